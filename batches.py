@@ -1,0 +1,59 @@
+"""Training batches out of a file of token ids, each a function of (seed, split, step) and of nothing else."""
+import os
+
+import numpy as np
+import torch
+
+import tokenizer as tokenizers
+
+
+class Batches:
+    """
+    The token file `split`.bin of a data folder: uint16, or what meta.json's dtype says.
+
+    Batches are drawn at random but from no running state: batch `step` is always the same. So a resumed
+    run draws what it would have drawn, ranks share out one global batch by taking different steps, and
+    the batches of an evaluation do not move between evaluations.
+
+    Raises ValueError when the file is missing, torn, or shorter than block_size + 1 tokens.
+    """
+
+    def __init__(self, folder, split, batch_size, block_size, vocab_size, device, seed=0):
+        self.path = os.path.join(folder, split + '.bin')
+        self.batch_size, self.vocab_size, self.device = batch_size, vocab_size, device
+        self.key = [seed, sum(split.encode())]
+        dtype = np.dtype(tokenizers.read_meta(folder).get('dtype', 'uint16'))
+        if not os.path.isfile(self.path):
+            raise ValueError(f"no {self.path}: run python {os.path.join(folder, 'prepare.py')}")
+        n_bytes = os.path.getsize(self.path)
+        if n_bytes % dtype.itemsize or n_bytes // dtype.itemsize <= block_size:
+            raise ValueError(f"{self.path} has {n_bytes / dtype.itemsize:g} tokens ({dtype}), but one row takes block_size + 1 = "
+                             f"{block_size + 1}: prepare more text or lower block_size")
+        self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
+        self.row = np.arange(block_size + 1)
+        self.n_rows = max(1, len(self.tokens) // block_size - 1)  # of an epoch, which begins anywhere in the first row
+        self.epochs = {}
+
+    def starts(self, epoch):
+        """Where the rows of an epoch start, in the order they are drawn: (n_rows,)."""
+        if epoch not in self.epochs:
+            rng = np.random.default_rng(self.key + [epoch])
+            block_size = len(self.row) - 1
+            shift = rng.integers(min(block_size, len(self.tokens) - self.n_rows * block_size))
+            self.epochs = {epoch: shift + block_size * rng.permutation(self.n_rows)}
+        return self.epochs[epoch]
+
+    def __call__(self, step):
+        """Batch `step`: inputs and targets, (batch_size, block_size) each, the targets one token on."""
+        drawn = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        epochs = drawn // self.n_rows
+        starts = np.concatenate([self.starts(epoch)[drawn[epochs == epoch] % self.n_rows] for epoch in np.unique(epochs)])
+        tokens = self.tokens[starts[:, None] + self.row]  # every row in one gather
+        if tokens.max() >= self.vocab_size:
+            raise ValueError(f"{self.path} has token {tokens.max()}, but the model's vocab_size is {self.vocab_size}")
+        tokens = torch.from_numpy(tokens.astype(np.int64))
+        if self.device.startswith('cuda'):
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
+        else:
+            tokens = tokens.to(self.device)
+        return tokens[:, :-1], tokens[:, 1:]

@@ -1,0 +1,108 @@
+"""
+What the two Shakespeare scripts share: get a text (a file, or a download), split it 90 : 10, encode it, write
+train.bin, val.bin and meta.json.
+"""
+import hashlib
+import json
+import os
+import queue
+import sys
+import threading
+import time
+
+import numpy as np
+import requests
+from tqdm import tqdm
+
+URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
+SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
+
+
+def read_text(folder, path, url, sha256):
+    """
+    (text, where it is from). In this order: the file at path, folder/input.txt, the download, which is kept there.
+
+    Raises ConnectionError when nothing answers, and ValueError on a file or a download that cannot be right.
+    """
+    kept = os.path.join(folder, 'input.txt')
+    if not path and not os.path.exists(kept):
+        write(kept, download(url, sha256))
+    path, source = (path, path) if path else (kept, 'input.txt')
+    try:
+        with open(path, encoding='utf-8') as f:
+            text = f.read()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not UTF-8 text ({e.reason} at byte {e.start})") from e
+    if not text:
+        raise ValueError(f"{path} is empty")
+    return text, 'tinyshakespeare' if hashlib.sha256(text.encode()).hexdigest() == SHA256 else source
+
+
+def download(url, sha256, patience=10.0):
+    """The bytes at url. ConnectionError after `patience` seconds without an answer, ValueError if it is another file."""
+    give_up = time.monotonic() + patience
+    while True:
+        try:
+            response = connect(url, give_up)
+            response.raise_for_status()
+            chunks = []
+            with tqdm(total=int(response.headers.get('Content-Length', 0)) or None, unit='B', unit_scale=True,
+                      desc='downloading', disable=None) as bar:
+                for chunk in response.iter_content(1 << 16):
+                    chunks.append(chunk)
+                    bar.update(len(chunk))
+            body = b''.join(chunks)
+            break
+        except requests.RequestException as e:
+            refused = e.response is not None and e.response.status_code < 500
+            if refused or time.monotonic() + 1 >= give_up:
+                raise ConnectionError(f"{url} could not be downloaded ({type(e).__name__})") from e
+            time.sleep(1)
+    got = hashlib.sha256(body).hexdigest()
+    if got != sha256:
+        raise ValueError(f"{url} has changed or came damaged: sha256 {got[:12]}..., not {sha256[:12]}...; "
+                         "try again, or pass the text you want with --input=PATH")
+    return body
+
+
+def connect(url, give_up):
+    """requests.get, but a name server that never answers cannot hold us longer than until give_up."""
+    answer = queue.Queue()
+
+    def get():
+        try:
+            answer.put(requests.get(url, stream=True, timeout=5))
+        except Exception as e:
+            answer.put(e)
+    threading.Thread(target=get, daemon=True).start()
+    try:
+        response = answer.get(timeout=max(0.1, give_up - time.monotonic()))
+    except queue.Empty:
+        raise requests.ConnectTimeout("no answer") from None
+    if isinstance(response, Exception):
+        raise response
+    return response
+
+
+def write_dataset(folder, text, tokenizer, source):
+    """train.bin and val.bin, the first 90 % of the characters and the rest, and meta.json."""
+    n_train = int(len(text) * 0.9)
+    dtype = 'uint16' if tokenizer.vocab_size <= 1 << 16 else 'uint32'
+    print(f"{len(text):,} characters from {source}; vocabulary {tokenizer.vocab_size:,}")
+    ids = {split: np.array(tokenizer.encode(part), dtype=dtype) for split, part in (('train', text[:n_train]), ('val', text[n_train:]))}
+    meta = tokenizer.state() | {'vocab_size': tokenizer.vocab_size, 'dtype': dtype, 'source': source}
+    write(os.path.join(folder, 'val.bin'), ids['val'].tobytes())
+    write(os.path.join(folder, 'meta.json'), json.dumps(meta, ensure_ascii=False, indent=1).encode())
+    write(os.path.join(folder, 'train.bin'), ids['train'].tobytes())  # last: where it is, everything is
+    for split in ids:
+        print(f"{split}.bin: {len(ids[split]):,} tokens")
+
+
+def write(path, content):
+    with open(path + '.tmp', 'wb') as f:
+        f.write(content)
+    os.replace(path + '.tmp', path)
+
+
+def warn(*lines):
+    print('\n' + '\n'.join('!! ' + line for line in lines) + '\n', file=sys.stderr)

@@ -1,0 +1,35 @@
+"""
+The works of Shakespeare, 1.1 MB of them, as characters: train.bin, val.bin and meta.json in this folder.
+
+    python data/shakespeare_char/prepare.py
+    python data/shakespeare_char/prepare.py --input=my.txt     any UTF-8 text instead
+"""
+import os
+import pydoc_data.topics
+import sys
+
+sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
+                os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+import configurator
+import prepare_text
+from tokenizer import CharTokenizer
+
+input = ''                    # a text file to use; by default input.txt in this folder, downloaded if need be
+url = prepare_text.URL        # where it is downloaded from
+sha256 = prepare_text.SHA256  # what the download must hash to
+
+
+def main(config):
+    folder = os.path.dirname(os.path.abspath(__file__))
+    try:
+        text, source = prepare_text.read_text(folder, input, url, sha256)
+    except ConnectionError as e:
+        prepare_text.warn(f"{e}.", "USING A STAND-IN: the help texts that come with Python. It is no Shakespeare, but it trains.",
+                          "For the real thing, connect and run this again, or put the text at data/shakespeare_char/input.txt.")
+        text = '\n\n'.join(pydoc_data.topics.topics[topic] for topic in sorted(pydoc_data.topics.topics))
+        source = "stand-in (pydoc_data.topics, no network)"
+    prepare_text.write_dataset(folder, text, CharTokenizer.of_text(text), source)
+
+
+if __name__ == '__main__':
+    configurator.run(main)

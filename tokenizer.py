@@ -1,0 +1,147 @@
+"""
+Text to token ids and back: the characters of a training text, or GPT-2's byte pairs, behind the same three names:
+encode(text) -> list of ints, decode(ids) -> text, vocab_size.
+
+`state()` is what a checkpoint and a data folder's meta.json hold, `from_state` turns it back.
+"""
+import json
+import os
+import pickle
+
+
+GPT2 = {'kind': 'gpt2'}
+
+
+class CharTokenizer:
+    """One id a character, in the order of `chars`."""
+
+    def __init__(self, chars):
+        self.chars = list(chars)
+        self.ids = {c: i for i, c in enumerate(self.chars)}
+        self.vocab_size = len(self.chars)
+        if len(self.ids) != self.vocab_size or not self.vocab_size:
+            raise ValueError("a character vocabulary needs at least one character and none twice")
+
+    @classmethod
+    def of_text(cls, text):
+        return cls(sorted(set(text)))
+
+    def encode(self, text):
+        """Raises ValueError naming the characters that have no id."""
+        try:
+            return [self.ids[c] for c in text]
+        except KeyError:
+            unknown = sorted(set(text) - set(self.ids))
+            raise ValueError(f"characters the model never saw: {' '.join(map(repr, unknown[:20]))}"
+                             f"{' ...' if len(unknown) > 20 else ''} (it knows {self.vocab_size})") from None
+
+    def decode(self, ids):
+        return ''.join(self.chars[i] if i < self.vocab_size else '\ufffd' for i in ids)
+
+    def state(self):
+        return {'kind': 'char', 'chars': ''.join(self.chars)}
+
+
+class GPT2Tokenizer:
+    """GPT-2's byte pairs, through tiktoken, which keeps them on disk after the first use."""
+
+    def __init__(self):
+        import tiktoken
+        try:
+            self.bpe = tiktoken.get_encoding('gpt2')
+        except Exception as e:  # whatever its download died of, there is one thing to say
+            raise ValueError(f"GPT-2's byte pairs could not be downloaded ({type(e).__name__}): "
+                             "connect once, or point TIKTOKEN_CACHE_DIR at a copy") from e
+        self.vocab_size = self.bpe.n_vocab
+
+    def encode(self, text):
+        """<|endoftext|> in the text becomes its one token."""
+        return self.bpe.encode(text, allowed_special={'<|endoftext|>'})
+
+    def decode(self, ids):
+        # a model's vocabulary may be padded (50304 rows for 50257 tokens): such an id has no text
+        return self.bpe.decode_bytes([i for i in ids if i < self.vocab_size]).decode('utf-8', errors='replace')
+
+    def state(self):
+        return GPT2
+
+
+def from_state(state):
+    if state.get('kind') == 'char':
+        return CharTokenizer(state['chars'])
+    if state.get('kind') == 'gpt2':
+        return GPT2Tokenizer()
+    raise ValueError(f"unknown kind of tokenizer: {state.get('kind')!r}")
+
+
+def state_of_dataset(folder):
+    """The state of the tokenizer a data folder was prepared with; GPT-2's where no meta file says otherwise."""
+    meta = read_meta(folder)
+    return {k: meta[k] for k in ('kind', 'chars') if k in meta} or GPT2
+
+
+def read_meta(folder):
+    """
+    What meta.json (or nanoGPT's meta.pkl) in a data folder says, as a dict: kind, chars, and when
+    we prepared it also source and dtype. {} where there is no such file, ValueError where it is damaged.
+    """
+    path = os.path.join(folder, 'meta.json')
+    if os.path.exists(path):
+        try:
+            with open(path, encoding='utf-8') as f:
+                return json.load(f)
+        except ValueError as e:
+            raise ValueError(f"{path} is damaged ({e}): prepare the data again") from e
+    path = os.path.join(folder, 'meta.pkl')
+    if not os.path.exists(path):
+        return {}
+    try:
+        with open(path, 'rb') as f:
+            itos = PlainUnpickler(f).load()['itos']
+        return {'kind': 'char', 'chars': ''.join(itos[i] for i in range(len(itos)))}
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
+        raise ValueError(f"{path} is not nanoGPT's dict of characters ({e}): prepare the data again") from e
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """A pickle can run any code it names. This one may name nothing, which leaves dicts, lists, strings and numbers."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+    def persistent_load(self, pid):
+        raise pickle.UnpicklingError("it asks for a persistent object")
+
+
+class TextStream:
+    """
+    The text of a token stream, piece by piece: `push(token)` returns what can be printed by now.
+
+    A character split over several tokens is held back until it is whole, and a text that may be the
+    beginning of `stop` until it is clear; from `stop` on nothing comes any more and `stopped` is True.
+    """
+
+    def __init__(self, tokenizer, stop=''):
+        self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
+        self.tokens, self.held = [], ''
+
+    def push(self, token):
+        if self.stopped:
+            return ''
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens)
+        if text.endswith('\ufffd') and len(self.tokens) < 4:  # UTF-8 needs four bytes at most
+            return ''
+        self.tokens, text = [], self.held + text
+        if self.stop and self.stop in text:
+            self.stopped, self.held = True, ''
+            return text[:text.index(self.stop)]
+        n_held = next((n for n in range(min(len(self.stop), len(text)), 0, -1) if self.stop.startswith(text[-n:])), 0)
+        self.held = text[len(text) - n_held:]
+        return text[:len(text) - n_held]
+
+    def flush(self):
+        """What was still held back when the tokens ended."""
+        text = '' if self.stopped else self.held + self.tokenizer.decode(self.tokens)
+        self.tokens, self.held = [], ''
+        return text
