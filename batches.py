@@ -31,24 +31,12 @@ class Batches:
                              f"{block_size + 1}: prepare more text or lower block_size")
         self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
         self.row = np.arange(block_size + 1)
-        self.n_rows = max(1, len(self.tokens) // block_size - 1)  # of an epoch, which begins anywhere in the first row
-        self.epochs = {}
-
-    def starts(self, epoch):
-        """Where the rows of an epoch start, in the order they are drawn: (n_rows,)."""
-        if epoch not in self.epochs:
-            rng = np.random.default_rng(self.key + [epoch])
-            block_size = len(self.row) - 1
-            shift = rng.integers(min(block_size, len(self.tokens) - self.n_rows * block_size))
-            self.epochs = {epoch: shift + block_size * rng.permutation(self.n_rows)}
-        return self.epochs[epoch]
 
     def __call__(self, step):
         """Batch `step`: inputs and targets, (batch_size, block_size) each, the targets one token on."""
-        drawn = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
-        epochs = drawn // self.n_rows
-        starts = np.concatenate([self.starts(epoch)[drawn[epochs == epoch] % self.n_rows] for epoch in np.unique(epochs)])
-        tokens = self.tokens[starts[:, None] + self.row]  # every row in one gather
+        rng = np.random.default_rng(self.key + [step])
+        starts = rng.integers(len(self.tokens) - len(self.row) + 1, size=(self.batch_size, 1))
+        tokens = self.tokens[starts + self.row]  # every row in one gather
         if tokens.max() >= self.vocab_size:
             raise ValueError(f"{self.path} has token {tokens.max()}, but the model's vocab_size is {self.vocab_size}")
         tokens = torch.from_numpy(tokens.astype(np.int64))

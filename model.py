@@ -301,13 +301,12 @@ class GPT(nn.Module):
         if decoder is not None and not use_cache:
             raise ValueError("a decoder works on the cache: pass use_cache=True as well")
         check_sampling(temperature, top_k, top_p)
-        tokens = self._stream(idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token,
-                              generator, decoder, num_samples)
+        tokens = self._stream(idx, max_new_tokens, num_samples, use_cache, decoder, stop_token,
+                              dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator))
         return (token.clone() for token in tokens)  # born under inference mode, which autograd would refuse later
 
     @torch.inference_mode()
-    def _stream(self, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token,
-                generator, decoder, num_samples):
+    def _stream(self, idx, max_new_tokens, num_samples, use_cache, decoder, stop_token, sampling):
         block_size, B = self.config.block_size, idx.size(0) * num_samples
         end = min(idx.size(1), block_size)
         # only the window is kept, in a buffer of two: when its end is reached, the last window moves to the front
@@ -330,7 +329,7 @@ class GPT(nn.Module):
                 logits, kv_cache = self._cached_step(tokens[:, end - 1:end], kv_cache, decoder)
             cache_full = kv_cache is None or kv_cache[0][2] == block_size
 
-            idx_next = sample_token(logits[:, -1], temperature, top_k, top_p, generator)  # (B, 1)
+            idx_next = sample_token(logits[:, -1], **sampling)  # (B, 1)
             if stop_token is not None:
                 idx_next = torch.where(stopped, stop_token, idx_next)
                 stopped |= idx_next == stop_token

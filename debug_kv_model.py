@@ -1,0 +1,126 @@
+"""
+The GPT of model.py, traced: the same names, the same tokens, and with KV_DEBUG=1 a line on stderr for what the
+cache does at each step. KV_DEBUG_LAYER=n keeps one layer's lines.
+
+    KV_DEBUG=1 KV_DEBUG_LAYER=0 python sample.py --num_samples=1 --max_new_tokens=5
+
+It inherits everything and copies nothing. While it traces it also checks what must hold, and a line with !!!
+says that something does not. The environment is read when the model runs.
+"""
+import os
+import sys
+
+import model
+from model import GPTConfig, LayerKVCache  # noqa: F401  (the same names as model.py)
+
+
+def tracing(layer=None):
+    """Is KV_DEBUG on, and if a layer is asked about, does KV_DEBUG_LAYER let it through?"""
+    if os.environ.get('KV_DEBUG', '0') in ('', '0'):
+        return False
+    only = os.environ.get('KV_DEBUG_LAYER', '')
+    if only and not only.isdigit():
+        raise ValueError(f"KV_DEBUG_LAYER must be the number of a layer, not {only!r}")
+    return layer is None or only == '' or int(only) == layer
+
+
+def trace(who, text):
+    print(f"[KVDBG][{who}] {text}", file=sys.stderr, flush=True)
+
+
+def alarm(who, text):
+    trace(who, f"!!! {text}")
+
+
+def positions(start, n):
+    if n > 16:
+        return f"pos[0]={start} pos[-1]={start + n - 1}"
+    return f"pos={list(range(start, start + n))}"
+
+
+class CausalSelfAttention(model.CausalSelfAttention):
+    layer = None  # its number, set by GPT
+
+    def forward(self, x, kv_cache=None, use_cache=False):
+        y, new_cache = super().forward(x, kv_cache, use_cache)
+        if tracing(self.layer):
+            self.report(x.size(1), kv_cache, new_cache)
+        return y, new_cache
+
+    def report(self, T, kv_cache, new_cache):
+        who = f"Attn L{self.layer}"
+        if new_cache is None:
+            trace(who, f"no cache T={T}")
+            return trace(who, f"mask T_q={T} T_k={T}")
+        start, end = 0 if kv_cache is None else kv_cache[2], new_cache.cache_pos
+        if kv_cache is None:
+            trace(who, f"init_cache T={T} max_ctx={self.block_size}")
+        else:
+            trace(who, f"cache_pos={start} T={T} new_cache_pos={end} max_ctx={self.block_size}")
+            trace(who, f"using cache T_k={end}")
+            if new_cache.k_cache.data_ptr() != kv_cache[0].data_ptr():
+                alarm(who, "the cache was re-created: its keys are not where they were")
+        trace(who, f"mask T_q={T} T_k={end}")
+        if end != start + T:
+            alarm(who, f"cache_pos went from {start} to {end}, but {T} positions were fed")
+        for name, cache in (('keys', new_cache.k_cache), ('values', new_cache.v_cache)):
+            if cache[:, :, start:end].isnan().any():
+                alarm(who, f"NaN in the {name} of positions {start} to {end - 1}")
+
+
+class Generation:
+    """What one run of `stream` has to remember for its trace."""
+    step = -1
+    had_cache = False
+
+    def __init__(self, use_cache):
+        self.use_cache = use_cache
+
+
+class GPT(model.GPT):
+    generation = None
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer, block in enumerate(self.transformer.h):
+            block.attn.__class__ = CausalSelfAttention  # same weights, same state; it only talks more
+            block.attn.layer = layer
+
+    def hidden_states(self, idx, kv_cache=None, use_cache=False):
+        if tracing() and idx.dim() == 2:
+            where = f"b={idx.size(0)} t={idx.size(1)}"
+            if kv_cache is None:
+                trace('GPT', f"kv_cache=None {where} {positions(0, idx.size(1))}")
+            else:
+                all_pos = [layer_cache[2] for layer_cache in kv_cache]
+                trace('GPT', f"kv_cache=present {where} cache_pos={all_pos[0]} {positions(all_pos[0], idx.size(1))}")
+                if len(set(all_pos)) > 1:
+                    alarm('GPT', f"cache_pos differs between layers: {all_pos}")
+        return super().hidden_states(idx, kv_cache, use_cache)
+
+    def _stream(self, *args):
+        generation, tokens = Generation(use_cache=args[3]), super()._stream(*args)
+        while True:
+            self.generation = generation  # two streams may take turns
+            generation.step += 1
+            try:
+                token = next(tokens)
+            except StopIteration:
+                return
+            yield token
+
+    def _cached_step(self, idx_cond, kv_cache, decoder):
+        self.report(idx_cond, kv_cache, cache_full=False)
+        if kv_cache is None and self.generation.had_cache and tracing():
+            alarm('generate', f"the cache was re-created in the middle of a generation, at step {self.generation.step}")
+        self.generation.had_cache = True
+        return super()._cached_step(idx_cond, kv_cache, decoder)
+
+    def _full_pass(self, idx_cond):
+        self.report(idx_cond, None, cache_full=self.generation.use_cache)
+        return super()._full_pass(idx_cond)
+
+    def report(self, idx_cond, kv_cache, cache_full):
+        if tracing():
+            trace('generate', f"step={self.generation.step} use_cache={self.generation.use_cache} kv_cache_present={kv_cache is not None} "
+                              f"cache_full={cache_full} idx_cond.shape={tuple(idx_cond.shape)}")
