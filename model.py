@@ -12,7 +12,7 @@ import json
 import math
 import os
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -315,7 +315,7 @@ class GPT(nn.Module):
         kv_cache, cache_full = None, end == block_size
         stopped = torch.zeros(B, 1, dtype=torch.bool, device=idx.device)
 
-        for step in range(max_new_tokens):
+        for _ in range(max_new_tokens):
             if not use_cache or cache_full:
                 kv_cache = None
                 logits = self._full_pass(tokens[:, max(0, end - block_size):end])

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 
-
 GPT2 = {'kind': 'gpt2'}
 
 

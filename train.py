@@ -71,7 +71,8 @@ class NonFiniteLoss(ValueError):
 
 def main(config):
     if min(batch_size, gradient_accumulation_steps, eval_iters, eval_interval, log_interval) < 1 or max_iters < 0:
-        raise ValueError("batch_size, gradient_accumulation_steps, eval_iters, eval_interval and log_interval must be at least 1, max_iters at least 0")
+        raise ValueError("batch_size, gradient_accumulation_steps, eval_iters, eval_interval and log_interval must be at least 1, "
+                         "and max_iters at least 0")
     dev, rank, world = join_processes()
     master = rank == 0
     if gradient_accumulation_steps % world:
@@ -380,7 +381,8 @@ class Log:
         matplotlib.use('Agg')
         import matplotlib.pyplot as plt
         fig, ax = plt.subplots(figsize=(7, 4), layout='constrained')
-        for column, style in (('batch_loss', dict(color='0.8', lw=1)), ('train_loss', dict(color='C0', marker='.')), ('val_loss', dict(color='C1', marker='.'))):
+        for column, style in (('batch_loss', dict(color='0.8', lw=1)), ('train_loss', dict(color='C0', marker='.')),
+                              ('val_loss', dict(color='C1', marker='.'))):
             points = [(int(row['iter']), float(row[column])) for row in self.rows if row.get(column)]
             if points:
                 ax.plot(*zip(*points), label=column.replace('_', ' '), **style)

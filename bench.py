@@ -1,0 +1,201 @@
+"""
+How fast, measured here and now.
+
+    python bench.py                          a training step, as nanoGPT's bench
+    python bench.py --mode=generate          tokens/s without and with the cache, by length: a table and a PNG
+    python bench.py --mode=generate --shape=S,M --json=speedup.json
+
+Medians of `repeats` runs after a warm-up; what is compared takes turns within one run.
+"""
+import os
+import platform
+import statistics
+import time
+from json import dump
+
+import torch
+from tqdm import tqdm
+
+import configurator
+from batches import Batches
+from device import autocast, pick_device, pick_dtype, synchronize
+from model import GPT, GPTConfig
+
+mode = 'train'            # train or generate
+shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), several as S,M; auto is L on a GPU, S elsewhere
+batch_size = 12           # rows of a training step
+block_size = 0            # of the training step; 0 is the shape's own
+bias = False              # in linears and layer norms?
+real_data = True          # train on a prepared data set if there is one, else on random tokens
+profile = False           # a torch.profiler trace of the training step, written to bench_log/
+compile = True            # torch.compile the model for training; on a CPU it is no faster, and left out
+lengths = '10,50,122,128,200,500'  # numbers of new tokens to generate, after a prompt of 6
+repeats = 5               # timed runs of each
+json = ''                 # a file to write the figures of generate mode to
+png = 'speedup.png'       # and one for their picture
+seed = 1337               # of weights and data
+device = 'auto'           # cpu, cuda, cuda:1, mps; auto is the best there is
+dtype = 'auto'            # float32, bfloat16 or float16; auto goes by the device
+
+SHAPES = {
+    'S': GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=65),
+    'M': GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65),
+    'L': GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304),
+}
+PROMPT = 6
+
+
+def main(config):
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision('high')
+    dev = pick_device(device)
+    amp = autocast(dev, pick_dtype(dtype, dev))
+    names = ('S' if dev == 'cpu' else 'L') if shape == 'auto' else shape
+    unknown = set(names.split(',')) - set(SHAPES)
+    if unknown or mode not in ('train', 'generate') or repeats < 1 or batch_size < 1:
+        raise ValueError(f"mode is train or generate, shape any of {', '.join(SHAPES)}, repeats and batch_size at least 1")
+    print(f"{describe_machine(dev)}, {pick_dtype(dtype, dev)}")
+    if mode == 'train':
+        for name in names.split(','):
+            bench_train(name, dev, amp)
+    else:
+        bench_generate(names.split(','), dev, amp)
+
+
+def describe_machine(dev):
+    if dev.startswith('cuda'):
+        what = torch.cuda.get_device_name(dev)
+    else:
+        what = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return f"torch {torch.__version__}, {dev}, {what}"
+
+
+def bench_train(name, dev, amp):
+    c = GPTConfig(**vars(SHAPES[name]) | dict(bias=bias, block_size=block_size or SHAPES[name].block_size))
+    model = GPT(c).to(dev)
+    optimizer = model.configure_optimizers(weight_decay=1e-2, learning_rate=1e-4, betas=(0.9, 0.95), device_type=dev.split(':')[0])
+    data_dir = next((d for d in ('data/openwebtext', 'data/shakespeare', 'data/shakespeare_char')
+                     if real_data and c.vocab_size >= (65 if d.endswith('char') else 50257) and os.path.exists(d + '/train.bin')), None)
+    if data_dir:
+        get_batch = Batches(data_dir, 'train', batch_size, c.block_size, c.vocab_size, dev, seed)
+    else:
+        tokens = torch.randint(c.vocab_size, (batch_size, c.block_size + 1), device=dev)
+        get_batch = lambda step: (tokens[:, :-1], tokens[:, 1:])  # noqa: E731
+    run = torch.compile(model) if compile and dev != 'cpu' else model
+
+    def step(k):
+        x, y = get_batch(k)
+        with amp:
+            loss = run(x, y)[1]
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    n_steps = 10
+    for k in range(n_steps):
+        step(k)
+    if profile:
+        from torch.profiler import tensorboard_trace_handler
+        with torch.profiler.profile(on_trace_ready=tensorboard_trace_handler('bench_log'), record_shapes=True) as prof:
+            for k in range(5):
+                step(k)
+        print(prof.key_averages().table(sort_by='self_cpu_time_total', row_limit=15))
+    times = []
+    for repeat in tqdm(range(repeats), desc=f'{name} training', disable=None):
+        synchronize(dev)
+        t0 = time.perf_counter()
+        for k in range(n_steps):
+            loss = step(n_steps * repeat + k)
+        synchronize(dev)
+        times.append((time.perf_counter() - t0) / n_steps)
+    dt = statistics.median(times)
+    mfu = model.estimate_mfu(batch_size, dt)
+    print(f"{name}, block {c.block_size}, batch {batch_size}, {data_dir or 'random tokens'}: {dt * 1e3:.2f} ms an iteration, "
+          f"{batch_size * c.block_size / dt:,.0f} tok/s, MFU {'unknown' if mfu is None else f'{mfu:.1%}'}, loss {loss:.4f}")
+
+
+def fed_tokens(n, block_size, use_cache):
+    """How many positions the model computes to generate n tokens after the prompt; without a cache and a limit, about n * n / 2."""
+    context = [min(PROMPT + i, block_size) for i in range(n)]
+    if not use_cache:
+        return sum(context)
+    return context[0] + sum(1 if PROMPT + i <= block_size else block_size for i in range(1, n))
+
+
+def bench_generate(names, dev, amp):
+    rows = []
+    counts = [int(n) for n in lengths.split(',') if n.strip().isdigit() and int(n) > 0]
+    if len(counts) != len(lengths.split(',')):
+        raise ValueError(f"lengths must be numbers of tokens with commas between, not {lengths!r}")
+    for name in names:
+        c = SHAPES[name]
+        model = GPT(c).to(dev).eval()
+        idx = torch.randint(c.vocab_size, (1, PROMPT), device=dev)
+
+        def run(n, use_cache, model=model, idx=idx):
+            synchronize(dev)
+            t0 = time.perf_counter()
+            with amp:
+                tokens = model.generate(idx, n, temperature=0, use_cache=use_cache)
+            synchronize(dev)
+            return tokens, time.perf_counter() - t0
+
+        with torch.no_grad(), amp:
+            cache = model(idx)[2]
+        layer_bytes = 2 * cache[0].k_cache.nbytes
+        print(f"\n{name}: {c.n_layer} layers of {c.n_embd}, block {c.block_size}; the cache: {layer_bytes / 2**20:.3g} MiB a layer, "
+              f"{c.n_layer * layer_bytes / 2**20:.3g} MiB in all ({cache[0].k_cache.dtype})")
+        print(f"{'tokens':>8} {'no cache':>12} {'cache':>12} {'speed-up':>9} {'(N+1)/2':>8} {'counted':>8} {'first token':>12}  tokens")
+        for n in counts:
+            seconds, first, tokens = {False: [], True: []}, [], {}
+            for repeat in tqdm(range(1 + repeats), desc=f'{name} {n}', leave=False, disable=None):
+                for use_cache in seconds:
+                    tokens[use_cache], s = run(n, use_cache)
+                    seconds[use_cache] += [s] if repeat else []
+                first += [run(1, True)[1]] if repeat else []
+            plain, cached = (statistics.median(seconds[c]) for c in (False, True))
+            row = dict(shape=name, new_tokens=n, tok_per_s=n / plain, tok_per_s_cached=n / cached, speedup=plain / cached,
+                       half_n_plus_1=(n + 1) / 2, counted=fed_tokens(n, c.block_size, False) / fed_tokens(n, c.block_size, True),
+                       first_token_s=statistics.median(first), cache_bytes_per_layer=layer_bytes, cache_bytes=layer_bytes * c.n_layer,
+                       identical=torch.equal(*tokens.values()))
+            rows.append(row)
+            print(f"{n:>8} {n / plain:>6,.0f} tok/s {n / cached:>6,.0f} tok/s {row['speedup']:>8.2f}x {row['half_n_plus_1']:>7.1f}x "
+                  f"{row['counted']:>7.2f}x {row['first_token_s'] * 1e3:>9.2f} ms  {'identical' if row['identical'] else 'DIFFERENT'}")
+    if json:
+        with open(json + '.tmp', 'w') as f:
+            dump(dict(machine=describe_machine(dev), dtype=pick_dtype(dtype, dev), prompt=PROMPT, repeats=repeats, rows=rows), f, indent=1)
+        os.replace(json + '.tmp', json)
+    if png:
+        draw(rows, dev)
+        print(f"\n{png}")
+
+
+def draw(rows, dev):
+    """Speed-up against length: measured, and as the positions computed would have it."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(7, 4), layout='constrained')
+    for i, name in enumerate(dict.fromkeys(row['shape'] for row in rows)):
+        mine = sorted((row for row in rows if row['shape'] == name), key=lambda row: row['new_tokens'])
+        n = [row['new_tokens'] for row in mine]
+        block = SHAPES[name].block_size
+        ax.plot(n, [row['speedup'] for row in mine], color=f'C{i}', marker='o', label=f'{name}, measured')
+        every = range(1, max(n) + 1)
+        ax.plot(every, [fed_tokens(k, block, False) / fed_tokens(k, block, True) for k in every], color=f'C{i}', ls=':',
+                label=f'{name}, positions computed')
+        ax.axvline(block - PROMPT, color=f'C{i}', lw=0.8, alpha=0.5)
+    ax.set(xlabel=f'new tokens, after a prompt of {PROMPT}; vertical line: the context is full', ylabel='speed-up by the cache',
+           yscale='log', title=describe_machine(dev))
+    ax.set_yticks([1, 2, 5, 10, 20, 50], ['1x', '2x', '5x', '10x', '20x', '50x'])
+    ax.minorticks_off()
+    ax.grid(alpha=0.3)
+    ax.legend()
+    fig.savefig(png + '.tmp', format='png', dpi=110)
+    plt.close(fig)
+    os.replace(png + '.tmp', png)
+
+
+if __name__ == '__main__':
+    configurator.run(main)

@@ -1,0 +1,153 @@
+"""
+Does the cache give the same tokens, and how much sooner?
+
+    python test_kv_cache.py     generates 206 tokens both ways, compares them, and prints the times
+    pytest test_kv_cache.py     the comparison alone, over many seeds and prompt lengths
+
+The script takes the newest trained Shakespeare checkpoint, or failing that a random model of the same shape.
+Exit code 1 if the tokens differ; KV_DEBUG=1 traces the cache.
+"""
+import glob
+import itertools
+import os
+import statistics
+import sys
+import time
+
+import torch
+
+import checkpoint as checkpoints
+import configurator
+import debug_kv_model
+import model as plain_model
+import tokenizer as tokenizers
+from device import pick_device, synchronize
+
+prompt = 'First '  # six characters, all of which Shakespeare has
+new_tokens = 200   # to generate both ways
+window = 128       # a longer context window is cropped to this, so that the tokens go past it
+temperature = 0.8  # as sample.py
+top_k = 200        # as sample.py
+seed = 1337        # of the draws, the same both ways
+repeats = 5        # runs each way, taking turns; the median counts
+device = 'auto'    # cpu, cuda, mps
+
+
+def load_model(dev):
+    """(model, tokenizer or None): the newest checkpoint trained on Shakespeare, or a random model of its shape."""
+    gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
+    for path in sorted(glob.glob('out*/ckpt.pt'), key=os.path.getmtime, reverse=True):
+        checkpoint = checkpoints.load(path)
+        if 'shakespeare' in str(checkpoint.get('config', {}).get('dataset')):
+            print(f"model: {path}")
+            return checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).to(dev).eval(), checkpoints.tokenizer_of(checkpoint)
+    print("model: random weights, for want of a trained one (python train.py config/train_shakespeare_char.py makes it)")
+    torch.manual_seed(seed)
+    return gpt.GPT(gpt.GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False)).to(dev).eval(), None
+
+
+def timed(model, idx, n, use_cache, dev):
+    """(tokens (1, T), seconds) of one generation."""
+    torch.manual_seed(seed)
+    synchronize(dev)
+    t0 = time.perf_counter()
+    tokens = model.generate(idx, n, temperature, top_k, use_cache=use_cache)
+    synchronize(dev)
+    return tokens, time.perf_counter() - t0
+
+
+def compare(model, idx, n, dev):
+    """(tokens, seconds) without the cache, and with it: medians of runs that take turns."""
+    seconds, tokens = {False: [], True: []}, {}
+    for repeat in range(1 + repeats):  # the first warms up
+        for use_cache in seconds:
+            tokens[use_cache], s = timed(model, idx, n, use_cache, dev)
+            seconds[use_cache] += [s] if repeat else []
+    return [(tokens[c][0], statistics.median(seconds[c])) for c in (False, True)]
+
+
+def report_difference(model, tokenizer, plain, cached):
+    where = int((plain != cached).nonzero()[0])
+    with torch.inference_mode():
+        logits = model(plain[None, max(0, where - model.config.block_size):where], use_cache=False)[0][0, -1]
+    a, b = plain[where].item(), cached[where].item()
+
+    def show(tokens):
+        tokens = tokens[where:where + 40].tolist()
+        return repr(tokenizer.decode(tokens)) if tokenizer else tokens
+    print(f"{mark('✘', 'x')}FAILURE: outputs differ from position {where} on")
+    print(f"  without cache   {show(plain)}\n  with cache      {show(cached)}")
+    print(f"  the uncached logits of the two tokens there are {abs(logits[a] - logits[b]).item():.3g} apart "
+          "(less than about 1e-4 would be a tie that rounding may break either way)")
+    print("  KV_DEBUG=1 python test_kv_cache.py shows what the cache does at each step")
+
+
+def mark(sign, plain):
+    try:
+        sign.encode(sys.stdout.encoding or 'ascii')
+        return sign + ' '
+    except UnicodeEncodeError:
+        return ''
+
+
+def main(config):
+    if new_tokens < 1 or repeats < 1 or window < 1:
+        raise ValueError("new_tokens, repeats and window must be at least 1")
+    dev = pick_device(device)
+    model, tokenizer = load_model(dev)
+    if model.config.block_size > window:
+        model.crop_block_size(window)
+    block_size = model.config.block_size
+    if tokenizer is None:
+        ids = torch.randint(model.config.vocab_size, (6,)).tolist()
+    elif isinstance(tokenizer, tokenizers.CharTokenizer):  # a stand-in text may lack some of the letters
+        ids = [tokenizer.ids.get(c, 0) for c in prompt]
+    else:
+        ids = tokenizer.encode(prompt)
+    idx = torch.tensor([ids], device=dev)
+    (plain, plain_s), (cached, cached_s) = compare(model, idx, new_tokens, dev)
+    if not torch.equal(plain, cached):
+        report_difference(model, tokenizer, plain, cached)
+        sys.exit(1)
+    inside = ''
+    n_inside = block_size - idx.size(1)
+    if 0 < n_inside < new_tokens:
+        (_, plain_inside_s), (_, cached_inside_s) = compare(model, idx, n_inside, dev)
+        inside = f"    (inside block_size: {plain_inside_s / cached_inside_s:.2f}x)"
+    print(f"{mark('✔', 'v')}SUCCESS: outputs are identical ({len(cached)} tokens)")
+    print(f"  without cache   {plain_s:.2f} s   {new_tokens / plain_s:,.0f} tok/s")
+    print(f"  with cache      {cached_s:.2f} s   {new_tokens / cached_s:,.0f} tok/s")
+    print(f"  speedup         {plain_s / cached_s:.2f}x{inside}")
+
+
+BLOCK = 16
+
+
+def test_same_tokens_with_and_without_the_cache():
+    """50 seeds of weights, prompt and draws for each case, on to twice the window."""
+    for T, draw, batch in itertools.product([1, 6, BLOCK - 1, BLOCK, BLOCK + 1], [0.0, 0.8], [1, 4]):
+        for s in range(50):
+            torch.manual_seed(s)
+            model = plain_model.GPT(plain_model.GPTConfig(block_size=BLOCK, vocab_size=65, n_layer=2, n_head=2, n_embd=32)).eval()
+            idx = torch.randint(65, (batch, T))
+            outputs = []
+            for use_cache in (False, True):
+                torch.manual_seed(1000 + s)
+                outputs.append(model.generate(idx, 2 * BLOCK, temperature=draw, top_k=20, use_cache=use_cache))
+            assert torch.equal(*outputs), f"prompt of {T}, temperature {draw}, batch {batch}, seed {s}"
+            assert outputs[0].shape == (batch, T + 2 * BLOCK)
+
+
+def test_same_tokens_at_the_size_people_train():
+    torch.manual_seed(0)
+    model = plain_model.GPT(plain_model.GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128)).eval()
+    idx = torch.randint(65, (1, 6))
+    outputs = []
+    for use_cache in (False, True):
+        torch.manual_seed(1)
+        outputs.append(model.generate(idx, 200, temperature=0.8, use_cache=use_cache))
+    assert torch.equal(*outputs)
+
+
+if __name__ == '__main__':
+    configurator.run(main)
