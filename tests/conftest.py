@@ -1,0 +1,50 @@
+"""Fixtures: a copy of the repository with a small data set to run scripts in, and what a run left behind."""
+import os
+import pydoc_data.topics
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+SHARED_TEXT = os.path.join(ROOT, '..', 'shared', 'data', 'tinyshakespeare', 'input.txt')
+
+TINY = ['--device=cpu', '--dataset=shakespeare_char', '--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
+        '--gradient_accumulation_steps=1', '--eval_iters=2', '--warmup_iters=2', '--lr_decay_iters=60', '--learning_rate=1e-2',
+        '--dropout=0.1', '--eval_interval=10', '--max_iters=20']
+
+
+def run(folder, *command, **env):
+    """python command... in folder; the result has returncode, stdout and stderr."""
+    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+                          env={**os.environ, 'OMP_NUM_THREADS': '1', **env})
+
+
+def copy_code(folder):
+    for name in os.listdir(ROOT):
+        if name.endswith('.py'):
+            shutil.copy(os.path.join(ROOT, name), folder)
+    shutil.copytree(os.path.join(ROOT, 'config'), folder / 'config')
+    shutil.copytree(os.path.join(ROOT, 'data'), folder / 'data', ignore=shutil.ignore_patterns('*.bin', '*.json', '*.txt', '__pycache__'))
+    return folder
+
+
+@pytest.fixture(scope='session')
+def trained(tmp_path_factory):
+    """A copy of the code, a small character data set, and a run of 20 iterations in out/. Not to be written to."""
+    folder = copy_code(tmp_path_factory.mktemp('trained'))
+    text = ''.join(pydoc_data.topics.topics[topic] for topic in ('assert', 'class', 'for', 'try', 'with'))
+    (folder / 'data' / 'shakespeare_char' / 'input.txt').write_text(text, encoding='utf-8')
+    assert run(folder, 'data/shakespeare_char/prepare.py').returncode == 0
+    done = run(folder, 'train.py', *TINY)
+    assert done.returncode == 0, done.stderr
+    (folder / 'train.log').write_text(done.stdout)
+    return folder
+
+
+@pytest.fixture
+def repo(trained, tmp_path):
+    """A copy of `trained` to do anything with, without the run."""
+    shutil.copytree(trained, tmp_path / 'repo', ignore=shutil.ignore_patterns('out'))
+    return tmp_path / 'repo'

@@ -1,0 +1,62 @@
+"""Any split of a sequence into chunks gives the logits of one uncached pass, at every position."""
+import plain_gpt
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model import GPT, GPTConfig
+
+
+def large(seed, dtype=torch.float64, **changes):
+    """A small model whose positions matter: wpe and biases are large, so a wrong offset cannot hide."""
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**dict(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=16) | changes)).to(dtype).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.add_(torch.randn_like(p) * (1.0 if 'wpe' in name else 0.2))
+    return model
+
+
+def in_chunks(model, idx, chunks):
+    """Logits at every position, (B, T, vocab_size), fed chunk by chunk to one cache."""
+    kv_cache, logits, start = None, [], 0
+    with torch.no_grad():
+        for n in chunks:
+            x, kv_cache = model.hidden_states(idx[:, start:start + n], kv_cache, use_cache=True)
+            logits.append(model.lm_head(x))
+            start += n
+    assert all(c.cache_pos == start for c in kv_cache)
+    return torch.cat(logits, dim=1)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_chunking_equals_one_uncached_pass_in_float64(data):
+    T = data.draw(st.integers(1, 16))
+    cuts = data.draw(st.sets(st.integers(1, T - 1)) if T > 1 else st.just(set()))
+    edges = [0, *sorted(cuts), T]
+    chunks = [b - a for a, b in zip(edges, edges[1:])]
+    seed, B = data.draw(st.integers(0, 10 ** 6)), data.draw(st.integers(1, 3))
+    n_head, bias = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.booleans())
+    model = large(seed, n_head=n_head, bias=bias, n_layer=data.draw(st.integers(1, 3)))
+    idx = torch.randint(29, (B, T))
+    chunked = in_chunks(model, idx, chunks)
+    with torch.no_grad():
+        uncached = model(idx, idx)[0]
+        plain = plain_gpt.logits(model.state_dict(), n_head, idx)
+    assert (chunked - uncached).abs().max() < 1e-10
+    assert (chunked - plain).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize('T', [1, 2, 15, 16])
+def test_one_token_at_a_time_equals_one_pass_up_to_a_full_window(T):
+    model, idx = large(T), torch.randint(29, (3, T))
+    with torch.no_grad():
+        assert (in_chunks(model, idx, [1] * T) - model(idx, idx)[0]).abs().max() < 1e-10
+
+
+def test_logits_of_the_last_position_alone_are_the_last_of_all():
+    model, idx = large(0), torch.randint(29, (2, 9))
+    with torch.no_grad():
+        assert (model(idx)[0][:, 0] - model(idx, idx)[0][:, -1]).abs().max() < 1e-10

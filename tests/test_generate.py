@@ -1,0 +1,184 @@
+"""Generation: nanoGPT's tokens, and the contract of stream and generate."""
+import plain_gpt
+import pytest
+import torch
+from test_cache_exactness import large
+
+from model import GPT, GPTConfig, LayerKVCache, sample_token
+
+
+def f32(seed, **changes):
+    return large(seed, torch.float32, **changes)
+
+
+@pytest.mark.parametrize('use_cache', [False, True])
+@pytest.mark.parametrize('temperature, top_k', [(1.0, None), (0.8, 5), (1.3, 200), (0, None)])
+def test_same_seed_same_tokens_as_nanogpt(use_cache, temperature, top_k):
+    for seed in range(8):
+        model = f32(seed)
+        idx = torch.randint(29, (2, 1 + 3 * seed))  # 1 to 22: on both sides of block_size 16
+        torch.manual_seed(seed)
+        theirs = plain_gpt.generate(model.state_dict(), 2, 16, idx, 30, temperature, top_k)
+        torch.manual_seed(seed)
+        assert torch.equal(model.generate(idx, 30, temperature, top_k, use_cache=use_cache), theirs), seed
+
+
+def test_generate_is_stream_collected():
+    model, idx = f32(0), torch.randint(29, (3, 5))
+    torch.manual_seed(0)
+    streamed = list(model.stream(idx, 20, use_cache=True))
+    torch.manual_seed(0)
+    assert torch.equal(model.generate(idx, 20, use_cache=True), torch.cat([idx, *streamed], dim=1))
+    assert all(t.shape == (3, 1) and t.dtype == torch.long for t in streamed)
+    assert torch.equal(model.generate(idx, 0), idx)
+
+
+def test_the_tokens_can_be_trained_on():
+    model, idx = f32(0), torch.randint(29, (1, 5))
+    for tokens in (model.generate(idx, 6, use_cache=True), next(model.stream(idx, 1, use_cache=True))):
+        assert not tokens.is_inference()
+        model(tokens, tokens)[1].backward()
+
+
+def test_a_consumer_may_do_what_it_likes_with_what_it_is_given():
+    model, idx = f32(1), torch.randint(29, (1, 5))
+    expected = model.generate(idx, 25, temperature=0, use_cache=True)[:, 5:]
+    for use_cache in (False, True):
+        got = []
+        for token in model.stream(idx, 25, temperature=0, use_cache=use_cache):
+            got.append(token.clone())
+            token.zero_()
+        assert torch.equal(torch.cat(got, 1), expected)
+
+
+def test_streams_can_take_turns():
+    model = f32(2)
+    a, b = torch.randint(29, (1, 3)), torch.randint(29, (2, 9))
+    pairs = list(zip(model.stream(a, 20, temperature=0, use_cache=True), model.stream(b, 20, temperature=0, use_cache=True)))
+    assert torch.equal(torch.cat([p[0] for p in pairs], 1), model.generate(a, 20, temperature=0)[:, 3:])
+    assert torch.equal(torch.cat([p[1] for p in pairs], 1), model.generate(b, 20, temperature=0)[:, 9:])
+
+
+def test_modes_and_gradients_are_left_as_they_were():
+    model = f32(3, dropout=0.3)
+    model.train()
+    model.transformer.h[0].eval()
+    modes = [m.training for m in model.modules()]
+    for _ in model.stream(torch.randint(29, (1, 5)), 3, use_cache=True):
+        assert [m.training for m in model.modules()] == modes and torch.is_grad_enabled()
+    with pytest.raises(RuntimeError):
+        list(model.stream(torch.randint(29, (1, 5)), 3, use_cache=True, decoder=broken))
+    assert [m.training for m in model.modules()] == modes and torch.is_grad_enabled()
+
+
+def broken(idx, kv_cache):
+    raise RuntimeError("the decoder broke")
+
+
+def test_stop_token_ends_each_row_on_its_own():
+    model, idx = f32(4), torch.randint(29, (6, 3))
+    torch.manual_seed(0)
+    free = model.generate(idx, 40, use_cache=True)
+    stop = free[0, 10].item()
+    torch.manual_seed(0)
+    stopped = model.generate(idx, 40, use_cache=True, stop_token=stop)
+    assert stopped.shape[1] <= free.shape[1]
+    for row, whole in zip(stopped[:, 3:].tolist(), free[:, 3:].tolist()):
+        end = whole.index(stop) if stop in whole else len(whole)
+        assert row[:end] == whole[:end]  # the other rows' ends move nothing
+        assert all(t == stop for t in row[end:])
+    greedy = model.generate(idx[:1], 40, temperature=0)
+    first = greedy[0, 3].item()
+    assert model.generate(idx[:1], 40, temperature=0, stop_token=first).shape == (1, 4)
+
+
+def test_num_samples_draws_what_a_batch_of_copies_draws():
+    model, idx = f32(5), torch.randint(29, (2, 6))
+    for use_cache in (False, True):
+        torch.manual_seed(1)
+        copies = model.generate(idx.repeat_interleave(3, 0), 20, use_cache=use_cache)
+        torch.manual_seed(1)
+        assert torch.equal(model.generate(idx, 20, use_cache=use_cache, num_samples=3), copies)
+    rows = []
+    model.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape))
+    model.generate(idx, 3, use_cache=True, num_samples=3)
+    assert rows == [(2, 6), (6, 1), (6, 1)]  # each prompt is prefilled once
+
+
+def test_a_generator_of_ones_own_leaves_the_global_one_alone():
+    model, idx = f32(6), torch.randint(29, (2, 6))
+    torch.manual_seed(7)
+    expected = model.generate(idx, 20)
+    state = torch.get_rng_state()
+    got = model.generate(idx, 20, use_cache=True, generator=torch.Generator().manual_seed(7))
+    assert torch.equal(got, expected) and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_decoder_takes_the_models_place_at_any_step():
+    model, idx, calls = f32(7), torch.randint(29, (2, 6)), []
+
+    def decoder(idx, kv_cache):
+        calls.append((tuple(idx.shape), kv_cache is None))
+        logits, _, kv_cache = model(idx, kv_cache=kv_cache, use_cache=True)
+        return logits, [tuple(layer) for layer in kv_cache]  # plain tuples will do
+    got = model.generate(idx, 20, temperature=0, use_cache=True, decoder=decoder)
+    assert torch.equal(got, model.generate(idx, 20, temperature=0))
+    assert calls == [((2, 6), True)] + [((2, 1), False)] * 10
+    with pytest.raises(ValueError, match='use_cache'):
+        model.generate(idx, 20, decoder=decoder)
+
+
+def test_memory_does_not_grow_with_the_output():
+    """What a step of the stream holds is the window, however many tokens were asked for."""
+    from test_model import Shapes
+    model = f32(8)
+    with Shapes() as shapes:
+        for i, _ in enumerate(model.stream(torch.randint(29, (1, 3)), 10 ** 12, use_cache=True)):
+            if i == 100:
+                break
+    assert max(torch.Size(s).numel() for s in shapes.seen) <= 16 * 64 * 4  # a window of the widest activation, and some
+
+
+@pytest.mark.parametrize('bad', [
+    dict(idx=torch.zeros(1, 0, dtype=torch.long)), dict(idx=torch.zeros(0, 3, dtype=torch.long)), dict(idx=torch.zeros(3, dtype=torch.long)),
+    dict(idx=torch.tensor([[29]])), dict(idx=torch.tensor([[-1]])), dict(idx=torch.tensor([[0.5]])),
+    dict(temperature=-1), dict(temperature=float('nan')), dict(temperature=float('inf')), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.1),
+    dict(max_new_tokens=-1), dict(num_samples=0),
+])
+def test_what_cannot_be_generated_is_refused_at_the_call(bad):
+    settings = dict(idx=torch.zeros(1, 3, dtype=torch.long), max_new_tokens=5) | bad
+    for method in ('stream', 'generate'):
+        with pytest.raises(ValueError):
+            getattr(f32(9), method)(**settings)
+
+
+def test_top_p_keeps_the_smallest_nucleus():
+    probs = torch.tensor([[0.1, 0.5, 0.25, 0.15]])
+    for top_p, kept in ((0.3, {1}), (0.5, {1}), (0.51, {1, 2}), (0.75, {1, 2}), (0.8, {1, 2, 3}), (0.95, {0, 1, 2, 3}), (1.0, {0, 1, 2, 3})):
+        drawn = {sample_token(probs.log(), top_p=top_p).item() for _ in range(200)}
+        assert drawn == kept, top_p
+
+
+def test_top_k_keeps_ties_and_never_more_than_there_are():
+    logits = torch.tensor([[3.0, 1.0, 3.0, 0.0]])
+    assert {sample_token(logits, top_k=1).item() for _ in range(50)} == {0, 2}
+    assert {sample_token(logits * 0, top_k=99).item() for _ in range(200)} == {0, 1, 2, 3}
+
+
+def test_sampling_follows_the_distribution():
+    torch.manual_seed(0)
+    logits = torch.tensor([[0.0, 1.0, 2.0]]).expand(20000, -1)
+    freq = torch.bincount(sample_token(logits, temperature=0.5).flatten(), minlength=3) / 20000
+    torch.testing.assert_close(freq, torch.softmax(logits[0] / 0.5, -1), atol=0.015, rtol=0)
+
+
+def test_a_prompt_of_exactly_block_size_and_the_default_model_shape():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=1, vocab_size=5, n_layer=1, n_head=1, n_embd=4)).eval()  # the smallest window there is
+    idx = torch.tensor([[1, 2]])
+    assert torch.equal(model.generate(idx, 5, temperature=0, use_cache=True), model.generate(idx, 5, temperature=0))
+
+
+def test_a_cache_can_be_cloned_to_branch():
+    cache = LayerKVCache.empty_like(torch.randn(1, 2, 3, 4), 8)
+    assert cache.clone().k_cache.data_ptr() != cache.k_cache.data_ptr() and cache.clone().cache_pos == 0

@@ -1,0 +1,294 @@
+"""model.py against the plain GPT of plain_gpt.py, and its contracts."""
+import json
+import math
+
+import plain_gpt
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model import GPT, GPTConfig, LayerKVCache, attend, default_peak_flops
+
+
+def tiny(seed=0, **changes):
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(**dict(block_size=16, vocab_size=31, n_layer=3, n_head=2, n_embd=16) | changes))
+
+
+@pytest.mark.parametrize('bias', [True, False])
+def test_logits_and_gradients_are_those_of_a_plain_gpt(bias):
+    model = tiny(bias=bias).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.3)  # biases and norms too must matter
+    idx, targets = torch.randint(31, (3, 16)), torch.randint(31, (3, 16))
+    targets[0, 3] = -1
+    logits, loss, kv_cache = model(idx, targets)
+    assert kv_cache is None
+    loss.backward()
+
+    weights = {k: v.detach().clone() for k, v in model.state_dict().items()}
+    weights['lm_head.weight'] = weights['transformer.wte.weight']
+    for w in weights.values():
+        w.requires_grad_()
+    ours = plain_gpt.logits(weights, 2, idx)
+    torch.testing.assert_close(logits, ours, rtol=1e-10, atol=1e-10)
+    keep = targets.flatten() != -1
+    plain_loss = -ours.flatten(0, 1)[keep].log_softmax(-1).gather(1, targets.flatten()[keep][:, None]).mean()
+    torch.testing.assert_close(loss, plain_loss, rtol=1e-10, atol=1e-10)
+    plain_loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, weights[name].grad, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_forward_always_returns_three_values():
+    model, idx = tiny(), torch.randint(31, (2, 5))
+    model.train()
+    logits, loss, kv_cache = model(idx)
+    assert logits.shape == (2, 1, 31) and loss is None and kv_cache is None
+    model.eval()
+    logits, loss, kv_cache = model(idx)
+    assert logits.shape == (2, 1, 31) and loss is None and len(kv_cache) == 3
+    logits, loss, kv_cache = model(idx, targets=idx)
+    assert logits.shape == (2, 5, 31) and loss.dim() == 0 and kv_cache is None
+    assert model(idx, use_cache=False)[2] is None
+    assert model(idx, targets=idx, use_cache=True)[2] is not None
+    model.train()
+    assert model(idx, use_cache=True)[2] is not None
+
+
+def test_the_cache_is_a_named_tuple_of_the_documented_shape():
+    model = tiny().eval()
+    _, _, kv_cache = model(torch.randint(31, (2, 5)))
+    for layer in kv_cache:
+        k_cache, v_cache, cache_pos = layer
+        assert k_cache.shape == v_cache.shape == (2, 2, 16, 8)
+        assert layer[2] == layer.cache_pos == cache_pos == 5
+        assert k_cache.dtype == torch.float32 and not k_cache[:, :, 5:].any() and not v_cache[:, :, 5:].any()
+    plain = [tuple(layer) for layer in kv_cache]
+    assert model(torch.tensor([[1], [2]]), kv_cache=plain)[2][0].cache_pos == 6
+
+
+def test_hidden_states_are_what_lm_head_reads():
+    model = tiny().eval()
+    idx = torch.randint(31, (2, 9))
+    x, kv_cache = model.hidden_states(idx)
+    assert x.shape == (2, 9, 16) and kv_cache is None
+    torch.testing.assert_close(model.lm_head(x), model(idx, idx)[0])
+    torch.testing.assert_close(model.lm_head(x[:, -1:]), model(idx)[0])
+
+
+class Shapes(TorchDispatchMode):
+    """Collects the shape of every tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.seen.add(tuple(t.shape))
+        return out
+
+
+def test_a_training_step_allocates_no_cache():
+    model, idx = tiny().train(), torch.randint(31, (3, 11))  # 11 < block_size 16: a cache's shape is its own
+    cache = (3, 2, 16, 8)
+    with Shapes() as shapes:
+        model(idx, idx)[1].backward()
+    assert cache not in shapes.seen and (3, 2, 11, 8) in shapes.seen
+    with Shapes() as shapes, torch.no_grad():
+        model.eval()(idx)
+    assert cache in shapes.seen  # the probe does see one
+
+
+def test_a_training_step_saves_no_more_for_backward_than_without_cache_code():
+    model, idx = tiny().train(), torch.randint(31, (3, 11))
+
+    def saved_bytes(f):
+        n = 0
+
+        def pack(t):
+            nonlocal n
+            n += t.nbytes
+            return t
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            f()
+        return n
+
+    def without_cache_code():
+        x = model.transformer.wte(idx) + model.transformer.wpe.weight[:11]
+        for block in model.transformer.h:
+            q, k, v = (t.view(3, 11, 2, 8).transpose(1, 2) for t in block.attn.c_attn(block.ln_1(x)).split(16, 2))
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous().view(3, 11, 16)
+            x = x + block.attn.c_proj(y)
+            x = x + block.mlp(block.ln_2(x))
+        torch.nn.functional.cross_entropy(model.lm_head(model.transformer.ln_f(x)).view(-1, 31), idx.view(-1), ignore_index=-1)
+    assert saved_bytes(lambda: model(idx, idx)) <= saved_bytes(without_cache_code)
+
+
+def test_state_dict_is_nanogpts():
+    keys = set(tiny(n_layer=1).state_dict())
+    block = [f'transformer.h.0.{m}.{p}' for m in ('ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj') for p in ('weight', 'bias')]
+    assert keys == {'transformer.wte.weight', 'transformer.wpe.weight', 'transformer.ln_f.weight', 'transformer.ln_f.bias', 'lm_head.weight', *block}
+    assert not any(k.endswith('.bias') for k in tiny(bias=False).state_dict())
+    model = tiny()
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_checkpoints_of_compiled_and_of_older_models_load_strictly():
+    model, other = tiny(1), tiny(2)
+    old = {'_orig_mod.' + k: v for k, v in model.state_dict().items()}
+    old |= {f'_orig_mod.transformer.h.{i}.attn.bias': torch.ones(1, 1, 16, 16) for i in range(3)}
+    other.load_state_dict(old)
+    idx = torch.randint(31, (1, 7))
+    assert torch.equal(model.eval()(idx)[0], other.eval()(idx)[0])
+    with pytest.raises(RuntimeError):
+        other.load_state_dict({k: v for k, v in old.items() if 'wpe' not in k})
+
+
+def test_initialisation_is_nanogpts():
+    model = GPT(GPTConfig(block_size=64, vocab_size=500, n_layer=8, n_head=4, n_embd=128))
+    for name, p in model.named_parameters():
+        if name.endswith('bias'):
+            assert not p.any(), name
+        elif 'ln_' in name:
+            assert (p == 1).all(), name
+        else:
+            std = 0.02 / math.sqrt(16) if name.endswith('c_proj.weight') else 0.02
+            assert abs(p.std().item() / std - 1) < 0.05 and abs(p.mean().item()) < std / 10, name
+
+
+def test_the_same_seed_draws_nanogpts_initial_weights():
+    """nanoGPT builds wte, wpe, the blocks and lm_head in torch's default way, then fills them in that order."""
+    torch.manual_seed(3)
+    shapes = [(31, 16), (16, 16), (48, 16), (16, 16), (64, 16), (16, 64), (31, 16)]
+    nn = torch.nn
+    nn.Embedding(31, 16), nn.Embedding(16, 16), nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+    nn.Linear(16, 31, bias=False)
+    drawn = [torch.empty(s).normal_(0, 0.02) for s in shapes]
+    model = tiny(3, n_layer=1)
+    assert torch.equal(model.transformer.wpe.weight, drawn[1])
+    assert torch.equal(model.transformer.h[0].attn.c_attn.weight, drawn[2])
+    assert torch.equal(model.transformer.h[0].mlp.c_fc.weight, drawn[4])
+    assert torch.equal(model.lm_head.weight, drawn[6])
+
+
+def test_parameter_count_and_cropping():
+    model = tiny()
+    n = sum(p.numel() for p in model.parameters())
+    assert model.get_num_params(non_embedding=False) == n and model.get_num_params() == n - 16 * 16
+    idx = torch.randint(31, (1, 10))
+    before = model.eval()(idx)[0]
+    model.crop_block_size(10)
+    assert torch.equal(model(idx)[0], before) and model(idx)[2][0].k_cache.shape[2] == 10
+    with pytest.raises(ValueError, match='11'):
+        model(torch.randint(31, (1, 11)))
+
+
+def test_optimizer_decays_matrices_only_and_is_fused():
+    model = tiny()
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    decay, no_decay = optimizer.param_groups
+    assert decay['weight_decay'] == 0.1 and all(p.dim() >= 2 for p in decay['params'])
+    assert no_decay['weight_decay'] == 0.0 and all(p.dim() < 2 for p in no_decay['params'])
+    assert len(decay['params']) + len(no_decay['params']) == len(list(model.parameters())) and decay['fused']
+
+
+def test_mfu_counts_flops_as_palm_does():
+    model = tiny()
+    by_hand = (6 * model.get_num_params() + 12 * 3 * 2 * 8 * 16) * 16 * 5 / 2.0 / 1e9
+    assert model.estimate_mfu(5, 2.0, peak_flops=1e9) == pytest.approx(by_hand)
+    assert model.estimate_mfu(5, 2.0) == pytest.approx(by_hand * 1e9 / default_peak_flops(torch.device('cpu')))
+    assert default_peak_flops(torch.device('meta')) is None
+
+
+def test_from_pretrained_reads_a_hugging_face_folder(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, activation_function='gelu')).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(str(tmp_path), dict(dropout=0.1)).eval()
+    assert ours.config == GPTConfig(12, 40, 2, 2, 16, 0.1, True)
+    idx = torch.randint(40, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(idx, idx)[0], theirs(idx).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match='dropout'):
+        GPT.from_pretrained(str(tmp_path), dict(n_layer=3))
+    (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'llama'}))
+    with pytest.raises(ValueError, match='llama'):
+        GPT.from_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match='neither'):
+        GPT.from_pretrained(str(tmp_path / 'nowhere'))
+
+
+@pytest.mark.parametrize('bad', [dict(n_embd=17), dict(n_layer=0), dict(block_size=-1), dict(vocab_size=1.5), dict(dropout=1.0), dict(dropout=-0.1)])
+def test_impossible_shapes_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        GPTConfig(**bad)
+
+
+def cache_for(model, B=2, T=5, **kwargs):
+    return model.eval()(torch.randint(31, (B, T)), use_cache=True)[2]
+
+
+@pytest.mark.parametrize('what, cache, idx', [
+    ('layers', lambda m: cache_for(m)[:2], (2, 1)),
+    ('layer 1', lambda m: [c._replace(cache_pos=5 + (i == 1)) for i, c in enumerate(cache_for(m))], (2, 1)),
+    ('need', lambda m: cache_for(m, B=3), (2, 1)),
+    ('need', lambda m: [LayerKVCache(c.k_cache[:, :, :8], c.v_cache[:, :, :8], 5) for c in cache_for(m)], (2, 1)),
+    ('float64', lambda m: [LayerKVCache(c.k_cache.double(), c.v_cache.double(), 5) for c in cache_for(m)], (2, 1)),
+    ('float64', lambda m: [LayerKVCache(c.k_cache, c.v_cache.double(), 5) for c in cache_for(m)], (2, 1)),
+    ('meta', lambda m: [LayerKVCache(c.k_cache.to('meta'), c.v_cache.to('meta'), 5) for c in cache_for(m)], (2, 1)),
+    ('cache_pos', lambda m: [c._replace(cache_pos=-1) for c in cache_for(m)], (2, 1)),
+    ('cache_pos', lambda m: [c._replace(cache_pos=torch.tensor([5, 5])) for c in cache_for(m)], (2, 1)),
+    ('5 .* 12 .* 16', lambda m: cache_for(m), (2, 12)),
+    ('0 .* 17 .* 16', lambda m: None, (2, 17)),
+    ('at least one', lambda m: cache_for(m), (2, 0)),
+    ('at least one', lambda m: None, (5,)),
+])
+def test_a_cache_that_does_not_fit_is_refused_and_left_alone(what, cache, idx):
+    model = tiny()
+    kv_cache = cache(model)
+    before = [(c.k_cache.clone(), c.v_cache.clone(), c.cache_pos) for c in kv_cache or []]
+    with pytest.raises(ValueError, match=what), torch.no_grad():
+        model(torch.zeros(idx, dtype=torch.long), kv_cache=kv_cache)
+    for c, (k, v, pos) in zip(kv_cache or [], before):
+        assert c.k_cache.is_meta or torch.equal(c.k_cache, k) and torch.equal(c.v_cache, v) and c.cache_pos is pos
+
+
+def test_attention_itself_refuses_what_does_not_fit():
+    attn = tiny().eval().transformer.h[0].attn
+    _, cache = attn(torch.randn(2, 15, 16), use_cache=True)
+    for x in (torch.randn(2, 2, 16), torch.randn(1, 1, 16), torch.randn(3, 1, 16)):
+        with pytest.raises(ValueError):
+            attn(x, cache)
+    y, cache = attn(torch.randn(2, 1, 16), cache)
+    assert y.shape == (2, 1, 16) and cache.cache_pos == 16
+    with pytest.raises(ValueError, match='16 .* 1 .* 16'):
+        attn(torch.randn(2, 1, 16), cache)
+    assert attn(torch.randn(2, 3, 16))[1] is None
+
+
+def test_attend_takes_a_mask_in_place_of_causality():
+    q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    sees_all = attend(q, k, v, mask=torch.ones(3, 5, dtype=torch.bool))
+    torch.testing.assert_close(sees_all, torch.softmax(q @ k.mT / math.sqrt(8), -1) @ v)
+    torch.testing.assert_close(attend(q, k, v)[:, :, -1], sees_all[:, :, -1])
+    assert not torch.allclose(attend(q, k, v)[:, :, 0], sees_all[:, :, 0])
+
+
+@pytest.mark.parametrize('context', ['inference_mode', 'autocast', 'float64', 'bfloat16'])
+def test_caches_take_the_dtype_of_the_keys(context):
+    model, idx = tiny().eval(), torch.randint(31, (2, 7))
+    dtype = {'autocast': torch.bfloat16, 'float64': torch.float64, 'bfloat16': torch.bfloat16}.get(context, torch.float32)
+    if context in ('float64', 'bfloat16'):
+        model = model.to(dtype)
+    with torch.inference_mode(context == 'inference_mode'), torch.autocast('cpu', torch.bfloat16, enabled=context == 'autocast'), torch.no_grad():
+        _, _, kv_cache = model(idx[:, :4])
+        assert kv_cache[0].k_cache.dtype == kv_cache[2].v_cache.dtype == dtype
+        last, _, kv_cache = model(idx[:, 4:], kv_cache=kv_cache)
+        tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(last, model(idx, use_cache=False)[0], rtol=tolerance, atol=tolerance)
