@@ -317,8 +317,7 @@ class GPT(nn.Module):
 
         for _ in range(max_new_tokens):
             if not use_cache or cache_full:
-                kv_cache = None
-                logits = self._full_pass(tokens[:, max(0, end - block_size):end])
+                kv_cache, logits = None, self._full_pass(tokens[:, max(0, end - block_size):end])
             elif kv_cache is None:
                 logits, kv_cache = self._cached_step(tokens[::num_samples, :end], None, decoder)
                 if num_samples > 1:  # before the first draw, so that each sample draws its own first token
@@ -327,7 +326,7 @@ class GPT(nn.Module):
                                 for k, v, pos in kv_cache]
             else:
                 logits, kv_cache = self._cached_step(tokens[:, end - 1:end], kv_cache, decoder)
-            cache_full = kv_cache is None or kv_cache[0][2] == block_size
+            cache_full = cache_full or use_cache and kv_cache[0][2] == block_size
 
             idx_next = sample_token(logits[:, -1], **sampling)  # (B, 1)
             if stop_token is not None:

@@ -1,0 +1,116 @@
+"""The traced model: what it prints, when it is silent, and that it finds what is wrong."""
+import pytest
+import torch
+
+import debug_kv_model
+import model as plain_model
+
+CONFIG = dict(block_size=128, vocab_size=65, n_layer=2, n_head=2, n_embd=16)
+
+
+def pair():
+    models = []
+    for module in (plain_model, debug_kv_model):
+        torch.manual_seed(0)
+        models.append(module.GPT(module.GPTConfig(**CONFIG)).eval())
+    return models
+
+
+IDX = torch.tensor([[1, 2, 3, 4, 5, 6]])
+
+
+def test_the_trace_of_two_steps(monkeypatch, capsys):
+    traced = pair()[1]
+    monkeypatch.setenv('KV_DEBUG', '1')  # after import, after construction
+    monkeypatch.setenv('KV_DEBUG_LAYER', '0')
+    traced.generate(IDX, 2, use_cache=True)
+    assert capsys.readouterr().err.splitlines() == [
+        '[KVDBG][generate] step=0 use_cache=True kv_cache_present=False cache_full=False idx_cond.shape=(1, 6)',
+        '[KVDBG][GPT] kv_cache=None b=1 t=6 pos=[0, 1, 2, 3, 4, 5]',
+        '[KVDBG][Attn L0] init_cache T=6 max_ctx=128',
+        '[KVDBG][Attn L0] mask T_q=6 T_k=6',
+        '[KVDBG][generate] step=1 use_cache=True kv_cache_present=True cache_full=False idx_cond.shape=(1, 1)',
+        '[KVDBG][GPT] kv_cache=present b=1 t=1 cache_pos=6 pos=[6]',
+        '[KVDBG][Attn L0] cache_pos=6 T=1 new_cache_pos=7 max_ctx=128',
+        '[KVDBG][Attn L0] using cache T_k=7',
+        '[KVDBG][Attn L0] mask T_q=1 T_k=7',
+    ]
+    monkeypatch.delenv('KV_DEBUG_LAYER')
+    traced.generate(IDX, 2, use_cache=True)
+    err = capsys.readouterr().err
+    assert '[Attn L0]' in err and '[Attn L1]' in err
+
+
+@pytest.mark.parametrize('value', [None, '0', ''])
+def test_silent_when_off(monkeypatch, capsys, value):
+    monkeypatch.delenv('KV_DEBUG', raising=False)
+    if value is not None:
+        monkeypatch.setenv('KV_DEBUG', value)
+    pair()[1].generate(IDX, 10, use_cache=True)
+    assert capsys.readouterr() == ('', '')
+
+
+@pytest.mark.parametrize('on', ['0', '1'])
+def test_same_tokens_and_same_state_dict(monkeypatch, on):
+    monkeypatch.setenv('KV_DEBUG', on)
+    plain, traced = pair()
+    assert list(plain.state_dict()) == list(traced.state_dict())
+    for use_cache in (False, True):
+        outputs = []
+        for model in (plain, traced):
+            torch.manual_seed(1)
+            outputs.append(model.generate(IDX, 130, use_cache=use_cache, num_samples=2))
+        assert torch.equal(*outputs)
+
+
+def test_long_prompts_and_batches_stay_readable(monkeypatch, capsys):
+    traced = pair()[1]
+    monkeypatch.setenv('KV_DEBUG', '1')
+    traced.generate(torch.randint(65, (8, 128)), 2, use_cache=True)
+    err = capsys.readouterr().err
+    assert 'pos[0]=0 pos[-1]=127' in err and 'cache_full=True idx_cond.shape=(8, 128)' in err
+    assert max(map(len, err.splitlines())) < 130
+    assert '!!!' not in err
+
+
+def alarms(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if '!!!' in line]
+
+
+def test_alarm_layers_disagree(monkeypatch, capsys):
+    traced = pair()[1]
+    monkeypatch.setenv('KV_DEBUG', '1')
+    _, _, cache = traced(IDX)
+    with pytest.raises(ValueError):
+        traced(IDX[:, :1], kv_cache=[cache[0], cache[1]._replace(cache_pos=3)])
+    assert any('differs between layers: [6, 3]' in line for line in alarms(capsys))
+
+
+def test_alarm_nan_in_keys(monkeypatch, capsys):
+    traced = pair()[1]
+    monkeypatch.setenv('KV_DEBUG', '1')
+    with torch.no_grad():
+        traced.transformer.h[1].attn.c_attn.weight[16:32] = float('nan')
+    traced(IDX)
+    assert any('[Attn L1]' in line and 'NaN in the keys' in line for line in alarms(capsys))
+
+
+def test_alarm_cache_recreated_in_the_middle(monkeypatch, capsys):
+    plain, traced = pair()
+    monkeypatch.setenv('KV_DEBUG', '1')
+
+    def forgetful(idx, kv_cache):  # as caches that grow by torch.cat do
+        logits, _, kv_cache = plain(idx, kv_cache=kv_cache, use_cache=True)
+        return logits, [layer.clone() for layer in kv_cache]
+    traced.generate(IDX, 3, use_cache=True, decoder=forgetful)
+    assert [line.split('at ')[1] for line in alarms(capsys) if 're-created' in line] == ['step 1', 'step 2']
+    traced.generate(IDX, 3, use_cache=True, num_samples=2)  # the copies made after the prefill are meant
+    assert not alarms(capsys)
+
+
+def test_layer_must_be_a_number(monkeypatch):
+    traced = pair()[1]
+    monkeypatch.setenv('KV_DEBUG', '1')
+    monkeypatch.setenv('KV_DEBUG_LAYER', 'first')
+    with pytest.raises(ValueError, match='first'):
+        traced.generate(IDX, 1, use_cache=True)
