@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 import configurator
+import tokenizer as tokenizers
 from batches import Batches
 from device import autocast, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
@@ -71,11 +72,12 @@ def describe_machine(dev):
 
 
 def bench_train(name, dev, amp):
-    c = GPTConfig(**vars(SHAPES[name]) | dict(bias=bias, block_size=block_size or SHAPES[name].block_size))
+    data_dir = next((d for d in ('data/openwebtext', 'data/shakespeare_char') if real_data and os.path.exists(d + '/train.bin')), None)
+    chars = tokenizers.state_of_dataset(data_dir).get('chars', '') if data_dir else ''
+    vocab_size = 50304 if data_dir and not chars else max(SHAPES[name].vocab_size, len(chars))
+    c = GPTConfig(**vars(SHAPES[name]) | dict(bias=bias, block_size=block_size or SHAPES[name].block_size, vocab_size=vocab_size))
     model = GPT(c).to(dev)
     optimizer = model.configure_optimizers(weight_decay=1e-2, learning_rate=1e-4, betas=(0.9, 0.95), device_type=dev.split(':')[0])
-    data_dir = next((d for d in ('data/openwebtext', 'data/shakespeare', 'data/shakespeare_char')
-                     if real_data and c.vocab_size >= (65 if d.endswith('char') else 50257) and os.path.exists(d + '/train.bin')), None)
     if data_dir:
         get_batch = Batches(data_dir, 'train', batch_size, c.block_size, c.vocab_size, dev, seed)
     else:

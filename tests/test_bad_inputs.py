@@ -1,0 +1,106 @@
+"""What a user can get wrong, and the one line that says so. Exit code 2, no traceback, nothing lost."""
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from conftest import TINY, run
+
+BAD = [
+    # script, settings, what the line has to say
+    ('train.py', ['--batchsize=3'], "unknown setting 'batchsize' (command line): did you mean batch_size?"),
+    ('train.py', ['--max_iters=ten'], "max_iters must be int, not 'ten'"),
+    ('train.py', ['--n_embd=15'], 'n_embd 15 must be divisible by n_head 2'),
+    ('train.py', ['--dropout=1.0'], 'dropout must be in [0, 1)'),
+    ('train.py', ['--n_layer=0'], 'n_layer must be a positive integer'),
+    ('train.py', ['--batch_size=0'], 'must be at least 1'),
+    ('train.py', ['--dataset=nowhere'], 'no data/nowhere/train.bin: run python data/nowhere/prepare.py'),
+    ('train.py', ['--dataset=nowhere_char'], 'no data/nowhere_char/train.bin'),
+    ('train.py', ['--dataset=openwebtext'], 'no data/openwebtext/train.bin'),
+    ('train.py', ['--block_size=100000'], 'prepare more text or lower block_size'),
+    ('train.py', ['--dataset=torn'], 'prepare more text'),
+    ('train.py', ['--dataset=toolarge'], 'vocab_size is 3'),
+    ('train.py', ['--init_from=resume', '--out_dir=nowhere'], 'no checkpoint nowhere/ckpt.pt'),
+    ('train.py', ['--init_from=gpt3'], 'neither gpt2, gpt2-medium'),
+    ('train.py', ['--init_from=resume', '--out_dir=damaged'], 'damaged/ckpt.pt cannot be read'),
+    ('train.py', ['--init_from=resume', '--out_dir=weightsonly'], 'no optimizer state'),
+    ('train.py', ['--device=cuda:99'], 'torch finds none here' if not torch.cuda.is_available() else 'error'),
+    ('train.py', ['--device=tpu'], 'device must be auto'),
+    ('train.py', ['--dtype=int8'], 'dtype must be auto'),
+    ('train.py', ['--out_dir=train.py'], 'File exists'),
+    ('train.py', ['--wandb_log=True'], 'pip install wandb'),
+    ('train.py', ['config/nothing.py'], "no config file 'config/nothing.py'"),
+    ('train.py', ['max_iters=3'], "settings are written --key=value"),
+    ('sample.py', ['--out_dir=nowhere'], 'no checkpoint nowhere/ckpt.pt: train one first'),
+    ('sample.py', ['--out_dir=damaged'], 'damaged/ckpt.pt cannot be read'),
+    ('sample.py', ['--out_dir=notours'], "not a checkpoint of train.py"),
+    ('sample.py', ['--start=日本'], "characters the model never saw: '日' '本'"),
+    ('sample.py', ['--start='], 'the prompt is empty'),
+    ('sample.py', ['--start=FILE:nowhere.txt'], 'nowhere.txt'),
+    ('sample.py', ['--start=FILE:binary.txt'], 'binary.txt is not UTF-8'),
+    ('sample.py', ['--temperature=-1.0'], 'temperature must be 0 (greedy) or positive'),
+    ('sample.py', ['--top_k=0'], 'top_k must be at least 1'),
+    ('sample.py', ['--top_p=1.5'], 'top_p must be in (0, 1]'),
+    ('sample.py', ['--max_new_tokens=-1'], 'max_new_tokens -1'),
+    ('sample.py', ['--num_samples=0'], 'num_samples'),
+    ('sample.py', ['--init_from=emptyfolder'], 'neither gpt2'),
+    ('sample.py', ['--use_cache=1'], 'use_cache must be bool'),
+    ('data/shakespeare_char/prepare.py', ['--input=nowhere.txt'], 'nowhere.txt'),
+    ('data/shakespeare_char/prepare.py', ['--input=binary.txt'], 'binary.txt is not UTF-8'),
+    ('data/shakespeare_char/prepare.py', ['--input=empty.txt'], 'empty.txt is empty'),
+    ('data/openwebtext/prepare.py', [], 'pip install datasets'),
+    ('bench.py', ['--mode=fast'], 'mode is train or generate'),
+    ('bench.py', ['--shape=XL'], 'shape any of S, M, L'),
+    ('bench.py', ['--mode=generate', '--lengths=a,b'], 'lengths must be numbers'),
+    ('test_kv_cache.py', ['--new_tokens=0'], 'at least 1'),
+]
+
+
+def test_every_bad_input_ends_in_one_clear_line(repo, trained):
+    shutil.copytree(trained / 'out', repo / 'out')
+    for name in ('damaged', 'weightsonly', 'notours', 'emptyfolder', 'data/torn', 'data/toolarge'):
+        (repo / name).mkdir()
+    whole = (repo / 'out' / 'ckpt.pt').read_bytes()
+    (repo / 'damaged' / 'ckpt.pt').write_bytes(whole[:-2000])
+    checkpoint = torch.load(repo / 'out' / 'ckpt.pt', weights_only=True)
+    torch.save({k: v for k, v in checkpoint.items() if k != 'optimizer'}, repo / 'weightsonly' / 'ckpt.pt')
+    torch.save([1, 2], repo / 'notours' / 'ckpt.pt')
+    (repo / 'binary.txt').write_bytes(b'\xff\xfe\x00\x80')
+    (repo / 'empty.txt').write_text('')
+    for split in ('train', 'val'):
+        (repo / 'data' / 'torn' / f'{split}.bin').write_bytes(b'123')
+        (repo / 'data' / 'toolarge' / f'{split}.bin').write_bytes(b'\x00\x09' * 100)
+    (repo / 'data' / 'toolarge' / 'meta.json').write_text(json.dumps({'kind': 'char', 'chars': 'abc'}))
+
+    def attempt(case):
+        script, settings, line = case
+        return case, run(repo, script, *(TINY if script == 'train.py' else []), *settings)
+    with ThreadPoolExecutor(2) as pool:
+        for (script, settings, line), done in pool.map(attempt, BAD):
+            last = done.stderr.strip().splitlines()[-1]
+            where = f"{script} {settings}: {done.stderr[-2000:]}"
+            assert done.returncode == 2, where
+            assert line in last and last.startswith(script.split('/')[-1] + ': error: '), where
+            assert 'Traceback' not in done.stderr and len(last) < 500, where
+    assert (repo / 'out' / 'ckpt.pt').read_bytes() == whole
+    assert len(BAD) >= 25
+
+
+def test_no_download_of_gpt2_is_one_line_too(repo):
+    done = run(repo, 'sample.py', '--init_from=gpt2', HF_HUB_OFFLINE='1', HF_HOME=str(repo / 'hf'))
+    assert done.returncode == 2 and 'gpt2 could not be downloaded' in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_ctrl_c_in_sample_is_quiet(trained):
+    import signal
+    import subprocess
+    import sys
+    import time
+    process = subprocess.Popen([sys.executable, 'sample.py', '--num_samples=1', '--max_new_tokens=100000000'], cwd=trained,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.read(20)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    assert process.wait(timeout=30) in (130, 0) and 'Traceback' not in process.stderr.read()
+    process.stderr.close()

@@ -1,0 +1,105 @@
+"""Config files and --key=value."""
+import pytest
+
+import configurator
+
+SCRIPT = '''"""What the script does."""
+import math
+
+steps = 10          # how many
+rate = 1e-3         # how fast
+name = 'gpt'        # what it is called
+loud = False        # say so?
+odd = '#'           # a hash in a string, and one in front of this
+_private = 3
+CONSTANT = 4
+tools = math
+
+
+def main(config):
+    print(config)
+'''
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'script.py').write_text(SCRIPT)
+    namespace = {'__file__': str(tmp_path / 'script.py')}
+    exec(SCRIPT, namespace)
+    return namespace
+
+
+def test_defaults(script, capsys):
+    assert configurator.override(script, []) == dict(steps=10, rate=1e-3, name='gpt', loud=False, odd='#')
+    assert capsys.readouterr() == ('', '')
+
+
+@pytest.mark.parametrize('arg, name, value', [
+    ('--steps=3', 'steps', 3), ('--rate=2e-4', 'rate', 2e-4), ('--rate=1', 'rate', 1.0), ('--loud=True', 'loud', True),
+    ('--name=a=b=c', 'name', 'a=b=c'), ('--name=', 'name', ''), ('--name=12', 'name', '12'), ('--name=--x', 'name', '--x'),
+    ('--steps=-1', 'steps', -1),
+])
+def test_the_command_line(script, capsys, arg, name, value):
+    config = configurator.override(script, [arg])
+    assert config[name] == script[name] == value and type(config[name]) is type(value)
+    assert f'{name} = {value!r}' in capsys.readouterr().err
+
+
+def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, capsys):
+    (tmp_path / 'c.py').write_text('import time\nsteps = 2 * 21\nrate = 1\nname = "at " + str(time.time() > 0)\nif steps > 3:\n    loud = True\n')
+    config = configurator.override(script, ['--steps=7', 'c.py'])
+    assert config == dict(steps=7, rate=1.0, name='at True', loud=True, odd='#')
+    assert 'loud = True (default False; c.py)' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('argv, message', [
+    (['--step=3'], 'did you mean steps'), (['--zzz=3'], 'see --help'), (['--steps=many'], 'steps must be int'),
+    (['--steps=1.5'], 'steps must be int'),
+    (['--loud=1'], 'loud must be bool'), (['--loud=yes'], 'loud must be bool'), (['--rate=fast'], 'rate must be float'), (['--steps'], '--key=value'),
+    (['-steps=3'], '--key=value'), (['nothing.py'], "no config file 'nothing.py'"), (['typo.py'], 'typo.py.: did you mean steps|typo.py.*did you mean steps'),
+    (['broken.py'], 'broken.py: SyntaxError'), (['dies.py'], 'dies.py: ZeroDivisionError'), (['wrong.py'], 'steps must be int.*wrong.py'),
+    (['--_private=1'], 'unknown'), (['--tools=1'], 'unknown'), (['--CONSTANT=1'], 'unknown'), (['--steps=True'], 'steps must be int'),
+])
+def test_what_is_wrong_is_said_in_one_line_and_changes_nothing(script, tmp_path, argv, message):
+    (tmp_path / 'typo.py').write_text('step = 3')
+    (tmp_path / 'broken.py').write_text('steps = = 3')
+    (tmp_path / 'dies.py').write_text('steps = 1 / 0')
+    (tmp_path / 'wrong.py').write_text('steps = "three"')
+    with pytest.raises(ValueError, match=message):
+        configurator.override(script, argv + ['--rate=5.0'])
+    assert script['rate'] == 1e-3
+
+
+def test_help_lists_every_setting_with_default_and_comment(script, capsys):
+    with pytest.raises(SystemExit) as stop:
+        configurator.override(script, ['--help'])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and out.startswith('What the script does.')
+    assert [line.split() for line in out.splitlines() if line.startswith('  --')] == [
+        ['--steps=10', 'how', 'many'], ['--rate=0.001', 'how', 'fast'], ["--name='gpt'", 'what', 'it', 'is', 'called'],
+        ['--loud=False', 'say', 'so?'], ["--odd='#'", 'a', 'hash', 'in', 'a', 'string,', 'and', 'one', 'in', 'front', 'of', 'this']]
+
+
+@pytest.mark.parametrize('error, code, line', [
+    (ValueError('two\nlines'), 2, 'script.py: error: two lines'), (FileNotFoundError(2, 'No such file', 'x'), 2, 'No such file'),
+    (MemoryError(), 2, 'out of memory'), (RuntimeError('CUDA out of memory. Tried'), 2, 'smaller batch_size'), (KeyboardInterrupt(), 130, ''),
+])
+def test_errors_end_in_one_line(script, capsys, monkeypatch, error, code, line):
+    monkeypatch.setattr('sys.argv', ['script.py'])
+
+    def main(config):
+        raise error
+    with pytest.raises(SystemExit) as stop:
+        configurator.run(type(main)(main.__code__, script, 'main', None, main.__closure__))
+    err = capsys.readouterr().err
+    assert stop.value.code == code and line in err and err.count('\n') <= 1
+
+
+def test_a_bug_of_ours_keeps_its_traceback(script, monkeypatch):
+    monkeypatch.setattr('sys.argv', ['script.py'])
+
+    def main(config):
+        raise RuntimeError('shapes cannot be multiplied')
+    with pytest.raises(RuntimeError):
+        configurator.run(type(main)(main.__code__, script, 'main', None, main.__closure__))

@@ -1,0 +1,247 @@
+"""Data preparation against a local server, tokenizers, token files and batches."""
+import hashlib
+import http.server
+import json
+import os
+import pickle
+import shutil
+import sys
+import threading
+import types
+
+import numpy as np
+import pytest
+from conftest import SHARED_TEXT, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tokenizer as tokenizers
+from batches import Batches
+from tokenizer import CharTokenizer, TextStream
+
+TEXT = 'To be, or not to be: that is the question.\n' * 50
+TIKTOKEN_CACHE = os.path.join(os.path.dirname(os.path.dirname(SHARED_TEXT)), 'tiktoken_cache')
+
+
+@pytest.fixture
+def server():
+    """A web server with TEXT at /input.txt, another text at /changed.txt, one that fails twice, and a log of what was asked."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            fails = self.path == '/flaky.txt' and asked.count(self.path) < 3
+            missing = self.path == '/missing.txt'
+            body = TEXT.encode() if self.path in ('/input.txt', '/flaky.txt') else b'something else'
+            self.send_response(503 if fails else 404 if missing else 200)
+            self.send_header('Content-Length', str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+    httpd = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{httpd.server_port}', asked
+    httpd.shutdown()
+
+
+@pytest.fixture
+def empty(repo):
+    for name in ('input.txt', 'train.bin', 'val.bin', 'meta.json'):
+        os.remove(repo / 'data' / 'shakespeare_char' / name)
+    return repo
+
+
+def prepare(repo, *settings):
+    return run(repo, 'data/shakespeare_char/prepare.py', *settings)
+
+
+SHA = '--sha256=' + hashlib.sha256(TEXT.encode()).hexdigest()
+
+
+@pytest.mark.parametrize('name', ['input.txt', 'flaky.txt'])
+def test_the_text_is_downloaded_checked_and_kept(empty, server, name):
+    url, asked = server
+    folder = empty / 'data' / 'shakespeare_char'
+    done = prepare(empty, f'--url={url}/{name}', SHA)
+    assert done.returncode == 0, done.stderr
+    assert (folder / 'input.txt').read_text() == TEXT
+    chars = sorted(set(TEXT))
+    meta = json.loads((folder / 'meta.json').read_text())
+    assert meta['chars'] == ''.join(chars) and meta['source'] == 'input.txt'
+    train, val = (np.fromfile(folder / f'{split}.bin', dtype=np.uint16) for split in ('train', 'val'))
+    assert ''.join(chars[i] for i in [*train, *val]) == TEXT and len(train) == int(len(TEXT) * 0.9)
+    n = len(asked)
+    assert prepare(empty, f'--url={url}/{name}', SHA).returncode == 0 and len(asked) == n  # used as it is
+
+
+def test_a_changed_download_is_refused(empty, server):
+    done = prepare(empty, f'--url={server[0]}/changed.txt', SHA)
+    assert done.returncode == 2 and 'sha256' in done.stderr and not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
+
+
+@pytest.mark.parametrize('url', ['http://127.0.0.1:1/input.txt', '{server}/missing.txt'])
+def test_without_an_answer_the_stand_in_is_used_loudly(empty, server, url):
+    done = prepare(empty, '--url=' + url.format(server=server[0]))
+    assert done.returncode == 0 and '!! USING A STAND-IN' in done.stderr
+    meta = json.loads((empty / 'data' / 'shakespeare_char' / 'meta.json').read_text())
+    assert 'stand-in' in meta['source'] and not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
+    assert os.path.getsize(empty / 'data' / 'shakespeare_char' / 'train.bin') > 2 * 300_000
+
+
+def test_any_text_will_do(empty, tmp_path):
+    (tmp_path / 'my.txt').write_text('žluťoučký kůň ' * 20, encoding='utf-8')
+    done = prepare(empty, f'--input={tmp_path}/my.txt')
+    assert done.returncode == 0 and 'my.txt' in done.stdout and '280 characters' in done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists(SHARED_TEXT), reason="the real tinyshakespeare is not here")
+def test_the_real_tinyshakespeare_has_the_known_counts(empty):
+    done = prepare(empty, f'--input={SHARED_TEXT}')
+    assert '1,115,394 characters from tinyshakespeare; vocabulary 65' in done.stdout
+    assert 'train.bin: 1,003,854 tokens' in done.stdout and 'val.bin: 111,540 tokens' in done.stdout
+    if os.path.isdir(TIKTOKEN_CACHE):
+        done = run(empty, 'data/shakespeare/prepare.py', f'--input={SHARED_TEXT}', TIKTOKEN_CACHE_DIR=TIKTOKEN_CACHE)
+        assert 'train.bin: 301,966 tokens' in done.stdout and 'val.bin: 36,059 tokens' in done.stdout
+
+
+@pytest.mark.skipif(not os.path.isdir(TIKTOKEN_CACHE), reason="GPT-2's byte pairs are not here")
+def test_gpt2_byte_pairs(monkeypatch):
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', TIKTOKEN_CACHE)
+    bpe = tokenizers.from_state({'kind': 'gpt2'})
+    assert bpe.encode('Hello world<|endoftext|>') == [15496, 995, 50256] and bpe.vocab_size == 50257
+    text = 'naïve 🙂 žluťoučký'
+    assert bpe.decode(bpe.encode(text)) == text and bpe.decode([15496, 50300]) == 'Hello'
+    stream = TextStream(bpe)  # an emoji is several tokens: nothing half-made is shown
+    pieces = [stream.push(t) for t in bpe.encode(text)] + [stream.flush()]
+    assert ''.join(pieces) == text and '\ufffd' not in ''.join(pieces)
+
+
+@given(st.text(min_size=1))
+def test_characters_there_and_back(text):
+    tokenizer = CharTokenizer.of_text(text)
+    again = tokenizers.from_state(json.loads(json.dumps(tokenizer.state())))
+    ids = again.encode(text)
+    assert again.decode(ids) == text and max(ids) < again.vocab_size == len(set(text))
+
+
+def test_unknown_characters_are_named():
+    with pytest.raises(ValueError, match="'é' 'ü'"):
+        CharTokenizer('abc').encode('abüécé')
+    assert CharTokenizer('abc').decode([0, 7]) == 'a\ufffd'
+
+
+@given(st.text('abX', max_size=30), st.text('abX', min_size=1, max_size=3))
+def test_a_text_stream_shows_all_up_to_the_stop_text(text, stop):
+    tokenizer = CharTokenizer('abX')
+    stream, shown = TextStream(tokenizer, stop), ''
+    for token in tokenizer.encode(text):
+        shown += stream.push(token)
+        assert text.partition(stop)[0].startswith(shown)
+    assert shown + stream.flush() == text.partition(stop)[0] and stream.stopped == (stop in text)
+
+
+def write_meta(folder, content):
+    with open(folder / 'meta.pkl', 'wb') as f:
+        f.write(content)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ('evil',)
+
+
+def test_nanogpts_meta_pkl_is_read_and_nothing_in_it_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_meta(tmp_path, pickle.dumps({'vocab_size': 2, 'itos': {0: 'a', 1: 'b'}, 'stoi': {'a': 0, 'b': 1}}))
+    assert tokenizers.state_of_dataset(tmp_path) == {'kind': 'char', 'chars': 'ab'}
+    for content in (pickle.dumps({'itos': Evil()}), pickle.dumps(Evil()), pickle.dumps(['a']), pickle.dumps({'itos': {1: 'a'}}),
+                    b'', b'\x80', b'nonsense', pickle.dumps({'itos': os.getcwd})):
+        write_meta(tmp_path, content)
+        with pytest.raises(ValueError, match='meta.pkl'):
+            tokenizers.read_meta(tmp_path)
+    assert not os.path.exists('evil')
+
+
+def test_damaged_metadata_and_unknown_kinds(tmp_path):
+    (tmp_path / 'meta.json').write_text('{"kind": ')
+    with pytest.raises(ValueError, match='prepare the data again'):
+        tokenizers.read_meta(tmp_path)
+    with pytest.raises(ValueError, match='klingon'):
+        tokenizers.from_state({'kind': 'klingon'})
+    assert tokenizers.state_of_dataset(tmp_path / 'nowhere') == {'kind': 'gpt2'}
+
+
+def token_file(folder, tokens, dtype='uint16'):
+    np.array(tokens, dtype=dtype).tofile(folder / 'train.bin')
+    (folder / 'meta.json').write_text(json.dumps({'kind': 'gpt2', 'dtype': dtype}))
+
+
+def test_batches_are_windows_and_their_targets_the_next_tokens(tmp_path):
+    token_file(tmp_path, range(100), 'uint32')
+    get = Batches(str(tmp_path), 'train', 64, 8, 100, 'cpu')
+    starts = set()
+    for step in range(20):
+        x, y = get(step)
+        assert x.shape == y.shape == (64, 8) and (y == x + 1).all() and (x == x[:, :1] + np.arange(8)).all()
+        starts |= set(x[:, 0].tolist())
+    assert starts == set(range(92))  # every window there is, the last one included
+
+
+def test_a_batch_depends_on_seed_split_and_step_alone(tmp_path):
+    token_file(tmp_path, range(100))
+    shutil.copy(tmp_path / 'train.bin', tmp_path / 'val.bin')
+
+    def first(split, seed, step):
+        return Batches(str(tmp_path), split, 4, 8, 100, 'cpu', seed)(step)[0].tolist()
+    assert first('train', 1, 5) == first('train', 1, 5)
+    assert len({str(first(*a)) for a in (('train', 1, 5), ('val', 1, 5), ('train', 2, 5), ('train', 1, 6))}) == 4
+
+
+def test_token_files_that_cannot_be_right(tmp_path):
+    token_file(tmp_path, range(8))
+    with pytest.raises(ValueError, match='8 tokens .* 9'):
+        Batches(str(tmp_path), 'train', 1, 8, 100, 'cpu')
+    token_file(tmp_path, range(9))
+    assert Batches(str(tmp_path), 'train', 1, 8, 100, 'cpu')(0)[0].tolist() == [list(range(8))]
+    with pytest.raises(ValueError, match='token 8.* vocab_size is 5'):
+        Batches(str(tmp_path), 'train', 1, 8, 5, 'cpu')(0)
+    with open(tmp_path / 'train.bin', 'ab') as f:
+        f.write(b'x')
+    with pytest.raises(ValueError, match='9.5 tokens'):
+        Batches(str(tmp_path), 'train', 1, 8, 100, 'cpu')
+    with pytest.raises(ValueError, match='prepare.py'):
+        Batches(str(tmp_path), 'val', 1, 8, 100, 'cpu')
+
+
+@pytest.mark.skipif(not os.path.isdir(TIKTOKEN_CACHE), reason="GPT-2's byte pairs are not here")
+def test_openwebtext_is_written_in_order_with_an_end_after_each_document(repo, monkeypatch):
+    """Against a stand-in for `datasets` with the few methods the script calls."""
+    import runpy
+
+    class Rows(list):
+        def train_test_split(self, **kwargs):
+            return {'train': self, 'test': Rows(self[:2])}
+
+        def map(self, f, **kwargs):
+            return Rows([f(row) for row in self])
+
+        def shard(self, n, i, contiguous):
+            assert contiguous and n <= len(self)
+            return Rows(np.array_split(np.array(self, dtype=object), n)[i])
+
+        def with_format(self, _):
+            return self
+
+        def __getitem__(self, key):
+            return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
+    documents = Rows({'text': f'document {i} ' * 3} for i in range(5))
+    monkeypatch.setitem(sys.modules, 'datasets', types.SimpleNamespace(load_dataset=lambda source, num_proc: {'train': documents}))
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', TIKTOKEN_CACHE)
+    monkeypatch.setattr(sys, 'argv', ['prepare.py'])
+    runpy.run_path(str(repo / 'data' / 'openwebtext' / 'prepare.py'), run_name='__main__')
+    bpe = tokenizers.GPT2Tokenizer()
+    tokens = np.fromfile(repo / 'data' / 'openwebtext' / 'train.bin', dtype=np.uint16).tolist()
+    assert bpe.bpe.decode(tokens) == ''.join(f'document {i} ' * 3 + '<|endoftext|>' for i in range(5))

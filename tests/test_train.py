@@ -1,0 +1,192 @@
+"""train.py as its users run it: exact resume, signals, kill -9, two processes, a loss that is no number."""
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY, run
+
+import checkpoint as checkpoints
+
+
+def train(repo, *settings, **env):
+    return run(repo, 'train.py', *TINY, *settings, **env)
+
+
+def weights(path):
+    return checkpoints.load(str(path))['model']
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def log(folder):
+    with open(folder / 'log.csv', newline='') as f:
+        return list(csv.DictReader(f))
+
+
+def test_a_run_leaves_checkpoint_log_and_curve(trained):
+    rows = log(trained / 'out')
+    assert [int(r['iter']) for r in rows if r['val_loss']] == [0, 10, 20]
+    assert [int(r['iter']) for r in rows if r['batch_loss']] == list(range(20))
+    losses = [float(r['val_loss']) for r in rows if r['val_loss']]
+    assert losses[-1] < losses[0]
+    assert (trained / 'out' / 'loss.png').read_bytes().startswith(b'\x89PNG')
+    saved = checkpoints.load(str(trained / 'out' / 'ckpt.pt'))
+    assert {'model', 'optimizer', 'model_args', 'iter_num', 'best_val_loss', 'config', 'tokenizer', 'rng', 'scaler'} <= set(saved)
+    assert saved['iter_num'] == 20 and saved['config']['n_embd'] == 16
+    out = (trained / 'train.log').read_text()
+    assert 'input.txt' in out and 'iter 19: loss' in out and 'step 20: train loss' in out
+
+
+def test_resume_is_exact(repo):
+    """With dropout on: 20 iterations in one go, and 10 + 10."""
+    assert train(repo, '--out_dir=a').returncode == 0
+    assert train(repo, '--out_dir=b', '--max_iters=10').returncode == 0
+    resumed = train(repo, '--out_dir=b', '--init_from=resume')
+    assert resumed.returncode == 0 and 'resuming b/ckpt.pt at iteration 10' in resumed.stdout
+    a, b = (checkpoints.load(str(repo / d / 'ckpt.pt')) for d in 'ab')
+    assert same(a['model'], b['model'])
+    for pa, pb in zip(a['optimizer']['state'].values(), b['optimizer']['state'].values()):
+        assert all(torch.equal(pa[k], pb[k]) for k in pa)
+    assert torch.equal(a['rng']['torch'], b['rng']['torch']) and a['best_val_loss'] == b['best_val_loss']
+    columns = ('iter', 'lr', 'batch_loss', 'train_loss', 'val_loss')
+    assert [[r[c] for c in columns] for r in log(repo / 'a')] == [[r[c] for c in columns] for r in log(repo / 'b')]
+
+
+def start(repo, *settings):
+    return subprocess.Popen([sys.executable, 'train.py', *TINY, *settings], cwd=repo, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+
+
+def wait_for_rows(folder, n):
+    for _ in range(600):
+        if (folder / 'log.csv').exists() and (folder / 'log.csv').read_text().count('\n') > n:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the run never got going")
+
+
+@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_says_where_and_the_run_goes_on_exactly(repo, signum):
+    process = start(repo, '--max_iters=1000000', '--eval_interval=1000000')
+    wait_for_rows(repo / 'out', 30)
+    process.send_signal(signum)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert 'saved to out/ckpt.pt' in out and 'Traceback' not in err
+    n = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['iter_num']
+    assert n >= 29
+    assert train(repo, '--init_from=resume', f'--max_iters={n + 7}', '--eval_interval=1000000').returncode == 0
+    assert train(repo, '--out_dir=straight', f'--max_iters={n + 7}', '--eval_interval=1000000').returncode == 0
+    assert same(weights(repo / 'out' / 'ckpt.pt'), weights(repo / 'straight' / 'ckpt.pt'))
+
+
+def test_a_second_signal_exits_at_once(repo):
+    process = start(repo, '--max_iters=1000000', '--eval_iters=1000000')  # in an evaluation that takes for ever
+    time.sleep(0.1)
+    wait_for_rows(repo / 'out', 0)
+    process.send_signal(signal.SIGSTOP)  # so that both arrive before it can act on the first
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=30)
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+def test_an_interruption_never_costs_the_best_model(repo):
+    """Without always_save_checkpoint ckpt.pt is the best so far; the interrupted state goes beside it, and resume takes it."""
+    settings = ('--always_save_checkpoint=False', '--eval_interval=5', '--eval_iters=1')
+    process = start(repo, '--max_iters=1000000', *settings)
+    for _ in range(600):
+        if (repo / 'out' / 'ckpt.pt').exists():
+            break
+        time.sleep(0.05)
+    wait_for_rows(repo / 'out', 40)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and 'saved to out/ckpt_interrupted.pt' in out, err
+    best, interrupted = (checkpoints.load(str(repo / 'out' / name)) for name in ('ckpt.pt', 'ckpt_interrupted.pt'))
+    assert best['iter_num'] <= interrupted['iter_num']
+    resumed = train(repo, '--init_from=resume', f"--max_iters={interrupted['iter_num'] + 1}", *settings)
+    assert f"at iteration {interrupted['iter_num']}" in resumed.stdout or best['iter_num'] == interrupted['iter_num']
+
+
+def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
+    settings = ('--max_iters=1000000', '--eval_interval=1', '--eval_iters=1', '--n_embd=128')  # saves at every iteration
+    saw = 0
+    for delay in (0.0, 0.013, 0.031, 0.057, 0.111):
+        (repo / 'out' / 'log.csv').unlink(missing_ok=True)
+        process = start(repo, *settings)
+        wait_for_rows(repo / 'out', 6)
+        time.sleep(delay)
+        process.kill()
+        process.communicate(timeout=30)
+        saw = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['iter_num']
+        assert saw > 0
+    assert train(repo, *settings[2:], '--init_from=resume', f'--max_iters={saw + 2}').returncode == 0
+
+
+def test_two_processes_compute_what_one_does(repo):
+    shared = ('--dropout=0.0', '--gradient_accumulation_steps=4', '--max_iters=8', '--eval_interval=8')
+    one = train(repo, *shared, '--out_dir=one')
+    assert one.returncode == 0, one.stderr
+    two = run(repo, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py', *TINY, *shared, '--out_dir=two')
+    assert two.returncode == 0, two.stderr
+    for a, b in zip(log(repo / 'one'), log(repo / 'two'), strict=True):
+        for column in ('batch_loss', 'train_loss', 'val_loss'):
+            assert a[column] == b[column] == '' or float(a[column]) == pytest.approx(float(b[column]), abs=2e-5), (a, b)
+    a, b = weights(repo / 'one' / 'ckpt.pt'), weights(repo / 'two' / 'ckpt.pt')
+    assert all(torch.allclose(a[k], b[k], atol=1e-4) for k in a)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_spares_the_checkpoint(repo):
+    assert train(repo, '--max_iters=10').returncode == 0
+    before = weights(repo / 'out' / 'ckpt.pt')
+    broken = train(repo, '--init_from=resume', '--max_iters=30', '--learning_rate=1e30', '--decay_lr=False', '--grad_clip=0.0', '--eval_interval=7')
+    assert broken.returncode == 2
+    last = broken.stderr.strip().splitlines()[-1]
+    assert last.startswith('train.py: error: iteration ') and 'lr 1.00e+30' in last and 'out/ckpt.pt' in last and 'Traceback' not in broken.stderr
+    assert same(weights(repo / 'out' / 'ckpt.pt'), before)
+
+
+def test_eval_only_writes_nothing(repo):
+    done = train(repo, '--eval_only=True')
+    assert done.returncode == 0 and 'step 0: train loss' in done.stdout
+    assert os.listdir(repo / 'out') == []
+
+
+def test_uint32_tokens_and_a_vocabulary_of_ones_own(repo):
+    folder = repo / 'data' / 'mine'
+    folder.mkdir()
+    for split in ('train', 'val'):
+        np.random.default_rng(0).integers(0, 50000, 500, dtype=np.uint32).tofile(folder / f'{split}.bin')
+    (folder / 'meta.json').write_text('{"kind": "gpt2", "dtype": "uint32"}')
+    done = train(repo, '--dataset=mine', '--max_iters=2')
+    assert done.returncode == 0, done.stderr
+    assert checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['model_args']['vocab_size'] == 50304
+
+
+def test_finetuning_from_a_hugging_face_folder(repo):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=32, n_embd=16, n_layer=2, n_head=2)).save_pretrained(repo / 'hf')
+    done = train(repo, '--init_from=hf', '--max_iters=2', '--eval_interval=2')
+    assert done.returncode == 0, done.stderr
+    assert checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['model_args']['block_size'] == 16  # cropped from 32
+
+
+def test_mixed_precision_on_the_cpu(repo):
+    assert train(repo, '--dtype=bfloat16', '--max_iters=3').returncode == 0
+
+
+def test_a_missing_character_data_set_is_prepared(repo):
+    for name in ('train.bin', 'val.bin', 'meta.json'):
+        os.remove(repo / 'data' / 'shakespeare_char' / name)
+    done = train(repo, '--max_iters=1')
+    assert done.returncode == 0 and 'running data/shakespeare_char/prepare.py' in done.stdout, done.stderr
