@@ -131,7 +131,7 @@ def bench_generate(names, dev, amp):
     if len(counts) != len(lengths.split(',')):
         raise ValueError(f"lengths must be numbers of tokens with commas between, not {lengths!r}")
     for name in names:
-        c = SHAPES[name]
+        c = GPTConfig(**vars(SHAPES[name]) | dict(bias=bias))
         model = GPT(c).to(dev).eval()
         idx = torch.randint(c.vocab_size, (1, PROMPT), device=dev)
 

@@ -182,3 +182,13 @@ def test_a_prompt_of_exactly_block_size_and_the_default_model_shape():
 def test_a_cache_can_be_cloned_to_branch():
     cache = LayerKVCache.empty_like(torch.randn(1, 2, 3, 4), 8)
     assert cache.clone().k_cache.data_ptr() != cache.k_cache.data_ptr() and cache.clone().cache_pos == 0
+
+
+def test_sampling_is_torch_multinomial_to_the_token():
+    for seed in range(50):
+        for shape in ((1, 65), (7, 300)):
+            logits = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
+            mine = sample_token(logits, 0.7, top_k=40, generator=torch.Generator().manual_seed(seed))
+            kept = (logits / 0.7).masked_fill(logits < logits.topk(40).values[:, -1:], -float('inf'))
+            theirs = torch.multinomial(kept.softmax(-1), 1, generator=torch.Generator().manual_seed(seed))
+            assert torch.equal(mine, theirs)

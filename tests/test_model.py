@@ -292,3 +292,28 @@ def test_caches_take_the_dtype_of_the_keys(context):
         last, _, kv_cache = model(idx[:, 4:], kv_cache=kv_cache)
         tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(last, model(idx, use_cache=False)[0], rtol=tolerance, atol=tolerance)
+
+
+def test_hooks_fire_in_every_module():
+    model, seen = tiny().eval(), []
+    for name, module in model.named_modules():
+        if name and not isinstance(module, (torch.nn.ModuleDict, torch.nn.ModuleList)) and name != 'transformer.wpe':
+            module.register_forward_hook(lambda m, args, out, name=name: seen.append(name))
+            module.register_forward_pre_hook(lambda m, args: None)
+    model(torch.randint(31, (1, 4)))
+    expected = [n for n, m in model.named_modules() if n and not isinstance(m, (torch.nn.ModuleDict, torch.nn.ModuleList)) and n != 'transformer.wpe']
+    assert sorted(seen) == sorted(expected)
+    grads = []
+    model.transformer.h[0].attn.c_proj.register_full_backward_hook(lambda m, gi, go: grads.append(go[0].shape))
+    idx = torch.randint(31, (1, 4))
+    model(idx, idx)[1].backward()
+    assert grads == [(1, 4, 16)]
+
+
+def test_a_model_with_weights_that_are_not_numbers_does_not_babble():
+    model = tiny().eval()
+    with torch.no_grad():
+        model.transformer.ln_f.weight[3] = float('nan')
+    for use_cache in (False, True):
+        with pytest.raises(ValueError, match='not numbers'):
+            model.generate(torch.tensor([[1]]), 3, use_cache=use_cache)
