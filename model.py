@@ -73,16 +73,17 @@ class LayerKVCache(NamedTuple):
         do not fit. This is the one question attention asks of a cache; whatever can answer it is one.
         """
         k_cache, v_cache, start = self
-        end = start + k.size(2)
-        if end > k_cache.size(2):  # a slice would clip here, and silently drop a lone token
-            raise ValueError(f"cache is full: cache_pos {start} + {k.size(2)} new tokens > block_size {k_cache.size(2)}")
+        T, block_size = k.size(2), k_cache.size(2)
+        end = start + T
+        if end > block_size:  # written as a slice, k_cache[:, :, start:end] would clip, and drop a lone token in silence
+            raise ValueError(f"cache is full: cache_pos {start} + {T} new tokens > block_size {block_size}")
         if k.dtype != k_cache.dtype or k.device != k_cache.device:
             raise ValueError(f"cache holds {k_cache.dtype} on {k_cache.device}, but the keys are {k.dtype} on {k.device}")
         if k.size(0) != k_cache.size(0):  # nor may one row be broadcast over another batch
             raise ValueError(f"cache holds a batch of {k_cache.size(0)}, but the keys are a batch of {k.size(0)}")
-        k_cache[:, :, start:end] = k
-        v_cache[:, :, start:end] = v
-        return k_cache[:, :, :end], v_cache[:, :, :end], LayerKVCache(k_cache, v_cache, end)
+        k_cache.narrow(2, start, T).copy_(k)
+        v_cache.narrow(2, start, T).copy_(v)
+        return k_cache.narrow(2, 0, end), v_cache.narrow(2, 0, end), LayerKVCache(k_cache, v_cache, end)
 
     def clone(self):
         """A copy with storage of its own, to branch from."""
