@@ -22,6 +22,8 @@ def save(checkpoint, path):
             f.flush()
             os.fsync(f.fileno())
         os.replace(tmp, path)
+    except (OSError, RuntimeError) as e:  # RuntimeError is what torch's zip writer makes of a full disk
+        raise OSError(f"{path} could not be written, is the disk full? ({str(e).splitlines()[0]})") from e
     finally:
         if os.path.exists(tmp):
             os.remove(tmp)

@@ -32,8 +32,8 @@ def run(main):
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader, head or less, has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        silence_stdout()
+        sys.exit(141)  # as if SIGPIPE had ended us
     except (ValueError, OSError) as e:
         sys.exit(_error(script, e))
     except (MemoryError, RuntimeError) as e:
@@ -41,6 +41,11 @@ def run(main):
         if isinstance(e, MemoryError) or 'out of memory' in text or "can't allocate memory" in text:
             sys.exit(_error(script, "out of memory: try a smaller batch_size, block_size or model"))
         raise
+
+
+def silence_stdout():
+    """Nobody reads it any more: what is still written to it, at exit for one, goes nowhere instead of raising."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _error(script, message):

@@ -86,7 +86,7 @@ class GPT(model.GPT):
     def hidden_states(self, idx, kv_cache=None, use_cache=False):
         if tracing() and idx.dim() == 2:
             where = f"b={idx.size(0)} t={idx.size(1)}"
-            if kv_cache is None:
+            if not kv_cache:
                 trace('GPT', f"kv_cache=None {where} {positions(0, idx.size(1))}")
             else:
                 all_pos = [layer_cache[2] for layer_cache in kv_cache]
@@ -109,7 +109,7 @@ class GPT(model.GPT):
     def _cached_step(self, idx_cond, kv_cache, decoder):
         self.report(idx_cond, kv_cache, cache_full=False)
         logits, new_cache = super()._cached_step(idx_cond, kv_cache, decoder)
-        if tracing() and kv_cache is not None and new_cache[0][0].data_ptr() != kv_cache[0][0].data_ptr():
+        if tracing() and kv_cache is not None and any(new[0].data_ptr() != old[0].data_ptr() for new, old in zip(new_cache, kv_cache)):
             alarm('generate', f"the cache was re-created in the middle of a generation, at step {self.generation.step}")
         return logits, new_cache
 

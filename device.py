@@ -1,4 +1,5 @@
 """Which device, which dtype: what device='auto' and dtype='auto' mean, for every script."""
+import re
 from contextlib import nullcontext
 
 import torch
@@ -8,14 +9,14 @@ DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch
 
 def pick_device(name='auto'):
     """'auto' is cuda, then mps, then cpu. ValueError for a device this machine does not have."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    n_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    here = ['cuda'] * bool(n_cuda) + ['mps'] * torch.backends.mps.is_available() + ['cpu']
     if name == 'auto':
-        return 'cuda' if cuda else 'mps' if mps else 'cpu'
-    kind = name.split(':')[0]
-    if kind not in ('cpu', 'cuda', 'mps'):
+        return here[0]
+    if not re.fullmatch(r'cpu|mps|cuda(:\d+)?', name):
         raise ValueError(f"device must be auto, cpu, mps, cuda or cuda:N, not {name!r}")
-    if (kind == 'cuda' and not cuda) or (kind == 'mps' and not mps):
-        raise ValueError(f"device {name} was asked for, but torch finds none here: use device=auto or device=cpu")
+    if name not in here + [f'cuda:{i}' for i in range(n_cuda)]:
+        raise ValueError(f"device {name} was asked for, but torch finds {', '.join(here)} here ({n_cuda} cuda): use device=auto")
     return name
 
 
@@ -24,7 +25,7 @@ def pick_dtype(name, device):
     if name == 'auto':
         if not device.startswith('cuda'):
             return 'float32'
-        return 'bfloat16' if torch.cuda.is_bf16_supported() else 'float16'
+        return 'bfloat16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'float16'
     if name not in DTYPES:
         raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, not {name!r}")
     return name

@@ -107,29 +107,33 @@ def attend(q, k, v, mask=None, dropout_p=0.0):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=mask is None and T_q > 1)
 
 
-# nn.Module is generous with Python: 1.5 us for a call, 0.8 us for self.weight. A token goes through some forty
-# modules, so on a small model that is a fifth of its time. The next three classes are torch's own, less the detours
+# nn.Module is generous with Python: 1.5 us for a call, 0.8 us to find self.weight. A token goes through some forty
+# modules, which makes a fifth of a small model's time. So what is plain and unhooked is called directly: hooks,
+# compiled, pruned, quantised or replaced modules go the usual way, only torch's global hooks pass these by
+
+def is_plain(module):
+    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+                or module._compiled_call_impl)
+
 
 class Module(nn.Module):
 
     def __call__(self, *args, **kwargs):
-        if self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks:
-            return super().__call__(*args, **kwargs)
-        return self.forward(*args, **kwargs)
+        return self.forward(*args, **kwargs) if is_plain(self) else super().__call__(*args, **kwargs)
 
 
-class Linear(Module, nn.Linear):
-
-    def forward(self, x):
-        p = self._parameters
+def linear(x, module):
+    p = module._parameters
+    if type(module) is nn.Linear and is_plain(module) and 'weight' in p and 'bias' in p:
         return F.linear(x, p['weight'], p['bias'])
+    return module(x)
 
 
-class LayerNorm(Module, nn.LayerNorm):
-
-    def forward(self, x):
-        p = self._parameters
-        return F.layer_norm(x, self.normalized_shape, p['weight'], p['bias'], self.eps)
+def layer_norm(x, module):
+    p = module._parameters
+    if type(module) is nn.LayerNorm and is_plain(module) and 'weight' in p and 'bias' in p:
+        return F.layer_norm(x, module.normalized_shape, p['weight'], p['bias'], module.eps)
+    return module(x)
 
 
 def dropout(x, module):
@@ -153,8 +157,8 @@ class CausalSelfAttention(Module):
         self.n_head = config.n_head
         self.block_size = config.block_size
         self.dropout = config.dropout
-        self.c_attn = Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k and v in one matmul
-        self.c_proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k and v in one matmul
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x, kv_cache=None, use_cache=False):
         """
@@ -164,41 +168,41 @@ class CausalSelfAttention(Module):
         Given none, use_cache=True begins one; otherwise nothing is allocated and None comes back.
         """
         B, T, C = x.size()
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).transpose(1, 3).unbind(2)  # (B, nh, T, hs)
+        q, k, v = linear(x, self.c_attn).view(B, T, 3, self.n_head, C // self.n_head).transpose(1, 3).unbind(2)  # (B, nh, T, hs)
         if kv_cache is not None:
             k, v, kv_cache = LayerKVCache(*kv_cache).append(k, v)
         elif use_cache:
             k, v, kv_cache = LayerKVCache.empty_like(k, self.block_size).append(k, v)
         y = attend(q, k, v, dropout_p=self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
-        return dropout(self.c_proj(y), self), kv_cache
+        return dropout(linear(y, self.c_proj), self), kv_cache
 
 
 class MLP(Module):
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.c_proj = Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = config.dropout
 
     def forward(self, x):
-        return dropout(self.c_proj(gelu(self.c_fc(x))), self)
+        return dropout(linear(gelu(linear(x, self.c_fc)), self.c_proj), self)
 
 
 class Block(Module):
 
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
     def forward(self, x, kv_cache=None, use_cache=False):
-        y, kv_cache = self.attn(self.ln_1(x), kv_cache, use_cache)
+        y, kv_cache = self.attn(layer_norm(x, self.ln_1), kv_cache, use_cache)
         x = x + y
-        x = x + self.mlp(self.ln_2(x))
+        x = x + self.mlp(layer_norm(x, self.ln_2))
         return x, kv_cache
 
 
@@ -212,9 +216,9 @@ class GPT(nn.Module):
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
             h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-            ln_f=LayerNorm(config.n_embd, bias=config.bias),
+            ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
         ))
-        self.lm_head = Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.transformer.wte.weight = self.lm_head.weight  # one matrix reads tokens and writes them (arXiv:1608.05859)
 
         self.apply(self._init_weights)
@@ -273,7 +277,7 @@ class GPT(nn.Module):
         for layer, block in enumerate(t.h):
             x, layer_cache = block(x, kv_cache[layer] if kv_cache is not None else None, use_cache)
             new_cache.append(layer_cache)
-        return t.ln_f(x), None if layer_cache is None else new_cache
+        return layer_norm(x, t.ln_f), None if layer_cache is None else new_cache
 
     def forward(self, idx, targets=None, kv_cache=None, use_cache=None):
         """
@@ -287,7 +291,7 @@ class GPT(nn.Module):
             use_cache = not self.training and targets is None
         x, kv_cache = self.hidden_states(idx, kv_cache, use_cache)
         if targets is None:
-            return self.lm_head(x[:, -1:]), None, kv_cache
+            return linear(x[:, -1:], self.lm_head), None, kv_cache
         logits = self.lm_head(x)
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
         return logits, loss, kv_cache
@@ -352,7 +356,7 @@ class GPT(nn.Module):
                                 for k, v, pos in kv_cache]
             else:
                 logits, kv_cache = self._cached_step(tokens[:, end - 1:end], kv_cache, decoder)
-            if step == 0 and logits.isnan().any():
+            if (step == 0 or logits.device.type == 'cpu') and not math.isfinite(logits.sum()):  # elsewhere, asking is slow
                 raise ValueError("the model's logits are not numbers: its weights are broken")
             cache_full = cache_full or use_cache and kv_cache[0][2] == block_size
 
@@ -440,8 +444,8 @@ class GPT(nn.Module):
         """
         Model FLOPS utilisation: the FLOPS of fwdbwd_per_iter sequences in dt seconds over peak_flops.
 
-        FLOPs are counted as in PaLM (arXiv:2204.02311, appendix B). peak_flops defaults to `peak_flops()` of
-        the model's device; None comes back where that is not known.
+        FLOPs are counted as in PaLM (arXiv:2204.02311, appendix B). peak_flops defaults to
+        `default_peak_flops` of the model's device; None comes back where that is not known.
         """
         c = self.config
         peak_flops = peak_flops or default_peak_flops(self.lm_head.weight.device)
@@ -456,6 +460,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     temperature: divides the logits; 0 takes the largest. top_k: keep the k largest (and ties with the
     k-th). top_p: keep the fewest that hold this much probability (nucleus sampling, arXiv:1904.09751).
     generator: the torch.Generator to draw from, on the logits' device; torch's global one by default.
+    Logits must be finite: unlike torch.multinomial this does not check (`stream` does).
     """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
@@ -517,11 +522,17 @@ def read_huggingface(model_type):
         from safetensors.torch import load_file
     except ImportError as e:
         raise ValueError(f"reading {folder} needs safetensors: pip install safetensors (or transformers)") from e
-    with open(os.path.join(folder, 'config.json')) as f:
-        hf_config = json.load(f)
-    if hf_config.get('model_type') != 'gpt2':
-        raise ValueError(f"{folder} holds a {hf_config.get('model_type')!r} model, not a gpt2")
-    return hf_config, {k: w for name in files for k, w in load_file(os.path.join(folder, name)).items()}
+    try:
+        with open(os.path.join(folder, 'config.json')) as f:
+            hf_config = json.load(f)
+        weights = {k: w for name in files for k, w in load_file(os.path.join(folder, name)).items()}
+    except Exception as e:  # json's, safetensors' own, a git-lfs pointer's: whichever it is, the folder is no good
+        raise ValueError(f"{folder} cannot be read ({type(e).__name__}: {e}): is the download complete?") from e
+    missing = {'n_positions', 'vocab_size', 'n_layer', 'n_head', 'n_embd'} - set(hf_config)
+    if hf_config.get('model_type') != 'gpt2' or missing:
+        raise ValueError(f"{folder}/config.json is not a gpt2's: model_type is {hf_config.get('model_type')!r}, "
+                         f"and it lacks {', '.join(sorted(missing)) or 'nothing'}")
+    return hf_config, weights
 
 
 def default_peak_flops(device):

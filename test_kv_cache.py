@@ -75,14 +75,15 @@ def report_difference(model, tokenizer, plain, cached):
     def show(tokens):
         tokens = tokens[where:where + 40].tolist()
         return repr(tokenizer.decode(tokens)) if tokenizer else tokens
-    print(f"{mark('✘', 'x')}FAILURE: outputs differ from position {where} on")
+    print(f"{mark('✘')}FAILURE: outputs differ from position {where} on")
     print(f"  without cache   {show(plain)}\n  with cache      {show(cached)}")
     print(f"  the uncached logits of the two tokens there are {abs(logits[a] - logits[b]).item():.3g} apart "
           "(less than about 1e-4 would be a tie that rounding may break either way)")
     print("  KV_DEBUG=1 python test_kv_cache.py shows what the cache does at each step")
 
 
-def mark(sign, plain):
+def mark(sign):
+    """The sign and a space where the terminal can show it."""
     try:
         sign.encode(sys.stdout.encoding or 'ascii')
         return sign + ' '
@@ -114,7 +115,7 @@ def main(config):
     if 0 < n_inside < new_tokens:
         (_, plain_inside_s), (_, cached_inside_s) = compare(model, idx, n_inside, dev)
         inside = f"    (inside block_size: {plain_inside_s / cached_inside_s:.2f}x)"
-    print(f"{mark('✔', 'v')}SUCCESS: outputs are identical ({len(cached)} tokens)")
+    print(f"{mark('✔')}SUCCESS: outputs are identical ({len(cached)} tokens)")
     print(f"  without cache   {plain_s:.2f} s   {new_tokens / plain_s:,.0f} tok/s")
     print(f"  with cache      {cached_s:.2f} s   {new_tokens / cached_s:,.0f} tok/s")
     print(f"  speedup         {plain_s / cached_s:.2f}x{inside}")

@@ -70,25 +70,28 @@ def from_state(state):
         return CharTokenizer(state['chars'])
     if state.get('kind') == 'gpt2':
         return GPT2Tokenizer()
-    raise ValueError(f"unknown kind of tokenizer: {state.get('kind')!r}")
+    raise ValueError(f"unknown kind of tokenizer: {state.get('kind')!r}, so these tokens have no text")
 
 
 def state_of_dataset(folder):
     """The state of the tokenizer a data folder was prepared with; GPT-2's where no meta file says otherwise."""
     meta = read_meta(folder)
-    return {k: meta[k] for k in ('kind', 'chars') if k in meta} or GPT2
+    if 'kind' not in meta:
+        return {'kind': 'unknown'} if 'vocab_size' in meta else GPT2
+    return {k: meta[k] for k in ('kind', 'chars') if k in meta}
 
 
 def read_meta(folder):
     """
-    What meta.json (or nanoGPT's meta.pkl) in a data folder says, as a dict: kind, chars, and when
-    we prepared it also source and dtype. {} where there is no such file, ValueError where it is damaged.
+    What meta.json (or nanoGPT's meta.pkl) in a data folder says, as a dict: kind and chars of the tokenizer,
+    vocab_size, dtype of the token files, source of the text, all optional. {} where there is no such file,
+    ValueError where it is damaged.
     """
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
         try:
             with open(path, encoding='utf-8') as f:
-                return json.load(f)
+                return checked_meta(json.load(f))
         except ValueError as e:
             raise ValueError(f"{path} is damaged ({e}): prepare the data again") from e
     path = os.path.join(folder, 'meta.pkl')
@@ -96,10 +99,26 @@ def read_meta(folder):
         return {}
     try:
         with open(path, 'rb') as f:
-            itos = PlainUnpickler(f).load()['itos']
-        return {'kind': 'char', 'chars': ''.join(itos[i] for i in range(len(itos)))}
+            meta = PlainUnpickler(f).load()
+        if 'itos' not in meta:  # nanoGPT's train.py asks for no more than this
+            return checked_meta({'vocab_size': meta['vocab_size']})
+        chars = [meta['itos'][i] for i in range(len(meta['itos']))]
+        if any(len(c) != 1 for c in chars):
+            raise ValueError("a token of it is not one character")
+        return checked_meta({'kind': 'char', 'chars': ''.join(chars), 'vocab_size': len(chars)})
     except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
         raise ValueError(f"{path} is not nanoGPT's dict of characters ({e}): prepare the data again") from e
+
+
+def checked_meta(meta):
+    wanted = {'kind': ('char', 'gpt2'), 'dtype': ('uint16', 'uint32')}
+    if not isinstance(meta, dict) or any(meta[k] not in wanted[k] for k in wanted if k in meta):
+        raise ValueError(f"kind must be one of {wanted['kind']} and dtype one of {wanted['dtype']}")
+    if (meta.get('kind') == 'char') != isinstance(meta.get('chars'), str):
+        raise ValueError("chars, a text, goes with kind 'char'")
+    if not isinstance(meta.get('vocab_size', 1), int) or meta.get('vocab_size', 1) < 1:
+        raise ValueError("vocab_size must be a positive integer")
+    return meta
 
 
 class PlainUnpickler(pickle.Unpickler):

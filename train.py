@@ -2,7 +2,7 @@
 Train a GPT: from scratch, from GPT-2's weights, or on from where a run stopped.
 
     python train.py config/train_shakespeare_char.py
-    python train.py --init_from=resume --out_dir=out-shakespeare-char
+    python train.py config/train_shakespeare_char.py --init_from=resume
     torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py
 
 Ctrl-C and SIGTERM save and stop; a second one stops at once. out_dir gets ckpt.pt, log.csv and loss.png.
@@ -73,13 +73,24 @@ def main(config):
     if min(batch_size, gradient_accumulation_steps, eval_iters, eval_interval, log_interval) < 1 or max_iters < 0:
         raise ValueError("batch_size, gradient_accumulation_steps, eval_iters, eval_interval and log_interval must be at least 1, "
                          "and max_iters at least 0")
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, but it is {seed}")
     dev, rank, world = join_processes()
     master = rank == 0
     if gradient_accumulation_steps % world:
         raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the {world} processes")
     micro_steps = gradient_accumulation_steps // world
     tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
-    say = print if master else lambda *args: None
+    stop = StopRequest()
+
+    def say(text):
+        try:
+            if master:
+                print(text, flush=True)
+        except BrokenPipeError:  # whoever read our output has left: that is no reason to lose the run
+            configurator.silence_stdout()
+            stop.asked = True
+
     torch.manual_seed(seed + rank)
     torch.set_float32_matmul_precision('high')  # tf32 where there is tf32
     if master:
@@ -95,7 +106,7 @@ def main(config):
 
     # the model
     model_args = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, bias=bias, dropout=dropout,
-                      vocab_size=len(token_state['chars']) if token_state['kind'] == 'char' else 50304)  # 50257 and padding
+                      vocab_size=50304 if token_state['kind'] == 'gpt2' else meta.get('vocab_size') or len(token_state['chars']))
     iter_num, best_val_loss, resumed = 0, float('inf'), None
     if init_from == 'scratch':
         model = GPT(GPTConfig(**model_args))
@@ -110,9 +121,10 @@ def main(config):
         model.crop_block_size(block_size)
     model_args = vars(model.config).copy()
     if model.config.block_size < block_size:
-        raise ValueError(f"block_size {block_size} is more than the {model.config.block_size} positions of {init_from}")
-    if token_state['kind'] == 'char' and len(token_state['chars']) > model.config.vocab_size:
-        raise ValueError(f"{data_dir} has {len(token_state['chars'])} characters, but the model's vocab_size is {model.config.vocab_size}")
+        raise ValueError(f"block_size {block_size} is more than the {model.config.block_size} positions the model has: "
+                         "give its own, or the config file it was trained with")
+    if resumed and resumed.get('tokenizer', token_state) != token_state:
+        raise ValueError(f"{data_dir} is encoded otherwise than what this model was trained on: prepare the same text again, or train anew")
     model.to(dev)
     say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {dev}")
 
@@ -135,8 +147,6 @@ def main(config):
     train_batches = batches_of('train', 0)
     eval_batches = {split: batches_of(split, 1) for split in ('train', 'val')}
 
-    stop = StopRequest()
-
     @torch.no_grad()
     def estimate_loss():
         """Mean loss of each split over eval_iters batches, always the same ones. None if asked to stop meanwhile."""
@@ -154,11 +164,9 @@ def main(config):
         raw_model.train()
         return losses
 
-    best_saved = False  # has this run put a best model into ckpt.pt that must not be lost?
-
     def save(name):
         if not all(p.isfinite().all() for p in raw_model.parameters()):
-            raise NonFiniteLoss(f"iteration {iter_num}: weights are not finite and were not saved")
+            raise NonFiniteLoss(f"iteration {iter_num}, lr {lr:.2e}: the weights are not finite and were not saved; {last_good()}")
         path = os.path.join(out_dir, name)
         checkpoints.save({
             'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'model_args': model_args,
@@ -166,14 +174,13 @@ def main(config):
             'rng': {'torch': torch.get_rng_state(), 'cuda': torch.cuda.get_rng_state_all()}, 'scaler': scaler.state_dict(),
         }, path)
         if name == 'ckpt.pt' and os.path.exists(os.path.join(out_dir, INTERRUPTED)):
-            os.remove(os.path.join(out_dir, INTERRUPTED))  # this one is further along
+            os.remove(os.path.join(out_dir, INTERRUPTED))  # of this run, and further back, or of one that is overwritten now
         return path
 
     def last_good():
         path = os.path.join(out_dir, 'ckpt.pt')
         return f"the last good checkpoint is {path}" if os.path.exists(path) else "there is no checkpoint yet"
 
-    log = Log(out_dir, iter_num) if master and not eval_only else None
     run = None
     if wandb_log and master:
         try:
@@ -181,24 +188,17 @@ def main(config):
         except ImportError as e:
             raise ValueError("wandb_log=True needs wandb: pip install wandb") from e
         run = wandb.init(project=wandb_project, name=wandb_run_name, config=config)
+    log = Log(out_dir, iter_num) if master and not eval_only else None
+    own_ckpt = resumed is not None  # is ckpt.pt, if there is one, of this run?
     bar = tqdm(total=max_iters, initial=iter_num, unit='it', disable=None if master and not eval_only else True, dynamic_ncols=True)
     write = say if bar.disable else bar.write
 
-    if resumed and 'rng' in resumed and rank == 0:
+    if resumed and 'rng' in resumed:
         restore_rng(resumed['rng'])
-    elif resumed:
-        torch.manual_seed(hash((seed, rank, iter_num)))
     model.train()
     mfu, n_timed = -1.0, 0
     t0 = time.perf_counter()
     while True:
-        if stop.agreed(world, dev):
-            if master:
-                bar.close()
-                # without always_save_checkpoint, ckpt.pt is the best model so far: an interruption must not cost that
-                say(f"stopped at iteration {iter_num}, saved to {save(INTERRUPTED if best_saved else 'ckpt.pt')}; "
-                    "go on with --init_from=resume")
-            break
         lr = get_lr(iter_num) if decay_lr else learning_rate
         for group in optimizer.param_groups:
             group['lr'] = lr
@@ -218,10 +218,21 @@ def main(config):
                     log.draw()
                     if iter_num > 0 and (improved or always_save_checkpoint):
                         write(f"saved {save('ckpt.pt')}")
-                        best_saved = not always_save_checkpoint
+                        own_ckpt = True
             t0, n_timed = time.perf_counter(), 0
-        if eval_only or (iter_num >= max_iters and not stop.asked):
+        if stop.agreed(world, dev):
+            if master and not eval_only:
+                bar.close()
+                # an interruption must not cost a better model, nor that of another run
+                exists = os.path.exists(os.path.join(out_dir, 'ckpt.pt'))
+                path = save('ckpt.pt' if not exists or (own_ckpt and always_save_checkpoint) else INTERRUPTED)
+                say(f"stopped at iteration {iter_num}, saved to {path}; to go on, add --init_from=resume"
+                    + ("" if own_ckpt or not exists else f" and first move it over the ckpt.pt of an earlier run in {out_dir}"))
             break
+        if eval_only or iter_num >= max_iters:
+            break
+        if world > 1:  # each process its own dropout, and a resumed run the same again
+            torch.manual_seed(hash((seed, iter_num, rank)))
 
         # micro_steps batches on each process; together they are gradient_accumulation_steps consecutive ones
         loss_sum = torch.zeros((), device=dev)
@@ -318,6 +329,9 @@ def load_furthest(out_dir, dev):
 def restore(optimizer, scaler, resumed):
     if 'optimizer' not in resumed:
         raise ValueError("the checkpoint has no optimizer state: it cannot be resumed")
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    for p, state in zip(params, resumed['optimizer']['state'].values()):
+        state |= {k: v[:len(p)] for k, v in state.items() if v.dim() and v.shape != p.shape}  # block_size was cropped
     fused = [group['fused'] for group in optimizer.param_groups]  # of this device, not of the one it was saved on
     optimizer.load_state_dict(resumed['optimizer'])
     for group, is_fused in zip(optimizer.param_groups, fused):
@@ -364,11 +378,13 @@ class Log:
         if iter_num and os.path.exists(self.path):
             with open(self.path, newline='') as f:
                 self.rows = [row for row in csv.DictReader(f) if row['iter'].isdigit() and int(row['iter']) < iter_num]
-        self.file = open(self.path, 'w', newline='')
+        with open(self.path + '.tmp', 'w', newline='') as f:
+            writer = csv.DictWriter(f, self.columns, restval='')
+            writer.writeheader()
+            writer.writerows(self.rows)
+        os.replace(self.path + '.tmp', self.path)
+        self.file = open(self.path, 'a', newline='')
         self.writer = csv.DictWriter(self.file, self.columns, restval='')
-        self.writer.writeheader()
-        self.writer.writerows(self.rows)
-        self.file.flush()
 
     def row(self, **values):
         row = {k: v if isinstance(v, int) else f'{v:.6g}' for k, v in values.items()}

@@ -157,7 +157,10 @@ def test_nanogpts_meta_pkl_is_read_and_nothing_in_it_is_run(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     write_meta(tmp_path, pickle.dumps({'vocab_size': 2, 'itos': {0: 'a', 1: 'b'}, 'stoi': {'a': 0, 'b': 1}}))
     assert tokenizers.state_of_dataset(tmp_path) == {'kind': 'char', 'chars': 'ab'}
+    write_meta(tmp_path, pickle.dumps({'vocab_size': 3}))  # all that nanoGPT's train.py asks for
+    assert tokenizers.read_meta(tmp_path) == {'vocab_size': 3} and tokenizers.state_of_dataset(tmp_path) == {'kind': 'unknown'}
     for content in (pickle.dumps({'itos': Evil()}), pickle.dumps(Evil()), pickle.dumps(['a']), pickle.dumps({'itos': {1: 'a'}}),
+                    pickle.dumps({'itos': {0: 'ab', 1: 'c'}}),
                     b'', b'\x80', b'nonsense', pickle.dumps({'itos': os.getcwd})):
         write_meta(tmp_path, content)
         with pytest.raises(ValueError, match='meta.pkl'):
@@ -166,9 +169,10 @@ def test_nanogpts_meta_pkl_is_read_and_nothing_in_it_is_run(tmp_path, monkeypatc
 
 
 def test_damaged_metadata_and_unknown_kinds(tmp_path):
-    (tmp_path / 'meta.json').write_text('{"kind": ')
-    with pytest.raises(ValueError, match='prepare the data again'):
-        tokenizers.read_meta(tmp_path)
+    for content in ('{"kind": ', '[1]', '{"kind": "char"}', '{"chars": "ab"}', '{"kind": "gpt2", "dtype": "float8"}', '{"vocab_size": -1}'):
+        (tmp_path / 'meta.json').write_text(content)
+        with pytest.raises(ValueError, match='prepare the data again'):
+            tokenizers.read_meta(tmp_path)
     with pytest.raises(ValueError, match='klingon'):
         tokenizers.from_state({'kind': 'klingon'})
     assert tokenizers.state_of_dataset(tmp_path / 'nowhere') == {'kind': 'gpt2'}

@@ -86,6 +86,13 @@ def test_alarm_layers_disagree(monkeypatch, capsys):
     assert any('differs between layers: [6, 3]' in line for line in alarms(capsys))
 
 
+def test_an_error_stays_the_same_error(monkeypatch):
+    monkeypatch.setenv('KV_DEBUG', '1')
+    for model in pair():
+        with pytest.raises(ValueError, match='0 layers'):
+            model(IDX, kv_cache=[])
+
+
 def test_alarm_nan_in_keys(monkeypatch, capsys):
     traced = pair()[1]
     monkeypatch.setenv('KV_DEBUG', '1')

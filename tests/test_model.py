@@ -218,8 +218,12 @@ def test_from_pretrained_reads_a_hugging_face_folder(tmp_path):
     with pytest.raises(ValueError, match='dropout'):
         GPT.from_pretrained(str(tmp_path), dict(n_layer=3))
     (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'llama'}))
-    with pytest.raises(ValueError, match='llama'):
+    with pytest.raises(ValueError, match='llama.* lacks n_embd'):
         GPT.from_pretrained(str(tmp_path))
+    for name, content in (('config.json', 'half a {'), ('model.safetensors', 'version https://git-lfs.github.com/spec/v1')):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match='cannot be read'):
+            GPT.from_pretrained(str(tmp_path))
     with pytest.raises(ValueError, match='neither'):
         GPT.from_pretrained(str(tmp_path / 'nowhere'))
 
@@ -303,11 +307,30 @@ def test_hooks_fire_in_every_module():
     model(torch.randint(31, (1, 4)))
     expected = [n for n, m in model.named_modules() if n and not isinstance(m, (torch.nn.ModuleDict, torch.nn.ModuleList)) and n != 'transformer.wpe']
     assert sorted(seen) == sorted(expected)
+    compiled = []
+    model.transformer.h[1].mlp._compiled_call_impl = lambda x: compiled.append(x) or x  # what Module.compile() sets
+    model(torch.randint(31, (1, 4)))
+    assert len(compiled) == 1
+    model.transformer.h[1].mlp._compiled_call_impl = None
     grads = []
     model.transformer.h[0].attn.c_proj.register_full_backward_hook(lambda m, gi, go: grads.append(go[0].shape))
     idx = torch.randint(31, (1, 4))
     model(idx, idx)[1].backward()
     assert grads == [(1, 4, 16)]
+
+
+def test_modules_changed_by_others_go_the_usual_way():
+    from torch.nn.utils import parametrizations, prune
+    model, idx = tiny().eval(), torch.randint(31, (1, 4))
+    before = model(idx)[0]
+    prune.l1_unstructured(model.transformer.h[0].mlp.c_fc, 'weight', 0.5)
+    pruned = model(idx)[0]
+    assert not torch.equal(before, pruned)
+    parametrizations.weight_norm(model.transformer.h[1].attn.c_proj)
+    torch.testing.assert_close(model(idx)[0], pruned)
+    model.transformer.h[2].attn.c_attn = torch.nn.Sequential(model.transformer.h[2].attn.c_attn)  # as LoRA wraps it
+    torch.testing.assert_close(model(idx)[0], pruned)
+    assert type(model.transformer.h[0].attn.c_attn) is torch.nn.Linear  # so that quantisers find it
 
 
 def test_a_model_with_weights_that_are_not_numbers_does_not_babble():
@@ -317,3 +340,10 @@ def test_a_model_with_weights_that_are_not_numbers_does_not_babble():
     for use_cache in (False, True):
         with pytest.raises(ValueError, match='not numbers'):
             model.generate(torch.tensor([[1]]), 3, use_cache=use_cache)
+    model = tiny().eval()
+    with torch.no_grad():
+        model.transformer.wpe.weight[5] = float('inf')  # found out when it gets there
+    tokens = model.stream(torch.tensor([[1, 2, 3]]), 9, use_cache=True)
+    assert [next(tokens).shape for _ in range(3)] == [(1, 1)] * 3
+    with pytest.raises(ValueError, match='not numbers'):
+        next(tokens)

@@ -1,4 +1,6 @@
 """sample.py and test_kv_cache.py as scripts, on the small trained run."""
+import shutil
+
 import pytest
 from conftest import run
 
@@ -49,8 +51,14 @@ def test_greedy_and_nucleus(trained):
     assert sample(trained, '--num_samples=2', '--max_new_tokens=20', '--top_p=0.000001').stdout.split('---------------\n')[:2] == greedy[:2]
 
 
-def test_bfloat16_and_compile_options_run(trained):
+def test_bfloat16_runs(trained):
     sample(trained, '--num_samples=1', '--max_new_tokens=5', '--dtype=bfloat16')
+
+
+@pytest.mark.skipif(not shutil.which('g++'), reason="torch.compile on a CPU needs a C++ compiler")
+def test_compiled_draws_the_same(trained):
+    settings = ('--num_samples=1', '--max_new_tokens=30', '--temperature=0')
+    assert sample(trained, *settings, '--compile=True').stdout == sample(trained, *settings).stdout
 
 
 def test_kv_debug_traces_to_stderr_and_leaves_the_text_alone(trained):
@@ -62,7 +70,6 @@ def test_kv_debug_traces_to_stderr_and_leaves_the_text_alone(trained):
 
 
 def test_the_tokenizer_comes_from_the_checkpoint_even_if_the_data_is_gone(repo, trained):
-    import shutil
     shutil.copytree(trained / 'out', repo / 'out')
     shutil.rmtree(repo / 'data')
     assert sample(repo, '--num_samples=1', '--max_new_tokens=5', '--start=The').stdout.startswith('The')

@@ -1,5 +1,6 @@
 """train.py as its users run it: exact resume, signals, kill -9, two processes, a loss that is no number."""
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -60,6 +61,14 @@ def test_resume_is_exact(repo):
     assert [[r[c] for c in columns] for r in log(repo / 'a')] == [[r[c] for c in columns] for r in log(repo / 'b')]
 
 
+@pytest.mark.parametrize('settings', [('--gradient_accumulation_steps=3',), ('--dtype=float16',)])
+def test_resume_is_exact_with_accumulation_and_with_a_scaler(repo, settings):
+    assert train(repo, '--out_dir=a', *settings).returncode == 0
+    assert train(repo, '--out_dir=b', '--max_iters=10', *settings).returncode == 0
+    assert train(repo, '--out_dir=b', '--init_from=resume', *settings).returncode == 0
+    assert same(weights(repo / 'a' / 'ckpt.pt'), weights(repo / 'b' / 'ckpt.pt'))
+
+
 def start(repo, *settings):
     return subprocess.Popen([sys.executable, 'train.py', *TINY, *settings], cwd=repo, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
@@ -86,6 +95,21 @@ def test_a_signal_saves_says_where_and_the_run_goes_on_exactly(repo, signum):
     assert train(repo, '--init_from=resume', f'--max_iters={n + 7}', '--eval_interval=1000000').returncode == 0
     assert train(repo, '--out_dir=straight', f'--max_iters={n + 7}', '--eval_interval=1000000').returncode == 0
     assert same(weights(repo / 'out' / 'ckpt.pt'), weights(repo / 'straight' / 'ckpt.pt'))
+
+
+@pytest.mark.parametrize('max_iters', [5, 30])
+def test_a_signal_during_an_evaluation_costs_neither_it_nor_exactness(repo, max_iters):
+    """At iteration 5, which may be the last: the evaluation is done again when the run goes on."""
+    settings = ('--eval_interval=5', f'--max_iters={max_iters}')
+    process = start(repo, *settings, '--eval_iters=700')
+    wait_for_rows(repo / 'out', 6)  # a first evaluation and iterations 0 to 4
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0 and 'stopped at iteration 5,' in out, out + err
+    assert train(repo, *settings, '--init_from=resume').returncode == 0
+    assert train(repo, *settings, '--out_dir=straight').returncode == 0
+    assert same(weights(repo / 'out' / 'ckpt.pt'), weights(repo / 'straight' / 'ckpt.pt'))
+    assert [r['iter'] for r in log(repo / 'out') if r['val_loss']] == [r['iter'] for r in log(repo / 'straight') if r['val_loss']]
 
 
 def test_a_second_signal_exits_at_once(repo):
@@ -116,6 +140,17 @@ def test_an_interruption_never_costs_the_best_model(repo):
     assert best['iter_num'] <= interrupted['iter_num']
     resumed = train(repo, '--init_from=resume', f"--max_iters={interrupted['iter_num'] + 1}", *settings)
     assert f"at iteration {interrupted['iter_num']}" in resumed.stdout or best['iter_num'] == interrupted['iter_num']
+    # nor does a second one, nor an interrupted run that has nothing to do with it
+    whole = (repo / 'out' / 'ckpt.pt').read_bytes()
+    for init_from in ('resume', 'scratch'):
+        (repo / 'out' / 'log.csv').unlink()
+        process = start(repo, '--max_iters=1000000', *settings[:1], '--eval_interval=1000000', f'--init_from={init_from}')
+        wait_for_rows(repo / 'out', 3)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0 and 'ckpt_interrupted.pt' in out, out + err
+        assert (repo / 'out' / 'ckpt.pt').read_bytes() == whole
+    assert 'earlier run' in out
 
 
 def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
@@ -146,6 +181,17 @@ def test_two_processes_compute_what_one_does(repo):
     assert all(torch.allclose(a[k], b[k], atol=1e-4) for k in a)
 
 
+def test_two_processes_with_dropout_resume_exactly(repo):
+    def two(*settings):
+        done = run(repo, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py', *TINY,
+                   '--gradient_accumulation_steps=2', *settings)
+        assert done.returncode == 0, done.stderr
+    two('--max_iters=8', '--eval_interval=8', '--out_dir=a')
+    two('--max_iters=4', '--eval_interval=4', '--out_dir=b')
+    two('--max_iters=8', '--eval_interval=8', '--out_dir=b', '--init_from=resume')
+    assert same(weights(repo / 'a' / 'ckpt.pt'), weights(repo / 'b' / 'ckpt.pt'))
+
+
 def test_a_loss_that_is_no_number_stops_the_run_and_spares_the_checkpoint(repo):
     assert train(repo, '--max_iters=10').returncode == 0
     before = weights(repo / 'out' / 'ckpt.pt')
@@ -162,15 +208,60 @@ def test_eval_only_writes_nothing(repo):
     assert os.listdir(repo / 'out') == []
 
 
+def test_a_reader_that_leaves_costs_nothing(repo):
+    process = start(repo, '--max_iters=1000000', '--eval_interval=1000000')
+    for _ in range(5):
+        process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 0
+    assert checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['iter_num'] < 1000
+    process.stderr.close()
+
+
+def test_a_rejected_run_leaves_the_log_alone(repo):
+    assert train(repo).returncode == 0
+    before = (repo / 'out' / 'log.csv').read_bytes()
+    for bad in ('--wandb_log=True', '--n_head=3', '--dtype=int4'):
+        assert train(repo, bad).returncode == 2
+    assert (repo / 'out' / 'log.csv').read_bytes() == before
+
+
+def test_a_full_disk_is_one_line_and_keeps_the_checkpoint(repo):
+    assert train(repo, '--max_iters=10').returncode == 0
+    before = weights(repo / 'out' / 'ckpt.pt')
+    limited = f"ulimit -f 60; exec {sys.executable} train.py {' '.join(TINY)} --init_from=resume"
+    done = subprocess.run(['bash', '-c', limited], cwd=repo, capture_output=True, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1'})
+    assert done.returncode == 2 and 'Traceback' not in done.stderr and 'ckpt.pt' in done.stderr.splitlines()[-1], done.stderr
+    assert same(weights(repo / 'out' / 'ckpt.pt'), before)
+
+
+def test_resuming_with_a_shorter_window(repo):
+    assert train(repo, '--max_iters=10').returncode == 0
+    done = train(repo, '--init_from=resume', '--block_size=8', '--max_iters=12', '--eval_interval=12')
+    assert done.returncode == 0, done.stderr
+    saved = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))
+    assert saved['model_args']['block_size'] == 8
+    moments = [s['exp_avg'].shape for s in saved['optimizer']['state'].values()]
+    assert saved['model']['transformer.wpe.weight'].shape == (8, 16) and (8, 16) in moments and (16, 16) in moments
+
+
+def test_resuming_on_another_vocabulary_is_refused(repo):
+    assert train(repo, '--max_iters=10').returncode == 0
+    meta = json.loads((repo / 'data' / 'shakespeare_char' / 'meta.json').read_text())
+    (repo / 'data' / 'shakespeare_char' / 'meta.json').write_text(json.dumps(meta | {'chars': meta['chars'][::-1]}))
+    done = train(repo, '--init_from=resume')
+    assert done.returncode == 2 and 'encoded otherwise' in done.stderr
+
+
 def test_uint32_tokens_and_a_vocabulary_of_ones_own(repo):
     folder = repo / 'data' / 'mine'
     folder.mkdir()
     for split in ('train', 'val'):
-        np.random.default_rng(0).integers(0, 50000, 500, dtype=np.uint32).tofile(folder / f'{split}.bin')
-    (folder / 'meta.json').write_text('{"kind": "gpt2", "dtype": "uint32"}')
+        np.random.default_rng(0).integers(60000, 70000, 500, dtype=np.uint32).tofile(folder / f'{split}.bin')
+    (folder / 'meta.json').write_text('{"vocab_size": 70000, "dtype": "uint32"}')
     done = train(repo, '--dataset=mine', '--max_iters=2')
     assert done.returncode == 0, done.stderr
-    assert checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['model_args']['vocab_size'] == 50304
+    assert checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['model_args']['vocab_size'] == 70000
 
 
 def test_finetuning_from_a_hugging_face_folder(repo):
