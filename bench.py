@@ -48,8 +48,9 @@ PROMPT = 6
 
 def main(config):
     torch.manual_seed(seed)
-    torch.set_float32_matmul_precision('high')
     dev = pick_device(device)
+    if mode == 'train':
+        torch.set_float32_matmul_precision('high')  # as train.py does
     amp = autocast(dev, pick_dtype(dtype, dev))
     names = ('S' if dev == 'cpu' else 'L') if shape == 'auto' else shape
     unknown = set(names.split(',')) - set(SHAPES)

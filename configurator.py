@@ -72,7 +72,7 @@ def override(namespace, argv):
             _known(name, settings, 'command line')
             changes[name] = (_checked(name, _parse(text, namespace[name]), namespace, settings, 'command line'), 'command line')
     for name, (value, where) in changes.items():
-        if value != namespace[name]:
+        if value != namespace[name] and os.environ.get('RANK', '0') == '0':  # one process says it for all
             print(f"{name} = {value!r} (default {namespace[name]!r}; {where})", file=sys.stderr)
         namespace[name] = value
     return {name: namespace[name] for name in settings}

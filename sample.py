@@ -42,7 +42,6 @@ def main(config):
     if num_samples < 1 or batch_size < 1:
         raise ValueError("num_samples and batch_size must be at least 1")
     torch.manual_seed(seed)
-    torch.set_float32_matmul_precision('high')
     dev = pick_device(device)
     amp = autocast(dev, pick_dtype(dtype, dev))
     model, tokenizer = load(dev)

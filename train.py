@@ -92,7 +92,7 @@ def main(config):
             stop.asked = True
 
     torch.manual_seed(seed + rank)
-    torch.set_float32_matmul_precision('high')  # tf32 where there is tf32
+    torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
     if master:
         os.makedirs(out_dir, exist_ok=True)
 
@@ -139,6 +139,7 @@ def main(config):
     if compile and not dev.startswith('cpu'):
         say("compiling the model (about a minute)")
         model = torch.compile(model)
+    eval_model = model
     if world > 1:
         model = DistributedDataParallel(model, device_ids=[dev] if dev.startswith('cuda') else None)
 
@@ -159,7 +160,7 @@ def main(config):
                     raw_model.train()
                     return None
                 with amp:
-                    total += raw_model(*batches(k))[1]
+                    total += eval_model(*batches(k))[1]
             losses[split] = total.item() / eval_iters
         raw_model.train()
         return losses
