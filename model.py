@@ -409,7 +409,7 @@ class GPT(nn.Module):
 
         override_args may set dropout. Needs safetensors (and huggingface_hub for the download); both come
         with transformers. GPT-2 was trained with the tanh approximation of GELU; like nanoGPT we use the
-        exact one, and logits differ by about 1e-2. Raises ValueError on what cannot be loaded.
+        exact one, so logits differ a little. Raises ValueError on what cannot be loaded.
         """
         override_args = override_args or {}
         if set(override_args) - {'dropout'}:
