@@ -5,7 +5,12 @@ import shutil
 import subprocess
 import sys
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile('here', deadline=None)  # a slow machine is no bug
+hypothesis.settings.register_profile('ci', deadline=None, derandomize=True)
+hypothesis.settings.load_profile('ci' if os.environ.get('CI') else 'here')
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHARED_TEXT = os.path.join(ROOT, '..', 'shared', 'data', 'tinyshakespeare', 'input.txt')
