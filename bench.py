@@ -21,6 +21,7 @@ import tokenizer as tokenizers
 from batches import Batches
 from device import autocast, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
+from whole_file import replacing
 
 mode = 'train'            # train or generate
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), several as S,M; auto is L on a GPU, S elsewhere
@@ -166,9 +167,8 @@ def bench_generate(names, dev, amp):
             print(f"{n:>8} {n / plain:>6,.0f} tok/s {n / cached:>6,.0f} tok/s {row['speedup']:>8.2f}x {row['half_n_plus_1']:>7.1f}x "
                   f"{row['counted']:>7.2f}x {row['first_token_s'] * 1e3:>9.2f} ms  {'identical' if row['identical'] else 'DIFFERENT'}")
     if json:
-        with open(json + '.tmp', 'w') as f:
+        with replacing(json, 'w') as f:
             dump(dict(machine=describe_machine(dev), dtype=pick_dtype(dtype, dev), prompt=PROMPT, repeats=repeats, rows=rows), f, indent=1)
-        os.replace(json + '.tmp', json)
     if png:
         draw(rows, dev)
         print(f"\n{png}")
@@ -195,9 +195,9 @@ def draw(rows, dev):
     ax.minorticks_off()
     ax.grid(alpha=0.3)
     ax.legend()
-    fig.savefig(png + '.tmp', format='png', dpi=110)
+    with replacing(png) as f:
+        fig.savefig(f, format='png', dpi=110)
     plt.close(fig)
-    os.replace(png + '.tmp', png)
 
 
 if __name__ == '__main__':

@@ -11,22 +11,16 @@ from dataclasses import fields
 import torch
 
 import tokenizer as tokenizers
+from whole_file import replacing
 
 
 def save(checkpoint, path):
-    """torch.save to a temporary name, then into place: at any moment path is the old file or the new one, whole."""
-    tmp = path + '.tmp'
+    """torch.save, whole or not at all: a crash or a full disk leaves the checkpoint that was there."""
     try:
-        with open(tmp, 'wb') as f:
+        with replacing(path) as f:
             torch.save(checkpoint, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(tmp, path)
     except (OSError, RuntimeError) as e:  # RuntimeError is what torch's zip writer makes of a full disk
         raise OSError(f"{path} could not be written, is the disk full? ({str(e).splitlines()[0]})") from e
-    finally:
-        if os.path.exists(tmp):
-            os.remove(tmp)
 
 
 def load(path, device='cpu'):
@@ -42,9 +36,9 @@ def load(path, device='cpu'):
     return checkpoint
 
 
-def newest(pattern='out*/ckpt.pt'):
-    """The path of the checkpoint written last, or None."""
-    return max(glob.glob(pattern), key=os.path.getmtime, default=None)
+def newest_first():
+    """The paths of all out*/ckpt.pt, the one written last in front."""
+    return sorted(glob.glob('out*/ckpt.pt'), key=os.path.getmtime, reverse=True)
 
 
 def build(checkpoint, GPT, GPTConfig, **override_args):

@@ -95,8 +95,8 @@ class GPT(model.GPT):
                     alarm('GPT', f"cache_pos differs between layers: {all_pos}")
         return super().hidden_states(idx, kv_cache, use_cache)
 
-    def _stream(self, *args):
-        generation, tokens = Generation(use_cache=args[3]), super()._stream(*args)
+    def _stream(self, idx, max_new_tokens, num_samples, use_cache, *rest):
+        generation, tokens = Generation(use_cache), super()._stream(idx, max_new_tokens, num_samples, use_cache, *rest)
         while True:
             self.generation = generation  # two streams may take turns
             generation.step += 1

@@ -19,7 +19,7 @@ import configurator
 import debug_kv_model
 import model as plain_model
 from device import autocast, pick_device, pick_dtype, synchronize
-from tokenizer import GPT2Tokenizer, TextStream
+from tokenizer import GPT2Tokenizer, TextStream, read_text
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
 out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
@@ -85,7 +85,7 @@ def load(dev):
     if init_from != 'resume':
         model, tokenizer = gpt.GPT.from_pretrained(init_from), GPT2Tokenizer()
     else:
-        path = os.path.join(out_dir, 'ckpt.pt') if out_dir else checkpoints.newest() or 'out/ckpt.pt'
+        path = os.path.join(out_dir, 'ckpt.pt') if out_dir else (checkpoints.newest_first() or ['out/ckpt.pt'])[0]
         checkpoint = checkpoints.load(path, dev)
         model, tokenizer = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig), checkpoints.tokenizer_of(checkpoint)
         print(f"{path}: iteration {checkpoint.get('iter_num', '?')}, {model.get_num_params() / 1e6:.2f}M parameters, "
@@ -96,13 +96,9 @@ def load(dev):
 def read_prompt(tokenizer):
     text = start
     if start.startswith('FILE:'):
-        try:
-            with open(start[5:], encoding='utf-8') as f:
-                text = f.read()
-        except UnicodeDecodeError as e:
-            raise ValueError(f"{start[5:]} is not UTF-8 text ({e.reason} at byte {e.start})") from e
+        text = read_text(start[5:])
     if not text:
-        raise ValueError(r"the prompt is empty: give --start some text, or leave it out to begin with a newline")
+        raise ValueError("the prompt is empty: give --start some text, or leave it out to begin with a newline")
     return tokenizer.encode(text)
 
 

@@ -7,9 +7,7 @@ Does the cache give the same tokens, and how much sooner?
 The script takes the newest trained Shakespeare checkpoint, or failing that a random model of the same shape.
 Exit code 1 if the tokens differ; KV_DEBUG=1 traces the cache.
 """
-import glob
 import itertools
-import os
 import statistics
 import sys
 import time
@@ -36,7 +34,7 @@ device = 'auto'    # cpu, cuda, mps
 def load_model(dev):
     """(model, tokenizer or None): the newest checkpoint trained on Shakespeare, or a random model of its shape."""
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
-    for path in sorted(glob.glob('out*/ckpt.pt'), key=os.path.getmtime, reverse=True):
+    for path in checkpoints.newest_first():
         checkpoint = checkpoints.load(path)
         if 'shakespeare' in str(checkpoint.get('config', {}).get('dataset')):
             print(f"model: {path}")

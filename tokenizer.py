@@ -121,6 +121,15 @@ def checked_meta(meta):
     return meta
 
 
+def read_text(path):
+    """The text of a UTF-8 file; ValueError if it is not one."""
+    try:
+        with open(path, encoding='utf-8') as f:
+            return f.read()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not UTF-8 text ({e.reason} at byte {e.start})") from e
+
+
 class PlainUnpickler(pickle.Unpickler):
     """A pickle can run any code it names. This one may name nothing, which leaves dicts, lists, strings and numbers."""
 

@@ -27,6 +27,7 @@ import tokenizer as tokenizers
 from batches import Batches
 from device import autocast, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
+from whole_file import replacing
 
 out_dir = 'out'                # where ckpt.pt, log.csv and loss.png go
 eval_interval = 2000           # iterations between evaluations, and so between checkpoints
@@ -63,10 +64,6 @@ dtype = 'auto'                 # float32, bfloat16 or float16 (with loss scaling
 compile = True                 # torch.compile the model; on a CPU it is no faster, and left out
 seed = 1337                    # of the weights, the data order and dropout
 peak_flops = 0.0               # what MFU is relative to; 0 looks the device up
-
-
-class NonFiniteLoss(ValueError):
-    """The loss is no number any more. The weights on disk still are."""
 
 
 def main(config):
@@ -167,7 +164,7 @@ def main(config):
 
     def save(name):
         if not all(p.isfinite().all() for p in raw_model.parameters()):
-            raise NonFiniteLoss(f"iteration {iter_num}, lr {lr:.2e}: the weights are not finite and were not saved; {last_good()}")
+            raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: the weights are not finite and were not saved; {last_good()}")
         path = os.path.join(out_dir, name)
         checkpoints.save({
             'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'model_args': model_args,
@@ -208,7 +205,7 @@ def main(config):
             losses = estimate_loss()
             if losses:
                 if not all(map(math.isfinite, losses.values())):
-                    raise NonFiniteLoss(f"iteration {iter_num}, lr {lr:.2e}: the evaluated loss is not finite; {last_good()}")
+                    raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: the evaluated loss is not finite; {last_good()}")
                 write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
                 if run:
                     run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'], 'lr': lr, 'mfu': mfu * 100})
@@ -250,7 +247,7 @@ def main(config):
             loss_sum /= world
         if not math.isfinite(loss_sum):  # before the step, so that the weights stay good
             bar.close()
-            raise NonFiniteLoss(f"iteration {iter_num}, lr {lr:.2e}: the loss is {loss_sum.item()}; {last_good()}")
+            raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: the loss is {loss_sum.item()}; {last_good()}")
         if grad_clip != 0.0:
             scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip)
@@ -379,11 +376,10 @@ class Log:
         if iter_num and os.path.exists(self.path):
             with open(self.path, newline='') as f:
                 self.rows = [row for row in csv.DictReader(f) if row['iter'].isdigit() and int(row['iter']) < iter_num]
-        with open(self.path + '.tmp', 'w', newline='') as f:
+        with replacing(self.path, 'w', newline='') as f:
             writer = csv.DictWriter(f, self.columns, restval='')
             writer.writeheader()
             writer.writerows(self.rows)
-        os.replace(self.path + '.tmp', self.path)
         self.file = open(self.path, 'a', newline='')
         self.writer = csv.DictWriter(self.file, self.columns, restval='')
 
@@ -406,10 +402,9 @@ class Log:
         ax.set(xlabel='iteration', ylabel='loss, nats per token')
         ax.grid(alpha=0.3)
         ax.legend()
-        path = self.path.replace('log.csv', 'loss.png')
-        fig.savefig(path + '.tmp', format='png', dpi=110)
+        with replacing(self.path.replace('log.csv', 'loss.png')) as f:
+            fig.savefig(f, format='png', dpi=110)
         plt.close(fig)
-        os.replace(path + '.tmp', path)
 
 
 if __name__ == '__main__':

@@ -14,11 +14,14 @@ import numpy as np
 import requests
 from tqdm import tqdm
 
+import tokenizer as tokenizers
+from whole_file import replacing
+
 URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt'
 SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 
 
-def read_text(folder, path, url, sha256):
+def get_text(folder, path, url, sha256):
     """
     (text, where it is from). In this order: the file at path, folder/input.txt, the download, which is kept there.
 
@@ -28,11 +31,7 @@ def read_text(folder, path, url, sha256):
     if not path and not os.path.exists(kept):
         write(kept, download(url, sha256))
     path, source = (path, path) if path else (kept, 'input.txt')
-    try:
-        with open(path, encoding='utf-8') as f:
-            text = f.read()
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path} is not UTF-8 text ({e.reason} at byte {e.start})") from e
+    text = tokenizers.read_text(path)
     if not text:
         raise ValueError(f"{path} is empty")
     return text, 'tinyshakespeare' if hashlib.sha256(text.encode()).hexdigest() == SHA256 else source
@@ -99,9 +98,8 @@ def write_dataset(folder, text, tokenizer, source):
 
 
 def write(path, content):
-    with open(path + '.tmp', 'wb') as f:
+    with replacing(path) as f:
         f.write(content)
-    os.replace(path + '.tmp', path)
 
 
 def warn(*lines):

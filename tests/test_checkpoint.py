@@ -94,11 +94,11 @@ def test_weights_that_do_not_fit_their_model_args(tmp_path):
         checkpoints.build(checkpoint, GPT, GPTConfig)
 
 
-def test_newest(tmp_path, monkeypatch):
+def test_newest_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert checkpoints.newest() is None
+    assert checkpoints.newest_first() == []
     for i, name in enumerate(('out', 'out-b', 'other')):
         os.makedirs(name)
         open(f'{name}/ckpt.pt', 'w').write(json.dumps(i))
         os.utime(f'{name}/ckpt.pt', (i, i))
-    assert checkpoints.newest() == 'out-b/ckpt.pt'
+    assert checkpoints.newest_first() == ['out-b/ckpt.pt', 'out/ckpt.pt']

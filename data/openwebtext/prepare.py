@@ -16,6 +16,7 @@ from tqdm import tqdm
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 import configurator
 from tokenizer import GPT2Tokenizer
+from whole_file import replacing
 
 source = 'Skylion007/openwebtext'  # a data set on the Hugging Face hub with a 'text' column
 num_proc = 8                       # processes to tokenize with, about half of your cores
@@ -48,7 +49,7 @@ def main(config):
         tokens.flush()
         os.replace(path + '.tmp', path)
         print(f"{name}.bin: {n_tokens:,} tokens")
-    with open(os.path.join(folder, 'meta.json'), 'w') as f:
+    with replacing(os.path.join(folder, 'meta.json'), 'w') as f:
         json.dump({'kind': 'gpt2', 'vocab_size': 50257, 'dtype': 'uint16', 'source': source}, f)
 
 

@@ -21,7 +21,7 @@ sha256 = prepare_text.SHA256  # what the download must hash to
 
 def main(config):
     folder = os.path.dirname(os.path.abspath(__file__))
-    text, source = prepare_text.read_text(folder, input, url, sha256)
+    text, source = prepare_text.get_text(folder, input, url, sha256)
     prepare_text.write_dataset(folder, text, GPT2Tokenizer(), source)
 
 

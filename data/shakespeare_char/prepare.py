@@ -23,7 +23,7 @@ sha256 = prepare_text.SHA256  # what the download must hash to
 def main(config):
     folder = os.path.dirname(os.path.abspath(__file__))
     try:
-        text, source = prepare_text.read_text(folder, input, url, sha256)
+        text, source = prepare_text.get_text(folder, input, url, sha256)
     except ConnectionError as e:
         prepare_text.warn(f"{e}.", "USING A STAND-IN: the help texts that come with Python. It is no Shakespeare, but it trains.",
                           "For the real thing, connect and run this again, or put the text at data/shakespeare_char/input.txt.")
