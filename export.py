@@ -1,0 +1,65 @@
+"""
+Write a trained model, or GPT-2, in a format that others serve.
+
+    python export.py                                        the newest out*/ckpt.pt to <its folder>/hf, for transformers, vLLM, TGI
+    python export.py --to=gguf --type=q8_0                  to <its folder>/model.gguf, for llama.cpp
+    python export.py --init_from=gpt2 --path=gpt2-folder
+
+What was written and how to serve it goes to stderr.
+"""
+import os
+import sys
+
+import checkpoint as checkpoints
+import configurator
+import tokenizer as tokenizers
+from formats import to_gguf, to_huggingface
+from model import GPT, GPTConfig
+
+to = 'hf'             # hf, a folder in Hugging Face format, or gguf, a file for llama.cpp
+type = 'f32'          # of the numbers in a gguf: f32, or q8_0, 8 bits in blocks of 32
+init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
+out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
+path = ''             # the folder or file to write; by default hf or model.gguf beside ckpt.pt
+
+
+def main(config):
+    if to not in ('hf', 'gguf') or type not in ('f32', 'q8_0') or (to, type) == ('hf', 'q8_0'):
+        raise ValueError(f"to must be hf, or gguf with type f32 or q8_0, not {to!r} with {type!r}")
+    model, tokenizer, folder = load()
+    if to == 'hf':
+        target = path or os.path.join(folder, 'hf')
+        to_huggingface(model, target, tokenizer)
+        say(f"{target}: {', '.join(sorted(os.listdir(target)))}")
+        say(f"serve it with: vllm serve {target}")
+    else:
+        target = path or os.path.join(folder, 'model.gguf')
+        kind = to_gguf(model, target, type, tokenizer)
+        say(f"{target}: {os.path.getsize(target) / 1e6:.1f} MB, {type}, tokenizer {kind}")
+        if kind == 'rwkv' and not ''.join(tokenizer.chars).isascii():
+            say("llama.cpp may never return from a prompt with a character beyond ASCII that the model has not seen")
+        say("llama.cpp knows only the tanh approximation of GELU: logits will differ a little from those here")
+        if model.config.block_size % 256 != 0:
+            say(f"llama.cpp rounds the context up to a multiple of 256, but the model ends at {model.config.block_size}: "
+                "llama-server sees to that, elsewhere keep prompt and new tokens within it")
+        say(f"serve it with: llama-server -m {target}")
+
+
+def load():
+    """(model, tokenizer, folder to write to by default) of a checkpoint, or of weights in Hugging Face format."""
+    if init_from != 'resume':
+        model = GPT.from_pretrained(init_from)
+        # the folder has a meta.json if it was exported from here
+        return model, tokenizers.from_state(tokenizers.state_of_dataset(init_from)), out_dir or 'out-' + os.path.basename(os.path.abspath(init_from))
+    ckpt = os.path.join(out_dir, 'ckpt.pt') if out_dir else (checkpoints.newest_first() or ['out/ckpt.pt'])[0]
+    checkpoint = checkpoints.load(ckpt)
+    say(f"{ckpt}: iteration {checkpoint.get('iter_num', '?')}")
+    return checkpoints.build(checkpoint, GPT, GPTConfig), checkpoints.tokenizer_of(checkpoint), os.path.dirname(ckpt)
+
+
+def say(line):
+    print(line, file=sys.stderr)
+
+
+if __name__ == '__main__':
+    configurator.run(main)
