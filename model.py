@@ -237,21 +237,28 @@ class GPT(nn.Module):
         n_params = sum(p.numel() for p in self.parameters())
         return n_params - self.transformer.wpe.weight.numel() if non_embedding else n_params
 
-    def _check_input(self, idx, kv_cache):
+    def empty_cache(self, batch_size):
+        """A cache for batch_size sequences, nothing in it yet: a list of n_layer tuples, in the dtype of the weights."""
+        c, w = self.config, self.transformer.wpe.weight
+        k = w.new_empty(batch_size, c.n_head, 0, c.n_embd // c.n_head)
+        return [LayerKVCache.empty_like(k, c.block_size) for _ in range(c.n_layer)]
+
+    def check_input(self, idx, kv_cache):
         """cache_pos, the position of the first token of idx (B, T); ValueError before anything is written."""
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"token ids must be (B, T) with at least one token, not {tuple(idx.shape)}")
         c, T = self.config, idx.size(1)
-        cache_pos = 0
+        cache_pos, ragged = 0, False
         if kv_cache is not None:
             if len(kv_cache) != c.n_layer:
                 raise ValueError(f"kv_cache has {len(kv_cache)} layers, but the model has {c.n_layer}")
             k0, _, cache_pos = kv_cache[0]
-            if not isinstance(cache_pos, int) or cache_pos < 0:
-                raise ValueError(f"cache_pos must be an int >= 0, not {cache_pos!r}")
+            ragged = isinstance(cache_pos, torch.Tensor) and cache_pos.shape == idx.shape[:1] and cache_pos.dtype is torch.int64
+            if not ragged and not isinstance(cache_pos, int) or (cache_pos.min() if ragged else cache_pos) < 0:
+                raise ValueError(f"cache_pos must be an int >= 0, or an int64 tensor of them, one for each sequence; not {cache_pos!r}")
             shape, dtype, device = (idx.size(0), c.n_head, c.block_size, c.n_embd // c.n_head), k0.dtype, idx.device
             for layer, (k_cache, v_cache, pos) in enumerate(kv_cache):
-                if pos != cache_pos:
+                if pos is not cache_pos and not (torch.equal(pos, cache_pos) if ragged and torch.is_tensor(pos) else not ragged and pos == cache_pos):
                     raise ValueError(f"cache_pos is {cache_pos} in layer 0 but {pos} in layer {layer}")
                 if not k_cache.shape == v_cache.shape == shape:
                     raise ValueError(f"the cache of layer {layer} is {tuple(k_cache.shape)} and {tuple(v_cache.shape)}, "
@@ -259,7 +266,7 @@ class GPT(nn.Module):
                 if not (k_cache.dtype is v_cache.dtype is dtype and k_cache.device == v_cache.device == device):
                     raise ValueError(f"the cache of layer {layer} is {k_cache.dtype} and {v_cache.dtype} on {k_cache.device} and "
                                      f"{v_cache.device}, but layer 0 is {dtype} and the tokens are on {device}")
-        if cache_pos + T > c.block_size:
+        if (cache_pos.max() if ragged else cache_pos) + T > c.block_size:
             raise ValueError(f"out of context: cache_pos {cache_pos} + {T} new tokens > block_size {c.block_size}")
         return cache_pos
 
@@ -270,7 +277,7 @@ class GPT(nn.Module):
         kv_cache: a list of n_layer tuples, as a call before returned it; idx then goes on at its cache_pos.
         Without one, use_cache=True begins one; otherwise None is returned in its place.
         """
-        cache_pos = self._check_input(idx, kv_cache)
+        cache_pos = self.check_input(idx, kv_cache)
         t = self.transformer
         x = dropout(t.wte(idx) + t.wpe.weight[cache_pos:cache_pos + idx.size(1)], self)
         new_cache = []
