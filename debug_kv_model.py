@@ -41,8 +41,8 @@ def positions(start, n):
 class CausalSelfAttention(model.CausalSelfAttention):
     layer = None  # its number, set by GPT
 
-    def forward(self, x, kv_cache=None, use_cache=False):
-        y, new_cache = super().forward(x, kv_cache, use_cache)
+    def forward(self, x, kv_cache=None, *how):
+        y, new_cache = super().forward(x, kv_cache, *how)
         if tracing(self.layer):
             self.report(x.size(1), kv_cache, new_cache)
         return y, new_cache
@@ -83,7 +83,7 @@ class GPT(model.GPT):
             block.attn.__class__ = CausalSelfAttention  # same weights, same state; it only talks more
             block.attn.layer = layer
 
-    def hidden_states(self, idx, kv_cache=None, use_cache=False):
+    def hidden_states(self, idx, kv_cache=None, *args, **how):
         if tracing() and idx.dim() == 2:
             where = f"b={idx.size(0)} t={idx.size(1)}"
             if not kv_cache:
@@ -93,10 +93,10 @@ class GPT(model.GPT):
                 trace('GPT', f"kv_cache=present {where} cache_pos={all_pos[0]} {positions(all_pos[0], idx.size(1))}")
                 if len(set(all_pos)) > 1:
                     alarm('GPT', f"cache_pos differs between layers: {all_pos}")
-        return super().hidden_states(idx, kv_cache, use_cache)
+        return super().hidden_states(idx, kv_cache, *args, **how)
 
-    def _stream(self, idx, max_new_tokens, num_samples, use_cache, *rest):
-        generation, tokens = Generation(use_cache), super()._stream(idx, max_new_tokens, num_samples, use_cache, *rest)
+    def _stream(self, context, max_new_tokens, use_cache, *rest):
+        generation, tokens = Generation(use_cache), super()._stream(context, max_new_tokens, use_cache, *rest)
         while True:
             self.generation = generation  # two streams may take turns
             generation.step += 1

@@ -47,7 +47,8 @@ class LayerKVCache(NamedTuple):
     The cache of one layer. It is a tuple, so kv_cache[0][2] and kv_cache[0].cache_pos are the same.
 
     k_cache, v_cache: (B, n_head, block_size, head_dim), allocated once and written in place.
-    cache_pos: how many positions are filled. Slots from cache_pos on are never read.
+    cache_pos: how many positions are filled, or an int64 tensor (B,) when the sequences differ in length. Slots from
+        cache_pos on are never read.
 
     The tuple you get back shares its storage with the one you gave. So rewinding is free: keep an old
     tuple and go on from it, and what had come after it is overwritten. Two branches alive at the same
@@ -55,7 +56,7 @@ class LayerKVCache(NamedTuple):
     """
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    cache_pos: int
+    cache_pos: int | torch.Tensor
 
     @classmethod
     def empty_like(cls, k, block_size):
@@ -70,24 +71,46 @@ class LayerKVCache(NamedTuple):
 
         Returns (k, v, cache): all keys and values so far, views of (B, n_head, cache_pos + T, head_dim),
         and the tuple with its cache_pos moved on. Raises ValueError, with nothing written, when they
-        do not fit. This is the one question attention asks of a cache; whatever can answer it is one.
+        do not fit. (Of a ragged batch all sequences come as long as the longest: `visible` masks the rest.)
+        This is the one question attention asks of a cache; whatever can answer it is one.
         """
         k_cache, v_cache, start = self
         T, block_size = k.size(2), k_cache.size(2)
-        end = start + T
-        if end > block_size:  # written as a slice, k_cache[:, :, start:end] would clip, and drop a lone token in silence
+        ragged, end = isinstance(start, torch.Tensor), start + T
+        longest = int(end.max()) if ragged else end
+        if longest > block_size:  # written as a slice, k_cache[:, :, start:end] would clip, and drop a lone token in silence
             raise ValueError(f"cache is full: cache_pos {start} + {T} new tokens > block_size {block_size}")
         if k.dtype != k_cache.dtype or k.device != k_cache.device:
             raise ValueError(f"cache holds {k_cache.dtype} on {k_cache.device}, but the keys are {k.dtype} on {k.device}")
         if k.size(0) != k_cache.size(0):  # nor may one row be broadcast over another batch
             raise ValueError(f"cache holds a batch of {k_cache.size(0)}, but the keys are a batch of {k.size(0)}")
-        k_cache.narrow(2, start, T).copy_(k)
-        v_cache.narrow(2, start, T).copy_(v)
-        return k_cache.narrow(2, 0, end), v_cache.narrow(2, 0, end), LayerKVCache(k_cache, v_cache, end)
+        if ragged:  # each sequence has its own slots
+            rows = torch.arange(k.size(0), device=k.device)[:, None]
+            slots = start[:, None] + torch.arange(T, device=k.device)
+            k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            k_cache.narrow(2, start, T).copy_(k)
+            v_cache.narrow(2, start, T).copy_(v)
+        return k_cache.narrow(2, 0, longest), v_cache.narrow(2, 0, longest), LayerKVCache(k_cache, v_cache, end)
+
+    def rewound(self):
+        """The same cache with nothing in it, to be filled anew in the same storage."""
+        return LayerKVCache(self.k_cache, self.v_cache, 0)
+
+    def rows(self, rows):
+        """A copy of some rows of the batch, by an index tensor, repeats and all."""
+        pos = self.cache_pos
+        return LayerKVCache(self.k_cache[rows], self.v_cache[rows], pos[rows] if isinstance(pos, torch.Tensor) else pos)
 
     def clone(self):
         """A copy with storage of its own, to branch from."""
         return LayerKVCache(self.k_cache.clone(), self.v_cache.clone(), self.cache_pos)
+
+
+def visible(cache_pos, T_q, T_k):
+    """The mask of a ragged batch, (B, 1, T_q, T_k): the t-th new token of row b sees positions up to cache_pos[b] + t."""
+    device = cache_pos.device
+    return torch.arange(T_k, device=device) <= (cache_pos[:, None] + torch.arange(T_q, device=device))[:, None, :, None]
 
 
 def attend(q, k, v, mask=None, dropout_p=0.0):
@@ -160,21 +183,27 @@ class CausalSelfAttention(Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k and v in one matmul
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x, kv_cache=None, use_cache=False):
+    def forward(self, x, kv_cache=None, use_cache=False, last_only=False):
         """
-        x: (B, T, C), the T newest positions. Returns (y, kv_cache), y of x's shape.
+        x: (B, T, C), the T newest positions. Returns (y, kv_cache), y of x's shape, or (B, 1, C) for the last one only.
 
         Given a cache, its positions are attended too and the one returned has cache_pos + T of them.
         Given none, use_cache=True begins one; otherwise nothing is allocated and None comes back.
         """
         B, T, C = x.size()
         q, k, v = linear(x, self.c_attn).view(B, T, 3, self.n_head, C // self.n_head).transpose(1, 3).unbind(2)  # (B, nh, T, hs)
+        mask = None
         if kv_cache is not None:
+            cache_pos = kv_cache[2]
             k, v, kv_cache = LayerKVCache(*kv_cache).append(k, v)
+            if isinstance(cache_pos, torch.Tensor):
+                mask = visible(cache_pos, T, k.size(2))
         elif use_cache:
             k, v, kv_cache = LayerKVCache.empty_like(k, self.block_size).append(k, v)
-        y = attend(q, k, v, dropout_p=self.dropout if self.training else 0.0)
-        y = y.transpose(1, 2).reshape(B, T, C)  # the heads side by side again
+        if last_only:
+            q, mask = q[:, :, -1:], None if mask is None else mask[:, :, -1:]
+        y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
+        y = y.transpose(1, 2).reshape(B, -1, C)  # the heads side by side again
         return dropout(linear(y, self.c_proj), self), kv_cache
 
 
@@ -199,9 +228,9 @@ class Block(Module):
         self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.mlp = MLP(config)
 
-    def forward(self, x, kv_cache=None, use_cache=False):
-        y, kv_cache = self.attn(layer_norm(x, self.ln_1), kv_cache, use_cache)
-        x = x + y
+    def forward(self, x, kv_cache=None, use_cache=False, last_only=False):
+        y, kv_cache = self.attn(layer_norm(x, self.ln_1), kv_cache, use_cache, last_only)
+        x = (x[:, -1:] if last_only else x) + y
         x = x + self.mlp(layer_norm(x, self.ln_2))
         return x, kv_cache
 
@@ -270,19 +299,25 @@ class GPT(nn.Module):
             raise ValueError(f"out of context: cache_pos {cache_pos} + {T} new tokens > block_size {c.block_size}")
         return cache_pos
 
-    def hidden_states(self, idx, kv_cache=None, use_cache=False):
+    def hidden_states(self, idx, kv_cache=None, use_cache=False, last_only=False):
         """
-        What lm_head reads, at every position: idx (B, T) -> (x (B, T, C), kv_cache).
+        What lm_head reads, at every position or the last one: idx (B, T) -> (x (B, T, C) or (B, 1, C), kv_cache).
 
         kv_cache: a list of n_layer tuples, as a call before returned it; idx then goes on at its cache_pos.
         Without one, use_cache=True begins one; otherwise None is returned in its place.
         """
         cache_pos = self.check_input(idx, kv_cache)
-        t = self.transformer
-        x = dropout(t.wte(idx) + t.wpe.weight[cache_pos:cache_pos + idx.size(1)], self)
+        t, T = self.transformer, idx.size(1)
+        if isinstance(cache_pos, torch.Tensor):
+            pos = t.wpe.weight[cache_pos[:, None] + torch.arange(T, device=idx.device)]
+        else:
+            pos = t.wpe.weight[cache_pos:cache_pos + T]
+        x = dropout(t.wte(idx) + pos, self)
         new_cache = []
         for layer, block in enumerate(t.h):
-            x, layer_cache = block(x, kv_cache[layer] if kv_cache is not None else None, use_cache)
+            # above the last block nothing looks at earlier positions any more, so it need not work them out
+            skip = last_only and T > 1 and layer == len(t.h) - 1
+            x, layer_cache = block(x, kv_cache[layer] if kv_cache is not None else None, use_cache, skip)
             new_cache.append(layer_cache)
         return layer_norm(x, t.ln_f), None if layer_cache is None else new_cache
 
@@ -296,89 +331,122 @@ class GPT(nn.Module):
         """
         if use_cache is None:
             use_cache = not self.training and targets is None
-        x, kv_cache = self.hidden_states(idx, kv_cache, use_cache)
+        x, kv_cache = self.hidden_states(idx, kv_cache, use_cache, last_only=targets is None)
         if targets is None:
-            return linear(x[:, -1:], self.lm_head), None, kv_cache
+            return linear(x, self.lm_head), None, kv_cache
         logits = self.lm_head(x)
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
         return logits, loss, kv_cache
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=False,
-                 stop_token=None, generator=None, decoder=None, num_samples=1):
-        """`stream`, collected: idx (B, T) -> (B * num_samples, T + new tokens), the prompt included."""
+                 stop_token=None, generator=None, decoder=None, num_samples=1, **when_full):
+        """
+        `stream`, collected, the prompts included: idx (B, T) -> (B * num_samples, T + new tokens).
+
+        Given a list of token lists, returns a list of token lists, each up to its stop token.
+        """
         with evaluating(self):
             tokens = self.stream(idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token,
-                                 generator, decoder, num_samples)
-            return torch.cat([idx.repeat_interleave(num_samples, dim=0), *tokens], dim=1)
+                                 generator, decoder, num_samples, **when_full)
+            if isinstance(idx, torch.Tensor):
+                return torch.cat([idx.repeat_interleave(num_samples, dim=0), *tokens], dim=1)
+            rows = [list(prompt) for prompt in idx for _ in range(num_samples)]
+            new = torch.cat([*tokens, torch.empty(len(rows), 0, dtype=torch.long, device=self.lm_head.weight.device)], dim=1).tolist()
+            ends = [n.index(stop_token) + 1 if stop_token in n else len(n) for n in new]
+            return [row + n[:end] for row, n, end in zip(rows, new, ends)]
 
-    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=False,
-               stop_token=None, generator=None, decoder=None, num_samples=1):
+    def stream(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=False, stop_token=None,
+               generator=None, decoder=None, num_samples=1, when_full='crop', keep=None, n_keep=0):
         """
-        Continue the prompts idx (B, T) and yield each sampled token (B * num_samples, 1) as it is drawn.
+        Continue the prompts idx (B, T), or a list of token lists, and yield each sampled token (B * num_samples, 1) as it is drawn.
 
-        temperature, top_k, top_p, generator: as in `sample_token`; temperature 0 is greedy.
-        use_cache: prefill once, then feed one token a step until the context holds block_size tokens.
-            From there on, and without the cache from the start, every token costs a full pass over the
-            last block_size tokens. The tokens are the same either way.
+        temperature, top_k, top_p, generator: as in `sample_token`; temperature 0 is greedy. A list of generators, one for
+            each of the B * num_samples rows, makes a row's draws independent of the rest of the batch.
+        use_cache: prefill once, then feed one token a step. The tokens are the same either way.
         stop_token: a row that draws it repeats it from then on; when every row has, the stream ends.
         decoder: used with the cache in the model's place; a callable (idx, kv_cache) -> (logits, kv_cache),
             where kv_cache=None asks for a prefill. It reads and writes the same tuples.
         num_samples: continuations of each prompt, side by side in the batch; the prompt is prefilled once.
+        when_full: what the context is once it holds block_size tokens and gets another.
+            'crop': the last block_size tokens, as in nanoGPT: each token costs a full pass, with the cache or without.
+            'shift': the first n_keep tokens of the prompt and the last `keep`, by default half of block_size, moved to
+            positions 0, 1, ...; room for the next ones, which cost one step each. Other tokens than with 'crop'.
 
-        Runs without gradients and in eval mode, each module's own mode restored between tokens. Prompts
-        longer than block_size are cropped to their end. Raises ValueError on an empty prompt, on ids that
-        are not in the vocabulary and on settings that make no sense.
+        Runs without gradients and in eval mode, each module's own mode restored between tokens. Prompts longer than
+        block_size are cropped to their end (with 'shift', after their first n_keep tokens). Raises ValueError on an empty
+        prompt, on ids that are not in the vocabulary and on settings that make no sense.
         """
-        if idx.dim() != 2 or idx.numel() == 0:
-            raise ValueError(f"the prompt must be (B, T) with at least one token, not {tuple(idx.shape)}: start from a newline, say")
-        if idx.is_floating_point() or not 0 <= idx.min() <= idx.max() < self.config.vocab_size:
-            raise ValueError(f"the prompt must be integers within the vocabulary of {self.config.vocab_size}")
+        c = self.config
         if max_new_tokens < 0 or num_samples < 1:
             raise ValueError(f"max_new_tokens {max_new_tokens} must be at least 0, and num_samples {num_samples} at least 1")
         if decoder is not None and not use_cache:
             raise ValueError("a decoder works on the cache: pass use_cache=True as well")
         check_sampling(temperature, top_k, top_p)
-        tokens = self._stream(idx, max_new_tokens, num_samples, use_cache, decoder, stop_token,
-                              dict(temperature=temperature, top_k=top_k, top_p=top_p, generator=generator))
+        prompts = self._prompts(idx)
+        n_rows = len(prompts) * num_samples
+        if isinstance(generator, (list, tuple)) and len(generator) != n_rows:
+            raise ValueError(f"{len(generator)} generators for {n_rows} rows: pass one for each, or one for all")
+        if when_full not in ('crop', 'shift') or when_full == 'crop' and (keep is not None or n_keep):
+            raise ValueError(f"when_full is 'crop', or 'shift' with keep and n_keep; not {when_full!r} with keep={keep}, n_keep={n_keep}")
+        n_keep = min(n_keep, min(map(len, prompts)))
+        if when_full == 'crop' or keep is None:
+            keep = c.block_size if when_full == 'crop' else max(1, min(c.block_size // 2, c.block_size - n_keep))
+        if keep < 1 or n_keep < 0 or n_keep + keep > c.block_size:
+            raise ValueError(f"n_keep={n_keep} and keep={keep} tokens of a full context, of these at least 1, must fit in {c.block_size}")
+        context = RaggedContext if len({min(len(prompt), c.block_size) for prompt in prompts}) > 1 else Context
+        tokens = self._stream(context(prompts, num_samples, c.block_size, keep, n_keep), max_new_tokens, use_cache, decoder,
+                              stop_token, temperature, top_k, top_p, generator)
         return (token.clone() for token in tokens)  # born under inference mode, which autograd would refuse later
 
-    @torch.inference_mode()
-    def _stream(self, idx, max_new_tokens, num_samples, use_cache, decoder, stop_token, sampling):
-        block_size, B = self.config.block_size, idx.size(0) * num_samples
-        end = min(idx.size(1), block_size)
-        # only the window is kept, in a buffer of two: when its end is reached, the last window moves to the front
-        tokens = idx.new_empty(B, 2 * block_size)
-        tokens[:, :end] = idx[:, -end:].repeat_interleave(num_samples, dim=0)
-        kv_cache, cache_full = None, end == block_size
-        stopped = torch.zeros(B, 1, dtype=torch.bool, device=idx.device)
+    def _prompts(self, idx):
+        """The prompts, (B, T) or a list of token lists, as a list of tensors (T,) on the model's device; or ValueError."""
+        device = self.lm_head.weight.device
+        if isinstance(idx, torch.Tensor):
+            if idx.dim() != 2 or idx.numel() == 0:
+                raise ValueError(f"the prompt must be (B, T) with at least one token, not {tuple(idx.shape)}: start from a newline, say")
+            prompts = list(idx)
+        else:
+            prompts = [torch.as_tensor(prompt, device=device) for prompt in idx]
+            if not prompts or not all(prompt.dim() == 1 and len(prompt) for prompt in prompts):
+                raise ValueError("prompts must be lists of at least one token each: start from a newline, say")
+        if any(p.is_floating_point() or not 0 <= p.min() <= p.max() < self.config.vocab_size for p in prompts):
+            raise ValueError(f"the prompt must be integers within the vocabulary of {self.config.vocab_size}")
+        return prompts
 
+    @torch.inference_mode()
+    def _stream(self, context, max_new_tokens, use_cache, decoder, stop_token, temperature, top_k, top_p, generator):
+        def feed(idx_cond, kv_cache):
+            """(logits, kv_cache) of tokens idx_cond that follow what is in the cache; None begins one."""
+            # what fills the window leaves nothing to go on from, so the model itself does without the cache there
+            if not use_cache or decoder is None and idx_cond.size(1) == self.config.block_size:
+                return self._full_pass(idx_cond), kv_cache
+            return self._cached_step(idx_cond, kv_cache, decoder)
+
+        B = context.size()
+        rows = torch.arange(B, device=context.tokens.device)  # those that the context still has: finished ones leave it
+        stopped = torch.zeros_like(rows, dtype=torch.bool)
         for step in range(max_new_tokens):
-            if not use_cache or cache_full:
-                kv_cache, logits = None, self._full_pass(tokens[:, max(0, end - block_size):end])
-            elif kv_cache is None:
-                logits, kv_cache = self._cached_step(tokens[::num_samples, :end], None, decoder)
-                if num_samples > 1:  # before the first draw, so that each sample draws its own first token
-                    logits = logits.repeat_interleave(num_samples, dim=0)
-                    kv_cache = [LayerKVCache(k.repeat_interleave(num_samples, 0), v.repeat_interleave(num_samples, 0), pos)
-                                for k, v, pos in kv_cache]
-            else:
-                logits, kv_cache = self._cached_step(tokens[:, end - 1:end], kv_cache, decoder)
+            logits = context.logits(feed)
             if (step == 0 or logits.device.type == 'cpu') and not math.isfinite(logits.sum()):  # elsewhere, asking is slow
                 raise ValueError("the model's logits are not numbers: its weights are broken")
-            cache_full = cache_full or use_cache and kv_cache[0][2] == block_size
-
-            idx_next = sample_token(logits[:, -1], **sampling)  # (B, 1)
-            if stop_token is not None:
-                idx_next = torch.where(stopped, stop_token, idx_next)
-                stopped |= idx_next == stop_token
-            if end == 2 * block_size:
-                tokens[:, :block_size] = tokens[:, block_size:]
-                end = block_size
-            tokens[:, end:end + 1] = idx_next
-            end += 1
-            yield idx_next
-            if stop_token is not None and stopped.all():
+            clocks = draw_clocks(logits, generator, rows, B) if len(rows) < B or isinstance(generator, (list, tuple)) else None
+            idx_next = sample_token(logits, temperature, top_k, top_p, generator, clocks)  # (rows, 1)
+            if stop_token is None:
+                context.append(idx_next)
+                yield idx_next
+                continue
+            drawn = torch.full((B, 1), stop_token, dtype=torch.long, device=rows.device)
+            drawn[rows] = idx_next.masked_fill(stopped[rows, None], stop_token)
+            context.append(drawn[rows])
+            yield drawn
+            stopped = drawn[:, 0] == stop_token
+            n_left = B - int(stopped.sum())
+            if n_left == 0:
                 return
+            if n_left <= len(rows) // 2:  # a copy of the cache, at most log2(B) times
+                left = (~stopped[rows]).nonzero()[:, 0]
+                context.select(left)
+                rows = rows[left]
 
     def _cached_step(self, idx_cond, kv_cache, decoder):
         """Feed idx_cond (B, T) to the cache, or begin one: (logits (B, 1, vocab_size), kv_cache)."""
@@ -460,13 +528,157 @@ class GPT(nn.Module):
         return peak_flops and flops_per_token * c.block_size * fwdbwd_per_iter / dt / peak_flops
 
 
-def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
+class Context:
+    """
+    The last tokens of each sequence of a batch, as many of each, and the cache of them: what `_stream` goes on from.
+
+    A context that would outgrow the window is cut to its last `keep` tokens, after its first n_keep, and the cache
+    rewound: what stands at another position now has to be computed anew, in the same storage.
+    """
+
+    def __init__(self, prompts, num_samples, block_size, keep, n_keep):
+        self.num_samples, self.block_size, self.keep, self.n_keep = num_samples, block_size, keep, n_keep
+        contexts = [p if len(p) <= block_size else torch.cat([p[:n_keep], p[len(p) - block_size + n_keep:]]) for p in prompts]
+        self.kv_cache = None
+        self.end = max(map(len, contexts))
+        # each context ends at column `end` of a buffer of two windows: at its end, the last window moves to the front
+        self.tokens = contexts[0].new_zeros(len(contexts), 2 * block_size)
+        for row, context in zip(self.tokens, contexts):
+            row[self.end - len(context):self.end] = context
+        self.pinned = torch.stack([context[:n_keep] for context in contexts])
+        self.set_lengths([len(context) for context in contexts])
+
+    def set_lengths(self, lengths):
+        self.length = lengths[0]
+
+    def size(self):
+        return len(self.tokens) * self.num_samples
+
+    def logits(self, feed):
+        """(B, vocab_size), for the next token of each row; feed(idx, kv_cache) -> (logits, kv_cache)."""
+        n_fed = self.kv_cache[0][2] if self.kv_cache is not None else 0
+        n_new = self.length - n_fed
+        logits, self.kv_cache = feed(self.tokens.narrow(1, self.end - n_new, n_new), self.kv_cache)
+        if self.num_samples > 1:  # the prompts were prefilled once; from here on each sample goes its own way
+            rows = torch.arange(len(self.tokens), device=self.tokens.device).repeat_interleave(self.num_samples)
+            self.num_samples = 1
+            self.select(rows)
+            logits = logits[rows]
+        return logits[:, -1]
+
+    def append(self, idx_next):
+        """Add each row's next token, (B, 1), and cut the contexts that no longer fit."""
+        if self.end == 2 * self.block_size:
+            self.tokens[:, :self.block_size] = self.tokens[:, self.block_size:]
+            self.end = self.block_size
+        self.tokens.narrow(1, self.end, 1).copy_(idx_next)
+        self.end += 1
+        self.lengthen()
+
+    def lengthen(self):
+        if self.length < self.block_size:
+            self.length += 1
+        else:
+            self.length = self.n_keep + self.keep
+            self.pin(slice(None))
+            self.kv_cache = self.kv_cache and [LayerKVCache(*layer).rewound() for layer in self.kv_cache]
+
+    def pin(self, rows):
+        """Put the pinned tokens in front of the last `keep`."""
+        if self.n_keep:
+            start = self.end - self.keep - self.n_keep
+            self.tokens[rows, start:start + self.n_keep] = self.pinned[rows]
+
+    def select(self, rows):
+        """Go on with these rows, an index tensor, alone."""
+        self.tokens, self.pinned = self.tokens[rows], self.pinned[rows]
+        self.kv_cache = self.kv_cache and [LayerKVCache(*layer).rows(rows) for layer in self.kv_cache]
+
+
+class RaggedContext(Context):
+    """
+    The same for contexts of different lengths. All rows take each step together, with a cache_pos of their own.
+
+    To fill a row's cache, all of its tokens but the last are fed, right-padded: what is written at the padding is beyond
+    cache_pos, and overwritten before it could be read. The last one takes part in the common step, and so each row's
+    logits are those of its own last token. A row that is cropped at each token has left the common step for good.
+    """
+
+    def __init__(self, prompts, num_samples, block_size, keep, n_keep):
+        super().__init__([p for p in prompts for _ in range(num_samples)], 1, block_size, keep, n_keep)
+
+    def set_lengths(self, lengths):
+        self.lengths = lengths
+        self.stepping = list(range(len(lengths)))  # the rows in the common step, in the order of the batch of kv_cache
+        self.unfilled = self.stepping[:]           # those of them whose cache is to be filled
+        self.full_cache = None                     # the storage for the others, whose whole window is fed each time
+
+    def logits(self, feed):
+        device = self.tokens.device
+        full = [row for row in range(len(self.tokens)) if row not in self.stepping]
+        parts = []
+        if self.unfilled:
+            self.fill(feed)
+        if self.stepping:
+            cache_pos = torch.tensor([self.lengths[row] - 1 for row in self.stepping], device=device)
+            logits, self.kv_cache = feed(self.tokens[self.stepping, self.end - 1:self.end],
+                                         [LayerKVCache(k_cache, v_cache, cache_pos) for k_cache, v_cache, _ in self.kv_cache])
+            parts.append(logits)
+        if full:
+            cache = self.full_cache
+            cache = [LayerKVCache(*layer).rewound() for layer in cache] if cache and len(cache[0][0]) == len(full) else None
+            logits, self.full_cache = feed(self.tokens[full, self.end - self.block_size:self.end], cache)
+            parts.append(logits)
+        order = torch.tensor(self.stepping + full, device=device)
+        return torch.cat(parts)[order.argsort(), -1]
+
+    def fill(self, feed):
+        n_old = max(1, max(self.lengths[row] for row in self.unfilled) - 1)
+        idx = self.tokens.new_zeros(len(self.unfilled), n_old)
+        for i, row in enumerate(self.unfilled):
+            idx[i, :self.lengths[row] - 1] = self.tokens[row, self.end - self.lengths[row]:self.end - 1]
+        filled = feed(idx, None)[1]
+        if self.unfilled == self.stepping:
+            self.kv_cache = filled
+        else:
+            places = torch.tensor([self.stepping.index(row) for row in self.unfilled], device=idx.device)
+            for mine, new in zip(self.kv_cache, filled):
+                mine[0].index_copy_(0, places, new[0])
+                mine[1].index_copy_(0, places, new[1])
+        self.unfilled = []
+
+    def lengthen(self):
+        overflowing = [row for row in self.stepping if self.lengths[row] == self.block_size]
+        self.lengths = [min(n + 1, self.block_size) for n in self.lengths]
+        if overflowing and self.keep == self.block_size:
+            self.leave([row for row in self.stepping if row not in overflowing])
+        elif overflowing:
+            self.unfilled = overflowing
+            for row in overflowing:
+                self.lengths[row] = self.n_keep + self.keep
+            self.pin(overflowing)
+
+    def leave(self, stepping):
+        """Keep only these rows in the common step."""
+        places = torch.tensor([self.stepping.index(row) for row in stepping], dtype=torch.long, device=self.tokens.device)
+        self.kv_cache = self.kv_cache and [LayerKVCache(k_cache, v_cache, 0).rows(places) for k_cache, v_cache, _ in self.kv_cache]
+        self.stepping = stepping
+
+    def select(self, rows):
+        rows = rows.tolist()
+        self.leave([row for row in self.stepping if row in rows])
+        self.tokens, self.pinned, self.lengths = self.tokens[rows], self.pinned[rows], [self.lengths[row] for row in rows]
+        self.stepping, self.unfilled = ([rows.index(row) for row in old if row in rows] for old in (self.stepping, self.unfilled))
+
+
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None, clocks=None):
     """
     The next token of each row: logits (B, vocab_size) -> (B, 1).
 
     temperature: divides the logits; 0 takes the largest. top_k: keep the k largest (and ties with the
     k-th). top_p: keep the fewest that hold this much probability (nucleus sampling, arXiv:1904.09751).
     generator: the torch.Generator to draw from, on the logits' device; torch's global one by default.
+    clocks: what would be drawn, exponentially distributed and of the logits' shape, if it is drawn already.
     Logits must be finite: unlike torch.multinomial this does not check (`stream` does).
     """
     if temperature == 0:
@@ -484,7 +696,20 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     # torch.multinomial, less its checks: of exponential clocks that run at the rates probs, the first to ring is
     # token i with probability probs[i]. It draws the very same tokens at half the cost
     probs = F.softmax(logits, dim=-1)
-    return (probs / torch.empty_like(probs).exponential_(generator=generator)).argmax(dim=-1, keepdim=True)
+    if clocks is None:
+        clocks = torch.empty_like(probs).exponential_(generator=generator)
+    return (probs / clocks).argmax(dim=-1, keepdim=True)
+
+
+def draw_clocks(logits, generator, rows, B):
+    """
+    The clocks for some rows of a batch of B, logits (rows, vocab_size), whichever the other rows are and do.
+
+    With a list of B generators, each row draws from its own. With one, it draws for all B in any case.
+    """
+    if isinstance(generator, (list, tuple)):
+        return torch.cat([torch.empty_like(logits[:1]).exponential_(generator=generator[row]) for row in rows.tolist()])
+    return logits.new_empty(B, logits.size(1)).exponential_(generator=generator)[rows]
 
 
 def check_sampling(temperature, top_k, top_p):

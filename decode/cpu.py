@@ -19,6 +19,7 @@ from decode.vectors import LANES
 
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8}
 padded = kernel.padded.py_func
+LARGEST_BATCH = 256  # up to here no batch was found at which PyTorch's matmuls are faster: see bench.py --mode=peers
 
 # the threads of a step wait for each other, so they have to run side by side. TBB does not promise that
 if numba.config.THREADING_LAYER == 'default':

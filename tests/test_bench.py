@@ -1,9 +1,15 @@
 """bench.py runs, counts what it claims to count, and writes its files. How fast it finds things is not tested."""
 import json
+import os
+import time
 
-from conftest import run
+import torch
+from conftest import ROOT, run
 
+import comparison
 from bench import fed_tokens
+from model import GPT, GPTConfig
+from peers import PEERS
 
 
 def test_positions_computed():
@@ -28,3 +34,69 @@ def test_train_mode_on_real_and_on_random_tokens(repo):
     assert real.returncode == 0 and ('ms an iteration' in real.stdout) and (repo / 'bench_log').is_dir(), real.stderr
     random = run(repo, 'bench.py', '--device=cpu', '--repeats=1', '--batch_size=2', '--real_data=False', '--block_size=16')
     assert 'random tokens' in random.stdout
+
+
+def test_peers_mode(tmp_path):
+    # from where it is and not from a copy: there the compiled decode step is on disk
+    done = run(tmp_path, os.path.join(ROOT, 'bench.py'), '--mode=peers', '--shape=S', '--batches=1,3', '--lengths=8', '--repeats=2',
+               '--max_seconds=0.02', '--json=b.json', '--png=b.png')
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / 'b.json').read_text())
+    assert {'torch', 'python'} <= set(figures['versions']) and figures['repeats'] == 2
+    rows = figures['rows']
+    named = {(row['batch'], row['engine'], row['weights']) for row in rows}
+    assert len(named) == len(rows)
+    assert {(B, 'no cache', 'float32') for B in (1, 3)} | {(3, 'cache + decoder', w) for w in ('float32', 'bfloat16', 'int8')} <= named
+    for peer in PEERS:
+        why = peer.missing()
+        assert figures['missing'].get(peer.name, '') == why
+        assert ((1, peer.name, 'float32') in named) == (not why) and peer.name in done.stdout
+    for row in rows:
+        assert row['tok_per_s'] > 0 and row['of_floor'] > 0 and len(row['runs_s']) == 2 and 1 <= row['new_tokens'] <= 8
+        assert row['first_difference'] is None or abs(row['gap']) < comparison.NEAR_TIE or not row['should_be_ours'], row
+    assert (tmp_path / 'b.png').read_bytes().startswith(b'\x89PNG') and 'S, batch 3' in done.stdout
+
+
+def test_a_difference_is_found_and_judged():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=11, n_layer=1, n_head=2, n_embd=16)).eval()
+    prompts = torch.randint(11, (3, 4))
+    ours = model.generate(prompts, 8, temperature=0)[:, 4:]
+    assert comparison.compare(model, prompts, ours, ours[:, :5]) == dict(compared=5, first_difference=None, gap=None)
+    theirs = ours.clone()
+    theirs[0, 6], theirs[2, 3] = (ours[0, 6] + 1) % 11, (ours[2, 3] + 1) % 11
+    found = comparison.compare(model, prompts, ours, theirs)
+    logits = model(torch.cat([prompts[2], ours[2, :3]])[None])[0][0, -1]
+    assert (found['compared'], found['first_difference']) == (8, 3)
+    assert abs(found['gap'] - (logits[ours[2, 3]] - logits[theirs[2, 3]]).item()) < 1e-6 and found['gap'] > 0
+    verdict = lambda **row: comparison.verdict(found | dict(should_be_ours=True) | row)  # noqa: E731
+    assert verdict(first_difference=None) == 'the same 8' and verdict(should_be_ours=False) == 'the same 3, then others'
+    assert verdict(gap=3e-6).startswith('near tie at 3') and verdict(gap=0.1).startswith('DIFFERENT at 3')
+
+
+def test_a_trial_stops_when_it_took_long_enough():
+    class Slow:
+        def generate(self, prompts, n):
+            asked.append(n)
+            time.sleep(0.01 * n)
+    asked = []
+    assert comparison.trial(Slow(), None, 100, 0.1)[0] == 16 and asked == [2, 4, 8, 16]
+    asked = []
+    assert comparison.trial(Slow(), None, 6, 1.0)[0] == 6 and asked == [2, 4, 6, 6, 6]
+
+
+def test_memory_mode(repo):
+    done = run(repo, 'bench.py', '--mode=memory', '--device=cpu', '--shape=S', '--batches=1,3', '--lengths=10', '--json=b.json')
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((repo / 'b.json').read_text())['rows']
+    assert [(row['batch'], row['use_cache']) for row in rows] == [(1, False), (1, True), (3, False), (3, True)]
+    for row in rows:
+        assert row['cache'] == row['formula'] == row['use_cache'] * row['batch'] * 2 * 4 * 128 * 128 * 4
+        assert row['peak'] > 0.9 * row['cache']  # resident memory is counted in pages, and not to the last one
+
+
+def test_settings_that_make_no_sense_end_in_one_line(repo):
+    for wrong, said in (('--batches=1,zero', 'batches must be positive numbers'), ('--max_seconds=0.0', 'max_seconds'), ('--dtype=bfloat16', 'CPU'),
+                        ('--lengths=500', 'do not fit into block_size 128')):
+        done = run(repo, 'bench.py', '--mode=peers', '--shape=S', wrong)
+        assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr

@@ -123,7 +123,7 @@ def test_a_decoder_takes_the_models_place_at_any_step():
         return logits, [tuple(layer) for layer in kv_cache]  # plain tuples will do
     got = model.generate(idx, 20, temperature=0, use_cache=True, decoder=decoder)
     assert torch.equal(got, model.generate(idx, 20, temperature=0))
-    assert calls == [((2, 6), True)] + [((2, 1), False)] * 10
+    assert calls == [((2, 6), True)] + [((2, 1), False)] * 10 + [((2, 16), False)] * 9
     with pytest.raises(ValueError, match='use_cache'):
         model.generate(idx, 20, decoder=decoder)
 
