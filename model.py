@@ -394,7 +394,7 @@ class GPT(nn.Module):
         if keep < 1 or n_keep < 0 or n_keep + keep > c.block_size:
             raise ValueError(f"n_keep={n_keep} and keep={keep} tokens of a full context, of these at least 1, must fit in {c.block_size}")
         context = RaggedContext if len({min(len(prompt), c.block_size) for prompt in prompts}) > 1 else Context
-        tokens = self._stream(context(prompts, num_samples, c.block_size, keep, n_keep), max_new_tokens, use_cache, decoder,
+        tokens = self._stream(context(prompts, num_samples, c.block_size, use_cache, keep, n_keep), max_new_tokens, use_cache, decoder,
                               stop_token, temperature, top_k, top_p, generator)
         return (token.clone() for token in tokens)  # born under inference mode, which autograd would refuse later
 
@@ -422,15 +422,16 @@ class GPT(nn.Module):
                 return self._full_pass(idx_cond), kv_cache
             return self._cached_step(idx_cond, kv_cache, decoder)
 
-        B = context.size()
+        B, on_cpu, one_each = context.size(), context.tokens.device.type == 'cpu', isinstance(generator, (list, tuple))
         rows = torch.arange(B, device=context.tokens.device)  # those that the context still has: finished ones leave it
         stopped = torch.zeros_like(rows, dtype=torch.bool)
         for step in range(max_new_tokens):
             logits = context.logits(feed)
-            if (step == 0 or logits.device.type == 'cpu') and not math.isfinite(logits.sum()):  # elsewhere, asking is slow
+            clocks = draw_clocks(logits, generator, rows, B) if temperature and (one_each or len(rows) < B) else None
+            best, idx_next = draw(logits, temperature, top_k, top_p, generator, clocks)  # (rows, 1) each
+            # a NaN wins each race. On a GPU asking would mean waiting, so there it is asked once
+            if (step == 0 or on_cpu) and any(b != b for b, in best.tolist()):
                 raise ValueError("the model's logits are not numbers: its weights are broken")
-            clocks = draw_clocks(logits, generator, rows, B) if len(rows) < B or isinstance(generator, (list, tuple)) else None
-            idx_next = sample_token(logits, temperature, top_k, top_p, generator, clocks)  # (rows, 1)
             if stop_token is None:
                 context.append(idx_next)
                 yield idx_next
@@ -536,8 +537,8 @@ class Context:
     rewound: what stands at another position now has to be computed anew, in the same storage.
     """
 
-    def __init__(self, prompts, num_samples, block_size, keep, n_keep):
-        self.num_samples, self.block_size, self.keep, self.n_keep = num_samples, block_size, keep, n_keep
+    def __init__(self, prompts, num_samples, block_size, use_cache, keep, n_keep):
+        self.num_samples, self.block_size, self.use_cache, self.keep, self.n_keep = num_samples, block_size, use_cache, keep, n_keep
         contexts = [p if len(p) <= block_size else torch.cat([p[:n_keep], p[len(p) - block_size + n_keep:]]) for p in prompts]
         self.kv_cache = None
         self.end = max(map(len, contexts))
@@ -545,6 +546,7 @@ class Context:
         self.tokens = contexts[0].new_zeros(len(contexts), 2 * block_size)
         for row, context in zip(self.tokens, contexts):
             row[self.end - len(context):self.end] = context
+        self.unwritten = []  # the newest tokens, (B, 1) each, that are not in the buffer yet
         self.pinned = torch.stack([context[:n_keep] for context in contexts])
         self.set_lengths([len(context) for context in contexts])
 
@@ -556,9 +558,9 @@ class Context:
 
     def logits(self, feed):
         """(B, vocab_size), for the next token of each row; feed(idx, kv_cache) -> (logits, kv_cache)."""
-        n_fed = self.kv_cache[0][2] if self.kv_cache is not None else 0
-        n_new = self.length - n_fed
-        logits, self.kv_cache = feed(self.tokens.narrow(1, self.end - n_new, n_new), self.kv_cache)
+        n_new = self.length - (self.kv_cache[0][2] if self.kv_cache is not None else 0)
+        idx = self.unwritten[-1] if n_new == 1 and self.unwritten else self.newest(slice(None), n_new)
+        logits, self.kv_cache = feed(idx, self.kv_cache)
         if self.num_samples > 1:  # the prompts were prefilled once; from here on each sample goes its own way
             rows = torch.arange(len(self.tokens), device=self.tokens.device).repeat_interleave(self.num_samples)
             self.num_samples = 1
@@ -568,12 +570,25 @@ class Context:
 
     def append(self, idx_next):
         """Add each row's next token, (B, 1), and cut the contexts that no longer fit."""
-        if self.end == 2 * self.block_size:
-            self.tokens[:, :self.block_size] = self.tokens[:, self.block_size:]
-            self.end = self.block_size
-        self.tokens.narrow(1, self.end, 1).copy_(idx_next)
-        self.end += 1
+        self.unwritten.append(idx_next)
+        if len(self.unwritten) == self.block_size:
+            self.write()
         self.lengthen()
+
+    def write(self):
+        if self.unwritten:
+            new = torch.cat(self.unwritten, dim=1)
+            self.unwritten, start = [], self.end
+            if start + new.size(1) > 2 * self.block_size:
+                start = self.block_size
+                self.tokens[:, :start] = self.tokens[:, self.end - start:self.end].clone()
+            self.end = start + new.size(1)
+            self.tokens[:, start:self.end] = new
+
+    def newest(self, rows, n):
+        """The last n tokens of some rows."""
+        self.write()
+        return self.tokens[rows, self.end - n:self.end]
 
     def lengthen(self):
         if self.length < self.block_size:
@@ -586,11 +601,13 @@ class Context:
     def pin(self, rows):
         """Put the pinned tokens in front of the last `keep`."""
         if self.n_keep:
+            self.write()
             start = self.end - self.keep - self.n_keep
             self.tokens[rows, start:start + self.n_keep] = self.pinned[rows]
 
     def select(self, rows):
         """Go on with these rows, an index tensor, alone."""
+        self.write()
         self.tokens, self.pinned = self.tokens[rows], self.pinned[rows]
         self.kv_cache = self.kv_cache and [LayerKVCache(*layer).rows(rows) for layer in self.kv_cache]
 
@@ -604,8 +621,8 @@ class RaggedContext(Context):
     logits are those of its own last token. A row that is cropped at each token has left the common step for good.
     """
 
-    def __init__(self, prompts, num_samples, block_size, keep, n_keep):
-        super().__init__([p for p in prompts for _ in range(num_samples)], 1, block_size, keep, n_keep)
+    def __init__(self, prompts, num_samples, *how):
+        super().__init__([p for p in prompts for _ in range(num_samples)], 1, *how)
 
     def set_lengths(self, lengths):
         self.lengths = lengths
@@ -614,6 +631,8 @@ class RaggedContext(Context):
         self.full_cache = None                     # the storage for the others, whose whole window is fed each time
 
     def logits(self, feed):
+        if not self.use_cache:  # each row by itself, for want of a cache_pos to tell them apart
+            return torch.cat([feed(self.newest([row], n), None)[0][:, -1] for row, n in enumerate(self.lengths)])
         device = self.tokens.device
         full = [row for row in range(len(self.tokens)) if row not in self.stepping]
         parts = []
@@ -621,13 +640,13 @@ class RaggedContext(Context):
             self.fill(feed)
         if self.stepping:
             cache_pos = torch.tensor([self.lengths[row] - 1 for row in self.stepping], device=device)
-            logits, self.kv_cache = feed(self.tokens[self.stepping, self.end - 1:self.end],
+            logits, self.kv_cache = feed(self.newest(self.stepping, 1),
                                          [LayerKVCache(k_cache, v_cache, cache_pos) for k_cache, v_cache, _ in self.kv_cache])
             parts.append(logits)
         if full:
             cache = self.full_cache
             cache = [LayerKVCache(*layer).rewound() for layer in cache] if cache and len(cache[0][0]) == len(full) else None
-            logits, self.full_cache = feed(self.tokens[full, self.end - self.block_size:self.end], cache)
+            logits, self.full_cache = feed(self.newest(full, self.block_size), cache)
             parts.append(logits)
         order = torch.tensor(self.stepping + full, device=device)
         return torch.cat(parts)[order.argsort(), -1]
@@ -636,7 +655,7 @@ class RaggedContext(Context):
         n_old = max(1, max(self.lengths[row] for row in self.unfilled) - 1)
         idx = self.tokens.new_zeros(len(self.unfilled), n_old)
         for i, row in enumerate(self.unfilled):
-            idx[i, :self.lengths[row] - 1] = self.tokens[row, self.end - self.lengths[row]:self.end - 1]
+            idx[i, :self.lengths[row] - 1] = self.newest(row, self.lengths[row])[:-1]
         filled = feed(idx, None)[1]
         if self.unfilled == self.stepping:
             self.kv_cache = filled
@@ -665,24 +684,29 @@ class RaggedContext(Context):
         self.stepping = stepping
 
     def select(self, rows):
+        self.write()
         rows = rows.tolist()
         self.leave([row for row in self.stepping if row in rows])
         self.tokens, self.pinned, self.lengths = self.tokens[rows], self.pinned[rows], [self.lengths[row] for row in rows]
         self.stepping, self.unfilled = ([rows.index(row) for row in old if row in rows] for old in (self.stepping, self.unfilled))
 
 
-def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None, clocks=None):
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """
     The next token of each row: logits (B, vocab_size) -> (B, 1).
 
     temperature: divides the logits; 0 takes the largest. top_k: keep the k largest (and ties with the
     k-th). top_p: keep the fewest that hold this much probability (nucleus sampling, arXiv:1904.09751).
     generator: the torch.Generator to draw from, on the logits' device; torch's global one by default.
-    clocks: what would be drawn, exponentially distributed and of the logits' shape, if it is drawn already.
-    Logits must be finite: unlike torch.multinomial this does not check (`stream` does).
+    Logits must be numbers: unlike torch.multinomial this does not check (`stream` does).
     """
+    return draw(logits, temperature, top_k, top_p, generator)[1]
+
+
+def draw(logits, temperature, top_k, top_p, generator, clocks=None):
+    """`sample_token`, as (what was largest, the token), (B, 1) each; clocks: see `draw_clocks`, they may be drawn already."""
     if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
+        return logits.max(dim=-1, keepdim=True)
     if temperature != 1.0:
         logits = logits / temperature
     if top_k is not None and top_k < logits.size(-1):
@@ -698,7 +722,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     probs = F.softmax(logits, dim=-1)
     if clocks is None:
         clocks = torch.empty_like(probs).exponential_(generator=generator)
-    return (probs / clocks).argmax(dim=-1, keepdim=True)
+    return (probs / clocks).max(dim=-1, keepdim=True)
 
 
 def draw_clocks(logits, generator, rows, B):

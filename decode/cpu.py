@@ -179,6 +179,7 @@ class CPUDecoder:
         head_dim = c.n_embd // c.n_head
         self.C_p, self.ff_p, self.q_p = padded(c.n_embd, GROUP), padded(4 * c.n_embd, GROUP), c.n_head * padded(head_dim, LANES)
         self.sizes = np.array([c.n_layer, c.n_head, head_dim, c.n_embd, c.block_size, c.vocab_size, 0, 1, 1], np.int64)
+        self.vocab_size = c.vocab_size
         self.cache_shape = (c.n_head, c.block_size, head_dim)
         self.caches, self.known = np.zeros(2 * c.n_layer, np.int64), [(None, None)] * c.n_layer
         self.n_rows, self.chunk = 0, max(8, 2**19 // (4 * self.ff_p) // 8 * 8)  # activations of a chunk of rows fit a core's cache
@@ -197,6 +198,7 @@ class CPUDecoder:
         notice = threading.Timer(1.5, print, ["compiling the decode step for this machine; the next start finds it on disk ..."],
                                  dict(file=sys.stderr, flush=True))
         notice.start()
+        self.fed = None  # what the last step was fed
         self.sizes[6] = 0
         try:
             self.run()
@@ -247,7 +249,7 @@ class CPUDecoder:
         B, T = idx.shape
         if B != self.batch_size or len(kv_cache) != len(self.known):
             raise ValueError(f"the cache has {len(kv_cache)} layers and a batch of {self.batch_size}; the tokens are {B} x {T}")
-        logits, chunk = torch.empty(B, 1, self.sizes[5]), max(1, self.chunk // B)
+        logits, chunk = torch.empty(B, 1, self.vocab_size), max(1, self.chunk // B)
         if T <= chunk:
             self.feed(idx, cache_pos, logits, True)
         else:
@@ -289,7 +291,8 @@ class CPUDecoder:
         idx = idx.contiguous()
         self.cache_pos[:B] = cache_pos
         self.memory[0], self.memory[1] = idx.data_ptr(), logits.data_ptr()
-        self.sizes[6:] = B, T, want_logits
+        if self.fed != (B, T, want_logits):
+            self.sizes[6:] = self.fed = B, T, want_logits
         refused = self.run()
         if refused == kernel.BAD_TOKEN:
             raise ValueError(f"token ids must be within the vocabulary of {self.sizes[5]}")

@@ -533,7 +533,7 @@ def barrier(counter, n_threads, patience=0):
     end_of_round, glances = (_arrive(counter) // n_threads + 1) * n_threads, 0
     while _glance(counter) < end_of_round:
         glances += 1
-        if glances % 4096 == 0:
+        if glances % 65536 == 0:
             _let_others_run()
             if 0 < patience <= glances:
                 return False
