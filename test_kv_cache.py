@@ -2,6 +2,7 @@
 Does the cache give the same tokens, and how much sooner?
 
     python test_kv_cache.py     generates 206 tokens both ways, compares them, and prints the times
+    python test_kv_cache.py --decoder=auto      the same of the fastest decoder there is for this machine
     pytest test_kv_cache.py     the comparison alone, over many seeds and prompt lengths
 
 The script takes the newest trained Shakespeare checkpoint, or failing that a random model of the same shape.
@@ -17,6 +18,7 @@ import torch
 import checkpoint as checkpoints
 import configurator
 import debug_kv_model
+import decode
 import model as plain_model
 import tokenizer as tokenizers
 from device import pick_device, synchronize
@@ -26,6 +28,7 @@ new_tokens = 200   # to generate both ways
 window = 128       # a longer context window is cropped to this, so that the tokens go past it
 temperature = 0.8  # as sample.py
 top_k = 200        # as sample.py
+decoder = 'eager'  # who runs the cached steps: eager is the model itself; cpu, compiled, or auto for the fastest
 seed = 1337        # of the draws, the same both ways
 repeats = 5        # runs each way, taking turns; the median counts
 device = 'auto'    # cpu, cuda, mps
@@ -44,24 +47,24 @@ def load_model(dev):
     return gpt.GPT(gpt.GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False)).to(dev).eval(), None
 
 
-def timed(model, idx, n, use_cache, dev):
-    """(tokens (1, T), seconds) of one generation."""
+def timed(model, idx, n, step, dev):
+    """(tokens (1, T), seconds) of one generation, uncached if step is None."""
     torch.manual_seed(seed)
     synchronize(dev)
     t0 = time.perf_counter()
-    tokens = model.generate(idx, n, temperature, top_k, use_cache=use_cache)
+    tokens = model.generate(idx, n, temperature, top_k, use_cache=step is not None, decoder=None if step == 'eager' else step)
     synchronize(dev)
     return tokens, time.perf_counter() - t0
 
 
-def compare(model, idx, n, dev):
+def compare(model, idx, n, step, dev):
     """(tokens, seconds) without the cache, and with it: medians of runs that take turns."""
-    seconds, tokens = {False: [], True: []}, {}
+    ways, seconds, tokens = (None, step), ([], []), [None, None]
     for repeat in range(1 + repeats):  # the first warms up
-        for use_cache in seconds:
-            tokens[use_cache], s = timed(model, idx, n, use_cache, dev)
-            seconds[use_cache] += [s] if repeat else []
-    return [(tokens[c][0], statistics.median(seconds[c])) for c in (False, True)]
+        for way in (0, 1):
+            tokens[way], s = timed(model, idx, n, ways[way], dev)
+            seconds[way].extend([s] if repeat else [])
+    return [(tokens[way][0], statistics.median(seconds[way])) for way in (0, 1)]
 
 
 def report_difference(model, tokenizer, plain, cached):
@@ -97,6 +100,9 @@ def main(config):
     if model.config.block_size > window:
         model.crop_block_size(window)
     block_size = model.config.block_size
+    step = decoder if decoder == 'eager' else decode.best(model, 1) if decoder == 'auto' else decode.named(decoder, model)
+    if step != 'eager':
+        print(f"decoder: {step.name}")
     if tokenizer is None:
         ids = torch.randint(model.config.vocab_size, (6,)).tolist()
     elif isinstance(tokenizer, tokenizers.CharTokenizer):  # a stand-in text may lack some of the letters
@@ -104,14 +110,14 @@ def main(config):
     else:
         ids = tokenizer.encode(prompt)
     idx = torch.tensor([ids], device=dev)
-    (plain, plain_s), (cached, cached_s) = compare(model, idx, new_tokens, dev)
+    (plain, plain_s), (cached, cached_s) = compare(model, idx, new_tokens, step, dev)
     if not torch.equal(plain, cached):
         report_difference(model, tokenizer, plain, cached)
         sys.exit(1)
     inside = ''
     n_inside = block_size - idx.size(1)
     if 0 < n_inside < new_tokens:
-        (_, plain_inside_s), (_, cached_inside_s) = compare(model, idx, n_inside, dev)
+        (_, plain_inside_s), (_, cached_inside_s) = compare(model, idx, n_inside, step, dev)
         inside = f"    (inside block_size: {plain_inside_s / cached_inside_s:.2f}x)"
     print(f"{mark('✔')}SUCCESS: outputs are identical ({len(cached)} tokens)")
     print(f"  without cache   {plain_s:.2f} s   {new_tokens / plain_s:,.0f} tok/s")

@@ -8,6 +8,8 @@ tuples as the model, begins a cache when given None, and has a `name`:
 """
 import sys
 
+import torch
+
 
 class EagerDecoder:
     """The model itself, one operation after the other."""
@@ -16,6 +18,7 @@ class EagerDecoder:
     def __init__(self, model):
         self.model = model
 
+    @torch.inference_mode()
     def __call__(self, idx, kv_cache):
         logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
         return logits, kv_cache
@@ -26,23 +29,38 @@ def best(model, batch_size, weights='float32', threads=None):
     The fastest decoder for a model where it is, and for this many sequences at once.
 
     weights: 'float32', 'bfloat16' or 'int8', how the CPU reads them. threads: how many the CPU uses, by default by size.
-    On a CPU that is the numba kernel, and the model itself for batches beyond LARGEST_BATCH, or if the kernel does not know
-    it (`decode.cpu.check_model`) or numba is not there; that is said on stderr, and where weights or threads were
-    asked for it is a ValueError. On CUDA it is the compiled step, elsewhere the model itself.
+    On a CPU that is the numba kernel, but the model itself for batches above `decode.cpu.LARGEST_BATCH`, for models that the
+    kernel does not know and without numba; stderr is told, and where weights or threads were asked for it is a
+    ValueError. On CUDA it is the compiled step, elsewhere the model itself.
     """
     device = next(model.parameters()).device.type
-    if device != 'cpu' and (weights != 'float32' or threads):
-        raise ValueError(f"weights={weights} and threads are for the CPU; on {device}, the model's dtype decides")
-    if device == 'cuda':
+    if device != 'cpu':
+        if weights != 'float32' or threads:
+            raise ValueError(f"weights={weights} and threads are for the CPU; on {device}, the model's dtype decides")
+        return named('compiled' if device == 'cuda' else 'eager', model)
+    try:
+        from decode.cpu import LARGEST_BATCH
+        return named('cpu' if batch_size <= LARGEST_BATCH or weights != 'float32' else 'eager', model, weights, threads)
+    except (ImportError, ValueError) as e:
+        if weights != 'float32' or threads:
+            raise ValueError(f"weights={weights} and threads={threads} cannot be had: {e}") from e
+        print(f"decoding eagerly: {e}", file=sys.stderr)
+        return EagerDecoder(model)
+
+
+def named(name, model, weights='float32', threads=None):
+    """The decoder 'eager', 'cpu' or 'compiled'; only 'cpu' takes weights and threads. ValueError where it cannot be had."""
+    if name != 'cpu' and (weights != 'float32' or threads):
+        raise ValueError(f"weights={weights} and threads={threads} are for the cpu decoder, not the {name} one")
+    if name == 'eager':
+        return EagerDecoder(model)
+    if name == 'compiled':
         from decode.compiled import CompiledDecoder
         return CompiledDecoder(model)
-    if device == 'cpu':
+    if name == 'cpu':
         try:
-            from decode.cpu import LARGEST_BATCH, CPUDecoder
-            if batch_size <= LARGEST_BATCH or weights != 'float32':
-                return CPUDecoder(model, weights, threads)
-        except (ImportError, ValueError) as e:
-            if weights != 'float32' or threads:
-                raise ValueError(f"weights={weights}, threads={threads}: {e}") from e
-            print(f"decoding eagerly: {e}", file=sys.stderr)
-    return EagerDecoder(model)
+            from decode.cpu import CPUDecoder
+        except ImportError as e:
+            raise ValueError(f"the CPU decoder needs numba ({e}): pip install numba") from e
+        return CPUDecoder(model, weights, threads)
+    raise ValueError(f"a decoder is eager, cpu or compiled, not {name!r}")

@@ -8,6 +8,9 @@ import sys
 import hypothesis
 import pytest
 
+from decode.cpu import CPUDecoder
+from model import GPT, GPTConfig
+
 hypothesis.settings.register_profile('here', deadline=None)  # a slow machine is no bug
 hypothesis.settings.register_profile('ci', deadline=None, derandomize=True)
 hypothesis.settings.load_profile('ci' if os.environ.get('CI') else 'here')
@@ -30,6 +33,9 @@ def copy_code(folder):
     for name in os.listdir(ROOT):
         if name.endswith('.py'):
             shutil.copy(os.path.join(ROOT, name), folder)
+    for weights in ('float32', 'int8'):  # compiled once, and copied with the code
+        CPUDecoder(GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)), weights, threads=1)
+    shutil.copytree(os.path.join(ROOT, 'decode'), folder / 'decode')
     shutil.copytree(os.path.join(ROOT, 'config'), folder / 'config')
     shutil.copytree(os.path.join(ROOT, 'data'), folder / 'data', ignore=shutil.ignore_patterns('*.bin', '*.json', '*.txt', '__pycache__'))
     return folder

@@ -92,7 +92,7 @@ def test_the_identity_script(trained, repo, where):
 
 def test_the_identity_script_finds_a_broken_cache(repo):
     source = (repo / 'model.py').read_text()
-    broken = source.replace('wpe.weight[cache_pos:cache_pos + idx.size(1)]', 'wpe.weight[:idx.size(1)]')
+    broken = source.replace('wpe.weight[cache_pos:cache_pos + T]', 'wpe.weight[:T]')
     assert broken != source
     (repo / 'model.py').write_text(broken)
     done = run(repo, 'test_kv_cache.py', '--repeats=1', '--device=cpu', PYTHONIOENCODING='ascii')
