@@ -1,6 +1,7 @@
 """
 A decode step on the CPU, as fast as it goes: the model's weights packed for `kernel.py`, and the decoder that runs it.
 """
+import ctypes
 import hashlib
 import sys
 import threading
@@ -19,6 +20,7 @@ from decode.vectors import LANES
 
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8}
 padded = kernel.padded.py_func
+PROBES = 8  # weights of each parameter that every step looks at
 LARGEST_BATCH = 256  # up to here no batch was found at which PyTorch's matmuls are faster: see bench.py --mode=peers
 
 # the threads of a step wait for each other, so they have to run side by side. TBB does not promise that
@@ -72,7 +74,7 @@ def quantise(w):
     Symmetric and rounded to the nearest, so no weight is off by more than half its row's scale, max|w| / 254.
     """
     scale = w.abs().amax(dim=1) / 127
-    return (w / scale.where(scale != 0, 1)[:, None]).round(), scale
+    return (w / scale.where(scale != 0, 1)[:, None]).round().nan_to_num(), scale  # a row with a NaN has it in its scale
 
 
 class PackedWeights:
@@ -122,10 +124,10 @@ class PackedWeights:
                 self.norm_bias[i, :len(norm.weight)] = norm.bias
 
 
-def content(tensor):
+def bits(tensor):
     """A number that changes with nearly any change of a tensor's bits, at the speed of reading them."""
-    bits = tensor.detach().reshape(-1)
-    return bits.view(torch.int64 if bits.numel() % 2 == 0 else torch.int32).sum().item()
+    flat = tensor.detach().reshape(-1)
+    return flat.view(torch.int64 if flat.numel() % 2 == 0 else torch.int32).sum().item()
 
 
 def check_model(model):
@@ -155,9 +157,10 @@ class CPUDecoder:
 
     It reads and writes the same tuples as the model, in place, and can take over from it or hand back at any step;
     kv_cache=None begins a cache, and cache_pos may be an int64 tensor (B,). Weights that have changed are packed anew
-    before they are used: each step looks at torch's version counters and whether the parameters are still the same
-    objects, and whoever begins a cache has the bits of all weights compared as well. (So a write past the counters,
-    through `.data`, in the middle of a sequence, counts from the next sequence on.)
+    before they are used. Each step looks at torch's version counters, at whether the parameters are still the same
+    objects, and, since fused optimizers move no counter, at some weights of each; a step that begins a cache compares
+    the bits of all. (So only a write past the counters, through `.data`, to a few weights, in the middle of a
+    sequence, goes unseen until the next one.)
 
     Raises ValueError on a model that is not a plain float32 GPT on the CPU, and on caches and tokens that do not fit it.
     """
@@ -178,11 +181,12 @@ class CPUDecoder:
 
         head_dim = c.n_embd // c.n_head
         self.C_p, self.ff_p, self.q_p = padded(c.n_embd, GROUP), padded(4 * c.n_embd, GROUP), c.n_head * padded(head_dim, LANES)
-        self.sizes = np.array([c.n_layer, c.n_head, head_dim, c.n_embd, c.block_size, c.vocab_size, 0, 1, 1], np.int64)
+        self.sizes = np.array([c.n_layer, c.n_head, head_dim, c.n_embd, c.block_size, c.vocab_size, 0, 1, 1, 0], np.int64)
         self.vocab_size = c.vocab_size
         self.cache_shape = (c.n_head, c.block_size, head_dim)
         self.caches, self.known = np.zeros(2 * c.n_layer, np.int64), [(None, None)] * c.n_layer
         self.n_rows, self.chunk = 0, max(8, 2**19 // (4 * self.ff_p) // 8 * 8)  # activations of a chunk of rows fit a core's cache
+        self.probes = self.seen = np.zeros(0)
         self.make_room(8)
         self.refresh()
         self.compile()
@@ -213,7 +217,11 @@ class CPUDecoder:
         self.slots = [(module._parameters, name) for module in self.model.modules() for name, p in module._parameters.items() if p is not None]
         self.parameters = [slot[name] for slot, name in self.slots]
         self.versions = [p._version for p in self.parameters]
-        self.contents = [content(p) for p in self.model.parameters()]
+        self.contents = [bits(p) for p in self.model.parameters()]
+        probes = [p.data_ptr() + p.element_size() * i for p in self.parameters for i in range(0, p.numel(), max(1, p.numel() // PROBES))]
+        self.probes = np.array(probes, np.int64)
+        self.seen = np.array([ctypes.c_int32.from_address(probe).value for probe in probes], np.int32)
+        self.sizes[9] = len(probes)
         self.packed.fill()
         self.place()
 
@@ -231,12 +239,13 @@ class CPUDecoder:
     def place(self):
         """Write down where everything is, in the order in which gpt_step takes it."""
         p, t = self.packed, self.model.transformer
-        arrays = [self.meeting, self.cache_pos, self.caches, p.norm_weight, p.norm_bias, p.scale, p.bias, p.start, *self.shared, *self.own]
+        arrays = [self.meeting, self.cache_pos, self.caches, p.norm_weight, p.norm_bias, p.scale, p.bias, p.start,
+                  *self.shared, self.probes, self.seen, *self.own]
         self.memory = np.array([0, 0, t.wte.weight.data_ptr(), t.wpe.weight.data_ptr(), *(a.ctypes.data for a in arrays)], np.int64)
 
     def __call__(self, idx, kv_cache):
         if kv_cache is None:
-            if [content(p) for p in self.model.parameters()] != self.contents:
+            if [bits(p) for p in self.model.parameters()] != self.contents:
                 self.refresh()
             kv_cache = self.model.empty_cache(idx.size(0))
         elif [p._version for p in self.parameters] != self.versions or not all(map(is_, [d[k] for d, k in self.slots], self.parameters)):
@@ -247,8 +256,9 @@ class CPUDecoder:
                 self.get_to_know(idx, kv_cache)
                 break
         B, T = idx.shape
-        if B != self.batch_size or len(kv_cache) != len(self.known):
-            raise ValueError(f"the cache has {len(kv_cache)} layers and a batch of {self.batch_size}; the tokens are {B} x {T}")
+        if B != self.batch_size or len(kv_cache) != len(self.known) or T < 1 or idx.dtype is not torch.int64:
+            raise ValueError(f"the cache has {len(kv_cache)} layers and a batch of {self.batch_size}, "
+                             f"but the tokens are {tuple(idx.shape)}, {idx.dtype}")
         logits, chunk = torch.empty(B, 1, self.vocab_size), max(1, self.chunk // B)
         if T <= chunk:
             self.feed(idx, cache_pos, logits, True)
@@ -292,8 +302,11 @@ class CPUDecoder:
         self.cache_pos[:B] = cache_pos
         self.memory[0], self.memory[1] = idx.data_ptr(), logits.data_ptr()
         if self.fed != (B, T, want_logits):
-            self.sizes[6:] = self.fed = B, T, want_logits
+            self.sizes[6:9] = self.fed = B, T, want_logits
         refused = self.run()
+        if refused == kernel.STALE:
+            self.refresh()
+            return self.feed(idx, cache_pos, logits, want_logits)
         if refused == kernel.BAD_TOKEN:
             raise ValueError(f"token ids must be within the vocabulary of {self.sizes[5]}")
         if refused == kernel.NO_ROOM:

@@ -60,7 +60,7 @@ from decode.vectors import (
 
 GROUP = 64  # inputs that share a scale when they are rounded to int8
 STORE, ADD, GELU = 0, 1, 2  # what becomes of the outputs of a linear
-BAD_TOKEN, NO_ROOM = 1, 2   # why a step is refused
+BAD_TOKEN, NO_ROOM, STALE = 1, 2, 3  # why a step is refused
 
 # all linears, one after the other: their packed weights, and for each output row a scale (1 but for int8) and a bias;
 # start is where the sums of an int8 panel and group begin
@@ -272,7 +272,7 @@ def gpt_step(thread, n_threads, packed, memory, sizes, eps):
     norm_weight, norm_bias = floats_at(memory[7]), floats_at(memory[8])
     linears = Linears(pointer_to(packed), floats_at(memory[9]), floats_at(memory[10]), ints_at(memory[11]))
     x, q, kv, y, ff = floats_at(memory[12]), floats_at(memory[13]), floats_at(memory[14]), floats_at(memory[15]), floats_at(memory[16])
-    mine = 17 + 5 * thread
+    mine = 19 + 5 * thread
     own = Own(floats_at(memory[mine]), floats_at(memory[mine + 1]), floats_at(memory[mine + 2]),
               bytes_at(memory[mine + 3]), floats_at(memory[mine + 4]))
 
@@ -343,9 +343,12 @@ def gpt_step(thread, n_threads, packed, memory, sizes, eps):
 
 @njit
 def refusal(memory, sizes):
-    """BAD_TOKEN or NO_ROOM if a token is not in the vocabulary or the cache too full for them; otherwise 0."""
-    block_size, vocab_size, B, T = sizes[4], sizes[5], sizes[6], sizes[7]
-    tokens, cache_pos = longs_at(memory[0]), longs_at(memory[5])
+    """Why the step cannot be taken: STALE weights, a BAD_TOKEN or NO_ROOM in the cache; otherwise 0."""
+    block_size, vocab_size, B, T, n_probes = sizes[4], sizes[5], sizes[6], sizes[7], sizes[9]
+    tokens, cache_pos, probes, seen = longs_at(memory[0]), longs_at(memory[5]), longs_at(memory[17]), ints_at(memory[18])
+    for i in range(n_probes):
+        if ints_at(probes[i])[0] != seen[i]:
+            return STALE
     for r in range(B * T):
         if not 0 <= tokens[r] < vocab_size:
             return BAD_TOKEN
@@ -361,8 +364,8 @@ def steps(sources):
 
     packed: the linears' weights, float32, bfloat16 in uint16, or int8. memory: int64 addresses of everything else, in
     the order gpt_step takes them. sizes: int64 (n_layer, n_head, head_dim, n_embd, block_size, vocab_size, B, T,
-    want_logits). A step writes the keys and values of its B * T positions, and the logits (B, vocab_size) of each
-    sequence's last if they are wanted. Returns 0, or why it has done nothing: BAD_TOKEN, NO_ROOM.
+    want_logits, n_probes). A step writes the keys and values of its B * T positions, and the logits (B, vocab_size) of each
+    sequence's last if they are wanted. Returns 0, or why it has done nothing, see `refusal`.
 
     Compiled code is kept on disk. sources is a part of its key, so that a change to any file of ours compiles it anew.
     """

@@ -1,0 +1,328 @@
+"""Each decoder in the model's place: the same tokens, the same tuples, nothing stale, nothing silent."""
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_cache_exactness import large
+
+import decode
+from decode.compiled import CompiledDecoder
+from decode.cpu import CPUDecoder, bits, quantise
+from model import GPT, GPTConfig, LayerKVCache
+
+BLOCK = 16
+needs_compiler = pytest.mark.skipif(not shutil.which('g++'), reason="torch.compile on a CPU needs a C++ compiler")
+TIE = 1e-4  # two best logits closer than this may change places
+
+
+def f32(seed, **changes):
+    return large(seed, torch.float32, **changes)
+
+
+def first_difference(model, a, b):
+    """None, or how far apart the two best uncached logits are where a and b (B, T) part: a tie, or a mistake."""
+    if torch.equal(a, b):
+        return None
+    row, at = (a != b).nonzero()[0].tolist()
+    logits = model(a[row:row + 1, max(0, at - model.config.block_size):at], use_cache=False)[0][0, -1]
+    return (logits[a[row, at]] - logits[b[row, at]]).abs().item()
+
+
+@pytest.mark.parametrize('threads', [1, 2])
+def test_the_cpu_decoder_gives_the_uncached_tokens(threads):
+    """The matrix of test_kv_cache.py: 50 seeds of weights, prompt and draws for each case, on to twice the window."""
+    ties = []
+    for s in range(50):
+        torch.manual_seed(s)
+        model = GPT(GPTConfig(block_size=BLOCK, vocab_size=65, n_layer=2, n_head=2, n_embd=32, bias=s % 2 == 0)).eval()
+        decoder = CPUDecoder(model, threads=threads)
+        for T, draw, batch in itertools.product([1, 6, BLOCK - 1, BLOCK, BLOCK + 1], [0.0, 0.8], [1, 4]):
+            idx, outputs = torch.randint(65, (batch, T)), []
+            for cached in (dict(), dict(use_cache=True, decoder=decoder)):
+                torch.manual_seed(1000 + s)
+                outputs.append(model.generate(idx, 2 * BLOCK, temperature=draw, top_k=20, **cached))
+            gap = first_difference(model, *outputs)
+            if gap is not None:
+                assert draw == 0 and gap < TIE, f"prompt of {T}, temperature {draw}, batch {batch}, seed {s}: {gap} apart"
+                ties.append(gap)
+    print(f"{len(ties)} ties in 1000 generations: {ties}")
+    assert len(ties) <= 10
+
+
+@given(st.data())
+def test_any_shape_any_chunks_any_batch(data):
+    """Logits and caches of the kernel against the model's, whatever the sizes and however a sequence is cut."""
+    n_head, head_dim = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 3, 8, 16, 20, 32, 48]))
+    config = GPTConfig(block_size=data.draw(st.integers(1, 40)), vocab_size=data.draw(st.integers(2, 90)), n_layer=data.draw(st.integers(1, 3)),
+                       n_head=n_head, n_embd=n_head * head_dim, bias=data.draw(st.booleans()))
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    model = GPT(config).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    decoder = CPUDecoder(model, threads=data.draw(st.integers(1, 2)))
+    idx = torch.randint(config.vocab_size, (data.draw(st.integers(1, 13)), config.block_size))
+    mine = theirs = None
+    start = 0
+    with torch.no_grad():
+        while start < config.block_size:
+            T = data.draw(st.integers(1, config.block_size - start))
+            logits, mine = decoder(idx[:, start:start + T], mine)
+            expected, _, theirs = model(idx[:, start:start + T], kv_cache=theirs)
+            start += T
+            scale = expected.abs().max().clamp(min=0.01)
+            torch.testing.assert_close(logits / scale, expected / scale, atol=2e-5, rtol=0)
+            for a, b in zip(mine, theirs):
+                assert a.cache_pos == b.cache_pos == start
+                torch.testing.assert_close(a.k_cache, b.k_cache, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('batch', [1, 2, 3, 5, 8, 10, 17, 64])
+def test_rows_of_a_batch_do_not_know_of_each_other(batch):
+    """Blocked in registers by eight, four, two and one: each row is what it is alone, to rounding."""
+    model = f32(0, block_size=32, n_head=4)
+    decoder, idx = CPUDecoder(model), torch.randint(29, (batch, 7))
+    together = decoder(idx, None)[0]
+    for row in range(batch):
+        torch.testing.assert_close(decoder(idx[row:row + 1], None)[0], together[row:row + 1], atol=1e-4, rtol=1e-4)
+
+
+def test_prefill_by_one_and_decode_by_another_at_any_step():
+    model = f32(1)
+    decoders = [decode.EagerDecoder(model), CPUDecoder(model), CPUDecoder(model, threads=1)]
+    idx, turns = torch.randint(29, (2, 5)), itertools.cycle([1, 0, 2, 2, 0, 1])
+
+    def taking_turns(idx, kv_cache):
+        return decoders[next(turns)](idx, kv_cache)
+    got = model.generate(idx, 40, temperature=0, use_cache=True, decoder=taking_turns)
+    assert torch.equal(got, model.generate(idx, 40, temperature=0))
+
+
+def test_it_works_in_place_and_rewinding_is_free():
+    model = f32(2)
+    decoder, idx = CPUDecoder(model), torch.randint(29, (1, 6))
+    _, cache = decoder(idx, None)
+    before = [t.data_ptr() for layer in cache for t in layer[:2]]
+    a, after = decoder(idx[:, :1], cache)
+    decoder(idx[:, 3:5], after)
+    again, _ = decoder(idx[:, :1], cache)
+    assert torch.equal(a, again) and [t.data_ptr() for layer in after for t in layer[:2]] == before
+    assert type(after[0]) is LayerKVCache and after[0].cache_pos == 7
+    assert type(decoder(idx[:, :1], [tuple(layer) for layer in cache])[1][0]) is tuple
+
+
+def test_logits_belong_to_the_caller():
+    model = f32(3)
+    decoder, idx = CPUDecoder(model), torch.randint(29, (1, 6))
+    first, cache = decoder(idx, None)
+    kept = first.clone()
+    decoder(idx[:, :1], cache)
+    assert torch.equal(first, kept)
+
+
+@pytest.mark.parametrize('weights', ['float32', 'bfloat16', 'int8'])
+@pytest.mark.parametrize('change', ['optimizer', 'load_state_dict', 'assign', 'data', 'one weight', 'replaced', 'norm', 'position'])
+def test_changed_weights_are_never_served_stale(weights, change):
+    model, other = f32(4), f32(5)
+    decoder, idx = CPUDecoder(model, weights), torch.randint(29, (2, 6))
+    _, cache = decoder(idx, None)
+    if change == 'optimizer':
+        optimizer = model.configure_optimizers(0.0, 0.1, (0.9, 0.95), 'cpu')
+        model(idx, idx)[1].backward()
+        optimizer.step()
+    elif change in ('load_state_dict', 'assign'):
+        model.load_state_dict(other.state_dict(), assign=change == 'assign')
+    elif change == 'data':
+        model.transformer.h[1].mlp.c_fc.weight.data.mul_(1.5)
+    elif change == 'replaced':
+        model.transformer.h[0].attn.c_proj.weight = torch.nn.Parameter(model.transformer.h[0].attn.c_proj.weight.detach() * 2)
+    else:
+        where = {'one weight': model.transformer.h[0].mlp.c_proj.weight, 'norm': model.transformer.ln_f.weight,
+                 'position': model.transformer.wpe.weight}[change]
+        with torch.no_grad():
+            where[0] += 1
+    fresh = CPUDecoder(model, weights)
+    if change != 'data':  # in the middle of a sequence
+        assert torch.equal(decoder(idx[:, :1], [c.clone() for c in cache])[0], fresh(idx[:, :1], [c.clone() for c in cache])[0])
+    assert torch.equal(decoder(idx, None)[0], fresh(idx, None)[0])
+
+
+@pytest.mark.parametrize('weights', ['float32', 'bfloat16', 'int8'])
+@pytest.mark.parametrize('where', ['weight', 'bias', 'norm', 'embedding', 'cache'])
+def test_a_nan_reaches_the_logits(weights, where):
+    model = f32(6, bias=True)
+    spot = {'weight': model.transformer.h[0].mlp.c_fc.weight, 'bias': model.transformer.h[1].attn.c_attn.bias,
+            'norm': model.transformer.h[1].ln_2.weight, 'embedding': model.transformer.wpe.weight}.get(where)
+    idx = torch.randint(29, (1, 6))
+    if where == 'cache':
+        decoder = CPUDecoder(model, weights)
+        _, cache = decoder(idx, None)
+        cache[0].v_cache[0, 1, 2, 0] = float('nan')
+        assert decoder(idx[:, :1], cache)[0].isnan().all()
+        cache[0].v_cache[0, 1, 2, 0] = 0
+        cache[1].k_cache[0, 0, 5, 1] = float('nan')
+        assert decoder(idx[:, :1], cache)[0].isnan().all()
+        cache[1].k_cache[0, 0, 5, 1] = 0
+        for layer in cache:
+            layer.k_cache[:, :, 7:], layer.v_cache[:, :, 7:] = float('nan'), float('nan')
+        assert decoder(idx[:, :1], cache)[0].isfinite().all()  # slots from cache_pos on are never read
+    else:
+        with torch.no_grad():
+            spot.view(-1)[3] = float('nan')
+        assert CPUDecoder(model, weights)(idx, None)[0].isnan().any()
+        with pytest.raises(ValueError, match='not numbers'):
+            model.generate(idx, 3, use_cache=True, decoder=CPUDecoder(model, weights))
+
+
+@pytest.mark.parametrize('bad', [
+    lambda m, d, c: d(torch.tensor([[29]]), c), lambda m, d, c: d(torch.tensor([[-1]]), c), lambda m, d, c: d(torch.tensor([[10 ** 12]]), None),
+    lambda m, d, c: d(torch.zeros(1, BLOCK, dtype=torch.long), c), lambda m, d, c: d(torch.zeros(2, 1, dtype=torch.long), c),
+    lambda m, d, c: d(torch.zeros(1, 1, dtype=torch.long), [layer._replace(cache_pos=BLOCK) for layer in c]),
+    lambda m, d, c: d(torch.zeros(1, 1, dtype=torch.long), [layer._replace(cache_pos=-1) for layer in c]),
+    lambda m, d, c: d(torch.zeros(1, 1, dtype=torch.long), c[:1]), lambda m, d, c: d(torch.zeros(1, 1, dtype=torch.long), c + c),
+    lambda m, d, c: d(torch.zeros(1, 1, dtype=torch.long), [LayerKVCache(a.double(), b.double(), p) for a, b, p in c]),
+    lambda m, d, c: d(torch.zeros(1, 1, dtype=torch.long), [LayerKVCache(a.transpose(2, 3).contiguous().transpose(2, 3), b, p) for a, b, p in c]),
+    lambda m, d, c: d(torch.zeros(1, 0, dtype=torch.long), c), lambda m, d, c: d(torch.zeros(1, 1), c),
+])
+def test_what_does_not_fit_is_refused_and_nothing_is_written(bad):
+    model = f32(7)
+    decoder = CPUDecoder(model)
+    _, cache = decoder(torch.randint(29, (1, 6)), None)
+    before = [t.clone() for layer in cache for t in layer[:2]]
+    with pytest.raises(ValueError):
+        bad(model, decoder, cache)
+    assert all(torch.equal(a, b) for a, b in zip(before, (t for layer in cache for t in layer[:2])))
+
+
+def test_models_it_does_not_know_are_refused_and_best_falls_back(capsys):
+    for spoil in (lambda m: m.double(), lambda m: setattr(m, 'lm_head', torch.nn.Sequential(m.lm_head)),
+                  lambda m: m.transformer.h[0].mlp.register_forward_hook(lambda *args: None)):
+        model = f32(8)
+        spoil(model)
+        with pytest.raises(ValueError, match='CPU decoder'):
+            CPUDecoder(model)
+        assert decode.best(model, 1).name == 'PyTorch, eager' and 'decoding eagerly' in capsys.readouterr().err
+        with pytest.raises(ValueError, match='int8'):
+            decode.best(model, 1, weights='int8')
+    for wrong in (dict(weights='int4'), dict(threads=0), dict(threads=10 ** 6)):
+        with pytest.raises(ValueError):
+            CPUDecoder(f32(8), **wrong)
+    with pytest.raises(ValueError):
+        decode.named('fast', f32(8))
+    with pytest.raises(ValueError):
+        decode.named('eager', f32(8), weights='int8')
+
+
+def test_threads_can_share_a_decoder_and_numbas_setting_is_left_alone():
+    import threading
+
+    import numba
+    model = f32(9)
+    decoder, idx = CPUDecoder(model, threads=min(2, numba.config.NUMBA_NUM_THREADS)), [torch.randint(29, (1, 6)) for _ in range(4)]
+    expected, got = [model.generate(i, 30, temperature=0) for i in idx], [None] * 4
+    numba.set_num_threads(1)
+    try:
+        def work(n):
+            mine = CPUDecoder(model)
+            got[n] = model.generate(idx[n], 30, temperature=0, use_cache=True, decoder=mine)
+        workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+        [w.start() for w in workers]
+        [w.join() for w in workers]
+        decoder(idx[0], None)
+        assert numba.get_num_threads() == 1
+    finally:
+        numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
+    assert all(torch.equal(a, b) for a, b in zip(expected, got))
+
+
+def test_int8_rounds_to_the_nearest():
+    w = torch.randn(40, 64) * torch.logspace(-6, 3, 40)[:, None]
+    w[3] = 0
+    whole, scale = quantise(w)
+    assert whole.abs().max() == 127 and torch.equal(whole, whole.round())
+    assert ((whole * scale[:, None] - w).abs() <= scale[:, None] * 0.5001).all()
+
+
+def test_rounded_weights_are_what_a_model_of_rounded_weights_computes():
+    """bfloat16 and int8 against the float32 model given the very weights that they stand for."""
+    idx = torch.randint(29, (3, 12))
+    for weights, worst in (('bfloat16', 1e-5), ('int8', 0.05)):  # int8 rounds the inputs of its matmuls as well
+        model, rounded = f32(10), f32(10)
+        with torch.no_grad():
+            for name, p in rounded.named_parameters():
+                if name.endswith(('attn.c_attn.weight', 'c_proj.weight', 'c_fc.weight', 'lm_head.weight')):
+                    whole, scale = quantise(p)
+                    p.copy_(p.bfloat16() if weights == 'bfloat16' else whole * scale[:, None])
+            rounded.transformer.wte.weight = torch.nn.Parameter(model.transformer.wte.weight.detach())  # embeddings are not rounded
+            logits, expected = CPUDecoder(model, weights)(idx, None)[0], head(rounded, model, idx, weights)
+        assert (logits - expected).abs().max() < worst * expected.abs().max(), weights
+        assert not torch.equal(logits, CPUDecoder(model)(idx, None)[0])
+
+
+def head(rounded, model, idx, weights):
+    x = rounded.hidden_states(idx)[0][:, -1:]
+    w = model.lm_head.weight
+    whole, scale = quantise(w)
+    return x @ (w.bfloat16().float() if weights == 'bfloat16' else whole * scale[:, None]).t()
+
+
+def test_dot_products_without_the_instruction():
+    """The portable int8 path, which machines without AVX512-VNNI take, gives the same to the bit."""
+    code = ("import sys, decode.vectors as v; v.DOT_PRODUCTS = sys.argv[1] == 'instruction'\n"
+            "import torch; from model import GPT, GPTConfig; from decode.cpu import CPUDecoder\n"
+            "torch.manual_seed(0); m = GPT(GPTConfig(block_size=8, vocab_size=30, n_layer=1, n_head=2, n_embd=64)).eval()\n"
+            "logits = CPUDecoder(m, 'int8', threads=1)(torch.arange(6)[None], None)[0]; print(logits.double().flatten().tolist())\n")
+    import decode.vectors
+    if not decode.vectors.DOT_PRODUCTS:
+        pytest.skip("this machine has only the portable path, and every other test has run it")
+    out = [subprocess.run([sys.executable, '-c', code, how], capture_output=True, text=True, cwd=os.path.dirname(os.path.dirname(__file__)),
+                          env={**os.environ, 'NUMBA_CACHE_DIR': '/nonexistent', 'NUMBA_DISABLE_CACHE': how}) for how in ('instruction', 'portable')]
+    assert out[0].returncode == 0 and out[0].stdout == out[1].stdout, out[1].stderr
+
+
+def test_where_nothing_can_be_kept_on_disk_it_says_so_once_and_goes_on(tmp_path):
+    code = ("import torch; from model import GPT, GPTConfig; from decode.cpu import CPUDecoder\n"
+            "m = GPT(GPTConfig(block_size=8, vocab_size=30, n_layer=1, n_head=2, n_embd=8)).eval()\n"
+            "for _ in range(2): print(CPUDecoder(m, threads=1)(torch.arange(6)[None], None)[0].shape)\n")
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for name in ('model.py', 'decode'):
+        source = os.path.join(root, name)
+        (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, tmp_path / name)
+    shutil.rmtree(tmp_path / 'decode' / '__pycache__', ignore_errors=True)
+    (tmp_path / 'decode' / '__pycache__').write_text('not a folder')
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=tmp_path,
+                          env={**os.environ, 'HOME': '/dev/null', 'XDG_CACHE_HOME': '/dev/null', 'NUMBA_CACHE_DIR': ''})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('[1, 1, 30]') == 2 and done.stderr.count('cannot be kept on disk') == 1 and 'Traceback' not in done.stderr
+
+
+@needs_compiler
+def test_the_compiled_decoder_compiles_once_and_gives_the_same_tokens():
+    from torch._dynamo.utils import counters
+    torch._dynamo.reset()
+    counters.clear()
+    model, idx = f32(11), torch.randint(29, (2, 3))
+    decoder = CompiledDecoder(model)
+    for policy in (dict(), dict(when_full='shift')):
+        got = model.generate(idx, 3 * BLOCK, temperature=0, use_cache=True, decoder=decoder, **policy)
+        assert torch.equal(got, model.generate(idx, 3 * BLOCK, temperature=0, **policy))
+    assert counters['stats']['unique_graphs'] == 1 and not counters['graph_break']  # however long the sequence grew
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8]]
+    assert model.generate(prompts, 8, temperature=0, use_cache=True, decoder=decoder) == model.generate(prompts, 8, temperature=0)
+    assert counters['stats']['unique_graphs'] == 1
+    model.load_state_dict(f32(12).state_dict())
+    assert torch.equal(model.generate(idx, 20, temperature=0, use_cache=True, decoder=decoder), model.generate(idx, 20, temperature=0))
+
+
+def test_bits_change_with_any_weight():
+    w = torch.randn(7, 9)
+    before = bits(w)
+    w.data[3, 3] += 1e-7
+    assert bits(w) != before and bits(torch.zeros(3)) == 0
+    assert np.isscalar(before)

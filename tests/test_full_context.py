@@ -1,0 +1,185 @@
+"""Past the window, and prompts of different lengths: against a plain loop that keeps lists of tokens and has no cache."""
+import itertools
+
+import pytest
+import torch
+from test_cache_exactness import large
+
+import decode
+from model import Context, GPTConfig, sample_token
+
+BLOCK = 16
+POLICIES = [dict(), dict(when_full='shift'), dict(when_full='shift', keep=5), dict(when_full='shift', keep=1, n_keep=3),
+            dict(when_full='shift', keep=BLOCK), dict(when_full='shift', keep=4, n_keep=12), dict(when_full='shift', n_keep=2)]
+
+
+def f32(seed, **changes):
+    return large(seed, torch.float32, **changes)
+
+
+def by_hand(model, prompt, n, temperature=0.0, generator=None, when_full='crop', keep=None, n_keep=0, stop_token=None):
+    """What the policies mean: one sequence, a list, and every token a full pass over the context."""
+    n_keep = min(n_keep, len(prompt))
+    keep = BLOCK if when_full == 'crop' else min(BLOCK // 2, BLOCK - n_keep) if keep is None else keep
+    context = prompt if len(prompt) <= BLOCK else prompt[:n_keep] + prompt[len(prompt) - BLOCK + n_keep:]
+    pinned, out = prompt[:n_keep], list(prompt)
+    for _ in range(n):
+        logits = model(torch.tensor([context]), use_cache=False)[0][:, -1]
+        token = sample_token(logits, temperature, generator=generator).item()
+        out.append(token)
+        if token == stop_token:
+            break
+        context = context + [token]
+        if len(context) > BLOCK:
+            context = pinned + context[len(context) - keep:]
+    return out
+
+
+@pytest.fixture(params=['no cache', 'eager', 'cpu'])
+def way(request):
+    if request.param == 'no cache':
+        return lambda model: dict(use_cache=False)
+    if request.param == 'eager':
+        return lambda model: dict(use_cache=True)
+    return lambda model: dict(use_cache=True, decoder=decode.best(model, 1))
+
+
+@pytest.mark.parametrize('policy', POLICIES, ids=str)
+def test_both_policies_on_both_sides_of_the_window(policy, way):
+    for seed, T in enumerate([1, 2, 6, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]):
+        model, prompt = f32(seed), torch.randint(29, (T,)).tolist()
+        for temperature in (0.0, 0.8):
+            expected = by_hand(model, prompt, 45, temperature, torch.Generator().manual_seed(seed), **policy)
+            got = model.generate([prompt], 45, temperature, generator=torch.Generator().manual_seed(seed), **way(model), **policy)
+            assert got == [expected], (T, temperature)
+
+
+@pytest.mark.parametrize('policy', POLICIES, ids=str)
+def test_prompts_of_different_lengths_are_each_as_alone(policy, way):
+    for seed in range(4):
+        model = f32(seed)
+        lengths = torch.randint(1, 2 * BLOCK, (6,)).tolist() + [1, BLOCK]
+        prompts = [torch.randint(29, (T,)).tolist() for T in lengths]
+        if policy.get('n_keep'):  # the shortest prompt bounds what is pinned, so alone it has to be the same
+            prompts = [prompt + [7] * max(0, policy['n_keep'] - len(prompt)) for prompt in prompts]
+        for temperature, stop in ((0.0, None), (0.8, None), (0.8, 11)):
+            alone = [by_hand(model, prompt, 40, temperature, torch.Generator().manual_seed(row), stop_token=stop, **policy)
+                     for row, prompt in enumerate(prompts)]
+            together = model.generate(prompts, 40, temperature, stop_token=stop, generator=[torch.Generator().manual_seed(row) for row in range(8)],
+                                      **way(model), **policy)
+            assert together == alone, (temperature, stop)
+
+
+def test_a_sample_does_not_depend_on_how_many_share_the_batch(way):
+    model, idx = f32(9), torch.randint(29, (1, 6))
+    ten = model.generate(idx, 30, generator=[torch.Generator().manual_seed(row) for row in range(10)], num_samples=10, **way(model))
+    for n in (1, 3):
+        few = model.generate(idx, 30, generator=[torch.Generator().manual_seed(row) for row in range(n)], num_samples=n, **way(model))
+        assert torch.equal(few, ten[:n])
+    one = model.generate(idx, 30, generator=torch.Generator().manual_seed(4), **way(model))
+    assert torch.equal(one[0], ten[4])  # and a list of one generator draws what the generator draws
+
+
+def test_num_samples_of_ragged_prompts():
+    model, prompts = f32(10), [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+    generators = lambda: [torch.Generator().manual_seed(row) for row in range(6)]  # noqa: E731
+    twice = model.generate([p for p in prompts for _ in range(2)], 30, generator=generators(), use_cache=True)
+    assert model.generate(prompts, 30, generator=generators(), use_cache=True, num_samples=2) == twice
+
+
+def test_stopped_rows_leave_the_batch():
+    """The batch is halved as rows stop, what is drawn for the others does not change, and nobody waits for the last."""
+    for prompts in ([[1, 2]] * 16, [[1, 2]] * 8 + [[3]] * 8):
+        model, sizes = f32(11), []
+
+        def decoder(idx, kv_cache, model=model, sizes=sizes):
+            sizes.append(idx.size(0))
+            logits, _, kv_cache = model(idx, kv_cache=kv_cache, use_cache=True)
+            return logits, kv_cache
+        free = model.generate(prompts, 60, use_cache=True, generator=torch.Generator().manual_seed(1))
+        stopped = model.generate(prompts, 60, use_cache=True, decoder=decoder, stop_token=7, generator=torch.Generator().manual_seed(1))
+        assert stopped == [row[:row.index(7, len(p)) + 1] if 7 in row[len(p):] else row for row, p in zip(free, prompts)]
+        assert sizes[0] == 16 and sizes[-1] <= 8, sizes
+        steps = [row.index(7, len(p)) - len(p) + 1 if 7 in row[len(p):] else 60 for row, p in zip(free, prompts)]
+        assert sum(sizes) <= 2 * sum(steps) + 64, (sizes, steps)  # rows that are done, but still there, are never more than the others
+
+
+def test_a_shift_feeds_two_tokens_a_token_and_a_crop_the_whole_window():
+    model, fed = f32(12), []
+
+    def decoder(idx, kv_cache):
+        fed.append(idx.size(1))
+        logits, _, kv_cache = model(idx, kv_cache=kv_cache, use_cache=True)
+        return logits, kv_cache
+    list(model.stream(torch.tensor([[1]]), 400, use_cache=True, decoder=decoder, when_full='shift'))
+    assert max(fed) == BLOCK // 2 and sum(fed) <= 2 * 400
+    fed.clear()
+    list(model.stream(torch.tensor([[1]]), 50, use_cache=True, decoder=decoder))
+    assert fed == [1] * BLOCK + [BLOCK] * 34
+
+
+def test_a_crop_allocates_no_cache_and_keeps_its_storage():
+    model, seen = f32(13), set()
+    decoder = decode.named('cpu', model)
+
+    def watched(idx, kv_cache):
+        logits, kv_cache = decoder(idx, kv_cache)
+        seen.add(kv_cache[0][0].data_ptr())
+        return logits, kv_cache
+    for policy in (dict(), dict(when_full='shift')):
+        seen.clear()
+        list(model.stream(torch.tensor([[1, 2]]), 60, use_cache=True, decoder=watched, **policy))
+        assert len(seen) == 1
+
+
+def test_the_last_block_works_out_one_position_only():
+    """What lm_head reads of the last position is the same to the bit whether the others are worked out or not."""
+    for seed in range(5):
+        model, idx = f32(seed), torch.randint(29, (3, 11))
+        with torch.no_grad():
+            all_positions, cache = model.hidden_states(idx, use_cache=True)
+            last, last_cache = model.hidden_states(idx, use_cache=True, last_only=True)
+            torch.testing.assert_close(last, all_positions[:, -1:], atol=1e-6, rtol=1e-5)
+            assert all(torch.equal(a.k_cache, b.k_cache) and torch.equal(a.v_cache, b.v_cache) for a, b in zip(cache, last_cache))
+
+
+@pytest.mark.parametrize('T', [1, 2, 5])
+def test_ragged_steps_on_a_warm_cache(T):
+    """cache_pos as a tensor, for one token or a chunk: each row is what it is alone."""
+    torch.manual_seed(T)
+    model, filled = f32(14), [3, 9, 1, 0]
+    idx, more = torch.randint(29, (4, 9)), torch.randint(29, (4, T))
+    with torch.no_grad():
+        _, _, cache = model(idx, use_cache=True)
+        ragged = [layer._replace(cache_pos=torch.tensor(filled)) for layer in cache]
+        for layer in ragged:  # what is beyond a row's cache_pos is nobody's business
+            for row, n in enumerate(filled):
+                layer.k_cache[row, :, n:], layer.v_cache[row, :, n:] = 1e4, -1e4
+        for step in (decode.EagerDecoder(model), decode.named('cpu', model)):
+            logits, after = step(more, [layer.clone() for layer in ragged])
+            assert after[0].cache_pos.tolist() == [n + T for n in filled]
+            for row, n in enumerate(filled):
+                alone = model(torch.cat([idx[row, :n], more[row]])[None], use_cache=False)[0]
+                torch.testing.assert_close(logits[row:row + 1], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('bad', [
+    dict(when_full='slide'), dict(keep=3), dict(n_keep=3), dict(when_full='shift', keep=0), dict(when_full='shift', keep=BLOCK + 1),
+    dict(when_full='shift', n_keep=-1), dict(when_full='shift', keep=BLOCK, n_keep=1), dict(idx=[]), dict(idx=[[1], []]), dict(idx=[[1], [29]]),
+    dict(idx=[[0.5]]), dict(generator=[torch.Generator()] * 3), dict(idx=[[[1]]]), dict(idx=[1, 2]),
+])
+def test_what_makes_no_sense_is_refused(bad):
+    settings = dict(idx=[[1, 2], [3]], max_new_tokens=5) | bad
+    with pytest.raises(ValueError):
+        f32(15).generate(**settings)
+
+
+def test_the_buffer_of_tokens_holds_the_window_however_it_is_read():
+    for block_size, reads in itertools.product((1, 2, 5), (set(), {3}, {2, 9, 10}, set(range(40)))):
+        context = Context([torch.tensor([100])], 1, block_size, True, block_size, 0)
+        for token in range(40):
+            context.append(torch.tensor([[token]]))
+            if token in reads:
+                n = min(block_size, token + 2)
+                assert context.newest(0, n).tolist() == [100, *range(token + 1)][-n:]
+    assert GPTConfig(block_size=1).block_size == 1
