@@ -416,11 +416,7 @@ class GPT(nn.Module):
     @torch.inference_mode()
     def _stream(self, context, max_new_tokens, use_cache, decoder, stop_token, temperature, top_k, top_p, generator):
         def feed(idx_cond, kv_cache):
-            """(logits, kv_cache) of tokens idx_cond that follow what is in the cache; None begins one."""
-            # what fills the window leaves nothing to go on from, so the model itself does without the cache there
-            if not use_cache or decoder is None and idx_cond.size(1) == self.config.block_size:
-                return self._full_pass(idx_cond), kv_cache
-            return self._cached_step(idx_cond, kv_cache, decoder)
+            return self.feed(idx_cond, kv_cache, use_cache, decoder)
 
         B, on_cpu, one_each = context.size(), context.tokens.device.type == 'cpu', isinstance(generator, (list, tuple))
         rows = torch.arange(B, device=context.tokens.device)  # those that the context still has: finished ones leave it
@@ -448,6 +444,16 @@ class GPT(nn.Module):
                 left = (~stopped[rows]).nonzero()[:, 0]
                 context.select(left)
                 rows = rows[left]
+
+    def feed(self, idx_cond, kv_cache, use_cache=True, decoder=None):
+        """
+        What a step of generation feeds, idx_cond (B, T), to whoever serves it: (logits (B, 1, vocab_size), kv_cache).
+
+        A kv_cache of None begins one. But what fills the window leaves nothing to go on from, so the model itself does without there.
+        """
+        if not use_cache or decoder is None and idx_cond.size(1) == self.config.block_size:
+            return self._full_pass(idx_cond), kv_cache
+        return self._cached_step(idx_cond, kv_cache, decoder)
 
     def _cached_step(self, idx_cond, kv_cache, decoder):
         """Feed idx_cond (B, T) to the cache, or begin one: (logits (B, 1, vocab_size), kv_cache)."""
@@ -732,7 +738,10 @@ def draw_clocks(logits, generator, rows, B):
     With a list of B generators, each row draws from its own. With one, it draws for all B in any case.
     """
     if isinstance(generator, (list, tuple)):
-        return torch.cat([torch.empty_like(logits[:1]).exponential_(generator=generator[row]) for row in rows.tolist()])
+        clocks = torch.empty_like(logits)
+        for row, clock in zip(rows.tolist(), clocks.unbind()):
+            clock.exponential_(generator=generator[row])
+        return clocks
     return logits.new_empty(B, logits.size(1)).exponential_(generator=generator)[rows]
 
 
