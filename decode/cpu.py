@@ -20,6 +20,7 @@ from decode.vectors import LANES
 
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8}
 padded = kernel.padded.py_func
+BYTES_A_THREAD = 2**22  # to read: below, a second thread is not worth the waiting
 PROBES = 8  # weights of each parameter that every step looks at
 LARGEST_BATCH = 256  # up to here no batch was found at which PyTorch's matmuls are faster: see bench.py --mode=peers
 
@@ -153,7 +154,8 @@ class CPUDecoder:
 
     weights: 'float32', 'bfloat16' or 'int8', how they are read. They are packed into a copy of 4, 2 or 1 bytes a
         weight; the model and its checkpoint stay as they are.
-    threads: how many; by default so many that each finds half a megabyte of weights to read, and no more than torch has.
+    threads: how many; by default it goes by the work in a step, up to torch's number. Threads that wait for each other
+        gain little on small steps, and lose much when another process takes one of their cores.
 
     It reads and writes the same tuples as the model, in place, and can take over from it or hand back at any step;
     kv_cache=None begins a cache, and cache_pos may be an int64 tensor (B,). Weights that have changed are packed anew
@@ -173,11 +175,12 @@ class CPUDecoder:
             raise ValueError(f"threads must be between 1 and {most} (NUMBA_NUM_THREADS sets the limit), not {threads}")
         check_model(model)
         c, self.model, self.packed = model.config, model, PackedWeights(model, weights)
-        self.n_threads = threads or max(1, min(self.packed.linears.nbytes // 2**19, torch.get_num_threads(), most))
+        self.n_threads, self.by_work = threads or min(torch.get_num_threads(), most), threads is None
         self.meeting = aligned(8, np.int64)
         if self.n_threads > 1 and not self.threads_meet():
             self.n_threads = 1  # waiting for each other, they would wait forever
-        self.name = f"numba on the CPU, {weights} weights, {self.n_threads} thread{'s' * (self.n_threads > 1)}"
+        self.name = (f"numba on the CPU, {weights} weights, {'up to ' * (self.by_work and self.n_threads > 1)}"
+                     f"{self.n_threads} thread{'s' * (self.n_threads > 1)}")
 
         head_dim = c.n_embd // c.n_head
         self.C_p, self.ff_p, self.q_p = padded(c.n_embd, GROUP), padded(4 * c.n_embd, GROUP), c.n_head * padded(head_dim, LANES)
@@ -193,7 +196,7 @@ class CPUDecoder:
 
     def threads_meet(self):
         met = np.zeros(self.n_threads, np.int64)
-        self.on_threads(kernel.meet, self.meeting.ctypes.data, met)
+        self.on_threads(self.n_threads, kernel.meet, self.meeting.ctypes.data, met)
         self.meeting[:] = 0
         return met.all()
 
@@ -205,7 +208,8 @@ class CPUDecoder:
         self.fed = None  # what the last step was fed
         self.sizes[6] = 0
         try:
-            self.run()
+            for self.threads_now in {1 if self.by_work else self.n_threads, self.n_threads}:
+                self.run()
         except OSError as e:  # compiled it is all the same
             print(f"the compiled decode step could not be kept on disk ({e})", file=sys.stderr)
         finally:
@@ -214,6 +218,7 @@ class CPUDecoder:
     def refresh(self):
         """Pack the weights, and note what would show that they have changed."""
         check_model(self.model)
+        self.sizes[4] = self.model.config.block_size  # which may have been cropped
         self.slots = [(module._parameters, name) for module in self.model.modules() for name, p in module._parameters.items() if p is not None]
         self.parameters = [slot[name] for slot, name in self.slots]
         self.versions = [p._version for p in self.parameters]
@@ -271,17 +276,17 @@ class CPUDecoder:
 
     def run(self):
         step = self.packed.linears, self.memory, self.sizes, self.packed.eps
-        return self.on_threads(on_threads, *step) if self.n_threads > 1 else alone(1, *step)
+        return alone(1, *step) if self.threads_now == 1 else self.on_threads(self.threads_now, on_threads, *step)
 
-    def on_threads(self, function, *args):
+    def on_threads(self, n_threads, function, *args):
         """function(n_threads, *args) with as many of numba's threads, whatever the number was and will be again."""
         with one_step_at_a_time:
             before = numba.get_num_threads()
-            if before == self.n_threads:
-                return function(before, *args)
-            numba.set_num_threads(self.n_threads)
+            if before == n_threads:
+                return function(n_threads, *args)
+            numba.set_num_threads(n_threads)
             try:
-                return function(self.n_threads, *args)
+                return function(n_threads, *args)
             finally:
                 numba.set_num_threads(before)
 
@@ -303,6 +308,9 @@ class CPUDecoder:
         self.memory[0], self.memory[1] = idx.data_ptr(), logits.data_ptr()
         if self.fed != (B, T, want_logits):
             self.sizes[6:9] = self.fed = B, T, want_logits
+            if self.by_work:  # reading the weights is half of the work for 8 rows
+                work = self.packed.linears.nbytes * (1 + B * T / 8)
+                self.threads_now = min(self.n_threads, 1 + int(work / BYTES_A_THREAD))
         refused = self.run()
         if refused == kernel.STALE:
             self.refresh()
