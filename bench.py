@@ -4,6 +4,8 @@ How fast, measured here and now.
     python bench.py                          a training step, as nanoGPT's bench
     python bench.py --mode=generate          tokens/s without and with the cache, by length: a table and a PNG
     python bench.py --mode=generate --shape=S,M --json=speedup.json
+    python bench.py --mode=peers             the same weights in other engines: a table and a PNG (pip install -r requirements-peers.txt)
+    python bench.py --mode=memory            what the cache, and doing without it, need in memory
 
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run.
 """
@@ -19,22 +21,24 @@ from tqdm import tqdm
 import configurator
 import tokenizer as tokenizers
 from batches import Batches
-from device import autocast, pick_device, pick_dtype, synchronize
+from device import DTYPES, autocast, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
 from whole_file import replacing
 
-mode = 'train'            # train or generate
-shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), several as S,M; auto is L on a GPU, S elsewhere
+mode = 'train'            # train, generate, peers or memory
+shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), several as S,M; auto: as the mode has it
 batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
 bias = False              # in linears and layer norms?
 real_data = True          # train on a prepared data set if there is one, else on random tokens
 profile = False           # a torch.profiler trace of the training step, written to bench_log/
 compile = True            # torch.compile the model for training; on a CPU it is no faster, and left out
-lengths = '10,50,122,128,200,500'  # numbers of new tokens to generate, after a prompt of 6
+lengths = 'auto'          # new tokens after a prompt of 6, as 10,50; auto: as the mode has it
+batches = 'auto'          # rows to generate at once; auto is 1,10,32 for peers and 1,8,32 for memory
 repeats = 5               # timed runs of each
-json = ''                 # a file to write the figures of generate mode to
-png = 'speedup.png'       # and one for their picture
+max_seconds = 2.0         # of one timed run in peers mode, about: slow engines generate fewer tokens
+json = ''                 # a file to write the figures of generate, peers and memory mode to
+png = 'auto'              # and one for their picture; auto is speedup.png for generate, peers.png for peers
 seed = 1337               # of weights and data
 device = 'auto'           # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'            # float32, bfloat16 or float16; auto goes by the device
@@ -45,24 +49,44 @@ SHAPES = {
     'L': GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304),
 }
 PROMPT = 6
+WITHIN_WINDOW = {'S': 122, 'M': 200, 'L': 50}  # new tokens that fit behind the prompt (of L, what there is time for)
 
 
 def main(config):
     torch.manual_seed(seed)
-    dev = pick_device(device)
+    dev = pick_device('cpu' if (mode, device) == ('peers', 'auto') else device)
     if mode == 'train':
         torch.set_float32_matmul_precision('high')  # as train.py does
     amp = autocast(dev, pick_dtype(dtype, dev))
-    names = ('S' if dev == 'cpu' else 'L') if shape == 'auto' else shape
-    unknown = set(names.split(',')) - set(SHAPES)
-    if unknown or mode not in ('train', 'generate') or repeats < 1 or batch_size < 1:
-        raise ValueError(f"mode is train or generate, shape any of {', '.join(SHAPES)}, repeats and batch_size at least 1")
+    auto_shape = 'S,M,L' if mode in ('peers', 'memory') else 'S' if dev == 'cpu' else 'L'
+    names = (auto_shape if shape == 'auto' else shape).split(',')
+    if set(names) - set(SHAPES) or mode not in ('train', 'generate', 'peers', 'memory') or repeats < 1 or batch_size < 1 or max_seconds <= 0:
+        raise ValueError(f"mode is train, generate, peers or memory, shape any of {', '.join(SHAPES)}, repeats and batch_size at least 1, "
+                         f"max_seconds more than 0")
     print(f"{describe_machine(dev)}, {pick_dtype(dtype, dev)}")
     if mode == 'train':
-        for name in names.split(','):
+        for name in names:
             bench_train(name, dev, amp)
+    elif mode == 'generate':
+        bench_generate(names, dev, amp)
+    elif mode == 'peers':
+        bench_peers(names, dev)
     else:
-        bench_generate(names.split(','), dev, amp)
+        bench_memory(names, dev)
+
+
+def numbers(name, text):
+    """'1,10' as [1, 10]."""
+    counts = [int(n) for n in text.split(',') if n.strip().isdigit() and int(n) > 0]
+    if len(counts) != len(text.split(',')):
+        raise ValueError(f"{name} must be positive numbers with commas between, not {text!r}")
+    return counts
+
+
+def write_json(**figures):
+    if json:
+        with replacing(json, 'w') as f:
+            dump(figures, f, indent=1)
 
 
 def describe_machine(dev):
@@ -129,9 +153,7 @@ def fed_tokens(n, block_size, use_cache):
 
 def bench_generate(names, dev, amp):
     rows = []
-    counts = [int(n) for n in lengths.split(',') if n.strip().isdigit() and int(n) > 0]
-    if len(counts) != len(lengths.split(',')):
-        raise ValueError(f"lengths must be numbers of tokens with commas between, not {lengths!r}")
+    counts = numbers('lengths', '10,50,122,128,200,500' if lengths == 'auto' else lengths)
     for name in names:
         c = GPTConfig(**vars(SHAPES[name]) | dict(bias=bias))
         model = GPT(c).to(dev).eval()
@@ -166,15 +188,14 @@ def bench_generate(names, dev, amp):
             rows.append(row)
             print(f"{n:>8} {n / plain:>6,.0f} tok/s {n / cached:>6,.0f} tok/s {row['speedup']:>8.2f}x {row['half_n_plus_1']:>7.1f}x "
                   f"{row['counted']:>7.2f}x {row['first_token_s'] * 1e3:>9.2f} ms  {'identical' if row['identical'] else 'DIFFERENT'}")
-    if json:
-        with replacing(json, 'w') as f:
-            dump(dict(machine=describe_machine(dev), dtype=pick_dtype(dtype, dev), prompt=PROMPT, repeats=repeats, rows=rows), f, indent=1)
+    write_json(machine=describe_machine(dev), dtype=pick_dtype(dtype, dev), prompt=PROMPT, repeats=repeats, rows=rows)
     if png:
-        draw(rows, dev)
-        print(f"\n{png}")
+        path = 'speedup.png' if png == 'auto' else png
+        draw(rows, dev, path)
+        print(f"\n{path}")
 
 
-def draw(rows, dev):
+def draw(rows, dev, path):
     """Speed-up against length: measured, and as the positions computed would have it."""
     import matplotlib
     matplotlib.use('Agg')
@@ -195,9 +216,60 @@ def draw(rows, dev):
     ax.minorticks_off()
     ax.grid(alpha=0.3)
     ax.legend()
-    with replacing(png) as f:
+    with replacing(path) as f:
         fig.savefig(f, format='png', dpi=110)
     plt.close(fig)
+
+
+def bench_peers(names, dev):
+    import comparison
+    if dev != 'cpu' or pick_dtype(dtype, dev) != 'float32':
+        raise ValueError("the peers are compared on a CPU, beginning with float32 weights: leave device and dtype at auto")
+    for engine, why in comparison.missing().items():
+        print(f"not compared: {engine} ({why})")
+    rows = []
+    for name in names:
+        model = model_with_varied_text(GPTConfig(**vars(SHAPES[name]) | dict(bias=bias)))
+        prompts = [torch.randint(model.config.vocab_size, (B, PROMPT)) for B in numbers('batches', '1,10,32' if batches == 'auto' else batches)]
+        n_new = WITHIN_WINDOW[name] if lengths == 'auto' else max(numbers('lengths', lengths))
+        mine = comparison.race(name, model, prompts, n_new, repeats, max_seconds)
+        print(comparison.table(mine), flush=True)
+        rows += mine
+        write_json(machine=describe_machine(dev), versions=comparison.versions(), missing=comparison.missing(), prompt=PROMPT, bias=bias,
+                   repeats=repeats, max_seconds=max_seconds, rows=rows)  # what there is so far
+    if png:
+        path = 'peers.png' if png == 'auto' else png
+        comparison.draw(rows, path, describe_machine(dev))
+        print(f"\n{path}")
+
+
+def model_with_varied_text(config):
+    """Random weights. At those it begins training with a GPT repeats its last token, and comparing tokens would say little."""
+    model = GPT(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if 'wte' not in name:
+                p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def bench_memory(names, dev):
+    import memory
+    dt, cases, rows = pick_dtype(dtype, dev), [], []
+    for name in names:
+        c = GPTConfig(**vars(SHAPES[name]) | dict(bias=bias))
+        counts = [10, WITHIN_WINDOW[name]] if lengths == 'auto' else numbers('lengths', lengths)
+        cases += [(name, c, B, n, use_cache) for B in numbers('batches', '1,8,32' if batches == 'auto' else batches)
+                  for n in counts for use_cache in (False, True)]
+    print(f"\n{'shape':<6}{'batch':>6}{'new tokens':>12}  {'':<10}{'peak':>14}{'its cache':>14}{'formula':>14}")
+    for name, c, B, n, use_cache in tqdm(cases, desc='memory', leave=False, disable=None):
+        formula = use_cache * 2 * c.n_layer * B * c.block_size * c.n_embd * DTYPES[dt].itemsize
+        row = dict(shape=name, batch=B, new_tokens=n, use_cache=use_cache, formula=formula,
+                   **memory.measure_apart(c, B, PROMPT, n, use_cache, dev, dt))
+        rows.append(row)
+        sizes = ''.join(f"{row[key] / 2**20:>10,.1f} MiB" for key in ('peak', 'cache', 'formula'))
+        tqdm.write(f"{name:<6}{B:>6}{n:>12}  {'cache' if use_cache else 'no cache':<10}{sizes}")
+    write_json(machine=describe_machine(dev), dtype=dt, prompt=PROMPT, rows=rows)
 
 
 if __name__ == '__main__':

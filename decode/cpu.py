@@ -208,7 +208,8 @@ class CPUDecoder:
         self.fed = None  # what the last step was fed
         self.sizes[6] = 0
         try:
-            for self.threads_now in {1 if self.by_work else self.n_threads, self.n_threads}:
+            for n_threads in {1 if self.by_work else self.n_threads, self.n_threads}:
+                self.threads_now = n_threads
                 self.run()
         except OSError as e:  # compiled it is all the same
             print(f"the compiled decode step could not be kept on disk ({e})", file=sys.stderr)

@@ -1,7 +1,6 @@
 """bench.py runs, counts what it claims to count, and writes its files. How fast it finds things is not tested."""
 import json
 import os
-import time
 
 import torch
 from conftest import ROOT, run
@@ -46,11 +45,10 @@ def test_peers_mode(tmp_path):
     rows = figures['rows']
     named = {(row['batch'], row['engine'], row['weights']) for row in rows}
     assert len(named) == len(rows)
-    assert {(B, 'no cache', 'float32') for B in (1, 3)} | {(3, 'cache + decoder', w) for w in ('float32', 'bfloat16', 'int8')} <= named
-    for peer in PEERS:
+    for peer in comparison.OURS + PEERS:
         why = peer.missing()
-        assert figures['missing'].get(peer.name, '') == why
-        assert ((1, peer.name, 'float32') in named) == (not why) and peer.name in done.stdout
+        assert figures['missing'].get(peer.name, '') == why and peer.name in done.stdout
+        assert all(((B, peer.name, weights) in named) == (not why) for B in (1, 3) for weights in peer.ways)
     for row in rows:
         assert row['tok_per_s'] > 0 and row['of_floor'] > 0 and len(row['runs_s']) == 2 and 1 <= row['new_tokens'] <= 8
         assert row['first_difference'] is None or abs(row['gap']) < comparison.NEAR_TIE or not row['should_be_ours'], row
@@ -61,26 +59,30 @@ def test_a_difference_is_found_and_judged():
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=16, vocab_size=11, n_layer=1, n_head=2, n_embd=16)).eval()
     prompts = torch.randint(11, (3, 4))
-    ours = model.generate(prompts, 8, temperature=0)[:, 4:]
-    assert comparison.compare(model, prompts, ours, ours[:, :5]) == dict(compared=5, first_difference=None, gap=None)
+    ours = model.generate(prompts, 12, temperature=0)[:, 4:]
+    assert comparison.compare(model, prompts, ours) == dict(compared=12, first_difference=None, gap=None)
     theirs = ours.clone()
     theirs[0, 6], theirs[2, 3] = (ours[0, 6] + 1) % 11, (ours[2, 3] + 1) % 11
-    found = comparison.compare(model, prompts, ours, theirs)
+    found = comparison.compare(model, prompts, theirs)
     logits = model(torch.cat([prompts[2], ours[2, :3]])[None])[0][0, -1]
-    assert (found['compared'], found['first_difference']) == (8, 3)
+    assert (found['compared'], found['first_difference']) == (12, 3)
     assert abs(found['gap'] - (logits[ours[2, 3]] - logits[theirs[2, 3]]).item()) < 1e-6 and found['gap'] > 0
     verdict = lambda **row: comparison.verdict(found | dict(should_be_ours=True) | row)  # noqa: E731
-    assert verdict(first_difference=None) == 'the same 8' and verdict(should_be_ours=False) == 'the same 3, then others'
+    assert verdict(first_difference=None) == 'the same 12' and verdict(should_be_ours=False) == 'the same 3, then others'
     assert verdict(gap=3e-6).startswith('near tie at 3') and verdict(gap=0.1).startswith('DIFFERENT at 3')
 
 
-def test_a_trial_stops_when_it_took_long_enough():
+def test_a_trial_stops_when_it_took_long_enough(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(comparison.time, 'perf_counter', lambda: now)
+
     class Slow:
         def generate(self, prompts, n):
+            nonlocal now
             asked.append(n)
-            time.sleep(0.01 * n)
+            now += 0.01 * n
     asked = []
-    assert comparison.trial(Slow(), None, 100, 0.1)[0] == 16 and asked == [2, 4, 8, 16]
+    assert comparison.trial(Slow(), None, 100, 0.1)[0] == 16 and asked == [2, 4, 8, 16, 16]
     asked = []
     assert comparison.trial(Slow(), None, 6, 1.0)[0] == 6 and asked == [2, 4, 6, 6, 6]
 
