@@ -66,16 +66,7 @@ class CausalSelfAttention(model.CausalSelfAttention):
                 alarm(who, f"NaN in the {name} of positions {start} to {end - 1}")
 
 
-class Generation:
-    """What one run of `stream` has to remember for its trace."""
-    step = -1
-
-    def __init__(self, use_cache):
-        self.use_cache = use_cache
-
-
 class GPT(model.GPT):
-    generation = None
 
     def __init__(self, config):
         super().__init__(config)
@@ -95,29 +86,19 @@ class GPT(model.GPT):
                     alarm('GPT', f"cache_pos differs between layers: {all_pos}")
         return super().hidden_states(idx, kv_cache, *args, **how)
 
-    def _stream(self, context, max_new_tokens, use_cache, *rest):
-        generation, tokens = Generation(use_cache), super()._stream(context, max_new_tokens, use_cache, *rest)
-        while True:
-            self.generation = generation  # two streams may take turns
-            generation.step += 1
-            try:
-                token = next(tokens)
-            except StopIteration:
-                return
-            yield token
+    def _stream(self, context, max_new_tokens, use_cache, decoder, *rest):
+        step = -1
+        serve = decoder or (self.feed if use_cache else lambda idx_cond, kv_cache: (self._full_pass(idx_cond), None))
 
-    def _cached_step(self, idx_cond, kv_cache, decoder):
-        self.report(idx_cond, kv_cache, cache_full=False)
-        logits, new_cache = super()._cached_step(idx_cond, kv_cache, decoder)
-        if tracing() and kv_cache is not None and any(new[0].data_ptr() != old[0].data_ptr() for new, old in zip(new_cache, kv_cache)):
-            alarm('generate', f"the cache was re-created in the middle of a generation, at step {self.generation.step}")
-        return logits, new_cache
-
-    def _full_pass(self, idx_cond):
-        self.report(idx_cond, None, cache_full=self.generation.use_cache)
-        return super()._full_pass(idx_cond)
-
-    def report(self, idx_cond, kv_cache, cache_full):
-        if tracing():
-            trace('generate', f"step={self.generation.step} use_cache={self.generation.use_cache} kv_cache_present={kv_cache is not None} "
-                              f"cache_full={cache_full} idx_cond.shape={tuple(idx_cond.shape)}")
+        def traced(idx_cond, kv_cache):
+            nonlocal step
+            step += 1
+            full = use_cache and idx_cond.size(1) == self.config.block_size
+            if tracing():
+                trace('generate', f"step={step} use_cache={use_cache} kv_cache_present={kv_cache is not None and not full} "
+                                  f"cache_full={full} idx_cond.shape={tuple(idx_cond.shape)}")
+            logits, new_cache = serve(idx_cond, kv_cache)
+            if tracing() and kv_cache is not None and any(new[0].data_ptr() != old[0].data_ptr() for new, old in zip(new_cache, kv_cache)):
+                alarm('generate', f"the cache was re-created in the middle of a generation, at step {step}")
+            return logits, new_cache
+        return super()._stream(context, max_new_tokens, use_cache, traced, *rest)

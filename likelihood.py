@@ -19,7 +19,7 @@ def negative_log_likelihoods(model, tokens, decoder=None, when_full='crop', keep
     context = Context(list(tokens[:, :1]), 1, block_size, True, keep, n_keep)
     nll, lengths = [], []
     for t in tqdm(range(1, tokens.size(1)), desc=f'{when_full}, {decoder.name if decoder else "eager"}', leave=False, disable=None):
-        logits = context.logits(lambda idx, kv_cache: model.feed(idx, kv_cache, True, decoder))
+        logits = context.logits(decoder or model.feed)[:, 0]
         if t > skip:
             nll.append(F.cross_entropy(logits.float(), tokens[:, t], reduction='none'))
             lengths.append(context.length)

@@ -394,9 +394,8 @@ class GPT(nn.Module):
         if keep < 1 or n_keep < 0 or n_keep + keep > c.block_size:
             raise ValueError(f"n_keep={n_keep} and keep={keep} tokens of a full context, of these at least 1, must fit in {c.block_size}")
         context = RaggedContext if len({min(len(prompt), c.block_size) for prompt in prompts}) > 1 else Context
-        tokens = self._stream(context(prompts, num_samples, c.block_size, use_cache, keep, n_keep), max_new_tokens, use_cache, decoder,
-                              stop_token, temperature, top_k, top_p, generator)
-        return (token.clone() for token in tokens)  # born under inference mode, which autograd would refuse later
+        return self._stream(context(prompts, num_samples, c.block_size, use_cache, keep, n_keep), max_new_tokens, use_cache, decoder,
+                            stop_token, temperature, top_k, top_p, generator)
 
     def _prompts(self, idx):
         """The prompts, (B, T) or a list of token lists, as a list of tensors (T,) on the model's device; or ValueError."""
@@ -413,52 +412,47 @@ class GPT(nn.Module):
             raise ValueError(f"the prompt must be integers within the vocabulary of {self.config.vocab_size}")
         return prompts
 
-    @torch.inference_mode()
     def _stream(self, context, max_new_tokens, use_cache, decoder, stop_token, temperature, top_k, top_p, generator):
-        def feed(idx_cond, kv_cache):
-            return self.feed(idx_cond, kv_cache, use_cache, decoder)
-
+        feed = decoder or (self.feed if use_cache else lambda idx_cond, kv_cache: (self._full_pass(idx_cond), None))
         B, on_cpu, one_each = context.size(), context.tokens.device.type == 'cpu', isinstance(generator, (list, tuple))
         rows = torch.arange(B, device=context.tokens.device)  # those that the context still has: finished ones leave it
         stopped = torch.zeros_like(rows, dtype=torch.bool)
+        no_gradients = torch.inference_mode()
         for step in range(max_new_tokens):
-            logits = context.logits(feed)
-            clocks = draw_clocks(logits, generator, rows, B) if temperature and (one_each or len(rows) < B) else None
-            best, idx_next = draw(logits, temperature, top_k, top_p, generator, clocks)  # (rows, 1) each
-            # a NaN wins each race. On a GPU asking would mean waiting, so there it is asked once
-            if (step == 0 or on_cpu) and any(b != b for b, in best.tolist()):
-                raise ValueError("the model's logits are not numbers: its weights are broken")
-            if stop_token is None:
+            with no_gradients:
+                logits = context.logits(feed)  # (rows, 1, vocab_size)
+                clocks = draw_clocks(logits, generator, rows, B) if temperature and (one_each or len(rows) < B) else None
+                best, idx_next = draw(logits, temperature, top_k, top_p, generator, clocks)  # (rows, 1) each
+                # a NaN wins each race. On a GPU asking would mean waiting, so there it is asked once
+                if (step == 0 or on_cpu) and any(b != b for b, in best.tolist()):
+                    raise ValueError("the model's logits are not numbers: its weights are broken")
+                if stop_token is not None:
+                    drawn = torch.full((B, 1), stop_token, dtype=torch.long, device=rows.device)
+                    drawn[rows] = idx_next.masked_fill(stopped[rows, None], stop_token)
+                    idx_next = drawn[rows]
                 context.append(idx_next)
-                yield idx_next
+            if stop_token is None:
+                yield idx_next.clone()  # the context goes on from what it was given, whatever becomes of this
                 continue
-            drawn = torch.full((B, 1), stop_token, dtype=torch.long, device=rows.device)
-            drawn[rows] = idx_next.masked_fill(stopped[rows, None], stop_token)
-            context.append(drawn[rows])
-            yield drawn
+            yield drawn.clone()
             stopped = drawn[:, 0] == stop_token
             n_left = B - int(stopped.sum())
             if n_left == 0:
                 return
             if n_left <= len(rows) // 2:  # a copy of the cache, at most log2(B) times
                 left = (~stopped[rows]).nonzero()[:, 0]
-                context.select(left)
+                with no_gradients:
+                    context.select(left)
                 rows = rows[left]
 
-    def feed(self, idx_cond, kv_cache, use_cache=True, decoder=None):
+    def feed(self, idx_cond, kv_cache):
         """
-        What a step of generation feeds, idx_cond (B, T), to whoever serves it: (logits (B, 1, vocab_size), kv_cache).
+        The model as its own decoder: what a step of generation feeds, idx_cond (B, T), to (logits (B, 1, vocab_size), kv_cache).
 
-        A kv_cache of None begins one. But what fills the window leaves nothing to go on from, so the model itself does without there.
+        None begins a cache. But what fills the window leaves nothing to go on from, and the cache is left alone.
         """
-        if not use_cache or decoder is None and idx_cond.size(1) == self.config.block_size:
+        if idx_cond.size(1) == self.config.block_size:
             return self._full_pass(idx_cond), kv_cache
-        return self._cached_step(idx_cond, kv_cache, decoder)
-
-    def _cached_step(self, idx_cond, kv_cache, decoder):
-        """Feed idx_cond (B, T) to the cache, or begin one: (logits (B, 1, vocab_size), kv_cache)."""
-        if decoder is not None:
-            return decoder(idx_cond, kv_cache)
         with evaluating(self):
             logits, _, kv_cache = self(idx_cond, kv_cache=kv_cache, use_cache=True)
             return logits, kv_cache
@@ -563,7 +557,7 @@ class Context:
         return len(self.tokens) * self.num_samples
 
     def logits(self, feed):
-        """(B, vocab_size), for the next token of each row; feed(idx, kv_cache) -> (logits, kv_cache)."""
+        """(B, 1, vocab_size), for the next token of each row; feed(idx, kv_cache) -> (logits, kv_cache)."""
         n_new = self.length - (self.kv_cache[0][2] if self.kv_cache is not None else 0)
         idx = self.unwritten[-1] if n_new == 1 and self.unwritten else self.newest(slice(None), n_new)
         logits, self.kv_cache = feed(idx, self.kv_cache)
@@ -572,7 +566,7 @@ class Context:
             self.num_samples = 1
             self.select(rows)
             logits = logits[rows]
-        return logits[:, -1]
+        return logits
 
     def append(self, idx_next):
         """Add each row's next token, (B, 1), and cut the contexts that no longer fit."""
@@ -638,7 +632,7 @@ class RaggedContext(Context):
 
     def logits(self, feed):
         if not self.use_cache:  # each row by itself, for want of a cache_pos to tell them apart
-            return torch.cat([feed(self.newest([row], n), None)[0][:, -1] for row, n in enumerate(self.lengths)])
+            return torch.cat([feed(self.newest([row], n), None)[0] for row, n in enumerate(self.lengths)])
         device = self.tokens.device
         full = [row for row in range(len(self.tokens)) if row not in self.stepping]
         parts = []
@@ -655,7 +649,7 @@ class RaggedContext(Context):
             logits, self.full_cache = feed(self.newest(full, self.block_size), cache)
             parts.append(logits)
         order = torch.tensor(self.stepping + full, device=device)
-        return torch.cat(parts)[order.argsort(), -1]
+        return torch.cat(parts)[order.argsort()]
 
     def fill(self, feed):
         n_old = max(1, max(self.lengths[row] for row in self.unfilled) - 1)
@@ -706,17 +700,17 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     generator: the torch.Generator to draw from, on the logits' device; torch's global one by default.
     Logits must be numbers: unlike torch.multinomial this does not check (`stream` does).
     """
-    return draw(logits, temperature, top_k, top_p, generator)[1]
+    return draw(logits[:, None], temperature, top_k, top_p, generator)[1]
 
 
 def draw(logits, temperature, top_k, top_p, generator, clocks=None):
-    """`sample_token`, as (what was largest, the token), (B, 1) each; clocks: see `draw_clocks`, they may be drawn already."""
+    """`sample_token` of logits (B, 1, vocab_size): (what was largest, the token), (B, 1) each. clocks may be drawn already."""
     if temperature == 0:
-        return logits.max(dim=-1, keepdim=True)
+        return logits.max(dim=-1)
     if temperature != 1.0:
         logits = logits / temperature
     if top_k is not None and top_k < logits.size(-1):
-        kth = torch.topk(logits, top_k).values[:, -1:]
+        kth = torch.topk(logits, top_k).values[..., -1:]
         logits = logits.masked_fill(logits < kth, -float('inf'))
     if top_p is not None and top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
@@ -728,12 +722,12 @@ def draw(logits, temperature, top_k, top_p, generator, clocks=None):
     probs = F.softmax(logits, dim=-1)
     if clocks is None:
         clocks = torch.empty_like(probs).exponential_(generator=generator)
-    return (probs / clocks).max(dim=-1, keepdim=True)
+    return (probs / clocks).max(dim=-1)
 
 
 def draw_clocks(logits, generator, rows, B):
     """
-    The clocks for some rows of a batch of B, logits (rows, vocab_size), whichever the other rows are and do.
+    The clocks for some rows of a batch of B, logits (rows, 1, vocab_size), whichever the other rows are and do.
 
     With a list of B generators, each row draws from its own. With one, it draws for all B in any case.
     """
@@ -742,7 +736,7 @@ def draw_clocks(logits, generator, rows, B):
         for row, clock in zip(rows.tolist(), clocks.unbind()):
             clock.exponential_(generator=generator[row])
         return clocks
-    return logits.new_empty(B, logits.size(1)).exponential_(generator=generator)[rows]
+    return logits.new_empty(B, 1, logits.size(2)).exponential_(generator=generator)[rows]
 
 
 def check_sampling(temperature, top_k, top_p):

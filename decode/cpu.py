@@ -5,7 +5,6 @@ import ctypes
 import hashlib
 import sys
 import threading
-from operator import is_
 from pathlib import Path
 
 import numba
@@ -220,11 +219,10 @@ class CPUDecoder:
         """Pack the weights, and note what would show that they have changed."""
         check_model(self.model)
         self.sizes[4] = self.model.config.block_size  # which may have been cropped
-        self.slots = [(module._parameters, name) for module in self.model.modules() for name, p in module._parameters.items() if p is not None]
-        self.parameters = [slot[name] for slot, name in self.slots]
-        self.versions = [p._version for p in self.parameters]
+        self.slots = [(module._parameters, name, p, p._version)
+                      for module in self.model.modules() for name, p in module._parameters.items() if p is not None]
         self.contents = [bits(p) for p in self.model.parameters()]
-        probes = [p.data_ptr() + p.element_size() * i for p in self.parameters for i in range(0, p.numel(), max(1, p.numel() // PROBES))]
+        probes = [p.data_ptr() + p.element_size() * i for p in self.model.parameters() for i in range(0, p.numel(), max(1, p.numel() // PROBES))]
         self.probes = np.array(probes, np.int64)
         self.seen = np.array([ctypes.c_int32.from_address(probe).value for probe in probes], np.int32)
         self.sizes[9] = len(probes)
@@ -243,7 +241,7 @@ class CPUDecoder:
             self.place()
 
     def place(self):
-        """Write down where everything is, in the order in which gpt_step takes it."""
+        """Write down where everything is, from kernel.TOKENS to kernel.OWN."""
         p, t = self.packed, self.model.transformer
         arrays = [self.meeting, self.cache_pos, self.caches, p.norm_weight, p.norm_bias, p.scale, p.bias, p.start,
                   *self.shared, self.probes, self.seen, *self.own]
@@ -254,8 +252,11 @@ class CPUDecoder:
             if [bits(p) for p in self.model.parameters()] != self.contents:
                 self.refresh()
             kv_cache = self.model.empty_cache(idx.size(0))
-        elif [p._version for p in self.parameters] != self.versions or not all(map(is_, [d[k] for d, k in self.slots], self.parameters)):
-            self.refresh()
+        else:
+            for parameters, name, known, version in self.slots:
+                if parameters[name] is not known or known._version != version:
+                    self.refresh()
+                    break
         cache_pos = kv_cache[0][2]
         for (k_cache, v_cache, pos), (known_k, known_v) in zip(kv_cache, self.known):
             if k_cache is not known_k or v_cache is not known_v or pos is not cache_pos:

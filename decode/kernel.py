@@ -7,7 +7,7 @@ times a layer. A fork and a join for each matmul would cost a small model more t
 
 Rows are tokens: row b * T + t is sequence b's t-th, and stands at position cache_pos[b] + t.
 
-Weights are packed (`cpu.pack`) in panels of LANES outputs, so that one register holds what one input is multiplied
+Weights are packed (`cpu.PackedWeights`) in panels of LANES outputs, so that one register holds what one input is multiplied
 with for LANES outputs: no sum across a register is ever taken, and memory is read from front to back. A panel is
 
     float32     (K, LANES)             K inputs, padded with zeros to a multiple of GROUP
@@ -61,6 +61,10 @@ from decode.vectors import (
 GROUP = 64  # inputs that share a scale when they are rounded to int8
 STORE, ADD, GELU = 0, 1, 2  # what becomes of the outputs of a linear
 BAD_TOKEN, NO_ROOM, STALE = 1, 2, 3  # why a step is refused
+
+# what the addresses in `memory` lead to, in this order; from OWN on, each thread's own five
+(TOKENS, LOGITS, WTE, WPE, MEETING, CACHE_POS, CACHES, NORM_WEIGHT, NORM_BIAS, SCALE, BIAS, START, X, Q, KV, Y, FF,
+ PROBES, SEEN, OWN) = range(20)
 
 # all linears, one after the other: their packed weights, and for each output row a scale (1 but for int8) and a bias;
 # start is where the sums of an int8 panel and group begin
@@ -267,14 +271,13 @@ def gpt_step(thread, n_threads, packed, memory, sizes, eps):
     """What thread number `thread` of n_threads does of one step; see the top of this file, and `steps`."""
     n_layer, n_head, head_dim, C, block_size, vocab_size = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]
     B, T, want_logits = sizes[6], sizes[7], sizes[8]
-    tokens, logits, wte, wpe = longs_at(memory[0]), floats_at(memory[1]), floats_at(memory[2]), floats_at(memory[3])
-    meeting, cache_pos, caches = longs_at(memory[4]), longs_at(memory[5]), longs_at(memory[6])
-    norm_weight, norm_bias = floats_at(memory[7]), floats_at(memory[8])
-    linears = Linears(pointer_to(packed), floats_at(memory[9]), floats_at(memory[10]), ints_at(memory[11]))
-    x, q, kv, y, ff = floats_at(memory[12]), floats_at(memory[13]), floats_at(memory[14]), floats_at(memory[15]), floats_at(memory[16])
-    mine = 19 + 5 * thread
-    own = Own(floats_at(memory[mine]), floats_at(memory[mine + 1]), floats_at(memory[mine + 2]),
-              bytes_at(memory[mine + 3]), floats_at(memory[mine + 4]))
+    tokens, cache_pos, caches, meeting = longs_at(memory[TOKENS]), longs_at(memory[CACHE_POS]), longs_at(memory[CACHES]), longs_at(memory[MEETING])
+    logits, wte, wpe = floats_at(memory[LOGITS]), floats_at(memory[WTE]), floats_at(memory[WPE])
+    norm_weight, norm_bias = floats_at(memory[NORM_WEIGHT]), floats_at(memory[NORM_BIAS])
+    linears = Linears(pointer_to(packed), floats_at(memory[SCALE]), floats_at(memory[BIAS]), ints_at(memory[START]))
+    x, q, kv, y, ff = floats_at(memory[X]), floats_at(memory[Q]), floats_at(memory[KV]), floats_at(memory[Y]), floats_at(memory[FF])
+    mine = memory[OWN + 5 * thread:OWN + 5 * thread + 5]
+    own = Own(floats_at(mine[0]), floats_at(mine[1]), floats_at(mine[2]), bytes_at(mine[3]), floats_at(mine[4]))
 
     rows, first_head, last_head = B * T, n_head * thread // n_threads, n_head * (thread + 1) // n_threads
     C_p, ff_p, head_p = padded(C, GROUP), padded(4 * C, GROUP), padded(head_dim, LANES)
@@ -345,7 +348,7 @@ def gpt_step(thread, n_threads, packed, memory, sizes, eps):
 def refusal(memory, sizes):
     """Why the step cannot be taken: STALE weights, a BAD_TOKEN or NO_ROOM in the cache; otherwise 0."""
     block_size, vocab_size, B, T, n_probes = sizes[4], sizes[5], sizes[6], sizes[7], sizes[9]
-    tokens, cache_pos, probes, seen = longs_at(memory[0]), longs_at(memory[5]), longs_at(memory[17]), ints_at(memory[18])
+    tokens, cache_pos, probes, seen = longs_at(memory[TOKENS]), longs_at(memory[CACHE_POS]), longs_at(memory[PROBES]), ints_at(memory[SEEN])
     for i in range(n_probes):
         if ints_at(probes[i])[0] != seen[i]:
             return STALE
@@ -362,8 +365,8 @@ def steps(sources):
     """
     The compiled functions (on several threads, on the caller's alone) of (n_threads, packed, memory, sizes, eps).
 
-    packed: the linears' weights, float32, bfloat16 in uint16, or int8. memory: int64 addresses of everything else, in
-    the order gpt_step takes them. sizes: int64 (n_layer, n_head, head_dim, n_embd, block_size, vocab_size, B, T,
+    packed: the linears' weights, float32, bfloat16 in uint16, or int8. memory: int64 addresses of everything else, TOKENS
+    to OWN. sizes: int64 (n_layer, n_head, head_dim, n_embd, block_size, vocab_size, B, T,
     want_logits, n_probes). A step writes the keys and values of its B * T positions, and the logits (B, vocab_size) of each
     sequence's last if they are wanted. Returns 0, or why it has done nothing, see `refusal`.
 
