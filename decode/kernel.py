@@ -118,7 +118,7 @@ def round_row(x, x_at, K, out, out_at, scales, scale_at):
 
 
 def tile(n_rows, n):
-    """The function for one panel's outputs of n_rows rows; n vectors of weights at a time, to keep 8 sums under way."""
+    """The function for one panel's outputs of n_rows rows; n vectors of weights at a time."""
     @njit
     def multiply(w, w_at, K, start, x, x_at, x_stride, row, own):
         sums = zeros(n_rows, n)
@@ -143,8 +143,9 @@ def int8_tile(n_rows, n):
     return multiply
 
 
-def largest_of(tile):
-    eight, four, two, one = tile(8, 1), tile(4, 2), tile(2, 4), tile(1, 8)
+def largest_of(tile, n):
+    """The function for any number of rows, in tiles of 8, 4, 2 and 1, with n sums under way at least (or a row's one)."""
+    eight, four, two, one = (tile(n_rows, max(1, n // n_rows)) for n_rows in (8, 4, 2, 1))
 
     @njit
     def multiply(w, n_rows, *args):
@@ -187,7 +188,9 @@ def of_weights(for_floats, for_int8):
 
 
 prepare_rows = of_weights(leave_rows, round_rows)
-multiply = of_weights(largest_of(tile), largest_of(int8_tile))
+# eight sums hide the latency of an fma. Of int8 they would be too much of a good thing: reading half a kilobyte at a stride,
+# the processor's prefetcher loses the thread, and a model larger than its caches is read at 10 GB/s instead of 26
+multiply = of_weights(largest_of(tile, 8), largest_of(int8_tile, 2))
 
 
 @njit
