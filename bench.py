@@ -6,6 +6,7 @@ How fast, measured here and now.
     python bench.py --mode=generate --shape=S,M --json=speedup.json
     python bench.py --mode=peers             the same weights in other engines: a table and a PNG (pip install -r requirements-peers.txt)
     python bench.py --mode=memory            what the cache, and doing without it, need in memory
+    python bench.py --mode=loss              what dropping context and rounding weights cost a trained model, in nats
 
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run.
 """
@@ -18,6 +19,7 @@ from json import dump
 import torch
 from tqdm import tqdm
 
+import checkpoint as checkpoints
 import configurator
 import tokenizer as tokenizers
 from batches import Batches
@@ -25,7 +27,7 @@ from device import DTYPES, autocast, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
 from whole_file import replacing
 
-mode = 'train'            # train, generate, peers or memory
+mode = 'train'            # train, generate, peers, memory or loss
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), several as S,M; auto: as the mode has it
 batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
@@ -37,8 +39,8 @@ lengths = 'auto'          # new tokens after a prompt of 6, as 10,50; auto: as t
 batches = 'auto'          # rows to generate at once; auto is 1,10,32 for peers and 1,8,32 for memory
 repeats = 5               # timed runs of each
 max_seconds = 2.0         # of one timed run in peers mode, about: slow engines generate fewer tokens
-json = ''                 # a file to write the figures of generate, peers and memory mode to
-png = 'auto'              # and one for their picture; auto is speedup.png for generate, peers.png for peers
+json = ''                 # a file to write the figures of all modes but train to
+png = 'auto'              # and one for their picture; auto is speedup.png, peers.png or loss_by_context.png, by the mode
 seed = 1337               # of weights and data
 device = 'auto'           # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'            # float32, bfloat16 or float16; auto goes by the device
@@ -60,8 +62,8 @@ def main(config):
     amp = autocast(dev, pick_dtype(dtype, dev))
     auto_shape = 'S,M,L' if mode in ('peers', 'memory') else 'S' if dev == 'cpu' else 'L'
     names = (auto_shape if shape == 'auto' else shape).split(',')
-    if set(names) - set(SHAPES) or mode not in ('train', 'generate', 'peers', 'memory') or repeats < 1 or batch_size < 1 or max_seconds <= 0:
-        raise ValueError(f"mode is train, generate, peers or memory, shape any of {', '.join(SHAPES)}, repeats and batch_size at least 1, "
+    if set(names) - set(SHAPES) or mode not in ('train', 'generate', 'peers', 'memory', 'loss') or repeats < 1 or batch_size < 1 or max_seconds <= 0:
+        raise ValueError(f"mode is train, generate, peers, memory or loss, shape any of {', '.join(SHAPES)}, repeats and batch_size at least 1, "
                          f"max_seconds more than 0")
     print(f"{describe_machine(dev)}, {pick_dtype(dtype, dev)}")
     if mode == 'train':
@@ -71,8 +73,10 @@ def main(config):
         bench_generate(names, dev, amp)
     elif mode == 'peers':
         bench_peers(names, dev)
-    else:
+    elif mode == 'memory':
         bench_memory(names, dev)
+    else:
+        bench_loss(dev)
 
 
 def numbers(name, text):
@@ -270,6 +274,25 @@ def bench_memory(names, dev):
         sizes = ''.join(f"{row[key] / 2**20:>10,.1f} MiB" for key in ('peak', 'cache', 'formula'))
         tqdm.write(f"{name:<6}{B:>6}{n:>12}  {'cache' if use_cache else 'no cache':<10}{sizes}")
     write_json(machine=describe_machine(dev), dtype=dt, prompt=PROMPT, rows=rows)
+
+
+def bench_loss(dev):
+    import likelihood
+    path = (checkpoints.newest_first() or ['out/ckpt.pt'])[0]
+    checkpoint = checkpoints.load(path)
+    model = checkpoints.build(checkpoint, GPT, GPTConfig).eval()
+    data_dir = 'data/' + checkpoint['config']['dataset']
+    text = Batches(data_dir, 'val', 1, model.config.block_size, model.config.vocab_size, dev).tokens
+    text = torch.from_numpy(text.astype('int64'))
+    results, by_context = likelihood.compare(model, text), likelihood.loss_by_context(model, text).tolist()
+    print(f"{path} on {data_dir}/val.bin, {results[0]['tokens']:,} tokens, window {model.config.block_size}")
+    print(f"{'weights':<10}{'when_full':<10}{'keep':>5}{'context':>9}{'nats a token':>14}{'difference':>22}")
+    for row in results:
+        print(f"{row['weights']:<10}{row['when_full']:<10}{row['keep']:>5}{row['mean_context']:>9.1f}{row['nll']:>14.4f}"
+              f"{row['difference']:>+10.5f} +- {row['standard_error']:.5f}{row['difference'] / results[0]['nll']:>+9.3%}")
+    write_json(machine=describe_machine(dev), checkpoint=path, rows=results, by_context=by_context)
+    if png:
+        likelihood.draw(by_context, results, 'loss_by_context.png' if png == 'auto' else png)
 
 
 if __name__ == '__main__':

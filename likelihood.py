@@ -3,7 +3,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import decode
 from model import Context
+from whole_file import replacing
 
 
 @torch.inference_mode()
@@ -25,3 +27,56 @@ def negative_log_likelihoods(model, tokens, decoder=None, when_full='crop', keep
             lengths.append(context.length)
         context.append(tokens[:, t:t + 1])
     return torch.stack(nll), torch.tensor(lengths)
+
+
+@torch.inference_mode()
+def loss_by_context(model, text):
+    """The mean nats a token of text (N,) with 1, 2, ... block_size tokens of context: (block_size,)."""
+    size = model.config.block_size
+    starts = torch.arange(0, len(text) - size, size // 2)
+    windows = text[starts[:, None] + torch.arange(size + 1)]
+    losses = [F.cross_entropy(model(w[:, :-1], w[:, 1:])[0].transpose(1, 2).float(), w[:, 1:], reduction='none') for w in windows.split(64)]
+    return torch.cat(losses).mean(dim=0)
+
+
+def compare(model, text, n_rows=32):
+    """
+    What each policy and each width of weights costs on a text (N,), cut into n_rows: rows as dicts, all on the same tokens.
+
+    The first block_size tokens of each row are not scored: until then nothing is full. difference: to float32 and crop,
+    with the standard error of its mean over the rows, in nats.
+    """
+    size = model.config.block_size
+    n_rows = max(1, min(n_rows, len(text) // (4 * size)))
+    tokens = text[:len(text) // n_rows * n_rows].view(n_rows, -1)[:, :1000 + size]
+    results, reference = [], None
+    for weights, policy in (('float32', dict()), ('float32', dict(when_full='shift')), ('float32', dict(when_full='shift', keep=3 * size // 4)),
+                            ('float32', dict(when_full='shift', keep=size // 4)), ('bfloat16', dict()), ('int8', dict())):
+        decoder = decode.best(model, n_rows, weights)
+        nll, context = negative_log_likelihoods(model, tokens, decoder, skip=size, **policy)
+        nll = nll.double()
+        reference = nll if reference is None else reference
+        difference = (nll - reference).mean(dim=0)
+        results.append(dict(weights=weights, when_full=policy.get('when_full', 'crop'), keep=policy.get('keep', size // 2) if policy else size,
+                            tokens=nll.numel(), mean_context=context.double().mean().item(), nll=nll.mean().item(),
+                            difference=difference.mean().item(), standard_error=difference.std().item() / n_rows ** 0.5))
+    return results
+
+
+def draw(by_context, results, path):
+    """Loss against context in use, and where the policies stand on it."""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(7, 4), layout='constrained')
+    ax.plot(range(1, len(by_context) + 1), by_context, label='a token, by how many the model sees before it')
+    for i, row in enumerate(row for row in results if row['weights'] == 'float32'):
+        what = 'crop' if row['when_full'] == 'crop' else f"shift, keep {row['keep']}"
+        ax.plot([row['keep'], len(by_context)], [row['nll']] * 2, color=f'C{i + 1}', marker='|', label=f"{what}: {row['nll']:.3f}")
+    ax.set(xlabel='tokens of context in use (a line spans what a policy has, at the mean loss it reaches)', ylabel='nats a token')
+    ax.set_ylim(min(by_context) - 0.05, by_context[min(3, len(by_context) - 1)])
+    ax.grid(alpha=0.3)
+    ax.legend()
+    with replacing(path) as f:
+        fig.savefig(f, format='png', dpi=110)
+    plt.close(fig)

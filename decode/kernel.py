@@ -121,9 +121,9 @@ def tile(n_rows, n):
     """The function for one panel's outputs of n_rows rows; n vectors of weights at a time."""
     @njit
     def multiply(w, w_at, K, start, x, x_at, x_stride, row, own):
-        sums = zeros(n_rows, n)
+        sums = zeros(n_rows, n)  # while it works on one panel, the next is fetched
         for k in range(0, K, n * inputs_per_vector(w)):
-            sums = multiply_tile(sums, w, w_at + k * LANES, x, x_at + k, x_stride, n_rows)
+            sums = multiply_tile(sums, w, w_at + k * LANES, x, x_at + k, x_stride, n_rows, K * LANES)
         store_tile(sums, own.sums, 0, LANES, n_rows)
     return multiply
 
@@ -137,7 +137,7 @@ def int8_tile(n_rows, n):
             # the inputs are 128 too large, so the sums start at -128 times the sum of the weights
             sums = load_ints(n_rows, n, start, w_at // GROUP + g * LANES)
             for k in range(g * GROUP, (g + 1) * GROUP, n * inputs_per_vector(w)):
-                sums = multiply_tile(sums, w, w_at + k * LANES, own.rounded, row * K + k, K, n_rows)
+                sums = multiply_tile(sums, w, w_at + k * LANES, own.rounded, row * K + k, K, n_rows, K * LANES)
             totals = scale_tile(totals, sums, own.scales, row * (K // GROUP) + g, K // GROUP)
         store_tile(totals, own.sums, 0, LANES, n_rows)
     return multiply

@@ -354,24 +354,28 @@ def inputs_per_vector(typing, w):
 
 
 @intrinsic(prefer_literal=True)
-def multiply_tile(typing, sums, w, i, x, j, stride, n_rows):
+def multiply_tile(typing, sums, w, i, x, j, stride, n_rows, ahead):
     """
     A tile of w @ x: of LANES outputs for n_rows rows of x, k of the inner dimension at a time.
 
     sums: n_rows * n vectors, row by row. w at i: n vectors of packed weights (see kernel.py), each LANES outputs x
     1 (float32), 2 (bfloat16 in uint16) or 4 (int8) inputs. x at j + r * stride: row r, float32, or uint8 for int8
-    weights. What was added to a row's sums in the end adds up to its LANES outputs.
+    weights. What was added to a row's sums in the end adds up to its LANES outputs. With four rows and more, there is
+    time to fetch the weights that are needed `ahead` elements later; a single row reads as fast as memory gives in any case.
     """
     n_rows_, n = n_rows.literal_value, sums.count // n_rows.literal_value
     per_vector = INPUTS_PER_VECTOR[w.dtype]
 
     def emit(context, builder, sig, args):
-        sums, w, i, x, j, stride, _ = args
+        sums, w, i, x, j, stride, _, ahead = args
         sums = cgutils.unpack_tuple(builder, sums)
         rows = [builder.add(j, builder.mul(stride, I64(r))) for r in range(n_rows_)]
 
         def weights(k, as_type):
-            return _read(builder, _address(builder, w, builder.add(i, I64(k * per_vector * LANES)), as_type))
+            at = builder.add(i, I64(k * per_vector * LANES))
+            if n_rows_ >= 4:
+                _call(builder, 'llvm.prefetch.p0', ir.VoidType(), _address(builder, w, builder.add(at, ahead), I8), I32(0), I32(2), I32(1))
+            return _read(builder, _address(builder, w, at, as_type))
 
         def inputs(r, k, as_type):
             p = _address(builder, x, builder.add(rows[r], I64(k)), as_type)
@@ -394,7 +398,7 @@ def multiply_tile(typing, sums, w, i, x, j, stride, n_rows):
                     else:
                         sums[s] = _fma(builder, wm, inputs(r, per_vector * k + m, F32), sums[s])
         return context.make_tuple(builder, sig.return_type, sums)
-    return sums(sums, w, types.int64, x, types.int64, types.int64, n_rows), emit
+    return sums(sums, w, types.int64, x, types.int64, types.int64, n_rows, types.int64), emit
 
 
 def _dot_bytes(builder, sums, x, w):

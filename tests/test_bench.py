@@ -102,3 +102,13 @@ def test_settings_that_make_no_sense_end_in_one_line(repo):
                         ('--lengths=500', 'do not fit into block_size 128')):
         done = run(repo, 'bench.py', '--mode=peers', '--shape=S', wrong)
         assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_loss_mode(trained, tmp_path):
+    done = run(trained, 'bench.py', '--mode=loss', f'--json={tmp_path}/loss.json', f'--png={tmp_path}/loss.png')
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((tmp_path / 'loss.json').read_text())
+    rows = figures['rows']
+    assert [row['weights'] for row in rows] == ['float32'] * 4 + ['bfloat16', 'int8'] and len(figures['by_context']) == 16
+    assert rows[0]['difference'] == 0 and rows[0]['mean_context'] == 16 and 12 < rows[1]['mean_context'] < 12.5
+    assert all(abs(row['difference']) < 0.1 for row in rows) and (tmp_path / 'loss.png').read_bytes().startswith(b'\x89PNG')

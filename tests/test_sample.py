@@ -55,6 +55,31 @@ def test_bfloat16_runs(trained):
     sample(trained, '--num_samples=1', '--max_new_tokens=5', '--dtype=bfloat16')
 
 
+def test_every_decoder_and_both_policies_say_who_serves(trained):
+    settings = ('--num_samples=3', '--max_new_tokens=40')
+    texts = {decoder: sample(trained, *settings, f'--decoder={decoder}') for decoder in ('auto', 'eager', 'cpu')}
+    assert 'decoder: numba on the CPU, float32 weights, 1 thread' in texts['auto'].stderr and 'decoder: PyTorch, eager' in texts['eager'].stderr
+    assert texts['auto'].stdout == texts['eager'].stdout == texts['cpu'].stdout
+    shifted = [sample(trained, *settings, '--when_full=shift', *more).stdout for more in ([], ['--use_cache=False'], ['--keep=3', '--n_keep=1'])]
+    assert shifted[0] == shifted[1] != texts['auto'].stdout and shifted[2] != shifted[0]
+    assert 'int8 weights' in sample(trained, *settings, '--weights=int8', '--threads=1').stderr
+
+
+def test_a_sample_is_the_same_however_many_there_are(trained):
+    ten = sample(trained, '--num_samples=5', '--max_new_tokens=30').stdout.split('---------------\n')
+    assert sample(trained, '--num_samples=2', '--max_new_tokens=30').stdout.split('---------------\n')[:2] == ten[:2]
+    assert sample(trained, '--num_samples=1', '--max_new_tokens=30').stdout == ten[0]
+    assert sample(trained, '--num_samples=1', '--max_new_tokens=30', '--seed=1341').stdout == ten[4]  # the fifth is 1337 + 4
+
+
+def test_every_line_of_a_file_is_a_prompt(trained, tmp_path):
+    (tmp_path / 'prompts.txt').write_text('The \n\nA statement that is longer than the window\nif\n')
+    settings = ('--max_new_tokens=30', '--num_samples=2')
+    out = sample(trained, f'--start=FILE:{tmp_path}/prompts.txt', '--split=lines', *settings).stdout.split('---------------\n')[:-1]
+    assert [text[:2] for text in out] == ['Th', 'Th', 'A ', 'A ', 'if', 'if'] and all(len(text) > 30 for text in out)
+    assert out[:2] == sample(trained, '--start=The ', *settings).stdout.split('---------------\n')[:2]  # as alone
+
+
 @pytest.mark.skipif(not shutil.which('g++'), reason="torch.compile on a CPU needs a C++ compiler")
 def test_compiled_draws_the_same(trained):
     settings = ('--num_samples=1', '--max_new_tokens=30', '--temperature=0')
