@@ -33,7 +33,7 @@ def negative_log_likelihoods(model, tokens, decoder=None, when_full='crop', keep
 def loss_by_context(model, text):
     """The mean nats a token of text (N,) with 1, 2, ... block_size tokens of context: (block_size,)."""
     size = model.config.block_size
-    starts = torch.arange(0, len(text) - size, size // 2)
+    starts = torch.arange(0, len(text) - size, max(1, size // 16))
     windows = text[starts[:, None] + torch.arange(size + 1)]
     losses = [F.cross_entropy(model(w[:, :-1], w[:, 1:])[0].transpose(1, 2).float(), w[:, 1:], reduction='none') for w in windows.split(64)]
     return torch.cat(losses).mean(dim=0)
@@ -72,11 +72,11 @@ def draw(by_context, results, path):
     ax.plot(range(1, len(by_context) + 1), by_context, label='a token, by how many the model sees before it')
     for i, row in enumerate(row for row in results if row['weights'] == 'float32'):
         what = 'crop' if row['when_full'] == 'crop' else f"shift, keep {row['keep']}"
-        ax.plot([row['keep'], len(by_context)], [row['nll']] * 2, color=f'C{i + 1}', marker='|', label=f"{what}: {row['nll']:.3f}")
+        ax.plot([row['keep'], len(by_context)], [row['nll']] * 2, color=f'C{i + 1}', marker='o', ms=4, label=f"{what}: {row['nll']:.4f}")
     ax.set(xlabel='tokens of context in use (a line spans what a policy has, at the mean loss it reaches)', ylabel='nats a token')
-    ax.set_ylim(min(by_context) - 0.05, by_context[min(3, len(by_context) - 1)])
+    ax.set_ylim(min(by_context) - 0.02, by_context[min(4, len(by_context) - 1)])
     ax.grid(alpha=0.3)
-    ax.legend()
+    ax.legend(loc='upper right')
     with replacing(path) as f:
         fig.savefig(f, format='png', dpi=110)
     plt.close(fig)

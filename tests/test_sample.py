@@ -56,7 +56,7 @@ def test_bfloat16_runs(trained):
 
 
 def test_every_decoder_and_both_policies_say_who_serves(trained):
-    settings = ('--num_samples=3', '--max_new_tokens=40')
+    settings = ('--num_samples=3', '--max_new_tokens=300')
     texts = {decoder: sample(trained, *settings, f'--decoder={decoder}') for decoder in ('auto', 'eager', 'cpu')}
     assert 'decoder: numba on the CPU, float32 weights, 1 thread' in texts['auto'].stderr and 'decoder: PyTorch, eager' in texts['eager'].stderr
     assert texts['auto'].stdout == texts['eager'].stdout == texts['cpu'].stdout
