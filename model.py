@@ -346,8 +346,8 @@ class GPT(nn.Module):
         Given a list of token lists, returns a list of token lists, each up to its stop token.
         """
         with evaluating(self):
-            tokens = self.stream(idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token,
-                                 generator, decoder, num_samples, **when_full)
+            tokens = self._tokens(idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token,
+                                  generator, decoder, num_samples, **when_full)
             if isinstance(idx, torch.Tensor):
                 return torch.cat([idx.repeat_interleave(num_samples, dim=0), *tokens], dim=1)
             rows = [list(prompt) for prompt in idx for _ in range(num_samples)]
@@ -376,6 +376,13 @@ class GPT(nn.Module):
         block_size are cropped to their end (with 'shift', after their first n_keep tokens). Raises ValueError on an empty
         prompt, on ids that are not in the vocabulary and on settings that make no sense.
         """
+        tokens = self._tokens(idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token,
+                              generator, decoder, num_samples, when_full, keep, n_keep)
+        return (token.clone() for token in tokens)  # what comes next depends on each, whatever becomes of the copy
+
+    def _tokens(self, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token,
+                generator, decoder, num_samples, when_full='crop', keep=None, n_keep=0):
+        """`stream`, its tokens not to be written to."""
         c = self.config
         if max_new_tokens < 0 or num_samples < 1:
             raise ValueError(f"max_new_tokens {max_new_tokens} must be at least 0, and num_samples {num_samples} at least 1")
@@ -432,9 +439,9 @@ class GPT(nn.Module):
                     idx_next = drawn[rows]
                 context.append(idx_next)
             if stop_token is None:
-                yield idx_next.clone()  # the context goes on from what it was given, whatever becomes of this
+                yield idx_next
                 continue
-            yield drawn.clone()
+            yield drawn
             stopped = drawn[:, 0] == stop_token
             n_left = B - int(stopped.sum())
             if n_left == 0:

@@ -105,25 +105,27 @@ def layer_norm(x, x_at, weight, bias, at, C, eps, out, out_at):
 @njit
 def round_row(x, x_at, K, out, out_at, scales, scale_at):
     """out = K floats of x as uint8, 128 more than the int8 they are rounded to: GROUP to a scale, the largest is 127."""
+    spoilt = constant(0)
     for g in range(K // GROUP):
-        largest, spoilt = constant(0), constant(0)
+        largest = constant(0)
         for i in range(g * GROUP, (g + 1) * GROUP, LANES):
             v = load(x, x_at + i)
             largest, spoilt = larger(absolute(v), largest), fma(v, constant(0), spoilt)
         peak = max_lanes(largest)
-        scales[scale_at + g] = peak / np.float32(127) + sum_lanes(spoilt)  # no int8 is a NaN, so the scale has to be
+        scales[scale_at + g] = peak / np.float32(127)
         to_whole = splat(np.float32(127) / peak if peak > 0 else np.float32(0))
         for i in range(g * GROUP, (g + 1) * GROUP, LANES):
             store_bytes(out, out_at + i, load(x, x_at + i) * to_whole)
+    scales[scale_at] += sum_lanes(spoilt)  # no int8 is a NaN, so a scale has to be
 
 
 def tile(n_rows, n):
-    """The function for one panel's outputs of n_rows rows; n vectors of weights at a time."""
+    """The function for one panel's outputs of n_rows rows of x, every `step` from `row`; n vectors of weights at a time."""
     @njit
-    def multiply(w, w_at, K, start, x, x_at, x_stride, row, own):
+    def multiply(w, w_at, K, start, x, row, step, own):
         sums = zeros(n_rows, n)  # while it works on one panel, the next is fetched
         for k in range(0, K, n * inputs_per_vector(w)):
-            sums = multiply_tile(sums, w, w_at + k * LANES, x, x_at + k, x_stride, n_rows, K * LANES)
+            sums = multiply_tile(sums, w, w_at + k * LANES, x, row * K + k, step * K, n_rows, K * LANES)
         store_tile(sums, own.sums, 0, LANES, n_rows)
     return multiply
 
@@ -131,14 +133,14 @@ def tile(n_rows, n):
 def int8_tile(n_rows, n):
     """The same for int8 weights, with the inputs as round_row has left them."""
     @njit
-    def multiply(w, w_at, K, start, x, x_at, x_stride, row, own):
+    def multiply(w, w_at, K, start, x, row, step, own):
         totals = zeros(n_rows, 1)
         for g in range(K // GROUP):
             # the inputs are 128 too large, so the sums start at -128 times the sum of the weights
             sums = load_ints(n_rows, n, start, w_at // GROUP + g * LANES)
             for k in range(g * GROUP, (g + 1) * GROUP, n * inputs_per_vector(w)):
-                sums = multiply_tile(sums, w, w_at + k * LANES, own.rounded, row * K + k, K, n_rows, K * LANES)
-            totals = scale_tile(totals, sums, own.scales, row * (K // GROUP) + g, K // GROUP)
+                sums = multiply_tile(sums, w, w_at + k * LANES, own.rounded, row * K + k, step * K, n_rows, K * LANES)
+            totals = scale_tile(totals, sums, own.scales, row * (K // GROUP) + g, step * (K // GROUP))
         store_tile(totals, own.sums, 0, LANES, n_rows)
     return multiply
 
@@ -165,13 +167,14 @@ def largest_of(tile, n):
 
 
 @njit
-def round_rows(w, x, x_at, x_stride, n_rows, K, own):
-    for r in range(n_rows):
-        round_row(x, x_at + r * x_stride, K, own.rounded, r * K, own.scales, r * (K // GROUP))
+def round_rows(w, x, rows, K, own):
+    first_row, step, n_rows = rows
+    for r in range(first_row, first_row + n_rows * step, step):
+        round_row(x, r * K, K, own.rounded, r * K, own.scales, r * (K // GROUP))
 
 
 @njit
-def leave_rows(w, x, x_at, x_stride, n_rows, K, own):
+def leave_rows(w, x, rows, K, own):
     pass
 
 
@@ -194,22 +197,22 @@ multiply = of_weights(largest_of(tile, 8), largest_of(int8_tile, 2))
 
 
 @njit
-def linear(linears, w_at, panel, K, mine, x, x_at, x_stride, n_rows, then, out, out_at, out_stride, n_out, own):
+def linear(linears, w_at, panel, K, mine, x, rows, then, out, out_stride, n_out, own):
     """
-    Panels `mine` = (from, to) of the linear whose weights begin at w_at, and its panels at number `panel` of all: n_rows
-    rows of K inputs, every x_stride from x_at, to rows of n_out outputs, every out_stride from out_at, which are stored,
-    added to what is there, or stored after a GELU.
+    Panels `mine` = (from, to) of the linear whose weights begin at w_at, and its panels at number `panel` of all, for
+    rows = (first, step, how many) of x, K inputs each and as prepare_rows has left them. The n_out outputs of a row go to the
+    same row of out, and are stored, added to what is there, or stored after a GELU.
     """
-    w = linears.w
-    prepare_rows(w, x, x_at, x_stride, n_rows, K, own)
+    w, (first_row, step, n_rows) = linears.w, rows
     for p in range(mine[0], mine[1]):
         at, row_at = w_at + p * K * LANES, (panel + p) * LANES
         s, b = load(linears.scale, row_at), load(linears.bias, row_at)
-        r = 0
-        while r < n_rows:
-            n = multiply(w, n_rows - r, at, K, linears.start, x, x_at + r * x_stride, x_stride, r, own)
+        done = 0
+        while done < n_rows:
+            row = first_row + done * step
+            n = multiply(w, n_rows - done, at, K, linears.start, x, row, step, own)
             for i in range(n):
-                v, to = fma(load(own.sums, i * LANES), s, b), out_at + (r + i) * out_stride + p * LANES
+                v, to = fma(load(own.sums, i * LANES), s, b), (row + i * step) * out_stride + p * LANES
                 if then == ADD:
                     store(out, to, load(out, to) + v)
                 elif then == GELU:
@@ -218,7 +221,7 @@ def linear(linears, w_at, panel, K, mine, x, x_at, x_stride, n_rows, then, out, 
                     store(out, to, v)
                 else:
                     store_first(out, to, v, n_out - p * LANES)
-            r += n
+            done += n
 
 
 @njit
@@ -303,11 +306,11 @@ def gpt_step(thread, n_threads, packed, memory, sizes, eps):
         # of the last layer nobody wants more than each sequence's last position, or nothing; the keys and values, all of them
         last = layer == n_layer - 1
         start, step = (T - 1, T) if last else (0, 1)
-        n_rows = (B * want_logits if last else rows)
-        linear(linears, w_at, panel, C_p, my_q, own.normed, start * C_p, step * C_p, n_rows,
-               STORE, q, start * q_stride, step * q_stride, q_stride, own)
+        every, wanted = (0, 1, rows), (start, step, B * want_logits if last else rows)
+        prepare_rows(linears.w, own.normed, every, C_p, own)
+        linear(linears, w_at, panel, C_p, my_q, own.normed, wanted, STORE, q, q_stride, q_stride, own)
         w_at, panel = w_at + n_head * panels_a_head * C_p * LANES, panel + n_head * panels_a_head
-        linear(linears, w_at, panel, C_p, my_kv, own.normed, 0, C_p, rows, STORE, kv, 0, kv_stride, kv_stride, own)
+        linear(linears, w_at, panel, C_p, my_kv, own.normed, every, STORE, kv, kv_stride, kv_stride, own)
         w_at, panel = w_at + 2 * n_head * panels_a_head * C_p * LANES, panel + 2 * n_head * panels_a_head
         for b in range(B):
             for h in range(first_head, last_head):
@@ -327,24 +330,29 @@ def gpt_step(thread, n_threads, packed, memory, sizes, eps):
             return
         barrier(meeting, n_threads)
 
-        linear(linears, w_at, panel, C_p, my_C, y, start * C_p, step * C_p, n_rows, ADD, x, start * C_p, step * C_p, C_p, own)
+        prepare_rows(linears.w, y, wanted, C_p, own)
+        linear(linears, w_at, panel, C_p, my_C, y, wanted, ADD, x, C_p, C_p, own)
         w_at, panel = w_at + panels_C * C_p * LANES, panel + panels_C
         barrier(meeting, n_threads)
 
         for r in range(start, rows, step):
             layer_norm(x, r * C_p, norm_weight, norm_bias, (2 * layer + 1) * C_p, C, eps, own.normed, r * C_p)
-        linear(linears, w_at, panel, C_p, my_ff, own.normed, start * C_p, step * C_p, n_rows, GELU, ff, start * ff_p, step * ff_p, ff_p, own)
+        prepare_rows(linears.w, own.normed, wanted, C_p, own)
+        linear(linears, w_at, panel, C_p, my_ff, own.normed, wanted, GELU, ff, ff_p, ff_p, own)
         w_at, panel = w_at + panels_ff * C_p * LANES, panel + panels_ff
         barrier(meeting, n_threads)
 
-        linear(linears, w_at, panel, ff_p, my_C, ff, start * ff_p, step * ff_p, n_rows, ADD, x, start * C_p, step * C_p, C_p, own)
+        prepare_rows(linears.w, ff, wanted, ff_p, own)
+        linear(linears, w_at, panel, ff_p, my_C, ff, wanted, ADD, x, C_p, C_p, own)
         w_at, panel = w_at + panels_C * ff_p * LANES, panel + panels_C
         barrier(meeting, n_threads)
 
     for b in range(B):
         layer_norm(x, (b * T + T - 1) * C_p, norm_weight, norm_bias, 2 * n_layer * C_p, C, eps, own.normed, b * C_p)
-    linear(linears, w_at, panel, C_p, share(padded(vocab_size, LANES) // LANES, thread, n_threads), own.normed, 0, C_p, B,
-           STORE, logits, 0, vocab_size, vocab_size, own)
+    ends = 0, 1, B
+    prepare_rows(linears.w, own.normed, ends, C_p, own)
+    linear(linears, w_at, panel, C_p, share(padded(vocab_size, LANES) // LANES, thread, n_threads), own.normed, ends,
+           STORE, logits, vocab_size, vocab_size, own)
 
 
 @njit

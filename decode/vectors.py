@@ -250,9 +250,9 @@ def sum_lanes(typing, v):
 
 @intrinsic
 def max_lanes(typing, v):
-    """The largest lane, NaNs left out."""
+    """The largest lane; none may be NaN."""
     def emit(context, builder, sig, args):
-        return _call(builder, f'llvm.vector.reduce.fmax.v{LANES}f32', F32, args[0])
+        return _call(builder, f'llvm.vector.reduce.fmax.v{LANES}f32', F32, args[0], fastmath=('nnan',))
     return types.float32(floats), emit
 
 
