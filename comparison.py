@@ -108,21 +108,28 @@ def race(name, model, prompts, n_new, repeats, max_seconds):
 
 def choose(name, entries, model, prompts, n_new, enough):
     """
-    The fastest way to run each entry (peer, weights) on each batch of prompts, by a short trial: {entry: (engine, how)} for each batch.
+    The fastest way to run each entry (peer, weights) on each batch of prompts: {entry: (engine, how)} for each batch.
 
-    One thread and all of them are tried, and each of the peer's own ways. The other engines are dropped as soon as they lose.
+    One thread and all of them are tried, and each of the peer's own ways; they take turns, and medians count. The others are
+    dropped before the next entry is built: a large model is some hundred megabytes.
     """
-    best = [{} for _ in prompts]  # {entry: (tokens a second, engine, how)}
+    best = [{} for _ in prompts]
     for peer, weights in tqdm(entries, desc=f'{name}: building, trying', leave=False, disable=None):
-        for threads in sorted({1, torch.get_num_threads()}):
-            for way in peer.ways[weights]:
-                engine = peer(model, weights, threads=threads, **way)
-                how = ', '.join([f"{threads} thread{'s' * (threads > 1)}"] + [f'{k} {v}' for k, v in way.items()])
-                for idx, found in zip(prompts, best):
-                    n, seconds = trial(engine, idx, n_new, enough)
-                    found[peer, weights] = max(found.get((peer, weights), (0,)), (n / seconds, engine, how), key=lambda tried: tried[0])
-                del engine  # before the next is built: a large model is some hundred megabytes
-    return [{entry: (engine, how) for entry, (_, engine, how) in found.items()} for found in best]
+        engines = {', '.join([f"{threads} thread{'s' * (threads > 1)}"] + [f'{k} {v}' for k, v in way.items()]):
+                   peer(model, weights, threads=threads, **way)
+                   for threads in sorted({1, torch.get_num_threads()}) for way in peer.ways[weights]}
+        for idx, found in zip(prompts, best):
+            n = min(trial(engine, idx, n_new, enough)[0] for engine in engines.values())  # the same tokens for all
+            runs = {how: [] for how in engines}
+            for _ in range(5):
+                for how, engine in engines.items():
+                    engine.generate(idx, min(8, n))
+                    t0 = time.perf_counter()
+                    engine.generate(idx, n)
+                    runs[how].append(time.perf_counter() - t0)
+            how = min(runs, key=lambda how: statistics.median(runs[how]))
+            found[peer, weights] = engines[how], how
+    return best
 
 
 def trial(engine, prompts, n_new, enough):

@@ -11,7 +11,7 @@ and the same seed draws the same tokens.
 import json
 import math
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -345,7 +345,8 @@ class GPT(nn.Module):
 
         Given a list of token lists, returns a list of token lists, each up to its stop token.
         """
-        with evaluating(self):
+        # between these steps there is nobody to change the weights, so that a decoder need not look each time
+        with evaluating(self), decoder.undisturbed() if hasattr(decoder, 'undisturbed') else nullcontext():
             tokens = self._tokens(idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token,
                                   generator, decoder, num_samples, **when_full)
             if isinstance(idx, torch.Tensor):
