@@ -69,9 +69,9 @@ class LayerKVCache(NamedTuple):
         """
         Write the keys and values of T new positions, k and v (B, n_head, T, head_dim), at cache_pos.
 
-        Returns (k, v, cache): all keys and values so far, views of (B, n_head, cache_pos + T, head_dim),
-        and the tuple with its cache_pos moved on. Raises ValueError, with nothing written, when they
-        do not fit. (Of a ragged batch all sequences come as long as the longest: `visible` masks the rest.)
+        Returns (k, v, mask, cache): all keys and values so far, views of (B, n_head, cache_pos + T, head_dim), where each
+        may look (see `attend`), and the tuple with its cache_pos moved on. Raises ValueError, with nothing written, when they
+        do not fit. (Of a ragged batch all sequences come as long as the longest, and the mask hides the rest.)
         This is the one question attention asks of a cache; whatever can answer it is one.
         """
         k_cache, v_cache, start = self
@@ -91,11 +91,22 @@ class LayerKVCache(NamedTuple):
         else:
             k_cache.narrow(2, start, T).copy_(k)
             v_cache.narrow(2, start, T).copy_(v)
-        return k_cache.narrow(2, 0, longest), v_cache.narrow(2, 0, longest), LayerKVCache(k_cache, v_cache, end)
+        mask = visible(start, T, longest) if ragged else None
+        return k_cache.narrow(2, 0, longest), v_cache.narrow(2, 0, longest), mask, LayerKVCache(k_cache, v_cache, end)
 
     def rewound(self):
         """The same cache with nothing in it, to be filled anew in the same storage."""
-        return LayerKVCache(self.k_cache, self.v_cache, 0)
+        return self.at(0)
+
+    def at(self, cache_pos):
+        """The same cache with so many positions filled: fewer than there are, or as a tensor (B,) for each sequence."""
+        return LayerKVCache(self.k_cache, self.v_cache, cache_pos)
+
+    def put(self, rows, other):
+        """Take over the sequences of another cache into some rows of the batch, an index tensor; cache_pos is left as it is."""
+        self.k_cache.index_copy_(0, rows, other.k_cache)
+        self.v_cache.index_copy_(0, rows, other.v_cache)
+        return self
 
     def rows(self, rows):
         """A copy of some rows of the batch, by an index tensor, repeats and all."""
@@ -105,6 +116,11 @@ class LayerKVCache(NamedTuple):
     def clone(self):
         """A copy with storage of its own, to branch from."""
         return LayerKVCache(self.k_cache.clone(), self.v_cache.clone(), self.cache_pos)
+
+
+def as_cache(layer):
+    """The cache of a layer with its methods: a `LayerKVCache` of a plain tuple, and what is something else as it is."""
+    return LayerKVCache(*layer) if type(layer) is tuple else layer
 
 
 def visible(cache_pos, T_q, T_k):
@@ -194,12 +210,9 @@ class CausalSelfAttention(Module):
         q, k, v = linear(x, self.c_attn).view(B, T, 3, self.n_head, C // self.n_head).transpose(1, 3).unbind(2)  # (B, nh, T, hs)
         mask = None
         if kv_cache is not None:
-            cache_pos = kv_cache[2]
-            k, v, kv_cache = LayerKVCache(*kv_cache).append(k, v)
-            if isinstance(cache_pos, torch.Tensor):
-                mask = visible(cache_pos, T, k.size(2))
+            k, v, mask, kv_cache = as_cache(kv_cache).append(k, v)
         elif use_cache:
-            k, v, kv_cache = LayerKVCache.empty_like(k, self.block_size).append(k, v)
+            k, v, mask, kv_cache = LayerKVCache.empty_like(k, self.block_size).append(k, v)
         if last_only:
             q, mask = q[:, :, -1:], None if mask is None else mask[:, :, -1:]
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
@@ -306,17 +319,18 @@ class GPT(nn.Module):
         kv_cache: a list of n_layer tuples, as a call before returned it; idx then goes on at its cache_pos.
         Without one, use_cache=True begins one; otherwise None is returned in its place.
         """
-        cache_pos = self.check_input(idx, kv_cache)
-        t, T = self.transformer, idx.size(1)
-        if isinstance(cache_pos, torch.Tensor):
-            pos = t.wpe.weight[cache_pos[:, None] + torch.arange(T, device=idx.device)]
+        t = self.transformer
+        if hasattr(kv_cache, 'positions'):
+            pos = t.wpe(kv_cache.positions)  # a cache system says where each token stands
+        elif isinstance(cache_pos := self.check_input(idx, kv_cache), torch.Tensor):
+            pos = t.wpe.weight[cache_pos[:, None] + torch.arange(idx.size(1), device=idx.device)]
         else:
-            pos = t.wpe.weight[cache_pos:cache_pos + T]
+            pos = t.wpe.weight[cache_pos:cache_pos + idx.size(1)]
         x = dropout(t.wte(idx) + pos, self)
         new_cache = []
         for layer, block in enumerate(t.h):
             # above the last block nothing looks at earlier positions any more, so it need not work them out
-            skip = last_only and T > 1 and layer == len(t.h) - 1
+            skip = last_only and idx.size(1) > 1 and layer == len(t.h) - 1
             x, layer_cache = block(x, kv_cache[layer] if kv_cache is not None else None, use_cache, skip)
             new_cache.append(layer_cache)
         return layer_norm(x, t.ln_f), None if layer_cache is None else new_cache
@@ -604,7 +618,7 @@ class Context:
         else:
             self.length = self.n_keep + self.keep
             self.pin(slice(None))
-            self.kv_cache = self.kv_cache and [LayerKVCache(*layer).rewound() for layer in self.kv_cache]
+            self.kv_cache = self.kv_cache and [as_cache(layer).rewound() for layer in self.kv_cache]
 
     def pin(self, rows):
         """Put the pinned tokens in front of the last `keep`."""
@@ -617,7 +631,7 @@ class Context:
         """Go on with these rows, an index tensor, alone."""
         self.write()
         self.tokens, self.pinned = self.tokens[rows], self.pinned[rows]
-        self.kv_cache = self.kv_cache and [LayerKVCache(*layer).rows(rows) for layer in self.kv_cache]
+        self.kv_cache = self.kv_cache and [as_cache(layer).rows(rows) for layer in self.kv_cache]
 
 
 class RaggedContext(Context):
@@ -649,11 +663,11 @@ class RaggedContext(Context):
         if self.stepping:
             cache_pos = torch.tensor([self.lengths[row] - 1 for row in self.stepping], device=device)
             logits, self.kv_cache = feed(self.newest(self.stepping, 1),
-                                         [LayerKVCache(k_cache, v_cache, cache_pos) for k_cache, v_cache, _ in self.kv_cache])
+                                         [as_cache(layer).at(cache_pos) for layer in self.kv_cache])
             parts.append(logits)
         if full:
             cache = self.full_cache
-            cache = [LayerKVCache(*layer).rewound() for layer in cache] if cache and len(cache[0][0]) == len(full) else None
+            cache = [as_cache(layer).rewound() for layer in cache] if cache and len(cache[0][0]) == len(full) else None
             logits, self.full_cache = feed(self.newest(full, self.block_size), cache)
             parts.append(logits)
         order = torch.tensor(self.stepping + full, device=device)
@@ -669,9 +683,7 @@ class RaggedContext(Context):
             self.kv_cache = filled
         else:
             places = torch.tensor([self.stepping.index(row) for row in self.unfilled], device=idx.device)
-            for mine, new in zip(self.kv_cache, filled):
-                mine[0].index_copy_(0, places, new[0])
-                mine[1].index_copy_(0, places, new[1])
+            self.kv_cache = [as_cache(mine).put(places, as_cache(new)) for mine, new in zip(self.kv_cache, filled)]
         self.unfilled = []
 
     def lengthen(self):
@@ -688,7 +700,7 @@ class RaggedContext(Context):
     def leave(self, stepping):
         """Keep only these rows in the common step."""
         places = torch.tensor([self.stepping.index(row) for row in stepping], dtype=torch.long, device=self.tokens.device)
-        self.kv_cache = self.kv_cache and [LayerKVCache(k_cache, v_cache, 0).rows(places) for k_cache, v_cache, _ in self.kv_cache]
+        self.kv_cache = self.kv_cache and [as_cache(layer).rows(places) for layer in self.kv_cache]
         self.stepping = stepping
 
     def select(self, rows):

@@ -94,7 +94,7 @@ class PackedWeights:
         self.linears = aligned(size, WEIGHTS[weights])
         self.together = {'float32': 1, 'bfloat16': 2, 'int8': 4}[weights]  # inputs side by side in a panel
         self.scale, self.bias = aligned(rows, np.float32), aligned(rows, np.float32)
-        self.start = aligned(size // GROUP if weights == 'int8' else 0, np.int32)
+        self.start = aligned(size // GROUP if weights == 'int8' else 0, np.int16)
         self.eps = model.transformer.ln_f.eps
         self.norms = [norm for block in model.transformer.h for norm in (block.ln_1, block.ln_2)] + [model.transformer.ln_f]
         norms = (len(self.norms), padded(model.config.n_embd, GROUP))
@@ -113,7 +113,7 @@ class PackedWeights:
             if self.weights == 'int8':
                 w, self.scale[row:row + n] = quantise(w)
                 sums = w.view(n // LANES, LANES, K // GROUP, GROUP).sum(dim=-1).transpose(1, 2)
-                self.start[at // GROUP:(at + n * K) // GROUP] = -128 * sums.flatten()
+                self.start[at // GROUP:(at + n * K) // GROUP] = -sums.flatten()
             elif self.weights == 'bfloat16':
                 w = w.bfloat16().view(torch.int16)
             panels = w.view(n // LANES, LANES, K // self.together, self.together).transpose(1, 2)

@@ -47,6 +47,7 @@ from decode.vectors import (
     multiply_tile,
     pointer_to,
     scale_tile,
+    shorts_at,
     splat,
     store,
     store_bytes,
@@ -67,7 +68,7 @@ BAD_TOKEN, NO_ROOM, STALE = 1, 2, 3  # why a step is refused
  PROBES, SEEN, OWN) = range(20)
 
 # all linears, one after the other: their packed weights, and for each output row a scale (1 but for int8) and a bias;
-# start is where the sums of an int8 panel and group begin
+# start is where the sums of an int8 panel and group begin, in steps of 128
 Linears = namedtuple('Linears', 'w scale bias start')
 
 
@@ -280,7 +281,7 @@ def gpt_step(thread, n_threads, packed, memory, sizes, eps):
     tokens, cache_pos, caches, meeting = longs_at(memory[TOKENS]), longs_at(memory[CACHE_POS]), longs_at(memory[CACHES]), longs_at(memory[MEETING])
     logits, wte, wpe = floats_at(memory[LOGITS]), floats_at(memory[WTE]), floats_at(memory[WPE])
     norm_weight, norm_bias = floats_at(memory[NORM_WEIGHT]), floats_at(memory[NORM_BIAS])
-    linears = Linears(pointer_to(packed), floats_at(memory[SCALE]), floats_at(memory[BIAS]), ints_at(memory[START]))
+    linears = Linears(pointer_to(packed), floats_at(memory[SCALE]), floats_at(memory[BIAS]), shorts_at(memory[START]))
     x, q, kv, y, ff = floats_at(memory[X]), floats_at(memory[Q]), floats_at(memory[KV]), floats_at(memory[Y]), floats_at(memory[FF])
     mine = memory[OWN + 5 * thread:OWN + 5 * thread + 5]
     own = Own(floats_at(mine[0]), floats_at(mine[1]), floats_at(mine[2]), bytes_at(mine[3]), floats_at(mine[4]))

@@ -162,7 +162,7 @@ def _pointer_to(dtype):
     return at
 
 
-floats_at, ints_at, longs_at, bytes_at = (_pointer_to(t) for t in (types.float32, types.int32, types.int64, types.uint8))
+floats_at, shorts_at, ints_at, longs_at, bytes_at = (_pointer_to(t) for t in (types.float32, types.int16, types.int32, types.int64, types.uint8))
 
 
 @intrinsic
@@ -332,12 +332,12 @@ def zeros(typing, n_rows, n):
 
 @intrinsic(prefer_literal=True)
 def load_ints(typing, n_rows, n, array, i):
-    """A tile of int32: for each of n_rows rows array[i : i + LANES], and n - 1 vectors of zeros"""
+    """A tile of int32: for each of n_rows rows 128 * array[i : i + LANES], of int16, and n - 1 vectors of zeros"""
     result = types.UniTuple(ints, n_rows.literal_value * n.literal_value)
 
     def emit(context, builder, sig, args):
-        v = _read(builder, _address(builder, args[2], args[3], INTS))
-        row = [v] + [_same(0, INTS)] * (n.literal_value - 1)
+        v = _read(builder, _address(builder, args[2], args[3], ir.VectorType(I16, LANES)), 2)
+        row = [builder.shl(builder.sext(v, INTS), _same(7, INTS))] + [_same(0, INTS)] * (n.literal_value - 1)
         return context.make_tuple(builder, sig.return_type, row * n_rows.literal_value)
     return result(n_rows, n, array, types.int64), emit
 
