@@ -4,6 +4,7 @@ How fast, measured here and now.
     python bench.py                          a training step, as nanoGPT's bench
     python bench.py --mode=generate          tokens/s without and with the cache, by length: a table and a PNG
     python bench.py --mode=generate --shape=S,M --json=speedup.json
+    python bench.py --mode=generate --lengths=500 --batches=10        ten samples, nanoGPT's default
     python bench.py --mode=peers             the same weights in other engines: a table and a PNG (pip install -r requirements-peers.txt)
     python bench.py --mode=memory            what the cache, and doing without it, need in memory
     python bench.py --mode=loss              what dropping context and rounding weights cost a trained model, in nats
@@ -36,7 +37,7 @@ real_data = True          # train on a prepared data set if there is one, else o
 profile = False           # a torch.profiler trace of the training step, written to bench_log/
 compile = True            # torch.compile the model for training; on a CPU it is no faster, and left out
 lengths = 'auto'          # new tokens after a prompt of 6, as 10,50; auto: as the mode has it
-batches = 'auto'          # rows to generate at once; auto is 1,10,32 for peers and 1,8,32 for memory
+batches = 'auto'          # rows to generate at once; auto is 1 for generate, 1,10,32 for peers and 1,8,32 for memory
 repeats = 5               # timed runs of each
 max_seconds = 2.0         # of one timed run in peers mode, about: slow engines generate fewer tokens
 json = ''                 # a file to write the figures of all modes but train to
@@ -156,42 +157,49 @@ def fed_tokens(n, block_size, use_cache):
 
 
 def bench_generate(names, dev, amp):
+    """Tokens a second by length: nanoGPT's way, one sample after the other without a cache, against ours, all samples in one batch."""
+    import decode
     rows = []
-    counts = numbers('lengths', '10,50,122,128,200,500' if lengths == 'auto' else lengths)
+    counts, samples = numbers('lengths', '10,50,122,128,200,500' if lengths == 'auto' else lengths), numbers('batches', '1' if batches == 'auto' else batches)
     for name in names:
         c = GPTConfig(**vars(SHAPES[name]) | dict(bias=bias))
         model = GPT(c).to(dev).eval()
         idx = torch.randint(c.vocab_size, (1, PROMPT), device=dev)
-
-        def run(n, use_cache, model=model, idx=idx):
-            synchronize(dev)
-            t0 = time.perf_counter()
-            with amp:
-                tokens = model.generate(idx, n, temperature=0, use_cache=use_cache)
-            synchronize(dev)
-            return tokens, time.perf_counter() - t0
-
         with torch.no_grad(), amp:
             cache = model(idx)[2]
         layer_bytes = 2 * cache[0].k_cache.nbytes
         print(f"\n{name}: {c.n_layer} layers of {c.n_embd}, block {c.block_size}; the cache: {layer_bytes / 2**20:.3g} MiB a layer, "
               f"{c.n_layer * layer_bytes / 2**20:.3g} MiB in all ({cache[0].k_cache.dtype})")
-        print(f"{'tokens':>8} {'no cache':>12} {'cache':>12} {'speed-up':>9} {'(N+1)/2':>8} {'counted':>8} {'first token':>12}  tokens")
-        for n in counts:
-            seconds, first, tokens = {False: [], True: []}, [], {}
-            for repeat in tqdm(range(1 + repeats), desc=f'{name} {n}', leave=False, disable=None):
-                for use_cache in seconds:
-                    tokens[use_cache], s = run(n, use_cache)
-                    seconds[use_cache] += [s] if repeat else []
-                first += [run(1, True)[1]] if repeat else []
-            plain, cached = (statistics.median(seconds[c]) for c in (False, True))
-            row = dict(shape=name, new_tokens=n, tok_per_s=n / plain, tok_per_s_cached=n / cached, speedup=plain / cached,
-                       half_n_plus_1=(n + 1) / 2, counted=fed_tokens(n, c.block_size, False) / fed_tokens(n, c.block_size, True),
-                       first_token_s=statistics.median(first), cache_bytes_per_layer=layer_bytes, cache_bytes=layer_bytes * c.n_layer,
-                       identical=torch.equal(*tokens.values()))
-            rows.append(row)
-            print(f"{n:>8} {n / plain:>6,.0f} tok/s {n / cached:>6,.0f} tok/s {row['speedup']:>8.2f}x {row['half_n_plus_1']:>7.1f}x "
-                  f"{row['counted']:>7.2f}x {row['first_token_s'] * 1e3:>9.2f} ms  {'identical' if row['identical'] else 'DIFFERENT'}")
+        for B in samples:
+            step = decode.best(model, B)
+            ways = {'no cache': {}, 'cache': dict(use_cache=True), 'decoder': dict(use_cache=True, decoder=step),
+                    'shift': dict(use_cache=True, decoder=step, when_full='shift')}
+
+            def run(n, how, model=model, idx=idx, B=B):
+                synchronize(dev)
+                t0 = time.perf_counter()
+                with amp:
+                    together = B if how else 1
+                    tokens = [model.generate(idx, n, temperature=0, num_samples=together, **how) for _ in range(B // together)]
+                synchronize(dev)
+                return torch.cat(tokens), time.perf_counter() - t0
+
+            print(f"{B} sample{'s' * (B > 1)}; decoder: {step.name}\n{'tokens':>8}" + ''.join(f'{way:>22}' for way in ways) + "   counted  tokens")
+            for n in counts:
+                mine = {way: how for way, how in ways.items() if way != 'shift' or PROMPT + n > c.block_size}
+                seconds, tokens = {way: [] for way in mine}, {}
+                for repeat in tqdm(range(1 + repeats), desc=f'{name} {B} x {n}', leave=False, disable=None):
+                    for way, how in mine.items():
+                        tokens[way], s = run(n, how)
+                        seconds[way] += [s] if repeat else []
+                medians = {way: statistics.median(runs) for way, runs in seconds.items()}
+                differing = [way for way in ('cache', 'decoder') if not torch.equal(tokens[way], tokens['no cache'])]
+                rows.append(dict(
+                    shape=name, samples=B, new_tokens=n, tok_per_s={way: B * n / s for way, s in medians.items()},
+                    speedup={way: medians['no cache'] / s for way, s in medians.items()}, runs_s=seconds, decoder=step.name,
+                    counted=fed_tokens(n, c.block_size, False) / fed_tokens(n, c.block_size, True), cache_bytes=layer_bytes * c.n_layer, differing=differing))
+                print(f"{n:>8}" + ''.join(f"{B * n / medians[way]:>9,.0f} tok/s{rows[-1]['speedup'][way]:>6.1f}x" if way in medians else ' ' * 22
+                                          for way in ways) + f"{rows[-1]['counted']:>9.2f}x  {'DIFFERENT: ' + ', '.join(differing) if differing else 'identical'}")
     write_json(machine=describe_machine(dev), dtype=pick_dtype(dtype, dev), prompt=PROMPT, repeats=repeats, rows=rows)
     if png:
         path = 'speedup.png' if png == 'auto' else png
@@ -204,22 +212,25 @@ def draw(rows, dev, path):
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    fig, ax = plt.subplots(figsize=(7, 4), layout='constrained')
-    for i, name in enumerate(dict.fromkeys(row['shape'] for row in rows)):
-        mine = sorted((row for row in rows if row['shape'] == name), key=lambda row: row['new_tokens'])
-        n = [row['new_tokens'] for row in mine]
+    cases = list(dict.fromkeys((row['shape'], row['samples']) for row in rows))
+    fig, axes = plt.subplots(1, len(cases), figsize=(5.5 * len(cases), 4.2), squeeze=False, layout='constrained')
+    for ax, (name, B) in zip(axes[0], cases):
+        mine = sorted((row for row in rows if (row['shape'], row['samples']) == (name, B)), key=lambda row: row['new_tokens'])
         block = SHAPES[name].block_size
-        ax.plot(n, [row['speedup'] for row in mine], color=f'C{i}', marker='o', label=f'{name}, measured')
-        every = range(1, max(n) + 1)
-        ax.plot(every, [fed_tokens(k, block, False) / fed_tokens(k, block, True) for k in every], color=f'C{i}', ls=':',
-                label=f'{name}, positions computed')
-        ax.axvline(block - PROMPT, color=f'C{i}', lw=0.8, alpha=0.5)
-    ax.set(xlabel=f'new tokens, after a prompt of {PROMPT}; vertical line: the context is full', ylabel='speed-up by the cache',
-           yscale='log', title=describe_machine(dev))
-    ax.set_yticks([1, 2, 5, 10, 20, 50], ['1x', '2x', '5x', '10x', '20x', '50x'])
-    ax.minorticks_off()
-    ax.grid(alpha=0.3)
-    ax.legend()
+        for way, label in (('cache', 'cache'), ('decoder', 'cache + decoder'), ('shift', 'cache + decoder, when_full=shift')):
+            points = [(row['new_tokens'], row['speedup'][way]) for row in mine if way in row['speedup']]
+            ax.plot(*zip(*points), marker='o', label=label) if points else None
+        if B == 1:
+            every = range(1, mine[-1]['new_tokens'] + 1)
+            ax.plot(every, [fed_tokens(k, block, False) / fed_tokens(k, block, True) for k in every], color='0.6', ls=':', label='positions computed')
+        ax.axvline(block - PROMPT, color='0.6', lw=0.8)
+        ax.set(xlabel=f'new tokens after a prompt of {PROMPT}; vertical line: the context is full', yscale='log', title=f"{name}, {B} sample{'s' * (B > 1)}")
+        ax.set_yticks([1, 2, 5, 10, 20, 50, 100], ['1x', '2x', '5x', '10x', '20x', '50x', '100x'])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    axes[0, 0].set_ylabel('speed-up over no cache')
+    fig.suptitle(describe_machine(dev), fontsize=9)
     with replacing(path) as f:
         fig.savefig(f, format='png', dpi=110)
     plt.close(fig)

@@ -666,9 +666,10 @@ class RaggedContext(Context):
                                          [as_cache(layer).at(cache_pos) for layer in self.kv_cache])
             parts.append(logits)
         if full:
-            cache = self.full_cache
-            cache = [as_cache(layer).rewound() for layer in cache] if cache and len(cache[0][0]) == len(full) else None
+            cache, self.full_cache = self.full_cache, None
+            cache = [as_cache(layer).rewound() for layer in cache] if cache and self.n_full == len(full) else None
             logits, self.full_cache = feed(self.newest(full, self.block_size), cache)
+            self.n_full = len(full)
             parts.append(logits)
         order = torch.tensor(self.stepping + full, device=device)
         return torch.cat(parts)[order.argsort()]
@@ -678,11 +679,11 @@ class RaggedContext(Context):
         idx = self.tokens.new_zeros(len(self.unfilled), n_old)
         for i, row in enumerate(self.unfilled):
             idx[i, :self.lengths[row] - 1] = self.newest(row, self.lengths[row])[:-1]
-        filled = feed(idx, None)[1]
-        if self.unfilled == self.stepping:
-            self.kv_cache = filled
+        if self.kv_cache is None:
+            self.kv_cache = feed(idx, None)[1]
         else:
             places = torch.tensor([self.stepping.index(row) for row in self.unfilled], device=idx.device)
+            filled = feed(idx, [as_cache(layer).rows(places).rewound() for layer in self.kv_cache])[1]
             self.kv_cache = [as_cache(mine).put(places, as_cache(new)) for mine, new in zip(self.kv_cache, filled)]
         self.unfilled = []
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from decode import kernel, vectors
 from decode.kernel import GROUP
 from decode.vectors import LANES
+from fingerprint import fingerprint
 
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8}
 padded = kernel.padded.py_func
@@ -125,12 +126,6 @@ class PackedWeights:
                 self.norm_bias[i, :len(norm.weight)] = norm.bias
 
 
-def bits(tensor):
-    """A number that changes with nearly any change of a tensor's bits, at the speed of reading them."""
-    flat = tensor.detach().reshape(-1)
-    return flat.view(torch.int64 if flat.numel() % 2 == 0 else torch.int32).sum().item()
-
-
 def check_model(model):
     """ValueError unless the model is a plain GPT with float32 weights on the CPU: its weights are read here, its code is not run."""
     t = model.transformer
@@ -160,9 +155,9 @@ class CPUDecoder:
     It reads and writes the same tuples as the model, in place, and can take over from it or hand back at any step;
     kv_cache=None begins a cache, and cache_pos may be an int64 tensor (B,). Weights that have changed are packed anew
     before they are used. Each step looks at torch's version counters, at whether the parameters are still the same
-    objects, and, since fused optimizers move no counter, at some weights of each; a step that begins a cache compares
-    the bits of all. (So only a write past the counters, through `.data`, to a few weights, in the middle of a
-    sequence, goes unseen until the next one; and inside `undisturbed` counters and objects are not looked at.)
+    objects in the same place, and, since fused optimizers move no counter, at some weights of each; a step that begins a
+    cache compares the bits of all, or of a large model of many. (So only a write past the counters, through `.data`, to a
+    few weights, may go unseen; and inside `undisturbed` counters and objects are not looked at.)
 
     Raises ValueError on a model that is not a plain float32 GPT on the CPU, and on caches and tokens that do not fit it.
     """
@@ -221,9 +216,9 @@ class CPUDecoder:
         """Pack the weights, and note what would show that they have changed."""
         check_model(self.model)
         self.sizes[4] = self.model.config.block_size  # which may have been cropped
-        self.slots = [(module._parameters, name, p, p._version)
+        self.slots = [(module._parameters, name, p, p._version, p.data_ptr())
                       for module in self.model.modules() for name, p in module._parameters.items() if p is not None]
-        self.contents = [bits(p) for p in self.model.parameters()]
+        self.contents, self.kept = fingerprint(self.model), [p.detach() for p in self.model.parameters()]  # so that probes stay memory
         probes = [p.data_ptr() + p.element_size() * i for p in self.model.parameters() for i in range(0, p.numel(), max(1, p.numel() // PROBES))]
         self.probes = np.array(probes, np.int64)
         self.seen = np.array([ctypes.c_int32.from_address(probe).value for probe in probes], np.int32)
@@ -251,12 +246,12 @@ class CPUDecoder:
 
     def __call__(self, idx, kv_cache):
         if kv_cache is None:
-            if [bits(p) for p in self.model.parameters()] != self.contents:
+            if fingerprint(self.model) != self.contents:
                 self.refresh()
-            kv_cache = self.model.empty_cache(idx.size(0))
+            kv_cache = self.empty_cache(idx.size(0))
         elif self.watching:
-            for parameters, name, known, version in self.slots:
-                if parameters[name] is not known or known._version != version:
+            for parameters, name, known, version, at in self.slots:
+                if parameters[name] is not known or known._version != version or known.data_ptr() != at:
                     self.refresh()
                     break
         cache_pos = kv_cache[0][2]
@@ -286,6 +281,11 @@ class CPUDecoder:
             yield
         finally:
             self.watching = before
+
+    def empty_cache(self, batch_size):
+        """As the model's. But the system's zeroed memory need not be filled with zeros, and takes room only where it is written."""
+        kind, shape = type(self.model.empty_cache(0)[0]), (batch_size, self.cache_shape[0], self.model.config.block_size, self.cache_shape[2])
+        return [kind(*(torch.from_numpy(aligned(shape, np.float32)) for _ in range(2)), 0) for _ in self.known]
 
     def run(self):
         step = self.packed.linears, self.memory, self.sizes, self.packed.eps

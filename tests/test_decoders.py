@@ -14,7 +14,8 @@ from test_cache_exactness import large
 
 import decode
 from decode.compiled import CompiledDecoder
-from decode.cpu import CPUDecoder, bits, quantise
+from decode.cpu import CPUDecoder, quantise
+from fingerprint import bits
 from model import GPT, GPTConfig, LayerKVCache
 
 BLOCK = 16
@@ -127,7 +128,7 @@ def test_logits_belong_to_the_caller():
 
 
 @pytest.mark.parametrize('weights', ['float32', 'bfloat16', 'int8'])
-@pytest.mark.parametrize('change', ['optimizer', 'load_state_dict', 'assign', 'data', 'one weight', 'replaced', 'norm', 'position'])
+@pytest.mark.parametrize('change', ['optimizer', 'load_state_dict', 'assign', 'data', 'new data', 'there and back', 'one weight', 'replaced', 'norm', 'position'])
 def test_changed_weights_are_never_served_stale(weights, change):
     model, other = f32(4), f32(5)
     decoder, idx = CPUDecoder(model, weights), torch.randint(29, (2, 6))
@@ -140,6 +141,10 @@ def test_changed_weights_are_never_served_stale(weights, change):
         model.load_state_dict(other.state_dict(), assign=change == 'assign')
     elif change == 'data':
         model.transformer.h[1].mlp.c_fc.weight.data.mul_(1.5)
+    elif change == 'new data':
+        model.transformer.h[1].mlp.c_fc.weight.data = model.transformer.h[1].mlp.c_fc.weight.data * 1.5
+    elif change == 'there and back':  # the same weights, but for rounding, somewhere else
+        model.bfloat16().float()
     elif change == 'replaced':
         model.transformer.h[0].attn.c_proj.weight = torch.nn.Parameter(model.transformer.h[0].attn.c_proj.weight.detach() * 2)
     else:
@@ -321,6 +326,14 @@ def test_the_compiled_decoder_compiles_once_and_gives_the_same_tokens():
 
 
 def test_bits_change_with_any_weight():
+    for dtype, shape in ((torch.bfloat16, (3, 3)), (torch.bfloat16, (2, 2)), (torch.float32, (3,)), (torch.float64, (3,))):
+        w = torch.randn(shape).to(dtype)
+        before = bits(w)
+        w.view(-1)[-1] += 1
+        assert bits(w) != before
+    w = torch.zeros(20)
+    w[3] = 1
+    assert bits(w, every=2) == 0 != bits(w, every=3)
     w = torch.randn(7, 9)
     before = bits(w)
     w.data[3, 3] += 1e-7

@@ -1,0 +1,20 @@
+"""Are a model's weights still what they were?"""
+import torch
+
+LARGE, SAMPLE = 2**24, 2**18  # weights: of a model with more than LARGE, only some SAMPLE are looked at
+
+
+def bits(tensor, every=1):
+    """A number that changes with nearly any change of a tensor's bits, or of every n-th 4 bytes of them, at the speed of reading them."""
+    flat = tensor.detach().reshape(-1)
+    size = flat.numel() * flat.element_size()
+    dtype = torch.int8 if size % 4 else torch.int32 if size % 8 or every > 1 else torch.int64
+    return flat.view(dtype)[::every].sum().item()
+
+
+def fingerprint(model):
+    """Something to compare with an earlier one: of each parameter where it is, what it is, and its `bits`."""
+    parameters = list(model.parameters())
+    n = sum(p.numel() for p in parameters)
+    every = 1 if n <= LARGE else n // SAMPLE
+    return [(p.data_ptr(), p.dtype, bits(p, every)) for p in parameters]
