@@ -19,6 +19,7 @@ import checkpoint as checkpoints
 import configurator
 import debug_kv_model
 import decode
+import kvcache
 import model as plain_model
 from device import autocast, pick_device, pick_dtype, synchronize
 from tokenizer import GPT2Tokenizer, TextStream, read_text
@@ -38,6 +39,8 @@ use_cache = True      # keep keys and values instead of computing them again: th
 when_full = 'crop'    # what a full context keeps: crop, its last block_size tokens, exact and slow, or shift, the last half
 keep = 0              # with shift: keep so many of the last tokens instead of half the context
 n_keep = 0            # with shift: and the first so many of the prompt
+kv_cache = 'tuple'    # where keys and values live: tuple, streams or unified (llama.cpp's cells) or paged (vLLM's blocks)
+kv_bits = 0           # keep them in 8 or 4 bits instead of as they are
 decoder = 'auto'      # who runs a cached step: eager, cpu, compiled; auto is the fastest there is
 weights = 'float32'   # how the cpu decoder reads them: float32, bfloat16 or int8; fewer bytes are faster, and rounded
 threads = 0           # of the cpu decoder; 0 goes by the size of the model
@@ -102,6 +105,12 @@ def pick_decoder(model, batch, dev):
     kernel_asked = which == 'cpu' or weights != 'float32' or threads
     if mixed and kernel_asked:
         raise ValueError(f"the cpu decoder computes in float32 and takes weights=bfloat16 or int8, but not dtype={dtype}")
+    if (kv_cache, kv_bits) != ('tuple', 0):
+        if not use_cache or kernel_asked or which == 'compiled':
+            raise ValueError("kv_cache and kv_bits are for the cached model itself: leave use_cache, decoder, weights, threads and compile out")
+        step = kvcache.CacheDecoder(model, kv_cache, batch, kv_bits)
+        print(f"decoder: {step.name}, {step.system.nbytes() / 2**20:,.1f} MiB", file=sys.stderr)
+        return step
     if not use_cache and (kernel_asked or which == 'compiled'):
         raise ValueError("decoders work on the cache: leave use_cache=False out, or decoder, weights, threads and compile")
     if not use_cache or which == 'auto' and not kernel_asked and (mixed or debug_kv_model.tracing()):

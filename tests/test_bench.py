@@ -20,11 +20,12 @@ def test_positions_computed():
 
 
 def test_generate_mode(repo):
-    done = run(repo, 'bench.py', '--mode=generate', '--device=cpu', '--lengths=3,130', '--repeats=1', '--json=b.json', '--png=b.png')
+    done = run(repo, 'bench.py', '--mode=generate', '--device=cpu', '--lengths=3,130', '--batches=1,2', '--repeats=1', '--json=b.json', '--png=b.png')
     assert done.returncode == 0, done.stderr
     rows = json.loads((repo / 'b.json').read_text())['rows']
-    assert [row['new_tokens'] for row in rows] == [3, 130] and all(row['identical'] for row in rows)
-    assert rows[0]['cache_bytes_per_layer'] == 2 * 128 * 128 * 4 and rows[0]['cache_bytes'] == 4 * 2 * 128 * 128 * 4
+    assert [(row['samples'], row['new_tokens']) for row in rows] == [(1, 3), (1, 130), (2, 3), (2, 130)] and not any(row['differing'] for row in rows)
+    assert [list(row['speedup']) for row in rows[:2]] == [['no cache', 'cache', 'decoder'], ['no cache', 'cache', 'decoder', 'shift']]
+    assert all(len(runs) == 1 for row in rows for runs in row['runs_s'].values()) and rows[0]['cache_bytes'] == 4 * 2 * 128 * 128 * 4
     assert (repo / 'b.png').read_bytes().startswith(b'\x89PNG') and 'identical' in done.stdout
 
 

@@ -128,7 +128,8 @@ def test_logits_belong_to_the_caller():
 
 
 @pytest.mark.parametrize('weights', ['float32', 'bfloat16', 'int8'])
-@pytest.mark.parametrize('change', ['optimizer', 'load_state_dict', 'assign', 'data', 'new data', 'there and back', 'one weight', 'replaced', 'norm', 'position'])
+@pytest.mark.parametrize('change', ['optimizer', 'load_state_dict', 'assign', 'data', 'new data', 'there and back', 'one weight',
+                                    'replaced', 'norm', 'position'])
 def test_changed_weights_are_never_served_stale(weights, change):
     model, other = f32(4), f32(5)
     decoder, idx = CPUDecoder(model, weights), torch.randint(29, (2, 6))

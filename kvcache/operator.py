@@ -1,0 +1,137 @@
+"""
+The operator: a whole KV cache as one function of tensors, with nothing kept between calls.
+
+It is the dynamic-batching KeyValueCache operator of OpenPPL PMX (https://github.com/openppl-public/ppl.pmx): sequences of any
+lengths packed on one axis, two ways to find a token's row, four layouts of the memory, three ways to keep a number.
+"""
+import torch
+
+from kvcache.storage import dequantise, quantise
+
+# for each layout, where its axes are of (MaxT, L, 2, H, Dh)
+LAYOUTS = (
+    (0, 1, 2, 3, 4),  # (MaxT, L, 2, H, Dh)
+    (1, 0, 2, 3, 4),  # (L, MaxT, 2, H, Dh)
+    (2, 0, 1, 3, 4),  # (L, 2, MaxT, H, Dh)
+    (3, 0, 1, 2, 4),  # (L, 2, H, MaxT, Dh)
+)
+CACHE_DTYPES = {0: (torch.float32, torch.float16), 8: (torch.int8,), 4: (torch.uint8,)}
+
+
+def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache, scale=None, *,
+                    num_layer=1, layer_idx=0, quant_bit=0, quant_group=8, num_repeat=1, cache_mode=0, cache_layout=0, page_size=128):
+    """
+    Write the current keys and values of B sequences to the cache, and return all of theirs, past and current.
+
+    current_key, current_value: (seqstarts[B], H, Dh), float32 or float16; sequence b has rows seqstarts[b] to seqstarts[b + 1].
+    start_pos: (B,) the position of each sequence's first current token, and how many it has in the cache already.
+    seqstarts, kvstarts: (B + 1,) cumulative lengths, of the current tokens and of all: kvstarts = seqstarts + [0, cumsum(start_pos)].
+    max_seqlen, max_kvlen: no sequence is longer.
+    cache_mode 0: cachestarts (B,), position p of sequence b is row cachestarts[b] + p.
+    cache_mode 1: cachestarts (B, MaxP), it is row cachestarts[b, p // page_size] + p % page_size. Entries are rows, not numbers
+        of pages; those that are not needed may be -1.
+    cache_layout: 0 (MaxT, L, 2, H, Dh), 1 (L, MaxT, 2, H, Dh), 2 (L, 2, MaxT, H, Dh), 3 (L, 2, H, MaxT, Dh), L = num_layer.
+    quant_bit: 0, the cache is float32 or float16; 8 or 4, it is int8, or uint8 with a last axis of Dh / 2, and scale is laid out
+        as the cache with a last axis of Dh / quant_group; see `storage.quantise`. The scale is computed in the input's dtype.
+    num_repeat: each head comes back so many times, h0 h0 h1 h1 ..., for grouped queries.
+
+    Returns (key, value), (kvstarts[B], H * num_repeat, Dh) in the input's dtype, read back from the cache, the current tokens
+    too. cache and scale are written in place. What does not go together is a ValueError, and nothing has been written.
+    """
+    view, scales = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout)
+    seqlens = lengths(seqstarts, 'seqstarts')
+    if seqstarts[-1] != len(current_key):
+        raise ValueError(f"seqstarts end at {int(seqstarts[-1])}, but there are {len(current_key)} current tokens")
+    B = len(seqlens)
+    if start_pos.shape != (B,) or bool((start_pos < 0).any()):
+        raise ValueError(f"start_pos must be ({B},) positions from 0, not {start_pos.tolist()}")
+    kvlens = lengths(kvstarts, 'kvstarts')
+    if len(kvlens) != B or bool((kvlens != start_pos + seqlens).any()):
+        raise ValueError(f"kvstarts {kvstarts.tolist()} are not the sums of start_pos {start_pos.tolist()} and the lengths {seqlens.tolist()}")
+    for what, most, given in (('max_seqlen', seqlens, max_seqlen), ('max_kvlen', kvlens, max_kvlen)):
+        if B and int(most.max()) > given:
+            raise ValueError(f"{what} is {given}, but a sequence has {int(most.max())}")
+
+    written = rows_of(start_pos, seqlens, cachestarts, cache_mode, page_size, len(view))
+    read = rows_of(torch.zeros_like(start_pos), kvlens, cachestarts, cache_mode, page_size, len(view))
+    if len(written.unique()) < len(written):
+        raise ValueError("two of the current tokens would be written to one row: cachestarts overlap")
+
+    current = torch.stack((current_key, current_value), dim=1)  # (N, 2, H, Dh)
+    if quant_bit == 0:
+        view[written] = current.to(view.dtype)
+        loaded = view[read].to(current.dtype)
+    else:
+        codes, new_scale = quantise(current, quant_bit, quant_group)
+        view[written], scales[written] = codes, new_scale.to(scales.dtype)
+        loaded = dequantise(view[read], scales[read].float(), quant_bit).to(current.dtype)
+    return tuple(loaded.repeat_interleave(num_repeat, dim=2).unbind(1))
+
+
+def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout):
+    """This layer of cache and scale (None for floats) as (MaxT, 2, H, ...), whatever the layout; ValueError if they do not fit."""
+    if key.shape != value.shape or key.dim() != 3 or key.dtype is not value.dtype or key.dtype not in (torch.float32, torch.float16):
+        raise ValueError(f"current_key and current_value must be (tokens, H, Dh) alike, float32 or float16, "
+                         f"not {tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}")
+    if cache_layout not in range(len(LAYOUTS)):
+        raise ValueError(f"cache_layout is 0 to 3, not {cache_layout}")
+    if quant_bit not in CACHE_DTYPES:
+        raise ValueError(f"quant_bit is 0, 8 or 4, not {quant_bit}")
+    if not 0 <= layer_idx < num_layer or num_repeat < 1:
+        raise ValueError(f"layer_idx {layer_idx} must be one of num_layer {num_layer}, and num_repeat {num_repeat} at least 1")
+    if cache.dtype not in CACHE_DTYPES[quant_bit]:
+        raise ValueError(f"with quant_bit={quant_bit} the cache is {' or '.join(map(str, CACHE_DTYPES[quant_bit]))}, not {cache.dtype}")
+    H, Dh = key.shape[1:]
+    found = [view_of(cache, 'cache', cache_layout, num_layer, H, Dh // 2 if quant_bit == 4 else Dh)]
+    if quant_bit == 0:
+        return found[0][:, layer_idx], None
+    if quant_group < 1 or Dh % quant_group or Dh % 2 and quant_bit == 4:
+        raise ValueError(f"groups of {quant_group} in {quant_bit} bits do not divide Dh {Dh}")
+    if scale is None or scale.dtype not in CACHE_DTYPES[0]:
+        raise ValueError(f"with quant_bit={quant_bit} a scale is needed, float32 or float16" + ('' if scale is None else f", not {scale.dtype}"))
+    found.append(view_of(scale, 'scale', cache_layout, num_layer, H, Dh // quant_group))
+    if len(found[0]) != len(found[1]):
+        raise ValueError(f"the cache has {len(found[0])} rows and the scale {len(found[1])}")
+    return [view[:, layer_idx] for view in found]
+
+
+def view_of(tensor, name, cache_layout, *shape):
+    """A view (MaxT, L, 2, H, D); ValueError if the tensor is not laid out so."""
+    L, H, D = shape
+    if tensor.dim() != 5 or tensor.permute(LAYOUTS[cache_layout]).shape[1:] != (L, 2, H, D):
+        names = ', '.join(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)].__str__() for axis in range(5))
+        raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")
+    return tensor.permute(LAYOUTS[cache_layout])
+
+
+def lengths(starts, name):
+    """Of cumulative starts (B + 1,) from 0: (B,)."""
+    if starts.dim() != 1 or len(starts) < 1 or starts[0] != 0 or bool((starts.diff() < 0).any()):
+        raise ValueError(f"{name} must begin at 0 and not decrease: {starts.tolist()}")
+    return starts.diff()
+
+
+def rows_of(start_pos, counts, cachestarts, cache_mode, page_size, n_rows):
+    """The rows of counts (B,) positions of each sequence from start_pos (B,) on, one after the other; ValueError unless all are rows."""
+    B = len(counts)
+    seq = torch.repeat_interleave(torch.arange(B, device=counts.device), counts)
+    first = counts.cumsum(0) - counts
+    pos = start_pos[seq] + torch.arange(len(seq), device=counts.device) - first[seq]
+    if cache_mode == 0:
+        if cachestarts.shape != (B,):
+            raise ValueError(f"cachestarts must be ({B},) in cache_mode 0, not {tuple(cachestarts.shape)}")
+        starts, rows = cachestarts[seq], cachestarts[seq] + pos
+    elif cache_mode == 1:
+        if page_size < 1 or cachestarts.dim() != 2 or len(cachestarts) != B:
+            raise ValueError(f"cachestarts must be ({B}, MaxP) in cache_mode 1 and page_size at least 1, "
+                             f"not {tuple(cachestarts.shape)} and {page_size}")
+        page = pos // page_size
+        if len(page) and int(page.max()) >= cachestarts.size(1):
+            raise ValueError(f"a sequence needs {int(page.max()) + 1} pages, but the page table has {cachestarts.size(1)}")
+        starts = cachestarts[seq, page]
+        rows = starts + pos % page_size
+    else:
+        raise ValueError(f"cache_mode is 0 (offset) or 1 (paged), not {cache_mode}")
+    if len(rows) and (int(starts.min()) < 0 or int(rows.max()) >= n_rows):
+        raise ValueError(f"rows {int(rows[starts.argmin()])} to {int(rows.max())} are not all among the {n_rows} of the cache")
+    return rows

@@ -1,0 +1,137 @@
+"""
+Pages for a model: the pool of blocks with keys and values in it, and one forward pass for any mixture of requests.
+
+    pool = PagedCache(n_layer, n_head, head_dim, n_blocks=64, block_size=16)
+    n_cached = pool.blocks.add('a', prompt)                      # what of it need not be computed
+    logits = pool.run(model, {'a': prompt[n_cached:]})           # prefills and decodes of any length, together
+
+`execute_model` is vLLM's call, and `run` fills in its arguments from the block tables.
+"""
+from dataclasses import dataclass
+
+import torch
+
+from fingerprint import fingerprint
+from kvcache.blocks import BlockManager
+from kvcache.placement import Forward, Layer, Placement
+
+
+@dataclass(frozen=True)
+class InputMetadata:
+    """
+    Of S requests, whose new tokens stand one after the other on one axis of N tokens; any beyond them are padding.
+
+    slot_mapping: (N,) where each token's keys and values go; -1 writes nothing.
+    block_tables: (S, n) blocks of each request, in order; what is beyond its end does not matter, if it is a block or -1.
+    query_lens: (S,) new tokens of each, at least 1. seq_lens: (S,) all tokens of each, the new ones included.
+    """
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    query_lens: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
+    """
+    Run the new tokens of all requests, input_ids (N,) at input_positions (N,), through the model at once, over the blocks in
+    kv_caches (a `Layer` of (n_blocks, block_size) rows for each layer). Returns logits (S, vocab_size), of each request's last token.
+    """
+    if int(input_positions.max()) >= model.config.block_size:
+        raise ValueError(f"out of context: position {int(input_positions.max())}, and block_size is {model.config.block_size}")
+    m, block_size = input_metadata, kv_caches[0].k.shape[1]
+    ends = m.query_lens.cumsum(0)
+    which = None if (m.slot_mapping >= 0).all() else (m.slot_mapping >= 0).nonzero()[:, 0]
+    rows = m.slot_mapping if which is None else m.slot_mapping[which]
+    if len(m.query_lens) == len(input_ids):  # one token each: a batch of requests, each with its own keys
+        positions, index = input_positions[:, None], m.block_tables.clamp(min=0)
+        columns = torch.arange(index.size(1) * block_size, device=index.device)
+        mask = (columns <= positions)[:, None, None]
+    else:  # one batch of all tokens, and keys of all requests; a block that several share is read once
+        positions = input_positions[None]
+        index, mask = seen_by_all(m, input_positions, ends, block_size)
+    forward = Forward(kv_caches, Placement(positions, rows, index, mask, which))
+    x, _ = model.hidden_states(input_ids.view(positions.shape), forward)
+    return model.lm_head(x.flatten(0, 1)[ends - 1])
+
+
+def seen_by_all(m, input_positions, ends, block_size):
+    """The blocks of all requests, (1, n_distinct), and the mask (1, 1, N, n_distinct * block_size) of who sees what in them."""
+    S, n = m.block_tables.shape
+    device = m.block_tables.device
+    in_use = torch.arange(n, device=device) < -(-m.seq_lens // block_size)[:, None]  # (S, n)
+    distinct, place = m.block_tables[in_use].unique(return_inverse=True)
+    nowhere = torch.iinfo(torch.int64).max
+    first = torch.full((S, len(distinct)), nowhere, device=device)  # the position at which a request has a block
+    request, nth = in_use.nonzero(as_tuple=True)
+    first[request, place] = nth * block_size
+    position = (first.clamp(max=nowhere - block_size)[..., None] + torch.arange(block_size, device=device)).flatten(1)  # (S, K)
+    request_of = torch.searchsorted(ends, torch.arange(len(input_positions), device=device), right=True).clamp(max=S - 1)
+    return distinct[None], (position[request_of] <= input_positions[:, None])[None, None]
+
+
+class PagedCache:
+    """
+    A pool of n_blocks blocks of block_size positions, for all layers of a model, and the `BlockManager` of who uses them.
+
+    kind: how keys and values are kept, see `Rows`.
+    """
+
+    def __init__(self, n_layer, n_head, head_dim, n_blocks, block_size=16, kind='float32', device='cpu'):
+        self.blocks = BlockManager(n_blocks, block_size)
+        self.layers = [Layer((n_blocks, block_size), n_head, head_dim, kind, kind, device) for _ in range(n_layer)]
+        self.tokens, self.weights, self.device = {}, None, device
+
+    def add(self, model, seq, tokens):
+        """`BlockManager.add`. What was computed with other weights is not used."""
+        weights = fingerprint(model)
+        if weights != self.weights:
+            self.blocks.reset()
+            self.weights = weights
+        n_cached = self.blocks.add(seq, tokens)
+        self.tokens[seq] = list(tokens)
+        return n_cached
+
+    def extend(self, seq, tokens):
+        """Room for a sequence's next tokens, with the copies that sharing asks for."""
+        copies = self.blocks.extend(seq, len(tokens))
+        for source, target in copies:
+            for layer in self.layers:
+                for rows in (layer.k, layer.v):
+                    for stored in rows.tensors():
+                        stored[target] = stored[source]
+        self.tokens[seq] += tokens
+
+    def fork(self, seq, new):
+        """A new sequence with all that seq has, in the same blocks until one of them goes on."""
+        self.blocks.fork(seq, new)
+        self.tokens[new] = self.tokens[seq][:]
+
+    def truncate(self, seq, n):
+        """Keep the first n tokens of a sequence."""
+        self.blocks.truncate(seq, n)
+        del self.tokens[seq][n:]
+
+    def remove(self, seq):
+        """A sequence is done."""
+        self.blocks.remove(seq)
+        del self.tokens[seq]
+
+    def nbytes(self):
+        return sum(layer.nbytes() for layer in self.layers)
+
+    def run(self, model, new):
+        """One forward pass for {sequence: how many of its last tokens are not computed yet}. Returns logits (S, vocab_size)."""
+        b, ids, positions, slots, seq_lens = self.blocks, [], [], [], []
+        for seq, n in new.items():
+            end = b.length[seq]
+            ids += self.tokens[seq][end - n:]
+            positions += range(end - n, end)
+            slots += b.slots(seq, end - n, end)
+            seq_lens.append(end)
+        longest = max(len(b.tables[seq]) for seq in new)
+        tables = [b.tables[seq] + [-1] * (longest - len(b.tables[seq])) for seq in new]
+        metadata = InputMetadata(*(torch.tensor(x, device=self.device) for x in (slots, tables, list(new.values()), seq_lens)))
+        logits = execute_model(model, torch.tensor(ids, device=self.device), torch.tensor(positions, device=self.device), self.layers, metadata)
+        for seq in new:
+            b.remember(seq, self.tokens[seq])
+        return logits

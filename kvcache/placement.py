@@ -1,0 +1,83 @@
+"""
+What every cache system has in common. One forward pass asks three things of it:
+
+    place    which rows do the new tokens go to, and which rows are read?    `Placement`: once a forward, for all layers
+    encode   how is a row kept?                                              `storage.Rows`: each layer its own
+    see      which of the rows read may a token look at?                     `Placement.mask`, of positions, owners and window
+
+A system makes a `Placement` and hands the model a `Forward` in place of its list of tuples. The model's one attention function
+then asks each layer the one question there is, `append(k, v)`, and gets keys, values and mask.
+"""
+from dataclasses import dataclass
+
+import torch
+
+from kvcache.storage import Rows
+
+
+@dataclass(frozen=True)
+class Placement:
+    """
+    Where the tokens (B, T) of one forward pass stand.
+
+    positions: (B, T), what the position embeddings are looked up by.
+    rows: (n,) where the new keys and values are written, in the order of the tokens; which: those of the B * T tokens that are
+        written at all, (n,), or None for all.
+    index: the rows that are read, as `Rows.read` takes it, (B, K) in all.
+    mask: (B, 1, T, K), True where a token may look, or None where all may look at all.
+    turned: (B, K), by how many positions the keys read are still to be turned, or None.
+    """
+    positions: torch.Tensor
+    rows: torch.Tensor
+    index: tuple | torch.Tensor
+    mask: torch.Tensor | None
+    which: torch.Tensor | None = None
+    turned: torch.Tensor | None = None
+
+
+class Layer:
+    """The rows of one layer, k and v, (n_outer, n_inner) of n_head * head_dim numbers each. rotary turns keys."""
+
+    def __init__(self, shape, n_head, head_dim, type_k='float32', type_v='float32', device='cpu', v_trans=False, rotary=None):
+        self.n_head, self.head_dim, self.rotary = n_head, head_dim, rotary
+        self.k = Rows(shape, n_head * head_dim, type_k, device)
+        self.v = Rows(shape, n_head * head_dim, type_v, device, transposed=v_trans)
+
+    def nbytes(self):
+        return self.k.nbytes() + self.v.nbytes()
+
+    def write(self, placement, k, v):
+        """New keys and values, (B, n_head, T, head_dim), to where they belong."""
+        for rows, new in ((self.k, k), (self.v, v)):
+            new = new.transpose(1, 2).reshape(-1, rows.width)
+            rows.write(placement.rows, new if placement.which is None else new[placement.which])
+
+    def read(self, placement, dtype):
+        """All keys and values that the placement reads, (B, n_head, K, head_dim) each."""
+        k, v = (rows.read(placement.index, dtype).unflatten(-1, (self.n_head, self.head_dim)) for rows in (self.k, self.v))
+        if placement.turned is not None:
+            k = self.rotary(k, placement.turned)
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+
+class PlacedLayer:
+    """A layer during one forward pass: in the role of a `LayerKVCache`."""
+
+    def __init__(self, layer, placement):
+        self.layer, self.placement = layer, placement
+
+    def append(self, k, v):
+        """
+        Write k and v, (B, n_head, T, head_dim), of the new tokens. Returns (k, v, mask, self): all keys and values to attend
+        over, (B, n_head, K, head_dim), and where each token may look, (B, 1, T, K) or None.
+        """
+        self.layer.write(self.placement, k, v)
+        return *self.layer.read(self.placement, k.dtype), self.placement.mask, self
+
+
+class Forward(list):
+    """What a system hands the model for one forward pass: a placed layer for each of its layers, and the `positions` (B, T)."""
+
+    def __init__(self, layers, placement):
+        super().__init__(layer and PlacedLayer(layer, placement) for layer in layers)
+        self.positions = placement.positions

@@ -1,0 +1,112 @@
+"""
+Encode: numbers as they are kept. Floats as they are; int8 and int4 in groups that share a scale.
+
+    codes, scale = quantise(x, bits, group)         x = codes * scale, to half a scale
+    x = dequantise(codes, scale, bits)
+    rows = Rows((n_stream, kv_size), width, 'int8')
+
+A group is quantised once, when it is written, and never again: reading, sharing and moving it do not change it.
+"""
+import math
+
+import torch
+
+BITS = {'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8, 'int4': 4}
+GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0
+SMALLEST_SCALE = 1e-5
+
+
+def quantise(x, bits, group):
+    """
+    Symmetric: x (..., D) -> codes, int8 (..., D) or for 4 bits uint8 (..., D / 2), and scale (..., D / group) in x's dtype.
+
+    The largest of a group becomes 127 or 7; halves go to the even number. Two 4-bit numbers share a byte, the first in the low half.
+    """
+    largest = {8: 127, 4: 7}[bits]
+    groups = x.unflatten(-1, (-1, group))
+    scale = (groups.abs().amax(dim=-1) / largest).clamp(min=SMALLEST_SCALE)
+    codes = (groups / scale[..., None]).round().clamp(-largest, largest).to(torch.int8).flatten(-2)
+    if bits == 4:
+        codes = codes.view(torch.uint8) & 15
+        codes = codes[..., ::2] | codes[..., 1::2] << 4
+    return codes, scale
+
+
+def dequantise(codes, scale, bits):
+    """The numbers again, (..., D) in the dtype of scale."""
+    if bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).view(torch.int8)
+        codes = (codes ^ 8) - 8  # of four bits the highest is the sign
+    groups = codes.unflatten(-1, (scale.size(-1), -1))
+    return (groups * scale[..., None]).flatten(-2)
+
+
+class Rows:
+    """
+    Rows of `width` numbers, zero-filled: a NaN in a row that nobody has written would reach the output of attention through
+    the mask. shape: (n_outer, n_inner), such as streams and their cells, or blocks and their slots; row = outer * n_inner + inner.
+
+    kind: 'float32', 'float16', 'bfloat16', 'int8' or 'int4'. transposed: numbers of one column side by side instead of those of
+    one row, (n_outer, width, n_inner) in memory; only for floats. Raises ValueError on what cannot be stored like that.
+    """
+
+    def __init__(self, shape, width, kind='float32', device='cpu', transposed=False):
+        if kind not in BITS:
+            raise ValueError(f"numbers are kept as {', '.join(BITS)}, not {kind!r}")
+        self.shape, self.width, self.kind, self.bits = tuple(shape), width, kind, BITS[kind]
+        self.scale = None
+        if self.bits <= 8:
+            if width % GROUP:
+                raise ValueError(f"{kind} keeps groups of {GROUP} numbers, which does not divide a row of {width}")
+            if transposed:
+                raise ValueError(f"{kind} cannot be transposed: a group would be spread over {GROUP} columns")
+            self.data = torch.zeros(*shape, width * self.bits // 8, dtype=torch.int8 if self.bits == 8 else torch.uint8, device=device)
+            self.scale = torch.zeros(*shape, width // GROUP, device=device)
+        elif transposed:
+            self.data = torch.zeros(shape[0], width, shape[1], dtype=getattr(torch, kind), device=device).transpose(1, 2)
+        else:
+            self.data = torch.zeros(*shape, width, dtype=getattr(torch, kind), device=device)
+
+    def tensors(self):
+        """What is stored: the data, and for int8 and int4 the scales, each (n_outer, n_inner, ...)."""
+        return [self.data] if self.scale is None else [self.data, self.scale]
+
+    def encode(self, x):
+        """x (n, width) as the tensors that are stored for it."""
+        return [x] if self.scale is None else quantise(x.float(), self.bits, GROUP)
+
+    def write(self, rows, x):
+        """Rows number `rows` (n,) = x (n, width)."""
+        n_inner = self.shape[1]
+        for stored, new in zip(self.tensors(), self.encode(x)):
+            if stored.is_contiguous():
+                stored.flatten(0, 1).index_copy_(0, rows, new.to(stored.dtype))
+            else:
+                stored[rows // n_inner, rows % n_inner] = new.to(stored.dtype)
+
+    def read(self, index, dtype=torch.float32):
+        """
+        The rows that index picks, (S, K, width) in dtype: a view if they lie side by side, in dtype and as floats.
+
+        index: two slices of (n_outer, n_inner), or a tensor (S, n) of outer numbers, all of whose inner rows are taken, K = n * n_inner.
+        """
+        if isinstance(index, torch.Tensor):
+            parts = [t.index_select(0, index.flatten()).view(len(index), -1, t.size(-1)) for t in self.tensors()]
+        else:
+            parts = [t[index] for t in self.tensors()]
+        return parts[0].to(dtype) if self.scale is None else dequantise(*parts, self.bits).to(dtype)
+
+    def copy(self, source, target):
+        """Rows target (n,) = rows source (n,), as they are stored."""
+        n_inner = self.shape[1]
+        for t in self.tensors():
+            t[target // n_inner, target % n_inner] = t[source // n_inner, source % n_inner]
+
+    def nbytes(self):
+        return sum(t.numel() * t.element_size() for t in self.tensors())
+
+
+def bytes_a_row(width, kind):
+    """Bytes of one row of `width` numbers, scales included."""
+    scales = math.ceil(width / GROUP) * 4 if BITS[kind] <= 8 else 0
+    return width * BITS[kind] // 8 + scales

@@ -1,0 +1,277 @@
+"""Blocks: sharing, copy on write, eviction, by hand and against plain dictionaries; and the forward pass over them."""
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvcache.blocks import BlockManager, OutOfBlocks
+from kvcache.paged import InputMetadata, PagedCache, execute_model
+from model import GPT, GPTConfig
+
+
+def test_slots_of_a_table():
+    b = BlockManager(8, 4)
+    b.tables['a'], b.length['a'] = [7, 2], 6
+    assert b.slots('a', 5, 6) == [9] and b.slots('a', 2, 5) == [30, 31, 8]
+
+
+def test_prompts_that_begin_alike_share_full_blocks():
+    b = BlockManager(8, 4)
+    assert b.add('a', range(10)) == 0
+    b.remember('a', range(10))
+    assert b.tables['a'] == [0, 1, 2]
+    assert b.add('b', [*range(8), 77, 78]) == 8 and b.tables['b'] == [0, 1, 3]
+    assert b.add('c', range(8)) == 4  # not all of it: the last token has to run
+    assert b.add('d', [9, *range(1, 8)]) == 0
+    assert b.references[:4] == [3, 2, 1, 1]
+    for seq in 'abcd':
+        b.remove(seq)
+    assert b.references == [0] * 8 and len(b.free) == 8
+    assert b.add('e', range(10)) == 8  # nobody had it, and it was still there
+
+
+def test_the_same_hash_is_not_the_same_prefix():
+    b = BlockManager(8, 2, hash=lambda parts: 0)
+    for seq, tokens in (('a', [1, 2, 3, 4, 9]), ('b', [1, 2, 5, 6, 9]), ('c', [7, 8, 3, 4, 9])):
+        n = b.add(seq, tokens)
+        assert n == {'a': 0, 'b': 2, 'c': 0}[seq]  # block (3, 4) of a is not that of c: another block is before it
+        b.remember(seq, tokens)
+
+
+def test_the_end_of_a_prompt_is_evicted_first():
+    b = BlockManager(4, 2)
+    b.add('a', range(8))
+    b.remember('a', range(8))
+    b.remove('a')
+    assert list(b.free) == [3, 2, 1, 0]
+    b.add('b', [50, 51, 52, 53])
+    assert b.tables['b'] == [3, 2]
+    b.remove('b')
+    assert b.add('c', range(8)) == 4
+
+
+def test_the_least_recently_used_prompt_is_evicted_first():
+    b = BlockManager(4, 2)
+    for seq in (1, 2):
+        b.add(seq, [seq] * 4)
+        b.remember(seq, [seq] * 4)
+        b.remove(seq)
+    b.add('again', [1] * 5)  # uses 1's block, and takes three others
+    assert b.tables['again'][0] == 0
+
+
+def test_who_writes_to_a_shared_block_gets_a_copy():
+    b = BlockManager(4, 4)
+    b.add('a', range(6))
+    b.fork('a', 'b')
+    assert b.extend('a') == [(1, 2)] and b.tables == {'a': [0, 2], 'b': [0, 1]}
+    assert b.extend('b') == []  # it is alone by now
+    b.truncate('a', 4)
+    assert b.tables['a'] == [0] and b.references == [2, 1, 0, 0]
+    assert b.extend('a') == [] and len(b.tables['a']) == 2
+
+
+def test_a_full_block_that_is_cut_and_written_over_is_not_found_any_more():
+    b = BlockManager(6, 2)
+    b.add('a', range(4))
+    b.remember('a', range(4))
+    b.truncate('a', 3)
+    b.extend('a')
+    assert b.add('b', range(5)) == 2
+
+
+def test_out_of_blocks_leaves_all_as_it_was():
+    b = BlockManager(4, 2)
+    b.add('a', range(5))
+    b.remember('a', range(5))
+    b.fork('a', 'b')
+    before = {s: list(t) for s, t in b.tables.items()}, dict(b.length), list(b.references), list(b.free)
+    for refused in (lambda: b.add('c', range(100, 104)), lambda: b.extend('a', 4), lambda: b.add('c', range(9))):
+        with pytest.raises(OutOfBlocks):
+            refused()
+        assert before == ({s: list(t) for s, t in b.tables.items()}, dict(b.length), list(b.references), list(b.free))
+    for refused in (lambda: b.add('a', [1]), lambda: b.add('d', []), lambda: b.fork('a', 'b'), lambda: b.truncate('a', 6),
+                    lambda: BlockManager(0, 4)):
+        with pytest.raises(ValueError):
+            refused()
+
+
+class BlocksMachine(RuleBasedStateMachine):
+    """Random operations, beside {sequence: its tokens}. What a block holds is kept as the tokens that were written to its slots."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.model, self.names, self.token = BlockManager(10, 3), {}, 0, 0
+        self.held = [None] * 30
+
+    def write(self, seq, start):
+        for slot, token in zip(self.blocks.slots(seq, start, len(self.model[seq])), self.model[seq][start:]):
+            self.held[slot] = token
+
+    @rule(shared=st.integers(0, 9), own=st.integers(1, 6), remember=st.booleans())
+    def add(self, shared, own, remember):
+        tokens = [*range(shared), *range(1000 + self.token, 1000 + self.token + own)]
+        self.names += 1
+        try:
+            n_cached = self.blocks.add(self.names, tokens)
+        except OutOfBlocks:
+            assert len(self.blocks.free) < -(-len(tokens) // 3)
+            return
+        self.token += own
+        self.model[self.names] = tokens
+        self.write(self.names, n_cached)
+        if remember:
+            self.blocks.remember(self.names, tokens)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), n=st.integers(1, 4))
+    def append(self, data, n):
+        seq, old = self.any(data), list(self.held)
+        try:
+            copies = self.blocks.extend(seq, n)
+        except OutOfBlocks:
+            return
+        for source, target in copies:
+            self.held[3 * target:3 * target + 3] = old[3 * source:3 * source + 3]
+        self.model[seq] += range(1000 + self.token, 1000 + self.token + n)
+        self.token += n
+        self.write(seq, len(self.model[seq]) - n)
+        self.blocks.remember(seq, self.model[seq])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def fork(self, data):
+        seq = self.any(data)
+        self.names += 1
+        self.blocks.fork(seq, self.names)
+        self.model[self.names] = list(self.model[seq])
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), part=st.floats(0, 1))
+    def cut(self, data, part):
+        seq = self.any(data)
+        n = int(part * len(self.model[seq]))
+        self.blocks.truncate(seq, n)
+        del self.model[seq][n:]
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def remove(self, data):
+        seq = self.any(data)
+        self.blocks.remove(seq)
+        del self.model[seq]
+
+    @rule()
+    def reset(self):
+        self.blocks.reset()
+        assert not self.blocks.block_with
+
+    def any(self, data):
+        return data.draw(st.sampled_from(sorted(self.model)))
+
+    @invariant()
+    def each_sequence_has_what_it_should(self):
+        counted = [0] * 10
+        for seq, tokens in self.model.items():
+            assert [self.held[slot] for slot in self.blocks.slots(seq, 0, len(tokens))] == tokens
+            for block in self.blocks.tables[seq]:
+                counted[block] += 1
+        assert counted == self.blocks.references
+        assert sorted(self.blocks.free) == [i for i, n in enumerate(counted) if n == 0]
+        for prefix, block in self.blocks.block_with.items():
+            assert self.blocks.prefix_of[block] is prefix and tuple(self.held[3 * block:3 * block + 3]) == prefix.tokens
+
+    def teardown(self):
+        for seq in list(self.model):
+            self.blocks.remove(seq)
+        assert len(self.blocks.free) == 10 and not any(self.blocks.references) and not self.blocks.tables
+
+
+TestBlocks = BlocksMachine.TestCase
+TestBlocks.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+# with a model
+
+def model(seed=0, **how):
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(**(dict(block_size=32, vocab_size=29, n_layer=2, n_head=2, n_embd=32) | how))).eval()
+
+
+def full_logits(m, tokens):
+    return m(torch.tensor([tokens]), use_cache=False)[0][0, 0]
+
+
+def pool(m, n_blocks=16, block_size=4, kind='float32'):
+    c = m.config
+    return PagedCache(c.n_layer, c.n_head, c.n_embd // c.n_head, n_blocks, block_size, kind)
+
+
+@torch.inference_mode()
+def test_prefills_and_decodes_in_one_pass():
+    m = model()
+    p = pool(m)
+    texts = {'a': [1, 2, 3, 4, 5, 6, 7], 'b': [9, 8], 'c': [1, 2, 3, 4, 5, 0]}
+    assert p.add(m, 'a', texts['a']) == 0
+    assert torch.allclose(p.run(m, {'a': 7})[0], full_logits(m, texts['a']), atol=1e-5)
+    assert p.add(m, 'b', texts['b']) == 0 and p.add(m, 'c', texts['c']) == 4
+    p.extend('a', [11])
+    logits = p.run(m, {'a': 1, 'c': 2, 'b': 2})
+    for row, tokens in zip(logits, (texts['a'] + [11], texts['c'], texts['b'])):
+        assert torch.allclose(row, full_logits(m, tokens), atol=1e-5)
+    for seq in 'abc':
+        p.extend(seq, [12])
+    logits = p.run(m, dict.fromkeys('abc', 1))
+    for row, tokens in zip(logits, (texts['a'] + [11, 12], texts['b'] + [12], texts['c'] + [12])):
+        assert torch.allclose(row, full_logits(m, tokens), atol=1e-5)
+
+
+@torch.inference_mode()
+def test_padding_writes_nothing():
+    m = model()
+    p = pool(m)
+    p.add(m, 'a', [3, 1, 4])
+    before = [layer.k.data.clone() for layer in p.layers]
+    slots = torch.tensor([*p.blocks.slots('a', 0, 3), -1, -1])
+    metadata = InputMetadata(slots, torch.tensor([p.blocks.tables['a'] + [-1]]), torch.tensor([3]), torch.tensor([3]))
+    logits = execute_model(m, torch.tensor([3, 1, 4, 0, 0]), torch.tensor([0, 1, 2, 0, 0]), p.layers, metadata)
+    assert torch.allclose(logits[0], full_logits(m, [3, 1, 4]), atol=1e-5)
+    for layer, old in zip(p.layers, before):
+        changed = (layer.k.data != old).any(dim=-1).flatten().nonzero()[:, 0].tolist()
+        assert changed == p.blocks.slots('a', 0, 3)
+
+
+@torch.inference_mode()
+def test_changed_weights_are_not_served_from_old_blocks():
+    m = model()
+    p = pool(m)
+    tokens = list(range(9))
+    p.add(m, 'a', tokens)
+    p.run(m, {'a': 9})
+    assert p.add(m, 'b', tokens) == 8
+    m.lm_head.weight[3, 5] += 1
+    assert p.add(m, 'c', tokens) == 0
+    assert torch.allclose(p.run(m, {'c': 9})[0], full_logits(m, tokens), atol=1e-5)
+    p.extend('a', [1])  # of the old weights, as what it goes on from; nobody else may have it
+    p.run(m, {'a': 1})
+    assert p.add(m, 'd', tokens + [1, 2, 3, 4]) == 8
+    assert torch.allclose(p.run(m, {'d': 5})[0], full_logits(m, tokens + [1, 2, 3, 4]), atol=1e-5)
+
+
+@torch.inference_mode()
+def test_forks_hold_their_prompt_once():
+    m = model()
+    p = pool(m)
+    prompt = list(range(10))
+    p.add(m, 0, prompt)
+    p.run(m, {0: 10})
+    for i in range(1, 5):
+        p.fork(0, i)
+    assert len({block for table in p.blocks.tables.values() for block in table}) == 3
+    for i in range(5):
+        p.extend(i, [20 + i])
+    logits = p.run(m, dict.fromkeys(range(5), 1))
+    for i in range(5):
+        assert torch.allclose(logits[i], full_logits(m, prompt + [20 + i]), atol=1e-5)
+    assert len({block for table in p.blocks.tables.values() for block in table}) == 2 + 5

@@ -1,0 +1,114 @@
+"""One model on every cache system, in every encoding: the same tokens, joined and left at any step."""
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache import SYSTEMS, CacheDecoder
+from kvcache.placement import Layer
+from kvcache.storage import Rows
+from model import GPT, GPTConfig
+
+BLOCK = 24
+
+
+def model(seed=0, **how):
+    torch.manual_seed(seed)
+    m = GPT(GPTConfig(**(dict(block_size=BLOCK, vocab_size=29, n_layer=2, n_head=2, n_embd=32) | how))).eval()
+    with torch.no_grad():
+        for p in m.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return m
+
+
+def empty(decoder, kind):
+    """Is nothing held any more?"""
+    system = decoder.system
+    if kind == 'paged':
+        return not system.pool.tokens and len(system.pool.blocks.free) == len(system.pool.blocks.references)
+    if kind == 'tuple':
+        return not system.length
+    return all(cells.used() == 0 for cells in system.cache.streams) and len(system.unused) == system.cache.n_seq_max
+
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7], [28, 27], [0] * 20, list(range(BLOCK)), [3, 2, 1]]
+
+
+@pytest.mark.parametrize('how', [{}, dict(when_full='shift'), dict(when_full='shift', keep=5, n_keep=1)])
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_eight_sequences_are_those_of_the_uncached_model(kind, how):
+    """Of different lengths, greedy and drawn, over twice the window, some stopping early: each as generated alone without a cache."""
+    for seed in range(3):
+        m = model(seed)
+        for settings_ in (dict(temperature=0), dict(temperature=1.0, top_k=7), dict(temperature=1.0, stop_token=4)):
+            decoder = CacheDecoder(m, kind, n_seq=8)
+            seeds = range(100, 108)
+            got = m.generate(PROMPTS, 2 * BLOCK, use_cache=True, decoder=decoder,
+                             generator=[torch.Generator().manual_seed(s) for s in seeds], **settings_, **how)
+            for prompt, s, tokens in zip(PROMPTS, seeds, got):
+                assert tokens == m.generate([prompt], 2 * BLOCK, generator=torch.Generator().manual_seed(s), **settings_, **how)[0]
+            assert empty(decoder, kind)
+
+
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_samples_of_one_prompt(kind):
+    m = model(1)
+    idx = torch.randint(29, (2, 7), generator=torch.Generator().manual_seed(2))
+    decoder = CacheDecoder(m, kind, n_seq=6)
+    got = m.generate(idx, 30, use_cache=True, decoder=decoder, num_samples=3, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(got, m.generate(idx, 30, num_samples=3, generator=torch.Generator().manual_seed(3)))
+    assert empty(decoder, kind)
+
+
+@pytest.mark.parametrize('bits', [8, 4])
+def test_all_systems_agree_when_quantised(bits):
+    """What is kept is the same numbers, whatever row they are in; so are the tokens."""
+    m = model(2)
+    outputs = [m.generate(PROMPTS, BLOCK, temperature=0, use_cache=True, decoder=CacheDecoder(m, kind, 8, bits)) for kind in SYSTEMS]
+    assert all(output == outputs[0] for output in outputs)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(SYSTEMS)), st.sampled_from([0, 8, 4]), st.integers(0, 2**31), st.lists(st.integers(1, 6), min_size=1, max_size=5))
+def test_any_chunks_give_one_pass(kind, bits, seed, chunks):
+    m = model(3)
+    T = min(sum(chunks), BLOCK)
+    idx = torch.randint(29, (3, T), generator=torch.Generator().manual_seed(seed))
+    decoder, cache, start = CacheDecoder(m, kind, 3, bits), None, 0
+    for n in chunks:
+        if start + n > T:
+            break
+        logits, cache = decoder(idx[:, start:start + n], cache)
+        start += n
+    with torch.inference_mode():
+        exact = m(idx[:, :start])[0]
+    assert (logits - exact).abs().max() < {0: 1e-5, 8: 0.15, 4: 3}[bits]
+
+
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_what_does_not_fit_is_an_error_and_the_rest_goes_on(kind):
+    m = model(0)
+    decoder = CacheDecoder(m, kind, n_seq=2)
+    _, cache = decoder(torch.randint(29, (2, 5)), None)
+    with pytest.raises(ValueError):
+        decoder(torch.randint(29, (2, BLOCK)), cache)
+    with pytest.raises(ValueError):
+        decoder(torch.randint(29, (3, BLOCK)), None)
+    _, cache = decoder(torch.randint(29, (2, BLOCK - 5)), cache)
+    del cache
+    assert empty(decoder, kind)
+    with pytest.raises(ValueError):
+        CacheDecoder(m, 'pages', 2)
+    with pytest.raises(ValueError):
+        CacheDecoder(m, kind, 2, bits=3)
+
+
+def test_bytes():
+    assert Rows((2, 8), 64).nbytes() == 16 * 64 * 4
+    assert Rows((2, 8), 64, 'float16').nbytes() == 16 * 64 * 2
+    assert Rows((2, 8), 64, 'int8').nbytes() == 16 * (64 + 2 * 4)
+    assert Rows((2, 8), 64, 'int4').nbytes() == 16 * (32 + 2 * 4)
+    assert Layer((2, 8), 2, 32, 'float32', 'int8').nbytes() == 16 * (64 * 4 + 64 + 2 * 4)
+    for refused in (lambda: Rows((2, 8), 63, 'int8'), lambda: Rows((2, 8), 64, 'float8')):
+        with pytest.raises(ValueError):
+            refused()

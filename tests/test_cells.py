@@ -1,0 +1,373 @@
+"""Cells and streams: placing, windows, sequence operations, shifts and state, by hand and against plain dictionaries."""
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvcache.cells import EMPTY, Window
+from kvcache.rotary import Rotary
+from kvcache.unified import KVCache, NoSlot, context_shift
+
+
+def cache(kv_size=8, n_seq_max=4, **how):
+    return KVCache(**(dict(n_layer=2, n_head_kv=1, head_dim=32) | how | dict(kv_size=kv_size, n_seq_max=n_seq_max)))
+
+
+def put(c, tokens, value=None):
+    """Place tokens, {sequence: positions}; keys are `value` of their position, values the same and 1000 more."""
+    batch = c.batch(tokens)
+    slots = c.find_slot(batch)
+    c.apply(slots, batch)
+    c.update()
+    keys = torch.from_numpy(batch.positions).flatten().float() if value is None else torch.as_tensor(value, dtype=torch.float32)
+    for layer in range(len(c.layers)):
+        rows = keys[:, None, None].expand(-1, c.n_head_kv, c.head_dim) + 100 * layer
+        c.cpy_k(layer, rows, c.k_idxs(slots))
+        c.cpy_v(layer, rows + 1000, c.k_idxs(slots))
+    return slots.cells
+
+
+def positions(c, seq):
+    cells = c.cells_of(seq)
+    return sorted(cells.pos[cells.owners[:, seq]].tolist())
+
+
+def test_cells_are_taken_from_the_head_on_and_around():
+    c = cache()
+    assert put(c, {0: range(5)}).tolist() == [[0, 1, 2, 3, 4]]
+    c.seq_rm(0, 1, 3)
+    assert c.streams[0].head == 1  # back to the first cell that became free
+    c.streams[0].head = 5
+    assert put(c, {1: range(4)}).tolist() == [[5, 6, 7, 1]]
+    assert not c.find_slot(c.batch({2: [0, 1]})) and c.find_slot(c.batch({2: [0]})).cells.tolist() == [[2]]
+
+
+def test_a_head_far_beyond_what_is_used_goes_back_to_the_beginning():
+    c = cache(kv_size=16)
+    put(c, {0: range(8)})
+    c.seq_rm(0, 2)
+    c.streams[0].head = 8
+    assert c.find_slot(c.batch({1: range(3)})).cells.tolist() == [[8, 9, 10]]  # 8 <= 2 + 2 * 3
+    assert c.find_slot(c.batch({1: range(2)})).cells.tolist() == [[2, 3]]      # 8 > 2 + 2 * 2
+
+
+def test_contiguous_cells_do_not_wrap():
+    c = cache()
+    put(c, {0: range(8)})
+    c.seq_rm(0, 6)
+    c.seq_rm(0, 0, 2)
+    c.streams[0].head = 6
+    assert c.find_slot(c.batch({1: range(3)})).cells.tolist() == [[6, 7, 0]]
+    assert isinstance(c.find_slot(c.batch({1: range(3)}), contiguous=True), NoSlot)
+    assert c.find_slot(c.batch({1: range(2)}), contiguous=True).cells.tolist() == [[6, 7]]
+
+
+@pytest.mark.parametrize('n', [9, 100])
+def test_what_does_not_fit_changes_nothing(n):
+    c = cache()
+    put(c, {0: range(3)})
+    before = str(c)
+    assert not c.find_slot(c.batch({1: range(n)}))
+    assert not c.prepare([c.batch({1: range(5)}), c.batch({1: [5]})])
+    with pytest.raises(ValueError, match='full'):
+        c.forward(c.batch({1: range(n)}))
+    assert str(c) == before
+    assert [s.cells.tolist() for s in c.prepare([c.batch({1: range(4)}), c.batch({1: [4]})])] == [[[3, 4, 5, 6]], [[7]]]
+    assert str(c) == before
+
+
+def test_a_window_frees_what_it_has_passed_and_leaves_no_hole():
+    c = cache(kv_size=4, n_swa=3, swa_type='standard')
+    put(c, {0: range(4)})
+    assert put(c, {0: [4]}).tolist() == [[0]]  # the next token at 4 sees 2, 3 and itself: 0 and 1 are passed
+    assert positions(c, 0) == [1, 2, 3, 4]
+    c.streams[0].head = 2
+    assert put(c, {0: [5]}).tolist() == [[2]]  # position 2 is overwritten, and position 1, before it, goes with it
+    assert positions(c, 0) == [3, 4, 5]
+
+
+@pytest.mark.parametrize('kind, seen', [('standard', [3, 4, 5]), ('chunked', [3, 4, 5]), ('none', [0, 1, 2, 3, 4, 5])])
+def test_masks(kind, seen):
+    c = cache(n_swa=3, swa_type=kind)
+    put(c, {0: range(5), 1: [0]})
+    batch = c.batch({0: [5], 1: [1]})
+    slots = c.find_slot(batch)
+    c.apply(slots, batch)
+    mask = c.kq_mask(batch, slots, c.get_n_kv(slots))
+    assert c.streams[0].pos[:8][mask[0, 0, 0].numpy()].tolist() == seen
+    assert np.flatnonzero(mask[0, 0, 1]).tolist() == [5, 7]
+    assert Window(4, 'chunked').passed(np.arange(8), 6).tolist() == [True] * 4 + [False] * 4
+    assert Window(4, 'standard').passed(np.arange(8), 6).tolist() == [True] * 3 + [False] * 5
+
+
+def test_n_kv_is_padded_and_views_are_not_copies():
+    c = cache(kv_size=8, n_pad=4)
+    slots = c.find_slot(c.batch({0: range(5)}))
+    put(c, {0: range(5)})
+    assert c.get_n_kv(slots) == 8
+    k, v = c.get_k(1, 5), c.get_v(1, 5)
+    assert k.shape == (1, 5, 1, 32) and k[0, :, 0, 0].tolist() == [100, 101, 102, 103, 104] and v[0, 2, 0, 0] == 1102
+    assert k.data_ptr() == c.layers[1].k.data.data_ptr()
+    transposed = cache(v_trans=True)
+    put(transposed, {0: range(5)})
+    v = transposed.get_v(1, 5)
+    assert v[0, 2, 0, 0] == 1102 and v.stride(1) == 1 and v.data_ptr() == transposed.layers[1].v.data.data_ptr()
+    with pytest.raises(ValueError, match='transposed'):
+        cache(v_trans=True, type_v='int8')
+
+
+def test_sequences_share_cells_in_one_stream_and_copy_across_streams():
+    one, many = cache(), cache(unified=False)
+    for c in (one, many):
+        put(c, {0: range(4)})
+        c.seq_cp(0, 2)
+        assert positions(c, 2) == [0, 1, 2, 3]
+    assert one.streams[0].used() == 4 and many.streams[2].used() == 4
+    assert torch.equal(many.layers[1].k.data[2], many.layers[1].k.data[0]) and many.layers[1].k.data[2].any()
+    with pytest.raises(ValueError, match='whole'):
+        many.seq_cp(0, 3, 0, 2)
+    one.seq_cp(0, 3, 1, 3)
+    assert positions(one, 3) == [1, 2]
+    one.seq_rm(0)
+    assert one.streams[0].used() == 4
+    one.seq_keep(3)
+    assert one.streams[0].used() == 2 and positions(one, 2) == []
+    many.seq_keep(2)
+    assert [cells.used() for cells in many.streams] == [0, 0, 4, 0]
+    many.clear()
+    assert not any(cells.used() for cells in many.streams)
+    assert many.seq_pos_max(2) is None and many.seq_pos_min(2) is None
+
+
+def test_separate_streams_take_equal_parts():
+    c = cache(unified=False)
+    batch = c.batch({2: [0, 1], 0: [0, 1]})
+    assert batch.positions.shape == (2, 2) and c.find_slot(batch).streams.tolist() == [2, 0]
+    for tokens in ({0: [0], 1: [0, 1]}, {(0, 1): [0]}):
+        with pytest.raises(ValueError, match='split'):
+            c.batch(tokens)
+    for tokens in ({}, {0: []}, {4: [0]}, {0: [-1]}):
+        with pytest.raises(ValueError):
+            c.batch(tokens)
+
+
+def test_the_drawing():
+    c = cache(kv_size=4, n_seq_max=2)
+    put(c, {(0, 1): [0, 1], 0: [2]})
+    c.seq_rm(1, 1)
+    assert str(c) == '\n'.join(['stream 0   slot  0   1   2   3', '           pos   0   1   2   .', '           seq   ab  a   a'])
+
+
+def test_layers_can_be_left_out_or_shared():
+    c = KVCache(4, 1, 32, 8, 1, layer_filter=lambda layer: layer != 1, layer_reuse=lambda layer: 0 if layer == 3 else None)
+    assert c.layers[1] is None and c.layers[3] is c.layers[0] and c.layers[2] is not c.layers[0]
+    assert c.memory_breakdown() == {'cpu': 2 * 2 * 8 * 32 * 4}
+    forward = c.forward(c.batch({0: [0]}))
+    assert forward[1] is None and forward[3].layer is c.layers[0]
+    with pytest.raises(ValueError, match='share'):
+        KVCache(2, 1, 32, 8, 1, layer_reuse=lambda layer: 1 if layer == 0 else None)
+
+
+def test_devices_by_layer():
+    c = KVCache(2, 1, 32, 8, 1, device=lambda layer: ('cpu', 'meta')[layer])
+    assert c.memory_breakdown() == {'cpu': 2 * 8 * 32 * 4, 'meta': 2 * 8 * 32 * 4}
+
+
+# shifts
+
+@pytest.mark.parametrize('base', [10000.0, 100.0])
+def test_turning_adds_up(base):
+    rotary, x = Rotary(16, base), torch.randn(7, 2, 16)
+    p, d = torch.arange(7), torch.tensor([3, -2, 100, 0, 1, -4, 50])
+    assert torch.allclose(rotary(rotary(x, p), d), rotary(x, p + d), atol=1e-5)
+
+
+def rotary_cache(type_k, n=8, kv_size=8):
+    """A cache with keys 0 ... n - 1 of sequence 0, and those keys before they were turned."""
+    rotary = Rotary(32)
+    c = KVCache(1, 1, 32, kv_size, 3, type_k=type_k, rotary=rotary)
+    raw = torch.randn(n, 1, 32, generator=torch.Generator().manual_seed(0))
+    batch = c.batch({0: range(n)})
+    slots = c.find_slot(batch)
+    c.apply(slots, batch)
+    c.cpy_k(0, rotary(raw, torch.arange(n)), c.k_idxs(slots))
+    return c, raw, rotary
+
+
+def attended_keys(c, seq, pos):
+    """The keys that a token of seq at pos would see, in the order of positions: what `Placement` and `Layer.read` make of them."""
+    batch = c.batch({seq: [pos]})
+    slots = c.find_slot(batch)
+    c.apply(slots, batch)
+    placement = c.placement(batch, slots)
+    k, _ = c.layers[0].read(placement, torch.float32)
+    c.seq_rm(seq, pos)
+    order = np.argsort(c.streams[0].pos[:k.size(2)])
+    order = order[c.streams[0].owners[order, seq]]
+    return k[0, 0, torch.from_numpy(order)]
+
+
+@pytest.mark.parametrize('type_k, tolerance', [('float32', 1e-5), ('float16', 4e-3), ('bfloat16', 3e-2), ('int8', 3e-2)])
+def test_shifted_keys_are_those_of_the_new_positions(type_k, tolerance):
+    c, raw, rotary = rotary_cache(type_k)
+    assert context_shift(c, 0, n_keep=2) == 3
+    assert positions(c, 0) == [0, 1, 2, 3, 4]  # which were 0, 1, 5, 6, 7
+    expected = rotary(raw[[0, 1, 5, 6, 7]], torch.arange(5))[:, 0]
+    for _ in range(2):  # turned once, not at each look
+        assert (attended_keys(c, 0, 5) - expected).abs().max() < tolerance
+
+
+@pytest.mark.parametrize('type_k', ['float32', 'float16', 'bfloat16', 'int8'])
+def test_64_shifts_do_not_drift(type_k):
+    """Every shift forth and back: at the end the keys are as far from the exact ones as they were before the first, or in float32 by rounding."""
+    c, raw, rotary = rotary_cache(type_k, kv_size=9)
+    exact = rotary(raw, torch.arange(8))[:, 0]
+    before = (attended_keys(c, 0, 8) - exact).abs().max()
+    for i in range(64):
+        c.seq_add(0, 0, -1, 5 if i % 2 == 0 else -5)
+        after = (attended_keys(c, 0, 14 if i % 2 == 0 else 8) - rotary(raw, torch.arange(8) + (5 if i % 2 == 0 else 0))[:, 0]).abs().max()
+    assert after <= before * 1.1 + 1e-5
+
+
+def test_the_cat_sat_on_the_mat():
+    """A full cache of four cells: the oldest goes, the new token takes its cell, the others are renumbered and turned where they are."""
+    c, raw, rotary = rotary_cache('float32', n=4, kv_size=4)
+    assert not c.find_slot(c.batch({0: [4]}))
+    c.seq_rm(0, 0, 1)
+    c.seq_add(0, 1, -1, -1)
+    batch = c.batch({0: [3]})
+    slots = c.find_slot(batch)
+    c.apply(slots, batch)
+    assert slots.cells.tolist() == [[0]] and c.streams[0].pos.tolist() == [3, 0, 1, 2]
+    c.update()
+    assert torch.allclose(c.get_k(0, 4)[0, 1:], rotary(raw[1:], torch.arange(3)), atol=1e-5)
+
+
+def test_learned_positions_and_shared_cells_are_not_moved():
+    learned = cache()
+    put(learned, {0: range(4)})
+    assert not learned.can_shift
+    c, _, _ = rotary_cache('float32')
+    c.seq_cp(0, 1)
+    before = str(c), str(learned)
+    for refused in (lambda: learned.seq_add(0, 0, -1, 1), lambda: learned.seq_div(0, 0, -1, 2), lambda: context_shift(learned, 0),
+                    lambda: c.seq_add(0, 0, -1, 1), lambda: context_shift(c, 0), lambda: c.seq_div(0, 0, -1, 0), lambda: context_shift(c, 0, 8)):
+        with pytest.raises(ValueError):
+            refused()
+    assert (str(c), str(learned)) == before
+    c.seq_rm(1)
+    c.seq_div(0, -1, -1, 2)
+    assert positions(c, 0) == [0, 0, 1, 1, 2, 2, 3, 3]
+    c.seq_add(0, 0, -1, -1)
+    assert positions(c, 0) == [0, 0, 1, 1, 2, 2]
+
+
+# state
+
+@pytest.mark.parametrize('kind', ['float32', 'bfloat16', 'int8', 'int4'])
+@pytest.mark.parametrize('unified', [True, False])
+def test_state_comes_back(tmp_path, kind, unified):
+    c = cache(unified=unified, type_k=kind, type_v=kind)
+    put(c, {0: range(5)})
+    put(c, {1: range(3)}, [7., 8, 9])
+    c.seq_rm(0, 0, 2)
+    c.state_save(tmp_path / 'all')
+    c.state_save(tmp_path / 'one', 1)
+    other = cache(unified=unified, type_k=kind, type_v=kind)
+    put(other, {2: range(2)})
+    other.state_load(tmp_path / 'one', 3)
+    assert positions(other, 2) == [0, 1] and positions(other, 3) == [0, 1, 2]
+    cells = other.cells_of(3)
+    mine = np.flatnonzero(cells.owners[:, 3])
+    stream = other.stream_of(3)
+    assert other.get_k(1, 8)[stream, mine, 0, 0].tolist() == pytest.approx([107, 108, 109], rel=0.08)
+    other.state_load(tmp_path / 'all')
+    assert [positions(other, seq) for seq in range(4)] == [[2, 3, 4], [0, 1, 2], [], []]
+
+
+def test_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
+    c = cache()
+    put(c, {0: range(5)})
+    c.state_save(tmp_path / 'one', 0)
+    c.state_save(tmp_path / 'all')
+    (tmp_path / 'junk').write_bytes(b'junk' * 100)
+    for how, path, seq in ((dict(n_layer=1), 'one', 0), (dict(head_dim=64), 'one', 0), (dict(type_v='int8'), 'one', 0), (dict(kv_size=4), 'one', 0),
+                           (dict(kv_size=4), 'all', None), (dict(n_seq_max=2), 'all', None), (dict(unified=False), 'all', None),
+                           ({}, 'all', 0), ({}, 'one', None), ({}, 'junk', 0), ({}, 'absent', 0)):
+        other = cache(**how)
+        put(other, {1: range(2)})
+        before = str(other), other.layers[0].k.data.clone()
+        with pytest.raises(ValueError):
+            other.state_load(tmp_path / path, seq)
+        assert str(other) == before[0] and torch.equal(other.layers[0].k.data, before[1])
+
+
+# a machine that does anything in any order
+
+class CellsMachine(RuleBasedStateMachine):
+    """Random operations, beside {sequence: {position: what it holds}}; a token is a number that is written as its key."""
+    unified = True
+
+    def __init__(self):
+        super().__init__()
+        self.cache, self.model, self.tokens = cache(kv_size=12, n_seq_max=4, unified=self.unified), {seq: {} for seq in range(4)}, 0
+
+    seqs = st.integers(0, 3)
+    ends = st.integers(-1, 12)
+
+    @rule(seq=seqs, n=st.integers(1, 5))
+    def append(self, seq, n):
+        start = max(self.model[seq], default=-1) + 1
+        batch = self.cache.batch({seq: range(start, start + n)})
+        used = len({token for mine in self.model.values() for token in mine.values()}) if self.unified else len(self.model[seq])
+        slots = self.cache.find_slot(batch)
+        assert bool(slots) == (used + n <= 12)
+        if slots:
+            new = [float(self.tokens + i) for i in range(n)]
+            self.tokens += n
+            put(self.cache, {seq: range(start, start + n)}, new)
+            self.model[seq] |= dict(zip(range(start, start + n), new))
+
+    @rule(seq=st.one_of(st.none(), seqs), p0=ends, p1=ends)
+    def rm(self, seq, p0, p1):
+        self.cache.seq_rm(seq, p0, p1)
+        for mine in [self.model[seq]] if seq is not None else self.model.values():
+            for p in [p for p in mine if p >= p0 and (p1 < 0 or p < p1)]:
+                del mine[p]
+
+    @rule(source=seqs, to=seqs)
+    def cp(self, source, to):
+        if source != to:
+            self.cache.seq_rm(to)
+            self.cache.seq_cp(source, to)
+            self.model[to] = dict(self.model[source])
+
+    @rule(seq=seqs)
+    def keep(self, seq):
+        self.cache.seq_keep(seq)
+        self.model = {s: mine if s == seq else {} for s, mine in self.model.items()}
+
+    @invariant()
+    def each_sequence_has_what_it_should(self):
+        for seq, mine in self.model.items():
+            cells, stream = self.cache.cells_of(seq), self.cache.stream_of(seq)
+            where = np.flatnonzero(cells.owners[:, seq])
+            held = self.cache.layers[1].k.data[stream, torch.from_numpy(where), 0] - 100
+            assert dict(zip(cells.pos[where].tolist(), held.tolist())) == mine
+            assert (self.cache.seq_pos_min(seq), self.cache.seq_pos_max(seq)) == (min(mine, default=None), max(mine, default=None))
+        for cells in self.cache.streams:
+            assert ((cells.pos == EMPTY) == ~cells.owners.any(axis=1)).all()
+
+    def teardown(self):
+        self.cache.seq_rm(None)
+        assert all(cells.used() == 0 and (cells.pos == EMPTY).all() for cells in self.cache.streams)
+
+
+class StreamsMachine(CellsMachine):
+    unified = False
+
+
+TestCells, TestStreams = CellsMachine.TestCase, StreamsMachine.TestCase
+TestCells.settings = TestStreams.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

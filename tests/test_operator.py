@@ -1,0 +1,195 @@
+"""The KeyValueCache operator against a dictionary of tokens, over everything it can be asked."""
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.operator import key_value_cache
+from kvcache.storage import dequantise, quantise
+
+SHAPES = {0: 'TL2HD', 1: 'LT2HD', 2: 'L2THD', 3: 'L2HTD'}
+
+
+def empty(layout, max_t, n_layer, n_head, last, dtype):
+    sizes = dict(T=max_t, L=n_layer, H=n_head, D=last) | {'2': 2}
+    return torch.zeros(*(sizes[axis] for axis in SHAPES[layout]), dtype=dtype)
+
+
+def slowly_quantised(x, bits, group):
+    """One number after the other: (integers, scales), of a row x of floats, in x's precision."""
+    largest, whole, scales = {8: 127, 4: 7}[bits], [], []
+    for start in range(0, len(x), group):
+        part = x[start:start + group]
+        scale = max(max(abs(v) for v in part) / x.dtype.type(largest), x.dtype.type(1e-5))
+        scales.append(scale)
+        whole += [min(largest, max(-largest, int(np.rint(v / scale)))) for v in part]
+    return whole, scales
+
+
+class Reference:
+    """What each sequence has, as a dictionary of (sequence, position, layer, 0 key or 1 value, head): the row that comes back."""
+
+    def __init__(self, bits, group, cache_dtype, scale_dtype):
+        self.bits, self.group, self.cache_dtype, self.scale_dtype, self.rows, self.whole = bits, group, cache_dtype, scale_dtype, {}, {}
+
+    def write(self, at, x):
+        if self.bits == 0:
+            self.rows[at] = x.astype(self.cache_dtype).astype(x.dtype)
+            return
+        whole, scales = slowly_quantised(x, self.bits, self.group)
+        self.whole[at] = whole
+        self.rows[at] = np.array([np.float32(w) * np.float32(self.scale_dtype(scales[i // self.group])) for i, w in enumerate(whole)]).astype(x.dtype)
+
+
+@st.composite
+def cases(draw):
+    bits = draw(st.sampled_from([0, 8, 4]))
+    group = draw(st.sampled_from([2, 4, 8]))
+    return dict(
+        seed=draw(st.integers(0, 2**31)), bits=bits, group=group, Dh=group * draw(st.integers(1, 3)), H=draw(st.integers(1, 3)),
+        n_layer=draw(st.integers(1, 2)), mode=draw(st.integers(0, 1)), layout=draw(st.integers(0, 3)), repeat=draw(st.integers(1, 3)),
+        page=draw(st.integers(1, 4)), steps=draw(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4)),
+        dtype=draw(st.sampled_from([np.float32, np.float16])), kept=draw(st.sampled_from([np.float32, np.float16])))
+
+
+@settings(max_examples=300)
+@given(cases())
+def test_the_operator_is_a_dictionary_of_tokens(case):
+    """Several ragged steps, each layer in turn: keys and values are those of the dictionary, to the last bit."""
+    rng, B, L, H, Dh = np.random.default_rng(case['seed']), 3, case['n_layer'], case['H'], case['Dh']
+    bits, group, layout, page = case['bits'], case['group'], case['layout'], case['page']
+    steps = [step for step in case['steps'] if sum(step)]
+    total = np.sum(steps, axis=0) if steps else np.zeros(B, int)
+    n_pages = max(1, -(-int(total.max()) // page)) if len(total) else 1
+    max_t = B * n_pages * page + 5
+    if case['mode'] == 0:
+        order, sizes = rng.permutation(B), np.maximum(total, 1)
+        cachestarts = np.zeros(B, dtype=np.int64)
+        for before, b in zip([None, *order], order):
+            cachestarts[b] = 0 if before is None else cachestarts[before] + sizes[before]
+        cachestarts += 3
+    else:
+        pages = rng.permutation(B * n_pages).reshape(B, n_pages) * page + 5
+        needed = np.arange(n_pages) < -(-total // page)[:, None]
+        cachestarts = np.where(needed, pages, -1)
+    last = {0: Dh, 8: Dh, 4: Dh // 2}[bits]
+    dtype = {0: getattr(torch, np.dtype(case['kept']).name), 8: torch.int8, 4: torch.uint8}[bits]
+    cache = empty(layout, max_t, L, H, last, dtype)
+    scale = empty(layout, max_t, L, H, Dh // group, getattr(torch, np.dtype(case['kept']).name)) if bits else None
+    reference = Reference(bits, group, case['kept'], case['kept'])
+    start = np.zeros(B, dtype=np.int64)
+    for step in steps:
+        seqstarts = np.concatenate([[0], np.cumsum(step)])
+        kvstarts = seqstarts + np.concatenate([[0], np.cumsum(start)])
+        for layer in range(L):
+            k, v = (rng.normal(0, 2, (seqstarts[-1], H, Dh)).astype(case['dtype']) for _ in range(2))
+            for b in range(B):
+                for t in range(step[b]):
+                    for h in range(H):
+                        for kind, x in enumerate((k, v)):
+                            reference.write((b, start[b] + t, layer, kind, h), x[seqstarts[b] + t, h])
+            out = key_value_cache(
+                *map(torch.from_numpy, (k, v, seqstarts, kvstarts, cachestarts, start)), 4, int(kvstarts[-1]), cache, scale,
+                num_layer=L, layer_idx=layer, quant_bit=bits, quant_group=group, num_repeat=case['repeat'], cache_mode=case['mode'],
+                cache_layout=layout, page_size=page)
+            for kind in range(2):
+                assert out[kind].shape == (kvstarts[-1], H * case['repeat'], Dh)
+                for b in range(B):
+                    for t in range(start[b] + step[b]):
+                        for h in range(H * case['repeat']):
+                            expected = reference.rows[b, t, layer, kind, h // case['repeat']]
+                            assert np.array_equal(out[kind][kvstarts[b] + t, h].numpy(), expected)
+        start = start + step
+
+
+VECTOR = dict(seqstarts=torch.tensor([0, 3, 4]), start_pos=torch.tensor([0, 2]), kvstarts=torch.tensor([0, 3, 6]))
+
+
+@pytest.mark.parametrize('mode, cachestarts, stored, loaded', [
+    (0, [0, 16], [0, 1, 2, 18], [0, 1, 2, 16, 17, 18]),
+    (1, [[8, 0], [24, 16]], [8, 9, 0, 16], [8, 9, 0, 24, 25, 16]),
+])
+@pytest.mark.parametrize('layout', SHAPES)
+def test_worked_vector(mode, cachestarts, stored, loaded, layout):
+    cache = empty(layout, 32, 1, 1, 2, torch.float32)
+    rows = {0: cache[:, 0], 1: cache[0], 2: cache[0].transpose(0, 1), 3: cache[0].permute(2, 0, 1, 3)}[layout]  # (T, 2, H, D)
+    rows[:] = torch.arange(32.)[:, None, None, None]
+    k, v = (100 * sign * torch.arange(1., 5)[:, None, None].expand(4, 1, 2) for sign in (1, -1))
+    key, value = key_value_cache(k, v, VECTOR['seqstarts'], VECTOR['kvstarts'], torch.tensor(cachestarts), VECTOR['start_pos'], 3, 3,
+                                 cache, cache_mode=mode, cache_layout=layout, page_size=2)
+    expected = [float(row) for row in loaded]
+    for row, token in zip(stored, (100, 200, 300, 400)):
+        assert rows[row, 0].eq(token).all() and rows[row, 1].eq(-token).all()
+        expected[loaded.index(row)] = token
+    assert key[:, 0, 0].tolist() == expected
+    untouched = [row for row in range(32) if row not in stored]
+    assert rows[untouched, 0, 0, 0].tolist() == untouched
+
+
+def test_quantised_by_hand():
+    codes, scale = quantise(torch.tensor([.5, 1.5, 2.5, -127, 0, 0, 0, 0]), 8, 8)
+    assert codes.tolist() == [0, 2, 2, -127, 0, 0, 0, 0] and scale.tolist() == [1]
+    codes, scale = quantise(torch.zeros(8), 8, 8)
+    assert codes.tolist() == [0] * 8 and scale.tolist() == pytest.approx([1e-5])
+    codes, scale = quantise(torch.tensor([7., -7, 1, -1]), 4, 4)
+    assert codes.tolist() == [7 | 9 << 4, 1 | 15 << 4] and scale.tolist() == [1]  # -7 is 1001, -1 is 1111; the low half is first
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 2**31), st.sampled_from([8, 4]), st.sampled_from([2, 8, 32]), st.floats(-6, 6))
+def test_no_number_is_off_by_more_than_half_a_scale(seed, bits, group, power):
+    x = torch.randn(5, 2 * group, generator=torch.Generator().manual_seed(seed)) * 10**power
+    codes, scale = quantise(x, bits, group)
+    error = (dequantise(codes, scale, bits) - x).abs()
+    assert (error <= scale.repeat_interleave(group, dim=-1) * (0.5 + 1e-5)).all()
+
+
+GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, cache_layout=2, page_size=2, max_seqlen=3, max_kvlen=3,
+            seqstarts=VECTOR['seqstarts'], kvstarts=VECTOR['kvstarts'], start_pos=VECTOR['start_pos'],
+            cachestarts=torch.tensor([[8, 0], [24, 16]]), current_key=torch.ones(4, 3, 8), current_value=torch.ones(4, 3, 8))
+
+
+@pytest.mark.parametrize('words, changed', [
+    ('cache_mode', dict(cache_mode=2)),
+    ('cache_layout', dict(cache_layout=4)),
+    ('cache_layout', dict(cache_layout=-1)),
+    ('quant_bit', dict(quant_bit=3)),
+    ('divide Dh', dict(quant_group=3)),
+    ('scale is needed', dict(scale=None)),
+    ('scale must be', dict(scale=torch.zeros(2, 2, 32, 3, 1))),
+    ('rows and the scale', dict(scale=torch.zeros(2, 2, 31, 3, 2))),
+    ('cache must be', dict(cache=torch.zeros(2, 2, 32, 4, 8, dtype=torch.int8))),
+    ('cache must be', dict(cache_layout=0)),
+    ('the cache is', dict(cache=torch.zeros(2, 2, 32, 3, 8))),
+    ('layer_idx', dict(layer_idx=2)),
+    ('num_repeat', dict(num_repeat=0)),
+    ('alike', dict(current_value=torch.ones(4, 3, 4))),
+    ('alike', dict(current_key=torch.ones(4, 3, 8).double())),
+    ('seqstarts', dict(seqstarts=torch.tensor([0, 4, 3]))),
+    ('seqstarts', dict(seqstarts=torch.tensor([0, 3, 5]))),
+    ('seqstarts', dict(seqstarts=torch.tensor([1, 3, 4]))),
+    ('kvstarts', dict(kvstarts=torch.tensor([0, 3, 5]))),
+    ('kvstarts', dict(kvstarts=torch.tensor([0, 3]))),
+    ('start_pos', dict(start_pos=torch.tensor([0, -2]))),
+    ('start_pos', dict(start_pos=torch.tensor([0]))),
+    ('max_seqlen', dict(max_seqlen=2)),
+    ('max_kvlen', dict(max_kvlen=2)),
+    ('not all among', dict(cachestarts=torch.tensor([[8, -1], [24, 16]]))),
+    ('not all among', dict(cachestarts=torch.tensor([[8, 32], [24, 16]]))),
+    ('not all among', dict(cachestarts=torch.tensor([[8, 0], [-1, 16]]))),
+    ('pages', dict(cachestarts=torch.tensor([[8], [24]]))),
+    ('cachestarts', dict(cachestarts=torch.tensor([8, 24]))),
+    ('cachestarts', dict(cache_mode=0)),
+    ('overlap', dict(cachestarts=torch.tensor([[8, 16], [24, 16]]))),
+    ('page_size', dict(page_size=0)),
+])
+def test_what_does_not_go_together_is_refused_and_nothing_is_written(words, changed):
+    cache, scale = torch.zeros(2, 2, 32, 3, 8, dtype=torch.int8), torch.zeros(2, 2, 32, 3, 2)
+    arguments = GOOD | dict(cache=cache, scale=scale)
+    key_value_cache(**(arguments | dict(cache=cache.clone(), scale=scale.clone())))
+    arguments |= changed
+    with pytest.raises(ValueError, match=words):
+        key_value_cache(**arguments)
+    for tensor in (arguments['cache'], arguments['scale'], cache, scale):
+        assert tensor is None or not tensor.any()
