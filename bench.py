@@ -6,6 +6,7 @@ How fast, measured here and now.
     python bench.py --mode=generate --shape=S,M --json=speedup.json
     python bench.py --mode=generate --lengths=500 --batches=10        ten samples, nanoGPT's default
     python bench.py --mode=peers             the same weights in other engines: a table and a PNG (pip install -r requirements-peers.txt)
+    python bench.py --mode=caches            the systems of kvcache/: many requests at once, what they share
     python bench.py --mode=memory            what the cache, and doing without it, need in memory
     python bench.py --mode=loss              what dropping context and rounding weights cost a trained model, in nats
 
@@ -28,7 +29,7 @@ from device import DTYPES, autocast, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
 from whole_file import replacing
 
-mode = 'train'            # train, generate, peers, memory or loss
+mode = 'train'            # train, generate, peers, caches, memory or loss
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), several as S,M; auto: as the mode has it
 batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
@@ -57,15 +58,16 @@ WITHIN_WINDOW = {'S': 122, 'M': 200, 'L': 50}  # new tokens that fit behind the 
 
 def main(config):
     torch.manual_seed(seed)
-    dev = pick_device('cpu' if (mode, device) == ('peers', 'auto') else device)
+    dev = pick_device('cpu' if mode in ('peers', 'caches') and device == 'auto' else device)
     if mode == 'train':
         torch.set_float32_matmul_precision('high')  # as train.py does
     amp = autocast(dev, pick_dtype(dtype, dev))
-    auto_shape = 'S,M,L' if mode in ('peers', 'memory') else 'S' if dev == 'cpu' else 'L'
+    auto_shape = {'peers': 'S,M,L', 'memory': 'S,M,L', 'caches': 'S,M'}.get(mode, 'S' if dev == 'cpu' else 'L')
     names = (auto_shape if shape == 'auto' else shape).split(',')
-    if set(names) - set(SHAPES) or mode not in ('train', 'generate', 'peers', 'memory', 'loss') or repeats < 1 or batch_size < 1 or max_seconds <= 0:
-        raise ValueError(f"mode is train, generate, peers, memory or loss, shape any of {', '.join(SHAPES)}, repeats and batch_size at least 1, "
-                         f"max_seconds more than 0")
+    known = mode in ('train', 'generate', 'peers', 'caches', 'memory', 'loss')
+    if not known or set(names) - set(SHAPES) or repeats < 1 or batch_size < 1 or max_seconds <= 0:
+        raise ValueError(f"mode is train, generate, peers, caches, memory or loss, shape any of {', '.join(SHAPES)}, repeats and batch_size "
+                         f"at least 1, max_seconds more than 0")
     print(f"{describe_machine(dev)}, {pick_dtype(dtype, dev)}")
     if mode == 'train':
         for name in names:
@@ -74,6 +76,8 @@ def main(config):
         bench_generate(names, dev, amp)
     elif mode == 'peers':
         bench_peers(names, dev)
+    elif mode == 'caches':
+        bench_caches(names, dev)
     elif mode == 'memory':
         bench_memory(names, dev)
     else:
@@ -262,6 +266,28 @@ def bench_peers(names, dev):
         print(f"\n{path}")
 
 
+def bench_caches(names, dev):
+    import cache_systems
+    if dev != 'cpu':
+        raise ValueError("the cache systems are compared on a CPU: leave device at auto")
+    rows, shared = [], []
+    for name in names:
+        model = model_with_varied_text(GPTConfig(**vars(SHAPES[name]) | dict(bias=bias)))
+        mine = cache_systems.race(name, model, repeats)
+        prompts = mine[0]['prompts']
+        print(f"\n{name}: {len(prompts)} sequences of {prompts[0]} to {prompts[-1]} tokens, {mine[0]['new_tokens']} more of each\n"
+              f"{'kv_cache':<10}{'kv_bits':>8}  {'':<18}{'tok/s':>8}{'time':>8}  tokens")
+        for row in mine:
+            print(f"{row['kv_cache']:<10}{row['kv_bits']:>8}  {'together' if row['together'] else 'one after another':<18}{row['tok_per_s']:>8,.0f}"
+                  f"{row['time_over_contiguous']:>7.2f}x  {'the same' if row['same_tokens'] else 'DIFFERENT'}")
+        rows += mine
+        s = dict(shape=name, **cache_systems.sharing(model))
+        print(f"{s['samples']} samples of a prompt of {s['prompt']} hold {s['bytes_held']:,} bytes, unshared it were {s['bytes_unshared']:,}; "
+              f"of a second prompt of {s['second_prompt']} that begins alike {s['computed']} tokens were computed")
+        shared.append(s)
+    write_json(machine=describe_machine(dev), rows=rows, sharing=shared)
+
+
 def model_with_varied_text(config):
     """Random weights. At those it begins training with a GPT repeats its last token, and comparing tokens would say little."""
     model = GPT(config).eval()
@@ -301,9 +327,10 @@ def bench_loss(dev):
     text = torch.from_numpy(text.astype('int64'))
     results, by_context = likelihood.compare(model, text), likelihood.loss_by_context(model, text).tolist()
     print(f"{path} on {data_dir}/val.bin, {results[0]['tokens']:,} tokens, window {model.config.block_size}")
-    print(f"{'weights':<10}{'when_full':<10}{'keep':>5}{'context':>9}{'nats a token':>14}{'difference':>22}")
+    print(f"{'weights':<10}{'kv bits':>8}{'bytes':>7}  {'when_full':<10}{'keep':>5}{'context':>9}{'nats a token':>14}{'difference':>22}")
     for row in results:
-        print(f"{row['weights']:<10}{row['when_full']:<10}{row['keep']:>5}{row['mean_context']:>9.1f}{row['nll']:>14.4f}"
+        print(f"{row['weights']:<10}{row['kv_bits'] or 32:>8}{row['kv_bytes_a_token']:>7,}  {row['when_full']:<10}{row['keep']:>5}"
+              f"{row['mean_context']:>9.1f}{row['nll']:>14.4f}"
               f"{row['difference']:>+10.5f} +- {row['standard_error']:.5f}{row['difference'] / results[0]['nll']:>+9.3%}")
     write_json(machine=describe_machine(dev), checkpoint=path, rows=results, by_context=by_context)
     if png:

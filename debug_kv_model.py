@@ -52,6 +52,9 @@ class CausalSelfAttention(model.CausalSelfAttention):
         if new_cache is None:
             trace(who, f"no cache T={T}")
             return trace(who, f"mask T_q={T} T_k={T}")
+        if not isinstance(new_cache, tuple):  # a cache system's layer
+            mask = new_cache.placement.mask
+            return trace(who, f"placed {len(new_cache.placement.rows)} rows, mask T_q={T} T_k={mask.size(-1)}")
         start, end = 0 if kv_cache is None else kv_cache[2], new_cache.cache_pos
         if kv_cache is None:
             trace(who, f"init_cache T={T} max_ctx={self.block_size}")
@@ -79,6 +82,8 @@ class GPT(model.GPT):
             where = f"b={idx.size(0)} t={idx.size(1)}"
             if not kv_cache:
                 trace('GPT', f"kv_cache=None {where} {positions(0, idx.size(1))}")
+            elif hasattr(kv_cache, 'positions'):
+                trace('GPT', f"kv_cache=placed {where} pos={kv_cache.positions.tolist()}")
             else:
                 all_pos = [layer_cache[2] for layer_cache in kv_cache]
                 trace('GPT', f"kv_cache=present {where} cache_pos={all_pos[0]} {positions(all_pos[0], idx.size(1))}")
@@ -98,7 +103,8 @@ class GPT(model.GPT):
                 trace('generate', f"step={step} use_cache={use_cache} kv_cache_present={kv_cache is not None and not full} "
                                   f"cache_full={full} idx_cond.shape={tuple(idx_cond.shape)}")
             logits, new_cache = serve(idx_cond, kv_cache)
-            if tracing() and kv_cache is not None and any(new[0].data_ptr() != old[0].data_ptr() for new, old in zip(new_cache, kv_cache)):
+            tuples = kv_cache is not None and isinstance(kv_cache[0], LayerKVCache)
+            if tracing() and tuples and any(new[0].data_ptr() != old[0].data_ptr() for new, old in zip(new_cache, kv_cache)):
                 alarm('generate', f"the cache was re-created in the middle of a generation, at step {step}")
             return logits, new_cache
         return super()._stream(context, max_new_tokens, use_cache, traced, *rest)

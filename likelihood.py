@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import decode
+import kvcache
 from model import Context
 from whole_file import replacing
 
@@ -41,7 +42,8 @@ def loss_by_context(model, text):
 
 def compare(model, text, n_rows=32):
     """
-    What each policy and each width of weights costs on a text (N,), cut into n_rows: rows as dicts, all on the same tokens.
+    What each policy and each width of weights, and of keys and values, costs on a text (N,), cut into n_rows: rows as dicts, all on
+    the same tokens.
 
     The first block_size tokens of each row are not scored: until then nothing is full. difference: to float32 and crop,
     with the standard error of its mean over the rows, in nats.
@@ -50,16 +52,21 @@ def compare(model, text, n_rows=32):
     n_rows = max(1, min(n_rows, len(text) // (4 * size)))
     tokens = text[:len(text) // n_rows * n_rows].view(n_rows, -1)[:, :1000 + size]
     results, reference = [], None
-    for weights, policy in (('float32', dict()), ('float32', dict(when_full='shift')), ('float32', dict(when_full='shift', keep=3 * size // 4)),
-                            ('float32', dict(when_full='shift', keep=size // 4)), ('bfloat16', dict()), ('int8', dict())):
-        decoder = decode.best(model, n_rows, weights)
+    float_bytes = sum(t.nbytes for layer in model.empty_cache(1) for t in layer[:2])
+    shift = dict(when_full='shift')
+    for weights, kv_bits, policy in (('float32', 0, {}), ('float32', 0, shift), ('float32', 0, shift | dict(keep=3 * size // 4)),
+                                     ('float32', 0, shift | dict(keep=size // 4)), ('bfloat16', 0, {}), ('int8', 0, {}),
+                                     ('float32', 8, {}), ('float32', 4, {})):
+        decoder = kvcache.CacheDecoder(model, 'tuple', n_rows, kv_bits) if kv_bits else decode.best(model, n_rows, weights)
         nll, context = negative_log_likelihoods(model, tokens, decoder, skip=size, **policy)
         nll = nll.double()
         reference = nll if reference is None else reference
         difference = (nll - reference).mean(dim=0)
-        results.append(dict(weights=weights, when_full=policy.get('when_full', 'crop'), keep=policy.get('keep', size // 2) if policy else size,
-                            tokens=nll.numel(), mean_context=context.double().mean().item(), nll=nll.mean().item(),
-                            difference=difference.mean().item(), standard_error=difference.std().item() / n_rows ** 0.5))
+        n_bytes = decoder.system.nbytes() if kv_bits else n_rows * float_bytes
+        results.append(dict(weights=weights, kv_bits=kv_bits, kv_bytes_a_token=n_bytes // (n_rows * size), when_full=policy.get('when_full', 'crop'),
+                            keep=policy.get('keep', size // 2) if policy else size, tokens=nll.numel(),
+                            mean_context=context.double().mean().item(), nll=nll.mean().item(), difference=difference.mean().item(),
+                            standard_error=difference.std().item() / n_rows ** 0.5))
     return results
 
 
@@ -70,7 +77,7 @@ def draw(by_context, results, path):
     import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(7, 4), layout='constrained')
     ax.plot(range(1, len(by_context) + 1), by_context, label='a token, by how many the model sees before it')
-    for i, row in enumerate(row for row in results if row['weights'] == 'float32'):
+    for i, row in enumerate(row for row in results if (row['weights'], row['kv_bits']) == ('float32', 0)):
         what = 'crop' if row['when_full'] == 'crop' else f"shift, keep {row['keep']}"
         ax.plot([row['keep'], len(by_context)], [row['nll']] * 2, color=f'C{i + 1}', marker='o', ms=4, label=f"{what}: {row['nll']:.4f}")
     ax.set(xlabel='tokens of context in use (a line spans what a policy has, at the mean loss it reaches)', ylabel='nats a token')

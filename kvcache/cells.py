@@ -123,6 +123,19 @@ class Cells:
             self.disown(self.of(seq, -1, int(lost[seq]) + 1), seq)
         self.head = int(cells[-1]) + 1
 
+    def __str__(self):
+        """
+        A slot's number, the position in it, and its owners as letters:
+
+            slot  0   1   2   3
+            pos   0   1   .   2
+            seq   ab  ab      a
+        """
+        names = [''.join(chr(97 + seq) if seq < 26 else f'({seq})' for seq in np.flatnonzero(owners)) for owners in self.owners]
+        lines = dict(slot=range(len(self)), pos=['.' if p == EMPTY else p for p in self.pos], seq=names)
+        width = max(len(str(value)) for values in lines.values() for value in values) + 2
+        return '\n'.join((f'{label:<6}' + ''.join(f'{value!s:<{width}}' for value in values)).rstrip() for label, values in lines.items())
+
 
 class Window:
     """

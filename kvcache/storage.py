@@ -12,7 +12,7 @@ import math
 import torch
 
 BITS = {'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8, 'int4': 4}
-GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0
+GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; in narrow rows down to 8
 SMALLEST_SCALE = 1e-5
 
 
@@ -54,14 +54,14 @@ class Rows:
         if kind not in BITS:
             raise ValueError(f"numbers are kept as {', '.join(BITS)}, not {kind!r}")
         self.shape, self.width, self.kind, self.bits = tuple(shape), width, kind, BITS[kind]
-        self.scale = None
+        self.scale, self.group = None, math.gcd(width, GROUP)
         if self.bits <= 8:
-            if width % GROUP:
-                raise ValueError(f"{kind} keeps groups of {GROUP} numbers, which does not divide a row of {width}")
+            if self.group < 8:
+                raise ValueError(f"{kind} keeps groups of 8 numbers at least, which do not divide a row of {width}")
             if transposed:
-                raise ValueError(f"{kind} cannot be transposed: a group would be spread over {GROUP} columns")
+                raise ValueError(f"{kind} cannot be transposed: a group would be spread over {self.group} columns")
             self.data = torch.zeros(*shape, width * self.bits // 8, dtype=torch.int8 if self.bits == 8 else torch.uint8, device=device)
-            self.scale = torch.zeros(*shape, width // GROUP, device=device)
+            self.scale = torch.zeros(*shape, width // self.group, device=device)
         elif transposed:
             self.data = torch.zeros(shape[0], width, shape[1], dtype=getattr(torch, kind), device=device).transpose(1, 2)
         else:
@@ -73,7 +73,7 @@ class Rows:
 
     def encode(self, x):
         """x (n, width) as the tensors that are stored for it."""
-        return [x] if self.scale is None else quantise(x.float(), self.bits, GROUP)
+        return [x] if self.scale is None else quantise(x.float(), self.bits, self.group)
 
     def write(self, rows, x):
         """Rows number `rows` (n,) = x (n, width)."""
@@ -105,8 +105,3 @@ class Rows:
     def nbytes(self):
         return sum(t.numel() * t.element_size() for t in self.tensors())
 
-
-def bytes_a_row(width, kind):
-    """Bytes of one row of `width` numbers, scales included."""
-    scales = math.ceil(width / GROUP) * 4 if BITS[kind] <= 8 else 0
-    return width * BITS[kind] // 8 + scales

@@ -9,18 +9,14 @@ mask of positions and owners keeps them apart. Otherwise each sequence has a str
 A batch is placed in three steps: `find_slot` looks for cells and changes nothing, `apply` takes them, `placement` says
 where that is and who sees what. `prepare` does the first for many batches at once, all of them or none.
 """
-import json
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from kvcache import state
 from kvcache.cells import EMPTY, Cells, Window
 from kvcache.placement import Forward, Layer, Placement
-from whole_file import replacing
-
-FORMAT = 'kvcache-state'
-VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -305,73 +301,15 @@ class KVCache:
         """The last position of a sequence, or None if it has none. There is no hole between the two."""
         return self.cells_of(seq).pos_max(seq)
 
-    # on disk, and for the eye
+    # on disk, in memory, and for the eye
 
     def state_save(self, path, seq=None):
-        """Write one sequence, or all, to a safetensors file: positions, owners, and what the cells hold, as it is kept."""
-        self.update()
-        tensors, counts = {}, []
-        for s, cells in enumerate(self.streams):
-            mine = np.flatnonzero(cells.of(seq)) if seq is None or self.stream_of(seq) == s else np.zeros(0, dtype=np.int64)
-            counts.append(len(mine))
-            tensors[f'{s}.pos'], tensors[f'{s}.shift'] = torch.from_numpy(cells.pos[mine]), torch.from_numpy(cells.shift[mine])
-            tensors[f'{s}.owners'] = torch.from_numpy(cells.owners[mine])
-            for l, layer in enumerate(self.own_layers()):
-                for name, rows in (('k', layer.k), ('v', layer.v)):
-                    for i, stored in enumerate(rows.tensors()):
-                        tensors[f'{s}.{l}.{name}{i}'] = stored[s, torch.from_numpy(mine).to(stored.device)].contiguous()
-        header = dict(self.shapes(), version=VERSION, counts=counts, seq=seq, n_seq_max=self.n_seq_max, unified=self.unified)
-        from safetensors.torch import save
-        with replacing(path) as f:
-            f.write(save(tensors, {FORMAT: json.dumps(header)}))
-
-    def shapes(self):
-        layers = self.own_layers()
-        return dict(n_layer=len(layers), n_head_kv=self.n_head_kv, head_dim=self.head_dim, type_k=layers[0].k.kind, type_v=layers[0].v.kind)
+        """Write one sequence, or all, to a file: see `state.save`."""
+        state.save(self, path, seq)
 
     def state_load(self, path, seq=None):
-        """
-        Read what `state_save` wrote: all of it into the place of everything here, or one sequence into `seq`, in the place of what
-        that was, and wherever there are free cells. ValueError if it does not fit this cache, and nothing has changed.
-        """
-        header, tensors = read_state(path)
-        differing = [f"{name} {header.get(name)} there and {value} here" for name, value in self.shapes().items() if header.get(name) != value]
-        if header.get('version') != VERSION or differing:
-            raise ValueError(f"{path} is of another cache: " + (', '.join(differing) or f"format version {header.get('version')}, not {VERSION}"))
-        if (seq is None) != (header['seq'] is None):
-            raise ValueError(f"{path} holds {'all sequences: load them without seq' if seq is not None else 'one sequence: say which it becomes'}")
-        before = [cells.copy() for cells in self.streams]
-        try:
-            if seq is None:
-                if (header['n_seq_max'], header['unified']) != (self.n_seq_max, self.unified):
-                    raise ValueError(f"{path} has {header['n_seq_max']} sequences, {'' if header['unified'] else 'not '}unified, unlike this cache")
-                self.clear()
-                targets = {s: s for s in range(len(self.streams))}
-            else:
-                self.seq_rm(seq)
-                targets = {(0 if header['unified'] else header['seq']): self.stream_of(seq)}
-            found = {source: self.streams[target].find(header['counts'][source]) for source, target in targets.items()}
-            for source, cells in found.items():
-                if cells is None:
-                    raise ValueError(f"{path} has {header['counts'][source]} cells, and here there is no room for them")
-        except ValueError:
-            self.streams = before
-            raise
-        for source, target in targets.items():
-            self.restore(tensors, source, target, found[source], seq)
-
-    def restore(self, tensors, source, stream, where, seq):
-        cells, owners = self.streams[stream], tensors[f'{source}.owners'].numpy()
-        if seq is not None:
-            owners = np.zeros((len(where), self.n_seq_max), dtype=bool)
-            owners[:, seq] = True
-        if len(where):
-            cells.put(where, tensors[f'{source}.pos'].numpy(), owners)
-            cells.shift[where] = tensors[f'{source}.shift'].numpy()
-        for l, layer in enumerate(self.own_layers()):
-            for name, rows in (('k', layer.k), ('v', layer.v)):
-                for i, stored in enumerate(rows.tensors()):
-                    stored[stream, torch.from_numpy(where).to(stored.device)] = tensors[f'{source}.{l}.{name}{i}'].to(stored.device)
+        """Read what `state_save` wrote, as one sequence or as all of the cache: see `state.load`."""
+        state.load(self, path, seq)
 
     def memory_breakdown(self):
         """{device: bytes} of all that is stored."""
@@ -382,21 +320,8 @@ class KVCache:
         return sizes
 
     def __str__(self):
-        """
-        The cells, stream by stream: a slot's number, the position in it, and its owners as letters.
-
-            stream 0   slot  0   1   2   3
-                       pos   0   1   .   2
-                       seq   ab  ab      a
-        """
-        lines = []
-        for number, cells in enumerate(self.streams):
-            names = [''.join(chr(97 + seq) if seq < 26 else f'({seq})' for seq in np.flatnonzero(owners)) for owners in cells.owners]
-            width = max(3, *(len(name) for name in names), len(str(cells.pos.max())), len(str(len(cells)))) + 1
-            for label, values in (('slot', range(len(cells))), ('pos', ['.' if p == EMPTY else p for p in cells.pos]), ('seq', names)):
-                head = f'stream {number}' if label == 'slot' else ''
-                lines.append(f"{head:<11}{label:<5} " + ''.join(f'{value!s:<{width}}' for value in values).rstrip())
-        return '\n'.join(lines)
+        """The cells of each stream, drawn as `Cells` are."""
+        return '\n'.join(f'stream {number}\n{cells}' if len(self.streams) > 1 else str(cells) for number, cells in enumerate(self.streams))
 
 
 def context_shift(cache, seq, n_keep=0):
@@ -417,15 +342,3 @@ def context_shift(cache, seq, n_keep=0):
     cache.seq_add(seq, n_keep + n_discard, -1, -n_discard)
     return n_discard
 
-
-def read_state(path):
-    """(header, tensors) of a file of `state_save`; ValueError if it is not one."""
-    from safetensors import SafetensorError, safe_open
-    try:
-        with safe_open(path, 'pt') as f:
-            header = json.loads((f.metadata() or {}).get(FORMAT, '{}'))
-            if not header:
-                raise ValueError(f"{path} holds no state of a cache")
-            return header, {name: f.get_tensor(name) for name in f.keys()}
-    except (OSError, SafetensorError, json.JSONDecodeError) as e:
-        raise ValueError(f"{path} cannot be read as the state of a cache: {e}") from e

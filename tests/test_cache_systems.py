@@ -108,7 +108,8 @@ def test_bytes():
     assert Rows((2, 8), 64, 'float16').nbytes() == 16 * 64 * 2
     assert Rows((2, 8), 64, 'int8').nbytes() == 16 * (64 + 2 * 4)
     assert Rows((2, 8), 64, 'int4').nbytes() == 16 * (32 + 2 * 4)
+    assert Rows((2, 8), 24, 'int8').nbytes() == 16 * (24 + 3 * 4)  # narrow rows have smaller groups
     assert Layer((2, 8), 2, 32, 'float32', 'int8').nbytes() == 16 * (64 * 4 + 64 + 2 * 4)
-    for refused in (lambda: Rows((2, 8), 63, 'int8'), lambda: Rows((2, 8), 64, 'float8')):
+    for refused in (lambda: Rows((2, 8), 36, 'int8'), lambda: Rows((2, 8), 64, 'float8')):
         with pytest.raises(ValueError):
             refused()

@@ -157,7 +157,10 @@ def test_the_drawing():
     c = cache(kv_size=4, n_seq_max=2)
     put(c, {(0, 1): [0, 1], 0: [2]})
     c.seq_rm(1, 1)
-    assert str(c) == '\n'.join(['stream 0   slot  0   1   2   3', '           pos   0   1   2   .', '           seq   ab  a   a'])
+    assert str(c) == '\n'.join(['slot  0   1   2   3', 'pos   0   1   2   .', 'seq   ab  a   a'])
+    two = cache(kv_size=1, n_seq_max=2, unified=False)
+    put(two, {1: [7]})
+    assert str(two) == '\n'.join(['stream 0', 'slot  0', 'pos   .', 'seq', 'stream 1', 'slot  0', 'pos   7', 'seq   b'])
 
 
 def test_layers_can_be_left_out_or_shared():

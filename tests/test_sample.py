@@ -65,6 +65,18 @@ def test_every_decoder_and_both_policies_say_who_serves(trained):
     assert 'int8 weights' in sample(trained, *settings, '--weights=int8', '--threads=1').stderr
 
 
+def test_cache_systems_draw_the_same(trained):
+    settings = ('--num_samples=3', '--max_new_tokens=40', '--start=The ')
+    plain = sample(trained, *settings).stdout
+    for kind in ('streams', 'unified', 'paged'):
+        done = sample(trained, *settings, f'--kv_cache={kind}')
+        assert done.stdout == plain and f'on a cache that is {kind}, float32' in done.stderr
+    eight = [sample(trained, *settings, f'--kv_cache={kind}', '--kv_bits=8').stdout for kind in ('tuple', 'paged')]
+    assert eight[0] == eight[1]
+    traced = sample(trained, *settings, '--kv_cache=paged', KV_DEBUG='1')
+    assert traced.stdout == plain and 'T_k=' in traced.stderr and '!!!' not in traced.stderr
+
+
 def test_a_sample_is_the_same_however_many_there_are(trained):
     ten = sample(trained, '--num_samples=5', '--max_new_tokens=30').stdout.split('---------------\n')
     assert sample(trained, '--num_samples=2', '--max_new_tokens=30').stdout.split('---------------\n')[:2] == ten[:2]
@@ -117,7 +129,7 @@ def test_the_identity_script(trained, repo, where):
 
 def test_the_identity_script_finds_a_broken_cache(repo):
     source = (repo / 'model.py').read_text()
-    broken = source.replace('wpe.weight[cache_pos:cache_pos + T]', 'wpe.weight[:T]')
+    broken = source.replace('wpe.weight[cache_pos:cache_pos + idx.size(1)]', 'wpe.weight[:idx.size(1)]')
     assert broken != source
     (repo / 'model.py').write_text(broken)
     done = run(repo, 'test_kv_cache.py', '--repeats=1', '--device=cpu', PYTHONIOENCODING='ascii')

@@ -1,0 +1,131 @@
+"""
+Draws cells.png and blocks.png out of the real data structures: one example, in each system.
+
+    python benchmarks/draw_caches.py
+"""
+import os
+import sys
+
+import matplotlib
+
+matplotlib.use('Agg')
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.dirname(HERE))
+from kvcache.blocks import BlockManager
+from kvcache.cells import EMPTY
+from kvcache.rotary import Rotary
+from kvcache.unified import KVCache, context_shift
+
+COLOURS = ['#9ecae1', '#fdae6b', '#a1d99b', '#bcbddc']
+
+
+def boxes(ax, y, texts, colours, below=None, x=0.0, width=1.0):
+    """A row of boxes with a text in each, and smaller texts below them."""
+    for i, (text, colour) in enumerate(zip(texts, colours)):
+        ax.add_patch(plt.Rectangle((x + i * width, y), width * 0.94, 0.8, facecolor=colour, edgecolor='0.3', lw=0.8))
+        ax.text(x + (i + 0.47) * width, y + 0.4, text, ha='center', va='center', fontsize=8)
+        if below:
+            ax.text(x + (i + 0.47) * width, y - 0.18, below[i], ha='center', va='center', fontsize=6, color='0.4')
+
+
+def striped(owners):
+    """The colour of a cell by its owners: the mean of theirs, white for none."""
+    mine = [plt.matplotlib.colors.to_rgb(COLOURS[o]) for o in owners]
+    return tuple(np.mean(mine, axis=0)) if mine else (1, 1, 1)
+
+
+def cell_row(ax, y, cells, title, words=None):
+    owners = [np.flatnonzero(o) for o in cells.owners]
+    texts = [('' if words is None else words[i] + '\n') + f'pos {p}' if p != EMPTY else 'free' for i, p in enumerate(cells.pos)]
+    below = [f"slot {i}" + (', ' + ''.join('AB'[s] for s in o) if len(o) else '') for i, o in enumerate(owners)]
+    boxes(ax, y, texts, [striped(o) for o in owners], below)
+    ax.text(-0.15, y + 0.4, title, ha='right', va='center', fontsize=8)
+
+
+def place(cache, tokens):
+    batch = cache.batch(tokens)
+    slots = cache.find_slot(batch)
+    cache.apply(slots, batch)
+    cache.update()
+
+
+def frame(ax, x0, x1, y0, y1, title):
+    ax.set(xlim=(x0, x1), ylim=(y0, y1), title=title)
+    ax.title.set_fontsize(9)
+    ax.axis('off')
+
+
+def draw_cells(path):
+    fig, axes = plt.subplots(1, 2, figsize=(13, 4.4), layout='constrained', width_ratios=[2, 1])
+    cache = KVCache(1, 1, 8, kv_size=8, n_seq_max=2, rotary=Rotary(8))
+    steps = [('A and B share a prompt of 3', lambda: place(cache, {(0, 1): range(3)})),
+             ('each draws two tokens of its own', lambda: (place(cache, {0: [3], 1: [3]}), place(cache, {0: [4], 1: [4]}))),
+             ('B is done: seq_rm(B)', lambda: cache.seq_rm(1)),
+             ('A goes on, into the free cells', lambda: place(cache, {0: [5, 6, 7]})),
+             ('A is shifted: keep 2, drop 3,\nrenumber 3; nothing moves', lambda: context_shift(cache, 0, n_keep=2))]
+    for i, (title, act) in enumerate(steps):
+        act()
+        cell_row(axes[0], -1.35 * i, cache.streams[0], title)
+    frame(axes[0], -3.2, 8.1, -1.35 * 4 - 0.5, 1, 'cells of one unified stream: a slot is where, a position is when, owners are who')
+
+    cache = KVCache(1, 1, 8, kv_size=4, n_seq_max=1, rotary=Rotary(8))
+    words = ['The', 'cat', 'sat', 'on']
+    place(cache, {0: range(4)})
+    cell_row(axes[1], 0, cache.streams[0], 'full', words)
+    cache.seq_rm(0, 0, 1)
+    cell_row(axes[1], -1.35, cache.streams[0], 'drop position 0', words)
+    cache.seq_add(0, 1, -1, -1)
+    cell_row(axes[1], -2.7, cache.streams[0], 'renumber; keys are\nturned back by 1', words)
+    place(cache, {0: [3]})
+    words[0] = 'mat'
+    cell_row(axes[1], -4.05, cache.streams[0], 'the next token takes\nthe freed cell', words)
+    frame(axes[1], -1.7, 4.1, -1.35 * 4 - 0.5, 1, 'a context shift: "The cat sat on" + "mat"')
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+def draw_blocks(path):
+    blocks = BlockManager(6, 4)
+    texts = {'A': list('the cat sat'), 'B': list('the cat ran')}
+    blocks.add('A', texts['A'])
+    blocks.remember('A', texts['A'])
+    n_cached = blocks.add('B', texts['B'])
+    blocks.fork('B', 'C')
+    texts['C'] = texts['B'][:]
+    held = {}
+    for seq in 'AB':
+        for slot, token in zip(blocks.slots(seq, 0, len(texts[seq])), texts[seq]):
+            held[slot] = token
+    for source, target in blocks.extend('C'):
+        held |= {4 * target + i: held[4 * source + i] for i in range(4) if 4 * source + i in held}
+    texts['C'].append('!')
+    held[blocks.slots('C', len(texts['C']) - 1, len(texts['C']))[0]] = '!'
+    fig, ax = plt.subplots(figsize=(10.5, 3.8), layout='constrained')
+    for b in range(6):
+        owners = [i for i, seq in enumerate('ABC') if b in blocks.tables[seq]]
+        x = 4.3 * b
+        boxes(ax, 0, [held.get(4 * b + i, '').replace(' ', '␣') for i in range(4)], [striped(owners)] * 4, [str(4 * b + i) for i in range(4)], x)
+        uses = f"in {blocks.references[b]} table{'s' * (len(owners) > 1)}" + ', remembered' * (blocks.prefix_of[b] is not None)
+        ax.text(x + 1.9, 1.0, f"block {b}\n{uses if owners else 'free'}", ha='center', fontsize=7)
+    for i, seq in enumerate('ABC'):
+        y = 4.3 - i
+        boxes(ax, y, [str(b) for b in blocks.tables[seq]], [COLOURS[i]] * len(blocks.tables[seq]), x=6.5, width=1.2)
+        p = len(texts[seq]) - 1
+        b, slot = blocks.tables[seq][p // 4], blocks.slots(seq, p, p + 1)[0]
+        ax.text(6.2, y + 0.4, f'{seq}: "{"".join(texts[seq])}"   block_table', ha='right', va='center', fontsize=8)
+        ax.text(10.5, y + 0.4, f"position {p} is in slot {b} * 4 + {p % 4} = {slot}", va='center', fontsize=8)
+    ax.text(17.4, 3.7, f'B begins like A: {n_cached} tokens of it were not computed.\nC is a fork of B. Writing its "!" into a\n'
+                       'block that B uses, it got a copy.', fontsize=8, va='center')
+    frame(ax, -0.2, 25.8, -0.5, 5.3, 'blocks of 4 slots, three sequences')
+    fig.savefig(path, dpi=110)
+    plt.close(fig)
+
+
+torch.manual_seed(0)
+for name, draw in (('cells.png', draw_cells), ('blocks.png', draw_blocks)):
+    draw(os.path.join(HERE, name))
+    print(os.path.join(HERE, name))
