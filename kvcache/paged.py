@@ -15,6 +15,8 @@ from fingerprint import fingerprint
 from kvcache.blocks import BlockManager
 from kvcache.placement import Forward, Layer, Placement
 
+NOWHERE = 2**62  # later than any position
+
 
 @dataclass(frozen=True)
 class InputMetadata:
@@ -42,31 +44,40 @@ def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
     ends = m.query_lens.cumsum(0)
     which = None if (m.slot_mapping >= 0).all() else (m.slot_mapping >= 0).nonzero()[:, 0]
     rows = m.slot_mapping if which is None else m.slot_mapping[which]
-    if len(m.query_lens) == len(input_ids):  # one token each: a batch of requests, each with its own keys
+    n_used, (S, n) = int(m.block_tables.max()) + 1, m.block_tables.shape
+    if S == len(input_ids) and n_used > 16 * n:  # one token each, of many: a batch of requests, to each a copy of its keys
         positions, index = input_positions[:, None], m.block_tables.clamp(min=0)
-        columns = torch.arange(index.size(1) * block_size, device=index.device)
-        mask = (columns <= positions)[:, None, None]
-    else:  # one batch of all tokens, and keys of all requests; a block that several share is read once
+        mask = (torch.arange(n * block_size, device=index.device) <= positions)[:, None, None]
+    else:  # one batch of all tokens, over the keys of all
         positions = input_positions[None]
-        index, mask = seen_by_all(m, input_positions, ends, block_size)
+        index, mask = seen_by_all(m, input_positions, ends, block_size, n_used)
     forward = Forward(kv_caches, Placement(positions, rows, index, mask, which))
     x, _ = model.hidden_states(input_ids.view(positions.shape), forward)
     return model.lm_head(x.flatten(0, 1)[ends - 1])
 
 
-def seen_by_all(m, input_positions, ends, block_size):
-    """The blocks of all requests, (1, n_distinct), and the mask (1, 1, N, n_distinct * block_size) of who sees what in them."""
+def seen_by_all(m, input_positions, ends, block_size, n_used):
+    """
+    What is read when all tokens are one batch, and the mask (1, 1, N, K) of who sees what in it.
+
+    A block that several requests share is there once. If the first n_used blocks of the pool are mostly these requests' they are
+    read where they are, and others' masked out: that costs less than to copy blocks together.
+    """
     S, n = m.block_tables.shape
     device = m.block_tables.device
-    in_use = torch.arange(n, device=device) < -(-m.seq_lens // block_size)[:, None]  # (S, n)
-    distinct, place = m.block_tables[in_use].unique(return_inverse=True)
-    nowhere = torch.iinfo(torch.int64).max
-    first = torch.full((S, len(distinct)), nowhere, device=device)  # the position at which a request has a block
-    request, nth = in_use.nonzero(as_tuple=True)
+    request, nth = (torch.arange(n, device=device) * block_size < m.seq_lens[:, None]).nonzero(as_tuple=True)
+    blocks = m.block_tables[request, nth]
+    if n_used <= 2 * len(blocks):
+        index, n_blocks, place = n_used, n_used, blocks
+    else:
+        distinct, place = blocks.unique(return_inverse=True)
+        index, n_blocks = distinct[None], len(distinct)
+    first = torch.full((S, n_blocks), NOWHERE, device=device)  # the first position that a request has in a block
     first[request, place] = nth * block_size
-    position = (first.clamp(max=nowhere - block_size)[..., None] + torch.arange(block_size, device=device)).flatten(1)  # (S, K)
-    request_of = torch.searchsorted(ends, torch.arange(len(input_positions), device=device), right=True).clamp(max=S - 1)
-    return distinct[None], (position[request_of] <= input_positions[:, None])[None, None]
+    position = (first[..., None] + torch.arange(block_size, device=device)).flatten(1)  # (S, K)
+    if S < len(input_positions):  # each token's, of its request
+        position = position[torch.searchsorted(ends, torch.arange(len(input_positions), device=device), right=True).clamp(max=S - 1)]
+    return index, (position <= input_positions[:, None])[None, None]
 
 
 class PagedCache:
@@ -132,6 +143,7 @@ class PagedCache:
         tables = [b.tables[seq] + [-1] * (longest - len(b.tables[seq])) for seq in new]
         metadata = InputMetadata(*(torch.tensor(x, device=self.device) for x in (slots, tables, list(new.values()), seq_lens)))
         logits = execute_model(model, torch.tensor(ids, device=self.device), torch.tensor(positions, device=self.device), self.layers, metadata)
-        for seq in new:
-            b.remember(seq, self.tokens[seq])
+        for seq, n in new.items():
+            if b.length[seq] % b.block_size < n:  # a block has become full
+                b.remember(seq, self.tokens[seq])
         return logits

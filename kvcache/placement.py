@@ -29,7 +29,7 @@ class Placement:
     """
     positions: torch.Tensor
     rows: torch.Tensor
-    index: tuple | torch.Tensor
+    index: tuple | int | torch.Tensor
     mask: torch.Tensor | None
     which: torch.Tensor | None = None
     turned: torch.Tensor | None = None

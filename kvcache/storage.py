@@ -88,9 +88,12 @@ class Rows:
         """
         The rows that index picks, (S, K, width) in dtype: a view if they lie side by side, in dtype and as floats.
 
-        index: two slices of (n_outer, n_inner), or a tensor (S, n) of outer numbers, all of whose inner rows are taken, K = n * n_inner.
+        index: two slices of (n_outer, n_inner); or n, the first n outer ones as a single run, S = 1, K = n * n_inner; or a tensor (S, n)
+        of outer numbers, K = n * n_inner, which are copied together.
         """
-        if isinstance(index, torch.Tensor):
+        if isinstance(index, int):
+            parts = [t[:index].flatten(0, 1)[None] for t in self.tensors()]
+        elif isinstance(index, torch.Tensor):
             parts = [t.index_select(0, index.flatten()).view(len(index), -1, t.size(-1)) for t in self.tensors()]
         else:
             parts = [t[index] for t in self.tensors()]
