@@ -171,7 +171,7 @@ class CPUDecoder:
         check_model(model)
         c, self.model, self.packed = model.config, model, PackedWeights(model, weights)
         self.n_threads, self.by_work = threads or min(torch.get_num_threads(), most), threads is None
-        self.meeting = aligned(8, np.int64)
+        self.meeting, self.claims = aligned(8, np.int64), aligned((3 * c.n_layer + 1, kernel.LINE), np.int64)
         if self.n_threads > 1 and not self.threads_meet():
             self.n_threads = 1  # waiting for each other, they would wait forever
         self.name = (f"numba on the CPU, {weights} weights, {'up to ' * (self.by_work and self.n_threads > 1)}"
@@ -240,7 +240,7 @@ class CPUDecoder:
     def place(self):
         """Write down where everything is, from kernel.TOKENS to kernel.OWN."""
         p, t = self.packed, self.model.transformer
-        arrays = [self.meeting, self.cache_pos, self.caches, p.norm_weight, p.norm_bias, p.scale, p.bias, p.start,
+        arrays = [self.meeting, self.claims, self.cache_pos, self.caches, p.norm_weight, p.norm_bias, p.scale, p.bias, p.start,
                   *self.shared, self.probes, self.seen, *self.own]
         self.memory = np.array([0, 0, t.wte.weight.data_ptr(), t.wpe.weight.data_ptr(), *(a.ctypes.data for a in arrays)], np.int64)
 

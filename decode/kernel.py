@@ -29,6 +29,7 @@ from decode.vectors import (
     add_rows,
     barrier,
     bytes_at,
+    claim,
     constant,
     dot_rows,
     exp,
@@ -62,10 +63,12 @@ from decode.vectors import (
 GROUP = 64  # inputs that share a scale when they are rounded to int8
 STORE, ADD, GELU = 0, 1, 2  # what becomes of the outputs of a linear
 BAD_TOKEN, NO_ROOM, STALE = 1, 2, 3  # why a step is refused
+CLAIMED = 2**20  # bytes of a linear's weights from which on threads take small parts of it in turn
+LINE = 8         # int64 in a cache line
 
 # what the addresses in `memory` lead to, in this order; from OWN on, each thread's own five
-(TOKENS, LOGITS, WTE, WPE, MEETING, CACHE_POS, CACHES, NORM_WEIGHT, NORM_BIAS, SCALE, BIAS, START, X, Q, KV, Y, FF,
- PROBES, SEEN, OWN) = range(20)
+(TOKENS, LOGITS, WTE, WPE, MEETING, CLAIMS, CACHE_POS, CACHES, NORM_WEIGHT, NORM_BIAS, SCALE, BIAS, START, X, Q, KV, Y, FF,
+ PROBES, SEEN, OWN) = range(21)
 
 # all linears, one after the other: their packed weights, and for each output row a scale (1 but for int8) and a bias;
 # start is where the sums of an int8 panel and group begin, in steps of 128
@@ -226,6 +229,22 @@ def linear(linears, w_at, panel, K, mine, x, rows, then, out, out_stride, n_out,
 
 
 @njit
+def shared_linear(thread, n_threads, claims, number, linears, w_at, panel, K, n_panels, x, rows, then, out, out_stride, n_out, own):
+    """
+    All n_panels of linear number `number`, shared among the threads.
+
+    Of a small one each takes its part, always the same, which then is in its core's cache. Of a large one they take eighths of a
+    part, whoever is ready first: on a machine with other work to do, a core is slower than the other for a while.
+    """
+    small = n_threads == 1 or n_panels * K * LANES * 4 // inputs_per_vector(linears.w) < CLAIMED
+    n_parts = n_threads if small else 8 * n_threads
+    part = thread if small else claim(claims, number * LINE)
+    while part < n_parts:
+        linear(linears, w_at, panel, K, share(n_panels, part, n_parts), x, rows, then, out, out_stride, n_out, own)
+        part = n_parts if small else claim(claims, number * LINE)
+
+
+@njit
 def attend(q, q_at, k, v, at, n_keys, head_dim, weights, out, out_at):
     """One query against n_keys keys and values at `at`, (n_keys, head_dim) each: softmax(q k / sqrt(head_dim)) v."""
     scale = np.float32(1 / math.sqrt(head_dim))
@@ -291,8 +310,11 @@ def gpt_step(thread, n_threads, packed, memory, sizes, eps):
     q_stride, kv_stride = n_head * head_p, 2 * n_head * head_p
     panels_a_head, panels_C, panels_ff = head_p // LANES, padded(C, LANES) // LANES, padded(4 * C, LANES) // LANES
     my_q, my_kv = (first_head * panels_a_head, last_head * panels_a_head), (2 * first_head * panels_a_head, 2 * last_head * panels_a_head)
-    my_C, my_ff = share(panels_C, thread, n_threads), share(panels_ff, thread, n_threads)
-    w_at = panel = 0
+    claims = longs_at(memory[CLAIMS])
+    w_at = panel = number = 0
+    if thread == 0:
+        for i in range(3 * n_layer + 1):
+            claims[i * LINE] = 0
 
     for r in range(rows * thread // n_threads, rows * (thread + 1) // n_threads):
         token_at, pos_at = tokens[r] * C, (cache_pos[r // T] + r % T) * C
@@ -332,28 +354,28 @@ def gpt_step(thread, n_threads, packed, memory, sizes, eps):
         barrier(meeting, n_threads)
 
         prepare_rows(linears.w, y, wanted, C_p, own)
-        linear(linears, w_at, panel, C_p, my_C, y, wanted, ADD, x, C_p, C_p, own)
-        w_at, panel = w_at + panels_C * C_p * LANES, panel + panels_C
+        shared_linear(thread, n_threads, claims, number, linears, w_at, panel, C_p, panels_C, y, wanted, ADD, x, C_p, C_p, own)
+        w_at, panel, number = w_at + panels_C * C_p * LANES, panel + panels_C, number + 1
         barrier(meeting, n_threads)
 
         for r in range(start, rows, step):
             layer_norm(x, r * C_p, norm_weight, norm_bias, (2 * layer + 1) * C_p, C, eps, own.normed, r * C_p)
         prepare_rows(linears.w, own.normed, wanted, C_p, own)
-        linear(linears, w_at, panel, C_p, my_ff, own.normed, wanted, GELU, ff, ff_p, ff_p, own)
-        w_at, panel = w_at + panels_ff * C_p * LANES, panel + panels_ff
+        shared_linear(thread, n_threads, claims, number, linears, w_at, panel, C_p, panels_ff, own.normed, wanted, GELU, ff, ff_p, ff_p, own)
+        w_at, panel, number = w_at + panels_ff * C_p * LANES, panel + panels_ff, number + 1
         barrier(meeting, n_threads)
 
         prepare_rows(linears.w, ff, wanted, ff_p, own)
-        linear(linears, w_at, panel, ff_p, my_C, ff, wanted, ADD, x, C_p, C_p, own)
-        w_at, panel = w_at + panels_C * ff_p * LANES, panel + panels_C
+        shared_linear(thread, n_threads, claims, number, linears, w_at, panel, ff_p, panels_C, ff, wanted, ADD, x, C_p, C_p, own)
+        w_at, panel, number = w_at + panels_C * ff_p * LANES, panel + panels_C, number + 1
         barrier(meeting, n_threads)
 
     for b in range(B):
         layer_norm(x, (b * T + T - 1) * C_p, norm_weight, norm_bias, 2 * n_layer * C_p, C, eps, own.normed, b * C_p)
     ends = 0, 1, B
     prepare_rows(linears.w, own.normed, ends, C_p, own)
-    linear(linears, w_at, panel, C_p, share(padded(vocab_size, LANES) // LANES, thread, n_threads), own.normed, ends,
-           STORE, logits, vocab_size, vocab_size, own)
+    shared_linear(thread, n_threads, claims, number, linears, w_at, panel, C_p, padded(vocab_size, LANES) // LANES, own.normed, ends,
+                  STORE, logits, vocab_size, vocab_size, own)
 
 
 @njit

@@ -498,11 +498,11 @@ def sum_each(typing, sums):
 # threads that run side by side
 
 @intrinsic
-def _arrive(typing, counter):
-    """counter[0] += 1 for all threads to see; returns what it was"""
+def claim(typing, counters, i):
+    """counters[i] += 1 for all threads to see; returns what it was"""
     def emit(context, builder, sig, args):
-        return builder.atomic_rmw('add', _address(builder, args[0], I64(0)), I64(1), 'acq_rel')
-    return types.int64(counter), emit
+        return builder.atomic_rmw('add', _address(builder, *args), I64(1), 'acq_rel')
+    return types.int64(counters, types.int64), emit
 
 
 @intrinsic
@@ -534,7 +534,7 @@ def barrier(counter, n_threads, patience=0):
     """
     if n_threads == 1:
         return True
-    end_of_round, glances = (_arrive(counter) // n_threads + 1) * n_threads, 0
+    end_of_round, glances = (claim(counter, 0) // n_threads + 1) * n_threads, 0
     while _glance(counter) < end_of_round:
         glances += 1
         if glances % 65536 == 0:

@@ -98,6 +98,17 @@ def test_memory_mode(repo):
         assert row['peak'] > 0.9 * row['cache']  # resident memory is counted in pages, and not to the last one
 
 
+def test_caches_mode(repo):
+    done = run(repo, 'bench.py', '--mode=caches', '--shape=S', '--repeats=1', '--json=b.json')
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((repo / 'b.json').read_text())
+    assert len(figures['rows']) == 4 * 3 + 1 and all(row['same_tokens'] and len(row['prompts']) == 8 for row in figures['rows'])
+    shared, = figures['sharing']
+    held = 6 + 10  # blocks of 16: the prompt's full ones once, and for each sample one with the rest of it and its own token
+    assert shared['bytes_held'] == held * 16 * 4 * 2 * 128 * 4 and shared['bytes_unshared'] == 10 * 7 * 16 * 4 * 2 * 128 * 4
+    assert shared['second_prompt'] == 105 and shared['computed'] == 105 - 6 * 16
+
+
 def test_settings_that_make_no_sense_end_in_one_line(repo):
     for wrong, said in (('--batches=1,zero', 'batches must be positive numbers'), ('--max_seconds=0.0', 'max_seconds'), ('--dtype=bfloat16', 'CPU'),
                         ('--lengths=500', 'do not fit into block_size 128')):
@@ -110,6 +121,7 @@ def test_loss_mode(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / 'loss.json').read_text())
     rows = figures['rows']
-    assert [row['weights'] for row in rows] == ['float32'] * 4 + ['bfloat16', 'int8'] and len(figures['by_context']) == 16
+    assert [(row['weights'], row['kv_bits']) for row in rows] == [('float32', 0)] * 4 + [('bfloat16', 0), ('int8', 0), ('float32', 8), ('float32', 4)]
+    assert [row['kv_bytes_a_token'] for row in rows[-3:]] == [2 * 2 * 16 * 4, 2 * 2 * (16 + 4), 2 * 2 * (8 + 4)] and len(figures['by_context']) == 16
     assert rows[0]['difference'] == 0 and rows[0]['mean_context'] == 16 and 11.5 < rows[1]['mean_context'] < 12.5
     assert all(abs(row['difference']) < 0.1 for row in rows) and (tmp_path / 'loss.png').read_bytes().startswith(b'\x89PNG')

@@ -50,6 +50,56 @@ def test_eight_sequences_are_those_of_the_uncached_model(kind, how):
             assert empty(decoder, kind)
 
 
+def joining_and_leaving(m, decoder, prompts, n_new, mixed):
+    """
+    Greedy tokens of each prompt. Sequence i joins at step 2 i and leaves after n_new[i] tokens; all that are there take each step
+    together, and a new one's prompt is run by itself, or (mixed) in the same forward pass as the others' tokens.
+    """
+    system, running, done, step = decoder.system, {}, {}, 0
+    logits = {}  # of each running sequence's last token
+    while len(done) < len(prompts):
+        for i in [i for i in running if len(running[i][1]) == n_new[i]]:
+            seq, done[i] = running.pop(i)
+            del logits[i]
+            system.free(seq)
+        old = list(running)
+        for i in old:
+            running[i][1].append(int(logits[i].argmax()))
+        new = [i for i in range(len(prompts)) if 2 * i == step]
+        for i in new:
+            running[i] = (system.new(), [])
+        tokens = [running[i][1][-1:] for i in old]
+        if mixed and new:
+            (i,), pool, fresh = new, system.pool, running[new[0]][0]
+            for j, t in zip(old, tokens):
+                pool.extend(running[j][0], t)
+            n_cached = pool.add(m, fresh, prompts[i])
+            out = pool.run(m, {running[j][0]: 1 for j in old} | {fresh: len(prompts[i]) - n_cached})
+            logits = dict(zip(old + new, out))
+        else:
+            if old:
+                logits = dict(zip(old, system.step(m, [running[i][0] for i in old], torch.tensor(tokens))))
+            for i in new:
+                logits[i] = system.step(m, [running[i][0]], torch.tensor([prompts[i]]))[0]
+        step += 1
+    return [done[i] for i in range(len(prompts))]
+
+
+@pytest.mark.parametrize('kind, mixed', [*((kind, False) for kind in SYSTEMS), ('paged', True)])
+@torch.inference_mode()
+def test_sequences_join_and_leave_at_different_steps(kind, mixed):
+    n_new = [9, 20, 3, 14, 17, 1, 8, 12]
+    prompts = [PROMPTS[3][:5], *(p[:BLOCK - n] for p, n in zip(PROMPTS[1:], n_new[1:]))]
+    for seed in range(3):
+        m = model(seed)
+        decoder = CacheDecoder(m, kind, n_seq=8)
+        for prompt, n, got in zip(prompts, n_new, joining_and_leaving(m, decoder, prompts, n_new, mixed)):
+            assert got == m.generate([prompt], n, temperature=0)[0][len(prompt):]
+        assert empty(decoder, kind)
+    eight = [joining_and_leaving(m, CacheDecoder(m, k, 8, bits=8), prompts, n_new, k == kind and mixed) for k in ('tuple', kind)]
+    assert eight[0] == eight[1]
+
+
 @pytest.mark.parametrize('kind', SYSTEMS)
 def test_samples_of_one_prompt(kind):
     m = model(1)
