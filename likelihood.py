@@ -32,9 +32,11 @@ def negative_log_likelihoods(model, tokens, decoder=None, when_full='crop', keep
 
 @torch.inference_mode()
 def loss_by_context(model, text):
-    """The mean nats a token of text (N,) with 1, 2, ... block_size tokens of context: (block_size,)."""
+    """The mean nats a token of text (N,) with 1, 2, ... block_size tokens of context: (block_size,), of 16 pieces of the text."""
     size = model.config.block_size
-    starts = torch.arange(0, len(text) - size, max(1, size // 16))
+    n = min(1024, (len(text) - size) // 16)
+    # of a piece each offset: any stride would give different tokens to different contexts
+    starts = (torch.arange(16)[:, None] * ((len(text) - size) // 16) + torch.arange(n)).flatten()
     windows = text[starts[:, None] + torch.arange(size + 1)]
     losses = [F.cross_entropy(model(w[:, :-1], w[:, 1:])[0].transpose(1, 2).float(), w[:, 1:], reduction='none') for w in windows.split(64)]
     return torch.cat(losses).mean(dim=0)
@@ -75,7 +77,7 @@ def draw(by_context, results, path):
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
-    fig, ax = plt.subplots(figsize=(7, 4), layout='constrained')
+    fig, ax = plt.subplots(figsize=(7, 4.8), layout='constrained')
     ax.plot(range(1, len(by_context) + 1), by_context, label='a token, by how many the model sees before it')
     for i, row in enumerate(row for row in results if (row['weights'], row['kv_bits']) == ('float32', 0)):
         what = 'crop' if row['when_full'] == 'crop' else f"shift, keep {row['keep']}"
@@ -83,7 +85,7 @@ def draw(by_context, results, path):
     ax.set(xlabel='tokens of context in use (a line spans what a policy has, at the mean loss it reaches)', ylabel='nats a token')
     ax.set_ylim(min(by_context) - 0.02, by_context[min(4, len(by_context) - 1)])
     ax.grid(alpha=0.3)
-    ax.legend(loc='upper right')
+    fig.legend(loc='outside lower center', ncols=2, fontsize=9)
     with replacing(path) as f:
         fig.savefig(f, format='png', dpi=110)
     plt.close(fig)
