@@ -43,6 +43,8 @@ repeats = 5               # timed runs of each
 max_seconds = 2.0         # of one timed run in peers mode, about: slow engines generate fewer tokens
 json = ''                 # a file to write the figures of all modes but train to
 png = 'auto'              # and one for their picture; auto is speedup.png, peers.png or loss_by_context.png, by the mode
+kv_cache = 'tuple'        # of generate mode: one more column, the cache as streams, unified or paged, or the tuple in kv_bits
+kv_bits = 0               # 8 or 4; 0 is float32
 seed = 1337               # of weights and data
 device = 'auto'           # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'            # float32, bfloat16 or float16; auto goes by the device
@@ -163,6 +165,7 @@ def fed_tokens(n, block_size, use_cache):
 def bench_generate(names, dev, amp):
     """Tokens a second by length: nanoGPT's way, one sample after the other without a cache, against ours, all samples in one batch."""
     import decode
+    import kvcache
     rows = []
     counts = numbers('lengths', '10,50,122,128,200,500' if lengths == 'auto' else lengths)
     samples = numbers('batches', '1' if batches == 'auto' else batches)
@@ -179,6 +182,9 @@ def bench_generate(names, dev, amp):
             step = decode.best(model, B)
             ways = {'no cache': {}, 'cache': dict(use_cache=True), 'decoder': dict(use_cache=True, decoder=step),
                     'shift': dict(use_cache=True, decoder=step, when_full='shift')}
+            if (kv_cache, kv_bits) != ('tuple', 0):
+                system = kvcache.CacheDecoder(model, kv_cache, B, kv_bits)
+                ways[f'{kv_cache}, {kv_bits} bits' if kv_bits else kv_cache] = dict(use_cache=True, decoder=system)
 
             def run(n, how, model=model, idx=idx, B=B):
                 synchronize(dev)
@@ -198,7 +204,8 @@ def bench_generate(names, dev, amp):
                         tokens[way], s = run(n, how)
                         seconds[way] += [s] if repeat else []
                 medians = {way: statistics.median(runs) for way, runs in seconds.items()}
-                differing = [way for way in mine if way != 'shift' and not torch.equal(tokens[way], tokens['no cache'])]
+                exact = [way for way in mine if way != 'shift' and 'bits' not in way]
+                differing = [way for way in exact if not torch.equal(tokens[way], tokens['no cache'])]
                 row = dict(shape=name, samples=B, new_tokens=n, decoder=step.name, tok_per_s={way: B * n / s for way, s in medians.items()},
                            speedup={way: medians['no cache'] / s for way, s in medians.items()}, runs_s=seconds, differing=differing,
                            counted=fed_tokens(n, c.block_size, False) / fed_tokens(n, c.block_size, True), cache_bytes=layer_bytes * c.n_layer)

@@ -25,6 +25,10 @@ def test_generate_mode(repo):
     rows = json.loads((repo / 'b.json').read_text())['rows']
     assert [(row['samples'], row['new_tokens']) for row in rows] == [(1, 3), (1, 130), (2, 3), (2, 130)] and not any(row['differing'] for row in rows)
     assert [list(row['speedup']) for row in rows[:2]] == [['no cache', 'cache', 'decoder'], ['no cache', 'cache', 'decoder', 'shift']]
+    paged = run(repo, 'bench.py', '--mode=generate', '--device=cpu', '--lengths=5', '--batches=2', '--repeats=1', '--png=', '--json=c.json',
+                '--kv_cache=paged')
+    row, = json.loads((repo / 'c.json').read_text())['rows']
+    assert list(row['speedup']) == ['no cache', 'cache', 'decoder', 'paged'] and not row['differing'] and 'paged' in paged.stdout
     assert all(len(runs) == 1 for row in rows for runs in row['runs_s'].values()) and rows[0]['cache_bytes'] == 4 * 2 * 128 * 128 * 4
     assert (repo / 'b.png').read_bytes().startswith(b'\x89PNG') and 'identical' in done.stdout
 
