@@ -13,8 +13,8 @@ def bits(tensor, every=1):
 
 
 def fingerprint(model):
-    """Something to compare with an earlier one: of each parameter where it is, what it is, and its `bits`."""
+    """Something to compare with an earlier one: of each parameter where and what it is, torch's count of changes, and its `bits`."""
     parameters = list(model.parameters())
     n = sum(p.numel() for p in parameters)
     every = 1 if n <= LARGE else n // SAMPLE
-    return [(p.data_ptr(), p.dtype, bits(p, every)) for p in parameters]
+    return [(p.data_ptr(), p.dtype, None if p.is_inference() else p._version, bits(p, every)) for p in parameters]

@@ -244,5 +244,9 @@ class CacheDecoder:
         longest = cache_pos if isinstance(cache_pos, int) else int(cache_pos.max())
         if longest + idx.size(1) > self.model.config.block_size:
             raise ValueError(f"out of context: cache_pos {longest} + {idx.size(1)} new tokens > block_size {self.model.config.block_size}")
-        logits = system.step(self.model, [member.seq for member in members], idx)
+        try:
+            logits = system.step(self.model, [member.seq for member in members], idx)
+        except BaseException:  # as if it had not been asked
+            kv_cache[0].at(cache_pos)
+            raise
         return logits[:, None], [Sequences(system, members, cache_pos + idx.size(1))]

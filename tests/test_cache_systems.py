@@ -153,6 +153,19 @@ def test_what_does_not_fit_is_an_error_and_the_rest_goes_on(kind):
         CacheDecoder(m, kind, 2, bits=3)
 
 
+@pytest.mark.parametrize('kind', SYSTEMS)
+@torch.inference_mode()
+def test_a_step_that_fails_is_as_if_it_had_not_been_asked(kind):
+    m, idx = model(4), torch.randint(29, (2, 9))
+    decoder = CacheDecoder(m, kind, n_seq=2)
+    _, cache = decoder(idx, None)
+    with pytest.raises(IndexError):
+        decoder(torch.tensor([[3], [99]]), cache)
+    logits, _ = decoder(torch.tensor([[7], [8]]), cache)
+    exact = m(torch.cat([idx, torch.tensor([[7], [8]])], dim=1))[0]
+    assert torch.allclose(logits, exact, atol=1e-5)
+
+
 def test_bytes():
     assert Rows((2, 8), 64).nbytes() == 16 * 64 * 4
     assert Rows((2, 8), 64, 'float16').nbytes() == 16 * 64 * 2

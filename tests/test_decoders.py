@@ -129,7 +129,7 @@ def test_logits_belong_to_the_caller():
 
 @pytest.mark.parametrize('weights', ['float32', 'bfloat16', 'int8'])
 @pytest.mark.parametrize('change', ['optimizer', 'load_state_dict', 'assign', 'data', 'new data', 'there and back', 'one weight',
-                                    'replaced', 'norm', 'position'])
+                                    'swapped', 'replaced', 'norm', 'position'])
 def test_changed_weights_are_never_served_stale(weights, change):
     model, other = f32(4), f32(5)
     decoder, idx = CPUDecoder(model, weights), torch.randint(29, (2, 6))
@@ -144,6 +144,9 @@ def test_changed_weights_are_never_served_stale(weights, change):
         model.transformer.h[1].mlp.c_fc.weight.data.mul_(1.5)
     elif change == 'new data':
         model.transformer.h[1].mlp.c_fc.weight.data = model.transformer.h[1].mlp.c_fc.weight.data * 1.5
+    elif change == 'swapped':  # no sum changes
+        with torch.no_grad():
+            model.transformer.h[0].attn.c_attn.weight[[1, 2]] = model.transformer.h[0].attn.c_attn.weight[[2, 1]]
     elif change == 'there and back':  # the same weights, but for rounding, somewhere else
         model.bfloat16().float()
     elif change == 'replaced':
