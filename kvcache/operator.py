@@ -38,6 +38,13 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     Returns (key, value), (kvstarts[B], H * num_repeat, Dh) in the input's dtype, read back from the cache, the current tokens
     too. cache and scale are written in place. What does not go together is a ValueError, and nothing has been written.
     """
+    for name, value in dict(num_layer=num_layer, layer_idx=layer_idx, quant_bit=quant_bit, quant_group=quant_group, num_repeat=num_repeat,
+                            cache_mode=cache_mode, cache_layout=cache_layout, page_size=page_size).items():
+        if not isinstance(value, int):
+            raise ValueError(f"{name} must be an int, not {value!r}")
+    for name, value in dict(seqstarts=seqstarts, kvstarts=kvstarts, cachestarts=cachestarts, start_pos=start_pos).items():
+        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be a tensor of int64 or int32, not {value!r}")
     view, scales = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout)
     seqlens = lengths(seqstarts, 'seqstarts')
     if seqstarts[-1] != len(current_key):
@@ -51,6 +58,8 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     for what, most, given in (('max_seqlen', seqlens, max_seqlen), ('max_kvlen', kvlens, max_kvlen)):
         if B and int(most.max()) > given:
             raise ValueError(f"{what} is {given}, but a sequence has {int(most.max())}")
+    if B and int(kvlens.max()) > len(view):
+        raise ValueError(f"a sequence of {int(kvlens.max())} does not fit into the {len(view)} rows of the cache")
 
     written = rows_of(start_pos, seqlens, cachestarts, cache_mode, page_size, len(view))
     read = rows_of(torch.zeros_like(start_pos), kvlens, cachestarts, cache_mode, page_size, len(view))

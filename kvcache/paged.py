@@ -33,6 +33,7 @@ class InputMetadata:
     seq_lens: torch.Tensor
 
 
+@torch.no_grad()
 def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
     """
     Run the new tokens of all requests, input_ids (N,) at input_positions (N,), through the model at once, over the blocks in

@@ -183,6 +183,11 @@ GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, 
     ('cachestarts', dict(cache_mode=0)),
     ('overlap', dict(cachestarts=torch.tensor([[8, 16], [24, 16]]))),
     ('page_size', dict(page_size=0)),
+    ('num_repeat', dict(num_repeat=1.5)),
+    ('layer_idx', dict(layer_idx=0.0)),
+    ('seqstarts', dict(seqstarts=torch.tensor([0., 3, 4]))),
+    ('cachestarts', dict(cachestarts=[[8, 0], [24, 16]])),
+    ('does not fit', dict(start_pos=torch.tensor([0, 10**13]), kvstarts=torch.tensor([0, 3, 4 + 10**13]), max_kvlen=2 * 10**13)),
 ])
 def test_what_does_not_go_together_is_refused_and_nothing_is_written(words, changed):
     cache, scale = torch.zeros(2, 2, 32, 3, 8, dtype=torch.int8), torch.zeros(2, 2, 32, 3, 2)
