@@ -68,7 +68,7 @@ def sharing(model, n_samples=10, n_prompt=100):
     cache = [cache[0].rows(torch.zeros(n_samples, dtype=torch.long))]
     _, cache = decoder(torch.arange(n_samples)[:, None] % vocab_size, cache)
     held = {block for table in pool.blocks.tables.values() for block in table}
-    bytes_a_block = sum(layer.nbytes() for layer in pool.layers) // len(pool.blocks.references)
+    bytes_a_block = pool.nbytes() // len(pool.blocks.references)
     tables = sum(len(table) for table in pool.blocks.tables.values())
     more = prompt + [1, 2, 3, 4, 5]
     n_cached = pool.add(model, 'more', more)

@@ -2,8 +2,8 @@
 Pages for a model: the pool of blocks with keys and values in it, and one forward pass for any mixture of requests.
 
     pool = PagedCache(n_layer, n_head, head_dim, n_blocks=64, block_size=16)
-    n_cached = pool.blocks.add('a', prompt)                      # what of it need not be computed
-    logits = pool.run(model, {'a': prompt[n_cached:]})           # prefills and decodes of any length, together
+    n_cached = pool.add(model, 'a', prompt)                      # so many of its tokens need not be computed
+    logits = pool.run(model, {'a': len(prompt) - n_cached})      # prefills and decodes of any length, together
 
 `execute_model` is vLLM's call, and `run` fills in its arguments from the block tables.
 """
@@ -108,9 +108,7 @@ class PagedCache:
         copies = self.blocks.extend(seq, len(tokens))
         for source, target in copies:
             for layer in self.layers:
-                for rows in (layer.k, layer.v):
-                    for stored in rows.tensors():
-                        stored[target] = stored[source]
+                layer.copy(source, target)
         self.tokens[seq] += tokens
 
     def fork(self, seq, new):

@@ -46,6 +46,12 @@ class Layer:
     def nbytes(self):
         return self.k.nbytes() + self.v.nbytes()
 
+    def copy(self, source, target):
+        """Outer number `target`, a stream or a block, becomes what `source` is, as it is kept."""
+        for rows in (self.k, self.v):
+            for stored in rows.tensors():
+                stored[target] = stored[source]
+
     def write(self, placement, k, v):
         """New keys and values, (B, n_head, T, head_dim), to where they belong."""
         for rows, new in ((self.k, k), (self.v, v)):

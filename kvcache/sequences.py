@@ -40,9 +40,7 @@ class Contiguous:
         new = self.new()
         self.length[new] = self.length[seq]
         for layer in self.layers:
-            for rows in (layer.k, layer.v):
-                for stored in rows.tensors():
-                    stored[new] = stored[seq]
+            layer.copy(seq, new)
         return new
 
     def truncate(self, seq, n):

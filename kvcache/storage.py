@@ -99,12 +99,6 @@ class Rows:
             parts = [t[index] for t in self.tensors()]
         return parts[0].to(dtype) if self.scale is None else dequantise(*parts, self.bits).to(dtype)
 
-    def copy(self, source, target):
-        """Rows target (n,) = rows source (n,), as they are stored."""
-        n_inner = self.shape[1]
-        for t in self.tensors():
-            t[target // n_inner, target % n_inner] = t[source // n_inner, source % n_inner]
-
     def nbytes(self):
         return sum(t.numel() * t.element_size() for t in self.tensors())
 

@@ -260,9 +260,7 @@ class KVCache:
             raise ValueError("from stream to stream a sequence is copied whole, to an empty one")
         b.pos[mine], b.shift[mine], b.owners[mine, target] = a.pos[mine], a.shift[mine], True
         for layer in self.own_layers():
-            for rows in (layer.k, layer.v):
-                cells = torch.from_numpy(mine).to(rows.data.device)
-                rows.copy(source * self.kv_size + cells, target * self.kv_size + cells)
+            layer.copy(source, target)
 
     def seq_keep(self, seq):
         """Forget all sequences but this one."""
@@ -287,11 +285,16 @@ class KVCache:
         mine = cells.of(seq, p0, p1)
         if not mine.any() or (moved(cells.pos[mine]) == cells.pos[mine]).all():
             return
+        self.check_movable(seq, p0, p1)
+        cells.move(mine, moved(cells.pos[mine]))
+
+    def check_movable(self, seq, p0=-1, p1=-1):
+        """ValueError if positions of a sequence cannot be changed."""
         if not self.can_shift:
             raise ValueError("these positions cannot be changed: the model's are learned, and baked into keys and values")
-        if (cells.owners[mine].sum(axis=1) > 1).any():  # the position is the cell's, and so would be theirs
+        cells = self.cells_of(seq)
+        if (cells.owners[cells.of(seq, p0, p1)].sum(axis=1) > 1).any():  # the position is the cell's, and so would be theirs
             raise ValueError(f"sequence {seq} shares cells with another, which would be moved with it: remove or copy one of them first")
-        cells.move(mine, moved(cells.pos[mine]))
 
     def seq_pos_min(self, seq):
         """The first position of a sequence, or None if it has none."""
@@ -330,14 +333,11 @@ def context_shift(cache, seq, n_keep=0):
 
     Returns how many were dropped. Eight positions with n_keep=2: of 0 ... 7, what was 0 1 5 6 7 is now 0 1 2 3 4.
     """
-    if not cache.can_shift:
-        raise ValueError("the context cannot be shifted: the model's positions are learned, and baked into keys and values")
+    cache.check_movable(seq, n_keep)
     n_past = cache.seq_pos_max(seq) + 1
     n_discard = (n_past - n_keep) // 2
     if n_keep < 0 or n_discard < 1:
         raise ValueError(f"of {n_past} positions {n_keep} cannot be kept and others dropped")
-    if (cache.cells_of(seq).owners[cache.cells_of(seq).of(seq, n_keep)].sum(axis=1) > 1).any():
-        raise ValueError(f"sequence {seq} shares cells with another, which would be moved with it: remove or copy one of them first")
     cache.seq_rm(seq, n_keep, n_keep + n_discard)
     cache.seq_add(seq, n_keep + n_discard, -1, -n_discard)
     return n_discard
