@@ -35,6 +35,17 @@ class Placement:
     turned: torch.Tensor | None = None
 
 
+def beginning(numbers, n, n_inner):
+    """
+    (index, K) to read the first n inner rows of each of these outer ones, (S,) int64: a view if they lie side by side; if not,
+    copies of them whole, and K is n_inner.
+    """
+    first, last = int(numbers[0]), int(numbers[-1])
+    if numbers.tolist() == list(range(first, last + 1)):
+        return (slice(first, last + 1), slice(n)), n
+    return numbers[:, None], n_inner
+
+
 class Layer:
     """The rows of one layer, k and v, (n_outer, n_inner) of n_head * head_dim numbers each. rotary turns keys."""
 

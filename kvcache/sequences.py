@@ -13,7 +13,7 @@ import torch
 
 from kvcache.blocks import OutOfBlocks
 from kvcache.paged import PagedCache
-from kvcache.placement import Forward, Layer, Placement
+from kvcache.placement import Forward, Layer, Placement, beginning
 from kvcache.unified import KVCache
 
 KINDS = {0: 'float32', 8: 'int8', 4: 'int4'}
@@ -56,10 +56,7 @@ class Contiguous:
         longest = max(self.length[seq] for seq in seqs) + T
         number = torch.tensor(seqs, device=device)
         positions = start[:, None] + torch.arange(T, device=device)
-        if seqs == list(range(seqs[0], seqs[0] + len(seqs))):
-            index = slice(seqs[0], seqs[-1] + 1), slice(longest)
-        else:  # not side by side
-            index, longest = number[:, None], self.size
+        index, longest = beginning(number, longest, self.size)
         mask = (torch.arange(longest, device=device) <= positions[..., None])[:, None]
         placement = Placement(positions, (number[:, None] * self.size + positions).flatten(), index, mask)
         for seq in seqs:

@@ -16,7 +16,7 @@ import torch
 
 from kvcache import state
 from kvcache.cells import EMPTY, Cells, Window
-from kvcache.placement import Forward, Layer, Placement
+from kvcache.placement import Forward, Layer, Placement, beginning
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,7 @@ class KVCache:
     def placement(self, batch, slots):
         """The `Placement` of a batch whose cells have been taken."""
         self.update()
-        n_kv, index = self.get_n_kv(slots), slice(int(slots.streams[0]), int(slots.streams[-1]) + 1)
-        if list(range(index.start, index.stop)) == slots.streams.tolist():
-            index = index, slice(n_kv)
-        else:  # streams that do not lie side by side are copied together, whole
-            n_kv, index = self.kv_size, torch.from_numpy(slots.streams)[:, None]
+        index, n_kv = beginning(torch.from_numpy(slots.streams), self.get_n_kv(slots), self.kv_size)
         shifts = np.stack([self.streams[s].shift[:n_kv] for s in slots.streams])
         device = self.own_layers()[0].k.data.device
         return Placement(torch.from_numpy(batch.positions).to(device), self.k_idxs(slots).to(device), index,
