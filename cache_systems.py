@@ -72,6 +72,6 @@ def sharing(model, n_samples=10, n_prompt=100):
     tables = sum(len(table) for table in pool.blocks.tables.values())
     more = prompt + [1, 2, 3, 4, 5]
     n_cached = pool.add(model, 'more', more)
-    pool.run(model, {'more': len(more) - n_cached})
+    pool.run(model, ['more'])
     return dict(samples=n_samples, prompt=n_prompt, bytes_held=len(held) * bytes_a_block, bytes_unshared=tables * bytes_a_block,
                 second_prompt=len(more), computed=len(more) - n_cached)

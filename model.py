@@ -285,6 +285,10 @@ class GPT(nn.Module):
         k = w.new_empty(batch_size, c.n_head, 0, c.n_embd // c.n_head)
         return [LayerKVCache.empty_like(k, c.block_size) for _ in range(c.n_layer)]
 
+    def check_layers(self, kv_cache):
+        if len(kv_cache) != self.config.n_layer:
+            raise ValueError(f"kv_cache has {len(kv_cache)} layers, but the model has {self.config.n_layer}")
+
     def check_input(self, idx, kv_cache):
         """cache_pos, the position of the first token of idx (B, T); ValueError before anything is written."""
         if idx.dim() != 2 or idx.size(1) == 0:
@@ -292,8 +296,7 @@ class GPT(nn.Module):
         c, T = self.config, idx.size(1)
         cache_pos, ragged = 0, False
         if kv_cache is not None:
-            if len(kv_cache) != c.n_layer:
-                raise ValueError(f"kv_cache has {len(kv_cache)} layers, but the model has {c.n_layer}")
+            self.check_layers(kv_cache)
             k0, _, cache_pos = kv_cache[0]
             ragged = isinstance(cache_pos, torch.Tensor) and cache_pos.shape == idx.shape[:1] and cache_pos.dtype is torch.int64
             if not ragged and not isinstance(cache_pos, int) or (cache_pos.min() if ragged else cache_pos) < 0:
@@ -320,8 +323,9 @@ class GPT(nn.Module):
         Without one, use_cache=True begins one; otherwise None is returned in its place.
         """
         t = self.transformer
-        if hasattr(kv_cache, 'positions'):
-            pos = t.wpe(kv_cache.positions)  # a cache system says where each token stands
+        if hasattr(kv_cache, 'positions'):  # a cache system says where each token stands
+            self.check_layers(kv_cache)
+            pos = t.wpe(kv_cache.positions.to(idx.device))
         elif isinstance(cache_pos := self.check_input(idx, kv_cache), torch.Tensor):
             pos = t.wpe.weight[cache_pos[:, None] + torch.arange(idx.size(1), device=idx.device)]
         else:

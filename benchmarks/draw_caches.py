@@ -17,7 +17,6 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 from kvcache.blocks import BlockManager
 from kvcache.cells import EMPTY
-from kvcache.rotary import Rotary
 from kvcache.unified import KVCache, context_shift
 
 COLOURS = ['#9ecae1', '#fdae6b', '#a1d99b', '#bcbddc']
@@ -61,7 +60,7 @@ def frame(ax, x0, x1, y0, y1, title):
 
 def draw_cells(path):
     fig, axes = plt.subplots(1, 2, figsize=(13, 4.4), layout='constrained', width_ratios=[2, 1])
-    cache = KVCache(1, 1, 8, kv_size=8, n_seq_max=2, rotary=Rotary(8))
+    cache = KVCache(1, 1, 8, kv_size=8, n_seq_max=2, can_shift=True)
     steps = [('A and B share a prompt of 3', lambda: place(cache, {(0, 1): range(3)})),
              ('each draws two tokens of its own', lambda: (place(cache, {0: [3], 1: [3]}), place(cache, {0: [4], 1: [4]}))),
              ('B is done: seq_rm(B)', lambda: cache.seq_rm(1)),
@@ -72,7 +71,7 @@ def draw_cells(path):
         cell_row(axes[0], -1.35 * i, cache.streams[0], title)
     frame(axes[0], -3.2, 8.1, -1.35 * 4 - 0.5, 1, 'cells of one unified stream: a slot is where, a position is when, owners are who')
 
-    cache = KVCache(1, 1, 8, kv_size=4, n_seq_max=1, rotary=Rotary(8))
+    cache = KVCache(1, 1, 8, kv_size=4, n_seq_max=1, can_shift=True)
     words = ['The', 'cat', 'sat', 'on']
     place(cache, {0: range(4)})
     cell_row(axes[1], 0, cache.streams[0], 'full', words)

@@ -113,6 +113,8 @@ class BlockManager:
         Room for n more positions. Returns the copies to be made before they are written, a list of (from block, to block): of
         a last block that others use as well.
         """
+        if n < 0:
+            raise ValueError(f"a sequence is extended by positions, not by {n}: use truncate")
         table, length = self.tables[seq], self.length[seq]
         n_new = -(-(length + n) // self.block_size) - len(table)
         last = length // self.block_size  # the block that is written first

@@ -18,6 +18,7 @@ LAYOUTS = (
 CACHE_DTYPES = {0: (torch.float32, torch.float16), 8: (torch.int8,), 4: (torch.uint8,)}
 
 
+@torch.no_grad()
 def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache, scale=None, *,
                     num_layer=1, layer_idx=0, quant_bit=0, quant_group=8, num_repeat=1, cache_mode=0, cache_layout=0, page_size=128):
     """
@@ -38,13 +39,18 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     Returns (key, value), (kvstarts[B], H * num_repeat, Dh) in the input's dtype, read back from the cache, the current tokens
     too. cache and scale are written in place. What does not go together is a ValueError, and nothing has been written.
     """
-    for name, value in dict(num_layer=num_layer, layer_idx=layer_idx, quant_bit=quant_bit, quant_group=quant_group, num_repeat=num_repeat,
+    for name, value in dict(max_seqlen=max_seqlen, max_kvlen=max_kvlen, num_layer=num_layer, layer_idx=layer_idx, quant_bit=quant_bit, quant_group=quant_group, num_repeat=num_repeat,
                             cache_mode=cache_mode, cache_layout=cache_layout, page_size=page_size).items():
         if not isinstance(value, int):
             raise ValueError(f"{name} must be an int, not {value!r}")
+    for name, value in dict(current_key=current_key, current_value=current_value, cache=cache).items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor, not {value!r}")
     for name, value in dict(seqstarts=seqstarts, kvstarts=kvstarts, cachestarts=cachestarts, start_pos=start_pos).items():
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be a tensor of int64 or int32, not {value!r}")
+        if value.device != cache.device:
+            raise ValueError(f"{name} is on {value.device}, and the cache on {cache.device}")
     view, scales = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout)
     seqlens = lengths(seqstarts, 'seqstarts')
     if seqstarts[-1] != len(current_key):
@@ -65,6 +71,8 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     read = rows_of(torch.zeros_like(start_pos), kvlens, cachestarts, cache_mode, page_size, len(view))
     if len(written.unique()) < len(written):
         raise ValueError("two of the current tokens would be written to one row: cachestarts overlap")
+    if int(torch.isin(read, written).sum()) > len(written):
+        raise ValueError("a current token would be written over a past one that is read: cachestarts overlap")
 
     current = torch.stack((current_key, current_value), dim=1)  # (N, 2, H, Dh)
     if quant_bit == 0:
@@ -72,6 +80,8 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
         loaded = view[read].to(current.dtype)
     else:
         codes, new_scale = quantise(current, quant_bit, quant_group)
+        if scales.dtype is torch.float16 and bool((new_scale > torch.finfo(torch.float16).max).any()):
+            raise ValueError(f"a scale of {float(new_scale.max()):.3g} is more than float16 holds: use a scale in float32")
         view[written], scales[written] = codes, new_scale.to(scales.dtype)
         loaded = dequantise(view[read], scales[read].float(), quant_bit).to(current.dtype)
     return tuple(loaded.repeat_interleave(num_repeat, dim=2).unbind(1))
@@ -82,6 +92,8 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
     if key.shape != value.shape or key.dim() != 3 or key.dtype is not value.dtype or key.dtype not in (torch.float32, torch.float16):
         raise ValueError(f"current_key and current_value must be (tokens, H, Dh) alike, float32 or float16, "
                          f"not {tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}")
+    if not key.device == value.device == cache.device:
+        raise ValueError(f"current_key is on {key.device}, current_value on {value.device}, and the cache on {cache.device}")
     if cache_layout not in range(len(LAYOUTS)):
         raise ValueError(f"cache_layout is 0 to 3, not {cache_layout}")
     if quant_bit not in CACHE_DTYPES:
@@ -110,6 +122,8 @@ def view_of(tensor, name, cache_layout, *shape):
     if tensor.dim() != 5 or tensor.permute(LAYOUTS[cache_layout]).shape[1:] != (L, 2, H, D):
         names = ', '.join(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)].__str__() for axis in range(5))
         raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape)):
+        raise ValueError(f"the {name} is expanded: its rows would be written over each other")
     return tensor.permute(LAYOUTS[cache_layout])
 
 

@@ -3,7 +3,7 @@ Pages for a model: the pool of blocks with keys and values in it, and one forwar
 
     pool = PagedCache(n_layer, n_head, head_dim, n_blocks=64, block_size=16)
     n_cached = pool.add(model, 'a', prompt)                      # so many of its tokens need not be computed
-    logits = pool.run(model, {'a': len(prompt) - n_cached})      # prefills and decodes of any length, together
+    logits = pool.run(model, ['a'])                              # prefills and decodes of any length, together
 
 `execute_model` is vLLM's call, and `run` fills in its arguments from the block tables.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fingerprint import fingerprint
+from fingerprint import fingerprint, identity
 from kvcache.blocks import BlockManager
 from kvcache.placement import Forward, Layer, Placement
 
@@ -38,14 +38,14 @@ def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
     """
     Run the new tokens of all requests, input_ids (N,) at input_positions (N,), through the model at once, over the blocks in
     kv_caches (a `Layer` of (n_blocks, block_size) rows for each layer). Returns logits (S, vocab_size), of each request's last token.
+    ValueError if the metadata contradicts itself or the cache, and nothing has been written.
     """
-    if int(input_positions.max()) >= model.config.block_size:
-        raise ValueError(f"out of context: position {int(input_positions.max())}, and block_size is {model.config.block_size}")
-    m, block_size = input_metadata, kv_caches[0].k.shape[1]
+    m, (n_blocks, block_size) = input_metadata, kv_caches[0].k.shape
     ends = m.query_lens.cumsum(0)
+    n_used, (S, n) = int(m.block_tables.max()) + 1, m.block_tables.shape
+    check(m, input_ids, input_positions, int(ends[-1]), n_blocks, block_size, model.config.block_size)
     which = None if (m.slot_mapping >= 0).all() else (m.slot_mapping >= 0).nonzero()[:, 0]
     rows = m.slot_mapping if which is None else m.slot_mapping[which]
-    n_used, (S, n) = int(m.block_tables.max()) + 1, m.block_tables.shape
     if S == len(input_ids) and n_used > 16 * n:  # one token each, of many: a batch of requests, to each a copy of its keys
         positions, index = input_positions[:, None], m.block_tables.clamp(min=0)
         mask = (torch.arange(n * block_size, device=index.device) <= positions)[:, None, None]
@@ -55,6 +55,28 @@ def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
     forward = Forward(kv_caches, Placement(positions, rows, index, mask, which))
     x, _ = model.hidden_states(input_ids.view(positions.shape), forward)
     return model.lm_head(x.flatten(0, 1)[ends - 1])
+
+
+def check(m, input_ids, input_positions, n_tokens, n_blocks, block_size, context):
+    """ValueError unless metadata, tokens and cache fit together. n_tokens: of all requests, without padding."""
+    N, (S, n) = len(input_ids), m.block_tables.shape
+    if not m.slot_mapping.shape == input_ids.shape == input_positions.shape == (N,):
+        raise ValueError(f"one slot and one position for each token: {len(m.slot_mapping)} and {len(input_positions)} for {N}")
+    if not m.query_lens.shape == m.seq_lens.shape == (S,) or n_tokens > N:
+        raise ValueError(f"{len(m.query_lens)} query_lens, of {n_tokens} tokens in all, and {len(m.seq_lens)} seq_lens, "
+                         f"but {S} block tables and {N} tokens")
+    (first, last), (slot, last_slot) = input_positions.aminmax(), m.slot_mapping.aminmax()
+    if first < 0 or last >= context:
+        raise ValueError(f"out of context: positions {int(first)} to {int(last)}, and block_size is {context}")
+    if slot < -1 or last_slot >= n_blocks * block_size:
+        raise ValueError(f"slots {int(slot)} to {int(last_slot)}, and the cache has {n_blocks} blocks of {block_size}")
+    new, past = m.query_lens.min(), (m.seq_lens - m.query_lens).min()
+    if new < 1 or past < 0:
+        raise ValueError("a request has at least one new token, and seq_lens count them: "
+                         f"query_lens {m.query_lens.tolist()}, seq_lens {m.seq_lens.tolist()}")
+    needed = torch.arange(n, device=m.block_tables.device) * block_size < m.seq_lens[:, None]
+    if m.seq_lens.max() > n * block_size or (m.block_tables < 0)[needed].any() or m.block_tables.max() >= n_blocks:
+        raise ValueError(f"block tables {m.block_tables.tolist()} of {n_blocks} blocks of {block_size} have no room for {m.seq_lens.tolist()} tokens")
 
 
 def seen_by_all(m, input_positions, ends, block_size, n_used):
@@ -85,13 +107,14 @@ class PagedCache:
     """
     A pool of n_blocks blocks of block_size positions, for all layers of a model, and the `BlockManager` of who uses them.
 
-    kind: how keys and values are kept, see `Rows`.
+    kind: how keys and values are kept, see `Rows`. tokens: {sequence: its tokens}; computed: {sequence: of how many of them the
+    keys and values are in the cache}.
     """
 
     def __init__(self, n_layer, n_head, head_dim, n_blocks, block_size=16, kind='float32', device='cpu'):
         self.blocks = BlockManager(n_blocks, block_size)
         self.layers = [Layer((n_blocks, block_size), n_head, head_dim, kind, kind, device) for _ in range(n_layer)]
-        self.tokens, self.weights, self.device = {}, None, device
+        self.tokens, self.computed, self.weights, self.device = {}, {}, None, device
 
     def add(self, model, seq, tokens):
         """`BlockManager.add`. What was computed with other weights is not used."""
@@ -99,9 +122,9 @@ class PagedCache:
         if weights != self.weights:
             self.blocks.reset()
             self.weights = weights
-        n_cached = self.blocks.add(seq, tokens)
+        self.computed[seq] = self.blocks.add(seq, tokens)
         self.tokens[seq] = list(tokens)
-        return n_cached
+        return self.computed[seq]
 
     def extend(self, seq, tokens):
         """Room for a sequence's next tokens, with the copies that sharing asks for."""
@@ -114,35 +137,43 @@ class PagedCache:
     def fork(self, seq, new):
         """A new sequence with all that seq has, in the same blocks until one of them goes on."""
         self.blocks.fork(seq, new)
-        self.tokens[new] = self.tokens[seq][:]
+        self.tokens[new], self.computed[new] = self.tokens[seq][:], self.computed[seq]
 
     def truncate(self, seq, n):
         """Keep the first n tokens of a sequence."""
         self.blocks.truncate(seq, n)
         del self.tokens[seq][n:]
+        self.computed[seq] = min(n, self.computed[seq])
 
     def remove(self, seq):
         """A sequence is done."""
         self.blocks.remove(seq)
-        del self.tokens[seq]
+        del self.tokens[seq], self.computed[seq]
 
     def nbytes(self):
         return sum(layer.nbytes() for layer in self.layers)
 
-    def run(self, model, new):
-        """One forward pass for {sequence: how many of its last tokens are not computed yet}. Returns logits (S, vocab_size)."""
-        b, ids, positions, slots, seq_lens = self.blocks, [], [], [], []
-        for seq, n in new.items():
-            end = b.length[seq]
-            ids += self.tokens[seq][end - n:]
-            positions += range(end - n, end)
-            slots += b.slots(seq, end - n, end)
-            seq_lens.append(end)
-        longest = max(len(b.tables[seq]) for seq in new)
-        tables = [b.tables[seq] + [-1] * (longest - len(b.tables[seq])) for seq in new]
-        metadata = InputMetadata(*(torch.tensor(x, device=self.device) for x in (slots, tables, list(new.values()), seq_lens)))
-        logits = execute_model(model, torch.tensor(ids, device=self.device), torch.tensor(positions, device=self.device), self.layers, metadata)
-        for seq, n in new.items():
-            if b.length[seq] % b.block_size < n:  # a block has become full
-                b.remember(seq, self.tokens[seq])
+    def run(self, model, seqs):
+        """One forward pass for all tokens of these sequences that are not computed yet, at least one each. Returns logits (S, vocab_size)."""
+        b, ids, positions, slots, tables = self.blocks, [], [], [], []
+        for seq in seqs:
+            start, end = self.computed.get(seq, 0), len(self.tokens.get(seq, ()))
+            if start == end:
+                raise ValueError(f"sequence {seq!r} has no token that is not computed yet: add it, or extend it")
+            ids += self.tokens[seq][start:]
+            positions += range(start, end)
+            slots += b.slots(seq, start, end)
+            tables.append(b.tables[seq])
+        lengths = [b.length[seq] for seq in seqs]
+        new = [length - self.computed[seq] for seq, length in zip(seqs, lengths)]
+        longest = max(map(len, tables))
+        tables = [table + [-1] * (longest - len(table)) for table in tables]
+        ids, positions, *metadata = (torch.tensor(x, device=self.device) for x in (ids, positions, slots, tables, new, lengths))
+        logits = execute_model(model, ids, positions, self.layers, InputMetadata(*metadata))
+        self.computed |= zip(seqs, lengths)
+        full = [seq for seq, n, length in zip(seqs, new, lengths) if length % b.block_size < n]
+        if full and identity(model) != self.weights[0]:  # their beginning is of other weights: nobody else may have it
+            b.reset()
+        for seq in full:
+            b.remember(seq, self.tokens[seq])
         return logits

@@ -8,7 +8,7 @@ What every cache system has in common. One forward pass asks three things of it:
 A system makes a `Placement` and hands the model a `Forward` in place of its list of tuples. The model's one attention function
 then asks each layer the one question there is, `append(k, v)`, and gets keys, values and mask.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,6 +34,12 @@ class Placement:
     which: torch.Tensor | None = None
     turned: torch.Tensor | None = None
 
+    def on(self, device):
+        """The same for rows on a device."""
+        def there(x):
+            return x.to(device) if isinstance(x, torch.Tensor) else x
+        return replace(self, rows=there(self.rows), index=there(self.index), turned=there(self.turned))
+
 
 def beginning(numbers, n, n_inner):
     """
@@ -53,6 +59,10 @@ class Layer:
         self.n_head, self.head_dim, self.rotary = n_head, head_dim, rotary
         self.k = Rows(shape, n_head * head_dim, type_k, device)
         self.v = Rows(shape, n_head * head_dim, type_v, device, transposed=v_trans)
+
+    @property
+    def device(self):
+        return self.k.data.device
 
     def nbytes(self):
         return self.k.nbytes() + self.v.nbytes()
@@ -78,23 +88,48 @@ class Layer:
 
 
 class PlacedLayer:
-    """A layer during one forward pass: in the role of a `LayerKVCache`."""
+    """A layer during one forward pass: in the role of a `LayerKVCache`. One that does not write reads what another has written."""
 
-    def __init__(self, layer, placement):
-        self.layer, self.placement = layer, placement
+    def __init__(self, layer, placement, writes=True):
+        self.layer, self.placement, self.writes = layer, placement, writes
 
     def append(self, k, v):
         """
         Write k and v, (B, n_head, T, head_dim), of the new tokens. Returns (k, v, mask, self): all keys and values to attend
-        over, (B, n_head, K, head_dim), and where each token may look, (B, 1, T, K) or None.
+        over, (B, n_head, K, head_dim), and where each token may look, (B, 1, T, K) or None; where k is.
         """
-        self.layer.write(self.placement, k, v)
-        return *self.layer.read(self.placement, k.dtype), self.placement.mask, self
+        if self.writes:
+            self.layer.write(self.placement, k, v)
+        keys, values = self.layer.read(self.placement, k.dtype)
+        mask = self.placement.mask
+        return keys.to(k.device), values.to(k.device), mask if mask is None else mask.to(k.device), self
+
+
+class NoCache:
+    """In the place of a layer that has no cache."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def append(self, k, v):
+        raise ValueError(f"layer {self.number} has no cache here: take its place in the list from a cache that has one")
 
 
 class Forward(list):
-    """What a system hands the model for one forward pass: a placed layer for each of its layers, and the `positions` (B, T)."""
+    """
+    What a system hands the model for one forward pass: a placed layer for each of its layers, and the `positions` (B, T).
+    Of a layer that is there more than once only the first writes.
+    """
 
     def __init__(self, layers, placement):
-        super().__init__(layer and PlacedLayer(layer, placement) for layer in layers)
+        super().__init__()
         self.positions = placement.positions
+        placements, written = {}, set()
+        for number, layer in enumerate(layers):
+            if layer is None:
+                self.append(NoCache(number))
+                continue
+            if layer.device not in placements:
+                placements[layer.device] = placement.on(layer.device)
+            self.append(PlacedLayer(layer, placements[layer.device], layer not in written))
+            written.add(layer)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 
-from kvcache.blocks import OutOfBlocks
 from kvcache.paged import PagedCache
 from kvcache.placement import Forward, Layer, Placement, beginning
 from kvcache.unified import KVCache
@@ -20,13 +19,15 @@ KINDS = {0: 'float32', 8: 'int8', 4: 'int4'}
 BLOCK = 16  # positions of a block of the paged system
 
 
-class Contiguous:
-    """The tuple's way, on rows: sequence i has rows i * size to i * size + size - 1, and a position is a row."""
+class System:
+    """
+    Sequences by number, and how many tokens each has: length, {sequence: tokens}.
 
-    def __init__(self, model, n_seq, kind):
-        c = model.config
-        self.size = c.block_size
-        self.layers = [Layer((n_seq, c.block_size), c.n_head, c.n_embd // c.n_head, kind, kind, device_of(model)) for _ in range(c.n_layer)]
+    What a kind of system adds is where they are kept: `feed`, for one forward pass; `copy`, of all of a sequence to a new one; and
+    `cut`, to its first n tokens, of which `length` is no witness: of a pass that has failed there may be more.
+    """
+
+    def __init__(self, n_seq):
         self.length, self.unused = {}, list(range(n_seq))[::-1]
 
     def new(self):
@@ -38,127 +39,124 @@ class Contiguous:
 
     def fork(self, seq):
         new = self.new()
-        self.length[new] = self.length[seq]
-        for layer in self.layers:
-            layer.copy(seq, new)
+        if self.length[seq]:
+            self.copy(seq, new)
+            self.length[new] = self.length[seq]
         return new
 
     def truncate(self, seq, n):
-        self.length[seq] = n
+        if not 0 <= n <= self.length[seq]:
+            raise ValueError(f"a sequence of {self.length[seq]} tokens cannot go on from {n}: it has been cut since")
+        if n < self.length[seq]:
+            self.cut(seq, n)
+            self.length[seq] = n
 
     def free(self, seq):
+        self.truncate(seq, 0)
         del self.length[seq]
         self.unused.append(seq)
 
     def step(self, model, seqs, idx):
+        """Feed idx (B, T) to B sequences; logits (B, vocab_size) of the last tokens. If it fails it is as if it had not been asked."""
+        try:
+            logits = self.feed(model, seqs, idx)
+        except BaseException:
+            for seq in seqs:
+                self.cut(seq, self.length[seq])
+            raise
+        for seq in seqs:
+            self.length[seq] += idx.size(1)
+        return logits
+
+
+class TupleSystem(System):
+    """The tuple's way, on rows: sequence i has rows i * size to i * size + size - 1, and a position is a row."""
+
+    def __init__(self, model, n_seq, kind):
+        super().__init__(n_seq)
+        c = model.config
+        self.size = c.block_size
+        self.layers = [Layer((n_seq, c.block_size), c.n_head, c.n_embd // c.n_head, kind, kind, device_of(model)) for _ in range(c.n_layer)]
+
+    def copy(self, seq, new):
+        for layer in self.layers:
+            layer.copy(seq, new)
+
+    def cut(self, seq, n):
+        pass  # what comes after is hidden, and written over
+
+    def feed(self, model, seqs, idx):
         T, device = idx.size(1), idx.device
         start = torch.tensor([self.length[seq] for seq in seqs], device=device)
-        longest = max(self.length[seq] for seq in seqs) + T
         number = torch.tensor(seqs, device=device)
         positions = start[:, None] + torch.arange(T, device=device)
-        index, longest = beginning(number, longest, self.size)
+        index, longest = beginning(number, max(self.length[seq] for seq in seqs) + T, self.size)
         mask = (torch.arange(longest, device=device) <= positions[..., None])[:, None]
         placement = Placement(positions, (number[:, None] * self.size + positions).flatten(), index, mask)
-        for seq in seqs:
-            self.length[seq] += T
         return last_logits(model, idx, Forward(self.layers, placement))
 
     def nbytes(self):
         return sum(layer.nbytes() for layer in self.layers)
 
 
-class Cells:
+class CellsSystem(System):
     """llama.cpp's cells: one stream for all sequences, or one for each."""
 
     def __init__(self, model, n_seq, kind, unified):
+        super().__init__(n_seq)
         c = model.config
         self.cache = KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, c.block_size * (n_seq if unified else 1), n_seq, unified,
                              kind, kind, device=device_of(model))
-        self.unused = list(range(n_seq))[::-1]
 
-    def new(self):
-        if not self.unused:
-            raise ValueError(f"the cache has room for {self.cache.n_seq_max} sequences, and all are taken")
-        return self.unused.pop()
-
-    def fork(self, seq):
-        new = self.new()
+    def copy(self, seq, new):
         self.cache.seq_cp(seq, new)
-        return new
 
-    def truncate(self, seq, n):
+    def cut(self, seq, n):
         self.cache.seq_rm(seq, n)
 
-    def free(self, seq):
-        self.cache.seq_rm(seq)
-        self.unused.append(seq)
-
-    def step(self, model, seqs, idx):
-        T = idx.size(1)
-        tokens = {}
-        for seq in seqs:
-            last = self.cache.seq_pos_max(seq)
-            start = 0 if last is None else last + 1
-            tokens[seq] = range(start, start + T)
-        return last_logits(model, idx, self.cache.forward(self.cache.batch(tokens)))
+    def feed(self, model, seqs, idx):
+        batch = self.cache.batch({seq: range(self.length[seq], self.length[seq] + idx.size(1)) for seq in seqs})
+        return last_logits(model, idx, self.cache.forward(batch))
 
     def nbytes(self):
         return sum(self.cache.memory_breakdown().values())
 
 
-class Paged:
-    """vLLM's pages. Prompts that begin alike share blocks, so that of a new one only the rest is computed."""
+class PagedSystem(System):
+    """vLLM's pages, with room for n_seq full sequences or more short ones. Prompts that begin alike share blocks: only the rest is computed."""
 
     def __init__(self, model, n_seq, kind):
         c = model.config
         n_blocks = n_seq * -(-c.block_size // BLOCK)
+        super().__init__(n_blocks)
         self.pool = PagedCache(c.n_layer, c.n_head, c.n_embd // c.n_head, n_blocks, BLOCK, kind, device_of(model))
-        self.numbers = 0
 
-    def new(self):
-        self.numbers += 1
-        return self.numbers
-
-    def fork(self, seq):
-        new = self.new()
+    def copy(self, seq, new):
         self.pool.fork(seq, new)
-        return new
 
-    def truncate(self, seq, n):
-        if n == 0:
-            self.free(seq)
-        else:
+    def cut(self, seq, n):
+        if n:
             self.pool.truncate(seq, n)
-
-    def free(self, seq):
-        if seq in self.pool.tokens:
+        elif seq in self.pool.tokens:
             self.pool.remove(seq)
 
-    def step(self, model, seqs, idx):
-        new, before = {}, {seq: len(self.pool.tokens.get(seq, ())) for seq in seqs}
-        try:
-            for seq, tokens in zip(seqs, idx.tolist()):
-                n_cached = 0
-                if before[seq]:
-                    self.pool.extend(seq, tokens)
-                else:
-                    n_cached = self.pool.add(model, seq, tokens)
-                new[seq] = len(tokens) - n_cached
-        except OutOfBlocks:  # for all of them or for none
-            for seq in new:
-                self.truncate(seq, before[seq])
-            raise
-        return self.pool.run(model, new)
+    def feed(self, model, seqs, idx):
+        for seq, tokens in zip(seqs, idx.tolist()):
+            if self.length[seq]:
+                self.pool.extend(seq, tokens)
+            else:
+                self.pool.add(model, seq, tokens)
+        return self.pool.run(model, seqs)
 
     def nbytes(self):
         return self.pool.nbytes()
 
 
 SYSTEMS = {
-    'tuple': Contiguous,
-    'streams': lambda *args: Cells(*args, unified=False),
-    'unified': lambda *args: Cells(*args, unified=True),
-    'paged': Paged,
+    'tuple': TupleSystem,
+    'streams': lambda *args: CellsSystem(*args, unified=False),
+    'unified': lambda *args: CellsSystem(*args, unified=True),
+    'paged': PagedSystem,
 }
 
 
@@ -187,7 +185,7 @@ class Sequences(NamedTuple):
     """
     Sequences of a system, in the role of a `LayerKVCache` of B rows, and of all layers at once: cache_pos is where it is in the tuple.
 
-    Unlike with tuples there is one state, the system's, that each step moves on.
+    Unlike with tuples there is one state, the system's: to go on from an older list cuts its sequences to what they were then.
     """
     system: object
     members: list
@@ -239,9 +237,6 @@ class CacheDecoder:
         longest = cache_pos if isinstance(cache_pos, int) else int(cache_pos.max())
         if longest + idx.size(1) > self.model.config.block_size:
             raise ValueError(f"out of context: cache_pos {longest} + {idx.size(1)} new tokens > block_size {self.model.config.block_size}")
-        try:
-            logits = system.step(self.model, [member.seq for member in members], idx)
-        except BaseException:  # as if it had not been asked
-            kv_cache[0].at(cache_pos)
-            raise
+        kv_cache[0].at(cache_pos)
+        logits = system.step(self.model, [member.seq for member in members], idx)
         return logits[:, None], [Sequences(system, members, cache_pos + idx.size(1))]

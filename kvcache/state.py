@@ -8,7 +8,7 @@ import torch
 
 from whole_file import replacing
 
-FORMAT, VERSION = 'kvcache-state', 1
+FORMAT, VERSION = 'kvcache-state', 2
 
 
 def shapes(cache):
@@ -26,18 +26,20 @@ def stored(cache):
 
 
 def save(cache, path, seq=None):
-    """Write one sequence of a cache, or all, to a file that is there whole or not at all."""
+    """Write one sequence of a cache, or all, to a file that is there whole or not at all. One part a stream, numbered from 0."""
     from safetensors.torch import save as to_bytes
+    streams = range(len(cache.streams)) if seq is None else [cache.stream_of(seq)]
     cache.update()
-    tensors, counts = {}, []
-    for s, cells in enumerate(cache.streams):
-        mine = torch.from_numpy(np.flatnonzero(cells.of(seq) & (seq is None or cache.stream_of(seq) == s)))
-        counts.append(len(mine))
-        for name in ('pos', 'shift', 'owners'):
-            tensors[f'{s}.{name}'] = torch.from_numpy(getattr(cells, name))[mine]
+    tensors = {}
+    for part, s in enumerate(streams):
+        cells = cache.streams[s]
+        mine = np.flatnonzero(cells.of(seq))
+        owners = cells.owners if seq is None else cells.owners[:, [seq]]
+        for name, array in (('pos', cells.pos), ('shift', cells.shift), ('owners', owners)):
+            tensors[f'{part}.{name}'] = torch.from_numpy(array[mine])
         for name, tensor in stored(cache):
-            tensors[f'{s}.{name}'] = tensor[s, mine.to(tensor.device)].contiguous()
-    header = dict(shapes(cache), version=VERSION, counts=counts, seq=seq, n_seq_max=cache.n_seq_max, unified=cache.unified)
+            tensors[f'{part}.{name}'] = tensor[s, torch.from_numpy(mine).to(tensor.device)].contiguous()
+    header = dict(shapes(cache), version=VERSION, one=seq is not None, n_seq_max=cache.n_seq_max, unified=cache.unified)
     with replacing(path) as f:
         f.write(to_bytes(tensors, {FORMAT: json.dumps(header)}))
 
@@ -45,37 +47,55 @@ def save(cache, path, seq=None):
 def load(cache, path, seq=None):
     """
     All of a file into the place of everything in the cache, or the one sequence it holds into the place of `seq`, wherever there
-    are free cells. ValueError if it does not fit this cache, and nothing has changed.
+    are free cells. ValueError if it does not fit this cache, or is damaged, and nothing has changed.
     """
     header, tensors = read(path)
     differing = [f"{name} {header.get(name)} there and {value} here" for name, value in shapes(cache).items() if header.get(name) != value]
     if header.get('version') != VERSION or differing:
         raise ValueError(f"{path} is of another cache: " + (', '.join(differing) or f"format version {header.get('version')}, not {VERSION}"))
-    if (seq is None) != (header['seq'] is None):
-        raise ValueError(f"{path} holds {'all sequences: load them without seq' if seq is not None else 'one sequence: say which it becomes'}")
-    if seq is None and (header['n_seq_max'], header['unified']) != (cache.n_seq_max, cache.unified):
-        raise ValueError(f"{path} has {header['n_seq_max']} sequences, {'' if header['unified'] else 'not '}unified, unlike this cache")
+    one = header.get('one') is True
+    if one != (seq is not None):
+        raise ValueError(f"{path} holds {'one sequence: say which it becomes' if one else 'all sequences: load them without seq'}")
+    if not one and (header.get('n_seq_max'), header.get('unified')) != (cache.n_seq_max, cache.unified):
+        raise ValueError(f"{path} has {header.get('n_seq_max')} sequences, {'' if header.get('unified') else 'not '}unified, unlike this cache")
+    streams = [cache.stream_of(seq)] if one else range(len(cache.streams))
+    parts = [part_of(cache, path, tensors, part, 1 if one else cache.n_seq_max) for part in range(len(streams))]
+
     before = [cells.copy() for cells in cache.streams]
-    if seq is None:
-        cache.clear()
-        places = [(s, s) for s in range(len(cache.streams))]
-    else:
+    if one:
         cache.seq_rm(seq)
-        places = [(0 if header['unified'] else header['seq'], cache.stream_of(seq))]  # (stream in the file, stream here)
-    found = [cache.streams[here].find(header['counts'][there]) for there, here in places]
+    else:
+        cache.clear()
+    found = [cache.streams[s].find(len(part['pos'])) for s, part in zip(streams, parts)]
     if any(where is None for where in found):
         cache.streams = before
-        raise ValueError(f"{path} has {sum(header['counts'])} cells, and there is no room for them: make the cache larger, or remove a sequence")
-    for (there, here), where in zip(places, found):
+        needed = sum(len(part['pos']) for part in parts)
+        raise ValueError(f"{path} has {needed} cells, and there is no room for them: make the cache larger, or remove a sequence")
+    for s, part, where in zip(streams, parts, found):
         if not len(where):
             continue
-        owners = tensors[f'{there}.owners'].numpy()
-        if seq is not None:
-            owners = np.arange(cache.n_seq_max) == np.full((len(where), 1), seq)
-        cache.streams[here].put(where, tensors[f'{there}.pos'].numpy(), owners)
-        cache.streams[here].shift[where] = tensors[f'{there}.shift'].numpy()
+        owners = np.zeros((len(where), cache.n_seq_max), dtype=bool)
+        owners[:, [seq] if one else slice(None)] = part['owners']
+        cache.streams[s].put(where, part['pos'].numpy(), owners)
+        cache.streams[s].shift[where] = part['shift'].numpy()
         for name, tensor in stored(cache):
-            tensor[here, torch.from_numpy(where).to(tensor.device)] = tensors[f'{there}.{name}'].to(tensor.device)
+            tensor[s, torch.from_numpy(where).to(tensor.device)] = part[name].to(tensor.device)
+
+
+def part_of(cache, path, tensors, part, n_owners):
+    """{name: tensor} of one part of a file; ValueError unless it is all there, and cells could be like that."""
+    n = tensors[f'{part}.pos'].numel() if f'{part}.pos' in tensors else 0
+    expected = dict(pos=(torch.int64, ()), shift=(torch.int64, ()), owners=(torch.bool, (n_owners,)))
+    expected |= {name: (tensor.dtype, tensor.shape[2:]) for name, tensor in stored(cache)}
+    found = {name: tensors.get(f'{part}.{name}') for name in expected}
+    for name, (dtype, shape) in expected.items():
+        if found[name] is None or found[name].dtype != dtype or found[name].shape != (n, *shape):
+            raise ValueError(f"{path} is damaged: {part}.{name} is not what it says it holds")
+    if (found['pos'] < 0).any() or not found['owners'].any(dim=1).all():
+        raise ValueError(f"{path} is damaged: cells without position or owner")
+    if found['shift'].any() and not cache.can_shift:
+        raise ValueError(f"{path} has keys that are still to be turned: it needs a cache with can_shift")
+    return found
 
 
 def read(path):
@@ -84,7 +104,7 @@ def read(path):
     try:
         with safe_open(path, 'pt') as f:
             header = json.loads((f.metadata() or {}).get(FORMAT, '{}'))
-            if not header:
+            if not header or not isinstance(header, dict):
                 raise ValueError(f"{path} holds no state of a cache")
             return header, {name: f.get_tensor(name) for name in f.keys()}
     except (OSError, SafetensorError, json.JSONDecodeError) as e:

@@ -80,9 +80,9 @@ class Rows:
         n_inner = self.shape[1]
         for stored, new in zip(self.tensors(), self.encode(x)):
             if stored.is_contiguous():
-                stored.flatten(0, 1).index_copy_(0, rows, new.to(stored.dtype))
+                stored.flatten(0, 1).index_copy_(0, rows, new.to(stored))
             else:
-                stored[rows // n_inner, rows % n_inner] = new.to(stored.dtype)
+                stored[rows // n_inner, rows % n_inner] = new.to(stored)
 
     def read(self, index, dtype=torch.float32):
         """

@@ -214,15 +214,15 @@ def test_prefills_and_decodes_in_one_pass():
     p = pool(m)
     texts = {'a': [1, 2, 3, 4, 5, 6, 7], 'b': [9, 8], 'c': [1, 2, 3, 4, 5, 0]}
     assert p.add(m, 'a', texts['a']) == 0
-    assert torch.allclose(p.run(m, {'a': 7})[0], full_logits(m, texts['a']), atol=1e-5)
+    assert torch.allclose(p.run(m, ['a'])[0], full_logits(m, texts['a']), atol=1e-5)
     assert p.add(m, 'b', texts['b']) == 0 and p.add(m, 'c', texts['c']) == 4
     p.extend('a', [11])
-    logits = p.run(m, {'a': 1, 'c': 2, 'b': 2})
+    logits = p.run(m, ['a', 'c', 'b'])
     for row, tokens in zip(logits, (texts['a'] + [11], texts['c'], texts['b'])):
         assert torch.allclose(row, full_logits(m, tokens), atol=1e-5)
     for seq in 'abc':
         p.extend(seq, [12])
-    logits = p.run(m, dict.fromkeys('abc', 1))
+    logits = p.run(m, list('abc'))
     for row, tokens in zip(logits, (texts['a'] + [11, 12], texts['b'] + [12], texts['c'] + [12])):
         assert torch.allclose(row, full_logits(m, tokens), atol=1e-5)
 
@@ -248,15 +248,15 @@ def test_changed_weights_are_not_served_from_old_blocks():
     p = pool(m)
     tokens = list(range(9))
     p.add(m, 'a', tokens)
-    p.run(m, {'a': 9})
+    p.run(m, ['a'])
     assert p.add(m, 'b', tokens) == 8
     m.lm_head.weight[3, 5] += 1
     assert p.add(m, 'c', tokens) == 0
-    assert torch.allclose(p.run(m, {'c': 9})[0], full_logits(m, tokens), atol=1e-5)
+    assert torch.allclose(p.run(m, ['c'])[0], full_logits(m, tokens), atol=1e-5)
     p.extend('a', [1])  # of the old weights, as what it goes on from; nobody else may have it
-    p.run(m, {'a': 1})
+    p.run(m, ['a'])
     assert p.add(m, 'd', tokens + [1, 2, 3, 4]) == 8
-    assert torch.allclose(p.run(m, {'d': 5})[0], full_logits(m, tokens + [1, 2, 3, 4]), atol=1e-5)
+    assert torch.allclose(p.run(m, ['d'])[0], full_logits(m, tokens + [1, 2, 3, 4]), atol=1e-5)
 
 
 @torch.inference_mode()
@@ -265,13 +265,13 @@ def test_forks_hold_their_prompt_once():
     p = pool(m)
     prompt = list(range(10))
     p.add(m, 0, prompt)
-    p.run(m, {0: 10})
+    p.run(m, [0])
     for i in range(1, 5):
         p.fork(0, i)
     assert len({block for table in p.blocks.tables.values() for block in table}) == 3
     for i in range(5):
         p.extend(i, [20 + i])
-    logits = p.run(m, dict.fromkeys(range(5), 1))
+    logits = p.run(m, range(5))
     for i in range(5):
         assert torch.allclose(logits[i], full_logits(m, prompt + [20 + i]), atol=1e-5)
     assert len({block for table in p.blocks.tables.values() for block in table}) == 2 + 5

@@ -24,11 +24,11 @@ def model(seed=0, **how):
 def empty(decoder, kind):
     """Is nothing held any more?"""
     system = decoder.system
+    if system.length:
+        return False
     if kind == 'paged':
         return not system.pool.tokens and len(system.pool.blocks.free) == len(system.pool.blocks.references)
-    if kind == 'tuple':
-        return not system.length
-    return all(cells.used() == 0 for cells in system.cache.streams) and len(system.unused) == system.cache.n_seq_max
+    return kind == 'tuple' or all(cells.used() == 0 for cells in system.cache.streams)
 
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7], [28, 27], [0] * 20, list(range(BLOCK)), [3, 2, 1]]
@@ -50,12 +50,12 @@ def test_eight_sequences_are_those_of_the_uncached_model(kind, how):
             assert empty(decoder, kind)
 
 
-def joining_and_leaving(m, decoder, prompts, n_new, mixed):
+def joining_and_leaving(m, system, prompts, n_new):
     """
     Greedy tokens of each prompt. Sequence i joins at step 2 i and leaves after n_new[i] tokens; all that are there take each step
-    together, and a new one's prompt is run by itself, or (mixed) in the same forward pass as the others' tokens.
+    together, and a new one's prompt is run by itself.
     """
-    system, running, done, step = decoder.system, {}, {}, 0
+    running, done, step = {}, {}, 0
     logits = {}  # of each running sequence's last token
     while len(done) < len(prompts):
         for i in [i for i in running if len(running[i][1]) == n_new[i]]:
@@ -65,39 +65,53 @@ def joining_and_leaving(m, decoder, prompts, n_new, mixed):
         old = list(running)
         for i in old:
             running[i][1].append(int(logits[i].argmax()))
-        new = [i for i in range(len(prompts)) if 2 * i == step]
-        for i in new:
+        if old:
+            logits = dict(zip(old, system.step(m, [running[i][0] for i in old], torch.tensor([running[i][1][-1:] for i in old]))))
+        for i in [i for i in range(len(prompts)) if 2 * i == step]:
             running[i] = (system.new(), [])
-        tokens = [running[i][1][-1:] for i in old]
-        if mixed and new:
-            (i,), pool, fresh = new, system.pool, running[new[0]][0]
-            for j, t in zip(old, tokens):
-                pool.extend(running[j][0], t)
-            n_cached = pool.add(m, fresh, prompts[i])
-            out = pool.run(m, {running[j][0]: 1 for j in old} | {fresh: len(prompts[i]) - n_cached})
-            logits = dict(zip(old + new, out))
-        else:
-            if old:
-                logits = dict(zip(old, system.step(m, [running[i][0] for i in old], torch.tensor(tokens))))
-            for i in new:
-                logits[i] = system.step(m, [running[i][0]], torch.tensor([prompts[i]]))[0]
+            logits[i] = system.step(m, [running[i][0]], torch.tensor([prompts[i]]))[0]
         step += 1
     return [done[i] for i in range(len(prompts))]
 
 
-@pytest.mark.parametrize('kind, mixed', [*((kind, False) for kind in SYSTEMS), ('paged', True)])
+def joining_and_leaving_mixed(m, pool, prompts, n_new):
+    """The same on pages, a new one's prompt in the same forward pass as the others' tokens."""
+    running, done, step, logits = {}, {}, 0, {}
+    while len(done) < len(prompts):
+        for i in [i for i in running if len(running[i]) == n_new[i]]:
+            done[i] = running.pop(i)
+            pool.remove(i)
+        for i in running:
+            running[i].append(int(logits[i].argmax()))
+            pool.extend(i, running[i][-1:])
+        for i in [i for i in range(len(prompts)) if 2 * i == step]:
+            running[i] = []
+            pool.add(m, i, prompts[i])
+        logits = dict(zip(running, pool.run(m, list(running)))) if running else {}
+        step += 1
+    return [done[i] for i in range(len(prompts))]
+
+
+N_NEW = [9, 20, 3, 14, 17, 1, 8, 12]
+JOINING = [PROMPTS[3][:5], *(p[:BLOCK - n] for p, n in zip(PROMPTS[1:], N_NEW[1:]))]
+
+
+@pytest.mark.parametrize('kind', [*SYSTEMS, 'mixed'])
 @torch.inference_mode()
-def test_sequences_join_and_leave_at_different_steps(kind, mixed):
-    n_new = [9, 20, 3, 14, 17, 1, 8, 12]
-    prompts = [PROMPTS[3][:5], *(p[:BLOCK - n] for p, n in zip(PROMPTS[1:], n_new[1:]))]
+def test_sequences_join_and_leave_at_different_steps(kind):
+    system = 'paged' if kind == 'mixed' else kind
+
+    def run(m, bits):
+        decoder = CacheDecoder(m, system, 8, bits)
+        tokens = (joining_and_leaving_mixed(m, decoder.system.pool, JOINING, N_NEW) if kind == 'mixed' else
+                  joining_and_leaving(m, decoder.system, JOINING, N_NEW))
+        assert empty(decoder, system)
+        return tokens
     for seed in range(3):
         m = model(seed)
-        decoder = CacheDecoder(m, kind, n_seq=8)
-        for prompt, n, got in zip(prompts, n_new, joining_and_leaving(m, decoder, prompts, n_new, mixed)):
+        for prompt, n, got in zip(JOINING, N_NEW, run(m, 0)):
             assert got == m.generate([prompt], n, temperature=0)[0][len(prompt):]
-        assert empty(decoder, kind)
-    eight = [joining_and_leaving(m, CacheDecoder(m, k, 8, bits=8), prompts, n_new, k == kind and mixed) for k in ('tuple', kind)]
-    assert eight[0] == eight[1]
+    assert run(m, 8) == joining_and_leaving(m, CacheDecoder(m, 'tuple', 8, bits=8).system, JOINING, N_NEW)
 
 
 @pytest.mark.parametrize('kind', SYSTEMS)

@@ -182,6 +182,15 @@ GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, 
     ('cachestarts', dict(cachestarts=torch.tensor([8, 24]))),
     ('cachestarts', dict(cache_mode=0)),
     ('overlap', dict(cachestarts=torch.tensor([[8, 16], [24, 16]]))),
+    ('past one that is read', dict(cachestarts=torch.tensor([[8, 0], [8, 16]]))),
+    ('past one that is read', dict(cache_mode=0, cachestarts=torch.tensor([0, 1]))),
+    ('expanded', dict(cache=torch.zeros(2, 2, 1, 3, 8, dtype=torch.int8).expand(2, 2, 32, 3, 8))),
+    ('expanded', dict(scale=torch.zeros(2, 2, 32, 3, 1).expand(2, 2, 32, 3, 2))),
+    ('float16 holds', dict(scale=torch.zeros(2, 2, 32, 3, 2, dtype=torch.float16), current_key=torch.full((4, 3, 8), 1e7))),
+    ('is on meta', dict(start_pos=torch.tensor([0, 2], device='meta'))),
+    ('is on meta', dict(current_key=torch.ones(4, 3, 8, device='meta'))),
+    ('max_kvlen', dict(max_kvlen=None)),
+    ('current_key', dict(current_key=None)),
     ('page_size', dict(page_size=0)),
     ('num_repeat', dict(num_repeat=1.5)),
     ('layer_idx', dict(layer_idx=0.0)),
@@ -198,3 +207,19 @@ def test_what_does_not_go_together_is_refused_and_nothing_is_written(words, chan
         key_value_cache(**arguments)
     for tensor in (arguments['cache'], arguments['scale'], cache, scale):
         assert tensor is None or not tensor.any()
+
+
+def test_a_past_that_two_sequences_share_is_read_by_both():
+    """Sequence 0 and 1 have rows 0 and 1 in common, and each a current token of its own."""
+    cache = torch.zeros(4, 1, 2, 1, 2)
+    cache[:2] = torch.arange(8.).view(2, 1, 2, 1, 2)
+    new = torch.tensor([[[8., 9]], [[10, 11]]])
+    starts = dict(seqstarts=torch.tensor([0, 1, 2]), kvstarts=torch.tensor([0, 3, 6]), start_pos=torch.tensor([2, 2]), max_seqlen=1, max_kvlen=3)
+    key, value = key_value_cache(new, new, cachestarts=torch.tensor([[0, 2], [0, 3]]), cache=cache, cache_mode=1, page_size=2, **starts)
+    assert key[:, 0, 0].tolist() == [0, 4, 8, 0, 4, 10] and value[:, 0, 1].tolist() == [3, 7, 9, 3, 7, 11]
+
+
+def test_nothing_is_recorded_for_backward():
+    cache, new = torch.zeros(4, 1, 2, 1, 2, requires_grad=True), torch.ones(1, 1, 2, requires_grad=True)
+    key, _ = key_value_cache(new, new, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0]), 1, 1, cache)
+    assert not key.requires_grad and cache[0].sum() == 4
