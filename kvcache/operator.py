@@ -39,8 +39,9 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     Returns (key, value), (kvstarts[B], H * num_repeat, Dh) in the input's dtype, read back from the cache, the current tokens
     too. cache and scale are written in place. What does not go together is a ValueError, and nothing has been written.
     """
-    for name, value in dict(max_seqlen=max_seqlen, max_kvlen=max_kvlen, num_layer=num_layer, layer_idx=layer_idx, quant_bit=quant_bit, quant_group=quant_group, num_repeat=num_repeat,
-                            cache_mode=cache_mode, cache_layout=cache_layout, page_size=page_size).items():
+    for name, value in dict(max_seqlen=max_seqlen, max_kvlen=max_kvlen, num_layer=num_layer, layer_idx=layer_idx, quant_bit=quant_bit,
+                            quant_group=quant_group, num_repeat=num_repeat, cache_mode=cache_mode, cache_layout=cache_layout,
+                            page_size=page_size).items():
         if not isinstance(value, int):
             raise ValueError(f"{name} must be an int, not {value!r}")
     for name, value in dict(current_key=current_key, current_value=current_value, cache=cache).items():

@@ -92,7 +92,7 @@ def test_out_of_blocks_leaves_all_as_it_was():
             refused()
         assert before == ({s: list(t) for s, t in b.tables.items()}, dict(b.length), list(b.references), list(b.free))
     for refused in (lambda: b.add('a', [1]), lambda: b.add('d', []), lambda: b.fork('a', 'b'), lambda: b.truncate('a', 6),
-                    lambda: BlockManager(0, 4)):
+                    lambda: b.extend('a', -1), lambda: BlockManager(0, 4)):
         with pytest.raises(ValueError):
             refused()
 
@@ -275,3 +275,65 @@ def test_forks_hold_their_prompt_once():
     for i in range(5):
         assert torch.allclose(logits[i], full_logits(m, prompt + [20 + i]), atol=1e-5)
     assert len({block for table in p.blocks.tables.values() for block in table}) == 2 + 5
+
+
+@torch.inference_mode()
+def test_only_what_was_computed_is_found_by_others():
+    """A pass that fails, or has not been asked for yet, has computed nothing."""
+    m = model()
+    p, tokens = pool(m), list(range(13))
+    p.add(m, 'a', tokens[:9])
+    assert p.add(m, 'b', tokens) == 0
+    broken = m.transformer.h[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        p.run(m, ['a'])
+    broken.remove()
+    assert p.computed == dict(a=0, b=0) and p.add(m, 'c', tokens) == 0
+    p.extend('a', tokens[9:])
+    assert torch.allclose(p.run(m, ['a'])[0], full_logits(m, tokens), atol=1e-5)
+    assert p.computed['a'] == 13 and p.add(m, 'd', tokens) == 12
+    p.truncate('a', 6)
+    p.extend('a', [20, 21])
+    assert p.computed['a'] == 6 and torch.allclose(p.run(m, ['a'])[0], full_logits(m, tokens[:6] + [20, 21]), atol=1e-5)
+    for seqs in (['a'], ['nobody'], ['b', 'a']):
+        with pytest.raises(ValueError, match='not computed yet'):
+            p.run(m, seqs)
+
+
+@torch.no_grad()
+def test_what_was_begun_with_other_weights_is_not_found():
+    """a's first tokens are of one, the others of another. That the first come back later, as if nothing had been, does not make it right."""
+    m = model()
+    p, tokens = pool(m), list(range(9))
+    p.add(m, 'a', tokens[:3])
+    p.run(m, ['a'])
+    first, m.lm_head.weight.data = m.lm_head.weight.data, m.lm_head.weight + 1
+    p.extend('a', tokens[3:8])
+    p.run(m, ['a'])
+    m.lm_head.weight.data = first
+    assert p.add(m, 'b', tokens) == 0
+
+
+METADATA = dict(slot_mapping=[0, 1, 2, 8], block_tables=[[0, -1], [1, 2]], query_lens=[3, 1], seq_lens=[3, 5])
+
+
+@pytest.mark.parametrize('words, changed', [
+    ('slots', dict(slot_mapping=[0, 1, 2, 64])), ('slots', dict(slot_mapping=[0, 1, 2, -2])), ('one slot', dict(slot_mapping=[0, 1, 2])),
+    ('room', dict(block_tables=[[0, -1], [1, -1]])), ('room', dict(block_tables=[[0, -1], [1, 16]])), ('room', dict(block_tables=[[0], [1]])),
+    ('room', dict(block_tables=[[-1, -1], [1, 2]])),
+    ('new token', dict(query_lens=[4, 0])), ('query_lens', dict(query_lens=[3, 2])), ('query_lens', dict(query_lens=[4])),
+    ('new token', dict(seq_lens=[2, 5])), ('seq_lens', dict(seq_lens=[3])), ('positions', dict(positions=[0, 1, 2, 32])),
+    ('positions', dict(positions=[0, 1, 2, -1])), ('one slot', dict(positions=[0, 1, 2])),
+])
+@torch.inference_mode()
+def test_metadata_that_does_not_go_together_is_refused_and_nothing_is_written(words, changed):
+    m = model()
+    p = pool(m)
+
+    def call(positions=(0, 1, 2, 4), **metadata):
+        return execute_model(m, torch.tensor([5, 6, 7, 8]), torch.tensor(positions), p.layers,
+                             InputMetadata(**{name: torch.tensor(value) for name, value in metadata.items()}))
+    with pytest.raises(ValueError, match=words):
+        call(**(METADATA | changed))
+    assert not any(layer.k.data.any() for layer in p.layers)
+    assert call(**METADATA).shape == (2, 29)

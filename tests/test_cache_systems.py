@@ -175,9 +175,29 @@ def test_a_step_that_fails_is_as_if_it_had_not_been_asked(kind):
     _, cache = decoder(idx, None)
     with pytest.raises(IndexError):
         decoder(torch.tensor([[3], [99]]), cache)
+    broken = m.transformer.h[1].register_forward_hook(lambda *_: 1 / 0)
+    for failing in (cache, None):
+        with pytest.raises(ValueError if kind != 'paged' and failing is None else ZeroDivisionError):
+            decoder(torch.tensor([[3], [9]]), failing)
+    broken.remove()
     logits, _ = decoder(torch.tensor([[7], [8]]), cache)
     exact = m(torch.cat([idx, torch.tensor([[7], [8]])], dim=1))[0]
     assert torch.allclose(logits, exact, atol=1e-5)
+
+
+@pytest.mark.parametrize('kind', SYSTEMS)
+@torch.inference_mode()
+def test_an_older_cache_is_gone_on_from_where_it_was(kind):
+    m, idx, other = model(5), torch.randint(29, (2, 9)), torch.randint(29, (2, 4))
+    decoder = CacheDecoder(m, kind, n_seq=2)
+    _, first = decoder(idx[:, :3], None)
+    _, second = decoder(idx[:, 3:], first)
+    logits, third = decoder(other[:, :2], first)
+    assert torch.allclose(logits, m(torch.cat([idx[:, :3], other[:, :2]], dim=1))[0], atol=1e-5)
+    with pytest.raises(ValueError, match='cut since'):  # of what second was there is no more
+        decoder(other[:, :1], second)
+    logits, _ = decoder(other[:, 2:], third)
+    assert torch.allclose(logits, m(torch.cat([idx[:, :3], other], dim=1))[0], atol=1e-5)
 
 
 def test_bytes():

@@ -1,4 +1,5 @@
 """Cells and streams: placing, windows, sequence operations, shifts and state, by hand and against plain dictionaries."""
+import json
 import os
 import tempfile
 
@@ -8,12 +9,17 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcache.cells import EMPTY, Window
+from kvcache.placement import Forward, Layer, Placement
 from kvcache.rotary import Rotary
 from kvcache.storage import Rows
 from kvcache.streams import NoSlot, context_shift
 from kvcache.unified import KVCache
+from model import GPT, GPTConfig
 
 
 def cache(kv_size=8, n_seq_max=4, **how):
@@ -158,6 +164,42 @@ def test_separate_streams_take_equal_parts():
             c.batch(tokens)
 
 
+def test_a_sequence_goes_on_where_it_ends():
+    c = cache(n_seq_max=3)
+    put(c, {(0, 1): range(3)})
+    put(c, {1: [3]})
+    before = str(c)
+    for tokens in ({0: [4]}, {0: [2]}, {(0, 1): [3]}, {1: [0]}):  # 0 and 1 have diverged: no next position is that of both
+        with pytest.raises(ValueError, match='goes on at position'):
+            c.find_slot(c.batch(tokens))
+        with pytest.raises(ValueError, match='goes on at position'):
+            c.prepare([c.batch({2: [0]}), c.batch(tokens)])
+    for tokens in ({0: [3, 5]}, {0: [3, 3]}, {0: [4, 3]}):
+        with pytest.raises(ValueError, match='follow each other'):
+            c.batch(tokens)
+    with pytest.raises(ValueError, match='goes on at position 4, not 3'):
+        c.batch({0: [3], (0, 2): [3]})
+    assert str(c) == before
+    assert c.prepare([c.batch({0: [3]}), c.batch({(0, 1): [4, 5]})])
+    put(c, {2: [5, 6]})  # an empty one begins anywhere
+    assert positions(c, 2) == [5, 6]
+
+
+def test_a_copy_does_not_give_a_position_twice():
+    one, many = cache(), cache(unified=False)
+    for c in (one, many):
+        put(c, {0: range(3)})
+        put(c, {1: range(2)})
+    with pytest.raises(ValueError, match='already'):
+        one.seq_cp(0, 1)
+    assert positions(one, 1) == [0, 1] and one.streams[0].used() == 5
+    one.seq_cp(0, 1, 2)
+    one.seq_cp(0, 1, 2)
+    assert positions(one, 1) == [0, 1, 2] and one.streams[0].used() == 5
+    many.seq_cp(0, 1)  # into a stream of its own: what was there is gone, as in llama.cpp
+    assert positions(many, 1) == [0, 1, 2] and torch.equal(many.get_k(1, 3, slice(1, 2)), many.get_k(1, 3, slice(0, 1)))
+
+
 def test_the_drawing():
     c = cache(kv_size=4, n_seq_max=2)
     put(c, {(0, 1): [0, 1], 0: [2]})
@@ -168,19 +210,123 @@ def test_the_drawing():
     assert str(two) == '\n'.join(['stream 0', 'slot  0', 'pos   .', 'seq', 'stream 1', 'slot  0', 'pos   7', 'seq   b'])
 
 
-def test_layers_can_be_left_out_or_shared():
-    c = KVCache(4, 1, 32, 8, 1, layer_filter=lambda layer: layer != 1, layer_reuse=lambda layer: 0 if layer == 3 else None)
-    assert c.layers[1] is None and c.layers[3] is c.layers[0] and c.layers[2] is not c.layers[0]
-    assert c.memory_breakdown() == {'cpu': 2 * 2 * 8 * 32 * 4}
-    forward = c.forward(c.batch({0: [0]}))
-    assert forward[1] is None and forward[3].layer is c.layers[0]
+class Recorder(list):
+    """A cache that is nothing but what it was told: (B, n_head, T, head_dim) keys and values, by layer. source: whose a layer reads."""
+
+    def __init__(self, n_layer, source=lambda layer: layer, window=lambda layer: None):
+        super().__init__(RecordedLayer(self, source(layer), layer, window(layer)) for layer in range(n_layer))
+        self.told = [None] * n_layer
+
+
+class RecordedLayer:
+    def __init__(self, recorder, source, layer, window):
+        self.recorder, self.source, self.layer, self.window = recorder, source, layer, window
+
+    def append(self, k, v):
+        told = self.recorder.told
+        told[self.layer] = (k, v) if told[self.layer] is None else tuple(torch.cat(pair, dim=2) for pair in zip(told[self.layer], (k, v)))
+        k, v = told[self.source]
+        back = torch.arange(k.size(2))[-self.recorder.positions.size(1):, None] - torch.arange(k.size(2))
+        return k, v, ((back >= 0) & (back < (self.window or 10**9)))[None, None], self
+
+
+def logits_in_chunks(m, idx, chunks, forward):
+    """Of every position: idx (1, T) fed in chunks, each in forward(range of positions)."""
+    out, start = [], 0
+    for n in chunks:
+        kv_cache = forward(range(start, start + n))
+        out.append(m.lm_head(m.hidden_states(idx[:, start:start + n], kv_cache)[0]))
+        start += n
+    return torch.cat(out, dim=1)
+
+
+def recorded(recorder):
+    def forward(positions):
+        recorder.positions = torch.tensor([list(positions)])
+        return recorder
+    return forward
+
+
+def deep_model(n_layer=4):
+    torch.manual_seed(0)
+    m = GPT(GPTConfig(block_size=16, vocab_size=29, n_layer=n_layer, n_head=2, n_embd=32)).eval()
+    with torch.no_grad():
+        for p in m.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+    return m, torch.randint(29, (1, 13))
+
+
+@pytest.mark.parametrize('chunks', [[13], [5, 1, 4, 3], [1] * 13])
+@torch.inference_mode()
+def test_a_layer_that_shares_anothers_cache_only_reads_it(chunks):
+    m, idx = deep_model()
+    source = (0, 1, 1, 0).__getitem__
+    c = KVCache(4, 2, 16, 16, 1, layer_reuse=lambda layer: source(layer) if layer > 1 else None)
+    assert c.layers[2] is c.layers[1] and c.layers[3] is c.layers[0]
+    assert c.memory_breakdown() == {'cpu': 2 * 2 * 16 * 32 * 4}
+    exact = logits_in_chunks(m, idx, [13], recorded(Recorder(4, source)))
+    assert torch.allclose(logits_in_chunks(m, idx, chunks, lambda positions: c.forward(c.batch({0: positions}))), exact, atol=1e-4)
     with pytest.raises(ValueError, match='share'):
         KVCache(2, 1, 32, 8, 1, layer_reuse=lambda layer: 1 if layer == 0 else None)
+
+
+@pytest.mark.parametrize('chunks', [[13], [5, 1, 4, 3]])
+@torch.inference_mode()
+def test_two_caches_with_half_of_the_layers_each(chunks):
+    """Every other layer with a window, in a smaller cache of its own, as some models have it."""
+    m, idx = deep_model()
+    whole = KVCache(4, 2, 16, 16, 1, layer_filter=lambda layer: layer % 2 == 0)
+    local = KVCache(4, 2, 16, 8, 1, layer_filter=lambda layer: layer % 2 == 1, n_swa=4, swa_type='standard')
+    assert whole.memory_breakdown() == {'cpu': 2 * 2 * 16 * 32 * 4} and local.memory_breakdown() == {'cpu': 2 * 2 * 8 * 32 * 4}
+
+    def forward(positions):
+        kv_cache = whole.forward(whole.batch({0: positions}))
+        kv_cache[1::2] = local.forward(local.batch({0: positions}))[1::2]
+        return kv_cache
+    if chunks == [13]:
+        with pytest.raises(ValueError, match='full: 13 cells'):
+            logits_in_chunks(m, idx, chunks, forward)
+        return
+    exact = logits_in_chunks(m, idx, [13], recorded(Recorder(4, window=lambda layer: 4 if layer % 2 else None)))
+    assert torch.allclose(logits_in_chunks(m, idx, chunks, forward), exact, atol=1e-4)
+
+
+def test_a_layer_without_a_cache_refuses():
+    m, idx = deep_model()
+    c = KVCache(4, 2, 16, 16, 1, layer_filter=lambda layer: layer != 2)
+    with pytest.raises(ValueError, match='layer 2 has no cache'):
+        m.hidden_states(idx, c.forward(c.batch({0: range(13)})))
+    with pytest.raises(ValueError, match='no layer'):
+        KVCache(4, 2, 16, 16, 1, layer_filter=lambda layer: False)
+    fewer = KVCache(3, 2, 16, 16, 1)
+    with pytest.raises(ValueError, match='3 layers'):
+        m.hidden_states(idx, fewer.forward(fewer.batch({0: range(13)})))
 
 
 def test_devices_by_layer():
     c = KVCache(2, 1, 32, 8, 1, device=lambda layer: ('cpu', 'meta')[layer])
     assert c.memory_breakdown() == {'cpu': 2 * 8 * 32 * 4, 'meta': 2 * 8 * 32 * 4}
+
+
+def test_a_forward_pass_brings_rows_and_keys_to_each_layers_device():
+    """On a pretended device, which refuses tensors that are not its own as a real one does: what comes back is where the new keys are."""
+    with FakeTensorMode():
+        layers = [Layer((2, 8), 2, 16, device=device) for device in ('cpu', 'cuda')]
+        placement = Placement(torch.arange(6).view(2, 3), torch.tensor([0, 1, 2, 8, 9, 10]), torch.tensor([[0], [1]]),
+                              torch.ones(2, 1, 3, 8, dtype=torch.bool))
+        for placed in Forward(layers, placement):
+            k, v, mask, _ = placed.append(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16))
+            assert k.shape == v.shape == (2, 2, 8, 16) and k.device == v.device == mask.device == torch.device('cpu')
+        assert [layer.device.type for layer in layers] == ['cpu', 'cuda']
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device, CUDA")
+@torch.inference_mode()
+def test_layers_on_two_devices_give_what_layers_on_one_give():
+    m, idx = deep_model()
+    c = KVCache(4, 2, 16, 16, 1, device=lambda layer: ('cpu', 'cuda')[layer % 2])
+    got = logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: c.forward(c.batch({0: positions})))
+    assert torch.allclose(got, logits_in_chunks(m, idx, [13], recorded(Recorder(4))), atol=1e-4)
 
 
 # shifts
@@ -247,6 +393,14 @@ def test_64_shifts_do_not_drift(type_k):
     assert drifted > 4 * after or type_k.startswith('float')
 
 
+@pytest.mark.parametrize('type_k, tolerance', [('float32', 1e-5), ('float16', 4e-3), ('int8', 3e-2)])
+def test_keys_are_at_the_positions_they_have_now(type_k, tolerance):
+    c, raw, rotary = rotary_cache(type_k)
+    c.seq_add(0, -1, -1, 3)
+    for _ in range(2):
+        assert (c.get_k(0, 8)[0] - rotary(raw, torch.arange(3, 11))).abs().max() < tolerance
+
+
 def test_the_cat_sat_on_the_mat():
     """A full cache of four cells: the oldest goes, the new token takes its cell, the others are renumbered and turned where they are."""
     c, raw, rotary = rotary_cache('float32', n=4, kv_size=4)
@@ -269,6 +423,7 @@ def test_learned_positions_and_shared_cells_are_not_moved():
     c.seq_cp(0, 1)
     before = str(c), str(learned)
     for refused in (lambda: learned.seq_add(0, 0, -1, 1), lambda: learned.seq_div(0, 0, -1, 2), lambda: context_shift(learned, 0),
+                    lambda: context_shift(c, 2),
                     lambda: c.seq_add(0, 0, -1, 1), lambda: context_shift(c, 0), lambda: c.seq_div(0, 0, -1, 0), lambda: context_shift(c, 0, 8)):
         with pytest.raises(ValueError):
             refused()
@@ -318,6 +473,38 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
         with pytest.raises(ValueError):
             other.state_load(tmp_path / path, seq)
         assert str(other) == before[0] and torch.equal(other.layers[0].k.data, before[1])
+
+
+def edited(path, tensors=(), **header):
+    """A state with some tensors (None: left out) and header fields replaced."""
+    with safe_open(path, 'pt') as f:
+        old = json.loads(f.metadata()['kvcache-state'])
+        kept = {name: f.get_tensor(name) for name in f.keys()} | dict(tensors)
+    to = path.with_name('edited')
+    save_file({name: tensor.contiguous() for name, tensor in kept.items() if tensor is not None}, to, {'kvcache-state': json.dumps(old | header)})
+    return to
+
+
+@pytest.mark.parametrize('how', [
+    dict(tensors={'0.0.k0': None}), dict(tensors={'0.pos': None}), dict(tensors={'0.owners': None}), dict(tensors={'0.1.v1': torch.zeros(5, 2)}),
+    dict(tensors={'0.0.k0': torch.zeros(4, 32, dtype=torch.int8)}), dict(tensors={'0.0.k0': torch.zeros(5, 32)}),
+    dict(tensors={'0.pos': torch.arange(5) - 1}), dict(tensors={'0.pos': torch.arange(5).float()}), dict(tensors={'0.pos': torch.tensor(3)}),
+    dict(tensors={'0.owners': torch.zeros(5, 4, dtype=torch.bool)}), dict(tensors={'0.shift': torch.ones(5, dtype=torch.int64)}),
+    dict(version=1), dict(one=True), dict(n_seq_max=None), dict(type_k=None),
+])
+def test_damaged_state_is_refused_and_changes_nothing(tmp_path, how):
+    c = cache(type_k='int8', type_v='int8')
+    put(c, {0: range(5)})
+    c.state_save(tmp_path / 'all')
+    path = edited(tmp_path / 'all', **how)
+    before = str(c), [t.clone() for layer in c.layers for t in (*layer.k.tensors(), *layer.v.tensors())]
+    with pytest.raises(ValueError):
+        c.state_load(path)
+    assert str(c) == before[0]
+    assert all(map(torch.equal, before[1], [t for layer in c.layers for t in (*layer.k.tensors(), *layer.v.tensors())]))
+    c.state_load(edited(tmp_path / 'all'))
+    with pytest.raises(ValueError, match='not 99'):
+        c.state_save(tmp_path / 'all', seq=99)
 
 
 # a machine that does anything in any order
