@@ -5,7 +5,8 @@ Where keys and values live: the ideas of other engines' caches, on one model and
     placement    what all systems have in common: place, encode, see
     operator     a cache as one function of tensors (OpenPPL's KeyValueCache)
     cells        which slot holds which position, for whom (llama.cpp)
-    unified      cells for a model: streams, windows, sequence operations, shifts
+    streams      where a batch goes, windows, sequence operations, shifts
+    unified      cells for a model, with keys and values in them
     blocks       which block holds which tokens, shared and counted (vLLM)
     paged        blocks for a model: any mixture of requests in one forward pass
     sequences    all of them under `generate`, `stream` and sample.py

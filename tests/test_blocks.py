@@ -314,6 +314,91 @@ def test_what_was_begun_with_other_weights_is_not_found():
     assert p.add(m, 'b', tokens) == 0
 
 
+class PagedMachine(RuleBasedStateMachine):
+    """Random requests on a model, beside {sequence: its tokens}: what a pass answers is what all tokens of each give alone, uncached."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt, self.names, self.texts = model(), 0, {}
+        self.pool = pool(self.gpt, n_blocks=12, block_size=3)
+
+    def any(self, data):
+        return data.draw(st.sampled_from(sorted(self.texts)))
+
+    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=9)  # few enough for prompts to begin alike
+
+    @rule(tokens=tokens)
+    def add(self, tokens):
+        try:
+            n_cached = self.pool.add(self.gpt, self.names, tokens)
+        except OutOfBlocks:
+            return
+        assert n_cached < len(tokens)
+        self.texts[self.names] = tokens
+        self.names += 1
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), tokens=tokens)
+    def extend(self, data, tokens):
+        seq = self.any(data)
+        if len(self.texts[seq]) + len(tokens) <= 32:
+            try:
+                self.pool.extend(seq, tokens)
+            except OutOfBlocks:
+                return
+            self.texts[seq] = self.texts[seq] + tokens
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def fork(self, data):
+        seq = self.any(data)
+        self.pool.fork(seq, self.names)
+        self.texts[self.names] = self.texts[seq]
+        self.names += 1
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data(), part=st.floats(0, 1))
+    def cut(self, data, part):
+        seq = self.any(data)
+        n = max(1, int(part * len(self.texts[seq])))
+        self.pool.truncate(seq, n)
+        self.texts[seq] = self.texts[seq][:n]
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    def remove(self, data):
+        seq = self.any(data)
+        self.pool.remove(seq)
+        del self.texts[seq]
+
+    @rule(seed=st.integers(0, 3))
+    def train(self, seed):
+        """Other weights: what goes on from now on is of both, so that nobody can say what it should be."""
+        for seq in list(self.texts):
+            self.pool.remove(seq)
+        self.texts = {}
+        self.gpt.load_state_dict(model(seed).state_dict())
+
+    @precondition(lambda self: self.texts)
+    @rule(data=st.data())
+    @torch.inference_mode()
+    def run(self, data):
+        ready = [seq for seq in self.texts if self.pool.computed[seq] < len(self.texts[seq])]
+        seqs = [seq for seq in ready if data.draw(st.booleans())]
+        if seqs:
+            for row, seq in zip(self.pool.run(self.gpt, seqs), seqs):
+                assert torch.allclose(row, full_logits(self.gpt, self.texts[seq]), atol=1e-5)
+
+    def teardown(self):
+        for seq in self.texts:
+            self.pool.remove(seq)
+        assert len(self.pool.blocks.free) == 12 and not self.pool.tokens and not self.pool.computed
+
+
+TestPaged = PagedMachine.TestCase
+TestPaged.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
 METADATA = dict(slot_mapping=[0, 1, 2, 8], block_tables=[[0, -1], [1, 2]], query_lens=[3, 1], seq_lens=[3, 5])
 
 
