@@ -134,7 +134,7 @@ def attend(q, k, v, mask=None, dropout_p=0.0):
     Scaled dot-product attention, causal: the queries are the last T_q of the T_k positions.
 
     q: (B, n_head, T_q, head_dim); k, v: (B, n_head, T_k, head_dim), T_k >= T_q.
-    mask: True where a query may look, broadcastable to (B, n_head, T_q, T_k); given one, it alone decides.
+    mask: True where a query may look, or what is added to its scores; broadcastable to (B, n_head, T_q, T_k); given one, it alone decides.
     Returns (B, n_head, T_q, head_dim).
     """
     T_q, T_k = q.size(2), k.size(2)

@@ -14,6 +14,7 @@ import torch
 from fingerprint import fingerprint, identity
 from kvcache.blocks import BlockManager
 from kvcache.placement import Forward, Layer, Placement
+from kvcache.storage import Scratch
 
 NOWHERE = 2**62  # later than any position
 
@@ -40,13 +41,17 @@ def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
     kv_caches (a `Layer` of (n_blocks, block_size) rows for each layer). Returns logits (S, vocab_size), of each request's last token.
     ValueError if the metadata contradicts itself or the cache, and nothing has been written.
     """
-    m, (n_blocks, block_size) = input_metadata, kv_caches[0].k.shape
-    ends = m.query_lens.cumsum(0)
-    n_used, (S, n) = int(m.block_tables.max()) + 1, m.block_tables.shape
-    check(m, input_ids, input_positions, int(ends[-1]), n_blocks, block_size, model.config.block_size)
+    check(input_metadata, input_ids, input_positions, *kv_caches[0].k.shape, model.config.block_size)
+    return forward_pass(model, input_ids, input_positions, kv_caches, input_metadata)
+
+
+def forward_pass(model, input_ids, input_positions, kv_caches, m):
+    """`execute_model` with metadata that is known to be right."""
+    ends, block_size = m.query_lens.cumsum(0), kv_caches[0].k.shape[1]
     which = None if (m.slot_mapping >= 0).all() else (m.slot_mapping >= 0).nonzero()[:, 0]
     rows = m.slot_mapping if which is None else m.slot_mapping[which]
-    if S == len(input_ids) and n_used > 16 * n:  # one token each, of many: a batch of requests, to each a copy of its keys
+    n_used, (S, n) = int(m.block_tables.max()) + 1, m.block_tables.shape
+    if S == len(input_ids) and n_used > S * n:  # one token each: a batch of requests, to each a copy of its keys
         positions, index = input_positions[:, None], m.block_tables.clamp(min=0)
         mask = (torch.arange(n * block_size, device=index.device) <= positions)[:, None, None]
     else:  # one batch of all tokens, over the keys of all
@@ -57,9 +62,9 @@ def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
     return model.lm_head(x.flatten(0, 1)[ends - 1])
 
 
-def check(m, input_ids, input_positions, n_tokens, n_blocks, block_size, context):
-    """ValueError unless metadata, tokens and cache fit together. n_tokens: of all requests, without padding."""
-    N, (S, n) = len(input_ids), m.block_tables.shape
+def check(m, input_ids, input_positions, n_blocks, block_size, context):
+    """ValueError unless metadata, tokens and cache fit together."""
+    N, n_tokens, (S, n) = len(input_ids), int(m.query_lens.sum()), m.block_tables.shape
     if not m.slot_mapping.shape == input_ids.shape == input_positions.shape == (N,):
         raise ValueError(f"one slot and one position for each token: {len(m.slot_mapping)} and {len(input_positions)} for {N}")
     if not m.query_lens.shape == m.seq_lens.shape == (S,) or n_tokens > N:
@@ -81,13 +86,11 @@ def check(m, input_ids, input_positions, n_tokens, n_blocks, block_size, context
 
 def seen_by_all(m, input_positions, ends, block_size, n_used):
     """
-    What is read when all tokens are one batch, and the mask (1, 1, N, K) of who sees what in it.
-
-    A block that several requests share is there once. If the first n_used blocks of the pool are mostly these requests' they are
-    read where they are, and others' masked out: that costs less than to copy blocks together.
+    What is read when all tokens are one batch, and the mask (1, 1, N, K) of who sees what in it. A block that several requests
+    share is there once. If the first n_used blocks of the pool are mostly these requests' they are read where they are.
     """
     S, n = m.block_tables.shape
-    device = m.block_tables.device
+    N, device = len(input_positions), m.block_tables.device
     request, nth = (torch.arange(n, device=device) * block_size < m.seq_lens[:, None]).nonzero(as_tuple=True)
     blocks = m.block_tables[request, nth]
     if n_used <= 2 * len(blocks):
@@ -98,8 +101,8 @@ def seen_by_all(m, input_positions, ends, block_size, n_used):
     first = torch.full((S, n_blocks), NOWHERE, device=device)  # the first position that a request has in a block
     first[request, place] = nth * block_size
     position = (first[..., None] + torch.arange(block_size, device=device)).flatten(1)  # (S, K)
-    if S < len(input_positions):  # each token's, of its request
-        position = position[torch.searchsorted(ends, torch.arange(len(input_positions), device=device), right=True).clamp(max=S - 1)]
+    if S < N:  # each token's, of its request
+        position = position[torch.searchsorted(ends, torch.arange(N, device=device), right=True).clamp(max=S - 1)]
     return index, (position <= input_positions[:, None])[None, None]
 
 
@@ -112,16 +115,16 @@ class PagedCache:
     """
 
     def __init__(self, n_layer, n_head, head_dim, n_blocks, block_size=16, kind='float32', device='cpu'):
-        self.blocks = BlockManager(n_blocks, block_size)
-        self.layers = [Layer((n_blocks, block_size), n_head, head_dim, kind, kind, device) for _ in range(n_layer)]
-        self.tokens, self.computed, self.weights, self.device = {}, {}, None, device
+        self.blocks, scratch = BlockManager(n_blocks, block_size), Scratch()
+        self.layers = [Layer((n_blocks, block_size), n_head, head_dim, kind, kind, device, scratch=scratch) for _ in range(n_layer)]
+        self.tokens, self.computed, self.weights, self.head, self.device = {}, {}, None, None, device
 
     def add(self, model, seq, tokens):
         """`BlockManager.add`. What was computed with other weights is not used."""
         weights = fingerprint(model)
         if weights != self.weights:
             self.blocks.reset()
-            self.weights = weights
+            self.weights, self.head = weights, identity(model.lm_head)
         self.computed[seq] = self.blocks.add(seq, tokens)
         self.tokens[seq] = list(tokens)
         return self.computed[seq]
@@ -153,6 +156,7 @@ class PagedCache:
     def nbytes(self):
         return sum(layer.nbytes() for layer in self.layers)
 
+    @torch.no_grad()
     def run(self, model, seqs):
         """One forward pass for all tokens of these sequences that are not computed yet, at least one each. Returns logits (S, vocab_size)."""
         b, ids, positions, slots, tables = self.blocks, [], [], [], []
@@ -165,14 +169,17 @@ class PagedCache:
             slots += b.slots(seq, start, end)
             tables.append(b.tables[seq])
         lengths = [b.length[seq] for seq in seqs]
+        if max(lengths) > model.config.block_size:
+            raise ValueError(f"out of context: a sequence of {max(lengths)} tokens, and block_size is {model.config.block_size}")
         new = [length - self.computed[seq] for seq, length in zip(seqs, lengths)]
-        longest = max(map(len, tables))
-        tables = [table + [-1] * (longest - len(table)) for table in tables]
-        ids, positions, *metadata = (torch.tensor(x, device=self.device) for x in (ids, positions, slots, tables, new, lengths))
-        logits = execute_model(model, ids, positions, self.layers, InputMetadata(*metadata))
+        n = max(map(len, tables))
+        tables = [block for table in tables for block in (*table, *[-1] * (n - len(table)))]
+        parts = ids, positions, slots, new, lengths, tables
+        ids, positions, slots, new_lens, seq_lens, tables = torch.tensor(sum(parts, []), device=self.device).split([len(part) for part in parts])
+        logits = forward_pass(model, ids, positions, self.layers, InputMetadata(slots, tables.view(-1, n), new_lens, seq_lens))
         self.computed |= zip(seqs, lengths)
         full = [seq for seq, n, length in zip(seqs, new, lengths) if length % b.block_size < n]
-        if full and identity(model) != self.weights[0]:  # their beginning is of other weights: nobody else may have it
+        if full and identity(model.lm_head) != self.head:  # it tells for all: what they began with are other weights, and nobody else may have it
             b.reset()
         for seq in full:
             b.remember(seq, self.tokens[seq])

@@ -8,11 +8,12 @@ What every cache system has in common. One forward pass asks three things of it:
 A system makes a `Placement` and hands the model a `Forward` in place of its list of tuples. The model's one attention function
 then asks each layer the one question there is, `append(k, v)`, and gets keys, values and mask.
 """
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvcache.storage import Rows
+from kvcache.storage import Rows, Scratch
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,16 @@ class Placement:
     mask: torch.Tensor | None
     which: torch.Tensor | None = None
     turned: torch.Tensor | None = None
+    added: dict = field(default_factory=dict)
+
+    def added_mask(self, like):
+        """The mask as it is added to the scores of queries like these: 0 and -inf. Attention would make that of it in each layer anew."""
+        if self.mask is None:
+            return None
+        key = like.dtype, like.device
+        if key not in self.added:
+            self.added[key] = torch.zeros_like(self.mask, dtype=like.dtype, device=like.device).masked_fill_(~self.mask.to(like.device), -math.inf)
+        return self.added[key]
 
     def on(self, device):
         """The same for rows on a device."""
@@ -53,10 +64,13 @@ def beginning(numbers, n, n_inner):
 
 
 class Layer:
-    """The rows of one layer, k and v, (n_outer, n_inner) of n_head * head_dim numbers each. rotary turns keys."""
+    """
+    The rows of one layer, k and v, (n_outer, n_inner) of n_head * head_dim numbers each. rotary turns keys. scratch: a `Scratch`
+    that layers which are not read at the same time can share.
+    """
 
-    def __init__(self, shape, n_head, head_dim, type_k='float32', type_v='float32', device='cpu', v_trans=False, rotary=None):
-        self.n_head, self.head_dim, self.rotary = n_head, head_dim, rotary
+    def __init__(self, shape, n_head, head_dim, type_k='float32', type_v='float32', device='cpu', v_trans=False, rotary=None, scratch=None):
+        self.n_head, self.head_dim, self.rotary, self.scratch = n_head, head_dim, rotary, scratch or Scratch()
         self.k = Rows(shape, n_head * head_dim, type_k, device)
         self.v = Rows(shape, n_head * head_dim, type_v, device, transposed=v_trans)
 
@@ -80,8 +94,9 @@ class Layer:
             rows.write(placement.rows, new if placement.which is None else new[placement.which])
 
     def read(self, placement, dtype):
-        """All keys and values that the placement reads, (B, n_head, K, head_dim) each."""
-        k, v = (rows.read(placement.index, dtype).unflatten(-1, (self.n_head, self.head_dim)) for rows in (self.k, self.v))
+        """All keys and values that the placement reads, (B, n_head, K, head_dim) each, until the next layer with this scratch is read."""
+        k, v = (rows.read(placement.index, dtype, self.scratch, name).unflatten(-1, (self.n_head, self.head_dim))
+                for name, rows in (('k', self.k), ('v', self.v)))
         if placement.turned is not None:
             k = self.rotary(k, placement.turned)
         return k.transpose(1, 2), v.transpose(1, 2)
@@ -96,13 +111,12 @@ class PlacedLayer:
     def append(self, k, v):
         """
         Write k and v, (B, n_head, T, head_dim), of the new tokens. Returns (k, v, mask, self): all keys and values to attend
-        over, (B, n_head, K, head_dim), and where each token may look, (B, 1, T, K) or None; where k is.
+        over, (B, n_head, K, head_dim), and what is added to hide those that a token may not see, (B, 1, T, K) or None; where k is.
         """
         if self.writes:
             self.layer.write(self.placement, k, v)
         keys, values = self.layer.read(self.placement, k.dtype)
-        mask = self.placement.mask
-        return keys.to(k.device), values.to(k.device), mask if mask is None else mask.to(k.device), self
+        return keys.to(k.device), values.to(k.device), self.placement.added_mask(k), self
 
 
 class NoCache:

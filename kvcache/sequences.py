@@ -13,6 +13,7 @@ import torch
 
 from kvcache.paged import PagedCache
 from kvcache.placement import Forward, Layer, Placement, beginning
+from kvcache.storage import Scratch
 from kvcache.unified import KVCache
 
 KINDS = {0: 'float32', 8: 'int8', 4: 'int4'}
@@ -75,8 +76,9 @@ class TupleSystem(System):
     def __init__(self, model, n_seq, kind):
         super().__init__(n_seq)
         c = model.config
-        self.size = c.block_size
-        self.layers = [Layer((n_seq, c.block_size), c.n_head, c.n_embd // c.n_head, kind, kind, device_of(model)) for _ in range(c.n_layer)]
+        self.size, scratch = c.block_size, Scratch()
+        self.layers = [Layer((n_seq, c.block_size), c.n_head, c.n_embd // c.n_head, kind, kind, device_of(model), scratch=scratch)
+                       for _ in range(c.n_layer)]
 
     def copy(self, seq, new):
         for layer in self.layers:

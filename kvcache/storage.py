@@ -32,13 +32,33 @@ def quantise(x, bits, group):
     return codes, scale
 
 
-def dequantise(codes, scale, bits):
-    """The numbers again, (..., D) in the dtype of scale."""
+def dequantise(codes, scale, bits, out=None):
+    """The numbers again, (..., D) in the dtype of scale; into out, if there is one."""
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).view(torch.int8)
         codes = (codes ^ 8) - 8  # of four bits the highest is the sign
     groups = codes.unflatten(-1, (scale.size(-1), -1))
-    return (groups * scale[..., None]).flatten(-2)
+    return torch.mul(groups, scale[..., None], out=None if out is None else out.view(groups.shape)).flatten(-2)
+
+
+class Scratch:
+    """
+    Memory for what is copied together or widened to be attended over: the layers of a cache take turns with it.
+
+    With new tensors for each of them an M-sized model would take twice as long: so much fresh memory is page by page
+    fetched from the system, and given back, at every layer.
+    """
+
+    def __init__(self):
+        self.kept = {}
+
+    def tensor(self, name, shape, dtype, device):
+        """A tensor with anything in it, until somebody asks for the same name again."""
+        n, key = math.prod(shape), (name, dtype, device)
+        if key not in self.kept or len(self.kept[key]) < n:
+            with torch.inference_mode(False):  # so that it can be written in any mode
+                self.kept[key] = torch.empty(n, dtype=dtype, device=device)
+        return self.kept[key].narrow(0, 0, n).view(shape)
 
 
 class Rows:
@@ -84,20 +104,30 @@ class Rows:
             else:
                 stored[rows // n_inner, rows % n_inner] = new.to(stored)
 
-    def read(self, index, dtype=torch.float32):
+    def read(self, index, dtype=torch.float32, scratch=None, name=''):
         """
-        The rows that index picks, (S, K, width) in dtype: a view if they lie side by side, in dtype and as floats.
+        The rows that index picks, (S, K, width) in dtype: a view if they lie side by side, in dtype and as floats. If not they
+        are copied, and with a `Scratch` what comes back is good until somebody asks it for the same name.
 
         index: two slices of (n_outer, n_inner); or n, the first n outer ones as a single run, S = 1, K = n * n_inner; or a tensor (S, n)
         of outer numbers, K = n * n_inner, which are copied together.
         """
+        scratch = scratch or Scratch()
         if isinstance(index, int):
             parts = [t[:index].flatten(0, 1)[None] for t in self.tensors()]
         elif isinstance(index, torch.Tensor):
-            parts = [t.index_select(0, index.flatten()).view(len(index), -1, t.size(-1)) for t in self.tensors()]
+            parts = []
+            for i, t in enumerate(self.tensors()):
+                out = scratch.tensor((name, i), (index.numel(), *t.shape[1:]), t.dtype, t.device)
+                parts.append(torch.index_select(t, 0, index.flatten(), out=out).view(len(index), -1, t.size(-1)))
         else:
             parts = [t[index] for t in self.tensors()]
-        return parts[0].to(dtype) if self.scale is None else dequantise(*parts, self.bits).to(dtype)
+        if parts[0].dtype is dtype:
+            return parts[0]
+        out = scratch.tensor(name, (*parts[0].shape[:2], self.width), dtype, parts[0].device)
+        if self.scale is None:
+            return out.copy_(parts[0])
+        return dequantise(*parts, self.bits, out if dtype is self.scale.dtype else None).to(dtype)
 
     def nbytes(self):
         return sum(t.numel() * t.element_size() for t in self.tensors())

@@ -14,6 +14,7 @@ from kvcache import state
 from kvcache.cells import Window
 from kvcache.placement import Forward, Layer, Placement, beginning
 from kvcache.rotary import Rotary
+from kvcache.storage import Scratch
 from kvcache.streams import Streams
 
 
@@ -36,7 +37,7 @@ class KVCache(Streams):
         super().__init__(kv_size, n_seq_max, unified, None if swa_type == 'none' else Window(n_swa, swa_type), can_shift)
         self.n_head_kv, self.head_dim, self.n_pad = n_head_kv, head_dim, n_pad
         self.rotary = Rotary(head_dim, rope_base) if can_shift else None
-        self.layers = []
+        self.layers, scratch = [], Scratch()
         for layer in range(n_layer):
             reused = layer_reuse(layer) if layer_reuse else None
             if layer_filter and not layer_filter(layer):
@@ -47,7 +48,7 @@ class KVCache(Streams):
                 self.layers.append(self.layers[reused])
             else:
                 self.layers.append(Layer((len(self.streams), kv_size), n_head_kv, head_dim, type_k, type_v,
-                                         device(layer) if callable(device) else device, v_trans, self.rotary))
+                                         device(layer) if callable(device) else device, v_trans, self.rotary, scratch))
         if not self.own_layers():
             raise ValueError("layer_filter leaves no layer with a cache")
 
