@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from decode import kernel, vectors
+from decode import kernel, threads, vectors
 from decode.kernel import GROUP
 from decode.vectors import LANES
 from fingerprint import fingerprint
@@ -29,7 +29,7 @@ LARGEST_BATCH = 256  # up to here no batch was found at which PyTorch's matmuls 
 if numba.config.THREADING_LAYER == 'default':
     numba.config.THREADING_LAYER_PRIORITY = ['omp', 'workqueue', 'tbb']
 
-sources = hashlib.sha256(b''.join(Path(m.__file__).read_bytes() for m in (kernel, vectors))).hexdigest()
+sources = hashlib.sha256(b''.join(Path(m.__file__).read_bytes() for m in (kernel, threads, vectors))).hexdigest()
 on_threads, alone = kernel.steps(sources)
 try:
     on_threads.enable_caching()

@@ -23,13 +23,12 @@ import numpy as np
 from numba import njit, prange, types
 from numba.extending import overload
 
+from decode.threads import barrier, claim
 from decode.vectors import (
     LANES,
     absolute,
     add_rows,
-    barrier,
     bytes_at,
-    claim,
     constant,
     dot_rows,
     exp,

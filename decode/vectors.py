@@ -7,7 +7,6 @@ code can call: `load`, `fma`, `multiply_tile`. What they do, they do in IEEE ari
 comes out. Positions in arrays are in elements, arrays are one-dimensional and contiguous, and nothing checks a bound.
 """
 import operator
-import os
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -54,7 +53,7 @@ class VectorModel(models.PrimitiveModel):
 
 # what an intrinsic emits, in pieces
 
-def _address(builder, pointer, index, as_type=None):
+def address(builder, pointer, index, as_type=None):
     p = builder.gep(pointer, [index])
     return builder.bitcast(p, as_type.as_pointer()) if as_type else p
 
@@ -76,17 +75,17 @@ def _broadcast(builder, scalar):
     return builder.shuffle_vector(builder.insert_element(undefined, scalar, I32(0)), undefined, _same(0, INTS))
 
 
-def _call(builder, name, result, *args, fastmath=()):
+def call(builder, name, result, *args, fastmath=()):
     signature = ir.FunctionType(result, [a.type for a in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), args, fastmath=fastmath)
 
 
 def _fma(builder, a, b, c):
-    return _call(builder, f'llvm.fma.v{LANES}f32', FLOATS, a, b, c)
+    return call(builder, f'llvm.fma.v{LANES}f32', FLOATS, a, b, c)
 
 
 def _to_ints(builder, v):
-    return _call(builder, f'llvm.fptosi.sat.v{LANES}i32.v{LANES}f32', INTS, v)  # where fptosi may do anything with a NaN, this gives 0
+    return call(builder, f'llvm.fptosi.sat.v{LANES}i32.v{LANES}f32', INTS, v)  # where fptosi may do anything with a NaN, this gives 0
 
 
 def _sum(builder, values, add):
@@ -107,7 +106,7 @@ def _first_lanes(builder, n):
 def load(typing, array, i):
     """array[i : i + LANES]"""
     def emit(context, builder, sig, args):
-        return _read(builder, _address(builder, args[0], args[1], FLOATS))
+        return _read(builder, address(builder, args[0], args[1], FLOATS))
     return floats(array, types.int64), emit
 
 
@@ -115,8 +114,8 @@ def load(typing, array, i):
 def load_first(typing, array, i, n):
     """The first n of array[i : i + LANES], and zero in the other lanes; nothing beyond them is touched."""
     def emit(context, builder, sig, args):
-        p = _address(builder, args[0], args[1], FLOATS)
-        return _call(builder, f'llvm.masked.load.v{LANES}f32.p0', FLOATS, p, I32(4), _first_lanes(builder, args[2]), _same(0.0, FLOATS))
+        p = address(builder, args[0], args[1], FLOATS)
+        return call(builder, f'llvm.masked.load.v{LANES}f32.p0', FLOATS, p, I32(4), _first_lanes(builder, args[2]), _same(0.0, FLOATS))
     return floats(array, types.int64, types.int64), emit
 
 
@@ -124,7 +123,7 @@ def load_first(typing, array, i, n):
 def store(typing, array, i, v):
     """array[i : i + LANES] = v"""
     def emit(context, builder, sig, args):
-        builder.store(args[2], _address(builder, args[0], args[1], FLOATS)).align = 4
+        builder.store(args[2], address(builder, args[0], args[1], FLOATS)).align = 4
         return context.get_dummy_value()
     return types.void(array, types.int64, floats), emit
 
@@ -133,8 +132,8 @@ def store(typing, array, i, v):
 def store_first(typing, array, i, v, n):
     """array[i : i + n] = the first n lanes of v"""
     def emit(context, builder, sig, args):
-        p = _address(builder, args[0], args[1], FLOATS)
-        _call(builder, f'llvm.masked.store.v{LANES}f32.p0', ir.VoidType(), args[2], p, I32(4), _first_lanes(builder, args[3]))
+        p = address(builder, args[0], args[1], FLOATS)
+        call(builder, f'llvm.masked.store.v{LANES}f32.p0', ir.VoidType(), args[2], p, I32(4), _first_lanes(builder, args[3]))
         return context.get_dummy_value()
     return types.void(array, types.int64, floats, types.int64), emit
 
@@ -143,9 +142,9 @@ def store_first(typing, array, i, v, n):
 def store_bytes(typing, array, i, v):
     """array[i : i + LANES] = v rounded to the nearest whole number (half to even) plus 128, as uint8; v within +-127"""
     def emit(context, builder, sig, args):
-        whole = _to_ints(builder, _call(builder, f'llvm.rint.v{LANES}f32', FLOATS, args[2]))
+        whole = _to_ints(builder, call(builder, f'llvm.rint.v{LANES}f32', FLOATS, args[2]))
         small = builder.trunc(builder.add(whole, _same(128, INTS)), ir.VectorType(I8, LANES))
-        builder.store(small, _address(builder, args[0], args[1], small.type)).align = 1
+        builder.store(small, address(builder, args[0], args[1], small.type)).align = 1
         return context.get_dummy_value()
     return types.void(array, types.int64, floats), emit
 
@@ -229,7 +228,7 @@ def smaller(typing, a, b):
 @intrinsic
 def absolute(typing, a):
     def emit(context, builder, sig, args):
-        return _call(builder, f'llvm.fabs.v{LANES}f32', FLOATS, args[0])
+        return call(builder, f'llvm.fabs.v{LANES}f32', FLOATS, args[0])
     return floats(floats), emit
 
 
@@ -244,7 +243,7 @@ def first(typing, v, n):
 @intrinsic
 def sum_lanes(typing, v):
     def emit(context, builder, sig, args):
-        return _call(builder, f'llvm.vector.reduce.fadd.v{LANES}f32', F32, F32(-0.0), args[0], fastmath=('reassoc',))  # in any order
+        return call(builder, f'llvm.vector.reduce.fadd.v{LANES}f32', F32, F32(-0.0), args[0], fastmath=('reassoc',))  # in any order
     return types.float32(floats), emit
 
 
@@ -252,7 +251,7 @@ def sum_lanes(typing, v):
 def max_lanes(typing, v):
     """The largest lane; none may be NaN."""
     def emit(context, builder, sig, args):
-        return _call(builder, f'llvm.vector.reduce.fmax.v{LANES}f32', F32, args[0], fastmath=('nnan',))
+        return call(builder, f'llvm.vector.reduce.fmax.v{LANES}f32', F32, args[0], fastmath=('nnan',))
     return types.float32(floats), emit
 
 
@@ -260,7 +259,7 @@ def max_lanes(typing, v):
 def nearest(typing, v):
     """v rounded to whole numbers"""
     def emit(context, builder, sig, args):
-        return _call(builder, f'llvm.rint.v{LANES}f32', FLOATS, args[0])
+        return call(builder, f'llvm.rint.v{LANES}f32', FLOATS, args[0])
     return floats(floats), emit
 
 
@@ -336,7 +335,7 @@ def load_ints(typing, n_rows, n, array, i):
     result = types.UniTuple(ints, n_rows.literal_value * n.literal_value)
 
     def emit(context, builder, sig, args):
-        v = _read(builder, _address(builder, args[2], args[3], ir.VectorType(I16, LANES)), 2)
+        v = _read(builder, address(builder, args[2], args[3], ir.VectorType(I16, LANES)), 2)
         row = [builder.shl(builder.sext(v, INTS), _same(7, INTS))] + [_same(0, INTS)] * (n.literal_value - 1)
         return context.make_tuple(builder, sig.return_type, row * n_rows.literal_value)
     return result(n_rows, n, array, types.int64), emit
@@ -374,11 +373,11 @@ def multiply_tile(typing, sums, w, i, x, j, stride, n_rows, ahead):
         def weights(k, as_type):
             at = builder.add(i, I64(k * per_vector * LANES))
             if n_rows_ >= 4:
-                _call(builder, 'llvm.prefetch.p0', ir.VoidType(), _address(builder, w, builder.add(at, ahead), I8), I32(0), I32(2), I32(1))
-            return _read(builder, _address(builder, w, at, as_type))
+                call(builder, 'llvm.prefetch.p0', ir.VoidType(), address(builder, w, builder.add(at, ahead), I8), I32(0), I32(2), I32(1))
+            return _read(builder, address(builder, w, at, as_type))
 
         def inputs(r, k, as_type):
-            p = _address(builder, x, builder.add(rows[r], I64(k)), as_type)
+            p = address(builder, x, builder.add(rows[r], I64(k)), as_type)
             return _broadcast(builder, _read(builder, p))
 
         for k in range(n):
@@ -404,7 +403,7 @@ def multiply_tile(typing, sums, w, i, x, j, stride, n_rows, ahead):
 def _dot_bytes(builder, sums, x, w):
     """sums + the dot products of four uint8 of x with four int8 of w, lane by lane (x and w as int32)."""
     if DOT_PRODUCTS:
-        return _call(builder, 'llvm.x86.avx512.vpdpbusd.512', INTS, sums, x, w)
+        return call(builder, 'llvm.x86.avx512.vpdpbusd.512', INTS, sums, x, w)
     for byte in range(4):
         up = _same(24 - 8 * byte, INTS)
         x_byte = builder.lshr(builder.shl(x, up), _same(24, INTS))
@@ -422,7 +421,7 @@ def store_tile(typing, sums, array, i, stride, n_rows):
         sums, array, i, stride, _ = args
         sums = cgutils.unpack_tuple(builder, sums)
         for r in range(n_rows.literal_value):
-            p = _address(builder, array, builder.add(i, builder.mul(stride, I64(r))), FLOATS)
+            p = address(builder, array, builder.add(i, builder.mul(stride, I64(r))), FLOATS)
             builder.store(_sum(builder, sums[r * n:r * n + n], builder.fadd), p).align = 4
         return context.get_dummy_value()
     return types.void(sums, array, types.int64, types.int64, n_rows), emit
@@ -437,7 +436,7 @@ def scale_tile(typing, totals, sums, scale, i, stride):
         totals, sums, scale, i, stride = args
         totals, sums = cgutils.unpack_tuple(builder, totals), cgutils.unpack_tuple(builder, sums)
         for r in range(len(totals)):
-            p = _address(builder, scale, builder.add(i, builder.mul(stride, I64(r))))
+            p = address(builder, scale, builder.add(i, builder.mul(stride, I64(r))))
             total = builder.sitofp(_sum(builder, sums[r * n:r * n + n], builder.add), FLOATS)
             totals[r] = _fma(builder, total, _broadcast(builder, _read(builder, p)), totals[r])
         return context.make_tuple(builder, sig.return_type, totals)
@@ -451,7 +450,7 @@ def dot_rows(typing, sums, array, i, stride, v):
         sums, array, i, stride, v = args
         sums = cgutils.unpack_tuple(builder, sums)
         for r in range(len(sums)):
-            p = _address(builder, array, builder.add(i, builder.mul(stride, I64(r))), FLOATS)
+            p = address(builder, array, builder.add(i, builder.mul(stride, I64(r))), FLOATS)
             sums[r] = _fma(builder, _read(builder, p), v, sums[r])
         return context.make_tuple(builder, sig.return_type, sums)
     return sums(sums, array, types.int64, types.int64, floats), emit
@@ -464,8 +463,8 @@ def add_rows(typing, sums, array, i, stride, p, j):
         sums, array, i, stride, p, j = args
         sums = cgutils.unpack_tuple(builder, sums)
         for r in range(len(sums)):
-            row = _address(builder, array, builder.add(i, builder.mul(stride, I64(r))), FLOATS)
-            weight = _read(builder, _address(builder, p, builder.add(j, I64(r))))
+            row = address(builder, array, builder.add(i, builder.mul(stride, I64(r))), FLOATS)
+            weight = _read(builder, address(builder, p, builder.add(j, I64(r))))
             sums[r] = _fma(builder, _read(builder, row), _broadcast(builder, weight), sums[r])
         return context.make_tuple(builder, sig.return_type, sums)
     return sums(sums, array, types.int64, types.int64, p, types.int64), emit
@@ -493,52 +492,3 @@ def sum_each(typing, sums):
                       for a, b in zip(values[:half], values[half:])]
         return values[0]
     return floats(sums), emit
-
-
-# threads that run side by side
-
-@intrinsic
-def claim(typing, counters, i):
-    """counters[i] += 1 for all threads to see; returns what it was"""
-    def emit(context, builder, sig, args):
-        return builder.atomic_rmw('add', _address(builder, *args), I64(1), 'acq_rel')
-    return types.int64(counters, types.int64), emit
-
-
-@intrinsic
-def _glance(typing, counter):
-    """counter[0], as the other threads have left it, after a moment's pause"""
-    def emit(context, builder, sig, args):
-        if llvm.get_default_triple().startswith('x86_64'):
-            _call(builder, 'llvm.x86.sse2.pause', ir.VoidType())
-        return builder.load_atomic(_address(builder, args[0], I64(0)), 'acquire', 8)
-    return types.int64(counter), emit
-
-
-@intrinsic
-def _let_others_run(typing):
-    """Offer the core to whoever waits for one: on a busy machine that may be the very thread we wait for."""
-    def emit(context, builder, sig, args):
-        if os.name == 'posix':
-            _call(builder, 'sched_yield', I32)
-        return context.get_dummy_value()
-    return types.void(), emit
-
-
-@njit
-def barrier(counter, n_threads, patience=0):
-    """
-    Go on when n_threads have come here. counter: an int64 of their own, zero at first, that only ever grows.
-
-    With patience, False comes back if they have not all come after that many glances.
-    """
-    if n_threads == 1:
-        return True
-    end_of_round, glances = (claim(counter, 0) // n_threads + 1) * n_threads, 0
-    while _glance(counter) < end_of_round:
-        glances += 1
-        if glances % 65536 == 0:
-            _let_others_run()
-            if 0 < patience <= glances:
-                return False
-    return True
