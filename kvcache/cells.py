@@ -84,9 +84,9 @@ class Cells:
 
     def usable(self, window):
         """The cells that may be written: empty ones, and those of a single sequence that its window has passed."""
-        alone = (self.owners.sum(axis=1) == 1) & (self.pos != EMPTY)
-        if window is None or not alone.any():
+        if window is None:
             return self.pos == EMPTY
+        alone = self.owners.sum(axis=1) == 1
         next_pos = self.last()[self.owners.argmax(axis=1)] + 1
         return (self.pos == EMPTY) | alone & window.passed(self.pos, next_pos)
 
@@ -117,10 +117,12 @@ class Cells:
 
         A sequence that loses a position loses all before it as well: what it has is [pos_min, pos_max] without a hole.
         """
-        lost = np.where(self.owners[cells], self.pos[cells][:, None], EMPTY).max(axis=0, initial=EMPTY)  # (n_seq_max,)
+        overwritten, their_owners = self.pos[cells], self.owners[cells]
         self.pos[cells], self.owners[cells], self.shift[cells] = pos, owners, 0
-        for seq in np.flatnonzero(lost != EMPTY):
-            self.disown(self.of(seq, -1, int(lost[seq]) + 1), seq)
+        if (overwritten != EMPTY).any():
+            lost = np.where(their_owners, overwritten[:, None], EMPTY).max(axis=0)  # (n_seq_max,)
+            for seq in np.flatnonzero(lost != EMPTY):
+                self.disown(self.of(seq, -1, int(lost[seq]) + 1), seq)
         self.head = int(cells[-1]) + 1
 
     def __str__(self):

@@ -159,7 +159,9 @@ class PagedCache:
     @torch.no_grad()
     def run(self, model, seqs):
         """One forward pass for all tokens of these sequences that are not computed yet, at least one each. Returns logits (S, vocab_size)."""
-        b, ids, positions, slots, tables = self.blocks, [], [], [], []
+        b, seqs, ids, positions, slots, tables = self.blocks, list(seqs), [], [], [], []
+        if not seqs:
+            raise ValueError("there is no sequence to run")
         for seq in seqs:
             start, end = self.computed.get(seq, 0), len(self.tokens.get(seq, ()))
             if start == end:

@@ -45,8 +45,8 @@ class Scratch:
     """
     Memory for what is copied together or widened to be attended over: the layers of a cache take turns with it.
 
-    With new tensors for each of them an M-sized model would take twice as long: so much fresh memory is page by page
-    fetched from the system, and given back, at every layer.
+    New tensors at each layer can double the time of a step: megabytes of fresh memory are fetched from the system page by
+    page, and given back.
     """
 
     def __init__(self):
@@ -57,7 +57,7 @@ class Scratch:
         n, key = math.prod(shape), (name, dtype, device)
         if key not in self.kept or len(self.kept[key]) < n:
             with torch.inference_mode(False):  # so that it can be written in any mode
-                self.kept[key] = torch.empty(n, dtype=dtype, device=device)
+                self.kept[key] = torch.empty(n + n // 4, dtype=dtype, device=device)  # contexts grow
         return self.kept[key].narrow(0, 0, n).view(shape)
 
 
