@@ -17,7 +17,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 from kvcache.blocks import BlockManager
 from kvcache.cells import EMPTY
-from kvcache.unified import KVCache, context_shift
+from kvcache.streams import context_shift
+from kvcache.unified import KVCache
 
 COLOURS = ['#9ecae1', '#fdae6b', '#a1d99b', '#bcbddc']
 

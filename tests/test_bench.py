@@ -1,7 +1,9 @@
 """bench.py runs, counts what it claims to count, and writes its files. How fast it finds things is not tested."""
 import json
 import os
+import shutil
 
+import pytest
 import torch
 from conftest import ROOT, run
 
@@ -31,6 +33,15 @@ def test_generate_mode(repo):
     assert list(row['speedup']) == ['no cache', 'cache', 'decoder', 'paged'] and not row['differing'] and 'paged' in paged.stdout
     assert all(len(runs) == 1 for row in rows for runs in row['runs_s'].values()) and rows[0]['cache_bytes'] == 4 * 2 * 128 * 128 * 4
     assert (repo / 'b.png').read_bytes().startswith(b'\x89PNG') and 'identical' in done.stdout
+
+
+@pytest.mark.parametrize('script, pictures', [('draw_caches.py', ['cells.png', 'blocks.png']), ('draw_masks.py', ['masks.png'])])
+def test_the_pictures_of_the_documentation_are_drawn(repo, script, pictures):
+    os.mkdir(repo / 'benchmarks')
+    shutil.copy(os.path.join(ROOT, 'benchmarks', script), repo / 'benchmarks')
+    done = run(repo, 'benchmarks/' + script)
+    assert done.returncode == 0, done.stderr
+    assert all((repo / 'benchmarks' / name).read_bytes().startswith(b'\x89PNG') for name in pictures)
 
 
 def test_train_mode_on_real_and_on_random_tokens(repo):
