@@ -7,8 +7,8 @@ LARGE, SAMPLE = 2**24, 2**18  # weights: of a model with more than LARGE, only s
 def bits(tensor, every=1):
     """A number that changes with nearly any change of a tensor's bits, or of every n-th 4 bytes of them, at the speed of reading them."""
     flat = tensor.detach().reshape(-1)
-    size = flat.numel() * flat.element_size()
-    dtype = torch.int8 if size % 4 else torch.int32 if size % 8 or every > 1 else torch.int64
+    size, start = flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size()
+    dtype = torch.int8 if (size | start) % 4 else torch.int32 if (size | start) % 8 or every > 1 else torch.int64
     return flat.view(dtype)[::every].sum().item()
 
 

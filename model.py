@@ -325,6 +325,9 @@ class GPT(nn.Module):
         t = self.transformer
         if hasattr(kv_cache, 'positions'):  # a cache system says where each token stands
             self.check_layers(kv_cache)
+            if kv_cache.positions.shape != idx.shape or kv_cache.positions.max() >= self.config.block_size:
+                raise ValueError(f"tokens are {tuple(idx.shape)}, and their places {tuple(kv_cache.positions.shape)} up to position "
+                                 f"{int(kv_cache.positions.max())} of block_size {self.config.block_size}")
             pos = t.wpe(kv_cache.positions.to(idx.device))
         elif isinstance(cache_pos := self.check_input(idx, kv_cache), torch.Tensor):
             pos = t.wpe.weight[cache_pos[:, None] + torch.arange(idx.size(1), device=idx.device)]
@@ -439,7 +442,11 @@ class GPT(nn.Module):
         return prompts
 
     def _stream(self, context, max_new_tokens, use_cache, decoder, stop_token, temperature, top_k, top_p, generator):
-        feed = decoder or (self.feed if use_cache else lambda idx_cond, kv_cache: (self._full_pass(idx_cond), None))
+        feed = self.feed if use_cache else lambda idx_cond, kv_cache: (self._full_pass(idx_cond), None)
+        if decoder is not None:
+            def feed(idx_cond, kv_cache):
+                with evaluating(self) if self.training else nullcontext():
+                    return decoder(idx_cond, kv_cache)
         B, on_cpu, one_each = context.size(), context.tokens.device.type == 'cpu', isinstance(generator, (list, tuple))
         rows = torch.arange(B, device=context.tokens.device)  # those that the context still has: finished ones leave it
         stopped = torch.zeros_like(rows, dtype=torch.bool)

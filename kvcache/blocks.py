@@ -108,6 +108,11 @@ class BlockManager:
         if prefix is not None:
             del self.block_with[prefix]
 
+    def table(self, seq):
+        if seq not in self.tables:
+            raise ValueError(f"there is no sequence {seq!r}")
+        return self.tables[seq]
+
     def extend(self, seq, n=1):
         """
         Room for n more positions. Returns the copies to be made before they are written, a list of (from block, to block): of
@@ -115,7 +120,7 @@ class BlockManager:
         """
         if n < 0:
             raise ValueError(f"a sequence is extended by positions, not by {n}: use truncate")
-        table, length = self.tables[seq], self.length[seq]
+        table, length = self.table(seq), self.length[seq]
         n_new = -(-(length + n) // self.block_size) - len(table)
         last = length // self.block_size  # the block that is written first
         shared = last < len(table) and n > 0 and self.references[table[last]] > 1
@@ -149,7 +154,7 @@ class BlockManager:
         """A new sequence with all that seq has so far, in the same blocks."""
         if new in self.tables:
             raise ValueError(f"there is a sequence {new!r} already")
-        for block in self.tables[seq]:
+        for block in self.table(seq):
             self.take(block)
         self.tables[new], self.length[new] = self.tables[seq][:], self.length[seq]
         if seq in self.outdated:
@@ -157,6 +162,7 @@ class BlockManager:
 
     def truncate(self, seq, length):
         """Keep the first `length` positions of a sequence."""
+        self.table(seq)
         if not 0 <= length <= self.length[seq]:
             raise ValueError(f"a sequence of {self.length[seq]} cannot be cut to {length}")
         n = -(-length // self.block_size)

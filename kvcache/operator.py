@@ -90,7 +90,8 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
 
 def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout):
     """This layer of cache and scale (None for floats) as (MaxT, 2, H, ...), whatever the layout; ValueError if they do not fit."""
-    if key.shape != value.shape or key.dim() != 3 or key.dtype is not value.dtype or key.dtype not in (torch.float32, torch.float16):
+    if (key.shape != value.shape or key.dim() != 3 or 0 in key.shape[1:] or key.dtype is not value.dtype
+            or key.dtype not in (torch.float32, torch.float16)):
         raise ValueError(f"current_key and current_value must be (tokens, H, Dh) alike, float32 or float16, "
                          f"not {tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}")
     if not key.device == value.device == cache.device:
@@ -109,8 +110,9 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
         return found[0][:, layer_idx], None
     if quant_group < 1 or Dh % quant_group or Dh % 2 and quant_bit == 4:
         raise ValueError(f"groups of {quant_group} in {quant_bit} bits do not divide Dh {Dh}")
-    if scale is None or scale.dtype not in CACHE_DTYPES[0]:
-        raise ValueError(f"with quant_bit={quant_bit} a scale is needed, float32 or float16" + ('' if scale is None else f", not {scale.dtype}"))
+    if not isinstance(scale, torch.Tensor) or scale.dtype not in CACHE_DTYPES[0] or scale.device != cache.device:
+        given = f"{scale.dtype} on {scale.device}" if isinstance(scale, torch.Tensor) else repr(scale)
+        raise ValueError(f"with quant_bit={quant_bit} a scale is needed, float32 or float16 on {cache.device}, not {given}")
     found.append(view_of(scale, 'scale', cache_layout, num_layer, H, Dh // quant_group))
     if len(found[0]) != len(found[1]):
         raise ValueError(f"the cache has {len(found[0])} rows and the scale {len(found[1])}")
@@ -120,6 +122,8 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
 def view_of(tensor, name, cache_layout, *shape):
     """A view (MaxT, L, 2, H, D); ValueError if the tensor is not laid out so."""
     L, H, D = shape
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"the {name} was made under torch.inference_mode, and can be written only there")
     if tensor.dim() != 5 or tensor.permute(LAYOUTS[cache_layout]).shape[1:] != (L, 2, H, D):
         names = ', '.join(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)].__str__() for axis in range(5))
         raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")

@@ -2,10 +2,10 @@
 Pages for a model: the pool of blocks with keys and values in it, and one forward pass for any mixture of requests.
 
     pool = PagedCache(n_layer, n_head, head_dim, n_blocks=64, block_size=16)
-    n_cached = pool.add(model, 'a', prompt)                      # so many of its tokens need not be computed
+    n_cached = pool.add(model, 'a', prompt)                      # so many of its tokens, whole blocks, need not be computed
     logits = pool.run(model, ['a'])                              # prefills and decodes of any length, together
 
-`execute_model` is vLLM's call, and `run` fills in its arguments from the block tables.
+`execute_model` is vLLM's call, and `run` makes it with arguments from the block tables.
 """
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ import torch
 
 from fingerprint import fingerprint, identity
 from kvcache.blocks import BlockManager
-from kvcache.placement import Forward, Layer, Placement
+from kvcache.placement import Forward, Layer, Placement, logits_of
 from kvcache.storage import Scratch
 
 NOWHERE = 2**62  # later than any position
@@ -35,18 +35,15 @@ class InputMetadata:
 
 
 @torch.no_grad()
-def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
+def execute_model(model, input_ids, input_positions, kv_caches, input_metadata, trusted=False):
     """
     Run the new tokens of all requests, input_ids (N,) at input_positions (N,), through the model at once, over the blocks in
     kv_caches (a `Layer` of (n_blocks, block_size) rows for each layer). Returns logits (S, vocab_size), of each request's last token.
-    ValueError if the metadata contradicts itself or the cache, and nothing has been written.
+    ValueError if what is given contradicts itself or the model, and nothing has been written; what is `trusted` is not looked at.
     """
-    check(input_metadata, input_ids, input_positions, *kv_caches[0].k.shape, model.config.block_size)
-    return forward_pass(model, input_ids, input_positions, kv_caches, input_metadata)
-
-
-def forward_pass(model, input_ids, input_positions, kv_caches, m):
-    """`execute_model` with metadata that is known to be right."""
+    m = input_metadata
+    if not trusted:
+        check(model.config, input_ids, input_positions, kv_caches, m)
     ends, block_size = m.query_lens.cumsum(0), kv_caches[0].k.shape[1]
     which = None if (m.slot_mapping >= 0).all() else (m.slot_mapping >= 0).nonzero()[:, 0]
     rows = m.slot_mapping if which is None else m.slot_mapping[which]
@@ -57,31 +54,38 @@ def forward_pass(model, input_ids, input_positions, kv_caches, m):
     else:  # one batch of all tokens, over the keys of all
         positions = input_positions[None]
         index, mask = seen_by_all(m, input_positions, ends, block_size, n_used)
-    forward = Forward(kv_caches, Placement(positions, rows, index, mask, which))
-    x, _ = model.hidden_states(input_ids.view(positions.shape), forward)
-    return model.lm_head(x.flatten(0, 1)[ends - 1])
+    return logits_of(model, input_ids, Forward(kv_caches, Placement(positions, rows, index, mask, which)), ends - 1)
 
 
-def check(m, input_ids, input_positions, n_blocks, block_size, context):
-    """ValueError unless metadata, tokens and cache fit together."""
-    N, n_tokens, (S, n) = len(input_ids), int(m.query_lens.sum()), m.block_tables.shape
-    if not m.slot_mapping.shape == input_ids.shape == input_positions.shape == (N,):
+def check(config, input_ids, input_positions, kv_caches, m):
+    """ValueError unless model, tokens, cache and metadata fit together."""
+    shape, width = kv_caches[0].k.shape, config.n_embd
+    if len(kv_caches) != config.n_layer or any(rows.shape != shape or rows.width != width for layer in kv_caches for rows in (layer.k, layer.v)):
+        raise ValueError(f"the cache must be {config.n_layer} layers alike, of rows of {width} numbers")
+    (n_blocks, block_size), N = shape, len(input_ids)
+    if not m.slot_mapping.shape == input_ids.shape == input_positions.shape == (N,) or N == 0:
         raise ValueError(f"one slot and one position for each token: {len(m.slot_mapping)} and {len(input_positions)} for {N}")
-    if not m.query_lens.shape == m.seq_lens.shape == (S,) or n_tokens > N:
-        raise ValueError(f"{len(m.query_lens)} query_lens, of {n_tokens} tokens in all, and {len(m.seq_lens)} seq_lens, "
-                         f"but {S} block tables and {N} tokens")
-    (first, last), (slot, last_slot) = input_positions.aminmax(), m.slot_mapping.aminmax()
-    if first < 0 or last >= context:
-        raise ValueError(f"out of context: positions {int(first)} to {int(last)}, and block_size is {context}")
-    if slot < -1 or last_slot >= n_blocks * block_size:
-        raise ValueError(f"slots {int(slot)} to {int(last_slot)}, and the cache has {n_blocks} blocks of {block_size}")
-    new, past = m.query_lens.min(), (m.seq_lens - m.query_lens).min()
-    if new < 1 or past < 0:
-        raise ValueError("a request has at least one new token, and seq_lens count them: "
-                         f"query_lens {m.query_lens.tolist()}, seq_lens {m.seq_lens.tolist()}")
-    needed = torch.arange(n, device=m.block_tables.device) * block_size < m.seq_lens[:, None]
-    if m.seq_lens.max() > n * block_size or (m.block_tables < 0)[needed].any() or m.block_tables.max() >= n_blocks:
-        raise ValueError(f"block tables {m.block_tables.tolist()} of {n_blocks} blocks of {block_size} have no room for {m.seq_lens.tolist()} tokens")
+    if m.block_tables.dim() != 2 or not m.query_lens.shape == m.seq_lens.shape == m.block_tables.shape[:1]:
+        raise ValueError(f"{len(m.query_lens)} query_lens and {len(m.seq_lens)} seq_lens do not go with block tables {tuple(m.block_tables.shape)}")
+    ids, positions, slots = input_ids.tolist(), input_positions.tolist(), m.slot_mapping.tolist()
+    expected_positions, expected_slots = [], []
+    for table, new, length in zip(m.block_tables.tolist(), m.query_lens.tolist(), m.seq_lens.tolist()):
+        if not 1 <= new <= length <= config.block_size:
+            raise ValueError(f"a request has at least one new token, in seq_lens up to {config.block_size}; not {new} of {length}")
+        used = table[:-(-length // block_size)]
+        if length > len(table) * block_size or not all(0 <= block < n_blocks for block in (*used, max(table))) or len(set(used)) < len(used):
+            raise ValueError(f"the block table {table}, of {n_blocks} blocks of {block_size}, has no room for {length} tokens")
+        expected_positions += range(length - new, length)
+        expected_slots += [table[p // block_size] * block_size + p % block_size for p in range(length - new, length)]
+    n = len(expected_slots)
+    if n > N or positions[:n] != expected_positions or not all(0 <= p < config.block_size for p in positions):
+        raise ValueError(f"positions {positions} are not those of the last tokens of requests: {expected_positions}")
+    if any(slot not in (-1, expected) for slot, expected in zip(slots, expected_slots)) or any(slot != -1 for slot in slots[n:]):
+        raise ValueError(f"slots {slots} are not those of the block tables, {expected_slots}, and -1 for padding")
+    if len(set(expected_slots)) < n:
+        raise ValueError(f"two requests write one slot: {expected_slots}")
+    if not all(0 <= token < config.vocab_size for token in ids):
+        raise ValueError(f"token ids are 0 to {config.vocab_size - 1}, not {min(ids)} to {max(ids)}")
 
 
 def seen_by_all(m, input_positions, ends, block_size, n_used):
@@ -125,12 +129,14 @@ class PagedCache:
         if weights != self.weights:
             self.blocks.reset()
             self.weights, self.head = weights, identity(model.lm_head)
+        tokens = [int(token) for token in tokens]
         self.computed[seq] = self.blocks.add(seq, tokens)
-        self.tokens[seq] = list(tokens)
+        self.tokens[seq] = tokens
         return self.computed[seq]
 
     def extend(self, seq, tokens):
         """Room for a sequence's next tokens, with the copies that sharing asks for."""
+        tokens = [int(token) for token in tokens]
         copies = self.blocks.extend(seq, len(tokens))
         for source, target in copies:
             for layer in self.layers:
@@ -178,11 +184,13 @@ class PagedCache:
         tables = [block for table in tables for block in (*table, *[-1] * (n - len(table)))]
         parts = ids, positions, slots, new, lengths, tables
         ids, positions, slots, new_lens, seq_lens, tables = torch.tensor(sum(parts, []), device=self.device).split([len(part) for part in parts])
-        logits = forward_pass(model, ids, positions, self.layers, InputMetadata(slots, tables.view(-1, n), new_lens, seq_lens))
-        self.computed |= zip(seqs, lengths)
-        full = [seq for seq, n, length in zip(seqs, new, lengths) if length % b.block_size < n]
-        if full and identity(model.lm_head) != self.head:  # it tells for all: what they began with are other weights, and nobody else may have it
+        if identity(model.lm_head) != self.head:  # it tells for all: what they began with are other weights, and nobody else may have it
             b.reset()
-        for seq in full:
-            b.remember(seq, self.tokens[seq])
+            self.weights, self.head = None, identity(model.lm_head)
+        metadata = InputMetadata(slots, tables.view(-1, n), new_lens, seq_lens)
+        logits = execute_model(model, ids, positions, self.layers, metadata, trusted=True)
+        self.computed |= zip(seqs, lengths)
+        for seq, n, length in zip(seqs, new, lengths):
+            if length % b.block_size < n:  # a block has become full
+                b.remember(seq, self.tokens[seq])
         return logits

@@ -81,11 +81,19 @@ class Layer:
     def nbytes(self):
         return self.k.nbytes() + self.v.nbytes()
 
+    def tensors(self):
+        return self.k.tensors() + self.v.tensors()
+
+    def scrub(self):
+        """Zeros in the place of what is no number."""
+        for stored in self.tensors():
+            if stored.is_floating_point():
+                stored.nan_to_num_(0.0, 0.0, 0.0)
+
     def copy(self, source, target):
         """Outer number `target`, a stream or a block, becomes what `source` is, as it is kept."""
-        for rows in (self.k, self.v):
-            for stored in rows.tensors():
-                stored[target] = stored[source]
+        for stored in self.tensors():
+            stored[target] = stored[source]
 
     def write(self, placement, k, v):
         """New keys and values, (B, n_head, T, head_dim), to where they belong."""
@@ -108,15 +116,35 @@ class PlacedLayer:
     def __init__(self, layer, placement, writes=True):
         self.layer, self.placement, self.writes = layer, placement, writes
 
+    @torch.no_grad()
     def append(self, k, v):
         """
         Write k and v, (B, n_head, T, head_dim), of the new tokens. Returns (k, v, mask, self): all keys and values to attend
         over, (B, n_head, K, head_dim), and what is added to hide those that a token may not see, (B, 1, T, K) or None; where k is.
+        No gradients go through a cache.
         """
         if self.writes:
             self.layer.write(self.placement, k, v)
         keys, values = self.layer.read(self.placement, k.dtype)
         return keys.to(k.device), values.to(k.device), self.placement.added_mask(k), self
+
+
+def logits_of(model, idx, forward, last):
+    """
+    One forward pass: tokens idx, laid out as the forward wants them, to logits (n, vocab_size) of those numbered `last` (n,).
+
+    ValueError if the model is in training mode, and if the logits are no numbers: what the pass has written is zero then, since a
+    NaN would be read by whoever gets the row next, through any mask.
+    """
+    if model.training:
+        raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
+    x, _ = model.hidden_states(idx.reshape(forward.positions.shape), forward)
+    logits = model.lm_head(x.flatten(0, 1)[last])
+    if not math.isfinite(logits.sum()):
+        for placed in forward:
+            placed.layer.scrub()
+        raise ValueError("the model's logits are not numbers: its weights are broken")
+    return logits
 
 
 class NoCache:

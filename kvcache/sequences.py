@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from kvcache.paged import PagedCache
-from kvcache.placement import Forward, Layer, Placement, beginning
+from kvcache.placement import Forward, Layer, Placement, beginning, logits_of
 from kvcache.storage import Scratch
 from kvcache.unified import KVCache
 
@@ -39,15 +39,18 @@ class System:
         return seq
 
     def fork(self, seq):
-        new = self.new()
-        if self.length[seq]:
+        length, new = self.length[seq], self.new()
+        if length:
             self.copy(seq, new)
-            self.length[new] = self.length[seq]
+            self.length[new] = length
         return new
 
-    def truncate(self, seq, n):
+    def check_length(self, seq, n):
         if not 0 <= n <= self.length[seq]:
             raise ValueError(f"a sequence of {self.length[seq]} tokens cannot go on from {n}: it has been cut since")
+
+    def truncate(self, seq, n):
+        self.check_length(seq, n)
         if n < self.length[seq]:
             self.cut(seq, n)
             self.length[seq] = n
@@ -57,6 +60,7 @@ class System:
         del self.length[seq]
         self.unused.append(seq)
 
+    @torch.no_grad()
     def step(self, model, seqs, idx):
         """Feed idx (B, T) to B sequences; logits (B, vocab_size) of the last tokens. If it fails it is as if it had not been asked."""
         try:
@@ -167,10 +171,9 @@ def device_of(model):
 
 
 def last_logits(model, idx, forward):
-    """Feed idx (B, T), laid out as the forward wants it; logits (B, vocab_size) of each row's last token."""
+    """Feed idx (B, T); logits (B, vocab_size) of each row's last token."""
     B, T = idx.shape
-    x, _ = model.hidden_states(idx.reshape(forward.positions.shape), forward)
-    return model.lm_head(x.reshape(B, T, -1)[:, -1])
+    return logits_of(model, idx, forward, slice(T - 1, None, T))
 
 
 class Member:
@@ -197,8 +200,10 @@ class Sequences(NamedTuple):
         return self.at(0)
 
     def at(self, cache_pos):
-        B = len(self.members)
-        for member, n in zip(self.members, [cache_pos] * B if isinstance(cache_pos, int) else cache_pos.tolist()):
+        lengths = [cache_pos] * len(self.members) if isinstance(cache_pos, int) else cache_pos.tolist()
+        for member, n in zip(self.members, lengths):
+            self.system.check_length(member.seq, n)
+        for member, n in zip(self.members, lengths):
             self.system.truncate(member.seq, n)
         return self._replace(cache_pos=cache_pos)
 
@@ -226,16 +231,26 @@ class CacheDecoder:
     """
 
     def __init__(self, model, kind, n_seq, bits=0):
-        if kind not in SYSTEMS or bits not in KINDS:
+        if kind not in list(SYSTEMS) or bits not in list(KINDS):
             raise ValueError(f"a cache is {', '.join(SYSTEMS)} in 0 (float32), 8 or 4 bits; not {kind!r} in {bits!r}")
+        if not isinstance(n_seq, int) or n_seq < 1:
+            raise ValueError(f"a cache is for at least 1 sequence, not {n_seq!r}")
         self.model, self.system = model, SYSTEMS[kind](model, n_seq, KINDS[bits])
         self.name = f"PyTorch, eager, on a cache that is {kind}, {KINDS[bits]}"
 
     @torch.inference_mode()
     def __call__(self, idx, kv_cache):
+        if idx.dim() != 2 or idx.size(1) == 0:
+            raise ValueError(f"token ids must be (B, T) with at least one token, not {tuple(idx.shape)}")
+        if idx.min() < 0 or idx.max() >= self.model.config.vocab_size:
+            raise ValueError(f"token ids are 0 to {self.model.config.vocab_size - 1}, not {int(idx.min())} to {int(idx.max())}")
         if kv_cache is None:
             kv_cache = [Sequences(self.system, [Member(self.system, self.system.new()) for _ in range(len(idx))], 0)]
+        if len(kv_cache) != 1 or getattr(kv_cache[0], 'system', None) is not self.system:
+            raise ValueError("this cache is not of this decoder: begin with None")
         (system, members, cache_pos), = kv_cache
+        if len(idx) != len(members):
+            raise ValueError(f"the cache holds a batch of {len(members)}, but the tokens are a batch of {len(idx)}")
         longest = cache_pos if isinstance(cache_pos, int) else int(cache_pos.max())
         if longest + idx.size(1) > self.model.config.block_size:
             raise ValueError(f"out of context: cache_pos {longest} + {idx.size(1)} new tokens > block_size {self.model.config.block_size}")

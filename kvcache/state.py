@@ -6,6 +6,7 @@ import json
 import numpy as np
 import torch
 
+from kvcache.streams import LARGEST
 from whole_file import replacing
 
 FORMAT, VERSION = 'kvcache-state', 2
@@ -13,8 +14,9 @@ FORMAT, VERSION = 'kvcache-state', 2
 
 def shapes(cache):
     """What a file and a cache have to agree about."""
-    layers = cache.own_layers()
-    return dict(n_layer=len(layers), n_head_kv=cache.n_head_kv, head_dim=cache.head_dim, type_k=layers[0].k.kind, type_v=layers[0].v.kind)
+    own = cache.own_layers()
+    return dict(layers=[None if layer is None else own.index(layer) for layer in cache.layers], n_head_kv=cache.n_head_kv,
+                head_dim=cache.head_dim, type_k=own[0].k.kind, type_v=own[0].v.kind, rope_base=cache.rope_base)
 
 
 def stored(cache):
@@ -40,8 +42,11 @@ def save(cache, path, seq=None):
         for name, tensor in stored(cache):
             tensors[f'{part}.{name}'] = tensor[s, torch.from_numpy(mine).to(tensor.device)].contiguous()
     header = dict(shapes(cache), version=VERSION, one=seq is not None, n_seq_max=cache.n_seq_max, unified=cache.unified)
-    with replacing(path) as f:
-        f.write(to_bytes(tensors, {FORMAT: json.dumps(header)}))
+    try:
+        with replacing(path) as f:
+            f.write(to_bytes(tensors, {FORMAT: json.dumps(header)}))
+    except OSError as e:
+        raise ValueError(f"{path} cannot be written: {e}") from e
 
 
 def load(cache, path, seq=None):
@@ -62,10 +67,7 @@ def load(cache, path, seq=None):
     parts = [part_of(cache, path, tensors, part, 1 if one else cache.n_seq_max) for part in range(len(streams))]
 
     before = [cells.copy() for cells in cache.streams]
-    if one:
-        cache.seq_rm(seq)
-    else:
-        cache.clear()
+    cache.seq_rm(seq)  # the cells only
     found = [cache.streams[s].find(len(part['pos'])) for s, part in zip(streams, parts)]
     if any(where is None for where in found):
         cache.streams = before
@@ -91,10 +93,10 @@ def part_of(cache, path, tensors, part, n_owners):
     for name, (dtype, shape) in expected.items():
         if found[name] is None or found[name].dtype != dtype or found[name].shape != (n, *shape):
             raise ValueError(f"{path} is damaged: {part}.{name} is not what it says it holds")
-    if (found['pos'] < 0).any() or not found['owners'].any(dim=1).all():
+    if ((found['pos'] < 0) | (found['pos'] >= LARGEST)).any() or not found['owners'].any(dim=1).all():
         raise ValueError(f"{path} is damaged: cells without position or owner")
     if found['shift'].any() and not cache.can_shift:
-        raise ValueError(f"{path} has keys that are still to be turned: it needs a cache with can_shift")
+        raise ValueError(f"{path} is damaged: keys to be turned that cannot be")
     return found
 
 

@@ -75,6 +75,10 @@ class Rows:
             raise ValueError(f"numbers are kept as {', '.join(BITS)}, not {kind!r}")
         self.shape, self.width, self.kind, self.bits = tuple(shape), width, kind, BITS[kind]
         self.scale, self.group = None, math.gcd(width, GROUP)
+        with torch.inference_mode(False):  # so that it can be written in any mode
+            self.allocate(shape, width, kind, device, transposed)
+
+    def allocate(self, shape, width, kind, device, transposed):
         if self.bits <= 8:
             if self.group < 8:
                 raise ValueError(f"{kind} keeps groups of 8 numbers at least, which do not divide a row of {width}")

@@ -7,21 +7,25 @@ A batch is placed in two steps: `find_slot` looks for cells and changes nothing,
 many batches at once, all of them or none.
 """
 from dataclasses import dataclass
+from operator import index
 
 import numpy as np
 
 from kvcache.cells import EMPTY, Cells
+
+LARGEST = 2**31  # no position is as large
 
 
 @dataclass(frozen=True)
 class Batch:
     """
     The new tokens of a forward pass: positions (B, T) and owners (B, T, n_seq_max), B the streams they go to, or 1 if unified.
-    first: {sequence: the first of its new positions}.
+    first: {sequence: the first of its new positions}. coupled: the groups of sequences that share tokens.
     """
     positions: np.ndarray
     owners: np.ndarray
     first: dict
+    coupled: list
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,13 @@ class NoSlot:
     """There are not enough cells for a batch. It is false, as a `Slots` is true."""
     needed: int
     usable: int
+    contiguous: bool
 
     def __bool__(self):
         return False
 
     def __str__(self):
-        return f"the cache is full: {self.needed} cells are needed and {self.usable} are free"
+        return f"the cache is full: {self.needed} cells{' side by side' * self.contiguous} are needed and {self.usable} are free"
 
 
 class Streams:
@@ -57,8 +62,8 @@ class Streams:
         self.streams = [Cells(kv_size, n_seq_max) for _ in range(1 if unified else n_seq_max)]
 
     def stream_of(self, seq):
-        if not 0 <= seq < self.n_seq_max:
-            raise ValueError(f"there are sequences 0 to {self.n_seq_max - 1}, but not {seq}")
+        if not isinstance(seq, (int, np.integer)) or not 0 <= seq < self.n_seq_max:
+            raise ValueError(f"there are sequences 0 to {self.n_seq_max - 1}, but not {seq!r}")
         return 0 if self.unified else seq
 
     def cells_of(self, seq):
@@ -75,13 +80,17 @@ class Streams:
             raise ValueError("of separate streams each takes the same number of tokens, of one sequence: split the batch")
         if not tokens or min(counts) < 1:
             raise ValueError("a batch has at least one token, and so has each of its sequences")
-        positions = np.concatenate([np.asarray(positions, dtype=np.int64) for positions in tokens.values()])
+        positions = np.concatenate([np.asarray(positions) for positions in tokens.values()])
+        if positions.dtype.kind != 'i' or not 0 <= positions.min() <= positions.max() < LARGEST:
+            raise ValueError(f"positions are integers from 0 to {LARGEST - 1}, not {positions.tolist()}")
         owners = np.zeros((len(positions), self.n_seq_max), dtype=bool)
         first, after, start = {}, {}, 0
         for seqs, mine in tokens.items():
             end = start + len(mine)
             if (np.diff(positions[start:end]) != 1).any():
                 raise ValueError(f"the positions of a sequence's new tokens follow each other, unlike {list(mine)}")
+            if seqs == ():
+                raise ValueError("a token is somebody's: name the sequences it is for")
             for seq in seqs if isinstance(seqs, tuple) else (seqs,):
                 self.stream_of(seq)
                 check_next(seq, after.get(seq), positions[start])
@@ -89,21 +98,30 @@ class Streams:
                 after[seq] = positions[end - 1] + 1
                 owners[start:end, seq] = True
             start = end
-        if positions.min() < 0:
-            raise ValueError(f"positions begin at 0, not {positions.min()}")
         B = 1 if self.unified else len(tokens)
-        return Batch(positions.reshape(B, -1), owners.reshape(B, -1, self.n_seq_max), first)
+        coupled = [list(seqs) for seqs in tokens if isinstance(seqs, tuple)]
+        return Batch(positions.reshape(B, -1), owners.reshape(B, -1, self.n_seq_max), first, coupled)
+
+    def streams_of(self, batch):
+        """The streams that a batch goes to, (B,)."""
+        return np.array([0] if self.unified else list(batch.first))
 
     def find_slot(self, batch, contiguous=False):
         """`Slots` for a batch, or `NoSlot`. ValueError if it does not begin where its sequences end. Nothing is changed."""
+        streams = self.streams_of(batch)
+        B, T, n_seq_max = batch.owners.shape
+        if (B, n_seq_max) != (len(streams), self.n_seq_max):
+            raise ValueError("the batch was made by another cache")
         for seq, position in batch.first.items():
             last = self.seq_pos_max(seq)
             check_next(seq, None if last is None else last + 1, position)
-        streams = np.array([0] if self.unified else list(batch.first))
-        T = batch.positions.shape[1]
+        for seqs in batch.coupled:
+            owners = self.streams[0].owners[:, seqs]
+            if (owners != owners[:, :1]).any():
+                raise ValueError(f"sequences {seqs} have diverged: no token goes on all of them")
         found = [self.streams[s].find(T, self.window, contiguous) for s in streams]
         if any(cells is None for cells in found):
-            return NoSlot(T, min(int(self.streams[s].usable(self.window).sum()) for s in streams))
+            return NoSlot(T, min(int(self.streams[s].usable(self.window).sum()) for s in streams), contiguous)
         return Slots(streams, np.stack(found))
 
     def apply(self, slots, batch):
@@ -113,7 +131,8 @@ class Streams:
 
     def prepare(self, batches):
         """`Slots` for each of several batches, one after the other, or `NoSlot` if they do not all fit. Nothing is changed."""
-        before, found = [cells.copy() for cells in self.streams], []
+        streams, found = self.streams, []
+        self.streams = [cells.copy() for cells in streams]
         try:
             for batch in batches:
                 slots = self.find_slot(batch)
@@ -123,7 +142,7 @@ class Streams:
                 found.append(slots)
             return found
         finally:
-            self.streams = before
+            self.streams = streams
 
     def clear(self):
         """Forget everything, and keep the storage."""
@@ -164,10 +183,12 @@ class Streams:
 
     def seq_add(self, seq, p0, p1, shift):
         """Move positions by shift; those that come before 0 are forgotten. Keys are turned before they are next used."""
+        shift = integer('shift', shift)
         self.move(seq, p0, p1, lambda pos: pos + shift)
 
     def seq_div(self, seq, p0, p1, divisor):
         """Divide positions, rounding down."""
+        divisor = integer('divisor', divisor)
         if divisor < 1:
             raise ValueError(f"positions are divided by at least 1, not {divisor}")
         self.move(seq, p0, p1, lambda pos: pos // divisor)
@@ -178,6 +199,8 @@ class Streams:
         if not mine.any() or (moved(cells.pos[mine]) == cells.pos[mine]).all():
             return
         self.check_movable(seq, p0, p1)
+        if moved(cells.pos[mine]).max() >= LARGEST:
+            raise ValueError(f"positions would go beyond {LARGEST - 1}")
         cells.move(mine, moved(cells.pos[mine]))
 
     def check_movable(self, seq, p0=-1, p1=-1):
@@ -207,18 +230,27 @@ def check_next(seq, expected, position):
         raise ValueError(f"sequence {seq} goes on at position {expected}, not {position}")
 
 
+def integer(name, value):
+    try:
+        return index(value)
+    except TypeError:
+        raise ValueError(f"{name} is an integer, not {value!r}") from None
+
+
 def context_shift(cache, seq, n_keep=0):
     """
     Make room in a full sequence: keep its first n_keep positions, drop the older half of the rest, and renumber what is left.
 
-    Returns how many were dropped. Eight positions with n_keep=2: of 0 ... 7, what was 0 1 5 6 7 is now 0 1 2 3 4.
+    Returns by how much it has moved. Eight positions with n_keep=2: of 0 ... 7, what was 0 1 5 6 7 is now 0 1 2 3 4. What is dropped
+    or kept may be shared with other sequences, but what moves may not.
     """
-    cache.check_movable(seq, n_keep)
+    n_keep = integer('n_keep', n_keep)
     last = cache.seq_pos_max(seq)
     n_past = 0 if last is None else last + 1
     n_discard = (n_past - n_keep) // 2
     if n_keep < 0 or n_discard < 1:
         raise ValueError(f"of {n_past} positions {n_keep} cannot be kept and others dropped")
+    cache.check_movable(seq, n_keep + n_discard)
     cache.seq_rm(seq, n_keep, n_keep + n_discard)
     cache.seq_add(seq, n_keep + n_discard, -1, -n_discard)
     return n_discard

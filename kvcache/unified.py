@@ -22,7 +22,7 @@ class KVCache(Streams):
     """
     n_layer: layers of the model. n_head_kv, head_dim: heads of keys and values, and channels of each.
     kv_size, n_seq_max, unified: see `Streams`. type_k, type_v: how keys and values are kept, see `Rows`.
-    n_pad: what is attended over is a multiple of so many cells. n_swa, swa_type: a `Window` ('none' for none).
+    n_pad: what is attended over is a multiple of so many cells, or all. n_swa, swa_type: a `Window` ('none' for none).
     v_trans: values with the cells side by side. device: of the data, one for all or a function of the layer.
     layer_filter: which layers have a cache; the others refuse to be asked. layer_reuse: for a layer, an earlier one whose keys
     and values it reads instead of having its own, or None.
@@ -34,6 +34,7 @@ class KVCache(Streams):
                  n_swa=0, swa_type='none', v_trans=False, device='cpu', layer_filter=None, layer_reuse=None, can_shift=False, rope_base=10000.0):
         if min(n_layer, n_head_kv, head_dim, kv_size, n_seq_max, n_pad) < 1:
             raise ValueError("n_layer, n_head_kv, head_dim, kv_size, n_seq_max and n_pad must be at least 1")
+        self.rope_base = rope_base if can_shift else None
         super().__init__(kv_size, n_seq_max, unified, None if swa_type == 'none' else Window(n_swa, swa_type), can_shift)
         self.n_head_kv, self.head_dim, self.n_pad = n_head_kv, head_dim, n_pad
         self.rotary = Rotary(head_dim, rope_base) if can_shift else None
@@ -56,6 +57,18 @@ class KVCache(Streams):
         """The layers that have data, each once."""
         return list(dict.fromkeys(layer for layer in self.layers if layer is not None))
 
+    def layer_of(self, number):
+        if not 0 <= number < len(self.layers) or self.layers[number] is None:
+            raise ValueError(f"layer {number} has no cache here")
+        return self.layers[number]
+
+    def clear(self):
+        """Forget everything, and what the storage holds as well: a NaN there would outlive its sequence."""
+        super().clear()
+        for layer in self.own_layers():
+            for stored in layer.tensors():
+                stored.zero_()
+
     def seq_cp(self, source, target, p0=-1, p1=-1):
         super().seq_cp(source, target, p0, p1)
         if self.stream_of(source) != self.stream_of(target):
@@ -63,7 +76,10 @@ class KVCache(Streams):
                 layer.copy(source, target)
 
     def forward(self, batch):
-        """Place a batch, and what the model is handed for it. ValueError if there is no room, and nothing has changed."""
+        """
+        Place a batch, and what the model is handed for it. ValueError if there is no room, and nothing has changed. If the model
+        then fails the cells are taken all the same: `seq_rm` each sequence from `batch.first` on.
+        """
         slots = self.find_slot(batch)
         if not slots:
             raise ValueError(str(slots))
@@ -73,40 +89,43 @@ class KVCache(Streams):
     def placement(self, batch, slots):
         """The `Placement` of a batch whose cells have been taken."""
         self.update()
-        index, n_kv = beginning(torch.from_numpy(slots.streams), self.get_n_kv(slots), self.kv_size)
+        index, n_kv = beginning(torch.from_numpy(slots.streams), self.get_n_kv(batch), self.kv_size)
         shifts = np.stack([self.streams[s].shift[:n_kv] for s in slots.streams])
-        return Placement(torch.from_numpy(batch.positions), self.k_idxs(slots), index, self.kq_mask(batch, slots, n_kv),
+        return Placement(torch.from_numpy(batch.positions), self.k_idxs(slots), index, self.kq_mask(batch, n_kv),
                          turned=torch.from_numpy(shifts) if shifts.any() else None)
 
     def k_idxs(self, slots):
         """The rows that new keys go to, (B * T,): stream * kv_size + cell. Values go to the same."""
         return torch.from_numpy(slots.streams[:, None] * self.kv_size + slots.cells).flatten()
 
-    def get_n_kv(self, slots):
-        """How many cells of each stream are attended over: as many as are used, to a multiple of n_pad."""
-        end = max(self.streams[s].used_end() for s in slots.streams)
+    def get_n_kv(self, batch):
+        """How many cells of each stream a batch that is in place attends over: as many as are used, to a multiple of n_pad."""
+        end = max(self.streams[s].used_end() for s in self.streams_of(batch))
         return min(self.kv_size, max(1, -(-end // self.n_pad)) * self.n_pad)
 
-    def kq_mask(self, batch, slots, n_kv):
+    def kq_mask(self, batch, n_kv=None):
         """
-        (B, 1, T, n_kv), True where a token may look at a cell: one that holds something, of a sequence that the token is a part
-        of, at no later position, and not passed by the window.
+        Of a batch that is in place, (B, 1, T, n_kv): True where a token may look at a cell, one that holds something, of a sequence
+        that the token is a part of, at no later position, and not passed by the window.
         """
-        pos = np.stack([self.streams[s].pos[:n_kv] for s in slots.streams])[:, None]  # (B, 1, n_kv)
-        owners = np.stack([self.streams[s].owners[:n_kv] for s in slots.streams])  # (B, n_kv, n_seq_max)
+        n_kv, streams = n_kv or self.get_n_kv(batch), self.streams_of(batch)
+        pos = np.stack([self.streams[s].pos[:n_kv] for s in streams])[:, None]  # (B, 1, n_kv)
+        owners = np.stack([self.streams[s].owners[:n_kv] for s in streams])  # (B, n_kv, n_seq_max)
         mine = batch.owners.astype(np.float32) @ owners.astype(np.float32).transpose(0, 2, 1) > 0  # one of my sequences owns it
         mask = mine & (pos <= batch.positions[..., None])
         if self.window:
             mask &= ~self.window.passed(pos, batch.positions[..., None])
         return torch.from_numpy(mask[:, None])
 
+    @torch.no_grad()
     def cpy_k(self, layer, k, idxs):
         """Keys (n, n_head_kv, head_dim) of a layer to rows idxs (n,)."""
-        self.layers[layer].k.write(idxs, k.flatten(1))
+        self.layer_of(layer).k.write(idxs, k.flatten(1))
 
+    @torch.no_grad()
     def cpy_v(self, layer, v, idxs):
         """Values (n, n_head_kv, head_dim) of a layer to rows idxs (n,)."""
-        self.layers[layer].v.write(idxs, v.flatten(1))
+        self.layer_of(layer).v.write(idxs, v.flatten(1))
 
     def get_k(self, layer, n_kv, streams=slice(None)):
         """
@@ -114,13 +133,13 @@ class KVCache(Streams):
         a view, unless they are dequantised or turned for it.
         """
         self.update()
-        k = self.get(self.layers[layer].k, n_kv, streams)
+        k = self.get(self.layer_of(layer).k, n_kv, streams)
         shifts = np.stack([cells.shift[:n_kv] for cells in self.streams[streams]])
         return self.rotary(k, torch.from_numpy(shifts).to(k.device)) if shifts.any() else k
 
     def get_v(self, layer, n_kv, streams=slice(None)):
         """Values of the same cells: a view, unless they are dequantised."""
-        return self.get(self.layers[layer].v, n_kv, streams)
+        return self.get(self.layer_of(layer).v, n_kv, streams)
 
     def get(self, rows, n_kv, streams):
         dtype = rows.data.dtype if rows.scale is None else torch.float32
@@ -130,7 +149,7 @@ class KVCache(Streams):
         """
         Turn the keys whose positions have changed, once, before they are read.
 
-        Only keys in float32 are turned where they are. Narrower ones would be rounded once more each time, and drift; theirs
+        Only keys in float32 are turned where they are, in float64, and rounded. Narrower ones would drift by that; theirs
         stay as they were written, and are turned by the sum of their shifts whenever they are read (`Placement.turned`).
         """
         shifted = [(stream, cells) for stream, cells in enumerate(self.streams) if cells.shift.any()]
@@ -143,7 +162,7 @@ class KVCache(Streams):
                 data = layer.k.data[stream]
                 rows = torch.from_numpy(which).to(data.device)
                 keys = data[rows].unflatten(-1, (self.n_head_kv, self.head_dim))
-                data[rows] = self.rotary(keys, shift.to(data.device)).flatten(-2)
+                data[rows] = self.rotary(keys.double(), shift.to(data.device)).flatten(-2).to(data.dtype)
             cells.shift[:] = 0
 
     def state_save(self, path, seq=None):

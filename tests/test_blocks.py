@@ -404,21 +404,57 @@ METADATA = dict(slot_mapping=[0, 1, 2, 8], block_tables=[[0, -1], [1, 2]], query
 
 @pytest.mark.parametrize('words, changed', [
     ('slots', dict(slot_mapping=[0, 1, 2, 64])), ('slots', dict(slot_mapping=[0, 1, 2, -2])), ('one slot', dict(slot_mapping=[0, 1, 2])),
+    ('slots', dict(slot_mapping=[0, 1, 2, 9])), ('slots', dict(slot_mapping=[0, 0, 0, 8])),
+    ('slots', dict(block_tables=[[0, -1]], query_lens=[3], seq_lens=[3])),  # what is left is padding, and would be written
     ('room', dict(block_tables=[[0, -1], [1, -1]])), ('room', dict(block_tables=[[0, -1], [1, 16]])), ('room', dict(block_tables=[[0], [1]])),
-    ('room', dict(block_tables=[[-1, -1], [1, 2]])),
-    ('new token', dict(query_lens=[4, 0])), ('query_lens', dict(query_lens=[3, 2])), ('query_lens', dict(query_lens=[4])),
-    ('new token', dict(seq_lens=[2, 5])), ('seq_lens', dict(seq_lens=[3])), ('positions', dict(positions=[0, 1, 2, 32])),
-    ('positions', dict(positions=[0, 1, 2, -1])), ('one slot', dict(positions=[0, 1, 2])),
+    ('room', dict(block_tables=[[-1, -1], [1, 2]])), ('room', dict(block_tables=[[0, -1], [2, 2]])), ('block tables', dict(block_tables=[0, 1])),
+    ('one slot', dict(block_tables=[[0, -1], [0, -1]], seq_lens=[3, 3], slot_mapping=[0, 1, 2, 2], positions=[0, 1, 2, 2])),
+    ('new token', dict(query_lens=[4, 0])), ('positions', dict(query_lens=[3, 2])), ('query_lens', dict(query_lens=[4])),
+    ('new token', dict(seq_lens=[2, 5])), ('new token', dict(seq_lens=[3, 33])), ('seq_lens', dict(seq_lens=[3])),
+    ('positions', dict(positions=[0, 1, 2, 32])), ('positions', dict(positions=[0, 1, 2, -1])), ('one slot', dict(positions=[0, 1, 2])),
+    ('positions', dict(positions=[0, 1, 2, 3])), ('positions', dict(positions=[5, 6, 7, 4])), ('token ids', dict(ids=[5, 6, 7, 29])),
+    ('token ids', dict(ids=[5, 6, 7, -1])),
 ])
 @torch.inference_mode()
 def test_metadata_that_does_not_go_together_is_refused_and_nothing_is_written(words, changed):
     m = model()
     p = pool(m)
 
-    def call(positions=(0, 1, 2, 4), **metadata):
-        return execute_model(m, torch.tensor([5, 6, 7, 8]), torch.tensor(positions), p.layers,
+    def call(ids=(5, 6, 7, 8), positions=(0, 1, 2, 4), **metadata):
+        return execute_model(m, torch.tensor(ids), torch.tensor(positions), p.layers,
                              InputMetadata(**{name: torch.tensor(value) for name, value in metadata.items()}))
     with pytest.raises(ValueError, match=words):
         call(**(METADATA | changed))
     assert not any(layer.k.data.any() for layer in p.layers)
+    for other in (pool(model(n_layer=3)), pool(model(n_embd=64)), pool(m, block_size=8)):
+        with pytest.raises(ValueError, match='layers alike'):
+            execute_model(m, torch.tensor([5]), torch.tensor([0]), [p.layers[0], *other.layers[1:]],
+                          InputMetadata(torch.tensor([0]), torch.tensor([[0]]), torch.tensor([1]), torch.tensor([1])))
     assert call(**METADATA).shape == (2, 29)
+
+
+@torch.inference_mode()
+def test_dropout_does_not_get_into_the_pool():
+    m = model(dropout=0.5)
+    p = pool(m)
+    p.add(m, 'a', torch.arange(9))  # tokens of any kind
+    m.train()
+    with pytest.raises(ValueError, match='eval'):
+        p.run(m, ['a'])
+    m.eval()
+    assert torch.allclose(p.run(m, ['a'])[0], full_logits(m, list(range(9))), atol=1e-5) and p.add(m, 'b', torch.arange(9)) == 8
+    for refused in (lambda: p.extend('c', [1]), lambda: p.fork('c', 'd'), lambda: p.remove('c'), lambda: p.truncate('c', 1), lambda: p.run(m, [])):
+        with pytest.raises(ValueError):
+            refused()
+
+
+@torch.inference_mode()
+def test_two_models_do_not_share():
+    m, other = model(), model(1)
+    p, tokens = pool(m), list(range(9))
+    p.add(m, 'a', tokens[:5])
+    p.run(m, ['a'])
+    for runs, part in ((other, tokens[5:7]), (m, tokens[7:])):
+        p.extend('a', part)
+        p.run(runs, ['a'])
+    assert p.add(m, 'b', tokens) == 0

@@ -173,8 +173,14 @@ def test_a_step_that_fails_is_as_if_it_had_not_been_asked(kind):
     m, idx = model(4), torch.randint(29, (2, 9))
     decoder = CacheDecoder(m, kind, n_seq=2)
     _, cache = decoder(idx, None)
-    with pytest.raises(IndexError):
-        decoder(torch.tensor([[3], [99]]), cache)
+    other = CacheDecoder(m, kind, n_seq=2)
+    for wrong in ([[3], [99]], [[3], [-1]], [[3], [4], [5]], [[3]], [3, 4]):
+        with pytest.raises(ValueError):
+            decoder(torch.tensor(wrong), cache)
+    for refused in (lambda: decoder(idx[:, :0], cache), lambda: other(idx, cache), lambda: decoder(idx, m(idx[:, :1])[2]),
+                    lambda: CacheDecoder(m, kind, 0), lambda: CacheDecoder(m, kind, 1.5), lambda: CacheDecoder(m, kind, 2, bits=[])):
+        with pytest.raises(ValueError):
+            refused()
     broken = m.transformer.h[1].register_forward_hook(lambda *_: 1 / 0)
     for failing in (cache, None):
         with pytest.raises(ValueError if kind != 'paged' and failing is None else ZeroDivisionError):
@@ -198,6 +204,45 @@ def test_an_older_cache_is_gone_on_from_where_it_was(kind):
         decoder(other[:, :1], second)
     logits, _ = decoder(other[:, 2:], third)
     assert torch.allclose(logits, m(torch.cat([idx[:, :3], other], dim=1))[0], atol=1e-5)
+
+
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_a_model_in_training_mode_is_streamed_without_dropout(kind):
+    m = model(6, dropout=0.5)
+    idx = torch.randint(29, (2, 5))
+    exact = m.generate(idx, 20, temperature=0)
+    m.train()
+    tokens = m.stream(idx, 20, temperature=0, use_cache=True, decoder=CacheDecoder(m, kind, 2))
+    assert torch.equal(torch.cat([idx, *tokens], dim=1), exact) and m.training
+
+
+@pytest.mark.parametrize('bits', [0, 8, 4])
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_broken_weights_do_not_stay_in_the_cache(kind, bits):
+    m = model(7)
+    good, decoder = {name: p.clone() for name, p in m.state_dict().items()}, CacheDecoder(m, kind, 2, bits)
+    with torch.no_grad():
+        m.transformer.h[0].attn.c_attn.weight.fill_(float('nan'))
+    with pytest.raises(ValueError, match='not numbers'):
+        m.generate(torch.randint(29, (2, BLOCK - 1)), 5, use_cache=True, decoder=decoder)
+    assert empty(decoder, kind)
+    m.load_state_dict(good)
+    again, fresh = (m.generate(PROMPTS[:2], 20, temperature=0, use_cache=True, decoder=d) for d in (decoder, CacheDecoder(m, kind, 2, bits)))
+    assert again == fresh
+
+
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_rows_that_cannot_be_rewound_are_all_left_alone(kind):
+    m = model(8)
+    decoder = CacheDecoder(m, kind, n_seq=2)
+    _, cache = decoder(torch.randint(29, (2, 10)), None)
+    cache[0].at(torch.tensor([10, 6]))
+    with pytest.raises(ValueError, match='cut since'):
+        cache[0].at(8)
+    assert sorted(decoder.system.length.values()) == [6, 10]
+    with pytest.raises(KeyError):
+        decoder.system.fork(99)
+    assert len(decoder.system.length) == 2
 
 
 def test_bytes():

@@ -33,7 +33,7 @@ def put(c, tokens, value=None):
     c.apply(slots, batch)
     c.update()
     keys = torch.from_numpy(batch.positions).flatten().float() if value is None else torch.as_tensor(value, dtype=torch.float32)
-    for layer in range(len(c.layers)):
+    for layer in (number for number, layer in enumerate(c.layers) if layer is not None):
         rows = keys[:, None, None].expand(-1, c.n_head_kv, c.head_dim) + 100 * layer
         c.cpy_k(layer, rows, c.k_idxs(slots))
         c.cpy_v(layer, rows + 1000, c.k_idxs(slots))
@@ -106,7 +106,7 @@ def test_masks(kind, seen):
     batch = c.batch({0: [5], 1: [1]})
     slots = c.find_slot(batch)
     c.apply(slots, batch)
-    mask = c.kq_mask(batch, slots, c.get_n_kv(slots))
+    mask = c.kq_mask(batch)
     assert c.streams[0].pos[:8][mask[0, 0, 0].numpy()].tolist() == seen
     assert np.flatnonzero(mask[0, 0, 1]).tolist() == [5, 7]
     assert Window(4, 'chunked').passed(np.arange(8), 6).tolist() == [True] * 4 + [False] * 4
@@ -115,9 +115,9 @@ def test_masks(kind, seen):
 
 def test_n_kv_is_padded_and_views_are_not_copies():
     c = cache(kv_size=8, n_pad=4)
-    slots = c.find_slot(c.batch({0: range(5)}))
+    batch = c.batch({0: range(5)})
     put(c, {0: range(5)})
-    assert c.get_n_kv(slots) == 8
+    assert c.get_n_kv(batch) == 8 and c.kq_mask(batch).shape == (1, 1, 5, 8)
     k, v = c.get_k(1, 5), c.get_v(1, 5)
     assert k.shape == (1, 5, 1, 32) and k[0, :, 0, 0].tolist() == [100, 101, 102, 103, 104] and v[0, 2, 0, 0] == 1102
     assert k.data_ptr() == c.layers[1].k.data.data_ptr()
@@ -159,7 +159,7 @@ def test_separate_streams_take_equal_parts():
     for tokens in ({0: [0], 1: [0, 1]}, {(0, 1): [0]}):
         with pytest.raises(ValueError, match='split'):
             c.batch(tokens)
-    for tokens in ({}, {0: []}, {4: [0]}, {0: [-1]}):
+    for tokens in ({}, {0: []}, {4: [0]}, {0: [-1]}, {0: [0.5, 1.5]}, {0: [2**31]}, {0: [2**63]}, {'a': [0]}, {0.5: [0]}, {(): [0]}):
         with pytest.raises(ValueError):
             c.batch(tokens)
 
@@ -180,7 +180,13 @@ def test_a_sequence_goes_on_where_it_ends():
     with pytest.raises(ValueError, match='goes on at position 4, not 3'):
         c.batch({0: [3], (0, 2): [3]})
     assert str(c) == before
-    assert c.prepare([c.batch({0: [3]}), c.batch({(0, 1): [4, 5]})])
+    assert c.prepare([c.batch({0: [3]}), c.batch({0: [4, 5]})]) and c.find_slot(c.batch({(2,): [4, 5]}))
+    for tokens in ({0: [3]}, {(0, 2): [3]}):
+        with pytest.raises(ValueError, match='another cache'):
+            cache(n_seq_max=4).find_slot(c.batch(tokens))
+    put(c, {0: [3]})  # now both have position 3, but not the same
+    with pytest.raises(ValueError, match='diverged'):
+        c.find_slot(c.batch({(0, 1): [4]}))
     put(c, {2: [5, 6]})  # an empty one begins anywhere
     assert positions(c, 2) == [5, 6]
 
@@ -294,6 +300,9 @@ def test_two_caches_with_half_of_the_layers_each(chunks):
 def test_a_layer_without_a_cache_refuses():
     m, idx = deep_model()
     c = KVCache(4, 2, 16, 16, 1, layer_filter=lambda layer: layer != 2)
+    for asked in (lambda: c.get_k(2, 1), lambda: c.get_v(4, 1), lambda: c.cpy_k(2, torch.zeros(1, 2, 16), torch.tensor([0]))):
+        with pytest.raises(ValueError, match='has no cache'):
+            asked()
     with pytest.raises(ValueError, match='layer 2 has no cache'):
         m.hidden_states(idx, c.forward(c.batch({0: range(13)})))
     with pytest.raises(ValueError, match='no layer'):
@@ -423,7 +432,9 @@ def test_learned_positions_and_shared_cells_are_not_moved():
     c.seq_cp(0, 1)
     before = str(c), str(learned)
     for refused in (lambda: learned.seq_add(0, 0, -1, 1), lambda: learned.seq_div(0, 0, -1, 2), lambda: context_shift(learned, 0),
-                    lambda: context_shift(c, 2),
+                    lambda: context_shift(c, 2), lambda: context_shift(c, 0, 2.5), lambda: c.seq_add(0, 0, -1, 1.5),
+                    lambda: c.seq_div(0, 0, -1, 1.5),
+                    lambda: c.seq_add(0, 0, -1, 2**62),
                     lambda: c.seq_add(0, 0, -1, 1), lambda: context_shift(c, 0), lambda: c.seq_div(0, 0, -1, 0), lambda: context_shift(c, 0, 8)):
         with pytest.raises(ValueError):
             refused()
@@ -433,6 +444,49 @@ def test_learned_positions_and_shared_cells_are_not_moved():
     assert positions(c, 0) == [0, 0, 1, 1, 2, 2, 3, 3]
     c.seq_add(0, 0, -1, -1)
     assert positions(c, 0) == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_fork_is_shifted_as_long_as_what_moves_is_its_own():
+    c = cache(kv_size=16, can_shift=True)
+    put(c, {(0, 1): range(4)})
+    put(c, {0: range(4, 8)})
+    before = positions(c, 1)
+    assert context_shift(c, 0, n_keep=1) == 3  # drops 1, 2, 3, which 1 keeps
+    assert positions(c, 0) == [0, 1, 2, 3, 4] and positions(c, 1) == before
+    c.seq_cp(1, 2)
+    with pytest.raises(ValueError, match='shares'):
+        context_shift(c, 1)
+
+
+# a cache does not remember how it came about
+
+def test_no_gradients_go_through_a_cache():
+    m, idx = deep_model()
+    for kind, unified in (('float32', True), ('int8', True), ('float32', False)):
+        c = KVCache(4, 2, 16, 16, 3, unified, kind, kind)
+        for start in (0, 4):
+            batch = c.batch({seq: range(start, start + 4) for seq in (2, 0)})
+            m.hidden_states(idx[0, :8].view(batch.positions.shape), c.forward(batch))
+        assert not any(tensor.requires_grad for layer in c.layers for tensor in layer.tensors())
+
+
+def test_tokens_and_places_go_together():
+    m, _ = deep_model()
+    c = KVCache(4, 2, 16, 32, 3, unified=False)
+    with pytest.raises(ValueError, match='places'):
+        m.hidden_states(torch.tensor([[1]]), c.forward(c.batch({0: [0], 1: [0], 2: [0]})))
+    with pytest.raises(ValueError, match='block_size 16'):
+        m.hidden_states(torch.ones(1, 16, dtype=torch.long), c.forward(c.batch({0: range(1, 17)})))
+
+
+def test_what_is_cleared_is_zero():
+    c = cache()
+    put(c, {0: range(3)}, [float('nan')] * 3)
+    c.clear()
+    assert not c.layers[1].k.data.any() and not c.layers[1].v.data.any()
+    with torch.inference_mode():
+        made_there = cache()
+    put(made_there, {0: range(3)})  # and can be used here
 
 
 # state
@@ -464,15 +518,17 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     c.state_save(tmp_path / 'one', 0)
     c.state_save(tmp_path / 'all')
     (tmp_path / 'junk').write_bytes(b'junk' * 100)
-    for how, path, seq in ((dict(n_layer=1), 'one', 0), (dict(head_dim=64), 'one', 0), (dict(type_v='int8'), 'one', 0), (dict(kv_size=4), 'one', 0),
+    for how, path, seq in ((dict(n_layer=1), 'one', 0), (dict(can_shift=True), 'one', 0),
+                           (dict(n_layer=3, layer_filter=lambda layer: layer > 0), 'one', 0),
+                           (dict(head_dim=64), 'one', 0), (dict(type_v='int8'), 'one', 0), (dict(kv_size=4), 'one', 0),
                            (dict(kv_size=4), 'all', None), (dict(n_seq_max=2), 'all', None), (dict(unified=False), 'all', None),
                            ({}, 'all', 0), ({}, 'one', None), ({}, 'junk', 0), ({}, 'absent', 0)):
         other = cache(**how)
         put(other, {1: range(2)})
-        before = str(other), other.layers[0].k.data.clone()
+        before = str(other), other.own_layers()[0].k.data.clone()
         with pytest.raises(ValueError):
             other.state_load(tmp_path / path, seq)
-        assert str(other) == before[0] and torch.equal(other.layers[0].k.data, before[1])
+        assert str(other) == before[0] and torch.equal(other.own_layers()[0].k.data, before[1])
 
 
 def edited(path, tensors=(), **header):
@@ -497,11 +553,11 @@ def test_damaged_state_is_refused_and_changes_nothing(tmp_path, how):
     put(c, {0: range(5)})
     c.state_save(tmp_path / 'all')
     path = edited(tmp_path / 'all', **how)
-    before = str(c), [t.clone() for layer in c.layers for t in (*layer.k.tensors(), *layer.v.tensors())]
+    before = str(c), [t.clone() for layer in c.layers for t in layer.tensors()]
     with pytest.raises(ValueError):
         c.state_load(path)
     assert str(c) == before[0]
-    assert all(map(torch.equal, before[1], [t for layer in c.layers for t in (*layer.k.tensors(), *layer.v.tensors())]))
+    assert all(map(torch.equal, before[1], [t for layer in c.layers for t in layer.tensors()]))
     c.state_load(edited(tmp_path / 'all'))
     with pytest.raises(ValueError, match='not 99'):
         c.state_save(tmp_path / 'all', seq=99)
