@@ -115,7 +115,8 @@ class Cells:
         """
         Write positions (n,) and owners (n, n_seq_max) into cells (n,), whatever they held.
 
-        A sequence that loses a position loses all before it as well: what it has is [pos_min, pos_max] without a hole.
+        A sequence that loses a position loses all before it as well: what it has is [pos_min, pos_max] without a hole. One that
+        loses its last, as a window may let it, has none left, and its next token may have any position.
         """
         overwritten, their_owners = self.pos[cells], self.owners[cells]
         self.pos[cells], self.owners[cells], self.shift[cells] = pos, owners, 0
