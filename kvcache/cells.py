@@ -9,6 +9,7 @@ import numpy as np
 
 EMPTY = -1  # the position of a cell that holds nothing
 END = np.iinfo(np.int64).max
+LINE = 120  # columns of a drawing
 
 
 class Cells:
@@ -133,11 +134,15 @@ class Cells:
             slot  0   1   2   3
             pos   0   1   .   2
             seq   ab  ab      a
+
+        As many beside each other as fit into LINE columns, the rest below.
         """
         names = [''.join(chr(97 + seq) if seq < 26 else f'({seq})' for seq in np.flatnonzero(owners)) for owners in self.owners]
         lines = dict(slot=range(len(self)), pos=['.' if p == EMPTY else p for p in self.pos], seq=names)
         width = max(len(str(value)) for values in lines.values() for value in values) + 2
-        return '\n'.join((f'{label:<6}' + ''.join(f'{value!s:<{width}}' for value in values)).rstrip() for label, values in lines.items())
+        n = (LINE - 6) // width
+        return '\n\n'.join('\n'.join((f'{label:<6}' + ''.join(f'{value!s:<{width}}' for value in values[start:start + n])).rstrip()
+                                     for label, values in lines.items()) for start in range(0, len(self), n))
 
 
 class Window:

@@ -33,7 +33,8 @@ class System:
 
     def new(self):
         if not self.unused:
-            raise ValueError(f"the cache has room for {len(self.length)} sequences, and all are taken")
+            raise ValueError(f"the cache has room for {len(self.length)} sequences, and all are taken: let go of earlier caches, "
+                             "and of exceptions that hold them")
         seq = self.unused.pop()
         self.length[seq] = 0
         return seq

@@ -211,6 +211,10 @@ def test_the_drawing():
     put(c, {(0, 1): [0, 1], 0: [2]})
     c.seq_rm(1, 1)
     assert str(c) == '\n'.join(['slot  0   1   2   3', 'pos   0   1   2   .', 'seq   ab  a   a'])
+    wide = cache(kv_size=40)
+    put(wide, {0: range(30)})
+    lines = str(wide).split('\n')
+    assert len(lines) == 7 and lines[4].startswith('slot  28  29') and lines[5] == 'pos   28  29' + '  .' + '   .' * 9 and max(map(len, lines)) <= 120
     two = cache(kv_size=1, n_seq_max=2, unified=False)
     put(two, {1: [7]})
     assert str(two) == '\n'.join(['stream 0', 'slot  0', 'pos   .', 'seq', 'stream 1', 'slot  0', 'pos   7', 'seq   b'])
