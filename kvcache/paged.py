@@ -176,6 +176,8 @@ class PagedCache:
             positions += range(start, end)
             slots += b.slots(seq, start, end)
             tables.append(b.tables[seq])
+        if not 0 <= min(ids) <= max(ids) < model.config.vocab_size:
+            raise ValueError(f"token ids are 0 to {model.config.vocab_size - 1}, not {min(ids)} to {max(ids)}")
         lengths = [b.length[seq] for seq in seqs]
         if max(lengths) > model.config.block_size:
             raise ValueError(f"out of context: a sequence of {max(lengths)} tokens, and block_size is {model.config.block_size}")

@@ -26,7 +26,7 @@ class Placement:
         written at all, (n,), or None for all.
     index: the rows that are read, as `Rows.read` takes it, (B, K) in all.
     mask: (B, 1, T, K), True where a token may look, or None where all may look at all.
-    turned: (B, K), by how many positions the keys read are still to be turned, or None.
+    turned: (B, K), by how many positions the keys read are still to be turned, or None. added: of `added_mask`, once it is made.
     """
     positions: torch.Tensor
     rows: torch.Tensor
@@ -121,7 +121,7 @@ class PlacedLayer:
         """
         Write k and v, (B, n_head, T, head_dim), of the new tokens. Returns (k, v, mask, self): all keys and values to attend
         over, (B, n_head, K, head_dim), and what is added to hide those that a token may not see, (B, 1, T, K) or None; where k is.
-        No gradients go through a cache.
+        Not for training: no gradients go through a cache, and what comes back is overwritten by the next layer.
         """
         if self.writes:
             self.layer.write(self.placement, k, v)
@@ -133,14 +133,14 @@ def logits_of(model, idx, forward, last):
     """
     One forward pass: tokens idx, laid out as the forward wants them, to logits (n, vocab_size) of those numbered `last` (n,).
 
-    ValueError if the model is in training mode, and if the logits are no numbers: what the pass has written is zero then, since a
-    NaN would be read by whoever gets the row next, through any mask.
+    ValueError if the model is in training mode, and if the logits are no numbers: any NaN in the cache is then made zero, since
+    whoever got its row next would read it, through any mask.
     """
     if model.training:
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
     x, _ = model.hidden_states(idx.reshape(forward.positions.shape), forward)
     logits = model.lm_head(x.flatten(0, 1)[last])
-    if not math.isfinite(logits.sum()):
+    if not math.isfinite(logits.sum(dtype=torch.float32)):
         for placed in forward:
             placed.layer.scrub()
         raise ValueError("the model's logits are not numbers: its weights are broken")

@@ -95,6 +95,10 @@ def part_of(cache, path, tensors, part, n_owners):
             raise ValueError(f"{path} is damaged: {part}.{name} is not what it says it holds")
     if ((found['pos'] < 0) | (found['pos'] >= LARGEST)).any() or not found['owners'].any(dim=1).all():
         raise ValueError(f"{path} is damaged: cells without position or owner")
+    if not all(found[name].isfinite().all() for name in expected):
+        raise ValueError(f"{path} is damaged: there are keys or values that are no numbers")
+    if n_owners > 1 and not cache.unified and (found['owners'] != (torch.arange(n_owners) == part)).any():
+        raise ValueError(f"{path} is damaged: cells in the stream of another sequence")
     if found['shift'].any() and not cache.can_shift:
         raise ValueError(f"{path} is damaged: keys to be turned that cannot be")
     return found

@@ -46,7 +46,7 @@ class Scratch:
     Memory for what is copied together or widened to be attended over: the layers of a cache take turns with it.
 
     New tensors at each layer can double the time of a step: megabytes of fresh memory are fetched from the system page by
-    page, and given back.
+    page, and given back. It stays as large as it has been: a few times the keys and values of one layer, as they are read.
     """
 
     def __init__(self):
@@ -128,11 +128,13 @@ class Rows:
             parts = [t[index] for t in self.tensors()]
         if parts[0].dtype is dtype:
             return parts[0]
-        out = scratch.tensor(name, (*parts[0].shape[:2], self.width), dtype, parts[0].device)
-        if self.scale is None:
-            return out.copy_(parts[0])
-        return dequantise(*parts, self.bits, out if dtype is self.scale.dtype else None).to(dtype)
+        shape, device = (*parts[0].shape[:2], self.width), parts[0].device
+        wide = parts[0]
+        if self.scale is not None:
+            wide = dequantise(*parts, self.bits, scratch.tensor((name, 'wide'), shape, self.scale.dtype, device))
+        return wide if wide.dtype is dtype else scratch.tensor(name, shape, dtype, device).copy_(wide)
 
     def nbytes(self):
+        """Bytes of what is stored; what a `Scratch` holds comes on top."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
 

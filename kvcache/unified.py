@@ -174,7 +174,7 @@ class KVCache(Streams):
         state.load(self, path, seq)
 
     def memory_breakdown(self):
-        """{device: bytes} of all that is stored."""
+        """{device: bytes} of all that is stored; what the layers' `Scratch` holds comes on top."""
         sizes = {}
         for layer in self.own_layers():
             device = str(layer.k.data.device)

@@ -443,7 +443,9 @@ def test_dropout_does_not_get_into_the_pool():
         p.run(m, ['a'])
     m.eval()
     assert torch.allclose(p.run(m, ['a'])[0], full_logits(m, list(range(9))), atol=1e-5) and p.add(m, 'b', torch.arange(9)) == 8
-    for refused in (lambda: p.extend('c', [1]), lambda: p.fork('c', 'd'), lambda: p.remove('c'), lambda: p.truncate('c', 1), lambda: p.run(m, [])):
+    p.add(m, 'wrong', [1, 29])
+    for refused in (lambda: p.run(m, ['wrong']), lambda: p.run(m, []), lambda: p.extend('c', [1]), lambda: p.fork('c', 'd'),
+                    lambda: p.remove('c'), lambda: p.truncate('c', 1)):
         with pytest.raises(ValueError):
             refused()
 

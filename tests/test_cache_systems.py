@@ -232,6 +232,20 @@ def test_broken_weights_do_not_stay_in_the_cache(kind, bits):
 
 
 @pytest.mark.parametrize('kind', SYSTEMS)
+@pytest.mark.parametrize('bits', [0, 8])
+def test_half_precision(kind, bits):
+    """Logits whose sum is more than float16 holds are numbers all the same."""
+    m = model(9, vocab_size=3000)
+    with torch.no_grad():
+        m.transformer.ln_f.bias.fill_(1.0)
+        m.lm_head.weight.sub_(1.0)
+    m.half()
+    logits, _ = CacheDecoder(m, kind, 2, bits)(torch.tensor([[1, 2], [3, 4]]), None)
+    exact = m(torch.tensor([[1, 2], [3, 4]]), use_cache=False)[0]
+    assert torch.isinf(exact.sum()) and (logits - exact).abs().max() < 0.5
+
+
+@pytest.mark.parametrize('kind', SYSTEMS)
 def test_rows_that_cannot_be_rewound_are_all_left_alone(kind):
     m = model(8)
     decoder = CacheDecoder(m, kind, n_seq=2)

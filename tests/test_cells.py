@@ -550,6 +550,7 @@ def edited(path, tensors=(), **header):
     dict(tensors={'0.0.k0': torch.zeros(4, 32, dtype=torch.int8)}), dict(tensors={'0.0.k0': torch.zeros(5, 32)}),
     dict(tensors={'0.pos': torch.arange(5) - 1}), dict(tensors={'0.pos': torch.arange(5).float()}), dict(tensors={'0.pos': torch.tensor(3)}),
     dict(tensors={'0.owners': torch.zeros(5, 4, dtype=torch.bool)}), dict(tensors={'0.shift': torch.ones(5, dtype=torch.int64)}),
+    dict(tensors={'0.0.k1': torch.full((5, 1), float('nan'))}), dict(tensors={'0.pos': torch.full((5,), 2**40)}),
     dict(version=1), dict(one=True), dict(n_seq_max=None), dict(type_k=None),
 ])
 def test_damaged_state_is_refused_and_changes_nothing(tmp_path, how):
@@ -565,6 +566,17 @@ def test_damaged_state_is_refused_and_changes_nothing(tmp_path, how):
     c.state_load(edited(tmp_path / 'all'))
     with pytest.raises(ValueError, match='not 99'):
         c.state_save(tmp_path / 'all', seq=99)
+
+
+def test_a_stream_has_its_own_sequence_only(tmp_path):
+    c = cache(unified=False)
+    put(c, {1: range(5)})
+    c.state_save(tmp_path / 'all')
+    owners = torch.zeros(5, 4, dtype=torch.bool)
+    owners[:, 0] = True
+    with pytest.raises(ValueError, match='another sequence'):
+        c.state_load(edited(tmp_path / 'all', {'1.owners': owners}))
+    assert positions(c, 1) == [0, 1, 2, 3, 4]
 
 
 # a machine that does anything in any order
