@@ -325,9 +325,10 @@ class GPT(nn.Module):
         t = self.transformer
         if hasattr(kv_cache, 'positions'):  # a cache system says where each token stands
             self.check_layers(kv_cache)
-            if kv_cache.positions.shape != idx.shape or kv_cache.positions.max() >= self.config.block_size:
-                raise ValueError(f"tokens are {tuple(idx.shape)}, and their places {tuple(kv_cache.positions.shape)} up to position "
-                                 f"{int(kv_cache.positions.max())} of block_size {self.config.block_size}")
+            if kv_cache.positions.shape != idx.shape:
+                raise ValueError(f"tokens are {tuple(idx.shape)}, and their places {tuple(kv_cache.positions.shape)}")
+            if kv_cache.positions.max() >= self.config.block_size:
+                raise ValueError(f"out of context: position {int(kv_cache.positions.max())} of block_size {self.config.block_size}")
             pos = t.wpe(kv_cache.positions.to(idx.device))
         elif isinstance(cache_pos := self.check_input(idx, kv_cache), torch.Tensor):
             pos = t.wpe.weight[cache_pos[:, None] + torch.arange(idx.size(1), device=idx.device)]

@@ -67,7 +67,7 @@ def check(config, input_ids, input_positions, kv_caches, m):
         raise ValueError(f"one slot and one position for each token: {len(m.slot_mapping)} and {len(input_positions)} for {N}")
     if m.block_tables.dim() != 2 or not m.query_lens.shape == m.seq_lens.shape == m.block_tables.shape[:1]:
         raise ValueError(f"{len(m.query_lens)} query_lens and {len(m.seq_lens)} seq_lens do not go with block tables {tuple(m.block_tables.shape)}")
-    ids, positions, slots = input_ids.tolist(), input_positions.tolist(), m.slot_mapping.tolist()
+    positions, slots = input_positions.tolist(), m.slot_mapping.tolist()
     expected_positions, expected_slots = [], []
     for table, new, length in zip(m.block_tables.tolist(), m.query_lens.tolist(), m.seq_lens.tolist()):
         if not 1 <= new <= length <= config.block_size:
@@ -84,8 +84,6 @@ def check(config, input_ids, input_positions, kv_caches, m):
         raise ValueError(f"slots {slots} are not those of the block tables, {expected_slots}, and -1 for padding")
     if len(set(expected_slots)) < n:
         raise ValueError(f"two requests write one slot: {expected_slots}")
-    if not all(0 <= token < config.vocab_size for token in ids):
-        raise ValueError(f"token ids are 0 to {config.vocab_size - 1}, not {min(ids)} to {max(ids)}")
 
 
 def seen_by_all(m, input_positions, ends, block_size, n_used):
@@ -165,7 +163,7 @@ class PagedCache:
     @torch.no_grad()
     def run(self, model, seqs):
         """One forward pass for all tokens of these sequences that are not computed yet, at least one each. Returns logits (S, vocab_size)."""
-        b, seqs, ids, positions, slots, tables = self.blocks, list(seqs), [], [], [], []
+        b, seqs, ids, positions, slots, tables, new, lengths = self.blocks, list(seqs), [], [], [], [], [], []
         if not seqs:
             raise ValueError("there is no sequence to run")
         for seq in seqs:
@@ -176,12 +174,8 @@ class PagedCache:
             positions += range(start, end)
             slots += b.slots(seq, start, end)
             tables.append(b.tables[seq])
-        if not 0 <= min(ids) <= max(ids) < model.config.vocab_size:
-            raise ValueError(f"token ids are 0 to {model.config.vocab_size - 1}, not {min(ids)} to {max(ids)}")
-        lengths = [b.length[seq] for seq in seqs]
-        if max(lengths) > model.config.block_size:
-            raise ValueError(f"out of context: a sequence of {max(lengths)} tokens, and block_size is {model.config.block_size}")
-        new = [length - self.computed[seq] for seq, length in zip(seqs, lengths)]
+            new.append(end - start)
+            lengths.append(end)
         n = max(map(len, tables))
         tables = [block for table in tables for block in (*table, *[-1] * (n - len(table)))]
         parts = ids, positions, slots, new, lengths, tables

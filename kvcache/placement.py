@@ -133,11 +133,14 @@ def logits_of(model, idx, forward, last):
     """
     One forward pass: tokens idx, laid out as the forward wants them, to logits (n, vocab_size) of those numbered `last` (n,).
 
-    ValueError if the model is in training mode, and if the logits are no numbers: any NaN in the cache is then made zero, since
+    ValueError, before anything is written, on ids that are not in the vocabulary and if the model is in training mode; and if the
+    logits are no numbers: any NaN in the cache is then made zero, since
     whoever got its row next would read it, through any mask.
     """
     if model.training:
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
+    if idx.min() < 0 or idx.max() >= model.config.vocab_size:
+        raise ValueError(f"token ids are 0 to {model.config.vocab_size - 1}, not {int(idx.min())} to {int(idx.max())}")
     x, _ = model.hidden_states(idx.reshape(forward.positions.shape), forward)
     logits = model.lm_head(x.flatten(0, 1)[last])
     if not math.isfinite(logits.sum(dtype=torch.float32)):

@@ -241,10 +241,7 @@ class CacheDecoder:
 
     @torch.inference_mode()
     def __call__(self, idx, kv_cache):
-        if idx.dim() != 2 or idx.size(1) == 0:
-            raise ValueError(f"token ids must be (B, T) with at least one token, not {tuple(idx.shape)}")
-        if idx.min() < 0 or idx.max() >= self.model.config.vocab_size:
-            raise ValueError(f"token ids are 0 to {self.model.config.vocab_size - 1}, not {int(idx.min())} to {int(idx.max())}")
+        self.model.check_input(idx, None)
         if kv_cache is None:
             kv_cache = [Sequences(self.system, [Member(self.system, self.system.new()) for _ in range(len(idx))], 0)]
         if len(kv_cache) != 1 or getattr(kv_cache[0], 'system', None) is not self.system:

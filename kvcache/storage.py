@@ -76,9 +76,10 @@ class Rows:
         self.shape, self.width, self.kind, self.bits = tuple(shape), width, kind, BITS[kind]
         self.scale, self.group = None, math.gcd(width, GROUP)
         with torch.inference_mode(False):  # so that it can be written in any mode
-            self.allocate(shape, width, kind, device, transposed)
+            self.allocate(device, transposed)
 
-    def allocate(self, shape, width, kind, device, transposed):
+    def allocate(self, device, transposed):
+        shape, width, kind = self.shape, self.width, self.kind
         if self.bits <= 8:
             if self.group < 8:
                 raise ValueError(f"{kind} keeps groups of 8 numbers at least, which do not divide a row of {width}")
