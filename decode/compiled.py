@@ -6,6 +6,8 @@ names, and attention goes over all block_size slots with a mask: nothing in the 
 (After gpt-fast's decode_one_token, https://github.com/pytorch-labs/gpt-fast. The price is reading the slots that are
 still empty; they are masked, but they must hold numbers, as zero-filled caches do.)
 """
+import threading
+
 import torch
 import torch.nn.functional as F
 
@@ -36,29 +38,34 @@ class CompiledDecoder:
     """
 
     def __init__(self, model):
-        self.model, self.known = model, []
+        self.model, self.known, self.lock = model, [], threading.Lock()
         device = next(model.parameters()).device.type
         self.name = f"torch.compile on {device}, static shapes"
         self.step = torch.compile(step, fullgraph=True, dynamic=False, mode='reduce-overhead' if device == 'cuda' else None)
 
     def __call__(self, idx, kv_cache):
-        if idx.size(1) > 1 or kv_cache is None:
+        if kv_cache is None or idx.dim() != 2 or idx.size(1) != 1:
             logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
             return logits, kv_cache
+        with self.lock:  # `known` is of one step at a time
+            return self.one_token(idx, kv_cache)
+
+    def one_token(self, idx, kv_cache):
         cache_pos = kv_cache[0][2]
         caches = [cache for layer in kv_cache for cache in layer[:2]]
-        if len(caches) != len(self.known) or any(a is not b for a, b in zip(caches, self.known)):
-            self.model.check_input(idx, kv_cache)
+        new = len(caches) != len(self.known) or any(a is not b for a, b in zip(caches, self.known))
+        if new or type(cache_pos) is not int or idx.dtype is not torch.int64:
+            idx, cache_pos = self.model.check_input(idx, kv_cache)
+        if new:
             self.known = caches
             for cache in caches:  # a recorded graph may write into them instead of copying them
                 torch._dynamo.mark_static_address(cache, guard=False)
-        if not torch.is_tensor(cache_pos):
-            if not 0 <= cache_pos < caches[0].size(2):
-                raise ValueError(f"out of context: cache_pos {cache_pos} + 1 new token > block_size {caches[0].size(2)}")
-            pos = torch.full((idx.size(0),), cache_pos, device=idx.device)
-        else:
-            self.model.check_input(idx, kv_cache)
+        if torch.is_tensor(cache_pos):
             pos = cache_pos
+        elif 0 <= cache_pos < caches[0].size(2):
+            pos = torch.full((idx.size(0),), cache_pos, dtype=torch.int64, device=idx.device)
+        else:
+            raise ValueError(f"out of context: cache_pos {cache_pos} + 1 new token > block_size {caches[0].size(2)}")
         try:
             with torch.inference_mode():
                 logits = self.step(self.model, idx.contiguous(), pos, *caches)

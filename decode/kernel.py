@@ -20,10 +20,10 @@ import math
 from collections import namedtuple
 
 import numpy as np
-from numba import njit, prange, types
+from numba import njit, types
 from numba.extending import overload
 
-from decode.threads import barrier, claim
+from decode.threads import LINE, RUNNING, SPIN, SPIN_IDLE, STOP, barrier, claim, observe, publish, wait_until, wake
 from decode.vectors import (
     LANES,
     absolute,
@@ -45,7 +45,7 @@ from decode.vectors import (
     longs_at,
     max_lanes,
     multiply_tile,
-    pointer_to,
+    pointer_like,
     scale_tile,
     shorts_at,
     splat,
@@ -63,11 +63,12 @@ GROUP = 64  # inputs that share a scale when they are rounded to int8
 STORE, ADD, GELU = 0, 1, 2  # what becomes of the outputs of a linear
 BAD_TOKEN, NO_ROOM, STALE = 1, 2, 3  # why a step is refused
 CLAIMED = 2**20  # bytes of a linear's weights from which on threads take small parts of it in turn
-LINE = 8         # int64 in a cache line
 
-# what the addresses in `memory` lead to, in this order; from OWN on, each thread's own five
-(TOKENS, LOGITS, WTE, WPE, MEETING, CLAIMS, CACHE_POS, CACHES, NORM_WEIGHT, NORM_BIAS, SCALE, BIAS, START, X, Q, KV, Y, FF,
- PROBES, SEEN, OWN) = range(21)
+# what the addresses in `memory` lead to, in this order; from OWN on, five of each thread's own
+(TOKENS, LOGITS, WTE, WPE, MEETING, CLAIMS, CACHE_POS, CACHES, PACKED, EPS, NORM_WEIGHT, NORM_BIAS, SCALE, BIAS, START, X, Q, KV, Y, FF,
+ PROBES, SEEN, OWN) = range(23)
+
+N_THREADS, MEMORY, SIZES = 2, 3, 4  # in line 0 of threads.Workers.post: the step that is posted
 
 # all linears, one after the other: their packed weights, and for each output row a scale (1 but for int8) and a bias;
 # start is where the sums of an int8 panel and group begin, in steps of 128
@@ -292,17 +293,18 @@ def attend(q, q_at, k, v, at, n_keys, head_dim, weights, out, out_at):
 
 
 @njit
-def gpt_step(thread, n_threads, packed, memory, sizes, eps):
+def gpt_step(thread, n_threads, like, memory, sizes):
     """What thread number `thread` of n_threads does of one step; see the top of this file, and `steps`."""
     n_layer, n_head, head_dim, C, block_size, vocab_size = sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5]
     B, T, want_logits = sizes[6], sizes[7], sizes[8]
     tokens, cache_pos, caches, meeting = longs_at(memory[TOKENS]), longs_at(memory[CACHE_POS]), longs_at(memory[CACHES]), longs_at(memory[MEETING])
     logits, wte, wpe = floats_at(memory[LOGITS]), floats_at(memory[WTE]), floats_at(memory[WPE])
     norm_weight, norm_bias = floats_at(memory[NORM_WEIGHT]), floats_at(memory[NORM_BIAS])
-    linears = Linears(pointer_to(packed), floats_at(memory[SCALE]), floats_at(memory[BIAS]), shorts_at(memory[START]))
+    linears = Linears(pointer_like(like, memory[PACKED]), floats_at(memory[SCALE]), floats_at(memory[BIAS]), shorts_at(memory[START]))
     x, q, kv, y, ff = floats_at(memory[X]), floats_at(memory[Q]), floats_at(memory[KV]), floats_at(memory[Y]), floats_at(memory[FF])
-    mine = memory[OWN + 5 * thread:OWN + 5 * thread + 5]
-    own = Own(floats_at(mine[0]), floats_at(mine[1]), floats_at(mine[2]), bytes_at(mine[3]), floats_at(mine[4]))
+    mine, eps = OWN + 5 * thread, floats_at(memory[EPS])[0]
+    own = Own(floats_at(memory[mine]), floats_at(memory[mine + 1]), floats_at(memory[mine + 2]), bytes_at(memory[mine + 3]),
+              floats_at(memory[mine + 4]))
 
     rows, first_head, last_head = B * T, n_head * thread // n_threads, n_head * (thread + 1) // n_threads
     C_p, ff_p, head_p = padded(C, GROUP), padded(4 * C, GROUP), padded(head_dim, LANES)
@@ -318,7 +320,8 @@ def gpt_step(thread, n_threads, packed, memory, sizes, eps):
     for r in range(rows * thread // n_threads, rows * (thread + 1) // n_threads):
         token_at, pos_at = tokens[r] * C, (cache_pos[r // T] + r % T) * C
         for i in range(0, C, LANES):
-            store_first(x, r * C_p + i, load_first(wte, token_at + i, C - i) + load_first(wpe, pos_at + i, C - i), C - i)
+            # zeros beyond C as well: a NaN of an earlier step must not stay there
+            store(x, r * C_p + i, load_first(wte, token_at + i, C - i) + load_first(wpe, pos_at + i, C - i))
     barrier(meeting, n_threads)
 
     for layer in range(n_layer):
@@ -396,38 +399,49 @@ def refusal(memory, sizes):
 
 def steps(sources):
     """
-    The compiled functions (on several threads, on the caller's alone) of (n_threads, packed, memory, sizes, eps).
+    The compiled functions (run, loop) for weights of the type of `like`, an array of float32, uint16 (bfloat16) or int8.
 
-    packed: the linears' weights, float32, bfloat16 in uint16, or int8. memory: int64 addresses of everything else, TOKENS
-    to OWN. sizes: int64 (n_layer, n_head, head_dim, n_embd, block_size, vocab_size, B, T,
-    want_logits, n_probes). A step writes the keys and values of its B * T positions, and the logits (B, vocab_size) of each
-    sequence's last if they are wanted. Returns 0, or why it has done nothing, see `refusal`.
+    run(like, memory, sizes, n_threads, post): one step on the caller's thread and n_threads - 1 `Workers` of loop(like, post, thread).
+    memory: the int64 address of a table of addresses, TOKENS to OWN. sizes: that of int64 (n_layer, n_head, head_dim, n_embd,
+    block_size, vocab_size, B, T, want_logits, n_probes). post: that of the workers' lines. A step writes the keys and values of its
+    B * T positions, and the logits (B, vocab_size) of each sequence's last if they are wanted. Returns 0, or why nothing was done,
+    see `refusal`. The bits of the result do not depend on n_threads: each number is computed by one thread.
 
     Compiled code is kept on disk. sources is a part of its key, so that a change to any file of ours compiles it anew.
     """
-    @njit(parallel=True)
-    def on_threads(n_threads, packed, memory, sizes, eps):
-        sources  # noqa: B018
-        refused = refusal(memory, sizes)
-        if refused == 0:
-            for thread in prange(n_threads):
-                gpt_step(thread, n_threads, packed, memory, sizes, eps)
-        return refused
-
     @njit
-    def alone(n_threads, packed, memory, sizes, eps):
+    def run(like, memory_at, sizes_at, n_threads, post_at):
         sources  # noqa: B018
+        memory, sizes, post = longs_at(memory_at), longs_at(sizes_at), longs_at(post_at)
         refused = refusal(memory, sizes)
-        if refused == 0:
-            gpt_step(0, 1, packed, memory, sizes, eps)
+        if refused != 0:
+            return refused
+        if n_threads > 1:
+            longs_at(memory[MEETING])[0] = 0
+            publish(post, 0, 0)
+            post[N_THREADS], post[MEMORY], post[SIZES] = n_threads, memory_at, sizes_at
+            for thread in range(1, n_threads):
+                mine = longs_at(post_at + thread * LINE * 8)
+                claim(mine, 0)
+                wake(mine)
+        gpt_step(0, n_threads, like, memory, sizes)
+        if n_threads > 1:
+            wait_until(post, n_threads - 1, SPIN)
         return refused
 
-    return on_threads, alone
+    @njit(nogil=True)
+    def loop(like, post_at, thread, seen):
+        sources  # noqa: B018
+        post, mine = longs_at(post_at), longs_at(post_at + thread * LINE * 8)
+        if claim(mine, RUNNING) != 0:
+            return
+        while True:
+            seen += 1
+            wait_until(mine, seen, SPIN_IDLE)
+            if observe(mine, STOP):
+                return
+            gpt_step(thread, post[N_THREADS], like, longs_at(post[MEMORY]), longs_at(post[SIZES]))
+            claim(post, 0)
+            wake(post)
 
-
-@njit(parallel=True)
-def meet(n_threads, meeting, met):
-    """Do n_threads threads run side by side? met[thread] = 1 where one has met the others within a second or so."""
-    for thread in prange(n_threads):
-        if barrier(longs_at(meeting), n_threads, 20_000_000):
-            met[thread] = 1
+    return run, loop

@@ -1,61 +1,215 @@
 """
-Threads that run side by side, for numba: counters that all of them see, and a barrier.
+Threads that share one decode step: counters in shared memory, waiting, and the workers that run a thread's part.
 
-numba's prange hands out work and waits for all of it, once. In a decode step the same threads wait for each other several
-times a layer, which by way of prange would take longer than the work between.
+A step's threads wait for each other several times a layer, for a few microseconds each time. A wait first spins, which is the
+fastest way when every thread has a core of its own. After SPIN nanoseconds it sleeps (a futex on Linux), so that on a busy
+machine the core is free for the thread that is waited for.
 """
+import atexit
 import os
+import platform
+import sys
+import threading
+import time
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from decode.vectors import I32, I64, address, call
 
+LINE = 8  # int64 in a cache line of 64 bytes
+SPIN = 50_000  # nanoseconds that a thread spins at a barrier before it sleeps
+SPIN_IDLE = 200_000  # the same between two steps: Python needs 30 to 100 microseconds there
+LONGEST_SLEEP = 10_000_000  # nanoseconds after which a sleeper looks again
+
+CLOCK_MONOTONIC = {'linux': 1, 'darwin': 6}.get(sys.platform)
+FUTEX = {'x86_64': 202, 'aarch64': 98}.get(platform.machine()) if sys.platform == 'linux' else None
+FUTEX_WAIT, FUTEX_WAKE = 128, 129  # on memory that no other process has
+
+# a counter is one cache line of int64: its value at 0, and how many threads sleep until it changes at SLEEPERS
+SLEEPERS = 1
+# of a worker's counter: set to end it; set while it runs
+STOP, RUNNING = 2, 3
+
 
 @intrinsic
-def claim(typing, counters, i):
-    """counters[i] += 1 for all threads to see; returns what it was"""
+def claim(typing, counter, i):
+    """counter[i] += 1 for all threads to see; returns what it was"""
     def emit(context, builder, sig, args):
-        return builder.atomic_rmw('add', address(builder, *args), I64(1), 'acq_rel')
-    return types.int64(counters, types.int64), emit
+        return builder.atomic_rmw('add', address(builder, *args), I64(1), 'seq_cst')
+    return types.int64(counter, types.int64), emit
 
 
 @intrinsic
-def _glance(typing, counter):
-    """counter[0], as the other threads have left it, after a moment's pause"""
+def publish(typing, counter, i, value):
+    """counter[i] = value for all threads to see, after all that this thread has written before"""
+    def emit(context, builder, sig, args):
+        builder.store_atomic(args[2], address(builder, args[0], args[1]), 'seq_cst', 8)
+        return context.get_dummy_value()
+    return types.void(counter, types.int64, types.int64), emit
+
+
+@intrinsic
+def observe(typing, counter, i):
+    """counter[i] as the other threads have left it"""
+    def emit(context, builder, sig, args):
+        return builder.load_atomic(address(builder, *args), 'seq_cst', 8)
+    return types.int64(counter, types.int64), emit
+
+
+@intrinsic
+def _pause(typing):
+    """The processor's hint that this is a spinning loop"""
     def emit(context, builder, sig, args):
         if llvm.get_default_triple().startswith('x86_64'):
             call(builder, 'llvm.x86.sse2.pause', ir.VoidType())
-        return builder.load_atomic(address(builder, args[0], I64(0)), 'acquire', 8)
-    return types.int64(counter), emit
-
-
-@intrinsic
-def _let_others_run(typing):
-    """Offer the core to whoever waits for one: on a busy machine that may be the very thread we wait for."""
-    def emit(context, builder, sig, args):
-        if os.name == 'posix':
-            call(builder, 'sched_yield', I32)
         return context.get_dummy_value()
     return types.void(), emit
 
 
-@njit
-def barrier(counter, n_threads, patience=0):
-    """
-    Go on when n_threads have come here. counter: an int64 of their own, zero at first, that only ever grows.
+@intrinsic
+def clock(typing):
+    """Nanoseconds since some moment; always 0 on a system without clock_gettime"""
+    def emit(context, builder, sig, args):
+        if CLOCK_MONOTONIC is None:
+            return I64(0)
+        timespec = cgutils.alloca_once(builder, I64, 2)
+        call(builder, 'clock_gettime', I32, I32(CLOCK_MONOTONIC), timespec)
+        seconds, nanoseconds = (builder.load(builder.gep(timespec, [I64(i)])) for i in (0, 1))
+        return builder.add(builder.mul(seconds, I64(10 ** 9)), nanoseconds)
+    return types.int64(), emit
 
-    With patience, False comes back if they have not all come after that many glances.
-    """
+
+@intrinsic
+def _sleep(typing, counter, value):
+    """Sleep while counter[0] is `value`, LONGEST_SLEEP at most; without futexes, 50 microseconds"""
+    def emit(context, builder, sig, args):
+        if FUTEX:
+            timespec = cgutils.alloca_once(builder, I64, 2)
+            builder.store(I64(0), builder.gep(timespec, [I64(0)]))
+            builder.store(I64(LONGEST_SLEEP), builder.gep(timespec, [I64(1)]))
+            value = builder.and_(args[1], I64(2 ** 32 - 1))  # a futex is 32 bits: the lower half of the counter
+            call(builder, 'syscall', I64, I64(FUTEX), builder.ptrtoint(args[0], I64), I64(FUTEX_WAIT), value,
+                 builder.ptrtoint(timespec, I64), I64(0), I64(0))
+        elif os.name == 'posix':
+            call(builder, 'usleep', I32, I32(50))
+        return context.get_dummy_value()
+    return types.void(counter, types.int64), emit
+
+
+@intrinsic
+def _wake(typing, counter):
+    def emit(context, builder, sig, args):
+        if FUTEX:
+            call(builder, 'syscall', I64, I64(FUTEX), builder.ptrtoint(args[0], I64), I64(FUTEX_WAKE), I64(2 ** 31 - 1),
+                 I64(0), I64(0), I64(0))
+        return context.get_dummy_value()
+    return types.void(counter), emit
+
+
+@intrinsic
+def _add_sleepers(typing, counter, n):
+    def emit(context, builder, sig, args):
+        builder.atomic_rmw('add', address(builder, args[0], I64(SLEEPERS)), args[1], 'seq_cst')
+        return context.get_dummy_value()
+    return types.void(counter, types.int64), emit
+
+
+@njit
+def wait_until(counter, target, spin):
+    """Return when counter[0] is at least `target`: spin for so many nanoseconds, then sleep."""
+    looks = end_of_spin = 0
+    while True:
+        value = observe(counter, 0)
+        if value >= target:
+            return
+        looks += 1
+        if looks % 32:
+            _pause()
+        elif end_of_spin == 0:
+            end_of_spin = clock() + spin
+        elif clock() > end_of_spin:
+            _add_sleepers(counter, 1)
+            _sleep(counter, value)
+            _add_sleepers(counter, -1)
+
+
+@njit
+def wake(counter):
+    """Wake the threads that sleep until this counter changes; called after it has changed."""
+    if observe(counter, SLEEPERS) > 0:
+        _wake(counter)
+
+
+@njit
+def barrier(counter, n_threads):
+    """Return when n_threads threads have come here. counter[0] is a multiple of n_threads before the first one comes."""
     if n_threads == 1:
-        return True
-    end_of_round, glances = (claim(counter, 0) // n_threads + 1) * n_threads, 0
-    while _glance(counter) < end_of_round:
-        glances += 1
-        if glances % 65536 == 0:
-            _let_others_run()
-            if 0 < patience <= glances:
-                return False
-    return True
+        return
+    arrived = claim(counter, 0) + 1
+    if arrived % n_threads == 0:
+        wake(counter)
+    else:
+        wait_until(counter, (arrived // n_threads + 1) * n_threads, SPIN)
+
+
+def n_cores():
+    """How many cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
+def aligned(shape, dtype):
+    """An array of zeros whose first byte begins a cache line: no vector lies across two, no two threads share one."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start:start + size].view(dtype).reshape(shape)
+
+
+class Workers:
+    """
+    Threads 1, 2, ... of a step; thread 0 is the caller's own. They are started when they are first needed, sleep between steps,
+    and end with the process.
+
+    loop: compiled, without Python's lock, (like, address of post, thread, steps seen) -> None: it runs thread number `thread`'s part
+        of each step that is posted, until the line's STOP is set. It returns at once where a thread of that number runs already.
+    post: int64 lines. Line 0 counts the parts of a step that are finished. Line t counts the steps posted to thread t.
+    """
+
+    def __init__(self, loop, like):
+        self.loop, self.like = loop, like
+        self.forget()
+        atexit.register(self.stop)
+
+    def forget(self):
+        """After a fork the child has no thread but its own: start anew."""
+        self.n_ready, self.threads = 1, []
+        self.post = aligned((n_cores(), LINE), np.int64)
+        self.address = self.post.ctypes.data
+
+    def ready(self, n_threads, patience=1.0):
+        """How many threads can share a step, n_threads at most, the caller's included. Starts those that are missing."""
+        if self.n_ready < n_threads:
+            for number in range(self.n_ready, n_threads):
+                args = self.like, self.address, number, int(self.post[number, 0])
+                thread = threading.Thread(target=self.loop, args=args, name=f'decode {number}', daemon=True)
+                self.threads.append(thread)
+                thread.start()
+            end = time.monotonic() + patience
+            while not self.post[1:n_threads, RUNNING].all() and time.monotonic() < end:
+                time.sleep(0.0002)
+            self.n_ready = 1 + int(self.post[1:n_threads, RUNNING].astype(bool).cumprod().sum())
+        return min(n_threads, self.n_ready)
+
+    def stop(self):
+        """End the threads: the memory that they look at is about to be given back."""
+        self.n_ready = 1
+        self.post[1:, STOP] = 1
+        self.post[1:, 0] += 1
+        for thread in self.threads:
+            if thread.ident is not None:
+                thread.join(1)

@@ -165,11 +165,13 @@ floats_at, shorts_at, ints_at, longs_at, bytes_at = (_pointer_to(t) for t in (ty
 
 
 @intrinsic
-def pointer_to(typing, array):
-    """The pointer to an array's first element"""
+def pointer_like(typing, array, address):
+    """The pointer of an address to numbers of an array's type"""
+    pointer = types.CPointer(array.dtype)
+
     def emit(context, builder, sig, args):
-        return context.make_helper(builder, sig.args[0], args[0]).data
-    return types.CPointer(array.dtype)(array), emit
+        return builder.inttoptr(args[1], context.get_value_type(pointer))
+    return pointer(array, types.int64), emit
 
 
 # arithmetic

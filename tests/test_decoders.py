@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,8 +13,8 @@ from test_cache_exactness import large
 
 import decode
 from decode.compiled import CompiledDecoder
-from decode.cpu import CPUDecoder, quantise
-from fingerprint import bits
+from decode.cpu import CPUDecoder
+from decode.packing import quantise
 from model import GPT, GPTConfig, LayerKVCache
 
 BLOCK = 16
@@ -228,28 +227,6 @@ def test_models_it_does_not_know_are_refused_and_best_falls_back(capsys):
         decode.named('eager', f32(8), weights='int8')
 
 
-def test_threads_can_share_a_decoder_and_numbas_setting_is_left_alone():
-    import threading
-
-    import numba
-    model = f32(9)
-    decoder, idx = CPUDecoder(model, threads=min(2, numba.config.NUMBA_NUM_THREADS)), [torch.randint(29, (1, 6)) for _ in range(4)]
-    expected, got = [model.generate(i, 30, temperature=0) for i in idx], [None] * 4
-    numba.set_num_threads(1)
-    try:
-        def work(n):
-            mine = CPUDecoder(model)
-            got[n] = model.generate(idx[n], 30, temperature=0, use_cache=True, decoder=mine)
-        workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-        [w.start() for w in workers]
-        [w.join() for w in workers]
-        decoder(idx[0], None)
-        assert numba.get_num_threads() == 1
-    finally:
-        numba.set_num_threads(numba.config.NUMBA_NUM_THREADS)
-    assert all(torch.equal(a, b) for a, b in zip(expected, got))
-
-
 def test_int8_rounds_to_the_nearest():
     w = torch.randn(40, 64) * torch.logspace(-6, 3, 40)[:, None]
     w[3] = 0
@@ -327,19 +304,3 @@ def test_the_compiled_decoder_compiles_once_and_gives_the_same_tokens():
     assert counters['stats']['unique_graphs'] == 1
     model.load_state_dict(f32(12).state_dict())
     assert torch.equal(model.generate(idx, 20, temperature=0, use_cache=True, decoder=decoder), model.generate(idx, 20, temperature=0))
-
-
-def test_bits_change_with_any_weight():
-    for dtype, shape in ((torch.bfloat16, (3, 3)), (torch.bfloat16, (2, 2)), (torch.float32, (3,)), (torch.float64, (3,))):
-        w = torch.randn(shape).to(dtype)
-        before = bits(w)
-        w.view(-1)[-1] += 1
-        assert bits(w) != before
-    w = torch.zeros(20)
-    w[3] = 1
-    assert bits(w, every=2) == 0 != bits(w, every=3)
-    w = torch.randn(7, 9)
-    before = bits(w)
-    w.data[3, 3] += 1e-7
-    assert bits(w) != before and bits(torch.zeros(3)) == 0
-    assert np.isscalar(before)

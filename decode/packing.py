@@ -1,0 +1,143 @@
+"""
+A model's weights, laid out as `kernel.py` reads them.
+
+The model stays as it is. The packed copy takes 4, 2 or 1 bytes a weight: float32, bfloat16 or int8.
+"""
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from decode.kernel import GROUP, padded
+from decode.threads import aligned
+from decode.vectors import LANES
+
+WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8}
+padded = padded.py_func
+
+
+def check_model(model):
+    """
+    ValueError unless the model is model.py's GPT, unchanged, with float32 weights on the CPU.
+
+    The kernel reads the weights and runs no code of the model's, so modules of other classes, hooks and replaced `forward`
+    functions are refused, and so are weights of other shapes than the config says.
+    """
+    def refuse(what):
+        raise ValueError(f"the CPU decoder {what}: use another decoder, such as decode.EagerDecoder(model)")
+
+    t, home = model.transformer, {kind.__module__ for kind in type(model).__mro__}
+    for i, block in enumerate(t.h):
+        for name, module in (('Block', block), ('CausalSelfAttention', block.attn), ('MLP', block.mlp)):
+            if type(module).__name__ != name or type(module).__module__ not in home:
+                refuse(f"expects the {name} of {type(model).__module__} in block {i}, not {type(module).__module__}.{type(module).__name__}")
+    leaves = {nn.Linear: [getattr(block, part, None) for block in (*(b.attn for b in t.h), *(b.mlp for b in t.h))
+                          for part in ('c_attn', 'c_fc', 'c_proj') if hasattr(block, part)] + [model.lm_head],
+              nn.LayerNorm: [norm for block in t.h for norm in (block.ln_1, block.ln_2)] + [t.ln_f], nn.Embedding: [t.wte, t.wpe]}
+    for kind, modules in leaves.items():
+        for module in modules:
+            if type(module) is not kind:
+                refuse(f"expects {kind.__name__} here, not {type(module).__name__}")
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
+            refuse(f"does not run the hooks and functions that were added to {name or 'the model'}")
+    found, expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}, shapes_of(model)
+    for name in sorted(expected.keys() | found.keys()):
+        if found.get(name) != expected.get(name):
+            refuse(f"expects {name} to be {expected.get(name, 'absent')}, not {found.get(name, 'absent')}")
+    for name, p in model.named_parameters():
+        if p.dtype != torch.float32 or p.device.type != 'cpu' or not p.is_contiguous():
+            refuse(f"reads contiguous float32 weights on the CPU, but {name} is {p.dtype} on {p.device} with strides {p.stride()}")
+
+
+def shapes_of(model):
+    """{parameter name: shape} of a GPT with the model's config, with the biases that the model has."""
+    c = model.config
+    C, t = c.n_embd, 'transformer.'
+    shapes = {'lm_head.weight': (c.vocab_size, C), t + 'wte.weight': (c.vocab_size, C), t + 'wpe.weight': (c.block_size, C)}
+    linears = {'attn.c_attn': (3 * C, C), 'attn.c_proj': (C, C), 'mlp.c_fc': (4 * C, C), 'mlp.c_proj': (C, 4 * C)}
+    for layer in range(c.n_layer):
+        shapes |= {f'{t}h.{layer}.{name}.weight': shape for name, shape in linears.items()}
+        shapes |= {f'{t}h.{layer}.{name}.weight': (C,) for name in ('ln_1', 'ln_2')}
+    shapes[t + 'ln_f.weight'] = (C,)
+    weights = {name: name.removesuffix('bias') + 'weight' for name, _ in model.named_parameters() if name.endswith('.bias')}
+    return shapes | {name: shapes[weight][:1] for name, weight in weights.items() if weight in shapes}
+
+
+def linears_of(model):
+    """
+    (weight (rows, K), bias (rows) or None) of every linear, in the order kernel.py goes through them.
+
+    c_attn comes in two: the queries of all heads, then each head's keys and values, every head's rows
+    padded to a multiple of LANES, so that a thread can take some heads and leave the others.
+    """
+    c = model.config
+    head_dim = c.n_embd // c.n_head
+    pad = padded(head_dim, LANES) - head_dim
+    for block in model.transformer.h:
+        weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
+        w = F.pad(weight.view(3, c.n_head, head_dim, c.n_embd), (0, 0, 0, pad))
+        b = [None, None] if bias is None else F.pad(bias.view(3, c.n_head, head_dim), (0, pad)).tensor_split([1])
+        yield w[0].flatten(0, 1), b[0] if bias is None else b[0].flatten()
+        yield w[1:].transpose(0, 1).flatten(0, 2), b[1] if bias is None else b[1].transpose(0, 1).flatten()
+        for linear in (block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
+            yield linear.weight, linear.bias
+    yield model.lm_head.weight, None
+
+
+def quantise(w):
+    """
+    int8 weights: w (rows, K) -> (whole (rows, K) in -127 ... 127 as float32, scale (rows)), w = whole * scale.
+
+    Symmetric and rounded to the nearest, so no weight is off by more than half its row's scale, max|w| / 254.
+    """
+    scale = w.abs().amax(dim=1) / 127
+    return (w / scale.where(scale != 0, 1)[:, None]).round().nan_to_num(), scale  # a row with a NaN has it in its scale
+
+
+class PackedWeights:
+    """
+    A model's weights as kernel.py reads them. `fill` copies them there, and again when they have changed.
+
+    weights: float32, bfloat16 or int8, of all matrices; embeddings are read where they are, norms and biases stay float32.
+    linears is 1-D, the panels of all linears in order; scale and bias have a float32 for each of their rows. The arrays are
+    allocated once and stay where they are.
+    """
+
+    def __init__(self, model, weights):
+        self.model, self.weights = model, weights
+        with torch.no_grad():
+            shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model)]
+        rows, size = sum(n for n, _ in shapes), sum(n * k for n, k in shapes)
+        self.linears = aligned(size, WEIGHTS[weights])
+        self.inputs = {'float32': 1, 'bfloat16': 2, 'int8': 4}[weights]  # side by side in a panel
+        self.scale, self.bias = aligned(rows, np.float32), aligned(rows, np.float32)
+        self.start = aligned(size // GROUP if weights == 'int8' else 0, np.int16)
+        self.eps = np.array([model.transformer.ln_f.eps], np.float32)
+        self.norms = [norm for block in model.transformer.h for norm in (block.ln_1, block.ln_2)] + [model.transformer.ln_f]
+        norms = (len(self.norms), padded(model.config.n_embd, GROUP))
+        self.norm_weight, self.norm_bias = aligned(norms, np.float32), aligned(norms, np.float32)
+
+    @torch.no_grad()
+    def fill(self):
+        linears = torch.from_numpy(self.linears if self.weights != 'bfloat16' else self.linears.view(np.int16))
+        at = row = 0
+        for w, bias in linears_of(self.model):
+            n, K = padded(len(w), LANES), padded(w.size(1), GROUP)
+            w = F.pad(w, (0, K - w.size(1), 0, n - len(w)))
+            self.scale[row:row + n] = 1
+            if bias is not None:
+                self.bias[row:row + len(bias)] = bias
+            if self.weights == 'int8':
+                w, self.scale[row:row + n] = quantise(w)
+                sums = w.view(n // LANES, LANES, K // GROUP, GROUP).sum(dim=-1).transpose(1, 2)
+                self.start[at // GROUP:(at + n * K) // GROUP] = -sums.flatten()
+            elif self.weights == 'bfloat16':
+                w = w.bfloat16().view(torch.int16)
+            panels = w.view(n // LANES, LANES, K // self.inputs, self.inputs).transpose(1, 2)
+            linears[at:at + n * K].view(panels.shape).copy_(panels)
+            at, row = at + n * K, row + n
+        for i, norm in enumerate(self.norms):
+            self.norm_weight[i, :len(norm.weight)] = norm.weight
+            if norm.bias is not None:
+                self.norm_bias[i, :len(norm.weight)] = norm.bias
