@@ -1,0 +1,102 @@
+"""
+How a decoder does beside processes that keep the cores busy.
+
+    python benchmarks/busy.py                    S, M and L, one and ten sequences, 0, 1 and 2 busy neighbours, 20 runs of each
+    python benchmarks/busy.py --shape=S --runs=5
+
+The fair share is the quiet rate times the part of the cores that is left when neighbours and we get equal parts: cores / (cores +
+neighbours). The table shows the slowest and the median of the runs beside it, and beside the model's own cached step (eager).
+"""
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import json as json_format
+
+import torch
+from tqdm import tqdm
+
+import configurator
+import decode
+from bench import SHAPES
+from decode.threads import n_cores
+from model import GPT
+from whole_file import replacing
+
+shape = 'S,M,L'        # shapes of bench.py
+batches = '1,10'       # sequences at once
+neighbours = '0,1,2'   # processes that do nothing but compute
+runs = 20              # of each
+weights = 'float32'    # as the decoder reads them
+seconds = 0.5          # of one run, at least
+json = ''              # a file for the figures
+
+LENGTHS = {'S': 122, 'M': 200, 'L': 16}  # new tokens of a generation, within the window
+NEIGHBOUR = "while True:\n    pass"
+
+
+def main(config):
+    torch.manual_seed(0)
+    counts = [int(n) for n in neighbours.split(',')]
+    cells = [(name, int(B)) for name in shape.split(',') for B in batches.split(',')]
+    models = {name: GPT(SHAPES[name]).eval() for name, _ in cells}
+    cases = {}
+    for name, B in cells:
+        decoder = decode.best(models[name], B, weights)
+        for kind, step in ((decoder.name, decoder), ('eager', None)):
+            cases[name, B, kind] = models[name], torch.randint(SHAPES[name].vocab_size, (B, 6)), step
+    for case in cases.values():  # a warm-up
+        rate(*case, 8)
+    rates = {}
+    for n in counts:
+        busy = [subprocess.Popen([sys.executable, '-c', NEIGHBOUR]) for _ in range(n)]
+        try:
+            time.sleep(0.5)
+            for run in tqdm(range(runs), desc=f'{n} neighbours', disable=None):
+                for case, what in cases.items():
+                    if case[2] != 'eager' or run < 5:
+                        rates.setdefault((n, case), []).append(rate(*what, LENGTHS[case[0]]))
+        finally:
+            for process in busy:
+                process.kill()
+                process.wait()
+    report(counts, cells, rates)
+
+
+def rate(model, idx, decoder, n_new):
+    """Tokens a second: n_new greedy ones after the prompts idx, again and again until it has taken `seconds`."""
+    began, n = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        model.generate(idx, n_new, temperature=0, use_cache=True, decoder=decoder)
+        n += n_new * len(idx)
+    return n / (time.perf_counter() - began)
+
+
+def report(counts, cells, rates):
+    rows, cores = [], n_cores()
+    for name, B in cells:
+        kinds = {case[2] for _, case in rates if case[:2] == (name, B)}
+        ours = next(kind for kind in kinds if kind != 'eager')
+        quiet = statistics.median(rates[counts[0], (name, B, ours)])
+        for n in counts:
+            mine, eager = rates[n, (name, B, ours)], rates[n, (name, B, 'eager')]
+            fair = quiet * cores / (cores + n)
+            rows.append(dict(shape=name, batch=B, neighbours=n, slowest=min(mine), median=statistics.median(mine), fair_share=fair,
+                             slowest_of_fair_share=min(mine) / fair, eager=statistics.median(eager), runs=mine))
+    print(f"{cores} cores, {torch.__version__}, {weights}; tokens/s of {runs} runs\n")
+    print("| shape | sequences | neighbours | slowest | median | fair share | slowest / fair share | eager |")
+    print("|---|---|---|---|---|---|---|---|")
+    for r in rows:
+        print(f"| {r['shape']} | {r['batch']} | {r['neighbours']} | {r['slowest']:,.0f} | {r['median']:,.0f} | {r['fair_share']:,.0f} "
+              f"| {r['slowest_of_fair_share']:.2f} | {r['eager']:,.0f} |")
+    if json:
+        with replacing(json, 'w') as f:
+            json_format.dump(rows, f, indent=1)
+
+
+if __name__ == '__main__':
+    configurator.run(main)
