@@ -24,6 +24,7 @@ def model(seed=0, **how):
 def empty(decoder, kind):
     """Is nothing held any more?"""
     system = decoder.system
+    system.collect()
     if system.length:
         return False
     if kind == 'paged':
