@@ -217,6 +217,16 @@ class PagedCache(Exclusive):
         self.blocks.remove(seq)
         del self.computed[seq]
 
+    @exclusive
+    def clear(self):
+        """Remove all sequences, and everything that the blocks hold."""
+        self.blocks.reset()
+        self.tokens.clear()  # `recover` does the rest
+        self.recover()
+        for layer in self.layers:
+            for stored in layer.tensors():
+                stored.zero_()
+
     def recover(self):
         """A sequence is one that has tokens, and it has as many as its blocks have room for and it has been told."""
         for seq in [seq for seq in self.blocks.tables if not self.tokens.get(seq)]:

@@ -28,14 +28,15 @@ class System(Exclusive):
     Sequences by number, and how many tokens each has: length, {sequence: tokens}. Several threads can share a system: its
     operations run one at a time. One that raises or is interrupted leaves the sequences as they were.
 
-    A kind of system adds where they are kept: `feed`, for one forward pass; `copy`, of all of a sequence to a new one; and
-    `cut`, to its first n tokens, of however many there are: after a pass that has failed there may be more than `length` says.
+    A kind of system adds where they are kept: `layers`; `feed`, for one forward pass; `copy`, of all of a sequence to a new one;
+    and `cut`, to its first n tokens, of however many there are: after a pass that has failed there may be more than `length` says.
     """
 
     def __init__(self, n_seq):
         super().__init__()
         self.n_seq, self.length, self.unused = n_seq, {}, list(range(n_seq))[::-1]
         self.owners = {}  # {sequence: a weak reference to the object that it is for}, of those that are for one
+        self.spoilt = False  # may the rows of no sequence hold numbers that show through a mask? See `Forward.hiding`
 
     @exclusive
     def new(self, owner=None):
@@ -44,6 +45,9 @@ class System(Exclusive):
 
     def begin(self, owner):
         self.reclaim()
+        if self.spoilt and not self.length:
+            self.wipe()
+            self.spoilt = False
         if not self.unused:
             raise ValueError(f"the cache has room for {len(self.length)} sequences, and all are taken: let go of earlier caches, "
                              "and of exceptions that hold them")
@@ -84,6 +88,12 @@ class System(Exclusive):
         self.cut(seq, 0)
         self.unused.append(seq)
 
+    def wipe(self):
+        """Zeros everywhere, when there are no sequences."""
+        for layer in self.layers:
+            for stored in layer.tensors():
+                stored.zero_()
+
     @exclusive
     def collect(self):
         """Free the sequences whose owners are gone, which every operation that needs room does anyway."""
@@ -110,6 +120,7 @@ class System(Exclusive):
         try:
             logits = self.feed(model, seqs, idx)
         except NotNumbers:  # perhaps because of keys that earlier, broken weights left in the rows of others
+            self.spoilt = True
             self.recover()
             logits = torch.cat([self.feed(model, [seq], row[None], hiding=True) for seq, row in zip(seqs, idx)])
         self.length |= {seq: self.length[seq] + idx.size(1) for seq in seqs}
@@ -155,6 +166,7 @@ class CellsSystem(System):
         c = model.config
         self.cache = KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, c.block_size * (n_seq if unified else 1), n_seq, unified,
                              kind, kind, device=device_of(model))
+        self.layers = self.cache.own_layers()
 
     def copy(self, seq, new):
         self.cache.seq_cp(seq, new)
@@ -186,6 +198,10 @@ class PagedSystem(System):
         n_blocks = n_seq * -(-c.block_size // BLOCK)
         super().__init__(n_blocks)
         self.pool = PagedCache(c.n_layer, c.n_head, c.n_embd // c.n_head, n_blocks, BLOCK, kind, device_of(model))
+        self.layers = self.pool.layers
+
+    def wipe(self):
+        self.pool.clear()
 
     def copy(self, seq, new):
         self.pool.fork(seq, new)
