@@ -10,6 +10,8 @@ says that something does not. The environment is read when the model runs.
 import os
 import sys
 
+import torch
+
 import model
 from model import GPTConfig, LayerKVCache  # noqa: F401  (the same names as model.py)
 
@@ -78,7 +80,7 @@ class GPT(model.GPT):
             block.attn.layer = layer
 
     def hidden_states(self, idx, kv_cache=None, *args, **how):
-        if tracing() and idx.dim() == 2:
+        if tracing() and isinstance(idx, torch.Tensor) and idx.dim() == 2:
             where = f"b={idx.size(0)} t={idx.size(1)}"
             if not kv_cache:
                 trace('GPT', f"kv_cache=None {where} {positions(0, idx.size(1))}")

@@ -5,7 +5,7 @@ from tqdm import tqdm
 
 import decode
 import kvcache
-from model import Context
+from model import Context, as_int64, cut_of
 from whole_file import replacing
 
 
@@ -15,11 +15,11 @@ def negative_log_likelihoods(model, tokens, decoder=None, when_full='crop', keep
     Read tokens (B, T) as `stream` would have drawn them, and return (nll, context), (T - 1 - skip, B) and (T - 1 - skip,).
 
     nll: in nats, of each token from number 1 + skip on, given the context that generation would have had for it;
-    context: how many tokens that was. decoder, when_full, keep, n_keep: as in `GPT.stream`.
+    context: how many tokens that was. decoder, when_full, keep, n_keep: as in `GPT.stream`, for prompts of one token.
     """
-    block_size = model.config.block_size
-    keep = block_size if when_full == 'crop' else keep or block_size // 2
-    context = Context(list(tokens[:, :1]), 1, block_size, True, keep, n_keep)
+    tokens, block_size = as_int64('tokens', tokens), model.config.block_size
+    cut = cut_of(1, block_size, when_full, keep, n_keep)
+    context = Context(list(tokens[:, :1]), 1, block_size, True, [cut] * len(tokens))
     nll, lengths = [], []
     for t in tqdm(range(1, tokens.size(1)), desc=f'{when_full}, {decoder.name if decoder else "eager"}', leave=False, disable=None):
         logits = context.logits(decoder or model.feed)[:, 0]
@@ -36,8 +36,9 @@ def loss_by_context(model, text):
     size = model.config.block_size
     n = min(1024, (len(text) - size) // 16)
     # of a piece each offset: any stride would give different tokens to different contexts
-    starts = (torch.arange(16)[:, None] * ((len(text) - size) // 16) + torch.arange(n)).flatten()
-    windows = text[starts[:, None] + torch.arange(size + 1)]
+    pieces, offsets, window = (torch.arange(length, device=text.device) for length in (16, n, size + 1))
+    starts = (pieces[:, None] * ((len(text) - size) // 16) + offsets).flatten()
+    windows = text[starts[:, None] + window]
     losses = [F.cross_entropy(model(w[:, :-1], w[:, 1:])[0].transpose(1, 2).float(), w[:, 1:], reduction='none') for w in windows.split(64)]
     return torch.cat(losses).mean(dim=0)
 

@@ -11,6 +11,8 @@ and the same seed draws the same tokens.
 import json
 import math
 import os
+import threading
+import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,12 +44,27 @@ class GPTConfig:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
 
 
+INTEGERS = frozenset(getattr(torch, name) for name in ('uint8', 'int8', 'int16', 'int32', 'int64', 'uint16', 'uint32', 'uint64')
+                     if hasattr(torch, name))
+
+
+def as_int64(what, x):
+    """x, a tensor of any integer dtype, as int64. ValueError if it is something else; `what` is its name in the message."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"{what} must be a tensor of integers, not a {type(x).__name__}: {x!r:.60}")
+    if x.dtype is torch.int64:
+        return x
+    if x.dtype not in INTEGERS:
+        raise ValueError(f"{what} must be integers, not {x.dtype}: convert them with .long()")
+    return x.long()
+
+
 class LayerKVCache(NamedTuple):
     """
     The cache of one layer. It is a tuple, so kv_cache[0][2] and kv_cache[0].cache_pos are the same.
 
     k_cache, v_cache: (B, n_head, block_size, head_dim), allocated once and written in place.
-    cache_pos: how many positions are filled, or an int64 tensor (B,) when the sequences differ in length. Slots from
+    cache_pos: how many positions are filled, or an integer tensor (B,) when the sequences differ in length. Slots from
         cache_pos on are never read.
 
     The tuple you get back shares its storage with the one you gave. So rewinding is free: keep an old
@@ -76,7 +93,9 @@ class LayerKVCache(NamedTuple):
         """
         k_cache, v_cache, start = self
         T, block_size = k.size(2), k_cache.size(2)
-        ragged, end = isinstance(start, torch.Tensor), start + T
+        ragged = isinstance(start, torch.Tensor)
+        start = as_int64('cache_pos', start) if ragged else start
+        end = start + T
         longest = int(end.max()) if ragged else end
         if longest > block_size:  # written as a slice, k_cache[:, :, start:end] would clip, and drop a lone token in silence
             raise ValueError(f"cache is full: cache_pos {start} + {T} new tokens > block_size {block_size}")
@@ -121,6 +140,13 @@ class LayerKVCache(NamedTuple):
 def as_cache(layer):
     """The cache of a layer with its methods: a `LayerKVCache` of a plain tuple, and what is something else as it is."""
     return LayerKVCache(*layer) if type(layer) is tuple else layer
+
+
+def same_position(a, b):
+    """Are two values of cache_pos, both ints or both tensors (B,), the same?"""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype in INTEGERS and a.device == b.device and torch.equal(a.long(), b)
+    return isinstance(a, int) and isinstance(b, int) and a == b
 
 
 def visible(cache_pos, T_q, T_k):
@@ -289,31 +315,53 @@ class GPT(nn.Module):
         if len(kv_cache) != self.config.n_layer:
             raise ValueError(f"kv_cache has {len(kv_cache)} layers, but the model has {self.config.n_layer}")
 
+    def check_cache_pos(self, cache_pos, B, T):
+        """
+        cache_pos, where T new tokens of each of B sequences begin: an int, or a tensor (B,) of any integer dtype, which is
+        returned as int64. ValueError if it is something else, negative, or if the tokens do not fit behind it.
+        """
+        ragged = isinstance(cache_pos, torch.Tensor)
+        if ragged and cache_pos.dtype in INTEGERS and cache_pos.shape == (B,):
+            cache_pos = cache_pos.long()
+            smallest, largest = cache_pos.aminmax() if B else (0, 0)
+        elif not ragged and isinstance(cache_pos, int) and not isinstance(cache_pos, bool):
+            smallest = largest = cache_pos
+        else:
+            came = f"{tuple(cache_pos.shape)} of {cache_pos.dtype}" if ragged else repr(cache_pos)
+            raise ValueError(f"cache_pos must be an int, or a tensor of integers with one for each of the {B} sequences, not {came}")
+        if smallest < 0:
+            raise ValueError(f"cache_pos must not be negative: {cache_pos}")
+        if ragged and cache_pos.device != self.lm_head.weight.device:
+            raise ValueError(f"cache_pos is on {cache_pos.device}, but the model on {self.lm_head.weight.device}")
+        if largest + T > self.config.block_size:
+            raise ValueError(f"out of context: cache_pos {cache_pos} + {T} new tokens > block_size {self.config.block_size}")
+        return cache_pos
+
     def check_input(self, idx, kv_cache):
-        """cache_pos, the position of the first token of idx (B, T); ValueError before anything is written."""
+        """
+        Check the tokens idx (B, T) and the cache that they are fed to, before anything is written; ValueError if they do not fit.
+
+        Returns (idx, cache_pos): the tokens as int64, and the position of the first, an int or an int64 tensor (B,).
+        """
+        idx = as_int64('token ids', idx)
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"token ids must be (B, T) with at least one token, not {tuple(idx.shape)}")
-        c, T = self.config, idx.size(1)
-        cache_pos, ragged = 0, False
-        if kv_cache is not None:
-            self.check_layers(kv_cache)
-            k0, _, cache_pos = kv_cache[0]
-            ragged = isinstance(cache_pos, torch.Tensor) and cache_pos.shape == idx.shape[:1] and cache_pos.dtype is torch.int64
-            if not ragged and not isinstance(cache_pos, int) or (cache_pos.min() if ragged else cache_pos) < 0:
-                raise ValueError(f"cache_pos must be an int >= 0, or an int64 tensor of them, one for each sequence; not {cache_pos!r}")
-            shape, dtype, device = (idx.size(0), c.n_head, c.block_size, c.n_embd // c.n_head), k0.dtype, idx.device
-            for layer, (k_cache, v_cache, pos) in enumerate(kv_cache):
-                if pos is not cache_pos and not (torch.equal(pos, cache_pos) if ragged and torch.is_tensor(pos) else not ragged and pos == cache_pos):
-                    raise ValueError(f"cache_pos is {cache_pos} in layer 0 but {pos} in layer {layer}")
-                if not k_cache.shape == v_cache.shape == shape:
-                    raise ValueError(f"the cache of layer {layer} is {tuple(k_cache.shape)} and {tuple(v_cache.shape)}, "
-                                     f"but this model and batch need {shape}")
-                if not (k_cache.dtype is v_cache.dtype is dtype and k_cache.device == v_cache.device == device):
-                    raise ValueError(f"the cache of layer {layer} is {k_cache.dtype} and {v_cache.dtype} on {k_cache.device} and "
-                                     f"{v_cache.device}, but layer 0 is {dtype} and the tokens are on {device}")
-        if (cache_pos.max() if ragged else cache_pos) + T > c.block_size:
-            raise ValueError(f"out of context: cache_pos {cache_pos} + {T} new tokens > block_size {c.block_size}")
-        return cache_pos
+        if kv_cache is None:
+            return idx, self.check_cache_pos(0, *idx.shape)
+        self.check_layers(kv_cache)
+        c, device, (k0, _, given) = self.config, idx.device, kv_cache[0]
+        cache_pos = self.check_cache_pos(given, *idx.shape)
+        shape, dtype = (len(idx), c.n_head, c.block_size, c.n_embd // c.n_head), k0.dtype
+        for layer, (k_cache, v_cache, pos) in enumerate(kv_cache):
+            if pos is not given and not same_position(pos, cache_pos):
+                raise ValueError(f"cache_pos is {cache_pos} in layer 0 but {pos} in layer {layer}")
+            if not k_cache.shape == v_cache.shape == shape:
+                raise ValueError(f"the cache of layer {layer} is {tuple(k_cache.shape)} and {tuple(v_cache.shape)}, "
+                                 f"but this model and batch need {shape}")
+            if not (k_cache.dtype is v_cache.dtype is dtype and k_cache.device == v_cache.device == device):
+                raise ValueError(f"the cache of layer {layer} is {k_cache.dtype} and {v_cache.dtype} on {k_cache.device} and "
+                                 f"{v_cache.device}, but layer 0 is {dtype} and the tokens are on {device}")
+        return idx, cache_pos
 
     def hidden_states(self, idx, kv_cache=None, use_cache=False, last_only=False):
         """
@@ -325,15 +373,18 @@ class GPT(nn.Module):
         t = self.transformer
         if hasattr(kv_cache, 'positions'):  # a cache system says where each token stands
             self.check_layers(kv_cache)
+            idx = as_int64('token ids', idx)
             if kv_cache.positions.shape != idx.shape:
                 raise ValueError(f"tokens are {tuple(idx.shape)}, and their places {tuple(kv_cache.positions.shape)}")
             if kv_cache.positions.max() >= self.config.block_size:
                 raise ValueError(f"out of context: position {int(kv_cache.positions.max())} of block_size {self.config.block_size}")
             pos = t.wpe(kv_cache.positions.to(idx.device))
-        elif isinstance(cache_pos := self.check_input(idx, kv_cache), torch.Tensor):
-            pos = t.wpe.weight[cache_pos[:, None] + torch.arange(idx.size(1), device=idx.device)]
         else:
-            pos = t.wpe.weight[cache_pos:cache_pos + idx.size(1)]
+            idx, cache_pos = self.check_input(idx, kv_cache)
+            if isinstance(cache_pos, torch.Tensor):
+                pos = t.wpe.weight[cache_pos[:, None] + torch.arange(idx.size(1), device=idx.device)]
+            else:
+                pos = t.wpe.weight[cache_pos:cache_pos + idx.size(1)]
         x = dropout(t.wte(idx) + pos, self)
         new_cache = []
         for layer, block in enumerate(t.h):
@@ -345,7 +396,7 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, kv_cache=None, use_cache=None):
         """
-        idx, targets: (B, T) token ids; a target of -1 is not scored. Returns (logits, loss, kv_cache).
+        idx, targets: (B, T) token ids of any integer dtype; a target of -1 is not scored. Returns (logits, loss, kv_cache).
 
         With targets: logits (B, T, vocab_size) and the mean loss in nats. Without: logits of the last
         position only, (B, 1, vocab_size), and loss None. use_cache=None begins a cache in eval mode
@@ -353,6 +404,10 @@ class GPT(nn.Module):
         """
         if use_cache is None:
             use_cache = not self.training and targets is None
+        if targets is not None:
+            idx, targets = as_int64('token ids', idx), as_int64('targets', targets)
+            if targets.shape != idx.shape:
+                raise ValueError(f"targets are {tuple(targets.shape)}, but the tokens are {tuple(idx.shape)}")
         x, kv_cache = self.hidden_states(idx, kv_cache, use_cache, last_only=targets is None)
         if targets is None:
             return linear(x, self.lm_head), None, kv_cache
@@ -372,7 +427,7 @@ class GPT(nn.Module):
             tokens = self._tokens(idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token,
                                   generator, decoder, num_samples, **when_full)
             if isinstance(idx, torch.Tensor):
-                return torch.cat([idx.repeat_interleave(num_samples, dim=0), *tokens], dim=1)
+                return torch.cat([idx.long().repeat_interleave(num_samples, dim=0), *tokens], dim=1)
             rows = [list(prompt) for prompt in idx for _ in range(num_samples)]
             new = torch.cat([*tokens, torch.empty(len(rows), 0, dtype=torch.long, device=self.lm_head.weight.device)], dim=1).tolist()
             ends = [n.index(stop_token) + 1 if stop_token in n else len(n) for n in new]
@@ -394,6 +449,7 @@ class GPT(nn.Module):
             'crop': the last block_size tokens, as in nanoGPT: each token costs a full pass, with the cache or without.
             'shift': the first n_keep tokens of the prompt and the last `keep`, by default half of block_size, moved to
             positions 0, 1, ...; room for the next ones, which cost one step each. Other tokens than with 'crop'.
+            A prompt that is shorter than n_keep is kept whole, whatever the other prompts of the batch are.
 
         Runs without gradients and in eval mode, each module's own mode restored between tokens. Prompts longer than
         block_size are cropped to their end (with 'shift', after their first n_keep tokens). Raises ValueError on an empty
@@ -416,30 +472,28 @@ class GPT(nn.Module):
         n_rows = len(prompts) * num_samples
         if isinstance(generator, (list, tuple)) and len(generator) != n_rows:
             raise ValueError(f"{len(generator)} generators for {n_rows} rows: pass one for each, or one for all")
-        if when_full not in ('crop', 'shift') or when_full == 'crop' and (keep is not None or n_keep):
-            raise ValueError(f"when_full is 'crop', or 'shift' with keep and n_keep; not {when_full!r} with keep={keep}, n_keep={n_keep}")
-        n_keep = min(n_keep, min(map(len, prompts)))
-        if when_full == 'crop' or keep is None:
-            keep = c.block_size if when_full == 'crop' else max(1, min(c.block_size // 2, c.block_size - n_keep))
-        if keep < 1 or n_keep < 0 or n_keep + keep > c.block_size:
-            raise ValueError(f"n_keep={n_keep} and keep={keep} tokens of a full context, of these at least 1, must fit in {c.block_size}")
+        cuts = [cut_of(len(prompt), c.block_size, when_full, keep, n_keep) for prompt in prompts]
         context = RaggedContext if len({min(len(prompt), c.block_size) for prompt in prompts}) > 1 else Context
-        return self._stream(context(prompts, num_samples, c.block_size, use_cache, keep, n_keep), max_new_tokens, use_cache, decoder,
+        return self._stream(context(prompts, num_samples, c.block_size, use_cache, cuts), max_new_tokens, use_cache, decoder,
                             stop_token, temperature, top_k, top_p, generator)
 
     def _prompts(self, idx):
-        """The prompts, (B, T) or a list of token lists, as a list of tensors (T,) on the model's device; or ValueError."""
-        device = self.lm_head.weight.device
+        """The prompts, (B, T) or a list of token lists, as a list of int64 tensors (T,) on the model's device; or ValueError."""
+        device, vocab_size = self.lm_head.weight.device, self.config.vocab_size
         if isinstance(idx, torch.Tensor):
             if idx.dim() != 2 or idx.numel() == 0:
                 raise ValueError(f"the prompt must be (B, T) with at least one token, not {tuple(idx.shape)}: start from a newline, say")
-            prompts = list(idx)
+            prompts = list(as_int64('the prompt', idx))
         else:
-            prompts = [torch.as_tensor(prompt, device=device) for prompt in idx]
+            try:
+                prompts = [torch.as_tensor(prompt, device=device) for prompt in idx]
+            except (TypeError, ValueError, RuntimeError) as e:  # strings, nested lists of different lengths, more than 64 bits
+                raise ValueError(f"prompts must be lists of integers, all within the vocabulary of {vocab_size}: {e}") from None
             if not prompts or not all(prompt.dim() == 1 and len(prompt) for prompt in prompts):
                 raise ValueError("prompts must be lists of at least one token each: start from a newline, say")
-        if any(p.is_floating_point() or not 0 <= p.min() <= p.max() < self.config.vocab_size for p in prompts):
-            raise ValueError(f"the prompt must be integers within the vocabulary of {self.config.vocab_size}")
+            prompts = [as_int64('a prompt', prompt) for prompt in prompts]
+        if any(not 0 <= p.min() <= p.max() < vocab_size for p in prompts):
+            raise ValueError(f"the prompt must be integers within the vocabulary of {vocab_size}")
         return prompts
 
     def _stream(self, context, max_new_tokens, use_cache, decoder, stop_token, temperature, top_k, top_p, generator):
@@ -563,17 +617,36 @@ class GPT(nn.Module):
         return peak_flops and flops_per_token * c.block_size * fwdbwd_per_iter / dt / peak_flops
 
 
+class Cut(NamedTuple):
+    """What is left of a context that is full and gets another token: its first n_keep tokens and its last `keep`."""
+    keep: int
+    n_keep: int
+
+
+def cut_of(length, block_size, when_full='crop', keep=None, n_keep=0):
+    """The `Cut` of a prompt of `length` tokens, see `GPT.stream`; ValueError on settings that make no sense."""
+    if when_full not in ('crop', 'shift') or when_full == 'crop' and (keep is not None or n_keep):
+        raise ValueError(f"when_full is 'crop', or 'shift' with keep and n_keep; not {when_full!r} with keep={keep}, n_keep={n_keep}")
+    n_keep = min(n_keep, length)
+    if when_full == 'crop' or keep is None:
+        keep = block_size if when_full == 'crop' else max(1, min(block_size // 2, block_size - n_keep))
+    if keep < 1 or n_keep < 0 or n_keep + keep > block_size:
+        raise ValueError(f"n_keep={n_keep} and keep={keep} tokens of a full context, of these at least 1, must fit in {block_size}")
+    return Cut(keep, n_keep)
+
+
 class Context:
     """
     The last tokens of each sequence of a batch, as many of each, and the cache of them: what `_stream` goes on from.
 
-    A context that would outgrow the window is cut to its last `keep` tokens, after its first n_keep, and the cache
-    rewound: what stands at another position now has to be computed anew, in the same storage.
+    prompts: tensors (T,) of token ids. cuts: the `Cut` of each, which a context that outgrows the window is reduced to. The cache
+    is then rewound: the tokens that are left stand at other positions, so their keys and values are computed anew, in the same storage.
     """
 
-    def __init__(self, prompts, num_samples, block_size, use_cache, keep, n_keep):
-        self.num_samples, self.block_size, self.use_cache, self.keep, self.n_keep = num_samples, block_size, use_cache, keep, n_keep
-        contexts = [p if len(p) <= block_size else torch.cat([p[:n_keep], p[len(p) - block_size + n_keep:]]) for p in prompts]
+    def __init__(self, prompts, num_samples, block_size, use_cache, cuts):
+        self.num_samples, self.block_size, self.use_cache, self.cuts = num_samples, block_size, use_cache, cuts
+        contexts = [p if len(p) <= block_size else torch.cat([p[:cut.n_keep], p[len(p) - block_size + cut.n_keep:]])
+                    for p, cut in zip(prompts, cuts)]
         self.kv_cache = None
         self.end = max(map(len, contexts))
         # each context ends at column `end` of a buffer of two windows: at its end, the last window moves to the front
@@ -581,7 +654,7 @@ class Context:
         for row, context in zip(self.tokens, contexts):
             row[self.end - len(context):self.end] = context
         self.unwritten = []  # the newest tokens, (B, 1) each, that are not in the buffer yet
-        self.pinned = torch.stack([context[:n_keep] for context in contexts])
+        self.pinned = [context[:cut.n_keep].clone() for context, cut in zip(contexts, cuts)]
         self.set_lengths([len(context) for context in contexts])
 
     def set_lengths(self, lengths):
@@ -628,21 +701,23 @@ class Context:
         if self.length < self.block_size:
             self.length += 1
         else:
-            self.length = self.n_keep + self.keep
-            self.pin(slice(None))
+            self.length = sum(self.cuts[0])  # prompts of one length have the same cut
+            self.pin(range(len(self.tokens)))
             self.kv_cache = self.kv_cache and [as_cache(layer).rewound() for layer in self.kv_cache]
 
     def pin(self, rows):
-        """Put the pinned tokens in front of the last `keep`."""
-        if self.n_keep:
-            self.write()
-            start = self.end - self.keep - self.n_keep
-            self.tokens[rows, start:start + self.n_keep] = self.pinned[rows]
+        """Put the first n_keep tokens of these rows, a list, in front of their last `keep`."""
+        for row in rows:
+            keep, n_keep = self.cuts[row]
+            if n_keep:
+                self.write()
+                self.tokens[row, self.end - keep - n_keep:self.end - keep] = self.pinned[row]
 
     def select(self, rows):
         """Go on with these rows, an index tensor, alone."""
         self.write()
-        self.tokens, self.pinned = self.tokens[rows], self.pinned[rows]
+        self.tokens = self.tokens[rows]
+        self.pinned, self.cuts = ([each[row] for row in rows.tolist()] for each in (self.pinned, self.cuts))
         self.kv_cache = self.kv_cache and [as_cache(layer).rows(rows) for layer in self.kv_cache]
 
 
@@ -655,8 +730,9 @@ class RaggedContext(Context):
     logits are those of its own last token. A row that is cropped at each token has left the common step for good.
     """
 
-    def __init__(self, prompts, num_samples, *how):
-        super().__init__([p for p in prompts for _ in range(num_samples)], 1, *how)
+    def __init__(self, prompts, num_samples, block_size, use_cache, cuts):
+        prompts, cuts = ([each[i] for i in range(len(prompts)) for _ in range(num_samples)] for each in (prompts, cuts))
+        super().__init__(prompts, 1, block_size, use_cache, cuts)
 
     def set_lengths(self, lengths):
         self.lengths = lengths
@@ -702,13 +778,13 @@ class RaggedContext(Context):
     def lengthen(self):
         overflowing = [row for row in self.stepping if self.lengths[row] == self.block_size]
         self.lengths = [min(n + 1, self.block_size) for n in self.lengths]
-        if overflowing and self.keep == self.block_size:
-            self.leave([row for row in self.stepping if row not in overflowing])
-        elif overflowing:
-            self.unfilled = overflowing
-            for row in overflowing:
-                self.lengths[row] = self.n_keep + self.keep
-            self.pin(overflowing)
+        cropped = [row for row in overflowing if self.cuts[row].keep == self.block_size]
+        if cropped:
+            self.leave([row for row in self.stepping if row not in cropped])
+        self.unfilled = [row for row in overflowing if row not in cropped]
+        for row in self.unfilled:
+            self.lengths[row] = sum(self.cuts[row])
+        self.pin(self.unfilled)
 
     def leave(self, stepping):
         """Keep only these rows in the common step."""
@@ -720,7 +796,8 @@ class RaggedContext(Context):
         self.write()
         rows = rows.tolist()
         self.leave([row for row in self.stepping if row in rows])
-        self.tokens, self.pinned, self.lengths = self.tokens[rows], self.pinned[rows], [self.lengths[row] for row in rows]
+        self.tokens = self.tokens[rows]
+        self.pinned, self.cuts, self.lengths = ([each[row] for row in rows] for each in (self.pinned, self.cuts, self.lengths))
         self.stepping, self.unfilled = ([rows.index(row) for row in old if row in rows] for old in (self.stepping, self.unfilled))
 
 
@@ -782,17 +859,48 @@ def check_sampling(temperature, top_k, top_p):
         raise ValueError(f"top_p must be in (0, 1], not {top_p}")
 
 
+flipping = threading.RLock()
+evaluated = weakref.WeakKeyDictionary()  # {model: (weak references to the uses of `evaluating`, the modules to be restored after the last)}
+
+
+def new_lock():
+    global flipping
+    flipping = threading.RLock()
+
+
+if hasattr(os, 'register_at_fork'):
+    os.register_at_fork(after_in_child=new_lock)  # another thread of the parent may have held it
+
+
+class Use:
+    """One use of `evaluating`."""
+
+
 @contextmanager
 def evaluating(model):
-    """Eval mode inside; afterwards every module is back in the mode it was in. Free when already in eval mode."""
-    training = [m for m in model.modules() if m.training] if model.training else []
-    if training:
-        model.eval()
+    """
+    Eval mode inside; afterwards every module is back in the mode it was in.
+
+    Several threads can be inside for one model: the modules go back to training mode when the last one leaves. What is in eval
+    mode is not touched.
+    """
+    use = Use()
     try:
+        with flipping:
+            uses, modules = evaluated.setdefault(model, ([], []))
+            uses.append(weakref.ref(use))
+            if model.training:
+                modules += [m for m in model.modules() if m.training]
+                model.eval()
         yield
     finally:
-        for m in training:
-            m.training = True
+        with flipping:
+            uses, modules = evaluated.setdefault(model, ([], []))
+            uses[:] = [other for other in uses if other() not in (None, use)]  # None: an interrupt kept it from getting here
+            if not uses:
+                for m in modules:
+                    m.training = True
+                modules.clear()
 
 
 def read_huggingface(model_type):

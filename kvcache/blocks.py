@@ -113,10 +113,12 @@ class BlockManager:
             raise ValueError(f"there is no sequence {seq!r}")
         return self.tables[seq]
 
-    def extend(self, seq, n=1):
+    def extend(self, seq, n=1, copy=None):
         """
-        Room for n more positions. Returns the copies to be made before they are written, a list of (from block, to block): of
-        a last block that others use as well.
+        Room for n more positions. A last block that other sequences use as well is replaced by a copy.
+
+        copy(from block, to block) copies what the blocks hold. It is called before the new block is in the table, so that an interrupt
+        leaves either the old block there or a complete copy. Returns the copies as a list of (from block, to block), for who makes them later.
         """
         if n < 0:
             raise ValueError(f"a sequence is extended by positions, not by {n}: use truncate")
@@ -128,9 +130,12 @@ class BlockManager:
             raise OutOfBlocks(f"{n_new + shared} blocks are needed and {len(self.free)} are free: free a sequence, or use a larger pool")
         copies = []
         if shared:
-            copies.append((table[last], self.take()))
-            self.release(table[last])
-            table[last] = copies[0][1]
+            source, target = table[last], self.take()
+            if copy:
+                copy(source, target)
+            table[last] = target
+            self.release(source)
+            copies.append((source, target))
         elif last < len(table) and n > 0:
             self.forget(table[last])  # cut off within a full block, and about to be written over
         table += [self.take() for _ in range(n_new)]
@@ -166,10 +171,10 @@ class BlockManager:
         if not 0 <= length <= self.length[seq]:
             raise ValueError(f"a sequence of {self.length[seq]} cannot be cut to {length}")
         n = -(-length // self.block_size)
+        self.length[seq] = length
         for block in reversed(self.tables[seq][n:]):
             self.release(block)
         del self.tables[seq][n:]
-        self.length[seq] = length
 
     def remove(self, seq):
         """A sequence is done. Its blocks are freed from the last on, so that of a prompt the end is given away before the beginning."""
@@ -182,6 +187,24 @@ class BlockManager:
         for block in range(len(self.references)):
             self.forget(block)
         self.outdated = set(self.tables)
+
+    def recover(self):
+        """
+        Make everything agree with the tables again, after an operation that an exception cut short at any place. Nothing else is lost:
+        sequences, their lengths and what is known of full blocks stay.
+        """
+        for seq in self.tables.keys() ^ self.length.keys():
+            self.tables.pop(seq, None)
+            self.length.pop(seq, None)
+        self.outdated &= self.tables.keys()
+        self.references = [0] * len(self.references)
+        for seq, table in self.tables.items():
+            del table[-(-self.length[seq] // self.block_size):]
+            for block in table:
+                self.references[block] += 1
+        known = dict.fromkeys([*self.free, *range(len(self.references))])  # in the order in which they became free
+        self.free = OrderedDict.fromkeys(block for block in known if self.references[block] == 0)
+        self.block_with = {prefix: block for block, prefix in enumerate(self.prefix_of) if prefix is not None}
 
     def slots(self, seq, start, end):
         """The slots of positions start to end - 1: its part of a slot_mapping."""

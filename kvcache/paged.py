@@ -13,7 +13,8 @@ import torch
 
 from fingerprint import fingerprint, identity
 from kvcache.blocks import BlockManager
-from kvcache.placement import Forward, Layer, Placement, logits_of
+from kvcache.exclusive import Exclusive, exclusive
+from kvcache.placement import Forward, Layer, NotNumbers, Placement, logits_of
 from kvcache.storage import Scratch
 
 NOWHERE = 2**62  # later than any position
@@ -40,10 +41,24 @@ def execute_model(model, input_ids, input_positions, kv_caches, input_metadata, 
     Run the new tokens of all requests, input_ids (N,) at input_positions (N,), through the model at once, over the blocks in
     kv_caches (a `Layer` of (n_blocks, block_size) rows for each layer). Returns logits (S, vocab_size), of each request's last token.
     ValueError if what is given contradicts itself or the model, and nothing has been written; what is `trusted` is not looked at.
+    `NotNumbers` if the logits are not: what this pass has written is then zeros.
     """
     m = input_metadata
     if not trusted:
         check(model.config, input_ids, input_positions, kv_caches, m)
+    try:
+        return one_pass(model, input_ids, input_positions, kv_caches, m)
+    except NotNumbers:  # perhaps because of keys that earlier, broken weights left in the blocks of others
+        parts, start = [], 0
+        for i, end in enumerate(m.query_lens.cumsum(0).tolist()):
+            alone = InputMetadata(m.slot_mapping[start:end], *(each[i:i + 1] for each in (m.block_tables, m.query_lens, m.seq_lens)))
+            parts.append(one_pass(model, input_ids[start:end], input_positions[start:end], kv_caches, alone, hiding=True))
+            start = end
+        return torch.cat(parts)
+
+
+def one_pass(model, input_ids, input_positions, kv_caches, m, hiding=False):
+    """The forward pass of `execute_model`; hiding: see `Forward.hiding`."""
     ends, block_size = m.query_lens.cumsum(0), kv_caches[0].k.shape[1]
     which = None if (m.slot_mapping >= 0).all() else (m.slot_mapping >= 0).nonzero()[:, 0]
     rows = m.slot_mapping if which is None else m.slot_mapping[which]
@@ -54,7 +69,8 @@ def execute_model(model, input_ids, input_positions, kv_caches, input_metadata, 
     else:  # one batch of all tokens, over the keys of all
         positions = input_positions[None]
         index, mask = seen_by_all(m, input_positions, ends, block_size, n_used)
-    return logits_of(model, input_ids, Forward(kv_caches, Placement(positions, rows, index, mask, which)), ends - 1)
+    forward = Forward(kv_caches, Placement(positions, rows, index, mask, which))
+    return logits_of(model, input_ids, forward.hiding() if hiding else forward, ends - 1)
 
 
 def check(config, input_ids, input_positions, kv_caches, m):
@@ -108,64 +124,132 @@ def seen_by_all(m, input_positions, ends, block_size, n_used):
     return index, (position <= input_positions[:, None])[None, None]
 
 
-class PagedCache:
+class PagedCache(Exclusive):
     """
     A pool of n_blocks blocks of block_size positions, for all layers of a model, and the `BlockManager` of who uses them.
 
     kind: how keys and values are kept, see `Rows`. tokens: {sequence: its tokens}; computed: {sequence: of how many of them the
-    keys and values are in the cache}.
+    keys and values are in the cache}. Several threads can share a pool. An operation that raises, or that is interrupted, leaves
+    the sequences as they were.
+
+    Blocks are shared only between sequences that were computed with the same weights:
+    - `add` takes the `fingerprint` of the model. If it differs from the last one no block that was computed before is found again.
+    - `run` takes the `identity` of the model before and after its forward pass: where each parameter is, its dtype, torch's count
+      of its changes, and some of its values. If that differs from what `add` saw, nothing is found again that was computed before
+      or is computed from then on by the sequences that exist, even if the earlier weights come back.
+    So between two calls of `add` these are noticed: every change through torch (optimizers, load_state_dict, in-place operations),
+    replaced parameters, and changes through .data or numpy that reach a value that is looked at, as those of a whole parameter
+    do. Not noticed: a change through .data or numpy that spares these values and is undone before the next `add`; and what is not
+    a parameter, such as hooks, buffers and autocast.
     """
 
     def __init__(self, n_layer, n_head, head_dim, n_blocks, block_size=16, kind='float32', device='cpu'):
+        super().__init__()
         self.blocks, scratch = BlockManager(n_blocks, block_size), Scratch()
         self.layers = [Layer((n_blocks, block_size), n_head, head_dim, kind, kind, device, scratch=scratch) for _ in range(n_layer)]
-        self.tokens, self.computed, self.weights, self.head, self.device = {}, {}, None, None, device
+        self.tokens, self.computed, self.device = {}, {}, device
+        self.weights = self.identity = None  # of the model that the blocks which can be found were computed with
 
+    @exclusive
     def add(self, model, seq, tokens):
         """`BlockManager.add`. What was computed with other weights is not used."""
-        weights = fingerprint(model)
+        self.look_at(model)
+        return self.begin(seq, tokens)
+
+    @exclusive
+    def add_all(self, model, tokens):
+        """`add` for each of {sequence: its tokens}, with one look at the weights. After an exception some of them may be there."""
+        self.look_at(model)
+        return [self.begin(seq, mine) for seq, mine in tokens.items()]
+
+    def look_at(self, model):
+        now, weights = identity(model), fingerprint(model)
         if weights != self.weights:
             self.blocks.reset()
-            self.weights, self.head = weights, identity(model.lm_head)
-        tokens = [int(token) for token in tokens]
-        self.computed[seq] = self.blocks.add(seq, tokens)
-        self.tokens[seq] = tokens
-        return self.computed[seq]
+            self.weights, self.identity = weights, now
 
+    def begin(self, seq, tokens):
+        tokens = [int(token) for token in tokens]
+        computed = self.blocks.add(seq, tokens)
+        self.computed[seq] = computed
+        self.tokens[seq] = tokens
+        return computed
+
+    @exclusive
     def extend(self, seq, tokens):
         """Room for a sequence's next tokens, with the copies that sharing asks for."""
+        self.go_on(seq, tokens)
+
+    def go_on(self, seq, tokens):
         tokens = [int(token) for token in tokens]
-        copies = self.blocks.extend(seq, len(tokens))
-        for source, target in copies:
-            for layer in self.layers:
-                layer.copy(source, target)
+        self.blocks.extend(seq, len(tokens), self.copy)
         self.tokens[seq] += tokens
 
-    def fork(self, seq, new):
-        """A new sequence with all that seq has, in the same blocks until one of them goes on."""
-        self.blocks.fork(seq, new)
-        self.tokens[new], self.computed[new] = self.tokens[seq][:], self.computed[seq]
+    def copy(self, source, target):
+        for layer in self.layers:
+            layer.copy(source, target)
 
+    @exclusive
+    def fork(self, seq, new):
+        """
+        A new sequence with all tokens that seq has, in the same blocks until one of them goes on. Tokens that are not computed yet get
+        blocks of their own: each of the two sequences will write them. OutOfBlocks if there are not enough.
+        """
+        self.blocks.fork(seq, new)
+        computed = self.computed[seq]
+        self.blocks.truncate(new, computed)
+        self.blocks.extend(new, len(self.tokens[seq]) - computed, self.copy)
+        self.computed[new] = computed
+        self.tokens[new] = self.tokens[seq][:]
+
+    @exclusive
     def truncate(self, seq, n):
         """Keep the first n tokens of a sequence."""
         self.blocks.truncate(seq, n)
         del self.tokens[seq][n:]
         self.computed[seq] = min(n, self.computed[seq])
 
+    @exclusive
     def remove(self, seq):
         """A sequence is done."""
+        self.blocks.table(seq)
+        del self.tokens[seq]
         self.blocks.remove(seq)
-        del self.tokens[seq], self.computed[seq]
+        del self.computed[seq]
+
+    @exclusive
+    def clear(self):
+        """Remove all sequences, and everything that the blocks hold."""
+        self.blocks.reset()
+        self.tokens.clear()  # `recover` does the rest
+        self.recover()
+        for layer in self.layers:
+            for stored in layer.tensors():
+                stored.zero_()
+
+    def recover(self):
+        """A sequence is one that has tokens, and it has as many as its blocks have room for and it has been told."""
+        for seq in [seq for seq in self.blocks.tables if not self.tokens.get(seq)]:
+            del self.blocks.tables[seq]
+        self.blocks.recover()
+        tables, length = self.blocks.tables, self.blocks.length
+        self.tokens = {seq: tokens for seq, tokens in self.tokens.items() if seq in tables}
+        for seq, tokens in self.tokens.items():
+            n = min(len(tokens), length[seq])
+            del tokens[n:]
+            self.blocks.truncate(seq, n)
+        self.computed = {seq: min(self.computed.get(seq, 0), len(tokens)) for seq, tokens in self.tokens.items()}
 
     def nbytes(self):
         return sum(layer.nbytes() for layer in self.layers)
 
+    @exclusive
     @torch.no_grad()
     def run(self, model, seqs):
         """One forward pass for all tokens of these sequences that are not computed yet, at least one each. Returns logits (S, vocab_size)."""
         b, seqs, ids, positions, slots, tables, new, lengths = self.blocks, list(seqs), [], [], [], [], [], []
-        if not seqs:
-            raise ValueError("there is no sequence to run")
+        if not seqs or len(set(seqs)) < len(seqs):
+            raise ValueError(f"a pass is for one sequence or more, each named once, not for {seqs}")
         for seq in seqs:
             start, end = self.computed.get(seq, 0), len(self.tokens.get(seq, ()))
             if start == end:
@@ -180,13 +264,20 @@ class PagedCache:
         tables = [block for table in tables for block in (*table, *[-1] * (n - len(table)))]
         parts = ids, positions, slots, new, lengths, tables
         ids, positions, slots, new_lens, seq_lens, tables = torch.tensor(sum(parts, []), device=self.device).split([len(part) for part in parts])
-        if identity(model.lm_head) != self.head:  # it tells for all: what they began with are other weights, and nobody else may have it
-            b.reset()
-            self.weights, self.head = None, identity(model.lm_head)
+        self.forget_if_changed(model)
         metadata = InputMetadata(slots, tables.view(-1, n), new_lens, seq_lens)
         logits = execute_model(model, ids, positions, self.layers, metadata, trusted=True)
+        full = [seq for seq, n, length in zip(seqs, new, lengths) if length % b.block_size < n]  # they have filled a block
+        if full:
+            self.forget_if_changed(model)  # during the pass
         self.computed |= zip(seqs, lengths)
-        for seq, n, length in zip(seqs, new, lengths):
-            if length % b.block_size < n:  # a block has become full
-                b.remember(seq, self.tokens[seq])
+        for seq in full:
+            b.remember(seq, self.tokens[seq])
         return logits
+
+    def forget_if_changed(self, model):
+        """If the model is not what `add` saw: no block is found again, and none that the present sequences go on to fill."""
+        now = identity(model)
+        if now != self.identity:
+            self.blocks.reset()
+            self.weights, self.identity = None, now

@@ -90,6 +90,11 @@ class Layer:
             if stored.is_floating_point():
                 stored.nan_to_num_(0.0, 0.0, 0.0)
 
+    def erase(self, rows):
+        """Zeros in rows number `rows` (n,), which an earlier pass has written."""
+        for each in (self.k, self.v):
+            each.write(rows, torch.zeros(len(rows), each.width, device=self.device))
+
     def copy(self, source, target):
         """Outer number `target`, a stream or a block, becomes what `source` is, as it is kept."""
         for stored in self.tensors():
@@ -114,7 +119,7 @@ class PlacedLayer:
     """A layer during one forward pass: in the role of a `LayerKVCache`. One that does not write reads what another has written."""
 
     def __init__(self, layer, placement, writes=True):
-        self.layer, self.placement, self.writes = layer, placement, writes
+        self.layer, self.placement, self.writes, self.hides = layer, placement, writes, False
 
     @torch.no_grad()
     def append(self, k, v):
@@ -126,16 +131,23 @@ class PlacedLayer:
         if self.writes:
             self.layer.write(self.placement, k, v)
         keys, values = self.layer.read(self.placement, k.dtype)
+        if self.hides and self.placement.mask is not None:
+            hidden = ~self.placement.mask.any(dim=2).to(keys.device)[..., None]  # (B, 1, K, 1)
+            keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
         return keys.to(k.device), values.to(k.device), self.placement.added_mask(k), self
+
+
+class NotNumbers(ValueError):
+    """The logits of a forward pass are not numbers. The keys and values that it wrote are zeros now."""
 
 
 def logits_of(model, idx, forward, last):
     """
     One forward pass: tokens idx, laid out as the forward wants them, to logits (n, vocab_size) of those numbered `last` (n,).
 
-    ValueError, before anything is written, on ids that are not in the vocabulary and if the model is in training mode; and if the
-    logits are no numbers: any NaN in the cache is then made zero, since
-    whoever got its row next would read it, through any mask.
+    ValueError, before anything is written, on ids that are not in the vocabulary and if the model is in training mode. `NotNumbers`
+    if the logits are not: then the rows that were written are zeros, and so is every NaN and infinity in the cache, since it would
+    reach the next owner of its row through any mask.
     """
     if model.training:
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
@@ -145,8 +157,10 @@ def logits_of(model, idx, forward, last):
     logits = model.lm_head(x.flatten(0, 1)[last])
     if not math.isfinite(logits.sum(dtype=torch.float32)):
         for placed in forward:
+            if placed.writes:
+                placed.layer.erase(placed.placement.rows)
             placed.layer.scrub()
-        raise ValueError("the model's logits are not numbers: its weights are broken")
+        raise NotNumbers("the model's logits are not numbers: its weights are broken")
     return logits
 
 
@@ -178,3 +192,14 @@ class Forward(list):
                 placements[layer.device] = placement.on(layer.device)
             self.append(PlacedLayer(layer, placements[layer.device], layer not in written))
             written.add(layer)
+
+    def hiding(self):
+        """
+        The same pass over zeros in place of the keys and values that none of its tokens may see.
+
+        A mask is added to the scores, and hides finite ones only: a key that broken weights made so large that its score is
+        infinite becomes NaN through any mask. So a pass whose logits are not numbers is repeated like this, one sequence at a time.
+        """
+        for placed in self:
+            placed.hides = True
+        return self

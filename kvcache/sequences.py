@@ -7,71 +7,123 @@ Cache systems under `generate` and `stream`: what a generation holds of one, in 
 A system keeps sequences by number: `new`, `fork`, `truncate`, `free`, and `step`, which feeds T tokens to each of some and returns
 the logits after the last of them. Which rows that takes and who shares them is its own business; the tokens are the same.
 """
+import weakref
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from kvcache.exclusive import Exclusive, exclusive
 from kvcache.paged import PagedCache
-from kvcache.placement import Forward, Layer, Placement, beginning, logits_of
-from kvcache.storage import Scratch
+from kvcache.placement import Forward, Layer, NotNumbers, Placement, beginning, logits_of
+from kvcache.storage import BITS, Scratch
 from kvcache.unified import KVCache
 
-KINDS = {0: 'float32', 8: 'int8', 4: 'int4'}
+KINDS = {0: 'the dtype of the model', 8: 'int8', 4: 'int4'}
 BLOCK = 16  # positions of a block of the paged system
 
 
-class System:
+class System(Exclusive):
     """
-    Sequences by number, and how many tokens each has: length, {sequence: tokens}.
+    Sequences by number, and how many tokens each has: length, {sequence: tokens}. Several threads can share a system: its
+    operations run one at a time. One that raises or is interrupted leaves the sequences as they were.
 
-    What a kind of system adds is where they are kept: `feed`, for one forward pass; `copy`, of all of a sequence to a new one; and
-    `cut`, to its first n tokens, of which `length` is no witness: of a pass that has failed there may be more.
+    A kind of system adds where they are kept: `layers`; `feed`, for one forward pass; `copy`, of all of a sequence to a new one;
+    and `cut`, to its first n tokens, of however many there are: after a pass that has failed there may be more than `length` says.
     """
 
     def __init__(self, n_seq):
-        self.length, self.unused = {}, list(range(n_seq))[::-1]
+        super().__init__()
+        self.n_seq, self.length, self.unused = n_seq, {}, list(range(n_seq))[::-1]
+        self.owners = {}  # {sequence: a weak reference to the object that it is for}, of those that are for one
+        self.spoilt = False  # may the rows of no sequence hold numbers that show through a mask? See `Forward.hiding`
 
-    def new(self):
+    @exclusive
+    def new(self, owner=None):
+        """The number of a new sequence. It is freed by `free` or, if it is for an owner, before the first operation after the owner is gone."""
+        return self.begin(owner)
+
+    def begin(self, owner):
+        self.reclaim()
+        if self.spoilt and not self.length:
+            self.wipe()
+            self.spoilt = False
         if not self.unused:
             raise ValueError(f"the cache has room for {len(self.length)} sequences, and all are taken: let go of earlier caches, "
                              "and of exceptions that hold them")
         seq = self.unused.pop()
+        if owner is not None:
+            self.owners[seq] = weakref.ref(owner)
         self.length[seq] = 0
         return seq
 
-    def fork(self, seq):
-        length, new = self.length[seq], self.new()
+    @exclusive
+    def fork(self, seq, owner=None):
+        """The number of a new sequence, see `new`, that has all tokens of seq."""
+        length = self.length[seq]
+        new = self.begin(owner)
         if length:
             self.copy(seq, new)
             self.length[new] = length
         return new
 
-    def check_length(self, seq, n):
-        if not 0 <= n <= self.length[seq]:
-            raise ValueError(f"a sequence of {self.length[seq]} tokens cannot go on from {n}: it has been cut since")
+    @exclusive
+    def rewind(self, lengths):
+        """Go on from {sequence: its first n tokens}. ValueError if one of them has fewer; then none is changed."""
+        for seq, n in lengths.items():
+            if not 0 <= n <= self.length[seq]:
+                raise ValueError(f"a sequence of {self.length[seq]} tokens cannot go on from {n}: it has been cut since")
+        for seq, n in lengths.items():
+            if n < self.length[seq]:
+                self.length[seq] = n  # first, so that `recover` can finish the cut
+                self.cut(seq, n)
 
-    def truncate(self, seq, n):
-        self.check_length(seq, n)
-        if n < self.length[seq]:
-            self.cut(seq, n)
-            self.length[seq] = n
-
+    @exclusive
     def free(self, seq):
-        self.truncate(seq, 0)
+        self.end(seq)
+
+    def end(self, seq):
         del self.length[seq]
+        self.owners.pop(seq, None)
+        self.cut(seq, 0)
         self.unused.append(seq)
 
+    def wipe(self):
+        """Zeros everywhere, when there are no sequences."""
+        for layer in self.layers:
+            for stored in layer.tensors():
+                stored.zero_()
+
+    @exclusive
+    def collect(self):
+        """Free the sequences whose owners are gone, which every operation that needs room does anyway."""
+        self.reclaim()
+
+    def reclaim(self):
+        for seq in [seq for seq, owner in self.owners.items() if owner() is None]:
+            self.end(seq)
+
+    def recover(self):
+        self.owners = {seq: owner for seq, owner in self.owners.items() if seq in self.length}
+        for seq in range(self.n_seq):
+            self.cut(seq, self.length.get(seq, 0))
+        self.unused = [seq for seq in range(self.n_seq) if seq not in self.length][::-1]
+
+    @exclusive
     @torch.no_grad()
     def step(self, model, seqs, idx):
-        """Feed idx (B, T) to B sequences; logits (B, vocab_size) of the last tokens. If it fails it is as if it had not been asked."""
+        """
+        Feed idx (B, T) to B sequences; logits (B, vocab_size) of the last tokens. If it fails it is as if it had not been asked.
+        `NotNumbers` if the logits are not.
+        """
+        self.reclaim()
         try:
             logits = self.feed(model, seqs, idx)
-        except BaseException:
-            for seq in seqs:
-                self.cut(seq, self.length[seq])
-            raise
-        for seq in seqs:
-            self.length[seq] += idx.size(1)
+        except NotNumbers:  # perhaps because of keys that earlier, broken weights left in the rows of others
+            self.spoilt = True
+            self.recover()
+            logits = torch.cat([self.feed(model, [seq], row[None], hiding=True) for seq, row in zip(seqs, idx)])
+        self.length |= {seq: self.length[seq] + idx.size(1) for seq in seqs}
         return logits
 
 
@@ -92,7 +144,7 @@ class TupleSystem(System):
     def cut(self, seq, n):
         pass  # what comes after is hidden, and written over
 
-    def feed(self, model, seqs, idx):
+    def feed(self, model, seqs, idx, hiding=False):
         T, device = idx.size(1), idx.device
         start = torch.tensor([self.length[seq] for seq in seqs], device=device)
         number = torch.tensor(seqs, device=device)
@@ -100,7 +152,7 @@ class TupleSystem(System):
         index, longest = beginning(number, max(self.length[seq] for seq in seqs) + T, self.size)
         mask = (torch.arange(longest, device=device) <= positions[..., None])[:, None]
         placement = Placement(positions, (number[:, None] * self.size + positions).flatten(), index, mask)
-        return last_logits(model, idx, Forward(self.layers, placement))
+        return last_logits(model, idx, Forward(self.layers, placement), hiding)
 
     def nbytes(self):
         return sum(layer.nbytes() for layer in self.layers)
@@ -114,6 +166,7 @@ class CellsSystem(System):
         c = model.config
         self.cache = KVCache(c.n_layer, c.n_head, c.n_embd // c.n_head, c.block_size * (n_seq if unified else 1), n_seq, unified,
                              kind, kind, device=device_of(model))
+        self.layers = self.cache.own_layers()
 
     def copy(self, seq, new):
         self.cache.seq_cp(seq, new)
@@ -121,9 +174,17 @@ class CellsSystem(System):
     def cut(self, seq, n):
         self.cache.seq_rm(seq, n)
 
-    def feed(self, model, seqs, idx):
+    def recover(self):
+        super().recover()
+        for cells in self.cache.streams:  # an interrupt may have taken a cell's owner and not emptied it
+            owned = np.zeros(len(cells), dtype=bool)
+            for seq in self.length:
+                owned |= cells.of(seq)
+            cells.clear(cells.of(None) & ~owned)
+
+    def feed(self, model, seqs, idx, hiding=False):
         batch = self.cache.batch({seq: range(self.length[seq], self.length[seq] + idx.size(1)) for seq in seqs})
-        return last_logits(model, idx, self.cache.forward(batch))
+        return last_logits(model, idx, self.cache.forward(batch), hiding)
 
     def nbytes(self):
         return sum(self.cache.memory_breakdown().values())
@@ -137,6 +198,10 @@ class PagedSystem(System):
         n_blocks = n_seq * -(-c.block_size // BLOCK)
         super().__init__(n_blocks)
         self.pool = PagedCache(c.n_layer, c.n_head, c.n_embd // c.n_head, n_blocks, BLOCK, kind, device_of(model))
+        self.layers = self.pool.layers
+
+    def wipe(self):
+        self.pool.clear()
 
     def copy(self, seq, new):
         self.pool.fork(seq, new)
@@ -147,12 +212,12 @@ class PagedSystem(System):
         elif seq in self.pool.tokens:
             self.pool.remove(seq)
 
-    def feed(self, model, seqs, idx):
-        for seq, tokens in zip(seqs, idx.tolist()):
+    def feed(self, model, seqs, idx, hiding=False):
+        tokens = dict(zip(seqs, idx.tolist()))
+        self.pool.add_all(model, {seq: mine for seq, mine in tokens.items() if not self.length[seq]})
+        for seq, mine in tokens.items():
             if self.length[seq]:
-                self.pool.extend(seq, tokens)
-            else:
-                self.pool.add(model, seq, tokens)
+                self.pool.extend(seq, mine)
         return self.pool.run(model, seqs)
 
     def nbytes(self):
@@ -171,20 +236,21 @@ def device_of(model):
     return model.lm_head.weight.device
 
 
-def last_logits(model, idx, forward):
-    """Feed idx (B, T); logits (B, vocab_size) of each row's last token."""
+def dtype_of(model):
+    return model.transformer.wpe.weight.dtype
+
+
+def last_logits(model, idx, forward, hiding):
+    """Feed idx (B, T); logits (B, vocab_size) of each row's last token. hiding: see `Forward.hiding`."""
     B, T = idx.shape
-    return logits_of(model, idx, forward, slice(T - 1, None, T))
+    return logits_of(model, idx, forward.hiding() if hiding else forward, slice(T - 1, None, T))
 
 
 class Member:
-    """One sequence of a system, which is freed when nobody has it any more."""
+    """One sequence of a system, new or a fork of another one's. It is freed some time after the last reference to this is gone."""
 
-    def __init__(self, system, seq):
-        self.system, self.seq = system, seq
-
-    def __del__(self):
-        self.system.free(self.seq)
+    def __init__(self, system, fork_of=None):
+        self.seq = system.new(self) if fork_of is None else system.fork(fork_of, self)
 
 
 class Sequences(NamedTuple):
@@ -202,17 +268,14 @@ class Sequences(NamedTuple):
 
     def at(self, cache_pos):
         lengths = [cache_pos] * len(self.members) if isinstance(cache_pos, int) else cache_pos.tolist()
-        for member, n in zip(self.members, lengths):
-            self.system.check_length(member.seq, n)
-        for member, n in zip(self.members, lengths):
-            self.system.truncate(member.seq, n)
+        self.system.rewind({member.seq: n for member, n in zip(self.members, lengths)})
         return self._replace(cache_pos=cache_pos)
 
     def rows(self, rows):
         members, rows = [], rows.tolist()
         for i, row in enumerate(rows):
             again = row in rows[:i]
-            members.append(Member(self.system, self.system.fork(self.members[row].seq)) if again else self.members[row])
+            members.append(Member(self.system, self.members[row].seq) if again else self.members[row])
         pos = self.cache_pos
         return Sequences(self.system, members, pos if isinstance(pos, int) else pos[rows])
 
@@ -227,31 +290,38 @@ class CacheDecoder:
     """
     A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache), whose caches are sequences of a system.
 
-    kind: tuple, streams, unified or paged. n_seq: how many sequences of block_size there is room for. bits: 0 keeps float32; 8 or 4
-    are quantised. Raises ValueError on what is not one of these, and where there is no room.
+    kind: tuple, streams, unified or paged. n_seq: how many sequences of block_size there is room for. bits: 0 keeps the dtype of the
+    model; 8 or 4 are quantised. Raises ValueError on what is not one of these, and where there is no room.
+
+    Several threads can generate with one decoder: each step runs by itself, and their sequences together need room. In the child of a
+    fork it goes on with its own copy.
     """
 
     def __init__(self, model, kind, n_seq, bits=0):
         if kind not in list(SYSTEMS) or bits not in list(KINDS):
-            raise ValueError(f"a cache is {', '.join(SYSTEMS)} in 0 (float32), 8 or 4 bits; not {kind!r} in {bits!r}")
+            raise ValueError(f"a cache is {', '.join(SYSTEMS)} in 0 (unquantised), 8 or 4 bits; not {kind!r} in {bits!r}")
         if not isinstance(n_seq, int) or n_seq < 1:
             raise ValueError(f"a cache is for at least 1 sequence, not {n_seq!r}")
-        self.model, self.system = model, SYSTEMS[kind](model, n_seq, KINDS[bits])
-        self.name = f"PyTorch, eager, on a cache that is {kind}, {KINDS[bits]}"
+        self.model, self.dtype = model, dtype_of(model)
+        stored = KINDS[bits] if bits else str(self.dtype).removeprefix('torch.')
+        if stored not in BITS:
+            raise ValueError(f"a cache keeps numbers as {', '.join(BITS)}, and the model is {stored}: convert it, or pass bits=8")
+        self.system = SYSTEMS[kind](model, n_seq, stored)
+        self.name = f"PyTorch, eager, on a cache that is {kind}, {stored}"
 
     @torch.inference_mode()
     def __call__(self, idx, kv_cache):
-        self.model.check_input(idx, None)
+        idx, _ = self.model.check_input(idx, None)
+        if dtype_of(self.model) is not self.dtype:
+            raise ValueError(f"the model was {self.dtype} when its cache was made, and is {dtype_of(self.model)}: make a new decoder")
         if kv_cache is None:
-            kv_cache = [Sequences(self.system, [Member(self.system, self.system.new()) for _ in range(len(idx))], 0)]
+            kv_cache = [Sequences(self.system, [Member(self.system) for _ in range(len(idx))], 0)]
         if len(kv_cache) != 1 or getattr(kv_cache[0], 'system', None) is not self.system:
             raise ValueError("this cache is not of this decoder: begin with None")
         (system, members, cache_pos), = kv_cache
         if len(idx) != len(members):
             raise ValueError(f"the cache holds a batch of {len(members)}, but the tokens are a batch of {len(idx)}")
-        longest = cache_pos if isinstance(cache_pos, int) else int(cache_pos.max())
-        if longest + idx.size(1) > self.model.config.block_size:
-            raise ValueError(f"out of context: cache_pos {longest} + {idx.size(1)} new tokens > block_size {self.model.config.block_size}")
+        cache_pos = self.model.check_cache_pos(cache_pos, *idx.shape)
         kv_cache[0].at(cache_pos)
         logits = system.step(self.model, [member.seq for member in members], idx)
         return logits[:, None], [Sequences(system, members, cache_pos + idx.size(1))]

@@ -6,7 +6,7 @@ import torch
 from test_cache_exactness import large
 
 import decode
-from model import Context, GPTConfig, sample_token
+from model import Context, Cut, GPTConfig, sample_token
 
 BLOCK = 16
 POLICIES = [dict(), dict(when_full='shift'), dict(when_full='shift', keep=5), dict(when_full='shift', keep=1, n_keep=3),
@@ -176,7 +176,7 @@ def test_what_makes_no_sense_is_refused(bad):
 
 def test_the_buffer_of_tokens_holds_the_window_however_it_is_read():
     for block_size, reads in itertools.product((1, 2, 5), (set(), {3}, {2, 9, 10}, set(range(40)))):
-        context = Context([torch.tensor([100])], 1, block_size, True, block_size, 0)
+        context = Context([torch.tensor([100])], 1, block_size, True, [Cut(block_size, 0)])
         for token in range(40):
             context.append(torch.tensor([[token]]))
             if token in reads:

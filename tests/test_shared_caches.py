@@ -1,0 +1,186 @@
+"""Decoders that several threads share, that a fork copies, and that an interrupt stops anywhere: the tokens are the uncached model's."""
+import sys
+import threading
+
+import pytest
+import torch
+from conftest import ROOT, run
+from test_cache_systems import empty
+
+from kvcache import SYSTEMS, CacheDecoder
+from kvcache.exclusive import Exclusive, exclusive
+from model import GPT, GPTConfig, evaluating
+
+BLOCK = 20
+
+
+def model(**how):
+    torch.manual_seed(0)
+    m = GPT(GPTConfig(**(dict(block_size=BLOCK, vocab_size=13, n_layer=1, n_head=2, n_embd=16) | how))).eval()
+    with torch.no_grad():
+        for p in m.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    return m
+
+
+CASES = [([[1, 2, 3]], dict(temperature=0)), ([[4], [5, 6, 7, 8]], dict(temperature=0)), ([[1, 2, 3], [1, 2, 3], [9]], dict(temperature=1.0)),
+         ([[11] * 17], dict(temperature=1.0, when_full='shift', n_keep=2)), ([[1, 2, 3, 4, 5, 6]], dict(temperature=1.0, num_samples=3))]
+
+
+def tokens(m, case, **how):
+    prompts, settings = CASES[case]
+    generators = [torch.Generator().manual_seed(row) for row in range(len(prompts) * settings.get('num_samples', 1))]
+    return m.generate(prompts, 6, generator=generators, **settings, **how)
+
+
+def on_threads(n_threads, work):
+    """work(number of the thread) on each of them at once, switching as often as Python can; what they raise is raised here."""
+    errors, interval = [], sys.getswitchinterval()
+
+    def guarded(number):
+        try:
+            work(number)
+        except BaseException as e:
+            errors.append(e)
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(n_threads)]
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize('n_threads', [2, 4])
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_threads_share_a_decoder(kind, n_threads):
+    m = model()
+    decoder, expected = CacheDecoder(m, kind, n_seq=3 * n_threads), [tokens(m, case) for case in range(len(CASES))]
+
+    def work(number):
+        for i in range(200 // n_threads):
+            case = (number + i) % len(CASES)
+            assert tokens(m, case, use_cache=True, decoder=decoder) == expected[case]
+    on_threads(n_threads, work)
+    assert empty(decoder, kind)
+
+
+@pytest.mark.parametrize('kind', [None, *SYSTEMS])
+def test_threads_generate_with_a_model_in_training_mode(kind):
+    """It is in eval mode in every step of every thread, and in training mode at the end; parts in eval mode stay there."""
+    m = model(dropout=0.5, n_layer=2)
+    expected = [tokens(m, case) for case in range(len(CASES))]
+    m.train()
+    m.transformer.h[1].eval()
+    modes = [module.training for module in m.modules()]
+    decoder = kind and CacheDecoder(m, kind, n_seq=12)
+
+    def work(number):
+        for i in range(15):
+            case = (number + i) % len(CASES)
+            assert tokens(m, case, use_cache=True, decoder=decoder) == expected[case]
+    on_threads(4, work)
+    assert [module.training for module in m.modules()] == modes
+
+
+def test_an_interrupt_leaves_no_model_in_eval_mode_for_good():
+    m = model().train()
+    use = evaluating(m)
+    use.__enter__()  # interrupted before the block begins: nobody calls __exit__
+    assert not m.training
+    del use
+    with evaluating(m):
+        assert not m.training
+    assert m.training
+
+
+def test_an_operation_that_calls_another_of_the_same_object_is_refused():
+    class Counter(Exclusive):
+        def recover(self):
+            pass
+
+        @exclusive
+        def outer(self):
+            self.inner()
+
+        @exclusive
+        def inner(self):
+            return 1
+    counter = Counter()
+    with pytest.raises(ValueError, match='not finished'):
+        counter.outer()
+    assert counter.inner() == 1
+
+
+PROGRAM = """
+import sys
+sys.path[:0] = [{root!r}, {root!r} + '/tests']
+import os, random, signal, threading, time
+import torch
+import test_shared_caches as t
+from kvcache import CacheDecoder
+torch.set_num_threads(1)
+m, kind = t.model(), sys.argv[1]
+expected = [t.tokens(m, case) for case in range(len(t.CASES))]
+"""
+
+FORK = PROGRAM + """
+decoder = CacheDecoder(m, kind, n_seq=9)
+def work():
+    while True:
+        for case in range(len(t.CASES)):
+            t.tokens(m, case, use_cache=True, decoder=decoder)
+threading.Thread(target=work, daemon=True).start()
+for i in range(12):
+    time.sleep(0.002 * i)
+    pid = os.fork()
+    if pid == 0:  # while the other thread was anywhere in a step
+        signal.alarm(60)
+        same = all(t.tokens(m, case, use_cache=True, decoder=decoder) == expected[case] for case in range(len(t.CASES)))
+        os._exit(0 if same else 3)
+    assert os.waitpid(pid, 0)[1] == 0, i
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_the_child_of_a_fork_generates(kind):
+    done = run(ROOT, '-c', FORK.format(root=ROOT), kind)
+    assert done.returncode == 0, done.stderr
+
+
+INTERRUPT = PROGRAM + """
+decoder, rng, stopped = CacheDecoder(m, kind, n_seq=3), random.Random(0), 0
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+t0 = time.perf_counter()
+for case in range(len(t.CASES)):
+    t.tokens(m, case, use_cache=True, decoder=decoder)
+longest = (time.perf_counter() - t0) / len(t.CASES)
+for i in range(250):
+    case = i % len(t.CASES)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, 1.2 * longest))
+        got = t.tokens(m, case, use_cache=True, decoder=decoder)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        stopped += 1
+    else:
+        assert got == expected[case], (i, case)
+    if i % 5 == 0:
+        assert t.empty(decoder, kind), (i, decoder.system.length)
+    assert not any(module.training for module in m.modules())
+    case = rng.randrange(len(t.CASES))
+    assert t.tokens(m, case, use_cache=True, decoder=decoder) == expected[case], (i, case)
+    assert t.empty(decoder, kind), (i, decoder.system.length)
+assert stopped > 60, stopped
+"""
+
+
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_an_interrupt_leaves_no_sequence_and_no_block_taken(kind):
+    done = run(ROOT, '-c', INTERRUPT.format(root=ROOT), kind)
+    assert done.returncode == 0, done.stderr
