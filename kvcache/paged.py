@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fingerprint import fingerprint, identity
+from fingerprint import Watch, fingerprint
 from kvcache.blocks import BlockManager
 from kvcache.exclusive import Exclusive, exclusive
 from kvcache.placement import Forward, Layer, NotNumbers, Placement, logits_of
@@ -134,13 +134,13 @@ class PagedCache(Exclusive):
 
     Blocks are shared only between sequences that were computed with the same weights:
     - `add` takes the `fingerprint` of the model. If it differs from the last one no block that was computed before is found again.
-    - `run` takes the `identity` of the model before and after its forward pass: where each parameter is, its dtype, torch's count
-      of its changes, and some of its values. If that differs from what `add` saw, nothing is found again that was computed before
-      or is computed from then on by the sequences that exist, even if the earlier weights come back.
+    - `run` asks a `Watch` before its forward pass, and after one that has filled a block. If the model has changed since `add`,
+      nothing is found again that was computed before or is computed from then on by the sequences that exist, even if the earlier
+      weights come back.
     So between two calls of `add` these are noticed: every change through torch (optimizers, load_state_dict, in-place operations),
-    replaced parameters, and changes through .data or numpy that reach a value that is looked at, as those of a whole parameter
-    do. Not noticed: a change through .data or numpy that spares these values and is undone before the next `add`; and what is not
-    a parameter, such as hooks, buffers and autocast.
+    replaced parameters and modules, new hooks, and changes through .data or numpy that reach a value that is looked at, as those of
+    a whole parameter do. Not noticed: a change through .data or numpy that spares these values and is undone before the next `add`,
+    and autocast.
     """
 
     def __init__(self, n_layer, n_head, head_dim, n_blocks, block_size=16, kind='float32', device='cpu'):
@@ -148,7 +148,7 @@ class PagedCache(Exclusive):
         self.blocks, scratch = BlockManager(n_blocks, block_size), Scratch()
         self.layers = [Layer((n_blocks, block_size), n_head, head_dim, kind, kind, device, scratch=scratch) for _ in range(n_layer)]
         self.tokens, self.computed, self.device = {}, {}, device
-        self.weights = self.identity = None  # of the model that the blocks which can be found were computed with
+        self.weights = self.watch = None  # of the model that the blocks which can be found were computed with
 
     @exclusive
     def add(self, model, seq, tokens):
@@ -163,10 +163,12 @@ class PagedCache(Exclusive):
         return [self.begin(seq, mine) for seq, mine in tokens.items()]
 
     def look_at(self, model):
-        now, weights = identity(model), fingerprint(model)
+        if self.watch is None or self.watch.model is not model:
+            self.watch = Watch(model)
+        weights = fingerprint(model)
         if weights != self.weights:
             self.blocks.reset()
-            self.weights, self.identity = weights, now
+            self.weights, self.watch = weights, Watch(model)
 
     def begin(self, seq, tokens):
         tokens = [int(token) for token in tokens]
@@ -277,7 +279,6 @@ class PagedCache(Exclusive):
 
     def forget_if_changed(self, model):
         """If the model is not what `add` saw: no block is found again, and none that the present sequences go on to fill."""
-        now = identity(model)
-        if now != self.identity:
+        if self.watch is None or self.watch.model is not model or not self.watch.unchanged():
             self.blocks.reset()
-            self.weights, self.identity = None, now
+            self.weights, self.watch = None, Watch(model)
