@@ -180,8 +180,8 @@ class CPUDecoder:
             if known is None or len(kv_cache) != len(known) or any(
                     k is not known_k or v is not known_v or pos is not cache_pos for (k, v, pos), (known_k, known_v) in zip(kv_cache, known)):
                 self.get_to_know(idx, kv_cache)
-            if not (idx.dtype is torch.int64 and idx.dim() == 2 and idx.device.type == 'cpu' and idx.size(0) == self.batch_size and idx.size(1)
-                    and (type(cache_pos) is int or is_lengths(cache_pos, self.batch_size))):
+            if not (is_int64(idx, 2) and idx.size(0) == self.batch_size and idx.size(1) and (type(cache_pos) is int or (
+                    is_int64(cache_pos, 1) and cache_pos.size(0) == self.batch_size))):
                 idx, cache_pos = self.model.check_input(idx, kv_cache)
             B, T = idx.shape
             logits = torch.empty(B, 1, self.vocab_size, dtype=torch.float32, device='cpu')
@@ -271,6 +271,6 @@ class CPUDecoder:
         return choices[key]
 
 
-def is_lengths(cache_pos, B):
-    """Is this an int64 tensor (B,) on the CPU?"""
-    return torch.is_tensor(cache_pos) and cache_pos.dtype is torch.int64 and cache_pos.shape == (B,) and cache_pos.device.type == 'cpu'
+def is_int64(x, n_dims):
+    """Is this an int64 tensor on the CPU with so many dimensions?"""
+    return torch.is_tensor(x) and x.dtype is torch.int64 and x.dim() == n_dims and x.is_cpu

@@ -5,7 +5,7 @@ Pages for a model: the pool of blocks with keys and values in it, and one forwar
     n_cached = pool.add(model, 'a', prompt)                      # so many of its tokens, whole blocks, need not be computed
     logits = pool.run(model, ['a'])                              # prefills and decodes of any length, together
 
-`execute_model` is vLLM's call, and `run` makes it with arguments from the block tables.
+`execute_model` is vLLM's call. `run` makes the same pass, with arguments from the block tables.
 """
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import torch
 from fingerprint import Watch, fingerprint
 from kvcache.blocks import BlockManager
 from kvcache.exclusive import Exclusive, exclusive
-from kvcache.placement import Forward, Layer, NotNumbers, Placement, logits_of
+from kvcache.placement import Forward, Layer, NotNumbers, Placement, logits_of, wipe
 from kvcache.storage import Scratch
 
 NOWHERE = 2**62  # later than any position
@@ -36,25 +36,28 @@ class InputMetadata:
 
 
 @torch.no_grad()
-def execute_model(model, input_ids, input_positions, kv_caches, input_metadata, trusted=False):
+def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
     """
     Run the new tokens of all requests, input_ids (N,) at input_positions (N,), through the model at once, over the blocks in
     kv_caches (a `Layer` of (n_blocks, block_size) rows for each layer). Returns logits (S, vocab_size), of each request's last token.
-    ValueError if what is given contradicts itself or the model, and nothing has been written; what is `trusted` is not looked at.
+    ValueError if what is given contradicts itself or the model, and nothing has been written.
     `NotNumbers` if the logits are not: what this pass has written is then zeros.
     """
-    m = input_metadata
-    if not trusted:
-        check(model.config, input_ids, input_positions, kv_caches, m)
+    check(model.config, input_ids, input_positions, kv_caches, input_metadata)
     try:
-        return one_pass(model, input_ids, input_positions, kv_caches, m)
+        return one_pass(model, input_ids, input_positions, kv_caches, input_metadata)
     except NotNumbers:  # perhaps because of keys that earlier, broken weights left in the blocks of others
-        parts, start = [], 0
-        for i, end in enumerate(m.query_lens.cumsum(0).tolist()):
-            alone = InputMetadata(m.slot_mapping[start:end], *(each[i:i + 1] for each in (m.block_tables, m.query_lens, m.seq_lens)))
-            parts.append(one_pass(model, input_ids[start:end], input_positions[start:end], kv_caches, alone, hiding=True))
-            start = end
-        return torch.cat(parts)
+        return each_alone(model, input_ids, input_positions, kv_caches, input_metadata)
+
+
+def each_alone(model, input_ids, input_positions, kv_caches, m):
+    """A pass for each request, which sees zeros in the blocks of the others and behind its own end. Arguments as in `execute_model`."""
+    parts, start = [], 0
+    for i, end in enumerate(m.query_lens.cumsum(0).tolist()):
+        alone = InputMetadata(m.slot_mapping[start:end], *(each[i:i + 1] for each in (m.block_tables, m.query_lens, m.seq_lens)))
+        parts.append(one_pass(model, input_ids[start:end], input_positions[start:end], kv_caches, alone, hiding=True))
+        start = end
+    return torch.cat(parts)
 
 
 def one_pass(model, input_ids, input_positions, kv_caches, m, hiding=False):
@@ -148,6 +151,7 @@ class PagedCache(Exclusive):
         self.blocks, scratch = BlockManager(n_blocks, block_size), Scratch()
         self.layers = [Layer((n_blocks, block_size), n_head, head_dim, kind, kind, device, scratch=scratch) for _ in range(n_layer)]
         self.tokens, self.computed, self.device = {}, {}, device
+        self.spoilt = False  # may blocks hold numbers that show through a mask? See `Forward.hiding`
         self.weights = self.watch = None  # of the model that the blocks which can be found were computed with
 
     @exclusive
@@ -163,6 +167,10 @@ class PagedCache(Exclusive):
         return [self.begin(seq, mine) for seq, mine in tokens.items()]
 
     def look_at(self, model):
+        if self.spoilt and not self.tokens:
+            self.blocks.reset()
+            wipe(self.layers)
+            self.spoilt = False
         if self.watch is None or self.watch.model is not model:
             self.watch = Watch(model)
         weights = fingerprint(model)
@@ -219,16 +227,6 @@ class PagedCache(Exclusive):
         self.blocks.remove(seq)
         del self.computed[seq]
 
-    @exclusive
-    def clear(self):
-        """Remove all sequences, and everything that the blocks hold."""
-        self.blocks.reset()
-        self.tokens.clear()  # `recover` does the rest
-        self.recover()
-        for layer in self.layers:
-            for stored in layer.tensors():
-                stored.zero_()
-
     def recover(self):
         """A sequence is one that has tokens, and it has as many as its blocks have room for and it has been told."""
         for seq in [seq for seq in self.blocks.tables if not self.tokens.get(seq)]:
@@ -268,7 +266,11 @@ class PagedCache(Exclusive):
         ids, positions, slots, new_lens, seq_lens, tables = torch.tensor(sum(parts, []), device=self.device).split([len(part) for part in parts])
         self.forget_if_changed(model)
         metadata = InputMetadata(slots, tables.view(-1, n), new_lens, seq_lens)
-        logits = execute_model(model, ids, positions, self.layers, metadata, trusted=True)
+        try:
+            logits = one_pass(model, ids, positions, self.layers, metadata)
+        except NotNumbers:
+            self.spoilt = True
+            logits = each_alone(model, ids, positions, self.layers, metadata)
         full = [seq for seq, n, length in zip(seqs, new, lengths) if length % b.block_size < n]  # they have filled a block
         if full:
             self.forget_if_changed(model)  # during the pass

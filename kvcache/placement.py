@@ -137,6 +137,13 @@ class PlacedLayer:
         return keys.to(k.device), values.to(k.device), self.placement.added_mask(k), self
 
 
+def wipe(layers):
+    """Zeros in every row of these layers."""
+    for layer in layers:
+        for stored in layer.tensors():
+            stored.zero_()
+
+
 class NotNumbers(ValueError):
     """The logits of a forward pass are not numbers. The keys and values that it wrote are zeros now."""
 

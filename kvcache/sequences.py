@@ -15,7 +15,7 @@ import torch
 
 from kvcache.exclusive import Exclusive, exclusive
 from kvcache.paged import PagedCache
-from kvcache.placement import Forward, Layer, NotNumbers, Placement, beginning, logits_of
+from kvcache.placement import Forward, Layer, NotNumbers, Placement, beginning, logits_of, wipe
 from kvcache.storage import BITS, Scratch
 from kvcache.unified import KVCache
 
@@ -28,8 +28,9 @@ class System(Exclusive):
     Sequences by number, and how many tokens each has: length, {sequence: tokens}. Several threads can share a system: its
     operations run one at a time. One that raises or is interrupted leaves the sequences as they were.
 
-    A kind of system adds where they are kept: `layers`; `feed`, for one forward pass; `copy`, of all of a sequence to a new one;
-    and `cut`, to its first n tokens, of however many there are: after a pass that has failed there may be more than `length` says.
+    A kind of system adds where they are kept: `feed`, for one forward pass; `copy`, of all of a sequence to a new one; and `cut`, to
+    its first n tokens, of however many there are: after a pass that has failed there may be more than `length` says. layers: those
+    to wipe after broken weights, when there are no sequences.
     """
 
     def __init__(self, n_seq):
@@ -46,7 +47,7 @@ class System(Exclusive):
     def begin(self, owner):
         self.reclaim()
         if self.spoilt and not self.length:
-            self.wipe()
+            wipe(self.layers)
             self.spoilt = False
         if not self.unused:
             raise ValueError(f"the cache has room for {len(self.length)} sequences, and all are taken: let go of earlier caches, "
@@ -87,12 +88,6 @@ class System(Exclusive):
         self.owners.pop(seq, None)
         self.cut(seq, 0)
         self.unused.append(seq)
-
-    def wipe(self):
-        """Zeros everywhere, when there are no sequences."""
-        for layer in self.layers:
-            for stored in layer.tensors():
-                stored.zero_()
 
     @exclusive
     def collect(self):
@@ -198,10 +193,7 @@ class PagedSystem(System):
         n_blocks = n_seq * -(-c.block_size // BLOCK)
         super().__init__(n_blocks)
         self.pool = PagedCache(c.n_layer, c.n_head, c.n_embd // c.n_head, n_blocks, BLOCK, kind, device_of(model))
-        self.layers = self.pool.layers
-
-    def wipe(self):
-        self.pool.clear()
+        self.layers = []  # the pool looks after its own
 
     def copy(self, seq, new):
         self.pool.fork(seq, new)

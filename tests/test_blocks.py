@@ -1,4 +1,6 @@
 """Blocks: sharing, copy on write, eviction, by hand and against plain dictionaries."""
+import sys
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -92,6 +94,57 @@ def test_out_of_blocks_leaves_all_as_it_was():
                     lambda: b.extend('a', -1), lambda: BlockManager(0, 4)):
         with pytest.raises(ValueError):
             refused()
+
+
+class Interrupted(BaseException):
+    pass
+
+
+@pytest.mark.parametrize('operation', [
+    lambda b: b.add('new', [*range(4), 70, 71, 72]), lambda b: b.extend('a', 5), lambda b: b.extend('b', 1), lambda b: b.fork('a', 'new'),
+    lambda b: b.truncate('a', 1), lambda b: b.remove('a'), lambda b: b.remember('b', [*range(4), 50, 51]), lambda b: b.extend('c', 1),
+])
+def test_an_operation_cut_short_anywhere_can_be_recovered_from(operation):
+    """Stopped at each line in turn: nothing is taken that no table has, and what is known of full blocks is right."""
+    line, finished = 0, False
+    while not finished:
+        line += 1
+        b = BlockManager(12, 2)
+        for seq, tokens in (('a', range(5)), ('b', [*range(4), 50, 51]), ('c', range(80, 84))):
+            b.add(seq, tokens)
+            if seq != 'b':
+                b.remember(seq, tokens)
+        b.fork('a', 'd')
+        b.truncate('c', 3)
+        before = {seq: list(table) for seq, table in b.tables.items()}
+        left = line
+
+        def trace(frame, event, arg):
+            nonlocal left
+            if frame.f_code.co_filename.endswith('blocks.py') and event == 'line':
+                left -= 1
+                if left == 0:
+                    raise Interrupted
+            return trace
+        sys.settrace(trace)
+        try:
+            operation(b)
+            finished = True
+        except Interrupted:
+            pass
+        finally:
+            sys.settrace(None)
+        b.recover()
+        counted = [sum(table.count(block) for table in b.tables.values()) for block in range(12)]
+        assert counted == b.references and sorted(b.free) == [block for block, n in enumerate(counted) if n == 0]
+        assert b.tables.keys() == b.length.keys() and all(len(b.tables[seq]) == -(-b.length[seq] // 2) for seq in b.tables)
+        assert all(b.prefix_of[block] is prefix for prefix, block in b.block_with.items())
+        assert len(b.block_with) == 12 - b.prefix_of.count(None)
+        assert all(b.tables[seq] == before[seq] for seq in before.keys() - set('abc')) and {'b', 'c', 'd'} <= b.tables.keys()
+        b.add('later', [*range(4), 9])
+        for seq in list(b.tables):
+            b.remove(seq)
+        assert len(b.free) == 12
 
 
 class BlocksMachine(RuleBasedStateMachine):

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvcache import SYSTEMS, CacheDecoder
 from kvcache.placement import Layer
-from kvcache.storage import Rows
+from kvcache.storage import BITS, Rows
 from model import GPT, GPTConfig
 
 BLOCK = 24
@@ -312,3 +312,63 @@ def test_huge_keys_of_weights_that_were_repaired_are_in_nobodys_way(kind, failin
         for how in (dict(), dict(when_full='shift')):
             expected = m.generate(prompts, BLOCK + 4, temperature=0, **how)
             assert m.generate(prompts, BLOCK + 4, temperature=0, use_cache=True, decoder=decoder, **how) == expected
+
+
+@pytest.mark.parametrize('bits', [0, 8])
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_a_cache_that_broken_weights_spoilt_is_wiped_when_it_is_empty(kind, bits):
+    """So that later generations need each forward pass once again."""
+    m = good_for_huge_keys(3)
+    good, decoder, passes = {name: p.clone() for name, p in m.state_dict().items()}, CacheDecoder(m, kind, 4, bits), []
+    with_huge_keys(m)
+    decoder(torch.randint(29, (3, BLOCK)), None)
+    m.load_state_dict(good)
+    m.generate([[1, 2, 3], [4], [5]], 5, temperature=0, use_cache=True, decoder=decoder)
+    m.register_forward_pre_hook(lambda *_: passes.append(1))
+    m.transformer.ln_f.register_forward_hook(lambda *_: passes.append(1))
+    again, fresh = (m.generate([[1, 2, 3], [4], [5]], 5, temperature=0, use_cache=True, decoder=d)
+                    for d in (decoder, CacheDecoder(m, kind, 4, bits)))
+    assert again == fresh and len(passes) == 2 * (1 + 5)  # filling all but the last tokens, and five steps
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_the_models_dtype_is_kept(kind, dtype):
+    m, idx = model(10).to(dtype), torch.randint(29, (2, 12))
+    if str(dtype).removeprefix('torch.') not in BITS:
+        with pytest.raises(ValueError, match='float64'):
+            CacheDecoder(m, kind, 2)
+        return
+    decoder = CacheDecoder(m, kind, 2)
+    logits, cache = decoder(idx[:, :9], None)
+    for t in range(9, 12):
+        logits, cache = decoder(idx[:, t:t + 1], cache)
+    layers = decoder.system.layers or decoder.system.pool.layers
+    assert logits.dtype is dtype and all(stored.dtype is dtype for layer in layers for stored in layer.tensors())
+    with torch.no_grad():
+        exact = m(idx, use_cache=False)[0]
+    assert (logits - exact).abs().max() < {torch.float64: 1e-12, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
+    with pytest.raises(ValueError, match='make a new decoder'):
+        m.float()
+        decoder(idx[:, :1], cache)
+
+
+def test_a_dtype_that_cannot_be_kept_is_refused(monkeypatch):
+    monkeypatch.delitem(BITS, 'bfloat16')
+    with pytest.raises(ValueError, match='the model is bfloat16'):
+        CacheDecoder(model(0).to(torch.bfloat16), 'tuple', 2)
+
+
+@pytest.mark.parametrize('bits', [0, 8])
+@pytest.mark.parametrize('kind', SYSTEMS)
+def test_a_model_made_in_inference_mode(kind, bits):
+    with torch.inference_mode():
+        made = model(11)
+    assert all(p.is_inference() for p in made.parameters())
+    expected = [model(11).generate(PROMPTS[:4], 20, temperature=0, use_cache=True, decoder=CacheDecoder(model(11), kind, 4, bits), **how)
+                for how in (dict(), dict(when_full='shift'))]
+    decoder = CacheDecoder(made, kind, 4, bits)
+    for _ in range(2):
+        assert expected == [made.generate(PROMPTS[:4], 20, temperature=0, use_cache=True, decoder=decoder, **how)
+                            for how in (dict(), dict(when_full='shift'))]
+    assert expected[0] == made.generate(PROMPTS[:4], 20, temperature=0) or bits

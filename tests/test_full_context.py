@@ -3,6 +3,8 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_cache_exactness import large
 
 import decode
@@ -60,14 +62,37 @@ def test_prompts_of_different_lengths_are_each_as_alone(policy, way):
         model = f32(seed)
         lengths = torch.randint(1, 2 * BLOCK, (6,)).tolist() + [1, BLOCK]
         prompts = [torch.randint(29, (T,)).tolist() for T in lengths]
-        if policy.get('n_keep'):  # the shortest prompt bounds what is pinned, so alone it has to be the same
-            prompts = [prompt + [7] * max(0, policy['n_keep'] - len(prompt)) for prompt in prompts]
         for temperature, stop in ((0.0, None), (0.8, None), (0.8, 11)):
             alone = [by_hand(model, prompt, 40, temperature, torch.Generator().manual_seed(row), stop_token=stop, **policy)
                      for row, prompt in enumerate(prompts)]
             together = model.generate(prompts, 40, temperature, stop_token=stop, generator=[torch.Generator().manual_seed(row) for row in range(8)],
                                       **way(model), **policy)
             assert together == alone, (temperature, stop)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 2 * BLOCK), min_size=2, max_size=5), st.integers(0, 12), st.sampled_from([None, 1, 4]), st.sampled_from([None, 11]),
+       st.integers(1, 2))
+def test_each_row_of_a_ragged_batch_has_its_own_n_keep(lengths, n_keep, keep, stop, num_samples):
+    model, policy = f32(3), dict(when_full='shift', keep=keep, n_keep=n_keep)
+    prompts = [[(7 * row + 3 * i) % 29 for i in range(T)] for row, T in enumerate(lengths)]
+    rows = [prompt for prompt in prompts for _ in range(num_samples)]
+
+    def generators():
+        return [torch.Generator().manual_seed(row) for row in range(len(rows))]
+    alone = [by_hand(model, prompt, 30, 1.0, generator, stop_token=stop, **policy) for prompt, generator in zip(rows, generators())]
+    for use_cache in (False, True):
+        how = dict(use_cache=use_cache, stop_token=stop, num_samples=num_samples, **policy)
+        assert model.generate(prompts, 30, generator=generators(), **how) == alone
+        streamed = torch.cat(list(model.stream(prompts, 30, generator=generators(), **how)), dim=1).tolist()
+        assert [row + new[:len(row_alone) - len(row)] for row, new, row_alone in zip(rows, streamed, alone)] == alone
+
+
+def test_the_shortest_prompt_does_not_bound_what_the_others_keep():
+    model, policy = f32(0), dict(temperature=0, when_full='shift', keep=4, n_keep=4)
+    for use_cache in (False, True):
+        together = model.generate([[1, 2, 3, 4, 5, 6], [7]], 40, use_cache=use_cache, **policy)
+        assert together == [model.generate([prompt], 40, **policy)[0] for prompt in ([1, 2, 3, 4, 5, 6], [7])]
 
 
 def test_a_sample_does_not_depend_on_how_many_share_the_batch(way):

@@ -1,10 +1,13 @@
 """Blocks under a model: prefills and decodes in one forward pass, what is shared, and what is refused."""
+import itertools
+
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
+from fingerprint import fingerprint, identity
 from kvcache.blocks import OutOfBlocks
 from kvcache.paged import InputMetadata, PagedCache, execute_model
 from model import GPT, GPTConfig
@@ -280,3 +283,146 @@ def test_two_models_do_not_share():
         p.extend('a', part)
         p.run(runs, ['a'])
     assert p.add(m, 'b', tokens) == 0
+
+
+@torch.inference_mode()
+def test_a_fork_of_tokens_that_are_not_computed_shares_none_of_their_blocks():
+    """Each of the two will write them: in a block that both have, one would write over what the other has gone on with."""
+    for n_prompt, n_computed in itertools.product(range(1, 11), range(10)):
+        m = model()
+        p, tokens = pool(m), list(range(n_prompt))
+        if n_computed < n_prompt:
+            p.add(m, 'a', tokens[:n_computed or n_prompt])
+            if n_computed:
+                p.run(m, ['a'])
+                p.extend('a', tokens[n_computed:])
+            p.fork('a', 'b')
+            shared = set(p.blocks.tables['a']) & set(p.blocks.tables['b'])
+            assert shared == set(p.blocks.tables['a'][:n_computed // 4]) and p.computed == dict(a=n_computed, b=n_computed)
+            p.extend('b', [21])
+            p.extend('a', [22])
+            assert torch.allclose(p.run(m, ['b'])[0], full_logits(m, tokens + [21]), atol=1e-5)
+            assert torch.allclose(p.run(m, ['a'])[0], full_logits(m, tokens + [22]), atol=1e-5)
+            p.extend('b', [23])
+            assert torch.allclose(p.run(m, ['b'])[0], full_logits(m, tokens + [21, 23]), atol=1e-5)
+            for seq in 'ab':
+                p.remove(seq)
+            assert len(p.blocks.free) == 16
+
+
+def test_a_fork_with_no_room_for_its_own_tokens_changes_nothing():
+    m = model()
+    p = pool(m, n_blocks=3)
+    p.add(m, 'a', list(range(9)))
+    with pytest.raises(OutOfBlocks):
+        p.fork('a', 'b')
+    assert p.tokens.keys() == p.computed.keys() == p.blocks.tables.keys() == p.blocks.length.keys() == {'a'} and not p.blocks.free
+    p.remove('a')
+    assert len(p.blocks.free) == 3
+
+
+def notices(change):
+    """Does `identity` notice a change of a model past torch's eyes?"""
+    m = model()
+    before = identity(m)
+    change(m)
+    return identity(m) != before
+
+
+def copied_in(m, other):
+    for p, q in zip(m.parameters(), other.parameters()):
+        p.data.copy_(q)
+
+
+def permuted(m):
+    """The rows of each matrix in the opposite order."""
+    for p in m.parameters():
+        if p.dim() == 2:
+            p.data.copy_(p.data.flip(0))
+
+
+def same_fingerprint_when_permuted():
+    m = model()
+    before = fingerprint(m)
+    permuted(m)
+    return fingerprint(m) == before
+
+
+SWAP_IS_NOTICED = notices(lambda m: copied_in(m, model(1)))
+
+
+@pytest.mark.xfail(not SWAP_IS_NOTICED, reason="identity() looks at no values yet", strict=True)
+@torch.inference_mode()
+def test_blocks_computed_with_weights_that_were_swapped_in_and_out_are_not_found():
+    """As an exponential moving average is: copied in through .data, and back, between two steps."""
+    m, average, tokens = model(), model(1), list(range(13))
+    kept = model()
+    p = pool(m)
+    p.add(m, 'a', tokens[:7])
+    p.run(m, ['a'])
+    copied_in(m, average)
+    p.extend('a', tokens[7:12])  # the block of tokens 4 to 7, and that of 8 to 11
+    p.run(m, ['a'])
+    copied_in(m, kept)
+    assert p.add(m, 'b', tokens) == 0
+    assert torch.allclose(p.run(m, ['b'])[0], full_logits(m, tokens), atol=1e-5)
+    p.extend('a', tokens[12:] + [1, 2, 3])
+    p.run(m, ['a'])  # of both weights, and nobody may find it
+    assert p.add(m, 'c', tokens + [1, 2, 3, 4]) == 12
+    assert torch.allclose(p.run(m, ['c'])[0], full_logits(m, tokens + [1, 2, 3, 4]), atol=1e-5)
+
+
+@torch.inference_mode()
+def test_blocks_computed_while_any_parameter_differs_are_not_found():
+    """Not only the last one: each of them, changed where torch counts it, or replaced, before a pass and back after it, or during it."""
+    for name, _ in model().named_parameters():
+        m, tokens = model(), list(range(9))
+        p, owner = pool(m), m.get_submodule(name.rpartition('.')[0])
+        p.add(m, 'a', tokens[:7])
+        p.run(m, ['a'])
+        first = getattr(owner, name.rpartition('.')[2])
+        setattr(owner, name.rpartition('.')[2], torch.nn.Parameter(first * 1.5 + 1))
+        p.extend('a', tokens[7:])
+        p.run(m, ['a'])
+        setattr(owner, name.rpartition('.')[2], first)
+        assert p.add(m, 'b', tokens) == 0, name
+    m = model()
+    p = pool(m)
+    p.add(m, 'a', list(range(9)))
+    hook = m.transformer.h[0].register_forward_hook(lambda *_: m.transformer.wpe.weight.add_(1.0) is None or None)
+    p.run(m, ['a'])
+    hook.remove()
+    assert p.add(m, 'b', list(range(9))) == 0
+
+
+@pytest.mark.xfail(same_fingerprint_when_permuted(), reason="fingerprint() does not look at the order of the weights yet", strict=True)
+@torch.inference_mode()
+def test_pages_of_permuted_weights_are_not_shared():
+    """A permutation through .data keeps every sum of the weights, and all of torch's counts."""
+    m, tokens = model(), list(range(9))
+    p = pool(m)
+    p.add(m, 'a', tokens)
+    p.run(m, ['a'])
+    permuted(m)
+    assert p.add(m, 'b', tokens) == 0
+    assert torch.allclose(p.run(m, ['b'])[0], full_logits(m, tokens), atol=1e-5)
+
+
+@torch.inference_mode()
+def test_execute_model_is_not_disturbed_by_huge_keys_in_the_blocks_of_others():
+    m = model()
+    m.transformer.h[0].attn.c_attn.bias[:32] = 30.0
+    for n_new in (1, 3):
+        p = pool(m)
+        for layer in p.layers:  # as finite numbers that broken weights left
+            layer.k.data.fill_(1e38)
+            layer.v.data.fill_(-1e38)
+        tokens = dict(a=[1, 2, 3, 4, 5, 6], b=[7, 8, 9])
+        for seq, mine in tokens.items():
+            p.add(m, seq, mine)
+        for row, mine in zip(p.run(m, list(tokens)), tokens.values()):
+            assert torch.allclose(row, full_logits(m, mine), atol=1e-5)
+        for seq in tokens:
+            p.extend(seq, list(range(10, 10 + n_new)))
+        for row, mine in zip(p.run(m, list(tokens)), tokens.values()):
+            assert torch.allclose(row, full_logits(m, mine + list(range(10, 10 + n_new))), atol=1e-5)
