@@ -39,7 +39,7 @@ top_k = 200           # draw from the k likeliest tokens only; 0 draws from all
 top_p = 1.0           # draw from the fewest tokens that hold this much probability
 stop = ''             # end a sample where this text comes up; \n, \t and \\ are a newline, a tab and a backslash
 use_cache = True      # keep keys and values instead of computing them again: the same tokens, sooner
-when_full = 'crop'    # what a full context keeps: crop, its last block_size tokens (exact, slow), or shift, half of them
+when_full = 'crop'    # what a full context keeps: crop, the last block_size tokens (exact, slow); shift, half of them
 keep = 0              # with shift: keep so many of the last tokens instead of half the context
 n_keep = 0            # with shift: and the first so many of the prompt
 kv_cache = 'tuple'    # where keys and values live: tuple, streams or unified (llama.cpp's cells), paged (vLLM's blocks)
@@ -109,7 +109,7 @@ def draw(model, batch, first, step, dev):
 
 
 def check_settings(dev):
-    """ValueError, in the words of the settings, for what is wrong before any model is loaded. dev: the device picked."""
+    """ValueError, in the words of the settings, for what is wrong whatever the model is. dev: the device picked."""
     if num_samples < 1 or batch_size < 1 or max_new_tokens < 0:
         raise ValueError(f"num_samples {num_samples} and batch_size {batch_size} must be at least 1, "
                          f"and max_new_tokens {max_new_tokens} at least 0")
@@ -135,7 +135,7 @@ def check_decoder(dev):
     if decoder not in ('auto', 'eager', 'cpu', 'compiled'):
         raise ValueError(f"decoder must be auto, eager, cpu or compiled, not {decoder!r}")
     if compile and decoder not in ('auto', 'compiled'):
-        raise ValueError(f"compile=True is decoder=compiled, but decoder={decoder} was given as well: leave one of them out")
+        raise ValueError(f"compile=True is decoder=compiled, but decoder={decoder} was given too: leave one of them out")
     if weights not in ('float32', 'bfloat16', 'int8'):
         raise ValueError(f"weights must be float32, bfloat16 or int8, not {weights!r}")
     if threads < 0:

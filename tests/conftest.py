@@ -32,21 +32,21 @@ TINY = ['--device=cpu', '--dataset=shakespeare_char', '--n_layer=2', '--n_head=2
 
 def run(folder, *command, **env):
     """python command... in folder; the result has returncode, stdout and stderr."""
-    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=TIMEOUT,
-                          stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **env})
+    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True,
+                          timeout=TIMEOUT, stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **env})
 
 
 def start(folder, *command, stderr=subprocess.PIPE):
     """
     python command... in folder, as a Popen that goes on by itself, with text pipes for stdout and stderr.
 
-    The script reacts to SIGINT also where these tests ignore it, as they do in the background of a shell: a signal that is
-    ignored stays ignored in a new program, but one with a handler is back at its default.
+    The script reacts to SIGINT also where these tests ignore it, as they do in the background of a shell: a signal that
+    is ignored stays ignored in a new program, but one with a handler is back at its default.
     """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return subprocess.Popen([sys.executable, *map(str, command)], cwd=folder, stdout=subprocess.PIPE, stderr=stderr, text=True,
-                                stdin=subprocess.DEVNULL, env=ENVIRONMENT)
+        return subprocess.Popen([sys.executable, *map(str, command)], cwd=folder, stdout=subprocess.PIPE, stderr=stderr,
+                                text=True, stdin=subprocess.DEVNULL, env=ENVIRONMENT)
     finally:
         signal.signal(signal.SIGINT, before)
 

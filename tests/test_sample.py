@@ -1,9 +1,10 @@
 """sample.py and test_kv_cache.py as scripts, on the small trained run."""
+import os
 import shutil
 import subprocess
 
 import pytest
-from conftest import ENVIRONMENT, TIMEOUT, run, start
+from conftest import ENVIRONMENT, ROOT, TIMEOUT, run, start
 
 import tokenizer as tokenizers
 
@@ -177,8 +178,15 @@ def test_text_stream_flush(start, text):
 def test_the_identity_script(trained, repo, where):
     done = run(trained if where == 'trained' else repo, 'test_kv_cache.py', '--repeats=1', '--device=cpu')
     assert done.returncode == 0, done.stderr
-    assert 'SUCCESS: outputs are identical (206 tokens)' in done.stdout and 'speedup' in done.stdout and 'tok/s' in done.stdout
-    assert ('model: out/ckpt.pt' if where == 'trained' else 'random weights') in done.stdout
+    assert 'SUCCESS: outputs are identical (206 tokens' in done.stdout and 'speedup' in done.stdout and 'tok/s' in done.stdout
+    assert ('model: out/ckpt.pt' in done.stdout) == (where == 'trained')
+    assert ('RANDOM WEIGHTS' in done.stdout.splitlines()[0]) == ('!! no checkpoint trained on Shakespeare' in done.stderr) == (where != 'trained')
+
+
+def test_the_identity_script_takes_the_checkpoint_of_the_current_folder(trained, tmp_path):
+    shutil.copytree(trained / 'out', tmp_path / 'out')
+    done = run(tmp_path, os.path.join(ROOT, 'test_kv_cache.py'), '--repeats=1', '--new_tokens=20', '--device=cpu')
+    assert done.returncode == 0 and done.stdout.startswith('model: out/ckpt.pt') and 'RANDOM' not in done.stdout + done.stderr
 
 
 def test_the_identity_script_finds_a_broken_cache(repo):
