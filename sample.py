@@ -73,14 +73,14 @@ def main(config):
           tqdm(total=len(prompts) * max_new_tokens, unit='tok', disable=no_bar) as bar):
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first:first + batch_size]
-            texts = [shown(prompt, tokenizer, model.config.block_size) for prompt in batch]
+            samples = [shown(prompt, tokenizer, model.config.block_size) for prompt in batch]
             streams = [TextStream(tokenizer, end) for _ in batch]
             if live:
-                print(texts[0], end='', flush=True)
+                print(samples[0], end='', flush=True)
             for drawn in draw(model, batch, first, step, dev):
                 for row, token in enumerate(drawn.flatten().tolist()):
                     piece = streams[row].push(token)
-                    texts[row] += piece
+                    samples[row] += piece
                     if live:
                         print(piece, end='', flush=True)
                 n_drawn += len(batch)
@@ -91,7 +91,7 @@ def main(config):
                 print(streams[0].flush())
             else:
                 with bar.external_write_mode():
-                    for text, stream in zip(texts, streams):
+                    for text, stream in zip(samples, streams):
                         print(text + stream.flush() + '\n---------------' * (len(prompts) > 1), flush=True)
     synchronize(dev)
     dt = time.perf_counter() - t0
