@@ -28,4 +28,4 @@ lint: .venv/dev.stamp
 	.venv/bin/ruff check .
 
 clean:
-	rm -rf .venv out* data/*/*.bin data/*/meta.json bench_log
+	rm -rf .venv out* data/*/*.bin data/*/meta.json

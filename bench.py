@@ -10,23 +10,27 @@ How fast, measured here and now.
     python bench.py --mode=memory            what the cache, and doing without it, need in memory
     python bench.py --mode=loss              what dropping context and rounding weights cost a trained model, in nats
 
-Medians of `repeats` runs after a warm-up; what is compared takes turns within one run.
+Medians of `repeats` runs after a warm-up; what is compared takes turns within one run. Pictures go to out-bench/.
 """
 import os
 import platform
 import statistics
+import sys
 import time
 from json import dump
 
+import configurator  # before torch: it says so in one line where torch is missing
+
+# isort: split
 import torch
 from tqdm import tqdm
 
 import checkpoint as checkpoints
-import configurator
 import tokenizer as tokenizers
 from batches import Batches
 from device import DTYPES, autocast, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
+from speedup import PROMPT, compare_ways, draw, fed_tokens
 from whole_file import replacing
 
 mode = 'train'            # train, generate, peers, caches, memory or loss
@@ -35,14 +39,14 @@ batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
 bias = False              # in linears and layer norms?
 real_data = True          # train on a prepared data set if there is one, else on random tokens
-profile = False           # a torch.profiler trace of the training step, written to bench_log/
+profile = False           # a torch.profiler trace of the training step, written to out-bench/trace/
 compile = True            # torch.compile the model for training; on a CPU it is no faster, and left out
 lengths = 'auto'          # new tokens after a prompt of 6, as 10,50; auto: as the mode has it
 batches = 'auto'          # rows to generate at once; auto is 1 for generate, 1,10,32 for peers and 1,8,32 for memory
 repeats = 5               # timed runs of each
 max_seconds = 2.0         # of one timed run in peers mode, about: slow engines generate fewer tokens
 json = ''                 # a file to write the figures of all modes but train to
-png = 'auto'              # and one for their picture; auto is speedup.png, peers.png or loss_by_context.png, by the mode
+png = 'auto'              # and one for their picture; auto is a name in out-bench/, '' is none
 kv_cache = 'tuple'        # of generate mode: one more column, the cache as streams, unified or paged, or the tuple in kv_bits
 kv_bits = 0               # 8 or 4; 0 is float32
 seed = 1337               # of weights and data
@@ -54,7 +58,11 @@ SHAPES = {
     'M': GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65),
     'L': GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304),
 }
-PROMPT = 6
+OUT = 'out-bench'
+EXPECTED = {  # with the default settings, on two cores
+    'train': '1 minute', 'generate': '1 minute for S, 5 for M and 20 for L, and ten times that with --batches=1,10',
+    'peers': '5 to 10 minutes for each of S, M and L', 'caches': '1 minute', 'memory': '5 minutes', 'loss': '5 minutes',
+}
 WITHIN_WINDOW = {'S': 122, 'M': 200, 'L': 50}  # new tokens that fit behind the prompt (of L, what there is time for)
 
 
@@ -70,7 +78,10 @@ def main(config):
     if not known or set(names) - set(SHAPES) or repeats < 1 or batch_size < 1 or max_seconds <= 0:
         raise ValueError(f"mode is train, generate, peers, caches, memory or loss, shape any of {', '.join(SHAPES)}, repeats and batch_size "
                          f"at least 1, max_seconds more than 0")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
     print(f"{describe_machine(dev)}, {pick_dtype(dtype, dev)}")
+    print(f"expected time with the default settings on two cores: about {EXPECTED[mode]}", file=sys.stderr)
     if mode == 'train':
         for name in names:
             bench_train(name, dev, amp)
@@ -92,6 +103,16 @@ def numbers(name, text):
     if len(counts) != len(text.split(',')):
         raise ValueError(f"{name} must be positive numbers with commas between, not {text!r}")
     return counts
+
+
+def picture(name):
+    """Where a mode's picture goes: `png`, or the file `name` in OUT."""
+    return png if png != 'auto' else in_out(name)
+
+
+def in_out(name):
+    os.makedirs(OUT, exist_ok=True)
+    return os.path.join(OUT, name)
 
 
 def write_json(**figures):
@@ -132,14 +153,15 @@ def bench_train(name, dev, amp):
         return loss.item()
 
     n_steps = 10
-    for k in range(n_steps):
+    for k in tqdm(range(n_steps), desc=f'{name} warm-up', leave=False, disable=None):
         step(k)
     if profile:
         from torch.profiler import tensorboard_trace_handler
-        with torch.profiler.profile(on_trace_ready=tensorboard_trace_handler('bench_log'), record_shapes=True) as prof:
+        write_trace = tensorboard_trace_handler(in_out('trace'))
+        with torch.profiler.profile(on_trace_ready=write_trace, record_shapes=True) as prof:
             for k in range(5):
                 step(k)
-        print(prof.key_averages().table(sort_by='self_cpu_time_total', row_limit=15))
+        print(prof.key_averages().table(sort_by='self_cpu_time_total', row_limit=15) + f"\n{OUT}/trace")
     times = []
     for repeat in tqdm(range(repeats), desc=f'{name} training', disable=None):
         synchronize(dev)
@@ -154,101 +176,54 @@ def bench_train(name, dev, amp):
           f"{batch_size * c.block_size / dt:,.0f} tok/s, MFU {'unknown' if mfu is None else f'{mfu:.1%}'}, loss {loss:.4f}")
 
 
-def fed_tokens(n, block_size, use_cache):
-    """How many positions the model computes to generate n tokens after the prompt; without a cache and a limit, about n * n / 2."""
-    context = [min(PROMPT + i, block_size) for i in range(n)]
-    if not use_cache:
-        return sum(context)
-    return context[0] + sum(1 if PROMPT + i <= block_size else block_size for i in range(1, n))
-
-
 def bench_generate(names, dev, amp):
-    """Tokens a second by length: nanoGPT's way, one sample after the other without a cache, against ours, all samples in one batch."""
-    import decode
-    import kvcache
+    """Tokens/s by length: nanoGPT's way, one sample after the other without a cache, and ours, all in one batch."""
     rows = []
     counts = numbers('lengths', '10,50,122,128,200,500' if lengths == 'auto' else lengths)
     samples = numbers('batches', '1' if batches == 'auto' else batches)
-    for name in names:
-        c = GPTConfig(**vars(SHAPES[name]) | dict(bias=bias))
-        model = GPT(c).to(dev).eval()
-        idx = torch.randint(c.vocab_size, (1, PROMPT), device=dev)
-        with torch.no_grad(), amp:
-            cache = model(idx)[2]
-        layer_bytes = 2 * cache[0].k_cache.nbytes
-        print(f"\n{name}: {c.n_layer} layers of {c.n_embd}, block {c.block_size}; the cache: {layer_bytes / 2**20:.3g} MiB a layer, "
-              f"{c.n_layer * layer_bytes / 2**20:.3g} MiB in all ({cache[0].k_cache.dtype})")
-        for B in samples:
-            step = decode.best(model, B)
-            ways = {'no cache': {}, 'cache': dict(use_cache=True), 'decoder': dict(use_cache=True, decoder=step),
-                    'shift': dict(use_cache=True, decoder=step, when_full='shift')}
-            if (kv_cache, kv_bits) != ('tuple', 0):
-                system = kvcache.CacheDecoder(model, kv_cache, B, kv_bits)
-                ways[f'{kv_cache}, {kv_bits} bits' if kv_bits else kv_cache] = dict(use_cache=True, decoder=system)
-
-            def run(n, how, model=model, idx=idx, B=B):
-                synchronize(dev)
-                t0 = time.perf_counter()
-                with amp:
-                    together = B if how else 1
-                    tokens = [model.generate(idx, n, temperature=0, num_samples=together, **how) for _ in range(B // together)]
-                synchronize(dev)
-                return torch.cat(tokens), time.perf_counter() - t0
-
-            print(f"{B} sample{'s' * (B > 1)}; decoder: {step.name}\n{'tokens':>8}" + ''.join(f'{way:>22}' for way in ways) + "   counted  tokens")
-            for n in counts:
-                mine = {way: how for way, how in ways.items() if way != 'shift' or PROMPT + n > c.block_size}
-                seconds, tokens = {way: [] for way in mine}, {}
-                for repeat in tqdm(range(1 + repeats), desc=f'{name} {B} x {n}', leave=False, disable=None):
-                    for way, how in mine.items():
-                        tokens[way], s = run(n, how)
-                        seconds[way] += [s] if repeat else []
-                medians = {way: statistics.median(runs) for way, runs in seconds.items()}
-                exact = [way for way in mine if way != 'shift' and 'bits' not in way]
-                differing = [way for way in exact if not torch.equal(tokens[way], tokens['no cache'])]
-                row = dict(shape=name, samples=B, new_tokens=n, decoder=step.name, tok_per_s={way: B * n / s for way, s in medians.items()},
-                           speedup={way: medians['no cache'] / s for way, s in medians.items()}, runs_s=seconds, differing=differing,
-                           counted=fed_tokens(n, c.block_size, False) / fed_tokens(n, c.block_size, True), cache_bytes=layer_bytes * c.n_layer)
-                rows.append(row)
-                figures = [f"{row['tok_per_s'][way]:>9,.0f} tok/s{row['speedup'][way]:>6.1f}x" if way in mine else '' for way in ways]
-                print(f"{n:>8}" + ''.join(f'{figure:>22}' for figure in figures) + f"{row['counted']:>9.2f}x  "
-                      + ('DIFFERENT: ' + ', '.join(differing) if differing else 'identical'))
+    n_tokens = len(names) * sum(samples) * sum(counts) * (1 + repeats)  # that each way generates
+    with tqdm(total=n_tokens, unit='tok', leave=False, disable=None) as bar:
+        for name in names:
+            c = GPTConfig(**vars(SHAPES[name]) | dict(bias=bias))
+            model = GPT(c).to(dev).eval()
+            idx = torch.randint(c.vocab_size, (1, PROMPT), device=dev)
+            with torch.no_grad(), amp:
+                cache = model(idx)[2]
+            layer_bytes = 2 * cache[0].k_cache.nbytes
+            tqdm.write(f"\n{name}: {c.n_layer} layers of {c.n_embd}, block {c.block_size}; the cache: "
+                       f"{layer_bytes / 2**20:.3g} MiB a layer, {c.n_layer * layer_bytes / 2**20:.3g} MiB in all "
+                       f"({cache[0].k_cache.dtype})")
+            for B in samples:
+                ways = ways_to_generate(model, B)
+                tqdm.write(f"{B} sample{'s' * (B > 1)}; decoder: {ways['decoder']['decoder'].name}\n{'tokens':>8}"
+                           + ''.join(f'{way:>22}' for way in ways) + "   counted  tokens")
+                for n in counts:
+                    counted = fed_tokens(n, c.block_size, False) / fed_tokens(n, c.block_size, True)
+                    row = dict(shape=name, block_size=c.block_size, samples=B, new_tokens=n, counted=counted,
+                               cache_bytes=layer_bytes * c.n_layer, **compare_ways(model, idx, ways, B, n, repeats, dev, amp, bar))
+                    rows.append(row)
+                    tok_per_s, speedup = row['tok_per_s'], row['speedup']
+                    figures = [f"{tok_per_s[way]:>9,.0f} tok/s{speedup[way]:>6.1f}x" if way in speedup else '' for way in ways]
+                    differing = 'DIFFERENT: ' + ', '.join(row['differing']) if row['differing'] else 'identical'
+                    tqdm.write(f"{n:>8}" + ''.join(f'{figure:>22}' for figure in figures) + f"{counted:>9.2f}x  {differing}")
     write_json(machine=describe_machine(dev), dtype=pick_dtype(dtype, dev), prompt=PROMPT, repeats=repeats, rows=rows)
     if png:
-        path = 'speedup.png' if png == 'auto' else png
-        draw(rows, dev, path)
+        path = picture('speedup.png')
+        draw(rows, path, describe_machine(dev))
         print(f"\n{path}")
 
 
-def draw(rows, dev, path):
-    """Speed-up against length: measured, and as the positions computed would have it."""
-    import matplotlib
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
-    cases = list(dict.fromkeys((row['shape'], row['samples']) for row in rows))
-    fig, axes = plt.subplots(1, len(cases), figsize=(5.5 * len(cases), 4.2), squeeze=False, layout='constrained')
-    for ax, (name, B) in zip(axes[0], cases):
-        mine = sorted((row for row in rows if (row['shape'], row['samples']) == (name, B)), key=lambda row: row['new_tokens'])
-        block = SHAPES[name].block_size
-        for way, label in (('cache', 'cache'), ('decoder', 'cache + decoder'), ('shift', 'cache + decoder, when_full=shift')):
-            points = [(row['new_tokens'], row['speedup'][way]) for row in mine if way in row['speedup']]
-            ax.plot(*zip(*points), marker='o', label=label) if points else None
-        if B == 1:
-            every = range(1, mine[-1]['new_tokens'] + 1)
-            counted = [fed_tokens(k, block, False) / fed_tokens(k, block, True) for k in every]
-            ax.plot(every, counted, color='0.6', ls=':', label='positions computed')
-        ax.axvline(block - PROMPT, color='0.6', lw=0.8)
-        ax.set(xlabel=f'new tokens after a prompt of {PROMPT}; vertical line: the context is full', yscale='log',
-               title=f"{name}, {B} sample{'s' * (B > 1)}")
-        ax.set_yticks([1, 2, 5, 10, 20, 50, 100], ['1x', '2x', '5x', '10x', '20x', '50x', '100x'])
-        ax.minorticks_off()
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
-    axes[0, 0].set_ylabel('speed-up over no cache')
-    fig.suptitle(describe_machine(dev), fontsize=9)
-    with replacing(path) as f:
-        fig.savefig(f, format='png', dpi=110)
-    plt.close(fig)
+def ways_to_generate(model, B):
+    """{name: arguments of generate} for B samples; those of 'no cache' are none."""
+    import decode
+    import kvcache
+    step = decode.best(model, B)
+    ways = {'no cache': {}, 'cache': dict(use_cache=True), 'decoder': dict(use_cache=True, decoder=step),
+            'shift': dict(use_cache=True, decoder=step, when_full='shift')}
+    if (kv_cache, kv_bits) != ('tuple', 0):
+        system = kvcache.CacheDecoder(model, kv_cache, B, kv_bits)
+        ways[f'{kv_cache}, {kv_bits} bits' if kv_bits else kv_cache] = dict(use_cache=True, decoder=system)
+    return ways
 
 
 def bench_peers(names, dev):
@@ -268,7 +243,7 @@ def bench_peers(names, dev):
         write_json(machine=describe_machine(dev), versions=comparison.versions(), missing=comparison.missing(), prompt=PROMPT, bias=bias,
                    repeats=repeats, max_seconds=max_seconds, rows=rows)  # what there is so far
     if png:
-        path = 'peers.png' if png == 'auto' else png
+        path = picture('peers.png')
         comparison.draw(rows, path, describe_machine(dev))
         print(f"\n{path}")
 
@@ -341,7 +316,9 @@ def bench_loss(dev):
               f"{row['difference']:>+10.5f} +- {row['standard_error']:.5f}{row['difference'] / results[0]['nll']:>+9.3%}")
     write_json(machine=describe_machine(dev), checkpoint=path, rows=results, by_context=by_context)
     if png:
-        likelihood.draw(by_context, results, 'loss_by_context.png' if png == 'auto' else png)
+        path = picture('loss_by_context.png')
+        likelihood.draw(by_context, results, path)
+        print(f"\n{path}")
 
 
 if __name__ == '__main__':

@@ -10,11 +10,12 @@ What was written and how to serve it goes to stderr.
 import os
 import sys
 
-import checkpoint as checkpoints
-import configurator
-import tokenizer as tokenizers
+import configurator  # before torch: it says so in one line where torch is missing
+
+# isort: split
+import loading
+import model as plain_model
 from formats import to_gguf, to_huggingface
-from model import GPT, GPTConfig
 
 to = 'hf'             # hf, a folder in Hugging Face format, or gguf, a file for llama.cpp
 type = 'f32'          # of the numbers in a gguf: f32, or q8_0, 8 bits in blocks of 32
@@ -26,7 +27,7 @@ path = ''             # the folder or file to write; by default hf or model.gguf
 def main(config):
     if to not in ('hf', 'gguf') or type not in ('f32', 'q8_0') or (to, type) == ('hf', 'q8_0'):
         raise ValueError(f"to must be hf, or gguf with type f32 or q8_0, not {to!r} with {type!r}")
-    model, tokenizer, folder = load()
+    model, tokenizer, folder = loading.load(init_from, out_dir, plain_model)
     if to == 'hf':
         target = path or os.path.join(folder, 'hf')
         to_huggingface(model, target, tokenizer)
@@ -43,18 +44,6 @@ def main(config):
             say(f"llama.cpp rounds the context up to a multiple of 256, but the model ends at {model.config.block_size}: "
                 "llama-server sees to that, elsewhere keep prompt and new tokens within it")
         say(f"serve it with: llama-server -m {target}")
-
-
-def load():
-    """(model, tokenizer, folder to write to by default) of a checkpoint, or of weights in Hugging Face format."""
-    if init_from != 'resume':
-        model = GPT.from_pretrained(init_from)
-        # the folder has a meta.json if it was exported from here
-        return model, tokenizers.from_state(tokenizers.state_of_dataset(init_from)), out_dir or 'out-' + os.path.basename(os.path.abspath(init_from))
-    ckpt = os.path.join(out_dir, 'ckpt.pt') if out_dir else (checkpoints.newest_first() or ['out/ckpt.pt'])[0]
-    checkpoint = checkpoints.load(ckpt)
-    say(f"{ckpt}: iteration {checkpoint.get('iter_num', '?')}")
-    return checkpoints.build(checkpoint, GPT, GPTConfig), checkpoints.tokenizer_of(checkpoint), os.path.dirname(ckpt)
 
 
 def say(line):

@@ -25,7 +25,8 @@ def to_huggingface(model, folder, tokenizer=None):
 
     transformers' GPT2LMHeadModel computes the same logits from it (activation_function is 'gelu', the exact one), and
     GPT.from_pretrained gets every weight back to the bit. What bias=False left out comes back as biases of zero. The
-    tokenizer gives the same ids; meta.json is its state(), as in a data folder. An older export is replaced whole.
+    tokenizer gives the same ids, and a space for a character that the model has never seen; meta.json is its state(),
+    as in a data folder. An older export is replaced whole.
     Raises ValueError where folder holds anything else, where safetensors is not installed, and on a tokenizer that has
     more tokens than the model.
     """
@@ -155,15 +156,24 @@ def check_vocabulary(model, tokenizer):
                          "they do not belong together")
 
 
+def stand_in(tokenizer):
+    """
+    The id that other engines give to a character that a CharTokenizer does not have: that of the space, or else 0.
+
+    Each row of the model belongs to a character that it has seen, so no row is left for the others. Ours raises
+    ValueError for them.
+    """
+    return tokenizer.ids.get(' ', 0)
+
+
 def huggingface_tokenizer(tokenizer):
     """The contents of tokenizer.json and tokenizer_config.json, which transformers and tokenizers read."""
     if isinstance(tokenizer, CharTokenizer):
-        # each character is a word. <unk> is not one of them, so what the model never saw is an error, as it is with ours
-        return dict(
+        return dict(  # each character is a word
             version='1.0', added_tokens=[], normalizer=None, post_processor=None,
             pre_tokenizer=dict(type='Split', pattern=dict(Regex=r'[\s\S]'), behavior='Isolated', invert=False),
             decoder=dict(type='Fuse'),
-            model=dict(type='WordLevel', vocab=tokenizer.ids, unk_token='<unk>'),
+            model=dict(type='WordLevel', vocab=tokenizer.ids, unk_token=tokenizer.chars[stand_in(tokenizer)]),
         ), dict(tokenizer_class='PreTrainedTokenizerFast')
     tokens, merges = byte_pairs(tokenizer.bpe)
     end = tokens[tokenizer.bpe.eot_token]
@@ -181,15 +191,15 @@ def add_gguf_tokenizer(writer, tokenizer, vocab_size):
     token ids only.
 
     Characters go as 'rwkv', which takes the longest token at each place and needs no end of text: 'gpt2' always has one,
-    and would take token 11 for it. A byte it knows no character by is a blank. But on a character it does not know, with a
-    first byte that it does, llama.cpp's 'rwkv' never ends. Where all characters are ASCII, there is none such.
+    and would take token 11 for it. Each byte of an unknown character becomes a space. But llama.cpp's 'rwkv' never
+    returns from an unknown character that shares its first byte with a known one; where all are ASCII, none does.
     """
     from gguf import TokenType
     if tokenizer is None:
         kind, tokens = 'none', []
     elif isinstance(tokenizer, CharTokenizer):
         kind, tokens = 'rwkv', [c if ord(c) > 127 else c.encode('unicode_escape').decode() for c in tokenizer.chars]
-        writer.add_unk_token_id(tokenizer.ids.get(' ', 0))  # with no such token, a character it does not know ends the process
+        writer.add_unk_token_id(stand_in(tokenizer))  # without one, an unknown character ends llama.cpp's process
     else:
         kind, (tokens, merges) = 'gpt2', byte_pairs(tokenizer.bpe)
         writer.add_tokenizer_pre('gpt-2')

@@ -57,9 +57,10 @@ def compare(model, text, n_rows=32):
     results, reference = [], None
     float_bytes = sum(t.nbytes for layer in model.empty_cache(1) for t in layer[:2])
     shift = dict(when_full='shift')
-    for weights, kv_bits, policy in (('float32', 0, {}), ('float32', 0, shift), ('float32', 0, shift | dict(keep=3 * size // 4)),
-                                     ('float32', 0, shift | dict(keep=size // 4)), ('bfloat16', 0, {}), ('int8', 0, {}),
-                                     ('float32', 8, {}), ('float32', 4, {})):
+    cases = (('float32', 0, {}), ('float32', 0, shift), ('float32', 0, shift | dict(keep=3 * size // 4)),
+             ('float32', 0, shift | dict(keep=size // 4)), ('bfloat16', 0, {}), ('int8', 0, {}),
+             ('float32', 8, {}), ('float32', 4, {}))
+    for weights, kv_bits, policy in tqdm(cases, desc='policies and widths', leave=False, disable=None):
         decoder = kvcache.CacheDecoder(model, 'tuple', n_rows, kv_bits) if kv_bits else decode.best(model, n_rows, weights)
         nll, context = negative_log_likelihoods(model, tokens, decoder, skip=size, **policy)
         nll = nll.double()

@@ -4,25 +4,28 @@ Sample from a trained model, or from GPT-2.
     python sample.py                                        the newest out*/ckpt.pt, ten samples
     python sample.py --num_samples=1 --start="To be"        one sample, streamed as it is drawn
     python sample.py --init_from=gpt2 --start=FILE:prompts.txt --split=lines       every line of a file, in one batch
-    python sample.py --weights=int8 --when_full=shift       as fast as it goes: other tokens, see README.md
+    python sample.py --weights=int8 --when_full=shift       the fastest settings; the tokens differ, see README.md
 
 The samples go to stdout, everything else to stderr. KV_DEBUG=1 traces the cache.
 """
-import os
+import re
+import signal
 import sys
 import time
 
+import configurator  # before torch: it says so in one line where torch is missing
+
+# isort: split
 import torch
 from tqdm import tqdm
 
-import checkpoint as checkpoints
-import configurator
 import debug_kv_model
 import decode
 import kvcache
+import loading
 import model as plain_model
 from device import autocast, pick_device, pick_dtype, synchronize
-from tokenizer import GPT2Tokenizer, TextStream, read_text
+from tokenizer import TextStream, read_text
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
 out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
@@ -32,18 +35,18 @@ num_samples = 10      # how many to draw, of each prompt
 batch_size = 64       # how many of them at once, at the most
 max_new_tokens = 500  # of each sample
 temperature = 0.8     # below 1 is tamer, above is wilder, 0 takes the likeliest token each time
-top_k = 200           # draw from the k likeliest tokens only
+top_k = 200           # draw from the k likeliest tokens only; 0 draws from all
 top_p = 1.0           # draw from the fewest tokens that hold this much probability
-stop = ''             # end a sample where this text comes up
+stop = ''             # end a sample where this text comes up; \n, \t and \\ are a newline, a tab and a backslash
 use_cache = True      # keep keys and values instead of computing them again: the same tokens, sooner
-when_full = 'crop'    # what a full context keeps: crop, its last block_size tokens, exact and slow, or shift, the last half
+when_full = 'crop'    # what a full context keeps: crop, the last block_size tokens (exact, slow); shift, half of them
 keep = 0              # with shift: keep so many of the last tokens instead of half the context
 n_keep = 0            # with shift: and the first so many of the prompt
-kv_cache = 'tuple'    # where keys and values live: tuple, streams or unified (llama.cpp's cells) or paged (vLLM's blocks)
+kv_cache = 'tuple'    # where keys and values live: tuple, streams or unified (llama.cpp's cells), paged (vLLM's blocks)
 kv_bits = 0           # keep them in 8 or 4 bits instead of as they are
 decoder = 'auto'      # who runs a cached step: eager, cpu, compiled; auto is the fastest there is
-weights = 'float32'   # how the cpu decoder reads them: float32, bfloat16 or int8; fewer bytes are faster, and rounded
-threads = 0           # of the cpu decoder; 0 goes by the size of the model
+weights = 'float32'   # how the cpu decoder reads them: float32, or rounded to bfloat16 or int8, which is faster
+threads = 0           # of the cpu decoder; 0 lets the decoder choose
 seed = 1337           # of the first sample, the next has the next; the same seed gives the same sample
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'        # float32, bfloat16 or float16; auto goes by the device
@@ -51,96 +54,179 @@ compile = False       # the same as decoder=compiled
 
 
 def main(config):
-    if num_samples < 1 or batch_size < 1:
-        raise ValueError("num_samples and batch_size must be at least 1")
-    if split not in ('', 'lines'):
-        raise ValueError(f"split must be lines, or left out, not {split!r}")
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # as quiet as Ctrl-C
     dev = pick_device(device)
-    amp = autocast(dev, pick_dtype(dtype, dev))
-    model, tokenizer = load(dev)
-    prompts = [prompt for prompt in read_prompts(tokenizer) for _ in range(num_samples)]
+    check_settings(dev)
+    texts = read_prompts()
+    gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
+    model, tokenizer, _ = loading.load(init_from, out_dir, gpt, dev)
+    end = unescaped_stop(tokenizer)
+    prompts = [tokenizer.encode(text) for text in texts]
+    check_lengths(prompts, model.config.block_size)
+    prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     step = pick_decoder(model, min(batch_size, len(prompts)), dev)
-    settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, use_cache=use_cache, decoder=step, when_full=when_full)
-    if when_full == 'shift':
-        settings |= dict(keep=keep or None, n_keep=n_keep)
 
-    n_drawn, t0, single = 0, time.perf_counter(), len(prompts) == 1
-    with amp, tqdm(total=len(prompts) * max_new_tokens, unit='tok', disable=True if single else None) as bar:
+    n_drawn, t0 = 0, time.perf_counter()
+    live = len(prompts) == 1 and gpt is plain_model  # the lines of a trace would land in the middle of the text
+    no_bar = True if live or gpt is debug_kv_model else None  # None: where stderr is no terminal
+    with (autocast(dev, pick_dtype(dtype, dev)),
+          tqdm(total=len(prompts) * max_new_tokens, unit='tok', disable=no_bar) as bar):
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first:first + batch_size]
-            texts, streams = [tokenizer.decode(prompt) for prompt in batch], [TextStream(tokenizer, stop) for _ in batch]
-            if single:
-                print(texts[0], end='', flush=True)
-            # one prompt is prefilled once, whatever number of samples there is of it
-            same = all(prompt == batch[0] for prompt in batch)
-            tokens = model.stream(batch[:1] if same else batch, max_new_tokens, num_samples=len(batch) if same else 1,
-                                  generator=[torch.Generator(dev).manual_seed(seed + first + row) for row in range(len(batch))], **settings)
-            for drawn in tokens:
+            samples = [shown(prompt, tokenizer, model.config.block_size) for prompt in batch]
+            streams = [TextStream(tokenizer, end) for _ in batch]
+            if live:
+                print(samples[0], end='', flush=True)
+            for drawn in draw(model, batch, first, step, dev):
                 for row, token in enumerate(drawn.flatten().tolist()):
                     piece = streams[row].push(token)
-                    texts[row] += piece
-                    if single:
+                    samples[row] += piece
+                    if live:
                         print(piece, end='', flush=True)
                 n_drawn += len(batch)
                 bar.update(len(batch))
                 if all(s.stopped for s in streams):
                     break
-            if single:
+            if live:
                 print(streams[0].flush())
             else:
                 with bar.external_write_mode():
-                    for text, stream in zip(texts, streams):
-                        print(text + stream.flush() + '\n---------------', flush=True)
+                    for text, stream in zip(samples, streams):
+                        print(text + stream.flush() + '\n---------------' * (len(prompts) > 1), flush=True)
     synchronize(dev)
     dt = time.perf_counter() - t0
-    print(f"{n_drawn:,} tokens in {dt:.2f} s: {n_drawn / dt:,.0f} tok/s ({'with' if use_cache else 'without'} the cache, {dev})", file=sys.stderr)
+    print(f"{n_drawn:,} tokens in {dt:.2f} s: {n_drawn / dt:,.0f} tok/s "
+          f"({'with' if use_cache else 'without'} the cache, {dev})", file=sys.stderr)
+
+
+def draw(model, batch, first, step, dev):
+    """Yield the tokens (B, 1) of a batch of prompts, whose first row is sample number `first`."""
+    same = all(prompt == batch[0] for prompt in batch)  # then it is prefilled once, for all samples
+    shift = dict(keep=keep or None, n_keep=n_keep) if when_full == 'shift' else {}
+    return model.stream(batch[:1] if same else batch, max_new_tokens, temperature, top_k or None, top_p, use_cache,
+                        generator=[torch.Generator(dev).manual_seed(seed + first + row) for row in range(len(batch))],
+                        decoder=step, num_samples=len(batch) if same else 1, when_full=when_full, **shift)
+
+
+def check_settings(dev):
+    """ValueError, in the words of the settings, for what is wrong whatever the model is. dev: the device picked."""
+    if num_samples < 1 or batch_size < 1 or max_new_tokens < 0:
+        raise ValueError(f"num_samples {num_samples} and batch_size {batch_size} must be at least 1, "
+                         f"and max_new_tokens {max_new_tokens} at least 0")
+    if split not in ('', 'lines'):
+        raise ValueError(f"split must be lines, or left out, not {split!r}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
+    if top_k < 0:
+        raise ValueError(f"top_k must be positive, or 0 to draw from all tokens, not {top_k}")
+    plain_model.check_sampling(temperature, top_k or None, top_p)
+    if when_full not in ('crop', 'shift'):
+        raise ValueError(f"when_full must be crop or shift, not {when_full!r}")
+    if keep < 0 or n_keep < 0:
+        raise ValueError(f"keep {keep} and n_keep {n_keep} must not be negative")
+    if when_full == 'crop' and (keep or n_keep):
+        raise ValueError(f"keep={keep} and n_keep={n_keep} only work with when_full=shift: add --when_full=shift, "
+                         "or leave them out")
+    check_decoder(dev)
+
+
+def check_decoder(dev):
+    """ValueError for a decoder, weights, threads, kv_cache and kv_bits that do not exist or do not go together."""
+    if decoder not in ('auto', 'eager', 'cpu', 'compiled'):
+        raise ValueError(f"decoder must be auto, eager, cpu or compiled, not {decoder!r}")
+    if compile and decoder not in ('auto', 'compiled'):
+        raise ValueError(f"compile=True is decoder=compiled, but decoder={decoder} was given too: leave one of them out")
+    if weights not in ('float32', 'bfloat16', 'int8'):
+        raise ValueError(f"weights must be float32, bfloat16 or int8, not {weights!r}")
+    if threads < 0:
+        raise ValueError(f"threads must be positive, or 0 to let the decoder choose, not {threads}")
+    if kv_cache not in kvcache.SYSTEMS:
+        raise ValueError(f"kv_cache must be {', '.join(kvcache.SYSTEMS)}, not {kv_cache!r}")
+    if kv_bits not in (0, 8, 4):
+        raise ValueError(f"kv_bits must be 0 (as they are), 8 or 4, not {kv_bits}")
+    which, mixed = named_decoder(), pick_dtype(dtype, dev) != 'float32'
+    kernel = [f'weights={weights}'] * (weights != 'float32') + [f'threads={threads}'] * (threads > 0)
+    asked = ' and '.join([f'decoder={which}'] * (which in ('cpu', 'compiled')) + kernel)
+    system = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache != 'tuple') + [f'kv_bits={kv_bits}'] * (kv_bits > 0))
+    if kernel and which in ('eager', 'compiled'):
+        raise ValueError(f"{' and '.join(kernel)} is for the cpu decoder: leave decoder={which} out")
+    if (kernel or which == 'cpu') and dev != 'cpu':
+        raise ValueError(f"{asked} is for the CPU, but the device is {dev}: add --device=cpu, or leave it out")
+    if (kernel or which == 'cpu') and mixed:
+        raise ValueError(f"{asked}: the cpu decoder computes in float32, but not dtype={dtype}; leave dtype out")
+    if system and (asked or not use_cache):
+        raise ValueError(f"{system} is for the cached model itself: leave {asked or 'use_cache=False'} out")
+    if asked and not use_cache:
+        raise ValueError(f"{asked} works on the cache: leave use_cache=False out")
+
+
+def named_decoder():
+    return 'compiled' if compile else decoder
 
 
 def pick_decoder(model, batch, dev):
     """The decoder that was asked for, or None where the model itself serves; says which it is."""
-    which = 'compiled' if compile and decoder == 'auto' else decoder
-    if which not in ('auto', 'eager', 'cpu', 'compiled'):
-        raise ValueError(f"decoder must be auto, eager, cpu or compiled, not {decoder!r}")
-    mixed = dev == 'cpu' and pick_dtype(dtype, dev) != 'float32'
-    kernel_asked = which == 'cpu' or weights != 'float32' or threads
-    if mixed and kernel_asked:
-        raise ValueError(f"the cpu decoder computes in float32 and takes weights=bfloat16 or int8, but not dtype={dtype}")
     if (kv_cache, kv_bits) != ('tuple', 0):
-        if not use_cache or kernel_asked or which == 'compiled':
-            raise ValueError("kv_cache and kv_bits are for the cached model itself: leave use_cache, decoder, weights, threads and compile out")
         step = kvcache.CacheDecoder(model, kv_cache, batch, kv_bits)
         print(f"decoder: {step.name}, {step.system.nbytes() / 2**20:,.1f} MiB", file=sys.stderr)
         return step
-    if not use_cache and (kernel_asked or which == 'compiled'):
-        raise ValueError("decoders work on the cache: leave use_cache=False out, or decoder, weights, threads and compile")
+    which, kernel_asked = named_decoder(), weights != 'float32' or threads
+    mixed = dev == 'cpu' and pick_dtype(dtype, dev) != 'float32'
     if not use_cache or which == 'auto' and not kernel_asked and (mixed or debug_kv_model.tracing()):
         which = 'eager'  # mixed precision and the trace are the model's own
-    step = decode.named(which, model, weights, threads or None) if which != 'auto' else decode.best(model, batch, weights, threads or None)
+    if which == 'auto':
+        step = decode.best(model, batch, weights, threads or None)
+    else:
+        step = decode.named(which, model, weights, threads or None)
     print(f"decoder: {step.name}", file=sys.stderr)
+    if type(step).__name__ == 'CPUDecoder':
+        torch.set_num_threads(1)  # its threads need the cores, and torch's would spin on them between two operations
     return None if which == 'eager' else step
 
 
-def load(dev):
-    """(model in eval mode, tokenizer) of a checkpoint, or of GPT-2; the traced model when KV_DEBUG is set."""
-    gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
-    if init_from != 'resume':
-        model, tokenizer = gpt.GPT.from_pretrained(init_from), GPT2Tokenizer()
-    else:
-        path = os.path.join(out_dir, 'ckpt.pt') if out_dir else (checkpoints.newest_first() or ['out/ckpt.pt'])[0]
-        checkpoint = checkpoints.load(path, dev)
-        model, tokenizer = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig), checkpoints.tokenizer_of(checkpoint)
-        print(f"{path}: iteration {checkpoint.get('iter_num', '?')}, {model.get_num_params() / 1e6:.2f}M parameters, "
-              f"block_size {model.config.block_size}", file=sys.stderr)
-    return model.to(dev).eval(), tokenizer
-
-
-def read_prompts(tokenizer):
-    """The prompts, lists of token ids: the text of `start`, or its lines, less the empty ones."""
+def read_prompts():
+    """The texts of the prompts: `start`, or the file it names; with split=lines each line, without the empty ones."""
     text = read_text(start[5:]) if start.startswith('FILE:') else start
     texts = [line for line in text.splitlines() if line.strip()] if split else [text]
     if not any(texts):
         raise ValueError("the prompt is empty: give --start some text, or leave it out to begin with a newline")
-    return [tokenizer.encode(text) for text in texts]
+    return texts
+
+
+def unescaped_stop(tokenizer):
+    r"""
+    `stop` with \n, \t and \\ replaced: a shell passes --stop='\n\n' on as four characters.
+
+    ValueError where the model has no tokens for it, so that it can never come up.
+    """
+    end = re.sub(r'\\([nt\\])', lambda found: {'n': '\n', 't': '\t', '\\': '\\'}[found[1]], stop)
+    if end != stop:
+        print(rf"stop: {end!r} (\n is a newline, \t a tab, \\ a backslash)", file=sys.stderr)
+    try:
+        tokenizer.encode(end)
+    except ValueError as e:
+        raise ValueError(f"stop={stop!r} can never come up: {e}") from e
+    return end
+
+
+def check_lengths(prompts, block_size):
+    """ValueError unless keep and n_keep fit into block_size; says so where prompts (token lists) do not."""
+    longest = max(map(len, prompts))
+    if max(keep, 1) + min(n_keep, longest) > block_size:
+        raise ValueError(f"keep {keep} + n_keep {n_keep} tokens must fit into the model's block_size of {block_size}")
+    n_long = sum(len(prompt) > block_size for prompt in prompts)
+    if n_long:
+        which = "the prompt has" if len(prompts) == 1 else f"{n_long:,} of {len(prompts):,} prompts have up to"
+        sees = f"the first {n_keep} and last {block_size - n_keep}" if n_keep else f"the last {block_size}"
+        print(f"{which} {longest:,} tokens, more than block_size: the model sees {sees} of them, and only these are "
+              "printed, with ... for the others", file=sys.stderr)
+
+
+def shown(prompt, tokenizer, block_size):
+    """The text of a prompt (token ids) before its sample: of a long one what the model sees, and ... for the rest."""
+    if len(prompt) <= block_size:
+        return tokenizer.decode(prompt)
+    return tokenizer.decode(prompt[:n_keep]) + '...' + tokenizer.decode(prompt[len(prompt) - block_size + n_keep:])
 
 
 if __name__ == '__main__':

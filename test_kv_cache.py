@@ -5,18 +5,21 @@ Does the cache give the same tokens, and how much sooner?
     python test_kv_cache.py --decoder=auto      the same of the fastest decoder there is for this machine
     pytest test_kv_cache.py     the comparison alone, over many seeds and prompt lengths
 
-The script takes the newest trained Shakespeare checkpoint, or failing that a random model of the same shape.
-Exit code 1 if the tokens differ; KV_DEBUG=1 traces the cache.
+The script takes the newest out*/ckpt.pt in the current folder that was trained on Shakespeare. Without one it says so
+and compares a random model of the same shape. Exit code 1 if the tokens differ; KV_DEBUG=1 traces the cache.
 """
 import itertools
+import os
 import statistics
 import sys
 import time
 
+import configurator  # before torch: it says so in one line where torch is missing
+
+# isort: split
 import torch
 
 import checkpoint as checkpoints
-import configurator
 import debug_kv_model
 import decode
 import model as plain_model
@@ -42,7 +45,9 @@ def load_model(dev):
         if 'shakespeare' in str(checkpoint.get('config', {}).get('dataset')):
             print(f"model: {path}")
             return checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).to(dev).eval(), checkpoints.tokenizer_of(checkpoint)
-    print("model: random weights, for want of a trained one (python train.py config/train_shakespeare_char.py makes it)")
+    print(f"!! no checkpoint trained on Shakespeare in {os.path.join(os.getcwd(), 'out*')}: this compares RANDOM WEIGHTS, "
+          "not your model.\n!! Run it in the folder that has your out*/ckpt.pt, or train one: "
+          "python train.py config/train_shakespeare_char.py", file=sys.stderr)
     torch.manual_seed(seed)
     return gpt.GPT(gpt.GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False)).to(dev).eval(), None
 
@@ -95,6 +100,8 @@ def mark(sign):
 def main(config):
     if new_tokens < 1 or repeats < 1 or window < 1:
         raise ValueError("new_tokens, repeats and window must be at least 1")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
     dev = pick_device(device)
     model, tokenizer = load_model(dev)
     if model.config.block_size > window:
@@ -119,7 +126,7 @@ def main(config):
     if 0 < n_inside < new_tokens:
         (_, plain_inside_s), (_, cached_inside_s) = compare(model, idx, n_inside, step, dev)
         inside = f"    (inside block_size: {plain_inside_s / cached_inside_s:.2f}x)"
-    print(f"{mark('✔')}SUCCESS: outputs are identical ({len(cached)} tokens)")
+    print(f"{mark('✔')}SUCCESS: outputs are identical ({len(cached)} tokens{'' if tokenizer else ', RANDOM WEIGHTS'})")
     print(f"  without cache   {plain_s:.2f} s   {new_tokens / plain_s:,.0f} tok/s")
     print(f"  with cache      {cached_s:.2f} s   {new_tokens / cached_s:,.0f} tok/s")
     print(f"  speedup         {plain_s / cached_s:.2f}x{inside}")

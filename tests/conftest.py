@@ -2,11 +2,13 @@
 import os
 import pydoc_data.topics
 import shutil
+import signal
 import subprocess
 import sys
 
 import hypothesis
 import pytest
+import torch
 
 from decode.cpu import CPUDecoder
 from model import GPT, GPTConfig
@@ -14,6 +16,11 @@ from model import GPT, GPTConfig
 hypothesis.settings.register_profile('here', deadline=None)  # a slow machine is no bug
 hypothesis.settings.register_profile('ci', deadline=None, derandomize=True)
 hypothesis.settings.load_profile('ci' if os.environ.get('CI') else 'here')
+
+# one torch thread here and in the scripts: beside a busy core two of them wait for each other most of the time
+torch.set_num_threads(1)
+ENVIRONMENT = {**os.environ, 'OMP_NUM_THREADS': '1'}
+TIMEOUT = 1200  # seconds that a script may take; a loaded machine is slow, and only a hang should end a test
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHARED_TEXT = os.path.join(ROOT, '..', 'shared', 'data', 'tinyshakespeare', 'input.txt')
@@ -25,8 +32,23 @@ TINY = ['--device=cpu', '--dataset=shakespeare_char', '--n_layer=2', '--n_head=2
 
 def run(folder, *command, **env):
     """python command... in folder; the result has returncode, stdout and stderr."""
-    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
-                          env={**os.environ, 'OMP_NUM_THREADS': '1', **env})
+    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True,
+                          timeout=TIMEOUT, stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **env})
+
+
+def start(folder, *command, stderr=subprocess.PIPE):
+    """
+    python command... in folder, as a Popen that goes on by itself, with text pipes for stdout and stderr.
+
+    The script reacts to SIGINT also where these tests ignore it, as they do in the background of a shell: a signal that
+    is ignored stays ignored in a new program, but one with a handler is back at its default.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen([sys.executable, *map(str, command)], cwd=folder, stdout=subprocess.PIPE, stderr=stderr,
+                                text=True, stdin=subprocess.DEVNULL, env=ENVIRONMENT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def copy_code(folder):

@@ -1,10 +1,13 @@
 """What a user can get wrong, and the one line that says so. Exit code 2, no traceback, nothing lost."""
 import json
+import os
 import shutil
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch
-from conftest import TINY, run
+from conftest import ROOT, TIMEOUT, TINY, run, start
 
 BAD = [
     # script, settings, what the line has to say
@@ -41,24 +44,30 @@ BAD = [
     ('sample.py', ['--start=FILE:nowhere.txt'], 'nowhere.txt'),
     ('sample.py', ['--start=FILE:binary.txt'], 'binary.txt is not UTF-8'),
     ('sample.py', ['--temperature=-1.0'], 'temperature must be 0 (greedy) or positive'),
-    ('sample.py', ['--top_k=0'], 'top_k must be at least 1'),
+    ('sample.py', ['--top_k=-1'], 'top_k must be positive, or 0 to draw from all tokens, not -1'),
     ('sample.py', ['--top_p=1.5'], 'top_p must be in (0, 1]'),
     ('sample.py', ['--max_new_tokens=-1'], 'max_new_tokens -1'),
     ('sample.py', ['--num_samples=0'], 'num_samples'),
     ('sample.py', ['--init_from=emptyfolder'], 'neither gpt2'),
     ('sample.py', ['--use_cache=1'], 'use_cache must be bool'),
-    ('sample.py', ['--when_full=slide'], "when_full is 'crop', or 'shift'"),
-    ('sample.py', ['--when_full=shift', '--keep=99'], 'must fit in 16'),
+    ('sample.py', ['--when_full=slide'], "when_full must be crop or shift, not 'slide'"),
+    ('sample.py', ['--when_full=shift', '--keep=99'], 'keep 99 + n_keep 0 tokens must fit into the model\'s block_size of 16'),
+    ('sample.py', ['--keep=10'], 'only work with when_full=shift'),
+    ('sample.py', ['--when_full=shift', '--keep=-1'], 'must not be negative'),
+    ('sample.py', ['--seed=-1'], 'seed must be between 0 and 2**63 - 1, not -1'),
+    ('sample.py', [f'--seed={10**30}'], 'seed must be between 0 and 2**63 - 1'),
+    ('sample.py', ['--stop=日'], "stop='日' can never come up: characters the model never saw"),
+    ('sample.py', ['--compile=True', '--decoder=cpu'], 'compile=True is decoder=compiled'),
     ('sample.py', ['--decoder=fast'], 'decoder must be auto, eager, cpu or compiled'),
-    ('sample.py', ['--weights=int4'], 'weights are float32, bfloat16, int8'),
-    ('sample.py', ['--weights=int8', '--decoder=eager'], 'for the cpu decoder'),
-    ('sample.py', ['--weights=int8', '--use_cache=False'], 'decoders work on the cache'),
+    ('sample.py', ['--weights=int4'], 'weights must be float32, bfloat16 or int8'),
+    ('sample.py', ['--weights=int8', '--decoder=eager'], 'weights=int8 is for the cpu decoder: leave decoder=eager out'),
+    ('sample.py', ['--weights=int8', '--use_cache=False'], 'weights=int8 works on the cache: leave use_cache=False out'),
     ('sample.py', ['--weights=int8', '--dtype=bfloat16'], 'but not dtype=bfloat16'),
-    ('sample.py', ['--threads=-1'], 'threads must be between 1 and'),
-    ('sample.py', ['--kv_cache=pages'], 'a cache is tuple, streams, unified, paged in 0 (float32), 8 or 4 bits'),
-    ('sample.py', ['--kv_bits=3'], 'a cache is tuple, streams, unified, paged in 0 (float32), 8 or 4 bits'),
-    ('sample.py', ['--kv_cache=paged', '--use_cache=False'], 'kv_cache and kv_bits are for the cached model itself'),
-    ('sample.py', ['--kv_bits=8', '--weights=int8'], 'kv_cache and kv_bits are for the cached model itself'),
+    ('sample.py', ['--threads=-1'], 'threads must be positive'),
+    ('sample.py', ['--kv_cache=pages'], 'kv_cache must be tuple, streams, unified, paged'),
+    ('sample.py', ['--kv_bits=3'], 'kv_bits must be 0 (as they are), 8 or 4, not 3'),
+    ('sample.py', ['--kv_cache=paged', '--use_cache=False'], 'kv_cache=paged is for the cached model itself: leave use_cache=False out'),
+    ('sample.py', ['--kv_bits=8', '--weights=int8'], 'kv_bits=8 is for the cached model itself: leave weights=int8 out'),
     ('sample.py', ['--split=words'], 'split must be lines'),
     ('sample.py', ['--split=lines'], 'the prompt is empty'),
     ('data/shakespeare_char/prepare.py', ['--input=nowhere.txt'], 'nowhere.txt'),
@@ -69,6 +78,8 @@ BAD = [
     ('bench.py', ['--shape=XL'], 'shape any of S, M, L'),
     ('bench.py', ['--mode=generate', '--lengths=a,b'], 'lengths must be positive numbers'),
     ('test_kv_cache.py', ['--new_tokens=0'], 'at least 1'),
+    ('test_kv_cache.py', [f'--seed={10**30}'], 'seed must be between 0'),
+    ('bench.py', ['--seed=-1'], 'seed must be between 0'),
     ('test_kv_cache.py', ['--decoder=fast'], 'a decoder is eager, cpu or compiled'),
 ]
 
@@ -108,15 +119,40 @@ def test_no_download_of_gpt2_is_one_line_too(repo):
     assert done.returncode == 2 and 'gpt2 could not be downloaded' in done.stderr and 'Traceback' not in done.stderr
 
 
-def test_ctrl_c_in_sample_is_quiet(trained):
-    import signal
-    import subprocess
-    import sys
-    import time
-    process = subprocess.Popen([sys.executable, 'sample.py', '--num_samples=1', '--max_new_tokens=100000000'], cwd=trained,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.read(20)
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
-    assert process.returncode == 130 and 'Traceback' not in stderr
+BEFORE_A_MODEL = ['--top_k=-1', '--top_p=1.5', '--temperature=-1.0', '--when_full=slide', '--keep=10', '--n_keep=-1', '--weights=int4',
+                  '--kv_bits=3', '--kv_cache=pages', '--seed=-1', f'--seed={2**63}', '--threads=-1', '--decoder=fast']
+
+
+@pytest.mark.parametrize('wrong', BEFORE_A_MODEL)
+def test_settings_are_checked_before_a_model_is_loaded_in_their_own_words(wrong, monkeypatch):
+    import configurator
+    import sample
+    for name in configurator.find_settings(vars(sample)):
+        monkeypatch.setattr(sample, name, getattr(sample, name))  # each has its default again afterwards
+    configurator.override(vars(sample), [wrong])
+    with pytest.raises(ValueError, match=wrong[2:].partition('=')[0]):
+        sample.check_settings('cpu')
+
+
+def test_a_wrong_setting_comes_before_a_missing_model(tmp_path):
+    done = run(tmp_path, os.path.join(ROOT, 'sample.py'), '--weights=int4', '--out_dir=nowhere')
+    assert done.returncode == 2 and 'weights must be float32, bfloat16 or int8' in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_in_sample_are_quiet(trained, signum):
+    process = start(trained, 'sample.py', '--device=cpu', '--num_samples=1', '--max_new_tokens=100000000')
+    process.stdout.read(20)  # it samples by now
+    process.send_signal(signum)
+    _, stderr = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 128 + signum and 'Traceback' not in stderr
+    assert 'tok/s' not in stderr.splitlines()[-1]
+
+
+def test_ctrl_c_reaches_scripts_where_the_tests_ignore_it(trained):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
+    try:
+        process = start(trained, '-c', 'import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)')
+        assert process.communicate(timeout=TIMEOUT)[0] == 'True\n'
+    finally:
+        signal.signal(signal.SIGINT, before)

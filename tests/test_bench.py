@@ -8,9 +8,9 @@ import torch
 from conftest import ROOT, run
 
 import comparison
-from bench import fed_tokens
 from model import GPT, GPTConfig
 from peers import PEERS
+from speedup import fed_tokens
 
 
 def test_positions_computed():
@@ -46,7 +46,7 @@ def test_the_pictures_of_the_documentation_are_drawn(repo, script, pictures):
 
 def test_train_mode_on_real_and_on_random_tokens(repo):
     real = run(repo, 'bench.py', '--device=cpu', '--repeats=1', '--batch_size=2', '--profile=True')
-    assert real.returncode == 0 and ('ms an iteration' in real.stdout) and (repo / 'bench_log').is_dir(), real.stderr
+    assert real.returncode == 0 and ('ms an iteration' in real.stdout) and (repo / 'out-bench' / 'trace').is_dir(), real.stderr
     random = run(repo, 'bench.py', '--device=cpu', '--repeats=1', '--batch_size=2', '--real_data=False', '--block_size=16')
     assert 'random tokens' in random.stdout
 
@@ -140,3 +140,11 @@ def test_loss_mode(trained, tmp_path):
     assert [row['kv_bytes_a_token'] for row in rows[-3:]] == [2 * 2 * 16 * 4, 2 * 2 * (16 + 4), 2 * 2 * (8 + 4)] and len(figures['by_context']) == 16
     assert rows[0]['difference'] == 0 and rows[0]['mean_context'] == 16 and 11.5 < rows[1]['mean_context'] < 12.5
     assert all(abs(row['difference']) < 0.1 for row in rows) and (tmp_path / 'loss.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_pictures_go_to_a_folder_and_the_time_is_told_before(repo):
+    before = set(os.listdir(repo))
+    done = run(repo, 'bench.py', '--mode=generate', '--device=cpu', '--lengths=2', '--repeats=1')
+    assert done.returncode == 0 and 'expected time' in done.stderr, done.stderr
+    assert set(os.listdir(repo)) - before == {'out-bench'} and os.listdir(repo / 'out-bench') == ['speedup.png']
+    assert 'out-bench/speedup.png' in done.stdout

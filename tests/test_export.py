@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import checkpoint as checkpoints
 import formats
+import loading
 import model as plain_model
 import tokenizer as tokenizers
 from model import GPT, GPTConfig
@@ -81,9 +82,16 @@ def test_characters_in_hugging_faces_tokenizer(tmp_path):
     assert set(theirs(TEXT)) == {'input_ids', 'attention_mask'}  # GPT-2 would add the embeddings of token_type_ids
     assert theirs(TEXT)['input_ids'] == ours.encode(TEXT) and theirs.decode(ours.encode(TEXT)) == TEXT
     assert GPT2Config.from_pretrained(tmp_path / 'hf').eos_token_id is None  # no character ends a text: GPT-2's 50256 by default
-    with pytest.raises(Exception, match='UNK'):
-        theirs('unknown: ž')
+    unknown = theirs('žlo\t日')['input_ids']  # a character the model has never seen becomes a space, in the text and at its ends
+    assert unknown == ours.encode(' lo\t日') and theirs.decode(unknown, skip_special_tokens=True) == ' lo\t日'
+    assert not theirs.all_special_tokens  # the space is not one of them: they are left out of a decoded text
     assert tokenizers.from_state(tokenizers.state_of_dataset(tmp_path / 'hf')).chars == ours.chars
+
+
+def test_unknown_characters_where_there_is_no_space(tmp_path):
+    from transformers import AutoTokenizer
+    formats.to_huggingface(gpt(**HARD | dict(vocab_size=3)), tmp_path / 'hf', CharTokenizer('abc'))
+    assert AutoTokenizer.from_pretrained(tmp_path / 'hf')('bxc')['input_ids'] == [1, 0, 2]
 
 
 @needs_byte_pairs
@@ -269,6 +277,16 @@ def test_the_script_exports_the_newest_checkpoint_for_hugging_face(folder):
     ids = theirs.generate(**tokenizer('The ', return_tensors='pt'), do_sample=False, max_new_tokens=10, pad_token_id=0)
     ours = run(folder, 'sample.py', '--device=cpu', '--num_samples=1', '--temperature=0', '--max_new_tokens=10', '--start=The ').stdout
     assert tokenizer.decode(ids[0]) + '\n' == ours
+    back = run(folder, 'sample.py', '--init_from=out/hf', '--device=cpu', '--num_samples=1', '--temperature=0', '--max_new_tokens=10',
+               '--start=The ')
+    assert back.stdout == ours and 'out/hf, ' in back.stderr  # with the characters of its meta.json
+
+
+def test_a_folder_without_a_tokenizer_is_refused_where_text_is_needed(repo, monkeypatch):
+    formats.to_huggingface(gpt(**HARD), repo / 'hf')
+    monkeypatch.setattr(loading.tokenizers, 'from_state', lambda state: CharTokenizer(map(chr, range(50257))))  # GPT-2's, as many
+    with pytest.raises(ValueError, match='50257 tokens, but the model a vocab_size of 37'):
+        loading.load(str(repo / 'hf'), '', plain_model)
 
 
 def test_the_script_exports_for_llama_cpp_also_from_a_folder(folder):

@@ -1,8 +1,10 @@
 """sample.py and test_kv_cache.py as scripts, on the small trained run."""
+import os
 import shutil
+import subprocess
 
 import pytest
-from conftest import run
+from conftest import ENVIRONMENT, ROOT, TIMEOUT, run, start
 
 import tokenizer as tokenizers
 
@@ -30,8 +32,20 @@ def test_one_sample_streams_the_same_text_with_its_prompt(trained):
 
 def test_a_prompt_from_a_file_longer_than_the_window(trained, tmp_path):
     (tmp_path / 'prompt.txt').write_text('statement ' * 10)
-    out = sample(trained, '--num_samples=1', '--max_new_tokens=5', f'--start=FILE:{tmp_path}/prompt.txt').stdout
-    assert out.startswith('statement ' * 10) and len(out) == 106
+    done = sample(trained, '--num_samples=1', '--max_new_tokens=5', f'--start=FILE:{tmp_path}/prompt.txt')
+    assert done.stdout.startswith('...' + ('statement ' * 10)[-16:]) and len(done.stdout) == 3 + 16 + 5 + 1
+    assert 'the prompt has 100 tokens, more than block_size: the model sees the last 16 of them' in done.stderr
+
+
+def test_a_long_prompt_is_not_printed_whole_for_each_sample(trained, tmp_path):
+    (tmp_path / 'prompt.txt').write_text('statement ' * 10000 + '\nThe')
+    settings = ('--num_samples=3', '--max_new_tokens=5', f'--start=FILE:{tmp_path}/prompt.txt')
+    done = sample(trained, *settings)
+    assert len(done.stdout) < 3 * 100 and done.stderr.count('100,004 tokens') == 1
+    lines = sample(trained, *settings, '--split=lines')
+    assert '1 of 2 prompts have up to 100,000 tokens' in lines.stderr and lines.stdout.count('---------------\nThe') == 3
+    kept = sample(trained, *settings, '--when_full=shift', '--n_keep=3', '--keep=4')
+    assert 'sees the first 3 and last 13 of them' in kept.stderr and kept.stdout.startswith('sta...')
 
 
 def test_stop_ends_each_sample_there(trained):
@@ -39,6 +53,34 @@ def test_stop_ends_each_sample_there(trained):
     stop = free[0][20:22]
     cut = sample(trained, '--num_samples=4', '--max_new_tokens=60', '--start=a', f'--stop={stop}').stdout.split('---------------\n')[:4]
     assert cut == ['a' + text[1:-1].partition(stop)[0] + '\n' for text in free]
+
+
+def test_stop_typed_in_a_shell(trained):
+    """A backslash and an n are a newline, as in the default of --start, and stderr says so."""
+    settings = ('--num_samples=4', '--max_new_tokens=60', '--start=a')
+    typed, meant = sample(trained, *settings, r'--stop=\n'), sample(trained, *settings, '--stop=\n')
+    assert typed.stdout == meant.stdout != sample(trained, *settings).stdout
+    assert r"stop: '\n' (\n is a newline" in typed.stderr and 'is a newline' not in meant.stderr
+
+
+@pytest.mark.parametrize('typed, meant', [(r'\n\n', '\n\n'), (r'a\tb', 'a\tb'), (r'\\n', r'\n'), (r'\d', r'\d'), ('', '')])
+def test_what_stop_is_read_as(typed, meant, monkeypatch):
+    import sample
+    monkeypatch.setattr(sample, 'stop', typed)
+    assert sample.unescaped_stop(tokenizers.CharTokenizer(map(chr, range(128)))) == meant
+
+
+def test_top_k_0_draws_from_all_tokens(trained):
+    settings = ('--num_samples=3', '--max_new_tokens=40', '--temperature=5.0')
+    free = sample(trained, *settings, '--top_k=0').stdout
+    assert free == sample(trained, *settings, '--top_k=100000').stdout != sample(trained, *settings, '--top_k=1').stdout
+
+
+def test_torch_has_one_thread_while_the_kernel_decodes(trained):
+    script = ("import sys, torch, configurator, sample; torch.set_num_threads(2); sys.argv = ['sample.py', '--max_new_tokens=2', "
+              "'--device=cpu', *sys.argv[1:]]; configurator.run(sample.main); print('torch has', torch.get_num_threads())")
+    assert 'torch has 1' in run(trained, '-c', script).stdout
+    assert 'torch has 2' in run(trained, '-c', script, '--decoder=eager').stdout
 
 
 def test_batch_size_caps_the_batch_and_all_samples_come(trained):
@@ -88,7 +130,9 @@ def test_every_line_of_a_file_is_a_prompt(trained, tmp_path):
     (tmp_path / 'prompts.txt').write_text('The \n\nA statement that is longer than the window\nif\n')
     settings = ('--max_new_tokens=30', '--num_samples=2')
     out = sample(trained, f'--start=FILE:{tmp_path}/prompts.txt', '--split=lines', *settings).stdout.split('---------------\n')[:-1]
-    assert [text[:2] for text in out] == ['Th', 'Th', 'A ', 'A ', 'if', 'if'] and all(len(text) > 30 for text in out)
+    end = '...' + 'A statement that is longer than the window'[-16:]
+    assert [text[:len(begin)] for text, begin in zip(out, ['The ', 'The ', end, end, 'if', 'if'])] == ['The ', 'The ', end, end, 'if', 'if']
+    assert all(len(text) > 30 for text in out)
     assert out[:2] == sample(trained, '--start=The ', *settings).stdout.split('---------------\n')[:2]  # as alone
 
 
@@ -104,6 +148,17 @@ def test_kv_debug_traces_to_stderr_and_leaves_the_text_alone(trained):
     assert traced.stdout == sample(trained, *settings).stdout
     assert '[KVDBG][Attn L1] cache_pos=1 T=1 new_cache_pos=2 max_ctx=16' in traced.stderr
     assert '[Attn L0]' not in traced.stderr and '!!!' not in traced.stderr
+
+
+def test_a_trace_and_a_sample_on_one_terminal_share_no_line(trained, monkeypatch):
+    settings = ('--device=cpu', '--num_samples=1', '--max_new_tokens=20', '--start=The ')
+    alone = sample(trained, *settings).stdout
+    monkeypatch.setitem(ENVIRONMENT, 'KV_DEBUG', '1')
+    process = start(trained, 'sample.py', *settings, stderr=subprocess.STDOUT)
+    both, _ = process.communicate(timeout=TIMEOUT)
+    lines = both.splitlines(keepends=True)
+    assert process.returncode == 0 and sum(line.startswith('[KVDBG]') for line in lines) > 20
+    assert not any('[KVDBG]' in line[1:] for line in lines) and alone in both
 
 
 def test_the_tokenizer_comes_from_the_checkpoint_even_if_the_data_is_gone(repo, trained):
@@ -123,8 +178,15 @@ def test_text_stream_flush(start, text):
 def test_the_identity_script(trained, repo, where):
     done = run(trained if where == 'trained' else repo, 'test_kv_cache.py', '--repeats=1', '--device=cpu')
     assert done.returncode == 0, done.stderr
-    assert 'SUCCESS: outputs are identical (206 tokens)' in done.stdout and 'speedup' in done.stdout and 'tok/s' in done.stdout
-    assert ('model: out/ckpt.pt' if where == 'trained' else 'random weights') in done.stdout
+    assert 'SUCCESS: outputs are identical (206 tokens' in done.stdout and 'speedup' in done.stdout and 'tok/s' in done.stdout
+    assert ('model: out/ckpt.pt' in done.stdout) == (where == 'trained')
+    assert ('RANDOM WEIGHTS' in done.stdout.splitlines()[0]) == ('!! no checkpoint trained on Shakespeare' in done.stderr) == (where != 'trained')
+
+
+def test_the_identity_script_takes_the_checkpoint_of_the_current_folder(trained, tmp_path):
+    shutil.copytree(trained / 'out', tmp_path / 'out')
+    done = run(tmp_path, os.path.join(ROOT, 'test_kv_cache.py'), '--repeats=1', '--new_tokens=20', '--device=cpu')
+    assert done.returncode == 0 and done.stdout.startswith('model: out/ckpt.pt') and 'RANDOM' not in done.stdout + done.stderr
 
 
 def test_the_identity_script_finds_a_broken_cache(repo):
