@@ -30,7 +30,7 @@ def put(c, tokens, value=None):
 
 def positions(c, seq):
     cells = c.cells_of(seq)
-    return sorted(cells.pos[cells.owners[:, seq]].tolist())
+    return sorted(cells.pos[cells.of(seq)].tolist())
 
 
 def test_cells_are_taken_from_the_head_on_and_around():
@@ -238,7 +238,7 @@ def attended_keys(c, seq, pos):
     k, _ = c.layers[0].read(placement, torch.float32)
     c.seq_rm(seq, pos)
     order = np.argsort(c.streams[0].pos[:k.size(2)])
-    order = order[c.streams[0].owners[order, seq]]
+    order = order[np.isin(order, c.streams[0].of(seq))]
     return k[0, 0, torch.from_numpy(order)]
 
 
