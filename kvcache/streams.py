@@ -99,19 +99,22 @@ class Streams:
         In one stream, all tokens follow each other, and sequences that share a token must have been the same up to it.
         In separate streams, sequences share nothing and each brings as many tokens.
         """
-        parts = [positions_of(positions) for positions in tokens.values()]
-        counts = {len(part) for part in parts}
+        parts = [np.asarray(positions) for positions in tokens.values()]
+        counts = {part.size for part in parts}
         if not self.unified and (len(counts) != 1 or any(isinstance(seqs, tuple) for seqs in tokens)):
             raise ValueError("separate streams take the same number of tokens each, of one sequence: split the batch")
         if not tokens or min(counts) < 1:
             raise ValueError("a batch has at least one token, and so has each of its sequences")
+        positions = joined(parts)
         runs, first, after, earlier, start = [], {}, {}, {}, 0
         for seqs, part in zip(tokens, parts):
-            if (np.diff(part) != 1).any():
+            stop = start + len(part)
+            part = positions[start:stop]
+            if len(part) > 1 and (np.diff(part) != 1).any():
                 raise ValueError(f"the positions of a sequence's new tokens follow each other, unlike {part.tolist()}")
             if seqs == ():
                 raise ValueError("a token is somebody's: name the sequences it is for")
-            seqs, stop = seqs if isinstance(seqs, tuple) else (seqs,), start + len(part)
+            seqs = seqs if isinstance(seqs, tuple) else (seqs,)
             for seq in seqs:
                 self.stream_of(seq)
                 check_next(seq, after.get(seq), part[0])
@@ -124,7 +127,7 @@ class Streams:
             runs.append((seqs, start, stop))
             start = stop
         B = 1 if self.unified else len(tokens)
-        return Batch(np.concatenate(parts).reshape(B, -1), runs, first, self.n_seq_max)
+        return Batch(positions.reshape(B, -1), runs, first, self.n_seq_max)
 
     def streams_of(self, batch):
         """The streams that a batch goes to, (B,)."""
@@ -279,14 +282,13 @@ class Streams:
         return '\n'.join(f'stream {n}\n{cells}' if many else str(cells) for n, cells in enumerate(self.streams))
 
 
-def positions_of(values):
-    """Positions as int64 (n,); ValueError on what is none."""
-    array = np.asarray(values)
-    if not array.size:
-        return array.astype(np.int64)
-    if array.ndim != 1 or array.dtype.kind not in 'iu' or not 0 <= array.min() <= array.max() < LARGEST:
-        raise ValueError(f"positions are integers from 0 to {LARGEST - 1}, not {array.tolist()}")
-    return array.astype(np.int64)
+def joined(parts):
+    """Positions of several parts, one after the other, int64 (n,); ValueError on what is no position."""
+    if all(part.ndim == 1 and part.dtype.kind in 'iu' for part in parts):
+        positions = np.concatenate(parts)
+        if 0 <= positions.min() and positions.max() < LARGEST:
+            return positions.astype(np.int64)
+    raise ValueError(f"positions are integers from 0 to {LARGEST - 1}, not {[part.tolist() for part in parts]}")
 
 
 def check_next(seq, expected, position):

@@ -111,7 +111,7 @@ class KVCache(Streams):
 
     def turned(self, streams, n_kv):
         """By how many positions the keys of these streams are still to be turned, (B, n_kv), or None."""
-        if not any(cells.shifted() for cells in streams):
+        if not self.can_shift or not any(cells.shifted() for cells in streams):
             return None
         return torch.from_numpy(np.stack([cells.shift[:n_kv] for cells in streams]))
 
@@ -177,9 +177,9 @@ class KVCache(Streams):
         Only keys in float32 are turned where they are, in float64, and rounded. Narrower ones would drift by that; theirs
         stay as they were written, and are turned by the sum of their shifts whenever they are read (`Placement.turned`).
         """
-        shifted = [(stream, cells) for stream, cells in enumerate(self.streams) if cells.shifted()]
-        if not shifted or self.own_layers()[0].k.kind != 'float32':
+        if not self.can_shift or self.own_layers()[0].k.kind != 'float32':
             return
+        shifted = [(stream, cells) for stream, cells in enumerate(self.streams) if cells.shifted()]
         for stream, cells in shifted:
             which = np.flatnonzero(cells.shift)
             shift = torch.from_numpy(cells.shift[which])
