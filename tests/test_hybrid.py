@@ -41,7 +41,7 @@ def test_logits_are_those_of_layers_with_and_without_a_window():
 
 
 @torch.inference_mode()
-def test_a_batch_without_room_in_the_second_cache_changes_the_first_no_more_than_the_second():
+def test_a_batch_without_room_in_the_second_cache_changes_neither():
     m, idx = deep_model()
     cache = hybrid()
     before = drawn(cache)

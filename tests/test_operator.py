@@ -245,9 +245,9 @@ def test_nothing_is_recorded_for_backward():
 def test_lengths_may_be_tensors_without_dimensions(dtype):
     """As in the operator's definition, where max_seqlen and max_kvlen are scalar tensors."""
     results = []
-    for given in (3, torch.tensor(3, dtype=dtype)):
+    for length in (3, torch.tensor(3, dtype=dtype)):
         cache, scale = torch.zeros(2, 2, 32, 3, 8, dtype=torch.int8), torch.zeros(2, 2, 32, 3, 2)
-        arguments = GOOD | dict(cache=cache, scale=scale, max_seqlen=given, max_kvlen=given)
+        arguments = GOOD | dict(cache=cache, scale=scale, max_seqlen=length, max_kvlen=length)
         results.append((*key_value_cache(**arguments), cache, scale))
     assert all(map(torch.equal, *results)) and results[0][2].any()
 
