@@ -108,7 +108,7 @@ class Cells:
         self.last[row] = max(self.last[row], self.pos[cells].max())
 
     def disown(self, cells, seq):
-        """Take cells from a sequence that owns them. Cells without owners are empty; the head goes back to the first."""
+        """Take cells from a sequence that owns them. Those without owners are empty, and the head goes back to them."""
         if not len(cells):
             return
         row = self.row(seq)
@@ -215,7 +215,7 @@ class Cells:
         self.head = int(cells[-1]) + 1
 
     def copy_of(self, seq, target, seqs):
-        """New cells for `seqs` that hold one sequence of these as `target`, in cells of the same numbers; and the head."""
+        """New cells for `seqs` that hold one sequence of these as `target`, at the same numbers, with the same head."""
         other, cells = Cells(len(self), seqs), self.of(seq)
         if len(cells):
             other.put(cells, self.pos[cells])

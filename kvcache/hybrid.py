@@ -57,8 +57,8 @@ class HybridCache:
 
     def forward(self, batch):
         """
-        Place a batch in all caches, and what the model is handed for it. ValueError if one of them has no room, and none
-        has changed.
+        Place a batch in all caches, and what the model is handed for it. ValueError if one of them has no room, and
+        none has changed.
         """
         slots = self.find_slot(batch)
         if not slots:

@@ -137,3 +137,17 @@ def test_what_is_cleared_is_zero():
     with torch.inference_mode():
         made_there = cache()
     put(made_there, {0: range(3)})  # and can be used here
+
+
+@torch.inference_mode()
+def test_a_long_mask_hides_what_a_short_one_hides(monkeypatch):
+    """Masks that stay bool, because they are long: the logits are the same, with windows and with other sequences."""
+    m, idx = deep_model()
+
+    def logits():
+        c = KVCache(4, 2, 16, 32, 3, n_swa=6, swa_type='standard')
+        m.hidden_states(idx[:, :4], c.forward(c.batch({1: range(4)})))
+        return logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: c.forward(c.batch({0: positions})))
+    short = logits()
+    monkeypatch.setattr('kvcache.placement.LONG_MASK', 0)
+    assert torch.allclose(logits(), short, atol=1e-5)

@@ -330,7 +330,7 @@ def test_a_fork_is_shifted_as_long_as_what_moves_is_its_own():
 
 @pytest.mark.parametrize('type_k, tolerance', [('float32', 1e-5), ('int8', 3e-2)])
 def test_divided_positions_turn_keys_the_right_way(type_k, tolerance):
-    """By new - old. llama.cpp adds old - new to the shift, and its keys end up as far from their positions on the other side."""
+    """By new - old. llama.cpp adds old - new to the shift, and turns its keys the wrong way."""
     c, raw, rotary = rotary_cache(type_k)
     c.seq_rm(0, 0, 4)
     c.seq_div(0, -1, -1, 4)

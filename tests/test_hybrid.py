@@ -84,8 +84,8 @@ def test_an_operation_that_one_cache_refuses_changes_none():
     local.seq_cp(0, 2)
     local.seq_rm(2)
     shared = drawn(cache)
-    for refused in (lambda: cache.seq_add(0, -1, -1, 1), lambda: cache.seq_div(0, -1, -1, 2), lambda: context_shift(cache, 0),
-                    lambda: cache.seq_rm(True), lambda: cache.seq_keep(9)):
+    for refused in (lambda: cache.seq_add(0, -1, -1, 1), lambda: cache.seq_div(0, -1, -1, 2),
+                    lambda: context_shift(cache, 0), lambda: cache.seq_rm(True), lambda: cache.seq_keep(9)):
         with pytest.raises(ValueError):
             refused()
         assert drawn(cache) == shared
@@ -109,7 +109,7 @@ def test_each_layer_is_in_one_cache():
 
 
 class HybridMachine(RuleBasedStateMachine):
-    """Anything in any order: the two caches always agree about where each sequence ends, and refusals change nothing."""
+    """Anything in any order: the two caches agree about where each sequence ends, and refusals change nothing."""
     unified = True
     seqs = st.integers(0, 2)
 
@@ -166,7 +166,7 @@ TestMachine.settings = TestStreamsMachine.settings = settings(max_examples=25, s
 # interrupts
 
 def interrupted(work, n):
-    """Run work and interrupt it at the n-th line of cells.py and streams.py that it comes to; False if it ended before."""
+    """Run work and interrupt it at the n-th line that runs in cells.py and streams.py; False if it ends before."""
     files = {os.path.abspath(module.__file__) for module in (cells_module, streams_module)}
     left = [n]
 

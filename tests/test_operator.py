@@ -280,6 +280,6 @@ def test_the_current_keys_may_be_rows_of_the_cache():
     """They are read before anything is written: rows 2 and 3 become what rows 0 and 1 were, and the other way round."""
     cache, starts = torch.arange(8.).view(4, 1, 2, 1, 1), torch.tensor([0, 2, 4])
     before = cache.clone()
-    key, value = key_value_cache(cache[:, 0, 0], cache[:, 0, 1], starts, starts, torch.tensor([2, 0]), torch.tensor([0, 0]),
-                                 2, 2, cache)
+    key, value = key_value_cache(cache[:, 0, 0], cache[:, 0, 1], starts, starts, torch.tensor([2, 0]),
+                                 torch.tensor([0, 0]), 2, 2, cache)
     assert torch.equal(torch.stack((key, value), dim=1), before[:, 0]) and torch.equal(cache, before[[2, 3, 0, 1]])
