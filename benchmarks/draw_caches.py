@@ -39,7 +39,7 @@ def striped(owners):
 
 
 def cell_row(ax, y, cells, title, words=None):
-    owners = [np.flatnonzero(o) for o in cells.owners]
+    owners = [cells.owners_of(cell) for cell in range(len(cells))]
     texts = [('' if words is None else words[i] + '\n') + f'pos {p}' if p != EMPTY else 'free' for i, p in enumerate(cells.pos)]
     below = [f"slot {i}" + (', ' + ''.join('AB'[s] for s in o) if len(o) else '') for i, o in enumerate(owners)]
     boxes(ax, y, texts, [striped(o) for o in owners], below)

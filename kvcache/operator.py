@@ -15,6 +15,7 @@ LAYOUTS = (
     (2, 0, 1, 3, 4),  # (L, 2, MaxT, H, Dh)
     (3, 0, 1, 2, 4),  # (L, 2, H, MaxT, Dh)
 )
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 CACHE_DTYPES = {0: (torch.float32, torch.float16), 8: (torch.int8,), 4: (torch.uint8,)}
 
 
@@ -27,7 +28,7 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     current_key, current_value: (seqstarts[B], H, Dh), float32 or float16; sequence b has rows seqstarts[b] to seqstarts[b + 1].
     start_pos: (B,) the position of each sequence's first current token, and how many it has in the cache already.
     seqstarts, kvstarts: (B + 1,) cumulative lengths, of the current tokens and of all: kvstarts = seqstarts + [0, cumsum(start_pos)].
-    max_seqlen, max_kvlen: no sequence is longer.
+    max_seqlen, max_kvlen: no sequence is longer. Ints, or 0-dimensional integer tensors, which they are in PMX.
     cache_mode 0: cachestarts (B,), position p of sequence b is row cachestarts[b] + p.
     cache_mode 1: cachestarts (B, MaxP), it is row cachestarts[b, p // page_size] + p % page_size. Entries are rows, not numbers
         of pages; those that are not needed may be -1.
@@ -36,22 +37,23 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
         as the cache with a last axis of Dh / quant_group; see `storage.quantise`. The scale is computed in the input's dtype.
     num_repeat: each head comes back so many times, h0 h0 h1 h1 ..., for grouped queries.
 
-    Returns (key, value), (kvstarts[B], H * num_repeat, Dh) in the input's dtype, read back from the cache, the current tokens
-    too. cache and scale are written in place. What does not go together is a ValueError, and nothing has been written.
+    Returns (key, value), (kvstarts[B], H * num_repeat, Dh) in the input's dtype, as they are kept in the cache, the
+    current tokens too. cache and scale are written in place. Raises ValueError on arguments that do not go together and
+    on results that do not fit into memory, before anything is written.
     """
-    for name, value in dict(max_seqlen=max_seqlen, max_kvlen=max_kvlen, num_layer=num_layer, layer_idx=layer_idx, quant_bit=quant_bit,
-                            quant_group=quant_group, num_repeat=num_repeat, cache_mode=cache_mode, cache_layout=cache_layout,
-                            page_size=page_size).items():
-        if not isinstance(value, int):
-            raise ValueError(f"{name} must be an int, not {value!r}")
+    max_seqlen, max_kvlen = length_of('max_seqlen', max_seqlen), length_of('max_kvlen', max_kvlen)
+    check_ints(num_layer=num_layer, layer_idx=layer_idx, quant_bit=quant_bit, quant_group=quant_group,
+               num_repeat=num_repeat, cache_mode=cache_mode, cache_layout=cache_layout, page_size=page_size)
     for name, value in dict(current_key=current_key, current_value=current_value, cache=cache).items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, not {value!r}")
-    for name, value in dict(seqstarts=seqstarts, kvstarts=kvstarts, cachestarts=cachestarts, start_pos=start_pos).items():
+    indices = dict(seqstarts=seqstarts, kvstarts=kvstarts, cachestarts=cachestarts, start_pos=start_pos)
+    for name, value in indices.items():
         if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"{name} must be a tensor of int64 or int32, not {value!r}")
         if value.device != cache.device:
             raise ValueError(f"{name} is on {value.device}, and the cache on {cache.device}")
+    seqstarts, kvstarts, cachestarts, start_pos = (value.long() for value in indices.values())  # int32 sums overflow
     view, scales = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout)
     seqlens = lengths(seqstarts, 'seqstarts')
     if seqstarts[-1] != len(current_key):
@@ -77,15 +79,49 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
 
     current = torch.stack((current_key, current_value), dim=1)  # (N, 2, H, Dh)
     if quant_bit == 0:
-        view[written] = current.to(view.dtype)
-        loaded = view[read].to(current.dtype)
+        stored, new = [view], [current.to(view.dtype)]
     else:
         codes, new_scale = quantise(current, quant_bit, quant_group)
         if scales.dtype is torch.float16 and bool((new_scale > torch.finfo(torch.float16).max).any()):
-            raise ValueError(f"a scale of {float(new_scale.max()):.3g} is more than float16 holds: use a scale in float32")
-        view[written], scales[written] = codes, new_scale.to(scales.dtype)
-        loaded = dequantise(view[read], scales[read].float(), quant_bit).to(current.dtype)
-    return tuple(loaded.repeat_interleave(num_repeat, dim=2).unbind(1))
+            raise ValueError(f"a scale of {float(new_scale.max()):.3g} is more than float16 holds: "
+                             "use a scale in float32")
+        stored, new = [view, scales], [codes, new_scale.to(scales.dtype)]
+    # what the cache will hold: what is read now, with the current tokens in their places. It is written at the end
+    place = torch.arange(len(written), device=cache.device) + (kvstarts[1:] - seqstarts[1:]).repeat_interleave(seqlens)
+    held = [rows[read].index_copy_(0, place, rows_new) for rows, rows_new in zip(stored, new)]
+    loaded = held[0] if quant_bit == 0 else dequantise(held[0], held[1].float(), quant_bit)
+    loaded = repeated(loaded.to(current.dtype), num_repeat)
+    for rows, rows_new in zip(stored, new):
+        rows[written] = rows_new
+    return tuple(loaded.unbind(1))
+
+
+def length_of(name, value):
+    """An int, of an int or of a 0-dimensional integer tensor."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in INTEGERS and value.device.type != 'meta':
+        return int(value)
+    check_ints(**{name: value})
+    return value
+
+
+def check_ints(**values):
+    """ValueError unless all are ints that fit into 64 bits."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or not -2**63 <= value < 2**63:
+            raise ValueError(f"{name} must be an int of at most 64 bits, not {value!r}")
+
+
+def repeated(x, num_repeat):
+    """x (n, 2, H, Dh) with each head num_repeat times, (n, 2, H * num_repeat, Dh); ValueError without memory for it."""
+    n, _, H, Dh = x.shape
+    try:
+        out = torch.empty(n, 2, H, num_repeat, Dh, dtype=x.dtype, device=x.device)
+        flat = out.flatten(2, 3)
+    except (RuntimeError, MemoryError) as e:  # also of sizes that overflow
+        raise ValueError(f"num_repeat {num_repeat} makes {n} x 2 x {H} heads of {Dh} numbers so many that there is no "
+                         "memory for them") from e
+    out.copy_(x[:, :, :, None])
+    return flat
 
 
 def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout):
@@ -116,6 +152,9 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
     found.append(view_of(scale, 'scale', cache_layout, num_layer, H, Dh // quant_group))
     if len(found[0]) != len(found[1]):
         raise ValueError(f"the cache has {len(found[0])} rows and the scale {len(found[1])}")
+    (cache_start, cache_end), (scale_start, scale_end) = bytes_of(cache), bytes_of(scale)
+    if cache.numel() and cache_start < scale_end and scale_start < cache_end:
+        raise ValueError("the scale lies in the memory of the cache: give each memory of its own")
     return [view[:, layer_idx] for view in found]
 
 
@@ -127,9 +166,19 @@ def view_of(tensor, name, cache_layout, *shape):
     if tensor.dim() != 5 or tensor.permute(LAYOUTS[cache_layout]).shape[1:] != (L, 2, H, D):
         names = ', '.join(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)].__str__() for axis in range(5))
         raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape)):
-        raise ValueError(f"the {name} is expanded: its rows would be written over each other")
+    end = 0  # of the dimensions with smaller strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size > 1 and stride <= end:
+            raise ValueError(f"the {name} has strides {tensor.stride()} for {tuple(tensor.shape)}: it is expanded, or "
+                             "its rows overlap, and would be written over each other")
+        end += stride * (size - 1) if size > 1 else 0
     return tensor.permute(LAYOUTS[cache_layout])
+
+
+def bytes_of(tensor):
+    """The addresses of a tensor's first byte and of the one after its last."""
+    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def lengths(starts, name):
@@ -160,6 +209,7 @@ def rows_of(start_pos, counts, cachestarts, cache_mode, page_size, n_rows):
         rows = starts + pos % page_size
     else:
         raise ValueError(f"cache_mode is 0 (offset) or 1 (paged), not {cache_mode}")
-    if len(rows) and (int(starts.min()) < 0 or int(rows.max()) >= n_rows):
-        raise ValueError(f"rows {int(rows[starts.argmin()])} to {int(rows.max())} are not all among the {n_rows} of the cache")
+    if len(rows) and (int(starts.min()) < 0 or int(starts.max()) >= n_rows or int(rows.max()) >= n_rows):
+        raise ValueError(f"rows {int(rows[starts.argmin()])} to {max(int(rows.max()), int(starts.max()))} are not all "
+                         f"among the {n_rows} of the cache")
     return rows

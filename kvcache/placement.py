@@ -15,6 +15,8 @@ import torch
 
 from kvcache.storage import Rows, Scratch
 
+LONG_MASK = 2**26  # bytes: 2,048 tokens over 30,000 keys would be 246 MB in float32
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -37,12 +39,18 @@ class Placement:
     added: dict = field(default_factory=dict)
 
     def added_mask(self, like):
-        """The mask as it is added to the scores of queries like these: 0 and -inf. Attention would make that of it in each layer anew."""
+        """
+        The mask for queries like these. A short one as it is added to the scores, 0 and -inf, which attention would
+        otherwise make of it in each layer anew; one of more than LONG_MASK bytes stays bool.
+        """
         if self.mask is None:
             return None
+        if self.mask.numel() * like.element_size() > LONG_MASK:
+            return self.mask.to(like.device)
         key = like.dtype, like.device
         if key not in self.added:
-            self.added[key] = torch.zeros_like(self.mask, dtype=like.dtype, device=like.device).masked_fill_(~self.mask.to(like.device), -math.inf)
+            zeros = torch.zeros_like(self.mask, dtype=like.dtype, device=like.device)
+            self.added[key] = zeros.masked_fill_(~self.mask.to(like.device), -math.inf)
         return self.added[key]
 
     def on(self, device):
@@ -95,10 +103,10 @@ class Layer:
         for each in (self.k, self.v):
             each.write(rows, torch.zeros(len(rows), each.width, device=self.device))
 
-    def copy(self, source, target):
-        """Outer number `target`, a stream or a block, becomes what `source` is, as it is kept."""
+    def copy(self, source, target, n=None):
+        """Outer number `target`, a stream or a block, becomes what `source` is, as it is kept; of n rows, or all."""
         for stored in self.tensors():
-            stored[target] = stored[source]
+            stored[target, :n] = stored[source, :n]
 
     def write(self, placement, k, v):
         """New keys and values, (B, n_head, T, head_dim), to where they belong."""

@@ -14,7 +14,7 @@ class Rotary:
     def __init__(self, head_dim, base=10000.0):
         if head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")
-        self.frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        self.frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device='cpu') / head_dim)
 
     def __call__(self, x, pos):
         """x (..., n, n_head, head_dim) turned by pos (..., n), in x's dtype."""

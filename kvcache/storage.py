@@ -86,7 +86,7 @@ class Rows:
             if transposed:
                 raise ValueError(f"{kind} cannot be transposed: a group would be spread over {self.group} columns")
             self.data = torch.zeros(*shape, width * self.bits // 8, dtype=torch.int8 if self.bits == 8 else torch.uint8, device=device)
-            self.scale = torch.zeros(*shape, width // self.group, device=device)
+            self.scale = torch.zeros(*shape, width // self.group, dtype=torch.float32, device=device)
         elif transposed:
             self.data = torch.zeros(shape[0], width, shape[1], dtype=getattr(torch, kind), device=device).transpose(1, 2)
         else:

@@ -7,11 +7,13 @@ Cells with keys and values in them: llama.cpp's cache (llama-kv-cache.cpp) for a
 `Streams` says which cells the tokens of a batch go to; here are the rows behind the cells, and what a forward pass needs of them:
 where to write, what to read, who sees what.
 """
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 
 from kvcache import state
-from kvcache.cells import Window
+from kvcache.cells import EMPTY, Window
 from kvcache.placement import Forward, Layer, Placement, beginning
 from kvcache.rotary import Rotary
 from kvcache.storage import Scratch
@@ -70,29 +72,48 @@ class KVCache(Streams):
                 stored.zero_()
 
     def seq_cp(self, source, target, p0=-1, p1=-1):
-        super().seq_cp(source, target, p0, p1)
-        if self.stream_of(source) != self.stream_of(target):
+        a, b = self.stream_of(source), self.stream_of(target)
+        if a != b:
+            self.check_whole(source, p0, p1)
+            self.seq_rm(target)  # whatever happens while rows are copied, no cell has rows of another
             for layer in self.own_layers():
-                layer.copy(source, target)
+                layer.copy(a, b, self.streams[a].used_end())
+        super().seq_cp(source, target, p0, p1)
 
     def forward(self, batch):
         """
-        Place a batch, and what the model is handed for it. ValueError if there is no room, and nothing has changed. If the model
-        then fails the cells are taken all the same: `seq_rm` each sequence from `batch.first` on.
+        Place a batch, and what the model is handed for it. ValueError if there is no room, and nothing has changed. If
+        the model then fails the cells are taken all the same: `seq_rm` each sequence from `batch.first` on.
         """
         slots = self.find_slot(batch)
         if not slots:
             raise ValueError(str(slots))
-        self.apply(slots, batch)
-        return Forward(self.layers, self.placement(batch, slots))
+        with self.taken(slots, batch):
+            return Forward(self.layers, self.placement(batch, slots))
+
+    @contextmanager
+    def taken(self, slots, batch):
+        """Take the cells of a batch, and give them back if what is done with them fails."""
+        try:
+            self.apply(slots, batch)
+            yield
+        except BaseException:
+            for seq, start in batch.first.items():
+                self.seq_rm(seq, start)
+            raise
 
     def placement(self, batch, slots):
         """The `Placement` of a batch whose cells have been taken."""
         self.update()
         index, n_kv = beginning(torch.from_numpy(slots.streams), self.get_n_kv(batch), self.kv_size)
-        shifts = np.stack([self.streams[s].shift[:n_kv] for s in slots.streams])
         return Placement(torch.from_numpy(batch.positions), self.k_idxs(slots), index, self.kq_mask(batch, n_kv),
-                         turned=torch.from_numpy(shifts) if shifts.any() else None)
+                         turned=self.turned([self.streams[s] for s in slots.streams], n_kv))
+
+    def turned(self, streams, n_kv):
+        """By how many positions the keys of these streams are still to be turned, (B, n_kv), or None."""
+        if not self.can_shift or not any(cells.shifted() for cells in streams):
+            return None
+        return torch.from_numpy(np.stack([cells.shift[:n_kv] for cells in streams]))
 
     def k_idxs(self, slots):
         """The rows that new keys go to, (B * T,): stream * kv_size + cell. Values go to the same."""
@@ -105,16 +126,20 @@ class KVCache(Streams):
 
     def kq_mask(self, batch, n_kv=None):
         """
-        Of a batch that is in place, (B, 1, T, n_kv): True where a token may look at a cell, one that holds something, of a sequence
-        that the token is a part of, at no later position, and not passed by the window.
+        Of a batch that is in place, bool (B, 1, T, n_kv): True where a token may look at a cell, which is one of a
+        sequence that the token is a part of, at no later position, and not passed by the window.
         """
-        n_kv, streams = n_kv or self.get_n_kv(batch), self.streams_of(batch)
-        pos = np.stack([self.streams[s].pos[:n_kv] for s in streams])[:, None]  # (B, 1, n_kv)
-        owners = np.stack([self.streams[s].owners[:n_kv] for s in streams])  # (B, n_kv, n_seq_max)
-        mine = batch.owners.astype(np.float32) @ owners.astype(np.float32).transpose(0, 2, 1) > 0  # one of my sequences owns it
-        mask = mine & (pos <= batch.positions[..., None])
+        n_kv, positions = n_kv or self.get_n_kv(batch), batch.positions[..., None]  # (B, T, 1)
+        pos = np.stack([self.streams[s].pos[:n_kv] for s in self.streams_of(batch)])[:, None]  # (B, 1, n_kv)
+        mask = pos <= positions
+        if self.unified:
+            owners = self.streams[0].owners[:, :n_kv]
+            for seqs, start, stop in batch.runs:  # sequences that share a token see the same cells, as `find_slot` asks
+                mask[0, start:stop] &= owners[seqs[0]]
+        else:
+            mask &= pos != EMPTY
         if self.window:
-            mask &= ~self.window.passed(pos, batch.positions[..., None])
+            mask &= pos >= self.window.first(positions)
         return torch.from_numpy(mask[:, None])
 
     @torch.no_grad()
@@ -134,8 +159,8 @@ class KVCache(Streams):
         """
         self.update()
         k = self.get(self.layer_of(layer).k, n_kv, streams)
-        shifts = np.stack([cells.shift[:n_kv] for cells in self.streams[streams]])
-        return self.rotary(k, torch.from_numpy(shifts).to(k.device)) if shifts.any() else k
+        turned = self.turned(self.streams[streams], n_kv)
+        return k if turned is None else self.rotary(k, turned.to(k.device))
 
     def get_v(self, layer, n_kv, streams=slice(None)):
         """Values of the same cells: a view, unless they are dequantised."""
@@ -152,9 +177,9 @@ class KVCache(Streams):
         Only keys in float32 are turned where they are, in float64, and rounded. Narrower ones would drift by that; theirs
         stay as they were written, and are turned by the sum of their shifts whenever they are read (`Placement.turned`).
         """
-        shifted = [(stream, cells) for stream, cells in enumerate(self.streams) if cells.shift.any()]
-        if not shifted or self.own_layers()[0].k.kind != 'float32':
+        if not self.can_shift or self.own_layers()[0].k.kind != 'float32':
             return
+        shifted = [(stream, cells) for stream, cells in enumerate(self.streams) if cells.shifted()]
         for stream, cells in shifted:
             which = np.flatnonzero(cells.shift)
             shift = torch.from_numpy(cells.shift[which])

@@ -69,27 +69,6 @@ def test_a_layer_that_shares_anothers_cache_only_reads_it(chunks):
         KVCache(2, 1, 32, 8, 1, layer_reuse=lambda layer: 1 if layer == 0 else None)
 
 
-@pytest.mark.parametrize('chunks', [[13], [5, 1, 4, 3]])
-@torch.inference_mode()
-def test_two_caches_with_half_of_the_layers_each(chunks):
-    """Every other layer with a window, in a smaller cache of its own, as some models have it."""
-    m, idx = deep_model()
-    whole = KVCache(4, 2, 16, 16, 1, layer_filter=lambda layer: layer % 2 == 0)
-    local = KVCache(4, 2, 16, 8, 1, layer_filter=lambda layer: layer % 2 == 1, n_swa=4, swa_type='standard')
-    assert whole.memory_breakdown() == {'cpu': 2 * 2 * 16 * 32 * 4} and local.memory_breakdown() == {'cpu': 2 * 2 * 8 * 32 * 4}
-
-    def forward(positions):
-        kv_cache = whole.forward(whole.batch({0: positions}))
-        kv_cache[1::2] = local.forward(local.batch({0: positions}))[1::2]
-        return kv_cache
-    if chunks == [13]:
-        with pytest.raises(ValueError, match='full: 13 cells'):
-            logits_in_chunks(m, idx, chunks, forward)
-        return
-    exact = logits_in_chunks(m, idx, [13], recorded(Recorder(4, window=lambda layer: 4 if layer % 2 else None)))
-    assert torch.allclose(logits_in_chunks(m, idx, chunks, forward), exact, atol=1e-4)
-
-
 def test_a_layer_without_a_cache_refuses():
     m, idx = deep_model()
     c = KVCache(4, 2, 16, 16, 1, layer_filter=lambda layer: layer != 2)
@@ -158,3 +137,17 @@ def test_what_is_cleared_is_zero():
     with torch.inference_mode():
         made_there = cache()
     put(made_there, {0: range(3)})  # and can be used here
+
+
+@torch.inference_mode()
+def test_a_long_mask_hides_what_a_short_one_hides(monkeypatch):
+    """Masks that stay bool, because they are long: the logits are the same, with windows and with other sequences."""
+    m, idx = deep_model()
+
+    def logits():
+        c = KVCache(4, 2, 16, 32, 3, n_swa=6, swa_type='standard')
+        m.hidden_states(idx[:, :4], c.forward(c.batch({1: range(4)})))
+        return logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: c.forward(c.batch({0: positions})))
+    short = logits()
+    monkeypatch.setattr('kvcache.placement.LONG_MASK', 0)
+    assert torch.allclose(logits(), short, atol=1e-5)

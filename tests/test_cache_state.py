@@ -1,12 +1,11 @@
 """The cells of a cache on disk: what comes back, and what is refused."""
 import json
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_cells import cache, positions, put
+from test_cells import cache, positions, put, rotary_cache
 
 
 @pytest.mark.parametrize('kind', ['float32', 'bfloat16', 'int8', 'int4'])
@@ -23,7 +22,7 @@ def test_state_comes_back(tmp_path, kind, unified):
     other.state_load(tmp_path / 'one', 3)
     assert positions(other, 2) == [0, 1] and positions(other, 3) == [0, 1, 2]
     cells = other.cells_of(3)
-    mine = np.flatnonzero(cells.owners[:, 3])
+    mine = cells.of(3)
     stream = other.stream_of(3)
     assert other.get_k(1, 8)[stream, mine, 0, 0].tolist() == pytest.approx([107, 108, 109], rel=0.08)
     other.state_load(tmp_path / 'all')
@@ -88,6 +87,90 @@ def test_a_stream_has_its_own_sequence_only(tmp_path):
     c.state_save(tmp_path / 'all')
     owners = torch.zeros(5, 4, dtype=torch.bool)
     owners[:, 0] = True
-    with pytest.raises(ValueError, match='another sequence'):
+    with pytest.raises(ValueError, match='1.owners is not'):
         c.state_load(edited(tmp_path / 'all', {'1.owners': owners}))
     assert positions(c, 1) == [0, 1, 2, 3, 4]
+
+
+def window_cache(kv_size=256, kind='standard', **how):
+    return cache(kv_size=kv_size, n_swa=12, swa_type=kind, **how)
+
+
+def seen_by_next(c, seq):
+    """{position: first number of its key} of what the next token of a sequence sees, in layer 1."""
+    cells, stream = c.cells_of(seq), c.stream_of(seq)
+    keys = c.get_k(1, c.kv_size, slice(stream, stream + 1))[0, :, 0, 0]
+    mine = cells.of(seq, c.window.first(cells.pos_max(seq) + 1))
+    return dict(zip(cells.pos[mine].tolist(), keys[mine].tolist()))
+
+
+@pytest.mark.parametrize('kind', ['standard', 'chunked'])
+@pytest.mark.parametrize('unified', [True, False])
+def test_a_state_has_what_the_window_sees(tmp_path, kind, unified):
+    """200 positions under a window of 12, into a cache with 96 free cells: what the last position sees is saved."""
+    c = window_cache(kind=kind, unified=unified)
+    put(c, {0: range(200)}, [float(i) for i in range(200)])
+    c.state_save(tmp_path / 'one', 0)
+    first = {'standard': 188, 'chunked': 192}[kind]
+    with safe_open(tmp_path / 'one', 'pt') as f:
+        assert f.get_tensor('0.pos').tolist() == list(range(first, 200))
+    other = window_cache(kind=kind, unified=unified)
+    put(other, {1: range(160)})
+    other.state_load(tmp_path / 'one', 0)
+    assert positions(other, 0) == list(range(first, 200)) and other.seq_pos_max(1) == 159
+    assert seen_by_next(other, 0) == seen_by_next(c, 0)
+    assert len(seen_by_next(c, 0)) == {'standard': 11, 'chunked': 8}[kind]
+    put(other, {0: [200]}), put(c, {0: [200]})
+    assert seen_by_next(other, 0) == seen_by_next(c, 0)
+
+
+def test_a_state_may_take_cells_that_a_window_has_passed(tmp_path):
+    c = window_cache()
+    put(c, {0: range(20)})
+    c.state_save(tmp_path / 'one', 0)
+    full = window_cache(kv_size=16)
+    put(full, {1: range(16)})
+    before = seen_by_next(full, 1)
+    with pytest.raises(ValueError, match='12 cells'):  # its window has passed 5 of 16 cells
+        full.state_load(tmp_path / 'one', 0)
+    assert positions(full, 1) == list(range(16)) and positions(full, 0) == []
+    full = window_cache(kv_size=24)
+    put(full, {1: range(24)})
+    before = seen_by_next(full, 1)
+    full.state_load(tmp_path / 'one', 0)
+    assert positions(full, 0) == list(range(8, 20)) and seen_by_next(full, 0) == seen_by_next(c, 0)
+    assert seen_by_next(full, 1) == before
+
+
+def test_a_state_behind_a_window_is_not_one_of_a_cache_that_sees_more(tmp_path):
+    c = window_cache()
+    put(c, {0: range(20)})
+    c.state_save(tmp_path / 'one', 0)
+    for other in (cache(kv_size=256), cache(kv_size=256, n_swa=13, swa_type='standard'), window_cache(kind='chunked')):
+        with pytest.raises(ValueError, match='window'):
+            other.state_load(tmp_path / 'one', 0)
+        assert other.seq_pos_max(0) is None
+
+
+@pytest.mark.parametrize('unified', [True, False])
+def test_an_empty_sequence_empties_the_one_it_is_loaded_as(tmp_path, unified):
+    """llama.cpp leaves the target as it was."""
+    c = cache(unified=unified)
+    put(c, {0: range(3)})
+    c.state_save(tmp_path / 'empty', 1)
+    c.state_load(tmp_path / 'empty', 0)
+    assert positions(c, 0) == [] and not any(cells.used() for cells in c.streams)
+
+
+@pytest.mark.parametrize('kind', ['float32', 'float16', 'int8'])
+def test_a_state_saved_while_a_shift_is_pending_has_keys_at_their_new_positions(tmp_path, kind):
+    """llama.cpp saves new positions and keys that are not turned."""
+    c, raw, rotary = rotary_cache(kind)
+    c.seq_add(0, -1, -1, 3)
+    c.state_save(tmp_path / 'one', 0)
+    other, _, _ = rotary_cache(kind)
+    other.seq_rm(None)
+    other.state_load(tmp_path / 'one', 1)
+    assert positions(other, 1) == list(range(3, 11))
+    tolerance = {'float32': 1e-5, 'float16': 4e-3, 'int8': 3e-2}[kind]
+    assert (other.get_k(0, 8)[0] - rotary(raw, torch.arange(3, 11))).abs().max() < tolerance

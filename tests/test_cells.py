@@ -30,7 +30,7 @@ def put(c, tokens, value=None):
 
 def positions(c, seq):
     cells = c.cells_of(seq)
-    return sorted(cells.pos[cells.owners[:, seq]].tolist())
+    return sorted(cells.pos[cells.of(seq)].tolist())
 
 
 def test_cells_are_taken_from_the_head_on_and_around():
@@ -238,7 +238,7 @@ def attended_keys(c, seq, pos):
     k, _ = c.layers[0].read(placement, torch.float32)
     c.seq_rm(seq, pos)
     order = np.argsort(c.streams[0].pos[:k.size(2)])
-    order = order[c.streams[0].owners[order, seq]]
+    order = order[np.isin(order, c.streams[0].of(seq))]
     return k[0, 0, torch.from_numpy(order)]
 
 
@@ -326,3 +326,21 @@ def test_a_fork_is_shifted_as_long_as_what_moves_is_its_own():
     c.seq_cp(1, 2)
     with pytest.raises(ValueError, match='shares'):
         context_shift(c, 1)
+
+
+@pytest.mark.parametrize('type_k, tolerance', [('float32', 1e-5), ('int8', 3e-2)])
+def test_divided_positions_turn_keys_the_right_way(type_k, tolerance):
+    """By new - old. llama.cpp adds old - new to the shift, and turns its keys the wrong way."""
+    c, raw, rotary = rotary_cache(type_k)
+    c.seq_rm(0, 0, 4)
+    c.seq_div(0, -1, -1, 4)
+    assert positions(c, 0) == [1, 1, 1, 1]  # were 4, 5, 6, 7
+    assert (c.get_k(0, 8)[0, 4:] - rotary(raw[4:], torch.ones(4, dtype=torch.int64))).abs().max() < tolerance
+
+
+def test_keeping_one_sequence_empties_all_other_streams():
+    """llama.cpp looks at that sequence's stream only."""
+    c = cache(unified=False)
+    put(c, {0: range(3), 1: range(3), 2: range(3)})
+    c.seq_keep(1)
+    assert [cells.used() for cells in c.streams] == [0, 3, 0, 0] and positions(c, 1) == [0, 1, 2]

@@ -200,6 +200,19 @@ GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, 
     ('seqstarts', dict(seqstarts=torch.tensor([0., 3, 4]))),
     ('cachestarts', dict(cachestarts=[[8, 0], [24, 16]])),
     ('does not fit', dict(start_pos=torch.tensor([0, 10**13]), kvstarts=torch.tensor([0, 3, 4 + 10**13]), max_kvlen=2 * 10**13)),
+    ('num_repeat', dict(num_repeat=2**40)),
+    ('num_repeat', dict(num_repeat=2**62)),
+    ('num_repeat', dict(num_repeat=2**70)),
+    ('page_size', dict(page_size=2**70)),
+    ('page_size', dict(page_size=True)),
+    ('max_kvlen', dict(max_kvlen=2**70)),
+    ('max_kvlen', dict(max_kvlen=torch.tensor(3.0))),
+    ('max_kvlen', dict(max_kvlen=torch.tensor([3]))),
+    ('max_seqlen', dict(max_seqlen=torch.tensor(True))),
+    ('max_seqlen is 2', dict(max_seqlen=torch.tensor(2))),
+    ('not all among', dict(cachestarts=torch.tensor([[8, 2**63 - 1], [24, 16]]))),
+    ('overlap', dict(cache=torch.zeros(3072, dtype=torch.int8).as_strided((2, 2, 32, 3, 8), (1536, 768, 23, 8, 1)))),
+    ('overlap', dict(scale=torch.zeros(768).as_strided((2, 2, 32, 3, 2), (384, 192, 5, 2, 1)))),
 ])
 def test_what_does_not_go_together_is_refused_and_nothing_is_written(words, changed):
     cache, scale = torch.zeros(2, 2, 32, 3, 8, dtype=torch.int8), torch.zeros(2, 2, 32, 3, 2)
@@ -226,3 +239,47 @@ def test_nothing_is_recorded_for_backward():
     cache, new = torch.zeros(4, 1, 2, 1, 2, requires_grad=True), torch.ones(1, 1, 2, requires_grad=True)
     key, _ = key_value_cache(new, new, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0]), 1, 1, cache)
     assert not key.requires_grad and cache[0].sum() == 4
+
+
+@pytest.mark.parametrize('dtype', [torch.int64, torch.int32, torch.uint8])
+def test_lengths_may_be_tensors_without_dimensions(dtype):
+    """As in the operator's definition, where max_seqlen and max_kvlen are scalar tensors."""
+    results = []
+    for length in (3, torch.tensor(3, dtype=dtype)):
+        cache, scale = torch.zeros(2, 2, 32, 3, 8, dtype=torch.int8), torch.zeros(2, 2, 32, 3, 2)
+        arguments = GOOD | dict(cache=cache, scale=scale, max_seqlen=length, max_kvlen=length)
+        results.append((*key_value_cache(**arguments), cache, scale))
+    assert all(map(torch.equal, *results)) and results[0][2].any()
+
+
+def test_a_page_larger_than_the_cache():
+    """Index tensors of 32 bits and a page size of more: position p is row cachestarts + p."""
+    cache, new = torch.zeros(4, 1, 2, 1, 2), torch.ones(1, 1, 2)
+    starts = {name: torch.tensor(value, dtype=torch.int32) for name, value in
+              dict(seqstarts=[0, 1], kvstarts=[0, 3], start_pos=[2], cachestarts=[[1]]).items()}
+    key_value_cache(new, new, **starts, max_seqlen=1, max_kvlen=3, cache=cache, cache_mode=1, page_size=2**62)
+    assert cache[:, 0, 0, 0, 0].tolist() == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize('offset', [0, 4, 3068])
+def test_a_scale_in_the_memory_of_the_cache_is_refused(offset):
+    """And one that follows it in the same memory is not."""
+    memory = torch.zeros(2 * 2 * 32 * 3 * 8 + 4 * 2 * 2 * 32 * 3 * 2 + 4, dtype=torch.int8)
+    cache = memory[:3072].view(2, 2, 32, 3, 8)
+
+    def scale_at(start):
+        return memory[start:start + 3072].view(torch.float32).view(2, 2, 32, 3, 2)
+    with pytest.raises(ValueError, match='memory of the cache'):
+        key_value_cache(**(GOOD | dict(cache=cache, scale=scale_at(offset))))
+    assert not memory.any()
+    key_value_cache(**(GOOD | dict(cache=cache, scale=scale_at(3072))))
+    assert cache.any() and scale_at(3072).any()
+
+
+def test_the_current_keys_may_be_rows_of_the_cache():
+    """They are read before anything is written: rows 2 and 3 become what rows 0 and 1 were, and the other way round."""
+    cache, starts = torch.arange(8.).view(4, 1, 2, 1, 1), torch.tensor([0, 2, 4])
+    before = cache.clone()
+    key, value = key_value_cache(cache[:, 0, 0], cache[:, 0, 1], starts, starts, torch.tensor([2, 0]),
+                                 torch.tensor([0, 0]), 2, 2, cache)
+    assert torch.equal(torch.stack((key, value), dim=1), before[:, 0]) and torch.equal(cache, before[[2, 3, 0, 1]])

@@ -1,0 +1,86 @@
+"""What a token costs in memory: as much as the cells in use, whatever the size of the cache. In bytes, not seconds."""
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from test_cells import cache, put
+
+from kvcache.placement import Placement
+from kvcache.streams import Streams
+from kvcache.unified import KVCache
+
+MB = 10**6
+
+
+def peak(work):
+    """(result, the most bytes that numpy and Python held at a time because of some work)."""
+    tracemalloc.start()
+    try:
+        result = work()
+        return result, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_stream_of_one_sequence_keeps_owners_for_one():
+    streams, size = peak(lambda: Streams(4096, 256, unified=False))
+    assert len(streams.streams) == 256 and size < 64 * MB  # a column for each sequence in each stream would be 268 MB
+    batch = streams.batch({seq: range(2) for seq in range(256)})
+    streams.apply(streams.find_slot(batch), batch)
+    streams.seq_cp(7, 200)
+    streams.seq_keep(200)
+    assert [streams.seq_pos_max(seq) for seq in (7, 200)] == [None, 1]
+
+
+@pytest.mark.parametrize('n_seq_max, unified', [(1, True), (256, True), (4, False)])
+def test_a_token_does_not_look_at_cells_that_are_not_in_use(n_seq_max, unified):
+    c = KVCache(1, 1, 8, 131_072, n_seq_max, unified, can_shift=True)
+    c.forward(c.batch({0: range(10)}))
+    _, size = peak(lambda: c.forward(c.batch({0: [10]})))
+    assert size < 40_000  # one bit for each cell would be 16,384, one number 1,048,576
+    _, size = peak(lambda: (c.seq_rm(0, 10), c.seq_add(0, 5, -1, -1), c.seq_pos_min(0), c.find_slot(c.batch({0: [9]}))))
+    assert size < 40_000
+
+
+@pytest.mark.parametrize('window', [None, 'standard', 'chunked'])
+def test_the_mask_of_a_long_prompt_stays_bool(window):
+    """2,048 tokens at position 30,000: one byte for each token and key, and what a comparison needs."""
+    c = KVCache(1, 1, 8, 32_048, 2, n_swa=0 if window is None else 31_000, swa_type=window or 'none')
+    for positions in (range(30_000), range(30_000, 32_048)):
+        batch = c.batch({0: positions})
+        slots = c.find_slot(batch)
+        c.apply(slots, batch)
+    mask, size = peak(lambda: c.kq_mask(batch))
+    assert mask.shape == (1, 1, 2048, 32_048) and mask.dtype == torch.bool and size < 2.5 * mask.numel()
+    first = {None: 0, 'standard': 32_047 - 30_999, 'chunked': 31_000}[window]
+    assert np.array_equal(np.flatnonzero(mask[0, 0, -1]), np.arange(first, 32_048))
+    placement = c.placement(batch, slots)
+    assert placement.added_mask(torch.zeros(1)).dtype == torch.bool and not placement.added
+
+
+def test_a_short_mask_is_added_and_made_once():
+    mask = torch.ones(2, 1, 3, 5, dtype=torch.bool).tril()
+    placement = Placement(torch.zeros(2, 3), torch.arange(6), 2, mask)
+    added = placement.added_mask(torch.zeros(1))
+    assert added.dtype == torch.float32 and torch.equal(added == 0, mask)
+    assert placement.added_mask(torch.zeros(1)) is added
+
+
+@pytest.mark.parametrize('default', ['float64', 'bfloat16', 'meta'])
+def test_torchs_defaults_change_nothing(default):
+    """A cache made and used under another default dtype or device holds the same numbers, in the same dtype."""
+    def made():
+        c = cache(type_k='int8', type_v='float16', can_shift=True)
+        put(c, {0: range(5)})
+        c.seq_add(0, -1, -1, 2)
+        return c.get_k(1, 5), c.get_v(1, 5), *c.layers[1].tensors()
+    before, dtype = made(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype if default == 'meta' else getattr(torch, default))
+        with torch.device('meta' if default == 'meta' else 'cpu'):
+            after = made()
+    finally:
+        torch.set_default_dtype(dtype)
+    assert [(x.dtype, x.device) for x in before] == [(x.dtype, x.device) for x in after]
+    assert all(map(torch.equal, before, after))
