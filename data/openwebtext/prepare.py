@@ -38,7 +38,6 @@ def main(config):
     documents = load_dataset(source, num_proc=num_proc)['train'].train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     for split, name in (('test', 'val'), ('train', 'train')):
         encoded = documents[split].map(tokenize, remove_columns=['text'], desc=f'tokenizing {name}', num_proc=num_proc)
-        path = os.path.join(folder, name + '.bin')
         n_tokens, n_shards = 0, min(1024, len(encoded))
         with replacing(os.path.join(folder, name + '.bin')) as f:
             for shard in tqdm(range(n_shards), desc=f'writing {name}.bin'):
