@@ -7,6 +7,26 @@ import torch
 import tokenizer as tokenizers
 
 
+def token_file(folder, split):
+    return os.path.join(folder, split + '.bin')
+
+
+def open_tokens(folder, split, block_size):
+    """
+    The token ids of a split, mapped from its file. ValueError if it is missing, torn, or shorter than a row of a
+    batch, which takes block_size + 1 tokens.
+    """
+    path = token_file(folder, split)
+    dtype = np.dtype(tokenizers.read_meta(folder).get('dtype', 'uint16'))
+    if not os.path.isfile(path):
+        raise ValueError(f"no {path}: run python {os.path.join(folder, 'prepare.py')}")
+    n_bytes = os.path.getsize(path)
+    if n_bytes % dtype.itemsize or n_bytes // dtype.itemsize <= block_size:
+        raise ValueError(f"{path} has {n_bytes / dtype.itemsize:g} tokens ({dtype}), but one row takes block_size + 1 = "
+                         f"{block_size + 1}: prepare more text or lower block_size")
+    return np.memmap(path, dtype=dtype, mode='r')
+
+
 class Batches:
     """
     The token file `split`.bin of a data folder: uint16, or what meta.json's dtype says.
@@ -15,21 +35,14 @@ class Batches:
     run draws what it would have drawn, ranks share out one global batch by taking different steps, and
     the batches of an evaluation do not move between evaluations.
 
-    Raises ValueError when the file is missing, torn, or shorter than block_size + 1 tokens.
+    Raises ValueError where `open_tokens` does.
     """
 
     def __init__(self, folder, split, batch_size, block_size, vocab_size, device, seed=0):
-        self.path = os.path.join(folder, split + '.bin')
+        self.path = token_file(folder, split)
         self.batch_size, self.vocab_size, self.device = batch_size, vocab_size, device
         self.key = [seed, sum(split.encode())]
-        dtype = np.dtype(tokenizers.read_meta(folder).get('dtype', 'uint16'))
-        if not os.path.isfile(self.path):
-            raise ValueError(f"no {self.path}: run python {os.path.join(folder, 'prepare.py')}")
-        n_bytes = os.path.getsize(self.path)
-        if n_bytes % dtype.itemsize or n_bytes // dtype.itemsize <= block_size:
-            raise ValueError(f"{self.path} has {n_bytes / dtype.itemsize:g} tokens ({dtype}), but one row takes block_size + 1 = "
-                             f"{block_size + 1}: prepare more text or lower block_size")
-        self.tokens = np.memmap(self.path, dtype=dtype, mode='r')
+        self.tokens = open_tokens(folder, split, block_size)
         self.row = np.arange(block_size + 1)
 
     def __call__(self, step):

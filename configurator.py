@@ -50,7 +50,7 @@ def run(main):
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader, head or less, has left
-        silence_stdout()
+        silence(sys.stdout)
         sys.exit(141)  # as if SIGPIPE had ended us
     except Exception as e:
         if rank() > 0:
@@ -87,9 +87,11 @@ def leave_it_to_the_first_process(patience=10.0):
     time.sleep(patience)
 
 
-def silence_stdout():
+def silence(stream):
     """Nobody reads it any more: what is still written to it, at exit for one, goes nowhere instead of raising."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _error(script, message):

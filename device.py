@@ -1,5 +1,7 @@
 """Which device, which dtype: what device='auto' and dtype='auto' mean, for every script."""
 import re
+import statistics
+import time
 from contextlib import nullcontext
 
 import torch
@@ -42,3 +44,57 @@ def synchronize(device):
         torch.cuda.synchronize()
     elif device.startswith('mps'):
         torch.mps.synchronize()
+
+
+def fastest(run, candidates, rounds=5, seconds=2.0, margin=0.1):
+    """
+    (choice, medians): the candidate for which run(candidate) takes the least time, and the median seconds of each.
+
+    The rounds are interleaved: a neighbour that comes or goes meanwhile disturbs all candidates alike. The first
+    candidate is kept unless another one is faster by more than `margin`, a fraction. The candidates stand in an order in which
+    the time falls and then rises: after one that takes twice the best time so far, no later one is tried.
+    No new round begins after `seconds`.
+    """
+    times, end = {}, time.perf_counter() + seconds
+    for round_ in range(rounds + 1):
+        for candidate in candidates if round_ == 0 else list(times):
+            start = time.perf_counter()
+            run(candidate)
+            taken = time.perf_counter() - start
+            if round_ == 0 and times and taken > 2 * min(min(t) for t in times.values()):
+                break
+            times.setdefault(candidate, []).append(taken)
+        if time.perf_counter() > end:
+            break
+    # the first run after a change also wakes threads and fills caches
+    medians = {candidate: statistics.median(t[1:] or t) for candidate, t in times.items()}
+    first, best = candidates[0], min(medians, key=medians.get)
+    return (best if medians[best] < (1 - margin) * medians[first] else first), medians
+
+
+def fastest_threads(step, limit=1.0):
+    """
+    Set torch to the number of CPU threads with which step() is fastest: torch's own, or that halved as often as it helps.
+
+    Returns (threads, medians in seconds by threads), or (threads, {}) where there is nothing to choose: one thread, or
+    a step of more than `limit` seconds, which is large enough for all threads.
+    """
+    most = torch.get_num_threads()
+    start = time.perf_counter()
+    if most > 1:
+        step()
+    if most == 1 or time.perf_counter() - start > limit:
+        return most, {}
+    candidates = [most]
+    while candidates[-1] > 1:
+        candidates.append(candidates[-1] // 2)
+
+    def run(threads):
+        torch.set_num_threads(threads)
+        step()
+    threads, medians = most, {}
+    try:
+        threads, medians = fastest(run, candidates)
+    finally:
+        torch.set_num_threads(threads)
+    return threads, medians
