@@ -1,10 +1,22 @@
 """Training batches out of a file of token ids, each a function of (seed, split, step) and of nothing else."""
 import os
+import subprocess
+import sys
 
 import numpy as np
 import torch
 
 import tokenizer as tokenizers
+
+
+def prepare(folder):
+    """Run the prepare.py of a data folder. ValueError if there is none, or if it fails."""
+    script = os.path.join(folder, 'prepare.py')
+    if not os.path.exists(script):
+        raise ValueError(f"no {token_file(folder, 'train')}, and no {script} to make it")
+    print(f"{folder} is not prepared yet: running {script}", flush=True)
+    if subprocess.run([sys.executable, script]).returncode:
+        raise ValueError(f"{script} failed: its message is above")
 
 
 def token_file(folder, split):

@@ -1,10 +1,12 @@
 """Which device, which dtype: what device='auto' and dtype='auto' mean, for every script."""
+import os
 import re
 import statistics
 import time
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -20,6 +22,18 @@ def pick_device(name='auto'):
     if name not in here + [f'cuda:{i}' for i in range(n_cuda)]:
         raise ValueError(f"device {name} was asked for, but torch finds {', '.join(here)} here ({n_cuda} cuda): use device=auto")
     return name
+
+
+def join_processes(device, backend, world):
+    """(device, rank) of this process. Of several under torchrun (world > 1) each takes its GPU and joins the group."""
+    dev = pick_device(device)
+    if world == 1:
+        return dev, 0
+    if dev == 'cuda':
+        dev = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(dev)
+    dist.init_process_group(backend if backend != 'auto' else 'nccl' if dev.startswith('cuda') else 'gloo')
+    return dev, dist.get_rank()
 
 
 def pick_dtype(name, device):
@@ -98,3 +112,23 @@ def fastest_threads(step, limit=1.0):
     finally:
         torch.set_num_threads(threads)
     return threads, medians
+
+
+def choose_threads(step, before, say):
+    """
+    Set the number of CPU threads of a training run, and say which it is.
+
+    OMP_NUM_THREADS decides where it is set; then `before`, the number of the run that is resumed (None: there is
+    none), because other threads add in another order; then which number makes step() fastest.
+    """
+    most = torch.get_num_threads()
+    if 'OMP_NUM_THREADS' in os.environ or before and before > most:
+        if before and before != most:
+            say(f"threads: {most}, but the run before had {before}: losses and weights will differ in their last bits")
+    elif before:
+        torch.set_num_threads(before)
+        say(f"threads: {before} of {most}, as in the run before")
+    else:
+        threads, medians = fastest_threads(step)
+        times = ', '.join(f"{n}: {1e3 * t:.1f} ms" for n, t in medians.items())
+        say(f"threads: {threads}" + (f" of {most}, by timing ({times})" if times else ""))

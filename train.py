@@ -11,8 +11,6 @@ import configurator  # isort: skip
 
 import math
 import os
-import subprocess
-import sys
 import time
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 
@@ -23,9 +21,11 @@ from tqdm import tqdm
 
 import checkpoint as checkpoints
 import tokenizer as tokenizers
-from batches import Batches, open_tokens
-from device import autocast, fastest_threads, pick_device, pick_dtype, synchronize
+from batches import Batches, open_tokens, prepare
+from device import autocast, choose_threads, join_processes, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
+from resuming import restore_optimizer, restore_rng, settle_shape
+from saving import Saver, load_furthest
 from stopping import Output, StopRequest
 from training_log import Log
 from whole_file import lock_folder
@@ -66,10 +66,6 @@ compile = True                 # torch.compile the model; on a CPU it is no fast
 seed = 1337                    # of the weights, the data order and dropout
 peak_flops = 0.0               # what MFU is relative to; 0 looks the device up
 
-SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias')  # settings that weights decide which are there already
-INTERRUPTED = 'ckpt_interrupted.pt'
-
-
 def main(config):
     world = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
     check_settings(world)
@@ -78,8 +74,8 @@ def main(config):
     trainer.make_model()
     trainer.make_optimizer()
     if trainer.resumed and trainer.iter_num >= max_iters and not eval_only:
-        trainer.say(f"the checkpoint is at iteration {trainer.iter_num} and max_iters is {max_iters}: there is nothing left to "
-                    "train, to go on give a larger --max_iters")
+        trainer.say(f"the checkpoint is at iteration {trainer.iter_num} and max_iters is {max_iters}: there is nothing left "
+                    "to train; to go on, give a larger --max_iters")
     if trainer.iter_num <= max_iters or eval_only:
         with trainer.writing():
             trainer.train()
@@ -88,41 +84,16 @@ def main(config):
 
 
 def check_settings(world):
-    counts = dict(batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps, eval_iters=eval_iters,
-                  eval_interval=eval_interval, log_interval=log_interval)
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, but it is {count}")
-    if max_iters < 0:
-        raise ValueError(f"max_iters must not be negative, but it is {max_iters}")
-    if seed < 0:
-        raise ValueError(f"seed must not be negative, but it is {seed}")
+    for name, least in dict(batch_size=1, gradient_accumulation_steps=1, eval_iters=1, eval_interval=1, log_interval=1,
+                            max_iters=0, seed=0).items():
+        if globals()[name] < least:
+            raise ValueError(f"{name} must be at least {least}, but it is {globals()[name]}")
     if gradient_accumulation_steps % world:
-        raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the {world} processes")
+        raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the {world} "
+                         "processes")
     if init_from == 'scratch':
         GPTConfig(block_size, 1, n_layer, n_head, n_embd, dropout, bias)
     pick_dtype(dtype, pick_device(device))
-
-
-def join_processes(world):
-    """(device, rank); under torchrun the process group is joined."""
-    dev = pick_device(device)
-    if world == 1:
-        return dev, 0
-    if dev == 'cuda':
-        dev = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(dev)
-    dist.init_process_group(backend if backend != 'auto' else 'nccl' if dev.startswith('cuda') else 'gloo')
-    return dev, dist.get_rank()
-
-
-def prepare_dataset(data_dir):
-    script = os.path.join(data_dir, 'prepare.py')
-    if not os.path.exists(script):
-        raise ValueError(f"no {data_dir}/train.bin, and no {script} to make it")
-    print(f"{data_dir} is not prepared yet: running {script}", flush=True)
-    if subprocess.run([sys.executable, script]).returncode:
-        raise ValueError(f"{script} failed: its message is above")
 
 
 def get_lr(it):
@@ -137,26 +108,6 @@ def get_lr(it):
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
 
 
-def load_furthest(out_dir, dev):
-    """(checkpoint, path): ckpt.pt, or what an interruption left beside it if that is further along."""
-    path, interrupted = os.path.join(out_dir, 'ckpt.pt'), os.path.join(out_dir, INTERRUPTED)
-    loaded = checkpoints.load(path, dev)
-    if os.path.exists(interrupted):
-        other = checkpoints.load(interrupted, dev)
-        if other.get('iter_num', 0) > loaded.get('iter_num', 0):
-            return other, interrupted
-    return loaded, path
-
-
-def restore_rng(rng):
-    try:
-        torch.set_rng_state(rng['torch'].cpu())
-        if len(rng['cuda']) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all([state.cpu() for state in rng['cuda']])
-    except (RuntimeError, TypeError) as e:
-        raise ValueError(f"the checkpoint's rng is no state of torch's generator: {e}") from e
-
-
 class Trainer:
     """One run of train.py: main calls its methods in the order in which they stand here."""
 
@@ -168,7 +119,7 @@ class Trainer:
         self.lock = None
         if os.path.isdir(out_dir):
             self.lock_out_dir()
-        self.dev, self.rank = join_processes(world)
+        self.dev, self.rank = join_processes(device, backend, world)
         self.iter_num, self.best_val_loss, self.resumed, self.log, self.wandb = 0, math.inf, None, None, None
         torch.manual_seed(seed + self.rank)
         torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
@@ -184,109 +135,69 @@ class Trainer:
     def load_data(self):
         self.data_dir = os.path.join('data', dataset)
         if self.master and dataset.endswith('_char') and not os.path.exists(os.path.join(self.data_dir, 'train.bin')):
-            prepare_dataset(self.data_dir)
+            prepare(self.data_dir)
         if self.world > 1:
             dist.barrier()
         for split in ('train', 'val'):
             open_tokens(self.data_dir, split, block_size)
-        self.meta, self.token_state = tokenizers.read_meta(self.data_dir), tokenizers.state_of_dataset(self.data_dir)
-        tokens = gradient_accumulation_steps * batch_size * block_size
-        self.say(f"data: {self.data_dir}, {self.meta.get('source', 'source unknown')}; tokens per iteration: {tokens:,}")
+        meta, self.token_state = tokenizers.read_meta(self.data_dir), tokenizers.state_of_dataset(self.data_dir)
+        gpt2 = self.token_state['kind'] == 'gpt2'  # a multiple of 64, because matmuls like that
+        self.vocab_size = 50304 if gpt2 else meta.get('vocab_size') or len(self.token_state['chars'])
+        self.tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
+        self.say(f"data: {self.data_dir}, {meta.get('source', 'source unknown')}; "
+                 f"tokens per iteration: {self.tokens_per_iter:,}")
 
     def make_model(self):
         if init_from == 'scratch':
-            vocab_size = 50304 if self.token_state['kind'] == 'gpt2' else self.meta.get('vocab_size') or len(self.token_state['chars'])
-            model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias))
+            model = GPT(GPTConfig(block_size, self.vocab_size, n_layer, n_head, n_embd, dropout, bias))
         elif init_from == 'resume':
             self.resumed, path = load_furthest(out_dir, self.dev)
             model = checkpoints.build(self.resumed, GPT, GPTConfig, dropout=dropout)
-            self.iter_num, self.best_val_loss = self.resumed.get('iter_num', 0), float(self.resumed.get('best_val_loss', math.inf))
+            self.iter_num = self.resumed.get('iter_num', 0)
+            self.best_val_loss = float(self.resumed.get('best_val_loss', math.inf))
             self.say(f"resuming {path} at iteration {self.iter_num}")
         else:
             model = GPT.from_pretrained(init_from, dict(dropout=dropout))
         if model.config.block_size < block_size:
-            raise ValueError(f"block_size {block_size} is more than the {model.config.block_size} positions the model has: "
-                             "give its own, or the config file it was trained with")
+            raise ValueError(f"block_size {block_size} is more than the {model.config.block_size} positions the model "
+                             "has: give its own, or the config file it was trained with")
         if self.resumed and self.resumed.get('tokenizer', self.token_state) != self.token_state:
-            raise ValueError(f"{self.data_dir} is encoded otherwise than what this model was trained on: prepare the same text "
-                             "again, or train anew")
-        for name in SHAPE:
-            self.settle(name, getattr(model.config, name))
+            raise ValueError(f"{self.data_dir} is encoded otherwise than what this model was trained on: prepare the same "
+                             "text again, or train anew")
+        settle_shape(self.config, model.config, init_from, self.say)
         if block_size < model.config.block_size:
             self.say(f"block_size {block_size}: the model's {model.config.block_size} positions are cut to that")
             model.crop_block_size(block_size)
         self.model = self.raw_model = model.to(self.dev)
         self.say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {self.dev}")
 
-    def settle(self, name, decided):
-        """A setting that the loaded weights decide: say so where a config file or the command line wants another value."""
-        if name in self.config.given and self.config[name] != decided:
-            self.say(f"{name} stays {decided}, as in the weights of {init_from}: {name}={self.config[name]} "
-                     f"({self.config.given[name]}) has no effect")
-        self.config[name] = decided
-
     def make_optimizer(self):
         amp_dtype = pick_dtype(dtype, self.dev)
         self.amp = autocast(self.dev, amp_dtype)
-        self.scaler = torch.amp.GradScaler(self.dev.split(':')[0], enabled=amp_dtype == 'float16')
-        self.optimizer = self.raw_model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), self.dev.split(':')[0])
+        kind = self.dev.split(':')[0]
+        self.scaler = torch.amp.GradScaler(kind, enabled=amp_dtype == 'float16')
+        self.optimizer = self.raw_model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), kind)
         if self.resumed:
-            self.restore_optimizer()
+            restore_optimizer(self.config, self.optimizer, self.scaler, self.resumed, self.say)
         self.train_batches = self.batches_of('train', 0)
         self.eval_batches = {split: self.batches_of(split, 1) for split in ('train', 'val')}
         self.raw_model.train()
-        self.choose_threads()
+        threads = (self.resumed or {}).get('threads')
+        if self.dev == 'cpu' and self.world == 1 and not eval_only and (threads or self.iter_num < max_iters):
+            choose_threads(self.trial, threads, self.say)
         if compile and not self.dev.startswith('cpu'):
             self.say("compiling the model (about a minute)")
             self.model = torch.compile(self.model)
         self.eval_model = self.model
         if self.world > 1:
-            self.model = DistributedDataParallel(self.model, device_ids=[self.dev] if self.dev.startswith('cuda') else None)
-
-    def restore_optimizer(self):
-        """The checkpoint's moments and settings, but weight_decay and the betas as they are given, if they are."""
-        if 'optimizer' not in self.resumed:
-            raise ValueError("the checkpoint has no optimizer state: it cannot be resumed")
-        checkpoints.restore_optimizer(self.optimizer, self.resumed['optimizer'])
-        if self.resumed.get('scaler'):
-            try:
-                self.scaler.load_state_dict(self.resumed['scaler'])
-            except (RuntimeError, KeyError, TypeError) as e:
-                raise ValueError(f"the checkpoint's scaler state cannot be loaded: {e}") from e
-        decaying = self.optimizer.param_groups[0]
-        for name, saved in (('weight_decay', decaying['weight_decay']), ('beta1', decaying['betas'][0]), ('beta2', decaying['betas'][1])):
-            if name not in self.config.given:
-                self.config[name] = saved
-            elif self.config[name] != saved:
-                self.say(f"{name} is {self.config[name]} from here on ({self.config.given[name]}); the run before had {saved}")
-        decaying['weight_decay'] = self.config['weight_decay']
-        for group in self.optimizer.param_groups:
-            group['betas'] = self.config['beta1'], self.config['beta2']
+            self.model = DistributedDataParallel(self.model, device_ids=[self.dev] if kind == 'cuda' else None)
 
     def batches_of(self, split, stream):
-        return Batches(self.data_dir, split, batch_size, block_size, self.raw_model.config.vocab_size, self.dev, seed + stream)
-
-    def choose_threads(self):
-        """
-        On a CPU, the number of threads that makes an iteration fastest: the one of the run that is resumed, or a
-        timed one. OMP_NUM_THREADS decides where it is set, and torchrun where it started this process.
-        """
-        if self.dev != 'cpu' or self.world > 1 or eval_only:
-            return
-        most, before = torch.get_num_threads(), (self.resumed or {}).get('threads')
-        if 'OMP_NUM_THREADS' in os.environ or before and before > most:
-            if before and before != most:
-                self.say(f"threads: {most}, where the run before had {before}: its last bits would have been others")
-        elif before:
-            torch.set_num_threads(before)
-            self.say(f"threads: {before} of {most}, as the run before")
-        elif self.iter_num < max_iters:
-            threads, medians = fastest_threads(self.trial)
-            times = ', '.join(f"{n}: {1e3 * t:.1f} ms" for n, t in medians.items())
-            self.say(f"threads: {threads}" + (f" of {most}, the fastest ({times})" if medians else ""))
+        vocab_size = self.raw_model.config.vocab_size
+        return Batches(self.data_dir, split, batch_size, block_size, vocab_size, self.dev, seed + stream)
 
     def trial(self):
-        """A forward and backward pass that leaves no trace: the generator, the weights and their gradients stay as they are."""
+        """A forward and backward pass that changes nothing: neither the generator, nor the weights, nor their gradients."""
         with torch.random.fork_rng(devices=[]):
             with self.amp:
                 loss = self.raw_model(*self.train_batches(0))[1]
@@ -295,7 +206,7 @@ class Trainer:
 
     @contextmanager
     def writing(self):
-        """Take out_dir and open the log, the bar and wandb; close them in the end. From here on the run writes files."""
+        """Take out_dir and open the log, the bar and wandb; close them in the end. From here on there are files."""
         if not self.master:
             yield
             return
@@ -309,15 +220,15 @@ class Trainer:
                 os.makedirs(out_dir, exist_ok=True)
                 self.lock_out_dir()
                 self.log = stack.enter_context(closing(Log(out_dir, self.iter_num)))
-                self.output.bar = stack.enter_context(tqdm(total=max_iters, initial=self.iter_num, unit='it', disable=None,
-                                                           dynamic_ncols=True))
+                bar = tqdm(total=max_iters, initial=self.iter_num, unit='it', disable=None, dynamic_ncols=True)
+                self.output.bar = stack.enter_context(bar)
             if wandb_log:
                 self.wandb = wandb.init(project=wandb_project, name=wandb_run_name, config=dict(self.config))
                 stack.callback(self.wandb.finish)
             yield
 
     def train(self):
-        self.first_iter, self.own_ckpt = self.iter_num, self.resumed is not None  # is ckpt.pt, if there is one, of this run?
+        self.first_iter, self.saver = self.iter_num, Saver(out_dir, own=self.resumed is not None)
         if self.resumed and 'rng' in self.resumed:
             restore_rng(self.resumed['rng'])
         self.resumed = None  # its tensors are in the model and the optimizer
@@ -380,13 +291,13 @@ class Trainer:
         now = self.raw_model.estimate_mfu(rows_per_process, dt, peak_flops or None)
         if now is not None:
             self.mfu = now if self.mfu < 0 else 0.9 * self.mfu + 0.1 * now
-        loss, tokens_per_s = loss.item(), gradient_accumulation_steps * batch_size * block_size / dt
-        self.log.row(iter=self.iter_num, lr=self.lr, batch_loss=loss, ms_per_iter=dt * 1e3, tokens_per_s=tokens_per_s, mfu=self.mfu)
-        mfu_text = f"{self.mfu * 100:.1f}%" if self.mfu >= 0 else "unknown"
+        loss, ms, tokens_per_s = loss.item(), dt * 1e3, self.tokens_per_iter / dt
+        self.log.row(iter=self.iter_num, lr=self.lr, batch_loss=loss, ms_per_iter=ms, tokens_per_s=tokens_per_s, mfu=self.mfu)
+        rate = f"{tokens_per_s:,.0f} tok/s, mfu " + (f"{self.mfu * 100:.1f}%" if self.mfu >= 0 else "unknown")
         if self.output.bar.disable:
-            self.say(f"iter {self.iter_num}: loss {loss:.4f}, time {dt * 1e3:.2f}ms, {tokens_per_s:,.0f} tok/s, mfu {mfu_text}")
+            self.say(f"iter {self.iter_num}: loss {loss:.4f}, time {ms:.2f}ms, {rate}")
         else:
-            self.output.bar.set_postfix_str(f"loss {loss:.3f}, {tokens_per_s:,.0f} tok/s, mfu {mfu_text}", refresh=False)
+            self.output.bar.set_postfix_str(f"loss {loss:.3f}, {rate}", refresh=False)
 
     def evaluate(self):
         """Evaluate, say and log the losses, and save if it is time to. Nothing, if asked to stop meanwhile."""
@@ -397,16 +308,15 @@ class Trainer:
             self.check_finite(f"the {split} loss is", losses[split])
         self.say(f"step {self.iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
         if self.wandb:
-            self.wandb.log({'iter': self.iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'], 'lr': self.lr,
-                            'mfu': self.mfu * 100})
+            self.wandb.log({'iter': self.iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'],
+                            'lr': self.lr, 'mfu': self.mfu * 100})
         improved = losses['val'] < self.best_val_loss
         self.best_val_loss = min(self.best_val_loss, losses['val'])
         if eval_only:
             return
         self.log.row(iter=self.iter_num, lr=self.lr, train_loss=losses['train'], val_loss=losses['val'])
         if self.iter_num > 0 and (improved or always_save_checkpoint):
-            self.say(f"saved {self.save('ckpt.pt')}")
-            self.own_ckpt = True
+            self.say(f"saved {self.saver.save(self.checkpoint())}")
         self.log.draw(self.iter_num >= max_iters)
 
     @torch.no_grad()
@@ -428,26 +338,21 @@ class Trainer:
 
     def check_finite(self, what, value):
         if not math.isfinite(value):
-            raise ValueError(f"iteration {self.iter_num}, lr {self.lr:.2e}: {what} {value}; {self.last_good()}")
+            raise ValueError(f"iteration {self.iter_num}, lr {self.lr:.2e}: {what} {value}; {self.saver.last_good()}")
 
-    def last_good(self):
-        path = os.path.join(out_dir, 'ckpt.pt')
-        return f"the last good checkpoint is {path}" if os.path.exists(path) else "there is no checkpoint yet"
-
-    def save(self, name):
+    def checkpoint(self):
+        """What is saved. ValueError if the weights are not finite."""
         if not all(p.isfinite().all() for p in self.raw_model.parameters()):
-            raise ValueError(f"iteration {self.iter_num}, lr {self.lr:.2e}: the weights are not finite and were not saved; "
-                             f"{self.last_good()}")
-        path, interrupted = os.path.join(out_dir, name), os.path.join(out_dir, INTERRUPTED)
-        checkpoints.save({
+            raise ValueError(f"iteration {self.iter_num}, lr {self.lr:.2e}: the weights are not finite and were not "
+                             f"saved; {self.saver.last_good()}")
+        return {
             'model': self.raw_model.state_dict(), 'optimizer': self.optimizer.state_dict(),
-            'model_args': vars(self.raw_model.config).copy(), 'iter_num': self.iter_num, 'best_val_loss': self.best_val_loss,
+            'model_args': vars(self.raw_model.config).copy(),
+            'iter_num': self.iter_num, 'best_val_loss': self.best_val_loss,
             'config': dict(self.config), 'tokenizer': self.token_state, 'scaler': self.scaler.state_dict(),
-            'rng': {'torch': torch.get_rng_state(), 'cuda': torch.cuda.get_rng_state_all()}, 'threads': torch.get_num_threads(),
-        }, path)
-        if name == 'ckpt.pt' and os.path.exists(interrupted):
-            os.remove(interrupted)  # of this run, and further back, or of one that is overwritten now
-        return path
+            'rng': {'torch': torch.get_rng_state(), 'cuda': torch.cuda.get_rng_state_all()},
+            'threads': torch.get_num_threads(),
+        }
 
     def save_and_stop(self):
         if not self.master or eval_only:
@@ -456,11 +361,8 @@ class Trainer:
         if self.iter_num == self.first_iter:
             self.say(f"stopped at iteration {self.iter_num}, before an iteration was done: there is nothing to save")
             return
-        # an interruption must not cost a better model, nor that of another run
-        exists = os.path.exists(os.path.join(out_dir, 'ckpt.pt'))
-        path = self.save('ckpt.pt' if not exists or (self.own_ckpt and always_save_checkpoint) else INTERRUPTED)
-        self.say(f"stopped at iteration {self.iter_num}, saved to {path}; to go on, add --init_from=resume"
-                 + ("" if self.own_ckpt or not exists else f" and first move it over the ckpt.pt of an earlier run in {out_dir}"))
+        told = self.saver.save_interrupted(self.checkpoint(), replace=always_save_checkpoint)
+        self.say(f"stopped at iteration {self.iter_num}, {told}")
         self.log.draw(last=True)
 
 
