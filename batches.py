@@ -34,8 +34,8 @@ def open_tokens(folder, split, block_size):
         raise ValueError(f"no {path}: run python {os.path.join(folder, 'prepare.py')}")
     n_bytes = os.path.getsize(path)
     if n_bytes % dtype.itemsize or n_bytes // dtype.itemsize <= block_size:
-        raise ValueError(f"{path} has {n_bytes / dtype.itemsize:g} tokens ({dtype}), but one row takes block_size + 1 = "
-                         f"{block_size + 1}: prepare more text or lower block_size")
+        raise ValueError(f"{path} has {n_bytes / dtype.itemsize:g} tokens ({dtype}), but one row takes block_size + 1 "
+                         f"= {block_size + 1}: prepare more text or lower block_size")
     return np.memmap(path, dtype=dtype, mode='r')
 
 

@@ -35,7 +35,8 @@ def load(path, device='cpu'):
     contents are not a checkpoint's.
     """
     if not os.path.isfile(path):
-        raise ValueError(f"no checkpoint {path}: train one first, with python train.py config/train_shakespeare_char.py")
+        raise ValueError(f"no checkpoint {path}: train one first, with "
+                         "python train.py config/train_shakespeare_char.py")
     with open(path, 'rb') as f:
         try:
             check_bytes(f)
@@ -76,7 +77,8 @@ def check_bytes(f):
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                 raise ValueError(f"{entry.filename} is compressed")
-            if entry.external_attr or entry.internal_attr or entry.volume or entry.flag_bits & ~(NAME_IS_UTF8 | SIZES_FOLLOW):
+            flags = entry.flag_bits & ~(NAME_IS_UTF8 | SIZES_FOLLOW)
+            if entry.external_attr or entry.internal_attr or entry.volume or flags:
                 raise ValueError(f"{entry.filename} has attributes that torch does not write")
             with archive.open(entry) as content:
                 while content.read(1 << 20):  # zipfile raises BadZipFile at the end of an entry with another CRC
@@ -84,7 +86,7 @@ def check_bytes(f):
 
 
 def check_contents(checkpoint):
-    """ValueError unless each key that is there is of the type that train.py saves, and the keys of a model are there."""
+    """ValueError unless the keys of a model are there, and each key that is there is of the type that train.py saves."""
     if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= set(checkpoint):
         raise ValueError("it has no 'model' and 'model_args'")
     wanted = {'model': dict, 'model_args': dict, 'optimizer': dict, 'iter_num': int, 'config': dict, 'tokenizer': dict,
@@ -155,7 +157,7 @@ def restore_optimizer(optimizer, saved):
 
 
 def fit_moments(optimizer, saved):
-    """Check that a saved optimizer state has the groups and shapes of the optimizer's, and crop its moments in place."""
+    """Check that a saved optimizer state has the optimizer's groups and shapes, and crop its moments in place."""
     if not isinstance(saved.get('state'), dict) or not isinstance(saved.get('param_groups'), list):
         raise ValueError("the checkpoint's optimizer state has no 'state' and 'param_groups': it cannot be resumed")
     groups = saved['param_groups']
@@ -163,8 +165,8 @@ def fit_moments(optimizer, saved):
     if not all(isinstance(g, dict) and needed <= set(g) and isinstance(g['params'], list) for g in groups):
         raise ValueError(f"the checkpoint's optimizer groups must have {', '.join(sorted(needed))}")
     for group in groups:
-        betas = group['betas']
-        numbers = [group[k] for k in ('lr', 'eps', 'weight_decay')] + list(betas if isinstance(betas, (tuple, list)) else [None])
+        betas = group['betas'] if isinstance(group['betas'], (tuple, list)) else []
+        numbers = [group['lr'], group['eps'], group['weight_decay'], *betas]
         if len(numbers) != 5 or not all(type(number) in (int, float) for number in numbers):
             raise ValueError("lr, eps, weight_decay and betas in the checkpoint's optimizer state must be numbers")
     sizes, saved_sizes = ([len(g['params']) for g in groups] for groups in (optimizer.param_groups, groups))
@@ -179,7 +181,8 @@ def fit_moments(optimizer, saved):
         if state is None:  # of a parameter that has had no step
             continue
         if not isinstance(state, dict) or not {'step', 'exp_avg', 'exp_avg_sq'} <= set(state):
-            raise ValueError(f"the checkpoint's optimizer state of parameter {index} has no step, exp_avg and exp_avg_sq")
+            raise ValueError(f"the checkpoint's optimizer state of parameter {index} has no step, exp_avg and "
+                             "exp_avg_sq")
         step = state['step']
         if not (type(step) in (int, float) or isinstance(step, torch.Tensor) and step.numel() == 1):
             raise ValueError(f"step in the checkpoint's optimizer state of parameter {index} must be a number")
@@ -187,8 +190,9 @@ def fit_moments(optimizer, saved):
             moment = state[name]
             cropped = isinstance(moment, torch.Tensor) and moment.dim() and moment.shape[1:] == p.shape[1:]
             if not cropped or len(moment) < len(p):
-                raise ValueError(f"the checkpoint's optimizer state of parameter {index} must be of shape {tuple(p.shape)}, but "
-                                 f"{name} is {tuple(moment.shape) if isinstance(moment, torch.Tensor) else type(moment).__name__}")
+                is_ = tuple(moment.shape) if isinstance(moment, torch.Tensor) else type(moment).__name__
+                raise ValueError(f"the checkpoint's optimizer state of parameter {index} must be of shape "
+                                 f"{tuple(p.shape)}, but {name} is {is_}")
             state[name] = moment[:len(p)]
 
 

@@ -162,7 +162,8 @@ def describe(namespace, settings):
     """The text of --help: the script's own docstring, then each setting with its default and its comment."""
     rows = [(f"--{name}={namespace[name]!r}", comment) for name, comment in settings.items()]
     width = min(40, max(len(row[0]) for row in rows))
-    return (namespace.get('__doc__') or '').strip() + '\n\n' + '\n'.join(f"  {left:<{width}}  {comment}".rstrip() for left, comment in rows)
+    lines = [f"  {left:<{width}}  {comment}".rstrip() for left, comment in rows]
+    return (namespace.get('__doc__') or '').strip() + '\n\n' + '\n'.join(lines)
 
 
 def _known(name, settings, where):
@@ -174,7 +175,7 @@ def _known(name, settings, where):
 
 def _read_file(path, defaults):
     if not os.path.isfile(path):
-        raise ValueError(f"no config file {path!r} (settings are written --key=value)")
+        raise ValueError(f"no config file {_short(path)} (settings are written --key=value)")
     source = read_text(path)
     assigned = dict(defaults, __file__=path)
     with ExitStack() as stack:
@@ -186,7 +187,8 @@ def _read_file(path, defaults):
             exec(compile(source, path, 'exec'), assigned)
         except Exception as e:
             raise ValueError(f"{path}: {type(e).__name__}: {e}") from e
-    names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    nodes = ast.walk(ast.parse(source))
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return {k: v for k, v in assigned.items()
             if k in names and k[0] != '_' and not isinstance(v, (types.ModuleType, types.FunctionType))}
 

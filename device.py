@@ -65,8 +65,8 @@ def fastest(run, candidates, rounds=5, seconds=2.0, margin=0.1):
     (choice, medians): the candidate for which run(candidate) takes the least time, and the median seconds of each.
 
     The rounds are interleaved: a neighbour that comes or goes meanwhile disturbs all candidates alike. The first
-    candidate is kept unless another one is faster by more than `margin`, a fraction. The candidates stand in an order in which
-    the time falls and then rises: after one that takes twice the best time so far, no later one is tried.
+    candidate is kept unless another one is faster by more than `margin`, a fraction. The candidates stand in an order
+    in which the time falls and then rises: after one that takes twice the best time so far, no later one is tried.
     No new round begins after `seconds`.
     """
     times, end = {}, time.perf_counter() + seconds
@@ -88,7 +88,7 @@ def fastest(run, candidates, rounds=5, seconds=2.0, margin=0.1):
 
 def fastest_threads(step, limit=1.0):
     """
-    Set torch to the number of CPU threads with which step() is fastest: torch's own, or that halved as often as it helps.
+    Set torch to the number of CPU threads with which step() is fastest: torch's own, or that halved, and so on to 1.
 
     Returns (threads, medians in seconds by threads), or (threads, {}) where there is nothing to choose: one thread, or
     a step of more than `limit` seconds, which is large enough for all threads.

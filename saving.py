@@ -29,15 +29,15 @@ class Saver:
         self.own = own
 
     def save(self, checkpoint):
-        """To ckpt.pt. Returns its path. What was interrupted earlier is further back, or of a run that is overwritten now."""
+        """To ckpt.pt. Returns its path."""
         checkpoints.save(checkpoint, self.path)
         self.own = True
-        if os.path.exists(self.interrupted):
+        if os.path.exists(self.interrupted):  # it is further back, or of a run whose ckpt.pt is overwritten now
             os.remove(self.interrupted)
         return self.path
 
     def save_interrupted(self, checkpoint, replace):
-        """To ckpt.pt if there is none, or if it is of this run and `replace` allows it. Returns what to tell the user."""
+        """To ckpt.pt if there is none, or if it is of this run and `replace` allows it. Returns a text for the user."""
         exists = os.path.exists(self.path)
         if not exists or self.own and replace:
             return f"saved to {self.save(checkpoint)}; to go on, add --init_from=resume"

@@ -31,7 +31,7 @@ class StopRequest:
             print(f"\n{name}: stopping after this iteration (again to stop at once)", file=sys.stderr, flush=True)
 
     def agreed(self, world, dev):
-        """Has any process been asked? All learn of it at the same iteration, or one would wait for gradients forever."""
+        """Was any process asked? All learn of it at the same iteration, or one would wait for gradients for ever."""
         if world > 1:
             asked = torch.tensor(float(self.asked), device=dev)
             dist.all_reduce(asked, dist.ReduceOp.MAX)

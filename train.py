@@ -74,8 +74,8 @@ def main(config):
     trainer.make_model()
     trainer.make_optimizer()
     if trainer.resumed and trainer.iter_num >= max_iters and not eval_only:
-        trainer.say(f"the checkpoint is at iteration {trainer.iter_num} and max_iters is {max_iters}: there is nothing left "
-                    "to train; to go on, give a larger --max_iters")
+        trainer.say(f"the checkpoint is at iteration {trainer.iter_num} and max_iters is {max_iters}: there is nothing "
+                    "left to train; to go on, give a larger --max_iters")
     if trainer.iter_num <= max_iters or eval_only:
         with trainer.writing():
             trainer.train()
@@ -162,8 +162,8 @@ class Trainer:
             raise ValueError(f"block_size {block_size} is more than the {model.config.block_size} positions the model "
                              "has: give its own, or the config file it was trained with")
         if self.resumed and self.resumed.get('tokenizer', self.token_state) != self.token_state:
-            raise ValueError(f"{self.data_dir} is encoded otherwise than what this model was trained on: prepare the same "
-                             "text again, or train anew")
+            raise ValueError(f"{self.data_dir} is encoded otherwise than what this model was trained on: prepare the "
+                             "same text again, or train anew")
         settle_shape(self.config, model.config, init_from, self.say)
         if block_size < model.config.block_size:
             self.say(f"block_size {block_size}: the model's {model.config.block_size} positions are cut to that")
@@ -197,7 +197,7 @@ class Trainer:
         return Batches(self.data_dir, split, batch_size, block_size, vocab_size, self.dev, seed + stream)
 
     def trial(self):
-        """A forward and backward pass that changes nothing: neither the generator, nor the weights, nor their gradients."""
+        """A forward and backward pass that changes nothing: no generator, no weights, no gradients."""
         with torch.random.fork_rng(devices=[]):
             with self.amp:
                 loss = self.raw_model(*self.train_batches(0))[1]
@@ -292,7 +292,8 @@ class Trainer:
         if now is not None:
             self.mfu = now if self.mfu < 0 else 0.9 * self.mfu + 0.1 * now
         loss, ms, tokens_per_s = loss.item(), dt * 1e3, self.tokens_per_iter / dt
-        self.log.row(iter=self.iter_num, lr=self.lr, batch_loss=loss, ms_per_iter=ms, tokens_per_s=tokens_per_s, mfu=self.mfu)
+        self.log.row(iter=self.iter_num, lr=self.lr, batch_loss=loss, ms_per_iter=ms, tokens_per_s=tokens_per_s,
+                     mfu=self.mfu)
         rate = f"{tokens_per_s:,.0f} tok/s, mfu " + (f"{self.mfu * 100:.1f}%" if self.mfu >= 0 else "unknown")
         if self.output.bar.disable:
             self.say(f"iter {self.iter_num}: loss {loss:.4f}, time {ms:.2f}ms, {rate}")

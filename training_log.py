@@ -38,7 +38,7 @@ class Log:
         self.file.close()
 
     def draw(self, last, seconds=60.0):
-        """Draw the curves if this is the last time, or the last time was so many seconds ago: it takes half a second."""
+        """Draw the curves, half a second's work, if `last`, or if they were not drawn for so many seconds."""
         if not last and time.monotonic() - self.drawn < seconds:
             return
         self.drawn = time.monotonic()
