@@ -6,22 +6,40 @@ Settings of a script: plain variables at its top, a comment behind each, overrid
 A config file is Python that assigns some of the same names. Files come first, in order, and --key=value
 wins over them wherever it stands. An unknown name or a value of another type is an error, --help lists
 everything. A script ends with `configurator.run(main)`.
+
+A script imports this module before all others, with `import configurator  # isort: skip`. Where torch is not
+installed, that import ends the script with a line that says what to do.
 """
 import ast
 import difflib
+import importlib.util
 import io
+import json
 import os
+import signal
 import sys
+import time
 import tokenize
 import types
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+
+from tokenizer import read_text
+
+
+class Settings(dict):
+    """Every setting of a script and its value. `given` has the names that a file or the command line set, and which."""
+
+    def __init__(self, values, given):
+        super().__init__(values)
+        self.given = given
 
 
 def run(main):
     """
-    Override the settings in main's module, then call main(config), config a dict of every setting.
+    Override the settings in main's module, then call main(config), config the Settings.
 
     What a user can cause (ValueError, a file that cannot be read or written, memory that runs out, Ctrl-C)
-    ends in one line on stderr: exit code 2, or 130 for Ctrl-C.
+    ends in one line on stderr: exit code 2, or 130 for Ctrl-C. Of several processes under torchrun one prints it.
     """
     namespace = main.__globals__
     script = os.path.basename(namespace['__file__'])
@@ -32,50 +50,97 @@ def run(main):
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader, head or less, has left
-        silence_stdout()
+        silence(sys.stdout)
         sys.exit(141)  # as if SIGPIPE had ended us
-    except (ValueError, OSError) as e:
-        sys.exit(_error(script, e))
-    except (MemoryError, RuntimeError) as e:
-        text = str(e).lower()
-        if isinstance(e, MemoryError) or 'out of memory' in text or "can't allocate memory" in text:
-            sys.exit(_error(script, "out of memory: try a smaller batch_size, block_size or model"))
-        raise
+    except Exception as e:
+        if rank() > 0:
+            leave_it_to_the_first_process()
+        message = what_a_user_can_cause(e)
+        if message is None:
+            raise
+        sys.exit(_error(script, message))
 
 
-def silence_stdout():
+def what_a_user_can_cause(e):
+    """The text of an exception as one line, or None of a bug, whose traceback is worth more."""
+    text = ' '.join(str(e).split())
+    out_of_memory = 'out of memory' in text.lower() or "can't allocate memory" in text.lower()
+    if isinstance(e, MemoryError) or isinstance(e, RuntimeError) and out_of_memory:
+        return "out of memory: try a smaller batch_size, block_size or model"
+    return text if isinstance(e, (ValueError, OSError)) else None
+
+
+def rank():
+    """The number of this process among those that torchrun started; 0 of a process on its own."""
+    text = os.environ.get('RANK', '0')
+    return int(text) if text.isdecimal() else 0
+
+
+def leave_it_to_the_first_process(patience=10.0):
+    """
+    Wait for torchrun to end this process, because process 0 has failed as well and says why.
+
+    Otherwise each process would print the same line, and those that only lost their connection a traceback. This
+    returns where nobody ends it within `patience` seconds: then the failure is its own to report.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(patience)
+
+
+def silence(stream):
     """Nobody reads it any more: what is still written to it, at exit for one, goes nowhere instead of raising."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _error(script, message):
-    print(f"{script}: error: {' '.join(str(message).split())}", file=sys.stderr)
+    print(f"{script}: error: {message}", file=sys.stderr, flush=True)
+    if path := os.environ.get('TORCHELASTIC_ERROR_FILE'):  # so that the last lines of torchrun's report say it too
+        with open(path, 'w', encoding='utf-8') as f:
+            json.dump({'message': {'message': message, 'extraInfo': {'timestamp': str(int(time.time()))}}}, f)
     return 2
 
 
+def check_installation(packages=('torch', 'numpy', 'tqdm')):
+    """Exit with one line if a package is missing: most often the virtual environment is not active."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        here = os.path.dirname(os.path.abspath(__file__))
+        made = os.path.exists(os.path.join(here, '.venv', 'bin', 'activate'))
+        print(f"{os.path.basename(sys.argv[0])}: error: {sys.executable} has no {', '.join(missing)}: "
+              + ("" if made else "run `make demo`, which installs everything into .venv, then ")
+              + f"run `source {os.path.relpath(os.path.join(here, '.venv', 'bin', 'activate'))}`", file=sys.stderr)
+        sys.exit(2)
+
+
+check_installation()
+
+
 def override(namespace, argv):
-    """Apply config files and --key=value from argv to the settings in namespace; returns all settings as a dict."""
+    """Apply config files and --key=value from argv to the settings in namespace; returns all settings, as Settings."""
     settings = find_settings(namespace)
-    if '--help' in argv or '-h' in argv:
-        print(describe(namespace, settings))
-        sys.exit(0)
+    files = [arg for arg in argv if not arg.startswith('-')]
     changes = {}  # name: (value, where it came from)
-    for arg in argv:
-        if not arg.startswith('-'):
-            for name, value in _read_file(arg, {k: namespace[k] for k in settings}).items():
-                changes[name] = (_checked(name, value, namespace, settings, arg), arg)
+    for path in files:
+        for name, value in _read_file(path, {k: namespace[k] for k in settings}).items():
+            changes[name] = (_checked(name, value, namespace, settings, path), path)
+    if '--help' in argv or '-h' in argv:
+        print(describe(namespace | {name: value for name, (value, _) in changes.items()}, settings))
+        sys.exit(0)
     for arg in argv:
         if arg.startswith('-'):
             name, equals, text = arg.lstrip('-').partition('=')
             if not equals or not arg.startswith('--'):
-                raise ValueError(f"settings are written --key=value, not {arg!r} (see --help)")
+                raise ValueError(f"settings are written --key=value, not {_short(arg)} (see --help)")
             _known(name, settings, 'command line')
-            changes[name] = (_checked(name, _parse(text, namespace[name]), namespace, settings, 'command line'), 'command line')
+            value = _checked(name, _parse(text, namespace[name]), namespace, settings, 'command line')
+            changes[name] = (value, 'command line')
     for name, (value, where) in changes.items():
-        if value != namespace[name] and os.environ.get('RANK', '0') == '0':  # one process says it for all
+        if value != namespace[name] and rank() == 0:  # one process says it for all
             print(f"{name} = {value!r} (default {namespace[name]!r}; {where})", file=sys.stderr)
         namespace[name] = value
-    return {name: namespace[name] for name in settings}
+    return Settings({name: namespace[name] for name in settings}, {name: where for name, (_, where) in changes.items()})
 
 
 def find_settings(namespace):
@@ -97,27 +162,33 @@ def describe(namespace, settings):
     """The text of --help: the script's own docstring, then each setting with its default and its comment."""
     rows = [(f"--{name}={namespace[name]!r}", comment) for name, comment in settings.items()]
     width = min(40, max(len(row[0]) for row in rows))
-    return (namespace.get('__doc__') or '').strip() + '\n\n' + '\n'.join(f"  {left:<{width}}  {comment}".rstrip() for left, comment in rows)
+    lines = [f"  {left:<{width}}  {comment}".rstrip() for left, comment in rows]
+    return (namespace.get('__doc__') or '').strip() + '\n\n' + '\n'.join(lines)
 
 
 def _known(name, settings, where):
     if name not in settings:
         near = difflib.get_close_matches(name, settings, n=1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
-        raise ValueError(f"unknown setting {name!r} ({where}): {hint}")
+        raise ValueError(f"unknown setting {_short(name)} ({where}): {hint}")
 
 
 def _read_file(path, defaults):
     if not os.path.isfile(path):
-        raise ValueError(f"no config file {path!r} (settings are written --key=value)")
-    with open(path, encoding='utf-8') as f:
-        source = f.read()
+        raise ValueError(f"no config file {_short(path)} (settings are written --key=value)")
+    source = read_text(path)
     assigned = dict(defaults, __file__=path)
-    try:
-        exec(compile(source, path, 'exec'), assigned)
-    except Exception as e:
-        raise ValueError(f"{path}: {type(e).__name__}: {e}") from e
-    names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    with ExitStack() as stack:
+        if rank() > 0:  # what a file prints is printed once, by process 0
+            nowhere = stack.enter_context(open(os.devnull, 'w'))
+            stack.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stderr(nowhere))
+        try:
+            exec(compile(source, path, 'exec'), assigned)
+        except Exception as e:
+            raise ValueError(f"{path}: {type(e).__name__}: {e}") from e
+    nodes = ast.walk(ast.parse(source))
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return {k: v for k, v in assigned.items()
             if k in names and k[0] != '_' and not isinstance(v, (types.ModuleType, types.FunctionType))}
 
@@ -128,15 +199,25 @@ def _parse(text, default):
         return text
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
 
 
 def _checked(name, value, namespace, settings, where):
     _known(name, settings, where)
     wanted = type(namespace[name])
-    if wanted is float and type(value) is int:
+    if wanted is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     if type(value) is not wanted:
-        raise ValueError(f"{name} must be {wanted.__name__}, not {value!r} ({where})")
+        raise ValueError(f"{name} must be {wanted.__name__}, not {_short(value)} ({where})")
+    if wanted is int and not -2**63 <= value < 2**63:  # torch and numpy take no others
+        raise ValueError(f"{name} must fit in 64 bits, but it is {_short(value)} ({where})")
     return value
+
+
+def _short(value):
+    """repr(value), cut to what fits in a line."""
+    if type(value) is int and abs(value) >= 2**63:
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:45]}... ({len(text)} characters)"

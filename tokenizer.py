@@ -65,7 +65,17 @@ class GPT2Tokenizer:
         return GPT2
 
 
+def check_state(state):
+    """ValueError unless state is a dict such as `state()` of a tokenizer returns, of a kind known here or not."""
+    if not isinstance(state, dict) or not isinstance(state.get('kind'), str):
+        raise ValueError("a tokenizer's state must be a dict with its kind, a text")
+    if state['kind'] == 'char' and not isinstance(state.get('chars'), str):
+        raise ValueError("a tokenizer's state of kind 'char' must have chars, a text")
+
+
 def from_state(state):
+    """The tokenizer of a state; ValueError if it is damaged or of an unknown kind."""
+    check_state(state)
     if state.get('kind') == 'char':
         return CharTokenizer(state['chars'])
     if state.get('kind') == 'gpt2':

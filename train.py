@@ -7,14 +7,12 @@ Train a GPT: from scratch, from GPT-2's weights, or on from where a run stopped.
 
 Ctrl-C and SIGTERM save and stop; a second one stops at once. out_dir gets ckpt.pt, log.csv and loss.png.
 """
-import csv
+import configurator  # isort: skip
+
 import math
 import os
-import signal
-import subprocess
-import sys
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -22,12 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import checkpoint as checkpoints
-import configurator
 import tokenizer as tokenizers
-from batches import Batches
-from device import autocast, pick_device, pick_dtype, synchronize
+from batches import Batches, open_tokens, prepare
+from device import autocast, choose_threads, join_processes, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
-from whole_file import replacing
+from resuming import restore_optimizer, restore_rng, settle_shape
+from saving import Saver, load_furthest
+from stopping import Output, StopRequest
+from training_log import Log
+from whole_file import lock_folder
 
 out_dir = 'out'                # where ckpt.pt, log.csv and loss.png go
 eval_interval = 2000           # iterations between evaluations, and so between checkpoints
@@ -65,246 +66,40 @@ compile = True                 # torch.compile the model; on a CPU it is no fast
 seed = 1337                    # of the weights, the data order and dropout
 peak_flops = 0.0               # what MFU is relative to; 0 looks the device up
 
-
 def main(config):
-    if min(batch_size, gradient_accumulation_steps, eval_iters, eval_interval, log_interval) < 1 or max_iters < 0:
-        raise ValueError("batch_size, gradient_accumulation_steps, eval_iters, eval_interval and log_interval must be at least 1, "
-                         "and max_iters at least 0")
-    if seed < 0:
-        raise ValueError(f"seed must not be negative, but it is {seed}")
-    dev, rank, world = join_processes()
-    master = rank == 0
-    if gradient_accumulation_steps % world:
-        raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the {world} processes")
-    micro_steps = gradient_accumulation_steps // world
-    tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
-    stop = StopRequest()
-
-    def say(text):
-        try:
-            if master:
-                print(text, flush=True)
-        except BrokenPipeError:  # whoever read our output has left: that is no reason to lose the run
-            configurator.silence_stdout()
-            stop.asked = True
-
-    torch.manual_seed(seed + rank)
-    torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
-    if master:
-        os.makedirs(out_dir, exist_ok=True)
-
-    data_dir = os.path.join('data', dataset)
-    if master and dataset.endswith('_char') and not os.path.exists(os.path.join(data_dir, 'train.bin')):
-        prepare_dataset(data_dir)
-    if world > 1:
-        dist.barrier()
-    meta, token_state = tokenizers.read_meta(data_dir), tokenizers.state_of_dataset(data_dir)
-    say(f"data: {data_dir}, {meta.get('source', 'source unknown')}; tokens per iteration: {tokens_per_iter:,}")
-
-    # the model
-    model_args = dict(n_layer=n_layer, n_head=n_head, n_embd=n_embd, block_size=block_size, bias=bias, dropout=dropout,
-                      vocab_size=50304 if token_state['kind'] == 'gpt2' else meta.get('vocab_size') or len(token_state['chars']))
-    iter_num, best_val_loss, resumed = 0, float('inf'), None
-    if init_from == 'scratch':
-        model = GPT(GPTConfig(**model_args))
-    elif init_from == 'resume':
-        resumed, path = load_furthest(out_dir, dev)
-        model = checkpoints.build(resumed, GPT, GPTConfig, dropout=dropout)
-        iter_num, best_val_loss = resumed.get('iter_num', 0), float(resumed.get('best_val_loss', math.inf))
-        say(f"resuming {path} at iteration {iter_num}")
-    else:
-        model = GPT.from_pretrained(init_from, dict(dropout=dropout))
-    if block_size < model.config.block_size:
-        model.crop_block_size(block_size)
-    model_args = vars(model.config).copy()
-    if model.config.block_size < block_size:
-        raise ValueError(f"block_size {block_size} is more than the {model.config.block_size} positions the model has: "
-                         "give its own, or the config file it was trained with")
-    if resumed and resumed.get('tokenizer', token_state) != token_state:
-        raise ValueError(f"{data_dir} is encoded otherwise than what this model was trained on: prepare the same text again, or train anew")
-    model.to(dev)
-    say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {dev}")
-
-    # what trains it
-    amp_dtype = pick_dtype(dtype, dev)
-    amp = autocast(dev, amp_dtype)
-    scaler = torch.amp.GradScaler(dev.split(':')[0], enabled=amp_dtype == 'float16')
-    optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), dev.split(':')[0])
-    if resumed:
-        restore(optimizer, scaler, resumed)
-    raw_model = model
-    if compile and not dev.startswith('cpu'):
-        say("compiling the model (about a minute)")
-        model = torch.compile(model)
-    eval_model = model
-    if world > 1:
-        model = DistributedDataParallel(model, device_ids=[dev] if dev.startswith('cuda') else None)
-
-    def batches_of(split, stream):
-        return Batches(data_dir, split, batch_size, block_size, raw_model.config.vocab_size, dev, seed + stream)
-    train_batches = batches_of('train', 0)
-    eval_batches = {split: batches_of(split, 1) for split in ('train', 'val')}
-
-    @torch.no_grad()
-    def estimate_loss():
-        """Mean loss of each split over eval_iters batches, always the same ones. None if asked to stop meanwhile."""
-        losses = {}
-        raw_model.eval()
-        for split, batches in eval_batches.items():
-            total = torch.zeros((), device=dev)
-            for k in range(eval_iters):
-                if stop.asked:
-                    raw_model.train()
-                    return None
-                with amp:
-                    total += eval_model(*batches(k))[1]
-            losses[split] = total.item() / eval_iters
-        raw_model.train()
-        return losses
-
-    def save(name):
-        if not all(p.isfinite().all() for p in raw_model.parameters()):
-            raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: the weights are not finite and were not saved; {last_good()}")
-        path = os.path.join(out_dir, name)
-        checkpoints.save({
-            'model': raw_model.state_dict(), 'optimizer': optimizer.state_dict(), 'model_args': model_args,
-            'iter_num': iter_num, 'best_val_loss': best_val_loss, 'config': config, 'tokenizer': token_state,
-            'rng': {'torch': torch.get_rng_state(), 'cuda': torch.cuda.get_rng_state_all()}, 'scaler': scaler.state_dict(),
-        }, path)
-        if name == 'ckpt.pt' and os.path.exists(os.path.join(out_dir, INTERRUPTED)):
-            os.remove(os.path.join(out_dir, INTERRUPTED))  # of this run, and further back, or of one that is overwritten now
-        return path
-
-    def last_good():
-        path = os.path.join(out_dir, 'ckpt.pt')
-        return f"the last good checkpoint is {path}" if os.path.exists(path) else "there is no checkpoint yet"
-
-    run = None
-    if wandb_log and master:
-        try:
-            import wandb
-        except ImportError as e:
-            raise ValueError("wandb_log=True needs wandb: pip install wandb") from e
-        run = wandb.init(project=wandb_project, name=wandb_run_name, config=config)
-    log = Log(out_dir, iter_num) if master and not eval_only else None
-    own_ckpt = resumed is not None  # is ckpt.pt, if there is one, of this run?
-    bar = tqdm(total=max_iters, initial=iter_num, unit='it', disable=None if master and not eval_only else True, dynamic_ncols=True)
-    write = say if bar.disable else bar.write
-
-    if resumed and 'rng' in resumed:
-        restore_rng(resumed['rng'])
-    model.train()
-    mfu, n_timed = -1.0, 0
-    t0 = time.perf_counter()
-    while True:
-        lr = get_lr(iter_num) if decay_lr else learning_rate
-        for group in optimizer.param_groups:
-            group['lr'] = lr
-
-        if (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only) and master:
-            losses = estimate_loss()
-            if losses:
-                if not all(map(math.isfinite, losses.values())):
-                    raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: the evaluated loss is not finite; {last_good()}")
-                write(f"step {iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-                if run:
-                    run.log({'iter': iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'], 'lr': lr, 'mfu': mfu * 100})
-                improved = losses['val'] < best_val_loss
-                best_val_loss = min(best_val_loss, losses['val'])
-                if not eval_only:
-                    log.row(iter=iter_num, lr=lr, train_loss=losses['train'], val_loss=losses['val'])
-                    log.draw()
-                    if iter_num > 0 and (improved or always_save_checkpoint):
-                        write(f"saved {save('ckpt.pt')}")
-                        own_ckpt = True
-            t0, n_timed = time.perf_counter(), 0
-        if stop.agreed(world, dev):
-            if master and not eval_only:
-                bar.close()
-                # an interruption must not cost a better model, nor that of another run
-                exists = os.path.exists(os.path.join(out_dir, 'ckpt.pt'))
-                path = save('ckpt.pt' if not exists or (own_ckpt and always_save_checkpoint) else INTERRUPTED)
-                say(f"stopped at iteration {iter_num}, saved to {path}; to go on, add --init_from=resume"
-                    + ("" if own_ckpt or not exists else f" and first move it over the ckpt.pt of an earlier run in {out_dir}"))
-            break
-        if eval_only or iter_num >= max_iters:
-            break
-        if world > 1:  # each process its own dropout, and a resumed run the same again
-            torch.manual_seed(hash((seed, iter_num, rank)))
-
-        # micro_steps batches on each process; together they are gradient_accumulation_steps consecutive ones
-        loss_sum = torch.zeros((), device=dev)
-        for micro_step in range(micro_steps):
-            x, y = train_batches(iter_num * gradient_accumulation_steps + micro_step * world + rank)
-            last = micro_step == micro_steps - 1
-            with nullcontext() if world == 1 or last else model.no_sync():
-                with amp:
-                    loss = model(x, y)[1] / micro_steps
-                scaler.scale(loss).backward()
-            loss_sum += loss.detach()
-        if world > 1:
-            dist.all_reduce(loss_sum)
-            loss_sum /= world
-        if not math.isfinite(loss_sum):  # before the step, so that the weights stay good
-            bar.close()
-            raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: the loss is {loss_sum.item()}; {last_good()}")
-        if grad_clip != 0.0:
-            scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(raw_model.parameters(), grad_clip)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        n_timed += 1
-
-        if iter_num % log_interval == 0 and master:
-            synchronize(dev)
-            dt = (time.perf_counter() - t0) / n_timed
-            now = raw_model.estimate_mfu(gradient_accumulation_steps * batch_size / world, dt, peak_flops or None)
-            if now is not None:
-                mfu = now if mfu < 0 else 0.9 * mfu + 0.1 * now
-            log.row(iter=iter_num, lr=lr, batch_loss=loss_sum.item(), ms_per_iter=dt * 1e3, tokens_per_s=tokens_per_iter / dt, mfu=mfu)
-            mfu_text = f"{mfu * 100:.1f}%" if mfu >= 0 else "unknown"
-            if bar.disable:
-                say(f"iter {iter_num}: loss {loss_sum.item():.4f}, time {dt * 1e3:.2f}ms, {tokens_per_iter / dt:,.0f} tok/s, mfu {mfu_text}")
-            else:
-                bar.set_postfix_str(f"loss {loss_sum.item():.3f}, {tokens_per_iter / dt:,.0f} tok/s, mfu {mfu_text}", refresh=False)
-            t0, n_timed = time.perf_counter(), 0
-        bar.update()
-        iter_num += 1
-
-    bar.close()
-    if run:
-        run.finish()
+    world = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
+    check_settings(world)
+    trainer = Trainer(config, world)
+    trainer.load_data()
+    trainer.make_model()
+    trainer.make_optimizer()
+    if trainer.resumed and trainer.iter_num >= max_iters and not eval_only:
+        trainer.say(f"the checkpoint is at iteration {trainer.iter_num} and max_iters is {max_iters}: there is nothing "
+                    "left to train; to go on, give a larger --max_iters")
+    if trainer.iter_num <= max_iters or eval_only:
+        with trainer.writing():
+            trainer.train()
     if world > 1:
         dist.destroy_process_group()
 
 
-INTERRUPTED = 'ckpt_interrupted.pt'
-
-
-def join_processes():
-    """(device, rank, world size); under torchrun the process group is joined."""
-    dev = pick_device(device)
-    if 'RANK' not in os.environ:
-        return dev, 0, 1
-    if dev == 'cuda':
-        dev = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(dev)
-    dist.init_process_group(backend if backend != 'auto' else 'nccl' if dev.startswith('cuda') else 'gloo')
-    return dev, dist.get_rank(), dist.get_world_size()
-
-
-def prepare_dataset(data_dir):
-    script = os.path.join(data_dir, 'prepare.py')
-    if not os.path.exists(script):
-        raise ValueError(f"no {data_dir}/train.bin, and no {script} to make it")
-    print(f"{data_dir} is not prepared yet: running {script}", flush=True)
-    if subprocess.run([sys.executable, script]).returncode:
-        raise ValueError(f"{script} failed: its message is above")
+def check_settings(world):
+    for name, least in dict(batch_size=1, gradient_accumulation_steps=1, eval_iters=1, eval_interval=1, log_interval=1,
+                            max_iters=0, seed=0).items():
+        if globals()[name] < least:
+            raise ValueError(f"{name} must be at least {least}, but it is {globals()[name]}")
+    if gradient_accumulation_steps % world:
+        raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the {world} "
+                         "processes")
+    if init_from == 'scratch':
+        GPTConfig(block_size, 1, n_layer, n_head, n_embd, dropout, bias)
+    pick_dtype(dtype, pick_device(device))
 
 
 def get_lr(it):
     """Linear warmup, then a cosine from learning_rate down to min_lr at lr_decay_iters."""
+    if not decay_lr:
+        return learning_rate
     if it < warmup_iters:
         return learning_rate * (it + 1) / (warmup_iters + 1)
     if it >= lr_decay_iters:
@@ -313,98 +108,263 @@ def get_lr(it):
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
 
 
-def load_furthest(out_dir, dev):
-    """(checkpoint, path): ckpt.pt, or what an interruption left beside it if that is further along."""
-    path, interrupted = os.path.join(out_dir, 'ckpt.pt'), os.path.join(out_dir, INTERRUPTED)
-    loaded = checkpoints.load(path, dev)
-    if os.path.exists(interrupted):
-        other = checkpoints.load(interrupted, dev)
-        if other['iter_num'] > loaded['iter_num']:
-            return other, interrupted
-    return loaded, path
+class Trainer:
+    """One run of train.py: main calls its methods in the order in which they stand here."""
 
+    def __init__(self, config, world):
+        self.config, self.world = config, world
+        self.stop = StopRequest()
+        self.output = Output(self.stop)
+        self.master = configurator.rank() == 0 if world > 1 else True
+        self.lock = None
+        if os.path.isdir(out_dir):
+            self.lock_out_dir()
+        self.dev, self.rank = join_processes(device, backend, world)
+        self.iter_num, self.best_val_loss, self.resumed, self.log, self.wandb = 0, math.inf, None, None, None
+        torch.manual_seed(seed + self.rank)
+        torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
 
-def restore(optimizer, scaler, resumed):
-    if 'optimizer' not in resumed:
-        raise ValueError("the checkpoint has no optimizer state: it cannot be resumed")
-    params = [p for group in optimizer.param_groups for p in group['params']]
-    for p, state in zip(params, resumed['optimizer']['state'].values()):
-        state |= {k: v[:len(p)] for k, v in state.items() if v.dim() and v.shape != p.shape}  # block_size was cropped
-    fused = [group['fused'] for group in optimizer.param_groups]  # of this device, not of the one it was saved on
-    optimizer.load_state_dict(resumed['optimizer'])
-    for group, is_fused in zip(optimizer.param_groups, fused):
-        group['fused'] = is_fused
-    if resumed.get('scaler'):
-        scaler.load_state_dict(resumed['scaler'])
+    def say(self, text):
+        if self.master:
+            self.output.say(text)
 
+    def lock_out_dir(self):
+        if self.master and not eval_only and self.lock is None:
+            self.lock = lock_folder(out_dir)
 
-def restore_rng(rng):
-    torch.set_rng_state(rng['torch'].cpu())
-    if len(rng['cuda']) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all([state.cpu() for state in rng['cuda']])
+    def load_data(self):
+        self.data_dir = os.path.join('data', dataset)
+        if self.master and dataset.endswith('_char') and not os.path.exists(os.path.join(self.data_dir, 'train.bin')):
+            prepare(self.data_dir)
+        if self.world > 1:
+            dist.barrier()
+        for split in ('train', 'val'):
+            open_tokens(self.data_dir, split, block_size)
+        meta, self.token_state = tokenizers.read_meta(self.data_dir), tokenizers.state_of_dataset(self.data_dir)
+        gpt2 = self.token_state['kind'] == 'gpt2'  # a multiple of 64, because matmuls like that
+        self.vocab_size = 50304 if gpt2 else meta.get('vocab_size') or len(self.token_state['chars'])
+        self.tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
+        self.say(f"data: {self.data_dir}, {meta.get('source', 'source unknown')}; "
+                 f"tokens per iteration: {self.tokens_per_iter:,}")
 
+    def make_model(self):
+        if init_from == 'scratch':
+            model = GPT(GPTConfig(block_size, self.vocab_size, n_layer, n_head, n_embd, dropout, bias))
+        elif init_from == 'resume':
+            self.resumed, path = load_furthest(out_dir, self.dev)
+            model = checkpoints.build(self.resumed, GPT, GPTConfig, dropout=dropout)
+            self.iter_num = self.resumed.get('iter_num', 0)
+            self.best_val_loss = float(self.resumed.get('best_val_loss', math.inf))
+            self.say(f"resuming {path} at iteration {self.iter_num}")
+        else:
+            model = GPT.from_pretrained(init_from, dict(dropout=dropout))
+        if model.config.block_size < block_size:
+            raise ValueError(f"block_size {block_size} is more than the {model.config.block_size} positions the model "
+                             "has: give its own, or the config file it was trained with")
+        if self.resumed and self.resumed.get('tokenizer', self.token_state) != self.token_state:
+            raise ValueError(f"{self.data_dir} is encoded otherwise than what this model was trained on: prepare the "
+                             "same text again, or train anew")
+        settle_shape(self.config, model.config, init_from, self.say)
+        if block_size < model.config.block_size:
+            self.say(f"block_size {block_size}: the model's {model.config.block_size} positions are cut to that")
+            model.crop_block_size(block_size)
+        self.model = self.raw_model = model.to(self.dev)
+        self.say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {self.dev}")
 
-class StopRequest:
-    """Ctrl-C or SIGTERM: the first asks, and the loop stops where it can save; the second is not to be argued with."""
+    def make_optimizer(self):
+        amp_dtype = pick_dtype(dtype, self.dev)
+        self.amp = autocast(self.dev, amp_dtype)
+        kind = self.dev.split(':')[0]
+        self.scaler = torch.amp.GradScaler(kind, enabled=amp_dtype == 'float16')
+        self.optimizer = self.raw_model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), kind)
+        if self.resumed:
+            restore_optimizer(self.config, self.optimizer, self.scaler, self.resumed, self.say)
+        self.train_batches = self.batches_of('train', 0)
+        self.eval_batches = {split: self.batches_of(split, 1) for split in ('train', 'val')}
+        self.raw_model.train()
+        threads = (self.resumed or {}).get('threads')
+        if self.dev == 'cpu' and self.world == 1 and not eval_only and (threads or self.iter_num < max_iters):
+            choose_threads(self.trial, threads, self.say)
+        if compile and not self.dev.startswith('cpu'):
+            self.say("compiling the model (about a minute)")
+            self.model = torch.compile(self.model)
+        self.eval_model = self.model
+        if self.world > 1:
+            self.model = DistributedDataParallel(self.model, device_ids=[self.dev] if kind == 'cuda' else None)
 
-    def __init__(self):
-        self.asked = False
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(signum, self.ask)
+    def batches_of(self, split, stream):
+        vocab_size = self.raw_model.config.vocab_size
+        return Batches(self.data_dir, split, batch_size, block_size, vocab_size, self.dev, seed + stream)
 
-    def ask(self, signum, frame):
-        if self.asked:
-            os._exit(128 + signum)
-        self.asked = True
-        print(f"\n{signal.Signals(signum).name}: stopping after this iteration (again to stop at once)", file=sys.stderr, flush=True)
+    def trial(self):
+        """A forward and backward pass that changes nothing: no generator, no weights, no gradients."""
+        with torch.random.fork_rng(devices=[]):
+            with self.amp:
+                loss = self.raw_model(*self.train_batches(0))[1]
+            loss.backward()
+        self.optimizer.zero_grad(set_to_none=True)
 
-    def agreed(self, world, dev):
-        """Has any process been asked? All learn of it at the same iteration, or one would wait for gradients forever."""
-        if world > 1:
-            asked = torch.tensor(float(self.asked), device=dev)
-            dist.all_reduce(asked, dist.ReduceOp.MAX)
-            self.asked = bool(asked)
-        return self.asked
+    @contextmanager
+    def writing(self):
+        """Take out_dir and open the log, the bar and wandb; close them in the end. From here on there are files."""
+        if not self.master:
+            yield
+            return
+        if wandb_log:
+            try:
+                import wandb
+            except ImportError as e:
+                raise ValueError("wandb_log=True needs wandb: pip install wandb") from e
+        with ExitStack() as stack:
+            if not eval_only:
+                os.makedirs(out_dir, exist_ok=True)
+                self.lock_out_dir()
+                self.log = stack.enter_context(closing(Log(out_dir, self.iter_num)))
+                bar = tqdm(total=max_iters, initial=self.iter_num, unit='it', disable=None, dynamic_ncols=True)
+                self.output.bar = stack.enter_context(bar)
+            if wandb_log:
+                self.wandb = wandb.init(project=wandb_project, name=wandb_run_name, config=dict(self.config))
+                stack.callback(self.wandb.finish)
+            yield
 
+    def train(self):
+        self.first_iter, self.saver = self.iter_num, Saver(out_dir, own=self.resumed is not None)
+        if self.resumed and 'rng' in self.resumed:
+            restore_rng(self.resumed['rng'])
+        self.resumed = None  # its tensors are in the model and the optimizer
+        self.mfu, self.n_timed, self.t0 = -1.0, 0, time.perf_counter()
+        while True:
+            self.lr = get_lr(self.iter_num)
+            for group in self.optimizer.param_groups:
+                group['lr'] = self.lr
+            if (self.iter_num % eval_interval == 0 or self.iter_num == max_iters or eval_only) and self.master:
+                self.evaluate()
+                self.t0, self.n_timed = time.perf_counter(), 0
+            if self.stop.agreed(self.world, self.dev):
+                self.save_and_stop()
+                break
+            if eval_only or self.iter_num >= max_iters:
+                break
+            loss = self.step()
+            self.n_timed += 1
+            if self.iter_num % log_interval == 0 and self.master:
+                self.report(loss)
+                self.t0, self.n_timed = time.perf_counter(), 0
+            self.iter_num += 1
+            if self.output.bar is not None:
+                self.output.bar.update()
 
-class Log:
-    """out_dir/log.csv, and its curves as out_dir/loss.png. A resumed run drops the rows it is about to write again."""
-    columns = ('iter', 'lr', 'batch_loss', 'train_loss', 'val_loss', 'ms_per_iter', 'tokens_per_s', 'mfu')
+    def step(self):
+        """
+        One optimizer step. Returns the loss, a tensor.
 
-    def __init__(self, out_dir, iter_num):
-        self.path, self.rows = os.path.join(out_dir, 'log.csv'), []
-        if iter_num and os.path.exists(self.path):
-            with open(self.path, newline='') as f:
-                self.rows = [row for row in csv.DictReader(f) if row['iter'].isdigit() and int(row['iter']) < iter_num]
-        with replacing(self.path, 'w', newline='') as f:
-            writer = csv.DictWriter(f, self.columns, restval='')
-            writer.writeheader()
-            writer.writerows(self.rows)
-        self.file = open(self.path, 'a', newline='')
-        self.writer = csv.DictWriter(self.file, self.columns, restval='')
+        micro_steps batches on each process; together they are gradient_accumulation_steps consecutive ones.
+        """
+        if self.world > 1:  # each process its own dropout, and a resumed run the same again
+            torch.manual_seed(hash((seed, self.iter_num, self.rank)))
+        micro_steps = gradient_accumulation_steps // self.world
+        loss_sum = torch.zeros((), device=self.dev)
+        for micro_step in range(micro_steps):
+            x, y = self.train_batches(self.iter_num * gradient_accumulation_steps + micro_step * self.world + self.rank)
+            last = micro_step == micro_steps - 1
+            with nullcontext() if self.world == 1 or last else self.model.no_sync():
+                with self.amp:
+                    loss = self.model(x, y)[1] / micro_steps
+                self.scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+        if self.world > 1:
+            dist.all_reduce(loss_sum)
+            loss_sum /= self.world
+        self.check_finite("the loss is", loss_sum.item())  # before the step, so that the weights stay good
+        if grad_clip != 0.0:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), grad_clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss_sum
 
-    def row(self, **values):
-        row = {k: v if isinstance(v, int) else f'{v:.6g}' for k, v in values.items()}
-        self.rows.append(row)
-        self.writer.writerow(row)
-        self.file.flush()
+    def report(self, loss):
+        synchronize(self.dev)
+        dt = (time.perf_counter() - self.t0) / self.n_timed
+        rows_per_process = gradient_accumulation_steps * batch_size / self.world
+        now = self.raw_model.estimate_mfu(rows_per_process, dt, peak_flops or None)
+        if now is not None:
+            self.mfu = now if self.mfu < 0 else 0.9 * self.mfu + 0.1 * now
+        loss, ms, tokens_per_s = loss.item(), dt * 1e3, self.tokens_per_iter / dt
+        self.log.row(iter=self.iter_num, lr=self.lr, batch_loss=loss, ms_per_iter=ms, tokens_per_s=tokens_per_s,
+                     mfu=self.mfu)
+        rate = f"{tokens_per_s:,.0f} tok/s, mfu " + (f"{self.mfu * 100:.1f}%" if self.mfu >= 0 else "unknown")
+        if self.output.bar.disable:
+            self.say(f"iter {self.iter_num}: loss {loss:.4f}, time {ms:.2f}ms, {rate}")
+        else:
+            self.output.bar.set_postfix_str(f"loss {loss:.3f}, {rate}", refresh=False)
 
-    def draw(self):
-        import matplotlib
-        matplotlib.use('Agg')
-        import matplotlib.pyplot as plt
-        fig, ax = plt.subplots(figsize=(7, 4), layout='constrained')
-        for column, style in (('batch_loss', dict(color='0.8', lw=1)), ('train_loss', dict(color='C0', marker='.')),
-                              ('val_loss', dict(color='C1', marker='.'))):
-            points = [(int(row['iter']), float(row[column])) for row in self.rows if row.get(column)]
-            if points:
-                ax.plot(*zip(*points), label=column.replace('_', ' '), **style)
-        ax.set(xlabel='iteration', ylabel='loss, nats per token')
-        ax.grid(alpha=0.3)
-        ax.legend()
-        with replacing(self.path.replace('log.csv', 'loss.png')) as f:
-            fig.savefig(f, format='png', dpi=110)
-        plt.close(fig)
+    def evaluate(self):
+        """Evaluate, say and log the losses, and save if it is time to. Nothing, if asked to stop meanwhile."""
+        losses = self.estimate_loss()
+        if losses is None:
+            return
+        for split in losses:
+            self.check_finite(f"the {split} loss is", losses[split])
+        self.say(f"step {self.iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
+        if self.wandb:
+            self.wandb.log({'iter': self.iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'],
+                            'lr': self.lr, 'mfu': self.mfu * 100})
+        improved = losses['val'] < self.best_val_loss
+        self.best_val_loss = min(self.best_val_loss, losses['val'])
+        if eval_only:
+            return
+        self.log.row(iter=self.iter_num, lr=self.lr, train_loss=losses['train'], val_loss=losses['val'])
+        if self.iter_num > 0 and (improved or always_save_checkpoint):
+            self.say(f"saved {self.saver.save(self.checkpoint())}")
+        self.log.draw(self.iter_num >= max_iters)
+
+    @torch.no_grad()
+    def estimate_loss(self):
+        """Mean loss of each split over eval_iters batches, always the same ones. None if asked to stop meanwhile."""
+        losses = {}
+        self.raw_model.eval()
+        for split, batches in self.eval_batches.items():
+            total = torch.zeros((), device=self.dev)
+            for k in range(eval_iters):
+                if self.stop.asked:
+                    self.raw_model.train()
+                    return None
+                with self.amp:
+                    total += self.eval_model(*batches(k))[1]
+            losses[split] = total.item() / eval_iters
+        self.raw_model.train()
+        return losses
+
+    def check_finite(self, what, value):
+        if not math.isfinite(value):
+            raise ValueError(f"iteration {self.iter_num}, lr {self.lr:.2e}: {what} {value}; {self.saver.last_good()}")
+
+    def checkpoint(self):
+        """What is saved. ValueError if the weights are not finite."""
+        if not all(p.isfinite().all() for p in self.raw_model.parameters()):
+            raise ValueError(f"iteration {self.iter_num}, lr {self.lr:.2e}: the weights are not finite and were not "
+                             f"saved; {self.saver.last_good()}")
+        return {
+            'model': self.raw_model.state_dict(), 'optimizer': self.optimizer.state_dict(),
+            'model_args': vars(self.raw_model.config).copy(),
+            'iter_num': self.iter_num, 'best_val_loss': self.best_val_loss,
+            'config': dict(self.config), 'tokenizer': self.token_state, 'scaler': self.scaler.state_dict(),
+            'rng': {'torch': torch.get_rng_state(), 'cuda': torch.cuda.get_rng_state_all()},
+            'threads': torch.get_num_threads(),
+        }
+
+    def save_and_stop(self):
+        if not self.master or eval_only:
+            return
+        self.output.bar.close()
+        if self.iter_num == self.first_iter:
+            self.say(f"stopped at iteration {self.iter_num}, before an iteration was done: there is nothing to save")
+            return
+        told = self.saver.save_interrupted(self.checkpoint(), replace=always_save_checkpoint)
+        self.say(f"stopped at iteration {self.iter_num}, {told}")
+        self.log.draw(last=True)
 
 
 if __name__ == '__main__':

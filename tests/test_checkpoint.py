@@ -2,12 +2,19 @@
 import json
 import os
 import pickle
+import subprocess
+import sys
+import zipfile
 
 import pytest
 import torch
+from conftest import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import checkpoint as checkpoints
 from model import GPT, GPTConfig
+from whole_file import replacing
 
 
 def small():
@@ -102,3 +109,191 @@ def test_newest_first(tmp_path, monkeypatch):
         open(f'{name}/ckpt.pt', 'w').write(json.dumps(i))
         os.utime(f'{name}/ckpt.pt', (i, i))
     assert checkpoints.newest_first() == ['out-b/ckpt.pt', 'out/ckpt.pt']
+
+
+def equal(a, b):
+    """Are two checkpoints the same, tensors bit for bit?"""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+    return type(a) is type(b) and a == b
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory):
+    """(bytes of a checkpoint, what is in it, a path to write damaged copies to)."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=40, n_layer=1, n_head=1, n_embd=16, bias=False))
+    path = str(tmp_path_factory.mktemp('whole') / 'ckpt.pt')
+    checkpoints.save({'model': model.state_dict(), 'model_args': dict(vars(model.config)), 'iter_num': 3, 'best_val_loss': 1.5,
+                      'config': {'dataset': 'mine'}, 'tokenizer': {'kind': 'char', 'chars': 'abc'}}, path)
+    with open(path, 'rb') as f:
+        return f.read(), checkpoints.load(path), path
+
+
+def load_damaged(whole, damaged):
+    """Load the bytes: they are refused with a ValueError, or they load with the content of the whole file."""
+    _, content, path = whole
+    with open(path, 'wb') as f:
+        f.write(damaged)
+    try:
+        loaded = checkpoints.load(path)
+    except ValueError:
+        return False
+    assert equal(loaded, content)
+    return True
+
+
+@settings(max_examples=500)
+@given(st.data())
+def test_no_flipped_byte_loads_as_something_else(whole, data):
+    damaged = bytearray(whole[0])
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= data.draw(st.integers(1, 255))
+    load_damaged(whole, damaged)
+
+
+def test_no_zeroed_sector_loads_as_something_else(whole):
+    size = 128  # sectors of a disk are larger, but so are checkpoints
+    starts = range(0, len(whole[0]), size)
+    loaded = [load_damaged(whole, whole[0][:start] + bytes(size) + whole[0][start + size:]) for start in starts]
+    assert len(loaded) > 100 and sum(loaded) < len(loaded) / 4  # what loads had nothing but padding or zeros there
+
+
+def test_no_flipped_bit_of_the_zip_directory_loads_as_something_else(whole):
+    """Such as the one that marks an entry as a folder: torch's reader returns memory that nobody wrote for it."""
+    content, start = whole[0], whole[0].index(b'PK\x01\x02')
+    refused = [load_damaged(whole, content[:i] + bytes([content[i] ^ 1 << bit]) + content[i + 1:])
+               for i in range(start, len(content)) for bit in (4, i % 8)]
+    with open(whole[2], 'wb') as f:
+        f.write(content)
+    with zipfile.ZipFile(whole[2]) as archive:
+        n_entries = len(archive.infolist())
+    first = start + 38  # external attributes
+    assert n_entries > 5 and not load_damaged(whole, content[:first] + b'\x10' + content[first + 1:])
+    assert not all(refused)
+
+
+WRONG = [
+    (dict(model=[1]), 'model must be of type dict, not list'), (dict(model={'w': 1}), 'names and tensors'),
+    (dict(model={1: torch.ones(1)}), 'names and tensors'), (dict(model_args=None), 'model_args must be of type dict'),
+    (dict(model_args={1: 2}), 'names as keys'), (dict(iter_num='5'), 'iter_num must be of type int, not str'),
+    (dict(iter_num=True), 'iter_num must be'), (dict(iter_num=-1), 'iter_num must be at least 0'), (dict(threads=0), 'threads must be at least 1'),
+    (dict(best_val_loss='low'), 'best_val_loss must be a number'), (dict(best_val_loss=torch.ones(2)), 'best_val_loss'),
+    (dict(config=[]), 'config must be of type dict'), (dict(tokenizer='char'), 'tokenizer must be of type dict'),
+    (dict(tokenizer={'chars': 'ab'}), "with its kind"), (dict(tokenizer={'kind': 'char'}), 'chars, a text'),
+    (dict(optimizer=3), 'optimizer must be of type dict'), (dict(scaler=3), 'scaler must be of type dict'), (dict(rng={}), 'uint8 tensors'),
+    (dict(rng={'torch': 3, 'cuda': []}), 'uint8 tensors'), (dict(rng={'torch': torch.get_rng_state(), 'cuda': [1]}), 'uint8 tensors'),
+]
+
+
+@pytest.mark.parametrize('change, message', WRONG)
+def test_wrong_contents_are_refused_in_words(tmp_path, change, message):
+    path = str(tmp_path / 'ckpt.pt')
+    torch.save(nanogpt_checkpoint(small()) | change, path)
+    with pytest.raises(ValueError, match=f'ckpt.pt is not a checkpoint of train.py: .*{message}'):
+        checkpoints.load(path)
+
+
+@pytest.mark.parametrize('change, message', [
+    (dict(n_layer='1'), "n_layer='1'.*int"), (dict(n_head=None), "n_head='None'.*int"), (dict(dropout='0'), "dropout='0'.*float"),
+    (dict(bias=0), "bias='0'.*bool"), (dict(n_embd=True), "n_embd='True'.*int"), (dict(vocab_size=0), 'vocab_size must be a positive'),
+])
+def test_wrong_model_args_are_refused_in_words(change, message):
+    checkpoint = nanogpt_checkpoint(small())
+    checkpoint['model_args'] |= change
+    with pytest.raises(ValueError, match=message):
+        checkpoints.build(checkpoint, GPT, GPTConfig)
+
+
+def test_model_args_that_lack_the_number_of_heads(tmp_path):
+    """Any number of heads fits the weights, so a default would compute something else in silence."""
+    checkpoint = nanogpt_checkpoint(small())
+    del checkpoint['model_args']['n_head'], checkpoint['model_args']['vocab_size']
+    with pytest.raises(ValueError, match='model_args lack n_head, vocab_size'):
+        checkpoints.build(checkpoint, GPT, GPTConfig)
+
+
+def trained_optimizer(model):
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    model(torch.zeros(1, 8, dtype=torch.int64), torch.zeros(1, 8, dtype=torch.int64))[1].backward()
+    optimizer.step()
+    return optimizer
+
+
+def swap_moments(saved):
+    saved['state'][0], saved['state'][1] = saved['state'][1], saved['state'][0]
+
+
+@pytest.mark.parametrize('damage, message', [
+    (lambda s: s.clear(), "no 'state' and 'param_groups'"), (lambda s: s.update(state=[]), "no 'state' and 'param_groups'"),
+    (lambda s: s.update(param_groups=[{}]), 'groups must have betas'), (lambda s: s['param_groups'].pop(), 'is of .* parameters'),
+    (lambda s: s['param_groups'][0]['params'].pop(), 'is of .* parameters'), (lambda s: s['param_groups'][0].update(lr='x'), 'must be numbers'),
+    (lambda s: s['param_groups'][0].update(betas=0.9), 'must be numbers'), (lambda s: s['param_groups'][0]['params'].__setitem__(0, []), 'integers'),
+    (lambda s: s['state'].update({0: 3}), 'parameter 0 has no step'), (lambda s: s['state'][0].pop('step'), 'parameter 0 has no step'),
+    (lambda s: s['state'][0].update(step='x'), 'step .* parameter 0'), (lambda s: s['state'][0].update(exp_avg=3), 'exp_avg is int'),
+    (swap_moments, r'parameter 0 must be of shape'), (lambda s: s['state'][2].update(exp_avg_sq=torch.ones(3, 8)), r'exp_avg_sq is \(3, 8\)'),
+])
+def test_an_optimizer_state_that_does_not_fit_is_refused_in_words(damage, message):
+    model = small()
+    saved = trained_optimizer(model).state_dict()
+    fresh = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    checkpoints.restore_optimizer(fresh, saved)
+    damage(saved)
+    with pytest.raises(ValueError, match=message):
+        checkpoints.restore_optimizer(fresh, saved)
+
+
+def test_the_old_format_without_checksums_is_refused_with_what_to_do(tmp_path):
+    path = str(tmp_path / 'ckpt.pt')
+    torch.save(nanogpt_checkpoint(small()), path, _use_new_zipfile_serialization=False)
+    with pytest.raises(ValueError, match='before 1.6.*save it again'):
+        checkpoints.load(path)
+
+
+WRITER = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+import checkpoint as checkpoints
+for i in range(40):
+    checkpoints.save({'model': {'w': torch.full((20000,), float(sys.argv[3]))}, 'model_args': {}}, sys.argv[2])
+"""
+
+
+def test_processes_that_save_one_path_do_not_disturb_each_other_or_a_reader(tmp_path):
+    path = str(tmp_path / 'ckpt.pt')
+    checkpoints.save({'model': {'w': torch.full((20000,), 0.0)}, 'model_args': {}}, path)
+    writers = [subprocess.Popen([sys.executable, '-c', WRITER, ROOT, path, str(i)], stderr=subprocess.PIPE, text=True) for i in (1, 2)]
+    while any(writer.poll() is None for writer in writers):
+        weights = checkpoints.load(path)['model']['w']
+        assert weights.min() == weights.max()
+    for writer in writers:
+        assert writer.communicate()[1] == '' and writer.returncode == 0
+    assert os.listdir(tmp_path) == ['ckpt.pt']
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from whole_file import replacing
+with replacing(sys.argv[2]) as f:
+    f.write(b'half')
+    f.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_writer_and_nothing_else(tmp_path):
+    pytest.importorskip('fcntl')
+    path, others = tmp_path / 'ckpt.pt', {'ckpt.pt.mine.tmp', 'other.pt.0123456789ab.tmp'}
+    for name in others:
+        (tmp_path / name).write_text('mine')
+    for _ in range(2):
+        subprocess.run([sys.executable, '-c', KILLED, ROOT, str(path)])
+    assert len(set(os.listdir(tmp_path)) - others) == 1  # of the second; the first's is gone
+    with replacing(path) as f:
+        f.write(b'new')
+        with replacing(path) as g:  # the file of a living writer stays
+            g.write(b'newer')
+        assert path.read_bytes() == b'newer'
+    assert path.read_bytes() == b'new' and set(os.listdir(tmp_path)) == others | {'ckpt.pt'}

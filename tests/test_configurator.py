@@ -1,5 +1,9 @@
 """Config files and --key=value."""
+import json
+
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import configurator
 
@@ -79,6 +83,67 @@ def test_help_lists_every_setting_with_default_and_comment(script, capsys):
     assert [line.split() for line in out.splitlines() if line.startswith('  --')] == [
         ['--steps=10', 'how', 'many'], ['--rate=0.001', 'how', 'fast'], ["--name='gpt'", 'what', 'it', 'is', 'called'],
         ['--loud=False', 'say', 'so?'], ["--odd='#'", 'a', 'hash', 'in', 'a', 'string,', 'and', 'one', 'in', 'front', 'of', 'this']]
+
+
+def test_help_shows_the_values_of_a_config_file_as_the_defaults(script, tmp_path, capsys):
+    (tmp_path / 'c.py').write_text('steps = 42\nname = "mine"\n')
+    with pytest.raises(SystemExit):
+        configurator.override(script, ['--help', 'c.py'])
+    out = capsys.readouterr().out
+    assert '--steps=42' in out and "--name='mine'" in out and '--rate=0.001' in out
+    assert script['steps'] == 10
+
+
+@pytest.mark.parametrize('content', [b'name = "\xff"', b'\xff\xfes\x00', b'\x80'])
+def test_a_config_file_that_is_not_utf8_is_named(script, tmp_path, content):
+    (tmp_path / 'c.py').write_bytes(content)
+    with pytest.raises(ValueError, match='c.py is not UTF-8 text'):
+        configurator.override(script, ['c.py'])
+
+
+@pytest.mark.parametrize('arg, message', [
+    (f'--steps={2**63}', 'steps must fit in 64 bits, but it is a number of 64 bits'), (f'--steps={-2**63 - 1}', 'must fit in 64 bits'),
+    (f'--steps={2**70}', 'must fit in 64 bits'), ('--steps=' + '9' * 4000, 'must fit in 64 bits'),
+    ('--steps=' + '9' * 5000, r"steps must be int, not '999.*5002 characters"), ('--rate=1' + '0' * 400, 'rate must be float'),
+    ('--steps=' + '-' * 100000 + '1', 'steps must be int'), ('--steps=' + '(' * 100000, 'steps must be int'),
+    ('--' + 'x' * 5000 + '=1', 'unknown setting'), ('x' * 5000, 'no config file'), ('--' + 'x' * 5000, '--key=value'),
+])
+def test_numbers_and_texts_of_any_size_end_in_one_short_line(script, arg, message):
+    with pytest.raises(ValueError, match=message) as error:
+        configurator.override(script, [arg])
+    assert len(str(error.value)) < 300
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(-2**80, 2**80))
+def test_an_int_is_taken_if_it_fits_in_64_bits(script, value):
+    namespace = dict(script)
+    try:
+        assert configurator.override(namespace, [f'--steps={value}'])['steps'] == value
+        assert -2**63 <= value < 2**63
+    except ValueError:
+        assert not -2**63 <= value < 2**63
+
+
+def test_what_was_given_and_by_whom_is_kept(script, tmp_path):
+    (tmp_path / 'c.py').write_text('steps = 10\nrate = 2.0\n')
+    config = configurator.override(script, ['c.py', '--rate=1e-3', '--loud=False'])
+    assert config.given == {'steps': 'c.py', 'rate': 'command line', 'loud': 'command line'}
+
+
+def test_a_process_that_is_not_the_first_waits_for_it_to_speak(script, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr('sys.argv', ['script.py'])
+    waited = []
+    monkeypatch.setattr(configurator, 'leave_it_to_the_first_process', lambda: waited.append(1))
+    monkeypatch.setenv('TORCHELASTIC_ERROR_FILE', str(tmp_path / 'error.json'))
+
+    def main(config):
+        raise ValueError('no')
+    for rank in ('0', '1'):
+        monkeypatch.setenv('RANK', rank)
+        with pytest.raises(SystemExit):
+            configurator.run(type(main)(main.__code__, script, 'main', None, main.__closure__))
+    assert waited == [1] and json.loads((tmp_path / 'error.json').read_text())['message']['message'] == 'no'
 
 
 @pytest.mark.parametrize('error, code, line', [

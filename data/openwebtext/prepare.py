@@ -10,11 +10,12 @@ import json
 import os
 import sys
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+import configurator  # isort: skip
+
 import numpy as np
 from tqdm import tqdm
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-import configurator
 from tokenizer import GPT2Tokenizer
 from whole_file import replacing
 
@@ -38,16 +39,12 @@ def main(config):
     documents = load_dataset(source, num_proc=num_proc)['train'].train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     for split, name in (('test', 'val'), ('train', 'train')):
         encoded = documents[split].map(tokenize, remove_columns=['text'], desc=f'tokenizing {name}', num_proc=num_proc)
-        path = os.path.join(folder, name + '.bin')
-        n_tokens = int(np.sum(encoded['len'], dtype=np.uint64))
-        tokens = np.memmap(path + '.tmp', dtype=np.uint16, mode='w+', shape=(n_tokens,))
-        end, n_shards = 0, min(1024, len(encoded))
-        for shard in tqdm(range(n_shards), desc=f'writing {name}.bin'):
-            ids = np.concatenate(encoded.shard(n_shards, shard, contiguous=True).with_format('numpy')['ids'])
-            tokens[end:end + len(ids)] = ids
-            end += len(ids)
-        tokens.flush()
-        os.replace(path + '.tmp', path)
+        n_tokens, n_shards = 0, min(1024, len(encoded))
+        with replacing(os.path.join(folder, name + '.bin')) as f:
+            for shard in tqdm(range(n_shards), desc=f'writing {name}.bin'):
+                ids = np.concatenate(encoded.shard(n_shards, shard, contiguous=True).with_format('numpy')['ids'])
+                f.write(ids.astype(np.uint16).tobytes())
+                n_tokens += len(ids)
         print(f"{name}.bin: {n_tokens:,} tokens")
     with replacing(os.path.join(folder, 'meta.json'), 'w') as f:
         json.dump({'kind': 'gpt2', 'vocab_size': 50257, 'dtype': 'uint16', 'source': source}, f)

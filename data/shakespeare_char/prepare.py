@@ -10,9 +10,10 @@ import sys
 
 sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),
                 os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+import configurator  # isort: skip
+
 import prepare_text
 
-import configurator
 from tokenizer import CharTokenizer
 
 input = ''                    # a text file to use; by default input.txt in this folder, downloaded if need be

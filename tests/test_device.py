@@ -1,0 +1,113 @@
+"""Choosing by timing, against a clock of the test's own."""
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import device
+
+
+class Clock:
+    """time.perf_counter for device.py: candidates take what `cost` says, times a factor for what else the machine does."""
+
+    def __init__(self, cost):
+        self.now, self.cost, self.runs = 0.0, cost, []
+
+    def run(self, candidate, factor=1.0):
+        self.runs.append(candidate)
+        self.now += self.cost[candidate] * factor
+
+    def __call__(self):
+        return self.now
+
+
+def choose(monkeypatch, clock, *args, **kwargs):
+    monkeypatch.setattr(device.time, 'perf_counter', clock)
+    return device.fastest(clock.run, *args, **kwargs)
+
+
+def test_the_fastest_is_chosen_but_the_first_is_kept_where_it_is_as_good(monkeypatch):
+    choice, medians = choose(monkeypatch, Clock({8: 0.03, 4: 0.02, 2: 0.025}), [8, 4, 2])
+    assert choice == 4 and medians == pytest.approx({8: 0.03, 4: 0.02, 2: 0.025})
+    assert choose(monkeypatch, Clock({2: 0.0105, 1: 0.01}), [2, 1])[0] == 2
+    assert choose(monkeypatch, Clock({2: 0.012, 1: 0.01}), [2, 1])[0] == 1
+
+
+def test_candidates_take_turns_and_the_hopeless_are_not_tried_again(monkeypatch):
+    clock = Clock({8: 0.01, 4: 0.015, 2: 0.04, 1: 100.0})
+    choice, medians = choose(monkeypatch, clock, [8, 4, 2, 1], rounds=2)
+    assert choice == 8 and set(medians) == {8, 4} and clock.runs == [8, 4, 2, 8, 4, 8, 4]
+
+
+def test_no_round_begins_after_the_time_is_up(monkeypatch):
+    clock = Clock({2: 0.9, 1: 1.0})
+    choose(monkeypatch, clock, [2, 1], rounds=50, seconds=5.0)
+    assert clock.now < 5.0 + 1.9 and clock.runs == [2, 1] * 3
+
+
+@given(st.lists(st.floats(0.01, 0.1), min_size=1, max_size=5),
+       st.lists(st.floats(1.0, 3.0), min_size=1, max_size=20), st.integers(0, 5))
+def test_a_neighbour_who_slows_whole_rounds_down_changes_no_choice(costs, factors, first_busy):
+    """Every candidate of a round is slowed down alike, in rounds of the neighbour's choosing."""
+    clock = Clock(dict(enumerate(costs)))
+
+    def run(candidate):
+        round_ = clock.runs.count(candidate)
+        clock.run(candidate, factors[(round_ + first_busy) % len(factors)])
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(device.time, 'perf_counter', clock)
+        choice, medians = device.fastest(run, list(clock.cost), seconds=1e9)
+    best = min(medians, key=clock.cost.get)
+    if abs(clock.cost[best] - 0.9 * costs[0]) > 1e-9:
+        assert clock.cost[choice] == (clock.cost[best] if clock.cost[best] < 0.9 * costs[0] else costs[0])
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_by_timing(monkeypatch, threads):
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    said, clock = [], Clock({4: 0.03, 2: 0.01, 1: 0.013})
+    monkeypatch.setattr(device.time, 'perf_counter', clock)
+    device.choose_threads(lambda: clock.run(torch.get_num_threads()), None, said.append)
+    assert torch.get_num_threads() == 2 and said == ['threads: 2 of 4, by timing (4: 30.0 ms, 2: 10.0 ms, 1: 13.0 ms)']
+
+
+def test_a_long_step_takes_all_threads_after_one_try(monkeypatch, threads):
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    clock = Clock({4: 1.5})
+    monkeypatch.setattr(device.time, 'perf_counter', clock)
+    assert device.fastest_threads(lambda: clock.run(torch.get_num_threads())) == (4, {}) and clock.runs == [4]
+
+
+def test_the_run_before_and_the_user_decide_without_timing(monkeypatch, threads):
+    def never():
+        raise AssertionError("nothing is to be timed")
+    said = []
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+    device.choose_threads(never, 1, said.append)
+    assert torch.get_num_threads() == 1 and said == ['threads: 1 of 4, as in the run before']
+    torch.set_num_threads(4)
+    device.choose_threads(never, 64, said.append)  # of a larger machine
+    assert torch.get_num_threads() == 4 and 'the run before had 64' in said[-1]
+    monkeypatch.setenv('OMP_NUM_THREADS', '4')
+    device.choose_threads(never, None, said.append)
+    device.choose_threads(never, 4, said.append)
+    assert torch.get_num_threads() == 4 and len(said) == 2
+
+
+def test_an_interrupt_while_threads_are_timed_leaves_torch_as_it_was(threads):
+    calls = []
+
+    def step():
+        calls.append(torch.get_num_threads())
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        device.fastest_threads(step)
+    assert torch.get_num_threads() == 4
