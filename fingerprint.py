@@ -1,8 +1,8 @@
 """
 Are a model's weights still what they were?
 
-`fingerprint` reads every byte: at the memory's speed, so it is for the start of a sequence. `Watch` is for the steps in between: it
-looks at what is cheap to look at, and at a few of each parameter's values.
+`fingerprint` reads every byte: at the memory's speed, so it is for the start of a sequence. `Watch` is for the steps
+in between: it looks at what is cheap to look at, and at a few of each parameter's values.
 """
 from itertools import chain
 
@@ -23,8 +23,8 @@ def digest(tensor):
 
 def fingerprint(model):
     """
-    A tuple to compare with an earlier one: where each parameter and buffer is, torch's count of its changes, its `digest`, and
-    the modules, hooks and replaced `forward` functions the model consists of.
+    A tuple to compare with an earlier one: where each parameter and buffer is, torch's count of its changes, its
+    `digest`, and the modules, hooks and replaced `forward` functions the model consists of.
     """
     tensors = [*model.parameters(), *model.buffers()]
     parts = tuple((name, id(type(m)), id(vars(m).get('forward')), *map(id, chain(m._forward_hooks.values(), m._forward_pre_hooks.values())))
@@ -46,13 +46,16 @@ def probe(tensor):
 
 class Watch:
     """
-    A model at the moment when this was made. `unchanged` says cheaply whether it still is the same, as far as can be seen from:
+    A model at the moment when this was made. `unchanged` says cheaply whether it still is the same, as far as can be
+    seen from:
 
     - parameters, buffers and modules that were replaced, added or removed; hooks that were added;
     - torch's version counters, and where each parameter's memory is;
-    - PROBES values of each parameter on a CPU, since a write through `.data`, numpy or a fused optimizer moves no counter.
+    - PROBES values of each parameter on a CPU, since a write through `.data`, numpy or a fused optimizer moves no
+      counter.
 
-    So one change is not seen: a write past the counters that leaves all probed values as they are. `fingerprint` sees it.
+    So one change is not seen: a write past the counters that leaves all probed values as they are. `fingerprint` sees
+    it.
     """
 
     def __init__(self, model):

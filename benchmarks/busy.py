@@ -4,8 +4,9 @@ How a decoder does beside processes that keep the cores busy.
     python benchmarks/busy.py                    S, M and L, one and ten sequences, 0, 1 and 2 busy neighbours, 20 runs of each
     python benchmarks/busy.py --shape=S --runs=5
 
-The fair share is the quiet rate times the part of the cores that is left when neighbours and we get equal parts: cores / (cores +
-neighbours). The table shows the slowest and the median of the runs beside it, and beside the model's own cached step (eager).
+The fair share is the quiet rate times the part of the cores that is left when neighbours and we get equal parts:
+cores / (cores + neighbours). The table shows the slowest and the median of the runs beside it, and beside the model's
+own cached step (eager).
 """
 import os
 import statistics

@@ -28,10 +28,10 @@ def best(model, batch_size, weights='float32', threads=None):
     """
     The fastest decoder for a model where it is, and for this many sequences at once.
 
-    weights: 'float32', 'bfloat16' or 'int8', how the CPU reads them. threads: how many the CPU uses, by default by size.
-    On a CPU that is the numba kernel, but the model itself for batches above `decode.cpu.LARGEST_BATCH`, for models that the
-    kernel does not know and without numba; stderr is told, and where weights or threads were asked for it is a
-    ValueError. On CUDA it is the compiled step, elsewhere the model itself.
+    weights: 'float32', 'bfloat16' or 'int8', how the CPU reads them. threads: how many the CPU uses, by default by
+    size. On a CPU that is the numba kernel, but the model itself for batches above `decode.cpu.LARGEST_BATCH`, for
+    models that the kernel does not know and without numba; stderr is told, and where weights or threads were asked
+    for it is a ValueError. On CUDA it is the compiled step, elsewhere the model itself.
     """
     device = next(model.parameters()).device.type
     if device != 'cpu':

@@ -1,9 +1,10 @@
 """
 How many threads a step takes is chosen by timing, while it decodes.
 
-The fastest number depends on the machine, the size of the step and what else is running: two threads decode a small model 2.4
-times as fast as one on one machine and more slowly on another, and much more slowly beside a busy process. So steps are timed in
-windows; the numbers that are not in use are tried for a short window now and then, and the fastest of late is used.
+The fastest number depends on the machine, the size of the step and what else is running: two threads decode a small
+model 2.4 times as fast as one on one machine and more slowly on another, and much more slowly beside a busy process.
+So steps are timed in windows; the numbers that are not in use are tried for a short window now and then, and the
+fastest of late is used.
 """
 WINDOW = 20_000_000  # nanoseconds that steps are timed together
 TRIAL = 4_000_000    # the same for a number that is only tried

@@ -31,7 +31,8 @@ def step(model, idx, cache_pos, *caches):
 
 class CompiledDecoder:
     """
-    A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache): T = 1 compiled, more by the model itself.
+    A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache): T = 1 compiled, more by the model
+    itself.
 
     Compiles at its first step, once for each batch size and dtype, and on CUDA records a graph of it. Weights are read
     where they are, at each step, so they can change. Raises ValueError where torch.compile does not work.

@@ -77,8 +77,8 @@ class Packed:
 
 class Placed:
     """
-    The tables that the kernel reads: `memory`, where everything is, and `sizes`, see `kernel.steps`. It keeps alive what the addresses
-    lead to, so a decoder replaces it as a whole.
+    The tables that the kernel reads: `memory`, where everything is, and `sizes`, see `kernel.steps`. It keeps alive
+    what the addresses lead to, so a decoder replaces it as a whole.
     """
 
     def __init__(self, config, packed, buffers, arrays):
@@ -100,14 +100,16 @@ class CPUDecoder:
     threads: how many; by default up to torch's number, as many as a few timed steps show to be fastest, see `choice`.
 
     It reads and writes the same tuples as the model, in place, and can take over from it or hand back at any step;
-    kv_cache=None begins a cache, and cache_pos may be an integer tensor (B,). Several threads may use one decoder: their steps
-    take turns. After a fork the child's decoder works too, with threads of its own.
+    kv_cache=None begins a cache, and cache_pos may be an integer tensor (B,). Several threads may use one decoder:
+    their steps take turns. After a fork the child's decoder works too, with threads of its own.
 
-    Weights that have changed are packed anew before they are used. A step that begins a cache compares a hash of every byte with
-    that of the packed weights. Each other step looks at modules, hooks, torch's version counters and some values of each parameter
-    (`fingerprint.Watch`); inside `undisturbed`, only at these values. An interrupt at any moment leaves a decoder that works.
+    Weights that have changed are packed anew before they are used. A step that begins a cache compares a hash of
+    every byte with that of the packed weights. Each other step looks at modules, hooks, torch's version counters and
+    some values of each parameter (`fingerprint.Watch`); inside `undisturbed`, only at these values. An interrupt at
+    any moment leaves a decoder that works.
 
-    Raises ValueError on a model that is not model.py's GPT in float32 on the CPU, and on caches and tokens that do not fit it.
+    Raises ValueError on a model that is not model.py's GPT in float32 on the CPU, and on caches and tokens that do
+    not fit it.
     """
 
     def __init__(self, model, weights='float32', threads=None):
@@ -200,8 +202,9 @@ class CPUDecoder:
     @contextmanager
     def undisturbed(self):
         """
-        Inside, this thread's steps take no look at modules, hooks and version counters, a tenth of a small step: for a loop in which
-        no code but ours runs between two steps of a cache. Weights whose probed values change are noticed all the same.
+        Inside, this thread's steps take no look at modules, hooks and version counters, a tenth of a small step: for
+        a loop in which no code but ours runs between two steps of a cache. Weights whose probed values change are
+        noticed all the same.
         """
         before, self.of_thread.undisturbed = getattr(self.of_thread, 'undisturbed', False), True
         try:

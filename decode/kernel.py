@@ -7,8 +7,9 @@ times a layer. A fork and a join for each matmul would cost a small model more t
 
 Rows are tokens: row b * T + t is sequence b's t-th, and stands at position cache_pos[b] + t.
 
-Weights are packed (`cpu.PackedWeights`) in panels of LANES outputs, so that one register holds what one input is multiplied
-with for LANES outputs: no sum across a register is ever taken, and memory is read from front to back. A panel is
+Weights are packed (`cpu.PackedWeights`) in panels of LANES outputs, so that one register holds what one input is
+multiplied with for LANES outputs: no sum across a register is ever taken, and memory is read from front to back. A
+panel is
 
     float32     (K, LANES)             K inputs, padded with zeros to a multiple of GROUP
     bfloat16    (K / 2, LANES, 2)      widened to float32 in registers
@@ -204,8 +205,8 @@ multiply = of_weights(largest_of(tile, 8), largest_of(int8_tile, 2))
 def linear(linears, w_at, panel, K, mine, x, rows, then, out, out_stride, n_out, own):
     """
     Panels `mine` = (from, to) of the linear whose weights begin at w_at, and its panels at number `panel` of all, for
-    rows = (first, step, how many) of x, K inputs each and as prepare_rows has left them. The n_out outputs of a row go to the
-    same row of out, and are stored, added to what is there, or stored after a GELU.
+    rows = (first, step, how many) of x, K inputs each and as prepare_rows has left them. The n_out outputs of a row
+    go to the same row of out, and are stored, added to what is there, or stored after a GELU.
     """
     w, (first_row, step, n_rows) = linears.w, rows
     for p in range(mine[0], mine[1]):
@@ -233,8 +234,9 @@ def shared_linear(thread, n_threads, claims, number, linears, w_at, panel, K, n_
     """
     All n_panels of linear number `number`, shared among the threads.
 
-    Of a small one each takes its part, always the same, which then is in its core's cache. Of a large one they take eighths of a
-    part, whoever is ready first: on a machine with other work to do, a core is slower than the other for a while.
+    Of a small one each takes its part, always the same, which then is in its core's cache. Of a large one they take
+    eighths of a part, whoever is ready first: on a machine with other work to do, a core is slower than the other for
+    a while.
     """
     small = n_threads == 1 or n_panels * K * LANES * 4 // inputs_per_vector(linears.w) < CLAIMED
     n_parts = n_threads if small else 8 * n_threads
@@ -399,13 +401,15 @@ def refusal(memory, sizes):
 
 def steps(sources):
     """
-    The compiled functions (run, loop) for weights of the type of `like`, an array of float32, uint16 (bfloat16) or int8.
+    The compiled functions (run, loop) for weights of the type of `like`, an array of float32, uint16 (bfloat16) or
+    int8.
 
-    run(like, memory, sizes, n_threads, post): one step on the caller's thread and n_threads - 1 `Workers` of loop(like, post, thread).
-    memory: the int64 address of a table of addresses, TOKENS to OWN. sizes: that of int64 (n_layer, n_head, head_dim, n_embd,
-    block_size, vocab_size, B, T, want_logits, n_probes). post: that of the workers' lines. A step writes the keys and values of its
-    B * T positions, and the logits (B, vocab_size) of each sequence's last if they are wanted. Returns 0, or why nothing was done,
-    see `refusal`. The bits of the result do not depend on n_threads: each number is computed by one thread.
+    run(like, memory, sizes, n_threads, post): one step on the caller's thread and n_threads - 1 `Workers` of
+    loop(like, post, thread). memory: the int64 address of a table of addresses, TOKENS to OWN. sizes: that of int64
+    (n_layer, n_head, head_dim, n_embd, block_size, vocab_size, B, T, want_logits, n_probes). post: that of the
+    workers' lines. A step writes the keys and values of its B * T positions, and the logits (B, vocab_size) of each
+    sequence's last if they are wanted. Returns 0, or why nothing was done, see `refusal`. The bits of the result do
+    not depend on n_threads: each number is computed by one thread.
 
     Compiled code is kept on disk. sources is a part of its key, so that a change to any file of ours compiles it anew.
     """

@@ -20,8 +20,8 @@ def check_model(model):
     """
     ValueError unless the model is model.py's GPT, unchanged, with float32 weights on the CPU.
 
-    The kernel reads the weights and runs no code of the model's, so modules of other classes, hooks and replaced `forward`
-    functions are refused, and so are weights of other shapes than the config says.
+    The kernel reads the weights and runs no code of the model's, so modules of other classes, hooks and replaced
+    `forward` functions are refused, and so are weights of other shapes than the config says.
     """
     def refuse(what):
         raise ValueError(f"the CPU decoder {what}: use another decoder, such as decode.EagerDecoder(model)")
@@ -99,9 +99,9 @@ class PackedWeights:
     """
     A model's weights as kernel.py reads them. `fill` copies them there, and again when they have changed.
 
-    weights: float32, bfloat16 or int8, of all matrices; embeddings are read where they are, norms and biases stay float32.
-    linears is 1-D, the panels of all linears in order; scale and bias have a float32 for each of their rows. The arrays are
-    allocated once and stay where they are.
+    weights: float32, bfloat16 or int8, of all matrices; embeddings are read where they are, norms and biases stay
+    float32. linears is 1-D, the panels of all linears in order; scale and bias have a float32 for each of their rows.
+    The arrays are allocated once and stay where they are.
     """
 
     def __init__(self, model, weights):

@@ -1,9 +1,9 @@
 """
 Threads that share one decode step: counters in shared memory, waiting, and the workers that run a thread's part.
 
-A step's threads wait for each other several times a layer, for a few microseconds each time. A wait first spins, which is the
-fastest way when every thread has a core of its own. After SPIN nanoseconds it sleeps (a futex on Linux), so that on a busy
-machine the core is free for the thread that is waited for.
+A step's threads wait for each other several times a layer, for a few microseconds each time. A wait first spins,
+which is the fastest way when every thread has a core of its own. After SPIN nanoseconds it sleeps (a futex on Linux),
+so that on a busy machine the core is free for the thread that is waited for.
 """
 import atexit
 import os
@@ -172,11 +172,13 @@ def aligned(shape, dtype):
 
 class Workers:
     """
-    Threads 1, 2, ... of a step; thread 0 is the caller's own. They are started when they are first needed, sleep between steps,
-    and end with the process.
+    Threads 1, 2, ... of a step; thread 0 is the caller's own. They are started when they are first needed, sleep
+    between steps, and end with the process.
 
-    loop: compiled, without Python's lock, (like, address of post, thread, steps seen) -> None: it runs thread number `thread`'s part
-        of each step that is posted, until the line's STOP is set. It returns at once where a thread of that number runs already.
+    loop: compiled, without Python's lock, (like, address of post, thread, steps seen) -> None: it runs thread number
+    `thread`'s part
+        of each step that is posted, until the line's STOP is set. It returns at once where a thread of that number
+        runs already.
     post: int64 lines. Line 0 counts the parts of a step that are finished. Line t counts the steps posted to thread t.
     """
 

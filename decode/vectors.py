@@ -359,10 +359,11 @@ def multiply_tile(typing, sums, w, i, x, j, stride, n_rows, ahead):
     """
     A tile of w @ x: of LANES outputs for n_rows rows of x, k of the inner dimension at a time.
 
-    sums: n_rows * n vectors, row by row. w at i: n vectors of packed weights (see kernel.py), each LANES outputs x
-    1 (float32), 2 (bfloat16 in uint16) or 4 (int8) inputs. x at j + r * stride: row r, float32, or uint8 for int8
+    sums: n_rows * n vectors, row by row. w at i: n vectors of packed weights (see kernel.py), each LANES outputs x 1
+    (float32), 2 (bfloat16 in uint16) or 4 (int8) inputs. x at j + r * stride: row r, float32, or uint8 for int8
     weights. What was added to a row's sums in the end adds up to its LANES outputs. With four rows and more, there is
-    time to fetch the weights that are needed `ahead` elements later; a single row reads as fast as memory gives in any case.
+    time to fetch the weights that are needed `ahead` elements later; a single row reads as fast as memory gives in
+    any case.
     """
     n_rows_, n = n_rows.literal_value, sums.count // n_rows.literal_value
     per_vector = INPUTS_PER_VECTOR[w.dtype]
