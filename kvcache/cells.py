@@ -131,7 +131,7 @@ class Cells:
 
     def recount(self):
         """After an interrupt: empty the cells that have a position or an owner but not both, and count again."""
-        self.owners &= self.pos != EMPTY
+        self.owners &= self.pos >= 0
         self.n_owners = self.owners.sum(axis=0, dtype=np.int32)
         unowned = self.n_owners == 0
         self.pos[unowned], self.shift[unowned] = EMPTY, 0

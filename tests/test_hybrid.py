@@ -11,6 +11,7 @@ from test_cache_layers import Recorder, deep_model, logits_in_chunks, recorded
 
 from kvcache import cells as cells_module
 from kvcache import streams as streams_module
+from kvcache.cells import EMPTY
 from kvcache.hybrid import HybridCache
 from kvcache.streams import context_shift
 from kvcache.unified import KVCache
@@ -217,6 +218,7 @@ def test_an_interrupt_leaves_no_cell_taken(name, unified):
             for field in ('pos', 'owners', 'n_owners', 'owner_sum', 'last'):
                 assert (getattr(cells, field) == getattr(other, field)).all()
             assert (cells.n_used, cells.end) == (other.n_used, other.end)
+            assert (cells.pos >= EMPTY).all()
         cache.seq_rm(None)
         assert all(cells.used() == 0 and not cells.shift.any() for cells in cache.streams)
     assert n > 3
