@@ -28,30 +28,35 @@ def best(model, batch_size, weights='float32', threads=None):
     """
     The fastest decoder for a model where it is, and for this many sequences at once.
 
-    weights: 'float32', 'bfloat16' or 'int8', how the CPU reads them. threads: how many the CPU uses, by default by
-    size. On a CPU that is the numba kernel, but the model itself for batches above `decode.cpu.LARGEST_BATCH`, for
-    models that the kernel does not know and without numba; stderr is told, and where weights or threads were asked
-    for it is a ValueError. On CUDA it is the compiled step, elsewhere the model itself.
+    weights: 'float32', 'bfloat16' or 'int8', how the CPU reads them. threads: how many the CPU uses; by default a few
+    timed steps decide. On a CPU that is the numba kernel. The model itself is used for batches above
+    `decode.cpu.LARGEST_BATCH`, for models that the kernel does not know and without numba, which stderr is told; where
+    weights or threads were asked for, these are ValueErrors. On CUDA it is the compiled step, elsewhere the model.
     """
-    device = next(model.parameters()).device.type
+    device, asked = next(model.parameters()).device.type, asked_of_the_kernel(weights, threads)
     if device != 'cpu':
-        if weights != 'float32' or threads:
-            raise ValueError(f"weights={weights} and threads are for the CPU; on {device}, the model's dtype decides")
+        if asked:
+            raise ValueError(f"{asked} is for the CPU decoder, but the model is on {device}: leave it out")
         return named('compiled' if device == 'cuda' else 'eager', model)
     try:
         from decode.cpu import LARGEST_BATCH
-        return named('cpu' if batch_size <= LARGEST_BATCH or weights != 'float32' else 'eager', model, weights, threads)
+        return named('cpu' if batch_size <= LARGEST_BATCH or asked else 'eager', model, weights, threads)
     except (ImportError, ValueError) as e:
-        if weights != 'float32' or threads:
-            raise ValueError(f"weights={weights} and threads={threads} cannot be had: {e}") from e
+        if asked:
+            raise ValueError(f"{asked} cannot be had: {e}") from e
         print(f"decoding eagerly: {e}", file=sys.stderr)
         return EagerDecoder(model)
 
 
+def asked_of_the_kernel(weights, threads):
+    """The settings of the CPU decoder that are not at their defaults, as text."""
+    return ' and '.join([f'weights={weights}'] * (weights != 'float32') + [f'threads={threads}'] * bool(threads))
+
+
 def named(name, model, weights='float32', threads=None):
-    """The decoder 'eager', 'cpu' or 'compiled'; only 'cpu' takes weights and threads. ValueError where it cannot be had."""
-    if name != 'cpu' and (weights != 'float32' or threads):
-        raise ValueError(f"weights={weights} and threads={threads} are for the cpu decoder, not the {name} one")
+    """The decoder 'eager', 'cpu' or 'compiled'; only 'cpu' takes weights and threads. ValueError if it cannot be had."""
+    if name != 'cpu' and asked_of_the_kernel(weights, threads):
+        raise ValueError(f"{asked_of_the_kernel(weights, threads)} is for the cpu decoder, not for the {name} one")
     if name == 'eager':
         return EagerDecoder(model)
     if name == 'compiled':
