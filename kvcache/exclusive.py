@@ -6,6 +6,8 @@ import os
 import threading
 import weakref
 
+import torch
+
 shared = weakref.WeakSet()
 
 
@@ -49,11 +51,17 @@ def exclusive(method):
     return alone
 
 
-def new_locks():
-    """In the child of a fork: the thread that held a lock exists in the parent only. What it had not finished is recovered."""
+def after_fork():
+    """
+    In the child of a fork only the thread that forked exists. So locks that others held are made anew, what they had not
+    finished is recovered by the next operation, and torch computes on one thread: its pool would wait for threads that are gone.
+    """
+    if not shared:
+        return
+    torch.set_num_threads(1)
     for one in shared:
         one.lock, one.holder = threading.Lock(), None
 
 
 if hasattr(os, 'register_at_fork'):
-    os.register_at_fork(after_in_child=new_locks)
+    os.register_at_fork(after_in_child=after_fork)

@@ -206,7 +206,9 @@ class PagedSystem(System):
 
     def feed(self, model, seqs, idx, hiding=False):
         tokens = dict(zip(seqs, idx.tolist()))
-        self.pool.add_all(model, {seq: mine for seq, mine in tokens.items() if not self.length[seq]})
+        prompts = {seq: mine for seq, mine in tokens.items() if not self.length[seq]}
+        if prompts:
+            self.pool.add_all(model, prompts)
         for seq, mine in tokens.items():
             if self.length[seq]:
                 self.pool.extend(seq, mine)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache import SYSTEMS, CacheDecoder
+from kvcache import SYSTEMS, CacheDecoder, paged
 from kvcache.placement import Layer
 from kvcache.storage import BITS, Rows
 from model import GPT, GPTConfig
@@ -372,3 +372,10 @@ def test_a_model_made_in_inference_mode(kind, bits):
         assert expected == [made.generate(PROMPTS[:4], 20, temperature=0, use_cache=True, decoder=decoder, **how)
                             for how in (dict(), dict(when_full='shift'))]
     assert expected[0] == made.generate(PROMPTS[:4], 20, temperature=0) or bits
+
+
+def test_the_weights_are_read_once_for_a_prefill_and_not_in_a_step(monkeypatch):
+    m, read = model(0), []
+    monkeypatch.setattr(paged, 'fingerprint', lambda m: read.append(1))
+    m.generate(torch.randint(29, (3, 5)), 10, use_cache=True, decoder=CacheDecoder(m, 'paged', 3))
+    assert len(read) == 1
