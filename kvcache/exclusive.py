@@ -1,5 +1,6 @@
 """
-One operation at a time, and none left half done: for objects that several threads share, and that an exception can interrupt anywhere.
+One operation at a time, and none left half done: for objects that several threads share, and that an exception can
+interrupt anywhere.
 """
 import functools
 import os
@@ -15,8 +16,9 @@ class Exclusive:
     """
     Methods marked with `exclusive` run one at a time, whichever threads call them. They do not call each other.
 
-    Where one of them raises, or a KeyboardInterrupt cuts it short at any place, `recover` is called: it has to make the object
-    consistent from any state in between. If that is cut short too it is called again, before the next operation.
+    Where one of them raises, or a KeyboardInterrupt cuts it short at any place, `recover` is called: it has to make
+    the object consistent from any state in between. If that is cut short too it is called again, before the next
+    operation.
     """
 
     def __init__(self):
@@ -31,7 +33,8 @@ def exclusive(method):
     @functools.wraps(method)
     def alone(self, *args, **kwargs):
         if self.lock.locked() and self.holder == threading.get_ident():
-            raise ValueError(f"{method.__name__} was called by an operation on the same cache, which has not finished: wait for its end")
+            raise ValueError(f"{method.__name__} was called inside an operation on the same cache, which has not finished: "
+                             "call it afterwards")
         with self.lock:  # unlike acquire() and try, an interrupt cannot get between
             self.holder = threading.get_ident()
             try:
@@ -53,8 +56,9 @@ def exclusive(method):
 
 def after_fork():
     """
-    In the child of a fork only the thread that forked exists. So locks that others held are made anew, what they had not
-    finished is recovered by the next operation, and torch computes on one thread: its pool would wait for threads that are gone.
+    In the child of a fork only the thread that forked exists. So locks that others held are made anew, what they had
+    not finished is recovered by the next operation, and torch computes on one thread: its pool would wait for threads
+    that are gone.
     """
     if not shared:
         return

@@ -51,10 +51,14 @@ def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
 
 
 def each_alone(model, input_ids, input_positions, kv_caches, m):
-    """A pass for each request, which sees zeros in the blocks of the others and behind its own end. Arguments as in `execute_model`."""
+    """
+    A pass for each request, which sees zeros in the blocks of the others and behind its own end. Arguments as in
+    `execute_model`.
+    """
     parts, start = [], 0
     for i, end in enumerate(m.query_lens.cumsum(0).tolist()):
-        alone = InputMetadata(m.slot_mapping[start:end], *(each[i:i + 1] for each in (m.block_tables, m.query_lens, m.seq_lens)))
+        of_one = (each[i:i + 1] for each in (m.block_tables, m.query_lens, m.seq_lens))
+        alone = InputMetadata(m.slot_mapping[start:end], *of_one)
         parts.append(one_pass(model, input_ids[start:end], input_positions[start:end], kv_caches, alone, hiding=True))
         start = end
     return torch.cat(parts)
@@ -131,19 +135,21 @@ class PagedCache(Exclusive):
     """
     A pool of n_blocks blocks of block_size positions, for all layers of a model, and the `BlockManager` of who uses them.
 
-    kind: how keys and values are kept, see `Rows`. tokens: {sequence: its tokens}; computed: {sequence: of how many of them the
-    keys and values are in the cache}. Several threads can share a pool. An operation that raises, or that is interrupted, leaves
-    the sequences as they were.
+    kind: how keys and values are kept, see `Rows`. tokens: {sequence: its tokens}; computed: {sequence: of how many
+    of them the keys and values are in the cache}. Several threads can share a pool. An operation that raises, or that
+    is interrupted, leaves the sequences as they were.
 
     Blocks are shared only between sequences that were computed with the same weights:
-    - `add` takes the `fingerprint` of the model. If it differs from the last one no block that was computed before is found again.
-    - `run` takes the `identity` of the model before and after its forward pass: where each parameter is, its dtype, torch's count
-      of its changes, and some of its values. If that differs from what `add` saw, nothing is found again that was computed before
-      or is computed from then on by the sequences that exist, even if the earlier weights come back.
-    So between two calls of `add` these are noticed: every change through torch (optimizers, load_state_dict, in-place operations),
-    replaced parameters, and changes through .data or numpy that reach a value that is looked at, as those of a whole parameter
-    do. Not noticed: a change through .data or numpy that spares these values and is undone before the next `add`; and what is not
-    a parameter, such as hooks, buffers and autocast.
+    - `add` takes the `fingerprint` of the model. If it differs from the last one no block that was computed before is
+      found again.
+    - `run` takes the `identity` of the model before its forward pass, and after one that fills a block: where each parameter is, its dtype,
+      torch's count of its changes, and some of its values. If that differs from what `add` saw, nothing is found
+      again that was computed before or is computed from then on by the sequences that exist, even if the earlier
+      weights come back.
+    So between two calls of `add` these are noticed: every change through torch (optimizers, load_state_dict, in-place
+    operations), replaced parameters, and changes through .data or numpy that reach a value that is looked at, as
+    those of a whole parameter do. Not noticed: a change through .data or numpy that spares these values and is undone
+    before the next `add`; and what is not a parameter, such as hooks, buffers and autocast.
     """
 
     def __init__(self, n_layer, n_head, head_dim, n_blocks, block_size=16, kind='float32', device='cpu'):
@@ -162,7 +168,10 @@ class PagedCache(Exclusive):
 
     @exclusive
     def add_all(self, model, tokens):
-        """`add` for each of {sequence: its tokens}, with one look at the weights. After an exception some of them may be there."""
+        """
+        `add` for each of {sequence: its tokens}, with one look at the weights. After an exception some of them may be
+        there.
+        """
         self.look_at(model)
         return [self.begin(seq, mine) for seq, mine in tokens.items()]
 
@@ -200,8 +209,9 @@ class PagedCache(Exclusive):
     @exclusive
     def fork(self, seq, new):
         """
-        A new sequence with all tokens that seq has, in the same blocks until one of them goes on. Tokens that are not computed yet get
-        blocks of their own: each of the two sequences will write them. OutOfBlocks if there are not enough.
+        A new sequence with all tokens that seq has, in the same blocks until one of them goes on. Tokens that are not
+        computed yet get blocks of their own: each of the two sequences will write them. OutOfBlocks if there are not
+        enough.
         """
         self.blocks.fork(seq, new)
         computed = self.computed[seq]
@@ -269,7 +279,8 @@ class PagedCache(Exclusive):
         except NotNumbers:
             self.spoilt = True
             logits = each_alone(model, ids, positions, self.layers, metadata)
-        full = [seq for seq, n, length in zip(seqs, new, lengths) if length % b.block_size < n]  # they have filled a block
+        # those that have filled a block
+        full = [seq for seq, n, length in zip(seqs, new, lengths) if length % b.block_size < n]
         if full:
             self.forget_if_changed(model)  # during the pass
         self.computed |= zip(seqs, lengths)
@@ -278,7 +289,10 @@ class PagedCache(Exclusive):
         return logits
 
     def forget_if_changed(self, model):
-        """If the model is not what `add` saw: no block is found again, and none that the present sequences go on to fill."""
+        """
+        If the model is not what `add` saw: no block is found again, and none that the present sequences go on to
+        fill.
+        """
         now = identity(model)
         if now != self.identity:
             self.blocks.reset()

@@ -273,7 +273,10 @@ def test_bytes():
 
 
 def with_huge_keys(m):
-    """Weights whose keys are finite but so large that a query of the good weights makes an infinite score of them; the logits are numbers."""
+    """
+    Weights whose keys are finite but so large that a query of the good weights makes an infinite score of them; the
+    logits are numbers.
+    """
     bias = m.transformer.h[0].attn.c_attn.bias
     with torch.no_grad():
         m.transformer.h[0].attn.c_attn.weight[:32] *= 1e-30

@@ -1,4 +1,7 @@
-"""Decoders that several threads share, that a fork copies, and that an interrupt stops anywhere: the tokens are the uncached model's."""
+"""
+Decoders that several threads share, that a fork copies, and that an interrupt stops anywhere: the tokens are the
+uncached model's.
+"""
 import sys
 import threading
 
@@ -34,7 +37,10 @@ def tokens(m, case, **how):
 
 
 def on_threads(n_threads, work):
-    """work(number of the thread) on each of them at once, switching as often as Python can; what they raise is raised here."""
+    """
+    work(number of the thread) on each of them at once, switching as often as Python can; what they raise is raised
+    here.
+    """
     errors, interval = [], sys.getswitchinterval()
 
     def guarded(number):
@@ -71,7 +77,9 @@ def test_threads_share_a_decoder(kind, n_threads):
 
 @pytest.mark.parametrize('kind', [None, *SYSTEMS])
 def test_threads_generate_with_a_model_in_training_mode(kind):
-    """It is in eval mode in every step of every thread, and in training mode at the end; parts in eval mode stay there."""
+    """
+    It is in eval mode in every step of every thread, and in training mode at the end; parts in eval mode stay there.
+    """
     m = model(dropout=0.5, n_layer=2)
     expected = [tokens(m, case) for case in range(len(CASES))]
     m.train()
