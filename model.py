@@ -44,12 +44,15 @@ class GPTConfig:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
 
 
-INTEGERS = frozenset(getattr(torch, name) for name in ('uint8', 'int8', 'int16', 'int32', 'int64', 'uint16', 'uint32', 'uint64')
-                     if hasattr(torch, name))
+INTEGERS = frozenset(getattr(torch, name)
+                     for name in ('int8', 'int16', 'int32', 'int64', 'uint8', 'uint16', 'uint32', 'uint64')
+                     if hasattr(torch, name))  # torch before 2.3 has no uint16 and wider
 
 
 def as_int64(what, x):
-    """x, a tensor of any integer dtype, as int64. ValueError if it is something else; `what` is its name in the message."""
+    """
+    x, a tensor of any integer dtype, as int64. ValueError if it is something else; `what` is its name in the message.
+    """
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"{what} must be a tensor of integers, not a {type(x).__name__}: {x!r:.60}")
     if x.dtype is torch.int64:
@@ -317,8 +320,9 @@ class GPT(nn.Module):
 
     def check_cache_pos(self, cache_pos, B, T):
         """
-        cache_pos, where T new tokens of each of B sequences begin: an int, or a tensor (B,) of any integer dtype, which is
-        returned as int64. ValueError if it is something else, negative, or if the tokens do not fit behind it.
+        cache_pos, where T new tokens of each of B sequences begin: an int, or a tensor (B,) of any integer dtype,
+        which is returned as int64. ValueError if it is something else, negative, or if the tokens do not fit behind
+        it.
         """
         ragged = isinstance(cache_pos, torch.Tensor)
         if ragged and cache_pos.dtype in INTEGERS and cache_pos.shape == (B,):
@@ -328,18 +332,20 @@ class GPT(nn.Module):
             smallest = largest = cache_pos
         else:
             came = f"{tuple(cache_pos.shape)} of {cache_pos.dtype}" if ragged else repr(cache_pos)
-            raise ValueError(f"cache_pos must be an int, or a tensor of integers with one for each of the {B} sequences, not {came}")
+            raise ValueError(f"cache_pos must be an int, or a tensor of integers, one for each of {B} sequences; not {came}")
         if smallest < 0:
             raise ValueError(f"cache_pos must not be negative: {cache_pos}")
         if ragged and cache_pos.device != self.lm_head.weight.device:
             raise ValueError(f"cache_pos is on {cache_pos.device}, but the model on {self.lm_head.weight.device}")
         if largest + T > self.config.block_size:
-            raise ValueError(f"out of context: cache_pos {cache_pos} + {T} new tokens > block_size {self.config.block_size}")
+            raise ValueError(f"out of context: cache_pos {cache_pos} + {T} new tokens > "
+                             f"block_size {self.config.block_size}")
         return cache_pos
 
     def check_input(self, idx, kv_cache):
         """
-        Check the tokens idx (B, T) and the cache that they are fed to, before anything is written; ValueError if they do not fit.
+        Check the tokens idx (B, T) and the cache that they are fed to, before anything is written; ValueError if they
+        do not fit.
 
         Returns (idx, cache_pos): the tokens as int64, and the position of the first, an int or an int64 tensor (B,).
         """
@@ -396,7 +402,8 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, kv_cache=None, use_cache=None):
         """
-        idx, targets: (B, T) token ids of any integer dtype; a target of -1 is not scored. Returns (logits, loss, kv_cache).
+        idx, targets: (B, T) token ids of any integer dtype; a target of -1 is not scored. Returns (logits, loss,
+        kv_cache).
 
         With targets: logits (B, T, vocab_size) and the mean loss in nats. Without: logits of the last
         position only, (B, 1, vocab_size), and loss None. use_cache=None begins a cache in eval mode
@@ -478,7 +485,10 @@ class GPT(nn.Module):
                             stop_token, temperature, top_k, top_p, generator)
 
     def _prompts(self, idx):
-        """The prompts, (B, T) or a list of token lists, as a list of int64 tensors (T,) on the model's device; or ValueError."""
+        """
+        The prompts, (B, T) or a list of token lists, as a list of int64 tensors (T,) on the model's device; or
+        ValueError.
+        """
         device, vocab_size = self.lm_head.weight.device, self.config.vocab_size
         if isinstance(idx, torch.Tensor):
             if idx.dim() != 2 or idx.numel() == 0:
@@ -487,8 +497,8 @@ class GPT(nn.Module):
         else:
             try:
                 prompts = [torch.as_tensor(prompt, device=device) for prompt in idx]
-            except (TypeError, ValueError, RuntimeError) as e:  # strings, nested lists of different lengths, more than 64 bits
-                raise ValueError(f"prompts must be lists of integers, all within the vocabulary of {vocab_size}: {e}") from None
+            except (TypeError, ValueError, RuntimeError) as e:  # strings, ragged lists, more than 64 bits
+                raise ValueError(f"prompts must be lists of integers within the vocabulary of {vocab_size}: {e}") from None
             if not prompts or not all(prompt.dim() == 1 and len(prompt) for prompt in prompts):
                 raise ValueError("prompts must be lists of at least one token each: start from a newline, say")
             prompts = [as_int64('a prompt', prompt) for prompt in prompts]
@@ -626,12 +636,14 @@ class Cut(NamedTuple):
 def cut_of(length, block_size, when_full='crop', keep=None, n_keep=0):
     """The `Cut` of a prompt of `length` tokens, see `GPT.stream`; ValueError on settings that make no sense."""
     if when_full not in ('crop', 'shift') or when_full == 'crop' and (keep is not None or n_keep):
-        raise ValueError(f"when_full is 'crop', or 'shift' with keep and n_keep; not {when_full!r} with keep={keep}, n_keep={n_keep}")
+        raise ValueError(f"when_full is 'crop', or 'shift' with keep and n_keep; "
+                         f"not {when_full!r} with keep={keep}, n_keep={n_keep}")
     n_keep = min(n_keep, length)
     if when_full == 'crop' or keep is None:
         keep = block_size if when_full == 'crop' else max(1, min(block_size // 2, block_size - n_keep))
     if keep < 1 or n_keep < 0 or n_keep + keep > block_size:
-        raise ValueError(f"n_keep={n_keep} and keep={keep} tokens of a full context, of these at least 1, must fit in {block_size}")
+        raise ValueError(f"n_keep={n_keep} and keep={keep} tokens of a full context, of these at least 1, "
+                         f"must fit in {block_size}")
     return Cut(keep, n_keep)
 
 
@@ -639,8 +651,9 @@ class Context:
     """
     The last tokens of each sequence of a batch, as many of each, and the cache of them: what `_stream` goes on from.
 
-    prompts: tensors (T,) of token ids. cuts: the `Cut` of each, which a context that outgrows the window is reduced to. The cache
-    is then rewound: the tokens that are left stand at other positions, so their keys and values are computed anew, in the same storage.
+    prompts: tensors (T,) of token ids. cuts: the `Cut` of each, which a context that outgrows the window is reduced
+    to. The cache is then rewound: the tokens that are left stand at other positions, so their keys and values are
+    computed anew, in the same storage.
     """
 
     def __init__(self, prompts, num_samples, block_size, use_cache, cuts):
@@ -797,7 +810,8 @@ class RaggedContext(Context):
         rows = rows.tolist()
         self.leave([row for row in self.stepping if row in rows])
         self.tokens = self.tokens[rows]
-        self.pinned, self.cuts, self.lengths = ([each[row] for row in rows] for each in (self.pinned, self.cuts, self.lengths))
+        per_row = self.pinned, self.cuts, self.lengths
+        self.pinned, self.cuts, self.lengths = ([each[row] for row in rows] for each in per_row)
         self.stepping, self.unfilled = ([rows.index(row) for row in old if row in rows] for old in (self.stepping, self.unfilled))
 
 
@@ -860,7 +874,8 @@ def check_sampling(temperature, top_k, top_p):
 
 
 flipping = threading.RLock()
-evaluated = weakref.WeakKeyDictionary()  # {model: (weak references to the uses of `evaluating`, the modules to be restored after the last)}
+# {model: (weak references to the uses of `evaluating`, the modules to be restored after the last of them)}
+evaluated = weakref.WeakKeyDictionary()
 
 
 def new_lock():
@@ -881,8 +896,8 @@ def evaluating(model):
     """
     Eval mode inside; afterwards every module is back in the mode it was in.
 
-    Several threads can be inside for one model: the modules go back to training mode when the last one leaves. What is in eval
-    mode is not touched.
+    Several threads can be inside for one model: the modules go back to training mode when the last one leaves. What
+    is in eval mode is not touched.
     """
     use = Use()
     try:
@@ -896,7 +911,8 @@ def evaluating(model):
     finally:
         with flipping:
             uses, modules = evaluated.setdefault(model, ([], []))
-            uses[:] = [other for other in uses if other() not in (None, use)]  # None: an interrupt kept it from getting here
+            # None: a use that an interrupt kept from getting here
+            uses[:] = [other for other in uses if other() not in (None, use)]
             if not uses:
                 for m in modules:
                     m.training = True

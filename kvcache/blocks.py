@@ -117,8 +117,9 @@ class BlockManager:
         """
         Room for n more positions. A last block that other sequences use as well is replaced by a copy.
 
-        copy(from block, to block) copies what the blocks hold. It is called before the new block is in the table, so that an interrupt
-        leaves either the old block there or a complete copy. Returns the copies as a list of (from block, to block), for who makes them later.
+        copy(from block, to block) copies what the blocks hold. It is called before the new block is in the table, so
+        that an interrupt leaves either the old block there or a complete copy. Returns the copies as a list of (from
+        block, to block), for who makes them later.
         """
         if n < 0:
             raise ValueError(f"a sequence is extended by positions, not by {n}: use truncate")
@@ -190,8 +191,8 @@ class BlockManager:
 
     def recover(self):
         """
-        Make everything agree with the tables again, after an operation that an exception cut short at any place. Nothing else is lost:
-        sequences, their lengths and what is known of full blocks stay.
+        Make everything agree with the tables again, after an operation that an exception cut short at any place.
+        Nothing else is lost: sequences, their lengths and what is known of full blocks stay.
         """
         for seq in self.tables.keys() ^ self.length.keys():
             self.tables.pop(seq, None)

@@ -25,9 +25,9 @@ class InputMetadata:
     """
     Of S requests, whose new tokens stand one after the other on one axis of N tokens; any beyond them are padding.
 
-    slot_mapping: (N,) where each token's keys and values go; -1 writes nothing.
-    block_tables: (S, n) blocks of each request, in order; what is beyond its end does not matter, if it is a block or -1.
-    query_lens: (S,) new tokens of each, at least 1. seq_lens: (S,) all tokens of each, the new ones included.
+    slot_mapping: (N,) where each token's keys and values go; -1 writes nothing. block_tables: (S, n) blocks of each
+    request, in order; what is beyond its end does not matter, if it is a block or -1. query_lens: (S,) new tokens of
+    each, at least 1. seq_lens: (S,) all tokens of each, the new ones included.
     """
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
@@ -38,10 +38,10 @@ class InputMetadata:
 @torch.no_grad()
 def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
     """
-    Run the new tokens of all requests, input_ids (N,) at input_positions (N,), through the model at once, over the blocks in
-    kv_caches (a `Layer` of (n_blocks, block_size) rows for each layer). Returns logits (S, vocab_size), of each request's last token.
-    ValueError if what is given contradicts itself or the model, and nothing has been written.
-    `NotNumbers` if the logits are not: what this pass has written is then zeros.
+    Run the new tokens of all requests, input_ids (N,) at input_positions (N,), through the model at once, over the
+    blocks in kv_caches (a `Layer` of (n_blocks, block_size) rows for each layer). Returns logits (S, vocab_size), of
+    each request's last token. ValueError if what is given contradicts itself or the model, and nothing has been
+    written. `NotNumbers` if the logits are not: what this pass has written is then zeros.
     """
     check(model.config, input_ids, input_positions, kv_caches, input_metadata)
     try:
@@ -51,10 +51,14 @@ def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
 
 
 def each_alone(model, input_ids, input_positions, kv_caches, m):
-    """A pass for each request, which sees zeros in the blocks of the others and behind its own end. Arguments as in `execute_model`."""
+    """
+    A pass for each request, which sees zeros in the blocks of the others and behind its own end. Arguments as in
+    `execute_model`.
+    """
     parts, start = [], 0
     for i, end in enumerate(m.query_lens.cumsum(0).tolist()):
-        alone = InputMetadata(m.slot_mapping[start:end], *(each[i:i + 1] for each in (m.block_tables, m.query_lens, m.seq_lens)))
+        of_one = (each[i:i + 1] for each in (m.block_tables, m.query_lens, m.seq_lens))
+        alone = InputMetadata(m.slot_mapping[start:end], *of_one)
         parts.append(one_pass(model, input_ids[start:end], input_positions[start:end], kv_caches, alone, hiding=True))
         start = end
     return torch.cat(parts)
@@ -107,8 +111,9 @@ def check(config, input_ids, input_positions, kv_caches, m):
 
 def seen_by_all(m, input_positions, ends, block_size, n_used):
     """
-    What is read when all tokens are one batch, and the mask (1, 1, N, K) of who sees what in it. A block that several requests
-    share is there once. If the first n_used blocks of the pool are mostly these requests' they are read where they are.
+    What is read when all tokens are one batch, and the mask (1, 1, N, K) of who sees what in it. A block that several
+    requests share is there once. If the first n_used blocks of the pool are mostly these requests' they are read
+    where they are.
     """
     S, n = m.block_tables.shape
     N, device = len(input_positions), m.block_tables.device
@@ -129,21 +134,23 @@ def seen_by_all(m, input_positions, ends, block_size, n_used):
 
 class PagedCache(Exclusive):
     """
-    A pool of n_blocks blocks of block_size positions, for all layers of a model, and the `BlockManager` of who uses them.
+    A pool of n_blocks blocks of block_size positions, for all layers of a model, and the `BlockManager` of who uses
+    them.
 
-    kind: how keys and values are kept, see `Rows`. tokens: {sequence: its tokens}; computed: {sequence: of how many of them the
-    keys and values are in the cache}. Several threads can share a pool. An operation that raises, or that is interrupted, leaves
-    the sequences as they were.
+    kind: how keys and values are kept, see `Rows`. tokens: {sequence: its tokens}; computed: {sequence: of how many
+    of them the keys and values are in the cache}. Several threads can share a pool. An operation that raises, or that
+    is interrupted, leaves the sequences as they were.
 
     Blocks are shared only between sequences that were computed with the same weights:
-    - `add` takes the `fingerprint` of the model. If it differs from the last one no block that was computed before is found again.
-    - `run` asks a `Watch` before its forward pass, and after one that has filled a block. If the model has changed since `add`,
-      nothing is found again that was computed before or is computed from then on by the sequences that exist, even if the earlier
-      weights come back.
-    So between two calls of `add` these are noticed: every change through torch (optimizers, load_state_dict, in-place operations),
-    replaced parameters and modules, new hooks, and changes through .data or numpy that reach a value that is looked at, as those of
-    a whole parameter do. Not noticed: a change through .data or numpy that spares these values and is undone before the next `add`,
-    and autocast.
+    - `add` takes the `fingerprint` of the model. If it differs from the last one no block that was computed before is
+      found again.
+    - `run` asks a `Watch` before its forward pass, and after one that has filled a block. If the model has changed
+      since `add`, nothing is found again that was computed before or is computed from then on by the sequences that
+      exist, even if the earlier weights come back.
+    So between two calls of `add` these are noticed: every change through torch (optimizers, load_state_dict, in-place
+    operations), replaced parameters and modules, new hooks, and changes through .data or numpy that reach a value
+    that is looked at, as those of a whole parameter do. Not noticed: a change through .data or numpy that spares
+    these values and is undone before the next `add`, and autocast.
     """
 
     def __init__(self, n_layer, n_head, head_dim, n_blocks, block_size=16, kind='float32', device='cpu'):
@@ -162,7 +169,10 @@ class PagedCache(Exclusive):
 
     @exclusive
     def add_all(self, model, tokens):
-        """`add` for each of {sequence: its tokens}, with one look at the weights. After an exception some of them may be there."""
+        """
+        `add` for each of {sequence: its tokens}, with one look at the weights. After an exception some of them may be
+        there.
+        """
         self.look_at(model)
         return [self.begin(seq, mine) for seq, mine in tokens.items()]
 
@@ -202,8 +212,9 @@ class PagedCache(Exclusive):
     @exclusive
     def fork(self, seq, new):
         """
-        A new sequence with all tokens that seq has, in the same blocks until one of them goes on. Tokens that are not computed yet get
-        blocks of their own: each of the two sequences will write them. OutOfBlocks if there are not enough.
+        A new sequence with all tokens that seq has, in the same blocks until one of them goes on. Tokens that are not
+        computed yet get blocks of their own: each of the two sequences will write them. OutOfBlocks if there are not
+        enough.
         """
         self.blocks.fork(seq, new)
         computed = self.computed[seq]
@@ -271,7 +282,8 @@ class PagedCache(Exclusive):
         except NotNumbers:
             self.spoilt = True
             logits = each_alone(model, ids, positions, self.layers, metadata)
-        full = [seq for seq, n, length in zip(seqs, new, lengths) if length % b.block_size < n]  # they have filled a block
+        # those that have filled a block
+        full = [seq for seq, n, length in zip(seqs, new, lengths) if length % b.block_size < n]
         if full:
             self.forget_if_changed(model)  # during the pass
         self.computed |= zip(seqs, lengths)

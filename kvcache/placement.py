@@ -160,9 +160,9 @@ def logits_of(model, idx, forward, last):
     """
     One forward pass: tokens idx, laid out as the forward wants them, to logits (n, vocab_size) of those numbered `last` (n,).
 
-    ValueError, before anything is written, on ids that are not in the vocabulary and if the model is in training mode. `NotNumbers`
-    if the logits are not: then the rows that were written are zeros, and so is every NaN and infinity in the cache, since it would
-    reach the next owner of its row through any mask.
+    ValueError, before anything is written, on ids that are not in the vocabulary and if the model is in training
+    mode. `NotNumbers` if the logits are not: then the rows that were written are zeros, and so is every NaN and
+    infinity in the cache, since it would reach the next owner of its row through any mask.
     """
     if model.training:
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
@@ -212,8 +212,9 @@ class Forward(list):
         """
         The same pass over zeros in place of the keys and values that none of its tokens may see.
 
-        A mask is added to the scores, and hides finite ones only: a key that broken weights made so large that its score is
-        infinite becomes NaN through any mask. So a pass whose logits are not numbers is repeated like this, one sequence at a time.
+        A mask is added to the scores, and hides finite ones only: a key that broken weights made so large that its
+        score is infinite becomes NaN through any mask. So a pass whose logits are not numbers is repeated like this,
+        one sequence at a time.
         """
         for placed in self:
             placed.hides = True

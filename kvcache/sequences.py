@@ -25,12 +25,12 @@ BLOCK = 16  # positions of a block of the paged system
 
 class System(Exclusive):
     """
-    Sequences by number, and how many tokens each has: length, {sequence: tokens}. Several threads can share a system: its
-    operations run one at a time. One that raises or is interrupted leaves the sequences as they were.
+    Sequences by number, and how many tokens each has: length, {sequence: tokens}. Several threads can share a system:
+    its operations run one at a time. One that raises or is interrupted leaves the sequences as they were.
 
-    A kind of system adds where they are kept: `feed`, for one forward pass; `copy`, of all of a sequence to a new one; and `cut`, to
-    its first n tokens, of however many there are: after a pass that has failed there may be more than `length` says. layers: those
-    to wipe after broken weights, when there are no sequences.
+    A kind of system adds where they are kept: `feed`, for one forward pass; `copy`, of all of a sequence to a new
+    one; and `cut`, to its first n tokens, of however many there are: after a pass that has failed there may be more
+    than `length` says. layers: those to wipe after broken weights, when there are no sequences.
     """
 
     def __init__(self, n_seq):
@@ -41,7 +41,10 @@ class System(Exclusive):
 
     @exclusive
     def new(self, owner=None):
-        """The number of a new sequence. It is freed by `free` or, if it is for an owner, before the first operation after the owner is gone."""
+        """
+        The number of a new sequence. It is freed by `free` or, if it is for an owner, before the first operation
+        after the owner is gone.
+        """
         return self.begin(owner)
 
     def begin(self, owner):
@@ -108,8 +111,8 @@ class System(Exclusive):
     @torch.no_grad()
     def step(self, model, seqs, idx):
         """
-        Feed idx (B, T) to B sequences; logits (B, vocab_size) of the last tokens. If it fails it is as if it had not been asked.
-        `NotNumbers` if the logits are not.
+        Feed idx (B, T) to B sequences; logits (B, vocab_size) of the last tokens. If it fails it is as if it had not
+        been asked. `NotNumbers` if the logits are not.
         """
         self.reclaim()
         try:
@@ -206,7 +209,9 @@ class PagedSystem(System):
 
     def feed(self, model, seqs, idx, hiding=False):
         tokens = dict(zip(seqs, idx.tolist()))
-        self.pool.add_all(model, {seq: mine for seq, mine in tokens.items() if not self.length[seq]})
+        prompts = {seq: mine for seq, mine in tokens.items() if not self.length[seq]}
+        if prompts:
+            self.pool.add_all(model, prompts)
         for seq, mine in tokens.items():
             if self.length[seq]:
                 self.pool.extend(seq, mine)
@@ -239,7 +244,10 @@ def last_logits(model, idx, forward, hiding):
 
 
 class Member:
-    """One sequence of a system, new or a fork of another one's. It is freed some time after the last reference to this is gone."""
+    """
+    One sequence of a system, new or a fork of another one's. It is freed some time after the last reference to this
+    is gone.
+    """
 
     def __init__(self, system, fork_of=None):
         self.seq = system.new(self) if fork_of is None else system.fork(fork_of, self)
@@ -282,22 +290,25 @@ class CacheDecoder:
     """
     A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache), whose caches are sequences of a system.
 
-    kind: tuple, streams, unified or paged. n_seq: how many sequences of block_size there is room for. bits: 0 keeps the dtype of the
-    model; 8 or 4 are quantised. Raises ValueError on what is not one of these, and where there is no room.
+    kind: tuple, streams, unified or paged. n_seq: how many sequences of block_size there is room for. bits: 0 keeps
+    the dtype of the model; 8 or 4 are quantised. Raises ValueError on what is not one of these, and where there is no
+    room.
 
-    Several threads can generate with one decoder: each step runs by itself, and their sequences together need room. In the child of a
-    fork it goes on with its own copy.
+    Several threads can generate with one decoder: each step runs by itself, and their sequences together need room.
+    In the child of a fork it goes on with its own copy.
     """
 
     def __init__(self, model, kind, n_seq, bits=0):
         if kind not in list(SYSTEMS) or bits not in list(KINDS):
-            raise ValueError(f"a cache is {', '.join(SYSTEMS)} in 0 (unquantised), 8 or 4 bits; not {kind!r} in {bits!r}")
+            raise ValueError(f"a cache is {', '.join(SYSTEMS)} in 0 (unquantised), 8 or 4 bits; "
+                             f"not {kind!r} in {bits!r}")
         if not isinstance(n_seq, int) or n_seq < 1:
             raise ValueError(f"a cache is for at least 1 sequence, not {n_seq!r}")
         self.model, self.dtype = model, dtype_of(model)
         stored = KINDS[bits] if bits else str(self.dtype).removeprefix('torch.')
         if stored not in BITS:
-            raise ValueError(f"a cache keeps numbers as {', '.join(BITS)}, and the model is {stored}: convert it, or pass bits=8")
+            raise ValueError(f"a cache keeps numbers as {', '.join(BITS)}, and the model is {stored}: "
+                             "convert it, or pass bits=8")
         self.system = SYSTEMS[kind](model, n_seq, stored)
         self.name = f"PyTorch, eager, on a cache that is {kind}, {stored}"
 
@@ -305,7 +316,8 @@ class CacheDecoder:
     def __call__(self, idx, kv_cache):
         idx, _ = self.model.check_input(idx, None)
         if dtype_of(self.model) is not self.dtype:
-            raise ValueError(f"the model was {self.dtype} when its cache was made, and is {dtype_of(self.model)}: make a new decoder")
+            raise ValueError(f"the model was {self.dtype} when its cache was made, and is {dtype_of(self.model)}: "
+                             "make a new decoder")
         if kv_cache is None:
             kv_cache = [Sequences(self.system, [Member(self.system) for _ in range(len(idx))], 0)]
         if len(kv_cache) != 1 or getattr(kv_cache[0], 'system', None) is not self.system:

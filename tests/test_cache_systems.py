@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache import SYSTEMS, CacheDecoder
+from kvcache import SYSTEMS, CacheDecoder, paged
 from kvcache.placement import Layer
 from kvcache.storage import BITS, Rows
 from model import GPT, GPTConfig
@@ -273,7 +273,10 @@ def test_bytes():
 
 
 def with_huge_keys(m):
-    """Weights whose keys are finite but so large that a query of the good weights makes an infinite score of them; the logits are numbers."""
+    """
+    Weights whose keys are finite but so large that a query of the good weights makes an infinite score of them; the
+    logits are numbers.
+    """
     bias = m.transformer.h[0].attn.c_attn.bias
     with torch.no_grad():
         m.transformer.h[0].attn.c_attn.weight[:32] *= 1e-30
@@ -372,3 +375,10 @@ def test_a_model_made_in_inference_mode(kind, bits):
         assert expected == [made.generate(PROMPTS[:4], 20, temperature=0, use_cache=True, decoder=decoder, **how)
                             for how in (dict(), dict(when_full='shift'))]
     assert expected[0] == made.generate(PROMPTS[:4], 20, temperature=0) or bits
+
+
+def test_the_weights_are_read_once_for_a_prefill_and_not_in_a_step(monkeypatch):
+    m, read = model(0), []
+    monkeypatch.setattr(paged, 'fingerprint', lambda m: read.append(1))
+    m.generate(torch.randint(29, (3, 5)), 10, use_cache=True, decoder=CacheDecoder(m, 'paged', 3))
+    assert len(read) == 1

@@ -287,7 +287,9 @@ def test_two_models_do_not_share():
 
 @torch.inference_mode()
 def test_a_fork_of_tokens_that_are_not_computed_shares_none_of_their_blocks():
-    """Each of the two will write them: in a block that both have, one would write over what the other has gone on with."""
+    """
+    Each of the two will write them: in a block that both have, one would write over what the other has gone on with.
+    """
     for n_prompt, n_computed in itertools.product(range(1, 11), range(10)):
         m = model()
         p, tokens = pool(m), list(range(n_prompt))
@@ -374,7 +376,10 @@ def test_blocks_computed_with_weights_that_were_swapped_in_and_out_are_not_found
 
 @torch.inference_mode()
 def test_blocks_computed_while_any_parameter_differs_are_not_found():
-    """Not only the last one: each of them, changed where torch counts it, or replaced, before a pass and back after it, or during it."""
+    """
+    Not only the last one: each of them, changed where torch counts it, or replaced, before a pass and back after it,
+    or during it.
+    """
     for name, _ in model().named_parameters():
         m, tokens = model(), list(range(9))
         p, owner = pool(m), m.get_submodule(name.rpartition('.')[0])
@@ -395,7 +400,7 @@ def test_blocks_computed_while_any_parameter_differs_are_not_found():
     assert p.add(m, 'b', list(range(9))) == 0
 
 
-@pytest.mark.xfail(same_fingerprint_when_permuted(), reason="fingerprint() does not look at the order of the weights yet", strict=True)
+@pytest.mark.xfail(same_fingerprint_when_permuted(), reason="fingerprint() is blind to the order of weights", strict=True)
 @torch.inference_mode()
 def test_pages_of_permuted_weights_are_not_shared():
     """A permutation through .data keeps every sum of the weights, and all of torch's counts."""

@@ -1,4 +1,7 @@
-"""Decoders that several threads share, that a fork copies, and that an interrupt stops anywhere: the tokens are the uncached model's."""
+"""
+Decoders that several threads share, that a fork copies, and that an interrupt stops anywhere: the tokens are the
+uncached model's.
+"""
 import sys
 import threading
 
@@ -34,7 +37,10 @@ def tokens(m, case, **how):
 
 
 def on_threads(n_threads, work):
-    """work(number of the thread) on each of them at once, switching as often as Python can; what they raise is raised here."""
+    """
+    work(number of the thread) on each of them at once, switching as often as Python can; what they raise is raised
+    here.
+    """
     errors, interval = [], sys.getswitchinterval()
 
     def guarded(number):
@@ -71,7 +77,9 @@ def test_threads_share_a_decoder(kind, n_threads):
 
 @pytest.mark.parametrize('kind', [None, *SYSTEMS])
 def test_threads_generate_with_a_model_in_training_mode(kind):
-    """It is in eval mode in every step of every thread, and in training mode at the end; parts in eval mode stay there."""
+    """
+    It is in eval mode in every step of every thread, and in training mode at the end; parts in eval mode stay there.
+    """
     m = model(dropout=0.5, n_layer=2)
     expected = [tokens(m, case) for case in range(len(CASES))]
     m.train()
@@ -134,6 +142,10 @@ def work():
         for case in range(len(t.CASES)):
             for decoder in decoders:
                 t.tokens(m, case, use_cache=True, decoder=decoder)
+torch.set_num_threads(2)
+big = t.model(n_embd=256, block_size=128)
+idx = torch.arange(512).view(4, 128) % 13
+big(idx)  # starts the second thread of torch's pool, which the children do not have
 decoders = [CacheDecoder(m, kind, n_seq=9) for kind in t.SYSTEMS]
 threading.Thread(target=work, daemon=True).start()
 for i in range(12):
@@ -141,6 +153,7 @@ for i in range(12):
     pid = os.fork()
     if pid == 0:  # while the other thread was anywhere in a step
         signal.alarm(60)
+        big(idx)
         same = all(t.tokens(m, case, use_cache=True, decoder=decoder) == expected[case] for case in range(len(t.CASES)) for decoder in decoders)
         os._exit(0 if same else 3)
     assert os.waitpid(pid, 0)[1] == 0, i

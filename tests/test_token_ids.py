@@ -1,4 +1,7 @@
-"""One rule for token ids and cache_pos: integer tensors of any dtype are taken, and anything else is refused in words, everywhere."""
+"""
+One rule for token ids and cache_pos: integer tensors of any dtype are taken, and anything else is refused in words,
+everywhere.
+"""
 import numpy as np
 import pytest
 import torch
