@@ -39,8 +39,11 @@ choices = {}  # {(shape, weights, most threads, size of the step): ThreadChoice}
 
 
 def after_fork():
-    """In a child process: the lock may have been held and the workers are not there."""
+    """In the child of a fork the lock may be held by a thread that is not there, and neither are the workers nor torch's threads."""
     global step_lock
+    if not workers:
+        return
+    torch.set_num_threads(1)
     step_lock = threading.Lock()
     for each in workers.values():
         each.forget()
