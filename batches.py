@@ -39,6 +39,18 @@ def open_tokens(folder, split, block_size):
     return np.memmap(path, dtype=dtype, mode='r')
 
 
+@torch.no_grad()
+def mean_loss(model, batches, n, context, stopped):
+    """The mean loss of a model over batches 0 to n - 1, computed inside `context`. None if stopped() while at it."""
+    total = torch.zeros((), device=batches.device)
+    for step in range(n):
+        if stopped():
+            return None
+        with context:
+            total += model(*batches(step))[1]
+    return total.item() / n
+
+
 class Batches:
     """
     The token file `split`.bin of a data folder: uint16, or what meta.json's dtype says.

@@ -86,7 +86,7 @@ def check_bytes(f):
 
 
 def check_contents(checkpoint):
-    """ValueError unless the keys of a model are there, and each key that is there is of the type that train.py saves."""
+    """ValueError unless the keys of a model are there, and every key is of the type that train.py saves."""
     if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= set(checkpoint):
         raise ValueError("it has no 'model' and 'model_args'")
     wanted = {'model': dict, 'model_args': dict, 'optimizer': dict, 'iter_num': int, 'config': dict, 'tokenizer': dict,
@@ -102,7 +102,8 @@ def check_contents(checkpoint):
         if checkpoint.get(key, least) < least:
             raise ValueError(f"its {key} must be at least {least}, not {checkpoint[key]}")
     best = checkpoint.get('best_val_loss', 0.0)
-    if not (type(best) in (int, float) or isinstance(best, torch.Tensor) and best.numel() == 1):
+    is_scalar = isinstance(best, torch.Tensor) and best.numel() == 1 and best.is_floating_point()
+    if type(best) not in (int, float) and not is_scalar:
         raise ValueError("its best_val_loss must be a number")
     if checkpoint.get('tokenizer'):
         tokenizers.check_state(checkpoint['tokenizer'])

@@ -21,13 +21,13 @@ from tqdm import tqdm
 
 import checkpoint as checkpoints
 import tokenizer as tokenizers
-from batches import Batches, open_tokens, prepare
+from batches import Batches, mean_loss, open_tokens, prepare
 from device import autocast, choose_threads, join_processes, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
 from resuming import restore_optimizer, restore_rng, settle_shape
 from saving import Saver, load_furthest
 from stopping import Output, StopRequest
-from training_log import Log
+from training_log import Log, start_wandb
 from whole_file import lock_folder
 
 out_dir = 'out'                # where ckpt.pt, log.csv and loss.png go
@@ -148,14 +148,15 @@ class Trainer:
                  f"tokens per iteration: {self.tokens_per_iter:,}")
 
     def make_model(self):
+        source = init_from
         if init_from == 'scratch':
             model = GPT(GPTConfig(block_size, self.vocab_size, n_layer, n_head, n_embd, dropout, bias))
         elif init_from == 'resume':
-            self.resumed, path = load_furthest(out_dir, self.dev)
+            self.resumed, source = load_furthest(out_dir, self.dev)
             model = checkpoints.build(self.resumed, GPT, GPTConfig, dropout=dropout)
             self.iter_num = self.resumed.get('iter_num', 0)
             self.best_val_loss = float(self.resumed.get('best_val_loss', math.inf))
-            self.say(f"resuming {path} at iteration {self.iter_num}")
+            self.say(f"resuming {source} at iteration {self.iter_num}")
         else:
             model = GPT.from_pretrained(init_from, dict(dropout=dropout))
         if model.config.block_size < block_size:
@@ -164,7 +165,7 @@ class Trainer:
         if self.resumed and self.resumed.get('tokenizer', self.token_state) != self.token_state:
             raise ValueError(f"{self.data_dir} is encoded otherwise than what this model was trained on: prepare the "
                              "same text again, or train anew")
-        settle_shape(self.config, model.config, init_from, self.say)
+        settle_shape(self.config, model.config, source, self.say)
         if block_size < model.config.block_size:
             self.say(f"block_size {block_size}: the model's {model.config.block_size} positions are cut to that")
             model.crop_block_size(block_size)
@@ -191,6 +192,8 @@ class Trainer:
         self.eval_model = self.model
         if self.world > 1:
             self.model = DistributedDataParallel(self.model, device_ids=[self.dev] if kind == 'cuda' else None)
+        if self.resumed and 'rng' in self.resumed:
+            restore_rng(self.resumed['rng'])
 
     def batches_of(self, split, stream):
         vocab_size = self.raw_model.config.vocab_size
@@ -207,30 +210,20 @@ class Trainer:
     @contextmanager
     def writing(self):
         """Take out_dir and open the log, the bar and wandb; close them in the end. From here on there are files."""
-        if not self.master:
-            yield
-            return
-        if wandb_log:
-            try:
-                import wandb
-            except ImportError as e:
-                raise ValueError("wandb_log=True needs wandb: pip install wandb") from e
         with ExitStack() as stack:
-            if not eval_only:
+            if self.master and wandb_log:
+                self.wandb = start_wandb(wandb_project, wandb_run_name, dict(self.config))
+                stack.callback(self.wandb.finish)
+            if self.master and not eval_only:
                 os.makedirs(out_dir, exist_ok=True)
                 self.lock_out_dir()
                 self.log = stack.enter_context(closing(Log(out_dir, self.iter_num)))
                 bar = tqdm(total=max_iters, initial=self.iter_num, unit='it', disable=None, dynamic_ncols=True)
                 self.output.bar = stack.enter_context(bar)
-            if wandb_log:
-                self.wandb = wandb.init(project=wandb_project, name=wandb_run_name, config=dict(self.config))
-                stack.callback(self.wandb.finish)
             yield
 
     def train(self):
         self.first_iter, self.saver = self.iter_num, Saver(out_dir, own=self.resumed is not None)
-        if self.resumed and 'rng' in self.resumed:
-            restore_rng(self.resumed['rng'])
         self.resumed = None  # its tensors are in the model and the optimizer
         self.mfu, self.n_timed, self.t0 = -1.0, 0, time.perf_counter()
         while True:
@@ -320,22 +313,13 @@ class Trainer:
             self.say(f"saved {self.saver.save(self.checkpoint())}")
         self.log.draw(self.iter_num >= max_iters)
 
-    @torch.no_grad()
     def estimate_loss(self):
         """Mean loss of each split over eval_iters batches, always the same ones. None if asked to stop meanwhile."""
-        losses = {}
         self.raw_model.eval()
-        for split, batches in self.eval_batches.items():
-            total = torch.zeros((), device=self.dev)
-            for k in range(eval_iters):
-                if self.stop.asked:
-                    self.raw_model.train()
-                    return None
-                with self.amp:
-                    total += self.eval_model(*batches(k))[1]
-            losses[split] = total.item() / eval_iters
+        losses = {split: mean_loss(self.eval_model, batches, eval_iters, self.amp, lambda: self.stop.asked)
+                  for split, batches in self.eval_batches.items()}
         self.raw_model.train()
-        return losses
+        return None if None in losses.values() else losses
 
     def check_finite(self, what, value):
         if not math.isfinite(value):

@@ -7,6 +7,15 @@ import time
 from whole_file import replacing
 
 
+def start_wandb(project, name, config):
+    """A run of Weights & Biases. ValueError if its package is not installed."""
+    try:
+        import wandb
+    except ImportError as e:
+        raise ValueError("wandb_log=True needs wandb: pip install wandb") from e
+    return wandb.init(project=project, name=name, config=config)
+
+
 class Log:
     """
     out_dir/log.csv, a row for each logged iteration and each evaluation, and out_dir/loss.png.
@@ -19,7 +28,8 @@ class Log:
         self.path, self.rows = os.path.join(out_dir, 'log.csv'), []
         if iter_num and os.path.exists(self.path):
             with open(self.path, newline='') as f:
-                self.rows = [row for row in csv.DictReader(f) if row['iter'].isdigit() and int(row['iter']) < iter_num]
+                rows = [row for row in csv.DictReader(f) if (row.get('iter') or '').isdigit()]  # others are torn
+            self.rows = [row for row in rows if int(row['iter']) < iter_num]
         with replacing(self.path, 'w', newline='') as f:
             writer = csv.DictWriter(f, self.columns, restval='', extrasaction='ignore')
             writer.writeheader()

@@ -126,8 +126,9 @@ def whole(tmp_path_factory):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=16, vocab_size=40, n_layer=1, n_head=1, n_embd=16, bias=False))
     path = str(tmp_path_factory.mktemp('whole') / 'ckpt.pt')
-    checkpoints.save({'model': model.state_dict(), 'model_args': dict(vars(model.config)), 'iter_num': 3, 'best_val_loss': 1.5,
-                      'config': {'dataset': 'mine'}, 'tokenizer': {'kind': 'char', 'chars': 'abc'}}, path)
+    checkpoints.save({'model': model.state_dict(), 'model_args': dict(vars(model.config)), 'iter_num': 3,
+                      'best_val_loss': 1.5, 'config': {'dataset': 'mine'},
+                      'tokenizer': {'kind': 'char', 'chars': 'abc'}}, path)
     with open(path, 'rb') as f:
         return f.read(), checkpoints.load(path), path
 
@@ -178,12 +179,15 @@ WRONG = [
     (dict(model=[1]), 'model must be of type dict, not list'), (dict(model={'w': 1}), 'names and tensors'),
     (dict(model={1: torch.ones(1)}), 'names and tensors'), (dict(model_args=None), 'model_args must be of type dict'),
     (dict(model_args={1: 2}), 'names as keys'), (dict(iter_num='5'), 'iter_num must be of type int, not str'),
-    (dict(iter_num=True), 'iter_num must be'), (dict(iter_num=-1), 'iter_num must be at least 0'), (dict(threads=0), 'threads must be at least 1'),
+    (dict(iter_num=True), 'iter_num must be'), (dict(iter_num=-1), 'iter_num must be at least 0'),
+    (dict(threads=0), 'threads must be at least 1'),
     (dict(best_val_loss='low'), 'best_val_loss must be a number'), (dict(best_val_loss=torch.ones(2)), 'best_val_loss'),
     (dict(config=[]), 'config must be of type dict'), (dict(tokenizer='char'), 'tokenizer must be of type dict'),
     (dict(tokenizer={'chars': 'ab'}), "with its kind"), (dict(tokenizer={'kind': 'char'}), 'chars, a text'),
-    (dict(optimizer=3), 'optimizer must be of type dict'), (dict(scaler=3), 'scaler must be of type dict'), (dict(rng={}), 'uint8 tensors'),
-    (dict(rng={'torch': 3, 'cuda': []}), 'uint8 tensors'), (dict(rng={'torch': torch.get_rng_state(), 'cuda': [1]}), 'uint8 tensors'),
+    (dict(optimizer=3), 'optimizer must be of type dict'), (dict(scaler=3), 'scaler must be of type dict'),
+    (dict(rng={}), 'uint8 tensors'),
+    (dict(rng={'torch': 3, 'cuda': []}), 'uint8 tensors'),
+    (dict(rng={'torch': torch.get_rng_state(), 'cuda': [1]}), 'uint8 tensors'),
 ]
 
 
@@ -196,8 +200,10 @@ def test_wrong_contents_are_refused_in_words(tmp_path, change, message):
 
 
 @pytest.mark.parametrize('change, message', [
-    (dict(n_layer='1'), "n_layer='1'.*int"), (dict(n_head=None), "n_head='None'.*int"), (dict(dropout='0'), "dropout='0'.*float"),
-    (dict(bias=0), "bias='0'.*bool"), (dict(n_embd=True), "n_embd='True'.*int"), (dict(vocab_size=0), 'vocab_size must be a positive'),
+    (dict(n_layer='1'), "n_layer='1'.*int"), (dict(n_head=None), "n_head='None'.*int"),
+    (dict(dropout='0'), "dropout='0'.*float"),
+    (dict(bias=0), "bias='0'.*bool"), (dict(n_embd=True), "n_embd='True'.*int"),
+    (dict(vocab_size=0), 'vocab_size must be a positive'),
 ])
 def test_wrong_model_args_are_refused_in_words(change, message):
     checkpoint = nanogpt_checkpoint(small())
@@ -226,13 +232,20 @@ def swap_moments(saved):
 
 
 @pytest.mark.parametrize('damage, message', [
-    (lambda s: s.clear(), "no 'state' and 'param_groups'"), (lambda s: s.update(state=[]), "no 'state' and 'param_groups'"),
-    (lambda s: s.update(param_groups=[{}]), 'groups must have betas'), (lambda s: s['param_groups'].pop(), 'is of .* parameters'),
-    (lambda s: s['param_groups'][0]['params'].pop(), 'is of .* parameters'), (lambda s: s['param_groups'][0].update(lr='x'), 'must be numbers'),
-    (lambda s: s['param_groups'][0].update(betas=0.9), 'must be numbers'), (lambda s: s['param_groups'][0]['params'].__setitem__(0, []), 'integers'),
-    (lambda s: s['state'].update({0: 3}), 'parameter 0 has no step'), (lambda s: s['state'][0].pop('step'), 'parameter 0 has no step'),
-    (lambda s: s['state'][0].update(step='x'), 'step .* parameter 0'), (lambda s: s['state'][0].update(exp_avg=3), 'exp_avg is int'),
-    (swap_moments, r'parameter 0 must be of shape'), (lambda s: s['state'][2].update(exp_avg_sq=torch.ones(3, 8)), r'exp_avg_sq is \(3, 8\)'),
+    (lambda s: s.clear(), "no 'state' and 'param_groups'"),
+    (lambda s: s.update(state=[]), "no 'state' and 'param_groups'"),
+    (lambda s: s.update(param_groups=[{}]), 'groups must have betas'),
+    (lambda s: s['param_groups'].pop(), 'is of .* parameters'),
+    (lambda s: s['param_groups'][0]['params'].pop(), 'is of .* parameters'),
+    (lambda s: s['param_groups'][0].update(lr='x'), 'must be numbers'),
+    (lambda s: s['param_groups'][0].update(betas=0.9), 'must be numbers'),
+    (lambda s: s['param_groups'][0]['params'].__setitem__(0, []), 'integers'),
+    (lambda s: s['state'].update({0: 3}), 'parameter 0 has no step'),
+    (lambda s: s['state'][0].pop('step'), 'parameter 0 has no step'),
+    (lambda s: s['state'][0].update(step='x'), 'step .* parameter 0'),
+    (lambda s: s['state'][0].update(exp_avg=3), 'exp_avg is int'),
+    (swap_moments, r'parameter 0 must be of shape'),
+    (lambda s: s['state'][2].update(exp_avg_sq=torch.ones(3, 8)), r'exp_avg_sq is \(3, 8\)'),
 ])
 def test_an_optimizer_state_that_does_not_fit_is_refused_in_words(damage, message):
     model = small()
@@ -263,7 +276,8 @@ for i in range(40):
 def test_processes_that_save_one_path_do_not_disturb_each_other_or_a_reader(tmp_path):
     path = str(tmp_path / 'ckpt.pt')
     checkpoints.save({'model': {'w': torch.full((20000,), 0.0)}, 'model_args': {}}, path)
-    writers = [subprocess.Popen([sys.executable, '-c', WRITER, ROOT, path, str(i)], stderr=subprocess.PIPE, text=True) for i in (1, 2)]
+    commands = [[sys.executable, '-c', WRITER, ROOT, path, str(i)] for i in (1, 2)]
+    writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     while any(writer.poll() is None for writer in writers):
         weights = checkpoints.load(path)['model']['w']
         assert weights.min() == weights.max()

@@ -102,9 +102,11 @@ def test_a_config_file_that_is_not_utf8_is_named(script, tmp_path, content):
 
 
 @pytest.mark.parametrize('arg, message', [
-    (f'--steps={2**63}', 'steps must fit in 64 bits, but it is a number of 64 bits'), (f'--steps={-2**63 - 1}', 'must fit in 64 bits'),
+    (f'--steps={2**63}', 'steps must fit in 64 bits, but it is a number of 64 bits'),
+    (f'--steps={-2**63 - 1}', 'must fit in 64 bits'),
     (f'--steps={2**70}', 'must fit in 64 bits'), ('--steps=' + '9' * 4000, 'must fit in 64 bits'),
-    ('--steps=' + '9' * 5000, r"steps must be int, not '999.*5002 characters"), ('--rate=1' + '0' * 400, 'rate must be float'),
+    ('--steps=' + '9' * 5000, r"steps must be int, not '999.*5002 characters"),
+    ('--rate=1' + '0' * 400, 'rate must be float'),
     ('--steps=' + '-' * 100000 + '1', 'steps must be int'), ('--steps=' + '(' * 100000, 'steps must be int'),
     ('--' + 'x' * 5000 + '=1', 'unknown setting'), ('x' * 5000, 'no config file'), ('--' + 'x' * 5000, '--key=value'),
 ])

@@ -17,7 +17,8 @@ FOREVER = ('--max_iters=1000000', '--eval_interval=1000000')
 def start(repo, *settings, sigint=signal.SIG_DFL, **env):
     """train.py in the background. A shell starts such jobs with SIGINT ignored, so its disposition is set here."""
     return subprocess.Popen([sys.executable, 'train.py', *TINY, *settings], cwd=repo, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, 'OMP_NUM_THREADS': '1', **env},
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env={**os.environ, 'OMP_NUM_THREADS': '1', **env},
                             preexec_fn=lambda: signal.signal(signal.SIGINT, sigint))
 
 
@@ -48,15 +49,16 @@ def test_what_the_checkpoint_decides_and_the_command_line_contradicts_is_said(fi
         return done.stdout, checkpoints.load(str(finished / 'out' / 'ckpt.pt'))
     out, _ = resume('--max_iters=30')
     assert 'stays' not in out and 'from here on' not in out
-    out, saved = resume('--max_iters=31', '--n_layer=3', '--n_head=4', '--n_embd=32', '--bias=True', '--weight_decay=0.3',
-                        '--beta1=0.8', '--beta2=0.95')
+    out, saved = resume('--max_iters=31', '--n_layer=3', '--n_head=4', '--n_embd=32', '--bias=True',
+                        '--weight_decay=0.3', '--beta1=0.8', '--beta2=0.95')
     for name, holds, given in (('n_layer', 2, 3), ('n_head', 2, 4), ('n_embd', 16, 32), ('bias', False, True)):
         assert out.count(f'{name} stays {holds}') == 1 and f'{name}={given} (command line) has no effect' in out
         assert saved['config'][name] == saved['model_args'][name] == holds
     assert 'weight_decay is 0.3 from here on (command line); the run before had 0.1' in out
     assert 'beta1 is 0.8 from here on (command line); the run before had 0.9' in out and 'beta2' not in out
     groups = saved['optimizer']['param_groups']
-    assert [g['weight_decay'] for g in groups] == [0.3, 0.0] and [tuple(g['betas']) for g in groups] == [(0.8, 0.95)] * 2
+    assert [g['weight_decay'] for g in groups] == [0.3, 0.0]
+    assert [tuple(g['betas']) for g in groups] == [(0.8, 0.95)] * 2
     out, saved = resume('--max_iters=32')  # not given again: the checkpoint's hold
     assert 'weight_decay' not in out and saved['config']['weight_decay'] == 0.3 and saved['config']['beta1'] == 0.8
 
