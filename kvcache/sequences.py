@@ -10,7 +10,6 @@ the logits after the last of them. Which rows that takes and who shares them is 
 import weakref
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from kvcache.exclusive import Exclusive, exclusive
@@ -174,11 +173,11 @@ class CellsSystem(System):
 
     def recover(self):
         super().recover()
-        for cells in self.cache.streams:  # an interrupt may have taken a cell's owner and not emptied it
-            owned = np.zeros(len(cells), dtype=bool)
-            for seq in self.length:
-                owned |= cells.of(seq)
-            cells.clear(cells.of(None) & ~owned)
+        for cells in self.cache.streams:  # an interrupt may have come between a cell's position and its owner
+            cells.recount()
+            for seq in cells.seqs:
+                if seq not in self.length:
+                    cells.take(seq)
 
     def feed(self, model, seqs, idx, hiding=False):
         batch = self.cache.batch({seq: range(self.length[seq], self.length[seq] + idx.size(1)) for seq in seqs})

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-BITS = {'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8, 'int4': 4}
+BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8, 'int4': 4}
 GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; in narrow rows down to 8
 SMALLEST_SCALE = 1e-5
 

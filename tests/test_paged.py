@@ -7,7 +7,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from fingerprint import fingerprint, identity
 from kvcache.blocks import OutOfBlocks
 from kvcache.paged import InputMetadata, PagedCache, execute_model
 from model import GPT, GPTConfig
@@ -323,14 +322,6 @@ def test_a_fork_with_no_room_for_its_own_tokens_changes_nothing():
     assert len(p.blocks.free) == 3
 
 
-def notices(change):
-    """Does `identity` notice a change of a model past torch's eyes?"""
-    m = model()
-    before = identity(m)
-    change(m)
-    return identity(m) != before
-
-
 def copied_in(m, other):
     for p, q in zip(m.parameters(), other.parameters()):
         p.data.copy_(q)
@@ -343,17 +334,6 @@ def permuted(m):
             p.data.copy_(p.data.flip(0))
 
 
-def same_fingerprint_when_permuted():
-    m = model()
-    before = fingerprint(m)
-    permuted(m)
-    return fingerprint(m) == before
-
-
-SWAP_IS_NOTICED = notices(lambda m: copied_in(m, model(1)))
-
-
-@pytest.mark.xfail(not SWAP_IS_NOTICED, reason="identity() looks at no values yet", strict=True)
 @torch.inference_mode()
 def test_blocks_computed_with_weights_that_were_swapped_in_and_out_are_not_found():
     """As an exponential moving average is: copied in through .data, and back, between two steps."""
@@ -400,7 +380,6 @@ def test_blocks_computed_while_any_parameter_differs_are_not_found():
     assert p.add(m, 'b', list(range(9))) == 0
 
 
-@pytest.mark.xfail(same_fingerprint_when_permuted(), reason="fingerprint() is blind to the order of weights", strict=True)
 @torch.inference_mode()
 def test_pages_of_permuted_weights_are_not_shared():
     """A permutation through .data keeps every sum of the weights, and all of torch's counts."""
