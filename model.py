@@ -830,7 +830,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
 def draw(logits, temperature, top_k, top_p, generator, clocks=None):
     """`sample_token` of logits (B, 1, vocab_size): (what was largest, the token), (B, 1) each. clocks may be drawn already."""
     if temperature == 0:
-        return logits.max(dim=-1)
+        return largest(logits)
     if temperature != 1.0:
         logits = logits / temperature
     if top_k is not None and top_k < logits.size(-1):
@@ -846,7 +846,16 @@ def draw(logits, temperature, top_k, top_p, generator, clocks=None):
     probs = F.softmax(logits, dim=-1)
     if clocks is None:
         clocks = torch.empty_like(probs).exponential_(generator=generator)
-    return (probs / clocks).max(dim=-1)
+    return largest(probs / clocks)
+
+
+def largest(x):
+    """(values, indices) of the largest number of each row, x (B, 1, n) -> (B, 1) each; a NaN is larger than any."""
+    if len(x) == 1 or x.device.type != 'cpu':
+        return x.max(dim=-1)
+    # on a CPU max() of several rows hands even ten short ones to torch's threads, which then spin against a decoder's
+    indices = x.argmax(dim=-1, keepdim=True)
+    return x.gather(-1, indices)[..., 0], indices[..., 0]
 
 
 def draw_clocks(logits, generator, rows, B):

@@ -205,14 +205,18 @@ class CPUDecoder:
     @contextmanager
     def undisturbed(self):
         """
-        Inside, this thread's steps take no look at modules, hooks and version counters, a tenth of a small step: for
-        a loop in which no code but ours runs between two steps of a cache. Weights whose probed values change are
-        noticed all the same.
+        For a loop in which no code but ours runs between two steps of a cache. Inside, this thread's steps take no
+        look at modules, hooks and version counters, a tenth of a small step; weights whose probed values change are
+        noticed all the same. And torch computes on one thread: its pool would spin for a while after each operation,
+        on a core that a step needs.
         """
-        before, self.of_thread.undisturbed = getattr(self.of_thread, 'undisturbed', False), True
+        n_torch, before = torch.get_num_threads(), getattr(self.of_thread, 'undisturbed', False)
         try:
+            torch.set_num_threads(1)
+            self.of_thread.undisturbed = True
             yield
         finally:
+            torch.set_num_threads(n_torch)
             self.of_thread.undisturbed = before
 
     def empty_cache(self, batch_size):
