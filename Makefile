@@ -22,7 +22,7 @@ demo: .venv/run.stamp
 	.venv/bin/python test_kv_cache.py
 
 test: lint
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n auto
 
 lint: .venv/dev.stamp
 	.venv/bin/ruff check .

@@ -30,7 +30,7 @@ BAD = [
     ('train.py', ['--device=cuda:99'], 'cuda:99 was asked for'),
     ('train.py', ['--device=tpu'], 'device must be auto'),
     ('train.py', ['--device=cpu:abc'], 'device must be auto'),
-    ('train.py', ['--seed=-1'], 'seed must not be negative'),
+    ('train.py', ['--seed=-1'], 'seed must be at least 0, but it is -1'),
     ('train.py', ['--dtype=int8'], 'dtype must be auto'),
     ('train.py', ['--out_dir=train.py'], 'File exists'),
     ('train.py', ['--wandb_log=True'], 'pip install wandb'),
@@ -102,7 +102,9 @@ def test_every_bad_input_ends_in_one_clear_line(repo, trained):
 
     def attempt(case):
         script, settings, line = case
-        return case, run(repo, script, *(TINY if script == 'train.py' else []), *settings)
+        if script == 'train.py':  # each its own folder, since a second run in one is refused
+            settings = [*TINY, f'--out_dir=out-{BAD.index(case)}', *settings]
+        return case, run(repo, script, *settings)
     with ThreadPoolExecutor(2) as pool:
         for (script, settings, line), done in pool.map(attempt, BAD):
             last = done.stderr.strip().splitlines()[-1]
@@ -129,8 +131,8 @@ def test_settings_are_checked_before_a_model_is_loaded_in_their_own_words(wrong,
     import sample
     for name in configurator.find_settings(vars(sample)):
         monkeypatch.setattr(sample, name, getattr(sample, name))  # each has its default again afterwards
-    configurator.override(vars(sample), [wrong])
     with pytest.raises(ValueError, match=wrong[2:].partition('=')[0]):
+        configurator.override(vars(sample), [wrong])
         sample.check_settings('cpu')
 
 
