@@ -55,7 +55,7 @@ BAD = [
     ('sample.py', ['--keep=10'], 'only work with when_full=shift'),
     ('sample.py', ['--when_full=shift', '--keep=-1'], 'must not be negative'),
     ('sample.py', ['--seed=-1'], 'seed must be between 0 and 2**63 - 1, not -1'),
-    ('sample.py', [f'--seed={10**30}'], 'seed must be between 0 and 2**63 - 1'),
+    ('sample.py', [f'--seed={10**30}'], 'seed must fit in 64 bits'),
     ('sample.py', ['--stop=日'], "stop='日' can never come up: characters the model never saw"),
     ('sample.py', ['--compile=True', '--decoder=cpu'], 'compile=True is decoder=compiled'),
     ('sample.py', ['--decoder=fast'], 'decoder must be auto, eager, cpu or compiled'),
