@@ -27,9 +27,11 @@ def fingerprint(model):
     `digest`, and the modules, hooks and replaced `forward` functions the model consists of.
     """
     tensors = [*model.parameters(), *model.buffers()]
-    parts = tuple((name, id(type(m)), id(vars(m).get('forward')), *map(id, chain(m._forward_hooks.values(), m._forward_pre_hooks.values())))
+    parts = tuple((name, id(type(m)), id(vars(m).get('forward')), getattr(m, 'eps', None),
+                   *map(id, chain(m._forward_hooks.values(), m._forward_pre_hooks.values())))
                   for name, m in model.named_modules())
-    return parts, tuple((t.data_ptr(), version(t), digest(t)) for t in tensors)
+    hooks = tuple(map(id, chain(torch_module._global_forward_hooks.values(), torch_module._global_forward_pre_hooks.values())))
+    return parts, hooks, tuple((t.data_ptr(), version(t), digest(t)) for t in tensors)
 
 
 def version(tensor):
@@ -49,7 +51,7 @@ class Watch:
     A model at the moment when this was made. `unchanged` says cheaply whether it still is the same, as far as can be
     seen from:
 
-    - parameters, buffers and modules that were replaced, added or removed; hooks that were added;
+    - parameters, buffers and modules that were replaced, added or removed; hooks and `forward` functions that were added;
     - torch's version counters, and where each parameter's memory is;
     - PROBES values of each parameter on a CPU, since a write through `.data`, numpy or a fused optimizer moves no
       counter.
@@ -60,20 +62,22 @@ class Watch:
 
     def __init__(self, model):
         self.model, modules = model, list(model.modules())
-        tables = [table for m in modules for table in (m._parameters, m._buffers, m._modules, m._forward_hooks, m._forward_pre_hooks)]
+        tables = [table for m in modules
+                  for table in (m._parameters, m._buffers, m._modules, m._forward_hooks, m._forward_pre_hooks)]
         tables += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
         self.tables, self.empty = [t for t in tables if t], [t for t in tables if not t]
+        self.variables = [vars(m) for m in modules]
         self.entries = self.now()  # keeps them alive, so that no other object can have the same id
         self.ids = [*map(id, self.entries)]
         self.tensors = [t for t in (*model.parameters(), *model.buffers()) if t.numel()]
-        self.pointers, self.versions = [t.data_ptr() for t in self.tensors], [version(t) for t in self.tensors]
+        self.pointers = [t.data_ptr() for t in self.tensors]
         self.counted = [t for t in self.tensors if not t.is_inference()]
         self.counts = [t._version for t in self.counted]
         self.probes = [probe(t) for t in self.tensors if t.device.type == 'cpu' and t.is_contiguous()]
         self.values = self.probed()
 
     def now(self):
-        return [*chain.from_iterable(table.values() for table in self.tables)]
+        return [*chain.from_iterable(table.values() for table in self.tables), *(v.get('forward') for v in self.variables)]
 
     def probed(self):
         """The probed values, as bytes: a NaN is then equal to itself."""
@@ -81,7 +85,8 @@ class Watch:
 
     def same_objects(self):
         """Are the modules, hooks, parameters, their memory and torch's counts of their changes the same?"""
-        return (not any(self.empty) and [*map(id, self.now())] == self.ids and [t.data_ptr() for t in self.tensors] == self.pointers
+        return (not any(self.empty) and [*map(id, self.now())] == self.ids
+                and [t.data_ptr() for t in self.tensors] == self.pointers
                 and [t._version for t in self.counted] == self.counts)
 
     def unchanged(self):

@@ -6,10 +6,24 @@ names, and attention goes over all block_size slots with a mask: nothing in the 
 (After gpt-fast's decode_one_token, https://github.com/pytorch-labs/gpt-fast. The price is reading the slots that are
 still empty; they are masked, but they must hold numbers, as zero-filled caches do.)
 """
+import os
 import threading
 
 import torch
 import torch.nn.functional as F
+
+from decode.structure import check_structure
+
+step_lock = threading.Lock()  # `known` is of one step at a time
+
+
+def after_fork():
+    global step_lock
+    step_lock = threading.Lock()
+
+
+if hasattr(os, 'register_at_fork'):
+    os.register_at_fork(after_in_child=after_fork)
 
 
 def step(model, idx, cache_pos, *caches):
@@ -35,11 +49,13 @@ class CompiledDecoder:
     itself.
 
     Compiles at its first step, once for each batch size and dtype, and on CUDA records a graph of it. Weights are read
-    where they are, at each step, so they can change. Raises ValueError where torch.compile does not work.
+    where they are, at each step, so they can change. Raises ValueError where torch.compile does not work, and for models
+    with other blocks than model.py's or with hooks, when it is made and when a cache is new to it.
     """
 
     def __init__(self, model):
-        self.model, self.known, self.lock = model, [], threading.Lock()
+        check_structure(model)
+        self.model, self.known = model, []
         device = next(model.parameters()).device.type
         self.name = f"torch.compile on {device}, static shapes"
         self.step = torch.compile(step, fullgraph=True, dynamic=False, mode='reduce-overhead' if device == 'cuda' else None)
@@ -48,7 +64,7 @@ class CompiledDecoder:
         if kv_cache is None or idx.dim() != 2 or idx.size(1) != 1:
             logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
             return logits, kv_cache
-        with self.lock:  # `known` is of one step at a time
+        with step_lock:
             return self.one_token(idx, kv_cache)
 
     def one_token(self, idx, kv_cache):
@@ -58,6 +74,7 @@ class CompiledDecoder:
         if new or type(cache_pos) is not int or idx.dtype is not torch.int64:
             idx, cache_pos = self.model.check_input(idx, kv_cache)
         if new:
+            check_structure(self.model)
             self.known = caches
             for cache in caches:  # a recorded graph may write into them instead of copying them
                 torch._dynamo.mark_static_address(cache, guard=False)

@@ -1,6 +1,7 @@
 """
 A decoder for the CPU: the kernel of `kernel.py` on packed weights, on as many threads as are fastest.
 """
+import atexit
 import hashlib
 import os
 import sys
@@ -19,7 +20,7 @@ from decode.kernel import GROUP
 from decode.packing import WEIGHTS, PackedWeights, check_model, padded
 from decode.threads import LINE, Workers, aligned, n_cores
 from decode.vectors import LANES
-from fingerprint import Watch, fingerprint
+from fingerprint import Watch, fingerprint, probe
 
 BYTES_A_THREAD = 2**22  # to read in a step: the first guess of how many threads are worth waiting for
 LARGEST_BATCH = 256  # up to here no batch was found at which PyTorch's matmuls are faster: see bench.py --mode=peers
@@ -44,6 +45,7 @@ def after_fork():
     if not workers:
         return
     torch.set_num_threads(1)
+    one_torch_thread.forget()
     step_lock = threading.Lock()
     for each in workers.values():
         each.forget()
@@ -51,6 +53,42 @@ def after_fork():
 
 if hasattr(os, 'register_at_fork'):
     os.register_at_fork(after_in_child=after_fork)
+
+
+@atexit.register
+def stop_workers():
+    with step_lock:
+        for each in workers.values():
+            each.stop()
+
+
+class OneTorchThread:
+    """torch computes on one thread while it is in use, by any number of threads; each restores the number from before the first."""
+
+    def __init__(self):
+        self.forget()
+
+    def forget(self):
+        self.lock, self.uses, self.before = threading.Lock(), 0, None
+
+    def number(self):
+        """How many threads torch uses when this is not in use."""
+        return self.before if self.uses else torch.get_num_threads()
+
+    def enter(self):
+        with self.lock:
+            self.before = self.number()
+            self.uses += 1
+        torch.set_num_threads(1)
+
+    def leave(self):
+        with self.lock:
+            if self.uses:  # not so in a child that was forked inside
+                self.uses -= 1
+                torch.set_num_threads(self.before)
+
+
+one_torch_thread = OneTorchThread()
 
 
 class Buffers:
@@ -73,8 +111,9 @@ class Packed:
 
     def __init__(self, model):
         self.fingerprint, self.watch, self.block_size = fingerprint(model), Watch(model), model.config.block_size
-        self.probes = np.array([p.ctypes.data + i * p.strides[0] for p in self.watch.probes for i in range(len(p))], np.int64)
-        self.seen = np.concatenate(self.watch.probes)
+        probes = [probe(p) for p in model.parameters()]
+        self.probes = np.array([p.ctypes.data + i * p.strides[0] for p in probes for i in range(len(p))], np.int64)
+        self.seen = np.concatenate(probes)
         self.embeddings = [model.transformer.wte.weight.data_ptr(), model.transformer.wpe.weight.data_ptr()]
 
 
@@ -123,7 +162,7 @@ class CPUDecoder:
             raise ValueError(f"threads must be between 1 and the {most} cores of this process, not {threads}")
         check_model(model)
         c, self.model, self.weights, self.packed_weights = model.config, model, weights, PackedWeights(model, weights)
-        self.n_threads, self.fixed = threads or min(torch.get_num_threads(), most), threads is not None
+        self.n_threads, self.fixed = threads or min(one_torch_thread.number(), most), threads is not None
         self.name = (f"numba on the CPU, {weights} weights, {'' if self.fixed or self.n_threads == 1 else 'up to '}"
                      f"{self.n_threads} thread{'s' * (self.n_threads > 1)}")
         self.vocab_size, self.shape, self.choices = c.vocab_size, (c.n_layer, c.n_head, c.n_embd, c.vocab_size), {}
@@ -132,12 +171,12 @@ class CPUDecoder:
         p = self.packed_weights
         self.arrays = [aligned(LINE, np.int64), aligned((3 * c.n_layer + 1, LINE), np.int64), self.caches, p.linears, p.eps,
                        p.norm_weight, p.norm_bias, p.scale, p.bias, p.start]
-        self.packed = self.placed = None
+        self.packed = self.placed = self.pointers = None
         self.of_thread = threading.local()
-        if weights not in workers:
-            workers[weights] = Workers(loop, p.linears[:0].copy())
-        self.workers = workers[weights]
         with step_lock:
+            if weights not in workers:
+                workers[weights] = Workers(loop, p.linears[:0].copy())
+            self.workers = workers[weights]
             self.refresh()
             self.compile()
 
@@ -148,11 +187,12 @@ class CPUDecoder:
         notice.daemon = True
         notice.start()
         try:
-            run(self.packed_weights.linears, *self.placed.addresses, 1, self.workers.address)
-            if self.n_threads > 1:
-                loop.compile(tuple(map(numba.typeof, (self.workers.like, 0, 0, 0))))
-        except OSError as e:  # compiled it is all the same
-            print(f"the compiled decode step could not be kept on disk ({e})", file=sys.stderr)
+            for compile_or_load in (lambda: run(self.packed_weights.linears, *self.placed.addresses, 1, self.workers.address),
+                                    lambda: loop.compile(tuple(map(numba.typeof, (self.workers.like, 0, 0, 0))))):
+                try:
+                    compile_or_load()
+                except OSError as e:  # compiled it is all the same
+                    print(f"the compiled decode step could not be kept on disk ({e})", file=sys.stderr)
         finally:
             notice.cancel()
         self.workers.ready(self.n_threads)
@@ -163,10 +203,11 @@ class CPUDecoder:
         c = self.model.config
         if (c.n_layer, c.n_head, c.n_embd, c.vocab_size) != self.shape:
             raise ValueError("the model has another shape than when this decoder was made: make a new decoder")
-        self.packed = None
+        self.packed = self.known = None
         packed = Packed(self.model)
         self.packed_weights.fill()
-        buffers = self.placed.buffers if self.placed else Buffers(c, 8, self.n_threads)
+        reuse = self.placed and self.placed.packed.block_size == packed.block_size
+        buffers = self.placed.buffers if reuse else Buffers(c, 8, self.n_threads)
         self.placed = Placed(c, packed, buffers, self.arrays)
         self.packed = packed
 
@@ -179,26 +220,31 @@ class CPUDecoder:
                 if fingerprint(self.model) != self.packed.fingerprint:
                     self.refresh()
                 kv_cache = self.empty_cache(len(idx))
-            elif not getattr(self.of_thread, 'undisturbed', False) and not self.packed.watch.same_objects():
-                self.refresh()
+            elif not getattr(self.of_thread, 'undisturbed', False):
+                if not self.packed.watch.same_objects():
+                    self.refresh()
+                elif self.known and [t.data_ptr() for layer in self.known for t in layer] != self.pointers:
+                    self.known = None  # a tensor's memory was exchanged
             cache_pos, known = kv_cache[0][2], self.known
             if known is None or len(kv_cache) != len(known) or any(
-                    k is not known_k or v is not known_v or pos is not cache_pos for (k, v, pos), (known_k, known_v) in zip(kv_cache, known)):
+                    k is not known_k or v is not known_v or pos is not cache_pos
+                    for (k, v, pos), (known_k, known_v) in zip(kv_cache, known)):
                 self.get_to_know(idx, kv_cache)
-            if not (is_int64(idx, 2) and idx.size(0) == self.batch_size and idx.size(1) and (type(cache_pos) is int or (
-                    is_int64(cache_pos, 1) and cache_pos.size(0) == self.batch_size))):
+            if not (is_int64(idx, 2) and idx.size(0) == self.batch_size and idx.size(1) and (
+                    type(cache_pos) is int and 0 <= cache_pos <= self.packed.block_size
+                    or is_int64(cache_pos, 1) and cache_pos.size(0) == self.batch_size)):
                 idx, cache_pos = self.model.check_input(idx, kv_cache)
             B, T = idx.shape
             logits = torch.empty(B, 1, self.vocab_size, dtype=torch.float32, device='cpu')
-            chunk = max(1, self.chunk // B)
+            chunk = max(1, self.chunk // max(1, B))
             if T <= chunk:
-                self.feed(idx, cache_pos, logits, True)
+                self.feed(idx, kv_cache, cache_pos, logits, True)
             else:  # all of it is checked before the first chunk is written
                 self.model.check_input(idx, kv_cache)
                 if idx.min() < 0 or idx.max() >= self.vocab_size:
                     self.refuse(kernel.BAD_TOKEN, cache_pos, T)
                 for start in range(0, T, chunk):
-                    self.feed(idx[:, start:start + chunk], cache_pos + start, logits, start + chunk >= T)
+                    self.feed(idx[:, start:start + chunk], kv_cache, cache_pos + start, logits, start + chunk >= T)
             after, kind = cache_pos + T, type(kv_cache[0])
             return logits, [tuple.__new__(kind, (k_cache, v_cache, after)) for k_cache, v_cache, _ in kv_cache]
 
@@ -210,14 +256,14 @@ class CPUDecoder:
         noticed all the same. And torch computes on one thread: its pool would spin for a while after each operation,
         on a core that a step needs.
         """
-        n_torch, before = torch.get_num_threads(), getattr(self.of_thread, 'undisturbed', False)
+        before = getattr(self.of_thread, 'undisturbed', False)
+        one_torch_thread.enter()
         try:
-            torch.set_num_threads(1)
             self.of_thread.undisturbed = True
             yield
         finally:
-            torch.set_num_threads(n_torch)
             self.of_thread.undisturbed = before
+            one_torch_thread.leave()
 
     def empty_cache(self, batch_size):
         """As the model's. But the system's zeroed memory need not be filled with zeros, and takes room only where it is written."""
@@ -229,14 +275,16 @@ class CPUDecoder:
         """Check a cache that the last step did not see, and note where it is."""
         self.model.check_input(idx, kv_cache)
         for k_cache, v_cache, _ in kv_cache:
-            if k_cache.dtype != torch.float32 or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-                raise ValueError("the CPU decoder reads contiguous float32 caches (autocast makes others), but this one is "
-                                 f"{k_cache.dtype}, with strides {k_cache.stride()} and {v_cache.stride()}")
+            if k_cache.dtype != torch.float32 or not (k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.is_cpu):
+                raise ValueError("the CPU decoder reads contiguous float32 caches on the CPU (autocast makes others), but this "
+                                 f"one is {k_cache.dtype} on {k_cache.device}, with strides {k_cache.stride()} and "
+                                 f"{v_cache.stride()}")
         self.known = None  # until the addresses are those of what is known
-        self.caches[:] = [cache.data_ptr() for layer in kv_cache for cache in layer[:2]]
+        self.pointers = [cache.data_ptr() for layer in kv_cache for cache in layer[:2]]
+        self.caches[:] = self.pointers
         self.batch_size, self.known = len(kv_cache[0][0]), [tuple(layer[:2]) for layer in kv_cache]
 
-    def feed(self, idx, cache_pos, logits, want_logits):
+    def feed(self, idx, kv_cache, cache_pos, logits, want_logits, retries=3):
         """One step of the kernel: idx (B, T) at cache_pos; logits are written if they are wanted."""
         B, T = idx.shape
         if B * T > self.placed.buffers.n_rows:
@@ -255,11 +303,14 @@ class CPUDecoder:
             n_threads = self.workers.ready(n_threads)
         began = time.perf_counter_ns()
         refused = run(self.packed_weights.linears, *placed.addresses, n_threads, self.workers.address)
-        if choice is not None:
+        if choice is not None and not refused:
             choice.record(time.perf_counter_ns() - began)
         if refused == kernel.STALE:
+            if not retries:
+                raise ValueError("the model's weights changed again while they were packed: another thread is writing them")
             self.refresh()
-            self.feed(idx, cache_pos, logits, want_logits)
+            self.get_to_know(idx, kv_cache)
+            self.feed(idx, kv_cache, cache_pos, logits, want_logits, retries - 1)
         elif refused:
             self.refuse(refused, cache_pos, T)
 

@@ -9,6 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from decode.kernel import GROUP, padded
+from decode.structure import REFUSED, check_structure
 from decode.threads import aligned
 from decode.vectors import LANES
 
@@ -24,30 +25,31 @@ def check_model(model):
     `forward` functions are refused, and so are weights of other shapes than the config says.
     """
     def refuse(what):
-        raise ValueError(f"the CPU decoder {what}: use another decoder, such as decode.EagerDecoder(model)")
+        raise ValueError(f"the CPU decoder {what}: {REFUSED}")
 
-    t, home = model.transformer, {kind.__module__ for kind in type(model).__mro__}
-    for i, block in enumerate(t.h):
-        for name, module in (('Block', block), ('CausalSelfAttention', block.attn), ('MLP', block.mlp)):
-            if type(module).__name__ != name or type(module).__module__ not in home:
-                refuse(f"expects the {name} of {type(model).__module__} in block {i}, not {type(module).__module__}.{type(module).__name__}")
-    leaves = {nn.Linear: [getattr(block, part, None) for block in (*(b.attn for b in t.h), *(b.mlp for b in t.h))
-                          for part in ('c_attn', 'c_fc', 'c_proj') if hasattr(block, part)] + [model.lm_head],
-              nn.LayerNorm: [norm for block in t.h for norm in (block.ln_1, block.ln_2)] + [t.ln_f], nn.Embedding: [t.wte, t.wpe]}
-    for kind, modules in leaves.items():
+    check_structure(model)
+    t = model.transformer
+    linears = [linear for b in t.h for linear in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)] + [model.lm_head]
+    for kind, modules in ((nn.Linear, linears), (nn.LayerNorm, norms_of(model)), (nn.Embedding, [t.wte, t.wpe])):
         for module in modules:
             if type(module) is not kind:
                 refuse(f"expects {kind.__name__} here, not {type(module).__name__}")
-    for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
-            refuse(f"does not run the hooks and functions that were added to {name or 'the model'}")
-    found, expected = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}, shapes_of(model)
+    if len({norm.eps for norm in norms_of(model)}) > 1:
+        refuse("expects one eps for all layer norms")
+    found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    expected = shapes_of(model)
     for name in sorted(expected.keys() | found.keys()):
         if found.get(name) != expected.get(name):
             refuse(f"expects {name} to be {expected.get(name, 'absent')}, not {found.get(name, 'absent')}")
     for name, p in model.named_parameters():
         if p.dtype != torch.float32 or p.device.type != 'cpu' or not p.is_contiguous():
-            refuse(f"reads contiguous float32 weights on the CPU, but {name} is {p.dtype} on {p.device} with strides {p.stride()}")
+            refuse(f"reads contiguous float32 weights on the CPU, but {name} is {p.dtype} on {p.device} "
+                   f"with strides {p.stride()}")
+
+
+def norms_of(model):
+    """The layer norms, in the order kernel.py goes through them."""
+    return [norm for b in model.transformer.h for norm in (b.ln_1, b.ln_2)] + [model.transformer.ln_f]
 
 
 def shapes_of(model):
@@ -113,9 +115,8 @@ class PackedWeights:
         self.inputs = {'float32': 1, 'bfloat16': 2, 'int8': 4}[weights]  # side by side in a panel
         self.scale, self.bias = aligned(rows, np.float32), aligned(rows, np.float32)
         self.start = aligned(size // GROUP if weights == 'int8' else 0, np.int16)
-        self.eps = np.array([model.transformer.ln_f.eps], np.float32)
-        self.norms = [norm for block in model.transformer.h for norm in (block.ln_1, block.ln_2)] + [model.transformer.ln_f]
-        norms = (len(self.norms), padded(model.config.n_embd, GROUP))
+        self.eps = np.zeros(1, np.float32)
+        norms = (len(norms_of(model)), padded(model.config.n_embd, GROUP))
         self.norm_weight, self.norm_bias = aligned(norms, np.float32), aligned(norms, np.float32)
 
     @torch.no_grad()
@@ -125,7 +126,7 @@ class PackedWeights:
         for w, bias in linears_of(self.model):
             n, K = padded(len(w), LANES), padded(w.size(1), GROUP)
             w = F.pad(w, (0, K - w.size(1), 0, n - len(w)))
-            self.scale[row:row + n] = 1
+            self.scale[row:row + n], self.bias[row:row + n] = 1, 0
             if bias is not None:
                 self.bias[row:row + len(bias)] = bias
             if self.weights == 'int8':
@@ -137,7 +138,9 @@ class PackedWeights:
             panels = w.view(n // LANES, LANES, K // self.inputs, self.inputs).transpose(1, 2)
             linears[at:at + n * K].view(panels.shape).copy_(panels)
             at, row = at + n * K, row + n
-        for i, norm in enumerate(self.norms):
+        self.eps[0] = self.model.transformer.ln_f.eps
+        self.norm_bias[:] = 0
+        for i, norm in enumerate(norms_of(self.model)):
             self.norm_weight[i, :len(norm.weight)] = norm.weight
             if norm.bias is not None:
                 self.norm_bias[i, :len(norm.weight)] = norm.bias

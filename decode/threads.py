@@ -5,7 +5,6 @@ A step's threads wait for each other several times a layer, for a few microsecon
 which is the fastest way when every thread has a core of its own. After SPIN nanoseconds it sleeps (a futex on Linux),
 so that on a busy machine the core is free for the thread that is waited for.
 """
-import atexit
 import os
 import platform
 import sys
@@ -26,7 +25,7 @@ SPIN = 50_000  # nanoseconds that a thread spins at a barrier before it sleeps
 SPIN_IDLE = 200_000  # the same between two steps: Python needs 30 to 100 microseconds there
 LONGEST_SLEEP = 10_000_000  # nanoseconds after which a sleeper looks again
 
-CLOCK_MONOTONIC = {'linux': 1, 'darwin': 6}.get(sys.platform)
+CLOCK_MONOTONIC = {'linux': 1, 'darwin': 6}.get(sys.platform)  # without one a step has one thread: see n_cores
 FUTEX = {'x86_64': 202, 'aarch64': 98}.get(platform.machine()) if sys.platform == 'linux' else None
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # on memory that no other process has
 
@@ -85,8 +84,8 @@ def clock(typing):
 
 
 @intrinsic
-def _sleep(typing, counter, value):
-    """Sleep while counter[0] is `value`, LONGEST_SLEEP at most; without futexes, 50 microseconds"""
+def _sleep(typing, counter, value, microseconds):
+    """Sleep while counter[0] is `value`, LONGEST_SLEEP at most; without futexes, for so many microseconds"""
     def emit(context, builder, sig, args):
         if FUTEX:
             timespec = cgutils.alloca_once(builder, I64, 2)
@@ -96,9 +95,9 @@ def _sleep(typing, counter, value):
             call(builder, 'syscall', I64, I64(FUTEX), builder.ptrtoint(args[0], I64), I64(FUTEX_WAIT), value,
                  builder.ptrtoint(timespec, I64), I64(0), I64(0))
         elif os.name == 'posix':
-            call(builder, 'usleep', I32, I32(50))
+            call(builder, 'usleep', I32, builder.trunc(args[2], I32))
         return context.get_dummy_value()
-    return types.void(counter, types.int64), emit
+    return types.void(counter, types.int64, types.int64), emit
 
 
 @intrinsic
@@ -122,7 +121,7 @@ def _add_sleepers(typing, counter, n):
 @njit
 def wait_until(counter, target, spin):
     """Return when counter[0] is at least `target`: spin for so many nanoseconds, then sleep."""
-    looks = end_of_spin = 0
+    looks, end_of_spin, nap = 0, 0, 50
     while True:
         value = observe(counter, 0)
         if value >= target:
@@ -134,7 +133,8 @@ def wait_until(counter, target, spin):
             end_of_spin = clock() + spin
         elif clock() > end_of_spin:
             _add_sleepers(counter, 1)
-            _sleep(counter, value)
+            _sleep(counter, value, nap)
+            nap = min(2 * nap, 5000)
             _add_sleepers(counter, -1)
 
 
@@ -158,7 +158,9 @@ def barrier(counter, n_threads):
 
 
 def n_cores():
-    """How many cores this process may run on."""
+    """How many cores this process may run on; 1 where threads could not sleep while they wait (Windows)."""
+    if CLOCK_MONOTONIC is None:
+        return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
@@ -185,22 +187,26 @@ class Workers:
     def __init__(self, loop, like):
         self.loop, self.like = loop, like
         self.forget()
-        atexit.register(self.stop)
 
     def forget(self):
         """After a fork the child has no thread but its own: start anew."""
-        self.n_ready, self.threads = 1, []
-        self.post = aligned((n_cores(), LINE), np.int64)
+        self.n_ready, self.threads, self.stopped = 1, [], False
+        self.post = aligned((max(n_cores(), os.cpu_count() or 1), LINE), np.int64)
         self.address = self.post.ctypes.data
 
     def ready(self, n_threads, patience=1.0):
         """How many threads can share a step, n_threads at most, the caller's included. Starts those that are missing."""
+        if self.stopped:
+            return 1
         if self.n_ready < n_threads:
             for number in range(self.n_ready, n_threads):
                 args = self.like, self.address, number, int(self.post[number, 0])
                 thread = threading.Thread(target=self.loop, args=args, name=f'decode {number}', daemon=True)
                 self.threads.append(thread)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # the system allows no more threads
+                    break
             end = time.monotonic() + patience
             while not self.post[1:n_threads, RUNNING].all() and time.monotonic() < end:
                 time.sleep(0.0002)
@@ -209,7 +215,7 @@ class Workers:
 
     def stop(self):
         """End the threads: the memory that they look at is about to be given back."""
-        self.n_ready = 1
+        self.stopped, self.n_ready = True, 1
         self.post[1:, STOP] = 1
         self.post[1:, 0] += 1
         for thread in self.threads:

@@ -16,6 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
 _features = llvm.get_host_cpu_features()
+PREFETCH_ROWS = 4  # of weights for as many rows and more
 LANES = 16 if _features.get('avx512f') else 8  # eight are one AVX register, or two of ARM's
 DOT_PRODUCTS = LANES == 16 and bool(_features.get('avx512vnni'))  # int8 x int8 with int32 sums, in one instruction
 
@@ -375,7 +376,7 @@ def multiply_tile(typing, sums, w, i, x, j, stride, n_rows, ahead):
 
         def weights(k, as_type):
             at = builder.add(i, I64(k * per_vector * LANES))
-            if n_rows_ >= 4:
+            if n_rows_ >= PREFETCH_ROWS:
                 call(builder, 'llvm.prefetch.p0', ir.VoidType(), address(builder, w, builder.add(at, ahead), I8), I32(0), I32(2), I32(1))
             return _read(builder, address(builder, w, at, as_type))
 
