@@ -6,6 +6,8 @@ model 2.4 times as fast as one on one machine and more slowly on another, and mu
 So every number is timed in a round of short trials, the fastest is used, and rounds come back: soon after a change,
 ever more rarely while they change nothing, and at once when steps become much slower.
 """
+import math
+
 TRIAL = 4_000_000    # nanoseconds that a number is timed in a round, or two steps
 WINDOW = 20_000_000  # nanoseconds between two looks at how long steps take
 SOONEST, LATEST = 8, 128  # windows between two rounds
@@ -18,24 +20,29 @@ class ThreadChoice:
     """
     n: the number of threads for the next step. `record` says how long that step took.
 
-    candidates: the numbers to choose from, the first guess in front.
+    candidates: the numbers to choose from, the first guess in front. trials: {number: nanoseconds of a step}, of this
+    round.
     """
 
     def __init__(self, candidates):
-        self.candidates, self.best, self.interval = candidates, candidates[0], SOONEST
+        self.candidates, self.best, self.interval, self.cold = candidates, candidates[0], SOONEST, True
         self.begin_round()
 
     def begin_round(self):
-        self.waiting, self.trials = [n for n in self.candidates if n != self.best], {}  # trials: {n: (nanoseconds, steps)}
+        self.waiting, self.trials, self.spent = [n for n in self.candidates if n != self.best], {}, []
         self.begin(self.best, TRIAL if self.waiting else WINDOW)
 
     def begin(self, n, window):
-        self.n, self.window, self.steps, self.ns = n, window, 0, 0
+        self.n, self.window, self.steps, self.ns, self.least = n, window, 0, 0, math.inf
 
     def record(self, ns):
-        """The step has taken so many nanoseconds."""
+        """The step has taken so many nanoseconds. The first one is not counted: it fetches weights from the system's memory."""
+        if self.cold:
+            self.cold = False
+            return
         self.steps += 1
         self.ns += ns
+        self.least = min(self.least, ns)
         if self.ns >= self.window and (self.steps > 1 or self.trials and self.hopeless()):
             if self.n in self.trials or len(self.candidates) == 1:
                 self.end_window()
@@ -43,17 +50,18 @@ class ThreadChoice:
                 self.end_trial()
 
     def hopeless(self):
-        return self.n not in self.trials and self.ns > TOO_SLOW * min(ns / steps for ns, steps in self.trials.values())
+        return self.n not in self.trials and self.least > TOO_SLOW * min(self.trials.values())
 
     def end_trial(self):
-        self.trials[self.n] = self.ns, self.steps
+        # of a few long steps the shortest counts: a new cache's first one waits for memory from the system
+        self.trials[self.n] = self.least if self.steps <= 4 else self.ns / self.steps
+        self.spent.append((self.ns, self.steps))
         if self.waiting:
             return self.begin(self.waiting.pop(0), TRIAL)
-        means = {n: ns / steps for n, (ns, steps) in self.trials.items()}
-        fastest = min(means, key=means.get)
+        fastest = min(self.trials, key=self.trials.get)
         self.interval = SOONEST if fastest != self.best else min(2 * self.interval, LATEST)
-        self.best, self.usual = fastest, means[fastest]
-        cost = sum(ns - steps * self.usual for ns, steps in self.trials.values())
+        self.best, self.usual = fastest, self.trials[fastest]
+        cost = sum(ns - steps * self.usual for ns, steps in self.spent)
         self.rest = max(self.interval * WINDOW, SHARE * cost)
         self.begin(fastest, WINDOW)
 

@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
 _features = llvm.get_host_cpu_features()
-PREFETCH_ROWS = 4  # of weights for as many rows and more
+PREFETCH_ROWS = 4  # tiles of so many rows and more fetch the next weights ahead of time
 LANES = 16 if _features.get('avx512f') else 8  # eight are one AVX register, or two of ARM's
 DOT_PRODUCTS = LANES == 16 and bool(_features.get('avx512vnni'))  # int8 x int8 with int32 sums, in one instruction
 
@@ -362,9 +362,9 @@ def multiply_tile(typing, sums, w, i, x, j, stride, n_rows, ahead):
 
     sums: n_rows * n vectors, row by row. w at i: n vectors of packed weights (see kernel.py), each LANES outputs x 1
     (float32), 2 (bfloat16 in uint16) or 4 (int8) inputs. x at j + r * stride: row r, float32, or uint8 for int8
-    weights. What was added to a row's sums in the end adds up to its LANES outputs. With four rows and more, there is
-    time to fetch the weights that are needed `ahead` elements later; a single row reads as fast as memory gives in
-    any case.
+    weights. What was added to a row's sums in the end adds up to its LANES outputs. With PREFETCH_ROWS rows and more,
+    the weights that are needed `ahead` elements later are fetched meanwhile. For a single row that made a step 0.76 to
+    1.02 times as fast (S, M, L in each kind of weights, on an AMD EPYC of the Zen 4 kind), so it is not done there.
     """
     n_rows_, n = n_rows.literal_value, sums.count // n_rows.literal_value
     per_vector = INPUTS_PER_VECTOR[w.dtype]
