@@ -1,42 +1,28 @@
 """
 Are a model's weights still what they were?
 
-`fingerprint` reads every byte: at the memory's speed, so it is for the start of a sequence. `Watch` is for the steps
-in between: it looks at what is cheap to look at, and at a few of each parameter's values.
+A `Watch` answers it twice: `unchanged` looks at what is cheap to look at, for each step; `identical` reads the bytes
+as well, at the memory's speed, for the start of a sequence.
 """
+import ctypes
 from itertools import chain
 
 import torch
 import xxhash
 from torch.nn.modules import module as torch_module
 
-PROBES = 8  # values of each parameter that a Watch looks at
+PROBES = 8  # values of each parameter that `unchanged` looks at
+LARGE, EVERY, LINE = 2**24, 512, 16  # of a model with more weights than LARGE, LINE of EVERY so many values are read
 
 
-def digest(tensor):
-    """A 64-bit hash of a tensor's dtype, shape and bytes, in their order (xxh3; on a CPU at the memory's speed)."""
-    flat = tensor.detach().contiguous().cpu().view(-1)
-    if flat.dtype is not torch.uint8:
-        flat = flat.view(torch.uint8)
-    return xxhash.xxh3_64_intdigest(flat.numpy().data, hash((str(tensor.dtype), tuple(tensor.shape))) & (2**64 - 1))
-
-
-def fingerprint(model):
-    """
-    A tuple to compare with an earlier one: where each parameter and buffer is, torch's count of its changes, its
-    `digest`, and the modules, hooks and replaced `forward` functions the model consists of.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    parts = tuple((name, id(type(m)), id(vars(m).get('forward')), getattr(m, 'eps', None),
-                   *map(id, chain(m._forward_hooks.values(), m._forward_pre_hooks.values())))
-                  for name, m in model.named_modules())
-    hooks = tuple(map(id, chain(torch_module._global_forward_hooks.values(), torch_module._global_forward_pre_hooks.values())))
-    return parts, hooks, tuple((t.data_ptr(), version(t), digest(t)) for t in tensors)
-
-
-def version(tensor):
-    """torch's count of the changes to a tensor, or None: tensors made in inference mode have no count."""
-    return None if tensor.is_inference() else tensor._version
+def contents(tensor, every=1):
+    """A tensor's bytes in their order; with `every`, the first LINE of each so many values, and the last ones."""
+    flat = tensor.detach().contiguous().view(-1)
+    if every > 1 and flat.numel() > 16 * every:
+        rows = flat[:flat.numel() // every * every].view(-1, every)
+        flat = torch.cat([rows[:, :LINE].reshape(-1), flat[-every:]])
+    flat = flat.cpu()
+    return flat, (ctypes.c_char * (flat.numel() * flat.element_size())).from_address(flat.data_ptr())
 
 
 def probe(tensor):
@@ -48,16 +34,18 @@ def probe(tensor):
 
 class Watch:
     """
-    A model at the moment when this was made. `unchanged` says cheaply whether it still is the same, as far as can be
-    seen from:
+    A model at the moment when this was made. `unchanged` says cheaply whether it still is the same, as far as it
+    shows in
 
-    - parameters, buffers and modules that were replaced, added or removed; hooks and `forward` functions that were added;
+    - parameters, buffers and modules that were replaced, added or removed, hooks and `forward` functions that were
+      added, another eps;
     - torch's version counters, and where each parameter's memory is;
     - PROBES values of each parameter on a CPU, since a write through `.data`, numpy or a fused optimizer moves no
       counter.
 
-    So one change is not seen: a write past the counters that leaves all probed values as they are. `fingerprint` sees
-    it.
+    So one change is not seen: a write past the counters that leaves all probed values as they are. `identical` sees
+    it: it compares a hash (xxh3) of all bytes in their order, or, of a model with more than LARGE weights, of LINE in
+    EVERY values of each matrix, so that a change of EVERY values in a row does not escape it.
     """
 
     def __init__(self, model):
@@ -71,13 +59,16 @@ class Watch:
         self.ids = [*map(id, self.entries)]
         self.tensors = [t for t in (*model.parameters(), *model.buffers()) if t.numel()]
         self.pointers = [t.data_ptr() for t in self.tensors]
-        self.counted = [t for t in self.tensors if not t.is_inference()]
+        self.counted = [t for t in self.tensors if not t.is_inference()]  # others have no count
         self.counts = [t._version for t in self.counted]
         self.probes = [probe(t) for t in self.tensors if t.device.type == 'cpu' and t.is_contiguous()]
         self.values = self.probed()
+        self.every = EVERY if sum(t.numel() for t in self.tensors) > LARGE else 1
+        self.hash = self.hashed()
 
     def now(self):
-        return [*chain.from_iterable(table.values() for table in self.tables), *(v.get('forward') for v in self.variables)]
+        return [*chain.from_iterable(table.values() for table in self.tables),
+                *(v.get('forward') for v in self.variables), *(v.get('eps') for v in self.variables)]
 
     def probed(self):
         """The probed values, as bytes: a NaN is then equal to itself."""
@@ -93,4 +84,13 @@ class Watch:
         """False if the model was seen to have changed."""
         return self.same_objects() and self.probed() == self.values
 
+    def hashed(self):
+        hasher = xxhash.xxh3_64()
+        for tensor in self.tensors:
+            kept, buffer = contents(tensor, self.every)
+            hasher.update(buffer)
+        return hasher.intdigest(), [tensor.shape for tensor in self.tensors]
 
+    def identical(self):
+        """False if the model or any byte that is read of it has changed."""
+        return self.same_objects() and self.hashed() == self.hash

@@ -20,7 +20,7 @@ from decode.kernel import GROUP
 from decode.packing import WEIGHTS, PackedWeights, check_model, padded
 from decode.threads import LINE, Workers, aligned, n_cores
 from decode.vectors import LANES
-from fingerprint import Watch, fingerprint, probe
+from fingerprint import Watch, probe
 
 BYTES_A_THREAD = 2**22  # to read in a step: the first guess of how many threads are worth waiting for
 LARGEST_BATCH = 256  # up to here no batch was found at which PyTorch's matmuls are faster: see bench.py --mode=peers
@@ -107,10 +107,10 @@ class Buffers:
 
 
 class Packed:
-    """What is known of the model whose weights are packed: its fingerprint, and the values that the kernel looks at in each step."""
+    """The model whose weights are packed, as it was then, and the values that the kernel looks at in each step."""
 
     def __init__(self, model):
-        self.fingerprint, self.watch, self.block_size = fingerprint(model), Watch(model), model.config.block_size
+        self.watch, self.block_size = Watch(model), model.config.block_size
         probes = [probe(p) for p in model.parameters()]
         self.probes = np.array([p.ctypes.data + i * p.strides[0] for p in probes for i in range(len(p))], np.int64)
         self.seen = np.concatenate(probes)
@@ -217,7 +217,7 @@ class CPUDecoder:
                 self.refresh()
             if kv_cache is None:
                 idx, _ = self.model.check_input(idx, None)
-                if fingerprint(self.model) != self.packed.fingerprint:
+                if not self.packed.watch.identical():
                     self.refresh()
                 kv_cache = self.empty_cache(len(idx))
             elif not getattr(self.of_thread, 'undisturbed', False):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fingerprint import Watch, fingerprint
+from fingerprint import Watch
 from kvcache.blocks import BlockManager
 from kvcache.exclusive import Exclusive, exclusive
 from kvcache.placement import Forward, Layer, NotNumbers, Placement, logits_of, wipe
@@ -142,9 +142,9 @@ class PagedCache(Exclusive):
     is interrupted, leaves the sequences as they were.
 
     Blocks are shared only between sequences that were computed with the same weights:
-    - `add` takes the `fingerprint` of the model. If it differs from the last one no block that was computed before is
+    - `add` asks a `Watch` whether the model is identical to what it was. If not, no block that was computed before is
       found again.
-    - `run` asks a `Watch` before its forward pass, and after one that has filled a block. If the model has changed
+    - `run` asks it whether the model is unchanged, before its forward pass, and after one that has filled a block. If the model has changed
       since `add`, nothing is found again that was computed before or is computed from then on by the sequences that
       exist, even if the earlier weights come back.
     So between two calls of `add` these are noticed: every change through torch (optimizers, load_state_dict, in-place
@@ -159,7 +159,7 @@ class PagedCache(Exclusive):
         self.layers = [Layer((n_blocks, block_size), n_head, head_dim, kind, kind, device, scratch=scratch) for _ in range(n_layer)]
         self.tokens, self.computed, self.device = {}, {}, device
         self.spoilt = False  # may blocks hold numbers that show through a mask? See `Forward.hiding`
-        self.weights = self.watch = None  # of the model that the blocks which can be found were computed with
+        self.watch = None  # of the model that the blocks which can be found were computed with
 
     @exclusive
     def add(self, model, seq, tokens):
@@ -181,12 +181,9 @@ class PagedCache(Exclusive):
             self.blocks.reset()
             wipe(self.layers)
             self.spoilt = False
-        if self.watch is None or self.watch.model is not model:
-            self.watch = Watch(model)
-        weights = fingerprint(model)
-        if weights != self.weights:
+        if self.watch is None or self.watch.model is not model or not self.watch.identical():
             self.blocks.reset()
-            self.weights, self.watch = weights, Watch(model)
+            self.watch = Watch(model)
 
     def begin(self, seq, tokens):
         tokens = [int(token) for token in tokens]
@@ -295,4 +292,4 @@ class PagedCache(Exclusive):
         """If the model is not what `add` saw: no block is found again, and none that the present sequences go on to fill."""
         if self.watch is None or self.watch.model is not model or not self.watch.unchanged():
             self.blocks.reset()
-            self.weights, self.watch = None, Watch(model)
+            self.watch = Watch(model)

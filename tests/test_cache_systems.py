@@ -379,6 +379,6 @@ def test_a_model_made_in_inference_mode(kind, bits):
 
 def test_the_weights_are_read_once_for_a_prefill_and_not_in_a_step(monkeypatch):
     m, read = model(0), []
-    monkeypatch.setattr(paged, 'fingerprint', lambda m: read.append(1))
+    monkeypatch.setattr(paged.Watch, 'hashed', lambda watch: read.append(1))
     m.generate(torch.randint(29, (3, 5)), 10, use_cache=True, decoder=CacheDecoder(m, 'paged', 3))
     assert len(read) == 1

@@ -11,10 +11,11 @@ import torch
 from test_cache_exactness import large
 
 import decode
+import fingerprint
 from decode.choice import TRIAL, ThreadChoice
 from decode.compiled import CompiledDecoder
 from decode.cpu import CPUDecoder
-from fingerprint import Watch, digest, fingerprint
+from fingerprint import Watch, contents
 from model import GPT, MLP, Block, GPTConfig, LayerKVCache
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -246,9 +247,9 @@ def test_a_new_cache_never_uses_weights_that_are_out_of_date(weights, through, c
     for name, p in model.named_parameters():
         if p.dim() < 2 or change is swap_heads and 'c_attn' not in name:
             continue
-        before = fingerprint(model)
+        watch = Watch(model)
         change(p.data if through == 'data' else torch.from_numpy(p.detach().numpy()))
-        assert fingerprint(model) != before, name
+        assert not watch.identical(), name
         assert torch.equal(decoder(idx, None)[0], CPUDecoder(model, weights)(idx, None)[0]), name
 
 
@@ -359,17 +360,31 @@ def test_the_number_of_threads_does_not_change_a_bit():
         assert torch.equal(a(idx[:, :1], ca)[0], b(idx[:, :1], cb)[0])
 
 
-def test_a_digest_depends_on_every_byte_and_its_place():
+def test_every_byte_and_its_place_are_read():
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int8):
         w = torch.arange(1, 22).view(3, 7).to(dtype)
-        seen = {digest(w), digest(w.view(7, 3)), digest(w.flip(0)), digest(w.flip(1)), digest(w.t())}
+        seen = {bytes(contents(t)[1]) for t in (w, w.flip(0), w.flip(1), w.t())}
         for i in range(21):
             v = w.clone().view(-1)
             v[i] += 1
-            seen.add(digest(v.view(3, 7)))
-        assert len(seen) == 26
-    assert digest(torch.zeros(4)) != digest(torch.zeros(4, dtype=torch.int32))
-    assert digest(torch.empty(0)) == digest(torch.empty(0))
+            seen.add(bytes(contents(v)[1]))
+        assert len(seen) == 25
+
+
+def test_of_a_large_model_no_row_changes_unseen(monkeypatch):
+    """There 16 of 512 values are read, and so 512 changed values in a row cannot escape."""
+    monkeypatch.setattr(fingerprint, 'LARGE', 1000)
+    model = f32(4, n_embd=512, n_layer=1, block_size=40)
+    watch = Watch(model)
+    assert watch.every == fingerprint.EVERY and watch.identical()
+    for p in model.parameters():
+        flat = p.data.view(-1)
+        for start in (0, 1, 100, len(flat) - 512):
+            before = flat[start:start + 512].clone()
+            flat[start:start + 512] *= -1.5
+            assert not watch.identical()
+            flat[start:start + 512] = before
+        assert watch.identical()
 
 
 def test_a_thread_that_ends_in_undisturbed_leaves_the_others_watching():
