@@ -25,7 +25,8 @@ class ThreadChoice:
     """
 
     def __init__(self, candidates):
-        self.candidates, self.best, self.interval, self.cold = candidates, candidates[0], SOONEST, True
+        self.candidates, self.best, self.challenger = candidates, candidates[0], None
+        self.interval, self.cold = SOONEST, True
         self.begin_round()
 
     def begin_round(self):
@@ -59,7 +60,11 @@ class ThreadChoice:
         if self.waiting:
             return self.begin(self.waiting.pop(0), TRIAL)
         fastest = min(self.trials, key=self.trials.get)
+        if fastest not in (self.best, self.challenger):  # two rounds have to agree: in one, a hiccup can decide
+            self.challenger = fastest
+            return self.begin_round()
         self.interval = SOONEST if fastest != self.best else min(2 * self.interval, LATEST)
+        self.challenger = None
         self.best, self.usual = fastest, self.trials[fastest]
         cost = sum(ns - steps * self.usual for ns, steps in self.spent)
         self.rest = max(self.interval * WINDOW, SHARE * cost)
