@@ -1,4 +1,4 @@
-# GPT-2 124M on OpenWebText, to a val loss of about 2.85: some five days on 8 A100 40GB
+# GPT-2 124M on OpenWebText, to a val loss of about 2.85: some four days on 8 A100 40GB
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 wandb_log = True
 wandb_project = 'owt'

@@ -3,6 +3,7 @@ Where keys and values live: the ideas of other engines' caches, on one model and
 
     storage      how numbers are kept: floats, int8, int4
     placement    what all systems have in common: place, encode, see
+    exclusive    one operation at a time, and none left half done
     operator     a cache as one function of tensors (OpenPPL's KeyValueCache)
     cells        which slot holds which position, for whom (llama.cpp)
     streams      where a batch goes, windows, sequence operations, shifts
