@@ -213,7 +213,7 @@ def test_models_it_does_not_know_are_refused_and_best_falls_back(capsys):
                   lambda m: m.transformer.h[0].mlp.register_forward_hook(lambda *args: None)):
         model = f32(8)
         spoil(model)
-        with pytest.raises(ValueError, match='CPU decoder'):
+        with pytest.raises(ValueError, match='decoder'):
             CPUDecoder(model)
         assert decode.best(model, 1).name == 'PyTorch, eager' and 'decoding eagerly' in capsys.readouterr().err
         with pytest.raises(ValueError, match='int8'):
