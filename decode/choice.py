@@ -13,6 +13,7 @@ WINDOW = 20_000_000  # nanoseconds between two looks at how long steps take
 SOONEST, LATEST = 8, 128  # windows between two rounds
 SLOWER = 1.5         # times slower than usual: asks for a round
 TOO_SLOW = 2.0       # times slower than the best of a round: one step is enough to see it
+PAUSE = 20_000_000  # nanoseconds without a step, after which the next one is not counted
 SHARE = 20           # between two rounds at least this many times what the last one has cost
 
 
@@ -26,7 +27,7 @@ class ThreadChoice:
 
     def __init__(self, candidates):
         self.candidates, self.best, self.challenger = candidates, candidates[0], None
-        self.interval, self.cold = SOONEST, True
+        self.interval, self.cold, self.ended = SOONEST, True, 0
         self.begin_round()
 
     def begin_round(self):
@@ -36,9 +37,13 @@ class ThreadChoice:
     def begin(self, n, window):
         self.n, self.window, self.steps, self.ns, self.least = n, window, 0, 0, math.inf
 
-    def record(self, ns):
-        """The step has taken so many nanoseconds. The first one is not counted: it fetches weights from the system's memory."""
-        if self.cold:
+    def record(self, ns, began=0):
+        """
+        The step has taken so many nanoseconds; began: when, on any clock, or 0. The first of all and the first after
+        a pause are not counted: they wait for memory, caches and threads that sleep.
+        """
+        paused, self.ended = began > self.ended + PAUSE, began + ns
+        if self.cold or paused:
             self.cold = False
             return
         self.steps += 1

@@ -304,7 +304,7 @@ class CPUDecoder:
         began = time.perf_counter_ns()
         refused = run(self.packed_weights.linears, *placed.addresses, n_threads, self.workers.address)
         if choice is not None and not refused:
-            choice.record(time.perf_counter_ns() - began)
+            choice.record(time.perf_counter_ns() - began, began if T == 1 else 0)  # a prefill always follows a pause
         if refused == kernel.STALE:
             if not retries:
                 raise ValueError("the model's weights changed again while they were packed: another thread is writing them")
