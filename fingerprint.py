@@ -12,15 +12,15 @@ import xxhash
 from torch.nn.modules import module as torch_module
 
 PROBES = 8  # values of each parameter that `unchanged` looks at
-LARGE, EVERY, LINE = 2**24, 512, 16  # of a model with more weights than LARGE, LINE of EVERY so many values are read
+LARGE, EVERY, SAMPLE = 2**24, 512, 16  # of a model with more than LARGE weights, SAMPLE of EVERY so many values are read
 
 
 def contents(tensor, every=1):
-    """A tensor's bytes in their order; with `every`, the first LINE of each so many values, and the last ones."""
+    """A tensor's bytes in their order; with `every`, the first SAMPLE of each so many values, and the last ones."""
     flat = tensor.detach().contiguous().view(-1)
     if every > 1 and flat.numel() > 16 * every:
         rows = flat[:flat.numel() // every * every].view(-1, every)
-        flat = torch.cat([rows[:, :LINE].reshape(-1), flat[-every:]])
+        flat = torch.cat([rows[:, :SAMPLE].reshape(-1), flat[-every:]])
     flat = flat.cpu()
     return flat, (ctypes.c_char * (flat.numel() * flat.element_size())).from_address(flat.data_ptr())
 
@@ -44,7 +44,7 @@ class Watch:
       counter.
 
     So one change is not seen: a write past the counters that leaves all probed values as they are. `identical` sees
-    it: it compares a hash (xxh3) of all bytes in their order, or, of a model with more than LARGE weights, of LINE in
+    it: it compares a hash (xxh3) of all bytes in their order, or, of a model with more than LARGE weights, of SAMPLE in
     EVERY values of each matrix, so that a change of EVERY values in a row does not escape it.
     """
 

@@ -40,7 +40,7 @@ choices = {}  # {(shape, weights, most threads, size of the step): ThreadChoice}
 
 
 def after_fork():
-    """In the child of a fork the lock may be held by a thread that is not there, and neither are the workers nor torch's threads."""
+    """Renew the lock and forget the workers: the child of a fork has none of the parent's other threads, nor torch's."""
     global step_lock
     if not workers:
         return
@@ -146,7 +146,7 @@ class CPUDecoder:
     their steps take turns. After a fork the child's decoder works too, with threads of its own.
 
     Weights that have changed are packed anew before they are used. A step that begins a cache compares a hash of
-    every byte with that of the packed weights. Each other step looks at modules, hooks, torch's version counters and
+    every byte (of a large model, of samples) with that of the packed weights. Each other step looks at modules, hooks, torch's version counters and
     some values of each parameter (`fingerprint.Watch`); inside `undisturbed`, only at these values. An interrupt at
     any moment leaves a decoder that works.
 
