@@ -22,7 +22,7 @@ from decode.vectors import I32, I64, address, call
 
 LINE = 8  # int64 in a cache line of 64 bytes
 SPIN = 50_000  # nanoseconds that a thread spins at a barrier before it sleeps
-SPIN_IDLE = 200_000  # the same between two steps: Python needs 30 to 100 microseconds there
+SPIN_IDLE = 1_000_000  # the same between two steps: Python and sampling need 30 to 500 microseconds there
 LONGEST_SLEEP = 10_000_000  # nanoseconds after which a sleeper looks again
 
 CLOCK_MONOTONIC = {'linux': 1, 'darwin': 6}.get(sys.platform)  # without one a step has one thread: see n_cores
