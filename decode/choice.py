@@ -10,11 +10,11 @@ import math
 
 TRIAL = 4_000_000    # nanoseconds that a number is timed in a round, or two steps
 WINDOW = 20_000_000  # nanoseconds between two looks at how long steps take
-SOONEST, LATEST = 8, 128  # windows between two rounds
+SOONEST, LATEST = 16, 128  # windows between two rounds
 SLOWER = 1.5         # times slower than usual: asks for a round
 TOO_SLOW = 2.0       # times slower than the best of a round: one step is enough to see it
 PAUSE = 20_000_000  # nanoseconds without a step, after which the next one is not counted
-SHARE = 20           # between two rounds at least this many times what the last one has cost
+SHARE = 50            # between two rounds at least this many times what the last one has cost
 
 
 class ThreadChoice:
