@@ -11,8 +11,6 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 
-import torch
-
 from tokenizer import CharTokenizer, GPT2Tokenizer
 from whole_file import replacing
 
