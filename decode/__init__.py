@@ -33,7 +33,7 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu'):
         raise ValueError(f"{asked} is for the cpu decoder: leave decoder={name} out")
     if device != 'cpu' and (asked or name == 'cpu'):
         asked = ' and '.join(['decoder=cpu'] * (name == 'cpu') + [asked] * bool(asked))
-        raise ValueError(f"{asked} is for the CPU, but the device is {device}: add --device=cpu, or leave it out")
+        raise ValueError(f"{asked} is for the CPU, but the device is {device}: use device=cpu, or leave it out")
 
 
 def asked_of_the_kernel(weights, threads):

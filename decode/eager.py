@@ -35,11 +35,11 @@ class EagerDecoder:
         if kv_cache is None or not weights.objects.unchanged():
             weights = self.weights = ModelWeights(self.model)
         if weights.blocks is None or weights.dropping():
-            with torch.inference_mode():
+            with torch.no_grad():
                 logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
                 return logits, kv_cache
         idx, cache_pos = self.model.check_input(idx, kv_cache)
-        if kv_cache is None:  # outside of inference mode, so that code outside of it can write the cache too
+        if kv_cache is None:  # not in inference mode: code outside of that mode may write this cache too
             kv_cache = self.model.empty_cache(len(idx))
         with torch.inference_mode():
             return step(weights, idx, cache_pos, kv_cache)
@@ -105,13 +105,13 @@ def linear(module):
 
 def step(weights, idx, cache_pos, kv_cache):
     """The model's forward in eval mode for the tokens idx (B, T) at cache_pos, checked: (logits, kv_cache)."""
-    B, T = idx.shape
+    (B, T), C = idx.shape, weights.wte.size(1)
     positions = torch.arange(T, device=idx.device) + (cache_pos[:, None] if torch.is_tensor(cache_pos) else cache_pos)
     x = F.embedding(idx, weights.wte) + F.embedding(positions, weights.wpe)  # (B, T, C)
     new_cache = []
     for w, layer in zip(weights.blocks, kv_cache):
         qkv = F.linear(F.layer_norm(x, *w.ln_1), *w.c_attn)
-        q, k, v = qkv.view(B, T, 3, w.n_head, -1).transpose(1, 3).unbind(2)  # (B, nh, T, hs) each
+        q, k, v = qkv.view(B, T, 3, w.n_head, C // w.n_head).transpose(1, 3).unbind(2)  # (B, nh, T, hs) each
         layer = weights.layer_cache(*layer) if type(layer) is tuple else layer
         k, v, mask, layer = layer.append(k, v, positions)
         new_cache.append(layer)
