@@ -1,5 +1,5 @@
 """
-How much the tests try, and fixtures: a copy of the repository to run scripts in, with a small data set and a trained run.
+How much the tests try, and fixtures: a copy of the repository to run scripts in, with a small data set and a run.
 
 `make test` tries each claim at a small size. `make test-all` passes --full, and each test is run at its full size.
 """
@@ -28,7 +28,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     global full
     full = config.getoption('--full')
-    # no deadline: on a busy machine an example may take any time. In continuous integration the examples are always the same
+    # no deadline: on a busy machine an example may take any time. In continuous integration the examples are the same
+    # in each run
     hypothesis.settings.register_profile('nanogpt', deadline=None, max_examples=sizes(25, 100),
                                          derandomize=bool(os.environ.get('CI')))
     hypothesis.settings.load_profile('nanogpt')
@@ -36,8 +37,8 @@ def pytest_configure(config):
 
 def sizes(quick, full_size):
     """
-    The one of two sizes (a number of seeds or examples, a list of parameters, ...) that this run takes: `quick` in `make
-    test`, `full_size` in `make test-all`. Usable wherever a test module is imported or run:
+    The one of two sizes (a number of seeds or examples, a list of parameters, ...) that this run takes: `quick` in
+    `make test`, `full_size` in `make test-all`. Usable wherever a test module is imported or run:
 
         @pytest.mark.parametrize('seed', range(sizes(3, 50)))
         @settings(max_examples=sizes(20, 300))
@@ -54,8 +55,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHARED_TEXT = os.path.join(ROOT, '..', 'shared', 'data', 'tinyshakespeare', 'input.txt')
 
 TINY = ['--device=cpu', '--dataset=shakespeare_char', '--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=16',
-        '--batch_size=4', '--gradient_accumulation_steps=1', '--eval_iters=2', '--warmup_iters=2', '--lr_decay_iters=60',
-        '--learning_rate=1e-2', '--dropout=0.1', '--eval_interval=10', '--max_iters=20']
+        '--batch_size=4', '--gradient_accumulation_steps=1', '--eval_iters=2', '--warmup_iters=2',
+        '--lr_decay_iters=60', '--learning_rate=1e-2', '--dropout=0.1', '--eval_interval=10', '--max_iters=20']
 
 
 def run(folder, *command, **env):
@@ -91,8 +92,8 @@ def copy_code(folder):
 @pytest.fixture(scope='session')
 def trained(tmp_path_factory):
     """
-    A copy of the code, a small character data set, and a run of 20 iterations in out/. Not to be written to: the workers
-    of pytest-xdist share it, and the first one that needs it makes it.
+    A copy of the code, a small character data set, and a run of 20 iterations in out/. Not to be written to: the
+    workers of pytest-xdist share it, and the first one that needs it makes it.
     """
     shared = tmp_path_factory.getbasetemp()
     if 'PYTEST_XDIST_WORKER' in os.environ:
