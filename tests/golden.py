@@ -205,7 +205,7 @@ def trained_by_hand():
     generator = torch.Generator().manual_seed(4)
     for _ in range(50):
         for _ in range(2):
-            batch = (torch.randint(VOCAB, (4, 1), generator=generator) + torch.arange(17) ** 2) % VOCAB
+            batch = (torch.randint(VOCAB, (8, 1), generator=generator) + torch.arange(17) ** 2) % VOCAB
             (model(batch[:, :-1], batch[:, 1:])[1] / 2).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -214,7 +214,7 @@ def trained_by_hand():
 
 
 SETTINGS = ['--device=cpu', '--dataset=made_up', '--n_layer=2', '--n_head=2', '--n_embd=32', '--block_size=16',
-            '--batch_size=4', '--gradient_accumulation_steps=2', '--eval_iters=2', '--eval_interval=20',
+            '--batch_size=8', '--gradient_accumulation_steps=2', '--eval_iters=2', '--eval_interval=20',
             '--warmup_iters=5', '--lr_decay_iters=50', '--learning_rate=1e-2', '--dropout=0.1', '--max_iters=50']
 
 
