@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from conftest import SHARED_TEXT, run
 from torch.testing import assert_close
 
+import checkpoint
 import checkpoint as checkpoints
 import formats
-import checkpoint
-from generation import generate
 import model as plain_model
 import tokenizer as tokenizers
+from generation import generate
 from model import GPT, GPTConfig
 from tokenizer import CharTokenizer, GPT2Tokenizer
 

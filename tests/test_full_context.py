@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cache_exactness import large
 
-from generation import Sequence, generate, stream
 import decode
+from generation import Sequence, generate, stream
 from model import sample_token
 
 BLOCK = 16

@@ -6,8 +6,8 @@ import pytest
 import torch
 from test_cache_exactness import in_chunks, large
 
-from generation import generate, stream
 import model as model_module
+from generation import generate, stream
 from model import GPT, GPTConfig, LayerKVCache
 
 
