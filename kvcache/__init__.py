@@ -7,6 +7,7 @@ Ways to store the keys and values of many sequences: the cache designs of other 
     exclusive        a lock for operations that must not overlap, and recovery after interrupts
     base             sequence numbers, lengths and `step`, shared by the four caches below
     contiguous       block_size rows for each sequence
+    tuples           the tuples of the model or of a decoder, behind the same methods
     cells            which cell holds which position of which sequences, after llama.cpp
     streams          arrays of cells: finding free cells, windows, operations on sequences, shifts
     rotary           rotating stored keys whose positions change

@@ -35,8 +35,8 @@ class CellCache(Streams):
     """
 
     def __init__(self, n_layer, n_head_kv, head_dim, kv_size, n_seq_max, unified=True, type_k='float32',
-                 type_v='float32', n_pad=1, n_swa=0, swa_type='none', v_trans=False, device='cpu', layer_filter=None, layer_reuse=None,
-                 can_shift=False, rope_base=10000.0):
+                 type_v='float32', n_pad=1, n_swa=0, swa_type='none', v_trans=False, device='cpu', layer_filter=None,
+                 layer_reuse=None, can_shift=False, rope_base=10000.0):
         sizes = dict(n_layer=n_layer, n_head_kv=n_head_kv, head_dim=head_dim, kv_size=kv_size, n_seq_max=n_seq_max,
                      n_pad=n_pad)
         for name, size in sizes.items():

@@ -27,14 +27,14 @@ class HybridCache:
     def __init__(self, *caches):
         shapes = [(len(cache.layers), cache.n_seq_max, cache.unified) for cache in caches]
         if len(set(shapes)) != 1:
-            raise ValueError("make at least one cache, and all with the same n_layer, n_seq_max and unified; these have "
-                             + (', '.join(map(str, shapes)) or 'none'))
+            raise ValueError("make at least one cache, and all with the same n_layer, n_seq_max and unified; "
+                             f"the caches here have {', '.join(map(str, shapes)) or 'nothing'}")
         self.caches, self.number_of = caches, []  # number_of[layer]: the number of the cache that has the layer
         for layer in range(len(caches[0].layers)):
             numbers = [number for number, cache in enumerate(caches) if cache.layers[layer] is not None]
             if len(numbers) != 1:
-                raise ValueError(f"layer {layer} is in {len(numbers)} caches: let the layer_filter of exactly one cache "
-                                 "accept it")
+                raise ValueError(f"layer {layer} is in {len(numbers)} caches: let the layer_filter of exactly one "
+                                 "cache accept it")
             self.number_of += numbers
 
     def batch(self, tokens):

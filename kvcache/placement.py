@@ -184,8 +184,8 @@ class MissingLayer:
         self.number = number
 
     def append(self, k, v, positions):
-        raise ValueError(f"layer {self.number} has no cache here: replace its entry in the list by that of a cache that "
-                         "has one")
+        raise ValueError(f"layer {self.number} has no cache here: replace its entry in the list by that of a cache "
+                         "that has one")
 
 
 class LayerList(list):
@@ -260,7 +260,7 @@ def logits_of(model, idx, layers, last):
     check_pass(model, idx, layers.positions)
     x, _ = model.hidden_states(idx, layers.positions.to(idx.device), layers)
     logits = model.lm_head(x.flatten(0, 1)[last])
-    if not math.isfinite(logits.sum(dtype=torch.float32)):
+    if not math.isfinite(logits.detach().sum(dtype=torch.float32)):
         for view in layers:
             if view.writes:
                 view.layer.zero_rows(view.placement.rows)

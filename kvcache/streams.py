@@ -87,7 +87,7 @@ class Streams:
     def stream_of(self, seq):
         """The number of the stream that a sequence is in."""
         if not isinstance(seq, (int, np.integer)) or isinstance(seq, bool) or not 0 <= seq < self.n_seq_max:
-            raise ValueError(f"there are sequences 0 to {self.n_seq_max - 1}, and none is {seq!r}")
+            raise ValueError(f"sequences are numbered 0 to {self.n_seq_max - 1}, not {seq!r}")
         return 0 if self.unified else int(seq)
 
     def cells_of(self, seq):
@@ -107,8 +107,8 @@ class Streams:
             raise ValueError(f"tokens are for sequences {list(tokens)}, and in separate streams none can be shared: "
                              "split the batch, and give each sequence its own tokens")
         if not self.unified and len(set(counts)) > 1:
-            raise ValueError(f"sequences {list(tokens)} bring {counts} tokens, and separate streams take the same number "
-                             "of each: split the batch by numbers of tokens")
+            raise ValueError(f"sequences {list(tokens)} bring {counts} tokens, and separate streams take the same "
+                             "number of each: split the batch by numbers of tokens")
         if not tokens or min(counts) < 1:
             raise ValueError(f"sequences {list(tokens)} bring {counts} tokens, and a batch needs at least one of each: "
                              "leave out sequences without new tokens")
@@ -276,8 +276,8 @@ class Streams:
     def check_movable(self, seq, p0=-1, p1=-1):
         """ValueError if these positions of a sequence cannot be changed."""
         if not self.can_shift:
-            raise ValueError("these positions cannot be changed, the model has learned positions, which are part of its "
-                             "keys and values: compute the tokens again at their new positions")
+            raise ValueError("these positions cannot be changed, the model has learned positions, which are part of "
+                             "its keys and values: compute the tokens again at their new positions")
         cells = self.cells_of(seq)
         if (cells.n_owners[cells.of(seq, p0, p1)] > 1).any():  # a cell has one position, for all of its owners
             raise ValueError(f"sequence {seq} shares cells with another, which would be moved with it: "
