@@ -57,7 +57,7 @@ def copy_code(folder):
             shutil.copy(os.path.join(ROOT, name), folder)
     for weights in ('float32', 'int8'):  # compiled once, and copied with the code
         CPUDecoder(GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)), weights, threads=1)
-    for name in ('decode', 'kvcache', 'config'):
+    for name in ('decode', 'kvcache', 'training', 'config'):
         shutil.copytree(os.path.join(ROOT, name), folder / name)
     shutil.copytree(os.path.join(ROOT, 'data'), folder / 'data', ignore=shutil.ignore_patterns('*.bin', '*.json', '*.txt', '__pycache__'))
     return folder
