@@ -107,8 +107,11 @@ class GPT(model.GPT):
         self.n_steps += 1
         full = use_cache and idx.size(1) == self.config.block_size
         if tracing():
-            trace('generate', f"step={self.n_steps} use_cache={use_cache} kv_cache_present="
-                              f"{kv_cache is not None and not full} cache_full={full} idx_cond.shape={tuple(idx.shape)}")
+            trace(
+                'generate',
+                f"step={self.n_steps} use_cache={use_cache} kv_cache_present="
+                f"{kv_cache is not None and not full} cache_full={full} idx_cond.shape={tuple(idx.shape)}",
+            )
         logits, new_cache = step(idx, kv_cache)
         if tracing() and kv_cache and new_cache and any(new[0].data_ptr() != old[0].data_ptr()
                                           for new, old in zip(new_cache, kv_cache)):

@@ -11,7 +11,9 @@ from model import GPT, GPTConfig
 def large(seed, dtype=torch.float64, **changes):
     """A small model whose positions matter: wpe and biases are large, so a wrong offset cannot hide."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(**dict(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=16) | changes)).to(dtype).eval()
+    model = (
+        GPT(GPTConfig(**dict(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=16) | changes)).to(dtype).eval()
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.add_(torch.randn_like(p) * (1.0 if 'wpe' in name else 0.2))

@@ -7,11 +7,11 @@ from kvcache.cells import Window
 from kvcache.rotary import Rotary
 from kvcache.storage import Rows
 from kvcache.streams import NoSlot, context_shift
-from kvcache.unified import KVCache
+from kvcache.cell_cache import CellCache
 
 
 def cache(kv_size=8, n_seq_max=4, **how):
-    return KVCache(**(dict(n_layer=2, n_head_kv=1, head_dim=32) | how | dict(kv_size=kv_size, n_seq_max=n_seq_max)))
+    return CellCache(**(dict(n_layer=2, n_head_kv=1, head_dim=32) | how | dict(kv_size=kv_size, n_seq_max=n_seq_max)))
 
 
 def put(c, tokens, value=None):
@@ -71,7 +71,7 @@ def test_what_does_not_fit_changes_nothing(n):
     assert not c.find_slot(c.batch({1: range(n)}))
     assert not c.prepare([c.batch({1: range(5)}), c.batch({1: [5]})])
     with pytest.raises(ValueError, match='full'):
-        c.forward(c.batch({1: range(n)}))
+        c.place(c.batch({1: range(n)}))
     assert str(c) == before
     assert [s.cells.tolist() for s in c.prepare([c.batch({1: range(4)}), c.batch({1: [4]})])] == [[[3, 4, 5, 6]], [[7]]]
     assert str(c) == before
@@ -97,8 +97,8 @@ def test_masks(kind, seen):
     mask = c.kq_mask(batch)
     assert c.streams[0].pos[:8][mask[0, 0, 0].numpy()].tolist() == seen
     assert np.flatnonzero(mask[0, 0, 1]).tolist() == [5, 7]
-    assert Window(4, 'chunked').passed(np.arange(8), 6).tolist() == [True] * 4 + [False] * 4
-    assert Window(4, 'standard').passed(np.arange(8), 6).tolist() == [True] * 3 + [False] * 5
+    assert Window(4, 'chunked').hides(np.arange(8), 6).tolist() == [True] * 4 + [False] * 4
+    assert Window(4, 'standard').hides(np.arange(8), 6).tolist() == [True] * 3 + [False] * 5
 
 
 def test_n_kv_is_padded_and_views_are_not_copies():
@@ -220,7 +220,7 @@ def test_turning_adds_up(base):
 def rotary_cache(type_k, n=8, kv_size=8):
     """A cache with keys 0 ... n - 1 of sequence 0, and those keys before they were turned."""
     rotary = Rotary(32)
-    c = KVCache(1, 1, 32, kv_size, 3, type_k=type_k, can_shift=True)
+    c = CellCache(1, 1, 32, kv_size, 3, type_k=type_k, can_shift=True)
     raw = torch.randn(n, 1, 32, generator=torch.Generator().manual_seed(0))
     batch = c.batch({0: range(n)})
     slots = c.find_slot(batch)

@@ -3,8 +3,8 @@ import pytest
 import torch
 
 import debug_kv_model
-from generation import generate
 import model as plain_model
+from generation import generate
 
 CONFIG = dict(block_size=128, vocab_size=65, n_layer=2, n_head=2, n_embd=16)
 

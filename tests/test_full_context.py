@@ -1,17 +1,26 @@
-"""Past the window, and prompts of different lengths: against a plain loop that keeps lists of tokens and has no cache."""
+"""
+Past the window, and prompts of different lengths: against a plain loop that keeps lists of tokens and has no cache.
+"""
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cache_exactness import large
 
-from generation import Sequence, generate, stream
 import decode
+from generation import Sequence, generate, stream
 from model import sample_token
 
 BLOCK = 16
-POLICIES = [dict(), dict(when_full='shift'), dict(when_full='shift', keep=5), dict(when_full='shift', keep=1, n_keep=3),
-            dict(when_full='shift', keep=BLOCK), dict(when_full='shift', keep=4, n_keep=12), dict(when_full='shift', n_keep=2)]
+POLICIES = [
+    dict(),
+    dict(when_full='shift'),
+    dict(when_full='shift', keep=5),
+    dict(when_full='shift', keep=1, n_keep=3),
+    dict(when_full='shift', keep=BLOCK),
+    dict(when_full='shift', keep=4, n_keep=12),
+    dict(when_full='shift', n_keep=2),
+]
 
 
 def f32(seed, **changes):
@@ -51,7 +60,9 @@ def test_both_policies_on_both_sides_of_the_window(policy, way):
         model, prompt = f32(seed), torch.randint(29, (T,)).tolist()
         for temperature in (0.0, 0.8):
             expected = by_hand(model, prompt, 45, temperature, torch.Generator().manual_seed(seed), **policy)
-            got = generate(model, [prompt], 45, temperature, generator=torch.Generator().manual_seed(seed), **way(model), **policy)
+            got = generate(
+                model, [prompt], 45, temperature, generator=torch.Generator().manual_seed(seed), **way(model), **policy
+            )
             assert got == [expected], (T, temperature)
 
 
@@ -62,16 +73,31 @@ def test_prompts_of_different_lengths_are_each_as_alone(policy, way):
         lengths = torch.randint(1, 2 * BLOCK, (6,)).tolist() + [1, BLOCK]
         prompts = [torch.randint(29, (T,)).tolist() for T in lengths]
         for temperature, stop in ((0.0, None), (0.8, None), (0.8, 11)):
-            alone = [by_hand(model, prompt, 40, temperature, torch.Generator().manual_seed(row), stop_token=stop, **policy)
-                     for row, prompt in enumerate(prompts)]
-            together = generate(model, prompts, 40, temperature, stop_token=stop, generator=[torch.Generator().manual_seed(row) for row in range(8)],
-                                      **way(model), **policy)
+            alone = [
+                by_hand(model, prompt, 40, temperature, torch.Generator().manual_seed(row), stop_token=stop, **policy)
+                for row, prompt in enumerate(prompts)
+            ]
+            together = generate(
+                model,
+                prompts,
+                40,
+                temperature,
+                stop_token=stop,
+                generator=[torch.Generator().manual_seed(row) for row in range(8)],
+                **way(model),
+                **policy,
+            )
             assert together == alone, (temperature, stop)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 2 * BLOCK), min_size=2, max_size=5), st.integers(0, 12), st.sampled_from([None, 1, 4]), st.sampled_from([None, 11]),
-       st.integers(1, 2))
+@given(
+    st.lists(st.integers(1, 2 * BLOCK), min_size=2, max_size=5),
+    st.integers(0, 12),
+    st.sampled_from([None, 1, 4]),
+    st.sampled_from([None, 11]),
+    st.integers(1, 2),
+)
 def test_each_row_of_a_ragged_batch_has_its_own_n_keep(lengths, n_keep, keep, stop, num_samples):
     model, policy = f32(3), dict(when_full='shift', keep=keep, n_keep=n_keep)
     prompts = [[(7 * row + 3 * i) % 29 for i in range(T)] for row, T in enumerate(lengths)]
@@ -79,7 +105,11 @@ def test_each_row_of_a_ragged_batch_has_its_own_n_keep(lengths, n_keep, keep, st
 
     def generators():
         return [torch.Generator().manual_seed(row) for row in range(len(rows))]
-    alone = [by_hand(model, prompt, 30, 1.0, generator, stop_token=stop, **policy) for prompt, generator in zip(rows, generators())]
+
+    alone = [
+        by_hand(model, prompt, 30, 1.0, generator, stop_token=stop, **policy)
+        for prompt, generator in zip(rows, generators())
+    ]
     for use_cache in (False, True):
         how = dict(use_cache=use_cache, stop_token=stop, num_samples=num_samples, **policy)
         assert generate(model, prompts, 30, generator=generators(), **how) == alone
@@ -96,9 +126,23 @@ def test_the_shortest_prompt_does_not_bound_what_the_others_keep():
 
 def test_a_sample_does_not_depend_on_how_many_share_the_batch(way):
     model, idx = f32(9), torch.randint(29, (1, 6))
-    ten = generate(model, idx, 30, generator=[torch.Generator().manual_seed(row) for row in range(10)], num_samples=10, **way(model))
+    ten = generate(
+        model,
+        idx,
+        30,
+        generator=[torch.Generator().manual_seed(row) for row in range(10)],
+        num_samples=10,
+        **way(model),
+    )
     for n in (1, 3):
-        few = generate(model, idx, 30, generator=[torch.Generator().manual_seed(row) for row in range(n)], num_samples=n, **way(model))
+        few = generate(
+            model,
+            idx,
+            30,
+            generator=[torch.Generator().manual_seed(row) for row in range(n)],
+            num_samples=n,
+            **way(model),
+        )
         assert torch.equal(few, ten[:n])
     one = generate(model, idx, 30, generator=torch.Generator().manual_seed(4), **way(model))
     assert torch.equal(one[0], ten[4])  # and a list of one generator draws what the generator draws
@@ -121,11 +165,22 @@ def test_stopped_rows_leave_the_batch():
             logits, _, kv_cache = model(idx, kv_cache=kv_cache, use_cache=True)
             return logits, kv_cache
         free = generate(model, prompts, 60, use_cache=True, generator=torch.Generator().manual_seed(1))
-        stopped = generate(model, prompts, 60, use_cache=True, decoder=decoder, stop_token=7, generator=torch.Generator().manual_seed(1))
-        assert stopped == [row[:row.index(7, len(p)) + 1] if 7 in row[len(p):] else row for row, p in zip(free, prompts)]
+        stopped = generate(
+            model,
+            prompts,
+            60,
+            use_cache=True,
+            decoder=decoder,
+            stop_token=7,
+            generator=torch.Generator().manual_seed(1),
+        )
+        assert stopped == [
+            row[: row.index(7, len(p)) + 1] if 7 in row[len(p) :] else row for row, p in zip(free, prompts)
+        ]
         assert sizes[0] == 16 and sizes[-1] <= 8, sizes
         steps = [row.index(7, len(p)) - len(p) + 1 if 7 in row[len(p):] else 60 for row, p in zip(free, prompts)]
-        assert sum(sizes) <= 2 * sum(steps) + 64, (sizes, steps)  # rows that are done, but still there, are never more than the others
+        # rows that are done, but still there, are never more than the others
+        assert sum(sizes) <= 2 * sum(steps) + 64, (sizes, steps)
 
 
 def test_a_shift_feeds_two_tokens_a_token_and_a_crop_the_whole_window():
@@ -165,7 +220,10 @@ def test_the_last_block_works_out_one_position_only():
             all_positions, cache = model.hidden_states(idx, positions, model.empty_cache(3))
             last, last_cache = model.hidden_states(idx, positions, model.empty_cache(3), last_only=True)
             torch.testing.assert_close(last, all_positions[:, -1:], atol=1e-6, rtol=1e-5)
-            assert all(torch.equal(a.k_cache, b.k_cache) and torch.equal(a.v_cache, b.v_cache) for a, b in zip(cache, last_cache))
+            assert all(
+                torch.equal(a.k_cache, b.k_cache) and torch.equal(a.v_cache, b.v_cache)
+                for a, b in zip(cache, last_cache)
+            )
 
 
 @pytest.mark.parametrize('T', [1, 2, 5])
@@ -188,11 +246,25 @@ def test_ragged_steps_on_a_warm_cache(T):
                 torch.testing.assert_close(logits[row:row + 1], alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize('bad', [
-    dict(when_full='slide'), dict(keep=3), dict(n_keep=3), dict(when_full='shift', keep=0), dict(when_full='shift', keep=BLOCK + 1),
-    dict(when_full='shift', n_keep=-1), dict(when_full='shift', keep=BLOCK, n_keep=1), dict(idx=[]), dict(idx=[[1], []]), dict(idx=[[1], [29]]),
-    dict(idx=[[0.5]]), dict(generator=[torch.Generator()] * 3), dict(idx=[[[1]]]), dict(idx=[1, 2]),
-])
+@pytest.mark.parametrize(
+    'bad',
+    [
+        dict(when_full='slide'),
+        dict(keep=3),
+        dict(n_keep=3),
+        dict(when_full='shift', keep=0),
+        dict(when_full='shift', keep=BLOCK + 1),
+        dict(when_full='shift', n_keep=-1),
+        dict(when_full='shift', keep=BLOCK, n_keep=1),
+        dict(idx=[]),
+        dict(idx=[[1], []]),
+        dict(idx=[[1], [29]]),
+        dict(idx=[[0.5]]),
+        dict(generator=[torch.Generator()] * 3),
+        dict(idx=[[[1]]]),
+        dict(idx=[1, 2]),
+    ],
+)
 def test_what_makes_no_sense_is_refused(bad):
     settings = dict(idx=[[1, 2], [3]], max_new_tokens=5) | bad
     with pytest.raises(ValueError):

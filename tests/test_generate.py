@@ -57,7 +57,9 @@ def test_a_consumer_may_do_what_it_likes_with_what_it_is_given():
 def test_streams_can_take_turns():
     model = f32(2)
     a, b = torch.randint(29, (1, 3)), torch.randint(29, (2, 9))
-    pairs = list(zip(stream(model, a, 20, temperature=0, use_cache=True), stream(model, b, 20, temperature=0, use_cache=True)))
+    pairs = list(
+        zip(stream(model, a, 20, temperature=0, use_cache=True), stream(model, b, 20, temperature=0, use_cache=True))
+    )
     assert torch.equal(torch.cat([p[0] for p in pairs], 1), model.generate(a, 20, temperature=0)[:, 3:])
     assert torch.equal(torch.cat([p[1] for p in pairs], 1), model.generate(b, 20, temperature=0)[:, 9:])
 
@@ -146,12 +148,25 @@ def test_memory_does_not_grow_with_the_output():
         assert seen[1] == seen[2]  # both past the window, the second twice as far
 
 
-@pytest.mark.parametrize('bad', [
-    dict(idx=torch.zeros(1, 0, dtype=torch.long)), dict(idx=torch.zeros(0, 3, dtype=torch.long)), dict(idx=torch.zeros(3, dtype=torch.long)),
-    dict(idx=torch.tensor([[29]])), dict(idx=torch.tensor([[-1]])), dict(idx=torch.tensor([[0.5]])),
-    dict(temperature=-1), dict(temperature=float('nan')), dict(temperature=float('inf')), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.1),
-    dict(max_new_tokens=-1), dict(num_samples=0),
-])
+@pytest.mark.parametrize(
+    'bad',
+    [
+        dict(idx=torch.zeros(1, 0, dtype=torch.long)),
+        dict(idx=torch.zeros(0, 3, dtype=torch.long)),
+        dict(idx=torch.zeros(3, dtype=torch.long)),
+        dict(idx=torch.tensor([[29]])),
+        dict(idx=torch.tensor([[-1]])),
+        dict(idx=torch.tensor([[0.5]])),
+        dict(temperature=-1),
+        dict(temperature=float('nan')),
+        dict(temperature=float('inf')),
+        dict(top_k=0),
+        dict(top_p=0.0),
+        dict(top_p=1.1),
+        dict(max_new_tokens=-1),
+        dict(num_samples=0),
+    ],
+)
 def test_what_cannot_be_generated_is_refused_at_the_call(bad):
     settings = dict(idx=torch.zeros(1, 3, dtype=torch.long), max_new_tokens=5) | bad
     for function in (stream, generate):
@@ -164,7 +179,15 @@ def test_what_cannot_be_generated_is_refused_at_the_call(bad):
 
 def test_top_p_keeps_the_smallest_nucleus():
     probs = torch.tensor([[0.1, 0.5, 0.25, 0.15]])
-    for top_p, kept in ((0.3, {1}), (0.5, {1}), (0.51, {1, 2}), (0.75, {1, 2}), (0.8, {1, 2, 3}), (0.95, {0, 1, 2, 3}), (1.0, {0, 1, 2, 3})):
+    for top_p, kept in (
+        (0.3, {1}),
+        (0.5, {1}),
+        (0.51, {1, 2}),
+        (0.75, {1, 2}),
+        (0.8, {1, 2, 3}),
+        (0.95, {0, 1, 2, 3}),
+        (1.0, {0, 1, 2, 3}),
+    ):
         drawn = {sample_token(probs.log(), top_p=top_p).item() for _ in range(200)}
         assert drawn == kept, top_p
 

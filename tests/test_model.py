@@ -123,17 +123,35 @@ def test_a_training_step_saves_no_more_for_backward_than_without_cache_code():
         x = model.transformer.wte(idx) + model.transformer.wpe(torch.arange(11))
         for block in model.transformer.h:
             q, k, v = (t.view(3, 11, 2, 8).transpose(1, 2) for t in block.attn.c_attn(block.ln_1(x)).split(16, 2))
-            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous().view(3, 11, 16)
+            y = (
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                .transpose(1, 2)
+                .contiguous()
+                .view(3, 11, 16)
+            )
             x = x + block.attn.c_proj(y)
             x = x + block.mlp(block.ln_2(x))
-        torch.nn.functional.cross_entropy(model.lm_head(model.transformer.ln_f(x)).view(-1, 31), idx.view(-1), ignore_index=-1)
+        torch.nn.functional.cross_entropy(
+            model.lm_head(model.transformer.ln_f(x)).view(-1, 31), idx.view(-1), ignore_index=-1
+        )
     assert saved_bytes(lambda: model(idx, idx)) <= saved_bytes(without_cache_code)
 
 
 def test_state_dict_is_nanogpts():
     keys = set(tiny(n_layer=1).state_dict())
-    block = [f'transformer.h.0.{m}.{p}' for m in ('ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj') for p in ('weight', 'bias')]
-    assert keys == {'transformer.wte.weight', 'transformer.wpe.weight', 'transformer.ln_f.weight', 'transformer.ln_f.bias', 'lm_head.weight', *block}
+    block = [
+        f'transformer.h.0.{m}.{p}'
+        for m in ('ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj')
+        for p in ('weight', 'bias')
+    ]
+    assert keys == {
+        'transformer.wte.weight',
+        'transformer.wpe.weight',
+        'transformer.ln_f.weight',
+        'transformer.ln_f.bias',
+        'lm_head.weight',
+        *block,
+    }
     assert not any(k.endswith('.bias') for k in tiny(bias=False).state_dict())
     model = tiny()
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -167,7 +185,14 @@ def test_the_same_seed_draws_nanogpts_initial_weights():
     torch.manual_seed(3)
     shapes = [(31, 16), (16, 16), (48, 16), (16, 16), (64, 16), (16, 64), (31, 16)]
     nn = torch.nn
-    nn.Embedding(31, 16), nn.Embedding(16, 16), nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+    (
+        nn.Embedding(31, 16),
+        nn.Embedding(16, 16),
+        nn.Linear(16, 48),
+        nn.Linear(16, 16),
+        nn.Linear(16, 64),
+        nn.Linear(64, 16),
+    )
     nn.Linear(16, 31, bias=False)
     drawn = [torch.empty(s).normal_(0, 0.02) for s in shapes]
     model = tiny(3, n_layer=1)
@@ -208,7 +233,9 @@ def test_mfu_counts_flops_as_palm_does():
 def test_from_pretrained_reads_a_hugging_face_folder(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, activation_function='gelu')).eval()
+    theirs = GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, activation_function='gelu')
+    ).eval()
     theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(str(tmp_path), dict(dropout=0.1)).eval()
     assert ours.config == GPTConfig(12, 40, 2, 2, 16, 0.1, True)
@@ -228,7 +255,17 @@ def test_from_pretrained_reads_a_hugging_face_folder(tmp_path):
         GPT.from_pretrained(str(tmp_path / 'nowhere'))
 
 
-@pytest.mark.parametrize('bad', [dict(n_embd=17), dict(n_layer=0), dict(block_size=-1), dict(vocab_size=1.5), dict(dropout=1.0), dict(dropout=-0.1)])
+@pytest.mark.parametrize(
+    'bad',
+    [
+        dict(n_embd=17),
+        dict(n_layer=0),
+        dict(block_size=-1),
+        dict(vocab_size=1.5),
+        dict(dropout=1.0),
+        dict(dropout=-0.1),
+    ],
+)
 def test_impossible_shapes_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         GPTConfig(**bad)
@@ -292,10 +329,16 @@ def test_attend_takes_a_mask_in_place_of_causality():
 @pytest.mark.parametrize('context', ['inference_mode', 'autocast', 'float64', 'bfloat16'])
 def test_caches_take_the_dtype_of_the_keys(context):
     model, idx = tiny().eval(), torch.randint(31, (2, 7))
-    dtype = {'autocast': torch.bfloat16, 'float64': torch.float64, 'bfloat16': torch.bfloat16}.get(context, torch.float32)
+    dtype = {'autocast': torch.bfloat16, 'float64': torch.float64, 'bfloat16': torch.bfloat16}.get(
+        context, torch.float32
+    )
     if context in ('float64', 'bfloat16'):
         model = model.to(dtype)
-    with torch.inference_mode(context == 'inference_mode'), torch.autocast('cpu', torch.bfloat16, enabled=context == 'autocast'), torch.no_grad():
+    with (
+        torch.inference_mode(context == 'inference_mode'),
+        torch.autocast('cpu', torch.bfloat16, enabled=context == 'autocast'),
+        torch.no_grad(),
+    ):
         _, _, kv_cache = model(idx[:, :4])
         assert kv_cache[0].k_cache.dtype == kv_cache[2].v_cache.dtype == dtype
         last, _, kv_cache = model(idx[:, 4:], kv_cache=kv_cache)
@@ -310,7 +353,11 @@ def test_hooks_fire_in_every_module():
             module.register_forward_hook(lambda m, args, out, name=name: seen.append(name))
             module.register_forward_pre_hook(lambda m, args: None)
     model(torch.randint(31, (1, 4)))
-    expected = [n for n, m in model.named_modules() if n and not isinstance(m, (torch.nn.ModuleDict, torch.nn.ModuleList)) and n != 'transformer.wpe']
+    expected = [
+        n
+        for n, m in model.named_modules()
+        if n and not isinstance(m, (torch.nn.ModuleDict, torch.nn.ModuleList)) and n != 'transformer.wpe'
+    ]
     assert sorted(seen) == sorted(expected)
     compiled = []
     model.transformer.h[1].mlp._compiled_call_impl = lambda x: compiled.append(x) or x  # what Module.compile() sets
