@@ -22,8 +22,8 @@ def check_model(model):
     """
     ValueError unless the model is model.py's GPT, unchanged, with float32 weights on the CPU.
 
-    The kernel reads the weights and runs no code of the model's, so modules of other classes, hooks and replaced
-    `forward` functions are refused, and so are weights of other shapes than the config says.
+    The compiled step reads the weights and runs no code of the model's. So modules of other classes, hooks, replaced
+    `forward` functions and weights of other shapes than the config says are refused.
     """
     def refuse(what):
         raise ValueError(f"the CPU decoder {what}: {REFUSED}")
@@ -32,10 +32,14 @@ def check_model(model):
     t = model.transformer
     linears = [linear for b in t.h for linear in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)]
     linears.append(model.lm_head)
-    for kind, modules in ((nn.Linear, linears), (nn.LayerNorm, norms_of(model)), (nn.Embedding, [t.wte, t.wpe])):
+    dropouts = [t.drop, *(dropout for b in t.h for dropout in (b.attn.resid_dropout, b.mlp.dropout))]
+    for kind, modules in ((nn.Linear, linears), (nn.LayerNorm, norms_of(model)), (nn.Embedding, [t.wte, t.wpe]),
+                          (nn.GELU, [b.mlp.gelu for b in t.h]), (nn.Dropout, dropouts)):
         for module in modules:
             if type(module) is not kind:
                 refuse(f"expects {kind.__name__} here, not {type(module).__name__}")
+    if any(b.mlp.gelu.approximate != 'none' for b in t.h):
+        refuse("computes the exact GELU, not its tanh approximation")
     if len({norm.eps for norm in norms_of(model)}) > 1:
         refuse("expects one eps for all layer norms")
     found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}

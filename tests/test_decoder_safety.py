@@ -313,6 +313,8 @@ def own_forward(model):
 @pytest.mark.parametrize('change', [
     lambda m: m.transformer.h[0].register_forward_hook(lambda *a: None), replace_linear, replace_mlp, widen,
     lambda m: m.transformer.ln_f.register_forward_pre_hook(lambda *a: None), own_forward,
+    lambda m: setattr(m.transformer.h[0].mlp, 'gelu', torch.nn.ReLU()),
+    lambda m: setattr(m.transformer.h[0].mlp, 'gelu', torch.nn.GELU(approximate='tanh')),
     lambda m: setattr(m.config, 'block_size', 10 ** 6)])
 def test_hooks_and_modules_that_come_later_are_refused(change):
     """The kernel does not run them, so it says so, at the next step of a cache and at the next cache."""
