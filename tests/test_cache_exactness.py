@@ -23,7 +23,8 @@ def in_chunks(model, idx, chunks):
     kv_cache, logits, start = None, [], 0
     with torch.no_grad():
         for n in chunks:
-            x, kv_cache = model.hidden_states(idx[:, start:start + n], kv_cache, use_cache=True)
+            kv_cache = kv_cache or model.empty_cache(len(idx))
+            x, kv_cache = model.hidden_states(idx[:, start:start + n], torch.arange(start, start + n), kv_cache)
             logits.append(model.lm_head(x))
             start += n
     assert all(c.cache_pos == start for c in kv_cache)

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 import checkpoint as checkpoints
 import formats
 import loading
+from generation import generate
 import model as plain_model
 import tokenizer as tokenizers
 from model import GPT, GPTConfig

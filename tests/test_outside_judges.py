@@ -84,8 +84,9 @@ def run_case(node, inputs):
         past_k, past_v = tensors['past_key'], tensors['past_value']
         block_size = past_k.size(2) + k.size(2) + 3
         cache = LayerKVCache(*(past.new_full((*past.shape[:2], block_size, past.size(3)), float('nan')) for past in (past_k, past_v)), 0)
-        cache = cache.append(past_k, past_v)[3]
-        k, v, _, cache = cache.append(k, v)
+        positions = torch.arange(block_size)
+        cache = cache.append(past_k, past_v, positions[:past_k.size(2)])[3]
+        k, v, _, cache = cache.append(k, v, positions[past_k.size(2):][:k.size(2)])
         outputs |= {'present_key': k.numpy(), 'present_value': v.numpy()}
     causal = any(a.name == 'is_causal' and a.i for a in node.attribute)
     if mask is None and not causal:

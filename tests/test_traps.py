@@ -6,6 +6,7 @@ import pytest
 import torch
 from test_cache_exactness import in_chunks, large
 
+from generation import generate, stream
 import model as model_module
 from model import GPT, GPTConfig, LayerKVCache
 
@@ -105,10 +106,10 @@ def test_nothing_holds_a_cache_after_generate_returns(monkeypatch):
     monkeypatch.setattr(LayerKVCache, 'empty_like', recorded)
     model = large(5, torch.float32)
     model.generate(torch.randint(29, (1, 4)), 5, use_cache=True)
-    stream = model.stream(torch.randint(29, (1, 4)), 5, use_cache=True)
-    next(stream)
-    stream.close()  # nor when the consumer leaves early
-    del stream
+    steps = stream(model, torch.randint(29, (1, 4)), 5, use_cache=True)
+    next(steps)
+    steps.close()  # nor when the consumer leaves early
+    del steps
     gc.collect()
     assert len(caches) == 8 and all(ref() is None for ref in caches)
 
@@ -126,7 +127,7 @@ def test_the_fallback_allocates_no_cache(monkeypatch):
 def test_the_first_token_sampled_once_and_copied_to_every_sample(use_cache):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=1, n_embd=8)).eval()  # as initialised: near-uniform logits
-    tokens = model.generate(torch.tensor([[1, 2, 3]]), 2, use_cache=use_cache, num_samples=16)
+    tokens = generate(model, torch.tensor([[1, 2, 3]]), 2, use_cache=use_cache, num_samples=16)
     assert tokens.shape == (16, 5) and (tokens[:, :3] == torch.tensor([1, 2, 3])).all()
     assert len(set(tokens[:, 3].tolist())) > 4 and len(set(tokens[:, 4].tolist())) > 4
 
