@@ -14,9 +14,63 @@ from contextlib import contextmanager
 from tokenizer import CharTokenizer, GPT2Tokenizer
 from whole_file import replacing
 
+GPT2_NAMES = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'
 HF_FILES = {'config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json', 'meta.json'}
 GGUF_NAMES = {'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_1': 'attn_norm', 'attn.c_attn': 'attn_qkv',
               'attn.c_proj': 'attn_output', 'ln_2': 'ffn_norm', 'mlp.c_fc': 'ffn_up', 'mlp.c_proj': 'ffn_down'}
+
+
+def read_gpt2(model_type, override_args):
+    """
+    GPT-2's weights from a folder in Hugging Face format, which is downloaded first when model_type is a GPT-2's name.
+
+    Returns (the arguments of GPTConfig, the state dict of a GPT). Raises ValueError if there is no such folder, if it
+    cannot be read, and if it holds another model.
+    """
+    if set(override_args) - {'dropout'}:
+        raise ValueError(f"only dropout can be overridden in pretrained weights, not {', '.join(override_args)}")
+    folder = download_gpt2(model_type) if model_type in GPT2_NAMES and not os.path.isdir(model_type) else model_type
+    files = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
+    if not files or not os.path.exists(os.path.join(folder, 'config.json')):
+        raise ValueError(f"{model_type!r} is neither {', '.join(GPT2_NAMES)} nor a folder with config.json and "
+                         "*.safetensors")
+    try:
+        from safetensors.torch import load_file
+    except ImportError as e:
+        raise ValueError(f"reading {folder} needs safetensors: pip install safetensors (or transformers)") from e
+    try:
+        with open(os.path.join(folder, 'config.json')) as f:
+            hf_config = json.load(f)
+        weights = {k: w for name in files for k, w in load_file(os.path.join(folder, name)).items()}
+    except Exception as e:  # errors of json, of safetensors and of the file system all mean this
+        raise ValueError(f"{folder} cannot be read ({type(e).__name__}: {e}): is the download complete?") from e
+    missing = {'n_positions', 'vocab_size', 'n_layer', 'n_head', 'n_embd'} - set(hf_config)
+    if hf_config.get('model_type') != 'gpt2' or missing:
+        raise ValueError(f"{folder}/config.json is not a gpt2's: model_type is {hf_config.get('model_type')!r}, "
+                         f"and it lacks {', '.join(sorted(missing)) or 'nothing'}")
+    sizes = dict(block_size=hf_config['n_positions'],
+                 **{k: hf_config[k] for k in ('vocab_size', 'n_layer', 'n_head', 'n_embd')})
+    state_dict = {}
+    for key, w in weights.items():
+        key = key if key.startswith(('transformer.', 'lm_head.')) else 'transformer.' + key
+        # GPT-2's linears are 'Conv1D', stored (in, out)
+        transposed = key.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight'))
+        state_dict[key] = w.t() if transposed else w
+    if 'transformer.wte.weight' in state_dict:
+        state_dict.setdefault('lm_head.weight', state_dict['transformer.wte.weight'])
+    return sizes | override_args, state_dict
+
+
+def download_gpt2(name):
+    """The folder of GPT-2's files, downloaded or from the cache of huggingface_hub. ValueError where neither works."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as e:
+        raise ValueError(f"downloading {name} needs huggingface_hub: pip install transformers") from e
+    try:
+        return snapshot_download('openai-community/' + name, allow_patterns=['config.json', 'model.safetensors'])
+    except Exception as e:  # it has some thirty kinds of error
+        raise ValueError(f"{name} could not be downloaded ({type(e).__name__}): connect, or pass a local folder") from e
 
 
 def to_huggingface(model, folder, tokenizer=None):

@@ -1,0 +1,191 @@
+"""
+A decoder's tuples as a cache of sequences, and the cache of a model that uses none.
+
+Both have the methods of `generation.Cache`: new, fork, truncate, free and step.
+"""
+import torch
+
+
+class TupleCache:
+    """
+    The list of tuples (k_cache, v_cache, cache_pos) of a decoder: a sequence is a row of their batch.
+
+    decoder: a callable (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache); the model's own `step` if None.
+
+    Sequences that are fed together are in one batch. It has an int as cache_pos if they have the same length, and a
+    tensor if not. Rows are copied only when the sequences that are fed are not those of the step before. Tokens that
+    fill the whole window leave nothing to go on from: of such a sequence nothing is kept.
+    """
+
+    def __init__(self, model, decoder=None):
+        self.model, self.decoder, self.name = model, decoder or model.step, getattr(decoder, 'name', 'the model')
+        self.kv_cache, self.batch = None, []  # the handle of each row
+        self.row, self.length = {}, {}        # {handle: its row}: forks share one until they are fed; {handle: tokens}
+        self.window, self.n_handles = None, 0  # window: the storage of a decoder for sequences that fill it
+
+    def new(self):
+        self.n_handles += 1
+        self.length[self.n_handles] = 0
+        return self.n_handles
+
+    def fork(self, handle):
+        new = self.new()
+        self.length[new] = self.length[handle]
+        if handle in self.row:
+            self.row[new] = self.row[handle]
+        return new
+
+    def truncate(self, handle, n):
+        check_start(n, self.length[handle])
+        self.length[handle] = n
+
+    def free(self, handle):
+        del self.length[handle]
+        self.row.pop(handle, None)
+
+    def nbytes(self):
+        """Bytes of all tuples."""
+        return sum(layer[i].nbytes for layer in [*(self.kv_cache or []), *(self.window or [])] for i in (0, 1))
+
+    def step(self, work):
+        """See `generation.Cache.step`."""
+        handles, starts, tokens = work
+        for handle, start in zip(handles, starts):
+            check_start(start, self.length[handle])
+        block_size = self.model.config.block_size
+        if not isinstance(tokens, torch.Tensor) or starts.count(starts[0]) < len(starts):
+            logits, n_new = self.step_mixed(handles, starts, list(tokens)), [len(new) for new in tokens]
+        elif tokens.size(1) < block_size:
+            logits, n_new = self.run(handles, starts[0], tokens), [tokens.size(1)] * len(handles)
+        else:
+            logits, n_new = self.fill_window(handles, tokens), [0] * len(handles)
+        for handle, start, n in zip(handles, starts, n_new):
+            self.length[handle] = start + n if n < block_size else 0
+        return logits[:, 0]
+
+    def step_mixed(self, handles, starts, tokens):
+        """Sequences of several lengths: those that fill the window together, and all others together."""
+        full = [i for i, new in enumerate(tokens) if len(new) == self.model.config.block_size]
+        others = [i for i in range(len(handles)) if i not in full]
+        parts = []
+        if full:  # first, while `length` still says which rows the others have
+            parts.append(self.fill_window([handles[i] for i in full], torch.stack([tokens[i] for i in full])))
+        if others:
+            parts.append(self.run_ragged(*([each[i] for i in others] for each in (handles, starts, tokens))))
+        order = torch.tensor(full + others, device=parts[0].device)
+        return torch.cat(parts)[order.argsort()]
+
+    def run(self, handles, cache_pos, idx):
+        """The decoder on idx (B, T) for these sequences, at cache_pos, an int or a tensor (B,)."""
+        self.arrange(handles)
+        logits, kv_cache = self.decoder(idx, self.rows(len(handles), cache_pos))
+        if len(handles) == len(self.batch):
+            self.kv_cache = kv_cache
+        return logits
+
+    def run_ragged(self, handles, starts, tokens):
+        """
+        One step for sequences of different lengths; tokens: (T_i,) each.
+
+        All tokens but a sequence's last are written first. They are padded to one length, and the next token is
+        written over the padding before anything reads it. Then all last tokens take one step together.
+        """
+        self.arrange(handles)
+        prompts = [i for i, new in enumerate(tokens) if len(new) > 1]
+        if self.kv_cache is None:
+            self.kv_cache = self.decoder(padded([new[:-1] for new in tokens]), None)[1]
+        elif prompts and not any(starts[i] for i in prompts):
+            self.write(prompts, 0, padded([tokens[i][:-1] for i in prompts]))
+        else:
+            for i in prompts:
+                self.write([i], starts[i], tokens[i][None, :-1])
+        ends = [start + len(new) - 1 for start, new in zip(starts, tokens)]
+        return self.run(handles, torch.tensor(ends, device=tokens[0].device), torch.stack([new[-1:] for new in tokens]))
+
+    def write(self, rows, cache_pos, idx):
+        """Feed idx (n, T) at cache_pos to some rows of the batch; the logits are of no use."""
+        rows = torch.tensor(rows, device=idx.device)
+        _, written = self.decoder(idx, [(k[rows], v[rows], cache_pos) for k, v, _ in self.kv_cache])
+        for (k, v, _), (k_new, v_new, _) in zip(self.kv_cache, written):
+            k.index_copy_(0, rows, k_new)
+            v.index_copy_(0, rows, v_new)
+
+    def fill_window(self, handles, idx):
+        """Logits for sequences whose tokens idx (B, block_size) fill the window, in storage that is used again."""
+        if self.kv_cache is not None and not any(n for handle, n in self.length.items() if handle not in handles):
+            self.window, self.kv_cache, self.batch, self.row = self.kv_cache, None, [], {}
+        storage = self.window if self.window and len(self.window[0][0]) == len(idx) else None
+        logits, self.window = self.decoder(idx, storage and [(k, v, 0) for k, v, _ in storage])
+        return logits
+
+    def rows(self, n, cache_pos):
+        """The list of tuples for the decoder: the first n rows of the batch, as views, at cache_pos; or None."""
+        if self.kv_cache is None:
+            return None
+        if n == len(self.batch):
+            if type(cache_pos) is type(self.kv_cache[0][2]) is int and cache_pos == self.kv_cache[0][2]:
+                return self.kv_cache
+            return [(k, v, cache_pos) for k, v, _ in self.kv_cache]
+        return [(k[:n], v[:n], cache_pos) for k, v, _ in self.kv_cache]
+
+    def arrange(self, handles):
+        """Make these sequences the first rows of the batch, in this order; other sequences with tokens come after."""
+        if handles == self.batch:
+            return
+        batch = handles + [handle for handle, n in self.length.items() if n and handle not in handles]
+        if batch == self.batch:
+            return
+        if self.kv_cache is not None:
+            # a new sequence gets a copy of row 0: numbers that it writes over before it reads them
+            rows = torch.tensor([self.row.get(handle, 0) for handle in batch], device=self.kv_cache[0][0].device)
+            self.kv_cache = [(k[rows], v[rows], pos) for k, v, pos in self.kv_cache]
+        self.batch, self.row = batch, {handle: row for row, handle in enumerate(batch)}
+
+
+class NoCache:
+    """Keeps the tokens of each sequence and computes them all in each step: what generation without a cache is."""
+    name = 'no cache'
+
+    def __init__(self, model):
+        self.model, self.tokens = model, {}  # {handle: (T,)}
+
+    def new(self):
+        handle = len(self.tokens)
+        self.tokens[handle] = None
+        return handle
+
+    def fork(self, handle):
+        new = self.new()
+        self.tokens[new] = self.tokens[handle]
+        return new
+
+    def truncate(self, handle, n):
+        self.tokens[handle] = self.tokens[handle][:n]
+
+    def free(self, handle):
+        self.tokens[handle] = None
+
+    def nbytes(self):
+        return 0
+
+    def step(self, work):
+        """See `generation.Cache.step`. Sequences of different lengths are computed one by one."""
+        for handle, start, new in zip(*work):
+            self.tokens[handle] = torch.cat([self.tokens[handle][:start], new]) if start else new
+        texts = [self.tokens[handle] for handle in work.handles]
+        together = [texts] if len({len(text) for text in texts}) == 1 else [[text] for text in texts]
+        return torch.cat([self.model.step(torch.stack(part), None, use_cache=False)[0] for part in together])[:, 0]
+
+
+def check_start(start, length):
+    """ValueError unless a sequence of `length` cached tokens can go on at position `start`."""
+    if not 0 <= start <= length:
+        raise ValueError(f"the cache holds {length} tokens of this sequence: it cannot go on from position {start}")
+
+
+def padded(tokens):
+    """Token ids (T_i,) each, one below the other, with zeros behind the shorter ones: (B, T), T at least 1."""
+    idx = tokens[0].new_zeros(len(tokens), max(1, *map(len, tokens)))
+    for row, new in zip(idx, tokens):
+        row[:len(new)] = new
+    return idx
