@@ -64,7 +64,7 @@ def negative_log_likelihoods(model, tokens, cache=None, when_full='crop', keep=N
         sequence.handle = cache.new()
     nll, lengths = [], []
     for t in tqdm(range(1, tokens.size(1)), desc=f'{when_full}, {cache.name}', leave=False, disable=None):
-        logits = advance(sequences, cache)
+        logits = advance(sequences, cache, tokens.device)
         if t > skip:
             nll.append(F.cross_entropy(logits.float(), tokens[:, t], reduction='none'))
             lengths.append(sequences[0].length)
