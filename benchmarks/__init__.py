@@ -9,7 +9,7 @@ What is measured, and how. `bench.py` runs the first six of these; the others ar
     loss           the cost of dropped context and rounded numbers, in nats
 
     busy.py              a decoder beside processes that keep the cores busy
-    old_and_new.py       two work trees, timed in turns (old_and_new_worker.py runs in each)
+    old_and_new.py       two work trees, timed in turns (timed_tree.py runs in each)
     house.py             the picture of the modules and their imports
     figures/draw_*.py    the pictures that explain the caches
 

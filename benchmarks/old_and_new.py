@@ -54,7 +54,7 @@ class Worker:
     """A process that runs the code of one tree. cases: the names of what it can time."""
 
     def __init__(self, folder):
-        worker = os.path.join(ROOT, 'benchmarks', 'old_and_new_worker.py')
+        worker = os.path.join(ROOT, 'benchmarks', 'timed_tree.py')
         shapes = {name: {field: getattr(c, field) for field in CONFIG_FIELDS} for name, c in SHAPES.items()}
         command = sys.executable, worker, json_format.dumps(shapes), only
         self.process = subprocess.Popen(command, cwd=folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

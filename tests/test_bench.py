@@ -1,7 +1,6 @@
 """bench.py and the scripts of benchmarks/ run, count correctly and write their files. The speeds are not tested."""
 import json
 import os
-import shutil
 
 import pytest
 import torch
@@ -43,13 +42,20 @@ def test_generate_mode(repo):
                                               ('figures/draw_masks.py', ['masks.png']), ('house.py', ['house.png'])])
 def test_the_pictures_of_the_documentation_are_drawn(repo, script, pictures):
     figures = repo / 'benchmarks' / 'figures'
-    figures.mkdir(exist_ok=True)
-    shutil.copy(os.path.join(ROOT, 'benchmarks', script), repo / 'benchmarks' / script)
     for name in pictures:
         (figures / name).unlink(missing_ok=True)
     done = run(repo, 'benchmarks/' + script)
     assert done.returncode == 0, done.stderr
     assert all((figures / name).read_bytes().startswith(b'\x89PNG') for name in pictures)
+
+
+def test_two_trees_are_timed_in_turns(repo):
+    done = run(repo, 'benchmarks/old_and_new.py', f'--old={ROOT}', '--only=cached steps', '--rounds=3', '--json=b.json')
+    assert done.returncode == 0 and 'new / old' in done.stdout, done.stderr
+    times, = json.loads((repo / 'b.json').read_text()).values()
+    assert len(times['old']) == len(times['new']) == 2
+    wrong = run(repo, 'benchmarks/old_and_new.py', '--old=nowhere')
+    assert wrong.returncode == 2 and "not 'nowhere'" in wrong.stderr
 
 
 def test_train_mode_on_real_and_on_random_tokens(repo):

@@ -1,5 +1,5 @@
 """
-The process of one tree for old_and_new.py, which starts it in the tree's folder: old_and_new_worker.py SHAPES ONLY.
+The process of one tree for old_and_new.py, which starts it in the tree's folder: timed_tree.py SHAPES ONLY.
 
 It prints the names of its cases as a JSON list, then for each name that it reads on stdin the seconds that the case has
 taken. Only names that every version of the code has are used here.
