@@ -1,12 +1,12 @@
 """
-How a decoder does beside processes that keep the cores busy.
+The speed of a decoder beside processes that keep the cores busy.
 
-    python benchmarks/busy.py                    S, M and L, one and ten sequences, 0, 1 and 2 busy neighbours, 20 runs of each
+    python benchmarks/busy.py           S, M and L, one and ten sequences, 0, 1 and 2 busy neighbours, 20 runs of each
     python benchmarks/busy.py --shape=S --runs=5
 
-The fair share is the quiet rate times the part of the cores that is left when neighbours and we get equal parts:
-cores / (cores + neighbours). The table shows the slowest and the median of the runs beside it, and beside the model's
-own cached step (eager).
+The table has the slowest and the median run, the fair share, and the model's own cached step (eager). The fair share
+is the rate without neighbours times cores / (cores + neighbours): the part of the cores that one process gets if all
+get equal parts.
 """
 import os
 import statistics
@@ -14,19 +14,17 @@ import subprocess
 import sys
 import time
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-
-import json as json_format
+sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # the repository
 
 import torch
 from tqdm import tqdm
 
 import configurator
 import decode
-from bench import SHAPES
+from benchmarks.report import write_json
+from benchmarks.shapes import SHAPES
 from decode.threads import n_cores
 from model import GPT
-from whole_file import replacing
 
 shape = 'S,M,L'        # shapes of bench.py
 batches = '1,10'       # sequences at once
@@ -69,7 +67,7 @@ def main(config):
 
 
 def rate(model, idx, decoder, n_new):
-    """Tokens a second: n_new greedy ones after the prompts idx, again and again until it has taken `seconds`."""
+    """Tokens a second of generating n_new greedy tokens after the prompts idx, repeated for at least `seconds`."""
     began, n = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
         model.generate(idx, n_new, temperature=0, use_cache=True, decoder=decoder)
@@ -78,6 +76,7 @@ def rate(model, idx, decoder, n_new):
 
 
 def report(counts, cells, rates):
+    """Print the table and write the JSON file. rates: {(neighbours, case): tokens a second of each run}."""
     rows, cores = [], n_cores()
     for name, B in cells:
         kinds = {case[2] for _, case in rates if case[:2] == (name, B)}
@@ -86,17 +85,16 @@ def report(counts, cells, rates):
         for n in counts:
             mine, eager = rates[n, (name, B, ours)], rates[n, (name, B, 'eager')]
             fair = quiet * cores / (cores + n)
-            rows.append(dict(shape=name, batch=B, neighbours=n, slowest=min(mine), median=statistics.median(mine), fair_share=fair,
-                             slowest_of_fair_share=min(mine) / fair, eager=statistics.median(eager), runs=mine))
+            rows.append(dict(shape=name, batch=B, neighbours=n, slowest=min(mine), median=statistics.median(mine),
+                             fair_share=fair, slowest_of_fair_share=min(mine) / fair, eager=statistics.median(eager),
+                             runs=mine))
     print(f"{cores} cores, {torch.__version__}, {weights}; tokens/s of {runs} runs\n")
     print("| shape | sequences | neighbours | slowest | median | fair share | slowest / fair share | eager |")
     print("|---|---|---|---|---|---|---|---|")
     for r in rows:
-        print(f"| {r['shape']} | {r['batch']} | {r['neighbours']} | {r['slowest']:,.0f} | {r['median']:,.0f} | {r['fair_share']:,.0f} "
-              f"| {r['slowest_of_fair_share']:.2f} | {r['eager']:,.0f} |")
-    if json:
-        with replacing(json, 'w') as f:
-            json_format.dump(rows, f, indent=1)
+        print(f"| {r['shape']} | {r['batch']} | {r['neighbours']} | {r['slowest']:,.0f} | {r['median']:,.0f} "
+              f"| {r['fair_share']:,.0f} | {r['slowest_of_fair_share']:.2f} | {r['eager']:,.0f} |")
+    write_json(json, rows)
 
 
 if __name__ == '__main__':

@@ -1,11 +1,14 @@
-"""Other engines compute the same model: those with our arithmetic give our tokens, batch or no batch, bias or none."""
+"""Other engines compute the same model: those with our arithmetic give our tokens, with bias and without."""
 import gc
 
 import pytest
 import torch
 
+from benchmarks.peers.engine import Engine, torch_threads
+from benchmarks.peers.hugging_face import HuggingFace
+from benchmarks.peers.onnx_engine import OnnxRuntime
+from benchmarks.peers.race import PEERS
 from model import GPT, GPTConfig
-from peers import PEERS, HuggingFace, OnnxRuntime, Peer, torch_threads
 
 
 def tiny(bias=True, n_head=2, n_embd=32, noise=0.1):
@@ -36,31 +39,34 @@ def test_the_same_tokens(peer, bias, threads):
     for n_head, n_embd in ((2, 32), (2, 64), (1, 128)):  # heads of 16, 32 and 128 channels
         model = tiny(bias, n_head, n_embd)
         engine = built(peer, model, threads=threads)
-        for prompts in (torch.randint(50, (1, 5)), torch.randint(50, (3, 5)), torch.randint(50, (2, 1)), torch.randint(50, (1, 24))):
-            n_new = 25 - prompts.size(1)  # to the window's last place
+        for shape in ((1, 5), (3, 5), (2, 1), (1, 24)):
+            prompts = torch.randint(50, shape)
+            n_new = 25 - prompts.size(1)  # up to the last position of the window
             want = ours(model, prompts, n_new)
             assert torch.equal(engine.generate(prompts, n_new), want)
-            assert torch.equal(engine.generate(prompts.tolist(), n_new), want)  # once more, on what the first left behind
+            assert torch.equal(engine.generate(prompts.tolist(), n_new), want)  # again, on the caches of the first call
         turned = torch.randint(50, (5, 3)).t()  # not contiguous
         assert torch.equal(engine.generate(turned, 4), ours(model, turned, 4))
 
 
-@pytest.mark.parametrize('peer, weights, way', [(peer, weights, way) for peer in PEERS for weights in peer.ways for way in peer.ways[weights]],
-                         ids=lambda x: getattr(x, 'name', None) or str(x))
+EVERY_WAY = [(peer, weights, way) for peer in PEERS for weights in peer.ways for way in peer.ways[weights]]
+
+
+@pytest.mark.parametrize('peer, weights, way', EVERY_WAY, ids=lambda x: getattr(x, 'name', None) or str(x))
 def test_the_same_model_but_for_rounding(peer, weights, way):
-    """The first token, from 40 prompts: all that rounding and another GELU leave in place. A wrong weight leaves nothing."""
+    """Most first tokens of 40 prompts are ours, in spite of rounding or another GELU; with a wrong weight few are."""
     model = tiny()
     prompts = torch.randint(50, (40, 6))
     want = ours(model, prompts, 1)
     got = built(peer, model, weights, **way).generate(prompts, 3)
     assert got.shape == (40, 3) and got.dtype == torch.int64
     assert (got[:, :1] == want).float().mean() > 0.8
-    assert torch.equal(ours(model, prompts, 1), want)  # and nobody has touched our weights
+    assert torch.equal(ours(model, prompts, 1), want)  # our weights have not changed
 
 
 @pytest.mark.parametrize('peer', PEERS, ids=lambda peer: peer.name)
 def test_no_token_ends_a_row(peer):
-    """Whatever an engine takes for the end of a text, it is among the tokens drawn here, and the row goes on."""
+    """The tokens here include the one that an engine takes for the end of a text. Rows go on after it."""
     model, prompts = tiny(noise=0), torch.arange(50)[:, None]
     want = ours(model, prompts, 20)
     assert len(want[:, 0].unique()) > 45
@@ -75,24 +81,26 @@ def test_an_engine_outlives_another(peer):
     engines[1].generate(prompts[:1], 8)
     del engines[1]
     gc.collect()
-    assert torch.equal(engines[0].generate(prompts[:1], 8), want[:1])  # another batch makes room anew
+    assert torch.equal(engines[0].generate(prompts[:1], 8), want[:1])  # another batch size needs new caches
     assert torch.equal(engines[0].generate(prompts, 8), want)
 
 
-def test_what_is_not_there_says_what_to_install():
-    class Nobody(Peer):
-        name, packages = 'Nobody', {'os': 'python', 'no_such_module': 'no-such-package'}
-    assert Nobody.missing() == 'pip install no-such-package'
-    with pytest.raises(ValueError, match='Nobody cannot be used: pip install no-such-package'):
-        Nobody(tiny())
+def test_a_missing_package_is_named():
+    class Missing(Engine):
+        name, packages = 'Missing', {'os': 'python', 'no_such_module': 'no-such-package'}
+    assert Missing.missing() == 'pip install no-such-package'
+    with pytest.raises(ValueError, match='Missing cannot be used: pip install no-such-package'):
+        Missing(tiny())
 
 
-def test_what_does_not_fit_is_an_error():
+def test_prompts_and_weights_that_do_not_fit_are_errors():
     engine = built(HuggingFace, tiny())
     with pytest.raises(ValueError, match='do not fit into block_size 24'):
         engine.generate(torch.zeros(1, 5, dtype=torch.long), 21)
-    with pytest.raises(ValueError, match='at least one token'):
+    with pytest.raises(ValueError, match='at least one token each'):
         engine.generate(torch.zeros(1, 0, dtype=torch.long), 3)
+    with pytest.raises(ValueError, match='n_new must be at least 1, not 0'):
+        engine.generate(torch.zeros(1, 5, dtype=torch.long), 0)
     with pytest.raises(ValueError, match="float32 here, not in 'int4'"):
         HuggingFace(tiny(), 'int4')
     if not OnnxRuntime.missing():

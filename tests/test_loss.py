@@ -1,21 +1,26 @@
-"""What a policy costs is measured on the contexts that generation would have had."""
+"""The loss of a policy for full contexts is measured on the contexts that generation would have had."""
 import pytest
 import torch
 from test_cache_exactness import large
 
 import decode
-from likelihood import negative_log_likelihoods
+from benchmarks.loss import negative_log_likelihoods
+from generation import TupleCache
 
 BLOCK = 16
 
 
-@pytest.mark.parametrize('policy', [dict(), dict(when_full='shift'), *(dict(when_full='shift', keep=3, n_keep=n) for n in (1, 4))], ids=str)
+POLICIES = [dict(), dict(when_full='shift'), *(dict(when_full='shift', keep=3, n_keep=n) for n in (1, 4))]
+
+
+@pytest.mark.parametrize('policy', POLICIES, ids=str)
 @pytest.mark.parametrize('decoder', [False, True])
 def test_against_a_loop_over_lists(policy, decoder):
     model = large(0, torch.float32)
     tokens = torch.randint(29, (3, 50))
     keep = BLOCK if not policy else policy.get('keep', BLOCK // 2)
-    nll, context = negative_log_likelihoods(model, tokens, decode.best(model, 3) if decoder else None, skip=4, **policy)
+    cache = TupleCache(model, decode.best(model, 3)) if decoder else None
+    nll, context = negative_log_likelihoods(model, tokens, cache, skip=4, **policy)
     assert nll.shape == (45, 3) and context.shape == (45,)
     for row, text in enumerate(tokens.tolist()):
         seen = text[:1]

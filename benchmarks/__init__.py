@@ -1,0 +1,18 @@
+"""
+What is measured, and how. `bench.py` runs the first six of these; the others are scripts.
+
+    train_step     time of a training iteration
+    generate       tokens a second, with the cache and without
+    peers/         the same weights in other engines
+    caches         the caches of kvcache/: time, and what they share
+    memory         peak memory of generation
+    loss           the cost of dropped context and rounded numbers, in nats
+
+    busy.py              a decoder beside processes that keep the cores busy
+    old_and_new.py       two work trees, timed in turns (timed_tree.py runs in each)
+    house.py             the picture of the modules and their imports
+    figures/draw_*.py    the pictures that explain the caches
+
+    shapes, report, plotting     the models that are measured; JSON and the machine; matplotlib
+    results/, figures/           the measured rows and the pictures of the documents
+"""

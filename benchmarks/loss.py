@@ -1,0 +1,144 @@
+"""
+How well a model predicts a text when context is dropped, or weights or the cache are rounded: the cost in nats a token.
+
+    python bench.py --mode=loss
+
+The model is the newest out*/ckpt.pt, the text the validation split of its data set.
+"""
+import os
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import checkpoint as checkpoints
+import decode
+import kvcache
+import model as gpt
+from benchmarks.plotting import plt, save
+from generation import TupleCache, advance, make_sequences
+from training.batches import Batches
+
+
+def run(device):
+    """
+    Measure the newest checkpoint, print a table, and return (path, rows, loss by context).
+
+    path: of the checkpoint. rows: those of `compare`. loss by context: a list of block_size numbers, see
+    `loss_by_context`. Raises ValueError if there is no checkpoint.
+    """
+    model, _, folder = checkpoints.load_model('resume', '', gpt)
+    path = os.path.join(folder, 'ckpt.pt')
+    data_dir = 'data/' + checkpoints.load(path)['config']['dataset']
+    text = Batches(data_dir, 'val', 1, model.config.block_size, model.config.vocab_size, device).tokens
+    text = torch.from_numpy(text.astype('int64'))
+    rows, by_context = compare(model, text), loss_by_context(model, text).tolist()
+    print(f"{path} on {data_dir}/val.bin, {rows[0]['tokens']:,} tokens, window {model.config.block_size}")
+    print(table(rows))
+    return path, rows, by_context
+
+
+def table(rows):
+    """The rows of `compare` as text."""
+    lines = [f"{'weights':<10}{'kv bits':>8}{'bytes':>7}  {'when_full':<10}{'keep':>5}{'context':>9}"
+             f"{'nats a token':>14}{'difference':>22}"]
+    lines += [f"{row['weights']:<10}{row['kv_bits'] or 32:>8}{row['kv_bytes_a_token']:>7,}  {row['when_full']:<10}"
+              f"{row['keep']:>5}{row['mean_context']:>9.1f}{row['nll']:>14.4f}"
+              f"{row['difference']:>+10.5f} +- {row['standard_error']:.5f}{row['difference'] / rows[0]['nll']:>+9.3%}"
+              for row in rows]
+    return '\n'.join(lines)
+
+
+@torch.inference_mode()
+def negative_log_likelihoods(model, tokens, cache=None, when_full='crop', keep=None, n_keep=0, skip=0):
+    """
+    The loss of each token of tokens (B, T), given the context that `generation.stream` would have had for it.
+
+    Returns (nll, context), (T - 1 - skip, B) and (T - 1 - skip,). nll: in nats, of the tokens from number 1 + skip on.
+    context: how many tokens came before. cache: a `generation.Cache`; by default the model with its tuples.
+    when_full, keep, n_keep: as in `stream`, for prompts of one token.
+    """
+    cache, tokens = cache or TupleCache(model), gpt.as_int64('tokens', tokens)
+    sequences = make_sequences(model, tokens[:, :1], when_full=when_full, keep=keep, n_keep=n_keep)
+    for sequence in sequences:
+        sequence.handle = cache.new()
+    nll, lengths = [], []
+    for t in tqdm(range(1, tokens.size(1)), desc=f'{when_full}, {cache.name}', leave=False, disable=None):
+        logits = advance(sequences, cache, tokens.device)
+        if t > skip:
+            nll.append(F.cross_entropy(logits.float(), tokens[:, t], reduction='none'))
+            lengths.append(sequences[0].length)
+        for sequence, token in zip(sequences, tokens[:, t].tolist()):
+            sequence.append(token)
+    for sequence in sequences:
+        cache.free(sequence.handle)
+    return torch.stack(nll), torch.tensor(lengths)
+
+
+@torch.inference_mode()
+def loss_by_context(model, text):
+    """
+    The mean loss in nats of a token of text (N,) that has 1, 2, ... block_size tokens of context: (block_size,).
+
+    Means over 16 pieces of the text. Of each piece every offset is used, so that all contexts predict the same tokens.
+    """
+    size = model.config.block_size
+    n = min(1024, (len(text) - size) // 16)
+    pieces, offsets, window = (torch.arange(length, device=text.device) for length in (16, n, size + 1))
+    starts = (pieces[:, None] * ((len(text) - size) // 16) + offsets).flatten()
+    windows = text[starts[:, None] + window]
+    losses = []
+    for w in windows.split(64):
+        logits, _, _ = model(w[:, :-1], w[:, 1:])
+        losses.append(F.cross_entropy(logits.transpose(1, 2).float(), w[:, 1:], reduction='none'))
+    return torch.cat(losses).mean(dim=0)
+
+
+def compare(model, text, n_rows=32):
+    """
+    The loss of a text (N,), cut into n_rows rows, with each policy for full contexts and each width of numbers.
+
+    Returns a dict a case, all on the same tokens. The first block_size tokens of each row are not scored: until then no
+    context is full. difference: to float32 and crop, in nats, with the standard error of its mean over the rows.
+    """
+    size = model.config.block_size
+    n_rows = max(1, min(n_rows, len(text) // (4 * size)))
+    tokens = text[:len(text) // n_rows * n_rows].view(n_rows, -1)[:, :1000 + size]
+    results, reference = [], None
+    float_bytes = n_rows * sum(t.nbytes for layer in model.empty_cache(1) for t in layer[:2])
+    shift = dict(when_full='shift')
+    cases = (('float32', 0, {}), ('float32', 0, shift), ('float32', 0, shift | dict(keep=3 * size // 4)),
+             ('float32', 0, shift | dict(keep=size // 4)), ('bfloat16', 0, {}), ('int8', 0, {}),
+             ('float32', 8, {}), ('float32', 4, {}))
+    for weights, kv_bits, policy in tqdm(cases, desc='policies and widths', leave=False, disable=None):
+        if kv_bits:
+            cache = kvcache.make_cache(model, 'tuple', n_rows, kv_bits)
+        else:
+            cache = TupleCache(model, decode.best(model, n_rows, weights))
+        nll, context = negative_log_likelihoods(model, tokens, cache, skip=size, **policy)
+        nll = nll.double()
+        reference = nll if reference is None else reference
+        difference = (nll - reference).mean(dim=0)
+        n_bytes = cache.nbytes() if kv_bits else float_bytes
+        results.append(dict(
+            weights=weights, kv_bits=kv_bits, kv_bytes_a_token=n_bytes // (n_rows * size),
+            when_full=policy.get('when_full', 'crop'), keep=policy.get('keep', size // 2) if policy else size,
+            tokens=nll.numel(), mean_context=context.double().mean().item(), nll=nll.mean().item(),
+            difference=difference.mean().item(), standard_error=difference.std().item() / n_rows ** 0.5))
+    return results
+
+
+def plot(by_context, rows, path):
+    """Loss against the tokens of context, and a line for each policy at its mean loss. rows: those of `compare`."""
+    fig, ax = plt.subplots(figsize=(7, 4.8), layout='constrained')
+    ax.plot(range(1, len(by_context) + 1), by_context, label='a token, by the number of tokens before it')
+    policies = [row for row in rows if (row['weights'], row['kv_bits']) == ('float32', 0)]
+    for i, row in enumerate(policies):
+        what = 'crop' if row['when_full'] == 'crop' else f"shift, keep {row['keep']}"
+        ax.plot([row['keep'], len(by_context)], [row['nll']] * 2, color=f'C{i + 1}', marker='o', ms=4,
+                label=f"{what}: {row['nll']:.4f}")
+    ax.set(xlabel='tokens of context (a line spans the contexts of a policy, at its mean loss)', ylabel='nats a token')
+    ax.set_ylim(min(by_context) - 0.02, by_context[min(4, len(by_context) - 1)])
+    ax.grid(alpha=0.3)
+    fig.legend(loc='outside lower center', ncols=2, fontsize=9)
+    save(fig, path)

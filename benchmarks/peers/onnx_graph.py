@@ -1,0 +1,118 @@
+"""
+A GPT as a graph for ONNX Runtime on a CPU, of its fused operators.
+
+Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md
+"""
+import numpy as np
+
+from benchmarks.peers.engine import array
+
+FUSED = 'com.microsoft'  # the domain of ONNX Runtime's own operators; '' is that of ONNX
+
+
+class Graph:
+    """The nodes and constants of a graph that is being built. Methods add to it and return names of values."""
+
+    def __init__(self, int8_by):
+        self.nodes, self.constants, self.int8_by = [], {}, int8_by
+
+    def constant(self, name, values):
+        from onnx import numpy_helper
+        self.constants[name] = numpy_helper.from_array(np.ascontiguousarray(values), name)
+        return name
+
+    def parameter(self, name, p):
+        """A constant with the values of a parameter; '', an input that is left out, for None."""
+        return '' if p is None else self.constant(name, array(p))
+
+    def node(self, kind, inputs, outputs, domain=FUSED, **attributes):
+        from onnx import helper
+        self.nodes.append(helper.make_node(kind, inputs, outputs, domain=domain, **attributes))
+
+    def op(self, kind, *inputs, n_outputs=1, domain=FUSED, **attributes):
+        """A node with new names for its outputs: the name, or a list of n_outputs names."""
+        outputs = [f'{kind}_{len(self.nodes)}_{i}' for i in range(n_outputs)]
+        self.node(kind, inputs, outputs, domain, **attributes)
+        return outputs[0] if n_outputs == 1 else outputs
+
+    def linear(self, x, name, module, bias=None):
+        """x @ weight.T + bias, in 8 bits if the graph is. bias: the module's, or None to leave it out."""
+        w, bias = array(module.weight), self.parameter(name + '.bias', bias)  # (N, K)
+        if self.int8_by is None:
+            y = self.op('MatMul', x, self.constant(name, w.T), domain='')
+            return self.op('Add', y, bias, domain='') if bias else y
+        N, K = w.shape
+        size = next(n for n in (128, 64, 32, 16) if K % n == 0) if self.int8_by == 'block' else K
+        blocks = w.reshape(N, K // size, size)
+        scale = np.abs(blocks).max(axis=-1).clip(1e-30) / 127
+        rounded = np.round(blocks / scale[..., None])
+        if self.int8_by == 'row':
+            weight = self.constant(name, rounded.reshape(N, K).T.astype(np.int8))
+            return self.op('DynamicQuantizeMatMul', x, weight, self.constant(name + '.scale', scale.ravel()), '', bias)
+        # accuracy_level 4: multiply in 8 bits. Numbers are stored with 128 added
+        weight = self.constant(name, (rounded + 128).astype(np.uint8))
+        return self.op('MatMulNBits', x, weight, self.constant(name + '.scale', scale), '', '', bias,
+                       bits=8, block_size=size, K=K, N=N, accuracy_level=4)
+
+    def add_and_norm(self, x, y, y_bias, name, norm):
+        """(x + y + y_bias, its layer norm)."""
+        weight, bias = self.parameter(name + '.weight', norm.weight), self.parameter(name + '.bias', norm.bias)
+        h, _, _, x = self.op('SkipLayerNormalization', x, y, weight, bias, y_bias, n_outputs=4, epsilon=norm.eps)
+        return x, h
+
+    def attention(self, qkv, layer, n_head):
+        """Attention over the cache of a layer, which is written in place."""
+        y = f'y{layer}'
+        self.node('GroupQueryAttention', [qkv, '', '', f'k{layer}', f'v{layer}', 'newest', 'total'],
+                  [y, f'new_k{layer}', f'new_v{layer}'], num_heads=n_head, kv_num_heads=n_head)
+        return y
+
+
+def onnx_graph(model, int8_by=None):
+    """
+    The model as an ONNX ModelProto for ONNX Runtime on a CPU.
+
+    In: ids (B, T), pos (1, T), newest (B,) the position of each row's last token, total () = newest + 1, and for each
+    layer k<layer> and v<layer> (B, n_head, block_size, head_dim). Out: logits (B, 1, vocab_size) of the last position,
+    and the caches, new_k<layer> and new_v<layer>. T > 1 on a warm cache is for B = 1 only.
+    int8_by: matrices in 8 bits with a scale for each 'block' or 'row'; None for float32.
+    """
+    c, t = model.config, model.transformer
+    if c.n_embd // c.n_head % 8 != 0 or int8_by and c.n_embd % 16 != 0:
+        raise ValueError(f"ONNX Runtime needs heads of a multiple of 8 channels, and for int8 an n_embd of a multiple "
+                         f"of 16: not n_embd {c.n_embd} in {c.n_head} heads")
+    g = Graph(int8_by)
+    x = g.op('Gather', g.parameter('wte', t.wte.weight), 'ids', domain='')  # (B, T, C)
+    y, y_bias = g.op('Gather', g.parameter('wpe', t.wpe.weight), 'pos', domain=''), ''  # (1, T, C)
+    for l, block in enumerate(t.h):
+        attn, mlp = block.attn, block.mlp
+        x, h = g.add_and_norm(x, y, y_bias, f'{l}.ln_1', block.ln_1)
+        y = g.attention(g.linear(h, f'{l}.attn.c_attn', attn.c_attn, attn.c_attn.bias), l, c.n_head)
+        y = g.linear(y, f'{l}.attn.c_proj', attn.c_proj)  # its bias is added with the residual
+        x, h = g.add_and_norm(x, y, g.parameter(f'{l}.attn.c_proj.bias', attn.c_proj.bias), f'{l}.ln_2', block.ln_2)
+        h = g.linear(h, f'{l}.mlp.c_fc', mlp.c_fc)
+        if mlp.c_fc.bias is None:
+            h = g.op('Gelu', h)  # the exact one, as is BiasGelu
+        else:
+            h = g.op('BiasGelu', h, g.parameter(f'{l}.mlp.c_fc.bias', mlp.c_fc.bias))
+        y, y_bias = g.linear(h, f'{l}.mlp.c_proj', mlp.c_proj), g.parameter(f'{l}.mlp.c_proj.bias', mlp.c_proj.bias)
+    _, h = g.add_and_norm(x, y, y_bias, 'ln_f', t.ln_f)
+    h = g.op('Gather', h, g.constant('last', np.array([-1])), domain='', axis=1)  # (B, 1, C)
+    g.node('Identity', [g.linear(h, 'lm_head', model.lm_head)], ['logits'], domain='')
+    return model_proto(g, c)
+
+
+def model_proto(g, c):
+    """The graph g as a ModelProto, with the inputs and outputs of a GPT of configuration c."""
+    from onnx import TensorProto, helper
+    tensor = helper.make_tensor_value_info
+    caches = [f'{kind}{l}' for l in range(c.n_layer) for kind in 'kv']
+    shape = 'B', c.n_head, c.block_size, c.n_embd // c.n_head
+    inputs = [tensor('ids', TensorProto.INT64, ('B', 'T')), tensor('pos', TensorProto.INT64, (1, 'T')),
+              tensor('newest', TensorProto.INT32, ('B',)), tensor('total', TensorProto.INT32, ())]
+    inputs += [tensor(name, TensorProto.FLOAT, shape) for name in caches]
+    outputs = [tensor('logits', TensorProto.FLOAT, ('B', 1, c.vocab_size))]
+    outputs += [tensor('new_' + name, TensorProto.FLOAT, shape) for name in caches]
+    graph = helper.make_graph(g.nodes, 'gpt', inputs, outputs, list(g.constants.values()))
+    opsets = [helper.make_opsetid('', 17), helper.make_opsetid(FUSED, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
