@@ -90,7 +90,8 @@ def test_out_of_blocks_leaves_all_as_it_was():
         with pytest.raises(OutOfBlocks):
             refused()
         assert before == ({s: list(t) for s, t in b.tables.items()}, dict(b.length), list(b.references), list(b.free))
-    for refused in (lambda: b.add('a', [1]), lambda: b.add('d', []), lambda: b.fork('a', 'b'), lambda: b.truncate('a', 6),
+    for refused in (lambda: b.add('a', [1]), lambda: b.add('d', []), lambda: b.fork('a', 'b'),
+                    lambda: b.truncate('a', 6),
                     lambda: b.extend('a', -1), lambda: BlockManager(0, 4)):
         with pytest.raises(ValueError):
             refused()
@@ -101,8 +102,10 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.parametrize('operation', [
-    lambda b: b.add('new', [*range(4), 70, 71, 72]), lambda b: b.extend('a', 5), lambda b: b.extend('b', 1), lambda b: b.fork('a', 'new'),
-    lambda b: b.truncate('a', 1), lambda b: b.remove('a'), lambda b: b.remember('b', [*range(4), 50, 51]), lambda b: b.extend('c', 1),
+    lambda b: b.add('new', [*range(4), 70, 71, 72]), lambda b: b.extend('a', 5), lambda b: b.extend('b', 1),
+    lambda b: b.fork('a', 'new'),
+    lambda b: b.truncate('a', 1), lambda b: b.remove('a'), lambda b: b.remember('b', [*range(4), 50, 51]),
+    lambda b: b.extend('c', 1),
 ])
 def test_an_operation_cut_short_anywhere_can_be_recovered_from(operation):
     """Stopped at each line in turn: nothing is taken that no table has, and what is known of full blocks is right."""
@@ -137,10 +140,12 @@ def test_an_operation_cut_short_anywhere_can_be_recovered_from(operation):
         b.recover()
         counted = [sum(table.count(block) for table in b.tables.values()) for block in range(12)]
         assert counted == b.references and sorted(b.free) == [block for block, n in enumerate(counted) if n == 0]
-        assert b.tables.keys() == b.length.keys() and all(len(b.tables[seq]) == -(-b.length[seq] // 2) for seq in b.tables)
+        assert b.tables.keys() == b.length.keys() and all(len(b.tables[seq]) == -(-b.length[seq] // 2)
+                                                          for seq in b.tables)
         assert all(b.prefix_of[block] is prefix for prefix, block in b.block_with.items())
         assert len(b.block_with) == 12 - b.prefix_of.count(None)
-        assert all(b.tables[seq] == before[seq] for seq in before.keys() - set('abc')) and {'b', 'c', 'd'} <= b.tables.keys()
+        assert all(b.tables[seq] == before[seq] for seq in before.keys() - set('abc'))
+        assert {'b', 'c', 'd'} <= b.tables.keys()
         b.add('later', [*range(4), 9])
         for seq in list(b.tables):
             b.remove(seq)
@@ -148,7 +153,10 @@ def test_an_operation_cut_short_anywhere_can_be_recovered_from(operation):
 
 
 class BlocksMachine(RuleBasedStateMachine):
-    """Random operations, beside {sequence: its tokens}. What a block holds is kept as the tokens that were written to its slots."""
+    """
+    Random operations, beside {sequence: its tokens}. What a block holds is kept as the tokens that were written to
+    its slots.
+    """
 
     def __init__(self):
         super().__init__()

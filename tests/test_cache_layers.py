@@ -11,8 +11,8 @@ from model import GPT, GPTConfig
 
 class Recorder(list):
     """
-    The simplest cache: for each layer all keys and values so far, (B, n_head, T, head_dim). source: the layer whose keys
-    and values a layer reads.
+    The simplest cache: for each layer all keys and values so far, (B, n_head, T, head_dim). source: the layer whose
+    keys and values a layer reads.
     """
 
     def __init__(self, n_layer, source=lambda layer: layer, window=lambda layer: None):
@@ -97,7 +97,9 @@ def test_devices_by_layer():
 
 
 def test_a_forward_pass_brings_rows_and_keys_to_each_layers_device():
-    """On a fake device, which refuses tensors of other devices as a real one does. Results are where the new keys are."""
+    """
+    On a fake device, which refuses tensors of other devices as a real one does. Results are where the new keys are.
+    """
     with FakeTensorMode():
         layers = [Layer((2, 8), 2, 16, device=device) for device in ('cpu', 'cuda')]
         placement = Placement(torch.arange(6).view(2, 3), torch.tensor([0, 1, 2, 8, 9, 10]), torch.tensor([[0], [1]]),

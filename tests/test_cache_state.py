@@ -38,7 +38,8 @@ def test_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path):
     for how, path, seq in ((dict(n_layer=1), 'one', 0), (dict(can_shift=True), 'one', 0),
                            (dict(n_layer=3, layer_filter=lambda layer: layer > 0), 'one', 0),
                            (dict(head_dim=64), 'one', 0), (dict(type_v='int8'), 'one', 0), (dict(kv_size=4), 'one', 0),
-                           (dict(kv_size=4), 'all', None), (dict(n_seq_max=2), 'all', None), (dict(unified=False), 'all', None),
+                           (dict(kv_size=4), 'all', None), (dict(n_seq_max=2), 'all', None),
+                           (dict(unified=False), 'all', None),
                            ({}, 'all', 0), ({}, 'one', None), ({}, 'junk', 0), ({}, 'absent', 0)):
         other = cache(**how)
         put(other, {1: range(2)})
@@ -54,15 +55,19 @@ def edited(path, tensors=(), **header):
         old = json.loads(f.metadata()['kvcache-state'])
         kept = {name: f.get_tensor(name) for name in f.keys()} | dict(tensors)
     to = path.with_name('edited')
-    save_file({name: tensor.contiguous() for name, tensor in kept.items() if tensor is not None}, to, {'kvcache-state': json.dumps(old | header)})
+    save_file({name: tensor.contiguous() for name, tensor in kept.items() if tensor is not None}, to,
+              {'kvcache-state': json.dumps(old | header)})
     return to
 
 
 @pytest.mark.parametrize('how', [
-    dict(tensors={'0.0.k0': None}), dict(tensors={'0.pos': None}), dict(tensors={'0.owners': None}), dict(tensors={'0.1.v1': torch.zeros(5, 2)}),
+    dict(tensors={'0.0.k0': None}), dict(tensors={'0.pos': None}), dict(tensors={'0.owners': None}),
+    dict(tensors={'0.1.v1': torch.zeros(5, 2)}),
     dict(tensors={'0.0.k0': torch.zeros(4, 32, dtype=torch.int8)}), dict(tensors={'0.0.k0': torch.zeros(5, 32)}),
-    dict(tensors={'0.pos': torch.arange(5) - 1}), dict(tensors={'0.pos': torch.arange(5).float()}), dict(tensors={'0.pos': torch.tensor(3)}),
-    dict(tensors={'0.owners': torch.zeros(5, 4, dtype=torch.bool)}), dict(tensors={'0.shift': torch.ones(5, dtype=torch.int64)}),
+    dict(tensors={'0.pos': torch.arange(5) - 1}), dict(tensors={'0.pos': torch.arange(5).float()}),
+    dict(tensors={'0.pos': torch.tensor(3)}),
+    dict(tensors={'0.owners': torch.zeros(5, 4, dtype=torch.bool)}),
+    dict(tensors={'0.shift': torch.ones(5, dtype=torch.int64)}),
     dict(tensors={'0.0.k1': torch.full((5, 1), float('nan'))}), dict(tensors={'0.pos': torch.full((5,), 2**40)}),
     dict(version=1), dict(one=True), dict(n_seq_max=None), dict(type_k=None),
 ])

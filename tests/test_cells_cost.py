@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_cells import cache, put
 
+from kvcache.cell_cache import CellCache
 from kvcache.placement import Placement
 from kvcache.streams import Streams
-from kvcache.cell_cache import CellCache
 
 MB = 10**6
 

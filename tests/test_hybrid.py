@@ -11,10 +11,10 @@ from test_cache_layers import Recorder, deep_model, logits_in_chunks, recorded
 
 from kvcache import cells as cells_module
 from kvcache import streams as streams_module
+from kvcache.cell_cache import CellCache
 from kvcache.cells import EMPTY
 from kvcache.hybrid import HybridCache
 from kvcache.streams import context_shift
-from kvcache.cell_cache import CellCache
 
 
 def hybrid(full=16, local=8, n_seq_max=1, n_swa=4, **how):
