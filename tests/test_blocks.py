@@ -21,20 +21,20 @@ def test_prompts_that_begin_alike_share_full_blocks():
     b.remember('a', range(10))
     assert b.tables['a'] == [0, 1, 2]
     assert b.add('b', [*range(8), 77, 78]) == 8 and b.tables['b'] == [0, 1, 3]
-    assert b.add('c', range(8)) == 4  # not all of it: the last token has to run
+    assert b.add('c', range(8)) == 4  # not the second block, since the last token must be computed
     assert b.add('d', [9, *range(1, 8)]) == 0
     assert b.references[:4] == [3, 2, 1, 1]
     for seq in 'abcd':
         b.remove(seq)
     assert b.references == [0] * 8 and len(b.free) == 8
-    assert b.add('e', range(10)) == 8  # nobody had it, and it was still there
+    assert b.add('e', range(10)) == 8  # no sequence used the blocks, and they were still remembered
 
 
 def test_the_same_hash_is_not_the_same_prefix():
     b = BlockManager(8, 2, hash=lambda parts: 0)
     for seq, tokens in (('a', [1, 2, 3, 4, 9]), ('b', [1, 2, 5, 6, 9]), ('c', [7, 8, 3, 4, 9])):
         n = b.add(seq, tokens)
-        assert n == {'a': 0, 'b': 2, 'c': 0}[seq]  # block (3, 4) of a is not that of c: another block is before it
+        assert n == {'a': 0, 'b': 2, 'c': 0}[seq]  # c also has a block (3, 4), behind another first block
         b.remember(seq, tokens)
 
 
@@ -56,16 +56,16 @@ def test_the_least_recently_used_prompt_is_evicted_first():
         b.add(seq, [seq] * 4)
         b.remember(seq, [seq] * 4)
         b.remove(seq)
-    b.add('again', [1] * 5)  # uses 1's block, and takes three others
+    b.add('again', [1] * 5)  # shares a block of sequence 1
     assert b.tables['again'][0] == 0
 
 
-def test_who_writes_to_a_shared_block_gets_a_copy():
+def test_a_write_to_a_shared_block_copies_it():
     b = BlockManager(4, 4)
     b.add('a', range(6))
     b.fork('a', 'b')
     assert b.extend('a') == [(1, 2)] and b.tables == {'a': [0, 2], 'b': [0, 1]}
-    assert b.extend('b') == []  # it is alone by now
+    assert b.extend('b') == []  # the block is no longer shared
     b.truncate('a', 4)
     assert b.tables['a'] == [0] and b.references == [2, 1, 0, 0]
     assert b.extend('a') == [] and len(b.tables['a']) == 2
@@ -108,7 +108,7 @@ class Interrupted(BaseException):
     lambda b: b.extend('c', 1),
 ])
 def test_an_operation_cut_short_anywhere_can_be_recovered_from(operation):
-    """Stopped at each line in turn: nothing is taken that no table has, and what is known of full blocks is right."""
+    """Stopped at each line in turn: references, free blocks and remembered prefixes agree with the tables."""
     line, finished = 0, False
     while not finished:
         line += 1
@@ -154,8 +154,7 @@ def test_an_operation_cut_short_anywhere_can_be_recovered_from(operation):
 
 class BlocksMachine(RuleBasedStateMachine):
     """
-    Random operations, beside {sequence: its tokens}. What a block holds is kept as the tokens that were written to
-    its slots.
+    Random operations beside {sequence: its tokens}. held: the token that was written to each slot.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""The layers of a cache of cells under a model: shared, left out, on other devices; what they do not keep."""
+"""The layers of a cache of cells under a model: shared, left out, on other devices; gradients; masks."""
 import pytest
 import torch
 from test_cells import cache, put
@@ -146,12 +146,12 @@ def test_what_is_cleared_is_zero():
     assert not c.layers[1].k.data.any() and not c.layers[1].v.data.any()
     with torch.inference_mode():
         made_there = cache()
-    put(made_there, {0: range(3)})  # and can be used here
+    put(made_there, {0: range(3)})  # outside inference mode too
 
 
 @torch.inference_mode()
 def test_a_long_mask_hides_what_a_short_one_hides(monkeypatch):
-    """Masks that stay bool, because they are long: the logits are the same, with windows and with other sequences."""
+    """Long masks stay bool: the logits are the same, with windows and with other sequences."""
     m, idx = deep_model()
 
     def logits():

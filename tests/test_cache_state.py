@@ -1,4 +1,4 @@
-"""The cells of a cache on disk: what comes back, and what is refused."""
+"""The content of a cache in a file: what is restored, and what is refused."""
 import json
 
 import pytest
@@ -102,7 +102,7 @@ def window_cache(kv_size=256, kind='standard', **how):
 
 
 def seen_by_next(c, seq):
-    """{position: first number of its key} of what the next token of a sequence sees, in layer 1."""
+    """{position: first number of its key} of the positions that the next token of a sequence sees, in layer 1."""
     cells, stream = c.cells_of(seq), c.stream_of(seq)
     keys = c.get_k(1, c.kv_size, slice(stream, stream + 1))[0, :, 0, 0]
     mine = cells.of(seq, c.window.first(cells.pos_max(seq) + 1))
@@ -112,7 +112,7 @@ def seen_by_next(c, seq):
 @pytest.mark.parametrize('kind', ['standard', 'chunked'])
 @pytest.mark.parametrize('unified', [True, False])
 def test_a_state_has_what_the_window_sees(tmp_path, kind, unified):
-    """200 positions under a window of 12, into a cache with 96 free cells: what the last position sees is saved."""
+    """200 positions behind a window of 12, loaded into 96 free cells: those that the last token sees are saved."""
     c = window_cache(kind=kind, unified=unified)
     put(c, {0: range(200)}, [float(i) for i in range(200)])
     c.state_save(tmp_path / 'one', 0)
@@ -169,7 +169,7 @@ def test_an_empty_sequence_empties_the_one_it_is_loaded_as(tmp_path, unified):
 
 @pytest.mark.parametrize('kind', ['float32', 'float16', 'int8'])
 def test_a_state_saved_while_a_shift_is_pending_has_keys_at_their_new_positions(tmp_path, kind):
-    """llama.cpp saves new positions and keys that are not turned."""
+    """llama.cpp saves new positions with keys that are not rotated."""
     c, raw, rotary = rotary_cache(kind)
     c.seq_add(0, -1, -1, 3)
     c.state_save(tmp_path / 'one', 0)

@@ -1,4 +1,4 @@
-"""What a token costs in memory: as much as the cells in use, whatever the size of the cache. In bytes, not seconds."""
+"""The memory that a token needs depends on the cells in use, not on the size of the cache. In bytes, not seconds."""
 import tracemalloc
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""Cells and streams under a machine that does anything in any order, against plain dictionaries."""
+"""Cells and streams under random operations, compared with plain dictionaries."""
 import os
 import tempfile
 
@@ -17,8 +17,8 @@ KV_SIZE, N_SEQ = 12, 4
 
 class CellsMachine(RuleBasedStateMachine):
     """
-    Random operations, beside {sequence: {position: cell}}, a cell being a number that stands for what it holds: its
-    token is written as the value, and the key is made of it and turned by its position.
+    Random operations beside {sequence: {position: cell}}. A cell's number stands for its token, which is written as the
+    value; the key is computed from it and rotated by its position.
     """
     unified, type_k, window = True, 'float32', None
 
@@ -45,7 +45,7 @@ class CellsMachine(RuleBasedStateMachine):
         return range(len(self.held) - len(tokens), len(self.held))
 
     def key(self, tokens):
-        """Keys (n, 1, 32) of tokens before they are turned, none larger than 1."""
+        """Keys (n, 1, 32) of tokens before they are rotated, none larger than 1."""
         return torch.sin(torch.as_tensor(tokens, dtype=torch.float64)[:, None, None] * torch.arange(1, 33)).float()
 
     @rule(seq=seqs, n=st.integers(1, 5))
@@ -68,7 +68,7 @@ class CellsMachine(RuleBasedStateMachine):
 
     @rule(seq=st.one_of(st.none(), seqs), p0=ends, p1=ends)
     def rm(self, seq, p0, p1):
-        if self.window:  # what has been passed is gone, so that nothing but all of a sequence can be taken back
+        if self.window:  # hidden positions may be gone, so only a whole sequence can be removed
             p0 = p1 = -1
         self.cache.seq_rm(seq, p0, p1)
         for mine in [self.model[seq]] if seq is not None else self.model.values():
@@ -79,7 +79,7 @@ class CellsMachine(RuleBasedStateMachine):
     def cp(self, source, to, p0, p1):
         if source == to:
             return
-        if self.window:  # whole, to an empty one: of what has been passed nobody knows
+        if self.window:  # a whole sequence to an empty one: which hidden positions are left is not known here
             p0 = p1 = -1
             self.rm(to, -1, -1)
         part = {p: cell for p, cell in self.model[source].items() if p >= p0 and (p1 < 0 or p < p1)}
@@ -108,7 +108,7 @@ class CellsMachine(RuleBasedStateMachine):
     @rule(seq=seqs, shift=st.integers(-6, 6))
     def add(self, seq, shift):
         if self.unified and shift and self.shared(seq):
-            if not self.window:  # of what the window has passed nobody knows
+            if not self.window:  # which hidden positions are still shared is not known here
                 with pytest.raises(ValueError, match='shares'):
                     self.cache.seq_add(seq, -1, -1, shift)
             return
@@ -137,7 +137,7 @@ class CellsMachine(RuleBasedStateMachine):
         path = os.path.join(self.folder.name, 'one')
         self.cache.state_save(path, seq)
         if self.window:
-            saved = min(len(self.model[seq]), self.window)  # with a window, what its last position sees
+            saved = min(len(self.model[seq]), self.window)  # the positions that the last token sees
             try:
                 self.cache.state_load(path, to)
             except ValueError as e:
@@ -168,7 +168,7 @@ class CellsMachine(RuleBasedStateMachine):
             values = self.cache.get_v(1, KV_SIZE, slice(stream, stream + 1))[0, torch.from_numpy(where), 0, 0] - 1000
             held = dict(zip(cells.pos[where].tolist(), values.int().tolist()))
             mine = {p: self.held[cell] for p, cell in mine.items()}
-            if self.window:  # what the next token sees is there, and whatever else there is is right and without a hole
+            if self.window:  # all that the next token sees, and perhaps some before it, without a hole
                 end = max(mine, default=-1) + 1
                 seen = [p for p in mine if end - p < self.window]
                 assert held.keys() >= set(seen) and all(mine[p] == token for p, token in held.items())

@@ -1,4 +1,4 @@
-"""The KeyValueCache operator against a dictionary of tokens, over everything it can be asked."""
+"""The KeyValueCache operator compared with a dictionary of tokens, for all of its arguments."""
 import numpy as np
 import pytest
 import torch
@@ -29,8 +29,8 @@ def slowly_quantised(x, bits, group):
 
 class Reference:
     """
-    What each sequence has, as a dictionary of (sequence, position, layer, 0 key or 1 value, head): the row that comes
-    back.
+    The content of the cache as a dictionary. rows: {(sequence, position, layer, 0 key or 1 value, head): the row that
+    is returned}.
     """
 
     def __init__(self, bits, group, cache_dtype, scale_dtype):
@@ -64,7 +64,7 @@ def cases(draw):
 @settings(max_examples=300)
 @given(cases())
 def test_the_operator_is_a_dictionary_of_tokens(case):
-    """Several ragged steps, each layer in turn: keys and values are those of the dictionary, to the last bit."""
+    """Several steps of different lengths, layer by layer: keys and values are those of the dictionary, bit by bit."""
     rng, B, L, H, Dh = np.random.default_rng(case['seed']), 3, case['n_layer'], case['H'], case['Dh']
     bits, group, layout, page = case['bits'], case['group'], case['layout'], case['page']
     steps = [step for step in case['steps'] if sum(step)]
@@ -283,7 +283,7 @@ def test_a_page_larger_than_the_cache():
 
 @pytest.mark.parametrize('offset', [0, 4, 3068])
 def test_a_scale_in_the_memory_of_the_cache_is_refused(offset):
-    """And one that follows it in the same memory is not."""
+    """A scale that follows the cache in the same memory is accepted."""
     memory = torch.zeros(2 * 2 * 32 * 3 * 8 + 4 * 2 * 2 * 32 * 3 * 2 + 4, dtype=torch.int8)
     cache = memory[:3072].view(2, 2, 32, 3, 8)
 
@@ -297,7 +297,7 @@ def test_a_scale_in_the_memory_of_the_cache_is_refused(offset):
 
 
 def test_the_current_keys_may_be_rows_of_the_cache():
-    """They are read before anything is written: rows 2 and 3 become what rows 0 and 1 were, and the other way round."""
+    """They are read before anything is written: rows 0 and 1 are swapped with rows 2 and 3."""
     cache, starts = torch.arange(8.).view(4, 1, 2, 1, 1), torch.tensor([0, 2, 4])
     before = cache.clone()
     key, value = key_value_cache(cache[:, 0, 0], cache[:, 0, 1], starts, starts, torch.tensor([2, 0]),
