@@ -1,12 +1,18 @@
-"""A lock for objects that threads share, with recovery when an exception or an interrupt ends an operation early."""
+"""
+For objects that threads share, caches and models: a lock with recovery when an exception or an interrupt ends an
+operation early, and eval mode for as long as any thread needs it.
+"""
 import functools
 import os
 import threading
 import weakref
+from contextlib import contextmanager
 
 import torch
 
 instances = weakref.WeakSet()
+mode_lock = threading.RLock()
+evaluated = weakref.WeakKeyDictionary()  # {model: (the uses of `evaluating`, the modules to restore after the last)}
 
 
 class Exclusive:
@@ -50,12 +56,44 @@ def exclusive(method):
     return locked
 
 
+class Use:
+    """One use of `evaluating`. If an interrupt keeps it from its end, it is gone when its frame is."""
+
+
+@contextmanager
+def evaluating(model):
+    """
+    Eval mode inside; afterwards every module is back in its own mode.
+
+    Several threads can be inside for one model: the modules go back to training mode when the last one leaves.
+    """
+    use = Use()
+    try:
+        with mode_lock:
+            uses, modules = evaluated.setdefault(model, (weakref.WeakSet(), []))
+            uses.add(use)
+            if model.training:
+                modules += [m for m in model.modules() if m.training]
+                model.eval()
+        yield
+    finally:
+        with mode_lock:
+            uses, modules = evaluated.setdefault(model, (weakref.WeakSet(), []))
+            uses.discard(use)
+            if not uses:
+                for m in modules:
+                    m.training = True
+                modules.clear()
+
+
 def after_fork():
     """
     In the child process only the forking thread exists. Each object gets a new lock, since another thread may have held
     the old one; the next operation recovers what that thread left unfinished. torch computes on one thread, since the
     threads of its pool are gone and waiting for them would never end.
     """
+    global mode_lock
+    mode_lock = threading.RLock()
     if not instances:
         return
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fingerprint import Watch
+from decode.fingerprint import Watch
 from kvcache.base import BaseCache, device_of, make_layers
 from kvcache.blocks import BlockManager
 from kvcache.placement import LayerList, NotNumbers, Placement, logits_of, visible

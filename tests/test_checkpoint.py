@@ -183,7 +183,7 @@ WRONG = [
     (dict(threads=0), 'threads must be at least 1'),
     (dict(best_val_loss='low'), 'best_val_loss must be a number'), (dict(best_val_loss=torch.ones(2)), 'best_val_loss'),
     (dict(config=[]), 'config must be of type dict'), (dict(tokenizer='char'), 'tokenizer must be of type dict'),
-    (dict(tokenizer={'chars': 'ab'}), "with its kind"), (dict(tokenizer={'kind': 'char'}), 'chars, a text'),
+    (dict(tokenizer={'chars': 'ab'}), "with its kind"), (dict(tokenizer={'kind': 'char'}), 'chars, a string'),
     (dict(optimizer=3), 'optimizer must be of type dict'), (dict(scaler=3), 'scaler must be of type dict'),
     (dict(rng={}), 'uint8 tensors'),
     (dict(rng={'torch': 3, 'cuda': []}), 'uint8 tensors'),

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tokenizer as tokenizers
-from batches import Batches
+from training.batches import Batches
 from tokenizer import CharTokenizer, TextStream
 
 TEXT = 'To be, or not to be: that is the question.\n' * 50

@@ -10,9 +10,9 @@ import torch
 from conftest import ROOT, run
 from test_cache_systems import empty
 
-from generation import evaluating, generate
+from generation import generate
 from kvcache import KINDS, make_cache
-from kvcache.exclusive import Exclusive, exclusive
+from kvcache.exclusive import Exclusive, evaluating, exclusive
 from model import GPT, GPTConfig
 
 BLOCK = 20
