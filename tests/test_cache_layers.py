@@ -1,4 +1,4 @@
-"""The layers of a cache of cells under a model: shared, left out, on other devices; what they do not keep."""
+"""The layers of a cache of cells under a model: shared, left out, on other devices; gradients; masks."""
 import pytest
 import torch
 from test_cells import cache, put
@@ -11,8 +11,8 @@ from model import GPT, GPTConfig
 
 class Recorder(list):
     """
-    The simplest cache: for each layer all keys and values so far, (B, n_head, T, head_dim). source: the layer whose keys
-    and values a layer reads.
+    The simplest cache: for each layer all keys and values so far, (B, n_head, T, head_dim). source: the layer whose
+    keys and values a layer reads.
     """
 
     def __init__(self, n_layer, source=lambda layer: layer, window=lambda layer: None):
@@ -97,7 +97,9 @@ def test_devices_by_layer():
 
 
 def test_a_forward_pass_brings_rows_and_keys_to_each_layers_device():
-    """On a fake device, which refuses tensors of other devices as a real one does. Results are where the new keys are."""
+    """
+    On a fake device, which refuses tensors of other devices as a real one does. Results are where the new keys are.
+    """
     with FakeTensorMode():
         layers = [Layer((2, 8), 2, 16, device=device) for device in ('cpu', 'cuda')]
         placement = Placement(torch.arange(6).view(2, 3), torch.tensor([0, 1, 2, 8, 9, 10]), torch.tensor([[0], [1]]),
@@ -144,12 +146,12 @@ def test_what_is_cleared_is_zero():
     assert not c.layers[1].k.data.any() and not c.layers[1].v.data.any()
     with torch.inference_mode():
         made_there = cache()
-    put(made_there, {0: range(3)})  # and can be used here
+    put(made_there, {0: range(3)})  # outside inference mode too
 
 
 @torch.inference_mode()
 def test_a_long_mask_hides_what_a_short_one_hides(monkeypatch):
-    """Masks that stay bool, because they are long: the logits are the same, with windows and with other sequences."""
+    """Long masks stay bool: the logits are the same, with windows and with other sequences."""
     m, idx = deep_model()
 
     def logits():

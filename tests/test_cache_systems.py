@@ -64,7 +64,9 @@ def test_eight_sequences_are_those_of_the_uncached_model(kind, how):
 
 
 def joining_and_leaving(cache, prompts, n_new):
-    """Greedy texts. Sequence i joins at step 2 i with its prompt, and leaves after n_new[i] tokens; all share each step."""
+    """
+    Greedy texts. Sequence i joins at step 2 i with its prompt, and leaves after n_new[i] tokens; all share each step.
+    """
     texts, seqs, step = [prompt[:] for prompt in prompts], {}, 0
     while seqs or 2 * len(prompts) > step:
         for i in [i for i in seqs if len(texts[i]) == len(prompts[i]) + n_new[i]]:
@@ -168,12 +170,14 @@ def test_a_step_that_fails_leaves_the_sequences_as_they_were(kind):
     (a, b), _ = begin(cache, idx)
     one = torch.tensor([3])
     for handles, starts, tokens in (
-            ([a, b], [9, 9], torch.tensor([[3], [99]])), ([a, b], [9, 9], [one, -one]), ([a, b], [9, 9], [one, one, one]),
+            ([a, b], [9, 9], torch.tensor([[3], [99]])), ([a, b], [9, 9], [one, -one]),
+            ([a, b], [9, 9], [one, one, one]),
             ([a, b], [9, 9], [one]), ([a, b], [9, 9], torch.tensor([3, 4])), ([a, b], [9, 9], [one, one[:0]]),
             ([a, b], [9, 9], [one, [3]]), ([a, b], [9, 9], [one, one.float()]), ([a, b], [9, 9], None),
             ([a, b], [0, 10], [one, one]), ([a, b], [0, -1], [one, one]), ([a, b], [0, 1.5], [one, one]),
             ([a, b], [0], [one, one]), ([a, a], [0, 0], [one, one]), ([a, 99], [0, 0], [one, one]),
-            ([a, None], [0, 0], [one, one]), ([], [], []), ([a, b], [0, 9], [one, torch.ones(BLOCK, dtype=torch.long)])):
+            ([a, None], [0, 0], [one, one]), ([], [], []),
+            ([a, b], [0, 9], [one, torch.ones(BLOCK, dtype=torch.long)])):
         with pytest.raises(ValueError):
             cache.step(Work(handles, starts, tokens))
         assert cache.lengths == {a: 9, b: 9}
@@ -201,7 +205,8 @@ def test_a_step_from_an_earlier_position_truncates_first(kind):
     with pytest.raises(ValueError, match='cannot start at 9: feed it from 5 on'):
         cache.step(Work([a], [9], other[:1]))
     logits = feed(cache, [fork, a], other[[1, 0], 2:])
-    exact = m(torch.cat([idx[1:], other[1:, 2:]], dim=1))[0][0, 0], m(torch.cat([idx[:1, :3], other[:1]], dim=1))[0][0, 0]
+    texts = torch.cat([idx[1:], other[1:, 2:]], dim=1), torch.cat([idx[:1, :3], other[:1]], dim=1)
+    exact = [m(text)[0][0, 0] for text in texts]
     assert torch.allclose(logits, torch.stack(exact), atol=1e-5)
 
 
@@ -374,12 +379,13 @@ def test_a_model_made_in_inference_mode(kind, bits):
     with torch.inference_mode():
         made = model(11)
     assert all(p.is_inference() for p in made.parameters())
+    policies = dict(), dict(when_full='shift')
     expected = [generate(model(11), PROMPTS[:4], 20, temperature=0, use_cache=True,
-                         cache=make_cache(model(11), kind, 4, bits), **how) for how in (dict(), dict(when_full='shift'))]
+                         cache=make_cache(model(11), kind, 4, bits), **how) for how in policies]
     cache = make_cache(made, kind, 4, bits)
     for _ in range(2):
         assert expected == [generate(made, PROMPTS[:4], 20, temperature=0, use_cache=True, cache=cache, **how)
-                            for how in (dict(), dict(when_full='shift'))]
+                            for how in policies]
     assert expected[0] == generate(made, PROMPTS[:4], 20, temperature=0) or bits
 
 

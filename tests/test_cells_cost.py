@@ -1,4 +1,4 @@
-"""What a token costs in memory: as much as the cells in use, whatever the size of the cache. In bytes, not seconds."""
+"""The memory that a token needs depends on the cells in use, not on the size of the cache. In bytes, not seconds."""
 import tracemalloc
 
 import numpy as np
@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_cells import cache, put
 
+from kvcache.cell_cache import CellCache
 from kvcache.placement import Placement
 from kvcache.streams import Streams
-from kvcache.cell_cache import CellCache
 
 MB = 10**6
 

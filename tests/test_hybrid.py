@@ -1,4 +1,4 @@
-"""Two caches for one model: every batch and every operation on both of them, or on neither."""
+"""Two caches for one model: every batch and every operation changes both or neither."""
 import os
 import sys
 
@@ -11,10 +11,10 @@ from test_cache_layers import Recorder, deep_model, logits_in_chunks, recorded
 
 from kvcache import cells as cells_module
 from kvcache import streams as streams_module
+from kvcache.cell_cache import CellCache
 from kvcache.cells import EMPTY
 from kvcache.hybrid import HybridCache
 from kvcache.streams import context_shift
-from kvcache.cell_cache import CellCache
 
 
 def hybrid(full=16, local=8, n_seq_max=1, n_swa=4, **how):
@@ -76,7 +76,7 @@ def test_an_operation_that_one_cache_refuses_changes_none():
     cache = hybrid(n_seq_max=3, can_shift=True)
     cache.place(cache.batch({0: range(4), 1: range(2)}))
     full, local = cache.caches
-    local.seq_rm(1)  # so that the two are no longer alike
+    local.seq_rm(1)  # so that the two caches differ
     local.place(local.batch({1: [0]}))
     before = drawn(cache)
     with pytest.raises(ValueError, match='already'):
@@ -110,7 +110,7 @@ def test_each_layer_is_in_one_cache():
 
 
 class HybridMachine(RuleBasedStateMachine):
-    """Anything in any order: the two caches agree about where each sequence ends, and refusals change nothing."""
+    """Random operations: both caches have the same last positions, and refused operations change nothing."""
     unified = True
     seqs = st.integers(0, 2)
 
@@ -153,7 +153,7 @@ class HybridMachine(RuleBasedStateMachine):
         for seq in range(3):
             assert full.seq_pos_max(seq) == local.seq_pos_max(seq) == self.cache.seq_pos_max(seq)
             if (last := full.seq_pos_max(seq)) is not None and full.seq_pos_min(seq) == 0:
-                assert local.seq_pos_min(seq) <= max(0, last - 1)  # what the next token sees through the window of 3
+                assert local.seq_pos_min(seq) <= max(0, last - 1)  # the next token sees it through the window of 3
 
 
 class HybridStreamsMachine(HybridMachine):

@@ -42,8 +42,8 @@ def tokens(m, case, **how):
 
 def on_threads(n_threads, work):
     """
-    work(number of the thread) on each of them at once, switching as often as Python can; what they raise is raised
-    here.
+    Run work(number) on n_threads threads at once, with as many thread switches as Python can do. Raises what they
+    raise.
     """
     errors, interval = [], sys.getswitchinterval()
 
@@ -82,7 +82,7 @@ def test_threads_share_a_cache(kind, n_threads):
 @pytest.mark.parametrize('kind', [None, *KINDS])
 def test_threads_generate_with_a_model_in_training_mode(kind):
     """
-    It is in eval mode in every step of every thread, and in training mode at the end; parts in eval mode stay there.
+    It is in eval mode in each step of each thread, and each module is in its own mode at the end.
     """
     m = model(dropout=0.5, n_layer=2)
     expected = [tokens(m, case) for case in range(len(CASES))]
@@ -102,7 +102,7 @@ def test_threads_generate_with_a_model_in_training_mode(kind):
 def test_an_interrupt_leaves_no_model_in_eval_mode_for_good():
     m = model().train()
     use = evaluating(m)
-    use.__enter__()  # interrupted before the block begins: nobody calls __exit__
+    use.__enter__()  # as after an interrupt before the block begins: __exit__ is never called
     assert not m.training
     del use
     with evaluating(m):
@@ -155,7 +155,7 @@ threading.Thread(target=work, daemon=True).start()
 for i in range(12):
     time.sleep(0.003 * i)
     pid = os.fork()
-    if pid == 0:  # while the other thread was anywhere in a step
+    if pid == 0:  # the other thread was anywhere in a step
         signal.alarm(60)
         big(idx)
         same = all(t.tokens(m, case, use_cache=True, cache=cache) == expected[case]
