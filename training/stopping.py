@@ -48,8 +48,11 @@ class StopRequest:
         Was any process asked to stop? All of them call this in every iteration, and all get the same answer: a process
         that stopped alone would leave the others waiting for its gradients.
         """
-        if world_size > 1:
-            asked = torch.tensor(float(self.asked), device=device)
-            dist.all_reduce(asked, dist.ReduceOp.MAX)
-            self.asked = bool(asked)
-        return self.asked
+        if world_size == 1:
+            return self.asked
+        asked = torch.tensor(float(self.asked), device=device)
+        dist.all_reduce(asked, dist.ReduceOp.MAX)
+        agreed = bool(asked)
+        if agreed:  # else a signal that came meanwhile is kept for the next iteration
+            self.asked = True
+        return agreed
