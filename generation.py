@@ -30,10 +30,6 @@ class Sampling:
     def __post_init__(self):
         check_sampling(self.temperature, self.top_k, self.top_p)
 
-    def draw(self, logits, generator=None, noise=None):
-        """logits (B, vocab_size) -> tokens (B, 1)."""
-        return sample_token(logits, self.temperature, self.top_k, self.top_p, generator, noise)
-
 
 @dataclass(eq=False)
 class Sequence:
@@ -109,16 +105,15 @@ class Cache(Protocol):
         """
         Feed the tokens of a `Work`. Returns logits (B, vocab_size), for the token after the last one of each sequence.
 
-        A sequence that goes on at an earlier position than its end is truncated first. ValueError if it starts behind
-        its end, if there is no room and if the tokens are no good. A step that fails leaves the sequences as they were.
+        A sequence that is longer than its start is truncated to it first. ValueError if it is shorter, if there is no
+        room, and on tokens that do not fit the model. After a step that fails each sequence has its first `start` tokens.
         """
 
 
 def make_sequences(model, prompts, when_full='crop', keep=None, n_keep=0):
     """
-    A `Sequence` for each prompt: (B, T) or token lists; when_full, keep and n_keep are those of `stream`.
-
-    Raises ValueError on an empty prompt, on ids that are not in the vocabulary, and on settings that make no sense.
+    A `Sequence` for each prompt: (B, T) or token lists; when_full, keep and n_keep are those of `stream`. ValueError on
+    an empty prompt, on ids that are not in the vocabulary, and on settings that make no sense.
     """
     block_size, vocab_size = model.config.block_size, model.config.vocab_size
     if when_full not in ('crop', 'shift') or when_full == 'crop' and (keep is not None or n_keep):
@@ -140,11 +135,8 @@ def make_sequences(model, prompts, when_full='crop', keep=None, n_keep=0):
         tokens = as_int64('a prompt', prompt).tolist()
         if min(tokens) < 0 or max(tokens) >= vocab_size:
             raise ValueError(f"the prompt must be integers within the vocabulary of {vocab_size}")
-        kept = min(n_keep, len(tokens))
-        last = keep
-        if when_full == 'crop':
-            last = block_size
-        elif keep is None:
+        kept, last = min(n_keep, len(tokens)), block_size if when_full == 'crop' else keep
+        if last is None:
             last = max(1, min(block_size // 2, block_size - kept))
         if last < 1 or kept < 0 or kept + last > block_size:
             raise ValueError(f"n_keep={kept} and keep={last} tokens of a full context, of these at least 1, "
@@ -217,10 +209,8 @@ def stream(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, 
 def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=False, stop_token=None,
              generator=None, decoder=None, num_samples=1, **more):
     """
-    `stream`, collected, with the prompts in front: idx (B, T) -> (B * num_samples, T + new tokens).
-
-    Given a list of token lists, returns a list of token lists, each up to its stop token. The arguments are those of
-    `stream`.
+    `stream`, with the same arguments, collected behind the prompts: idx (B, T) -> (B * num_samples, T + new tokens).
+    Given a list of token lists, returns a list of token lists, each up to its stop token.
     """
     steps = stream(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder,
                    num_samples, **more)
@@ -242,23 +232,29 @@ def run(model, cache, sequences, num_samples, max_new_tokens, sampling, generato
     # reading a token makes a GPU wait, so it is done where a token has to be known: to stop, and to cut a context
     reading = device.type == 'cpu' or stop_token is not None
     live, stopped, unread, newest = list(range(B)), [False] * B, [], None  # live: the rows that sequences are for
-    no_gradients = torch.inference_mode()
+    no_gradients, handles = torch.inference_mode(), []  # handles: of the sequences that are still to be freed
     try:
         for s in sequences:
-            s.handle = cache.new()
+            handles.append(cache.new())
+            s.handle = handles[-1]
         for step in range(max_new_tokens):
             with no_gradients, evaluating(model) if model.training else nullcontext():
                 if unread and any(s.length - s.cached > 1 for s in sequences):
-                    read(unread, sequences)
+                    for s, tokens in zip(sequences, torch.cat(unread, dim=1).tolist()):
+                        s.tokens += tokens
+                    unread.clear()
                 logits = advance(sequences, cache, device, newest)
                 if (step == 0 or device.type == 'cpu') and math.isnan(logits.sum(dtype=torch.float32)):
                     raise ValueError("the model's logits are not numbers: its weights are broken")
                 if step == 0 and num_samples > 1:  # the prompts are read; from here on each sample is a sequence
-                    logits = logits.repeat_interleave(num_samples, dim=0)
-                    sequences[:] = [s if i == 0 else s.fork(cache.fork(s.handle))
-                                    for s in sequences for i in range(num_samples)]
+                    logits, prompts, sequences = logits.repeat_interleave(num_samples, dim=0), sequences, []
+                    for s in prompts:
+                        sequences.append(s)
+                        for _ in range(num_samples - 1):
+                            handles.append(cache.fork(s.handle))
+                            sequences.append(s.fork(handles[-1]))
                 noise = draw_noise(logits, generator, live, B) if sampling.temperature else None
-                newest = sampling.draw(logits, generator, noise)
+                newest = sample_token(logits, sampling.temperature, sampling.top_k, sampling.top_p, generator, noise)
                 if not reading:
                     unread.append(newest)
                     for s in sequences:
@@ -272,44 +268,40 @@ def run(model, cache, sequences, num_samples, max_new_tokens, sampling, generato
                             stopped[row] = token == stop_token
                     for s, token in zip(sequences, drawn):
                         s.append(token)
-            yield newest if len(live) == B else spread(newest, live, B, stop_token)
+                tokens = newest
+                if len(live) < B:
+                    tokens = newest.new_full((B, 1), stop_token)
+                    tokens[live] = newest
+            yield tokens
             n_left = B - sum(stopped)
             if n_left == 0:
                 return
             if n_left <= len(live) // 2:  # at most log2(B) times, since a cache may copy all that stay
-                for s, row in zip(sequences, live):
-                    if stopped[row]:
-                        cache.free(s.handle)
-                sequences[:] = [s for s, row in zip(sequences, live) if not stopped[row]]
+                finished = [s.handle for s, row in zip(sequences, live) if stopped[row]]
+                handles = [handle for handle in handles if handle not in finished]
+                free_all(cache, finished)
+                sequences = [s for s, row in zip(sequences, live) if not stopped[row]]
                 live = [row for row in live if not stopped[row]]
                 newest = None
     finally:
-        for s in sequences:
-            if s.handle is not None:
-                cache.free(s.handle)
+        free_all(cache, handles)
 
 
-def read(unread, sequences):
-    """Give the tokens (B, 1) of earlier steps, which are on a GPU, to their sequences."""
-    for s, tokens in zip(sequences, torch.cat(unread, dim=1).tolist()):
-        s.tokens += tokens
-    unread.clear()
-
-
-def spread(newest, live, B, stop_token):
-    """The tokens (n, 1) of the live rows among stop tokens for the others: (B, 1)."""
-    with torch.inference_mode():
-        tokens = newest.new_full((B, 1), stop_token)
-        tokens[live] = newest
-    return tokens
+def free_all(cache, handles):
+    """Free sequences; if an interrupt comes in between, the rest of them before it goes on."""
+    try:
+        while handles:
+            cache.free(handles.pop())
+    except BaseException:
+        while handles:
+            cache.free(handles.pop())
+        raise
 
 
 def draw_noise(logits, generator, live, B):
     """
-    Exponential noise for the live rows of a batch of B, logits (n, vocab_size), whichever the other rows are and do;
-    None where `sample_token` draws the same.
-
-    With a list of B generators, each row draws from its own. With one, it draws for all B rows in any case.
+    Exponential noise for the live rows of a batch of B, logits (n, vocab_size): from each row's own generator, or from
+    one that draws for all B rows, whether they are live or not. None if all are: `sample_token` then draws the same.
     """
     if isinstance(generator, (list, tuple)):
         noise = torch.empty_like(logits)

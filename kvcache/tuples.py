@@ -40,7 +40,7 @@ class TupleCache:
         self.length[handle] = n
 
     def free(self, handle):
-        del self.length[handle]
+        self.length.pop(handle, None)
         self.row.pop(handle, None)
 
     def nbytes(self):
