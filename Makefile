@@ -1,8 +1,9 @@
 # make demo: data, training, samples and the speed-up of the cache, in under 6 minutes on a laptop
-# make test: everything that must hold
+# make test: everything that must hold, each claim at a small size
+# make test-all: the same at full size
 PYTHON ?= python3
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-all lint clean
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -23,6 +24,9 @@ demo: .venv/run.stamp
 
 test: lint
 	.venv/bin/python -m pytest -n auto
+
+test-all: lint
+	.venv/bin/python -m pytest -n auto --full
 
 lint: .venv/dev.stamp
 	.venv/bin/ruff check .

@@ -1,29 +1,33 @@
 """
-Checkpoints: saved so that a crash never costs one, loaded without trusting them.
+Checkpoints: saved so that a crash cannot damage one, loaded without running anything in them, and made into models.
 
-The keys are nanoGPT's (model, optimizer, model_args, iter_num, best_val_loss, config), so its ckpt.pt loads
-here and ours there, plus tokenizer, rng, scaler and threads.
+The keys are nanoGPT's (model, optimizer, model_args, iter_num, best_val_loss, config), so a ckpt.pt of nanoGPT loads
+here and one of ours loads there. Ours has tokenizer, rng, scaler and threads as well.
 """
 import glob
 import os
+import sys
 import zipfile
 from dataclasses import fields
 
 import torch
 
 import tokenizer as tokenizers
+from formats import check_vocabulary
 from whole_file import replacing
 
+ZIP_START = b'PK\x03\x04'
+LEGACY_START = b'\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.'  # of torch before 1.6
 NAME_IS_UTF8, SIZES_FOLLOW = 0x800, 0x8  # the flags that torch gives to the entries of a zip file
 SIZES = ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size')  # every checkpoint's model_args must have these
 
 
 def save(checkpoint, path):
-    """torch.save, whole or not at all: a crash or a full disk leaves the checkpoint that was there."""
+    """torch.save to path. A crash or a full disk leaves the file that was there. OSError if it cannot be written."""
     try:
         with replacing(path) as f:
             torch.save(checkpoint, f)
-    except (OSError, RuntimeError) as e:  # RuntimeError is what torch's zip writer makes of a full disk
+    except (OSError, RuntimeError) as e:  # torch's zip writer raises RuntimeError when the disk is full
         raise OSError(f"{path} could not be written, is the disk full? ({str(e).splitlines()[0]})") from e
 
 
@@ -31,8 +35,8 @@ def load(path, device='cpu'):
     """
     The checkpoint at path, a dict of tensors and plain values, on device.
 
-    ValueError says what to do where there is none, where its bytes are not those that were saved, or where its
-    contents are not a checkpoint's.
+    ValueError if there is no such file, if its bytes are not those that were saved, or if its contents are not those
+    of a checkpoint.
     """
     if not os.path.isfile(path):
         raise ValueError(f"no checkpoint {path}: train one first, with "
@@ -44,7 +48,7 @@ def load(path, device='cpu'):
             checkpoint = torch.load(f, map_location=device, weights_only=True)
         except MemoryError:
             raise
-        except Exception as e:  # a zip error, an unpickling error, an EOF: whichever it is, the file is no good
+        except Exception as e:  # zip errors, unpickling errors, EOFError and others: all mean that the file is damaged
             reason = str(e).splitlines()[0] if isinstance(e, ValueError) else type(e).__name__
             raise ValueError(f"{path} cannot be read ({reason[:200]}): it is damaged, or holds more than tensors and "
                              "plain values; use another copy, or train again") from e
@@ -57,38 +61,42 @@ def load(path, device='cpu'):
 
 def check_bytes(f):
     """
-    Compare every entry of the zip file f with its CRC: torch reads the entries, but not the CRCs.
+    Compare the bytes of every entry of the zip file f with the CRC in the file. torch does not.
 
-    torch has a zip reader of its own. So the file must have one reading only: names that are unique, the same in
-    the directory and in front of each entry (zipfile compares the two), bytes stored as they are, and no attributes:
-    torch takes an entry marked as a folder for an empty one, and returns memory that it has not written.
+    zipfile checks the CRCs, but torch reads the file with a zip reader of its own, so both must read the same thing
+    from it. Therefore names must be unique and the same in the directory and before each entry (zipfile compares the
+    two), entries must be uncompressed, and no entry may have attributes: torch takes an entry marked as a folder for
+    an empty one and returns uninitialised memory. ValueError or zipfile.BadZipFile if the file is not like that.
     """
-    start = f.read(16)
-    if start.startswith(b'\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.'):
+    start = f.read(len(LEGACY_START))
+    if start == LEGACY_START:
         raise ValueError("it has the format of torch before 1.6, which has no checksums: load it with "
                          "torch.load(path, weights_only=True) and save it again")
-    if not start.startswith(b'PK\x03\x04'):
-        raise ValueError("it is not a zip file")
+    if not start.startswith(ZIP_START):
+        raise ValueError(f"it begins with {start[:4]!r}, but a checkpoint is a zip file and begins with {ZIP_START!r}")
     with zipfile.ZipFile(f) as archive:
         entries = archive.infolist()
         names = [entry.filename for entry in entries]
         if len(set(names)) != len(names):
-            raise ValueError("an entry is there twice")
+            raise ValueError(f"its zip directory has {len(names)} entries with {len(set(names))} different names")
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-                raise ValueError(f"{entry.filename} is compressed")
+                raise ValueError(f"its entry {entry.filename} is compressed, but torch writes none compressed")
             flags = entry.flag_bits & ~(NAME_IS_UTF8 | SIZES_FOLLOW)
             if entry.external_attr or entry.internal_attr or entry.volume or flags:
-                raise ValueError(f"{entry.filename} has attributes that torch does not write")
+                raise ValueError(f"its entry {entry.filename} has attributes that torch does not write")
             with archive.open(entry) as content:
-                while content.read(1 << 20):  # zipfile raises BadZipFile at the end of an entry with another CRC
+                while content.read(1 << 20):  # at the end of an entry zipfile compares the CRC, and raises BadZipFile
                     pass
 
 
 def check_contents(checkpoint):
-    """ValueError unless the keys of a model are there, and every key is of the type that train.py saves."""
-    if not isinstance(checkpoint, dict) or not {'model', 'model_args'} <= set(checkpoint):
-        raise ValueError("it has no 'model' and 'model_args'")
+    """ValueError unless a checkpoint has a model and model_args, and values of the types that train.py saves."""
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"it must be a dict, but is of type {type(checkpoint).__name__}")
+    if not {'model', 'model_args'} <= set(checkpoint):
+        keys = ', '.join(map(str, checkpoint)) or 'no keys'
+        raise ValueError(f"it must have the keys model and model_args, but has {keys[:100]}")
     wanted = {'model': dict, 'model_args': dict, 'optimizer': dict, 'iter_num': int, 'config': dict, 'tokenizer': dict,
               'rng': dict, 'scaler': dict, 'threads': int}
     for key, kind in wanted.items():
@@ -104,23 +112,26 @@ def check_contents(checkpoint):
     best = checkpoint.get('best_val_loss', 0.0)
     is_scalar = isinstance(best, torch.Tensor) and best.numel() == 1 and best.is_floating_point()
     if type(best) not in (int, float) and not is_scalar:
-        raise ValueError("its best_val_loss must be a number")
+        raise ValueError(f"its best_val_loss must be a number, not {str(best)[:50]!r}")
     if checkpoint.get('tokenizer'):
         tokenizers.check_state(checkpoint['tokenizer'])
     if 'rng' in checkpoint:
         rng = checkpoint['rng']
         states = [rng.get('torch'), *rng['cuda']] if isinstance(rng.get('cuda'), list) else [None]
         if not all(isinstance(state, torch.Tensor) and state.dtype is torch.uint8 for state in states):
-            raise ValueError("its rng must hold the states of torch's generators: uint8 tensors")
+            raise ValueError("its rng must be {'torch': state, 'cuda': [state of each GPU]}, all uint8 tensors")
 
 
 def newest_first():
-    """The paths of all out*/ckpt.pt, the one written last in front."""
+    """The paths of all out*/ckpt.pt, the one that was written last first."""
     return sorted(glob.glob('out*/ckpt.pt'), key=os.path.getmtime, reverse=True)
 
 
 def build(checkpoint, GPT, GPTConfig, **override_args):
-    """The checkpoint's model: GPT(GPTConfig(...)) with its weights. ValueError where the two do not fit."""
+    """
+    The checkpoint's model: GPT(GPTConfig(its model_args, and override_args)) with its weights. Keys of model_args that
+    GPTConfig does not have are left out. ValueError if model_args are incomplete or do not fit the weights.
+    """
     saved = checkpoint['model_args']
     known = {f.name for f in fields(GPTConfig)}
     args = {k: v for k, v in saved.items() if k in known} | override_args
@@ -130,8 +141,8 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
     wanted = dict.fromkeys(SIZES, (int,)) | {'dropout': (int, float), 'bias': (bool,)}
     for name, kinds in wanted.items():
         if name in args and type(args[name]) not in kinds:
-            raise ValueError(f"the checkpoint's model_args have {name}={str(args[name])[:50]!r}, "
-                             f"which must be of type {kinds[-1].__name__}")
+            raise ValueError(f"the checkpoint's model_args have {name}={str(args[name])[:50]!r}, which must be of type "
+                             f"{kinds[-1].__name__}")
     model = GPT(GPTConfig(**args))
     try:
         model.load_state_dict(checkpoint['model'])
@@ -140,12 +151,47 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
     return model
 
 
+def load_model(init_from, out_dir, gpt, device='cpu'):
+    """
+    (model in eval mode on device, its tokenizer, the folder where files made from it belong), and a line on stderr that
+    says what was loaded.
+
+    init_from: 'resume' loads out_dir/ckpt.pt, or the newest out*/ckpt.pt if out_dir is ''. Anything else is passed to
+        GPT.from_pretrained: the name of a GPT-2, or a folder in Hugging Face format.
+    gpt: the module whose GPT and GPTConfig are used, model or debug_kv_model.
+
+    The tokenizer of a folder is the one in its meta.json, which export.py writes, or GPT-2's if it has no such file.
+    ValueError if there is no such model, or if the tokenizer has more tokens than the model.
+    """
+    if init_from != 'resume':
+        model = gpt.GPT.from_pretrained(init_from)
+        tokenizer = tokenizers.from_state(tokenizers.state_of_dataset(init_from))
+        what, folder = init_from, out_dir or 'out-' + os.path.basename(os.path.abspath(init_from))
+    else:
+        path = os.path.join(out_dir, 'ckpt.pt') if out_dir else (newest_first() or ['out/ckpt.pt'])[0]
+        checkpoint = load(path, device)
+        model, tokenizer = build(checkpoint, gpt.GPT, gpt.GPTConfig), tokenizer_of(checkpoint)
+        what, folder = f"{path}: iteration {checkpoint.get('iter_num', '?')}", os.path.dirname(path)
+    check_vocabulary(model, tokenizer)
+    n_params, block_size = model.get_num_params(), model.config.block_size
+    print(f"{what}, {n_params / 1e6:.2f}M parameters, block_size {block_size}", file=sys.stderr)
+    return model.to(device).eval(), tokenizer, folder
+
+
+def tokenizer_of(checkpoint):
+    """The tokenizer in the checkpoint. An old checkpoint has none: then that of its data folder, or else GPT-2's."""
+    if checkpoint.get('tokenizer'):
+        return tokenizers.from_state(checkpoint['tokenizer'])
+    folder = os.path.join('data', str(checkpoint.get('config', {}).get('dataset', '')))
+    return tokenizers.from_state(tokenizers.state_of_dataset(folder))
+
+
 def restore_optimizer(optimizer, saved):
     """
     Load a checkpoint's optimizer state (the dict of AdamW.state_dict) into an optimizer of the same parameters.
 
-    Moments of more rows than their parameter are cut to its rows: block_size was cropped. The implementation of
-    the step (fused or not) is that of the new optimizer, which goes by the device. ValueError where they do not fit.
+    Moments that have more rows than their parameter are cut to its rows: block_size was cropped. Whether the step is
+    fused stays as the optimizer has it, because that depends on the device. ValueError if the state does not fit.
     """
     fit_moments(optimizer, saved)
     fused = [group['fused'] for group in optimizer.param_groups]
@@ -158,7 +204,7 @@ def restore_optimizer(optimizer, saved):
 
 
 def fit_moments(optimizer, saved):
-    """Check that a saved optimizer state has the optimizer's groups and shapes, and crop its moments in place."""
+    """Cut a saved optimizer state's moments in place. ValueError unless it has the optimizer's groups and shapes."""
     if not isinstance(saved.get('state'), dict) or not isinstance(saved.get('param_groups'), list):
         raise ValueError("the checkpoint's optimizer state has no 'state' and 'param_groups': it cannot be resumed")
     groups = saved['param_groups']
@@ -195,11 +241,3 @@ def fit_moments(optimizer, saved):
                 raise ValueError(f"the checkpoint's optimizer state of parameter {index} must be of shape "
                                  f"{tuple(p.shape)}, but {name} is {is_}")
             state[name] = moment[:len(p)]
-
-
-def tokenizer_of(checkpoint):
-    """The tokenizer in the checkpoint; for older ones that of their data folder, and GPT-2's failing that."""
-    if checkpoint.get('tokenizer'):
-        return tokenizers.from_state(checkpoint['tokenizer'])
-    folder = os.path.join('data', str(checkpoint.get('config', {}).get('dataset', '')))
-    return tokenizers.from_state(tokenizers.state_of_dataset(folder))

@@ -1,14 +1,14 @@
 """
-Settings of a script: plain variables at its top, a comment behind each, overridden from the command line.
+Settings of a script: plain variables at its top, each with a comment, overridden from the command line.
 
     python train.py config/train_shakespeare_char.py --batch_size=32
 
-A config file is Python that assigns some of the same names. Files come first, in order, and --key=value
-wins over them wherever it stands. An unknown name or a value of another type is an error, --help lists
-everything. A script ends with `configurator.run(main)`.
+A config file is Python that assigns some of the same names. Files are applied in order, then every --key=value,
+wherever it stands. An unknown name or a value of another type is an error, and --help lists all settings. A script
+ends with `configurator.run(main)`.
 
-A script imports this module before all others, with `import configurator  # isort: skip`. Where torch is not
-installed, that import ends the script with a line that says what to do.
+A script imports this module before all others, with `import configurator  # isort: skip`. If torch is not installed,
+that import ends the script with a line that says what to do.
 """
 import ast
 import difflib
@@ -27,7 +27,9 @@ from tokenizer import read_text
 
 
 class Settings(dict):
-    """Every setting of a script and its value. `given` has the names that a file or the command line set, and which."""
+    """
+    {name: value} of all settings of a script. given: {name: 'command line' or the config file} of those that were set.
+    """
 
     def __init__(self, values, given):
         super().__init__(values)
@@ -38,8 +40,8 @@ def run(main):
     """
     Override the settings in main's module, then call main(config), config the Settings.
 
-    What a user can cause (ValueError, a file that cannot be read or written, memory that runs out, Ctrl-C)
-    ends in one line on stderr: exit code 2, or 130 for Ctrl-C. Of several processes under torchrun one prints it.
+    Errors that a user can cause (ValueError, a file that cannot be read or written, too little memory) end the script
+    with one line on stderr and exit code 2. Ctrl-C ends it with exit code 130. Under torchrun only process 0 prints.
     """
     namespace = main.__globals__
     script = os.path.basename(namespace['__file__'])
@@ -49,9 +51,9 @@ def run(main):
         sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # the reader, head or less, has left
+    except BrokenPipeError:  # the reader of stdout, such as head or less, has ended
         silence(sys.stdout)
-        sys.exit(141)  # as if SIGPIPE had ended us
+        sys.exit(141)  # the exit code of a process that SIGPIPE ended
     except Exception as e:
         if rank() > 0:
             leave_it_to_the_first_process()
@@ -62,7 +64,7 @@ def run(main):
 
 
 def what_a_user_can_cause(e):
-    """The text of an exception as one line, or None of a bug, whose traceback is worth more."""
+    """The text of an exception that a user can cause, as one line. None for others: a bug needs its traceback."""
     text = ' '.join(str(e).split())
     out_of_memory = 'out of memory' in text.lower() or "can't allocate memory" in text.lower()
     if isinstance(e, MemoryError) or isinstance(e, RuntimeError) and out_of_memory:
@@ -71,24 +73,24 @@ def what_a_user_can_cause(e):
 
 
 def rank():
-    """The number of this process among those that torchrun started; 0 of a process on its own."""
+    """The number of this process among those that torchrun started, or 0 if torchrun did not start it."""
     text = os.environ.get('RANK', '0')
     return int(text) if text.isdecimal() else 0
 
 
 def leave_it_to_the_first_process(patience=10.0):
     """
-    Wait for torchrun to end this process, because process 0 has failed as well and says why.
+    Wait until torchrun ends this process. It does if process 0 has failed as well, which then prints the error.
 
-    Otherwise each process would print the same line, and those that only lost their connection a traceback. This
-    returns where nobody ends it within `patience` seconds: then the failure is its own to report.
+    Otherwise every process would print the same line, or a traceback if it only lost its connection to process 0. This
+    returns after `patience` seconds: then process 0 has not failed, and this process prints its own error.
     """
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(patience)
 
 
 def silence(stream):
-    """Nobody reads it any more: what is still written to it, at exit for one, goes nowhere instead of raising."""
+    """Send what is still written to a stream without a reader to /dev/null, so that it raises nothing at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -96,21 +98,20 @@ def silence(stream):
 
 def _error(script, message):
     print(f"{script}: error: {message}", file=sys.stderr, flush=True)
-    if path := os.environ.get('TORCHELASTIC_ERROR_FILE'):  # so that the last lines of torchrun's report say it too
+    if path := os.environ.get('TORCHELASTIC_ERROR_FILE'):  # torchrun prints it at the end of its report
         with open(path, 'w', encoding='utf-8') as f:
             json.dump({'message': {'message': message, 'extraInfo': {'timestamp': str(int(time.time()))}}}, f)
     return 2
 
 
 def check_installation(packages=('torch', 'numpy', 'tqdm')):
-    """Exit with one line if a package is missing: most often the virtual environment is not active."""
+    """Exit with one line if a package is missing, most often because the virtual environment is not active."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        here = os.path.dirname(os.path.abspath(__file__))
-        made = os.path.exists(os.path.join(here, '.venv', 'bin', 'activate'))
-        print(f"{os.path.basename(sys.argv[0])}: error: {sys.executable} has no {', '.join(missing)}: "
-              + ("" if made else "run `make demo`, which installs everything into .venv, then ")
-              + f"run `source {os.path.relpath(os.path.join(here, '.venv', 'bin', 'activate'))}`", file=sys.stderr)
+        activate = os.path.join(os.path.dirname(os.path.abspath(__file__)), '.venv', 'bin', 'activate')
+        make = "" if os.path.exists(activate) else "run `make demo`, which installs everything into .venv, then "
+        print(f"{os.path.basename(sys.argv[0])}: error: {sys.executable} has no {', '.join(missing)}: {make}run "
+              f"`source {os.path.relpath(activate)}`", file=sys.stderr)
         sys.exit(2)
 
 
@@ -118,10 +119,13 @@ check_installation()
 
 
 def override(namespace, argv):
-    """Apply config files and --key=value from argv to the settings in namespace; returns all settings, as Settings."""
+    """
+    Apply the config files and --key=value in argv to the settings in namespace. Returns the Settings. ValueError, and
+    nothing is applied, if a file or a value is wrong.
+    """
     settings = find_settings(namespace)
     files = [arg for arg in argv if not arg.startswith('-')]
-    changes = {}  # name: (value, where it came from)
+    changes = {}  # {name: (value, 'command line' or the file)}
     for path in files:
         for name, value in _read_file(path, {k: namespace[k] for k in settings}).items():
             changes[name] = (_checked(name, value, namespace, settings, path), path)
@@ -137,14 +141,14 @@ def override(namespace, argv):
             value = _checked(name, _parse(text, namespace[name]), namespace, settings, 'command line')
             changes[name] = (value, 'command line')
     for name, (value, where) in changes.items():
-        if value != namespace[name] and rank() == 0:  # one process says it for all
+        if value != namespace[name] and rank() == 0:  # process 0 prints for all
             print(f"{name} = {value!r} (default {namespace[name]!r}; {where})", file=sys.stderr)
         namespace[name] = value
     return Settings({name: namespace[name] for name in settings}, {name: where for name, (_, where) in changes.items()})
 
 
 def find_settings(namespace):
-    """{name: comment} of every public lower-case name that the script assigns a plain value to, in order."""
+    """{name: comment} of every lower-case name without a leading _ that the script assigns a plain value, in order."""
     with open(namespace['__file__'], encoding='utf-8') as f:
         source = f.read()
     comments = {tok.start[0]: tok.string.lstrip('# ').strip()
@@ -179,7 +183,7 @@ def _read_file(path, defaults):
     source = read_text(path)
     assigned = dict(defaults, __file__=path)
     with ExitStack() as stack:
-        if rank() > 0:  # what a file prints is printed once, by process 0
+        if rank() > 0:  # what a config file prints is printed by process 0 only
             nowhere = stack.enter_context(open(os.devnull, 'w'))
             stack.enter_context(redirect_stdout(nowhere))
             stack.enter_context(redirect_stderr(nowhere))
@@ -194,7 +198,7 @@ def _read_file(path, defaults):
 
 
 def _parse(text, default):
-    """A command-line text as a value of the default's kind, where that is possible."""
+    """The value of a command-line text: the text if the default is one, a Python literal if it is one, or the text."""
     if isinstance(default, str):
         return text
     try:
@@ -210,13 +214,13 @@ def _checked(name, value, namespace, settings, where):
         value = float(value)
     if type(value) is not wanted:
         raise ValueError(f"{name} must be {wanted.__name__}, not {_short(value)} ({where})")
-    if wanted is int and not -2**63 <= value < 2**63:  # torch and numpy take no others
+    if wanted is int and not -2**63 <= value < 2**63:  # the range of torch and numpy
         raise ValueError(f"{name} must fit in 64 bits, but it is {_short(value)} ({where})")
     return value
 
 
 def _short(value):
-    """repr(value), cut to what fits in a line."""
+    """repr(value), shortened so that it fits in a line."""
     if type(value) is int and abs(value) >= 2**63:
         return f"a number of {value.bit_length()} bits"
     text = repr(value)

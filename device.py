@@ -1,4 +1,4 @@
-"""Which device, which dtype: what device='auto' and dtype='auto' mean, for every script."""
+"""The device and dtype that device='auto' and dtype='auto' mean in every script, and the number of CPU threads."""
 import os
 import re
 import statistics
@@ -12,7 +12,7 @@ DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch
 
 
 def pick_device(name='auto'):
-    """'auto' is cuda, then mps, then cpu. ValueError for a device this machine does not have."""
+    """'auto' is cuda, then mps, then cpu. ValueError for a device that this machine does not have."""
     n_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     here = ['cuda'] * bool(n_cuda) + ['mps'] * torch.backends.mps.is_available() + ['cpu']
     if name == 'auto':
@@ -20,24 +20,25 @@ def pick_device(name='auto'):
     if not re.fullmatch(r'cpu|mps|cuda(:\d+)?', name):
         raise ValueError(f"device must be auto, cpu, mps, cuda or cuda:N, not {name!r}")
     if name not in here + [f'cuda:{i}' for i in range(n_cuda)]:
-        raise ValueError(f"device {name} was asked for, but torch finds {', '.join(here)} here ({n_cuda} cuda): use device=auto")
+        raise ValueError(f"device {name} was asked for, but torch finds {', '.join(here)} here ({n_cuda} cuda): use "
+                         "device=auto")
     return name
 
 
-def join_processes(device, backend, world):
-    """(device, rank) of this process. Of several under torchrun (world > 1) each takes its GPU and joins the group."""
+def join_processes(device, backend, world_size):
+    """The device of this process. One of several that torchrun started takes a GPU of its own and joins the group."""
     dev = pick_device(device)
-    if world == 1:
-        return dev, 0
+    if world_size == 1:
+        return dev
     if dev == 'cuda':
         dev = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(dev)
     dist.init_process_group(backend if backend != 'auto' else 'nccl' if dev.startswith('cuda') else 'gloo')
-    return dev, dist.get_rank()
+    return dev
 
 
 def pick_dtype(name, device):
-    """'auto' is bfloat16 where the GPU has it, float16 on older ones, and float32 on cpu and mps."""
+    """'auto' is bfloat16 on a GPU that has it, float16 on an older one, and float32 on cpu and mps."""
     if name == 'auto':
         if not device.startswith('cuda'):
             return 'float32'
@@ -52,8 +53,24 @@ def autocast(device, dtype):
     return nullcontext() if dtype == 'float32' else torch.autocast(device.split(':')[0], DTYPES[dtype])
 
 
+def default_peak_flops(device):
+    """
+    The highest dense FLOPS of a device by its data sheet: half precision on a GPU, float32 on a CPU. None if unknown.
+    """
+    device = torch.device(device)
+    if device.type == 'cuda':
+        sheet = {'B200': 2250e12, 'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40': 181e12, 'L4': 121e12,
+                 'A10': 125e12, 'V100': 125e12, 'T4': 65e12, '5090': 210e12, '4090': 165e12, '3090': 71e12}
+        name = torch.cuda.get_device_name(device)
+        return next((flops for model, flops in sheet.items() if model in name), None)
+    if device.type == 'cpu':  # two fused multiply-adds a cycle, on vectors of 8 or 16 floats, at a typical 2.6 GHz
+        flops_per_cycle = {'AVX2': 32, 'AVX512': 64}.get(torch.backends.cpu.get_cpu_capability(), 16)
+        return torch.get_num_threads() * 2.6e9 * flops_per_cycle
+    return None
+
+
 def synchronize(device):
-    """Wait until the device has done what it was given, so that a clock means something."""
+    """Wait until the device has finished the work it was given. Call it before reading a clock."""
     if device.startswith('cuda'):
         torch.cuda.synchronize()
     elif device.startswith('mps'):
@@ -64,10 +81,10 @@ def fastest(run, candidates, rounds=5, seconds=2.0, margin=0.1):
     """
     (choice, medians): the candidate for which run(candidate) takes the least time, and the median seconds of each.
 
-    The rounds are interleaved: a neighbour that comes or goes meanwhile disturbs all candidates alike. The first
-    candidate is kept unless another one is faster by more than `margin`, a fraction. The candidates stand in an order
-    in which the time falls and then rises: after one that takes twice the best time so far, no later one is tried.
-    No new round begins after `seconds`.
+    Every round runs every candidate once, so that other programs on the machine slow all candidates down alike. The
+    first candidate is kept unless another one is faster by more than `margin`, a fraction. Along the list of
+    candidates the time is expected to fall and then to rise: after a candidate that takes twice the best time so far,
+    no later one is tried. No new round begins after `seconds`.
     """
     times, end = {}, time.perf_counter() + seconds
     for round_ in range(rounds + 1):
@@ -80,7 +97,7 @@ def fastest(run, candidates, rounds=5, seconds=2.0, margin=0.1):
             times.setdefault(candidate, []).append(taken)
         if time.perf_counter() > end:
             break
-    # the first run after a change also wakes threads and fills caches
+    # the first run is not counted: it also wakes threads and fills caches
     medians = {candidate: statistics.median(t[1:] or t) for candidate, t in times.items()}
     first, best = candidates[0], min(medians, key=medians.get)
     return (best if medians[best] < (1 - margin) * medians[first] else first), medians
@@ -88,10 +105,11 @@ def fastest(run, candidates, rounds=5, seconds=2.0, margin=0.1):
 
 def fastest_threads(step, limit=1.0):
     """
-    Set torch to the number of CPU threads with which step() is fastest: torch's own, or that halved, and so on to 1.
+    Set torch to the number of CPU threads with which step() is fastest. Tried are torch's own number and its halves,
+    down to 1.
 
-    Returns (threads, medians in seconds by threads), or (threads, {}) where there is nothing to choose: one thread, or
-    a step of more than `limit` seconds, which is large enough for all threads.
+    Returns (threads, {threads: median seconds}). Nothing is tried, and the second is {}, if torch has one thread only,
+    or if a step takes more than `limit` seconds: such a step is large enough for all threads.
     """
     most = torch.get_num_threads()
     start = time.perf_counter()
@@ -116,10 +134,11 @@ def fastest_threads(step, limit=1.0):
 
 def choose_threads(step, before, say):
     """
-    Set the number of CPU threads of a training run, and say which it is.
+    Set the number of CPU threads of a training run, and say how many they are.
 
-    OMP_NUM_THREADS decides where it is set; then `before`, the number of the run that is resumed (None: there is
-    none), because other threads add in another order; then which number makes step() fastest.
+    OMP_NUM_THREADS decides if it is set. Otherwise `before` does, the number of threads of the run that is resumed, or
+    None: another number adds in another order and so changes the last bits of the results. Otherwise it is the number
+    with which step() is fastest.
     """
     most = torch.get_num_threads()
     if 'OMP_NUM_THREADS' in os.environ or before and before > most:

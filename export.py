@@ -1,8 +1,8 @@
 """
 Write a trained model, or GPT-2, in a format that others serve.
 
-    python export.py                                        the newest out*/ckpt.pt to <its folder>/hf, for transformers, vLLM, TGI
-    python export.py --to=gguf --type=q8_0                  to <its folder>/model.gguf, for llama.cpp
+    python export.py                         the newest out*/ckpt.pt to <its folder>/hf, for transformers, vLLM, TGI
+    python export.py --to=gguf --type=q8_0   to <its folder>/model.gguf, for llama.cpp
     python export.py --init_from=gpt2 --path=gpt2-folder
 
 What was written and how to serve it goes to stderr.
@@ -13,7 +13,7 @@ import sys
 import configurator  # before torch: it says so in one line where torch is missing
 
 # isort: split
-import loading
+import checkpoint
 import model as plain_model
 from formats import to_gguf, to_huggingface
 
@@ -27,7 +27,7 @@ path = ''             # the folder or file to write; by default hf or model.gguf
 def main(config):
     if to not in ('hf', 'gguf') or type not in ('f32', 'q8_0') or (to, type) == ('hf', 'q8_0'):
         raise ValueError(f"to must be hf, or gguf with type f32 or q8_0, not {to!r} with {type!r}")
-    model, tokenizer, folder = loading.load(init_from, out_dir, plain_model)
+    model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model)
     if to == 'hf':
         target = path or os.path.join(folder, 'hf')
         to_huggingface(model, target, tokenizer)
@@ -41,8 +41,9 @@ def main(config):
             say("llama.cpp may never return from a prompt with a character beyond ASCII that the model has not seen")
         say("llama.cpp knows only the tanh approximation of GELU: logits will differ a little from those here")
         if model.config.block_size % 256 != 0:
-            say(f"llama.cpp rounds the context up to a multiple of 256, but the model ends at {model.config.block_size}: "
-                "llama-server sees to that, elsewhere keep prompt and new tokens within it")
+            say("llama.cpp rounds the context up to a multiple of 256, but the model ends at "
+                f"{model.config.block_size}: llama-server keeps within that by itself, elsewhere keep prompt and new "
+                "tokens within it")
         say(f"serve it with: llama-server -m {target}")
 
 

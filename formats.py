@@ -1,9 +1,9 @@
 """
-The model in other projects' file formats, so that what serves GPT-2 can serve it: a folder in Hugging Face format
-(transformers, vLLM, TGI) and a GGUF file (llama.cpp and what is built on it).
+GPT-2's weights in, and the model in other projects' file formats out, so that what serves GPT-2 can serve it: a folder
+in Hugging Face format (transformers, vLLM, TGI) and a GGUF file (llama.cpp and programs that are built on it).
 
-Both have a bias everywhere: a model with bias=False gets zeros. And both end where the context is full; the window that
-slides on from there is ours alone.
+Both formats have a bias everywhere: a model with bias=False gets zeros. Other engines stop where the context is full;
+they do not crop or shift it.
 """
 import json
 import os
@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from tokenizer import CharTokenizer, GPT2Tokenizer
 from whole_file import replacing
 
+CONV1D = 'c_attn.weight', 'c_proj.weight', 'c_fc.weight'  # GPT-2's own files have these as (in, out)
 GPT2_NAMES = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'
 HF_FILES = {'config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json', 'meta.json'}
-GGUF_NAMES = {'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_1': 'attn_norm', 'attn.c_attn': 'attn_qkv',
-              'attn.c_proj': 'attn_output', 'ln_2': 'ffn_norm', 'mlp.c_fc': 'ffn_up', 'mlp.c_proj': 'ffn_down'}
+GGUF_NAMES = {'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_1': 'attn_norm',
+              'attn.c_attn': 'attn_qkv', 'attn.c_proj': 'attn_output', 'ln_2': 'ffn_norm', 'mlp.c_fc': 'ffn_up',
+              'mlp.c_proj': 'ffn_down'}
 
 
 def read_gpt2(model_type, override_args):
@@ -53,9 +55,7 @@ def read_gpt2(model_type, override_args):
     state_dict = {}
     for key, w in weights.items():
         key = key if key.startswith(('transformer.', 'lm_head.')) else 'transformer.' + key
-        # GPT-2's linears are 'Conv1D', stored (in, out)
-        transposed = key.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight'))
-        state_dict[key] = w.t() if transposed else w
+        state_dict[key] = w.t() if key.endswith(CONV1D) else w
     if 'transformer.wte.weight' in state_dict:
         state_dict.setdefault('lm_head.weight', state_dict['transformer.wte.weight'])
     return sizes | override_args, state_dict
@@ -75,31 +75,34 @@ def download_gpt2(name):
 
 def to_huggingface(model, folder, tokenizer=None):
     """
-    Write folder: config.json, model.safetensors and, given a tokenizer, tokenizer.json, tokenizer_config.json and meta.json.
+    Write a folder with config.json, model.safetensors and, given a tokenizer, tokenizer.json, tokenizer_config.json and
+    meta.json. An older export is replaced whole.
 
     transformers' GPT2LMHeadModel computes the same logits from it (activation_function is 'gelu', the exact one), and
-    GPT.from_pretrained gets every weight back to the bit. What bias=False left out comes back as biases of zero. The
-    tokenizer gives the same ids, and a space for a character that the model has never seen; meta.json is its state(),
-    as in a data folder. An older export is replaced whole.
-    Raises ValueError where folder holds anything else, where safetensors is not installed, and on a tokenizer that has
-    more tokens than the model.
+    GPT.from_pretrained gets the same bits back. Biases that bias=False leaves out are written as zeros. The tokenizer
+    gives the same ids, and the id of a space for a character that the model has never seen; meta.json is its
+    `state()`, as in a data folder.
+    Raises ValueError if the folder holds other files, if safetensors is not installed, and if the tokenizer has more
+    tokens than the model.
     """
     try:
         from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as e:
-        raise ValueError("writing Hugging Face format needs safetensors: pip install safetensors (or transformers)") from e
+        raise ValueError("writing Hugging Face format needs safetensors: pip install safetensors") from e
     check_vocabulary(model, tokenizer)
     weights = {}
     for name, w in weights_with_biases(model).items():
-        transposed = name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight'))  # GPT-2's linears are 'Conv1D': (in, out)
+        transposed = name.endswith(CONV1D)
         weights[name] = (w.t() if transposed else w).contiguous()
     c = model.config
     end = tokenizer.bpe.eot_token if isinstance(tokenizer, GPT2Tokenizer) else None
-    config = dict(model_type='gpt2', architectures=['GPT2LMHeadModel'], activation_function='gelu', n_positions=c.block_size, n_ctx=c.block_size,
-                  vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, layer_norm_epsilon=model.transformer.ln_f.eps,
+    config = dict(model_type='gpt2', architectures=['GPT2LMHeadModel'], activation_function='gelu',
+                  n_positions=c.block_size, n_ctx=c.block_size, vocab_size=c.vocab_size, n_layer=c.n_layer,
+                  n_head=c.n_head, n_embd=c.n_embd, layer_norm_epsilon=model.transformer.ln_f.eps,
                   resid_pdrop=c.dropout, embd_pdrop=c.dropout, attn_pdrop=c.dropout, tie_word_embeddings=True,
-                  bos_token_id=end, eos_token_id=end, torch_dtype=str(model.lm_head.weight.dtype).removeprefix('torch.'))
+                  bos_token_id=end, eos_token_id=end,
+                  torch_dtype=str(model.lm_head.weight.dtype).removeprefix('torch.'))
     files = {'config.json': config}
     if tokenizer is not None:
         files['tokenizer.json'], files['tokenizer_config.json'] = huggingface_tokenizer(tokenizer)
@@ -115,22 +118,23 @@ def to_huggingface(model, folder, tokenizer=None):
             save_file(weights, os.path.join(new, 'model.safetensors'), metadata={'format': 'pt'})
         except SafetensorError as e:
             raise OSError(f"{folder} could not be written, is the disk full? ({e})") from e
-        shutil.copymode(os.path.join(new, 'config.json'), os.path.join(new, 'model.safetensors'))  # or the owner alone could read it
+        # safetensors writes files that their owner alone can read
+        shutil.copymode(os.path.join(new, 'config.json'), os.path.join(new, 'model.safetensors'))
 
 
 def to_gguf(model, path, type='f32', tokenizer=None):
     """
-    Write a GGUF file of architecture gpt2. Returns the kind of tokenizer that llama.cpp finds in it, see `add_gguf_tokenizer`.
+    Write a GGUF file of architecture gpt2. Returns the kind of its tokenizer, see `add_gguf_tokenizer`.
 
-    type: 'f32', or 'q8_0': matrices in 8 bits, 32 numbers to a scale, which n_embd must be a multiple of. Positions, biases
-        and layer norms stay float32.
+    type: 'f32', or 'q8_0': matrices in 8 bits, 32 numbers to a scale, for which n_embd must be a multiple of 32.
+        Positions, biases and layer norms stay float32.
 
-    The logits differ a little, by 8e-4 in the mean and 0.016 at most on a trained model of 0.8M parameters in f32: no
-    architecture of llama.cpp has the exact GELU. It has the tanh approximation, on a CPU out of a table of float16.
-    llama.cpp rounds the context up to a multiple of 256, and a position past block_size ends the process. llama-server does
-    not let it come to that; with other front ends, keep prompt and new tokens within block_size.
-    Raises ValueError on another type, where path is something else than a GGUF, where gguf is not installed, and on a
-    tokenizer that has more tokens than the model.
+    llama.cpp's logits differ a little: none of its architectures has the exact GELU. It has the tanh approximation,
+    on a CPU from a table of float16. llama.cpp rounds the context up to a multiple of 256, and a position past
+    block_size ends its process. llama-server keeps within block_size by itself; with other front ends, keep prompt and
+    new tokens within it.
+    Raises ValueError on another type, if path is a file of another format, if gguf is not installed, and if the
+    tokenizer has more tokens than the model.
 
     Sources: docs/gguf.md in https://github.com/ggml-org/ggml; src/models/gpt2.cpp and src/llama-vocab.cpp in
     https://github.com/ggml-org/llama.cpp.
@@ -144,7 +148,8 @@ def to_gguf(model, path, type='f32', tokenizer=None):
     if type not in ('f32', 'q8_0'):
         raise ValueError(f"type must be f32 or q8_0, not {type!r}")
     if type == 'q8_0' and c.n_embd % 32 != 0:
-        raise ValueError(f"q8_0 packs 32 numbers a block, and rows of n_embd {c.n_embd} do not divide into them: use type=f32")
+        raise ValueError(f"q8_0 packs 32 numbers in a block, and n_embd {c.n_embd} is not a multiple of 32: "
+                         "use type=f32")
     if os.path.exists(path) and not is_gguf(path):
         raise ValueError(f"{path} exists and is no GGUF file: remove it, or choose another path")
     quantised = gguf.GGMLQuantizationType[type.upper()]
@@ -179,12 +184,13 @@ def to_gguf(model, path, type='f32', tokenizer=None):
 
 
 def weights_with_biases(model):
-    """The model's state dict on the CPU, less the tied lm_head, and with zeros for each bias that bias=False left out."""
+    """The model's state dict on the CPU, without the tied lm_head, and with zeros for the biases that it lacks."""
     weights = {}
     for name, w in model.state_dict().items():
         weights[name] = w.cpu()
         if name.endswith('.weight') and not name.endswith(('wte.weight', 'wpe.weight')):
-            weights[name.removesuffix('weight') + 'bias'] = w.new_zeros(len(w), device='cpu')  # the model's own, if any, comes next
+            # if the model has this bias, it comes next in the state dict and replaces the zeros
+            weights[name.removesuffix('weight') + 'bias'] = w.new_zeros(len(w), device='cpu')
     del weights['lm_head.weight'], weights['lm_head.bias']
     return weights
 
@@ -206,16 +212,16 @@ def is_gguf(path):
 
 def check_vocabulary(model, tokenizer):
     if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model a vocab_size of {model.config.vocab_size}: "
-                         "they do not belong together")
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model a vocab_size of "
+                         f"{model.config.vocab_size}: they do not belong together")
 
 
 def stand_in(tokenizer):
     """
-    The id that other engines give to a character that a CharTokenizer does not have: that of the space, or else 0.
+    The id that other engines use for a character that a CharTokenizer does not have: the space's, or 0 if it has none.
 
-    Each row of the model belongs to a character that it has seen, so no row is left for the others. Ours raises
-    ValueError for them.
+    Every row of the model's embedding belongs to a character of its training text, so there is none for other
+    characters. Our own CharTokenizer raises ValueError for them.
     """
     return tokenizer.ids.get(' ', 0)
 
@@ -234,19 +240,20 @@ def huggingface_tokenizer(tokenizer):
     byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=True)
     return dict(
         version='1.0', normalizer=None, pre_tokenizer=byte_level, post_processor=byte_level, decoder=byte_level,
-        added_tokens=[dict(id=tokenizer.bpe.eot_token, content=end, special=True, normalized=False, single_word=False, lstrip=False, rstrip=False)],
+        added_tokens=[dict(id=tokenizer.bpe.eot_token, content=end, special=True, normalized=False, single_word=False,
+                           lstrip=False, rstrip=False)],
         model=dict(type='BPE', vocab={text: i for i, text in enumerate(tokens)}, merges=merges),
     ), dict(tokenizer_class='GPT2Tokenizer', bos_token=end, eos_token=end, unk_token=end, add_prefix_space=False)
 
 
 def add_gguf_tokenizer(writer, tokenizer, vocab_size):
     """
-    Write what llama.cpp needs to read and write text. Returns the kind of tokenizer: 'gpt2', 'rwkv' or, without one, 'none':
-    token ids only.
+    Write the tokenizer for llama.cpp. Returns its kind: 'gpt2', 'rwkv', or 'none' (token ids only) if there is none.
 
-    Characters go as 'rwkv', which takes the longest token at each place and needs no end of text: 'gpt2' always has one,
-    and would take token 11 for it. Each byte of an unknown character becomes a space. But llama.cpp's 'rwkv' never
-    returns from an unknown character that shares its first byte with a known one; where all are ASCII, none does.
+    A character tokenizer is written as 'rwkv', which takes the longest token at each place and needs no token for the
+    end of a text: 'gpt2' always has one, and would use token 11. Each byte of an unknown character becomes a space.
+    llama.cpp's 'rwkv' never returns from an unknown character that shares its first byte with a known one; if all
+    known characters are ASCII, no unknown one does.
     """
     from gguf import TokenType
     if tokenizer is None:
@@ -262,7 +269,8 @@ def add_gguf_tokenizer(writer, tokenizer, vocab_size):
         writer.add_eos_token_id(tokenizer.bpe.eot_token)
     writer.add_tokenizer_model(kind)
     if tokens:
-        padding = range(len(tokens), vocab_size)  # rows of the model that stand for no text: there is no byte ff in UTF-8
+        # rows of the model without a text of their own get a byte that UTF-8 does not have
+        padding = range(len(tokens), vocab_size)
         types = [TokenType.NORMAL] * len(tokens) + [TokenType.UNUSED] * len(padding)
         if kind == 'gpt2':
             types[tokenizer.bpe.eot_token] = TokenType.CONTROL
@@ -273,10 +281,10 @@ def add_gguf_tokenizer(writer, tokenizer, vocab_size):
 
 def byte_pairs(bpe):
     """
-    GPT-2's tokens and merges, spelled as in its own vocab.json and merges.txt: ([text, in the order of ids], ['left right', by rank]).
+    GPT-2's tokens and merges, spelled as in its vocab.json and merges.txt: ([text of each id], ['left right' by rank]).
 
-    tiktoken keeps the tokens only. The two parts one was merged from are what byte pair encoding leaves of its bytes when
-    it knows no merge but those ranked before it.
+    tiktoken has the tokens only. The two parts that a token was merged from are found by encoding its bytes with the
+    merges of a lower rank.
     """
     # printable bytes stand for themselves, the others for the characters from 256 on, so that no text has a blank in it
     shown = [*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)]
@@ -297,14 +305,16 @@ def byte_pairs(bpe):
 @contextmanager
 def replacing_folder(folder, names):
     """
-    A new folder to write to, moved into place at the end: `folder` is there whole or not at all. If writing fails the old
-    one stays. ValueError where it is a file, or holds other files than `names`.
+    A new folder to write to, moved into place at the end. If writing fails the old folder stays.
+
+    ValueError if `folder` is a file, or holds other files than `names`.
     """
     if os.path.lexists(folder) and not os.path.isdir(folder):
         raise ValueError(f"{folder} exists and is no folder: choose another path")
     foreign = sorted(set(os.listdir(folder)) - names) if os.path.exists(folder) else []
     if foreign:
-        raise ValueError(f"{folder} holds {', '.join(foreign[:3])}{' ...' if len(foreign) > 3 else ''}, which is no export: choose another path")
+        some = ', '.join(foreign[:3]) + ' ...' * (len(foreign) > 3)
+        raise ValueError(f"{folder} holds {some}, which is no export: choose another path")
     folder = os.path.abspath(folder)
     os.makedirs(os.path.dirname(folder), exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=os.path.basename(folder) + '.', dir=os.path.dirname(folder)) as tmp:

@@ -9,15 +9,13 @@ A `Sequence` is one text that is being continued, a `Cache` keeps keys and value
 what it lacks of each sequence and returns the logits for their next tokens. `stream` is a loop of that and of sampling.
 """
 import math
-import os
-import threading
-import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 
+from kvcache.exclusive import evaluating
 from kvcache.tuples import NoCache, TupleCache
 from model import as_int64, check_sampling, sample_token
 
@@ -321,48 +319,3 @@ def draw_noise(logits, generator, live, B):
     if len(live) == B:
         return None
     return logits.new_empty(B, logits.size(1)).exponential_(generator=generator)[live]
-
-
-flipping = threading.RLock()
-# {model: (weak references to the uses of `evaluating`, the modules to be restored after the last of them)}
-evaluated = weakref.WeakKeyDictionary()
-
-
-def new_lock():
-    global flipping
-    flipping = threading.RLock()
-
-
-if hasattr(os, 'register_at_fork'):
-    os.register_at_fork(after_in_child=new_lock)  # another thread of the parent may have held it
-
-
-class Use:
-    """One use of `evaluating`."""
-
-
-@contextmanager
-def evaluating(model):
-    """
-    Eval mode inside; afterwards every module is back in its own mode.
-
-    Several threads can be inside for one model: the modules go back to training mode when the last one leaves.
-    """
-    use = Use()
-    try:
-        with flipping:
-            uses, modules = evaluated.setdefault(model, ([], []))
-            uses.append(weakref.ref(use))
-            if model.training:
-                modules += [m for m in model.modules() if m.training]
-                model.eval()
-        yield
-    finally:
-        with flipping:
-            uses, modules = evaluated.setdefault(model, ([], []))
-            # None: a use that an interrupt kept from getting here
-            uses[:] = [other for other in uses if other() not in (None, use)]
-            if not uses:
-                for m in modules:
-                    m.training = True
-                modules.clear()

@@ -4,9 +4,8 @@ A GPT and its KV cache, the whole of it, in one file.
 From top to bottom: the configuration, the cache of one layer, attention over it, the block, the GPT, and a plain
 `generate`. Shapes are in the margin: B sequences, T new tokens, C = n_embd channels.
 
-Configuration fields, state-dict keys, initialisation and the order in which a token is sampled are those of nanoGPT
-(https://github.com/karpathy/nanoGPT, MIT licence), so its checkpoints load here and the same seed draws the same
-tokens.
+Configuration fields, state-dict keys, initialisation and sampling are those of nanoGPT (MIT licence,
+https://github.com/karpathy/nanoGPT): its checkpoints load here, and the same seed draws the same tokens.
 """
 import math
 from contextlib import nullcontext
@@ -57,9 +56,8 @@ class LayerKVCache(NamedTuple):
     cache_pos: the number of positions that are filled: an int, or an integer tensor (B,) when the sequences differ in
         length. Slots from cache_pos on are never read.
 
-    The tuple that `append` returns shares its storage with the one before. So rewinding is free: keep an old tuple
-    and go on from it, and what came after it is overwritten. Two branches that are alive at the same time need a
-    copy: see `clone`.
+    The tuple that `append` returns shares its storage with the one before. So rewinding is free: go on from an old
+    tuple, and what came after it is overwritten. Two branches that are alive at the same time need a `clone`.
     """
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -77,18 +75,14 @@ class LayerKVCache(NamedTuple):
         Write the keys and values of T new tokens, k and v (B, n_head, T, head_dim), at cache_pos and after.
 
         positions: of these tokens, int64 (T,), or (B, T) when cache_pos is a tensor.
-        Returns (k, v, mask, cache): the keys and values of all positions so far, views of (B, n_head, cache_pos + T,
-        head_dim); the mask that `attend` takes; and the tuple with cache_pos + T. When cache_pos is a tensor, the
-        views are as long as the longest sequence, and the mask hides the rest of the others.
-        Raises ValueError, with nothing written, when they do not fit.
-
-        Attention asks a cache nothing else, so any object with this method can be the cache of a layer.
+        Returns (k, v, mask, cache): all keys and values so far, views of (B, n_head, cache_pos + T, head_dim), as long
+        as the longest sequence; the mask for `attend`; and the tuple with cache_pos + T. Raises ValueError, with
+        nothing written, when they do not fit. Any object with this method can be the cache of a layer.
         """
         k_cache, v_cache, start = self
         B, block_size, T = k_cache.size(0), k_cache.size(2), k.size(2)
         ragged = isinstance(start, torch.Tensor)
-        start = as_int64('cache_pos', start) if ragged else start
-        end = start + T
+        end = start + T if not ragged else as_int64('cache_pos', start) + T
         longest = int(end.max()) if ragged else end
         if longest > block_size:  # a slice, k_cache[:, :, start:end], would drop what does not fit, in silence
             raise ValueError(f"cache is full: cache_pos {start} + {T} new tokens > block_size {block_size}")
@@ -110,16 +104,10 @@ class LayerKVCache(NamedTuple):
         return LayerKVCache(self.k_cache.clone(), self.v_cache.clone(), self.cache_pos)
 
 
-def as_cache(layer):
-    """A plain tuple as a `LayerKVCache`; any other cache of a layer unchanged."""
-    return LayerKVCache(*layer) if type(layer) is tuple else layer
-
-
 def visible(q_pos, k_pos):
     """
-    Causal mask: the token at position q sees the keys at positions up to q.
-
-    q_pos: (T_q,) or (B, T_q); k_pos: (T_k,). Returns bool, (T_q, T_k) or (B, 1, T_q, T_k).
+    Causal mask: a token sees the keys at positions up to its own. q_pos: (T_q,) or (B, T_q); k_pos: (T_k,).
+    Returns bool, (T_q, T_k) or (B, 1, T_q, T_k).
     """
     mask = k_pos <= q_pos[..., None]
     return mask[:, None] if q_pos.dim() == 2 else mask
@@ -155,17 +143,16 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x, positions, layer_cache=None, last_only=False):
         """
-        x: (B, T, C), the T newest tokens; positions: theirs, (T,) or (B, T). Returns (y, layer_cache).
-
-        Given a cache, the tokens also attend to what it holds, and the cache that is returned has them too.
-        y: (B, T, C), or with last_only the last token's alone, (B, 1, C).
+        x: (B, T, C), the newest tokens; positions: theirs, (T,) or (B, T); layer_cache: of the tokens before, or None.
+        Returns (y, layer_cache with the new tokens); y is (B, T, C), or with last_only the last token's, (B, 1, C).
         """
         B, T, C = x.size()
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, nh, T, hs) each
         mask = None
         if layer_cache is not None:
-            k, v, mask, layer_cache = as_cache(layer_cache).append(k, v, positions)
+            layer_cache = LayerKVCache(*layer_cache) if type(layer_cache) is tuple else layer_cache
+            k, v, mask, layer_cache = layer_cache.append(k, v, positions)
         if last_only:
             q, mask = q[:, :, -1:], None if mask is None else mask[..., -1:, :]
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
@@ -244,31 +231,29 @@ class GPT(nn.Module):
 
     def check_cache_pos(self, cache_pos, B, T):
         """
-        cache_pos, where T new tokens of each of B sequences begin: an int, or a tensor (B,) of any integer dtype, which
-        is returned as int64. ValueError if it is something else, negative, or if the tokens do not fit behind it.
+        The position where T new tokens of each of B sequences begin: cache_pos, an int, or an integer tensor (B,) as
+        int64. ValueError if it is something else, negative, or if the tokens do not fit behind it.
         """
-        ends = cache_pos, cache_pos
+        smallest, largest, device = cache_pos, cache_pos, self.lm_head.weight.device
         if isinstance(cache_pos, torch.Tensor):
             cache_pos = as_int64('cache_pos', cache_pos)
-            if cache_pos.shape != (B,) or cache_pos.device != self.lm_head.weight.device:
-                raise ValueError(f"cache_pos must be ({B},), one for each sequence, on {self.lm_head.weight.device}; "
+            if cache_pos.shape != (B,) or cache_pos.device != device:
+                raise ValueError(f"cache_pos must be ({B},), one for each sequence, on {device}; "
                                  f"not {tuple(cache_pos.shape)} on {cache_pos.device}")
-            ends = cache_pos.aminmax() if B else (0, 0)
+            smallest, largest = cache_pos.aminmax() if B else (0, 0)
         elif type(cache_pos) is not int:
             raise ValueError(f"cache_pos must be an int or a tensor of integers, not {cache_pos!r}")
-        if ends[0] < 0:
+        if smallest < 0:
             raise ValueError(f"cache_pos must not be negative: {cache_pos}")
-        if ends[1] + T > self.config.block_size:
+        if largest + T > self.config.block_size:
             raise ValueError(f"out of context: cache_pos {cache_pos} + {T} new tokens > "
                              f"block_size {self.config.block_size}")
         return cache_pos
 
     def check_input(self, idx, kv_cache):
         """
-        Check the tokens idx (B, T) and the cache that they go to, a list of tuples or None, before anything is written.
-
-        Returns (idx, cache_pos): the tokens as int64, and the position of the first, an int or an int64 tensor (B,).
-        Raises ValueError if they do not fit together or do not fit the model.
+        Check tokens idx (B, T) and the cache that they go to, a list of tuples or None, before anything is written.
+        Returns (idx as int64, the position of its first token: an int or int64 (B,)). ValueError if they do not fit.
         """
         idx, c = as_int64('token ids', idx), self.config
         if idx.dim() != 2 or idx.size(1) == 0:
@@ -290,18 +275,16 @@ class GPT(nn.Module):
 
     def hidden_states(self, idx, positions, kv_cache=None, last_only=False):
         """
-        The input of lm_head for the tokens idx (B, T) at positions (T,) or (B, T), as int64: the model itself, without
-        any checks.
+        The input of lm_head for the tokens idx (B, T) at positions (T,) or (B, T), both int64, without any checks.
 
-        kv_cache: the caches of the layers, each an object with `append` (see `LayerKVCache`).
-        Returns (x, kv_cache): x (B, T, C), or with last_only the last position's alone, (B, 1, C); and the caches as
-        `append` returned them, or None.
+        kv_cache: the caches of the layers, each an object with `append` (see `LayerKVCache`), or None.
+        Returns (x, kv_cache): x (B, T, C), or with last_only the last position's alone, (B, 1, C).
         """
         t = self.transformer
         x = t.drop(t.wte(idx) + t.wpe(positions))
         layers, kv_cache = kv_cache or [None] * len(t.h), []
         for block, layer_cache in zip(t.h, layers):
-            # no layer comes after the last block: of a long input it need only compute the position that is asked for
+            # no other block reads what the last one computes, so it computes only the position that is asked for
             skip = last_only and idx.size(1) > 1 and block is t.h[-1]
             x, layer_cache = block(x, positions, layer_cache, skip)
             kv_cache.append(layer_cache)
@@ -312,7 +295,6 @@ class GPT(nn.Module):
         idx, targets: (B, T) token ids of any integer dtype; a target of -1 is not scored.
         kv_cache: a list of n_layer tuples, as an earlier call returned it; idx then goes on at its cache_pos. Without
             one, use_cache=True begins one; the default does so in eval mode when no targets are given.
-
         Returns (logits, loss, kv_cache). With targets: logits (B, T, vocab_size) and the mean loss in nats. Without:
         logits of the last position, (B, 1, vocab_size), and loss None. kv_cache is None where no cache is used.
         """
@@ -335,10 +317,8 @@ class GPT(nn.Module):
 
     def step(self, idx, kv_cache, use_cache=True):
         """
-        What a decoder does: idx (B, T) -> (logits (B, 1, vocab_size), kv_cache). kv_cache=None begins a cache.
-
-        Tokens that fill the window leave no room for a next one: they are computed without the cache, which is
-        returned as it came.
+        What a decoder does: idx (B, T) -> (logits (B, 1, vocab_size), kv_cache). kv_cache=None begins a cache. Tokens
+        that fill the window leave no room for a next one: they are computed without the cache, which stays as it is.
         """
         if not use_cache or idx.size(1) == self.config.block_size:
             return self(idx, use_cache=False)[0], kv_cache
@@ -352,31 +332,29 @@ class GPT(nn.Module):
         Continue each row of idx (B, T) with max_new_tokens sampled tokens. Returns (B, T + max_new_tokens).
 
         The model sees the last block_size tokens. With use_cache=True it reads the prompt once and then one token a
-        step. A token beyond block_size moves every other one to an earlier position, which changes all keys and
-        values, so from there on each step reads the whole window, with the cache or without. The tokens are the same.
+        step. Beyond block_size each new token moves all others to an earlier position, which changes their keys and
+        values, so there each step reads the whole window, with the cache or without. The tokens are the same.
 
         temperature, top_k, top_p, generator: see `sample_token`. decoder: takes the place of the cached `step`.
-        Runs in eval mode and restores each module's own mode. Raises ValueError on prompts and settings that make no
-        sense. Prompts of several lengths, stop tokens and more: generation.py.
+        Raises ValueError on prompts and settings that make no sense. For stop tokens and more see generation.py.
         """
         check_sampling(temperature, top_k, top_p)
         idx, block_size = as_int64('the prompt', idx), self.config.block_size
         if idx.dim() != 2 or not idx.numel() or not 0 <= idx.min() <= idx.max() < self.config.vocab_size:
             raise ValueError("the prompt must be (B, T), at least one token, of integers within the vocabulary of "
                              f"{self.config.vocab_size}; its shape is {tuple(idx.shape)}")
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be at least 0, not {max_new_tokens}")
-        if decoder and not use_cache:
-            raise ValueError("a decoder works on the cache: pass use_cache=True as well")
+        if max_new_tokens < 0 or decoder and not use_cache:
+            raise ValueError("max_new_tokens must be at least 0, and a decoder needs use_cache=True; not "
+                             f"max_new_tokens={max_new_tokens}, use_cache={use_cache}")
         step = decoder or (lambda idx, kv_cache: self.step(idx, kv_cache, use_cache))
-        training, kv_cache, logits = [m for m in self.modules() if m.training], None, None
+        training, kv_cache = [m for m in self.modules() if m.training], None
         self.eval()
         try:
             with decoder.exclusive_use() if hasattr(decoder, 'exclusive_use') else nullcontext():
                 for _ in range(max_new_tokens):
                     idx_cond = idx[:, -block_size:]
                     if kv_cache and idx.size(1) > block_size:  # begin anew, in the same storage
-                        kv_cache = [as_cache(layer)._replace(cache_pos=0) for layer in kv_cache]
+                        kv_cache = [(k_cache, v_cache, 0) for k_cache, v_cache, _ in kv_cache]
                     elif kv_cache:
                         idx_cond = idx[:, -1:]
                     logits, kv_cache = step(idx_cond, kv_cache)
@@ -384,7 +362,7 @@ class GPT(nn.Module):
         finally:
             for module in training:
                 module.training = True
-        if logits is not None and logits.isnan().any():
+        if max_new_tokens and logits.isnan().any():
             raise ValueError("the model's logits are not numbers: its weights are broken")
         return idx
 
@@ -410,7 +388,7 @@ class GPT(nn.Module):
         override_args may set dropout. GPT-2 was trained with the tanh approximation of GELU; like nanoGPT we use the
         exact one, so logits differ a little. Raises ValueError on what cannot be loaded.
         """
-        from formats import read_gpt2  # the one place where this file needs another: files on disk
+        from formats import read_gpt2  # the one import from another file, for reading files from disk
         sizes, state_dict = read_gpt2(model_type, override_args or {})
         model = cls(GPTConfig(**sizes))
         try:
@@ -424,14 +402,10 @@ class GPT(nn.Module):
         params = [p for p in self.parameters() if p.requires_grad]
         groups = [dict(params=[p for p in params if p.dim() >= 2], weight_decay=weight_decay),
                   dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
-        fused = device_type in ('cpu', 'cuda', 'mps', 'xpu')
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+        return torch.optim.AdamW(groups, learning_rate, betas, fused=device_type in ('cpu', 'cuda', 'mps', 'xpu'))
 
     def estimate_mfu(self, fwdbwd_per_iter, dt, peak_flops):
-        """
-        Model FLOPS utilisation: the FLOPS of fwdbwd_per_iter sequences in dt seconds over peak_flops (None gives
-        None). FLOPs are counted as in PaLM (arXiv:2204.02311, appendix B).
-        """
+        """FLOPS of fwdbwd_per_iter sequences in dt seconds over peak_flops (or None), as PaLM (arXiv:2204.02311)."""
         c = self.config
         flops_per_token = 6 * self.get_num_params() + 12 * c.n_layer * c.n_embd * c.block_size
         return peak_flops and flops_per_token * c.block_size * fwdbwd_per_iter / dt / peak_flops
@@ -454,8 +428,7 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     temperature: divides the logits; 0 takes the largest. top_k: keep the k largest (and ties with the k-th).
     top_p: keep the fewest that hold this much probability (nucleus sampling, arXiv:1904.09751).
     generator: the torch.Generator to draw from, on the logits' device; torch's global one by default.
-    noise: numbers drawn already from the exponential distribution, of the logits' shape, in the place of a generator.
-    The logits must be numbers: unlike torch.multinomial, this does not check them.
+    noise: exponential noise of the logits' shape, if it is drawn already. NaN in the logits is not found here.
     """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)

@@ -19,10 +19,11 @@ import configurator  # before torch: it says so in one line where torch is missi
 import torch
 from tqdm import tqdm
 
+import checkpoint
 import debug_kv_model
 import decode
+import generation
 import kvcache
-import loading
 import model as plain_model
 from device import autocast, pick_device, pick_dtype, synchronize
 from tokenizer import TextStream, read_text
@@ -59,53 +60,57 @@ def main(config):
     check_settings(dev)
     texts = read_prompts()
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
-    model, tokenizer, _ = loading.load(init_from, out_dir, gpt, dev)
+    model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev)
     end = unescaped_stop(tokenizer)
     prompts = [tokenizer.encode(text) for text in texts]
     check_lengths(prompts, model.config.block_size)
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
-    step = pick_decoder(model, min(batch_size, len(prompts)), dev)
+    how = pick_decoder(model, min(batch_size, len(prompts)), dev)
 
     n_drawn, t0 = 0, time.perf_counter()
-    live = len(prompts) == 1 and gpt is plain_model  # the lines of a trace would land in the middle of the text
-    no_bar = True if live or gpt is debug_kv_model else None  # None: where stderr is no terminal
+    live = len(prompts) == 1 and gpt is plain_model  # the lines of a trace would come in the middle of the text
+    no_bar = True if live or gpt is debug_kv_model else None  # None: no bar where stderr is no terminal
     with (autocast(dev, pick_dtype(dtype, dev)),
           tqdm(total=len(prompts) * max_new_tokens, unit='tok', disable=no_bar) as bar):
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first:first + batch_size]
+            texts = [TextStream(tokenizer, end) for _ in batch]
             samples = [shown(prompt, tokenizer, model.config.block_size) for prompt in batch]
-            streams = [TextStream(tokenizer, end) for _ in batch]
             if live:
                 print(samples[0], end='', flush=True)
-            for drawn in draw(model, batch, first, step, dev):
-                for row, token in enumerate(drawn.flatten().tolist()):
-                    piece = streams[row].push(token)
+            for tokens in draw(model, batch, first, how, dev):
+                for row, token in enumerate(tokens.flatten().tolist()):
+                    piece = texts[row].push(token)
                     samples[row] += piece
                     if live:
                         print(piece, end='', flush=True)
                 n_drawn += len(batch)
                 bar.update(len(batch))
-                if all(s.stopped for s in streams):
+                if all(text.stopped for text in texts):
                     break
             if live:
-                print(streams[0].flush())
+                print(texts[0].flush())
             else:
                 with bar.external_write_mode():
-                    for text, stream in zip(samples, streams):
-                        print(text + stream.flush() + '\n---------------' * (len(prompts) > 1), flush=True)
+                    for sample, text in zip(samples, texts):
+                        print(sample + text.flush() + '\n---------------' * (len(prompts) > 1), flush=True)
     synchronize(dev)
     dt = time.perf_counter() - t0
     print(f"{n_drawn:,} tokens in {dt:.2f} s: {n_drawn / dt:,.0f} tok/s "
           f"({'with' if use_cache else 'without'} the cache, {dev})", file=sys.stderr)
 
 
-def draw(model, batch, first, step, dev):
-    """Yield the tokens (B, 1) of a batch of prompts, whose first row is sample number `first`."""
-    same = all(prompt == batch[0] for prompt in batch)  # then it is prefilled once, for all samples
+def draw(model, batch, first, how, dev):
+    """
+    Yield the tokens (B, 1) of a batch of prompts, whose first row is sample number `first`; how: of `pick_decoder`.
+    """
+    same = all(prompt == batch[0] for prompt in batch)  # then it is read once for all samples
     shift = dict(keep=keep or None, n_keep=n_keep) if when_full == 'shift' else {}
-    return model.stream(batch[:1] if same else batch, max_new_tokens, temperature, top_k or None, top_p, use_cache,
-                        generator=[torch.Generator(dev).manual_seed(seed + first + row) for row in range(len(batch))],
-                        decoder=step, num_samples=len(batch) if same else 1, when_full=when_full, **shift)
+    source = debug_kv_model if debug_kv_model.tracing() else generation
+    return source.stream(model, batch[:1] if same else batch, max_new_tokens, temperature, top_k or None, top_p,
+                         use_cache, num_samples=len(batch) if same else 1, when_full=when_full,
+                         generator=[torch.Generator(dev).manual_seed(seed + first + row) for row in range(len(batch))],
+                         **shift, **how)
 
 
 def check_settings(dev):
@@ -132,56 +137,50 @@ def check_settings(dev):
 
 def check_decoder(dev):
     """ValueError for a decoder, weights, threads, kv_cache and kv_bits that do not exist or do not go together."""
-    if decoder not in ('auto', 'eager', 'cpu', 'compiled'):
-        raise ValueError(f"decoder must be auto, eager, cpu or compiled, not {decoder!r}")
     if compile and decoder not in ('auto', 'compiled'):
-        raise ValueError(f"compile=True is decoder=compiled, but decoder={decoder} was given too: leave one of them out")
-    if weights not in ('float32', 'bfloat16', 'int8'):
-        raise ValueError(f"weights must be float32, bfloat16 or int8, not {weights!r}")
-    if threads < 0:
-        raise ValueError(f"threads must be positive, or 0 to let the decoder choose, not {threads}")
-    if kv_cache not in kvcache.SYSTEMS:
-        raise ValueError(f"kv_cache must be {', '.join(kvcache.SYSTEMS)}, not {kv_cache!r}")
+        raise ValueError(
+            f"compile=True is decoder=compiled, but decoder={decoder} was given too: leave one of them out"
+        )
+    which = 'compiled' if compile else decoder
+    decode.check_choice(which, weights, threads, dev)
+    if kv_cache not in kvcache.KINDS:
+        raise ValueError(f"kv_cache must be {', '.join(kvcache.KINDS)}, not {kv_cache!r}")
     if kv_bits not in (0, 8, 4):
         raise ValueError(f"kv_bits must be 0 (as they are), 8 or 4, not {kv_bits}")
-    which, mixed = named_decoder(), pick_dtype(dtype, dev) != 'float32'
     kernel = [f'weights={weights}'] * (weights != 'float32') + [f'threads={threads}'] * (threads > 0)
     asked = ' and '.join([f'decoder={which}'] * (which in ('cpu', 'compiled')) + kernel)
-    system = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache != 'tuple') + [f'kv_bits={kv_bits}'] * (kv_bits > 0))
-    if kernel and which in ('eager', 'compiled'):
-        raise ValueError(f"{' and '.join(kernel)} is for the cpu decoder: leave decoder={which} out")
-    if (kernel or which == 'cpu') and dev != 'cpu':
-        raise ValueError(f"{asked} is for the CPU, but the device is {dev}: add --device=cpu, or leave it out")
-    if (kernel or which == 'cpu') and mixed:
+    cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache != 'tuple') + [f'kv_bits={kv_bits}'] * (kv_bits > 0))
+    if (kernel or which == 'cpu') and pick_dtype(dtype, dev) != 'float32':
         raise ValueError(f"{asked}: the cpu decoder computes in float32, but not dtype={dtype}; leave dtype out")
-    if system and (asked or not use_cache):
-        raise ValueError(f"{system} is for the cached model itself: leave {asked or 'use_cache=False'} out")
+    if cache and (asked or not use_cache):
+        raise ValueError(f"{cache} is for the cached model itself: leave {asked or 'use_cache=False'} out")
     if asked and not use_cache:
         raise ValueError(f"{asked} works on the cache: leave use_cache=False out")
 
 
-def named_decoder():
-    return 'compiled' if compile else decoder
-
-
-def pick_decoder(model, batch, dev):
-    """The decoder that was asked for, or None where the model itself serves; says which it is."""
+def pick_decoder(model, n_rows, dev):
+    """The arguments of `stream` for the decoder or cache that was asked for; stderr is told which it is."""
     if (kv_cache, kv_bits) != ('tuple', 0):
-        step = kvcache.CacheDecoder(model, kv_cache, batch, kv_bits)
-        print(f"decoder: {step.name}, {step.system.nbytes() / 2**20:,.1f} MiB", file=sys.stderr)
-        return step
-    which, kernel_asked = named_decoder(), weights != 'float32' or threads
-    mixed = dev == 'cpu' and pick_dtype(dtype, dev) != 'float32'
-    if not use_cache or which == 'auto' and not kernel_asked and (mixed or debug_kv_model.tracing()):
-        which = 'eager'  # mixed precision and the trace are the model's own
-    if which == 'auto':
-        step = decode.best(model, batch, weights, threads or None)
-    else:
-        step = decode.named(which, model, weights, threads or None)
+        cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits)
+        print(f"decoder: {cache.name}, {cache.nbytes() / 2**20:,.1f} MiB", file=sys.stderr)
+        return dict(cache=cache)
+    which, mixed = 'compiled' if compile else decoder, dev == 'cpu' and pick_dtype(dtype, dev) != 'float32'
+    if (
+        not use_cache
+        or which == 'auto'
+        and weights == 'float32'
+        and not threads
+        and (mixed or debug_kv_model.tracing())
+    ):
+        which = 'eager'  # the other decoders have no mixed precision on a CPU, and no trace
+    step = decode.best(model, n_rows, weights, threads, which)
     print(f"decoder: {step.name}", file=sys.stderr)
+    if not use_cache or debug_kv_model.tracing() and which == 'eager':
+        return {}
     if type(step).__name__ == 'CPUDecoder':
-        torch.set_num_threads(1)  # its threads need the cores, and torch's would spin on them between two operations
-    return None if which == 'eager' else step
+        # torch's threads would spin between two operations on the cores that the decoder needs
+        torch.set_num_threads(1)
+    return dict(decoder=step)
 
 
 def read_prompts():

@@ -44,12 +44,17 @@ def load_model(dev):
         checkpoint = checkpoints.load(path)
         if 'shakespeare' in str(checkpoint.get('config', {}).get('dataset')):
             print(f"model: {path}")
-            return checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).to(dev).eval(), checkpoints.tokenizer_of(checkpoint)
-    print(f"!! no checkpoint trained on Shakespeare in {os.path.join(os.getcwd(), 'out*')}: this compares RANDOM WEIGHTS, "
-          "not your model.\n!! Run it in the folder that has your out*/ckpt.pt, or train one: "
-          "python train.py config/train_shakespeare_char.py", file=sys.stderr)
+            model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).to(dev).eval()
+            return model, checkpoints.tokenizer_of(checkpoint)
+    print(
+        f"!! no checkpoint trained on Shakespeare in {os.path.join(os.getcwd(), 'out*')}: this compares "
+        "RANDOM WEIGHTS, not your model.\n!! Run it in the folder that has your out*/ckpt.pt, or train one: "
+        "python train.py config/train_shakespeare_char.py",
+        file=sys.stderr,
+    )
     torch.manual_seed(seed)
-    return gpt.GPT(gpt.GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False)).to(dev).eval(), None
+    config = gpt.GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128, bias=False)
+    return gpt.GPT(config).to(dev).eval(), None
 
 
 def timed(model, idx, n, step, dev):
@@ -57,7 +62,8 @@ def timed(model, idx, n, step, dev):
     torch.manual_seed(seed)
     synchronize(dev)
     t0 = time.perf_counter()
-    tokens = model.generate(idx, n, temperature, top_k, use_cache=step is not None, decoder=None if step == 'eager' else step)
+    used = None if step == 'eager' else step
+    tokens = model.generate(idx, n, temperature, top_k, use_cache=step is not None, decoder=used)
     synchronize(dev)
     return tokens, time.perf_counter() - t0
 
@@ -107,7 +113,7 @@ def main(config):
     if model.config.block_size > window:
         model.crop_block_size(window)
     block_size = model.config.block_size
-    step = decoder if decoder == 'eager' else decode.best(model, 1) if decoder == 'auto' else decode.named(decoder, model)
+    step = decoder if decoder == 'eager' else decode.best(model, 1, name=decoder)
     if step != 'eager':
         print(f"decoder: {step.name}")
     if tokenizer is None:
@@ -140,7 +146,8 @@ def test_same_tokens_with_and_without_the_cache():
     for T, draw, batch in itertools.product([1, 6, BLOCK - 1, BLOCK, BLOCK + 1], [0.0, 0.8], [1, 4]):
         for s in range(50):
             torch.manual_seed(s)
-            model = plain_model.GPT(plain_model.GPTConfig(block_size=BLOCK, vocab_size=65, n_layer=2, n_head=2, n_embd=32)).eval()
+            config = plain_model.GPTConfig(block_size=BLOCK, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+            model = plain_model.GPT(config).eval()
             idx = torch.randint(65, (batch, T))
             outputs = []
             for use_cache in (False, True):
@@ -152,7 +159,8 @@ def test_same_tokens_with_and_without_the_cache():
 
 def test_same_tokens_at_the_size_people_train():
     torch.manual_seed(0)
-    model = plain_model.GPT(plain_model.GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128)).eval()
+    config = plain_model.GPTConfig(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128)
+    model = plain_model.GPT(config).eval()
     idx = torch.randint(65, (1, 6))
     outputs = []
     for use_cache in (False, True):

@@ -1,8 +1,9 @@
 """
-Text to token ids and back: the characters of a training text, or GPT-2's byte pairs, behind the same three names:
-encode(text) -> list of ints, decode(ids) -> text, vocab_size.
+Tokenizers: one id per character of a training text, or GPT-2's byte pairs. Both have encode(text) -> list of ints,
+decode(ids) -> text, and vocab_size.
 
-`state()` is what a checkpoint and a data folder's meta.json hold, `from_state` turns it back.
+`state()` is a tokenizer as a dict, which checkpoints and the meta.json of data folders hold. `from_state` makes the
+tokenizer again.
 """
 import json
 import os
@@ -12,21 +13,22 @@ GPT2 = {'kind': 'gpt2'}
 
 
 class CharTokenizer:
-    """One id a character, in the order of `chars`."""
+    """One id per character, in the order of `chars`. ValueError if `chars` is empty or has a character twice."""
 
     def __init__(self, chars):
         self.chars = list(chars)
         self.ids = {c: i for i, c in enumerate(self.chars)}
         self.vocab_size = len(self.chars)
         if len(self.ids) != self.vocab_size or not self.vocab_size:
-            raise ValueError("a character vocabulary needs at least one character and none twice")
+            raise ValueError("a character vocabulary must have at least one character and none twice, but this one "
+                             f"has {self.vocab_size} characters, {len(self.ids)} of them different")
 
     @classmethod
     def of_text(cls, text):
         return cls(sorted(set(text)))
 
     def encode(self, text):
-        """Raises ValueError naming the characters that have no id."""
+        """The ids of the characters. ValueError if some have no id: it names them."""
         try:
             return [self.ids[c] for c in text]
         except KeyError:
@@ -42,23 +44,23 @@ class CharTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte pairs, through tiktoken, which keeps them on disk after the first use."""
+    """GPT-2's byte pairs, by tiktoken, which downloads them once and keeps them on disk."""
 
     def __init__(self):
         import tiktoken
         try:
             self.bpe = tiktoken.get_encoding('gpt2')
-        except Exception as e:  # whatever its download died of, there is one thing to say
-            raise ValueError(f"GPT-2's byte pairs could not be downloaded ({type(e).__name__}): "
-                             "connect once, or point TIKTOKEN_CACHE_DIR at a copy") from e
+        except Exception as e:  # tiktoken raises whatever its download raised
+            raise ValueError(f"GPT-2's byte pairs could not be downloaded ({type(e).__name__}): connect to the "
+                             "internet once, or set TIKTOKEN_CACHE_DIR to a folder that has them") from e
         self.vocab_size = self.bpe.n_vocab
 
     def encode(self, text):
-        """<|endoftext|> in the text becomes its one token."""
+        """The ids of the text. <|endoftext|> in it becomes the one token of that name."""
         return self.bpe.encode(text, allowed_special={'<|endoftext|>'})
 
     def decode(self, ids):
-        # a model's vocabulary may be padded (50304 rows for 50257 tokens): such an id has no text
+        # a model's vocabulary may be padded (50304 rows for 50257 tokens): the ids from 50257 on have no text
         return self.bpe.decode_bytes([i for i in ids if i < self.vocab_size]).decode('utf-8', errors='replace')
 
     def state(self):
@@ -66,25 +68,26 @@ class GPT2Tokenizer:
 
 
 def check_state(state):
-    """ValueError unless state is a dict such as `state()` of a tokenizer returns, of a kind known here or not."""
+    """ValueError unless state has the form of a tokenizer's `state()`. Its kind may be an unknown one."""
     if not isinstance(state, dict) or not isinstance(state.get('kind'), str):
-        raise ValueError("a tokenizer's state must be a dict with its kind, a text")
+        raise ValueError(f"a tokenizer's state must be a dict with its kind, a string, not {str(state)[:50]!r}")
     if state['kind'] == 'char' and not isinstance(state.get('chars'), str):
-        raise ValueError("a tokenizer's state of kind 'char' must have chars, a text")
+        raise ValueError(f"a tokenizer's state of kind 'char' must have chars, a string, not "
+                         f"{str(state.get('chars'))[:50]!r}")
 
 
 def from_state(state):
-    """The tokenizer of a state; ValueError if it is damaged or of an unknown kind."""
+    """The tokenizer of a state. ValueError if the state is damaged or of an unknown kind."""
     check_state(state)
-    if state.get('kind') == 'char':
+    if state['kind'] == 'char':
         return CharTokenizer(state['chars'])
-    if state.get('kind') == 'gpt2':
+    if state['kind'] == 'gpt2':
         return GPT2Tokenizer()
-    raise ValueError(f"unknown kind of tokenizer: {state.get('kind')!r}, so these tokens have no text")
+    raise ValueError(f"the kind of a tokenizer must be char or gpt2, not {state['kind']!r}: these tokens have no text")
 
 
 def state_of_dataset(folder):
-    """The state of the tokenizer a data folder was prepared with; GPT-2's where no meta file says otherwise."""
+    """The state of the tokenizer that a data folder was prepared with: GPT-2's, unless its meta file names another."""
     meta = read_meta(folder)
     if 'kind' not in meta:
         return {'kind': 'unknown'} if 'vocab_size' in meta else GPT2
@@ -93,9 +96,9 @@ def state_of_dataset(folder):
 
 def read_meta(folder):
     """
-    What meta.json (or nanoGPT's meta.pkl) in a data folder says, as a dict: kind and chars of the tokenizer,
-    vocab_size, dtype of the token files, source of the text, all optional. {} where there is no such file,
-    ValueError where it is damaged.
+    The contents of meta.json (or nanoGPT's meta.pkl) in a data folder, as a dict: kind and chars of the tokenizer,
+    vocab_size, dtype of the token files, source of the text, all optional. {} if there is no such file, ValueError if
+    it is damaged.
     """
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
@@ -110,29 +113,30 @@ def read_meta(folder):
     try:
         with open(path, 'rb') as f:
             meta = PlainUnpickler(f).load()
-        if 'itos' not in meta:  # nanoGPT's train.py asks for no more than this
+        if 'itos' not in meta:  # nanoGPT's train.py needs vocab_size only
             return checked_meta({'vocab_size': meta['vocab_size']})
         chars = [meta['itos'][i] for i in range(len(meta['itos']))]
         if any(len(c) != 1 for c in chars):
-            raise ValueError("a token of it is not one character")
+            raise ValueError("a token in it is not a single character")
         return checked_meta({'kind': 'char', 'chars': ''.join(chars), 'vocab_size': len(chars)})
     except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
         raise ValueError(f"{path} is not nanoGPT's dict of characters ({e}): prepare the data again") from e
 
 
 def checked_meta(meta):
+    """meta itself. ValueError unless it is a dict with allowed values."""
     wanted = {'kind': ('char', 'gpt2'), 'dtype': ('uint16', 'uint32')}
     if not isinstance(meta, dict) or any(meta[k] not in wanted[k] for k in wanted if k in meta):
         raise ValueError(f"kind must be one of {wanted['kind']} and dtype one of {wanted['dtype']}")
     if (meta.get('kind') == 'char') != isinstance(meta.get('chars'), str):
-        raise ValueError("chars, a text, goes with kind 'char'")
+        raise ValueError("chars, a string, is needed with kind 'char' and with no other")
     if not isinstance(meta.get('vocab_size', 1), int) or meta.get('vocab_size', 1) < 1:
-        raise ValueError("vocab_size must be a positive integer")
+        raise ValueError(f"vocab_size must be a positive integer, not {str(meta['vocab_size'])[:50]}")
     return meta
 
 
 def read_text(path):
-    """The text of a UTF-8 file; ValueError if it is not one."""
+    """The text of a UTF-8 file. ValueError if its bytes are not UTF-8."""
     try:
         with open(path, encoding='utf-8') as f:
             return f.read()
@@ -141,21 +145,24 @@ def read_text(path):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """A pickle can run any code it names. This one may name nothing, which leaves dicts, lists, strings and numbers."""
+    """
+    Reads pickles of dicts, lists, strings and numbers only. A pickle runs code by naming a class or a function; here
+    every name is an error.
+    """
 
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, but only plain values are read")
 
     def persistent_load(self, pid):
-        raise pickle.UnpicklingError("it asks for a persistent object")
+        raise pickle.UnpicklingError("it names a persistent object, but only plain values are read")
 
 
 class TextStream:
     """
-    The text of a token stream, piece by piece: `push(token)` returns what can be printed by now.
+    The text of a token stream, piece by piece: `push(token)` returns the text that can be printed now.
 
-    A character split over several tokens is held back until it is whole, and a text that may be the
-    beginning of `stop` until it is clear; from `stop` on nothing comes any more and `stopped` is True.
+    A character that consists of several tokens is held back until it is complete. Text that may be the beginning of
+    `stop` is held back until it is known whether it is. After `stop` every piece is '' and `stopped` is True.
     """
 
     def __init__(self, tokenizer, stop=''):
@@ -167,7 +174,7 @@ class TextStream:
             return ''
         self.tokens.append(token)
         text = self.tokenizer.decode(self.tokens)
-        if text.endswith('\ufffd') and len(self.tokens) < 4:  # UTF-8 needs four bytes at most
+        if text.endswith('\ufffd') and len(self.tokens) < 4:  # a character has at most four bytes in UTF-8
             return ''
         self.tokens, text = [], self.held + text
         if self.stop and self.stop in text:
@@ -178,7 +185,7 @@ class TextStream:
         return text[:len(text) - n_held]
 
     def flush(self):
-        """What was still held back when the tokens ended."""
+        """The text that is still held back after the last token."""
         text = '' if self.stopped else self.held + self.tokenizer.decode(self.tokens)
         self.tokens, self.held = [], ''
         return text

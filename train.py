@@ -11,24 +11,20 @@ import configurator  # isort: skip
 
 import math
 import os
-import time
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import checkpoint as checkpoints
 import tokenizer as tokenizers
-from batches import Batches, mean_loss, open_tokens, prepare
-from device import autocast, choose_threads, join_processes, pick_device, pick_dtype, synchronize
+from device import autocast, choose_threads, default_peak_flops, join_processes, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
-from resuming import restore_optimizer, restore_rng, settle_shape
-from saving import Saver, load_furthest
-from stopping import Output, StopRequest
-from training_log import Log, start_wandb
-from whole_file import lock_folder
+from training.batches import Batches, open_tokens, prepare
+from training.checkpointer import Checkpointer, load_furthest, restore_rng, resume_optimizer, settle_shape
+from training.log import Log, start_wandb
+from training.stopping import StopRequest
 
 out_dir = 'out'                # where ckpt.pt, log.csv and loss.png go
 eval_interval = 2000           # iterations between evaluations, and so between checkpoints
@@ -66,31 +62,92 @@ compile = True                 # torch.compile the model; on a CPU it is no fast
 seed = 1337                    # of the weights, the data order and dropout
 peak_flops = 0.0               # what MFU is relative to; 0 looks the device up
 
+
 def main(config):
-    world = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
-    check_settings(world)
-    trainer = Trainer(config, world)
-    trainer.load_data()
-    trainer.make_model()
-    trainer.make_optimizer()
-    if trainer.resumed and trainer.iter_num >= max_iters and not eval_only:
-        trainer.say(f"the checkpoint is at iteration {trainer.iter_num} and max_iters is {max_iters}: there is nothing "
-                    "left to train; to go on, give a larger --max_iters")
-    if trainer.iter_num <= max_iters or eval_only:
-        with trainer.writing():
-            trainer.train()
-    if world > 1:
+    # this process, alone or one of those that torchrun started
+    world_size = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
+    rank = configurator.rank() if world_size > 1 else 0
+    master = rank == 0  # the one that evaluates, logs and saves
+    check_settings(world_size)
+    stop = StopRequest()
+    log = Log(stop, silent=not master)
+    checkpointer = Checkpointer(out_dir, resume=init_from == 'resume', writes=master and not eval_only)
+    dev = join_processes(device, backend, world_size)
+    torch.manual_seed(seed + rank)
+    torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
+
+    # data, model, optimizer
+    data_dir, vocab_size, tokenizer_state = load_data(master, world_size, log.say)
+    raw_model, resumed = build_model(config, data_dir, vocab_size, tokenizer_state, dev, log.say)
+    optimizer, scaler = build_optimizer(config, raw_model, resumed, dev, log.say)
+    amp = autocast(dev, pick_dtype(dtype, dev))
+    train_batches, eval_batches = build_batches(data_dir, raw_model.config.vocab_size, dev)
+    iter_num, best_val_loss = resumed.get('iter_num', 0), float(resumed.get('best_val_loss', math.inf))
+    if dev == 'cpu' and world_size == 1 and not eval_only and ('threads' in resumed or iter_num < max_iters):
+        choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
+    eval_model, model = wrap_model(raw_model, dev, world_size, log.say)
+    if 'rng' in resumed:
+        restore_rng(resumed['rng'])
+    resumed.clear()  # frees memory: its tensors were copied into the model and the optimizer
+    checkpointer.track(raw_model, optimizer, scaler, config, tokenizer_state)
+
+    # the training loop
+    first_iter = iter_num
+    tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
+    rows_per_iter = gradient_accumulation_steps * batch_size / world_size  # of this process
+    try:
+        if master:
+            open_log(log, checkpointer, config, iter_num)
+        while iter_num <= max_iters or eval_only:
+            lr = get_lr(iter_num)
+            for group in optimizer.param_groups:
+                group['lr'] = lr
+
+            # evaluate, and save a checkpoint
+            if (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only) and master:
+                losses = estimate_loss(eval_model, eval_batches, amp, stop)
+                if losses:  # None: asked to stop
+                    log.evaluation(iter_num, lr, losses)
+                    improved, best_val_loss = losses['val'] < best_val_loss, min(best_val_loss, losses['val'])
+                    if iter_num > 0 and (improved or always_save_checkpoint) and not eval_only:
+                        log.say(f"saved {checkpointer.save(iter_num, best_val_loss)}")
+                    log.draw(last=iter_num == max_iters)
+                log.start_clock(iter_num)
+
+            if stop.agreed(world_size, dev):
+                if master and not eval_only:
+                    save_interrupted(log, checkpointer, iter_num, best_val_loss, first_iter)
+                break
+            if eval_only or iter_num >= max_iters:
+                break
+
+            # forward, backward, update
+            loss = optimizer_step(model, optimizer, scaler, amp, train_batches, iter_num, rank, world_size)
+
+            # timing and logging
+            if iter_num % log_interval == 0 and master:
+                synchronize(dev)
+                dt = log.seconds_per_iter(iter_num)
+                mfu = raw_model.estimate_mfu(rows_per_iter, dt, peak_flops or default_peak_flops(dev))
+                log.iteration(iter_num, lr, loss, dt, tokens_per_iter / dt, mfu)
+            log.advance()
+            iter_num += 1
+    except FloatingPointError as e:
+        raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: {e}; {checkpointer.last_good()}") from e
+    finally:
+        log.close()
+    if world_size > 1:
         dist.destroy_process_group()
 
 
-def check_settings(world):
+def check_settings(world_size):
     for name, least in dict(batch_size=1, gradient_accumulation_steps=1, eval_iters=1, eval_interval=1, log_interval=1,
                             max_iters=0, seed=0).items():
         if globals()[name] < least:
             raise ValueError(f"{name} must be at least {least}, but it is {globals()[name]}")
-    if gradient_accumulation_steps % world:
-        raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the {world} "
-                         "processes")
+    if gradient_accumulation_steps % world_size:
+        raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the "
+                         f"{world_size} processes")
     if init_from == 'scratch':
         GPTConfig(block_size, 1, n_layer, n_head, n_embd, dropout, bias)
     pick_dtype(dtype, pick_device(device))
@@ -108,247 +165,172 @@ def get_lr(it):
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
 
 
-class Trainer:
-    """One run of train.py: main calls its methods in the order in which they stand here."""
+def load_data(master, world_size, say):
+    """
+    (the data folder, the vocabulary size it needs, the state of its tokenizer). A missing character data set is
+    prepared first. ValueError if a token file is missing or too short.
+    """
+    data_dir = os.path.join('data', dataset)
+    if master and dataset.endswith('_char') and not os.path.exists(os.path.join(data_dir, 'train.bin')):
+        prepare(data_dir)
+    if world_size > 1:
+        dist.barrier()
+    for split in ('train', 'val'):
+        open_tokens(data_dir, split, block_size)
+    meta, tokenizer_state = tokenizers.read_meta(data_dir), tokenizers.state_of_dataset(data_dir)
+    if tokenizer_state['kind'] == 'gpt2':
+        vocab_size = 50304  # GPT-2's 50257, padded to a multiple of 64: matrix products are faster
+    else:
+        vocab_size = meta.get('vocab_size') or len(tokenizer_state['chars'])
+    say(f"data: {data_dir}, {meta.get('source', 'source unknown')}; "
+        f"tokens per iteration: {gradient_accumulation_steps * batch_size * block_size:,}")
+    return data_dir, vocab_size, tokenizer_state
 
-    def __init__(self, config, world):
-        self.config, self.world = config, world
-        self.stop = StopRequest()
-        self.output = Output(self.stop)
-        self.master = configurator.rank() == 0 if world > 1 else True
-        self.lock = None
-        if os.path.isdir(out_dir):
-            self.lock_out_dir()
-        self.dev, self.rank = join_processes(device, backend, world)
-        self.iter_num, self.best_val_loss, self.resumed, self.log, self.wandb = 0, math.inf, None, None, None
-        torch.manual_seed(seed + self.rank)
-        torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
 
-    def say(self, text):
-        if self.master:
-            self.output.say(text)
+def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
+    """(the model that init_from names, on the device; the checkpoint that the run is resumed from, or {})."""
+    resumed, source = {}, init_from
+    if init_from == 'scratch':
+        model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias))
+    elif init_from == 'resume':
+        resumed, source = load_furthest(out_dir, dev)
+        model = checkpoints.build(resumed, GPT, GPTConfig, dropout=dropout)
+        say(f"resuming {source} at iteration {resumed.get('iter_num', 0)}")
+    else:
+        model = GPT.from_pretrained(init_from, dict(dropout=dropout))
+    positions = model.config.block_size
+    if positions < block_size:
+        raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: give its own, "
+                         "or the config file it was trained with")
+    if resumed.get('tokenizer', tokenizer_state) != tokenizer_state:
+        raise ValueError(f"{data_dir} is encoded otherwise than the data this model was trained on: prepare the same "
+                         "text again, or train a new model")
+    settle_shape(config, model.config, source, say)
+    if block_size < positions:
+        say(f"block_size {block_size}: the model's {positions} positions are cut to that")
+        model.crop_block_size(block_size)
+    model.to(dev).train()
+    say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {dev}")
+    return model, resumed
 
-    def lock_out_dir(self):
-        if self.master and not eval_only and self.lock is None:
-            self.lock = lock_folder(out_dir)
 
-    def load_data(self):
-        self.data_dir = os.path.join('data', dataset)
-        if self.master and dataset.endswith('_char') and not os.path.exists(os.path.join(self.data_dir, 'train.bin')):
-            prepare(self.data_dir)
-        if self.world > 1:
-            dist.barrier()
-        for split in ('train', 'val'):
-            open_tokens(self.data_dir, split, block_size)
-        meta, self.token_state = tokenizers.read_meta(self.data_dir), tokenizers.state_of_dataset(self.data_dir)
-        gpt2 = self.token_state['kind'] == 'gpt2'  # a multiple of 64, because matmuls like that
-        self.vocab_size = 50304 if gpt2 else meta.get('vocab_size') or len(self.token_state['chars'])
-        self.tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
-        self.say(f"data: {self.data_dir}, {meta.get('source', 'source unknown')}; "
-                 f"tokens per iteration: {self.tokens_per_iter:,}")
+def build_optimizer(config, model, resumed, dev, say):
+    """(AdamW, gradient scaler), with their states of the checkpoint if there is one. The scaler is for float16 only."""
+    kind = dev.split(':')[0]
+    scaler = torch.amp.GradScaler(kind, enabled=pick_dtype(dtype, dev) == 'float16')
+    optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), kind)
+    if resumed:
+        resume_optimizer(config, optimizer, scaler, resumed, say)
+    return optimizer, scaler
 
-    def make_model(self):
-        source = init_from
-        if init_from == 'scratch':
-            model = GPT(GPTConfig(block_size, self.vocab_size, n_layer, n_head, n_embd, dropout, bias))
-        elif init_from == 'resume':
-            self.resumed, source = load_furthest(out_dir, self.dev)
-            model = checkpoints.build(self.resumed, GPT, GPTConfig, dropout=dropout)
-            self.iter_num = self.resumed.get('iter_num', 0)
-            self.best_val_loss = float(self.resumed.get('best_val_loss', math.inf))
-            self.say(f"resuming {source} at iteration {self.iter_num}")
-        else:
-            model = GPT.from_pretrained(init_from, dict(dropout=dropout))
-        if model.config.block_size < block_size:
-            raise ValueError(f"block_size {block_size} is more than the {model.config.block_size} positions the model "
-                             "has: give its own, or the config file it was trained with")
-        if self.resumed and self.resumed.get('tokenizer', self.token_state) != self.token_state:
-            raise ValueError(f"{self.data_dir} is encoded otherwise than what this model was trained on: prepare the "
-                             "same text again, or train anew")
-        settle_shape(self.config, model.config, source, self.say)
-        if block_size < model.config.block_size:
-            self.say(f"block_size {block_size}: the model's {model.config.block_size} positions are cut to that")
-            model.crop_block_size(block_size)
-        self.model = self.raw_model = model.to(self.dev)
-        self.say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {self.dev}")
 
-    def make_optimizer(self):
-        amp_dtype = pick_dtype(dtype, self.dev)
-        self.amp = autocast(self.dev, amp_dtype)
-        kind = self.dev.split(':')[0]
-        self.scaler = torch.amp.GradScaler(kind, enabled=amp_dtype == 'float16')
-        self.optimizer = self.raw_model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), kind)
-        if self.resumed:
-            restore_optimizer(self.config, self.optimizer, self.scaler, self.resumed, self.say)
-        self.train_batches = self.batches_of('train', 0)
-        self.eval_batches = {split: self.batches_of(split, 1) for split in ('train', 'val')}
-        self.raw_model.train()
-        threads = (self.resumed or {}).get('threads')
-        if self.dev == 'cpu' and self.world == 1 and not eval_only and (threads or self.iter_num < max_iters):
-            choose_threads(self.trial, threads, self.say)
-        if compile and not self.dev.startswith('cpu'):
-            self.say("compiling the model (about a minute)")
-            self.model = torch.compile(self.model)
-        self.eval_model = self.model
-        if self.world > 1:
-            self.model = DistributedDataParallel(self.model, device_ids=[self.dev] if kind == 'cuda' else None)
-        if self.resumed and 'rng' in self.resumed:
-            restore_rng(self.resumed['rng'])
+def build_batches(data_dir, model_vocab_size, dev):
+    """(batches to train on, {split: batches to evaluate on}), which are drawn from different seeds."""
+    args = batch_size, block_size, model_vocab_size, dev
+    train_batches = Batches(data_dir, 'train', *args, seed)
+    return train_batches, {split: Batches(data_dir, split, *args, seed + 1) for split in ('train', 'val')}
 
-    def batches_of(self, split, stream):
-        vocab_size = self.raw_model.config.vocab_size
-        return Batches(self.data_dir, split, batch_size, block_size, vocab_size, self.dev, seed + stream)
 
-    def trial(self):
-        """A forward and backward pass that changes nothing: no generator, no weights, no gradients."""
-        with torch.random.fork_rng(devices=[]):
-            with self.amp:
-                loss = self.raw_model(*self.train_batches(0))[1]
-            loss.backward()
-        self.optimizer.zero_grad(set_to_none=True)
+def wrap_model(raw_model, dev, world_size, say):
+    """(the model for evaluation, the model for training): compiled, and the second one sharing gradients."""
+    model = raw_model
+    if compile and not dev.startswith('cpu'):
+        say("compiling the model (about a minute)")
+        model = torch.compile(model)
+    if world_size == 1:
+        return model, model
+    return model, DistributedDataParallel(model, device_ids=[dev] if dev.startswith('cuda') else None)
 
-    @contextmanager
-    def writing(self):
-        """Take out_dir and open the log, the bar and wandb; close them in the end. From here on there are files."""
-        with ExitStack() as stack:
-            if self.master and wandb_log:
-                self.wandb = start_wandb(wandb_project, wandb_run_name, dict(self.config))
-                stack.callback(self.wandb.finish)
-            if self.master and not eval_only:
-                os.makedirs(out_dir, exist_ok=True)
-                self.lock_out_dir()
-                self.log = stack.enter_context(closing(Log(out_dir, self.iter_num)))
-                bar = tqdm(total=max_iters, initial=self.iter_num, unit='it', disable=None, dynamic_ncols=True)
-                self.output.bar = stack.enter_context(bar)
-            yield
 
-    def train(self):
-        self.first_iter, self.saver = self.iter_num, Saver(out_dir, own=self.resumed is not None)
-        self.resumed = None  # its tensors are in the model and the optimizer
-        self.mfu, self.n_timed, self.t0 = -1.0, 0, time.perf_counter()
-        while True:
-            self.lr = get_lr(self.iter_num)
-            for group in self.optimizer.param_groups:
-                group['lr'] = self.lr
-            if (self.iter_num % eval_interval == 0 or self.iter_num == max_iters or eval_only) and self.master:
-                self.evaluate()
-                self.t0, self.n_timed = time.perf_counter(), 0
-            if self.stop.agreed(self.world, self.dev):
-                self.save_and_stop()
-                break
-            if eval_only or self.iter_num >= max_iters:
-                break
-            loss = self.step()
-            self.n_timed += 1
-            if self.iter_num % log_interval == 0 and self.master:
-                self.report(loss)
-                self.t0, self.n_timed = time.perf_counter(), 0
-            self.iter_num += 1
-            if self.output.bar is not None:
-                self.output.bar.update()
+def trial(model, optimizer, amp, batches):
+    """One forward and backward pass, to be timed. It leaves weights, gradients and generators as they were."""
+    with torch.random.fork_rng(devices=[]):
+        with amp:
+            loss = model(*batches(0))[1]
+        loss.backward()
+    optimizer.zero_grad(set_to_none=True)
 
-    def step(self):
-        """
-        One optimizer step. Returns the loss, a tensor.
 
-        micro_steps batches on each process; together they are gradient_accumulation_steps consecutive ones.
-        """
-        if self.world > 1:  # each process its own dropout, and a resumed run the same again
-            torch.manual_seed(hash((seed, self.iter_num, self.rank)))
-        micro_steps = gradient_accumulation_steps // self.world
-        loss_sum = torch.zeros((), device=self.dev)
-        for micro_step in range(micro_steps):
-            x, y = self.train_batches(self.iter_num * gradient_accumulation_steps + micro_step * self.world + self.rank)
-            last = micro_step == micro_steps - 1
-            with nullcontext() if self.world == 1 or last else self.model.no_sync():
-                with self.amp:
-                    loss = self.model(x, y)[1] / micro_steps
-                self.scaler.scale(loss).backward()
-            loss_sum += loss.detach()
-        if self.world > 1:
-            dist.all_reduce(loss_sum)
-            loss_sum /= self.world
-        self.check_finite("the loss is", loss_sum.item())  # before the step, so that the weights stay good
-        if grad_clip != 0.0:
-            self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), grad_clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss_sum
+def open_log(log, checkpointer, config, iter_num):
+    """Start Weights & Biases, make and lock out_dir, open log.csv, unless nothing is left to train."""
+    if init_from == 'resume' and iter_num >= max_iters and not eval_only:
+        log.say(f"the checkpoint is at iteration {iter_num} and max_iters is {max_iters}: there is nothing left to "
+                "train; to go on, give a larger --max_iters")
+    if iter_num > max_iters and not eval_only:
+        return
+    if wandb_log:
+        log.wandb = start_wandb(wandb_project, wandb_run_name, dict(config))
+    if not eval_only:
+        checkpointer.take_folder()
+        log.open_files(out_dir, iter_num, max_iters)
+    log.start_clock(iter_num)
 
-    def report(self, loss):
-        synchronize(self.dev)
-        dt = (time.perf_counter() - self.t0) / self.n_timed
-        rows_per_process = gradient_accumulation_steps * batch_size / self.world
-        now = self.raw_model.estimate_mfu(rows_per_process, dt, peak_flops or None)
-        if now is not None:
-            self.mfu = now if self.mfu < 0 else 0.9 * self.mfu + 0.1 * now
-        loss, ms, tokens_per_s = loss.item(), dt * 1e3, self.tokens_per_iter / dt
-        self.log.row(iter=self.iter_num, lr=self.lr, batch_loss=loss, ms_per_iter=ms, tokens_per_s=tokens_per_s,
-                     mfu=self.mfu)
-        rate = f"{tokens_per_s:,.0f} tok/s, mfu " + (f"{self.mfu * 100:.1f}%" if self.mfu >= 0 else "unknown")
-        if self.output.bar.disable:
-            self.say(f"iter {self.iter_num}: loss {loss:.4f}, time {ms:.2f}ms, {rate}")
-        else:
-            self.output.bar.set_postfix_str(f"loss {loss:.3f}, {rate}", refresh=False)
 
-    def evaluate(self):
-        """Evaluate, say and log the losses, and save if it is time to. Nothing, if asked to stop meanwhile."""
-        losses = self.estimate_loss()
-        if losses is None:
-            return
-        for split in losses:
-            self.check_finite(f"the {split} loss is", losses[split])
-        self.say(f"step {self.iter_num}: train loss {losses['train']:.4f}, val loss {losses['val']:.4f}")
-        if self.wandb:
-            self.wandb.log({'iter': self.iter_num, 'train/loss': losses['train'], 'val/loss': losses['val'],
-                            'lr': self.lr, 'mfu': self.mfu * 100})
-        improved = losses['val'] < self.best_val_loss
-        self.best_val_loss = min(self.best_val_loss, losses['val'])
-        if eval_only:
-            return
-        self.log.row(iter=self.iter_num, lr=self.lr, train_loss=losses['train'], val_loss=losses['val'])
-        if self.iter_num > 0 and (improved or always_save_checkpoint):
-            self.say(f"saved {self.saver.save(self.checkpoint())}")
-        self.log.draw(self.iter_num >= max_iters)
+@torch.no_grad()
+def estimate_loss(model, batches, amp, stop):
+    """
+    {split: the mean loss over eval_iters batches}, over the same batches every time. None if asked to stop meanwhile.
+    FloatingPointError if a loss is not finite.
+    """
+    model.eval()
+    losses = {}
+    for split in batches:
+        total = torch.zeros((), device=batches[split].device)
+        for step in range(eval_iters):
+            if stop.asked:
+                model.train()
+                return None
+            with amp:
+                total += model(*batches[split](step))[1]
+        losses[split] = total.item() / eval_iters
+    model.train()
+    for split, loss in losses.items():
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the {split} loss is {loss}")
+    return losses
 
-    def estimate_loss(self):
-        """Mean loss of each split over eval_iters batches, always the same ones. None if asked to stop meanwhile."""
-        self.raw_model.eval()
-        losses = {split: mean_loss(self.eval_model, batches, eval_iters, self.amp, lambda: self.stop.asked)
-                  for split, batches in self.eval_batches.items()}
-        self.raw_model.train()
-        return None if None in losses.values() else losses
 
-    def check_finite(self, what, value):
-        if not math.isfinite(value):
-            raise ValueError(f"iteration {self.iter_num}, lr {self.lr:.2e}: {what} {value}; {self.saver.last_good()}")
+def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world_size):
+    """
+    One update of the weights. Returns the mean loss of gradient_accumulation_steps batches, which the processes share
+    out. FloatingPointError, before the weights are changed, if it is not finite.
+    """
+    if world_size > 1:  # dropout: different in each process, the same in a resumed run
+        torch.manual_seed(hash((seed, iter_num, rank)))
+    micro_steps = gradient_accumulation_steps // world_size
+    loss_sum = torch.zeros((), device=batches.device)
+    for micro_step in range(micro_steps):
+        x, y = batches(iter_num * gradient_accumulation_steps + micro_step * world_size + rank)
+        last = micro_step == micro_steps - 1  # gradients are averaged over the processes in the last backward pass
+        with nullcontext() if world_size == 1 or last else model.no_sync():
+            with amp:
+                loss = model(x, y)[1] / micro_steps
+            scaler.scale(loss).backward()
+        loss_sum += loss.detach()
+    if world_size > 1:
+        dist.all_reduce(loss_sum)
+        loss_sum /= world_size
+    mean_loss = loss_sum.item()
+    if not math.isfinite(mean_loss):
+        raise FloatingPointError(f"the loss is {mean_loss}")
+    if grad_clip != 0.0:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return mean_loss
 
-    def checkpoint(self):
-        """What is saved. ValueError if the weights are not finite."""
-        if not all(p.isfinite().all() for p in self.raw_model.parameters()):
-            raise ValueError(f"iteration {self.iter_num}, lr {self.lr:.2e}: the weights are not finite and were not "
-                             f"saved; {self.saver.last_good()}")
-        return {
-            'model': self.raw_model.state_dict(), 'optimizer': self.optimizer.state_dict(),
-            'model_args': vars(self.raw_model.config).copy(),
-            'iter_num': self.iter_num, 'best_val_loss': self.best_val_loss,
-            'config': dict(self.config), 'tokenizer': self.token_state, 'scaler': self.scaler.state_dict(),
-            'rng': {'torch': torch.get_rng_state(), 'cuda': torch.cuda.get_rng_state_all()},
-            'threads': torch.get_num_threads(),
-        }
 
-    def save_and_stop(self):
-        if not self.master or eval_only:
-            return
-        self.output.bar.close()
-        if self.iter_num == self.first_iter:
-            self.say(f"stopped at iteration {self.iter_num}, before an iteration was done: there is nothing to save")
-            return
-        told = self.saver.save_interrupted(self.checkpoint(), replace=always_save_checkpoint)
-        self.say(f"stopped at iteration {self.iter_num}, {told}")
-        self.log.draw(last=True)
+def save_interrupted(log, checkpointer, iter_num, best_val_loss, first_iter):
+    """Save the state of a run that was asked to stop, and say where it is."""
+    log.bar.close()
+    if iter_num == first_iter:
+        log.say(f"stopped at iteration {iter_num}, before an iteration was done: there is nothing to save")
+        return
+    saved = checkpointer.save_interrupted(iter_num, best_val_loss, replace=always_save_checkpoint)
+    log.say(f"stopped at iteration {iter_num}, {saved}")
+    log.draw(last=True)
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and folders that one process at a time writes to."""
+"""Files that are replaced as a whole or not at all, and folders that are locked for one process."""
 import glob
 import os
 import secrets
@@ -6,18 +6,18 @@ from contextlib import contextmanager
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: no locks, so leftovers of a crash stay, and a folder is not guarded
+except ImportError:  # no POSIX system: files of crashed writers are not removed, and folders are not locked
     fcntl = None
 
 
 @contextmanager
 def replacing(path, mode='wb', **open_args):
     """
-    open(path, mode), but written under a temporary name and moved into place at the end: at any moment path is
-    the old file or the new one. If writing fails, the old file stays and the temporary one is removed.
+    open(path, mode), but the file is written under a temporary name and renamed to path at the end. So at any moment
+    path is the whole old file or the whole new one. If writing fails, the old file stays.
 
-    Each writer has a temporary name of its own, so several processes may write the same path: the last one to
-    finish wins. What a process that was killed left behind is removed by the next writer of the same path.
+    Each writer has a temporary name of its own, so several processes may write the same path; the one that finishes
+    last wins. If a process is killed while it writes, the next writer of the same path removes its temporary file.
     """
     path = os.fspath(path)
     remove_leftovers(path)
@@ -27,9 +27,9 @@ def replacing(path, mode='wb', **open_args):
             yield f
             f.flush()
             os.fsync(f.fileno())
-            if fcntl:  # while the lock is held, or another writer could take the file for a leftover
+            if fcntl:  # the lock must be held: another writer removes temporary files without one
                 os.replace(tmp, path)
-        if not fcntl:  # Windows moves closed files only
+        if not fcntl:  # Windows renames closed files only
             os.replace(tmp, path)
     finally:
         if os.path.exists(tmp):
@@ -37,7 +37,7 @@ def replacing(path, mode='wb', **open_args):
 
 
 def open_temporary(path, mode, open_args):
-    """(file, name) of a new temporary file beside path, locked for as long as it is open."""
+    """(file, name) of a new temporary file beside path. It is locked as long as it is open."""
     while True:
         tmp = f"{path}.{secrets.token_hex(6)}.tmp"
         f = open(tmp, mode.replace('w', 'x'), **open_args)
@@ -46,25 +46,24 @@ def open_temporary(path, mode, open_args):
                 return f, tmp
         except BlockingIOError:
             pass
-        f.close()  # another writer saw it in the moment before it was locked, and removes it as a leftover
+        f.close()  # another writer found it before it was locked and removes it: try another name
 
 
 def remove_leftovers(path):
-    """Remove the temporary files of path that no living process has locked."""
+    """Remove the temporary files of path that no process has locked."""
     for tmp in glob.glob(glob.escape(path) + '.' + '[0-9a-f]' * 12 + '.tmp') if fcntl else ():
         try:
             with open(tmp, 'rb') as f:
                 if lock(f.fileno()):
                     os.remove(tmp)
-        except OSError:  # removed or finished by its writer in between, or held by one
+        except OSError:  # its writer holds the lock, or has removed or renamed it
             pass
 
 
 def lock_folder(folder):
     """
-    Take a folder for this process: an open file descriptor, whose lock ends with the process, however it ends.
-
-    None where the system or the file system has no such locks. ValueError if another process has it.
+    Lock a folder for this process. Returns a file descriptor that holds the lock until the process ends, or None if
+    the system or the file system does not support such locks. ValueError if another process holds the lock.
     """
     if not fcntl:
         return None
@@ -81,7 +80,7 @@ def lock_folder(folder):
 
 
 def lock(descriptor):
-    """flock an open file. False where that is not supported; BlockingIOError if another open file holds the lock."""
+    """flock an open file. False if that is not supported; BlockingIOError if the lock is held through another file."""
     if not fcntl:
         return False
     try:

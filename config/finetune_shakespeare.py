@@ -13,7 +13,8 @@ init_from = 'gpt2-xl'
 
 always_save_checkpoint = False  # the best one only
 
-# 1 row * 1024 tokens * 32 batches = 32,768 tokens an iteration; the training text has 301,966, so 20 iterations are 2 epochs
+# 1 row * 1024 tokens * 32 batches = 32,768 tokens per iteration; the training text has 301,966 tokens, so 20 iterations
+# are 2 epochs
 batch_size = 1
 gradient_accumulation_steps = 32
 max_iters = 20

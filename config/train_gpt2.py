@@ -4,7 +4,7 @@ wandb_log = True
 wandb_project = 'owt'
 wandb_run_name = 'gpt2-124M'
 
-# 12 rows * 1024 tokens * 40 batches = 491,520 tokens an iteration
+# 12 rows * 1024 tokens * 40 batches = 491,520 tokens per iteration
 batch_size = 12
 block_size = 1024
 gradient_accumulation_steps = 5 * 8

@@ -1,6 +1,6 @@
 """
-What the two Shakespeare scripts share: get a text (a file, or a download), split it 90 : 10, encode it, write
-train.bin, val.bin and meta.json.
+A data set from one text, for both Shakespeare scripts: get the text (a file or a download), split it 90 : 10, encode
+it, write train.bin, val.bin and meta.json.
 """
 import hashlib
 import json
@@ -23,9 +23,10 @@ SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 
 def get_text(folder, path, url, sha256):
     """
-    (text, where it is from). In this order: the file at path, folder/input.txt, the download, which is kept there.
+    (text, its source). The text is the file at path if there is a path, else folder/input.txt, which is downloaded if
+    it is not there.
 
-    Raises ConnectionError when nothing answers, and ValueError on a file or a download that cannot be right.
+    ConnectionError if the download fails. ValueError if the file is empty or not UTF-8, or the download another text.
     """
     kept = os.path.join(folder, 'input.txt')
     if not path and not os.path.exists(kept):
@@ -38,7 +39,10 @@ def get_text(folder, path, url, sha256):
 
 
 def download(url, sha256, patience=10.0):
-    """The bytes at url. ConnectionError after `patience` seconds without an answer, ValueError if it is another file."""
+    """
+    The bytes at url. ConnectionError if the server refuses, or has not answered after `patience` seconds; ValueError if
+    they do not have the hash sha256.
+    """
     give_up = time.monotonic() + patience
     while True:
         try:
@@ -59,13 +63,13 @@ def download(url, sha256, patience=10.0):
             time.sleep(1)
     got = hashlib.sha256(body).hexdigest()
     if got != sha256:
-        raise ValueError(f"{url} has changed or came damaged: sha256 {got[:12]}..., not {sha256[:12]}...; "
-                         "try again, or pass the text you want with --input=PATH")
+        raise ValueError(f"{url} has changed or was damaged: its sha256 is {got[:12]}..., not {sha256[:12]}...; "
+                         "try again, or pass a text with --input=PATH")
     return body
 
 
 def connect(url, give_up):
-    """requests.get, but a name server that never answers cannot hold us longer than until give_up."""
+    """requests.get, but no longer than until give_up (requests has no timeout for name servers)."""
     answer = queue.Queue()
 
     def get():
@@ -84,15 +88,16 @@ def connect(url, give_up):
 
 
 def write_dataset(folder, text, tokenizer, source):
-    """train.bin and val.bin, the first 90 % of the characters and the rest, and meta.json."""
+    """Write train.bin (the first 90 % of the characters), val.bin (the other characters) and meta.json to folder."""
     n_train = int(len(text) * 0.9)
     dtype = 'uint16' if tokenizer.vocab_size <= 1 << 16 else 'uint32'
     print(f"{len(text):,} characters from {source}; vocabulary {tokenizer.vocab_size:,}")
-    ids = {split: np.array(tokenizer.encode(part), dtype=dtype) for split, part in (('train', text[:n_train]), ('val', text[n_train:]))}
+    parts = {'train': text[:n_train], 'val': text[n_train:]}
+    ids = {split: np.array(tokenizer.encode(part), dtype=dtype) for split, part in parts.items()}
     meta = tokenizer.state() | {'vocab_size': tokenizer.vocab_size, 'dtype': dtype, 'source': source}
     write(os.path.join(folder, 'val.bin'), ids['val'].tobytes())
     write(os.path.join(folder, 'meta.json'), json.dumps(meta, ensure_ascii=False, indent=1).encode())
-    write(os.path.join(folder, 'train.bin'), ids['train'].tobytes())  # last: where it is, everything is
+    write(os.path.join(folder, 'train.bin'), ids['train'].tobytes())  # last: where it exists, the others do
     for split in ids:
         print(f"{split}.bin: {len(ids[split]):,} tokens")
 

@@ -2,70 +2,82 @@
 Decoders: one step of a model, as fast as the device allows, in the model's place.
 
 A decoder is a callable (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache). It reads and writes the same
-tuples as the model, begins a cache when given None, and has a `name`:
+tuples as the model, begins a cache when given None, and has a `name`. It may have `exclusive_use()`, a context manager
+for a loop in which no other code runs between the steps.
 
     model.generate(idx, 200, use_cache=True, decoder=decode.best(model, batch_size=len(idx)))
 """
 import sys
 
-import torch
+from decode.eager import EagerDecoder
+
+NAMES = 'auto', 'eager', 'cpu', 'compiled'
+WEIGHTS = 'float32', 'bfloat16', 'int8'
+LARGEST_BATCH = 256  # up to here PyTorch's matmuls were slower for every batch measured: see bench.py --mode=peers
 
 
-class EagerDecoder:
-    """The model itself, one operation after the other."""
-    name = 'PyTorch, eager'
-
-    def __init__(self, model):
-        self.model = model
-
-    @torch.inference_mode()
-    def __call__(self, idx, kv_cache):
-        logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
-        return logits, kv_cache
-
-
-def best(model, batch_size, weights='float32', threads=None):
+def check_choice(name='auto', weights='float32', threads=None, device='cpu'):
     """
-    The fastest decoder for a model where it is, and for this many sequences at once.
+    ValueError for settings of `best` that do not exist or do not go together; needs no model.
 
-    weights: 'float32', 'bfloat16' or 'int8', how the CPU reads them. threads: how many the CPU uses; by default a few
-    timed steps decide. On a CPU that is the numba kernel. The model itself is used for batches above
-    `decode.cpu.LARGEST_BATCH`, for models that the kernel does not know and without numba, which stderr is told; where
-    weights or threads were asked for, these are ValueErrors. On CUDA it is the compiled step, elsewhere the model.
+    device: where the model is, such as 'cpu' or 'cuda:1'.
     """
-    device, asked = next(model.parameters()).device.type, asked_of_the_kernel(weights, threads)
-    if device != 'cpu':
-        if asked:
-            raise ValueError(f"{asked} is for the CPU decoder, but the model is on {device}: leave it out")
-        return named('compiled' if device == 'cuda' else 'eager', model)
+    if name not in NAMES:
+        raise ValueError(f"decoder must be auto, eager, cpu or compiled, not {name!r}")
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be float32, bfloat16 or int8, not {weights!r}")
+    if threads is not None and threads < 0:
+        raise ValueError(f"threads must be positive, or 0 to let the decoder choose, not {threads}")
+    asked = asked_of_the_kernel(weights, threads)
+    if asked and name in ('eager', 'compiled'):
+        raise ValueError(f"{asked} is for the cpu decoder: leave decoder={name} out")
+    if device != 'cpu' and (asked or name == 'cpu'):
+        asked = ' and '.join(['decoder=cpu'] * (name == 'cpu') + [asked] * bool(asked))
+        raise ValueError(f"{asked} is for the CPU, but the device is {device}: use device=cpu, or leave it out")
+
+
+def asked_of_the_kernel(weights, threads):
+    """The settings that only the CPU decoder has, as text, if they are not at their defaults."""
+    return ' and '.join([f'weights={weights}'] * (weights != 'float32') + [f'threads={threads}'] * bool(threads))
+
+
+def best(model, batch_size, weights='float32', threads=None, name='auto'):
+    """
+    The decoder `name` for a model, or with 'auto' the fastest one for this many sequences at once on its device.
+
+    name: 'eager' (PyTorch), 'cpu' (numba), 'compiled' (torch.compile), or 'auto': on a CPU the numba one, on CUDA the
+        compiled one, elsewhere the eager one. On a CPU, 'auto' is eager for batches above LARGEST_BATCH, for models
+        that the numba one does not know, and without numba; the last two are said on stderr.
+    weights: 'float32', 'bfloat16' or 'int8', how the numba decoder reads them. threads: how many it uses; None or 0
+        lets it choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
+
+    Raises ValueError for a decoder that does not exist or does not work here, and for settings that it does not have.
+    """
+    device, asked = str(next(model.parameters()).device), asked_of_the_kernel(weights, threads)
+    check_choice(name, weights, threads, device)
+    kind = name
+    if name == 'auto':
+        on_gpu = 'compiled' if device.startswith('cuda') else 'eager'
+        kind = on_gpu if device != 'cpu' else 'cpu' if asked or batch_size <= LARGEST_BATCH else 'eager'
+    if kind == 'eager':
+        return EagerDecoder(model)
+    if kind == 'compiled':
+        from decode.compiled import CompiledDecoder
+        return CompiledDecoder(model)
     try:
-        from decode.cpu import LARGEST_BATCH
-        return named('cpu' if batch_size <= LARGEST_BATCH or asked else 'eager', model, weights, threads)
-    except (ImportError, ValueError) as e:
+        return cpu_decoder(model, weights, threads or None)
+    except ValueError as e:
+        if name == 'cpu':
+            raise
         if asked:
             raise ValueError(f"{asked} cannot be had: {e}") from e
         print(f"decoding eagerly: {e}", file=sys.stderr)
         return EagerDecoder(model)
 
 
-def asked_of_the_kernel(weights, threads):
-    """The settings of the CPU decoder that are not at their defaults, as text."""
-    return ' and '.join([f'weights={weights}'] * (weights != 'float32') + [f'threads={threads}'] * bool(threads))
-
-
-def named(name, model, weights='float32', threads=None):
-    """The decoder 'eager', 'cpu' or 'compiled'; only 'cpu' takes weights and threads. ValueError if it cannot be had."""
-    if name != 'cpu' and asked_of_the_kernel(weights, threads):
-        raise ValueError(f"{asked_of_the_kernel(weights, threads)} is for the cpu decoder, not for the {name} one")
-    if name == 'eager':
-        return EagerDecoder(model)
-    if name == 'compiled':
-        from decode.compiled import CompiledDecoder
-        return CompiledDecoder(model)
-    if name == 'cpu':
-        try:
-            from decode.cpu import CPUDecoder
-        except ImportError as e:
-            raise ValueError(f"the CPU decoder needs numba ({e}): pip install numba") from e
-        return CPUDecoder(model, weights, threads)
-    raise ValueError(f"a decoder is eager, cpu or compiled, not {name!r}")
+def cpu_decoder(model, weights, threads):
+    try:
+        from decode.cpu import CPUDecoder
+    except ImportError as e:
+        raise ValueError(f"the CPU decoder needs numba ({e}): pip install numba") from e
+    return CPUDecoder(model, weights, threads)

@@ -1,28 +1,29 @@
 """
-How many threads a step takes is chosen by timing, while it decodes.
+The number of threads of a step is chosen by timing steps while decoding.
 
-The fastest number depends on the machine, the size of the step and what else is running: two threads decode a small
-model 2.4 times as fast as one on one machine and more slowly on another, and much more slowly beside a busy process.
-So every number is timed in a round of short trials, the fastest is used, and rounds come back: soon after a change,
-ever more rarely while they change nothing, and at once when steps become much slower.
+The fastest number depends on the machine, the size of the step and the other processes: two threads decode a small
+model 2.4 times as fast as one on one machine, more slowly than one on another, and much more slowly beside a busy
+process. So a round of short trials times every number, and the fastest is used until the next round. The next round
+comes soon if the choice has changed, later and later while it stays the same, and at once when steps become much
+slower.
 """
 import math
 
-TRIAL = 4_000_000    # nanoseconds that a number is timed in a round, or two steps
-WINDOW = 20_000_000  # nanoseconds between two looks at how long steps take
+TRIAL = 4_000_000    # nanoseconds for which a round times each number; at least two steps
+WINDOW = 20_000_000  # nanoseconds of steps whose mean is compared with the usual
 SOONEST, LATEST = 16, 128  # windows between two rounds
-SLOWER = 1.5         # times slower than usual: asks for a round
-TOO_SLOW = 2.0       # times slower than the best of a round: one step is enough to see it
-PAUSE = 20_000_000  # nanoseconds without a step, after which the next one is not counted
-SHARE = 50            # between two rounds at least this many times what the last one has cost
+SLOWER = 1.5         # a window so many times slower than usual starts a round
+TOO_SLOW = 2.0       # a number so many times slower than the best of the round is timed for one step only
+PAUSE = 20_000_000   # nanoseconds without a step, after which the next one is not counted
+SHARE = 50           # between two rounds, steps take at least so many times what the last round has cost
 
 
 class ThreadChoice:
     """
-    n: the number of threads for the next step. `record` says how long that step took.
+    n: the number of threads for the next step; `record` takes how long that step took.
 
-    candidates: the numbers to choose from, the first guess in front. trials: {number: nanoseconds of a step}, of this
-    round.
+    candidates: the numbers to choose from, beginning with the first guess. trials: {number: nanoseconds of a step}, of
+    the present round. best: the number in use between rounds. challenger: another number that won the last round.
     """
 
     def __init__(self, candidates):
@@ -39,8 +40,8 @@ class ThreadChoice:
 
     def record(self, ns, began=0):
         """
-        The step has taken so many nanoseconds; began: when, on any clock, or 0. The first of all and the first after
-        a pause are not counted: they wait for memory, caches and threads that sleep.
+        ns: the nanoseconds that the step took; began: when it began, on any clock, or 0. The first step of all and the
+        first after a pause are not counted: they wait for memory, caches and sleeping threads.
         """
         paused, self.ended = began > self.ended + PAUSE, began + ns
         if self.cold or paused:
@@ -49,23 +50,23 @@ class ThreadChoice:
         self.steps += 1
         self.ns += ns
         self.least = min(self.least, ns)
-        if self.ns >= self.window and (self.steps > 1 or self.trials and self.hopeless()):
+        if self.ns >= self.window and (self.steps > 1 or self.trials and self.too_slow()):
             if self.n in self.trials or len(self.candidates) == 1:
                 self.end_window()
             else:
                 self.end_trial()
 
-    def hopeless(self):
+    def too_slow(self):
         return self.n not in self.trials and self.least > TOO_SLOW * min(self.trials.values())
 
     def end_trial(self):
-        # of a few long steps the shortest counts: a new cache's first one waits for memory from the system
+        # of up to four long steps the shortest counts: the first step of a new cache waits for memory from the system
         self.trials[self.n] = self.least if self.steps <= 4 else self.ns / self.steps
         self.spent.append((self.ns, self.steps))
         if self.waiting:
             return self.begin(self.waiting.pop(0), TRIAL)
         fastest = min(self.trials, key=self.trials.get)
-        if fastest not in (self.best, self.challenger):  # two rounds have to agree: in one, a hiccup can decide
+        if fastest not in (self.best, self.challenger):  # two rounds have to agree: one may be disturbed
             self.challenger = fastest
             return self.begin_round()
         self.interval = SOONEST if fastest != self.best else min(2 * self.interval, LATEST)
@@ -81,5 +82,5 @@ class ThreadChoice:
             self.rest -= self.ns
             if self.rest < 0 or mean > SLOWER * self.usual:
                 return self.begin_round()
-            self.usual += (mean - self.usual) / 4  # a context that grows makes steps slower, little by little
+            self.usual += (mean - self.usual) / 4  # steps become slower while the context grows
         self.begin(n, WINDOW)

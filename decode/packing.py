@@ -1,5 +1,5 @@
 """
-A model's weights, laid out as `kernel.py` reads them.
+A model's weights in the order in which the compiled step reads them.
 
 The model stays as it is. The packed copy takes 4, 2 or 1 bytes a weight: float32, bfloat16 or int8.
 """
@@ -8,7 +8,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from decode.kernel import GROUP, padded
+from decode import layout
+from decode.layout import GROUP, padded
 from decode.structure import REFUSED, check_structure
 from decode.threads import aligned
 from decode.vectors import LANES
@@ -21,19 +22,24 @@ def check_model(model):
     """
     ValueError unless the model is model.py's GPT, unchanged, with float32 weights on the CPU.
 
-    The kernel reads the weights and runs no code of the model's, so modules of other classes, hooks and replaced
-    `forward` functions are refused, and so are weights of other shapes than the config says.
+    The compiled step reads the weights and runs no code of the model's. So modules of other classes, hooks, replaced
+    `forward` functions and weights of other shapes than the config says are refused.
     """
     def refuse(what):
         raise ValueError(f"the CPU decoder {what}: {REFUSED}")
 
     check_structure(model)
     t = model.transformer
-    linears = [linear for b in t.h for linear in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)] + [model.lm_head]
-    for kind, modules in ((nn.Linear, linears), (nn.LayerNorm, norms_of(model)), (nn.Embedding, [t.wte, t.wpe])):
+    linears = [linear for b in t.h for linear in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)]
+    linears.append(model.lm_head)
+    dropouts = [t.drop, *(dropout for b in t.h for dropout in (b.attn.resid_dropout, b.mlp.dropout))]
+    for kind, modules in ((nn.Linear, linears), (nn.LayerNorm, norms_of(model)), (nn.Embedding, [t.wte, t.wpe]),
+                          (nn.GELU, [b.mlp.gelu for b in t.h]), (nn.Dropout, dropouts)):
         for module in modules:
             if type(module) is not kind:
                 refuse(f"expects {kind.__name__} here, not {type(module).__name__}")
+    if any(b.mlp.gelu.approximate != 'none' for b in t.h):
+        refuse("computes the exact GELU, not its tanh approximation")
     if len({norm.eps for norm in norms_of(model)}) > 1:
         refuse("expects one eps for all layer norms")
     found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -48,7 +54,7 @@ def check_model(model):
 
 
 def norms_of(model):
-    """The layer norms, in the order kernel.py goes through them."""
+    """The layer norms, in the order of the step."""
     return [norm for b in model.transformer.h for norm in (b.ln_1, b.ln_2)] + [model.transformer.ln_f]
 
 
@@ -56,22 +62,26 @@ def shapes_of(model):
     """{parameter name: shape} of a GPT with the model's config, with the biases that the model has."""
     c = model.config
     C, t = c.n_embd, 'transformer.'
-    shapes = {'lm_head.weight': (c.vocab_size, C), t + 'wte.weight': (c.vocab_size, C), t + 'wpe.weight': (c.block_size, C)}
+    shapes = {name: (c.vocab_size, C) for name in ('lm_head.weight', t + 'wte.weight')}
+    shapes[t + 'wpe.weight'] = (c.block_size, C)
     linears = {'attn.c_attn': (3 * C, C), 'attn.c_proj': (C, C), 'mlp.c_fc': (4 * C, C), 'mlp.c_proj': (C, 4 * C)}
     for layer in range(c.n_layer):
         shapes |= {f'{t}h.{layer}.{name}.weight': shape for name, shape in linears.items()}
         shapes |= {f'{t}h.{layer}.{name}.weight': (C,) for name in ('ln_1', 'ln_2')}
     shapes[t + 'ln_f.weight'] = (C,)
-    weights = {name: name.removesuffix('bias') + 'weight' for name, _ in model.named_parameters() if name.endswith('.bias')}
-    return shapes | {name: shapes[weight][:1] for name, weight in weights.items() if weight in shapes}
+    for bias in [name for name, _ in model.named_parameters() if name.endswith('.bias')]:
+        weight = bias.removesuffix('bias') + 'weight'
+        if weight in shapes:
+            shapes[bias] = shapes[weight][:1]
+    return shapes
 
 
 def linears_of(model):
     """
-    (weight (rows, K), bias (rows) or None) of every linear, in the order kernel.py goes through them.
+    (weight (rows, K), bias (rows) or None) of every linear, in the order of layout.py.
 
-    c_attn comes in two: the queries of all heads, then each head's keys and values, every head's rows
-    padded to a multiple of LANES, so that a thread can take some heads and leave the others.
+    c_attn is two linears: the queries of all heads, then the keys and values of each head. The rows of every head are
+    padded to a multiple of LANES, so that each thread can compute some of the heads.
     """
     c = model.config
     head_dim = c.n_embd // c.n_head
@@ -99,32 +109,44 @@ def quantise(w):
 
 class PackedWeights:
     """
-    A model's weights as kernel.py reads them. `fill` copies them there, and again when they have changed.
+    A model's weights as the compiled step reads them. `fill` copies them, and does so again after they have changed.
 
-    weights: float32, bfloat16 or int8, of all matrices; embeddings are read where they are, norms and biases stay
-    float32. linears is 1-D, the panels of all linears in order; scale and bias have a float32 for each of their rows.
-    The arrays are allocated once and stay where they are.
+    weights: 'float32', 'bfloat16' or 'int8', the type of all matrices. Embeddings are not copied, layer norms and
+    biases stay float32.
+    panels is 1-D, the panels of all linears in order; scale and bias have a float32 for each of their rows; table says
+    where each linear is. The arrays are allocated once and keep their addresses.
     """
 
     def __init__(self, model, weights):
         self.model, self.weights = model, weights
         with torch.no_grad():
             shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model)]
-        rows, size = sum(n for n, _ in shapes), sum(n * k for n, k in shapes)
-        self.linears = aligned(size, WEIGHTS[weights])
-        self.inputs = {'float32': 1, 'bfloat16': 2, 'int8': 4}[weights]  # side by side in a panel
+        self.table = aligned((len(shapes), layout.N_COLUMNS), np.int64)
+        size = rows = 0
+        for row, (n, K) in zip(self.table, shapes):
+            row[layout.FIRST_WEIGHT], row[layout.FIRST_PANEL] = size, rows // LANES
+            row[layout.N_INPUTS], row[layout.N_PANELS] = K, n // LANES
+            size, rows = size + n * K, rows + n
+        self.panels = aligned(size, WEIGHTS[weights])
+        self.inputs = {'float32': 1, 'bfloat16': 2, 'int8': 4}[weights]  # in a vector of a panel
         self.scale, self.bias = aligned(rows, np.float32), aligned(rows, np.float32)
         self.start = aligned(size // GROUP if weights == 'int8' else 0, np.int16)
         self.eps = np.zeros(1, np.float32)
         norms = (len(norms_of(model)), padded(model.config.n_embd, GROUP))
         self.norm_weight, self.norm_bias = aligned(norms, np.float32), aligned(norms, np.float32)
 
+    def arrays(self):
+        """{index into the table `memory`: array}"""
+        return {layout.PANELS: self.panels, layout.LINEARS: self.table, layout.SCALE: self.scale,
+                layout.BIAS: self.bias, layout.START: self.start, layout.EPS: self.eps,
+                layout.NORM_WEIGHT: self.norm_weight, layout.NORM_BIAS: self.norm_bias}
+
     @torch.no_grad()
     def fill(self):
-        linears = torch.from_numpy(self.linears if self.weights != 'bfloat16' else self.linears.view(np.int16))
-        at = row = 0
-        for w, bias in linears_of(self.model):
-            n, K = padded(len(w), LANES), padded(w.size(1), GROUP)
+        panels = torch.from_numpy(self.panels if self.weights != 'bfloat16' else self.panels.view(np.int16))
+        for (w, bias), of_table in zip(linears_of(self.model), self.table):
+            at, K = int(of_table[layout.FIRST_WEIGHT]), int(of_table[layout.N_INPUTS])
+            row, n = int(of_table[layout.FIRST_PANEL]) * LANES, int(of_table[layout.N_PANELS]) * LANES
             w = F.pad(w, (0, K - w.size(1), 0, n - len(w)))
             self.scale[row:row + n], self.bias[row:row + n] = 1, 0
             if bias is not None:
@@ -135,9 +157,8 @@ class PackedWeights:
                 self.start[at // GROUP:(at + n * K) // GROUP] = -sums.flatten()
             elif self.weights == 'bfloat16':
                 w = w.bfloat16().view(torch.int16)
-            panels = w.view(n // LANES, LANES, K // self.inputs, self.inputs).transpose(1, 2)
-            linears[at:at + n * K].view(panels.shape).copy_(panels)
-            at, row = at + n * K, row + n
+            packed = w.view(n // LANES, LANES, K // self.inputs, self.inputs).transpose(1, 2)
+            panels[at:at + n * K].view(packed.shape).copy_(packed)
         self.eps[0] = self.model.transformer.ln_f.eps
         self.norm_bias[:] = 0
         for i, norm in enumerate(norms_of(self.model)):

@@ -1,9 +1,9 @@
 """
-Threads that share one decode step: counters in shared memory, waiting, and the workers that run a thread's part.
+Threads that share one decode step: atomic counters, waiting, and the worker threads.
 
-A step's threads wait for each other several times a layer, for a few microseconds each time. A wait first spins,
-which is the fastest way when every thread has a core of its own. After SPIN nanoseconds it sleeps (a futex on Linux),
-so that on a busy machine the core is free for the thread that is waited for.
+The threads of a step wait for each other several times a layer, for a few microseconds each time. A waiting thread
+first spins, which is fastest when every thread has a core of its own. After SPIN nanoseconds it sleeps (a futex on
+Linux), so that on a busy machine the thread that it waits for can have the core.
 """
 import os
 import platform
@@ -22,16 +22,16 @@ from decode.vectors import I32, I64, address, call
 
 LINE = 8  # int64 in a cache line of 64 bytes
 SPIN = 50_000  # nanoseconds that a thread spins at a barrier before it sleeps
-SPIN_IDLE = 1_000_000  # the same between two steps: Python and sampling need 30 to 500 microseconds there
-LONGEST_SLEEP = 10_000_000  # nanoseconds after which a sleeper looks again
+SPIN_IDLE = 1_000_000  # the same between two steps, where Python and sampling take 30 to 500 microseconds
+LONGEST_SLEEP = 10_000_000  # nanoseconds after which a sleeping thread looks at the counter again
 
 CLOCK_MONOTONIC = {'linux': 1, 'darwin': 6}.get(sys.platform)  # without one a step has one thread: see n_cores
 FUTEX = {'x86_64': 202, 'aarch64': 98}.get(platform.machine()) if sys.platform == 'linux' else None
 FUTEX_WAIT, FUTEX_WAKE = 128, 129  # on memory that no other process has
 
-# a counter is one cache line of int64: its value at 0, and how many threads sleep until it changes at SLEEPERS
+# a counter is one cache line of int64: at index 0 its value, at SLEEPERS how many threads sleep until it changes
 SLEEPERS = 1
-# of a worker's counter: set to end it; set while it runs
+# in a worker's counter: STOP is set to end the worker, RUNNING while it runs
 STOP, RUNNING = 2, 3
 
 
@@ -54,7 +54,7 @@ def publish(typing, counter, i, value):
 
 @intrinsic
 def observe(typing, counter, i):
-    """counter[i] as the other threads have left it"""
+    """counter[i], with what other threads have written to it"""
     def emit(context, builder, sig, args):
         return builder.load_atomic(address(builder, *args), 'seq_cst', 8)
     return types.int64(counter, types.int64), emit
@@ -147,7 +147,7 @@ def wake(counter):
 
 @njit
 def barrier(counter, n_threads):
-    """Return when n_threads threads have come here. counter[0] is a multiple of n_threads before the first one comes."""
+    """Return when n_threads threads have called this. Before the first call counter[0] is a multiple of n_threads."""
     if n_threads == 1:
         return
     arrived = claim(counter, 0) + 1
@@ -158,14 +158,14 @@ def barrier(counter, n_threads):
 
 
 def n_cores():
-    """How many cores this process may run on; 1 where threads could not sleep while they wait (Windows)."""
+    """How many cores this process may run on; 1 where waiting threads cannot sleep (Windows)."""
     if CLOCK_MONOTONIC is None:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
 def aligned(shape, dtype):
-    """An array of zeros whose first byte begins a cache line: no vector lies across two, no two threads share one."""
+    """An array of zeros that begins at a cache line: vectors of 64 bytes and each thread's counters are in one line."""
     size = int(np.prod(shape)) * np.dtype(dtype).itemsize
     raw = np.zeros(size + 64, np.uint8)
     start = -raw.ctypes.data % 64
@@ -174,14 +174,14 @@ def aligned(shape, dtype):
 
 class Workers:
     """
-    Threads 1, 2, ... of a step; thread 0 is the caller's own. They are started when they are first needed, sleep
+    Threads 1, 2, ... of a step; thread 0 is the caller's own. They are started when they are first needed, wait
     between steps, and end with the process.
 
-    loop: compiled, without Python's lock, (like, address of post, thread, steps seen) -> None: it runs thread number
-    `thread`'s part
-        of each step that is posted, until the line's STOP is set. It returns at once where a thread of that number
-        runs already.
-    post: int64 lines. Line 0 counts the parts of a step that are finished. Line t counts the steps posted to thread t.
+    loop: compiled, without Python's lock, (like, address of post, thread, steps seen) -> None. It computes the part of
+        thread number `thread` in each step that is posted, until STOP is set in its line. It returns at once where a
+        thread of that number is running already.
+    post: int64 (threads, LINE). Line 0 counts how many threads have finished the step. Line t counts the steps posted
+        to thread t.
     """
 
     def __init__(self, loop, like):
@@ -189,13 +189,16 @@ class Workers:
         self.forget()
 
     def forget(self):
-        """After a fork the child has no thread but its own: start anew."""
+        """Begin again without threads, in the child of a fork."""
         self.n_ready, self.threads, self.stopped = 1, [], False
         self.post = aligned((max(n_cores(), os.cpu_count() or 1), LINE), np.int64)
         self.address = self.post.ctypes.data
 
     def ready(self, n_threads, patience=1.0):
-        """How many threads can share a step, n_threads at most, the caller's included. Starts those that are missing."""
+        """
+        How many threads can share a step, the caller's included, n_threads at most. Starts those that are missing, and
+        waits up to `patience` seconds for them.
+        """
         if self.stopped:
             return 1
         if self.n_ready < n_threads:
@@ -214,7 +217,7 @@ class Workers:
         return min(n_threads, self.n_ready)
 
     def stop(self):
-        """End the threads: the memory that they look at is about to be given back."""
+        """End the threads, before the memory that they read is freed."""
         self.stopped, self.n_ready = True, 1
         self.post[1:, STOP] = 1
         self.post[1:, 0] += 1

@@ -1,18 +1,58 @@
 """
-Where keys and values live: the ideas of other engines' caches, on one model and tested against each other.
+Ways to store the keys and values of many sequences: the cache designs of other engines, on one model.
 
-    storage      how numbers are kept: floats, int8, int4
-    placement    what all systems have in common: place, encode, see
-    exclusive    one operation at a time, and none left half done
-    operator     a cache as one function of tensors (OpenPPL's KeyValueCache)
-    cells        which slot holds which position, for whom (llama.cpp)
-    streams      where a batch goes, windows, sequence operations, shifts
-    unified      cells for a model, with keys and values in them
-    hybrid       several of these for one model, each with some of its layers
-    blocks       which block holds which tokens, shared and counted (vLLM)
-    paged        blocks for a model: any mixture of requests in one forward pass
-    sequences    all of them under `generate`, `stream` and sample.py
+    operator         a cache as one function of tensors, after OpenPPL's KeyValueCache
+    storage          rows of numbers: floats, int8, int4
+    placement        one forward pass: where new rows are written, which rows are read, what the mask hides
+    exclusive        a lock for operations that must not overlap, and recovery after interrupts
+    base             sequence numbers, lengths and `step`, shared by the four caches below
+    contiguous       block_size rows for each sequence
+    tuples           the tuples of the model or of a decoder, behind the same methods
+    cells            which cell holds which position of which sequences, after llama.cpp
+    streams          arrays of cells: finding free cells, windows, operations on sequences, shifts
+    rotary           rotating stored keys whose positions change
+    cell_cache       cells with keys and values, and their use as a cache for sequences
+    state            the content of a `CellCache` in a file
+    hybrid           several `CellCache`s for one model, each with some of its layers
+    blocks           which block holds which tokens, shared and counted, after vLLM
+    paged            blocks with keys and values, and their use as a cache for sequences
+
+`make_cache` makes a cache for sequences. Its methods are `new`, `fork`, `truncate`, `free` and `step`, see
+`base.BaseCache`.
 """
-from kvcache.sequences import SYSTEMS, CacheDecoder
+from kvcache.base import dtype_of
+from kvcache.cell_cache import CellSequences
+from kvcache.contiguous import ContiguousCache
+from kvcache.paged import PagedCache
+from kvcache.storage import BITS
 
-__all__ = ['CacheDecoder', 'SYSTEMS']
+__all__ = ['KINDS', 'make_cache']
+
+BLOCK = 16  # positions in a block of a paged cache
+QUANTISED = {8: 'int8', 4: 'int4'}
+KINDS = {
+    'tuple': ContiguousCache,
+    'streams': lambda *args: CellSequences(*args, unified=False),
+    'unified': lambda *args: CellSequences(*args, unified=True),
+    'paged': lambda model, n_seq, type_kv: PagedCache(
+        model, n_seq * -(-model.config.block_size // BLOCK), BLOCK, type_kv),
+}
+
+
+def make_cache(model, kind, n_seq, bits=0):
+    """
+    A cache with room for n_seq sequences of block_size tokens each; a paged one has room for more sequences if they
+    are shorter.
+
+    kind: one of `KINDS`. bits: 0 stores keys and values in the model's dtype, 8 and 4 quantise them. Raises
+    ValueError on other values, and if the model's dtype cannot be stored.
+    """
+    if kind not in list(KINDS) or bits not in [0, *QUANTISED]:
+        raise ValueError(f"a cache is {', '.join(KINDS)} in 0 (unquantised), 8 or 4 bits; not {kind!r} in {bits!r}")
+    if not isinstance(n_seq, int) or n_seq < 1:
+        raise ValueError(f"a cache is for at least 1 sequence, not {n_seq!r}")
+    type_kv = QUANTISED[bits] if bits else str(dtype_of(model)).removeprefix('torch.')
+    if type_kv not in BITS:
+        raise ValueError(f"a cache stores numbers as {', '.join(BITS)}, and the model is {type_kv}: "
+                         "convert it, or pass bits=8")
+    return KINDS[kind](model, n_seq, type_kv)

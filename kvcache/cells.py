@@ -1,31 +1,30 @@
 """
 Cells: which slot holds which position, and for which sequences. llama.cpp's llama-kv-cells.h, as arrays.
 
-A cell has a position and a set of owners, the sequences that it is a part of. A prompt that ten samples share is one
-set of cells with ten owners each. All layers share the cells; each layer has keys and values of its own for them.
-Pure numpy, and no data: everything here can be followed on paper.
+A cell has a position and a set of owners, the sequences that it is a part of. If ten samples share a prompt, it is one
+set of cells with ten owners each. All layers share the cells, and each layer has its own keys and values for them. This
+module is numpy only and holds no keys and values.
 
-Counts are kept beside the positions and owners, so that the cost of a token depends on the cells in use, not on the
-size of the cache.
+Counts are stored beside positions and owners, so that the cost of a token depends on the number of cells in use, not on
+the size of the cache.
 """
 import numpy as np
 
 EMPTY = -1  # the position of a cell that holds nothing
-END = np.iinfo(np.int64).max
-LINE = 120  # columns of a drawing
+COLUMNS = 120  # the width of a drawing
 
 
 class Cells:
     """
-    size cells for the sequences `seqs`, a range of their numbers.
+    An array of `size` cells for the sequences `seqs`, a range of their numbers.
 
     pos: int64 (size,), EMPTY or a position. owners: bool (len(seqs), size), a row for each sequence.
-    shift: int64 (size,), by how much a position has been moved since the key in the cell was last rotated.
-    head: where the search for free cells begins.
+    shift: int64 (size,), by how much a position has changed since the key in the cell was last rotated.
+    head: the cell from which the search for free cells begins.
 
     Counted from these: n_owners, int32 (size,); owner_sum, int64 (size,), the sum of the owners' numbers, which is the
-    owner where there is one; last, int64 (len(seqs),), the last position of each sequence or EMPTY; n_used, the number
-    of cells that hold something; end, one more than the last cell that does.
+    owner's number if there is one owner; last, int64 (len(seqs),), the last position of each sequence or EMPTY; n_used,
+    the number of cells that hold something; end, the last such cell's number plus one.
 
     Methods take cells by number, int64 (n,), ascending unless a method says otherwise. Ranges of positions are
     [p0, p1); p0 < 0 is the beginning and p1 < 0 the end.
@@ -53,15 +52,15 @@ class Cells:
         return len(self.pos)
 
     def used(self):
-        """How many cells hold something."""
+        """The number of cells that hold something."""
         return self.n_used
 
     def used_end(self):
-        """One more than the last cell that holds something."""
+        """The number of the last cell that holds something, plus one."""
         return self.end
 
     def shifted(self):
-        """Is there a key that has to be turned?"""
+        """Is there a key that has to be rotated?"""
         return bool(self.shift[:self.end].any())
 
     def row(self, seq):
@@ -82,8 +81,8 @@ class Cells:
         """The sequences that own a cell, a list."""
         return [self.seqs[row] for row in np.flatnonzero(self.owners[:, cell])]
 
-    def alike(self, seqs):
-        """Do these sequences own the same cells?"""
+    def own_same_cells(self, seqs):
+        """Do all of these sequences own the same cells?"""
         rows = self.owners[[self.row(seq) for seq in seqs], :self.end]
         return bool((rows == rows[:1]).all())
 
@@ -97,8 +96,10 @@ class Cells:
         last = int(self.last[self.row(seq)])
         return None if last == EMPTY else last
 
-    def own(self, cells, seq):
-        """Make a sequence an owner of cells (in any order) that have a position and are not its own yet."""
+    def add_owner(self, cells, seq):
+        """
+        Add a sequence to the owners of cells, in any order. The cells have positions and are not the sequence's yet.
+        """
         if not len(cells):
             return
         row = self.row(seq)
@@ -107,8 +108,11 @@ class Cells:
         self.owner_sum[cells] += seq
         self.last[row] = max(self.last[row], self.pos[cells].max())
 
-    def disown(self, cells, seq):
-        """Take cells from a sequence that owns them. Those without owners are empty, and the head goes back to them."""
+    def remove_owner(self, cells, seq):
+        """
+        Remove a sequence from the owners of cells, all of which it owns. Cells without owners become empty, and the
+        head moves back to the first of them.
+        """
         if not len(cells):
             return
         row = self.row(seq)
@@ -124,13 +128,15 @@ class Cells:
             if freed[-1] == self.end - 1:
                 self.end = last_true(self.pos[:self.end] != EMPTY) + 1
 
-    def take(self, seq, p0=-1, p1=-1):
-        """Take positions from a sequence (None: from all)."""
-        for mine in (self.seqs if seq is None else (seq,)):
-            self.disown(self.of(mine, p0, p1), mine)
+    def remove(self, seq, p0=-1, p1=-1):
+        """Remove the positions [p0, p1) of a sequence (None: of all sequences)."""
+        for each in (self.seqs if seq is None else (seq,)):
+            self.remove_owner(self.of(each, p0, p1), each)
 
     def recount(self):
-        """After an interrupt: empty the cells that have a position or an owner but not both, and count again."""
+        """
+        After an interrupt: empty the cells that have a position and no owner, or an owner and no position; count again.
+        """
         self.owners &= self.pos >= 0
         self.n_owners = self.owners.sum(axis=0, dtype=np.int32)
         unowned = self.n_owners == 0
@@ -140,26 +146,29 @@ class Cells:
         self.n_used, self.end = int((~unowned).sum()), last_true(~unowned) + 1
 
     def move(self, cells, pos, seq):
-        """Give cells of a single sequence other positions, int64 (n,). Returns the cells below 0, which are emptied."""
-        # one statement, so that no interrupt comes between a position and the turn that its key still needs
+        """
+        Give new positions, int64 (n,), to cells that only this sequence owns. Cells whose position is below 0 are
+        emptied, and returned.
+        """
+        # one statement, so that an interrupt cannot come between a position and the rotation that its key needs
         self.pos[cells], self.shift[cells] = pos, self.shift[cells] + pos - self.pos[cells]
         self.last[self.row(seq)] = self.pos[self.of(seq)].max(initial=EMPTY)
         before = cells[pos < 0]
-        self.disown(before, seq)
+        self.remove_owner(before, seq)
         return before
 
     def usable(self, window, start=0, stop=None):
         """
-        bool (stop - start,): may a cell of [start, stop) be written? Empty cells may, and cells of a single sequence
-        whose window has passed them.
+        bool (stop - start,): may a cell of [start, stop) be written? True for empty cells, and for cells with one owner
+        whose window hides them from its next token.
         """
         part = slice(start, stop)
         empty = self.pos[part] == EMPTY
         if window is None:
             return empty
-        alone = self.n_owners[part] == 1
-        owner = np.where(alone, self.owner_sum[part], self.seqs.start)
-        return empty | alone & window.passed(self.pos[part], self.last[self.row(owner)] + 1)
+        one_owner = self.n_owners[part] == 1
+        owner = np.where(one_owner, self.owner_sum[part], self.seqs.start)
+        return empty | one_owner & window.hides(self.pos[part], self.last[self.row(owner)] + 1)
 
     def n_usable(self, window):
         """How many cells may be written."""
@@ -167,28 +176,29 @@ class Cells:
 
     def find(self, n, window=None, contiguous=False):
         """
-        n usable cells, int64 (n,), looked for from the head on and, past the end, from 0; or None. Nothing is changed.
+        n usable cells, int64 (n,), or None if there are not as many. Changes nothing.
 
-        If the head is far beyond the number of used cells there is room before it, and the search begins at 0.
+        The search begins at the head and goes on at 0 when it reaches the end. If the head is far beyond the number of
+        used cells, there is room before it, and the search begins at 0.
         """
         size, end = len(self), self.end
         head = 0 if self.head > self.n_used + 2 * n else self.head % size
         if n > size:
             return None
-        if end <= head <= size - n:  # all that follows is empty
+        if end <= head <= size - n:  # all cells from the head on are empty
             return np.arange(head, head + n)
         if contiguous:
             return self.find_run(n, window, head)
         found = []
         for start, stop in ((head, size), (0, head)):
-            middle = min(max(start, end), stop)  # from there on all is empty
+            middle = min(max(start, end), stop)  # all cells from here on are empty
             found.append(start + np.flatnonzero(self.usable(window, start, middle)))
             found.append(np.arange(middle, min(stop, middle + n)))
         found = np.concatenate(found)[:n]
         return found if len(found) == n else None
 
     def find_run(self, n, window, head):
-        """n usable cells side by side, the first such run from the head on; or None."""
+        """The first n usable cells side by side, from the head on; or None."""
         n_before = np.concatenate(([0], self.usable(window).cumsum()))
         starts = np.flatnonzero(n_before[n:] - n_before[:-n] == n)
         if not len(starts):
@@ -196,49 +206,51 @@ class Cells:
         start = starts[np.searchsorted(starts, head) % len(starts)]
         return np.arange(start, start + n)
 
-    def put(self, cells, pos):
+    def write(self, cells, pos):
         """
-        Write positions (n,) into cells (n,), in any order, whatever they held; `own` gives them owners.
+        Write positions (n,) into cells (n,), in any order, whatever they held. `add_owner` gives them owners.
 
-        A sequence that loses a position loses all before it as well, so that it has [pos_min, pos_max] without a hole.
-        A sequence that loses its last position, as a window may let it, has none left, and its next token may have any.
+        If a sequence loses a position like this, it also loses all earlier ones, so that its positions [pos_min,
+        pos_max] have no hole. If it loses its last position, which can happen behind a window, it has none left, and
+        its next token may have any position.
         """
         overwritten = cells[cells < self.end]
         overwritten = overwritten[self.pos[overwritten] != EMPTY]
         if len(overwritten):
             for row in np.flatnonzero(self.owners[:, overwritten].any(axis=1)):
                 lost = self.pos[overwritten][self.owners[row, overwritten]].max(initial=EMPTY)
-                self.take(self.seqs[row], -1, int(lost) + 1)
+                self.remove(self.seqs[row], -1, int(lost) + 1)
         self.pos[cells], self.shift[cells] = pos, 0
         self.n_used += len(cells)
         self.end = max(self.end, int(cells.max()) + 1)
         self.head = int(cells[-1]) + 1
 
     def copy_of(self, seq, target, seqs):
-        """New cells for `seqs` that hold one sequence of these as `target`, at the same numbers, with the same head."""
+        """
+        New `Cells` for `seqs` that hold one sequence of these as `target`, in cells of the same numbers, with the
+        same head.
+        """
         other, cells = Cells(len(self), seqs), self.of(seq)
         if len(cells):
-            other.put(cells, self.pos[cells])
-            other.own(cells, target)
+            other.write(cells, self.pos[cells])
+            other.add_owner(cells, target)
             other.shift[cells] = self.shift[cells]
         other.head = self.head
         return other
 
     def __str__(self):
         """
-        A slot's number, the position in it, and its owners as letters:
+        A drawing: each cell's number, its position, and its owners as letters. Lines are at most COLUMNS wide.
 
             slot  0   1   2   3
             pos   0   1   .   2
             seq   ab  ab      a
-
-        As many beside each other as fit into LINE columns, the rest below.
         """
         names = [''.join(chr(97 + seq) if seq < 26 else f'({seq})' for seq in self.owners_of(cell))
                  for cell in range(len(self))]
         lines = dict(slot=range(len(self)), pos=['.' if p == EMPTY else p for p in self.pos], seq=names)
         width = max(len(str(value)) for values in lines.values() for value in values) + 2
-        n, parts = (LINE - 6) // width, []
+        n, parts = (COLUMNS - 6) // width, []
         for start in range(0, len(self), n):
             for label, values in lines.items():
                 row = ''.join(f'{value!s:<{width}}' for value in values[start:start + n])
@@ -247,28 +259,28 @@ class Cells:
         return '\n'.join(parts[:-1])
 
 
-def last_true(which):
-    """The number of the last True of bool (n,), or -1."""
-    return len(which) - 1 - int(which[::-1].argmax()) if which.any() else -1
+def last_true(mask):
+    """The index of the last True of bool (n,), or -1."""
+    return len(mask) - 1 - int(mask[::-1].argmax()) if mask.any() else -1
 
 
 class Window:
     """
-    What a token may look back at. kind 'standard': the last n_swa positions, itself among them; 'chunked': its chunk of
-    n_swa positions.
+    Sliding-window attention. kind 'standard': a token sees the last n_swa positions, its own included. 'chunked': it
+    sees its chunk of n_swa positions, up to its own.
 
-    Sliding is not shifting: a window hides old positions and does not change them; a shift gives them other numbers.
+    A window hides old positions and does not change them. A shift changes positions.
     """
 
     def __init__(self, n_swa, kind):
         if kind not in ('standard', 'chunked') or n_swa < 1:
-            raise ValueError(f"a window is standard or chunked and of at least 1 position, not {kind!r} of {n_swa}")
+            raise ValueError(f"a window is 'standard' or 'chunked', of at least 1 position; not {kind!r} of {n_swa}")
         self.n_swa, self.kind = n_swa, kind
 
     def first(self, pos):
         """The first position that a token at pos sees; int or array."""
         return pos - self.n_swa + 1 if self.kind == 'standard' else pos // self.n_swa * self.n_swa
 
-    def passed(self, p0, p1):
-        """Is position p0 out of sight for a token at p1? Arrays that broadcast."""
+    def hides(self, p0, p1):
+        """Is position p0 too early for a token at p1 to see? Arrays broadcast."""
         return p0 < self.first(p1)

@@ -1,29 +1,31 @@
 """
-One operation at a time, and none left half done: for objects that several threads share, and that an exception can
-interrupt anywhere.
+For objects that threads share, caches and models: a lock with recovery when an exception or an interrupt ends an
+operation early, and eval mode for as long as any thread needs it.
 """
 import functools
 import os
 import threading
 import weakref
+from contextlib import contextmanager
 
 import torch
 
-shared = weakref.WeakSet()
+instances = weakref.WeakSet()
+mode_lock = threading.RLock()
+evaluated = weakref.WeakKeyDictionary()  # {model: (the uses of `evaluating`, the modules to restore after the last)}
 
 
 class Exclusive:
     """
-    Methods marked with `exclusive` run one at a time, whichever threads call them. They do not call each other.
+    Methods marked with `exclusive` run one at a time, whichever threads call them. They must not call each other.
 
-    Where one of them raises, or a KeyboardInterrupt cuts it short at any place, `recover` is called: it has to make
-    the object consistent from any state in between. If that is cut short too it is called again, before the next
-    operation.
+    If one raises, or a KeyboardInterrupt ends it at any line, `recover` is called. `recover` must make the object
+    consistent from any intermediate state. If `recover` is interrupted too, it runs again before the next operation.
     """
 
     def __init__(self):
         self.lock, self.holder, self.unfinished = threading.Lock(), None, False
-        shared.add(self)
+        instances.add(self)
 
     def recover(self):
         raise NotImplementedError
@@ -31,11 +33,11 @@ class Exclusive:
 
 def exclusive(method):
     @functools.wraps(method)
-    def alone(self, *args, **kwargs):
+    def locked(self, *args, **kwargs):
         if self.lock.locked() and self.holder == threading.get_ident():
-            raise ValueError(f"{method.__name__} was called inside an operation on the same cache, which has not finished: "
-                             "call it afterwards")
-        with self.lock:  # unlike acquire() and try, an interrupt cannot get between
+            raise ValueError(f"{method.__name__} was called inside an operation on the same cache, which has not "
+                             "finished: call it afterwards")
+        with self.lock:  # unlike with acquire() and try, an interrupt cannot come between the lock and the block
             self.holder = threading.get_ident()
             try:
                 if self.unfinished:
@@ -51,20 +53,52 @@ def exclusive(method):
                 return result
             finally:
                 self.holder = None
-    return alone
+    return locked
+
+
+class Use:
+    """One use of `evaluating`. If an interrupt keeps it from its end, it is gone when its frame is."""
+
+
+@contextmanager
+def evaluating(model):
+    """
+    Eval mode inside; afterwards every module is back in its own mode.
+
+    Several threads can be inside for one model: the modules go back to training mode when the last one leaves.
+    """
+    use = Use()
+    try:
+        with mode_lock:
+            uses, modules = evaluated.setdefault(model, (weakref.WeakSet(), []))
+            uses.add(use)
+            if model.training:
+                modules += [m for m in model.modules() if m.training]
+                model.eval()
+        yield
+    finally:
+        with mode_lock:
+            uses, modules = evaluated.setdefault(model, (weakref.WeakSet(), []))
+            uses.discard(use)
+            if not uses:
+                for m in modules:
+                    m.training = True
+                modules.clear()
 
 
 def after_fork():
     """
-    In the child of a fork only the thread that forked exists. So locks that others held are made anew, what they had
-    not finished is recovered by the next operation, and torch computes on one thread: its pool would wait for threads
-    that are gone.
+    In the child process only the forking thread exists. Each object gets a new lock, since another thread may have held
+    the old one; the next operation recovers what that thread left unfinished. torch computes on one thread, since the
+    threads of its pool are gone and waiting for them would never end.
     """
-    if not shared:
+    global mode_lock
+    mode_lock = threading.RLock()
+    if not instances:
         return
     torch.set_num_threads(1)
-    for one in shared:
-        one.lock, one.holder = threading.Lock(), None
+    for instance in instances:
+        instance.lock, instance.holder = threading.Lock(), None
 
 
 if hasattr(os, 'register_at_fork'):

@@ -1,37 +1,40 @@
 """
 Several caches for one model, each with some of its layers: llama.cpp's llama_kv_cache_iswa.
 
-    full = KVCache(4, 2, 16, kv_size=4096, n_seq_max=8, layer_filter=lambda layer: layer % 2 == 0)
-    local = KVCache(4, 2, 16, kv_size=640, n_seq_max=8, layer_filter=lambda layer: layer % 2 == 1, n_swa=64,
-                    swa_type='standard')
+    full = CellCache(4, 2, 16, kv_size=4096, n_seq_max=8, layer_filter=lambda layer: layer % 2 == 0)
+    local = CellCache(4, 2, 16, kv_size=640, n_seq_max=8, layer_filter=lambda layer: layer % 2 == 1, n_swa=64,
+                      swa_type='standard')
     cache = HybridCache(full, local)
-    forward = cache.forward(cache.batch({0: [5, 6, 7], 1: [2]}))
+    layers = cache.place(cache.batch({0: [5, 6, 7], 1: [2]}))
 
-A batch is planned on all of them before it is taken on any, and so is every operation on sequences.
+A batch, and an operation on sequences, is tried on all caches before it is done on any.
 """
 from contextlib import ExitStack
 
-from kvcache.placement import Forward
+from kvcache.placement import LayerList
 from kvcache.streams import Streams
 
 
 class HybridCache:
     """
-    caches: `KVCache`s for the same number of layers and sequences, all unified or none, each layer in exactly one.
+    caches: `CellCache`s for the same number of layers and of sequences, all unified or none. Each layer of the model
+    is in exactly one of them.
 
-    Its methods are those of a `KVCache`. What one of the caches refuses with a ValueError has changed none of them.
-    States are saved and loaded for each cache, to a file of its own.
+    The methods are those of a `CellCache`. If one of the caches raises ValueError, none has changed. States are saved
+    and loaded for each cache, in a file of its own.
     """
 
     def __init__(self, *caches):
-        if len({(len(cache.layers), cache.n_seq_max, cache.unified) for cache in caches}) != 1:
-            raise ValueError("the caches of one model have the same number of layers and of sequences, "
-                             "and all are unified or none")
-        self.caches, self.number_of = caches, []  # number_of each layer: the number of the cache that has it
+        shapes = [(len(cache.layers), cache.n_seq_max, cache.unified) for cache in caches]
+        if len(set(shapes)) != 1:
+            raise ValueError("make at least one cache, and all with the same n_layer, n_seq_max and unified; "
+                             f"the caches here have {', '.join(map(str, shapes)) or 'nothing'}")
+        self.caches, self.number_of = caches, []  # number_of[layer]: the number of the cache that has the layer
         for layer in range(len(caches[0].layers)):
             numbers = [number for number, cache in enumerate(caches) if cache.layers[layer] is not None]
             if len(numbers) != 1:
-                raise ValueError(f"each layer is in exactly one cache, and layer {layer} is in {len(numbers)}")
+                raise ValueError(f"layer {layer} is in {len(numbers)} caches: let the layer_filter of exactly one "
+                                 "cache accept it")
             self.number_of += numbers
 
     def batch(self, tokens):
@@ -39,78 +42,75 @@ class HybridCache:
         return self.caches[0].batch(tokens)
 
     def find_slot(self, batch, contiguous=False):
-        """`Slots` for a batch in each cache, a list, or the first cache's `NoSlot`. Changes nothing."""
-        return self.planned(cache.find_slot(batch, contiguous) for cache in self.caches)
+        """A list of the `Slots` for a batch in each cache, or the first cache's `NoSlot`. Changes nothing."""
+        return all_or_first_failure(cache.find_slot(batch, contiguous) for cache in self.caches)
 
     def prepare(self, batches):
         """For each cache the `Slots` of each of several batches, or the first cache's `NoSlot`. Changes nothing."""
-        return self.planned(cache.prepare(batches) for cache in self.caches)
-
-    def planned(self, plans):
-        plans = list(plans)
-        return next((plan for plan in plans if not plan), plans)
+        return all_or_first_failure(cache.prepare(batches) for cache in self.caches)
 
     def apply(self, slots, batch):
-        """Take the cells that were found, in each cache."""
+        """Store a batch in the cells that were found, in each cache."""
         for cache, found in zip(self.caches, slots):
             cache.apply(found, batch)
 
-    def forward(self, batch):
+    def place(self, batch):
         """
-        Place a batch in all caches, and what the model is handed for it. ValueError if one of them has no room, and
-        none has changed.
+        Store a batch in all caches, and return the `LayerList` for its forward pass. ValueError if one of them has no
+        room; then none has changed.
         """
         slots = self.find_slot(batch)
         if not slots:
             raise ValueError(str(slots))
-        with ExitStack() as taken:
+        with ExitStack() as applied:
             for cache, found in zip(self.caches, slots):
-                taken.enter_context(cache.taken(found, batch))
-            forwards = [Forward(cache.layers, cache.placement(batch, found))
-                        for cache, found in zip(self.caches, slots)]
-        forward = forwards[0]
-        forward[:] = [forwards[number][layer] for layer, number in enumerate(self.number_of)]
-        return forward
+                applied.enter_context(cache.applied(found, batch))
+            lists = [LayerList(cache.layers, cache.placement(batch, found)) for cache, found in zip(self.caches, slots)]
+        layers = lists[0]
+        layers[:] = [lists[number][layer] for layer, number in enumerate(self.number_of)]
+        return layers
 
     def clear(self):
-        """Forget everything, and what the storage holds as well."""
+        """Remove all sequences, and set all keys and values to zero."""
         for cache in self.caches:
             cache.clear()
 
     def seq_rm(self, seq, p0=-1, p1=-1):
         """See `Streams.seq_rm`."""
-        self.everywhere('seq_rm', seq, p0, p1)
+        self.on_all_caches('seq_rm', seq, p0, p1)
 
     def seq_cp(self, source, target, p0=-1, p1=-1):
         """See `Streams.seq_cp`."""
-        self.everywhere('seq_cp', source, target, p0, p1)
+        self.on_all_caches('seq_cp', source, target, p0, p1)
 
     def seq_keep(self, seq):
         """See `Streams.seq_keep`."""
-        self.everywhere('seq_keep', seq)
+        self.on_all_caches('seq_keep', seq)
 
     def seq_add(self, seq, p0, p1, shift):
         """See `Streams.seq_add`."""
-        self.everywhere('seq_add', seq, p0, p1, shift)
+        self.on_all_caches('seq_add', seq, p0, p1, shift)
 
     def seq_div(self, seq, p0, p1, divisor):
         """See `Streams.seq_div`."""
-        self.everywhere('seq_div', seq, p0, p1, divisor)
+        self.on_all_caches('seq_div', seq, p0, p1, divisor)
 
-    def everywhere(self, name, *args):
-        """An operation on all caches, if none of them refuses it."""
+    def on_all_caches(self, name, *args):
+        """Call a method of all caches, if a dry run on each of them raises nothing."""
         for cache in self.caches:
-            cache.rehearse(getattr(Streams, name), *args)
+            cache.dry_run(getattr(Streams, name), *args)
         for cache in self.caches:
             getattr(cache, name)(*args)
 
     def check_movable(self, seq, p0=-1, p1=-1):
-        """ValueError if positions of a sequence cannot be changed."""
+        """ValueError if these positions of a sequence cannot be changed."""
         for cache in self.caches:
             cache.check_movable(seq, p0, p1)
 
     def seq_pos_min(self, seq):
-        """The first position that a sequence has in all caches, or None. With a window the earlier ones may be gone."""
+        """
+        The first position that a sequence has in all caches, or None. Behind a window the earlier ones may be gone.
+        """
         first = [cache.seq_pos_min(seq) for cache in self.caches]
         return None if None in first else max(first)
 
@@ -119,9 +119,15 @@ class HybridCache:
         return max((last for cache in self.caches if (last := cache.seq_pos_max(seq)) is not None), default=None)
 
     def memory_breakdown(self):
-        """{device: bytes} of all that is stored in the caches."""
+        """{device: bytes} of the stored keys and values of all caches."""
         sizes = {}
         for cache in self.caches:
             for device, size in cache.memory_breakdown().items():
                 sizes[device] = sizes.get(device, 0) + size
         return sizes
+
+
+def all_or_first_failure(found):
+    """A list of results, or the first false one."""
+    found = list(found)
+    return next((result for result in found if not result), found)

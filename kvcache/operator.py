@@ -1,8 +1,9 @@
 """
-The operator: a whole KV cache as one function of tensors, with nothing kept between calls.
+The operator: a whole KV cache as one function of tensors, without any state of its own.
 
-It is the dynamic-batching KeyValueCache operator of OpenPPL PMX (https://github.com/openppl-public/ppl.pmx): sequences of any
-lengths packed on one axis, two ways to find a token's row, four layouts of the memory, three ways to keep a number.
+It is the dynamic-batching KeyValueCache operator of OpenPPL PMX (https://github.com/openppl-public/ppl.pmx):
+sequences of any lengths, packed on one axis; two ways to find a token's row, four memory layouts, three ways to store
+a number.
 """
 import torch
 
@@ -20,26 +21,31 @@ CACHE_DTYPES = {0: (torch.float32, torch.float16), 8: (torch.int8,), 4: (torch.u
 
 
 @torch.no_grad()
-def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen, cache, scale=None, *,
-                    num_layer=1, layer_idx=0, quant_bit=0, quant_group=8, num_repeat=1, cache_mode=0, cache_layout=0, page_size=128):
+def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts, start_pos, max_seqlen, max_kvlen,
+                    cache, scale=None, *, num_layer=1, layer_idx=0, quant_bit=0, quant_group=8, num_repeat=1,
+                    cache_mode=0, cache_layout=0, page_size=128):
     """
     Write the current keys and values of B sequences to the cache, and return all of theirs, past and current.
 
-    current_key, current_value: (seqstarts[B], H, Dh), float32 or float16; sequence b has rows seqstarts[b] to seqstarts[b + 1].
+    current_key, current_value: (seqstarts[B], H, Dh), float32 or float16; sequence b has rows seqstarts[b] to
+        seqstarts[b + 1] - 1.
     start_pos: (B,) the position of each sequence's first current token, and how many it has in the cache already.
-    seqstarts, kvstarts: (B + 1,) cumulative lengths, of the current tokens and of all: kvstarts = seqstarts + [0, cumsum(start_pos)].
+    seqstarts, kvstarts: (B + 1,) cumulative lengths, of the current tokens and of all:
+        kvstarts = seqstarts + [0, cumsum(start_pos)].
     max_seqlen, max_kvlen: no sequence is longer. Ints, or 0-dimensional integer tensors, which they are in PMX.
     cache_mode 0: cachestarts (B,), position p of sequence b is row cachestarts[b] + p.
-    cache_mode 1: cachestarts (B, MaxP), it is row cachestarts[b, p // page_size] + p % page_size. Entries are rows, not numbers
-        of pages; those that are not needed may be -1.
-    cache_layout: 0 (MaxT, L, 2, H, Dh), 1 (L, MaxT, 2, H, Dh), 2 (L, 2, MaxT, H, Dh), 3 (L, 2, H, MaxT, Dh), L = num_layer.
-    quant_bit: 0, the cache is float32 or float16; 8 or 4, it is int8, or uint8 with a last axis of Dh / 2, and scale is laid out
-        as the cache with a last axis of Dh / quant_group; see `storage.quantise`. The scale is computed in the input's dtype.
-    num_repeat: each head comes back so many times, h0 h0 h1 h1 ..., for grouped queries.
+    cache_mode 1: cachestarts (B, MaxP), it is row cachestarts[b, p // page_size] + p % page_size. Entries are rows, not
+        numbers of pages; those that are not needed may be -1.
+    cache_layout: 0 (MaxT, L, 2, H, Dh), 1 (L, MaxT, 2, H, Dh), 2 (L, 2, MaxT, H, Dh), 3 (L, 2, H, MaxT, Dh), where
+        L = num_layer.
+    quant_bit: 0, the cache is float32 or float16; 8 or 4, it is int8, or uint8 with a last axis of Dh / 2, and scale is
+        laid out as the cache with a last axis of Dh / quant_group; see `storage.quantise`. The scale is computed in the
+        input's dtype.
+    num_repeat: how many times each head is returned, h0 h0 h1 h1 ..., for grouped queries.
 
-    Returns (key, value), (kvstarts[B], H * num_repeat, Dh) in the input's dtype, as they are kept in the cache, the
-    current tokens too. cache and scale are written in place. Raises ValueError on arguments that do not go together and
-    on results that do not fit into memory, before anything is written.
+    Returns (key, value), (kvstarts[B], H * num_repeat, Dh) in the input's dtype, as they are stored in the cache, the
+    current tokens too. cache and scale are written in place. Raises ValueError, with nothing written, on arguments that
+    do not fit together and on results that do not fit into memory.
     """
     max_seqlen, max_kvlen = length_of('max_seqlen', max_seqlen), length_of('max_kvlen', max_kvlen)
     check_ints(num_layer=num_layer, layer_idx=layer_idx, quant_bit=quant_bit, quant_group=quant_group,
@@ -47,35 +53,20 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     for name, value in dict(current_key=current_key, current_value=current_value, cache=cache).items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, not {value!r}")
-    indices = dict(seqstarts=seqstarts, kvstarts=kvstarts, cachestarts=cachestarts, start_pos=start_pos)
-    for name, value in indices.items():
-        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be a tensor of int64 or int32, not {value!r}")
-        if value.device != cache.device:
-            raise ValueError(f"{name} is on {value.device}, and the cache on {cache.device}")
-    seqstarts, kvstarts, cachestarts, start_pos = (value.long() for value in indices.values())  # int32 sums overflow
-    view, scales = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout)
-    seqlens = lengths(seqstarts, 'seqstarts')
-    if seqstarts[-1] != len(current_key):
-        raise ValueError(f"seqstarts end at {int(seqstarts[-1])}, but there are {len(current_key)} current tokens")
-    B = len(seqlens)
-    if start_pos.shape != (B,) or bool((start_pos < 0).any()):
-        raise ValueError(f"start_pos must be ({B},) positions from 0, not {start_pos.tolist()}")
-    kvlens = lengths(kvstarts, 'kvstarts')
-    if len(kvlens) != B or bool((kvlens != start_pos + seqlens).any()):
-        raise ValueError(f"kvstarts {kvstarts.tolist()} are not the sums of start_pos {start_pos.tolist()} and the lengths {seqlens.tolist()}")
-    for what, most, given in (('max_seqlen', seqlens, max_seqlen), ('max_kvlen', kvlens, max_kvlen)):
-        if B and int(most.max()) > given:
-            raise ValueError(f"{what} is {given}, but a sequence has {int(most.max())}")
-    if B and int(kvlens.max()) > len(view):
-        raise ValueError(f"a sequence of {int(kvlens.max())} does not fit into the {len(view)} rows of the cache")
+    seqstarts, kvstarts, cachestarts, start_pos = check_indices(
+        cache.device, seqstarts=seqstarts, kvstarts=kvstarts, cachestarts=cachestarts, start_pos=start_pos)
+    view, scales = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group,
+                         num_repeat, cache_layout)
+    seqlens, kvlens = check_lengths(seqstarts, kvstarts, start_pos, max_seqlen, max_kvlen, len(current_key), len(view))
 
     written = rows_of(start_pos, seqlens, cachestarts, cache_mode, page_size, len(view))
     read = rows_of(torch.zeros_like(start_pos), kvlens, cachestarts, cache_mode, page_size, len(view))
     if len(written.unique()) < len(written):
-        raise ValueError("two of the current tokens would be written to one row: cachestarts overlap")
+        raise ValueError("two of the current tokens would be written to one row: "
+                         f"cachestarts {cachestarts.tolist()} overlap")
     if int(torch.isin(read, written).sum()) > len(written):
-        raise ValueError("a current token would be written over a past one that is read: cachestarts overlap")
+        raise ValueError("a current token would be written over a past one that is read: "
+                         f"cachestarts {cachestarts.tolist()} overlap")
 
     current = torch.stack((current_key, current_value), dim=1)  # (N, 2, H, Dh)
     if quant_bit == 0:
@@ -86,18 +77,53 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
             raise ValueError(f"a scale of {float(new_scale.max()):.3g} is more than float16 holds: "
                              "use a scale in float32")
         stored, new = [view, scales], [codes, new_scale.to(scales.dtype)]
-    # what the cache will hold: what is read now, with the current tokens in their places. It is written at the end
+    # the rows as they will be: those read now, with the current tokens in their places. The cache is written last
     place = torch.arange(len(written), device=cache.device) + (kvstarts[1:] - seqstarts[1:]).repeat_interleave(seqlens)
-    held = [rows[read].index_copy_(0, place, rows_new) for rows, rows_new in zip(stored, new)]
-    loaded = held[0] if quant_bit == 0 else dequantise(held[0], held[1].float(), quant_bit)
+    rows = [store[read].index_copy_(0, place, rows_new) for store, rows_new in zip(stored, new)]
+    loaded = rows[0] if quant_bit == 0 else dequantise(rows[0], rows[1].float(), quant_bit)
     loaded = repeated(loaded.to(current.dtype), num_repeat)
-    for rows, rows_new in zip(stored, new):
-        rows[written] = rows_new
+    for store, rows_new in zip(stored, new):
+        store[written] = rows_new
     return tuple(loaded.unbind(1))
 
 
+def check_indices(device, **indices):
+    """
+    The index tensors as int64, since sums in int32 overflow. ValueError on what is no index tensor on this device.
+    """
+    for name, value in indices.items():
+        if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} must be a tensor of int64 or int32, not {value!r}")
+        if value.device != device:
+            raise ValueError(f"{name} is on {value.device}, and the cache on {device}: move one of them")
+    return [value.long() for value in indices.values()]
+
+
+def check_lengths(seqstarts, kvstarts, start_pos, max_seqlen, max_kvlen, n_current, n_rows):
+    """
+    (seqlens, kvlens), (B,) each: current tokens and all tokens of each sequence. ValueError unless they agree with each
+    other, the n_current tokens and the n_rows rows of the cache.
+    """
+    seqlens = lengths(seqstarts, 'seqstarts')
+    if seqstarts[-1] != n_current:
+        raise ValueError(f"seqstarts must end at {n_current}, the number of current tokens, not {int(seqstarts[-1])}")
+    B = len(seqlens)
+    if start_pos.shape != (B,) or bool((start_pos < 0).any()):
+        raise ValueError(f"start_pos must be ({B},) positions from 0, not {start_pos.tolist()}")
+    kvlens = lengths(kvstarts, 'kvstarts')
+    if len(kvlens) != B or bool((kvlens != start_pos + seqlens).any()):
+        raise ValueError(f"kvstarts {kvstarts.tolist()} must be the cumulative sums of start_pos {start_pos.tolist()} "
+                         f"plus lengths {seqlens.tolist()}")
+    for name, largest, given in (('max_seqlen', seqlens, max_seqlen), ('max_kvlen', kvlens, max_kvlen)):
+        if B and int(largest.max()) > given:
+            raise ValueError(f"{name} is {given}, but a sequence has {int(largest.max())}")
+    if B and int(kvlens.max()) > n_rows:
+        raise ValueError(f"a sequence of {int(kvlens.max())} does not fit into the {n_rows} rows of the cache")
+    return seqlens, kvlens
+
+
 def length_of(name, value):
-    """An int, of an int or of a 0-dimensional integer tensor."""
+    """An int or a 0-dimensional integer tensor, as an int."""
     if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in INTEGERS and value.device.type != 'meta':
         return int(value)
     check_ints(**{name: value})
@@ -112,34 +138,41 @@ def check_ints(**values):
 
 
 def repeated(x, num_repeat):
-    """x (n, 2, H, Dh) with each head num_repeat times, (n, 2, H * num_repeat, Dh); ValueError without memory for it."""
+    """
+    x (n, 2, H, Dh) with each head num_repeat times, (n, 2, H * num_repeat, Dh). ValueError if it needs too much memory.
+    """
     n, _, H, Dh = x.shape
     try:
         out = torch.empty(n, 2, H, num_repeat, Dh, dtype=x.dtype, device=x.device)
         flat = out.flatten(2, 3)
-    except (RuntimeError, MemoryError) as e:  # also of sizes that overflow
-        raise ValueError(f"num_repeat {num_repeat} makes {n} x 2 x {H} heads of {Dh} numbers so many that there is no "
-                         "memory for them") from e
+    except (RuntimeError, MemoryError) as e:  # the first also for sizes that overflow
+        raise ValueError(f"there is no memory for {n} x 2 x {H} heads of {Dh} numbers, num_repeat {num_repeat} times: "
+                         "use a smaller num_repeat") from e
     out.copy_(x[:, :, :, None])
     return flat
 
 
 def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout):
-    """This layer of cache and scale (None for floats) as (MaxT, 2, H, ...), whatever the layout; ValueError if they do not fit."""
+    """
+    This layer of cache and scale (None for floats) as (MaxT, 2, H, ...), for any layout. ValueError if they do not fit.
+    """
     if (key.shape != value.shape or key.dim() != 3 or 0 in key.shape[1:] or key.dtype is not value.dtype
             or key.dtype not in (torch.float32, torch.float16)):
         raise ValueError(f"current_key and current_value must be (tokens, H, Dh) alike, float32 or float16, "
                          f"not {tuple(key.shape)} {key.dtype} and {tuple(value.shape)} {value.dtype}")
     if not key.device == value.device == cache.device:
-        raise ValueError(f"current_key is on {key.device}, current_value on {value.device}, and the cache on {cache.device}")
+        raise ValueError(f"current_key is on {key.device}, current_value on {value.device}, and the cache on "
+                         f"{cache.device}: move them to one device")
     if cache_layout not in range(len(LAYOUTS)):
         raise ValueError(f"cache_layout is 0 to 3, not {cache_layout}")
     if quant_bit not in CACHE_DTYPES:
         raise ValueError(f"quant_bit is 0, 8 or 4, not {quant_bit}")
     if not 0 <= layer_idx < num_layer or num_repeat < 1:
-        raise ValueError(f"layer_idx {layer_idx} must be one of num_layer {num_layer}, and num_repeat {num_repeat} at least 1")
+        raise ValueError(f"layer_idx must be 0 to num_layer {num_layer} - 1, and num_repeat at least 1, not "
+                         f"{layer_idx} and {num_repeat}")
     if cache.dtype not in CACHE_DTYPES[quant_bit]:
-        raise ValueError(f"with quant_bit={quant_bit} the cache is {' or '.join(map(str, CACHE_DTYPES[quant_bit]))}, not {cache.dtype}")
+        expected = ' or '.join(map(str, CACHE_DTYPES[quant_bit]))
+        raise ValueError(f"with quant_bit={quant_bit} the cache is {expected}, not {cache.dtype}")
     H, Dh = key.shape[1:]
     found = [view_of(cache, 'cache', cache_layout, num_layer, H, Dh // 2 if quant_bit == 4 else Dh)]
     if quant_bit == 0:
@@ -148,29 +181,33 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
         raise ValueError(f"groups of {quant_group} in {quant_bit} bits do not divide Dh {Dh}")
     if not isinstance(scale, torch.Tensor) or scale.dtype not in CACHE_DTYPES[0] or scale.device != cache.device:
         given = f"{scale.dtype} on {scale.device}" if isinstance(scale, torch.Tensor) else repr(scale)
-        raise ValueError(f"with quant_bit={quant_bit} a scale is needed, float32 or float16 on {cache.device}, not {given}")
+        raise ValueError(f"with quant_bit={quant_bit} a scale is needed, float32 or float16 on {cache.device}, not "
+                         f"{given}")
     found.append(view_of(scale, 'scale', cache_layout, num_layer, H, Dh // quant_group))
     if len(found[0]) != len(found[1]):
         raise ValueError(f"the cache has {len(found[0])} rows and the scale {len(found[1])}")
     (cache_start, cache_end), (scale_start, scale_end) = bytes_of(cache), bytes_of(scale)
     if cache.numel() and cache_start < scale_end and scale_start < cache_end:
-        raise ValueError("the scale lies in the memory of the cache: give each memory of its own")
+        raise ValueError("the scale lies in the memory of the cache: give each its own memory")
     return [view[:, layer_idx] for view in found]
 
 
 def view_of(tensor, name, cache_layout, *shape):
-    """A view (MaxT, L, 2, H, D); ValueError if the tensor is not laid out so."""
+    """
+    A view (MaxT, L, 2, H, D) of a tensor in this layout. ValueError if the tensor has another shape or overlaps itself.
+    """
     L, H, D = shape
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(f"the {name} was made under torch.inference_mode, and can be written only there")
+        raise ValueError(f"the {name} was made under torch.inference_mode, and can be written only there: "
+                         "make it outside")
     if tensor.dim() != 5 or tensor.permute(LAYOUTS[cache_layout]).shape[1:] != (L, 2, H, D):
         names = ', '.join(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)].__str__() for axis in range(5))
         raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")
-    end = 0  # of the dimensions with smaller strides
+    end = 0  # the offset of the last element, over the dimensions with smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1 and stride <= end:
             raise ValueError(f"the {name} has strides {tensor.stride()} for {tuple(tensor.shape)}: it is expanded, or "
-                             "its rows overlap, and would be written over each other")
+                             "its rows overlap, and a write to one would change another; make it contiguous")
         end += stride * (size - 1) if size > 1 else 0
     return tensor.permute(LAYOUTS[cache_layout])
 
@@ -182,14 +219,17 @@ def bytes_of(tensor):
 
 
 def lengths(starts, name):
-    """Of cumulative starts (B + 1,) from 0: (B,)."""
+    """The lengths (B,) between cumulative starts (B + 1,), which begin at 0."""
     if starts.dim() != 1 or len(starts) < 1 or starts[0] != 0 or bool((starts.diff() < 0).any()):
-        raise ValueError(f"{name} must begin at 0 and not decrease: {starts.tolist()}")
+        raise ValueError(f"{name} must begin at 0 and not decrease, unlike {starts.tolist()}")
     return starts.diff()
 
 
 def rows_of(start_pos, counts, cachestarts, cache_mode, page_size, n_rows):
-    """The rows of counts (B,) positions of each sequence from start_pos (B,) on, one after the other; ValueError unless all are rows."""
+    """
+    The rows of counts (B,) positions of each sequence from start_pos (B,) on, one sequence after the other. ValueError
+    unless all are among the n_rows rows of the cache.
+    """
     B = len(counts)
     seq = torch.repeat_interleave(torch.arange(B, device=counts.device), counts)
     first = counts.cumsum(0) - counts
@@ -204,12 +244,13 @@ def rows_of(start_pos, counts, cachestarts, cache_mode, page_size, n_rows):
                              f"not {tuple(cachestarts.shape)} and {page_size}")
         page = pos // page_size
         if len(page) and int(page.max()) >= cachestarts.size(1):
-            raise ValueError(f"a sequence needs {int(page.max()) + 1} pages, but the page table has {cachestarts.size(1)}")
+            raise ValueError(f"a sequence needs {int(page.max()) + 1} pages, but cachestarts has {cachestarts.size(1)} "
+                             "for each sequence")
         starts = cachestarts[seq, page]
         rows = starts + pos % page_size
     else:
         raise ValueError(f"cache_mode is 0 (offset) or 1 (paged), not {cache_mode}")
     if len(rows) and (int(starts.min()) < 0 or int(starts.max()) >= n_rows or int(rows.max()) >= n_rows):
         raise ValueError(f"rows {int(rows[starts.argmin()])} to {max(int(rows.max()), int(starts.max()))} are not all "
-                         f"among the {n_rows} of the cache")
+                         f"among the {n_rows} of the cache: check cachestarts {cachestarts.tolist()}")
     return rows

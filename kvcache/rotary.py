@@ -1,14 +1,12 @@
-"""
-Rotary positions (arXiv:2104.09864), as far as a cache needs them: turning stored keys on when their positions change.
-"""
+"""Rotary positions (arXiv:2104.09864), for stored keys whose positions change."""
 import torch
 
 
 class Rotary:
     """
-    Key pairs (i, i + head_dim / 2) are turned by position * base ** (-2 i / head_dim).
+    Rotates each pair of channels (i, i + head_dim / 2) of a key by the angle position * base ** (-2 i / head_dim).
 
-    Turning adds up: a key turned for position p and then by d is the key of position p + d.
+    Rotations add up: a key that was rotated for position p, rotated again by d, is the key for position p + d.
     """
 
     def __init__(self, head_dim, base=10000.0):
@@ -17,7 +15,7 @@ class Rotary:
         self.frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device='cpu') / head_dim)
 
     def __call__(self, x, pos):
-        """x (..., n, n_head, head_dim) turned by pos (..., n), in x's dtype."""
+        """x (..., n, n_head, head_dim) rotated by pos (..., n), in x's dtype."""
         angles = (pos[..., None, None] * self.frequencies.to(pos.device))  # (..., n, 1, head_dim / 2)
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         a, b = x.chunk(2, dim=-1)

@@ -1,9 +1,9 @@
 """
-The cells of a `KVCache` on disk: positions, owners, and keys and values as they are kept, in one safetensors file.
+The content of a `CellCache` in a safetensors file: positions, owners, and keys and values in their stored form.
 
-What is saved: of all sequences, all cells. Of one sequence, what its window still sees from its last position, or all
-positions where there is no window. Keys whose positions were changed are turned before they are saved; those that are
-kept in fewer bits are saved as they were written, with the turn that is still to be made.
+A file of all sequences has all cells. A file of one sequence has the positions that its last token sees through the
+window, or all positions if there is no window. Keys in float32 whose positions were changed are rotated before they are
+saved. Keys in fewer bits are saved as they were written, with the shift by which they must still be rotated.
 """
 import json
 
@@ -17,7 +17,7 @@ FORMAT, VERSION = 'kvcache-state', 3
 
 
 def shapes(cache):
-    """What a file and a cache have to agree about."""
+    """The settings that a file and the cache it is loaded into must have in common."""
     own, window = cache.own_layers(), cache.window
     return dict(layers=[None if layer is None else own.index(layer) for layer in cache.layers],
                 n_head_kv=cache.n_head_kv, head_dim=cache.head_dim, type_k=own[0].k.kind, type_v=own[0].v.kind,
@@ -25,7 +25,7 @@ def shapes(cache):
 
 
 def stored(cache):
-    """(name, tensor (n_stream, kv_size, ...)) of everything that cells hold."""
+    """(name, tensor (n_stream, kv_size, ...)) of all keys and values."""
     for l, layer in enumerate(cache.own_layers()):
         for name, rows in (('k', layer.k), ('v', layer.v)):
             for i, tensor in enumerate(rows.tensors()):
@@ -34,8 +34,8 @@ def stored(cache):
 
 def save(cache, path, seq=None):
     """
-    Write one sequence of a cache, or all, to a file, which is there whole or not at all. One part for each stream,
-    numbered from 0. ValueError if it cannot be written.
+    Write one sequence of a cache, or all, to a file. The file has one part for each stream, numbered from 0. ValueError
+    if it cannot be written; then an earlier file of that name is still there, whole.
     """
     from safetensors.torch import save as to_bytes
     streams = range(len(cache.streams)) if seq is None else [cache.stream_of(seq)]
@@ -61,84 +61,97 @@ def save(cache, path, seq=None):
 
 def load(cache, path, seq=None):
     """
-    All of a file into the place of everything in the cache, or the one sequence it holds into the place of `seq`, an
-    empty one too. The cells are any that are free, or that the window of another sequence has passed. ValueError if the
-    file does not fit this cache, or is damaged, and nothing has changed.
+    Replace the content of a cache by that of a file of all sequences, or sequence `seq` by that of a file of one. An
+    empty sequence in the file empties `seq`. New cells are free ones, or ones that the window of another sequence
+    hides. ValueError if the file does not fit this cache or is damaged; then nothing has changed.
     """
     header, tensors = read(path)
+    one = check_header(cache, path, header, seq)
+    streams = [cache.stream_of(seq)] if one else range(len(cache.streams))
+    parts = [checked_part(cache, path, tensors, part, 1 if one else len(cache.streams[part].seqs))
+             for part in range(len(streams))]
+    found = cache.dry_run(find_cells, streams, parts, seq)
+    if any(where is None for where in found):
+        needed = sum(len(part['pos']) for part in parts)
+        raise ValueError(f"{path} has {needed} cells, and there is no room for them: make the cache larger, "
+                         "or remove a sequence")
+    cache.seq_rm(seq)  # first: an interrupt while rows are copied must not leave cells with another's rows
+    for s, part, where in zip(streams, parts, found):
+        for name, tensor in stored(cache):
+            tensor[s, torch.from_numpy(where).to(tensor.device)] = part[name].to(tensor.device)
+    fill_cells(cache, streams, parts, found, seq)
+
+
+def check_header(cache, path, header, seq):
+    """Does the file have one sequence (True) or all (False)? ValueError if it does not fit this cache, or `seq`."""
     if header.get('version') != VERSION:
         raise ValueError(f"{path} has format version {header.get('version')!r}, not {VERSION}: save it again")
     differing = [f"{name} {header.get(name)} there and {value} here"
                  for name, value in shapes(cache).items() if header.get(name) != value]
     if differing:
-        raise ValueError(f"{path} is of another cache: " + ', '.join(differing))
+        raise ValueError(f"{path} was saved from another cache: " + ', '.join(differing))
     one = header.get('one') is True
-    if one != (seq is not None):
-        say = 'one sequence: say which it becomes' if one else 'all sequences: load them without seq'
-        raise ValueError(f"{path} holds {say}")
+    if one and seq is None:
+        raise ValueError(f"{path} holds one sequence: pass seq, the number that it gets")
+    if not one and seq is not None:
+        raise ValueError(f"{path} holds all sequences of a cache, and seq is {seq}: load it without seq")
     if not one and (header.get('n_seq_max'), header.get('unified')) != (cache.n_seq_max, cache.unified):
-        kind = 'unified' if header.get('unified') else 'not unified'
-        raise ValueError(f"{path} has {header.get('n_seq_max')} sequences, {kind}, unlike this cache")
-    streams = [cache.stream_of(seq)] if one else range(len(cache.streams))
-    parts = [part_of(cache, path, tensors, part, 1 if one else len(cache.streams[part].seqs))
-             for part in range(len(streams))]
-    found = cache.rehearse(places, streams, parts, seq)
-    if any(where is None for where in found):
-        needed = sum(len(part['pos']) for part in parts)
-        raise ValueError(f"{path} has {needed} cells, and there is no room for them: make the cache larger, "
-                         "or remove a sequence")
-    cache.seq_rm(seq)  # first, so that an interrupt leaves no cell with the keys of another
-    for s, part, where in zip(streams, parts, found):
-        for name, tensor in stored(cache):
-            tensor[s, torch.from_numpy(where).to(tensor.device)] = part[name].to(tensor.device)
-    fill(cache, streams, parts, found, seq)
+        raise ValueError(f"{path} was saved with n_seq_max={header.get('n_seq_max')} and "
+                         f"unified={header.get('unified')}, but this cache has n_seq_max={cache.n_seq_max} and "
+                         f"unified={cache.unified}: make one alike")
+    return one
 
 
-def places(cache, streams, parts, seq):
-    """Cells for each part once the sequence that it replaces is removed, or None."""
+def find_cells(cache, streams, parts, seq):
+    """Remove a sequence and find cells for each part: their numbers, or None."""
     cache.seq_rm(seq)
     return [cache.streams[s].find(len(part['pos']), cache.window) for s, part in zip(streams, parts)]
 
 
 @counted
-def fill(cache, streams, parts, found, seq):
-    """Give cells that were found the positions and owners of the parts."""
+def fill_cells(cache, streams, parts, found, seq):
+    """Give the cells that were found the positions and owners of the parts."""
     for s, part, where in zip(streams, parts, found):
         if not len(where):
             continue
         cells = cache.streams[s]
-        cells.put(where, part['pos'].numpy())
+        cells.write(where, part['pos'].numpy())
         cells.shift[where] = part['shift'].numpy()
         for owner, mine in zip([seq] if seq is not None else cells.seqs, part['owners'].numpy().T):
-            cells.own(where[mine], owner)
+            cells.add_owner(where[mine], owner)
 
 
-def part_of(cache, path, tensors, part, n_owners):
-    """{name: tensor} of one part of a file; ValueError unless it is all there, and cells could be like that."""
+def checked_part(cache, path, tensors, part, n_owners):
+    """
+    {name: tensor} of one part of a file. ValueError if a tensor is missing, or has a shape or values that cells
+    cannot have.
+    """
     n = tensors[f'{part}.pos'].numel() if f'{part}.pos' in tensors else 0
     expected = dict(pos=(torch.int64, ()), shift=(torch.int64, ()), owners=(torch.bool, (n_owners,)))
     expected |= {name: (tensor.dtype, tensor.shape[2:]) for name, tensor in stored(cache)}
     found = {name: tensors.get(f'{part}.{name}') for name in expected}
     for name, (dtype, shape) in expected.items():
-        if found[name] is None or found[name].dtype != dtype or found[name].shape != (n, *shape):
-            raise ValueError(f"{path} is damaged: {part}.{name} is not what it says it holds")
+        tensor, shape = found[name], (n, *shape)
+        if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
+            came = 'missing' if tensor is None else f'{tensor.dtype} {tuple(tensor.shape)}'
+            raise ValueError(f"{path} is damaged: {part}.{name} is {came}, not {dtype} {tuple(shape)}: save it again")
     if ((found['pos'] < 0) | (found['pos'] >= LARGEST)).any() or not found['owners'].any(dim=1).all():
-        raise ValueError(f"{path} is damaged: cells without position or owner")
+        raise ValueError(f"{path} is damaged, it has cells without position or owner: save it again")
     if not all(found[name].isfinite().all() for name in expected):
-        raise ValueError(f"{path} is damaged: there are keys or values that are no numbers")
+        raise ValueError(f"{path} is damaged, its keys or values are not numbers: save it again")
     if found['shift'].any() and not cache.can_shift:
-        raise ValueError(f"{path} is damaged: keys to be turned that cannot be")
+        raise ValueError(f"{path} is damaged, it has shifted keys in a cache that cannot shift: save it again")
     return found
 
 
 def read(path):
-    """(header, tensors) of a file; ValueError if it is not one of ours."""
+    """(header, tensors) of a file. ValueError if it is not the state of a cache."""
     from safetensors import SafetensorError, safe_open
     try:
         with safe_open(path, 'pt') as f:
             header = json.loads((f.metadata() or {}).get(FORMAT, '{}'))
             if not header or not isinstance(header, dict):
-                raise ValueError(f"{path} holds no state of a cache")
+                raise ValueError(f"{path} does not hold the state of a cache: give a file of state_save")
             return header, {name: f.get_tensor(name) for name in f.keys()}
     except (OSError, SafetensorError, json.JSONDecodeError) as e:
         raise ValueError(f"{path} cannot be read as the state of a cache: {e}") from e

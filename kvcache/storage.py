@@ -1,26 +1,28 @@
 """
-Encode: numbers as they are kept. Floats as they are; int8 and int4 in groups that share a scale.
+How numbers are stored: floats unchanged, int8 and int4 in groups that share a scale.
 
     codes, scale = quantise(x, bits, group)         x = codes * scale, to half a scale
     x = dequantise(codes, scale, bits)
     rows = Rows((n_stream, kv_size), width, 'int8')
 
-A group is quantised once, when it is written, and never again: reading, sharing and moving it do not change it.
+Numbers are quantised once, when they are written. Reading, sharing and copying them leaves their codes unchanged.
 """
 import math
 
 import torch
 
 BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8, 'int4': 4}
-GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; in narrow rows down to 8
+GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; fewer, down to 8, in narrow rows
 SMALLEST_SCALE = 1e-5
 
 
 def quantise(x, bits, group):
     """
-    Symmetric: x (..., D) -> codes, int8 (..., D) or for 4 bits uint8 (..., D / 2), and scale (..., D / group) in x's dtype.
+    Symmetric quantisation of x (..., D): (codes, scale). codes are int8 (..., D), or for 4 bits uint8 (..., D / 2);
+    scale is (..., D / group) in x's dtype.
 
-    The largest of a group becomes 127 or 7; halves go to the even number. Two 4-bit numbers share a byte, the first in the low half.
+    The number with the largest magnitude of a group becomes 127 or 7. Halves are rounded to even. Two 4-bit numbers
+    share a byte, the first in the low half.
     """
     largest = {8: 127, 4: 7}[bits]
     groups = x.unflatten(-1, (-1, group))
@@ -33,62 +35,66 @@ def quantise(x, bits, group):
 
 
 def dequantise(codes, scale, bits, out=None):
-    """The numbers again, (..., D) in the dtype of scale; into out, if there is one."""
+    """The inverse of `quantise`: (..., D) in the dtype of scale, written to `out` if it is given."""
     if bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).view(torch.int8)
-        codes = (codes ^ 8) - 8  # of four bits the highest is the sign
+        codes = (codes ^ 8) - 8  # the highest of the four bits is the sign
     groups = codes.unflatten(-1, (scale.size(-1), -1))
     return torch.mul(groups, scale[..., None], out=None if out is None else out.view(groups.shape)).flatten(-2)
 
 
 class Scratch:
     """
-    Memory for what is copied together or widened to be attended over: the layers of a cache take turns with it.
+    Reusable memory for rows that are copied or converted before attention. The layers of a cache share it.
 
-    New tensors at each layer can double the time of a step: megabytes of fresh memory are fetched from the system page by
-    page, and given back. It stays as large as it has been: a few times the keys and values of one layer, as they are read.
+    New tensors in each layer can double the time of a step, because the system hands out fresh memory page by page. The
+    memory grows with the largest request, to a few times the keys and values of one layer, and never shrinks.
     """
 
     def __init__(self):
-        self.kept = {}
+        self.buffers = {}
 
     def tensor(self, name, shape, dtype, device):
-        """A tensor with anything in it, until somebody asks for the same name again."""
+        """An uninitialised tensor. It is valid until the next call with the same name, dtype and device."""
         n, key = math.prod(shape), (name, dtype, device)
-        if key not in self.kept or len(self.kept[key]) < n:
-            with torch.inference_mode(False):  # so that it can be written in any mode
-                self.kept[key] = torch.empty(n + n // 4, dtype=dtype, device=device)  # contexts grow
-        return self.kept[key].narrow(0, 0, n).view(shape)
+        if key not in self.buffers or len(self.buffers[key]) < n:
+            with torch.inference_mode(False):  # so that it can be written with inference mode on or off
+                self.buffers[key] = torch.empty(n + n // 4, dtype=dtype, device=device)  # room for contexts to grow
+        return self.buffers[key].narrow(0, 0, n).view(shape)
 
 
 class Rows:
     """
-    Rows of `width` numbers, zero-filled: a NaN in a row that nobody has written would reach the output of attention through
-    the mask. shape: (n_outer, n_inner), such as streams and their cells, or blocks and their slots; row = outer * n_inner + inner.
+    Stored rows of `width` numbers. shape: (n_outer, n_inner), for example streams and their cells, or blocks and their
+    slots; a row's number is outer * n_inner + inner.
 
-    kind: 'float32', 'float16', 'bfloat16', 'int8' or 'int4'. transposed: numbers of one column side by side instead of those of
-    one row, (n_outer, width, n_inner) in memory; only for floats. Raises ValueError on what cannot be stored like that.
+    kind: a key of `BITS`. transposed: memory is laid out (n_outer, width, n_inner), the numbers of a column side by
+    side; for floats only. Rows begin as zeros: a NaN in a row that was never written would reach attention's output
+    through the mask. Raises ValueError on what cannot be stored.
     """
 
     def __init__(self, shape, width, kind='float32', device='cpu', transposed=False):
         if kind not in BITS:
-            raise ValueError(f"numbers are kept as {', '.join(BITS)}, not {kind!r}")
+            raise ValueError(f"numbers are stored as {', '.join(BITS)}, not {kind!r}")
         self.shape, self.width, self.kind, self.bits = tuple(shape), width, kind, BITS[kind]
         self.scale, self.group = None, math.gcd(width, GROUP)
-        with torch.inference_mode(False):  # so that it can be written in any mode
+        with torch.inference_mode(False):  # so that they can be written with inference mode on or off
             self.allocate(device, transposed)
 
     def allocate(self, device, transposed):
         shape, width, kind = self.shape, self.width, self.kind
         if self.bits <= 8:
             if self.group < 8:
-                raise ValueError(f"{kind} keeps groups of 8 numbers at least, which do not divide a row of {width}")
+                raise ValueError(f"{kind} needs rows whose width is a multiple of 8, not {width}: use a float")
             if transposed:
-                raise ValueError(f"{kind} cannot be transposed: a group would be spread over {self.group} columns")
-            self.data = torch.zeros(*shape, width * self.bits // 8, dtype=torch.int8 if self.bits == 8 else torch.uint8, device=device)
+                raise ValueError(f"{kind} cannot be transposed, a group would be spread over {self.group} columns: "
+                                 "use a float")
+            dtype = torch.int8 if self.bits == 8 else torch.uint8
+            self.data = torch.zeros(*shape, width * self.bits // 8, dtype=dtype, device=device)
             self.scale = torch.zeros(*shape, width // self.group, dtype=torch.float32, device=device)
         elif transposed:
-            self.data = torch.zeros(shape[0], width, shape[1], dtype=getattr(torch, kind), device=device).transpose(1, 2)
+            data = torch.zeros(shape[0], width, shape[1], dtype=getattr(torch, kind), device=device)
+            self.data = data.transpose(1, 2)
         else:
             self.data = torch.zeros(*shape, width, dtype=getattr(torch, kind), device=device)
 
@@ -97,11 +103,11 @@ class Rows:
         return [self.data] if self.scale is None else [self.data, self.scale]
 
     def encode(self, x):
-        """x (n, width) as the tensors that are stored for it."""
+        """The tensors that are stored for x (n, width)."""
         return [x] if self.scale is None else quantise(x.float(), self.bits, self.group)
 
     def write(self, rows, x):
-        """Rows number `rows` (n,) = x (n, width)."""
+        """Write x (n, width) to rows number `rows` (n,)."""
         n_inner = self.shape[1]
         for stored, new in zip(self.tensors(), self.encode(x)):
             if stored.is_contiguous():
@@ -111,11 +117,12 @@ class Rows:
 
     def read(self, index, dtype=torch.float32, scratch=None, name=''):
         """
-        The rows that index picks, (S, K, width) in dtype: a view if they lie side by side, in dtype and as floats. If not they
-        are copied, and with a `Scratch` what comes back is good until somebody asks it for the same name.
+        The rows that an index selects, (S, K, width) in dtype.
 
-        index: two slices of (n_outer, n_inner); or n, the first n outer ones as a single run, S = 1, K = n * n_inner; or a tensor (S, n)
-        of outer numbers, K = n * n_inner, which are copied together.
+        index: two slices of (n_outer, n_inner); or an int n, the first n outer rows as a single run, S = 1 and
+        K = n * n_inner; or a tensor (S, n) of outer numbers, K = n * n_inner, which are copied together.
+        Returns a view if the rows lie side by side as floats of this dtype. If not, a copy, which with a `Scratch` is
+        valid until its next use with the same name.
         """
         scratch = scratch or Scratch()
         if isinstance(index, int):
@@ -130,12 +137,12 @@ class Rows:
         if parts[0].dtype is dtype:
             return parts[0]
         shape, device = (*parts[0].shape[:2], self.width), parts[0].device
-        wide = parts[0]
+        floats = parts[0]
         if self.scale is not None:
-            wide = dequantise(*parts, self.bits, scratch.tensor((name, 'wide'), shape, self.scale.dtype, device))
-        return wide if wide.dtype is dtype else scratch.tensor(name, shape, dtype, device).copy_(wide)
+            out = scratch.tensor((name, 'dequantised'), shape, self.scale.dtype, device)
+            floats = dequantise(*parts, self.bits, out)
+        return floats if floats.dtype is dtype else scratch.tensor(name, shape, dtype, device).copy_(floats)
 
     def nbytes(self):
-        """Bytes of what is stored; what a `Scratch` holds comes on top."""
+        """Bytes of what is stored; the memory of a `Scratch` comes on top."""
         return sum(t.numel() * t.element_size() for t in self.tensors())
-

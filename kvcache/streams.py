@@ -1,11 +1,11 @@
 """
-Streams of cells: where the tokens of a batch go, and the sequence operations. llama.cpp's llama-kv-cache.cpp, without
-the data.
+Streams of cells: where the tokens of a batch are stored, and the operations on sequences. llama.cpp's
+llama-kv-cache.cpp, without keys and values.
 
-Unified, all sequences share one stream of kv_size cells: any token can go to any free cell, sequences may share cells,
-and a mask of positions and owners keeps them apart. Otherwise each sequence has a stream of kv_size cells for itself.
-A batch is placed in two steps: `find_slot` looks for cells and changes nothing, `apply` takes them. `prepare` does the
-first for many batches at once, all of them or none.
+In a unified cache all sequences share one stream of kv_size cells: any token can go to any free cell, sequences may
+share cells, and a mask of positions and owners keeps them apart. Otherwise each sequence has its own stream of kv_size
+cells. A batch is stored in two steps: `find_slot` finds cells and changes nothing, `apply` writes to them. `prepare`
+finds cells for several batches, for all or for none.
 """
 import functools
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ import numpy as np
 
 from kvcache.cells import Cells
 
-LARGEST = 2**31  # no position is as large
+LARGEST = 2**31  # all positions are below
 
 
 @dataclass(frozen=True)
 class Batch:
     """
-    The new tokens of a forward pass: positions (B, T), B the streams they go to, or 1 if unified.
-    runs: [(sequences, start, stop)], the owners of tokens start to stop of the B * T, in order.
+    The new tokens of a forward pass. positions: (B, T), B the number of streams they go to, which is 1 if unified.
+    runs: [(sequences, start, stop)]: tokens start to stop - 1 of the B * T belong to these sequences; in order.
     first: {sequence: the first of its new positions}. n_seq_max: of the cache that the batch is for.
     """
     positions: np.ndarray
@@ -33,14 +33,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Slots:
-    """Where a batch can go: the streams, (B,), and of each the cells (B, T)."""
+    """The cells for a batch: the numbers of the streams, (B,), and the cells of each, (B, T)."""
     streams: np.ndarray
     cells: np.ndarray
 
 
 @dataclass(frozen=True)
 class NoSlot:
-    """There are not enough cells for a batch. It is false, as a `Slots` is true."""
+    """The result of a search that found too few cells. It is false, and a `Slots` is true."""
     needed: int
     usable: int
     contiguous: bool
@@ -50,16 +50,17 @@ class NoSlot:
 
     def __str__(self):
         side = ' side by side' * self.contiguous
-        return f"the cache is full: {self.needed} cells{side} are needed and {self.usable} are free"
+        return (f"the cache is full: {self.needed} cells{side} are needed and {self.usable} are free: "
+                "remove a sequence, or make the cache larger")
 
 
 def counted(operation):
-    """A method of `Streams` after which the counts of all cells are right, even if an interrupt ends it half-way."""
+    """Decorates a method of `Streams`: if an interrupt ends it, the counts of all cells are made anew."""
     @functools.wraps(operation)
     def method(self, *args, **kwargs):
         try:
             return operation(self, *args, **kwargs)
-        except ValueError:  # refused before anything was changed
+        except ValueError:  # raised before anything was changed
             raise
         except BaseException:
             for cells in self.streams:
@@ -70,11 +71,11 @@ def counted(operation):
 
 class Streams:
     """
-    kv_size: cells of a stream. n_seq_max: sequences, numbered from 0. unified: one stream for all of them, or one each.
-    window: a `Window`, or None. can_shift: may positions be changed?
+    kv_size: the number of cells of a stream. n_seq_max: the number of sequences, which are numbered from 0. unified:
+    one stream for all of them, or one each. window: a `Window`, or None. can_shift: can positions be changed?
 
-    Ranges of positions are llama.cpp's: [p0, p1), p0 < 0 from the beginning, p1 < 0 to the end. What a method refuses
-    with a ValueError, a sequence that is no integer among them, has changed nothing.
+    Ranges of positions are llama.cpp's: [p0, p1), p0 < 0 from the beginning, p1 < 0 to the end. A method that raises
+    ValueError has changed nothing.
     """
 
     def __init__(self, kv_size, n_seq_max, unified=True, window=None, can_shift=False):
@@ -84,36 +85,42 @@ class Streams:
         self.streams = [Cells(kv_size, seqs) for seqs in ranges]
 
     def stream_of(self, seq):
+        """The number of the stream that a sequence is in."""
         if not isinstance(seq, (int, np.integer)) or isinstance(seq, bool) or not 0 <= seq < self.n_seq_max:
-            raise ValueError(f"there are sequences 0 to {self.n_seq_max - 1}, but not {seq!r}")
+            raise ValueError(f"sequences are numbered 0 to {self.n_seq_max - 1}, not {seq!r}")
         return 0 if self.unified else int(seq)
 
     def cells_of(self, seq):
+        """The `Cells` that a sequence is in."""
         return self.streams[self.stream_of(seq)]
 
     def batch(self, tokens):
         """
-        The batch of {sequence, or a tuple of sequences that share them: positions of its new tokens, each one more than
-        the last}.
+        The `Batch` of {sequence, or tuple of sequences: the consecutive positions of its new tokens}.
 
-        In one stream, all tokens follow each other, and sequences that share a token must have been the same up to it.
-        In separate streams, sequences share nothing and each brings as many tokens.
+        In one stream the tokens are stored one after the other. Sequences that share a token must own the same cells
+        before it. In separate streams sequences share nothing, and each brings the same number of tokens.
         """
         parts = [np.asarray(positions) for positions in tokens.values()]
-        counts = {part.size for part in parts}
-        if not self.unified and (len(counts) != 1 or any(isinstance(seqs, tuple) for seqs in tokens)):
-            raise ValueError("separate streams take the same number of tokens each, of one sequence: split the batch")
+        counts = [part.size for part in parts]
+        if not self.unified and any(isinstance(seqs, tuple) for seqs in tokens):
+            raise ValueError(f"tokens are for sequences {list(tokens)}, and in separate streams none can be shared: "
+                             "split the batch, and give each sequence its own tokens")
+        if not self.unified and len(set(counts)) > 1:
+            raise ValueError(f"sequences {list(tokens)} bring {counts} tokens, and separate streams take the same "
+                             "number of each: split the batch by numbers of tokens")
         if not tokens or min(counts) < 1:
-            raise ValueError("a batch has at least one token, and so has each of its sequences")
+            raise ValueError(f"sequences {list(tokens)} bring {counts} tokens, and a batch needs at least one of each: "
+                             "leave out sequences without new tokens")
         positions = joined(parts)
         runs, first, after, earlier, start = [], {}, {}, {}, 0
         for seqs, part in zip(tokens, parts):
             stop = start + len(part)
             part = positions[start:stop]
             if len(part) > 1 and (np.diff(part) != 1).any():
-                raise ValueError(f"the positions of a sequence's new tokens follow each other, unlike {part.tolist()}")
+                raise ValueError(f"positions {part.tolist()} do not follow each other: each is one more than the last")
             if seqs == ():
-                raise ValueError("a token is somebody's: name the sequences it is for")
+                raise ValueError(f"the tokens at positions {part.tolist()} are for no sequence: name at least one")
             seqs = seqs if isinstance(seqs, tuple) else (seqs,)
             for seq in seqs:
                 self.stream_of(seq)
@@ -130,19 +137,21 @@ class Streams:
         return Batch(positions.reshape(B, -1), runs, first, self.n_seq_max)
 
     def streams_of(self, batch):
-        """The streams that a batch goes to, (B,)."""
+        """The numbers of the streams that a batch goes to, (B,)."""
         return np.array([0] if self.unified else list(batch.first), dtype=np.int64)
 
     def find_slot(self, batch, contiguous=False):
-        """`Slots` for a batch, or `NoSlot`. ValueError unless it begins where its sequences end. Changes nothing."""
+        """
+        `Slots` for a batch, or `NoSlot`. Changes nothing. ValueError unless the batch begins where its sequences end.
+        """
         streams, (B, T) = self.streams_of(batch), batch.positions.shape
         if (B, batch.n_seq_max) != (len(streams), self.n_seq_max):
-            raise ValueError("the batch was made by another cache")
+            raise ValueError("the batch was made by another cache: make it with this cache's batch()")
         for seq, position in batch.first.items():
             last = self.seq_pos_max(seq)
             check_next(seq, None if last is None else last + 1, position)
         for seqs, _, _ in batch.runs:
-            if len(seqs) > 1 and not self.streams[0].alike(seqs):
+            if len(seqs) > 1 and not self.streams[0].own_same_cells(seqs):
                 raise diverged(seqs)
         found = [self.streams[s].find(T, self.window, contiguous) for s in streams]
         if any(cells is None for cells in found):
@@ -151,20 +160,20 @@ class Streams:
 
     @counted
     def apply(self, slots, batch):
-        """Take the cells that were found."""
+        """Write the positions and owners of a batch to the cells that were found for it."""
         for stream, cells, positions in zip(slots.streams, slots.cells, batch.positions):
-            self.streams[stream].put(cells, positions)
+            self.streams[stream].write(cells, positions)
         T, found = slots.cells.shape[1], slots.cells.ravel()
         for seqs, start, stop in batch.runs:
             for seq in seqs:
-                self.streams[slots.streams[start // T]].own(found[start:stop], seq)
+                self.streams[slots.streams[start // T]].add_owner(found[start:stop], seq)
 
     def prepare(self, batches):
         """`Slots` for each of several batches, one after the other, or `NoSlot` if not all fit. Changes nothing."""
-        return self.rehearse(Streams.place, batches)
+        return self.dry_run(Streams.find_and_apply, batches)
 
-    def place(self, batches):
-        """Take cells for several batches: `Slots` for each, or `NoSlot` for the first that does not fit."""
+    def find_and_apply(self, batches):
+        """Store several batches: their `Slots`, or `NoSlot` for the first that does not fit."""
         found = []
         for batch in batches:
             slots = self.find_slot(batch)
@@ -174,8 +183,8 @@ class Streams:
             found.append(slots)
         return found
 
-    def rehearse(self, operation, *args):
-        """Do an operation of `Streams` on copies of the cells: a ValueError if it is refused, and nothing changes."""
+    def dry_run(self, operation, *args):
+        """What operation(self, *args) returns or raises, on copies of the cells. Changes nothing."""
         streams = self.streams
         self.streams = [cells.copy() for cells in streams]
         try:
@@ -184,22 +193,24 @@ class Streams:
             self.streams = streams
 
     def clear(self):
-        """Forget everything, and keep the storage."""
+        """Remove all sequences."""
         self.streams = [Cells(len(cells), cells.seqs) for cells in self.streams]
 
     @counted
     def seq_rm(self, seq, p0=-1, p1=-1):
-        """Take positions from a sequence (None: from all sequences). Cells that nobody else owns are free."""
+        """Remove positions of a sequence (None: of all sequences). Cells that no sequence owns any more are free."""
         p0, p1 = integer('p0', p0), integer('p1', p1)
         for cells in [self.cells_of(seq)] if seq is not None else self.streams:
-            cells.take(seq, p0, p1)
+            cells.remove(seq, p0, p1)
 
     @counted
     def seq_cp(self, source, target, p0=-1, p1=-1):
         """
-        Let the target sequence have the source's positions too. In one stream it shares the cells and nothing is
-        copied; a position that the target has already, in another cell, is refused. Across streams the target becomes
-        a copy of the whole source, in cells of the same numbers, and goes on from the same head.
+        Give the target sequence the source's positions too.
+
+        In one stream the two share the cells, and nothing is copied. ValueError if the target has one of the positions
+        already, in another cell. Across streams the target becomes a copy of the whole source, in cells of the
+        same numbers and with the same head.
         """
         a, b = self.cells_of(source), self.cells_of(target)
         mine = a.of(source, integer('p0', p0), integer('p1', p1))
@@ -211,22 +222,22 @@ class Streams:
         new = np.setdiff1d(mine, theirs, assume_unique=True)
         if np.isin(a.pos[new], a.pos[theirs]).any():
             raise ValueError(f"sequence {target} has some of these positions already: remove them first")
-        a.own(new, target)
+        a.add_owner(new, target)
 
     @counted
     def seq_keep(self, seq):
-        """Forget all sequences but this one."""
+        """Remove all sequences but this one."""
         kept = self.cells_of(seq)
         for cells in self.streams:
             for other in cells.seqs:
                 if cells is not kept or other != seq:
-                    cells.take(other)
+                    cells.remove(other)
 
     @counted
     def seq_add(self, seq, p0, p1, shift):
         """
-        Move positions by shift; those that come before 0 are forgotten. Keys are turned before they are next used. The
-        next search for cells begins at the first one that became free, or at 0.
+        Add shift to positions. Positions that would be below 0 are removed. The keys are rotated before they are next
+        used. The next search for cells begins at the first cell that became free, or at 0.
         """
         p0, p1, shift = integer('p0', p0), integer('p1', p1), max(integer('shift', shift), -LARGEST)
         if shift and p1 != max(p0, 0):
@@ -241,12 +252,15 @@ class Streams:
             raise ValueError(f"positions are divided by at least 1, not {divisor}")
         self.move(seq, p0, p1, lambda pos: pos // divisor)
 
-    def move(self, seq, p0, p1, moved, small=True):
-        """Give positions of a sequence the numbers that `moved` says. Returns the cells that became free."""
+    def move(self, seq, p0, p1, moved, fits=True):
+        """
+        Change positions of a sequence to moved(positions). Returns the cells that became free. ValueError if `fits` is
+        False or a position would be LARGEST or more.
+        """
         cells = self.cells_of(seq)
         mine = cells.of(seq, p0, p1)
-        if not small or len(mine) and moved(cells.pos[mine]).max() >= LARGEST:
-            raise ValueError(f"positions would go beyond {LARGEST - 1}")
+        if not fits or len(mine) and moved(cells.pos[mine]).max() >= LARGEST:
+            raise ValueError(f"positions of sequence {seq} would be more than {LARGEST - 1}: move them by less")
         if (moved(cells.pos[mine]) == cells.pos[mine]).all():
             return mine[:0]
         self.check_movable(seq, p0, p1)
@@ -256,15 +270,16 @@ class Streams:
         """ValueError unless a range has all positions of a sequence."""
         cells = self.cells_of(seq)
         if len(cells.of(seq, integer('p0', p0), integer('p1', p1))) < len(cells.of(seq)):
-            raise ValueError("from stream to stream a sequence is copied whole: leave out p0 and p1")
+            raise ValueError(f"[{p0}, {p1}) is a part of sequence {seq}, and only a whole sequence can be copied to "
+                             "another stream: leave out p0 and p1")
 
     def check_movable(self, seq, p0=-1, p1=-1):
-        """ValueError if positions of a sequence cannot be changed."""
+        """ValueError if these positions of a sequence cannot be changed."""
         if not self.can_shift:
-            raise ValueError("these positions cannot be changed: the model has learned positions, "
-                             "which are part of the keys and values")
+            raise ValueError("these positions cannot be changed, the model has learned positions, which are part of "
+                             "its keys and values: compute the tokens again at their new positions")
         cells = self.cells_of(seq)
-        if (cells.n_owners[cells.of(seq, p0, p1)] > 1).any():  # the position is the cell's, and so would be theirs
+        if (cells.n_owners[cells.of(seq, p0, p1)] > 1).any():  # a cell has one position, for all of its owners
             raise ValueError(f"sequence {seq} shares cells with another, which would be moved with it: "
                              "remove or copy one of them first")
 
@@ -277,13 +292,13 @@ class Streams:
         return self.cells_of(seq).pos_max(seq)
 
     def __str__(self):
-        """The cells of each stream, drawn as `Cells` are."""
+        """A drawing of the cells of each stream, see `Cells`."""
         many = len(self.streams) > 1
         return '\n'.join(f'stream {n}\n{cells}' if many else str(cells) for n, cells in enumerate(self.streams))
 
 
 def joined(parts):
-    """Positions of several parts, one after the other, int64 (n,); ValueError on what is no position."""
+    """Several arrays of positions as one, int64 (n,). ValueError if they are not positions."""
     if all(part.ndim == 1 and part.dtype.kind in 'iu' for part in parts):
         positions = np.concatenate(parts)
         if 0 <= positions.min() and positions.max() < LARGEST:
@@ -292,38 +307,40 @@ def joined(parts):
 
 
 def check_next(seq, expected, position):
-    """ValueError unless a sequence's next position is the expected one, where there is one."""
+    """ValueError unless the next position of a sequence is the expected one; None expects any."""
     if expected is not None and position != expected:
         raise ValueError(f"sequence {seq} goes on at position {expected}, not {position}")
 
 
 def diverged(seqs):
-    return ValueError(f"sequences {list(seqs)} have diverged: no token goes on all of them")
+    return ValueError(f"sequences {list(seqs)} have diverged and cannot share a token: give each its own")
 
 
 def integer(name, value):
+    """value as an int, or ValueError."""
     try:
         if not isinstance(value, bool):
             return index(value)
     except TypeError:
         pass
-    raise ValueError(f"{name} is an integer, not {value!r}")
+    raise ValueError(f"{name} must be an integer, not {value!r}")
 
 
 def context_shift(cache, seq, n_keep=0):
     """
-    Make room in a full sequence: keep its first n_keep positions, drop the older half of the rest, and renumber what is
-    left.
+    Make room in a full sequence: keep its first n_keep positions, remove the older half of the rest, and move the
+    others down. Returns by how many positions they have moved.
 
-    Returns by how much it has moved. Eight positions with n_keep=2: of 0 ... 7, what was 0 1 5 6 7 is now 0 1 2 3 4.
-    What is dropped or kept may be shared with other sequences, but what moves may not.
+    Example: with n_keep=2, of positions 0 ... 7 those at 0 1 5 6 7 remain, at 0 1 2 3 4. The positions that are removed
+    or kept may be shared with other sequences. Those that move may not.
     """
     n_keep = integer('n_keep', n_keep)
     last = cache.seq_pos_max(seq)
     n_past = 0 if last is None else last + 1
     n_discard = (n_past - n_keep) // 2
     if n_keep < 0 or n_discard < 1:
-        raise ValueError(f"of {n_past} positions {n_keep} cannot be kept and others dropped")
+        raise ValueError(f"sequence {seq} has {n_past} positions, of which {n_keep} cannot be kept and others removed: "
+                         f"n_keep must be 0 to {max(0, n_past - 2)}")
     cache.check_movable(seq, n_keep + n_discard)
     cache.seq_rm(seq, n_keep, n_keep + n_discard)
     cache.seq_add(seq, n_keep + n_discard, -1, -n_discard)

@@ -1,4 +1,9 @@
-"""Fixtures: a copy of the repository with a small data set to run scripts in, and what a run left behind."""
+"""
+How much the tests try, and fixtures: a copy of the repository to run scripts in, with a small data set and a run.
+
+`make test` tries each claim at a small size. `make test-all` passes --full, and each test is run at its full size.
+"""
+import fcntl
 import os
 import pydoc_data.topics
 import shutil
@@ -13,11 +18,35 @@ import torch
 from decode.cpu import CPUDecoder
 from model import GPT, GPTConfig
 
-hypothesis.settings.register_profile('here', deadline=None)  # a slow machine is no bug
-hypothesis.settings.register_profile('ci', deadline=None, derandomize=True)
-hypothesis.settings.load_profile('ci' if os.environ.get('CI') else 'here')
+full = False  # is this the full run? See `sizes`
 
-# one torch thread here and in the scripts: beside a busy core two of them wait for each other most of the time
+
+def pytest_addoption(parser):
+    parser.addoption('--full', action='store_true', help='run each test at its full size, as `make test-all` does')
+
+
+def pytest_configure(config):
+    global full
+    full = config.getoption('--full')
+    # no deadline: on a busy machine an example may take any time. In continuous integration the examples are the same
+    # in each run
+    hypothesis.settings.register_profile('nanogpt', deadline=None, max_examples=sizes(25, 100),
+                                         derandomize=bool(os.environ.get('CI')))
+    hypothesis.settings.load_profile('nanogpt')
+
+
+def sizes(quick, full_size):
+    """
+    The one of two sizes (a number of seeds or examples, a list of parameters, ...) that this run takes: `quick` in
+    `make test`, `full_size` in `make test-all`. Usable wherever a test module is imported or run:
+
+        @pytest.mark.parametrize('seed', range(sizes(3, 50)))
+        @settings(max_examples=sizes(20, 300))
+    """
+    return full_size if full else quick
+
+
+# one torch thread here and in the scripts: beside a busy core, two threads wait for each other most of the time
 torch.set_num_threads(1)
 ENVIRONMENT = {**os.environ, 'OMP_NUM_THREADS': '1'}
 TIMEOUT = 1200  # seconds that a script may take; a loaded machine is slow, and only a hang should end a test
@@ -25,9 +54,9 @@ TIMEOUT = 1200  # seconds that a script may take; a loaded machine is slow, and 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHARED_TEXT = os.path.join(ROOT, '..', 'shared', 'data', 'tinyshakespeare', 'input.txt')
 
-TINY = ['--device=cpu', '--dataset=shakespeare_char', '--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=16', '--batch_size=4',
-        '--gradient_accumulation_steps=1', '--eval_iters=2', '--warmup_iters=2', '--lr_decay_iters=60', '--learning_rate=1e-2',
-        '--dropout=0.1', '--eval_interval=10', '--max_iters=20']
+TINY = ['--device=cpu', '--dataset=shakespeare_char', '--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=16',
+        '--batch_size=4', '--gradient_accumulation_steps=1', '--eval_iters=2', '--warmup_iters=2',
+        '--lr_decay_iters=60', '--learning_rate=1e-2', '--dropout=0.1', '--eval_interval=10', '--max_iters=20']
 
 
 def run(folder, *command, **env):
@@ -52,27 +81,35 @@ def start(folder, *command, stderr=subprocess.PIPE):
 
 
 def copy_code(folder):
-    for name in os.listdir(ROOT):
-        if name.endswith('.py'):
-            shutil.copy(os.path.join(ROOT, name), folder)
-    for weights in ('float32', 'int8'):  # compiled once, and copied with the code
+    """Copy all of the code to a folder, with the compiled CPU kernels. Returns the folder."""
+    for weights in ('float32', 'int8'):  # compiled once into decode/__pycache__, and copied from there
         CPUDecoder(GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)), weights, threads=1)
-    for name in ('decode', 'kvcache', 'config'):
-        shutil.copytree(os.path.join(ROOT, name), folder / name)
-    shutil.copytree(os.path.join(ROOT, 'data'), folder / 'data', ignore=shutil.ignore_patterns('*.bin', '*.json', '*.txt', '__pycache__'))
+    not_code = shutil.ignore_patterns('.*', 'out*', 'tests', '*.bin', '*.json', '*.txt', '*.png', '*.md')
+    shutil.copytree(ROOT, folder, ignore=not_code, dirs_exist_ok=True)
     return folder
 
 
 @pytest.fixture(scope='session')
 def trained(tmp_path_factory):
-    """A copy of the code, a small character data set, and a run of 20 iterations in out/. Not to be written to."""
-    folder = copy_code(tmp_path_factory.mktemp('trained'))
-    text = ''.join(pydoc_data.topics.topics[topic] for topic in ('assert', 'class', 'for', 'try', 'with'))
-    (folder / 'data' / 'shakespeare_char' / 'input.txt').write_text(text, encoding='utf-8')
-    assert run(folder, 'data/shakespeare_char/prepare.py').returncode == 0
-    done = run(folder, 'train.py', *TINY)
-    assert done.returncode == 0, done.stderr
-    (folder / 'train.log').write_text(done.stdout)
+    """
+    A copy of the code, a small character data set, and a run of 20 iterations in out/. Not to be written to: the
+    workers of pytest-xdist share it, and the first one that needs it makes it.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if 'PYTEST_XDIST_WORKER' in os.environ:
+        shared = shared.parent
+    folder, finished = shared / 'trained', shared / 'trained' / 'train.log'
+    with open(shared / 'trained.lock', 'w') as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not finished.exists():
+            copy_code(folder)
+            text = ''.join(pydoc_data.topics.topics[topic] for topic in ('assert', 'class', 'for', 'try', 'with'))
+            (folder / 'data' / 'shakespeare_char' / 'input.txt').write_text(text, encoding='utf-8')
+            prepared = run(folder, 'data/shakespeare_char/prepare.py')
+            assert prepared.returncode == 0, prepared.stderr
+            done = run(folder, 'train.py', *TINY)
+            assert done.returncode == 0, done.stderr
+            finished.write_text(done.stdout)
     return folder
 
 

@@ -51,7 +51,11 @@ BAD = [
     ('sample.py', ['--init_from=emptyfolder'], 'neither gpt2'),
     ('sample.py', ['--use_cache=1'], 'use_cache must be bool'),
     ('sample.py', ['--when_full=slide'], "when_full must be crop or shift, not 'slide'"),
-    ('sample.py', ['--when_full=shift', '--keep=99'], 'keep 99 + n_keep 0 tokens must fit into the model\'s block_size of 16'),
+    (
+        'sample.py',
+        ['--when_full=shift', '--keep=99'],
+        'keep 99 + n_keep 0 tokens must fit into the model\'s block_size of 16',
+    ),
     ('sample.py', ['--keep=10'], 'only work with when_full=shift'),
     ('sample.py', ['--when_full=shift', '--keep=-1'], 'must not be negative'),
     ('sample.py', ['--seed=-1'], 'seed must be between 0 and 2**63 - 1, not -1'),
@@ -60,14 +64,30 @@ BAD = [
     ('sample.py', ['--compile=True', '--decoder=cpu'], 'compile=True is decoder=compiled'),
     ('sample.py', ['--decoder=fast'], 'decoder must be auto, eager, cpu or compiled'),
     ('sample.py', ['--weights=int4'], 'weights must be float32, bfloat16 or int8'),
-    ('sample.py', ['--weights=int8', '--decoder=eager'], 'weights=int8 is for the cpu decoder: leave decoder=eager out'),
-    ('sample.py', ['--weights=int8', '--use_cache=False'], 'weights=int8 works on the cache: leave use_cache=False out'),
+    (
+        'sample.py',
+        ['--weights=int8', '--decoder=eager'],
+        'weights=int8 is for the cpu decoder: leave decoder=eager out',
+    ),
+    (
+        'sample.py',
+        ['--weights=int8', '--use_cache=False'],
+        'weights=int8 works on the cache: leave use_cache=False out',
+    ),
     ('sample.py', ['--weights=int8', '--dtype=bfloat16'], 'but not dtype=bfloat16'),
     ('sample.py', ['--threads=-1'], 'threads must be positive'),
     ('sample.py', ['--kv_cache=pages'], 'kv_cache must be tuple, streams, unified, paged'),
     ('sample.py', ['--kv_bits=3'], 'kv_bits must be 0 (as they are), 8 or 4, not 3'),
-    ('sample.py', ['--kv_cache=paged', '--use_cache=False'], 'kv_cache=paged is for the cached model itself: leave use_cache=False out'),
-    ('sample.py', ['--kv_bits=8', '--weights=int8'], 'kv_bits=8 is for the cached model itself: leave weights=int8 out'),
+    (
+        'sample.py',
+        ['--kv_cache=paged', '--use_cache=False'],
+        'kv_cache=paged is for the cached model itself: leave use_cache=False out',
+    ),
+    (
+        'sample.py',
+        ['--kv_bits=8', '--weights=int8'],
+        'kv_bits=8 is for the cached model itself: leave weights=int8 out',
+    ),
     ('sample.py', ['--split=words'], 'split must be lines'),
     ('sample.py', ['--split=lines'], 'the prompt is empty'),
     ('data/shakespeare_char/prepare.py', ['--input=nowhere.txt'], 'nowhere.txt'),
@@ -80,7 +100,7 @@ BAD = [
     ('test_kv_cache.py', ['--new_tokens=0'], 'at least 1'),
     ('test_kv_cache.py', [f'--seed={10**30}'], 'seed must fit in 64 bits'),
     ('bench.py', ['--seed=-1'], 'seed must be between 0'),
-    ('test_kv_cache.py', ['--decoder=fast'], 'a decoder is eager, cpu or compiled'),
+    ('test_kv_cache.py', ['--decoder=fast'], 'decoder must be auto, eager, cpu or compiled'),
 ]
 
 
@@ -121,8 +141,21 @@ def test_no_download_of_gpt2_is_one_line_too(repo):
     assert done.returncode == 2 and 'gpt2 could not be downloaded' in done.stderr and 'Traceback' not in done.stderr
 
 
-BEFORE_A_MODEL = ['--top_k=-1', '--top_p=1.5', '--temperature=-1.0', '--when_full=slide', '--keep=10', '--n_keep=-1', '--weights=int4',
-                  '--kv_bits=3', '--kv_cache=pages', '--seed=-1', f'--seed={2**63}', '--threads=-1', '--decoder=fast']
+BEFORE_A_MODEL = [
+    '--top_k=-1',
+    '--top_p=1.5',
+    '--temperature=-1.0',
+    '--when_full=slide',
+    '--keep=10',
+    '--n_keep=-1',
+    '--weights=int4',
+    '--kv_bits=3',
+    '--kv_cache=pages',
+    '--seed=-1',
+    f'--seed={2**63}',
+    '--threads=-1',
+    '--decoder=fast',
+]
 
 
 @pytest.mark.parametrize('wrong', BEFORE_A_MODEL)
@@ -154,7 +187,9 @@ def test_ctrl_c_and_sigterm_in_sample_are_quiet(trained, signum):
 def test_ctrl_c_reaches_scripts_where_the_tests_ignore_it(trained):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
     try:
-        process = start(trained, '-c', 'import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)')
+        process = start(
+            trained, '-c', 'import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)'
+        )
         assert process.communicate(timeout=TIMEOUT)[0] == 'True\n'
     finally:
         signal.signal(signal.SIGINT, before)

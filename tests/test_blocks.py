@@ -21,20 +21,20 @@ def test_prompts_that_begin_alike_share_full_blocks():
     b.remember('a', range(10))
     assert b.tables['a'] == [0, 1, 2]
     assert b.add('b', [*range(8), 77, 78]) == 8 and b.tables['b'] == [0, 1, 3]
-    assert b.add('c', range(8)) == 4  # not all of it: the last token has to run
+    assert b.add('c', range(8)) == 4  # not the second block, since the last token must be computed
     assert b.add('d', [9, *range(1, 8)]) == 0
     assert b.references[:4] == [3, 2, 1, 1]
     for seq in 'abcd':
         b.remove(seq)
     assert b.references == [0] * 8 and len(b.free) == 8
-    assert b.add('e', range(10)) == 8  # nobody had it, and it was still there
+    assert b.add('e', range(10)) == 8  # no sequence used the blocks, and they were still remembered
 
 
 def test_the_same_hash_is_not_the_same_prefix():
     b = BlockManager(8, 2, hash=lambda parts: 0)
     for seq, tokens in (('a', [1, 2, 3, 4, 9]), ('b', [1, 2, 5, 6, 9]), ('c', [7, 8, 3, 4, 9])):
         n = b.add(seq, tokens)
-        assert n == {'a': 0, 'b': 2, 'c': 0}[seq]  # block (3, 4) of a is not that of c: another block is before it
+        assert n == {'a': 0, 'b': 2, 'c': 0}[seq]  # c also has a block (3, 4), behind another first block
         b.remember(seq, tokens)
 
 
@@ -56,16 +56,16 @@ def test_the_least_recently_used_prompt_is_evicted_first():
         b.add(seq, [seq] * 4)
         b.remember(seq, [seq] * 4)
         b.remove(seq)
-    b.add('again', [1] * 5)  # uses 1's block, and takes three others
+    b.add('again', [1] * 5)  # shares a block of sequence 1
     assert b.tables['again'][0] == 0
 
 
-def test_who_writes_to_a_shared_block_gets_a_copy():
+def test_a_write_to_a_shared_block_copies_it():
     b = BlockManager(4, 4)
     b.add('a', range(6))
     b.fork('a', 'b')
     assert b.extend('a') == [(1, 2)] and b.tables == {'a': [0, 2], 'b': [0, 1]}
-    assert b.extend('b') == []  # it is alone by now
+    assert b.extend('b') == []  # the block is no longer shared
     b.truncate('a', 4)
     assert b.tables['a'] == [0] and b.references == [2, 1, 0, 0]
     assert b.extend('a') == [] and len(b.tables['a']) == 2
@@ -90,7 +90,8 @@ def test_out_of_blocks_leaves_all_as_it_was():
         with pytest.raises(OutOfBlocks):
             refused()
         assert before == ({s: list(t) for s, t in b.tables.items()}, dict(b.length), list(b.references), list(b.free))
-    for refused in (lambda: b.add('a', [1]), lambda: b.add('d', []), lambda: b.fork('a', 'b'), lambda: b.truncate('a', 6),
+    for refused in (lambda: b.add('a', [1]), lambda: b.add('d', []), lambda: b.fork('a', 'b'),
+                    lambda: b.truncate('a', 6),
                     lambda: b.extend('a', -1), lambda: BlockManager(0, 4)):
         with pytest.raises(ValueError):
             refused()
@@ -101,11 +102,13 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.parametrize('operation', [
-    lambda b: b.add('new', [*range(4), 70, 71, 72]), lambda b: b.extend('a', 5), lambda b: b.extend('b', 1), lambda b: b.fork('a', 'new'),
-    lambda b: b.truncate('a', 1), lambda b: b.remove('a'), lambda b: b.remember('b', [*range(4), 50, 51]), lambda b: b.extend('c', 1),
+    lambda b: b.add('new', [*range(4), 70, 71, 72]), lambda b: b.extend('a', 5), lambda b: b.extend('b', 1),
+    lambda b: b.fork('a', 'new'),
+    lambda b: b.truncate('a', 1), lambda b: b.remove('a'), lambda b: b.remember('b', [*range(4), 50, 51]),
+    lambda b: b.extend('c', 1),
 ])
 def test_an_operation_cut_short_anywhere_can_be_recovered_from(operation):
-    """Stopped at each line in turn: nothing is taken that no table has, and what is known of full blocks is right."""
+    """Stopped at each line in turn: references, free blocks and remembered prefixes agree with the tables."""
     line, finished = 0, False
     while not finished:
         line += 1
@@ -137,10 +140,12 @@ def test_an_operation_cut_short_anywhere_can_be_recovered_from(operation):
         b.recover()
         counted = [sum(table.count(block) for table in b.tables.values()) for block in range(12)]
         assert counted == b.references and sorted(b.free) == [block for block, n in enumerate(counted) if n == 0]
-        assert b.tables.keys() == b.length.keys() and all(len(b.tables[seq]) == -(-b.length[seq] // 2) for seq in b.tables)
+        assert b.tables.keys() == b.length.keys() and all(len(b.tables[seq]) == -(-b.length[seq] // 2)
+                                                          for seq in b.tables)
         assert all(b.prefix_of[block] is prefix for prefix, block in b.block_with.items())
         assert len(b.block_with) == 12 - b.prefix_of.count(None)
-        assert all(b.tables[seq] == before[seq] for seq in before.keys() - set('abc')) and {'b', 'c', 'd'} <= b.tables.keys()
+        assert all(b.tables[seq] == before[seq] for seq in before.keys() - set('abc'))
+        assert {'b', 'c', 'd'} <= b.tables.keys()
         b.add('later', [*range(4), 9])
         for seq in list(b.tables):
             b.remove(seq)
@@ -148,7 +153,9 @@ def test_an_operation_cut_short_anywhere_can_be_recovered_from(operation):
 
 
 class BlocksMachine(RuleBasedStateMachine):
-    """Random operations, beside {sequence: its tokens}. What a block holds is kept as the tokens that were written to its slots."""
+    """
+    Random operations beside {sequence: its tokens}. held: the token that was written to each slot.
+    """
 
     def __init__(self):
         super().__init__()

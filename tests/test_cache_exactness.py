@@ -11,7 +11,9 @@ from model import GPT, GPTConfig
 def large(seed, dtype=torch.float64, **changes):
     """A small model whose positions matter: wpe and biases are large, so a wrong offset cannot hide."""
     torch.manual_seed(seed)
-    model = GPT(GPTConfig(**dict(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=16) | changes)).to(dtype).eval()
+    model = (
+        GPT(GPTConfig(**dict(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=16) | changes)).to(dtype).eval()
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.add_(torch.randn_like(p) * (1.0 if 'wpe' in name else 0.2))
@@ -23,7 +25,8 @@ def in_chunks(model, idx, chunks):
     kv_cache, logits, start = None, [], 0
     with torch.no_grad():
         for n in chunks:
-            x, kv_cache = model.hidden_states(idx[:, start:start + n], kv_cache, use_cache=True)
+            kv_cache = kv_cache or model.empty_cache(len(idx))
+            x, kv_cache = model.hidden_states(idx[:, start:start + n], torch.arange(start, start + n), kv_cache)
             logits.append(model.lm_head(x))
             start += n
     assert all(c.cache_pos == start for c in kv_cache)

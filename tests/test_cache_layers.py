@@ -1,49 +1,54 @@
-"""The layers of a cache of cells under a model: shared, left out, on other devices; what they do not keep."""
+"""The layers of a cache of cells under a model: shared, left out, on other devices; gradients; masks."""
 import pytest
 import torch
 from test_cells import cache, put
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvcache.placement import Forward, Layer, Placement
-from kvcache.unified import KVCache
+from kvcache.cell_cache import CellCache
+from kvcache.placement import Layer, LayerList, Placement, logits_of
 from model import GPT, GPTConfig
 
 
 class Recorder(list):
-    """A cache that is nothing but what it was told: (B, n_head, T, head_dim) keys and values, by layer. source: whose a layer reads."""
+    """
+    The simplest cache: for each layer all keys and values so far, (B, n_head, T, head_dim). source: the layer whose
+    keys and values a layer reads.
+    """
 
     def __init__(self, n_layer, source=lambda layer: layer, window=lambda layer: None):
         super().__init__(RecordedLayer(self, source(layer), layer, window(layer)) for layer in range(n_layer))
-        self.told = [None] * n_layer
+        self.recorded = [None] * n_layer
 
 
 class RecordedLayer:
     def __init__(self, recorder, source, layer, window):
         self.recorder, self.source, self.layer, self.window = recorder, source, layer, window
 
-    def append(self, k, v):
-        told = self.recorder.told
-        told[self.layer] = (k, v) if told[self.layer] is None else tuple(torch.cat(pair, dim=2) for pair in zip(told[self.layer], (k, v)))
-        k, v = told[self.source]
-        back = torch.arange(k.size(2))[-self.recorder.positions.size(1):, None] - torch.arange(k.size(2))
+    def append(self, k, v, positions):
+        recorded = self.recorder.recorded
+        if recorded[self.layer] is not None:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(recorded[self.layer], (k, v)))
+        recorded[self.layer] = k, v
+        k, v = recorded[self.source]
+        back = positions[0, :, None] - torch.arange(k.size(2))
         return k, v, ((back >= 0) & (back < (self.window or 10**9)))[None, None], self
 
 
-def logits_in_chunks(m, idx, chunks, forward):
-    """Of every position: idx (1, T) fed in chunks, each in forward(range of positions)."""
+def logits_in_chunks(m, idx, chunks, place):
+    """Logits (T, vocab_size) of every position of idx (1, T), fed in chunks over place(range of positions)."""
     out, start = [], 0
     for n in chunks:
-        kv_cache = forward(range(start, start + n))
-        out.append(m.lm_head(m.hidden_states(idx[:, start:start + n], kv_cache)[0]))
+        layers = place(range(start, start + n))
+        out.append(logits_of(m, idx[:, start:start + n], layers, slice(None)))
         start += n
-    return torch.cat(out, dim=1)
+    return torch.cat(out)
 
 
 def recorded(recorder):
-    def forward(positions):
+    def place(positions):
         recorder.positions = torch.tensor([list(positions)])
         return recorder
-    return forward
+    return place
 
 
 def deep_model(n_layer=4):
@@ -60,43 +65,47 @@ def deep_model(n_layer=4):
 def test_a_layer_that_shares_anothers_cache_only_reads_it(chunks):
     m, idx = deep_model()
     source = (0, 1, 1, 0).__getitem__
-    c = KVCache(4, 2, 16, 16, 1, layer_reuse=lambda layer: source(layer) if layer > 1 else None)
+    c = CellCache(4, 2, 16, 16, 1, layer_reuse=lambda layer: source(layer) if layer > 1 else None)
     assert c.layers[2] is c.layers[1] and c.layers[3] is c.layers[0]
     assert c.memory_breakdown() == {'cpu': 2 * 2 * 16 * 32 * 4}
     exact = logits_in_chunks(m, idx, [13], recorded(Recorder(4, source)))
-    assert torch.allclose(logits_in_chunks(m, idx, chunks, lambda positions: c.forward(c.batch({0: positions}))), exact, atol=1e-4)
+    got = logits_in_chunks(m, idx, chunks, lambda positions: c.place(c.batch({0: positions})))
+    assert torch.allclose(got, exact, atol=1e-4)
     with pytest.raises(ValueError, match='share'):
-        KVCache(2, 1, 32, 8, 1, layer_reuse=lambda layer: 1 if layer == 0 else None)
+        CellCache(2, 1, 32, 8, 1, layer_reuse=lambda layer: 1 if layer == 0 else None)
 
 
 def test_a_layer_without_a_cache_refuses():
     m, idx = deep_model()
-    c = KVCache(4, 2, 16, 16, 1, layer_filter=lambda layer: layer != 2)
-    for asked in (lambda: c.get_k(2, 1), lambda: c.get_v(4, 1), lambda: c.cpy_k(2, torch.zeros(1, 2, 16), torch.tensor([0]))):
+    c = CellCache(4, 2, 16, 16, 1, layer_filter=lambda layer: layer != 2)
+    for asked in (lambda: c.get_k(2, 1), lambda: c.get_v(4, 1),
+                  lambda: c.cpy_k(2, torch.zeros(1, 2, 16), torch.tensor([0]))):
         with pytest.raises(ValueError, match='has no cache'):
             asked()
     with pytest.raises(ValueError, match='layer 2 has no cache'):
-        m.hidden_states(idx, c.forward(c.batch({0: range(13)})))
+        logits_of(m, idx, c.place(c.batch({0: range(13)})), slice(None))
     with pytest.raises(ValueError, match='no layer'):
-        KVCache(4, 2, 16, 16, 1, layer_filter=lambda layer: False)
-    fewer = KVCache(3, 2, 16, 16, 1)
+        CellCache(4, 2, 16, 16, 1, layer_filter=lambda layer: False)
+    fewer = CellCache(3, 2, 16, 16, 1)
     with pytest.raises(ValueError, match='3 layers'):
-        m.hidden_states(idx, fewer.forward(fewer.batch({0: range(13)})))
+        logits_of(m, idx, fewer.place(fewer.batch({0: range(13)})), slice(None))
 
 
 def test_devices_by_layer():
-    c = KVCache(2, 1, 32, 8, 1, device=lambda layer: ('cpu', 'meta')[layer])
+    c = CellCache(2, 1, 32, 8, 1, device=lambda layer: ('cpu', 'meta')[layer])
     assert c.memory_breakdown() == {'cpu': 2 * 8 * 32 * 4, 'meta': 2 * 8 * 32 * 4}
 
 
 def test_a_forward_pass_brings_rows_and_keys_to_each_layers_device():
-    """On a pretended device, which refuses tensors that are not its own as a real one does: what comes back is where the new keys are."""
+    """
+    On a fake device, which refuses tensors of other devices as a real one does. Results are where the new keys are.
+    """
     with FakeTensorMode():
         layers = [Layer((2, 8), 2, 16, device=device) for device in ('cpu', 'cuda')]
         placement = Placement(torch.arange(6).view(2, 3), torch.tensor([0, 1, 2, 8, 9, 10]), torch.tensor([[0], [1]]),
                               torch.ones(2, 1, 3, 8, dtype=torch.bool))
-        for placed in Forward(layers, placement):
-            k, v, mask, _ = placed.append(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16))
+        for view in LayerList(layers, placement):
+            k, v, mask, _ = view.append(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), placement.positions)
             assert k.shape == v.shape == (2, 2, 8, 16) and k.device == v.device == mask.device == torch.device('cpu')
         assert [layer.device.type for layer in layers] == ['cpu', 'cuda']
 
@@ -105,28 +114,29 @@ def test_a_forward_pass_brings_rows_and_keys_to_each_layers_device():
 @torch.inference_mode()
 def test_layers_on_two_devices_give_what_layers_on_one_give():
     m, idx = deep_model()
-    c = KVCache(4, 2, 16, 16, 1, device=lambda layer: ('cpu', 'cuda')[layer % 2])
-    got = logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: c.forward(c.batch({0: positions})))
+    c = CellCache(4, 2, 16, 16, 1, device=lambda layer: ('cpu', 'cuda')[layer % 2])
+    got = logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: c.place(c.batch({0: positions})))
     assert torch.allclose(got, logits_in_chunks(m, idx, [13], recorded(Recorder(4))), atol=1e-4)
 
 
 def test_no_gradients_go_through_a_cache():
     m, idx = deep_model()
     for kind, unified in (('float32', True), ('int8', True), ('float32', False)):
-        c = KVCache(4, 2, 16, 16, 3, unified, kind, kind)
+        c = CellCache(4, 2, 16, 16, 3, unified, kind, kind)
         for start in (0, 4):
             batch = c.batch({seq: range(start, start + 4) for seq in (2, 0)})
-            m.hidden_states(idx[0, :8].view(batch.positions.shape), c.forward(batch))
+            logits_of(m, idx[0, :8].view(batch.positions.shape), c.place(batch), slice(None))
         assert not any(tensor.requires_grad for layer in c.layers for tensor in layer.tensors())
 
 
-def test_tokens_and_places_go_together():
+def test_tokens_and_positions_must_fit_together():
     m, _ = deep_model()
-    c = KVCache(4, 2, 16, 32, 3, unified=False)
-    with pytest.raises(ValueError, match='places'):
-        m.hidden_states(torch.tensor([[1]]), c.forward(c.batch({0: [0], 1: [0], 2: [0]})))
+    c = CellCache(4, 2, 16, 32, 3, unified=False)
+    with pytest.raises(ValueError, match='their positions'):
+        logits_of(m, torch.tensor([[1]]), c.place(c.batch({0: [0], 1: [0], 2: [0]})), slice(None))
+    c.seq_rm(0)
     with pytest.raises(ValueError, match='block_size 16'):
-        m.hidden_states(torch.ones(1, 16, dtype=torch.long), c.forward(c.batch({0: range(1, 17)})))
+        logits_of(m, torch.ones(1, 16, dtype=torch.long), c.place(c.batch({0: range(1, 17)})), slice(None))
 
 
 def test_what_is_cleared_is_zero():
@@ -136,18 +146,18 @@ def test_what_is_cleared_is_zero():
     assert not c.layers[1].k.data.any() and not c.layers[1].v.data.any()
     with torch.inference_mode():
         made_there = cache()
-    put(made_there, {0: range(3)})  # and can be used here
+    put(made_there, {0: range(3)})  # outside inference mode too
 
 
 @torch.inference_mode()
 def test_a_long_mask_hides_what_a_short_one_hides(monkeypatch):
-    """Masks that stay bool, because they are long: the logits are the same, with windows and with other sequences."""
+    """Long masks stay bool: the logits are the same, with windows and with other sequences."""
     m, idx = deep_model()
 
     def logits():
-        c = KVCache(4, 2, 16, 32, 3, n_swa=6, swa_type='standard')
-        m.hidden_states(idx[:, :4], c.forward(c.batch({1: range(4)})))
-        return logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: c.forward(c.batch({0: positions})))
+        c = CellCache(4, 2, 16, 32, 3, n_swa=6, swa_type='standard')
+        logits_of(m, idx[:, :4], c.place(c.batch({1: range(4)})), slice(None))
+        return logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: c.place(c.batch({0: positions})))
     short = logits()
     monkeypatch.setattr('kvcache.placement.LONG_MASK', 0)
     assert torch.allclose(logits(), short, atol=1e-5)

@@ -1,10 +1,11 @@
-"""One model on every cache system, in every encoding: the same tokens, joined and left at any step."""
+"""One model on every cache, in every number format: the same tokens, whichever sequences share a step."""
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache import SYSTEMS, CacheDecoder, paged
+from generation import Work, generate, stream
+from kvcache import KINDS, make_cache, paged
 from kvcache.placement import Layer
 from kvcache.storage import BITS, Rows
 from model import GPT, GPTConfig
@@ -21,218 +22,223 @@ def model(seed=0, **how):
     return m
 
 
-def empty(decoder, kind):
-    """Is nothing held any more?"""
-    system = decoder.system
-    system.collect()
-    if system.length:
+def empty(cache):
+    """Does the cache hold nothing?"""
+    if cache.lengths:
         return False
-    if kind == 'paged':
-        return not system.pool.tokens and len(system.pool.blocks.free) == len(system.pool.blocks.references)
-    return kind == 'tuple' or all(cells.used() == 0 for cells in system.cache.streams)
+    if hasattr(cache, 'blocks'):
+        return not cache.tokens and len(cache.blocks.free) == len(cache.blocks.references)
+    return all(cells.used() == 0 for cells in cache.cells.streams) if hasattr(cache, 'cells') else True
 
 
-PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7], [28, 27], [0] * 20, list(range(BLOCK)), [3, 2, 1]]
+def feed(cache, seqs, idx):
+    """A step of these sequences, from where they end."""
+    return cache.step(Work(seqs, [cache.lengths[seq] for seq in seqs], idx))
+
+
+def begin(cache, idx):
+    """(the numbers of new sequences that have the tokens idx (B, T), the logits of their last ones)."""
+    seqs = [cache.new() for _ in idx]
+    return seqs, feed(cache, seqs, idx)
+
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7], [28, 27], [0] * 20, list(range(BLOCK)),
+           [3, 2, 1]]
 
 
 @pytest.mark.parametrize('how', [{}, dict(when_full='shift'), dict(when_full='shift', keep=5, n_keep=1)])
-@pytest.mark.parametrize('kind', SYSTEMS)
+@pytest.mark.parametrize('kind', KINDS)
 def test_eight_sequences_are_those_of_the_uncached_model(kind, how):
-    """Of different lengths, greedy and drawn, over twice the window, some stopping early: each as generated alone without a cache."""
+    """Of different lengths, greedy and drawn, over twice the window, some stopping early: each as generated alone."""
     for seed in range(3):
         m = model(seed)
-        for settings_ in (dict(temperature=0), dict(temperature=1.0, top_k=7), dict(temperature=1.0, stop_token=4)):
-            decoder = CacheDecoder(m, kind, n_seq=8)
+        for sampling in (dict(temperature=0), dict(temperature=1.0, top_k=7), dict(temperature=1.0, stop_token=4)):
+            cache = make_cache(m, kind, n_seq=8)
             seeds = range(100, 108)
-            got = m.generate(PROMPTS, 2 * BLOCK, use_cache=True, decoder=decoder,
-                             generator=[torch.Generator().manual_seed(s) for s in seeds], **settings_, **how)
+            got = generate(m, PROMPTS, 2 * BLOCK, use_cache=True, cache=cache,
+                           generator=[torch.Generator().manual_seed(s) for s in seeds], **sampling, **how)
             for prompt, s, tokens in zip(PROMPTS, seeds, got):
-                assert tokens == m.generate([prompt], 2 * BLOCK, generator=torch.Generator().manual_seed(s), **settings_, **how)[0]
-            assert empty(decoder, kind)
+                generator = torch.Generator().manual_seed(s)
+                assert tokens == generate(m, [prompt], 2 * BLOCK, generator=generator, **sampling, **how)[0]
+            assert empty(cache)
 
 
-def joining_and_leaving(m, system, prompts, n_new):
+def joining_and_leaving(cache, prompts, n_new):
     """
-    Greedy tokens of each prompt. Sequence i joins at step 2 i and leaves after n_new[i] tokens; all that are there take each step
-    together, and a new one's prompt is run by itself.
+    Greedy texts. Sequence i joins at step 2 i with its prompt, and leaves after n_new[i] tokens; all share each step.
     """
-    running, done, step = {}, {}, 0
-    logits = {}  # of each running sequence's last token
-    while len(done) < len(prompts):
-        for i in [i for i in running if len(running[i][1]) == n_new[i]]:
-            seq, done[i] = running.pop(i)
-            del logits[i]
-            system.free(seq)
-        old = list(running)
-        for i in old:
-            running[i][1].append(int(logits[i].argmax()))
-        if old:
-            logits = dict(zip(old, system.step(m, [running[i][0] for i in old], torch.tensor([running[i][1][-1:] for i in old]))))
-        for i in [i for i in range(len(prompts)) if 2 * i == step]:
-            running[i] = (system.new(), [])
-            logits[i] = system.step(m, [running[i][0]], torch.tensor([prompts[i]]))[0]
+    texts, seqs, step = [prompt[:] for prompt in prompts], {}, 0
+    while seqs or 2 * len(prompts) > step:
+        for i in [i for i in seqs if len(texts[i]) == len(prompts[i]) + n_new[i]]:
+            cache.free(seqs.pop(i))
+        if step % 2 == 0 and step // 2 < len(prompts):
+            seqs[step // 2] = cache.new()
+        if seqs:
+            tokens = [torch.tensor(texts[i][cache.lengths[seq]:]) for i, seq in seqs.items()]
+            for i, row in zip(seqs, feed(cache, list(seqs.values()), tokens)):
+                texts[i].append(int(row.argmax()))
         step += 1
-    return [done[i] for i in range(len(prompts))]
-
-
-def joining_and_leaving_mixed(m, pool, prompts, n_new):
-    """The same on pages, a new one's prompt in the same forward pass as the others' tokens."""
-    running, done, step, logits = {}, {}, 0, {}
-    while len(done) < len(prompts):
-        for i in [i for i in running if len(running[i]) == n_new[i]]:
-            done[i] = running.pop(i)
-            pool.remove(i)
-        for i in running:
-            running[i].append(int(logits[i].argmax()))
-            pool.extend(i, running[i][-1:])
-        for i in [i for i in range(len(prompts)) if 2 * i == step]:
-            running[i] = []
-            pool.add(m, i, prompts[i])
-        logits = dict(zip(running, pool.run(m, list(running)))) if running else {}
-        step += 1
-    return [done[i] for i in range(len(prompts))]
+    return texts
 
 
 N_NEW = [9, 20, 3, 14, 17, 1, 8, 12]
 JOINING = [PROMPTS[3][:5], *(p[:BLOCK - n] for p, n in zip(PROMPTS[1:], N_NEW[1:]))]
 
 
-@pytest.mark.parametrize('kind', [*SYSTEMS, 'mixed'])
+@pytest.mark.parametrize('kind', KINDS)
 @torch.inference_mode()
 def test_sequences_join_and_leave_at_different_steps(kind):
-    system = 'paged' if kind == 'mixed' else kind
-
-    def run(m, bits):
-        decoder = CacheDecoder(m, system, 8, bits)
-        tokens = (joining_and_leaving_mixed(m, decoder.system.pool, JOINING, N_NEW) if kind == 'mixed' else
-                  joining_and_leaving(m, decoder.system, JOINING, N_NEW))
-        assert empty(decoder, system)
-        return tokens
     for seed in range(3):
         m = model(seed)
-        for prompt, n, got in zip(JOINING, N_NEW, run(m, 0)):
-            assert got == m.generate([prompt], n, temperature=0)[0][len(prompt):]
-    assert run(m, 8) == joining_and_leaving(m, CacheDecoder(m, 'tuple', 8, bits=8).system, JOINING, N_NEW)
+        cache = make_cache(m, kind, 8)
+        for prompt, n, got in zip(JOINING, N_NEW, joining_and_leaving(cache, JOINING, N_NEW)):
+            assert got == generate(m, [prompt], n, temperature=0)[0]
+        assert empty(cache)
+    rounded = [joining_and_leaving(make_cache(m, each, 8, bits=8), JOINING, N_NEW) for each in (kind, 'tuple')]
+    assert rounded[0] == rounded[1]
 
 
-@pytest.mark.parametrize('kind', SYSTEMS)
+@pytest.mark.parametrize('kind', KINDS)
 def test_samples_of_one_prompt(kind):
     m = model(1)
     idx = torch.randint(29, (2, 7), generator=torch.Generator().manual_seed(2))
-    decoder = CacheDecoder(m, kind, n_seq=6)
-    got = m.generate(idx, 30, use_cache=True, decoder=decoder, num_samples=3, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(got, m.generate(idx, 30, num_samples=3, generator=torch.Generator().manual_seed(3)))
-    assert empty(decoder, kind)
+    cache = make_cache(m, kind, n_seq=6)
+    got, expected = (generate(m, idx, 30, num_samples=3, generator=torch.Generator().manual_seed(3), **how)
+                     for how in (dict(use_cache=True, cache=cache), {}))
+    assert torch.equal(got, expected) and empty(cache)
 
 
 @pytest.mark.parametrize('bits', [8, 4])
-def test_all_systems_agree_when_quantised(bits):
-    """What is kept is the same numbers, whatever row they are in; so are the tokens."""
+def test_all_caches_agree_when_quantised(bits):
+    """They store the same numbers, in other rows."""
     m = model(2)
-    outputs = [m.generate(PROMPTS, BLOCK, temperature=0, use_cache=True, decoder=CacheDecoder(m, kind, 8, bits)) for kind in SYSTEMS]
+    outputs = [generate(m, PROMPTS, BLOCK, temperature=0, use_cache=True, cache=make_cache(m, kind, 8, bits))
+               for kind in KINDS]
     assert all(output == outputs[0] for output in outputs)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(SYSTEMS)), st.sampled_from([0, 8, 4]), st.integers(0, 2**31), st.lists(st.integers(1, 6), min_size=1, max_size=5))
+@given(st.sampled_from(sorted(KINDS)), st.sampled_from([0, 8, 4]), st.integers(0, 2**31),
+       st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_any_chunks_give_one_pass(kind, bits, seed, chunks):
+    """Each of three sequences in chunks of its own: the logits are those of one pass over all tokens."""
     m = model(3)
-    T = min(sum(chunks), BLOCK)
-    idx = torch.randint(29, (3, T), generator=torch.Generator().manual_seed(seed))
-    decoder, cache, start = CacheDecoder(m, kind, 3, bits), None, 0
-    for n in chunks:
-        if start + n > T:
-            break
-        logits, cache = decoder(idx[:, start:start + n], cache)
-        start += n
+    idx = torch.randint(29, (3, BLOCK), generator=torch.Generator().manual_seed(seed))
     with torch.inference_mode():
-        exact = m(idx[:, :start])[0]
-    assert (logits - exact).abs().max() < {0: 1e-5, 8: 0.15, 4: 3}[bits]
+        exact = m(idx, idx)[0]
+    cache = make_cache(m, kind, 3, bits)
+    seqs = [cache.new() for _ in idx]
+    for step in range(len(chunks)):
+        starts = [cache.lengths[seq] for seq in seqs]
+        ends = [min(BLOCK, start + chunks[(step + row) % len(chunks)]) for row, start in enumerate(starts)]
+        live = [row for row in range(3) if starts[row] < ends[row]]
+        if live:
+            logits = feed(cache, [seqs[row] for row in live], [idx[row, starts[row]:ends[row]] for row in live])
+            for row, mine in zip(live, logits):
+                assert (mine - exact[row, ends[row] - 1]).abs().max() < {0: 1e-5, 8: 0.15, 4: 3}[bits]
 
 
-@pytest.mark.parametrize('kind', SYSTEMS)
+@pytest.mark.parametrize('kind', KINDS)
 def test_what_does_not_fit_is_an_error_and_the_rest_goes_on(kind):
     m = model(0)
-    decoder = CacheDecoder(m, kind, n_seq=2)
-    _, cache = decoder(torch.randint(29, (2, 5)), None)
-    with pytest.raises(ValueError):
-        decoder(torch.randint(29, (2, BLOCK)), cache)
-    with pytest.raises(ValueError):
-        decoder(torch.randint(29, (3, BLOCK)), None)
-    _, cache = decoder(torch.randint(29, (2, BLOCK - 5)), cache)
-    del cache
-    assert empty(decoder, kind)
-    with pytest.raises(ValueError):
-        CacheDecoder(m, 'pages', 2)
-    with pytest.raises(ValueError):
-        CacheDecoder(m, kind, 2, bits=3)
+    cache = make_cache(m, kind, n_seq=2)
+    seqs, _ = begin(cache, torch.randint(29, (2, 5)))
+    with pytest.raises(ValueError, match='out of context'):
+        feed(cache, seqs, torch.randint(29, (2, BLOCK)))
+    with pytest.raises(ValueError, match='free|room'):
+        begin(cache, torch.randint(29, (3, BLOCK)))
+    for seq in cache.lengths.keys() - set(seqs):
+        cache.free(seq)
+    with pytest.raises(ValueError, match='free|room'):
+        generate(m, [[1]], 5, num_samples=3 if kind != 'paged' else 5, use_cache=True, cache=cache)
+    for seq in cache.lengths.keys() - set(seqs):
+        cache.free(seq)
+    feed(cache, seqs, torch.randint(29, (2, BLOCK - 5)))
+    for seq in seqs:
+        cache.free(seq)
+    assert empty(cache)
+    for wrong in (('pages', 2), (kind, 0), (kind, 1.5), (kind, 2, 3), (kind, 2, []), ([], 2)):
+        with pytest.raises(ValueError, match='a cache is'):
+            make_cache(m, *wrong)
 
 
-@pytest.mark.parametrize('kind', SYSTEMS)
+@pytest.mark.parametrize('kind', KINDS)
 @torch.inference_mode()
-def test_a_step_that_fails_is_as_if_it_had_not_been_asked(kind):
+def test_a_step_that_fails_leaves_the_sequences_as_they_were(kind):
     m, idx = model(4), torch.randint(29, (2, 9))
-    decoder = CacheDecoder(m, kind, n_seq=2)
-    _, cache = decoder(idx, None)
-    other = CacheDecoder(m, kind, n_seq=2)
-    for wrong in ([[3], [99]], [[3], [-1]], [[3], [4], [5]], [[3]], [3, 4]):
+    cache = make_cache(m, kind, n_seq=2)
+    (a, b), _ = begin(cache, idx)
+    one = torch.tensor([3])
+    for handles, starts, tokens in (
+            ([a, b], [9, 9], torch.tensor([[3], [99]])), ([a, b], [9, 9], [one, -one]),
+            ([a, b], [9, 9], [one, one, one]),
+            ([a, b], [9, 9], [one]), ([a, b], [9, 9], torch.tensor([3, 4])), ([a, b], [9, 9], [one, one[:0]]),
+            ([a, b], [9, 9], [one, [3]]), ([a, b], [9, 9], [one, one.float()]), ([a, b], [9, 9], None),
+            ([a, b], [0, 10], [one, one]), ([a, b], [0, -1], [one, one]), ([a, b], [0, 1.5], [one, one]),
+            ([a, b], [0], [one, one]), ([a, a], [0, 0], [one, one]), ([a, 99], [0, 0], [one, one]),
+            ([a, None], [0, 0], [one, one]), ([], [], []),
+            ([a, b], [0, 9], [one, torch.ones(BLOCK, dtype=torch.long)])):
         with pytest.raises(ValueError):
-            decoder(torch.tensor(wrong), cache)
-    for refused in (lambda: decoder(idx[:, :0], cache), lambda: other(idx, cache), lambda: decoder(idx, m(idx[:, :1])[2]),
-                    lambda: CacheDecoder(m, kind, 0), lambda: CacheDecoder(m, kind, 1.5), lambda: CacheDecoder(m, kind, 2, bits=[])):
-        with pytest.raises(ValueError):
-            refused()
+            cache.step(Work(handles, starts, tokens))
+        assert cache.lengths == {a: 9, b: 9}
     broken = m.transformer.h[1].register_forward_hook(lambda *_: 1 / 0)
-    for failing in (cache, None):
-        with pytest.raises(ValueError if kind != 'paged' and failing is None else ZeroDivisionError):
-            decoder(torch.tensor([[3], [9]]), failing)
+    for tokens in (torch.tensor([[3], [9]]), [one, torch.tensor([3, 4])]):
+        with pytest.raises(ZeroDivisionError):
+            feed(cache, [a, b], tokens)
+        assert cache.lengths == {a: 9, b: 9}
     broken.remove()
-    logits, _ = decoder(torch.tensor([[7], [8]]), cache)
-    exact = m(torch.cat([idx, torch.tensor([[7], [8]])], dim=1))[0]
+    logits = feed(cache, [a, b], torch.tensor([[7], [8]]))
+    exact = m(torch.cat([idx, torch.tensor([[7], [8]])], dim=1))[0][:, 0]
     assert torch.allclose(logits, exact, atol=1e-5)
 
 
-@pytest.mark.parametrize('kind', SYSTEMS)
+@pytest.mark.parametrize('kind', KINDS)
 @torch.inference_mode()
-def test_an_older_cache_is_gone_on_from_where_it_was(kind):
+def test_a_step_from_an_earlier_position_truncates_first(kind):
     m, idx, other = model(5), torch.randint(29, (2, 9)), torch.randint(29, (2, 4))
-    decoder = CacheDecoder(m, kind, n_seq=2)
-    _, first = decoder(idx[:, :3], None)
-    _, second = decoder(idx[:, 3:], first)
-    logits, third = decoder(other[:, :2], first)
-    assert torch.allclose(logits, m(torch.cat([idx[:, :3], other[:, :2]], dim=1))[0], atol=1e-5)
-    with pytest.raises(ValueError, match='cut since'):  # of what second was there is no more
-        decoder(other[:, :1], second)
-    logits, _ = decoder(other[:, 2:], third)
-    assert torch.allclose(logits, m(torch.cat([idx[:, :3], other], dim=1))[0], atol=1e-5)
+    cache = make_cache(m, kind, n_seq=3)
+    (a, b), _ = begin(cache, idx)
+    fork = cache.fork(b)
+    logits = cache.step(Work([a, b], [3, 0], [other[0, :2], other[1]]))
+    exact = m(torch.cat([idx[:1, :3], other[:1, :2]], dim=1))[0][0, 0], m(other[1:])[0][0, 0]
+    assert torch.allclose(logits, torch.stack(exact), atol=1e-5) and cache.lengths == {a: 5, b: 4, fork: 9}
+    with pytest.raises(ValueError, match='cannot start at 9: feed it from 5 on'):
+        cache.step(Work([a], [9], other[:1]))
+    logits = feed(cache, [fork, a], other[[1, 0], 2:])
+    texts = torch.cat([idx[1:], other[1:, 2:]], dim=1), torch.cat([idx[:1, :3], other[:1]], dim=1)
+    exact = [m(text)[0][0, 0] for text in texts]
+    assert torch.allclose(logits, torch.stack(exact), atol=1e-5)
 
 
-@pytest.mark.parametrize('kind', SYSTEMS)
+@pytest.mark.parametrize('kind', KINDS)
 def test_a_model_in_training_mode_is_streamed_without_dropout(kind):
     m = model(6, dropout=0.5)
     idx = torch.randint(29, (2, 5))
-    exact = m.generate(idx, 20, temperature=0)
+    exact = generate(m, idx, 20, temperature=0)
     m.train()
-    tokens = m.stream(idx, 20, temperature=0, use_cache=True, decoder=CacheDecoder(m, kind, 2))
+    tokens = stream(m, idx, 20, temperature=0, use_cache=True, cache=make_cache(m, kind, 2))
     assert torch.equal(torch.cat([idx, *tokens], dim=1), exact) and m.training
+    with pytest.raises(ValueError, match='eval'):
+        begin(make_cache(m, kind, 2), idx)
 
 
 @pytest.mark.parametrize('bits', [0, 8, 4])
-@pytest.mark.parametrize('kind', SYSTEMS)
+@pytest.mark.parametrize('kind', KINDS)
 def test_broken_weights_do_not_stay_in_the_cache(kind, bits):
     m = model(7)
-    good, decoder = {name: p.clone() for name, p in m.state_dict().items()}, CacheDecoder(m, kind, 2, bits)
+    good, cache = {name: p.clone() for name, p in m.state_dict().items()}, make_cache(m, kind, 2, bits)
     with torch.no_grad():
         m.transformer.h[0].attn.c_attn.weight.fill_(float('nan'))
     with pytest.raises(ValueError, match='not numbers'):
-        m.generate(torch.randint(29, (2, BLOCK - 1)), 5, use_cache=True, decoder=decoder)
-    assert empty(decoder, kind)
+        generate(m, torch.randint(29, (2, BLOCK - 1)), 5, use_cache=True, cache=cache)
+    assert empty(cache)
     m.load_state_dict(good)
-    again, fresh = (m.generate(PROMPTS[:2], 20, temperature=0, use_cache=True, decoder=d) for d in (decoder, CacheDecoder(m, kind, 2, bits)))
+    again, fresh = (generate(m, PROMPTS[:2], 20, temperature=0, use_cache=True, cache=c)
+                    for c in (cache, make_cache(m, kind, 2, bits)))
     assert again == fresh
 
 
-@pytest.mark.parametrize('kind', SYSTEMS)
+@pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('bits', [0, 8])
 def test_half_precision(kind, bits):
     """Logits whose sum is more than float16 holds are numbers all the same."""
@@ -241,23 +247,29 @@ def test_half_precision(kind, bits):
         m.transformer.ln_f.bias.fill_(1.0)
         m.lm_head.weight.sub_(1.0)
     m.half()
-    logits, _ = CacheDecoder(m, kind, 2, bits)(torch.tensor([[1, 2], [3, 4]]), None)
-    exact = m(torch.tensor([[1, 2], [3, 4]]), use_cache=False)[0]
+    _, logits = begin(make_cache(m, kind, 2, bits), torch.tensor([[1, 2], [3, 4]]))
+    exact = m(torch.tensor([[1, 2], [3, 4]]), use_cache=False)[0][:, 0]
     assert torch.isinf(exact.sum()) and (logits - exact).abs().max() < 0.5
 
 
-@pytest.mark.parametrize('kind', SYSTEMS)
-def test_rows_that_cannot_be_rewound_are_all_left_alone(kind):
-    m = model(8)
-    decoder = CacheDecoder(m, kind, n_seq=2)
-    _, cache = decoder(torch.randint(29, (2, 10)), None)
-    cache[0].at(torch.tensor([10, 6]))
-    with pytest.raises(ValueError, match='cut since'):
-        cache[0].at(8)
-    assert sorted(decoder.system.length.values()) == [6, 10]
-    with pytest.raises(KeyError):
-        decoder.system.fork(99)
-    assert len(decoder.system.length) == 2
+@pytest.mark.parametrize('kind', KINDS)
+def test_sequences_are_truncated_forked_and_freed(kind):
+    m, idx = model(8), torch.randint(29, (2, 10))
+    cache = make_cache(m, kind, n_seq=3)
+    (a, b), _ = begin(cache, idx)
+    cache.truncate(a, 6)
+    for refused in (lambda: cache.truncate(a, 7), lambda: cache.truncate(a, -1), lambda: cache.truncate(99, 0),
+                    lambda: cache.fork(99), lambda: cache.free(99), lambda: cache.free(None)):
+        with pytest.raises(ValueError, match='sequence'):
+            refused()
+    assert cache.lengths == {a: 6, b: 10}
+    c = cache.fork(a)
+    cache.truncate(a, 0)
+    cache.free(b)
+    with pytest.raises(ValueError, match='no sequence'):
+        cache.free(b)
+    logits = feed(cache, [a, c], [idx[1], idx[0, 6:]])
+    assert torch.allclose(logits, m(idx.flip(0))[0][:, 0], atol=1e-5)
 
 
 def test_bytes():
@@ -274,7 +286,7 @@ def test_bytes():
 
 def with_huge_keys(m):
     """
-    Weights whose keys are finite but so large that a query of the good weights makes an infinite score of them; the
+    Weights whose keys are finite, and so large that a query of the good weights makes an infinite score of them. The
     logits are numbers.
     """
     bias = m.transformer.h[0].attn.c_attn.bias
@@ -293,92 +305,92 @@ def good_for_huge_keys(seed):
 
 @pytest.mark.parametrize('alive', [False, True])
 @pytest.mark.parametrize('failing', [False, True])
-@pytest.mark.parametrize('kind', SYSTEMS)
-def test_huge_keys_of_weights_that_were_repaired_are_in_nobodys_way(kind, failing, alive):
-    """Written by a step that failed or by one that did not, of sequences that are gone or still there."""
+@pytest.mark.parametrize('kind', KINDS)
+def test_huge_keys_of_repaired_weights_change_no_later_tokens(kind, failing, alive):
+    """Written by a step that failed or by one that did not, of sequences that are freed or still there."""
     m = good_for_huge_keys(3)
     good = {name: p.clone() for name, p in m.state_dict().items()}
-    decoder = CacheDecoder(m, kind, 4)
+    cache = make_cache(m, kind, 4)
     with_huge_keys(m)
     idx = torch.randint(29, (2, BLOCK - 2), generator=torch.Generator().manual_seed(0))
-    logits, kept = decoder(idx, None)
+    seqs, logits = begin(cache, idx)
     assert logits.isfinite().all()
     if failing:
         with torch.no_grad():
             m.transformer.h[1].mlp.c_proj.bias.fill_(float('inf'))
         with pytest.raises(ValueError, match='not numbers'):
-            decoder(idx[:, :1], kept)
+            feed(cache, seqs, idx[:, :1])
     m.load_state_dict(good)
     if not alive:
-        del kept
+        for seq in seqs:
+            cache.free(seq)
     for prompts in ([[1, 2, 3], [4]], [[5]], PROMPTS[2:4], [[1, 2, 3], [4]]):
         for how in (dict(), dict(when_full='shift')):
-            expected = m.generate(prompts, BLOCK + 4, temperature=0, **how)
-            assert m.generate(prompts, BLOCK + 4, temperature=0, use_cache=True, decoder=decoder, **how) == expected
+            expected = generate(m, prompts, BLOCK + 4, temperature=0, **how)
+            assert generate(m, prompts, BLOCK + 4, temperature=0, use_cache=True, cache=cache, **how) == expected
 
 
 @pytest.mark.parametrize('bits', [0, 8])
-@pytest.mark.parametrize('kind', SYSTEMS)
-def test_a_cache_that_broken_weights_spoilt_is_wiped_when_it_is_empty(kind, bits):
-    """So that later generations need each forward pass once again."""
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_cache_with_keys_of_broken_weights_is_zeroed_when_it_is_empty(kind, bits):
+    """Otherwise later generations would need each forward pass twice."""
     m = good_for_huge_keys(3)
-    good, decoder, passes = {name: p.clone() for name, p in m.state_dict().items()}, CacheDecoder(m, kind, 4, bits), []
+    good, cache, passes = {name: p.clone() for name, p in m.state_dict().items()}, make_cache(m, kind, 4, bits), []
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     with_huge_keys(m)
-    decoder(torch.randint(29, (3, BLOCK)), None)
+    seqs, _ = begin(cache, torch.randint(29, (3, BLOCK)))
+    for seq in seqs:
+        cache.free(seq)
     m.load_state_dict(good)
-    m.generate([[1, 2, 3], [4], [5]], 5, temperature=0, use_cache=True, decoder=decoder)
-    m.register_forward_pre_hook(lambda *_: passes.append(1))
+    generate(m, prompts, 5, temperature=0, use_cache=True, cache=cache)
     m.transformer.ln_f.register_forward_hook(lambda *_: passes.append(1))
-    again, fresh = (m.generate([[1, 2, 3], [4], [5]], 5, temperature=0, use_cache=True, decoder=d)
-                    for d in (decoder, CacheDecoder(m, kind, 4, bits)))
-    assert again == fresh and len(passes) == 2 * (1 + 5)  # filling all but the last tokens, and five steps
+    again, fresh = (generate(m, prompts, 5, temperature=0, use_cache=True, cache=c)
+                    for c in (cache, make_cache(m, kind, 4, bits)))
+    assert again == fresh and len(passes) == 2 * 5
 
 
 @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize('kind', SYSTEMS)
+@pytest.mark.parametrize('kind', KINDS)
 def test_the_models_dtype_is_kept(kind, dtype):
     m, idx = model(10).to(dtype), torch.randint(29, (2, 12))
-    if str(dtype).removeprefix('torch.') not in BITS:
-        with pytest.raises(ValueError, match='float64'):
-            CacheDecoder(m, kind, 2)
-        return
-    decoder = CacheDecoder(m, kind, 2)
-    logits, cache = decoder(idx[:, :9], None)
+    cache = make_cache(m, kind, 2)
+    seqs, logits = begin(cache, idx[:, :9])
     for t in range(9, 12):
-        logits, cache = decoder(idx[:, t:t + 1], cache)
-    layers = decoder.system.layers or decoder.system.pool.layers
-    assert logits.dtype is dtype and all(stored.dtype is dtype for layer in layers for stored in layer.tensors())
+        logits = feed(cache, seqs, idx[:, t:t + 1])
+    assert logits.dtype is dtype
+    assert all(stored.dtype is dtype for layer in cache.layers for stored in layer.tensors())
     with torch.no_grad():
-        exact = m(idx, use_cache=False)[0]
+        exact = m(idx, use_cache=False)[0][:, 0]
     assert (logits - exact).abs().max() < {torch.float64: 1e-12, torch.bfloat16: 0.1, torch.float16: 0.02}[dtype]
-    with pytest.raises(ValueError, match='make a new decoder'):
+    with pytest.raises(ValueError, match='make a new cache'):
         m.float()
-        decoder(idx[:, :1], cache)
+        feed(cache, seqs, idx[:, :1])
 
 
 def test_a_dtype_that_cannot_be_kept_is_refused(monkeypatch):
     monkeypatch.delitem(BITS, 'bfloat16')
     with pytest.raises(ValueError, match='the model is bfloat16'):
-        CacheDecoder(model(0).to(torch.bfloat16), 'tuple', 2)
+        make_cache(model(0).to(torch.bfloat16), 'tuple', 2)
 
 
 @pytest.mark.parametrize('bits', [0, 8])
-@pytest.mark.parametrize('kind', SYSTEMS)
+@pytest.mark.parametrize('kind', KINDS)
 def test_a_model_made_in_inference_mode(kind, bits):
     with torch.inference_mode():
         made = model(11)
     assert all(p.is_inference() for p in made.parameters())
-    expected = [model(11).generate(PROMPTS[:4], 20, temperature=0, use_cache=True, decoder=CacheDecoder(model(11), kind, 4, bits), **how)
-                for how in (dict(), dict(when_full='shift'))]
-    decoder = CacheDecoder(made, kind, 4, bits)
+    policies = dict(), dict(when_full='shift')
+    expected = [generate(model(11), PROMPTS[:4], 20, temperature=0, use_cache=True,
+                         cache=make_cache(model(11), kind, 4, bits), **how) for how in policies]
+    cache = make_cache(made, kind, 4, bits)
     for _ in range(2):
-        assert expected == [made.generate(PROMPTS[:4], 20, temperature=0, use_cache=True, decoder=decoder, **how)
-                            for how in (dict(), dict(when_full='shift'))]
-    assert expected[0] == made.generate(PROMPTS[:4], 20, temperature=0) or bits
+        assert expected == [generate(made, PROMPTS[:4], 20, temperature=0, use_cache=True, cache=cache, **how)
+                            for how in policies]
+    assert expected[0] == generate(made, PROMPTS[:4], 20, temperature=0) or bits
 
 
 def test_the_weights_are_read_once_for_a_prefill_and_not_in_a_step(monkeypatch):
     m, read = model(0), []
     monkeypatch.setattr(paged.Watch, 'hashed', lambda watch: read.append(1))
-    m.generate(torch.randint(29, (3, 5)), 10, use_cache=True, decoder=CacheDecoder(m, 'paged', 3))
+    generate(m, torch.randint(29, (3, 5)), 10, use_cache=True, cache=make_cache(m, 'paged', 3))
     assert len(read) == 1

@@ -3,15 +3,15 @@ import numpy as np
 import pytest
 import torch
 
+from kvcache.cell_cache import CellCache
 from kvcache.cells import Window
 from kvcache.rotary import Rotary
 from kvcache.storage import Rows
 from kvcache.streams import NoSlot, context_shift
-from kvcache.unified import KVCache
 
 
 def cache(kv_size=8, n_seq_max=4, **how):
-    return KVCache(**(dict(n_layer=2, n_head_kv=1, head_dim=32) | how | dict(kv_size=kv_size, n_seq_max=n_seq_max)))
+    return CellCache(**(dict(n_layer=2, n_head_kv=1, head_dim=32) | how | dict(kv_size=kv_size, n_seq_max=n_seq_max)))
 
 
 def put(c, tokens, value=None):
@@ -20,7 +20,8 @@ def put(c, tokens, value=None):
     slots = c.find_slot(batch)
     c.apply(slots, batch)
     c.update()
-    keys = torch.from_numpy(batch.positions).flatten().float() if value is None else torch.as_tensor(value, dtype=torch.float32)
+    value = batch.positions.ravel() if value is None else value
+    keys = torch.from_numpy(np.asarray(value, dtype=np.float32))
     for layer in (number for number, layer in enumerate(c.layers) if layer is not None):
         rows = keys[:, None, None].expand(-1, c.n_head_kv, c.head_dim) + 100 * layer
         c.cpy_k(layer, rows, c.k_idxs(slots))
@@ -71,7 +72,7 @@ def test_what_does_not_fit_changes_nothing(n):
     assert not c.find_slot(c.batch({1: range(n)}))
     assert not c.prepare([c.batch({1: range(5)}), c.batch({1: [5]})])
     with pytest.raises(ValueError, match='full'):
-        c.forward(c.batch({1: range(n)}))
+        c.place(c.batch({1: range(n)}))
     assert str(c) == before
     assert [s.cells.tolist() for s in c.prepare([c.batch({1: range(4)}), c.batch({1: [4]})])] == [[[3, 4, 5, 6]], [[7]]]
     assert str(c) == before
@@ -80,10 +81,10 @@ def test_what_does_not_fit_changes_nothing(n):
 def test_a_window_frees_what_it_has_passed_and_leaves_no_hole():
     c = cache(kv_size=4, n_swa=3, swa_type='standard')
     put(c, {0: range(4)})
-    assert put(c, {0: [4]}).tolist() == [[0]]  # the next token at 4 sees 2, 3 and itself: 0 and 1 are passed
+    assert put(c, {0: [4]}).tolist() == [[0]]  # a token at 4 sees 2, 3 and 4; 0 and 1 are hidden
     assert positions(c, 0) == [1, 2, 3, 4]
     c.streams[0].head = 2
-    assert put(c, {0: [5]}).tolist() == [[2]]  # position 2 is overwritten, and position 1, before it, goes with it
+    assert put(c, {0: [5]}).tolist() == [[2]]  # overwrites position 2, and position 1 is removed too
     assert positions(c, 0) == [3, 4, 5]
 
 
@@ -97,8 +98,8 @@ def test_masks(kind, seen):
     mask = c.kq_mask(batch)
     assert c.streams[0].pos[:8][mask[0, 0, 0].numpy()].tolist() == seen
     assert np.flatnonzero(mask[0, 0, 1]).tolist() == [5, 7]
-    assert Window(4, 'chunked').passed(np.arange(8), 6).tolist() == [True] * 4 + [False] * 4
-    assert Window(4, 'standard').passed(np.arange(8), 6).tolist() == [True] * 3 + [False] * 5
+    assert Window(4, 'chunked').hides(np.arange(8), 6).tolist() == [True] * 4 + [False] * 4
+    assert Window(4, 'standard').hides(np.arange(8), 6).tolist() == [True] * 3 + [False] * 5
 
 
 def test_n_kv_is_padded_and_views_are_not_copies():
@@ -147,7 +148,8 @@ def test_separate_streams_take_equal_parts():
     for tokens in ({0: [0], 1: [0, 1]}, {(0, 1): [0]}):
         with pytest.raises(ValueError, match='split'):
             c.batch(tokens)
-    for tokens in ({}, {0: []}, {4: [0]}, {0: [-1]}, {0: [0.5, 1.5]}, {0: [2**31]}, {0: [2**63]}, {'a': [0]}, {0.5: [0]}, {(): [0]}):
+    for tokens in ({}, {0: []}, {4: [0]}, {0: [-1]}, {0: [0.5, 1.5]}, {0: [2**31]}, {0: [2**63]}, {'a': [0]},
+                   {0.5: [0]}, {(): [0]}):
         with pytest.raises(ValueError):
             c.batch(tokens)
 
@@ -157,7 +159,8 @@ def test_a_sequence_goes_on_where_it_ends():
     put(c, {(0, 1): range(3)})
     put(c, {1: [3]})
     before = str(c)
-    for tokens in ({0: [4]}, {0: [2]}, {(0, 1): [3]}, {1: [0]}):  # 0 and 1 have diverged: no next position is that of both
+    # sequences 0 and 1 have different next positions
+    for tokens in ({0: [4]}, {0: [2]}, {(0, 1): [3]}, {1: [0]}):
         with pytest.raises(ValueError, match='goes on at position'):
             c.find_slot(c.batch(tokens))
         with pytest.raises(ValueError, match='goes on at position'):
@@ -172,10 +175,10 @@ def test_a_sequence_goes_on_where_it_ends():
     for tokens in ({0: [3]}, {(0, 2): [3]}):
         with pytest.raises(ValueError, match='another cache'):
             cache(n_seq_max=4).find_slot(c.batch(tokens))
-    put(c, {0: [3]})  # now both have position 3, but not the same
+    put(c, {0: [3]})  # now both have a position 3, in different cells
     with pytest.raises(ValueError, match='diverged'):
         c.find_slot(c.batch({(0, 1): [4]}))
-    put(c, {2: [5, 6]})  # an empty one begins anywhere
+    put(c, {2: [5, 6]})  # an empty sequence can begin at any position
     assert positions(c, 2) == [5, 6]
 
 
@@ -190,7 +193,7 @@ def test_a_copy_does_not_give_a_position_twice():
     one.seq_cp(0, 1, 2)
     one.seq_cp(0, 1, 2)
     assert positions(one, 1) == [0, 1, 2] and one.streams[0].used() == 5
-    many.seq_cp(0, 1)  # into a stream of its own: what was there is gone, as in llama.cpp
+    many.seq_cp(0, 1)  # into another stream: its content is replaced, as in llama.cpp
     assert positions(many, 1) == [0, 1, 2] and torch.equal(many.get_k(1, 3, slice(1, 2)), many.get_k(1, 3, slice(0, 1)))
 
 
@@ -202,7 +205,8 @@ def test_the_drawing():
     wide = cache(kv_size=40)
     put(wide, {0: range(30)})
     lines = str(wide).split('\n')
-    assert len(lines) == 7 and lines[4].startswith('slot  28  29') and lines[5] == 'pos   28  29' + '  .' + '   .' * 9 and max(map(len, lines)) <= 120
+    assert len(lines) == 7 and lines[4].startswith('slot  28  29') and max(map(len, lines)) <= 120
+    assert lines[5] == 'pos   28  29' + '  .' + '   .' * 9
     two = cache(kv_size=1, n_seq_max=2, unified=False)
     put(two, {1: [7]})
     assert str(two) == '\n'.join(['stream 0', 'slot  0', 'pos   .', 'seq', 'stream 1', 'slot  0', 'pos   7', 'seq   b'])
@@ -211,16 +215,16 @@ def test_the_drawing():
 # shifts
 
 @pytest.mark.parametrize('base', [10000.0, 100.0])
-def test_turning_adds_up(base):
+def test_rotations_add_up(base):
     rotary, x = Rotary(16, base), torch.randn(7, 2, 16)
     p, d = torch.arange(7), torch.tensor([3, -2, 100, 0, 1, -4, 50])
     assert torch.allclose(rotary(rotary(x, p), d), rotary(x, p + d), atol=1e-5)
 
 
 def rotary_cache(type_k, n=8, kv_size=8):
-    """A cache with keys 0 ... n - 1 of sequence 0, and those keys before they were turned."""
+    """A cache with keys 0 ... n - 1 of sequence 0, and those keys before they were rotated."""
     rotary = Rotary(32)
-    c = KVCache(1, 1, 32, kv_size, 3, type_k=type_k, can_shift=True)
+    c = CellCache(1, 1, 32, kv_size, 3, type_k=type_k, can_shift=True)
     raw = torch.randn(n, 1, 32, generator=torch.Generator().manual_seed(0))
     batch = c.batch({0: range(n)})
     slots = c.find_slot(batch)
@@ -230,7 +234,10 @@ def rotary_cache(type_k, n=8, kv_size=8):
 
 
 def attended_keys(c, seq, pos):
-    """The keys that a token of seq at pos would see, in the order of positions: what `Placement` and `Layer.read` make of them."""
+    """
+    The keys that a token of seq at pos would see, in the order of positions, as `Placement` and `Layer.read` give
+    them.
+    """
     batch = c.batch({seq: [pos]})
     slots = c.find_slot(batch)
     c.apply(slots, batch)
@@ -242,33 +249,38 @@ def attended_keys(c, seq, pos):
     return k[0, 0, torch.from_numpy(order)]
 
 
-@pytest.mark.parametrize('type_k, tolerance', [('float32', 1e-5), ('float16', 4e-3), ('bfloat16', 3e-2), ('int8', 3e-2)])
+@pytest.mark.parametrize('type_k, tolerance', [('float32', 1e-5), ('float16', 4e-3), ('bfloat16', 3e-2),
+                                               ('int8', 3e-2)])
 def test_shifted_keys_are_those_of_the_new_positions(type_k, tolerance):
     c, raw, rotary = rotary_cache(type_k)
     assert context_shift(c, 0, n_keep=2) == 3
     assert positions(c, 0) == [0, 1, 2, 3, 4]  # which were 0, 1, 5, 6, 7
     expected = rotary(raw[[0, 1, 5, 6, 7]], torch.arange(5))[:, 0]
-    for _ in range(2):  # turned once, not at each look
+    for _ in range(2):  # rotated once, not at each read
         assert (attended_keys(c, 0, 5) - expected).abs().max() < tolerance
 
 
 @pytest.mark.parametrize('type_k', ['float32', 'float16', 'bfloat16', 'int8'])
 def test_64_shifts_do_not_drift(type_k):
-    """Every shift forth and back: at the end the keys are as far from the exact ones as they were before the first, or in float32 by rounding."""
+    """
+    Shifts back and forth: the error of the keys is the same at the end as before the first shift, or in float32 a
+    rounding error.
+    """
     c, raw, rotary = rotary_cache(type_k, kv_size=9)
     exact = rotary(raw, torch.arange(8))[:, 0]
     before = (attended_keys(c, 0, 8) - exact).abs().max()
     for i in range(64):
         c.seq_add(0, 0, -1, 5 if i % 2 == 0 else -5)
-        after = (attended_keys(c, 0, 13 if i % 2 == 0 else 8) - rotary(raw, torch.arange(8) + (5 if i % 2 == 0 else 0))[:, 0]).abs().max()
+        shift = 5 if i % 2 == 0 else 0
+        after = (attended_keys(c, 0, 8 + shift) - rotary(raw, torch.arange(8) + shift)[:, 0]).abs().max()
     assert after <= before * 1.1 + 1e-5
-    written = Rows((1, 8), 32, type_k)  # the plain way: read, turn, and write again
+    written = Rows((1, 8), 32, type_k)  # for comparison: read, rotate and write at each shift
     written.write(torch.arange(8), exact)
     for i in range(64):
         keys = written.read((slice(None), slice(None)))[0][:, None]
         written.write(torch.arange(8), rotary(keys, torch.full((8,), 5 if i % 2 == 0 else -5))[:, 0])
     drifted = (written.read((slice(None), slice(None)))[0] - exact).abs().max()
-    print(f"{type_k}: off by {before:.1e} as written, {after:.1e} after 64 shifts, {drifted:.1e} if written anew at each")
+    print(f"{type_k}: off by {before:.1e} as written, {after:.1e} after 64 shifts, {drifted:.1e} if written at each")
     assert drifted > 4 * after or type_k.startswith('float')
 
 
@@ -281,7 +293,10 @@ def test_keys_are_at_the_positions_they_have_now(type_k, tolerance):
 
 
 def test_the_cat_sat_on_the_mat():
-    """A full cache of four cells: the oldest goes, the new token takes its cell, the others are renumbered and turned where they are."""
+    """
+    A full cache of four cells: the oldest position is removed, the new token takes its cell, the others get new
+    positions and are rotated in place.
+    """
     c, raw, rotary = rotary_cache('float32', n=4, kv_size=4)
     assert not c.find_slot(c.batch({0: [4]}))
     c.seq_rm(0, 0, 1)
@@ -301,11 +316,13 @@ def test_learned_positions_and_shared_cells_are_not_moved():
     c, _, _ = rotary_cache('float32')
     c.seq_cp(0, 1)
     before = str(c), str(learned)
-    for refused in (lambda: learned.seq_add(0, 0, -1, 1), lambda: learned.seq_div(0, 0, -1, 2), lambda: context_shift(learned, 0),
+    for refused in (lambda: learned.seq_add(0, 0, -1, 1), lambda: learned.seq_div(0, 0, -1, 2),
+                    lambda: context_shift(learned, 0),
                     lambda: context_shift(c, 2), lambda: context_shift(c, 0, 2.5), lambda: c.seq_add(0, 0, -1, 1.5),
                     lambda: c.seq_div(0, 0, -1, 1.5),
                     lambda: c.seq_add(0, 0, -1, 2**62),
-                    lambda: c.seq_add(0, 0, -1, 1), lambda: context_shift(c, 0), lambda: c.seq_div(0, 0, -1, 0), lambda: context_shift(c, 0, 8)):
+                    lambda: c.seq_add(0, 0, -1, 1), lambda: context_shift(c, 0), lambda: c.seq_div(0, 0, -1, 0),
+                    lambda: context_shift(c, 0, 8)):
         with pytest.raises(ValueError):
             refused()
     assert (str(c), str(learned)) == before
@@ -321,7 +338,7 @@ def test_a_fork_is_shifted_as_long_as_what_moves_is_its_own():
     put(c, {(0, 1): range(4)})
     put(c, {0: range(4, 8)})
     before = positions(c, 1)
-    assert context_shift(c, 0, n_keep=1) == 3  # drops 1, 2, 3, which 1 keeps
+    assert context_shift(c, 0, n_keep=1) == 3  # removes 1, 2, 3 from sequence 0; sequence 1 keeps them
     assert positions(c, 0) == [0, 1, 2, 3, 4] and positions(c, 1) == before
     c.seq_cp(1, 2)
     with pytest.raises(ValueError, match='shares'):
@@ -329,8 +346,8 @@ def test_a_fork_is_shifted_as_long_as_what_moves_is_its_own():
 
 
 @pytest.mark.parametrize('type_k, tolerance', [('float32', 1e-5), ('int8', 3e-2)])
-def test_divided_positions_turn_keys_the_right_way(type_k, tolerance):
-    """By new - old. llama.cpp adds old - new to the shift, and turns its keys the wrong way."""
+def test_divided_positions_rotate_keys_the_right_way(type_k, tolerance):
+    """By new - old. llama.cpp adds old - new to the shift, and rotates its keys the wrong way."""
     c, raw, rotary = rotary_cache(type_k)
     c.seq_rm(0, 0, 4)
     c.seq_div(0, -1, -1, 4)

@@ -1,4 +1,4 @@
-"""What a token costs in memory: as much as the cells in use, whatever the size of the cache. In bytes, not seconds."""
+"""The memory that a token needs depends on the cells in use, not on the size of the cache. In bytes, not seconds."""
 import tracemalloc
 
 import numpy as np
@@ -6,9 +6,9 @@ import pytest
 import torch
 from test_cells import cache, put
 
+from kvcache.cell_cache import CellCache
 from kvcache.placement import Placement
 from kvcache.streams import Streams
-from kvcache.unified import KVCache
 
 MB = 10**6
 
@@ -35,9 +35,9 @@ def test_a_stream_of_one_sequence_keeps_owners_for_one():
 
 @pytest.mark.parametrize('n_seq_max, unified', [(1, True), (256, True), (4, False)])
 def test_a_token_does_not_look_at_cells_that_are_not_in_use(n_seq_max, unified):
-    c = KVCache(1, 1, 8, 131_072, n_seq_max, unified, can_shift=True)
-    c.forward(c.batch({0: range(10)}))
-    _, size = peak(lambda: c.forward(c.batch({0: [10]})))
+    c = CellCache(1, 1, 8, 131_072, n_seq_max, unified, can_shift=True)
+    c.place(c.batch({0: range(10)}))
+    _, size = peak(lambda: c.place(c.batch({0: [10]})))
     assert size < 40_000  # one bit for each cell would be 16,384, one number 1,048,576
     _, size = peak(lambda: (c.seq_rm(0, 10), c.seq_add(0, 5, -1, -1), c.seq_pos_min(0), c.find_slot(c.batch({0: [9]}))))
     assert size < 40_000
@@ -46,7 +46,7 @@ def test_a_token_does_not_look_at_cells_that_are_not_in_use(n_seq_max, unified):
 @pytest.mark.parametrize('window', [None, 'standard', 'chunked'])
 def test_the_mask_of_a_long_prompt_stays_bool(window):
     """2,048 tokens at position 30,000: one byte for each token and key, and what a comparison needs."""
-    c = KVCache(1, 1, 8, 32_048, 2, n_swa=0 if window is None else 31_000, swa_type=window or 'none')
+    c = CellCache(1, 1, 8, 32_048, 2, n_swa=0 if window is None else 31_000, swa_type=window or 'none')
     for positions in (range(30_000), range(30_000, 32_048)):
         batch = c.batch({0: positions})
         slots = c.find_slot(batch)
@@ -56,15 +56,15 @@ def test_the_mask_of_a_long_prompt_stays_bool(window):
     first = {None: 0, 'standard': 32_047 - 30_999, 'chunked': 31_000}[window]
     assert np.array_equal(np.flatnonzero(mask[0, 0, -1]), np.arange(first, 32_048))
     placement = c.placement(batch, slots)
-    assert placement.added_mask(torch.zeros(1)).dtype == torch.bool and not placement.added
+    assert placement.additive_mask(torch.zeros(1)).dtype == torch.bool and not placement.additive
 
 
 def test_a_short_mask_is_added_and_made_once():
     mask = torch.ones(2, 1, 3, 5, dtype=torch.bool).tril()
     placement = Placement(torch.zeros(2, 3), torch.arange(6), 2, mask)
-    added = placement.added_mask(torch.zeros(1))
+    added = placement.additive_mask(torch.zeros(1))
     assert added.dtype == torch.float32 and torch.equal(added == 0, mask)
-    assert placement.added_mask(torch.zeros(1)) is added
+    assert placement.additive_mask(torch.zeros(1)) is added
 
 
 @pytest.mark.parametrize('default', ['float64', 'bfloat16', 'meta'])

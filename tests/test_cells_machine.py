@@ -1,4 +1,4 @@
-"""Cells and streams under a machine that does anything in any order, against plain dictionaries."""
+"""Cells and streams under random operations, compared with plain dictionaries."""
 import os
 import tempfile
 
@@ -17,15 +17,15 @@ KV_SIZE, N_SEQ = 12, 4
 
 class CellsMachine(RuleBasedStateMachine):
     """
-    Random operations, beside {sequence: {position: cell}}, a cell being a number that stands for what it holds: its token is
-    written as the value, and the key is made of it and turned by its position.
+    Random operations beside {sequence: {position: cell}}. A cell's number stands for its token, which is written as the
+    value; the key is computed from it and rotated by its position.
     """
     unified, type_k, window = True, 'float32', None
 
     def __init__(self):
         super().__init__()
-        self.cache = cache(KV_SIZE, N_SEQ, unified=self.unified, type_k=self.type_k, can_shift=True, n_swa=self.window or 0,
-                           swa_type='standard' if self.window else 'none')
+        self.cache = cache(KV_SIZE, N_SEQ, unified=self.unified, type_k=self.type_k, can_shift=True,
+                           n_swa=self.window or 0, swa_type='standard' if self.window else 'none')
         self.model, self.held = {seq: {} for seq in range(N_SEQ)}, []
         self.folder = tempfile.TemporaryDirectory()
 
@@ -36,7 +36,8 @@ class CellsMachine(RuleBasedStateMachine):
         """Cells of each stream that are in use, or would be without one sequence."""
         if not self.unified:
             return {seq: 0 if seq == but else len(mine) for seq, mine in self.model.items()}
-        return dict.fromkeys(self.model, len({cell for seq, mine in self.model.items() if seq != but for cell in mine.values()}))
+        return dict.fromkeys(self.model, len({cell for seq, mine in self.model.items() if seq != but
+                                              for cell in mine.values()}))
 
     def cells_with(self, tokens):
         """New cells that hold these tokens."""
@@ -44,7 +45,7 @@ class CellsMachine(RuleBasedStateMachine):
         return range(len(self.held) - len(tokens), len(self.held))
 
     def key(self, tokens):
-        """Keys (n, 1, 32) of tokens before they are turned, none larger than 1."""
+        """Keys (n, 1, 32) of tokens before they are rotated, none larger than 1."""
         return torch.sin(torch.as_tensor(tokens, dtype=torch.float64)[:, None, None] * torch.arange(1, 33)).float()
 
     @rule(seq=seqs, n=st.integers(1, 5))
@@ -67,7 +68,7 @@ class CellsMachine(RuleBasedStateMachine):
 
     @rule(seq=st.one_of(st.none(), seqs), p0=ends, p1=ends)
     def rm(self, seq, p0, p1):
-        if self.window:  # what has been passed is gone, so that nothing but all of a sequence can be taken back
+        if self.window:  # hidden positions may be gone, so only a whole sequence can be removed
             p0 = p1 = -1
         self.cache.seq_rm(seq, p0, p1)
         for mine in [self.model[seq]] if seq is not None else self.model.values():
@@ -78,7 +79,7 @@ class CellsMachine(RuleBasedStateMachine):
     def cp(self, source, to, p0, p1):
         if source == to:
             return
-        if self.window:  # whole, to an empty one: of what has been passed nobody knows
+        if self.window:  # a whole sequence to an empty one: which hidden positions are left is not known here
             p0 = p1 = -1
             self.rm(to, -1, -1)
         part = {p: cell for p, cell in self.model[source].items() if p >= p0 and (p1 < 0 or p < p1)}
@@ -101,12 +102,13 @@ class CellsMachine(RuleBasedStateMachine):
         self.model = {s: mine if s == seq else {} for s, mine in self.model.items()}
 
     def shared(self, seq):
-        return any(cell in other.values() for s, other in self.model.items() if s != seq for cell in self.model[seq].values())
+        return any(cell in other.values() for s, other in self.model.items() if s != seq
+                   for cell in self.model[seq].values())
 
     @rule(seq=seqs, shift=st.integers(-6, 6))
     def add(self, seq, shift):
         if self.unified and shift and self.shared(seq):
-            if not self.window:  # of what the window has passed nobody knows
+            if not self.window:  # which hidden positions are still shared is not known here
                 with pytest.raises(ValueError, match='shares'):
                     self.cache.seq_add(seq, -1, -1, shift)
             return
@@ -123,9 +125,11 @@ class CellsMachine(RuleBasedStateMachine):
     @rule(seq=seqs, n_keep=st.integers(0, 2))
     def make_room(self, seq, n_keep):
         mine, n = self.model[seq], len(self.model[seq])
-        if sorted(mine) == list(range(n)) and n - n_keep > 1 and not self.window and not (self.unified and self.shared(seq)):
+        shared = self.unified and self.shared(seq)
+        if sorted(mine) == list(range(n)) and n - n_keep > 1 and not self.window and not shared:
             n_discard = context_shift(self.cache, seq, n_keep)
-            self.model[seq] = {p if p < n_keep else p - n_discard: cell for p, cell in mine.items() if p < n_keep or p >= n_keep + n_discard}
+            self.model[seq] = {p if p < n_keep else p - n_discard: cell for p, cell in mine.items()
+                               if p < n_keep or p >= n_keep + n_discard}
             assert sorted(self.model[seq]) == list(range(n - (n - n_keep) // 2))
 
     @rule(seq=seqs, to=seqs)
@@ -133,7 +137,7 @@ class CellsMachine(RuleBasedStateMachine):
         path = os.path.join(self.folder.name, 'one')
         self.cache.state_save(path, seq)
         if self.window:
-            saved = min(len(self.model[seq]), self.window)  # with a window, what its last position sees
+            saved = min(len(self.model[seq]), self.window)  # the positions that the last token sees
             try:
                 self.cache.state_load(path, to)
             except ValueError as e:
@@ -143,7 +147,8 @@ class CellsMachine(RuleBasedStateMachine):
                 [self.held[cell] for _, cell in sorted(self.model[seq].items())[-saved:]]))) if saved else {}
         elif self.used(but=to)[to] + len(self.model[seq]) <= KV_SIZE:
             self.cache.state_load(path, to)
-            self.model[to] = dict(zip(self.model[seq], self.cells_with([self.held[cell] for cell in self.model[seq].values()])))
+            tokens = [self.held[cell] for cell in self.model[seq].values()]
+            self.model[to] = dict(zip(self.model[seq], self.cells_with(tokens)))
         else:
             with pytest.raises(ValueError, match='room'):
                 self.cache.state_load(path, to)
@@ -161,15 +166,17 @@ class CellsMachine(RuleBasedStateMachine):
             cells, stream = self.cache.cells_of(seq), self.cache.stream_of(seq)
             where = cells.of(seq)
             values = self.cache.get_v(1, KV_SIZE, slice(stream, stream + 1))[0, torch.from_numpy(where), 0, 0] - 1000
-            held, mine = dict(zip(cells.pos[where].tolist(), values.int().tolist())), {p: self.held[cell] for p, cell in mine.items()}
-            if self.window:  # what the next token sees is there, and whatever else there is is right and without a hole
+            held = dict(zip(cells.pos[where].tolist(), values.int().tolist()))
+            mine = {p: self.held[cell] for p, cell in mine.items()}
+            if self.window:  # all that the next token sees, and perhaps some before it, without a hole
                 end = max(mine, default=-1) + 1
                 seen = [p for p in mine if end - p < self.window]
                 assert held.keys() >= set(seen) and all(mine[p] == token for p, token in held.items())
                 assert sorted(held) == sorted(mine)[len(mine) - len(held):]
             else:
                 assert held == mine
-                assert (self.cache.seq_pos_min(seq), self.cache.seq_pos_max(seq)) == (min(mine, default=None), max(mine, default=None))
+                ends = self.cache.seq_pos_min(seq), self.cache.seq_pos_max(seq)
+                assert ends == (min(mine, default=None), max(mine, default=None))
             if held:
                 keys = self.cache.get_k(1, KV_SIZE, slice(stream, stream + 1))[0, torch.from_numpy(where)]
                 exact = self.cache.rotary(self.key(list(held.values())), torch.tensor(list(held)))
@@ -179,7 +186,8 @@ class CellsMachine(RuleBasedStateMachine):
 
     def teardown(self):
         self.cache.seq_rm(None)
-        assert all(cells.used() == 0 and (cells.pos == EMPTY).all() and not cells.shift.any() for cells in self.cache.streams)
+        assert all(cells.used() == 0 and (cells.pos == EMPTY).all() and not cells.shift.any()
+                   for cells in self.cache.streams)
         self.folder.cleanup()
 
 

@@ -1,4 +1,4 @@
-"""Which cell every token goes to: against llama.cpp's rules written as loops over single cells."""
+"""Which cell each token is stored in, compared with llama.cpp's rules as loops over single cells."""
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -89,7 +89,7 @@ class ReferenceMachine(RuleBasedStateMachine):
 
     @rule(seq=seqs, other=st.none() | seqs, n=st.integers(1, 5))
     def append(self, seq, other, n):
-        """n tokens for a sequence; with another of as many cells, the same again for that one or for both."""
+        """n tokens for a sequence, and for another one if it is given."""
         starts = {s: -1 if (last := self.of(s).last(s)) is None else last for s in (seq, other) if s is not None}
         runs = [(seq, range(starts[seq] + 1, starts[seq] + 1 + n))]
         if other is not None and other != seq:
@@ -148,7 +148,7 @@ class ReferenceMachine(RuleBasedStateMachine):
 
     @rule()
     def prepare(self):
-        """A plan for two batches: the second finds what the first would leave, and nothing is changed."""
+        """Slots for two batches: the second search sees the first batch's cells as used, and nothing is changed."""
         start = -1 if (last := self.of(0).last(0)) is None else last
         batches = [{0: [start + 1, start + 2]}, {0: [start + 3]}]
         self.streams.prepare([self.streams.batch(tokens) for tokens in batches])
@@ -235,7 +235,7 @@ def test_numbers_that_are_no_integers_are_refused(unified):
 
 
 def test_sequences_that_diverge_inside_a_batch_share_no_more_tokens():
-    """One batch is refused where two were: a sequence would own a position that was computed from tokens of another."""
+    """As with two batches: a sequence would own a position that was computed from another's tokens."""
     streams = Streams(16, 3)
     for tokens in ({0: [0, 1], (0, 1): [2]}, {(0, 1): [0], 0: [1], 1: [1], (1, 0): [2]}, {(0, 1): [0, 1], (1, 2): [2]}):
         with pytest.raises(ValueError, match='diverged'):

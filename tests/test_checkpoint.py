@@ -1,4 +1,4 @@
-"""Checkpoints: whole at any moment, loaded without running what is in them, nanoGPT's among them."""
+"""Checkpoints: never half-written, loaded without running what is in them; nanoGPT's load too."""
 import json
 import os
 import pickle
@@ -23,9 +23,10 @@ def small():
 
 
 def nanogpt_checkpoint(model):
-    """What nanoGPT's train.py saves: no tokenizer, no RNG, and older ones a mask buffer and a compiled model's prefix."""
+    """As nanoGPT saves it: no tokenizer, no RNG. An old one: mask buffers, and the prefix of a compiled model."""
     args = dict(n_layer=1, n_head=1, n_embd=8, block_size=8, bias=False, vocab_size=11, dropout=0.0)
-    state = {'_orig_mod.' + k: v for k, v in model.state_dict().items()} | {'_orig_mod.transformer.h.0.attn.bias': torch.ones(1, 1, 8, 8)}
+    state = {'_orig_mod.' + k: v for k, v in model.state_dict().items()}
+    state['_orig_mod.transformer.h.0.attn.bias'] = torch.ones(1, 1, 8, 8)
     return {'model': state, 'optimizer': {}, 'model_args': args, 'iter_num': 5, 'best_val_loss': torch.tensor(1.5),
             'config': {'dataset': 'mine', 'learning_rate': 1e-3}}
 
@@ -39,8 +40,9 @@ def test_a_checkpoint_of_nanogpt_loads(tmp_path, monkeypatch):
     assert torch.equal(again(idx)[0], model(idx)[0])
     os.makedirs(tmp_path / 'data' / 'mine')
     chars = sorted(set('hello world'))
+    meta = {'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': {c: i for i, c in enumerate(chars)}}
     with open(tmp_path / 'data' / 'mine' / 'meta.pkl', 'wb') as f:
-        pickle.dump({'vocab_size': len(chars), 'itos': dict(enumerate(chars)), 'stoi': {c: i for i, c in enumerate(chars)}}, f)
+        pickle.dump(meta, f)
     monkeypatch.chdir(tmp_path)
     assert checkpoints.tokenizer_of(loaded).chars == chars
 
@@ -162,7 +164,7 @@ def test_no_zeroed_sector_loads_as_something_else(whole):
 
 
 def test_no_flipped_bit_of_the_zip_directory_loads_as_something_else(whole):
-    """Such as the one that marks an entry as a folder: torch's reader returns memory that nobody wrote for it."""
+    """One of them marks an entry as a folder, for which torch's reader returns uninitialised memory."""
     content, start = whole[0], whole[0].index(b'PK\x01\x02')
     refused = [load_damaged(whole, content[:i] + bytes([content[i] ^ 1 << bit]) + content[i + 1:])
                for i in range(start, len(content)) for bit in (4, i % 8)]
@@ -183,7 +185,7 @@ WRONG = [
     (dict(threads=0), 'threads must be at least 1'),
     (dict(best_val_loss='low'), 'best_val_loss must be a number'), (dict(best_val_loss=torch.ones(2)), 'best_val_loss'),
     (dict(config=[]), 'config must be of type dict'), (dict(tokenizer='char'), 'tokenizer must be of type dict'),
-    (dict(tokenizer={'chars': 'ab'}), "with its kind"), (dict(tokenizer={'kind': 'char'}), 'chars, a text'),
+    (dict(tokenizer={'chars': 'ab'}), "with its kind"), (dict(tokenizer={'kind': 'char'}), 'chars, a string'),
     (dict(optimizer=3), 'optimizer must be of type dict'), (dict(scaler=3), 'scaler must be of type dict'),
     (dict(rng={}), 'uint8 tensors'),
     (dict(rng={'torch': 3, 'cuda': []}), 'uint8 tensors'),

@@ -41,8 +41,8 @@ def test_defaults(script, capsys):
 
 @pytest.mark.parametrize('arg, name, value', [
     ('--steps=3', 'steps', 3), ('--rate=2e-4', 'rate', 2e-4), ('--rate=1', 'rate', 1.0), ('--loud=True', 'loud', True),
-    ('--name=a=b=c', 'name', 'a=b=c'), ('--name=', 'name', ''), ('--name=12', 'name', '12'), ('--name=--x', 'name', '--x'),
-    ('--steps=-1', 'steps', -1),
+    ('--name=a=b=c', 'name', 'a=b=c'), ('--name=', 'name', ''), ('--name=12', 'name', '12'),
+    ('--name=--x', 'name', '--x'), ('--steps=-1', 'steps', -1),
 ])
 def test_the_command_line(script, capsys, arg, name, value):
     config = configurator.override(script, [arg])
@@ -51,7 +51,8 @@ def test_the_command_line(script, capsys, arg, name, value):
 
 
 def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, capsys):
-    (tmp_path / 'c.py').write_text('import time\nsteps = 2 * 21\nrate = 1\nname = "at " + str(time.time() > 0)\nif steps > 3:\n    loud = True\n')
+    (tmp_path / 'c.py').write_text('import time\nsteps = 2 * 21\nrate = 1\nname = "at " + str(time.time() > 0)\n'
+                                   'if steps > 3:\n    loud = True\n')
     config = configurator.override(script, ['--steps=7', 'c.py'])
     assert config == dict(steps=7, rate=1.0, name='at True', loud=True, odd='#')
     assert 'loud = True (default False; c.py)' in capsys.readouterr().err
@@ -60,10 +61,12 @@ def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, c
 @pytest.mark.parametrize('argv, message', [
     (['--step=3'], 'did you mean steps'), (['--zzz=3'], 'see --help'), (['--steps=many'], 'steps must be int'),
     (['--steps=1.5'], 'steps must be int'),
-    (['--loud=1'], 'loud must be bool'), (['--loud=yes'], 'loud must be bool'), (['--rate=fast'], 'rate must be float'), (['--steps'], '--key=value'),
-    (['-steps=3'], '--key=value'), (['nothing.py'], "no config file 'nothing.py'"), (['typo.py'], 'typo.py.*did you mean steps'),
-    (['broken.py'], 'broken.py: SyntaxError'), (['dies.py'], 'dies.py: ZeroDivisionError'), (['wrong.py'], 'steps must be int.*wrong.py'),
-    (['--_private=1'], 'unknown'), (['--tools=1'], 'unknown'), (['--CONSTANT=1'], 'unknown'), (['--steps=True'], 'steps must be int'),
+    (['--loud=1'], 'loud must be bool'), (['--loud=yes'], 'loud must be bool'),
+    (['--rate=fast'], 'rate must be float'), (['--steps'], '--key=value'), (['-steps=3'], '--key=value'),
+    (['nothing.py'], "no config file 'nothing.py'"), (['typo.py'], 'typo.py.*did you mean steps'),
+    (['broken.py'], 'broken.py: SyntaxError'), (['dies.py'], 'dies.py: ZeroDivisionError'),
+    (['wrong.py'], 'steps must be int.*wrong.py'), (['--_private=1'], 'unknown'), (['--tools=1'], 'unknown'),
+    (['--CONSTANT=1'], 'unknown'), (['--steps=True'], 'steps must be int'),
 ])
 def test_what_is_wrong_is_said_in_one_line_and_changes_nothing(script, tmp_path, argv, message):
     (tmp_path / 'typo.py').write_text('step = 3')
@@ -82,7 +85,8 @@ def test_help_lists_every_setting_with_default_and_comment(script, capsys):
     assert stop.value.code == 0 and out.startswith('What the script does.')
     assert [line.split() for line in out.splitlines() if line.startswith('  --')] == [
         ['--steps=10', 'how', 'many'], ['--rate=0.001', 'how', 'fast'], ["--name='gpt'", 'what', 'it', 'is', 'called'],
-        ['--loud=False', 'say', 'so?'], ["--odd='#'", 'a', 'hash', 'in', 'a', 'string,', 'and', 'one', 'in', 'front', 'of', 'this']]
+        ['--loud=False', 'say', 'so?'],
+        ["--odd='#'", 'a', 'hash', 'in', 'a', 'string,', 'and', 'one', 'in', 'front', 'of', 'this']]
 
 
 def test_help_shows_the_values_of_a_config_file_as_the_defaults(script, tmp_path, capsys):
@@ -149,8 +153,9 @@ def test_a_process_that_is_not_the_first_waits_for_it_to_speak(script, capsys, m
 
 
 @pytest.mark.parametrize('error, code, line', [
-    (ValueError('two\nlines'), 2, 'script.py: error: two lines'), (FileNotFoundError(2, 'No such file', 'x'), 2, 'No such file'),
-    (MemoryError(), 2, 'out of memory'), (RuntimeError('CUDA out of memory. Tried'), 2, 'smaller batch_size'), (KeyboardInterrupt(), 130, ''),
+    (ValueError('two\nlines'), 2, 'script.py: error: two lines'),
+    (FileNotFoundError(2, 'No such file', 'x'), 2, 'No such file'), (MemoryError(), 2, 'out of memory'),
+    (RuntimeError('CUDA out of memory. Tried'), 2, 'smaller batch_size'), (KeyboardInterrupt(), 130, ''),
 ])
 def test_errors_end_in_one_line(script, capsys, monkeypatch, error, code, line):
     monkeypatch.setattr('sys.argv', ['script.py'])

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tokenizer as tokenizers
-from batches import Batches
 from tokenizer import CharTokenizer, TextStream
+from training.batches import Batches
 
 TEXT = 'To be, or not to be: that is the question.\n' * 50
 TIKTOKEN_CACHE = os.path.join(os.path.dirname(os.path.dirname(SHARED_TEXT)), 'tiktoken_cache')
@@ -25,7 +25,10 @@ TIKTOKEN_CACHE = os.path.join(os.path.dirname(os.path.dirname(SHARED_TEXT)), 'ti
 
 @pytest.fixture
 def server():
-    """A web server with TEXT at /input.txt, another text at /changed.txt, one that fails twice, and a log of what was asked."""
+    """
+    (address of a web server, the paths requested so far). It has TEXT at /input.txt and, after two failures, at
+    /flaky.txt; nothing at /missing.txt; another text at other paths.
+    """
     asked = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -79,7 +82,8 @@ def test_the_text_is_downloaded_checked_and_kept(empty, server, name):
 
 def test_a_changed_download_is_refused(empty, server):
     done = prepare(empty, f'--url={server[0]}/changed.txt', SHA)
-    assert done.returncode == 2 and 'sha256' in done.stderr and not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
+    assert done.returncode == 2 and 'sha256' in done.stderr
+    assert not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
 
 
 @pytest.mark.parametrize('url', ['http://127.0.0.1:1/input.txt', '{server}/missing.txt'])
@@ -157,11 +161,11 @@ def test_nanogpts_meta_pkl_is_read_and_nothing_in_it_is_run(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     write_meta(tmp_path, pickle.dumps({'vocab_size': 2, 'itos': {0: 'a', 1: 'b'}, 'stoi': {'a': 0, 'b': 1}}))
     assert tokenizers.state_of_dataset(tmp_path) == {'kind': 'char', 'chars': 'ab'}
-    write_meta(tmp_path, pickle.dumps({'vocab_size': 3}))  # all that nanoGPT's train.py asks for
-    assert tokenizers.read_meta(tmp_path) == {'vocab_size': 3} and tokenizers.state_of_dataset(tmp_path) == {'kind': 'unknown'}
-    for content in (pickle.dumps({'itos': Evil()}), pickle.dumps(Evil()), pickle.dumps(['a']), pickle.dumps({'itos': {1: 'a'}}),
-                    pickle.dumps({'itos': {0: 'ab', 1: 'c'}}),
-                    b'', b'\x80', b'nonsense', pickle.dumps({'itos': os.getcwd})):
+    write_meta(tmp_path, pickle.dumps({'vocab_size': 3}))  # all that nanoGPT's train.py needs
+    assert tokenizers.read_meta(tmp_path) == {'vocab_size': 3}
+    assert tokenizers.state_of_dataset(tmp_path) == {'kind': 'unknown'}
+    wrong = ({'itos': Evil()}, Evil(), ['a'], {'itos': {1: 'a'}}, {'itos': {0: 'ab', 1: 'c'}}, {'itos': os.getcwd})
+    for content in (b'', b'\x80', b'nonsense', *map(pickle.dumps, wrong)):
         write_meta(tmp_path, content)
         with pytest.raises(ValueError, match='meta.pkl'):
             tokenizers.read_meta(tmp_path)
@@ -169,7 +173,8 @@ def test_nanogpts_meta_pkl_is_read_and_nothing_in_it_is_run(tmp_path, monkeypatc
 
 
 def test_damaged_metadata_and_unknown_kinds(tmp_path):
-    for content in ('{"kind": ', '[1]', '{"kind": "char"}', '{"chars": "ab"}', '{"kind": "gpt2", "dtype": "float8"}', '{"vocab_size": -1}'):
+    for content in ('{"kind": ', '[1]', '{"kind": "char"}', '{"chars": "ab"}', '{"kind": "gpt2", "dtype": "float8"}',
+                    '{"vocab_size": -1}'):
         (tmp_path / 'meta.json').write_text(content)
         with pytest.raises(ValueError, match='prepare the data again'):
             tokenizers.read_meta(tmp_path)
@@ -242,7 +247,8 @@ def test_openwebtext_is_written_in_order_with_an_end_after_each_document(repo, m
         def __getitem__(self, key):
             return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
     documents = Rows({'text': f'document {i} ' * 3} for i in range(5))
-    monkeypatch.setitem(sys.modules, 'datasets', types.SimpleNamespace(load_dataset=lambda source, num_proc: {'train': documents}))
+    stand_in = types.SimpleNamespace(load_dataset=lambda source, num_proc: {'train': documents})
+    monkeypatch.setitem(sys.modules, 'datasets', stand_in)
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', TIKTOKEN_CACHE)
     monkeypatch.setattr(sys, 'argv', ['prepare.py'])
     runpy.run_path(str(repo / 'data' / 'openwebtext' / 'prepare.py'), run_name='__main__')

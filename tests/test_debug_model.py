@@ -4,6 +4,7 @@ import torch
 
 import debug_kv_model
 import model as plain_model
+from generation import generate
 
 CONFIG = dict(block_size=128, vocab_size=65, n_layer=2, n_head=2, n_embd=16)
 
@@ -59,7 +60,7 @@ def test_same_tokens_and_same_state_dict(monkeypatch, on):
         outputs = []
         for model in (plain, traced):
             torch.manual_seed(1)
-            outputs.append(model.generate(IDX, 130, use_cache=use_cache, num_samples=2))
+            outputs.append(generate(model, IDX, 130, use_cache=use_cache, num_samples=2))
         assert torch.equal(*outputs)
 
 
@@ -111,7 +112,7 @@ def test_alarm_cache_recreated_in_the_middle(monkeypatch, capsys):
         return logits, [layer.clone() for layer in kv_cache]
     traced.generate(IDX, 3, use_cache=True, decoder=forgetful)
     assert [line.split('at ')[1] for line in alarms(capsys) if 're-created' in line] == ['step 1', 'step 2']
-    traced.generate(IDX, 3, use_cache=True, num_samples=2)  # the copies made after the prefill are meant
+    generate(traced, IDX, 3, use_cache=True, num_samples=2)  # the copies made after the prefill are meant
     assert not alarms(capsys)
 
 

@@ -1,4 +1,4 @@
-"""Choosing by timing, against a clock of the test's own."""
+"""The number of threads is chosen by timing, here with a clock of the test; FLOPS of devices."""
 import pytest
 import torch
 from hypothesis import given
@@ -47,8 +47,8 @@ def test_no_round_begins_after_the_time_is_up(monkeypatch):
 
 @given(st.lists(st.floats(0.01, 0.1), min_size=1, max_size=5),
        st.lists(st.floats(1.0, 3.0), min_size=1, max_size=20), st.integers(0, 5))
-def test_a_neighbour_who_slows_whole_rounds_down_changes_no_choice(costs, factors, first_busy):
-    """Every candidate of a round is slowed down alike, in rounds of the neighbour's choosing."""
+def test_another_program_that_slows_whole_rounds_down_changes_no_choice(costs, factors, first_busy):
+    """All candidates of a round are slowed down alike, in any of the rounds."""
     clock = Clock(dict(enumerate(costs)))
 
     def run(candidate):
@@ -111,3 +111,10 @@ def test_an_interrupt_while_threads_are_timed_leaves_torch_as_it_was(threads):
     with pytest.raises(KeyboardInterrupt):
         device.fastest_threads(step)
     assert torch.get_num_threads() == 4
+
+
+def test_flops_of_a_device(threads):
+    four = device.default_peak_flops('cpu')
+    torch.set_num_threads(2)
+    assert four == 2 * device.default_peak_flops(torch.device('cpu')) > 1e10
+    assert device.default_peak_flops('meta') is None

@@ -1,15 +1,18 @@
-"""The commands of README.md and KV_CACHE.md have settings that exist, their links lead somewhere, and what they use is installed."""
+"""
+The documents: their commands have settings that exist, their links lead somewhere, and what they use is installed.
+"""
 import importlib
 import os
 import re
 import shlex
+import sys
 
 import pytest
 from conftest import ROOT
 
 import configurator
 
-SCRIPTS = ('train', 'sample', 'bench', 'export', 'test_kv_cache')
+SCRIPTS = ('train.py', 'sample.py', 'bench.py', 'export.py', 'test_kv_cache.py')
 DOCUMENTS = ('README.md', 'KV_CACHE.md')
 
 
@@ -26,18 +29,23 @@ def commands():
         for line in dict.fromkeys(spans):
             words = shlex.split(line.replace("don't", ''), comments=True) if line.count("'") % 2 == 0 else []
             for i, word in enumerate(words):
-                if word.endswith('.py') and word[:-3] in SCRIPTS and (i == 0 or 'python' in words[i - 1] or words[0] == 'torchrun'):
-                    yield document, word[:-3], words[i + 1:]
+                is_run = i == 0 or 'python' in words[i - 1] or words[0] == 'torchrun'
+                if word.endswith('.py') and is_run and (word in SCRIPTS or '/' in word):
+                    yield document, word, words[i + 1:]
 
 
 def test_there_are_commands_of_each_script():
-    assert {script for _, script, _ in commands()} == set(SCRIPTS) and len(list(commands())) > 40
+    assert {script for _, script, _ in commands()} >= set(SCRIPTS) and len(list(commands())) > 40
 
 
 @pytest.mark.parametrize('document, script, arguments', commands(), ids=str)
 def test_a_command_has_settings_that_exist(document, script, arguments, monkeypatch):
+    if 'configurator' not in text_of(script):  # it takes no settings, and may work as soon as it is imported
+        assert not arguments
+        return
     monkeypatch.chdir(ROOT)
-    namespace = dict(vars(importlib.import_module(script)))  # a copy, to be changed
+    monkeypatch.setattr(sys, 'path', sys.path[:])  # some scripts add folders to it
+    namespace = dict(vars(importlib.import_module(script[:-3].replace('/', '.'))))  # a copy, to be changed
     if '--help' not in arguments:
         configurator.override(namespace, arguments)
 
@@ -48,7 +56,8 @@ def test_a_link_leads_somewhere(document):
         assert os.path.exists(os.path.join(ROOT, name)), name
         if anchor:
             headings = re.findall(r'^#+ (.+)$', text_of(name or document), re.M)
-            assert anchor in {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}, anchor
+            anchors = {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
+            assert anchor in anchors, anchor
 
 
 def test_every_module_is_in_the_readme():

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from conftest import SHARED_TEXT, run
 from torch.testing import assert_close
 
+import checkpoint
 import checkpoint as checkpoints
 import formats
-import loading
 import model as plain_model
 import tokenizer as tokenizers
+from generation import generate
 from model import GPT, GPTConfig
 from tokenizer import CharTokenizer, GPT2Tokenizer
 
@@ -57,7 +58,10 @@ def test_hugging_face_computes_the_same(tmp_path, config):
     with torch.no_grad():
         assert_close(theirs.eval()(idx).logits, logits(model, idx), atol=1e-4, rtol=0)
     greedy = dict(do_sample=False, max_new_tokens=6, pad_token_id=0)
-    assert theirs.generate(idx[:, :4], **greedy).tolist() == model.generate(idx[:, :4], 6, temperature=0, use_cache=True).tolist()
+    assert (
+        theirs.generate(idx[:, :4], **greedy).tolist()
+        == model.generate(idx[:, :4], 6, temperature=0, use_cache=True).tolist()
+    )
 
 
 @pytest.mark.parametrize('bias', [True, False])
@@ -71,7 +75,8 @@ def test_there_and_back_to_the_bit(tmp_path, bias):
     assert all(name.endswith('.bias') and not w.any() for name, w in back.items()) and bool(back) != bias
     with safe_open(tmp_path / 'hf' / 'model.safetensors', 'pt') as f:
         assert 'lm_head.weight' not in f.keys()  # it is wte
-        assert sum(f.get_slice(name).get_shape()[0] == 3 * 21 for name in f.keys() if 'c_attn.weight' in name) == 0  # (in, out)
+        # (in, out)
+        assert sum(f.get_slice(name).get_shape()[0] == 3 * 21 for name in f.keys() if 'c_attn.weight' in name) == 0
 
 
 def test_characters_in_hugging_faces_tokenizer(tmp_path):
@@ -81,8 +86,10 @@ def test_characters_in_hugging_faces_tokenizer(tmp_path):
     theirs = AutoTokenizer.from_pretrained(tmp_path / 'hf')
     assert set(theirs(TEXT)) == {'input_ids', 'attention_mask'}  # GPT-2 would add the embeddings of token_type_ids
     assert theirs(TEXT)['input_ids'] == ours.encode(TEXT) and theirs.decode(ours.encode(TEXT)) == TEXT
-    assert GPT2Config.from_pretrained(tmp_path / 'hf').eos_token_id is None  # no character ends a text: GPT-2's 50256 by default
-    unknown = theirs('žlo\t日')['input_ids']  # a character the model has never seen becomes a space, in the text and at its ends
+    # no character ends a text: GPT-2's 50256 by default
+    assert GPT2Config.from_pretrained(tmp_path / 'hf').eos_token_id is None
+    # a character the model has never seen becomes a space, in the text and at its ends
+    unknown = theirs('žlo\t日')['input_ids']
     assert unknown == ours.encode(' lo\t日') and theirs.decode(unknown, skip_special_tokens=True) == ' lo\t日'
     assert not theirs.all_special_tokens  # the space is not one of them: they are left out of a decoded text
     assert tokenizers.from_state(tokenizers.state_of_dataset(tmp_path / 'hf')).chars == ours.chars
@@ -101,7 +108,10 @@ def test_byte_pairs_in_hugging_faces_tokenizer(tmp_path, monkeypatch):
     formats.to_huggingface(gpt(**EASY | dict(vocab_size=50304)), tmp_path / 'hf', ours)
     text = TEXT + '<|endoftext|>' + (open(SHARED_TEXT).read()[:10000] if os.path.exists(SHARED_TEXT) else '')
     for theirs in (AutoTokenizer.from_pretrained(tmp_path / 'hf'), GPT2TokenizerFast.from_pretrained(tmp_path / 'hf')):
-        assert theirs(text, truncation=False)['input_ids'] == ours.encode(text) and theirs.decode(ours.encode(text)) == text
+        assert (
+            theirs(text, truncation=False)['input_ids'] == ours.encode(text)
+            and theirs.decode(ours.encode(text)) == text
+        )
         assert theirs.eos_token_id == 50256 and theirs.decode([15496, 50300]) == 'Hello'
     assert tokenizers.state_of_dataset(tmp_path / 'hf') == {'kind': 'gpt2'}
 
@@ -160,7 +170,9 @@ def llama_gelu(x):
 def llama(path):
     """The model in llama.cpp, with keys and values in float32; its logits are in scores (n_ctx, vocab_size)."""
     llama_cpp = pytest.importorskip('llama_cpp', reason="llama-cpp-python is not installed")
-    return llama_cpp.Llama(str(path), n_ctx=0, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False, type_k=0, type_v=0)
+    return llama_cpp.Llama(
+        str(path), n_ctx=0, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False, type_k=0, type_v=0
+    )
 
 
 @pytest.mark.parametrize('type', ['f32', 'q8_0'])
@@ -171,7 +183,11 @@ def test_gguf_holds_every_weight(tmp_path, type):
     reader = gguf.GGUFReader(tmp_path / 'model.gguf')
     theirs = {t.name: torch.tensor(gguf.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
     t = model.transformer
-    ours = {'token_embd.weight': t.wte.weight, 'position_embd.weight': t.wpe.weight, 'output_norm.weight': t.ln_f.weight}
+    ours = {
+        'token_embd.weight': t.wte.weight,
+        'position_embd.weight': t.wpe.weight,
+        'output_norm.weight': t.ln_f.weight,
+    }
     for i, block in enumerate(t.h):
         ours |= {f'blk.{i}.attn_norm.weight': block.ln_1.weight, f'blk.{i}.attn_qkv.weight': block.attn.c_attn.weight,
                  f'blk.{i}.attn_output.weight': block.attn.c_proj.weight, f'blk.{i}.ffn_norm.weight': block.ln_2.weight,
@@ -182,7 +198,13 @@ def test_gguf_holds_every_weight(tmp_path, type):
         bound = 0 if exact else w.abs().amax(-1, keepdim=True) * (0.5 / 127 + 1 / 2048)
         assert theirs[name].shape == w.shape and ((theirs.pop(name) - w).abs() <= bound).all(), name
     assert all(name.endswith('.bias') and not w.any() for name, w in theirs.items()) and len(theirs) == 6 * 2 + 1
-    keys = {'block_count': 2, 'context_length': 24, 'embedding_length': 64, 'feed_forward_length': 256, 'attention.head_count': 2}
+    keys = {
+        'block_count': 2,
+        'context_length': 24,
+        'embedding_length': 64,
+        'feed_forward_length': 256,
+        'attention.head_count': 2,
+    }
     assert {key: reader.fields['gpt2.' + key].contents() for key in keys} == keys
 
 
@@ -227,10 +249,16 @@ def test_llama_cpp_reads_and_writes_our_characters(tmp_path, chars, unknown):
     assert formats.to_gguf(gpt(**EASY | dict(vocab_size=130)), tmp_path / 'model.gguf', tokenizer=ours) == 'rwkv'
     theirs = llama(tmp_path / 'model.gguf')
     for text in ('don\'t', 'quotes\n"\\n"\t', ''.join(ours.chars), ''.join(ours.chars[::-1])):
-        assert theirs.tokenize(text.encode()) == ours.encode(text) and theirs.detokenize(ours.encode(text)) == text.encode()
+        assert (
+            theirs.tokenize(text.encode()) == ours.encode(text)
+            and theirs.detokenize(ours.encode(text)) == text.encode()
+        )
     assert theirs.tokenize(f'a{unknown}b'.encode()) == ours.encode('a' + ' ' * len(unknown.encode()) + 'b')
     assert theirs.token_eos() == theirs.token_bos() == -1  # no character ends a text
-    assert theirs.n_vocab() == 130 and theirs.create_completion('don', max_tokens=5)['choices'][0]['finish_reason'] == 'length'
+    assert (
+        theirs.n_vocab() == 130
+        and theirs.create_completion('don', max_tokens=5)['choices'][0]['finish_reason'] == 'length'
+    )
 
 
 @needs_byte_pairs
@@ -275,18 +303,29 @@ def test_the_script_exports_the_newest_checkpoint_for_hugging_face(folder):
     assert 'out/ckpt.pt: iteration 20' in done.stderr and 'vllm serve out/hf' in done.stderr
     theirs, tokenizer = (auto.from_pretrained(folder / 'out' / 'hf') for auto in (AutoModelForCausalLM, AutoTokenizer))
     ids = theirs.generate(**tokenizer('The ', return_tensors='pt'), do_sample=False, max_new_tokens=10, pad_token_id=0)
-    ours = run(folder, 'sample.py', '--device=cpu', '--num_samples=1', '--temperature=0', '--max_new_tokens=10', '--start=The ').stdout
+    ours = run(
+        folder, 'sample.py', '--device=cpu', '--num_samples=1', '--temperature=0', '--max_new_tokens=10', '--start=The '
+    ).stdout
     assert tokenizer.decode(ids[0]) + '\n' == ours
-    back = run(folder, 'sample.py', '--init_from=out/hf', '--device=cpu', '--num_samples=1', '--temperature=0', '--max_new_tokens=10',
-               '--start=The ')
+    back = run(
+        folder,
+        'sample.py',
+        '--init_from=out/hf',
+        '--device=cpu',
+        '--num_samples=1',
+        '--temperature=0',
+        '--max_new_tokens=10',
+        '--start=The ',
+    )
     assert back.stdout == ours and 'out/hf, ' in back.stderr  # with the characters of its meta.json
 
 
 def test_a_folder_without_a_tokenizer_is_refused_where_text_is_needed(repo, monkeypatch):
     formats.to_huggingface(gpt(**HARD), repo / 'hf')
-    monkeypatch.setattr(loading.tokenizers, 'from_state', lambda state: CharTokenizer(map(chr, range(50257))))  # GPT-2's, as many
+    # GPT-2's, as many
+    monkeypatch.setattr(checkpoint.tokenizers, 'from_state', lambda state: CharTokenizer(map(chr, range(50257))))
     with pytest.raises(ValueError, match='50257 tokens, but the model a vocab_size of 37'):
-        loading.load(str(repo / 'hf'), '', plain_model)
+        checkpoint.load_model(str(repo / 'hf'), '', plain_model)
 
 
 def test_the_script_exports_for_llama_cpp_also_from_a_folder(folder):
@@ -295,7 +334,9 @@ def test_the_script_exports_for_llama_cpp_also_from_a_folder(folder):
     for settings, path in (([], 'out/model.gguf'), (['--init_from=hf'], 'out-hf/model.gguf')):
         done = run(folder, 'export.py', '--to=gguf', *settings)
         assert done.returncode == 0 and not done.stdout, done.stderr
-        assert f'llama-server -m {path}' in done.stderr and 'tanh' in done.stderr and 'the model ends at 16' in done.stderr
+        assert (
+            f'llama-server -m {path}' in done.stderr and 'tanh' in done.stderr and 'the model ends at 16' in done.stderr
+        )
     assert (folder / 'out' / 'model.gguf').read_bytes() == (folder / 'out-hf' / 'model.gguf').read_bytes()
 
 

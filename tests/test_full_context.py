@@ -1,6 +1,6 @@
-"""Past the window, and prompts of different lengths: against a plain loop that keeps lists of tokens and has no cache."""
-import itertools
-
+"""
+Past the window, and prompts of different lengths: against a plain loop that keeps lists of tokens and has no cache.
+"""
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,11 +8,19 @@ from hypothesis import strategies as st
 from test_cache_exactness import large
 
 import decode
-from model import Context, Cut, GPTConfig, sample_token
+from generation import Sequence, generate, stream
+from model import sample_token
 
 BLOCK = 16
-POLICIES = [dict(), dict(when_full='shift'), dict(when_full='shift', keep=5), dict(when_full='shift', keep=1, n_keep=3),
-            dict(when_full='shift', keep=BLOCK), dict(when_full='shift', keep=4, n_keep=12), dict(when_full='shift', n_keep=2)]
+POLICIES = [
+    dict(),
+    dict(when_full='shift'),
+    dict(when_full='shift', keep=5),
+    dict(when_full='shift', keep=1, n_keep=3),
+    dict(when_full='shift', keep=BLOCK),
+    dict(when_full='shift', keep=4, n_keep=12),
+    dict(when_full='shift', n_keep=2),
+]
 
 
 def f32(seed, **changes):
@@ -52,7 +60,9 @@ def test_both_policies_on_both_sides_of_the_window(policy, way):
         model, prompt = f32(seed), torch.randint(29, (T,)).tolist()
         for temperature in (0.0, 0.8):
             expected = by_hand(model, prompt, 45, temperature, torch.Generator().manual_seed(seed), **policy)
-            got = model.generate([prompt], 45, temperature, generator=torch.Generator().manual_seed(seed), **way(model), **policy)
+            got = generate(
+                model, [prompt], 45, temperature, generator=torch.Generator().manual_seed(seed), **way(model), **policy
+            )
             assert got == [expected], (T, temperature)
 
 
@@ -63,16 +73,31 @@ def test_prompts_of_different_lengths_are_each_as_alone(policy, way):
         lengths = torch.randint(1, 2 * BLOCK, (6,)).tolist() + [1, BLOCK]
         prompts = [torch.randint(29, (T,)).tolist() for T in lengths]
         for temperature, stop in ((0.0, None), (0.8, None), (0.8, 11)):
-            alone = [by_hand(model, prompt, 40, temperature, torch.Generator().manual_seed(row), stop_token=stop, **policy)
-                     for row, prompt in enumerate(prompts)]
-            together = model.generate(prompts, 40, temperature, stop_token=stop, generator=[torch.Generator().manual_seed(row) for row in range(8)],
-                                      **way(model), **policy)
+            alone = [
+                by_hand(model, prompt, 40, temperature, torch.Generator().manual_seed(row), stop_token=stop, **policy)
+                for row, prompt in enumerate(prompts)
+            ]
+            together = generate(
+                model,
+                prompts,
+                40,
+                temperature,
+                stop_token=stop,
+                generator=[torch.Generator().manual_seed(row) for row in range(8)],
+                **way(model),
+                **policy,
+            )
             assert together == alone, (temperature, stop)
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 2 * BLOCK), min_size=2, max_size=5), st.integers(0, 12), st.sampled_from([None, 1, 4]), st.sampled_from([None, 11]),
-       st.integers(1, 2))
+@given(
+    st.lists(st.integers(1, 2 * BLOCK), min_size=2, max_size=5),
+    st.integers(0, 12),
+    st.sampled_from([None, 1, 4]),
+    st.sampled_from([None, 11]),
+    st.integers(1, 2),
+)
 def test_each_row_of_a_ragged_batch_has_its_own_n_keep(lengths, n_keep, keep, stop, num_samples):
     model, policy = f32(3), dict(when_full='shift', keep=keep, n_keep=n_keep)
     prompts = [[(7 * row + 3 * i) % 29 for i in range(T)] for row, T in enumerate(lengths)]
@@ -80,36 +105,54 @@ def test_each_row_of_a_ragged_batch_has_its_own_n_keep(lengths, n_keep, keep, st
 
     def generators():
         return [torch.Generator().manual_seed(row) for row in range(len(rows))]
-    alone = [by_hand(model, prompt, 30, 1.0, generator, stop_token=stop, **policy) for prompt, generator in zip(rows, generators())]
+
+    alone = [
+        by_hand(model, prompt, 30, 1.0, generator, stop_token=stop, **policy)
+        for prompt, generator in zip(rows, generators())
+    ]
     for use_cache in (False, True):
         how = dict(use_cache=use_cache, stop_token=stop, num_samples=num_samples, **policy)
-        assert model.generate(prompts, 30, generator=generators(), **how) == alone
-        streamed = torch.cat(list(model.stream(prompts, 30, generator=generators(), **how)), dim=1).tolist()
+        assert generate(model, prompts, 30, generator=generators(), **how) == alone
+        streamed = torch.cat(list(stream(model, prompts, 30, generator=generators(), **how)), dim=1).tolist()
         assert [row + new[:len(row_alone) - len(row)] for row, new, row_alone in zip(rows, streamed, alone)] == alone
 
 
 def test_the_shortest_prompt_does_not_bound_what_the_others_keep():
     model, policy = f32(0), dict(temperature=0, when_full='shift', keep=4, n_keep=4)
     for use_cache in (False, True):
-        together = model.generate([[1, 2, 3, 4, 5, 6], [7]], 40, use_cache=use_cache, **policy)
-        assert together == [model.generate([prompt], 40, **policy)[0] for prompt in ([1, 2, 3, 4, 5, 6], [7])]
+        together = generate(model, [[1, 2, 3, 4, 5, 6], [7]], 40, use_cache=use_cache, **policy)
+        assert together == [generate(model, [prompt], 40, **policy)[0] for prompt in ([1, 2, 3, 4, 5, 6], [7])]
 
 
 def test_a_sample_does_not_depend_on_how_many_share_the_batch(way):
     model, idx = f32(9), torch.randint(29, (1, 6))
-    ten = model.generate(idx, 30, generator=[torch.Generator().manual_seed(row) for row in range(10)], num_samples=10, **way(model))
+    ten = generate(
+        model,
+        idx,
+        30,
+        generator=[torch.Generator().manual_seed(row) for row in range(10)],
+        num_samples=10,
+        **way(model),
+    )
     for n in (1, 3):
-        few = model.generate(idx, 30, generator=[torch.Generator().manual_seed(row) for row in range(n)], num_samples=n, **way(model))
+        few = generate(
+            model,
+            idx,
+            30,
+            generator=[torch.Generator().manual_seed(row) for row in range(n)],
+            num_samples=n,
+            **way(model),
+        )
         assert torch.equal(few, ten[:n])
-    one = model.generate(idx, 30, generator=torch.Generator().manual_seed(4), **way(model))
+    one = generate(model, idx, 30, generator=torch.Generator().manual_seed(4), **way(model))
     assert torch.equal(one[0], ten[4])  # and a list of one generator draws what the generator draws
 
 
 def test_num_samples_of_ragged_prompts():
     model, prompts = f32(10), [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
     generators = lambda: [torch.Generator().manual_seed(row) for row in range(6)]  # noqa: E731
-    twice = model.generate([p for p in prompts for _ in range(2)], 30, generator=generators(), use_cache=True)
-    assert model.generate(prompts, 30, generator=generators(), use_cache=True, num_samples=2) == twice
+    twice = generate(model, [p for p in prompts for _ in range(2)], 30, generator=generators(), use_cache=True)
+    assert generate(model, prompts, 30, generator=generators(), use_cache=True, num_samples=2) == twice
 
 
 def test_stopped_rows_leave_the_batch():
@@ -121,12 +164,23 @@ def test_stopped_rows_leave_the_batch():
             sizes.append(idx.size(0))
             logits, _, kv_cache = model(idx, kv_cache=kv_cache, use_cache=True)
             return logits, kv_cache
-        free = model.generate(prompts, 60, use_cache=True, generator=torch.Generator().manual_seed(1))
-        stopped = model.generate(prompts, 60, use_cache=True, decoder=decoder, stop_token=7, generator=torch.Generator().manual_seed(1))
-        assert stopped == [row[:row.index(7, len(p)) + 1] if 7 in row[len(p):] else row for row, p in zip(free, prompts)]
+        free = generate(model, prompts, 60, use_cache=True, generator=torch.Generator().manual_seed(1))
+        stopped = generate(
+            model,
+            prompts,
+            60,
+            use_cache=True,
+            decoder=decoder,
+            stop_token=7,
+            generator=torch.Generator().manual_seed(1),
+        )
+        assert stopped == [
+            row[: row.index(7, len(p)) + 1] if 7 in row[len(p) :] else row for row, p in zip(free, prompts)
+        ]
         assert sizes[0] == 16 and sizes[-1] <= 8, sizes
         steps = [row.index(7, len(p)) - len(p) + 1 if 7 in row[len(p):] else 60 for row, p in zip(free, prompts)]
-        assert sum(sizes) <= 2 * sum(steps) + 64, (sizes, steps)  # rows that are done, but still there, are never more than the others
+        # rows that are done, but still there, are never more than the others
+        assert sum(sizes) <= 2 * sum(steps) + 64, (sizes, steps)
 
 
 def test_a_shift_feeds_two_tokens_a_token_and_a_crop_the_whole_window():
@@ -136,10 +190,10 @@ def test_a_shift_feeds_two_tokens_a_token_and_a_crop_the_whole_window():
         fed.append(idx.size(1))
         logits, _, kv_cache = model(idx, kv_cache=kv_cache, use_cache=True)
         return logits, kv_cache
-    list(model.stream(torch.tensor([[1]]), 400, use_cache=True, decoder=decoder, when_full='shift'))
+    list(stream(model, torch.tensor([[1]]), 400, use_cache=True, decoder=decoder, when_full='shift'))
     assert max(fed) == BLOCK // 2 and sum(fed) <= 2 * 400
     fed.clear()
-    list(model.stream(torch.tensor([[1]]), 50, use_cache=True, decoder=decoder))
+    list(stream(model, torch.tensor([[1]]), 50, use_cache=True, decoder=decoder))
     assert fed == [1] * BLOCK + [BLOCK] * 34
 
 
@@ -153,7 +207,7 @@ def test_a_crop_allocates_no_cache_and_keeps_its_storage():
         return logits, kv_cache
     for policy in (dict(), dict(when_full='shift')):
         seen.clear()
-        list(model.stream(torch.tensor([[1, 2]]), 60, use_cache=True, decoder=watched, **policy))
+        list(stream(model, torch.tensor([[1, 2]]), 60, use_cache=True, decoder=watched, **policy))
         assert len(seen) == 1
 
 
@@ -162,10 +216,14 @@ def test_the_last_block_works_out_one_position_only():
     for seed in range(5):
         model, idx = f32(seed), torch.randint(29, (3, 11))
         with torch.no_grad():
-            all_positions, cache = model.hidden_states(idx, use_cache=True)
-            last, last_cache = model.hidden_states(idx, use_cache=True, last_only=True)
+            positions = torch.arange(11)
+            all_positions, cache = model.hidden_states(idx, positions, model.empty_cache(3))
+            last, last_cache = model.hidden_states(idx, positions, model.empty_cache(3), last_only=True)
             torch.testing.assert_close(last, all_positions[:, -1:], atol=1e-6, rtol=1e-5)
-            assert all(torch.equal(a.k_cache, b.k_cache) and torch.equal(a.v_cache, b.v_cache) for a, b in zip(cache, last_cache))
+            assert all(
+                torch.equal(a.k_cache, b.k_cache) and torch.equal(a.v_cache, b.v_cache)
+                for a, b in zip(cache, last_cache)
+            )
 
 
 @pytest.mark.parametrize('T', [1, 2, 5])
@@ -188,23 +246,46 @@ def test_ragged_steps_on_a_warm_cache(T):
                 torch.testing.assert_close(logits[row:row + 1], alone, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize('bad', [
-    dict(when_full='slide'), dict(keep=3), dict(n_keep=3), dict(when_full='shift', keep=0), dict(when_full='shift', keep=BLOCK + 1),
-    dict(when_full='shift', n_keep=-1), dict(when_full='shift', keep=BLOCK, n_keep=1), dict(idx=[]), dict(idx=[[1], []]), dict(idx=[[1], [29]]),
-    dict(idx=[[0.5]]), dict(generator=[torch.Generator()] * 3), dict(idx=[[[1]]]), dict(idx=[1, 2]),
-])
+@pytest.mark.parametrize(
+    'bad',
+    [
+        dict(when_full='slide'),
+        dict(keep=3),
+        dict(n_keep=3),
+        dict(when_full='shift', keep=0),
+        dict(when_full='shift', keep=BLOCK + 1),
+        dict(when_full='shift', n_keep=-1),
+        dict(when_full='shift', keep=BLOCK, n_keep=1),
+        dict(idx=[]),
+        dict(idx=[[1], []]),
+        dict(idx=[[1], [29]]),
+        dict(idx=[[0.5]]),
+        dict(generator=[torch.Generator()] * 3),
+        dict(idx=[[[1]]]),
+        dict(idx=[1, 2]),
+    ],
+)
 def test_what_makes_no_sense_is_refused(bad):
     settings = dict(idx=[[1, 2], [3]], max_new_tokens=5) | bad
     with pytest.raises(ValueError):
-        f32(15).generate(**settings)
+        generate(f32(15), **settings)
 
 
-def test_the_buffer_of_tokens_holds_the_window_however_it_is_read():
-    for block_size, reads in itertools.product((1, 2, 5), (set(), {3}, {2, 9, 10}, set(range(40)))):
-        context = Context([torch.tensor([100])], 1, block_size, True, [Cut(block_size, 0)])
-        for token in range(40):
-            context.append(torch.tensor([[token]]))
-            if token in reads:
-                n = min(block_size, token + 2)
-                assert context.newest(0, n).tolist() == [100, *range(token + 1)][-n:]
-    assert GPTConfig(block_size=1).block_size == 1
+def test_a_context_is_what_is_left_of_the_text():
+    """Against slices of a list, with what the cache lacks of it, at every length."""
+    for block_size, keep, n_keep in ((1, 1, 0), (2, 1, 1), (5, 5, 0), (5, 2, 1), (6, 3, 3)):
+        for n in (1, block_size, block_size + 3):
+            text = list(range(100, 100 + n))
+            pinned, context = text[:min(n_keep, n)], text
+            sequence = Sequence(list(text), block_size, keep, min(n_keep, n))
+            if n > block_size:
+                context = pinned + text[n - block_size + len(pinned):]
+            for token in range(40):
+                for cached in range(len(context)):
+                    sequence.cached = cached
+                    assert sequence.uncached() == context[cached:] and sequence.length == len(context)
+                sequence.append(token)
+                context = context + [token]
+                if len(context) > block_size:
+                    context = pinned + context[len(context) - keep:]
+                    assert sequence.cached == 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_cache_exactness import large
 
+from generation import generate, stream
 from model import GPT, GPTConfig, LayerKVCache, sample_token
 
 
@@ -21,12 +22,14 @@ def test_same_seed_same_tokens_as_nanogpt(use_cache, temperature, top_k):
         theirs = plain_gpt.generate(model.state_dict(), 2, 16, idx, 30, temperature, top_k)
         torch.manual_seed(seed)
         assert torch.equal(model.generate(idx, 30, temperature, top_k, use_cache=use_cache), theirs), seed
+        torch.manual_seed(seed)
+        assert torch.equal(generate(model, idx, 30, temperature, top_k, use_cache=use_cache), theirs), seed
 
 
 def test_generate_is_stream_collected():
     model, idx = f32(0), torch.randint(29, (3, 5))
     torch.manual_seed(0)
-    streamed = list(model.stream(idx, 20, use_cache=True))
+    streamed = list(stream(model, idx, 20, use_cache=True))
     torch.manual_seed(0)
     assert torch.equal(model.generate(idx, 20, use_cache=True), torch.cat([idx, *streamed], dim=1))
     assert all(t.shape == (3, 1) and t.dtype == torch.long for t in streamed)
@@ -35,7 +38,7 @@ def test_generate_is_stream_collected():
 
 def test_the_tokens_can_be_trained_on():
     model, idx = f32(0), torch.randint(29, (1, 5))
-    for tokens in (model.generate(idx, 6, use_cache=True), next(model.stream(idx, 1, use_cache=True))):
+    for tokens in (model.generate(idx, 6, use_cache=True), next(stream(model, idx, 1, use_cache=True))):
         assert not tokens.is_inference()
         model(tokens, tokens)[1].backward()
 
@@ -45,7 +48,7 @@ def test_a_consumer_may_do_what_it_likes_with_what_it_is_given():
     expected = model.generate(idx, 25, temperature=0, use_cache=True)[:, 5:]
     for use_cache in (False, True):
         got = []
-        for token in model.stream(idx, 25, temperature=0, use_cache=use_cache):
+        for token in stream(model, idx, 25, temperature=0, use_cache=use_cache):
             got.append(token.clone())
             token.zero_()
         assert torch.equal(torch.cat(got, 1), expected)
@@ -54,7 +57,9 @@ def test_a_consumer_may_do_what_it_likes_with_what_it_is_given():
 def test_streams_can_take_turns():
     model = f32(2)
     a, b = torch.randint(29, (1, 3)), torch.randint(29, (2, 9))
-    pairs = list(zip(model.stream(a, 20, temperature=0, use_cache=True), model.stream(b, 20, temperature=0, use_cache=True)))
+    pairs = list(
+        zip(stream(model, a, 20, temperature=0, use_cache=True), stream(model, b, 20, temperature=0, use_cache=True))
+    )
     assert torch.equal(torch.cat([p[0] for p in pairs], 1), model.generate(a, 20, temperature=0)[:, 3:])
     assert torch.equal(torch.cat([p[1] for p in pairs], 1), model.generate(b, 20, temperature=0)[:, 9:])
 
@@ -64,10 +69,10 @@ def test_modes_and_gradients_are_left_as_they_were():
     model.train()
     model.transformer.h[0].eval()
     modes = [m.training for m in model.modules()]
-    for _ in model.stream(torch.randint(29, (1, 5)), 3, use_cache=True):
+    for _ in stream(model, torch.randint(29, (1, 5)), 3, use_cache=True):
         assert [m.training for m in model.modules()] == modes and torch.is_grad_enabled()
     with pytest.raises(RuntimeError):
-        list(model.stream(torch.randint(29, (1, 5)), 3, use_cache=True, decoder=broken))
+        list(stream(model, torch.randint(29, (1, 5)), 3, use_cache=True, decoder=broken))
     assert [m.training for m in model.modules()] == modes and torch.is_grad_enabled()
 
 
@@ -81,7 +86,7 @@ def test_stop_token_ends_each_row_on_its_own():
     free = model.generate(idx, 40, use_cache=True)
     stop = free[0, 10].item()
     torch.manual_seed(0)
-    stopped = model.generate(idx, 40, use_cache=True, stop_token=stop)
+    stopped = generate(model, idx, 40, use_cache=True, stop_token=stop)
     assert stopped.shape[1] <= free.shape[1]
     for row, whole in zip(stopped[:, 3:].tolist(), free[:, 3:].tolist()):
         end = whole.index(stop) if stop in whole else len(whole)
@@ -89,7 +94,7 @@ def test_stop_token_ends_each_row_on_its_own():
         assert all(t == stop for t in row[end:])
     greedy = model.generate(idx[:1], 40, temperature=0)
     first = greedy[0, 3].item()
-    assert model.generate(idx[:1], 40, temperature=0, stop_token=first).shape == (1, 4)
+    assert generate(model, idx[:1], 40, temperature=0, stop_token=first).shape == (1, 4)
 
 
 def test_num_samples_draws_what_a_batch_of_copies_draws():
@@ -98,10 +103,10 @@ def test_num_samples_draws_what_a_batch_of_copies_draws():
         torch.manual_seed(1)
         copies = model.generate(idx.repeat_interleave(3, 0), 20, use_cache=use_cache)
         torch.manual_seed(1)
-        assert torch.equal(model.generate(idx, 20, use_cache=use_cache, num_samples=3), copies)
+        assert torch.equal(generate(model, idx, 20, use_cache=use_cache, num_samples=3), copies)
     rows = []
     model.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape))
-    model.generate(idx, 3, use_cache=True, num_samples=3)
+    generate(model, idx, 3, use_cache=True, num_samples=3)
     assert rows == [(2, 6), (6, 1), (6, 1)]  # each prompt is prefilled once
 
 
@@ -133,32 +138,56 @@ def test_memory_does_not_grow_with_the_output():
     from test_model import Shapes
     model = f32(8)
     for use_cache in (False, True):
-        stream = model.stream(torch.randint(29, (1, 3)), 10 ** 12, use_cache=use_cache)
+        steps = stream(model, torch.randint(29, (1, 3)), 10 ** 12, use_cache=use_cache)
         seen = []
         for _ in range(3):
             with Shapes() as shapes:
                 for _ in range(50):
-                    next(stream)
+                    next(steps)
             seen.append(shapes.seen)
         assert seen[1] == seen[2]  # both past the window, the second twice as far
 
 
-@pytest.mark.parametrize('bad', [
-    dict(idx=torch.zeros(1, 0, dtype=torch.long)), dict(idx=torch.zeros(0, 3, dtype=torch.long)), dict(idx=torch.zeros(3, dtype=torch.long)),
-    dict(idx=torch.tensor([[29]])), dict(idx=torch.tensor([[-1]])), dict(idx=torch.tensor([[0.5]])),
-    dict(temperature=-1), dict(temperature=float('nan')), dict(temperature=float('inf')), dict(top_k=0), dict(top_p=0.0), dict(top_p=1.1),
-    dict(max_new_tokens=-1), dict(num_samples=0),
-])
+@pytest.mark.parametrize(
+    'bad',
+    [
+        dict(idx=torch.zeros(1, 0, dtype=torch.long)),
+        dict(idx=torch.zeros(0, 3, dtype=torch.long)),
+        dict(idx=torch.zeros(3, dtype=torch.long)),
+        dict(idx=torch.tensor([[29]])),
+        dict(idx=torch.tensor([[-1]])),
+        dict(idx=torch.tensor([[0.5]])),
+        dict(temperature=-1),
+        dict(temperature=float('nan')),
+        dict(temperature=float('inf')),
+        dict(top_k=0),
+        dict(top_p=0.0),
+        dict(top_p=1.1),
+        dict(max_new_tokens=-1),
+        dict(num_samples=0),
+    ],
+)
 def test_what_cannot_be_generated_is_refused_at_the_call(bad):
     settings = dict(idx=torch.zeros(1, 3, dtype=torch.long), max_new_tokens=5) | bad
-    for method in ('stream', 'generate'):
+    for function in (stream, generate):
         with pytest.raises(ValueError):
-            getattr(f32(9), method)(**settings)
+            function(f32(9), **settings)
+    if 'num_samples' not in bad:
+        with pytest.raises(ValueError):
+            f32(9).generate(**settings)
 
 
 def test_top_p_keeps_the_smallest_nucleus():
     probs = torch.tensor([[0.1, 0.5, 0.25, 0.15]])
-    for top_p, kept in ((0.3, {1}), (0.5, {1}), (0.51, {1, 2}), (0.75, {1, 2}), (0.8, {1, 2, 3}), (0.95, {0, 1, 2, 3}), (1.0, {0, 1, 2, 3})):
+    for top_p, kept in (
+        (0.3, {1}),
+        (0.5, {1}),
+        (0.51, {1, 2}),
+        (0.75, {1, 2}),
+        (0.8, {1, 2, 3}),
+        (0.95, {0, 1, 2, 3}),
+        (1.0, {0, 1, 2, 3}),
+    ):
         drawn = {sample_token(probs.log(), top_p=top_p).item() for _ in range(200)}
         assert drawn == kept, top_p
 

@@ -1,4 +1,4 @@
-"""Two caches for one model: every batch and every operation on both of them, or on neither."""
+"""Two caches for one model: every batch and every operation changes both or neither."""
 import os
 import sys
 
@@ -11,18 +11,18 @@ from test_cache_layers import Recorder, deep_model, logits_in_chunks, recorded
 
 from kvcache import cells as cells_module
 from kvcache import streams as streams_module
+from kvcache.cell_cache import CellCache
 from kvcache.cells import EMPTY
 from kvcache.hybrid import HybridCache
 from kvcache.streams import context_shift
-from kvcache.unified import KVCache
 
 
 def hybrid(full=16, local=8, n_seq_max=1, n_swa=4, **how):
     """Layers 0 and 2 in a full cache, layers 1 and 3 behind a window in a smaller one."""
     sizes = dict(n_layer=4, n_head_kv=2, head_dim=16, n_seq_max=n_seq_max) | how
     window = dict(n_swa=n_swa, swa_type='standard')
-    return HybridCache(KVCache(kv_size=full, layer_filter=lambda layer: layer % 2 == 0, **sizes),
-                       KVCache(kv_size=local, layer_filter=lambda layer: layer % 2 == 1, **sizes, **window))
+    return HybridCache(CellCache(kv_size=full, layer_filter=lambda layer: layer % 2 == 0, **sizes),
+                       CellCache(kv_size=local, layer_filter=lambda layer: layer % 2 == 1, **sizes, **window))
 
 
 def drawn(cache):
@@ -35,7 +35,7 @@ def test_logits_are_those_of_layers_with_and_without_a_window():
     exact = logits_in_chunks(m, idx, [13], recorded(Recorder(4, window=lambda layer: 4 if layer % 2 else None)))
     for unified in (True, False):
         cache = hybrid(unified=unified)
-        got = logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: cache.forward(cache.batch({0: positions})))
+        got = logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: cache.place(cache.batch({0: positions})))
         assert torch.allclose(got, exact, atol=1e-4)
     assert cache.memory_breakdown() == {'cpu': 2 * 2 * (16 + 8) * 32 * 4}
     assert cache.seq_pos_max(0) == 12 and cache.seq_pos_min(0) == cache.caches[1].seq_pos_min(0) > 0
@@ -47,18 +47,18 @@ def test_a_batch_without_room_in_the_second_cache_changes_neither():
     cache = hybrid()
     before = drawn(cache)
     with pytest.raises(ValueError, match='full: 13 cells'):
-        cache.forward(cache.batch({0: range(13)}))
+        cache.place(cache.batch({0: range(13)}))
     assert not cache.find_slot(cache.batch({0: range(9)})) and not cache.prepare([cache.batch({0: range(9)})])
     assert drawn(cache) == before
     exact = logits_in_chunks(m, idx, [13], recorded(Recorder(4, window=lambda layer: 4 if layer % 2 else None)))
-    got = logits_in_chunks(m, idx, [8, 4, 1], lambda positions: cache.forward(cache.batch({0: positions})))  # the retry
+    got = logits_in_chunks(m, idx, [8, 4, 1], lambda positions: cache.place(cache.batch({0: positions})))  # the retry
     assert torch.allclose(got, exact, atol=1e-4)
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, MemoryError])
 def test_a_forward_that_fails_after_the_first_cache_gives_its_cells_back(error, monkeypatch):
     cache = hybrid()
-    cache.forward(cache.batch({0: range(3)}))
+    cache.place(cache.batch({0: range(3)}))
     before = [str(one) for one in cache.caches]
 
     def fails(*args):
@@ -66,18 +66,18 @@ def test_a_forward_that_fails_after_the_first_cache_gives_its_cells_back(error, 
     with monkeypatch.context() as patched:
         patched.setattr(cache.caches[1], 'placement', fails)
         with pytest.raises(error):
-            cache.forward(cache.batch({0: range(3, 6)}))
+            cache.place(cache.batch({0: range(3, 6)}))
     assert [str(one) for one in cache.caches] == before
-    cache.forward(cache.batch({0: range(3, 6)}))
+    cache.place(cache.batch({0: range(3, 6)}))
     assert [one.seq_pos_max(0) for one in cache.caches] == [5, 5]
 
 
 def test_an_operation_that_one_cache_refuses_changes_none():
     cache = hybrid(n_seq_max=3, can_shift=True)
-    cache.forward(cache.batch({0: range(4), 1: range(2)}))
+    cache.place(cache.batch({0: range(4), 1: range(2)}))
     full, local = cache.caches
-    local.seq_rm(1)  # so that the two are no longer alike
-    local.forward(local.batch({1: [0]}))
+    local.seq_rm(1)  # so that the two caches differ
+    local.place(local.batch({1: [0]}))
     before = drawn(cache)
     with pytest.raises(ValueError, match='already'):
         cache.seq_cp(0, 1, 1)  # sequence 1 has position 1 in the full cache only
@@ -101,7 +101,7 @@ def test_an_operation_that_one_cache_refuses_changes_none():
 
 def test_each_layer_is_in_one_cache():
     def one(**how):
-        return KVCache(**(dict(n_layer=2, n_head_kv=1, head_dim=8, kv_size=8, n_seq_max=2) | how))
+        return CellCache(**(dict(n_layer=2, n_head_kv=1, head_dim=8, kv_size=8, n_seq_max=2) | how))
     for caches in ((), (one(), one()), (one(layer_filter=lambda layer: layer == 0),),
                    *((one(layer_filter=lambda layer: layer == 0), one(layer_filter=lambda layer: layer == 1, **how))
                      for how in (dict(n_seq_max=3), dict(unified=False)))):
@@ -110,7 +110,7 @@ def test_each_layer_is_in_one_cache():
 
 
 class HybridMachine(RuleBasedStateMachine):
-    """Anything in any order: the two caches agree about where each sequence ends, and refusals change nothing."""
+    """Random operations: both caches have the same last positions, and refused operations change nothing."""
     unified = True
     seqs = st.integers(0, 2)
 
@@ -129,7 +129,7 @@ class HybridMachine(RuleBasedStateMachine):
     def append(self, seq, n):
         last = self.cache.seq_pos_max(seq)
         start = 0 if last is None else last + 1
-        self.attempt(lambda: self.cache.forward(self.cache.batch({seq: range(start, start + n)})))
+        self.attempt(lambda: self.cache.place(self.cache.batch({seq: range(start, start + n)})))
 
     @rule(seq=st.none() | seqs)
     def rm(self, seq):
@@ -153,7 +153,7 @@ class HybridMachine(RuleBasedStateMachine):
         for seq in range(3):
             assert full.seq_pos_max(seq) == local.seq_pos_max(seq) == self.cache.seq_pos_max(seq)
             if (last := full.seq_pos_max(seq)) is not None and full.seq_pos_min(seq) == 0:
-                assert local.seq_pos_min(seq) <= max(0, last - 1)  # what the next token sees through the window of 3
+                assert local.seq_pos_min(seq) <= max(0, last - 1)  # the next token sees it through the window of 3
 
 
 class HybridStreamsMachine(HybridMachine):
@@ -208,9 +208,9 @@ def test_an_interrupt_leaves_no_cell_taken(name, unified):
     n, ended = 0, False
     while not ended:
         n += 1
-        cache = KVCache(1, 1, 8, 16, 3, unified, n_swa=4, swa_type='standard', can_shift=True)
+        cache = CellCache(1, 1, 8, 16, 3, unified, n_swa=4, swa_type='standard', can_shift=True)
         for tokens in ({0: range(3), 1: range(3)}, {0: range(3, 6), 1: range(3, 6)}, {1: [6, 7]}):
-            cache.forward(cache.batch(tokens))
+            cache.place(cache.batch(tokens))
         ended = not interrupted(lambda cache=cache: OPERATIONS[name](cache), n)
         for cells in cache.streams:
             other = cells.copy()

@@ -1,50 +1,111 @@
-"""Arrows go one way: model.py stands alone, modules do not import scripts, wings are handed a model."""
+"""
+The shape of the house: arrows go one way (scripts -> generation -> model -> torch), files and functions stay short.
+
+decode/, kvcache/ and training/ are handed a model, and import neither it nor anything above it.
+"""
 import ast
 import glob
 import os
 import sys
 
+import pytest
 from conftest import ROOT
 
-SCRIPTS = {'train', 'sample', 'bench', 'export', 'test_kv_cache'}
-OURS = {os.path.basename(p)[:-3] for p in glob.glob(os.path.join(ROOT, '*.py'))} | {'decode', 'kvcache', 'serving'}
+SCRIPTS = {'train', 'sample', 'bench', 'export', 'serve', 'test_kv_cache'}
+WINGS = {'decode', 'kvcache', 'training', 'serving', 'benchmarks'}
+MODELS = {'model', 'debug_kv_model'}
+MODULES = {os.path.basename(path)[:-3] for path in glob.glob(os.path.join(ROOT, '*.py'))}
+OURS = MODULES | WINGS
+FOLDERS = '', 'config/', 'data/', 'data/*/', *(f'{wing}/**/' for wing in sorted(WINGS))
+FILES = sorted({os.path.relpath(path, ROOT) for folder in FOLDERS
+                for path in glob.glob(os.path.join(ROOT, folder, '*.py'), recursive=True)})
+
+# what each may not import, of ours: a wing (all of its files) or a module
+NOT_TO_IMPORT = {
+    'decode': OURS - {'decode', 'device', 'whole_file'},
+    'kvcache': MODELS | SCRIPTS | {'generation', 'training', 'serving', 'benchmarks'},
+    'training': MODELS | SCRIPTS | {'generation', 'decode', 'kvcache', 'serving', 'benchmarks'},
+    'serving': SCRIPTS | {'training', 'benchmarks'},
+    'benchmarks': SCRIPTS,
+    'generation': OURS - {'model', 'kvcache'},
+    'debug_kv_model': OURS - {'model'},
+    **{module: MODELS | SCRIPTS | WINGS | {'generation'} for module in MODULES - MODELS - SCRIPTS - {'generation'}},
+    **{script: SCRIPTS - {script} for script in SCRIPTS},
+}
+
+LINES, FUNCTION_LINES = 350, 80
+LONGER_FILES = {  # file: (its limit, the reason)
+    'model.py': (450, "the one compulsory file: a GPT and its cache, whole"),
+    'decode/kernel.py': (480, "one compiled function after the other, up to a whole step"),
+    'decode/vectors.py': (500, "vector instructions, an LLVM intrinsic each"),
+}
+LONGER_FUNCTIONS = {  # (file, function): (its limit, the reason)
+    ('decode/kernel.py', 'gpt_step'): (90, "a whole decode step, read from top to bottom like a GPT"),
+}
+
+
+def tree_of(path):
+    with open(os.path.join(ROOT, path), encoding='utf-8') as f:
+        return ast.parse(f.read())
 
 
 def imports(path, top_level_only=False):
-    with open(os.path.join(ROOT, path), encoding='utf-8') as f:
-        tree = ast.parse(f.read())
-    found = set()
+    """Names of the top-level packages and modules that a file imports: anywhere, or when it is imported itself."""
+    tree, found = tree_of(path), set()
     for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name.split('.')[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add((node.module or '').split('.')[0])
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module.split('.')[0])
     return found
 
 
-def test_model_imports_torch_and_the_standard_library_only():
-    assert not imports('model.py') & OURS
+def test_model_needs_torch_and_the_standard_library_only():
+    """But for `from_pretrained`, which reads files of another format."""
     assert imports('model.py', top_level_only=True) <= set(sys.stdlib_module_names) | {'torch'}
+    assert imports('model.py') & OURS <= {'formats'}
 
 
-def test_nothing_imports_a_script():
-    for path in OURS - SCRIPTS - {'decode', 'kvcache', 'serving'}:
-        assert not imports(path + '.py') & SCRIPTS, path
-    for script in SCRIPTS:
-        if os.path.exists(os.path.join(ROOT, script + '.py')):
-            assert not imports(script + '.py') & SCRIPTS, script
+@pytest.mark.parametrize('name', sorted(NOT_TO_IMPORT))
+def test_arrows_go_one_way(name):
+    for path in FILES:
+        if path == name + '.py' or path.startswith(name + os.sep):
+            assert not imports(path) & NOT_TO_IMPORT[name], path
 
 
-def test_wings_do_not_import_the_model():
-    for wing in ('decode', 'kvcache'):
-        for path in glob.glob(os.path.join(ROOT, wing, '*.py')):
-            assert not imports(os.path.relpath(path, ROOT)) & ({'model', 'debug_kv_model'} | SCRIPTS), path
-    for name in ('checkpoint', 'tokenizer', 'batches', 'device', 'whole_file'):
-        assert not imports(name + '.py') & {'model', 'debug_kv_model'}, name
+def test_kvcache_takes_nothing_of_decode_but_fingerprints():
+    for path in glob.glob(os.path.join(ROOT, 'kvcache', '**', '*.py'), recursive=True):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split('.')[0] == 'decode':
+                assert node.module == 'decode.fingerprint', path
+            elif isinstance(node, ast.Import):
+                assert all(alias.name.split('.')[0] != 'decode' for alias in node.names), path
+
+
+def test_at_most_fourteen_files_at_the_top():
+    assert len(MODULES) <= 14 + os.path.exists(os.path.join(ROOT, 'serve.py')), sorted(MODULES)
+
+
+def test_no_file_is_named_after_nothing():
+    vague = {'utils', 'util', 'helpers', 'helper', 'common', 'misc', 'manager'}
+    assert not [path for path in FILES if vague & set(os.path.basename(path)[:-3].split('_'))]
+
+
+@pytest.mark.parametrize('path', FILES)
+def test_files_and_functions_are_short(path):
+    with open(os.path.join(ROOT, path), encoding='utf-8') as f:
+        n_lines = sum(1 for _ in f)
+    assert n_lines <= LONGER_FILES.get(path, (LINES,))[0], f"{path} has {n_lines} lines"
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            n_lines = node.end_lineno - node.lineno + 1
+            most, *_ = LONGER_FUNCTIONS.get((path, node.name), (FUNCTION_LINES,))
+            assert n_lines <= most, f"{node.name} has {n_lines} lines"
 
 
 def test_the_traced_model_copies_nothing():
     traced, plain = (open(os.path.join(ROOT, p), encoding='utf-8').read() for p in ('debug_kv_model.py', 'model.py'))
-    bodies = {line.strip() for line in plain.splitlines() if len(line.strip()) > 40 and not line.strip().startswith(('def ', 'for '))}
+    bodies = {line.strip() for line in plain.splitlines()
+              if len(line.strip()) > 40 and not line.strip().startswith(('def ', 'for '))}
     assert not [line for line in traced.splitlines() if line.strip() in bodies]
     assert 'KVDBG' not in plain and 'KV_DEBUG' not in plain and 'print(' not in plain

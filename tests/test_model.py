@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from model import GPT, GPTConfig, LayerKVCache, attend, default_peak_flops
+from generation import generate, stream
+from model import GPT, GPTConfig, LayerKVCache, attend
 
 
 def tiny(seed=0, **changes):
@@ -72,7 +73,7 @@ def test_the_cache_is_a_named_tuple_of_the_documented_shape():
 def test_hidden_states_are_what_lm_head_reads():
     model = tiny().eval()
     idx = torch.randint(31, (2, 9))
-    x, kv_cache = model.hidden_states(idx)
+    x, kv_cache = model.hidden_states(idx, torch.arange(9))
     assert x.shape == (2, 9, 16) and kv_cache is None
     torch.testing.assert_close(model.lm_head(x), model(idx, idx)[0])
     torch.testing.assert_close(model.lm_head(x[:, -1:]), model(idx)[0])
@@ -119,20 +120,38 @@ def test_a_training_step_saves_no_more_for_backward_than_without_cache_code():
         return n
 
     def without_cache_code():
-        x = model.transformer.wte(idx) + model.transformer.wpe.weight[:11]
+        x = model.transformer.wte(idx) + model.transformer.wpe(torch.arange(11))
         for block in model.transformer.h:
             q, k, v = (t.view(3, 11, 2, 8).transpose(1, 2) for t in block.attn.c_attn(block.ln_1(x)).split(16, 2))
-            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).contiguous().view(3, 11, 16)
+            y = (
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                .transpose(1, 2)
+                .contiguous()
+                .view(3, 11, 16)
+            )
             x = x + block.attn.c_proj(y)
             x = x + block.mlp(block.ln_2(x))
-        torch.nn.functional.cross_entropy(model.lm_head(model.transformer.ln_f(x)).view(-1, 31), idx.view(-1), ignore_index=-1)
+        torch.nn.functional.cross_entropy(
+            model.lm_head(model.transformer.ln_f(x)).view(-1, 31), idx.view(-1), ignore_index=-1
+        )
     assert saved_bytes(lambda: model(idx, idx)) <= saved_bytes(without_cache_code)
 
 
 def test_state_dict_is_nanogpts():
     keys = set(tiny(n_layer=1).state_dict())
-    block = [f'transformer.h.0.{m}.{p}' for m in ('ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj') for p in ('weight', 'bias')]
-    assert keys == {'transformer.wte.weight', 'transformer.wpe.weight', 'transformer.ln_f.weight', 'transformer.ln_f.bias', 'lm_head.weight', *block}
+    block = [
+        f'transformer.h.0.{m}.{p}'
+        for m in ('ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj')
+        for p in ('weight', 'bias')
+    ]
+    assert keys == {
+        'transformer.wte.weight',
+        'transformer.wpe.weight',
+        'transformer.ln_f.weight',
+        'transformer.ln_f.bias',
+        'lm_head.weight',
+        *block,
+    }
     assert not any(k.endswith('.bias') for k in tiny(bias=False).state_dict())
     model = tiny()
     assert model.lm_head.weight is model.transformer.wte.weight
@@ -166,7 +185,14 @@ def test_the_same_seed_draws_nanogpts_initial_weights():
     torch.manual_seed(3)
     shapes = [(31, 16), (16, 16), (48, 16), (16, 16), (64, 16), (16, 64), (31, 16)]
     nn = torch.nn
-    nn.Embedding(31, 16), nn.Embedding(16, 16), nn.Linear(16, 48), nn.Linear(16, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+    (
+        nn.Embedding(31, 16),
+        nn.Embedding(16, 16),
+        nn.Linear(16, 48),
+        nn.Linear(16, 16),
+        nn.Linear(16, 64),
+        nn.Linear(64, 16),
+    )
     nn.Linear(16, 31, bias=False)
     drawn = [torch.empty(s).normal_(0, 0.02) for s in shapes]
     model = tiny(3, n_layer=1)
@@ -201,14 +227,15 @@ def test_mfu_counts_flops_as_palm_does():
     model = tiny()
     by_hand = (6 * model.get_num_params() + 12 * 3 * 2 * 8 * 16) * 16 * 5 / 2.0 / 1e9
     assert model.estimate_mfu(5, 2.0, peak_flops=1e9) == pytest.approx(by_hand)
-    assert model.estimate_mfu(5, 2.0) == pytest.approx(by_hand * 1e9 / default_peak_flops(torch.device('cpu')))
-    assert default_peak_flops(torch.device('meta')) is None
+    assert model.estimate_mfu(5, 2.0, None) is None
 
 
 def test_from_pretrained_reads_a_hugging_face_folder(tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, activation_function='gelu')).eval()
+    theirs = GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, activation_function='gelu')
+    ).eval()
     theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(str(tmp_path), dict(dropout=0.1)).eval()
     assert ours.config == GPTConfig(12, 40, 2, 2, 16, 0.1, True)
@@ -228,7 +255,17 @@ def test_from_pretrained_reads_a_hugging_face_folder(tmp_path):
         GPT.from_pretrained(str(tmp_path / 'nowhere'))
 
 
-@pytest.mark.parametrize('bad', [dict(n_embd=17), dict(n_layer=0), dict(block_size=-1), dict(vocab_size=1.5), dict(dropout=1.0), dict(dropout=-0.1)])
+@pytest.mark.parametrize(
+    'bad',
+    [
+        dict(n_embd=17),
+        dict(n_layer=0),
+        dict(block_size=-1),
+        dict(vocab_size=1.5),
+        dict(dropout=1.0),
+        dict(dropout=-0.1),
+    ],
+)
 def test_impossible_shapes_are_refused(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         GPTConfig(**bad)
@@ -268,16 +305,17 @@ def test_a_cache_that_does_not_fit_is_refused_and_left_alone(what, cache, idx):
 
 
 def test_attention_itself_refuses_what_does_not_fit():
-    attn = tiny().eval().transformer.h[0].attn
-    _, cache = attn(torch.randn(2, 15, 16), use_cache=True)
+    model = tiny().eval()
+    attn, positions = model.transformer.h[0].attn, torch.arange(16)
+    _, cache = attn(torch.randn(2, 15, 16), positions[:15], model.empty_cache(2)[0])
     for x in (torch.randn(2, 2, 16), torch.randn(1, 1, 16), torch.randn(3, 1, 16)):
         with pytest.raises(ValueError):
-            attn(x, cache)
-    y, cache = attn(torch.randn(2, 1, 16), cache)
+            attn(x, positions[15:15 + x.size(1)], cache)
+    y, cache = attn(torch.randn(2, 1, 16), positions[15:], cache)
     assert y.shape == (2, 1, 16) and cache.cache_pos == 16
     with pytest.raises(ValueError, match='16 .* 1 .* 16'):
-        attn(torch.randn(2, 1, 16), cache)
-    assert attn(torch.randn(2, 3, 16))[1] is None
+        attn(torch.randn(2, 1, 16), positions[15:], cache)
+    assert attn(torch.randn(2, 3, 16), positions[:3])[1] is None
 
 
 def test_attend_takes_a_mask_in_place_of_causality():
@@ -291,10 +329,16 @@ def test_attend_takes_a_mask_in_place_of_causality():
 @pytest.mark.parametrize('context', ['inference_mode', 'autocast', 'float64', 'bfloat16'])
 def test_caches_take_the_dtype_of_the_keys(context):
     model, idx = tiny().eval(), torch.randint(31, (2, 7))
-    dtype = {'autocast': torch.bfloat16, 'float64': torch.float64, 'bfloat16': torch.bfloat16}.get(context, torch.float32)
+    dtype = {'autocast': torch.bfloat16, 'float64': torch.float64, 'bfloat16': torch.bfloat16}.get(
+        context, torch.float32
+    )
     if context in ('float64', 'bfloat16'):
         model = model.to(dtype)
-    with torch.inference_mode(context == 'inference_mode'), torch.autocast('cpu', torch.bfloat16, enabled=context == 'autocast'), torch.no_grad():
+    with (
+        torch.inference_mode(context == 'inference_mode'),
+        torch.autocast('cpu', torch.bfloat16, enabled=context == 'autocast'),
+        torch.no_grad(),
+    ):
         _, _, kv_cache = model(idx[:, :4])
         assert kv_cache[0].k_cache.dtype == kv_cache[2].v_cache.dtype == dtype
         last, _, kv_cache = model(idx[:, 4:], kv_cache=kv_cache)
@@ -309,7 +353,11 @@ def test_hooks_fire_in_every_module():
             module.register_forward_hook(lambda m, args, out, name=name: seen.append(name))
             module.register_forward_pre_hook(lambda m, args: None)
     model(torch.randint(31, (1, 4)))
-    expected = [n for n, m in model.named_modules() if n and not isinstance(m, (torch.nn.ModuleDict, torch.nn.ModuleList)) and n != 'transformer.wpe']
+    expected = [
+        n
+        for n, m in model.named_modules()
+        if n and not isinstance(m, (torch.nn.ModuleDict, torch.nn.ModuleList)) and n != 'transformer.wpe'
+    ]
     assert sorted(seen) == sorted(expected)
     compiled = []
     model.transformer.h[1].mlp._compiled_call_impl = lambda x: compiled.append(x) or x  # what Module.compile() sets
@@ -343,11 +391,11 @@ def test_a_model_with_weights_that_are_not_numbers_does_not_babble():
         model.transformer.ln_f.weight[3] = float('nan')
     for use_cache in (False, True):
         with pytest.raises(ValueError, match='not numbers'):
-            model.generate(torch.tensor([[1]]), 3, use_cache=use_cache)
+            generate(model, torch.tensor([[1]]), 3, use_cache=use_cache)
     model = tiny().eval()
     with torch.no_grad():
         model.transformer.wpe.weight[5] = float('inf')  # found out when it gets there
-    tokens = model.stream(torch.tensor([[1, 2, 3]]), 9, use_cache=True)
+    tokens = stream(model, torch.tensor([[1, 2, 3]]), 9, use_cache=True)
     assert [next(tokens).shape for _ in range(3)] == [(1, 1)] * 3
     with pytest.raises(ValueError, match='not numbers'):
         next(tokens)

@@ -1,4 +1,4 @@
-"""The KeyValueCache operator against a dictionary of tokens, over everything it can be asked."""
+"""The KeyValueCache operator compared with a dictionary of tokens, for all of its arguments."""
 import numpy as np
 import pytest
 import torch
@@ -28,10 +28,14 @@ def slowly_quantised(x, bits, group):
 
 
 class Reference:
-    """What each sequence has, as a dictionary of (sequence, position, layer, 0 key or 1 value, head): the row that comes back."""
+    """
+    The content of the cache as a dictionary. rows: {(sequence, position, layer, 0 key or 1 value, head): the row that
+    is returned}.
+    """
 
     def __init__(self, bits, group, cache_dtype, scale_dtype):
-        self.bits, self.group, self.cache_dtype, self.scale_dtype, self.rows, self.whole = bits, group, cache_dtype, scale_dtype, {}, {}
+        self.bits, self.group, self.cache_dtype, self.scale_dtype = bits, group, cache_dtype, scale_dtype
+        self.rows, self.whole = {}, {}
 
     def write(self, at, x):
         if self.bits == 0:
@@ -39,7 +43,8 @@ class Reference:
             return
         whole, scales = slowly_quantised(x, self.bits, self.group)
         self.whole[at] = whole
-        self.rows[at] = np.array([np.float32(w) * np.float32(self.scale_dtype(scales[i // self.group])) for i, w in enumerate(whole)]).astype(x.dtype)
+        scales = np.array(scales, dtype=self.scale_dtype).astype(np.float32).repeat(self.group)
+        self.rows[at] = (np.array(whole, dtype=np.float32) * scales).astype(x.dtype)
 
 
 @st.composite
@@ -47,16 +52,19 @@ def cases(draw):
     bits = draw(st.sampled_from([0, 8, 4]))
     group = draw(st.sampled_from([2, 4, 8]))
     return dict(
-        seed=draw(st.integers(0, 2**31)), bits=bits, group=group, Dh=group * draw(st.integers(1, 3)), H=draw(st.integers(1, 3)),
-        n_layer=draw(st.integers(1, 2)), mode=draw(st.integers(0, 1)), layout=draw(st.integers(0, 3)), repeat=draw(st.integers(1, 3)),
-        page=draw(st.integers(1, 4)), steps=draw(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4)),
+        seed=draw(st.integers(0, 2**31)), bits=bits, group=group, Dh=group * draw(st.integers(1, 3)),
+        H=draw(st.integers(1, 3)),
+        n_layer=draw(st.integers(1, 2)), mode=draw(st.integers(0, 1)), layout=draw(st.integers(0, 3)),
+        repeat=draw(st.integers(1, 3)),
+        page=draw(st.integers(1, 4)),
+        steps=draw(st.lists(st.lists(st.integers(0, 4), min_size=3, max_size=3), min_size=1, max_size=4)),
         dtype=draw(st.sampled_from([np.float32, np.float16])), kept=draw(st.sampled_from([np.float32, np.float16])))
 
 
 @settings(max_examples=300)
 @given(cases())
 def test_the_operator_is_a_dictionary_of_tokens(case):
-    """Several ragged steps, each layer in turn: keys and values are those of the dictionary, to the last bit."""
+    """Several steps of different lengths, layer by layer: keys and values are those of the dictionary, bit by bit."""
     rng, B, L, H, Dh = np.random.default_rng(case['seed']), 3, case['n_layer'], case['H'], case['Dh']
     bits, group, layout, page = case['bits'], case['group'], case['layout'], case['page']
     steps = [step for step in case['steps'] if sum(step)]
@@ -90,8 +98,10 @@ def test_the_operator_is_a_dictionary_of_tokens(case):
                         for kind, x in enumerate((k, v)):
                             reference.write((b, start[b] + t, layer, kind, h), x[seqstarts[b] + t, h])
             out = key_value_cache(
-                *map(torch.from_numpy, (k, v, seqstarts, kvstarts, cachestarts, start)), 4, int(kvstarts[-1]), cache, scale,
-                num_layer=L, layer_idx=layer, quant_bit=bits, quant_group=group, num_repeat=case['repeat'], cache_mode=case['mode'],
+                *map(torch.from_numpy, (k, v, seqstarts, kvstarts, cachestarts, start)), 4, int(kvstarts[-1]),
+                cache, scale,
+                num_layer=L, layer_idx=layer, quant_bit=bits, quant_group=group, num_repeat=case['repeat'],
+                cache_mode=case['mode'],
                 cache_layout=layout, page_size=page)
             for kind in range(2):
                 assert out[kind].shape == (kvstarts[-1], H * case['repeat'], Dh)
@@ -113,10 +123,12 @@ VECTOR = dict(seqstarts=torch.tensor([0, 3, 4]), start_pos=torch.tensor([0, 2]),
 @pytest.mark.parametrize('layout', SHAPES)
 def test_worked_vector(mode, cachestarts, stored, loaded, layout):
     cache = empty(layout, 32, 1, 1, 2, torch.float32)
-    rows = {0: cache[:, 0], 1: cache[0], 2: cache[0].transpose(0, 1), 3: cache[0].permute(2, 0, 1, 3)}[layout]  # (T, 2, H, D)
+    # (T, 2, H, D)
+    rows = {0: cache[:, 0], 1: cache[0], 2: cache[0].transpose(0, 1), 3: cache[0].permute(2, 0, 1, 3)}[layout]
     rows[:] = torch.arange(32.)[:, None, None, None]
     k, v = (100 * sign * torch.arange(1., 5)[:, None, None].expand(4, 1, 2) for sign in (1, -1))
-    key, value = key_value_cache(k, v, VECTOR['seqstarts'], VECTOR['kvstarts'], torch.tensor(cachestarts), VECTOR['start_pos'], 3, 3,
+    key, value = key_value_cache(k, v, VECTOR['seqstarts'], VECTOR['kvstarts'], torch.tensor(cachestarts),
+                                 VECTOR['start_pos'], 3, 3,
                                  cache, cache_mode=mode, cache_layout=layout, page_size=2)
     expected = [float(row) for row in loaded]
     for row, token in zip(stored, (100, 200, 300, 400)):
@@ -133,7 +145,8 @@ def test_quantised_by_hand():
     codes, scale = quantise(torch.zeros(8), 8, 8)
     assert codes.tolist() == [0] * 8 and scale.tolist() == pytest.approx([1e-5])
     codes, scale = quantise(torch.tensor([7., -7, 1, -1]), 4, 4)
-    assert codes.tolist() == [7 | 9 << 4, 1 | 15 << 4] and scale.tolist() == [1]  # -7 is 1001, -1 is 1111; the low half is first
+    # -7 is 1001, -1 is 1111; the low half is first
+    assert codes.tolist() == [7 | 9 << 4, 1 | 15 << 4] and scale.tolist() == [1]
 
 
 @settings(max_examples=100)
@@ -145,9 +158,11 @@ def test_no_number_is_off_by_more_than_half_a_scale(seed, bits, group, power):
     assert (error <= scale.repeat_interleave(group, dim=-1) * (0.5 + 1e-5)).all()
 
 
-GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, cache_layout=2, page_size=2, max_seqlen=3, max_kvlen=3,
+GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, cache_layout=2, page_size=2,
+            max_seqlen=3, max_kvlen=3,
             seqstarts=VECTOR['seqstarts'], kvstarts=VECTOR['kvstarts'], start_pos=VECTOR['start_pos'],
-            cachestarts=torch.tensor([[8, 0], [24, 16]]), current_key=torch.ones(4, 3, 8), current_value=torch.ones(4, 3, 8))
+            cachestarts=torch.tensor([[8, 0], [24, 16]]), current_key=torch.ones(4, 3, 8),
+            current_value=torch.ones(4, 3, 8))
 
 
 @pytest.mark.parametrize('words, changed', [
@@ -189,7 +204,8 @@ GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, 
     ('alike', dict(current_key=torch.ones(4, 3, 0), current_value=torch.ones(4, 3, 0))),
     ('expanded', dict(cache=torch.zeros(2, 2, 1, 3, 8, dtype=torch.int8).expand(2, 2, 32, 3, 8))),
     ('expanded', dict(scale=torch.zeros(2, 2, 32, 3, 1).expand(2, 2, 32, 3, 2))),
-    ('float16 holds', dict(scale=torch.zeros(2, 2, 32, 3, 2, dtype=torch.float16), current_key=torch.full((4, 3, 8), 1e7))),
+    ('float16 holds', dict(scale=torch.zeros(2, 2, 32, 3, 2, dtype=torch.float16),
+                           current_key=torch.full((4, 3, 8), 1e7))),
     ('is on meta', dict(start_pos=torch.tensor([0, 2], device='meta'))),
     ('is on meta', dict(current_key=torch.ones(4, 3, 8, device='meta'))),
     ('max_kvlen', dict(max_kvlen=None)),
@@ -199,7 +215,8 @@ GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, 
     ('layer_idx', dict(layer_idx=0.0)),
     ('seqstarts', dict(seqstarts=torch.tensor([0., 3, 4]))),
     ('cachestarts', dict(cachestarts=[[8, 0], [24, 16]])),
-    ('does not fit', dict(start_pos=torch.tensor([0, 10**13]), kvstarts=torch.tensor([0, 3, 4 + 10**13]), max_kvlen=2 * 10**13)),
+    ('does not fit', dict(start_pos=torch.tensor([0, 10**13]), kvstarts=torch.tensor([0, 3, 4 + 10**13]),
+                          max_kvlen=2 * 10**13)),
     ('num_repeat', dict(num_repeat=2**40)),
     ('num_repeat', dict(num_repeat=2**62)),
     ('num_repeat', dict(num_repeat=2**70)),
@@ -230,14 +247,17 @@ def test_a_past_that_two_sequences_share_is_read_by_both():
     cache = torch.zeros(4, 1, 2, 1, 2)
     cache[:2] = torch.arange(8.).view(2, 1, 2, 1, 2)
     new = torch.tensor([[[8., 9]], [[10, 11]]])
-    starts = dict(seqstarts=torch.tensor([0, 1, 2]), kvstarts=torch.tensor([0, 3, 6]), start_pos=torch.tensor([2, 2]), max_seqlen=1, max_kvlen=3)
-    key, value = key_value_cache(new, new, cachestarts=torch.tensor([[0, 2], [0, 3]]), cache=cache, cache_mode=1, page_size=2, **starts)
+    starts = dict(seqstarts=torch.tensor([0, 1, 2]), kvstarts=torch.tensor([0, 3, 6]), start_pos=torch.tensor([2, 2]),
+                  max_seqlen=1, max_kvlen=3)
+    key, value = key_value_cache(new, new, cachestarts=torch.tensor([[0, 2], [0, 3]]), cache=cache, cache_mode=1,
+                                 page_size=2, **starts)
     assert key[:, 0, 0].tolist() == [0, 4, 8, 0, 4, 10] and value[:, 0, 1].tolist() == [3, 7, 9, 3, 7, 11]
 
 
 def test_nothing_is_recorded_for_backward():
     cache, new = torch.zeros(4, 1, 2, 1, 2, requires_grad=True), torch.ones(1, 1, 2, requires_grad=True)
-    key, _ = key_value_cache(new, new, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0]), 1, 1, cache)
+    key, _ = key_value_cache(new, new, torch.tensor([0, 1]), torch.tensor([0, 1]), torch.tensor([0]),
+                             torch.tensor([0]), 1, 1, cache)
     assert not key.requires_grad and cache[0].sum() == 4
 
 
@@ -263,7 +283,7 @@ def test_a_page_larger_than_the_cache():
 
 @pytest.mark.parametrize('offset', [0, 4, 3068])
 def test_a_scale_in_the_memory_of_the_cache_is_refused(offset):
-    """And one that follows it in the same memory is not."""
+    """A scale that follows the cache in the same memory is accepted."""
     memory = torch.zeros(2 * 2 * 32 * 3 * 8 + 4 * 2 * 2 * 32 * 3 * 2 + 4, dtype=torch.int8)
     cache = memory[:3072].view(2, 2, 32, 3, 8)
 
@@ -277,7 +297,7 @@ def test_a_scale_in_the_memory_of_the_cache_is_refused(offset):
 
 
 def test_the_current_keys_may_be_rows_of_the_cache():
-    """They are read before anything is written: rows 2 and 3 become what rows 0 and 1 were, and the other way round."""
+    """They are read before anything is written: rows 0 and 1 are swapped with rows 2 and 3."""
     cache, starts = torch.arange(8.).view(4, 1, 2, 1, 1), torch.tensor([0, 2, 4])
     before = cache.clone()
     key, value = key_value_cache(cache[:, 0, 0], cache[:, 0, 1], starts, starts, torch.tensor([2, 0]),

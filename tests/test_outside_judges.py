@@ -17,9 +17,13 @@ def test_hugging_face_gpt2_agrees_at_each_cached_step():
     with torch.no_grad():
         for p in ours.parameters():
             p.add_(torch.randn_like(p) * 0.1)
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=24, n_embd=32, n_layer=3, n_head=4, activation_function='gelu')).eval()
+    theirs = GPT2LMHeadModel(
+        GPT2Config(vocab_size=50, n_positions=24, n_embd=32, n_layer=3, n_head=4, activation_function='gelu')
+    ).eval()
     transposed = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
-    theirs.load_state_dict({k: v.t() if k.endswith(transposed) else v for k, v in ours.state_dict().items()}, strict=False)
+    theirs.load_state_dict(
+        {k: v.t() if k.endswith(transposed) else v for k, v in ours.state_dict().items()}, strict=False
+    )
     idx = torch.randint(50, (2, 24))
     kv_cache, past = None, None
     with torch.no_grad():
@@ -28,7 +32,9 @@ def test_hugging_face_gpt2_agrees_at_each_cached_step():
             out = theirs(idx[:, start:end], past_key_values=past, use_cache=True)
             past = out.past_key_values
             torch.testing.assert_close(logits[:, -1], out.logits[:, -1], rtol=1e-5, atol=1e-5)
-    greedy = theirs.generate(idx[:, :5], attention_mask=torch.ones(2, 5), max_new_tokens=19, do_sample=False, pad_token_id=0)
+    greedy = theirs.generate(
+        idx[:, :5], attention_mask=torch.ones(2, 5), max_new_tokens=19, do_sample=False, pad_token_id=0
+    )
     assert torch.equal(ours.generate(idx[:, :5], 19, temperature=0, use_cache=True), greedy)
 
 
@@ -73,7 +79,10 @@ def named_inputs(case):
 
 def run_case(node, inputs):
     """The ONNX node through our cache and attention: {output name: array}."""
-    tensors = {name: torch.from_numpy(np.asarray(x, dtype=np.float32) if x.dtype.name == 'bfloat16' else x.copy()) for name, x in inputs.items()}
+    tensors = {
+        name: torch.from_numpy(np.asarray(x, dtype=np.float32) if x.dtype.name == 'bfloat16' else x.copy())
+        for name, x in inputs.items()
+    }
     q, k, v = (tensors[name] for name in 'QKV')
     packed = q.dim() == 3
     if packed:  # (B, T, heads * size)
@@ -83,9 +92,12 @@ def run_case(node, inputs):
     if 'past_key' in tensors:
         past_k, past_v = tensors['past_key'], tensors['past_value']
         block_size = past_k.size(2) + k.size(2) + 3
-        cache = LayerKVCache(*(past.new_full((*past.shape[:2], block_size, past.size(3)), float('nan')) for past in (past_k, past_v)), 0)
-        cache = cache.append(past_k, past_v)[3]
-        k, v, _, cache = cache.append(k, v)
+        cache = LayerKVCache(
+            *(past.new_full((*past.shape[:2], block_size, past.size(3)), float('nan')) for past in (past_k, past_v)), 0
+        )
+        positions = torch.arange(block_size)
+        cache = cache.append(past_k, past_v, positions[:past_k.size(2)])[3]
+        k, v, _, cache = cache.append(k, v, positions[past_k.size(2):][:k.size(2)])
         outputs |= {'present_key': k.numpy(), 'present_value': v.numpy()}
     causal = any(a.name == 'is_causal' and a.i for a in node.attribute)
     if mask is None and not causal:
@@ -99,7 +111,9 @@ def run_case(node, inputs):
 
 
 def test_onnx_attention_cases():
-    """Every case either applies and passes, or does not for a reason that `why_not` gives and this prints (pytest -s)."""
+    """
+    Every case either applies and passes, or does not for a reason that `why_not` gives and this prints (pytest -s).
+    """
     passed, skipped = [], {}
     for case in onnx_cases():
         node, inputs = named_inputs(case)

@@ -1,14 +1,15 @@
-"""Blocks under a model: prefills and decodes in one forward pass, what is shared, and what is refused."""
-import itertools
-
+"""Blocks under a model: prompts and next tokens in one forward pass, what is shared, and what is refused."""
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from generation import Work
+from kvcache import paged
 from kvcache.blocks import OutOfBlocks
 from kvcache.paged import InputMetadata, PagedCache, execute_model
+from kvcache.placement import logits_of
 from model import GPT, GPTConfig
 
 
@@ -21,27 +22,48 @@ def full_logits(m, tokens):
     return m(torch.tensor([tokens]), use_cache=False)[0][0, 0]
 
 
-def pool(m, n_blocks=16, block_size=4, kind='float32'):
-    c = m.config
-    return PagedCache(c.n_layer, c.n_head, c.n_embd // c.n_head, n_blocks, block_size, kind)
+def pool(m, n_blocks=16, block_size=4):
+    return PagedCache(m, n_blocks, block_size)
+
+
+def feed(p, texts):
+    """A step of {sequence: new tokens}, from where each ends: logits (B, vocab_size)."""
+    return p.step(Work(list(texts), [p.lengths[seq] for seq in texts], [torch.tensor(text) for text in texts.values()]))
+
+
+def begin(p, text):
+    """(the number of a new sequence with this text, its logits)."""
+    seq = p.new()
+    return seq, feed(p, {seq: text})[0]
+
+
+def n_computed(p, text):
+    """How many tokens a step of a new sequence with this text computes. It is freed."""
+    numbers, seq = [], p.new()
+    with pytest.MonkeyPatch.context() as patch:  # a hook would change the model, and no block would be found
+        patch.setattr(paged, 'logits_of', lambda m, idx, *args: numbers.append(idx.numel()) or logits_of(m, idx, *args))
+        feed(p, {seq: text})
+    p.free(seq)
+    return numbers[-1]
 
 
 @torch.inference_mode()
-def test_prefills_and_decodes_in_one_pass():
+def test_prompts_and_next_tokens_in_one_pass():
     m = model()
-    p = pool(m)
-    texts = {'a': [1, 2, 3, 4, 5, 6, 7], 'b': [9, 8], 'c': [1, 2, 3, 4, 5, 0]}
-    assert p.add(m, 'a', texts['a']) == 0
-    assert torch.allclose(p.run(m, ['a'])[0], full_logits(m, texts['a']), atol=1e-5)
-    assert p.add(m, 'b', texts['b']) == 0 and p.add(m, 'c', texts['c']) == 4
-    p.extend('a', [11])
-    logits = p.run(m, ['a', 'c', 'b'])
-    for row, tokens in zip(logits, (texts['a'] + [11], texts['c'], texts['b'])):
+    p, passes = pool(m), []
+    m.transformer.ln_f.register_forward_hook(lambda *_: passes.append(1))
+    texts = [[1, 2, 3, 4, 5, 6, 7], [9, 8], [1, 2, 3, 4, 5, 0]]
+    a, logits = begin(p, texts[0])
+    assert torch.allclose(logits, full_logits(m, texts[0]), atol=1e-5)
+    b, c = p.new(), p.new()
+    logits = feed(p, {a: [11], c: texts[2], b: texts[1]})
+    for row, tokens in zip(logits, (texts[0] + [11], texts[2], texts[1])):
         assert torch.allclose(row, full_logits(m, tokens), atol=1e-5)
-    for seq in 'abc':
-        p.extend(seq, [12])
-    logits = p.run(m, list('abc'))
-    for row, tokens in zip(logits, (texts['a'] + [11, 12], texts['b'] + [12], texts['c'] + [12])):
+    passes.clear()
+    assert p.blocks.tables[a][0] == p.blocks.tables[c][0]  # the first four tokens of c were not computed
+    logits = feed(p, {a: [12], b: [12], c: [12]})
+    assert len(passes) == 1
+    for row, tokens in zip(logits, (texts[0] + [11, 12], texts[1] + [12], texts[2] + [12])):
         assert torch.allclose(row, full_logits(m, tokens), atol=1e-5)
 
 
@@ -49,15 +71,14 @@ def test_prefills_and_decodes_in_one_pass():
 def test_padding_writes_nothing():
     m = model()
     p = pool(m)
-    p.add(m, 'a', [3, 1, 4])
+    slots = p.blocks.add('a', [3, 1, 4]) or p.blocks.slots('a', 0, 3)
     before = [layer.k.data.clone() for layer in p.layers]
-    slots = torch.tensor([*p.blocks.slots('a', 0, 3), -1, -1])
-    metadata = InputMetadata(slots, torch.tensor([p.blocks.tables['a'] + [-1]]), torch.tensor([3]), torch.tensor([3]))
+    metadata = InputMetadata(torch.tensor([*slots, -1, -1]), torch.tensor([p.blocks.tables['a'] + [-1]]),
+                             torch.tensor([3]), torch.tensor([3]))
     logits = execute_model(m, torch.tensor([3, 1, 4, 0, 0]), torch.tensor([0, 1, 2, 0, 0]), p.layers, metadata)
     assert torch.allclose(logits[0], full_logits(m, [3, 1, 4]), atol=1e-5)
     for layer, old in zip(p.layers, before):
-        changed = (layer.k.data != old).any(dim=-1).flatten().nonzero()[:, 0].tolist()
-        assert changed == p.blocks.slots('a', 0, 3)
+        assert (layer.k.data != old).any(dim=-1).flatten().nonzero()[:, 0].tolist() == slots
 
 
 @torch.inference_mode()
@@ -65,16 +86,14 @@ def test_changed_weights_are_not_served_from_old_blocks():
     m = model()
     p = pool(m)
     tokens = list(range(9))
-    p.add(m, 'a', tokens)
-    p.run(m, ['a'])
-    assert p.add(m, 'b', tokens) == 8
+    a, _ = begin(p, tokens)
+    assert n_computed(p, tokens) == 1
     m.lm_head.weight[3, 5] += 1
-    assert p.add(m, 'c', tokens) == 0
-    assert torch.allclose(p.run(m, ['c'])[0], full_logits(m, tokens), atol=1e-5)
-    p.extend('a', [1])  # of the old weights, as what it goes on from; nobody else may have it
-    p.run(m, ['a'])
-    assert p.add(m, 'd', tokens + [1, 2, 3, 4]) == 8
-    assert torch.allclose(p.run(m, ['d'])[0], full_logits(m, tokens + [1, 2, 3, 4]), atol=1e-5)
+    assert n_computed(p, tokens) == 9
+    assert torch.allclose(begin(p, tokens)[1], full_logits(m, tokens), atol=1e-5)
+    feed(p, {a: [1, 2, 3]})  # its first tokens were computed with the old weights: its blocks must not be shared
+    longer = tokens + [1, 2, 3, 4]
+    assert n_computed(p, longer) == 5 and torch.allclose(begin(p, longer)[1], full_logits(m, longer), atol=1e-5)
 
 
 @torch.inference_mode()
@@ -82,138 +101,152 @@ def test_forks_hold_their_prompt_once():
     m = model()
     p = pool(m)
     prompt = list(range(10))
-    p.add(m, 0, prompt)
-    p.run(m, [0])
-    for i in range(1, 5):
-        p.fork(0, i)
+    seqs = [begin(p, prompt)[0]]
+    seqs += [p.fork(seqs[0]) for _ in range(4)]
     assert len({block for table in p.blocks.tables.values() for block in table}) == 3
-    for i in range(5):
-        p.extend(i, [20 + i])
-    logits = p.run(m, range(5))
-    for i in range(5):
-        assert torch.allclose(logits[i], full_logits(m, prompt + [20 + i]), atol=1e-5)
+    for i, row in enumerate(feed(p, {seq: [20 + i] for i, seq in enumerate(seqs)})):
+        assert torch.allclose(row, full_logits(m, prompt + [20 + i]), atol=1e-5)
     assert len({block for table in p.blocks.tables.values() for block in table}) == 2 + 5
 
 
 @torch.inference_mode()
+def test_a_fork_does_not_write_to_the_other_sequences_blocks():
+    for n_prompt in range(1, 11):
+        m = model()
+        p, tokens = pool(m), list(range(n_prompt))
+        a = begin(p, tokens)[0]
+        b = p.fork(a)
+        assert p.blocks.tables[a] == p.blocks.tables[b]
+        for seq, new in ((b, [21]), (a, [22])):
+            assert torch.allclose(feed(p, {seq: new})[0], full_logits(m, tokens + new), atol=1e-5)
+        for seq, old in ((b, 21), (a, 22)):
+            assert torch.allclose(feed(p, {seq: [23]})[0], full_logits(m, tokens + [old, 23]), atol=1e-5)
+        assert set(p.blocks.tables[a]) & set(p.blocks.tables[b]) == set(p.blocks.tables[a][:n_prompt // 4])
+        for seq in (a, b):
+            p.free(seq)
+        assert len(p.blocks.free) == 16
+
+
+@torch.inference_mode()
 def test_only_what_was_computed_is_found_by_others():
-    """A pass that fails, or has not been asked for yet, has computed nothing."""
+    """A step that fails has computed nothing."""
     m = model()
     p, tokens = pool(m), list(range(13))
-    p.add(m, 'a', tokens[:9])
-    assert p.add(m, 'b', tokens) == 0
+    a = p.new()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr('kvcache.paged.logits_of', lambda *args, **how: 1 / 0)
-        p.run(m, ['a'])
-    assert p.computed == dict(a=0, b=0) and p.add(m, 'c', tokens) == 0
-    p.extend('a', tokens[9:])
-    assert torch.allclose(p.run(m, ['a'])[0], full_logits(m, tokens), atol=1e-5)
-    assert p.computed['a'] == 13 and p.add(m, 'd', tokens) == 12
-    p.truncate('a', 6)
-    p.extend('a', [20, 21])
-    assert p.computed['a'] == 6 and torch.allclose(p.run(m, ['a'])[0], full_logits(m, tokens[:6] + [20, 21]), atol=1e-5)
-    for seqs in (['a'], ['nobody'], ['b', 'a']):
-        with pytest.raises(ValueError, match='not computed yet'):
-            p.run(m, seqs)
+        patch.setattr(paged, 'logits_of', lambda *args, **how: 1 / 0)
+        feed(p, {a: tokens[:9]})
+    assert p.lengths == {a: 0} and not p.tokens and len(p.blocks.free) == 16 and not p.blocks.cached_blocks(tokens)
+    feed(p, {a: tokens[:9]})
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(paged, 'logits_of', lambda *args, **how: 1 / 0)
+        feed(p, {a: tokens[9:]})
+    assert p.lengths == {a: 9} and p.tokens == {a: tokens[:9]} and n_computed(p, tokens) == 5
+    assert torch.allclose(feed(p, {a: tokens[9:]})[0], full_logits(m, tokens), atol=1e-5)
+    assert n_computed(p, tokens) == 1
+    logits = p.step(Work([a], [6], torch.tensor([[20, 21]])))
+    assert p.lengths == {a: 8} and torch.allclose(logits[0], full_logits(m, tokens[:6] + [20, 21]), atol=1e-5)
 
 
 @torch.no_grad()
 def test_what_was_begun_with_other_weights_is_not_found():
-    """a's first tokens are of one, the others of another. That the first come back later, as if nothing had been, does not make it right."""
+    """A sequence whose first tokens were computed with other weights, which come back later."""
     m = model()
     p, tokens = pool(m), list(range(9))
-    p.add(m, 'a', tokens[:3])
-    p.run(m, ['a'])
+    a = begin(p, tokens[:3])[0]
     first, m.lm_head.weight.data = m.lm_head.weight.data, m.lm_head.weight + 1
-    p.extend('a', tokens[3:8])
-    p.run(m, ['a'])
+    feed(p, {a: tokens[3:8]})
     m.lm_head.weight.data = first
-    assert p.add(m, 'b', tokens) == 0
+    assert n_computed(p, tokens) == 9
+    m.load_state_dict(model(1).state_dict())
+    feed(p, {a: [1] * 5})
+    m.load_state_dict(model().state_dict())
+    assert n_computed(p, tokens[:8] + [1] * 6) == 14
 
 
 class PagedMachine(RuleBasedStateMachine):
-    """Random requests on a model, beside {sequence: its tokens}: what a pass answers is what all tokens of each give alone, uncached."""
+    """
+    Random requests beside {sequence: its tokens}. A step's logits are those of all tokens of each, uncached and alone.
+    """
 
     def __init__(self):
         super().__init__()
-        self.gpt, self.names, self.texts = model(), 0, {}
+        self.gpt, self.texts = model(), {}
         self.pool = pool(self.gpt, n_blocks=12, block_size=3)
 
     def any(self, data):
         return data.draw(st.sampled_from(sorted(self.texts)))
 
-    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=9)  # few enough for prompts to begin alike
+    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=9)  # few different tokens, so that prompts begin alike
 
-    @rule(tokens=tokens)
-    def add(self, tokens):
-        try:
-            n_cached = self.pool.add(self.gpt, self.names, tokens)
-        except OutOfBlocks:
-            return
-        assert n_cached < len(tokens)
-        self.texts[self.names] = tokens
-        self.names += 1
+    @precondition(lambda self: len(self.texts) < 12)
+    @rule()
+    def new(self):
+        self.texts[self.pool.new()] = []
 
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data(), tokens=tokens)
-    def extend(self, data, tokens):
-        seq = self.any(data)
-        if len(self.texts[seq]) + len(tokens) <= 32:
-            try:
-                self.pool.extend(seq, tokens)
-            except OutOfBlocks:
-                return
-            self.texts[seq] = self.texts[seq] + tokens
-
-    @precondition(lambda self: self.texts)
+    @precondition(lambda self: 0 < len(self.texts) < 12)
     @rule(data=st.data())
     def fork(self, data):
         seq = self.any(data)
-        try:
-            self.pool.fork(seq, self.names)
-        except OutOfBlocks:
-            assert self.pool.computed[seq] < len(self.texts[seq])  # what is computed costs none
-            return
-        self.texts[self.names] = self.texts[seq]
-        self.names += 1
+        self.texts[self.pool.fork(seq)] = self.texts[seq]
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data(), part=st.floats(0, 1))
-    def cut(self, data, part):
+    def truncate(self, data, part):
         seq = self.any(data)
-        n = max(1, int(part * len(self.texts[seq])))
+        n = int(part * len(self.texts[seq]))
         self.pool.truncate(seq, n)
         self.texts[seq] = self.texts[seq][:n]
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
-    def remove(self, data):
+    def free(self, data):
         seq = self.any(data)
-        self.pool.remove(seq)
+        self.pool.free(seq)
         del self.texts[seq]
 
     @rule(seed=st.integers(0, 3))
     def train(self, seed):
-        """Other weights: what goes on from now on is of both, so that nobody can say what it should be."""
-        for seq in list(self.texts):
-            self.pool.remove(seq)
+        """Other weights, and no sequences, because those that go on would be computed with both."""
+        for seq in self.texts:
+            self.pool.free(seq)
         self.texts = {}
         self.gpt.load_state_dict(model(seed).state_dict())
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())
     @torch.inference_mode()
-    def run(self, data):
-        ready = [seq for seq in self.texts if self.pool.computed[seq] < len(self.texts[seq])]
-        seqs = [seq for seq in ready if data.draw(st.booleans())]
-        if seqs:
-            for row, seq in zip(self.pool.run(self.gpt, seqs), seqs):
-                assert torch.allclose(row, full_logits(self.gpt, self.texts[seq]), atol=1e-5)
+    def step(self, data):
+        new, starts = {}, []
+        for seq in self.texts:
+            if data.draw(st.booleans()):
+                start = data.draw(st.integers(0, len(self.texts[seq])) | st.just(len(self.texts[seq])))
+                text = data.draw(self.tokens)
+                if start + len(text) <= 32:
+                    new[seq] = text
+                    starts.append(start)
+        if not new:
+            return
+        for seq, start in zip(new, starts):
+            self.texts[seq] = self.texts[seq][:start]
+        try:
+            logits = self.pool.step(Work(list(new), starts, [torch.tensor(text) for text in new.values()]))
+        except OutOfBlocks:
+            return
+        for seq, row in zip(new, logits):
+            self.texts[seq] = self.texts[seq] + new[seq]
+            assert torch.allclose(row, full_logits(self.gpt, self.texts[seq]), atol=1e-5)
+
+    @invariant()
+    def lengths_tokens_and_tables_agree(self):
+        assert self.pool.lengths == {seq: len(text) for seq, text in self.texts.items()}
+        begun = {seq: text for seq, text in self.texts.items() if text}
+        assert self.pool.tokens == begun and self.pool.blocks.length == {seq: len(text) for seq, text in begun.items()}
 
     def teardown(self):
         for seq in self.texts:
-            self.pool.remove(seq)
-        assert len(self.pool.blocks.free) == 12 and not self.pool.tokens and not self.pool.computed
+            self.pool.free(seq)
+        assert len(self.pool.blocks.free) == 12 and not self.pool.tokens and not self.pool.lengths
 
 
 TestPaged = PagedMachine.TestCase
@@ -224,17 +257,20 @@ METADATA = dict(slot_mapping=[0, 1, 2, 8], block_tables=[[0, -1], [1, 2]], query
 
 
 @pytest.mark.parametrize('words, changed', [
-    ('slots', dict(slot_mapping=[0, 1, 2, 64])), ('slots', dict(slot_mapping=[0, 1, 2, -2])), ('one slot', dict(slot_mapping=[0, 1, 2])),
+    ('slots', dict(slot_mapping=[0, 1, 2, 64])), ('slots', dict(slot_mapping=[0, 1, 2, -2])),
     ('slots', dict(slot_mapping=[0, 1, 2, 9])), ('slots', dict(slot_mapping=[0, 0, 0, 8])),
-    ('slots', dict(block_tables=[[0, -1]], query_lens=[3], seq_lens=[3])),  # what is left is padding, and would be written
-    ('room', dict(block_tables=[[0, -1], [1, -1]])), ('room', dict(block_tables=[[0, -1], [1, 16]])), ('room', dict(block_tables=[[0], [1]])),
-    ('room', dict(block_tables=[[-1, -1], [1, 2]])), ('room', dict(block_tables=[[0, -1], [2, 2]])), ('block tables', dict(block_tables=[0, 1])),
-    ('one slot', dict(block_tables=[[0, -1], [0, -1]], seq_lens=[3, 3], slot_mapping=[0, 1, 2, 2], positions=[0, 1, 2, 2])),
-    ('new token', dict(query_lens=[4, 0])), ('positions', dict(query_lens=[3, 2])), ('query_lens', dict(query_lens=[4])),
-    ('new token', dict(seq_lens=[2, 5])), ('new token', dict(seq_lens=[3, 33])), ('seq_lens', dict(seq_lens=[3])),
-    ('positions', dict(positions=[0, 1, 2, 32])), ('positions', dict(positions=[0, 1, 2, -1])), ('one slot', dict(positions=[0, 1, 2])),
-    ('positions', dict(positions=[0, 1, 2, 3])), ('positions', dict(positions=[5, 6, 7, 4])), ('token ids', dict(ids=[5, 6, 7, 29])),
-    ('token ids', dict(ids=[5, 6, 7, -1])),
+    ('slots', dict(block_tables=[[0, -1]], query_lens=[3], seq_lens=[3])),  # the last token is padding, and has a slot
+    ('one slot', dict(slot_mapping=[0, 1, 2])), ('one slot', dict(positions=[0, 1, 2])),
+    ('one slot', dict(block_tables=[[0, -1], [0, -1]], seq_lens=[3, 3], slot_mapping=[0, 1, 2, 2],
+                      positions=[0, 1, 2, 2])),
+    ('room', dict(block_tables=[[0, -1], [1, -1]])), ('room', dict(block_tables=[[0, -1], [1, 16]])),
+    ('room', dict(block_tables=[[-1, -1], [1, 2]])), ('room', dict(block_tables=[[0, -1], [2, 2]])),
+    ('room', dict(block_tables=[[0], [1]])), ('block tables', dict(block_tables=[0, 1])),
+    ('query_lens', dict(query_lens=[4])), ('seq_lens', dict(seq_lens=[3])), ('new token', dict(query_lens=[4, 0])),
+    ('new token', dict(seq_lens=[2, 5])), ('new token', dict(seq_lens=[3, 33])), ('positions', dict(query_lens=[3, 2])),
+    ('positions', dict(positions=[0, 1, 2, 32])), ('positions', dict(positions=[0, 1, 2, -1])),
+    ('positions', dict(positions=[0, 1, 2, 3])), ('positions', dict(positions=[5, 6, 7, 4])),
+    ('token ids', dict(ids=[5, 6, 7, 29])), ('token ids', dict(ids=[5, 6, 7, -1])),
 ])
 @torch.inference_mode()
 def test_metadata_that_does_not_go_together_is_refused_and_nothing_is_written(words, changed):
@@ -257,67 +293,28 @@ def test_metadata_that_does_not_go_together_is_refused_and_nothing_is_written(wo
 @torch.inference_mode()
 def test_dropout_does_not_get_into_the_pool():
     m = model(dropout=0.5)
-    p = pool(m)
-    p.add(m, 'a', torch.arange(9))  # tokens of any kind
+    p, tokens = pool(m), list(range(9))
+    a = p.new()
     m.train()
     with pytest.raises(ValueError, match='eval'):
-        p.run(m, ['a'])
+        feed(p, {a: tokens})
     m.eval()
-    assert torch.allclose(p.run(m, ['a'])[0], full_logits(m, list(range(9))), atol=1e-5) and p.add(m, 'b', torch.arange(9)) == 8
-    p.add(m, 'wrong', [1, 29])
-    for refused in (lambda: p.run(m, ['wrong']), lambda: p.run(m, []), lambda: p.extend('c', [1]), lambda: p.fork('c', 'd'),
-                    lambda: p.remove('c'), lambda: p.truncate('c', 1)):
-        with pytest.raises(ValueError):
-            refused()
+    assert torch.allclose(feed(p, {a: tokens})[0], full_logits(m, tokens), atol=1e-5) and n_computed(p, tokens) == 1
+    assert p.lengths == {a: 9}
 
 
-@torch.inference_mode()
-def test_two_models_do_not_share():
-    m, other = model(), model(1)
-    p, tokens = pool(m), list(range(9))
-    p.add(m, 'a', tokens[:5])
-    p.run(m, ['a'])
-    for runs, part in ((other, tokens[5:7]), (m, tokens[7:])):
-        p.extend('a', part)
-        p.run(runs, ['a'])
-    assert p.add(m, 'b', tokens) == 0
-
-
-@torch.inference_mode()
-def test_a_fork_of_tokens_that_are_not_computed_shares_none_of_their_blocks():
-    """
-    Each of the two will write them: in a block that both have, one would write over what the other has gone on with.
-    """
-    for n_prompt, n_computed in itertools.product(range(1, 11), range(10)):
-        m = model()
-        p, tokens = pool(m), list(range(n_prompt))
-        if n_computed < n_prompt:
-            p.add(m, 'a', tokens[:n_computed or n_prompt])
-            if n_computed:
-                p.run(m, ['a'])
-                p.extend('a', tokens[n_computed:])
-            p.fork('a', 'b')
-            shared = set(p.blocks.tables['a']) & set(p.blocks.tables['b'])
-            assert shared == set(p.blocks.tables['a'][:n_computed // 4]) and p.computed == dict(a=n_computed, b=n_computed)
-            p.extend('b', [21])
-            p.extend('a', [22])
-            assert torch.allclose(p.run(m, ['b'])[0], full_logits(m, tokens + [21]), atol=1e-5)
-            assert torch.allclose(p.run(m, ['a'])[0], full_logits(m, tokens + [22]), atol=1e-5)
-            p.extend('b', [23])
-            assert torch.allclose(p.run(m, ['b'])[0], full_logits(m, tokens + [21, 23]), atol=1e-5)
-            for seq in 'ab':
-                p.remove(seq)
-            assert len(p.blocks.free) == 16
-
-
-def test_a_fork_with_no_room_for_its_own_tokens_changes_nothing():
+def test_a_step_with_no_room_changes_nothing():
     m = model()
     p = pool(m, n_blocks=3)
-    p.add(m, 'a', list(range(9)))
-    with pytest.raises(OutOfBlocks):
-        p.fork('a', 'b')
-    assert p.tokens.keys() == p.computed.keys() == p.blocks.tables.keys() == p.blocks.length.keys() == {'a'} and not p.blocks.free
-    p.remove('a')
+    a, b = p.new(), p.new()
+    with torch.inference_mode():
+        feed(p, {a: list(range(9))})
+    for new in ({b: [1]}, {a: [1], b: [1]}, {a: [1, 2, 3, 4]}):
+        with pytest.raises(OutOfBlocks):
+            feed(p, new)
+        assert p.tokens.keys() == p.blocks.tables.keys() == p.blocks.length.keys() == {a} and not p.blocks.free
+        assert p.lengths == {a: 9, b: 0}
+    p.free(a)
     assert len(p.blocks.free) == 3
 
 
@@ -339,73 +336,66 @@ def test_blocks_computed_with_weights_that_were_swapped_in_and_out_are_not_found
     m, average, tokens = model(), model(1), list(range(13))
     kept = model()
     p = pool(m)
-    p.add(m, 'a', tokens[:7])
-    p.run(m, ['a'])
+    a = begin(p, tokens[:7])[0]
     copied_in(m, average)
-    p.extend('a', tokens[7:12])  # the block of tokens 4 to 7, and that of 8 to 11
-    p.run(m, ['a'])
+    feed(p, {a: tokens[7:12]})  # fills the block of tokens 4 to 7, and that of 8 to 11
     copied_in(m, kept)
-    assert p.add(m, 'b', tokens) == 0
-    assert torch.allclose(p.run(m, ['b'])[0], full_logits(m, tokens), atol=1e-5)
-    p.extend('a', tokens[12:] + [1, 2, 3])
-    p.run(m, ['a'])  # of both weights, and nobody may find it
-    assert p.add(m, 'c', tokens + [1, 2, 3, 4]) == 12
-    assert torch.allclose(p.run(m, ['c'])[0], full_logits(m, tokens + [1, 2, 3, 4]), atol=1e-5)
+    assert n_computed(p, tokens) == 13 and torch.allclose(begin(p, tokens)[1], full_logits(m, tokens), atol=1e-5)
+    feed(p, {a: tokens[12:] + [1, 2, 3]})  # computed with both: its blocks must not be shared
+    longer = tokens + [1, 2, 3, 4]
+    assert n_computed(p, longer) == 17 - 12 and torch.allclose(begin(p, longer)[1], full_logits(m, longer), atol=1e-5)
 
 
 @torch.inference_mode()
 def test_blocks_computed_while_any_parameter_differs_are_not_found():
-    """
-    Not only the last one: each of them, changed where torch counts it, or replaced, before a pass and back after it,
-    or during it.
-    """
+    """Each parameter, changed where torch counts it, or replaced; before a pass and back after it, or during it."""
     for name, _ in model().named_parameters():
         m, tokens = model(), list(range(9))
         p, owner = pool(m), m.get_submodule(name.rpartition('.')[0])
-        p.add(m, 'a', tokens[:7])
-        p.run(m, ['a'])
+        a = begin(p, tokens[:7])[0]
         first = getattr(owner, name.rpartition('.')[2])
         setattr(owner, name.rpartition('.')[2], torch.nn.Parameter(first * 1.5 + 1))
-        p.extend('a', tokens[7:])
-        p.run(m, ['a'])
+        feed(p, {a: tokens[7:]})
         setattr(owner, name.rpartition('.')[2], first)
-        assert p.add(m, 'b', tokens) == 0, name
+        assert n_computed(p, tokens) == 9, name
     m = model()
     p = pool(m)
-    p.add(m, 'a', list(range(9)))
     hook = m.transformer.h[0].register_forward_hook(lambda *_: m.transformer.wpe.weight.add_(1.0) is None or None)
-    p.run(m, ['a'])
+    begin(p, list(range(9)))
     hook.remove()
-    assert p.add(m, 'b', list(range(9))) == 0
+    assert n_computed(p, list(range(9))) == 9
 
 
 @torch.inference_mode()
-def test_pages_of_permuted_weights_are_not_shared():
+def test_blocks_of_permuted_weights_are_not_shared():
     """A permutation through .data keeps every sum of the weights, and all of torch's counts."""
     m, tokens = model(), list(range(9))
     p = pool(m)
-    p.add(m, 'a', tokens)
-    p.run(m, ['a'])
+    begin(p, tokens)
     permuted(m)
-    assert p.add(m, 'b', tokens) == 0
-    assert torch.allclose(p.run(m, ['b'])[0], full_logits(m, tokens), atol=1e-5)
+    assert n_computed(p, tokens) == 9 and torch.allclose(begin(p, tokens)[1], full_logits(m, tokens), atol=1e-5)
 
 
 @torch.inference_mode()
-def test_execute_model_is_not_disturbed_by_huge_keys_in_the_blocks_of_others():
+def test_huge_keys_in_the_blocks_of_others_change_no_logits():
     m = model()
     m.transformer.h[0].attn.c_attn.bias[:32] = 30.0
     for n_new in (1, 3):
         p = pool(m)
-        for layer in p.layers:  # as finite numbers that broken weights left
+        for layer in p.layers:  # finite numbers, as broken weights may leave them
             layer.k.data.fill_(1e38)
             layer.v.data.fill_(-1e38)
-        tokens = dict(a=[1, 2, 3, 4, 5, 6], b=[7, 8, 9])
-        for seq, mine in tokens.items():
-            p.add(m, seq, mine)
-        for row, mine in zip(p.run(m, list(tokens)), tokens.values()):
-            assert torch.allclose(row, full_logits(m, mine), atol=1e-5)
-        for seq in tokens:
-            p.extend(seq, list(range(10, 10 + n_new)))
-        for row, mine in zip(p.run(m, list(tokens)), tokens.values()):
-            assert torch.allclose(row, full_logits(m, mine + list(range(10, 10 + n_new))), atol=1e-5)
+        texts = {p.new(): [1, 2, 3, 4, 5, 6], p.new(): [7, 8, 9]}
+        for row, text in zip(feed(p, texts), texts.values()):
+            assert torch.allclose(row, full_logits(m, text), atol=1e-5)
+        new = list(range(10, 10 + n_new))
+        for row, text in zip(feed(p, dict.fromkeys(texts, new)), texts.values()):
+            assert torch.allclose(row, full_logits(m, text + new), atol=1e-5)
+    p = pool(m)
+    for layer in p.layers:
+        layer.k.data.fill_(1e38)
+    lens = torch.tensor([2, 2])
+    metadata = InputMetadata(torch.tensor([0, 1, 8, 9]), torch.tensor([[0], [2]]), lens, lens)
+    logits = execute_model(m, torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 0, 1]), p.layers, metadata)
+    for row, text in zip(logits, ([5, 6], [7, 8])):
+        assert torch.allclose(row, full_logits(m, text), atol=1e-5)

@@ -1,5 +1,5 @@
 """
-Decoders that several threads share, that a fork copies, and that an interrupt stops anywhere: the tokens are the
+Caches that several threads share, that a fork copies, and that an interrupt stops at any place: the tokens are the
 uncached model's.
 """
 import sys
@@ -10,9 +10,10 @@ import torch
 from conftest import ROOT, run
 from test_cache_systems import empty
 
-from kvcache import SYSTEMS, CacheDecoder
-from kvcache.exclusive import Exclusive, exclusive
-from model import GPT, GPTConfig, evaluating
+from generation import generate
+from kvcache import KINDS, make_cache
+from kvcache.exclusive import Exclusive, evaluating, exclusive
+from model import GPT, GPTConfig
 
 BLOCK = 20
 
@@ -26,20 +27,23 @@ def model(**how):
     return m
 
 
-CASES = [([[1, 2, 3]], dict(temperature=0)), ([[4], [5, 6, 7, 8]], dict(temperature=0)), ([[1, 2, 3], [1, 2, 3], [9]], dict(temperature=1.0)),
-         ([[11] * 17], dict(temperature=1.0, when_full='shift', n_keep=2)), ([[1, 2, 3, 4, 5, 6]], dict(temperature=1.0, num_samples=3))]
+CASES = [([[1, 2, 3]], dict(temperature=0)), ([[4], [5, 6, 7, 8]], dict(temperature=0)),
+         ([[1, 2, 3], [1, 2, 3], [9]], dict(temperature=1.0)),
+         ([[11] * 17], dict(temperature=1.0, when_full='shift', n_keep=2)),
+         ([[1, 2, 3, 4, 5, 6]], dict(temperature=1.0, num_samples=3))]
 
 
 def tokens(m, case, **how):
     prompts, settings = CASES[case]
-    generators = [torch.Generator().manual_seed(row) for row in range(len(prompts) * settings.get('num_samples', 1))]
-    return m.generate(prompts, 6, generator=generators, **settings, **how)
+    n_rows = len(prompts) * settings.get('num_samples', 1)
+    generators = [torch.Generator().manual_seed(row) for row in range(n_rows)]
+    return generate(m, prompts, 6, generator=generators, **settings, **how)
 
 
 def on_threads(n_threads, work):
     """
-    work(number of the thread) on each of them at once, switching as often as Python can; what they raise is raised
-    here.
+    Run work(number) on n_threads threads at once, with as many thread switches as Python can do. Raises what they
+    raise.
     """
     errors, interval = [], sys.getswitchinterval()
 
@@ -62,35 +66,35 @@ def on_threads(n_threads, work):
 
 
 @pytest.mark.parametrize('n_threads', [2, 4])
-@pytest.mark.parametrize('kind', SYSTEMS)
-def test_threads_share_a_decoder(kind, n_threads):
+@pytest.mark.parametrize('kind', KINDS)
+def test_threads_share_a_cache(kind, n_threads):
     m = model()
-    decoder, expected = CacheDecoder(m, kind, n_seq=3 * n_threads), [tokens(m, case) for case in range(len(CASES))]
+    cache, expected = make_cache(m, kind, n_seq=3 * n_threads), [tokens(m, case) for case in range(len(CASES))]
 
     def work(number):
         for i in range(200 // n_threads):
             case = (number + i) % len(CASES)
-            assert tokens(m, case, use_cache=True, decoder=decoder) == expected[case]
+            assert tokens(m, case, use_cache=True, cache=cache) == expected[case]
     on_threads(n_threads, work)
-    assert empty(decoder, kind)
+    assert empty(cache)
 
 
-@pytest.mark.parametrize('kind', [None, *SYSTEMS])
+@pytest.mark.parametrize('kind', [None, *KINDS])
 def test_threads_generate_with_a_model_in_training_mode(kind):
     """
-    It is in eval mode in every step of every thread, and in training mode at the end; parts in eval mode stay there.
+    It is in eval mode in each step of each thread, and each module is in its own mode at the end.
     """
     m = model(dropout=0.5, n_layer=2)
     expected = [tokens(m, case) for case in range(len(CASES))]
     m.train()
     m.transformer.h[1].eval()
     modes = [module.training for module in m.modules()]
-    decoder = kind and CacheDecoder(m, kind, n_seq=12)
+    cache = kind and make_cache(m, kind, n_seq=12)
 
     def work(number):
         for i in range(15):
             case = (number + i) % len(CASES)
-            assert tokens(m, case, use_cache=True, decoder=decoder) == expected[case]
+            assert tokens(m, case, use_cache=True, cache=cache) == expected[case]
     on_threads(4, work)
     assert [module.training for module in m.modules()] == modes
 
@@ -98,7 +102,7 @@ def test_threads_generate_with_a_model_in_training_mode(kind):
 def test_an_interrupt_leaves_no_model_in_eval_mode_for_good():
     m = model().train()
     use = evaluating(m)
-    use.__enter__()  # interrupted before the block begins: nobody calls __exit__
+    use.__enter__()  # as after an interrupt before the block begins: __exit__ is never called
     assert not m.training
     del use
     with evaluating(m):
@@ -130,7 +134,7 @@ sys.path[:0] = [{root!r}, {root!r} + '/tests']
 import os, random, signal, threading, time
 import torch
 import test_shared_caches as t
-from kvcache import CacheDecoder
+from kvcache import make_cache
 torch.set_num_threads(1)
 m = t.model()
 expected = [t.tokens(m, case) for case in range(len(t.CASES))]
@@ -140,21 +144,22 @@ FORK = PROGRAM + """
 def work():
     while True:
         for case in range(len(t.CASES)):
-            for decoder in decoders:
-                t.tokens(m, case, use_cache=True, decoder=decoder)
+            for cache in caches:
+                t.tokens(m, case, use_cache=True, cache=cache)
 torch.set_num_threads(2)
 big = t.model(n_embd=256, block_size=128)
 idx = torch.arange(512).view(4, 128) % 13
 big(idx)  # starts the second thread of torch's pool, which the children do not have
-decoders = [CacheDecoder(m, kind, n_seq=9) for kind in t.SYSTEMS]
+caches = [make_cache(m, kind, n_seq=9) for kind in t.KINDS]
 threading.Thread(target=work, daemon=True).start()
 for i in range(12):
     time.sleep(0.003 * i)
     pid = os.fork()
-    if pid == 0:  # while the other thread was anywhere in a step
+    if pid == 0:  # the other thread was anywhere in a step
         signal.alarm(60)
         big(idx)
-        same = all(t.tokens(m, case, use_cache=True, decoder=decoder) == expected[case] for case in range(len(t.CASES)) for decoder in decoders)
+        same = all(t.tokens(m, case, use_cache=True, cache=cache) == expected[case]
+                   for case in range(len(t.CASES)) for cache in caches)
         os._exit(0 if same else 3)
     assert os.waitpid(pid, 0)[1] == 0, i
 os._exit(0)
@@ -169,17 +174,17 @@ def test_the_child_of_a_fork_generates():
 INTERRUPT = PROGRAM + """
 rng = random.Random(0)
 signal.signal(signal.SIGALRM, signal.default_int_handler)
-for kind in t.SYSTEMS:
-    decoder, stopped = CacheDecoder(m, kind, n_seq=3), 0
+for kind in t.KINDS:
+    cache, stopped = make_cache(m, kind, n_seq=3), 0
     t0 = time.perf_counter()
     for case in range(len(t.CASES)):
-        t.tokens(m, case, use_cache=True, decoder=decoder)
+        t.tokens(m, case, use_cache=True, cache=cache)
     longest = (time.perf_counter() - t0) / len(t.CASES)
     for i in range(120):
         case = i % len(t.CASES)
         try:
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, longest))
-            got = t.tokens(m, case, use_cache=True, decoder=decoder)
+            got = t.tokens(m, case, use_cache=True, cache=cache)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except KeyboardInterrupt:
             stopped += 1
@@ -187,10 +192,10 @@ for kind in t.SYSTEMS:
             assert got == expected[case], (kind, i, case)
         assert not any(module.training for module in m.modules())
         if i % 5 == 0:
-            assert t.empty(decoder, kind), (kind, i, decoder.system.length)
+            assert t.empty(cache), (kind, i, cache.lengths)
         case = rng.randrange(len(t.CASES))
-        assert t.tokens(m, case, use_cache=True, decoder=decoder) == expected[case], (kind, i, case)
-        assert t.empty(decoder, kind), (kind, i, decoder.system.length)
+        assert t.tokens(m, case, use_cache=True, cache=cache) == expected[case], (kind, i, case)
+        assert t.empty(cache), (kind, i, cache.lengths)
     assert stopped > 12, stopped
 """
 

@@ -69,6 +69,10 @@ def test_a_sliding_cache_is_a_banded_mask_and_not_recomputation(encoding):
         anew = run(weights, x[-WINDOW:], pos[-WINDOW:], encoding, causal[:WINDOW, :WINDOW])[-1]
         banded = run(weights, x, pos, encoding, band)[-1]
         to_anew, to_banded = (slid - anew).abs().max().item(), (slid - banded).abs().max().item()
-        print(f"\n{encoding:>6}, {n_layer} layers: sliding cache - window anew {to_anew:.1e}, sliding cache - banded mask {to_banded:.1e}", end='')
+        print(
+            f"\n{encoding:>6}, {n_layer} layers: sliding cache - window anew {to_anew:.1e}, "
+            f"sliding cache - banded mask {to_banded:.1e}",
+            end='',
+        )
         assert to_banded < 1e-12
         assert to_anew < 1e-12 if n_layer == 1 else to_anew > 1e-2

@@ -1,17 +1,17 @@
-"""
-One rule for token ids and cache_pos: integer tensors of any dtype are taken, and anything else is refused in words,
-everywhere.
-"""
+"""One rule for token ids and positions everywhere: integers of any dtype are taken, anything else is a ValueError."""
 import numpy as np
 import pytest
 import torch
+from benchmarks.loss import negative_log_likelihoods
 from test_cache_exactness import large
 
-from kvcache import SYSTEMS, CacheDecoder
-from likelihood import negative_log_likelihoods
-from model import INTEGERS, LayerKVCache
+from decode import EagerDecoder
+from generation import Work, generate, stream
+from kvcache import KINDS, make_cache
+from model import GPT, LayerKVCache
 
-DTYPES = sorted(INTEGERS, key=str)
+DTYPES = [getattr(torch, name) for name in ('int8', 'int16', 'int32', 'int64', 'uint8', 'uint16', 'uint32', 'uint64')
+          if hasattr(torch, name)]
 IDX = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 
 
@@ -27,12 +27,12 @@ def test_integers_of_any_dtype_are_the_same_tokens(dtype):
     logits, loss, _ = m(idx, idx)
     assert torch.equal(logits, m(IDX, IDX)[0]) and loss == m(IDX, IDX)[1]
     expected = m.generate(IDX, 20, temperature=0)
-    for use_cache in (False, True):
-        got = m.generate(idx, 20, temperature=0, use_cache=use_cache)
-        assert got.dtype is torch.int64 and torch.equal(got, expected)
-        assert torch.equal(torch.cat([IDX, *m.stream(idx, 20, temperature=0, use_cache=use_cache)], dim=1), expected)
-        assert m.generate(list(idx), 20, temperature=0, use_cache=use_cache)[0][4:] == expected[0, 4:].tolist()
-    assert m.generate(idx, 0).dtype is torch.int64
+    for how in (dict(temperature=0), dict(temperature=0, use_cache=True)):
+        for got in (m.generate(idx, 20, **how), generate(m, idx, 20, **how)):
+            assert got.dtype is torch.int64 and torch.equal(got, expected)
+        assert torch.equal(torch.cat([IDX, *stream(m, idx, 20, **how)], dim=1), expected)
+        assert generate(m, list(idx), 20, **how)[0][4:] == expected[0, 4:].tolist()
+    assert m.generate(idx, 0).dtype is generate(m, idx, 0).dtype is torch.int64
     nll, same = (negative_log_likelihoods(m, tokens, skip=1)[0] for tokens in (idx, IDX))
     assert torch.equal(nll, same)
 
@@ -54,17 +54,19 @@ def test_positions_of_any_dtype_are_the_same_positions(dtype):
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
-@pytest.mark.parametrize('kind', SYSTEMS)
-def test_cache_systems_take_them(kind, dtype):
+@pytest.mark.parametrize('kind', KINDS)
+@torch.no_grad()
+def test_caches_for_sequences_take_them(kind, dtype):
     m = f32()
-    decoder = CacheDecoder(m, kind, 2)
-    logits, cache = decoder(IDX[:, :2].to(dtype), None)
-    cache = [cache[0]._replace(cache_pos=torch.tensor([2, 2]).to(dtype))]
-    logits, cache = decoder(IDX[:, 2:].to(dtype), cache)
-    assert (logits - m(IDX)[0]).abs().max() < 1e-4 and cache[0].cache_pos.tolist() == [4, 4]
+    cache = make_cache(m, kind, 2)
+    handles = [cache.new(), cache.new()]
+    cache.step(Work(handles, [0, 0], IDX[:, :2].to(dtype)))
+    logits = cache.step(Work(handles, [2, 2], list(IDX[:, 2:].to(dtype))))
+    assert (logits - m(IDX)[0][:, 0]).abs().max() < 1e-4
 
 
-NO_IDS = [IDX.float(), IDX.double(), IDX.half(), IDX.bool(), IDX.to(torch.complex64), IDX.tolist(), IDX.numpy(), None, 'text', 3]
+NO_IDS = [IDX.float(), IDX.double(), IDX.half(), IDX.bool(), IDX.to(torch.complex64),
+          IDX.tolist(), IDX.numpy(), None, 'text', 3]
 
 
 @pytest.mark.parametrize('wrong', NO_IDS, ids=lambda x: str(getattr(x, 'dtype', type(x).__name__)))
@@ -72,29 +74,35 @@ def test_other_tokens_are_refused_in_words(wrong):
     m = f32()
     with torch.no_grad():
         cache = m(IDX)[2]
-    decoders = [CacheDecoder(m, kind, 4) for kind in SYSTEMS]
-    asked = [lambda: m(wrong), lambda: m(wrong, IDX), lambda: m(wrong, kv_cache=cache), lambda: m(wrong, use_cache=False),
-             lambda: m.check_input(wrong, None), *[lambda decoder=decoder: decoder(wrong, None) for decoder in decoders]]
+    asked = [lambda: m(wrong), lambda: m(wrong, IDX), lambda: m(wrong, kv_cache=cache),
+             lambda: m(wrong, use_cache=False), lambda: m.check_input(wrong, None)]
     if wrong is not None:
         asked.append(lambda: m(IDX, wrong))
     for ask in asked:
         with pytest.raises(ValueError, match='integers'):
             ask()
-    assert all(not decoder.system.length for decoder in decoders)
+    for kind in KINDS if isinstance(wrong, torch.Tensor) else ():  # the tokens of a `Work` are tensors
+        held = make_cache(m, kind, 4)
+        handles = [held.new(), held.new()]
+        for tokens in (wrong, list(wrong)):
+            with pytest.raises(ValueError, match='integers'):
+                held.step(Work(handles, [0, 0], tokens))
+        assert held.step(Work(handles, [0, 0], IDX)).shape == (2, 29)
 
 
 @pytest.mark.parametrize('wrong', [
-    IDX.float(), IDX.bool(), [[1.0, 2.0]], [[True, False]], ['ab'], 'ab', [[1, [2]]], [[2**70]], 3, None, [3, 4], [None], np.array([[0.5]]), [[29]],
+    IDX.float(), IDX.bool(), [[1.0, 2.0]], [[True, False]], ['ab'], 'ab', [[1, [2]]], [[2**70]], 3, None, [3, 4],
+    [None], np.array([[0.5]]), [[29]],
 ], ids=str)
 def test_prompts_that_are_no_integers_are_refused_at_the_call(wrong):
-    for method in ('generate', 'stream'):
+    for function in (generate, stream, GPT.generate):
         with pytest.raises(ValueError):
-            getattr(f32(), method)(wrong, 3)
+            function(f32(), wrong, 3)
 
 
 @pytest.mark.parametrize('pos', [
-    5.0, True, None, '5', torch.tensor(4), torch.tensor([4]), torch.tensor([[4], [4]]), torch.tensor([4.0, 4.0]), torch.tensor([True, True]),
-    torch.tensor([4, 4, 4]), -1, torch.tensor([4, -1]), 14, torch.tensor([0, 14]),
+    5.0, True, None, '5', torch.tensor(4), torch.tensor([4]), torch.tensor([[4], [4]]), torch.tensor([4.0, 4.0]),
+    torch.tensor([True, True]), torch.tensor([4, 4, 4]), -1, torch.tensor([4, -1]), 14, torch.tensor([0, 14]),
 ], ids=str)
 def test_other_positions_are_refused_in_words_and_nothing_is_written(pos):
     m = f32()
@@ -105,19 +113,24 @@ def test_other_positions_are_refused_in_words_and_nothing_is_written(pos):
         with pytest.raises(ValueError, match='cache_pos'):
             m(IDX[:, :3], kv_cache=[layer._replace(cache_pos=p) for layer, p in zip(cache, positions)])
     assert all(torch.equal(a.k_cache, b.k_cache) for a, b in zip(cache, before))
-    for kind in SYSTEMS:
-        decoder = CacheDecoder(m, kind, 2)
-        _, held = decoder(IDX, None)
+    if isinstance(pos, torch.Tensor) and pos.shape == (1,):
+        return  # of one sequence, as below, this is a position
+    for kind in KINDS:
+        held = make_cache(m, kind, 2)
+        handles = [held.new(), held.new()]
+        held.step(Work(handles, [0, 0], IDX))
         with pytest.raises(ValueError, match='cache_pos'):
-            decoder(IDX[:, :3], [held[0]._replace(cache_pos=pos)])
-        assert decoder(IDX[:, :3], held)[1][0].cache_pos == 7
+            held.step(Work(handles, [4, pos], IDX[:, :3]))
+        logits = held.step(Work(handles, [4, 4], IDX[:, :3]))
+        assert (logits - m(torch.cat([IDX, IDX[:, :3]], dim=1))[0][:, 0]).abs().max() < 1e-4
 
 
 def test_check_input_returns_what_the_model_uses():
     m = f32()
     idx, cache_pos = m.check_input(IDX.to(torch.uint8), None)
     assert idx.dtype is torch.int64 and torch.equal(idx, IDX) and cache_pos == 0 and m.check_input(IDX, None)[0] is IDX
-    cache = [LayerKVCache(layer.k_cache, layer.v_cache, torch.tensor([3, 1], dtype=torch.int16)) for layer in m.empty_cache(2)]
+    pos = torch.tensor([3, 1], dtype=torch.int16)
+    cache = [LayerKVCache(layer.k_cache, layer.v_cache, pos) for layer in m.empty_cache(2)]
     idx, cache_pos = m.check_input(IDX, cache)
     assert cache_pos.dtype is torch.int64 and cache_pos.tolist() == [3, 1]
 
@@ -125,18 +138,17 @@ def test_check_input_returns_what_the_model_uses():
 @pytest.mark.parametrize('default', [torch.float64, torch.bfloat16, 'meta'], ids=str)
 def test_torchs_defaults_do_not_get_into_a_generation(default):
     m, prompts = f32(), [[1, 2, 3], [4], [5] * 16]
-    expected = [m.generate(prompts, 20, temperature=0, when_full=how) for how in ('crop', 'shift')]
-    decoders = [None, *[CacheDecoder(m, kind, 3) for kind in SYSTEMS]]
+    policies = [dict(temperature=0, when_full=how) for how in ('crop', 'shift')]
+    expected = [generate(m, prompts, 20, **policy) for policy in policies]
+    caches = [dict(), *[dict(cache=make_cache(m, kind, 3)) for kind in KINDS]]
     before = torch.get_default_dtype()
     try:
         if default == 'meta':
             torch.set_default_device('meta')
         else:
             torch.set_default_dtype(default)
-        got = [[m.generate(prompts, 20, temperature=0, when_full=how, use_cache=True, decoder=decoder) for how in ('crop', 'shift')]
-               for decoder in decoders]
-        made_here = CacheDecoder(m, 'paged', 3)
-        got.append([m.generate(prompts, 20, temperature=0, when_full=how, use_cache=True, decoder=made_here) for how in ('crop', 'shift')])
+        caches += [dict(cache=make_cache(m, 'paged', 3)), dict(decoder=EagerDecoder(m))]
+        got = [[generate(m, prompts, 20, use_cache=True, **cache, **policy) for policy in policies] for cache in caches]
     finally:
         torch.set_default_dtype(before)
         torch.set_default_device(None)

@@ -1,4 +1,4 @@
-"""train.py as it is tried: started twice, stopped early, resumed with other settings, without data, without torch."""
+"""train.py used in other ways: started twice, stopped early, resumed with other settings, without data or torch."""
 import os
 import signal
 import subprocess
@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run
+from conftest import ENVIRONMENT, ROOT, TINY, run
 
 import checkpoint as checkpoints
 
@@ -18,7 +18,7 @@ def start(repo, *settings, sigint=signal.SIG_DFL, **env):
     """train.py in the background. A shell starts such jobs with SIGINT ignored, so its disposition is set here."""
     return subprocess.Popen([sys.executable, 'train.py', *TINY, *settings], cwd=repo, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env={**os.environ, 'OMP_NUM_THREADS': '1', **env},
+                            env={**ENVIRONMENT, **env},
                             preexec_fn=lambda: signal.signal(signal.SIGINT, sigint))
 
 
@@ -59,7 +59,7 @@ def test_what_the_checkpoint_decides_and_the_command_line_contradicts_is_said(fi
     groups = saved['optimizer']['param_groups']
     assert [g['weight_decay'] for g in groups] == [0.3, 0.0]
     assert [tuple(g['betas']) for g in groups] == [(0.8, 0.95)] * 2
-    out, saved = resume('--max_iters=32')  # not given again: the checkpoint's hold
+    out, saved = resume('--max_iters=32')  # not given again: those of the checkpoint
     assert 'weight_decay' not in out and saved['config']['weight_decay'] == 0.3 and saved['config']['beta1'] == 0.8
 
 

@@ -7,6 +7,7 @@ import torch
 from test_cache_exactness import in_chunks, large
 
 import model as model_module
+from generation import generate, stream
 from model import GPT, GPTConfig, LayerKVCache
 
 
@@ -69,7 +70,9 @@ def test_a_rejected_call_leaves_the_cache_usable_and_unchanged():
         with pytest.raises(ValueError, match='15 .* 2 .* 16'):
             model(idx[:, :2], kv_cache=cache)
         for c, b in zip(cache, before):
-            assert torch.equal(c.k_cache, b.k_cache) and torch.equal(c.v_cache, b.v_cache) and c.cache_pos == b.cache_pos
+            assert (
+                torch.equal(c.k_cache, b.k_cache) and torch.equal(c.v_cache, b.v_cache) and c.cache_pos == b.cache_pos
+            )
         last, _, cache = model(idx[:, 15:], kv_cache=cache)
         assert (last - full).abs().max() < 1e-10
         before = cache[0].k_cache.clone()
@@ -105,10 +108,10 @@ def test_nothing_holds_a_cache_after_generate_returns(monkeypatch):
     monkeypatch.setattr(LayerKVCache, 'empty_like', recorded)
     model = large(5, torch.float32)
     model.generate(torch.randint(29, (1, 4)), 5, use_cache=True)
-    stream = model.stream(torch.randint(29, (1, 4)), 5, use_cache=True)
-    next(stream)
-    stream.close()  # nor when the consumer leaves early
-    del stream
+    steps = stream(model, torch.randint(29, (1, 4)), 5, use_cache=True)
+    next(steps)
+    steps.close()  # nor when the consumer leaves early
+    del steps
     gc.collect()
     assert len(caches) == 8 and all(ref() is None for ref in caches)
 
@@ -125,8 +128,9 @@ def test_the_fallback_allocates_no_cache(monkeypatch):
 @pytest.mark.parametrize('use_cache', [False, True])
 def test_the_first_token_sampled_once_and_copied_to_every_sample(use_cache):
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=1, n_embd=8)).eval()  # as initialised: near-uniform logits
-    tokens = model.generate(torch.tensor([[1, 2, 3]]), 2, use_cache=use_cache, num_samples=16)
+    # as initialised: near-uniform logits
+    model = GPT(GPTConfig(block_size=16, vocab_size=64, n_layer=1, n_head=1, n_embd=8)).eval()
+    tokens = generate(model, torch.tensor([[1, 2, 3]]), 2, use_cache=use_cache, num_samples=16)
     assert tokens.shape == (16, 5) and (tokens[:, :3] == torch.tensor([1, 2, 3])).all()
     assert len(set(tokens[:, 3].tolist())) > 4 and len(set(tokens[:, 4].tolist())) > 4
 
@@ -154,7 +158,9 @@ def test_fill_values_never_cross_layers_or_positions():
         _, _, after = model(torch.randint(29, (1, 3)), kv_cache=cache)
     for layer, c in enumerate(after):
         for pos in [*range(4), *range(7, 16)]:
-            assert (c.k_cache[:, :, pos] == 100 * layer + pos).all() and (c.v_cache[:, :, pos] == -(100 * layer + pos)).all()
+            assert (c.k_cache[:, :, pos] == 100 * layer + pos).all() and (
+                c.v_cache[:, :, pos] == -(100 * layer + pos)
+            ).all()
         for pos in range(4, 7):
             assert not (c.k_cache[:, :, pos] == 100 * layer + pos).any()
 

@@ -24,8 +24,8 @@ num_proc = 8                       # processes to tokenize with, about half of y
 
 
 def tokenize(example):
-    """One document's ids, <|endoftext|> after it so that the model learns where a document ends."""
-    bpe = GPT2Tokenizer().bpe  # tiktoken keeps one a process
+    """The ids of one document, and <|endoftext|> after them, from which the model learns where documents end."""
+    bpe = GPT2Tokenizer().bpe  # tiktoken caches it, so this is cheap
     ids = bpe.encode_ordinary(example['text']) + [bpe.eot_token]
     return {'ids': ids, 'len': len(ids)}
 
@@ -36,9 +36,10 @@ def main(config):
     except ImportError as e:
         raise ValueError("OpenWebText needs the datasets package: pip install datasets") from e
     folder = os.path.dirname(os.path.abspath(__file__))
-    documents = load_dataset(source, num_proc=num_proc)['train'].train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+    documents = load_dataset(source, num_proc=num_proc)['train']
+    splits = documents.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     for split, name in (('test', 'val'), ('train', 'train')):
-        encoded = documents[split].map(tokenize, remove_columns=['text'], desc=f'tokenizing {name}', num_proc=num_proc)
+        encoded = splits[split].map(tokenize, remove_columns=['text'], desc=f'tokenizing {name}', num_proc=num_proc)
         n_tokens, n_shards = 0, min(1024, len(encoded))
         with replacing(os.path.join(folder, name + '.bin')) as f:
             for shard in tqdm(range(n_shards), desc=f'writing {name}.bin'):

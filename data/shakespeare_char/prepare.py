@@ -1,5 +1,5 @@
 """
-The works of Shakespeare, 1.1 MB of them, as characters: train.bin, val.bin and meta.json in this folder.
+1.1 MB of Shakespeare's works as characters: train.bin, val.bin and meta.json in this folder.
 
     python data/shakespeare_char/prepare.py
     python data/shakespeare_char/prepare.py --input=my.txt     any UTF-8 text instead
@@ -26,8 +26,9 @@ def main(config):
     try:
         text, source = prepare_text.get_text(folder, input, url, sha256)
     except ConnectionError as e:
-        prepare_text.warn(f"{e}.", "USING A STAND-IN: the help texts that come with Python. It is no Shakespeare, but it trains.",
-                          "For the real thing, connect and run this again, or put the text at data/shakespeare_char/input.txt.")
+        prepare_text.warn(f"{e}.", "USING A STAND-IN: the help texts of Python. A model can be trained on them.",
+                          "For Shakespeare, connect to the internet and run this again, or put the text into "
+                          "data/shakespeare_char/input.txt.")
         text = '\n\n'.join(pydoc_data.topics.topics[topic] for topic in sorted(pydoc_data.topics.topics))
         source = "stand-in (pydoc_data.topics, no network)"
     prepare_text.write_dataset(folder, text, CharTokenizer.of_text(text), source)

@@ -1,4 +1,4 @@
-"""Training batches out of a file of token ids, each a function of (seed, split, step) and of nothing else."""
+"""Batches for training out of a file of token ids. A batch depends on the seed, the split and the step alone."""
 import os
 import subprocess
 import sys
@@ -10,7 +10,7 @@ import tokenizer as tokenizers
 
 
 def prepare(folder):
-    """Run the prepare.py of a data folder. ValueError if there is none, or if it fails."""
+    """Run the prepare.py of a data folder. ValueError if there is no such script, or if it fails."""
     script = os.path.join(folder, 'prepare.py')
     if not os.path.exists(script):
         raise ValueError(f"no {token_file(folder, 'train')}, and no {script} to make it")
@@ -25,8 +25,10 @@ def token_file(folder, split):
 
 def open_tokens(folder, split, block_size):
     """
-    The token ids of a split, mapped from its file. ValueError if it is missing, torn, or shorter than a row of a
-    batch, which takes block_size + 1 tokens.
+    The token ids of a split, as a memory map of its file (`split`.bin: uint16, or the dtype in meta.json).
+
+    ValueError if the file is missing, if its size is not a whole number of tokens, or if it is shorter than one row
+    of a batch, which takes block_size + 1 tokens.
     """
     path = token_file(folder, split)
     dtype = np.dtype(tokenizers.read_meta(folder).get('dtype', 'uint16'))
@@ -39,27 +41,15 @@ def open_tokens(folder, split, block_size):
     return np.memmap(path, dtype=dtype, mode='r')
 
 
-@torch.no_grad()
-def mean_loss(model, batches, n, context, stopped):
-    """The mean loss of a model over batches 0 to n - 1, computed inside `context`. None if stopped() while at it."""
-    total = torch.zeros((), device=batches.device)
-    for step in range(n):
-        if stopped():
-            return None
-        with context:
-            total += model(*batches(step))[1]
-    return total.item() / n
-
-
 class Batches:
     """
-    The token file `split`.bin of a data folder: uint16, or what meta.json's dtype says.
+    Random batches of a data folder's split: batches(step) -> (inputs, targets).
 
-    Batches are drawn at random but from no running state: batch `step` is always the same. So a resumed
-    run draws what it would have drawn, ranks share out one global batch by taking different steps, and
-    the batches of an evaluation do not move between evaluations.
+    A batch is drawn from a generator that is made from (seed, split, step), so the same step always gives the same
+    batch. That is why a resumed run draws the batches that the run before would have drawn, why processes share one
+    global batch by taking different steps, and why every evaluation uses the same batches.
 
-    Raises ValueError where `open_tokens` does.
+    Raises ValueError for the reasons of `open_tokens`.
     """
 
     def __init__(self, folder, split, batch_size, block_size, vocab_size, device, seed=0):
@@ -70,10 +60,14 @@ class Batches:
         self.row = np.arange(block_size + 1)
 
     def __call__(self, step):
-        """Batch `step`: inputs and targets, (batch_size, block_size) each, the targets one token on."""
+        """
+        Batch `step`: inputs and targets, int64 tensors (batch_size, block_size); a target is the token after its input.
+
+        ValueError if the file has a token that is not in the vocabulary.
+        """
         rng = np.random.default_rng(self.key + [step])
         starts = rng.integers(len(self.tokens) - len(self.row) + 1, size=(self.batch_size, 1))
-        tokens = self.tokens[starts + self.row]  # every row in one gather
+        tokens = self.tokens[starts + self.row]  # all rows in one indexing operation
         if tokens.max() >= self.vocab_size:
             raise ValueError(f"{self.path} has token {tokens.max()}, but the model's vocab_size is {self.vocab_size}")
         tokens = torch.from_numpy(tokens.astype(np.int64))

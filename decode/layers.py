@@ -1,0 +1,12 @@
+"""The layers of a cache are tuples (k_cache, v_cache, cache_pos), `LayerKVCache` of model.py or plain ones."""
+
+
+def with_length(kv_cache, cache_pos):
+    """
+    The same layers with another cache_pos, each still of its own class. Nothing is copied.
+
+    `tuple.__new__` makes a NamedTuple without calling the Python function that is its constructor, once for each layer
+    and token. All layers are of the class of the first.
+    """
+    kind = type(kv_cache[0])
+    return [tuple.__new__(kind, (k_cache, v_cache, cache_pos)) for k_cache, v_cache, _ in kv_cache]

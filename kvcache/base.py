@@ -1,0 +1,215 @@
+"""What the caches for sequences have in common: sequence numbers and lengths, the checks of a step, and recovery."""
+import torch
+
+from kvcache.exclusive import Exclusive, exclusive
+from kvcache.placement import Layer, NotNumbers, logits_of, zero_all
+from kvcache.storage import Scratch
+
+
+class BaseCache(Exclusive):
+    """
+    Sequences of one model, by number.
+
+    Several threads can use a cache: its operations run one at a time, and their sequences together need room. An
+    operation that raises, or that a KeyboardInterrupt ends, leaves all sequences usable and as long as they were. In a
+    child process, after a fork, the cache goes on with its own copy.
+
+    model: a GPT. n_seq: the largest number of sequences. lengths: {sequence: how many of its tokens are in the cache}.
+    name: for people. layers: the `Layer`s.
+
+    A subclass says where keys and values are, in `copy`, `cut` and `feed`. It may hold more tokens of a sequence
+    than `lengths` says, during a step or after one that failed; `recover` then cuts the rest. mixes_lengths: can one
+    forward pass take sequences with different numbers of new tokens?
+    """
+    mixes_lengths = True
+
+    def __init__(self, model, n_seq, layers, kind, type_kv):
+        super().__init__()
+        self.model, self.n_seq, self.layers, self.dtype = model, n_seq, layers, dtype_of(model)
+        self.name = f"PyTorch, eager, on a cache that is {kind}, {type_kv}"
+        self.lengths = {}
+        # True when broken weights may have left keys that a mask does not hide, see `LayerList.hiding`
+        self.needs_zeroing = False
+
+    def copy(self, seq, new):
+        """Give a new sequence all tokens of seq."""
+        raise NotImplementedError
+
+    def cut(self, seq, n):
+        """Keep the first n tokens of a sequence. It has at least n, or none if n is 0."""
+        raise NotImplementedError
+
+    def feed(self, seqs, counts, ids, hiding=False):
+        """
+        One forward pass: new tokens of these sequences, behind their first `lengths`.
+
+        counts: how many each brings; all the same unless `mixes_lengths`. ids: the tokens, int64 (sum(counts),).
+        hiding: see `LayerList.hiding`. Returns logits (B, vocab_size), of each sequence's last token.
+        """
+        raise NotImplementedError
+
+    def new(self):
+        """
+        The number of a new, empty sequence, to be freed by `free`. ValueError if there are n_seq sequences already.
+        """
+        return self.made_by(self.begin)
+
+    def fork(self, seq):
+        """
+        The number of a new sequence with all tokens of seq, to be freed by `free`. ValueError if there is no room.
+        """
+        return self.made_by(self.begin_copy, seq)
+
+    def made_by(self, operation, *args):
+        """The sequence that an operation makes. If an interrupt comes before the caller has its number, it is freed."""
+        made = []
+        try:
+            operation(made, *args)
+            return made[0]
+        except BaseException:
+            for seq in made:
+                self.free(seq)
+            raise
+
+    @exclusive
+    def begin(self, made):
+        seq = self.vacant()
+        self.lengths[seq] = 0
+        made.append(seq)
+
+    @exclusive
+    def begin_copy(self, made, seq):
+        length, new = self.length(seq), self.vacant()
+        if length:
+            self.copy(seq, new)
+        self.lengths[new] = length
+        made.append(new)
+
+    def vacant(self):
+        """The lowest number that no sequence has."""
+        if len(self.lengths) == self.n_seq:
+            raise ValueError(f"the cache has room for {self.n_seq} sequences, and all are in use: "
+                             "free one, or make a larger cache")
+        if self.needs_zeroing and not self.lengths:
+            self.zero_all()
+            self.needs_zeroing = False
+        return next(number for number in range(self.n_seq) if number not in self.lengths)
+
+    @exclusive
+    def truncate(self, seq, n):
+        """Keep the first n tokens of a sequence. ValueError if it has fewer."""
+        if not 0 <= n <= self.length(seq):
+            raise ValueError(f"sequence {seq} has {self.lengths[seq]} tokens in the cache and cannot be cut to {n}")
+        self.cut_to(seq, n)
+
+    def cut_to(self, seq, n):
+        if n < self.lengths[seq]:
+            self.lengths[seq] = n  # before the cut: if that is interrupted, `recover` finishes it
+            self.cut(seq, n)
+
+    @exclusive
+    def free(self, seq):
+        """Remove a sequence. Its number may be given to a new one."""
+        self.length(seq)
+        del self.lengths[seq]
+        self.cut(seq, 0)
+
+    @exclusive
+    @torch.inference_mode()
+    def step(self, work):
+        """
+        Feed new tokens to some sequences: work has handles, starts and tokens, see `generation.Work`. Returns logits
+        (B, vocab_size), of each sequence's last token.
+
+        A sequence that is longer than its start is first truncated to it. ValueError, with nothing changed, if work
+        does not fit the model or the sequences. If the step fails later (there is no room, the logits are not
+        numbers, an interrupt), each sequence has its first `start` tokens.
+        """
+        seqs, starts, counts, ids = self.checked(work)
+        for seq, start in zip(seqs, starts):
+            self.cut_to(seq, start)
+        try:
+            logits = self.feed_groups(seqs, counts, ids)
+        except NotNumbers:  # because of the weights, or of keys of other sequences that a mask does not hide
+            self.needs_zeroing = True
+            self.recover()
+            logits = torch.cat([self.feed([seq], [n], part, hiding=True)
+                                for seq, n, part in zip(seqs, counts, ids.split(counts))])
+        self.lengths |= {seq: self.lengths[seq] + n for seq, n in zip(seqs, counts)}
+        return logits
+
+    def feed_groups(self, seqs, counts, ids):
+        """`feed`, once, or once for each different number of new tokens where lengths cannot be mixed."""
+        if self.mixes_lengths or len(set(counts)) == 1:
+            return self.feed(seqs, counts, ids)
+        parts, rows = ids.split(counts), {}
+        for count in sorted(set(counts)):
+            group = [i for i, n in enumerate(counts) if n == count]
+            logits = self.feed([seqs[i] for i in group], [count] * len(group), torch.cat([parts[i] for i in group]))
+            rows |= zip(group, logits)
+        return torch.stack([rows[i] for i in range(len(seqs))])
+
+    def checked(self, work):
+        """(sequences, starts, numbers of new tokens, ids (n,) of all of them) of work, or ValueError."""
+        if dtype_of(self.model) is not self.dtype:
+            raise ValueError(f"the model was {self.dtype} when its cache was made, and is {dtype_of(self.model)}: "
+                             "make a new cache")
+        seqs, starts, check_input = list(work.handles), list(work.starts), self.model.check_input
+        if isinstance(work.tokens, (list, tuple)):
+            rows = [check_input(row[None] if isinstance(row, torch.Tensor) else row, None)[0][0] for row in work.tokens]
+        else:
+            rows = check_input(work.tokens, None)[0]
+        if not seqs or len(set(seqs)) < len(seqs):
+            raise ValueError(f"a step is for one sequence or more, each named once, not for {seqs}")
+        if not len(seqs) == len(starts) == len(rows):
+            raise ValueError(f"{len(seqs)} sequences have {len(starts)} starts and {len(rows)} rows of tokens: "
+                             "give one of both for each sequence")
+        counts = [len(row) for row in rows] if isinstance(rows, list) else [rows.size(1)] * len(rows)
+        for i, (seq, count) in enumerate(zip(seqs, counts)):
+            length = self.length(seq)
+            starts[i] = start = int(self.model.check_cache_pos(starts[i], 1, count))
+            if start > length:
+                raise ValueError(f"sequence {seq} has {length} tokens in the cache, and new ones cannot start at "
+                                 f"{start}: feed it from {length} on")
+        return seqs, starts, counts, torch.cat(rows) if isinstance(rows, list) else rows.flatten()
+
+    def length(self, seq):
+        """How many tokens of a sequence are in the cache. ValueError if there is no such sequence."""
+        if seq not in self.lengths:
+            raise ValueError(f"there is no sequence {seq!r} in this cache: it was freed, or is of another cache")
+        return self.lengths[seq]
+
+    def logits(self, layers, counts, ids, hiding):
+        """Logits (B, vocab_size) of the last of each sequence's `counts` tokens, over a `LayerList`."""
+        if len(set(counts)) == 1:
+            last = slice(counts[0] - 1, None, counts[0])
+        else:
+            last = torch.tensor(counts, device=ids.device).cumsum(0) - 1
+        return logits_of(self.model, ids.view(layers.positions.shape), layers.hiding() if hiding else layers, last)
+
+    def recover(self):
+        for seq in range(self.n_seq):
+            self.cut(seq, self.lengths.get(seq, 0))
+
+    def zero_all(self):
+        """Set all stored numbers to zero. Called when there are no sequences."""
+        zero_all(self.layers)
+
+    def nbytes(self):
+        """Bytes of the stored keys and values; the `Scratch` memory comes on top."""
+        return sum(layer.nbytes() for layer in self.layers)
+
+
+def make_layers(model, shape, type_kv):
+    """A `Layer` of rows (n_outer, n_inner) = shape for each layer of a model, on its device."""
+    c, scratch = model.config, Scratch()
+    return [Layer(shape, c.n_head, c.n_embd // c.n_head, type_kv, type_kv, device_of(model), scratch=scratch)
+            for _ in range(c.n_layer)]
+
+
+def device_of(model):
+    return model.lm_head.weight.device
+
+
+def dtype_of(model):
+    return model.transformer.wpe.weight.dtype

@@ -1,0 +1,248 @@
+"""
+Cells with keys and values: llama.cpp's cache (llama-kv-cache.cpp) for a model.
+
+    cache = CellCache(n_layer, n_head_kv, head_dim, kv_size=256, n_seq_max=8)
+    layers = cache.place(cache.batch({0: [5, 6, 7], 1: [2]}))     # sequence: positions of its new tokens
+    logits = logits_of(model, idx, layers, last)
+
+`Streams` says which cells the tokens of a batch are stored in. A `CellCache` has the rows behind the cells, and makes
+the `Placement` of a forward pass. `CellSequences` keeps sequences in one, see `base.BaseCache`.
+"""
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from kvcache import state
+from kvcache.base import BaseCache, device_of
+from kvcache.cells import EMPTY, Window
+from kvcache.placement import Layer, LayerList, Placement, leading_rows, visible, zero_all
+from kvcache.rotary import Rotary
+from kvcache.storage import Scratch
+from kvcache.streams import Streams
+
+
+class CellCache(Streams):
+    """
+    n_layer: layers of the model. n_head_kv, head_dim: heads of keys and values, and channels of each.
+    kv_size, n_seq_max, unified: see `Streams`. type_k, type_v: how keys and values are stored, see `Rows`.
+    n_pad: the number of cells that are attended over is a multiple of this, or kv_size.
+    n_swa, swa_type: size and kind of a `Window`; kind 'none' for no window.
+    v_trans: values transposed, see `Rows`. device: of keys and values; one for all, or a function of the layer.
+    layer_filter: a function of the layer: does it have a cache? Layers without one raise ValueError when used.
+    layer_reuse: a function of the layer: an earlier layer whose keys and values it reads instead of its own, or None.
+    can_shift: keys are rotary, of base rope_base, and positions can be changed. Learned positions cannot be changed.
+    """
+
+    def __init__(self, n_layer, n_head_kv, head_dim, kv_size, n_seq_max, unified=True, type_k='float32',
+                 type_v='float32', n_pad=1, n_swa=0, swa_type='none', v_trans=False, device='cpu', layer_filter=None,
+                 layer_reuse=None, can_shift=False, rope_base=10000.0):
+        sizes = dict(n_layer=n_layer, n_head_kv=n_head_kv, head_dim=head_dim, kv_size=kv_size, n_seq_max=n_seq_max,
+                     n_pad=n_pad)
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be at least 1, not {size}")
+        self.rope_base = rope_base if can_shift else None
+        window = None if swa_type == 'none' else Window(n_swa, swa_type)
+        super().__init__(kv_size, n_seq_max, unified, window, can_shift)
+        self.n_head_kv, self.head_dim, self.n_pad = n_head_kv, head_dim, n_pad
+        self.rotary = Rotary(head_dim, rope_base) if can_shift else None
+        self.layers, scratch = [], Scratch()
+        for layer in range(n_layer):
+            reused = layer_reuse(layer) if layer_reuse else None
+            if layer_filter and not layer_filter(layer):
+                self.layers.append(None)
+            elif reused is not None:
+                if not 0 <= reused < layer or self.layers[reused] is None:
+                    raise ValueError(f"layer {layer} cannot share the cache of layer {reused}: "
+                                     "name an earlier layer that has a cache")
+                self.layers.append(self.layers[reused])
+            else:
+                self.layers.append(Layer((len(self.streams), kv_size), n_head_kv, head_dim, type_k, type_v,
+                                         device(layer) if callable(device) else device, v_trans, self.rotary, scratch))
+        if not self.own_layers():
+            raise ValueError("layer_filter leaves no layer with a cache")
+
+    def own_layers(self):
+        """The layers that store keys and values, each once."""
+        return list(dict.fromkeys(layer for layer in self.layers if layer is not None))
+
+    def layer_of(self, number):
+        if not 0 <= number < len(self.layers) or self.layers[number] is None:
+            raise ValueError(f"layer {number} has no cache here: ask the cache that has it")
+        return self.layers[number]
+
+    def clear(self):
+        """Remove all sequences, and set all keys and values to zero, because a NaN would outlive its sequence."""
+        super().clear()
+        zero_all(self.own_layers())
+
+    def seq_cp(self, source, target, p0=-1, p1=-1):
+        a, b = self.stream_of(source), self.stream_of(target)
+        if a != b:
+            self.check_whole(source, p0, p1)
+            self.seq_rm(target)  # first: an interrupt while rows are copied must not leave cells with another's rows
+            for layer in self.own_layers():
+                layer.copy(a, b, self.streams[a].used_end())
+        super().seq_cp(source, target, p0, p1)
+
+    def place(self, batch):
+        """
+        Store a batch, and return the `LayerList` for its forward pass. ValueError if there is no room, with nothing
+        changed. If the forward pass fails the cells stay in use: `seq_rm` each sequence from `batch.first` on.
+        """
+        slots = self.find_slot(batch)
+        if not slots:
+            raise ValueError(str(slots))
+        with self.applied(slots, batch):
+            return LayerList(self.layers, self.placement(batch, slots))
+
+    @contextmanager
+    def applied(self, slots, batch):
+        """Store a batch in the cells that were found, and remove it again if the body of the `with` fails."""
+        try:
+            self.apply(slots, batch)
+            yield
+        except BaseException:
+            for seq, start in batch.first.items():
+                self.seq_rm(seq, start)
+            raise
+
+    def placement(self, batch, slots):
+        """The `Placement` of a batch that is stored in these cells."""
+        self.update()
+        index, n_kv = leading_rows(torch.from_numpy(slots.streams), self.get_n_kv(batch), self.kv_size)
+        return Placement(torch.from_numpy(batch.positions), self.k_idxs(slots), index, self.kq_mask(batch, n_kv),
+                         pending_shift=self.pending_shift([self.streams[s] for s in slots.streams], n_kv))
+
+    def pending_shift(self, streams, n_kv):
+        """By how many positions the keys of these streams must still be rotated, (B, n_kv), or None."""
+        if not self.can_shift or not any(cells.shifted() for cells in streams):
+            return None
+        return torch.from_numpy(np.stack([cells.shift[:n_kv] for cells in streams]))
+
+    def k_idxs(self, slots):
+        """The rows for new keys and values, (B * T,): stream * kv_size + cell."""
+        return torch.from_numpy(slots.streams[:, None] * self.kv_size + slots.cells).flatten()
+
+    def get_n_kv(self, batch):
+        """
+        How many cells of each stream a stored batch attends over: up to the last used one, to a multiple of n_pad.
+        """
+        end = max(self.streams[s].used_end() for s in self.streams_of(batch))
+        return min(self.kv_size, max(1, -(-end // self.n_pad)) * self.n_pad)
+
+    def kq_mask(self, batch, n_kv=None):
+        """
+        The mask of a stored batch, bool (B, 1, T, n_kv): True where a token may look at a cell, which is one of its
+        sequence, at no later position, and within the window.
+        """
+        n_kv = n_kv or self.get_n_kv(batch)
+        if self.unified:
+            cells, (positions,) = self.streams[0], batch.positions
+            # sequences that share a token own the same cells, see `find_slot`, so that the first one's will do
+            pos, owners = cells.pos[:n_kv], cells.owners[:, :n_kv]
+            mask = np.concatenate([visible(positions[start:stop], pos, self.window, owners[seqs[0]])
+                                   for seqs, start, stop in batch.runs])[None]
+        else:
+            pos = np.stack([self.streams[s].pos[:n_kv] for s in self.streams_of(batch)])  # (B, n_kv)
+            mask = visible(batch.positions, pos, self.window, (pos != EMPTY)[:, None])
+        return torch.from_numpy(mask[:, None])
+
+    @torch.no_grad()
+    def cpy_k(self, layer, k, idxs):
+        """Write keys (n, n_head_kv, head_dim) of a layer to rows idxs (n,)."""
+        self.layer_of(layer).k.write(idxs, k.flatten(1))
+
+    @torch.no_grad()
+    def cpy_v(self, layer, v, idxs):
+        """Write values (n, n_head_kv, head_dim) of a layer to rows idxs (n,)."""
+        self.layer_of(layer).v.write(idxs, v.flatten(1))
+
+    def get_k(self, layer, n_kv, streams=slice(None)):
+        """
+        Keys of the first n_kv cells of a slice of the streams, (n_stream, n_kv, n_head_kv, head_dim), rotated for their
+        present positions. A view, unless they have to be dequantised or rotated.
+        """
+        self.update()
+        k = self.read(self.layer_of(layer).k, n_kv, streams)
+        shift = self.pending_shift(self.streams[streams], n_kv)
+        return k if shift is None else self.rotary(k, shift.to(k.device))
+
+    def get_v(self, layer, n_kv, streams=slice(None)):
+        """Values of the same cells. A view, unless they have to be dequantised."""
+        return self.read(self.layer_of(layer).v, n_kv, streams)
+
+    def read(self, rows, n_kv, streams):
+        dtype = rows.data.dtype if rows.scale is None else torch.float32
+        return rows.read((streams, slice(n_kv)), dtype).unflatten(-1, (self.n_head_kv, self.head_dim))
+
+    def update(self):
+        """
+        Rotate the stored keys whose positions have changed, once, before they are read.
+
+        This is done for keys in float32 only; they are rotated in float64 and rounded. Keys in fewer bits would drift
+        with each rounding. They stay as they were written, and are rotated by the sum of their shifts whenever they
+        are read, see `Placement.pending_shift`.
+        """
+        if not self.can_shift or self.own_layers()[0].k.kind != 'float32':
+            return
+        for stream, cells in enumerate(self.streams):
+            if not cells.shifted():
+                continue
+            which = np.flatnonzero(cells.shift)
+            shift = torch.from_numpy(cells.shift[which])
+            for layer in self.own_layers():
+                data = layer.k.data[stream]
+                rows = torch.from_numpy(which).to(data.device)
+                keys = data[rows].unflatten(-1, (self.n_head_kv, self.head_dim))
+                data[rows] = self.rotary(keys.double(), shift.to(data.device)).flatten(-2).to(data.dtype)
+            cells.shift[:] = 0
+
+    def state_save(self, path, seq=None):
+        """Write one sequence, or all, to a file: see `state.save`."""
+        state.save(self, path, seq)
+
+    def state_load(self, path, seq=None):
+        """Read a file of `state_save`, as one sequence or as the whole content of the cache: see `state.load`."""
+        state.load(self, path, seq)
+
+    def memory_breakdown(self):
+        """{device: bytes} of the stored keys and values; the memory of the layers' `Scratch` comes on top."""
+        sizes = {}
+        for layer in self.own_layers():
+            device = str(layer.k.data.device)
+            sizes[device] = sizes.get(device, 0) + layer.nbytes()
+        return sizes
+
+
+class CellSequences(BaseCache):
+    """
+    Sequences of a model in a `CellCache`, with room for n_seq full ones: in one stream, or in one for each sequence.
+
+    With separate streams the sequences of one forward pass bring the same number of new tokens; `step` makes a pass for
+    each number.
+    """
+
+    def __init__(self, model, n_seq, type_kv='float32', unified=True):
+        c = model.config
+        kv_size = c.block_size * (n_seq if unified else 1)
+        self.cells = CellCache(c.n_layer, c.n_head, c.n_embd // c.n_head, kv_size, n_seq, unified, type_kv, type_kv,
+                               device=device_of(model))
+        self.mixes_lengths = unified
+        super().__init__(model, n_seq, self.cells.own_layers(), 'unified' if unified else 'streams', type_kv)
+
+    def copy(self, seq, new):
+        self.cells.seq_cp(seq, new)
+
+    def cut(self, seq, n):
+        self.cells.seq_rm(seq, n)
+
+    def feed(self, seqs, counts, ids, hiding=False):
+        batch = self.cells.batch({seq: range(self.lengths[seq], self.lengths[seq] + n) for seq, n in zip(seqs, counts)})
+        return self.logits(self.cells.place(batch), counts, ids, hiding)
+
+    def recover(self):
+        for cells in self.cells.streams:  # an interrupt may have come between a cell's position and its owner
+            cells.recount()
+        super().recover()

@@ -1,0 +1,136 @@
+"""The checkpoints of a training run in its out_dir: which file is saved, and what a resumed run takes from it."""
+import os
+
+import torch
+
+import checkpoint as checkpoints
+from whole_file import lock_folder
+
+INTERRUPTED = 'ckpt_interrupted.pt'
+SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias')  # what weights fix; block_size may be cropped, and dropout is free
+
+
+class Checkpointer:
+    """
+    Saves a run to out_dir/ckpt.pt. The state of an interrupted run goes to ckpt_interrupted.pt beside it where ckpt.pt
+    holds a better model, or the model of another run.
+
+    resume: whether the ckpt.pt that is in out_dir, if any, belongs to this run; writes: whether this process saves at
+    all. If it does, out_dir is locked: a second run in it is refused.
+    """
+
+    def __init__(self, out_dir, resume, writes):
+        self.out_dir, self.own, self.lock = out_dir, resume, None
+        self.path, self.interrupted = os.path.join(out_dir, 'ckpt.pt'), os.path.join(out_dir, INTERRUPTED)
+        if writes and os.path.isdir(out_dir):
+            self.take_folder()
+
+    def take_folder(self):
+        """Make and lock out_dir, if that was not done before. ValueError if another process has locked it."""
+        os.makedirs(self.out_dir, exist_ok=True)
+        self.lock = self.lock or lock_folder(self.out_dir)
+
+    def track(self, model, optimizer, scaler, config, tokenizer_state):
+        """What every checkpoint is made of."""
+        self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.config, self.tokenizer_state = config, tokenizer_state
+
+    def contents(self, iter_num, best_val_loss):
+        """The dict that is saved. FloatingPointError if the weights are not finite."""
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            raise FloatingPointError("the weights are not finite and were not saved")
+        return {
+            'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
+            'model_args': vars(self.model.config).copy(),
+            'iter_num': iter_num, 'best_val_loss': best_val_loss,
+            'config': dict(self.config), 'tokenizer': self.tokenizer_state, 'scaler': self.scaler.state_dict(),
+            'rng': {'torch': torch.get_rng_state(), 'cuda': torch.cuda.get_rng_state_all()},
+            'threads': torch.get_num_threads(),
+        }
+
+    def save(self, iter_num, best_val_loss):
+        """Save to ckpt.pt, and return its path."""
+        checkpoints.save(self.contents(iter_num, best_val_loss), self.path)
+        self.own = True
+        if os.path.exists(self.interrupted):  # it is older, or belongs to a run whose ckpt.pt was just replaced
+            os.remove(self.interrupted)
+        return self.path
+
+    def save_interrupted(self, iter_num, best_val_loss, replace):
+        """
+        Save to ckpt.pt if there is none, or if it belongs to this run and may be replaced; else to ckpt_interrupted.pt.
+        Returns a text that says where the checkpoint is and how to go on.
+        """
+        exists = os.path.exists(self.path)
+        if not exists or self.own and replace:
+            return f"saved to {self.save(iter_num, best_val_loss)}; to go on, add --init_from=resume"
+        checkpoints.save(self.contents(iter_num, best_val_loss), self.interrupted)
+        text = f"saved to {self.interrupted}; to go on, add --init_from=resume"
+        return text if self.own else f"{text} and first move it over {self.path}, which is of an earlier run"
+
+    def last_good(self):
+        """A text that names the last good checkpoint."""
+        if os.path.exists(self.path):
+            return f"the last good checkpoint is {self.path}"
+        return "there is no checkpoint yet"
+
+
+def load_furthest(out_dir, device):
+    """(checkpoint, path): ckpt.pt, or ckpt_interrupted.pt if that is further along. ValueError without a ckpt.pt."""
+    path, interrupted = os.path.join(out_dir, 'ckpt.pt'), os.path.join(out_dir, INTERRUPTED)
+    loaded = checkpoints.load(path, device)
+    if os.path.exists(interrupted):
+        other = checkpoints.load(interrupted, device)
+        if other.get('iter_num', 0) > loaded.get('iter_num', 0):
+            return other, interrupted
+    return loaded, path
+
+
+def settle_shape(config, model_config, source, say):
+    """
+    Put the model's shape into the settings. Where a config file or the command line asks for another shape, say that
+    this has no effect.
+
+    config: the Settings of the run; source: where the weights come from; say: prints a line.
+    """
+    for name in SHAPE:
+        fixed = getattr(model_config, name)
+        if name in config.given and config[name] != fixed:
+            say(f"{name} stays {fixed}, as in the weights of {source}: {name}={config[name]} ({config.given[name]}) "
+                "has no effect")
+        config[name] = fixed
+
+
+def resume_optimizer(config, optimizer, scaler, resumed, say):
+    """
+    Load the checkpoint's moments and loss scale. weight_decay and the betas are the checkpoint's, unless a config file
+    or the command line gives them. ValueError if the checkpoint does not fit the optimizer.
+    """
+    if 'optimizer' not in resumed:
+        raise ValueError("the checkpoint has no optimizer state: it cannot be resumed")
+    checkpoints.restore_optimizer(optimizer, resumed['optimizer'])
+    if resumed.get('scaler'):
+        try:
+            scaler.load_state_dict(resumed['scaler'])
+        except (RuntimeError, KeyError, TypeError) as e:
+            raise ValueError(f"the checkpoint's scaler state cannot be loaded: {e}") from e
+    decaying = optimizer.param_groups[0]
+    saved = dict(zip(('weight_decay', 'beta1', 'beta2'), (decaying['weight_decay'], *decaying['betas'])))
+    for name in saved:
+        if name not in config.given:
+            config[name] = saved[name]
+        elif config[name] != saved[name]:
+            say(f"{name} is {config[name]} from here on ({config.given[name]}); the run before had {saved[name]}")
+    decaying['weight_decay'] = config['weight_decay']
+    for group in optimizer.param_groups:
+        group['betas'] = config['beta1'], config['beta2']
+
+
+def restore_rng(rng):
+    """Set torch's generators to the states in a checkpoint. ValueError if they are not states of these generators."""
+    try:
+        torch.set_rng_state(rng['torch'].cpu())
+        if len(rng['cuda']) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all([state.cpu() for state in rng['cuda']])
+    except (RuntimeError, TypeError) as e:
+        raise ValueError(f"the checkpoint's rng is no state of torch's generator: {e}") from e
