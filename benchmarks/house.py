@@ -20,11 +20,11 @@ from benchmarks.plotting import plt, save
 PLACES = {
     'scripts': ((0, 56.5, 57, 8.5), 5, 'scripts', 'run these'),
     'benchmarks': ((61, 46, 39, 19), 4, 'benchmarks/', 'what is measured'),
-    'training': ((0, 15.5, 15, 23), 1, 'training/', 'one run'),
-    'core': ((18.5, 15.5, 25, 23), 1, 'the model', 'read this first'),
-    'kvcache': ((47, 15.5, 29, 23), 3, 'kvcache/', 'where keys and values are'),
-    'decode': ((79, 15.5, 21, 23), 2, 'decode/', 'a fast step'),
-    'files': ((0, 1, 100, 9), 7, 'files, settings, devices', 'an arrow: imports; a wider one: more of them'),
+    'training': ((0, 15.5, 13.5, 23), 1, 'training/', ''),
+    'core': ((16.5, 15.5, 24, 23), 1, 'the model', 'read this first'),
+    'kvcache': ((43.5, 15.5, 28, 23), 3, 'kvcache/', 'where keys and values are'),
+    'decode': ((74.5, 15.5, 25.5, 23), 3, 'decode/', 'a fast step'),
+    'files': ((0, 1, 100, 9), 6, 'files, settings, devices', 'an arrow: imports; a wider one: more of them'),
 }
 CORE = {'generation.py': 'prompts of any lengths', 'model.py': 'the GPT and its cache',
         'debug_kv_model.py': 'the same GPT, traced'}
@@ -94,7 +94,7 @@ def labels_by_group(paths):
 
 
 def draw_group(ax, group, labels, note=''):
-    """A frame with a title, and a box for each label. Returns {label: (x, y, half the height) of its box}."""
+    """A frame with a title, and a box for each label. Returns {label: (x, y, width / 2, height / 2) of its box}."""
     (x, y, w, h), n_columns, name, description = PLACES[group]
     core = group == 'core'
     ax.add_patch(plt.Rectangle((x, y), w, h, facecolor='#fff3e8' if core else '0.96', lw=1.5 if core else 0.8,
@@ -110,14 +110,14 @@ def draw_group(ax, group, labels, note=''):
     boxes = {}
     for i, label in enumerate(labels):
         cx, cy = x + 0.5 + (i % n_columns + 0.5) * width, top - (i // n_columns + 0.5) * height
-        half = height * (0.36 if core else 0.41)
+        half_w, half_h = (0.44 * width, 0.36 * height) if core else (0.48 * width, 0.41 * height)
         accent = label == 'model.py'
-        ax.add_patch(plt.Rectangle((cx - width * 0.48, cy - half), width * 0.96, 2 * half, zorder=3, lw=0.6,
+        ax.add_patch(plt.Rectangle((cx - half_w, cy - half_h), 2 * half_w, 2 * half_h, zorder=3, lw=0.6,
                                    facecolor=ACCENT if accent else 'white', edgecolor='0.7'))
         for text, dy, size in [(label, 0.9, 10), (CORE[label], -1, 8)] if core else [(label, 0, 7.5)]:
             ax.text(cx, cy + dy, text, ha='center', va='center', fontsize=size, zorder=4,
                     color='white' if accent else '0.1', weight='bold' if size > 8 else 'normal')
-        boxes[label] = cx, cy, half
+        boxes[label] = cx, cy, half_w, half_h
     return boxes
 
 
@@ -125,7 +125,7 @@ def arrow(ax, points, count, colour=GREY):
     """A line through points with a head at the last; its width grows with `count` imports."""
     lw = 0.8 + 0.25 * min(count, 8)
     xs, ys = zip(*points)
-    ax.plot(xs[:-1], ys[:-1], color=colour, lw=lw, solid_joinstyle='round', zorder=1.5)
+    ax.plot(xs[:-1], ys[:-1], color=colour, lw=lw, solid_joinstyle='round', zorder=2.5)
     ax.annotate('', points[-1], points[-2], zorder=5,
                 arrowprops=dict(arrowstyle='-|>', color=colour, lw=lw, shrinkA=0, shrinkB=0, mutation_scale=11))
 
@@ -149,9 +149,17 @@ def route(source, target, lanes, used):
         return [(x, ys), (x, yt + ht)]
     lane = lanes.pop(0)
     used[target] += 1
-    x0 = xs + 2 + 1.5 * len(lanes) if xt < xs else xs + ws - 1.5
+    x0 = xs + 4 - 1.4 * len(lanes) if xt < xs else xs + ws - 1.5
     x1 = xt + wt - 2 * used[target] if xt < xs else xt + 1.5
     return [(x0, ys), (x0, lane), (x1, lane), (x1, yt + ht)]
+
+
+def route_in_core(source, target, labels, boxes):
+    """The points of an arrow between two boxes of one column: straight, or round the right side of those between."""
+    (x, y0, w, h), (_, y1, _, _) = boxes[source], boxes[target]
+    if abs(labels.index(source) - labels.index(target)) > 1:
+        return [(x + w, y0), (x + w + 1, y0), (x + w + 1, y1), (x + w, y1)]
+    return [(x, y0 - h), (x, y1 + h)] if y0 > y1 else [(x, y0 + h), (x, y1 - h)]
 
 
 def main(path):
@@ -173,9 +181,7 @@ def main(path):
         arrow(ax, route(source, target, lanes, used), edges[source, target])
     for label in labels['core']:
         for other in imported[label[:-3]] & {core[:-3] for core in CORE}:
-            (x, y0, h0), (_, y1, h1) = boxes[label], boxes[f'{other}.py']
-            down = 1 if y0 > y1 else -1
-            arrow(ax, [(x, y0 - down * h0), (x, y1 + down * h1)], 4, ACCENT)
+            arrow(ax, route_in_core(label, f'{other}.py', labels['core'], boxes), 3, ACCENT)
     save(fig, path)
 
 
