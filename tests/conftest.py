@@ -14,6 +14,7 @@ import sys
 import hypothesis
 import pytest
 import torch
+from fork_server import ForkServer
 
 from decode.cpu import CPUDecoder
 from model import GPT, GPTConfig
@@ -59,9 +60,27 @@ TINY = ['--device=cpu', '--dataset=shakespeare_char', '--n_layer=2', '--n_head=2
         '--lr_decay_iters=60', '--learning_rate=1e-2', '--dropout=0.1', '--eval_interval=10', '--max_iters=20']
 
 
+servers = []  # the ForkServer of this process, once it is needed
+
+
+def pytest_unconfigure():
+    for server in servers:
+        server.close()
+
+
 def run(folder, *command, **env):
-    """python command... in folder; the result has returncode, stdout and stderr."""
-    return subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True,
+    """
+    python command... in folder, with env added to the environment; the result has returncode, stdout and stderr.
+
+    In the quick run, scripts are forked from a process that has torch loaded, see fork_server.py. Python and the
+    packages read most variables when they start, so a script that is given others than KV_DEBUG... starts by itself.
+    """
+    command = [str(word) for word in command]
+    if command[0].endswith('.py') and not full and all(name.startswith('KV_DEBUG') for name in env):
+        if not servers:
+            servers.append(ForkServer(ENVIRONMENT))
+        return servers[0].run(folder, command[0], command[1:], env, TIMEOUT)
+    return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True,
                           timeout=TIMEOUT, stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **env})
 
 
