@@ -107,11 +107,23 @@ class BaseCache(Exclusive):
             self.lengths[seq] = n  # before the cut: if that is interrupted, `recover` finishes it
             self.cut(seq, n)
 
-    @exclusive
     def free(self, seq):
-        """Remove a sequence. Its number may be given to a new one."""
+        """Remove a sequence. Its number may be given to a new one. An interrupt is raised after it is removed."""
+        removed = []
+        try:
+            self.remove(seq, removed)
+        except ValueError:
+            raise
+        except BaseException:
+            if not removed:
+                self.remove(seq, removed)
+            raise
+
+    @exclusive
+    def remove(self, seq, removed):
         self.length(seq)
         del self.lengths[seq]
+        removed.append(seq)
         self.cut(seq, 0)
 
     @exclusive
