@@ -156,7 +156,7 @@ class CausalSelfAttention(nn.Module):
         if last_only:
             q, mask = q[:, :, -1:], None if mask is None else mask[..., -1:, :]
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
-        y = y.transpose(1, 2).reshape(B, -1, C)  # the heads side by side again
+        y = y.transpose(1, 2).flatten(2)  # the heads side by side again
         return self.resid_dropout(self.c_proj(y)), layer_cache
 
 

@@ -199,7 +199,7 @@ def test_a_shift_feeds_two_tokens_a_token_and_a_crop_the_whole_window():
 
 def test_a_crop_allocates_no_cache_and_keeps_its_storage():
     model, seen = f32(13), set()
-    decoder = decode.named('cpu', model)
+    decoder = decode.best(model, 1, name='cpu')
 
     def watched(idx, kv_cache):
         logits, kv_cache = decoder(idx, kv_cache)
@@ -238,7 +238,7 @@ def test_ragged_steps_on_a_warm_cache(T):
         for layer in ragged:  # what is beyond a row's cache_pos is nobody's business
             for row, n in enumerate(filled):
                 layer.k_cache[row, :, n:], layer.v_cache[row, :, n:] = 1e4, -1e4
-        for step in (decode.EagerDecoder(model), decode.named('cpu', model)):
+        for step in (decode.EagerDecoder(model), decode.best(model, 1, name='cpu')):
             logits, after = step(more, [layer.clone() for layer in ragged])
             assert after[0].cache_pos.tolist() == [n + T for n in filled]
             for row, n in enumerate(filled):
