@@ -106,7 +106,8 @@ class Cache(Protocol):
         Feed the tokens of a `Work`. Returns logits (B, vocab_size), for the token after the last one of each sequence.
 
         A sequence that is longer than its start is truncated to it first. ValueError if it is shorter, if there is no
-        room, and on tokens that do not fit the model. After a step that fails each sequence has its first `start` tokens.
+        room, and on tokens that do not fit the model. After a step that failed each sequence has its first `start`
+        tokens.
         """
 
 

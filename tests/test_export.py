@@ -16,7 +16,6 @@ import checkpoint as checkpoints
 import formats
 import model as plain_model
 import tokenizer as tokenizers
-from generation import generate
 from model import GPT, GPTConfig
 from tokenizer import CharTokenizer, GPT2Tokenizer
 

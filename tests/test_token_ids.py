@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 import torch
-from benchmarks.loss import negative_log_likelihoods
 from test_cache_exactness import large
 
+from benchmarks.loss import negative_log_likelihoods
 from decode import EagerDecoder
 from generation import Work, generate, stream
 from kvcache import KINDS, make_cache
