@@ -87,7 +87,8 @@ def test_top_k_0_draws_from_all_tokens(trained):
 def test_torch_has_one_thread_while_the_kernel_decodes(trained):
     script = (
         "import sys, torch, configurator, sample; torch.set_num_threads(2); "
-        "sys.argv = ['sample.py', '--max_new_tokens=2', '--device=cpu', *sys.argv[1:]]; configurator.run(sample.main); print('torch has', torch.get_num_threads())"
+        "sys.argv = ['sample.py', '--max_new_tokens=2', '--device=cpu', *sys.argv[1:]]; "
+        "configurator.run(sample.main); print('torch has', torch.get_num_threads())"
     )
     assert 'torch has 1' in run(trained, '-c', script).stdout
     assert 'torch has 2' in run(trained, '-c', script, '--decoder=eager').stdout
