@@ -3,7 +3,6 @@ How much the tests try, and fixtures: a copy of the repository to run scripts in
 
 `make test` tries each claim at a small size. `make test-all` passes --full, and each test is run at its full size.
 """
-import fcntl
 import os
 import pydoc_data.topics
 import shutil
@@ -18,6 +17,11 @@ from fork_server import ForkServer
 
 from decode.cpu import CPUDecoder
 from model import GPT, GPTConfig
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: each worker has its own trained run
+    fcntl = None
 
 full = False  # is this the full run? See `sizes`
 
@@ -76,7 +80,8 @@ def run(folder, *command, **env):
     packages read most variables when they start, so a script that is given others than KV_DEBUG... starts by itself.
     """
     command = [str(word) for word in command]
-    if command[0].endswith('.py') and not full and all(name.startswith('KV_DEBUG') for name in env):
+    forks = sys.platform == 'linux' and not full  # on others a fork of a process with torch may crash
+    if forks and command[0].endswith('.py') and all(name.startswith('KV_DEBUG') for name in env):
         if not servers:
             servers.append(ForkServer(ENVIRONMENT))
         return servers[0].run(folder, command[0], command[1:], env, TIMEOUT)
@@ -115,11 +120,12 @@ def trained(tmp_path_factory):
     workers of pytest-xdist share it, and the first one that needs it makes it.
     """
     shared = tmp_path_factory.getbasetemp()
-    if 'PYTEST_XDIST_WORKER' in os.environ:
+    if fcntl and 'PYTEST_XDIST_WORKER' in os.environ:
         shared = shared.parent
     folder, finished = shared / 'trained', shared / 'trained' / 'train.log'
     with open(shared / 'trained.lock', 'w') as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        if fcntl:
+            fcntl.flock(lock, fcntl.LOCK_EX)
         if not finished.exists():
             copy_code(folder)
             text = ''.join(pydoc_data.topics.topics[topic] for topic in ('assert', 'class', 'for', 'try', 'with'))
