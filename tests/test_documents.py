@@ -29,7 +29,7 @@ def commands():
         for line in dict.fromkeys(spans):
             words = shlex.split(line.replace("don't", ''), comments=True) if line.count("'") % 2 == 0 else []
             for i, word in enumerate(words):
-                is_run = i == 0 or 'python' in words[i - 1] or words[0] == 'torchrun'
+                is_run = i == 0 or 'python' in words[i - 1] or words[0] == 'torchrun' and word in SCRIPTS
                 if word.endswith('.py') and is_run and (word in SCRIPTS or '/' in word):
                     yield document, word, words[i + 1:]
 

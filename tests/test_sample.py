@@ -239,7 +239,7 @@ def test_the_identity_script_takes_the_checkpoint_of_the_current_folder(trained,
 
 def test_the_identity_script_finds_a_broken_cache(repo):
     source = (repo / 'model.py').read_text()
-    broken = source.replace('wpe.weight[cache_pos:cache_pos + idx.size(1)]', 'wpe.weight[:idx.size(1)]')
+    broken = source.replace('t.wpe(positions)', 't.wpe(positions - positions[0])')
     assert broken != source
     (repo / 'model.py').write_text(broken)
     done = run(repo, 'test_kv_cache.py', '--repeats=1', '--device=cpu', PYTHONIOENCODING='ascii')
