@@ -150,17 +150,14 @@ def advance(sequences, cache, device, newest=None):
     """
     Feed to the cache what it lacks of each sequence, at least one token. Returns logits (B, vocab_size).
 
-    newest: the last tokens of all sequences, (B, 1) on device, if the caller has them as a tensor.
+    newest: these tokens as a tensor (B, 1) on device, if the caller has them and each sequence lacks one.
     """
-    starts = [s.cached for s in sequences]
-    n_new = {s.length - s.cached for s in sequences}
-    if n_new == {1} and newest is not None:
-        tokens = newest
-    elif len(n_new) == 1:
-        tokens = torch.tensor([s.uncached() for s in sequences], dtype=torch.int64, device=device)
-    else:
+    tokens = newest
+    if newest is None:
         tokens = [torch.tensor(s.uncached(), dtype=torch.int64, device=device) for s in sequences]
-    logits = cache.step(Work([s.handle for s in sequences], starts, tokens))
+        if len({len(new) for new in tokens}) == 1:
+            tokens = torch.stack(tokens)
+    logits = cache.step(Work([s.handle for s in sequences], [s.cached for s in sequences], tokens))
     for s in sequences:
         s.cached = s.length
     return logits
@@ -189,6 +186,34 @@ def stream(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, 
     block_size are cropped to their end (with 'shift', after their first n_keep tokens). Raises ValueError, before
     anything is computed, on prompts and settings that make no sense.
     """
+    steps = start(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder,
+                  num_samples, when_full, keep, n_keep, cache)
+    return (tokens.clone() for tokens in steps)  # the next step depends on these tokens, so the caller gets a copy
+
+
+def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=False, stop_token=None,
+             generator=None, decoder=None, num_samples=1, **more):
+    """
+    `stream`, with the same arguments, collected behind the prompts: idx (B, T) -> (B * num_samples, T + new tokens).
+    Given a list of token lists, returns a list of token lists, each up to its stop token.
+    """
+    steps = start(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder,
+                  num_samples, **more)
+    # no other code runs between these steps, so nothing changes the weights and a decoder need not look each time
+    with evaluating(model), decoder.exclusive_use() if hasattr(decoder, 'exclusive_use') else nullcontext():
+        tokens = list(steps)
+    device = model.lm_head.weight.device
+    if isinstance(idx, torch.Tensor):
+        return torch.cat([idx.long().to(device).repeat_interleave(num_samples, dim=0), *tokens], dim=1)
+    rows = [list(map(int, prompt)) for prompt in idx for _ in range(num_samples)]
+    new = torch.cat(tokens, dim=1).tolist() if tokens else [[] for _ in rows]
+    ends = [n.index(stop_token) + 1 if stop_token in n else len(n) for n in new]
+    return [row + n[:end] for row, n, end in zip(rows, new, ends)]
+
+
+def start(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder, num_samples,
+          when_full='crop', keep=None, n_keep=0, cache=None):
+    """Check the arguments of `stream` and begin: yields its tokens, which must not be written to."""
     if max_new_tokens < 0 or num_samples < 1:
         raise ValueError(f"max_new_tokens must be at least 0 and num_samples at least 1, not {max_new_tokens} and "
                          f"{num_samples}")
@@ -203,32 +228,11 @@ def stream(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, 
         raise ValueError(f"{len(generator)} generators for {n_rows} rows: pass one for each, or one for all")
     if cache is None:
         cache = TupleCache(model, decoder) if use_cache else NoCache(model)
-    steps = run(model, cache, sequences, num_samples, max_new_tokens, sampling, generator, stop_token)
-    return (tokens.clone() for tokens in steps)  # the next step depends on these tokens, so the caller gets a copy
-
-
-def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=False, stop_token=None,
-             generator=None, decoder=None, num_samples=1, **more):
-    """
-    `stream`, with the same arguments, collected behind the prompts: idx (B, T) -> (B * num_samples, T + new tokens).
-    Given a list of token lists, returns a list of token lists, each up to its stop token.
-    """
-    steps = stream(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder,
-                   num_samples, **more)
-    # no other code runs between these steps, so nothing changes the weights and a decoder need not look each time
-    with evaluating(model), decoder.exclusive_use() if hasattr(decoder, 'exclusive_use') else nullcontext():
-        tokens = list(steps)
-    device = model.lm_head.weight.device
-    if isinstance(idx, torch.Tensor):
-        return torch.cat([idx.long().to(device).repeat_interleave(num_samples, dim=0), *tokens], dim=1)
-    rows = [list(map(int, prompt)) for prompt in idx for _ in range(num_samples)]
-    new = torch.cat(tokens, dim=1).tolist() if tokens else [[] for _ in rows]
-    ends = [n.index(stop_token) + 1 if stop_token in n else len(n) for n in new]
-    return [row + n[:end] for row, n, end in zip(rows, new, ends)]
+    return run(model, cache, sequences, num_samples, max_new_tokens, sampling, generator, stop_token)
 
 
 def run(model, cache, sequences, num_samples, max_new_tokens, sampling, generator, stop_token):
-    """The steps of `stream`: yields tokens (B, 1), which must not be written to."""
+    """The steps of `stream`: yields tokens (B, 1)."""
     device, B = model.lm_head.weight.device, len(sequences) * num_samples
     # reading a token makes a GPU wait, so it is done where a token has to be known: to stop, and to cut a context
     reading = device.type == 'cpu' or stop_token is not None
@@ -240,12 +244,14 @@ def run(model, cache, sequences, num_samples, max_new_tokens, sampling, generato
             s.handle = handles[-1]
         for step in range(max_new_tokens):
             with no_gradients, evaluating(model) if model.training else nullcontext():
-                if unread and any(s.length - s.cached > 1 for s in sequences):
+                if not all([s.cached for s in sequences]):  # a context was cut: it is fed anew
+                    newest = None
+                if unread and newest is None:
                     for s, tokens in zip(sequences, torch.cat(unread, dim=1).tolist()):
                         s.tokens += tokens
                     unread.clear()
                 logits = advance(sequences, cache, device, newest)
-                if (step == 0 or device.type == 'cpu') and math.isnan(logits.sum(dtype=torch.float32)):
+                if (step == 0 or device.type == 'cpu') and math.isnan(logits.sum()):
                     raise ValueError("the model's logits are not numbers: its weights are broken")
                 if step == 0 and num_samples > 1:  # the prompts are read; from here on each sample is a sequence
                     logits, prompts, sequences = logits.repeat_interleave(num_samples, dim=0), sequences, []
@@ -261,7 +267,7 @@ def run(model, cache, sequences, num_samples, max_new_tokens, sampling, generato
                     for s in sequences:
                         s.lengthen()
                 else:
-                    drawn = newest[:, 0].tolist()
+                    drawn = [token for token, in newest.tolist()]
                     if stop_token is not None:
                         drawn = [stop_token if stopped[row] else token for row, token in zip(live, drawn)]
                         newest = torch.tensor(drawn, device=device)[:, None]

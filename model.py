@@ -105,10 +105,7 @@ class LayerKVCache(NamedTuple):
 
 
 def visible(q_pos, k_pos):
-    """
-    Causal mask: a token sees the keys at positions up to its own. q_pos: (T_q,) or (B, T_q); k_pos: (T_k,).
-    Returns bool, (T_q, T_k) or (B, 1, T_q, T_k).
-    """
+    """Causal mask: q_pos (T_q,) or (B, T_q), k_pos (T_k,) -> bool (T_q, T_k) or (B, 1, T_q, T_k), True if seen."""
     mask = k_pos <= q_pos[..., None]
     return mask[:, None] if q_pos.dim() == 2 else mask
 
@@ -351,14 +348,16 @@ class GPT(nn.Module):
         self.eval()
         try:
             with decoder.exclusive_use() if hasattr(decoder, 'exclusive_use') else nullcontext():
+                idx_cond = idx[:, -block_size:]
                 for _ in range(max_new_tokens):
-                    idx_cond = idx[:, -block_size:]
-                    if kv_cache and idx.size(1) > block_size:  # begin anew, in the same storage
-                        kv_cache = [(k_cache, v_cache, 0) for k_cache, v_cache, _ in kv_cache]
-                    elif kv_cache:
-                        idx_cond = idx[:, -1:]
                     logits, kv_cache = step(idx_cond, kv_cache)
-                    idx = torch.cat([idx, sample_token(logits[:, -1], temperature, top_k, top_p, generator)], dim=1)
+                    idx_next = sample_token(logits.squeeze(1), temperature, top_k, top_p, generator)
+                    idx = torch.cat([idx, idx_next], dim=1)
+                    if kv_cache and idx.size(1) <= block_size:
+                        idx_cond = idx_next
+                    else:  # all of the window again, from position 0 on
+                        idx_cond = idx[:, -block_size:]
+                        kv_cache = kv_cache and [(k_cache, v_cache, 0) for k_cache, v_cache, _ in kv_cache]
         finally:
             for module in training:
                 module.training = True

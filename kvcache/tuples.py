@@ -51,17 +51,18 @@ class TupleCache:
         """See `generation.Cache.step`."""
         handles, starts, tokens = work
         for handle, start in zip(handles, starts):
-            check_start(start, self.length[handle])
+            if start > self.length[handle]:
+                check_start(start, self.length[handle])
         block_size = self.model.config.block_size
         if not isinstance(tokens, torch.Tensor) or starts.count(starts[0]) < len(starts):
-            logits, n_new = self.step_mixed(handles, starts, list(tokens)), [len(new) for new in tokens]
+            logits = self.step_mixed(handles, starts, list(tokens))
+            ends = [start + len(new) if len(new) < block_size else 0 for start, new in zip(starts, tokens)]
         elif tokens.size(1) < block_size:
-            logits, n_new = self.run(handles, starts[0], tokens), [tokens.size(1)] * len(handles)
+            logits, ends = self.run(handles, starts[0], tokens), [starts[0] + tokens.size(1)] * len(handles)
         else:
-            logits, n_new = self.fill_window(handles, tokens), [0] * len(handles)
-        for handle, start, n in zip(handles, starts, n_new):
-            self.length[handle] = start + n if n < block_size else 0
-        return logits[:, 0]
+            logits, ends = self.fill_window(handles, tokens), [0] * len(handles)
+        self.length.update(zip(handles, ends))
+        return logits.squeeze(1)
 
     def step_mixed(self, handles, starts, tokens):
         """Sequences of several lengths: those that fill the window together, and all others together."""
