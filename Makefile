@@ -23,10 +23,10 @@ demo: .venv/run.stamp
 	.venv/bin/python test_kv_cache.py
 
 test: lint
-	.venv/bin/python -m pytest -n auto
+	.venv/bin/python -m pytest -n auto --dist worksteal
 
 test-all: lint
-	.venv/bin/python -m pytest -n auto --full
+	.venv/bin/python -m pytest -n auto --dist worksteal --full
 
 lint: .venv/dev.stamp
 	.venv/bin/ruff check .

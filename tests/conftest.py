@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import hypothesis
 import pytest
@@ -50,6 +51,8 @@ def sizes(quick, full_size):
     """
     return full_size if full else quick
 
+
+WEIGHTS = ('float32', 'int8', 'bfloat16')  # of the CPU decoder
 
 # one torch thread here and in the scripts: beside a busy core, two threads wait for each other most of the time
 torch.set_num_threads(1)
@@ -104,28 +107,55 @@ def start(folder, *command, stderr=subprocess.PIPE):
         signal.signal(signal.SIGINT, before)
 
 
+def shared_folder(tmp_path_factory):
+    """A temporary folder of this run of the tests, the same for all workers of pytest-xdist."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if fcntl and 'PYTEST_XDIST_WORKER' in os.environ else own
+
+
+@contextmanager
+def locked(path):
+    """One process at a time is inside, of those that name the same path."""
+    with open(path, 'w') as f:
+        if fcntl:
+            fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope='session')
+def kernels(tmp_path_factory):
+    """
+    The CPU kernels, compiled into decode/__pycache__. Each is compiled by one of the workers of pytest-xdist, at the
+    same time as the others compile the other ones.
+    """
+    worker = os.environ.get('PYTEST_XDIST_WORKER', 'gw0')
+    first = int(worker.removeprefix('gw')) % len(WEIGHTS)
+    for weights in (*WEIGHTS[first:], *WEIGHTS[:first]):
+        with locked(shared_folder(tmp_path_factory) / f'{weights}.lock'):
+            CPUDecoder(GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)), weights, threads=1)
+
+
+@pytest.fixture(scope='session', autouse='PYTEST_XDIST_WORKER' in os.environ)
+def compile_before_all_tests(kernels):
+    """Where several workers begin at once."""
+
+
 def copy_code(folder):
-    """Copy all of the code to a folder, with the compiled CPU kernels. Returns the folder."""
-    for weights in ('float32', 'int8'):  # compiled once into decode/__pycache__, and copied from there
-        CPUDecoder(GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)), weights, threads=1)
+    """Copy all of the code to a folder, with what is compiled of it. Returns the folder."""
     not_code = shutil.ignore_patterns('.*', 'out*', 'tests', '*.bin', '*.json', '*.txt', '*.png', '*.md')
     shutil.copytree(ROOT, folder, ignore=not_code, dirs_exist_ok=True)
     return folder
 
 
 @pytest.fixture(scope='session')
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, kernels):
     """
     A copy of the code, a small character data set, and a run of 20 iterations in out/. Not to be written to: the
     workers of pytest-xdist share it, and the first one that needs it makes it.
     """
-    shared = tmp_path_factory.getbasetemp()
-    if fcntl and 'PYTEST_XDIST_WORKER' in os.environ:
-        shared = shared.parent
-    folder, finished = shared / 'trained', shared / 'trained' / 'train.log'
-    with open(shared / 'trained.lock', 'w') as lock:
-        if fcntl:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    folder = shared_folder(tmp_path_factory) / 'trained'
+    finished = folder / 'train.log'
+    with locked(folder.with_suffix('.lock')):
         if not finished.exists():
             copy_code(folder)
             text = ''.join(pydoc_data.topics.topics[topic] for topic in ('assert', 'class', 'for', 'try', 'with'))
