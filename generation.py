@@ -200,7 +200,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     steps = start(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder,
                   num_samples, **more)
     # no other code runs between these steps, so nothing changes the weights and a decoder need not look each time
-    with evaluating(model), decoder.exclusive_use() if hasattr(decoder, 'exclusive_use') else nullcontext():
+    with evaluating(model), getattr(decoder, 'exclusive_use', nullcontext)():
         tokens = list(steps)
     device = model.lm_head.weight.device
     if isinstance(idx, torch.Tensor):

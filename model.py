@@ -300,8 +300,10 @@ class GPT(nn.Module):
             use_cache = not self.training and targets is None
         if kv_cache is None and use_cache:
             kv_cache = self.empty_cache(len(idx))
-        positions = torch.arange(idx.size(1), device=idx.device)
-        positions = positions + (cache_pos[:, None] if isinstance(cache_pos, torch.Tensor) else cache_pos)
+        if isinstance(cache_pos, torch.Tensor):
+            positions = cache_pos[:, None] + torch.arange(idx.size(1), device=idx.device)
+        else:
+            positions = torch.arange(cache_pos, cache_pos + idx.size(1), device=idx.device)
         x, kv_cache = self.hidden_states(idx, positions, kv_cache, last_only=targets is None)
         logits = self.lm_head(x)
         if targets is None:
@@ -322,7 +324,6 @@ class GPT(nn.Module):
         logits, _, kv_cache = self(idx, kv_cache=kv_cache, use_cache=True)
         return logits, kv_cache
 
-    @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=False, generator=None,
                  decoder=None):
         """
@@ -347,7 +348,7 @@ class GPT(nn.Module):
         training, kv_cache = [m for m in self.modules() if m.training], None
         self.eval()
         try:
-            with decoder.exclusive_use() if hasattr(decoder, 'exclusive_use') else nullcontext():
+            with torch.inference_mode(), getattr(decoder, 'exclusive_use', nullcontext)():
                 idx_cond = idx[:, -block_size:]
                 for _ in range(max_new_tokens):
                     logits, kv_cache = step(idx_cond, kv_cache)
@@ -363,7 +364,7 @@ class GPT(nn.Module):
                 module.training = True
         if max_new_tokens and logits.isnan().any():
             raise ValueError("the model's logits are not numbers: its weights are broken")
-        return idx
+        return idx.clone()  # outside of inference mode, so that a model can be trained on it
 
     def crop_block_size(self, block_size):
         """Shorten the context window in place, e.g. of GPT-2's 1024 positions. Caches made before no longer fit."""
