@@ -9,7 +9,7 @@ A `Sequence` is one text that is being continued, a `Cache` keeps keys and value
 what it lacks of each sequence and returns the logits for their next tokens. `stream` is a loop of that and of sampling.
 """
 import math
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -298,10 +298,12 @@ def free_all(cache, handles):
     """Free sequences; if an interrupt comes in between, the rest of them before it goes on."""
     try:
         while handles:
-            cache.free(handles.pop())
+            cache.free(handles[-1])
+            handles.pop()
     except BaseException:
-        while handles:
-            cache.free(handles.pop())
+        for handle in handles:
+            with suppress(ValueError):  # the interrupt came after it was freed
+                cache.free(handle)
         raise
 
 

@@ -27,9 +27,10 @@ def run(device):
     path: of the checkpoint. rows: those of `compare`. loss by context: a list of block_size numbers, see
     `loss_by_context`. Raises ValueError if there is no checkpoint.
     """
-    model, _, folder = checkpoints.load_model('resume', '', gpt)
-    path = os.path.join(folder, 'ckpt.pt')
-    data_dir = 'data/' + checkpoints.load(path)['config']['dataset']
+    path = (checkpoints.newest_first() or ['out/ckpt.pt'])[0]
+    checkpoint = checkpoints.load(path)
+    model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).eval()
+    data_dir = 'data/' + checkpoint['config']['dataset']
     text = Batches(data_dir, 'val', 1, model.config.block_size, model.config.vocab_size, device).tokens
     text = torch.from_numpy(text.astype('int64'))
     rows, by_context = compare(model, text), loss_by_context(model, text).tolist()

@@ -34,7 +34,7 @@ CONFIG_FIELDS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'  # tho
 
 
 def main(config):
-    if not os.path.exists(os.path.join(old, 'model.py')):
+    if not old or not os.path.exists(os.path.join(old, 'model.py')):
         raise ValueError(f"--old must be the folder of another work tree, with a model.py in it, not {old!r}")
     if rounds < 2:
         raise ValueError(f"rounds must be at least 2, not {rounds}: the first one is a warm-up")

@@ -1,4 +1,7 @@
 """What the caches for sequences have in common: sequence numbers and lengths, the checks of a step, and recovery."""
+import threading
+from contextlib import suppress
+
 import torch
 
 from kvcache.exclusive import Exclusive, exclusive
@@ -11,11 +14,12 @@ class BaseCache(Exclusive):
     Sequences of one model, by number.
 
     Several threads can use a cache: its operations run one at a time, and their sequences together need room. An
-    operation that raises, or that a KeyboardInterrupt ends, leaves all sequences usable and as long as they were. In a
-    child process, after a fork, the cache goes on with its own copy.
+    operation that raises, or that a KeyboardInterrupt ends, leaves all sequences usable; a step that fails leaves each
+    of its sequences with its first `start` tokens. In a child process, after a fork, the cache goes on with its own
+    copy.
 
     model: a GPT. n_seq: the largest number of sequences. lengths: {sequence: how many of its tokens are in the cache}.
-    name: for people. layers: the `Layer`s.
+    name: printed in reports. layers: the `Layer`s.
 
     A subclass says where keys and values are, in `copy`, `cut` and `feed`. It may hold more tokens of a sequence
     than `lengths` says, during a step or after one that failed; `recover` then cuts the rest. mixes_lengths: can one
@@ -27,7 +31,7 @@ class BaseCache(Exclusive):
         super().__init__()
         self.model, self.n_seq, self.layers, self.dtype = model, n_seq, layers, dtype_of(model)
         self.name = f"PyTorch, eager, on a cache that is {kind}, {type_kv}"
-        self.lengths = {}
+        self.lengths, self.to_free = {}, []  # to_free: sequences that were freed in the middle of an operation
         # True when broken weights may have left keys that a mask does not hide, see `LayerList.hiding`
         self.needs_zeroing = False
 
@@ -87,6 +91,7 @@ class BaseCache(Exclusive):
 
     def vacant(self):
         """The lowest number that no sequence has."""
+        self.remove_freed()
         if len(self.lengths) == self.n_seq:
             raise ValueError(f"the cache has room for {self.n_seq} sequences, and all are in use: "
                              "free one, or make a larger cache")
@@ -109,6 +114,9 @@ class BaseCache(Exclusive):
 
     def free(self, seq):
         """Remove a sequence. Its number may be given to a new one. An interrupt is raised after it is removed."""
+        if self.holder == threading.get_ident():  # the garbage collector ended a stream in the middle of an operation
+            self.to_free.append(seq)
+            return
         removed = []
         try:
             self.remove(seq, removed)
@@ -116,7 +124,8 @@ class BaseCache(Exclusive):
             raise
         except BaseException:
             if not removed:
-                self.remove(seq, removed)
+                with suppress(ValueError):  # it was removed after all
+                    self.remove(seq, removed)
             raise
 
     @exclusive
@@ -125,6 +134,12 @@ class BaseCache(Exclusive):
         del self.lengths[seq]
         removed.append(seq)
         self.cut(seq, 0)
+
+    def remove_freed(self):
+        while self.to_free:
+            seq = self.to_free.pop()
+            if self.lengths.pop(seq, None) is not None:
+                self.cut(seq, 0)
 
     @exclusive
     @torch.inference_mode()
@@ -137,6 +152,7 @@ class BaseCache(Exclusive):
         does not fit the model or the sequences. If the step fails later (there is no room, the logits are not
         numbers, an interrupt), each sequence has its first `start` tokens.
         """
+        self.remove_freed()
         seqs, starts, counts, ids = self.checked(work)
         for seq, start in zip(seqs, starts):
             self.cut_to(seq, start)

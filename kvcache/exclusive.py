@@ -57,7 +57,7 @@ def exclusive(method):
 
 
 class Use:
-    """One use of `evaluating`. If an interrupt keeps it from its end, it is gone when its frame is."""
+    """One use of `evaluating`: only its frame refers to it, so the WeakSet loses it with the frame, even interrupted."""
 
 
 @contextmanager
