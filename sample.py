@@ -78,7 +78,7 @@ def main(config):
             samples = [shown(prompt, tokenizer, model.config.block_size) for prompt in batch]
             if live:
                 print(samples[0], end='', flush=True)
-            for tokens in draw(model, batch, first, how, dev):
+            for tokens in sample_batch(model, batch, first, how, dev):
                 for row, token in enumerate(tokens.flatten().tolist()):
                     piece = texts[row].push(token)
                     samples[row] += piece
@@ -100,7 +100,7 @@ def main(config):
           f"({'with' if use_cache else 'without'} the cache, {dev})", file=sys.stderr)
 
 
-def draw(model, batch, first, how, dev):
+def sample_batch(model, batch, first, how, dev):
     """
     Yield the tokens (B, 1) of a batch of prompts, whose first row is sample number `first`; how: of `pick_decoder`.
     """

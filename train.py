@@ -111,7 +111,7 @@ def main(config):
                     improved, best_val_loss = losses['val'] < best_val_loss, min(best_val_loss, losses['val'])
                     if iter_num > 0 and (improved or always_save_checkpoint) and not eval_only:
                         log.say(f"saved {checkpointer.save(iter_num, best_val_loss)}")
-                    log.draw(last=iter_num == max_iters)
+                    log.save_picture(last=iter_num == max_iters)
                 log.start_clock(iter_num)
 
             if stop.agreed(world_size, dev):
@@ -232,7 +232,10 @@ def build_batches(data_dir, model_vocab_size, dev):
 
 
 def wrap_model(raw_model, dev, world_size, say):
-    """(the model for evaluation, the model for training): compiled, and the second one sharing gradients."""
+    """
+    (the model for evaluation, the model for training). Both are compiled if asked; the second averages gradients over
+    the processes.
+    """
     model = raw_model
     if compile and not dev.startswith('cpu'):
         say("compiling the model (about a minute)")
@@ -330,7 +333,7 @@ def save_interrupted(log, checkpointer, iter_num, best_val_loss, first_iter):
         return
     saved = checkpointer.save_interrupted(iter_num, best_val_loss, replace=always_save_checkpoint)
     log.say(f"stopped at iteration {iter_num}, {saved}")
-    log.draw(last=True)
+    log.save_picture(last=True)
 
 
 if __name__ == '__main__':

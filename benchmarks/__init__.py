@@ -13,6 +13,6 @@ What is measured, and how. `bench.py` runs the first six of these; the others ar
     house.py             the picture of the modules and their imports
     figures/draw_*.py    the pictures that explain the caches
 
-    shapes, report, plotting     the models that are measured; JSON and the machine; matplotlib
+    shapes, report               the models that are measured; JSON and the machine
     results/, figures/           the measured rows and the pictures of the documents
 """

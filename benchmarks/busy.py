@@ -4,7 +4,7 @@ The speed of a decoder beside processes that keep the cores busy.
     python benchmarks/busy.py           S, M and L, one and ten sequences, 0, 1 and 2 busy neighbours, 20 runs of each
     python benchmarks/busy.py --shape=S --runs=5
 
-The table has the slowest and the median run, the fair share, and the model's own cached step (eager). The fair share
+The table has the slowest and the median run, the fair share, and the model's own cached step. The fair share
 is the rate without neighbours times cores / (cores + neighbours): the part of the cores that one process gets if all
 get equal parts.
 """
@@ -46,7 +46,7 @@ def main(config):
     cases = {}
     for name, B in cells:
         decoder = decode.best(models[name], B, weights)
-        for kind, step in ((decoder.name, decoder), ('eager', None)):
+        for kind, step in ((decoder.name, decoder), ('model', None)):
             cases[name, B, kind] = models[name], torch.randint(SHAPES[name].vocab_size, (B, 6)), step
     for case in cases.values():  # a warm-up
         rate(*case, 8)
@@ -57,7 +57,7 @@ def main(config):
             time.sleep(0.5)
             for run in tqdm(range(runs), desc=f'{n} neighbours', disable=None):
                 for case, what in cases.items():
-                    if case[2] != 'eager' or run < 5:
+                    if case[2] != 'model' or run < 5:
                         rates.setdefault((n, case), []).append(rate(*what, LENGTHS[case[0]]))
         finally:
             for process in busy:
@@ -80,20 +80,20 @@ def report(counts, cells, rates):
     rows, cores = [], n_cores()
     for name, B in cells:
         kinds = {case[2] for _, case in rates if case[:2] == (name, B)}
-        ours = next(kind for kind in kinds if kind != 'eager')
+        ours = next(kind for kind in kinds if kind != 'model')
         quiet = statistics.median(rates[counts[0], (name, B, ours)])
         for n in counts:
-            mine, eager = rates[n, (name, B, ours)], rates[n, (name, B, 'eager')]
+            mine, plain = rates[n, (name, B, ours)], rates[n, (name, B, 'model')]
             fair = quiet * cores / (cores + n)
             rows.append(dict(shape=name, batch=B, neighbours=n, slowest=min(mine), median=statistics.median(mine),
-                             fair_share=fair, slowest_of_fair_share=min(mine) / fair, eager=statistics.median(eager),
+                             fair_share=fair, slowest_of_fair_share=min(mine) / fair, model=statistics.median(plain),
                              runs=mine))
     print(f"{cores} cores, {torch.__version__}, {weights}; tokens/s of {runs} runs\n")
-    print("| shape | sequences | neighbours | slowest | median | fair share | slowest / fair share | eager |")
+    print("| shape | sequences | neighbours | slowest | median | fair share | slowest / fair share | model |")
     print("|---|---|---|---|---|---|---|---|")
     for r in rows:
         print(f"| {r['shape']} | {r['batch']} | {r['neighbours']} | {r['slowest']:,.0f} | {r['median']:,.0f} "
-              f"| {r['fair_share']:,.0f} | {r['slowest_of_fair_share']:.2f} | {r['eager']:,.0f} |")
+              f"| {r['fair_share']:,.0f} | {r['slowest_of_fair_share']:.2f} | {r['model']:,.0f} |")
     write_json(json, rows)
 
 

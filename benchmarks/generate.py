@@ -16,10 +16,10 @@ from tqdm import tqdm
 import decode
 import generation
 import kvcache
-from benchmarks.plotting import plt, save
 from benchmarks.shapes import PROMPT, config_of
 from device import autocast, synchronize
 from model import GPT
+from training.plotting import plt, save
 
 
 def fed_tokens(n, block_size, use_cache):

@@ -14,7 +14,7 @@ from collections import Counter
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[0] = ROOT  # not this folder
 
-from benchmarks.plotting import plt, save
+from training.plotting import plt, save
 
 # group: (x, y, width, height) in percent of the width, y upwards; columns of boxes; its name; what it is
 PLACES = {

@@ -5,7 +5,6 @@ How well a model predicts a text when context is dropped, or weights or the cach
 
 The model is the newest out*/ckpt.pt, the text the validation split of its data set.
 """
-import os
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +14,9 @@ import checkpoint as checkpoints
 import decode
 import kvcache
 import model as gpt
-from benchmarks.plotting import plt, save
 from generation import TupleCache, advance, make_sequences
 from training.batches import Batches
+from training.plotting import plt, save
 
 
 def run(device):

@@ -36,7 +36,7 @@ def cases(shapes, only):
             if only in case:
                 yield case, kernel(model_of(name), B, n_new, runs, threads)
     others = (('training iterations', training, 'S'), ('uncached passes', uncached_pass, 'SM'),
-              ('cached steps, eager', cached_steps, 'S'))
+              ('cached steps of the model', cached_steps, 'S'))
     for what, make, names in others:
         for name in names:
             if only in f'{what}, {name}':

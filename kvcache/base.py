@@ -21,7 +21,7 @@ class BaseCache(Exclusive):
     model: a GPT. n_seq: the largest number of sequences. lengths: {sequence: how many of its tokens are in the cache}.
     name: printed in reports. layers: the `Layer`s.
 
-    A subclass says where keys and values are, in `copy`, `cut` and `feed`. It may hold more tokens of a sequence
+    A subclass says where keys and values are, in `copy`, `cut` and `forward_pass`. It may hold more tokens of a sequence
     than `lengths` says, during a step or after one that failed; `recover` then cuts the rest. mixes_lengths: can one
     forward pass take sequences with different numbers of new tokens?
     """
@@ -30,7 +30,7 @@ class BaseCache(Exclusive):
     def __init__(self, model, n_seq, layers, kind, type_kv):
         super().__init__()
         self.model, self.n_seq, self.layers, self.dtype = model, n_seq, layers, dtype_of(model)
-        self.name = f"PyTorch, eager, on a cache that is {kind}, {type_kv}"
+        self.name = f"the model, on a cache that is {kind}, {type_kv}"
         self.lengths, self.to_free = {}, []  # to_free: sequences that were freed in the middle of an operation
         # True when broken weights may have left keys that a mask does not hide, see `LayerList.hiding`
         self.needs_zeroing = False
@@ -43,7 +43,7 @@ class BaseCache(Exclusive):
         """Keep the first n tokens of a sequence. It has at least n, or none if n is 0."""
         raise NotImplementedError
 
-    def feed(self, seqs, counts, ids, hiding=False):
+    def forward_pass(self, seqs, counts, ids, hiding=False):
         """
         One forward pass: new tokens of these sequences, behind their first `lengths`.
 
@@ -157,23 +157,23 @@ class BaseCache(Exclusive):
         for seq, start in zip(seqs, starts):
             self.cut_to(seq, start)
         try:
-            logits = self.feed_groups(seqs, counts, ids)
+            logits = self.forward_groups(seqs, counts, ids)
         except NotNumbers:  # because of the weights, or of keys of other sequences that a mask does not hide
             self.needs_zeroing = True
             self.recover()
-            logits = torch.cat([self.feed([seq], [n], part, hiding=True)
+            logits = torch.cat([self.forward_pass([seq], [n], part, hiding=True)
                                 for seq, n, part in zip(seqs, counts, ids.split(counts))])
         self.lengths |= {seq: self.lengths[seq] + n for seq, n in zip(seqs, counts)}
         return logits
 
-    def feed_groups(self, seqs, counts, ids):
-        """`feed`, once, or once for each different number of new tokens where lengths cannot be mixed."""
+    def forward_groups(self, seqs, counts, ids):
+        """`forward_pass`, once, or once for each different number of new tokens where lengths cannot be mixed."""
         if self.mixes_lengths or len(set(counts)) == 1:
-            return self.feed(seqs, counts, ids)
+            return self.forward_pass(seqs, counts, ids)
         parts, rows = ids.split(counts), {}
         for count in sorted(set(counts)):
             group = [i for i, n in enumerate(counts) if n == count]
-            logits = self.feed([seqs[i] for i in group], [count] * len(group), torch.cat([parts[i] for i in group]))
+            logits = self.forward_pass([seqs[i] for i in group], [count] * len(group), torch.cat([parts[i] for i in group]))
             rows |= zip(group, logits)
         return torch.stack([rows[i] for i in range(len(seqs))])
 

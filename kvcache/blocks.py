@@ -1,8 +1,9 @@
 """
 A pool of blocks: which block holds which tokens of which sequence. After vLLM's block manager (arXiv:2309.06180).
 
-A sequence is a list of blocks, its block table. Position p is in slot table[p // block_size] * block_size + p %
-block_size.
+A sequence is a list of blocks, its block table. Position p is in block table[p // block_size], at offset
+p % block_size.
+
 References to blocks are counted, so that sequences can share them: forks of one prompt, and prompts that begin alike.
 For that, full blocks are remembered by all tokens up to their end, also when no sequence uses them, until their space
 is needed. A sequence that writes to a shared block gets a copy of it first. Pure Python, without keys and values.

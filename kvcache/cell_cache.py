@@ -73,7 +73,7 @@ class CellCache(Streams):
         return self.layers[number]
 
     def clear(self):
-        """Remove all sequences, and set all keys and values to zero, because a NaN would outlive its sequence."""
+        """Remove all sequences and zero all keys and values: a mask does not hide a NaN from the next sequence."""
         super().clear()
         zero_all(self.own_layers())
 
@@ -238,7 +238,7 @@ class CellSequences(BaseCache):
     def cut(self, seq, n):
         self.cells.seq_rm(seq, n)
 
-    def feed(self, seqs, counts, ids, hiding=False):
+    def forward_pass(self, seqs, counts, ids, hiding=False):
         batch = self.cells.batch({seq: range(self.lengths[seq], self.lengths[seq] + n) for seq, n in zip(seqs, counts)})
         return self.logits(self.cells.place(batch), counts, ids, hiding)
 

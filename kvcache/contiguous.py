@@ -25,7 +25,7 @@ class ContiguousCache(BaseCache):
     def cut(self, seq, n):
         pass  # the mask hides the rows behind a sequence's end, and they are written before they are read
 
-    def feed(self, seqs, counts, ids, hiding=False):
+    def forward_pass(self, seqs, counts, ids, hiding=False):
         T, device = counts[0], ids.device
         lengths = [self.lengths[seq] for seq in seqs]
         sequence = torch.tensor(seqs, device=device)

@@ -188,7 +188,7 @@ class PagedCache(BaseCache):
         for layer in self.layers:
             layer.copy(source, target)
 
-    def feed(self, seqs, counts, ids, hiding=False):
+    def forward_pass(self, seqs, counts, ids, hiding=False):
         if not all(self.lengths[seq] for seq in seqs) and (self.watch is None or not self.watch.identical()):
             self.forget_blocks()
         starts = [self.make_room(seq, part.tolist()) for seq, part in zip(seqs, ids.split(counts))]

@@ -178,7 +178,7 @@ class LayerView:
 
 
 class MissingLayer:
-    """In the place of a layer that has no cache."""
+    """Stands for a layer without a cache in a `LayerList`; `append` raises ValueError."""
 
     def __init__(self, number):
         self.number = number

@@ -118,7 +118,8 @@ class Streams:
             stop = start + len(part)
             part = positions[start:stop]
             if len(part) > 1 and (np.diff(part) != 1).any():
-                raise ValueError(f"positions {part.tolist()} do not follow each other: each is one more than the last")
+                raise ValueError(f"positions {part.tolist()} do not follow each other: each must be one "
+                                 "more than the one before")
             if seqs == ():
                 raise ValueError(f"the tokens at positions {part.tolist()} are for no sequence: name at least one")
             seqs = seqs if isinstance(seqs, tuple) else (seqs,)

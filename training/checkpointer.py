@@ -16,11 +16,11 @@ class Checkpointer:
     holds a better model, or the model of another run.
 
     resume: whether the ckpt.pt that is in out_dir, if any, belongs to this run; writes: whether this process saves at
-    all. If it does, out_dir is locked: a second run in it is refused.
+    all. If it does, out_dir is locked, now if it exists and otherwise by `take_folder`; a second run in it is refused.
     """
 
     def __init__(self, out_dir, resume, writes):
-        self.out_dir, self.own, self.lock = out_dir, resume, None
+        self.out_dir, self.ckpt_is_ours, self.lock = out_dir, resume, None
         self.path, self.interrupted = os.path.join(out_dir, 'ckpt.pt'), os.path.join(out_dir, INTERRUPTED)
         if writes and os.path.isdir(out_dir):
             self.take_folder()
@@ -31,7 +31,7 @@ class Checkpointer:
         self.lock = self.lock or lock_folder(self.out_dir)
 
     def track(self, model, optimizer, scaler, config, tokenizer_state):
-        """What every checkpoint is made of."""
+        """Store the objects that every checkpoint is made from."""
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.config, self.tokenizer_state = config, tokenizer_state
 
@@ -51,7 +51,7 @@ class Checkpointer:
     def save(self, iter_num, best_val_loss):
         """Save to ckpt.pt, and return its path."""
         checkpoints.save(self.contents(iter_num, best_val_loss), self.path)
-        self.own = True
+        self.ckpt_is_ours = True
         if os.path.exists(self.interrupted):  # it is older, or belongs to a run whose ckpt.pt was just replaced
             os.remove(self.interrupted)
         return self.path
@@ -62,11 +62,11 @@ class Checkpointer:
         Returns a text that says where the checkpoint is and how to go on.
         """
         exists = os.path.exists(self.path)
-        if not exists or self.own and replace:
+        if not exists or self.ckpt_is_ours and replace:
             return f"saved to {self.save(iter_num, best_val_loss)}; to go on, add --init_from=resume"
         checkpoints.save(self.contents(iter_num, best_val_loss), self.interrupted)
         text = f"saved to {self.interrupted}; to go on, add --init_from=resume"
-        return text if self.own else f"{text} and first move it over {self.path}, which is of an earlier run"
+        return text if self.ckpt_is_ours else f"{text} and first move it over {self.path}, which is of an earlier run"
 
     def last_good(self):
         """A text that names the last good checkpoint."""

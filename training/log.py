@@ -22,8 +22,8 @@ def start_wandb(project, name, config):
 
 class Log:
     """
-    The reports of a run. `say` works from the start. The other reports begin where `file` and `bar` (by `open_files`)
-    and `wandb` (a run of Weights & Biases) are set. To be closed.
+    The reports of a run. `say` works from the start, `open_files` starts log.csv and the progress bar, and setting
+    `wandb` starts reports to Weights & Biases. Call `close` at the end.
 
     stop: a StopRequest, which is set when the reader of stdout has gone; silent: `say` prints nothing, for all
     processes of a run but the first.
@@ -109,10 +109,10 @@ class Log:
         if self.bar is not None:
             self.bar.update()
 
-    def draw(self, last):
-        """Draw loss.png if there is a log.csv; see LogFile.draw."""
+    def save_picture(self, last):
+        """Draw loss.png if there is a log.csv; see LogFile.save_picture."""
         if self.file is not None:
-            self.file.draw(last)
+            self.file.save_picture(last)
 
 
 class LogFile:
@@ -146,14 +146,12 @@ class LogFile:
     def close(self):
         self.file.close()
 
-    def draw(self, last, seconds=60.0):
+    def save_picture(self, last, seconds=60.0):
         """Draw loss.png, which takes half a second, if `last`, or if it was not drawn within the last `seconds`."""
         if not last and time.monotonic() - self.drawn < seconds:
             return
         self.drawn = time.monotonic()
-        import matplotlib
-        matplotlib.use('Agg')
-        import matplotlib.pyplot as plt
+        from training.plotting import plt, save  # half a second: only where a picture is drawn
         fig, ax = plt.subplots(figsize=(7, 4), layout='constrained')
         for column, style in (('batch_loss', dict(color='0.8', lw=1)), ('train_loss', dict(color='C0', marker='.')),
                               ('val_loss', dict(color='C1', marker='.'))):
@@ -163,6 +161,4 @@ class LogFile:
         ax.set(xlabel='iteration', ylabel='loss, nats per token')
         ax.grid(alpha=0.3)
         ax.legend()
-        with replacing(self.path.replace('log.csv', 'loss.png')) as f:
-            fig.savefig(f, format='png', dpi=110)
-        plt.close(fig)
+        save(fig, self.path.replace('log.csv', 'loss.png'))

@@ -11,7 +11,7 @@ sys.path[0] = os.path.dirname(os.path.dirname(HERE))  # the repository
 
 import torch
 
-from benchmarks.plotting import plt, save
+from training.plotting import plt, save
 
 PAST, T = 4, 3
 PANELS = [

@@ -2,7 +2,7 @@
 from itertools import groupby
 
 from benchmarks.peers.race import OURS
-from benchmarks.plotting import plt, save
+from training.plotting import plt, save
 
 NEAR_TIE = 1e-4  # logits that differ by less than this are decided by rounding, in float32
 
