@@ -11,6 +11,8 @@ import os
 import sys
 from functools import partial
 
+import torch
+
 import generation
 import model
 from model import GPTConfig, LayerKVCache  # noqa: F401  (the same names as model.py)
@@ -18,7 +20,7 @@ from model import GPTConfig, LayerKVCache  # noqa: F401  (the same names as mode
 
 def tracing(layer=None):
     """Is KV_DEBUG on, and if a layer is given, does KV_DEBUG_LAYER let its lines through?"""
-    if os.environ.get('KV_DEBUG', '0') in ('', '0'):
+    if torch.compiler.is_compiling() or os.environ.get('KV_DEBUG', '0') in ('', '0'):
         return False
     only = os.environ.get('KV_DEBUG_LAYER', '')
     if only and not only.isdigit():
@@ -72,7 +74,7 @@ class CausalSelfAttention(model.CausalSelfAttention):
 
 
 class GPT(model.GPT):
-    n_steps = -1  # number of the present step of a generation
+    step_number = -1  # number of the present step of a generation
 
     def __init__(self, config):
         super().__init__(config)
@@ -80,12 +82,12 @@ class GPT(model.GPT):
             block.attn.__class__ = CausalSelfAttention  # same weights, same state; it prints what it does
             block.attn.layer = layer
 
-    def check_input(self, idx, kv_cache):
+    def checked_input(self, idx, kv_cache):
         if tracing() and kv_cache:
             all_pos = [layer_cache[2] for layer_cache in kv_cache]
-            if any(type(pos) is int and pos != all_pos[0] for pos in all_pos):
+            if all(type(pos) is int for pos in all_pos) and len(set(all_pos)) > 1:
                 alarm('GPT', f"cache_pos differs between layers: {all_pos}")
-        return super().check_input(idx, kv_cache)
+        return super().checked_input(idx, kv_cache)
 
     def hidden_states(self, idx, positions, kv_cache=None, last_only=False):
         if tracing():
@@ -104,26 +106,44 @@ class GPT(model.GPT):
 
     def traced(self, step, idx, kv_cache, use_cache=True):
         """A step of a generation, by the model's own `step` or by a decoder, with its line."""
-        self.n_steps += 1
+        self.step_number += 1
         full = use_cache and idx.size(1) == self.config.block_size
         if tracing():
             trace(
                 'generate',
-                f"step={self.n_steps} use_cache={use_cache} kv_cache_present="
+                f"step={self.step_number} use_cache={use_cache} kv_cache_present="
                 f"{kv_cache is not None and not full} cache_full={full} idx_cond.shape={tuple(idx.shape)}",
             )
         logits, new_cache = step(idx, kv_cache)
         if tracing() and kv_cache and new_cache and any(new[0].data_ptr() != old[0].data_ptr()
                                           for new, old in zip(new_cache, kv_cache)):
-            alarm('generate', f"the cache was re-created in the middle of a generation, at step {self.n_steps}")
+            alarm('generate', f"the cache was re-created in the middle of a generation, at step {self.step_number}")
         return logits, new_cache
 
     def generate(self, *args, decoder=None, **settings):
-        self.n_steps = -1
+        self.step_number = -1
         return super().generate(*args, decoder=decoder and partial(self.traced, decoder), **settings)
 
 
-def stream(traced, *args, decoder=None, **settings):
+class TracedCache:
+    """A cache of kvcache/ whose steps print a line."""
+
+    def __init__(self, cache):
+        self.cache, self.step_number = cache, -1
+
+    def __getattr__(self, name):
+        return getattr(self.cache, name)
+
+    def step(self, work):
+        self.step_number += 1
+        if tracing():
+            T = sorted({len(tokens) for tokens in work.tokens})
+            trace('generate', f"step={self.step_number} sequences={len(work.handles)} starts={work.starts[:8]} T={T}")
+        return self.cache.step(work)
+
+
+def stream(traced, *args, decoder=None, cache=None, **settings):
     """`generation.stream` of a GPT of this file, with a line for each step."""
-    traced.n_steps = -1
-    return generation.stream(traced, *args, decoder=decoder and partial(traced.traced, decoder), **settings)
+    traced.step_number = -1
+    return generation.stream(traced, *args, decoder=decoder and partial(traced.traced, decoder),
+                             cache=cache and TracedCache(cache), **settings)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from kvcache.exclusive import evaluating
 from kvcache.tuples import NoCache, TupleCache
@@ -63,7 +64,7 @@ class Sequence:
         self.lengthen()
 
     def lengthen(self):
-        """The context has one token more, and is cut if that is one too many: then the cache begins anew."""
+        """Count one more token in the context. If it was full, cut it: the cache then holds nothing of it."""
         if self.length < self.block_size:
             self.length += 1
         else:  # the tokens that are left have other positions, and with them other keys and values
@@ -78,8 +79,8 @@ class Sequence:
 
 class Work(NamedTuple):
     """
-    New tokens of B sequences: their handles, the position of each one's first new token, and the tokens, int64: (B, T)
-    if all bring T of them, or a list of (T_i,).
+    New tokens of B sequences. starts: the position of the first new token of each. tokens: int64 (B, T) if all bring T
+    of them, or a list of (T_i,).
     """
     handles: list
     starts: list[int]
@@ -117,6 +118,8 @@ def make_sequences(model, prompts, when_full='crop', keep=None, n_keep=0):
     an empty prompt, on ids that are not in the vocabulary, and on settings that make no sense.
     """
     block_size, vocab_size = model.config.block_size, model.config.vocab_size
+    if not isinstance(n_keep, int) or not isinstance(keep, int | None):
+        raise ValueError(f"keep and n_keep must be integers, not {keep!r} and {n_keep!r}")
     if when_full not in ('crop', 'shift') or when_full == 'crop' and (keep is not None or n_keep):
         raise ValueError(f"when_full is 'crop', or 'shift' with keep and n_keep; "
                          f"not {when_full!r} with keep={keep}, n_keep={n_keep}")
@@ -186,8 +189,8 @@ def stream(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, 
     block_size are cropped to their end (with 'shift', after their first n_keep tokens). Raises ValueError, before
     anything is computed, on prompts and settings that make no sense.
     """
-    steps = start(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder,
-                  num_samples, when_full, keep, n_keep, cache)
+    steps = checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator,
+                        decoder, num_samples, when_full, keep, n_keep, cache)
     return (tokens.clone() for tokens in steps)  # the next step depends on these tokens, so the caller gets a copy
 
 
@@ -197,8 +200,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     `stream`, with the same arguments, collected behind the prompts: idx (B, T) -> (B * num_samples, T + new tokens).
     Given a list of token lists, returns a list of token lists, each up to its stop token.
     """
-    steps = start(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder,
-                  num_samples, **more)
+    steps = checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator,
+                        decoder, num_samples, **more)
     # no other code runs between these steps, so nothing changes the weights and a decoder need not look each time
     with evaluating(model), getattr(decoder, 'exclusive_use', nullcontext)():
         tokens = list(steps)
@@ -211,8 +214,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     return [row + n[:end] for row, n, end in zip(rows, new, ends)]
 
 
-def start(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder, num_samples,
-          when_full='crop', keep=None, n_keep=0, cache=None):
+def checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder,
+                num_samples, when_full='crop', keep=None, n_keep=0, cache=None):
     """Check the arguments of `stream` and begin: yields its tokens, which must not be written to."""
     if max_new_tokens < 0 or num_samples < 1:
         raise ValueError(f"max_new_tokens must be at least 0 and num_samples at least 1, not {max_new_tokens} and "
@@ -236,14 +239,14 @@ def run(model, cache, sequences, num_samples, max_new_tokens, sampling, generato
     device, B = model.lm_head.weight.device, len(sequences) * num_samples
     # reading a token makes a GPU wait, so it is done where a token has to be known: to stop, and to cut a context
     reading = device.type == 'cpu' or stop_token is not None
-    live, stopped, unread, newest = list(range(B)), [False] * B, [], None  # live: the rows that sequences are for
-    no_gradients, handles = torch.inference_mode(), []  # handles: of the sequences that are still to be freed
+    live, stopped, unread, newest = list(range(B)), [False] * B, [], None  # live: the batch row of each sequence
+    no_gradients, in_eval_mode, handles = torch.inference_mode(), nullcontext(), []  # handles: those still to be freed
     try:
         for s in sequences:
             handles.append(cache.new())
             s.handle = handles[-1]
         for step in range(max_new_tokens):
-            with no_gradients, evaluating(model) if model.training else nullcontext():
+            with no_gradients, evaluating(model) if model.training else in_eval_mode:
                 if not all([s.cached for s in sequences]):  # a context was cut: it is fed anew
                     newest = None
                 if unread and newest is None:
@@ -251,7 +254,8 @@ def run(model, cache, sequences, num_samples, max_new_tokens, sampling, generato
                         s.tokens += tokens
                     unread.clear()
                 logits = advance(sequences, cache, device, newest)
-                if (step == 0 or device.type == 'cpu') and math.isnan(logits.sum()):
+                if (step == 0 or device.type == 'cpu') and not math.isfinite(logits.sum()) and (
+                        F.softmax(logits, dim=-1).isnan().any()):  # of NaN and +inf, not of -inf
                     raise ValueError("the model's logits are not numbers: its weights are broken")
                 if step == 0 and num_samples > 1:  # the prompts are read; from here on each sample is a sequence
                     logits, prompts, sequences = logits.repeat_interleave(num_samples, dim=0), sequences, []
@@ -280,13 +284,15 @@ def run(model, cache, sequences, num_samples, max_new_tokens, sampling, generato
                     tokens = newest.new_full((B, 1), stop_token)
                     tokens[live] = newest
             yield tokens
+            if stop_token is None:
+                continue
             n_left = B - sum(stopped)
             if n_left == 0:
                 return
             if n_left <= len(live) // 2:  # at most log2(B) times, since a cache may copy all that stay
                 finished = [s.handle for s, row in zip(sequences, live) if stopped[row]]
+                free_all(cache, finished[:])
                 handles = [handle for handle in handles if handle not in finished]
-                free_all(cache, finished)
                 sequences = [s for s, row in zip(sequences, live) if not stopped[row]]
                 live = [row for row in live if not stopped[row]]
                 newest = None
@@ -298,11 +304,12 @@ def free_all(cache, handles):
     """Free sequences; if an interrupt comes in between, the rest of them before it goes on."""
     try:
         while handles:
-            cache.free(handles[-1])
+            with suppress(ValueError):  # an earlier interrupt came after it was freed
+                cache.free(handles[-1])
             handles.pop()
     except BaseException:
         for handle in handles:
-            with suppress(ValueError):  # the interrupt came after it was freed
+            with suppress(ValueError):
                 cache.free(handle)
         raise
 

@@ -219,14 +219,14 @@ class GPT(nn.Module):
 
     def empty_cache(self, batch_size):
         """A cache for batch_size sequences with nothing in it: n_layer tuples, in the dtype that the keys will have."""
-        c, w = self.config, self.transformer.wpe.weight
+        c, w = self.config, self.transformer.h[0].attn.c_attn.weight
         dtype, kind = w.dtype, w.device.type
         if dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         k = w.new_empty(batch_size, c.n_head, 0, c.n_embd // c.n_head, dtype=dtype)
         return [LayerKVCache.empty_like(k, c.block_size) for _ in range(c.n_layer)]
 
-    def check_cache_pos(self, cache_pos, B, T):
+    def checked_cache_pos(self, cache_pos, B, T):
         """
         The position where T new tokens of each of B sequences begin: cache_pos, an int, or an integer tensor (B,) as
         int64. ValueError if it is something else, negative, or if the tokens do not fit behind it.
@@ -247,7 +247,7 @@ class GPT(nn.Module):
                              f"block_size {self.config.block_size}")
         return cache_pos
 
-    def check_input(self, idx, kv_cache):
+    def checked_input(self, idx, kv_cache):
         """
         Check tokens idx (B, T) and the cache that they go to, a list of tuples or None, before anything is written.
         Returns (idx as int64, the position of its first token: an int or int64 (B,)). ValueError if they do not fit.
@@ -256,13 +256,15 @@ class GPT(nn.Module):
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"token ids must be (B, T) with at least one token, not {tuple(idx.shape)}")
         if kv_cache is None:
-            return idx, self.check_cache_pos(0, *idx.shape)
+            return idx, self.checked_cache_pos(0, *idx.shape)
         if len(kv_cache) != c.n_layer:
             raise ValueError(f"kv_cache has {len(kv_cache)} layers, but the model has {c.n_layer}")
-        first, cache_pos = kv_cache[0][0], self.check_cache_pos(kv_cache[0][2], *idx.shape)
-        expected = (len(idx), c.n_head, c.block_size, c.n_embd // c.n_head), first.dtype, idx.device
+        (first, _, given), shape = kv_cache[0], (len(idx), c.n_head, c.block_size, c.n_embd // c.n_head)
+        cache_pos, expected = self.checked_cache_pos(given, *idx.shape), (shape, first.dtype, idx.device)
         for layer, (k_cache, v_cache, pos) in enumerate(kv_cache):
-            if pos is not kv_cache[0][2] and torch.as_tensor(self.check_cache_pos(pos, *idx.shape) != cache_pos).any():
+            same = pos is given or type(pos) is type(given) is int and pos == given
+            if not same and not (isinstance(pos, torch.Tensor) and isinstance(given, torch.Tensor)
+                                 and torch.equal(self.checked_cache_pos(pos, *idx.shape), cache_pos)):
                 raise ValueError(f"cache_pos is {cache_pos} in layer 0 but {pos} in layer {layer}")
             for name, cache in (('k_cache', k_cache), ('v_cache', v_cache)):
                 if (cache.shape, cache.dtype, cache.device) != expected:
@@ -295,7 +297,9 @@ class GPT(nn.Module):
         Returns (logits, loss, kv_cache). With targets: logits (B, T, vocab_size) and the mean loss in nats. Without:
         logits of the last position, (B, 1, vocab_size), and loss None. kv_cache is None where no cache is used.
         """
-        idx, cache_pos = self.check_input(idx, kv_cache)
+        idx, cache_pos = self.checked_input(idx, kv_cache)
+        if targets is not None and (targets := as_int64('targets', targets)).shape != idx.shape:
+            raise ValueError(f"targets are {tuple(targets.shape)}, but the tokens are {tuple(idx.shape)}")
         if use_cache is None:
             use_cache = not self.training and targets is None
         if kv_cache is None and use_cache:
@@ -308,9 +312,6 @@ class GPT(nn.Module):
         logits = self.lm_head(x)
         if targets is None:
             return logits, None, kv_cache
-        targets = as_int64('targets', targets)
-        if targets.shape != idx.shape:
-            raise ValueError(f"targets are {tuple(targets.shape)}, but the tokens are {tuple(idx.shape)}")
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
         return logits, loss, kv_cache
 
@@ -334,7 +335,7 @@ class GPT(nn.Module):
         values, so there each step reads the whole window, with the cache or without. The tokens are the same.
 
         temperature, top_k, top_p, generator: see `sample_token`. decoder: takes the place of the cached `step`.
-        Raises ValueError on prompts and settings that make no sense. For stop tokens and more see generation.py.
+        Raises ValueError on settings that make no sense. For stop tokens, for several threads: see generation.py.
         """
         check_sampling(temperature, top_k, top_p)
         idx, block_size = as_int64('the prompt', idx), self.config.block_size
@@ -346,8 +347,8 @@ class GPT(nn.Module):
                              f"max_new_tokens={max_new_tokens}, use_cache={use_cache}")
         step = decoder or (lambda idx, kv_cache: self.step(idx, kv_cache, use_cache))
         training, kv_cache = [m for m in self.modules() if m.training], None
-        self.eval()
         try:
+            self.eval()
             with torch.inference_mode(), getattr(decoder, 'exclusive_use', nullcontext)():
                 idx_cond = idx[:, -block_size:]
                 for _ in range(max_new_tokens):
@@ -362,7 +363,7 @@ class GPT(nn.Module):
         finally:
             for module in training:
                 module.training = True
-        if max_new_tokens and logits.isnan().any():
+        if max_new_tokens and F.softmax(logits, -1).isnan().any():
             raise ValueError("the model's logits are not numbers: its weights are broken")
         return idx.clone()  # outside of inference mode, so that a model can be trained on it
 
@@ -404,7 +405,7 @@ class GPT(nn.Module):
                   dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0)]
         return torch.optim.AdamW(groups, learning_rate, betas, fused=device_type in ('cpu', 'cuda', 'mps', 'xpu'))
 
-    def estimate_mfu(self, fwdbwd_per_iter, dt, peak_flops):
+    def estimate_mfu(self, fwdbwd_per_iter, dt, peak_flops=None):
         """FLOPS of fwdbwd_per_iter sequences in dt seconds over peak_flops (or None), as PaLM (arXiv:2204.02311)."""
         c = self.config
         flops_per_token = 6 * self.get_num_params() + 12 * c.n_layer * c.n_embd * c.block_size
@@ -413,10 +414,10 @@ class GPT(nn.Module):
 
 def check_sampling(temperature, top_k, top_p):
     """ValueError unless temperature >= 0, top_k is None or >= 1, and top_p is None or in (0, 1]."""
-    if not 0 <= temperature < math.inf:
+    if temperature != 0 and not 1e-30 < temperature < math.inf:  # a smaller one makes infinite logits
         raise ValueError(f"temperature must be 0 (greedy) or positive, not {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, not {top_k}")
+    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
+        raise ValueError(f"top_k must be an integer and at least 1, not {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], not {top_p}")
 

@@ -45,7 +45,7 @@ keep = 0              # with shift: keep so many of the last tokens instead of h
 n_keep = 0            # with shift: and the first so many of the prompt
 kv_cache = 'tuple'    # where keys and values live: tuple, streams or unified (llama.cpp's cells), paged (vLLM's blocks)
 kv_bits = 0           # keep them in 8 or 4 bits instead of as they are
-decoder = 'auto'      # who runs a cached step: eager, cpu, compiled; auto is the fastest there is
+decoder = 'auto'      # what computes a cached step: eager, cpu, compiled; auto is the fastest there is
 weights = 'float32'   # how the cpu decoder reads them: float32, or rounded to bfloat16 or int8, which is faster
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
 seed = 1337           # of the first sample, the next has the next; the same seed gives the same sample
@@ -74,25 +74,25 @@ def main(config):
           tqdm(total=len(prompts) * max_new_tokens, unit='tok', disable=no_bar) as bar):
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first:first + batch_size]
-            texts = [TextStream(tokenizer, end) for _ in batch]
+            streams = [TextStream(tokenizer, end) for _ in batch]
             samples = [shown(prompt, tokenizer, model.config.block_size) for prompt in batch]
             if live:
                 print(samples[0], end='', flush=True)
             for tokens in sample_batch(model, batch, first, how, dev):
                 for row, token in enumerate(tokens.flatten().tolist()):
-                    piece = texts[row].push(token)
+                    piece = streams[row].push(token)
                     samples[row] += piece
                     if live:
                         print(piece, end='', flush=True)
                 n_drawn += len(batch)
                 bar.update(len(batch))
-                if all(text.stopped for text in texts):
+                if all(text.stopped for text in streams):
                     break
             if live:
-                print(texts[0].flush())
+                print(streams[0].flush())
             else:
                 with bar.external_write_mode():
-                    for sample, text in zip(samples, texts):
+                    for sample, text in zip(samples, streams):
                         print(sample + text.flush() + '\n---------------' * (len(prompts) > 1), flush=True)
     synchronize(dev)
     dt = time.perf_counter() - t0

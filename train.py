@@ -203,8 +203,8 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
         raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: give its own, "
                          "or the config file it was trained with")
     if resumed.get('tokenizer', tokenizer_state) != tokenizer_state:
-        raise ValueError(f"{data_dir} has another tokenizer than the data that this model was trained on: prepare the same "
-                         "text again, or train a new model")
+        raise ValueError(f"{data_dir} has another tokenizer than the data that this model was trained on: prepare "
+                         "the same text again, or train a new model")
     settle_shape(config, model.config, source, say)
     if block_size < positions:
         say(f"block_size {block_size}: the model's {positions} positions are cut to that")

@@ -47,7 +47,7 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
 
     name: 'eager' (PyTorch), 'cpu' (numba), 'compiled' (torch.compile), or 'auto': on a CPU the numba one, on CUDA the
         compiled one, elsewhere the eager one. On a CPU, 'auto' is eager for batches above LARGEST_BATCH, for models
-        that the numba one does not know, and without numba; the last two are said on stderr.
+        that the numba one does not know, and without numba; stderr says so in the last two cases.
     weights: 'float32', 'bfloat16' or 'int8', how the numba decoder reads them. threads: how many it uses; None or 0
         lets it choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
 

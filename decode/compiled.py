@@ -72,7 +72,7 @@ class CompiledDecoder:
         caches = [cache for layer in kv_cache for cache in layer[:2]]
         new = len(caches) != len(self.bound) or any(a is not b for a, b in zip(caches, self.bound))
         if new or type(cache_pos) is not int or idx.dtype is not torch.int64:
-            idx, cache_pos = self.model.check_input(idx, kv_cache)
+            idx, cache_pos = self.model.checked_input(idx, kv_cache)
         if new:
             check_structure(self.model)
             self.bound = caches

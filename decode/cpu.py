@@ -175,7 +175,7 @@ class CPUDecoder:
         with step_lock.lock:
             if self.packed is None or self.model.config.block_size != self.packed.block_size:
                 self.refresh()
-            checked = True  # has the model's check_input seen this input?
+            checked = True  # has the model's checked_input seen this input?
             if kv_cache is None:
                 idx, cache_pos, kv_cache = self.begin(idx)
             else:
@@ -191,7 +191,7 @@ class CPUDecoder:
                         or is_int64(cache_pos, 1) and cache_pos.size(0) == self.batch_size):
                     checked = False  # the kernel itself refuses tokens and positions that are out of range
                 else:
-                    idx, cache_pos = self.model.check_input(idx, kv_cache)
+                    idx, cache_pos = self.model.checked_input(idx, kv_cache)
             B, T = idx.shape
             logits = torch.empty(B, 1, self.vocab_size, dtype=torch.float32, device='cpu')
             chunk = max(1, self.chunk // max(1, B))
@@ -199,7 +199,7 @@ class CPUDecoder:
                 self.run_step(idx, kv_cache, cache_pos, logits, True)
             else:
                 if not checked:  # all chunks are checked before the first one is written
-                    self.model.check_input(idx, kv_cache)
+                    self.model.checked_input(idx, kv_cache)
                 if idx.min() < 0 or idx.max() >= self.vocab_size:
                     self.refuse(kernel.BAD_TOKEN, cache_pos, T)
                 for start in range(0, T, chunk):
@@ -225,7 +225,7 @@ class CPUDecoder:
 
     def begin(self, idx):
         """Check the tokens that begin a cache, and the weights. Returns (idx, cache_pos, kv_cache)."""
-        idx, cache_pos = self.model.check_input(idx, None)
+        idx, cache_pos = self.model.checked_input(idx, None)
         if not idx.is_cpu:
             raise ValueError(f"the CPU decoder reads tokens on the CPU, but these are on {idx.device}: move them there")
         if not self.packed.watch.identical():
@@ -252,7 +252,7 @@ class CPUDecoder:
 
     def bind(self, idx, kv_cache):
         """Check a cache that is not the last step's, and the tokens for it, and bind it. Returns (idx, cache_pos)."""
-        checked = self.model.check_input(idx, kv_cache)
+        checked = self.model.checked_input(idx, kv_cache)
         for k_cache, v_cache, _ in kv_cache:
             contiguous = k_cache.is_contiguous() and v_cache.is_contiguous()
             if k_cache.dtype != torch.float32 or not (contiguous and k_cache.is_cpu):

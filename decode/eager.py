@@ -38,7 +38,7 @@ class EagerDecoder:
             with torch.no_grad():
                 logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
                 return logits, kv_cache
-        idx, cache_pos = self.model.check_input(idx, kv_cache)
+        idx, cache_pos = self.model.checked_input(idx, kv_cache)
         if kv_cache is None:  # not in inference mode: code outside of that mode may write this cache too
             kv_cache = self.model.empty_cache(len(idx))
         with torch.inference_mode():

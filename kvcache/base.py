@@ -5,7 +5,7 @@ from contextlib import suppress
 import torch
 
 from kvcache.exclusive import Exclusive, exclusive
-from kvcache.placement import Layer, NotNumbers, logits_of, zero_all
+from kvcache.placement import Layer, NotNumbers, check_tokens, logits_of, zero_all
 from kvcache.storage import Scratch
 
 
@@ -19,11 +19,11 @@ class BaseCache(Exclusive):
     copy.
 
     model: a GPT. n_seq: the largest number of sequences. lengths: {sequence: how many of its tokens are in the cache}.
-    name: printed in reports. layers: the `Layer`s.
+    name: what sample.py prints. layers: the `Layer`s.
 
-    A subclass says where keys and values are, in `copy`, `cut` and `forward_pass`. It may hold more tokens of a sequence
-    than `lengths` says, during a step or after one that failed; `recover` then cuts the rest. mixes_lengths: can one
-    forward pass take sequences with different numbers of new tokens?
+    A subclass says where keys and values are, in `copy`, `cut` and `forward_pass`. It may hold more tokens of a
+    sequence than `lengths` says, during a step or after one that failed; `recover` then cuts the rest. mixes_lengths:
+    can one forward pass take sequences with different numbers of new tokens?
     """
     mixes_lengths = True
 
@@ -40,7 +40,7 @@ class BaseCache(Exclusive):
         raise NotImplementedError
 
     def cut(self, seq, n):
-        """Keep the first n tokens of a sequence. It has at least n, or none if n is 0."""
+        """Keep the first n tokens of a sequence that has at least n. With n = 0 the sequence need not exist."""
         raise NotImplementedError
 
     def forward_pass(self, seqs, counts, ids, hiding=False):
@@ -173,7 +173,8 @@ class BaseCache(Exclusive):
         parts, rows = ids.split(counts), {}
         for count in sorted(set(counts)):
             group = [i for i, n in enumerate(counts) if n == count]
-            logits = self.forward_pass([seqs[i] for i in group], [count] * len(group), torch.cat([parts[i] for i in group]))
+            ids_of_group = torch.cat([parts[i] for i in group])
+            logits = self.forward_pass([seqs[i] for i in group], [count] * len(group), ids_of_group)
             rows |= zip(group, logits)
         return torch.stack([rows[i] for i in range(len(seqs))])
 
@@ -182,11 +183,12 @@ class BaseCache(Exclusive):
         if dtype_of(self.model) is not self.dtype:
             raise ValueError(f"the model was {self.dtype} when its cache was made, and is {dtype_of(self.model)}: "
                              "make a new cache")
-        seqs, starts, check_input = list(work.handles), list(work.starts), self.model.check_input
+        seqs, starts = list(work.handles), list(work.starts)
         if isinstance(work.tokens, (list, tuple)):
-            rows = [check_input(row[None] if isinstance(row, torch.Tensor) else row, None)[0][0] for row in work.tokens]
+            rows = [row[None] if isinstance(row, torch.Tensor) else row for row in work.tokens]
+            rows = [self.model.checked_input(row, None)[0][0] for row in rows]
         else:
-            rows = check_input(work.tokens, None)[0]
+            rows = self.model.checked_input(work.tokens, None)[0]
         if not seqs or len(set(seqs)) < len(seqs):
             raise ValueError(f"a step is for one sequence or more, each named once, not for {seqs}")
         if not len(seqs) == len(starts) == len(rows):
@@ -195,11 +197,13 @@ class BaseCache(Exclusive):
         counts = [len(row) for row in rows] if isinstance(rows, list) else [rows.size(1)] * len(rows)
         for i, (seq, count) in enumerate(zip(seqs, counts)):
             length = self.length(seq)
-            starts[i] = start = int(self.model.check_cache_pos(starts[i], 1, count))
+            starts[i] = start = int(self.model.checked_cache_pos(starts[i], 1, count))
             if start > length:
                 raise ValueError(f"sequence {seq} has {length} tokens in the cache, and new ones cannot start at "
                                  f"{start}: feed it from {length} on")
-        return seqs, starts, counts, torch.cat(rows) if isinstance(rows, list) else rows.flatten()
+        ids = torch.cat(rows) if isinstance(rows, list) else rows.flatten()
+        check_tokens(self.model, ids)
+        return seqs, starts, counts, ids
 
     def length(self, seq):
         """How many tokens of a sequence are in the cache. ValueError if there is no such sequence."""

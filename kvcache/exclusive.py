@@ -57,7 +57,7 @@ def exclusive(method):
 
 
 class Use:
-    """One use of `evaluating`: only its frame refers to it, so the WeakSet loses it with the frame, even interrupted."""
+    """One use of `evaluating`. Only its frame refers to it, so an interrupted use leaves the WeakSet with its frame."""
 
 
 @contextmanager

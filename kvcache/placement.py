@@ -232,12 +232,17 @@ class NotNumbers(ValueError):
     """The logits of a forward pass are not numbers. The rows that it wrote have been set to zero."""
 
 
-def check_pass(model, idx, positions):
-    """ValueError unless the model can run tokens idx, int64, at these positions, of the same shape."""
+def check_tokens(model, idx):
+    """ValueError unless the model is in eval mode, and the tokens idx, int64, are in its vocabulary."""
     if model.training:
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
     if idx.min() < 0 or idx.max() >= model.config.vocab_size:
         raise ValueError(f"token ids are 0 to {model.config.vocab_size - 1}, not {int(idx.min())} to {int(idx.max())}")
+
+
+def check_pass(model, idx, positions):
+    """ValueError unless the model can run tokens idx, int64, at these positions, of the same shape."""
+    check_tokens(model, idx)
     if idx.shape != positions.shape:
         raise ValueError(f"tokens are {tuple(idx.shape)}, and their positions {tuple(positions.shape)}: "
                          "give one position for each token")

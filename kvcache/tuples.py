@@ -13,8 +13,8 @@ class TupleCache:
     decoder: a callable (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache); the model's own `step` if None.
 
     Sequences that are fed together are in one batch. It has an int as cache_pos if they have the same length, and a
-    tensor if not. Rows are copied only when the sequences that are fed are not those of the step before. Tokens that
-    fill the whole window leave nothing to go on from: of such a sequence nothing is kept.
+    tensor if not. Rows are copied only when the sequences that are fed are not those of the step before. When new
+    tokens fill the whole window, the next token moves all positions, so nothing is kept of that sequence.
     """
 
     def __init__(self, model, decoder=None):
@@ -51,10 +51,14 @@ class TupleCache:
         """See `generation.Cache.step`."""
         handles, starts, tokens = work
         for handle, start in zip(handles, starts):
-            if start > self.length[handle]:
-                check_start(start, self.length[handle])
+            check_start(start, self.length.get(handle, -1))
+        self.length.update(zip(handles, starts))  # if this step fails, this is what it leaves
         block_size = self.model.config.block_size
-        if not isinstance(tokens, torch.Tensor) or starts.count(starts[0]) < len(starts):
+        if isinstance(tokens, torch.Tensor) and tokens.size(1) == 1 < block_size:
+            same = starts.count(starts[0]) == len(starts)
+            cache_pos = starts[0] if same else torch.tensor(starts, device=tokens.device)
+            logits, ends = self.run(handles, cache_pos, tokens), [start + 1 for start in starts]
+        elif not isinstance(tokens, torch.Tensor) or starts.count(starts[0]) < len(starts):
             logits = self.step_mixed(handles, starts, list(tokens))
             ends = [start + len(new) if len(new) < block_size else 0 for start, new in zip(starts, tokens)]
         elif tokens.size(1) < block_size:
@@ -69,10 +73,12 @@ class TupleCache:
         full = [i for i, new in enumerate(tokens) if len(new) == self.model.config.block_size]
         others = [i for i in range(len(handles)) if i not in full]
         parts = []
-        if full:  # first, while `length` still says which rows the others have
+        if full:
             parts.append(self.fill_window([handles[i] for i in full], torch.stack([tokens[i] for i in full])))
         if others:
             parts.append(self.run_ragged(*([each[i] for i in others] for each in (handles, starts, tokens))))
+        if not full:
+            return parts[0]
         order = torch.tensor(full + others, device=parts[0].device)
         return torch.cat(parts)[order.argsort()]
 
@@ -94,7 +100,7 @@ class TupleCache:
         self.arrange(handles)
         prompts = [i for i, new in enumerate(tokens) if len(new) > 1]
         if self.kv_cache is None:
-            self.kv_cache = self.decoder(padded([new[:-1] for new in tokens]), None)[1]
+            self.kv_cache = self.decoder(padded([new[:-1] for new in tokens]), self.rows(len(handles), 0))[1]
         elif prompts and not any(starts[i] for i in prompts):
             self.write(prompts, 0, padded([tokens[i][:-1] for i in prompts]))
         else:
@@ -122,7 +128,10 @@ class TupleCache:
     def rows(self, n, cache_pos):
         """The list of tuples for the decoder: the first n rows of the batch, as views, at cache_pos; or None."""
         if self.kv_cache is None:
-            return None
+            if not self.window or len(self.window[0][0]) != n:
+                return None
+            storage, self.window = self.window, None
+            return [(k, v, 0) for k, v, _ in storage]
         if n == len(self.batch):
             if type(cache_pos) is type(self.kv_cache[0][2]) is int and cache_pos == self.kv_cache[0][2]:
                 return self.kv_cache
@@ -136,11 +145,13 @@ class TupleCache:
         batch = handles + [handle for handle, n in self.length.items() if n and handle not in handles]
         if batch == self.batch:
             return
-        if self.kv_cache is not None:
+        kv_cache = self.kv_cache
+        if kv_cache is not None:
             # a new sequence gets a copy of row 0: numbers that it writes over before it reads them
-            rows = torch.tensor([self.row.get(handle, 0) for handle in batch], device=self.kv_cache[0][0].device)
-            self.kv_cache = [(k[rows], v[rows], pos) for k, v, pos in self.kv_cache]
-        self.batch, self.row = batch, {handle: row for row, handle in enumerate(batch)}
+            rows = torch.tensor([self.row.get(handle, 0) for handle in batch], device=kv_cache[0][0].device)
+            kv_cache = [(k[rows], v[rows], pos) for k, v, pos in kv_cache]
+        # in one statement, so that no interrupt comes between the rows and their numbers
+        self.kv_cache, self.batch, self.row = kv_cache, batch, {handle: row for row, handle in enumerate(batch)}
 
 
 class NoCache:
@@ -179,9 +190,10 @@ class NoCache:
 
 
 def check_start(start, length):
-    """ValueError unless a sequence of `length` cached tokens can go on at position `start`."""
+    """ValueError unless a sequence of `length` cached tokens, -1 for an unknown one, can go on at position `start`."""
     if not 0 <= start <= length:
-        raise ValueError(f"the cache holds {length} tokens of this sequence: it cannot go on from position {start}")
+        holds = f"holds {length} tokens of this sequence" if length >= 0 else "does not know this sequence"
+        raise ValueError(f"the cache {holds}: it cannot go on from position {start}")
 
 
 def padded(tokens):

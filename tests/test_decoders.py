@@ -221,9 +221,9 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(bad):
 @pytest.mark.parametrize('wrong', ['last token', 'room'])
 def test_a_long_prefill_is_checked_once_and_before_its_first_chunk(monkeypatch, pos, wrong):
     model, checks = f32(7, block_size=64), []
-    decoder, whole = CPUDecoder(model), GPT.check_input
+    decoder, whole = CPUDecoder(model), GPT.checked_input
     decoder.chunk = 8
-    monkeypatch.setattr(GPT, 'check_input', lambda *args: checks.append(args) or whole(*args))
+    monkeypatch.setattr(GPT, 'checked_input', lambda *args: checks.append(args) or whole(*args))
     idx = torch.randint(29, (1, 40))
     expected, cache = decoder(idx, None)
     assert len(checks) == 1

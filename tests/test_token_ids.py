@@ -75,7 +75,7 @@ def test_other_tokens_are_refused_in_words(wrong):
     with torch.no_grad():
         cache = m(IDX)[2]
     asked = [lambda: m(wrong), lambda: m(wrong, IDX), lambda: m(wrong, kv_cache=cache),
-             lambda: m(wrong, use_cache=False), lambda: m.check_input(wrong, None)]
+             lambda: m(wrong, use_cache=False), lambda: m.checked_input(wrong, None)]
     if wrong is not None:
         asked.append(lambda: m(IDX, wrong))
     for ask in asked:
@@ -127,11 +127,12 @@ def test_other_positions_are_refused_in_words_and_nothing_is_written(pos):
 
 def test_check_input_returns_what_the_model_uses():
     m = f32()
-    idx, cache_pos = m.check_input(IDX.to(torch.uint8), None)
-    assert idx.dtype is torch.int64 and torch.equal(idx, IDX) and cache_pos == 0 and m.check_input(IDX, None)[0] is IDX
+    idx, cache_pos = m.checked_input(IDX.to(torch.uint8), None)
+    assert idx.dtype is torch.int64 and torch.equal(idx, IDX) and cache_pos == 0
+    assert m.checked_input(IDX, None)[0] is IDX
     pos = torch.tensor([3, 1], dtype=torch.int16)
     cache = [LayerKVCache(layer.k_cache, layer.v_cache, pos) for layer in m.empty_cache(2)]
-    idx, cache_pos = m.check_input(IDX, cache)
+    idx, cache_pos = m.checked_input(IDX, cache)
     assert cache_pos.dtype is torch.int64 and cache_pos.tolist() == [3, 1]
 
 
