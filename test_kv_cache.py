@@ -3,7 +3,7 @@ Does the cache give the same tokens, and how much sooner?
 
     python test_kv_cache.py     generates 206 tokens both ways, compares them, and prints the times
     python test_kv_cache.py --decoder=auto      the same of the fastest decoder there is for this machine
-    pytest test_kv_cache.py     the comparison alone, over many seeds and prompt lengths
+    pytest test_kv_cache.py     the comparison alone, over 50 seeds and five prompt lengths
 
 The script takes the newest out*/ckpt.pt in the current folder that was trained on Shakespeare. Without one it says so
 and compares a random model of the same shape. Exit code 1 if the tokens differ; KV_DEBUG=1 traces the cache.
@@ -141,10 +141,14 @@ def main(config):
 BLOCK = 16
 
 
-def test_same_tokens_with_and_without_the_cache():
-    """50 seeds of weights, prompt and draws for each case, on to twice the window."""
+def test_same_tokens_with_and_without_the_cache(pytestconfig):
+    """
+    50 seeds of weights, prompt and draws for each case, on to twice the window. `make test` takes 8 seeds: --full is an
+    option of tests/conftest.py, which pytest does not read when it is given this file alone.
+    """
+    seeds = range(50 if pytestconfig.getoption('full', True) else 8)
     for T, draw, batch in itertools.product([1, 6, BLOCK - 1, BLOCK, BLOCK + 1], [0.0, 0.8], [1, 4]):
-        for s in range(50):
+        for s in seeds:
             torch.manual_seed(s)
             config = plain_model.GPTConfig(block_size=BLOCK, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
             model = plain_model.GPT(config).eval()

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, run, sizes
 
 from benchmarks.generate import fed_tokens
 from benchmarks.peers import race, report
@@ -20,11 +20,12 @@ def test_positions_computed():
 
 
 def test_generate_mode(repo):
-    done = run(repo, 'bench.py', '--mode=generate', '--device=cpu', '--lengths=3,130', '--batches=1,2', '--repeats=1',
-               '--json=b.json', '--png=b.png')
+    batches = sizes((1,), (1, 2))
+    done = run(repo, 'bench.py', '--mode=generate', '--device=cpu', '--lengths=3,130', '--repeats=1',
+               f"--batches={','.join(map(str, batches))}", '--json=b.json', '--png=b.png')
     assert done.returncode == 0, done.stderr
     rows = json.loads((repo / 'b.json').read_text())['rows']
-    assert [(row['samples'], row['new_tokens']) for row in rows] == [(1, 3), (1, 130), (2, 3), (2, 130)]
+    assert [(row['samples'], row['new_tokens']) for row in rows] == [(batch, n) for batch in batches for n in (3, 130)]
     assert not any(row['differing'] for row in rows)
     ways = ['no cache', 'cache', 'decoder']
     assert [list(row['speedup']) for row in rows[:2]] == [ways, [*ways, 'shift']]

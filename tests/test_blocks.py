@@ -2,6 +2,7 @@
 import sys
 
 import pytest
+from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -246,4 +247,4 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestBlocks = BlocksMachine.TestCase
-TestBlocks.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestBlocks.settings = settings(max_examples=sizes(25, 100), stateful_step_count=50, deadline=None)

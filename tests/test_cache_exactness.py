@@ -2,6 +2,7 @@
 import plain_gpt
 import pytest
 import torch
+from conftest import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ def in_chunks(model, idx, chunks):
     return torch.cat(logits, dim=1)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=sizes(50, 200), deadline=None, derandomize=True)
 @given(st.data())
 def test_any_chunking_equals_one_uncached_pass_in_float64(data):
     T = data.draw(st.integers(1, 16))

@@ -1,6 +1,7 @@
 """One model on every cache, in every number format: the same tokens, whichever sequences share a step."""
 import pytest
 import torch
+from conftest import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +51,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7], [28, 27],
 @pytest.mark.parametrize('kind', KINDS)
 def test_eight_sequences_are_those_of_the_uncached_model(kind, how):
     """Of different lengths, greedy and drawn, over twice the window, some stopping early: each as generated alone."""
-    for seed in range(3):
+    for seed in range(sizes(1, 3)):
         m = model(seed)
         for sampling in (dict(temperature=0), dict(temperature=1.0, top_k=7), dict(temperature=1.0, stop_token=4)):
             cache = make_cache(m, kind, n_seq=8)
@@ -88,7 +89,7 @@ JOINING = [PROMPTS[3][:5], *(p[:BLOCK - n] for p, n in zip(PROMPTS[1:], N_NEW[1:
 @pytest.mark.parametrize('kind', KINDS)
 @torch.inference_mode()
 def test_sequences_join_and_leave_at_different_steps(kind):
-    for seed in range(3):
+    for seed in range(sizes(1, 3)):
         m = model(seed)
         cache = make_cache(m, kind, 8)
         for prompt, n, got in zip(JOINING, N_NEW, joining_and_leaving(cache, JOINING, N_NEW)):
@@ -117,7 +118,7 @@ def test_all_caches_agree_when_quantised(bits):
     assert all(output == outputs[0] for output in outputs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=sizes(20, 60), deadline=None)
 @given(st.sampled_from(sorted(KINDS)), st.sampled_from([0, 8, 4]), st.integers(0, 2**31),
        st.lists(st.integers(1, 6), min_size=1, max_size=5))
 def test_any_chunks_give_one_pass(kind, bits, seed, chunks):

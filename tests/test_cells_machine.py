@@ -4,6 +4,7 @@ import tempfile
 
 import pytest
 import torch
+from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -210,5 +211,5 @@ class WindowStreamsMachine(CellsMachine):
 TestCells, TestStreams, TestRounded = CellsMachine.TestCase, StreamsMachine.TestCase, RoundedMachine.TestCase
 TestWindow, TestWindowStreams = WindowMachine.TestCase, WindowStreamsMachine.TestCase
 for test in (TestCells, TestStreams, TestRounded, TestWindow, TestWindowStreams):
-    test.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+    test.settings = settings(max_examples=sizes(15, 60), stateful_step_count=50, deadline=None)
 del test  # or it would be collected as one more

@@ -1,6 +1,7 @@
 """Which cell each token is stored in, compared with llama.cpp's rules as loops over single cells."""
 import numpy as np
 import pytest
+from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -172,7 +173,7 @@ class ReferenceMachine(RuleBasedStateMachine):
 def machine(unified_, window_):
     class Machine(ReferenceMachine):
         unified, window = unified_, window_
-    Machine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+    Machine.TestCase.settings = settings(max_examples=sizes(10, 40), stateful_step_count=40, deadline=None)
     return Machine.TestCase
 
 

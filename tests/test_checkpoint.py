@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,7 +148,7 @@ def load_damaged(whole, damaged):
     return True
 
 
-@settings(max_examples=500)
+@settings(max_examples=sizes(100, 500))
 @given(st.data())
 def test_no_flipped_byte_loads_as_something_else(whole, data):
     damaged = bytearray(whole[0])
@@ -270,7 +270,7 @@ WRITER = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 import checkpoint as checkpoints
-for i in range(40):
+for i in range(int(sys.argv[4])):
     checkpoints.save({'model': {'w': torch.full((20000,), float(sys.argv[3]))}, 'model_args': {}}, sys.argv[2])
 """
 
@@ -278,7 +278,7 @@ for i in range(40):
 def test_processes_that_save_one_path_do_not_disturb_each_other_or_a_reader(tmp_path):
     path = str(tmp_path / 'ckpt.pt')
     checkpoints.save({'model': {'w': torch.full((20000,), 0.0)}, 'model_args': {}}, path)
-    commands = [[sys.executable, '-c', WRITER, ROOT, path, str(i)] for i in (1, 2)]
+    commands = [[sys.executable, '-c', WRITER, ROOT, path, str(i), str(sizes(10, 40))] for i in (1, 2)]
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
     while any(writer.poll() is None for writer in writers):
         weights = checkpoints.load(path)['model']['w']

@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from conftest import sizes
 from test_cache_exactness import large
 
 import decode
@@ -81,7 +82,8 @@ print(hit)
 """
 
 
-@pytest.mark.parametrize('weights, n_embd, times', [('float32', 160, 300), ('int8', 96, 100), ('bfloat16', 96, 100)])
+@pytest.mark.parametrize('weights, n_embd, times', [
+    ('float32', 160, sizes(60, 300)), ('int8', 96, sizes(30, 100)), ('bfloat16', 96, sizes(30, 100))])
 def test_an_interrupt_at_any_time_leaves_a_decoder_that_works(weights, n_embd, times):
     """
     Ctrl-C while weights are packed, activations grow or a step runs: the next call packs the weights again. It used to
@@ -120,14 +122,14 @@ assert torch.equal(got, fresh(idx[:, :1], fresh(idx, None)[1])[0])
 """
 
 
-@pytest.mark.parametrize('default', ['float64', 'bfloat16', 'float16', 'meta'])
+@pytest.mark.parametrize('default', sizes(['float64', 'meta'], ['float64', 'bfloat16', 'float16', 'meta']))
 def test_torchs_defaults_do_not_reach_the_decoder(default):
     in_child(DEFAULTS, default, 'float32')
     if default == 'float64':
         in_child(DEFAULTS, default, 'int8')
 
 
-def generations(model, decoder, n_threads, each, sizes):
+def generations(model, decoder, n_threads, each, batch_sizes):
     """
     Let threads generate with one decoder at once. Returns the generations that differ from the uncached ones, and the
     errors.
@@ -138,7 +140,8 @@ def generations(model, decoder, n_threads, each, sizes):
         try:
             chooser = torch.Generator().manual_seed(number)
             for n in range(each):
-                B, T = sizes[(number + n) % len(sizes)], int(torch.randint(1, 20, (), generator=chooser))
+                B = batch_sizes[(number + n) % len(batch_sizes)]
+                T = int(torch.randint(1, 20, (), generator=chooser))
                 idx = torch.randint(model.config.vocab_size, (B, T), generator=chooser)
                 new = int(torch.randint(1, 12, (), generator=chooser))
                 got = model.generate(idx, new, temperature=0, use_cache=True, decoder=decoder)
@@ -156,18 +159,19 @@ def generations(model, decoder, n_threads, each, sizes):
     return wrong, errors
 
 
-@pytest.mark.parametrize('n_threads, threads, sizes', [
+@pytest.mark.parametrize('n_threads, threads, batch_sizes', [
     (2, 1, [2]), (4, 1, [1, 3, 10, 2]), (2, None, [1, 9]), (4, 2, [5, 1, 2])])
-def test_threads_share_one_decoder(n_threads, threads, sizes):
-    """Thousands of generations by threads that take turns on one decoder; each token is the one of an uncached pass."""
+def test_threads_share_one_decoder(n_threads, threads, batch_sizes):
+    """Generations by threads that take turns on one decoder; each token is the one of an uncached pass."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=32, vocab_size=50, n_layer=2, n_head=2, n_embd=32)).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(6)
     decoder = CPUDecoder(model, threads=threads and min(threads, os.cpu_count()))
-    wrong, errors = generations(model, decoder, n_threads, 1000 // n_threads, sizes)
-    assert not errors and not wrong, f"{len(wrong)} of 1000 generations are wrong, errors {errors[:3]}"
+    n_generations = sizes(200, 1000)
+    wrong, errors = generations(model, decoder, n_threads, n_generations // n_threads, batch_sizes)
+    assert not errors and not wrong, f"{len(wrong)} of {n_generations} generations are wrong, errors {errors[:3]}"
 
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason="this system has no fork")
@@ -192,7 +196,7 @@ def on_and_on():  # so that forks come in the middle of steps
         generate()
 thread = threading.Thread(target=on_and_on, daemon=True)
 thread.start()
-for n in range(10):
+for n in range(int(sys.argv[2])):
     child = os.fork()
     if child == 0:
         os._exit(0 if torch.equal(generate(), expected) else 9)
@@ -207,7 +211,7 @@ for n in range(10):
 done = True
 thread.join()
 """
-    in_child(code, min(threads, os.cpu_count()))
+    in_child(code, min(threads, os.cpu_count()), sizes(4, 10))
 
 
 @pytest.mark.parametrize('weights', WEIGHTS)
@@ -432,12 +436,12 @@ def test_a_thread_that_leaves_exclusive_use_leaves_the_others_watching():
 
 
 def test_a_signal_handler_may_raise_while_workers_run():
-    """Hundreds of interrupts during steps on several threads: nothing hangs, and the next step is right."""
+    """Many interrupts during steps on several threads: nothing hangs, and the next step is right."""
     if not hasattr(signal, 'setitimer'):
         pytest.skip("this system has no interval timers")
     model, idx = f32(7, n_embd=48), torch.randint(29, (2, 6))
     decoder = CPUDecoder(model, threads=min(2, os.cpu_count()))
-    expected = decoder(idx, None)[0]
+    expected, n_interrupts = decoder(idx, None)[0], sizes(80, 300)
 
     class Interrupted(BaseException):
         pass
@@ -446,9 +450,9 @@ def test_a_signal_handler_may_raise_while_workers_run():
         raise Interrupted
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        for n in range(300):
+        for n in range(n_interrupts):
             try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 2e-6 * n)
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 6e-4 * n / n_interrupts)
                 end = time.perf_counter() + 0.01
                 while time.perf_counter() < end:
                     decoder(idx, None)
@@ -529,7 +533,7 @@ for _ in range(2):
     threading.Thread(target=on_and_on, daemon=True).start()
 time.sleep(0.3)
 """
-    for _ in range(3 if os.cpu_count() > 1 else 0):
+    for _ in range(sizes(1, 3) if os.cpu_count() > 1 else 0):
         done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, timeout=120, capture_output=True, text=True)
         # Python ends daemon threads where they ask for its lock, and torch's C++ may abort at that; it must not hang
         assert done.returncode in (0, -6), done.stderr

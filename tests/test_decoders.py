@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import sizes
 from hypothesis import given
 from hypothesis import strategies as st
 from test_cache_exactness import large
@@ -40,9 +41,9 @@ def first_difference(model, a, b):
 
 @pytest.mark.parametrize('threads', [1, 2])
 def test_the_cpu_decoder_gives_the_uncached_tokens(threads):
-    """The matrix of test_kv_cache.py: 50 seeds of weights, prompt and draws for each case, on to twice the window."""
-    ties = []
-    for s in range(50):
+    """The matrix of test_kv_cache.py: seeds of weights, prompt and draws for each case, on to twice the window."""
+    ties, n_generations = [], 0
+    for s in range(sizes(6, 50)):
         torch.manual_seed(s)
         model = GPT(GPTConfig(block_size=BLOCK, vocab_size=65, n_layer=2, n_head=2, n_embd=32, bias=s % 2 == 0)).eval()
         decoder = CPUDecoder(model, threads=threads)
@@ -51,13 +52,14 @@ def test_the_cpu_decoder_gives_the_uncached_tokens(threads):
             for cached in (dict(), dict(use_cache=True, decoder=decoder)):
                 torch.manual_seed(1000 + s)
                 outputs.append(model.generate(idx, 2 * BLOCK, temperature=temperature, top_k=20, **cached))
+            n_generations += 1
             gap = first_difference(model, *outputs)
             if gap is not None:
                 where = f"prompt of {T}, temperature {temperature}, batch {batch}, seed {s}: {gap} apart"
                 assert temperature == 0 and gap < TIE, where
                 ties.append(gap)
-    print(f"{len(ties)} ties in 1000 generations: {ties}")
-    assert len(ties) <= 10
+    print(f"{len(ties)} ties in {n_generations} generations: {ties}")
+    assert 100 * len(ties) <= n_generations
 
 
 @given(st.data())
@@ -306,8 +308,8 @@ def test_indices_of_the_step_tables():
     table, panels = decoder.packed_weights.table, decoder.packed_weights.panels
     assert table[0, layout.FIRST_WEIGHT] == table[0, layout.FIRST_PANEL] == 0
     from decode.vectors import LANES
-    sizes = table[:, layout.N_PANELS] * LANES * table[:, layout.N_INPUTS]
-    assert (table[1:, layout.FIRST_WEIGHT] == sizes.cumsum()[:-1]).all() and sizes.sum() == len(panels)
+    panel_sizes = table[:, layout.N_PANELS] * LANES * table[:, layout.N_INPUTS]
+    assert (table[1:, layout.FIRST_WEIGHT] == panel_sizes.cumsum()[:-1]).all() and panel_sizes.sum() == len(panels)
     assert (table[1:, layout.FIRST_PANEL] == table[:, layout.N_PANELS].cumsum()[:-1]).all()
 
 

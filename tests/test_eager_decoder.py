@@ -3,6 +3,7 @@ import itertools
 
 import pytest
 import torch
+from conftest import sizes
 from test_cache_exactness import large
 
 import debug_kv_model
@@ -31,7 +32,7 @@ def close(a, b, dtype=torch.float32):
 def test_logits_and_caches_are_the_models(dtype, bias, monkeypatch):
     """For chunks of any length, ints and tensors as cache_pos, and a prefill."""
     steps, n = counted(monkeypatch), 0
-    for seed, B in itertools.product(range(10), (1, 3)):
+    for seed, B in itertools.product(range(sizes(5, 10)), (1, 3)):
         model, mine, theirs, start = large(seed, dtype, bias=bias), None, None, 0
         decoder, idx = EagerDecoder(model), torch.randint(29, (B, BLOCK))
         for T in (1 + seed % 5, 1, 3, 1, 1, BLOCK - 11 - seed % 5):
@@ -56,7 +57,7 @@ def test_logits_and_caches_are_the_models(dtype, bias, monkeypatch):
 
 @pytest.mark.parametrize('batch', [1, 4])
 def test_tokens_are_the_models_beyond_the_window(batch):
-    for seed in range(20):
+    for seed in range(sizes(5, 20)):
         torch.manual_seed(seed)
         model = GPT(GPTConfig(block_size=BLOCK, vocab_size=65, n_layer=2, n_head=2, n_embd=32, bias=seed % 2 == 0))
         decoder = EagerDecoder(model)  # in training mode: generate switches to eval mode

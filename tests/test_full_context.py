@@ -3,6 +3,7 @@ Past the window, and prompts of different lengths: against a plain loop that kee
 """
 import pytest
 import torch
+from conftest import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cache_exactness import large
@@ -56,7 +57,8 @@ def way(request):
 
 @pytest.mark.parametrize('policy', POLICIES, ids=str)
 def test_both_policies_on_both_sides_of_the_window(policy, way):
-    for seed, T in enumerate([1, 2, 6, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK]):
+    lengths = sizes([1, 6, BLOCK, BLOCK + 1, 3 * BLOCK], [1, 2, 6, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+    for seed, T in enumerate(lengths):
         model, prompt = f32(seed), torch.randint(29, (T,)).tolist()
         for temperature in (0.0, 0.8):
             expected = by_hand(model, prompt, 45, temperature, torch.Generator().manual_seed(seed), **policy)
@@ -68,7 +70,7 @@ def test_both_policies_on_both_sides_of_the_window(policy, way):
 
 @pytest.mark.parametrize('policy', POLICIES, ids=str)
 def test_prompts_of_different_lengths_are_each_as_alone(policy, way):
-    for seed in range(4):
+    for seed in range(sizes(1, 4)):
         model = f32(seed)
         lengths = torch.randint(1, 2 * BLOCK, (6,)).tolist() + [1, BLOCK]
         prompts = [torch.randint(29, (T,)).tolist() for T in lengths]
@@ -90,7 +92,7 @@ def test_prompts_of_different_lengths_are_each_as_alone(policy, way):
             assert together == alone, (temperature, stop)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=sizes(8, 25), deadline=None)
 @given(
     st.lists(st.integers(1, 2 * BLOCK), min_size=2, max_size=5),
     st.integers(0, 12),
@@ -158,10 +160,10 @@ def test_num_samples_of_ragged_prompts():
 def test_stopped_rows_leave_the_batch():
     """The batch is halved as rows stop, what is drawn for the others does not change, and nobody waits for the last."""
     for prompts in ([[1, 2]] * 16, [[1, 2]] * 8 + [[3]] * 8):
-        model, sizes = f32(11), []
+        model, batch_sizes = f32(11), []
 
-        def decoder(idx, kv_cache, model=model, sizes=sizes):
-            sizes.append(idx.size(0))
+        def decoder(idx, kv_cache, model=model, batch_sizes=batch_sizes):
+            batch_sizes.append(idx.size(0))
             logits, _, kv_cache = model(idx, kv_cache=kv_cache, use_cache=True)
             return logits, kv_cache
         free = generate(model, prompts, 60, use_cache=True, generator=torch.Generator().manual_seed(1))
@@ -177,10 +179,10 @@ def test_stopped_rows_leave_the_batch():
         assert stopped == [
             row[: row.index(7, len(p)) + 1] if 7 in row[len(p) :] else row for row, p in zip(free, prompts)
         ]
-        assert sizes[0] == 16 and sizes[-1] <= 8, sizes
+        assert batch_sizes[0] == 16 and batch_sizes[-1] <= 8, batch_sizes
         steps = [row.index(7, len(p)) - len(p) + 1 if 7 in row[len(p):] else 60 for row, p in zip(free, prompts)]
         # rows that are done, but still there, are never more than the others
-        assert sum(sizes) <= 2 * sum(steps) + 64, (sizes, steps)
+        assert sum(batch_sizes) <= 2 * sum(steps) + 64, (batch_sizes, steps)
 
 
 def test_a_shift_feeds_two_tokens_a_token_and_a_crop_the_whole_window():

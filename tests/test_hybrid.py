@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -161,7 +162,9 @@ class HybridStreamsMachine(HybridMachine):
 
 
 TestMachine, TestStreamsMachine = HybridMachine.TestCase, HybridStreamsMachine.TestCase
-TestMachine.settings = TestStreamsMachine.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+for test in (TestMachine, TestStreamsMachine):
+    test.settings = settings(max_examples=sizes(8, 25), stateful_step_count=30, deadline=None)
+del test  # or it would be collected as one more
 
 
 # interrupts

@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 import torch
+from conftest import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def cases(draw):
         dtype=draw(st.sampled_from([np.float32, np.float16])), kept=draw(st.sampled_from([np.float32, np.float16])))
 
 
-@settings(max_examples=300)
+@settings(max_examples=sizes(60, 300))
 @given(cases())
 def test_the_operator_is_a_dictionary_of_tokens(case):
     """Several steps of different lengths, layer by layer: keys and values are those of the dictionary, bit by bit."""
@@ -149,7 +150,7 @@ def test_quantised_by_hand():
     assert codes.tolist() == [7 | 9 << 4, 1 | 15 << 4] and scale.tolist() == [1]
 
 
-@settings(max_examples=100)
+@settings(max_examples=sizes(25, 100))
 @given(st.integers(0, 2**31), st.sampled_from([8, 4]), st.sampled_from([2, 8, 32]), st.floats(-6, 6))
 def test_no_number_is_off_by_more_than_half_a_scale(seed, bits, group, power):
     x = torch.randn(5, 2 * group, generator=torch.Generator().manual_seed(seed)) * 10**power

@@ -1,6 +1,7 @@
 """Blocks under a model: prompts and next tokens in one forward pass, what is shared, and what is refused."""
 import pytest
 import torch
+from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -250,7 +251,7 @@ class PagedMachine(RuleBasedStateMachine):
 
 
 TestPaged = PagedMachine.TestCase
-TestPaged.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPaged.settings = settings(max_examples=sizes(15, 60), stateful_step_count=40, deadline=None)
 
 
 METADATA = dict(slot_mapping=[0, 1, 2, 8], block_tables=[[0, -1], [1, 2]], query_lens=[3, 1], seq_lens=[3, 5])

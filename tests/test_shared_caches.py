@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, run, sizes
 from test_cache_systems import empty
 
 from generation import generate
@@ -72,7 +72,7 @@ def test_threads_share_a_cache(kind, n_threads):
     cache, expected = make_cache(m, kind, n_seq=3 * n_threads), [tokens(m, case) for case in range(len(CASES))]
 
     def work(number):
-        for i in range(200 // n_threads):
+        for i in range(sizes(80, 200) // n_threads):
             case = (number + i) % len(CASES)
             assert tokens(m, case, use_cache=True, cache=cache) == expected[case]
     on_threads(n_threads, work)
@@ -152,8 +152,8 @@ idx = torch.arange(512).view(4, 128) % 13
 big(idx)  # starts the second thread of torch's pool, which the children do not have
 caches = [make_cache(m, kind, n_seq=9) for kind in t.KINDS]
 threading.Thread(target=work, daemon=True).start()
-for i in range(12):
-    time.sleep(0.003 * i)
+for i in range({forks}):
+    time.sleep(0.036 * i / {forks})
     pid = os.fork()
     if pid == 0:  # the other thread was anywhere in a step
         signal.alarm(60)
@@ -167,7 +167,7 @@ os._exit(0)
 
 
 def test_the_child_of_a_fork_generates():
-    done = run(ROOT, '-c', FORK.format(root=ROOT))
+    done = run(ROOT, '-c', FORK.format(root=ROOT, forks=sizes(4, 12)))
     assert done.returncode == 0, done.stderr
 
 
@@ -180,7 +180,7 @@ for kind in t.KINDS:
     for case in range(len(t.CASES)):
         t.tokens(m, case, use_cache=True, cache=cache)
     longest = (time.perf_counter() - t0) / len(t.CASES)
-    for i in range(120):
+    for i in range({rounds}):
         case = i % len(t.CASES)
         try:
             signal.setitimer(signal.ITIMER_REAL, rng.uniform(1e-5, longest))
@@ -196,10 +196,10 @@ for kind in t.KINDS:
         case = rng.randrange(len(t.CASES))
         assert t.tokens(m, case, use_cache=True, cache=cache) == expected[case], (kind, i, case)
         assert t.empty(cache), (kind, i, cache.lengths)
-    assert stopped > 12, stopped
+    assert stopped > {rounds} // 10, stopped
 """
 
 
 def test_an_interrupt_leaves_no_sequence_and_no_block_taken():
-    done = run(ROOT, '-c', INTERRUPT.format(root=ROOT))
+    done = run(ROOT, '-c', INTERRUPT.format(root=ROOT, rounds=sizes(30, 120)))
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, TINY, run
+from conftest import ENVIRONMENT, TINY, run, sizes
 
 import checkpoint as checkpoints
 
@@ -117,7 +117,7 @@ def wait_until(done):
     raise AssertionError("the run never got going")
 
 
-@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('signum', sizes([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_saves_says_where_and_the_run_goes_on_exactly(repo, signum):
     process = start(repo, '--max_iters=1000000', '--eval_interval=1000000')
     wait_for_rows(repo / 'out', 30)
@@ -132,7 +132,7 @@ def test_a_signal_saves_says_where_and_the_run_goes_on_exactly(repo, signum):
     assert same(weights(repo / 'out' / 'ckpt.pt'), weights(repo / 'straight' / 'ckpt.pt'))
 
 
-@pytest.mark.parametrize('max_iters', [5, 30])
+@pytest.mark.parametrize('max_iters', sizes([5], [5, 30]))
 def test_a_signal_during_an_evaluation_costs_neither_it_nor_exactness(repo, max_iters):
     """At iteration 5, which may be the last: the evaluation is done again when the run goes on."""
     settings = ('--eval_interval=5', f'--max_iters={max_iters}')
@@ -190,7 +190,7 @@ def test_an_interruption_never_costs_the_best_model(repo):
 def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
     settings = ('--max_iters=1000000', '--eval_interval=1', '--eval_iters=1', '--n_embd=128')  # saves every iteration
     saw = 0
-    for delay in (0.0, 0.013, 0.031, 0.057, 0.111):
+    for delay in sizes((0.013, 0.057), (0.0, 0.013, 0.031, 0.057, 0.111)):
         (repo / 'out' / 'log.csv').unlink(missing_ok=True)
         process = start(repo, *settings)
         wait_until((repo / 'out' / 'ckpt.pt').exists)
@@ -216,10 +216,11 @@ def test_two_processes_compute_what_one_does(repo):
 
 
 def test_two_processes_with_dropout_resume_exactly(repo):
-    shared = ('--gradient_accumulation_steps=2',)
-    train_in_two_processes(repo, *shared, '--max_iters=8', '--eval_interval=8', '--out_dir=a')
-    train_in_two_processes(repo, *shared, '--max_iters=4', '--eval_interval=4', '--out_dir=b')
-    train_in_two_processes(repo, *shared, '--max_iters=8', '--eval_interval=8', '--out_dir=b', '--init_from=resume')
+    shared, n = ('--gradient_accumulation_steps=2',), sizes(2, 4)
+    train_in_two_processes(repo, *shared, f'--max_iters={2 * n}', f'--eval_interval={2 * n}', '--out_dir=a')
+    train_in_two_processes(repo, *shared, f'--max_iters={n}', f'--eval_interval={n}', '--out_dir=b')
+    train_in_two_processes(repo, *shared, f'--max_iters={2 * n}', f'--eval_interval={2 * n}', '--out_dir=b',
+                           '--init_from=resume')
     assert same(weights(repo / 'a' / 'ckpt.pt'), weights(repo / 'b' / 'ckpt.pt'))
 
 

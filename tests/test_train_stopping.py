@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ENVIRONMENT, TINY
+from conftest import ENVIRONMENT, TINY, sizes
 from test_train import train_in_two_processes, wait_until
 
 import checkpoint as checkpoints
@@ -85,7 +85,7 @@ def test_a_signal_while_processes_agree_stops_the_next_iteration(request_at, mon
     assert [request.agreed(2, 'cpu') for _ in range(3)] == [False, False, True] and seen == [0.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('signum', sizes([signal.SIGINT], [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_to_torchrun_and_to_its_workers_saves(repo, signum):
     """As a terminal or a job scheduler sends it; torchrun forwards its own copy to the workers."""
     train_in_two_processes(repo, '--gradient_accumulation_steps=2', '--max_iters=1', '--out_dir=try')  # or skip
