@@ -291,11 +291,10 @@ class GPT(nn.Module):
 
     def forward(self, idx, targets=None, kv_cache=None, use_cache=None):
         """
-        idx, targets: (B, T) token ids of any integer dtype; a target of -1 is not scored.
-        kv_cache: a list of n_layer tuples, as an earlier call returned it; idx then goes on at its cache_pos. Without
-            one, use_cache=True begins one; the default does so in eval mode when no targets are given.
-        Returns (logits, loss, kv_cache). With targets: logits (B, T, vocab_size) and the mean loss in nats. Without:
-        logits of the last position, (B, 1, vocab_size), and loss None. kv_cache is None where no cache is used.
+        idx, targets: (B, T) token ids of any integer dtype; a target of -1 is not scored. kv_cache: a list of n_layer
+        tuples, as an earlier call returned it; idx goes on at its cache_pos. Without one, use_cache=True begins one: the
+        default does so in eval mode without targets. Returns (logits, loss, kv_cache): with targets, logits (B, T,
+        vocab_size) and the mean loss in nats; without, logits of the last position, (B, 1, vocab_size), and None.
         """
         idx, cache_pos = self.checked_input(idx, kv_cache)
         if targets is not None and (targets := as_int64('targets', targets)).shape != idx.shape:
@@ -345,8 +344,8 @@ class GPT(nn.Module):
         if max_new_tokens < 0 or decoder and not use_cache:
             raise ValueError("max_new_tokens must be at least 0, and a decoder needs use_cache=True; not "
                              f"max_new_tokens={max_new_tokens}, use_cache={use_cache}")
-        step = decoder or (lambda idx, kv_cache: self.step(idx, kv_cache, use_cache))
-        training, kv_cache = [m for m in self.modules() if m.training], None
+        step, kv_cache = decoder or (lambda idx, kv_cache: self.step(idx, kv_cache, use_cache)), None
+        training = [m for m in self.modules() if m.training]
         try:
             self.eval()
             with torch.inference_mode(), getattr(decoder, 'exclusive_use', nullcontext)():
