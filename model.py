@@ -292,9 +292,9 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, kv_cache=None, use_cache=None):
         """
         idx, targets: (B, T) token ids of any integer dtype; a target of -1 is not scored. kv_cache: a list of n_layer
-        tuples, as an earlier call returned it; idx goes on at its cache_pos. Without one, use_cache=True begins one: the
-        default does so in eval mode without targets. Returns (logits, loss, kv_cache): with targets, logits (B, T,
-        vocab_size) and the mean loss in nats; without, logits of the last position, (B, 1, vocab_size), and None.
+        tuples, as an earlier call returned it; idx goes on at its cache_pos. Without one, use_cache=True begins one, by
+        default in eval mode without targets. Returns (logits, loss, kv_cache): with targets, logits (B, T, vocab_size)
+        and the mean loss in nats; without, logits of the last position, (B, 1, vocab_size), and None.
         """
         idx, cache_pos = self.checked_input(idx, kv_cache)
         if targets is not None and (targets := as_int64('targets', targets)).shape != idx.shape:
