@@ -5,7 +5,8 @@ Tokens a second by length, with the cache and without: rows, a table and a pictu
     python bench.py --mode=generate --shape=S,M --json=out-bench/generate.json
     python bench.py --mode=generate --lengths=500 --batches=10
 
-"no cache" is nanoGPT's way, one sample after another; all others draw their samples in one batch.
+"no cache" is nanoGPT's way, one sample after another; all others draw their samples in one batch. "cache" is the
+model's own step, "eager" that of decode/eager.py, "decoder" the fastest one here.
 """
 import statistics
 import time
@@ -90,7 +91,8 @@ def ways_to_generate(model, idx, B, decoder, kv_cache, kv_bits):
         return lambda n: generation.generate(model, idx, n, temperature=0, num_samples=B, use_cache=True, **how)
 
     ways = {'no cache': lambda n: torch.cat([model.generate(idx, n, temperature=0) for _ in range(B)]),
-            'cache': in_one_batch(), 'decoder': in_one_batch(decoder=decoder),
+            'cache': in_one_batch(), 'eager': in_one_batch(decoder=decode.best(model, B, name='eager')),
+            'decoder': in_one_batch(decoder=decoder),
             'shift': in_one_batch(decoder=decoder, when_full='shift')}
     if (kv_cache, kv_bits) != ('tuple', 0):
         cache = kvcache.make_cache(model, kv_cache, B, kv_bits)
@@ -132,7 +134,8 @@ def plot(rows, title, path):
         mine = [row for row in rows if (row['shape'], row['samples']) == (name, B)]
         mine.sort(key=lambda row: row['new_tokens'])
         block = mine[0]['block_size']
-        labels = {'cache': 'cache', 'decoder': 'cache + decoder', 'shift': 'cache + decoder, when_full=shift'}
+        labels = {'cache': 'cache', 'eager': 'cache + eager decoder', 'decoder': 'cache + decoder',
+                  'shift': 'cache + decoder, when_full=shift'}
         for way, label in labels.items():
             points = [(row['new_tokens'], row['speedup'][way]) for row in mine if way in row['speedup']]
             if points:

@@ -27,7 +27,7 @@ def test_generate_mode(repo):
     rows = json.loads((repo / 'b.json').read_text())['rows']
     assert [(row['samples'], row['new_tokens']) for row in rows] == [(batch, n) for batch in batches for n in (3, 130)]
     assert not any(row['differing'] for row in rows)
-    ways = ['no cache', 'cache', 'decoder']
+    ways = ['no cache', 'cache', 'eager', 'decoder']
     assert [list(row['speedup']) for row in rows[:2]] == [ways, [*ways, 'shift']]
     paged = run(repo, 'bench.py', '--mode=generate', '--device=cpu', '--lengths=5', '--batches=2', '--repeats=1',
                 '--png=', '--json=c.json', '--kv_cache=paged')

@@ -5,7 +5,8 @@ import torch
 from conftest import sizes
 from test_cache_exactness import large
 
-from generation import generate, stream
+import decode
+from generation import TupleCache, Work, generate, stream
 from model import GPT, GPTConfig, LayerKVCache, sample_token
 
 
@@ -226,3 +227,56 @@ def test_sampling_is_torch_multinomial_to_the_token():
             kept = (logits / 0.7).masked_fill(logits < logits.topk(40).values[:, -1:], -float('inf'))
             theirs = torch.multinomial(kept.softmax(-1), 1, generator=torch.Generator().manual_seed(seed))
             assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize('use_cache', [False, True])
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+def test_infinite_logits_are_refused_like_nan(use_cache, temperature):
+    for broken_weight in (float('inf'), float('nan')):
+        model, idx = f32(0), torch.randint(29, (2, 5))
+        model.transformer.ln_f.bias.data[0] = broken_weight
+        for function in (model.generate, lambda *args, **how: generate(model, *args, **how)):
+            with pytest.raises(ValueError, match='not numbers'):
+                function(idx, 3, temperature=temperature, use_cache=use_cache)
+
+
+def test_targets_of_another_shape_leave_the_cache_alone():
+    model, idx = f32(1), torch.randint(29, (1, 4))
+    _, _, cache = model(idx)
+    before = [layer.clone() for layer in cache]
+    with pytest.raises(ValueError, match='targets'):
+        model(idx[:, :2], idx[:, :3], kv_cache=cache)
+    assert all(torch.equal(a.k_cache, b.k_cache) for a, b in zip(cache, before))
+
+
+def test_a_failed_step_of_tuples_leaves_what_comes_before_it():
+    """The positions from `start` on may hold other keys by then, so they count no more."""
+    model, fail = f32(2), []
+
+    def decoder(idx, kv_cache):
+        logits, kv_cache = model.step(idx, kv_cache)
+        if fail:
+            raise KeyboardInterrupt
+        return logits, kv_cache
+    cache, text = TupleCache(model, decoder), torch.randint(29, (1, 8))
+    handle = cache.new()
+    with torch.no_grad():
+        cache.step(Work([handle], [0], text[:, :6]))
+        fail.append(True)
+        with pytest.raises(KeyboardInterrupt):
+            cache.step(Work([handle], [2], (text[:, 2:4] + 1) % 29))
+        fail.clear()
+        with pytest.raises(ValueError, match='holds 2 tokens'):
+            cache.step(Work([handle], [6], text[:, 6:7]))
+        got = cache.step(Work([handle], [2], text[:, 2:]))
+        torch.testing.assert_close(got, model(text, use_cache=False)[0][:, 0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match='does not know'):
+        cache.step(Work([handle + 1], [0], text[:, :1]))
+
+
+def test_a_shift_after_a_full_prompt_has_one_cache():
+    model, idx = f32(3), torch.randint(29, (2, 16))
+    cache = TupleCache(model, decode.best(model, 2, name='cpu'))
+    rows = generate(model, idx, 20, temperature=0, use_cache=True, cache=cache, when_full='shift')
+    assert torch.equal(rows, generate(model, idx, 20, temperature=0, when_full='shift'))
+    assert cache.nbytes() <= sum(layer[i].nbytes for layer in model.empty_cache(2) for i in (0, 1))

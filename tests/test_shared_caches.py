@@ -2,6 +2,7 @@
 Caches that several threads share, that a fork copies, and that an interrupt stops at any place: the tokens are the
 uncached model's.
 """
+import gc
 import sys
 import threading
 
@@ -10,7 +11,7 @@ import torch
 from conftest import ROOT, run, sizes
 from test_cache_systems import empty
 
-from generation import generate
+from generation import generate, stream
 from kvcache import KINDS, make_cache
 from kvcache.exclusive import Exclusive, evaluating, exclusive
 from model import GPT, GPTConfig
@@ -203,3 +204,20 @@ for kind in t.KINDS:
 def test_an_interrupt_leaves_no_sequence_and_no_block_taken():
     done = run(ROOT, '-c', INTERRUPT.format(root=ROOT, rounds=sizes(30, 120)))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_stream_that_the_garbage_collector_ends_in_the_middle_of_a_step_gives_its_room_back(kind):
+    m = model()
+    cache = make_cache(m, kind, 2)
+    steps = stream(m, [[1]], 9, use_cache=True, cache=cache)
+    next(steps)
+    cycle = [steps]
+    cycle.append(cycle)
+    del steps, cycle
+    hook = m.transformer.ln_f.register_forward_hook(lambda *_: (gc.collect(), None)[1])
+    list(stream(m, [[2]], 3, use_cache=True, cache=cache))
+    hook.remove()
+    for _ in range(3):  # each needs the room of both
+        list(stream(m, [[3], [4]], 3, use_cache=True, cache=cache))
+    assert empty(cache)
