@@ -36,33 +36,20 @@ import torch
 import decode
 import kvcache
 import tokenizer
+from generation import generate, stream
 from model import GPT, GPTConfig
 from whole_file import replacing
 
 PATH = os.path.join(HERE, 'golden.json')
 
-# the functions that this file calls, by their names of today
 
-try:
-    from generation import generate, stream
+def decoder_of(model, name, rows, weights='float32', threads=None):
+    return dict(decoder=decode.best(model, rows, weights, threads, name))
 
-    def decoder_of(model, name, rows, weights='float32', threads=None):
-        return dict(decoder=decode.best(model, rows, weights, threads, name))
 
-    def cache_of(model, kind, rows, bits):
-        return dict(cache=kvcache.make_cache(model, kind, rows, bits))
-except ImportError:  # before generation.py
-    def generate(model, *args, **settings):
-        return model.generate(*args, **settings)
+def cache_of(model, kind, rows, bits):
+    return dict(cache=kvcache.make_cache(model, kind, rows, bits))
 
-    def stream(model, *args, **settings):
-        return model.stream(*args, **settings)
-
-    def decoder_of(model, name, rows, weights='float32', threads=None):
-        return dict(decoder=decode.named(name, model, weights, threads))
-
-    def cache_of(model, kind, rows, bits):
-        return dict(decoder=kvcache.CacheDecoder(model, kind, rows, bits))
 
 BLOCK, VOCAB = 24, 29
 LETTERS = 'abcdefghijklmnopqrstuvwxyz.,-'  # of the vocabulary, to write tokens down
