@@ -274,7 +274,7 @@ class GPT(nn.Module):
 
     def hidden_states(self, idx, positions, kv_cache=None, last_only=False):
         """
-        The input of lm_head for the tokens idx (B, T) at positions (T,) or (B, T), both int64, without any checks.
+        Compute the input of lm_head for tokens idx (B, T) at positions (T,) or (B, T), both int64. Checks nothing.
 
         kv_cache: the caches of the layers, each an object with `append` (see `LayerKVCache`), or None.
         Returns (x, kv_cache): x (B, T, C), or with last_only the last position's alone, (B, 1, C).
@@ -414,11 +414,11 @@ class GPT(nn.Module):
 def check_sampling(temperature, top_k, top_p):
     """ValueError unless temperature >= 0, top_k is None or >= 1, and top_p is None or in (0, 1]."""
     if temperature != 0 and not 1e-30 < temperature < math.inf:  # a smaller one makes infinite logits
-        raise ValueError(f"temperature must be 0 (greedy) or positive, not {temperature}")
+        raise ValueError(f"temperature must be 0 (greedy) or positive (above 1e-30), not {temperature}")
     if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be an integer and at least 1, not {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], not {top_p}")
+        raise ValueError(f"top_p must be in (0, 1], not {top_p}: 1 draws from all tokens")
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None, noise=None):

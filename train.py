@@ -200,8 +200,8 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
         model = GPT.from_pretrained(init_from, dict(dropout=dropout))
     positions = model.config.block_size
     if positions < block_size:
-        raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: give its own, "
-                         "or the config file it was trained with")
+        raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: set it to "
+                         f"{positions} or less, or use the config file the model was trained with")
     if resumed.get('tokenizer', tokenizer_state) != tokenizer_state:
         raise ValueError(f"{data_dir} has another tokenizer than the data that this model was trained on: prepare "
                          "the same text again, or train a new model")

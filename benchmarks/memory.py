@@ -1,5 +1,5 @@
 """
-The memory that generation needs beyond the model, measured in a new process for each case.
+Measures the memory that generation needs in addition to the model, in a new process for each case.
 
     python bench.py --mode=memory
 

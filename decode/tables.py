@@ -13,7 +13,7 @@ class Activations:
     """
     The activations of n_rows rows: `shared` by all threads, and the `scratch` of each thread, {index: array}.
 
-    They are never resized: larger ones replace them.
+    They keep their size; a larger batch gets new ones.
     """
 
     def __init__(self, config, n_rows, n_threads):

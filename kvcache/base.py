@@ -32,7 +32,7 @@ class BaseCache(Exclusive):
         self.model, self.n_seq, self.layers, self.dtype = model, n_seq, layers, dtype_of(model)
         self.name = f"the model, on a cache that is {kind}, {type_kv}"
         self.lengths, self.to_free = {}, []  # to_free: sequences that were freed in the middle of an operation
-        # True when broken weights may have left keys that a mask does not hide, see `LayerList.hiding`
+        # True after a step with broken weights: its keys may be so large that a mask does not hide them
         self.needs_zeroing = False
 
     def copy(self, seq, new):

@@ -113,7 +113,7 @@ def resume_optimizer(config, optimizer, scaler, resumed, say):
         try:
             scaler.load_state_dict(resumed['scaler'])
         except (RuntimeError, KeyError, TypeError) as e:
-            raise ValueError(f"the checkpoint's scaler state cannot be loaded: {e}") from e
+            raise ValueError(f"the checkpoint's scaler state cannot be loaded ({e}): use another copy") from e
     decaying = optimizer.param_groups[0]
     saved = dict(zip(('weight_decay', 'beta1', 'beta2'), (decaying['weight_decay'], *decaying['betas'])))
     for name in saved:

@@ -15,7 +15,7 @@ import torch
 
 class Engine:
     """
-    The base class of engines.
+    What all engines have in common.
 
     packages: {module: the package to install for it}. ways: {weights: list of keyword arguments}, the variants that
     the race tries for these weights, each with one thread and with all. same_tokens: in float32 its arithmetic differs

@@ -79,8 +79,8 @@ def onnx_graph(model, int8_by=None):
     """
     c, t = model.config, model.transformer
     if c.n_embd // c.n_head % 8 != 0 or int8_by and c.n_embd % 16 != 0:
-        raise ValueError(f"ONNX Runtime needs heads of a multiple of 8 channels, and for int8 an n_embd of a multiple "
-                         f"of 16: not n_embd {c.n_embd} in {c.n_head} heads")
+        raise ValueError(f"n_embd is {c.n_embd} in {c.n_head} heads, but ONNX Runtime needs heads whose size is a "
+                         "multiple of 8, and for int8 an n_embd that is a multiple of 16: choose other sizes")
     g = Graph(int8_by)
     x = g.op('Gather', g.parameter('wte', t.wte.weight), 'ids', domain='')  # (B, T, C)
     y, y_bias = g.op('Gather', g.parameter('wpe', t.wpe.weight), 'pos', domain=''), ''  # (1, T, C)
