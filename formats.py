@@ -61,6 +61,17 @@ def read_gpt2(model_type, override_args):
     return sizes | override_args, state_dict
 
 
+def from_pretrained(GPT, GPTConfig, model_type, override_args):
+    """See `GPT.from_pretrained` of model.py, whose classes are passed."""
+    sizes, state_dict = read_gpt2(model_type, override_args)
+    model = GPT(GPTConfig(**sizes, gelu='tanh'))
+    try:
+        model.load_state_dict(state_dict)
+    except RuntimeError as e:
+        raise ValueError(f"the weights of {model_type} are not a GPT-2's: {str(e).splitlines()[1].strip()}") from e
+    return model
+
+
 def download_gpt2(name):
     """The folder of GPT-2's files, downloaded or from the cache of huggingface_hub. ValueError where neither works."""
     try:

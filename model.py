@@ -7,14 +7,26 @@ From top to bottom: the configuration, the cache of one layer, attention over it
 Configuration fields, state-dict keys, initialisation and sampling are those of nanoGPT (MIT licence,
 https://github.com/karpathy/nanoGPT): its checkpoints load here, and the same seed draws the same tokens.
 """
+import copy
 import math
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+from positions import (
+    Keys,
+    Positions,
+    RollingKVCache,
+    as_int64,
+    check_positions,
+    checked_cache_pos,
+    checked_input,
+    visible,
+)
 
 
 @dataclass
@@ -27,6 +39,12 @@ class GPTConfig:
     n_embd: int = 768
     dropout: float = 0.0
     bias: bool = True        # in every linear and layer norm, as GPT-2; False is a bit faster and better
+    position: str = 'learned'  # or rope, alibi, none: see positions.py
+    rope_theta: float = 10000.0  # the base of rotary positions
+    n_kv_head: int = 0       # heads of keys and values, each for n_head / n_kv_head queries; 0: as many as n_head
+    window: int = 0          # keys that a token sees, its own included; 0: all. It must be less than block_size
+    n_sink: int = 0          # the first positions, which every token sees in addition to its window
+    gelu: str = 'none'       # or tanh: GELU's approximation, with which GPT-2 was trained
 
     def __post_init__(self):
         for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
@@ -37,22 +55,29 @@ class GPTConfig:
             raise ValueError(f"n_embd {self.n_embd} must be divisible by n_head {self.n_head}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
+        check_positions(self)
+        self.n_kv_head = self.n_kv_head or self.n_head
 
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
 
-def as_int64(name, x):
-    """x, a tensor of any integer dtype, as int64. ValueError for anything else; `name` stands for x in the message."""
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor of integers, not a {type(x).__name__}: {x!r:.60}")
-    if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
-        raise ValueError(f"{name} must be integers, not {x.dtype}: convert them with .long()")
-    return x if x.dtype is torch.int64 else x.long()
+    @property
+    def n_slots(self):
+        """Rows of a cache for each sequence."""
+        return self.n_sink + 2 * self.window if self.window else self.block_size
+
+    @property
+    def max_positions(self):
+        """The largest number of positions: block_size, or without end where no table of positions and no cache ends."""
+        return math.inf if self.window and self.position != 'learned' else self.block_size
 
 
 class LayerKVCache(NamedTuple):
     """
     The cache of one layer. It is a tuple, so kv_cache[0][2] and kv_cache[0].cache_pos are the same.
 
-    k_cache, v_cache: (B, n_head, block_size, head_dim), allocated once and written in place.
+    k_cache, v_cache: (B, n_kv_head, block_size, head_dim), allocated once and written in place.
     cache_pos: the number of positions that are filled: an int, or an integer tensor (B,) when the sequences differ in
         length. Slots from cache_pos on are never read.
 
@@ -64,20 +89,20 @@ class LayerKVCache(NamedTuple):
     cache_pos: int | torch.Tensor
 
     @classmethod
-    def empty_like(cls, k, block_size):
-        """A zero-filled cache for keys such as k (B, n_head, T, head_dim), in their dtype, on their device."""
-        B, n_head, _, head_dim = k.shape
-        shape = (B, n_head, block_size, head_dim)
+    def empty_like(cls, k, config):
+        """A zero-filled cache for keys such as k (B, n_kv_head, T, head_dim), in their dtype, on their device."""
+        shape = (*k.shape[:2], config.block_size, k.size(3))
         return cls(k.new_zeros(shape), k.new_zeros(shape), 0)
 
     def append(self, k, v, positions):
         """
-        Write the keys and values of T new tokens, k and v (B, n_head, T, head_dim), at cache_pos and after.
+        Write the keys and values of T new tokens, k and v (B, n_kv_head, T, head_dim), at cache_pos and after.
 
-        positions: of these tokens, int64 (T,), or (B, T) when cache_pos is a tensor.
-        Returns (k, v, mask, cache): all keys and values so far, views of (B, n_head, cache_pos + T, head_dim), as long
-        as the longest sequence; the mask for `attend`; and the tuple with cache_pos + T. Raises ValueError, with
-        nothing written, when they do not fit. Any object with this method can be the cache of a layer.
+        positions: the `Positions` of these tokens, (B, T) when cache_pos is a tensor.
+        Returns (k, v, keys, cache): all keys and values so far, views of (B, n_kv_head, cache_pos + T, head_dim), as
+        long as the longest sequence; their `Keys`, or None if they are at positions 0, 1, ...; and the tuple with
+        cache_pos + T. Raises ValueError, with nothing written, when they do not fit. Any object with this method can
+        be the cache of a layer.
         """
         k_cache, v_cache, start = self
         B, block_size, T = k_cache.size(0), k_cache.size(2), k.size(2)
@@ -89,32 +114,29 @@ class LayerKVCache(NamedTuple):
         if (k.size(0), k.dtype, k.device) != (B, k_cache.dtype, k_cache.device):  # copy_ would broadcast and convert
             raise ValueError(f"cache holds a batch of {B}, {k_cache.dtype} on {k_cache.device}, "
                              f"but the keys are a batch of {k.size(0)}, {k.dtype} on {k.device}")
-        mask = None
+        keys = None
         if ragged:
-            rows = torch.arange(B, device=k.device)[:, None]
-            k_cache[rows, :, positions], v_cache[rows, :, positions] = k.transpose(1, 2), v.transpose(1, 2)
-            mask = visible(positions, torch.arange(longest, device=k.device))
+            rows, slots = torch.arange(B, device=k.device)[:, None], positions.q_pos
+            k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
+            if 'keys' not in positions.shared:
+                positions.shared['keys'] = Keys(torch.arange(longest, device=k.device))
+            keys = positions.shared['keys']
         else:
             k_cache.narrow(2, start, T).copy_(k)
             v_cache.narrow(2, start, T).copy_(v)
-        return k_cache.narrow(2, 0, longest), v_cache.narrow(2, 0, longest), mask, LayerKVCache(k_cache, v_cache, end)
+        return k_cache.narrow(2, 0, longest), v_cache.narrow(2, 0, longest), keys, LayerKVCache(k_cache, v_cache, end)
 
     def clone(self):
         """A copy with storage of its own, to branch from."""
         return LayerKVCache(self.k_cache.clone(), self.v_cache.clone(), self.cache_pos)
 
 
-def visible(q_pos, k_pos):
-    """Causal mask: q_pos (T_q,) or (B, T_q), k_pos (T_k,) -> bool (T_q, T_k) or (B, 1, T_q, T_k), True if seen."""
-    mask = k_pos <= q_pos[..., None]
-    return mask[:, None] if q_pos.dim() == 2 else mask
-
-
 def attend(q, k, v, mask=None, dropout_p=0.0):
     """
     Scaled dot-product attention. Without a mask it is causal: the queries are the last T_q of the T_k positions.
 
-    q: (B, n_head, T_q, head_dim); k, v: (B, n_head, T_k, head_dim), T_k >= T_q.
+    q: (B, n_head, T_q, head_dim); k, v: (B, n_kv_head, T_k, head_dim), T_k >= T_q. Query head i reads head
+        i // (n_head / n_kv_head) of the keys.
     mask: bool, True where a query sees a key, or a float that is added to the scores; broadcastable to
         (B, n_head, T_q, T_k). It replaces the causal rule.
     Returns (B, n_head, T_q, head_dim).
@@ -123,33 +145,41 @@ def attend(q, k, v, mask=None, dropout_p=0.0):
     if mask is None and 1 < T_q < T_k:
         # a chunk on a warm cache: is_causal=True would align the triangle top-left, as if the chunk stood at position 0
         k_pos = torch.arange(T_k, device=q.device)
-        mask = visible(k_pos[T_k - T_q:], k_pos)
+        mask = visible(k_pos[T_k - T_q:, None], k_pos)
     # one query is the newest position and sees every key: it needs no mask
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None and T_q > 1)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal=mask is None and T_q > 1,
+                                          enable_gqa=q.size(1) != k.size(1))
 
 
 class CausalSelfAttention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.n_head = config.n_head
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.dropout = config.dropout
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)  # q, k and v in one matmul
+        n_rows = (config.n_head + 2 * config.n_kv_head) * config.head_dim  # q, k and v in one matmul, in this order
+        self.c_attn = nn.Linear(config.n_embd, n_rows, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, positions, layer_cache=None, last_only=False):
         """
-        x: (B, T, C), the newest tokens; positions: theirs, (T,) or (B, T); layer_cache: of the tokens before, or None.
+        x: (B, T, C), the newest tokens; positions: their `Positions`; layer_cache: of the tokens before, or None.
         Returns (y, layer_cache with the new tokens); y is (B, T, C), or with last_only the last token's, (B, 1, C).
         """
-        B, T, C = x.size()
-        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
-        q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, nh, T, hs) each
-        mask = None
+        B, T, _ = x.size()
+        heads = self.c_attn(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)  # (B, heads, T, head_dim) each
+        q_unrotated, config, keys = q, positions.config, None
+        if config.position == 'rope':
+            q, k = positions.rotated(q), positions.rotated(k)
         if layer_cache is not None:
-            layer_cache = LayerKVCache(*layer_cache) if type(layer_cache) is tuple else layer_cache
-            k, v, mask, layer_cache = layer_cache.append(k, v, positions)
+            if type(layer_cache) is tuple:
+                layer_cache = (RollingKVCache if config.window else LayerKVCache)(*layer_cache)
+            k, v, keys, layer_cache = layer_cache.append(k, v, positions)
+        mask = positions.mask(keys, k.size(2))
+        if config.position == 'rope' and config.n_sink:
+            mask = positions.mask_with_sinks(mask, q_unrotated, k, keys)
         if last_only:
             q, mask = q[:, :, -1:], None if mask is None else mask[..., -1:, :]
         y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
@@ -162,7 +192,7 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.gelu = nn.GELU()  # the exact one (arXiv:1606.08415)
+        self.gelu = nn.GELU(config.gelu)  # arXiv:1606.08415
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -191,15 +221,14 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
-            wpe=nn.Embedding(config.block_size, config.n_embd),
-            drop=nn.Dropout(config.dropout),
-            h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
-            ln_f=nn.LayerNorm(config.n_embd, bias=config.bias),
-        ))
+        t = self.transformer = nn.ModuleDict(dict(wte=nn.Embedding(config.vocab_size, config.n_embd)))
+        if config.position == 'learned':
+            t.wpe = nn.Embedding(config.block_size, config.n_embd)
+        t.drop = nn.Dropout(config.dropout)
+        t.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
+        t.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight  # one matrix reads tokens and writes them (arXiv:1608.05859)
+        t.wte.weight = self.lm_head.weight  # one matrix reads tokens and writes them (arXiv:1608.05859)
 
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
@@ -215,7 +244,7 @@ class GPT(nn.Module):
     def get_num_params(self, non_embedding=True):
         """Parameters, by default without the position embeddings (token embeddings stay: lm_head uses them)."""
         n_params = sum(p.numel() for p in self.parameters())
-        return n_params - self.transformer.wpe.weight.numel() if non_embedding else n_params
+        return n_params - sum(p.numel() for name, p in self.named_parameters() if 'wpe' in name and non_embedding)
 
     def empty_cache(self, batch_size):
         """A cache for batch_size sequences with nothing in it: n_layer tuples, in the dtype that the keys will have."""
@@ -223,54 +252,16 @@ class GPT(nn.Module):
         dtype, kind = w.dtype, w.device.type
         if dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        k = w.new_empty(batch_size, c.n_head, 0, c.n_embd // c.n_head, dtype=dtype)
-        return [LayerKVCache.empty_like(k, c.block_size) for _ in range(c.n_layer)]
+        k = w.new_empty(batch_size, c.n_kv_head, 0, c.head_dim, dtype=dtype)
+        return [(RollingKVCache if c.window else LayerKVCache).empty_like(k, c) for _ in range(c.n_layer)]
 
     def checked_cache_pos(self, cache_pos, B, T):
-        """
-        The position where T new tokens of each of B sequences begin: cache_pos, an int, or an integer tensor (B,) as
-        int64. ValueError if it is something else, negative, or if the tokens do not fit behind it.
-        """
-        smallest, largest, device = cache_pos, cache_pos, self.lm_head.weight.device
-        if isinstance(cache_pos, torch.Tensor):
-            cache_pos = as_int64('cache_pos', cache_pos)
-            if cache_pos.shape != (B,) or cache_pos.device != device:
-                raise ValueError(f"cache_pos must be ({B},), one for each sequence, on {device}; "
-                                 f"not {tuple(cache_pos.shape)} on {cache_pos.device}")
-            smallest, largest = cache_pos.aminmax() if B else (0, 0)
-        elif type(cache_pos) is not int:
-            raise ValueError(f"cache_pos must be an int or a tensor of integers, not {cache_pos!r}")
-        if smallest < 0:
-            raise ValueError(f"cache_pos must not be negative: {cache_pos}")
-        if largest + T > self.config.block_size:
-            raise ValueError(f"out of context: cache_pos {cache_pos} + {T} new tokens > "
-                             f"block_size {self.config.block_size}")
-        return cache_pos
+        """See `positions.checked_cache_pos`."""
+        return checked_cache_pos(self.config, self.lm_head.weight.device, cache_pos, B, T)
 
     def checked_input(self, idx, kv_cache):
-        """
-        Check tokens idx (B, T) and the cache that they go to, a list of tuples or None, before anything is written.
-        Returns (idx as int64, the position of its first token: an int or int64 (B,)). ValueError if they do not fit.
-        """
-        idx, c = as_int64('token ids', idx), self.config
-        if idx.dim() != 2 or idx.size(1) == 0:
-            raise ValueError(f"token ids must be (B, T) with at least one token, not {tuple(idx.shape)}")
-        if kv_cache is None:
-            return idx, self.checked_cache_pos(0, *idx.shape)
-        if len(kv_cache) != c.n_layer:
-            raise ValueError(f"kv_cache has {len(kv_cache)} layers, but the model has {c.n_layer}")
-        (first, _, given), shape = kv_cache[0], (len(idx), c.n_head, c.block_size, c.n_embd // c.n_head)
-        cache_pos, expected = self.checked_cache_pos(given, *idx.shape), (shape, first.dtype, idx.device)
-        for layer, (k_cache, v_cache, pos) in enumerate(kv_cache):
-            same = pos is given or type(pos) is type(given) is int and pos == given
-            if not same and not (isinstance(pos, torch.Tensor) and isinstance(given, torch.Tensor)
-                                 and torch.equal(self.checked_cache_pos(pos, *idx.shape), cache_pos)):
-                raise ValueError(f"cache_pos is {cache_pos} in layer 0 but {pos} in layer {layer}")
-            for name, cache in (('k_cache', k_cache), ('v_cache', v_cache)):
-                if (cache.shape, cache.dtype, cache.device) != expected:
-                    raise ValueError(f"{name} of layer {layer} is {tuple(cache.shape)}, {cache.dtype} on "
-                                     f"{cache.device}, but model, tokens and layer 0 need {expected}")
-        return idx, cache_pos
+        """See `positions.checked_input`."""
+        return checked_input(self.config, self.lm_head.weight.device, idx, kv_cache)
 
     def hidden_states(self, idx, positions, kv_cache=None, last_only=False):
         """
@@ -280,7 +271,9 @@ class GPT(nn.Module):
         Returns (x, kv_cache): x (B, T, C), or with last_only the last position's alone, (B, 1, C).
         """
         t = self.transformer
-        x = t.drop(t.wte(idx) + t.wpe(positions))
+        x = t.wte(idx)
+        x = t.drop(x + t.wpe(positions) if self.config.position == 'learned' else x)
+        positions = Positions(self.config, positions, x.dtype)
         layers, kv_cache = kv_cache or [None] * len(t.h), []
         for block, layer_cache in zip(t.h, layers):
             # no other block reads what the last one computes, so it computes only the position that is asked for
@@ -307,8 +300,13 @@ class GPT(nn.Module):
             positions = cache_pos[:, None] + torch.arange(idx.size(1), device=idx.device)
         else:
             positions = torch.arange(cache_pos, cache_pos + idx.size(1), device=idx.device)
-        x, kv_cache = self.hidden_states(idx, positions, kv_cache, last_only=targets is None)
-        logits = self.lm_head(x)
+        # a cache for a window takes window + 1 tokens at once, so that it need not hold more than two windows
+        chunk, parts = self.config.window + 1 if kv_cache and self.config.window else idx.size(1), []
+        for start in range(0, idx.size(1), chunk):
+            part = slice(start, start + chunk)
+            x, kv_cache = self.hidden_states(idx[:, part], positions[..., part], kv_cache, last_only=targets is None)
+            parts.append(x)
+        logits = self.lm_head(x if targets is None else torch.cat(parts, dim=1))
         if targets is None:
             return logits, None, kv_cache
         loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1), ignore_index=-1)
@@ -319,7 +317,7 @@ class GPT(nn.Module):
         What a decoder does: idx (B, T) -> (logits (B, 1, vocab_size), kv_cache). kv_cache=None begins a cache. Tokens
         that fill the window leave no room for a next one: they are computed without the cache, which stays as it is.
         """
-        if not use_cache or idx.size(1) == self.config.block_size:
+        if not use_cache or idx.size(1) == self.config.max_positions:
             return self(idx, use_cache=False)[0], kv_cache
         logits, _, kv_cache = self(idx, kv_cache=kv_cache, use_cache=True)
         return logits, kv_cache
@@ -331,16 +329,18 @@ class GPT(nn.Module):
 
         The model sees the last block_size tokens. With use_cache=True it reads the prompt once and then one token a
         step. Beyond block_size each new token moves all others to an earlier position, which changes their keys and
-        values, so there each step reads the whole window, with the cache or without. The tokens are the same.
+        values, so there each step reads the last block_size tokens, with the cache or without. The tokens are the same.
+        A model with a window and without learned positions sees all of the text through it, and goes on without end.
 
         temperature, top_k, top_p, generator: see `sample_token`. decoder: takes the place of the cached `step`.
         Raises ValueError on settings that make no sense. For stop tokens, for several threads: see generation.py.
         """
         check_sampling(temperature, top_k, top_p)
-        idx, block_size = as_int64('the prompt', idx), self.config.block_size
-        if idx.dim() != 2 or not idx.numel() or not 0 <= idx.min() <= idx.max() < self.config.vocab_size:
+        idx, c = as_int64('the prompt', idx), self.config
+        n_seen = -c.block_size if c.max_positions == c.block_size else None
+        if idx.dim() != 2 or not idx.numel() or not 0 <= idx.min() <= idx.max() < c.vocab_size:
             raise ValueError("the prompt must be (B, T), at least one token, of integers within the vocabulary of "
-                             f"{self.config.vocab_size}; its shape is {tuple(idx.shape)}")
+                             f"{c.vocab_size}; its shape is {tuple(idx.shape)}")
         if max_new_tokens < 0 or decoder and not use_cache:
             raise ValueError("max_new_tokens must be at least 0, and a decoder needs use_cache=True; not "
                              f"max_new_tokens={max_new_tokens}, use_cache={use_cache}")
@@ -349,16 +349,16 @@ class GPT(nn.Module):
         try:
             self.eval()
             with torch.inference_mode(), getattr(decoder, 'exclusive_use', nullcontext)():
-                idx_cond = idx[:, -block_size:]
+                idx_cond = idx[:, n_seen:]
                 for _ in range(max_new_tokens):
                     logits, kv_cache = step(idx_cond, kv_cache)
                     idx_next = sample_token(logits.squeeze(1), temperature, top_k, top_p, generator)
                     idx = torch.cat([idx, idx_next], dim=1)
-                    if kv_cache and idx.size(1) <= block_size:
+                    if kv_cache and idx.size(1) <= c.max_positions:
                         idx_cond = idx_next
-                    else:  # all of the window again, from position 0 on
-                        idx_cond = idx[:, -block_size:]
-                        kv_cache = kv_cache and [(k_cache, v_cache, 0) for k_cache, v_cache, _ in kv_cache]
+                    else:  # all that the model sees again, from position 0 on
+                        idx_cond = idx[:, n_seen:]
+                        kv_cache = kv_cache and [layer._replace(cache_pos=0) for layer in kv_cache]
         finally:
             for module in training:
                 module.training = True
@@ -370,9 +370,20 @@ class GPT(nn.Module):
         """Shorten the context window in place, e.g. of GPT-2's 1024 positions. Caches made before no longer fit."""
         if not 0 < block_size <= self.config.block_size:
             raise ValueError(f"block_size must be between 1 and the model's {self.config.block_size}, not {block_size}")
-        self.config.block_size = block_size
-        self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
-        self.transformer.wpe.num_embeddings = block_size
+        self.config = replace(self.config, block_size=block_size)
+        if self.config.position == 'learned':
+            self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
+            self.transformer.wpe.num_embeddings = block_size
+
+    def with_window(self, window, n_sink=0):
+        """
+        The same weights (they are shared) with another window and sinks. A model that was not trained with them
+        computes another function than before, and learned positions still end at block_size.
+        """
+        model = copy.copy(self)
+        model.config = copy.copy(self.config)
+        model.config.window, model.config.n_sink = window, n_sink  # not checked: a window may be all of block_size
+        return model
 
     def load_state_dict(self, state_dict, strict=True, assign=False):
         """As in torch; compiled models' `_orig_mod.` prefixes and older nanoGPT's mask buffers are dropped."""
@@ -385,17 +396,10 @@ class GPT(nn.Module):
         """
         GPT-2's weights: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder in Hugging Face format.
 
-        override_args may set dropout. GPT-2 was trained with the tanh approximation of GELU; like nanoGPT we use the
-        exact one, so logits differ a little. Raises ValueError on what cannot be loaded.
+        override_args may set dropout. Raises ValueError on what cannot be loaded.
         """
-        from formats import read_gpt2  # the one import from another file, for reading files from disk
-        sizes, state_dict = read_gpt2(model_type, override_args or {})
-        model = cls(GPTConfig(**sizes))
-        try:
-            model.load_state_dict(state_dict)
-        except RuntimeError as e:
-            raise ValueError(f"the weights of {model_type} are not a GPT-2's: {str(e).splitlines()[1].strip()}") from e
-        return model
+        from formats import from_pretrained  # the one import of its kind, for reading files from disk
+        return from_pretrained(cls, GPTConfig, model_type, override_args or {})
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         """AdamW: matrices and embeddings decay, biases and layer norms do not. Fused where torch has the kernel."""
