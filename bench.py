@@ -10,6 +10,9 @@ How fast, measured here and now.
     python bench.py --mode=caches            the caches of kvcache/: many requests at once, what they share
     python bench.py --mode=memory            the memory that generation needs, with the cache and without
     python bench.py --mode=loss              what dropping context and rounding weights cost a trained model, in nats
+    python bench.py --mode=positions         trains small models with each kind of positions, and compares them in nats
+    python bench.py --mode=endless           one long text through a rolling cache: nats, time and memory to the end
+    python bench.py --mode=recall            what a model with a window remembers, by distance
 
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run. Pictures go to out-bench/.
 """
@@ -25,7 +28,7 @@ from benchmarks.report import describe_machine, write_json
 from benchmarks.shapes import PROMPT, SHAPES, WITHIN_WINDOW, config_of, model_with_varied_text
 from device import pick_device, pick_dtype
 
-mode = 'train'            # train, generate, peers, caches, memory or loss
+mode = 'train'            # train, generate, peers, caches, memory, loss, positions, endless or recall
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode
 batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
@@ -39,6 +42,8 @@ repeats = 5               # timed runs of each
 max_seconds = 2.0         # of one timed run in peers mode, about: slow engines generate fewer tokens
 json = ''                 # a file to write the figures of all modes but train to
 png = 'auto'              # and one for their picture; auto is a name in out-bench/, '' is none
+iterations = 0            # of the models that positions, endless and recall train; 0 is 2,000, and for recall 500
+seeds = 3                 # models of each kind in positions mode, with the seeds `seed`, seed + 1, ...
 kv_cache = 'tuple'        # of generate mode: one more column: streams, unified or paged, or the tuple in kv_bits
 kv_bits = 0               # 8 or 4; 0 is float32
 seed = 1337               # of weights and data
@@ -49,12 +54,15 @@ OUT = 'out-bench'
 EXPECTED = {  # with the default settings, on two cores
     'train': '1 minute', 'generate': '1 minute for S, 5 for M and 20 for L, and ten times that with --batches=1,10',
     'peers': '5 to 10 minutes for each of S, M and L', 'caches': '1 minute', 'memory': '5 minutes', 'loss': '5 minutes',
+    'positions': '1 hour for training and 10 minutes for measuring, times 3 seeds',
+    'endless': '15 minutes, after the training of positions mode', 'recall': '10 minutes',
 }
 
 
 def main(config):
     torch.manual_seed(seed)
-    dev = pick_device('cpu' if mode in ('peers', 'caches') and device == 'auto' else device)
+    on_cpu = mode in ('peers', 'caches', 'positions', 'endless', 'recall')
+    dev = pick_device('cpu' if on_cpu and device == 'auto' else device)
     dt = pick_dtype(dtype, dev)
     auto_shape = {'peers': 'S,M,L', 'memory': 'S,M,L', 'caches': 'S,M'}.get(mode, 'S' if dev == 'cpu' else 'L')
     names = (auto_shape if shape == 'auto' else shape).split(',')
@@ -62,18 +70,19 @@ def main(config):
     print(f"{describe_machine(dev)}, {dt}")
     print(f"expected time with the default settings on two cores: about {EXPECTED[mode]}", file=sys.stderr)
     run = dict(train=bench_train, generate=bench_generate, peers=bench_peers, caches=bench_caches, memory=bench_memory,
-               loss=bench_loss)[mode]
+               loss=bench_loss, positions=bench_positions, endless=bench_endless, recall=bench_recall)[mode]
     run(names, dev, dt)
 
 
 def check_settings(names):
     """ValueError on settings that make no sense. names: the shapes that were asked for."""
     known = mode in EXPECTED
-    if not known or set(names) - set(SHAPES) or repeats < 1 or batch_size < 1 or max_seconds <= 0:
-        raise ValueError(f"mode is train, generate, peers, caches, memory or loss, shape any of {', '.join(SHAPES)}, "
-                         f"repeats and batch_size at least 1, max_seconds more than 0; "
-                         f"not mode {mode}, shape {','.join(names)}, repeats {repeats}, batch_size {batch_size}, "
-                         f"max_seconds {max_seconds}")
+    if (not known or set(names) - set(SHAPES) or repeats < 1 or batch_size < 1 or max_seconds <= 0 or seeds < 1
+            or iterations < 0):
+        raise ValueError(f"mode is {', '.join(EXPECTED)}, shape any of {', '.join(SHAPES)}, repeats, batch_size and "
+                         f"seeds at least 1, max_seconds more than 0, iterations at least 0; not mode {mode}, shape "
+                         f"{','.join(names)}, repeats {repeats}, batch_size {batch_size}, seeds {seeds}, max_seconds "
+                         f"{max_seconds}, iterations {iterations}")
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
 
@@ -161,6 +170,36 @@ def bench_loss(names, dev, dt):
     path, rows, by_context = loss.run(dev)
     write_json(json, dict(machine=describe_machine(dev), checkpoint=path, rows=rows, by_context=by_context))
     draw(loss.plot, 'loss_by_context.png', by_context, rows)
+
+
+def bench_positions(names, dev, dt):
+    from benchmarks import positions
+    check_small_models(dev, dt)
+    rows, streams, lines = positions.run(range(seed, seed + seeds), iterations or 2000)
+    write_json(json, dict(machine=describe_machine(dev), iterations=iterations or 2000, bins=positions.EDGES, rows=rows,
+                          streams=streams, lines=lines))
+    draw(positions.plot, 'positions.png', lines)
+
+
+def bench_endless(names, dev, dt):
+    from benchmarks import endless
+    check_small_models(dev, dt)
+    figures = endless.run(seed, iterations or 2000, repeats)
+    write_json(json, dict(machine=describe_machine(dev), **figures))
+    draw(endless.plot, 'endless.png', figures)
+
+
+def bench_recall(names, dev, dt):
+    from benchmarks import recall
+    check_small_models(dev, dt)
+    rows = recall.run(seed, iterations or 500)
+    write_json(json, dict(machine=describe_machine(dev), iterations=iterations or 500, rows=rows))
+    draw(recall.plot, 'recall.png', rows)
+
+
+def check_small_models(dev, dt):
+    if dev != 'cpu' or dt != 'float32':
+        raise ValueError(f"{mode} mode trains and measures on a CPU in float32: leave device and dtype at auto")
 
 
 if __name__ == '__main__':

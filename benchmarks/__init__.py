@@ -1,5 +1,5 @@
 """
-What is measured, and how. `bench.py` runs the first six of these; the others are scripts.
+What is measured, and how. `bench.py` runs the first nine of these; the others are scripts.
 
     train_step     time of a training iteration
     generate       tokens a second, with the cache and without
@@ -7,6 +7,9 @@ What is measured, and how. `bench.py` runs the first six of these; the others ar
     caches         the caches of kvcache/: time, and what they share
     memory         peak memory of generation
     loss           the cost of dropped context and rounded numbers, in nats
+    positions      the same model trained with each kind of positions and window, in nats
+    endless        one long text through a rolling cache: nats, time and memory to the end
+    recall         what a model with a window remembers, by distance
 
     busy.py              a decoder beside processes that keep the cores busy
     old_and_new.py       two work trees, timed in turns (timed_tree.py runs in each)

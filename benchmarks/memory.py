@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 from tqdm import tqdm
 
-from benchmarks.shapes import PROMPT, config_of
+from benchmarks.shapes import PROMPT, cache_bytes, config_of
 from device import DTYPES, autocast
 from model import GPT
 
@@ -31,7 +31,7 @@ def run(cases, bias, device, dtype):
     each = [(*case, use_cache) for case in cases for use_cache in (False, True)]
     for name, B, n, use_cache in tqdm(each, desc='memory', leave=False, disable=None):
         c = config_of(name, bias)
-        formula = use_cache * 2 * c.n_layer * B * c.block_size * c.n_embd * DTYPES[dtype].itemsize
+        formula = use_cache * cache_bytes(c, B, DTYPES[dtype].itemsize)
         row = dict(shape=name, batch=B, new_tokens=n, use_cache=use_cache, formula=formula,
                    **measure_in_new_process(c, B, PROMPT, n, use_cache, device, dtype))
         rows.append(row)

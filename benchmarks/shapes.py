@@ -1,4 +1,4 @@
-"""The models that are measured: three shapes, with random weights."""
+"""The models that are measured: three shapes, with random weights, and the memory of their caches."""
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,12 @@ WITHIN_WINDOW = {'S': 122, 'M': 200, 'L': 50}  # new tokens that fit after the p
 def config_of(name, bias):
     """The configuration of a shape, with or without bias."""
     return replace(SHAPES[name], bias=bias)
+
+
+def cache_bytes(config, batch_size, number=4):
+    """Bytes of the keys and values of a cache. number: bytes of one number."""
+    c = config
+    return 2 * c.n_layer * batch_size * c.n_kv_head * c.head_dim * c.n_slots * number
 
 
 def model_with_varied_text(config):

@@ -1,0 +1,218 @@
+"""
+What the positions of a model and its window are worth: the same small model trained with each, on tinyshakespeare.
+
+    python bench.py --mode=positions
+
+Trains S (4 layers of 128 channels, block_size 64) with each of MODELS for 2,000 iterations, by train.py, in a folder of
+its own; models that are trained already are not trained again. Measures, in nats a character of the validation text:
+the loss within block_size, by position far past it, of all of the text as one stream, and of a model that was trained
+without a window and is cut to one. Speed and memory are measured by benchmarks/endless.py.
+"""
+import os
+import subprocess
+import sys
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import checkpoint as checkpoints
+from benchmarks.shapes import cache_bytes
+from model import GPT, GPTConfig
+from training.batches import open_tokens, prepare
+from training.plotting import plt, save
+
+DATA = os.path.join('data', 'shakespeare_char')
+
+FOLDER = os.path.join('out-bench', 'positions')  # not out*/ckpt.pt, where sample.py looks for the newest model
+MODELS = {
+    'learned': (),
+    'rope': ('--position=rope',),
+    'alibi': ('--position=alibi',),
+    'none': ('--position=none',),
+    'rope, 2 kv heads': ('--position=rope', '--n_kv_head=2'),
+    'rope, 1 kv head': ('--position=rope', '--n_kv_head=1'),
+    'rope, window 32': ('--position=rope', '--window=32'),
+    'rope, window 32, 4 sinks': ('--position=rope', '--window=32', '--n_sink=4'),
+}
+# the README's command for a CPU, with the last model kept and not the one that did best on a few batches
+COMMON = ('config/train_shakespeare_char.py', '--device=cpu', '--block_size=64', '--batch_size=12', '--n_layer=4',
+          '--n_head=4', '--n_embd=128', '--dropout=0.0', '--learning_rate=3e-3', '--min_lr=1e-4', '--warmup_iters=100',
+          '--eval_iters=20', '--always_save_checkpoint=True')
+CUTS = [(window, n_sink) for window in (32, 60) for n_sink in (0, 1, 4)]  # of the rope model that has no window
+EDGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+STRETCHES = 32  # pieces of the validation text, of EDGES[-1] + 1 characters
+
+
+def folder_of(name, seed):
+    return os.path.join(FOLDER, f"{name.replace(', ', '-').replace(' ', '_')}-{seed}")
+
+
+def train(name, seed, iterations):
+    """Train a model of MODELS by train.py, unless it is trained already. Returns its folder."""
+    folder = folder_of(name, seed)
+    path = os.path.join(folder, 'ckpt.pt')
+    if not os.path.exists(path) or checkpoints.load(path)['iter_num'] < iterations:
+        print(f"training {name}, seed {seed}", flush=True)
+        command = [sys.executable, 'train.py', *COMMON, *MODELS[name], f'--seed={seed}', f'--out_dir={folder}',
+                   *(f'--{setting}={iterations}' for setting in ('max_iters', 'lr_decay_iters', 'eval_interval'))]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ValueError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+def load(name, seed):
+    """A trained model, in eval mode."""
+    return checkpoints.build(checkpoints.load(os.path.join(folder_of(name, seed), 'ckpt.pt')), GPT, GPTConfig).eval()
+
+
+def validation_text():
+    """The token ids of the validation text, int64 (N,)."""
+    if not os.path.exists(os.path.join(DATA, 'val.bin')):
+        prepare(DATA)
+    return torch.from_numpy(open_tokens(DATA, 'val', 1).astype('int64'))
+
+
+@torch.inference_mode()
+def nats(model, rows):
+    """
+    The loss of each token of rows (B, T + 1), given all tokens of its row before it: (B, T).
+
+    A model whose positions do not end reads rows of any length. What exceeds its window goes through its cache.
+    """
+    losses, T = [], rows.size(1) - 1
+    rolling = 0 < model.config.window < T
+    for part in rows.split(len(rows) if rolling else max(1, 2**22 // T**2)):
+        x, y = part[:, :-1], part[:, 1:]
+        logits = model(x, y, kv_cache=model.empty_cache(len(x)) if rolling else None)[0]
+        losses.append(F.cross_entropy(logits.transpose(1, 2), y, reduction='none'))
+    return torch.cat(losses)
+
+
+@torch.inference_mode()
+def cropped_nats(model, rows, stride):
+    """
+    The loss of the tokens block_size, block_size + stride, ... of rows (B, T + 1), given the block_size tokens before,
+    each in a pass of its own, as when_full='crop' computes them: (B, n).
+    """
+    losses, windows = [], rows.unfold(1, model.config.block_size + 1, stride)
+    for part in windows.flatten(0, 1).split(256):
+        logits = model(part[:, :-1], use_cache=False)[0]
+        losses.append(F.cross_entropy(logits[:, -1], part[:, -1], reduction='none'))
+    return torch.cat(losses).view(len(rows), -1)
+
+
+def binned(losses, contexts):
+    """
+    The mean of losses (B, n) in each bin of EDGES, as a list; None where a bin is empty.
+
+    contexts: int64 (n,), the number of tokens before each; bin i has those in EDGES[i] + 1 ... EDGES[i + 1].
+    """
+    bins = torch.bucketize(contexts, torch.tensor(EDGES)) - 1
+    return [losses[:, bins == i].mean().item() if (bins == i).any() else None for i in range(len(EDGES) - 1)]
+
+
+def without_end(model):
+    """The model with positions beyond block_size: a window as long as the stretches hides nothing of them."""
+    return model if model.config.window else model.with_window(EDGES[-1])
+
+
+def by_position(model, stretches):
+    """The loss in nats in each bin of EDGES, on stretches (B, EDGES[-1] + 1). Learned positions end at block_size."""
+    size = model.config.block_size
+    if model.config.position == 'learned':
+        return binned(nats(model, stretches[:, :size + 1]), torch.arange(1, size + 1))
+    return binned(nats(without_end(model), stretches), torch.arange(1, stretches.size(1)))
+
+
+def cropped_by_position(model, stretches, stride=8):
+    """`by_position` from block_size on, where the model gets the last block_size tokens, of every stride-th token."""
+    losses, size = cropped_nats(model, stretches, stride), model.config.block_size
+    return binned(losses, size + stride * torch.arange(losses.size(1)))
+
+
+def stream_nats(model, text, stride, crop=False):
+    """
+    The losses of every stride-th token of text (N,) that has a full context, (n,). The text is one stream: the model's
+    window rolls over it, or with crop the model gets the last block_size tokens.
+    """
+    if crop:
+        return cropped_nats(model, text[None], stride)[0]
+    return nats(model, text[None])[0, model.config.block_size - 1::stride]
+
+
+def mean(values):
+    """The mean of lists of equal lengths, element by element; None stays None."""
+    return [None if column[0] is None else sum(column) / len(column) for column in zip(*values)]
+
+
+def run(seeds, iterations, stride=4):
+    """
+    Train and measure. Prints the results, and returns (rows, streams, lines), lists of dicts.
+
+    rows: of a model its parameters, the bytes of its cache for a sequence, and val: the loss within block_size, a
+    number a seed. streams: of a model and how its context goes on (`how`) the loss of the validation text as one
+    stream, a number a seed; by_10000: the means of 10,000 tokens each, of the first seed. lines: of the same the loss
+    in each bin of EDGES, mean over the seeds. stride: every stride-th token of a stream counts.
+    """
+    for seed in seeds:
+        for name in MODELS:
+            train(name, seed, iterations)
+    text = validation_text()
+    stretches = text.unfold(0, EDGES[-1] + 1, (len(text) - EDGES[-1] - 1) // (STRETCHES - 1))[:STRETCHES]
+    rows, streams, lines = [], [], []
+    for name in tqdm(MODELS, desc='positions', disable=None):
+        models = [load(name, seed) for seed in seeds]
+        c = models[0].config
+        rows.append(dict(
+            model=name, parameters=models[0].get_num_params(non_embedding=False), cache_bytes=cache_bytes(c, 1),
+            val=[nats(model, text.unfold(0, c.block_size + 1, c.block_size)).mean().item() for model in models]))
+        say(f"{name}: {rows[-1]['parameters']:,} parameters, cache {rows[-1]['cache_bytes']:,} bytes, within "
+            "block_size", rows[-1]['val'])
+        lines.append(dict(model=name, how='', nats=mean([by_position(model, stretches) for model in models])))
+        ways = {'the window rolls': models} if c.window else {'crop': models} if name in ('learned', 'rope') else {}
+        if name == 'rope':
+            ways |= {f'window {window}, {n_sink} sinks': [model.with_window(window, n_sink) for model in models]
+                     for window, n_sink in CUTS}
+        for how, ways_models in ways.items():
+            losses = [stream_nats(model, text, stride, how == 'crop') for model in ways_models]
+            streams.append(dict(model=name, how=how, nats=[loss.mean().item() for loss in losses],
+                                by_10000=[part.mean().item() for part in losses[0].split(10000 // stride)]))
+            say(f"    in one stream, {how}", streams[-1]['nats'])
+            if not c.window:
+                measure = cropped_by_position if how == 'crop' else by_position
+                binned_losses = mean([measure(model, stretches) for model in ways_models])
+                lines.append(dict(model=name, how=how, nats=binned_losses))
+    return rows, streams, lines
+
+
+def say(what, values):
+    """Print losses, a number a seed, and their mean."""
+    tqdm.write(f"{what}: {sum(values) / len(values):.4f} nats ({', '.join(f'{v:.4f}' for v in values)})")
+
+
+def plot(lines, path):
+    """Loss by position: of the models, and of the rope model cut to windows. lines: those of `run`."""
+    fig, axes = plt.subplots(1, 2, figsize=(12, 5.2), layout='constrained', sharey=True)
+    middles = [(low + 1 + high) / 2 for low, high in zip(EDGES, EDGES[1:])]
+    of_models = [line for line in lines if not line['how'].startswith('window')]
+    cut = [line for line in lines if line['model'] == 'rope' and line not in of_models]
+    reference = [line for line in lines if line['model'] in ('rope, window 32', 'rope, window 32, 4 sinks')]
+    for ax, shown, title in ((axes[0], of_models, 'trained as they are used'),
+                             (axes[1], reference + cut, 'the rope model without a window, cut to one')):
+        for i, line in enumerate(shown):
+            points = [(x, y) for x, y in zip(middles, line['nats']) if y is not None]
+            label = ', '.join(filter(None, (line['model'], line['how'])))
+            label = f"trained with it: {label}" if line in reference and ax is axes[1] else label
+            ax.plot(*zip(*points), label=label, color=f'C{i % 10}', lw=1.5, marker='.',
+                    ls='--' if line['how'] == 'crop' or line in reference and ax is axes[1] else '-')
+        ax.axvline(64, color='0.5', ls=':')
+        ax.annotate('block_size', (64, 0.98), xycoords=('data', 'axes fraction'), rotation=90, va='top', ha='right',
+                    fontsize=9, color='0.3')
+        ax.set(xscale='log', xlabel='tokens before the predicted one', title=title)
+        ax.set_xticks([1, 4, 16, 64, 256, 1024], ['1', '4', '16', '64', '256', '1,024'])
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=8)
+    axes[0].set(ylabel='nats a character')
+    save(fig, path)

@@ -1,0 +1,244 @@
+"""The measurements of positions, of endless streams and of recall count what they say. The speeds are not tested."""
+import json
+import os
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import run, sizes
+
+from benchmarks import endless, positions, recall
+from benchmarks.shapes import cache_bytes
+from model import GPT, GPTConfig
+
+BLOCK = 16
+KINDS = {
+    'learned': {},
+    'rope': dict(position='rope'),
+    'alibi': dict(position='alibi'),
+    'none': dict(position='none'),
+    'rope, 2 kv heads': dict(position='rope', n_kv_head=2),
+    'rope, 1 kv head': dict(position='rope', n_kv_head=1),
+    'rope, window 32': dict(position='rope', window=5),
+    'rope, window 32, 4 sinks': dict(position='rope', window=5, n_sink=2),
+}
+
+
+def tiny(kind, **more):
+    torch.manual_seed(3)
+    args = dict(block_size=BLOCK, vocab_size=11, n_layer=2, n_head=4, n_embd=16, bias=False)
+    return GPT(GPTConfig(**args | KINDS[kind] | more)).double().eval()
+
+
+@pytest.mark.parametrize('window, n_sink', [(0, 0), (5, 0), (5, 3)])
+@pytest.mark.parametrize('position, n_kv_head', product(('learned', 'rope', 'alibi', 'none'), (1, 2, 4)))
+def test_the_memory_formula_is_what_is_allocated(position, n_kv_head, window, n_sink):
+    model = GPT(GPTConfig(block_size=BLOCK, vocab_size=11, n_layer=3, n_head=4, n_embd=24, position=position,
+                          n_kv_head=n_kv_head, window=window, n_sink=n_sink))
+    n_slots = n_sink + 2 * window if window else BLOCK
+    for B, dtype in product((1, 3), (torch.float32, torch.bfloat16)):
+        model.to(dtype)
+        held, size = sum(t.untyped_storage().nbytes() for layer in model.empty_cache(B) for t in layer[:2]), dtype.itemsize
+        assert held == cache_bytes(model.config, B, size) == 2 * 3 * B * n_kv_head * 6 * n_slots * size
+
+
+def losses_of_one_pass(model, rows):
+    x, y = rows[:, :-1], rows[:, 1:]
+    return F.cross_entropy(model(x, y)[0].transpose(1, 2), y, reduction='none')
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_nats_are_those_of_one_pass(kind):
+    model, rows = tiny(kind), torch.randint(11, (3, 101 if 'window' in kind else BLOCK + 1))
+    with torch.no_grad():
+        assert torch.allclose(positions.nats(model, rows), losses_of_one_pass(model, rows), atol=1e-10)
+
+
+@pytest.mark.parametrize('kind', ['learned', 'rope', 'rope, window 32'])
+def test_cropped_nats_are_those_of_windows_computed_one_by_one(kind):
+    model, rows = tiny(kind), torch.randint(11, (2, 61))
+    found, stride = positions.cropped_nats(model, rows, 3), 3
+    assert found.shape == (2, 15)
+    for row, k in product(range(2), range(15)):
+        t = BLOCK + k * stride
+        logits = model(rows[row:row + 1, t - BLOCK:t])[0][0, -1]
+        assert abs(found[row, k] + logits.log_softmax(-1)[rows[row, t]]) < 1e-10
+    text = rows[0]
+    assert torch.equal(positions.stream_nats(model, text, 3, crop=True), found[0])
+    if model.config.window:
+        whole = losses_of_one_pass(model, text[None])[0]
+        assert torch.allclose(positions.stream_nats(model, text, 3), whole[BLOCK - 1::3], atol=1e-10)
+
+
+def test_bins_hold_the_contexts_between_their_edges(monkeypatch):
+    monkeypatch.setattr(positions, 'EDGES', (0, 1, 2, 4, 8))
+    losses = torch.tensor([[1.0, 2.0, 3.0, 5.0, 7.0], [3.0, 2.0, 3.0, 5.0, 9.0]])
+    assert positions.binned(losses, torch.arange(1, 6)) == [2.0, 2.0, 4.0, 8.0]
+    assert positions.binned(losses[:, :2], torch.tensor([4, 5])) == [None, None, 2.0, 2.0]
+    assert positions.mean([[1.0, None, 3.0], [2.0, None, 5.0]]) == [1.5, None, 4.0]
+
+
+def test_a_stream_token_by_token_is_the_whole_text_under_the_band():
+    torch.manual_seed(0)
+    text = torch.randint(11, (250,))
+    models = {kind: tiny(kind) for kind in ('learned', 'rope, window 32', 'rope, window 32, 4 sinks')}
+    ways = {kind: endless.rolling(model.step, model) for kind, model in models.items() if model.config.window}
+    measured, resident = endless.stream(ways | {'crop': endless.cropping(models['learned'])}, text)
+    for kind in ways:
+        losses, seconds = measured[kind]
+        with torch.no_grad():
+            assert torch.allclose(losses.double(), losses_of_one_pass(models[kind], text[None])[0], atol=1e-5)
+        assert (seconds > 0).all() and len(seconds) == 249
+    cropped = positions.cropped_nats(models['learned'], text[None], 1)[0]
+    assert torch.allclose(measured['crop'][0][BLOCK - 1:].double(), cropped, atol=1e-5)
+    assert len(resident) == 1
+
+
+def test_tokens_at_two_places_are_timed_as_often_and_at_their_places():
+    model, text, seen = tiny('rope, window 32, 4 sinks'), torch.randint(11, (200,)), []
+
+    def step(idx, kv_cache):
+        seen.append((kv_cache[0].cache_pos, idx.item()))
+        return model.step(idx, kv_cache)
+    seconds = endless.time_at(step, model, text, (7, 150), rounds=3)
+    assert [len(times) for times in seconds.values()] == [3 * 12] * 2
+    once = [(t, text[t].item()) for place in (7, 150) for t in range(place, place + 12)]
+    assert seen == once * 4
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """positions and endless with tiny random models and a short text."""
+    torch.manual_seed(1)
+    text, trained = torch.randint(11, (700,)), []
+    monkeypatch.setattr(positions, 'EDGES', (0, 1, 4, BLOCK, 64))
+    monkeypatch.setattr(positions, 'train', lambda name, seed, iterations: trained.append((name, seed, iterations)))
+    monkeypatch.setattr(positions, 'load', lambda name, seed: tiny(name).float())
+    monkeypatch.setattr(positions, 'validation_text', lambda: text)
+    monkeypatch.setattr(positions, 'CUTS', [(8, 0), (6, 2)])
+    monkeypatch.setattr(endless, 'PLACES', (20, 300))
+    monkeypatch.setattr(endless, 'SPAN', 100)
+    return trained
+
+
+def test_the_comparison_of_positions(small, tmp_path, capsys):
+    rows, streams, lines = positions.run([5, 6], 7, stride=2)
+    assert small == [(name, seed, 7) for seed in (5, 6) for name in positions.MODELS]
+    assert [row['model'] for row in rows] == list(positions.MODELS) == list(KINDS)
+    assert [row['cache_bytes'] for row in rows] == [2 * 2 * heads * 4 * slots * 4 for heads, slots in (
+        (4, 16), (4, 16), (4, 16), (4, 16), (2, 16), (1, 16), (4, 10), (4, 12))]
+    assert rows[0]['parameters'] - rows[1]['parameters'] == BLOCK * 16  # wpe
+    assert all(len(row['val']) == 2 and row['val'][0] == row['val'][1] for row in rows)  # the same model twice
+    ways = [(stream['model'], stream['how']) for stream in streams]
+    assert ways == [('learned', 'crop'), ('rope', 'crop'), ('rope', 'window 8, 0 sinks'), ('rope', 'window 6, 2 sinks'),
+                    ('rope, window 32', 'the window rolls'), ('rope, window 32, 4 sinks', 'the window rolls')]
+    by_name = {(line['model'], line['how']): line['nats'] for line in lines}
+    assert [n is None for n in by_name['learned', '']] == [False] * 3 + [True]
+    assert [n is None for n in by_name['learned', 'crop']] == [True, True, False, False]  # 16 tokens are a full context
+    assert None not in by_name['alibi', ''] + by_name['rope', 'window 8, 0 sinks']
+    positions.plot(lines, tmp_path / 'p.png')
+    assert (tmp_path / 'p.png').read_bytes().startswith(b'\x89PNG') and 'in one stream, crop' in capsys.readouterr().out
+
+
+def test_the_endless_stream_of_a_trained_model(small, monkeypatch, tmp_path):
+    monkeypatch.setattr(endless, 'time_training', lambda seed, repeats: {'rope': 1.0})
+    figures = endless.run(5, 7, repeats=1)
+    assert len(small) == len(positions.MODELS)
+    rows = {row['way']: row for row in figures['stream']}
+    assert set(rows) == {'learned, crop', *(name + way for name in endless.WINDOWS for way in ('', endless.EAGER))}
+    for name in endless.WINDOWS:
+        plain, eager = rows[name], rows[name + endless.EAGER]
+        assert plain['by_span'] == pytest.approx(eager['by_span'], abs=1e-5) and len(plain['by_span']) == 6
+        assert plain['cache_bytes'] == 2 * 2 * 4 * 4 * (10 if name == endless.WINDOWS[0] else 12) * 4
+    assert [(row['way'], row['place']) for row in figures['places'][:2]] == [(endless.WINDOWS[0], 20),
+                                                                           (endless.WINDOWS[0], 300)]
+    assert len(figures['resident_bytes']) == 7
+    endless.plot(json.loads(json.dumps(figures)), tmp_path / 'e.png')
+    assert (tmp_path / 'e.png').read_bytes().startswith(b'\x89PNG')
+    monkeypatch.setattr(endless, 'PLACES', (20, 600))
+    with pytest.raises(ValueError, match='has 700 characters'):
+        endless.run(5, 7, repeats=1)
+
+
+def test_a_text_of_the_recall_task_asks_for_its_marked_token():
+    place = torch.tensor([0, 3, 9])
+    tokens, targets = recall.texts(3, 10, place, torch.Generator().manual_seed(0))
+    assert (tokens < recall.MARKED).sum(dim=1).tolist() == [1, 1, 1]
+    for row, p in enumerate(place):
+        assert targets[row].tolist() == [-1] * p + [tokens[row, p].item()] * (10 - p)
+
+
+class Remembers:
+    """Knows the last marked token within `reach` positions, and says `MARKED` (which is noise) beyond."""
+
+    def __init__(self, reach):
+        self.reach, self.config = reach, GPTConfig(vocab_size=recall.MARKED + recall.NOISE)
+
+    def __call__(self, tokens, targets, kv_cache):
+        said = torch.full_like(tokens, recall.MARKED)
+        for d in range(self.reach + 1):
+            ago = F.pad(tokens, (d, 0), value=recall.MARKED)[:, :tokens.size(1)]
+            said = torch.where((ago < recall.MARKED) & (said == recall.MARKED), ago, said)
+        return F.one_hot(said, recall.MARKED + recall.NOISE).float(), None, kv_cache
+
+
+def test_accuracy_is_by_distance():
+    assert recall.accuracy(Remembers(5), 4, 9, 20, 0) == [1.0] * 6 + [0.0] * 4
+
+
+@pytest.mark.parametrize('n_layer, window', [(1, 4), (3, 4), (2, 6)])
+def test_no_token_beyond_the_layers_times_the_window_is_seen(n_layer, window):
+    """And the last one within is: a trained model can recall it, as the figure shows, and nothing further back."""
+    model, reach = tiny('rope', window=window, n_layer=n_layer), n_layer * (window - 1)
+    idx = torch.randint(11, (1, 40))
+    logits, changes = model(idx, use_cache=False)[0], []
+    for distance in range(1, 30):
+        changed = idx.clone()
+        changed[0, -1 - distance] = (idx[0, -1 - distance] + 1) % 11
+        changes.append(not torch.equal(model(changed, use_cache=False)[0], logits))
+    assert changes == [distance <= reach for distance in range(1, 30)]
+
+
+def test_the_recall_task_is_trained_and_drawn(monkeypatch, tmp_path, capsys):
+    for name, value in dict(WINDOW=4, BLOCK_SIZE=256, FARTHEST=20).items():
+        monkeypatch.setattr(recall, name, value)
+    monkeypatch.setattr(recall, 'MODELS', {'window': dict(window=4, n_sink=2), 'none': {}})
+    rows = recall.run(0, 3, n=8, far=40)
+    assert [(row['model'], row['place'], len(row['accuracy'])) for row in rows] == [
+        ('window', 16, 21), ('window', 40, 21), ('window', 1, 21), ('none', 16, 21)]
+    assert capsys.readouterr().out.count('n_layer * (W - 1) = 12') == 4
+    recall.plot(rows, tmp_path / 'r.png')
+    assert (tmp_path / 'r.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_models_are_trained_once_by_train_py(repo, monkeypatch):
+    monkeypatch.chdir(repo)
+    name = 'rope, window 32, 4 sinks'
+    folder = positions.train(name, 4, 1)
+    written = os.path.getmtime(os.path.join(folder, 'ckpt.pt'))
+    assert positions.train(name, 4, 1) == folder and os.path.getmtime(os.path.join(folder, 'ckpt.pt')) == written
+    c = positions.load(name, 4).config
+    assert (c.position, c.window, c.n_sink, c.block_size, c.n_embd, c.n_layer) == ('rope', 32, 4, 64, 128, 4)
+    assert len(positions.validation_text()) > 1000
+    monkeypatch.setitem(positions.MODELS, 'wrong', ('--window=64',))
+    with pytest.raises(ValueError, match='failed: train.py: error: window 64 must be less than block_size 64'):
+        positions.train('wrong', 4, 1)
+
+
+@pytest.mark.skipif(sizes(True, False), reason="trains eight models: in make test-all")
+def test_positions_mode(repo):
+    done = run(repo, 'bench.py', '--mode=positions', '--iterations=1', '--seeds=1', '--json=p.json', '--png=p.png')
+    assert done.returncode == 0, done.stderr
+    figures = json.loads((repo / 'p.json').read_text())
+    assert [row['model'] for row in figures['rows']] == list(positions.MODELS) and figures['iterations'] == 1
+    assert (repo / 'p.png').read_bytes().startswith(b'\x89PNG')
+    short = run(repo, 'bench.py', '--mode=endless', '--iterations=1', '--json=e.json')
+    assert short.returncode == 2 and 'prepare tinyshakespeare' in short.stderr
+
+
+def test_settings_of_these_modes_that_make_no_sense_end_in_one_line(repo):
+    for wrong, said in (('--seeds=0', 'seeds at least 1'), ('--iterations=-1', 'iterations at least 0'),
+                        ('--dtype=bfloat16', 'on a CPU in float32')):
+        done = run(repo, 'bench.py', '--mode=recall', wrong)
+        assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
