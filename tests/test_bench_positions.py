@@ -39,7 +39,8 @@ def test_the_memory_formula_is_what_is_allocated(position, n_kv_head, window, n_
     n_slots = n_sink + 2 * window if window else BLOCK
     for B, dtype in product((1, 3), (torch.float32, torch.bfloat16)):
         model.to(dtype)
-        held, size = sum(t.untyped_storage().nbytes() for layer in model.empty_cache(B) for t in layer[:2]), dtype.itemsize
+        held = sum(t.untyped_storage().nbytes() for layer in model.empty_cache(B) for t in layer[:2])
+        size = dtype.itemsize
         assert held == cache_bytes(model.config, B, size) == 2 * 3 * B * n_kv_head * 6 * n_slots * size
 
 
