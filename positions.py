@@ -261,10 +261,14 @@ class RollingKVCache(NamedTuple):
         if T > window + 1:
             raise ValueError(f"a cache for a window of {window} takes {window + 1} new tokens at once, not {T}: "
                              "split them")
-        if isinstance(start, torch.Tensor):
+        held = first.tolist() or [n_sink]         # the first position that is stored behind the sinks
+        if isinstance(start, torch.Tensor) or held.count(held[0]) < len(held):
             return self.append_ragged(k, v, positions)
-        held = int(first[0]) if len(first) else n_sink  # the first position that is stored after the sinks
-        needed = max(n_sink, start - window + 1)        # the first one that the new tokens see
+        held = held[0]
+        needed = max(n_sink, start - window + 1)  # the first one that the new tokens see
+        if held > needed >= start:                # they see none of them
+            first.fill_(needed)
+            held = needed
         if held > needed:
             raise ValueError(f"positions {needed} to {held - 1} are not in the cache any more, and a token at {start} "
                              "sees them: compute the sequence again")
@@ -291,7 +295,9 @@ class RollingKVCache(NamedTuple):
         """`append` for sequences of different lengths: each has its own `first`."""
         (k_cache, v_cache, start, first), (B, _, T, _) = self, k.shape
         window, n_sink, n_slots = positions.config.window, positions.config.n_sink, k_cache.size(2)
+        cache_pos, start = start, torch.as_tensor(start, device=k.device).expand(B)
         held, needed = first.to(k.device), (start - window + 1).clamp(min=n_sink)
+        held = torch.where(needed >= start, torch.minimum(held, needed), held)
         if bool((held > needed).any()):
             raise ValueError(f"positions before {held.tolist()} are not in the cache any more, and tokens at "
                              f"{start.tolist()} see them: compute the sequences again")
@@ -303,14 +309,14 @@ class RollingKVCache(NamedTuple):
             for cache in (k_cache, v_cache):
                 cache[rows, :, n_sink:] = cache[rows[:, None], :, moved].transpose(1, 2)
             held = torch.where(full, needed, held)
-            first.copy_(held)
+        first.copy_(held)
         slots = (n_sink + start - held)[:, None] + torch.arange(T, device=k.device)
         rows = torch.arange(B, device=k.device)[:, None]
         k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
         n = int(slots.max()) + 1
         pos = torch.arange(n, device=k.device)
         keys = Keys(torch.where(pos < n_sink, pos, pos + (held - n_sink)[:, None]))
-        return k_cache[:, :, :n], v_cache[:, :, :n], keys, RollingKVCache(k_cache, v_cache, start + T, first)
+        return k_cache[:, :, :n], v_cache[:, :, :n], keys, RollingKVCache(k_cache, v_cache, cache_pos + T, first)
 
     def clone(self):
         """A copy with storage of its own, to branch from."""
