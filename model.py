@@ -89,9 +89,9 @@ class LayerKVCache(NamedTuple):
     cache_pos: int | torch.Tensor
 
     @classmethod
-    def empty_like(cls, k, config):
+    def empty_like(cls, k, block_size):
         """A zero-filled cache for keys such as k (B, n_kv_head, T, head_dim), in their dtype, on their device."""
-        shape = (*k.shape[:2], config.block_size, k.size(3))
+        shape = (*k.shape[:2], block_size, k.size(3))
         return cls(k.new_zeros(shape), k.new_zeros(shape), 0)
 
     def append(self, k, v, positions):
@@ -253,7 +253,9 @@ class GPT(nn.Module):
         if dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         k = w.new_empty(batch_size, c.n_kv_head, 0, c.head_dim, dtype=dtype)
-        return [(RollingKVCache if c.window else LayerKVCache).empty_like(k, c) for _ in range(c.n_layer)]
+        if c.window:
+            return [RollingKVCache.empty_like(k, c.window, c.n_sink) for _ in range(c.n_layer)]
+        return [LayerKVCache.empty_like(k, c.block_size) for _ in range(c.n_layer)]
 
     def checked_cache_pos(self, cache_pos, B, T):
         """See `positions.checked_cache_pos`."""
@@ -358,7 +360,7 @@ class GPT(nn.Module):
                         idx_cond = idx_next
                     else:  # all that the model sees again, from position 0 on
                         idx_cond = idx[:, n_seen:]
-                        kv_cache = kv_cache and [layer._replace(cache_pos=0) for layer in kv_cache]
+                        kv_cache = kv_cache and [(k_cache, v_cache, 0, *first) for k_cache, v_cache, _, *first in kv_cache]
         finally:
             for module in training:
                 module.training = True

@@ -245,10 +245,10 @@ class RollingKVCache(NamedTuple):
     first: torch.Tensor
 
     @classmethod
-    def empty_like(cls, k, config):
+    def empty_like(cls, k, window, n_sink):
         """A zero-filled cache for keys such as k (B, n_kv_head, T, head_dim), in their dtype, on their device."""
-        shape = (*k.shape[:2], config.n_slots, k.size(3))
-        first = torch.full((len(k),), config.n_sink, dtype=torch.int64, device='cpu')
+        shape = (*k.shape[:2], n_sink + 2 * window, k.size(3))
+        first = torch.full((len(k),), n_sink, dtype=torch.int64, device='cpu')
         return cls(k.new_zeros(shape), k.new_zeros(shape), 0, first)
 
     def append(self, k, v, positions):

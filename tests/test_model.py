@@ -306,16 +306,19 @@ def test_a_cache_that_does_not_fit_is_refused_and_left_alone(what, cache, idx):
 
 def test_attention_itself_refuses_what_does_not_fit():
     model = tiny().eval()
-    attn, positions = model.transformer.h[0].attn, torch.arange(16)
-    _, cache = attn(torch.randn(2, 15, 16), positions[:15], model.empty_cache(2)[0])
+    attn = model.transformer.h[0].attn
+
+    def positions(start, end):
+        return Positions(model.config, torch.arange(start, end), torch.float32)
+    _, cache = attn(torch.randn(2, 15, 16), positions(0, 15), model.empty_cache(2)[0])
     for x in (torch.randn(2, 2, 16), torch.randn(1, 1, 16), torch.randn(3, 1, 16)):
         with pytest.raises(ValueError):
-            attn(x, positions[15:15 + x.size(1)], cache)
-    y, cache = attn(torch.randn(2, 1, 16), positions[15:], cache)
+            attn(x, positions(15, 15 + x.size(1)), cache)
+    y, cache = attn(torch.randn(2, 1, 16), positions(15, 16), cache)
     assert y.shape == (2, 1, 16) and cache.cache_pos == 16
     with pytest.raises(ValueError, match='16 .* 1 .* 16'):
-        attn(torch.randn(2, 1, 16), positions[15:], cache)
-    assert attn(torch.randn(2, 3, 16), positions[:3])[1] is None
+        attn(torch.randn(2, 1, 16), positions(15, 16), cache)
+    assert attn(torch.randn(2, 3, 16), positions(0, 3))[1] is None
 
 
 def test_attend_takes_a_mask_in_place_of_causality():
