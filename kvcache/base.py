@@ -235,7 +235,7 @@ class BaseCache(Exclusive):
 def make_layers(model, shape, type_kv):
     """A `Layer` of rows (n_outer, n_inner) = shape for each layer of a model, on its device."""
     c, scratch = model.config, Scratch()
-    return [Layer(shape, c.n_head, c.n_embd // c.n_head, type_kv, type_kv, device_of(model), scratch=scratch)
+    return [Layer(shape, c.n_kv_head, c.head_dim, type_kv, type_kv, device_of(model), scratch=scratch)
             for _ in range(c.n_layer)]
 
 
@@ -244,4 +244,4 @@ def device_of(model):
 
 
 def dtype_of(model):
-    return model.transformer.wpe.weight.dtype
+    return model.lm_head.weight.dtype

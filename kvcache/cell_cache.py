@@ -16,10 +16,11 @@ import torch
 from kvcache import state
 from kvcache.base import BaseCache, device_of
 from kvcache.cells import EMPTY, Window
-from kvcache.placement import Layer, LayerList, Placement, leading_rows, visible, zero_all
+from kvcache.placement import Layer, LayerList, Placement, leading_rows, zero_all
 from kvcache.rotary import Rotary
 from kvcache.storage import Scratch
 from kvcache.streams import Streams
+from positions import Keys, visible
 
 
 class CellCache(Streams):
@@ -112,7 +113,7 @@ class CellCache(Streams):
         """The `Placement` of a batch that is stored in these cells."""
         self.update()
         index, n_kv = leading_rows(torch.from_numpy(slots.streams), self.get_n_kv(batch), self.kv_size)
-        return Placement(torch.from_numpy(batch.positions), self.k_idxs(slots), index, self.kq_mask(batch, n_kv),
+        return Placement(torch.from_numpy(batch.positions), self.k_idxs(slots), index, self.keys(batch, n_kv),
                          pending_shift=self.pending_shift([self.streams[s] for s in slots.streams], n_kv))
 
     def pending_shift(self, streams, n_kv):
@@ -132,22 +133,29 @@ class CellCache(Streams):
         end = max(self.streams[s].used_end() for s in self.streams_of(batch))
         return min(self.kv_size, max(1, -(-end // self.n_pad)) * self.n_pad)
 
+    def keys(self, batch, n_kv):
+        """
+        The `Keys` of the first n_kv cells of each stream: a stored batch may look at the cells of its own sequences,
+        within the window of the cache.
+        """
+        pos = np.stack([self.streams[s].pos[:n_kv] for s in self.streams_of(batch)])  # (B, n_kv)
+        if self.unified:
+            # sequences that share a token own the same cells, see `find_slot`, so that the first one's will do
+            rows, counts = zip(*((seqs[0], stop - start) for seqs, start, stop in batch.runs))
+            allowed = np.repeat(self.streams[0].owners[rows, :n_kv], counts, axis=0)[None]
+        else:
+            allowed = (pos != EMPTY)[:, None]
+        if self.window is not None:
+            allowed = allowed & ~self.window.hides(pos[:, None], batch.positions[..., None])
+        return Keys(torch.from_numpy(pos), torch.from_numpy(allowed))
+
     def kq_mask(self, batch, n_kv=None):
         """
         The mask of a stored batch, bool (B, 1, T, n_kv): True where a token may look at a cell, which is one of its
         sequence, at no later position, and within the window.
         """
-        n_kv = n_kv or self.get_n_kv(batch)
-        if self.unified:
-            cells, (positions,) = self.streams[0], batch.positions
-            # sequences that share a token own the same cells, see `find_slot`, so that the first one's will do
-            pos, owners = cells.pos[:n_kv], cells.owners[:, :n_kv]
-            mask = np.concatenate([visible(positions[start:stop], pos, self.window, owners[seqs[0]])
-                                   for seqs, start, stop in batch.runs])[None]
-        else:
-            pos = np.stack([self.streams[s].pos[:n_kv] for s in self.streams_of(batch)])  # (B, n_kv)
-            mask = visible(batch.positions, pos, self.window, (pos != EMPTY)[:, None])
-        return torch.from_numpy(mask[:, None])
+        keys = self.keys(batch, n_kv or self.get_n_kv(batch))
+        return (visible(torch.from_numpy(batch.positions)[..., None], keys.pos[:, None]) & keys.allowed)[:, None]
 
     @torch.no_grad()
     def cpy_k(self, layer, k, idxs):
@@ -227,7 +235,7 @@ class CellSequences(BaseCache):
     def __init__(self, model, n_seq, type_kv='float32', unified=True):
         c = model.config
         kv_size = c.block_size * (n_seq if unified else 1)
-        self.cells = CellCache(c.n_layer, c.n_head, c.n_embd // c.n_head, kv_size, n_seq, unified, type_kv, type_kv,
+        self.cells = CellCache(c.n_layer, c.n_kv_head, c.head_dim, kv_size, n_seq, unified, type_kv, type_kv,
                                device=device_of(model))
         self.mixes_lengths = unified
         super().__init__(model, n_seq, self.cells.own_layers(), 'unified' if unified else 'streams', type_kv)

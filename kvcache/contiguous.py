@@ -2,7 +2,8 @@
 import torch
 
 from kvcache.base import BaseCache, make_layers
-from kvcache.placement import LayerList, Placement, leading_rows, visible
+from kvcache.placement import LayerList, Placement, leading_rows
+from positions import Keys
 
 
 class ContiguousCache(BaseCache):
@@ -31,6 +32,6 @@ class ContiguousCache(BaseCache):
         sequence = torch.tensor(seqs, device=device)
         positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(T, device=device)
         index, n_keys = leading_rows(sequence, max(lengths) + T, self.size)
-        mask = visible(positions, torch.arange(n_keys, device=device))[:, None]
-        placement = Placement(positions, (sequence[:, None] * self.size + positions).flatten(), index, mask)
+        keys = Keys(torch.arange(n_keys, device=device))
+        placement = Placement(positions, (sequence[:, None] * self.size + positions).flatten(), index, keys)
         return self.logits(LayerList(self.layers, placement), counts, ids, hiding)

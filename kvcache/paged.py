@@ -12,7 +12,8 @@ import torch
 from decode.fingerprint import Watch
 from kvcache.base import BaseCache, device_of, make_layers
 from kvcache.blocks import BlockManager
-from kvcache.placement import LayerList, NotNumbers, Placement, logits_of, visible
+from kvcache.placement import LayerList, NotNumbers, Placement, logits_of
+from positions import Keys
 
 NOWHERE = 2**62  # a key position after any query position
 
@@ -68,17 +69,17 @@ def one_pass(model, input_ids, input_positions, kv_caches, m, hiding=False):
     n_used, (S, n) = int(m.block_tables.max()) + 1, m.block_tables.shape
     if S == len(input_ids) and n_used > S * n:  # one token each, in scattered blocks: a batch, with copies of keys
         positions, index = input_positions[:, None], m.block_tables.clamp(min=0)
-        mask = visible(positions, torch.arange(n * block_size, device=index.device))[:, None]
+        keys = Keys(torch.arange(n * block_size, device=index.device))
     else:  # all tokens are one batch row, over the keys of all requests
         positions = input_positions[None]
-        index, mask = mask_over_all_blocks(m, input_positions, ends, block_size, n_used)
-    layers = LayerList(kv_caches, Placement(positions, rows, index, mask, written))
+        index, keys = keys_of_all_blocks(m, len(input_positions), ends, block_size, n_used)
+    layers = LayerList(kv_caches, Placement(positions, rows, index, keys, written))
     return logits_of(model, input_ids.view(positions.shape), layers.hiding() if hiding else layers, ends - 1)
 
 
 def check(config, input_ids, input_positions, kv_caches, m):
     """ValueError unless model, tokens, cache and metadata fit together."""
-    shape, width = kv_caches[0].k.shape, config.n_embd
+    shape, width = kv_caches[0].k.shape, config.n_kv_head * config.head_dim
     came = {(rows.shape, rows.width) for layer in kv_caches for rows in (layer.k, layer.v)}
     if len(kv_caches) != config.n_layer or came != {(shape, width)}:
         raise ValueError(f"the model needs {config.n_layer} layers alike, of rows of {width} numbers; "
@@ -93,9 +94,9 @@ def check(config, input_ids, input_positions, kv_caches, m):
     positions, slots = input_positions.tolist(), m.slot_mapping.tolist()
     expected_positions, expected_slots = [], []
     for table, new, length in zip(m.block_tables.tolist(), m.query_lens.tolist(), m.seq_lens.tolist()):
-        if not 1 <= new <= length <= config.block_size:
+        if not 1 <= new <= length <= config.max_positions:
             raise ValueError(f"a request has {new} new tokens of {length}: it must have at least one new token, and at "
-                             f"most block_size {config.block_size} in all")
+                             f"most {config.max_positions} in all")
         used = table[:-(-length // block_size)]
         fits = length <= len(table) * block_size and len(set(used)) == len(used)
         if not fits or not all(0 <= block < n_blocks for block in (*used, max(table))):
@@ -104,7 +105,7 @@ def check(config, input_ids, input_positions, kv_caches, m):
         expected_positions += range(length - new, length)
         expected_slots += [table[p // block_size] * block_size + p % block_size for p in range(length - new, length)]
     n = len(expected_slots)
-    if n > N or positions[:n] != expected_positions or not all(0 <= p < config.block_size for p in positions):
+    if n > N or positions[:n] != expected_positions or not all(0 <= p < config.max_positions for p in positions):
         raise ValueError(f"positions {positions} are not those of the last tokens of requests: {expected_positions}")
     padded_right = all(slot == -1 for slot in slots[n:])
     if not padded_right or any(slot not in (-1, expected) for slot, expected in zip(slots, expected_slots)):
@@ -113,16 +114,15 @@ def check(config, input_ids, input_positions, kv_caches, m):
         raise ValueError(f"two requests write one slot, {expected_slots}: give each its own blocks to write to")
 
 
-def mask_over_all_blocks(m, input_positions, ends, block_size, n_used):
+def keys_of_all_blocks(m, N, ends, block_size, n_used):
     """
-    For a pass in which all tokens are one batch row: the index of what is read, see `Rows.read`, and the mask (1, 1,
-    N, K).
+    For a pass in which all N tokens are one batch row: the index of what is read, see `Rows.read`, and its `Keys`.
 
     A block that several requests share is read once. If at least half of the first n_used blocks of the pool are in
     use, they are read in place.
     """
     S, n = m.block_tables.shape
-    N, device = len(input_positions), m.block_tables.device
+    device = m.block_tables.device
     request, nth = (torch.arange(n, device=device) * block_size < m.seq_lens[:, None]).nonzero(as_tuple=True)
     blocks = m.block_tables[request, nth]
     if n_used <= 2 * len(blocks):
@@ -135,7 +135,7 @@ def mask_over_all_blocks(m, input_positions, ends, block_size, n_used):
     key_pos = (first[..., None] + torch.arange(block_size, device=device)).flatten(1)  # (S, K), of each request
     if S < N:  # (N, K), of each token's request
         key_pos = key_pos[torch.searchsorted(ends, torch.arange(N, device=device), right=True).clamp(max=S - 1)]
-    return index, visible(input_positions[:, None], key_pos).transpose(0, 1)[None]
+    return index, Keys(key_pos[None])
 
 
 class PagedCache(BaseCache):
