@@ -17,16 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from positions import (
-    Keys,
-    Positions,
-    RollingKVCache,
-    as_int64,
-    check_positions,
-    checked_cache_pos,
-    checked_input,
-    visible,
-)
+from positions import Positions, RollingKVCache, as_int64, check_position, checked_cache_pos, checked_input, visible
 
 
 @dataclass
@@ -55,7 +46,7 @@ class GPTConfig:
             raise ValueError(f"n_embd {self.n_embd} must be divisible by n_head {self.n_head}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
-        check_positions(self)
+        check_position(self)
         self.n_kv_head = self.n_kv_head or self.n_head
 
     @property
@@ -118,9 +109,7 @@ class LayerKVCache(NamedTuple):
         if ragged:
             rows, slots = torch.arange(B, device=k.device)[:, None], positions.q_pos
             k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
-            if 'keys' not in positions.shared:
-                positions.shared['keys'] = Keys(torch.arange(longest, device=k.device))
-            keys = positions.shared['keys']
+            keys = positions.keys_from_zero(longest)
         else:
             k_cache.narrow(2, start, T).copy_(k)
             v_cache.narrow(2, start, T).copy_(v)
@@ -360,7 +349,7 @@ class GPT(nn.Module):
                         idx_cond = idx_next
                     else:  # all that the model sees again, from position 0 on
                         idx_cond = idx[:, n_seen:]
-                        kv_cache = kv_cache and [(k_cache, v_cache, 0, *first) for k_cache, v_cache, _, *first in kv_cache]
+                        kv_cache = kv_cache and [(k, v, 0, *first) for k, v, _, *first in kv_cache]
         finally:
             for module in training:
                 module.training = True

@@ -13,7 +13,7 @@ POSITIONS = 'learned', 'rope', 'alibi', 'none'
 LONG_MASK = 2**26  # bytes: a mask of 2,048 tokens over 30,000 keys would be 246 MB in float32
 
 
-def check_positions(config):
+def check_position(config):
     """ValueError if the position settings of a GPTConfig do not go together."""
     c = config
     if c.position not in POSITIONS:
@@ -169,6 +169,10 @@ class Positions:
     def rotated(self, x):
         """Queries or keys x (B, n_head, T, head_dim), turned to their positions."""
         return rotate(x, *self.angles)
+
+    def keys_from_zero(self, n):
+        """The `Keys` of positions 0 to n - 1, the same object for all layers."""
+        return self.shared.setdefault(n, Keys(torch.arange(n, device=self.q_pos.device)))
 
     def mask(self, keys, n_keys):
         """

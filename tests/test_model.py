@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from generation import generate, stream
 from model import GPT, GPTConfig, LayerKVCache, attend
+from positions import Positions
 
 
 def tiny(seed=0, **changes):
