@@ -249,7 +249,7 @@ def checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache
     return run(model, cache, sequences, samplings, max_new_tokens, stop_token, generator)
 
 
-def rolling(model, keep, n_keep, decoder_or_cache):
+def rolling(model, keep=None, n_keep=0, decoder_or_cache=None):
     """A model without a window as when_full='roll' runs it. ValueError if it cannot roll."""
     c, window = model.config, model.config.block_size - n_keep if keep is None else keep
     if c.position == 'learned':
