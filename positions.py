@@ -238,6 +238,7 @@ class RollingKVCache(NamedTuple):
     first: int64 (B,) on the CPU, the position in slot number n_sink. All tuples of one storage share it.
 
     Going back to an older tuple is free while the window before its cache_pos is still stored, and refused otherwise.
+    A new beginning in the same storage, at any cache_pos up to n_sink, is free as well.
     """
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -302,13 +303,15 @@ class RollingKVCache(NamedTuple):
         (k_cache, v_cache, start, first), held = self, self.first.tolist()
         if isinstance(start, torch.Tensor) or len(set(held)) > 1:
             return self.make_room_ragged(T, window, n_sink)
-        held = held[0] if held else n_sink
+        held = held[0] if held and start > n_sink else n_sink
         needed = max(n_sink, start - window + 1)  # the first position after the sinks that the new tokens see
         if held > needed:
             raise ValueError(f"positions {needed} to {held - 1} are not in the cache any more, and a token at {start} "
                              "sees them: compute the sequence again")
         slot = n_sink + start - held
         if slot + T <= k_cache.size(2):
+            if start <= n_sink:
+                first.fill_(n_sink)
             return held
         n = start - needed
         first.fill_(start)  # after an interrupt in what follows, nothing before start counts as stored
@@ -321,20 +324,19 @@ class RollingKVCache(NamedTuple):
         """`make_room` for sequences of different lengths."""
         (k_cache, v_cache, start, first), n_slots, device = self, self.k_cache.size(2), self.k_cache.device
         start = as_int64('cache_pos', torch.as_tensor(start, device=device)).expand(len(k_cache))
-        held, needed = first.to(device), (start - window + 1).clamp(min=n_sink)
+        held, needed = first.to(device).masked_fill(start <= n_sink, n_sink), (start - window + 1).clamp(min=n_sink)
         if bool((held > needed).any()):
             raise ValueError(f"positions before {held.tolist()} are not in the cache any more, and tokens at "
                              f"{start.tolist()} see them: compute the sequences again")
         full = n_sink + start - held + T > n_slots
-        if not bool(full.any()):
-            return held
-        rows = full.nonzero()[:, 0]
-        moved = (needed - held)[rows, None] + torch.arange(n_sink, n_slots, device=device)
-        moved = moved.clamp(max=n_slots - 1)  # (n, slots): the slot whose content comes to each slot
-        first.copy_(torch.where(full, start, held))  # see make_room
-        for cache in (k_cache, v_cache):
-            cache[rows, :, n_sink:] = cache[rows[:, None], :, moved].transpose(1, 2)
-        held = torch.where(full, needed, held)
+        if bool(full.any()):
+            rows = full.nonzero()[:, 0]
+            moved = (needed - held)[rows, None] + torch.arange(n_sink, n_slots, device=device)
+            moved = moved.clamp(max=n_slots - 1)  # (n, slots): the slot whose content comes to each slot
+            first.copy_(torch.where(full, start, held))  # see make_room
+            for cache in (k_cache, v_cache):
+                cache[rows, :, n_sink:] = cache[rows[:, None], :, moved].transpose(1, 2)
+            held = torch.where(full, needed, held)
         first.copy_(held)
         return held
 
