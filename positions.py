@@ -242,6 +242,7 @@ class RollingKVCache(NamedTuple):
     first: int64 (B,) on the CPU, the position in slot number n_sink. All tuples of one storage share it.
 
     Going back to an older tuple is free while the window before its cache_pos is still stored, and refused otherwise.
+    A new beginning in the same storage, at any cache_pos up to n_sink, is free as well.
     """
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -258,69 +259,90 @@ class RollingKVCache(NamedTuple):
     def append(self, k, v, positions):
         """See `LayerKVCache.append`. At most window + 1 tokens: `GPT.forward` feeds more of them in chunks."""
         (k_cache, v_cache, start, first), T = self, k.size(2)
-        window, n_sink, n_slots = positions.config.window, positions.config.n_sink, k_cache.size(2)
+        window, n_sink = positions.config.window, positions.config.n_sink
         if (k.size(0), k.dtype, k.device) != (len(k_cache), k_cache.dtype, k_cache.device):
             raise ValueError(f"cache holds a batch of {len(k_cache)}, {k_cache.dtype} on {k_cache.device}, "
                              f"but the keys are a batch of {k.size(0)}, {k.dtype} on {k.device}")
         if T > window + 1:
             raise ValueError(f"a cache for a window of {window} takes {window + 1} new tokens at once, not {T}: "
                              "split them")
-        held = first.tolist() or [n_sink]         # the first position that is stored behind the sinks
-        if isinstance(start, torch.Tensor) or held.count(held[0]) < len(held):
-            return self.append_ragged(k, v, positions)
-        held = held[0]
-        needed = max(n_sink, start - window + 1)  # the first one that the new tokens see
-        if held > needed >= start:                # they see none of them
-            first.fill_(needed)
-            held = needed
-        if held > needed:
-            raise ValueError(f"positions {needed} to {held - 1} are not in the cache any more, and a token at {start} "
-                             "sees them: compute the sequence again")
-        slot = n_sink + start - held
-        if slot + T > n_slots:
-            n = start - needed
-            for cache in (k_cache, v_cache):
-                cache[:, :, n_sink:n_sink + n] = cache[:, :, slot - n:slot].clone()
-            first.fill_(needed)
-            held, slot = needed, n_sink + n
+        start = as_int64('cache_pos', start) if isinstance(start, torch.Tensor) else start
+        held, keys, low = self.make_room(T, window, n_sink), None, 0
+        slot, new = n_sink + start - held, RollingKVCache(k_cache, v_cache, start + T, first)
+        if isinstance(held, torch.Tensor):
+            return *self.write_ragged(k, v, slot, held, positions), new
         k_cache.narrow(2, slot, T).copy_(k)
         v_cache.narrow(2, slot, T).copy_(v)
-        new, keys, low = RollingKVCache(k_cache, v_cache, start + T, first), None, 0
         if not n_sink:
             low = max(0, slot - window + 1)  # of the first new token's window
         elif held > n_sink:
             keys = positions.shared.get((held, slot))
             if keys is None:
-                pos = torch.arange(slot + T, device=k.device)
-                keys = positions.shared[held, slot] = Keys(torch.where(pos < n_sink, pos, pos + (held - n_sink)))
+                keys = positions.shared[held, slot] = Keys(self.slot_positions(held, slot + T, n_sink))
         return k_cache[:, :, low:slot + T], v_cache[:, :, low:slot + T], keys, new
 
-    def append_ragged(self, k, v, positions):
-        """`append` for sequences of different lengths: each has its own `first`."""
-        (k_cache, v_cache, start, first), (B, _, T, _) = self, k.shape
-        window, n_sink, n_slots = positions.config.window, positions.config.n_sink, k_cache.size(2)
-        cache_pos, start = start, torch.as_tensor(start, device=k.device).expand(B)
-        held, needed = first.to(k.device), (start - window + 1).clamp(min=n_sink)
-        held = torch.where(needed >= start, torch.minimum(held, needed), held)
+    def write_ragged(self, k, v, slot, held, positions):
+        """`append` for sequences that differ in slot (B,), where T rows are written, and held (B,), see `make_room`."""
+        (k_cache, v_cache, _, first), (B, _, T, _) = self, k.shape
+        n_sink, rows = positions.config.n_sink, torch.arange(B, device=k.device)[:, None]
+        slots = slot[:, None] + torch.arange(T, device=k.device)
+        k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
+        n = int(slots.max()) + 1
+        shared, name = positions.shared, (*first.tolist(), n)
+        if name not in shared:
+            shared[name] = Keys(self.slot_positions(held[:, None], n, n_sink))
+        return k_cache[:, :, :n], v_cache[:, :, :n], shared[name]
+
+    def slot_positions(self, held, n, n_sink):
+        """The positions in the first n slots, int64 (n,), or (B, n) for held (B, 1): the position in slot n_sink."""
+        slots = torch.arange(n, device=self.k_cache.device)
+        return torch.where(slots < n_sink, slots, slots + (held - n_sink))
+
+    def make_room(self, T, window, n_sink):
+        """
+        Move rows to the front where T more tokens do not fit behind the others. Returns the position in slot n_sink,
+        from which on there is one slot a position: an int, or int64 (B,), on the cache's device, if the sequences
+        differ. ValueError, with nothing written, if a token at cache_pos sees positions that are not stored any more.
+        """
+        (k_cache, v_cache, start, first), held = self, self.first.tolist()
+        if isinstance(start, torch.Tensor) or len(set(held)) > 1:
+            return self.make_room_ragged(T, window, n_sink)
+        held = held[0] if held and start > n_sink else n_sink
+        needed = max(n_sink, start - window + 1)  # the first position after the sinks that the new tokens see
+        if held > needed:
+            raise ValueError(f"positions {needed} to {held - 1} are not in the cache any more, and a token at {start} "
+                             "sees them: compute the sequence again")
+        slot = n_sink + start - held
+        if slot + T <= k_cache.size(2):
+            if start <= n_sink:
+                first.fill_(n_sink)
+            return held
+        n = start - needed
+        first.fill_(start)  # after an interrupt in what follows, nothing before start counts as stored
+        for cache in (k_cache, v_cache):
+            cache[:, :, n_sink:n_sink + n] = cache[:, :, slot - n:slot].clone()
+        first.fill_(needed)
+        return needed
+
+    def make_room_ragged(self, T, window, n_sink):
+        """`make_room` for sequences of different lengths."""
+        (k_cache, v_cache, start, first), n_slots, device = self, self.k_cache.size(2), self.k_cache.device
+        start = as_int64('cache_pos', torch.as_tensor(start, device=device)).expand(len(k_cache))
+        held, needed = first.to(device).masked_fill(start <= n_sink, n_sink), (start - window + 1).clamp(min=n_sink)
         if bool((held > needed).any()):
             raise ValueError(f"positions before {held.tolist()} are not in the cache any more, and tokens at "
                              f"{start.tolist()} see them: compute the sequences again")
         full = n_sink + start - held + T > n_slots
         if bool(full.any()):
             rows = full.nonzero()[:, 0]
-            moved = (needed - held)[rows, None] + torch.arange(n_sink, n_slots, device=k.device)
+            moved = (needed - held)[rows, None] + torch.arange(n_sink, n_slots, device=device)
             moved = moved.clamp(max=n_slots - 1)  # (n, slots): the slot whose content comes to each slot
+            first.copy_(torch.where(full, start, held))  # see make_room
             for cache in (k_cache, v_cache):
                 cache[rows, :, n_sink:] = cache[rows[:, None], :, moved].transpose(1, 2)
             held = torch.where(full, needed, held)
         first.copy_(held)
-        slots = (n_sink + start - held)[:, None] + torch.arange(T, device=k.device)
-        rows = torch.arange(B, device=k.device)[:, None]
-        k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
-        n = int(slots.max()) + 1
-        pos = torch.arange(n, device=k.device)
-        keys = Keys(torch.where(pos < n_sink, pos, pos + (held - n_sink)[:, None]))
-        return k_cache[:, :, :n], v_cache[:, :, :n], keys, RollingKVCache(k_cache, v_cache, cache_pos + T, first)
+        return held
 
     def clone(self):
         """A copy with storage of its own, to branch from."""
