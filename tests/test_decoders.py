@@ -367,7 +367,7 @@ def test_where_nothing_can_be_kept_on_disk_it_says_so_once_and_goes_on(tmp_path)
             "m = GPT(GPTConfig(block_size=8, vocab_size=30, n_layer=1, n_head=2, n_embd=8)).eval()\n"
             "for _ in range(2): print(CPUDecoder(m, threads=1)(torch.arange(6)[None], None)[0].shape)\n")
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for name in ('model.py', 'decode'):
+    for name in ('model.py', 'positions.py', 'decode'):
         source = os.path.join(root, name)
         (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, tmp_path / name)
     shutil.rmtree(tmp_path / 'decode' / '__pycache__', ignore_errors=True)
