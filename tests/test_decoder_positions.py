@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import sizes
 from test_cache_exactness import large
-from test_decoders import needs_compiler
+from test_compiled_decoder import needs_compiler
 
 import decode
 from decode import EagerDecoder, eager
@@ -46,7 +46,7 @@ def make_decoder(request, monkeypatch):
 
 def length_of(model):
     """How long a text to try: all positions that there are, or several times what a rolling cache holds."""
-    return min(model.config.max_positions, 50 + 10 * model.config.n_slots)
+    return min(model.config.max_positions, 40 + 6 * model.config.n_slots)
 
 
 def close(a, b, tolerance=1e-10):
@@ -64,7 +64,7 @@ def ragged_step(decoder, idx, at, cache):
 @torch.no_grad()
 def test_any_chunks_give_the_logits_of_one_uncached_pass(case, make_decoder):
     """Prefills that are longer than the window, single tokens and chunks in turn, until rows have moved many times."""
-    for seed, first in enumerate(sizes((13,), (1, 5, 6, 7, 13))):
+    for seed, first in enumerate(sizes((13,), (1, 6, 13))):
         model, chooser = model_of(case, seed), random.Random(seed)
         length = length_of(model)
         decoder, idx = make_decoder(model), torch.randint(29, (2, length))
@@ -152,16 +152,15 @@ def test_rewinding_within_the_buffer_and_further(window, n_sink, make_decoder):
     SINKS, dict(position='alibi', window=5, n_sink=1), dict(position='none', n_kv_head=1, window=7, gelu='tanh'),
     dict(position='rope'), dict(position='alibi'), dict(position='none'), dict(n_kv_head=1, window=6)], ids=case_name)
 def test_tokens_are_those_without_a_cache_up_to_20_block_sizes(case, make_decoder):
-    for seed in range(sizes(1, 5)):
+    for seed in range(sizes(1, 3)):
         model = model_of(case, seed)
-        idx, decoder = torch.randint(29, (2, (1, 5, BLOCK - 1, BLOCK, BLOCK + 9)[seed])), make_decoder(model)
-        length = sizes(20 if case is SINKS else 4, 20) * BLOCK
-        for temperature in sizes((0.8,), (0.0, 0.8)):
-            outputs = []
-            for cached in (dict(), dict(use_cache=True, decoder=decoder)):
-                torch.manual_seed(seed)
-                outputs.append(model.generate(idx, length - idx.size(1), temperature=temperature, top_k=20, **cached))
-            assert outputs[0].size(1) == length and torch.equal(*outputs)
+        idx, decoder = torch.randint(29, (2, (5, BLOCK, BLOCK + 9)[seed])), make_decoder(model)
+        length, outputs = sizes(20 if case is SINKS else 4, 20) * BLOCK, []
+        for cached in (dict(), dict(use_cache=True, decoder=decoder)):
+            torch.manual_seed(seed)
+            text = model.generate(idx, length - idx.size(1), temperature=(0.8, 0)[seed % 2], top_k=20, **cached)
+            outputs.append(text)
+        assert outputs[0].size(1) == length and torch.equal(*outputs)
 
 
 @torch.no_grad()
@@ -185,11 +184,10 @@ def test_after_an_interrupted_step(make_decoder, monkeypatch):
     model = model_of(SINKS)
     decoder, idx = make_decoder(model), torch.randint(29, (1, 60))
     expected, cache = model(idx, idx)[0], decoder(idx[:, :12], None)[1]
-    moved = [layer.clone() for layer in cache]
-    assert moved[0].first == 2
-    moved[0].make_room(1, 5, 2)
-    assert moved[0].first == 8 and moved[1].first == 2  # all 12 slots are filled
-    for i in range(12, 40):
+    moved = [layer.clone()._replace(cache_pos=11) for layer in cache]
+    moved[0].make_room(2, 5, 2)  # for two tokens, but now there comes one
+    assert moved[0].first == 7 and moved[1].first == 2
+    for i in range(11, 40):
         logits, moved = decoder(idx[:, i:i + 1], moved)
         close(logits[:, 0], expected[:, i])
     clone, clones = torch.Tensor.clone, itertools.count()
@@ -208,7 +206,7 @@ def test_after_an_interrupted_step(make_decoder, monkeypatch):
                          ids=case_name)
 @torch.no_grad()
 def test_autocast_and_other_dtypes(case):
-    """To the bit, what the model itself computes in these dtypes; only a GELU is rounded in another way."""
+    """What the model itself computes in these dtypes; a GELU may be rounded in another way."""
     idx = torch.randint(29, (2, 15))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
         model = model_of(case, dtype=dtype)
