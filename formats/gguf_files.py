@@ -61,6 +61,8 @@ def to_gguf(model, path, type='f32', tokenizer=None):
 
         kind = add_gguf_tokenizer(writer, tokenizer, c.vocab_size)
         for name, w in weights_with_biases(model).items():
+            if architecture == 'mpt' and not c.bias and name.endswith('.bias'):
+                continue  # the others need them
             names = GGUF[architecture].of(name)
             for their_name, part in zip(names, heads_of(w, c) if len(names) > 1 else [w]):
                 part = part.float().numpy()

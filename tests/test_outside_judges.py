@@ -13,7 +13,6 @@ from conftest import sizes
 from model import GPT, LayerKVCache, attend
 from positions import rotate, visible
 
-
 SIZES = dict(vocab_size=50, n_layer=3, n_embd=48)
 
 
@@ -59,6 +58,7 @@ JUDGES = {  # name: (a model of transformers, what it is in the fields of our co
 @pytest.mark.parametrize('name', JUDGES)
 def test_transformers_agrees_at_each_cached_step(tmp_path, name):
     """Its weights through from_pretrained, our logits through our cache, token by token, far past a window."""
+    pytest.importorskip('transformers', reason="transformers is not installed")
     torch.manual_seed(0)
     make, expected = JUDGES[name]
     theirs = make().eval()
@@ -89,6 +89,7 @@ def test_transformers_agrees_at_each_cached_step(tmp_path, name):
 
 @functools.cache
 def all_onnx_cases():
+    pytest.importorskip('onnx', reason="onnx is not installed")
     from onnx.backend.test.case.node import collect_testcases
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
@@ -151,7 +152,7 @@ def run_attention(node, inputs):
         cache = cache.append(past_k, past_v, positions[:n_past])[3]
         k, v, _, cache = cache.append(k, v, positions[n_past:][:k.size(2)])
         outputs |= {'present_key': k.numpy(), 'present_value': v.numpy()}
-    q_pos, window = n_past + torch.arange(T), attributes.get('left_window_size', -1) + 1  # theirs leaves out the own key
+    q_pos, window = n_past + torch.arange(T), attributes.get('left_window_size', -1) + 1  # not counting the own key
     if 'nonpad_kv_seqlen' in tensors:  # the number of keys of each row, whose last ones are the queries'
         q_pos = tensors['nonpad_kv_seqlen'][:, None, None] - T + torch.arange(T)  # (B, 1, T)
     if not attributes.get('is_causal'):
