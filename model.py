@@ -157,7 +157,7 @@ class CausalSelfAttention(nn.Module):
         Returns (y, layer_cache with the new tokens); y is (B, T, C), or with last_only the last token's, (B, 1, C).
         """
         B, T, _ = x.size()
-        heads = self.c_attn(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        heads = self.c_attn(x).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)  # (B, heads, T, head_dim) each
         q_unrotated, config, keys = q, positions.config, None
         if config.position == 'rope':

@@ -1,9 +1,8 @@
 """
 What attention makes of positions: rotary angles, ALiBi, windows and sinks; and the cache of a model with a window.
 
-A GPT with learned positions and without a window needs of this file only the causal mask. Shapes: B sequences, T new
-tokens, K keys. Sources: rotary positions, arXiv:2104.09864; ALiBi, arXiv:2108.12409; a window with sinks,
-arXiv:2309.17453.
+A GPT with learned positions and without a window needs of this file only the causal mask. B sequences, T new tokens, K
+keys. Sources: rotary positions, arXiv:2104.09864; ALiBi, arXiv:2108.12409; windows with sinks, arXiv:2309.17453.
 """
 from typing import NamedTuple
 
@@ -82,10 +81,9 @@ def checked_input(config, device, idx, kv_cache):
         return idx, checked_cache_pos(c, device, 0, *idx.shape)
     if len(kv_cache) != c.n_layer:
         raise ValueError(f"kv_cache has {len(kv_cache)} layers, but the model has {c.n_layer}")
-    n_items = 4 if c.window else 3
-    if any(len(layer_cache) != n_items for layer_cache in kv_cache):
-        raise ValueError(f"a layer's cache must be a tuple of {n_items} for a model with window={c.window}, but there "
-                         f"are {sorted({len(layer_cache) for layer_cache in kv_cache})}: begin with empty_cache()")
+    if any(len(layer_cache) != (4 if c.window else 3) for layer_cache in kv_cache):
+        raise ValueError(f"a layer's cache must be a tuple of {4 if c.window else 3} for a model with window="
+                         f"{c.window}: begin with empty_cache()")
     (first, _, given), shape = kv_cache[0][:3], (len(idx), c.n_kv_head, c.n_slots, c.head_dim)
     cache_pos, expected = checked_cache_pos(c, device, given, *idx.shape), (shape, first.dtype, idx.device)
     for layer, (k_cache, v_cache, pos, *_) in enumerate(kv_cache):
@@ -108,16 +106,16 @@ def visible(q_pos, k_pos, window=0, n_sink=0):
     q_pos (..., T, 1), k_pos (..., 1 or T, K) -> bool (..., T, K).
     """
     mask = k_pos <= q_pos
-    if window:
-        near = q_pos - k_pos < window
-        mask = mask & (near | (k_pos < n_sink) if n_sink else near)
-    return mask
+    if not window:
+        return mask
+    near = q_pos - k_pos < window
+    return mask & (near | (k_pos < n_sink) if n_sink else near)
 
 
-def alibi_slopes(n_head):
-    """The slope of each head, float64 (n_head,), for any number of heads: the rule of the paper, of MPT and of ggml."""
+def alibi_slopes(n_head, dtype=torch.float64, device='cpu'):
+    """The slope of each head, (n_head,), for any number of heads: the rule of the paper, of MPT and of ggml."""
     n = 2 ** (n_head - 1).bit_length()  # the next power of two
-    slopes = 2.0 ** (-8.0 / n * torch.arange(1, n + 1, dtype=torch.float64, device='cpu'))
+    slopes = 2.0 ** (-8.0 / n * torch.arange(1, n + 1, dtype=dtype, device=device))
     return slopes if n == n_head else torch.cat((slopes[1::2], slopes[::2]))[:n_head]
 
 
@@ -127,6 +125,11 @@ def rotary_angles(positions, head_dim, theta):
     where = 'cpu' if positions.device.type == 'mps' else positions.device  # mps has no float64
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=where)
     return positions.to(where, torch.float64)[..., None] * float(theta) ** (-pairs / head_dim)
+
+
+def wide(dtype):
+    """float32, or the dtype itself if it has more bits."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def rotate(x, cos, sin):
@@ -163,8 +166,7 @@ class Positions:
     def cos_sin(self, positions):
         angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
         angles = angles[:, None] if positions.dim() == 2 else angles  # (B, 1, T, head_dim / 2): the same for all heads
-        dtype, device = torch.promote_types(self.dtype, torch.float32), positions.device
-        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+        return tuple(x.to(positions.device, wide(self.dtype)) for x in (angles.cos(), angles.sin()))
 
     def rotated(self, x):
         """Queries or keys x (B, n_head, T, head_dim), turned to their positions."""
@@ -172,7 +174,9 @@ class Positions:
 
     def keys_from_zero(self, n):
         """The `Keys` of positions 0 to n - 1, the same object for all layers."""
-        return self.shared.setdefault(n, Keys(torch.arange(n, device=self.q_pos.device)))
+        if n not in self.shared:
+            self.shared[n] = Keys(torch.arange(n, device=self.q_pos.device))
+        return self.shared[n]
 
     def mask(self, keys, n_keys):
         """
@@ -210,8 +214,8 @@ class Positions:
         if c.n_sink:
             distance = torch.where(k_pos < c.n_sink, q_pos.clamp(max=c.n_sink + c.window - 1) - k_pos, distance)
         distance = distance[:, None] if distance.dim() == 3 else distance
-        slopes = alibi_slopes(c.n_head).to(distance.device, torch.promote_types(self.dtype, torch.float32))
-        return (distance * -slopes[:, None, None]).to(self.dtype).masked_fill(~mask, -float('inf'))
+        slopes = alibi_slopes(c.n_head, wide(self.dtype), distance.device)[:, None, None]
+        return (distance * -slopes).to(self.dtype).masked_fill(~mask, -float('inf'))
 
     def mask_with_sinks(self, mask, q, k, keys):
         """
@@ -220,15 +224,12 @@ class Positions:
         """
         if mask is None:  # nothing is that far away
             return None
-        is_sink = self.key_positions(keys, k.size(2)) < self.config.n_sink
-        is_sink = is_sink if is_sink.dim() == 3 else is_sink[..., None, :]
-        is_sink = is_sink[:, None] if is_sink.dim() == 3 else is_sink
+        is_sink = self.key_positions(keys, k.size(2)) < self.config.n_sink  # (K,), (B, K) or (B, T, K)
+        is_sink = is_sink[:, None, None] if is_sink.dim() == 2 else is_sink[:, None] if is_sink.dim() == 3 else is_sink
         turned = rotate(q, *self.sink_angles) - rotate(q, *self.angles)
         k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
         change = (turned @ k.transpose(2, 3) * q.size(3) ** -0.5).masked_fill(~is_sink, 0.0)
-        if mask.dtype is torch.bool:
-            return change.masked_fill(~mask, -float('inf'))
-        return change + mask
+        return change.masked_fill(~mask, -float('inf')) if mask.dtype is torch.bool else change + mask
 
 
 class RollingKVCache(NamedTuple):
