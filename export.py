@@ -1,5 +1,6 @@
 """
-Write a trained model, or GPT-2, in a format that others serve.
+Write a trained model, or one of Hugging Face's, in a format that others serve: gpt2 for learned positions and none,
+starcoder2 for rope, mpt for alibi.
 
     python export.py                         the newest out*/ckpt.pt to <its folder>/hf, for transformers, vLLM, TGI
     python export.py --to=gguf --type=q8_0   to <its folder>/model.gguf, for llama.cpp
@@ -30,8 +31,11 @@ def main(config):
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model)
     if to == 'hf':
         target = path or os.path.join(folder, 'hf')
-        to_huggingface(model, target, tokenizer)
-        say(f"{target}: {', '.join(sorted(os.listdir(target)))}")
+        family = to_huggingface(model, target, tokenizer)
+        say(f"{target}, a {family}: {', '.join(sorted(os.listdir(target)))}")
+        if family != 'starcoder2' and model.config.n_kv_head < model.config.n_head:
+            say(f"a {family} has no grouped heads: the {model.config.n_kv_head} of the keys and values are repeated "
+                f"for all {model.config.n_head}, and its cache is as large as theirs")
         say(f"serve it with: vllm serve {target}")
     else:
         target = path or os.path.join(folder, 'model.gguf')
@@ -39,12 +43,21 @@ def main(config):
         say(f"{target}: {os.path.getsize(target) / 1e6:.1f} MB, {type}, tokenizer {kind}")
         if kind == 'rwkv' and not ''.join(tokenizer.chars).isascii():
             say("llama.cpp may never return from a prompt with a character beyond ASCII that the model has not seen")
-        say("llama.cpp knows only the tanh approximation of GELU: logits will differ a little from those here")
-        if model.config.block_size % 256 != 0:
-            say("llama.cpp rounds the context up to a multiple of 256, but the model ends at "
-                f"{model.config.block_size}: llama-server keeps within that by itself, elsewhere keep prompt and new "
-                "tokens within it")
+        say_limits_of_llama_cpp(model.config)
         say(f"serve it with: llama-server -m {target}")
+
+
+def say_limits_of_llama_cpp(config):
+    """What of the model of this config llama.cpp computes differently; see `to_gguf`."""
+    if config.gelu == 'none':
+        say("llama.cpp knows only the tanh approximation of GELU: logits will differ a little from those here")
+    end = config.window or config.block_size
+    if config.window:
+        say(f"llama.cpp ignores the window of {config.window}: the file's context ends at {config.window}, where the "
+            "window would begin to hide tokens")
+    if end % 256 != 0:
+        say(f"llama.cpp rounds the context up to a multiple of 256, but the model ends at {end}: llama-server keeps "
+            "within that by itself, elsewhere keep prompt and new tokens within it")
 
 
 def say(line):

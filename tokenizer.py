@@ -1,6 +1,6 @@
 """
-Tokenizers: one id per character of a training text, or GPT-2's byte pairs. Both have encode(text) -> list of ints,
-decode(ids) -> text, and vocab_size.
+Tokenizers: one id per character of a training text, GPT-2's byte pairs, or what a tokenizer.json of another model says.
+All have encode(text) -> list of ints, decode(ids) -> text, and vocab_size.
 
 `state()` is a tokenizer as a dict, which checkpoints and the meta.json of data folders hold. `from_state` makes the
 tokenizer again.
@@ -67,13 +67,52 @@ class GPT2Tokenizer:
         return GPT2
 
 
+class JSONTokenizer:
+    """
+    The tokenizer of a tokenizer.json, by the tokenizers library.
+
+    json: the contents of the file, a string. ValueError if the library is not installed, if it cannot read them, and if
+    the text of some tokens depends on those before them: texts are printed token by token here. This is so for all
+    decoders but ByteLevel (GPT-2, StarCoder, MPT) and Fuse (one id per character).
+    """
+
+    def __init__(self, json):
+        try:
+            import tokenizers
+        except ImportError as e:
+            raise ValueError("a tokenizer.json needs the tokenizers library: pip install tokenizers") from e
+        try:
+            self.library = tokenizers.Tokenizer.from_str(json)
+        except Exception as e:  # the library raises plain Exceptions
+            raise ValueError(f"the tokenizer.json cannot be read ({e}): is the download complete?") from e
+        if type(self.library.decoder).__name__ not in ('ByteLevel', 'Fuse'):
+            raise ValueError(f"the decoder of the tokenizer.json is {type(self.library.decoder).__name__}, but only "
+                             "ByteLevel and Fuse give each token a text of its own")
+        self.library.no_truncation()  # a file may ask for both, for training
+        self.library.no_padding()
+        self.json = json
+        self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # some ids may be unused
+
+    def encode(self, text):
+        """The ids of the text. The name of a special token, such as <|endoftext|>, becomes that token."""
+        return self.library.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids):
+        # a model's vocabulary may be padded: ids without a token have no text
+        return self.library.decode([i for i in ids if i < self.vocab_size], skip_special_tokens=False)
+
+    def state(self):
+        return {'kind': 'json', 'json': self.json}
+
+
 def check_state(state):
     """ValueError unless state has the form of a tokenizer's `state()`. Its kind may be an unknown one."""
     if not isinstance(state, dict) or not isinstance(state.get('kind'), str):
         raise ValueError(f"a tokenizer's state must be a dict with its kind, a string, not {str(state)[:50]!r}")
-    if state['kind'] == 'char' and not isinstance(state.get('chars'), str):
-        raise ValueError(f"a tokenizer's state of kind 'char' must have chars, a string, not "
-                         f"{str(state.get('chars'))[:50]!r}")
+    for kind, key in (('char', 'chars'), ('json', 'json')):
+        if state['kind'] == kind and not isinstance(state.get(key), str):
+            raise ValueError(f"a tokenizer's state of kind {kind!r} must have {key}, a string, not "
+                             f"{str(state.get(key))[:50]!r}")
 
 
 def from_state(state):
@@ -83,15 +122,32 @@ def from_state(state):
         return CharTokenizer(state['chars'])
     if state['kind'] == 'gpt2':
         return GPT2Tokenizer()
-    raise ValueError(f"the kind of a tokenizer must be char or gpt2, not {state['kind']!r}: these tokens have no text")
+    if state['kind'] == 'json':
+        return JSONTokenizer(state['json'])
+    raise ValueError(f"the kind of a tokenizer must be char, gpt2 or json, not {state['kind']!r}: these tokens have no "
+                     "text")
 
 
 def state_of_dataset(folder):
-    """The state of the tokenizer that a data folder was prepared with: GPT-2's, unless its meta file names another."""
-    meta = read_meta(folder)
-    if 'kind' not in meta:
-        return {'kind': 'unknown'} if 'vocab_size' in meta else GPT2
-    return {k: meta[k] for k in ('kind', 'chars') if k in meta}
+    """
+    The state of the tokenizer of a data folder, or of a model's folder in Hugging Face format: the one that its meta
+    file names; otherwise its tokenizer.json; otherwise GPT-2's, where the folder does not say that it is another.
+    """
+    meta, path = read_meta(folder), os.path.join(folder, 'tokenizer.json')
+    if 'kind' in meta:
+        return {k: meta[k] for k in ('kind', 'chars') if k in meta}
+    if os.path.exists(path):
+        return {'kind': 'json', 'json': read_text(path)}
+    return {'kind': 'unknown'} if 'vocab_size' in meta or not is_gpt2(folder) else GPT2
+
+
+def is_gpt2(folder):
+    """False for the folder of a model of another family: it has a config.json with another model_type."""
+    try:
+        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
+            return json.load(f).get('model_type', 'gpt2') == 'gpt2'
+    except (OSError, ValueError, AttributeError):  # a data folder has none; what is damaged is read elsewhere
+        return True
 
 
 def read_meta(folder):

@@ -1,113 +1,186 @@
-"""Outside judges: Hugging Face's GPT-2 with our weights, and the Attention cases of the ONNX operator suite."""
+"""
+Outside judges: models of transformers with the same weights, and the Attention and RotaryEmbedding cases of the ONNX
+operator suite.
+"""
 import functools
 import warnings
 
 import numpy as np
 import pytest
 import torch
+from conftest import sizes
 
-from model import GPT, GPTConfig, LayerKVCache, attend
+from model import GPT, LayerKVCache, attend
+from positions import rotate, visible
+
+SIZES = dict(vocab_size=50, n_layer=3, n_embd=48)
 
 
-def test_hugging_face_gpt2_agrees_at_each_cached_step():
+def starcoder2(n_head, n_kv_head, bias, window, block_size=24):
+    from transformers import Starcoder2Config, Starcoder2ForCausalLM
+    return Starcoder2ForCausalLM(Starcoder2Config(
+        vocab_size=50, num_hidden_layers=3, hidden_size=48, intermediate_size=192, num_attention_heads=n_head,
+        num_key_value_heads=n_kv_head, use_bias=bias, sliding_window=window, max_position_embeddings=block_size,
+        rope_parameters=dict(rope_type='default', rope_theta=1000.0), bos_token_id=None, eos_token_id=None))
+
+
+def mpt(n_head):
+    from transformers import MptConfig, MptForCausalLM
+    return MptForCausalLM(MptConfig(vocab_size=50, n_layers=3, d_model=48, n_heads=n_head, max_seq_len=24))
+
+
+def gpt2(activation):
     from transformers import GPT2Config, GPT2LMHeadModel
+    return GPT2LMHeadModel(GPT2Config(**SIZES, n_positions=24, n_head=4, activation_function=activation))
+
+
+def gpt_bigcode(multi_query, n_head=4):
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+    return GPTBigCodeForCausalLM(GPTBigCodeConfig(**SIZES, n_positions=24, n_head=n_head, multi_query=multi_query))
+
+
+JUDGES = {  # name: (a model of transformers, what it is in the fields of our config)
+    **{f'starcoder2-{n_head}-{n_kv_head}-bias{bias}-window{window}': (
+        lambda n_head=n_head, n_kv_head=n_kv_head, bias=bias, window=window: starcoder2(
+            n_head, n_kv_head, bias, window),
+        dict(position='rope', n_kv_head=n_kv_head, window=window or 0, rope_theta=1000.0, gelu='tanh'))
+       for n_head, n_kv_head in sizes([(6, 2), (4, 1)], [(6, 6), (6, 3), (6, 2), (6, 1), (4, 4), (4, 2), (4, 1)])
+       for bias in (True, False) for window in sizes([None, 1, 7], [None, 1, 2, 7, 8, 23])},
+    **{f'mpt-{n_head}': (lambda n_head=n_head: mpt(n_head), dict(position='alibi', bias=False, gelu='none'))
+       for n_head in (4, 6, 12)},
+    'gpt2-gelu': (lambda: gpt2('gelu'), dict(gelu='none')),
+    'gpt2-tanh': (lambda: gpt2('gelu_new'), dict(gelu='tanh')),
+    'gpt_bigcode-1': (lambda: gpt_bigcode(True), dict(n_kv_head=1, gelu='tanh')),
+    'gpt_bigcode-4': (lambda: gpt_bigcode(False), dict(n_kv_head=4, gelu='tanh')),
+}
+
+
+@pytest.mark.parametrize('name', JUDGES)
+def test_transformers_agrees_at_each_cached_step(tmp_path, name):
+    """Its weights through from_pretrained, our logits through our cache, token by token, far past a window."""
+    pytest.importorskip('transformers', reason="transformers is not installed")
     torch.manual_seed(0)
-    c = GPTConfig(block_size=24, vocab_size=50, n_layer=3, n_head=4, n_embd=32)
-    ours = GPT(c).eval()
+    make, expected = JUDGES[name]
+    theirs = make().eval()
     with torch.no_grad():
-        for p in ours.parameters():
+        for p in theirs.parameters():
             p.add_(torch.randn_like(p) * 0.1)
-    theirs = GPT2LMHeadModel(
-        GPT2Config(vocab_size=50, n_positions=24, n_embd=32, n_layer=3, n_head=4, activation_function='gelu')
-    ).eval()
-    transposed = ('c_attn.weight', 'c_proj.weight', 'c_fc.weight')
-    theirs.load_state_dict(
-        {k: v.t() if k.endswith(transposed) else v for k, v in ours.state_dict().items()}, strict=False
-    )
-    idx = torch.randint(50, (2, 24))
-    kv_cache, past = None, None
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(str(tmp_path)).eval()
+    assert {key: getattr(ours.config, key) for key in expected} == expected
+    length = 72 if ours.config.window else 24  # the rolling cache of a window moves its rows every `window` tokens
+    idx, kv_cache, past = torch.randint(50, (2, length)), None, None
+    cuts = [0, 5, 6, *range(10, length + 1)]
+    their_cache_works = ours.config.window != 1  # transformers 5 keeps keys[-window + 1:], which are all if window is 1
     with torch.no_grad():
-        for start, end in ((0, 5), (5, 6), (6, 10), *((t, t + 1) for t in range(10, 24))):
+        whole = theirs(idx).logits
+        assert whole.std() > 0.5  # not all the same
+        for start, end in zip(cuts, cuts[1:]):
             logits, _, kv_cache = ours(idx[:, start:end], kv_cache=kv_cache, use_cache=True)
-            out = theirs(idx[:, start:end], past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            torch.testing.assert_close(logits[:, -1], out.logits[:, -1], rtol=1e-5, atol=1e-5)
-    greedy = theirs.generate(
-        idx[:, :5], attention_mask=torch.ones(2, 5), max_new_tokens=19, do_sample=False, pad_token_id=0
-    )
-    assert torch.equal(ours.generate(idx[:, :5], 19, temperature=0, use_cache=True), greedy)
+            torch.testing.assert_close(logits[:, -1], whole[:, end - 1], rtol=1e-5, atol=1e-5)
+            if their_cache_works:
+                out = theirs(idx[:, start:end], past_key_values=past, use_cache=True)
+                past = out.past_key_values
+                torch.testing.assert_close(logits[:, -1], out.logits[:, -1], rtol=1e-5, atol=1e-5)
+    greedy = theirs.generate(idx[:, :5], attention_mask=torch.ones(2, 5), max_new_tokens=length - 5, do_sample=False,
+                             pad_token_id=0, eos_token_id=None, use_cache=their_cache_works)
+    assert torch.equal(ours.generate(idx[:, :5], length - 5, temperature=0, use_cache=True), greedy)
 
 
 @functools.cache
-def onnx_cases():
+def all_onnx_cases():
+    pytest.importorskip('onnx', reason="onnx is not installed")
     from onnx.backend.test.case.node import collect_testcases
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        return [c for c in collect_testcases('Attention') if 'expanded' not in c.name]
+        return collect_testcases()  # of one operator it collects the first time only
+
+
+def onnx_cases(operator):
+    """The cases of an operator, without those that express it by others."""
+    return [c for c in all_onnx_cases() if c.model.graph.node[0].op_type == operator and 'expanded' not in c.name]
+
+
+def attributes_of(node):
+    return {a.name: a.f if a.type == a.FLOAT else a.i for a in node.attribute}
 
 
 def why_not(node, inputs):
-    """Why a case is not about what our attention does; None if it is."""
-    attributes = {a.name for a in node.attribute}
-    q, k = inputs['Q'], inputs['K']
-    n_head = next((a.i for a in node.attribute if a.name == 'q_num_heads'), q.shape[1])
-    n_head_kv = next((a.i for a in node.attribute if a.name == 'kv_num_heads'), k.shape[1])
+    """Why an Attention case is not about what our attention does; None if it is."""
+    attributes = attributes_of(node)
     if 'softcap' in attributes:
         return 'soft-capped scores: GPT-2 has none'
     if 'scale' in attributes:
         return 'a scale of its own: ours is 1 / sqrt(head_dim)'
     if 'softmax_precision' in attributes:
         return 'a softmax in a precision of its own'
-    if 'left_window_size' in attributes:
-        return 'a sliding window: GPT-2 has none'
-    if n_head != n_head_kv:
-        return 'grouped-query heads: GPT-2 has a key head for every query head'
-    if 'nonpad_kv_seqlen' in inputs:
-        return 'a cache with a length for each row: the tuple has one cache_pos'
-    if 'fullymasked' in node.name or 'robustness' in node.name:
+    if not attributes.get('is_causal') and ('nonpad_kv_seqlen' in inputs or 'left_window_size' in attributes):
+        return 'a window or lengths without the causal rule, which ours always has'
+    if any(word in node.name for word in ('fullymasked', 'robustness', 'structural_empty')):
         return 'rows that may see nothing: a causal row always sees itself'
-    if 'is_causal' in attributes and q.shape[-2] != k.shape[-2]:
-        return 'fewer queries than new keys, at their beginning: ours are always the newest positions'
     return None
 
 
 def named_inputs(case):
     node = case.model.graph.node[0]
+    node.name = case.name
     values = iter(case.data_sets[0][0])
     return node, {name: next(values) for name in node.input if name}
 
 
-def run_case(node, inputs):
-    """The ONNX node through our cache and attention: {output name: array}."""
-    tensors = {
-        name: torch.from_numpy(np.asarray(x, dtype=np.float32) if x.dtype.name == 'bfloat16' else x.copy())
-        for name, x in inputs.items()
-    }
+def tensor(x):
+    return torch.from_numpy(np.asarray(x, dtype=np.float32) if x.dtype.name == 'bfloat16' else x.copy())
+
+
+def run_attention(node, inputs):
+    """The ONNX node through our cache, our mask and our attention: {output name: array}."""
+    attributes, tensors = attributes_of(node), {name: tensor(x) for name, x in inputs.items()}
     q, k, v = (tensors[name] for name in 'QKV')
     packed = q.dim() == 3
     if packed:  # (B, T, heads * size)
-        n_head = next(a.i for a in node.attribute if a.name == 'q_num_heads')
-        q, k, v = (t.unflatten(-1, (n_head, -1)).transpose(1, 2) for t in (q, k, v))
-    outputs, mask = {}, tensors.get('attn_mask')
+        n_head, n_kv_head = attributes['q_num_heads'], attributes['kv_num_heads']
+        q, k, v = (t.unflatten(-1, (n, -1)).transpose(1, 2) for t, n in ((q, n_head), (k, n_kv_head), (v, n_kv_head)))
+    outputs, mask, T, n_past = {}, tensors.get('attn_mask'), q.size(2), 0
     if 'past_key' in tensors:
         past_k, past_v = tensors['past_key'], tensors['past_value']
-        block_size = past_k.size(2) + k.size(2) + 3
+        n_past = past_k.size(2)
+        block_size = n_past + k.size(2) + 3
         cache = LayerKVCache(
             *(past.new_full((*past.shape[:2], block_size, past.size(3)), float('nan')) for past in (past_k, past_v)), 0
         )
         positions = torch.arange(block_size)
-        cache = cache.append(past_k, past_v, positions[:past_k.size(2)])[3]
-        k, v, _, cache = cache.append(k, v, positions[past_k.size(2):][:k.size(2)])
+        cache = cache.append(past_k, past_v, positions[:n_past])[3]
+        k, v, _, cache = cache.append(k, v, positions[n_past:][:k.size(2)])
         outputs |= {'present_key': k.numpy(), 'present_value': v.numpy()}
-    causal = any(a.name == 'is_causal' and a.i for a in node.attribute)
-    if mask is None and not causal:
-        mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool)
-    elif mask is not None and causal:
-        seen = torch.ones(q.size(2), k.size(2), dtype=torch.bool).tril(k.size(2) - q.size(2))
-        mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -float('inf'))
-    y = attend(q, k, v, mask=mask)
+    q_pos, window = n_past + torch.arange(T), attributes.get('left_window_size', -1) + 1  # not counting the own key
+    if 'nonpad_kv_seqlen' in tensors:  # the number of keys of each row, whose last ones are the queries'
+        q_pos = tensors['nonpad_kv_seqlen'][:, None, None] - T + torch.arange(T)  # (B, 1, T)
+    if not attributes.get('is_causal'):
+        mask = torch.ones(T, k.size(2), dtype=torch.bool) if mask is None else mask
+    elif mask is not None or window or q_pos.dim() > 1 or n_past + T < k.size(2):
+        seen = visible(q_pos[..., None], torch.arange(k.size(2)), window)
+        if mask is None:
+            mask = seen
+        else:  # a mask may end before the keys, and hides the others
+            rest, is_bool = k.size(2) - mask.size(-1), mask.dtype == torch.bool
+            mask = torch.nn.functional.pad(mask, (0, rest), value=False if is_bool else -float('inf'))
+            mask = mask & seen if is_bool else mask.masked_fill(~seen, -float('inf'))
+    y = attend(q, k, v, mask)  # without a mask by the causal rule
     outputs['Y'] = (y.transpose(1, 2).flatten(2) if packed else y).numpy()
     return outputs
+
+
+def check_outputs(node, case, outputs, half):
+    for name, expected in zip([o for o in node.output if o], case.data_sets[0][1]):
+        if name != 'qk_matmul_output':  # the scores themselves, which a fused kernel never shows
+            np.testing.assert_allclose(outputs[name].astype(np.float32), np.asarray(expected, np.float32),
+                                       rtol=2e-2 if half else 1e-3, atol=2e-2 if half else 1e-5, err_msg=case.name)
+
+
+def report(operator, passed, skipped):
+    print(f"\n{len(passed)} ONNX {operator} cases apply and pass:", *passed, sep='\n  ')
+    for reason, names in skipped.items():
+        print(f"{len(names)} do not apply, {reason}:", *names, sep='\n  ')
 
 
 def test_onnx_attention_cases():
@@ -115,27 +188,44 @@ def test_onnx_attention_cases():
     Every case either applies and passes, or does not for a reason that `why_not` gives and this prints (pytest -s).
     """
     passed, skipped = [], {}
-    for case in onnx_cases():
+    for case in onnx_cases('Attention'):
         node, inputs = named_inputs(case)
-        node.name = case.name
         reason = why_not(node, inputs)
         if reason:
             skipped.setdefault(reason, []).append(case.name)
             continue
-        outputs = run_case(node, inputs)
         half = any(x.dtype.name in ('float16', 'bfloat16') for x in inputs.values())
-        for name, expected in zip([o for o in node.output if o], case.data_sets[0][1]):
-            if name == 'qk_matmul_output':
-                continue  # the scores themselves, which a fused kernel never shows
-            np.testing.assert_allclose(outputs[name].astype(np.float32), np.asarray(expected, np.float32),
-                                       rtol=2e-2 if half else 1e-3, atol=2e-2 if half else 1e-5, err_msg=case.name)
+        check_outputs(node, case, run_attention(node, inputs), half)
         passed.append(case.name)
-    print(f"\n{len(passed)} ONNX Attention cases apply and pass:", *passed, sep='\n  ')
-    for reason, names in skipped.items():
-        print(f"{len(names)} do not apply, {reason}:", *names, sep='\n  ')
+    report('Attention', passed, skipped)
     assert 'test_attention_4d_causal_with_past_and_present' in passed  # lower-right, on a past
     assert 'test_attention_4d_with_past_and_present' in passed and 'test_attention_3d_with_past_and_present' in passed
-    assert len(passed) >= 20
+    assert {'test_attention_4d_gqa', 'test_attention_3d_gqa_causal', 'test_attention_4d_gqa_with_past_and_present',
+            'test_attention_4d_gqa_attn_mask'} <= set(passed)
+    assert len(passed) >= 50
+
+
+def test_onnx_rotary_cases():
+    """The cases that are half-split, as ours; those that turn a part of each head only turn that part."""
+    passed, skipped = [], {}
+    for case in onnx_cases('RotaryEmbedding'):
+        node, inputs = named_inputs(case)
+        attributes = attributes_of(node)
+        if attributes.get('interleaved'):
+            skipped.setdefault('pairs of neighbours: ours are half a head apart', []).append(case.name)
+            continue
+        x, cos, sin, *position_ids = map(tensor, inputs.values())
+        packed = x.dim() == 3
+        if packed:
+            x = x.unflatten(-1, (attributes['num_heads'], -1)).transpose(1, 2)
+        if position_ids:  # else the tables are those of the tokens already
+            cos, sin = cos[position_ids[0]], sin[position_ids[0]]
+        n = attributes.get('rotary_embedding_dim') or x.size(-1)
+        y = torch.cat((rotate(x[..., :n], cos[:, None], sin[:, None]), x[..., n:]), dim=-1)
+        check_outputs(node, case, {node.output[0]: (y.transpose(1, 2).flatten(2) if packed else y).numpy()}, half=False)
+        passed.append(case.name)
+    report('RotaryEmbedding', passed, skipped)
+    assert 'test_rotary_embedding' in passed and len(passed) >= 5
 
 
 @pytest.mark.parametrize('T_past', [0, 1, 5])

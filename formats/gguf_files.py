@@ -1,0 +1,87 @@
+"""Writing a GGUF file, which llama.cpp and programs that are built on it read."""
+import os
+
+from formats.families import family_of
+from formats.names import GGUF
+from formats.tokenizer_files import add_gguf_tokenizer, check_vocabulary
+from formats.weights import heads_of, weights_with_biases
+from whole_file import replacing
+
+
+def to_gguf(model, path, type='f32', tokenizer=None):
+    """
+    Write a GGUF file of architecture gpt2, starcoder2 (rope) or mpt (alibi), see `family_of`. Returns the kind of its
+    tokenizer, see `add_gguf_tokenizer`.
+
+    type: 'f32', or 'q8_0': matrices in 8 bits, 32 numbers to a scale, for which n_embd must be a multiple of 32.
+        Positions, biases and layer norms stay float32.
+
+    Limits of llama.cpp: none of these architectures has the exact GELU. They have the tanh approximation, on a CPU from
+    a table of float16, so the logits of a model with gelu='none' differ a little. It ignores a window: the context
+    length in the file is that of the window, within which nothing is hidden. It rounds the context up to a multiple of
+    256, and with learned positions a position past block_size ends its process. llama-server keeps within the context
+    length by itself; with other front ends, keep prompt and new tokens within it.
+    Raises ValueError on another type, for sinks and for windows without rope, if path is a file of another format, if
+    gguf is not installed, if the tokenizer has more tokens than the model, and for a JSONTokenizer.
+
+    Sources: docs/gguf.md in https://github.com/ggml-org/ggml; src/models/{gpt2,starcoder2,mpt}.cpp and
+    src/llama-vocab.cpp in https://github.com/ggml-org/llama.cpp.
+    """
+    try:
+        import gguf
+    except ImportError as e:
+        raise ValueError("writing GGUF needs the gguf library: pip install gguf") from e
+    check_vocabulary(model, tokenizer)
+    c, architecture = model.config, family_of(model.config)
+    if type not in ('f32', 'q8_0'):
+        raise ValueError(f"type must be f32 or q8_0, not {type!r}")
+    if type == 'q8_0' and c.n_embd % 32 != 0:
+        raise ValueError(f"q8_0 packs 32 numbers in a block, and n_embd {c.n_embd} is not a multiple of 32: "
+                         "use type=f32")
+    if os.path.exists(path) and not is_gguf(path):
+        raise ValueError(f"{path} exists and is no GGUF file: remove it, or choose another path")
+    quantised = gguf.GGMLQuantizationType[type.upper()]
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with replacing(path) as f:
+        writer = gguf.GGUFWriter(f.name, architecture)  # it opens the temporary file by its name, once more
+        writer.add_context_length(c.window or c.block_size)
+        writer.add_embedding_length(c.n_embd)
+        writer.add_block_count(c.n_layer)
+        writer.add_feed_forward_length(4 * c.n_embd)
+        writer.add_head_count(c.n_head)
+        writer.add_head_count_kv(c.n_kv_head)
+        if c.position == 'rope':
+            writer.add_rope_freq_base(c.rope_theta)
+        if c.position == 'alibi':
+            writer.add_max_alibi_bias(8.0)
+        writer.add_layer_norm_eps(model.transformer.ln_f.eps)
+        writer.add_vocab_size(c.vocab_size)
+        writer.add_file_type(gguf.LlamaFileType['ALL_F32' if type == 'f32' else 'MOSTLY_Q8_0'])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+        kind = add_gguf_tokenizer(writer, tokenizer, c.vocab_size)
+        for name, w in weights_with_biases(model).items():
+            if architecture == 'mpt' and not c.bias and name.endswith('.bias'):
+                continue  # the others need them
+            names = GGUF[architecture].of(name)
+            for their_name, part in zip(names, heads_of(w, c) if len(names) > 1 else [w]):
+                part = part.float().numpy()
+                if part.ndim == 2 and not their_name.startswith('position_embd'):
+                    writer.add_tensor(their_name, gguf.quantize(part, quantised), raw_dtype=quantised)
+                else:
+                    writer.add_tensor(their_name, part)
+        try:
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
+        except OSError as e:
+            raise OSError(f"{path} could not be written, is the disk full? ({e})") from e
+    return kind
+
+
+def is_gguf(path):
+    if not os.path.isfile(path):
+        return False
+    with open(path, 'rb') as f:
+        return f.read(4) == b'GGUF'

@@ -1,0 +1,135 @@
+"""Writing a folder in Hugging Face format, which transformers, vLLM and TGI read."""
+import json
+import os
+import shutil
+import tempfile
+from contextlib import contextmanager
+
+from formats.families import family_of
+from formats.names import CONV1D, HUGGING_FACE
+from formats.tokenizer_files import check_vocabulary, end_of_text, huggingface_tokenizer
+from formats.weights import heads_of, weights_with_biases, with_all_heads
+from tokenizer import JSONTokenizer
+
+HF_FILES = {'config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json', 'meta.json'}
+
+
+def to_huggingface(model, folder, tokenizer=None):
+    """
+    Write a folder with config.json, model.safetensors and, given a tokenizer, tokenizer.json, tokenizer_config.json and
+    meta.json. An older export is replaced whole. Returns the family of the model in it, see `family_of`.
+
+    transformers computes the same logits from it, and GPT.from_pretrained gets the same bits back:
+
+    rope: starcoder2, with its window as sliding_window.
+    alibi: mpt, which has no biases (all of the model's must be zero), and the exact GELU.
+    learned and none: gpt2. For none the positions are zeros, and biases that bias=False leaves out are zeros.
+    mpt and gpt2 have no grouped heads: the keys' and values' rows are repeated for each head of queries.
+
+    The tokenizer gives the same ids, and the id of a space for a character that the model has never seen. meta.json is
+    its `state()`, as in a data folder; a JSONTokenizer needs none.
+    Raises ValueError if transformers has no such model (sinks, a window without rope), if the folder holds other files,
+    if safetensors is not installed, and if the tokenizer has more tokens than the model.
+    """
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+    except ImportError as e:
+        raise ValueError("writing Hugging Face format needs safetensors: pip install safetensors") from e
+    check_vocabulary(model, tokenizer)
+    family = family_of(model.config)
+    weights = huggingface_weights(model, family)
+    end = end_of_text(tokenizer)
+    files = {'config.json': huggingface_config(model, family) | dict(
+        vocab_size=model.config.vocab_size, tie_word_embeddings=True, bos_token_id=end, eos_token_id=end,
+        torch_dtype=str(model.lm_head.weight.dtype).removeprefix('torch.'))}
+    if tokenizer is not None:
+        files['tokenizer.json'], files['tokenizer_config.json'] = huggingface_tokenizer(tokenizer)
+        files['tokenizer_config.json'] |= dict(model_max_length=model.config.block_size,
+                                               clean_up_tokenization_spaces=False,
+                                               # no token_type_ids: GPT-2 would add their embeddings
+                                               model_input_names=['input_ids', 'attention_mask'])
+        if not isinstance(tokenizer, JSONTokenizer):
+            files['meta.json'] = tokenizer.state()
+    with replacing_folder(folder, HF_FILES) as new:
+        for name, content in files.items():
+            with open(os.path.join(new, name), 'w', encoding='utf-8') as f:
+                json.dump(content, f, indent=1)
+        try:
+            save_file(weights, os.path.join(new, 'model.safetensors'), metadata={'format': 'pt'})
+        except SafetensorError as e:
+            raise OSError(f"{folder} could not be written, is the disk full? ({e})") from e
+        # safetensors writes files that their owner alone can read
+        shutil.copymode(os.path.join(new, 'config.json'), os.path.join(new, 'model.safetensors'))
+    return family
+
+
+def huggingface_weights(model, family):
+    """{name: tensor} of a model, as its family has them. ValueError if the family has no place for its biases."""
+    c, names, weights = model.config, HUGGING_FACE[family], {}
+    for name, w in weights_with_biases(model).items():
+        if family == 'mpt' and name.endswith('.bias'):
+            if w.any():
+                raise ValueError(f"{name} is not zero, but transformers' ALiBi models (mpt) have no biases: train "
+                                 "with --bias=False, or export to gguf")
+            continue
+        if family == 'starcoder2' and not c.bias and name.endswith('.bias') and '.ln_' not in name:
+            continue  # use_bias is False there, and the layer norms have one in any case
+        parts = [w]
+        if '.c_attn.' in name:
+            parts = heads_of(w, c) if family == 'starcoder2' else [with_all_heads(w, c)]
+        for their_name, part in zip(names.of(name), parts):
+            transposed = family == 'gpt2' and name.endswith(CONV1D)
+            part = part.t() if transposed else part.clone() if len(parts) > 1 else part
+            weights[names.base + their_name] = part.contiguous()
+    return weights
+
+
+def huggingface_config(model, family):
+    """The part of config.json that the family has in words of its own."""
+    c, eps = model.config, model.transformer.ln_f.eps
+    if family == 'gpt2':
+        return dict(model_type='gpt2', architectures=['GPT2LMHeadModel'],
+                    activation_function={'none': 'gelu', 'tanh': 'gelu_new'}[c.gelu], n_positions=c.block_size,
+                    n_ctx=c.block_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, layer_norm_epsilon=eps,
+                    resid_pdrop=c.dropout, embd_pdrop=c.dropout, attn_pdrop=c.dropout)
+    if family == 'starcoder2':
+        return dict(model_type='starcoder2', architectures=['Starcoder2ForCausalLM'],
+                    hidden_act={'none': 'gelu', 'tanh': 'gelu_pytorch_tanh'}[c.gelu],
+                    max_position_embeddings=c.block_size, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
+                    num_key_value_heads=c.n_kv_head, hidden_size=c.n_embd, intermediate_size=4 * c.n_embd,
+                    rope_theta=c.rope_theta,  # where transformers before 5 has it
+                    rope_parameters=dict(rope_type='default', rope_theta=c.rope_theta),
+                    sliding_window=c.window or None, use_bias=c.bias, norm_epsilon=eps, residual_dropout=c.dropout,
+                    embedding_dropout=c.dropout, attention_dropout=c.dropout)
+    if c.gelu != 'none':
+        raise ValueError(f"gelu={c.gelu}, but transformers' ALiBi models (mpt) have the exact GELU: train with "
+                         "--gelu=none, or export to gguf")
+    return dict(model_type='mpt', architectures=['MptForCausalLM'], max_seq_len=c.block_size, n_layers=c.n_layer,
+                n_heads=c.n_head, d_model=c.n_embd, expansion_ratio=4, no_bias=True, learned_pos_emb=False,
+                layer_norm_epsilon=eps, resid_pdrop=c.dropout, emb_pdrop=c.dropout, norm_type='low_precision_layernorm',
+                attn_config=dict(alibi=True, alibi_bias_max=8, attn_type='multihead_attention', attn_impl='torch'))
+
+
+@contextmanager
+def replacing_folder(folder, names):
+    """
+    A new folder to write to, moved into place at the end. If writing fails the old folder stays.
+
+    ValueError if `folder` is a file, or holds other files than `names`.
+    """
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise ValueError(f"{folder} exists and is no folder: choose another path")
+    foreign = sorted(set(os.listdir(folder)) - names) if os.path.exists(folder) else []
+    if foreign:
+        some = ', '.join(foreign[:3]) + ' ...' * (len(foreign) > 3)
+        raise ValueError(f"{folder} holds {some}, which is no export: choose another path")
+    folder = os.path.abspath(folder)
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=os.path.basename(folder) + '.', dir=os.path.dirname(folder)) as tmp:
+        new = os.path.join(tmp, 'new')
+        os.mkdir(new)
+        yield new
+        if os.path.exists(folder):
+            os.rename(folder, os.path.join(tmp, 'old'))
+        os.rename(new, folder)

@@ -1,0 +1,158 @@
+"""Reading a folder in Hugging Face format: config.json and safetensors files, one or several."""
+import json
+import os
+
+import torch
+
+from formats.families import config_args
+from formats.names import CONV1D, HUGGING_FACE
+
+GPT2_NAMES = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'
+MASKS = '.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq'  # no weights: old versions of transformers saved them
+DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None):
+    """
+    A GPT with the weights of a folder in Hugging Face format (of gpt2, gpt_bigcode, starcoder2 or mpt), which is
+    downloaded first when model_type is a GPT-2's name.
+
+    GPT, GPTConfig: the classes of model.py, or of a model that inherits from it. override_args may set dropout. dtype:
+    of the weights; None keeps that of the files. Weights that are the same here and there are not copied: they stay
+    memory-mapped in the files, and are read when they are first used.
+    Raises ValueError, in one line, if there is no such folder, if it cannot be read, and for all in it that a GPT here
+    cannot represent.
+    """
+    if set(override_args) - {'dropout'}:
+        raise ValueError(f"only dropout can be overridden in pretrained weights, not {', '.join(override_args)}")
+    folder = download_gpt2(model_type) if model_type in GPT2_NAMES and not os.path.isdir(model_type) else model_type
+    files, hf = Files(folder), read_json(os.path.join(folder, 'config.json'))
+    try:
+        args = config_args(hf)
+        if not args.get('bias', True):  # of the linear layers; the layer norms of a starcoder2 have one in any case
+            args['bias'] = any(files.read(name).any() for name in files.paths if name.endswith('norm.bias'))
+        config = GPTConfig(**args | override_args)
+    except ValueError as e:
+        raise ValueError(f"{folder}/config.json: {e}") from e
+    with torch.device('meta'):  # shapes only
+        model = GPT(config)
+    try:
+        model.load_state_dict(state_dict_of(model, hf, files, dtype), assign=True)
+    except RuntimeError as e:  # of torch, where shapes do not fit
+        raise ValueError(f"the weights of {folder} do not fit its config.json: {' '.join(str(e).split())[:300]}") from e
+    model.transformer.wte.weight = model.lm_head.weight
+    return model
+
+
+def state_dict_of(model, hf, files, dtype):
+    """The state dict of a model from the weights in files, which must all be used. ValueError says which do not fit."""
+    family, c = hf['model_type'], model.config
+    names, state_dict, used = HUGGING_FACE[family], {}, {'lm_head.weight'}
+    first, = names.of('transformer.wte.weight')
+    dtype = dtype or files.read(first).dtype
+    for name, shape in ((name, w.shape) for name, w in model.state_dict().items() if name != 'lm_head.weight'):
+        theirs = names.of(name)
+        if name.endswith('.bias') and not hf.get('use_bias', True) and theirs[0] not in files.paths:
+            state_dict[name] = torch.zeros(shape, dtype=dtype)
+            continue
+        used.update(theirs)
+        parts = [files.read(their_name).to(dtype) for their_name in theirs]
+        w = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if family == 'gpt2' and name.endswith(CONV1D):
+            w = w.t()
+        if family == 'gpt_bigcode' and c.n_kv_head == c.n_head and '.c_attn.' in name:  # there q, k, v of each head
+            w = w.unflatten(0, (c.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+        state_dict[name] = w.contiguous()
+    head = state_dict['lm_head.weight'] = state_dict['transformer.wte.weight']
+    if 'lm_head.weight' in files.paths and not torch.equal(files.read('lm_head.weight').to(dtype), head):
+        raise ValueError(f"{files.folder}: lm_head.weight is not {first} (untied heads), but a GPT here has one matrix "
+                         "for both")
+    others = sorted(name for name in set(files.paths) - used if not name.endswith(MASKS)
+                    and not (c.bias is False and name.endswith('norm.bias')))
+    if others:
+        raise ValueError(f"{files.folder} has weights that a GPT here has no place for: {', '.join(others[:3])}"
+                         f"{' ...' * (len(others) > 3)} ({len(others)})")
+    return state_dict
+
+
+class Files:
+    """
+    The safetensors files of a folder, memory-mapped. paths: {name of a tensor without the base of its family: (file,
+    its name there)}. ValueError if the folder has none, or if one cannot be read.
+    """
+
+    def __init__(self, folder):
+        self.folder, self.paths = folder, {}
+        names = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
+        if not names or not os.path.exists(os.path.join(folder, 'config.json')):
+            raise ValueError(f"{folder!r} is neither {', '.join(GPT2_NAMES)} nor a folder with config.json and "
+                             "*.safetensors")
+        index = os.path.join(folder, 'model.safetensors.index.json')
+        if os.path.exists(index):
+            names = self.indexed(index, names)
+        elif 'model.safetensors' in names:
+            names = ['model.safetensors']
+        try:
+            from safetensors import safe_open
+        except ImportError as e:
+            raise ValueError(f"reading {folder} needs safetensors: pip install safetensors (or transformers)") from e
+        for name in names:
+            try:
+                file = safe_open(os.path.join(folder, name), 'pt')
+            except Exception as e:  # errors of safetensors and of the file system all mean this
+                raise unreadable(os.path.join(folder, name), e) from e
+            for key in file.keys():
+                self.paths[key.removeprefix('transformer.').removeprefix('model.')] = file, key
+
+    def indexed(self, index, names):
+        """The names of the files that an index lists. All of them must be among `names`, those in the folder."""
+        shards = read_json(index).get('weight_map')
+        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+            raise ValueError(f"{index} has no weight_map: is the download complete?")
+        missing = sorted(set(shards.values()) - set(names))
+        if missing:
+            raise ValueError(f"{self.folder} lacks {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}, which "
+                             f"{os.path.basename(index)} names: is the download complete?")
+        return sorted(set(shards.values()))
+
+    def read(self, name):
+        """A tensor, memory-mapped. ValueError if there is none of this name, or not of numbers that can be used."""
+        if name not in self.paths:
+            raise ValueError(f"{self.folder} lacks the weights {name}: is the download complete?")
+        file, key = self.paths[name]
+        try:
+            w = file.get_tensor(key)
+        except Exception as e:
+            raise unreadable(self.folder, e) from e
+        if w.dtype not in DTYPES:
+            raise ValueError(f"{self.folder}: {name} is of {w.dtype}, but weights must be of float32, bfloat16, "
+                             "float16 or float64: use the model before it was quantised")
+        return w
+
+
+def unreadable(path, e):
+    return ValueError(f"{path} cannot be read ({type(e).__name__}: {e}): is the download complete?")
+
+
+def read_json(path):
+    """The dict in a JSON file. ValueError if it is damaged or something else."""
+    try:
+        with open(path, encoding='utf-8') as f:
+            content = json.load(f)
+    except (OSError, ValueError) as e:
+        raise unreadable(path, e) from e
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a dict, but it holds a {type(content).__name__}")
+    return content
+
+
+def download_gpt2(name):
+    """The folder of GPT-2's files, downloaded or from the cache of huggingface_hub. ValueError where neither works."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as e:
+        raise ValueError(f"downloading {name} needs huggingface_hub: pip install transformers") from e
+    try:
+        return snapshot_download('openai-community/' + name, allow_patterns=['config.json', 'model.safetensors'])
+    except Exception as e:  # it has some thirty kinds of error
+        raise ValueError(f"{name} could not be downloaded ({type(e).__name__}): connect, or pass a local folder") from e

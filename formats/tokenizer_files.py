@@ -1,0 +1,114 @@
+"""Tokenizers in the files of other projects: tokenizer.json, and the vocabulary in a GGUF file."""
+import json
+
+from tokenizer import CharTokenizer, JSONTokenizer
+
+END_OF_TEXT = '<|endoftext|>'  # of gpt2, gpt_bigcode, starcoder2 and mpt
+
+
+def check_vocabulary(model, tokenizer):
+    if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model a vocab_size of "
+                         f"{model.config.vocab_size}: they do not belong together")
+
+
+def stand_in(tokenizer):
+    """
+    The id that other engines use for a character that a CharTokenizer does not have: the space's, or 0 if it has none.
+
+    Every row of the model's embedding belongs to a character of its training text, so there is none for other
+    characters. Our own CharTokenizer raises ValueError for them.
+    """
+    return tokenizer.ids.get(' ', 0)
+
+
+def end_of_text(tokenizer):
+    """The id of the token that ends a text, or None if the tokenizer has none (or is None)."""
+    if isinstance(tokenizer, JSONTokenizer):
+        return tokenizer.library.token_to_id(END_OF_TEXT)
+    return getattr(getattr(tokenizer, 'bpe', None), 'eot_token', None)
+
+
+def huggingface_tokenizer(tokenizer):
+    """The contents of tokenizer.json and tokenizer_config.json, which transformers and tokenizers read."""
+    if isinstance(tokenizer, JSONTokenizer):
+        names = () if end_of_text(tokenizer) is None else ('bos_token', 'eos_token', 'unk_token')
+        return json.loads(tokenizer.json), dict(tokenizer_class='PreTrainedTokenizerFast') | dict.fromkeys(
+            names, END_OF_TEXT)
+    if isinstance(tokenizer, CharTokenizer):
+        return dict(  # each character is a word
+            version='1.0', added_tokens=[], normalizer=None, post_processor=None,
+            pre_tokenizer=dict(type='Split', pattern=dict(Regex=r'[\s\S]'), behavior='Isolated', invert=False),
+            decoder=dict(type='Fuse'),
+            model=dict(type='WordLevel', vocab=tokenizer.ids, unk_token=tokenizer.chars[stand_in(tokenizer)]),
+        ), dict(tokenizer_class='PreTrainedTokenizerFast')
+    tokens, merges = byte_pairs(tokenizer.bpe)
+    end = tokens[tokenizer.bpe.eot_token]
+    byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=True)
+    return dict(
+        version='1.0', normalizer=None, pre_tokenizer=byte_level, post_processor=byte_level, decoder=byte_level,
+        added_tokens=[dict(id=tokenizer.bpe.eot_token, content=end, special=True, normalized=False, single_word=False,
+                           lstrip=False, rstrip=False)],
+        model=dict(type='BPE', vocab={text: i for i, text in enumerate(tokens)}, merges=merges),
+    ), dict(tokenizer_class='GPT2Tokenizer', bos_token=end, eos_token=end, unk_token=end, add_prefix_space=False)
+
+
+def add_gguf_tokenizer(writer, tokenizer, vocab_size):
+    """
+    Write the tokenizer for llama.cpp. Returns its kind: 'gpt2', 'rwkv', or 'none' (token ids only) if there is none.
+
+    A character tokenizer is written as 'rwkv', which takes the longest token at each place and needs no token for the
+    end of a text: 'gpt2' always has one, and would use token 11. Each byte of an unknown character becomes a space.
+    llama.cpp's 'rwkv' never returns from an unknown character that shares its first byte with a known one; if all
+    known characters are ASCII, no unknown one does.
+    ValueError for a JSONTokenizer: llama.cpp splits a text by rules that it knows by name, which are not in the file.
+    """
+    from gguf import TokenType
+    if isinstance(tokenizer, JSONTokenizer):
+        raise ValueError("this tokenizer was read from a tokenizer.json, which does not say by which of llama.cpp's "
+                         "rules a text is split: export with --to=hf, and convert that folder with llama.cpp's "
+                         "convert_hf_to_gguf.py")
+    if tokenizer is None:
+        kind, tokens = 'none', []
+    elif isinstance(tokenizer, CharTokenizer):
+        kind, tokens = 'rwkv', [c if ord(c) > 127 else c.encode('unicode_escape').decode() for c in tokenizer.chars]
+        writer.add_unk_token_id(stand_in(tokenizer))  # without one, an unknown character ends llama.cpp's process
+    else:
+        kind, (tokens, merges) = 'gpt2', byte_pairs(tokenizer.bpe)
+        writer.add_tokenizer_pre('gpt-2')
+        writer.add_token_merges(merges)
+        writer.add_bos_token_id(tokenizer.bpe.eot_token)
+        writer.add_eos_token_id(tokenizer.bpe.eot_token)
+    writer.add_tokenizer_model(kind)
+    if tokens:
+        # rows of the model without a text of their own get a byte that UTF-8 does not have
+        padding = range(len(tokens), vocab_size)
+        types = [TokenType.NORMAL] * len(tokens) + [TokenType.UNUSED] * len(padding)
+        if kind == 'gpt2':
+            types[tokenizer.bpe.eot_token] = TokenType.CONTROL
+        writer.add_token_list(tokens + [rf'\xff{i}' for i in padding])
+        writer.add_token_types(types)
+    return kind
+
+
+def byte_pairs(bpe):
+    """
+    GPT-2's tokens and merges, spelled as in its vocab.json and merges.txt: ([text of each id], ['left right' by rank]).
+
+    tiktoken has the tokens only. The two parts that a token was merged from are found by encoding its bytes with the
+    merges of a lower rank.
+    """
+    # printable bytes stand for themselves, the others for the characters from 256 on, so that no text has a blank in it
+    shown = [*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)]
+    text_of = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(sorted(set(range(256)) - set(shown)))}
+    spell = lambda token: ''.join(text_of[b] for b in token)  # noqa: E731
+    ranks = {bpe.decode_single_token_bytes(i): i for i in range(bpe.eot_token)}
+    merges = []
+    for token, rank in ranks.items():
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:
+            first = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], rank))
+            parts[first:first + 2] = [parts[first] + parts[first + 1]]
+        if len(parts) == 2:
+            merges.append(f'{spell(parts[0])} {spell(parts[1])}')
+    return [*map(spell, ranks), bpe.decode([bpe.eot_token])], merges

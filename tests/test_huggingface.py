@@ -1,0 +1,213 @@
+"""formats/huggingface.py, against those who read what it writes: transformers and its tokenizers."""
+import glob
+import json
+import os
+
+import pytest
+import torch
+from conftest import SHARED_TEXT
+from example_models import (
+    ALIBI,
+    EASY,
+    HARD,
+    ROPE,
+    TEXT,
+    TIKTOKEN_CACHE,
+    bpe,
+    gpt,
+    json_tokenizer,
+    logits,
+    needs_byte_pairs,
+)
+from torch.testing import assert_close
+
+import formats
+import tokenizer as tokenizers
+from model import GPT
+from tokenizer import CharTokenizer
+
+WINDOW = ROPE | dict(window=5)
+CASES = [  # config, the family that computes the same
+    (HARD, 'gpt2'),
+    (HARD | dict(bias=False, dropout=0.1), 'gpt2'),
+    (EASY | dict(bias=True), 'gpt2'),
+    (EASY | dict(gelu='tanh'), 'gpt2'),
+    (HARD | dict(n_kv_head=1), 'gpt2'),  # rows of keys and values repeated
+    (EASY | dict(n_head=8, n_kv_head=2, gelu='tanh'), 'gpt2'),
+    (HARD | dict(position='none'), 'gpt2'),  # positions of zeros
+    (EASY | dict(position='none', n_kv_head=1), 'gpt2'),
+    (ROPE | dict(n_kv_head=0), 'starcoder2'),
+    (ROPE | dict(bias=True, dropout=0.1), 'starcoder2'),
+    (ROPE | dict(n_kv_head=1, gelu='tanh'), 'starcoder2'),
+    (WINDOW, 'starcoder2'),
+    (WINDOW | dict(bias=True, gelu='tanh', window=23), 'starcoder2'),
+    (ALIBI | dict(dropout=0.1), 'mpt'),
+    (ALIBI | dict(n_head=4), 'mpt'),
+    (ALIBI | dict(n_head=12, n_kv_head=3), 'mpt'),
+]
+
+
+@pytest.mark.parametrize('config, family', CASES)
+def test_transformers_computes_the_same_and_it_is_read_back(tmp_path, config, family):
+    from transformers import AutoModelForCausalLM
+    model = gpt(**config)
+    assert formats.to_huggingface(model, tmp_path / 'hf') == family
+    theirs, loading = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert theirs.config.model_type == family
+    block_size, endless = config['block_size'], 'window' in config  # past it only a window model is trained to go
+    idx = torch.randint(config['vocab_size'], (3, block_size * (3 if endless else 1)))
+    with torch.no_grad():
+        expected = theirs.eval()(idx).logits
+    assert_close(logits(model, idx), expected, atol=3e-5 * expected.abs().max().item(), rtol=0)
+    greedy = dict(do_sample=False, max_new_tokens=6 + 60 * endless, pad_token_id=0,
+                  attention_mask=torch.ones(3, 4))
+    ours = model.generate(idx[:, :4], greedy['max_new_tokens'], temperature=0, use_cache=True)
+    assert theirs.generate(idx[:, :4], **greedy).tolist() == ours.tolist()
+    back = GPT.from_pretrained(str(tmp_path / 'hf')).eval()
+    assert torch.equal(logits(back, idx[:, :block_size]), logits(model, idx[:, :block_size]))
+    if family == 'starcoder2' or config.get('n_kv_head', 0) == 0 and config.get('bias'):
+        same = {'dropout', 'position'} if config.get('position') == 'none' else {'dropout'}  # zeros, and learned, there
+        assert {k: v for k, v in vars(back.config).items() if k not in same} == {
+            k: v for k, v in vars(model.config).items() if k not in same}
+    again = tmp_path / 'again'
+    formats.to_huggingface(back, again)
+    assert (again / 'model.safetensors').read_bytes() == (tmp_path / 'hf' / 'model.safetensors').read_bytes()
+
+
+REFUSED = [  # config, what the line has to say
+    (WINDOW | dict(n_sink=2), 'n_sink 2: none of the models'),
+    (HARD | dict(window=5), 'window 5 with position=learned'),
+    (HARD | dict(window=5, position='none'), 'window 5 with position=none'),
+    (ALIBI | dict(window=5), 'window 5 with position=alibi'),
+    (ALIBI | dict(bias=True), 'have no biases: train with --bias=False'),
+    (ALIBI | dict(gelu='tanh'), 'have the exact GELU: train with --gelu=none'),
+]
+
+
+@pytest.mark.parametrize('config, line', REFUSED)
+def test_what_no_family_computes_is_refused(tmp_path, config, line):
+    with pytest.raises(ValueError, match=line):
+        formats.to_huggingface(gpt(**config), tmp_path / 'hf')
+    assert not os.listdir(tmp_path)
+
+
+def test_alibi_with_biases_of_zero_is_an_mpt(tmp_path):
+    model = gpt(**ALIBI | dict(bias=True))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if name.endswith('.bias'):
+                p.zero_()
+    formats.to_huggingface(model, tmp_path / 'hf')
+    back, idx = GPT.from_pretrained(str(tmp_path / 'hf')).eval(), torch.randint(128, (2, 24))
+    assert not back.config.bias and torch.equal(logits(back, idx), logits(model, idx))
+
+
+@pytest.mark.parametrize('bias', [True, False])
+def test_there_and_back_to_the_bit(tmp_path, bias):
+    from safetensors import safe_open
+    model = gpt(**HARD | dict(bias=bias))
+    formats.to_huggingface(model, tmp_path / 'hf')
+    back = GPT.from_pretrained(str(tmp_path / 'hf')).state_dict()
+    for name, w in model.state_dict().items():
+        assert torch.equal(back.pop(name), w), name
+    assert all(name.endswith('.bias') and not w.any() for name, w in back.items()) and bool(back) != bias
+    with safe_open(tmp_path / 'hf' / 'model.safetensors', 'pt') as f:
+        assert 'lm_head.weight' not in f.keys()  # it is wte
+        # (in, out)
+        assert sum(f.get_slice(name).get_shape()[0] == 3 * 21 for name in f.keys() if 'c_attn.weight' in name) == 0
+
+
+def test_characters_in_hugging_faces_tokenizer(tmp_path):
+    from transformers import AutoTokenizer, GPT2Config
+    ours = CharTokenizer.of_text(TEXT)
+    formats.to_huggingface(gpt(**HARD | dict(vocab_size=ours.vocab_size + 3)), tmp_path / 'hf', ours)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    assert set(theirs(TEXT)) == {'input_ids', 'attention_mask'}  # GPT-2 would add the embeddings of token_type_ids
+    assert theirs(TEXT)['input_ids'] == ours.encode(TEXT) and theirs.decode(ours.encode(TEXT)) == TEXT
+    # no character ends a text: GPT-2's 50256 by default
+    assert GPT2Config.from_pretrained(tmp_path / 'hf').eos_token_id is None
+    # a character the model has never seen becomes a space, in the text and at its ends
+    unknown = theirs('žlo\t日')['input_ids']
+    assert unknown == ours.encode(' lo\t日') and theirs.decode(unknown, skip_special_tokens=True) == ' lo\t日'
+    assert not theirs.all_special_tokens  # the space is not one of them: they are left out of a decoded text
+    assert tokenizers.from_state(tokenizers.state_of_dataset(tmp_path / 'hf')).chars == ours.chars
+
+
+def test_unknown_characters_where_there_is_no_space(tmp_path):
+    from transformers import AutoTokenizer
+    formats.to_huggingface(gpt(**HARD | dict(vocab_size=3)), tmp_path / 'hf', CharTokenizer('abc'))
+    assert AutoTokenizer.from_pretrained(tmp_path / 'hf')('bxc')['input_ids'] == [1, 0, 2]
+
+
+@needs_byte_pairs
+def test_byte_pairs_in_hugging_faces_tokenizer(tmp_path, monkeypatch):
+    from transformers import AutoTokenizer, GPT2TokenizerFast
+    ours = bpe(monkeypatch)
+    formats.to_huggingface(gpt(**EASY | dict(vocab_size=50304)), tmp_path / 'hf', ours)
+    text = TEXT + '<|endoftext|>' + (open(SHARED_TEXT).read()[:10000] if os.path.exists(SHARED_TEXT) else '')
+    for theirs in (AutoTokenizer.from_pretrained(tmp_path / 'hf'), GPT2TokenizerFast.from_pretrained(tmp_path / 'hf')):
+        assert (
+            theirs(text, truncation=False)['input_ids'] == ours.encode(text)
+            and theirs.decode(ours.encode(text)) == text
+        )
+        assert theirs.eos_token_id == 50256 and theirs.decode([15496, 50300]) == 'Hello'
+    assert tokenizers.state_of_dataset(tmp_path / 'hf') == {'kind': 'gpt2'}
+
+
+@pytest.mark.parametrize('config', [ROPE, ALIBI])
+def test_a_tokenizer_json_stays_as_it_is(tmp_path, config):
+    from transformers import AutoTokenizer
+    ours = json_tokenizer(TEXT)
+    formats.to_huggingface(gpt(**config | dict(vocab_size=ours.vocab_size)), tmp_path / 'hf', ours)
+    theirs, text = AutoTokenizer.from_pretrained(tmp_path / 'hf'), TEXT + '<|endoftext|>other words'
+    assert theirs(text)['input_ids'] == ours.encode(text) and theirs.decode(ours.encode(text)) == text
+    assert theirs.eos_token_id == ours.encode('<|endoftext|>')[0]
+    assert json.loads((tmp_path / 'hf' / 'config.json').read_text())['eos_token_id'] == theirs.eos_token_id
+    back = tokenizers.from_state(tokenizers.state_of_dataset(tmp_path / 'hf'))
+    assert back.encode(text) == ours.encode(text) and not os.path.exists(tmp_path / 'hf' / 'meta.json')
+
+
+@needs_byte_pairs
+def test_merges_are_those_gpt2_came_with(monkeypatch):
+    tokens, merges = formats.byte_pairs(bpe(monkeypatch).bpe)
+    for path in glob.glob(TIKTOKEN_CACHE + '/*'):  # tiktoken downloads GPT-2's own two files
+        with open(path, encoding='utf-8') as f:
+            text = f.read()
+        if text.startswith('{'):
+            assert {text: i for i, text in enumerate(tokens)} == json.loads(text)
+        else:
+            assert merges == text.splitlines()[1:]
+    assert len(merges) == 50000 and len(tokens) == 50257
+
+
+def test_an_export_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monkeypatch):
+    folder, tokenizer = tmp_path / 'hf', CharTokenizer('ab')
+    model = gpt(**HARD | dict(vocab_size=2))
+    formats.to_huggingface(model, folder, tokenizer)
+    formats.to_huggingface(gpt(**HARD), str(folder) + '/')  # no tokenizer: the old one must not stay
+    assert sorted(os.listdir(folder)) == ['config.json', 'model.safetensors'] and os.listdir(tmp_path) == ['hf']
+    assert os.stat(folder / 'model.safetensors').st_mode == os.stat(folder / 'config.json').st_mode
+    before = (folder / 'model.safetensors').read_bytes()
+
+    def full(*args, **kwargs):
+        raise OSError("No space left on device")
+    with monkeypatch.context() as m, pytest.raises(OSError, match='No space'):
+        m.setattr('safetensors.torch.save_file', full)
+        formats.to_huggingface(model, folder, tokenizer)
+    assert os.listdir(tmp_path) == ['hf'] and (folder / 'model.safetensors').read_bytes() == before
+    (folder / 'thesis.txt').write_text('mine')
+    with pytest.raises(ValueError, match='holds thesis.txt, which is no export'):
+        formats.to_huggingface(model, folder)
+    with pytest.raises(ValueError, match='is no folder'):
+        formats.to_huggingface(model, folder / 'thesis.txt')
+    assert (folder / 'thesis.txt').read_text() == 'mine' and os.listdir(tmp_path) == ['hf']
+
+
+@pytest.mark.parametrize('to', [formats.to_huggingface, formats.to_gguf])
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, to):
+    if to is formats.to_gguf:
+        pytest.importorskip('gguf', reason="gguf is not installed")
+    with pytest.raises(ValueError, match='65 tokens, but the model a vocab_size of 37'):
+        to(gpt(**HARD), tmp_path / 'new', tokenizer=CharTokenizer.of_text(map(chr, range(65))))
+    assert not os.listdir(tmp_path)
