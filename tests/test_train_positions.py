@@ -109,6 +109,25 @@ def test_finetuning_keeps_the_window_of_a_folder(monkeypatch):
     assert 'window stays 6, as in the weights of folder: window=3 (command line) has no effect' in said
 
 
+def test_finetuning_a_starcoder2_keeps_its_window(repo):
+    transformers = pytest.importorskip('transformers')
+    torch.manual_seed(0)
+    config = transformers.Starcoder2Config(
+        vocab_size=300, hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, sliding_window=7, tie_word_embeddings=True)
+    transformers.Starcoder2ForCausalLM(config).save_pretrained(repo / 'hf')
+    done = train(repo, '--init_from=hf', '--max_iters=2', '--eval_interval=2', '--window=0')
+    assert done.returncode == 0, done.stderr
+    assert 'window stays 7, as in the weights of hf: window=0 (command line) has no effect' in done.stdout
+    args = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['model_args']
+    kept = dict(block_size=16, window=7, position='rope', n_kv_head=2, gelu='tanh')
+    assert kept.items() <= args.items()
+    on = train(repo, '--init_from=resume', '--max_iters=3', '--eval_interval=3')
+    assert on.returncode == 0 and 'stays' not in on.stdout.replace('n_head stays', ''), on.stderr
+    short = train(repo, '--init_from=hf', '--block_size=7')
+    assert short.returncode == 2 and 'block_size 7 must be more than' in short.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize('kind', KINDS)
 def test_model_args_rebuild_the_model_and_nanogpt_reads_those_of_its_own_models(kind, tmp_path):
     model = tiny(**KINDS[kind]).eval()
