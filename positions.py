@@ -9,15 +9,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-POSITIONS = 'learned', 'rope', 'alibi', 'none'
 LONG_MASK = 2**26  # bytes: a mask of 2,048 tokens over 30,000 keys would be 246 MB in float32
 
 
 def check_position(config):
     """ValueError if the position settings of a GPTConfig do not go together."""
     c = config
-    if c.position not in POSITIONS:
-        raise ValueError(f"position must be {', '.join(POSITIONS)}, not {c.position!r}")
+    if c.position not in ('learned', 'rope', 'alibi', 'none'):
+        raise ValueError(f"position must be learned, rope, alibi or none, not {c.position!r}")
     if c.gelu not in ('none', 'tanh'):
         raise ValueError(f"gelu must be none (the exact one) or tanh, not {c.gelu!r}")
     for name in ('n_kv_head', 'window', 'n_sink'):
@@ -99,9 +98,7 @@ def checked_input(config, device, idx, kv_cache):
 def visible(q_pos, k_pos, window=0, n_sink=0):
     """
     Which keys each query sees: those at no later position, and with a window the last `window` of these, the query's
-    own position included, and the first n_sink positions.
-
-    q_pos (..., T, 1), k_pos (..., 1 or T, K) -> bool (..., T, K).
+    own position included, and the first n_sink positions. q_pos (..., T, 1), k_pos (..., 1 or T, K), bool (..., T, K).
     """
     mask = k_pos <= q_pos
     if not window:
