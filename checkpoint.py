@@ -2,7 +2,8 @@
 Checkpoints: saved so that a crash cannot damage one, loaded without running anything in them, and made into models.
 
 The keys are nanoGPT's (model, optimizer, model_args, iter_num, best_val_loss, config), so a ckpt.pt of nanoGPT loads
-here and one of ours loads there. Ours has tokenizer, rng, scaler and threads as well.
+here, and one of ours loads there if the model is one that nanoGPT has. Ours has tokenizer, rng, scaler and threads as
+well.
 """
 import glob
 import os
@@ -127,6 +128,17 @@ def newest_first():
     return sorted(glob.glob('out*/ckpt.pt'), key=os.path.getmtime, reverse=True)
 
 
+def model_args(config):
+    """
+    The fields of a GPTConfig, to be saved. nanoGPT's GPTConfig accepts no other names than its own, so a model that
+    nanoGPT has (learned positions, no window, as many heads of keys as of queries, the exact GELU) has only these.
+    """
+    c = config
+    nanogpt_has_it = (c.position, c.window, c.n_kv_head, c.gelu) == ('learned', 0, c.n_head, 'none')
+    names = (*SIZES, 'dropout', 'bias') if nanogpt_has_it else [f.name for f in fields(c)]
+    return {name: getattr(c, name) for name in names}
+
+
 def build(checkpoint, GPT, GPTConfig, **override_args):
     """
     The checkpoint's model: GPT(GPTConfig(its model_args, and override_args)) with its weights. Keys of model_args that
@@ -138,7 +150,8 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
     missing = [name for name in SIZES if name not in args]
     if missing:
         raise ValueError(f"the checkpoint's model_args lack {', '.join(missing)}: it cannot be built")
-    wanted = dict.fromkeys(SIZES, (int,)) | {'dropout': (int, float), 'bias': (bool,)}
+    wanted = dict.fromkeys((*SIZES, 'n_kv_head', 'window', 'n_sink'), (int,)) | dict.fromkeys(
+        ('dropout', 'rope_theta'), (int, float)) | dict(bias=(bool,), position=(str,), gelu=(str,))
     for name, kinds in wanted.items():
         if name in args and type(args[name]) not in kinds:
             raise ValueError(f"the checkpoint's model_args have {name}={str(args[name])[:50]!r}, which must be of type "

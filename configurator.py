@@ -78,6 +78,12 @@ def rank():
     return int(text) if text.isdecimal() else 0
 
 
+def processes():
+    """(the number of processes, the number of this one): what torchrun started, or 1 and 0."""
+    world_size = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
+    return world_size, rank() if world_size > 1 else 0
+
+
 def leave_it_to_the_first_process(patience=10.0):
     """
     Wait until torchrun ends this process. It does if process 0 has failed as well, which then prints the error.

@@ -48,28 +48,33 @@ class CausalSelfAttention(model.CausalSelfAttention):
     def forward(self, x, positions, layer_cache=None, *how):
         y, new_cache = super().forward(x, positions, layer_cache, *how)
         if tracing(self.layer):
-            self.report(x.size(1), layer_cache, new_cache)
+            self.report(x.size(1), positions.config, layer_cache, new_cache)
         return y, new_cache
 
-    def report(self, T, old_cache, new_cache):
+    def report(self, T, config, old_cache, new_cache):
         who = f"Attn L{self.layer}"
         if new_cache is None:
             trace(who, f"no cache T={T}")
             return trace(who, f"mask T_q={T} T_k={T}")
         if not isinstance(new_cache, tuple):  # a layer of a cache in kvcache/
-            mask = new_cache.placement.mask
-            return trace(who, f"placed {len(new_cache.placement.rows)} rows, mask T_q={T} T_k={mask.size(-1)}")
+            placement = new_cache.placement
+            return trace(who, f"placed {len(placement.rows)} rows, mask T_q={T} T_k={placement.keys.pos.size(-1)}")
         start, end, max_ctx = old_cache[2], new_cache.cache_pos, new_cache.k_cache.size(2)
+        first = int(new_cache.first[0]) if config.window else 0  # the position in slot number n_sink
+        written = slice(start - first + config.n_sink, end - first + config.n_sink) if isinstance(start, int) else None
+        n_seen = min(end, config.n_sink + config.window) if config.window and written else end
+        if config.window and written:
+            trace(who, f"slots {written.start} to {written.stop - 1}; slot {config.n_sink} has position {first}")
         if isinstance(start, int) and start == 0:
             trace(who, f"init_cache T={T} max_ctx={max_ctx}")
         else:
             trace(who, f"cache_pos={start} T={T} new_cache_pos={end} max_ctx={max_ctx}")
-            trace(who, f"using cache T_k={end}")
-        trace(who, f"mask T_q={T} T_k={end}")
+            trace(who, f"using cache T_k={n_seen}")
+        trace(who, f"mask T_q={T} T_k={n_seen}")
         if isinstance(start, int) and end != start + T:
             alarm(who, f"cache_pos went from {start} to {end}, but {T} positions were fed")
         for name, cache in (('keys', new_cache.k_cache), ('values', new_cache.v_cache)):
-            if isinstance(start, int) and cache[:, :, start:end].isnan().any():
+            if written and cache[:, :, written].isnan().any():
                 alarm(who, f"NaN in the {name} of positions {start} to {end - 1}")
 
 

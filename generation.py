@@ -5,28 +5,36 @@ becomes of a full context, and caches other than the model's tuples.
     for tokens in stream(model, [[1, 2, 3], [4]], 100, use_cache=True):     # (2, 1): a token for each prompt
         ...
 
-A `Sequence` is one text that is being continued, a `Cache` keeps keys and values of many. `advance` feeds to the cache
-what it lacks of each sequence and returns the logits for their next tokens. `stream` is a loop of that and of sampling.
+A `Sequence` is one text that is being continued, a `Cache` (kvcache/protocol.py) keeps keys and values of many.
+`advance` feeds to the cache what it lacks of each sequence and returns the logits for their next tokens. `stream` is a
+loop of that and of sampling.
 """
 import math
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from types import NoneType
 
 import torch
 import torch.nn.functional as F
 
-from kvcache.exclusive import evaluating
+from kvcache.exclusive import evaluating, free_all
+from kvcache.protocol import Work
 from kvcache.tuples import NoCache, TupleCache
 from model import as_int64, check_sampling, sample_token
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn, see `model.sample_token`. Raises ValueError on settings that make no sense."""
+    """
+    How the tokens of a sequence are drawn, see `model.sample_token`. Raises ValueError on settings that make no sense.
+
+    generator: the sequence's own torch.Generator, which makes its draws independent of the rest of the batch; None if
+    all sequences of the batch draw together.
+    """
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
+    generator: torch.Generator | None = None
 
     def __post_init__(self):
         check_sampling(self.temperature, self.top_k, self.top_p)
@@ -36,22 +44,26 @@ class Sampling:
 class Sequence:
     """
     One text that is being continued. Its context, what the model is given, is all of it, or of a text that has
-    outgrown block_size its first n_keep tokens and its last ones.
+    outgrown max_positions its first n_keep tokens and its last ones.
 
-    tokens: all tokens, the only record of them. keep, n_keep: a context of block_size tokens that gets another one
-    becomes the first n_keep tokens and the last `keep`. length: tokens in the context. cached: how many of these the
-    cache holds. handle: the cache's name for the sequence.
+    tokens: all tokens, the only record of them. keep, n_keep: a context of max_positions tokens that gets another one
+    becomes the first n_keep tokens and the last `keep`. shifts: does the cache then keep their keys and values, at new
+    positions? length: tokens in the context. cached: how many of these the cache holds. n_removed: tokens that the
+    cache must still remove behind the first n_keep. handle: the cache's name for the sequence.
     """
     tokens: list[int]
-    block_size: int
+    max_positions: int | float
     keep: int
     n_keep: int = 0
+    shifts: bool = False
+    sampling: Sampling = Sampling()
     length: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
+    n_removed: int = field(default=0, init=False)
     handle: object = field(default=None, init=False)
 
     def __post_init__(self):
-        self.length = min(len(self.tokens), self.block_size)
+        self.length = min(len(self.tokens), self.max_positions)
 
     def uncached(self):
         """The tokens of the context that the cache lacks, a list."""
@@ -64,65 +76,58 @@ class Sequence:
         self.lengthen()
 
     def lengthen(self):
-        """Count one more token in the context. If it was full, cut it: the cache then holds nothing of it."""
-        if self.length < self.block_size:
+        """Count one more token in the context, and cut the context if it was full."""
+        if self.length < self.max_positions:
             self.length += 1
+            return
+        self.length = self.n_keep + self.keep
+        if self.shifts:
+            self.n_removed, self.cached = self.cached + 1 - self.length, self.length - 1
         else:  # the tokens that are left have other positions, and with them other keys and values
-            self.length, self.cached = self.n_keep + self.keep, 0
+            self.cached = 0
 
     def fork(self, handle):
         """A second sequence with the same tokens, which the cache knows as `handle`."""
-        new = Sequence(self.tokens[:], self.block_size, self.keep, self.n_keep)
-        new.length, new.cached, new.handle = self.length, self.cached, handle
+        new = replace(self, tokens=self.tokens[:])
+        new.length, new.cached, new.n_removed, new.handle = self.length, self.cached, self.n_removed, handle
         return new
 
 
-class Work(NamedTuple):
-    """
-    New tokens of B sequences. starts: the position of the first new token of each. tokens: int64 (B, T) if all bring T
-    of them, or a list of (T_i,).
-    """
-    handles: list
-    starts: list[int]
-    tokens: torch.Tensor | list
-
-
-class Cache(Protocol):
-    """Keys and values of many sequences, for one model."""
-
-    def new(self):
-        """The handle of a new sequence without tokens. ValueError where there is no room for another."""
-
-    def fork(self, handle):
-        """The handle of a new sequence that has all tokens of this one."""
-
-    def truncate(self, handle, n):
-        """Keep the first n tokens of a sequence. ValueError if it has fewer."""
-
-    def free(self, handle):
-        """Forget a sequence."""
-
-    def step(self, work):
-        """
-        Feed the tokens of a `Work`. Returns logits (B, vocab_size), for the token after the last one of each sequence.
-
-        A sequence that is longer than its start is truncated to it first. ValueError if it is shorter, if there is no
-        room, and on tokens that do not fit the model. After a step that failed each sequence has its first `start`
-        tokens.
-        """
-
-
-def make_sequences(model, prompts, when_full='crop', keep=None, n_keep=0):
+def make_sequences(model, prompts, when_full=None, keep=None, n_keep=0):
     """
     A `Sequence` for each prompt: (B, T) or token lists; when_full, keep and n_keep are those of `stream`. ValueError on
     an empty prompt, on ids that are not in the vocabulary, and on settings that make no sense.
     """
-    block_size, vocab_size = model.config.block_size, model.config.vocab_size
-    if not isinstance(n_keep, int) or not isinstance(keep, int | None):
-        raise ValueError(f"keep and n_keep must be integers, not {keep!r} and {n_keep!r}")
-    if when_full not in ('crop', 'shift') or when_full == 'crop' and (keep is not None or n_keep):
-        raise ValueError(f"when_full is 'crop', or 'shift' with keep and n_keep; "
-                         f"not {when_full!r} with keep={keep}, n_keep={n_keep}")
+    c, prompts = model.config, checked_prompts(model, prompts)
+    when_full, endless = when_full or default_when_full(model), c.max_positions == math.inf
+    if endless or when_full == 'crop':
+        if keep is not None or n_keep or when_full == 'shift' or (when_full == 'crop') is endless:
+            raise ValueError(f"a model with position={c.position}, window={c.window} and n_sink={c.n_sink} takes "
+                             f"when_full={'roll' if endless else 'crop, without keep and n_keep, or shift'}; not "
+                             f"{when_full!r} with keep={keep}, n_keep={n_keep}")
+        return [Sequence(tokens, c.max_positions, c.block_size) for tokens in prompts]
+    sequences, shifts = [], c.position != 'learned'
+    for tokens in prompts:
+        kept, last = min(n_keep, len(tokens)), keep
+        if last is None:
+            # of keys that stay in the cache, half are removed; the newest token comes on top
+            last = c.block_size - kept - (c.block_size - kept) // 2 + 1 if shifts else c.block_size // 2
+            last = max(1, min(last, c.block_size - kept))
+        if last < 1 or kept < 0 or kept + last > c.block_size:
+            raise ValueError(f"n_keep={kept} and keep={last} tokens of a full context, of these at least 1, "
+                             f"must fit in {c.block_size}")
+        sequences.append(Sequence(tokens, c.block_size, last, kept, shifts))
+    return sequences
+
+
+def default_when_full(model):
+    """What `stream` does by default with a full context of this model."""
+    return 'roll' if model.config.max_positions == math.inf else 'crop'
+
+
+def checked_prompts(model, prompts):
+    """The token ids of each prompt, a list of lists. ValueError if one is empty or not of the model's vocabulary."""
+    vocab_size = model.config.vocab_size
     if isinstance(prompts, torch.Tensor):
         if prompts.dim() != 2 or prompts.numel() == 0:
             raise ValueError(f"the prompt must be (B, T) with at least one token, not {tuple(prompts.shape)}: "
@@ -134,19 +139,10 @@ def make_sequences(model, prompts, when_full='crop', keep=None, n_keep=0):
         raise ValueError(f"prompts must be lists of integers within the vocabulary of {vocab_size}: {e}") from None
     if not prompts or not all(prompt.dim() == 1 and len(prompt) for prompt in prompts):
         raise ValueError("prompts must be lists of at least one token each: start from a newline, for example")
-    sequences = []
-    for prompt in prompts:
-        tokens = as_int64('a prompt', prompt).tolist()
-        if min(tokens) < 0 or max(tokens) >= vocab_size:
-            raise ValueError(f"the prompt must be integers within the vocabulary of {vocab_size}")
-        kept, last = min(n_keep, len(tokens)), block_size if when_full == 'crop' else keep
-        if last is None:
-            last = max(1, min(block_size // 2, block_size - kept))
-        if last < 1 or kept < 0 or kept + last > block_size:
-            raise ValueError(f"n_keep={kept} and keep={last} tokens of a full context, of these at least 1, "
-                             f"must fit in {block_size}")
-        sequences.append(Sequence(tokens, block_size, last, kept))
-    return sequences
+    prompts = [as_int64('a prompt', prompt).tolist() for prompt in prompts]
+    if any(min(tokens) < 0 or max(tokens) >= vocab_size for tokens in prompts):
+        raise ValueError(f"the prompt must be integers within the vocabulary of {vocab_size}")
+    return prompts
 
 
 def advance(sequences, cache, device, newest=None):
@@ -155,6 +151,10 @@ def advance(sequences, cache, device, newest=None):
 
     newest: these tokens as a tensor (B, 1) on device, if the caller has them and each sequence lacks one.
     """
+    for s in sequences:
+        if s.n_removed:
+            cache.shift(s.handle, s.n_keep, s.n_removed)
+            s.n_removed = 0
     tokens = newest
     if newest is None:
         tokens = [torch.tensor(s.uncached(), dtype=torch.int64, device=device) for s in sequences]
@@ -167,7 +167,7 @@ def advance(sequences, cache, device, newest=None):
 
 
 def stream(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=False, stop_token=None,
-           generator=None, decoder=None, num_samples=1, when_full='crop', keep=None, n_keep=0, cache=None):
+           generator=None, decoder=None, num_samples=1, when_full=None, keep=None, n_keep=0, cache=None):
     """
     Continue the prompts idx, (B, T) or a list of token lists. Yields each step's tokens, (B * num_samples, 1).
 
@@ -183,11 +183,15 @@ def stream(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, 
         'crop': the last block_size tokens, as in nanoGPT. Each token then costs a full pass, with the cache or without.
         'shift': the first n_keep tokens of the prompt and the last `keep`, by default half of block_size, moved to
         positions 0, 1, ... That makes room for more tokens at one step each. The tokens are others than with 'crop'.
-        A prompt that is shorter than n_keep is kept whole.
+        A prompt that is shorter than n_keep is kept whole. Learned positions are part of the keys, so what is left is
+        computed again. Otherwise the cache keeps it and moves its keys, which takes the cache.
+        'roll': no context is ever full. It is the default for models with a window, and exact. A model without a window
+        then has one of its last `keep` tokens, by default block_size, the n_keep first ones of the text included as
+        sinks: see `GPT.with_window`. The tokens are others than with 'crop'. Learned positions cannot roll.
 
-    Runs without gradients and in eval mode, and restores each module's own mode between tokens. Prompts longer than
-    block_size are cropped to their end (with 'shift', after their first n_keep tokens). Raises ValueError, before
-    anything is computed, on prompts and settings that make no sense.
+    Runs without gradients and in eval mode, and restores each module's own mode between tokens. Unless it rolls, a
+    prompt longer than block_size is cropped to its end (with 'shift', after its first n_keep tokens). Raises
+    ValueError, before anything is computed, on prompts and settings that make no sense.
     """
     steps = checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator,
                         decoder, num_samples, when_full, keep, n_keep, cache)
@@ -215,7 +219,7 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
 
 def checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder,
-                num_samples, when_full='crop', keep=None, n_keep=0, cache=None):
+                num_samples, when_full=None, keep=None, n_keep=0, cache=None):
     """Check the arguments of `stream` and begin: yields its tokens, which must not be written to."""
     if max_new_tokens < 0 or num_samples < 1:
         raise ValueError(f"max_new_tokens must be at least 0 and num_samples at least 1, not {max_new_tokens} and "
@@ -225,18 +229,46 @@ def checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache
     if (decoder is not None or cache is not None) and not use_cache:
         raise ValueError(f"a {'decoder' if cache is None else 'cache'} was given but use_cache is False: pass "
                          "use_cache=True as well")
-    sequences, sampling = make_sequences(model, idx, when_full, keep, n_keep), Sampling(temperature, top_k, top_p)
-    n_rows = len(sequences) * num_samples
-    if isinstance(generator, (list, tuple)) and len(generator) != n_rows:
-        raise ValueError(f"{len(generator)} generators for {n_rows} rows: pass one for each, or one for all")
+    if when_full not in (None, 'crop', 'shift', 'roll') or type(n_keep) is not int or type(keep) not in (int, NoneType):
+        raise ValueError("when_full must be 'crop', 'shift' or 'roll', and keep and n_keep integers; not "
+                         f"{when_full!r}, {keep!r} and {n_keep!r}")
+    if when_full == 'roll' and model.config.max_positions != math.inf:
+        model, keep, n_keep = rolling(model, keep, n_keep, decoder or cache), None, 0
+    sequences = make_sequences(model, idx, when_full, keep, n_keep)
+    if sequences[0].shifts and not use_cache:
+        raise ValueError("when_full='shift' keeps keys and values of this model, so it needs the cache: pass "
+                         "use_cache=True")
+    sampling, n_rows, own = Sampling(temperature, top_k, top_p), len(sequences) * num_samples, [None]
+    if isinstance(generator, (list, tuple)):
+        own, generator = generator, None
+        if len(own) != n_rows:
+            raise ValueError(f"{len(own)} generators for {n_rows} rows: pass one for each, or one for all")
+    samplings = [replace(sampling, generator=g) for g in own] * (n_rows // len(own))
     if cache is None:
-        cache = TupleCache(model, decoder) if use_cache else NoCache(model)
-    return run(model, cache, sequences, num_samples, max_new_tokens, sampling, generator, stop_token)
+        cache = TupleCache(model, decoder, keeps_full=sequences[0].shifts) if use_cache else NoCache(model)
+    return run(model, cache, sequences, samplings, max_new_tokens, stop_token, generator)
 
 
-def run(model, cache, sequences, num_samples, max_new_tokens, sampling, generator, stop_token):
-    """The steps of `stream`: yields tokens (B, 1)."""
-    device, B = model.lm_head.weight.device, len(sequences) * num_samples
+def rolling(model, keep=None, n_keep=0, decoder_or_cache=None):
+    """A model without a window as when_full='roll' runs it. ValueError if it cannot roll."""
+    c, window = model.config, model.config.block_size - n_keep if keep is None else keep
+    if c.position == 'learned':
+        raise ValueError("when_full='roll' keeps keys and values while their positions grow, and learned positions end "
+                         f"at block_size {c.block_size}: use 'crop' or 'shift', or train with position=rope or alibi")
+    if window < 1 or n_keep < 0 or n_keep + window > c.block_size:
+        raise ValueError(f"n_keep={n_keep} and keep={window} tokens, of these at least 1, must fit in {c.block_size}")
+    if decoder_or_cache is not None:
+        raise ValueError(f"the decoder or cache is for a model without a window: make it for a model that rolls, "
+                         f"model.with_window({window}, {n_keep}), pass that model, and leave keep and n_keep out")
+    return model.with_window(window, n_keep)
+
+
+def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, generator=None):
+    """
+    The steps of `stream`: yields tokens (B, 1), for B = len(samplings) rows. generator: that of all rows together, if
+    they have none of their own.
+    """
+    device, B = model.lm_head.weight.device, len(samplings)
     # reading a token makes a GPU wait, so it is done where a token has to be known: to stop, and to cut a context
     reading = device.type == 'cpu' or stop_token is not None
     live, stopped, unread, newest = list(range(B)), [False] * B, [], None  # live: the batch row of each sequence
@@ -257,15 +289,17 @@ def run(model, cache, sequences, num_samples, max_new_tokens, sampling, generato
                 if (step == 0 or device.type == 'cpu') and not math.isfinite(logits.sum()) and (
                         F.softmax(logits, dim=-1).isnan().any()):  # of NaN and +inf, not of -inf
                     raise ValueError("the model's logits are not numbers: its weights are broken")
-                if step == 0 and num_samples > 1:  # the prompts are read; from here on each sample is a sequence
-                    logits, prompts, sequences = logits.repeat_interleave(num_samples, dim=0), sequences, []
+                if step == 0:  # the prompts are read; from here on each sample is a sequence
+                    prompts, sequences = sequences, []
                     for s in prompts:
                         sequences.append(s)
-                        for _ in range(num_samples - 1):
+                        for _ in range(B // len(prompts) - 1):
                             handles.append(cache.fork(s.handle))
                             sequences.append(s.fork(handles[-1]))
-                noise = draw_noise(logits, generator, live, B) if sampling.temperature else None
-                newest = sample_token(logits, sampling.temperature, sampling.top_k, sampling.top_p, generator, noise)
+                    for s, sampling in zip(sequences, samplings):
+                        s.sampling = sampling
+                    logits = logits.repeat_interleave(B // len(prompts), dim=0) if B > len(prompts) else logits
+                newest = sample_tokens(logits, sequences, generator, live, B)
                 if not reading:
                     unread.append(newest)
                     for s in sequences:
@@ -300,30 +334,16 @@ def run(model, cache, sequences, num_samples, max_new_tokens, sampling, generato
         free_all(cache, handles)
 
 
-def free_all(cache, handles):
-    """Free sequences; if an interrupt comes in between, the rest of them before it goes on."""
-    try:
-        while handles:
-            with suppress(ValueError):  # an earlier interrupt came after it was freed
-                cache.free(handles[-1])
-            handles.pop()
-    except BaseException:
-        for handle in handles:
-            with suppress(ValueError):
-                cache.free(handle)
-        raise
-
-
-def draw_noise(logits, generator, live, B):
+def sample_tokens(logits, sequences, generator, live, B):
     """
-    Exponential noise for the live rows of a batch of B, logits (n, vocab_size): from each row's own generator, or from
-    one that draws for all B rows, whether they are live or not. None if all are: `sample_token` then draws the same.
+    The next token of each sequence, (n, 1), from logits (n, vocab_size): drawn by its own generator, or by one that
+    draws for all rows of a batch of B, whether they are live or not.
     """
-    if isinstance(generator, (list, tuple)):
+    sampling, noise = sequences[0].sampling, None
+    if sampling.temperature and sampling.generator is not None:
         noise = torch.empty_like(logits)
-        for row, noise_of_row in zip(live, noise):
-            noise_of_row.exponential_(generator=generator[row])
-        return noise
-    if len(live) == B:
-        return None
-    return logits.new_empty(B, logits.size(1)).exponential_(generator=generator)[live]
+        for s, noise_of_row in zip(sequences, noise):
+            noise_of_row.exponential_(generator=s.sampling.generator)
+    elif sampling.temperature and len(live) < B:
+        noise = logits.new_empty(B, logits.size(1)).exponential_(generator=generator)[live]
+    return sample_token(logits, sampling.temperature, sampling.top_k, sampling.top_p, generator, noise)

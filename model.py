@@ -17,16 +17,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from positions import (
-    Keys,
-    Positions,
-    RollingKVCache,
-    as_int64,
-    check_positions,
-    checked_cache_pos,
-    checked_input,
-    visible,
-)
+from positions import Positions, RollingKVCache, as_int64, check_position, checked_cache_pos, checked_input, visible
 
 
 @dataclass
@@ -55,7 +46,7 @@ class GPTConfig:
             raise ValueError(f"n_embd {self.n_embd} must be divisible by n_head {self.n_head}")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
-        check_positions(self)
+        check_position(self)
         self.n_kv_head = self.n_kv_head or self.n_head
 
     @property
@@ -89,9 +80,9 @@ class LayerKVCache(NamedTuple):
     cache_pos: int | torch.Tensor
 
     @classmethod
-    def empty_like(cls, k, config):
+    def empty_like(cls, k, block_size):
         """A zero-filled cache for keys such as k (B, n_kv_head, T, head_dim), in their dtype, on their device."""
-        shape = (*k.shape[:2], config.block_size, k.size(3))
+        shape = (*k.shape[:2], block_size, k.size(3))
         return cls(k.new_zeros(shape), k.new_zeros(shape), 0)
 
     def append(self, k, v, positions):
@@ -118,9 +109,7 @@ class LayerKVCache(NamedTuple):
         if ragged:
             rows, slots = torch.arange(B, device=k.device)[:, None], positions.q_pos
             k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
-            if 'keys' not in positions.shared:
-                positions.shared['keys'] = Keys(torch.arange(longest, device=k.device))
-            keys = positions.shared['keys']
+            keys = positions.keys_from_zero(longest)
         else:
             k_cache.narrow(2, start, T).copy_(k)
             v_cache.narrow(2, start, T).copy_(v)
@@ -168,7 +157,7 @@ class CausalSelfAttention(nn.Module):
         Returns (y, layer_cache with the new tokens); y is (B, T, C), or with last_only the last token's, (B, 1, C).
         """
         B, T, _ = x.size()
-        heads = self.c_attn(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        heads = self.c_attn(x).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)  # (B, heads, T, head_dim) each
         q_unrotated, config, keys = q, positions.config, None
         if config.position == 'rope':
@@ -253,7 +242,9 @@ class GPT(nn.Module):
         if dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         k = w.new_empty(batch_size, c.n_kv_head, 0, c.head_dim, dtype=dtype)
-        return [(RollingKVCache if c.window else LayerKVCache).empty_like(k, c) for _ in range(c.n_layer)]
+        if c.window:
+            return [RollingKVCache.empty_like(k, c.window, c.n_sink) for _ in range(c.n_layer)]
+        return [LayerKVCache.empty_like(k, c.block_size) for _ in range(c.n_layer)]
 
     def checked_cache_pos(self, cache_pos, B, T):
         """See `positions.checked_cache_pos`."""
@@ -358,7 +349,7 @@ class GPT(nn.Module):
                         idx_cond = idx_next
                     else:  # all that the model sees again, from position 0 on
                         idx_cond = idx[:, n_seen:]
-                        kv_cache = kv_cache and [layer._replace(cache_pos=0) for layer in kv_cache]
+                        kv_cache = kv_cache and [(k, v, 0, *first) for k, v, _, *first in kv_cache]
         finally:
             for module in training:
                 module.training = True

@@ -1,9 +1,8 @@
 """
 What attention makes of positions: rotary angles, ALiBi, windows and sinks; and the cache of a model with a window.
 
-A GPT with learned positions and without a window needs of this file only the causal mask. Shapes: B sequences, T new
-tokens, K keys. Sources: rotary positions, arXiv:2104.09864; ALiBi, arXiv:2108.12409; a window with sinks,
-arXiv:2309.17453.
+A GPT with learned positions and without a window needs of this file only the causal mask. B sequences, T new tokens, K
+keys. Sources: rotary positions, arXiv:2104.09864; ALiBi, arXiv:2108.12409; windows with sinks, arXiv:2309.17453.
 """
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ POSITIONS = 'learned', 'rope', 'alibi', 'none'
 LONG_MASK = 2**26  # bytes: a mask of 2,048 tokens over 30,000 keys would be 246 MB in float32
 
 
-def check_positions(config):
+def check_position(config):
     """ValueError if the position settings of a GPTConfig do not go together."""
     c = config
     if c.position not in POSITIONS:
@@ -82,10 +81,9 @@ def checked_input(config, device, idx, kv_cache):
         return idx, checked_cache_pos(c, device, 0, *idx.shape)
     if len(kv_cache) != c.n_layer:
         raise ValueError(f"kv_cache has {len(kv_cache)} layers, but the model has {c.n_layer}")
-    n_items = 4 if c.window else 3
-    if any(len(layer_cache) != n_items for layer_cache in kv_cache):
-        raise ValueError(f"a layer's cache must be a tuple of {n_items} for a model with window={c.window}, but there "
-                         f"are {sorted({len(layer_cache) for layer_cache in kv_cache})}: begin with empty_cache()")
+    if any(len(layer_cache) != (4 if c.window else 3) for layer_cache in kv_cache):
+        raise ValueError(f"a layer's cache must be a tuple of {4 if c.window else 3} for a model with window="
+                         f"{c.window}: begin with empty_cache()")
     (first, _, given), shape = kv_cache[0][:3], (len(idx), c.n_kv_head, c.n_slots, c.head_dim)
     cache_pos, expected = checked_cache_pos(c, device, given, *idx.shape), (shape, first.dtype, idx.device)
     for layer, (k_cache, v_cache, pos, *_) in enumerate(kv_cache):
@@ -108,16 +106,16 @@ def visible(q_pos, k_pos, window=0, n_sink=0):
     q_pos (..., T, 1), k_pos (..., 1 or T, K) -> bool (..., T, K).
     """
     mask = k_pos <= q_pos
-    if window:
-        near = q_pos - k_pos < window
-        mask = mask & (near | (k_pos < n_sink) if n_sink else near)
-    return mask
+    if not window:
+        return mask
+    near = q_pos - k_pos < window
+    return mask & (near | (k_pos < n_sink) if n_sink else near)
 
 
-def alibi_slopes(n_head):
-    """The slope of each head, float64 (n_head,), for any number of heads: the rule of the paper, of MPT and of ggml."""
+def alibi_slopes(n_head, dtype=torch.float64, device='cpu'):
+    """The slope of each head, (n_head,), for any number of heads: the rule of the paper, of MPT and of ggml."""
     n = 2 ** (n_head - 1).bit_length()  # the next power of two
-    slopes = 2.0 ** (-8.0 / n * torch.arange(1, n + 1, dtype=torch.float64, device='cpu'))
+    slopes = 2.0 ** (-8.0 / n * torch.arange(1, n + 1, dtype=dtype, device=device))
     return slopes if n == n_head else torch.cat((slopes[1::2], slopes[::2]))[:n_head]
 
 
@@ -127,6 +125,11 @@ def rotary_angles(positions, head_dim, theta):
     where = 'cpu' if positions.device.type == 'mps' else positions.device  # mps has no float64
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=where)
     return positions.to(where, torch.float64)[..., None] * float(theta) ** (-pairs / head_dim)
+
+
+def wide(dtype):
+    """float32, or the dtype itself if it has more bits."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def rotate(x, cos, sin):
@@ -163,12 +166,17 @@ class Positions:
     def cos_sin(self, positions):
         angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
         angles = angles[:, None] if positions.dim() == 2 else angles  # (B, 1, T, head_dim / 2): the same for all heads
-        dtype, device = torch.promote_types(self.dtype, torch.float32), positions.device
-        return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+        return tuple(x.to(positions.device, wide(self.dtype)) for x in (angles.cos(), angles.sin()))
 
     def rotated(self, x):
         """Queries or keys x (B, n_head, T, head_dim), turned to their positions."""
         return rotate(x, *self.angles)
+
+    def keys_from_zero(self, n):
+        """The `Keys` of positions 0 to n - 1, the same object for all layers."""
+        if n not in self.shared:
+            self.shared[n] = Keys(torch.arange(n, device=self.q_pos.device))
+        return self.shared[n]
 
     def mask(self, keys, n_keys):
         """
@@ -206,8 +214,8 @@ class Positions:
         if c.n_sink:
             distance = torch.where(k_pos < c.n_sink, q_pos.clamp(max=c.n_sink + c.window - 1) - k_pos, distance)
         distance = distance[:, None] if distance.dim() == 3 else distance
-        slopes = alibi_slopes(c.n_head).to(distance.device, torch.promote_types(self.dtype, torch.float32))
-        return (distance * -slopes[:, None, None]).to(self.dtype).masked_fill(~mask, -float('inf'))
+        slopes = alibi_slopes(c.n_head, wide(self.dtype), distance.device)[:, None, None]
+        return (distance * -slopes).to(self.dtype).masked_fill(~mask, -float('inf'))
 
     def mask_with_sinks(self, mask, q, k, keys):
         """
@@ -216,15 +224,12 @@ class Positions:
         """
         if mask is None:  # nothing is that far away
             return None
-        is_sink = self.key_positions(keys, k.size(2)) < self.config.n_sink
-        is_sink = is_sink if is_sink.dim() == 3 else is_sink[..., None, :]
-        is_sink = is_sink[:, None] if is_sink.dim() == 3 else is_sink
+        is_sink = self.key_positions(keys, k.size(2)) < self.config.n_sink  # (K,), (B, K) or (B, T, K)
+        is_sink = is_sink[:, None, None] if is_sink.dim() == 2 else is_sink[:, None] if is_sink.dim() == 3 else is_sink
         turned = rotate(q, *self.sink_angles) - rotate(q, *self.angles)
         k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
         change = (turned @ k.transpose(2, 3) * q.size(3) ** -0.5).masked_fill(~is_sink, 0.0)
-        if mask.dtype is torch.bool:
-            return change.masked_fill(~mask, -float('inf'))
-        return change + mask
+        return change.masked_fill(~mask, -float('inf')) if mask.dtype is torch.bool else change + mask
 
 
 class RollingKVCache(NamedTuple):
@@ -238,6 +243,7 @@ class RollingKVCache(NamedTuple):
     first: int64 (B,) on the CPU, the position in slot number n_sink. All tuples of one storage share it.
 
     Going back to an older tuple is free while the window before its cache_pos is still stored, and refused otherwise.
+    A new beginning in the same storage, at any cache_pos up to n_sink, is free as well.
     """
     k_cache: torch.Tensor
     v_cache: torch.Tensor
@@ -245,72 +251,99 @@ class RollingKVCache(NamedTuple):
     first: torch.Tensor
 
     @classmethod
-    def empty_like(cls, k, config):
+    def empty_like(cls, k, window, n_sink):
         """A zero-filled cache for keys such as k (B, n_kv_head, T, head_dim), in their dtype, on their device."""
-        shape = (*k.shape[:2], config.n_slots, k.size(3))
-        first = torch.full((len(k),), config.n_sink, dtype=torch.int64, device='cpu')
+        shape = (*k.shape[:2], n_sink + 2 * window, k.size(3))
+        first = torch.full((len(k),), n_sink, dtype=torch.int64, device='cpu')
         return cls(k.new_zeros(shape), k.new_zeros(shape), 0, first)
 
     def append(self, k, v, positions):
         """See `LayerKVCache.append`. At most window + 1 tokens: `GPT.forward` feeds more of them in chunks."""
         (k_cache, v_cache, start, first), T = self, k.size(2)
-        window, n_sink, n_slots = positions.config.window, positions.config.n_sink, k_cache.size(2)
+        window, n_sink = positions.config.window, positions.config.n_sink
         if (k.size(0), k.dtype, k.device) != (len(k_cache), k_cache.dtype, k_cache.device):
             raise ValueError(f"cache holds a batch of {len(k_cache)}, {k_cache.dtype} on {k_cache.device}, "
                              f"but the keys are a batch of {k.size(0)}, {k.dtype} on {k.device}")
         if T > window + 1:
             raise ValueError(f"a cache for a window of {window} takes {window + 1} new tokens at once, not {T}: "
                              "split them")
-        if isinstance(start, torch.Tensor):
-            return self.append_ragged(k, v, positions)
-        held = int(first[0]) if len(first) else n_sink  # the first position that is stored after the sinks
-        needed = max(n_sink, start - window + 1)        # the first one that the new tokens see
-        if held > needed:
-            raise ValueError(f"positions {needed} to {held - 1} are not in the cache any more, and a token at {start} "
-                             "sees them: compute the sequence again")
-        slot = n_sink + start - held
-        if slot + T > n_slots:
-            n = start - needed
-            for cache in (k_cache, v_cache):
-                cache[:, :, n_sink:n_sink + n] = cache[:, :, slot - n:slot].clone()
-            first.fill_(needed)
-            held, slot = needed, n_sink + n
+        start = as_int64('cache_pos', start) if isinstance(start, torch.Tensor) else start
+        held, keys, low = self.make_room(T, window, n_sink), None, 0
+        slot, new = n_sink + start - held, RollingKVCache(k_cache, v_cache, start + T, first)
+        if isinstance(held, torch.Tensor):
+            return *self.write_ragged(k, v, slot, held, positions), new
         k_cache.narrow(2, slot, T).copy_(k)
         v_cache.narrow(2, slot, T).copy_(v)
-        new, keys, low = RollingKVCache(k_cache, v_cache, start + T, first), None, 0
         if not n_sink:
             low = max(0, slot - window + 1)  # of the first new token's window
         elif held > n_sink:
             keys = positions.shared.get((held, slot))
             if keys is None:
-                pos = torch.arange(slot + T, device=k.device)
-                keys = positions.shared[held, slot] = Keys(torch.where(pos < n_sink, pos, pos + (held - n_sink)))
+                keys = positions.shared[held, slot] = Keys(self.slot_positions(held, slot + T, n_sink))
         return k_cache[:, :, low:slot + T], v_cache[:, :, low:slot + T], keys, new
 
-    def append_ragged(self, k, v, positions):
-        """`append` for sequences of different lengths: each has its own `first`."""
-        (k_cache, v_cache, start, first), (B, _, T, _) = self, k.shape
-        window, n_sink, n_slots = positions.config.window, positions.config.n_sink, k_cache.size(2)
-        held, needed = first.to(k.device), (start - window + 1).clamp(min=n_sink)
+    def write_ragged(self, k, v, slot, held, positions):
+        """`append` for sequences that differ in slot (B,), where T rows are written, and held (B,), see `make_room`."""
+        (k_cache, v_cache, _, first), (B, _, T, _) = self, k.shape
+        n_sink, rows = positions.config.n_sink, torch.arange(B, device=k.device)[:, None]
+        slots = slot[:, None] + torch.arange(T, device=k.device)
+        k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
+        n = int(slots.max()) + 1
+        shared, name = positions.shared, (*first.tolist(), n)
+        if name not in shared:
+            shared[name] = Keys(self.slot_positions(held[:, None], n, n_sink))
+        return k_cache[:, :, :n], v_cache[:, :, :n], shared[name]
+
+    def slot_positions(self, held, n, n_sink):
+        """The positions in the first n slots, int64 (n,), or (B, n) for held (B, 1): the position in slot n_sink."""
+        slots = torch.arange(n, device=self.k_cache.device)
+        return torch.where(slots < n_sink, slots, slots + (held - n_sink))
+
+    def make_room(self, T, window, n_sink):
+        """
+        Move rows to the front where T more tokens do not fit behind the others. Returns the position in slot n_sink,
+        from which on there is one slot a position: an int, or int64 (B,), on the cache's device, if the sequences
+        differ. ValueError, with nothing written, if a token at cache_pos sees positions that are not stored any more.
+        """
+        (k_cache, v_cache, start, first), held = self, self.first.tolist()
+        if isinstance(start, torch.Tensor) or len(set(held)) > 1:
+            return self.make_room_ragged(T, window, n_sink)
+        held = held[0] if held and start > n_sink else n_sink
+        needed = max(n_sink, start - window + 1)  # the first position after the sinks that the new tokens see
+        if held > needed:
+            raise ValueError(f"positions {needed} to {held - 1} are not in the cache any more, and a token at {start} "
+                             "sees them: compute the sequence again")
+        slot = n_sink + start - held
+        if slot + T <= k_cache.size(2):
+            if start <= n_sink:
+                first.fill_(n_sink)
+            return held
+        n = start - needed
+        first.fill_(start)  # after an interrupt in what follows, nothing before start counts as stored
+        for cache in (k_cache, v_cache):
+            cache[:, :, n_sink:n_sink + n] = cache[:, :, slot - n:slot].clone()
+        first.fill_(needed)
+        return needed
+
+    def make_room_ragged(self, T, window, n_sink):
+        """`make_room` for sequences of different lengths."""
+        (k_cache, v_cache, start, first), n_slots, device = self, self.k_cache.size(2), self.k_cache.device
+        start = as_int64('cache_pos', torch.as_tensor(start, device=device)).expand(len(k_cache))
+        held, needed = first.to(device).masked_fill(start <= n_sink, n_sink), (start - window + 1).clamp(min=n_sink)
         if bool((held > needed).any()):
             raise ValueError(f"positions before {held.tolist()} are not in the cache any more, and tokens at "
                              f"{start.tolist()} see them: compute the sequences again")
         full = n_sink + start - held + T > n_slots
         if bool(full.any()):
             rows = full.nonzero()[:, 0]
-            moved = (needed - held)[rows, None] + torch.arange(n_sink, n_slots, device=k.device)
+            moved = (needed - held)[rows, None] + torch.arange(n_sink, n_slots, device=device)
             moved = moved.clamp(max=n_slots - 1)  # (n, slots): the slot whose content comes to each slot
+            first.copy_(torch.where(full, start, held))  # see make_room
             for cache in (k_cache, v_cache):
                 cache[rows, :, n_sink:] = cache[rows[:, None], :, moved].transpose(1, 2)
             held = torch.where(full, needed, held)
-            first.copy_(held)
-        slots = (n_sink + start - held)[:, None] + torch.arange(T, device=k.device)
-        rows = torch.arange(B, device=k.device)[:, None]
-        k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
-        n = int(slots.max()) + 1
-        pos = torch.arange(n, device=k.device)
-        keys = Keys(torch.where(pos < n_sink, pos, pos + (held - n_sink)[:, None]))
-        return k_cache[:, :, :n], v_cache[:, :, :n], keys, RollingKVCache(k_cache, v_cache, start + T, first)
+        first.copy_(held)
+        return held
 
     def clone(self):
         """A copy with storage of its own, to branch from."""

@@ -8,6 +8,7 @@ Sample from a trained model, or from GPT-2.
 
 The samples go to stdout, everything else to stderr. KV_DEBUG=1 traces the cache.
 """
+import math
 import re
 import signal
 import sys
@@ -40,9 +41,10 @@ top_k = 200           # draw from the k likeliest tokens only; 0 draws from all
 top_p = 1.0           # draw from the fewest tokens that hold this much probability
 stop = ''             # end a sample where this text comes up; \n, \t and \\ are a newline, a tab and a backslash
 use_cache = True      # keep keys and values instead of computing them again: the same tokens, sooner
-when_full = 'crop'    # what a full context keeps: crop, the last block_size tokens (exact, slow); shift, half of them
-keep = 0              # with shift: keep so many of the last tokens instead of half the context
-n_keep = 0            # with shift: and the first so many of the prompt
+when_full = 'auto'    # of a full context: crop keeps the last block_size tokens (exact, slow), shift half of them, roll
+                      # all keys, of which a window is seen; auto is roll for models with a window, crop for others
+keep = 0              # with shift: keep so many of the last tokens instead of half; with roll: the window
+n_keep = 0            # with shift and roll: and the first so many of the prompt
 kv_cache = 'tuple'    # where keys and values live: tuple, streams or unified (llama.cpp's cells), paged (vLLM's blocks)
 kv_bits = 0           # keep them in 8 or 4 bits instead of as they are
 decoder = 'auto'      # what computes a cached step: eager, cpu, compiled; auto is the fastest there is
@@ -63,7 +65,9 @@ def main(config):
     model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev)
     end = unescaped_stop(tokenizer)
     prompts = [tokenizer.encode(text) for text in texts]
-    check_lengths(prompts, model.config.block_size)
+    check_lengths(prompts, model.config)
+    if when_full == 'roll' and model.config.max_positions != math.inf:
+        model = generation.rolling(model, keep or None, n_keep)
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     how = pick_decoder(model, min(batch_size, len(prompts)), dev)
 
@@ -75,15 +79,16 @@ def main(config):
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first:first + batch_size]
             streams = [TextStream(tokenizer, end) for _ in batch]
-            samples = [shown(prompt, tokenizer, model.config.block_size) for prompt in batch]
+            samples = [shown(prompt, tokenizer, model.config.max_positions) for prompt in batch]
             if live:
                 print(samples[0], end='', flush=True)
             for tokens in sample_batch(model, batch, first, how, dev):
                 for row, token in enumerate(tokens.flatten().tolist()):
                     piece = streams[row].push(token)
-                    samples[row] += piece
                     if live:
                         print(piece, end='', flush=True)
+                    else:
+                        samples[row] += piece
                 n_drawn += len(batch)
                 bar.update(len(batch))
                 if all(text.stopped for text in streams):
@@ -105,12 +110,13 @@ def sample_batch(model, batch, first, how, dev):
     Yield the tokens (B, 1) of a batch of prompts, whose first row is sample number `first`; how: of `pick_decoder`.
     """
     same = all(prompt == batch[0] for prompt in batch)  # then it is read once for all samples
-    shift = dict(keep=keep or None, n_keep=n_keep) if when_full == 'shift' else {}
+    full = dict(when_full=when_full) if when_full in ('crop', 'shift') else {}  # `main` has made the model roll
+    full |= dict(keep=keep or None, n_keep=n_keep) if when_full == 'shift' else {}
     source = debug_kv_model if debug_kv_model.tracing() else generation
     return source.stream(model, batch[:1] if same else batch, max_new_tokens, temperature, top_k or None, top_p,
-                         use_cache, num_samples=len(batch) if same else 1, when_full=when_full,
+                         use_cache, num_samples=len(batch) if same else 1,
                          generator=[torch.Generator(dev).manual_seed(seed + first + row) for row in range(len(batch))],
-                         **shift, **how)
+                         **full, **how)
 
 
 def check_settings(dev):
@@ -125,13 +131,13 @@ def check_settings(dev):
     if top_k < 0:
         raise ValueError(f"top_k must be positive, or 0 to draw from all tokens, not {top_k}")
     plain_model.check_sampling(temperature, top_k or None, top_p)
-    if when_full not in ('crop', 'shift'):
-        raise ValueError(f"when_full must be crop or shift, not {when_full!r}")
+    if when_full not in ('auto', 'crop', 'shift', 'roll'):
+        raise ValueError(f"when_full must be auto, crop, shift or roll, not {when_full!r}")
     if keep < 0 or n_keep < 0:
         raise ValueError(f"keep {keep} and n_keep {n_keep} must not be negative")
-    if when_full == 'crop' and (keep or n_keep):
-        raise ValueError(f"keep={keep} and n_keep={n_keep} only work with when_full=shift: add --when_full=shift, "
-                         "or leave them out")
+    if when_full in ('auto', 'crop') and (keep or n_keep):
+        raise ValueError(f"keep={keep} and n_keep={n_keep} only work with when_full=shift or roll: add "
+                         "--when_full=shift, or leave them out")
     check_decoder(dev)
 
 
@@ -208,11 +214,13 @@ def unescaped_stop(tokenizer):
     return end
 
 
-def check_lengths(prompts, block_size):
+def check_lengths(prompts, config):
     """ValueError unless keep and n_keep fit into block_size; says so where prompts (token lists) do not."""
-    longest = max(map(len, prompts))
+    longest, block_size = max(map(len, prompts)), config.block_size
     if max(keep, 1) + min(n_keep, longest) > block_size:
         raise ValueError(f"keep {keep} + n_keep {n_keep} tokens must fit into the model's block_size of {block_size}")
+    if when_full == 'roll' or config.max_positions == math.inf:
+        return
     n_long = sum(len(prompt) > block_size for prompt in prompts)
     if n_long:
         which = "the prompt has" if len(prompts) == 1 else f"{n_long:,} of {len(prompts):,} prompts have up to"
@@ -221,11 +229,11 @@ def check_lengths(prompts, block_size):
               "printed, with ... for the others", file=sys.stderr)
 
 
-def shown(prompt, tokenizer, block_size):
+def shown(prompt, tokenizer, max_positions):
     """The text of a prompt (token ids) before its sample: of a long one what the model sees, and ... for the rest."""
-    if len(prompt) <= block_size:
+    if len(prompt) <= max_positions:
         return tokenizer.decode(prompt)
-    return tokenizer.decode(prompt[:n_keep]) + '...' + tokenizer.decode(prompt[len(prompt) - block_size + n_keep:])
+    return tokenizer.decode(prompt[:n_keep]) + '...' + tokenizer.decode(prompt[len(prompt) - max_positions + n_keep:])
 
 
 if __name__ == '__main__':

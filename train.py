@@ -45,6 +45,12 @@ n_head = 12                    # heads of a block
 n_embd = 768                   # channels
 dropout = 0.0                  # 0 for pretraining, 0.1 or more for finetuning
 bias = False                   # in linears and layer norms?
+position = 'learned'           # how the model knows where a token is: learned, rope (rotary), alibi or none
+rope_theta = 10000.0           # the base of rotary positions
+n_kv_head = 0                  # heads of keys and values, each for n_head / n_kv_head queries; 0 is n_head
+window = 0                     # tokens that a token sees, itself included; 0 is all, otherwise less than block_size
+n_sink = 0                     # the first tokens of a text, which every token sees in addition to its window
+gelu = 'none'                  # the exact GELU, or tanh: the approximation that GPT-2 was trained with
 learning_rate = 6e-4           # of AdamW, at its highest
 max_iters = 600000             # optimizer steps in all
 weight_decay = 1e-1            # of matrices and embeddings
@@ -64,9 +70,7 @@ peak_flops = 0.0               # what MFU is relative to; 0 looks the device up
 
 
 def main(config):
-    # this process, alone or one of those that torchrun started
-    world_size = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
-    rank = configurator.rank() if world_size > 1 else 0
+    world_size, rank = configurator.processes()
     master = rank == 0  # the one that evaluates, logs and saves
     check_settings(world_size)
     stop = StopRequest()
@@ -76,60 +80,36 @@ def main(config):
     torch.manual_seed(seed + rank)
     torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
 
-    # data, model, optimizer
     data_dir, vocab_size, tokenizer_state = load_data(master, world_size, log.say)
     raw_model, resumed = build_model(config, data_dir, vocab_size, tokenizer_state, dev, log.say)
     optimizer, scaler = build_optimizer(config, raw_model, resumed, dev, log.say)
     amp = autocast(dev, pick_dtype(dtype, dev))
     train_batches, eval_batches = build_batches(data_dir, raw_model.config.vocab_size, dev)
-    iter_num, best_val_loss = resumed.get('iter_num', 0), float(resumed.get('best_val_loss', math.inf))
-    if dev == 'cpu' and world_size == 1 and not eval_only and ('threads' in resumed or iter_num < max_iters):
+    first_iter, best_val_loss = resumed.get('iter_num', 0), float(resumed.get('best_val_loss', math.inf))
+    if dev == 'cpu' and world_size == 1 and not eval_only and ('threads' in resumed or first_iter < max_iters):
         choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
     eval_model, model = wrap_model(raw_model, dev, world_size, log.say)
-    if 'rng' in resumed:
-        restore_rng(resumed['rng'])
+    restore_rng(resumed.get('rng'))
     resumed.clear()  # frees memory: its tensors were copied into the model and the optimizer
     checkpointer.track(raw_model, optimizer, scaler, config, tokenizer_state)
 
-    # the training loop
-    first_iter = iter_num
-    tokens_per_iter = gradient_accumulation_steps * batch_size * block_size
-    rows_per_iter = gradient_accumulation_steps * batch_size / world_size  # of this process
+    iter_num = first_iter
     try:
         if master:
             open_log(log, checkpointer, config, iter_num)
         while iter_num <= max_iters or eval_only:
-            lr = get_lr(iter_num)
-            for group in optimizer.param_groups:
-                group['lr'] = lr
-
-            # evaluate, and save a checkpoint
-            if (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only) and master:
+            lr = set_lr(optimizer, iter_num)
+            if master and (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only):
                 losses = estimate_loss(eval_model, eval_batches, amp, stop)
-                if losses:  # None: asked to stop
-                    log.evaluation(iter_num, lr, losses)
-                    improved, best_val_loss = losses['val'] < best_val_loss, min(best_val_loss, losses['val'])
-                    if iter_num > 0 and (improved or always_save_checkpoint) and not eval_only:
-                        log.say(f"saved {checkpointer.save(iter_num, best_val_loss)}")
-                    log.save_picture(last=iter_num == max_iters)
-                log.start_clock(iter_num)
-
+                best_val_loss = report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss)
             if stop.agreed(world_size, dev):
-                if master and not eval_only:
-                    save_interrupted(log, checkpointer, iter_num, best_val_loss, first_iter)
+                checkpointer.save_interrupted(log, iter_num, best_val_loss, first_iter, always_save_checkpoint)
                 break
             if eval_only or iter_num >= max_iters:
                 break
-
-            # forward, backward, update
             loss = optimizer_step(model, optimizer, scaler, amp, train_batches, iter_num, rank, world_size)
-
-            # timing and logging
-            if iter_num % log_interval == 0 and master:
-                synchronize(dev)
-                dt = log.seconds_per_iter(iter_num)
-                mfu = raw_model.estimate_mfu(rows_per_iter, dt, peak_flops or default_peak_flops(dev))
-                log.iteration(iter_num, lr, loss, dt, tokens_per_iter / dt, mfu)
+            if master and iter_num % log_interval == 0:
+                log_iteration(log, raw_model, iter_num, lr, loss, dev, world_size)
             log.advance()
             iter_num += 1
     except FloatingPointError as e:
@@ -149,8 +129,22 @@ def check_settings(world_size):
         raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the "
                          f"{world_size} processes")
     if init_from == 'scratch':
-        GPTConfig(block_size, 1, n_layer, n_head, n_embd, dropout, bias)
+        new_config(1)
     pick_dtype(dtype, pick_device(device))
+
+
+def new_config(vocab_size):
+    """The GPTConfig that the settings describe. ValueError if they do not go together."""
+    return GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias, position, rope_theta, n_kv_head,
+                     window, n_sink, gelu)
+
+
+def set_lr(optimizer, it):
+    """Set the learning rate of iteration `it`, and return it."""
+    lr = get_lr(it)
+    for group in optimizer.param_groups:
+        group['lr'] = lr
+    return lr
 
 
 def get_lr(it):
@@ -191,7 +185,7 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
     """(the model that init_from names, on the device; the checkpoint that the run is resumed from, or {})."""
     resumed, source = {}, init_from
     if init_from == 'scratch':
-        model = GPT(GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias))
+        model = GPT(new_config(vocab_size))
     elif init_from == 'resume':
         resumed, source = load_furthest(out_dir, dev)
         model = checkpoints.build(resumed, GPT, GPTConfig, dropout=dropout)
@@ -202,6 +196,9 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
     if positions < block_size:
         raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: set it to "
                          f"{positions} or less, or use the config file the model was trained with")
+    if model.config.window and model.config.window + model.config.n_sink >= block_size:
+        raise ValueError(f"block_size {block_size} must be more than what the model's tokens see, a window of "
+                         f"{model.config.window} and {model.config.n_sink} sinks: set it to {positions}, for example")
     if resumed.get('tokenizer', tokenizer_state) != tokenizer_state:
         raise ValueError(f"{data_dir} has another tokenizer than the data that this model was trained on: prepare "
                          "the same text again, or train a new model")
@@ -293,6 +290,21 @@ def estimate_loss(model, batches, amp, stop):
     return losses
 
 
+def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss):
+    """
+    Report the losses of an evaluation, save a checkpoint if they or the settings ask for one, and start the clock.
+    Returns the best validation loss so far. losses: None if the evaluation was asked to stop.
+    """
+    if losses:
+        log.evaluation(iter_num, lr, losses)
+        improved, best_val_loss = losses['val'] < best_val_loss, min(best_val_loss, losses['val'])
+        if iter_num > 0 and (improved or always_save_checkpoint) and not eval_only:
+            log.say(f"saved {checkpointer.save(iter_num, best_val_loss)}")
+        log.save_picture(last=iter_num == max_iters)
+    log.start_clock(iter_num)
+    return best_val_loss
+
+
 def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world_size):
     """
     One update of the weights. Returns the mean loss of gradient_accumulation_steps batches, which the processes share
@@ -325,15 +337,12 @@ def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world
     return mean_loss
 
 
-def save_interrupted(log, checkpointer, iter_num, best_val_loss, first_iter):
-    """Save the state of a run that was asked to stop, and say where it is."""
-    log.bar.close()
-    if iter_num == first_iter:
-        log.say(f"stopped at iteration {iter_num}, before an iteration was done: there is nothing to save")
-        return
-    saved = checkpointer.save_interrupted(iter_num, best_val_loss, replace=always_save_checkpoint)
-    log.say(f"stopped at iteration {iter_num}, {saved}")
-    log.save_picture(last=True)
+def log_iteration(log, model, iter_num, lr, loss, dev, world_size):
+    """Log the loss of an iteration and its speed: milliseconds, tokens a second, and MFU."""
+    synchronize(dev)
+    dt, rows = log.seconds_per_iter(iter_num), gradient_accumulation_steps * batch_size
+    mfu = model.estimate_mfu(rows / world_size, dt, peak_flops or default_peak_flops(dev))
+    log.iteration(iter_num, lr, loss, dt, rows * block_size / dt, mfu)
 
 
 if __name__ == '__main__':

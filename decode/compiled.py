@@ -2,9 +2,9 @@
 A decode step compiled by torch.compile, for CUDA and any other device that it serves.
 
 The compiler wants shapes that do not change. So here a layer's cache is a `StaticSlots`: keys and values are written to
-the slots of their positions, and attention goes over all block_size slots with a mask. Nothing in the graph depends on
-the length of the sequence. (After gpt-fast's decode_one_token, https://github.com/pytorch-labs/gpt-fast. The price is
-that the empty slots are read too; the mask hides them, but they must hold numbers, as the zeros of a new cache do.)
+the slots of their positions, and attention goes over all slots with a mask. Nothing in the graph depends on the length
+of the sequence. (After gpt-fast's decode_one_token, https://github.com/pytorch-labs/gpt-fast. The price is that the
+empty slots are read too; the mask hides them, but they must hold numbers, as the zeros of a new cache do.)
 """
 from typing import NamedTuple
 
@@ -13,31 +13,37 @@ import torch
 from decode.forks import StepLock
 from decode.layers import with_length
 from decode.structure import check_structure
+from positions import Keys, RollingKVCache
 
 step_lock = StepLock()  # one step at a time: a decoder's bound cache is of one
 
 
 class StaticSlots(NamedTuple):
-    """The cache of one layer with all of its slots, (B, n_head, block_size, head_dim); see model.py's `append`."""
+    """The cache of one layer with all of its slots, (B, n_kv_head, n_slots, head_dim); see model.py's `append`."""
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    slots: torch.Tensor  # int64 (B, T), for the new tokens
+    keys: Keys           # the position of each slot; a slot that is empty has a position after the new tokens'
 
     def append(self, k, v, positions):
-        """
-        Write k and v (B, n_head, T, head_dim) to the slots `positions` (B, T). Returns (k, v, mask, cache): all slots,
-        in the dtype of k, and where each token may look, (B, 1, T, block_size).
-        """
-        k_cache, v_cache = self
+        """Write k and v (B, n_kv_head, T, head_dim). Returns all slots, in the dtype of k, their `Keys`, and itself."""
+        k_cache, v_cache, slots, keys = self
         rows = torch.arange(k.size(0), device=k.device)[:, None]
-        k_cache[rows, :, positions] = k.transpose(1, 2).to(k_cache.dtype)
-        v_cache[rows, :, positions] = v.transpose(1, 2).to(v_cache.dtype)
-        mask = torch.arange(k_cache.size(2), device=k.device) <= positions[:, None, :, None]
-        return k_cache.to(k.dtype), v_cache.to(v.dtype), mask, self
+        k_cache[rows, :, slots] = k.transpose(1, 2).to(k_cache.dtype)
+        v_cache[rows, :, slots] = v.transpose(1, 2).to(v_cache.dtype)
+        return k_cache.to(k.dtype), v_cache.to(v.dtype), keys, self
 
 
-def step(model, idx, positions, *caches):
-    """idx, positions: (B, 1); caches: k_cache and v_cache of each layer, written. Returns logits (B, 1, vocab_size)."""
-    layers = [StaticSlots(k_cache, v_cache) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
+def step(model, idx, positions, held, *caches):
+    """
+    idx, positions: int64 (B, 1); held: of a model with a window, int64 (B, 1), see `RollingKVCache.make_room`; caches:
+    k_cache and v_cache of each layer, written. Returns logits (B, 1, vocab_size).
+    """
+    n_sink, new, slots = model.config.n_sink, positions, torch.arange(caches[0].size(2), device=idx.device)
+    keys = Keys(slots)
+    if held is not None:
+        new, keys = n_sink + positions - held, Keys(torch.where(slots < n_sink, slots, slots + held - n_sink))
+    layers = [StaticSlots(k_cache, v_cache, new, keys) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
     x, _ = model.hidden_states(idx, positions, layers)
     return model.lm_head(x)
 
@@ -78,16 +84,31 @@ class CompiledDecoder:
             self.bound = caches
             for cache in caches:  # a recorded graph may write into them instead of copying them
                 torch._dynamo.mark_static_address(cache, guard=False)
-        if torch.is_tensor(cache_pos):
-            positions = cache_pos[:, None]
-        elif 0 <= cache_pos < caches[0].size(2):
-            positions = torch.full((idx.size(0), 1), cache_pos, dtype=torch.int64, device=idx.device)
-        else:
-            raise ValueError(f"out of context: cache_pos {cache_pos} + 1 new token > block_size {caches[0].size(2)}")
-        try:
-            with torch.inference_mode():
-                logits = self.step(self.model, idx.contiguous(), positions, *caches)
-        except torch._dynamo.exc.TorchDynamoException as e:
-            reason = str(e).strip().splitlines()[0]
-            raise ValueError(f"torch.compile does not work here ({reason}): use the eager decoder") from e
+        config, B = self.model.config, len(idx)
+        if type(cache_pos) is int and not 0 <= cache_pos < config.max_positions:
+            raise ValueError(f"out of context: cache_pos {cache_pos} + 1 new token > block_size {config.block_size}")
+        with torch.inference_mode():
+            held = column(make_room(kv_cache, cache_pos, config), B, idx.device) if config.window else None
+            positions = column(cache_pos, B, idx.device)
+            try:
+                logits = self.step(self.model, idx.contiguous(), positions, held, *caches)
+            except torch._dynamo.exc.TorchDynamoException as e:
+                reason = str(e).strip().splitlines()[0]
+                raise ValueError(f"torch.compile does not work here ({reason}): use the eager decoder") from e
         return logits.clone(), with_length(kv_cache, cache_pos + 1)
+
+
+def make_room(kv_cache, cache_pos, config):
+    """`RollingKVCache.make_room` for one token in all layers. Returns the position in slot n_sink, the same for all."""
+    layers = [RollingKVCache(*layer[:2], cache_pos, layer[3]) for layer in kv_cache]
+    held = [layer.make_room(1, config.window, config.n_sink) for layer in layers]
+    if not all(layer.first.equal(layers[0].first) for layer in layers):
+        # an interrupted step has moved the rows of some layers: move those of all
+        held = [layer.make_room(config.n_slots, config.window, config.n_sink) for layer in layers]
+    return held[0]
+
+
+def column(x, B, device):
+    """An int, or an int64 tensor (B,), as a new tensor (B, 1)."""
+    # new in both cases: a graph is compiled for tensors that were made in inference mode, or for others
+    return x[:, None].clone() if torch.is_tensor(x) else torch.full((B, 1), x, dtype=torch.int64, device=device)

@@ -12,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from decode.structure import ModelObjects, check_structure
+from positions import Positions, visible
 
 PLAIN = nn.Linear, nn.LayerNorm, nn.Embedding, nn.GELU, nn.Dropout, nn.ModuleDict, nn.ModuleList
 
@@ -42,14 +43,14 @@ class EagerDecoder:
         if kv_cache is None:  # not in inference mode: code outside of that mode may write this cache too
             kv_cache = self.model.empty_cache(len(idx))
         with torch.inference_mode():
-            return step(weights, idx, cache_pos, kv_cache)
+            return step(weights, self.model.config, idx, cache_pos, kv_cache)
 
 
 class BlockWeights(NamedTuple):
     """What a step needs of one block."""
     ln_1: tuple  # what F.layer_norm takes after x: normalized_shape, weight, bias, eps
     c_attn: tuple  # weight and bias or None
-    n_head: int
+    heads: tuple  # how many of queries, of keys and of values
     attn_c_proj: tuple
     ln_2: tuple
     c_fc: tuple
@@ -69,11 +70,13 @@ class ModelWeights:
                          if rate in variables]
         if is_plain(model):
             t = model.transformer
-            self.layer_cache, self.wte, self.wpe = type(model.empty_cache(0)[0]), t.wte.weight, t.wpe.weight
+            self.layer_cache, self.gelu, self.wte = type(model.empty_cache(0)[0]), model.config.gelu, t.wte.weight
+            self.wpe = t.wpe.weight if model.config.position == 'learned' else None
             self.ln_f, self.lm_head = norm(t.ln_f), linear(model.lm_head)
             self.blocks = [
-                BlockWeights(norm(b.ln_1), linear(b.attn.c_attn), b.attn.n_head, linear(b.attn.c_proj),
-                             norm(b.ln_2), linear(b.mlp.c_fc), linear(b.mlp.c_proj)) for b in t.h]
+                BlockWeights(norm(b.ln_1), linear(b.attn.c_attn), (b.attn.n_head, b.attn.n_kv_head, b.attn.n_kv_head),
+                             linear(b.attn.c_proj), norm(b.ln_2), linear(b.mlp.c_fc), linear(b.mlp.c_proj))
+                for b in t.h]
 
     def dropping(self):
         """Does the model apply dropout now?"""
@@ -90,7 +93,7 @@ def is_plain(model):
     own = {type(m) for m in modules if type(m) not in PLAIN}
     return ({kind.__name__ for kind in own} == {'GPT', 'Block', 'CausalSelfAttention', 'MLP'} and len(own) == 4
             and len({kind.__module__ for kind in own}) == 1
-            and all(m.approximate == 'none' for m in modules if type(m) is nn.GELU)
+            and all(m.approximate == model.config.gelu for m in modules if type(m) is nn.GELU)
             and all(m.max_norm is None for m in modules if type(m) is nn.Embedding)
             and not any(m._compiled_call_impl for m in modules))
 
@@ -103,23 +106,40 @@ def linear(module):
     return module.weight, module.bias
 
 
-def step(weights, idx, cache_pos, kv_cache):
+def step(weights, config, idx, cache_pos, kv_cache):
     """The model's forward in eval mode for the tokens idx (B, T) at cache_pos, checked: (logits, kv_cache)."""
-    (B, T), C = idx.shape, weights.wte.size(1)
-    positions = torch.arange(T, device=idx.device) + (cache_pos[:, None] if torch.is_tensor(cache_pos) else cache_pos)
-    x = F.embedding(idx, weights.wte) + F.embedding(positions, weights.wpe)  # (B, T, C)
-    new_cache = []
+    chunk = config.window + 1 if config.window else idx.size(1)  # a `RollingKVCache` takes no more tokens at once
+    while idx.size(1) > chunk:
+        _, kv_cache = hidden_states(weights, config, idx[:, :chunk], cache_pos, kv_cache)
+        idx, cache_pos = idx[:, chunk:], cache_pos + chunk
+    x, kv_cache = hidden_states(weights, config, idx, cache_pos, kv_cache)
+    return F.linear(F.layer_norm(x, *weights.ln_f), *weights.lm_head), kv_cache
+
+
+def hidden_states(weights, config, idx, cache_pos, kv_cache):
+    """What the last block gives for the last of the tokens idx (B, T) at cache_pos: (x (B, 1, C), kv_cache)."""
+    (B, T), x, new_cache = idx.shape, F.embedding(idx, weights.wte), []  # x: (B, T, C)
+    q_pos = torch.arange(T, device=idx.device) + (cache_pos[:, None] if torch.is_tensor(cache_pos) else cache_pos)
+    if weights.wpe is not None:
+        x = x + F.embedding(q_pos, weights.wpe)
+    positions, rotary, head_dim = Positions(config, q_pos, x.dtype), config.position == 'rope', config.head_dim
     for w, layer in zip(weights.blocks, kv_cache):
         qkv = F.linear(F.layer_norm(x, *w.ln_1), *w.c_attn)
-        q, k, v = qkv.view(B, T, 3, w.n_head, C // w.n_head).transpose(1, 3).unbind(2)  # (B, nh, T, hs) each
+        heads = qkv.view(B, T, sum(w.heads), head_dim).transpose(1, 2)
+        q, k, v = heads.split_with_sizes(w.heads, 1)  # (B, heads, T, head_dim) each
+        if rotary:
+            q_unrotated, q, k = q, positions.rotated(q), positions.rotated(k)
         layer = weights.layer_cache(*layer) if type(layer) is tuple else layer
-        k, v, mask, layer = layer.append(k, v, positions)
+        k, v, keys, layer = layer.append(k, v, positions)
         new_cache.append(layer)
+        mask = positions.mask(keys, k.size(2))
+        if rotary and config.n_sink:
+            mask = positions.mask_with_sinks(mask, q_unrotated, k, keys)
         if T > 1 and w is weights.blocks[-1]:  # only the last position is asked for
             x, q, mask = x[:, -1:], q[:, :, -1:], None if mask is None else mask[..., -1:, :]
         x = x + F.linear(attend(q, k, v, mask).transpose(1, 2).flatten(2), *w.attn_c_proj)
-        x = x + F.linear(gelu(F.linear(F.layer_norm(x, *w.ln_2), *w.c_fc)), *w.mlp_c_proj)
-    return F.linear(F.layer_norm(x, *weights.ln_f), *weights.lm_head), new_cache
+        x = x + F.linear(gelu(F.linear(F.layer_norm(x, *w.ln_2), *w.c_fc), weights.gelu), *w.mlp_c_proj)
+    return x, new_cache
 
 
 def attend(q, k, v, mask):
@@ -127,14 +147,15 @@ def attend(q, k, v, mask):
     T_q, T_k = q.size(2), k.size(2)
     if mask is None and 1 < T_q < T_k:
         k_pos = torch.arange(T_k, device=q.device)
-        mask = k_pos <= k_pos[T_k - T_q:, None]
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and T_q > 1)
+        mask = visible(k_pos[T_k - T_q:, None], k_pos)
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and T_q > 1,
+                                          enable_gqa=q.size(1) != k.size(1))
 
 
-def gelu(x):
-    """The exact GELU (arXiv:1606.08415) of a contiguous x (..., 4 * n_embd)."""
+def gelu(x, approximate):
+    """GELU (arXiv:1606.08415) of a contiguous x (..., 4 * n_embd); approximate: 'none' or 'tanh'."""
     # On a CPU torch passes a contiguous tensor to oneDNN, whose set-up takes 20 us: a tenth of the time of a decoded
     # token. A transposed view goes to torch's own kernel, which is faster while x is small.
     if 0 < x.numel() <= 8192 and x.device.type == 'cpu':
-        return F.gelu(x.view(2, -1).t()).t().view_as(x)
-    return F.gelu(x)
+        return F.gelu(x.view(2, -1).t(), approximate=approximate).t().view_as(x)
+    return F.gelu(x, approximate=approximate)

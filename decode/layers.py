@@ -1,4 +1,4 @@
-"""The layers of a cache are tuples (k_cache, v_cache, cache_pos), `LayerKVCache` of model.py or plain ones."""
+"""The layers of a cache are tuples: `LayerKVCache` of model.py, `RollingKVCache` of positions.py, or plain ones."""
 
 
 def with_length(kv_cache, cache_pos):
@@ -9,4 +9,6 @@ def with_length(kv_cache, cache_pos):
     and token. All layers are of the class of the first.
     """
     kind = type(kv_cache[0])
-    return [tuple.__new__(kind, (k_cache, v_cache, cache_pos)) for k_cache, v_cache, _ in kv_cache]
+    if len(kv_cache[0]) == 3:
+        return [tuple.__new__(kind, (k_cache, v_cache, cache_pos)) for k_cache, v_cache, _ in kv_cache]
+    return [tuple.__new__(kind, (k_cache, v_cache, cache_pos, first)) for k_cache, v_cache, _, first in kv_cache]

@@ -29,7 +29,10 @@ def check_model(model):
         raise ValueError(f"the CPU decoder {what}: {REFUSED}")
 
     check_structure(model)
-    t = model.transformer
+    c, t = model.config, model.transformer
+    for name, known in (('position', 'learned'), ('n_kv_head', c.n_head), ('window', 0), ('gelu', 'none')):
+        if getattr(c, name) != known:
+            raise ValueError(f"the CPU decoder does not know {name}={getattr(c, name)!r} yet: use the eager decoder")
     linears = [linear for b in t.h for linear in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)]
     linears.append(model.lm_head)
     dropouts = [t.drop, *(dropout for b in t.h for dropout in (b.attn.resid_dropout, b.mlp.dropout))]

@@ -6,7 +6,7 @@ Ways to store the keys and values of many sequences: the cache designs of other 
     placement        one forward pass: where new rows are written, which rows are read, what the mask hides
     exclusive        a lock for operations that must not overlap, and recovery after interrupts
     base             sequence numbers, lengths and `step`, shared by the four caches below
-    contiguous       block_size rows for each sequence
+    contiguous       block_size rows for each sequence, or a ring of rows for a window
     tuples           the tuples of the model or of a decoder, behind the same methods
     cells            which cell holds which position of which sequences, after llama.cpp
     streams          arrays of cells: finding free cells, windows, operations on sequences, shifts
@@ -23,7 +23,7 @@ Ways to store the keys and values of many sequences: the cache designs of other 
 from kvcache.base import dtype_of
 from kvcache.cell_cache import CellSequences
 from kvcache.contiguous import ContiguousCache
-from kvcache.paged import PagedCache
+from kvcache.paged import PagedCache, n_blocks_for
 from kvcache.storage import BITS
 
 __all__ = ['KINDS', 'make_cache']
@@ -35,14 +35,14 @@ KINDS = {
     'streams': lambda *args: CellSequences(*args, unified=False),
     'unified': lambda *args: CellSequences(*args, unified=True),
     'paged': lambda model, n_seq, type_kv: PagedCache(
-        model, n_seq * -(-model.config.block_size // BLOCK), BLOCK, type_kv),
+        model, n_seq * n_blocks_for(model.config, BLOCK), BLOCK, type_kv),
 }
 
 
 def make_cache(model, kind, n_seq, bits=0):
     """
-    A cache with room for n_seq sequences of block_size tokens each; a paged one has room for more sequences if they
-    are shorter.
+    A cache with room for n_seq sequences of block_size tokens each, or of any lengths if the model has a window and no
+    learned positions; a paged one has room for more sequences if they are shorter.
 
     kind: one of `KINDS`. bits: 0 stores keys and values in the model's dtype, 8 and 4 quantise them. Raises
     ValueError on other values, and if the model's dtype cannot be stored.

@@ -18,18 +18,23 @@ class BaseCache(Exclusive):
     of its sequences with its first `start` tokens. In a child process, after a fork, the cache goes on with its own
     copy.
 
+    If the model has a window, the cache keeps what the next token of a sequence sees, and perhaps a few positions
+    before that. A sequence can then be cut only to a length whose next token sees nothing that is gone. After a step
+    that failed, a sequence for which that is not so has no tokens.
+
     model: a GPT. n_seq: the largest number of sequences. lengths: {sequence: how many of its tokens are in the cache}.
     name: what sample.py prints. layers: the `Layer`s.
 
-    A subclass says where keys and values are, in `copy`, `cut` and `forward_pass`. It may hold more tokens of a
-    sequence than `lengths` says, during a step or after one that failed; `recover` then cuts the rest. mixes_lengths:
-    can one forward pass take sequences with different numbers of new tokens?
+    A subclass says where keys and values are, in `copy`, `cut`, `forward_pass` and, for windows, `first_held`. It may
+    hold more tokens of a sequence than `lengths` says, during a step or after one that failed; `recover` then cuts the
+    rest. mixes_lengths: can one forward pass take sequences with different numbers of new tokens?
     """
     mixes_lengths = True
 
     def __init__(self, model, n_seq, layers, kind, type_kv):
         super().__init__()
         self.model, self.n_seq, self.layers, self.dtype = model, n_seq, layers, dtype_of(model)
+        self.window, self.n_sink = model.config.window, model.config.n_sink
         self.name = f"the model, on a cache that is {kind}, {type_kv}"
         self.lengths, self.to_free = {}, []  # to_free: sequences that were freed in the middle of an operation
         # True after a step with broken weights: its keys may be so large that a mask does not hide them
@@ -43,14 +48,30 @@ class BaseCache(Exclusive):
         """Keep the first n tokens of a sequence that has at least n. With n = 0 the sequence need not exist."""
         raise NotImplementedError
 
-    def forward_pass(self, seqs, counts, ids, hiding=False):
+    def forward_pass(self, seqs, starts, counts, ids, hiding=False):
         """
-        One forward pass: new tokens of these sequences, behind their first `lengths`.
+        One forward pass: new tokens of these sequences, which have `starts` tokens so far.
 
         counts: how many each brings; all the same unless `mixes_lengths`. ids: the tokens, int64 (sum(counts),).
         hiding: see `LayerList.hiding`. Returns logits (B, vocab_size), of each sequence's last token.
         """
         raise NotImplementedError
+
+    def first_held(self, seq):
+        """The first position, from n_sink on, that is stored with all after it. Called if the model has a window."""
+        raise NotImplementedError
+
+    def begin_texts(self, seqs, texts):
+        """
+        Called before the first tokens of sequences are fed. texts: all tokens of the step, int64 (T_i,) each. Returns
+        how many of each, from the first on, are in the cache already and need not be fed; never all.
+        """
+        return [0] * len(seqs)
+
+    def holds(self, seq, n):
+        """Is all in the cache that the token at position n of a sequence sees before it?"""
+        first = max(self.n_sink, n - self.window + 1)
+        return not self.window or first >= n or self.first_held(seq) <= first
 
     def new(self):
         """
@@ -102,10 +123,19 @@ class BaseCache(Exclusive):
 
     @exclusive
     def truncate(self, seq, n):
-        """Keep the first n tokens of a sequence. ValueError if it has fewer."""
+        """
+        Keep the first n tokens of a sequence. ValueError if it has fewer, or if some of these are gone that the next
+        token would see through the window.
+        """
         if not 0 <= n <= self.length(seq):
             raise ValueError(f"sequence {seq} has {self.lengths[seq]} tokens in the cache and cannot be cut to {n}")
+        self.check_held(seq, n)
         self.cut_to(seq, n)
+
+    def check_held(self, seq, n):
+        if n < self.lengths[seq] and not self.holds(seq, n):
+            raise ValueError(f"sequence {seq} cannot go back from {self.lengths[seq]} tokens to {n}: the window of "
+                             f"{self.window} before position {n} is not in the cache any more; feed it from 0 on")
 
     def cut_to(self, seq, n):
         if n < self.lengths[seq]:
@@ -150,32 +180,59 @@ class BaseCache(Exclusive):
 
         A sequence that is longer than its start is first truncated to it. ValueError, with nothing changed, if work
         does not fit the model or the sequences. If the step fails later (there is no room, the logits are not
-        numbers, an interrupt), each sequence has its first `start` tokens.
+        numbers, an interrupt), each sequence has its first `start` tokens, or none if these are not all stored any
+        more that the next token sees.
         """
         self.remove_freed()
         seqs, starts, counts, ids = self.checked(work)
+        ends = {seq: start + n for seq, start, n in zip(seqs, starts, counts)}
         for seq, start in zip(seqs, starts):
             self.cut_to(seq, start)
-        try:
-            logits = self.forward_groups(seqs, counts, ids)
-        except NotNumbers:  # because of the weights, or of keys of other sequences that a mask does not hide
-            self.needs_zeroing = True
-            self.recover()
-            logits = torch.cat([self.forward_pass([seq], [n], part, hiding=True)
-                                for seq, n, part in zip(seqs, counts, ids.split(counts))])
-        self.lengths |= {seq: self.lengths[seq] + n for seq, n in zip(seqs, counts)}
+        if 0 in starts:
+            new, parts = [i for i, start in enumerate(starts) if start == 0], list(ids.split(counts))
+            for i, n in zip(new, self.begin_texts([seqs[i] for i in new], [parts[i] for i in new])):
+                starts[i], counts[i], parts[i] = n, counts[i] - n, parts[i][n:]
+            ids = torch.cat(parts)
+        logits = self.feed(seqs, starts, counts, ids)
+        self.lengths |= ends
         return logits
 
-    def forward_groups(self, seqs, counts, ids):
+    def feed(self, seqs, starts, counts, ids):
+        """
+        The logits of a step. Through a window at most window + 1 tokens of each sequence are fed at once, so that its
+        memory need not hold more than two windows.
+        """
+        most = self.window + 1 if self.window else max(counts)
+        if max(counts) <= most:
+            return self.feed_once(seqs, starts, counts, ids)
+        parts, rows = ids.split(counts), {}
+        for done in range(0, max(counts), most):
+            group = [i for i, n in enumerate(counts) if n > done]
+            chunks = [parts[i][done:done + most] for i in group]
+            rows |= zip(group, self.feed_once([seqs[i] for i in group], [starts[i] + done for i in group],
+                                              [len(chunk) for chunk in chunks], torch.cat(chunks)))
+        return torch.stack([rows[i] for i in range(len(seqs))])
+
+    def feed_once(self, seqs, starts, counts, ids):
+        """`forward_pass`; once for each sequence if the logits of all together are not numbers."""
+        try:
+            return self.forward_groups(seqs, starts, counts, ids)
+        except NotNumbers:  # because of the weights, or of keys of other sequences that a mask does not hide
+            self.needs_zeroing = True
+            for seq, start in zip(seqs, starts):
+                self.cut(seq, start)
+            return torch.cat([self.forward_pass([seq], [start], [n], part, hiding=True)
+                              for seq, start, n, part in zip(seqs, starts, counts, ids.split(counts))])
+
+    def forward_groups(self, seqs, starts, counts, ids):
         """`forward_pass`, once, or once for each different number of new tokens where lengths cannot be mixed."""
         if self.mixes_lengths or len(set(counts)) == 1:
-            return self.forward_pass(seqs, counts, ids)
+            return self.forward_pass(seqs, starts, counts, ids)
         parts, rows = ids.split(counts), {}
         for count in sorted(set(counts)):
             group = [i for i, n in enumerate(counts) if n == count]
-            ids_of_group = torch.cat([parts[i] for i in group])
-            logits = self.forward_pass([seqs[i] for i in group], [count] * len(group), ids_of_group)
-            rows |= zip(group, logits)
+            of_group = [seqs[i] for i in group], [starts[i] for i in group], [count] * len(group)
+            rows |= zip(group, self.forward_pass(*of_group, torch.cat([parts[i] for i in group])))
         return torch.stack([rows[i] for i in range(len(seqs))])
 
     def checked(self, work):
@@ -201,6 +258,7 @@ class BaseCache(Exclusive):
             if start > length:
                 raise ValueError(f"sequence {seq} has {length} tokens in the cache, and new ones cannot start at "
                                  f"{start}: feed it from {length} on")
+            self.check_held(seq, start)
         ids = torch.cat(rows) if isinstance(rows, list) else rows.flatten()
         check_tokens(self.model, ids)
         return seqs, starts, counts, ids
@@ -220,6 +278,9 @@ class BaseCache(Exclusive):
         return logits_of(self.model, ids.view(layers.positions.shape), layers.hiding() if hiding else layers, last)
 
     def recover(self):
+        for seq, n in self.lengths.items():
+            if not self.holds(seq, n):
+                self.lengths[seq] = 0
         for seq in range(self.n_seq):
             self.cut(seq, self.lengths.get(seq, 0))
 
@@ -235,7 +296,7 @@ class BaseCache(Exclusive):
 def make_layers(model, shape, type_kv):
     """A `Layer` of rows (n_outer, n_inner) = shape for each layer of a model, on its device."""
     c, scratch = model.config, Scratch()
-    return [Layer(shape, c.n_head, c.n_embd // c.n_head, type_kv, type_kv, device_of(model), scratch=scratch)
+    return [Layer(shape, c.n_kv_head, c.head_dim, type_kv, type_kv, device_of(model), scratch=scratch)
             for _ in range(c.n_layer)]
 
 
@@ -244,4 +305,4 @@ def device_of(model):
 
 
 def dtype_of(model):
-    return model.transformer.wpe.weight.dtype
+    return model.lm_head.weight.dtype

@@ -7,6 +7,9 @@ p % block_size.
 References to blocks are counted, so that sequences can share them: forks of one prompt, and prompts that begin alike.
 For that, full blocks are remembered by all tokens up to their end, also when no sequence uses them, until their space
 is needed. A sequence that writes to a shared block gets a copy of it first. Pure Python, without keys and values.
+
+If the model has a window, blocks that no later token of a sequence sees are freed, and None is in their places in the
+block table. A beginning is found again if the blocks are remembered that the token behind it sees.
 """
 from collections import OrderedDict
 
@@ -39,57 +42,95 @@ class Prefix:
         return True
 
 
+def needed_blocks(start, end, block_size, window=0, n_sink=0):
+    """
+    The numbers of the blocks that tokens at positions start to end - 1 see, and of their own: a range for those with
+    sinks, and a range for the others.
+    """
+    n_first = -(-min(n_sink, end) // block_size)
+    seen = max(n_sink, start - window + 1) if window else 0
+    return range(n_first), range(max(n_first, seen // block_size), -(-end // block_size))
+
+
 class BlockManager:
     """
     n_blocks blocks of block_size slots each. Sequences have any hashable name. hash: the hash function for
-    (hash of the parent, tokens).
+    (hash of the parent, tokens). window, n_sink: of the model.
 
-    tables: {sequence: its blocks, in order}. length: {sequence: the number of its slots that are in use}.
-    references: the number of tables that each block is in.
+    tables: {sequence: its blocks, in order, None for those that were freed}. length: {sequence: the number of its
+    positions}. references: the number of tables that each block is in.
     """
 
-    def __init__(self, n_blocks, block_size, hash=hash):
+    def __init__(self, n_blocks, block_size, hash=hash, window=0, n_sink=0):
         if min(n_blocks, block_size) < 1:
             raise ValueError(f"a pool needs at least 1 block of at least 1 slot, not {n_blocks} blocks of {block_size}")
-        self.block_size, self.hash = block_size, hash
+        self.block_size, self.hash, self.window, self.n_sink = block_size, hash, window, n_sink
         self.tables, self.length = {}, {}
+        self.remembered = {}                               # {sequence: (its first blocks, the Prefix of their tokens)}
         self.references = [0] * n_blocks
         self.free = OrderedDict.fromkeys(range(n_blocks))  # blocks in no table; the first is used next
         self.prefix_of = [None] * n_blocks                 # the Prefix of each full block that is remembered, or None
         self.block_with = {}                               # {Prefix: block}, the inverse
         self.outdated = set()                              # the sequences that existed at the last reset
 
-    def add(self, seq, tokens):
+    def add(self, seq, tokens, n=None):
         """
-        A new sequence with room for its tokens. Returns how many of them, from the first on, are in the cache already.
+        A new sequence with room for the first n of its tokens, or all. Returns how many of the tokens, from the first
+        on, are in the cache already; the sequence has these, also if they are more than n.
 
         These fill whole blocks, and are never all of the tokens: the last one must be computed, for its logits.
         """
         if seq in self.tables:
             raise ValueError(f"there is a sequence {seq!r} already: remove it first, or use another name")
-        if not len(tokens):
+        if not len(tokens) and n is None:
             raise ValueError(f"sequence {seq!r} has no tokens, and a new one needs at least one")
         table = self.cached_blocks(tokens)
-        n_new = -(-len(tokens) // self.block_size) - len(table)
-        n_free = len(self.free) - sum(self.references[block] == 0 for block in table)
+        n_cached = len(table) * self.block_size
+        n = max(n_cached, len(tokens) if n is None else n)
+        n_new = -(-n // self.block_size) - len(table)
+        n_free = len(self.free) - sum(self.references[block] == 0 for block in table if block is not None)
         if n_new > n_free:
             raise self.out_of_blocks(n_new, n_free)
         for block in table:
-            self.acquire(block)
-        n_cached = len(table) * self.block_size
-        self.tables[seq], self.length[seq] = table + [self.acquire() for _ in range(n_new)], len(tokens)
+            if block is not None:
+                self.acquire(block)
+        self.tables[seq], self.length[seq] = table + [self.acquire() for _ in range(n_new)], n
         return n_cached
 
     def cached_blocks(self, tokens):
-        """The blocks that hold the beginning of tokens, as many as there are, but not all of the tokens."""
-        found, prefix = [], None
+        """
+        The block table of the beginning of tokens, as long as one is remembered, but not of all tokens. It has the
+        blocks that the token behind it sees, and None for the others.
+        """
+        table, prefix = [], None
         for start in range(0, len(tokens) - self.block_size, self.block_size):
-            block = self.block_with.get(Prefix(prefix, tuple(tokens[start:start + self.block_size]), self.hash))
-            if block is None:
+            mine = Prefix(prefix, tuple(tokens[start:start + self.block_size]), self.hash)
+            block = self.block_with.get(mine)
+            if block is None and (not self.window or start < self.n_sink):
                 break
-            found.append(block)
-            prefix = self.prefix_of[block]
-        return found
+            table.append(block)
+            prefix = mine if block is None else self.prefix_of[block]
+        while not self.complete(table, len(table) * self.block_size):
+            table.pop()
+        sinks, recent = self.needed(len(table) * self.block_size)
+        return [block if i in sinks or i in recent else None for i, block in enumerate(table)]
+
+    def needed(self, start, end=None):
+        """`needed_blocks` of tokens from start to end - 1; without end, of what the token at start sees before it."""
+        return needed_blocks(start, start if end is None else end, self.block_size, self.window, self.n_sink)
+
+    def complete(self, table, n):
+        """Does a table have the blocks that the token at position n sees, of the n positions before it?"""
+        return not self.window or all(table[i] is not None for numbers in self.needed(n) for i in numbers)
+
+    def passed(self, seq):
+        """The numbers of the blocks of a sequence that its next token does not see, in descending order."""
+        table, (sinks, recent), numbers = self.tables[seq], self.needed(self.length[seq]), []
+        for i in range(min(len(table), recent.start) - 1, sinks.stop - 1, -1):
+            if table[i] is None:  # and so are all before it
+                break
+            numbers.append(i)
+        return numbers
 
     def acquire(self, block=None):
         """
@@ -126,7 +167,8 @@ class BlockManager:
 
     def extend(self, seq, n=1, copy=None):
         """
-        Room for n more positions. If the last block is shared and will be written, it is replaced by a copy.
+        Room for n more positions. Blocks that the next token does not see are freed first. If the last block is shared
+        and will be written, it is replaced by a copy.
 
         copy(source, target) copies the content of a block. It is called before the new block is in the table, so that
         after an interrupt the table has either the old block or a complete copy. Returns the copies as a list of
@@ -138,8 +180,13 @@ class BlockManager:
         n_new = -(-(length + n) // self.block_size) - len(table)
         last = length // self.block_size  # the first block that will be written
         shared = last < len(table) and n > 0 and self.references[table[last]] > 1
-        if n_new + shared > len(self.free):
-            raise self.out_of_blocks(n_new + shared, len(self.free))
+        passed = self.passed(seq)
+        n_free = len(self.free) + sum(self.references[table[i]] == 1 for i in passed)
+        if n_new + shared > n_free:
+            raise self.out_of_blocks(n_new + shared, n_free)
+        for i in passed:
+            self.release(table[i])
+            table[i] = None
         copies = []
         if shared:
             source, target = table[last], self.acquire()
@@ -159,37 +206,53 @@ class BlockManager:
         Remember the full blocks of a sequence by its tokens, all of them so far: other sequences that begin alike may
         share them.
         """
-        prefix = None
-        for i in range(0 if seq in self.outdated else min(len(tokens), self.length[seq]) // self.block_size):
+        if seq in self.outdated:
+            return
+        done, prefix = self.remembered.get(seq, (0, None))
+        n_full = min(len(tokens), self.length[seq]) // self.block_size
+        for i in range(done, n_full):
             block = self.tables[seq][i]
-            if self.prefix_of[block] is None:
+            if block is None or self.prefix_of[block] is None:
                 mine = Prefix(prefix, tuple(tokens[i * self.block_size:(i + 1) * self.block_size]), self.hash)
                 if mine in self.block_with:  # two sequences have computed the same; one block of them is remembered
                     prefix = self.prefix_of[self.block_with[mine]]
                     continue
+                if block is None:
+                    prefix = mine
+                    continue
                 self.prefix_of[block], self.block_with[mine] = mine, block
             prefix = self.prefix_of[block]
+        self.remembered[seq] = n_full, prefix
 
     def fork(self, seq, new):
         """A new sequence with all tokens of seq, in the same blocks."""
         if new in self.tables:
             raise ValueError(f"there is a sequence {new!r} already: remove it first, or use another name")
         for block in self.table(seq):
-            self.acquire(block)
+            if block is not None:
+                self.acquire(block)
         self.tables[new], self.length[new] = self.tables[seq][:], self.length[seq]
+        if seq in self.remembered:
+            self.remembered[new] = self.remembered[seq]
         if seq in self.outdated:
             self.outdated.add(new)
 
     def truncate(self, seq, length):
-        """Keep the first `length` positions of a sequence."""
-        self.table(seq)
-        if not 0 <= length <= self.length[seq]:
-            raise ValueError(f"sequence {seq!r} has {self.length[seq]} positions and cannot be cut to {length}")
+        """Keep the first `length` positions of a sequence. ValueError if blocks that are needed then were freed."""
+        table = self.table(seq)
+        if not 0 <= length <= self.length[seq] or not self.complete(table, length):
+            raise ValueError(f"sequence {seq!r} has {self.length[seq]} positions, {table.count(None)} of its blocks "
+                             f"are gone, and it cannot be cut to {length}")
         n = -(-length // self.block_size)
         self.length[seq] = length
-        for block in reversed(self.tables[seq][n:]):
-            self.release(block)
-        del self.tables[seq][n:]
+        done, prefix = self.remembered.pop(seq, (0, None))
+        while done > length // self.block_size:
+            done, prefix = done - 1, prefix.parent
+        self.remembered[seq] = done, prefix
+        for block in reversed(table[n:]):
+            if block is not None:
+                self.release(block)
+        del table[n:]
 
     def remove(self, seq):
         """
@@ -197,7 +260,7 @@ class BlockManager:
         beginning.
         """
         self.truncate(seq, 0)
-        del self.tables[seq], self.length[seq]
+        del self.tables[seq], self.length[seq], self.remembered[seq]
         self.outdated.discard(seq)
 
     def reset(self):
@@ -208,6 +271,7 @@ class BlockManager:
         for block in range(len(self.references)):
             self.forget(block)
         self.outdated = set(self.tables)
+        self.remembered.clear()
 
     def recover(self):
         """
@@ -219,10 +283,12 @@ class BlockManager:
             self.length.pop(seq, None)
         self.outdated &= self.tables.keys()
         self.references = [0] * len(self.references)
+        self.remembered.clear()
         for seq, table in self.tables.items():
             del table[-(-self.length[seq] // self.block_size):]
             for block in table:
-                self.references[block] += 1
+                if block is not None:
+                    self.references[block] += 1
         blocks = dict.fromkeys([*self.free, *range(len(self.references))])  # in the order in which they became free
         self.free = OrderedDict.fromkeys(block for block in blocks if self.references[block] == 0)
         self.block_with = {prefix: block for block, prefix in enumerate(self.prefix_of) if prefix is not None}

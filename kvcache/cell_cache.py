@@ -16,10 +16,11 @@ import torch
 from kvcache import state
 from kvcache.base import BaseCache, device_of
 from kvcache.cells import EMPTY, Window
-from kvcache.placement import Layer, LayerList, Placement, leading_rows, visible, zero_all
+from kvcache.placement import Layer, LayerList, Placement, leading_rows, zero_all
 from kvcache.rotary import Rotary
 from kvcache.storage import Scratch
-from kvcache.streams import Streams
+from kvcache.streams import LARGEST, Streams
+from positions import Keys, visible
 
 
 class CellCache(Streams):
@@ -27,26 +28,27 @@ class CellCache(Streams):
     n_layer: layers of the model. n_head_kv, head_dim: heads of keys and values, and channels of each.
     kv_size, n_seq_max, unified: see `Streams`. type_k, type_v: how keys and values are stored, see `Rows`.
     n_pad: the number of cells that are attended over is a multiple of this, or kv_size.
-    n_swa, swa_type: size and kind of a `Window`; kind 'none' for no window.
+    n_swa, swa_type, n_sink: size, kind and sinks of a `Window`; kind 'none' for no window.
     v_trans: values transposed, see `Rows`. device: of keys and values; one for all, or a function of the layer.
     layer_filter: a function of the layer: does it have a cache? Layers without one raise ValueError when used.
     layer_reuse: a function of the layer: an earlier layer whose keys and values it reads instead of its own, or None.
-    can_shift: keys are rotary, of base rope_base, and positions can be changed. Learned positions cannot be changed.
+    can_shift: positions can be changed. Keys are rotary, of base rope_base; None if they have no positions in them, as
+        with ALiBi. Learned positions cannot be changed.
     """
 
     def __init__(self, n_layer, n_head_kv, head_dim, kv_size, n_seq_max, unified=True, type_k='float32',
                  type_v='float32', n_pad=1, n_swa=0, swa_type='none', v_trans=False, device='cpu', layer_filter=None,
-                 layer_reuse=None, can_shift=False, rope_base=10000.0):
+                 layer_reuse=None, can_shift=False, rope_base=10000.0, n_sink=0):
         sizes = dict(n_layer=n_layer, n_head_kv=n_head_kv, head_dim=head_dim, kv_size=kv_size, n_seq_max=n_seq_max,
                      n_pad=n_pad)
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
         self.rope_base = rope_base if can_shift else None
-        window = None if swa_type == 'none' else Window(n_swa, swa_type)
+        window = None if swa_type == 'none' else Window(n_swa, swa_type, n_sink)
         super().__init__(kv_size, n_seq_max, unified, window, can_shift)
         self.n_head_kv, self.head_dim, self.n_pad = n_head_kv, head_dim, n_pad
-        self.rotary = Rotary(head_dim, rope_base) if can_shift else None
+        self.rotary = None if self.rope_base is None else Rotary(head_dim, rope_base)
         self.layers, scratch = [], Scratch()
         for layer in range(n_layer):
             reused = layer_reuse(layer) if layer_reuse else None
@@ -112,12 +114,12 @@ class CellCache(Streams):
         """The `Placement` of a batch that is stored in these cells."""
         self.update()
         index, n_kv = leading_rows(torch.from_numpy(slots.streams), self.get_n_kv(batch), self.kv_size)
-        return Placement(torch.from_numpy(batch.positions), self.k_idxs(slots), index, self.kq_mask(batch, n_kv),
+        return Placement(torch.from_numpy(batch.positions), self.k_idxs(slots), index, self.keys(batch, n_kv),
                          pending_shift=self.pending_shift([self.streams[s] for s in slots.streams], n_kv))
 
     def pending_shift(self, streams, n_kv):
         """By how many positions the keys of these streams must still be rotated, (B, n_kv), or None."""
-        if not self.can_shift or not any(cells.shifted() for cells in streams):
+        if self.rotary is None or not any(cells.shifted() for cells in streams):
             return None
         return torch.from_numpy(np.stack([cells.shift[:n_kv] for cells in streams]))
 
@@ -132,22 +134,30 @@ class CellCache(Streams):
         end = max(self.streams[s].used_end() for s in self.streams_of(batch))
         return min(self.kv_size, max(1, -(-end // self.n_pad)) * self.n_pad)
 
+    def keys(self, batch, n_kv):
+        """
+        The `Keys` of the first n_kv cells of each stream: a stored batch may look at the cells of its own sequences,
+        within the window of the cache.
+        """
+        pos = np.stack([self.streams[s].pos[:n_kv] for s in self.streams_of(batch)])  # (B, n_kv)
+        if self.unified:
+            # sequences that share a token own the same cells, see `find_slot`, so that the first one's will do
+            rows, counts = zip(*((seqs[0], stop - start) for seqs, start, stop in batch.runs))
+            allowed = np.repeat(self.streams[0].owners[rows, :n_kv], counts, axis=0)[None]
+        else:
+            allowed = (pos != EMPTY)[:, None]
+        if self.window is not None:
+            hidden = self.window.hides(pos[:, None], batch.positions[..., None])
+            allowed = np.logical_not(hidden, out=hidden) & allowed
+        return Keys(torch.from_numpy(pos), torch.from_numpy(allowed))
+
     def kq_mask(self, batch, n_kv=None):
         """
         The mask of a stored batch, bool (B, 1, T, n_kv): True where a token may look at a cell, which is one of its
         sequence, at no later position, and within the window.
         """
-        n_kv = n_kv or self.get_n_kv(batch)
-        if self.unified:
-            cells, (positions,) = self.streams[0], batch.positions
-            # sequences that share a token own the same cells, see `find_slot`, so that the first one's will do
-            pos, owners = cells.pos[:n_kv], cells.owners[:, :n_kv]
-            mask = np.concatenate([visible(positions[start:stop], pos, self.window, owners[seqs[0]])
-                                   for seqs, start, stop in batch.runs])[None]
-        else:
-            pos = np.stack([self.streams[s].pos[:n_kv] for s in self.streams_of(batch)])  # (B, n_kv)
-            mask = visible(batch.positions, pos, self.window, (pos != EMPTY)[:, None])
-        return torch.from_numpy(mask[:, None])
+        keys = self.keys(batch, n_kv or self.get_n_kv(batch))
+        return (visible(torch.from_numpy(batch.positions)[..., None], keys.pos[:, None]) & keys.allowed)[:, None]
 
     @torch.no_grad()
     def cpy_k(self, layer, k, idxs):
@@ -185,18 +195,17 @@ class CellCache(Streams):
         with each rounding. They stay as they were written, and are rotated by the sum of their shifts whenever they
         are read, see `Placement.pending_shift`.
         """
-        if not self.can_shift or self.own_layers()[0].k.kind != 'float32':
+        if not self.can_shift or self.rotary and self.own_layers()[0].k.kind != 'float32':
             return
         for stream, cells in enumerate(self.streams):
             if not cells.shifted():
                 continue
             which = np.flatnonzero(cells.shift)
             shift = torch.from_numpy(cells.shift[which])
-            for layer in self.own_layers():
+            for layer in self.own_layers() if self.rotary else ():
                 data = layer.k.data[stream]
                 rows = torch.from_numpy(which).to(data.device)
-                keys = data[rows].unflatten(-1, (self.n_head_kv, self.head_dim))
-                data[rows] = self.rotary(keys.double(), shift.to(data.device)).flatten(-2).to(data.dtype)
+                data[rows] = self.rotary.turned(data[rows], shift)
             cells.shift[:] = 0
 
     def state_save(self, path, seq=None):
@@ -221,14 +230,16 @@ class CellSequences(BaseCache):
     Sequences of a model in a `CellCache`, with room for n_seq full ones: in one stream, or in one for each sequence.
 
     With separate streams the sequences of one forward pass bring the same number of new tokens; `step` makes a pass for
-    each number.
+    each number. What a sequence's window has passed stays in its cells until they are written over.
     """
 
     def __init__(self, model, n_seq, type_kv='float32', unified=True):
         c = model.config
-        kv_size = c.block_size * (n_seq if unified else 1)
-        self.cells = CellCache(c.n_layer, c.n_head, c.n_embd // c.n_head, kv_size, n_seq, unified, type_kv, type_kv,
-                               device=device_of(model))
+        kv_size = c.n_slots * (n_seq if unified else 1)
+        self.cells = CellCache(c.n_layer, c.n_kv_head, c.head_dim, kv_size, n_seq, unified, type_kv, type_kv,
+                               n_swa=c.window, swa_type='standard' if c.window else 'none', n_sink=c.n_sink,
+                               device=device_of(model), can_shift=c.position != 'learned',
+                               rope_base=c.rope_theta if c.position == 'rope' else None)
         self.mixes_lengths = unified
         super().__init__(model, n_seq, self.cells.own_layers(), 'unified' if unified else 'streams', type_kv)
 
@@ -238,9 +249,21 @@ class CellSequences(BaseCache):
     def cut(self, seq, n):
         self.cells.seq_rm(seq, n)
 
-    def forward_pass(self, seqs, counts, ids, hiding=False):
-        batch = self.cells.batch({seq: range(self.lengths[seq], self.lengths[seq] + n) for seq, n in zip(seqs, counts)})
+    def first_held(self, seq):
+        cells = self.cells.cells_of(seq)
+        return cells.pos[cells.of(seq, self.n_sink)].min(initial=LARGEST)
+
+    def forward_pass(self, seqs, starts, counts, ids, hiding=False):
+        batch = self.cells.batch({seq: range(start, start + n) for seq, start, n in zip(seqs, starts, counts)})
+        if self.window and not self.cells.find_slot(batch):  # cells that are shared are not written over
+            self.remove_passed()
         return self.logits(self.cells.place(batch), counts, ids, hiding)
+
+    def remove_passed(self):
+        """Remove from each sequence what its window has passed: it may share these cells."""
+        for seq in self.lengths:
+            if (last := self.cells.seq_pos_max(seq)) is not None:
+                self.cells.seq_rm(seq, self.n_sink, max(self.n_sink, self.cells.window.first(last + 1)))
 
     def recover(self):
         for cells in self.cells.streams:  # an interrupt may have come between a cell's position and its owner

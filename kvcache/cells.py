@@ -206,20 +206,20 @@ class Cells:
         start = starts[np.searchsorted(starts, head) % len(starts)]
         return np.arange(start, start + n)
 
-    def write(self, cells, pos):
+    def write(self, cells, pos, n_sink=0):
         """
         Write positions (n,) into cells (n,), in any order, whatever they held. `add_owner` gives them owners.
 
-        If a sequence loses a position like this, it also loses all earlier ones, so that its positions [pos_min,
-        pos_max] have no hole. If it loses its last position, which can happen behind a window, it has none left, and
-        its next token may have any position.
+        If a sequence loses a position like this, it also loses all earlier ones but the first n_sink, so that its other
+        positions have no hole. If it loses its last position, which can happen behind a window of 1, its next token may
+        have any position.
         """
         overwritten = cells[cells < self.end]
         overwritten = overwritten[self.pos[overwritten] != EMPTY]
         if len(overwritten):
             for row in np.flatnonzero(self.owners[:, overwritten].any(axis=1)):
                 lost = self.pos[overwritten][self.owners[row, overwritten]].max(initial=EMPTY)
-                self.remove(self.seqs[row], -1, int(lost) + 1)
+                self.remove(self.seqs[row], n_sink, int(lost) + 1)
         self.pos[cells], self.shift[cells] = pos, 0
         self.n_used += len(cells)
         self.end = max(self.end, int(cells.max()) + 1)
@@ -267,20 +267,22 @@ def last_true(mask):
 class Window:
     """
     Sliding-window attention. kind 'standard': a token sees the last n_swa positions, its own included. 'chunked': it
-    sees its chunk of n_swa positions, up to its own.
+    sees its chunk of n_swa positions, up to its own. It also sees the first n_sink positions.
 
     A window hides old positions and does not change them. A shift changes positions.
     """
 
-    def __init__(self, n_swa, kind):
-        if kind not in ('standard', 'chunked') or n_swa < 1:
-            raise ValueError(f"a window is 'standard' or 'chunked', of at least 1 position; not {kind!r} of {n_swa}")
-        self.n_swa, self.kind = n_swa, kind
+    def __init__(self, n_swa, kind, n_sink=0):
+        if kind not in ('standard', 'chunked') or n_swa < 1 or n_sink < 0:
+            raise ValueError(f"a window is 'standard' or 'chunked', of at least 1 position, with 0 sinks or more; not "
+                             f"{kind!r} of {n_swa} with {n_sink}")
+        self.n_swa, self.kind, self.n_sink = n_swa, kind, n_sink
 
     def first(self, pos):
-        """The first position that a token at pos sees; int or array."""
+        """The first position that a token at pos sees, apart from the sinks; int or array."""
         return pos - self.n_swa + 1 if self.kind == 'standard' else pos // self.n_swa * self.n_swa
 
     def hides(self, p0, p1):
         """Is position p0 too early for a token at p1 to see? Arrays broadcast."""
-        return p0 < self.first(p1)
+        hidden = p0 < self.first(p1)
+        return hidden & (p0 >= self.n_sink) if self.n_sink else hidden

@@ -1,36 +1,59 @@
-"""The contiguous cache: block_size rows for each sequence, one for each position, as in the model's own tuples."""
+"""
+The contiguous cache: as many rows for each sequence as its keys need, one for each position, as in the model's tuples.
+"""
 import torch
 
 from kvcache.base import BaseCache, make_layers
-from kvcache.placement import LayerList, Placement, leading_rows, visible
+from kvcache.placement import LayerList, Placement, leading_rows
+from positions import Keys
 
 
 class ContiguousCache(BaseCache):
     """
-    Position p of sequence s is row s * block_size + p. n_seq: the largest number of sequences. type_kv: how keys and
-    values are stored, see `Rows`.
+    Position p of sequence s is row s * n_slots + p, where n_slots is block_size. n_seq: the largest number of
+    sequences. type_kv: how keys and values are stored, see `Rows`.
+
+    If the model has a window, the first n_sink rows are for the sinks, and the other 2 * window are a ring: position p
+    is in row n_sink + (p - n_sink) % (2 * window). The window before a new token is there, and window + 1 new tokens.
 
     The sequences of one forward pass bring the same number of new tokens; `step` makes a pass for each number.
     """
     mixes_lengths = False
 
     def __init__(self, model, n_seq, type_kv='float32'):
-        self.size = model.config.block_size
+        self.size = model.config.n_slots
+        self.n_ring = self.size - model.config.n_sink
+        self.written = {}  # {sequence: positions that were written, also those that were cut: they are in the ring}
         super().__init__(model, n_seq, make_layers(model, (n_seq, self.size), type_kv), 'tuple', type_kv)
 
     def copy(self, seq, new):
+        self.written[new] = self.written[seq]
         for layer in self.layers:
-            layer.copy(seq, new, self.lengths[seq])
+            layer.copy(seq, new, self.written[seq])
 
     def cut(self, seq, n):
-        pass  # the mask hides the rows behind a sequence's end, and they are written before they are read
+        # the positions hide the rows behind a sequence's end, and they are written before they are read
+        if n == 0:
+            self.written.pop(seq, None)
+        elif not self.window or n <= max(self.n_sink, self.written[seq] - self.n_ring):
+            self.written[seq] = n  # nothing in a ring is of any use
 
-    def forward_pass(self, seqs, counts, ids, hiding=False):
+    def first_held(self, seq):
+        return max(self.n_sink, self.written.get(seq, 0) - self.n_ring)
+
+    def forward_pass(self, seqs, starts, counts, ids, hiding=False):
         T, device = counts[0], ids.device
-        lengths = [self.lengths[seq] for seq in seqs]
-        sequence = torch.tensor(seqs, device=device)
-        positions = torch.tensor(lengths, device=device)[:, None] + torch.arange(T, device=device)
-        index, n_keys = leading_rows(sequence, max(lengths) + T, self.size)
-        mask = visible(positions, torch.arange(n_keys, device=device))[:, None]
-        placement = Placement(positions, (sequence[:, None] * self.size + positions).flatten(), index, mask)
-        return self.logits(LayerList(self.layers, placement), counts, ids, hiding)
+        self.written |= {seq: max(self.written.get(seq, 0), start + T) for seq, start in zip(seqs, starts)}
+        ends = [self.written[seq] for seq in seqs]
+        sequence, starts, end = (torch.tensor(numbers, device=device) for numbers in (seqs, starts, ends))
+        positions = starts[:, None] + torch.arange(T, device=device)
+        index, n_keys = leading_rows(sequence, min(max(ends), self.size), self.size)
+        rows, key_pos = positions, torch.arange(n_keys, device=device)
+        if self.window:
+            n_sink, n_ring = self.n_sink, self.n_ring
+            rows = torch.where(positions < n_sink, positions, n_sink + (positions - n_sink) % n_ring)
+            rounds = ((end[:, None] - 1 - key_pos) // n_ring).clamp(min=0)  # (B, K): how often a row was written again
+            key_pos = torch.where(key_pos < n_sink, key_pos, key_pos + rounds * n_ring)
+        rows = (sequence[:, None] * self.size + rows).flatten()
+        layers = LayerList(self.layers, Placement(positions, rows, index, Keys(key_pos)))
+        return self.logits(layers, counts, ids, hiding)

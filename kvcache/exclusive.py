@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -84,6 +84,20 @@ def evaluating(model):
                 for m in modules:
                     m.training = True
                 modules.clear()
+
+
+def free_all(cache, handles):
+    """Free sequences of a cache; if an interrupt comes in between, the rest of them before it goes on."""
+    try:
+        while handles:
+            with suppress(ValueError):  # an earlier interrupt came after it was freed
+                cache.free(handles[-1])
+            handles.pop()
+    except BaseException:
+        for handle in handles:
+            with suppress(ValueError):
+                cache.free(handle)
+        raise
 
 
 def after_fork():

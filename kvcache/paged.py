@@ -11,10 +11,21 @@ import torch
 
 from decode.fingerprint import Watch
 from kvcache.base import BaseCache, device_of, make_layers
-from kvcache.blocks import BlockManager
-from kvcache.placement import LayerList, NotNumbers, Placement, logits_of, visible
+from kvcache.blocks import BlockManager, needed_blocks
+from kvcache.placement import LayerList, NotNumbers, Placement, logits_of
+from positions import Keys
 
-NOWHERE = 2**62  # a key position after any query position
+NOWHERE = 2**62    # a key position after any query position
+AFTER_ALL = 2**40  # a block number after those of any sequence
+
+
+def n_blocks_for(config, block_size):
+    """The largest number of blocks that a sequence of a model needs, and one without end if the model has a window."""
+    if not config.window:
+        return -(-config.block_size // block_size)
+    # a chunk of window + 1 tokens and the window - 1 before it, which begin anywhere in a block
+    n = -(-config.n_sink // block_size) + (2 * config.window - 2) // block_size + 2
+    return min(n, -(-config.max_positions // block_size)) if config.position == 'learned' else n
 
 
 @dataclass(frozen=True)
@@ -23,13 +34,24 @@ class InputMetadata:
     S requests, whose new tokens follow each other on one axis of N tokens. Tokens behind them are padding.
 
     slot_mapping: (N,) the slot for each token's keys and values; -1 writes nothing. block_tables: (S, n) the blocks of
-    each request, in order; entries behind its end are any block, or -1. query_lens: (S,) the number of new tokens of
-    each, at least 1. seq_lens: (S,) the number of all tokens of each, the new ones included.
+    each request, in order; entries behind its end are any block, or -1. Blocks that no new token sees through the
+    model's window may be gone: -1. query_lens: (S,) the number of new tokens of each, at least 1. seq_lens: (S,) the
+    number of all tokens of each, the new ones included. block_numbers: (S, n) which block of its request each entry of
+    block_tables is, so that a table may leave out blocks that are gone; None for 0, 1, 2, ...
     """
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
     query_lens: torch.Tensor
     seq_lens: torch.Tensor
+    block_numbers: torch.Tensor | None = None
+
+    def first_positions(self, block_size):
+        """The position of the first slot of each entry of block_tables, (n,) or (S, n)."""
+        n = self.block_tables.size(1)
+        numbers = self.block_numbers
+        if numbers is None:
+            numbers = torch.arange(n, device=self.block_tables.device)
+        return numbers * block_size
 
 
 @torch.no_grad()
@@ -53,7 +75,8 @@ def one_pass_each(model, input_ids, input_positions, kv_caches, m):
     """One pass for each request, which reads zeros in place of what it may not see, see `LayerList.hiding`."""
     parts, start = [], 0
     for i, end in enumerate(m.query_lens.cumsum(0).tolist()):
-        of_one = (each[i:i + 1] for each in (m.block_tables, m.query_lens, m.seq_lens))
+        of_one = (each if each is None else each[i:i + 1]
+                  for each in (m.block_tables, m.query_lens, m.seq_lens, m.block_numbers))
         alone = InputMetadata(m.slot_mapping[start:end], *of_one)
         parts.append(one_pass(model, input_ids[start:end], input_positions[start:end], kv_caches, alone, hiding=True))
         start = end
@@ -68,17 +91,18 @@ def one_pass(model, input_ids, input_positions, kv_caches, m, hiding=False):
     n_used, (S, n) = int(m.block_tables.max()) + 1, m.block_tables.shape
     if S == len(input_ids) and n_used > S * n:  # one token each, in scattered blocks: a batch, with copies of keys
         positions, index = input_positions[:, None], m.block_tables.clamp(min=0)
-        mask = visible(positions, torch.arange(n * block_size, device=index.device))[:, None]
+        first = m.first_positions(block_size)
+        keys = Keys((first[..., None] + torch.arange(block_size, device=first.device)).flatten(-2))
     else:  # all tokens are one batch row, over the keys of all requests
         positions = input_positions[None]
-        index, mask = mask_over_all_blocks(m, input_positions, ends, block_size, n_used)
-    layers = LayerList(kv_caches, Placement(positions, rows, index, mask, written))
+        index, keys = keys_of_all_blocks(m, len(input_positions), ends, block_size, n_used)
+    layers = LayerList(kv_caches, Placement(positions, rows, index, keys, written))
     return logits_of(model, input_ids.view(positions.shape), layers.hiding() if hiding else layers, ends - 1)
 
 
 def check(config, input_ids, input_positions, kv_caches, m):
     """ValueError unless model, tokens, cache and metadata fit together."""
-    shape, width = kv_caches[0].k.shape, config.n_embd
+    shape, width = kv_caches[0].k.shape, config.n_kv_head * config.head_dim
     came = {(rows.shape, rows.width) for layer in kv_caches for rows in (layer.k, layer.v)}
     if len(kv_caches) != config.n_layer or came != {(shape, width)}:
         raise ValueError(f"the model needs {config.n_layer} layers alike, of rows of {width} numbers; "
@@ -90,21 +114,30 @@ def check(config, input_ids, input_positions, kv_caches, m):
     if m.block_tables.dim() != 2 or not m.query_lens.shape == m.seq_lens.shape == m.block_tables.shape[:1]:
         raise ValueError(f"{len(m.query_lens)} query_lens and {len(m.seq_lens)} seq_lens came with block tables "
                          f"{tuple(m.block_tables.shape)}: for S requests they must be (S,), (S,) and (S, n)")
+    first = m.first_positions(block_size)
+    if first.shape not in (m.block_tables.shape, m.block_tables.shape[1:]):
+        raise ValueError(f"block_numbers are {tuple(first.shape)}: give one for each entry of the block tables, "
+                         f"{tuple(m.block_tables.shape)}")
     positions, slots = input_positions.tolist(), m.slot_mapping.tolist()
     expected_positions, expected_slots = [], []
-    for table, new, length in zip(m.block_tables.tolist(), m.query_lens.tolist(), m.seq_lens.tolist()):
-        if not 1 <= new <= length <= config.block_size:
+    of_tables = first.expand_as(m.block_tables).tolist()
+    for table, of_table, new, length in zip(m.block_tables.tolist(), of_tables, m.query_lens.tolist(),
+                                            m.seq_lens.tolist()):
+        if not 1 <= new <= length <= config.max_positions:
             raise ValueError(f"a request has {new} new tokens of {length}: it must have at least one new token, and at "
-                             f"most block_size {config.block_size} in all")
-        used = table[:-(-length // block_size)]
-        fits = length <= len(table) * block_size and len(set(used)) == len(used)
-        if not fits or not all(0 <= block < n_blocks for block in (*used, max(table))):
+                             f"most {config.max_positions} in all")
+        used = [(p // block_size, block) for p, block in zip(of_table, table) if p < length and block != -1]
+        blocks = dict(used)
+        needed = needed_blocks(length - new, length, block_size, config.window, config.n_sink)
+        fits = len(set(blocks.values())) == len(blocks) == len(used) and blocks.keys() >= {*needed[0], *needed[1]}
+        if not fits or not all(0 <= block < n_blocks for block in (*blocks.values(), max(table))):
             raise ValueError(f"the block table {table} has no room for {length} tokens: it needs "
-                             f"{-(-length // block_size)} different blocks of {block_size}, from 0 to {n_blocks - 1}")
+                             f"{len(needed[0]) + len(needed[1])} different blocks of {block_size}, from 0 to "
+                             f"{n_blocks - 1}")
         expected_positions += range(length - new, length)
-        expected_slots += [table[p // block_size] * block_size + p % block_size for p in range(length - new, length)]
+        expected_slots += [blocks[p // block_size] * block_size + p % block_size for p in range(length - new, length)]
     n = len(expected_slots)
-    if n > N or positions[:n] != expected_positions or not all(0 <= p < config.block_size for p in positions):
+    if n > N or positions[:n] != expected_positions or not all(0 <= p < config.max_positions for p in positions):
         raise ValueError(f"positions {positions} are not those of the last tokens of requests: {expected_positions}")
     padded_right = all(slot == -1 for slot in slots[n:])
     if not padded_right or any(slot not in (-1, expected) for slot, expected in zip(slots, expected_slots)):
@@ -113,17 +146,16 @@ def check(config, input_ids, input_positions, kv_caches, m):
         raise ValueError(f"two requests write one slot, {expected_slots}: give each its own blocks to write to")
 
 
-def mask_over_all_blocks(m, input_positions, ends, block_size, n_used):
+def keys_of_all_blocks(m, N, ends, block_size, n_used):
     """
-    For a pass in which all tokens are one batch row: the index of what is read, see `Rows.read`, and the mask (1, 1,
-    N, K).
+    For a pass in which all N tokens are one batch row: the index of what is read, see `Rows.read`, and its `Keys`.
 
     A block that several requests share is read once. If at least half of the first n_used blocks of the pool are in
     use, they are read in place.
     """
-    S, n = m.block_tables.shape
-    N, device = len(input_positions), m.block_tables.device
-    request, nth = (torch.arange(n, device=device) * block_size < m.seq_lens[:, None]).nonzero(as_tuple=True)
+    S, device = len(m.block_tables), m.block_tables.device
+    first_positions = m.first_positions(block_size).expand_as(m.block_tables)
+    request, nth = ((first_positions < m.seq_lens[:, None]) & (m.block_tables >= 0)).nonzero(as_tuple=True)
     blocks = m.block_tables[request, nth]
     if n_used <= 2 * len(blocks):
         index, n_blocks, place = n_used, n_used, blocks
@@ -131,11 +163,11 @@ def mask_over_all_blocks(m, input_positions, ends, block_size, n_used):
         distinct, place = blocks.unique(return_inverse=True)
         index, n_blocks = distinct[None], len(distinct)
     first = torch.full((S, n_blocks), NOWHERE, device=device)  # the first position that a request has in a block
-    first[request, place] = nth * block_size
+    first[request, place] = first_positions[request, nth]
     key_pos = (first[..., None] + torch.arange(block_size, device=device)).flatten(1)  # (S, K), of each request
     if S < N:  # (N, K), of each token's request
         key_pos = key_pos[torch.searchsorted(ends, torch.arange(N, device=device), right=True).clamp(max=S - 1)]
-    return index, visible(input_positions[:, None], key_pos).transpose(0, 1)[None]
+    return index, Keys(key_pos[None])
 
 
 class PagedCache(BaseCache):
@@ -157,7 +189,8 @@ class PagedCache(BaseCache):
     """
 
     def __init__(self, model, n_blocks, block_size=16, type_kv='float32'):
-        self.blocks, self.tokens = BlockManager(n_blocks, block_size), {}
+        window, n_sink = model.config.window, model.config.n_sink
+        self.blocks, self.tokens = BlockManager(n_blocks, block_size, window=window, n_sink=n_sink), {}
         self.watch = None  # of the model when the blocks that are remembered were computed
         super().__init__(model, n_blocks, make_layers(model, (n_blocks, block_size), type_kv), 'paged', type_kv)
 
@@ -174,6 +207,9 @@ class PagedCache(BaseCache):
             if seq in self.blocks.tables:
                 self.blocks.remove(seq)
 
+    def holds(self, seq, n):
+        return n == 0 or seq in self.blocks.tables and self.blocks.complete(self.blocks.tables[seq], n)
+
     def recover(self):
         for seq in [seq for seq in self.blocks.tables if not self.lengths.get(seq)]:
             del self.blocks.tables[seq]
@@ -188,10 +224,23 @@ class PagedCache(BaseCache):
         for layer in self.layers:
             layer.copy(source, target)
 
-    def forward_pass(self, seqs, counts, ids, hiding=False):
-        if not all(self.lengths[seq] for seq in seqs) and (self.watch is None or not self.watch.identical()):
+    def begin_texts(self, seqs, texts):
+        if self.watch is None or not self.watch.identical():
             self.forget_blocks()
-        starts = [self.make_room(seq, part.tolist()) for seq, part in zip(seqs, ids.split(counts))]
+        return [self.begin_text(seq, text.tolist()) for seq, text in zip(seqs, texts)]
+
+    def begin_text(self, seq, text):
+        """A new sequence with the blocks that hold the beginning of its text. Returns how many tokens these are."""
+        n = self.blocks.add(seq, text, 0)
+        self.tokens[seq] = text[:n]
+        return n
+
+    def forward_pass(self, seqs, starts, counts, ids, hiding=False):
+        for seq, part in zip(seqs, ids.split(counts)):
+            if seq not in self.tokens:  # its first pass failed, and is tried again
+                self.begin_text(seq, [])
+            self.blocks.extend(seq, len(part), self.copy_block)
+            self.tokens[seq] += part.tolist()
         ids, positions, metadata = self.inputs(seqs, starts)
         self.forget_blocks_if_changed()
         logits = one_pass(self.model, ids, positions, self.layers, metadata, hiding)
@@ -204,32 +253,28 @@ class PagedCache(BaseCache):
             self.blocks.remember(seq, self.tokens[seq])
         return logits
 
-    def make_room(self, seq, new):
-        """Slots for the new tokens of a sequence. Returns the position of the first one that must be computed."""
-        if not self.lengths[seq]:
-            start = self.blocks.add(seq, new)
-            self.tokens[seq] = new
-            return start
-        self.blocks.extend(seq, len(new), self.copy_block)
-        self.tokens[seq] += new
-        return self.lengths[seq]
-
     def inputs(self, seqs, starts):
         """`execute_model`'s input_ids (N,), input_positions (N,) and `InputMetadata`, for the tokens from starts on."""
-        ids, positions, slots, query_lens, seq_lens, tables = [], [], [], [], [], []
-        n_blocks = max(len(self.blocks.tables[seq]) for seq in seqs)
+        ids, positions, slots, query_lens, seq_lens, tables, numbers = [], [], [], [], [], [], []
         for seq, start in zip(seqs, starts):
-            end, table = len(self.tokens[seq]), self.blocks.tables[seq]
+            end = len(self.tokens[seq])
             ids += self.tokens[seq][start:]
             positions += range(start, end)
             slots += self.blocks.slots(seq, start, end)
             query_lens.append(end - start)
             seq_lens.append(end)
-            tables += table + [-1] * (n_blocks - len(table))
-        parts = ids, positions, slots, tables, query_lens, seq_lens
+            sinks, others = self.blocks.needed(start, end)
+            numbers.append([*sinks, *others])
+            tables.append([self.blocks.tables[seq][i] for i in numbers[-1]])
+        n_blocks = max(map(len, tables))
+        tables = [block for table in tables for block in table + [-1] * (n_blocks - len(table))]
+        numbers = [number for some in numbers for number in some + [AFTER_ALL] * (n_blocks - len(some))]
+        parts = ids, positions, slots, query_lens, seq_lens, tables, numbers if self.window else []
         one = torch.tensor(sum(parts, []), device=device_of(self.model))  # one transfer to the device
-        ids, positions, slots, tables, query_lens, seq_lens = one.split([len(part) for part in parts])
-        return ids, positions, InputMetadata(slots, tables.view(-1, n_blocks), query_lens, seq_lens)
+        ids, positions, slots, query_lens, seq_lens, tables, numbers = one.split([len(part) for part in parts])
+        metadata = InputMetadata(slots, tables.view(-1, n_blocks), query_lens, seq_lens,
+                                 numbers.view(-1, n_blocks) if self.window else None)
+        return ids, positions, metadata
 
     def forget_blocks_if_changed(self):
         if not self.watch.unchanged():

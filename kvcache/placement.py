@@ -2,34 +2,17 @@
 One forward pass of a model over stored keys and values.
 
 A cache makes a `Placement`, once for all layers: the rows that the new keys and values are written to, the rows that
-are read, and the mask. The model is handed a `LayerList` in place of its list of tuples; attention calls `append(k,
-v, positions)` of each layer and gets keys, values and mask. How a row is stored is `storage.Rows`.
+are read, and the positions of what is read. The model is handed a `LayerList` in place of its list of tuples; attention
+calls `append(k, v, positions)` of each layer, gets keys, values and their `positions.Keys`, and makes the mask of
+these. How a row is stored is `storage.Rows`.
 """
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvcache.storage import Rows, Scratch
-
-LONG_MASK = 2**26  # bytes: a mask of 2,048 tokens over 30,000 keys would be 246 MB in float32
-
-
-def visible(query_pos, key_pos, window=None, owned=None):
-    """
-    Which keys each query may look at: those at no later position, within the window, that are its own.
-
-    query_pos (..., T), key_pos (..., K): positions, torch tensors or numpy arrays. window: a `cells.Window`, or None.
-    owned: bool, broadcastable to (..., T, K), the keys of the query's sequence; None if all are. Returns bool (...,
-    T, K).
-    """
-    query_pos, key_pos = query_pos[..., :, None], key_pos[..., None, :]
-    mask = key_pos <= query_pos
-    if owned is not None:
-        mask &= owned
-    if window is not None:
-        mask &= key_pos >= window.first(query_pos)
-    return mask
+from positions import Keys
 
 
 @dataclass(frozen=True)
@@ -37,38 +20,28 @@ class Placement:
     """
     Where the tokens (B, T) of one forward pass are stored, and what they attend to.
 
-    positions: (B, T), for the position embeddings.
+    positions: (B, T), of the tokens.
     rows: (n,) the rows that the new keys and values are written to, in the order of the tokens.
     index: the rows that are read, in the form that `Rows.read` takes, (B, K) in all.
-    mask: bool (B, 1, T, K), True where a token may look, or None if all tokens may look at everything.
+    keys: the `Keys` of the K rows, the same object for all layers, so that attention makes its mask once.
     written: (n,) the numbers of those of the B * T tokens that are written, or None if all are.
     pending_shift: (B, K), by how many positions the keys must still be rotated when they are read, or None.
-    additive: results of `additive_mask`, by dtype and device.
     """
     positions: torch.Tensor
     rows: torch.Tensor
     index: tuple | int | torch.Tensor
-    mask: torch.Tensor | None
+    keys: Keys
     written: torch.Tensor | None = None
     pending_shift: torch.Tensor | None = None
-    additive: dict = field(default_factory=dict)
 
-    def additive_mask(self, like):
-        """
-        The mask in the dtype and on the device of the tensor `like`: 0 and -inf, to be added to the scores.
-
-        It is made once; from a bool mask attention would make it again in each layer. A mask of more than LONG_MASK
-        bytes stays bool.
-        """
-        if self.mask is None:
-            return None
-        if self.mask.numel() * like.element_size() > LONG_MASK:
-            return self.mask.to(like.device)
-        key = like.dtype, like.device
-        if key not in self.additive:
-            zeros = torch.zeros_like(self.mask, dtype=like.dtype, device=like.device)
-            self.additive[key] = zeros.masked_fill_(~self.mask.to(like.device), -math.inf)
-        return self.additive[key]
+    def keys_for(self, positions):
+        """`keys` on the device of these `Positions`, which keep them for the other layers."""
+        device, number = positions.q_pos.device, id(self.keys)
+        if self.keys.pos.device == device:
+            return self.keys
+        if number not in positions.shared:
+            positions.shared[number] = Keys(*(x if x is None else x.to(device) for x in self.keys))
+        return positions.shared[number]
 
     def to(self, device):
         """The same placement for rows on another device."""
@@ -162,19 +135,21 @@ class LayerView:
     @torch.no_grad()
     def append(self, k, v, positions):
         """
-        Store k and v, (B, n_head, T, head_dim), of the new tokens. positions is not used: the placement has them.
+        Store k and v, (B, n_head, T, head_dim), of the new tokens, whose `Positions` are those of the placement.
 
-        Returns (k, v, mask, self): all keys and values to attend over, (B, n_head, K, head_dim), on the device of k,
-        and the mask, (B, 1, T, K) or None, see `Placement.additive_mask`. They are overwritten when the next layer is
-        read, and no gradients go through them.
+        Returns (k, v, keys, self): all keys and values to attend over, (B, n_head, K, head_dim), on the device of k,
+        and their `Keys`. They are overwritten when the next layer is read, and no gradients go through them.
         """
         if self.writes:
             self.layer.write(self.placement, k, v)
-        keys, values = self.layer.read(self.placement, k.dtype)
-        if self.hiding and self.placement.mask is not None:
-            hidden = ~self.placement.mask.any(dim=2).to(keys.device)[..., None]  # (B, 1, K, 1)
-            keys, values = keys.masked_fill(hidden, 0), values.masked_fill(hidden, 0)
-        return keys.to(k.device), values.to(k.device), self.placement.additive_mask(k), self
+        keys, (all_k, all_v) = self.placement.keys_for(positions), self.layer.read(self.placement, k.dtype)
+        all_k, all_v = all_k.to(k.device), all_v.to(k.device)
+        if self.hiding:
+            mask = positions.mask(keys, all_k.size(2))[:, :1]  # (B, 1, T, K): all heads see the same keys
+            seen = mask if mask.dtype is torch.bool else mask > -math.inf
+            hidden = ~seen.any(dim=2)[..., None]  # (B, 1, K, 1)
+            all_k, all_v = all_k.masked_fill(hidden, 0), all_v.masked_fill(hidden, 0)
+        return all_k, all_v, keys, self
 
 
 class MissingLayer:
@@ -246,7 +221,7 @@ def check_pass(model, idx, positions):
     if idx.shape != positions.shape:
         raise ValueError(f"tokens are {tuple(idx.shape)}, and their positions {tuple(positions.shape)}: "
                          "give one position for each token")
-    if positions.max() >= model.config.block_size:
+    if positions.max() >= model.config.max_positions:
         raise ValueError(f"out of context: position {int(positions.max())} of block_size {model.config.block_size}")
 
 

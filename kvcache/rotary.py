@@ -1,6 +1,8 @@
 """Rotary positions (arXiv:2104.09864), for stored keys whose positions change."""
 import torch
 
+from positions import rotary_angles, rotate
+
 
 class Rotary:
     """
@@ -12,11 +14,16 @@ class Rotary:
     def __init__(self, head_dim, base=10000.0):
         if head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")
-        self.frequencies = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device='cpu') / head_dim)
+        self.head_dim, self.base = head_dim, base
 
     def __call__(self, x, pos):
         """x (..., n, n_head, head_dim) rotated by pos (..., n), in x's dtype."""
-        angles = (pos[..., None, None] * self.frequencies.to(pos.device))  # (..., n, 1, head_dim / 2)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        a, b = x.chunk(2, dim=-1)
-        return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+        angles = rotary_angles(pos, self.head_dim, self.base)[..., None, :]  # (..., n, 1, head_dim / 2)
+        return rotate(x, angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype))
+
+    def turned(self, rows, pos):
+        """
+        Stored rows (n, n_head * head_dim) of keys, rotated by pos (n,): computed in float64 and rounded once.
+        """
+        keys = rows.to(torch.float64).unflatten(-1, (-1, self.head_dim))
+        return self(keys, pos.to(rows.device)).flatten(-2).to(rows.dtype)

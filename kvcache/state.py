@@ -2,8 +2,9 @@
 The content of a `CellCache` in a safetensors file: positions, owners, and keys and values in their stored form.
 
 A file of all sequences has all cells. A file of one sequence has the positions that its last token sees through the
-window, or all positions if there is no window. Keys in float32 whose positions were changed are rotated before they are
-saved. Keys in fewer bits are saved as they were written, with the shift by which they must still be rotated.
+window, sinks included, or all positions if there is no window. Keys in float32 whose positions were changed are rotated
+before they are saved. Keys in fewer bits are saved as they were written, with the shift by which they must still be
+rotated.
 """
 import json
 
@@ -21,7 +22,8 @@ def shapes(cache):
     own, window = cache.own_layers(), cache.window
     return dict(layers=[None if layer is None else own.index(layer) for layer in cache.layers],
                 n_head_kv=cache.n_head_kv, head_dim=cache.head_dim, type_k=own[0].k.kind, type_v=own[0].v.kind,
-                rope_base=cache.rope_base, window=[window.kind, window.n_swa] if window else None)
+                rope_base=cache.rope_base,
+                window=[window.kind, window.n_swa, *[window.n_sink] * (window.n_sink > 0)] if window else None)
 
 
 def stored(cache):
@@ -45,7 +47,7 @@ def save(cache, path, seq=None):
         cells = cache.streams[s]
         mine = cells.of(seq)
         if seq is not None and len(mine) and cache.window:
-            mine = cells.of(seq, cache.window.first(cells.pos_max(seq)))
+            mine = mine[~cache.window.hides(cells.pos[mine], cells.pos_max(seq))]
         owners = cells.owners[:, mine] if seq is None else np.ones((1, len(mine)), dtype=bool)
         for name, array in (('pos', cells.pos[mine]), ('shift', cells.shift[mine]), ('owners', owners.T)):
             tensors[f'{part}.{name}'] = torch.from_numpy(np.ascontiguousarray(array))
@@ -115,7 +117,7 @@ def fill_cells(cache, streams, parts, found, seq):
         if not len(where):
             continue
         cells = cache.streams[s]
-        cells.write(where, part['pos'].numpy())
+        cells.write(where, part['pos'].numpy(), cache.n_sink)
         cells.shift[where] = part['shift'].numpy()
         for owner, mine in zip([seq] if seq is not None else cells.seqs, part['owners'].numpy().T):
             cells.add_owner(where[mine], owner)

@@ -80,7 +80,7 @@ class Streams:
 
     def __init__(self, kv_size, n_seq_max, unified=True, window=None, can_shift=False):
         self.kv_size, self.n_seq_max, self.unified = kv_size, n_seq_max, unified
-        self.window, self.can_shift = window, can_shift
+        self.window, self.can_shift, self.n_sink = window, can_shift, window.n_sink if window else 0
         ranges = [range(n_seq_max)] if unified else [range(seq, seq + 1) for seq in range(n_seq_max)]
         self.streams = [Cells(kv_size, seqs) for seqs in ranges]
 
@@ -150,7 +150,9 @@ class Streams:
             raise ValueError("the batch was made by another cache: make it with this cache's batch()")
         for seq, position in batch.first.items():
             last = self.seq_pos_max(seq)
-            check_next(seq, None if last is None else last + 1, position)
+            # a window of 1 lets all positions but the sinks be written over
+            lost = self.n_sink and self.window.n_swa == 1 and last is not None and last < self.n_sink <= position
+            check_next(seq, None if last is None or lost else last + 1, position)
         for seqs, _, _ in batch.runs:
             if len(seqs) > 1 and not self.streams[0].own_same_cells(seqs):
                 raise diverged(seqs)
@@ -163,7 +165,7 @@ class Streams:
     def apply(self, slots, batch):
         """Write the positions and owners of a batch to the cells that were found for it."""
         for stream, cells, positions in zip(slots.streams, slots.cells, batch.positions):
-            self.streams[stream].write(cells, positions)
+            self.streams[stream].write(cells, positions, self.n_sink)
         T, found = slots.cells.shape[1], slots.cells.ravel()
         for seqs, start, stop in batch.runs:
             for seq in seqs:

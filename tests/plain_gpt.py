@@ -1,6 +1,6 @@
 """
-The plain GPT that tests hold model.py against: the same arithmetic written as functions of a state dict,
-with a mask and a softmax in place of a fused kernel, and no trace of a cache.
+The plain GPT that tests hold model.py against: the same arithmetic written as functions of a state dict, over the
+whole text at once, with explicit distances, a mask and a softmax in place of a fused kernel, and no trace of a cache.
 """
 import math
 
@@ -8,7 +8,37 @@ import torch
 import torch.nn.functional as F
 
 
-def logits(weights, n_head, idx):
+def distances(T, window, n_sink):
+    """How far key j is from the token at t, int64 (T, T), and which keys that token sees, bool (T, T)."""
+    t, j = torch.arange(T)[:, None], torch.arange(T)[None]
+    distance, seen = t - j, j <= t
+    if window:
+        near = t.clamp(max=n_sink + window - 1) - j
+        return torch.where(j < n_sink, near, distance), seen & ((distance < window) | (j < n_sink))
+    return distance, seen
+
+
+def scores(q, k, distance, position, rope_theta, slopes):
+    """q, k (B, n_head, T, head_dim) -> (B, n_head, T, T)."""
+    scale = math.sqrt(q.size(-1))
+    if position == 'rope':  # pairs of channels as complex numbers, each pair of tokens turned by its own distance
+        half = q.size(-1) // 2
+        q, k = (torch.complex(x[..., :half], x[..., half:]) for x in (q, k))
+        frequency = rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        turn = torch.exp(1j * distance[..., None] * frequency).to(q.dtype)
+        return torch.einsum('bhtf,bhjf,tjf->bhtj', q, k.conj(), turn).real / scale
+    found = q @ k.mT / scale
+    return found - slopes[:, None, None] * distance if position == 'alibi' else found
+
+
+def alibi_slopes(n_head):
+    """The paper's rule: 2^(-8 i / n) for a power of two n; for others also every second slope of 2 n heads."""
+    n = 2 ** int(math.log2(n_head))
+    slopes = [2 ** (-8 * i / n) for i in range(1, n + 1)]
+    return slopes + [2 ** (-8 * i / (2 * n)) for i in range(1, 2 * n, 2)][:n_head - n]
+
+
+def logits(weights, n_head, idx, position='learned', n_kv_head=0, window=0, n_sink=0, rope_theta=10000.0, gelu='none'):
     """weights: a state dict under nanoGPT's keys. idx (B, T) -> (B, T, vocab_size), differentiable."""
     def linear(x, name):
         return F.linear(x, weights[name + '.weight'], weights.get(name + '.bias'))
@@ -19,17 +49,27 @@ def logits(weights, n_head, idx):
         return x + weights[name + '.bias'] if name + '.bias' in weights else x
 
     B, T = idx.shape
-    x = weights['transformer.wte.weight'][idx] + weights['transformer.wpe.weight'][:T]
-    hidden = torch.full((T, T), -math.inf, dtype=x.dtype).triu(1)
+    x = weights['transformer.wte.weight'][idx]
+    if position == 'learned':
+        x = x + weights['transformer.wpe.weight'][:T]
+    distance, seen = distances(T, window, n_sink)
+    slopes = torch.tensor(alibi_slopes(n_head), dtype=x.dtype)
+    head_dim, n_kv_head = x.size(-1) // n_head, n_kv_head or n_head
     n_layer = 1 + max(int(k.split('.')[2]) for k in weights if k.startswith('transformer.h.'))
     for layer in range(n_layer):
         h = f'transformer.h.{layer}.'
-        q, k, v = linear(norm(x, h + 'ln_1'), h + 'attn.c_attn').chunk(3, dim=-1)
-        q, k, v = (t.reshape(B, T, n_head, -1).permute(0, 2, 1, 3) for t in (q, k, v))
-        p = torch.softmax(q @ k.mT / math.sqrt(q.size(-1)) + hidden, dim=-1)
+        q, k, v = linear(norm(x, h + 'ln_1'), h + 'attn.c_attn').split(
+            [n_head * head_dim, n_kv_head * head_dim, n_kv_head * head_dim], dim=-1)
+        q, k, v = (t.reshape(B, T, -1, head_dim).permute(0, 2, 1, 3) for t in (q, k, v))
+        group = torch.arange(n_head) // (n_head // n_kv_head)  # the key head of each query head
+        s = scores(q, k[:, group], distance, position, rope_theta, slopes)
+        p, v = torch.softmax(s.masked_fill(~seen, -math.inf), dim=-1), v[:, group]
         x = x + linear((p @ v).permute(0, 2, 1, 3).reshape(x.shape), h + 'attn.c_proj')
         y = linear(norm(x, h + 'ln_2'), h + 'mlp.c_fc')
-        y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
+        if gelu == 'tanh':
+            y = y * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y ** 3)))
+        else:
+            y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
         x = x + linear(y, h + 'mlp.c_proj')
     return linear(norm(x, 'transformer.ln_f'), 'lm_head')
 

@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcache.cell_cache import CellCache
 from kvcache.placement import Layer, LayerList, Placement, logits_of
 from model import GPT, GPTConfig
+from positions import Keys, Positions
 
 
 class Recorder(list):
@@ -30,8 +31,8 @@ class RecordedLayer:
             k, v = (torch.cat(pair, dim=2) for pair in zip(recorded[self.layer], (k, v)))
         recorded[self.layer] = k, v
         k, v = recorded[self.source]
-        back = positions[0, :, None] - torch.arange(k.size(2))
-        return k, v, ((back >= 0) & (back < (self.window or 10**9)))[None, None], self
+        pos = torch.arange(k.size(2))
+        return k, v, Keys(pos, positions.q_pos[..., None] - pos < (self.window or 10**9)), self
 
 
 def logits_in_chunks(m, idx, chunks, place):
@@ -103,10 +104,14 @@ def test_a_forward_pass_brings_rows_and_keys_to_each_layers_device():
     with FakeTensorMode():
         layers = [Layer((2, 8), 2, 16, device=device) for device in ('cpu', 'cuda')]
         placement = Placement(torch.arange(6).view(2, 3), torch.tensor([0, 1, 2, 8, 9, 10]), torch.tensor([[0], [1]]),
-                              torch.ones(2, 1, 3, 8, dtype=torch.bool))
+                              Keys(torch.arange(8, device='cuda')))
+        positions, keys = Positions(GPTConfig(n_head=2, n_embd=32), placement.positions, torch.float32), []
         for view in LayerList(layers, placement):
-            k, v, mask, _ = view.append(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), placement.positions)
-            assert k.shape == v.shape == (2, 2, 8, 16) and k.device == v.device == mask.device == torch.device('cpu')
+            k, v, each, _ = view.append(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), positions)
+            keys.append(each)
+            assert k.shape == v.shape == (2, 2, 8, 16)
+            assert k.device == v.device == each.pos.device == torch.device('cpu')
+        assert keys[0] is keys[1]  # so that attention makes its mask once
         assert [layer.device.type for layer in layers] == ['cpu', 'cuda']
 
 
@@ -159,5 +164,5 @@ def test_a_long_mask_hides_what_a_short_one_hides(monkeypatch):
         logits_of(m, idx[:, :4], c.place(c.batch({1: range(4)})), slice(None))
         return logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: c.place(c.batch({0: positions})))
     short = logits()
-    monkeypatch.setattr('kvcache.placement.LONG_MASK', 0)
+    monkeypatch.setattr('positions.LONG_MASK', 0)
     assert torch.allclose(logits(), short, atol=1e-5)

@@ -7,8 +7,9 @@ import torch
 from test_cells import cache, put
 
 from kvcache.cell_cache import CellCache
-from kvcache.placement import Placement
 from kvcache.streams import Streams
+from model import GPTConfig
+from positions import Keys, Positions
 
 MB = 10**6
 
@@ -56,15 +57,16 @@ def test_the_mask_of_a_long_prompt_stays_bool(window):
     first = {None: 0, 'standard': 32_047 - 30_999, 'chunked': 31_000}[window]
     assert np.array_equal(np.flatnonzero(mask[0, 0, -1]), np.arange(first, 32_048))
     placement = c.placement(batch, slots)
-    assert placement.additive_mask(torch.zeros(1)).dtype == torch.bool and not placement.additive
+    positions = Positions(GPTConfig(), placement.positions, torch.float32)
+    made = positions.mask(placement.keys, 32_048)
+    assert made.dtype == torch.bool and torch.equal(made, mask)
 
 
 def test_a_short_mask_is_added_and_made_once():
-    mask = torch.ones(2, 1, 3, 5, dtype=torch.bool).tril()
-    placement = Placement(torch.zeros(2, 3), torch.arange(6), 2, mask)
-    added = placement.additive_mask(torch.zeros(1))
-    assert added.dtype == torch.float32 and torch.equal(added == 0, mask)
-    assert placement.additive_mask(torch.zeros(1)) is added
+    positions, keys = Positions(GPTConfig(), torch.arange(3).repeat(2, 1), torch.float32), Keys(torch.arange(5))
+    added = positions.mask(keys, 5)
+    assert added.dtype == torch.float32 and torch.equal(added == 0, torch.ones(2, 1, 3, 5, dtype=torch.bool).tril())
+    assert positions.mask(keys, 5) is added
 
 
 @pytest.mark.parametrize('default', ['float64', 'bfloat16', 'meta'])

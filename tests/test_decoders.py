@@ -15,14 +15,11 @@ from hypothesis import strategies as st
 from test_cache_exactness import large
 
 import decode
-from decode.compiled import CompiledDecoder
 from decode.cpu import CPUDecoder
 from decode.packing import quantise
-from generation import generate
 from model import GPT, GPTConfig, LayerKVCache
 
 BLOCK = 16
-needs_compiler = pytest.mark.skipif(not shutil.which('g++'), reason="torch.compile on a CPU needs a C++ compiler")
 TIE = 1e-4  # two best logits closer than this may change places
 
 
@@ -197,100 +194,6 @@ def test_a_nan_reaches_the_logits(weights, where):
             model.generate(idx, 3, use_cache=True, decoder=CPUDecoder(model, weights))
 
 
-TOKEN = torch.zeros(1, 1, dtype=torch.long)
-
-
-@pytest.mark.parametrize('bad', [
-    lambda d, c: d(torch.tensor([[29]]), c), lambda d, c: d(torch.tensor([[-1]]), c),
-    lambda d, c: d(torch.tensor([[10 ** 12]]), None), lambda d, c: d(TOKEN.expand(1, BLOCK), c),
-    lambda d, c: d(TOKEN.expand(2, 1), c), lambda d, c: d(TOKEN, [layer._replace(cache_pos=BLOCK) for layer in c]),
-    lambda d, c: d(TOKEN, [layer._replace(cache_pos=-1) for layer in c]), lambda d, c: d(TOKEN, c[:1]),
-    lambda d, c: d(TOKEN, c + c), lambda d, c: d(TOKEN, [LayerKVCache(a.double(), b.double(), p) for a, b, p in c]),
-    lambda d, c: d(TOKEN, [LayerKVCache(a.transpose(2, 3).contiguous().transpose(2, 3), b, p) for a, b, p in c]),
-    lambda d, c: d(torch.zeros(1, 0, dtype=torch.long), c), lambda d, c: d(torch.zeros(1, 1), c),
-])
-def test_what_does_not_fit_is_refused_and_nothing_is_written(bad):
-    model = f32(7)
-    decoder = CPUDecoder(model)
-    _, cache = decoder(torch.randint(29, (1, 6)), None)
-    before = [t.clone() for layer in cache for t in layer[:2]]
-    with pytest.raises(ValueError):
-        bad(decoder, cache)
-    assert all(torch.equal(a, b) for a, b in zip(before, (t for layer in cache for t in layer[:2])))
-
-
-@pytest.mark.parametrize('pos', [0, 3, torch.tensor([3])])
-@pytest.mark.parametrize('wrong', ['last token', 'room'])
-def test_a_long_prefill_is_checked_once_and_before_its_first_chunk(monkeypatch, pos, wrong):
-    model, checks = f32(7, block_size=64), []
-    decoder, whole = CPUDecoder(model), GPT.checked_input
-    decoder.chunk = 8
-    monkeypatch.setattr(GPT, 'checked_input', lambda *args: checks.append(args) or whole(*args))
-    idx = torch.randint(29, (1, 40))
-    expected, cache = decoder(idx, None)
-    assert len(checks) == 1
-    cache = [layer._replace(cache_pos=pos) for layer in cache]
-    for bound in (False, True):  # a cache that the last step did not see, and the same again
-        if not bound:
-            cache = [layer.clone() for layer in cache]
-        checks.clear()
-        decoder(idx, cache)
-        assert len(checks) == 1
-    bad, at = idx.clone(), pos
-    if wrong == 'last token':
-        bad[0, -1] = 29
-    else:
-        at = pos + 30
-    before = [t.clone() for layer in cache for t in layer[:2]]
-    for layers in (cache, [layer.clone() for layer in cache]):
-        with pytest.raises(ValueError):
-            decoder(bad, [layer._replace(cache_pos=at) for layer in layers])
-        assert all(torch.equal(a, b) for a, b in zip(before, (t for layer in layers for t in layer[:2])))
-
-
-def test_models_it_does_not_know_are_refused_and_best_falls_back(capsys):
-    for spoil in (lambda m: m.double(), lambda m: setattr(m, 'lm_head', torch.nn.Sequential(m.lm_head)),
-                  lambda m: m.transformer.h[0].mlp.register_forward_hook(lambda *args: None)):
-        model = f32(8)
-        spoil(model)
-        with pytest.raises(ValueError, match='decoder'):
-            CPUDecoder(model)
-        assert decode.best(model, 1).name == 'PyTorch, eager' and 'decoding eagerly' in capsys.readouterr().err
-        with pytest.raises(ValueError, match='int8'):
-            decode.best(model, 1, weights='int8')
-    for wrong in (dict(weights='int4'), dict(threads=0), dict(threads=10 ** 6)):
-        with pytest.raises(ValueError):
-            CPUDecoder(f32(8), **wrong)
-
-
-def test_best_is_the_one_place_that_picks_a_decoder():
-    def name(*args, **settings):
-        return decode.best(f32(8), *args, **settings).name
-    assert name(1).startswith('numba') and name(1, name='cpu', threads=1).endswith('1 thread')
-    assert name(decode.LARGEST_BATCH + 1) == name(1, name='eager') == 'PyTorch, eager'
-    assert 'int8' in name(decode.LARGEST_BATCH + 1, weights='int8') and name(1, name='compiled').startswith('torch.')
-    for settings, message in (
-            (dict(name='fast'), "decoder must be auto, eager, cpu or compiled, not 'fast'"),
-            (dict(weights='int4'), "weights must be float32, bfloat16 or int8, not 'int4'"),
-            (dict(threads=-1), 'threads must be positive'), (dict(threads=10 ** 6), 'threads=1000000 cannot be had'),
-            (dict(name='eager', weights='int8'), 'weights=int8 is for the cpu decoder: leave decoder=eager out'),
-            (dict(name='compiled', threads=2), 'threads=2 is for the cpu decoder: leave decoder=compiled out')):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            decode.best(f32(8), 1, **settings)
-    for settings in (dict(name='cpu'), dict(weights='int8'), dict(threads=1)):
-        with pytest.raises(ValueError, match='is for the CPU, but the device is meta'):
-            decode.best(f32(8).to('meta'), 1, **settings)
-    assert decode.best(f32(8).to('meta'), 1).name == 'PyTorch, eager'
-
-
-def test_without_numba_best_says_so_and_goes_on_eagerly(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, 'decode.cpu', None)
-    assert decode.best(f32(8), 1).name == 'PyTorch, eager' and 'pip install numba' in capsys.readouterr().err
-    for settings in (dict(name='cpu'), dict(weights='int8')):
-        with pytest.raises(ValueError, match='pip install numba'):
-            decode.best(f32(8), 1, **settings)
-
-
 def test_compiled_code_on_disk_is_keyed_by_all_files_that_are_compiled():
     from decode import cpu
     folder = Path(cpu.__file__).parent
@@ -367,7 +270,7 @@ def test_where_nothing_can_be_kept_on_disk_it_says_so_once_and_goes_on(tmp_path)
             "m = GPT(GPTConfig(block_size=8, vocab_size=30, n_layer=1, n_head=2, n_embd=8)).eval()\n"
             "for _ in range(2): print(CPUDecoder(m, threads=1)(torch.arange(6)[None], None)[0].shape)\n")
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for name in ('model.py', 'decode'):
+    for name in ('model.py', 'positions.py', 'decode'):
         source = os.path.join(root, name)
         (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, tmp_path / name)
     shutil.rmtree(tmp_path / 'decode' / '__pycache__', ignore_errors=True)
@@ -377,41 +280,3 @@ def test_where_nothing_can_be_kept_on_disk_it_says_so_once_and_goes_on(tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count('[1, 1, 30]') == 2 and done.stderr.count('cannot be kept on disk') == 1
     assert 'Traceback' not in done.stderr
-
-
-@needs_compiler
-def test_the_compiled_decoder_compiles_once_and_gives_the_same_tokens():
-    from torch._dynamo.utils import counters
-    torch._dynamo.reset()
-    counters.clear()
-    model, idx = f32(11), torch.randint(29, (2, 3))
-    decoder = CompiledDecoder(model)
-    for policy in (dict(), dict(when_full='shift')):
-        got = generate(model, idx, 3 * BLOCK, temperature=0, use_cache=True, decoder=decoder, **policy)
-        assert torch.equal(got, generate(model, idx, 3 * BLOCK, temperature=0, **policy))
-    # one graph, however long the sequence grew
-    assert counters['stats']['unique_graphs'] == 1 and not counters['graph_break']
-    prompts, cached = [[1, 2, 3, 4, 5, 6], [7, 8]], dict(use_cache=True, decoder=decoder)
-    assert generate(model, prompts, 8, temperature=0, **cached) == generate(model, prompts, 8, temperature=0)
-    assert counters['stats']['unique_graphs'] == 1
-    model.load_state_dict(f32(12).state_dict())
-    assert torch.equal(model.generate(idx, 20, temperature=0, **cached), model.generate(idx, 20, temperature=0))
-
-
-@needs_compiler
-def test_the_compiled_step_is_the_models_own():
-    """At any cache_pos, in place, with the model's logits; and it refuses what does not fit."""
-    model, idx = f32(13), torch.randint(29, (2, 6))
-    decoder = CompiledDecoder(model)
-    with torch.no_grad():
-        cache = model(idx)[2]
-        for pos in (6, torch.tensor([6, 2]), torch.tensor([0, 15], dtype=torch.int16)):
-            mine, theirs = ([layer.clone()._replace(cache_pos=pos) for layer in cache] for _ in range(2))
-            (got, mine), (expected, _, theirs) = decoder(idx[:, :1], mine), model(idx[:, :1], kv_cache=theirs)
-            torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-            for a, b in zip(mine, theirs):
-                torch.testing.assert_close(a.k_cache, b.k_cache, atol=1e-5, rtol=1e-5)
-                assert torch.equal(torch.as_tensor(a.cache_pos), torch.as_tensor(b.cache_pos))
-        for bad in (16, -1, torch.tensor([3, 16])):
-            with pytest.raises(ValueError, match='cache_pos'):
-                decoder(idx[:, :1], [layer._replace(cache_pos=bad) for layer in cache])

@@ -22,7 +22,7 @@ FILES = sorted({os.path.relpath(path, ROOT) for folder in FOLDERS
 
 # what each may not import, of ours: a wing (all of its files) or a module
 NOT_TO_IMPORT = {
-    'decode': OURS - {'decode', 'device', 'whole_file'},
+    'decode': OURS - {'decode', 'device', 'positions', 'whole_file'},
     'kvcache': MODELS | SCRIPTS | {'generation', 'training', 'serving', 'benchmarks'},
     'training': MODELS | SCRIPTS | {'generation', 'decode', 'kvcache', 'serving', 'benchmarks'},
     'serving': SCRIPTS | {'training', 'benchmarks'},
@@ -60,9 +60,11 @@ def imports(path, top_level_only=False):
 
 
 def test_model_needs_torch_and_the_standard_library_only():
-    """But for `from_pretrained`, which reads files of another format."""
-    assert imports('model.py', top_level_only=True) <= set(sys.stdlib_module_names) | {'torch'}
-    assert imports('model.py') & OURS <= {'formats'}
+    """But for positions.py, which needs no more, and `from_pretrained`, which reads files of another format."""
+    for path, ours in (('model.py', {'positions'}), ('positions.py', set())):
+        assert imports(path, top_level_only=True) <= set(sys.stdlib_module_names) | {'torch'} | ours
+    assert imports('model.py') & OURS <= {'formats', 'positions'}
+    assert not imports('positions.py') & OURS
 
 
 @pytest.mark.parametrize('name', sorted(NOT_TO_IMPORT))

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from generation import generate, stream
 from model import GPT, GPTConfig, LayerKVCache, attend
+from positions import Positions
 
 
 def tiny(seed=0, **changes):
@@ -245,7 +246,7 @@ def test_from_pretrained_reads_a_hugging_face_folder(tmp_path):
     with pytest.raises(ValueError, match='dropout'):
         GPT.from_pretrained(str(tmp_path), dict(n_layer=3))
     (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'llama'}))
-    with pytest.raises(ValueError, match='llama.* lacks n_embd'):
+    with pytest.raises(ValueError, match='llama.*only gpt2, gpt_bigcode, starcoder2, mpt'):
         GPT.from_pretrained(str(tmp_path))
     for name, content in (('config.json', 'half a {'), ('model.safetensors', 'version https://git-lfs.github.com/spec/v1')):
         (tmp_path / name).write_text(content)
@@ -306,16 +307,19 @@ def test_a_cache_that_does_not_fit_is_refused_and_left_alone(what, cache, idx):
 
 def test_attention_itself_refuses_what_does_not_fit():
     model = tiny().eval()
-    attn, positions = model.transformer.h[0].attn, torch.arange(16)
-    _, cache = attn(torch.randn(2, 15, 16), positions[:15], model.empty_cache(2)[0])
+    attn = model.transformer.h[0].attn
+
+    def positions(start, end):
+        return Positions(model.config, torch.arange(start, end), torch.float32)
+    _, cache = attn(torch.randn(2, 15, 16), positions(0, 15), model.empty_cache(2)[0])
     for x in (torch.randn(2, 2, 16), torch.randn(1, 1, 16), torch.randn(3, 1, 16)):
         with pytest.raises(ValueError):
-            attn(x, positions[15:15 + x.size(1)], cache)
-    y, cache = attn(torch.randn(2, 1, 16), positions[15:], cache)
+            attn(x, positions(15, 15 + x.size(1)), cache)
+    y, cache = attn(torch.randn(2, 1, 16), positions(15, 16), cache)
     assert y.shape == (2, 1, 16) and cache.cache_pos == 16
     with pytest.raises(ValueError, match='16 .* 1 .* 16'):
-        attn(torch.randn(2, 1, 16), positions[15:], cache)
-    assert attn(torch.randn(2, 3, 16), positions[:3])[1] is None
+        attn(torch.randn(2, 1, 16), positions(15, 16), cache)
+    assert attn(torch.randn(2, 3, 16), positions(0, 3))[1] is None
 
 
 def test_attend_takes_a_mask_in_place_of_causality():

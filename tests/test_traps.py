@@ -232,9 +232,9 @@ def test_attention_weights_of_one_token_need_no_mask(monkeypatch):
     masks = []
     sdpa = torch.nn.functional.scaled_dot_product_attention
 
-    def spy(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False):
+    def spy(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, enable_gqa=False):
         masks.append((q.size(2), k.size(2), attn_mask is not None, is_causal))
-        return sdpa(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal)
+        return sdpa(q, k, v, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa)
     monkeypatch.setattr(model_module.F, 'scaled_dot_product_attention', spy)
     in_chunks(large(12, n_layer=1), torch.randint(29, (1, 9)), [4, 1, 3, 1])
     assert masks == [(4, 4, False, True), (1, 5, False, False), (3, 8, True, False), (1, 9, False, False)]

@@ -7,7 +7,8 @@ import checkpoint as checkpoints
 from whole_file import lock_folder
 
 INTERRUPTED = 'ckpt_interrupted.pt'
-SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias')  # what weights fix; block_size may be cropped, and dropout is free
+# what the weights were trained with; block_size may be cropped, and dropout is free
+SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias', 'position', 'rope_theta', 'n_kv_head', 'window', 'n_sink', 'gelu')
 
 
 class Checkpointer:
@@ -20,7 +21,7 @@ class Checkpointer:
     """
 
     def __init__(self, out_dir, resume, writes):
-        self.out_dir, self.ckpt_is_ours, self.lock = out_dir, resume, None
+        self.out_dir, self.ckpt_is_ours, self.writes, self.lock = out_dir, resume, writes, None
         self.path, self.interrupted = os.path.join(out_dir, 'ckpt.pt'), os.path.join(out_dir, INTERRUPTED)
         if writes and os.path.isdir(out_dir):
             self.take_folder()
@@ -41,7 +42,7 @@ class Checkpointer:
             raise FloatingPointError("the weights are not finite and were not saved")
         return {
             'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
-            'model_args': vars(self.model.config).copy(),
+            'model_args': checkpoints.model_args(self.model.config),
             'iter_num': iter_num, 'best_val_loss': best_val_loss,
             'config': dict(self.config), 'tokenizer': self.tokenizer_state, 'scaler': self.scaler.state_dict(),
             'rng': {'torch': torch.get_rng_state(), 'cuda': torch.cuda.get_rng_state_all()},
@@ -56,17 +57,26 @@ class Checkpointer:
             os.remove(self.interrupted)
         return self.path
 
-    def save_interrupted(self, iter_num, best_val_loss, replace):
+    def save_interrupted(self, log, iter_num, best_val_loss, first_iter, replace):
         """
-        Save to ckpt.pt if there is none, or if it belongs to this run and may be replaced; else to ckpt_interrupted.pt.
-        Returns a text that says where the checkpoint is and how to go on.
+        Save the state of a run that was asked to stop, if this process saves at all, and say where it is. To ckpt.pt if
+        there is none, or if it belongs to this run and may be replaced; else to ckpt_interrupted.pt.
         """
-        exists = os.path.exists(self.path)
-        if not exists or self.ckpt_is_ours and replace:
-            return f"saved to {self.save(iter_num, best_val_loss)}; to go on, add --init_from=resume"
-        checkpoints.save(self.contents(iter_num, best_val_loss), self.interrupted)
+        if not self.writes:
+            return
+        log.bar.close()
+        if iter_num == first_iter:
+            log.say(f"stopped at iteration {iter_num}, before an iteration was done: there is nothing to save")
+            return
         text = f"saved to {self.interrupted}; to go on, add --init_from=resume"
-        return text if self.ckpt_is_ours else f"{text} and first move it over {self.path}, which is of an earlier run"
+        if not os.path.exists(self.path) or self.ckpt_is_ours and replace:
+            text = f"saved to {self.save(iter_num, best_val_loss)}; to go on, add --init_from=resume"
+        else:
+            checkpoints.save(self.contents(iter_num, best_val_loss), self.interrupted)
+            if not self.ckpt_is_ours:
+                text += f" and first move it over {self.path}, which is of an earlier run"
+        log.say(f"stopped at iteration {iter_num}, {text}")
+        log.save_picture(last=True)
 
     def last_good(self):
         """A text that names the last good checkpoint."""
@@ -94,8 +104,10 @@ def settle_shape(config, model_config, source, say):
     config: the Settings of the run; source: where the weights come from; say: prints a line.
     """
     for name in SHAPE:
-        fixed = getattr(model_config, name)
-        if name in config.given and config[name] != fixed:
+        fixed, asked = getattr(model_config, name), config[name]
+        if name == 'n_kv_head' and asked == 0:  # it means n_head
+            asked = model_config.n_head
+        if name in config.given and asked != fixed:
             say(f"{name} stays {fixed}, as in the weights of {source}: {name}={config[name]} ({config.given[name]}) "
                 "has no effect")
         config[name] = fixed
@@ -127,7 +139,12 @@ def resume_optimizer(config, optimizer, scaler, resumed, say):
 
 
 def restore_rng(rng):
-    """Set torch's generators to the states in a checkpoint. ValueError if they are not states of these generators."""
+    """
+    Set torch's generators to the states in a checkpoint, if it has some. ValueError if they are not states of these
+    generators.
+    """
+    if rng is None:
+        return
     try:
         torch.set_rng_state(rng['torch'].cpu())
         if len(rng['cuda']) == torch.cuda.device_count():

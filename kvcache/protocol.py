@@ -1,0 +1,45 @@
+"""What generation asks of a cache: `Work` is what one step feeds, and a `Cache` keeps sequences and runs steps."""
+from typing import NamedTuple, Protocol
+
+import torch
+
+
+class Work(NamedTuple):
+    """
+    New tokens of B sequences. starts: the position of the first new token of each. tokens: int64 (B, T) if all bring T
+    of them, or a list of (T_i,).
+    """
+    handles: list
+    starts: list[int]
+    tokens: torch.Tensor | list
+
+
+class Cache(Protocol):
+    """Keys and values of many sequences, for one model."""
+
+    def new(self):
+        """The handle of a new sequence without tokens. ValueError where there is no room for another."""
+
+    def fork(self, handle):
+        """The handle of a new sequence that has all tokens of this one."""
+
+    def truncate(self, handle, n):
+        """Keep the first n tokens of a sequence. ValueError if it has fewer."""
+
+    def shift(self, handle, n_keep, n):
+        """
+        Remove the n tokens behind the first n_keep of a sequence, and move the others down by n positions. ValueError
+        for learned positions, which are a part of the keys and values, and for windows, which leave no full context.
+        """
+
+    def free(self, handle):
+        """Forget a sequence."""
+
+    def step(self, work):
+        """
+        Feed the tokens of a `Work`. Returns logits (B, vocab_size), for the token after the last one of each sequence.
+
+        A sequence that is longer than its start is truncated to it first. ValueError if it is shorter, if there is no
+        room, and on tokens that do not fit the model. After a step that failed each sequence has its first `start`
+        tokens.
+        """

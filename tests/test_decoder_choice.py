@@ -1,0 +1,93 @@
+"""Which decoder `decode.best` takes, and how many threads the CPU decoder finds to be the fastest."""
+import re
+import sys
+
+import pytest
+import torch
+from test_cache_exactness import large
+
+import decode
+from decode.choice import TRIAL, ThreadChoice
+from decode.cpu import CPUDecoder
+
+
+def f32(seed, **changes):
+    return large(seed, torch.float32, **changes)
+
+
+def test_models_it_does_not_know_are_refused_and_best_falls_back(capsys):
+    for spoil in (lambda m: m.double(), lambda m: setattr(m, 'lm_head', torch.nn.Sequential(m.lm_head)),
+                  lambda m: m.transformer.h[0].mlp.register_forward_hook(lambda *args: None)):
+        model = f32(8)
+        spoil(model)
+        with pytest.raises(ValueError, match='decoder'):
+            CPUDecoder(model)
+        assert decode.best(model, 1).name == 'PyTorch, eager' and 'decoding eagerly' in capsys.readouterr().err
+        with pytest.raises(ValueError, match='int8'):
+            decode.best(model, 1, weights='int8')
+    for wrong in (dict(weights='int4'), dict(threads=0), dict(threads=10 ** 6)):
+        with pytest.raises(ValueError):
+            CPUDecoder(f32(8), **wrong)
+
+
+def test_best_is_the_one_place_that_picks_a_decoder():
+    def name(*args, **settings):
+        return decode.best(f32(8), *args, **settings).name
+    assert name(1).startswith('numba') and name(1, name='cpu', threads=1).endswith('1 thread')
+    assert name(decode.LARGEST_BATCH + 1) == name(1, name='eager') == 'PyTorch, eager'
+    assert 'int8' in name(decode.LARGEST_BATCH + 1, weights='int8') and name(1, name='compiled').startswith('torch.')
+    for settings, message in (
+            (dict(name='fast'), "decoder must be auto, eager, cpu or compiled, not 'fast'"),
+            (dict(weights='int4'), "weights must be float32, bfloat16 or int8, not 'int4'"),
+            (dict(threads=-1), 'threads must be positive'), (dict(threads=10 ** 6), 'threads=1000000 cannot be had'),
+            (dict(name='eager', weights='int8'), 'weights=int8 is for the cpu decoder: leave decoder=eager out'),
+            (dict(name='compiled', threads=2), 'threads=2 is for the cpu decoder: leave decoder=compiled out')):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            decode.best(f32(8), 1, **settings)
+    for settings in (dict(name='cpu'), dict(weights='int8'), dict(threads=1)):
+        with pytest.raises(ValueError, match='is for the CPU, but the device is meta'):
+            decode.best(f32(8).to('meta'), 1, **settings)
+    assert decode.best(f32(8).to('meta'), 1).name == 'PyTorch, eager'
+
+
+def test_without_numba_best_says_so_and_goes_on_eagerly(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, 'decode.cpu', None)
+    assert decode.best(f32(8), 1).name == 'PyTorch, eager' and 'pip install numba' in capsys.readouterr().err
+    for settings in (dict(name='cpu'), dict(weights='int8')):
+        with pytest.raises(ValueError, match='pip install numba'):
+            decode.best(f32(8), 1, **settings)
+
+
+def simulate(choice, n_steps, seconds):
+    """Steps that take seconds(n threads, step number); returns the number of threads of each step."""
+    used = []
+    for step in range(n_steps):
+        used.append(choice.n)
+        choice.record(int(1e9 * seconds(choice.n, step)))
+    return used
+
+
+def test_the_fastest_number_of_threads_is_chosen_and_chosen_again():
+    choice = ThreadChoice([4, 2, 1])
+    used = simulate(choice, 20_000, lambda n, step: {4: 80e-6, 2: 50e-6, 1: 100e-6}[n])
+    assert used[0] == 4 and used[1000:].count(2) > 0.95 * len(used[1000:])
+    # a neighbour comes: two threads wait for each other. Within a tenth of a second one goes on alone
+    used = simulate(choice, 2_000, lambda n, step: {4: 9e-3, 2: 3e-3, 1: 150e-6}[n])
+    assert used[100:].count(1) > 0.95 * len(used[100:])
+    # it goes: within some seconds there are two again
+    used = simulate(choice, 40_000, lambda n, step: {4: 80e-6, 2: 50e-6, 1: 100e-6}[n])
+    assert used[-1000:].count(2) > 900
+
+
+def test_trials_cost_little_even_when_each_step_is_long():
+    """Sixteen cores and steps of 12 ms at best: slow numbers get one step, and rounds are rare."""
+    candidates, best = [16, 8, 4, 2, 1], 12e-3
+    choice, total = ThreadChoice(candidates), []
+    simulate(choice, 1000, lambda n, step: total.append(best * 16 / n) or total[-1])
+    assert sum(total) < 1.12 * 1000 * best
+
+
+def test_a_context_that_grows_asks_for_no_round():
+    choice = ThreadChoice([2, 1])
+    used = simulate(choice, 3000, lambda n, step: (1e-4 + 3e-7 * step) * (1 if n == 2 else 2))
+    assert used.count(1) * 2e-4 < 20 * TRIAL / 1e9

@@ -1,0 +1,309 @@
+"""The CPU decoder's threads and process: interrupts, torch's defaults, threads that share it, forks, the end."""
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from conftest import ROOT, WEIGHTS, sizes
+from test_cache_exactness import large
+
+from decode.cpu import CPUDecoder
+from model import GPT, GPTConfig, LayerKVCache
+
+
+def f32(seed, **changes):
+    return large(seed, torch.float32, **changes)
+
+
+def in_child(code, *args):
+    """Run code in a process of its own, where a crash is a return code; returns its stdout."""
+    env = {**os.environ, 'OMP_NUM_THREADS': '2', 'PYTHONPATH': os.pathsep.join([ROOT, os.path.join(ROOT, 'tests')])}
+    done = subprocess.run([sys.executable, '-c', code, *map(str, args)], capture_output=True, text=True, cwd=ROOT,
+                          timeout=600, env=env)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+INTERRUPTED = """
+import random, signal, sys, time
+import torch
+from model import GPT, GPTConfig
+from decode.cpu import CPUDecoder
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, interrupt)
+torch.manual_seed(0)
+weights, n_embd, times = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+model = GPT(GPTConfig(block_size=64, vocab_size=50, n_layer=2, n_head=4, n_embd=n_embd)).eval()
+decoder, choice, hit, longest = CPUDecoder(model, weights), random.Random(0), 0, 0.02
+torch.set_num_threads(1)
+
+def compute(B, T):
+    idx = torch.randint(50, (B, T))
+    logits, cache = decoder(idx, None)
+    return idx, decoder(idx[:, :1], cache)[0]
+
+for i in range(times):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + 0.01 * choice.random())  # so that the next step packs the weights again
+    B, T = choice.choice([1, 2, 9, 40]), choice.randint(1, 40)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, choice.uniform(1e-6, longest))
+        compute(B, T)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        hit += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    began = time.perf_counter()
+    idx, logits = compute(choice.choice([1, 3, 17]), choice.randint(1, 40))
+    longest = 0.9 * longest + 0.2 * min(0.1, time.perf_counter() - began)
+    with torch.no_grad():
+        expected = model(torch.cat([idx, idx[:, :1]], dim=1), use_cache=False)[0]
+    error = (logits - expected).abs().max() / expected.abs().max()
+    assert error < {'float32': 1e-4, 'bfloat16': 0.05, 'int8': 0.1}[weights], (i, error)
+print(hit)
+"""
+
+
+@pytest.mark.parametrize('weights, n_embd, times', [
+    ('float32', 160, sizes(60, 300)), ('int8', 96, sizes(30, 100)), ('bfloat16', 96, sizes(30, 100))])
+def test_an_interrupt_at_any_time_leaves_a_decoder_that_works(weights, n_embd, times):
+    """
+    Ctrl-C while weights are packed, activations grow or a step runs: the next call packs the weights again. It used to
+    crash the process.
+    """
+    hit = int(in_child(INTERRUPTED, weights, n_embd, times))
+    assert hit > times // 10, f"only {hit} of {times} interrupts came in time"
+
+
+DEFAULTS = """
+import sys
+import torch
+from model import GPT, GPTConfig
+from decode.cpu import CPUDecoder
+torch.manual_seed(0)
+model = GPT(GPTConfig(block_size=32, vocab_size=50, n_layer=2, n_head=2, n_embd=24)).eval()
+idx = torch.randint(50, (3, 5))
+expected = model.generate(idx, 60, temperature=0)
+if sys.argv[1] == 'meta':
+    with torch.device('meta'):
+        decoder = CPUDecoder(model, sys.argv[2])
+        got = decoder(idx, None)[0]
+        for n in range(20):
+            got, cache = decoder(idx[:, :1], decoder(idx, None)[1])
+else:
+    torch.set_default_dtype(getattr(torch, sys.argv[1]))
+    decoder = CPUDecoder(model, sys.argv[2])
+    for n in range(20):
+        got, cache = decoder(idx[:, :1], decoder(idx, None)[1])
+    tokens = model.generate(idx, 60, temperature=0, use_cache=True, decoder=decoder)
+    assert sys.argv[2] != 'float32' or torch.equal(tokens, expected)
+assert got.dtype is torch.float32 and got.device.type == 'cpu' and cache[0].k_cache.dtype is torch.float32
+torch.set_default_dtype(torch.float32)
+fresh = CPUDecoder(model, sys.argv[2])
+assert torch.equal(got, fresh(idx[:, :1], fresh(idx, None)[1])[0])
+"""
+
+
+@pytest.mark.parametrize('default', sizes(['float64', 'meta'], ['float64', 'bfloat16', 'float16', 'meta']))
+def test_torchs_defaults_do_not_reach_the_decoder(default):
+    in_child(DEFAULTS, default, 'float32')
+    if default == 'float64':
+        in_child(DEFAULTS, default, 'int8')
+
+
+def generations(model, decoder, n_threads, each, batch_sizes):
+    """
+    Let threads generate with one decoder at once. Returns the generations that differ from the uncached ones, and the
+    errors.
+    """
+    wrong, errors = [], []
+
+    def work(number):
+        try:
+            chooser = torch.Generator().manual_seed(number)
+            for n in range(each):
+                B = batch_sizes[(number + n) % len(batch_sizes)]
+                T = int(torch.randint(1, 20, (), generator=chooser))
+                idx = torch.randint(model.config.vocab_size, (B, T), generator=chooser)
+                new = int(torch.randint(1, 12, (), generator=chooser))
+                got = model.generate(idx, new, temperature=0, use_cache=True, decoder=decoder)
+                with torch.no_grad():  # each drawn token is the largest of an uncached pass, to rounding
+                    logits = model(got[:, -model.config.block_size:][:, :-1], use_cache=False)[0][:, -1]
+                if (logits.max(dim=-1).values - logits.gather(1, got[:, -1:])[:, 0]).max() > 1e-3:
+                    wrong.append((number, n))
+        except BaseException as e:  # noqa: B036  (the test has to see any kind)
+            errors.append(repr(e))
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(n_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong, errors
+
+
+@pytest.mark.parametrize('n_threads, threads, batch_sizes', [
+    (2, 1, [2]), (4, 1, [1, 3, 10, 2]), (2, None, [1, 9]), (4, 2, [5, 1, 2])])
+def test_threads_share_one_decoder(n_threads, threads, batch_sizes):
+    """Generations by threads that take turns on one decoder; each token is the one of an uncached pass."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=32, vocab_size=50, n_layer=2, n_head=2, n_embd=32)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(6)
+    decoder = CPUDecoder(model, threads=threads and min(threads, os.cpu_count()))
+    n_generations = sizes(200, 1000)
+    wrong, errors = generations(model, decoder, n_threads, n_generations // n_threads, batch_sizes)
+    assert not errors and not wrong, f"{len(wrong)} of {n_generations} generations are wrong, errors {errors[:3]}"
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason="this system has no fork")
+@pytest.mark.parametrize('threads', [1, 2])
+def test_after_a_fork_the_child_decodes_with_threads_of_its_own(threads):
+    code = """
+import os, sys, threading, time
+import torch
+from model import GPT, GPTConfig
+from decode.cpu import CPUDecoder
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = GPT(GPTConfig(block_size=32, vocab_size=50, n_layer=2, n_head=2, n_embd=32)).eval()
+decoder, idx = CPUDecoder(model, threads=int(sys.argv[1])), torch.randint(50, (2, 5))
+expected = model.generate(idx, 20, temperature=0)
+def generate():
+    return model.generate(idx, 20, temperature=0, use_cache=True, decoder=decoder)
+generate()
+done = False
+def on_and_on():  # so that forks come in the middle of steps
+    while not done:
+        generate()
+thread = threading.Thread(target=on_and_on, daemon=True)
+thread.start()
+for n in range(int(sys.argv[2])):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(generate(), expected) else 9)
+    end = time.monotonic() + 60
+    while (status := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > end:
+            os.kill(child, 9)
+            sys.exit('the child hangs')
+        time.sleep(0.001)
+    assert status[1] == 0, f'the child ended with {status[1]}'
+    assert torch.equal(generate(), expected)
+done = True
+thread.join()
+"""
+    in_child(code, min(threads, os.cpu_count()), sizes(4, 10))
+
+
+def test_the_number_of_threads_does_not_change_a_bit():
+    model, idx = f32(2, n_head=4, n_embd=48, block_size=64), torch.randint(29, (3, 9))
+    for weights in WEIGHTS:
+        a, b = (CPUDecoder(model, weights, threads=n) for n in (1, min(2, os.cpu_count())))
+        (x, ca), (y, cb) = a(idx, None), b(idx, None)
+        assert torch.equal(x, y) and all(torch.equal(m.v_cache, n.v_cache) for m, n in zip(ca, cb))
+        assert torch.equal(a(idx[:, :1], ca)[0], b(idx[:, :1], cb)[0])
+
+
+def test_a_thread_that_leaves_exclusive_use_leaves_the_others_watching():
+    model, other, idx = f32(4), f32(5), torch.randint(29, (1, 6))
+    decoder = CPUDecoder(model)
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay_inside():
+        with decoder.exclusive_use():
+            inside.set()
+            leave.wait(60)
+    thread = threading.Thread(target=stay_inside)
+    thread.start()
+    inside.wait(60)
+    with decoder.exclusive_use():
+        pass
+    _, cache = decoder(idx, None)
+    model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *a: None)
+    with pytest.raises(ValueError, match='hooks'):
+        decoder(idx[:, :1], cache)
+    leave.set()
+    thread.join()
+    assert other is not model and type(cache[0]) is LayerKVCache
+
+
+def test_a_signal_handler_may_raise_while_workers_run():
+    """Many interrupts during steps on several threads: nothing hangs, and the next step is right."""
+    if not hasattr(signal, 'setitimer'):
+        pytest.skip("this system has no interval timers")
+    model, idx = f32(7, n_embd=48), torch.randint(29, (2, 6))
+    decoder = CPUDecoder(model, threads=min(2, os.cpu_count()))
+    expected, n_interrupts = decoder(idx, None)[0], sizes(80, 300)
+
+    class Interrupted(BaseException):
+        pass
+
+    def interrupt(*_):
+        raise Interrupted
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for n in range(n_interrupts):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 6e-4 * n / n_interrupts)
+                end = time.perf_counter() + 0.01
+                while time.perf_counter() < end:
+                    decoder(idx, None)
+            except Interrupted:
+                pass
+            assert torch.equal(decoder(idx, None)[0], expected)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_the_process_ends_while_a_daemon_thread_decodes():
+    code = """
+import threading, time
+import torch
+from model import GPT, GPTConfig
+from decode.cpu import CPUDecoder
+model = GPT(GPTConfig(block_size=32, vocab_size=50, n_layer=2, n_head=2, n_embd=32)).eval()
+decoder, idx = CPUDecoder(model, threads=2), torch.randint(50, (2, 5))
+def on_and_on():
+    while True:
+        model.generate(idx, 20, temperature=0, use_cache=True, decoder=decoder)
+for _ in range(2):
+    threading.Thread(target=on_and_on, daemon=True).start()
+time.sleep(0.3)
+"""
+    for _ in range(sizes(1, 3) if os.cpu_count() > 1 else 0):
+        done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, timeout=120, capture_output=True, text=True)
+        # Python ends daemon threads where they ask for its lock, and torch's C++ may abort at that; it must not hang
+        assert done.returncode in (0, -6), done.stderr
+
+
+def test_torchs_threads_are_restored_whoever_leaves_first():
+    decoder, before = CPUDecoder(f32(8)), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        seen, first_inside, second_inside = [], threading.Event(), threading.Event()
+
+        def work(mine, other):
+            with decoder.exclusive_use():
+                seen.append(torch.get_num_threads())
+                mine.set()
+                other.wait(60)
+            seen.append(torch.get_num_threads())
+        threads = [threading.Thread(target=work, args=args) for args in
+                   ((first_inside, second_inside), (second_inside, first_inside))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(seen) == [1, 1, 3, 3] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
