@@ -7,16 +7,16 @@ keys. Sources: rotary positions, arXiv:2104.09864; ALiBi, arXiv:2108.12409; wind
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-POSITIONS = 'learned', 'rope', 'alibi', 'none'
 LONG_MASK = 2**26  # bytes: a mask of 2,048 tokens over 30,000 keys would be 246 MB in float32
 
 
 def check_position(config):
     """ValueError if the position settings of a GPTConfig do not go together."""
     c = config
-    if c.position not in POSITIONS:
-        raise ValueError(f"position must be {', '.join(POSITIONS)}, not {c.position!r}")
+    if c.position not in ('learned', 'rope', 'alibi', 'none'):
+        raise ValueError(f"position must be learned, rope, alibi or none, not {c.position!r}")
     if c.gelu not in ('none', 'tanh'):
         raise ValueError(f"gelu must be none (the exact one) or tanh, not {c.gelu!r}")
     for name in ('n_kv_head', 'window', 'n_sink'):
@@ -29,14 +29,11 @@ def check_position(config):
                          "n_embd and n_head so that n_embd / n_head is even")
     if not isinstance(c.rope_theta, (int, float)) or not 1 <= c.rope_theta < float('inf'):
         raise ValueError(f"rope_theta must be at least 1, not {c.rope_theta!r}")
-    if c.window >= c.block_size:
-        raise ValueError(f"window {c.window} must be less than block_size {c.block_size}, or training would never see "
-                         "it: use window=0 for none")
     if c.n_sink and not c.window:
         raise ValueError(f"n_sink {c.n_sink} needs a window: without one, all positions are always seen")
-    if c.n_sink and c.n_sink + c.window >= c.block_size:
-        raise ValueError(f"n_sink {c.n_sink} and window {c.window} must be less than block_size {c.block_size} in all, "
-                         "or training would never see the gap between them")
+    if c.window + c.n_sink >= c.block_size:
+        raise ValueError(f"window {c.window} and n_sink {c.n_sink} must be less than block_size {c.block_size} in all, "
+                         "or training would never see what the window hides: use window=0 for none")
 
 
 def as_int64(name, x):
@@ -101,9 +98,7 @@ def checked_input(config, device, idx, kv_cache):
 def visible(q_pos, k_pos, window=0, n_sink=0):
     """
     Which keys each query sees: those at no later position, and with a window the last `window` of these, the query's
-    own position included, and the first n_sink positions.
-
-    q_pos (..., T, 1), k_pos (..., 1 or T, K) -> bool (..., T, K).
+    own position included, and the first n_sink positions. q_pos (..., T, 1), k_pos (..., 1 or T, K), bool (..., T, K).
     """
     mask = k_pos <= q_pos
     if not window:
@@ -224,11 +219,15 @@ class Positions:
         """
         if mask is None:  # nothing is that far away
             return None
-        is_sink = self.key_positions(keys, k.size(2)) < self.config.n_sink  # (K,), (B, K) or (B, T, K)
-        is_sink = is_sink[:, None, None] if is_sink.dim() == 2 else is_sink[:, None] if is_sink.dim() == 3 else is_sink
-        turned = rotate(q, *self.sink_angles) - rotate(q, *self.angles)
-        k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
-        change = (turned @ k.transpose(2, 3) * q.size(3) ** -0.5).masked_fill(~is_sink, 0.0)
+        n, K = self.config.n_sink, k.size(2)
+        k = k[:, :, :n] if keys is None else k  # then the sinks come first
+        turned = (rotate(q, *self.sink_angles) - rotate(q, *self.angles)) * q.size(3) ** -0.5
+        change = turned @ k.repeat_interleave(q.size(1) // k.size(1), dim=1).transpose(2, 3)
+        if keys is None:
+            change = F.pad(change, (0, K - n))
+        else:
+            other = (keys.pos >= n).reshape(keys.pos.size(0) if keys.pos.dim() > 1 else 1, 1, -1, K)
+            change = change.masked_fill(other, 0.0)
         return change.masked_fill(~mask, -float('inf')) if mask.dtype is torch.bool else change + mask
 
 

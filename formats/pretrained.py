@@ -52,7 +52,7 @@ def state_dict_of(model, hf, files, dtype):
     dtype = dtype or files.read(first).dtype
     for name, shape in ((name, w.shape) for name, w in model.state_dict().items() if name != 'lm_head.weight'):
         theirs = names.of(name)
-        if name.endswith('.bias') and not hf.get('use_bias', True) and theirs[0] not in files.paths:
+        if family == 'starcoder2' and name.endswith('.bias') and not hf.get('use_bias', True) and '.ln_' not in name:
             state_dict[name] = torch.zeros(shape, dtype=dtype)
             continue
         used.update(theirs)

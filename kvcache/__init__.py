@@ -20,10 +20,10 @@ Ways to store the keys and values of many sequences: the cache designs of other 
 `make_cache` makes a cache for sequences. Its methods are `new`, `fork`, `truncate`, `free` and `step`, see
 `base.BaseCache`.
 """
-from kvcache.base import dtype_of
 from kvcache.cell_cache import CellSequences
 from kvcache.contiguous import ContiguousCache
 from kvcache.paged import PagedCache, n_blocks_for
+from kvcache.placement import dtype_of
 from kvcache.storage import BITS
 
 __all__ = ['KINDS', 'make_cache']

@@ -5,8 +5,8 @@ from contextlib import suppress
 import torch
 
 from kvcache.exclusive import Exclusive, exclusive
-from kvcache.placement import Layer, NotNumbers, check_tokens, logits_of, zero_all
-from kvcache.storage import Scratch
+from kvcache.placement import NotNumbers, check_tokens, dtype_of, logits_of, zero_all
+from kvcache.rotary import Rotary
 
 
 class BaseCache(Exclusive):
@@ -27,9 +27,10 @@ class BaseCache(Exclusive):
 
     A subclass says where keys and values are, in `copy`, `cut`, `forward_pass` and, for windows, `first_held`. It may
     hold more tokens of a sequence than `lengths` says, during a step or after one that failed; `recover` then cuts the
-    rest. mixes_lengths: can one forward pass take sequences with different numbers of new tokens?
+    rest. mixes_lengths: can one forward pass take sequences with different numbers of new tokens? keeps_shifts: are
+    quantised keys turned for their shifts whenever they are read?
     """
-    mixes_lengths = True
+    mixes_lengths, keeps_shifts = True, False
 
     def __init__(self, model, n_seq, layers, kind, type_kv):
         super().__init__()
@@ -54,6 +55,13 @@ class BaseCache(Exclusive):
 
         counts: how many each brings; all the same unless `mixes_lengths`. ids: the tokens, int64 (sum(counts),).
         hiding: see `LayerList.hiding`. Returns logits (B, vocab_size), of each sequence's last token.
+        """
+        raise NotImplementedError
+
+    def remove_behind(self, seq, length, n_keep, n):
+        """
+        Remove the n tokens behind the first n_keep of a sequence of this length, and move the others down, see `shift`.
+        ValueError if there is no room, with nothing changed.
         """
         raise NotImplementedError
 
@@ -136,6 +144,48 @@ class BaseCache(Exclusive):
         if n < self.lengths[seq] and not self.holds(seq, n):
             raise ValueError(f"sequence {seq} cannot go back from {self.lengths[seq]} tokens to {n}: the window of "
                              f"{self.window} before position {n} is not in the cache any more; feed it from 0 on")
+
+    @exclusive
+    @torch.inference_mode()
+    def shift(self, seq, n_keep, n):
+        """
+        Remove the n tokens behind the first n_keep of a sequence; the tokens behind them move down to their positions.
+
+        Rotary keys are turned by -n. Values, and keys without positions, stay as they are: they were computed from the
+        removed tokens too, so that later tokens differ from those of a sequence that is computed anew. ValueError, with
+        nothing changed, if the model has learned positions or a window, or if there is no room. After an interrupt the
+        sequence is unchanged or has no tokens.
+        """
+        self.remove_freed()
+        length, config = self.length(seq), self.model.config
+        if config.position == 'learned':
+            raise ValueError(f"sequence {seq} cannot be shifted, the model has learned positions, which are in its "
+                             "keys and values: compute the tokens again at their new positions")
+        if config.window:
+            raise ValueError(f"sequence {seq} cannot be shifted, the model has a window of {config.window} and forgets "
+                             "what it has passed: go on without a shift")
+        if type(n_keep) is not int or type(n) is not int or n_keep < 0 or n < 0 or n_keep + n > length:
+            raise ValueError(f"sequence {seq} has {length} tokens: {n!r} behind the first {n_keep!r} cannot be removed")
+        if n_keep + n == length or n == 0:
+            self.cut_to(seq, length - n)
+            return
+        if config.position == 'rope' and self.layers[0].k.scale is not None and not self.keeps_shifts:
+            raise ValueError(f"sequence {seq} cannot be shifted: its keys are {self.layers[0].k.kind}, and would be "
+                             "rounded again; use a cache of cells (streams or unified), which keeps the shifts")
+        self.lengths[seq] = 0  # if an interrupt comes before all has moved, `recover` removes the rest
+        try:
+            self.remove_behind(seq, length, n_keep, n)
+        except ValueError:
+            self.lengths[seq] = length
+            raise
+        self.lengths[seq] = length - n
+
+    def turning(self, shifts):
+        """A function that turns stored keys (n, width) by shifts (n,), or None if keys are not rotary."""
+        config = self.model.config
+        if config.position != 'rope':
+            return None
+        return lambda keys: Rotary(config.head_dim, config.rope_theta).turned(keys, shifts)
 
     def cut_to(self, seq, n):
         if n < self.lengths[seq]:
@@ -291,18 +341,3 @@ class BaseCache(Exclusive):
     def nbytes(self):
         """Bytes of the stored keys and values; the `Scratch` memory comes on top."""
         return sum(layer.nbytes() for layer in self.layers)
-
-
-def make_layers(model, shape, type_kv):
-    """A `Layer` of rows (n_outer, n_inner) = shape for each layer of a model, on its device."""
-    c, scratch = model.config, Scratch()
-    return [Layer(shape, c.n_kv_head, c.head_dim, type_kv, type_kv, device_of(model), scratch=scratch)
-            for _ in range(c.n_layer)]
-
-
-def device_of(model):
-    return model.lm_head.weight.device
-
-
-def dtype_of(model):
-    return model.lm_head.weight.dtype

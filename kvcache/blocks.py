@@ -71,7 +71,7 @@ class BlockManager:
         self.free = OrderedDict.fromkeys(range(n_blocks))  # blocks in no table; the first is used next
         self.prefix_of = [None] * n_blocks                 # the Prefix of each full block that is remembered, or None
         self.block_with = {}                               # {Prefix: block}, the inverse
-        self.outdated = set()                              # the sequences that existed at the last reset
+        self.outdated = set()                              # sequences of before the last reset, and renewed ones
 
     def add(self, seq, tokens, n=None):
         """
@@ -253,6 +253,26 @@ class BlockManager:
             if block is not None:
                 self.release(block)
         del table[n:]
+
+    def renew(self, seq, start, length):
+        """
+        Keep the first `length` positions of a sequence, of which those from start on are to be written anew, and are
+        not what was computed from its tokens: blocks with such positions that are shared are replaced by free ones, and
+        none of them is remembered, now or later. The caller copies what is in the first of them before start.
+        """
+        table, first, n = self.table(seq), start // self.block_size, -(-length // self.block_size)
+        shared = [i for i in range(first, n) if self.references[table[i]] > 1]
+        n_free = len(self.free) + sum(self.references[block] == 1 for block in table[n:])
+        if len(shared) > n_free:
+            raise self.out_of_blocks(len(shared), n_free)
+        self.outdated.add(seq)
+        self.truncate(seq, length)
+        for i in range(first, n):
+            if i in shared:
+                self.release(table[i])
+                table[i] = self.acquire()
+            else:
+                self.forget(table[i])
 
     def remove(self, seq):
         """

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from kvcache import state
-from kvcache.base import BaseCache, device_of
+from kvcache.base import BaseCache
 from kvcache.cells import EMPTY, Window
-from kvcache.placement import Layer, LayerList, Placement, leading_rows, zero_all
+from kvcache.placement import Layer, LayerList, Placement, device_of, leading_rows, zero_all
 from kvcache.rotary import Rotary
 from kvcache.storage import Scratch
-from kvcache.streams import LARGEST, Streams
+from kvcache.streams import LARGEST, NoSlot, Streams
 from positions import Keys, visible
 
 
@@ -147,8 +147,8 @@ class CellCache(Streams):
         else:
             allowed = (pos != EMPTY)[:, None]
         if self.window is not None:
-            hidden = self.window.hides(pos[:, None], batch.positions[..., None])
-            allowed = np.logical_not(hidden, out=hidden) & allowed
+            seen = self.window.hides(pos[:, None], batch.positions[..., None])
+            allowed = np.logical_and(allowed, np.logical_not(seen, out=seen), out=seen)
         return Keys(torch.from_numpy(pos), torch.from_numpy(allowed))
 
     def kq_mask(self, batch, n_kv=None):
@@ -208,6 +208,27 @@ class CellCache(Streams):
                 data[rows] = self.rotary.turned(data[rows], shift)
             cells.shift[:] = 0
 
+    def unshare(self, seq, p0=-1, p1=-1):
+        """
+        Give a sequence copies of the cells in [p0, p1) that it shares with others, so that their positions can be
+        changed. ValueError if there is no room, with nothing changed.
+        """
+        cells, stream = self.cells_of(seq), self.stream_of(seq)
+        shared = cells.of(seq, p0, p1)
+        shared = shared[cells.n_owners[shared] > 1]
+        own = cells.find(len(shared))
+        if own is None:
+            raise ValueError(str(NoSlot(len(shared), cells.n_usable(None), False)))
+        if not len(shared):
+            return
+        for layer in self.own_layers():
+            layer.move(*(torch.from_numpy(stream * self.kv_size + numbers) for numbers in (shared, own)))
+        pos, shift = cells.pos[shared], cells.shift[shared]
+        cells.remove_owner(shared, seq)
+        cells.write(own, pos)
+        cells.shift[own] = shift
+        cells.add_owner(own, seq)
+
     def state_save(self, path, seq=None):
         """Write one sequence, or all, to a file: see `state.save`."""
         state.save(self, path, seq)
@@ -232,6 +253,7 @@ class CellSequences(BaseCache):
     With separate streams the sequences of one forward pass bring the same number of new tokens; `step` makes a pass for
     each number. What a sequence's window has passed stays in its cells until they are written over.
     """
+    keeps_shifts = True
 
     def __init__(self, model, n_seq, type_kv='float32', unified=True):
         c = model.config
@@ -248,6 +270,11 @@ class CellSequences(BaseCache):
 
     def cut(self, seq, n):
         self.cells.seq_rm(seq, n)
+
+    def remove_behind(self, seq, length, n_keep, n):
+        self.cells.unshare(seq, n_keep + n)
+        self.cells.seq_rm(seq, n_keep, n_keep + n)
+        self.cells.seq_add(seq, n_keep + n, -1, -n)
 
     def first_held(self, seq):
         cells = self.cells.cells_of(seq)

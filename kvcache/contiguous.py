@@ -3,8 +3,8 @@ The contiguous cache: as many rows for each sequence as its keys need, one for e
 """
 import torch
 
-from kvcache.base import BaseCache, make_layers
-from kvcache.placement import LayerList, Placement, leading_rows
+from kvcache.base import BaseCache
+from kvcache.placement import LayerList, Placement, leading_rows, make_layers
 from positions import Keys
 
 
@@ -37,6 +37,12 @@ class ContiguousCache(BaseCache):
             self.written.pop(seq, None)
         elif not self.window or n <= max(self.n_sink, self.written[seq] - self.n_ring):
             self.written[seq] = n  # nothing in a ring is of any use
+
+    def remove_behind(self, seq, length, n_keep, n):
+        rows = seq * self.size + torch.arange(n_keep + n, length)
+        for layer in self.layers:
+            layer.move(rows, rows - n, self.turning(torch.full((len(rows),), -n)))
+        self.written[seq] = length - n
 
     def first_held(self, seq):
         return max(self.n_sink, self.written.get(seq, 0) - self.n_ring)

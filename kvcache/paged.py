@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from decode.fingerprint import Watch
-from kvcache.base import BaseCache, device_of, make_layers
+from kvcache.base import BaseCache
 from kvcache.blocks import BlockManager, needed_blocks
-from kvcache.placement import LayerList, NotNumbers, Placement, logits_of
+from kvcache.placement import LayerList, NotNumbers, Placement, device_of, logits_of, make_layers
 from positions import Keys
 
 NOWHERE = 2**62    # a key position after any query position
@@ -223,6 +223,16 @@ class PagedCache(BaseCache):
     def copy_block(self, source, target):
         for layer in self.layers:
             layer.copy(source, target)
+
+    def remove_behind(self, seq, length, n_keep, n):
+        first = n_keep - n_keep % self.blocks.block_size  # of the first block that changes
+        old = self.blocks.slots(seq, first, n_keep) + self.blocks.slots(seq, n_keep + n, length)
+        self.blocks.renew(seq, n_keep, length - n)
+        new = self.blocks.slots(seq, first, length - n)
+        shifts = torch.tensor([0] * (n_keep - first) + [-n] * (length - n_keep - n))
+        for layer in self.layers:
+            layer.move(torch.tensor(old), torch.tensor(new), self.turning(shifts))
+        del self.tokens[seq][n_keep:n_keep + n]
 
     def begin_texts(self, seqs, texts):
         if self.watch is None or not self.watch.identical():

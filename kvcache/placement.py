@@ -103,6 +103,19 @@ class Layer:
         for stored in self.tensors():
             stored[target, :n] = stored[source, :n]
 
+    def move(self, source, target, turning=None):
+        """
+        Copy rows number source (n,) to rows number target (n,), in their stored form; the two may overlap. turning: a
+        function of the stored keys, or None.
+        """
+        n_inner = self.k.shape[1]
+        for stored in self.tensors():
+            a, b = source.to(stored.device), target.to(stored.device)
+            rows = stored[a // n_inner, a % n_inner]
+            if turning is not None and stored is self.k.data:
+                rows = turning(rows)
+            stored[b // n_inner, b % n_inner] = rows
+
     def write(self, placement, k, v):
         """Store new keys and values, (B, n_head, T, head_dim), in the placement's rows."""
         for rows, new in ((self.k, k), (self.v, v)):
@@ -194,6 +207,21 @@ class LayerList(list):
         for view in self:
             view.hiding = True
         return self
+
+
+def make_layers(model, shape, type_kv):
+    """A `Layer` of rows (n_outer, n_inner) = shape for each layer of a model, on its device."""
+    c, scratch = model.config, Scratch()
+    return [Layer(shape, c.n_kv_head, c.head_dim, type_kv, type_kv, device_of(model), scratch=scratch)
+            for _ in range(c.n_layer)]
+
+
+def device_of(model):
+    return model.lm_head.weight.device
+
+
+def dtype_of(model):
+    return model.lm_head.weight.dtype
 
 
 def zero_all(layers):

@@ -49,6 +49,7 @@ CASES = [  # config, the family that computes the same
 
 @pytest.mark.parametrize('config, family', CASES)
 def test_transformers_computes_the_same_and_it_is_read_back(tmp_path, config, family):
+    pytest.importorskip('transformers', reason="transformers is not installed")
     from transformers import AutoModelForCausalLM
     model = gpt(**config)
     assert formats.to_huggingface(model, tmp_path / 'hf') == family
@@ -119,6 +120,7 @@ def test_there_and_back_to_the_bit(tmp_path, bias):
 
 
 def test_characters_in_hugging_faces_tokenizer(tmp_path):
+    pytest.importorskip('transformers', reason="transformers is not installed")
     from transformers import AutoTokenizer, GPT2Config
     ours = CharTokenizer.of_text(TEXT)
     formats.to_huggingface(gpt(**HARD | dict(vocab_size=ours.vocab_size + 3)), tmp_path / 'hf', ours)
@@ -135,6 +137,7 @@ def test_characters_in_hugging_faces_tokenizer(tmp_path):
 
 
 def test_unknown_characters_where_there_is_no_space(tmp_path):
+    pytest.importorskip('transformers', reason="transformers is not installed")
     from transformers import AutoTokenizer
     formats.to_huggingface(gpt(**HARD | dict(vocab_size=3)), tmp_path / 'hf', CharTokenizer('abc'))
     assert AutoTokenizer.from_pretrained(tmp_path / 'hf')('bxc')['input_ids'] == [1, 0, 2]
@@ -142,6 +145,7 @@ def test_unknown_characters_where_there_is_no_space(tmp_path):
 
 @needs_byte_pairs
 def test_byte_pairs_in_hugging_faces_tokenizer(tmp_path, monkeypatch):
+    pytest.importorskip('transformers', reason="transformers is not installed")
     from transformers import AutoTokenizer, GPT2TokenizerFast
     ours = bpe(monkeypatch)
     formats.to_huggingface(gpt(**EASY | dict(vocab_size=50304)), tmp_path / 'hf', ours)
@@ -157,6 +161,7 @@ def test_byte_pairs_in_hugging_faces_tokenizer(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('config', [ROPE, ALIBI])
 def test_a_tokenizer_json_stays_as_it_is(tmp_path, config):
+    pytest.importorskip('transformers', reason="transformers is not installed")
     from transformers import AutoTokenizer
     ours = json_tokenizer(TEXT)
     formats.to_huggingface(gpt(**config | dict(vocab_size=ours.vocab_size)), tmp_path / 'hf', ours)

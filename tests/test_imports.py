@@ -15,8 +15,8 @@ SCRIPTS = {'train', 'sample', 'bench', 'export', 'serve', 'test_kv_cache'}
 WINGS = {'decode', 'kvcache', 'training', 'serving', 'benchmarks'}
 MODELS = {'model', 'debug_kv_model'}
 MODULES = {os.path.basename(path)[:-3] for path in glob.glob(os.path.join(ROOT, '*.py'))}
-OURS = MODULES | WINGS
-FOLDERS = '', 'config/', 'data/', 'data/*/', *(f'{wing}/**/' for wing in sorted(WINGS))
+OURS = MODULES | WINGS | {'formats'}
+FOLDERS = '', 'config/', 'data/', 'data/*/', *(f'{wing}/**/' for wing in sorted(WINGS | {'formats'}))
 FILES = sorted({os.path.relpath(path, ROOT) for folder in FOLDERS
                 for path in glob.glob(os.path.join(ROOT, folder, '*.py'), recursive=True)})
 
@@ -28,6 +28,7 @@ NOT_TO_IMPORT = {
     'serving': SCRIPTS | {'training', 'benchmarks'},
     'benchmarks': SCRIPTS,
     'generation': OURS - {'model', 'kvcache'},
+    'formats': MODELS | SCRIPTS | WINGS | {'generation'},
     'debug_kv_model': OURS - {'model', 'generation'},
     **{module: MODELS | SCRIPTS | WINGS | {'generation'} for module in MODULES - MODELS - SCRIPTS - {'generation'}},
     **{script: SCRIPTS - {script} for script in SCRIPTS},

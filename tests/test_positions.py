@@ -213,11 +213,12 @@ def test_alibi_slopes():
 
 
 @pytest.mark.parametrize('wrong, message', [
-    (dict(position='rotary'), 'learned, rope, alibi, none'), (dict(position='rope', n_embd=12), 'even'),
+    (dict(position='rotary'), 'learned, rope, alibi or none'), (dict(position='rope', n_embd=12), 'even'),
     (dict(n_kv_head=3), 'divisible by n_kv_head'), (dict(n_kv_head=-1), 'n_kv_head'),
-    (dict(n_sink=1), 'needs a window'), (dict(window=16), 'less than block_size 16'),
+    (dict(n_sink=1), 'needs a window'), (dict(window=16), 'must be less than block_size 16'),
     (dict(window=17), 'less than block_size 16'), (dict(window=2.0), 'window'), (dict(window=True), 'window'),
-    (dict(window=12, n_sink=4), 'gap'), (dict(gelu='relu'), 'gelu'), (dict(rope_theta=0), 'rope_theta'),
+    (dict(window=12, n_sink=4), 'n_sink 4 must be less than block_size'),
+    (dict(gelu='relu'), 'gelu'), (dict(rope_theta=0), 'rope_theta'),
 ])
 def test_bad_combinations_are_refused_in_a_line(wrong, message):
     with pytest.raises(ValueError, match=message) as e:
