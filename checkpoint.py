@@ -174,8 +174,9 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None):
     gpt: the module whose GPT and GPTConfig are used, model or debug_kv_model.
     dtype: of the weights of a folder; None keeps that of its files.
 
-    The tokenizer of a folder is the one in its meta.json, which export.py writes, or its tokenizer.json. Without both it
-    is GPT-2's for a gpt2, and an error for others. ValueError if there is no such model, or if the tokenizer has more tokens than the model.
+    The tokenizer of a folder is the one in its meta.json, which export.py writes, or its tokenizer.json. Without both
+    it is GPT-2's for a gpt2, and an error for others. ValueError if there is no such model, or if the tokenizer has
+    more tokens than the model.
     """
     if init_from != 'resume':
         model = gpt.GPT.from_pretrained(init_from, dtype=dtype)
