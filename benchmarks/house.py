@@ -24,10 +24,10 @@ PLACES = {
     'core': ((16.5, 15.5, 24, 23), 1, 'the model', 'read this first'),
     'kvcache': ((43.5, 15.5, 28, 23), 3, 'kvcache/', 'where keys and values are'),
     'decode': ((74.5, 15.5, 25.5, 23), 3, 'decode/', 'a fast step'),
-    'files': ((0, 1, 100, 9), 6, 'files, settings, devices', 'an arrow: imports; a wider one: more of them'),
+    'files': ((0, 1, 100, 9), 7, 'positions, files, settings, devices', 'an arrow: imports; a wider one: more of them'),
 }
 CORE = {'generation.py': 'prompts of any lengths', 'model.py': 'the GPT and its cache',
-        'positions.py': 'rotary, ALiBi, windows', 'debug_kv_model.py': 'the same GPT, traced'}
+        'debug_kv_model.py': 'the same GPT, traced'}
 FOLDED = {'formats'}  # packages that are one box among the files
 LANES = 44.4, 42.6, 40.8  # heights of the arrows that run sideways below the top row
 ACCENT, GREY = '#d95f02', '0.45'
