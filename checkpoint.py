@@ -164,7 +164,7 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
     return model
 
 
-def load_model(init_from, out_dir, gpt, device='cpu'):
+def load_model(init_from, out_dir, gpt, device='cpu', dtype=None):
     """
     (model in eval mode on device, its tokenizer, the folder where files made from it belong), and a line on stderr that
     says what was loaded.
@@ -172,12 +172,14 @@ def load_model(init_from, out_dir, gpt, device='cpu'):
     init_from: 'resume' loads out_dir/ckpt.pt, or the newest out*/ckpt.pt if out_dir is ''. Anything else is passed to
         GPT.from_pretrained: the name of a GPT-2, or a folder in Hugging Face format.
     gpt: the module whose GPT and GPTConfig are used, model or debug_kv_model.
+    dtype: of the weights of a folder; None keeps that of its files.
 
-    The tokenizer of a folder is the one in its meta.json, which export.py writes, or GPT-2's if it has no such file.
-    ValueError if there is no such model, or if the tokenizer has more tokens than the model.
+    The tokenizer of a folder is the one in its meta.json, which export.py writes, or its tokenizer.json. Without both
+    it is GPT-2's for a gpt2, and an error for others. ValueError if there is no such model, or if the tokenizer has
+    more tokens than the model.
     """
     if init_from != 'resume':
-        model = gpt.GPT.from_pretrained(init_from)
+        model = gpt.GPT.from_pretrained(init_from, dtype=dtype)
         tokenizer = tokenizers.from_state(tokenizers.state_of_dataset(init_from))
         what, folder = init_from, out_dir or 'out-' + os.path.basename(os.path.abspath(init_from))
     else:

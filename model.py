@@ -361,7 +361,9 @@ class GPT(nn.Module):
         """Shorten the context window in place, e.g. of GPT-2's 1024 positions. Caches made before no longer fit."""
         if not 0 < block_size <= self.config.block_size:
             raise ValueError(f"block_size must be between 1 and the model's {self.config.block_size}, not {block_size}")
-        self.config = replace(self.config, block_size=block_size)
+        c = self.config
+        sees_all = c.window + c.n_sink >= block_size  # no token of so short a context is hidden
+        self.config = replace(c, block_size=block_size, **(dict(window=0, n_sink=0) if sees_all else {}))
         if self.config.position == 'learned':
             self.transformer.wpe.weight = nn.Parameter(self.transformer.wpe.weight[:block_size].detach().clone())
             self.transformer.wpe.num_embeddings = block_size
@@ -383,14 +385,14 @@ class GPT(nn.Module):
         return super().load_state_dict(state_dict, strict, assign)
 
     @classmethod
-    def from_pretrained(cls, model_type, override_args=None):
+    def from_pretrained(cls, model_type, override_args=None, dtype=None):
         """
-        GPT-2's weights: 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder in Hugging Face format.
-
-        override_args may set dropout. Raises ValueError on what cannot be loaded.
+        The weights of a folder in Hugging Face format (gpt2, gpt_bigcode, starcoder2, mpt), or of 'gpt2',
+        'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded. override_args may set dropout. dtype: of the
+        weights; None keeps that of the files. Raises ValueError on what cannot be represented.
         """
         from formats import from_pretrained  # the one import of its kind, for reading files from disk
-        return from_pretrained(cls, GPTConfig, model_type, override_args or {})
+        return from_pretrained(cls, GPTConfig, model_type, override_args or {}, dtype)
 
     def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
         """AdamW: matrices and embeddings decay, biases and layer norms do not. Fused where torch has the kernel."""

@@ -62,7 +62,8 @@ def main(config):
     check_settings(dev)
     texts = read_prompts()
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
-    model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev)
+    in_float32 = decoder == 'cpu' or weights != 'float32' or threads or dtype == 'float32'
+    model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, torch.float32 if in_float32 else None)
     end = unescaped_stop(tokenizer)
     prompts = [tokenizer.encode(text) for text in texts]
     check_lengths(prompts, model.config)

@@ -191,7 +191,7 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
         model = checkpoints.build(resumed, GPT, GPTConfig, dropout=dropout)
         say(f"resuming {source} at iteration {resumed.get('iter_num', 0)}")
     else:
-        model = GPT.from_pretrained(init_from, dict(dropout=dropout))
+        model = GPT.from_pretrained(init_from, dict(dropout=dropout), torch.float32)
     positions = model.config.block_size
     if positions < block_size:
         raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: set it to "

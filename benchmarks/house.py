@@ -24,10 +24,11 @@ PLACES = {
     'core': ((16.5, 15.5, 24, 23), 1, 'the model', 'read this first'),
     'kvcache': ((43.5, 15.5, 28, 23), 3, 'kvcache/', 'where keys and values are'),
     'decode': ((74.5, 15.5, 25.5, 23), 3, 'decode/', 'a fast step'),
-    'files': ((0, 1, 100, 9), 6, 'files, settings, devices', 'an arrow: imports; a wider one: more of them'),
+    'files': ((0, 1, 100, 9), 7, 'positions, files, settings, devices', 'an arrow: imports; a wider one: more of them'),
 }
 CORE = {'generation.py': 'prompts of any lengths', 'model.py': 'the GPT and its cache',
         'debug_kv_model.py': 'the same GPT, traced'}
+FOLDED = {'formats'}  # packages that are one box among the files
 LANES = 44.4, 42.6, 40.8  # heights of the arrows that run sideways below the top row
 ACCENT, GREY = '#d95f02', '0.45'
 
@@ -39,7 +40,7 @@ def modules():
     Raises ValueError for a package without a place in the picture.
     """
     packages = sorted(glob.glob('*/__init__.py', root_dir=ROOT))
-    unknown = {os.path.dirname(path) for path in packages} - set(PLACES)
+    unknown = {os.path.dirname(path) for path in packages} - {*PLACES, *FOLDED}
     if unknown:
         raise ValueError(f"house.py has no place for {', '.join(sorted(unknown))}: add one to PLACES")
     files = glob.glob('*.py', root_dir=ROOT)
@@ -67,7 +68,8 @@ def imports(path, known):
 def group_of(path):
     """The group that a module is drawn in: its folder, or what it is of the files at the top."""
     if os.sep in path:
-        return path.split(os.sep)[0]
+        folder = path.split(os.sep)[0]
+        return 'files' if folder in FOLDED else folder
     if path in CORE:
         return 'core'
     is_script = any(isinstance(node, ast.If) and '__main__' in ast.dump(node.test) for node in parse(path).body)
@@ -77,6 +79,8 @@ def group_of(path):
 def box_of(path):
     """The label of a module's box: its name, or the folder inside a group that it is in. None for a group itself."""
     parts = path.split(os.sep)
+    if parts[0] in FOLDED:
+        return parts[0] + '/'
     if len(parts) > 2:
         return parts[1] + '/'
     return None if parts[-1] == '__init__.py' else parts[-1]

@@ -98,6 +98,68 @@ def test_out_of_blocks_leaves_all_as_it_was():
             refused()
 
 
+def test_blocks_behind_the_window_are_freed_once_and_not_before():
+    b = BlockManager(12, 2, window=4, n_sink=3)  # sinks in two blocks
+    b.add('a', range(9))
+    b.remember('a', range(9))
+    assert b.tables['a'] == [0, 1, 2, 3, 4] and b.passed('a') == [2]
+    b.extend('a')  # the token at 9 sees 6, 7, 8 and itself
+    assert b.tables['a'] == [0, 1, None, 3, 4] and list(b.free)[-1] == 2
+    b.extend('a')  # the one at 10 sees 7
+    assert b.tables['a'] == [0, 1, None, 3, 4, 5] and b.references[3] == 1
+    b.fork('a', 'b')
+    b.extend('a', 2)  # the token at 11 sees 8, so that block 3 is b's alone
+    assert b.tables['a'][2:] == [None, None, 4, 6, 7] and b.references[3:5] == [1, 2] and 3 not in b.free
+    with pytest.raises(ValueError, match='cannot be cut to 10'):
+        b.truncate('a', 10)
+    b.truncate('a', 11)
+    b.truncate('b', 10)
+    b.truncate('a', 4)  # sinks are always there
+    assert b.tables['a'] == [0, 1]
+    b.extend('a', 3)
+    for seq in 'ab':
+        b.remove(seq)
+    assert b.references == [0] * 12 and sorted(b.free) == list(range(12))
+
+
+def test_a_window_needs_its_own_blocks_of_a_prefix_and_those_of_the_sinks():
+    b, tokens = BlockManager(12, 2, window=4, n_sink=1), list(range(40, 60))
+    b.add('a', tokens)
+    b.remember('a', tokens)
+    b.remove('a')
+    assert b.cached_blocks(tokens) == [0, None, None, None, None, None, None, 7, 8]  # the token at 18 sees 15, 16, 17
+    assert b.cached_blocks(tokens[:5]) == [0, 1] and b.cached_blocks(tokens[:3]) == [0]
+    b.forget(4)
+    assert b.cached_blocks(tokens)[7:] == [7, 8] and len(b.cached_blocks(tokens[:13])) == 4
+    b.forget(7)
+    assert len(b.cached_blocks(tokens)) == 7
+    assert b.add('b', tokens) == 14 and b.tables['b'][:7] == [0, None, None, None, None, 5, 6]
+    b.forget(0)
+    assert b.cached_blocks(tokens) == []
+
+
+def test_blocks_that_are_renewed_are_written_by_one_sequence_and_remembered_for_none():
+    b, tokens = BlockManager(9, 2), list(range(9))
+    b.add('a', tokens)
+    b.remember('a', tokens)
+    b.fork('a', 'b')
+    b.renew('b', 3, 6)
+    assert b.tables == {'a': [0, 1, 2, 3, 4], 'b': [0, 5, 6]} and b.references[:5] == [2, 1, 1, 1, 1]
+    shifted = [0, 1, 2, 7, 8, 9, 10, 11]
+    b.extend('b', 2)
+    b.fork('b', 'c')
+    for seq in 'bc':
+        b.remember(seq, shifted)
+    assert b.cached_blocks([*shifted, 12]) == [0] and b.cached_blocks(tokens) == [0, 1, 2, 3]
+    b.renew('a', 2, 4)  # in the blocks that it has
+    assert b.tables['a'] == [0, 1] and b.cached_blocks(tokens) == [0]
+    b.extend('a', 4)
+    before = {seq: table[:] for seq, table in b.tables.items()}, list(b.free)
+    with pytest.raises(OutOfBlocks):
+        b.renew('c', 2, 8)
+    assert before == (b.tables, list(b.free))
+
+
 class Interrupted(BaseException):
     pass
 
@@ -106,14 +168,15 @@ class Interrupted(BaseException):
     lambda b: b.add('new', [*range(4), 70, 71, 72]), lambda b: b.extend('a', 5), lambda b: b.extend('b', 1),
     lambda b: b.fork('a', 'new'),
     lambda b: b.truncate('a', 1), lambda b: b.remove('a'), lambda b: b.remember('b', [*range(4), 50, 51]),
-    lambda b: b.extend('c', 1),
+    lambda b: b.extend('c', 1), lambda b: b.renew('b', 1, 4),
 ])
-def test_an_operation_cut_short_anywhere_can_be_recovered_from(operation):
+@pytest.mark.parametrize('window', [0, 2])
+def test_an_operation_cut_short_anywhere_can_be_recovered_from(window, operation):
     """Stopped at each line in turn: references, free blocks and remembered prefixes agree with the tables."""
     line, finished = 0, False
     while not finished:
         line += 1
-        b = BlockManager(12, 2)
+        b = BlockManager(12, 2, window=window, n_sink=window // 2)
         for seq, tokens in (('a', range(5)), ('b', [*range(4), 50, 51]), ('c', range(80, 84))):
             b.add(seq, tokens)
             if seq != 'b':
@@ -155,13 +218,15 @@ def test_an_operation_cut_short_anywhere_can_be_recovered_from(operation):
 
 class BlocksMachine(RuleBasedStateMachine):
     """
-    Random operations beside {sequence: its tokens}. held: the token that was written to each slot.
+    Random operations beside {sequence: its tokens}. held: the token that was written to each slot. seen: {sequence: the
+    length at which blocks that were not seen then were freed}.
     """
+    window, n_sink = 0, 0
 
     def __init__(self):
         super().__init__()
-        self.blocks, self.model, self.names, self.token = BlockManager(10, 3), {}, 0, 0
-        self.held = [None] * 30
+        self.blocks, self.model, self.names, self.token = BlockManager(10, 3, hash, self.window, self.n_sink), {}, 0, 0
+        self.held, self.seen = [None] * 30, {}
 
     def write(self, seq, start):
         for slot, token in zip(self.blocks.slots(seq, start, len(self.model[seq])), self.model[seq][start:]):
@@ -177,7 +242,7 @@ class BlocksMachine(RuleBasedStateMachine):
             assert len(self.blocks.free) < -(-len(tokens) // 3)
             return
         self.token += own
-        self.model[self.names] = tokens
+        self.model[self.names], self.seen[self.names] = tokens, n_cached
         self.write(self.names, n_cached)
         if remember:
             self.blocks.remember(self.names, tokens)
@@ -192,6 +257,7 @@ class BlocksMachine(RuleBasedStateMachine):
             return
         for source, target in copies:
             self.held[3 * target:3 * target + 3] = old[3 * source:3 * source + 3]
+        self.seen[seq] = len(self.model[seq])
         self.model[seq] += range(1000 + self.token, 1000 + self.token + n)
         self.token += n
         self.write(seq, len(self.model[seq]) - n)
@@ -203,15 +269,20 @@ class BlocksMachine(RuleBasedStateMachine):
         seq = self.any(data)
         self.names += 1
         self.blocks.fork(seq, self.names)
-        self.model[self.names] = list(self.model[seq])
+        self.model[self.names], self.seen[self.names] = list(self.model[seq]), self.seen[seq]
 
     @precondition(lambda self: self.model)
     @rule(data=st.data(), part=st.floats(0, 1))
     def cut(self, data, part):
         seq = self.any(data)
         n = int(part * len(self.model[seq]))
-        self.blocks.truncate(seq, n)
+        try:
+            self.blocks.truncate(seq, n)
+        except ValueError:
+            assert n > self.n_sink and n < self.seen[seq]  # not of what the last tokens saw
+            return
         del self.model[seq][n:]
+        self.seen[seq] = min(self.seen[seq], n)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -232,9 +303,16 @@ class BlocksMachine(RuleBasedStateMachine):
     def each_sequence_has_what_it_should(self):
         counted = [0] * 10
         for seq, tokens in self.model.items():
-            assert [self.held[slot] for slot in self.blocks.slots(seq, 0, len(tokens))] == tokens
-            for block in self.blocks.tables[seq]:
-                counted[block] += 1
+            table = self.blocks.tables[seq]
+            for p in range(len(tokens)):  # all that the tokens since then have seen, and no block more
+                visible = not self.window or p < self.n_sink or p > self.seen[seq] - self.window
+                assert table[p // 3] is not None or not visible
+                assert table[p // 3] is None or self.held[self.blocks.slots(seq, p, p + 1)[0]] == tokens[p]
+            for number, block in enumerate(table):
+                if block is not None:
+                    counted[block] += 1
+                    assert not self.window or 3 * number < self.n_sink or (
+                        3 * number + 2 > self.seen[seq] - self.window)
         assert counted == self.blocks.references
         assert sorted(self.blocks.free) == [i for i, n in enumerate(counted) if n == 0]
         for prefix, block in self.blocks.block_with.items():
@@ -246,5 +324,15 @@ class BlocksMachine(RuleBasedStateMachine):
         assert len(self.blocks.free) == 10 and not any(self.blocks.references) and not self.blocks.tables
 
 
-TestBlocks = BlocksMachine.TestCase
-TestBlocks.settings = settings(max_examples=sizes(25, 100), stateful_step_count=50, deadline=None)
+class WindowMachine(BlocksMachine):
+    window, n_sink = 4, 2
+
+
+class LongWindowMachine(BlocksMachine):
+    window, n_sink = 7, 0
+
+
+TestBlocks, TestWindow, TestLongWindow = BlocksMachine.TestCase, WindowMachine.TestCase, LongWindowMachine.TestCase
+for test in (TestBlocks, TestWindow, TestLongWindow):
+    test.settings = settings(max_examples=sizes(25, 100), stateful_step_count=50, deadline=None)
+del test  # or it would be collected as one more

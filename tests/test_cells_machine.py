@@ -7,7 +7,7 @@ import torch
 from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from test_cells import cache
 
 from kvcache.cells import EMPTY
@@ -21,12 +21,12 @@ class CellsMachine(RuleBasedStateMachine):
     Random operations beside {sequence: {position: cell}}. A cell's number stands for its token, which is written as the
     value; the key is computed from it and rotated by its position.
     """
-    unified, type_k, window = True, 'float32', None
+    unified, type_k, window, n_sink = True, 'float32', None, 0
 
     def __init__(self):
         super().__init__()
         self.cache = cache(KV_SIZE, N_SEQ, unified=self.unified, type_k=self.type_k, can_shift=True,
-                           n_swa=self.window or 0, swa_type='standard' if self.window else 'none')
+                           n_swa=self.window or 0, swa_type='standard' if self.window else 'none', n_sink=self.n_sink)
         self.model, self.held = {seq: {} for seq in range(N_SEQ)}, []
         self.folder = tempfile.TemporaryDirectory()
 
@@ -106,6 +106,7 @@ class CellsMachine(RuleBasedStateMachine):
         return any(cell in other.values() for s, other in self.model.items() if s != seq
                    for cell in self.model[seq].values())
 
+    @precondition(lambda self: not self.n_sink)  # which positions would be sinks then is not known here
     @rule(seq=seqs, shift=st.integers(-6, 6))
     def add(self, seq, shift):
         if self.unified and shift and self.shared(seq):
@@ -138,14 +139,14 @@ class CellsMachine(RuleBasedStateMachine):
         path = os.path.join(self.folder.name, 'one')
         self.cache.state_save(path, seq)
         if self.window:
-            saved = min(len(self.model[seq]), self.window)  # the positions that the last token sees
+            last = max(self.model[seq], default=-1)  # saved are the positions that the last token sees
+            saved = {p: cell for p, cell in self.model[seq].items() if last - p < self.window or p < self.n_sink}
             try:
                 self.cache.state_load(path, to)
             except ValueError as e:
-                assert 'room' in str(e) and saved + self.used(but=to)[to] > KV_SIZE
+                assert 'room' in str(e) and len(saved) + self.used(but=to)[to] > KV_SIZE
                 return
-            self.model[to] = dict(zip(sorted(self.model[seq])[-saved:], self.cells_with(
-                [self.held[cell] for _, cell in sorted(self.model[seq].items())[-saved:]]))) if saved else {}
+            self.model[to] = dict(zip(saved, self.cells_with([self.held[cell] for cell in saved.values()])))
         elif self.used(but=to)[to] + len(self.model[seq]) <= KV_SIZE:
             self.cache.state_load(path, to)
             tokens = [self.held[cell] for cell in self.model[seq].values()]
@@ -171,9 +172,10 @@ class CellsMachine(RuleBasedStateMachine):
             mine = {p: self.held[cell] for p, cell in mine.items()}
             if self.window:  # all that the next token sees, and perhaps some before it, without a hole
                 end = max(mine, default=-1) + 1
-                seen = [p for p in mine if end - p < self.window]
+                seen = [p for p in mine if end - p < self.window or p < self.n_sink]
                 assert held.keys() >= set(seen) and all(mine[p] == token for p, token in held.items())
-                assert sorted(held) == sorted(mine)[len(mine) - len(held):]
+                recent, others = ([p for p in sorted(some) if p >= self.n_sink] for some in (held, mine))
+                assert recent == others[len(others) - len(recent):]
             else:
                 assert held == mine
                 ends = self.cache.seq_pos_min(seq), self.cache.seq_pos_max(seq)
@@ -208,8 +210,17 @@ class WindowStreamsMachine(CellsMachine):
     unified, window = False, 3
 
 
+class SinksMachine(CellsMachine):
+    window, n_sink = 3, 2
+
+
+class SinksStreamsMachine(CellsMachine):
+    unified, window, n_sink = False, 4, 1
+
+
 TestCells, TestStreams, TestRounded = CellsMachine.TestCase, StreamsMachine.TestCase, RoundedMachine.TestCase
 TestWindow, TestWindowStreams = WindowMachine.TestCase, WindowStreamsMachine.TestCase
-for test in (TestCells, TestStreams, TestRounded, TestWindow, TestWindowStreams):
+TestSinks, TestSinksStreams = SinksMachine.TestCase, SinksStreamsMachine.TestCase
+for test in (TestCells, TestStreams, TestRounded, TestWindow, TestWindowStreams, TestSinks, TestSinksStreams):
     test.settings = settings(max_examples=sizes(15, 60), stateful_step_count=50, deadline=None)
 del test  # or it would be collected as one more

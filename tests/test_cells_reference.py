@@ -27,7 +27,9 @@ class OneStream:
         return max((cell.pos for cell in self.cells if seq in cell.owners), default=None)
 
     def passed(self, pos, now):
-        n, kind = self.window or (None, None)
+        n, kind, *n_sink = self.window or (None, None)
+        if pos < sum(n_sink):
+            return False
         return kind == 'standard' and now - pos >= n or kind == 'chunked' and pos // n < now // n
 
     def find(self, n):
@@ -48,7 +50,7 @@ class OneStream:
                 lost[seq] = max(lost.get(seq, -1), cell.pos)
             cell.pos, cell.owners, cell.shift = pos, set(seqs), 0
         for seq, pos in lost.items():
-            self.remove(seq, 0, pos + 1)
+            self.remove(seq, sum(self.window[2:]), pos + 1)
         self.head = numbers[-1] + 1
 
     def empty(self, numbers):
@@ -180,6 +182,7 @@ def machine(unified_, window_):
 TestUnified, TestStreams = machine(True, None), machine(False, None)
 TestUnifiedWindow, TestStreamsWindow = machine(True, (3, 'standard')), machine(False, (4, 'standard'))
 TestUnifiedChunks, TestStreamsChunks = machine(True, (3, 'chunked')), machine(False, (4, 'chunked'))
+TestUnifiedSinks, TestStreamsSinks = machine(True, (2, 'standard', 1)), machine(False, (3, 'standard', 2))
 
 
 def fill(streams, tokens):

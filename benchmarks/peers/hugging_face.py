@@ -8,18 +8,18 @@ from formats import to_huggingface
 
 
 class HuggingFace(Engine):
-    """GPT2LMHeadModel.generate with its growing cache and torch's attention, the fastest of its options on a CPU."""
+    """transformers' generate with its growing cache and torch's attention, the fastest of its options on a CPU."""
     name = 'Hugging Face generate'
     packages = {'transformers': 'transformers', 'safetensors': 'safetensors'}
 
     def __init__(self, model, weights='float32', threads=1):
         super().__init__(model, weights, threads)
-        from transformers import GPT2LMHeadModel
+        from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
         disable_progress_bar()
         with tempfile.TemporaryDirectory() as folder:
             to_huggingface(model, folder)
-            self.model = GPT2LMHeadModel.from_pretrained(folder).float().eval()
+            self.model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
 
     def generate(self, prompts, n_new):
         prompts = self.checked(prompts, n_new)
