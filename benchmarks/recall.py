@@ -14,7 +14,7 @@ from model import GPT, GPTConfig
 from training.plotting import plt, save
 
 MARKED, NOISE = 16, 16  # symbols of each kind
-WINDOW, BLOCK_SIZE, FARTHEST = 32, 256, 190  # farthest: the largest distance that is measured
+N_LAYER, WINDOW, BLOCK_SIZE, FARTHEST = 4, 32, 256, 190  # farthest: the largest distance that is measured
 MODELS = {'window 32': dict(window=WINDOW), 'window 32, 4 sinks': dict(window=WINDOW, n_sink=4), 'no window': {}}
 
 
@@ -76,7 +76,7 @@ def run(seed, iterations, n=256, far=600):
     """
     rows = []
     for name, more in MODELS.items():
-        config = GPTConfig(block_size=BLOCK_SIZE, vocab_size=MARKED + NOISE, n_layer=4, n_head=4, n_embd=128,
+        config = GPTConfig(block_size=BLOCK_SIZE, vocab_size=MARKED + NOISE, n_layer=N_LAYER, n_head=4, n_embd=128,
                            bias=False, position='rope', **more)
         model, reach = train(config, iterations, seed), config.n_layer * (WINDOW - 1)
         for place in [16] + [far] * (config.window > 0) + [1] * (config.n_sink > 0):
@@ -90,16 +90,18 @@ def run(seed, iterations, n=256, far=600):
 
 
 def plot(rows, path):
-    """Accuracy by distance. rows: those of `run`."""
-    fig, ax = plt.subplots(figsize=(8, 4.2), layout='constrained')
-    for row in rows:
-        ax.plot(row['accuracy'], label=f"{row['model']}, marked token at {row['place']}", lw=1.4)
-    for x, what in ((WINDOW - 1, 'W - 1'), (4 * (WINDOW - 1), 'n_layer (W - 1)')):
-        ax.axvline(x, color='0.5', ls=':')
-        ax.annotate(what, (x, 0.98), xycoords=('data', 'axes fraction'), rotation=90, va='top', ha='right', fontsize=9,
-                    color='0.3')
-    ax.axhline(1 / MARKED, color='0.5', lw=1, ls='--', label='guessing')
-    ax.set(xlabel='distance to the marked token', ylabel='fraction recalled', ylim=(0, 1.03))
-    ax.grid(alpha=0.3)
-    fig.legend(loc='outside lower center', ncols=2, fontsize=9)
+    """Accuracy by distance, a strip for each model and place. rows: those of `run`."""
+    fig, ax = plt.subplots(figsize=(8.5, 0.8 + 0.4 * len(rows)), layout='constrained')
+    image = ax.imshow([row['accuracy'] for row in rows], cmap='Blues', vmin=0, vmax=1, aspect='auto',
+                      interpolation='nearest')
+    for x, what in ((WINDOW - 1, 'W - 1'), (N_LAYER * (WINDOW - 1), 'n_layer * (W - 1)')):
+        ax.axvline(x + 0.5, color='C3', ls=':')
+        ax.annotate(f'{what} = {x}', (x + 0.5, 1.02), xycoords=('data', 'axes fraction'), ha='center', fontsize=9,
+                    color='C3')
+    ax.set_yticks(range(len(rows)), [f"{row['model']}, marked token at {row['place']}" for row in rows])
+    ax.set_yticks([i + 0.5 for i in range(len(rows) - 1)], minor=True)
+    ax.grid(which='minor', axis='y', color='white', lw=3)
+    ax.tick_params(which='both', length=0, axis='y')
+    ax.set(xlabel='distance to the marked token')
+    fig.colorbar(image, label='recalled', shrink=0.9)
     save(fig, path)

@@ -223,7 +223,7 @@ def test_models_are_trained_once_by_train_py(repo, monkeypatch):
     assert (c.position, c.window, c.n_sink, c.block_size, c.n_embd, c.n_layer) == ('rope', 32, 4, 64, 128, 4)
     assert len(positions.validation_text()) > 1000
     monkeypatch.setitem(positions.MODELS, 'wrong', ('--window=64',))
-    with pytest.raises(ValueError, match='failed: train.py: error: window 64 must be less than block_size 64'):
+    with pytest.raises(ValueError, match='failed: train.py: error: window 64 and n_sink 0 must be less than'):
         positions.train('wrong', 4, 1)
 
 

@@ -35,8 +35,9 @@ def batch(seed=0):
 
 
 @pytest.mark.parametrize('setting, said', [
-    ('--position=sinus', "position must be learned, rope, alibi, none, not 'sinus'"),
-    ('--window=16', 'window 16 must be less than block_size 16'), ('--n_sink=1', 'n_sink 1 needs a window'),
+    ('--position=sinus', "position must be learned, rope, alibi or none, not 'sinus'"),
+    ('--window=16', 'window 16 and n_sink 0 must be less than block_size 16'),
+    ('--n_sink=1', 'n_sink 1 needs a window'),
     ('--n_kv_head=3', 'n_head 2 must be divisible by n_kv_head 3'), ('--window=-1', 'window must be an integer'),
     ('--rope_theta=0', 'rope_theta must be at least 1'), ('--gelu=exact', 'gelu must be none'),
     ('--window=half', "window must be int, not 'half'"),
@@ -213,3 +214,5 @@ def test_the_endless_config_trains_a_model_that_goes_on_past_block_size(repo):
     cached = model.generate(idx, 100, use_cache=True)
     torch.manual_seed(5)
     assert torch.equal(cached, model.generate(idx, 100)) and cached.shape == (1, 101)
+    sampled = run(repo, 'sample.py', f'--out_dir={out}', '--num_samples=1', '--max_new_tokens=100', '--use_cache=True')
+    assert sampled.returncode == 0, sampled.stderr
