@@ -3,7 +3,7 @@ Ways to store the keys and values of many sequences: the cache designs of other 
 
     operator         a cache as one function of tensors, after OpenPPL's KeyValueCache
     storage          rows of numbers: floats, int8, int4
-    placement        one forward pass: where new rows are written, which rows are read, at which positions their keys are
+    placement        one forward pass: where new rows are written, which rows are read, and the positions of their keys
     exclusive        a lock for operations that must not overlap, and recovery after interrupts
     base             sequence numbers, lengths and `step`, shared by the four caches below
     contiguous       block_size rows for each sequence, or a ring of rows for a window
