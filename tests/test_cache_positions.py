@@ -712,7 +712,7 @@ def test_after_an_interrupt_at_any_line_a_sequence_is_as_before_or_has_nothing(k
         shifted.feed(idx[:12])
         shifted.move(lambda p: p if p < 2 else None if p < 6 else p - 4)
         shifted = shifted.feed(idx[12:14])
-    for n in itertools.count(1, sizes(41, 1)):
+    for n in itertools.count(1, sizes(41, 4)):
         cache = small_cache(m, kind, 3)
         a, b, n_seen = cache.new(), cache.new(), 12
         feed(cache, [a], idx[None, :n_seen])
