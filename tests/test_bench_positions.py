@@ -1,6 +1,7 @@
 """The measurements of positions, of endless streams and of recall count what they say. The speeds are not tested."""
 import json
 import os
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import run, sizes
 
-from benchmarks import endless, positions, recall
+from benchmarks import endless, positions, recall, shapes
 from benchmarks.shapes import cache_bytes
 from model import GPT, GPTConfig
 
@@ -144,6 +145,8 @@ def test_the_comparison_of_positions(small, tmp_path, capsys):
 
 def test_the_endless_stream_of_a_trained_model(small, monkeypatch, tmp_path):
     monkeypatch.setattr(endless, 'time_training', lambda seed, repeats: {'rope': 1.0})
+    for name, size in (('S', 32), ('M', 48)):
+        monkeypatch.setitem(shapes.SHAPES, name, replace(shapes.SHAPES[name], block_size=size, n_layer=1))
     figures = endless.run(5, 7, repeats=1)
     assert len(small) == len(positions.MODELS)
     rows = {row['way']: row for row in figures['stream']}
@@ -155,6 +158,8 @@ def test_the_endless_stream_of_a_trained_model(small, monkeypatch, tmp_path):
     assert [(row['way'], row['place']) for row in figures['places'][:2]] == [(endless.WINDOWS[0], 20),
                                                                            (endless.WINDOWS[0], 300)]
     assert len(figures['resident_bytes']) == 7
+    assert [(row['shape'], row['block_size']) for row in figures['sizes']] == [('S', 32), ('M', 48)]
+    assert all(row['roll'] > 0 and row['crop'] > 0 for row in figures['sizes'])
     endless.plot(json.loads(json.dumps(figures)), tmp_path / 'e.png')
     assert (tmp_path / 'e.png').read_bytes().startswith(b'\x89PNG')
     monkeypatch.setattr(endless, 'PLACES', (20, 600))
