@@ -14,7 +14,19 @@ from numba import njit
 from decode import layout
 from decode.attention import Norms, attention, layer_norm
 from decode.layout import GROUP, LINEARS_PER_LAYER, padded
-from decode.linears import ADD, GELU, STORE, Linears, Team, ThreadScratch, linear, prepare_rows, share, shared_linear
+from decode.linears import (
+    ADD,
+    GELU,
+    GELU_TANH,
+    STORE,
+    Linears,
+    Team,
+    ThreadScratch,
+    linear,
+    prepare_rows,
+    share,
+    shared_linear,
+)
 from decode.threads import LINE, RUNNING, SPIN, SPIN_IDLE, STOP, barrier, claim, observe, publish, wait_until, wake
 from decode.vectors import LANES, bytes_at, floats_at, ints_at, load_first, longs_at, pointer_like, shorts_at, store
 
@@ -75,7 +87,7 @@ def gpt_step(thread, n_threads, like, memory, sizes):
 
     heads, panels = share(n_head, thread, n_threads), head_p // LANES  # panels of a head
     q_panels, kv_panels = (heads[0] * panels, heads[1] * panels), (2 * heads[0] * panels, 2 * heads[1] * panels)
-    lm_head = n_layer * LINEARS_PER_LAYER
+    lm_head, gelu = n_layer * LINEARS_PER_LAYER, GELU_TANH if sizes[layout.TANH_GELU] else GELU
     if thread == 0:
         for number in range(lm_head + 1):
             team.claims[number * LINE] = 0
@@ -108,7 +120,7 @@ def gpt_step(thread, n_threads, like, memory, sizes):
         for r in range(start, n_rows, step):
             layer_norm(x, r * C_p, norms, 2 * layer + 1, C, normed, r * C_p)
         prepare_rows(linears.panels, normed, wanted, C_p, scratch)
-        shared_linear(team, linears, first + layout.MLP_HIDDEN, normed, wanted, GELU, ff, ff_p, scratch)
+        shared_linear(team, linears, first + layout.MLP_HIDDEN, normed, wanted, gelu, ff, ff_p, scratch)
         barrier(counter, n_threads)
 
         prepare_rows(linears.panels, ff, wanted, ff_p, scratch)

@@ -11,10 +11,11 @@ GROUP = 64
 
 # sizes: of the model, and of this step
 (N_LAYER, N_HEAD, HEAD_DIM, N_EMBD, BLOCK_SIZE, VOCAB_SIZE,
+ TANH_GELU,     # 1 for GELU's approximation by tanh, 0 for the exact one
  BATCH,         # sequences, B
  NEW_TOKENS,    # of each sequence, T
  WANT_LOGITS,   # 1, or 0 if only the keys and values are needed
- N_PROBES, N_SIZES) = range(11)
+ N_PROBES, N_SIZES) = range(12)
 
 # memory: the address of
 (TOKENS,        # int64 (B, T)

@@ -26,6 +26,7 @@ from decode.vectors import (
     constant,
     fma,
     gelu,
+    gelu_tanh,
     larger,
     load,
     max_lanes,
@@ -36,7 +37,8 @@ from decode.vectors import (
     sum_lanes,
 )
 
-STORE, ADD, GELU = range(3)  # what is done with the outputs of a linear: stored, added to `out`, stored after a GELU
+# what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh
+STORE, ADD, GELU, GELU_TANH = range(4)
 CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in small parts that the threads claim
 
 # all linears: their panels, for each output row a scale (1 unless int8) and a bias, where the int8 sums start, and the
@@ -168,7 +170,8 @@ def linear(linears, number, panels, x, rows, then, out, n_out, scratch):
     """
     Panels (from, to) of linear `number`, for rows = (first, step, how many) of x, as prepare_rows has left them.
 
-    The n_out outputs of a row go to the same row of out, (rows, n_out); `then` is STORE, ADD or GELU.
+    The n_out outputs of a row go to the same row of out, (rows, n_out); `then` is STORE, ADD, GELU or
+    GELU_TANH.
     """
     at = number * N_COLUMNS
     first_weight, first_panel, K = (
@@ -187,6 +190,8 @@ def linear(linears, number, panels, x, rows, then, out, n_out, scratch):
                     store(out, to, load(out, to) + v)
                 elif then == GELU:
                     store(out, to, gelu(v))
+                elif then == GELU_TANH:
+                    store(out, to, gelu_tanh(v))
                 elif (p + 1) * LANES <= n_out:
                     store(out, to, v)
                 else:

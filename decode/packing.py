@@ -30,7 +30,7 @@ def check_model(model):
 
     check_structure(model)
     c, t = model.config, model.transformer
-    for name, known in (('position', 'learned'), ('n_kv_head', c.n_head), ('window', 0), ('gelu', 'none')):
+    for name, known in (('position', 'learned'), ('n_kv_head', c.n_head), ('window', 0)):
         if getattr(c, name) != known:
             raise ValueError(f"the CPU decoder does not know {name}={getattr(c, name)!r} yet: use the eager decoder")
     linears = [linear for b in t.h for linear in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)]
@@ -41,8 +41,8 @@ def check_model(model):
         for module in modules:
             if type(module) is not kind:
                 refuse(f"expects {kind.__name__} here, not {type(module).__name__}")
-    if any(b.mlp.gelu.approximate != 'none' for b in t.h):
-        refuse("computes the exact GELU, not its tanh approximation")
+    if any(b.mlp.gelu.approximate != c.gelu for b in t.h):
+        refuse(f"expects GELU(approximate={c.gelu!r}), as the config says, in all blocks")
     if len({norm.eps for norm in norms_of(model)}) > 1:
         refuse("expects one eps for all layer norms")
     found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}

@@ -63,7 +63,8 @@ class StepTables:
         self.sizes = np.zeros(layout.N_SIZES, np.int64)
         for index, size in ((layout.N_LAYER, c.n_layer), (layout.N_HEAD, c.n_head), (layout.N_EMBD, c.n_embd),
                             (layout.HEAD_DIM, c.n_embd // c.n_head), (layout.BLOCK_SIZE, packed.block_size),
-                            (layout.VOCAB_SIZE, c.vocab_size), (layout.N_PROBES, len(packed.probes)),
+                            (layout.VOCAB_SIZE, c.vocab_size), (layout.TANH_GELU, c.gelu == 'tanh'),
+                            (layout.N_PROBES, len(packed.probes)),
                             (layout.BATCH, 0), (layout.NEW_TOKENS, 1), (layout.WANT_LOGITS, 1)):
             self.sizes[index] = size
         self.addresses = self.memory.ctypes.data, self.sizes.ctypes.data

@@ -322,3 +322,10 @@ def gelu(v):
     """x Phi(x), exact (arXiv:1606.08415)"""
     half = v * constant(0.5)
     return fma(half, erf(v * constant(0.7071067811865476)), half)
+
+
+@njit
+def gelu_tanh(v):
+    """x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), as x / (1 + e^(-2 u))."""
+    minus_2u = v * fma(v * v, constant(-0.07135481282753), constant(-1.5957691216057308))
+    return v / (exp(smaller(constant(88.0), minus_2u)) + constant(1.0))

@@ -252,7 +252,7 @@ def test_plain_tuples_of_four(make_decoder):
 
 
 @pytest.mark.parametrize('setting, value', [('position', 'rope'), ('position', 'alibi'), ('position', 'none'),
-                                            ('n_kv_head', 2), ('window', 5), ('gelu', 'tanh')])
+                                            ('n_kv_head', 2), ('window', 5)])
 def test_the_cpu_decoder_refuses_what_it_does_not_know_and_best_is_eager(setting, value, capsys):
     from decode.cpu import CPUDecoder
     model = model_of({setting: value}, dtype=torch.float32)
@@ -276,9 +276,32 @@ def test_settings_that_change_later_are_refused_by_the_cpu_decoder():
     decoder, idx = CPUDecoder(model), torch.randint(29, (1, 4))
     with pytest.raises(ValueError, match="window=8 yet"):
         CPUDecoder(model.with_window(8))
-    model.transformer.h[0].mlp.gelu, model.config.gelu = torch.nn.GELU('tanh'), 'tanh'
-    with pytest.raises(ValueError, match="gelu='tanh' yet"):
+    expected = model.generate(idx, 9, temperature=0)
+    assert torch.equal(model.generate(idx, 9, temperature=0, use_cache=True, decoder=decoder), expected)
+    model.config.gelu = 'tanh'
+    for block in model.transformer.h:
+        block.mlp.gelu = torch.nn.GELU('tanh')
+    torch.testing.assert_close(decoder(idx, None)[0], model(idx, use_cache=False)[0], atol=1e-5, rtol=1e-5)
+    model.config.gelu = 'none'
+    model.transformer.h[0].mlp.gelu = torch.nn.GELU()
+    with pytest.raises(ValueError, match="expects GELU"):
         decoder(idx, None)
+
+
+def test_the_cpu_decoder_computes_both_gelus():
+    """Inputs of the GELU are as large as 20 here, where the two differ by up to 5e-4 and overflow would show."""
+    for gelu in ('none', 'tanh'):
+        model = model_of(dict(gelu=gelu), dtype=torch.float32)
+        with torch.no_grad():
+            for block in model.transformer.h:
+                block.mlp.c_fc.weight.mul_(10)
+        decoder, idx = decode.best(model, 2, name='cpu'), torch.randint(29, (2, BLOCK))
+        logits, kv_cache = decoder(idx[:, :3], None)
+        for t in range(3, BLOCK):
+            logits, kv_cache = decoder(idx[:, t:t + 1], kv_cache)
+            expected = model.double()(idx[:, :t + 1], use_cache=False)[0].float()
+            model.float()
+            torch.testing.assert_close(logits, expected, atol=2e-5, rtol=2e-5)
 
 
 @needs_compiler
