@@ -174,9 +174,10 @@ def run(seeds, iterations, stride=4):
     Train and measure. Prints the results, and returns (rows, streams, lines), lists of dicts.
 
     rows: of a model its parameters, the bytes of its cache for a sequence, and val: the loss within block_size, a
-    number a seed; of the rope model `attention_to_the_first`. streams: of a model and how its context goes on (`how`) the loss of the validation text as one
-    stream, a number a seed; by_10000: the means of 10,000 tokens each, of the first seed. lines: of the same the loss
-    in each bin of EDGES, mean over the seeds. stride: every stride-th token of a stream counts.
+    number a seed; of the rope model also `attention_to_the_first`. streams: of a model and how its context goes on
+    (`how`) the loss of the validation text as one stream, a number a seed; by_10000: the means of 10,000 tokens each,
+    of the first seed. lines: of the same the loss in each bin of EDGES, mean over the seeds. stride: every stride-th
+    token of a stream counts.
     """
     for seed in seeds:
         for name in MODELS:
