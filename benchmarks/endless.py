@@ -11,6 +11,7 @@ turns, and a training iteration of each model.
 import statistics
 import sys
 import time
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 import decode
 from benchmarks import positions, train_step
-from benchmarks.shapes import cache_bytes
+from benchmarks.shapes import cache_bytes, config_of
 from model import GPT
 from training.plotting import plt, save
 
@@ -113,6 +114,33 @@ def time_at(step, model, text, places, rounds):
     return seconds
 
 
+@torch.inference_mode()
+def time_sizes(repeats):
+    """
+    Microseconds of a token at a full context, rows (dicts), of S and M with random weights, rotary positions and a
+    window of half of block_size: through the rolling cache, and by the full pass that cropping needs. They take turns.
+    """
+    rows = []
+    for name in ('S', 'M'):
+        c = config_of(name, False)
+        model = GPT(replace(c, position='rope', window=c.block_size // 2)).eval()
+        tokens, seconds = torch.randint(c.vocab_size, (1, 2 * c.block_size)), {'roll': [], 'crop': []}
+        kv_cache = model(tokens)[2]
+        for _ in tqdm(range(10 * repeats + 2), desc=f'{name}: rolling and cropping', leave=False, disable=None):
+            for how in seconds:
+                begin = time.perf_counter()
+                if how == 'roll':
+                    _, kv_cache = model.step(tokens[:, -1:], kv_cache)
+                else:
+                    model.step(tokens[:, -c.block_size:], None, use_cache=False)
+                seconds[how].append(time.perf_counter() - begin)
+        us = {how: 1e6 * statistics.median(times[2:]) for how, times in seconds.items()}
+        rows.append(dict(shape=name, block_size=c.block_size, **us))
+        print(f"{name}, block_size {c.block_size}: {us['roll']:,.0f} us a token through the rolling cache, "
+              f"{us['crop']:,.0f} cropping", flush=True)
+    return rows
+
+
 def time_training(seed, repeats):
     """{name: milliseconds of a training iteration}, medians of 10 * repeats; the models take turns."""
     seconds = {name: [] for name in positions.MODELS}
@@ -145,8 +173,8 @@ def run(seed, iterations, repeats):
 
     span: tokens of a figure. stream: a dict a way: nats (the mean of the tokens that have a full context), by_span (the
     means of `span` tokens), us (the median of all tokens in microseconds), us_by_span, cache_bytes (0: none).
-    resident_bytes: of the process, every `span` tokens. places: a dict a way and place: us, the median. iterations: ms
-    of a training iteration of each model.
+    resident_bytes: of the process, every `span` tokens. places: a dict a way and place: us, the median. sizes: see
+    `time_sizes`. iteration_ms: milliseconds of a training iteration of each model.
     """
     names = ('learned', *WINDOWS)
     for name in positions.MODELS:
@@ -179,12 +207,13 @@ def run(seed, iterations, repeats):
     iteration_ms = time_training(seed, repeats)
     for name, ms in iteration_ms.items():
         print(f"{name}: {ms:.1f} ms a training iteration")
-    return dict(span=SPAN, stream=rows, resident_bytes=resident, places=places, iteration_ms=iteration_ms)
+    return dict(span=SPAN, stream=rows, resident_bytes=resident, places=places, sizes=time_sizes(repeats),
+                iteration_ms=iteration_ms)
 
 
 def plot(figures, path):
     """Loss, time and memory along the stream. figures: what `run` returned."""
-    fig, axes = plt.subplots(3, 1, figsize=(8, 8.5), layout='constrained', sharex=True)
+    fig, axes = plt.subplots(3, 1, figsize=(9, 10), layout='constrained', sharex=True)
     for i, row in enumerate(figures['stream']):
         style = dict(color=f'C{i}', lw=1.3)
         x = [figures['span'] * (k + 0.5) for k in range(len(row['by_span']))]
@@ -201,6 +230,9 @@ def plot(figures, path):
     axes[1].set(yscale='log', ylabel=f"microseconds a token,\nmedians of {figures['span']:,}")
     axes[2].set(yscale='log', ylabel='memory, MB', xlabel='characters of one stream')
     for ax in axes:
+        ax.xaxis.set_major_formatter('{x:,.0f}')
+        for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter) if ax is axes[1] else ():
+            axis('{x:,.0f}')
         ax.grid(alpha=0.3)
-        ax.legend(fontsize=8, loc='center left', bbox_to_anchor=(1.0, 0.5))
+        ax.legend(fontsize=9, loc='lower left', bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)
     save(fig, path)

@@ -40,7 +40,7 @@ COMMON = ('config/train_shakespeare_char.py', '--device=cpu', '--block_size=64',
           '--n_head=4', '--n_embd=128', '--dropout=0.0', '--learning_rate=3e-3', '--min_lr=1e-4', '--warmup_iters=100',
           '--eval_iters=20', '--always_save_checkpoint=True')
 CUTS = [(window, n_sink) for window in (32, 60) for n_sink in (0, 1, 4)]  # of the rope model that has no window
-EDGES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+EDGES = (0, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of bins of positions
 STRETCHES = 32  # pieces of the validation text, of EDGES[-1] + 1 characters
 
 
@@ -126,10 +126,10 @@ def by_position(model, stretches):
     return binned(nats(without_end(model), stretches), torch.arange(1, stretches.size(1)))
 
 
-def cropped_by_position(model, stretches, stride=8):
-    """`by_position` from block_size on, where the model gets the last block_size tokens, of every stride-th token."""
-    losses, size = cropped_nats(model, stretches, stride), model.config.block_size
-    return binned(losses, size + stride * torch.arange(losses.size(1)))
+def cropped_by_position(model, stretches):
+    """`by_position` beyond block_size, where the model gets the last block_size tokens for each token."""
+    losses, size = cropped_nats(model, stretches[:, 1:], 1), model.config.block_size
+    return binned(losses, torch.arange(size + 1, stretches.size(1)))
 
 
 def stream_nats(model, text, stride, crop=False):
@@ -142,6 +142,28 @@ def stream_nats(model, text, stride, crop=False):
     return nats(model, text[None])[0, model.config.block_size - 1::stride]
 
 
+@torch.inference_mode()
+def attention_to_the_first(model, rows):
+    """
+    The part of the attention that the first key gets from the second half of rows (B, T), mean over them, for each
+    layer a list of its heads. For a model with rotary positions and without a window.
+    """
+    shares, T = [], rows.size(1)
+
+    def look(attn, args):
+        x, pos = args[:2]
+        q, k = (pos.rotated(heads) for heads in attn.c_attn(x).unflatten(2, (-1, attn.head_dim)).transpose(1, 2).split(
+            [attn.n_head, attn.n_kv_head, attn.n_kv_head], dim=1)[:2])
+        scores = q @ k.repeat_interleave(attn.n_head // attn.n_kv_head, dim=1).transpose(2, 3) * attn.head_dim ** -0.5
+        scores.masked_fill_(~torch.ones(T, T, dtype=torch.bool).tril(), -float('inf'))
+        shares.append(scores.softmax(-1)[:, :, T // 2:, 0].mean(dim=(0, 2)).tolist())
+    hooks = [block.attn.register_forward_pre_hook(look) for block in model.transformer.h]
+    model(rows, rows)  # with targets, so that the last layer computes all positions
+    for hook in hooks:
+        hook.remove()
+    return shares
+
+
 def mean(values):
     """The mean of lists of equal lengths, element by element; None stays None."""
     return [None if column[0] is None else sum(column) / len(column) for column in zip(*values)]
@@ -152,9 +174,10 @@ def run(seeds, iterations, stride=4):
     Train and measure. Prints the results, and returns (rows, streams, lines), lists of dicts.
 
     rows: of a model its parameters, the bytes of its cache for a sequence, and val: the loss within block_size, a
-    number a seed. streams: of a model and how its context goes on (`how`) the loss of the validation text as one
-    stream, a number a seed; by_10000: the means of 10,000 tokens each, of the first seed. lines: of the same the loss
-    in each bin of EDGES, mean over the seeds. stride: every stride-th token of a stream counts.
+    number a seed; of the rope model also `attention_to_the_first`. streams: of a model and how its context goes on
+    (`how`) the loss of the validation text as one stream, a number a seed; by_10000: the means of 10,000 tokens each,
+    of the first seed. lines: of the same the loss in each bin of EDGES, mean over the seeds. stride: every stride-th
+    token of a stream counts.
     """
     for seed in seeds:
         for name in MODELS:
@@ -170,17 +193,22 @@ def run(seeds, iterations, stride=4):
             val=[nats(model, text.unfold(0, c.block_size + 1, c.block_size)).mean().item() for model in models]))
         say(f"{name}: {rows[-1]['parameters']:,} parameters, cache {rows[-1]['cache_bytes']:,} bytes, within "
             "block_size", rows[-1]['val'])
+        if name == 'rope':
+            shares = attention_to_the_first(models[0], text.unfold(0, c.block_size, c.block_size)[:256])
+            rows[-1]['attention_to_the_first'] = shares
+            tqdm.write(f"    the first of {c.block_size} tokens gets {min(map(min, shares)):.2%} to "
+                       f"{max(map(max, shares)):.2%} of the attention of a head")
         lines.append(dict(model=name, how='', nats=mean([by_position(model, stretches) for model in models])))
         ways = {'the window rolls': models} if c.window else {'crop': models} if name in ('learned', 'rope') else {}
         if name == 'rope':
-            ways |= {f'window {window}, {n_sink} sinks': [model.with_window(window, n_sink) for model in models]
-                     for window, n_sink in CUTS}
+            ways |= {f"window {window}, {n_sink} sink{'s' * (n_sink != 1)}":
+                     [model.with_window(window, n_sink) for model in models] for window, n_sink in CUTS}
         for how, ways_models in ways.items():
             losses = [stream_nats(model, text, stride, how == 'crop') for model in ways_models]
             streams.append(dict(model=name, how=how, nats=[loss.mean().item() for loss in losses],
                                 by_10000=[part.mean().item() for part in losses[0].split(10000 // stride)]))
             say(f"    in one stream, {how}", streams[-1]['nats'])
-            if not c.window:
+            if how.startswith('window') or (name, how) == ('learned', 'crop'):
                 measure = cropped_by_position if how == 'crop' else by_position
                 binned_losses = mean([measure(model, stretches) for model in ways_models])
                 lines.append(dict(model=name, how=how, nats=binned_losses))
@@ -194,25 +222,26 @@ def say(what, values):
 
 def plot(lines, path):
     """Loss by position: of the models, and of the rope model cut to windows. lines: those of `run`."""
-    fig, axes = plt.subplots(1, 2, figsize=(12, 5.2), layout='constrained', sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(12, 6), layout='constrained', sharey=True)
     middles = [(low + 1 + high) / 2 for low, high in zip(EDGES, EDGES[1:])]
-    of_models = [line for line in lines if not line['how'].startswith('window')]
-    cut = [line for line in lines if line['model'] == 'rope' and line not in of_models]
-    reference = [line for line in lines if line['model'] in ('rope, window 32', 'rope, window 32, 4 sinks')]
-    for ax, shown, title in ((axes[0], of_models, 'trained as they are used'),
-                             (axes[1], reference + cut, 'the rope model without a window, cut to one')):
+    cut = [line for line in lines if line['how'].startswith('window')]
+    of_models = [line for line in lines if line not in cut]
+    trained_so = [line for line in of_models if 'window' in line['model']]
+    for ax, shown, title in ((axes[0], of_models, 'used as they were trained'),
+                             (axes[1], cut + trained_so, 'trained without a window, and cut to one')):
         for i, line in enumerate(shown):
             points = [(x, y) for x, y in zip(middles, line['nats']) if y is not None]
+            dashed = line['how'] == 'crop' or ax is axes[1] and line in trained_so
             label = ', '.join(filter(None, (line['model'], line['how'])))
-            label = f"trained with it: {label}" if line in reference and ax is axes[1] else label
-            ax.plot(*zip(*points), label=label, color=f'C{i % 10}', lw=1.5, marker='.',
-                    ls='--' if line['how'] == 'crop' or line in reference and ax is axes[1] else '-')
-        ax.axvline(64, color='0.5', ls=':')
-        ax.annotate('block_size', (64, 0.98), xycoords=('data', 'axes fraction'), rotation=90, va='top', ha='right',
+            if ax is axes[1] and dashed:
+                label = f'trained with it: {label}'
+            ax.plot(*zip(*points), label=label, color=f'C{i}', lw=1.5, marker='.', ls='--' if dashed else '-')
+        ax.axvline(64.5, color='0.5', ls=':')
+        ax.annotate('block_size', (62, 0.98), xycoords=('data', 'axes fraction'), rotation=90, va='top', ha='right',
                     fontsize=9, color='0.3')
         ax.set(xscale='log', xlabel='tokens before the predicted one', title=title)
         ax.set_xticks([1, 4, 16, 64, 256, 1024], ['1', '4', '16', '64', '256', '1,024'])
         ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
+        ax.legend(fontsize=9, ncols=2, loc='upper center', bbox_to_anchor=(0.5, -0.11), frameon=False)
     axes[0].set(ylabel='nats a character')
     save(fig, path)

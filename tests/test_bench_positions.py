@@ -1,6 +1,7 @@
 """The measurements of positions, of endless streams and of recall count what they say. The speeds are not tested."""
 import json
 import os
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import run, sizes
 
-from benchmarks import endless, positions, recall
+from benchmarks import endless, positions, recall, shapes
 from benchmarks.shapes import cache_bytes
 from model import GPT, GPTConfig
 
@@ -80,6 +81,19 @@ def test_bins_hold_the_contexts_between_their_edges(monkeypatch):
     assert positions.mean([[1.0, None, 3.0], [2.0, None, 5.0]]) == [1.5, None, 4.0]
 
 
+def test_attention_to_the_first_key():
+    """Scores of zero share the attention evenly: token t sees t + 1 keys."""
+    model, rows = tiny('rope, 2 kv heads'), torch.randint(11, (3, 8))
+    with torch.no_grad():
+        model.transformer.h[0].attn.c_attn.weight.zero_()
+    first, second = positions.attention_to_the_first(model, rows)
+    assert first == pytest.approx([sum(1 / (t + 1) for t in range(4, 8)) / 4] * 4)
+    assert len(second) == 4 and second != pytest.approx(first) and all(0 < share < 1 for share in second)
+    before = model(rows, rows)[1]
+    positions.attention_to_the_first(model, rows)
+    assert torch.equal(model(rows, rows)[1], before) and not model.transformer.h[0].attn._forward_pre_hooks
+
+
 def test_a_stream_token_by_token_is_the_whole_text_under_the_band():
     torch.manual_seed(0)
     text = torch.randint(11, (250,))
@@ -117,7 +131,7 @@ def small(monkeypatch):
     monkeypatch.setattr(positions, 'train', lambda name, seed, iterations: trained.append((name, seed, iterations)))
     monkeypatch.setattr(positions, 'load', lambda name, seed: tiny(name).float())
     monkeypatch.setattr(positions, 'validation_text', lambda: text)
-    monkeypatch.setattr(positions, 'CUTS', [(8, 0), (6, 2)])
+    monkeypatch.setattr(positions, 'CUTS', [(8, 0), (6, 1)])
     monkeypatch.setattr(endless, 'PLACES', (20, 300))
     monkeypatch.setattr(endless, 'SPAN', 100)
     return trained
@@ -132,11 +146,12 @@ def test_the_comparison_of_positions(small, tmp_path, capsys):
     assert rows[0]['parameters'] - rows[1]['parameters'] == BLOCK * 16  # wpe
     assert all(len(row['val']) == 2 and row['val'][0] == row['val'][1] for row in rows)  # the same model twice
     ways = [(stream['model'], stream['how']) for stream in streams]
-    assert ways == [('learned', 'crop'), ('rope', 'crop'), ('rope', 'window 8, 0 sinks'), ('rope', 'window 6, 2 sinks'),
+    assert ways == [('learned', 'crop'), ('rope', 'crop'), ('rope', 'window 8, 0 sinks'), ('rope', 'window 6, 1 sink'),
                     ('rope, window 32', 'the window rolls'), ('rope, window 32, 4 sinks', 'the window rolls')]
     by_name = {(line['model'], line['how']): line['nats'] for line in lines}
     assert [n is None for n in by_name['learned', '']] == [False] * 3 + [True]
-    assert [n is None for n in by_name['learned', 'crop']] == [True, True, False, False]  # 16 tokens are a full context
+    assert [n is None for n in by_name['learned', 'crop']] == [True, True, True, False]
+    assert len(by_name) == 8 + 1 + 2
     assert None not in by_name['alibi', ''] + by_name['rope', 'window 8, 0 sinks']
     positions.plot(lines, tmp_path / 'p.png')
     assert (tmp_path / 'p.png').read_bytes().startswith(b'\x89PNG') and 'in one stream, crop' in capsys.readouterr().out
@@ -144,6 +159,8 @@ def test_the_comparison_of_positions(small, tmp_path, capsys):
 
 def test_the_endless_stream_of_a_trained_model(small, monkeypatch, tmp_path):
     monkeypatch.setattr(endless, 'time_training', lambda seed, repeats: {'rope': 1.0})
+    for name, size in (('S', 32), ('M', 48)):
+        monkeypatch.setitem(shapes.SHAPES, name, replace(shapes.SHAPES[name], block_size=size, n_layer=1))
     figures = endless.run(5, 7, repeats=1)
     assert len(small) == len(positions.MODELS)
     rows = {row['way']: row for row in figures['stream']}
@@ -155,6 +172,8 @@ def test_the_endless_stream_of_a_trained_model(small, monkeypatch, tmp_path):
     assert [(row['way'], row['place']) for row in figures['places'][:2]] == [(endless.WINDOWS[0], 20),
                                                                            (endless.WINDOWS[0], 300)]
     assert len(figures['resident_bytes']) == 7
+    assert [(row['shape'], row['block_size']) for row in figures['sizes']] == [('S', 32), ('M', 48)]
+    assert all(row['roll'] > 0 and row['crop'] > 0 for row in figures['sizes'])
     endless.plot(json.loads(json.dumps(figures)), tmp_path / 'e.png')
     assert (tmp_path / 'e.png').read_bytes().startswith(b'\x89PNG')
     monkeypatch.setattr(endless, 'PLACES', (20, 600))
