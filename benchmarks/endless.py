@@ -176,13 +176,10 @@ def run(seed, iterations, repeats):
     resident_bytes: of the process, every `span` tokens. places: a dict a way and place: us, the median. sizes: see
     `time_sizes`. iteration_ms: milliseconds of a training iteration of each model.
     """
-    names = ('learned', *WINDOWS)
+    text = positions.validation_text(PLACES[-1] + SPAN)
     for name in positions.MODELS:
         positions.train(name, seed, iterations)
-    models, text = {name: positions.load(name, seed) for name in names}, positions.validation_text()
-    if len(text) < PLACES[1] + 2 * positions.EDGES[-1]:
-        raise ValueError(f"the validation text has {len(text):,} characters, and tokens at position {PLACES[1]:,} are "
-                         "timed: prepare tinyshakespeare")
+    models = {name: positions.load(name, seed) for name in ('learned', *WINDOWS)}
     ways = ways_through(models)
     print(f"{len(text) - 1:,} tokens through {len(ways)} ways, one token a step", flush=True)
     measured, resident = stream(ways, text)

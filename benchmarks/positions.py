@@ -67,11 +67,15 @@ def load(name, seed):
     return checkpoints.build(checkpoints.load(os.path.join(folder_of(name, seed), 'ckpt.pt')), GPT, GPTConfig).eval()
 
 
-def validation_text():
-    """The token ids of the validation text, int64 (N,)."""
+def validation_text(least):
+    """The token ids of the validation text, int64 (N,). ValueError if it has fewer than `least` characters."""
     if not os.path.exists(os.path.join(DATA, 'val.bin')):
         prepare(DATA)
-    return torch.from_numpy(open_tokens(DATA, 'val', 1).astype('int64'))
+    text = torch.from_numpy(open_tokens(DATA, 'val', 1).astype('int64'))
+    if len(text) < least:
+        raise ValueError(f"the validation text of {DATA} has {len(text):,} characters, and {least:,} are needed: "
+                         "prepare tinyshakespeare")
+    return text
 
 
 @torch.inference_mode()
@@ -179,10 +183,10 @@ def run(seeds, iterations, stride=4):
     of the first seed. lines: of the same the loss in each bin of EDGES, mean over the seeds. stride: every stride-th
     token of a stream counts.
     """
+    text = validation_text(EDGES[-1] + STRETCHES)
     for seed in seeds:
         for name in MODELS:
             train(name, seed, iterations)
-    text = validation_text()
     stretches = text.unfold(0, EDGES[-1] + 1, (len(text) - EDGES[-1] - 1) // (STRETCHES - 1))[:STRETCHES]
     rows, streams, lines = [], [], []
     for name in tqdm(MODELS, desc='positions', disable=None):
