@@ -67,7 +67,11 @@ def main(config):
     end = unescaped_stop(tokenizer)
     prompts = [tokenizer.encode(text) for text in texts]
     check_lengths(prompts, model.config)
-    if when_full == 'roll' and model.config.max_positions != math.inf:
+    rolls = model.config.max_positions == math.inf
+    if when_full == 'roll' and rolls and (keep or n_keep):
+        raise ValueError(f"keep={keep} and n_keep={n_keep} are for models without a window, and this one has a "
+                         f"window of {model.config.window} and {model.config.n_sink} sinks: leave them out")
+    if when_full == 'roll' and not rolls:
         model = generation.rolling(model, keep or None, n_keep)
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
     how = pick_decoder(model, min(batch_size, len(prompts)), dev)
