@@ -76,13 +76,15 @@ def main(config):
 
 def check_settings(names):
     """ValueError on settings that make no sense. names: the shapes that were asked for."""
-    known = mode in EXPECTED
-    if (not known or set(names) - set(SHAPES) or repeats < 1 or batch_size < 1 or max_seconds <= 0 or seeds < 1
-            or iterations < 0):
-        raise ValueError(f"mode is {', '.join(EXPECTED)}, shape any of {', '.join(SHAPES)}, repeats, batch_size and "
-                         f"seeds at least 1, max_seconds more than 0, iterations at least 0; not mode {mode}, shape "
-                         f"{','.join(names)}, repeats {repeats}, batch_size {batch_size}, seeds {seeds}, max_seconds "
-                         f"{max_seconds}, iterations {iterations}")
+    if mode not in EXPECTED:
+        raise ValueError(f"mode must be one of {', '.join(EXPECTED)}, not {mode!r}")
+    if set(names) - set(SHAPES):
+        raise ValueError(f"shape must be auto or any of {', '.join(SHAPES)}, not {','.join(names)!r}")
+    for name, least in dict(repeats=1, batch_size=1, seeds=1, iterations=0).items():
+        if globals()[name] < least:
+            raise ValueError(f"{name} must be at least {least}, not {globals()[name]}")
+    if max_seconds <= 0:
+        raise ValueError(f"max_seconds must be more than 0, not {max_seconds}")
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
 

@@ -151,7 +151,7 @@ class Positions:
 
     def __init__(self, config, q_pos, dtype):
         self.config, self.q_pos, self.dtype = config, q_pos, dtype
-        self.keys, self.n_keys, self.last_mask = None, -1, None  # what `mask` was last called with, and its answer
+        self.masks = {}   # {(id of keys, n_keys): the keys, so that their id stays theirs, and their mask}
         self.shared = {}  # what the cache of the first layer has computed for those of all others
         if config.position == 'rope':
             self.angles = self.cos_sin(q_pos)
@@ -182,9 +182,9 @@ class Positions:
         c = self.config
         if keys is None and c.position != 'alibi' and not 0 < c.window < n_keys - c.n_sink:
             return None
-        if keys is not self.keys or n_keys != self.n_keys:
-            self.keys, self.n_keys, self.last_mask = keys, n_keys, self.make_mask(keys, n_keys)
-        return self.last_mask
+        if (id(keys), n_keys) not in self.masks:
+            self.masks[id(keys), n_keys] = keys, self.make_mask(keys, n_keys)
+        return self.masks[id(keys), n_keys][1]
 
     def key_positions(self, keys, n_keys):
         if keys is not None:

@@ -55,7 +55,7 @@ def negative_log_likelihoods(model, tokens, cache=None, when_full='crop', keep=N
     The loss of each token of tokens (B, T), given the context that `generation.stream` would have had for it.
 
     Returns (nll, context), (T - 1 - skip, B) and (T - 1 - skip,). nll: in nats, of the tokens from number 1 + skip on.
-    context: how many tokens came before. cache: a `generation.Cache`; by default the model with its tuples.
+    context: how many tokens came before. cache: a `protocol.Cache`; by default the model with its tuples.
     when_full, keep, n_keep: as in `stream`, for prompts of one token.
     """
     cache, tokens = cache or TupleCache(model), gpt.as_int64('tokens', tokens)

@@ -3,7 +3,7 @@ Ways to store the keys and values of many sequences: the cache designs of other 
 
     operator         a cache as one function of tensors, after OpenPPL's KeyValueCache
     storage          rows of numbers: floats, int8, int4
-    placement        one forward pass: where new rows are written, which rows are read, what the mask hides
+    placement        one forward pass: where new rows are written, which rows are read, and the positions of their keys
     exclusive        a lock for operations that must not overlap, and recovery after interrupts
     base             sequence numbers, lengths and `step`, shared by the four caches below
     contiguous       block_size rows for each sequence, or a ring of rows for a window
@@ -17,8 +17,8 @@ Ways to store the keys and values of many sequences: the cache designs of other 
     blocks           which block holds which tokens, shared and counted, after vLLM
     paged            blocks with keys and values, and their use as a cache for sequences
 
-`make_cache` makes a cache for sequences. Its methods are `new`, `fork`, `truncate`, `free` and `step`, see
-`base.BaseCache`.
+`make_cache` makes a cache for sequences. Its methods are `new`, `fork`, `truncate`, `shift`, `free` and `step`, see
+`base.BaseCache`. All of them take models with any positions, grouped heads, windows and sinks.
 """
 from kvcache.cell_cache import CellSequences
 from kvcache.contiguous import ContiguousCache

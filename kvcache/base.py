@@ -6,6 +6,7 @@ import torch
 
 from kvcache.exclusive import Exclusive, exclusive
 from kvcache.placement import NotNumbers, check_tokens, dtype_of, logits_of, zero_all
+from kvcache.protocol import check_shift
 from kvcache.rotary import Rotary
 
 
@@ -158,14 +159,7 @@ class BaseCache(Exclusive):
         """
         self.remove_freed()
         length, config = self.length(seq), self.model.config
-        if config.position == 'learned':
-            raise ValueError(f"sequence {seq} cannot be shifted, the model has learned positions, which are in its "
-                             "keys and values: compute the tokens again at their new positions")
-        if config.window:
-            raise ValueError(f"sequence {seq} cannot be shifted, the model has a window of {config.window} and forgets "
-                             "what it has passed: go on without a shift")
-        if type(n_keep) is not int or type(n) is not int or n_keep < 0 or n < 0 or n_keep + n > length:
-            raise ValueError(f"sequence {seq} has {length} tokens: {n!r} behind the first {n_keep!r} cannot be removed")
+        check_shift(config, seq, length, n_keep, n)
         if n_keep + n == length or n == 0:
             self.cut_to(seq, length - n)
             return
@@ -225,7 +219,7 @@ class BaseCache(Exclusive):
     @torch.inference_mode()
     def step(self, work):
         """
-        Feed new tokens to some sequences: work has handles, starts and tokens, see `generation.Work`. Returns logits
+        Feed new tokens to some sequences: work has handles, starts and tokens, see `protocol.Work`. Returns logits
         (B, vocab_size), of each sequence's last token.
 
         A sequence that is longer than its start is first truncated to it. ValueError, with nothing changed, if work

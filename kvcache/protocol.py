@@ -24,7 +24,10 @@ class Cache(Protocol):
         """The handle of a new sequence that has all tokens of this one."""
 
     def truncate(self, handle, n):
-        """Keep the first n tokens of a sequence. ValueError if it has fewer."""
+        """
+        Keep the first n tokens of a sequence. ValueError if it has fewer, or if the next token would see some through
+        its window that are not stored any more.
+        """
 
     def shift(self, handle, n_keep, n):
         """
@@ -41,5 +44,17 @@ class Cache(Protocol):
 
         A sequence that is longer than its start is truncated to it first. ValueError if it is shorter, if there is no
         room, and on tokens that do not fit the model. After a step that failed each sequence has its first `start`
-        tokens.
+        tokens, or none if some of these are gone that the next token would see through its window.
         """
+
+
+def check_shift(config, seq, length, n_keep, n):
+    """ValueError unless n tokens behind the first n_keep can be removed from a sequence of `length` tokens."""
+    if config.position == 'learned':
+        raise ValueError(f"sequence {seq} cannot be shifted, the model has learned positions, which are in its keys "
+                         "and values: compute the tokens again at their new positions")
+    if config.window:
+        raise ValueError(f"sequence {seq} cannot be shifted, the model has a window of {config.window} and forgets "
+                         "what it has passed: go on without a shift")
+    if type(n_keep) is not int or type(n) is not int or n_keep < 0 or n < 0 or n_keep + n > length:
+        raise ValueError(f"sequence {seq} has {length} tokens: {n!r} behind the first {n_keep!r} cannot be removed")

@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from kvcache.protocol import check_shift
 from positions import rotary_angles, rotate
 
 
@@ -59,7 +60,7 @@ class TupleCache:
     def shift(self, handle, n_keep, n):
         """See `protocol.Cache.shift`."""
         length, c = self.length[handle], self.model.config
-        check_shift(c, length, n_keep, n)
+        check_shift(c, handle, length, n_keep, n)
         if list(self.row.values()).count(self.row[handle]) > 1:  # a row that forks share
             self.arrange([handle])
         row, angles = self.row[handle], None
@@ -88,7 +89,7 @@ class TupleCache:
         return sum(layer[i].nbytes for layer in [*(self.kv_cache or []), *(self.window or [])] for i in (0, 1))
 
     def step(self, work):
-        """See `generation.Cache.step`."""
+        """See `protocol.Cache.step`."""
         handles, starts, tokens = work
         for handle, start in zip(handles, starts):
             if start != self.length.get(handle, -1):
@@ -230,7 +231,7 @@ class NoCache:
         return 0
 
     def step(self, work):
-        """See `generation.Cache.step`. Sequences of different lengths are computed one by one."""
+        """See `protocol.Cache.step`. Sequences of different lengths are computed one by one."""
         for handle, start, new in zip(*work):
             self.tokens[handle] = torch.cat([self.tokens[handle][:start], new]) if start else new
         texts = [self.tokens[handle] for handle in work.handles]
@@ -245,15 +246,6 @@ def at(kv_cache, cache_pos, rows=None):
     on_cpu = rows if isinstance(rows, slice) else rows.cpu()  # where a `RollingKVCache` has its `first`
     return [(k_cache[rows], v_cache[rows], cache_pos, *(each[on_cpu] for each in first))
             for k_cache, v_cache, _, *first in kv_cache]
-
-
-def check_shift(config, length, n_keep, n):
-    """ValueError unless n tokens behind the first n_keep can be removed from a sequence of `length` tokens."""
-    if config.position == 'learned' or config.window:
-        raise ValueError(f"keys cannot move to other positions in a model with position={config.position} and "
-                         f"window={config.window}: learned positions are a part of them, and a window never fills")
-    if not (n_keep >= 0 and n >= 0 and n_keep + n <= length):
-        raise ValueError(f"{n} tokens behind the first {n_keep} cannot be removed: the cache holds {length}")
 
 
 def check_start(start, length):

@@ -91,7 +91,7 @@ def test_no_heads_of_keys_mean_as_many_as_queries(given, holds, said):
 def test_finetuning_keeps_the_window_of_a_folder(monkeypatch):
     """Of any format that is read: what reads it is replaced here."""
     model = tiny(position='rope', window=6, n_sink=1, n_kv_head=2, gelu='tanh')
-    monkeypatch.setattr(GPT, 'from_pretrained', lambda source, override_args: model)
+    monkeypatch.setattr(GPT, 'from_pretrained', lambda source, override_args, dtype: model)
     said = []
 
     def build(**given):
