@@ -261,7 +261,8 @@ def test_positions_mode(repo):
 
 
 def test_settings_of_these_modes_that_make_no_sense_end_in_one_line(repo):
-    for wrong, said in (('--seeds=0', 'seeds at least 1'), ('--iterations=-1', 'iterations at least 0'),
+    for wrong, said in (('--seeds=0', 'seeds must be at least 1, not 0'),
+                        ('--iterations=-1', 'iterations must be at least 0, not -1'),
                         ('--dtype=bfloat16', 'on a CPU in float32')):
         done = run(repo, 'bench.py', '--mode=recall', wrong)
         assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
