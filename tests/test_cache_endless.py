@@ -1,7 +1,6 @@
 """Random operations and interrupts at any line, on every cache of a model with a window: all logits are exact."""
 import itertools
 import os
-import sys
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from interrupts import interrupted
 from sliding import BLOCK, SINKS, ShiftedKeys, W, all_logits, feed, in_chunks, model, small_cache, texts
 
 import kvcache
@@ -102,28 +102,10 @@ TestStreams, TestCellsWithoutSinks = machine('streams', window=3, n_sink=2), mac
 FOLDER = os.path.dirname(kvcache.__file__)
 
 
-def interrupted(work, n):
-    """Run work and interrupt it at the n-th line that runs in kvcache/, but for the lock; False if it ends before."""
-    left = [n]
-
-    def trace(frame, event, arg):
-        file = frame.f_code.co_filename
-        if not file.startswith(FOLDER) or file.endswith('exclusive.py') or frame.f_code.co_name == 'recover':
-            return None
-        if event == 'line':
-            left[0] -= 1
-            if left[0] == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-    sys.settrace(trace)
-    try:
-        work()
-        return False
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
+def in_a_cache(code):
+    """Is this code of kvcache/, but for the lock and the recovery?"""
+    file = code.co_filename
+    return file.startswith(FOLDER) and not file.endswith('exclusive.py') and code.co_name != 'recover'
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -143,7 +125,7 @@ def test_after_an_interrupt_at_any_line_a_sequence_is_as_before_or_has_nothing(k
         feed(cache, [a], idx[None, :n_seen])
         c = cache.fork(a)
         work = {'step': lambda: feed(cache, [a, b], [idx[12:14], idx[:20]]), 'shift': lambda: cache.shift(a, 2, 4)}
-        ended = not interrupted(work[what], n)
+        ended = not interrupted(work[what], n, in_a_cache)
         assert cache.lengths[a] in {'step': (0, 12, 14), 'shift': (0, 12, 8)}[what] and cache.lengths[b] in (0, 20)
         if cache.lengths[a] == 8:
             assert (feed(cache, [a], idx[None, 12:14])[0] - shifted).abs().max() < 1e-10

@@ -1,6 +1,5 @@
 """Two caches for one model: every batch and every operation changes both or neither."""
 import os
-import sys
 
 import pytest
 import torch
@@ -8,6 +7,7 @@ from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from interrupts import interrupted
 from test_cache_layers import Recorder, deep_model, logits_in_chunks, recorded
 
 from kvcache import cells as cells_module
@@ -169,28 +169,12 @@ del test  # or it would be collected as one more
 
 # interrupts
 
-def interrupted(work, n):
-    """Run work and interrupt it at the n-th line that runs in cells.py and streams.py; False if it ends before."""
-    files = {os.path.abspath(module.__file__) for module in (cells_module, streams_module)}
-    left = [n]
+CELL_FILES = {os.path.abspath(module.__file__) for module in (cells_module, streams_module)}
 
-    def trace(frame, event, arg):
-        if frame.f_code.co_filename not in files or frame.f_code.co_name in ('recount', 'last_true'):
-            return None
-        if event == 'line':
-            left[0] -= 1
-            if left[0] == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return trace
-    sys.settrace(trace)
-    try:
-        work()
-        return False
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
+
+def in_cells(code):
+    """Is this code of cells.py and streams.py, but for the recovery?"""
+    return code.co_filename in CELL_FILES and code.co_name not in ('recount', 'last_true')
 
 
 OPERATIONS = {
@@ -214,7 +198,7 @@ def test_an_interrupt_leaves_no_cell_taken(name, unified):
         cache = CellCache(1, 1, 8, 16, 3, unified, n_swa=4, swa_type='standard', can_shift=True)
         for tokens in ({0: range(3), 1: range(3)}, {0: range(3, 6), 1: range(3, 6)}, {1: [6, 7]}):
             cache.place(cache.batch(tokens))
-        ended = not interrupted(lambda cache=cache: OPERATIONS[name](cache), n)
+        ended = not interrupted(lambda cache=cache: OPERATIONS[name](cache), n, in_cells)
         for cells in cache.streams:
             other = cells.copy()
             other.recount()

@@ -2,7 +2,7 @@
 import pytest
 import torch
 from conftest import TINY, run, sizes
-from test_train import log, train, train_in_two_processes, weights
+from test_train import check_that_two_processes_train_as_one, train
 
 import checkpoint as checkpoints
 import train as train_script
@@ -189,15 +189,8 @@ def test_a_compiled_training_step_is_the_step(kind, backend):
 
 
 def test_two_processes_train_a_window_model_as_one_does(repo):
-    shared = (*SINKS, '--dropout=0.0', '--gradient_accumulation_steps=2', '--max_iters=4', '--eval_interval=4')
-    one = train(repo, *shared, '--out_dir=one')
-    assert one.returncode == 0, one.stderr
-    train_in_two_processes(repo, *shared, '--out_dir=two')
-    for a, b in zip(log(repo / 'one'), log(repo / 'two'), strict=True):
-        for column in ('batch_loss', 'train_loss', 'val_loss'):
-            assert a[column] == b[column] == '' or float(a[column]) == pytest.approx(float(b[column]), abs=2e-5), (a, b)
-    a, b = weights(repo / 'one' / 'ckpt.pt'), weights(repo / 'two' / 'ckpt.pt')
-    assert all(torch.allclose(a[k], b[k], atol=1e-4) for k in a)
+    check_that_two_processes_train_as_one(repo, *SINKS, '--dropout=0.0', '--gradient_accumulation_steps=2',
+                                          '--max_iters=4', '--eval_interval=4')
 
 
 def test_the_endless_config_trains_a_model_that_goes_on_past_block_size(repo):

@@ -1,0 +1,28 @@
+"""A KeyboardInterrupt at any line, for tests of what an interrupted operation leaves."""
+import sys
+
+
+def interrupted(work, n, is_traced):
+    """
+    Run work, and interrupt it at the n-th line that runs in functions for whose code object is_traced(code) is true.
+    Returns False if it ends before.
+    """
+    left = [n]
+
+    def trace(frame, event, arg):
+        if not is_traced(frame.f_code):
+            return None
+        if event == 'line':
+            left[0] -= 1
+            if left[0] == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+    sys.settrace(trace)
+    try:
+        work()
+        return False
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
