@@ -99,7 +99,8 @@ def make_sequences(model, prompts, when_full=None, keep=None, n_keep=0):
     an empty prompt, on ids that are not in the vocabulary, and on settings that make no sense.
     """
     c, prompts = model.config, checked_prompts(model, prompts)
-    when_full, endless = when_full or default_when_full(model), c.max_positions == math.inf
+    endless = c.max_positions == math.inf
+    when_full = when_full or ('roll' if endless else 'crop')
     if endless or when_full == 'crop':
         if keep is not None or n_keep or when_full == 'shift' or (when_full == 'crop') is endless:
             raise ValueError(f"a model with position={c.position}, window={c.window} and n_sink={c.n_sink} takes "
@@ -118,11 +119,6 @@ def make_sequences(model, prompts, when_full=None, keep=None, n_keep=0):
                              f"must fit in {c.block_size}")
         sequences.append(Sequence(tokens, c.block_size, last, kept, shifts))
     return sequences
-
-
-def default_when_full(model):
-    """What `stream` does by default with a full context of this model."""
-    return 'roll' if model.config.max_positions == math.inf else 'crop'
 
 
 def checked_prompts(model, prompts):
