@@ -1,0 +1,130 @@
+"""
+What a step of the compiled model is told beside tokens and positions: which sequences there are, where their keys and
+values lie (`Runs`, one for each sequence), and in which arrays (`KVArrays`, one for each cache).
+
+A slot holds the keys and values of one position in all layers. The numbers of head h begin at
+slot * slot_stride + h * head_stride in each array, so that one rule finds them in every cache:
+
+    tuples    (B, H, n_slots, D)     slot (b * H) * n_slots + s, slot_stride D, head_stride n_slots * D
+    rows      (n, m, H * D)          slot i * m + j, slot_stride H * D, head_stride D; streams of cells, blocks of slots
+"""
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from decode.threads import aligned
+
+KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}  # as the compiled step sees them
+KV_GROUP = 32  # numbers of an int8 slot that share a scale
+
+
+class Runs:
+    """
+    The slots of one sequence in the order of its positions: rows of int64 (position, slot, n), which say that the n
+    positions from `position` on lie in the slots from `slot` on, side by side.
+
+    Positions ascend, and may be missing where no new token sees them. A run may be longer than the sequence is so far.
+    `table[:n]` are the rows, `address` is where they begin in memory.
+    """
+    __slots__ = 'table', 'n', 'address'
+
+    def __init__(self, rows=()):
+        self.n = 0
+        self.grow(max(4, len(rows)))
+        self.set(rows)
+
+    def grow(self, n):
+        table = aligned((n, 3), np.int64)
+        if self.n:
+            table[:self.n] = self.table[:self.n]
+        self.table, self.address = table, table.ctypes.data
+
+    def set(self, rows):
+        """Replace all rows."""
+        if len(rows) > len(self.table):
+            self.grow(2 * len(rows))
+        self.n = len(rows)
+        if self.n:
+            self.table[:self.n] = rows
+
+    def append(self, position, slot, n=1):
+        """Add n positions at the end. They extend the last run if they go on where it ends."""
+        if self.n:
+            last = self.table[self.n - 1]
+            length = int(last[2])
+            if last[0] + length == position and last[1] + length == slot:
+                last[2] = length + n
+                return
+        if self.n == len(self.table):
+            self.grow(2 * self.n)
+        self.table[self.n] = position, slot, n
+        self.n += 1
+
+    def cut(self, end):
+        """Remove the positions from `end` on."""
+        while self.n and self.table[self.n - 1, 0] >= end:
+            self.n -= 1
+        if self.n:
+            last = self.table[self.n - 1]
+            last[2] = min(last[2], end - last[0])
+
+
+class KVArrays:
+    """
+    The keys and values of all layers as the compiled step addresses them: n_slots slots in each array.
+
+    addresses: int64 (n_layer, 4), of keys, values, and for int8 the float32 scales of both, KV_GROUP numbers to a
+    scale. example: an empty array of their type. tensors: what the addresses are of, kept alive.
+    """
+
+    def __init__(self, tensors, n_slots, slot_stride, head_stride):
+        """tensors: for each layer (k, v) or (k, v, k_scale, v_scale), contiguous, on the CPU, of a type of `KINDS`."""
+        self.tensors, self.n_slots, self.slot_stride, self.head_stride = tensors, n_slots, slot_stride, head_stride
+        self.dtype = tensors[0][0].dtype
+        self.example = np.zeros(0, KINDS[self.dtype])
+        self.addresses = np.zeros((len(tensors), 4), np.int64)
+        self.find()
+
+    def find(self):
+        """Look up where the tensors are now."""
+        for row, of_layer in zip(self.addresses, self.tensors):
+            row[:len(of_layer)] = [t.data_ptr() for t in of_layer]
+
+    @classmethod
+    def of_layers(cls, layers):
+        """
+        Of `kvcache.placement.Layer`s, or None where they are stored in a way that the compiled step does not read: on
+        another device, transposed, in 4 or 64 bits, in float16, or in int8 with groups that go over more than one head.
+        """
+        first = layers[0]
+        width, head_dim = first.k.width, first.head_dim
+        for layer in layers:
+            for rows in (layer.k, layer.v):
+                data = rows.data
+                if (data.dtype not in KINDS or not data.is_cpu or not data.is_contiguous() or rows.bits == 4
+                        or rows.kind != first.k.kind or rows.shape != first.k.shape
+                        or rows.scale is not None and (rows.group != KV_GROUP or head_dim % KV_GROUP)):
+                    return None
+        tensors = [tuple(t for pair in zip(layer.k.tensors(), layer.v.tensors()) for t in pair) for layer in layers]
+        return cls(tensors, first.k.shape[0] * first.k.shape[1], width, head_dim)
+
+    @classmethod
+    def of_tuples(cls, kv_cache):
+        """Of a list of tuples (k_cache, v_cache, ...), float32 (B, H, n_slots, D). See `slot_of_tuple`."""
+        B, H, n_slots, D = kv_cache[0][0].shape
+        return cls([tuple(layer[:2]) for layer in kv_cache], max(0, B * H - H + 1) * n_slots, D, n_slots * D)
+
+
+@dataclass(frozen=True)
+class InputMetadata:
+    """
+    The sequences of one step, whose new tokens follow each other on one axis of N tokens.
+
+    query_lens: how many new tokens each sequence brings, at least 1; they are at consecutive positions, and their sum
+    is N. runs: the `Runs` of each sequence, with the new tokens' own positions and all that these see. wanted: the
+    rows, of N, whose logits are wanted, int64 (W,), ascending; None for the last row of each sequence.
+    """
+    query_lens: list
+    runs: list
+    wanted: np.ndarray | None = None
