@@ -87,7 +87,7 @@ def rate(model, idx, decoder, n_new):
 
 
 def row(rates, counts, n, name, B, fixed):
-    """The figures of one case beside n neighbours. rates: {(neighbours, shape, sequences, threads): tokens/s of runs}"""
+    """The figures of one case beside n neighbours. rates: {(neighbours, shape, sequences, threads): tok/s of runs}"""
     cores, mine, plain = n_cores(), rates[n, name, B, CHOSEN], rates[n, name, B, MODEL]
     quiet = statistics.median(rates[min(counts), name, B, CHOSEN])
     fair = quiet * cores / (cores + n)
