@@ -255,7 +255,7 @@ class PagedCache(BaseCache):
         tables, size = blocks.tables, blocks.block_size
         for seq, start, n in zip(seqs, starts, counts):
             runs = blocks.runs.get(seq)
-            if runs is None or start + n > len(tables[seq]) * size:
+            if runs is None or start + n > len(tables[seq]) * size or self.window and blocks.passed(seq):
                 runs = self.extended(seq, n)
             else:  # there is room in its last block
                 blocks.length[seq] = start + n

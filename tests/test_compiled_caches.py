@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import sizes
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from reference_executor import ReferenceExecutor
@@ -228,7 +228,8 @@ class TwinMachine(RuleBasedStateMachine):
 def machine(kind_, bits_=0, **how_):
     class Machine(TwinMachine):
         kind, bits, how = kind_, bits_, how_
-    Machine.TestCase.settings = settings(max_examples=sizes(5, 60), stateful_step_count=30, deadline=None)
+    Machine.TestCase.settings = settings(max_examples=sizes(5, 60), stateful_step_count=30, deadline=None,
+                                         phases=[Phase.generate])
     return Machine.TestCase
 
 
