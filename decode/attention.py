@@ -1,118 +1,230 @@
-"""Attention over the tuple cache and layer norm, as the compiled step computes them, one row at a time."""
+"""Attention over stored keys and values, as the compiled step computes it: one row's queries of one head of keys."""
 import math
 from collections import namedtuple
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
-from decode.layout import BATCH, BLOCK_SIZE, GROUP, HEAD_DIM, N_EMBD, N_HEAD, NEW_TOKENS, padded
-from decode.tiles import add_rows, dot_rows, sum_each, total, zeros
+from decode import layout
+from decode.kv_vectors import add_rows, dot_rows, load_stored_first, store_bfloat16_first, store_int8
+from decode.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD, padded
+from decode.plan import own_entry
+from decode.tiles import sum_each, total, zeros
 from decode.vectors import (
     LANES,
+    absolute,
     constant,
     exp,
-    first,
+    floats_at,
     fma,
+    lanes_from,
     larger,
     load,
     load_first,
+    longs_at,
     max_lanes,
+    pointer_like,
     splat,
     store,
     store_first,
     sum_lanes,
 )
 
-# the weights and biases of all layer norms, one after the other, each padded with zeros to a multiple of GROUP
-Norms = namedtuple('Norms', 'weight bias eps')
+# the keys and values of a layer, and the float32 scales of both if they are int8; see metadata.py
+LayerKV = namedtuple('LayerKV', 'k v k_scale v_scale')
+
+# the keys that a row sees, as ranges of OFFSETS: the sinks, and the last ones up to its own; sink_position: the row's
+# position as the sinks see it, see model.py's GPTConfig
+Seen = namedtuple('Seen', 'sinks sinks_end last last_end sink_position')
 
 
 @njit
-def layer_norm(x, x_at, norms, number, C, out, out_at):
-    """out = layer norm `number` of C floats of x, followed by zeros up to a multiple of LANES."""
-    at = number * padded(C, GROUP)
-    v = constant(0)
-    for i in range(0, C, LANES):
-        v = v + load(x, x_at + i)
-    mean = splat(np.float32(sum_lanes(v) / np.float32(C)))
-    v = constant(0)
-    for i in range(0, C, LANES):
-        d = first(load(x, x_at + i) - mean, C - i)
-        v = fma(d, d, v)
-    rstd = splat(np.float32(1 / math.sqrt(sum_lanes(v) / C + norms.eps)))
-    for i in range(0, C, LANES):
-        normed = (load(x, x_at + i) - mean) * rstd
-        store(out, out_at + i, fma(normed, load(norms.weight, at + i), load(norms.bias, at + i)))
+def layer_kv(like, memory, layer):
+    """The arrays of a layer; keys and values are of the type of `like`."""
+    arrays = longs_at(memory[layout.KV_ARRAYS])
+    return LayerKV(pointer_like(like, arrays[4 * layer]), pointer_like(like, arrays[4 * layer + 1]),
+                   floats_at(arrays[4 * layer + 2]), floats_at(arrays[4 * layer + 3]))
 
 
-@njit
-def attention(q, kv, k_cache, v_cache, cache_pos, sizes, heads, first_query, y, scratch):
-    """
-    Write the new keys and values of heads = (from, to) to the cache, and attend with the queries of these heads.
-
-    q: (rows, n_head, head_dim padded to LANES). kv: (rows, n_head, 2, the same), a head's keys and values.
-    first_query: the first of the T new tokens whose queries attend; T for none.
-    """
-    n_head, head_dim, block_size, B, T = (
-        sizes[N_HEAD], sizes[HEAD_DIM], sizes[BLOCK_SIZE], sizes[BATCH], sizes[NEW_TOKENS])
-    C_p, head_p = padded(sizes[N_EMBD], GROUP), padded(head_dim, LANES)
-    for b in range(B):
-        for h in range(heads[0], heads[1]):
-            at = (b * n_head + h) * block_size * head_dim
-            for t in range(T):
-                slot, new = at + (cache_pos[b] + t) * head_dim, ((b * T + t) * n_head + h) * 2 * head_p
-                for i in range(0, head_dim, LANES):
-                    store_first(k_cache, slot + i, load(kv, new + i), head_dim - i)
-                    store_first(v_cache, slot + i, load(kv, new + head_p + i), head_dim - i)
-            for t in range(first_query, T):
-                r = b * T + t
-                attend(q, (r * n_head + h) * head_p, k_cache, v_cache, at, cache_pos[b] + t + 1, head_dim,
-                       scratch.scores, y, r * C_p + h * head_dim)
+def store_head(stored, scales, at, x, x_at, head_dim):
+    """stored[at : at + head_dim] = x[x_at : x_at + head_dim], in the type of `stored`"""
 
 
-@njit
-def attend(q, q_at, k, v, at, n_keys, head_dim, scores, out, out_at):
-    """One query against n_keys keys and values at `at`, (n_keys, head_dim) each: softmax(q k / sqrt(head_dim)) v."""
-    scale = np.float32(1 / math.sqrt(head_dim))
-    t = 0
-    if head_dim % LANES == 0:
-        while t + LANES <= n_keys:  # the scores of LANES keys, one in each lane
-            sums = zeros(LANES, 1)
-            for i in range(0, head_dim, LANES):
-                sums = dot_rows(sums, k, at + t * head_dim + i, head_dim, load(q, q_at + i))
-            store(scores, t, sum_each(sums) * splat(scale))
-            t += LANES
-    store(scores, n_keys, constant(-math.inf))  # the lanes of the last vector beyond n_keys get the weight 0
-    while t < n_keys:
-        s = constant(0)
+@overload(store_head)
+def choose_store_head(stored, scales, at, x, x_at, head_dim):
+    def as_float32(stored, scales, at, x, x_at, head_dim):
         for i in range(0, head_dim, LANES):
-            s = fma(load_first(k, at + t * head_dim + i, head_dim - i), load(q, q_at + i), s)
-        scores[t] = sum_lanes(s) * scale
-        t += 1
+            store_first(stored, at + i, load(x, x_at + i), head_dim - i)
 
-    peak = constant(-math.inf)
-    for t in range(0, n_keys, LANES):
-        peak = larger(load(scores, t), peak)
-    top, sums = splat(max_lanes(peak)), constant(0)
-    for t in range(0, n_keys, LANES):
-        e = exp(load(scores, t) - top)
-        store(scores, t, e)
-        sums = sums + e
-    norm = splat(np.float32(1) / sum_lanes(sums))
+    def as_bfloat16(stored, scales, at, x, x_at, head_dim):
+        for i in range(0, head_dim, LANES):
+            store_bfloat16_first(stored, at + i, load(x, x_at + i), head_dim - i)
 
-    for i in range(0, head_dim, LANES):
-        if i + LANES <= head_dim:
-            eight, t = zeros(8, 1), 0
-            while t + 8 <= n_keys:
-                eight = add_rows(eight, v, at + t * head_dim + i, head_dim, scores, t)
-                t += 8
-            s = total(eight)
-            while t < n_keys:
-                s = fma(load(v, at + t * head_dim + i), splat(scores[t]), s)
-                t += 1
-            store(out, out_at + i, s * norm)
-        else:
+    def as_int8(stored, scales, at, x, x_at, head_dim):
+        for i in range(0, head_dim, KV_GROUP):
+            largest, not_numbers = constant(0), constant(0)
+            for j in range(i, i + KV_GROUP, LANES):
+                v = load(x, x_at + j)
+                largest, not_numbers = larger(absolute(v), largest), fma(v, constant(0), not_numbers)
+            scale = max(max_lanes(largest) / np.float32(127), np.float32(1e-5))
+            for j in range(i, i + KV_GROUP, LANES):
+                store_int8(stored, at + j, load(x, x_at + j) / splat(scale))
+            scales[(at + i) // KV_GROUP] = scale + sum_lanes(not_numbers)  # a NaN if there is one: int8 has none
+    return {types.float32: as_float32, types.uint16: as_bfloat16, types.int8: as_int8}[stored.dtype]
+
+
+@njit
+def rotate(x, at, angles, angle_at, half, out, out_at):
+    """out = x (2 * half,), each pair (i, i + half) turned by its angle: angles has half cosines, then half sines."""
+    for i in range(0, half, LANES):
+        n = half - i
+        a, b = load_first(x, at + i, n), load_first(x, at + half + i, n)
+        cos, sin = load_first(angles, angle_at + i, n), load_first(angles, angle_at + half + i, n)
+        store_first(out, out_at + i, a * cos - b * sin, n)
+        store_first(out, out_at + half + i, b * cos + a * sin, n)
+
+
+@njit
+def rotate_queries(memory, sizes, heads):
+    """Turn the queries of heads = (from, to) to their positions, and in Q_SINKS to where the sinks see them."""
+    head_dim, half, q_p = sizes[HEAD_DIM], sizes[HEAD_DIM] // 2, sizes[N_HEAD] * padded(sizes[HEAD_DIM], LANES)
+    q, q_sinks, angles = (floats_at(memory[layout.Q]), floats_at(memory[layout.Q_SINKS]),
+                          floats_at(memory[layout.ANGLES]))
+    for row in range(sizes[layout.N_ROWS]):
+        for head in range(heads[0], heads[1]):
+            at, angle_at = row * q_p + head * padded(head_dim, LANES), row * 4 * half
+            if sizes[layout.N_SINK]:
+                rotate(q, at, angles, angle_at + 2 * half, half, q_sinks, at)
+            rotate(q, at, angles, angle_at, half, q, at)
+
+
+@njit
+def write_keys_values(memory, sizes, kv_heads, stored, scratch):
+    """Store the new keys and values of kv_heads = (from, to) of all rows, keys turned to their positions."""
+    head_dim, head_p = sizes[HEAD_DIM], padded(sizes[HEAD_DIM], LANES)
+    new, angles = floats_at(memory[layout.KV]), floats_at(memory[layout.ANGLES])
+    offsets = longs_at(memory[layout.OFFSETS])
+    for row in range(sizes[layout.N_ROWS]):
+        for head in range(kv_heads[0], kv_heads[1]):
+            k_at = (row * sizes[N_KV_HEAD] + head) * 2 * head_p
+            at = offsets[own_entry(memory, row)] + head * sizes[HEAD_STRIDE]
+            if sizes[layout.POSITION] == layout.ROPE:
+                rotate(new, k_at, angles, row * 2 * head_dim, head_dim // 2, scratch.head, 0)
+                store_head(stored.k, stored.k_scale, at, scratch.head, 0, head_dim)
+            else:
+                store_head(stored.k, stored.k_scale, at, new, k_at, head_dim)
+            store_head(stored.v, stored.v_scale, at, new, k_at + head_p, head_dim)
+
+
+@njit
+def attention(memory, sizes, heads, stored, n_queries, every, scratch):
+    """
+    Attend with the queries of heads = (from, to): those of all rows if `every`, otherwise of the first n_queries rows
+    of WANTED. y: one row for each, in the same order.
+    """
+    wanted, positions = longs_at(memory[layout.WANTED]), longs_at(memory[layout.POSITIONS])
+    of_row = longs_at(memory[layout.SEQ_OF_ROW])
+    group, n_sink, window = sizes[N_HEAD] // sizes[N_KV_HEAD], sizes[layout.N_SINK], sizes[layout.WINDOW]
+    sequences = longs_at(memory[layout.SEQUENCES])
+    for i in range(n_queries):
+        row = i if every else wanted[i]
+        position = positions[row]
+        # the keys that are seen, as entries of OFFSETS: the sinks, and the last ones up to the row's own position
+        n_sinks = min(n_sink, position + 1)
+        n_last = position + 1 - n_sinks if window == 0 else min(window, position + 1 - n_sinks)
+        a, end = sequences[of_row[row] * layout.N_SEQUENCE_COLUMNS + layout.FIRST_OFFSET], own_entry(memory, row) + 1
+        seen = Seen(a, a + n_sinks, end - n_last, end, min(position, n_sink + window - 1) if n_sink else position)
+        for kv_head in range(heads[0] // group, (heads[1] + group - 1) // group):
+            of_group = max(heads[0], kv_head * group), min(heads[1], kv_head * group + group)
+            attend(memory, sizes, stored, row, kv_head, of_group, seen, scratch.scores, i)
+
+
+@njit
+def attend(memory, sizes, stored, row, kv_head, heads, seen, scores, y_row):
+    """The queries of one row for one head of keys and values: softmax(q k / sqrt(head_dim) + bias) v."""
+    head_dim, head_p = sizes[HEAD_DIM], padded(sizes[HEAD_DIM], LANES)
+    q, q_at = floats_at(memory[layout.Q]), (row * sizes[N_HEAD] + heads[0]) * head_p
+    q_sinks = floats_at(memory[layout.Q_SINKS]) if sizes[layout.POSITION] == layout.ROPE else q
+    offsets, y, at = longs_at(memory[layout.OFFSETS]), floats_at(memory[layout.Y]), kv_head * sizes[HEAD_STRIDE]
+    n_sinks, n_heads = seen.sinks_end - seen.sinks, heads[1] - heads[0]
+    n_keys = n_sinks + seen.last_end - seen.last
+    stride = padded(n_keys, LANES) + LANES
+    slopes = floats_at(memory[layout.SLOPES] + 4 * heads[0])
+    if n_sinks:
+        score(q_sinks, q_at, n_heads, head_dim, stored, at, offsets, seen.sinks, seen.sinks_end, -seen.sink_position,
+              slopes, scores, 0, stride)
+    score(q, q_at, n_heads, head_dim, stored, at, offsets, seen.last, seen.last_end, 1 + seen.last - seen.last_end,
+          slopes, scores, n_sinks, stride)
+    for h in range(n_heads):
+        norm = softmax(scores, h * stride, n_keys)
+        out_at = y_row * padded(sizes[layout.N_EMBD], GROUP) + (heads[0] + h) * head_dim
+        weigh(stored, at, offsets, seen, scores, h * stride, norm, head_dim, y, out_at)
+
+
+@njit
+def score(q, q_at, n_heads, head_dim, stored, at, offsets, key, end, distance, slopes, scores, to, stride):
+    """
+    scores[to + h * stride + i], for the n_heads queries at q_at and keys number key + i, up to end - 1. distance: that
+    of the first key from the query, at most 0. A score has the same bits whichever keys are computed with it.
+    """
+    scale, head_p = splat(np.float32(1 / math.sqrt(head_dim))), padded(head_dim, LANES)
+    if head_dim % LANES == 0:
+        while key + LANES <= end:  # the scores of LANES keys, one in each lane
+            for h in range(n_heads):
+                sums = zeros(LANES, 1)
+                for i in range(0, head_dim, LANES):
+                    of_query = load(q, q_at + h * head_p + i)
+                    sums = dot_rows(sums, stored.k, stored.k_scale, at + i, offsets, key, of_query)
+                bias = splat(slopes[h]) * lanes_from(distance)
+                store(scores, to + h * stride, fma(sum_each(sums), scale, bias))
+            key, to, distance = key + LANES, to + LANES, distance + LANES
+    while key < end:
+        for h in range(n_heads):
             s = constant(0)
-            for t in range(n_keys):
-                s = fma(load_first(v, at + t * head_dim + i, head_dim - i), splat(scores[t]), s)
-            store_first(out, out_at + i, s * norm, head_dim - i)
+            for i in range(0, head_dim, LANES):
+                k = load_stored_first(stored.k, stored.k_scale, offsets[key] + at + i, head_dim - i)
+                s = fma(k, load(q, q_at + h * head_p + i), s)
+            bias = splat(slopes[h]) * lanes_from(distance)
+            store_first(scores, to + h * stride, fma(splat(sum_lanes(s)), scale, bias), 1)
+        key, to, distance = key + 1, to + 1, distance + 1
+
+
+@njit
+def softmax(scores, at, n):
+    """Replace n scores by e ** (score - the largest). Returns 1 over their sum."""
+    store(scores, at + n, constant(-math.inf))  # the lanes of the last vector beyond n get no weight
+    peak = constant(-math.inf)
+    for i in range(0, n, LANES):
+        peak = larger(load(scores, at + i), peak)
+    top, sums = splat(max_lanes(peak)), constant(0)
+    for i in range(0, n, LANES):
+        e = exp(load(scores, at + i) - top)
+        store(scores, at + i, e)
+        sums = sums + e
+    return np.float32(1) / sum_lanes(sums)
+
+
+@njit
+def weigh(stored, at, offsets, seen, weights, first, norm, head_dim, out, out_at):
+    """
+    out = norm * the sum of the values that are seen, each times its weight, weights[first : ]. The sinks are added one
+    after the other, then eight keys at a time to eight sums, then what is left.
+    """
+    v, scales = stored.v, stored.v_scale
+    for i in range(0, head_dim, LANES):
+        n, s, w = head_dim - i, constant(0), first
+        for key in range(seen.sinks, seen.sinks_end):
+            s = fma(load_stored_first(v, scales, offsets[key] + at + i, n), splat(weights[w]), s)
+            w += 1
+        key = seen.last
+        if n >= LANES:
+            eight = zeros(8, 1)
+            while key + 8 <= seen.last_end:
+                eight = add_rows(eight, v, scales, at + i, offsets, key, weights, w)
+                key, w = key + 8, w + 8
+            s = s + total(eight)
+        while key < seen.last_end:
+            s = fma(load_stored_first(v, scales, offsets[key] + at + i, n), splat(weights[w]), s)
+            key, w = key + 1, w + 1
+        store_first(out, out_at + i, s * splat(norm), n)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from decode.forks import StepLock
-from decode.layers import with_length
+from decode.layers import make_room, with_length
 from decode.structure import check_structure
-from positions import Keys, RollingKVCache
+from positions import Keys
 
 step_lock = StepLock()  # one step at a time: a decoder's bound cache is of one
 
@@ -88,7 +88,7 @@ class CompiledDecoder:
         if type(cache_pos) is int and not 0 <= cache_pos < config.max_positions:
             raise ValueError(f"out of context: cache_pos {cache_pos} + 1 new token > block_size {config.block_size}")
         with torch.inference_mode():
-            held = column(make_room(kv_cache, cache_pos, config), B, idx.device) if config.window else None
+            held = column(make_room(kv_cache, cache_pos, 1, config), B, idx.device) if config.window else None
             positions = column(cache_pos, B, idx.device)
             try:
                 logits = self.step(self.model, idx.contiguous(), positions, held, *caches)
@@ -96,16 +96,6 @@ class CompiledDecoder:
                 reason = str(e).strip().splitlines()[0]
                 raise ValueError(f"torch.compile does not work here ({reason}): use the eager decoder") from e
         return logits.clone(), with_length(kv_cache, cache_pos + 1)
-
-
-def make_room(kv_cache, cache_pos, config):
-    """`RollingKVCache.make_room` for one token in all layers. Returns the position in slot n_sink, the same for all."""
-    layers = [RollingKVCache(*layer[:2], cache_pos, layer[3]) for layer in kv_cache]
-    held = [layer.make_room(1, config.window, config.n_sink) for layer in layers]
-    if not all(layer.first.equal(layers[0].first) for layer in layers):
-        # an interrupted step has moved the rows of some layers: move those of all
-        held = [layer.make_room(config.n_slots, config.window, config.n_sink) for layer in layers]
-    return held[0]
 
 
 def column(x, B, device):

@@ -1,5 +1,5 @@
 """
-The memory layout that the compiled step (kernel.py) shares with the Python code that calls it (cpu.py, packing.py).
+The memory layout that the compiled step (kernel.py) shares with the Python code that calls it (execute.py, packing.py).
 
 The step gets two int64 tables: `memory`, the addresses of all arrays, and `sizes`, the numbers that describe the model
 and the step. The constants here are the indices into these tables.
@@ -8,21 +8,41 @@ from numba import njit
 
 # inputs that share a scale when they are rounded to int8. All rows of activations are padded to a multiple of it
 GROUP = 64
+KV_GROUP = 32  # numbers of keys and values in int8 that share a scale
 
-# sizes: of the model, and of this step
-(N_LAYER, N_HEAD, HEAD_DIM, N_EMBD, BLOCK_SIZE, VOCAB_SIZE,
- TANH_GELU,     # 1 for GELU's approximation by tanh, 0 for the exact one
- BATCH,         # sequences, B
- NEW_TOKENS,    # of each sequence, T
- WANT_LOGITS,   # 1, or 0 if only the keys and values are needed
- N_PROBES, N_SIZES) = range(12)
+# sizes: of the model
+(N_LAYER, N_HEAD, N_KV_HEAD, HEAD_DIM, N_EMBD, VOCAB_SIZE,
+ MAX_POSITIONS,  # positions are below
+ POSITION,       # LEARNED, ROPE, ALIBI or NONE
+ WINDOW, N_SINK,  # 0: every token sees all before it
+ TANH_GELU,      # 1 for GELU's approximation by tanh, 0 for the exact one
+ N_PROBES,
+ # of this step
+ N_ROWS,         # new tokens of all sequences, N
+ N_SEQ,          # sequences, S
+ N_WANTED,       # rows whose logits are wanted, W
+ # of the cache, see metadata.py
+ N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(19)
+
+LEARNED, ROPE, ALIBI, NONE = range(4)
 
 # memory: the address of
-(TOKENS,        # int64 (B, T)
- LOGITS,        # float32 (B, vocab_size), of each sequence's last token
- CACHE_POS,     # int64 (B,)
- CACHES,        # int64 (2 * n_layer): the addresses of each layer's k_cache and v_cache
+(TOKENS,        # int64 (N,)
+ POSITIONS,     # int64 (N,)
+ QUERY_STARTS,  # int64 (S + 1,): the first row of each sequence, and N
+ RUNS,          # int64 (S,): the address of each sequence's table of runs, see metadata.py
+ N_RUNS,        # int64 (S,)
+ WANTED,        # int64 (W,): rows, ascending
+ LOGITS,        # float32 (W, vocab_size)
+ KV_ARRAYS,     # int64 (n_layer, 4): the addresses of each layer's keys, values and their scales
+ WRITTEN,       # uint8 (n_slots,): zeros between two steps
+ OFFSETS,       # int64: slot * slot_stride of all keys that each sequence sees, in the order of positions, see plan.py
+ SEQUENCES,     # int64 (S, N_SEQUENCE_COLUMNS): where those of each sequence are
+ SEQ_OF_ROW,    # int64 (N,)
+ REFUSED_AT,    # int64 (2,): the sequence and the position that were refused
  WTE, WPE,      # the model's own embeddings, float32
+ FREQUENCIES,   # float64 (head_dim / 2,): of rotary positions
+ SLOPES,        # float32 (n_head,): ALiBi's, or zeros
  PANELS,        # the packed weights of all linears, see linears.py
  LINEARS,       # int64 (number of linears, N_COLUMNS)
  SCALE, BIAS,   # float32, of each output row of all linears
@@ -34,18 +54,24 @@ GROUP = 64
  BARRIER,       # a counter, see threads.py
  CLAIMS,        # int64 (number of linears, LINE): how many parts of each linear the threads have claimed
  X,             # float32 (rows, n_embd padded): the residual stream
- Q, KV,         # float32 (rows, heads padded): queries; keys and values, head by head
+ Q, Q_SINKS,    # float32 (rows, heads padded): queries; the same, turned for the sinks
+ KV,            # float32 (rows, 2 * kv heads padded): keys and values, head by head
  Y,             # float32 (rows, n_embd padded): what attention gives
  FF,            # float32 (rows, 4 * n_embd padded): the MLP's hidden layer
- SCRATCH) = range(24)  # from here on N_SCRATCH addresses for each thread
+ ANGLES,        # float32 (rows, 4, head_dim / 2): cos and sin of each row's rotation, and of its rotation for sinks
+ SCRATCH) = range(37)  # from here on N_SCRATCH addresses for each thread
+
+# the columns of SEQUENCES: the first of a sequence's OFFSETS; how many of them are of sinks; the position of the next
+FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
 
 # each thread's scratch: the address at memory[SCRATCH + N_SCRATCH * thread + ...] of
 (NORMED,        # float32 (rows, n_embd padded): layer-normed rows
- SCORES,        # float32 (block_size padded): attention scores of one query
+ SCORES,        # float32 (heads of a group, keys padded): attention scores of one row's queries
+ HEAD,          # float32 (head_dim padded): a rotated key
  SUMS,          # float32 (8, LANES): sums of a tile
  ROUNDED,       # uint8 (rows, 4 * n_embd padded): rows rounded to int8
  SCALES,        # float32 (rows, groups): their scales
- N_SCRATCH) = range(6)
+ N_SCRATCH) = range(7)
 
 # the linears of a layer, in order; lm_head comes after the last layer
 QUERIES, KEYS_VALUES, ATTENTION_PROJECTION, MLP_HIDDEN, MLP_PROJECTION, LINEARS_PER_LAYER = range(6)

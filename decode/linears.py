@@ -45,8 +45,6 @@ CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in 
 # table that says where each linear is, see layout.py
 Linears = namedtuple('Linears', 'panels scale bias start table')
 
-# the arrays that only one thread uses, see layout.py
-ThreadScratch = namedtuple('ThreadScratch', 'normed scores sums rounded scales')
 
 Team = namedtuple('Team', 'thread n_threads claims')  # one thread of those that share the step
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from decode.layout import KV_GROUP
 from decode.threads import aligned
 
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}  # as the compiled step sees them
-KV_GROUP = 32  # numbers of an int8 slot that share a scale
 
 
 class Runs:
@@ -75,14 +75,15 @@ class KVArrays:
     The keys and values of all layers as the compiled step addresses them: n_slots slots in each array.
 
     addresses: int64 (n_layer, 4), of keys, values, and for int8 the float32 scales of both, KV_GROUP numbers to a
-    scale. example: an empty array of their type. tensors: what the addresses are of, kept alive.
+    scale. example: an empty array of their type. tensors: what the addresses are of, kept alive. written: uint8
+    (n_slots,), in which a step marks the slots that it will write.
     """
 
     def __init__(self, tensors, n_slots, slot_stride, head_stride):
         """tensors: for each layer (k, v) or (k, v, k_scale, v_scale), contiguous, on the CPU, of a type of `KINDS`."""
         self.tensors, self.n_slots, self.slot_stride, self.head_stride = tensors, n_slots, slot_stride, head_stride
         self.dtype = tensors[0][0].dtype
-        self.example = np.zeros(0, KINDS[self.dtype])
+        self.example, self.written = np.zeros(0, KINDS[self.dtype]), aligned(n_slots, np.uint8)
         self.addresses = np.zeros((len(tensors), 4), np.int64)
         self.find()
 
@@ -90,6 +91,7 @@ class KVArrays:
         """Look up where the tensors are now."""
         for row, of_layer in zip(self.addresses, self.tensors):
             row[:len(of_layer)] = [t.data_ptr() for t in of_layer]
+        self.pointers = [t.data_ptr() for of_layer in self.tensors for t in of_layer]
 
     @classmethod
     def of_layers(cls, layers):

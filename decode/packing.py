@@ -30,13 +30,11 @@ def check_model(model):
 
     check_structure(model)
     c, t = model.config, model.transformer
-    for name, known in (('position', 'learned'), ('n_kv_head', c.n_head), ('window', 0)):
-        if getattr(c, name) != known:
-            raise ValueError(f"the CPU decoder does not know {name}={getattr(c, name)!r} yet: use the eager decoder")
     linears = [linear for b in t.h for linear in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)]
     linears.append(model.lm_head)
     dropouts = [t.drop, *(dropout for b in t.h for dropout in (b.attn.resid_dropout, b.mlp.dropout))]
-    for kind, modules in ((nn.Linear, linears), (nn.LayerNorm, norms_of(model)), (nn.Embedding, [t.wte, t.wpe]),
+    embeddings = [t.wte, t.wpe] if c.position == 'learned' else [t.wte]
+    for kind, modules in ((nn.Linear, linears), (nn.LayerNorm, norms_of(model)), (nn.Embedding, embeddings),
                           (nn.GELU, [b.mlp.gelu for b in t.h]), (nn.Dropout, dropouts)):
         for module in modules:
             if type(module) is not kind:
@@ -66,8 +64,10 @@ def shapes_of(model):
     c = model.config
     C, t = c.n_embd, 'transformer.'
     shapes = {name: (c.vocab_size, C) for name in ('lm_head.weight', t + 'wte.weight')}
-    shapes[t + 'wpe.weight'] = (c.block_size, C)
-    linears = {'attn.c_attn': (3 * C, C), 'attn.c_proj': (C, C), 'mlp.c_fc': (4 * C, C), 'mlp.c_proj': (C, 4 * C)}
+    if c.position == 'learned':
+        shapes[t + 'wpe.weight'] = (c.block_size, C)
+    linears = {'attn.c_attn': ((c.n_head + 2 * c.n_kv_head) * c.head_dim, C), 'attn.c_proj': (C, C),
+               'mlp.c_fc': (4 * C, C), 'mlp.c_proj': (C, 4 * C)}
     for layer in range(c.n_layer):
         shapes |= {f'{t}h.{layer}.{name}.weight': shape for name, shape in linears.items()}
         shapes |= {f'{t}h.{layer}.{name}.weight': (C,) for name in ('ln_1', 'ln_2')}
@@ -87,14 +87,15 @@ def linears_of(model):
     padded to a multiple of LANES, so that each thread can compute some of the heads.
     """
     c = model.config
-    head_dim = c.n_embd // c.n_head
-    pad = padded(head_dim, LANES) - head_dim
+    pad = padded(c.head_dim, LANES) - c.head_dim
     for block in model.transformer.h:
         weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
-        w = F.pad(weight.view(3, c.n_head, head_dim, c.n_embd), (0, 0, 0, pad))
-        b = [None, None] if bias is None else F.pad(bias.view(3, c.n_head, head_dim), (0, pad)).tensor_split([1])
-        yield w[0].flatten(0, 1), b[0] if bias is None else b[0].flatten()
-        yield w[1:].transpose(0, 1).flatten(0, 2), b[1] if bias is None else b[1].transpose(0, 1).flatten()
+        heads = F.pad(weight.unflatten(0, (-1, c.head_dim)), (0, 0, 0, pad))  # (heads, head_dim padded, C)
+        biases = None if bias is None else F.pad(bias.unflatten(0, (-1, c.head_dim)), (0, pad))
+        yield heads[:c.n_head].flatten(0, 1), None if bias is None else biases[:c.n_head].flatten()
+        k_and_v = heads[c.n_head:].unflatten(0, (2, -1)).transpose(0, 1)  # (n_kv_head, 2, ...)
+        yield k_and_v.flatten(0, 2), None if bias is None else biases[c.n_head:].unflatten(0, (2, -1)).transpose(
+            0, 1).flatten()
         for linear in (block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
             yield linear.weight, linear.bias
     yield model.lm_head.weight, None

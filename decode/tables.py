@@ -1,5 +1,8 @@
 """The two tables that the compiled step reads, and the arrays whose addresses are in them; see layout.py."""
+import math
+
 import numpy as np
+import torch
 
 from decode import layout
 from decode.fingerprint import Watch, probe
@@ -7,6 +10,30 @@ from decode.layout import GROUP
 from decode.packing import padded
 from decode.threads import aligned
 from decode.vectors import LANES
+from positions import alibi_slopes
+
+POSITIONS = dict(learned=layout.LEARNED, rope=layout.ROPE, alibi=layout.ALIBI, none=layout.NONE)
+
+
+class StepInputs:
+    """
+    What a step of up to n_rows tokens is given, and its list of slots: `arrays`, {index: array}. Each array is also an
+    attribute. They keep their size; a larger step gets new ones.
+    """
+
+    def __init__(self, config, n_rows):
+        c, self.n_rows = config, n_rows
+        most_keys = c.n_sink + c.window if c.window else c.block_size  # that one token sees
+        self.positions, self.seq_of_row = aligned(n_rows, np.int64), aligned(n_rows, np.int64)
+        self.query_starts, self.wanted = aligned(n_rows + 1, np.int64), aligned(n_rows, np.int64)
+        self.runs, self.n_runs = aligned(n_rows, np.int64), aligned(n_rows, np.int64)
+        self.refused_at = aligned(2, np.int64)
+        self.arrays = {
+            layout.POSITIONS: self.positions, layout.SEQ_OF_ROW: self.seq_of_row,
+            layout.QUERY_STARTS: self.query_starts, layout.WANTED: self.wanted, layout.RUNS: self.runs,
+            layout.N_RUNS: self.n_runs, layout.REFUSED_AT: self.refused_at,
+            layout.OFFSETS: aligned(n_rows * (most_keys + 1), np.int64),
+            layout.SEQUENCES: aligned((n_rows, layout.N_SEQUENCE_COLUMNS), np.int64)}
 
 
 class Activations:
@@ -17,15 +44,16 @@ class Activations:
     """
 
     def __init__(self, config, n_rows, n_threads):
-        c = config
-        C_p, ff_p = padded(c.n_embd, GROUP), padded(4 * c.n_embd, GROUP)
-        q_p = c.n_head * padded(c.n_embd // c.n_head, LANES)
-        self.n_rows, self.cache_pos = n_rows, np.zeros(n_rows, np.int64)
-        widths = {layout.X: C_p, layout.Q: q_p, layout.KV: 2 * q_p, layout.Y: C_p, layout.FF: ff_p}
+        c, self.n_rows = config, n_rows
+        C_p, ff_p, head_p = padded(c.n_embd, GROUP), padded(4 * c.n_embd, GROUP), padded(c.head_dim, LANES)
+        most_keys, group = c.n_sink + c.window if c.window else c.block_size, c.n_head // c.n_kv_head
+        widths = {layout.X: C_p, layout.Q: c.n_head * head_p, layout.KV: 2 * c.n_kv_head * head_p, layout.Y: C_p,
+                  layout.FF: ff_p, layout.Q_SINKS: c.n_head * head_p if c.n_sink else 0,
+                  layout.ANGLES: 2 * c.head_dim if c.position == 'rope' else 0}
         self.shared = {index: aligned((n_rows, n), np.float32) for index, n in widths.items()}
-        self.shared[layout.CACHE_POS] = self.cache_pos
         self.scratch = [{layout.NORMED: aligned((n_rows, C_p), np.float32),
-                         layout.SCORES: aligned(padded(c.block_size, LANES) + LANES, np.float32),
+                         layout.SCORES: aligned((group, padded(most_keys, LANES) + LANES), np.float32),
+                         layout.HEAD: aligned(head_p, np.float32),
                          layout.SUMS: aligned((8, LANES), np.float32),
                          layout.ROUNDED: aligned((n_rows, ff_p), np.uint8),
                          layout.SCALES: aligned((n_rows, ff_p // GROUP), np.float32)} for _ in range(n_threads)]
@@ -35,11 +63,28 @@ class PackedModel:
     """The model at the moment when its weights were packed, and the values of it that each step compares."""
 
     def __init__(self, model):
-        self.watch, self.block_size = Watch(model), model.config.block_size
+        c, t = model.config, model.transformer
+        self.watch, self.settings, self.max_positions = Watch(model), settings_of(c), c.max_positions
         probes = [probe(p) for p in model.parameters()]
-        self.probes = np.array([p.ctypes.data + i * p.strides[0] for p in probes for i in range(len(p))], np.int64)
-        self.values = np.concatenate(probes)
-        self.wte, self.wpe = model.transformer.wte.weight.data_ptr(), model.transformer.wpe.weight.data_ptr()
+        probed = np.array([p.ctypes.data + i * p.strides[0] for p in probes for i in range(len(p))], np.int64)
+        self.wte, self.wpe = t.wte.weight.data_ptr(), t.wpe.weight.data_ptr() if c.position == 'learned' else 0
+        slopes = alibi_slopes(c.n_head, torch.float32).numpy() if c.position == 'alibi' else np.zeros(c.n_head)
+        self.arrays = {
+            layout.PROBES: probed, layout.PACKED_PROBES: np.concatenate(probes),
+            layout.SLOPES: slopes.astype(np.float32),
+            layout.FREQUENCIES: float(c.rope_theta) ** (-np.arange(0, c.head_dim, 2, np.float64) / c.head_dim)}
+        self.sizes = {
+            layout.N_LAYER: c.n_layer, layout.N_HEAD: c.n_head, layout.N_KV_HEAD: c.n_kv_head,
+            layout.HEAD_DIM: c.head_dim, layout.N_EMBD: c.n_embd, layout.VOCAB_SIZE: c.vocab_size,
+            layout.MAX_POSITIONS: 2**62 if c.max_positions == math.inf else c.max_positions,
+            layout.POSITION: POSITIONS[c.position], layout.WINDOW: c.window, layout.N_SINK: c.n_sink,
+            layout.TANH_GELU: c.gelu == 'tanh', layout.N_PROBES: len(probed)}
+
+
+def settings_of(config):
+    """What a step depends on beside the weights, and what may change in a model: see `crop_block_size`."""
+    c = config
+    return c.block_size, c.position, c.rope_theta, c.window, c.n_sink, c.gelu
 
 
 class StepTables:
@@ -50,9 +95,9 @@ class StepTables:
     An object keeps all arrays alive whose addresses it has, so a decoder replaces it as a whole.
     """
 
-    def __init__(self, config, packed, activations, arrays):
-        c, self.packed, self.activations = config, packed, activations
-        self.arrays = arrays | activations.shared | {layout.PROBES: packed.probes, layout.PACKED_PROBES: packed.values}
+    def __init__(self, packed, inputs, activations, arrays):
+        self.packed, self.inputs, self.activations = packed, inputs, activations
+        self.arrays = arrays | activations.shared | inputs.arrays | packed.arrays
         self.memory = np.zeros(layout.SCRATCH + layout.N_SCRATCH * len(activations.scratch), np.int64)
         self.memory[layout.WTE], self.memory[layout.WPE] = packed.wte, packed.wpe
         for index, array in self.arrays.items():
@@ -61,17 +106,16 @@ class StepTables:
             for index, array in scratch.items():
                 self.memory[layout.SCRATCH + layout.N_SCRATCH * thread + index] = array.ctypes.data
         self.sizes = np.zeros(layout.N_SIZES, np.int64)
-        for index, size in ((layout.N_LAYER, c.n_layer), (layout.N_HEAD, c.n_head), (layout.N_EMBD, c.n_embd),
-                            (layout.HEAD_DIM, c.n_embd // c.n_head), (layout.BLOCK_SIZE, packed.block_size),
-                            (layout.VOCAB_SIZE, c.vocab_size), (layout.TANH_GELU, c.gelu == 'tanh'),
-                            (layout.N_PROBES, len(packed.probes)),
-                            (layout.BATCH, 0), (layout.NEW_TOKENS, 1), (layout.WANT_LOGITS, 1)):
+        for index, size in packed.sizes.items():
             self.sizes[index] = size
         self.addresses = self.memory.ctypes.data, self.sizes.ctypes.data
-        self.step = None  # (B, T, want_logits), as they are in sizes
+        self.kv = None    # the `KVArrays` whose addresses are in memory
+        self.step = None  # what of the last step is still in sizes and inputs, see `CPUDecoder.run_tuples`
 
-    def set_step(self, step):
-        """Write (B, T, want_logits) to sizes. `step` is None meanwhile: an interrupt may leave some of them written."""
-        self.step = None
-        self.sizes[layout.BATCH], self.sizes[layout.NEW_TOKENS], self.sizes[layout.WANT_LOGITS] = step
-        self.step = step
+    def bind(self, kv):
+        """Write the addresses of a `KVArrays` where the step reads them."""
+        self.kv = self.step = None  # an interrupt from here on leaves no arrays bound
+        self.memory[layout.KV_ARRAYS], self.memory[layout.WRITTEN] = kv.addresses.ctypes.data, kv.written.ctypes.data
+        self.sizes[layout.N_SLOTS], self.sizes[layout.SLOT_STRIDE] = kv.n_slots, kv.slot_stride
+        self.sizes[layout.HEAD_STRIDE] = kv.head_stride
+        self.kv = kv

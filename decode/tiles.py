@@ -158,33 +158,6 @@ def scale_tile(typing, totals, sums, scale, i, stride):
     return totals(totals, sums, scale, types.int64, types.int64), emit
 
 
-@intrinsic(prefer_literal=True)
-def dot_rows(typing, sums, array, i, stride, v):
-    """sums[r] + array[i + r * stride : + LANES] * v, for each r"""
-    def emit(context, builder, sig, args):
-        sums, array, i, stride, v = args
-        sums = cgutils.unpack_tuple(builder, sums)
-        for r in range(len(sums)):
-            p = address(builder, array, builder.add(i, builder.mul(stride, I64(r))), FLOATS)
-            sums[r] = emit_fma(builder, emit_load(builder, p), v, sums[r])
-        return context.make_tuple(builder, sig.return_type, sums)
-    return sums(sums, array, types.int64, types.int64, floats), emit
-
-
-@intrinsic(prefer_literal=True)
-def add_rows(typing, sums, array, i, stride, p, j):
-    """sums[r] + array[i + r * stride : + LANES] * p[j + r], for each r"""
-    def emit(context, builder, sig, args):
-        sums, array, i, stride, p, j = args
-        sums = cgutils.unpack_tuple(builder, sums)
-        for r in range(len(sums)):
-            row = address(builder, array, builder.add(i, builder.mul(stride, I64(r))), FLOATS)
-            weight = emit_load(builder, address(builder, p, builder.add(j, I64(r))))
-            sums[r] = emit_fma(builder, emit_load(builder, row), broadcast(builder, weight), sums[r])
-        return context.make_tuple(builder, sig.return_type, sums)
-    return sums(sums, array, types.int64, types.int64, p, types.int64), emit
-
-
 @intrinsic
 def total(typing, sums):
     """The vectors of a tile, added up"""

@@ -83,7 +83,7 @@ def emit_fma(builder, a, b, c):
     return call(builder, f'llvm.fma.v{LANES}f32', FLOATS, a, b, c)
 
 
-def _to_ints(builder, v):
+def to_ints(builder, v):
     # fptosi leaves the result of a NaN undefined; the saturating one gives 0
     return call(builder, f'llvm.fptosi.sat.v{LANES}i32.v{LANES}f32', INTS, v)
 
@@ -94,7 +94,7 @@ def emit_sum(builder, values, add):
     return values[0]
 
 
-def _first_lanes(builder, n):
+def first_lanes(builder, n):
     """The mask of the first n lanes."""
     lanes = ir.Constant(ir.VectorType(I64, LANES), list(range(LANES)))
     return builder.icmp_signed('<', lanes, broadcast(builder, n))
@@ -115,7 +115,7 @@ def load_first(typing, array, i, n):
     """The first n of array[i : i + LANES], and zero in the other lanes; nothing beyond them is touched."""
     def emit(context, builder, sig, args):
         p = address(builder, args[0], args[1], FLOATS)
-        mask = _first_lanes(builder, args[2])
+        mask = first_lanes(builder, args[2])
         return call(builder, f'llvm.masked.load.v{LANES}f32.p0', FLOATS, p, I32(4), mask, same(0.0, FLOATS))
     return floats(array, types.int64, types.int64), emit
 
@@ -134,7 +134,7 @@ def store_first(typing, array, i, v, n):
     """array[i : i + n] = the first n lanes of v"""
     def emit(context, builder, sig, args):
         p = address(builder, args[0], args[1], FLOATS)
-        mask = _first_lanes(builder, args[3])
+        mask = first_lanes(builder, args[3])
         call(builder, f'llvm.masked.store.v{LANES}f32.p0', ir.VoidType(), args[2], p, I32(4), mask)
         return context.get_dummy_value()
     return types.void(array, types.int64, floats, types.int64), emit
@@ -144,7 +144,7 @@ def store_first(typing, array, i, v, n):
 def store_bytes(typing, array, i, v):
     """array[i : i + LANES] = v rounded to the nearest whole number (half to even) plus 128, as uint8; v within +-127"""
     def emit(context, builder, sig, args):
-        whole = _to_ints(builder, call(builder, f'llvm.rint.v{LANES}f32', FLOATS, args[2]))
+        whole = to_ints(builder, call(builder, f'llvm.rint.v{LANES}f32', FLOATS, args[2]))
         small = builder.trunc(builder.add(whole, same(128, INTS)), ir.VectorType(I8, LANES))
         builder.store(small, address(builder, args[0], args[1], small.type)).align = 1
         return context.get_dummy_value()
@@ -163,8 +163,8 @@ def _pointer_to(dtype):
     return at
 
 
-floats_at, bytes_at, shorts_at, ints_at, longs_at = map(
-    _pointer_to, (types.float32, types.uint8, types.int16, types.int32, types.int64))
+floats_at, doubles_at, bytes_at, shorts_at, ints_at, longs_at = map(
+    _pointer_to, (types.float32, types.float64, types.uint8, types.int16, types.int32, types.int64))
 
 
 @intrinsic
@@ -241,8 +241,17 @@ def absolute(typing, a):
 def first(typing, v, n):
     """v in the first n lanes, zero in the others"""
     def emit(context, builder, sig, args):
-        return builder.select(_first_lanes(builder, args[1]), args[0], same(0.0, FLOATS))
+        return builder.select(first_lanes(builder, args[1]), args[0], same(0.0, FLOATS))
     return floats(floats, types.int64), emit
+
+
+@intrinsic
+def lanes_from(typing, n):
+    """n, n + 1, ... n + LANES - 1 as float32"""
+    def emit(context, builder, sig, args):
+        lanes = builder.add(broadcast(builder, builder.trunc(args[0], I32)), ir.Constant(INTS, list(range(LANES))))
+        return builder.sitofp(lanes, FLOATS)
+    return floats(types.int64), emit
 
 
 @intrinsic
@@ -274,7 +283,7 @@ def times_power_of_two(typing, v, n):
     """v * 2 ** n, for whole n in [-126, 127]"""
     def emit(context, builder, sig, args):
         # the bits of the float 2 ** n: n + 127 in the exponent
-        power = builder.shl(builder.add(_to_ints(builder, args[1]), same(127, INTS)), same(23, INTS))
+        power = builder.shl(builder.add(to_ints(builder, args[1]), same(127, INTS)), same(23, INTS))
         return builder.fmul(args[0], builder.bitcast(power, FLOATS))
     return floats(floats, floats), emit
 

@@ -52,7 +52,7 @@ def test_a_long_prefill_is_checked_once_and_before_its_first_chunk(monkeypatch, 
             cache = [layer.clone() for layer in cache]
         checks.clear()
         decoder(idx, cache)
-        assert len(checks) == 1
+        assert len(checks) == (not bound)  # the kernel checks it all
     bad, at = idx.clone(), pos
     if wrong == 'last token':
         bad[0, -1] = 29

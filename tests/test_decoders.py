@@ -195,10 +195,10 @@ def test_a_nan_reaches_the_logits(weights, where):
 
 
 def test_compiled_code_on_disk_is_keyed_by_all_files_that_are_compiled():
-    from decode import cpu
-    folder = Path(cpu.__file__).parent
+    from decode import native
+    folder = Path(native.__file__).parent
     compiled = {path.name for path in folder.glob('*.py') if re.search('^from numba import', path.read_text(), re.M)}
-    assert compiled == {Path(module.__file__).name for module in cpu.COMPILED}
+    assert compiled == {Path(module.__file__).name for module in native.COMPILED}
 
 
 def test_indices_of_the_step_tables():

@@ -1,0 +1,126 @@
+"""
+Vectors of stored keys and values for numba, of float32, bfloat16 (as uint16) and int8, always float32 in registers.
+
+An int8 number is code * scale; KV_GROUP numbers share a scale, whose index follows from that of the number. Numbers are
+rounded as kvcache/storage.py rounds them.
+"""
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from decode.layout import KV_GROUP
+from decode.vectors import (
+    F32,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    LANES,
+    address,
+    broadcast,
+    call,
+    emit_fma,
+    emit_load,
+    first_lanes,
+    floats,
+    same,
+    to_ints,
+)
+
+STORED = {types.float32: F32, types.uint16: I16, types.int8: I8}
+SHIFT = KV_GROUP.bit_length() - 1
+
+
+def widened(builder, kind, codes, scales, i):
+    """Stored numbers as float32: those of int8 times the scale of number i."""
+    if kind == types.float32:
+        return codes
+    if kind == types.uint16:
+        return builder.bitcast(builder.shl(builder.zext(codes, INTS), same(16, INTS)), FLOATS)
+    scale = emit_load(builder, address(builder, scales, builder.lshr(i, I64(SHIFT))))
+    return builder.fmul(builder.sitofp(builder.sext(codes, INTS), FLOATS), broadcast(builder, scale))
+
+
+def emit_load_stored(builder, array_type, array, scales, i):
+    kind = array_type.dtype
+    codes = emit_load(builder, address(builder, array, i, ir.VectorType(STORED[kind], LANES)), kind.bitwidth // 8)
+    return widened(builder, kind, codes, scales, i)
+
+
+@intrinsic
+def load_stored_first(typing, array, scales, i, n):
+    """The first n of array[i : i + LANES], and zero in the other lanes; nothing beyond them is touched."""
+    kind = array.dtype
+
+    def emit(context, builder, sig, args):
+        array, scales, i, n = args
+        vector = ir.VectorType(STORED[kind], LANES)
+        letter = {types.float32: 'f32', types.uint16: 'i16', types.int8: 'i8'}[kind]
+        zeros = ir.Constant(vector, [0.0 if kind == types.float32 else 0] * LANES)
+        codes = call(builder, f'llvm.masked.load.v{LANES}{letter}.p0', vector, address(builder, array, i, vector),
+                     I32(kind.bitwidth // 8), first_lanes(builder, n), zeros)
+        return widened(builder, kind, codes, scales, i)
+    return floats(array, scales, types.int64, types.int64), emit
+
+
+@intrinsic(prefer_literal=True)
+def dot_rows(typing, sums, array, scales, i, offsets, t, v):
+    """sums[r] + array[offsets[t + r] + i : + LANES] * v, for each r"""
+    def emit(context, builder, sig, args):
+        sums, array, scales, i, offsets, t, v = args
+        sums = cgutils.unpack_tuple(builder, sums)
+        for r in range(len(sums)):
+            at = builder.add(emit_load(builder, address(builder, offsets, builder.add(t, I64(r))), 8), i)
+            row = emit_load_stored(builder, sig.args[1], array, scales, at)
+            sums[r] = emit_fma(builder, row, v, sums[r])
+        return context.make_tuple(builder, sig.return_type, sums)
+    return sums(sums, array, scales, types.int64, offsets, types.int64, floats), emit
+
+
+@intrinsic(prefer_literal=True)
+def add_rows(typing, sums, array, scales, i, offsets, t, p, j):
+    """sums[r] + array[offsets[t + r] + i : + LANES] * p[j + r], for each r"""
+    def emit(context, builder, sig, args):
+        sums, array, scales, i, offsets, t, p, j = args
+        sums = cgutils.unpack_tuple(builder, sums)
+        for r in range(len(sums)):
+            at = builder.add(emit_load(builder, address(builder, offsets, builder.add(t, I64(r))), 8), i)
+            row = emit_load_stored(builder, sig.args[1], array, scales, at)
+            weight = emit_load(builder, address(builder, p, builder.add(j, I64(r))))
+            sums[r] = emit_fma(builder, row, broadcast(builder, weight), sums[r])
+        return context.make_tuple(builder, sig.return_type, sums)
+    return sums(sums, array, scales, types.int64, offsets, types.int64, p, types.int64), emit
+
+
+@intrinsic
+def store_bfloat16_first(typing, array, i, v, n):
+    """array[i : i + n] = the first n lanes of v as bfloat16, rounded to the nearest, half to even"""
+    def emit(context, builder, sig, args):
+        array, i, v, n = args
+        bits = builder.bitcast(v, INTS)
+        odd = builder.and_(builder.lshr(bits, same(16, INTS)), same(1, INTS))
+        rounded = builder.lshr(builder.add(bits, builder.add(odd, same(0x7fff, INTS))), same(16, INTS))
+        # rounding may carry a NaN over to infinity
+        rounded = builder.select(builder.fcmp_unordered('uno', v, v), same(0x7fc0, INTS), rounded)
+        vector = ir.VectorType(I16, LANES)
+        call(builder, f'llvm.masked.store.v{LANES}i16.p0', ir.VoidType(), builder.trunc(rounded, vector),
+             address(builder, array, i, vector), I32(2), first_lanes(builder, n))
+        return context.get_dummy_value()
+    return types.void(array, types.int64, floats, types.int64), emit
+
+
+@intrinsic
+def store_int8(typing, array, i, v):
+    """array[i : i + LANES] = v rounded to the nearest whole number, half to even, within +-127, as int8"""
+    def emit(context, builder, sig, args):
+        array, i, v = args
+        v = call(builder, f'llvm.rint.v{LANES}f32', FLOATS, v)
+        for name, bound in (('minnum', 127.0), ('maxnum', -127.0)):
+            v = call(builder, f'llvm.{name}.v{LANES}f32', FLOATS, v, same(bound, FLOATS))
+        small = builder.trunc(to_ints(builder, v), ir.VectorType(I8, LANES))
+        builder.store(small, address(builder, array, i, small.type)).align = 1
+        return context.get_dummy_value()
+    return types.void(array, types.int64, floats), emit
