@@ -1,16 +1,17 @@
-"""What the caches for sequences have in common: sequence numbers and lengths, the checks of a step, and recovery."""
+"""What the caches for sequences have in common: sequence numbers and lengths, operations on sequences, and recovery."""
 import threading
 from contextlib import suppress
 
 import torch
 
-from kvcache.exclusive import Exclusive, exclusive
-from kvcache.placement import NotNumbers, check_tokens, dtype_of, logits_of, zero_all
+from kvcache.exclusive import exclusive
+from kvcache.placement import dtype_of, zero_all
 from kvcache.protocol import check_shift
 from kvcache.rotary import Rotary
+from kvcache.steps import Steps
 
 
-class BaseCache(Exclusive):
+class BaseCache(Steps):
     """
     Sequences of one model, by number.
 
@@ -25,19 +26,27 @@ class BaseCache(Exclusive):
 
     model: a GPT. n_seq: the largest number of sequences. lengths: {sequence: how many of its tokens are in the cache}.
     name: what sample.py prints. layers: the `Layer`s.
+    decoder: a decoder of the model. If it has `execute_model`, and its compiled step reads keys and values as they are
+    stored here, that step takes the place of the model in PyTorch; if not, the attribute `decoder` is None.
 
-    A subclass says where keys and values are, in `copy`, `cut`, `forward_pass` and, for windows, `first_held`. It may
-    hold more tokens of a sequence than `lengths` says, during a step or after one that failed; `recover` then cuts the
-    rest. mixes_lengths: can one forward pass take sequences with different numbers of new tokens? keeps_shifts: are
-    quantised keys turned for their shifts whenever they are read?
+    A subclass says where keys and values are, in `copy`, `cut`, `forward_pass`, `make_room` and, for windows,
+    `first_held`. It may hold more tokens of a sequence than `lengths` says, during a step or after one that failed;
+    `recover` then cuts the rest. mixes_lengths: can one forward pass take sequences with different numbers of new
+    tokens? The compiled step always can. keeps_shifts: are quantised keys turned for their shifts whenever they are
+    read?
     """
     mixes_lengths, keeps_shifts = True, False
 
-    def __init__(self, model, n_seq, layers, kind, type_kv):
+    def __init__(self, model, n_seq, layers, kind, type_kv, decoder=None):
         super().__init__()
         self.model, self.n_seq, self.layers, self.dtype = model, n_seq, layers, dtype_of(model)
         self.window, self.n_sink = model.config.window, model.config.n_sink
-        self.name = f"the model, on a cache that is {kind}, {type_kv}"
+        self.compiled = None  # a `CompiledPass`
+        if hasattr(decoder, 'execute_model'):
+            from kvcache.compiled import CompiledPass  # here, because it needs numba
+            self.compiled = CompiledPass.over(decoder, model, layers)
+        self.decoder = decoder if self.compiled else None
+        self.name = f"{self.decoder.name if self.decoder else 'the model'}, on a cache that is {kind}, {type_kv}"
         self.lengths, self.to_free = {}, []  # to_free: sequences that were freed in the middle of an operation
         # True after a step with broken weights: its keys may be so large that a mask does not hide them
         self.needs_zeroing = False
@@ -50,15 +59,6 @@ class BaseCache(Exclusive):
         """Keep the first n tokens of a sequence that has at least n. With n = 0 the sequence need not exist."""
         raise NotImplementedError
 
-    def forward_pass(self, seqs, starts, counts, ids, hiding=False):
-        """
-        One forward pass: new tokens of these sequences, which have `starts` tokens so far.
-
-        counts: how many each brings; all the same unless `mixes_lengths`. ids: the tokens, int64 (sum(counts),).
-        hiding: see `LayerList.hiding`. Returns logits (B, vocab_size), of each sequence's last token.
-        """
-        raise NotImplementedError
-
     def remove_behind(self, seq, length, n_keep, n):
         """
         Remove the n tokens behind the first n_keep of a sequence of this length, and move the others down, see `shift`.
@@ -69,13 +69,6 @@ class BaseCache(Exclusive):
     def first_held(self, seq):
         """The first position, from n_sink on, that is stored with all after it. Called if the model has a window."""
         raise NotImplementedError
-
-    def begin_texts(self, seqs, texts):
-        """
-        Called before the first tokens of sequences are fed. texts: all tokens of the step, int64 (T_i,) each. Returns
-        how many of each, from the first on, are in the cache already and need not be fed; never all.
-        """
-        return [0] * len(seqs)
 
     def holds(self, seq, n):
         """Is all in the cache that the token at position n of a sequence sees before it?"""
@@ -215,111 +208,11 @@ class BaseCache(Exclusive):
             if self.lengths.pop(seq, None) is not None:
                 self.cut(seq, 0)
 
-    @exclusive
-    @torch.inference_mode()
-    def step(self, work):
-        """
-        Feed new tokens to some sequences: work has handles, starts and tokens, see `protocol.Work`. Returns logits
-        (B, vocab_size), of each sequence's last token.
-
-        A sequence that is longer than its start is first truncated to it. ValueError, with nothing changed, if work
-        does not fit the model or the sequences. If the step fails later (there is no room, the logits are not
-        numbers, an interrupt), each sequence has its first `start` tokens, or none if these are not all stored any
-        more that the next token sees.
-        """
-        self.remove_freed()
-        seqs, starts, counts, ids = self.checked(work)
-        ends = {seq: start + n for seq, start, n in zip(seqs, starts, counts)}
-        for seq, start in zip(seqs, starts):
-            self.cut_to(seq, start)
-        if 0 in starts:
-            new, parts = [i for i, start in enumerate(starts) if start == 0], list(ids.split(counts))
-            for i, n in zip(new, self.begin_texts([seqs[i] for i in new], [parts[i] for i in new])):
-                starts[i], counts[i], parts[i] = n, counts[i] - n, parts[i][n:]
-            ids = torch.cat(parts)
-        logits = self.feed(seqs, starts, counts, ids)
-        self.lengths |= ends
-        return logits
-
-    def feed(self, seqs, starts, counts, ids):
-        """
-        The logits of a step. Through a window at most window + 1 tokens of each sequence are fed at once, so that its
-        memory need not hold more than two windows.
-        """
-        most = self.window + 1 if self.window else max(counts)
-        if max(counts) <= most:
-            return self.feed_once(seqs, starts, counts, ids)
-        parts, rows = ids.split(counts), {}
-        for done in range(0, max(counts), most):
-            group = [i for i, n in enumerate(counts) if n > done]
-            chunks = [parts[i][done:done + most] for i in group]
-            rows |= zip(group, self.feed_once([seqs[i] for i in group], [starts[i] + done for i in group],
-                                              [len(chunk) for chunk in chunks], torch.cat(chunks)))
-        return torch.stack([rows[i] for i in range(len(seqs))])
-
-    def feed_once(self, seqs, starts, counts, ids):
-        """`forward_pass`; once for each sequence if the logits of all together are not numbers."""
-        try:
-            return self.forward_groups(seqs, starts, counts, ids)
-        except NotNumbers:  # because of the weights, or of keys of other sequences that a mask does not hide
-            self.needs_zeroing = True
-            for seq, start in zip(seqs, starts):
-                self.cut(seq, start)
-            return torch.cat([self.forward_pass([seq], [start], [n], part, hiding=True)
-                              for seq, start, n, part in zip(seqs, starts, counts, ids.split(counts))])
-
-    def forward_groups(self, seqs, starts, counts, ids):
-        """`forward_pass`, once, or once for each different number of new tokens where lengths cannot be mixed."""
-        if self.mixes_lengths or len(set(counts)) == 1:
-            return self.forward_pass(seqs, starts, counts, ids)
-        parts, rows = ids.split(counts), {}
-        for count in sorted(set(counts)):
-            group = [i for i, n in enumerate(counts) if n == count]
-            of_group = [seqs[i] for i in group], [starts[i] for i in group], [count] * len(group)
-            rows |= zip(group, self.forward_pass(*of_group, torch.cat([parts[i] for i in group])))
-        return torch.stack([rows[i] for i in range(len(seqs))])
-
-    def checked(self, work):
-        """(sequences, starts, numbers of new tokens, ids (n,) of all of them) of work, or ValueError."""
-        if dtype_of(self.model) is not self.dtype:
-            raise ValueError(f"the model was {self.dtype} when its cache was made, and is {dtype_of(self.model)}: "
-                             "make a new cache")
-        seqs, starts = list(work.handles), list(work.starts)
-        if isinstance(work.tokens, (list, tuple)):
-            rows = [row[None] if isinstance(row, torch.Tensor) else row for row in work.tokens]
-            rows = [self.model.checked_input(row, None)[0][0] for row in rows]
-        else:
-            rows = self.model.checked_input(work.tokens, None)[0]
-        if not seqs or len(set(seqs)) < len(seqs):
-            raise ValueError(f"a step is for one sequence or more, each named once, not for {seqs}")
-        if not len(seqs) == len(starts) == len(rows):
-            raise ValueError(f"{len(seqs)} sequences have {len(starts)} starts and {len(rows)} rows of tokens: "
-                             "give one of both for each sequence")
-        counts = [len(row) for row in rows] if isinstance(rows, list) else [rows.size(1)] * len(rows)
-        for i, (seq, count) in enumerate(zip(seqs, counts)):
-            length = self.length(seq)
-            starts[i] = start = int(self.model.checked_cache_pos(starts[i], 1, count))
-            if start > length:
-                raise ValueError(f"sequence {seq} has {length} tokens in the cache, and new ones cannot start at "
-                                 f"{start}: feed it from {length} on")
-            self.check_held(seq, start)
-        ids = torch.cat(rows) if isinstance(rows, list) else rows.flatten()
-        check_tokens(self.model, ids)
-        return seqs, starts, counts, ids
-
     def length(self, seq):
         """How many tokens of a sequence are in the cache. ValueError if there is no such sequence."""
         if seq not in self.lengths:
             raise ValueError(f"there is no sequence {seq!r} in this cache: it was freed, or is of another cache")
         return self.lengths[seq]
-
-    def logits(self, layers, counts, ids, hiding):
-        """Logits (B, vocab_size) of the last of each sequence's `counts` tokens, over a `LayerList`."""
-        if len(set(counts)) == 1:
-            last = slice(counts[0] - 1, None, counts[0])
-        else:
-            last = torch.tensor(counts, device=ids.device).cumsum(0) - 1
-        return logits_of(self.model, ids.view(layers.positions.shape), layers.hiding() if hiding else layers, last)
 
     def recover(self):
         for seq, n in self.lengths.items():

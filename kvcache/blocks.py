@@ -58,14 +58,16 @@ class BlockManager:
     (hash of the parent, tokens). window, n_sink: of the model.
 
     tables: {sequence: its blocks, in order, None for those that were freed}. length: {sequence: the number of its
-    positions}. references: the number of tables that each block is in.
+    positions}. references: the number of tables that each block is in. runs: {sequence: what a cache has made of its
+    table}. What is here of a sequence is forgotten when its table changes, but for new blocks at its end, and when its
+    last block is shared: as long as it is here, the sequence may write to the rest of its last block.
     """
 
     def __init__(self, n_blocks, block_size, hash=hash, window=0, n_sink=0):
         if min(n_blocks, block_size) < 1:
             raise ValueError(f"a pool needs at least 1 block of at least 1 slot, not {n_blocks} blocks of {block_size}")
         self.block_size, self.hash, self.window, self.n_sink = block_size, hash, window, n_sink
-        self.tables, self.length = {}, {}
+        self.tables, self.length, self.runs = {}, {}, {}
         self.remembered = {}                               # {sequence: (its first blocks, the Prefix of their tokens)}
         self.references = [0] * n_blocks
         self.free = OrderedDict.fromkeys(range(n_blocks))  # blocks in no table; the first is used next
@@ -184,6 +186,8 @@ class BlockManager:
         n_free = len(self.free) + sum(self.references[table[i]] == 1 for i in passed)
         if n_new + shared > n_free:
             raise self.out_of_blocks(n_new + shared, n_free)
+        if passed or shared:
+            self.runs.pop(seq, None)
         for i in passed:
             self.release(table[i])
             table[i] = None
@@ -228,6 +232,7 @@ class BlockManager:
         """A new sequence with all tokens of seq, in the same blocks."""
         if new in self.tables:
             raise ValueError(f"there is a sequence {new!r} already: remove it first, or use another name")
+        self.runs.pop(seq, None)
         for block in self.table(seq):
             if block is not None:
                 self.acquire(block)
@@ -244,6 +249,7 @@ class BlockManager:
             raise ValueError(f"sequence {seq!r} has {self.length[seq]} positions, {table.count(None)} of its blocks "
                              f"are gone, and it cannot be cut to {length}")
         n = -(-length // self.block_size)
+        self.runs.pop(seq, None)
         self.length[seq] = length
         done, prefix = self.remembered.pop(seq, (0, None))
         while done > length // self.block_size:
@@ -301,6 +307,7 @@ class BlockManager:
         for seq in self.tables.keys() ^ self.length.keys():
             self.tables.pop(seq, None)
             self.length.pop(seq, None)
+        self.runs.clear()
         self.outdated &= self.tables.keys()
         self.references = [0] * len(self.references)
         self.remembered.clear()

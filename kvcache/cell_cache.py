@@ -6,7 +6,7 @@ Cells with keys and values: llama.cpp's cache (llama-kv-cache.cpp) for a model.
     logits = logits_of(model, idx, layers, last)
 
 `Streams` says which cells the tokens of a batch are stored in. A `CellCache` has the rows behind the cells, and makes
-the `Placement` of a forward pass. `CellSequences` keeps sequences in one, see `base.BaseCache`.
+the `Placement` of a forward pass.
 """
 from contextlib import contextmanager
 
@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from kvcache import state
-from kvcache.base import BaseCache
 from kvcache.cells import EMPTY, Window
-from kvcache.placement import Layer, LayerList, Placement, device_of, leading_rows, zero_all
+from kvcache.placement import Layer, LayerList, Placement, leading_rows, zero_all
 from kvcache.rotary import Rotary
 from kvcache.storage import Scratch
-from kvcache.streams import LARGEST, NoSlot, Streams
+from kvcache.streams import NoSlot, Streams
 from positions import Keys, visible
 
 
@@ -226,7 +225,7 @@ class CellCache(Streams):
         pos, shift = cells.pos[shared], cells.shift[shared]
         cells.remove_owner(shared, seq)
         cells.write(own, pos)
-        cells.shift[own] = shift
+        cells.set_shift(own, shift)
         cells.add_owner(own, seq)
 
     def state_save(self, path, seq=None):
@@ -244,55 +243,3 @@ class CellCache(Streams):
             device = str(layer.k.data.device)
             sizes[device] = sizes.get(device, 0) + layer.nbytes()
         return sizes
-
-
-class CellSequences(BaseCache):
-    """
-    Sequences of a model in a `CellCache`, with room for n_seq full ones: in one stream, or in one for each sequence.
-
-    With separate streams the sequences of one forward pass bring the same number of new tokens; `step` makes a pass for
-    each number. What a sequence's window has passed stays in its cells until they are written over.
-    """
-    keeps_shifts = True
-
-    def __init__(self, model, n_seq, type_kv='float32', unified=True):
-        c = model.config
-        kv_size = c.n_slots * (n_seq if unified else 1)
-        self.cells = CellCache(c.n_layer, c.n_kv_head, c.head_dim, kv_size, n_seq, unified, type_kv, type_kv,
-                               n_swa=c.window, swa_type='standard' if c.window else 'none', n_sink=c.n_sink,
-                               device=device_of(model), can_shift=c.position != 'learned',
-                               rope_base=c.rope_theta if c.position == 'rope' else None)
-        self.mixes_lengths = unified
-        super().__init__(model, n_seq, self.cells.own_layers(), 'unified' if unified else 'streams', type_kv)
-
-    def copy(self, seq, new):
-        self.cells.seq_cp(seq, new)
-
-    def cut(self, seq, n):
-        self.cells.seq_rm(seq, n)
-
-    def remove_behind(self, seq, length, n_keep, n):
-        self.cells.unshare(seq, n_keep + n)
-        self.cells.seq_rm(seq, n_keep, n_keep + n)
-        self.cells.seq_add(seq, n_keep + n, -1, -n)
-
-    def first_held(self, seq):
-        cells = self.cells.cells_of(seq)
-        return cells.pos[cells.of(seq, self.n_sink)].min(initial=LARGEST)
-
-    def forward_pass(self, seqs, starts, counts, ids, hiding=False):
-        batch = self.cells.batch({seq: range(start, start + n) for seq, start, n in zip(seqs, starts, counts)})
-        if self.window and not self.cells.find_slot(batch):  # cells that are shared are not written over
-            self.remove_passed()
-        return self.logits(self.cells.place(batch), counts, ids, hiding)
-
-    def remove_passed(self):
-        """Remove from each sequence what its window has passed: it may share these cells."""
-        for seq in self.lengths:
-            if (last := self.cells.seq_pos_max(seq)) is not None:
-                self.cells.seq_rm(seq, self.n_sink, max(self.n_sink, self.cells.window.first(last + 1)))
-
-    def recover(self):
-        for cells in self.cells.streams:  # an interrupt may have come between a cell's position and its owner
-            cells.recount()
-        super().recover()

@@ -22,6 +22,10 @@ class Cells:
     shift: int64 (size,), by how much a position has changed since the key in the cell was last rotated.
     head: the cell from which the search for free cells begins.
 
+    moved: False if all of shift is 0.
+    runs: {sequence: what a cache has made of its cells}, see `CellSequences`. What is here of a sequence is forgotten
+    when its cells or their positions change, but for new ones by `append` and `append_run`.
+
     Counted from these: n_owners, int32 (size,); owner_sum, int64 (size,), the sum of the owners' numbers, which is the
     owner's number if there is one owner; last, int64 (len(seqs),), the last position of each sequence or EMPTY; n_used,
     the number of cells that hold something; end, the last such cell's number plus one.
@@ -39,13 +43,14 @@ class Cells:
         self.owner_sum = np.zeros(size, dtype=np.int64)
         self.last = np.full(len(seqs), EMPTY)
         self.head = self.n_used = self.end = 0
+        self.moved, self.runs = False, {}
 
     def copy(self):
         other, end = Cells(len(self), self.seqs), self.end
         for name in ('pos', 'owners', 'shift', 'n_owners', 'owner_sum'):
             getattr(other, name)[..., :end] = getattr(self, name)[..., :end]
         other.last[:] = self.last
-        other.head, other.n_used, other.end = self.head, self.n_used, end
+        other.head, other.n_used, other.end, other.moved = self.head, self.n_used, end, self.moved
         return other
 
     def __len__(self):
@@ -61,7 +66,13 @@ class Cells:
 
     def shifted(self):
         """Is there a key that has to be rotated?"""
-        return bool(self.shift[:self.end].any())
+        self.moved = self.moved and bool(self.shift[:self.end].any())
+        return self.moved
+
+    def set_shift(self, cells, shift):
+        """Say by how much the positions of cells have changed since their keys were rotated, int64 (n,)."""
+        self.moved = True
+        self.shift[cells] = shift
 
     def row(self, seq):
         """The row of a sequence in `owners` and `last`."""
@@ -103,6 +114,7 @@ class Cells:
         if not len(cells):
             return
         row = self.row(seq)
+        self.runs.pop(seq, None)
         self.owners[row, cells] = True
         self.n_owners[cells] += 1
         self.owner_sum[cells] += seq
@@ -116,6 +128,7 @@ class Cells:
         if not len(cells):
             return
         row = self.row(seq)
+        self.runs.pop(seq, None)
         self.owners[row, cells] = False
         self.n_owners[cells] -= 1
         self.owner_sum[cells] -= seq
@@ -137,6 +150,7 @@ class Cells:
         """
         After an interrupt: empty the cells that have a position and no owner, or an owner and no position; count again.
         """
+        self.runs.clear()
         self.owners &= self.pos >= 0
         self.n_owners = self.owners.sum(axis=0, dtype=np.int32)
         unowned = self.n_owners == 0
@@ -150,6 +164,8 @@ class Cells:
         Give new positions, int64 (n,), to cells that only this sequence owns. Cells whose position is below 0 are
         emptied, and returned.
         """
+        self.moved = True
+        self.runs.pop(seq, None)
         # one statement, so that an interrupt cannot come between a position and the rotation that its key needs
         self.pos[cells], self.shift[cells] = pos, self.shift[cells] + pos - self.pos[cells]
         self.last[self.row(seq)] = self.pos[self.of(seq)].max(initial=EMPTY)
@@ -225,6 +241,41 @@ class Cells:
         self.end = max(self.end, int(cells.max()) + 1)
         self.head = int(cells[-1]) + 1
 
+    def append(self, cells, pos, seqs, n_sink=0):
+        """
+        Write the next positions of sequences: pos[i] of sequence seqs[i] into cell cells[i], (n,) each. As `write` and
+        `add_owner` for each sequence, but `runs` are kept.
+        """
+        self.write(cells, pos, n_sink)
+        rows = seqs - self.seqs.start
+        self.owners[rows, cells], self.n_owners[cells], self.owner_sum[cells], self.last[rows] = True, 1, seqs, pos
+
+    def append_run(self, seq, start, n):
+        """
+        Write the next n positions of a sequence, from `start` on, into the cells that `find` gives, if all cells from
+        the head on are empty: the fast way to the same. Returns the first cell; or None, with nothing changed.
+        """
+        first, stop, row = self.head, self.head + n, seq - self.seqs.start
+        if first < self.end or stop > len(self.pos) or first > self.n_used + 2 * n:
+            return None
+        self.pos[first:stop] = start if n == 1 else np.arange(start, start + n)
+        self.owners[row, first:stop], self.n_owners[first:stop], self.owner_sum[first:stop] = True, 1, seq
+        self.last[row] = start + n - 1
+        self.n_used += n
+        self.head = self.end = stop
+        return first
+
+    def rows(self, seq):
+        """
+        The cells of a sequence by its positions, int64 (n_rows, 3): (position, cell, n) for n positions from `position`
+        on that are in the cells from `cell` on.
+        """
+        cells = self.of(seq)
+        cells = cells[self.pos[cells].argsort()]
+        pos = self.pos[cells]
+        first = np.flatnonzero((np.diff(pos, prepend=-2) != 1) | (np.diff(cells, prepend=-2) != 1))
+        return np.stack((pos[first], cells[first], np.diff(first, append=len(cells))), axis=1)
+
     def copy_of(self, seq, target, seqs):
         """
         New `Cells` for `seqs` that hold one sequence of these as `target`, in cells of the same numbers, with the
@@ -234,7 +285,7 @@ class Cells:
         if len(cells):
             other.write(cells, self.pos[cells])
             other.add_owner(cells, target)
-            other.shift[cells] = self.shift[cells]
+            other.set_shift(cells, self.shift[cells])
         other.head = self.head
         return other
 

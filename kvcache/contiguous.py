@@ -16,15 +16,17 @@ class ContiguousCache(BaseCache):
     If the model has a window, the first n_sink rows are for the sinks, and the other 2 * window are a ring: position p
     is in row n_sink + (p - n_sink) % (2 * window). The window before a new token is there, and window + 1 new tokens.
 
-    The sequences of one forward pass bring the same number of new tokens; `step` makes a pass for each number.
+    In PyTorch the sequences of one forward pass bring the same number of new tokens; `step` makes a pass for each
+    number.
     """
     mixes_lengths = False
 
-    def __init__(self, model, n_seq, type_kv='float32'):
+    def __init__(self, model, n_seq, type_kv='float32', decoder=None):
         self.size = model.config.n_slots
         self.n_ring = self.size - model.config.n_sink
         self.written = {}  # {sequence: positions that were written, also those that were cut: they are in the ring}
-        super().__init__(model, n_seq, make_layers(model, (n_seq, self.size), type_kv), 'tuple', type_kv)
+        self.runs = {}  # {sequence: (its `Runs`, the position where they end)}
+        super().__init__(model, n_seq, make_layers(model, (n_seq, self.size), type_kv), 'tuple', type_kv, decoder)
 
     def copy(self, seq, new):
         self.written[new] = self.written[seq]
@@ -32,6 +34,8 @@ class ContiguousCache(BaseCache):
             layer.copy(seq, new, self.written[seq])
 
     def cut(self, seq, n):
+        if self.window:  # without one the runs are always the same
+            self.runs.pop(seq, None)
         # the positions hide the rows behind a sequence's end, and they are written before they are read
         if n == 0:
             self.written.pop(seq, None)
@@ -46,6 +50,31 @@ class ContiguousCache(BaseCache):
 
     def first_held(self, seq):
         return max(self.n_sink, self.written.get(seq, 0) - self.n_ring)
+
+    def make_room(self, seqs, starts, counts, ids):
+        found = []
+        for seq, start, n in zip(seqs, starts, counts):
+            end, (runs, limit) = start + n, self.runs.get(seq, (None, 0))
+            self.written[seq] = max(self.written.get(seq, 0), end)
+            if end > limit:
+                rows = self.rows(seq, start)
+                runs, limit = self.runs[seq] = self.compiled.runs(rows), rows[-1][0] + rows[-1][2]
+            found.append(runs)
+        return found
+
+    def rows(self, seq, start):
+        """
+        The rows of `Runs` for the token at position start of a sequence. With a window: of the sinks, and of the n_ring
+        positions from the first that it sees on, which have one slot each.
+        """
+        base, n_sink, n_ring = seq * self.size, self.n_sink, self.n_ring
+        if not self.window:
+            return [(0, base, self.size)]
+        first = max(n_sink, start - self.window + 1)
+        offset = (first - n_sink) % n_ring
+        parts = (0, base, n_sink), (first, base + n_sink + offset, n_ring - offset), (
+            first + n_ring - offset, base + n_sink, offset)
+        return [part for part in parts if part[2]]
 
     def forward_pass(self, seqs, starts, counts, ids, hiding=False):
         T, device = counts[0], ids.device

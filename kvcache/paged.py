@@ -29,7 +29,7 @@ def n_blocks_for(config, block_size):
 
 
 @dataclass(frozen=True)
-class InputMetadata:
+class PagedMetadata:
     """
     S requests, whose new tokens follow each other on one axis of N tokens. Tokens behind them are padding.
 
@@ -77,7 +77,7 @@ def one_pass_each(model, input_ids, input_positions, kv_caches, m):
     for i, end in enumerate(m.query_lens.cumsum(0).tolist()):
         of_one = (each if each is None else each[i:i + 1]
                   for each in (m.block_tables, m.query_lens, m.seq_lens, m.block_numbers))
-        alone = InputMetadata(m.slot_mapping[start:end], *of_one)
+        alone = PagedMetadata(m.slot_mapping[start:end], *of_one)
         parts.append(one_pass(model, input_ids[start:end], input_positions[start:end], kv_caches, alone, hiding=True))
         start = end
     return torch.cat(parts)
@@ -181,18 +181,21 @@ class PagedCache(BaseCache):
       forgotten.
     - before each forward pass, and after one that has filled a block, the `Watch` looks for changes cheaply. If there
       are any, all blocks are forgotten, and blocks that the present sequences fill later are not remembered, even if
-      the earlier weights come back.
+      the earlier weights come back. With a decoder that has a compiled step there is no `Watch`: the decoder looks for
+      changes, and blocks belong to the `version` of its weights.
     Between two beginnings these changes are noticed: every change through torch (optimizers, load_state_dict, in-place
     operations), replaced parameters and modules, new hooks, and changes through .data or numpy that reach one of the
     values that are compared, as changes of a whole parameter do. Not noticed: a change through .data or numpy that
     leaves these values alone and is undone before the next beginning, and autocast.
     """
 
-    def __init__(self, model, n_blocks, block_size=16, type_kv='float32'):
+    def __init__(self, model, n_blocks, block_size=16, type_kv='float32', decoder=None):
         window, n_sink = model.config.window, model.config.n_sink
         self.blocks, self.tokens = BlockManager(n_blocks, block_size, window=window, n_sink=n_sink), {}
-        self.watch = None  # of the model when the blocks that are remembered were computed
-        super().__init__(model, n_blocks, make_layers(model, (n_blocks, block_size), type_kv), 'paged', type_kv)
+        # of the model, or of the decoder's weights, when the blocks that are remembered were computed
+        self.watch = self.version = None
+        super().__init__(model, n_blocks, make_layers(model, (n_blocks, block_size), type_kv), 'paged', type_kv,
+                         decoder)
 
     def copy(self, seq, new):
         self.blocks.fork(seq, new)
@@ -235,7 +238,9 @@ class PagedCache(BaseCache):
         del self.tokens[seq][n_keep:n_keep + n]
 
     def begin_texts(self, seqs, texts):
-        if self.watch is None or not self.watch.identical():
+        if self.decoder:
+            self.forget_blocks_if_changed()  # `step` has had all weights compared
+        elif self.watch is None or not self.watch.identical():
             self.forget_blocks()
         return [self.begin_text(seq, text.tolist()) for seq, text in zip(seqs, texts)]
 
@@ -244,6 +249,43 @@ class PagedCache(BaseCache):
         n = self.blocks.add(seq, text, 0)
         self.tokens[seq] = text[:n]
         return n
+
+    def make_room(self, seqs, starts, counts, ids):
+        blocks, new, found, done = self.blocks, ids.tolist(), [], 0
+        tables, size = blocks.tables, blocks.block_size
+        for seq, start, n in zip(seqs, starts, counts):
+            runs = blocks.runs.get(seq)
+            if runs is None or start + n > len(tables[seq]) * size or self.window and blocks.passed(seq):
+                runs = self.extended(seq, n)
+            else:  # there is room in its last block
+                blocks.length[seq] = start + n
+            self.tokens[seq] += new[done:done + n]
+            found.append(runs)
+            done += n
+        return found
+
+    def extended(self, seq, n):
+        """Make room for n more positions of a sequence. Returns its `Runs`, of one block each or more."""
+        table, size = self.blocks.tables[seq], self.blocks.block_size
+        done = len(table)
+        self.blocks.extend(seq, n, self.copy_block)
+        runs = self.blocks.runs.get(seq)
+        if runs is None:
+            runs, done = self.compiled.runs(), 0
+        for i, block in enumerate(table[done:], done):
+            if block is not None:
+                runs.append(i * size, block * size, size)
+        self.blocks.runs[seq] = runs
+        return runs
+
+    def compiled_pass(self, seqs, starts, counts, ids):
+        logits = super().compiled_pass(seqs, starts, counts, ids)
+        self.forget_blocks_if_changed()
+        size = self.blocks.block_size
+        for seq, start, n in zip(seqs, starts, counts):
+            if (start + n) % size < n:  # a block was filled
+                self.blocks.remember(seq, self.tokens[seq])
+        return logits
 
     def forward_pass(self, seqs, starts, counts, ids, hiding=False):
         for seq, part in zip(seqs, ids.split(counts)):
@@ -264,7 +306,7 @@ class PagedCache(BaseCache):
         return logits
 
     def inputs(self, seqs, starts):
-        """`execute_model`'s input_ids (N,), input_positions (N,) and `InputMetadata`, for the tokens from starts on."""
+        """`execute_model`'s input_ids (N,), input_positions (N,) and `PagedMetadata`, for the tokens from starts on."""
         ids, positions, slots, query_lens, seq_lens, tables, numbers = [], [], [], [], [], [], []
         for seq, start in zip(seqs, starts):
             end = len(self.tokens[seq])
@@ -282,15 +324,18 @@ class PagedCache(BaseCache):
         parts = ids, positions, slots, query_lens, seq_lens, tables, numbers if self.window else []
         one = torch.tensor(sum(parts, []), device=device_of(self.model))  # one transfer to the device
         ids, positions, slots, query_lens, seq_lens, tables, numbers = one.split([len(part) for part in parts])
-        metadata = InputMetadata(slots, tables.view(-1, n_blocks), query_lens, seq_lens,
+        metadata = PagedMetadata(slots, tables.view(-1, n_blocks), query_lens, seq_lens,
                                  numbers.view(-1, n_blocks) if self.window else None)
         return ids, positions, metadata
 
     def forget_blocks_if_changed(self):
-        if not self.watch.unchanged():
+        if self.version != self.decoder.version if self.decoder else not self.watch.unchanged():
             self.forget_blocks()
 
     def forget_blocks(self):
         """Forget all blocks, and do not remember those that the present sequences fill: the weights have changed."""
         self.blocks.reset()
-        self.watch = Watch(self.model)
+        if self.decoder:
+            self.version = self.decoder.version
+        else:
+            self.watch = Watch(self.model)

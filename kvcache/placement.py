@@ -239,8 +239,9 @@ def check_tokens(model, idx):
     """ValueError unless the model is in eval mode, and the tokens idx, int64, are in its vocabulary."""
     if model.training:
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
-    if idx.min() < 0 or idx.max() >= model.config.vocab_size:
-        raise ValueError(f"token ids are 0 to {model.config.vocab_size - 1}, not {int(idx.min())} to {int(idx.max())}")
+    low, high = map(int, idx.aminmax())
+    if low < 0 or high >= model.config.vocab_size:
+        raise ValueError(f"token ids are 0 to {model.config.vocab_size - 1}, not {low} to {high}")
 
 
 def check_pass(model, idx, positions):

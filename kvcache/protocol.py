@@ -48,6 +48,23 @@ class Cache(Protocol):
         """
 
 
+def checked_tokens(model, tokens):
+    """
+    (rows, counts) of `Work.tokens`: int64 (B, T), or a list of (T_i,); and how many new tokens each sequence brings.
+    ValueError if they are something else, or too many for the model.
+    """
+    if not isinstance(tokens, (list, tuple)):
+        if not isinstance(tokens, torch.Tensor) or tokens.dtype is not torch.int64 or tokens.dim() != 2:
+            tokens = model.checked_input(tokens, None)[0]
+        B, T = tokens.shape
+        return tokens if T else model.checked_input(tokens, None)[0], [T] * B
+    rows = list(tokens)
+    for i, row in enumerate(rows):
+        if not isinstance(row, torch.Tensor) or row.dtype is not torch.int64 or row.dim() != 1 or not row.numel():
+            rows[i] = model.checked_input(row[None] if isinstance(row, torch.Tensor) else row, None)[0][0]
+    return rows, [row.numel() for row in rows]
+
+
 def check_shift(config, seq, length, n_keep, n):
     """ValueError unless n tokens behind the first n_keep can be removed from a sequence of `length` tokens."""
     if config.position == 'learned':

@@ -118,7 +118,7 @@ def fill_cells(cache, streams, parts, found, seq):
             continue
         cells = cache.streams[s]
         cells.write(where, part['pos'].numpy(), cache.n_sink)
-        cells.shift[where] = part['shift'].numpy()
+        cells.set_shift(where, part['shift'].numpy())
         for owner, mine in zip([seq] if seq is not None else cells.seqs, part['owners'].numpy().T):
             cells.add_owner(where[mine], owner)
 

@@ -8,7 +8,7 @@ from sliding import SINKS, W, all_logits, feed, in_chunks, model, streaming, tex
 from generation import Work
 from kvcache import KINDS, paged
 from kvcache.cell_cache import CellCache
-from kvcache.paged import InputMetadata, PagedCache, execute_model, n_blocks_for
+from kvcache.paged import PagedCache, PagedMetadata, execute_model, n_blocks_for
 from kvcache.placement import logits_of
 
 
@@ -193,7 +193,7 @@ def test_execute_model_takes_tables_whose_blocks_behind_the_window_are_gone():
                     query_lens=torch.tensor([1, 1]), seq_lens=torch.tensor([51, 22]))
 
     def run(**changed):
-        return execute_model(m, idx[[50, 21]], torch.tensor([50, 21]), pool.layers, InputMetadata(**metadata | changed))
+        return execute_model(m, idx[[50, 21]], torch.tensor([50, 21]), pool.layers, PagedMetadata(**metadata | changed))
     assert (run() - exact[[50, 21]]).abs().max() < 1e-10
     kept = [[i for i, block in enumerate(table) if block != -1] for table in tables]
     n = max(map(len, kept))

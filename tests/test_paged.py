@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from generation import Work
 from kvcache import paged
 from kvcache.blocks import OutOfBlocks
-from kvcache.paged import InputMetadata, PagedCache, execute_model
+from kvcache.paged import PagedCache, PagedMetadata, execute_model
 from kvcache.placement import logits_of
 from model import GPT, GPTConfig
 
@@ -74,7 +74,7 @@ def test_padding_writes_nothing():
     p = pool(m)
     slots = p.blocks.add('a', [3, 1, 4]) or p.blocks.slots('a', 0, 3)
     before = [layer.k.data.clone() for layer in p.layers]
-    metadata = InputMetadata(torch.tensor([*slots, -1, -1]), torch.tensor([p.blocks.tables['a'] + [-1]]),
+    metadata = PagedMetadata(torch.tensor([*slots, -1, -1]), torch.tensor([p.blocks.tables['a'] + [-1]]),
                              torch.tensor([3]), torch.tensor([3]))
     logits = execute_model(m, torch.tensor([3, 1, 4, 0, 0]), torch.tensor([0, 1, 2, 0, 0]), p.layers, metadata)
     assert torch.allclose(logits[0], full_logits(m, [3, 1, 4]), atol=1e-5)
@@ -280,14 +280,14 @@ def test_metadata_that_does_not_go_together_is_refused_and_nothing_is_written(wo
 
     def call(ids=(5, 6, 7, 8), positions=(0, 1, 2, 4), **metadata):
         return execute_model(m, torch.tensor(ids), torch.tensor(positions), p.layers,
-                             InputMetadata(**{name: torch.tensor(value) for name, value in metadata.items()}))
+                             PagedMetadata(**{name: torch.tensor(value) for name, value in metadata.items()}))
     with pytest.raises(ValueError, match=words):
         call(**(METADATA | changed))
     assert not any(layer.k.data.any() for layer in p.layers)
     for other in (pool(model(n_layer=3)), pool(model(n_embd=64)), pool(m, block_size=8)):
         with pytest.raises(ValueError, match='layers alike'):
             execute_model(m, torch.tensor([5]), torch.tensor([0]), [p.layers[0], *other.layers[1:]],
-                          InputMetadata(torch.tensor([0]), torch.tensor([[0]]), torch.tensor([1]), torch.tensor([1])))
+                          PagedMetadata(torch.tensor([0]), torch.tensor([[0]]), torch.tensor([1]), torch.tensor([1])))
     assert call(**METADATA).shape == (2, 29)
 
 
@@ -396,7 +396,7 @@ def test_huge_keys_in_the_blocks_of_others_change_no_logits():
     for layer in p.layers:
         layer.k.data.fill_(1e38)
     lens = torch.tensor([2, 2])
-    metadata = InputMetadata(torch.tensor([0, 1, 8, 9]), torch.tensor([[0], [2]]), lens, lens)
+    metadata = PagedMetadata(torch.tensor([0, 1, 8, 9]), torch.tensor([[0], [2]]), lens, lens)
     logits = execute_model(m, torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 0, 1]), p.layers, metadata)
     for row, text in zip(logits, ([5, 6], [7, 8])):
         assert torch.allclose(row, full_logits(m, text), atol=1e-5)

@@ -1,0 +1,114 @@
+"""Sequences of a model in a `CellCache`, see `base.BaseCache`."""
+import numpy as np
+
+from kvcache.base import BaseCache
+from kvcache.cell_cache import CellCache
+from kvcache.placement import device_of
+from kvcache.streams import LARGEST, NoSlot
+
+
+class CellSequences(BaseCache):
+    """
+    Sequences of a model in a `CellCache`, with room for n_seq full ones: in one stream, or in one for each sequence.
+
+    In PyTorch, with separate streams, the sequences of one forward pass bring the same number of new tokens; `step`
+    makes a pass for each number. What a sequence's window has passed stays in its cells until they are written over.
+
+    The `Runs` of a sequence are kept beside its cells, in `Cells.runs`.
+    """
+    keeps_shifts = True
+
+    def __init__(self, model, n_seq, type_kv='float32', unified=True, decoder=None):
+        c = model.config
+        kv_size = c.n_slots * (n_seq if unified else 1)
+        self.cells = CellCache(c.n_layer, c.n_kv_head, c.head_dim, kv_size, n_seq, unified, type_kv, type_kv,
+                               n_swa=c.window, swa_type='standard' if c.window else 'none', n_sink=c.n_sink,
+                               device=device_of(model), can_shift=c.position != 'learned',
+                               rope_base=c.rope_theta if c.position == 'rope' else None)
+        self.mixes_lengths = unified
+        super().__init__(model, n_seq, self.cells.own_layers(), 'unified' if unified else 'streams', type_kv, decoder)
+
+    def copy(self, seq, new):
+        self.cells.seq_cp(seq, new)
+
+    def cut(self, seq, n):
+        self.cells.seq_rm(seq, n)
+
+    def remove_behind(self, seq, length, n_keep, n):
+        self.cells.unshare(seq, n_keep + n)
+        self.cells.seq_rm(seq, n_keep, n_keep + n)
+        self.cells.seq_add(seq, n_keep + n, -1, -n)
+
+    def first_held(self, seq):
+        cells = self.cells.cells_of(seq)
+        return cells.pos[cells.of(seq, self.n_sink)].min(initial=LARGEST)
+
+    def forward_pass(self, seqs, starts, counts, ids, hiding=False):
+        batch = self.cells.batch({seq: range(start, start + n) for seq, start, n in zip(seqs, starts, counts)})
+        if self.window and not self.cells.find_slot(batch):  # cells that are shared are not written over
+            self.remove_passed()
+        return self.logits(self.cells.place(batch), counts, ids, hiding)
+
+    def readable(self):
+        """The compiled step does not turn keys: those in float32 are turned here, and others must not have moved."""
+        if self.cells.rotary is None or not any([cells.shifted() for cells in self.cells.streams]):
+            return True
+        self.cells.update()
+        return not any([cells.shifted() for cells in self.cells.streams])
+
+    def make_room(self, seqs, starts, counts, ids):
+        if self.cells.unified:
+            return self.store(0, seqs, starts, counts)
+        return [self.store(seq, [seq], [start], [n])[0] for seq, start, n in zip(seqs, starts, counts)]
+
+    def store(self, stream, seqs, starts, counts):
+        """Store new positions of sequences in cells of one stream. Returns the `Runs` of each sequence."""
+        cells, base = self.cells.streams[stream], stream * self.cells.kv_size
+        first = cells.append_run(seqs[0], starts[0], counts[0]) if len(seqs) == 1 else None
+        if first is not None:
+            slots = range(base + first, base + first + counts[0])
+        else:
+            found = self.find(cells, sum(counts))
+            cells.append(found, self.compiled.positions(starts, counts), np.repeat(seqs, counts), self.n_sink)
+            slots = (base + found).tolist()
+        of_all, done = [], 0
+        for seq, start, n in zip(seqs, starts, counts):
+            runs = cells.runs.get(seq)
+            if runs is None:
+                runs = cells.runs[seq] = self.compiled.runs(cells.rows(seq) + (0, base, 0))
+            else:
+                for slot, m in side_by_side(slots[done:done + n]):
+                    runs.append(start, slot, m)
+                    start += m
+            of_all.append(runs)
+            done += n
+        return of_all
+
+    def find(self, cells, n):
+        """n cells to write, int64 (n,). ValueError if there are not as many."""
+        found = cells.find(n, self.cells.window)
+        if found is None and self.window:  # cells that are shared are not written over
+            self.remove_passed()
+            found = cells.find(n, self.cells.window)
+        if found is None:
+            raise ValueError(str(NoSlot(n, cells.n_usable(self.cells.window), False)))
+        return found
+
+    def remove_passed(self):
+        """Remove from each sequence what its window has passed: it may share these cells."""
+        for seq in self.lengths:
+            if (last := self.cells.seq_pos_max(seq)) is not None:
+                self.cells.seq_rm(seq, self.n_sink, max(self.n_sink, self.cells.window.first(last + 1)))
+
+    def recover(self):
+        for cells in self.cells.streams:  # an interrupt may have come between a cell's position and its owner
+            cells.recount()
+        super().recover()
+
+
+def side_by_side(slots):
+    """[(the first of some slots side by side, how many there are)] of a list or range of slots, in its order."""
+    if isinstance(slots, range) or len(slots) == 1:
+        return [(slots[0], len(slots))]
+    ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+    return [(slots[start], end - start) for start, end in zip([0, *ends], ends)]

@@ -1,0 +1,75 @@
+"""
+A forward pass of a cache through the compiled step of a decoder (decode/), in the place of the model in PyTorch.
+
+A cache says in which slots each sequence's keys and values lie, in its `Runs`. The compiled step writes the new ones
+there, and reads the slots that the new tokens see and no others.
+"""
+import math
+
+import numpy as np
+import torch
+
+from decode.metadata import InputMetadata, KVArrays, Runs
+from kvcache.placement import NotNumbers
+
+
+class CompiledPass:
+    """
+    decoder: it has `execute_model`, see `decode.cpu.CPUDecoder`. layers: the `Layer`s of a cache. arrays: their
+    `KVArrays`.
+    """
+
+    def __init__(self, decoder, layers, arrays):
+        self.decoder, self.layers, self.arrays = decoder, layers, arrays
+
+    @classmethod
+    def over(cls, decoder, model, layers):
+        """
+        The pass over these layers, or None if they are stored in a way that the compiled step does not read. ValueError
+        if the decoder is for another model.
+        """
+        if decoder.model is not model:
+            raise ValueError("the decoder was made for another model than the cache: make one for this model")
+        arrays = KVArrays.of_layers(layers)
+        return arrays and cls(decoder, layers, arrays)
+
+    @staticmethod
+    def runs(rows=()):
+        """New `Runs`."""
+        return Runs(rows)
+
+    @staticmethod
+    def positions(starts, counts):
+        """The positions of all new tokens, int64 (sum(counts),)."""
+        starts, n = np.array(starts, np.int64), sum(counts)
+        if len(starts) == n:
+            return starts
+        counts = np.array(counts, np.int64)
+        return np.arange(n) + np.repeat(starts - counts.cumsum() + counts, counts)
+
+    def __call__(self, seqs_runs, starts, counts, ids):
+        """
+        Logits (B, vocab_size), float32, of the last of each sequence's new tokens.
+
+        seqs_runs: the `Runs` of each sequence. starts, counts: the first position and the number of its new tokens.
+        ids: all of them, int64 (sum(counts),), on the CPU. ValueError, with nothing written, if they do not fit the
+        model or each other. `NotNumbers` if the logits are not numbers: the slots that were written are then zeros, and
+        so is every NaN and infinity in the cache, because a mask of the model in PyTorch would not hide it.
+        """
+        logits = self.decoder.execute_model(ids.contiguous(), self.positions(starts, counts), self.arrays,
+                                            InputMetadata(counts, seqs_runs))
+        if not math.isfinite(logits.sum()):
+            written = [slots_of(runs, start, n) for runs, start, n in zip(seqs_runs, starts, counts)]
+            for layer in self.layers:
+                layer.zero_rows(torch.from_numpy(np.concatenate(written)))
+                layer.zero_nonfinite()
+            raise NotNumbers("the model's logits are not numbers: its weights are broken")
+        return logits
+
+
+def slots_of(runs, start, n):
+    """The slots of the n positions from `start` on, int64 (n,)."""
+    table = runs.table[:runs.n]
+    positions = np.arange(start, start + n)
+    row = np.searchsorted(table[:, 0], positions, side='right') - 1
+    return table[row, 1] + positions - table[row, 0]

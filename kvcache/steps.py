@@ -1,0 +1,157 @@
+"""A step of a cache: its checks, its chunks, and its forward passes, compiled or in PyTorch."""
+from operator import add
+
+import torch
+
+from kvcache.exclusive import Exclusive, exclusive
+from kvcache.placement import NotNumbers, check_tokens, dtype_of, logits_of
+from kvcache.protocol import checked_tokens
+
+
+class Steps(Exclusive):
+    """`step` of a `base.BaseCache`, which documents the attributes."""
+
+    def forward_pass(self, seqs, starts, counts, ids, hiding=False):
+        """
+        One forward pass in PyTorch: new tokens of these sequences, which have `starts` tokens so far.
+
+        counts: how many each brings; all the same unless `mixes_lengths`. ids: the tokens, int64 (sum(counts),).
+        hiding: see `LayerList.hiding`. Returns logits (B, vocab_size), of each sequence's last token.
+        """
+        raise NotImplementedError
+
+    def make_room(self, seqs, starts, counts, ids):
+        """
+        Reserve slots for the new tokens of a forward pass. Returns the `Runs` of each sequence, with what its new
+        tokens see, and their own positions. ValueError if there is no room.
+        """
+        raise NotImplementedError
+
+    def readable(self):
+        """Can the compiled step read the keys as they are stored now?"""
+        return True
+
+    def begin_texts(self, seqs, texts):
+        """
+        Called before the first tokens of sequences are fed. texts: all tokens of the step, int64 (T_i,) each. Returns
+        how many of each, from the first on, are in the cache already and need not be fed; never all.
+        """
+        return [0] * len(seqs)
+
+    @exclusive
+    def step(self, work):
+        """
+        Feed new tokens to some sequences: work has handles, starts and tokens, see `protocol.Work`. Returns logits
+        (B, vocab_size), of each sequence's last token.
+
+        A sequence that is longer than its start is first truncated to it. ValueError, with nothing changed, if work
+        does not fit the model or the sequences. If the step fails later (there is no room, the logits are not
+        numbers, an interrupt), each sequence has its first `start` tokens, or none if these are not all stored any
+        more that the next token sees.
+        """
+        self.remove_freed()
+        seqs, starts, counts, ids = self.checked(work)
+        ends = list(map(add, starts, counts))
+        if self.decoder and 0 in starts:
+            self.decoder.notice_changes(thorough=True)
+        for seq, start in zip(seqs, starts):
+            self.cut_to(seq, start)
+        if 0 in starts:
+            new, parts = [i for i, start in enumerate(starts) if start == 0], list(ids.split(counts))
+            for i, n in zip(new, self.begin_texts([seqs[i] for i in new], [parts[i] for i in new])):
+                starts[i], counts[i], parts[i] = n, counts[i] - n, parts[i][n:]
+            ids = torch.cat(parts)
+        if self.compiled and self.readable():
+            logits = self.in_chunks(self.compiled_pass, seqs, starts, counts, ids)
+        else:
+            with torch.inference_mode():
+                logits = self.in_chunks(self.feed_once, seqs, starts, counts, ids)
+        self.lengths.update(zip(seqs, ends))
+        return logits
+
+    def in_chunks(self, forward, seqs, starts, counts, ids):
+        """
+        The logits of a step, by `compiled_pass` or `feed_once`. Through a window at most window + 1 tokens of each
+        sequence are fed at once, so that its memory need not hold more than two windows.
+        """
+        most = self.window + 1
+        if not self.window or max(counts) <= most:
+            return forward(seqs, starts, counts, ids)
+        parts, rows = ids.split(counts), {}
+        for done in range(0, max(counts), most):
+            group = [i for i, n in enumerate(counts) if n > done]
+            chunks = [parts[i][done:done + most] for i in group]
+            rows |= zip(group, forward([seqs[i] for i in group], [starts[i] + done for i in group],
+                                       [len(chunk) for chunk in chunks], torch.cat(chunks)))
+        return torch.stack([rows[i] for i in range(len(seqs))])
+
+    def compiled_pass(self, seqs, starts, counts, ids):
+        """
+        One forward pass by the decoder. It reads no slot of another sequence, so that the logits of each sequence are
+        those that it has alone.
+        """
+        try:
+            return self.compiled(self.make_room(seqs, starts, counts, ids), starts, counts, ids)
+        except NotNumbers:
+            self.needs_zeroing = True
+            raise
+
+    def feed_once(self, seqs, starts, counts, ids):
+        """`forward_pass`; once for each sequence if the logits of all together are not numbers."""
+        try:
+            return self.forward_groups(seqs, starts, counts, ids)
+        except NotNumbers:  # because of the weights, or of keys of other sequences that a mask does not hide
+            self.needs_zeroing = True
+            for seq, start in zip(seqs, starts):
+                self.cut(seq, start)
+            return torch.cat([self.forward_pass([seq], [start], [n], part, hiding=True)
+                              for seq, start, n, part in zip(seqs, starts, counts, ids.split(counts))])
+
+    def forward_groups(self, seqs, starts, counts, ids):
+        """`forward_pass`, once, or once for each different number of new tokens where lengths cannot be mixed."""
+        if self.mixes_lengths or len(set(counts)) == 1:
+            return self.forward_pass(seqs, starts, counts, ids)
+        parts, rows = ids.split(counts), {}
+        for count in sorted(set(counts)):
+            group = [i for i, n in enumerate(counts) if n == count]
+            of_group = [seqs[i] for i in group], [starts[i] for i in group], [count] * len(group)
+            rows |= zip(group, self.forward_pass(*of_group, torch.cat([parts[i] for i in group])))
+        return torch.stack([rows[i] for i in range(len(seqs))])
+
+    def checked(self, work):
+        """(sequences, starts, numbers of new tokens, ids (n,) of all of them) of work, or ValueError."""
+        if dtype_of(self.model) is not self.dtype:
+            raise ValueError(f"the model was {self.dtype} when its cache was made, and is {dtype_of(self.model)}: "
+                             "make a new cache")
+        seqs, starts = list(work.handles), list(work.starts)
+        rows, counts = checked_tokens(self.model, work.tokens)
+        if not seqs or len(set(seqs)) < len(seqs):
+            raise ValueError(f"a step is for one sequence or more, each named once, not for {seqs}")
+        if not len(seqs) == len(starts) == len(rows):
+            raise ValueError(f"{len(seqs)} sequences have {len(starts)} starts and {len(rows)} rows of tokens: "
+                             "give one of both for each sequence")
+        go_on = {*map(type, starts)} == {int} and list(map(self.lengths.get, seqs)) == starts
+        if not go_on or max(map(add, starts, counts)) > self.model.config.max_positions:
+            starts = list(map(self.checked_start, seqs, starts, counts))
+        ids = torch.cat(rows) if isinstance(rows, list) else rows.flatten()
+        check_tokens(self.model, ids)
+        if self.compiled and not ids.is_cpu:
+            raise ValueError(f"the compiled step reads tokens on the CPU, but these are on {ids.device}: move them")
+        return seqs, starts, counts, ids
+
+    def checked_start(self, seq, start, count):
+        """The position where `count` new tokens of a sequence begin, as an int. ValueError if they cannot."""
+        length, start = self.length(seq), int(self.model.checked_cache_pos(start, 1, count))
+        if start > length:
+            raise ValueError(f"sequence {seq} has {length} tokens in the cache, and new ones cannot start at "
+                             f"{start}: feed it from {length} on")
+        self.check_held(seq, start)
+        return start
+
+    def logits(self, layers, counts, ids, hiding):
+        """Logits (B, vocab_size) of the last of each sequence's `counts` tokens, over a `LayerList`."""
+        if len(set(counts)) == 1:
+            last = slice(counts[0] - 1, None, counts[0])
+        else:
+            last = torch.tensor(counts, device=ids.device).cumsum(0) - 1
+        return logits_of(self.model, ids.view(layers.positions.shape), layers.hiding() if hiding else layers, last)
