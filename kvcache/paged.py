@@ -5,6 +5,9 @@ tokens.
 `PagedCache` keeps sequences in a pool of blocks, see `base.BaseCache`. `execute_model` is the same pass as one call,
 with block tables as arguments, see block_tables.py.
 """
+from itertools import accumulate
+from operator import add
+
 import torch
 
 from decode.fingerprint import Watch
@@ -108,40 +111,44 @@ class PagedCache(BaseCache):
         return n
 
     def make_room(self, seqs, starts, counts, ids):
-        blocks, new, found, done = self.blocks, ids.tolist(), [], 0
-        tables, size = blocks.tables, blocks.block_size
-        for seq, start, n in zip(seqs, starts, counts):
-            runs = blocks.runs.get(seq)
-            if runs is None or start + n > len(tables[seq]) * size or self.window and blocks.passed(seq):
+        blocks, found, new, ends = self.blocks, [], ids.tolist(), list(map(add, starts, counts))
+        for seq, end, n in zip(seqs, ends, counts):
+            runs, limit = blocks.runs.get(seq, (None, 0))
+            if end > limit:
                 runs = self.extended(seq, n)
-            else:  # there is room in its last block
-                blocks.length[seq] = start + n
-            self.tokens[seq] += new[done:done + n]
             found.append(runs)
-            done += n
+        blocks.length.update(zip(seqs, ends))
+        if len(new) == len(seqs):
+            for seq, token in zip(seqs, new):
+                self.tokens[seq].append(token)
+            return found
+        for seq, stop, n in zip(seqs, accumulate(counts), counts):
+            self.tokens[seq] += new[stop - n:stop]
         return found
 
     def extended(self, seq, n):
         """Make room for n more positions of a sequence. Returns its `Runs`, of one block each or more."""
-        table, size = self.blocks.tables[seq], self.blocks.block_size
+        table, size, start = self.blocks.tables[seq], self.blocks.block_size, self.blocks.length[seq]
         done = len(table)
         self.blocks.extend(seq, n, self.copy_block)
-        runs = self.blocks.runs.get(seq)
+        runs, _ = self.blocks.runs.get(seq, (None, 0))
         if runs is None:
             runs, done = self.compiled.runs(), 0
         for i, block in enumerate(table[done:], done):
             if block is not None:
                 runs.append(i * size, block * size, size)
-        self.blocks.runs[seq] = runs
+        limit = len(table) * size
+        if self.window:  # or until the window has passed another block
+            limit = min(limit, (self.blocks.needed(start)[1].start + 1) * size + self.window - 1)
+        self.blocks.runs[seq] = runs, limit
         return runs
 
     def compiled_pass(self, seqs, starts, counts, ids):
         logits = super().compiled_pass(seqs, starts, counts, ids)
         self.forget_blocks_if_changed()
         size = self.blocks.block_size
-        for seq, start, n in zip(seqs, starts, counts):
-            if (start + n) % size < n:  # a block was filled
-                self.blocks.remember(seq, self.tokens[seq])
+        for seq in [seq for seq, start, n in zip(seqs, starts, counts) if (start + n) % size < n]:  # a block was filled
+            self.blocks.remember(seq, self.tokens[seq])
         return logits
 
     def forward_pass(self, seqs, starts, counts, ids, hiding=False):
