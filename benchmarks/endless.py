@@ -5,8 +5,8 @@ A text without end through a cache that does not grow: loss, time and memory of 
 
 All of the validation text goes through the models of benchmarks/positions.py as one stream, one token a step: through
 the rolling cache of the models with a window, and for comparison through the learned positions' full pass over the last
-block_size tokens, each by the model's own step and by the best decoder. They take turns, 100 tokens each. Then tokens at two distant positions of a stream are timed in
-turns, and a training iteration of each model.
+block_size tokens, each by the model's own step and by the best decoder. They take turns, 100 tokens each. Then tokens
+at two distant positions of a stream are timed in turns, and a training iteration of each model.
 """
 import statistics
 import sys
