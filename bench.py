@@ -7,7 +7,7 @@ How fast, measured here and now.
     python bench.py --mode=generate --lengths=500 --batches=10        ten samples, nanoGPT's default
     python bench.py --mode=peers             the same weights in other engines: a table and a PNG
                                              (pip install -r requirements-peers.txt)
-    python bench.py --mode=caches            the caches of kvcache/: many requests at once, what they share
+    python bench.py --mode=caches            the caches of kvcache/ on the compiled step; --only=steps,joining for parts
     python bench.py --mode=memory            the memory that generation needs, with the cache and without
     python bench.py --mode=loss              what dropping context and rounding weights cost a trained model, in nats
     python bench.py --mode=positions         trains small models with each kind of positions, and compares them in nats
@@ -24,8 +24,8 @@ import configurator  # before torch: it says so in one line where torch is missi
 # isort: split
 import torch
 
-from benchmarks.report import describe_machine, write_json
-from benchmarks.shapes import PROMPT, SHAPES, WITHIN_WINDOW, config_of, model_with_varied_text
+from benchmarks.report import describe_machine, read_json, write_json
+from benchmarks.shapes import PROMPT, SHAPES, WITHIN_WINDOW
 from device import pick_device, pick_dtype
 
 mode = 'train'            # train, generate, peers, caches, memory, loss, positions, endless or recall
@@ -36,11 +36,12 @@ bias = False              # in linears and layer norms?
 real_data = True          # train on a prepared data set if there is one, else on random tokens
 profile = False           # a torch.profiler trace of the training step, written to out-bench/trace/
 compile = True            # torch.compile the model for training; on a CPU it is no faster, and left out
-lengths = 'auto'          # new tokens after a prompt of 6, as 10,50; auto goes by the mode
-batches = 'auto'          # rows to generate at once; auto is 1 for generate, 1,10,32 for peers and 1,8,32 for memory
+lengths = 'auto'          # new tokens after a prompt of 6, as 10,50, or tokens of context; auto goes by the mode
+batches = 'auto'          # rows to generate at once; auto is 1 for generate, 1,8,32 for memory, else goes by the part
 repeats = 5               # timed runs of each
+only = ''                 # parts of the modes caches and peers, as steps,joining; '' is all of them
 max_seconds = 2.0         # of one timed run in peers mode, about: slow engines generate fewer tokens
-json = ''                 # a file to write the figures of all modes but train to
+json = ''                 # a file for the figures of all modes but train; parts that are not run stay in it
 png = 'auto'              # and one for their picture; auto is a name in out-bench/, '' is none
 iterations = 0            # of the models that positions, endless and recall train; 0 is 2,000, and for recall 500
 seeds = 3                 # models of each kind in positions mode, with the seeds `seed`, seed + 1, ...
@@ -53,10 +54,13 @@ dtype = 'auto'            # float32, bfloat16 or float16; auto goes by the devic
 OUT = 'out-bench'
 EXPECTED = {  # with the default settings, on two cores
     'train': '1 minute', 'generate': '1 minute for S, 5 for M and 20 for L, and ten times that with --batches=1,10',
-    'peers': '5 to 10 minutes for each of S, M and L', 'caches': '1 minute', 'memory': '5 minutes', 'loss': '5 minutes',
+    'memory': '5 minutes', 'loss': '5 minutes',
     'positions': '1 hour for training and 10 minutes for measuring, times 3 seeds',
     'endless': '15 minutes, after the training of positions mode', 'recall': '10 minutes',
 }
+
+
+IN_PARTS = 'peers', 'caches'  # each part says how long it takes
 
 
 def main(config):
@@ -64,11 +68,11 @@ def main(config):
     on_cpu = mode in ('peers', 'caches', 'positions', 'endless', 'recall')
     dev = pick_device('cpu' if on_cpu and device == 'auto' else device)
     dt = pick_dtype(dtype, dev)
-    auto_shape = {'peers': 'S,M,L', 'memory': 'S,M,L', 'caches': 'S,M'}.get(mode, 'S' if dev == 'cpu' else 'L')
-    names = (auto_shape if shape == 'auto' else shape).split(',')
+    names = (('S,M,L' if mode == 'memory' else 'S' if dev == 'cpu' else 'L') if shape == 'auto' else shape).split(',')
     check_settings(names)
     print(f"{describe_machine(dev)}, {dt}")
-    print(f"expected time with the default settings on two cores: about {EXPECTED[mode]}", file=sys.stderr)
+    expected = EXPECTED.get(mode) or f"{sum(part.MINUTES for part in parts().values()):.0f} minutes"
+    print(f"expected time with the default settings on two cores: about {expected}", file=sys.stderr)
     run = dict(train=bench_train, generate=bench_generate, peers=bench_peers, caches=bench_caches, memory=bench_memory,
                loss=bench_loss, positions=bench_positions, endless=bench_endless, recall=bench_recall)[mode]
     run(names, dev, dt)
@@ -76,8 +80,10 @@ def main(config):
 
 def check_settings(names):
     """ValueError on settings that make no sense. names: the shapes that were asked for."""
-    if mode not in EXPECTED:
-        raise ValueError(f"mode must be one of {', '.join(EXPECTED)}, not {mode!r}")
+    if mode not in (*EXPECTED, *IN_PARTS):
+        raise ValueError(f"mode must be one of {', '.join((*EXPECTED, *IN_PARTS))}, not {mode!r}")
+    if only and mode not in IN_PARTS:
+        raise ValueError(f"only {' and '.join(IN_PARTS)} mode have parts: leave --only={only} out")
     if set(names) - set(SHAPES):
         raise ValueError(f"shape must be auto or any of {', '.join(SHAPES)}, not {','.join(names)!r}")
     for name, least in dict(repeats=1, batch_size=1, seeds=1, iterations=0).items():
@@ -89,8 +95,20 @@ def check_settings(names):
         raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
 
 
-def numbers(name, text, auto):
-    """'1,10' as [1, 10]; for 'auto', those of the text `auto`."""
+def parts():
+    """{name: module} of the parts of this mode that `only` names."""
+    from benchmarks import caches, peers
+    known = {'caches': caches, 'peers': peers}[mode].PARTS
+    chosen = only.split(',') if only else list(known)
+    if set(chosen) - set(known):
+        raise ValueError(f"the parts of {mode} mode are {', '.join(known)}; not {only!r}")
+    return {part: known[part] for part in chosen}
+
+
+def numbers(name, text, auto=None):
+    """'1,10' as [1, 10]; for 'auto', those of the text `auto`, or None without one."""
+    if text == 'auto' and auto is None:
+        return None
     words = (auto if text == 'auto' else text).split(',')
     counts = [int(n) for n in words if n.strip().isdigit() and int(n) > 0]
     if len(counts) != len(words):
@@ -132,31 +150,37 @@ def bench_generate(names, dev, dt):
 
 
 def bench_peers(names, dev, dt):
-    from benchmarks.peers import race, report
+    from benchmarks.peers import decoding, report
+    from benchmarks.peers.race import missing, versions
     if dev != 'cpu' or dt != 'float32':
         raise ValueError("the peers are compared on a CPU, beginning with float32 weights: "
                          "leave device and dtype at auto")
-    missing, machine, rows = race.missing(), describe_machine(dev), []
-    for engine, why in missing.items():
+    for engine, why in missing().items():
         print(f"not compared: {engine} ({why})")
-    for name in names:
-        model = model_with_varied_text(config_of(name, bias))
-        prompts = [torch.randint(model.config.vocab_size, (B, PROMPT)) for B in numbers('batches', batches, '1,10,32')]
-        n_new = max(numbers('lengths', lengths, str(WITHIN_WINDOW[name])))
-        mine = race.race(name, model, prompts, n_new, repeats, max_seconds)
-        print(report.table(mine), flush=True)
-        rows += mine
-        write_json(json, dict(machine=machine, versions=race.versions(), missing=missing, prompt=PROMPT, bias=bias,
-                              repeats=repeats, max_seconds=max_seconds, rows=rows))  # the rows so far
-    draw(report.plot, 'peers.png', rows, machine)
+    figures = run_parts(dict(versions=versions(), missing=missing(), bias=bias, max_seconds=max_seconds), max_seconds)
+    if any(part is decoding for part in parts().values()):
+        draw(report.plot, 'peers.png', figures['decoding']['rows'], describe_machine(dev))
 
 
 def bench_caches(names, dev, dt):
-    from benchmarks import caches
     if dev != 'cpu':
         raise ValueError("the caches are compared on a CPU: leave device at auto")
-    rows, sharing = caches.run(names, bias, repeats)
-    write_json(json, dict(machine=describe_machine(dev), rows=rows, sharing=sharing))
+    run_parts({})
+
+
+def run_parts(more, *settings):
+    """
+    Run the parts that `only` names, and write the rows of each to `json` when it is done, where other parts stay as
+    they are. more: what is written beside the rows of each part. settings: further arguments of their `run`.
+    """
+    figures = {part: rows for part, rows in read_json(json).items() if isinstance(rows, dict)}
+    names = None if shape == 'auto' else shape.split(',')
+    sizes = numbers('batches', batches), numbers('lengths', lengths)
+    for part, module in parts().items():
+        rows = module.run(names, *sizes, bias, repeats, *settings)
+        figures[part] = dict(machine=describe_machine('cpu'), repeats=repeats, **more, rows=rows)
+        write_json(json, figures)
+    return figures
 
 
 def bench_memory(names, dev, dt):

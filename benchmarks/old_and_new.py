@@ -1,18 +1,22 @@
 """
-Is this work tree as fast as another one? Both are timed in turns, in one run.
+Is this work tree as fast as an older version? Both are timed in turns, in one run.
 
-    git worktree add ../old-tree COMMIT
-    python benchmarks/old_and_new.py --old=../old-tree
-    python benchmarks/old_and_new.py --old=../old-tree --only=kernel --rounds=20
+    python benchmarks/old_and_new.py --old=HEAD~3                   a commit, which is unpacked in a temporary folder
+    python benchmarks/old_and_new.py --old=../old-tree              another work tree
+    python benchmarks/old_and_new.py --old=HEAD --only=default --rounds=20
+    python benchmarks/old_and_new.py --old=HEAD --only=prefill
 
 One process for each tree builds the same models with the same seeds, then the two take turns, case by case. The table
-has the median times, and the median over the rounds of time(new) / time(old): below 1 the new tree is faster. About 10
-minutes with the default settings on two cores.
+has the median times, and the median over the rounds of time(new) / time(old): below 1 the new tree is faster. The
+cases are generations with the decoder (kernel), prefills with it, passes and training of the model.
 """
+import io
 import os
 import statistics
 import subprocess
 import sys
+import tarfile
+import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[0] = ROOT  # not this folder: modules of both trees have the names of its files
@@ -25,8 +29,8 @@ import configurator
 from benchmarks.report import write_json
 from benchmarks.shapes import SHAPES
 
-old = ''     # the folder of the tree to compare this one with
-only = ''    # measure only cases with this text in their names
+old = ''     # what to compare this tree with: a commit, or the folder of another tree
+only = ''    # measure only cases with this text in their names, such as kernel, prefill, M x 10 or default
 rounds = 8   # of all cases, taking turns; the first one warms up and is dropped
 json = ''    # a file for the figures
 
@@ -34,20 +38,34 @@ CONFIG_FIELDS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'  # tho
 
 
 def main(config):
-    if not old or not os.path.exists(os.path.join(old, 'model.py')):
-        raise ValueError(f"--old must be the folder of another work tree, with a model.py in it, not {old!r}")
     if rounds < 2:
         raise ValueError(f"rounds must be at least 2, not {rounds}: the first one is a warm-up")
+    print("expected time with the default settings on two cores: about 10 minutes, of these 2 for compiling",
+          file=sys.stderr)
     workers = {}
-    try:
-        for tree, folder in (('old', old), ('new', ROOT)):
-            workers[tree] = Worker(folder)
-        seconds = race(workers)
-    finally:
-        for worker in workers.values():
-            worker.end()
+    with tempfile.TemporaryDirectory() as empty:
+        try:
+            for tree, folder in (('old', folder_of(old, empty)), ('new', ROOT)):
+                workers[tree] = Worker(folder)
+            seconds = race(workers)
+        finally:
+            for worker in workers.values():
+                worker.end()
     print(table(seconds))
     write_json(json, seconds)
+
+
+def folder_of(old, empty):
+    """The folder of a tree, or of a commit, which is unpacked in the folder `empty`. ValueError for neither."""
+    if old and os.path.exists(os.path.join(old, 'model.py')):
+        return old
+    if old and not old.startswith('-'):
+        archive = subprocess.run(['git', 'archive', old], cwd=ROOT, capture_output=True)
+        if archive.returncode == 0:
+            tarfile.open(fileobj=io.BytesIO(archive.stdout)).extractall(empty)
+            return empty
+    raise ValueError(f"--old must be a commit of this repository, or the folder of another tree with a model.py in it, "
+                     f"not {old!r}")
 
 
 class Worker:

@@ -1,5 +1,6 @@
 """What every measurement reports: the machine it ran on, and its rows as JSON."""
 import json
+import os
 import platform
 
 import torch
@@ -22,3 +23,11 @@ def write_json(path, figures):
     if path:
         with replacing(path, 'w') as f:
             json.dump(figures, f, indent=1)
+
+
+def read_json(path):
+    """What `write_json` has written to the file `path`; {} if there is none."""
+    if not path or not os.path.exists(path):
+        return {}
+    with open(path) as f:
+        return json.load(f)

@@ -17,7 +17,8 @@ import decode
 from model import GPT, GPTConfig
 
 # shape, sequences, new tokens of each, generations in one timed run
-KERNEL = ('S', 1, 122, 6), ('S', 10, 122, 6), ('M', 1, 200, 2), ('M', 10, 100, 2), ('L', 1, 40, 1)
+KERNEL = (('S', 1, 122, 6), ('S', 10, 122, 6), ('M', 1, 200, 2), ('M', 10, 100, 2), ('L', 1, 40, 1), ('L', 8, 24, 1))
+PREFILL = ('M', 256, 4), ('L', 512, 1)  # shape, tokens of the prompt, prefills in one timed run
 
 
 def cases(shapes, only):
@@ -30,11 +31,13 @@ def cases(shapes, only):
             models[name] = GPT(GPTConfig(**shapes[name])).eval()
         return models[name]
 
-    for name, B, n_new, runs in KERNEL:
+    sizes = [(f'kernel, {name} x {B}', name, B, 6, n_new, runs) for name, B, n_new, runs in KERNEL]
+    sizes += [(f'prefill, {name} x {T}', name, 1, T, 1, runs) for name, T, runs in PREFILL]
+    for what, name, *size in sizes:
         for threads in (None, torch.get_num_threads()):
-            case = f"kernel, {name} x {B}, {f'{threads} threads' if threads else 'default threads'}"
+            case = f"{what}, {f'{threads} threads' if threads else 'default threads'}"
             if only in case:
-                yield case, kernel(model_of(name), B, n_new, runs, threads)
+                yield case, kernel(model_of(name), *size, threads)
     others = (('training iterations', training, 'S'), ('uncached passes', uncached_pass, 'SM'),
               ('cached steps of the model', cached_steps, 'S'))
     for what, make, names in others:
@@ -43,9 +46,10 @@ def cases(shapes, only):
                 yield f'{what}, {name}', make(model_of(name))
 
 
-def kernel(model, B, n_new, runs, threads):
+def kernel(model, B, T, n_new, runs, threads):
+    """Generate n_new tokens after each of B prompts of T, `runs` times; a prefill is one that generates one token."""
     decoder = decode.best(model, B, 'float32', threads)
-    idx = torch.randint(model.config.vocab_size, (B, 6), generator=torch.Generator().manual_seed(1))
+    idx = torch.randint(model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(1))
 
     def run():
         for _ in range(runs):

@@ -7,10 +7,19 @@ from numba import njit, types
 from numba.extending import overload
 
 from decode import layout
-from decode.kv_vectors import add_rows, dot_rows, load_stored_first, store_bfloat16_first, store_int8
+from decode.kv_vectors import (
+    add_rows,
+    add_rows_at,
+    dot_rows,
+    dot_rows_at,
+    load_stored_first,
+    store_bfloat16_first,
+    store_int8,
+    total_of,
+)
 from decode.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD, padded
 from decode.plan import own_entry
-from decode.tiles import sum_each, total, zeros
+from decode.tiles import sum_each, zeros
 from decode.vectors import (
     LANES,
     absolute,
@@ -33,6 +42,9 @@ from decode.vectors import (
 
 # the keys and values of a layer, and the float32 scales of both if they are int8; see metadata.py
 LayerKV = namedtuple('LayerKV', 'k v k_scale v_scale')
+
+# where a key or value is: at offsets[key] + head; side_by_side: how many keys from this one on are `stride` apart
+Slots = namedtuple('Slots', 'offsets side_by_side stride head')
 
 # the keys that a row sees, as ranges of OFFSETS: the sinks, and the last ones up to its own; sink_position: the row's
 # position as the sinks see it, see model.py's GPTConfig
@@ -146,24 +158,30 @@ def attend(memory, sizes, stored, row, kv_head, heads, seen, scores, y_row):
     head_dim, head_p = sizes[HEAD_DIM], padded(sizes[HEAD_DIM], LANES)
     q, q_at = floats_at(memory[layout.Q]), (row * sizes[N_HEAD] + heads[0]) * head_p
     q_sinks = floats_at(memory[layout.Q_SINKS]) if sizes[layout.POSITION] == layout.ROPE else q
-    offsets, y, at = longs_at(memory[layout.OFFSETS]), floats_at(memory[layout.Y]), kv_head * sizes[HEAD_STRIDE]
+    slots = Slots(longs_at(memory[layout.OFFSETS]), longs_at(memory[layout.SIDE_BY_SIDE]), sizes[layout.SLOT_STRIDE],
+                  kv_head * sizes[HEAD_STRIDE])
     n_sinks, n_heads = seen.sinks_end - seen.sinks, heads[1] - heads[0]
     n_keys = n_sinks + seen.last_end - seen.last
-    stride = padded(n_keys, LANES) + LANES
-    slopes = floats_at(memory[layout.SLOPES] + 4 * heads[0])
+    stride, slopes = padded(n_keys, LANES) + LANES, floats_at(memory[layout.SLOPES] + 4 * heads[0])
     if n_sinks:
-        score(q_sinks, q_at, n_heads, head_dim, stored, at, offsets, seen.sinks, seen.sinks_end, -seen.sink_position,
-              slopes, scores, 0, stride)
-    score(q, q_at, n_heads, head_dim, stored, at, offsets, seen.last, seen.last_end, 1 + seen.last - seen.last_end,
-          slopes, scores, n_sinks, stride)
+        score(q_sinks, q_at, n_heads, head_dim, stored, slots, seen.sinks, seen.sinks_end, -seen.sink_position, slopes,
+              scores, 0, stride)
+    score(q, q_at, n_heads, head_dim, stored, slots, seen.last, seen.last_end, 1 + seen.last - seen.last_end, slopes,
+          scores, n_sinks, stride)
+    y, y_at = floats_at(memory[layout.Y]), y_row * padded(sizes[layout.N_EMBD], GROUP) + heads[0] * head_dim
     for h in range(n_heads):
-        norm = softmax(scores, h * stride, n_keys)
-        out_at = y_row * padded(sizes[layout.N_EMBD], GROUP) + (heads[0] + h) * head_dim
-        weigh(stored, at, offsets, seen, scores, h * stride, norm, head_dim, y, out_at)
+        norm = splat(softmax(scores, h * stride, n_keys))
+        i = 0
+        while i + 2 * LANES <= head_dim:
+            weigh_two(stored, slots, i, seen, scores, h * stride, norm, y, y_at + h * head_dim + i)
+            i += 2 * LANES
+        while i < head_dim:
+            weigh(stored, slots, i, seen, scores, h * stride, norm, y, y_at + h * head_dim + i, head_dim - i)
+            i += LANES
 
 
 @njit
-def score(q, q_at, n_heads, head_dim, stored, at, offsets, key, end, distance, slopes, scores, to, stride):
+def score(q, q_at, n_heads, head_dim, stored, slots, key, end, distance, slopes, scores, to, stride):
     """
     scores[to + h * stride + i], for the n_heads queries at q_at and keys number key + i, up to end - 1. distance: that
     of the first key from the query, at most 0. A score has the same bits whichever keys are computed with it.
@@ -171,11 +189,16 @@ def score(q, q_at, n_heads, head_dim, stored, at, offsets, key, end, distance, s
     scale, head_p = splat(np.float32(1 / math.sqrt(head_dim))), padded(head_dim, LANES)
     if head_dim % LANES == 0:
         while key + LANES <= end:  # the scores of LANES keys, one in each lane
+            first = slots.offsets[key] + slots.head
             for h in range(n_heads):
-                sums = zeros(LANES, 1)
-                for i in range(0, head_dim, LANES):
-                    of_query = load(q, q_at + h * head_p + i)
-                    sums = dot_rows(sums, stored.k, stored.k_scale, at + i, offsets, key, of_query)
+                sums, at = zeros(LANES, 1), q_at + h * head_p
+                if slots.side_by_side[key] >= LANES:
+                    for i in range(0, head_dim, LANES):
+                        sums = dot_rows(sums, stored.k, stored.k_scale, first + i, slots.stride, load(q, at + i))
+                else:
+                    for i in range(0, head_dim, LANES):
+                        sums = dot_rows_at(
+                            sums, stored.k, stored.k_scale, slots.head + i, slots.offsets, key, load(q, at + i))
                 bias = splat(slopes[h]) * lanes_from(distance)
                 store(scores, to + h * stride, fma(sum_each(sums), scale, bias))
             key, to, distance = key + LANES, to + LANES, distance + LANES
@@ -183,7 +206,7 @@ def score(q, q_at, n_heads, head_dim, stored, at, offsets, key, end, distance, s
         for h in range(n_heads):
             s = constant(0)
             for i in range(0, head_dim, LANES):
-                k = load_stored_first(stored.k, stored.k_scale, offsets[key] + at + i, head_dim - i)
+                k = load_stored_first(stored.k, stored.k_scale, slots.offsets[key] + slots.head + i, head_dim - i)
                 s = fma(k, load(q, q_at + h * head_p + i), s)
             bias = splat(slopes[h]) * lanes_from(distance)
             store_first(scores, to + h * stride, fma(splat(sum_lanes(s)), scale, bias), 1)
@@ -206,25 +229,51 @@ def softmax(scores, at, n):
 
 
 @njit
-def weigh(stored, at, offsets, seen, weights, first, norm, head_dim, out, out_at):
+def weigh(stored, slots, i, seen, weights, w, norm, out, out_at, n):
     """
-    out = norm * the sum of the values that are seen, each times its weight, weights[first : ]. The sinks are added one
-    after the other, then eight keys at a time to eight sums, then what is left.
+    out[: n] = norm * the sum of numbers i to i + n - 1, of at most LANES, of the values that are seen, times their
+    weights, which begin at w. Sinks are added one after the other, then eight keys at a time to eight sums, then what
+    is left.
     """
-    v, scales = stored.v, stored.v_scale
-    for i in range(0, head_dim, LANES):
-        n, s, w = head_dim - i, constant(0), first
-        for key in range(seen.sinks, seen.sinks_end):
-            s = fma(load_stored_first(v, scales, offsets[key] + at + i, n), splat(weights[w]), s)
-            w += 1
-        key = seen.last
-        if n >= LANES:
-            eight = zeros(8, 1)
-            while key + 8 <= seen.last_end:
-                eight = add_rows(eight, v, scales, at + i, offsets, key, weights, w)
-                key, w = key + 8, w + 8
-            s = s + total(eight)
-        while key < seen.last_end:
-            s = fma(load_stored_first(v, scales, offsets[key] + at + i, n), splat(weights[w]), s)
-            key, w = key + 1, w + 1
-        store_first(out, out_at + i, s * splat(norm), n)
+    v, scales, s, at = stored.v, stored.v_scale, constant(0), slots.head + i
+    for key in range(seen.sinks, seen.sinks_end):
+        s = fma(load_stored_first(v, scales, slots.offsets[key] + at, n), splat(weights[w]), s)
+        w += 1
+    key = seen.last
+    if n >= LANES:
+        eight = zeros(8, 1)
+        while key + 8 <= seen.last_end:
+            if slots.side_by_side[key] >= 8:
+                eight = add_rows(eight, v, scales, slots.offsets[key] + at, slots.stride, weights, w)
+            else:
+                eight = add_rows_at(eight, v, scales, at, slots.offsets, key, weights, w)
+            key, w = key + 8, w + 8
+        s = s + total_of(eight, 0)
+    while key < seen.last_end:
+        s = fma(load_stored_first(v, scales, slots.offsets[key] + at, n), splat(weights[w]), s)
+        key, w = key + 1, w + 1
+    store_first(out, out_at, s * norm, n)
+
+
+@njit
+def weigh_two(stored, slots, i, seen, weights, w, norm, out, out_at):
+    """`weigh` for the 2 * LANES numbers from i on: each weight is read once for both vectors."""
+    v, scales, a, b, at = stored.v, stored.v_scale, constant(0), constant(0), slots.head + i
+    for key in range(seen.sinks, seen.sinks_end):
+        a = fma(load_stored_first(v, scales, slots.offsets[key] + at, LANES), splat(weights[w]), a)
+        b = fma(load_stored_first(v, scales, slots.offsets[key] + at + LANES, LANES), splat(weights[w]), b)
+        w += 1
+    key, sixteen = seen.last, zeros(8, 2)
+    while key + 8 <= seen.last_end:
+        if slots.side_by_side[key] >= 8:
+            sixteen = add_rows(sixteen, v, scales, slots.offsets[key] + at, slots.stride, weights, w)
+        else:
+            sixteen = add_rows_at(sixteen, v, scales, at, slots.offsets, key, weights, w)
+        key, w = key + 8, w + 8
+    a, b = a + total_of(sixteen, 0), b + total_of(sixteen, 1)
+    while key < seen.last_end:
+        a = fma(load_stored_first(v, scales, slots.offsets[key] + at, LANES), splat(weights[w]), a)
+        b = fma(load_stored_first(v, scales, slots.offsets[key] + at + LANES, LANES), splat(weights[w]), b)
+        key, w = key + 1, w + 1
+    store(out, out_at, a * norm)
+    store(out, out_at + LANES, b * norm)

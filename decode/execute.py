@@ -6,6 +6,7 @@ The weights are packed again when they have changed, and a few steps are timed t
 import threading
 import time
 from contextlib import contextmanager
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -136,10 +137,9 @@ class Executor:
         with step_lock.lock:
             if not self.unchanged(False, self.in_exclusive_use()):
                 self.refresh()
-            starts = np.zeros(len(m.query_lens) + 1, np.int64)
-            np.cumsum(m.query_lens, out=starts[1:])
+            starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, len(m.query_lens) + 1)
+            check_inputs(input_ids, input_positions, int(starts[-1]), m)
             wanted = starts[1:] - 1 if m.wanted is None else np.asarray(m.wanted, np.int64)
-            check_inputs(input_ids, input_positions, starts, m, wanted)
             logits = torch.empty(len(wanted), self.vocab_size, dtype=torch.float32, device='cpu')
             inputs = self.inputs_for(len(input_ids))
             n_seq = len(m.runs)
@@ -263,9 +263,10 @@ def shape_of(config):
     return config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.vocab_size
 
 
-def check_inputs(input_ids, input_positions, starts, m, wanted):
-    """ValueError unless the lengths of all arguments of `execute_model` agree. What is in them, the kernel checks."""
-    N = int(starts[-1])
+def check_inputs(input_ids, input_positions, N, m):
+    """
+    ValueError unless the arguments of `execute_model` are of N tokens. What is in them, the kernel checks.
+    """
     if not (torch.is_tensor(input_ids) and input_ids.dtype is torch.int64 and input_ids.is_cpu
             and input_ids.is_contiguous() and input_ids.shape == (N,)):
         came = f"{tuple(input_ids.shape)} {input_ids.dtype}" if torch.is_tensor(input_ids) else repr(input_ids)
@@ -275,5 +276,7 @@ def check_inputs(input_ids, input_positions, starts, m, wanted):
         raise ValueError(f"{len(m.query_lens)} sequences with {m.query_lens} new tokens, {len(input_positions)} "
                          f"positions and {len(m.runs)} tables of runs: give each sequence at least one token and one "
                          "table, and each token a position")
-    if len(wanted) and not (0 <= wanted[0] and wanted[-1] < N and (np.diff(wanted) > 0).all()):
-        raise ValueError(f"the rows whose logits are wanted must ascend and be of the {N}, not {wanted.tolist()}")
+    wanted = m.wanted
+    if wanted is not None and len(wanted) and not (
+            0 <= wanted[0] and wanted[-1] < N and (np.diff(wanted) > 0).all()):
+        raise ValueError(f"the rows whose logits are wanted must ascend and be of the {N}, not {list(wanted)}")

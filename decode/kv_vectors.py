@@ -24,6 +24,7 @@ from decode.vectors import (
     call,
     emit_fma,
     emit_load,
+    emit_sum,
     first_lanes,
     floats,
     same,
@@ -66,33 +67,82 @@ def load_stored_first(typing, array, scales, i, n):
     return floats(array, scales, types.int64, types.int64), emit
 
 
+def _emit_dots(builder, array_type, array, scales, sums, v, at):
+    """sums[r] + array[at[r] : + LANES] * v, for each r"""
+    rows = [emit_load_stored(builder, array_type, array, scales, i) for i in at]
+    return [emit_fma(builder, row, v, s) for row, s in zip(rows, sums)]
+
+
 @intrinsic(prefer_literal=True)
-def dot_rows(typing, sums, array, scales, i, offsets, t, v):
-    """sums[r] + array[offsets[t + r] + i : + LANES] * v, for each r"""
+def dot_rows(typing, sums, array, scales, i, stride, v):
+    """sums[r] + array[i + r * stride : + LANES] * v, for each r"""
     def emit(context, builder, sig, args):
-        sums, array, scales, i, offsets, t, v = args
+        sums, array, scales, i, stride, v = args
         sums = cgutils.unpack_tuple(builder, sums)
-        for r in range(len(sums)):
-            at = builder.add(emit_load(builder, address(builder, offsets, builder.add(t, I64(r))), 8), i)
-            row = emit_load_stored(builder, sig.args[1], array, scales, at)
-            sums[r] = emit_fma(builder, row, v, sums[r])
+        at = [builder.add(i, builder.mul(stride, I64(r))) for r in range(len(sums))]
+        sums = _emit_dots(builder, sig.args[1], array, scales, sums, v, at)
+        return context.make_tuple(builder, sig.return_type, sums)
+    return sums(sums, array, scales, types.int64, types.int64, floats), emit
+
+
+@intrinsic(prefer_literal=True)
+def dot_rows_at(typing, sums, array, scales, i, offsets, key, v):
+    """sums[r] + array[i + offsets[key + r] : + LANES] * v, for each r"""
+    def emit(context, builder, sig, args):
+        sums, array, scales, i, offsets, key, v = args
+        sums = cgutils.unpack_tuple(builder, sums)
+        at = _gathered(builder, i, offsets, key, len(sums))
+        sums = _emit_dots(builder, sig.args[1], array, scales, sums, v, at)
         return context.make_tuple(builder, sig.return_type, sums)
     return sums(sums, array, scales, types.int64, offsets, types.int64, floats), emit
 
 
+def _gathered(builder, i, offsets, key, n):
+    return [builder.add(i, emit_load(builder, address(builder, offsets, builder.add(key, I64(r))), 8))
+            for r in range(n)]
+
+
+def _emit_add(builder, array_type, array, scales, sums, at, p, j):
+    """Add n vectors of each of eight rows, at `at`, times p[j + r] to sums: eight for the first vector, and so on."""
+    weights = [broadcast(builder, emit_load(builder, address(builder, p, builder.add(j, I64(r))))) for r in range(8)]
+    for s in range(len(sums)):
+        i = builder.add(at[s % 8], I64(s // 8 * LANES))
+        row = emit_load_stored(builder, array_type, array, scales, i)
+        sums[s] = emit_fma(builder, row, weights[s % 8], sums[s])
+    return sums
+
+
 @intrinsic(prefer_literal=True)
-def add_rows(typing, sums, array, scales, i, offsets, t, p, j):
-    """sums[r] + array[offsets[t + r] + i : + LANES] * p[j + r], for each r"""
+def add_rows(typing, sums, array, scales, i, stride, p, j):
+    """
+    sums[8 * n + r] + array[i + r * stride + n * LANES : + LANES] * p[j + r], for each of eight rows r and each n
+    """
     def emit(context, builder, sig, args):
-        sums, array, scales, i, offsets, t, p, j = args
-        sums = cgutils.unpack_tuple(builder, sums)
-        for r in range(len(sums)):
-            at = builder.add(emit_load(builder, address(builder, offsets, builder.add(t, I64(r))), 8), i)
-            row = emit_load_stored(builder, sig.args[1], array, scales, at)
-            weight = emit_load(builder, address(builder, p, builder.add(j, I64(r))))
-            sums[r] = emit_fma(builder, row, broadcast(builder, weight), sums[r])
+        sums, array, scales, i, stride, p, j = args
+        at = [builder.add(i, builder.mul(stride, I64(r))) for r in range(8)]
+        sums = _emit_add(builder, sig.args[1], array, scales, cgutils.unpack_tuple(builder, sums), at, p, j)
+        return context.make_tuple(builder, sig.return_type, sums)
+    return sums(sums, array, scales, types.int64, types.int64, p, types.int64), emit
+
+
+@intrinsic(prefer_literal=True)
+def add_rows_at(typing, sums, array, scales, i, offsets, key, p, j):
+    """The same of the rows at i + offsets[key + r]."""
+    def emit(context, builder, sig, args):
+        sums, array, scales, i, offsets, key, p, j = args
+        at = _gathered(builder, i, offsets, key, 8)
+        sums = _emit_add(builder, sig.args[1], array, scales, cgutils.unpack_tuple(builder, sums), at, p, j)
         return context.make_tuple(builder, sig.return_type, sums)
     return sums(sums, array, scales, types.int64, offsets, types.int64, p, types.int64), emit
+
+
+@intrinsic(prefer_literal=True)
+def total_of(typing, sums, n):
+    """The sum of the eight vectors number 8 * n to 8 * n + 7 of a tile"""
+    def emit(context, builder, sig, args):
+        values = cgutils.unpack_tuple(builder, args[0])[8 * n.literal_value:8 * n.literal_value + 8]
+        return emit_sum(builder, values, builder.fadd)
+    return floats(sums, n), emit
 
 
 @intrinsic

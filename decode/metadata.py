@@ -7,6 +7,7 @@ slot * slot_stride + h * head_stride in each array, so that one rule finds them 
 
     tuples    (B, H, n_slots, D)     slot (b * H) * n_slots + s, slot_stride D, head_stride n_slots * D
     rows      (n, m, H * D)          slot i * m + j, slot_stride H * D, head_stride D; streams of cells, blocks of slots
+    operator  (n, L, 2, H, D) and three other orders of these axes; a slot is one of n
 """
 from dataclasses import dataclass
 
@@ -110,6 +111,21 @@ class KVArrays:
                     return None
         tensors = [tuple(t for pair in zip(layer.k.tensors(), layer.v.tensors()) for t in pair) for layer in layers]
         return cls(tensors, first.k.shape[0] * first.k.shape[1], width, head_dim)
+
+    @classmethod
+    def of_views(cls, views):
+        """
+        Of keys and values of each layer, pairs of views (n_slots, H, D) with the same strides, side by side in D: those
+        of `kvcache.operator.views` in float32, whatever the order of the cache's axes is.
+        """
+        k = views[0][0]
+        for each in (t for pair in views for t in pair):
+            if each.dtype not in (torch.float32, torch.bfloat16) or not each.is_cpu or (
+                    (each.shape, each.stride()) != (k.shape, k.stride()) or each.stride(2) != 1):
+                raise ValueError("keys and values of all layers must be views (slots, heads, head_dim) with the same "
+                                 f"strides, float32 or bfloat16 on the CPU; one is {tuple(each.shape)} {each.dtype} "
+                                 f"with strides {each.stride()}")
+        return cls(views, len(k), k.stride(0), k.stride(1))
 
     @classmethod
     def of_tuples(cls, kv_cache):

@@ -33,6 +33,7 @@ class StepInputs:
             layout.QUERY_STARTS: self.query_starts, layout.WANTED: self.wanted, layout.RUNS: self.runs,
             layout.N_RUNS: self.n_runs, layout.REFUSED_AT: self.refused_at,
             layout.OFFSETS: aligned(n_rows * (most_keys + 1), np.int64),
+            layout.SIDE_BY_SIDE: aligned(n_rows * (most_keys + 1), np.int64),
             layout.SEQUENCES: aligned((n_rows, layout.N_SEQUENCE_COLUMNS), np.int64)}
 
 

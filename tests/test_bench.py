@@ -1,13 +1,22 @@
 """bench.py and the scripts of benchmarks/ run, count correctly and write their files. The speeds are not tested."""
 import json
+import math
 import os
+import shutil
+import subprocess
 
 import pytest
 import torch
 from conftest import ROOT, run, sizes
 
+from benchmarks import rounds
+from benchmarks.caches import joining, kinds, rolling
 from benchmarks.generate import fed_tokens
 from benchmarks.peers import race, report
+from benchmarks.peers.llamacpp import LlamaCpp
+from benchmarks.shapes import model_with_varied_text
+from decode.threads import n_cores
+from kvcache import make_cache
 from model import GPT, GPTConfig
 
 
@@ -55,8 +64,36 @@ def test_two_trees_are_timed_in_turns(repo):
     assert done.returncode == 0 and 'new / old' in done.stdout, done.stderr
     times, = json.loads((repo / 'b.json').read_text()).values()
     assert len(times['old']) == len(times['new']) == 2
-    wrong = run(repo, 'benchmarks/old_and_new.py', '--old=nowhere')
-    assert wrong.returncode == 2 and "not 'nowhere'" in wrong.stderr
+    for old in ('nowhere', '', '--help'):
+        wrong = run(repo, 'benchmarks/old_and_new.py', f'--old={old}')
+        assert wrong.returncode == 2 and f"not {old!r}" in wrong.stderr
+
+
+def test_a_commit_is_unpacked(repo):
+    git = ['git', '-C', repo, '-c', 'user.name=me', '-c', 'user.email=me@here']
+    if shutil.which('git') is None:
+        pytest.skip("git is not installed")
+    (repo / 'notes').write_text('old')
+    for command in (['init', '-q'], ['add', 'notes', 'model.py'], ['commit', '-q', '-m', 'old']):
+        subprocess.run([*git, *command], check=True)
+    (repo / 'notes').write_text('new')
+    (repo / 'unpacked').mkdir()
+    script = "import sys; from benchmarks import old_and_new as o; print(o.folder_of(*sys.argv[1:]))"
+    done = run(repo, '-c', script, 'HEAD', 'unpacked')
+    assert done.stdout == 'unpacked\n' and (repo / 'unpacked' / 'notes').read_text() == 'old', done.stderr
+    assert run(repo, '-c', script, '.', 'nowhere').stdout == '.\n'
+
+
+def test_a_choice_of_threads_is_compared_beside_neighbours(repo):
+    done = run(repo, 'benchmarks/busy.py', '--shape=S', '--batches=1', '--neighbours=0,1', '--runs=2', '--seconds=0.01',
+               '--json=b.json')
+    assert done.returncode == 0 and 'chosen / best' in done.stdout, done.stderr
+    quiet, busy = json.loads((repo / 'b.json').read_text())['rows']
+    assert (quiet['neighbours'], busy['neighbours']) == (0, 1) and quiet['threads'].keys() >= {'1'}
+    assert busy['fair_share'] == quiet['median'] * n_cores() / (n_cores() + 1)
+    for row in (quiet, busy):
+        assert row['chosen_of_best'] == row['median'] / max(row['threads'].values())
+        assert ('loses' in done.stdout) or row['chosen_of_best'] >= 0.95
 
 
 def test_train_mode_on_real_and_on_random_tokens(repo):
@@ -73,9 +110,9 @@ def test_peers_mode(tmp_path):
     done = run(tmp_path, os.path.join(ROOT, 'bench.py'), '--mode=peers', '--shape=S', '--batches=1,3', '--lengths=8',
                '--repeats=2', '--max_seconds=0.02', '--json=b.json', '--png=b.png')
     assert done.returncode == 0, done.stderr
-    figures = json.loads((tmp_path / 'b.json').read_text())
+    parts = json.loads((tmp_path / 'b.json').read_text())
+    figures, rows = parts['decoding'], parts['decoding']['rows']
     assert {'torch', 'python'} <= set(figures['versions']) and figures['repeats'] == 2
-    rows = figures['rows']
     named = {(row['batch'], row['engine'], row['weights']) for row in rows}
     assert len(named) == len(rows)
     for engine in race.OURS + race.PEERS:
@@ -87,6 +124,41 @@ def test_peers_mode(tmp_path):
         near = row['first_difference'] is None or abs(row['gap']) < report.NEAR_TIE
         assert near or not row['should_be_ours'], row
     assert (tmp_path / 'b.png').read_bytes().startswith(b'\x89PNG') and 'S, batch 3' in done.stdout
+    prefills = parts['prefill']['rows']
+    assert {(row['batch'], row['engine'], row['weights']) for row in prefills} == {
+        (B, engine, weights) for B, engine, weights in named if engine != 'no cache'}
+    assert all(row['new_tokens'] == 1 and row['prompt'] == 8 for row in prefills)
+    assert 'the first token of 3 prompts of 8' in done.stdout
+    caches = {(row['engine'], row['type_kv']) for row in parts['long_context']['rows']}
+    assert {('pages', kind) for kind in ('float32', 'bfloat16', 'int8')} <= caches
+    assert LlamaCpp.missing() or {('llama.cpp', kind) for kind in ('float32', 'float16', 'q8_0')} <= caches
+
+
+def test_the_floor_of_a_prefill_has_one_row_of_logits():
+    model = GPT(GPTConfig(block_size=16, vocab_size=11, n_layer=1, n_head=2, n_embd=16, bias=False)).eval()
+    matrices, head = 12 * 16 * 16 + 3 * 16, 11 * 16  # with the weights of the layer norms
+    assert race.floor(model, 'float32', 5, 1, math.inf, 1.0) == 2 * (5 * matrices + head)
+    assert race.floor(model, 'bfloat16', 5, 1, 1.0, math.inf) == 2 * (matrices + head)
+
+
+def test_the_slower_way_to_run_an_engine_is_left_out(monkeypatch):
+    now, asked = 0.0, []
+    monkeypatch.setattr(race.time, 'perf_counter', lambda: now)
+    monkeypatch.setattr(race.torch, 'get_num_threads', lambda: 3)
+
+    class Engine:
+        ways = {'float32': [dict(by='row'), dict(by='block')]}
+
+        def __init__(self, model, weights, threads, by):
+            self.cost = {(1, 'row'): 9.0, (3, 'row'): 1.2, (1, 'block'): 1.0, (3, 'block'): 2.0}[threads, by]
+
+        def generate(self, prompts, n):
+            nonlocal now
+            now += self.cost * n
+            asked.append(self.cost)
+    (engine, how), = race.choose('', [(Engine, 'float32')], None, [torch.zeros(1, 40)], 4, 1.0)[0].values()
+    assert engine.cost == 1.0 and how == '1 thread, by block'
+    assert asked.count(1.0) > 10 and asked.count(1.2) > 10 and asked.count(2.0) == asked.count(9.0) < 5
 
 
 def test_a_difference_is_found_and_judged():
@@ -133,23 +205,82 @@ def test_memory_mode(repo):
         assert row['peak'] > 0.9 * row['cache']  # resident memory is counted in pages, and not to the last one
 
 
-def test_caches_mode(repo):
-    done = run(repo, 'bench.py', '--mode=caches', '--shape=S', '--repeats=1', '--json=b.json')
+def test_requests_and_what_they_share(repo):
+    (repo / 'b.json').write_text(json.dumps(dict(steps=dict(rows=[1]), sharing=dict(rows=[2]))))
+    done = run(repo, 'bench.py', '--mode=caches', '--only=requests,sharing', '--shape=S', '--repeats=1',
+               '--json=b.json')
     assert done.returncode == 0, done.stderr
     figures = json.loads((repo / 'b.json').read_text())
-    assert len(figures['rows']) == 4 * 3 + 1
-    assert all(row['same_tokens'] and len(row['prompts']) == 8 for row in figures['rows'])
-    shared, = figures['sharing']
+    assert figures['steps'] == dict(rows=[1])  # of a part that was not run
+    rows = figures['requests']['rows']
+    assert len(rows) == 4 * 3 + 1 and all(row['same_tokens'] and len(row['prompts']) == 8 for row in rows)
+    shared, = figures['sharing']['rows']
     held = 6 + 10  # blocks of 16: the full ones of the prompt, and one a sample with the rest of it and a new token
     block_bytes = 16 * 4 * 2 * 128 * 4
     assert shared['bytes_held'] == held * block_bytes and shared['bytes_unshared'] == 10 * 7 * block_bytes
     assert shared['second_prompt'] == 105 and shared['computed'] == 105 - 6 * 16
 
 
+def test_caches_mode(repo):
+    done = run(repo, 'bench.py', '--mode=caches', '--only=steps,joining,kv_types,rolling,kinds', '--shape=S',
+               '--batches=2', '--lengths=40', '--repeats=1', '--json=b.json')
+    assert done.returncode == 0, done.stderr
+    figures = {part: each['rows'] for part, each in json.loads((repo / 'b.json').read_text()).items()}
+    assert [row['cache'] for row in figures['steps']] == ['tuples', 'TupleCache', 'paged', 'unified', 'streams',
+                                                          'contiguous']
+    assert all(row['difference'] < 1e-4 and (row['batch'], row['context']) == (2, 40) for row in figures['steps'])
+    joining, = figures['joining']
+    assert joining['same_tokens'] and joining['speedup'] > 0
+    float32, bfloat16, int8 = figures['kv_types']
+    assert float32['difference'] == 0 < bfloat16['difference'] < 0.01 and 0 < int8['difference'] < 0.03
+    assert len(figures['rolling']) == 5 and not any(row['gap'] and row['gap'] > 1e-4 for row in figures['rolling'])
+    assert [row['kind'] for row in figures['kinds']] == list(kinds.KINDS)
+
+
+def test_ways_take_turns():
+    calls = []
+
+    def way(name, seconds):
+        return lambda n: calls.append((n, name)) or seconds[n]
+    seconds = rounds.take_turns(dict(a=way('a', [99, 2, 6, 4]), b=way('b', [99, 1, 2, 4])), 3, '')
+    assert seconds == dict(a=[2, 6, 4], b=[1, 2, 4]) and rounds.ratio(seconds, 'a', 'b') == 2
+    assert [name for _, name in calls] == ['b', 'a', 'a', 'b', 'b', 'a', 'a', 'b']
+    assert 'MISSED' in rounds.line(7.9, 8.0) and 'MISSED' not in rounds.line(8.1, 8.0) + rounds.line(5.0, None)
+    assert 'MISSED' in rounds.line(1.11, 1.1, at_most=True) and 'MISSED' not in rounds.line(1.1, 1.1, at_most=True)
+
+
+def test_sequences_that_join_and_leave_have_the_texts_that_they_have_alone():
+    torch.manual_seed(0)
+    model = model_with_varied_text(GPTConfig(block_size=40, vocab_size=11, n_layer=1, n_head=2, n_embd=16))
+    prompts = [torch.randint(11, (n,)) for n in (3, 9, 1, 5, 20, 7, 2, 6)]
+    cache = make_cache(model, 'paged', 3)
+    _, texts = joining.serve(cache, prompts, 3, 18)
+    # three begin together and end after 4, 8 and 12 more steps, the next ones 12 steps after they are first fed
+    assert [len(text) for text in texts] == [5, 9, 13, 12, 10, 6, 2] and not cache.lengths
+    for prompt, text in zip(prompts, texts):
+        assert model.generate(prompt[None], len(text), temperature=0)[0, len(prompt):].tolist() == text
+
+
+def test_the_first_other_token_is_judged():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=11, n_layer=1, n_head=2, n_embd=16)).eval()
+    exact = model.generate(torch.randint(11, (3, 4)), 12, temperature=0)
+    assert rolling.gap_of(model, exact, exact) is None
+    other = exact.clone()
+    other[1, 7], other[0, 9] = (exact[1, 7] + 1) % 11, (exact[0, 9] + 1) % 11
+    logits = model(exact[1:2, :7])[0][0, -1]
+    assert abs(rolling.gap_of(model, other, exact) - (logits.max() - logits[other[1, 7]]).item()) < 1e-6
+
+
 def test_settings_that_make_no_sense_end_in_one_line(repo):
     for wrong, said in (('--batches=1,zero', 'batches must be positive numbers'), ('--max_seconds=0.0', 'max_seconds'),
                         ('--dtype=bfloat16', 'CPU'), ('--lengths=500', 'do not fit into block_size 128')):
         done = run(repo, 'bench.py', '--mode=peers', '--shape=S', wrong)
+        assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
+    for wrong, said in ((['--mode=caches', '--only=steps,none'], "not 'steps,none'"),
+                        (['--mode=caches', '--only=steps', '--shape=S', '--lengths=126'], 'a context of 126 leaves no'),
+                        (['--mode=loss', '--only=steps'], 'leave --only=steps out')):
+        done = run(repo, 'bench.py', *wrong)
         assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
 
 

@@ -161,16 +161,28 @@ def test_a_tokenizer_json_is_refused(tmp_path):
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize('config, type, bound', [(HARD, 'f32', 2e-4), (EASY, 'f32', 2e-4), (EASY, 'q8_0', 0.15),
-                                                 (ROPE, 'f32', 2e-4), (ALIBI, 'f32', 2e-4)])
+@pytest.mark.parametrize('config, type, bound', [
+    (HARD, 'f32', 2e-4),
+    (HARD | dict(n_kv_head=1), 'f32', 2e-4),
+    (EASY, 'f32', 2e-4),
+    (EASY, 'q8_0', 0.15),
+    (EASY | dict(position='none', n_kv_head=1), 'f32', 2e-4),
+    (ROPE, 'f32', 2e-4),
+    (ROPE | dict(n_kv_head=3, bias=True), 'f32', 2e-4),
+    (ROPE | dict(window=9), 'f32', 2e-4),
+    (ALIBI, 'f32', 2e-4),
+    (ALIBI | dict(n_kv_head=2, bias=True), 'f32', 2e-4),
+    (ALIBI | dict(n_head=4), 'f32', 2e-4),
+])
 def test_llama_cpp_computes_the_same_but_for_its_gelu(tmp_path, config, type, bound):
     pytest.importorskip('gguf', reason="gguf is not installed")
     model = gpt(**config)
     assert formats.to_gguf(model, tmp_path / 'model.gguf', type) == 'none'
     theirs = llama(tmp_path / 'model.gguf')
-    idx = torch.randint(config['vocab_size'], (1, config['block_size']))
+    n = config.get('window', config['block_size'])
+    idx = torch.randint(config['vocab_size'], (1, n))
     theirs.eval(idx[0].tolist())
-    scores = torch.tensor(theirs.scores[:config['block_size']])
+    scores = torch.tensor(theirs.scores[:n])
     exact = logits(model, idx)[0]
     for block in model.transformer.h:
         block.mlp.gelu = LlamaGELU()

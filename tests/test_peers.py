@@ -6,7 +6,9 @@ import torch
 
 from benchmarks.peers.engine import Engine, torch_threads
 from benchmarks.peers.hugging_face import HuggingFace
+from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.peers.onnx_engine import OnnxRuntime
+from benchmarks.peers.ours import Pages
 from benchmarks.peers.race import PEERS
 from model import GPT, GPTConfig
 
@@ -83,6 +85,24 @@ def test_an_engine_outlives_another(peer):
     gc.collect()
     assert torch.equal(engines[0].generate(prompts[:1], 8), want[:1])  # another batch size needs new caches
     assert torch.equal(engines[0].generate(prompts, 8), want)
+
+
+@pytest.mark.parametrize('engine, kv', [(Pages, 'float32'), (Pages, 'bfloat16'), (Pages, 'int8'),
+                                        (LlamaCpp, 'float32'), (LlamaCpp, 'float16'), (LlamaCpp, 'q8_0')],
+                         ids=lambda x: getattr(x, 'name', x))
+def test_a_text_goes_on_from_an_earlier_position(engine, kv):
+    """After a prompt: the same tokens when it goes back, in caches that read keys and values in any number of bits."""
+    model = tiny(n_embd=64)
+    prompts = torch.randint(50, (3, 6))
+    engine = built(engine, model, kv=kv)
+    first = engine.begin(prompts)
+    tokens = engine.go_on(first, 6, 12)
+    assert torch.equal(engine.go_on(first, 6, 12), tokens)
+    assert torch.equal(engine.go_on(tokens[:, 3], 10, 8), tokens[:, 4:])
+    want = ours(model, prompts, 13)
+    assert torch.equal(first, want[:, 0]) and torch.equal(engine.begin(prompts[:1]), want[:1, 0])
+    if kv == 'float32' and engine.same_tokens:
+        assert torch.equal(tokens, want[:, 1:])
 
 
 def test_a_missing_package_is_named():

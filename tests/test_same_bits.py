@@ -86,7 +86,7 @@ def expected_logits(decoder, texts, kind='float32'):
 @pytest.mark.parametrize('case', [shape | kind for shape, kind in zip(itertools.cycle(SHAPES), KINDS)],
                          ids=lambda case: ' '.join(map(str, case.values())))
 def test_the_same_bits_in_any_step(case, weights):
-    decoder = CPUDecoder(model_of(case), weights)
+    decoder = CPUDecoder(model_of(case), weights, max(threads))
     for seed in range(sizes(1, 6)):
         chooser, n = random.Random(seed), random.Random(seed).choice([2, 5, 9])
         all_texts = texts(n, 60, seed)

@@ -16,6 +16,7 @@ class LlamaCpp(Engine):
 
     Its GELU is the tanh approximation, from a table of float16, and its keys and values are float16 by default (float32
     makes it slower), so its tokens need not be ours. int8 is Q8_0: blocks of 32 with a scale each, inputs likewise.
+    kv: its keys and values, float32, float16 or q8_0.
     The batch is filled and read as in https://github.com/ggml-org/llama.cpp/blob/master/examples/batched/batched.cpp
     """
     name = 'llama.cpp'
@@ -24,10 +25,12 @@ class LlamaCpp(Engine):
     same_tokens = False
     model = context = log_callback = None
 
-    def __init__(self, model, weights='float32', threads=1):
+    def __init__(self, model, weights='float32', threads=1, kv='float16'):
         super().__init__(model, weights, threads)
         import llama_cpp
         self.lib, self.rows = llama_cpp, 0
+        self.kv = {'float32': llama_cpp.GGML_TYPE_F32, 'float16': llama_cpp.GGML_TYPE_F16,
+                   'q8_0': llama_cpp.GGML_TYPE_Q8_0}[kv]
         if not LlamaCpp.log_callback:  # kept by the class: C may call it while any engine exists
             LlamaCpp.log_callback = llama_cpp.llama_log_callback(lambda level, text, data: None)
             llama_cpp.llama_log_set(LlamaCpp.log_callback, ctypes.c_void_p())
@@ -53,38 +56,66 @@ class LlamaCpp(Engine):
         n_tokens = B * self.config.block_size
         params.n_seq_max, params.n_ctx, params.n_batch = B, n_tokens, n_tokens
         params.n_threads = params.n_threads_batch = self.threads
+        params.type_k = params.type_v = self.kv  # in fewer bits they need its flash attention, which it then uses
         self.context, self.rows = self.lib.llama_init_from_model(self.model, params), B
         if not self.context:
             raise ValueError(f"llama.cpp has no memory for {B} sequences of {self.config.block_size} tokens")
 
     def generate(self, prompts, n_new):
-        prompts = self.checked(prompts, n_new).numpy()
+        prompts = self.checked(prompts, n_new)
+        first = self.begin(prompts)
+        return torch.cat([first[:, None], self.go_on(first, prompts.size(1), n_new - 1)], dim=1)
+
+    def begin(self, prompts):
+        """Read prompts (B, T), in place of all that was read before. Returns the token after each, (B,)."""
         B, T = prompts.shape
         if B != self.rows:
             self.make_context(B)
-        lib, out = self.lib, np.empty((B, n_new), np.int64)
-        lib.llama_memory_clear(lib.llama_get_memory(self.context), False)
-        batch = lib.llama_batch_init(B * T, 0, 1)
-        try:
-            token, pos, n_seq_id, wanted = (np.ctypeslib.as_array(field, (B * T,))
-                                            for field in (batch.token, batch.pos, batch.n_seq_id, batch.logits))
-            token[:], pos[:], n_seq_id[:] = prompts.ravel(), np.tile(np.arange(T), B), 1
-            wanted[:] = pos == T - 1
-            for i in range(B * T):
-                batch.seq_id[i][0] = i // T
-            batch.n_tokens = B * T
+        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), False)
+        with Batch(self.lib, np.repeat(np.arange(B), T).tolist()) as batch:
+            batch.token[:], batch.pos[:] = prompts.numpy().ravel(), np.tile(np.arange(T), B)
+            batch.wanted[:] = batch.pos == T - 1
+            self.decode(batch)
+            return torch.from_numpy(self.logits().argmax(axis=1))
+
+    def go_on(self, newest, start, n_new):
+        """The (B, n_new) tokens after newest (B,), which is fed at position `start`. What was there is overwritten."""
+        B, logits, out = len(newest), None, np.empty((len(newest), n_new), np.int64)
+        for i in range(B):
+            self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.context), i, start, -1)
+        with Batch(self.lib, range(B)) as batch:
+            batch.token[:], batch.wanted[:] = newest.numpy(), 1
             for step in range(n_new):
-                if lib.llama_decode(self.context, batch) != 0:
-                    raise ValueError(f"llama.cpp could not decode {batch.n_tokens} tokens")
-                logits = lib.llama_get_logits(self.context)  # also waits for them
-                if step == 0:
-                    # the B rows of logits of each step are at the same place
-                    rows = np.ctypeslib.as_array(logits, (B, self.config.vocab_size))
-                    for i in range(B):
-                        batch.seq_id[i][0] = i
-                    batch.n_tokens, pos[:B], wanted[:B] = B, T - 1, 1
-                pos[:B] += 1
-                token[:B] = out[:, step] = rows.argmax(axis=1)
-        finally:
-            lib.llama_batch_free(batch)
+                batch.pos[:] = start + step
+                self.decode(batch)
+                # the logits of each step are at the same place; asking for them waits for them
+                logits = self.logits() if step == 0 else self.lib.llama_get_logits(self.context) and logits
+                batch.token[:] = out[:, step] = logits.argmax(axis=1)
         return torch.from_numpy(out)
+
+    def decode(self, batch):
+        if self.lib.llama_decode(self.context, batch.batch) != 0:
+            raise ValueError(f"llama.cpp could not decode {batch.batch.n_tokens} tokens")
+
+    def logits(self):
+        """The logits of the last `decode`, (B, vocab_size)."""
+        return np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), (self.rows, self.config.vocab_size))
+
+
+class Batch:
+    """A llama_batch for tokens of these sequences, inside a `with`. token, pos, wanted: arrays, to be filled."""
+
+    def __init__(self, lib, sequences):
+        self.lib, self.batch, n = lib, lib.llama_batch_init(len(sequences), 0, 1), len(sequences)
+        fields = self.batch.token, self.batch.pos, self.batch.logits, self.batch.n_seq_id
+        self.token, self.pos, self.wanted, n_seq_id = (np.ctypeslib.as_array(field, (n,)) for field in fields)
+        n_seq_id[:] = 1
+        for i, seq in enumerate(sequences):
+            self.batch.seq_id[i][0] = seq
+        self.batch.n_tokens = n
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.lib.llama_batch_free(self.batch)

@@ -1,6 +1,11 @@
-"""Our ways to generate, as engines: without a cache, with it, and with the fastest decoder."""
+"""Our ways to generate, as engines: without a cache, with it, with the fastest decoder, and through pages."""
+import torch
+
 import decode
+from benchmarks.caches.kv_types import pages
+from benchmarks.caches.steps import TAKES_DECODER
 from benchmarks.peers.engine import Engine, torch_threads
+from generation import Work
 
 
 class NoCache(Engine):
@@ -40,3 +45,33 @@ class Decoder(NoCache):
         if B not in self.decoders:
             self.decoders[B] = decode.best(self.model, B, self.weights, self.threads)
         return super().generate(prompts, n_new, use_cache=True, decoder=self.decoders[B])
+
+
+class Pages(Engine):
+    """The paged cache on the decoder. kv: keys and values in float32, bfloat16 or int8."""
+    name, packages, ways = 'pages', Decoder.packages, Decoder.ways
+
+    def __init__(self, model, weights='float32', threads=1, kv='float32'):
+        super().__init__(model, weights, threads)
+        self.model, self.kv, self.decoder = model, kv, decode.best(model, 1, weights, threads)
+        self.cache, self.handles = None, []
+
+    def using(self):
+        return self.decoder.exclusive_use() if TAKES_DECODER else torch_threads(self.threads)
+
+    def begin(self, prompts):
+        """Read prompts (B, T). Returns the token after each, (B,)."""
+        self.cache = pages(self.decoder, self.model, len(prompts), self.kv)
+        self.handles = [self.cache.new() for _ in prompts]
+        with self.using():
+            return torch.cat([self.cache.step(Work([handle], [0], prompt[None])).argmax(dim=-1)
+                              for handle, prompt in zip(self.handles, prompts)])
+
+    def go_on(self, newest, start, n_new):
+        """The (B, n_new) tokens after newest (B,), which is fed at position `start`. What was there is overwritten."""
+        tokens = []
+        with self.using():
+            for i in range(start, start + n_new):
+                newest = self.cache.step(Work(self.handles, [i] * len(newest), newest[:, None])).argmax(dim=-1)
+                tokens.append(newest)
+        return torch.stack(tokens, dim=1)

@@ -1,9 +1,9 @@
 """
 Our ways to generate and other engines, with the same weights, in turns on one machine.
 
-Every figure is also given as a fraction of the floor: the least time of a step that only read each weight once, in the
-type it is stored in, or only did its multiplications in float32, whichever takes longer. Both rates are measured here,
-between the runs. The reading rate is measured on as many bytes as the weights have, so that a model that fits the
+Every figure is also given as a fraction of the floor: the least time of steps that only read each weight once, in the
+type it is stored in, or only did their multiplications in float32, whichever takes longer. Both rates are measured
+here, between the runs. The reading rate is measured on as many bytes as the weights have, so that a model that fits the
 processor's cache is compared with that cache and not with memory. The floor leaves out keys and values and everything
 but the matrices. Engines with 8 bits multiply in 8 bits, so with large batches they can be faster than this floor.
 """
@@ -25,6 +25,8 @@ from benchmarks.peers.ours import Cache, Decoder, NoCache
 OURS = NoCache, Cache, Decoder
 PEERS = HuggingFace, CTranslate2, LlamaCpp, OnnxRuntime
 BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1}
+WARM_UP = 32      # tokens of a prompt that are fed before a timed run
+MUCH_SLOWER = 1.5  # a way to run an engine that takes so many times the time of another one is not tried again
 
 
 def missing():
@@ -44,7 +46,11 @@ def versions():
     return found
 
 
-def race(name, model, prompts, n_new, repeats, max_seconds):
+def random_prompts(model, B, T):
+    return torch.randint(model.config.vocab_size, (B, T))
+
+
+def race(name, model, prompts, n_new, repeats, max_seconds, engines=OURS + PEERS):
     """
     Time all installed engines on each batch of prompts in the list of (B, T) tensors. Returns rows (dicts) for JSON.
 
@@ -52,22 +58,22 @@ def race(name, model, prompts, n_new, repeats, max_seconds):
     generated, or as many as take about max_seconds: slow engines generate fewer. (Without a cache this flatters an
     engine: the first tokens cost the least.)
     """
-    entries = [(engine, weights) for engine in OURS + PEERS if not engine.missing() for weights in engine.ways]
+    entries = [(engine, weights) for engine in engines if not engine.missing() for weights in engine.ways]
     fields = choose(name, entries, model, prompts, n_new, min(0.15, max_seconds))
     n_weights = model.get_num_params()  # without positions: a token reads one row of them
     rows = []
     for idx, field in zip(prompts, fields):
-        B, runs, tokens = len(idx), {key: [] for key in field}, {}
+        (B, T), runs, tokens = idx.shape, {key: [] for key in field}, {}
         reads, multiplies = {weights: [] for weights in BYTES}, []
         new = {key: trial(engine, idx, n_new, max_seconds / 2)[0] for key, (engine, _) in field.items()}
-        for _ in tqdm(range(repeats), desc=f'{name}: batch {B}', leave=False, disable=None):
+        for _ in tqdm(range(repeats), desc=f'{name}: {B} x {T}', leave=False, disable=None):
             multiplies.append(multiply_rate())
             for weights, n_bytes in BYTES.items():
                 reads[weights].append(read_rate(n_weights * n_bytes))
             for key, (engine, _) in field.items():
                 # threads of the last engine may still spin, and its weights fill the cache: a pause, then a warm-up
                 time.sleep(0.05)
-                engine.generate(idx, min(8, new[key]))
+                engine.generate(idx[:, :WARM_UP], min(8, new[key]))
                 t0 = time.perf_counter()
                 tokens[key] = engine.generate(idx, new[key])
                 runs[key].append(time.perf_counter() - t0)
@@ -75,21 +81,32 @@ def race(name, model, prompts, n_new, repeats, max_seconds):
         for key, (_, how) in field.items():
             engine, weights = key
             read, seconds = statistics.median(reads[weights]), statistics.median(runs[key])
-            floor = max(n_weights * BYTES[weights] / read, 2 * n_weights * B / multiply)
+            step = floor(model, weights, B, B, read, multiply)
+            least = floor(model, weights, B * T, B, read, multiply) + (new[key] - 1) * step
             rows.append(dict(
-                shape=name, batch=B, engine=engine.name, weights=weights, how=how, new_tokens=new[key],
-                tok_per_s=B * new[key] / seconds, of_floor=floor * new[key] / seconds, floor_step_s=floor,
+                shape=name, batch=B, prompt=T, engine=engine.name, weights=weights, how=how, new_tokens=new[key],
+                seconds=seconds, tok_per_s=B * new[key] / seconds, of_floor=least / seconds, floor_step_s=step,
                 read_bytes_per_s=read, flops=multiply, runs_s=runs[key],
                 should_be_ours=engine.same_tokens and weights == 'float32', **compare(model, idx, tokens[key])))
     return rows
+
+
+def floor(model, weights, n_rows, n_logits, read, multiply):
+    """
+    The least seconds of a step with n_rows tokens and logits for n_logits of them, at a rate of `read` bytes and
+    `multiply` operations a second.
+    """
+    n_weights, n_head = model.get_num_params(), model.lm_head.weight.numel()  # without learned positions
+    return max(n_weights * BYTES[weights] / read, 2 * ((n_weights - n_head) * n_rows + n_head * n_logits) / multiply)
 
 
 def choose(name, entries, model, prompts, n_new, enough):
     """
     The fastest way to run each entry (engine class, weights) on each batch: a list of {entry: (engine, how)}.
 
-    One thread and all of them are tried, and each of the engine's own ways; they take turns, and medians count. The
-    slower ones are dropped before the next entry is built, because a large model is some hundred megabytes.
+    One thread and all of them are tried, and each of the engine's own ways. Those that are much slower in a first trial
+    are left out; the others take turns, and medians count. The slower ones are dropped before the next entry is built,
+    because a large model is some hundred megabytes.
     """
     best = [{} for _ in prompts]
     for kind, weights in tqdm(entries, desc=f'{name}: building, trying', leave=False, disable=None):
@@ -99,15 +116,17 @@ def choose(name, entries, model, prompts, n_new, enough):
                 how = [f"{threads} thread{'s' * (threads > 1)}"] + [f'{k} {v}' for k, v in way.items()]
                 engines[', '.join(how)] = kind(model, weights, threads=threads, **way)
         for idx, found in zip(prompts, best):
-            n = min(trial(engine, idx, n_new, enough)[0] for engine in engines.values())  # the same tokens for all
-            runs = {how: [] for how in engines}
-            for _ in range(5):
-                for how, engine in engines.items():
-                    engine.generate(idx, min(8, n))
+            trials = {how: trial(engine, idx, n_new, enough) for how, engine in engines.items()}
+            n = min(n for n, _ in trials.values())  # the same tokens for all
+            fastest = min(seconds / n for n, seconds in trials.values())
+            runs = {how: [] for how, (n, seconds) in trials.items() if seconds / n <= MUCH_SLOWER * fastest}
+            for _ in range(5 if len(runs) > 1 else 0):
+                for how, of_engine in runs.items():
+                    engines[how].generate(idx[:, :WARM_UP], min(8, n))
                     t0 = time.perf_counter()
-                    engine.generate(idx, n)
-                    runs[how].append(time.perf_counter() - t0)
-            how = min(runs, key=lambda how: statistics.median(runs[how]))
+                    engines[how].generate(idx, n)
+                    of_engine.append(time.perf_counter() - t0)
+            how = min(runs, key=lambda how: statistics.median(runs[how] or [0]))
             found[kind, weights] = engines[how], how
     return best
 

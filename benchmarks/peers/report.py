@@ -1,6 +1,7 @@
-"""The table and the picture of the rows of `race`."""
+"""The tables and the picture of the rows of `race`."""
 from itertools import groupby
 
+from benchmarks.peers.ours import Decoder
 from benchmarks.peers.race import OURS
 from training.plotting import plt, save
 
@@ -12,13 +13,43 @@ def table(rows):
     lines = []
     for (shape, batch), mine in groupby(rows, key=lambda row: (row['shape'], row['batch'])):
         mine = list(mine)
-        first = mine[0]
-        lines += [f"\n{shape}, batch {batch}: reading {first['read_bytes_per_s'] / 1e9:.0f} GB/s, "
-                  f"multiplying {first['flops'] / 1e9:.0f} GFLOP/s",
+        lines += [f"\n{shape}, batch {batch}: {rates(mine[0])}",
                   f"{'engine':<22}{'weights':<10}{'tok/s':>9}{'of floor':>10}{'new':>5}  {'how':<22}tokens"]
         lines += [f"{row['engine']:<22}{row['weights']:<10}{row['tok_per_s']:>9,.0f}{row['of_floor']:>10.0%}"
                   f"{row['new_tokens']:>5}  {row['how']:<22}{verdict(row)}" for row in mine]
+        lines += over_the_others(mine)
     return '\n'.join(lines)
+
+
+def prefill_table(rows):
+    """Rows of one new token each as text, by the length of the prompt."""
+    lines = []
+    for (shape, batch, T), mine in groupby(rows, key=lambda row: (row['shape'], row['batch'], row['prompt'])):
+        mine = list(mine)
+        lines += [f"\n{shape}, the first token of {batch} prompt{'s' * (batch > 1)} of {T}: {rates(mine[0])}",
+                  f"{'engine':<22}{'weights':<10}{'ms':>9}{'prompt tok/s':>14}{'of floor':>10}  {'how':<22}token"]
+        lines += [f"{row['engine']:<22}{row['weights']:<10}{1e3 * row['seconds']:>9,.1f}"
+                  f"{batch * T / row['seconds']:>14,.0f}{row['of_floor']:>10.0%}  {row['how']:<22}{verdict(row)}"
+                  for row in mine]
+        lines += over_the_others(mine)
+    return '\n'.join(lines)
+
+
+def rates(row):
+    return f"reading {row['read_bytes_per_s'] / 1e9:.0f} GB/s, multiplying {row['flops'] / 1e9:.0f} GFLOP/s"
+
+
+def over_the_others(rows):
+    """Lines: how many times as fast the decoder is as the best of all other rows with the same weights."""
+    lines = []
+    for weights in ('float32', 'int8'):
+        mine = [row for row in rows if (row['engine'], row['weights']) == (Decoder.name, weights)]
+        others = [row for row in rows if row['engine'] != Decoder.name and row['weights'] == weights]
+        if mine and others:
+            best = max(others, key=lambda row: row['tok_per_s'])
+            lines.append(f"{weights}: {Decoder.name} over {best['engine']}, the best other way: "
+                         f"{mine[0]['tok_per_s'] / best['tok_per_s']:.2f}x")
+    return lines
 
 
 def verdict(row):

@@ -1,0 +1,69 @@
+"""
+A step with a long context: keys and values in float32, bfloat16 and int8, with int8 weights.
+
+    python bench.py --mode=caches --only=kv_types
+
+Through pages on the compiled step. With 1,000 tokens L reads 124 MB of weights and, in float32, 74 MB of keys and
+values for each sequence.
+"""
+import statistics
+
+import torch
+
+import decode
+from benchmarks import rounds
+from benchmarks.caches.steps import KERNEL, PYTORCH, TAKES_DECODER, cache_on, random_tokens, steps_of_cache, timed
+from benchmarks.shapes import config_of
+from kvcache.paged import PagedCache, n_blocks_for
+from model import GPT
+
+MINUTES = 4
+NAMES, BATCHES, CONTEXT = ('L',), (1, 8), 1000
+N_STEPS, PAGE = 16, 16
+TYPES = 'float32', 'bfloat16', 'int8'
+GOALS = {'int8': 1.15}
+
+
+def run(names, batches, contexts, bias, repeats):
+    rows = []
+    print(f"\nkeys and values in fewer bits, int8 weights\n{'shape':<6}{'batch':>6}{'context':>8}  {'type':<10}"
+          f"{'on':<9}{'ms':>9}{'speed-up':>10}")
+    for name in names or NAMES:
+        model = GPT(config_of(name, bias)).eval()
+        for B in batches or BATCHES:
+            for T in contexts or [CONTEXT]:
+                mine = race(name, model, B, T, repeats)
+                print('\n'.join(map(line, mine)), flush=True)
+                rows += mine
+    return rows
+
+
+def line(row):
+    return (f"{row['shape']:<6}{row['batch']:>6}{row['context']:>8}  {row['type_kv']:<10}{row['on']:<9}"
+            f"{1e3 * row['step_s']:>9.3f}{rounds.line(row['speedup'], row['goal'])}  "
+            f"off by {row['difference']:.1e} of the logits' spread")
+
+
+def pages(decoder, model, B, type_kv):
+    """Pages for B sequences in a number format on a decoder."""
+    if type_kv in ('float32', 'int8'):
+        return cache_on(decoder, model, 'paged', B, 8 if type_kv == 'int8' else 0)
+    more = dict(decoder=decoder) if TAKES_DECODER else {}
+    return PagedCache(model, B * n_blocks_for(model.config, PAGE), PAGE, type_kv, **more)
+
+
+@torch.inference_mode()
+def race(name, model, B, T, repeats):
+    """A dict a type, for JSON. speedup: the time with float32 over that with this type."""
+    decoder = decode.best(model, B, 'int8')
+    n = min(N_STEPS, model.config.block_size - T - 3)
+    texts = random_tokens(model, B, T + 3 + n)
+    steps = {kind: steps_of_cache(pages(decoder, model, B, kind), texts, T) for kind in TYPES}
+    ways = {kind: timed(step, n, decoder if TAKES_DECODER else None) for kind, step in steps.items()}
+    seconds = rounds.take_turns(ways, repeats, f'{name}: {B} sequences of {T}')
+    logits = {kind: [step(i) for i in range(3 + n)][-1] for kind, step in steps.items()}
+    exact = logits['float32']
+    return [dict(shape=name, batch=B, context=T, steps=n, weights='int8' if TAKES_DECODER else 'float32', type_kv=kind,
+                 on=KERNEL if TAKES_DECODER else PYTORCH, step_s=statistics.median(runs),
+                 speedup=rounds.ratio(seconds, 'float32', kind), goal=GOALS.get(kind), runs_s=runs,
+                 difference=((logits[kind] - exact).std() / exact.std()).item()) for kind, runs in seconds.items()]

@@ -1,0 +1,191 @@
+"""`execute_model`: what it refuses, on what it can be called, and what runs beside it."""
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from test_same_bits import N_SLOTS, Store, expected_logits, model_of, reference_logits, texts
+
+from decode import execute
+from decode.cpu import CPUDecoder
+from decode.metadata import InputMetadata, KVArrays, Runs
+from kvcache.operator import LAYOUTS, key_value_cache
+
+SHAPE = dict(n_embd=64, n_head=4)
+
+
+@pytest.fixture
+def fed():
+    """A decoder, and a store with three sequences of 20 tokens in it."""
+    decoder, store = CPUDecoder(model_of(SHAPE)), None
+    store = Store(decoder.model, 'pages')
+    store.feed(decoder, dict(enumerate(texts(3, 20, 0))))
+    return decoder, store
+
+
+def step(decoder, store, ids=(1, 2, 3), positions=(20, 20, 20), query_lens=(1, 1, 1), runs=None, wanted=None):
+    metadata = InputMetadata([*query_lens], runs or [store.runs[i] for i in range(len(query_lens))], wanted)
+    return decoder.execute_model(torch.tensor(ids), np.array(positions), store.kv, metadata)
+
+
+def contents(store):
+    return [t.clone() for layer in store.layers for t in layer.tensors()]
+
+
+BAD_STEPS = {
+    'token': (dict(ids=(1, 29, 3)), 'vocabulary'),
+    'negative token': (dict(ids=(1, 2, -1)), 'vocabulary'),
+    'ids of another dtype': (dict(ids=(1.0, 2.0, 3.0)), 'int64'),
+    'too few ids': (dict(ids=(1, 2)), 'input_ids'),
+    'too few positions': (dict(positions=(20, 20)), 'positions'),
+    'position too large': (dict(positions=(20, 64, 20)), 'out of context.*sequence 1.*64'),
+    'negative position': (dict(positions=(20, 20, -1)), 'out of context'),
+    'positions with a gap': (dict(ids=(1, 2), positions=(20, 22), query_lens=(2,)), 'consecutive'),
+    'a sequence without tokens': (dict(query_lens=(2, 1, 0)), 'at least one token'),
+    'rows that are not there': (dict(wanted=np.array([3])), 'wanted'),
+    'rows in another order': (dict(wanted=np.array([1, 0])), 'ascend'),
+}
+BAD_RUNS = {
+    'a slot that is not there': ([(0, N_SLOTS - 32, 64)], 'within'),
+    'a negative slot': ([(0, -1, 64)], 'within'),
+    'an empty run': ([(0, 0, 0), (0, 0, 64)], 'run'),
+    'a run of many': ([(0, 0, 2**62)], 'within'),
+    'positions that go back': ([(8, 0, 16), (0, 32, 16)], 'order of positions'),
+    'a position without a slot': ([(0, 0, 16), (17, 32, 16)], 'no slot for position 16'),
+    'no runs': ([], 'no slot for position 0'),
+    'too short': ([(0, 0, 20)], 'no slot for position 20'),
+}
+
+
+@pytest.mark.parametrize('chunk', [256, 2])
+@pytest.mark.parametrize('bad', BAD_STEPS)
+def test_a_bad_step_is_refused_and_nothing_is_written(fed, bad, chunk):
+    (decoder, store), (what, message) = fed, BAD_STEPS[bad]
+    decoder.chunk, before = chunk, contents(store)
+    with pytest.raises(ValueError, match=message):
+        step(decoder, store, **what)
+    assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(before, contents(store)))
+    assert not store.kv.written.any()
+    step(decoder, store)
+
+
+@pytest.mark.parametrize('chunk', [256, 2])
+@pytest.mark.parametrize('bad', BAD_RUNS)
+def test_bad_runs_are_refused_and_nothing_is_written(fed, bad, chunk):
+    (decoder, store), (rows, message) = fed, BAD_RUNS[bad]
+    decoder.chunk, before = chunk, contents(store)
+    with pytest.raises(ValueError, match=message):
+        step(decoder, store, runs=[store.runs[0], Runs(rows), store.runs[2]])
+    assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(before, contents(store)))
+    step(decoder, store)
+
+
+def test_a_slot_that_two_sequences_write_or_one_reads_is_refused(fed):
+    decoder, store = fed
+    slot = int(store.runs[0].table[1, 1]) + 4  # of position 20 of sequence 0
+    for positions in ([(0, 0, 20), (20, slot, 1)], [(0, slot - 5, 21)]):
+        before = contents(store)
+        with pytest.raises(ValueError, match='slot'):
+            step(decoder, store, runs=[store.runs[0], Runs(positions), store.runs[2]])
+        assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(before, contents(store)))
+        assert not store.kv.written.any()
+
+
+def test_shared_beginnings_are_read_by_all(fed):
+    """Two sequences go on from the same slots; each has the bits of its own text alone."""
+    decoder, (text, a, b) = CPUDecoder(model_of(SHAPE)), texts(3, 20, 0)
+    store = Store(decoder.model, 'pages')
+    store.feed(decoder, {0: text[:16]})
+    store.runs[1], store.length[1] = Runs(store.runs[0].table[:1]), 16
+    got = store.feed(decoder, {0: a[:5], 1: b[:7]})
+    for new, logits in ((a[:5], got[0]), (b[:7], got[1])):
+        assert torch.equal(logits, expected_logits(decoder, [text[:16] + new])[0][16:])
+
+
+@pytest.mark.parametrize('cache_layout', range(4))
+def test_on_the_operators_cache(cache_layout):
+    """The kernel goes on where the operator has written, and the operator reads what the kernel has written."""
+    decoder, (text,) = CPUDecoder(model_of(SHAPE)), texts(1, 30, 1)
+    c, n_slots = decoder.model.config, 64
+    shape = [(n_slots, c.n_layer, 2, c.n_head, c.head_dim)[axis] for axis in np.argsort(LAYOUTS[cache_layout])]
+    cache = torch.full(shape, float('nan'))
+    view = cache.permute(LAYOUTS[cache_layout])
+    kv, runs = KVArrays.of_views([(view[:, layer, 0], view[:, layer, 1]) for layer in range(c.n_layer)]), Runs()
+    runs.set([(0, 3, 40)])
+    logits = decoder.execute_model(torch.tensor(text), np.arange(30), kv, InputMetadata([30], [runs], np.arange(30)))
+    torch.testing.assert_close(logits, reference_logits(decoder.model, text), atol=2e-4, rtol=1e-4)
+    _, expected = decoder(torch.tensor([text]), None)
+    one = torch.ones(1, c.n_head, c.head_dim)
+    for layer in range(c.n_layer):
+        indices = [torch.tensor(x) for x in ([0, 1], [0, 31], [3], [30])]
+        k, v = key_value_cache(one, one, *indices, 1, 31, cache, num_layer=c.n_layer, layer_idx=layer,
+                               cache_layout=cache_layout)
+        assert torch.equal(k[:30].transpose(0, 1), expected[layer].k_cache[0, :, :30])
+        assert torch.equal(v[:30].transpose(0, 1), expected[layer].v_cache[0, :, :30])
+        assert view[:3].isnan().all() and view[34:].isnan().all()
+
+
+def test_views_that_are_not_alike_are_refused():
+    k = torch.zeros(8, 2, 4)
+    for other in (torch.zeros(9, 2, 4), k.double(), torch.zeros(8, 4, 2).transpose(1, 2), k.half()):
+        with pytest.raises(ValueError, match='strides'):
+            KVArrays.of_views([(k, other)])
+
+
+def test_other_python_threads_run_during_a_step():
+    decoder = CPUDecoder(model_of(dict(n_embd=768, n_head=12)))
+    store, ticks, done = Store(decoder.model, 'pages'), [], threading.Event()
+
+    def tick():
+        while not done.is_set():
+            ticks.append(time.perf_counter())
+            time.sleep(0.0005)
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    try:
+        began = time.perf_counter()
+        decoder.chunk = 2**16  # one call of native code
+        store.feed(decoder, dict(enumerate(texts(16, 60, 3))))
+        ended = time.perf_counter()
+    finally:
+        done.set()
+        ticking.join()
+    # native code takes almost all of this time; a thread that waits for it ticks before and after only
+    in_the_middle = [t for t in ticks if began + 0.3 * (ended - began) < t < began + 0.7 * (ended - began)]
+    assert len(in_the_middle) > 2
+
+
+def test_the_number_of_threads_can_be_given(monkeypatch):
+    decoder, used = CPUDecoder(model_of(SHAPE)), []
+    run = execute.run
+    monkeypatch.setattr(execute, 'run', lambda *args: used.append(args[4]) or run(*args))
+    for n in (1, 2, 99):
+        Store(decoder.model).feed(decoder, {0: texts(1, 20, 0)[0]}, n)
+    assert used == [min(n, decoder.n_threads) for n in (1, 2, 99)]
+
+
+def test_without_wanted_rows_only_keys_and_values_are_written():
+    decoder, (text,) = CPUDecoder(model_of(SHAPE)), texts(1, 30, 2)
+    stores = [Store(decoder.model, 'pages') for _ in range(2)]
+    for store, wanted in zip(stores, (np.arange(0), np.arange(30))):
+        store.runs[0] = Runs([(0, 0, 64)])
+        logits = decoder.execute_model(torch.tensor(text), np.arange(30), store.kv,
+                                       InputMetadata([30], [store.runs[0]], wanted))
+        assert logits.shape == (len(wanted), 29)
+    assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(*map(contents, stores)))
+
+
+def test_any_rows_can_be_wanted():
+    decoder, all_texts, chooser = CPUDecoder(model_of(SHAPE)), texts(3, 30, 2), random.Random(0)
+    every = Store(decoder.model, 'pages').feed(decoder, dict(enumerate(all_texts)))
+    every = torch.cat([every[i] for i in range(3)])
+    for chunk in (256, 7):
+        decoder.chunk = chunk
+        for n in (1, 2, 40, 90):
+            wanted, store = np.array(sorted(chooser.sample(range(90), n))), Store(decoder.model, 'pages')
+            runs = [Runs([(0, 64 * i, 64)]) for i in range(3)]
+            logits = decoder.execute_model(torch.tensor(sum(all_texts, [])), np.tile(np.arange(30), 3), store.kv,
+                                           InputMetadata([30] * 3, runs, wanted))
+            torch.testing.assert_close(logits, every[wanted], atol=1e-4, rtol=1e-4)

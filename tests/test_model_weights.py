@@ -1,0 +1,199 @@
+"""The weights and modules of model.py: names, initial values, the optimizer, other files, and changes by others."""
+import json
+import math
+
+import pytest
+import torch
+from test_model import tiny
+
+from generation import generate, stream
+from model import GPT, GPTConfig
+
+
+def test_state_dict_is_nanogpts():
+    keys = set(tiny(n_layer=1).state_dict())
+    block = [
+        f'transformer.h.0.{m}.{p}'
+        for m in ('ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj')
+        for p in ('weight', 'bias')
+    ]
+    assert keys == {
+        'transformer.wte.weight',
+        'transformer.wpe.weight',
+        'transformer.ln_f.weight',
+        'transformer.ln_f.bias',
+        'lm_head.weight',
+        *block,
+    }
+    assert not any(k.endswith('.bias') for k in tiny(bias=False).state_dict())
+    model = tiny()
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_checkpoints_of_compiled_and_of_older_models_load_strictly():
+    model, other = tiny(1), tiny(2)
+    old = {'_orig_mod.' + k: v for k, v in model.state_dict().items()}
+    old |= {f'_orig_mod.transformer.h.{i}.attn.bias': torch.ones(1, 1, 16, 16) for i in range(3)}
+    other.load_state_dict(old)
+    idx = torch.randint(31, (1, 7))
+    assert torch.equal(model.eval()(idx)[0], other.eval()(idx)[0])
+    with pytest.raises(RuntimeError):
+        other.load_state_dict({k: v for k, v in old.items() if 'wpe' not in k})
+
+
+def test_initialisation_is_nanogpts():
+    model = GPT(GPTConfig(block_size=64, vocab_size=500, n_layer=8, n_head=4, n_embd=128))
+    for name, p in model.named_parameters():
+        if name.endswith('bias'):
+            assert not p.any(), name
+        elif 'ln_' in name:
+            assert (p == 1).all(), name
+        else:
+            std = 0.02 / math.sqrt(16) if name.endswith('c_proj.weight') else 0.02
+            assert abs(p.std().item() / std - 1) < 0.05 and abs(p.mean().item()) < std / 10, name
+
+
+def test_the_same_seed_draws_nanogpts_initial_weights():
+    """nanoGPT builds wte, wpe, the blocks and lm_head in torch's default way, then fills them in that order."""
+    torch.manual_seed(3)
+    shapes = [(31, 16), (16, 16), (48, 16), (16, 16), (64, 16), (16, 64), (31, 16)]
+    nn = torch.nn
+    (
+        nn.Embedding(31, 16),
+        nn.Embedding(16, 16),
+        nn.Linear(16, 48),
+        nn.Linear(16, 16),
+        nn.Linear(16, 64),
+        nn.Linear(64, 16),
+    )
+    nn.Linear(16, 31, bias=False)
+    drawn = [torch.empty(s).normal_(0, 0.02) for s in shapes]
+    model = tiny(3, n_layer=1)
+    assert torch.equal(model.transformer.wpe.weight, drawn[1])
+    assert torch.equal(model.transformer.h[0].attn.c_attn.weight, drawn[2])
+    assert torch.equal(model.transformer.h[0].mlp.c_fc.weight, drawn[4])
+    assert torch.equal(model.lm_head.weight, drawn[6])
+
+
+def test_parameter_count_and_cropping():
+    model = tiny()
+    n = sum(p.numel() for p in model.parameters())
+    assert model.get_num_params(non_embedding=False) == n and model.get_num_params() == n - 16 * 16
+    idx = torch.randint(31, (1, 10))
+    before = model.eval()(idx)[0]
+    model.crop_block_size(10)
+    assert torch.equal(model(idx)[0], before) and model(idx)[2][0].k_cache.shape[2] == 10
+    with pytest.raises(ValueError, match='11'):
+        model(torch.randint(31, (1, 11)))
+
+
+def test_optimizer_decays_matrices_only_and_is_fused():
+    model = tiny()
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), 'cpu')
+    decay, no_decay = optimizer.param_groups
+    assert decay['weight_decay'] == 0.1 and all(p.dim() >= 2 for p in decay['params'])
+    assert no_decay['weight_decay'] == 0.0 and all(p.dim() < 2 for p in no_decay['params'])
+    assert len(decay['params']) + len(no_decay['params']) == len(list(model.parameters())) and decay['fused']
+
+
+def test_mfu_counts_flops_as_palm_does():
+    model = tiny()
+    by_hand = (6 * model.get_num_params() + 12 * 3 * 2 * 8 * 16) * 16 * 5 / 2.0 / 1e9
+    assert model.estimate_mfu(5, 2.0, peak_flops=1e9) == pytest.approx(by_hand)
+    assert model.estimate_mfu(5, 2.0, None) is None
+
+
+def test_from_pretrained_reads_a_hugging_face_folder(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, activation_function='gelu')
+    ).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(str(tmp_path), dict(dropout=0.1)).eval()
+    assert ours.config == GPTConfig(12, 40, 2, 2, 16, 0.1, True)
+    idx = torch.randint(40, (2, 12))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(idx, idx)[0], theirs(idx).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match='dropout'):
+        GPT.from_pretrained(str(tmp_path), dict(n_layer=3))
+    (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'llama'}))
+    with pytest.raises(ValueError, match='llama.*only gpt2, gpt_bigcode, starcoder2, mpt'):
+        GPT.from_pretrained(str(tmp_path))
+    for name, content in (('config.json', 'half a {'), ('model.safetensors', 'version https://git-lfs.github.com/spec/v1')):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match='cannot be read'):
+            GPT.from_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match='neither'):
+        GPT.from_pretrained(str(tmp_path / 'nowhere'))
+
+
+@pytest.mark.parametrize(
+    'bad',
+    [
+        dict(n_embd=17),
+        dict(n_layer=0),
+        dict(block_size=-1),
+        dict(vocab_size=1.5),
+        dict(dropout=1.0),
+        dict(dropout=-0.1),
+    ],
+)
+def test_impossible_shapes_are_refused(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        GPTConfig(**bad)
+
+
+def test_hooks_fire_in_every_module():
+    model, seen = tiny().eval(), []
+    for name, module in model.named_modules():
+        if name and not isinstance(module, (torch.nn.ModuleDict, torch.nn.ModuleList)) and name != 'transformer.wpe':
+            module.register_forward_hook(lambda m, args, out, name=name: seen.append(name))
+            module.register_forward_pre_hook(lambda m, args: None)
+    model(torch.randint(31, (1, 4)))
+    expected = [
+        n
+        for n, m in model.named_modules()
+        if n and not isinstance(m, (torch.nn.ModuleDict, torch.nn.ModuleList)) and n != 'transformer.wpe'
+    ]
+    assert sorted(seen) == sorted(expected)
+    compiled = []
+    model.transformer.h[1].mlp._compiled_call_impl = lambda x: compiled.append(x) or x  # what Module.compile() sets
+    model(torch.randint(31, (1, 4)))
+    assert len(compiled) == 1
+    model.transformer.h[1].mlp._compiled_call_impl = None
+    grads = []
+    model.transformer.h[0].attn.c_proj.register_full_backward_hook(lambda m, gi, go: grads.append(go[0].shape))
+    idx = torch.randint(31, (1, 4))
+    model(idx, idx)[1].backward()
+    assert grads == [(1, 4, 16)]
+
+
+def test_modules_changed_by_others_go_the_usual_way():
+    from torch.nn.utils import parametrizations, prune
+    model, idx = tiny().eval(), torch.randint(31, (1, 4))
+    before = model(idx)[0]
+    prune.l1_unstructured(model.transformer.h[0].mlp.c_fc, 'weight', 0.5)
+    pruned = model(idx)[0]
+    assert not torch.equal(before, pruned)
+    parametrizations.weight_norm(model.transformer.h[1].attn.c_proj)
+    torch.testing.assert_close(model(idx)[0], pruned)
+    model.transformer.h[2].attn.c_attn = torch.nn.Sequential(model.transformer.h[2].attn.c_attn)  # as LoRA wraps it
+    torch.testing.assert_close(model(idx)[0], pruned)
+    assert type(model.transformer.h[0].attn.c_attn) is torch.nn.Linear  # so that quantisers find it
+
+
+def test_a_model_with_weights_that_are_not_numbers_does_not_babble():
+    model = tiny().eval()
+    with torch.no_grad():
+        model.transformer.ln_f.weight[3] = float('nan')
+    for use_cache in (False, True):
+        with pytest.raises(ValueError, match='not numbers'):
+            generate(model, torch.tensor([[1]]), 3, use_cache=use_cache)
+    model = tiny().eval()
+    with torch.no_grad():
+        model.transformer.wpe.weight[5] = float('inf')  # found out when it gets there
+    tokens = stream(model, torch.tensor([[1, 2, 3]]), 9, use_cache=True)
+    assert [next(tokens).shape for _ in range(3)] == [(1, 1)] * 3
+    with pytest.raises(ValueError, match='not numbers'):
+        next(tokens)
