@@ -202,6 +202,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     """
     steps = checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator,
                         decoder, num_samples, **more)
+    if decoder is None:  # a cache may have one
+        decoder = getattr(more.get('cache'), 'decoder', None)
     # no other code runs between these steps, so nothing changes the weights and a decoder need not look each time
     with evaluating(model), getattr(decoder, 'exclusive_use', nullcontext)():
         tokens = list(steps)

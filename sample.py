@@ -163,35 +163,42 @@ def check_decoder(dev):
     cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache != 'tuple') + [f'kv_bits={kv_bits}'] * (kv_bits > 0))
     if (kernel or which == 'cpu') and pick_dtype(dtype, dev) != 'float32':
         raise ValueError(f"{asked}: the cpu decoder computes in float32, but not dtype={dtype}; leave dtype out")
-    if cache and (asked or not use_cache):
-        raise ValueError(f"{cache} is for the cached model itself: leave {asked or 'use_cache=False'} out")
-    if asked and not use_cache:
-        raise ValueError(f"{asked} works on the cache: leave use_cache=False out")
+    if cache and which == 'compiled':
+        raise ValueError(f"{cache} is for the cpu decoder or the model itself: leave {asked} out")
+    if cache and kv_bits == 4 and asked:
+        raise ValueError(f"{asked}: the cpu decoder does not read keys and values in 4 bits; leave {asked} out")
+    if (asked or cache) and not use_cache:
+        raise ValueError(f"{asked or cache} works on the cache: leave use_cache=False out")
 
 
 def pick_decoder(model, n_rows, dev):
     """The arguments of `stream` for the decoder or cache that was asked for; stderr is told which it is."""
-    if (kv_cache, kv_bits) != ('tuple', 0):
-        cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits)
-        print(f"decoder: {cache.name}, {cache.nbytes() / 2**20:,.1f} MiB", file=sys.stderr)
-        return dict(cache=cache)
     which, mixed = 'compiled' if compile else decoder, dev == 'cpu' and pick_dtype(dtype, dev) != 'float32'
+    in_cache = (kv_cache, kv_bits) != ('tuple', 0)
     if (
         not use_cache
         or which == 'auto'
         and weights == 'float32'
         and not threads
-        and (mixed or debug_kv_model.tracing())
+        and (mixed or debug_kv_model.tracing() or in_cache and (dev != 'cpu' or kv_bits == 4))
     ):
         which = 'eager'  # the other decoders have no mixed precision on a CPU, and no trace
     step = decode.best(model, n_rows, weights, threads, which)
-    print(f"decoder: {step.name}", file=sys.stderr)
-    if not use_cache or debug_kv_model.tracing() and which == 'eager':
+    name, how = step.name, dict(decoder=step)
+    if in_cache:
+        cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits, step)
+        if cache.decoder is None and (which == 'cpu' or weights != 'float32' or threads):
+            raise ValueError(f"the cpu decoder does not read a cache of kv_bits={kv_bits} with heads of "
+                             f"{model.config.head_dim} channels, which must be a multiple of 32: leave kv_bits out, or "
+                             "decoder, weights and threads")
+        step, name, how = cache.decoder, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB", dict(cache=cache)
+    print(f"decoder: {name}", file=sys.stderr)
+    if not in_cache and (not use_cache or debug_kv_model.tracing() and which == 'eager'):
         return {}
     if type(step).__name__ == 'CPUDecoder':
         # torch's threads would spin between two operations on the cores that the decoder needs
         torch.set_num_threads(1)
-    return dict(decoder=step)
+    return how
 
 
 def read_prompts():

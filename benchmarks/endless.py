@@ -5,8 +5,8 @@ A text without end through a cache that does not grow: loss, time and memory of 
 
 All of the validation text goes through the models of benchmarks/positions.py as one stream, one token a step: through
 the rolling cache of the models with a window, and for comparison through the learned positions' full pass over the last
-block_size tokens. They take turns, 100 tokens each. Then tokens at two distant positions of a stream are timed in
-turns, and a training iteration of each model.
+block_size tokens, each by the model's own step and by the best decoder. They take turns, 100 tokens each. Then tokens
+at two distant positions of a stream are timed in turns, and a training iteration of each model.
 """
 import statistics
 import sys
@@ -24,7 +24,7 @@ from model import GPT
 from training.plotting import plt, save
 
 WINDOWS = 'rope, window 32', 'rope, window 32, 4 sinks'
-EAGER, CROP = ', eager decoder', ', crop'
+DECODER, CROP = ', decoder', ', crop'
 TURN = 100   # tokens of one way before the next one takes over
 SPAN = 1000  # tokens that are reported as one figure
 PLACES = 100, 100_000  # where in a stream single tokens are timed
@@ -41,23 +41,24 @@ def rolling(step, model):
     return logits_of
 
 
-def cropping(model):
+def cropping(step, model):
     """The same function by a full pass over the last block_size tokens, which when_full='crop' needs for each token."""
-    return lambda tokens: model.step(tokens[:, -model.config.block_size:], None, use_cache=False)[0][:, -1]
+    return lambda tokens: step(tokens[:, -model.config.block_size:], None)[0][:, -1]
 
 
 def ways_through(models):
     """
     {label: a function of the tokens so far, (1, t), that returns the logits (1, vocab_size) of the next one}, of
-    models, {name: model}: with the model's own step and the eager decoder where it has a window, else cropping.
+    models, {name: model}: with the model's own step and with the best decoder, through the rolling cache where it has a
+    window, else cropping.
     """
     ways = {}
     for name, model in models.items():
-        if model.config.window:
-            ways[name] = rolling(model.step, model)
-            ways[name + EAGER] = rolling(decode.best(model, 1, name='eager'), model)
-        else:
-            ways[name + CROP] = cropping(model)
+        for of, step in (('', model.step), (DECODER, decode.best(model, 1, threads=torch.get_num_threads()))):
+            if model.config.window:
+                ways[name + of] = rolling(step, model)
+            else:
+                ways[name + CROP + of] = cropping(step, model)
     return ways
 
 
@@ -118,21 +119,22 @@ def time_at(step, model, text, places, rounds):
 def time_sizes(repeats):
     """
     Microseconds of a token at a full context, rows (dicts), of S and M with random weights, rotary positions and a
-    window of half of block_size: through the rolling cache, and by the full pass that cropping needs. They take turns.
+    window of half of block_size: through the rolling cache, and by the full pass that cropping needs, both by the best
+    decoder. They take turns.
     """
     rows = []
     for name in ('S', 'M'):
         c = config_of(name, False)
         model = GPT(replace(c, position='rope', window=c.block_size // 2)).eval()
         tokens, seconds = torch.randint(c.vocab_size, (1, 2 * c.block_size)), {'roll': [], 'crop': []}
-        kv_cache = model(tokens)[2]
+        decoder, kv_cache = decode.best(model, 1, threads=torch.get_num_threads()), model(tokens)[2]
         for _ in tqdm(range(10 * repeats + 2), desc=f'{name}: rolling and cropping', leave=False, disable=None):
             for how in seconds:
                 begin = time.perf_counter()
                 if how == 'roll':
-                    _, kv_cache = model.step(tokens[:, -1:], kv_cache)
+                    _, kv_cache = decoder(tokens[:, -1:], kv_cache)
                 else:
-                    model.step(tokens[:, -c.block_size:], None, use_cache=False)
+                    decoder(tokens[:, -c.block_size:], None)
                 seconds[how].append(time.perf_counter() - begin)
         us = {how: 1e6 * statistics.median(times[2:]) for how, times in seconds.items()}
         rows.append(dict(shape=name, block_size=c.block_size, **us))
@@ -186,7 +188,7 @@ def run(seed, iterations, repeats):
     full = max(model.config.block_size for model in models.values()) - 1  # contexts before are shorter, for all alike
     rows = []
     for label, (losses, seconds) in measured.items():
-        c = models[label.removesuffix(EAGER).removesuffix(CROP)].config
+        c = models[label.removesuffix(DECODER).removesuffix(CROP)].config
         rows.append(dict(way=label, nats=losses[full:].double().mean().item(), by_span=span_means(losses),
                          us=1e6 * seconds[full:].median().item(), us_by_span=[1e6 * s for s in spans(seconds)],
                          cache_bytes=cache_bytes(c, 1) if c.window else 0))
@@ -194,7 +196,8 @@ def run(seed, iterations, repeats):
               f"{rows[-1]['cache_bytes']:,} bytes", flush=True)
     places = []
     for name in WINDOWS:
-        for way, step in (('', models[name].step), (EAGER, decode.best(models[name], 1, name='eager'))):
+        decoder = decode.best(models[name], 1, threads=torch.get_num_threads())
+        for way, step in (('', models[name].step), (DECODER, decoder)):
             seconds = time_at(step, models[name], text, PLACES, 10 * repeats)
             us = {place: 1e6 * statistics.median(times) for place, times in seconds.items()}
             places += [dict(way=name + way, place=place, us=value) for place, value in us.items()]
@@ -214,13 +217,13 @@ def plot(figures, path):
     for i, row in enumerate(figures['stream']):
         style = dict(color=f'C{i}', lw=1.3)
         x = [figures['span'] * (k + 0.5) for k in range(len(row['by_span']))]
-        if not row['way'].endswith(EAGER):  # the same numbers as without it
+        if not row['way'].endswith(DECODER):  # the same numbers as without it
             axes[0].plot(x, row['by_span'], label=f"{row['way']}: {row['nats']:.4f} nats", **style)
         axes[1].plot(x, row['us_by_span'], label=f"{row['way']}: {row['us']:,.0f} us", **style)
     held = [n / 1e6 for n in figures['resident_bytes']]
     axes[2].plot([figures['span'] * k for k in range(len(held))], held, color='0.3', label='the whole process')
     for i, row in enumerate(figures['stream']):
-        if row['cache_bytes'] and not row['way'].endswith(EAGER):
+        if row['cache_bytes'] and not row['way'].endswith(DECODER):
             axes[2].axhline(row['cache_bytes'] / 1e6, color=f'C{i}', ls='--',
                             label=f"cache of {row['way']}: {row['cache_bytes'] / 1e6:.3f} MB")
     axes[0].set(ylabel=f"nats a character,\nmeans of {figures['span']:,}")

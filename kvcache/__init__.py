@@ -18,7 +18,8 @@ Ways to store the keys and values of many sequences: the cache designs of other 
     state            the content of a `CellCache` in a file
     hybrid           several `CellCache`s for one model, each with some of its layers
     blocks           which block holds which tokens, shared and counted, after vLLM
-    paged            blocks with keys and values, and their use as a cache for sequences
+    block_tables     a forward pass over blocks with keys and values: vLLM's `execute_model`
+    paged            their use as a cache for sequences
 
 `make_cache` makes a cache for sequences. Its methods are `new`, `fork`, `truncate`, `shift`, `free` and `step`, see
 `base.BaseCache`. All of them take models with any positions, grouped heads, windows and sinks.

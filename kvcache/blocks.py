@@ -58,9 +58,9 @@ class BlockManager:
     (hash of the parent, tokens). window, n_sink: of the model.
 
     tables: {sequence: its blocks, in order, None for those that were freed}. length: {sequence: the number of its
-    positions}. references: the number of tables that each block is in. runs: {sequence: what a cache has made of its
-    table}. What is here of a sequence is forgotten when its table changes, but for new blocks at its end, and when its
-    last block is shared: as long as it is here, the sequence may write to the rest of its last block.
+    positions}. references: the number of tables that each block is in. runs: {sequence: (what a cache has made of its
+    table, up to which position it is as `extend` would leave it)}. What is here of a sequence is forgotten when its
+    table changes, but for new blocks at its end, and when its last block is shared.
     """
 
     def __init__(self, n_blocks, block_size, hash=hash, window=0, n_sink=0):

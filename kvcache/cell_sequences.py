@@ -58,24 +58,47 @@ class CellSequences(BaseCache):
 
     def make_room(self, seqs, starts, counts, ids):
         if self.cells.unified:
-            return self.store(0, seqs, starts, counts)
-        return [self.store(seq, [seq], [start], [n])[0] for seq, start, n in zip(seqs, starts, counts)]
+            return self.store(self.cells.streams[0], seqs, starts, counts)
+        return list(map(self.store_alone, seqs, starts, counts))
 
-    def store(self, stream, seqs, starts, counts):
-        """Store new positions of sequences in cells of one stream. Returns the `Runs` of each sequence."""
-        cells, base = self.cells.streams[stream], stream * self.cells.kv_size
-        first = cells.append_run(seqs[0], starts[0], counts[0]) if len(seqs) == 1 else None
-        if first is not None:
-            slots = range(base + first, base + first + counts[0])
-        else:
-            found = self.find(cells, sum(counts))
-            cells.append(found, self.compiled.positions(starts, counts), np.repeat(seqs, counts), self.n_sink)
+    def store_alone(self, seq, start, n):
+        """
+        Store n new positions of a sequence in its own stream. Returns its `Runs`. If all cells behind them are empty,
+        so that the next positions go there, they are in the runs as well.
+        """
+        cells, base = self.cells.streams[seq], seq * self.cells.kv_size
+        first = cells.append_run(seq, start, n)
+        if first is None:
+            cells.runs.pop(seq, None)  # what it has behind the last position is of no use any more
+            return self.store(cells, [seq], [start], [n], base)[0]
+        runs, limit = cells.runs.get(seq, (None, 0))
+        if start + n > limit:
+            n_left = self.cells.kv_size - first - n
+            runs = self.compiled.runs(cells.rows(seq) + (0, base, 0))
+            if n_left:
+                runs.append(start + n, base + first + n, n_left)
+            cells.runs[seq] = runs, start + n + n_left
+        return runs
+
+    def store(self, cells, seqs, starts, counts, base=0):
+        """Store new positions of sequences in one stream. base: its first slot. Returns the `Runs` of each sequence."""
+        n, positions = sum(counts), self.compiled.positions(starts, counts)
+        owners = np.array(seqs) if n == len(seqs) else np.repeat(seqs, counts)
+        first = cells.append_run(owners, positions, n)
+        if first is None:
+            found = self.find(cells, n)
+            cells.append(found, positions, owners, self.n_sink)
             slots = (base + found).tolist()
+        else:
+            slots = range(base + first, base + first + n)
         of_all, done = [], 0
         for seq, start, n in zip(seqs, starts, counts):
-            runs = cells.runs.get(seq)
+            runs, _ = cells.runs.get(seq, (None, 0))
             if runs is None:
-                runs = cells.runs[seq] = self.compiled.runs(cells.rows(seq) + (0, base, 0))
+                runs = self.compiled.runs(cells.rows(seq) + (0, base, 0))
+                cells.runs[seq] = runs, 0
+            elif n == 1:
+                runs.append(start, slots[done])
             else:
                 for slot, m in side_by_side(slots[done:done + n]):
                     runs.append(start, slot, m)
@@ -107,8 +130,6 @@ class CellSequences(BaseCache):
 
 
 def side_by_side(slots):
-    """[(the first of some slots side by side, how many there are)] of a list or range of slots, in its order."""
-    if isinstance(slots, range) or len(slots) == 1:
-        return [(slots[0], len(slots))]
+    """[(the first of some slots side by side, how many there are)] of a list of slots, in its order."""
     ends = [*(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
     return [(slots[start], end - start) for start, end in zip([0, *ends], ends)]

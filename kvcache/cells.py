@@ -23,8 +23,9 @@ class Cells:
     head: the cell from which the search for free cells begins.
 
     moved: False if all of shift is 0.
-    runs: {sequence: what a cache has made of its cells}, see `CellSequences`. What is here of a sequence is forgotten
-    when its cells or their positions change, but for new ones by `append` and `append_run`.
+    runs: {sequence: (what a cache has made of its cells, the number of positions in it)}, see `CellSequences`. What is
+    here of a sequence is forgotten when its cells or their positions change, but for new ones by `append` and
+    `append_run`.
 
     Counted from these: n_owners, int32 (size,); owner_sum, int64 (size,), the sum of the owners' numbers, which is the
     owner's number if there is one owner; last, int64 (len(seqs),), the last position of each sequence or EMPTY; n_used,
@@ -250,17 +251,23 @@ class Cells:
         rows = seqs - self.seqs.start
         self.owners[rows, cells], self.n_owners[cells], self.owner_sum[cells], self.last[rows] = True, 1, seqs, pos
 
-    def append_run(self, seq, start, n):
+    def append_run(self, seqs, pos, n):
         """
-        Write the next n positions of a sequence, from `start` on, into the cells that `find` gives, if all cells from
-        the head on are empty: the fast way to the same. Returns the first cell; or None, with nothing changed.
+        The fast way to the same, for n positions and the cells that `find` gives, if all cells from the head on are
+        empty. seqs, pos: (n,) each; or one sequence, and its first position. Returns the first cell; or None, with
+        nothing changed.
         """
-        first, stop, row = self.head, self.head + n, seq - self.seqs.start
+        first, stop, rows = self.head, self.head + n, seqs - self.seqs.start
         if first < self.end or stop > len(self.pos) or first > self.n_used + 2 * n:
             return None
-        self.pos[first:stop] = start if n == 1 else np.arange(start, start + n)
-        self.owners[row, first:stop], self.n_owners[first:stop], self.owner_sum[first:stop] = True, 1, seq
-        self.last[row] = start + n - 1
+        if isinstance(seqs, int):
+            self.owners[rows, first:stop] = True
+            pos, last = pos if n == 1 else np.arange(pos, pos + n), pos + n - 1
+        else:
+            self.owners[rows, np.arange(first, stop)] = True
+            last = pos
+        self.pos[first:stop], self.n_owners[first:stop], self.owner_sum[first:stop] = pos, 1, seqs
+        self.last[rows] = last
         self.n_used += n
         self.head = self.end = stop
         return first

@@ -50,13 +50,14 @@ class Steps(Exclusive):
         more that the next token sees.
         """
         self.remove_freed()
-        seqs, starts, counts, ids = self.checked(work)
-        ends = list(map(add, starts, counts))
-        if self.decoder and 0 in starts:
+        seqs, starts, counts, ids, go_on = self.checked(work)
+        ends, begin = list(map(add, starts, counts)), 0 in starts
+        if begin and self.decoder:
             self.decoder.notice_changes(thorough=True)
-        for seq, start in zip(seqs, starts):
-            self.cut_to(seq, start)
-        if 0 in starts:
+        if not go_on:
+            for seq, start in zip(seqs, starts):
+                self.cut_to(seq, start)
+        if begin:
             new, parts = [i for i, start in enumerate(starts) if start == 0], list(ids.split(counts))
             for i, n in zip(new, self.begin_texts([seqs[i] for i in new], [parts[i] for i in new])):
                 starts[i], counts[i], parts[i] = n, counts[i] - n, parts[i][n:]
@@ -119,7 +120,10 @@ class Steps(Exclusive):
         return torch.stack([rows[i] for i in range(len(seqs))])
 
     def checked(self, work):
-        """(sequences, starts, numbers of new tokens, ids (n,) of all of them) of work, or ValueError."""
+        """
+        (sequences, starts, numbers of new tokens, ids (n,) of all of them, do all sequences go on where they end?) of
+        work, or ValueError.
+        """
         if dtype_of(self.model) is not self.dtype:
             raise ValueError(f"the model was {self.dtype} when its cache was made, and is {dtype_of(self.model)}: "
                              "make a new cache")
@@ -137,7 +141,7 @@ class Steps(Exclusive):
         check_tokens(self.model, ids)
         if self.compiled and not ids.is_cpu:
             raise ValueError(f"the compiled step reads tokens on the CPU, but these are on {ids.device}: move them")
-        return seqs, starts, counts, ids
+        return seqs, starts, counts, ids, go_on
 
     def checked_start(self, seq, start, count):
         """The position where `count` new tokens of a sequence begin, as an int. ValueError if they cannot."""

@@ -87,12 +87,22 @@ BAD = [
     (
         'sample.py',
         ['--kv_cache=paged', '--use_cache=False'],
-        'kv_cache=paged is for the cached model itself: leave use_cache=False out',
+        'kv_cache=paged works on the cache: leave use_cache=False out',
     ),
     (
         'sample.py',
         ['--kv_bits=8', '--weights=int8'],
-        'kv_bits=8 is for the cached model itself: leave weights=int8 out',
+        'the cpu decoder does not read a cache of kv_bits=8 with heads of 8 channels',
+    ),
+    (
+        'sample.py',
+        ['--kv_bits=4', '--threads=1'],
+        'the cpu decoder does not read keys and values in 4 bits; leave threads=1 out',
+    ),
+    (
+        'sample.py',
+        ['--kv_cache=paged', '--decoder=compiled'],
+        'kv_cache=paged is for the cpu decoder or the model itself: leave decoder=compiled out',
     ),
     ('sample.py', ['--split=words'], 'split must be lines'),
     ('sample.py', ['--split=lines'], 'the prompt is empty'),

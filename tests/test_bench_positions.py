@@ -165,10 +165,10 @@ def test_the_endless_stream_of_a_trained_model(small, monkeypatch, tmp_path):
     figures = endless.run(5, 7, repeats=1)
     assert len(small) == len(positions.MODELS)
     rows = {row['way']: row for row in figures['stream']}
-    assert set(rows) == {'learned, crop', *(name + way for name in endless.WINDOWS for way in ('', endless.EAGER))}
+    assert set(rows) == {name + way for name in ('learned, crop', *endless.WINDOWS) for way in ('', endless.DECODER)}
     for name in endless.WINDOWS:
-        plain, eager = rows[name], rows[name + endless.EAGER]
-        assert plain['by_span'] == pytest.approx(eager['by_span'], abs=1e-5) and len(plain['by_span']) == 6
+        plain, decoded = rows[name], rows[name + endless.DECODER]
+        assert plain['by_span'] == pytest.approx(decoded['by_span'], abs=1e-5) and len(plain['by_span']) == 6
         assert plain['cache_bytes'] == 2 * 2 * 4 * 4 * (10 if name == endless.WINDOWS[0] else 12) * 4
     assert [(row['way'], row['place']) for row in figures['places'][:2]] == [(endless.WINDOWS[0], 20),
                                                                            (endless.WINDOWS[0], 300)]

@@ -6,7 +6,7 @@ from conftest import sizes
 from sliding import SINKS, W, all_logits, feed, in_chunks, model, streaming, texts
 
 from generation import Work
-from kvcache import KINDS, paged
+from kvcache import KINDS, block_tables
 from kvcache.cell_cache import CellCache
 from kvcache.paged import PagedCache, PagedMetadata, execute_model, n_blocks_for
 from kvcache.placement import logits_of
@@ -103,7 +103,8 @@ def test_keys_of_broken_weights_change_no_later_logits(kind, position):
 def n_computed(monkeypatch):
     """A list that gets the number of tokens of each pass."""
     numbers = []
-    monkeypatch.setattr(paged, 'logits_of', lambda m, idx, *how: numbers.append(idx.numel()) or logits_of(m, idx, *how))
+    monkeypatch.setattr(block_tables, 'logits_of',
+                        lambda m, idx, *how: numbers.append(idx.numel()) or logits_of(m, idx, *how))
     return numbers
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from generation import Work
-from kvcache import paged
+from kvcache import block_tables
 from kvcache.blocks import OutOfBlocks
 from kvcache.paged import PagedCache, PagedMetadata, execute_model
 from kvcache.placement import logits_of
@@ -42,7 +42,8 @@ def n_computed(p, text):
     """How many tokens a step of a new sequence with this text computes. It is freed."""
     numbers, seq = [], p.new()
     with pytest.MonkeyPatch.context() as patch:  # a hook would change the model, and no block would be found
-        patch.setattr(paged, 'logits_of', lambda m, idx, *args: numbers.append(idx.numel()) or logits_of(m, idx, *args))
+        patch.setattr(block_tables, 'logits_of',
+                      lambda m, idx, *args: numbers.append(idx.numel()) or logits_of(m, idx, *args))
         feed(p, {seq: text})
     p.free(seq)
     return numbers[-1]
@@ -135,12 +136,12 @@ def test_only_what_was_computed_is_found_by_others():
     p, tokens = pool(m), list(range(13))
     a = p.new()
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(paged, 'logits_of', lambda *args, **how: 1 / 0)
+        patch.setattr(block_tables, 'logits_of', lambda *args, **how: 1 / 0)
         feed(p, {a: tokens[:9]})
     assert p.lengths == {a: 0} and not p.tokens and len(p.blocks.free) == 16 and not p.blocks.cached_blocks(tokens)
     feed(p, {a: tokens[:9]})
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(paged, 'logits_of', lambda *args, **how: 1 / 0)
+        patch.setattr(block_tables, 'logits_of', lambda *args, **how: 1 / 0)
         feed(p, {a: tokens[9:]})
     assert p.lengths == {a: 9} and p.tokens == {a: tokens[:9]} and n_computed(p, tokens) == 5
     assert torch.allclose(feed(p, {a: tokens[9:]})[0], full_logits(m, tokens), atol=1e-5)

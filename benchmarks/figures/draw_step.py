@@ -72,8 +72,8 @@ def draw(path):
             boxes(ax, 2.4, [f"{'ABC'[seq]}{p}" for seq, p in zip(owners, decoder.positions)],
                   [COLOURS[seq] for seq in owners], [f"row {row}" for row in range(sum(NEW))], width=0.9)
             ax.text(-0.25, 2.8, 'new tokens: input_ids,\ninput_positions', ha='right', va='center', fontsize=9)
-            ax.text(5.9, 2.8, 'query_lens 1, 4, 1: the next token of A, a part of the prompt of B, the next token of C\n'
-                    'all linears take these six rows together; attention reads each row\'s own runs', fontsize=8.5,
+            ax.text(5.9, 2.8, "query_lens 1, 4, 1: the next token of A, a part of B's prompt, the next token of C\n"
+                    "all linears take these six rows together; attention reads each row's own runs", fontsize=8.5,
                     va='center')
         draw_slots(ax, -3.1 * i, title, decoder)
     frame(ax, -4.6, 30, -8.6, 3.4, 'one step for three sequences, and where it finds their keys and values')
