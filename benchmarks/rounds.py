@@ -34,6 +34,6 @@ def ratio(seconds, of, to):
 def line(figure, goal, at_most=False):
     """A ratio as text, with its goal if it has one: it should be at least that, or at most."""
     if goal is None:
-        return f"{figure:>7.2f}x"
+        return f"{figure:>8.2f}x"
     met = figure <= goal if at_most else figure >= goal
-    return f"{figure:>7.2f}x  goal {'<=' if at_most else '>='} {goal:.2f}{'' if met else '  MISSED'}"
+    return f"{figure:>8.2f}x  goal {'<=' if at_most else '>='} {goal:.2f}{'' if met else '  MISSED'}"

@@ -33,7 +33,7 @@ GOAL = 1.05
 def run(names, batches, contexts, bias, repeats):
     rows, sizes = [], [(B, T) for B in batches or BATCHES for T in contexts or CONTEXTS]
     print(f"\na decode step of other kinds of models\n{'shape':<6}{'batch':>6}{'context':>8}  {'kind':<27}"
-          f"{'ms':>9}{'learned':>9}{'over it':>9}")
+          f"{'ms':>9}{'learned':>9}{'over it':>11}")
     for name in names or NAMES:
         config = replace(config_of(name, bias), block_size=BLOCK)
         learned = GPT(config).eval()

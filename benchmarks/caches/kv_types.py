@@ -27,7 +27,7 @@ GOALS = {'int8': 1.15}
 def run(names, batches, contexts, bias, repeats):
     rows = []
     print(f"\nkeys and values in fewer bits, int8 weights\n{'shape':<6}{'batch':>6}{'context':>8}  {'type':<10}"
-          f"{'on':<9}{'ms':>9}{'speed-up':>10}")
+          f"{'on':<9}{'ms':>9}{'speed-up':>11}")
     for name in names or NAMES:
         model = GPT(config_of(name, bias)).eval()
         for B in batches or BATCHES:

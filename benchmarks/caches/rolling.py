@@ -20,7 +20,7 @@ from benchmarks.caches.steps import random_tokens
 from benchmarks.shapes import PROMPT, model_with_varied_text
 from model import GPTConfig
 
-MINUTES = 8
+MINUTES = 12
 CONFIG = dict(block_size=128, vocab_size=65, n_layer=4, n_head=4, n_embd=128, position='rope', window=64, n_sink=4)
 BATCH, N_NEW, GOAL = 10, 500, 60.0
 ONE_BY_ONE, NO_CACHE, DECODER, PAGES = 'one by one', 'no cache', 'decoder', 'pages'

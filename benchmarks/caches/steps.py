@@ -33,7 +33,7 @@ KERNEL, PYTORCH = 'kernel', 'PyTorch'
 def run(names, batches, contexts, bias, repeats):
     rows = []
     print(f"\na decode step\n{'shape':<6}{'batch':>6}{'context':>8}  {'cache':<12}{'on':<9}{'ms':>9}"
-          f"{'over tuples':>13}")
+          f"{'over tuples':>14}")
     for name in names or NAMES:
         model = GPT(config_of(name, bias)).eval()
         for B in batches or BATCHES:
