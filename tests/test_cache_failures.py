@@ -7,6 +7,7 @@ from decode.cpu import CPUDecoder
 from generation import Work, generate
 from kvcache import KINDS, make_cache
 
+
 @pytest.fixture(params=['PyTorch', 'compiled'])
 def decoder_of(request):
     """A function of a model: a decoder for its cache, or None for none."""
