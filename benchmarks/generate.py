@@ -95,7 +95,7 @@ def ways_to_generate(model, idx, B, decoder, kv_cache, kv_bits):
             'decoder': in_one_batch(decoder=decoder),
             'shift': in_one_batch(decoder=decoder, when_full='shift')}
     if (kv_cache, kv_bits) != ('tuple', 0):
-        cache = kvcache.make_cache(model, kv_cache, B, kv_bits)
+        cache = kvcache.make_cache(model, kv_cache, B, kv_bits, decoder)
         ways[f'{kv_cache}, {kv_bits} bits' if kv_bits else kv_cache] = in_one_batch(cache=cache)
     return ways
 

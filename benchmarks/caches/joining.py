@@ -13,9 +13,10 @@ from contextlib import nullcontext
 import torch
 
 import decode
+import kvcache
 from benchmarks import rounds
 from benchmarks.caches.requests import prompt_lengths
-from benchmarks.caches.steps import KERNEL, PYTORCH, TAKES_DECODER, cache_on, random_tokens
+from benchmarks.caches.steps import KERNEL, PYTORCH, random_tokens, where
 from benchmarks.shapes import config_of, model_with_varied_text
 from generation import Work
 
@@ -49,10 +50,11 @@ def race(name, model, B, repeats):
     """One row: tokens a second of both ways, and `speedup`, the time in PyTorch over that of the kernel."""
     decoder, n_steps = decode.best(model, B), N_STEPS[name]
     lengths, texts = prompt_lengths(model.config, B, B * EVERY), {}
-    caches = {KERNEL: cache_on(decoder, model, 'paged', B), PYTORCH: cache_on(None, model, 'paged', B)}
+    caches = {KERNEL: kvcache.make_cache(model, 'paged', B, decoder=decoder),
+              PYTORCH: kvcache.make_cache(model, 'paged', B)}
 
     def way(kind):
-        uses = getattr(decoder, 'exclusive_use', nullcontext) if kind == KERNEL and TAKES_DECODER else nullcontext
+        uses = decoder.exclusive_use if caches[kind].decoder else nullcontext
 
         def seconds(round_):
             prompts = [random_tokens(model, n, seed=round_ * 1000 + i) for i, n in enumerate(lengths * n_steps)]
@@ -61,7 +63,7 @@ def race(name, model, B, repeats):
             return taken
         return seconds
     seconds = rounds.take_turns({kind: way(kind) for kind in caches}, repeats, f'{name}: joining and leaving')
-    return dict(shape=name, sequences=B, steps=n_steps, every=EVERY, prompts=lengths, on_kernel=TAKES_DECODER,
+    return dict(shape=name, sequences=B, steps=n_steps, every=EVERY, prompts=lengths, on=where(caches[KERNEL]),
                 tok_per_s={kind: B * n_steps / statistics.median(runs) for kind, runs in seconds.items()},
                 speedup=rounds.ratio(seconds, PYTORCH, KERNEL), goal=GOALS.get(name), runs_s=seconds,
                 same_tokens=texts[KERNEL] == texts[PYTORCH])

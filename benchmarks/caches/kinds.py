@@ -19,7 +19,7 @@ from model import GPT
 
 MINUTES = 8
 NAMES, BATCHES, CONTEXTS, BLOCK = ('M', 'L'), (1, 8), (32, 1000), 1024
-N_STEPS = {'S': 64, 'M': 24, 'L': 8}
+N_STEPS = {'S': 64, 'M': 48, 'L': 12}
 KINDS = {  # kind: settings of its GPTConfig
     'rope': dict(position='rope'),
     '2 kv heads': dict(n_kv_head=2),
@@ -32,7 +32,7 @@ GOAL = 1.05
 
 def run(names, batches, contexts, bias, repeats):
     rows, sizes = [], [(B, T) for B in batches or BATCHES for T in contexts or CONTEXTS]
-    print(f"\na decode step of other kinds of models\n{'shape':<6}{'batch':>6}{'context':>8}  {'kind':<27}{'on':<20}"
+    print(f"\na decode step of other kinds of models\n{'shape':<6}{'batch':>6}{'context':>8}  {'kind':<27}"
           f"{'ms':>9}{'learned':>9}{'over it':>9}")
     for name in names or NAMES:
         config = replace(config_of(name, bias), block_size=BLOCK)
@@ -47,7 +47,7 @@ def run(names, batches, contexts, bias, repeats):
 
 def line(row):
     ratio = rounds.line(row['over_learned'], row['goal'], at_most=True)
-    return (f"{row['shape']:<6}{row['batch']:>6}{row['context']:>8}  {row['kind']:<27}{row['on']:<20.19}"
+    return (f"{row['shape']:<6}{row['batch']:>6}{row['context']:>8}  {row['kind']:<27}"
             f"{1e3 * row['step_s']:>9.3f}{1e3 * row['learned_s']:>9.3f}  {ratio}")
 
 
@@ -60,7 +60,7 @@ def race(name, kind, learned, model, B, T, repeats):
     ways = {way: timed(steps_of_tuples(decoder, begun(decoder, texts, T), texts, T), n, decoder)
             for way, decoder in decoders.items()}
     seconds = rounds.take_turns(ways, repeats, f'{name}: {kind}, {B} x {T}')
-    return dict(shape=name, batch=B, context=T, kind=kind, on=decoders[kind].name, steps=n,
+    return dict(shape=name, batch=B, context=T, kind=kind, decoder=decoders[kind].name, steps=n,
                 step_s=statistics.median(seconds[kind]), learned_s=statistics.median(seconds['learned']),
                 over_learned=rounds.ratio(seconds, kind, 'learned'), goal=GOAL, runs_s=seconds)
 

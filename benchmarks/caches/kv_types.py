@@ -11,15 +11,15 @@ import statistics
 import torch
 
 import decode
+import kvcache
 from benchmarks import rounds
-from benchmarks.caches.steps import KERNEL, PYTORCH, TAKES_DECODER, cache_on, random_tokens, steps_of_cache, timed
+from benchmarks.caches.steps import random_tokens, steps_of_cache, timed, where
 from benchmarks.shapes import config_of
-from kvcache.paged import PagedCache, n_blocks_for
 from model import GPT
 
 MINUTES = 4
 NAMES, BATCHES, CONTEXT = ('L',), (1, 8), 1000
-N_STEPS, PAGE = 16, 16
+N_STEPS = 16
 TYPES = 'float32', 'bfloat16', 'int8'
 GOALS = {'int8': 1.15}
 
@@ -44,26 +44,19 @@ def line(row):
             f"off by {row['difference']:.1e} of the logits' spread")
 
 
-def pages(decoder, model, B, type_kv):
-    """Pages for B sequences in a number format on a decoder."""
-    if type_kv in ('float32', 'int8'):
-        return cache_on(decoder, model, 'paged', B, 8 if type_kv == 'int8' else 0)
-    more = dict(decoder=decoder) if TAKES_DECODER else {}
-    return PagedCache(model, B * n_blocks_for(model.config, PAGE), PAGE, type_kv, **more)
-
-
 @torch.inference_mode()
 def race(name, model, B, T, repeats):
     """A dict a type, for JSON. speedup: the time with float32 over that with this type."""
     decoder = decode.best(model, B, 'int8')
     n = min(N_STEPS, model.config.block_size - T - 3)
     texts = random_tokens(model, B, T + 3 + n)
-    steps = {kind: steps_of_cache(pages(decoder, model, B, kind), texts, T) for kind in TYPES}
-    ways = {kind: timed(step, n, decoder if TAKES_DECODER else None) for kind, step in steps.items()}
+    caches = {kind: kvcache.KINDS['paged'](model, B, kind, decoder) for kind in TYPES}
+    steps = {kind: steps_of_cache(cache, texts, T) for kind, cache in caches.items()}
+    ways = {kind: timed(step, n, caches[kind].decoder) for kind, step in steps.items()}
     seconds = rounds.take_turns(ways, repeats, f'{name}: {B} sequences of {T}')
     logits = {kind: [step(i) for i in range(3 + n)][-1] for kind, step in steps.items()}
     exact = logits['float32']
-    return [dict(shape=name, batch=B, context=T, steps=n, weights='int8' if TAKES_DECODER else 'float32', type_kv=kind,
-                 on=KERNEL if TAKES_DECODER else PYTORCH, step_s=statistics.median(runs),
+    return [dict(shape=name, batch=B, context=T, steps=n, weights='int8', type_kv=kind, on=where(caches[kind]),
+                 step_s=statistics.median(runs),
                  speedup=rounds.ratio(seconds, 'float32', kind), goal=GOALS.get(kind), runs_s=runs,
                  difference=((logits[kind] - exact).std() / exact.std()).item()) for kind, runs in seconds.items()]

@@ -11,7 +11,6 @@ import torch
 import decode
 import kvcache
 from benchmarks import rounds
-from benchmarks.caches.steps import cache_on
 from benchmarks.shapes import config_of, model_with_varied_text
 from generation import Work
 
@@ -51,7 +50,7 @@ def prompt_lengths(config, n_seq=8, n_new=24):
 @torch.inference_mode()
 def decode_together(model, decoder, kind, bits, prompts, n_new):
     """Seconds for n_new greedy tokens of each prompt (token lists), in one batch: (seconds, tokens (n_new, B))."""
-    cache = cache_on(decoder, model, kind, len(prompts), bits)
+    cache = kvcache.make_cache(model, kind, len(prompts), bits, decoder)
     handles, lengths = [cache.new() for _ in prompts], [len(prompt) for prompt in prompts]
     logits = torch.cat([cache.step(Work([handle], [0], torch.tensor([prompt])))
                         for handle, prompt in zip(handles, prompts)])

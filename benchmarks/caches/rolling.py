@@ -14,8 +14,9 @@ import torch
 
 import decode
 import generation
+import kvcache
 from benchmarks import rounds
-from benchmarks.caches.steps import TAKES_DECODER, cache_on, random_tokens
+from benchmarks.caches.steps import random_tokens
 from benchmarks.shapes import PROMPT, model_with_varied_text
 from model import GPTConfig
 
@@ -50,7 +51,7 @@ def race(model, B, n_new, repeats):
             NO_CACHE: lambda: model.generate(idx, n_new, temperature=0),
             'cache': lambda: model.generate(idx, n_new, temperature=0, use_cache=True),
             DECODER: lambda: model.generate(idx, n_new, temperature=0, use_cache=True, decoder=decoder)}
-    cache = cache_on(decoder, model, 'paged', B)
+    cache = kvcache.make_cache(model, 'paged', B, decoder=decoder)
     draw[PAGES] = lambda: generation.generate(model, idx, n_new, temperature=0, use_cache=True, cache=cache)
     tokens = {}
 
@@ -61,7 +62,7 @@ def race(model, B, n_new, repeats):
             return time.perf_counter() - began
         return seconds
     seconds = rounds.take_turns({name: way(name) for name in draw}, repeats, f'{B} x {n_new} tokens')
-    on = {DECODER: decoder.name, PAGES: decoder.name if TAKES_DECODER else 'PyTorch'}
+    on = {DECODER: decoder.name, PAGES: cache.name}
     return [dict(way=name, on=on.get(name, 'PyTorch'), samples=B, new_tokens=n_new, **CONFIG,
                  tok_per_s=B * n_new / statistics.median(runs), speedup=rounds.ratio(seconds, ONE_BY_ONE, name),
                  goal=GOAL if name == DECODER else None, gap=gap_of(model, tokens[name], tokens[ONE_BY_ONE]),

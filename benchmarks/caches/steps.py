@@ -6,7 +6,6 @@ A decode step through each cache, over the same kernel's step on its own tuples.
 "tuples" are the decoder called as such, "TupleCache" is what generation puts around it. All ways are fed the same
 tokens. bits: are the logits of the last step those of the tuples, bit by bit?
 """
-import inspect
 import statistics
 import time
 from contextlib import nullcontext
@@ -26,6 +25,7 @@ NAMES, BATCHES = ('S', 'M', 'L'), (8, 32)
 CONTEXTS = {'S': 64, 'M': 128, 'L': 128}  # tokens before the first step that is timed
 N_STEPS = {'S': 48, 'M': 24, 'L': 8}      # in a round
 N_WARM = 3                                # steps before them
+LEAST = 0.1                               # seconds of timed steps in a round, at least
 GOALS = {'paged': 1.10, 'unified': 1.20, 'streams': 1.20}
 KERNEL, PYTORCH = 'kernel', 'PyTorch'
 
@@ -64,8 +64,9 @@ def race(name, model, B, T, repeats):
     steps = {'tuples': steps_of_tuples(decoder, lambda: kv_cache, texts, T)}
     steps['TupleCache'] = steps_of_cache(TupleCache(model, decoder), texts, T)
     for kind in ('paged', 'unified', 'streams', 'tuple'):
-        cache, label = cache_on(decoder, model, kind, B), 'contiguous' if kind == 'tuple' else kind
-        steps[label], on[label] = steps_of_cache(cache, texts, T), KERNEL if TAKES_DECODER else PYTORCH
+        cache = kvcache.make_cache(model, kind, B, decoder=decoder)
+        label = 'contiguous' if kind == 'tuple' else kind
+        steps[label], on[label] = steps_of_cache(cache, texts, T), where(cache)
     ways = {way: timed(step, n, decoder if on[way] == KERNEL else None) for way, step in steps.items()}
     seconds = rounds.take_turns(ways, repeats, f'{name}: {B} sequences')
     logits = {way: [step(i) for i in range(N_WARM + n)][-1] for way, step in steps.items()}
@@ -79,12 +80,9 @@ def random_tokens(model, *shape, seed=0):
     return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
-TAKES_DECODER = 'decoder' in inspect.signature(kvcache.make_cache).parameters
-
-
-def cache_on(decoder, model, kind, n_seq, bits=0):
-    """`kvcache.make_cache` on a decoder; in PyTorch if decoder is None."""
-    return kvcache.make_cache(model, kind, n_seq, bits, **dict(decoder=decoder) if TAKES_DECODER and decoder else {})
+def where(cache):
+    """What runs the steps of a cache: the compiled step of a decoder, or the model in PyTorch."""
+    return KERNEL if cache.decoder else PYTORCH
 
 
 def steps_of_tuples(decoder, begin, texts, T):
@@ -113,13 +111,20 @@ def steps_of_cache(cache, texts, T):
 
 
 def timed(step, n, decoder=None):
-    """A way of `rounds.take_turns`: seconds of a step, the mean of n after N_WARM others, from the beginning."""
+    """
+    A way of `rounds.take_turns`: seconds of a step, the mean of n after N_WARM others, from the beginning, and again
+    until they have taken LEAST seconds.
+    """
     def seconds(round_):
+        total, times = 0, 0
         with torch.inference_mode(), getattr(decoder, 'exclusive_use', nullcontext)():
-            for i in range(N_WARM):
-                step(i)
-            began = time.perf_counter()
-            for i in range(N_WARM, N_WARM + n):
-                step(i)
-            return (time.perf_counter() - began) / n
+            while total < LEAST:
+                for i in range(N_WARM):
+                    step(i)
+                began = time.perf_counter()
+                for i in range(N_WARM, N_WARM + n):
+                    step(i)
+                total += time.perf_counter() - began
+                times += n
+        return total / times
     return seconds

@@ -2,8 +2,7 @@
 import torch
 
 import decode
-from benchmarks.caches.kv_types import pages
-from benchmarks.caches.steps import TAKES_DECODER
+import kvcache
 from benchmarks.peers.engine import Engine, torch_threads
 from generation import Work
 
@@ -56,21 +55,18 @@ class Pages(Engine):
         self.model, self.kv, self.decoder = model, kv, decode.best(model, 1, weights, threads)
         self.cache, self.handles = None, []
 
-    def using(self):
-        return self.decoder.exclusive_use() if TAKES_DECODER else torch_threads(self.threads)
-
     def begin(self, prompts):
         """Read prompts (B, T). Returns the token after each, (B,)."""
-        self.cache = pages(self.decoder, self.model, len(prompts), self.kv)
+        self.cache = kvcache.KINDS['paged'](self.model, len(prompts), self.kv, self.decoder)
         self.handles = [self.cache.new() for _ in prompts]
-        with self.using():
+        with self.decoder.exclusive_use():
             return torch.cat([self.cache.step(Work([handle], [0], prompt[None])).argmax(dim=-1)
                               for handle, prompt in zip(self.handles, prompts)])
 
     def go_on(self, newest, start, n_new):
         """The (B, n_new) tokens after newest (B,), which is fed at position `start`. What was there is overwritten."""
         tokens = []
-        with self.using():
+        with self.decoder.exclusive_use():
             for i in range(start, start + n_new):
                 newest = self.cache.step(Work(self.handles, [i] * len(newest), newest[:, None])).argmax(dim=-1)
                 tokens.append(newest)
