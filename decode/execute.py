@@ -14,7 +14,7 @@ import torch
 from decode import layout, plan
 from decode.choice import ThreadChoice
 from decode.layout import GROUP, LINEARS_PER_LAYER, LOGITS, TOKENS
-from decode.native import check, one_torch_thread, run, step_lock, team_for
+from decode.native import check, one_torch_thread, step, step_lock, team_for
 from decode.packing import WEIGHTS, PackedWeights, check_model, padded
 from decode.tables import Activations, PackedModel, StepInputs, StepTables, settings_of
 from decode.threads import LINE, aligned, n_cores
@@ -212,7 +212,7 @@ class Executor:
         if n_threads > team.n_ready:
             n_threads = team.ready(n_threads)
         began = time.perf_counter_ns()
-        refused = run(*team.like, *tables.addresses, n_threads, team.address)
+        refused = step(*team.like, *tables.addresses, n_threads, team.address, 0, 0)
         if choice is not None and not refused:
             # a prefill always follows a pause
             choice.record(time.perf_counter_ns() - began, began if n_rows == n_seq else 0)

@@ -198,57 +198,64 @@ def gpt_step(thread, n_threads, like, like_kv, memory, sizes):
 
 def steps(sources):
     """
-    The compiled functions (run, check, loop) for weights of the type of `like`, an array of float32, uint16 (bfloat16)
-    or int8, and keys and values of the type of `like_kv`, the same three.
+    The compiled functions (step, check) for weights of the type of `like`, an array of float32, uint16 (bfloat16) or
+    int8, and keys and values of the type of `like_kv`, the same three.
 
-    run(like, like_kv, memory, sizes, n_threads, post): one step on the caller's thread and n_threads - 1 `Workers`,
-    which run loop(like, like_kv, post, thread). memory, sizes: the addresses of the two tables of layout.py. post: the
-    address of the workers' lines. A step writes the keys and values of its N rows, and the logits (W, vocab_size) of
-    the rows that are wanted. Returns 0, or why nothing was done, see plan.py.
-    check(memory, sizes): what `run` returns, without the step.
+    step(like, like_kv, memory, sizes, n_threads, post, thread, seen): with thread 0 one step on the caller's thread and
+    n_threads - 1 `Workers`. memory, sizes: the addresses of the two tables of layout.py. post: the address of the
+    workers' lines. A step writes the keys and values of its N rows, and the logits (W, vocab_size) of the rows that are
+    wanted. Returns 0, or why nothing was done, see plan.py. With another thread it is the loop of that worker, which
+    has seen so many steps; memory, sizes and n_threads then come with each step that is posted. (One function for both,
+    so that the step is compiled once.)
+    check(memory, sizes): what a step returns, without the step.
 
     numba keeps the compiled code on disk. sources, a hash of all files that are compiled, is a part of its key, so a
     change in any of them compiles it anew.
     """
     @njit(nogil=True)
-    def run(like, like_kv, memory_at, sizes_at, n_threads, post_at):
+    def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
         sources  # noqa: B018
-        memory, sizes, post = longs_at(memory_at), longs_at(sizes_at), longs_at(post_at)
-        refused = plan(memory, sizes)
-        if refused != 0:
-            return refused
-        if n_threads > 1:
-            longs_at(memory[layout.BARRIER])[0] = 0
-            publish(post, 0, 0)
-            post[POSTED_THREADS], post[POSTED_MEMORY], post[POSTED_SIZES] = n_threads, memory_at, sizes_at
-            for thread in range(1, n_threads):
-                mine = longs_at(post_at + thread * LINE * 8)
-                claim(mine, 0)
-                wake(mine)
-        gpt_step(0, n_threads, like, like_kv, memory, sizes)
-        if n_threads > 1:
-            wait_until(post, n_threads - 1, SPIN)
-        return refused
+        post, mine = longs_at(post_at), longs_at(post_at + thread * LINE * 8)
+        if thread == 0:
+            refused = plan(longs_at(memory_at), longs_at(sizes_at))
+            if refused != 0:
+                return refused
+            post_step(memory_at, sizes_at, n_threads, post_at)
+        elif claim(mine, RUNNING) != 0:
+            return 0
+        while True:
+            if thread != 0:
+                seen += 1
+                wait_until(mine, seen, SPIN_IDLE)
+                if observe(mine, STOP):
+                    return 0
+                n_threads, memory_at, sizes_at = post[POSTED_THREADS], post[POSTED_MEMORY], post[POSTED_SIZES]
+            gpt_step(thread, n_threads, like, like_kv, longs_at(memory_at), longs_at(sizes_at))
+            if thread == 0:
+                if n_threads > 1:
+                    wait_until(post, n_threads - 1, SPIN)
+                return 0
+            claim(post, 0)
+            wake(post)
 
     @njit(nogil=True)
     def check(memory_at, sizes_at):
         sources  # noqa: B018
         return plan(longs_at(memory_at), longs_at(sizes_at))
 
-    @njit(nogil=True)
-    def loop(like, like_kv, post_at, thread, seen):
-        sources  # noqa: B018
-        post, mine = longs_at(post_at), longs_at(post_at + thread * LINE * 8)
-        if claim(mine, RUNNING) != 0:
-            return
-        while True:
-            seen += 1
-            wait_until(mine, seen, SPIN_IDLE)
-            if observe(mine, STOP):
-                return
-            gpt_step(thread, post[POSTED_THREADS], like, like_kv, longs_at(post[POSTED_MEMORY]),
-                     longs_at(post[POSTED_SIZES]))
-            claim(post, 0)
-            wake(post)
+    return step, check
 
-    return run, check, loop
+
+@njit
+def post_step(memory_at, sizes_at, n_threads, post_at):
+    """Post a step to the workers."""
+    if n_threads == 1:
+        return
+    post = longs_at(post_at)
+    longs_at(longs_at(memory_at)[layout.BARRIER])[0] = 0
+    publish(post, 0, 0)
+    post[POSTED_THREADS], post[POSTED_MEMORY], post[POSTED_SIZES] = n_threads, memory_at, sizes_at
+    for thread in range(1, n_threads):
+        mine = longs_at(post_at + thread * LINE * 8)
+        claim(mine, 0)
+        wake(mine)

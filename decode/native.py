@@ -8,7 +8,6 @@ import sys
 import threading
 from pathlib import Path
 
-import numba
 import numpy as np
 import torch
 
@@ -21,9 +20,9 @@ from decode.threads import Workers
 # the files that numba compiles
 COMPILED = attention, kernel, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
 sources = hashlib.sha256(b''.join(Path(file.__file__).read_bytes() for file in COMPILED)).hexdigest()
-run, check, loop = kernel.steps(sources)
+step, check = kernel.steps(sources)
 try:
-    for compiled in (run, check, loop):
+    for compiled in (step, check):
         compiled.enable_caching()
 except RuntimeError:  # numba found no folder that it may write to
     print("the compiled decode step cannot be kept on disk, so each start compiles it again: "
@@ -89,17 +88,16 @@ def team_for(weights, dtype, memory, n_threads):
     """
     key = weights, dtype
     if key not in workers:
-        workers[key] = Workers(loop, (np.zeros(0, WEIGHTS[weights]), np.zeros(0, KINDS[dtype])))
+        workers[key] = Workers(step, (np.zeros(0, WEIGHTS[weights]), np.zeros(0, KINDS[dtype])))
     team, sizes = workers[key], np.zeros(layout.N_SIZES, np.int64)  # a step of no tokens through no layers
     sizes[layout.N_KV_HEAD] = 1  # a divisor
     notice = "compiling the decode step for this machine; the next start finds it on disk ..."
     timer = threading.Timer(1.5, print, [notice], dict(file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
-    types = tuple(map(numba.typeof, (*team.like, 0, 0, 0)))
     try:
-        for compile_or_load in (lambda: run(*team.like, memory.ctypes.data, sizes.ctypes.data, 1, team.address),
-                                lambda: check(memory.ctypes.data, sizes.ctypes.data), lambda: loop.compile(types)):
+        for compile_or_load in (lambda: step(*team.like, memory.ctypes.data, sizes.ctypes.data, 1, team.address, 0, 0),
+                                lambda: check(memory.ctypes.data, sizes.ctypes.data)):
             try:
                 compile_or_load()
             except OSError as e:  # it is compiled nevertheless

@@ -3,14 +3,21 @@ import pytest
 import torch
 from test_cache_systems import BLOCK, PROMPTS, begin, empty, feed, model
 
+from decode.cpu import CPUDecoder
 from generation import Work, generate
 from kvcache import KINDS, make_cache
 
 
+@pytest.fixture(params=['PyTorch', 'compiled'])
+def decoder_of(request):
+    """A function of a model: a decoder for its cache, or None for none."""
+    return {'PyTorch': lambda m: None, 'compiled': lambda m: CPUDecoder(m, threads=1)}[request.param]
+
+
 @pytest.mark.parametrize('kind', KINDS)
-def test_what_does_not_fit_is_an_error_and_the_rest_goes_on(kind):
+def test_what_does_not_fit_is_an_error_and_the_rest_goes_on(kind, decoder_of):
     m = model(0)
-    cache = make_cache(m, kind, n_seq=2)
+    cache = make_cache(m, kind, n_seq=2, decoder=decoder_of(m))
     seqs, _ = begin(cache, torch.randint(29, (2, 5)))
     with pytest.raises(ValueError, match='out of context'):
         feed(cache, seqs, torch.randint(29, (2, BLOCK)))
@@ -32,9 +39,9 @@ def test_what_does_not_fit_is_an_error_and_the_rest_goes_on(kind):
 
 @pytest.mark.parametrize('kind', KINDS)
 @torch.inference_mode()
-def test_a_step_that_fails_leaves_the_sequences_as_they_were(kind):
+def test_a_step_that_fails_leaves_the_sequences_as_they_were(kind, decoder_of, monkeypatch):
     m, idx = model(4), torch.randint(29, (2, 9))
-    cache = make_cache(m, kind, n_seq=2)
+    cache = make_cache(m, kind, n_seq=2, decoder=decoder_of(m))
     (a, b), _ = begin(cache, idx)
     one = torch.tensor([3])
     for handles, starts, tokens in (
@@ -49,12 +56,19 @@ def test_a_step_that_fails_leaves_the_sequences_as_they_were(kind):
         with pytest.raises(ValueError):
             cache.step(Work(handles, starts, tokens))
         assert cache.lengths == {a: 9, b: 9}
-    broken = m.transformer.h[1].register_forward_hook(lambda *_: 1 / 0)
+    if cache.decoder:  # after it has written
+        execute = cache.decoder.execute_model
+        monkeypatch.setattr(cache.decoder, 'execute_model', lambda *args: (execute(*args), 1 / 0))
+    else:
+        broken = m.transformer.h[1].register_forward_hook(lambda *_: 1 / 0)
     for tokens in (torch.tensor([[3], [9]]), [one, torch.tensor([3, 4])]):
         with pytest.raises(ZeroDivisionError):
             feed(cache, [a, b], tokens)
         assert cache.lengths == {a: 9, b: 9}
-    broken.remove()
+    if cache.decoder:
+        monkeypatch.setattr(cache.decoder, 'execute_model', execute)
+    else:
+        broken.remove()
     logits = feed(cache, [a, b], torch.tensor([[7], [8]]))
     exact = m(torch.cat([idx, torch.tensor([[7], [8]])], dim=1))[0][:, 0]
     assert torch.allclose(logits, exact, atol=1e-5)
@@ -62,9 +76,11 @@ def test_a_step_that_fails_leaves_the_sequences_as_they_were(kind):
 
 @pytest.mark.parametrize('bits', [0, 8, 4])
 @pytest.mark.parametrize('kind', KINDS)
-def test_broken_weights_do_not_stay_in_the_cache(kind, bits):
-    m = model(7)
-    good, cache = {name: p.clone() for name, p in m.state_dict().items()}, make_cache(m, kind, 2, bits)
+def test_broken_weights_do_not_stay_in_the_cache(kind, bits, decoder_of):
+    m = model(7, n_embd=64)
+    decoder = decoder_of(m)
+    good, cache = {name: p.clone() for name, p in m.state_dict().items()}, make_cache(m, kind, 2, bits, decoder)
+    assert cache.decoder is (None if bits == 4 else decoder)
     with torch.no_grad():
         m.transformer.h[0].attn.c_attn.weight.fill_(float('nan'))
     with pytest.raises(ValueError, match='not numbers'):
@@ -72,8 +88,9 @@ def test_broken_weights_do_not_stay_in_the_cache(kind, bits):
     assert empty(cache)
     m.load_state_dict(good)
     again, fresh = (generate(m, PROMPTS[:2], 20, temperature=0, use_cache=True, cache=c)
-                    for c in (cache, make_cache(m, kind, 2, bits)))
+                    for c in (cache, make_cache(m, kind, 2, bits, decoder)))
     assert again == fresh
+    assert all(stored.isfinite().all() for layer in cache.layers for stored in layer.tensors())
 
 
 def with_huge_keys(m):
@@ -98,11 +115,11 @@ def good_for_huge_keys(seed):
 @pytest.mark.parametrize('alive', [False, True])
 @pytest.mark.parametrize('failing', [False, True])
 @pytest.mark.parametrize('kind', KINDS)
-def test_huge_keys_of_repaired_weights_change_no_later_tokens(kind, failing, alive):
+def test_huge_keys_of_repaired_weights_change_no_later_tokens(kind, failing, alive, decoder_of):
     """Written by a step that failed or by one that did not, of sequences that are freed or still there."""
     m = good_for_huge_keys(3)
     good = {name: p.clone() for name, p in m.state_dict().items()}
-    cache = make_cache(m, kind, 4)
+    cache = make_cache(m, kind, 4, decoder=decoder_of(m))
     with_huge_keys(m)
     idx = torch.randint(29, (2, BLOCK - 2), generator=torch.Generator().manual_seed(0))
     seqs, logits = begin(cache, idx)

@@ -5,6 +5,7 @@ from conftest import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode.cpu import CPUDecoder
 from generation import Work, generate, stream
 from kvcache import KINDS, make_cache, paged
 from kvcache.placement import Layer
@@ -47,13 +48,14 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7], [28, 27],
 
 
 @pytest.mark.parametrize('how', [{}, dict(when_full='shift'), dict(when_full='shift', keep=5, n_keep=1)])
+@pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('kind', KINDS)
-def test_eight_sequences_are_those_of_the_uncached_model(kind, how):
+def test_eight_sequences_are_those_of_the_uncached_model(kind, compiled, how):
     """Of different lengths, greedy and drawn, over twice the window, some stopping early: each as generated alone."""
     for seed in range(sizes(1, 3)):
         m = model(seed)
         for sampling in (dict(temperature=0), dict(temperature=1.0, top_k=7), dict(temperature=1.0, stop_token=4)):
-            cache = make_cache(m, kind, n_seq=8)
+            cache = make_cache(m, kind, 8, decoder=CPUDecoder(m) if compiled else None)
             seeds = range(100, 108)
             got = generate(m, PROMPTS, 2 * BLOCK, use_cache=True, cache=cache,
                            generator=[torch.Generator().manual_seed(s) for s in seeds], **sampling, **how)
@@ -84,12 +86,13 @@ N_NEW = [9, 20, 3, 14, 17, 1, 8, 12]
 JOINING = [PROMPTS[3][:5], *(p[:BLOCK - n] for p, n in zip(PROMPTS[1:], N_NEW[1:]))]
 
 
+@pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('kind', KINDS)
 @torch.inference_mode()
-def test_sequences_join_and_leave_at_different_steps(kind):
+def test_sequences_join_and_leave_at_different_steps(kind, compiled):
     for seed in range(sizes(1, 3)):
         m = model(seed)
-        cache = make_cache(m, kind, 8)
+        cache = make_cache(m, kind, 8, decoder=CPUDecoder(m) if compiled else None)
         for prompt, n, got in zip(JOINING, N_NEW, joining_and_leaving(cache, JOINING, N_NEW)):
             assert got == generate(m, [prompt], n, temperature=0)[0]
         assert empty(cache)

@@ -159,8 +159,8 @@ def test_other_python_threads_run_during_a_step():
 
 def test_the_number_of_threads_can_be_given(monkeypatch):
     decoder, used = CPUDecoder(model_of(SHAPE)), []
-    run = execute.run
-    monkeypatch.setattr(execute, 'run', lambda *args: used.append(args[4]) or run(*args))
+    step = execute.step
+    monkeypatch.setattr(execute, 'step', lambda *args: used.append(args[4]) or step(*args))
     for n in (1, 2, 99):
         Store(decoder.model).feed(decoder, {0: texts(1, 20, 0)[0]}, n)
     assert used == [min(n, decoder.n_threads) for n in (1, 2, 99)]

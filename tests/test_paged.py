@@ -5,7 +5,9 @@ from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from reference_executor import ReferenceExecutor
 
+from decode.cpu import CPUDecoder
 from generation import Work
 from kvcache import block_tables
 from kvcache.blocks import OutOfBlocks
@@ -69,15 +71,16 @@ def test_prompts_and_next_tokens_in_one_pass():
         assert torch.allclose(row, full_logits(m, tokens), atol=1e-5)
 
 
+@pytest.mark.parametrize('decoder_of', [lambda m: m, ReferenceExecutor, CPUDecoder], ids=['model', 'reference', 'cpu'])
 @torch.inference_mode()
-def test_padding_writes_nothing():
+def test_padding_writes_nothing(decoder_of):
     m = model()
-    p = pool(m)
+    p, ids = pool(m), torch.tensor([3, 1, 4, 0, 0])
     slots = p.blocks.add('a', [3, 1, 4]) or p.blocks.slots('a', 0, 3)
     before = [layer.k.data.clone() for layer in p.layers]
     metadata = PagedMetadata(torch.tensor([*slots, -1, -1]), torch.tensor([p.blocks.tables['a'] + [-1]]),
                              torch.tensor([3]), torch.tensor([3]))
-    logits = execute_model(m, torch.tensor([3, 1, 4, 0, 0]), torch.tensor([0, 1, 2, 0, 0]), p.layers, metadata)
+    logits = execute_model(decoder_of(m), ids, torch.tensor([0, 1, 2, 0, 0]), p.layers, metadata)
     assert torch.allclose(logits[0], full_logits(m, [3, 1, 4]), atol=1e-5)
     for layer, old in zip(p.layers, before):
         assert (layer.k.data != old).any(dim=-1).flatten().nonzero()[:, 0].tolist() == slots
@@ -274,20 +277,21 @@ METADATA = dict(slot_mapping=[0, 1, 2, 8], block_tables=[[0, -1], [1, 2]], query
     ('positions', dict(positions=[0, 1, 2, 3])), ('positions', dict(positions=[5, 6, 7, 4])),
     ('token ids', dict(ids=[5, 6, 7, 29])), ('token ids', dict(ids=[5, 6, 7, -1])),
 ])
+@pytest.mark.parametrize('decoder_of', [lambda m: m, ReferenceExecutor], ids=['model', 'decoder'])
 @torch.inference_mode()
-def test_metadata_that_does_not_go_together_is_refused_and_nothing_is_written(words, changed):
+def test_metadata_that_does_not_go_together_is_refused_and_nothing_is_written(words, changed, decoder_of):
     m = model()
-    p = pool(m)
+    p, model_or_decoder = pool(m), decoder_of(m)
 
     def call(ids=(5, 6, 7, 8), positions=(0, 1, 2, 4), **metadata):
-        return execute_model(m, torch.tensor(ids), torch.tensor(positions), p.layers,
+        return execute_model(model_or_decoder, torch.tensor(ids), torch.tensor(positions), p.layers,
                              PagedMetadata(**{name: torch.tensor(value) for name, value in metadata.items()}))
     with pytest.raises(ValueError, match=words):
         call(**(METADATA | changed))
     assert not any(layer.k.data.any() for layer in p.layers)
     for other in (pool(model(n_layer=3)), pool(model(n_embd=64)), pool(m, block_size=8)):
         with pytest.raises(ValueError, match='layers alike'):
-            execute_model(m, torch.tensor([5]), torch.tensor([0]), [p.layers[0], *other.layers[1:]],
+            execute_model(model_or_decoder, torch.tensor([5]), torch.tensor([0]), [p.layers[0], *other.layers[1:]],
                           PagedMetadata(torch.tensor([0]), torch.tensor([[0]]), torch.tensor([1]), torch.tensor([1])))
     assert call(**METADATA).shape == (2, 29)
 

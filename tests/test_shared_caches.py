@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT, run, sizes
 from test_cache_systems import empty
 
+from decode.cpu import CPUDecoder
 from generation import generate, stream
 from kvcache import KINDS, make_cache
 from kvcache.exclusive import Exclusive, evaluating, exclusive
@@ -67,10 +68,12 @@ def on_threads(n_threads, work):
 
 
 @pytest.mark.parametrize('n_threads', [2, 4])
+@pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('kind', KINDS)
-def test_threads_share_a_cache(kind, n_threads):
+def test_threads_share_a_cache(kind, compiled, n_threads):
     m = model()
-    cache, expected = make_cache(m, kind, n_seq=3 * n_threads), [tokens(m, case) for case in range(len(CASES))]
+    cache = make_cache(m, kind, 3 * n_threads, decoder=CPUDecoder(m) if compiled else None)
+    expected = [tokens(m, case) for case in range(len(CASES))]
 
     def work(number):
         for i in range(sizes(80, 200) // n_threads):
@@ -135,9 +138,11 @@ sys.path[:0] = [{root!r}, {root!r} + '/tests']
 import os, random, signal, threading, time
 import torch
 import test_shared_caches as t
+from decode.cpu import CPUDecoder
 from kvcache import make_cache
 torch.set_num_threads(1)
 m = t.model()
+decoder = CPUDecoder(m)
 expected = [t.tokens(m, case) for case in range(len(t.CASES))]
 """
 
@@ -151,7 +156,7 @@ torch.set_num_threads(2)
 big = t.model(n_embd=256, block_size=128)
 idx = torch.arange(512).view(4, 128) % 13
 big(idx)  # starts the second thread of torch's pool, which the children do not have
-caches = [make_cache(m, kind, n_seq=9) for kind in t.KINDS]
+caches = [make_cache(m, kind, 9, decoder=d) for kind in t.KINDS for d in (None, decoder)]
 threading.Thread(target=work, daemon=True).start()
 for i in range({forks}):
     time.sleep(0.036 * i / {forks})
@@ -175,8 +180,8 @@ def test_the_child_of_a_fork_generates():
 INTERRUPT = PROGRAM + """
 rng = random.Random(0)
 signal.signal(signal.SIGALRM, signal.default_int_handler)
-for kind in t.KINDS:
-    cache, stopped = make_cache(m, kind, n_seq=3), 0
+for kind, d in ((kind, d) for kind in t.KINDS for d in (None, decoder)):
+    cache, stopped = make_cache(m, kind, 3, decoder=d), 0
     t0 = time.perf_counter()
     for case in range(len(t.CASES)):
         t.tokens(m, case, use_cache=True, cache=cache)
