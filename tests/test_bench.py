@@ -232,7 +232,10 @@ def test_caches_mode(repo):
     joining, = figures['joining']
     assert joining['same_tokens'] and joining['speedup'] > 0
     float32, bfloat16, int8 = figures['kv_types']
-    assert float32['difference'] == 0 < bfloat16['difference'] < 0.01 and 0 < int8['difference'] < 0.03
+    # other keys round other inputs of the int8 matmuls
+    assert float32['difference'] == 0 < bfloat16['difference'] < 0.05 and 0 < int8['difference'] < 0.05
+    kernel = {row['cache']: row['same_bits'] for row in figures['steps'] if row['on'] == 'kernel'}
+    assert len(kernel) == 6 and all(kernel.values())
     assert len(figures['rolling']) == 5 and not any(row['gap'] and row['gap'] > 1e-4 for row in figures['rolling'])
     assert [row['kind'] for row in figures['kinds']] == list(kinds.KINDS)
 

@@ -9,7 +9,7 @@ from benchmarks.peers import race, report
 from benchmarks.peers.ours import NoCache
 from benchmarks.shapes import config_of, model_with_varied_text
 
-MINUTES = 20
+MINUTES = 12
 LENGTHS = {'S': (64,), 'M': (256,), 'L': (512, 1000)}  # tokens of the prompts
 
 
