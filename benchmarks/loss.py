@@ -112,7 +112,7 @@ def compare(model, text, n_rows=32):
              ('float32', 8, {}), ('float32', 4, {}))
     for weights, kv_bits, policy in tqdm(cases, desc='policies and widths', leave=False, disable=None):
         if kv_bits:
-            cache = kvcache.make_cache(model, 'tuple', n_rows, kv_bits)
+            cache = kvcache.make_cache(model, 'tuple', n_rows, kv_bits, decode.best(model, n_rows))
         else:
             cache = TupleCache(model, decode.best(model, n_rows, weights))
         nll, context = negative_log_likelihoods(model, tokens, cache, skip=size, **policy)

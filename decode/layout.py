@@ -69,7 +69,7 @@ FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
 (NORMED,        # float32 (rows, n_embd padded): layer-normed rows
  SCORES,        # float32 (heads of a group, keys padded): attention scores of one row's queries
  HEAD,          # float32 (head_dim padded): a rotated key
- SUMS,          # float32 (8, LANES): sums of a tile
+ SUMS,          # float32 (8, 4, LANES): the sums of a tile
  ROUNDED,       # uint8 (rows, 4 * n_embd padded): rows rounded to int8
  SCALES,        # float32 (rows, groups): their scales
  N_SCRATCH) = range(7)

@@ -41,6 +41,9 @@ from decode.vectors import (
 STORE, ADD, GELU, GELU_TANH = range(4)
 CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in small parts that the threads claim
 
+SHEET = 4  # panels side by side
+MOST_ROWS = 6, 5, 6  # of a tile, for weights in float32, bfloat16 and int8: its sums and weights fit in registers
+
 # all linears: their panels, for each output row a scale (1 unless int8) and a bias, where the int8 sums start, and the
 # table that says where each linear is, see layout.py
 Linears = namedtuple('Linears', 'panels scale bias start table')
@@ -75,58 +78,52 @@ def round_row(x, x_at, K, out, out_at, scales, scale_at):
     scales[scale_at] += sum_lanes(not_numbers)  # 0, or NaN if an input is NaN or infinite: int8 has no NaN
 
 
-def tile(n_rows, n):
-    """
-    The function that multiplies one panel with n_rows rows of x, from `row` on, each `step` rows apart. It adds up n
-    vectors of weights in parallel.
-    """
+def tile(n_rows):
+    """The function that multiplies the panels of a sheet with n_rows rows of x, the first of them `row`."""
     @njit
-    def multiply(w, w_at, K, start, x, row, step, scratch):
-        sums = zeros(n_rows, n)
-        for k in range(0, K, n * inputs_per_vector(w)):
-            # the prefetched weights are those of the next panel, K * LANES ahead
-            sums = multiply_tile(sums, w, w_at + k * LANES, x, row * K + k, step * K, n_rows, K * LANES)
-        store_tile(sums, scratch.sums, 0, LANES, n_rows)
+    def multiply(w, w_at, K, start, x, row, step, ahead, scratch):
+        sums = zeros(n_rows, SHEET)
+        for k in range(0, K, inputs_per_vector(w)):
+            at = w_at + k * SHEET * LANES
+            sums = multiply_tile(sums, w, at, x, row * K + k, step * K, n_rows, ahead + k * SHEET // 2 * LANES)
+        store_tile(sums, scratch.sums, 0)
     return multiply
 
 
-def int8_tile(n_rows, n):
+def int8_tile(n_rows):
     """The same for int8 weights, with the inputs that round_row has rounded."""
     @njit
-    def multiply(w, w_at, K, start, x, row, step, scratch):
-        rounded = scratch.rounded
-        totals = zeros(n_rows, 1)
-        for g in range(K // GROUP):
+    def multiply(w, w_at, K, start, x, row, step, ahead, scratch):
+        totals, groups = zeros(n_rows, SHEET), K // GROUP
+        for g in range(groups):
             # the inputs are 128 too large, so the sums start at -128 times the sum of the weights
-            sums = load_ints(n_rows, n, start, w_at // GROUP + g * LANES)
-            for k in range(g * GROUP, (g + 1) * GROUP, n * inputs_per_vector(w)):
-                sums = multiply_tile(sums, w, w_at + k * LANES, rounded, row * K + k, step * K, n_rows, K * LANES)
-            totals = scale_tile(totals, sums, scratch.scales, row * (K // GROUP) + g, step * (K // GROUP))
-        store_tile(totals, scratch.sums, 0, LANES, n_rows)
+            sums = load_ints(n_rows, SHEET, start, w_at // GROUP + g * SHEET * LANES)
+            for k in range(g * GROUP, (g + 1) * GROUP, inputs_per_vector(w)):
+                at = w_at + k * SHEET * LANES
+                sums = multiply_tile(sums, w, at, x, row * K + k, step * K, n_rows, ahead + k * SHEET // 2 * LANES)
+            totals = scale_tile(totals, sums, scratch.scales, row * groups + g, step * groups, n_rows)
+        store_tile(totals, scratch.sums, 0)
     return multiply
 
 
-def largest_of(tile, n):
-    """
-    The function for any number of rows, in tiles of 8, 4, 2 and 1. A tile adds up at least n sums in parallel, or one
-    for each row if that is more.
-    """
-    eight, four, two, one = (tile(n_rows, max(1, n // n_rows)) for n_rows in (8, 4, 2, 1))
+def any_tile(tile, most_rows):
+    """The function for a tile of any number of rows, most_rows at most."""
+    one, two, three, four, five, six = (tile(min(n, most_rows)) for n in range(1, 7))
 
     @njit
     def multiply(w, n_rows, *args):
-        """As many of n_rows rows as the largest tile takes; returns how many."""
-        if n_rows >= 8:
-            eight(w, *args)
-            return 8
-        if n_rows >= 4:
-            four(w, *args)
-            return 4
-        if n_rows >= 2:
+        if n_rows == 1:
+            one(w, *args)
+        elif n_rows == 2:
             two(w, *args)
-            return 2
-        one(w, *args)
-        return 1
+        elif n_rows == 3:
+            three(w, *args)
+        elif n_rows == 4:
+            four(w, *args)
+        elif n_rows == 5:
+            five(w, *args)
+        else:
+            six(w, *args)
     return multiply
 
 
@@ -142,25 +139,42 @@ def keep_rows(w, x, rows, K, scratch):
     pass
 
 
-def of_weights(for_floats, for_int8):
-    """A function of packed weights w that calls one of two, by the type of w."""
+def of_weights(for_float32, for_bfloat16, for_int8):
+    """A function of packed weights w that calls one of three, by the type of w."""
+    by_type = {types.float32: for_float32, types.uint16: for_bfloat16, types.int8: for_int8}
+
     def either(w, *args):
         pass
 
-    @overload(either)
+    @overload(either, jit_options={'forceinline': True})
     def choose(w, *args):
-        chosen = for_int8 if w.dtype == types.int8 else for_floats
+        chosen = by_type[w.dtype]
         return lambda w, *args: chosen(w, *args)
     return either
 
 
-# called with a linear's inputs before the linear itself
-prepare_rows = of_weights(keep_rows, round_rows)
+@njit
+def float_inputs(w, x, scratch):
+    return x
 
-# Eight sums in parallel hide the latency of an fma. With int8 weights there are two: the reads of eight would be half a
-# kilobyte apart, which the processor's prefetcher does not follow, and a model larger than the caches would be read at
-# 10 GB/s instead of 26.
-multiply = of_weights(largest_of(tile, 8), largest_of(int8_tile, 2))
+
+@njit
+def int8_inputs(w, x, scratch):
+    return scratch.rounded
+
+
+def constant_of(n):
+    @njit
+    def c(w):
+        return n
+    return c
+
+
+# called with a linear's inputs before the linear itself
+prepare_rows = of_weights(keep_rows, keep_rows, round_rows)
+inputs_of = of_weights(float_inputs, float_inputs, int8_inputs)
+most_rows_of = of_weights(*map(constant_of, MOST_ROWS))
+multiply = of_weights(*(any_tile(t, n) for t, n in zip((tile, tile, int8_tile), MOST_ROWS)))
 
 
 @njit
@@ -175,26 +189,31 @@ def linear(linears, number, panels, x, rows, then, out, n_out, scratch):
     first_weight, first_panel, K = (
         linears.table[at + FIRST_WEIGHT], linears.table[at + FIRST_PANEL], linears.table[at + N_INPUTS])
     w, (first_row, step, n_rows) = linears.panels, rows
-    for p in range(panels[0], panels[1]):
-        w_at, row_at = first_weight + p * K * LANES, (first_panel + p) * LANES
-        s, b = load(linears.scale, row_at), load(linears.bias, row_at)
-        done = 0
-        while done < n_rows:
-            row = first_row + done * step
-            n = multiply(w, n_rows - done, w_at, K, linears.start, x, row, step, scratch)
-            for i in range(n):
-                v, to = fma(load(scratch.sums, i * LANES), s, b), (row + i * step) * n_out + p * LANES
-                if then == ADD:
-                    store(out, to, load(out, to) + v)
-                elif then == GELU:
-                    store(out, to, gelu(v))
-                elif then == GELU_TANH:
-                    store(out, to, gelu_tanh(v))
-                elif (p + 1) * LANES <= n_out:
-                    store(out, to, v)
-                else:
-                    store_first(out, to, v, n_out - p * LANES)
-            done += n
+    inputs, n_tiles = inputs_of(w, x, scratch), -(-n_rows // most_rows_of(w))
+    for sheet in range(panels[0] // SHEET * SHEET, panels[1], SHEET):
+        w_at = first_weight + sheet * K * LANES
+        for t in range(n_tiles):
+            of_tile, end = share(n_rows, t, n_tiles)
+            row = first_row + of_tile * step
+            ahead = w_at
+            if n_tiles > 1 and t < 2:
+                ahead = w_at + (SHEET + t * SHEET // 2) * K * LANES
+            multiply(w, end - of_tile, w_at, K, linears.start, inputs, row, step, ahead, scratch)
+            for p in range(max(sheet, panels[0]), min(sheet + SHEET, panels[1])):
+                s, b = load(linears.scale, (first_panel + p) * LANES), load(linears.bias, (first_panel + p) * LANES)
+                for i in range(end - of_tile):
+                    v = fma(load(scratch.sums, (i * SHEET + p - sheet) * LANES), s, b)
+                    to = (row + i * step) * n_out + p * LANES
+                    if then == ADD:
+                        store(out, to, load(out, to) + v)
+                    elif then == GELU:
+                        store(out, to, gelu(v))
+                    elif then == GELU_TANH:
+                        store(out, to, gelu_tanh(v))
+                    elif (p + 1) * LANES <= n_out:
+                        store(out, to, v)
+                    else:
+                        store_first(out, to, v, n_out - p * LANES)
 
 
 @njit
@@ -204,13 +223,16 @@ def shared_linear(team, linears, number, x, rows, then, out, n_out, scratch):
 
     A small linear is divided into one part for each thread, always the same part, which then stays in its core's cache.
     A large one is divided into eight parts for each thread, and a thread that is ready claims the next one: a core that
-    also runs other processes is slower for a while.
+    also runs other processes is slower for a while. A part is whole sheets.
     """
     at, n_threads = number * N_COLUMNS, team.n_threads
     n_panels, K = linears.table[at + N_PANELS], linears.table[at + N_INPUTS]
+    n_sheets = -(-n_panels // SHEET)
     small = n_threads == 1 or n_panels * K * LANES * 4 // inputs_per_vector(linears.panels) < CLAIMED
-    n_parts = n_threads if small else 8 * n_threads
+    n_parts = n_threads if small else min(n_sheets, 8 * n_threads)
     part = team.thread if small else claim(team.claims, number * LINE)
     while part < n_parts:
-        linear(linears, number, share(n_panels, part, n_parts), x, rows, then, out, n_out, scratch)
+        first, end = share(n_sheets, part, n_parts)
+        panels = first * SHEET, min(end * SHEET, n_panels)
+        linear(linears, number, panels, x, rows, then, out, n_out, scratch)
         part = n_parts if small else claim(team.claims, number * LINE)

@@ -28,7 +28,7 @@ class Runs:
     Positions ascend, and may be missing where no new token sees them. A run may be longer than the sequence is so far.
     `table[:n]` are the rows, `address` is where they begin in memory.
     """
-    __slots__ = 'table', 'n', 'address'
+    __slots__ = 'table', 'n', 'address', 'next'  # next: (position, slot) that would extend the last run, or None
 
     def __init__(self, rows=()):
         self.n = 0
@@ -45,30 +45,22 @@ class Runs:
         """Replace all rows."""
         if len(rows) > len(self.table):
             self.grow(2 * len(rows))
-        self.n = len(rows)
+        self.n, self.next = len(rows), None
         if self.n:
             self.table[:self.n] = rows
+            position, slot, n = self.table[self.n - 1].tolist()
+            self.next = position + n, slot + n
 
     def append(self, position, slot, n=1):
         """Add n positions at the end. They extend the last run if they go on where it ends."""
-        if self.n:
-            last = self.table[self.n - 1]
-            length = int(last[2])
-            if last[0] + length == position and last[1] + length == slot:
-                last[2] = length + n
-                return
-        if self.n == len(self.table):
-            self.grow(2 * self.n)
-        self.table[self.n] = position, slot, n
-        self.n += 1
-
-    def cut(self, end):
-        """Remove the positions from `end` on."""
-        while self.n and self.table[self.n - 1, 0] >= end:
-            self.n -= 1
-        if self.n:
-            last = self.table[self.n - 1]
-            last[2] = min(last[2], end - last[0])
+        if (position, slot) == self.next:
+            self.table[self.n - 1, 2] += n
+        else:
+            if self.n == len(self.table):
+                self.grow(2 * self.n)
+            self.table[self.n] = position, slot, n
+            self.n += 1
+        self.next = position + n, slot + n
 
 
 class KVArrays:

@@ -29,7 +29,7 @@ from decode.vectors import (
     same,
 )
 
-PREFETCH_ROWS = 4  # tiles of so many rows and more prefetch the weights
+PREFETCH_ROWS = 3  # tiles of so many rows and more prefetch the weights
 # does the processor have one instruction for int8 x int8 with int32 sums?
 DOT_PRODUCTS = LANES == 16 and bool(features.get('avx512vnni'))
 INPUTS_PER_VECTOR = {types.float32: 1, types.uint16: 2, types.int8: 4}  # of packed weights, by their type
@@ -47,12 +47,14 @@ def zeros(typing, n_rows, n):
 
 @intrinsic(prefer_literal=True)
 def load_ints(typing, n_rows, n, array, i):
-    """A tile of int32: for each of n_rows rows 128 * array[i : i + LANES], of int16, and n - 1 vectors of zeros"""
+    """A tile of int32: for each of n_rows rows the n vectors of 128 * array[i : i + n * LANES], of int16"""
     result = types.UniTuple(ints, n_rows.literal_value * n.literal_value)
 
     def emit(context, builder, sig, args):
-        v = emit_load(builder, address(builder, args[2], args[3], ir.VectorType(I16, LANES)), 2)
-        row = [builder.shl(builder.sext(v, INTS), same(7, INTS))] + [same(0, INTS)] * (n.literal_value - 1)
+        row = []
+        for p in range(n.literal_value):
+            at = address(builder, args[2], builder.add(args[3], I64(p * LANES)), ir.VectorType(I16, LANES))
+            row.append(builder.shl(builder.sext(emit_load(builder, at, 2), INTS), same(7, INTS)))
         return context.make_tuple(builder, sig.return_type, row * n_rows.literal_value)
     return result(n_rows, n, array, types.int64), emit
 
@@ -65,16 +67,21 @@ def inputs_per_vector(typing, w):
     return types.int64(w), emit
 
 
+def at_multiple(builder, i, n, stride):
+    """The index i + n * stride"""
+    return builder.add(i, builder.mul(stride, I64(n)))
+
+
 @intrinsic(prefer_literal=True)
 def multiply_tile(typing, sums, w, i, x, j, stride, n_rows, ahead):
     """
-    One step of w @ x: multiply n vectors of packed weights with n_rows rows of x, and add the products to `sums`.
+    One step of w @ x: multiply n vectors of packed weights, one of each of n panels, with n_rows rows of x, and add the
+    products to `sums`, those of the first input first.
 
-    sums: n_rows * n vectors, row by row; the n of a row add up to its LANES outputs when all inputs have been added.
-    w at i: n vectors of packed weights (see linears.py), each LANES outputs x 1 (float32), 2 (bfloat16 in uint16) or 4
-    (int8) inputs. x at j + r * stride: row r, float32, or uint8 for int8 weights.
-    With PREFETCH_ROWS rows and more, the weights at i + ahead are prefetched. Prefetching for a single row made a step
-    0.76 to 1.02 times as fast (S, M, L with each type of weights, on an AMD EPYC of the Zen 4 kind).
+    sums: n_rows * n vectors, row by row, each LANES outputs of one row. w at i: n vectors of packed weights (see
+    linears.py), each LANES outputs x 1 (float32), 2 (bfloat16 in uint16) or 4 (int8) inputs. x at j + r * stride:
+    row r, float32, or uint8 for int8 weights. In tiles of PREFETCH_ROWS rows and more, the cache lines of two vectors
+    at `ahead` are prefetched.
     """
     n_rows_, n = n_rows.literal_value, sums.count // n_rows.literal_value
     per_vector = INPUTS_PER_VECTOR[w.dtype]
@@ -82,35 +89,46 @@ def multiply_tile(typing, sums, w, i, x, j, stride, n_rows, ahead):
     def emit(context, builder, sig, args):
         sums, w, i, x, j, stride, _, ahead = args
         sums = cgutils.unpack_tuple(builder, sums)
-        rows = [builder.add(j, builder.mul(stride, I64(r))) for r in range(n_rows_)]
 
-        def weights(k, as_type):
-            at = builder.add(i, I64(k * per_vector * LANES))
-            if n_rows_ >= PREFETCH_ROWS:
-                p = address(builder, w, builder.add(at, ahead), I8)
-                call(builder, 'llvm.prefetch.p0', ir.VoidType(), p, I32(0), I32(2), I32(1))  # read, level 2, data
-            return emit_load(builder, address(builder, w, at, as_type))
+        def prefetch(v):
+            p = address(builder, w, builder.add(ahead, I64(v * per_vector * LANES)), I8)
+            call(builder, 'llvm.prefetch.p0', ir.VoidType(), p, I32(0), I32(2), I32(1))  # read, level 2, data
 
-        def inputs(r, k, as_type):
-            p = address(builder, x, builder.add(rows[r], I64(k)), as_type)
-            return broadcast(builder, emit_load(builder, p))
+        def weights(p):
+            """The vectors of panel p, one for each input (int8: for four)"""
+            at = builder.add(i, I64(p * per_vector * LANES))
+            v = emit_load(builder, address(builder, w, at, FLOATS if per_vector == 1 else INTS))
+            if per_vector == 2:  # a bfloat16 is the upper half of a float32
+                halves = builder.shl(v, same(16, INTS)), builder.and_(v, same(-65536, INTS))
+                return [builder.bitcast(half, FLOATS) for half in halves]
+            return [v]
 
-        for k in range(n):
-            if per_vector == 1:
-                wk = [weights(k, FLOATS)]
-            elif per_vector == 2:  # a bfloat16 is the upper half of a float32
-                pairs = weights(k, INTS)
-                wk = [builder.bitcast(half, FLOATS) for half in
-                      (builder.shl(pairs, same(16, INTS)), builder.and_(pairs, same(-65536, INTS)))]
-            else:
-                wk = [weights(k, INTS)]
+        def inputs(r):
+            row = at_multiple(builder, j, r, stride)
+            at = [address(builder, x, builder.add(row, I64(k)), I32 if per_vector == 4 else F32)
+                  for k in range(2 if per_vector == 2 else 1)]
+            return [broadcast(builder, emit_load(builder, p)) for p in at]
+
+        def add(s, xs, ws):
+            for xk, wk in zip(xs, ws):
+                sums[s] = (dot_bytes(builder, sums[s], xk, wk) if per_vector == 4 else
+                           emit_fma(builder, wk, xk, sums[s]))
+
+        if n_rows_ >= PREFETCH_ROWS:
+            for v in range(0, 2, 16 // LANES):
+                prefetch(v)
+        if n_rows_ < n:  # what there is less of is loaded first, and kept in registers
+            rows = [inputs(r) for r in range(n_rows_)]
+            for p in range(n):
+                wp = weights(p)
+                for r in range(n_rows_):
+                    add(r * n + p, rows[r], wp)
+        else:
+            panels = [weights(p) for p in range(n)]
             for r in range(n_rows_):
-                for m, wm in enumerate(wk):
-                    s = r * n + k
-                    if per_vector == 4:
-                        sums[s] = dot_bytes(builder, sums[s], inputs(r, 4 * k, I32), wm)
-                    else:
-                        sums[s] = emit_fma(builder, wm, inputs(r, per_vector * k + m, F32), sums[s])
+                xr = inputs(r)
+                for p in range(n):
+                    add(r * n + p, xr, panels[p])
         return context.make_tuple(builder, sig.return_type, sums)
     return sums(sums, w, types.int64, x, types.int64, types.int64, n_rows, types.int64), emit
 
@@ -127,35 +145,31 @@ def dot_bytes(builder, sums, x, w):
     return sums
 
 
+@intrinsic
+def store_tile(typing, sums, array, i):
+    """The vectors of a tile, one after the other from array[i] on"""
+    def emit(context, builder, sig, args):
+        sums, array, i = args
+        for v, vector in enumerate(cgutils.unpack_tuple(builder, sums)):
+            builder.store(vector, address(builder, array, builder.add(i, I64(v * LANES)), FLOATS)).align = 4
+        return context.get_dummy_value()
+    return types.void(sums, array, types.int64), emit
+
+
 @intrinsic(prefer_literal=True)
-def store_tile(typing, sums, array, i, stride, n_rows):
-    """array[i + r * stride : + LANES] = the sums of row r, for the n_rows of them"""
+def scale_tile(typing, totals, sums, scale, i, stride, n_rows):
+    """totals + the int32 sums * scale[i + r * stride], for each row r"""
     n = sums.count // n_rows.literal_value
 
     def emit(context, builder, sig, args):
-        sums, array, i, stride, _ = args
-        sums = cgutils.unpack_tuple(builder, sums)
-        for r in range(n_rows.literal_value):
-            p = address(builder, array, builder.add(i, builder.mul(stride, I64(r))), FLOATS)
-            builder.store(emit_sum(builder, sums[r * n:r * n + n], builder.fadd), p).align = 4
-        return context.get_dummy_value()
-    return types.void(sums, array, types.int64, types.int64, n_rows), emit
-
-
-@intrinsic(prefer_literal=True)
-def scale_tile(typing, totals, sums, scale, i, stride):
-    """totals[r] + the int32 sums of row r * scale[i + r * stride], for each row"""
-    n = sums.count // totals.count
-
-    def emit(context, builder, sig, args):
-        totals, sums, scale, i, stride = args
+        totals, sums, scale, i, stride, _ = args
         totals, sums = cgutils.unpack_tuple(builder, totals), cgutils.unpack_tuple(builder, sums)
-        for r in range(len(totals)):
-            p = address(builder, scale, builder.add(i, builder.mul(stride, I64(r))))
-            total = builder.sitofp(emit_sum(builder, sums[r * n:r * n + n], builder.add), FLOATS)
-            totals[r] = emit_fma(builder, total, broadcast(builder, emit_load(builder, p)), totals[r])
+        for r in range(n_rows.literal_value):
+            v = broadcast(builder, emit_load(builder, address(builder, scale, at_multiple(builder, i, r, stride))))
+            for s in range(r * n, r * n + n):
+                totals[s] = emit_fma(builder, builder.sitofp(sums[s], FLOATS), v, totals[s])
         return context.make_tuple(builder, sig.return_type, totals)
-    return totals(totals, sums, scale, types.int64, types.int64), emit
+    return totals(totals, sums, scale, types.int64, types.int64, n_rows), emit
 
 
 @intrinsic

@@ -260,12 +260,12 @@ class Cells:
         first, stop, rows = self.head, self.head + n, seqs - self.seqs.start
         if first < self.end or stop > len(self.pos) or first > self.n_used + 2 * n:
             return None
-        if isinstance(seqs, int):
-            self.owners[rows, first:stop] = True
-            pos, last = pos if n == 1 else np.arange(pos, pos + n), pos + n - 1
-        else:
+        if isinstance(seqs, np.ndarray):
             self.owners[rows, np.arange(first, stop)] = True
             last = pos
+        else:
+            self.owners[rows, first:stop] = True
+            pos, last = pos if n == 1 else np.arange(pos, pos + n), pos + n - 1
         self.pos[first:stop], self.n_owners[first:stop], self.owner_sum[first:stop] = pos, 1, seqs
         self.last[rows] = last
         self.n_used += n

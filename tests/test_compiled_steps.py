@@ -5,6 +5,7 @@ vLLM's call.
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from conftest import sizes
@@ -93,6 +94,17 @@ def test_quantised_keys_that_wait_to_be_turned_are_read_in_pytorch(kind):
         each.truncate(seqs[0], 2)  # nothing is left that was moved
     feed(cache, seqs, [idx[0, 2:5], idx[1, 12:13]])
     assert executor.calls[-1] == [3, 1]
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_handles_may_be_integers_of_numpy(kind):
+    m, idx = f32(), texts(2, 12)
+    exact = [exact_logits(m, row) for row in idx]
+    cache = make_cache(m, kind, 2, decoder=ReferenceExecutor(m))
+    seqs = [np.int64(cache.new()), np.int64(cache.new())]
+    for start, end in ((0, 9), (9, 10), (10, 12)):
+        for row, logits in enumerate(feed(cache, seqs, idx[:, start:end])):
+            assert (logits - exact[row][end - 1]).abs().max() < 1e-4
 
 
 # interrupts
