@@ -135,8 +135,11 @@ class Executor:
         """
         m = input_metadata
         with step_lock.lock:
-            if not self.unchanged(False, self.in_exclusive_use()):
+            exclusive = self.in_exclusive_use()
+            if not self.unchanged(False, exclusive):
                 self.refresh()
+            if not exclusive:
+                kv_caches.find()
             starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, len(m.query_lens) + 1)
             check_inputs(input_ids, input_positions, int(starts[-1]), m)
             wanted = starts[1:] - 1 if m.wanted is None else np.asarray(m.wanted, np.int64)

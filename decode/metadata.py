@@ -77,14 +77,16 @@ class KVArrays:
         self.tensors, self.n_slots, self.slot_stride, self.head_stride = tensors, n_slots, slot_stride, head_stride
         self.dtype = tensors[0][0].dtype
         self.example, self.written = np.zeros(0, KINDS[self.dtype]), aligned(n_slots, np.uint8)
-        self.addresses = np.zeros((len(tensors), 4), np.int64)
+        self.addresses, self.pointers = np.zeros((len(tensors), 4), np.int64), None
         self.find()
 
     def find(self):
-        """Look up where the tensors are now."""
-        for row, of_layer in zip(self.addresses, self.tensors):
-            row[:len(of_layer)] = [t.data_ptr() for t in of_layer]
-        self.pointers = [t.data_ptr() for of_layer in self.tensors for t in of_layer]
+        """Look up where the tensors are now: their memory may have been exchanged."""
+        pointers = [t.data_ptr() for of_layer in self.tensors for t in of_layer]
+        if pointers != self.pointers:
+            self.pointers = pointers
+            for row, of_layer in zip(self.addresses, self.tensors):
+                row[:len(of_layer)] = [t.data_ptr() for t in of_layer]
 
     @classmethod
     def of_layers(cls, layers):
