@@ -110,7 +110,7 @@ BAD = [
     ('data/shakespeare_char/prepare.py', ['--input=binary.txt'], 'binary.txt is not UTF-8'),
     ('data/shakespeare_char/prepare.py', ['--input=empty.txt'], 'empty.txt is empty'),
     ('data/openwebtext/prepare.py', [], 'pip install datasets'),
-    ('bench.py', ['--mode=fast'], 'mode must be one of train, generate, peers, caches, memory, loss'),
+    ('bench.py', ['--mode=fast'], 'mode must be one of train, generate, memory, loss'),
     ('bench.py', ['--shape=XL'], 'any of S, M, L'),
     ('bench.py', ['--mode=generate', '--lengths=a,b'], 'lengths must be positive numbers'),
     ('test_kv_cache.py', ['--new_tokens=0'], 'at least 1'),
