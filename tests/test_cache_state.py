@@ -5,7 +5,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from test_cells import cache, positions, put, rotary_cache
+from test_cell_shifts import rotary_cache
+from test_cells import cache, positions, put
 
 
 @pytest.mark.parametrize('kind', ['float32', 'bfloat16', 'int8', 'int4'])
