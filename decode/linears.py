@@ -2,12 +2,16 @@
 Linear layers on packed weights, as the compiled step computes them.
 
 Weights are packed (`packing.PackedWeights`) in panels of LANES outputs. A vector of weights belongs to one input and
-LANES outputs, so a sum never has to be taken across the lanes of a register, and memory is read from front to back.
-A panel is
+LANES outputs, so a sum never has to be taken across the lanes of a register. SHEET panels lie side by side, input by
+input, so that memory is read from front to back. A sheet is
 
-    float32     (K, LANES)             K inputs, padded with zeros to a multiple of GROUP
-    bfloat16    (K / 2, LANES, 2)      widened to float32 in registers
-    int8        (K / 4, LANES, 4)      one scale for each output; the order that the dot product instruction reads
+    float32     (K, SHEET, LANES)         K inputs, padded with zeros to a multiple of GROUP
+    bfloat16    (K / 2, SHEET, LANES, 2)  widened to float32 in registers
+    int8        (K / 4, SHEET, LANES, 4)  one scale for each output; the order that the dot product instruction reads
+
+Each output is one chain of multiply-adds over the inputs in order. A tile, of some rows and the panels of a sheet, has
+many such chains at a time, so that none waits for itself; it never divides one. So an output has the same bits whatever
+the number of rows is.
 
 With int8 weights the inputs are rounded to int8 too, GROUP of them to a scale, as llama.cpp does for its Q8_0.
 """
@@ -42,7 +46,8 @@ STORE, ADD, GELU, GELU_TANH = range(4)
 CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in small parts that the threads claim
 
 SHEET = 4  # panels side by side
-MOST_ROWS = 6, 5, 6  # of a tile, for weights in float32, bfloat16 and int8: its sums and weights fit in registers
+# of a tile, for weights in float32, bfloat16 and int8: its sums and weights fit in 32 registers, or in the 16 of AVX2
+MOST_ROWS = (6, 5, 6) if LANES == 16 else (3, 2, 3)
 
 # all linears: their panels, for each output row a scale (1 unless int8) and a bias, where the int8 sums start, and the
 # table that says where each linear is, see layout.py

@@ -256,9 +256,14 @@ def lanes_from(typing, n):
 
 @intrinsic
 def sum_lanes(typing, v):
+    """The sum of the lanes, folded in halves: the order in which `tiles.sum_each` adds those of each vector"""
     def emit(context, builder, sig, args):
-        # reassoc: in any order
-        return call(builder, f'llvm.vector.reduce.fadd.v{LANES}f32', F32, F32(-0.0), args[0], fastmath=('reassoc',))
+        v, width = args[0], LANES
+        while width > 1:
+            width //= 2
+            upper = ir.Constant(INTS, [(lane + width) % LANES for lane in range(LANES)])
+            v = builder.fadd(v, builder.shuffle_vector(v, v, upper))
+        return builder.extract_element(v, I32(0))
     return types.float32(floats), emit
 
 
