@@ -46,7 +46,7 @@ class CPUDecoder(Executor):
             for start in range(0, T, most):
                 part, pos = idx[:, start:start + most], cache_pos + start
                 if window:
-                    make_room_if_needed(self.bound, kv_cache, pos, part.size(1), self.model.config)
+                    self.make_room(kv_cache, pos, part.size(1))
                 self.run_tuples(part, pos, logits)
             return logits, with_length(kv_cache, cache_pos + T)
 
@@ -88,6 +88,13 @@ class CPUDecoder(Executor):
             return idx, cache_pos  # the kernel itself refuses tokens and positions that are out of range
         return self.model.checked_input(idx, kv_cache)
 
+    def make_room(self, kv_cache, cache_pos, T):
+        """`layers.make_room`, where T more tokens do not fit or where the cache goes back; then the runs."""
+        bound, c = self.bound, self.model.config
+        if not bound.has_room(cache_pos, T, c.window, c.n_sink):
+            make_room(kv_cache, cache_pos, T, c)
+            bound.hold(c.n_sink)
+
     def run_tuples(self, idx, cache_pos, logits):
         """One step on the bound tuples: idx (B, T) at cache_pos, an int or (B,)."""
         (B, T), bound = idx.shape, self.bound
@@ -115,7 +122,7 @@ class BoundTuples:
         self.layers, self.kv = [tuple(layer[:2]) for layer in kv_cache], KVArrays.of_tuples(kv_cache)
         self.batch_size, H, self.n_slots, _ = kv_cache[0][0].shape
         self.firsts = [layer[3].numpy() for layer in kv_cache if len(layer) > 3]  # of `RollingKVCache`s
-        self.held, self.size = None, H * self.n_slots  # held: what `firsts` were when the runs were made
+        self.held, self.first, self.size = None, None, H * self.n_slots  # held: `firsts` when the runs were made
         self.runs = [Runs([(0, b * self.size, self.n_slots)]) for b in range(self.batch_size)]
 
     def are(self, kv_cache, cache_pos, exclusive):
@@ -127,27 +134,27 @@ class BoundTuples:
                 return False
         return exclusive or [t.data_ptr() for layer in self.layers for t in layer] == self.kv.pointers
 
+    def has_room(self, cache_pos, T, window, n_sink):
+        """Do T more tokens of rolling caches fit behind the others, with the window before them still stored?"""
+        as_bytes = self.firsts[0].tobytes()
+        if as_bytes != self.held or any(first.tobytes() != as_bytes for first in self.firsts):
+            return False
+        if self.first is not None and type(cache_pos) is int:
+            first, start = self.first, cache_pos
+            return n_sink + start - first + T <= self.n_slots and first <= max(n_sink, start - window + 1) and (
+                start > n_sink or first == n_sink)
+        held, start = self.firsts[0], np.asarray(cache_pos)
+        fits = (n_sink + start - held + T <= self.n_slots) & (held <= np.maximum(n_sink, start - window + 1))
+        return bool((fits & ((start > n_sink) | (held == n_sink))).all())
+
     def hold(self, n_sink):
-        """Make the runs of rolling caches anew, if the position in slot n_sink has changed."""
-        held = self.firsts[0]
-        if self.held != held.tobytes():
-            self.held = None
-            for b, (runs, first) in enumerate(zip(self.runs, held.tolist())):
-                base, sinks = b * self.size, [(0, b * self.size, n_sink)] if n_sink else []
-                runs.set([*sinks, (first, base + n_sink, self.n_slots - n_sink)])
-            self.held = held.tobytes()
-
-
-def make_room_if_needed(bound, kv_cache, cache_pos, T, config):
-    """`layers.make_room`, where T more tokens do not fit or where the cache goes back; then the runs of the kernel."""
-    window, n_sink = config.window, config.n_sink
-    start = np.asarray(cache_pos)
-    held, as_bytes = bound.firsts[0], bound.firsts[0].tobytes()
-    fits = (n_sink + start - held + T <= bound.n_slots) & (held <= np.maximum(n_sink, start - window + 1))
-    fits &= (start > n_sink) | (held == n_sink)
-    if not fits.all() or any(first.tobytes() != as_bytes for first in bound.firsts):
-        make_room(kv_cache, cache_pos, T, config)
-    bound.hold(n_sink)
+        """Make the runs of rolling caches anew: the position in slot n_sink has changed."""
+        held, self.held = self.firsts[0], None
+        for b, (runs, first) in enumerate(zip(self.runs, held.tolist())):
+            base, sinks = b * self.size, [(0, b * self.size, n_sink)] if n_sink else []
+            runs.set([*sinks, (first, base + n_sink, self.n_slots - n_sink)])
+        self.first = int(held[0]) if len(held) and (held == held[0]).all() else None  # of all rows, if they are alike
+        self.held = held.tobytes()
 
 
 def check_tuples(kv_cache):
