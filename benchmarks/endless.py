@@ -228,11 +228,12 @@ def plot(figures, path):
                             label=f"cache of {row['way']}: {row['cache_bytes'] / 1e6:.3f} MB")
     axes[0].set(ylabel=f"nats a character,\nmeans of {figures['span']:,}")
     axes[1].set(yscale='log', ylabel=f"microseconds a token,\nmedians of {figures['span']:,}")
+    axes[1].set_yticks([100, 200, 500, 1000, 2000, 5000, 10000])
+    axes[1].yaxis.set_major_formatter('{x:,.0f}')
+    axes[1].yaxis.set_minor_formatter('')
     axes[2].set(yscale='log', ylabel='memory, MB', xlabel='characters of one stream')
     for ax in axes:
         ax.xaxis.set_major_formatter('{x:,.0f}')
-        for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter) if ax is axes[1] else ():
-            axis('{x:,.0f}')
         ax.grid(alpha=0.3)
         ax.legend(fontsize=9, loc='lower left', bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)
     save(fig, path)
