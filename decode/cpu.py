@@ -38,7 +38,8 @@ class CPUDecoder(Executor):
                 idx, cache_pos, kv_cache = self.begin(idx)
             else:
                 idx, cache_pos = self.checked(idx, kv_cache)
-            (B, T), window = idx.shape, self.model.config.window
+            # a step that finds changed weights packs them and unbinds the cache, whose layout stays as it is
+            bound, (B, T), window = self.bound, idx.shape, self.model.config.window
             logits = torch.empty(B, 1, self.vocab_size, dtype=torch.float32, device='cpu')
             most = window + 1 if window else T  # a rolling cache takes no more tokens at once
             if T > most and bool((idx < 0).any() or (idx >= self.vocab_size).any()):
@@ -46,8 +47,8 @@ class CPUDecoder(Executor):
             for start in range(0, T, most):
                 part, pos = idx[:, start:start + most], cache_pos + start
                 if window:
-                    self.make_room(kv_cache, pos, part.size(1))
-                self.run_tuples(part, pos, logits)
+                    bound.make_room(kv_cache, pos, part.size(1), self.model.config)
+                self.run_tuples(bound, part, pos, logits)
             return logits, with_length(kv_cache, cache_pos + T)
 
     def begin(self, idx):
@@ -88,16 +89,9 @@ class CPUDecoder(Executor):
             return idx, cache_pos  # the kernel itself refuses tokens and positions that are out of range
         return self.model.checked_input(idx, kv_cache)
 
-    def make_room(self, kv_cache, cache_pos, T):
-        """`layers.make_room`, where T more tokens do not fit or where the cache goes back; then the runs."""
-        bound, c = self.bound, self.model.config
-        if not bound.has_room(cache_pos, T, c.window, c.n_sink):
-            make_room(kv_cache, cache_pos, T, c)
-            bound.hold(c.n_sink)
-
-    def run_tuples(self, idx, cache_pos, logits):
-        """One step on the bound tuples: idx (B, T) at cache_pos, an int or (B,)."""
-        (B, T), bound = idx.shape, self.bound
+    def run_tuples(self, bound, idx, cache_pos, logits):
+        """One step on `BoundTuples`: idx (B, T) at cache_pos, an int or (B,)."""
+        B, T = idx.shape
         idx, inputs, tables = idx.contiguous(), self.inputs_for(B * T), self.tables
         if T == 1:
             inputs.positions[:B] = cache_pos
@@ -133,6 +127,12 @@ class BoundTuples:
             if layer[0] is not k_cache or layer[1] is not v_cache or layer[2] is not cache_pos:
                 return False
         return exclusive or [t.data_ptr() for layer in self.layers for t in layer] == self.kv.pointers
+
+    def make_room(self, kv_cache, cache_pos, T, config):
+        """`layers.make_room`, where T more tokens do not fit or where the cache goes back; then the runs."""
+        if not self.has_room(cache_pos, T, config.window, config.n_sink):
+            make_room(kv_cache, cache_pos, T, config)
+            self.hold(config.n_sink)
 
     def has_room(self, cache_pos, T, window, n_sink):
         """Do T more tokens of rolling caches fit behind the others, with the window before them still stored?"""

@@ -72,9 +72,10 @@ class KVArrays:
     (n_slots,), in which a step marks the slots that it will write.
     """
 
-    def __init__(self, tensors, n_slots, slot_stride, head_stride):
+    def __init__(self, tensors, n_slots, slot_stride, head_stride, n_kv_head, head_dim):
         """tensors: for each layer (k, v) or (k, v, k_scale, v_scale), contiguous, on the CPU, of a type of `KINDS`."""
         self.tensors, self.n_slots, self.slot_stride, self.head_stride = tensors, n_slots, slot_stride, head_stride
+        self.shape = len(tensors), n_kv_head, head_dim  # of the models whose keys and values they hold
         self.dtype = tensors[0][0].dtype
         self.example, self.written = np.zeros(0, KINDS[self.dtype]), aligned(n_slots, np.uint8)
         self.addresses, self.pointers = np.zeros((len(tensors), 4), np.int64), None
@@ -104,7 +105,7 @@ class KVArrays:
                         or rows.scale is not None and (rows.group != KV_GROUP or head_dim % KV_GROUP)):
                     return None
         tensors = [tuple(t for pair in zip(layer.k.tensors(), layer.v.tensors()) for t in pair) for layer in layers]
-        return cls(tensors, first.k.shape[0] * first.k.shape[1], width, head_dim)
+        return cls(tensors, first.k.shape[0] * first.k.shape[1], width, head_dim, first.n_head, head_dim)
 
     @classmethod
     def of_views(cls, views):
@@ -119,13 +120,13 @@ class KVArrays:
                 raise ValueError("keys and values of all layers must be views (slots, heads, head_dim) with the same "
                                  f"strides, float32 or bfloat16 on the CPU; one is {tuple(each.shape)} {each.dtype} "
                                  f"with strides {each.stride()}")
-        return cls(views, len(k), k.stride(0), k.stride(1))
+        return cls(views, len(k), k.stride(0), k.stride(1), *k.shape[1:])
 
     @classmethod
     def of_tuples(cls, kv_cache):
         """Of a list of tuples (k_cache, v_cache, ...), float32 (B, H, n_slots, D). See `slot_of_tuple`."""
         B, H, n_slots, D = kv_cache[0][0].shape
-        return cls([tuple(layer[:2]) for layer in kv_cache], max(0, B * H - H + 1) * n_slots, D, n_slots * D)
+        return cls([tuple(layer[:2]) for layer in kv_cache], max(0, B * H - H + 1) * n_slots, D, n_slots * D, H, D)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,11 @@ class StepTables:
         self.step = None  # what of the last step is still in sizes and inputs, see `CPUDecoder.run_tuples`
 
     def bind(self, kv):
-        """Write the addresses of a `KVArrays` where the step reads them."""
+        """Write the addresses of a `KVArrays` where the step reads them. ValueError if they are not for this model."""
+        shape = tuple(self.packed.sizes[index] for index in (layout.N_LAYER, layout.N_KV_HEAD, layout.HEAD_DIM))
+        if kv.shape != shape:
+            raise ValueError(f"kv_caches has (layers, heads, head_dim) {kv.shape}, and the model {shape}: "
+                             "make them for this model")
         self.kv = self.step = None  # an interrupt from here on leaves no arrays bound
         self.memory[layout.KV_ARRAYS], self.memory[layout.WRITTEN] = kv.addresses.ctypes.data, kv.written.ctypes.data
         self.sizes[layout.N_SLOTS], self.sizes[layout.SLOT_STRIDE] = kv.n_slots, kv.slot_stride

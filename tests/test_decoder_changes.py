@@ -295,3 +295,14 @@ def test_decoders_with_a_step_of_their_own_refuse_other_models(make):
             make(model)
     with pytest.raises(ValueError, match='hidden_states of Doubled'):
         make(Doubled(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)))
+
+
+def test_weights_that_change_before_more_tokens_than_a_window():
+    """The first of several chunks finds them, and the others go on with the same cache."""
+    model, idx = f32(2, position='rope', window=5, n_sink=2), torch.randint(29, (1, 40))
+    decoder = CPUDecoder(model)
+    _, cache = decoder(idx[:, :7], None)
+    for p in model.parameters():
+        p.data.mul_(1.25)
+    expected = CPUDecoder(model)(idx[:, 7:30], [layer.clone() for layer in cache])[0]
+    assert torch.equal(decoder(idx[:, 7:30], cache)[0], expected)

@@ -12,6 +12,7 @@ from decode import execute
 from decode.cpu import CPUDecoder
 from decode.metadata import InputMetadata, KVArrays, Runs
 from kvcache.operator import LAYOUTS, key_value_cache
+from model import GPT, GPTConfig
 
 SHAPE = dict(n_embd=64, n_head=4)
 
@@ -91,6 +92,14 @@ def test_a_slot_that_two_sequences_write_or_one_reads_is_refused(fed):
             step(decoder, store, runs=[store.runs[0], Runs(positions), store.runs[2]])
         assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(before, contents(store)))
         assert not store.kv.written.any()
+
+
+@pytest.mark.parametrize('other', [dict(n_layer=1), dict(n_embd=32), dict(n_head=2), dict(n_kv_head=2)], ids=str)
+def test_the_arrays_of_another_model_are_refused(fed, other):
+    decoder, store = fed
+    store.kv = Store(GPT(GPTConfig(**dict(block_size=64, vocab_size=29, n_layer=2) | SHAPE | other))).kv
+    with pytest.raises(ValueError, match='kv_caches has .*and the model'):
+        step(decoder, store)
 
 
 def test_shared_beginnings_are_read_by_all(fed):
