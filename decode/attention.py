@@ -8,14 +8,16 @@ from numba.extending import overload
 
 from decode import layout
 from decode.kv_vectors import (
+    add_row,
     add_rows,
     add_rows_at,
+    add_totals,
     dot_rows,
     dot_rows_at,
     load_stored_first,
     store_bfloat16_first,
     store_int8,
-    total_of,
+    store_row,
 )
 from decode.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD, padded
 from decode.plan import own_entry
@@ -118,9 +120,9 @@ def write_keys_values(memory, sizes, kv_heads, stored, scratch):
     new, angles = floats_at(memory[layout.KV]), floats_at(memory[layout.ANGLES])
     offsets = longs_at(memory[layout.OFFSETS])
     for row in range(sizes[layout.N_ROWS]):
+        slot_at = offsets[own_entry(memory, row)]
         for head in range(kv_heads[0], kv_heads[1]):
-            k_at = (row * sizes[N_KV_HEAD] + head) * 2 * head_p
-            at = offsets[own_entry(memory, row)] + head * sizes[HEAD_STRIDE]
+            k_at, at = (row * sizes[N_KV_HEAD] + head) * 2 * head_p, slot_at + head * sizes[HEAD_STRIDE]
             if sizes[layout.POSITION] == layout.ROPE:
                 rotate(new, k_at, angles, row * 2 * head_dim, head_dim // 2, scratch.head, 0)
                 store_head(stored.k, stored.k_scale, at, scratch.head, 0, head_dim)
@@ -173,10 +175,11 @@ def attend(memory, sizes, stored, row, kv_head, heads, seen, scores, y_row):
         norm = splat(softmax(scores, h * stride, n_keys))
         i = 0
         while i + 2 * LANES <= head_dim:
-            weigh_two(stored, slots, i, seen, scores, h * stride, norm, y, y_at + h * head_dim + i)
+            weigh_two(stored, slots, i, 2 * LANES, seen, scores, h * stride, norm, y, y_at + h * head_dim + i)
             i += 2 * LANES
         while i < head_dim:
-            weigh(stored, slots, i, seen, scores, h * stride, norm, y, y_at + h * head_dim + i, head_dim - i)
+            n = min(LANES, head_dim - i)
+            weigh_one(stored, slots, i, n, seen, scores, h * stride, norm, y, y_at + h * head_dim + i)
             i += LANES
 
 
@@ -228,52 +231,34 @@ def softmax(scores, at, n):
     return np.float32(1) / sum_lanes(sums)
 
 
-@njit
-def weigh(stored, slots, i, seen, weights, w, norm, out, out_at, n):
-    """
-    out[: n] = norm * the sum of numbers i to i + n - 1, of at most LANES, of the values that are seen, times their
-    weights, which begin at w. Sinks are added one after the other, then eight keys at a time to eight sums, then what
-    is left.
-    """
-    v, scales, s, at = stored.v, stored.v_scale, constant(0), slots.head + i
-    for key in range(seen.sinks, seen.sinks_end):
-        s = fma(load_stored_first(v, scales, slots.offsets[key] + at, n), splat(weights[w]), s)
-        w += 1
-    key = seen.last
-    if n >= LANES:
-        eight = zeros(8, 1)
-        while key + 8 <= seen.last_end:
-            if slots.side_by_side[key] >= 8:
-                eight = add_rows(eight, v, scales, slots.offsets[key] + at, slots.stride, weights, w)
-            else:
-                eight = add_rows_at(eight, v, scales, at, slots.offsets, key, weights, w)
-            key, w = key + 8, w + 8
-        s = s + total_of(eight, 0)
-    while key < seen.last_end:
-        s = fma(load_stored_first(v, scales, slots.offsets[key] + at, n), splat(weights[w]), s)
-        key, w = key + 1, w + 1
-    store_first(out, out_at, s * norm, n)
+def weigher(n_vectors):
+    """The function for numbers that fill n_vectors vectors, the last of them perhaps in part."""
+    @njit
+    def weigh(stored, slots, i, n, seen, weights, w, norm, out, out_at):
+        """
+        out[: n] = norm * the sum of numbers i to i + n - 1 of the values that are seen, times their weights, from w on.
+        Sinks are added one after the other, then eight keys at a time to eight sums, then what is left.
+        """
+        v, scales, sums, at = stored.v, stored.v_scale, zeros(n_vectors, 1), slots.head + i
+        for key in range(seen.sinks, seen.sinks_end):
+            sums = add_row(sums, v, scales, slots.offsets[key] + at, n, weights[w])
+            w += 1
+        key = seen.last
+        if n == n_vectors * LANES:
+            eights = zeros(8, n_vectors)
+            while key + 8 <= seen.last_end:
+                if slots.side_by_side[key] >= 8:
+                    eights = add_rows(eights, v, scales, slots.offsets[key] + at, slots.stride, weights, w)
+                else:
+                    eights = add_rows_at(eights, v, scales, at, slots.offsets, key, weights, w)
+                key, w = key + 8, w + 8
+            sums = add_totals(sums, eights)
+        while key < seen.last_end:
+            sums = add_row(sums, v, scales, slots.offsets[key] + at, n, weights[w])
+            key, w = key + 1, w + 1
+        store_row(out, out_at, sums, norm, n)
+    return weigh
 
 
-@njit
-def weigh_two(stored, slots, i, seen, weights, w, norm, out, out_at):
-    """`weigh` for the 2 * LANES numbers from i on: each weight is read once for both vectors."""
-    v, scales, a, b, at = stored.v, stored.v_scale, constant(0), constant(0), slots.head + i
-    for key in range(seen.sinks, seen.sinks_end):
-        a = fma(load_stored_first(v, scales, slots.offsets[key] + at, LANES), splat(weights[w]), a)
-        b = fma(load_stored_first(v, scales, slots.offsets[key] + at + LANES, LANES), splat(weights[w]), b)
-        w += 1
-    key, sixteen = seen.last, zeros(8, 2)
-    while key + 8 <= seen.last_end:
-        if slots.side_by_side[key] >= 8:
-            sixteen = add_rows(sixteen, v, scales, slots.offsets[key] + at, slots.stride, weights, w)
-        else:
-            sixteen = add_rows_at(sixteen, v, scales, at, slots.offsets, key, weights, w)
-        key, w = key + 8, w + 8
-    a, b = a + total_of(sixteen, 0), b + total_of(sixteen, 1)
-    while key < seen.last_end:
-        a = fma(load_stored_first(v, scales, slots.offsets[key] + at, LANES), splat(weights[w]), a)
-        b = fma(load_stored_first(v, scales, slots.offsets[key] + at + LANES, LANES), splat(weights[w]), b)
-        key, w = key + 1, w + 1
-    store(out, out_at, a * norm)
-    store(out, out_at + LANES, b * norm)
+# with two vectors at a time each weight is read once for both
+weigh_one, weigh_two = weigher(1), weigher(2)

@@ -51,19 +51,21 @@ def emit_load_stored(builder, array_type, array, scales, i):
     return widened(builder, kind, codes, scales, i)
 
 
+def emit_load_stored_first(builder, array_type, array, scales, i, n):
+    """The first n of array[i : i + LANES], and zero in the other lanes; nothing beyond them is touched."""
+    kind, vector = array_type.dtype, ir.VectorType(STORED[array_type.dtype], LANES)
+    letter = {types.float32: 'f32', types.uint16: 'i16', types.int8: 'i8'}[kind]
+    zeros = ir.Constant(vector, [0.0 if kind == types.float32 else 0] * LANES)
+    codes = call(builder, f'llvm.masked.load.v{LANES}{letter}.p0', vector, address(builder, array, i, vector),
+                 I32(kind.bitwidth // 8), first_lanes(builder, n), zeros)
+    return widened(builder, kind, codes, scales, i)
+
+
 @intrinsic
 def load_stored_first(typing, array, scales, i, n):
     """The first n of array[i : i + LANES], and zero in the other lanes; nothing beyond them is touched."""
-    kind = array.dtype
-
     def emit(context, builder, sig, args):
-        array, scales, i, n = args
-        vector = ir.VectorType(STORED[kind], LANES)
-        letter = {types.float32: 'f32', types.uint16: 'i16', types.int8: 'i8'}[kind]
-        zeros = ir.Constant(vector, [0.0 if kind == types.float32 else 0] * LANES)
-        codes = call(builder, f'llvm.masked.load.v{LANES}{letter}.p0', vector, address(builder, array, i, vector),
-                     I32(kind.bitwidth // 8), first_lanes(builder, n), zeros)
-        return widened(builder, kind, codes, scales, i)
+        return emit_load_stored_first(builder, sig.args[0], *args)
     return floats(array, scales, types.int64, types.int64), emit
 
 
@@ -136,13 +138,44 @@ def add_rows_at(typing, sums, array, scales, i, offsets, key, p, j):
     return sums(sums, array, scales, types.int64, offsets, types.int64, p, types.int64), emit
 
 
-@intrinsic(prefer_literal=True)
-def total_of(typing, sums, n):
-    """The sum of the eight vectors number 8 * n to 8 * n + 7 of a tile"""
+@intrinsic
+def add_totals(typing, sums, eights):
+    """sums[m] + the sum of the eight vectors 8 * m to 8 * m + 7 of eights, for each m"""
     def emit(context, builder, sig, args):
-        values = cgutils.unpack_tuple(builder, args[0])[8 * n.literal_value:8 * n.literal_value + 8]
-        return emit_sum(builder, values, builder.fadd)
-    return floats(sums, n), emit
+        sums, eights = (cgutils.unpack_tuple(builder, tile) for tile in args)
+        totals = [builder.fadd(s, emit_sum(builder, eights[8 * m:8 * m + 8], builder.fadd))
+                  for m, s in enumerate(sums)]
+        return context.make_tuple(builder, sig.return_type, totals)
+    return sums(sums, eights), emit
+
+
+@intrinsic
+def add_row(typing, sums, array, scales, i, n, p):
+    """sums + array[i : i + n] * p; sums: the vectors that n numbers fill, the last of them perhaps in part"""
+    def emit(context, builder, sig, args):
+        sums, array, scales, i, n, p = args
+        weight, sums = broadcast(builder, p), cgutils.unpack_tuple(builder, sums)
+        for m in range(len(sums)):
+            before = I64(m * LANES)
+            row = emit_load_stored_first(builder, sig.args[1], array, scales, builder.add(i, before),
+                                         builder.sub(n, before))
+            sums[m] = emit_fma(builder, row, weight, sums[m])
+        return context.make_tuple(builder, sig.return_type, sums)
+    return sums(sums, array, scales, types.int64, types.int64, types.float32), emit
+
+
+@intrinsic
+def store_row(typing, array, i, sums, factor, n):
+    """array[i : i + n] = sums * factor"""
+    def emit(context, builder, sig, args):
+        array, i, sums, factor, n = args
+        for m, v in enumerate(cgutils.unpack_tuple(builder, sums)):
+            before = I64(m * LANES)
+            mask = first_lanes(builder, builder.sub(n, before))
+            call(builder, f'llvm.masked.store.v{LANES}f32.p0', ir.VoidType(), builder.fmul(v, factor),
+                 address(builder, array, builder.add(i, before), FLOATS), I32(4), mask)
+        return context.get_dummy_value()
+    return types.void(array, types.int64, sums, floats, types.int64), emit
 
 
 @intrinsic
