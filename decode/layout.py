@@ -8,6 +8,10 @@ from numba import njit
 
 # inputs that share a scale when they are rounded to int8. All rows of activations are padded to a multiple of it
 GROUP = 64
+# panels of weights that are side by side, see linears.py
+SHEET = 4
+# rows whose sums with a sheet a thread keeps at a time
+SUMMED_ROWS = 48
 
 # sizes: of the model, and of this step
 (N_LAYER, N_HEAD, HEAD_DIM, N_EMBD, BLOCK_SIZE, VOCAB_SIZE,
@@ -42,7 +46,7 @@ GROUP = 64
 # each thread's scratch: the address at memory[SCRATCH + N_SCRATCH * thread + ...] of
 (NORMED,        # float32 (rows, n_embd padded): layer-normed rows
  SCORES,        # float32 (block_size padded): attention scores of one query
- SUMS,          # float32 (8, LANES): sums of a tile
+ SUMS,          # float32 (SUMMED_ROWS, SHEET, LANES): sums of some rows with a sheet
  ROUNDED,       # uint8 (rows, 4 * n_embd padded): rows rounded to int8
  SCALES,        # float32 (rows, groups): their scales
  N_SCRATCH) = range(6)

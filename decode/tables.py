@@ -26,7 +26,7 @@ class Activations:
         self.shared[layout.CACHE_POS] = self.cache_pos
         self.scratch = [{layout.NORMED: aligned((n_rows, C_p), np.float32),
                          layout.SCORES: aligned(padded(c.block_size, LANES) + LANES, np.float32),
-                         layout.SUMS: aligned((8, LANES), np.float32),
+                         layout.SUMS: aligned((layout.SUMMED_ROWS, layout.SHEET, LANES), np.float32),
                          layout.ROUNDED: aligned((n_rows, ff_p), np.uint8),
                          layout.SCALES: aligned((n_rows, ff_p // GROUP), np.float32)} for _ in range(n_threads)]
 
