@@ -1,13 +1,17 @@
 """
 Linear layers on packed weights, as the compiled step computes them.
 
-Weights are packed (`packing.PackedWeights`) in panels of LANES outputs. A vector of weights belongs to one input and
-LANES outputs, so a sum never has to be taken across the lanes of a register, and memory is read from front to back.
-A panel is
+Weights are packed (`packing.PackedWeights`) in panels of LANES outputs, and SHEET panels side by side are a sheet. A
+vector of weights belongs to one input and the LANES outputs of a panel, so a sum never has to be taken across the lanes
+of a register, and memory is read from front to back. A sheet is
 
-    float32     (K, LANES)             K inputs, padded with zeros to a multiple of GROUP
-    bfloat16    (K / 2, LANES, 2)      widened to float32 in registers
-    int8        (K / 4, LANES, 4)      one scale for each output; the order that the dot product instruction reads
+    float32     (K, SHEET, LANES)           K inputs, padded with zeros to a multiple of GROUP
+    bfloat16    (K / 2, SHEET, LANES, 2)    widened to float32 in registers
+    int8        (K / 4, SHEET, LANES, 4)    one scale for each output; the order that the dot product instruction reads
+
+and the last sheet of a linear ends with panels of zeros. An output is one chain of fused multiply-adds, from its first
+input to its last (int8: over groups, whose sums are exact), then scale and bias. So its bits depend neither on how many
+rows are multiplied at once nor on the threads.
 
 With int8 weights the inputs are rounded to int8 too, GROUP of them to a scale, as llama.cpp does for its Q8_0.
 """
@@ -17,9 +21,19 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from decode.layout import FIRST_PANEL, FIRST_WEIGHT, GROUP, N_COLUMNS, N_INPUTS, N_PANELS
+from decode.layout import (
+    FIRST_PANEL,
+    FIRST_WEIGHT,
+    GROUP,
+    N_COLUMNS,
+    N_INPUTS,
+    N_PANELS,
+    SHEET,
+    SUMMED_ROWS,
+    padded,
+)
 from decode.threads import LINE, claim
-from decode.tiles import inputs_per_vector, load_ints, multiply_tile, scale_tile, store_tile, zeros
+from decode.tiles import inputs_per_vector, most_rows, multiply_tile
 from decode.vectors import (
     LANES,
     absolute,
@@ -40,6 +54,10 @@ from decode.vectors import (
 # what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh
 STORE, ADD, GELU, GELU_TANH = range(4)
 CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in small parts that the threads claim
+
+# Vectors of a panel that all tiles multiply before the next ones are read: 128 KB of a sheet. They and the next ones,
+# which are prefetched meanwhile, fit a core's second cache.
+PART = 512
 
 # all linears: their panels, for each output row a scale (1 unless int8) and a bias, where the int8 sums start, and the
 # table that says where each linear is, see layout.py
@@ -77,61 +95,6 @@ def round_row(x, x_at, K, out, out_at, scales, scale_at):
     scales[scale_at] += sum_lanes(not_numbers)  # 0, or NaN if an input is NaN or infinite: int8 has no NaN
 
 
-def tile(n_rows, n):
-    """
-    The function that multiplies one panel with n_rows rows of x, from `row` on, each `step` rows apart. It adds up n
-    vectors of weights in parallel.
-    """
-    @njit
-    def multiply(w, w_at, K, start, x, row, step, scratch):
-        sums = zeros(n_rows, n)
-        for k in range(0, K, n * inputs_per_vector(w)):
-            # the prefetched weights are those of the next panel, K * LANES ahead
-            sums = multiply_tile(sums, w, w_at + k * LANES, x, row * K + k, step * K, n_rows, K * LANES)
-        store_tile(sums, scratch.sums, 0, LANES, n_rows)
-    return multiply
-
-
-def int8_tile(n_rows, n):
-    """The same for int8 weights, with the inputs that round_row has rounded."""
-    @njit
-    def multiply(w, w_at, K, start, x, row, step, scratch):
-        rounded = scratch.rounded
-        totals = zeros(n_rows, 1)
-        for g in range(K // GROUP):
-            # the inputs are 128 too large, so the sums start at -128 times the sum of the weights
-            sums = load_ints(n_rows, n, start, w_at // GROUP + g * LANES)
-            for k in range(g * GROUP, (g + 1) * GROUP, n * inputs_per_vector(w)):
-                sums = multiply_tile(sums, w, w_at + k * LANES, rounded, row * K + k, step * K, n_rows, K * LANES)
-            totals = scale_tile(totals, sums, scratch.scales, row * (K // GROUP) + g, step * (K // GROUP))
-        store_tile(totals, scratch.sums, 0, LANES, n_rows)
-    return multiply
-
-
-def largest_of(tile, n):
-    """
-    The function for any number of rows, in tiles of 8, 4, 2 and 1. A tile adds up at least n sums in parallel, or one
-    for each row if that is more.
-    """
-    eight, four, two, one = (tile(n_rows, max(1, n // n_rows)) for n_rows in (8, 4, 2, 1))
-
-    @njit
-    def multiply(w, n_rows, *args):
-        """As many of n_rows rows as the largest tile takes; returns how many."""
-        if n_rows >= 8:
-            eight(w, *args)
-            return 8
-        if n_rows >= 4:
-            four(w, *args)
-            return 4
-        if n_rows >= 2:
-            two(w, *args)
-            return 2
-        one(w, *args)
-        return 1
-    return multiply
-
-
 @njit
 def round_rows(w, x, rows, K, scratch):
     first_row, step, n_rows = rows
@@ -142,6 +105,16 @@ def round_rows(w, x, rows, K, scratch):
 @njit
 def keep_rows(w, x, rows, K, scratch):
     pass
+
+
+@njit
+def kept(w, x, scratch):
+    return x
+
+
+@njit
+def rounded(w, x, scratch):
+    return scratch.rounded
 
 
 def of_weights(for_floats, for_int8):
@@ -158,11 +131,37 @@ def of_weights(for_floats, for_int8):
 
 # called with a linear's inputs before the linear itself
 prepare_rows = of_weights(keep_rows, round_rows)
+inputs_of = of_weights(kept, rounded)  # where they are then
 
-# Eight sums in parallel hide the latency of an fma. With int8 weights there are two: the reads of eight would be half a
-# kilobyte apart, which the processor's prefetcher does not follow, and a model larger than the caches would be read at
-# 10 GB/s instead of 26.
-multiply = of_weights(largest_of(tile, 8), largest_of(int8_tile, 2))
+
+@njit
+def tile_sizes(w, n_rows, K):
+    """
+    (rows of a tile, rows whose sums are kept at a time, inputs that all tiles multiply before the next ones are read).
+    """
+    at_once, alone, one_of_several = most_rows(w)
+    if n_rows <= at_once:
+        return n_rows, n_rows, K
+    n_tiles, n_parts = 1 if n_rows <= alone else -(-n_rows // one_of_several), -(-K // (PART * inputs_per_vector(w)))
+    n_tile = -(-n_rows // n_tiles)
+    return n_tile, SUMMED_ROWS // n_tile * n_tile, padded(-(-K // n_parts), GROUP)
+
+
+@njit(forceinline=True)
+def multiply_sheet(linears, w_at, K, x, row, step, n_rows, sizes, scratch):
+    """The sums of n_rows rows of x and the sheet at w_at, into scratch.sums: (n_rows, SHEET, LANES)."""
+    w, of_input, k = linears.panels, SHEET * LANES, 0
+    n_tile, most, part = sizes
+    while k < K:
+        n, at, r = min(part, K - k), w_at + k * of_input, 0
+        while r < n_rows:
+            ahead, x_at = at, (row + r * step) * K + k
+            if n_tile < most and r <= n_tile:  # the first two tiles prefetch the next part, half each
+                ahead += n * of_input if r == 0 else n * of_input * 3 // 2
+            multiply_tile(w, at, ahead, linears.start, at // GROUP, x, x_at, step * K, scratch.scales, x_at // GROUP,
+                          min(n_tile, n_rows - r), n, k > 0, scratch.sums, r * of_input)
+            r += n_tile
+        k += part
 
 
 @njit
@@ -176,26 +175,28 @@ def linear(linears, number, panels, x, rows, then, out, n_out, scratch):
     at = number * N_COLUMNS
     first_weight, first_panel, K = (
         linears.table[at + FIRST_WEIGHT], linears.table[at + FIRST_PANEL], linears.table[at + N_INPUTS])
-    w, (first_row, step, n_rows) = linears.panels, rows
-    for p in range(panels[0], panels[1]):
-        w_at, row_at = first_weight + p * K * LANES, (first_panel + p) * LANES
-        s, b = load(linears.scale, row_at), load(linears.bias, row_at)
+    first_row, step, n_rows = rows
+    inputs, sizes = inputs_of(linears.panels, x, scratch), tile_sizes(linears.panels, n_rows, K)
+    for sheet in range(panels[0] // SHEET * SHEET, panels[1], SHEET):
         done = 0
         while done < n_rows:
-            row = first_row + done * step
-            n = multiply(w, n_rows - done, w_at, K, linears.start, x, row, step, scratch)
-            for i in range(n):
-                v, to = fma(load(scratch.sums, i * LANES), s, b), (row + i * step) * n_out + p * LANES
-                if then == ADD:
-                    store(out, to, load(out, to) + v)
-                elif then == GELU:
-                    store(out, to, gelu(v))
-                elif then == GELU_TANH:
-                    store(out, to, gelu_tanh(v))
-                elif (p + 1) * LANES <= n_out:
-                    store(out, to, v)
-                else:
-                    store_first(out, to, v, n_out - p * LANES)
+            n, row = min(n_rows - done, sizes[1]), first_row + done * step
+            multiply_sheet(linears, first_weight + sheet * K * LANES, K, inputs, row, step, n, sizes, scratch)
+            for p in range(max(sheet, panels[0]), min(sheet + SHEET, panels[1])):
+                s, b = load(linears.scale, (first_panel + p) * LANES), load(linears.bias, (first_panel + p) * LANES)
+                for i in range(n):
+                    v = fma(load(scratch.sums, (i * SHEET + p - sheet) * LANES), s, b)
+                    to = (row + i * step) * n_out + p * LANES
+                    if then == ADD:
+                        store(out, to, load(out, to) + v)
+                    elif then == GELU:
+                        store(out, to, gelu(v))
+                    elif then == GELU_TANH:
+                        store(out, to, gelu_tanh(v))
+                    elif (p + 1) * LANES <= n_out:
+                        store(out, to, v)
+                    else:
+                        store_first(out, to, v, n_out - p * LANES)
             done += n
 
 
@@ -206,13 +207,16 @@ def shared_linear(team, linears, number, x, rows, then, out, n_out, scratch):
 
     A small linear is divided into one part for each thread, always the same part, which then stays in its core's cache.
     A large one is divided into eight parts for each thread, and a thread that is ready claims the next one: a core that
-    also runs other processes is slower for a while.
+    also runs other processes is slower for a while. A part is whole sheets.
     """
     at, n_threads = number * N_COLUMNS, team.n_threads
     n_panels, K = linears.table[at + N_PANELS], linears.table[at + N_INPUTS]
+    n_sheets = -(-n_panels // SHEET)
     small = n_threads == 1 or n_panels * K * LANES * 4 // inputs_per_vector(linears.panels) < CLAIMED
-    n_parts = n_threads if small else 8 * n_threads
+    n_parts = n_threads if small else min(n_sheets, 8 * n_threads)
     part = team.thread if small else claim(team.claims, number * LINE)
     while part < n_parts:
-        linear(linears, number, share(n_panels, part, n_parts), x, rows, then, out, n_out, scratch)
+        first, end = share(n_sheets, part, n_parts)
+        panels = first * SHEET, min(end * SHEET, n_panels)
+        linear(linears, number, panels, x, rows, then, out, n_out, scratch)
         part = n_parts if small else claim(team.claims, number * LINE)

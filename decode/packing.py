@@ -9,7 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from decode import layout
-from decode.layout import GROUP, padded
+from decode.layout import GROUP, SHEET, padded
 from decode.structure import REFUSED, check_structure
 from decode.threads import aligned
 from decode.vectors import LANES
@@ -110,14 +110,20 @@ def quantise(w):
     return (w / scale.where(scale != 0, 1)[:, None]).round().nan_to_num(), scale  # a row with a NaN has it in its scale
 
 
+def pack(out, w, n):
+    """out (1-D) = w (rows, K) in sheets of SHEET panels (see linears.py) with vectors of n inputs."""
+    packed = w.view(-1, SHEET, LANES, w.size(1) // n, n).permute(0, 3, 1, 2, 4)
+    out.view(packed.shape).copy_(packed)
+
+
 class PackedWeights:
     """
     A model's weights as the compiled step reads them. `fill` copies them, and does so again after they have changed.
 
     weights: 'float32', 'bfloat16' or 'int8', the type of all matrices. Embeddings are not copied, layer norms and
     biases stay float32.
-    panels is 1-D, the panels of all linears in order; scale and bias have a float32 for each of their rows; table says
-    where each linear is. The arrays are allocated once and keep their addresses.
+    panels is 1-D, the sheets of all linears in order (see linears.py); scale and bias have a float32 for each of their
+    rows; table says where each linear is. The arrays are allocated once and keep their addresses.
     """
 
     def __init__(self, model, weights):
@@ -129,7 +135,7 @@ class PackedWeights:
         for row, (n, K) in zip(self.table, shapes):
             row[layout.FIRST_WEIGHT], row[layout.FIRST_PANEL] = size, rows // LANES
             row[layout.N_INPUTS], row[layout.N_PANELS] = K, n // LANES
-            size, rows = size + n * K, rows + n
+            size, rows = size + padded(n, SHEET * LANES) * K, rows + n
         self.panels = aligned(size, WEIGHTS[weights])
         self.inputs = {'float32': 1, 'bfloat16': 2, 'int8': 4}[weights]  # in a vector of a panel
         self.scale, self.bias = aligned(rows, np.float32), aligned(rows, np.float32)
@@ -150,18 +156,19 @@ class PackedWeights:
         for (w, bias), of_table in zip(linears_of(self.model), self.table):
             at, K = int(of_table[layout.FIRST_WEIGHT]), int(of_table[layout.N_INPUTS])
             row, n = int(of_table[layout.FIRST_PANEL]) * LANES, int(of_table[layout.N_PANELS]) * LANES
-            w = F.pad(w, (0, K - w.size(1), 0, n - len(w)))
+            size = padded(n, SHEET * LANES) * K
+            w = F.pad(w, (0, K - w.size(1), 0, size // K - len(w)))
             self.scale[row:row + n], self.bias[row:row + n] = 1, 0
             if bias is not None:
                 self.bias[row:row + len(bias)] = bias
             if self.weights == 'int8':
-                w, self.scale[row:row + n] = quantise(w)
-                sums = w.view(n // LANES, LANES, K // GROUP, GROUP).sum(dim=-1).transpose(1, 2)
-                self.start[at // GROUP:(at + n * K) // GROUP] = -sums.flatten()
+                w, scale = quantise(w)
+                self.scale[row:row + n] = scale[:n]
+                sums = w.view(len(w), K // GROUP, GROUP).sum(dim=-1)
+                pack(torch.from_numpy(self.start[at // GROUP:(at + size) // GROUP]), -sums, 1)
             elif self.weights == 'bfloat16':
                 w = w.bfloat16().view(torch.int16)
-            packed = w.view(n // LANES, LANES, K // self.inputs, self.inputs).transpose(1, 2)
-            panels[at:at + n * K].view(packed.shape).copy_(packed)
+            pack(panels[at:at + size], w, self.inputs)
         self.eps[0] = self.model.transformer.ln_f.eps
         self.norm_bias[:] = 0
         for i, norm in enumerate(norms_of(self.model)):

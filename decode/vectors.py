@@ -18,7 +18,7 @@ from numba.extending import intrinsic, models, overload, register_model
 features = llvm.get_host_cpu_features()
 LANES = 16 if features.get('avx512f') else 8  # eight floats are one AVX register, or two of ARM's
 
-I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I1, I8, I16, I32, I64, F32 = *map(ir.IntType, (1, 8, 16, 32, 64)), ir.FloatType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 
@@ -247,9 +247,15 @@ def first(typing, v, n):
 
 @intrinsic
 def sum_lanes(typing, v):
+    """The sum of the lanes: the upper half is added to the lower one until one is left, as in tiles.sum_each."""
     def emit(context, builder, sig, args):
-        # reassoc: in any order
-        return call(builder, f'llvm.vector.reduce.fadd.v{LANES}f32', F32, F32(-0.0), args[0], fastmath=('reassoc',))
+        v, width = args[0], LANES
+        while width > 1:
+            width //= 2
+            low, high = (builder.shuffle_vector(v, v, ir.Constant(ir.VectorType(I32, width), list(lanes)))
+                         for lanes in (range(width), range(width, 2 * width)))
+            v = builder.fadd(low, high)
+        return builder.extract_element(v, I32(0))
     return types.float32(floats), emit
 
 
