@@ -154,10 +154,10 @@ def gpt_step(thread, n_threads, like, like_kv, memory, sizes):
         first, stored = layer * LINEARS_PER_LAYER, layer_kv(like_kv, memory, layer)
         for r in range(n_rows):
             layer_norm(x, r * C_p, norms, 2 * layer, C, normed, r * C_p)
-        rows = 0, 1, n_rows
-        prepare_rows(linears.panels, normed, rows, C_p, scratch)
-        linear(linears, first + layout.QUERIES, q_panels, normed, rows, STORE, q, n_head * head_p, scratch)
-        linear(linears, first + layout.KEYS_VALUES, kv_panels, normed, rows, STORE, kv, 2 * n_kv_head * head_p, scratch)
+        prepare_rows(linears.panels, normed, n_rows, C_p, scratch)
+        linear(linears, first + layout.QUERIES, q_panels, normed, n_rows, STORE, q, n_head * head_p, scratch)
+        linear(linears, first + layout.KEYS_VALUES, kv_panels, normed, n_rows, STORE, kv, 2 * n_kv_head * head_p,
+               scratch)
         if rope:
             rotate_queries(memory, sizes, heads)
         write_keys_values(memory, sizes, kv_heads, stored, scratch)
@@ -174,26 +174,25 @@ def gpt_step(thread, n_threads, like, like_kv, memory, sizes):
             keep_wanted(thread, n_threads, memory, sizes)
             barrier(counter, n_threads)
 
-        rows = 0, 1, n_rows
-        prepare_rows(linears.panels, y, rows, C_p, scratch)
-        shared_linear(team, linears, first + layout.ATTENTION_PROJECTION, y, rows, ADD, x, C_p, scratch)
+        prepare_rows(linears.panels, y, n_rows, C_p, scratch)
+        shared_linear(team, linears, first + layout.ATTENTION_PROJECTION, y, n_rows, ADD, x, C_p, scratch)
         barrier(counter, n_threads)
 
         for r in range(n_rows):
             layer_norm(x, r * C_p, norms, 2 * layer + 1, C, normed, r * C_p)
-        prepare_rows(linears.panels, normed, rows, C_p, scratch)
-        shared_linear(team, linears, first + layout.MLP_HIDDEN, normed, rows, gelu, ff, ff_p, scratch)
+        prepare_rows(linears.panels, normed, n_rows, C_p, scratch)
+        shared_linear(team, linears, first + layout.MLP_HIDDEN, normed, n_rows, gelu, ff, ff_p, scratch)
         barrier(counter, n_threads)
 
-        prepare_rows(linears.panels, ff, rows, ff_p, scratch)
-        shared_linear(team, linears, first + layout.MLP_PROJECTION, ff, rows, ADD, x, C_p, scratch)
+        prepare_rows(linears.panels, ff, n_rows, ff_p, scratch)
+        shared_linear(team, linears, first + layout.MLP_PROJECTION, ff, n_rows, ADD, x, C_p, scratch)
         barrier(counter, n_threads)
 
     for r in range(n_rows):
         layer_norm(x, r * C_p, norms, 2 * n_layer, C, normed, r * C_p)
-    rows, logits = (0, 1, n_rows), floats_at(memory[layout.LOGITS])
-    prepare_rows(linears.panels, normed, rows, C_p, scratch)
-    shared_linear(team, linears, lm_head, normed, rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch)
+    logits = floats_at(memory[layout.LOGITS])
+    prepare_rows(linears.panels, normed, n_rows, C_p, scratch)
+    shared_linear(team, linears, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch)
 
 
 def steps(sources):

@@ -8,7 +8,9 @@ from numba import njit
 
 # inputs that share a scale when they are rounded to int8. All rows of activations are padded to a multiple of it
 GROUP = 64
-KV_GROUP = 32  # numbers of keys and values in int8 that share a scale
+SHEET = 4         # panels of weights that are side by side, see linears.py
+SUMMED_ROWS = 48  # rows whose sums with a sheet a thread keeps at a time
+KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
 
 # sizes: of the model
 (N_LAYER, N_HEAD, N_KV_HEAD, HEAD_DIM, N_EMBD, VOCAB_SIZE,
@@ -69,7 +71,7 @@ FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
 (NORMED,        # float32 (rows, n_embd padded): layer-normed rows
  SCORES,        # float32 (heads of a group, keys padded): attention scores of one row's queries
  HEAD,          # float32 (head_dim padded): a rotated key
- SUMS,          # float32 (8, 4, LANES): the sums of a tile
+ SUMS,          # float32 (SUMMED_ROWS, SHEET, LANES): sums of some rows with a sheet
  ROUNDED,       # uint8 (rows, 4 * n_embd padded): rows rounded to int8
  SCALES,        # float32 (rows, groups): their scales
  N_SCRATCH) = range(7)

@@ -9,8 +9,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from decode import layout
-from decode.layout import GROUP, padded
-from decode.linears import SHEET
+from decode.layout import GROUP, SHEET, padded
 from decode.structure import REFUSED, check_structure
 from decode.threads import aligned
 from decode.vectors import LANES

@@ -55,7 +55,7 @@ class Activations:
         self.scratch = [{layout.NORMED: aligned((n_rows, C_p), np.float32),
                          layout.SCORES: aligned((group, padded(most_keys, LANES) + LANES), np.float32),
                          layout.HEAD: aligned(head_p, np.float32),
-                         layout.SUMS: aligned((8, 4, LANES), np.float32),
+                         layout.SUMS: aligned((layout.SUMMED_ROWS, layout.SHEET, LANES), np.float32),
                          layout.ROUNDED: aligned((n_rows, ff_p), np.uint8),
                          layout.SCALES: aligned((n_rows, ff_p // GROUP), np.float32)} for _ in range(n_threads)]
 

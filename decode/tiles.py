@@ -1,16 +1,21 @@
 """
-Tiles for numba: n vectors in n registers, each the sum of one row of inputs. To numba a tile is a tuple of `Floats`.
+Tiles: sums of several rows and panels, each in a register, that one loop over the inputs adds to.
 
-Each function here unrolls its loops over the tile while it emits code, so LLVM sees a straight line of instructions.
+Each function here unrolls its loops over the tile while it emits code, so LLVM sees a straight line of instructions. In
+attention a tile is, to numba, a tuple of `Floats`.
 """
+from itertools import product
+
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from decode.layout import GROUP, SHEET
 from decode.vectors import (
     F32,
     FLOATS,
+    I1,
     I8,
     I16,
     I32,
@@ -22,17 +27,25 @@ from decode.vectors import (
     call,
     emit_fma,
     emit_load,
-    emit_sum,
     features,
     floats,
-    ints,
     same,
 )
 
-PREFETCH_ROWS = 3  # tiles of so many rows and more prefetch the weights
 # does the processor have one instruction for int8 x int8 with int32 sums?
 DOT_PRODUCTS = LANES == 16 and bool(features.get('avx512vnni'))
 INPUTS_PER_VECTOR = {types.float32: 1, types.uint16: 2, types.int8: 4}  # of packed weights, by their type
+# How many panels of a sheet a tile of 1, 2, ... rows multiplies at once, by the type of the weights: so many that the
+# sums and what is added to them fit the registers, 32 with AVX-512 and 16 elsewhere. And how many rows a tile has at
+# most where there are several.
+TILES = {types.float32: (4, 4, 4, 4, 4, 4, 2, 2), types.uint16: (4, 4, 4, 4, 4), types.int8: (4, 4, 4, 4, 2, 2, 2, 2)}
+ONE_OF_SEVERAL = {types.float32: 6, types.uint16: 5, types.int8: 8}
+if LANES == 8:
+    TILES = {types.float32: (4, 4, 2, 2, 2, 2), types.uint16: (4, 4, 2, 2), types.int8: (4, 4, 2)}
+    ONE_OF_SEVERAL = {types.float32: 6, types.uint16: 4, types.int8: 3}
+# Tiles of so many rows and more prefetch weights. Prefetching for a single row made a step 0.76 to 1.02 times as fast
+# (S, M, L with each type of weights, on an AMD EPYC of the Zen 4 kind).
+PREFETCH_ROWS = 3
 
 
 @intrinsic(prefer_literal=True)
@@ -45,20 +58,6 @@ def zeros(typing, n_rows, n):
     return result(n_rows, n), emit
 
 
-@intrinsic(prefer_literal=True)
-def load_ints(typing, n_rows, n, array, i):
-    """A tile of int32: for each of n_rows rows the n vectors of 128 * array[i : i + n * LANES], of int16"""
-    result = types.UniTuple(ints, n_rows.literal_value * n.literal_value)
-
-    def emit(context, builder, sig, args):
-        row = []
-        for p in range(n.literal_value):
-            at = address(builder, args[2], builder.add(args[3], I64(p * LANES)), ir.VectorType(I16, LANES))
-            row.append(builder.shl(builder.sext(emit_load(builder, at, 2), INTS), same(7, INTS)))
-        return context.make_tuple(builder, sig.return_type, row * n_rows.literal_value)
-    return result(n_rows, n, array, types.int64), emit
-
-
 @intrinsic
 def inputs_per_vector(typing, w):
     """The number of inputs that a vector of packed weights w covers: 1, 2 or 4, by their type"""
@@ -67,70 +66,140 @@ def inputs_per_vector(typing, w):
     return types.int64(w), emit
 
 
-def at_multiple(builder, i, n, stride):
-    """The index i + n * stride"""
-    return builder.add(i, builder.mul(stride, I64(n)))
-
-
-@intrinsic(prefer_literal=True)
-def multiply_tile(typing, sums, w, i, x, j, stride, n_rows, ahead):
+@intrinsic
+def most_rows(typing, w):
     """
-    One step of w @ x: multiply n vectors of packed weights, one of each of n panels, with n_rows rows of x, and add the
-    products to `sums`, those of the first input first.
-
-    sums: n_rows * n vectors, row by row, each LANES outputs of one row. w at i: n vectors of packed weights (see
-    linears.py), each LANES outputs x 1 (float32), 2 (bfloat16 in uint16) or 4 (int8) inputs. x at j + r * stride:
-    row r, float32, or uint8 for int8 weights. In tiles of PREFETCH_ROWS rows and more, the cache lines of two vectors
-    at `ahead` are prefetched.
+    The most rows of a tile, for packed weights w: of one that multiplies all panels of a sheet at once, of one that
+    is alone, and of one of several.
     """
-    n_rows_, n = n_rows.literal_value, sums.count // n_rows.literal_value
-    per_vector = INPUTS_PER_VECTOR[w.dtype]
+    def emit(context, builder, sig, args):
+        panels = TILES[w.dtype]
+        numbers = panels.count(SHEET), len(panels), ONE_OF_SEVERAL[w.dtype]
+        return context.make_tuple(builder, sig.return_type, [I64(n) for n in numbers])
+    return types.UniTuple(types.int64, 3)(w), emit
+
+
+@intrinsic
+def multiply_tile(typing, w, w_at, ahead, start, start_at, x, x_at, stride, scale, scale_at, n_rows, n_inputs, more,
+                  sums, sums_at):
+    """
+    One tile of w @ x: the panels of a sheet times n_rows rows of x, over n_inputs inputs in ascending order.
+
+    w at w_at: a sheet of packed weights from the first of these inputs on, see linears.py. x at x_at + r * stride: row
+    r, float32, or uint8 for int8 weights. These also need start at start_at, where the sums of their groups begin, and
+    scale at scale_at + r * stride / GROUP, the scales of the groups of row r. The sums, (n_rows, SHEET, LANES) at
+    sums_at, are continued where `more`. Tiles of PREFETCH_ROWS rows and more prefetch half as many weights at `ahead`.
+    """
+    dtype = w.dtype
 
     def emit(context, builder, sig, args):
-        sums, w, i, x, j, stride, _, ahead = args
-        sums = cgutils.unpack_tuple(builder, sums)
+        w, w_at, ahead, start, start_at, x, x_at, stride, scale, scale_at, n_rows, n_inputs, more, sums, sums_at = args
+        pointers = [address(builder, *at) for at in ((w, w_at), (w, ahead), (start, start_at), (x, x_at),
+                                                     (scale, scale_at), (sums, sums_at))]
+        multiplied, others = (builder.append_basic_block(name) for name in ('multiplied', 'others'))
+        switch = builder.switch(n_rows, others)
+        for rows, n in enumerate(TILES[dtype], 1):
+            with builder.goto_block(builder.append_basic_block(f'rows_{rows}')):
+                switch.add_case(I64(rows), builder.block)
+                function = tile_function(builder.module, dtype, rows, n, [p.type for p in pointers])
+                builder.call(function, [*pointers, stride, n_inputs, more])
+                builder.branch(multiplied)
+        with builder.goto_block(others):
+            builder.unreachable()
+        builder.position_at_end(multiplied)
+        return context.get_dummy_value()
+    return types.void(w, types.int64, types.int64, start, types.int64, x, types.int64, types.int64, scale, types.int64,
+                      types.int64, types.int64, types.boolean, sums, types.int64), emit
 
-        def prefetch(v):
-            p = address(builder, w, builder.add(ahead, I64(v * per_vector * LANES)), I8)
-            call(builder, 'llvm.prefetch.p0', ir.VoidType(), p, I32(0), I32(2), I32(1))  # read, level 2, data
 
-        def weights(p):
-            """The vectors of panel p, one for each input (int8: for four)"""
-            at = builder.add(i, I64(p * per_vector * LANES))
-            v = emit_load(builder, address(builder, w, at, FLOATS if per_vector == 1 else INTS))
-            if per_vector == 2:  # a bfloat16 is the upper half of a float32
-                halves = builder.shl(v, same(16, INTS)), builder.and_(v, same(-65536, INTS))
-                return [builder.bitcast(half, FLOATS) for half in halves]
-            return [v]
+def tile_function(module, dtype, n_rows, n, pointers):
+    """The function of a compiled module for a tile of n_rows rows, n panels at once."""
+    name = f'decode_tile_{n_rows}x{n}_{dtype}'
+    if name not in module.globals:
+        function = ir.Function(module, ir.FunctionType(ir.VoidType(), [*pointers, I64, I64, I1]), name)
+        function.linkage = 'linkonce_odr'
+        function.attributes.add('noinline')  # copies of all tiles at each call would take a minute to compile
+        builder = ir.IRBuilder(function.append_basic_block())
+        for first in range(0, SHEET, n):
+            Tile(builder, dtype, n_rows, n, first, function.args).emit()
+        builder.ret_void()
+    return module.globals[name]
 
-        def inputs(r):
-            row = at_multiple(builder, j, r, stride)
-            at = [address(builder, x, builder.add(row, I64(k)), I32 if per_vector == 4 else F32)
-                  for k in range(2 if per_vector == 2 else 1)]
-            return [broadcast(builder, emit_load(builder, p)) for p in at]
 
-        def add(s, xs, ws):
-            for xk, wk in zip(xs, ws):
-                sums[s] = (dot_bytes(builder, sums[s], xk, wk) if per_vector == 4 else
-                           emit_fma(builder, wk, xk, sums[s]))
+class Tile:
+    """The code of a tile for panels first ... first + n - 1 of a sheet; args are those of its function."""
 
-        if n_rows_ >= PREFETCH_ROWS:
-            for v in range(0, 2, 16 // LANES):
-                prefetch(v)
-        if n_rows_ < n:  # what there is less of is loaded first, and kept in registers
-            rows = [inputs(r) for r in range(n_rows_)]
-            for p in range(n):
-                wp = weights(p)
-                for r in range(n_rows_):
-                    add(r * n + p, rows[r], wp)
+    def __init__(self, builder, dtype, n_rows, n, first, args):
+        self.builder, self.inputs, self.n_rows, self.n, self.first = builder, INPUTS_PER_VECTOR[dtype], n_rows, n, first
+        self.w, self.ahead, self.start, self.x, self.scale, self.sums, self.stride, self.n_inputs, self.more = args
+        self.cells = list(product(range(n_rows), range(n)))
+
+    def at(self, pointer, as_type, *terms):
+        """The address of pointer[sum of the terms]; a term is a number, or a product of an LLVM value and a number."""
+        index = I64(0)
+        for term in terms:
+            value, times = term if isinstance(term, tuple) else (I64(term), 1)
+            index = self.builder.add(index, self.builder.mul(value, I64(times)))
+        return address(self.builder, pointer, index, as_type)
+
+    def emit(self):
+        builder = self.builder
+        places = [self.at(self.sums, FLOATS, (r * SHEET + self.first + p) * LANES) for r, p in self.cells]
+        begun = [builder.select(self.more, emit_load(builder, place), same(0.0, FLOATS)) for place in places]
+        sums = [cgutils.alloca_once_value(builder, v) for v in begun]
+        if self.inputs == 4:
+            self.add_groups(sums)
         else:
-            panels = [weights(p) for p in range(n)]
-            for r in range(n_rows_):
-                xr = inputs(r)
-                for p in range(n):
-                    add(r * n + p, xr, panels[p])
-        return context.make_tuple(builder, sig.return_type, sums)
-    return sums(sums, w, types.int64, x, types.int64, types.int64, n_rows, types.int64), emit
+            with cgutils.for_range(builder, builder.udiv(self.n_inputs, I64(self.inputs))) as loop:
+                self.add_products(sums, loop.index)
+        for total, place in zip(sums, places):
+            builder.store(builder.load(total), place).align = 4
+
+    def add_products(self, sums, i):
+        """sums += vector number i of each panel times its inputs"""
+        builder, of_vector = self.builder, LANES * self.inputs
+        if self.n_rows >= PREFETCH_ROWS:
+            done = self.first // self.n * SHEET // 2 * LANES  # by the panels before
+            for v in range(0, SHEET // 2, 16 // LANES):
+                p = self.at(self.ahead, I8, (i, SHEET // 2 * of_vector), (self.n_inputs, done), v * of_vector)
+                call(builder, 'llvm.prefetch.p0', ir.VoidType(), p, I32(0), I32(2), I32(1))  # read, level 2, data
+        as_type = FLOATS if self.inputs == 1 else INTS
+        at = [self.at(self.w, as_type, (i, SHEET * of_vector), (self.first + p) * of_vector) for p in range(self.n)]
+        weights = [widened(builder, emit_load(builder, p), self.inputs) for p in at]
+        for r, k in product(range(self.n_rows), range(len(weights[0]))):
+            at = self.at(self.x, I32 if self.inputs == 4 else F32, (self.stride, r), (i, self.inputs), k)
+            x = broadcast(builder, emit_load(builder, at))
+            for p in range(self.n):
+                s, w = sums[r * self.n + p], weights[p][k]
+                v = builder.load(s)
+                builder.store(dot_bytes(builder, v, x, w) if self.inputs == 4 else emit_fma(builder, w, x, v), s)
+
+    def add_groups(self, totals):
+        """totals += the int32 sums of each group times its scale"""
+        builder, vectors = self.builder, GROUP // 4
+        sums = [cgutils.alloca_once(builder, INTS) for _ in totals]
+        with cgutils.for_range(builder, builder.udiv(self.n_inputs, I64(GROUP))) as loop:
+            # the inputs are 128 too large, so the sums start at -128 times the sum of the weights
+            for s, (_, p) in zip(sums, self.cells):
+                shorts = ir.VectorType(I16, LANES)
+                at = self.at(self.start, shorts, (loop.index, SHEET * LANES), (self.first + p) * LANES)
+                v = builder.sext(emit_load(builder, at, 2), INTS)
+                builder.store(builder.shl(v, same(7, INTS)), s)
+            with cgutils.for_range(builder, I64(vectors)) as of_group:
+                self.add_products(sums, builder.add(builder.mul(loop.index, I64(vectors)), of_group.index))
+            groups = builder.udiv(self.stride, I64(GROUP))
+            for s, total, (r, _) in zip(sums, totals, self.cells):
+                scale = broadcast(builder, emit_load(builder, self.at(self.scale, None, (groups, r), (loop.index, 1))))
+                v = builder.sitofp(builder.load(s), FLOATS)
+                builder.store(emit_fma(builder, v, scale, builder.load(total)), total)
+
+
+def widened(builder, v, inputs):
+    """A vector of packed weights as one vector for each input; one of int8 stays as it is."""
+    if inputs != 2:
+        return [v]
+    halves = builder.shl(v, same(16, INTS)), builder.and_(v, same(-65536, INTS))  # a bfloat16 is a float32's upper half
+    return [builder.bitcast(half, FLOATS) for half in halves]
 
 
 def dot_bytes(builder, sums, x, w):
@@ -143,41 +212,6 @@ def dot_bytes(builder, sums, x, w):
         w_byte = builder.ashr(builder.shl(w, up), same(24, INTS))
         sums = builder.add(sums, builder.mul(x_byte, w_byte))
     return sums
-
-
-@intrinsic
-def store_tile(typing, sums, array, i):
-    """The vectors of a tile, one after the other from array[i] on"""
-    def emit(context, builder, sig, args):
-        sums, array, i = args
-        for v, vector in enumerate(cgutils.unpack_tuple(builder, sums)):
-            builder.store(vector, address(builder, array, builder.add(i, I64(v * LANES)), FLOATS)).align = 4
-        return context.get_dummy_value()
-    return types.void(sums, array, types.int64), emit
-
-
-@intrinsic(prefer_literal=True)
-def scale_tile(typing, totals, sums, scale, i, stride, n_rows):
-    """totals + the int32 sums * scale[i + r * stride], for each row r"""
-    n = sums.count // n_rows.literal_value
-
-    def emit(context, builder, sig, args):
-        totals, sums, scale, i, stride, _ = args
-        totals, sums = cgutils.unpack_tuple(builder, totals), cgutils.unpack_tuple(builder, sums)
-        for r in range(n_rows.literal_value):
-            v = broadcast(builder, emit_load(builder, address(builder, scale, at_multiple(builder, i, r, stride))))
-            for s in range(r * n, r * n + n):
-                totals[s] = emit_fma(builder, builder.sitofp(sums[s], FLOATS), v, totals[s])
-        return context.make_tuple(builder, sig.return_type, totals)
-    return totals(totals, sums, scale, types.int64, types.int64, n_rows), emit
-
-
-@intrinsic
-def total(typing, sums):
-    """The vectors of a tile, added up"""
-    def emit(context, builder, sig, args):
-        return emit_sum(builder, cgutils.unpack_tuple(builder, args[0]), builder.fadd)
-    return floats(sums), emit
 
 
 @intrinsic

@@ -18,36 +18,24 @@ from numba.extending import intrinsic, models, overload, register_model
 features = llvm.get_host_cpu_features()
 LANES = 16 if features.get('avx512f') else 8  # eight floats are one AVX register, or two of ARM's
 
-I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I1, I8, I16, I32, I64, F32 = *map(ir.IntType, (1, 8, 16, 32, 64)), ir.FloatType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 
-class Vector(types.Type):
-    """numba's type of LANES values in a register."""
+class Floats(types.Type):
+    """numba's type of LANES float32 in a register."""
 
-    def __init__(self, name, vector):
-        super().__init__(name)
-        self.vector = vector
-
-
-class Floats(Vector):
     def __init__(self):
-        super().__init__('Floats', FLOATS)
+        super().__init__('Floats')
 
 
-class Ints(Vector):
-    def __init__(self):
-        super().__init__('Ints', INTS)
-
-
-floats, ints = Floats(), Ints()
+floats = Floats()
 
 
 @register_model(Floats)
-@register_model(Ints)
-class VectorModel(models.PrimitiveModel):
+class FloatsModel(models.PrimitiveModel):
     def __init__(self, data_model_manager, fe_type):
-        super().__init__(data_model_manager, fe_type, fe_type.vector)
+        super().__init__(data_model_manager, fe_type, FLOATS)
 
 
 # pieces of what the intrinsics emit

@@ -210,7 +210,7 @@ def test_indices_of_the_step_tables():
     assert len(decoder.tables.sizes) == layout.N_SIZES
     table, panels = decoder.packed_weights.table, decoder.packed_weights.panels
     assert table[0, layout.FIRST_WEIGHT] == table[0, layout.FIRST_PANEL] == 0
-    from decode.linears import SHEET
+    from decode.layout import SHEET
     from decode.vectors import LANES
     panel_sizes = -(-table[:, layout.N_PANELS] // SHEET) * SHEET * LANES * table[:, layout.N_INPUTS]
     assert (table[1:, layout.FIRST_WEIGHT] == panel_sizes.cumsum()[:-1]).all() and panel_sizes.sum() == len(panels)

@@ -1,0 +1,174 @@
+"""Linears on packed weights: the bits of a row depend on the row alone, and its numbers are a product in float64."""
+import hashlib
+import os
+import subprocess
+import sys
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import sizes
+from numba import njit
+
+from decode import packing
+from decode.layout import GROUP, SHEET, SUMMED_ROWS
+from decode.linears import ADD, CLAIMED, GELU, GELU_TANH, STORE, Linears, Team, linear, prepare_rows, shared_linear
+from decode.packing import PackedWeights, padded, quantise
+from decode.threads import LINE, aligned
+from decode.vectors import LANES, bytes_at, floats_at, longs_at, pointer_like, shorts_at
+from model import GPT, GPTConfig
+
+# outputs and inputs of linears: one panel, a sheet that is not full, several sheets, parts of K, and claimed parts
+SHAPES = [(3, 20), (5 * LANES, 64), (7 * LANES - 5, 700), (9 * LANES, 2100), (CLAIMED // 512, 512)]
+ROWS = [*range(1, 18), 40, 65]
+WEIGHTS = ['float32', 'bfloat16', 'int8']
+
+Scratch = namedtuple('Scratch', 'sums rounded scales')
+
+
+@njit
+def run(like, memory, number, K, x_at, n_rows, then, out_at, n_out, first, end, thread, n_threads):
+    """Linear `number` on panels (first, end), or on one thread's share of all if first is negative."""
+    linears = Linears(pointer_like(like, memory[0]), floats_at(memory[1]), floats_at(memory[2]), shorts_at(memory[3]),
+                      longs_at(memory[4]))
+    scratch = Scratch(floats_at(memory[5]), bytes_at(memory[6]), floats_at(memory[7]))
+    x, out = floats_at(x_at), floats_at(out_at)
+    prepare_rows(linears.panels, x, n_rows, K, scratch)
+    if first < 0:
+        team = Team(thread, n_threads, longs_at(memory[8]))
+        shared_linear(team, linears, number, x, n_rows, then, out, n_out, scratch)
+    else:
+        linear(linears, number, (first, end), x, n_rows, then, out, n_out, scratch)
+
+
+class Packed:
+    """Packed linears of random weights, and what they are multiplied with."""
+
+    def __init__(self, weights, shapes):
+        torch.manual_seed(0)
+        self.weights, self.n_rows = weights, max(ROWS)
+        self.linears = [(torch.randn(n, k) * torch.rand(n, 1), torch.randn(n) if n % 2 else None) for n, k in shapes]
+        model = GPT(GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
+        whole, packing.linears_of = packing.linears_of, lambda model: self.linears
+        try:
+            self.packed = PackedWeights(model, weights)
+            self.packed.fill()
+        finally:
+            packing.linears_of = whole
+        K = max(padded(k, GROUP) for _, k in shapes)
+        self.arrays = [self.packed.panels, self.packed.scale, self.packed.bias, self.packed.start, self.packed.table,
+                       aligned(SUMMED_ROWS * SHEET * LANES, np.float32), aligned(self.n_rows * K, np.uint8),
+                       aligned(self.n_rows * K // GROUP, np.float32), aligned(LINE * len(shapes), np.int64)]
+        self.memory = np.array([a.ctypes.data for a in self.arrays])
+
+    def inputs(self, number):
+        """x (rows, K), zeros where K is padded."""
+        n, k = self.linears[number][0].shape
+        x = torch.randn(self.n_rows, k) * torch.logspace(-3, 2, self.n_rows)[:, None]
+        return F.pad(x, (0, padded(k, GROUP) - k))
+
+    def width(self, number, then):
+        """Of the outputs: padded as the activations are, but what is stored may end within a panel."""
+        n = len(self.linears[number][0])
+        return n if then == STORE else padded(n, GROUP)
+
+    def __call__(self, number, x, n_rows, then, out, panels=(-1, 0), n_threads=1):
+        """A copy of out, of which the first rows are written."""
+        out = out.clone()
+        self.arrays[-1][:] = 0
+        for thread in range(n_threads):
+            run(self.packed.panels[:0], self.memory, number, x.size(1), x.data_ptr(), n_rows, then, out.data_ptr(),
+                out.size(1), *panels, thread, n_threads)
+        return out
+
+    def expected(self, number, x):
+        """x @ w + b in float64 and the bound of its rounding error, with the weights and inputs that are multiplied."""
+        w, bias = self.linears[number]
+        x = x[:, :w.size(1)].double()
+        if self.weights == 'bfloat16':
+            w = w.bfloat16()
+        elif self.weights == 'int8':
+            whole, scale = quantise(w)
+            w = whole.double() * scale.double()[:, None]
+            groups = F.pad(x, (0, -x.size(1) % GROUP)).float().unflatten(1, (-1, GROUP))
+            peak, largest = groups.abs().amax(dim=2, keepdim=True), torch.tensor(127.0)
+            x = ((groups * (largest / peak)).round().double() * (peak / largest)).flatten(1)[:, :w.size(1)]
+        w, bias = w.double(), 0 if bias is None else bias.double()
+        bound = (x.abs() @ w.abs().t() + abs(bias)) * (x.size(1) + 4) * 2.0**-24
+        return x @ w.t() + bias, bound
+
+
+def check(weights, shapes):
+    """All that is promised of a linear. Returns a hash of all outputs."""
+    packed, digest = Packed(weights, shapes), hashlib.sha256()
+    for number, (n, _) in enumerate(shapes):
+        x, n_panels = packed.inputs(number), -(-n // LANES)
+        product, bound = packed.expected(number, x)
+        for then in (STORE, ADD, GELU, GELU_TANH):
+            before = torch.randn(packed.n_rows, packed.width(number, then))
+            alone = torch.cat([packed(number, x[r:r + 1], 1, then, before[r:r + 1]) for r in range(packed.n_rows)])
+            digest.update(alone[:, :n].numpy().tobytes())
+            approximate = 'tanh' if then == GELU_TANH else 'none'
+            expected = {STORE: product, ADD: before[:, :n].double() + product}.get(
+                then, F.gelu(product, approximate=approximate))
+            error = (alone[:, :n].double() - expected).abs()
+            assert (error <= 1.2 * bound + 1e-6 * expected.abs().clamp(min=1)).all(), (weights, n, then)
+            for n_rows in ROWS:
+                among = torch.cat([alone[:n_rows], before[n_rows:]])
+                assert torch.equal(packed(number, x, n_rows, then, before), among), (weights, n, then, n_rows)
+            for n_threads in (2, 3):
+                assert torch.equal(packed(number, x, 5, then, before, n_threads=n_threads)[:5], alone[:5])
+            for cut in {0, 1, n_panels // 2, n_panels}:  # two ranges of panels, which may begin within a sheet
+                out = packed(number, x, 9, then, before, (0, cut))
+                assert torch.equal(out[:, cut * LANES:], before[:, cut * LANES:])
+                assert torch.equal(packed(number, x, 9, then, out, (cut, n_panels))[:9], alone[:9])
+    return digest.hexdigest()
+
+
+@pytest.mark.parametrize('weights', WEIGHTS)
+def test_a_row_has_the_same_bits_alone_and_among_others(weights):
+    check(weights, SHAPES)
+
+
+def test_a_nan_stays_in_its_row():
+    for weights in WEIGHTS:
+        packed = Packed(weights, SHAPES[2:3])
+        x, before = packed.inputs(0), torch.zeros(packed.n_rows, packed.width(0, STORE))
+        clean = packed(0, x, 11, STORE, before)
+        x[4, 600] = float('nan')
+        out = packed(0, x, 11, STORE, before)
+        assert out[4].isnan().all()
+        out[4] = clean[4]
+        assert torch.equal(out, clean)
+
+
+def test_vectors_of_eight_lanes():
+    """A machine without AVX-512 has other tiles, and the same bits: the order of a sum does not depend on them."""
+    if LANES == 8:
+        pytest.skip("this machine has vectors of eight lanes, and the other tests have run with them")
+    code = ("import sys, llvmlite.binding as llvm\n"
+            "features = llvm.get_host_cpu_features()\n"
+            "features.update({name: False for name in features if 'avx512' in name or 'avx10' in name})\n"
+            "llvm.get_host_cpu_features = lambda: features\n"
+            "import test_linears\n"
+            "assert test_linears.LANES == 8\n"
+            "for weights in sys.argv[1].split():\n"
+            "    print(test_linears.check(weights, [(70, 700), (41, 64)]))\n")
+    here = os.path.dirname(os.path.abspath(__file__))
+    weights = sizes(['float32'], WEIGHTS)
+    done = subprocess.run([sys.executable, '-c', code, ' '.join(weights)], capture_output=True, text=True, cwd=here,
+                          env={**os.environ, 'PYTHONPATH': os.path.dirname(here)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [check(w, [(70, 700), (41, 64)]) for w in weights]
+
+
+def test_weights_lie_in_sheets():
+    """Worked by hand: the weight of output o and input k, and the zeros that fill the last sheet."""
+    packed = Packed('float32', [(5 * LANES, 64)])
+    w, panels = packed.linears[0][0], torch.from_numpy(packed.packed.panels)
+    for o, k in ((0, 0), (1, 0), (LANES, 0), (0, 1), (3 * LANES + 2, 7)):
+        assert panels[k * 4 * LANES + o] == w[o, k]
+    second = panels[4 * LANES * 64:].view(64, 4, LANES)
+    assert torch.equal(second[:, 0], w[4 * LANES:].t()) and not second[:, 1:].any() and len(panels) == 8 * LANES * 64
