@@ -6,7 +6,7 @@ A slot holds the keys and values of one position in all layers. The numbers of h
 slot * slot_stride + h * head_stride in each array, so that one rule finds them in every cache:
 
     tuples    (B, H, n_slots, D)     slot (b * H) * n_slots + s, slot_stride D, head_stride n_slots * D
-    rows      (n, m, H * D)          slot i * m + j, slot_stride H * D, head_stride D; streams of cells, blocks of slots
+    rows      (H, n, m, D)           slot i * m + j, slot_stride D, head_stride n * m * D; streams of cells, or blocks
     operator  (n, L, 2, H, D) and three other orders of these axes; a slot is one of n
 """
 from dataclasses import dataclass
@@ -93,19 +93,19 @@ class KVArrays:
     def of_layers(cls, layers):
         """
         Of `kvcache.placement.Layer`s, or None where they are stored in a way that the compiled step does not read: on
-        another device, transposed, in 4 or 64 bits, in float16, or in int8 with groups that go over more than one head.
+        another device, transposed, in 4 or 64 bits, in float16, or in int8 with smaller groups.
         """
         first = layers[0]
-        width, head_dim = first.k.width, first.head_dim
         for layer in layers:
             for rows in (layer.k, layer.v):
                 data = rows.data
                 if (data.dtype not in KINDS or not data.is_cpu or not data.is_contiguous() or rows.bits == 4
                         or rows.kind != first.k.kind or rows.shape != first.k.shape
-                        or rows.scale is not None and (rows.group != KV_GROUP or head_dim % KV_GROUP)):
+                        or rows.scale is not None and rows.group != KV_GROUP):
                     return None
         tensors = [tuple(t for pair in zip(layer.k.tensors(), layer.v.tensors()) for t in pair) for layer in layers]
-        return cls(tensors, first.k.shape[0] * first.k.shape[1], width, head_dim, first.n_head, head_dim)
+        n_slots, head_dim = first.k.shape[0] * first.k.shape[1], first.head_dim
+        return cls(tensors, n_slots, head_dim, n_slots * head_dim, first.n_head, head_dim)
 
     @classmethod
     def of_views(cls, views):

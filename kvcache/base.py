@@ -168,7 +168,7 @@ class BaseCache(Steps):
         self.lengths[seq] = length - n
 
     def turning(self, shifts):
-        """A function that turns stored keys (n, width) by shifts (n,), or None if keys are not rotary."""
+        """A function that turns stored keys (n_head, n, head_dim) by shifts (n,), or None if keys are not rotary."""
         config = self.model.config
         if config.position != 'rope':
             return None

@@ -111,11 +111,13 @@ def one_pass(model, input_ids, input_positions, kv_caches, m, hiding=False):
 
 def check(config, input_ids, input_positions, kv_caches, m):
     """ValueError unless model, tokens, cache and metadata fit together."""
-    shape, width = kv_caches[0].k.shape, config.n_kv_head * config.head_dim
-    came = {(rows.shape, rows.width) for layer in kv_caches for rows in (layer.k, layer.v)}
-    if len(kv_caches) != config.n_layer or came != {(shape, width)}:
-        raise ValueError(f"the model needs {config.n_layer} layers alike, of rows of {width} numbers; "
-                         f"not {len(kv_caches)} of (blocks, slots), width = {sorted(came)}")
+    shape = kv_caches[0].k.shape
+    needed = config.n_layer, {(shape, config.n_kv_head, config.head_dim)}
+    came = len(kv_caches), {(rows.shape, rows.n_head, rows.head_dim) for layer in kv_caches
+                            for rows in (layer.k, layer.v)}
+    if came != needed:
+        raise ValueError(f"kv_caches are {came[0]} layers of ((blocks, slots), heads, head_dim) {sorted(came[1])}, and "
+                         f"the model needs {needed[0]} layers of {sorted(needed[1])}: make them for this model")
     (n_blocks, block_size), N = shape, len(input_ids)
     if not m.slot_mapping.shape == input_ids.shape == input_positions.shape == (N,) or N == 0:
         raise ValueError(f"{N} tokens have {len(m.slot_mapping)} slots and {len(input_positions)} positions: "

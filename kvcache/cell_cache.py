@@ -161,12 +161,12 @@ class CellCache(Streams):
     @torch.no_grad()
     def cpy_k(self, layer, k, idxs):
         """Write keys (n, n_head_kv, head_dim) of a layer to rows idxs (n,)."""
-        self.layer_of(layer).k.write(idxs, k.flatten(1))
+        self.layer_of(layer).k.write(idxs, k.transpose(0, 1))
 
     @torch.no_grad()
     def cpy_v(self, layer, v, idxs):
         """Write values (n, n_head_kv, head_dim) of a layer to rows idxs (n,)."""
-        self.layer_of(layer).v.write(idxs, v.flatten(1))
+        self.layer_of(layer).v.write(idxs, v.transpose(0, 1))
 
     def get_k(self, layer, n_kv, streams=slice(None)):
         """
@@ -184,7 +184,7 @@ class CellCache(Streams):
 
     def read(self, rows, n_kv, streams):
         dtype = rows.data.dtype if rows.scale is None else torch.float32
-        return rows.read((streams, slice(n_kv)), dtype).unflatten(-1, (self.n_head_kv, self.head_dim))
+        return rows.read((streams, slice(n_kv)), dtype).transpose(1, 2)
 
     def update(self):
         """
@@ -202,9 +202,9 @@ class CellCache(Streams):
             which = np.flatnonzero(cells.shift)
             shift = torch.from_numpy(cells.shift[which])
             for layer in self.own_layers() if self.rotary else ():
-                data = layer.k.data[stream]
+                data = layer.k.data[:, stream]
                 rows = torch.from_numpy(which).to(data.device)
-                data[rows] = self.rotary.turned(data[rows], shift)
+                data[:, rows] = self.rotary.turned(data[:, rows], shift)
             cells.shift[:] = 0
 
     def unshare(self, seq, p0=-1, p1=-1):

@@ -65,7 +65,7 @@ def leading_rows(outer, n, n_inner):
 
 class Layer:
     """
-    The stored keys and values of one layer: rows k and v, (n_outer, n_inner) of n_head * head_dim numbers each.
+    The stored keys and values of one layer: rows k and v, (n_outer, n_inner) of n_head vectors of head_dim numbers.
 
     type_k, type_v: how they are stored, see `Rows`. v_trans: values transposed. rotary: rotates keys whose positions
     have changed, or None. scratch: a `Scratch`; layers that are read one after the other can share one.
@@ -74,8 +74,8 @@ class Layer:
     def __init__(self, shape, n_head, head_dim, type_k='float32', type_v='float32', device='cpu', v_trans=False,
                  rotary=None, scratch=None):
         self.n_head, self.head_dim, self.rotary, self.scratch = n_head, head_dim, rotary, scratch or Scratch()
-        self.k = Rows(shape, n_head * head_dim, type_k, device)
-        self.v = Rows(shape, n_head * head_dim, type_v, device, transposed=v_trans)
+        self.k = Rows(shape, n_head, head_dim, type_k, device)
+        self.v = Rows(shape, n_head, head_dim, type_v, device, transposed=v_trans)
 
     @property
     def device(self):
@@ -96,42 +96,41 @@ class Layer:
     def zero_rows(self, rows):
         """Write zeros to rows number `rows` (n,)."""
         for each in (self.k, self.v):
-            each.write(rows, torch.zeros(len(rows), each.width, device=self.device))
+            each.write(rows, torch.zeros(self.n_head, len(rows), self.head_dim, device=self.device))
 
     def copy(self, source, target, n=None):
         """Copy the first n inner rows, or all, of outer row `source` to outer row `target`, in their stored form."""
         for stored in self.tensors():
-            stored[target, :n] = stored[source, :n]
+            stored[:, target, :n] = stored[:, source, :n]
 
     def move(self, source, target, turning=None):
         """
         Copy rows number source (n,) to rows number target (n,), in their stored form; the two may overlap. turning: a
-        function of the stored keys, or None.
+        function of the stored keys (n_head, n, head_dim), or None.
         """
         n_inner = self.k.shape[1]
         for stored in self.tensors():
             a, b = source.to(stored.device), target.to(stored.device)
-            rows = stored[a // n_inner, a % n_inner]
+            rows = stored[:, a // n_inner, a % n_inner]
             if turning is not None and stored is self.k.data:
                 rows = turning(rows)
-            stored[b // n_inner, b % n_inner] = rows
+            stored[:, b // n_inner, b % n_inner] = rows
 
     def write(self, placement, k, v):
         """Store new keys and values, (B, n_head, T, head_dim), in the placement's rows."""
         for rows, new in ((self.k, k), (self.v, v)):
-            new = new.transpose(1, 2).reshape(-1, rows.width)
-            rows.write(placement.rows, new if placement.written is None else new[placement.written])
+            new = new.transpose(0, 1).flatten(1, 2)
+            rows.write(placement.rows, new if placement.written is None else new[:, placement.written])
 
     def read(self, placement, dtype):
         """
         The keys and values that the placement reads, (B, n_head, K, head_dim) each. They are valid until the next layer
         with the same scratch is read.
         """
-        k, v = (rows.read(placement.index, dtype, self.scratch, name).unflatten(-1, (self.n_head, self.head_dim))
-                for name, rows in (('k', self.k), ('v', self.v)))
+        k, v = (rows.read(placement.index, dtype, self.scratch, name) for name, rows in (('k', self.k), ('v', self.v)))
         if placement.pending_shift is not None:
-            k = self.rotary(k, placement.pending_shift)
-        return k.transpose(1, 2), v.transpose(1, 2)
+            k = self.rotary(k.transpose(1, 2), placement.pending_shift).transpose(1, 2)
+        return k, v
 
 
 class LayerView:
@@ -231,14 +230,20 @@ def zero_all(layers):
             stored.zero_()
 
 
+IN_TRAINING = "the model is in training mode, and dropout would stay in the cache: call model.eval() first"
+
+
 class NotNumbers(ValueError):
     """The logits of a forward pass are not numbers. The rows that it wrote have been set to zero."""
+
+    def __init__(self):
+        super().__init__("the model's logits are not numbers: its weights are broken")
 
 
 def check_tokens(model, idx):
     """ValueError unless the model is in eval mode, and the tokens idx, int64, are in its vocabulary."""
     if model.training:
-        raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
+        raise ValueError(IN_TRAINING)
     ids = idx.flatten().tolist()  # of a few tokens, sooner than two operations of torch
     if min(ids) < 0 or max(ids) >= model.config.vocab_size:
         raise ValueError(f"token ids are 0 to {model.config.vocab_size - 1}, not {min(ids)} to {max(ids)}")
@@ -274,5 +279,5 @@ def logits_of(model, idx, layers, last):
             if view.writes:
                 view.layer.zero_rows(view.placement.rows)
             view.layer.zero_nonfinite()
-        raise NotNumbers("the model's logits are not numbers: its weights are broken")
+        raise NotNumbers
     return logits

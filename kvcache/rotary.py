@@ -21,9 +21,9 @@ class Rotary:
         angles = rotary_angles(pos, self.head_dim, self.base)[..., None, :]  # (..., n, 1, head_dim / 2)
         return rotate(x, angles.cos().to(x.device, x.dtype), angles.sin().to(x.device, x.dtype))
 
-    def turned(self, rows, pos):
+    def turned(self, keys, pos):
         """
-        Stored rows (n, n_head * head_dim) of keys, rotated by pos (n,): computed in float64 and rounded once.
+        Stored keys (n_head, n, head_dim), rotated by pos (n,): computed in float64 and rounded once.
         """
-        keys = rows.to(torch.float64).unflatten(-1, (-1, self.head_dim))
-        return self(keys, pos.to(rows.device)).flatten(-2).to(rows.dtype)
+        turned = self(keys.to(torch.float64).transpose(0, 1), pos.to(keys.device))
+        return turned.transpose(0, 1).to(keys.dtype)

@@ -14,7 +14,7 @@ import torch
 from kvcache.streams import LARGEST, counted
 from whole_file import replacing
 
-FORMAT, VERSION = 'kvcache-state', 3
+FORMAT, VERSION = 'kvcache-state', 4
 
 
 def shapes(cache):
@@ -27,7 +27,7 @@ def shapes(cache):
 
 
 def stored(cache):
-    """(name, tensor (n_stream, kv_size, ...)) of all keys and values."""
+    """(name, tensor (n_head, n_stream, kv_size, ...)) of all keys and values."""
     for l, layer in enumerate(cache.own_layers()):
         for name, rows in (('k', layer.k), ('v', layer.v)):
             for i, tensor in enumerate(rows.tensors()):
@@ -52,7 +52,7 @@ def save(cache, path, seq=None):
         for name, array in (('pos', cells.pos[mine]), ('shift', cells.shift[mine]), ('owners', owners.T)):
             tensors[f'{part}.{name}'] = torch.from_numpy(np.ascontiguousarray(array))
         for name, tensor in stored(cache):
-            tensors[f'{part}.{name}'] = tensor[s, torch.from_numpy(mine).to(tensor.device)].contiguous()
+            tensors[f'{part}.{name}'] = tensor[:, s, torch.from_numpy(mine).to(tensor.device)].contiguous()
     header = dict(shapes(cache), version=VERSION, one=seq is not None, n_seq_max=cache.n_seq_max, unified=cache.unified)
     try:
         with replacing(path) as f:
@@ -80,7 +80,7 @@ def load(cache, path, seq=None):
     cache.seq_rm(seq)  # first: an interrupt while rows are copied must not leave cells with another's rows
     for s, part, where in zip(streams, parts, found):
         for name, tensor in stored(cache):
-            tensor[s, torch.from_numpy(where).to(tensor.device)] = part[name].to(tensor.device)
+            tensor[:, s, torch.from_numpy(where).to(tensor.device)] = part[name].to(tensor.device)
     fill_cells(cache, streams, parts, found, seq)
 
 
@@ -129,11 +129,11 @@ def checked_part(cache, path, tensors, part, n_owners):
     cannot have.
     """
     n = tensors[f'{part}.pos'].numel() if f'{part}.pos' in tensors else 0
-    expected = dict(pos=(torch.int64, ()), shift=(torch.int64, ()), owners=(torch.bool, (n_owners,)))
-    expected |= {name: (tensor.dtype, tensor.shape[2:]) for name, tensor in stored(cache)}
+    expected = dict(pos=(torch.int64, (n,)), shift=(torch.int64, (n,)), owners=(torch.bool, (n, n_owners)))
+    expected |= {name: (tensor.dtype, (len(tensor), n, *tensor.shape[3:])) for name, tensor in stored(cache)}
     found = {name: tensors.get(f'{part}.{name}') for name in expected}
     for name, (dtype, shape) in expected.items():
-        tensor, shape = found[name], (n, *shape)
+        tensor = found[name]
         if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
             came = 'missing' if tensor is None else f'{tensor.dtype} {tuple(tensor.shape)}'
             raise ValueError(f"{path} is damaged: {part}.{name} is {came}, not {dtype} {tuple(shape)}: save it again")

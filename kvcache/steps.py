@@ -4,7 +4,7 @@ from operator import add
 import torch
 
 from kvcache.exclusive import Exclusive, exclusive
-from kvcache.placement import NotNumbers, check_tokens, dtype_of, logits_of
+from kvcache.placement import IN_TRAINING, NotNumbers, check_tokens, dtype_of, logits_of
 from kvcache.protocol import checked_tokens
 
 
@@ -124,7 +124,7 @@ class Steps(Exclusive):
         (sequences, starts, numbers of new tokens, ids (n,) of all of them, do all sequences go on where they end?) of
         work, or ValueError.
         """
-        if dtype_of(self.model) is not self.dtype:
+        if not self.compiled and dtype_of(self.model) is not self.dtype:  # the compiled step checks its model itself
             raise ValueError(f"the model was {self.dtype} when its cache was made, and is {dtype_of(self.model)}: "
                              "make a new cache")
         seqs, starts = list(work.handles), list(work.starts)
@@ -138,9 +138,12 @@ class Steps(Exclusive):
         if not go_on or max(map(add, starts, counts)) > self.model.config.max_positions:
             starts = list(map(self.checked_start, seqs, starts, counts))
         ids = torch.cat(rows) if isinstance(rows, list) else rows.flatten()
-        check_tokens(self.model, ids)
-        if self.compiled and not ids.is_cpu:
+        if not self.compiled:
+            check_tokens(self.model, ids)
+        elif not ids.is_cpu:
             raise ValueError(f"the compiled step reads tokens on the CPU, but these are on {ids.device}: move them")
+        elif self.model.training:
+            raise ValueError(IN_TRAINING)
         return seqs, starts, counts, ids, go_on
 
     def checked_start(self, seq, start, count):

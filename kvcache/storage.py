@@ -3,7 +3,7 @@ How numbers are stored: floats unchanged, int8 and int4 in groups that share a s
 
     codes, scale = quantise(x, bits, group)         x = codes * scale, to half a scale
     x = dequantise(codes, scale, bits)
-    rows = Rows((n_stream, kv_size), width, 'int8')
+    rows = Rows((n_stream, kv_size), n_head, head_dim, 'int8')
 
 Numbers are quantised once, when they are written. Reading, sharing and copying them leaves their codes unchanged.
 """
@@ -12,7 +12,7 @@ import math
 import torch
 
 BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8, 'int4': 4}
-GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; fewer, down to 8, in narrow rows
+GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; fewer, down to 8, in narrow heads
 SMALLEST_SCALE = 1e-5
 
 
@@ -65,83 +65,79 @@ class Scratch:
 
 class Rows:
     """
-    Stored rows of `width` numbers. shape: (n_outer, n_inner), for example streams and their cells, or blocks and their
-    slots; a row's number is outer * n_inner + inner.
+    Stored rows of n_head vectors of head_dim numbers. shape: (n_outer, n_inner), for example streams and their cells,
+    or blocks and their slots; a row's number is outer * n_inner + inner.
 
-    kind: a key of `BITS`. transposed: memory is laid out (n_outer, width, n_inner), the numbers of a column side by
-    side; for floats only. Rows begin as zeros: a NaN in a row that was never written would reach attention's output
+    kind: a key of `BITS`. Memory is laid out (n_head, n_outer, n_inner, head_dim): attention reads one head at a time,
+    and a head's numbers of rows that follow each other are side by side. transposed: (n_head, n_outer, head_dim,
+    n_inner); for floats only. Rows begin as zeros: a NaN in a row that was never written would reach attention's output
     through the mask. Raises ValueError on what cannot be stored.
     """
 
-    def __init__(self, shape, width, kind='float32', device='cpu', transposed=False):
+    def __init__(self, shape, n_head, head_dim, kind='float32', device='cpu', transposed=False):
         if kind not in BITS:
             raise ValueError(f"numbers are stored as {', '.join(BITS)}, not {kind!r}")
-        self.shape, self.width, self.kind, self.bits = tuple(shape), width, kind, BITS[kind]
-        self.scale, self.group = None, math.gcd(width, GROUP)
+        self.shape, self.n_head, self.head_dim, self.kind, self.bits = tuple(shape), n_head, head_dim, kind, BITS[kind]
+        self.scale, self.group = None, math.gcd(head_dim, GROUP)
         with torch.inference_mode(False):  # so that they can be written with inference mode on or off
             self.allocate(device, transposed)
 
     def allocate(self, device, transposed):
-        shape, width, kind = self.shape, self.width, self.kind
+        shape, head_dim, kind = (self.n_head, *self.shape), self.head_dim, self.kind
         if self.bits <= 8:
             if self.group < 8:
-                raise ValueError(f"{kind} needs rows whose width is a multiple of 8, not {width}: use a float")
+                raise ValueError(f"{kind} needs a head_dim that is a multiple of 8, not {head_dim}: use a float")
             if transposed:
                 raise ValueError(f"{kind} cannot be transposed, a group would be spread over {self.group} columns: "
                                  "use a float")
             dtype = torch.int8 if self.bits == 8 else torch.uint8
-            self.data = torch.zeros(*shape, width * self.bits // 8, dtype=dtype, device=device)
-            self.scale = torch.zeros(*shape, width // self.group, dtype=torch.float32, device=device)
+            self.data = torch.zeros(*shape, head_dim * self.bits // 8, dtype=dtype, device=device)
+            self.scale = torch.zeros(*shape, head_dim // self.group, dtype=torch.float32, device=device)
         elif transposed:
-            data = torch.zeros(shape[0], width, shape[1], dtype=getattr(torch, kind), device=device)
-            self.data = data.transpose(1, 2)
+            data = torch.zeros(*shape[:2], head_dim, shape[2], dtype=getattr(torch, kind), device=device)
+            self.data = data.transpose(2, 3)
         else:
-            self.data = torch.zeros(*shape, width, dtype=getattr(torch, kind), device=device)
+            self.data = torch.zeros(*shape, head_dim, dtype=getattr(torch, kind), device=device)
 
     def tensors(self):
-        """What is stored: the data, and for int8 and int4 the scales, each (n_outer, n_inner, ...)."""
+        """What is stored: the data, and for int8 and int4 the scales, each (n_head, n_outer, n_inner, ...)."""
         return [self.data] if self.scale is None else [self.data, self.scale]
 
-    def encode(self, x):
-        """The tensors that are stored for x (n, width)."""
-        return [x] if self.scale is None else quantise(x.float(), self.bits, self.group)
-
     def write(self, rows, x):
-        """Write x (n, width) to rows number `rows` (n,)."""
-        n_inner = self.shape[1]
-        for stored, new in zip(self.tensors(), self.encode(x)):
+        """Write x (n_head, n, head_dim) to rows number `rows` (n,)."""
+        new = [x] if self.scale is None else quantise(x.float(), self.bits, self.group)
+        for stored, x in zip(self.tensors(), new):
             if stored.is_contiguous():
-                stored.flatten(0, 1).index_copy_(0, rows, new.to(stored))
+                stored.flatten(1, 2).index_copy_(1, rows, x.to(stored))
             else:
-                stored[rows // n_inner, rows % n_inner] = new.to(stored)
+                stored[:, rows // self.shape[1], rows % self.shape[1]] = x.to(stored)
 
     def read(self, index, dtype=torch.float32, scratch=None, name=''):
         """
-        The rows that an index selects, (S, K, width) in dtype.
+        The rows that an index selects, (S, n_head, K, head_dim) in dtype.
 
         index: two slices of (n_outer, n_inner); or an int n, the first n outer rows as a single run, S = 1 and
         K = n * n_inner; or a tensor (S, n) of outer numbers, K = n * n_inner, which are copied together.
-        Returns a view if the rows lie side by side as floats of this dtype. If not, a copy, which with a `Scratch` is
-        valid until its next use with the same name.
+        Returns a view if they are stored as floats of this dtype and are not copied together. If not, a copy, which
+        with a `Scratch` is valid until its next use with the same name.
         """
-        scratch = scratch or Scratch()
-        if isinstance(index, int):
-            parts = [t[:index].flatten(0, 1)[None] for t in self.tensors()]
-        elif isinstance(index, torch.Tensor):
-            parts = []
-            for i, t in enumerate(self.tensors()):
-                out = scratch.tensor((name, i), (index.numel(), *t.shape[1:]), t.dtype, t.device)
-                parts.append(torch.index_select(t, 0, index.flatten(), out=out).view(len(index), -1, t.size(-1)))
-        else:
-            parts = [t[index] for t in self.tensors()]
-        if parts[0].dtype is dtype:
-            return parts[0]
-        shape, device = (*parts[0].shape[:2], self.width), parts[0].device
-        floats = parts[0]
+        scratch, parts = scratch or Scratch(), []
+        for i, t in enumerate(self.tensors()):
+            if isinstance(index, int):
+                parts.append(t[:, :index].flatten(1, 2)[:, None])
+            elif isinstance(index, torch.Tensor):
+                out = scratch.tensor((name, i), (len(t), index.numel(), *t.shape[2:]), t.dtype, t.device)
+                rows = torch.index_select(t, 1, index.flatten(), out=out)
+                parts.append(rows.view(len(t), len(index), -1, t.size(-1)))
+            else:
+                parts.append(t[(slice(None), *index)])
+        floats, shape = parts[0], (*parts[0].shape[:3], self.head_dim)  # (n_head, S, K, head_dim)
         if self.scale is not None:
-            out = scratch.tensor((name, 'dequantised'), shape, self.scale.dtype, device)
+            out = scratch.tensor((name, 'dequantised'), shape, self.scale.dtype, floats.device)
             floats = dequantise(*parts, self.bits, out)
-        return floats if floats.dtype is dtype else scratch.tensor(name, shape, dtype, device).copy_(floats)
+        if floats.dtype is not dtype:
+            floats = scratch.tensor(name, shape, dtype, floats.device).copy_(floats)
+        return floats.transpose(0, 1)
 
     def nbytes(self):
         """Bytes of what is stored; the memory of a `Scratch` comes on top."""

@@ -74,14 +74,14 @@ def test_other_dtypes(kind, dtype, tolerance):
 @pytest.mark.parametrize('bits', [8, 4])
 @pytest.mark.parametrize('position', ['rope', 'alibi'])
 def test_all_caches_agree_when_quantised(position, bits):
-    """They store the same numbers, in other rows."""
+    """They store the same numbers in other rows. One that lies between two codes may be rounded either way."""
     m, idx = model(torch.float32, position=position, n_kv_head=2, window=5, n_sink=2), texts(2, 6 * BLOCK)
     got = []
     for kind in KINDS:
         cache = make_cache(m, kind, 2, bits)
         seqs = [cache.new(), cache.new()]
         got.append(torch.cat([feed(cache, seqs, part) for part in idx.split(3, dim=1)]))
-    assert all(torch.allclose(other, got[0], atol=1e-4) for other in got[1:])
+    assert all(torch.allclose(other, got[0], atol=2e-3) for other in got[1:])
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -93,7 +93,7 @@ def test_memory_is_that_of_the_formula(kind):
             slots = 16 if not window else 16 * (1 + 2)  # a block of the sinks; 2 windows can lie in two blocks
         assert make_cache(m, kind, 3).nbytes() == 2 * 2 * 3 * n_kv_head * 8 * slots * 4
         rounded = make_cache(m, kind, 3, bits=8)
-        assert rounded.nbytes() == 2 * 2 * 3 * slots * (n_kv_head * 8 + 4)  # a scale for each row
+        assert rounded.nbytes() == 2 * 2 * 3 * slots * n_kv_head * (8 + 4)  # a scale for each head of a row
 
 
 # windows: each of these has been shipped by somebody as a bug

@@ -205,13 +205,13 @@ def test_sequences_are_truncated_forked_and_freed(kind):
 
 
 def test_bytes():
-    assert Rows((2, 8), 64).nbytes() == 16 * 64 * 4
-    assert Rows((2, 8), 64, 'float16').nbytes() == 16 * 64 * 2
-    assert Rows((2, 8), 64, 'int8').nbytes() == 16 * (64 + 2 * 4)
-    assert Rows((2, 8), 64, 'int4').nbytes() == 16 * (32 + 2 * 4)
-    assert Rows((2, 8), 24, 'int8').nbytes() == 16 * (24 + 3 * 4)  # narrow rows have smaller groups
+    assert Rows((2, 8), 2, 32).nbytes() == 16 * 64 * 4
+    assert Rows((2, 8), 2, 32, 'float16').nbytes() == 16 * 64 * 2
+    assert Rows((2, 8), 2, 32, 'int8').nbytes() == 16 * (64 + 2 * 4)
+    assert Rows((2, 8), 2, 32, 'int4').nbytes() == 16 * (32 + 2 * 4)
+    assert Rows((2, 8), 2, 24, 'int8').nbytes() == 16 * (48 + 6 * 4)  # narrow heads have smaller groups
     assert Layer((2, 8), 2, 32, 'float32', 'int8').nbytes() == 16 * (64 * 4 + 64 + 2 * 4)
-    for refused in (lambda: Rows((2, 8), 36, 'int8'), lambda: Rows((2, 8), 64, 'float8')):
+    for refused in (lambda: Rows((2, 8), 4, 36, 'int8'), lambda: Rows((2, 8), 2, 32, 'float8')):
         with pytest.raises(ValueError):
             refused()
 

@@ -70,12 +70,12 @@ def test_64_shifts_do_not_drift(type_k):
         shift = 5 if i % 2 == 0 else 0
         after = (attended_keys(c, 0, 8 + shift) - rotary(raw, torch.arange(8) + shift)[:, 0]).abs().max()
     assert after <= before * 1.1 + 1e-5
-    written = Rows((1, 8), 32, type_k)  # for comparison: read, rotate and write at each shift
-    written.write(torch.arange(8), exact)
+    written = Rows((1, 8), 1, 32, type_k)  # for comparison: read, rotate and write at each shift
+    written.write(torch.arange(8), exact[None])
     for i in range(64):
-        keys = written.read((slice(None), slice(None)))[0][:, None]
-        written.write(torch.arange(8), rotary(keys, torch.full((8,), 5 if i % 2 == 0 else -5))[:, 0])
-    drifted = (written.read((slice(None), slice(None)))[0] - exact).abs().max()
+        keys = written.read((slice(None), slice(None)))[0].transpose(0, 1)
+        written.write(torch.arange(8), rotary(keys, torch.full((8,), 5 if i % 2 == 0 else -5)).transpose(0, 1))
+    drifted = (written.read((slice(None), slice(None)))[0, 0] - exact).abs().max()
     print(f"{type_k}: off by {before:.1e} as written, {after:.1e} after 64 shifts, {drifted:.1e} if written at each")
     assert drifted > 4 * after or type_k.startswith('float')
 

@@ -253,5 +253,5 @@ def test_vllms_call_with_a_decoder(decoder_of, window):
         p.fill_(float('nan'))
     with pytest.raises(ValueError, match='not numbers'):
         execute_model(decoder, ids, positions, pool.layers, metadata)
-    rows = pool.layers[0].k.data.flatten(0, 1)[slots]
+    rows = pool.layers[0].k.data.flatten(1, 2)[:, slots]
     assert not rows.any()
