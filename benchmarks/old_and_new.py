@@ -1,5 +1,5 @@
 """
-Is this work tree as fast as an older version? Both are timed in turns, in one run.
+Times this work tree and an older version in turns, in one run.
 
     python benchmarks/old_and_new.py --old=HEAD~3                   a commit, which is unpacked in a temporary folder
     python benchmarks/old_and_new.py --old=../old-tree              another work tree

@@ -67,7 +67,8 @@ class Executor:
         check_model(self.model)
         c = self.model.config
         if shape_of(c) != self.shape:
-            raise ValueError("the model has another shape than when this decoder was made: make a new decoder")
+            raise ValueError("the model has (n_layer, n_head, n_kv_head, n_embd, vocab_size) "
+                             f"{shape_of(c)}, and had {self.shape} when this decoder was made: make a new decoder")
         self.packed = None
         self.version += 1
         packed = PackedModel(self.model)
@@ -122,7 +123,7 @@ class Executor:
 
     def execute_model(self, input_ids, input_positions, kv_caches, input_metadata, n_threads=None):
         """
-        Run the new tokens of any sequences through the model in one step, after vLLM's call of this name.
+        One step of the model for the new tokens of any sequences; the call is vLLM's.
 
         input_ids: int64 (N,), contiguous, on the CPU. input_positions: int64 (N,). kv_caches: `KVArrays`, in which the
         keys and values of the new tokens are written. input_metadata: see `metadata.InputMetadata`. n_threads: how many
@@ -239,12 +240,12 @@ class Executor:
             raise ValueError(f"out of context: the new tokens of sequence {seq} begin at position {position}, and must "
                              f"be at consecutive positions from 0 to below {self.packed.max_positions}")
         if why == plan.BAD_RUNS:
-            raise ValueError(f"sequence {seq} has a run at position {position} that does not follow the one before, or "
-                             f"is not within the {self.tables.kv.n_slots} slots: give runs in the order of positions")
+            raise ValueError(f"the runs of sequence {seq} must be in the order of positions and within "
+                             f"{self.tables.kv.n_slots} slots, and the run at position {position} is not")
         if why == plan.NO_SLOT:
             raise ValueError(f"sequence {seq} has no slot for position {position}, which its new tokens see")
-        raise ValueError(f"sequence {seq}, position {position}: its slot is written for one token while another reads "
-                         "or writes it; give each new token a slot of its own")
+        raise ValueError(f"the slot of position {position} of sequence {seq} is also that of another token of this "
+                         "step: give each new token a slot of its own")
 
     def choice(self, n_rows):
         """The `ThreadChoice` for steps of about so many rows, shared by all decoders of this shape."""
@@ -281,4 +282,4 @@ def check_inputs(input_ids, input_positions, N, m):
     wanted = m.wanted
     if wanted is not None and len(wanted) and not (
             0 <= wanted[0] and wanted[-1] < N and (np.diff(wanted) > 0).all()):
-        raise ValueError(f"the rows whose logits are wanted must ascend and be of the {N}, not {list(wanted)}")
+        raise ValueError(f"wanted must be row numbers from 0 to {N - 1} that ascend, not {list(wanted)}")

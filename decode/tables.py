@@ -15,6 +15,11 @@ from positions import alibi_slopes
 POSITIONS = dict(learned=layout.LEARNED, rope=layout.ROPE, alibi=layout.ALIBI, none=layout.NONE)
 
 
+def most_keys(config):
+    """How many keys one token sees at most."""
+    return config.n_sink + config.window if config.window else config.block_size
+
+
 class StepInputs:
     """
     What a step of up to n_rows tokens is given, and its list of slots: `arrays`, {index: array}. Each array is also an
@@ -22,8 +27,7 @@ class StepInputs:
     """
 
     def __init__(self, config, n_rows):
-        c, self.n_rows = config, n_rows
-        most_keys = c.n_sink + c.window if c.window else c.block_size  # that one token sees
+        self.n_rows, n_entries = n_rows, n_rows * (most_keys(config) + 1)
         self.positions, self.seq_of_row = aligned(n_rows, np.int64), aligned(n_rows, np.int64)
         self.query_starts, self.wanted = aligned(n_rows + 1, np.int64), aligned(n_rows, np.int64)
         self.runs, self.n_runs = aligned(n_rows, np.int64), aligned(n_rows, np.int64)
@@ -32,8 +36,7 @@ class StepInputs:
             layout.POSITIONS: self.positions, layout.SEQ_OF_ROW: self.seq_of_row,
             layout.QUERY_STARTS: self.query_starts, layout.WANTED: self.wanted, layout.RUNS: self.runs,
             layout.N_RUNS: self.n_runs, layout.REFUSED_AT: self.refused_at,
-            layout.OFFSETS: aligned(n_rows * (most_keys + 1), np.int64),
-            layout.SIDE_BY_SIDE: aligned(n_rows * (most_keys + 1), np.int64),
+            layout.OFFSETS: aligned(n_entries, np.int64), layout.SIDE_BY_SIDE: aligned(n_entries, np.int64),
             layout.SEQUENCES: aligned((n_rows, layout.N_SEQUENCE_COLUMNS), np.int64)}
 
 
@@ -47,13 +50,13 @@ class Activations:
     def __init__(self, config, n_rows, n_threads):
         c, self.n_rows = config, n_rows
         C_p, ff_p, head_p = padded(c.n_embd, GROUP), padded(4 * c.n_embd, GROUP), padded(c.head_dim, LANES)
-        most_keys, group = c.n_sink + c.window if c.window else c.block_size, c.n_head // c.n_kv_head
+        group, n_scores = c.n_head // c.n_kv_head, padded(most_keys(c), LANES) + LANES
         widths = {layout.X: C_p, layout.Q: c.n_head * head_p, layout.KV: 2 * c.n_kv_head * head_p, layout.Y: C_p,
                   layout.FF: ff_p, layout.Q_SINKS: c.n_head * head_p if c.n_sink else 0,
                   layout.ANGLES: 2 * c.head_dim if c.position == 'rope' else 0}
         self.shared = {index: aligned((n_rows, n), np.float32) for index, n in widths.items()}
         self.scratch = [{layout.NORMED: aligned((n_rows, C_p), np.float32),
-                         layout.SCORES: aligned((group, padded(most_keys, LANES) + LANES), np.float32),
+                         layout.SCORES: aligned((group, n_scores), np.float32),
                          layout.HEAD: aligned(head_p, np.float32),
                          layout.SUMS: aligned((layout.SUMMED_ROWS, layout.SHEET, LANES), np.float32),
                          layout.ROUNDED: aligned((n_rows, ff_p), np.uint8),

@@ -29,7 +29,7 @@ class CompiledPass:
         if the decoder is for another model.
         """
         if decoder.model is not model:
-            raise ValueError("the decoder was made for another model than the cache: make one for this model")
+            raise ValueError("the decoder and the cache are for two different models: make both for one model")
         arrays = KVArrays.of_layers(layers)
         return arrays and cls(decoder, layers, arrays)
 

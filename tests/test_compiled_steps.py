@@ -46,7 +46,7 @@ def test_the_compiled_step_runs_where_it_can_read_the_cache_and_the_name_says_so
                   make_cache(m, kind, 2, decoder=decode.EagerDecoder(m)), make_cache(m, kind, 2),
                   make_cache(m.double(), kind, 2, decoder=best)):
         assert cache.decoder is None and cache.name.startswith('the model, on a cache')
-    with pytest.raises(ValueError, match='another model'):
+    with pytest.raises(ValueError, match='different models'):
         make_cache(f32(n_embd=128), kind, 2, decoder=best)
 
 

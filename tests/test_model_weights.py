@@ -120,7 +120,8 @@ def test_from_pretrained_reads_a_hugging_face_folder(tmp_path):
     (tmp_path / 'config.json').write_text(json.dumps({'model_type': 'llama'}))
     with pytest.raises(ValueError, match='llama.*only gpt2, gpt_bigcode, starcoder2, mpt'):
         GPT.from_pretrained(str(tmp_path))
-    for name, content in (('config.json', 'half a {'), ('model.safetensors', 'version https://git-lfs.github.com/spec/v1')):
+    pointer = 'version https://git-lfs.github.com/spec/v1'
+    for name, content in (('config.json', 'half a {'), ('model.safetensors', pointer)):
         (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match='cannot be read'):
             GPT.from_pretrained(str(tmp_path))

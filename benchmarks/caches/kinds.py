@@ -67,7 +67,7 @@ def race(name, kind, learned, model, B, T, repeats):
 
 def begun(decoder, texts, T):
     """
-    The function `begin` of `steps_of_tuples`. All rows have the first T tokens of the first one, which are read once.
+    The argument `begin` of `steps_of_tuples`. The first T tokens of texts[0] are read once, and copied to all rows.
     """
     B, window = len(texts), decoder.model.config.window
     kv_cache = rows_of(decoder(texts[:1, :T], None)[1], torch.zeros(B, dtype=torch.int64))
