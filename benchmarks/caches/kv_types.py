@@ -13,9 +13,7 @@ import torch
 import decode
 import kvcache
 from benchmarks import rounds
-from benchmarks.caches.steps import random_tokens, steps_of_cache, timed, where
-from benchmarks.shapes import config_of
-from model import GPT
+from benchmarks.caches.steps import race_all, random_tokens, steps_of_cache, timed, where
 
 MINUTES = 4
 NAMES, BATCHES, CONTEXT = ('L',), (1, 8), 1000
@@ -25,17 +23,9 @@ GOALS = {'int8': 1.15}
 
 
 def run(names, batches, contexts, bias, repeats):
-    rows = []
     print(f"\nkeys and values in fewer bits, int8 weights\n{'shape':<6}{'batch':>6}{'context':>8}  {'type':<10}"
           f"{'on':<9}{'ms':>9}{'speed-up':>11}")
-    for name in names or NAMES:
-        model = GPT(config_of(name, bias)).eval()
-        for B in batches or BATCHES:
-            for T in contexts or [CONTEXT]:
-                mine = race(name, model, B, T, repeats)
-                print('\n'.join(map(line, mine)), flush=True)
-                rows += mine
-    return rows
+    return race_all(race, line, dict.fromkeys(names or NAMES, contexts or [CONTEXT]), batches or BATCHES, bias, repeats)
 
 
 def line(row):

@@ -31,13 +31,19 @@ KERNEL, PYTORCH = 'kernel', 'PyTorch'
 
 
 def run(names, batches, contexts, bias, repeats):
-    rows = []
     print(f"\na decode step\n{'shape':<6}{'batch':>6}{'context':>8}  {'cache':<12}{'on':<9}{'ms':>9}"
           f"{'over tuples':>14}")
-    for name in names or NAMES:
+    return race_all(race, line, {name: contexts or [CONTEXTS[name]] for name in names or NAMES}, batches or BATCHES,
+                    bias, repeats)
+
+
+def race_all(race, line, contexts, batches, bias, repeats):
+    """Call race for each shape of contexts {name: numbers of tokens} and each batch. Prints and returns the rows."""
+    rows = []
+    for name, tokens in contexts.items():
         model = GPT(config_of(name, bias)).eval()
-        for B in batches or BATCHES:
-            for T in contexts or [CONTEXTS[name]]:
+        for B in batches:
+            for T in tokens:
                 mine = race(name, model, B, T, repeats)
                 print('\n'.join(map(line, mine)), flush=True)
                 rows += mine
