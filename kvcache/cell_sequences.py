@@ -26,6 +26,8 @@ class CellSequences(BaseCache):
                                device=device_of(model), can_shift=c.position != 'learned',
                                rope_base=c.rope_theta if c.position == 'rope' else None)
         self.mixes_lengths = unified
+        # of `Runs`, which are then made anew; the rows of positions that a window has passed stay in them until then
+        self.most_rows = 4 * c.n_slots
         super().__init__(model, n_seq, self.cells.own_layers(), 'unified' if unified else 'streams', type_kv, decoder)
 
     def copy(self, seq, new):
@@ -68,10 +70,11 @@ class CellSequences(BaseCache):
         """
         cells, base = self.cells.streams[seq], seq * self.cells.kv_size
         first = cells.append_run(seq, start, n)
-        if first is None:
-            cells.runs.pop(seq, None)  # what it has behind the last position is of no use any more
-            return self.store(cells, [seq], [start], [n], base)[0]
         runs, limit = cells.runs.get(seq, (None, 0))
+        if first is None:
+            if limit:  # the cells behind the last position are not those of the next ones any more
+                del cells.runs[seq]
+            return self.store(cells, [seq], [start], [n], base)[0]
         if start + n > limit:
             n_left = self.cells.kv_size - first - n
             runs = self.compiled.runs(cells.rows(seq) + (0, base, 0))
@@ -94,7 +97,7 @@ class CellSequences(BaseCache):
         of_all, done = [], 0
         for seq, start, n in zip(seqs, starts, counts):
             runs, _ = cells.runs.get(seq, (None, 0))
-            if runs is None:
+            if runs is None or runs.n > self.most_rows:
                 runs = self.compiled.runs(cells.rows(seq) + (0, base, 0))
                 cells.runs[seq] = runs, 0
             elif n == 1:

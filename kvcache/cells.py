@@ -245,9 +245,11 @@ class Cells:
     def append(self, cells, pos, seqs, n_sink=0):
         """
         Write the next positions of sequences: pos[i] of sequence seqs[i] into cell cells[i], (n,) each. As `write` and
-        `add_owner` for each sequence, but `runs` are kept.
+        `add_owner` for each sequence, but `runs` are kept: what is written over, no later token sees.
         """
+        runs = dict(self.runs)
         self.write(cells, pos, n_sink)
+        self.runs = runs
         rows = seqs - self.seqs.start
         self.owners[rows, cells], self.n_owners[cells], self.owner_sum[cells], self.last[rows] = True, 1, seqs, pos
 
