@@ -126,10 +126,10 @@ class Cells:
         Remove a sequence from the owners of cells, all of which it owns. Cells without owners become empty, and the
         head moves back to the first of them.
         """
+        self.runs.pop(seq, None)
         if not len(cells):
             return
         row = self.row(seq)
-        self.runs.pop(seq, None)
         self.owners[row, cells] = False
         self.n_owners[cells] -= 1
         self.owner_sum[cells] -= seq

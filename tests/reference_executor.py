@@ -55,11 +55,11 @@ class ReferenceExecutor:
         return torch.stack(rows).float()
 
     def slots(self, runs, n_slots):
-        """{position: slot} of `Runs`, which are in order, and name no slot twice."""
+        """{position: slot} of `Runs`, which are in the order of positions."""
         table = runs.table[:runs.n].tolist()
         assert runs.address == runs.table.ctypes.data and runs.n <= len(runs.table)
         found = {position + i: slot + i for position, slot, n in table for i in range(n)}
-        assert sum(n for *_, n in table) == len(found) == len(set(found.values())) and list(found) == sorted(found)
+        assert sum(n for *_, n in table) == len(found) and list(found) == sorted(found)
         assert all(n > 0 for *_, n in table) and all(0 <= slot < n_slots for slot in found.values())
         return found
 
@@ -77,8 +77,10 @@ class ReferenceExecutor:
                 raise ValueError("token ids are not in the vocabulary")
             if where.tolist() != list(range(where[0], where[0] + len(where))) or where[-1] >= c.max_positions:
                 raise ValueError("positions do not follow each other, or are too large")
-            if not {p for q in where.tolist() for p in self.seen(q)} <= slots.keys():
+            seen = {p for q in where.tolist() for p in self.seen(q)}
+            if not seen <= slots.keys():
                 raise ValueError(f"positions {where.tolist()} see more than the runs have")
+            assert len({slots[p] for p in seen}) == len(seen)
             for p in where.tolist():
                 if slots[p] in written:
                     raise ValueError("two tokens write one slot")
