@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from decode import eager
-from decode.static import StaticDecoder, static_layers
+from decode.static import StaticDecoder, static_layers, step_lock
 
 FEWEST_SLOTS = 128  # a graph reads so many slots, or twice, four times, ... as many
 MOST = 32  # recordings that are kept
@@ -39,7 +39,7 @@ class GraphDecoder(StaticDecoder):
 
     def __init__(self, model):
         super().__init__(model)
-        self.name, self.holder, self.pool = "PyTorch as a CUDA graph", None, None
+        self.name, self.of_thread = "PyTorch as a CUDA graph", threading.local()
         self.forget()
 
     def forget(self):
@@ -48,6 +48,7 @@ class GraphDecoder(StaticDecoder):
         self.tensors = [*self.model.parameters(), *self.model.buffers()]
         self.pointers = [t.data_ptr() for t in self.tensors]
         self.recordings, self.bound = {}, []
+        self.pool = None  # of memory, one for all graphs, as no two run at the same time; it ends with the last graph
 
     def bind(self, caches):
         super().bind(caches)
@@ -56,19 +57,24 @@ class GraphDecoder(StaticDecoder):
     @contextmanager
     def exclusive_use(self):
         """For a loop in this thread in which no other code runs between the steps: weights stay where they are."""
-        self.notice_changes()
-        before, self.holder = self.holder, threading.get_ident()
+        before = self.in_exclusive_use()
+        with step_lock.lock:
+            self.notice_changes()
         try:
+            self.of_thread.exclusive = True
             yield
         finally:
-            self.holder = before
+            self.of_thread.exclusive = before
+
+    def in_exclusive_use(self):
+        return getattr(self.of_thread, 'exclusive', False)
 
     def notice_changes(self):
         if not self.weights.objects.unchanged() or [t.data_ptr() for t in self.tensors] != self.pointers:
             self.forget()
 
     def one_token(self, idx, kv_cache):
-        if self.holder != threading.get_ident():
+        if not self.in_exclusive_use():
             self.notice_changes()
         if self.weights.blocks is None or self.weights.dropping():
             with torch.no_grad():
@@ -82,7 +88,7 @@ class GraphDecoder(StaticDecoder):
         kind = self.address, n_slots, amp
         with torch.cuda.device_of(idx):
             if kind not in self.recordings:
-                if len(self.recordings) >= MOST:
+                while len(self.recordings) >= MOST:
                     del self.recordings[next(iter(self.recordings))]
                 self.recordings[kind] = self.record(idx, cache_pos, held, n_slots, amp)
             recording = self.recordings[kind]
@@ -116,7 +122,7 @@ class GraphDecoder(StaticDecoder):
                 layers = static_layers(caches, positions, static_held, config.n_sink)
                 return eager.step(weights, config, static_idx, positions[:, 0], layers)[0]
         if self.pool is None and idx.is_cuda:
-            self.pool = torch.cuda.graph_pool_handle()  # one for all: no two graphs run at the same time
+            self.pool = torch.cuda.graph_pool_handle()
         return Recording(*captured(step, self.pool), static_idx, positions, static_held)
 
 

@@ -11,6 +11,7 @@ import torch
 from conftest import sizes
 from test_cache_exactness import large
 from test_compiled_decoder import needs_compiler
+from test_graph_decoder import StepAgain
 
 import decode
 from decode import EagerDecoder, eager, graphs
@@ -35,19 +36,6 @@ def case_name(case):
 
 def model_of(case, seed=0, dtype=torch.float64):
     return large(seed, dtype, **dict(n_head=4) | case)
-
-
-class StepAgain:
-    """In the place of a CUDA graph: a replay runs the recorded step again, on the recorded inputs."""
-
-    def __init__(self, step, pool):
-        self.step, self.out = step, step()
-
-    def replay(self):
-        self.out.copy_(self.step())
-
-    def __iter__(self):
-        return iter((self, self.out))
 
 
 @pytest.fixture(params=['eager', 'compiled', 'graph', 'cpu'])
