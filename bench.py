@@ -65,7 +65,7 @@ IN_PARTS = 'peers', 'caches'  # each part says how long it takes
 
 def main(config):
     torch.manual_seed(seed)
-    on_cpu = mode in ('peers', 'caches', 'positions', 'endless', 'recall')
+    on_cpu = mode in ('peers', 'caches', 'loss', 'positions', 'endless', 'recall')
     dev = pick_device('cpu' if on_cpu and device == 'auto' else device)
     dt = pick_dtype(dtype, dev)
     names = (('S,M,L' if mode == 'memory' else 'S' if dev == 'cpu' else 'L') if shape == 'auto' else shape).split(',')
@@ -193,6 +193,9 @@ def bench_memory(names, dev, dt):
 
 def bench_loss(names, dev, dt):
     from benchmarks import loss
+    if dev != 'cpu':
+        raise ValueError("losses are measured on a CPU, also those of its decoder's rounded weights: leave device at "
+                         "auto")
     path, rows, by_context = loss.run(dev)
     write_json(json, dict(machine=describe_machine(dev), checkpoint=path, rows=rows, by_context=by_context))
     draw(loss.plot, 'loss_by_context.png', by_context, rows)

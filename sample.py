@@ -47,7 +47,7 @@ keep = 0              # with shift: keep so many of the last tokens instead of h
 n_keep = 0            # with shift and roll: and the first so many of the prompt
 kv_cache = 'tuple'    # where keys and values live: tuple, streams or unified (llama.cpp's cells), paged (vLLM's blocks)
 kv_bits = 0           # keep them in 8 or 4 bits instead of as they are
-decoder = 'auto'      # what computes a cached step: eager, cpu, compiled; auto is the fastest there is
+decoder = 'auto'      # what computes a cached step: eager, cpu, graph, compiled; auto is the fastest there is
 weights = 'float32'   # how the cpu decoder reads them: float32, or rounded to bfloat16 or int8, which is faster
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
 seed = 1337           # of the first sample, the next has the next; the same seed gives the same sample
@@ -159,11 +159,11 @@ def check_decoder(dev):
     if kv_bits not in (0, 8, 4):
         raise ValueError(f"kv_bits must be 0 (as they are), 8 or 4, not {kv_bits}")
     kernel = [f'weights={weights}'] * (weights != 'float32') + [f'threads={threads}'] * (threads > 0)
-    asked = ' and '.join([f'decoder={which}'] * (which in ('cpu', 'compiled')) + kernel)
+    asked = ' and '.join([f'decoder={which}'] * (which in ('cpu', 'graph', 'compiled')) + kernel)
     cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache != 'tuple') + [f'kv_bits={kv_bits}'] * (kv_bits > 0))
     if (kernel or which == 'cpu') and pick_dtype(dtype, dev) != 'float32':
         raise ValueError(f"{asked}: the cpu decoder computes in float32, but not dtype={dtype}; leave dtype out")
-    if cache and which == 'compiled':
+    if cache and which in ('graph', 'compiled'):
         raise ValueError(f"{cache} is for the cpu decoder or the model itself: leave {asked} out")
     if cache and kv_bits == 4 and asked:
         raise ValueError(f"{asked}: the cpu decoder does not read keys and values in 4 bits; leave {asked} out")

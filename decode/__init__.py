@@ -11,7 +11,7 @@ import sys
 
 from decode.eager import EagerDecoder
 
-NAMES = 'auto', 'eager', 'cpu', 'compiled'
+NAMES = 'auto', 'eager', 'cpu', 'graph', 'compiled'
 WEIGHTS = 'float32', 'bfloat16', 'int8'
 LARGEST_BATCH = 256  # up to here PyTorch's matmuls were slower for every batch measured: see bench.py --mode=peers
 
@@ -23,17 +23,19 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu'):
     device: where the model is, such as 'cpu' or 'cuda:1'.
     """
     if name not in NAMES:
-        raise ValueError(f"decoder must be auto, eager, cpu or compiled, not {name!r}")
+        raise ValueError(f"decoder must be auto, eager, cpu, graph or compiled, not {name!r}")
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be float32, bfloat16 or int8, not {weights!r}")
     if threads is not None and threads < 0:
         raise ValueError(f"threads must be positive, or 0 to let the decoder choose, not {threads}")
     asked = asked_of_the_kernel(weights, threads)
-    if asked and name in ('eager', 'compiled'):
+    if asked and name in ('eager', 'graph', 'compiled'):
         raise ValueError(f"{asked} is for the cpu decoder: leave decoder={name} out")
     if device != 'cpu' and (asked or name == 'cpu'):
         asked = ' and '.join(['decoder=cpu'] * (name == 'cpu') + [asked] * bool(asked))
         raise ValueError(f"{asked} is for the CPU, but the device is {device}: use device=cpu, or leave it out")
+    if name == 'graph' and not device.startswith('cuda'):
+        raise ValueError(f"decoder=graph is a CUDA graph, but the device is {device}: use device=cuda, or leave it out")
 
 
 def asked_of_the_kernel(weights, threads):
@@ -45,9 +47,9 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
     """
     The decoder `name` for a model, or with 'auto' the fastest one for this many sequences at once on its device.
 
-    name: 'eager' (PyTorch), 'cpu' (numba), 'compiled' (torch.compile), or 'auto': on a CPU the numba one, on CUDA the
-        compiled one, elsewhere the eager one. On a CPU, 'auto' is eager for batches above LARGEST_BATCH, for models
-        that the numba one does not know, and without numba; stderr says so in the last two cases.
+    name: 'eager' (PyTorch), 'cpu' (numba), 'graph' (a CUDA graph), 'compiled' (torch.compile), or 'auto': on a CPU the
+        numba one, on CUDA the graph, elsewhere the eager one. 'auto' is eager for models that the other decoders do
+        not know and without numba, and stderr says so; and on a CPU for batches above LARGEST_BATCH.
     weights: 'float32', 'bfloat16' or 'int8', how the numba decoder reads them. threads: how many it uses; None or 0
         lets it choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
 
@@ -57,7 +59,7 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
     check_choice(name, weights, threads, device)
     kind = name
     if name == 'auto':
-        on_gpu = 'compiled' if device.startswith('cuda') else 'eager'
+        on_gpu = 'graph' if device.startswith('cuda') else 'eager'
         kind = on_gpu if device != 'cpu' else 'cpu' if asked or batch_size <= LARGEST_BATCH else 'eager'
     if kind == 'eager':
         return EagerDecoder(model)
@@ -65,9 +67,12 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
         from decode.compiled import CompiledDecoder
         return CompiledDecoder(model)
     try:
+        if kind == 'graph':
+            from decode.graphs import GraphDecoder
+            return GraphDecoder(model)
         return cpu_decoder(model, weights, threads or None)
     except ValueError as e:
-        if name == 'cpu':
+        if name != 'auto':
             raise
         if asked:
             raise ValueError(f"{asked} cannot be had: {e}") from e

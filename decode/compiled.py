@@ -1,104 +1,48 @@
-"""
-A decode step compiled by torch.compile, for CUDA and any other device that it serves.
-
-The compiler wants shapes that do not change. So here a layer's cache is a `StaticSlots`: keys and values are written to
-the slots of their positions, and attention goes over all slots with a mask. Nothing in the graph depends on the length
-of the sequence. (After gpt-fast's decode_one_token, https://github.com/pytorch-labs/gpt-fast. The price is that the
-empty slots are read too; the mask hides them, but they must hold numbers, as the zeros of a new cache do.)
-"""
-from typing import NamedTuple
+"""A decode step compiled by torch.compile, for CUDA and any other device that it serves."""
+from types import FunctionType
 
 import torch
 
-from decode.forks import StepLock
-from decode.layers import make_room, with_length
-from decode.structure import check_structure
-from positions import Keys
-
-step_lock = StepLock()  # one step at a time: a decoder's bound cache is of one
-
-
-class StaticSlots(NamedTuple):
-    """The cache of one layer with all of its slots, (B, n_kv_head, n_slots, head_dim); see model.py's `append`."""
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    slots: torch.Tensor  # int64 (B, T), for the new tokens
-    keys: Keys           # the position of each slot; a slot that is empty has a position after the new tokens'
-
-    def append(self, k, v, positions):
-        """Write k and v (B, n_kv_head, T, head_dim). Returns all slots, in the dtype of k, their `Keys`, and itself."""
-        k_cache, v_cache, slots, keys = self
-        rows = torch.arange(k.size(0), device=k.device)[:, None]
-        k_cache[rows, :, slots] = k.transpose(1, 2).to(k_cache.dtype)
-        v_cache[rows, :, slots] = v.transpose(1, 2).to(v_cache.dtype)
-        return k_cache.to(k.dtype), v_cache.to(v.dtype), keys, self
+from decode.static import StaticDecoder, column, static_layers
 
 
 def step(model, idx, positions, held, *caches):
     """
-    idx, positions: int64 (B, 1); held: of a model with a window, int64 (B, 1), see `RollingKVCache.make_room`; caches:
-    k_cache and v_cache of each layer, written. Returns logits (B, 1, vocab_size).
+    idx, positions: int64 (B, 1); held, caches: see `static_layers`; caches are written. Returns logits
+    (B, 1, vocab_size).
     """
-    n_sink, new, slots = model.config.n_sink, positions, torch.arange(caches[0].size(2), device=idx.device)
-    keys = Keys(slots)
-    if held is not None:
-        new, keys = n_sink + positions - held, Keys(torch.where(slots < n_sink, slots, slots + held - n_sink))
-    layers = [StaticSlots(k_cache, v_cache, new, keys) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
-    x, _ = model.hidden_states(idx, positions, layers)
+    x, _ = model.hidden_states(idx, positions, static_layers(caches, positions, held, model.config.n_sink))
     return model.lm_head(x)
 
 
-class CompiledDecoder:
+class CompiledDecoder(StaticDecoder):
     """
-    A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache): T = 1 is compiled, for more tokens the
-    model itself is called.
-
-    Compiles at its first step, once for each batch size and dtype, and on CUDA records a graph of it. Weights are read
-    at each step, so they can change. Raises ValueError where torch.compile does not work, and for models with other
-    blocks than model.py's or with hooks; a model is checked here, and again when a step's cache is not the last step's.
+    The model's own step under torch.compile. Compiles at its first step, once for each batch size and dtype, and on
+    CUDA records a graph of it. Weights are read at each step, so they can change. Raises ValueError where torch.compile
+    does not work.
     """
 
     def __init__(self, model):
-        check_structure(model)
-        self.model, self.bound = model, []  # bound: k_cache and v_cache of each layer of the last step
+        super().__init__(model)
         device = next(model.parameters()).device.type
-        self.name = f"torch.compile on {device}, static shapes"
-        mode = 'reduce-overhead' if device == 'cuda' else None
-        self.step = torch.compile(step, fullgraph=True, dynamic=False, mode=mode)
+        self.name, self.steps = f"torch.compile on {device}, static shapes", {}
+        self.mode = 'reduce-overhead' if device == 'cuda' else None
 
-    def __call__(self, idx, kv_cache):
-        if kv_cache is None or idx.dim() != 2 or idx.size(1) != 1:
-            logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
-            return logits, kv_cache
-        with step_lock.lock:
-            return self.one_token(idx, kv_cache)
+    def bind(self, caches):
+        super().bind(caches)
+        for cache in caches:  # a recorded graph may write into them instead of copying them
+            torch._dynamo.mark_static_address(cache, guard=False)
 
-    def one_token(self, idx, kv_cache):
-        cache_pos = kv_cache[0][2]
-        caches = [cache for layer in kv_cache for cache in layer[:2]]
-        new = len(caches) != len(self.bound) or any(a is not b for a, b in zip(caches, self.bound))
-        if new or type(cache_pos) is not int or idx.dtype is not torch.int64:
-            idx, cache_pos = self.model.checked_input(idx, kv_cache)
-        if new:
-            check_structure(self.model)
-            self.bound = caches
-            for cache in caches:  # a recorded graph may write into them instead of copying them
-                torch._dynamo.mark_static_address(cache, guard=False)
-        config, B = self.model.config, len(idx)
-        if type(cache_pos) is int and not 0 <= cache_pos < config.max_positions:
-            raise ValueError(f"out of context: cache_pos {cache_pos} + 1 new token > block_size {config.block_size}")
-        with torch.inference_mode():
-            held = column(make_room(kv_cache, cache_pos, 1, config), B, idx.device) if config.window else None
-            positions = column(cache_pos, B, idx.device)
-            try:
-                logits = self.step(self.model, idx.contiguous(), positions, held, *caches)
-            except torch._dynamo.exc.TorchDynamoException as e:
-                reason = str(e).strip().splitlines()[0]
-                raise ValueError(f"torch.compile does not work here ({reason}): use the eager decoder") from e
-        return logits.clone(), with_length(kv_cache, cache_pos + 1)
-
-
-def column(x, B, device):
-    """An int, or an int64 tensor (B,), as a new tensor (B, 1)."""
-    # new in both cases: a graph is compiled for tensors that were made in inference mode, or for others
-    return x[:, None].clone() if torch.is_tensor(x) else torch.full((B, 1), x, dtype=torch.int64, device=device)
+    def run(self, idx, cache_pos, held):
+        B, caches = len(idx), self.bound
+        kind = caches[0].shape, caches[0].dtype
+        if kind not in self.steps:
+            # a function of its own for each shape: torch.compile gives up on a function after eight of them
+            own = FunctionType(step.__code__.replace(), step.__globals__)
+            self.steps[kind] = torch.compile(own, fullgraph=True, dynamic=False, mode=self.mode)
+        held = None if held is None else column(held, B, idx.device)
+        try:
+            return self.steps[kind](self.model, idx.contiguous(), column(cache_pos, B, idx.device), held, *caches)
+        except torch._dynamo.exc.TorchDynamoException as e:
+            reason = str(e).strip().splitlines()[0]
+            raise ValueError(f"torch.compile does not work here ({reason}): use the eager decoder") from e

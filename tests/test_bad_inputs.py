@@ -68,7 +68,7 @@ BAD = [
     ('sample.py', [f'--seed={10**30}'], 'seed must fit in 64 bits'),
     ('sample.py', ['--stop=日'], "stop='日' can never come up: characters the model never saw"),
     ('sample.py', ['--compile=True', '--decoder=cpu'], 'compile=True is decoder=compiled'),
-    ('sample.py', ['--decoder=fast'], 'decoder must be auto, eager, cpu or compiled'),
+    ('sample.py', ['--decoder=fast'], 'decoder must be auto, eager, cpu, graph or compiled'),
     ('sample.py', ['--weights=int4'], 'weights must be float32, bfloat16 or int8'),
     (
         'sample.py',
@@ -116,7 +116,7 @@ BAD = [
     ('test_kv_cache.py', ['--new_tokens=0'], 'at least 1'),
     ('test_kv_cache.py', [f'--seed={10**30}'], 'seed must fit in 64 bits'),
     ('bench.py', ['--seed=-1'], 'seed must be between 0'),
-    ('test_kv_cache.py', ['--decoder=fast'], 'decoder must be auto, eager, cpu or compiled'),
+    ('test_kv_cache.py', ['--decoder=fast'], 'decoder must be auto, eager, cpu, graph or compiled'),
 ]
 
 

@@ -52,3 +52,16 @@ def test_the_compiled_step_is_the_models_own():
         for bad in (16, -1, torch.tensor([3, 16])):
             with pytest.raises(ValueError, match='cache_pos'):
                 decoder(idx[:, :1], [layer._replace(cache_pos=bad) for layer in cache])
+
+
+@needs_compiler
+def test_any_number_of_batch_sizes_is_compiled(monkeypatch):
+    """torch.compile gives up on a function after a few compilations (8, here 1); each batch size has its own."""
+    monkeypatch.setattr(torch._dynamo.config, 'recompile_limit', 1)
+    torch._dynamo.reset()
+    model = f32(14, n_layer=1)
+    decoder = CompiledDecoder(model)
+    for B in (1, 2, 3):
+        prompts = torch.randint(29, (B, 3))
+        got = model.generate(prompts, 5, temperature=0, use_cache=True, decoder=decoder)
+        assert torch.equal(got, model.generate(prompts, 5, temperature=0))

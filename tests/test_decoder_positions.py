@@ -11,11 +11,13 @@ import torch
 from conftest import sizes
 from test_cache_exactness import large
 from test_compiled_decoder import needs_compiler
+from test_graph_decoder import StepAgain
 
 import decode
-from decode import EagerDecoder, eager
+from decode import EagerDecoder, eager, graphs
 from decode.compiled import CompiledDecoder
 from decode.cpu import CPUDecoder
+from decode.graphs import GraphDecoder
 from positions import RollingKVCache
 
 BLOCK = 16
@@ -36,17 +38,20 @@ def model_of(case, seed=0, dtype=torch.float64):
     return large(seed, dtype, **dict(n_head=4) | case)
 
 
-@pytest.fixture(params=['eager', 'compiled', 'cpu'])
+@pytest.fixture(params=['eager', 'compiled', 'graph', 'cpu'])
 def make_decoder(request, monkeypatch):
     """
     A function that makes a model's decoder, which computes its own step, not the model's. The compiled one's is run
-    without a compiler, the numba one has a copy of the model in float32.
+    without a compiler, the graph's without CUDA, the numba one has a copy of the model in float32.
     """
     if request.param == 'cpu':
         return lambda model: CPUDecoder(copy.deepcopy(model).float())
     if request.param == 'eager':
         monkeypatch.setattr(eager, 'is_plain', lambda model, is_plain=eager.is_plain: is_plain(model) or pytest.fail())
         return EagerDecoder
+    if request.param == 'graph':
+        monkeypatch.setattr(graphs, 'captured', StepAgain)
+        return GraphDecoder
     monkeypatch.setattr(torch, 'compile', lambda step, **how: step)
     return CompiledDecoder
 

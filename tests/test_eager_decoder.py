@@ -251,3 +251,19 @@ def test_plain_tuples_and_turns_with_the_model():
 def test_an_empty_batch():
     logits, cache = EagerDecoder(large(0, torch.float32))(torch.zeros(0, 3, dtype=torch.int64), None)
     assert logits.shape == (0, 1, 29) and len(cache) == 2
+
+
+@pytest.mark.parametrize('n_kv_head', [4, 2, 1])
+def test_one_query_as_two_products(n_kv_head):
+    """What CUDA takes for float32, here in float64 against torch's attention: masks of all shapes, keys as views."""
+    torch.manual_seed(0)
+    B, n_head, K, head_dim = 3, 4, 9, 8
+    q = torch.randn(B, 1, n_head, head_dim, dtype=torch.float64).transpose(1, 2)
+    k, v = (torch.randn(B, n_kv_head, 2 * K, head_dim, dtype=torch.float64)[:, :, :K] for _ in range(2))
+    seen = torch.rand(B, n_head, 1, K) < 0.7
+    seen[..., 0] = True
+    for mask in (seen, seen[:, :1], seen[0], seen[0, 0], torch.randn(B, n_head, 1, K).double(),
+                 torch.zeros(seen[0].shape).double().masked_fill(~seen[0], -float('inf'))):
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k.repeat_interleave(n_head // n_kv_head, dim=1), v.repeat_interleave(n_head // n_kv_head, dim=1), mask)
+        torch.testing.assert_close(eager.attend_one(q, k, v, mask), expected, atol=1e-12, rtol=1e-12)

@@ -45,7 +45,7 @@ class Checkpointer:
             'model_args': checkpoints.model_args(self.model.config),
             'iter_num': iter_num, 'best_val_loss': best_val_loss,
             'config': dict(self.config), 'tokenizer': self.tokenizer_state, 'scaler': self.scaler.state_dict(),
-            'rng': {'torch': torch.get_rng_state(), 'cuda': torch.cuda.get_rng_state_all()},
+            'rng': {'torch': torch.get_rng_state(), 'cuda': cuda_rng_states()},
             'threads': torch.get_num_threads(),
         }
 
@@ -83,6 +83,11 @@ class Checkpointer:
         if os.path.exists(self.path):
             return f"the last good checkpoint is {self.path}"
         return "there is no checkpoint yet"
+
+
+def cuda_rng_states():
+    """The state of each GPU's generator; none if this process has not used a GPU, which asking would start."""
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 
 def load_furthest(out_dir, device):

@@ -1,0 +1,153 @@
+"""
+A decode step recorded as a CUDA graph.
+
+PyTorch starts a GPU kernel in about 10 us, and a step of a GPT with 12 layers has some 300 of them, most of which run
+for 3 us. A graph starts all of them at once. It repeats the same kernels on the same addresses, so one is recorded for
+each cache, batch size and number of slots that are read. To record a graph takes as long as a few steps.
+"""
+import threading
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from decode import eager
+from decode.static import StaticDecoder, static_layers, step_lock
+
+FEWEST_SLOTS = 128  # a graph reads so many slots, or twice, four times, ... as many
+MOST = 32  # recordings that are kept
+
+
+class Recording(NamedTuple):
+    """A graph, its inputs, and the logits (B, 1, vocab_size) that a replay writes."""
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    idx: torch.Tensor        # int64 (B, 1)
+    positions: torch.Tensor  # int64 (B, 1)
+    held: torch.Tensor | None
+
+
+class GraphDecoder(StaticDecoder):
+    """
+    The step of decode/eager.py as a CUDA graph.
+
+    A graph reads the weights where they are, so it sees values that change in place. When a parameter or its memory is
+    replaced, new graphs are recorded; inside `exclusive_use`, nothing looks for that. A model that is not model.py's
+    GPT of plain modules, or that applies dropout in training mode, is called itself instead.
+    """
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.name, self.of_thread = "PyTorch as a CUDA graph", threading.local()
+        self.forget()
+
+    def forget(self):
+        """Forget all recordings, and look up the weights anew."""
+        self.weights = eager.ModelWeights(self.model)
+        self.tensors = [*self.model.parameters(), *self.model.buffers()]
+        self.pointers = [t.data_ptr() for t in self.tensors]
+        self.recordings, self.bound = {}, []
+        self.pool = None  # of memory, one for all graphs, as no two run at the same time; it ends with the last graph
+
+    def bind(self, caches):
+        super().bind(caches)
+        self.address = tuple((cache.data_ptr(), cache.stride()) for cache in caches), caches[0].shape, caches[0].dtype
+
+    @contextmanager
+    def exclusive_use(self):
+        """For a loop in this thread in which no other code runs between the steps: weights stay where they are."""
+        before = self.in_exclusive_use()
+        with step_lock.lock:
+            self.notice_changes()
+        try:
+            self.of_thread.exclusive = True
+            yield
+        finally:
+            self.of_thread.exclusive = before
+
+    def in_exclusive_use(self):
+        return getattr(self.of_thread, 'exclusive', False)
+
+    def notice_changes(self):
+        if not self.weights.objects.unchanged() or [t.data_ptr() for t in self.tensors] != self.pointers:
+            self.forget()
+
+    def one_token(self, idx, kv_cache):
+        if not self.in_exclusive_use():
+            self.notice_changes()
+        if self.weights.blocks is None or self.weights.dropping():
+            with torch.no_grad():
+                logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
+                return logits, kv_cache
+        return super().one_token(idx, kv_cache)
+
+    def run(self, idx, cache_pos, held):
+        n_slots = self.slots_to_read(cache_pos)
+        amp = torch.get_autocast_dtype('cuda') if torch.is_autocast_enabled('cuda') else None
+        kind = self.address, n_slots, amp
+        with torch.cuda.device_of(idx):
+            if kind not in self.recordings:
+                while len(self.recordings) >= MOST:
+                    del self.recordings[next(iter(self.recordings))]
+                self.recordings[kind] = self.record(idx, cache_pos, held, n_slots, amp)
+            recording = self.recordings[kind]
+            recording.idx.copy_(idx)
+            for static, x in ((recording.positions, cache_pos), (recording.held, held)):
+                if static is not None:
+                    fill(static, x)
+            recording.graph.replay()
+        return recording.logits
+
+    def slots_to_read(self, cache_pos):
+        """The number of the first slots that hold all keys up to cache_pos, of few different numbers."""
+        n_slots = self.bound[0].size(2)
+        if self.model.config.window:
+            return n_slots
+        last, n = int(cache_pos.max()) if torch.is_tensor(cache_pos) else cache_pos, FEWEST_SLOTS
+        while n <= last:
+            n *= 2
+        return min(n, n_slots)
+
+    def record(self, idx, cache_pos, held, n_slots, amp):
+        """A `Recording` of the step for tokens such as idx, in the caches that are bound."""
+        static_idx, positions = idx.clone(), torch.empty_like(idx)
+        fill(positions, cache_pos)
+        static_held = None if held is None else fill(torch.empty_like(idx), held)
+        caches, weights, config = [cache[:, :, :n_slots] for cache in self.bound], self.weights, self.model.config
+
+        def step():
+            # the weights that autocast casts are cast in the graph: a copy that autocast keeps is freed before long
+            with torch.autocast('cuda', amp, cache_enabled=False) if amp else nullcontext():
+                layers = static_layers(caches, positions, static_held, config.n_sink)
+                return eager.step(weights, config, static_idx, positions[:, 0], layers)[0]
+        if self.pool is None and idx.is_cuda:
+            self.pool = torch.cuda.graph_pool_handle()
+        return Recording(*captured(step, self.pool), static_idx, positions, static_held)
+
+
+def fill(static, x):
+    """Write x, an int or (B,), to a tensor (B, 1), and return it."""
+    return static.copy_(x[:, None]) if torch.is_tensor(x) else static.fill_(x)
+
+
+def captured(step, pool):
+    """(the graph of step(), what step() returns, which the graph writes). The step is run once before."""
+    graph, stream = torch.cuda.CUDAGraph(), recording_stream(torch.cuda.current_device())
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()  # libraries allocate their memory at a first call, which cannot be recorded
+        stream.synchronize()
+        graph.capture_begin(pool, capture_error_mode='thread_local')
+        try:
+            out = step()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph, out
+
+
+@cache
+def recording_stream(device):
+    """A stream to record on; one for each device, because cuBLAS keeps 32 MiB for each stream that it has run on."""
+    return torch.cuda.Stream(device)

@@ -1,0 +1,101 @@
+"""
+A decode step whose shapes never change, for decoders that run a recorded or compiled step again and again.
+
+A layer's cache is a `StaticSlots` here: keys and values are written to the slots of their positions, and attention goes
+over a fixed number of slots with a mask. Nothing that is recorded depends on the length of the sequence. (After
+gpt-fast's decode_one_token, https://github.com/pytorch-labs/gpt-fast. The price is that empty slots are read too; the
+mask hides them, but they must hold numbers, as the zeros of a new cache do.)
+"""
+from typing import NamedTuple
+
+import torch
+
+from decode.forks import StepLock
+from decode.layers import make_room, with_length
+from decode.structure import check_structure
+from positions import Keys
+
+step_lock = StepLock()  # one step at a time: a decoder's bound cache is of one
+
+
+class StaticSlots(NamedTuple):
+    """The cache of one layer with slots (B, n_kv_head, n_slots, head_dim); see model.py's `append`."""
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    slots: torch.Tensor  # int64 (B, T), for the new tokens
+    keys: Keys           # the position of each slot; a slot that is empty has a position after the new tokens'
+
+    def append(self, k, v, positions):
+        """Write k and v (B, n_kv_head, T, head_dim). Returns all slots, in the dtype of k, their `Keys`, and itself."""
+        k_cache, v_cache, slots, keys = self
+        rows = torch.arange(k.size(0), device=k.device)[:, None]
+        k_cache[rows, :, slots] = k.transpose(1, 2).to(k_cache.dtype)
+        v_cache[rows, :, slots] = v.transpose(1, 2).to(v_cache.dtype)
+        return k_cache.to(k.dtype), v_cache.to(v.dtype), keys, self
+
+
+def static_layers(caches, positions, held, n_sink):
+    """
+    The `StaticSlots` of all layers for new tokens at positions, int64 (B, 1). caches: k_cache and v_cache of each
+    layer, one after the other. held: of a model with a window, int64 (B, 1), see `RollingKVCache.make_room`; or None.
+    """
+    new, slots = positions, torch.arange(caches[0].size(2), device=positions.device)
+    keys = Keys(slots)
+    if held is not None:
+        new, keys = n_sink + positions - held, Keys(torch.where(slots < n_sink, slots, slots + held - n_sink))
+    return [StaticSlots(k_cache, v_cache, new, keys) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
+
+
+class StaticDecoder:
+    """
+    A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache). T = 1 is the work of `run`, more tokens
+    are that of the model itself.
+
+    Raises ValueError for models with other blocks than model.py's or with hooks. A model is checked here, and again
+    when a step's cache is not the last step's.
+    """
+
+    def __init__(self, model):
+        check_structure(model)
+        self.model, self.bound = model, []  # bound: k_cache and v_cache of each layer of the last step
+
+    def bind(self, caches):
+        """Prepare for steps on these caches: called when they are not those of the last step."""
+        self.bound = caches
+
+    def run(self, idx, cache_pos, held):
+        """
+        Logits (B, 1, vocab_size), not to be kept, for idx, int64 (B, 1), at cache_pos, an int or int64 (B,), in the
+        caches that are bound. held: the position in slot n_sink if the model has a window, as cache_pos; or None.
+        """
+        raise NotImplementedError
+
+    def __call__(self, idx, kv_cache):
+        if kv_cache is None or idx.dim() != 2 or idx.size(1) != 1:
+            logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
+            return logits, kv_cache
+        with step_lock.lock:
+            return self.one_token(idx, kv_cache)
+
+    def one_token(self, idx, kv_cache):
+        cache_pos = kv_cache[0][2]
+        caches = [cache for layer in kv_cache for cache in layer[:2]]
+        new = len(caches) != len(self.bound) or any(a is not b for a, b in zip(caches, self.bound))
+        if new or type(cache_pos) is not int or idx.dtype is not torch.int64 or len(idx) != len(caches[0]):
+            idx, cache_pos = self.model.checked_input(idx, kv_cache)
+        if new:
+            check_structure(self.model)
+            self.bind(caches)
+        config = self.model.config
+        if type(cache_pos) is int and not 0 <= cache_pos < config.max_positions:
+            raise ValueError(f"out of context: cache_pos {cache_pos} + 1 new token > block_size {config.block_size}")
+        with torch.inference_mode():
+            held = make_room(kv_cache, cache_pos, 1, config) if config.window else None
+            logits = self.run(idx, cache_pos, held).clone()
+        return logits, with_length(kv_cache, cache_pos + 1)
+
+
+def column(x, B, device):
+    """An int, or an int64 tensor (B,), as a new tensor (B, 1)."""
+    # new in both cases: a step is compiled for tensors that were made in inference mode, or for others
+    return x[:, None].clone() if torch.is_tensor(x) else torch.full((B, 1), x, dtype=torch.int64, device=device)
