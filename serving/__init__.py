@@ -1,1 +1,0 @@
-"""Many requests, one model: continuous batching over a paged cache, behind the OpenAI completions API and a page."""
