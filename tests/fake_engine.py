@@ -71,14 +71,19 @@ class FakeEngine:
                     self.aborted.append(id)
         self.notify()
 
-    def step(self):
-        """One token for each sample that runs. Returns how many requests ran."""
+    def admit(self):
+        """Begin what waits, where there is a slot for it."""
         with self.lock:
             while self.waiting and len(self.running) < self.n_slots:
                 request = self.waiting.pop(0)
                 request.texts = [TextStream(self.served.token_bytes, request.stop) for _ in range(request.n)]
                 request.counts, request.ended = [0] * request.n, [False] * request.n
                 self.running.append(request)
+
+    def step(self):
+        """One token for each sample that runs. Returns how many requests ran."""
+        with self.lock:
+            self.admit()
             ran = self.running[:]
             for request in ran:
                 outputs = [self.output(request, i) for i in range(request.n) if not request.ended[i]]
