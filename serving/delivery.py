@@ -74,6 +74,8 @@ class Answer:
             await asyncio.wait({writer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if writer.done():
                 writer.result()
+        except asyncio.CancelledError:  # uvicorn ends, and this client has not read its answer in time
+            pass
         finally:
             writer.cancel()
             gone.cancel()
