@@ -57,11 +57,11 @@ class BlockManager:
     n_blocks blocks of block_size slots each. Sequences have any hashable name. hash: the hash function for
     (hash of the parent, tokens). window, n_sink: of the model.
 
-    tables: {sequence: its blocks, in order, None for those that were freed}. salts: {sequence: its salt}; sequences find
-    only what was computed for one with an equal salt. length: {sequence: the number of its
-    positions}. references: the number of tables that each block is in. runs: {sequence: (what a cache has made of its
-    table, up to which position it is as `extend` would leave it)}. What is here of a sequence is forgotten when its
-    table changes, but for new blocks at its end, and when its last block is shared.
+    tables: {sequence: its blocks, in order, None for those that were freed}. length: {sequence: the number of its
+    positions}. salts: {sequence: its salt}; a sequence finds only blocks that were computed for one with an equal salt.
+    references: the number of tables that each block is in. runs: {sequence: (what a cache has made of its table, up to
+    which position it is as `extend` would leave it)}. What is here of a sequence is forgotten when its table changes,
+    but for new blocks at its end, and when its last block is shared.
     """
 
     def __init__(self, n_blocks, block_size, hash=hash, window=0, n_sink=0):

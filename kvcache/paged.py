@@ -55,7 +55,6 @@ class PagedCache(BaseCache):
         self.blocks, self.tokens = BlockManager(n_blocks, block_size, window=window, n_sink=n_sink), {}
         # of the model when the blocks that are remembered were computed. version: another number after each change
         self.watch = self.version = None
-        self.most_blocks = min(n_blocks, n_blocks_for(model.config, block_size))  # of one sequence
         super().__init__(model, n_blocks, make_layers(model, (n_blocks, block_size), type_kv), 'paged', type_kv,
                          decoder)
 
@@ -85,17 +84,21 @@ class PagedCache(BaseCache):
         """How many blocks are in no table. Some may be remembered."""
         return len(self.blocks.free)
 
+    def n_needed(self, n):
+        """How many blocks a sequence of n tokens takes at most at a time."""
+        return min(-(-n // self.blocks.block_size), n_blocks_for(self.model.config, self.blocks.block_size))
+
     def n_missing(self, seq, n):
         """
         How many free blocks n more tokens of a sequence take, at most; negative if more are released, because the next
         token does not see them. With a window and n > window + 1, an estimate of what they take while they are fed.
         """
         if seq not in self.blocks.tables:
-            return min(-(-n // self.blocks.block_size), self.most_blocks)
+            return self.n_needed(n)
         n_new, shared, _, n_freed = self.blocks.needs(seq, n)
         if self.window and n > self.window + 1:
             table = self.blocks.tables[seq]
-            return min(n_new + shared, self.most_blocks - len(table) + table.count(None))
+            return min(n_new + shared, self.n_needed(self.blocks.length[seq] + n) - len(table) + table.count(None))
         return n_new + shared - n_freed
 
     def copy(self, seq, new):

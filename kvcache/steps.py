@@ -67,8 +67,8 @@ class Steps(Exclusive):
             ids = torch.cat(parts)
         if wanted is not None:
             if not (self.compiled and self.readable()) or len(ids) < n_new or 0 < self.window < max(counts) - 1:
-                raise ValueError("the logits of other tokens than the last ones take a decoder with a compiled step, no "
-                                 "remembered tokens, and at most window + 1 new tokens of a sequence")
+                raise ValueError("the logits of other tokens than the last ones take a decoder with a compiled "
+                                 "step, no remembered tokens, and at most window + 1 new tokens of a sequence")
             logits = self.compiled_pass(seqs, starts, counts, ids, wanted)
         elif self.compiled and self.readable():
             logits = self.in_chunks(self.compiled_pass, seqs, starts, counts, ids)
