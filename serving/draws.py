@@ -33,7 +33,7 @@ def uniform(seed, n):
 
 @njit(cache=True)
 def exponentials(row, largest, factor, weights, scales):
-    """weights[i] = exp((row[i] - largest) * factor), to about 1e-15; 0 below 1e-300. Loops that the compiler vectorises."""
+    """weights[i] = exp((row[i] - largest) * factor), to about 1e-15, and 0 below 1e-299. Compiled to vectors."""
     n, as_float = len(row), scales.view(np.float64)
     for i in range(n):
         x = max((np.float64(row[i]) - largest) * factor, -690.0)
@@ -203,8 +203,8 @@ def draw_rows(logits, rows, settings, seeds, numbers, weights, scales, tokens):
 @njit(cache=True, nogil=True)
 def log_probabilities(logits, tokens, weights, scales, logprobs, ranks, top, top_logprobs):
     """
-    Of each row of logits: the log probability of its token, the token's rank (1 for the likeliest), and the top.shape[1]
-    likeliest tokens with theirs, of equal ones the first first.
+    Of each row of logits: the log probability of its token, the token's rank (1 for the likeliest), and as many of the
+    likeliest tokens as `top` has columns, with theirs; of equal ones the first comes first.
     """
     k = top.shape[1]
     for i in range(len(tokens)):

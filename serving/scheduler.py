@@ -47,8 +47,8 @@ class Scheduler:
     sample loses its blocks and waits again; its tokens are computed anew later. So the oldest one advances in every
     step.
 
-    A sample begins to run only if there are blocks for all of its tokens, and for block_size more of it and of each that
-    runs. So it does not take blocks only to lose them again in the next step.
+    A sample begins to run only if there are blocks for all of its tokens, and for block_size more of it and of each
+    that runs. So it does not take blocks only to lose them again in the next step.
 
     running, waiting: samples, the oldest first. All that run are older than all that wait. Siblings are in neither
     before they begin.
@@ -198,6 +198,13 @@ class Scheduler:
             self.release(sample)
         elif sample in self.waiting:
             self.waiting.remove(sample)
+
+    def clear(self):
+        """Forget all samples, and free all sequences of the cache."""
+        self.running, self.no_room = [], None
+        self.waiting.clear()
+        for handle in list(self.cache.lengths):
+            self.cache.free(handle)
 
     def release(self, sample):
         self.cache.free(sample.handle)
