@@ -25,7 +25,7 @@ from serving.api import APIError, CompletionBody, DetokenizeBody, TokenizeBody, 
 from serving.completion import Completion
 from serving.delivery import JSON, Answer, Mailbox
 from serving.engine import QueueFull
-from serving.metrics import exposition
+from serving.metrics import FORMAT, Metrics
 from serving.openapi import openapi
 from serving.request import Output
 
@@ -45,26 +45,33 @@ class Service:
 
     def __init__(self, load, api_key='', max_body=4 * 2**20):
         self.load, self.api_key, self.max_body = load, api_key, max_body
-        self.engine = self.served = self.error = None
+        self.engine = self.served = self.metrics = self.error = None
         self.status, self.mailboxes = 'loading', set()
 
     def start_loading(self, loaded=lambda: None):
         """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
         def load():
             try:
-                self.engine, self.served = self.load()
+                engine, self.served = self.load()
+                self.engine, self.metrics = engine, Metrics(engine)
                 self.status = 'ready' if self.status == 'loading' else self.status
             except BaseException as e:
                 self.status, self.error = 'failed', e
             loaded()
         threading.Thread(target=load, name='load', daemon=True).start()
 
+    def check_loaded(self):
+        """APIError 503 unless there is a model. It may be draining."""
+        if self.metrics is None:
+            raise APIError(503, "the model is being loaded: try again later", code='loading',
+                           headers={'retry-after': '5'})
+
     def check_ready(self):
         """APIError 503 unless requests are taken."""
-        if self.status != 'ready':
-            why = {'loading': "the model is being loaded", 'draining': "the server is stopping"}.get(
-                self.status, "the model could not be loaded")
-            raise APIError(503, f"{why}: try again later", code=self.status, headers={'retry-after': '5'})
+        if self.status == 'draining':
+            raise APIError(503, "the server is stopping: try again later", code='draining',
+                           headers={'retry-after': '5'})
+        self.check_loaded()
 
     def check_key(self, request):
         """APIError 401 unless the request has the key, where there is one."""
@@ -178,7 +185,7 @@ async def chat(service, request):
 
 async def models(service, request):
     service.check_key(request)
-    service.check_ready()
+    service.check_loaded()
     served = service.served
     model = {'id': served.name, 'object': 'model', 'created': served.created, 'owned_by': 'nanogpt',
              'max_model_len': served.max_tokens}
@@ -191,8 +198,8 @@ async def health(service, request):
 
 
 async def metrics(service, request):
-    data, content_type = exposition(service.engine)
-    return Response(data, headers={'content-type': content_type})
+    service.check_loaded()
+    return Response(service.metrics.text(), headers={'content-type': FORMAT})
 
 
 async def tokenize(service, request):
@@ -211,7 +218,7 @@ async def detokenize(service, request):
 
 async def cache(service, request):
     service.check_key(request)
-    service.check_ready()
+    service.check_loaded()
     return JSON(service.engine.state(), headers={'cache-control': 'no-store'})
 
 

@@ -4,10 +4,12 @@ vocabulary. It steps when a test says so, or in a thread.
 """
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
 from serving.api import Served
 from serving.engine import QueueFull
+from serving.metrics import COUNTERS, GAUGES
 from serving.request import Logprobs, Output
 from serving.text import TextStream, bytes_of_tokens
 from tokenizer import CharTokenizer
@@ -33,7 +35,7 @@ class FakeEngine:
     """
 
     def __init__(self, n_slots=4, max_queue=4, served=SERVED, n_blocks=48):
-        self.n_blocks, self.remembered, self.n_generated = n_blocks, {}, 0
+        self.n_blocks, self.remembered, self.n_generated, self.seconds = n_blocks, {}, 0, deque()
         self.n_slots, self.max_queue, self.served, self.raises = n_slots, max_queue, served, None
         self.waiting, self.running, self.aborted, self.finished = [], [], [], []
         self.lock, self.changed, self.thread, self.stopped = threading.RLock(), threading.Condition(), None, False
@@ -176,4 +178,5 @@ class FakeEngine:
 
     @property
     def stats(self):
-        return SimpleNamespace()
+        numbers = dict.fromkeys([*GAUGES, *COUNTERS], 0) | {'generated_tokens': self.n_generated}
+        return SimpleNamespace(finished={'stop': 2}, first_token=self.seconds, per_token=deque(), **numbers)

@@ -96,6 +96,23 @@ def test_tokenize_and_detokenize(engine):
         assert refused(client.post('/detokenize', json={'tokens': [31]}), 400)['param'] == 'tokens'
 
 
+def test_metrics(engine):
+    """Read with Prometheus's own parser. An observation is counted once, however often the metrics are read."""
+    from prometheus_client.parser import text_string_to_metric_families
+    engine.start()
+    engine.seconds += [.003, .2]
+    with serving(engine, SERVED) as client:
+        client.post('/v1/completions', json=dict(prompt='a', max_tokens=7))
+        for _ in range(2):
+            response = client.get('/metrics')
+            values = {(sample.name, *sample.labels.values()): sample.value
+                      for family in text_string_to_metric_families(response.text) for sample in family.samples}
+    assert response.headers['content-type'].startswith('text/plain; version=0.0.4')
+    assert values['nanogpt_generated_tokens_total',] == 7 and values['nanogpt_finished_total', 'stop'] == 2
+    assert values['nanogpt_time_to_first_token_seconds_count',] == 2
+    assert values['nanogpt_time_to_first_token_seconds_bucket', '0.005'] == 1 and values['nanogpt_blocks_used',] == 0
+
+
 def test_addresses_that_do_not_exist(engine):
     with serving(engine, SERVED) as client:
         assert '/openapi.json' in refused(client.get('/v2'), 404)['message']
@@ -210,7 +227,7 @@ def test_a_bug_is_a_json_error(engine):
     from serving.server import Service
     engine.state = lambda: 1 / 0
     service = Service(lambda: (engine, SERVED))
-    service.engine, service.served, service.status = engine, SERVED, 'ready'
+    service.engine = service.metrics = engine
     app = make_app(service)
 
     async def get():
