@@ -54,6 +54,8 @@ def main(config):
             raise ValueError(f"{setting} must be at least 1, not {config[setting]}")
     if not 0 <= port < 65536 or drain < 0 or n_blocks < 0:
         raise ValueError(f"port {port} must be from 0 to 65535, and drain {drain:g} and n_blocks {n_blocks} at least 0")
+    if decoder == 'compiled':
+        raise ValueError("decoder must be auto, eager or cpu here: the compiled one has no blocks")
     decode.check_choice(decoder, weights, threads, pick_device(device))
     run(Service(load, api_key, max_body), host, port, drain, cors_origin)
 

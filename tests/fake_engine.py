@@ -3,7 +3,6 @@ An engine without a model, for tests of the server: the k-th token that a sample
 vocabulary. It steps when a test says so, or in a thread.
 """
 import threading
-import time
 from collections import deque
 from types import SimpleNamespace
 
@@ -30,12 +29,12 @@ def score(token, params):
 
 class FakeEngine:
     """
-    n_slots: requests that run at a time. max_queue: requests that wait. raises: what each submit raises. Its pool has
-    blocks of 4 tokens; the samples of a request share the full blocks of its prompt, which are remembered.
+    n_slots: requests that run at a time. max_queue: requests that wait. raises: what each submit raises. seconds:
+    observations for the metrics.
     """
 
-    def __init__(self, n_slots=4, max_queue=4, served=SERVED, n_blocks=48):
-        self.n_blocks, self.remembered, self.n_generated, self.seconds = n_blocks, {}, 0, deque()
+    def __init__(self, n_slots=4, max_queue=4, served=SERVED):
+        self.n_generated, self.seconds = 0, deque()
         self.n_slots, self.max_queue, self.served, self.raises = n_slots, max_queue, served, None
         self.waiting, self.running, self.aborted, self.finished = [], [], [], []
         self.lock, self.changed, self.thread, self.stopped = threading.RLock(), threading.Condition(), None, False
@@ -85,7 +84,6 @@ class FakeEngine:
                 request = self.waiting.pop(0)
                 request.texts = [TextStream(self.served.token_bytes, request.stop) for _ in range(request.n)]
                 request.counts, request.ended = [0] * request.n, [False] * request.n
-                request.tables = [[] for _ in range(request.n)]
                 self.running.append(request)
 
     def step(self):
@@ -114,7 +112,6 @@ class FakeEngine:
         token = (request.seed + i + request.counts[i]) % len(self.served.token_bytes)
         request.counts[i] += 1
         self.n_generated += 1
-        self.extend(request, i)
         text, reason = request.texts[i].push(token), None
         if request.texts[i].stopped or token in request.params.stop_token_ids:
             reason = 'stop'
@@ -141,40 +138,8 @@ class FakeEngine:
         self.stopped = True
         self.notify()
 
-    def extend(self, request, i):
-        """Give a sample the blocks that it needs."""
-        n_shared, table = len(request.prompt) // 4, request.tables[i]
-        for place in range(len(table), -(-(len(request.prompt) + request.counts[i]) // 4)):
-            if place < n_shared and request.tables[0][place:]:
-                table.append(request.tables[0][place])
-                continue
-            used = {block for r in self.running for t in r.tables for block in t}
-            block = min(set(range(self.n_blocks)) - used, key=lambda block: (block in self.remembered, block))
-            self.remembered.pop(block, None)
-            if place < n_shared:
-                self.remembered[block] = self.served.decode(request.prompt[4 * place:4 * place + 4])
-            table.append(block)
-
     def state(self):
-        """As `Engine.state`."""
-        with self.lock:
-            blocks = [{'samples': [], 'remembered': i in self.remembered, 'text': self.remembered.get(i, '')}
-                      for i in range(self.n_blocks)]
-            shown = {'running': [], 'waiting': []}
-            for name, requests in (('running', self.running), ('waiting', self.waiting)):
-                for request in requests:
-                    for i in range(request.n):
-                        count = request.counts[i] if name == 'running' else 0
-                        n, table = len(request.prompt) + count, request.tables[i] if name == 'running' else []
-                        shown[name].append({'id': request.id, 'index': i, 'n_prompt': len(request.prompt),
-                                            'n_tokens': n, 'computed': n - 1, 'blocks': table[:]})
-                        for place, block in enumerate(table):
-                            blocks[block]['samples'].append([request.id, i])
-                            tokens = [*request.prompt, *((request.seed + i + k) % len(CHARS) for k in range(count))]
-                            blocks[block]['text'] = self.served.decode(tokens[4 * place:4 * place + 4])
-            counters = {'generated_tokens': self.n_generated, 'prefix_hits': 30, 'prefix_queries': 40, 'preemptions': 7}
-            return {'time': time.monotonic(), 'block_size': 4, 'n_blocks': self.n_blocks, 'blocks': blocks,
-                    'counters': counters, **shown}
+        return {'running': [request.id for request in self.running]}
 
     @property
     def stats(self):
