@@ -64,7 +64,7 @@ def operation(summary, body, answer, errors, key, has_key):
     if answer in SCHEMAS:
         content = {'application/json': {'schema': reference(answer)}}
         if answer == 'Completion':
-            content['text/event-stream'] = {'schema': TEXT}
+            content['text/event-stream'] = {'schema': object_of(data=TEXT)}  # an event
         responses['200'] = {'description': "as asked", 'content': content}
     elif answer:
         responses['200'] = {'description': "as asked", 'content': {answer: {'schema': TEXT}}}
