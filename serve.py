@@ -12,22 +12,11 @@ Ctrl-C or SIGTERM lets the requests that run finish, a second one ends at once.
 import configurator  # before torch: it says so in one line where torch is missing
 
 # isort: split
-configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'))
+configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
+                                "run `make serve`, or `pip install -r requirements-serve.txt`")
 
-import os
-import sys
-import time
-
-import torch
-
-import checkpoint
-import decode
-import model as plain_model
-from device import pick_device
-from serving.api import Served
-from serving.engine import Engine
+from serving.loading import check_decoder, load_engine
 from serving.server import Service, run
-from serving.text import bytes_of_tokens, end_of_text
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
 out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
@@ -54,26 +43,13 @@ def main(config):
             raise ValueError(f"{setting} must be at least 1, not {config[setting]}")
     if not 0 <= port < 65536 or drain < 0 or n_blocks < 0:
         raise ValueError(f"port {port} must be from 0 to 65535, and drain {drain:g} and n_blocks {n_blocks} at least 0")
-    if decoder == 'compiled':
-        raise ValueError("decoder must be auto, eager or cpu here: the compiled one has no blocks")
-    decode.check_choice(decoder, weights, threads, pick_device(device))
+    check_decoder(decoder, weights, threads, device)
     run(Service(load, api_key, max_body), host, port, drain, cors_origin)
 
 
 def load():
-    """(the engine, started, what it serves)"""
-    dev = pick_device(device)
-    model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, torch.float32)
-    token_bytes, step = bytes_of_tokens(tokenizer, model.config.vocab_size), None
-    if dev == 'cpu':
-        step = decode.best(model, 1, weights, threads, decoder)
-        print(f"decoder: {step.name}", file=sys.stderr)
-    engine = Engine(model, step, token_bytes, end_of_text(tokenizer), n_blocks or None, block_size,
-                    max_num_batched_tokens, max_queue)
-    longest = min(model.config.max_positions, engine.stats.blocks_total * block_size)
-    engine.start()
-    return engine, Served(name or os.path.basename(os.path.abspath(folder)), tokenizer, token_bytes, longest,
-                          int(time.time()))
+    return load_engine(init_from, out_dir, name, device, decoder, weights, threads, n_blocks=n_blocks or None,
+                       block_size=block_size, max_num_batched_tokens=max_num_batched_tokens, max_queue=max_queue)
 
 
 if __name__ == '__main__':
