@@ -108,6 +108,8 @@ class Scheduler:
         # a sample takes at most one block for its first token, or for a copy of its last block, and one for a rest
         counts = free < 2 * len(running) + self.budget // self.block_size
         for sample in running[:self.budget]:
+            if sample.handle is None:  # it was preempted, and so were all after it
+                break
             n = len(sample.tokens) - sample.computed
             if n > 1:
                 n = min(n, 1 + max(0, spare), self.most(sample))
@@ -120,9 +122,8 @@ class Scheduler:
                     missing = cache.n_missing(sample.handle, n)
                 if missing > free:
                     self.preempt(sample)
+                    break
                 free -= missing
-            if sample.handle is None:  # this one is the newest, and so are all after it
-                break
             plan.append((sample, n))
         return plan
 
