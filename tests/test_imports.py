@@ -6,6 +6,7 @@ decode/, kvcache/ and training/ are handed a model, and import neither it nor an
 import ast
 import glob
 import os
+import subprocess
 import sys
 
 import pytest
@@ -81,6 +82,14 @@ def test_kvcache_takes_nothing_of_decode_but_fingerprints_and_metadata():
                 assert node.module in ('decode.fingerprint', 'decode.metadata'), path
             elif isinstance(node, ast.Import):
                 assert all(alias.name.split('.')[0] != 'decode' for alias in node.names), path
+
+
+def test_what_needs_no_tensors_imports_no_torch():
+    """The scheduler, the API and the text of tokens can be read, tested and changed without a model."""
+    pytest.importorskip('pydantic', reason="needs requirements-serve.txt")
+    modules = [f'serving.{name}' for name in ('request', 'scheduler', 'text', 'api', 'completion', 'openapi')]
+    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, '-c', code], cwd=ROOT).returncode == 0
 
 
 def test_at_most_fourteen_files_at_the_top():
