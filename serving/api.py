@@ -3,7 +3,7 @@ The objects of the API: what a body may hold, the `Request`s it asks for, and er
 legacy completions (https://platform.openai.com/docs/api-reference/completions), with those that vLLM adds.
 """
 import difflib
-import secrets
+import random
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -90,18 +90,18 @@ class CompletionBody(Body):
     min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=MOST_SAMPLES, description="samples of each prompt")
     seed: int | None = Field(None, ge=0, lt=2**63, description="sample i of a prompt draws with seed + i")
-    stop: Annotated[list, BeforeValidator(checked_stop), WithJsonSchema(STOP_SCHEMA)] = []
-    stop_token_ids: list[TokenId] = Field([], max_length=128)
+    stop: Annotated[list, BeforeValidator(checked_stop), WithJsonSchema(STOP_SCHEMA)] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool = Field(False, description="with logprobs, the prompt is scored; max_tokens may then be 0")
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0)
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: StreamOptions = Field(default_factory=StreamOptions)
     return_token_ids: bool = Field(False, description="add token_ids and prompt_token_ids to the choices")
     cache_salt: str = Field('', max_length=256, description="prompts share blocks with those of the same salt only")
     user: str = Field('', description="has no effect")
@@ -214,7 +214,7 @@ def requests_of(body, served, id, delivers):
     if longest + body.max_tokens > served.max_tokens:
         raise too_long(f"the prompt has {longest:,} tokens and max_tokens is {body.max_tokens:,}, together more than "
                        f"the {served.max_tokens:,} that a request may have: shorten one of them")
-    seeds = [secrets.randbelow(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
+    seeds = [random.randrange(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     try:
         params = SamplingParams(
             temperature=body.temperature, top_p=body.top_p, top_k=max(body.top_k, 0), min_p=body.min_p,

@@ -5,7 +5,7 @@ from collections import deque
 import orjson
 from starlette.responses import Response
 
-PAUSE = 0.02  # seconds between two chunks of a stream: tokens that come faster share a chunk
+PAUSE = 0.04  # seconds between two chunks of a stream: tokens that come faster share a chunk
 
 
 class JSON(Response):
@@ -15,47 +15,58 @@ class JSON(Response):
         return orjson.dumps(content)
 
 
+class Bell:
+    """
+    Sets events of the event loop from another thread. All that are set before the loop comes to it cost one call: each
+    call gives the interpreter's lock away, and the engine would wait for it again.
+    """
+
+    def __init__(self, loop):
+        self.loop, self.events, self.rung = loop, deque(), False
+
+    def ring(self, event):
+        self.events.append(event)
+        if not self.rung:
+            self.rung = True
+            self.loop.call_soon_threadsafe(self.answer)
+
+    def answer(self):
+        self.rung = False  # before the events are taken: for one that comes now the bell is rung again
+        while self.events:
+            self.events.popleft().set()
+
+
 class Mailbox:
     """
     Outputs on their way from the engine's thread to the coroutine of one client, which may be slow: they wait here, no
-    more than a request's own tokens, and the engine never waits. One wake-up of the event loop serves all outputs that
-    came since the last one. each_step: wake it for any output, or only for the last one of a sample?
+    more than a request's own tokens, and the engine never waits. listening: is the bell rung for any output, or only
+    for the last one of a sample?
     """
 
-    def __init__(self, loop, each_step):
-        self.loop, self.each_step, self.outputs, self.woken = loop, each_step, deque(), False
-        self.news, self.end = asyncio.Event(), asyncio.Event()
+    def __init__(self, bell, listening):
+        self.bell, self.listening, self.outputs, self.news = bell, listening, deque(), asyncio.Event()
 
     def put(self, number, outputs):
         """Called in the engine's thread: what one step gave to the request of this number."""
         self.outputs.append((number, outputs))
-        ends = any(output.finish_reason for output in outputs)
-        if ends or self.each_step and not self.woken:
-            self.woken = True
-            self.loop.call_soon_threadsafe(self.wake, ends)
-
-    def wake(self, ends):
-        self.news.set()
-        if ends:
-            self.end.set()
+        if self.listening or any(output.finish_reason for output in outputs):
+            self.listening = False
+            self.bell.ring(self.news)
 
     async def take(self):
-        """Wait for outputs, and return all that there are, a list of (number of the request, outputs)."""
+        """Wait for the bell, and return all outputs that there are, a list of (number of the request, outputs)."""
         await self.news.wait()
         self.news.clear()
-        self.end.clear()
-        self.woken = False  # before the outputs are taken: one that comes now wakes the loop again
         taken = []
         while self.outputs:
             taken.append(self.outputs.popleft())
         return taken
 
-    async def pause(self, seconds):
-        """Wait so long, or until a sample ends."""
-        try:
-            await asyncio.wait_for(self.end.wait(), seconds)
-        except asyncio.TimeoutError:  # noqa: UP041 (Python 3.10 has another TimeoutError)
-            pass
+    def listen(self):
+        """Ring for any output from now on, until one has come."""
+        self.listening = True  # before looking: an output that comes now is seen here, or rings the bell, or both
+        if self.outputs:
+            self.news.set()
 
 
 class Answer:
@@ -103,7 +114,7 @@ class Answer:
                 await send({'type': 'http.response.body', 'body': chunks, 'more_body': not done})
             if done:
                 return
-            await self.mailbox.pause(PAUSE)
+            asyncio.get_running_loop().call_later(PAUSE, self.mailbox.listen)
 
 
 async def disconnect(receive):

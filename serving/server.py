@@ -5,10 +5,10 @@ the engine has a thread of its own.
 import asyncio
 import hmac
 import os
+import random
 import socket
 import sys
 import threading
-import uuid
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -23,7 +23,7 @@ from starlette.routing import Route
 
 from serving.api import APIError, CompletionBody, DetokenizeBody, TokenizeBody, parsed, requests_of, too_long
 from serving.completion import Completion
-from serving.delivery import JSON, Answer, Mailbox
+from serving.delivery import JSON, Answer, Bell, Mailbox
 from serving.engine import QueueFull
 from serving.metrics import FORMAT, Metrics
 from serving.openapi import openapi
@@ -45,7 +45,7 @@ class Service:
 
     def __init__(self, load, api_key='', max_body=4 * 2**20):
         self.load, self.api_key, self.max_body = load, api_key, max_body
-        self.engine = self.served = self.metrics = self.error = None
+        self.engine = self.served = self.metrics = self.bell = self.error = None
         self.status, self.mailboxes = 'loading', set()
 
     def start_loading(self, loaded=lambda: None):
@@ -136,6 +136,7 @@ def make_app(service, cors_origin='', loaded=lambda: None):
     """
     @asynccontextmanager
     async def lifespan(app):
+        service.bell = Bell(asyncio.get_running_loop())
         service.start_loading(loaded)
         yield
         if service.engine is not None:
@@ -170,7 +171,7 @@ async def no_answer(request, e):
 
 async def completions(service, request):
     body = await service.body(request, CompletionBody)
-    id, mailbox = f'cmpl-{uuid.uuid4().hex}', Mailbox(asyncio.get_running_loop(), body.stream)
+    id, mailbox = f'cmpl-{random.getrandbits(96):024x}', Mailbox(service.bell, listening=body.stream)
     delivers = [partial(mailbox.put, number) for number in range(len(body.prompt))]
     make = partial(requests_of, body, service.served, id, delivers)
     requests = await asyncio.to_thread(make) if sum(map(len, body.prompt)) > LONG_TEXT else make()
