@@ -78,15 +78,16 @@ class Engine:
             n_queued = len(self.inbox) + len(self.scheduler.waiting)
             if n_queued >= self.max_queue:
                 raise QueueFull(f"{n_queued} requests are waiting, and at most {self.max_queue} may: try again later")
-            self.live[request.id] = Live(request)
-            self.inbox.append(('submit', request.id))
+            live = self.live[request.id] = Live(request)
+            self.inbox.append((self.core.begin, live))
             self.condition.notify_all()
 
     def abort(self, request_id):
         """End a request, if it has not ended: its blocks are free by the next step."""
         with self.condition:
-            self.inbox.append(('abort', request_id))
-            self.condition.notify_all()
+            if request_id in self.live:  # a later request may have this id again
+                self.inbox.append((self.abort_now, self.live[request_id]))
+                self.condition.notify_all()
 
     def drain(self, seconds):
         """
@@ -96,7 +97,7 @@ class Engine:
         with self.condition:
             self.draining = True
             finished = self.condition.wait_for(lambda: not self.live or self.stopping, seconds)
-            self.inbox.extend(('abort', request_id) for request_id in self.live)
+            self.inbox.extend((self.abort_now, live) for live in self.live.values())
             self.condition.notify_all()
             self.condition.wait_for(lambda: not self.live or self.stopping, seconds + IDLE)
         return finished
@@ -154,12 +155,12 @@ class Engine:
     def receive(self):
         """Do what other threads have asked for since the last step, in that order."""
         while self.inbox:
-            what, request_id = self.inbox.popleft()
-            live = self.live.get(request_id)
-            if live and what == 'abort':
-                self.core.end(live, 'abort')
-            elif live:
-                self.core.begin(live)
+            operation, live = self.inbox.popleft()
+            if self.live.get(live.request.id) is live:  # it has not ended
+                operation(live)
+
+    def abort_now(self, live):
+        self.core.end(live, 'abort')
 
     def end_all(self, reason, error=None):
         with self.condition:
