@@ -1,55 +1,25 @@
 """The page in a browser, headless Chromium, with a real engine on a small model that steps when a test lets it."""
 import os
 import shutil
-import threading
 
 import pytest
-import torch
 
 for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client', 'httpx', 'selenium'):
     pytest.importorskip(package, reason="needs requirements-serve.txt and selenium")
 
-from fake_engine import CHARS, SERVED
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from serving_process import serving
-
-from model import GPT, GPTConfig
-from serving.api import Served
-from serving.engine import Engine
+from stepping_engine import tiny_engine
 
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 DRIVER = shutil.which('chromedriver')
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no browser: chromium, chromium-driver")
 
 PROMPT = 'once upon a time there was a king'
-
-
-class Stepping(Engine):
-    """An engine that makes so many steps as are allowed, or all."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.n_allowed, self.steps = float('inf'), threading.Condition()
-
-    def allow(self, n):
-        with self.steps:
-            self.n_allowed = n
-            self.steps.notify_all()
-
-    def run_once(self):
-        with self.steps:
-            self.receive()
-            if self.scheduler.running or self.scheduler.waiting:
-                self.steps.wait_for(lambda: self.n_allowed > 0 or self.inbox or self.stopping, .05)
-                if self.n_allowed <= 0:
-                    self.snapshot = self.snapshots.take()
-                    return True
-                self.n_allowed -= 1
-        return super().run_once()
 
 
 @pytest.fixture(scope='module')
@@ -69,11 +39,8 @@ def browser():
 @pytest.fixture
 def page(browser):
     """A server with the page open. page.client: of the server. page.engine: its engine."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=256, vocab_size=len(CHARS), n_layer=1, n_head=2, n_embd=16))
-    engine = Stepping(model, None, SERVED.token_bytes, None, 96, 4)
-    engine.start()
-    with serving(engine, Served('tiny', SERVED.tokenizer, SERVED.token_bytes, 256)) as client:
+    engine, served = tiny_engine()
+    with serving(engine, served) as client:
         page = Page(browser, client, engine)
         page.open()
         browser.execute_script('sessionStorage.clear()')
