@@ -31,6 +31,7 @@ from serving.request import Output
 
 LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
+KEEP_ALIVE = 75   # seconds that an idle connection is kept: longer than clients keep theirs, so that they close it
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'page.html')
 PAGE_HEADERS = {'content-security-policy': "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                                            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -292,7 +293,7 @@ def run(service, host, port, drain_seconds, cors_origin=''):
     name = f'[{host}]' if ':' in host else host
     print(f"the page: http://{name}:{listener.getsockname()[1]}/   the API: /v1/completions", file=sys.stderr)
     config = uvicorn.Config(None, log_level='warning', access_log=False, lifespan='on', ws='none', server_header=False,
-                            timeout_graceful_shutdown=CLOSING)
+                            timeout_graceful_shutdown=CLOSING, timeout_keep_alive=KEEP_ALIVE)
     process = Process(config, service, drain_seconds)
     config.app = make_app(service, cors_origin, process.loaded)
     process.run([listener])
