@@ -70,12 +70,15 @@ class PagedCache(BaseCache):
         """
         Give a new sequence the remembered blocks with which its text begins. Returns how many tokens these hold; it
         goes on at that position. A step looks by itself for the tokens that it is given, which may not be all.
+
+        The weights are compared as they are before each step, not byte by byte, because many sequences begin.
         """
         if self.length(seq) or seq in self.blocks.tables:
             raise ValueError(f"sequence {seq} has begun already: look for its text before its first step")
         if self.decoder:
-            self.decoder.notice_changes(thorough=True)
-        self.forget_outdated()
+            self.decoder.notice_changes()
+        if self.version is None or self.weights_differ():
+            self.forget_blocks()
         self.lengths[seq] = self.begin_text(seq, list(tokens))
         return self.lengths[seq]
 
@@ -142,15 +145,14 @@ class PagedCache(BaseCache):
         del self.tokens[seq][n_keep:n_keep + n]
 
     def begin_texts(self, seqs, texts):
-        self.forget_outdated()
-        begun = self.blocks.tables  # by `reuse_prefix`, which has found nothing
-        return [0 if seq in begun else self.begin_text(seq, text.tolist()) for seq, text in zip(seqs, texts)]
-
-    def forget_outdated(self):
         if self.decoder:
-            self.forget_blocks_if_changed()  # the caller has had all weights compared
+            self.forget_blocks_if_changed()  # `step` has had all weights compared
         elif self.watch is None or not self.watch.identical():
             self.forget_blocks()
+        return [self.begin_text(seq, text.tolist()) for seq, text in zip(seqs, texts)]
+
+    def has_begun(self, seq):
+        return not self.lengths[seq] and seq in self.blocks.tables  # by `reuse_prefix`, which has found nothing
 
     def begin_text(self, seq, text):
         """A new sequence with the blocks that hold the beginning of its text. Returns how many tokens these are."""
@@ -241,8 +243,11 @@ class PagedCache(BaseCache):
         return ids, positions, metadata
 
     def forget_blocks_if_changed(self):
-        if self.version != self.decoder.version if self.decoder else not self.watch.unchanged():
+        if self.weights_differ():
             self.forget_blocks()
+
+    def weights_differ(self):
+        return self.version != self.decoder.version if self.decoder else not self.watch.unchanged()
 
     def forget_blocks(self):
         """Forget all blocks, and do not remember those that the present sequences fill: the weights have changed."""

@@ -31,6 +31,10 @@ class Steps(Exclusive):
         """Can the compiled step read the keys as they are stored now?"""
         return True
 
+    def has_begun(self, seq):
+        """Is it known already which of its first tokens are in the cache?"""
+        return False
+
     def begin_texts(self, seqs, texts):
         """
         Called before the first tokens of sequences are fed. texts: all tokens of the step, int64 (T_i,) each. Returns
@@ -54,14 +58,16 @@ class Steps(Exclusive):
         """
         self.remove_freed()
         seqs, starts, counts, ids, go_on = self.checked(work)
-        ends, n_new, begin = list(map(add, starts, counts)), len(ids), 0 in starts
-        if begin and self.decoder:
+        ends, n_new, new = list(map(add, starts, counts)), len(ids), []
+        if 0 in starts:
+            new = [i for i, start in enumerate(starts) if start == 0 and not self.has_begun(seqs[i])]
+        if new and self.decoder:
             self.decoder.notice_changes(thorough=True)
         if not go_on:
             for seq, start in zip(seqs, starts):
                 self.cut_to(seq, start)
-        if begin:
-            new, parts = [i for i, start in enumerate(starts) if start == 0], list(ids.split(counts))
+        if new:
+            parts = list(ids.split(counts))
             for i, n in zip(new, self.begin_texts([seqs[i] for i in new], [parts[i] for i in new])):
                 starts[i], counts[i], parts[i] = n, counts[i] - n, parts[i][n:]
             ids = torch.cat(parts)

@@ -11,6 +11,7 @@ from numba import njit, uint64
 N_BINS = 1024    # into which logits are sorted, from the largest down
 DEPTH = 32.0     # nats below the largest logit, after temperature, at which the last bin begins
 CHUNK = 64       # tokens whose weights are added up together
+LANES, FINITE = 16, np.float32(-3e38)
 LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10  # of fdlibm's exp
 # columns of a row's settings
 TEMPERATURE, TOP_K, TOP_P, MIN_P = range(4)
@@ -36,7 +37,8 @@ def exponentials(row, largest, factor, weights, scales):
     """weights[i] = exp((row[i] - largest) * factor), to about 1e-15, and 0 below 1e-299. Compiled to vectors."""
     n, as_float = len(row), scales.view(np.float64)
     for i in range(n):
-        x = max((np.float64(row[i]) - largest) * factor, -690.0)
+        x = (np.float64(row[i]) - largest) * factor
+        x = x if x > -690.0 else -690.0
         k = np.floor(x * 1.4426950408889634 + 0.5)
         r = (x - k * LN2_HIGH) - k * LN2_LOW
         p = 1.0 / 479001600.0
@@ -60,13 +62,32 @@ def exponentials(row, largest, factor, weights, scales):
 @njit(cache=True)
 def largest_of(row):
     """(the largest number of a row, the first token that has it)."""
-    m = row[0]
-    for x in row:
-        m = max(m, x)
+    lanes, n = np.full(LANES, -np.inf, np.float32), len(row) // LANES * LANES
+    for start in range(0, n, LANES):  # the compiler makes one vector operation of the inner loop
+        for i in range(LANES):
+            x = row[start + i]
+            lanes[i] = x if x > lanes[i] else lanes[i]
+    m = lanes.max()
+    for i in range(n, len(row)):
+        m = max(m, row[i])
     for i in range(len(row)):
         if row[i] == m:
             return m, i
     return m, 0
+
+
+@njit(cache=True)
+def smallest_of(row):
+    """The smallest finite number of a row."""
+    lanes, n = np.full(LANES, np.inf, np.float32), len(row) // LANES * LANES
+    for start in range(0, n, LANES):
+        for i in range(LANES):
+            x = row[start + i]
+            lanes[i] = x if FINITE < x < lanes[i] else lanes[i]
+    m = lanes.min()
+    for i in range(n, len(row)):
+        m = row[i] if FINITE < row[i] < m else m
+    return m
 
 
 @njit(cache=True)
@@ -180,11 +201,7 @@ def drawn(row, settings, share, weights, scales):
             if weights[i] < min_p:
                 weights[i] = 0.0
     if 0 < top_k < len(row) or top_p < 1.0:
-        lowest = largest
-        for x in row:
-            if -np.inf < x < lowest:
-                lowest = x
-        depth = min(np.float64(largest) - np.float64(lowest), DEPTH * temperature)
+        depth = min(np.float64(largest) - np.float64(smallest_of(row)), DEPTH * temperature)
         keep(row, weights, largest, N_BINS / max(depth, 1e-30), np.int64(top_k), top_p)
     return at_share(weights, share)
 

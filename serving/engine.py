@@ -17,6 +17,7 @@ from serving.core import EngineCore, Live
 from serving.snapshot import Snapshots
 
 N_BLOCKS, MEMORY = 1024, 2**30  # of a pool at most, by default; bytes of keys and values
+WORK = 2**33                    # weights times tokens of a step, by default: a few tenths of a second on two cores
 LOOKED_AT = 2.0                 # seconds after a call of `state` in which it is kept up to date
 BETWEEN_SNAPSHOTS = 0.1         # seconds, at least
 IDLE = 1.0                      # seconds that the thread waits for a request at a time
@@ -35,7 +36,8 @@ class Engine:
     model, decoder: a GPT, and what `decode.best` makes of it. token_bytes: the bytes of each token id, a list or a
     function. eos_token: the token that ends a text, if there is one. n_blocks, block_size, type_kv: of the pool, see
     `PagedCache`; by default N_BLOCKS, or fewer that have MEMORY bytes. max_num_batched_tokens: the most tokens of a
-    step. max_queue: how many requests may wait.
+    step, which all samples wait for; by default 64 to 512, fewer for larger models. max_queue: how many requests may
+    wait.
 
     The tokens and log probabilities of a sample are those that it has alone, with a compiled step bit for bit, whoever
     else is served, whatever is remembered, and whenever it was preempted. If the weights change, all keys and values
@@ -45,12 +47,13 @@ class Engine:
     """
 
     def __init__(self, model, decoder, token_bytes, eos_token=None, n_blocks=None, block_size=16,
-                 max_num_batched_tokens=512, max_queue=1024, type_kv='float32'):
+                 max_num_batched_tokens=None, max_queue=1024, type_kv='float32'):
         model.eval()
         n_blocks = n_blocks or default_n_blocks(model.config, block_size)
         self.cache = PagedCache(model, n_blocks, block_size, type_kv, decoder)
         bytes_of = token_bytes if callable(token_bytes) else token_bytes.__getitem__
-        self.core = EngineCore(self.cache, bytes_of, eos_token, max_num_batched_tokens, self.ended)
+        budget = max_num_batched_tokens or max(64, min(512, WORK // sum(p.numel() for p in model.parameters())))
+        self.core = EngineCore(self.cache, bytes_of, eos_token, budget, self.ended)
         self.scheduler, self.stats = self.core.scheduler, self.core.stats
         self.snapshots = Snapshots(self.scheduler, self.stats, bytes_of)
         self.vocab_size, self.max_queue = model.config.vocab_size, max_queue

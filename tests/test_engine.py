@@ -1,5 +1,6 @@
 """The engine on real small models: the tokens and log probabilities of a request are those that it has alone."""
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -220,7 +221,8 @@ def test_logprobs_equal_the_models():
         assert score.rank == 1 + int((expected > expected[score.token]).sum())
 
 
-def test_new_weights_are_used_from_the_next_token_on():
+@pytest.mark.parametrize('exclusive', [False, True])
+def test_new_weights_are_used_from_the_next_token_on(exclusive):
     """Weights that change between two steps: each token is that of the weights of its step, over all of its text."""
     engine, decoder = tiny(n_blocks=40)
     prompts = [[i, 2, 3, 4, 5] for i in range(4)]
@@ -231,7 +233,8 @@ def test_new_weights_are_used_from_the_next_token_on():
     with torch.no_grad():
         for p in decoder.model.parameters():
             p.copy_(torch.randn_like(p) * 0.3)
-    run(engine)
+    with decoder.exclusive_use() if exclusive else nullcontext():  # as in the engine's thread
+        run(engine)
     again = finished(engine, 'again', prompts[0], 7, temperature=0.0)
     fresh = CPUDecoder(decoder.model, threads=1)
     for got, before in zip(all_got, old):
@@ -239,6 +242,14 @@ def test_new_weights_are_used_from_the_next_token_on():
         assert got.tokens[0] == before + alone(fresh, request)[0][0]
     assert again.first.n_cached == 0 or engine.stats.prefix_hits
     assert again.tokens[0] == alone(fresh, again.request)[0][0][:7]
+
+
+def test_an_error_in_a_samples_text_spares_others():
+    engine, decoder = tiny()
+    bad, good = submit(engine, 'bad', [1, 2], n=3, stop=(5,)), submit(engine, 'good', [1, 2], 9)
+    run(engine)
+    assert bad.reasons == ['error'] * 3 and 'TypeError' in bad.error
+    assert good.tokens == [tokens for tokens, _ in alone(decoder, good.request)]
 
 
 def test_prompts_of_0_tokens_to_generate():

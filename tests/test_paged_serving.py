@@ -51,6 +51,25 @@ def test_a_salt_outlives_failed_steps_and_recovery():
     assert not set(before) & set(p.blocks.tables[other])
 
 
+def test_weights_are_not_read_for_each_sequence_that_begins():
+    """Where the prefix is looked for first, neither this nor the step compares all bytes of the weights."""
+    m, p = pool(ReferenceExecutor)
+    notice, calls = p.decoder.notice_changes, []
+    p.decoder.notice_changes = lambda thorough=False: calls.append(thorough) or notice(thorough)
+    for n in (0, 12):
+        seq = p.new()
+        assert p.reuse_prefix(seq, TEXT) == n
+        feed(p, {seq: TEXT[n:]})
+        assert calls and not any(calls)
+    with torch.no_grad():
+        m.lm_head.weight.mul_(2)
+    seq = p.new()
+    assert p.reuse_prefix(seq, TEXT) == 0, "new weights are noticed"
+    p.truncate(seq, 0)
+    feed(p, {p.new(): TEXT})
+    assert any(calls)
+
+
 def test_prefixes_are_of_new_sequences():
     m, p = pool()
     seq = p.new()

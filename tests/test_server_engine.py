@@ -82,6 +82,20 @@ def test_usage_counts_tokens(client):
                      'prompt_tokens_details': {'cached_tokens': 2 * (len(TEXT) // 4 * 4)}}
 
 
+def test_metrics_count_what_was_served(client):
+    def read():
+        lines = [line.split() for line in client.get('/metrics').text.splitlines() if not line.startswith('#')]
+        return {name.removeprefix('nanogpt_'): float(value) for name, value in lines}
+    before, body = read(), dict(n=2, max_tokens=9)
+    ask(client, **body)
+    after = read()
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown['requests_total'] == 1 and grown['prompt_tokens_total'] == len(TEXT)
+    assert grown['generated_tokens_total'] == 18 and grown['finished_total{reason="length"}'] == 2
+    assert grown['time_to_first_token_seconds_count'] == 1 and grown['time_per_token_seconds_count'] == 2
+    assert after['blocks_total'] == 96 and after['running'] == after['blocks_used'] == 0 < after['blocks_cached']
+
+
 def test_streamed_is_the_unstreamed(client):
     """With stop strings, several samples, and characters whose text may begin a stop string."""
     body = dict(n=4, max_tokens=60, seed=11, stop=['e', 'ab', '. '], return_token_ids=True)
