@@ -176,8 +176,9 @@ async def completions(service, request):
     delivers = [partial(mailbox.put, number) for number in range(len(body.prompt))]
     make = partial(requests_of, body, service.served, id, delivers)
     requests = await asyncio.to_thread(make) if sum(map(len, body.prompt)) > LONG_TEXT else make()
+    answer = Answer(service, Completion(id, body, service.served, requests), mailbox)
     service.submit(requests, mailbox)
-    return Answer(service, Completion(id, body, service.served, requests), mailbox)
+    return answer
 
 
 async def chat(service, request):

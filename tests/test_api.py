@@ -1,11 +1,12 @@
 """The bodies of the API: what becomes of a good one, and which field an error names. The JSON of answers."""
 import math
 
-import orjson
 import pytest
 
-pytest.importorskip('pydantic', reason="needs requirements-serve.txt")
+for package in ('pydantic', 'orjson', 'prometheus_client'):
+    pytest.importorskip(package, reason="needs requirements-serve.txt")
 
+import orjson
 from fake_engine import CHARS, SERVED
 
 from serving.api import APIError, CompletionBody, DetokenizeBody, TokenizeBody, biases, parsed, requests_of

@@ -247,3 +247,17 @@ def test_an_error_is_shown(page):
     page['#go'].click()
     page.wait(lambda: 'never saw' in page.text('#error'))
     assert page.finished()
+
+
+def test_a_server_with_a_key_asks_for_it(browser):
+    engine, served = tiny_engine()
+    with serving(engine, served, api_key='secret') as client:
+        page = Page(browser, client, engine)
+        browser.get(str(client.base_url))
+        page.wait(lambda: page['#key'].is_displayed() and 'needs its API key' in page.text('#status'))
+        page.fill(key='secret', prompt=PROMPT, max_tokens=5)
+        page.wait(lambda: page.text('#status') == 'connected')
+        page['#go'].click()
+        page.wait(lambda: page.samples() and page.finished() and not page.text('#error'))
+        assert all(len(text) == len(PROMPT) + 5 for text in page.samples())
+        browser.get('about:blank')
