@@ -4,7 +4,10 @@ which others are served.
 
     request      what was asked, and what one step adds to it
     scheduler    which tokens each step computes, and which sample gives way when blocks run out
-    sampler      the next token of each row of logits, and log probabilities, compiled
-    draws        how a row is filtered and drawn from
-    engine       a thread that owns model and cache: inbox, plan, step, sample, deliver
+    draws        a token from a row of logits, and log probabilities, compiled
+    sampler      the tokens of all rows of a step
+    text         bytes of tokens to text: UTF-8 never cut in half, stop strings never sent
+    core         one step: plan, compute, draw, deliver
+    engine       a thread around it, with an inbox
+    snapshot     counters, and the pool's state for the page
 """
