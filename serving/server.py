@@ -106,7 +106,7 @@ class Service:
                 for submitted in requests[:i]:
                     self.engine.abort(submitted.id)
                 if isinstance(e, QueueFull):
-                    raise APIError(429, f"{e}: try again in a second", code='queue_full',
+                    raise APIError(429, str(e), code='queue_full',
                                    headers={'retry-after': '1'}) from None
                 raise too_long(str(e)) from None
         self.mailboxes.add(mailbox)
