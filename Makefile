@@ -1,9 +1,10 @@
 # make demo: data, training, samples and the speed-up of the cache, in under 6 minutes on a laptop
+# make serve: the API and the page for the newest run; trains one first if there is none
 # make test: everything that must hold, each claim at a small size
 # make test-all: the same at full size
 PYTHON ?= python3
 
-.PHONY: demo test test-all lint clean
+.PHONY: demo serve test test-all lint clean
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -12,15 +13,23 @@ PYTHON ?= python3
 	.venv/bin/python -m pip install -q -r requirements.txt
 	touch $@
 
-.venv/dev.stamp: requirements.txt requirements-dev.txt | .venv/bin/python
-	.venv/bin/python -m pip install -q -r requirements-dev.txt
+.venv/serve.stamp: requirements.txt requirements-serve.txt | .venv/bin/python
+	.venv/bin/python -m pip install -q -r requirements-serve.txt
 	touch $@ .venv/run.stamp
+
+.venv/dev.stamp: requirements.txt requirements-serve.txt requirements-dev.txt | .venv/bin/python
+	.venv/bin/python -m pip install -q -r requirements-dev.txt
+	touch $@ .venv/run.stamp .venv/serve.stamp
 
 demo: .venv/run.stamp
 	test -f data/shakespeare_char/train.bin || .venv/bin/python data/shakespeare_char/prepare.py
 	.venv/bin/python train.py config/train_shakespeare_char.py
 	.venv/bin/python sample.py --use_cache=True --out_dir=out-shakespeare-char --num_samples=2 --max_new_tokens=300
 	.venv/bin/python test_kv_cache.py
+
+serve: .venv/serve.stamp
+	test -n "$$(ls out*/ckpt.pt 2>/dev/null)" || $(MAKE) demo
+	.venv/bin/python serve.py
 
 test: lint
 	.venv/bin/python -m pytest -n auto --dist worksteal

@@ -110,9 +110,16 @@ def _error(script, message):
     return 2
 
 
-def check_installation(packages=('torch', 'numpy', 'tqdm')):
-    """Exit with one line if a package is missing, most often because the virtual environment is not active."""
+def check_installation(packages=('torch', 'numpy', 'tqdm'), advice=None):
+    """
+    Exit with one line if a package is missing, most often because the virtual environment is not active. advice: what
+    to do about it otherwise.
+    """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing and advice:
+        print(f"{os.path.basename(sys.argv[0])}: error: {sys.executable} has no {', '.join(missing)}: {advice}",
+              file=sys.stderr)
+        sys.exit(2)
     if missing:
         activate = os.path.join(os.path.dirname(os.path.abspath(__file__)), '.venv', 'bin', 'activate')
         make = "" if os.path.exists(activate) else "run `make demo`, which installs everything into .venv, then "

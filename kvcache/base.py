@@ -47,7 +47,8 @@ class BaseCache(Steps):
             self.compiled = CompiledPass.over(decoder, model, layers)
         self.decoder = decoder if self.compiled else None
         self.name = f"{self.decoder.name if self.decoder else 'the model'}, on a cache that is {kind}, {type_kv}"
-        self.lengths, self.to_free = {}, []  # to_free: sequences that were freed in the middle of an operation
+        self.lengths, self.salts = {}, {}  # salts: see `PagedCache.new`
+        self.to_free = []  # sequences that were freed in the middle of an operation
         # True after a step with broken weights: its keys may be so large that a mask does not hide them
         self.needs_zeroing = False
 
@@ -99,9 +100,9 @@ class BaseCache(Steps):
             raise
 
     @exclusive
-    def begin(self, made):
+    def begin(self, made, salt=''):
         seq = self.vacant()
-        self.lengths[seq] = 0
+        self.lengths[seq], self.salts[seq] = 0, salt
         made.append(seq)
 
     @exclusive
@@ -109,7 +110,7 @@ class BaseCache(Steps):
         length, new = self.length(seq), self.vacant()
         if length:
             self.copy(seq, new)
-        self.lengths[new] = length
+        self.lengths[new], self.salts[new] = length, self.salts[seq]
         made.append(new)
 
     def vacant(self):
@@ -198,13 +199,14 @@ class BaseCache(Steps):
     @exclusive
     def remove(self, seq, removed):
         self.length(seq)
-        del self.lengths[seq]
+        del self.lengths[seq], self.salts[seq]
         removed.append(seq)
         self.cut(seq, 0)
 
     def remove_freed(self):
         while self.to_free:
             seq = self.to_free.pop()
+            self.salts.pop(seq, None)
             if self.lengths.pop(seq, None) is not None:
                 self.cut(seq, 0)
 

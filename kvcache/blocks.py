@@ -58,16 +58,17 @@ class BlockManager:
     (hash of the parent, tokens). window, n_sink: of the model.
 
     tables: {sequence: its blocks, in order, None for those that were freed}. length: {sequence: the number of its
-    positions}. references: the number of tables that each block is in. runs: {sequence: (what a cache has made of its
-    table, up to which position it is as `extend` would leave it)}. What is here of a sequence is forgotten when its
-    table changes, but for new blocks at its end, and when its last block is shared.
+    positions}. salts: {sequence: its salt}; a sequence finds only blocks that were computed for one with an equal salt.
+    references: the number of tables that each block is in. runs: {sequence: (what a cache has made of its table, up to
+    which position it is as `extend` would leave it)}. What is here of a sequence is forgotten when its table changes,
+    but for new blocks at its end, and when its last block is shared.
     """
 
     def __init__(self, n_blocks, block_size, hash=hash, window=0, n_sink=0):
         if min(n_blocks, block_size) < 1:
             raise ValueError(f"a pool needs at least 1 block of at least 1 slot, not {n_blocks} blocks of {block_size}")
         self.block_size, self.hash, self.window, self.n_sink = block_size, hash, window, n_sink
-        self.tables, self.length, self.runs = {}, {}, {}
+        self.tables, self.length, self.runs, self.salts = {}, {}, {}, {}
         self.remembered = {}                               # {sequence: (its first blocks, the Prefix of their tokens)}
         self.references = [0] * n_blocks
         self.free = OrderedDict.fromkeys(range(n_blocks))  # blocks in no table; the first is used next
@@ -75,7 +76,7 @@ class BlockManager:
         self.block_with = {}                               # {Prefix: block}, the inverse
         self.outdated = set()                              # sequences of before the last reset, and renewed ones
 
-    def add(self, seq, tokens, n=None):
+    def add(self, seq, tokens, n=None, salt=''):
         """
         A new sequence with room for the first n of its tokens, or all. Returns how many of the tokens, from the first
         on, are in the cache already; the sequence has these, also if they are more than n.
@@ -86,7 +87,7 @@ class BlockManager:
             raise ValueError(f"there is a sequence {seq!r} already: remove it first, or use another name")
         if not len(tokens) and n is None:
             raise ValueError(f"sequence {seq!r} has no tokens, and a new one needs at least one")
-        table = self.cached_blocks(tokens)
+        table = self.cached_blocks(tokens, salt)
         n_cached = len(table) * self.block_size
         n = max(n_cached, len(tokens) if n is None else n)
         n_new = -(-n // self.block_size) - len(table)
@@ -96,15 +97,19 @@ class BlockManager:
         for block in table:
             if block is not None:
                 self.acquire(block)
-        self.tables[seq], self.length[seq] = table + [self.acquire() for _ in range(n_new)], n
+        self.tables[seq], self.length[seq], self.salts[seq] = table + [self.acquire() for _ in range(n_new)], n, salt
         return n_cached
 
-    def cached_blocks(self, tokens):
+    def root(self, salt):
+        """The `Prefix` before the first block of a sequence with this salt."""
+        return Prefix(None, ('salt', salt), self.hash) if salt else None
+
+    def cached_blocks(self, tokens, salt=''):
         """
         The block table of the beginning of tokens, as long as one is remembered, but not of all tokens. It has the
         blocks that the token behind it sees, and None for the others.
         """
-        table, prefix = [], None
+        table, prefix = [], self.root(salt)
         for start in range(0, len(tokens) - self.block_size, self.block_size):
             mine = Prefix(prefix, tuple(tokens[start:start + self.block_size]), self.hash)
             block = self.block_with.get(mine)
@@ -167,6 +172,18 @@ class BlockManager:
             raise ValueError(f"there is no sequence {seq!r}: add it first")
         return self.tables[seq]
 
+    def needs(self, seq, n):
+        """
+        What n more positions of a sequence take: (the number of new blocks, is its last block replaced by a copy?,
+        the numbers of those that are released before, how many free blocks this gives).
+        """
+        table, length = self.table(seq), self.length[seq]
+        last = length // self.block_size  # the first block that will be written
+        shared = last < len(table) and n > 0 and self.references[table[last]] > 1
+        passed = self.passed(seq) if self.window else []
+        n_new = -(-(length + n) // self.block_size) - len(table)
+        return n_new, shared, passed, sum(self.references[table[i]] == 1 for i in passed)
+
     def extend(self, seq, n=1, copy=None):
         """
         Room for n more positions. Blocks that the next token does not see are freed first. If the last block is shared
@@ -178,14 +195,10 @@ class BlockManager:
         """
         if n < 0:
             raise ValueError(f"a sequence is extended by at least 0 positions, not by {n}: use truncate")
-        table, length = self.table(seq), self.length[seq]
-        n_new = -(-(length + n) // self.block_size) - len(table)
-        last = length // self.block_size  # the first block that will be written
-        shared = last < len(table) and n > 0 and self.references[table[last]] > 1
-        passed = self.passed(seq)
-        n_free = len(self.free) + sum(self.references[table[i]] == 1 for i in passed)
-        if n_new + shared > n_free:
-            raise self.out_of_blocks(n_new + shared, n_free)
+        table, (n_new, shared, passed, n_freed) = self.table(seq), self.needs(seq, n)
+        last = self.length[seq] // self.block_size
+        if n_new + shared > len(self.free) + n_freed:
+            raise self.out_of_blocks(n_new + shared, len(self.free) + n_freed)
         if passed or shared:
             self.runs.pop(seq, None)
         for i in passed:
@@ -212,7 +225,7 @@ class BlockManager:
         """
         if seq in self.outdated:
             return
-        done, prefix = self.remembered.get(seq, (0, None))
+        done, prefix = self.remembered.get(seq) or (0, self.root(self.salts[seq]))
         n_full = min(len(tokens), self.length[seq]) // self.block_size
         for i in range(done, n_full):
             block = self.tables[seq][i]
@@ -236,6 +249,7 @@ class BlockManager:
         for block in self.table(seq):
             if block is not None:
                 self.acquire(block)
+        self.salts[new] = self.salts[seq]
         self.tables[new], self.length[new] = self.tables[seq][:], self.length[seq]
         if seq in self.remembered:
             self.remembered[new] = self.remembered[seq]
@@ -251,7 +265,7 @@ class BlockManager:
         n = -(-length // self.block_size)
         self.runs.pop(seq, None)
         self.length[seq] = length
-        done, prefix = self.remembered.pop(seq, (0, None))
+        done, prefix = self.remembered.pop(seq, None) or (0, self.root(self.salts[seq]))
         while done > length // self.block_size:
             done, prefix = done - 1, prefix.parent
         self.remembered[seq] = done, prefix
@@ -286,7 +300,7 @@ class BlockManager:
         beginning.
         """
         self.truncate(seq, 0)
-        del self.tables[seq], self.length[seq], self.remembered[seq]
+        del self.tables[seq], self.length[seq], self.remembered[seq], self.salts[seq]
         self.outdated.discard(seq)
 
     def reset(self):
@@ -304,9 +318,9 @@ class BlockManager:
         Make everything agree with the tables again, after an exception has ended an operation at any line. Sequences,
         their lengths and the content of full blocks are not forgotten.
         """
-        for seq in self.tables.keys() ^ self.length.keys():
-            self.tables.pop(seq, None)
-            self.length.pop(seq, None)
+        for seq in self.tables.keys() ^ self.length.keys() | self.tables.keys() ^ self.salts.keys():
+            for of_sequence in (self.tables, self.length, self.salts):
+                of_sequence.pop(seq, None)
         self.runs.clear()
         self.outdated &= self.tables.keys()
         self.references = [0] * len(self.references)

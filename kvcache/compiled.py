@@ -47,9 +47,9 @@ class CompiledPass:
         counts = np.array(counts, np.int64)
         return np.arange(n) + np.repeat(starts - counts.cumsum() + counts, counts)
 
-    def __call__(self, seqs_runs, starts, counts, ids):
+    def __call__(self, seqs_runs, starts, counts, ids, wanted=None):
         """
-        Logits (B, vocab_size), float32, of the last of each sequence's new tokens.
+        Logits (B, vocab_size), float32, of the last of each sequence's new tokens, or of the `wanted` ones.
 
         seqs_runs: the `Runs` of each sequence. starts, counts: the first position and the number of its new tokens.
         ids: all of them, int64 (sum(counts),), on the CPU. ValueError, with nothing written, if they do not fit the
@@ -57,7 +57,7 @@ class CompiledPass:
         so is every NaN and infinity in the cache, because a mask of the model in PyTorch would not hide it.
         """
         logits = self.decoder.execute_model(ids.contiguous(), self.positions(starts, counts), self.arrays,
-                                            InputMetadata(counts, seqs_runs))
+                                            InputMetadata(counts, seqs_runs, wanted))
         if not math.isfinite(logits.sum()):
             written = [slots_of(runs, start, n) for runs, start, n in zip(seqs_runs, starts, counts)]
             for layer in self.layers:

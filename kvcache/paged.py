@@ -14,6 +14,7 @@ from decode.fingerprint import Watch
 from kvcache.base import BaseCache
 from kvcache.block_tables import PagedMetadata, execute_model, one_pass
 from kvcache.blocks import BlockManager
+from kvcache.exclusive import exclusive
 from kvcache.placement import device_of, make_layers
 
 __all__ = ['PagedCache', 'PagedMetadata', 'execute_model', 'n_blocks_for']
@@ -52,10 +53,56 @@ class PagedCache(BaseCache):
     def __init__(self, model, n_blocks, block_size=16, type_kv='float32', decoder=None):
         window, n_sink = model.config.window, model.config.n_sink
         self.blocks, self.tokens = BlockManager(n_blocks, block_size, window=window, n_sink=n_sink), {}
-        # of the model, or of the decoder's weights, when the blocks that are remembered were computed
+        # of the model when the blocks that are remembered were computed. version: another number after each change
         self.watch = self.version = None
         super().__init__(model, n_blocks, make_layers(model, (n_blocks, block_size), type_kv), 'paged', type_kv,
                          decoder)
+
+    def new(self, salt=''):
+        """
+        As `BaseCache.new`. The sequence finds only blocks that were computed for sequences with an equal salt (vLLM's
+        cache_salt): users who must not learn from a fast answer what others have asked get different ones.
+        """
+        return self.made_by(self.begin, salt)
+
+    @exclusive
+    def reuse_prefix(self, seq, tokens):
+        """
+        Give a new sequence the remembered blocks with which its text begins. Returns how many tokens these hold; it
+        goes on at that position. A step looks by itself for the tokens that it is given, which may not be all.
+
+        The weights are compared as they are before each step, not byte by byte, because many sequences begin.
+        """
+        if self.length(seq) or seq in self.blocks.tables:
+            raise ValueError(f"sequence {seq} has begun already: look for its text before its first step")
+        if self.decoder:
+            self.decoder.notice_changes()
+        if self.version is None or self.weights_differ():
+            self.forget_blocks()
+        self.lengths[seq] = self.begin_text(seq, list(tokens))
+        return self.lengths[seq]
+
+    @property
+    def n_free(self):
+        """How many blocks are in no table. Some may be remembered."""
+        return len(self.blocks.free)
+
+    def n_needed(self, n):
+        """How many blocks a sequence of n tokens takes at most at a time."""
+        return min(-(-n // self.blocks.block_size), n_blocks_for(self.model.config, self.blocks.block_size))
+
+    def n_missing(self, seq, n):
+        """
+        How many free blocks n more tokens of a sequence take, at most; negative if more are released, because the next
+        token does not see them. With a window and n > window + 1, an estimate of what they take while they are fed.
+        """
+        if seq not in self.blocks.tables:
+            return self.n_needed(n)
+        n_new, shared, _, n_freed = self.blocks.needs(seq, n)
+        if self.window and n > self.window + 1:
+            table = self.blocks.tables[seq]
+            return min(n_new + shared, self.n_needed(self.blocks.length[seq] + n) - len(table) + table.count(None))
+        return n_new + shared - n_freed
 
     def copy(self, seq, new):
         self.blocks.fork(seq, new)
@@ -104,9 +151,12 @@ class PagedCache(BaseCache):
             self.forget_blocks()
         return [self.begin_text(seq, text.tolist()) for seq, text in zip(seqs, texts)]
 
+    def has_begun(self, seq):
+        return not self.lengths[seq] and seq in self.blocks.tables  # by `reuse_prefix`, which has found nothing
+
     def begin_text(self, seq, text):
         """A new sequence with the blocks that hold the beginning of its text. Returns how many tokens these are."""
-        n = self.blocks.add(seq, text, 0)
+        n = self.blocks.add(seq, text, 0, self.salts[seq])
         self.tokens[seq] = text[:n]
         return n
 
@@ -143,8 +193,8 @@ class PagedCache(BaseCache):
         self.blocks.runs[seq] = runs, limit
         return runs
 
-    def compiled_pass(self, seqs, starts, counts, ids):
-        logits = super().compiled_pass(seqs, starts, counts, ids)
+    def compiled_pass(self, seqs, starts, counts, ids, wanted=None):
+        logits = super().compiled_pass(seqs, starts, counts, ids, wanted)
         self.forget_blocks_if_changed()
         size = self.blocks.block_size
         for seq in [seq for seq, start, n in zip(seqs, starts, counts) if (start + n) % size < n]:  # a block was filled
@@ -193,8 +243,11 @@ class PagedCache(BaseCache):
         return ids, positions, metadata
 
     def forget_blocks_if_changed(self):
-        if self.version != self.decoder.version if self.decoder else not self.watch.unchanged():
+        if self.weights_differ():
             self.forget_blocks()
+
+    def weights_differ(self):
+        return self.version != self.decoder.version if self.decoder else not self.watch.unchanged()
 
     def forget_blocks(self):
         """Forget all blocks, and do not remember those that the present sequences fill: the weights have changed."""
@@ -202,4 +255,5 @@ class PagedCache(BaseCache):
         if self.decoder:
             self.version = self.decoder.version
         else:
+            self.version = (self.version or 0) + 1
             self.watch = Watch(self.model)

@@ -31,6 +31,10 @@ class Steps(Exclusive):
         """Can the compiled step read the keys as they are stored now?"""
         return True
 
+    def has_begun(self, seq):
+        """Is it known already which of its first tokens are in the cache?"""
+        return False
+
     def begin_texts(self, seqs, texts):
         """
         Called before the first tokens of sequences are fed. texts: all tokens of the step, int64 (T_i,) each. Returns
@@ -39,10 +43,13 @@ class Steps(Exclusive):
         return [0] * len(seqs)
 
     @exclusive
-    def step(self, work):
+    def step(self, work, wanted=None):
         """
         Feed new tokens to some sequences: work has handles, starts and tokens, see `protocol.Work`. Returns logits
         (B, vocab_size), of each sequence's last token.
+
+        wanted: the numbers of the tokens whose logits are returned in place of these, ascending, of all new tokens one
+        sequence after the other. This takes a decoder, tokens that are not remembered, and at most window + 1 of each.
 
         A sequence that is longer than its start is first truncated to it. ValueError, with nothing changed, if work
         does not fit the model or the sequences. If the step fails later (there is no room, the logits are not
@@ -51,18 +58,25 @@ class Steps(Exclusive):
         """
         self.remove_freed()
         seqs, starts, counts, ids, go_on = self.checked(work)
-        ends, begin = list(map(add, starts, counts)), 0 in starts
-        if begin and self.decoder:
+        ends, n_new, new = list(map(add, starts, counts)), len(ids), []
+        if 0 in starts:
+            new = [i for i, start in enumerate(starts) if start == 0 and not self.has_begun(seqs[i])]
+        if new and self.decoder:
             self.decoder.notice_changes(thorough=True)
         if not go_on:
             for seq, start in zip(seqs, starts):
                 self.cut_to(seq, start)
-        if begin:
-            new, parts = [i for i, start in enumerate(starts) if start == 0], list(ids.split(counts))
+        if new:
+            parts = list(ids.split(counts))
             for i, n in zip(new, self.begin_texts([seqs[i] for i in new], [parts[i] for i in new])):
                 starts[i], counts[i], parts[i] = n, counts[i] - n, parts[i][n:]
             ids = torch.cat(parts)
-        if self.compiled and self.readable():
+        if wanted is not None:
+            if not (self.compiled and self.readable()) or len(ids) < n_new or 0 < self.window < max(counts) - 1:
+                raise ValueError("the logits of other tokens than the last ones take a decoder with a compiled "
+                                 "step, no remembered tokens, and at most window + 1 new tokens of a sequence")
+            logits = self.compiled_pass(seqs, starts, counts, ids, wanted)
+        elif self.compiled and self.readable():
             logits = self.in_chunks(self.compiled_pass, seqs, starts, counts, ids)
         else:
             with torch.inference_mode():
@@ -86,13 +100,13 @@ class Steps(Exclusive):
                                        [len(chunk) for chunk in chunks], torch.cat(chunks)))
         return torch.stack([rows[i] for i in range(len(seqs))])
 
-    def compiled_pass(self, seqs, starts, counts, ids):
+    def compiled_pass(self, seqs, starts, counts, ids, wanted=None):
         """
         One forward pass by the decoder. It reads no slot of another sequence, so that the logits of each sequence are
         those that it has alone.
         """
         try:
-            return self.compiled(self.make_room(seqs, starts, counts, ids), starts, counts, ids)
+            return self.compiled(self.make_room(seqs, starts, counts, ids), starts, counts, ids, wanted)
         except NotNumbers:
             self.needs_zeroing = True
             raise

@@ -12,7 +12,7 @@ from conftest import ROOT
 
 import configurator
 
-SCRIPTS = ('train.py', 'sample.py', 'bench.py', 'export.py', 'test_kv_cache.py')
+SCRIPTS = ('train.py', 'sample.py', 'bench.py', 'export.py', 'serve.py', 'test_kv_cache.py')
 DOCUMENTS = ('README.md', 'KV_CACHE.md')
 
 

@@ -83,6 +83,23 @@ def test_kvcache_takes_nothing_of_decode_but_fingerprints_and_metadata():
                 assert all(alias.name.split('.')[0] != 'decode' for alias in node.names), path
 
 
+@pytest.mark.parametrize('name', ['request', 'scheduler', 'text', 'api'])
+def test_what_serving_decides_without_a_model_needs_no_torch(name):
+    """Scheduling, text and the API's objects can be read and tested by themselves; nothing they import has torch."""
+    path = f'serving/{name}.py'
+    if path not in FILES:
+        pytest.skip(f"there is no {path}")
+    todo, seen = [path], set()
+    while todo:
+        path = todo.pop()
+        seen.add(path)
+        tree = tree_of(path)
+        assert not imports(path, top_level_only=True) & {'torch', 'numba', 'kvcache', 'decode', 'model'}, path
+        named = [node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
+        ours = [module.replace('.', '/') + '.py' for module in named if module.split('.')[0] == 'serving']
+        todo += [of for of in ours if of in FILES and of not in seen]
+
+
 def test_at_most_fourteen_files_at_the_top():
     assert len(MODULES) <= 14 + os.path.exists(os.path.join(ROOT, 'serve.py')), sorted(MODULES)
 

@@ -1,0 +1,56 @@
+"""
+Serve a trained model to many at once: the OpenAI completions API, and a page that shows the cache.
+
+    python serve.py                                         the newest out*/ckpt.pt, at http://127.0.0.1:8000/
+    python serve.py --init_from=gpt2 --weights=int8         GPT-2, with rounded weights, which is faster
+    python serve.py --host=0.0.0.0 --api_key=SECRET         for other machines too
+
+    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "ROMEO:", "max_tokens": 100}'
+
+Ctrl-C or SIGTERM lets the requests that run finish, a second one ends at once.
+"""
+import configurator  # before torch: it says so in one line where torch is missing
+
+# isort: split
+configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
+                                "run `make serve`, or `pip install -r requirements-serve.txt`")
+
+from serving.loading import check_decoder, load_engine
+from serving.server import Service, run
+
+init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
+out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
+name = ''             # of the model in the API; by default that of its folder
+host = '127.0.0.1'    # the address to listen at: 0.0.0.0 for all of this machine's
+port = 8000           # 0 takes any that is free
+api_key = ''          # the key that requests must have; without one anybody who reaches the port may ask
+cors_origin = ''      # pages of this origin may read the answers, * for all; by default only the server's own page
+max_queue = 256       # requests that wait; more are told to come back later
+max_body = 4194304    # bytes of a request's body
+drain = 30.0          # seconds that running requests have to finish, once the server is told to stop
+n_blocks = 0          # of the cache; 0 takes 4,096, or as many as 1 GiB holds
+block_size = 16       # tokens of a block
+max_num_batched_tokens = 512  # tokens of one step: more reads prompts faster, fewer delays the others less
+decoder = 'auto'      # what computes a step: eager, cpu; auto is the fastest there is
+weights = 'float32'   # how the cpu decoder reads them: float32, or rounded to bfloat16 or int8, which is faster
+threads = 0           # of the cpu decoder; 0 lets the decoder choose
+device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
+
+
+def main(config):
+    for setting in ('max_queue', 'max_body', 'block_size', 'max_num_batched_tokens'):
+        if config[setting] < 1:
+            raise ValueError(f"{setting} must be at least 1, not {config[setting]}")
+    if not 0 <= port < 65536 or drain < 0 or n_blocks < 0:
+        raise ValueError(f"port {port} must be from 0 to 65535, and drain {drain:g} and n_blocks {n_blocks} at least 0")
+    check_decoder(decoder, weights, threads, device)
+    run(Service(load, api_key, max_body), host, port, drain, cors_origin)
+
+
+def load():
+    return load_engine(init_from, out_dir, name, device, decoder, weights, threads, n_blocks=n_blocks or None,
+                       block_size=block_size, max_num_batched_tokens=max_num_batched_tokens, max_queue=max_queue)
+
+
+if __name__ == '__main__':
+    configurator.run(main)

@@ -1,0 +1,132 @@
+"""The answer to a body: the outputs of its requests, as chunks of a stream or as one text_completion object."""
+import codecs
+import time
+
+import orjson
+
+from serving.api import APIError
+from serving.text import name_of_token
+
+LEAST_LOGPROB = -9999.0  # JSON has no -inf
+DONE = b'data: [DONE]\n\n'
+
+
+def event(fields):
+    """The bytes of one event of a stream."""
+    return b'data: %s\n\n' % orjson.dumps(fields)
+
+
+class Choice:
+    """One sample: what has come of it and was not taken yet, and where its text stands."""
+
+    def __init__(self, index, prompt, body, served):
+        self.index, self.prompt, self.body, self.served = index, prompt, body, served
+        prompt_text = served.decode(prompt) if body.echo or body.logprobs is not None else ''
+        self.text, self.offset = (prompt_text, 0) if body.echo else ('', len(prompt_text))
+        self.tokens, self.scores, self.characters = [], [], codecs.getincrementaldecoder('utf-8')('replace')
+        self.finish_reason, self.n_tokens, self.begun, self.ended = None, 0, False, False
+
+    def add(self, output):
+        """Add an `Output`."""
+        self.text += output.text
+        self.tokens += output.token_ids
+        self.scores += zip(output.token_ids, output.logprobs or ())
+        self.n_tokens += len(output.token_ids)
+        self.finish_reason = output.finish_reason
+
+    def has_news(self):
+        """Is there something to send? Tokens without a text of their own are, only where tokens are asked for."""
+        asked = self.body.return_token_ids or self.body.logprobs is not None
+        return not self.ended and bool(self.text or self.finish_reason or asked and self.tokens)
+
+    def take(self):
+        """The JSON of what has come since the last time, a dict."""
+        choice = {'index': self.index, 'text': self.text, 'logprobs': None, 'finish_reason': self.finish_reason}
+        if self.body.logprobs is not None:
+            choice['logprobs'] = self.taken_logprobs()
+        if self.body.return_token_ids:
+            choice['token_ids'] = self.tokens
+            if not self.begun:
+                choice['prompt_token_ids'] = self.prompt
+        self.begun, self.ended, self.text, self.tokens, self.scores = True, self.finish_reason is not None, '', [], []
+        return choice
+
+    def taken_logprobs(self):
+        """
+        OpenAI's legacy object: for each token its text, its logprob, the likeliest tokens beside it, and the number of
+        characters of the prompt and the sample that come before it.
+        """
+        tokens, token_logprobs, top_logprobs, offsets = [], [], [], []
+        for token, score in self.scores:
+            data = self.served.token_bytes[token]
+            tokens.append(name_of_token(data))
+            offsets.append(self.offset)
+            self.offset += len(self.characters.decode(data))
+            if score is None:  # of the first token: nothing predicts it
+                token_logprobs.append(None)
+                top_logprobs.append(None)
+                continue
+            token_logprobs.append(max(score.logprob, LEAST_LOGPROB))
+            likeliest = score.top if token in dict(score.top) else [*score.top, (token, score.logprob)]
+            top_logprobs.append({name_of_token(self.served.token_bytes[i]): max(value, LEAST_LOGPROB)
+                                 for i, value in likeliest})
+        return {'tokens': tokens, 'token_logprobs': token_logprobs, 'top_logprobs': top_logprobs,
+                'text_offset': offsets}
+
+
+class Completion:
+    """The answer to a `CompletionBody` that was made into these requests. id: of the answer."""
+
+    def __init__(self, id, body, served, requests):
+        self.body, self.requests, self.n_cached, self.error = body, requests, 0, None
+        self.head = {'id': id, 'object': 'text_completion', 'created': int(time.time()), 'model': served.name}
+        self.choices = [Choice(number * body.n + i, request.prompt, body, served)
+                        for number, request in enumerate(requests) for i in range(body.n)]
+
+    def add(self, number, outputs):
+        """Add what one step gave to the request of this number."""
+        choices = self.choices[number * self.body.n:(number + 1) * self.body.n]
+        for output in outputs:
+            if output.prompt_logprobs is not None:
+                for choice in choices:
+                    choice.scores = [*zip(choice.prompt, output.prompt_logprobs), *choice.scores]
+            self.n_cached += output.n_cached or 0
+            if output.finish_reason in ('abort', 'error'):
+                self.fail(output)
+            else:
+                choices[output.index].add(output)
+
+    def fail(self, output):
+        """End with the error of an `Output`: 'abort' where the server stops, or 'error'."""
+        if self.done:
+            return
+        self.error = (APIError(503, "the server is stopping, and this request was not finished: send it again later")
+                      if output.finish_reason == 'abort' else APIError(500, f"the engine failed: {output.error}"))
+
+    @property
+    def done(self):
+        return self.error is not None or all(choice.finish_reason for choice in self.choices)
+
+    def usage(self):
+        """Tokens of the prompts, each counted once, and of the samples."""
+        n_prompt, n_sampled = (sum(len(r.prompt) for r in self.requests), sum(c.n_tokens for c in self.choices))
+        return {'prompt_tokens': n_prompt, 'completion_tokens': n_sampled, 'total_tokens': n_prompt + n_sampled,
+                'prompt_tokens_details': {'cached_tokens': self.n_cached}}
+
+    def object(self):
+        """The answer as one object. APIError if it ended with one."""
+        if self.error:
+            raise self.error
+        return {**self.head, 'choices': [choice.take() for choice in self.choices], 'usage': self.usage()}
+
+    def chunks(self):
+        """The events of what has come since the last call, an event for each choice, and the end of the stream."""
+        asked = self.body.stream_options.include_usage
+        no_usage = {'usage': None} if asked else {}
+        events = [event({**self.head, 'choices': [choice.take()], **no_usage})
+                  for choice in self.choices if choice.has_news()]
+        if self.error:
+            events.append(event(self.error.json()))
+        elif self.done and asked:
+            events.append(event({**self.head, 'choices': [], 'usage': self.usage()}))
+        return b''.join(events + [DONE] * self.done)

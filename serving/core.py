@@ -1,0 +1,246 @@
+"""
+One step after the other, in one thread: plan, run, draw, deliver. `engine.Engine` puts a thread and an inbox around it.
+"""
+import sys
+import time
+
+import numpy as np
+import torch
+
+from kvcache.protocol import Work
+from serving.request import Output
+from serving.sampler import Drawing, Sampler
+from serving.scheduler import Scheduler
+from serving.snapshot import Stats
+from serving.text import TextStream
+
+new_output = tuple.__new__  # a third of the time of Output(...), for each token
+
+
+class Progress:
+    """
+    What the engine keeps of a sample. live: its request. drawing: see `sampler.Drawing`. text: its `TextStream`.
+    stop_ids: the tokens that end it. scored: `Logprobs` of the prompt's tokens so far, from the second on.
+    first_time: when its first token was drawn.
+    """
+    __slots__ = 'live', 'drawing', 'text', 'stop_ids', 'n_logprobs', 'scored', 'first_time'
+
+    def __init__(self, live, drawing, text, stop_ids):
+        self.live, self.drawing, self.text, self.stop_ids = live, drawing, text, stop_ids
+        self.n_logprobs, self.scored, self.first_time = live.request.params.logprobs, [], None
+
+
+class Live:
+    """A request that has not ended. n_left: so many of its samples go on. begun: was anything of it delivered?"""
+    __slots__ = 'request', 'samples', 'n_left', 'begun', 'time'
+
+    def __init__(self, request):
+        self.request, self.samples, self.n_left, self.begun = request, [], request.n, False
+        self.time = time.monotonic()
+
+
+class EngineCore:
+    """
+    cache: a `PagedCache`. bytes_of: the bytes of a token id. eos_token: the token that ends a text, or None. budget:
+    the most tokens of a step. ended: called with a `Live` when all of its samples have ended.
+    """
+
+    def __init__(self, cache, bytes_of, eos_token, budget, ended):
+        self.cache, self.bytes_of, self.eos_token, self.ended = cache, bytes_of, eos_token, ended
+        self.version = None  # of the cache's weights when the samples that run were computed
+        self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
+        self.scheduler = Scheduler(cache, budget, None if cache.decoder else 1)
+        self.sampler, self.stats = Sampler(self.vocab_size), Stats(self.scheduler)
+
+    def run_once(self):
+        """Plan and run a step. Returns whether there was anything to run."""
+        plan = self.scheduler.plan()
+        if plan and self.weights_changed():
+            plan = self.scheduler.plan()
+        if plan:
+            self.step(plan)
+        return bool(plan)
+
+    def begin(self, live):
+        """Submit a request, which the scheduler has checked."""
+        request, p = live.request, live.request.params
+        self.stats.requests += 1
+        self.stats.prompt_tokens += len(request.prompt)
+        stop_ids = {*p.stop_token_ids}
+        if self.eos_token is not None and not p.ignore_eos:
+            stop_ids.add(self.eos_token)
+        progress = [Progress(live, Drawing(request, i, stop_ids, self.vocab_size),
+                             TextStream(self.bytes_of, request.stop), stop_ids) for i in range(request.n)]
+        live.samples = self.scheduler.submit(request)
+        for sample, of_sample in zip(live.samples, progress):
+            sample.progress = of_sample
+        if request.max_tokens == 0 and not request.params.prompt_logprobs:  # nothing of it is to be computed
+            self.end(live, 'length')
+
+    def weights_changed(self):
+        """Have the weights changed since samples that run were computed? Then they are preempted."""
+        before, self.version = self.version, self.cache.version
+        if before in (None, self.version):
+            return False
+        for sample in self.scheduler.running[::-1]:
+            self.scheduler.preempt(sample)
+        return True
+
+    def step(self, plan):
+        try:
+            logits, rows = self.forward(plan)
+        except Exception as e:
+            self.step_each(plan, e)
+            return
+        if not self.weights_changed():
+            self.advance(plan, logits, rows)
+
+    def step_each(self, plan, error):
+        """A step has failed, and the cache is as before it. The same, one by one; requests that fail again end."""
+        print(f"a step of {len(plan)} samples failed, and is tried for each by itself: {error!r}", file=sys.stderr)
+        for sample, n in plan:
+            if sample.handle is None:  # its request has ended, or the weights have changed
+                continue
+            if self.cache.lengths.get(sample.handle) != sample.computed:  # its window is gone
+                self.scheduler.preempt(sample)
+                continue
+            try:
+                logits, rows = self.forward([(sample, n)])
+            except Exception as e:
+                self.end(sample.progress.live, 'error', f"{type(e).__name__}: {e}")
+                continue
+            if self.weights_changed():
+                return
+            self.advance([(sample, n)], logits, rows)
+
+    def forward(self, plan):
+        """Compute the tokens of a plan. Returns (logits, float32 (W, vocab_size), the row of each one's last token)."""
+        handles, starts = [sample.handle for sample, _ in plan], [sample.computed for sample, _ in plan]
+        rows, wanted = range(len(plan)), None
+        if sum(n for _, n in plan) == len(plan):
+            newest = np.array([sample.tokens[sample.computed] for sample, _ in plan], np.int64)
+            tokens = torch.from_numpy(newest)[:, None].to(self.device)
+        else:
+            tokens = [torch.tensor(sample.tokens[sample.computed:sample.computed + n], device=self.device)
+                      for sample, n in plan]
+            if any(sample.scores for sample, _ in plan):
+                rows, wanted, first = [], [], 0
+                for sample, n in plan:
+                    wanted += range(first if sample.scores else first + n - 1, first + n)
+                    rows.append(len(wanted) - 1)
+                    first += n
+        logits = self.cache.step(Work(handles, starts, tokens), *([] if wanted is None else [wanted]))
+        self.stats.steps += 1
+        return (logits if self.cache.decoder else logits.float().cpu()).numpy(), rows
+
+    def advance(self, plan, logits, rows):
+        """The cache has a plan's tokens: score prompts, draw tokens, deliver them."""
+        for (sample, n), row in zip(plan, rows):
+            if sample.scores:
+                self.score(sample, n, logits[row - n + 1:row + 1])
+        drawing, of_rows, given = [], [], {}  # given: {Live: its Outputs}
+        for sample, number in self.scheduler.commit(plan):
+            if len(sample.tokens) < sample.n_end:
+                drawing.append(sample)
+                of_rows.append(rows[number])
+            else:  # max_tokens is 0
+                self.finish(sample, 'length')
+                given.setdefault(sample.progress.live, []).append(Output(sample.index, [], finish_reason='length'))
+        if drawing:
+            tokens = self.sampler.draw(logits, of_rows, [sample.progress.drawing for sample in drawing])
+            now = time.monotonic()
+            for sample, row, token in zip(drawing, of_rows, tokens):
+                if sample.finished:  # with another one of its request, see below
+                    continue
+                try:
+                    output = self.add(sample, token, logits, row, now)
+                except Exception as e:  # of its text
+                    given.pop(sample.progress.live, None)
+                    self.end(sample.progress.live, 'error', f"{type(e).__name__}: {e}")
+                    continue
+                live = sample.progress.live
+                if live in given:
+                    given[live].append(output)
+                else:
+                    given[live] = [output]
+            self.stats.generated_tokens += len(tokens)
+        for live, outputs in given.items():
+            self.deliver(live, outputs)
+
+    def score(self, sample, n, logits):
+        """Note the log probabilities of the prompt's tokens behind the next n ones, by the logits (n, vocab_size)."""
+        if sample.computed == 0:
+            sample.progress.scored.clear()
+        targets = sample.tokens[sample.computed + 1:min(sample.computed + n + 1, sample.n_prompt)]
+        if targets:
+            k = sample.request.params.logprobs or 0
+            sample.progress.scored += self.sampler.logprobs(logits[:len(targets)], targets, k)
+
+    def add(self, sample, token, logits, row, now):
+        """Add the token that was drawn from a row of the logits to a sample. Returns its `Output`."""
+        progress, tokens, reason, logprobs = sample.progress, sample.tokens, None, None
+        tokens.append(token)
+        if progress.first_time is None:
+            progress.first_time = now
+        stream = progress.text
+        text = '' if token in progress.stop_ids else stream.push(token)
+        if stream.stopped or token in progress.stop_ids:
+            reason = 'stop'
+        elif len(tokens) == sample.n_end:
+            reason = 'length'
+        if progress.n_logprobs is not None:
+            logprobs = self.sampler.logprobs(logits[row:row + 1], [token], progress.n_logprobs)
+        if reason:
+            text += stream.finish()
+            self.finish(sample, reason)
+        return new_output(Output, (sample.index, [token], text, logprobs, reason, None, None, None))
+
+    def finish(self, sample, reason):
+        """A sample has ended: its blocks are free."""
+        self.scheduler.remove(sample)
+        self.stats.finished[reason] += 1
+        live, first_time = sample.progress.live, sample.progress.first_time
+        live.n_left -= 1
+        n = len(sample.tokens) - sample.n_prompt
+        if n > 1:
+            self.stats.per_token.append((time.monotonic() - first_time) / (n - 1))
+
+    def deliver(self, live, outputs):
+        """Hand outputs to a request. It is forgotten if it has ended, and ended if it raises."""
+        if not live.begun:
+            live.begun, first = True, live.samples[0] if live.samples else None
+            if first and first.n_cached is not None:
+                if outputs[0].token_ids:
+                    self.stats.first_token.append(time.monotonic() - live.time)
+                scored = [None, *first.progress.scored] if live.request.params.prompt_logprobs else None
+                outputs[0] = outputs[0]._replace(n_cached=first.n_cached, prompt_logprobs=scored)
+        try:
+            live.request.deliver(outputs)
+        except Exception as e:
+            print(f"request {live.request.id} is aborted, nobody takes its tokens: {e!r}", file=sys.stderr)
+            for sample in live.samples:
+                if not sample.finished:
+                    self.finish(sample, 'abort')
+            live.n_left = 0
+        if live.n_left == 0:
+            self.ended(live)
+
+    def end(self, live, reason, error=None):
+        """End all samples of a request that go on, with the text that was held back."""
+        outputs = []
+        for sample in live.samples:
+            if not sample.finished:
+                self.finish(sample, reason)
+                outputs.append(Output(sample.index, [], '', None, reason, error=error))
+        self.deliver(live, outputs)
+
+    def end_all(self, all_live, reason, error=None):
+        """End these requests, which are all that there are, and free all blocks, in whatever state the scheduler is."""
+        self.scheduler.clear()
+        for live in all_live:
+            running = [s.index for s in live.samples if not s.finished] if live.samples else range(live.request.n)
+            live.n_left, live.begun = 0, True
+            for sample in live.samples:
+                sample.finished = True
+            self.stats.finished[reason] += len(running)
+            self.deliver(live, [Output(i, [], finish_reason=reason, error=error) for i in running])

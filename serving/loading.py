@@ -1,0 +1,45 @@
+"""A model from disk, ready to be served."""
+import os
+import sys
+import time
+
+import torch
+
+import checkpoint
+import decode
+import model as plain_model
+from device import pick_device
+from serving.api import Served
+from serving.engine import Engine
+from serving.text import bytes_of_tokens, end_of_text
+
+
+def check_decoder(decoder, weights, threads, device):
+    """ValueError for a decoder that does not exist, or cannot compute with a cache of blocks; needs no model."""
+    if decoder == 'compiled':
+        raise ValueError("decoder must be auto, eager or cpu, not 'compiled', which cannot read a cache of blocks")
+    decode.check_choice(decoder, weights, threads, pick_device(device))
+
+
+def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder='auto', weights='float32', threads=0,
+                **settings):
+    """
+    (an `Engine` that was started, what is `Served`).
+
+    init_from, out_dir: see `checkpoint.load_model`. name: of the model in the API, by default that of its folder.
+    decoder, weights, threads: see `decode.best`. settings: further arguments of `Engine`. ValueError if there is no
+    such model or decoder.
+    """
+    check_decoder(decoder, weights, threads, device)
+    dev, step = pick_device(device), None
+    model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, torch.float32)
+    if dev == 'cpu' and decoder != 'eager':
+        step = decode.best(model, 1, weights, threads, decoder)
+        print(f"decoder: {step.name}", file=sys.stderr)
+    token_bytes = bytes_of_tokens(tokenizer, model.config.vocab_size)
+    engine = Engine(model, step, token_bytes, end_of_text(tokenizer), **settings)
+    n_positions = engine.stats.blocks_total * engine.cache.blocks.block_size
+    engine.start()
+    served = Served(name or os.path.basename(os.path.abspath(folder)), tokenizer, token_bytes,
+                    min(model.config.max_positions, n_positions), int(time.time()))
+    return engine, served

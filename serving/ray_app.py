@@ -1,0 +1,38 @@
+"""
+The same server as a Ray Serve deployment, with replicas on one machine or many behind Ray's router:
+
+    serve run serving.ray_app:app num_replicas=2 out_dir=$PWD/out-shakespeare-char
+
+The arguments are those of `loading.load_engine` and `Service`. A seed decides the whole answer, so all replicas give
+the same one. /metrics, /cache and the page show the replica that they happen to reach.
+"""
+import ast
+import os
+
+from ray import serve
+
+from serving.loading import load_engine
+from serving.server import Service, make_app
+
+
+def app(arguments):
+    """The application of Ray Serve, from a dict of arguments, whose values may be text."""
+    settings = {name: value_of(value) for name, value in arguments.items()}
+    num_replicas, num_cpus = settings.pop('num_replicas', 1), settings.pop('num_cpus', 1)
+    api_key = str(settings.pop('api_key', ''))
+
+    def build():  # called in each replica
+        loaded = load_engine(**settings)
+        return make_app(Service(lambda: loaded, api_key))
+
+    replica = serve.deployment(name='nanogpt', num_replicas=num_replicas, ray_actor_options={'num_cpus': num_cpus},
+                               max_ongoing_requests=settings.get('max_queue', 1024))
+    return replica(serve.ingress(build)()).bind()
+
+
+def value_of(text):
+    """The value of an argument from a command line: a Python literal, or the text itself."""
+    try:
+        return ast.literal_eval(text) if isinstance(text, str) else text
+    except (ValueError, SyntaxError):
+        return os.path.expanduser(text)

@@ -1,0 +1,302 @@
+"""
+The HTTP side: what is served at which address, and how the process starts and ends. All of it runs on one event loop;
+the engine has a thread of its own.
+"""
+import asyncio
+import hmac
+import os
+import random
+import socket
+import sys
+import threading
+from contextlib import asynccontextmanager
+from functools import partial
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from serving.api import APIError, CompletionBody, DetokenizeBody, TokenizeBody, parsed, requests_of, too_long
+from serving.completion import Completion
+from serving.delivery import JSON, Answer, Bell, Mailbox
+from serving.engine import QueueFull
+from serving.metrics import FORMAT, Metrics
+from serving.openapi import openapi
+from serving.request import Output
+
+LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
+CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
+KEEP_ALIVE = 75   # seconds that an idle connection is kept: longer than clients keep theirs, so that they close it
+PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'page.html')
+PAGE_HEADERS = {'content-security-policy': "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+                                           "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+                                           "frame-ancestors 'none'", 'cache-control': 'no-cache'}
+
+
+class Service:
+    """
+    What the app serves: an engine and its model, once they are loaded. load: a function that returns both, a started
+    `Engine` and a `Served`. status: loading, ready, draining or failed. error: what load raised.
+    """
+
+    def __init__(self, load, api_key='', max_body=4 * 2**20):
+        self.load, self.api_key, self.max_body = load, api_key, max_body
+        self.engine = self.served = self.metrics = self.bell = self.error = None
+        self.status, self.mailboxes = 'loading', set()
+
+    def start_loading(self, loaded=lambda: None):
+        """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
+        def load():
+            try:
+                engine, self.served = self.load()
+                self.engine, self.metrics = engine, Metrics(engine)
+                self.status = 'ready' if self.status == 'loading' else self.status
+            except BaseException as e:
+                self.status, self.error = 'failed', e
+            loaded()
+        threading.Thread(target=load, name='load', daemon=True).start()
+
+    def check_loaded(self):
+        """APIError 503 unless there is a model. It may be draining."""
+        if self.metrics is None:
+            raise APIError(503, "the model is being loaded: try again later", code='loading',
+                           headers={'retry-after': '5'})
+
+    def check_ready(self):
+        """APIError 503 unless requests are taken."""
+        if self.status == 'draining':
+            raise APIError(503, "the server is stopping: try again later", code='draining',
+                           headers={'retry-after': '5'})
+        self.check_loaded()
+
+    def check_key(self, request):
+        """APIError 401 unless the request has the key, where there is one."""
+        given = request.headers.get('authorization', '')
+        if self.api_key and not hmac.compare_digest(given.encode(), f'Bearer {self.api_key}'.encode()):
+            raise APIError(401, "this server needs its API key: send the header Authorization: Bearer KEY",
+                           code='invalid_api_key', headers={'www-authenticate': 'Bearer'})
+
+    async def body(self, request, kind):
+        """The body of a request, of this kind. APIError 413 if it is larger than max_body."""
+        self.check_key(request)
+        self.check_ready()
+        length, data = request.headers.get('content-length', ''), bytearray()
+        if not length.isdecimal() or int(length) <= self.max_body:
+            async for part in request.stream():
+                data += part
+                if len(data) > self.max_body:
+                    break
+            else:
+                return parsed(kind, bytes(data))
+        raise APIError(413, f"the body has more than {self.max_body:,} bytes, the most that this server reads",
+                       headers={'connection': 'close'})
+
+    def submit(self, requests, mailbox):
+        """Submit all requests or none. APIError where the queue is full, or one of them can never fit."""
+        self.check_ready()
+        for i, request in enumerate(requests):
+            try:
+                self.engine.submit(request)
+            except (QueueFull, ValueError) as e:
+                for submitted in requests[:i]:
+                    self.engine.abort(submitted.id)
+                if isinstance(e, QueueFull):
+                    raise APIError(429, str(e), code='queue_full',
+                                   headers={'retry-after': '1'}) from None
+                raise too_long(str(e)) from None
+        self.mailboxes.add(mailbox)
+
+    def end(self, completion, mailbox):
+        """The client has its answer, or is gone: its requests that still run are aborted."""
+        self.mailboxes.discard(mailbox)
+        if not completion.done or completion.error:
+            for request in completion.requests:
+                self.engine.abort(request.id)
+
+    async def drain(self, seconds):
+        """Take no more requests, let those that run finish within this time, and abort the others."""
+        self.status = 'draining'
+        if self.engine is None:
+            return
+        await asyncio.to_thread(self.engine.drain, seconds)
+        for mailbox in list(self.mailboxes):  # those that are not finished
+            mailbox.put(0, [Output(0, [], finish_reason='abort')])
+
+
+def make_app(service, cors_origin='', loaded=lambda: None):
+    """
+    The Starlette app of a `Service`. It begins to load the model when it starts, and stops the engine when it ends.
+
+    cors_origin: the origin whose pages may read the answers, or * for all; by default only the server's own page may.
+    loaded: called when the model is loaded, or could not be.
+    """
+    @asynccontextmanager
+    async def lifespan(app):
+        service.bell = Bell(asyncio.get_running_loop())
+        service.start_loading(loaded)
+        yield
+        if service.engine is not None:
+            await asyncio.to_thread(service.engine.stop)
+
+    routes = [Route(path, partial(endpoint, service), methods=[method]) for method, path, endpoint in ENDPOINTS]
+    middleware = [Middleware(CORSMiddleware, allow_origins=[cors_origin], allow_methods=['GET', 'POST'],
+                             allow_headers=['authorization', 'content-type'])] * bool(cors_origin)
+    handlers = {APIError: error_answer, HTTPException: http_error, ClientDisconnect: no_answer, Exception: server_error}
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+
+
+async def error_answer(request, e):
+    return JSON(e.json(), e.status, e.headers)
+
+
+async def http_error(request, e):
+    """An address that does not exist, or does with another method."""
+    message = f"{request.method} {request.url.path[:100]} is nothing here: GET /openapi.json says what there is"
+    return JSON(APIError(e.status_code, message).json(), e.status_code, e.headers)
+
+
+async def server_error(request, e):
+    """A bug. Starlette raises the exception again, so that its traceback is logged."""
+    return JSON(APIError(500, f"the server failed with {type(e).__name__}: its log says where").json(), 500)
+
+
+async def no_answer(request, e):
+    """The client went away before its body was complete."""
+    return Response(status_code=400)
+
+
+async def completions(service, request):
+    body = await service.body(request, CompletionBody)
+    id, mailbox = f'cmpl-{random.getrandbits(96):024x}', Mailbox(service.bell, listening=body.stream)
+    delivers = [partial(mailbox.put, number) for number in range(len(body.prompt))]
+    make = partial(requests_of, body, service.served, id, delivers)
+    requests = await asyncio.to_thread(make) if sum(map(len, body.prompt)) > LONG_TEXT else make()
+    answer = Answer(service, Completion(id, body, service.served, requests), mailbox)
+    service.submit(requests, mailbox)
+    return answer
+
+
+async def chat(service, request):
+    raise APIError(404, "this server has no chat, because a base model has no chat template: write the conversation as "
+                        "a prompt and send it to /v1/completions")
+
+
+async def models(service, request):
+    service.check_key(request)
+    service.check_loaded()
+    served = service.served
+    model = {'id': served.name, 'object': 'model', 'created': served.created, 'owned_by': 'nanogpt',
+             'max_model_len': served.max_tokens}
+    return JSON({'object': 'list', 'data': [model]})
+
+
+async def health(service, request):
+    service.check_ready()
+    return JSON({'status': 'ok'})
+
+
+async def metrics(service, request):
+    service.check_loaded()
+    return Response(service.metrics.text(), headers={'content-type': FORMAT})
+
+
+async def tokenize(service, request):
+    body = await service.body(request, TokenizeBody)
+    service.served.check_name(body.model)
+    encode = partial(service.served.encode, body.prompt)
+    tokens = await asyncio.to_thread(encode) if len(body.prompt) > LONG_TEXT else encode()
+    return JSON({'tokens': tokens, 'count': len(tokens), 'max_model_len': service.served.max_tokens})
+
+
+async def detokenize(service, request):
+    body = await service.body(request, DetokenizeBody)
+    service.served.check_name(body.model)
+    return JSON({'prompt': service.served.decode(service.served.check_ids(body.tokens, 'tokens'))})
+
+
+async def cache(service, request):
+    service.check_key(request)
+    service.check_loaded()
+    return JSON(service.engine.state(), headers={'cache-control': 'no-store'})
+
+
+async def description(service, request):
+    return JSON(openapi(bool(service.api_key)))
+
+
+async def page(service, request):
+    with open(PAGE, encoding='utf-8') as f:
+        return HTMLResponse(f.read(), headers=PAGE_HEADERS)
+
+
+ENDPOINTS = [('POST', '/v1/completions', completions), ('GET', '/v1/models', models), ('GET', '/health', health),
+             ('GET', '/metrics', metrics), ('POST', '/tokenize', tokenize), ('POST', '/detokenize', detokenize),
+             ('GET', '/openapi.json', description), ('GET', '/', page), ('GET', '/cache', cache),
+             ('POST', '/v1/chat/completions', chat)]
+
+
+class Process(uvicorn.Server):
+    """
+    uvicorn, but for how it ends: the first SIGTERM or SIGINT drains within drain_seconds, a second one ends at once.
+    """
+
+    def __init__(self, config, service, drain_seconds):
+        super().__init__(config)
+        self.service, self.drain_seconds, self.loop, self.drainer = service, drain_seconds, None, None
+
+    async def serve(self, sockets=None):
+        self.loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig, frame):
+        if self.service.status in ('draining', 'failed'):
+            os._exit(128 + sig)
+        self.service.status = 'draining'
+        print(f"stopping: requests that run have {self.drain_seconds:g} s to finish; a second signal ends at once",
+              file=sys.stderr)
+        self.loop.call_soon_threadsafe(self.begin_drain)
+
+    def begin_drain(self):
+        self.drainer = asyncio.ensure_future(self.drain())
+
+    async def drain(self):
+        try:
+            await self.service.drain(self.drain_seconds)
+        finally:
+            self.should_exit = True
+
+    def loaded(self):
+        """Called in the thread that loads the model: without one there is nothing to serve."""
+        self.should_exit = self.should_exit or self.service.status == 'failed'
+
+
+def listen(host, port):
+    """A listening socket. port: 0 takes any that is free. OSError if the port cannot be had."""
+    family = socket.AF_INET6 if ':' in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as e:
+        raise OSError(f"port {port} of {host} cannot be had ({e.strerror or e}): choose another --port") from e
+    # asyncio sets this on sockets that it makes itself only. Without it the body of a response waits, for some 40 ms,
+    # until the client has acknowledged the headers
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
+
+
+def run(service, host, port, drain_seconds, cors_origin=''):
+    """Serve until a signal comes, and print the address. OSError if the port cannot be had; what loading raised."""
+    listener = listen(host, port)
+    name = f'[{host}]' if ':' in host else host
+    print(f"the page: http://{name}:{listener.getsockname()[1]}/   the API: /v1/completions", file=sys.stderr)
+    config = uvicorn.Config(None, log_level='warning', access_log=False, lifespan='on', ws='none', server_header=False,
+                            timeout_graceful_shutdown=CLOSING, timeout_keep_alive=KEEP_ALIVE)
+    process = Process(config, service, drain_seconds)
+    config.app = make_app(service, cors_origin, process.loaded)
+    process.run([listener])
+    if service.error is not None:
+        raise service.error

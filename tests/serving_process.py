@@ -1,0 +1,31 @@
+"""The server with an engine that a test gives it, on a free port, in a thread of this process."""
+import threading
+from contextlib import contextmanager
+
+import httpx
+import uvicorn
+
+from serving.server import Process, Service, listen, make_app
+
+
+@contextmanager
+def serving(engine, served, drain_seconds=5, cors_origin='', load=None, **settings):
+    """Yields an httpx.Client whose addresses are relative to the server; `client.service` is its `Service`."""
+    service = Service(load or (lambda: (engine, served)), **settings)
+    ready = threading.Event()
+    listener = listen('127.0.0.1', 0)
+    process = Process(uvicorn.Config(None, log_level='warning', access_log=False, timeout_graceful_shutdown=1),
+                      service, drain_seconds)
+    process.config.app = make_app(service, cors_origin, lambda: (process.loaded(), ready.set()))
+    thread = threading.Thread(target=process.run, args=([listener],))
+    thread.start()
+    try:
+        if load is None:
+            assert ready.wait(20)
+        with httpx.Client(base_url=f'http://127.0.0.1:{listener.getsockname()[1]}', timeout=20) as client:
+            client.service, client.process, client.thread = service, process, thread
+            yield client
+    finally:
+        process.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()

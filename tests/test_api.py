@@ -1,0 +1,204 @@
+"""The bodies of the API: what becomes of a good one, and which field an error names. The JSON of answers."""
+import math
+
+import pytest
+
+for package in ('pydantic', 'orjson', 'prometheus_client'):
+    pytest.importorskip(package, reason="needs requirements-serve.txt")
+
+import orjson
+from fake_engine import CHARS, SERVED
+
+from serving.api import APIError, CompletionBody, DetokenizeBody, TokenizeBody, biases, parsed, requests_of
+from serving.completion import DONE, Completion
+from serving.request import Logprobs, Output
+
+
+def completion_body(**fields):
+    return parsed(CompletionBody, orjson.dumps({'prompt': 'abc', **fields}))
+
+
+def requests(**fields):
+    body = completion_body(**fields)
+    return requests_of(body, SERVED, 'x', [None] * len(body.prompt))
+
+
+def answer(**fields):
+    """(a `Completion` of these fields, its body)"""
+    body = completion_body(**fields)
+    return Completion('x', body, SERVED, requests_of(body, SERVED, 'x', [None] * len(body.prompt)))
+
+
+def events(data):
+    """The events of a stream's bytes, of which the last is [DONE] if it is there."""
+    assert data.endswith(b'\n\n') or not data
+    found = [line.removeprefix(b'data: ') for line in data.split(b'\n\n')[:-1]]
+    return [event if event == b'[DONE]' else orjson.loads(event) for event in found]
+
+
+@pytest.mark.parametrize('fields, param', [
+    (dict(prompt=''), 'prompt'), (dict(prompt=[]), 'prompt'), (dict(prompt=[[]]), 'prompt'),
+    (dict(prompt=['a', '']), 'prompt'), (dict(prompt=[1, 'a']), 'prompt'), (dict(prompt=['a', [1]]), 'prompt'),
+    (dict(prompt=[1, True]), 'prompt'), (dict(prompt={}), 'prompt'), (dict(prompt=None), 'prompt'),
+    (dict(prompt=['a'] * 129), 'prompt'), (dict(prompt='Q'), 'prompt'), (dict(prompt=[31]), 'prompt'),
+    (dict(prompt=[-1]), 'prompt'), (dict(prompt=3), 'prompt'), (dict(prompt=[1.5]), 'prompt'),
+    (dict(max_tokens=-1), 'max_tokens'), (dict(max_tokens='5'), 'max_tokens'), (dict(max_tokens=5.5), 'max_tokens'),
+    (dict(max_tokens=True), 'max_tokens'), (dict(temperature=-1), 'temperature'),
+    (dict(temperature=1e-31), 'temperature'),
+    (dict(top_p=0), 'top_p'), (dict(top_p=1.1), 'top_p'), (dict(top_k=-2), 'top_k'), (dict(top_k=2**40), 'top_k'),
+    (dict(min_p=2), 'min_p'), (dict(n=0), 'n'), (dict(n=129), 'n'), (dict(seed=-1), 'seed'), (dict(seed=2**63), 'seed'),
+    (dict(stop=['a'] * 5), 'stop'), (dict(stop=''), 'stop'), (dict(stop=[1]), 'stop'), (dict(stop='a' * 1001), 'stop'),
+    (dict(stop_token_ids=[31]), 'stop_token_ids'), (dict(stop_token_ids=['a']), 'stop_token_ids.0'),
+    (dict(logprobs=6), 'logprobs'), (dict(logprobs=True), 'logprobs'), (dict(echo=1), 'echo'),
+    (dict(logit_bias={'a': 1}), 'logit_bias'), (dict(logit_bias={'31': 1}), 'logit_bias'),
+    (dict(logit_bias={'1': 101}), 'logit_bias.1'), (dict(logit_bias=[1]), 'logit_bias'),
+    (dict(presence_penalty=3), 'presence_penalty'), (dict(frequency_penalty=-3), 'frequency_penalty'),
+    (dict(repetition_penalty=0), 'repetition_penalty'), (dict(min_tokens=17), 'min_tokens'),
+    (dict(stream=1), 'stream'), (dict(stream_options={'include_usage': True}), 'stream_options'),
+    (dict(stream=True, stream_options={'x': 1}), 'stream_options.x'), (dict(cache_salt='a' * 257), 'cache_salt'),
+    (dict(best_of=2), 'best_of'), (dict(suffix='a'), 'suffix'), (dict(response_format={}), 'response_format'),
+    (dict(messages=[]), 'messages'), (dict(max_token=3), 'max_token'), (dict(model=3), 'model'),
+])
+def test_errors_name_the_field(fields, param):
+    with pytest.raises(APIError) as caught:
+        requests(**fields)
+    error = caught.value.json()['error']
+    assert caught.value.status == 400 and error['param'] == param
+    assert set(error) == {'message', 'type', 'param', 'code'} and error['type'] == 'invalid_request_error'
+    assert error['message'].startswith(param.split('.')[0]) and '\n' not in error['message']
+
+
+def test_a_near_name_is_suggested_and_refusals_say_what_to_do():
+    messages = {}
+    for field in ('max_token', 'best_of', 'zzz'):
+        with pytest.raises(APIError) as caught:
+            completion_body(**{field: 1})
+        messages[field] = str(caught.value)
+    assert messages['max_token'].endswith('did you mean max_tokens?') and 'n samples' in messages['best_of']
+    assert messages['zzz'].endswith('leave it out')
+
+
+@pytest.mark.parametrize('data', [b'', b'{', b'[]', b'"a"', b'{"prompt": NaN}', b'\xff', b'{"prompt": "\xff"}',
+                                  b'{"prompt": "\\ud800"}', b'[' * 5000, b'null', b'{"prompt": "a", "n": 1e400}'])
+def test_what_is_no_json_object_is_refused(data):
+    with pytest.raises(APIError) as caught:
+        parsed(CompletionBody, data)
+    assert caught.value.status == 400
+
+
+def test_too_long_is_context_length_exceeded():
+    for prompt, max_tokens in (('a', 64), ([1] * 64, 1), ('a' * 100_000, 1), (['a', 'a' * 60], 5)):
+        with pytest.raises(APIError) as caught:
+            requests(prompt=prompt, max_tokens=max_tokens)
+        assert (caught.value.status, caught.value.code) == (400, 'context_length_exceeded')
+    assert requests(prompt='a' * 63, max_tokens=1)
+
+
+def test_another_model_is_404():
+    assert requests(model='fake') and requests(model=None)
+    with pytest.raises(APIError) as caught:
+        requests(model='gpt-4')
+    assert (caught.value.status, caught.value.param, caught.value.code) == (404, 'model', 'model_not_found')
+
+
+def test_a_body_becomes_requests():
+    first, second = requests(prompt=['ab', 'c'], n=2, seed=5, stop='x', logit_bias={'3': -1, '11': 2.5}, top_k=-1,
+                             logprobs=3, echo=True, cache_salt='me', user='somebody', stop_token_ids=[4], min_tokens=2)
+    assert (first.prompt, second.prompt, first.n, first.seed, second.seed) == ([0, 1], [2], 2, 5, 5)
+    assert first.stop == ('x',) and first.cache_salt == 'me' and first.max_tokens == 16 and first.id != second.id
+    assert first.params.logit_bias == ((3, -1.0), (11, 2.5)) and first.params.top_k == 0
+    assert first.params.prompt_logprobs and first.params.logprobs == 3 and first.params.min_tokens == 2
+    assert not requests(logprobs=3)[0].params.prompt_logprobs and not requests(echo=True)[0].params.prompt_logprobs
+    assert requests(prompt=[3, 4])[0].prompt == [3, 4] and requests(prompt=[[3], [4]])[1].prompt == [4]
+
+
+def test_null_is_the_default_and_a_seed_is_drawn():
+    drawn = [requests(temperature=None, stop=None, seed=None, logit_bias=None, suffix=None)[0] for _ in range(8)]
+    assert drawn[0].params.temperature == 1.0 and drawn[0].stop == () and len({r.seed for r in drawn}) == 8
+    assert all(0 <= r.seed < 2**63 for r in drawn) and biases({}, SERVED) == ()
+
+
+def test_other_bodies():
+    assert parsed(TokenizeBody, b'{"prompt": ""}').prompt == ''
+    with pytest.raises(APIError, match=r"tokens\.1"):
+        parsed(DetokenizeBody, b'{"tokens": [1, -1]}')
+
+
+def test_stream_is_openais_bytes():
+    """finish_reason on the last text chunk, then usage with empty choices, then [DONE]; the whole text the same."""
+    a = answer(stream=True, stream_options={'include_usage': True}, n=2)
+    a.add(0, [Output(0, [3], 'd', n_cached=2), Output(1, [4], 'e')])
+    a.add(0, [Output(0, [5], 'f')])
+    first = a.chunks()
+    assert first.startswith(b'data: {"id":"x","object":"text_completion","created":') and not a.done
+    a.add(0, [Output(0, [6], '', finish_reason='stop'), Output(1, [7], 'h', finish_reason='length')])
+    first, last = events(first), events(a.chunks())
+    assert [e['choices'] for e in first] == [
+        [{'index': 0, 'text': 'df', 'logprobs': None, 'finish_reason': None}],
+        [{'index': 1, 'text': 'e', 'logprobs': None, 'finish_reason': None}]]
+    assert [e['choices'] for e in last[:2]] == [
+        [{'index': 0, 'text': '', 'logprobs': None, 'finish_reason': 'stop'}],
+        [{'index': 1, 'text': 'h', 'logprobs': None, 'finish_reason': 'length'}]]
+    assert all(e['usage'] is None for e in first + last[:2]) and last[2]['choices'] == [] and last[3] == b'[DONE]'
+    assert last[2]['usage'] == {'prompt_tokens': 3, 'completion_tokens': 5, 'total_tokens': 8,
+                                'prompt_tokens_details': {'cached_tokens': 2}}
+
+
+def test_tokens_without_text_are_sent_only_where_asked_for():
+    held = Output(0, [29], '')  # the beginning of a character, or of a stop string
+    for fields, n in ((dict(), 0), (dict(return_token_ids=True), 1), (dict(logprobs=0), 1)):
+        a = answer(stream=True, **fields)
+        a.add(0, [held._replace(logprobs=[Logprobs(29, -1., 1, [])] if fields.get('logprobs') == 0 else None)])
+        assert len(events(a.chunks())) == n and 'usage' not in str(events(a.chunks()))
+
+
+def test_choices_of_several_prompts_are_numbered_across():
+    a = answer(prompt=['a', 'b'], n=2, return_token_ids=True)
+    for number in (1, 0):
+        a.add(number, [Output(i, [number * 2 + i], str(number * 2 + i), finish_reason='length', n_cached=0)
+                       for i in (1, 0)])
+    choices = a.object()['choices']
+    assert [(c['index'], c['text'], c['token_ids']) for c in choices] == [(i, str(i), [i]) for i in range(4)]
+    assert [c['prompt_token_ids'] for c in choices] == [[0], [0], [1], [1]]
+
+
+@pytest.mark.parametrize('stream', [False, True])
+def test_scoring_has_openais_shape(stream):
+    """echo + logprobs: the prompt's tokens first, the first of which nothing predicts; offsets count characters."""
+    prompt = CHARS.index('€'), CHARS.index('a')
+    a = answer(prompt=[list(prompt)], echo=True, logprobs=1, max_tokens=1, stream=stream)
+    a.add(0, [Output(0, [1], 'b', [Logprobs(1, -math.inf, 3, [(2, -.25)])], 'length',
+                     [None, Logprobs(0, -.5, 1, [(0, -.5)])])])
+    choice = (events(a.chunks())[0] if stream else a.object())['choices'][0]
+    assert choice['text'] == '€ab' and choice['logprobs'] == {
+        'tokens': ['€', 'a', 'b'], 'token_logprobs': [None, -.5, -9999.], 'text_offset': [0, 1, 2],
+        'top_logprobs': [None, {'a': -.5}, {'c': -.25, 'b': -9999.}]}
+
+
+def test_offsets_go_on_behind_the_prompt_and_across_chunks():
+    a = answer(stream=True, logprobs=0)
+    offsets = []
+    for token in (27, 28, 0):
+        a.add(0, [Output(0, [token], CHARS[token], [Logprobs(token, -1., 1, [])])])
+        offsets += events(a.chunks())[0]['choices'][0]['logprobs']['text_offset']
+    assert offsets == [3, 4, 5]  # the prompt has 3 characters
+
+
+@pytest.mark.parametrize('reason, status', [('abort', 503), ('error', 500)])
+def test_an_error_in_the_stream_is_an_event(reason, status):
+    a = answer(stream=True)
+    a.add(0, [Output(0, [1], 'b')])
+    a.add(0, [Output(0, [], '', finish_reason=reason, error='it broke')])
+    text, error, done = events(a.chunks())
+    assert text['choices'][0]['text'] == 'b' and done == b'[DONE]' and a.done
+    assert set(error['error']) == {'message', 'type', 'param', 'code'}
+    with pytest.raises(APIError) as caught:
+        a.object()
+    assert caught.value.status == status
+
+
+def test_nothing_follows_the_end():
+    a = answer(stream=True)
+    a.add(0, [Output(0, [1], 'b', finish_reason='stop')])
+    a.add(0, [Output(0, [], '', finish_reason='abort')])
+    assert a.error is None and a.chunks().endswith(DONE) and a.chunks() == DONE

@@ -1,0 +1,270 @@
+"""The engine on real small models: the tokens and log probabilities of a request are those that it has alone."""
+import random
+from contextlib import nullcontext
+
+import pytest
+import torch
+from conftest import sizes
+from test_same_bits import SHAPES, model_of
+
+from decode.cpu import CPUDecoder
+from kvcache.paged import n_blocks_for
+from model import GPT, GPTConfig
+from serving.engine import Engine
+from serving.request import Request, SamplingParams
+from serving.sampler import Drawing, Sampler
+
+V = 29
+BYTES = [bytes([97 + i % 26]) for i in range(V)]
+
+
+class Got:
+    """What a request was given, sample by sample."""
+
+    def __init__(self, request):
+        self.request, request.deliver = request, self.deliver
+        self.tokens, self.logprobs = [[] for _ in range(request.n)], [[] for _ in range(request.n)]
+        self.text, self.reasons = [''] * request.n, [None] * request.n
+        self.first, self.error, self.n_calls = None, None, 0
+
+    def deliver(self, outputs):
+        self.first, self.n_calls = self.first or outputs[0], self.n_calls + 1
+        for output in outputs:
+            self.tokens[output.index] += output.token_ids
+            self.logprobs[output.index] += output.logprobs or []
+            self.text[output.index] += output.text
+            self.reasons[output.index] = output.finish_reason
+            self.error = output.error or self.error
+
+
+def submit(engine, id, prompt, max_tokens=8, seed=0, n=1, **how):
+    more = {name: how.pop(name) for name in ('stop', 'cache_salt') if name in how}
+    got = Got(Request(id, prompt, max_tokens, SamplingParams(**how), seed, n, **more))
+    engine.submit(got.request)
+    return got
+
+
+def run(engine):
+    while engine.run_once():
+        pass
+    assert not engine.live and engine.cache.n_free == engine.cache.n_seq
+
+
+def finished(engine, *args, **how):
+    got = submit(engine, *args, **how)
+    run(engine)
+    return got
+
+
+def alone(decoder, request, stop_ids=()):
+    """The tokens and log probabilities of each sample by the decoder and its own tuple, a token after the other."""
+    sampler, samples = Sampler(decoder.vocab_size), []
+    for i in range(request.n):
+        drawing, cache, tokens, logprobs = Drawing(request, i, stop_ids, decoder.vocab_size), None, [], []
+        for token in request.prompt:
+            logits, cache = decoder(torch.tensor([[token]]), cache)
+        while len(tokens) < request.max_tokens:
+            logits = logits[0].numpy()
+            tokens += sampler.draw(logits, [0], [drawing])
+            logprobs += sampler.logprobs(logits, tokens[-1:], 5)
+            if tokens[-1] in stop_ids:
+                break
+            logits, cache = decoder(torch.tensor([tokens[-1:]]), cache)
+        samples.append((tokens, logprobs))
+    return samples
+
+
+HOWS = [dict(), dict(temperature=0.0), dict(top_k=5), dict(top_p=0.7, temperature=1.5), dict(frequency_penalty=1.0),
+        dict(repetition_penalty=1.5, min_p=0.05)]
+
+
+@pytest.mark.parametrize('how', [dict(), dict(position='rope', n_kv_head=2), dict(position='alibi', window=9),
+                                 dict(position='rope', window=6, n_sink=3)], ids=str)
+@pytest.mark.parametrize('weights', ['float32', 'int8', 'bfloat16'])
+def test_tokens_and_bits_are_those_of_the_request_alone(how, weights):
+    """Random requests, pools, chunks and preemptions; log probabilities are compared for equality."""
+    found = preempted = 0
+    for seed in range(sizes(1, 10)):
+        chooser = random.Random(seed)
+        decoder = CPUDecoder(model_of(SHAPES[seed % 3] | how, seed), weights, 1)
+        block_size = chooser.choice([4, 8])
+        n_blocks = n_blocks_for(decoder.model.config, block_size) + chooser.choice([0, 1, 4])
+        engine = Engine(decoder.model, decoder, BYTES, None, n_blocks, block_size, chooser.choice([3, 16, 100]))
+        shared, all_got = [chooser.randrange(V) for _ in range(20)], []
+        for i in range(sizes(10, 30)):
+            prompt = shared[:chooser.choice([0, 8, 15])] + [chooser.randrange(V) for _ in range(chooser.randint(1, 9))]
+            all_got.append(submit(engine, str(i), prompt, chooser.randint(1, 25), i, chooser.choice([1, 1, 3]),
+                                  logprobs=5, **chooser.choice(HOWS)))
+            for _ in range(chooser.choice([0, 1, 3])):
+                engine.run_once()
+        run(engine)
+        found, preempted = found + engine.stats.prefix_hits, preempted + engine.stats.preemptions
+        for got in all_got:
+            assert list(zip(got.tokens, got.logprobs)) == alone(decoder, got.request), got.request
+            assert set(got.reasons) == {'length'}
+    assert found and preempted
+
+
+@pytest.mark.parametrize('with_decoder', [True, False])
+def test_greedy_equals_generate_without_cache(with_decoder):
+    model = model_of(SHAPES[1], 3)
+    decoder = CPUDecoder(model, threads=1) if with_decoder else None
+    engine = Engine(model, decoder, BYTES, n_blocks=12, block_size=8, max_num_batched_tokens=10)
+    prompts = [[i, 5, 7, i][:1 + i % 4] for i in range(8)]
+    all_got = [submit(engine, str(i), prompt, 20, temperature=0.0) for i, prompt in enumerate(prompts)]
+    run(engine)
+    for prompt, got in zip(prompts, all_got):
+        expected = model.generate(torch.tensor([prompt]), 20, temperature=0)[0].tolist()
+        assert prompt + got.tokens[0] == expected
+
+
+def tiny(n_blocks=16, block_size=4, budget=64, **how):
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(block_size=64, vocab_size=V, n_layer=2, n_head=2, n_embd=16)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4)
+    decoder = CPUDecoder(model, threads=1)
+    return Engine(model, decoder, BYTES, None, n_blocks, block_size, budget, **how), decoder
+
+
+def test_seed_ignores_batchmates():
+    engine, decoder = tiny(n_blocks=100)
+    got = finished(engine, 'alone', [1, 2, 3], 20, seed=7)
+    others = [submit(engine, str(i), [i], 30, seed=i) for i in range(9)]
+    engine.run_once()
+    again = submit(engine, 'again', [1, 2, 3], 20, seed=7)
+    run(engine)
+    assert again.tokens == got.tokens != submit(engine, 'x', [1, 2, 3], 20, seed=8).tokens
+    assert len({tuple(other.tokens[0]) for other in others}) == 9
+    run(engine)
+
+
+def test_preempted_keeps_tokens_and_draws():
+    engine, decoder = tiny(n_blocks=12)
+    all_got = [submit(engine, str(i), [i, i, 4], 40, seed=i, logprobs=5) for i in range(3)]
+    run(engine)
+    assert engine.stats.preemptions
+    for got in all_got:
+        assert list(zip(got.tokens, got.logprobs)) == alone(decoder, got.request)
+        assert got.n_calls == 40, "one token a step, and none twice"
+
+
+def test_samples_have_the_seeds_that_follow():
+    engine, decoder = tiny()
+    three = finished(engine, 'three', [1, 2, 3], 10, seed=5, n=3)
+    ones = [finished(engine, str(i), [1, 2, 3], 10, seed=5 + i) for i in range(3)]
+    assert three.tokens == [one.tokens[0] for one in ones] and len({*map(tuple, three.tokens)}) == 3
+
+
+def test_stop_then_prefix_hit():
+    """A sample that a stop string has ended leaves blocks that hold what was computed, and nothing else."""
+    engine, decoder = tiny()
+    whole = finished(engine, 'whole', [3, 1], 20, seed=2)
+    stop = whole.text[0][9:12]
+    got = finished(engine, 'stopped', [3, 1], 20, seed=2, stop=(stop,))
+    assert got.reasons == ['stop'] and got.text[0] == whole.text[0][:whole.text[0].index(stop)]
+    assert got.tokens[0] == whole.tokens[0][:len(got.tokens[0])]
+    prompt = [3, 1, *got.tokens[0]]
+    longer = finished(engine, 'longer', prompt, 6, seed=9, logprobs=5)
+    assert longer.first.n_cached >= 8 and list(zip(longer.tokens, longer.logprobs)) == alone(decoder, longer.request)
+
+
+def test_stop_tokens_end_a_sample_and_give_no_text():
+    engine, decoder = tiny()
+    whole = finished(engine, 'whole', [3, 1], 20, seed=2)
+    token = whole.tokens[0][6]
+    first = whole.tokens[0].index(token)
+    got = finished(engine, 'stopped', [3, 1], 20, seed=2, stop_token_ids=(token,))
+    assert got.reasons == ['stop'] and got.tokens[0] == whole.tokens[0][:first + 1]
+    assert got.text[0] == whole.text[0][:first]
+    later = finished(engine, 'later', [3, 1], 20, seed=2, stop_token_ids=(token,), min_tokens=first + 3)
+    assert len(later.tokens[0]) >= first + 3 and token not in later.tokens[0][:first + 3]
+    engine.core.eos_token = token
+    assert finished(engine, 'eos', [3, 1], 20, seed=2).tokens == got.tokens
+    assert finished(engine, 'no eos', [3, 1], 20, seed=2, ignore_eos=True).tokens == whole.tokens
+
+
+@pytest.mark.parametrize('with_decoder', [True, False])
+@pytest.mark.parametrize('budget', [5, 100])
+def test_scoring_ignores_the_prefix_cache(budget, with_decoder):
+    """Every log probability of a prompt is the model's, whether or not its blocks are remembered."""
+    engine, decoder = tiny(budget=budget)
+    if not with_decoder:
+        engine = Engine(decoder.model, None, BYTES, None, 16, 4, budget)
+    prompt = [random.Random(0).randrange(V) for _ in range(30)]
+    finished(engine, 'before', prompt, 5)
+    with torch.no_grad():
+        expected = torch.log_softmax(decoder.model(torch.tensor([prompt]), targets=torch.tensor([prompt]))[0][0], -1)
+    beside = submit(engine, 'beside', [1, 2, 3], 12)
+    for max_tokens, n in ((0, 1), (1, 2)):
+        got = finished(engine, f'score {max_tokens}', prompt, max_tokens, n=n, prompt_logprobs=True, logprobs=3)
+        assert got.first.n_cached == 0 and got.reasons == ['length'] * n
+        assert [len(tokens) for tokens in got.tokens] == [max_tokens] * n
+        first, *scored = got.first.prompt_logprobs
+        assert first is None and [score.token for score in scored] == prompt[1:]
+        for i, score in enumerate(scored):
+            assert abs(score.logprob - float(expected[i, score.token])) < 1e-4
+            assert [token for token, _ in score.top] == expected[i].topk(3).indices.tolist()
+    assert beside.reasons == ['length']
+
+
+def test_logprobs_equal_the_models():
+    engine, decoder = tiny()
+    got = finished(engine, 'a', [5, 6], 20, logprobs=4, temperature=0.5, top_k=2)
+    text = [5, 6, *got.tokens[0]]
+    with torch.no_grad():
+        logits = decoder.model(torch.tensor([text]), targets=torch.tensor([text]))[0][0]
+    for i, score in enumerate(got.logprobs[0]):
+        expected = torch.log_softmax(logits[1 + i], -1)
+        assert abs(score.logprob - float(expected[score.token])) < 1e-4 and len(score.top) == 4
+        assert score.rank == 1 + int((expected > expected[score.token]).sum())
+
+
+@pytest.mark.parametrize('exclusive', [False, True])
+def test_new_weights_are_used_from_the_next_token_on(exclusive):
+    """Weights that change between two steps: each token is that of the weights of its step, over all of its text."""
+    engine, decoder = tiny(n_blocks=40)
+    prompts = [[i, 2, 3, 4, 5] for i in range(4)]
+    all_got = [submit(engine, str(i), prompt, 12, temperature=0.0) for i, prompt in enumerate(prompts)]
+    for _ in range(5):
+        engine.run_once()
+    old = [got.tokens[0][:] for got in all_got]
+    with torch.no_grad():
+        for p in decoder.model.parameters():
+            p.copy_(torch.randn_like(p) * 0.3)
+    with decoder.exclusive_use() if exclusive else nullcontext():  # as in the engine's thread
+        run(engine)
+    again = finished(engine, 'again', prompts[0], 7, temperature=0.0)
+    fresh = CPUDecoder(decoder.model, threads=1)
+    for got, before in zip(all_got, old):
+        request = Request('r', got.request.prompt + before, 12 - len(before), SamplingParams(temperature=0.0))
+        assert got.tokens[0] == before + alone(fresh, request)[0][0]
+    assert again.first.n_cached == 0 or engine.stats.prefix_hits
+    assert again.tokens[0] == alone(fresh, again.request)[0][0][:7]
+
+
+def test_an_error_in_a_samples_text_spares_others():
+    engine, decoder = tiny()
+    bad, good = submit(engine, 'bad', [1, 2], n=3, stop=(5,)), submit(engine, 'good', [1, 2], 9)
+    run(engine)
+    assert bad.reasons == ['error'] * 3 and 'TypeError' in bad.error
+    assert good.tokens == [tokens for tokens, _ in alone(decoder, good.request)]
+
+
+def test_prompts_of_0_tokens_to_generate():
+    engine, _ = tiny()
+    got = finished(engine, 'a', [1, 2], 0, n=2)
+    assert got.reasons == ['length'] * 2 and got.tokens == [[], []] and engine.stats.steps == 0
+
+
+@pytest.mark.parametrize('wrong, words', [
+    (dict(prompt=[1] * 60), 'together 68'), (dict(prompt=[V]), 'prompt has the token id 29'),
+    (dict(stop_token_ids=(-1,)), 'stop_token_ids'), (dict(logit_bias=((99, 1.0),)), 'logit_bias'),
+    (dict(prompt=[]), 'no tokens'), (dict(n=0), 'n must be'), (dict(min_tokens=9), 'min_tokens'),
+    (dict(prompt=[1] * 30, max_tokens=30), '15 blocks of 4, but the pool has 14')])
+def test_what_can_never_run_is_refused_at_once(wrong, words):
+    engine, _ = tiny(n_blocks=14)
+    with pytest.raises(ValueError, match=words):
+        submit(engine, 'a', **(dict(prompt=[1]) | wrong))
+    assert not engine.live and finished(engine, 'a', [1, 2]).reasons == ['length']

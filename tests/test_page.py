@@ -1,0 +1,263 @@
+"""The page in a browser, headless Chromium, with a real engine on a small model that steps when a test lets it."""
+import os
+import shutil
+
+import pytest
+
+for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client', 'httpx', 'selenium'):
+    pytest.importorskip(package, reason="needs requirements-serve.txt and selenium")
+
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import WebDriverWait
+from serving_process import serving
+from stepping_engine import tiny_engine
+
+CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
+DRIVER = shutil.which('chromedriver')
+pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no browser: chromium, chromium-driver")
+
+PROMPT = 'once upon a time there was a king'
+
+
+@pytest.fixture(scope='module')
+def browser():
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in ('--headless=new', '--disable-gpu', '--disable-background-networking', '--disable-dev-shm-usage'):
+        options.add_argument(argument)
+    if hasattr(os, 'geteuid') and os.geteuid() == 0:
+        options.add_argument('--no-sandbox')
+    options.set_capability('goog:loggingPrefs', {'browser': 'ALL'})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(browser):
+    """A server with the page open. page.client: of the server. page.engine: its engine."""
+    engine, served = tiny_engine()
+    with serving(engine, served) as client:
+        page = Page(browser, client, engine)
+        page.open()
+        browser.execute_script('sessionStorage.clear()')
+        page.open()
+        yield page
+        engine.allow(float('inf'))
+        browser.get('about:blank')
+        assert [entry for entry in browser.get_log('browser') if entry['source'] != 'network'] == []
+
+
+class Page:
+    def __init__(self, browser, client, engine):
+        self.browser, self.client, self.engine = browser, client, engine
+
+    def open(self):
+        self.browser.get(str(self.client.base_url))
+        self.wait(lambda: self.text('#status') == 'connected')
+
+    def wait(self, condition):
+        return WebDriverWait(self.browser, 30, .03).until(lambda _: condition())
+
+    def __getitem__(self, selector):
+        return self.browser.find_element(By.CSS_SELECTOR, selector)
+
+    def text(self, selector):
+        return self[selector].get_property('textContent')
+
+    def all(self, selector):
+        return self.browser.find_elements(By.CSS_SELECTOR, selector)
+
+    def fill(self, **values):
+        for name, value in values.items():
+            field = self['#' + name]
+            field.clear()
+            field.send_keys(str(value))
+
+    def finished(self):
+        return self['#go'].is_enabled()
+
+    def samples(self):
+        return [pre.get_property('textContent') for pre in self.all('.sample pre')]
+
+    def answers(self, **fields):
+        """What the API answers, each behind the prompt, as the page shows it."""
+        body = {'prompt': PROMPT, 'temperature': .8, 'top_p': 1, 'echo': True, **fields}
+        return [choice['text'] for choice in self.client.post('/v1/completions', json=body).json()['choices']]
+
+    def squares(self):
+        return self.browser.execute_script("return [...document.querySelectorAll('#pool > i')].map("
+                                           "i => i.className.split(' ')[0])")
+
+
+def kinds(state):
+    """What the squares must be."""
+    return ['shared' if len(block['samples']) > 1 else 'used' if block['samples'] else
+            'remembered' if block['remembered'] else 'free' for block in state['blocks']]
+
+
+def test_types_and_reads_the_stream(page):
+    """Samples stream side by side, and have the texts that the API gives for the same seed."""
+    page.fill(prompt=PROMPT, seed=5, n=3, max_tokens=40)
+    page.engine.allow(20)
+    page['#go'].click()
+    page.wait(lambda: len(page.samples()) == 3 and all(len(text) > len(PROMPT) for text in page.samples()))
+    assert all(len(text) < len(PROMPT) + 40 for text in page.samples()) and not page.finished()
+    page.engine.allow(float('inf'))
+    page.wait(page.finished)
+    assert page.samples() == page.answers(seed=5, n=3, max_tokens=40)
+    assert [note.text for note in page.all('.sample footer span:first-child')] == ['40 tokens'] * 3
+    first, rate = (float(figure.text.split()[0].replace(',', '')) for figure in page.all('#speed .figure b'))
+    assert first > 0 and rate > 0 and len({e.location['y'] for e in page.all('.sample')}) < 3
+
+
+def test_stops(page):
+    page.fill(prompt=PROMPT, max_tokens=150)
+    page.engine.allow(20)
+    page['#go'].click()
+    page.wait(lambda: page.samples() and len(page.samples()[0]) > len(PROMPT))
+    page['#stop'].click()
+    page.wait(lambda: page.finished() and not page.engine.live)
+    assert page.text('.sample footer span').endswith('tokens, stopped') and not page.text('#error')
+    page.wait(lambda: page.squares() == kinds(page.client.get('/cache').json()))
+    assert not {'used', 'shared'} & set(page.squares())
+
+
+def test_works_with_the_keyboard(page):
+    page.engine.allow(12)
+    page['#prompt'].clear()
+    page['#prompt'].send_keys(PROMPT, Keys.CONTROL, Keys.ENTER)
+    page.wait(lambda: page.samples() and len(page.samples()[0]) > len(PROMPT))
+    page.browser.switch_to.active_element.send_keys(Keys.ESCAPE)
+    page.wait(lambda: page.finished() and not page.engine.live)
+    order = []
+    for _ in range(12):
+        page.browser.switch_to.active_element.send_keys(Keys.TAB)
+        order.append(page.browser.switch_to.active_element.get_attribute('id'))
+    assert [name for name in order if name][:7] == ['temperature', 'top_p', 'seed', 'n', 'max_tokens', 'go', 'pool']
+    page['#pool'].send_keys(Keys.HOME)
+    assert page.text('#inspector').startswith('Block 0, remembered') and PROMPT[:4] in page.text('#inspector pre')
+    page['#pool'].send_keys(Keys.ARROW_RIGHT)
+    assert page.text('#inspector').startswith('Block 1') and PROMPT[4:8] in page.text('#inspector pre')
+    page['#pool'].send_keys(Keys.END, Keys.ARROW_DOWN)
+    assert page.text('#inspector').startswith('Block 95, free')
+
+
+def test_squares_agree_with_the_cache(page):
+    """While three samples with one prompt wait for their next step; a block and a request say what they have."""
+    page.fill(prompt=PROMPT, n=3, max_tokens=50)
+    page.engine.allow(25)
+    page['#go'].click()
+    page.wait(lambda: page.client.get('/cache').json()['counters']['generated_tokens'] == 3 * 25)
+    page.wait(lambda: page.squares() == kinds(page.client.get('/cache').json()))
+    state = page.client.get('/cache').json()
+    assert kinds(state).count('shared') == len(PROMPT) // 4 and len(state['running']) == 3
+    assert [int(page.text('#n-' + kind)) for kind in ('used', 'shared', 'free')] == [
+        kinds(state).count(kind) for kind in ('used', 'shared', 'free')]
+    colours = [square.get_dom_attribute('style') or '' for square in page.all('#pool > i')]
+    assert all(('gradient' in colour) == (kind == 'shared') for colour, kind in zip(colours, kinds(state)))
+    assert len({c for c, kind in zip(colours, kinds(state)) if kind == 'used'}) == 3
+
+    block = kinds(state).index('shared')
+    ActionChains(page.browser).move_to_element(page.all('#pool > i')[block]).perform()
+    page.wait(lambda: page.text('#inspector').startswith(f'Block {block}, shared by 3'))
+    assert page.text('#inspector pre') == state['blocks'][block]['text']
+    assert len(page.all('#running li.of-block')) == 3
+
+    ActionChains(page.browser).move_to_element(page.all('#running li')[1]).perform()
+    page.wait(lambda: page.all('#inspector .table span'))
+    assert [int(chip.text) for chip in page.all('#inspector .table span')] == state['running'][1]['blocks']
+    picked = [int(square.get_attribute('data-block')) for square in page.all('#pool > i.picked')]
+    assert picked == sorted(state['running'][1]['blocks']) and 'this page' in page.text('#running')
+
+
+def test_two_tabs_at_once(page):
+    tabs = [page.browser.current_window_handle]
+    page.browser.switch_to.new_window('tab')
+    tabs.append(page.browser.current_window_handle)
+    page.open()
+    page.engine.allow(10)
+    for seed, tab in enumerate(tabs):
+        page.browser.switch_to.window(tab)
+        page.fill(prompt=PROMPT, seed=seed, n=1, max_tokens=60)
+        page['#go'].click()
+    page.wait(lambda: len(page.engine.live) == 2)
+    page.engine.allow(float('inf'))
+    for seed, tab in reversed([*enumerate(tabs)]):
+        page.browser.switch_to.window(tab)
+        page.wait(page.finished)
+        assert page.samples() == page.answers(seed=seed, max_tokens=60)
+        if seed:
+            page.browser.close()
+
+
+def test_a_reload_in_mid_stream(page):
+    """The request of the page that is gone ends; the new page has the settings, and works."""
+    page.fill(prompt=PROMPT, seed=9, n=1, max_tokens=120)
+    page.engine.allow(15)
+    page['#go'].click()
+    page.wait(lambda: page.samples() and len(page.samples()[0]) > len(PROMPT))
+    page.open()
+    page.wait(lambda: not page.engine.live)
+    page.engine.allow(float('inf'))
+    assert page['#prompt'].get_property('value') == PROMPT and page['#seed'].get_property('value') == '9'
+    page['#go'].click()
+    page.wait(lambda: page.samples() and page.finished())
+    assert page.samples() == page.answers(seed=9, max_tokens=120)
+
+
+@pytest.mark.parametrize('width', [390, 1280])
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_narrow_and_dark(page, width, scheme):
+    """Nothing is wider than the window, and text stands out from its background (WCAG: a contrast of 4.5)."""
+    try:
+        page.browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', {
+            'width': width, 'height': 800, 'deviceScaleFactor': 1, 'mobile': width < 500})
+        page.browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {
+            'features': [{'name': 'prefers-color-scheme', 'value': scheme}]})
+        page.fill(prompt=PROMPT, n=2, max_tokens=30)
+        page['#go'].click()
+        page.wait(lambda: page.samples() and page.finished())
+        assert page.browser.execute_script('return document.documentElement.scrollWidth <= innerWidth')
+        for selector in ('label', '.soft', '.sample pre', '.sample .given', '.sample footer', '#inspector', '#go'):
+            ink, paper = page.browser.execute_script("""
+                let element = document.querySelector(arguments[0]), ink = getComputedStyle(element).color
+                while (getComputedStyle(element).backgroundColor === 'rgba(0, 0, 0, 0)') element = element.parentElement
+                return [ink, getComputedStyle(element).backgroundColor]""", selector)
+            bright, dim = sorted((luminance(ink), luminance(paper)), reverse=True)
+            assert (bright + .05) / (dim + .05) >= 4.5, (selector, ink, paper)
+        assert (luminance(page['body'].value_of_css_property('background-color')) < .1) == (scheme == 'dark')
+    finally:
+        page.browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
+        page.browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': []})
+
+
+def luminance(colour):
+    """The relative luminance of 'rgb(r, g, b)', as WCAG defines it."""
+    channels = [int(part) / 255 for part in colour.split('(')[1].rstrip(')').split(',')[:3]]
+    linear = [c / 12.92 if c <= .04045 else ((c + .055) / 1.055) ** 2.4 for c in channels]
+    return .2126 * linear[0] + .7152 * linear[1] + .0722 * linear[2]
+
+
+def test_an_error_is_shown(page):
+    page.fill(prompt='Q')
+    page['#go'].click()
+    page.wait(lambda: 'never saw' in page.text('#error'))
+    assert page.finished()
+
+
+def test_a_server_with_a_key_asks_for_it(browser):
+    engine, served = tiny_engine()
+    with serving(engine, served, api_key='secret') as client:
+        page = Page(browser, client, engine)
+        browser.get(str(client.base_url))
+        page.wait(lambda: page['#key'].is_displayed() and 'needs its API key' in page.text('#status'))
+        page.fill(key='secret', prompt=PROMPT, max_tokens=5)
+        page.wait(lambda: page.text('#status') == 'connected')
+        page['#go'].click()
+        page.wait(lambda: page.samples() and page.finished() and not page.text('#error'))
+        assert all(len(text) == len(PROMPT) + 5 for text in page.samples())
+        browser.get('about:blank')

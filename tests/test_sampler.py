@@ -1,0 +1,163 @@
+"""Tokens drawn by serving/: the same kept sets as model.sample_token, draws that follow the distribution, penalties."""
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import sizes
+
+from model import sample_token
+from serving.draws import uniform
+from serving.request import Request, SamplingParams
+from serving.sampler import Drawing, Sampler
+
+
+def drawing(seed=0, index=0, stop_ids=(), vocab_size=50, prompt=(1,), max_tokens=100, **params):
+    request = Request('r', list(prompt), max_tokens, SamplingParams(**params), seed)
+    return Drawing(request, index, stop_ids, vocab_size)
+
+
+def rows_of(n, vocab_size, seed=0, scale=3.0):
+    return (np.random.default_rng(seed).normal(size=(n, vocab_size)) * scale).astype(np.float32)
+
+
+def distribution(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+    """The probability of each token in float64, by the definitions: a full sort, the longest way."""
+    x = row.astype(np.float64) / temperature
+    p = np.exp(x - x.max())
+    p[p < min_p] = 0
+    if 0 < top_k < len(row):
+        p[row < np.sort(np.where(p > 0, row, -np.inf))[-top_k]] = 0
+    p /= p.sum()
+    if top_p < 1:
+        order = np.argsort(-row, kind='stable')
+        before = np.cumsum(p[order]) - p[order]
+        p[order[before >= top_p]] = 0
+    return p / p.sum()
+
+
+SETTINGS = [dict(), dict(temperature=0.5), dict(temperature=3.0), dict(top_k=1), dict(top_k=7), dict(top_p=0.5),
+            dict(top_p=0.95, temperature=2.0), dict(top_k=20, top_p=0.7), dict(min_p=0.1), dict(top_p=1e-9),
+            dict(min_p=0.01, top_k=9, top_p=0.9, temperature=1.5), dict(temperature=1e-6), dict(temperature=1e5),
+            dict(temperature=1e5, top_k=3, top_p=0.5)]
+
+
+@pytest.mark.parametrize('vocab_size', [2, 65, 3000])
+@pytest.mark.parametrize('how', SETTINGS, ids=str)
+def test_a_draw_is_the_inverse_of_the_cumulative_distribution(how, vocab_size):
+    """Independently computed, in float64, at the uniform number of the draw. Ties are among the logits too."""
+    sampler, n = Sampler(vocab_size), sizes(30, 300)
+    logits = rows_of(n, vocab_size, seed=vocab_size)
+    logits[::3] = np.round(logits[::3])
+    tokens = sampler.draw(logits, list(range(n)), [drawing(seed, vocab_size=vocab_size, **how) for seed in range(n)])
+    for seed, (row, token) in enumerate(zip(logits, tokens)):
+        p, share = distribution(row, **how), uniform(np.uint64(seed), 0)
+        cumulative = np.cumsum(p)
+        assert p[token] > 0
+        assert cumulative[token] >= share - 1e-12 and cumulative[token] - p[token] <= share + 1e-12
+
+
+@pytest.mark.parametrize('how', [dict(top_k=5), dict(top_p=0.8), dict(top_k=12, top_p=0.6, temperature=0.7),
+                                 dict(temperature=2.0, top_p=0.3)], ids=str)
+def test_the_kept_set_is_that_of_sample_token(how):
+    """Each token that model.sample_token draws is drawn here too, and no other."""
+    logits, sampler = rows_of(1, 40), Sampler(40)
+    n = sizes(3000, 30000)
+    theirs = sample_token(torch.from_numpy(logits).expand(n, -1), how.get('temperature', 1.0), how.get('top_k'),
+                          how.get('top_p'), torch.Generator().manual_seed(0))[:, 0]
+    ours = sampler.draw(logits, [0] * n, [drawing(seed, vocab_size=40, **how) for seed in range(n)])
+    ours, theirs = np.bincount(ours, minlength=40) / n, np.bincount(theirs, minlength=40) / n
+    assert ((ours > 0) == (theirs > 0))[distribution(logits[0], **how) > 0.01].all()
+    assert not ours[distribution(logits[0], **how) == 0].any()
+    assert np.abs(ours - theirs).max() < 5 / math.sqrt(n)
+
+
+def test_temperature_0_takes_the_first_of_the_largest():
+    logits = rows_of(20, 50)
+    logits[3, 7] = logits[3, 9] = 100
+    tokens = Sampler(50).draw(logits, range(20), [drawing(temperature=0, top_p=0.5) for _ in range(20)])
+    assert tokens == sample_token(torch.from_numpy(logits), 0)[:, 0].tolist() and tokens[3] == 7
+
+
+def test_seed_ignores_batchmates():
+    """A draw is a function of the row, the settings, the seed and the number of the token."""
+    logits, chooser = rows_of(64, 300), np.random.default_rng(0)
+    hows = [SETTINGS[i % len(SETTINGS)] for i in range(64)]
+    alone = []
+    for i in range(64):
+        d = drawing(i, vocab_size=300, **hows[i])
+        alone.append([Sampler(300).draw(logits[i:i + 1], [0], [d])[0] for _ in range(3)])
+    sampler, drawings = Sampler(300), [drawing(i, vocab_size=300, **hows[i]) for i in range(64)]
+    done = [0] * 64
+    while min(done) < 3:
+        some = [i for i in chooser.permutation(64).tolist() if done[i] < 3][:chooser.integers(1, 65)]
+        for i, token in zip(some, sampler.draw(logits, some, [drawings[i] for i in some])):
+            assert token == alone[i][done[i]]
+            done[i] += 1
+
+
+def test_samples_of_one_row_have_seeds_of_their_own():
+    logits, sampler = rows_of(1, 1000, scale=0.1), Sampler(1000)
+    tokens = sampler.draw(logits, [0] * 8, [drawing(5, index=i, vocab_size=1000) for i in range(8)])
+    assert len(set(tokens)) > 4
+    again = sampler.draw(logits, [0] * 8, [drawing(5 + i, vocab_size=1000) for i in range(8)])
+    assert tokens == again
+
+
+def test_uniform_numbers():
+    x = np.array([[uniform(np.uint64(seed), n) for n in range(200)] for seed in range(200)])
+    assert 0 <= x.min() and x.max() < 1 and len(np.unique(x)) == x.size
+    for axis in (0, 1):
+        assert abs(np.corrcoef(x.take(range(199), axis).ravel(), x.take(range(1, 200), axis).ravel())[0, 1]) < 0.02
+    assert abs(x.mean() - 0.5) < 0.01 and abs((x < 0.1).mean() - 0.1) < 0.01
+    # splitmix64 of Vigna's reference code: the stream of seed 0 begins so; here the seed is mixed first
+    assert uniform(np.uint64(0), 0) == uniform(np.uint64(0), 0) != uniform(np.uint64(2**64 - 1), 0)
+
+
+def test_bias_min_tokens_and_penalties_by_hand():
+    row = np.array([[2.0, -1.0, 0.5, 1.0, 3.0]], np.float32)
+
+    def changed(d):
+        copy = row[0].copy()
+        d.change(copy)
+        return copy.tolist()
+    assert changed(drawing(vocab_size=5, logit_bias=((1, 5.0), (4, -100)))) == [2.0, 4.0, 0.5, 1.0, -97.0]
+    held = drawing(vocab_size=5, stop_ids=[4], min_tokens=2)
+    assert changed(held) == [2.0, -1.0, 0.5, 1.0, -math.inf]
+    held.add(0)
+    held.add(0)
+    assert changed(held) == row[0].tolist()
+    d = drawing(vocab_size=5, prompt=[1, 2], presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=2.0)
+    d.add(0)
+    d.add(0)
+    assert changed(d) == [1.0 - 1.0 - 2 * 0.5, -2.0, 0.25, 1.0, 3.0]
+    assert d.settings[1] == 0 and drawing(vocab_size=5, top_k=9).settings[1] == 5
+    before = row.copy()
+    assert Sampler(5).draw(row, [0, 0], [drawing(vocab_size=5, temperature=0, logit_bias=((1, 9.0),)),
+                                         drawing(vocab_size=5, temperature=0)]) == [1, 4]
+    assert (row == before).all(), "samples of one prompt share a row"
+
+
+def test_logprobs_equal_the_models():
+    logits = rows_of(5, 3000)
+    logits[2, 10:14] = 40
+    expected = torch.log_softmax(torch.from_numpy(logits).double(), -1)
+    tokens = [3, 5, 12, 700, int(logits[4].argmax())]
+    for i, found in enumerate(Sampler(3000).logprobs(logits, tokens, 5)):
+        order = torch.sort(expected[i], descending=True, stable=True)
+        assert found.token == tokens[i] and abs(found.logprob - float(expected[i, tokens[i]])) < 1e-9
+        assert found.rank == 1 + int((expected[i] > expected[i, tokens[i]]).sum())
+        assert [t for t, _ in found.top] == order.indices[:5].tolist()
+        assert np.allclose([x for _, x in found.top], order.values[:5], atol=1e-9)
+    assert Sampler(3000).logprobs(logits, tokens, 0)[0].top == []
+    assert [t for t, _ in Sampler(3).logprobs(logits[:, :3].copy(), [0] * 5, 5)[0].top] == (
+        np.argsort(-logits[0, :3]).tolist())
+
+
+@pytest.mark.parametrize('wrong', [dict(temperature=-1), dict(temperature=math.nan), dict(temperature=math.inf),
+                                   dict(top_p=0), dict(top_p=1.1), dict(top_k=-1), dict(min_p=2), dict(logprobs=6),
+                                   dict(presence_penalty=3), dict(repetition_penalty=0), dict(min_tokens=-1),
+                                   dict(logit_bias=((1, math.nan),))], ids=str)
+def test_bad_settings_name_the_field(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SamplingParams(**wrong)

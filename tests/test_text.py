@@ -1,0 +1,124 @@
+"""Text of token streams: UTF-8 is never cut in half and stop strings are never sent, however the tokens fall."""
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from serving.text import TextStream, byte_level_alphabet, bytes_of_tokens, end_of_text, name_of_token
+from tokenizer import CharTokenizer
+
+# few letters, so that stop strings come up; characters of one to four bytes; bytes that are no UTF-8
+pieces = st.lists(st.one_of(st.text('ab€😀\ufffd', min_size=1).map(str.encode),
+                            st.binary(min_size=1, max_size=3),
+                            st.sampled_from([b'\xe2', b'\x82\xac', b'\xf0\x9f', b'\x98\x80', b'\xff', b''])),
+                  max_size=12)
+stops = st.lists(st.text('ab€😀\ufffd', min_size=1, max_size=4), max_size=4)
+
+
+def streamed(tokens, stop=()):
+    """(the pieces sent, was it stopped, the number of the token that stopped it)"""
+    text, sent = TextStream(tokens, stop), []
+    for i in range(len(tokens)):
+        sent.append(text.push(i))
+        if text.stopped:
+            return sent, True, i
+    return [*sent, text.finish()], text.stopped, len(tokens)
+
+
+def up_to_stop(text, stop):
+    """The definition: read character by character, and end where one of the stop strings is complete."""
+    for end in range(1, len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            return text[:end - len(max(found, key=len))], end
+    return text, None
+
+
+@given(pieces)
+def test_utf8_split_over_tokens(tokens):
+    assert ''.join(streamed(tokens)[0]) == b''.join(tokens).decode('utf-8', 'replace')
+
+
+@given(pieces, stops)
+@example([b'a', b'\xe2'], ['\ufffd'])
+@example([b'aab', b'b'], ['abb', 'b'])
+def test_stop_never_leaks(tokens, stop):
+    sent, stopped, _ = streamed(tokens, stop)
+    expected, end = up_to_stop(b''.join(tokens).decode('utf-8', 'replace'), stop)
+    assert ''.join(sent) == expected and stopped == (end is not None)
+    assert not any(s in ''.join(sent) for s in stop)
+
+
+@given(pieces, stops)
+def test_what_was_sent_stays_sent(tokens, stop):
+    """Each prefix of the pieces is a prefix of the whole text, and only what may begin a stop string is held back."""
+    text, sent = TextStream(tokens, stop), ''
+    for i in range(len(tokens)):
+        sent += text.push(i)
+        if text.stopped:
+            break
+        so_far = b''.join(tokens[:i + 1])
+        whole = so_far.decode('utf-8', 'replace')
+        assert whole.startswith(sent)
+        assert len(whole) - len(sent) <= max([len(s) - 1 for s in stop], default=0) + 1  # 1: an incomplete character
+
+
+@given(st.text('ab€😀', min_size=1, max_size=8), st.data())
+def test_the_step_that_completes_a_stop_stops(text, data):
+    """Whole characters: `stopped` is set by the very token that has the last byte of the stop string."""
+    stop = [text[data.draw(st.integers(0, len(text) - 1)):]]
+    tokens = [bytes([byte]) for byte in text.encode()]
+    _, end = up_to_stop(text, stop)
+    assert streamed(tokens, stop)[1:] == (True, len(text[:end].encode()) - 1)
+
+
+def test_utf8_cut_at_the_limit():
+    """A sample that ends within a character ends with one U+FFFD; nothing of it is sent before."""
+    assert streamed([b'a', b'\xf0\x9f', b'\x98']) == (['a', '', '', '\ufffd'], False, 3)
+    assert streamed(['😀'.encode()[:2], '😀'.encode()[2:]]) == (['', '😀', ''], False, 2)
+
+
+def test_stop_inside_a_token():
+    assert streamed([b'one. Two. Three'], ['Two']) == (['one. '], True, 0)
+    assert streamed([b'on', b'e.', b' T', b'wo!'], ['. Two']) == (['on', 'e', '', ''], True, 3)
+
+
+def test_held_text_is_flushed_at_the_end():
+    assert streamed([b'abab', b'ab'], ['ababc']) == (['', 'ab', 'abab'], False, 2)
+
+
+def test_after_a_stop_nothing_comes():
+    text = TextStream([b'x', b'.'], ['.'])
+    assert [text.push(i) for i in (0, 1, 0, 0)] == ['x', '', '', ''] and text.finish() == '' and text.stopped
+
+
+def test_tokens_may_be_a_function():
+    text = TextStream(lambda token: bytes([token]))
+    assert [text.push(byte) for byte in '€'.encode()] == ['', '', '€']
+
+
+def test_bytes_of_characters():
+    tokenizer = CharTokenizer('a€\n')
+    assert bytes_of_tokens(tokenizer, 5) == [b'a', '€'.encode(), b'\n', '\ufffd'.encode(), '\ufffd'.encode()]
+    assert b''.join(bytes_of_tokens(tokenizer, 5)).decode() == tokenizer.decode(range(5))
+    assert end_of_text(tokenizer) is None
+
+
+def test_bytes_of_a_tokenizer_json():
+    """Against the library's own decoding, with characters of which each byte is a token of its own."""
+    library = pytest.importorskip('tokenizers', reason="reads tokenizer.json")
+    from tokenizer import JSONTokenizer
+    names = [*byte_level_alphabet(), 'Ġthe', '<|endoftext|>']
+    made = library.Tokenizer(library.models.BPE({name: i for i, name in enumerate(names)}, []))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    made.add_special_tokens(['<|endoftext|>', '<a b>'])
+    tokenizer = JSONTokenizer(made.to_str())
+    table = bytes_of_tokens(tokenizer, 300)
+    assert len(table) == 300 and table[256:260] == [b' the', b'<|endoftext|>', b'<a b>', b'']
+    ids = tokenizer.encode('a €😀é\n') + [256, 257, 258, 299]
+    assert b''.join(table[i] for i in ids).decode() == tokenizer.decode(ids)
+    assert end_of_text(tokenizer) == 257
+
+
+def test_names_of_tokens():
+    assert [name_of_token(b) for b in (b' a', '€'.encode(), b'\xe2\x82', b'')] == [' a', '€', r'bytes:\xe2\x82', '']
