@@ -239,8 +239,7 @@ def check_tokens(model, idx):
     """ValueError unless the model is in eval mode, and the tokens idx, int64, are in its vocabulary."""
     if model.training:
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
-    # of a few tokens, sooner than two operations of torch
-    ids = idx.tolist() if idx.dim() == 1 else idx.flatten().tolist()
+    ids = idx.flatten().tolist()  # of a few tokens, sooner than two operations of torch
     if min(ids) < 0 or max(ids) >= model.config.vocab_size:
         raise ValueError(f"token ids are 0 to {model.config.vocab_size - 1}, not {min(ids)} to {max(ids)}")
 

@@ -20,8 +20,8 @@ new_output = tuple.__new__  # a third of the time of Output(...), for each token
 class Progress:
     """
     What the engine keeps of a sample. live: its request. drawing: see `sampler.Drawing`. text: its `TextStream`.
-    stop_ids: the tokens that end it. n_logprobs: `SamplingParams.logprobs`. scored: `Logprobs` of the prompt's tokens so
-    far, from the second on. first_time: when its first token was drawn.
+    stop_ids: the tokens that end it. n_logprobs: `SamplingParams.logprobs`. scored: `Logprobs` of the prompt's tokens
+    so far, from the second on. first_time: when its first token was drawn.
     """
     __slots__ = 'live', 'drawing', 'text', 'stop_ids', 'n_logprobs', 'scored', 'first_time'
 
