@@ -82,6 +82,19 @@ class PagedCache(BaseCache):
         self.lengths[seq] = self.begin_text(seq, list(tokens))
         return self.lengths[seq]
 
+    @exclusive
+    def decode_step(self, seqs, ids):
+        """
+        `step` for one more token of each of these sequences, with a decoder; ids: int64 (B,), a NumPy array. Only the
+        compiled step checks tokens and positions. Half a dozen operations of torch fewer, which cost a tenth of a small
+        step, because little of what they need is in the processor's cache after it.
+        """
+        self.remove_freed()
+        starts = [self.lengths[seq] for seq in seqs]
+        logits = self.compiled_pass(seqs, starts, [1] * len(seqs), torch.from_numpy(ids))
+        self.lengths.update(zip(seqs, [start + 1 for start in starts]))
+        return logits
+
     @property
     def n_free(self):
         """How many blocks are in no table. Some may be remembered."""

@@ -20,8 +20,8 @@ new_output = tuple.__new__  # a third of the time of Output(...), for each token
 class Progress:
     """
     What the engine keeps of a sample. live: its request. drawing: see `sampler.Drawing`. text: its `TextStream`.
-    stop_ids: the tokens that end it. scored: `Logprobs` of the prompt's tokens so far, from the second on.
-    first_time: when its first token was drawn.
+    stop_ids: the tokens that end it. n_logprobs: `SamplingParams.logprobs`. scored: `Logprobs` of the prompt's tokens
+    so far, from the second on. first_time: when its first token was drawn.
     """
     __slots__ = 'live', 'drawing', 'text', 'stop_ids', 'n_logprobs', 'scored', 'first_time'
 
@@ -115,22 +115,21 @@ class EngineCore:
 
     def forward(self, plan):
         """Compute the tokens of a plan. Returns (logits, float32 (W, vocab_size), the row of each one's last token)."""
-        handles, starts = [sample.handle for sample, _ in plan], [sample.computed for sample, _ in plan]
-        rows, wanted = range(len(plan)), None
-        if sum(n for _, n in plan) == len(plan):
-            newest = np.array([sample.tokens[sample.computed] for sample, _ in plan], np.int64)
-            tokens = torch.from_numpy(newest)[:, None].to(self.device)
-        else:
-            tokens = [torch.tensor(sample.tokens[sample.computed:sample.computed + n], device=self.device)
-                      for sample, n in plan]
-            if any(sample.scores for sample, _ in plan):
-                rows, wanted, first = [], [], 0
-                for sample, n in plan:
-                    wanted += range(first if sample.scores else first + n - 1, first + n)
-                    rows.append(len(wanted) - 1)
-                    first += n
-        logits = self.cache.step(Work(handles, starts, tokens), *([] if wanted is None else [wanted]))
+        handles, rows, wanted = [sample.handle for sample, _ in plan], range(len(plan)), None
         self.stats.steps += 1
+        if self.cache.decoder and all(n == 1 and sample.computed for sample, n in plan):
+            newest = np.array([sample.tokens[sample.computed] for sample, _ in plan], np.int64)
+            return self.cache.decode_step(handles, newest).numpy(), rows
+        tokens = [torch.tensor(sample.tokens[sample.computed:sample.computed + n], device=self.device)
+                  for sample, n in plan]
+        if self.cache.decoder and any(sample.scores for sample, _ in plan):
+            rows, wanted, first = [], [], 0
+            for sample, n in plan:
+                wanted += range(first if sample.scores else first + n - 1, first + n)
+                rows.append(len(wanted) - 1)
+                first += n
+        work = Work(handles, [sample.computed for sample, _ in plan], tokens)
+        logits = self.cache.step(work) if wanted is None else self.cache.step(work, wanted)
         return (logits if self.cache.decoder else logits.float().cpu()).numpy(), rows
 
     def advance(self, plan, logits, rows):

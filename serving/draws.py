@@ -96,19 +96,17 @@ def bin_of(x, largest, scale):
 
 
 @njit(cache=True)
-def members(row, weights, number, largest, scale):
-    """The tokens of a bin that have a weight, from the largest logit down, of equal ones the first first."""
-    n = 0
-    for i in range(len(row)):
-        if weights[i] > 0.0 and bin_of(row[i], largest, scale) == number:
-            n += 1
-    found, values = np.empty(n, np.int64), np.empty(n, np.float32)
+def members(row, weights, number, most, largest, scale):
+    """
+    The tokens of a bin that have a weight, at most so many, from the largest logit down, of equal ones the first first.
+    """
+    found, values = np.empty(most, np.int64), np.empty(most, np.float32)
     n = 0
     for i in range(len(row)):
         if weights[i] > 0.0 and bin_of(row[i], largest, scale) == number:
             found[n], values[n] = i, -row[i]
             n += 1
-    return found[np.argsort(values, kind='mergesort')]
+    return found[np.argsort(values[:n], kind='mergesort')]
 
 
 @njit(cache=True)
@@ -126,7 +124,7 @@ def keep(row, weights, largest, scale, top_k, top_p):
         while before + counts[b] < top_k:
             before += counts[b]
             b += 1
-        kth = row[members(row, weights, b, largest, scale)[top_k - before - 1]]
+        kth = row[members(row, weights, b, counts[b], largest, scale)[top_k - before - 1]]
         masses[:] = 0.0
         for i in range(n):
             if row[i] < kth:
@@ -140,7 +138,7 @@ def keep(row, weights, largest, scale, top_k, top_p):
             before += masses[b]
             b += 1
         kept, last = np.inf, -1  # all tokens with a larger logit stay, and of those with this one the first, to `last`
-        for i in members(row, weights, b, largest, scale):
+        for i in members(row, weights, b, counts[b], largest, scale):
             if before >= enough:
                 break
             kept, last = np.float64(row[i]), i
@@ -201,7 +199,9 @@ def drawn(row, settings, share, weights, scales):
             if weights[i] < min_p:
                 weights[i] = 0.0
     if 0 < top_k < len(row) or top_p < 1.0:
-        depth = min(np.float64(largest) - np.float64(smallest_of(row)), DEPTH * temperature)
+        depth = DEPTH * temperature
+        if temperature > 4.0:  # all logits might be in a few bins, which are sorted
+            depth = min(depth, np.float64(largest) - np.float64(smallest_of(row)))
         keep(row, weights, largest, N_BINS / max(depth, 1e-30), np.int64(top_k), top_p)
     return at_share(weights, share)
 

@@ -3,12 +3,16 @@ The engine's thread and its inbox: requests that end early at each stage, failur
 
 The kernel is the toy. A step can be held in the middle by an event, so that nothing depends on time.
 """
+import random
 import threading
 
 import pytest
-from test_engine import Got
+from conftest import sizes
+from test_engine import Got, alone
+from test_same_bits import SHAPES, model_of, threads
 from toy_kernel import ToyKernel, toy_model
 
+from decode.cpu import CPUDecoder
 from serving.engine import Draining, Engine, QueueFull
 from serving.request import Request, SamplingParams
 
@@ -92,6 +96,29 @@ def test_requests_are_answered(served):
         assert client.wait().reasons == ['length'] * (1 + i) and all(len(t) == 4 for t in client.tokens)
     assert engine.stats.finished == {'length': 6} and engine.stats.generated_tokens == 24
     assert len(engine.stats.first_token) == 3 and len(engine.stats.per_token) == 6
+
+
+def test_a_soak_gives_each_what_it_gets_alone():
+    """Requests, aborts and looks at the state while the thread runs, on a real model with two threads of its kernel."""
+    chooser, decoder = random.Random(0), CPUDecoder(model_of(SHAPES[0]), threads=max(threads))
+    vocab_size, clients = decoder.vocab_size, []
+    engine = Engine(decoder.model, decoder, lambda token: bytes([97 + token % 26]), None, 24, 4, 32, 10**6)
+    engine.start()
+    for i in range(sizes(60, 2000)):
+        prompt = [1, 2, 3, 4, 5, 6, 7, 8][:chooser.randrange(9)] + [chooser.randrange(vocab_size) for _ in range(3)]
+        clients.append(submit(engine, str(i), prompt, chooser.randint(1, 30), chooser.choice([1, 1, 3]), logprobs=5,
+                              temperature=chooser.choice([0.0, 1.0])))
+        if chooser.random() < 0.3:
+            engine.abort(str(chooser.randrange(i + 1)))
+        engine.state()
+    assert engine.drain(10 * WAIT)
+    engine.stop()
+    assert engine.cache.n_free == 24 and not engine.live
+    for client in chooser.sample(clients, sizes(20, 500)):
+        for tokens, logprobs, reason, expected in zip(client.tokens, client.logprobs, client.reasons,
+                                                      alone(decoder, client.request)):
+            assert (tokens, logprobs) == tuple(part[:len(tokens)] for part in expected)
+            assert reason == 'length' and len(tokens) == client.request.max_tokens or reason == 'abort'
 
 
 @pytest.mark.parametrize('when', ['queued', 'prefill', 'decode'])

@@ -1,4 +1,5 @@
 """What serving asks of `PagedCache` beyond `Cache`: salts, prefixes that are looked for first, room, other rows."""
+import numpy as np
 import pytest
 import torch
 from reference_executor import ReferenceExecutor
@@ -68,6 +69,23 @@ def test_weights_are_not_read_for_each_sequence_that_begins():
     p.truncate(seq, 0)
     feed(p, {p.new(): TEXT})
     assert any(calls)
+
+
+@pytest.mark.parametrize('how', [dict(), dict(window=5, n_sink=2, position='rope')])
+def test_a_decode_step_is_a_step(how):
+    """The same bits and lengths; a token or position that does not fit changes nothing."""
+    m, p = pool(CPUDecoder, **how)
+    _, q = pool(CPUDecoder, m)
+    for each in (p, q):
+        a, b = each.new(), each.new()
+        feed(each, {a: TEXT[:7], b: TEXT[:3]})
+    for token in range(9):
+        expected = feed(q, {b: [token], a: [token + 1]})
+        assert torch.equal(p.decode_step([b, a], np.array([token, token + 1])), expected)
+        assert (p.lengths, p.tokens, p.blocks.length) == (q.lengths, q.tokens, q.blocks.length)
+        with pytest.raises(ValueError, match='vocabulary'):
+            p.decode_step([b, a], np.array([token, 29]))
+        assert (p.lengths, p.tokens) == (q.lengths, q.tokens)
 
 
 def test_prefixes_are_of_new_sequences():
