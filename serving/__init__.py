@@ -10,4 +10,9 @@ which others are served.
     core         one step: plan, compute, draw, deliver
     engine       a thread around it, with an inbox
     snapshot     counters, and the pool's state for the page
+    loading      model, decoder and tokenizer of a checkpoint
+    api          the bodies and answers of the OpenAI completions API
+    completion   the answer to one body, of one request or more
+    delivery     outputs from the engine's thread to the event loop
+    server       the Starlette app; openapi, metrics, page.html and ray_app are of it
 """
