@@ -18,7 +18,7 @@ from training.plotting import plt, save
 
 # group: (x, y, width, height) in percent of the width, y upwards; columns of boxes; its name; what it is
 PLACES = {
-    'scripts': ((0, 56.5, 57, 8.5), 5, 'scripts', 'run these'),
+    'scripts': ((0, 53.5, 57, 11.5), 4, 'scripts', 'run these'),
     'benchmarks': ((61, 46, 39, 19), 4, 'benchmarks/', 'what is measured'),
     'training': ((0, 15.5, 13.5, 23), 1, 'training/', ''),
     'core': ((16.5, 15.5, 24, 23), 1, 'the model', 'read this first'),
@@ -28,7 +28,7 @@ PLACES = {
 }
 CORE = {'generation.py': 'prompts of any lengths', 'model.py': 'the GPT and its cache',
         'debug_kv_model.py': 'the same GPT, traced'}
-FOLDED = {'formats'}  # packages that are one box among the files
+FOLDED = {'formats': 'files', 'serving': 'scripts'}  # packages that are one box in another group
 LANES = 44.4, 42.6, 40.8  # heights of the arrows that run sideways below the top row
 ACCENT, GREY = '#d95f02', '0.45'
 
@@ -69,7 +69,7 @@ def group_of(path):
     """The group that a module is drawn in: its folder, or what it is of the files at the top."""
     if os.sep in path:
         folder = path.split(os.sep)[0]
-        return 'files' if folder in FOLDED else folder
+        return FOLDED.get(folder, folder)
     if path in CORE:
         return 'core'
     is_script = any(isinstance(node, ast.If) and '__main__' in ast.dump(node.test) for node in parse(path).body)

@@ -93,19 +93,20 @@ class CPUDecoder(Executor):
         """One step on `BoundTuples`: idx (B, T) at cache_pos, an int or (B,)."""
         B, T = idx.shape
         idx, inputs, tables = idx.contiguous(), self.inputs_for(B * T), self.tables
+        step, tables.step = tables.step, None  # an interrupt from here on leaves none
         if T == 1:
             inputs.positions[:B] = cache_pos
         else:
             first = np.asarray(cache_pos)[:, None] if torch.is_tensor(cache_pos) else cache_pos
             inputs.positions[:B * T].reshape(B, T)[:] = first + np.arange(T)
-        if tables.kv is not bound.kv or tables.step != (B, T):
+        if tables.kv is not bound.kv or step != (B, T):
             inputs.runs[:B], inputs.n_runs[:B] = [runs.address for runs in bound.runs], bound.runs[0].n if B else 0
             if B * T > self.chunk:
                 self.run_rows(idx, np.arange(0, B * T + 1, T), np.arange(T - 1, B * T, T), bound.kv, logits)
                 return
             inputs.query_starts[:B + 1], inputs.wanted[:B] = np.arange(0, B * T + 1, T), np.arange(T - 1, B * T, T)
             self.set_sizes(B * T, B, B, bound.kv)
-            tables.step = B, T
+        tables.step = B, T
         self.run_step(B * T, B, B, idx.data_ptr(), logits.data_ptr(), bound.kv)
 
 

@@ -5,6 +5,7 @@ The weights are packed again when they have changed, and a few steps are timed t
 """
 import threading
 import time
+import weakref
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -13,6 +14,7 @@ import torch
 
 from decode import layout, plan
 from decode.choice import ThreadChoice
+from decode.forks import after_fork
 from decode.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
 from decode.native import check, one_torch_thread, step, step_lock, team_for
 from decode.packing import WEIGHTS, PackedWeights, check_model, padded
@@ -21,6 +23,7 @@ from decode.threads import LINE, aligned, n_cores
 
 BYTES_A_THREAD = 2**22  # that a step reads: the first guess of how many threads are faster than one
 
+executors = weakref.WeakSet()
 choices = {}  # {(shape, weights, most threads, size of the step): ThreadChoice}, for all decoders of that shape
 
 
@@ -56,6 +59,7 @@ class Executor:
         n_linears = c.n_layer * LINEARS_PER_LAYER + 1
         self.arrays = self.packed_weights.arrays() | {
             layout.BARRIER: aligned(LINE, np.int64), layout.CLAIMS: aligned((n_linears, LINE), np.int64)}
+        executors.add(self)
         self.packed = self.tables = None  # what the weights were packed of; None: to be packed before the next step
         self.of_thread, self.teams = threading.local(), {}  # teams: {dtype of keys and values: their Workers}
         with step_lock.lock:
@@ -141,11 +145,11 @@ class Executor:
             if not exclusive:
                 kv_caches.find()
             starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, len(m.query_lens) + 1)
-            check_inputs(input_ids, input_positions, int(starts[-1]), m)
-            wanted = starts[1:] - 1 if m.wanted is None else np.asarray(m.wanted, np.int64)
+            check_inputs(input_ids, input_positions, int(starts[-1]), m, n_threads)
+            wanted = starts[1:] - 1 if m.wanted is None else m.wanted
             logits = torch.empty(len(wanted), self.vocab_size, dtype=torch.float32, device='cpu')
             inputs = self.inputs_for(len(input_ids))
-            n_seq = len(m.runs)
+            n_seq, self.tables.step = len(m.runs), None
             inputs.positions[:starts[-1]] = input_positions
             inputs.runs[:n_seq], inputs.n_runs[:n_seq] = [r.address for r in m.runs], [r.n for r in m.runs]
             self.run_rows(input_ids, starts, wanted, kv_caches, logits, n_threads)
@@ -170,9 +174,14 @@ class Executor:
         if N <= self.chunk:
             self.run_step(N, S, len(wanted), idx.data_ptr(), logits.data_ptr(), kv, n_threads)
             return
-        self.set_sizes(N, S, 0, kv)
-        self.tables.memory[TOKENS] = idx.data_ptr()
-        refused = check(*self.tables.addresses)
+        for _ in range(4):  # the check begins with the weights
+            self.set_sizes(N, S, 0, kv)
+            self.tables.memory[TOKENS] = idx.data_ptr()
+            refused = check(*self.tables.addresses)
+            if refused != plan.STALE:
+                break
+            self.refresh()
+            self.check_same(inputs)
         if refused and refused != plan.STALE:
             self.refuse(refused)
         positions, runs, n_runs = inputs.positions[:N].copy(), inputs.runs[:S].copy(), inputs.n_runs[:S].copy()
@@ -223,29 +232,35 @@ class Executor:
             if not retries:
                 raise ValueError("the model's weights changed again while they were packed: do not write them in "
                                  "another thread during a step")
-            before = tables.inputs
             self.refresh()
-            if self.tables.inputs is not before:
-                raise ValueError("the model's settings changed during a step: begin with a new cache")
+            self.check_same(tables.inputs)
             self.run_step(n_rows, n_seq, n_wanted, tokens, logits, kv, n_threads, retries - 1)
         elif refused:
             self.refuse(refused)
 
+    def check_same(self, inputs):
+        if self.tables.inputs is not inputs:
+            raise ValueError("the model's settings changed during a step: begin with a new cache")
+
     def refuse(self, why):
         """Raise the ValueError for what plan.py has found."""
         seq, position = map(int, self.tables.inputs.refused_at)
+        seq = f"sequence number {seq} of this step"
         if why == plan.BAD_TOKEN:
-            raise ValueError(f"token ids must be within the vocabulary of {self.vocab_size}")
+            raise ValueError(f"token ids must be within the vocabulary of {self.vocab_size}, not {position}")
         if why == plan.BAD_POSITION:
-            raise ValueError(f"out of context: the new tokens of sequence {seq} begin at position {position}, and must "
-                             f"be at consecutive positions from 0 to below {self.packed.max_positions}")
+            raise ValueError(f"out of context: the new tokens of {seq} begin at position {position}, and must be at "
+                             f"consecutive positions from 0 to below {self.packed.max_positions}")
         if why == plan.BAD_RUNS:
-            raise ValueError(f"the runs of sequence {seq} must be in the order of positions and within "
+            raise ValueError(f"the runs of {seq} must be in the order of positions and within "
                              f"{self.tables.kv.n_slots} slots, and the run at position {position} is not")
         if why == plan.NO_SLOT:
-            raise ValueError(f"sequence {seq} has no slot for position {position}, which its new tokens see")
-        raise ValueError(f"the slot of position {position} of sequence {seq} is also that of another token of this "
-                         "step: give each new token a slot of its own")
+            raise ValueError(f"{seq} has no slot for position {position}, which its new tokens see")
+        if why == plan.WRITTEN_TWICE:
+            raise ValueError(f"the slot for position {position} of {seq} is also that of another new token: give each "
+                             "new token a slot of its own")
+        raise ValueError(f"the slot of position {position} of {seq} is one that another sequence writes in this step: "
+                         "give new tokens slots that no sequence reads")
 
     def choice(self, n_rows):
         """The `ThreadChoice` for steps of about so many rows, shared by all decoders of this shape."""
@@ -261,12 +276,20 @@ class Executor:
         return choices[key]
 
 
+@after_fork
+def forget_last_steps():
+    """The parent may have forked while another of its threads wrote the inputs of a step."""
+    for executor in executors:
+        if executor.tables:
+            executor.tables.step = None
+
+
 def shape_of(config):
     """What the arrays of packed weights depend on."""
     return config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.vocab_size
 
 
-def check_inputs(input_ids, input_positions, N, m):
+def check_inputs(input_ids, input_positions, N, m, n_threads):
     """
     ValueError unless the arguments of `execute_model` are of N tokens. What is in them, the kernel checks.
     """
@@ -275,6 +298,11 @@ def check_inputs(input_ids, input_positions, N, m):
         came = f"{tuple(input_ids.shape)} {input_ids.dtype}" if torch.is_tensor(input_ids) else repr(input_ids)
         raise ValueError(f"input_ids must be a contiguous int64 tensor ({N},) on the CPU, as many as query_lens says, "
                          f"not {came}")
+    if n_threads is not None and (type(n_threads) is not int or n_threads < 1):
+        raise ValueError(f"n_threads must be at least 1, or None to let the decoder choose, not {n_threads!r}")
+    for name, array in (('input_positions', input_positions), ('wanted', m.wanted)):
+        if array is not None and not (isinstance(array, np.ndarray) and array.dtype == np.int64 and array.ndim == 1):
+            raise ValueError(f"{name} must be an int64 array of one dimension, not {array!r}")
     if not N or min(m.query_lens) < 1 or len(input_positions) != N or len(m.runs) != len(m.query_lens):
         raise ValueError(f"{len(m.query_lens)} sequences with {m.query_lens} new tokens, {len(input_positions)} "
                          f"positions and {len(m.runs)} tables of runs: give each sequence at least one token and one "

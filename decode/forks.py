@@ -14,8 +14,8 @@ def after_fork(function):
 
 class StepLock:
     """
-    `with step_lock.lock:` one step at a time. In the child of a fork `lock` is another one, which is free; a `with`
-    that the fork interrupted releases the one that it acquired.
+    `with step_lock.lock:` one step at a time. In the child of a fork `lock` is a new lock, which is free. A `with`
+    block in which the process forked still releases the old lock at its end.
     """
 
     def __init__(self):

@@ -6,7 +6,7 @@ for 3 us. A graph starts all of them at once. It repeats the same kernels on the
 each cache, batch size and number of slots that are read. To record a graph takes as long as a few steps.
 """
 import threading
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import NamedTuple
 
@@ -33,8 +33,9 @@ class GraphDecoder(StaticDecoder):
     The step of decode/eager.py as a CUDA graph.
 
     A graph reads the weights where they are, so it sees values that change in place. When a parameter or its memory is
-    replaced, new graphs are recorded; inside `exclusive_use`, nothing looks for that. A model that is not model.py's
-    GPT of plain modules, or that applies dropout in training mode, is called itself instead.
+    replaced, new graphs are recorded; inside `exclusive_use`, nothing looks for that. A model with parts of other types
+    than model.py's, or in training mode with dropout, is not recorded: its own forward computes the step. All steps of
+    a process must be on one CUDA stream, since recordings share memory.
     """
 
     def __init__(self, model):
@@ -51,8 +52,9 @@ class GraphDecoder(StaticDecoder):
         self.pool = None  # of memory, one for all graphs, as no two run at the same time; it ends with the last graph
 
     def bind(self, caches):
-        super().bind(caches)
+        self.bound = []  # an interrupt before the end leaves no cache bound
         self.address = tuple((cache.data_ptr(), cache.stride()) for cache in caches), caches[0].shape, caches[0].dtype
+        super().bind(caches)
 
     @contextmanager
     def exclusive_use(self):
@@ -135,15 +137,20 @@ def captured(step, pool):
     """(the graph of step(), what step() returns, which the graph writes). The step is run once before."""
     graph, stream = torch.cuda.CUDAGraph(), recording_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # libraries allocate their memory at a first call, which cannot be recorded
-        stream.synchronize()
-        graph.capture_begin(pool, capture_error_mode='thread_local')
-        try:
-            out = step()
-        finally:
+    try:
+        with torch.cuda.stream(stream):
+            step()  # libraries allocate their memory at a first call, which cannot be recorded
+            stream.synchronize()
+            graph.capture_begin(pool, capture_error_mode='thread_local')
+            try:
+                out = step()
+            except BaseException:
+                with suppress(RuntimeError):  # of what a broken recording has become
+                    graph.capture_end()
+                raise
             graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
+    finally:
+        torch.cuda.current_stream().wait_stream(stream)
     return graph, out
 
 

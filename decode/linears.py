@@ -63,9 +63,6 @@ PART = 512
 # table that says where each linear is, see layout.py
 Linears = namedtuple('Linears', 'panels scale bias start table')
 
-# the arrays that only one thread uses, see layout.py
-ThreadScratch = namedtuple('ThreadScratch', 'normed scores sums rounded scales')
-
 Team = namedtuple('Team', 'thread n_threads claims')  # one thread of those that share the step
 
 

@@ -9,11 +9,13 @@ slot * slot_stride + h * head_stride in each array, so that one rule finds them 
     rows      (H, n, m, D)           slot i * m + j, slot_stride D, head_stride n * m * D; streams of cells, or blocks
     operator  (n, L, 2, H, D) and three other orders of these axes; a slot is one of n
 """
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from decode.forks import after_fork
 from decode.layout import KV_GROUP
 from decode.threads import aligned
 
@@ -68,26 +70,39 @@ class KVArrays:
     The keys and values of all layers as the compiled step addresses them: n_slots slots in each array.
 
     addresses: int64 (n_layer, 4), of keys, values, and for int8 the float32 scales of both, KV_GROUP numbers to a
-    scale. example: an empty array of their type. tensors: what the addresses are of, kept alive. written: uint8
-    (n_slots,), in which a step marks the slots that it will write.
+    scale. tensors: what the addresses are of, kept alive. written: uint8 (n_slots,), in which a step marks the slots
+    that it will write. ValueError unless the layers are alike, and hold so many slots.
     """
+    instances = weakref.WeakSet()
 
     def __init__(self, tensors, n_slots, slot_stride, head_stride, n_kv_head, head_dim):
         """tensors: for each layer (k, v) or (k, v, k_scale, v_scale), contiguous, on the CPU, of a type of `KINDS`."""
         self.tensors, self.n_slots, self.slot_stride, self.head_stride = tensors, n_slots, slot_stride, head_stride
         self.shape = len(tensors), n_kv_head, head_dim  # of the models whose keys and values they hold
         self.dtype = tensors[0][0].dtype
-        self.example, self.written = np.zeros(0, KINDS[self.dtype]), aligned(n_slots, np.uint8)
+        self.written = aligned(n_slots, np.uint8)
         self.addresses, self.pointers = np.zeros((len(tensors), 4), np.int64), None
+        self.check()
         self.find()
+        self.instances.add(self)
+
+    def check(self):
+        (_, H, D), of_first = self.shape, [t.dtype for t in self.tensors[0]]
+        needed = (self.n_slots - 1) * self.slot_stride + (H - 1) * self.head_stride + D if self.n_slots else 0
+        for number, of_layer in enumerate(self.tensors):
+            room = [t.untyped_storage().nbytes() // t.element_size() - t.storage_offset() for t in of_layer]
+            if [t.dtype for t in of_layer] != of_first or min(room[:2]) < needed or (
+                    room[2:] and min(room[2:]) * KV_GROUP < needed):
+                raise ValueError(f"layer {number} has keys and values {[(t.dtype, tuple(t.shape)) for t in of_layer]}, "
+                                 f"and all layers must be {of_first} with room for {self.n_slots} slots, as layer 0")
 
     def find(self):
         """Look up where the tensors are now: their memory may have been exchanged."""
         pointers = [t.data_ptr() for of_layer in self.tensors for t in of_layer]
         if pointers != self.pointers:
-            self.pointers = pointers
             for row, of_layer in zip(self.addresses, self.tensors):
                 row[:len(of_layer)] = [t.data_ptr() for t in of_layer]
+            self.pointers = pointers
 
     @classmethod
     def of_layers(cls, layers):
@@ -100,7 +115,7 @@ class KVArrays:
             for rows in (layer.k, layer.v):
                 data = rows.data
                 if (data.dtype not in KINDS or not data.is_cpu or not data.is_contiguous() or rows.bits == 4
-                        or rows.kind != first.k.kind or rows.shape != first.k.shape
+                        or rows.kind != first.k.kind or data.shape != first.k.data.shape
                         or rows.scale is not None and rows.group != KV_GROUP):
                     return None
         tensors = [tuple(t for pair in zip(layer.k.tensors(), layer.v.tensors()) for t in pair) for layer in layers]
@@ -115,7 +130,7 @@ class KVArrays:
         """
         k = views[0][0]
         for each in (t for pair in views for t in pair):
-            if each.dtype not in (torch.float32, torch.bfloat16) or not each.is_cpu or (
+            if each.dtype is not k.dtype or k.dtype not in (torch.float32, torch.bfloat16) or not each.is_cpu or (
                     (each.shape, each.stride()) != (k.shape, k.stride()) or each.stride(2) != 1):
                 raise ValueError("keys and values of all layers must be views (slots, heads, head_dim) with the same "
                                  f"strides, float32 or bfloat16 on the CPU; one is {tuple(each.shape)} {each.dtype} "
@@ -124,9 +139,16 @@ class KVArrays:
 
     @classmethod
     def of_tuples(cls, kv_cache):
-        """Of a list of tuples (k_cache, v_cache, ...), float32 (B, H, n_slots, D). See `slot_of_tuple`."""
+        """Of a list of tuples (k_cache, v_cache, ...), float32 (B, H, n_slots, D)."""
         B, H, n_slots, D = kv_cache[0][0].shape
         return cls([tuple(layer[:2]) for layer in kv_cache], max(0, B * H - H + 1) * n_slots, D, n_slots * D, H, D)
+
+
+@after_fork
+def forget_marks():
+    """The parent may have forked while another of its threads checked a step."""
+    for arrays in KVArrays.instances:
+        arrays.written[:] = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from decode import layout
 from decode.vectors import bytes_at, ints_at, longs_at
 
 # why a step is refused
-STALE, BAD_TOKEN, BAD_POSITION, BAD_RUNS, NO_SLOT, OVERLAP = range(1, 7)
+STALE, BAD_TOKEN, BAD_POSITION, BAD_RUNS, NO_SLOT, WRITTEN_TWICE, WRITTEN_BY_ANOTHER = range(1, 8)
 
 
 @njit
@@ -22,10 +22,11 @@ def plan(memory, sizes):
         if ints_at(probes[i])[0] != packed[i]:
             return STALE
     tokens, vocab_size = longs_at(memory[layout.TOKENS]), sizes[layout.VOCAB_SIZE]
+    at, refused_at = 0, longs_at(memory[layout.REFUSED_AT])
     for row in range(sizes[layout.N_ROWS]):
         if not 0 <= tokens[row] < vocab_size:
+            refused_at[1] = tokens[row]
             return BAD_TOKEN
-    at, refused_at = 0, longs_at(memory[layout.REFUSED_AT])
     for seq in range(sizes[layout.N_SEQ]):
         refused_at[0] = seq
         refused, n = list_slots(memory, sizes, seq, at)
@@ -96,7 +97,7 @@ def own_entry(memory, row):
 
 @njit
 def mark_written(memory, sizes):
-    """Mark the slots that are written. OVERLAP if one is written twice."""
+    """Mark the slots that are written. WRITTEN_TWICE if one is written twice."""
     written, slots, refused = bytes_at(memory[layout.WRITTEN]), longs_at(memory[layout.OFFSETS]), 0
     refused_at = longs_at(memory[layout.REFUSED_AT])
     for row in range(sizes[layout.N_ROWS]):
@@ -104,21 +105,25 @@ def mark_written(memory, sizes):
         if written[slot]:
             refused_at[0] = longs_at(memory[layout.SEQ_OF_ROW])[row]
             refused_at[1] = longs_at(memory[layout.POSITIONS])[row]
-            refused = OVERLAP
+            refused = WRITTEN_TWICE
         written[slot] = 1
     return refused
 
 
 @njit
 def find_overlap(memory, sizes):
-    """OVERLAP if a slot that is written holds a key that a sequence has already."""
+    """WRITTEN_BY_ANOTHER if a slot that is written holds a key that a sequence has already."""
     written, slots = bytes_at(memory[layout.WRITTEN]), longs_at(memory[layout.OFFSETS])
     starts, refused_at = longs_at(memory[layout.QUERY_STARTS]), longs_at(memory[layout.REFUSED_AT])
     table = longs_at(memory[layout.SEQUENCES])
     for seq in range(sizes[layout.N_SEQ]):
-        for i in range(table[seq * layout.N_SEQUENCE_COLUMNS + layout.FIRST_OFFSET],
-                       own_entry(memory, starts[seq])):
+        of_sequence = seq * layout.N_SEQUENCE_COLUMNS
+        first, n_sinks = table[of_sequence + layout.FIRST_OFFSET], table[of_sequence + layout.N_SINKS]
+        for i in range(first, own_entry(memory, starts[seq])):
             if written[slots[i]]:
-                refused_at[0], refused_at[1] = seq, longs_at(memory[layout.POSITIONS])[starts[seq]]
-                return OVERLAP
+                position = i - first
+                if position >= n_sinks:
+                    position += table[of_sequence + layout.FIRST_POSITION] - n_sinks
+                refused_at[0], refused_at[1] = seq, position
+                return WRITTEN_BY_ANOTHER
     return 0

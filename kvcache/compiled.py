@@ -57,7 +57,7 @@ class CompiledPass:
         so is every NaN and infinity in the cache, because a mask of the model in PyTorch would not hide it.
         """
         logits = self.decoder.execute_model(ids.contiguous(), self.positions(starts, counts), self.arrays,
-                                            InputMetadata(counts, seqs_runs, wanted))
+                                            InputMetadata(counts, seqs_runs, wanted and np.array(wanted, np.int64)))
         if not math.isfinite(logits.sum()):
             written = [slots_of(runs, start, n) for runs, start, n in zip(seqs_runs, starts, counts)]
             for layer in self.layers:

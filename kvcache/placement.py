@@ -230,9 +230,6 @@ def zero_all(layers):
             stored.zero_()
 
 
-IN_TRAINING = "the model is in training mode, and dropout would stay in the cache: call model.eval() first"
-
-
 class NotNumbers(ValueError):
     """The logits of a forward pass are not numbers. The rows that it wrote have been set to zero."""
 
@@ -243,7 +240,7 @@ class NotNumbers(ValueError):
 def check_tokens(model, idx):
     """ValueError unless the model is in eval mode, and the tokens idx, int64, are in its vocabulary."""
     if model.training:
-        raise ValueError(IN_TRAINING)
+        raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
     ids = idx.flatten().tolist()  # of a few tokens, sooner than two operations of torch
     if min(ids) < 0 or max(ids) >= model.config.vocab_size:
         raise ValueError(f"token ids are 0 to {model.config.vocab_size - 1}, not {min(ids)} to {max(ids)}")

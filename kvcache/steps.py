@@ -4,8 +4,11 @@ from operator import add
 import torch
 
 from kvcache.exclusive import Exclusive, exclusive
-from kvcache.placement import IN_TRAINING, NotNumbers, check_tokens, dtype_of, logits_of
+from kvcache.placement import NotNumbers, check_tokens, dtype_of, logits_of
 from kvcache.protocol import checked_tokens
+
+OF_OTHER_TOKENS = ("the logits of other tokens than the last ones take a decoder with a compiled step, no remembered "
+                   "tokens, and at most window + 1 new tokens of a sequence")
 
 
 class Steps(Exclusive):
@@ -48,8 +51,9 @@ class Steps(Exclusive):
         Feed new tokens to some sequences: work has handles, starts and tokens, see `protocol.Work`. Returns logits
         (B, vocab_size), of each sequence's last token.
 
-        wanted: the numbers of the tokens whose logits are returned in place of these, ascending, of all new tokens one
-        sequence after the other. This takes a decoder, tokens that are not remembered, and at most window + 1 of each.
+        wanted: row numbers, ascending, of the new tokens of all sequences one after the other: then the logits of these
+        are returned, (W, vocab_size). This takes a decoder, tokens that are not remembered, and at most window + 1 new
+        ones of each sequence.
 
         A sequence that is longer than its start is first truncated to it. ValueError, with nothing changed, if work
         does not fit the model or the sequences. If the step fails later (there is no room, the logits are not
@@ -58,6 +62,8 @@ class Steps(Exclusive):
         """
         self.remove_freed()
         seqs, starts, counts, ids, go_on = self.checked(work)
+        if wanted is not None and (not self.compiled or 0 < self.window < max(counts) - 1):
+            raise ValueError(OF_OTHER_TOKENS)
         ends, n_new, new = list(map(add, starts, counts)), len(ids), []
         if 0 in starts:
             new = [i for i, start in enumerate(starts) if start == 0 and not self.has_begun(seqs[i])]
@@ -72,9 +78,8 @@ class Steps(Exclusive):
                 starts[i], counts[i], parts[i] = n, counts[i] - n, parts[i][n:]
             ids = torch.cat(parts)
         if wanted is not None:
-            if not (self.compiled and self.readable()) or len(ids) < n_new or 0 < self.window < max(counts) - 1:
-                raise ValueError("the logits of other tokens than the last ones take a decoder with a compiled "
-                                 "step, no remembered tokens, and at most window + 1 new tokens of a sequence")
+            if not self.readable() or len(ids) < n_new:
+                raise ValueError(OF_OTHER_TOKENS)
             logits = self.compiled_pass(seqs, starts, counts, ids, wanted)
         elif self.compiled and self.readable():
             logits = self.in_chunks(self.compiled_pass, seqs, starts, counts, ids)
@@ -152,12 +157,9 @@ class Steps(Exclusive):
         if not go_on or max(map(add, starts, counts)) > self.model.config.max_positions:
             starts = list(map(self.checked_start, seqs, starts, counts))
         ids = torch.cat(rows) if isinstance(rows, list) else rows.flatten()
-        if not self.compiled:
-            check_tokens(self.model, ids)
-        elif not ids.is_cpu:
+        check_tokens(self.model, ids)
+        if self.compiled and not ids.is_cpu:
             raise ValueError(f"the compiled step reads tokens on the CPU, but these are on {ids.device}: move them")
-        elif self.model.training:
-            raise ValueError(IN_TRAINING)
         return seqs, starts, counts, ids, go_on
 
     def checked_start(self, seq, start, count):

@@ -294,7 +294,7 @@ def test_loss_mode(trained, tmp_path):
     rows = figures['rows']
     rounded = [('bfloat16', 0), ('int8', 0), ('float32', 8), ('float32', 4)]
     assert [(row['weights'], row['kv_bits']) for row in rows] == [('float32', 0)] * 4 + rounded
-    assert [row['kv_bytes_a_token'] for row in rows[-3:]] == [2 * 2 * 16 * 4, 2 * 2 * (16 + 4), 2 * 2 * (8 + 4)]
+    assert [row['kv_bytes_a_token'] for row in rows[-3:]] == [2 * 2 * 16 * 4, 2 * 2 * (16 + 2 * 4), 2 * 2 * (8 + 2 * 4)]
     assert len(figures['by_context']) == 16
     assert rows[0]['difference'] == 0 and rows[0]['mean_context'] == 16 and 11.5 < rows[1]['mean_context'] < 12.5
     assert all(abs(row['difference']) < 0.1 for row in rows)

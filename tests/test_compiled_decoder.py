@@ -55,9 +55,9 @@ def test_the_compiled_step_is_the_models_own():
 
 
 @needs_compiler
-def test_any_number_of_batch_sizes_is_compiled(monkeypatch):
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_any_number_of_batch_sizes_is_compiled():
     """torch.compile gives up on a function after a few compilations (8, here 1); each batch size has its own."""
-    monkeypatch.setattr(torch._dynamo.config, 'recompile_limit', 1)
     torch._dynamo.reset()
     model = f32(14, n_layer=1)
     decoder = CompiledDecoder(model)
