@@ -24,12 +24,15 @@ TIMEOUT = 300  # seconds that an answer may take
 class Ask(NamedTuple):
     """
     What a client asks for: n_new tokens after prompt, a list of token ids. leaves: the client goes away when so many
-    parts of the answer have come, 0 for as soon as it has asked; None stays. slow: it reads slowly.
+    parts of the answer have come, 0 for as soon as it has asked; None stays. slow: it reads slowly. seed: of tokens that
+    are drawn; None takes the likeliest. salt: prompts are remembered for those of the same salt only.
     """
     prompt: list
     n_new: int
     leaves: int | None = None
     slow: bool = False
+    seed: int | None = None
+    salt: str = ''
 
 
 @dataclass(slots=True)

@@ -128,7 +128,9 @@ class Ours(Server):
         return super().ready()
 
     def body(self, ask):
-        return orjson.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, 'return_token_ids': True, **SETTINGS})
+        drawn = {} if ask.seed is None else {'temperature': 1, 'seed': ask.seed}
+        return orjson.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, 'return_token_ids': True,
+                             'cache_salt': ask.salt, **SETTINGS, **drawn})
 
     def metric(self, name):
         """A number of /metrics."""
