@@ -8,8 +8,8 @@ How fast, measured here and now.
     python bench.py --mode=peers             the same weights in other engines: a table and a PNG
                                              (pip install -r requirements-peers.txt)
     python bench.py --mode=caches            the caches of kvcache/ on the compiled step; --only=steps,joining for parts
-    python bench.py --mode=serve             our server and llama-server under load (pip install -r requirements-serve.txt,
-                                             and --llama_server=PATH, which benchmarks/serve/servers.py says how to build)
+    python bench.py --mode=serve             our server and llama-server under load (pip install -r
+                                             requirements-serve.txt; benchmarks/serve/servers.py builds llama-server)
     python bench.py --mode=memory            the memory that generation needs, with the cache and without
     python bench.py --mode=loss              what dropping context and rounding weights cost a trained model, in nats
     python bench.py --mode=positions         trains small models with each kind of positions, and compares them in nats
@@ -19,6 +19,7 @@ How fast, measured here and now.
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run. Pictures go to out-bench/.
 """
 import os
+import signal
 import sys
 
 import configurator  # before torch: it says so in one line where torch is missing
@@ -39,7 +40,7 @@ real_data = True          # train on a prepared data set if there is one, else o
 profile = False           # a torch.profiler trace of the training step, written to out-bench/trace/
 compile = True            # torch.compile the model for training; on a CPU it is no faster, and left out
 lengths = 'auto'          # new tokens after a prompt of 6, as 10,50, or tokens of context; auto goes by the mode
-batches = 'auto'          # rows to generate at once; auto is 1 for generate, 1,8,32 for memory, else goes by the part
+batches = 'auto'          # rows or clients at once; auto is 1 for generate, 1,8,32 for memory, else goes by the part
 repeats = 5               # timed runs of each
 only = ''                 # parts of the modes caches, peers and serve, as steps,joining; '' is all of them
 llama_server = ''         # of serve mode: the path of llama-server; without it only our server is measured
@@ -78,7 +79,8 @@ def main(config):
     expected = EXPECTED.get(mode) or f"{sum(part.MINUTES for part in parts().values()):.0f} minutes"
     print(f"expected time with the default settings on two cores: about {expected}", file=sys.stderr)
     run = dict(train=bench_train, generate=bench_generate, peers=bench_peers, caches=bench_caches, serve=bench_serve,
-               memory=bench_memory, loss=bench_loss, positions=bench_positions, endless=bench_endless, recall=bench_recall)[mode]
+               memory=bench_memory, loss=bench_loss, positions=bench_positions, endless=bench_endless,
+               recall=bench_recall)[mode]
     run(names, dev, dt)
 
 
@@ -184,9 +186,13 @@ def bench_serve(names, dev, dt):
     why = missing(llama_server)
     if why:
         print(f"not compared: llama-server ({why})")
-    figures = run_parts(dict(bias=bias, missing={'llama-server': why} if why else {}), numbers('batches', batches), bias,
-                        repeats, llama_server, requests)
-    draw(report.plot, 'serve.png', {part: figures[part]['rows'] for part in parts()}, describe_machine(dev))
+    # a signal to end becomes an exception, so that the servers are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    figures = run_parts(dict(bias=bias, missing={'llama-server': why} if why else {}), numbers('batches', batches),
+                        bias, repeats, llama_server, requests)
+    pictured = {part: figures[part]['rows'] for part in parts() if part in report.PANELS}
+    if pictured:
+        draw(report.plot, 'serve.png', pictured, describe_machine(dev))
 
 
 def batches_and_lengths():
@@ -196,7 +202,7 @@ def batches_and_lengths():
 def run_parts(more, *settings):
     """
     Run the parts that `only` names, and write the rows of each to `json` when it is done, where other parts stay as
-    they are. more: what is written beside the rows of each part. settings: arguments of their `run` after the shapes.
+    they are. more: what is written beside the rows of each part. settings: arguments of their `run`, after the shapes.
     """
     figures = {part: rows for part, rows in read_json(json).items() if isinstance(rows, dict)}
     names = None if shape == 'auto' else shape.split(',')

@@ -9,10 +9,10 @@ from benchmarks.serve.client import Ask
 
 TRACE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), '..', 'shared',
                      'data', 'azure_llm_trace', 'conv.csv')
-FIT = 0.99              # this part of the trace's requests fits into the window as it is scaled
-PROMPT, NEW = 0.25, 0.5  # of the window, the mean lengths of the closed loops; single lengths are 0.5 to 1.5 of these
-MOST = 256               # tokens that stand for the window there, if it has more: L takes too long otherwise
-LEAVING, SLOW = 0.3, 0.1  # parts of the clients that go away, and that read slowly
+FIT = 0.99                # this part of the trace's requests fits into the window as it is scaled
+PROMPT, NEW = 0.25, 0.4   # of the window, the mean lengths of the closed loops; single lengths are 0.5 to 1.5 of these
+MOST = 128                # tokens that stand for the window there, if it has more: M and L take too long otherwise
+LEAVING, SLOW = 0.3, 0.1   # parts of the clients that go away, and that read slowly
 
 
 def tokens(rng, config, n):
@@ -48,9 +48,9 @@ def with_faults(asks, seed):
 def trace():
     """
     (where it is from, [(seconds, tokens of the prompt, tokens of the answer)]) of real requests: the conversations of
-    the Azure LLM inference trace of November 2023 (https://github.com/Azure/AzurePublicDataset; Patel et al., Splitwise,
-    ISCA 2024). Where its file is missing, a stand-in: Poisson arrivals, and log-normal lengths with medians of 900 and
-    130 tokens and sigma 1.
+    the Azure LLM inference trace of November 2023 (https://github.com/Azure/AzurePublicDataset; Patel et al.,
+    Splitwise, ISCA 2024). Where its file is missing, a stand-in: Poisson arrivals, and log-normal lengths with medians
+    of 900 and 130 tokens and sigma 1.
     """
     if not os.path.exists(TRACE):
         rng, now, rows = random.Random(0), 0.0, []
@@ -64,16 +64,16 @@ def trace():
     return 'Azure LLM inference trace 2023, conversations', [(t - rows[0][0], *lengths) for t, *lengths in rows]
 
 
-def from_trace(config, rows, n, seed):
+def from_trace(config, rows, n, part, seed):
     """
     (n requests, their n arrivals from 0 on with a mean of one a second). n consecutive rows of a trace, from a place
-    that the seed chooses. All lengths are scaled by one factor, with which FIT of all rows fit into the window; longer
-    ones are cut to it.
+    that the number `part` chooses; the seed chooses the tokens. All lengths are scaled by one factor, with which FIT of
+    all rows fit into the window; longer ones are cut to it.
     """
     rng = random.Random(seed)
     totals, window = sorted(p + g for _, p, g in rows), config.block_size
     factor = window / totals[int(FIT * (len(totals) - 1))]
-    first = rng.randrange(len(rows) - n + 1) if n <= len(rows) else 0
+    first = random.Random(part).randrange(max(1, len(rows) - n + 1))
     asks, times = [], []
     for i in range(n):
         laps, row = divmod(first + i, len(rows))

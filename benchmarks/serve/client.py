@@ -24,8 +24,8 @@ TIMEOUT = 300  # seconds that an answer may take
 class Ask(NamedTuple):
     """
     What a client asks for: n_new tokens after prompt, a list of token ids. leaves: the client goes away when so many
-    parts of the answer have come, 0 for as soon as it has asked; None stays. slow: it reads slowly. seed: of tokens that
-    are drawn; None takes the likeliest. salt: prompts are remembered for those of the same salt only.
+    parts of the answer have come, 0 for as soon as it has asked; None stays. slow: it reads slowly. seed: of tokens
+    that are drawn; None takes the likeliest. salt: prompts are remembered for those of the same salt only.
     """
     prompt: list
     n_new: int
@@ -64,8 +64,8 @@ class Answer:
 
     @property
     def token_ids(self):
-        """Of the answer, where the server was asked for them (llama-server calls them tokens)."""
-        chunks = (orjson.loads(event)['choices'] for event in EVENT.findall(self.data))
+        """Of the answer, if our server was asked for them and its bytes were kept."""
+        chunks = (orjson.loads(event).get('choices', ()) for event in EVENT.findall(self.data))
         return [token for choices in chunks for choice in choices for token in choice.get('token_ids', ())]
 
 
@@ -81,7 +81,7 @@ class Connection(asyncio.Protocol):
     """Of one request. done: a future, set when the server has closed the connection, or the client has left."""
 
     def __init__(self, request, answer):
-        self.request, self.answer, self.parts = request, answer, []
+        self.request, self.answer, self.parts, self.transport = request, answer, [], None
         self.done = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport):
@@ -116,7 +116,7 @@ class Connection(asyncio.Protocol):
 
 
 async def ask_one(server, body, ask, due=None):
-    """The `Answer` to one request, on a connection of its own. server: see `servers.Server`. body: `server.body(ask)`."""
+    """The `Answer` of a `servers.Server` to one request, on a connection of its own. body: `server.body(ask)`."""
     loop, answer = asyncio.get_running_loop(), Answer(ask, due or time.perf_counter())
     head = (f'POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n'
             f'connection: close\r\ncontent-length: {len(body)}\r\n\r\n').encode()
@@ -129,9 +129,10 @@ async def ask_one(server, body, ask, due=None):
         await loop.sock_connect(sock, ('127.0.0.1', server.port))
         await loop.create_connection(lambda: connection, sock=sock)
         await asyncio.wait_for(connection.done, TIMEOUT)
-    except (OSError, TimeoutError) as e:
-        sock.close()
+    except (OSError, asyncio.TimeoutError) as e:
         answer.error = f'{type(e).__name__} {e}'
+    finally:
+        sock.close() if connection.transport is None else connection.transport.abort()
     if not answer.error:
         finish(answer, b''.join(connection.parts))
     return answer

@@ -11,10 +11,10 @@ from dataclasses import replace
 from benchmarks.serve import report
 from benchmarks.serve.asks import longest, mixed, with_faults
 from benchmarks.serve.client import closed_loop
-from benchmarks.serve.race import beside, models, take_turns
+from benchmarks.serve.race import beside, described, models, take_turns
 from benchmarks.serve.servers import Ours
 
-MINUTES = 10
+MINUTES = 6
 NAMES, CLIENTS = ('S', 'M'), (16,)
 EACH = 8        # requests of a client
 PATIENCE = 5.0  # seconds after which blocks that are in use are lost
@@ -27,7 +27,7 @@ def run(names, clients, bias, repeats, llama_server, n_requests):
         most = longest(mixed(config, 1000, 0))
         for C in clients or CLIENTS:
             with (Ours(folder, weights, C * most) as ours,
-                  beside(ours, llama_server, folder, weights, C, most) as servers):
+                  beside(ours, llama_server, config, folder, weights, C, most) as servers):
                 rows += race(name, config, weights, servers, C, n_requests, repeats)
     return rows
 
@@ -42,11 +42,11 @@ def race(name, config, weights, servers, C, n_requests, repeats):
             whole = await closed_loop(server, with_faults(asks, round_) if faults else asks, C)
             return replace(whole, answers=[a for a in whole.answers if not a.ask.slow])
         return load
-    loads = take_turns({(server.name, faults): way(server, faults) for server in servers for faults in (False, True)},
+    loads = take_turns({(server, faults): way(server, faults) for server in servers for faults in (False, True)},
                        repeats, f'{name}, {weights}: faults')
     used = blocks_left(servers[0])
-    rows = [dict(shape=name, server=server, weights=weights, clients=C, faults=faults, **report.figures(mine),
-                 blocks_used=used if server == 'ours' else None) for (server, faults), mine in loads.items()]
+    rows = [dict(described(name, server, weights), clients=C, faults=faults, **report.figures(mine),
+                 blocks_used=used if server is servers[0] else None) for (server, faults), mine in loads.items()]
     for row in rows:
         print(report.line(row, f"{name}, {'faults' if row['faults'] else 'none'}"), flush=True)
     print(f"blocks in use after all that: {used}{' LOST' * bool(used)}")

@@ -10,10 +10,10 @@ import statistics
 from benchmarks.serve import report
 from benchmarks.serve.asks import longest, with_prefix
 from benchmarks.serve.client import closed_loop
-from benchmarks.serve.race import beside, models, take_turns
+from benchmarks.serve.race import beside, described, models, take_turns
 from benchmarks.serve.servers import Ours
 
-MINUTES = 25
+MINUTES = 35
 NAMES, CLIENTS, N_NEW = ('S', 'M', 'L'), (8,), 16
 SHARES = 0.0, 0.5, 0.9
 EACH = {'S': 16, 'M': 8, 'L': 2}  # requests of a client
@@ -28,7 +28,7 @@ def run(names, clients, bias, repeats, llama_server, n_requests):
             most = longest(with_prefix(config, 1, 0, N_NEW, 0))
             # ours also remembers prompts that were answered: twice the tokens, as a server has more memory than load
             with (Ours(folder, weights, 2 * C * most) as ours,
-                  beside(ours, llama_server, folder, weights, C, most) as servers):
+                  beside(ours, llama_server, config, folder, weights, C, most) as servers):
                 rows += race(name, config, weights, servers, C, n_requests, repeats)
     return rows
 
@@ -43,11 +43,11 @@ def race(name, config, weights, servers, C, n_requests, repeats):
             await closed_loop(server, asks[:C], C)
             return await closed_loop(server, asks[C:], C)
         return load
-    loads = take_turns({(server.name, share): way(server, share) for server in servers for share in SHARES}, repeats,
+    loads = take_turns({(server, share): way(server, share) for server in servers for share in SHARES}, repeats,
                        f'{name}, {weights}: prefixes')
     rows = []
     for (server, share), mine in loads.items():
-        row = dict(shape=name, server=server, weights=weights, clients=C, share=share, case=f'{share:.0%}',
+        row = dict(described(name, server, weights), clients=C, share=share, case=f'{share:.0%}',
                    **report.figures(mine),
                    ttft_over_none=report.over(loads, (server, share), (server, SHARES[0]), median_ttft))
         print(report.line(row, f'{name}, {share:.0%}'), flush=True)

@@ -1,12 +1,17 @@
 """Servers with the same weights, up at the same time and loaded in turns."""
 import asyncio
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from benchmarks import rounds
+from benchmarks.serve.asks import mixed
+from benchmarks.serve.client import closed_loop
 from benchmarks.serve.servers import LlamaServer, missing, weights_on_disk
 from benchmarks.shapes import config_of, model_with_varied_text
+from decode.threads import n_cores
 
 WEIGHTS = 'float32', 'int8'
+TRIALS, TRIAL_TOKENS = 3, 16  # of each number of threads; new tokens of a request
+TRIAL_SEED = 10**6            # no load has these prompts
 
 
 def models(names, bias):
@@ -19,13 +24,33 @@ def models(names, bias):
 
 
 @contextmanager
-def beside(ours, llama_server, folder, weights, n_slots, longest):
-    """[ours, llama-server with so many slots for requests of at most `longest` tokens], the latter if it is there."""
+def beside(ours, llama_server, config, folder, weights, n_slots, longest):
+    """
+    [our server, llama-server with so many slots for requests of at most `longest` tokens], the latter if it is there.
+    It has one thread or one for each core, whichever answers n_slots clients sooner: ours chooses as well.
+    """
     if missing(llama_server):
         yield [ours]
         return
-    with LlamaServer(llama_server, folder, weights, n_slots, longest) as theirs:
-        yield [ours, theirs]
+    counts = sorted({1, n_cores()})
+    with ExitStack() as up:
+        servers = [up.enter_context(LlamaServer(llama_server, folder, weights, n_slots, longest, n)) for n in counts]
+        fastest = min(servers, key=lambda server: trial(server, config, n_slots))
+        for server in servers:
+            if server is not fastest:
+                server.stop()
+        yield [ours, fastest]
+
+
+def trial(server, config, n_clients):
+    """Seconds that a short closed loop takes, at best."""
+    asks = [ask._replace(n_new=min(ask.n_new, TRIAL_TOKENS)) for ask in mixed(config, n_clients * TRIALS, TRIAL_SEED)]
+    return min(asyncio.run(closed_loop(server, asks[i::TRIALS], n_clients)).seconds for i in range(TRIALS))
+
+
+def described(name, server, weights):
+    """The fields of a row that say what was loaded. name: of the shape."""
+    return dict(shape=name, server=server.name, weights=weights, threads=server.threads)
 
 
 def take_turns(ways, repeats, description):

@@ -51,24 +51,27 @@ def goodput(load):
 
 
 def over(loads, mine, theirs, of=tok_per_s):
-    """The median over the rounds of a figure of one way over that of another. None if there is no such way."""
+    """The median over the rounds of a figure of one way over that of another. None if one of them is not there."""
     if mine not in loads or theirs not in loads:
         return None
     return statistics.median(of(a) / of(b) for a, b in zip(loads[mine], loads[theirs]))
 
 
-HEAD = (f"{'server':<14}{'weights':<9}{'case':<16}{'tok/s':>9}{'req/s':>8}{'goodput':>9}{'TTFT ms p50':>13}{'p99':>8}"
-        f"{'a token':>9}{'p99':>7}{'end to end':>12}{'p99':>9}{'client':>8}")
+COLUMNS = (('tok/s', 9), ('req/s', 8), ('goodput', 9), ('TTFT p50', 10), ('p99', 8), ('a token', 9), ('p99', 7),
+           ('whole', 8), ('p99', 8), ('client', 8))  # latencies in milliseconds
+HEAD = f"{'server':<14}{'weights':<9}{'threads':<8}{'case':<16}" + ''.join(f'{name:>{n}}' for name, n in COLUMNS)
 
 
 def line(row, case):
     """A row as a line under HEAD. case: what distinguishes it."""
-    def ms(pair, width, digits=0):
-        return ''.join(f"{'-':>{w}}" if v is None else f'{v:>{w},.{digits}f}' for v, w in zip(pair, width))
+    values = [row['tok_per_s'], row['requests_per_s'], row['goodput'], *row['ttft_ms'], *row['per_token_ms'],
+              *row['end_to_end_ms']]
+    digits = 0, 1, 1, 1, 1, 2, 2, 0, 0
+    texts = ['-' if value is None else f'{value:,.{n}f}' for value, n in zip(values, digits)]
+    texts.append(f"{row['client_cpu']:.0%}")
     failed = f"  {row['failed']} FAILED: {row['error'][0][-80:]}" if row['failed'] else ''
-    return (f"{row['server']:<14}{row['weights']:<9}{case:<16}{row['tok_per_s']:>9,.0f}{row['requests_per_s']:>8,.1f}"
-            f"{row['goodput']:>9,.1f}{ms(row['ttft_ms'], (13, 8), 1)}{ms(row['per_token_ms'], (9, 7), 1)}"
-            f"{ms(row['end_to_end_ms'], (12, 9))}{row['client_cpu']:>8.0%}{failed}")
+    return (f"{row['server']:<14}{row['weights']:<9}{row['threads'] or 'chosen':<8}{case:<16}"
+            + ''.join(f'{text:>{n}}' for text, (_, n) in zip(texts, COLUMNS)) + failed)
 
 
 def goal_line(what, figure, goal, at_most=False):
@@ -77,23 +80,18 @@ def goal_line(what, figure, goal, at_most=False):
 
 def plot(parts, title, path):
     """
-    A row of pictures for each part of `closed`, `arrivals` and `prefix` that was run, a column for each shape.
-    parts: {name: its rows}.
+    A row of pictures for each part, a column for each shape. parts: {one of PANELS: its rows}.
     """
-    panels = {'closed': plot_closed, 'arrivals': plot_ttft, 'prefix': plot_ttft}
-    parts = {name: rows for name, rows in parts.items() if name in panels and rows}
-    if not parts:
-        return
     shapes = list(dict.fromkeys(row['shape'] for rows in parts.values() for row in rows))
     fig, axes = plt.subplots(len(parts), len(shapes), figsize=(4.5 * len(shapes), 3.2 * len(parts) + 0.4),
                              squeeze=False, layout='constrained')
     for (part, rows), line_of_axes in zip(parts.items(), axes):
         for shape, ax in zip(shapes, line_of_axes):
             mine = [row for row in rows if row['shape'] == shape]
-            panels[part](ax, mine)
+            PANELS[part](ax, mine)
             ax.set_title(f'{shape}: {part}', fontsize=9)
             ax.tick_params(labelsize=7)
-    fig.suptitle(f'{title}', fontsize=9)
+    fig.suptitle(title, fontsize=9)
     save(fig, path)
 
 
@@ -115,3 +113,6 @@ def plot_ttft(ax, rows):
     ax.set_yticks(y, [f"{row['server']}, {row['weights']}, {row['case']}" for row in rows], fontsize=6)
     ax.set(xlabel='milliseconds to the first token')
     ax.margins(x=0.2)
+
+
+PANELS = {'closed': plot_closed, 'arrivals': plot_ttft, 'prefix': plot_ttft}

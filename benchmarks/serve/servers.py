@@ -22,7 +22,6 @@ from contextlib import contextmanager
 import orjson
 
 import checkpoint
-from decode.threads import n_cores
 from formats import to_gguf
 from tokenizer import CharTokenizer
 
@@ -53,9 +52,9 @@ class Server:
     """
     A server that runs, on `port`. Use it with `with`. ValueError if it does not start.
 
-    name: of the rows. body(ask): the bytes of a request.
+    name: of the rows. threads: that compute a step, None where the server chooses. body(ask): the bytes of a request.
     """
-    name = ''
+    name, threads = '', None
 
     def __init__(self, command, port=0):
         self.log = tempfile.TemporaryFile()
@@ -64,11 +63,14 @@ class Server:
 
     def __enter__(self):
         deadline = time.monotonic() + START
-        while not self.ready():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.stop()
-                raise ValueError(f"{self.name} does not start: {self.tail()}")
-            time.sleep(0.1)
+        try:
+            while not self.ready():
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise ValueError(f"{self.name} does not start: {self.tail()}")
+                time.sleep(0.1)
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *error):
@@ -144,12 +146,13 @@ class LlamaServer(Server):
     """
     name = 'llama-server'
 
-    def __init__(self, binary, folder, weights, n_slots, longest):
+    def __init__(self, binary, folder, weights, n_slots, longest, threads):
+        self.threads = threads
         with socket.create_server(('127.0.0.1', 0)) as free:
             port = free.getsockname()[1]
         n_ctx = -(-longest // 256) * 256  # it rounds up to that itself
         super().__init__([binary, '-m', os.path.join(folder, f'{weights}.gguf'), '--host', '127.0.0.1', '--port',
-                          str(port), '-np', str(n_slots), '-c', str(n_slots * n_ctx), '--threads', str(n_cores()),
+                          str(port), '-np', str(n_slots), '-c', str(n_slots * n_ctx), '--threads', str(threads),
                           '--no-ui', '--log-disable'], port)
 
 

@@ -15,7 +15,7 @@ from benchmarks.serve.faults import blocks_left
 from benchmarks.serve.race import models
 from benchmarks.serve.servers import Ours
 
-MINUTES = 8
+MINUTES = 6
 NAMES, CLIENTS, REQUESTS = ('S',), 32, 10_000
 COMPARED = 0.05                  # of the requests
 TURNS = 10                       # after each of which memory and blocks are looked at
@@ -54,7 +54,7 @@ def soak(name, config, folder, weights, n_clients, n):
     chosen = set(random.Random(1).sample(staying, min(len(staying), max(1, round(COMPARED * n)))))
     answers, resident, used, failed = {}, [], [], []
     # room for two thirds of the clients' longest requests, so that some samples lose their blocks on the way
-    with Ours(folder, weights, 2 * n_clients * longest(asks) // 3) as ours:
+    with Ours(folder, weights, max(1, 2 * n_clients // 3) * longest(asks)) as ours:
         for turn in range(TURNS):
             numbers = range(turn * n // TURNS, (turn + 1) * n // TURNS)
             number_of = {id(asks[i]): i for i in numbers}
