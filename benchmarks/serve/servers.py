@@ -153,7 +153,7 @@ class LlamaServer(Server):
         n_ctx = -(-longest // 256) * 256  # it rounds up to that itself
         super().__init__([binary, '-m', os.path.join(folder, f'{weights}.gguf'), '--host', '127.0.0.1', '--port',
                           str(port), '-np', str(n_slots), '-c', str(n_slots * n_ctx), '--threads', str(threads),
-                          '--no-ui', '--log-disable'], port)
+                          '--no-ui', '--log-verbosity', '1'], port)
 
 
 def missing(llama_server):
