@@ -21,6 +21,7 @@ Medians of `repeats` runs after a warm-up; what is compared takes turns within o
 import os
 import signal
 import sys
+from importlib import import_module
 
 import configurator  # before torch: it says so in one line where torch is missing
 
@@ -76,7 +77,7 @@ def main(config):
     names = (('S,M,L' if mode == 'memory' else 'S' if dev == 'cpu' else 'L') if shape == 'auto' else shape).split(',')
     check_settings(names)
     print(f"{describe_machine(dev)}, {dt}")
-    expected = EXPECTED.get(mode) or f"{sum(part.MINUTES for part in parts().values()):.0f} minutes"
+    expected = EXPECTED.get(mode) or minutes_of_parts()
     print(f"expected time with the default settings on two cores: about {expected}", file=sys.stderr)
     run = dict(train=bench_train, generate=bench_generate, peers=bench_peers, caches=bench_caches, serve=bench_serve,
                memory=bench_memory, loss=bench_loss, positions=bench_positions, endless=bench_endless,
@@ -103,12 +104,16 @@ def check_settings(names):
 
 def parts():
     """{name: module} of the parts of this mode that `only` names."""
-    from importlib import import_module
     known = import_module(f'benchmarks.{mode}').PARTS
     chosen = only.split(',') if only else list(known)
     if set(chosen) - set(known):
         raise ValueError(f"the parts of {mode} mode are {', '.join(known)}; not {only!r}")
     return {part: known[part] for part in chosen}
+
+
+def minutes_of_parts():
+    minutes = {part: module.MINUTES for part, module in parts().items()}
+    return f"{sum(minutes.values()):.0f} minutes ({', '.join(f'{part} {n}' for part, n in minutes.items())})"
 
 
 def numbers(name, text, auto=None):
@@ -179,7 +184,7 @@ def bench_serve(names, dev, dt):
     configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
                                     "pip install -r requirements-serve.txt")
     from benchmarks.serve import report
-    from benchmarks.serve.servers import missing
+    from benchmarks.serve.servers import missing, version
     if (dev, dt, lengths) != ('cpu', 'float32', 'auto'):
         raise ValueError("the servers are compared on a CPU, each part with lengths of its own: "
                          "leave device, dtype and lengths at auto")
@@ -188,8 +193,8 @@ def bench_serve(names, dev, dt):
         print(f"not compared: llama-server ({why})")
     # a signal to end becomes an exception, so that the servers are ended too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    figures = run_parts(dict(bias=bias, missing={'llama-server': why} if why else {}), numbers('batches', batches),
-                        bias, repeats, llama_server, requests)
+    compared = dict(missing={'llama-server': why}) if why else dict(versions={'llama-server': version(llama_server)})
+    figures = run_parts(dict(bias=bias, **compared), numbers('batches', batches), bias, repeats, llama_server, requests)
     pictured = {part: figures[part]['rows'] for part in parts() if part in report.PANELS}
     if pictured:
         draw(report.plot, 'serve.png', pictured, describe_machine(dev))

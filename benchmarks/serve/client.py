@@ -7,13 +7,12 @@ The client runs on the cores that the server needs, so it does little: it writes
 bytes come, and reads the number of tokens at the end. A `Load` says how much processor time it took.
 """
 import asyncio
+import json
 import re
 import socket
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
-
-import orjson
 
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 EVENT = re.compile(rb'data: (\{.*\})')
@@ -65,7 +64,7 @@ class Answer:
     @property
     def token_ids(self):
         """Of the answer, if our server was asked for them and its bytes were kept."""
-        chunks = (orjson.loads(event).get('choices', ()) for event in EVENT.findall(self.data))
+        chunks = (json.loads(event).get('choices', ()) for event in EVENT.findall(self.data))
         return [token for choices in chunks for choice in choices for token in choice.get('token_ids', ())]
 
 

@@ -7,6 +7,7 @@ llama-server is built from the source package of llama-cpp-python, whose wheel d
     cmake -S llama_cpp_python-*/vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_SERVER=ON
     cmake --build build --target llama-server -j
 """
+import json
 import os
 import re
 import signal
@@ -18,8 +19,6 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
-
-import orjson
 
 import checkpoint
 from formats import to_gguf
@@ -110,7 +109,7 @@ class Server:
             return None
 
     def body(self, ask):
-        return orjson.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, **SETTINGS})
+        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, **SETTINGS}).encode()
 
 
 class Ours(Server):
@@ -131,8 +130,8 @@ class Ours(Server):
 
     def body(self, ask):
         drawn = {} if ask.seed is None else {'temperature': 1, 'seed': ask.seed}
-        return orjson.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, 'return_token_ids': True,
-                             'cache_salt': ask.salt, **SETTINGS, **drawn})
+        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, 'return_token_ids': True,
+                           'cache_salt': ask.salt, **SETTINGS, **drawn}).encode()
 
     def metric(self, name):
         """A number of /metrics."""
@@ -142,7 +141,8 @@ class Ours(Server):
 class LlamaServer(Server):
     """
     llama-server with a GGUF file of a folder. n_slots: requests that it decodes at once. longest: tokens of the longest
-    one with its answer; its cache has room for that in each slot.
+    one with its answer; its cache has room for that in each slot. Of 40 candidates for a token, its default, it would
+    take the first as well, and later.
     """
     name = 'llama-server'
 
@@ -155,6 +155,9 @@ class LlamaServer(Server):
                           str(port), '-np', str(n_slots), '-c', str(n_slots * n_ctx), '--threads', str(threads),
                           '--no-ui', '--log-verbosity', '1'], port)
 
+    def body(self, ask):
+        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, 'top_k': 1, **SETTINGS}).encode()
+
 
 def missing(llama_server):
     """Why llama-server is not compared; '' if it is. llama_server: the path of its binary."""
@@ -163,3 +166,9 @@ def missing(llama_server):
     if not os.access(llama_server, os.X_OK):
         return f"there is no program {llama_server}"
     return ''
+
+
+def version(llama_server):
+    """What llama-server says of its version and its compiler, in one line."""
+    said = subprocess.run([llama_server, '--version'], capture_output=True, text=True, timeout=20)
+    return ' '.join((said.stdout + said.stderr).split())
