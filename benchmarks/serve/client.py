@@ -17,6 +17,7 @@ from typing import NamedTuple
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 EVENT = re.compile(rb'data: (\{.*\})')
 SMALL_BUFFER, SLOW_READ = 4096, 0.25  # of a slow reader: bytes that its socket holds, seconds between two reads
+QUICKACK = getattr(socket, 'TCP_QUICKACK', None)
 TIMEOUT = 300  # seconds that an answer may take
 
 
@@ -84,7 +85,8 @@ class Connection(asyncio.Protocol):
         self.done = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport):
-        self.transport = transport
+        self.transport, self.socket = transport, transport.get_extra_info('socket')
+        self.acknowledge_at_once()
         transport.write(self.request)
         if self.answer.ask.leaves == 0:
             self.leave()
@@ -92,6 +94,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data):
         answer = self.answer
         answer.end = time.perf_counter()
+        self.acknowledge_at_once()
         if not answer.first and b'data: ' in data:
             answer.first = answer.end
         self.parts.append(data)
@@ -100,6 +103,14 @@ class Connection(asyncio.Protocol):
         elif answer.ask.slow:
             self.transport.pause_reading()
             asyncio.get_running_loop().call_later(SLOW_READ, self.read_on)
+
+    def acknowledge_at_once(self):
+        """
+        Without this, llama-server's first token waits up to 40 ms for the client's kernel to acknowledge the headers,
+        because its sockets collect small writes (Nagle's algorithm). Linux forgets it now and then.
+        """
+        if QUICKACK is not None:
+            self.socket.setsockopt(socket.IPPROTO_TCP, QUICKACK, 1)
 
     def read_on(self):
         if not self.transport.is_closing():
