@@ -16,7 +16,7 @@ from conftest import ROOT, run, sizes
 from standin_server import BROKEN, SHORT, StandIn
 
 import decode
-from benchmarks.serve import arrivals, asks, closed, engine_alone, faults, prefix, race, report, servers, soak
+from benchmarks.serve import arrivals, closed, engine_alone, faults, prefix, race, report, servers, soak, workloads
 from benchmarks.serve.client import Answer, Ask, Load, closed_loop, open_loop
 from benchmarks.shapes import SHAPES, model_with_varied_text
 from model import GPT, GPTConfig
@@ -94,37 +94,37 @@ def test_an_open_loop_does_not_wait_for_answers():
 @pytest.mark.parametrize('shape', SHAPES)
 def test_requests_fit_into_the_window(shape):
     config = SHAPES[shape]
-    source, rows = asks.trace()
-    from_trace, times = asks.from_trace(config, rows, 300, 1, 2)
-    for some in (asks.mixed(config, 300, 0), from_trace, soak.asks_of_all_kinds(config, 300, 0)):
-        assert asks.longest(some) <= config.block_size and len(some) == 300
+    source, rows = workloads.trace()
+    from_trace, times = workloads.from_trace(config, rows, 300, 1, 2)
+    for some in (workloads.mixed(config, 300, 0), from_trace, soak.asks_of_all_kinds(config, 300, 0)):
+        assert workloads.longest(some) <= config.block_size and len(some) == 300
         assert all(ask.prompt and ask.n_new >= 1 and max(ask.prompt) < config.vocab_size for ask in some)
     assert math.isclose(times[-1], 299, rel_tol=1e-9) and times[0] == 0 and times == sorted(times)
-    assert asks.mixed(config, 9, 0) == asks.mixed(config, 9, 0) != asks.mixed(config, 9, 1)
+    assert workloads.mixed(config, 9, 0) == workloads.mixed(config, 9, 0) != workloads.mixed(config, 9, 1)
 
 
 def test_lengths_of_the_trace_are_scaled_by_one_factor(monkeypatch):
     # the 99th percentile of the totals is 1,000, so everything is divided by 10; the last row is cut to the window
     rows = [(10.0 * i, 300, 100) for i in range(98)] + [(985.0, 400, 600), (1000.0, 20_000, 10)]
     config = GPTConfig(block_size=100)
-    some, times = asks.from_trace(config, rows, 100, 0, 0)
+    some, times = workloads.from_trace(config, rows, 100, 0, 0)
     assert [(len(a.prompt), a.n_new) for a in some] == [(30, 10)] * 98 + [(40, 60), (99, 1)]
     assert math.isclose(times[1], 10 * 99 / 1000) and math.isclose(times[98], 985 * 99 / 1000)
-    again, _ = asks.from_trace(config, rows, 100, 0, 1)
+    again, _ = workloads.from_trace(config, rows, 100, 0, 1)
     assert [len(a.prompt) for a in again] == [len(a.prompt) for a in some] and again != some  # other tokens
-    monkeypatch.setattr(asks, 'TRACE', 'nowhere')
-    source, rows = asks.trace()
+    monkeypatch.setattr(workloads, 'TRACE', 'nowhere')
+    source, rows = workloads.trace()
     assert 'stand-in' in source and rows == sorted(rows) and 4 < len(rows) / rows[-1][0] < 6
 
 
 def test_prefixes_and_faults():
     config = SHAPES['S']
     for share, common in ((0.0, 0), (0.5, 32), (0.9, 58)):
-        some = asks.with_prefix(config, 20, share, 16, 0)
+        some = workloads.with_prefix(config, 20, share, 16, 0)
         prompts = [ask.prompt for ask in some]
         assert {len(p) for p in prompts} == {64} and len({tuple(p[:common]) for p in prompts}) == 1
         assert len({tuple(p[common:]) for p in prompts}) == 20
-    faulty = asks.with_faults(asks.mixed(config, 1000, 0), 0)
+    faulty = workloads.with_faults(workloads.mixed(config, 1000, 0), 0)
     leaving = [ask for ask in faulty if ask.leaves is not None]
     assert 250 < len(leaving) < 350 and {ask.leaves for ask in leaving} == {0, 1, 2, 3}
     assert 60 < sum(ask.slow for ask in faulty) < 140 and not any(ask.slow for ask in leaving)
@@ -146,7 +146,7 @@ def test_figures_by_hand():
     assert all(math.isclose(a, b) for a, b in zip(row['ttft_ms'] + row['per_token_ms'] + row['end_to_end_ms'],
                                                   [300, 2000, 50, 200, 800, 3000]))
     loads = {'a': [fast, slow, fast], 'b': [slow, slow, slow]}
-    assert report.over(loads, 'a', 'b') == 2 and report.over(loads, 'a', 'c') is None
+    assert report.over(loads, 'a', 'b') == 2 and report.over(dict(loads, c=[Load([], 1.0)] * 3), 'a', 'c') is None
     row.update(server='ours', weights='int8', threads=None)
     text = report.line(row, 'S')
     assert 'FAILED' not in text and len(text) == len(report.HEAD)
@@ -169,7 +169,7 @@ def test_llama_server_runs_with_the_better_number_of_threads(tmp_path, monkeypat
         assert [server.threads for server in tried] == [1, 2] and tried[0].process.poll() is not None
         arguments = theirs.process.args
         assert [arguments[arguments.index(name) + 1] for name in ('-np', '-c', '--threads')] == ['4', '2048', '2']
-        load = asyncio.run(closed_loop(theirs, asks.mixed(TINY, 3, 0), 2))
+        load = asyncio.run(closed_loop(theirs, workloads.mixed(TINY, 3, 0), 2))
         assert not any(answer.error for answer in load.answers)
     assert theirs.process.poll() is not None
     with pytest.raises(ValueError, match='(?s)llama-server does not start.*FileNotFound'), \
@@ -197,7 +197,7 @@ def test_each_part_on_our_server(ours):
     _, server = ours
     n = sizes(6, 40)
     rows = closed.race('S', TINY, 'float32', [server], 2, n, 1)
-    rows += arrivals.race('S', TINY, 'float32', [server], asks.trace()[1], 2, n, 1)
+    rows += arrivals.race('S', TINY, 'float32', [server], workloads.trace()[1], 2, n, 1)
     rows += prefix.race('S', TINY, 'float32', [server], 2, n, 1)
     rows += faults.race('S', TINY, 'float32', [server], 2, n, 1)
     assert len(rows) == 1 + 1 + 3 + 2 and not any(row['failed'] for row in rows)
@@ -243,7 +243,7 @@ def test_the_calls_of_the_engine_are_made_again(kernels):
     assert 0 < row['of_kernel'] and row['goal'] == 0.8 and 'over the kernel' not in engine_alone.line(row)
     calls, again = [], []
     engine = engine_alone.Engine(model, decoder, [b' '] * 65, n_blocks=32)
-    some = asks.mixed(TINY, 3, 0)
+    some = workloads.mixed(TINY, 3, 0)
     seconds, n, calls = engine_alone.serve(engine, decoder, some)
     assert seconds > 0 and n == sum(ask.n_new for ask in some) and not engine.live
     # a call for each step, the longest answer's tokens; the first one has the prompts

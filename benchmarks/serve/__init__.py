@@ -10,7 +10,7 @@ Our server and llama-server under load, with the same weights, on one machine.
     faults          clients that go away or read slowly: a part
     soak            10,000 requests, of which 500 are compared with the same requests alone: a part
     engine_alone    the engine without a server, over the kernel: a part
-    asks            what clients ask for: lengths, prefixes, the trace
+    workloads       what clients ask for: lengths, prefixes, the trace
     client          many clients in one process: closed and open loops
     servers         ours and llama-server, as processes
     race            servers loaded in turns

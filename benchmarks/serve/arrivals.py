@@ -9,10 +9,10 @@ the same trace. Each server gets LOAD of its own capacity, and ours also LOAD of
 import asyncio
 
 from benchmarks.serve import report
-from benchmarks.serve.asks import from_trace, trace
 from benchmarks.serve.client import closed_loop, open_loop
 from benchmarks.serve.race import beside, described, models, take_turns
 from benchmarks.serve.servers import Ours
+from benchmarks.serve.workloads import from_trace, trace
 
 MINUTES = 50
 NAMES, CLIENTS = ('S', 'M', 'L'), 32  # clients of the closed loop, and slots of llama-server
@@ -59,7 +59,8 @@ def race(name, config, weights, servers, requests, n_clients, n_requests, repeat
         print(report.line(row, f"{name}, {row['rate']:.1f}/s"), flush=True)
         rows.append(row)
         for other in servers[1:] if server is ours else ():
-            row['p99_over_llama'] = p99[ours, of] / p99[other, other]
+            both = p99[ours, of], p99[other, other]
+            row['p99_over_llama'] = None if None in both else both[0] / both[1]
             print(report.goal_line(f"p99 TTFT at {LOAD:.0%} of {row['case']}, over llama-server's at {LOAD:.0%} of "
                                    "its own", row['p99_over_llama'], GOAL, at_most=True))
     return rows

@@ -6,10 +6,10 @@ Closed loops: so many clients, each of which sends its next request when it has 
 Prompts have 16 to 48 tokens and answers 26 to 77, all different.
 """
 from benchmarks.serve import report
-from benchmarks.serve.asks import longest, mixed
 from benchmarks.serve.client import closed_loop
 from benchmarks.serve.race import beside, described, models, take_turns
 from benchmarks.serve.servers import Ours
+from benchmarks.serve.workloads import longest, mixed
 
 MINUTES = 45
 NAMES, CLIENTS = ('S', 'M', 'L'), (1, 4, 16, 64)

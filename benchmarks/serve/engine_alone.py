@@ -11,11 +11,10 @@ import time
 
 import decode
 from benchmarks import rounds
-from benchmarks.serve.asks import longest, mixed
 from benchmarks.serve.race import WEIGHTS
 from benchmarks.serve.servers import BLOCK
+from benchmarks.serve.workloads import MOST, longest, mixed
 from benchmarks.shapes import config_of, model_with_varied_text
-from kvcache.paged import n_blocks_for
 from serving.engine import Engine
 from serving.request import Request, SamplingParams
 
@@ -46,7 +45,7 @@ def line(row):
 
 def race(name, model, decoder, weights, B, repeats):
     """A row. of_kernel: the median over the rounds of the kernel's time over the engine's."""
-    n_blocks = B * n_blocks_for(model.config, BLOCK)
+    n_blocks = B * -(-MOST // BLOCK)
     engine = Engine(model, decoder, [b' '] * model.config.vocab_size, n_blocks=n_blocks, block_size=BLOCK)
     n_tokens, seconds = [], {ENGINE: [], KERNEL: []}
     for round_ in range(repeats + 1):

@@ -9,10 +9,10 @@ import time
 from dataclasses import replace
 
 from benchmarks.serve import report
-from benchmarks.serve.asks import longest, mixed, with_faults
 from benchmarks.serve.client import closed_loop
 from benchmarks.serve.race import beside, described, models, take_turns
 from benchmarks.serve.servers import Ours
+from benchmarks.serve.workloads import longest, mixed, with_faults
 
 MINUTES = 6
 NAMES, CLIENTS = ('S', 'M'), (16,)

@@ -5,13 +5,11 @@ Prompts of half the window whose first 0, 50 or 90 % are common to all, and shor
 
 Each round has new prompts, of which every client sends one before the load that is measured: the common part is known.
 """
-import statistics
-
 from benchmarks.serve import report
-from benchmarks.serve.asks import longest, with_prefix
 from benchmarks.serve.client import closed_loop
 from benchmarks.serve.race import beside, described, models, take_turns
 from benchmarks.serve.servers import Ours
+from benchmarks.serve.workloads import longest, with_prefix
 
 MINUTES = 35
 NAMES, CLIENTS, N_NEW = ('S', 'M', 'L'), (8,), 16
@@ -60,4 +58,4 @@ def race(name, config, weights, servers, C, n_requests, repeats):
 
 
 def median_ttft(load):
-    return statistics.median(a.first_token_s for a in load.answers if not a.error)
+    return report.percentile([a.first_token_s for a in load.answers if not a.error], 50)

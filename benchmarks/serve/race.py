@@ -3,9 +3,9 @@ import asyncio
 from contextlib import ExitStack, contextmanager
 
 from benchmarks import rounds
-from benchmarks.serve.asks import mixed
 from benchmarks.serve.client import closed_loop
 from benchmarks.serve.servers import LlamaServer, missing, weights_on_disk
+from benchmarks.serve.workloads import mixed
 from benchmarks.shapes import config_of, model_with_varied_text
 from decode.threads import n_cores
 

@@ -51,10 +51,9 @@ def goodput(load):
 
 
 def over(loads, mine, theirs, of=tok_per_s):
-    """The median over the rounds of a figure of one way over that of another. None if one of them is not there."""
-    if mine not in loads or theirs not in loads:
-        return None
-    return statistics.median(of(a) / of(b) for a, b in zip(loads[mine], loads[theirs]))
+    """The median over the rounds of a figure of one way over that of another. None where nothing was answered."""
+    pairs = [(of(a), of(b)) for a, b in zip(loads[mine], loads[theirs])]
+    return statistics.median(a / b for a, b in pairs) if all(a and b for a, b in pairs) else None
 
 
 COLUMNS = (('tok/s', 9), ('req/s', 8), ('goodput', 9), ('TTFT p50', 10), ('p99', 8), ('a token', 9), ('p99', 7),
@@ -79,9 +78,7 @@ def goal_line(what, figure, goal, at_most=False):
 
 
 def plot(parts, title, path):
-    """
-    A row of pictures for each part, a column for each shape. parts: {one of PANELS: its rows}.
-    """
+    """A row of pictures for each part, a column for each shape. parts: {one of PANELS: its rows}."""
     shapes = list(dict.fromkeys(row['shape'] for rows in parts.values() for row in rows))
     fig, axes = plt.subplots(len(parts), len(shapes), figsize=(4.5 * len(shapes), 3.2 * len(parts) + 0.4),
                              squeeze=False, layout='constrained')
@@ -100,7 +97,10 @@ def plot_closed(ax, rows):
         mine = [row for row in rows if (row['server'], row['weights']) == (server, weights)]
         ax.plot([row['clients'] for row in mine], [row['tok_per_s'] for row in mine], 'o-' if weights == 'float32' else
                 's--', color=COLOURS[server], label=f'{server}, {weights}', markersize=4)
+    counts = sorted({row['clients'] for row in rows})
     ax.set(xscale='log', yscale='log', xlabel='clients', ylabel='tokens/s')
+    ax.set_xticks(counts, counts)
+    ax.minorticks_off()
     ax.legend(fontsize=7)
 
 

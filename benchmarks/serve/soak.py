@@ -9,11 +9,11 @@ answers to 500 requests, chosen at random, are compared with those of a new serv
 import asyncio
 import random
 
-from benchmarks.serve.asks import longest, mixed, tokens
 from benchmarks.serve.client import ask_one, closed_loop
 from benchmarks.serve.faults import blocks_left
 from benchmarks.serve.race import models
 from benchmarks.serve.servers import Ours
+from benchmarks.serve.workloads import longest, mixed, tokens
 
 MINUTES = 6
 NAMES, CLIENTS, REQUESTS = ('S',), 32, 10_000

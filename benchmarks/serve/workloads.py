@@ -12,7 +12,7 @@ TRACE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abs
 FIT = 0.99                # this part of the trace's requests fits into the window as it is scaled
 PROMPT, NEW = 0.25, 0.4   # of the window, the mean lengths of the closed loops; single lengths are 0.5 to 1.5 of these
 MOST = 128                # tokens that stand for the window there, if it has more: M and L take too long otherwise
-LEAVING, SLOW = 0.3, 0.1   # parts of the clients that go away, and that read slowly
+LEAVING, SLOW = 0.3, 0.1  # parts of the clients that go away, and that read slowly
 
 
 def tokens(rng, config, n):
