@@ -235,10 +235,11 @@ async def others(asked):
     return {i: [-1] * ask.n_new for i, ask in asked.items()}
 
 
-def test_the_calls_of_the_engine_are_made_again(kernels):
+def test_the_calls_of_the_engine_are_made_again(kernels, monkeypatch):
     torch.manual_seed(0)
     model = GPT(TINY).eval()
     decoder = decode.best(model, 1, 'float32', 1)
+    monkeypatch.setattr(engine_alone, 'N_NEW', 20)
     row = engine_alone.race('S', model, decoder, 'float32', 3, 1)
     assert 0 < row['of_kernel'] and row['goal'] == 0.8 and 'over the kernel' not in engine_alone.line(row)
     calls, again = [], []
