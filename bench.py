@@ -8,6 +8,8 @@ How fast, measured here and now.
     python bench.py --mode=peers             the same weights in other engines: a table and a PNG
                                              (pip install -r requirements-peers.txt)
     python bench.py --mode=caches            the caches of kvcache/ on the compiled step; --only=steps,joining for parts
+    python bench.py --mode=serve             our server and llama-server under load (pip install -r
+                                             requirements-serve.txt; benchmarks/serve/servers.py builds llama-server)
     python bench.py --mode=memory            the memory that generation needs, with the cache and without
     python bench.py --mode=loss              what dropping context and rounding weights cost a trained model, in nats
     python bench.py --mode=positions         trains small models with each kind of positions, and compares them in nats
@@ -17,7 +19,9 @@ How fast, measured here and now.
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run. Pictures go to out-bench/.
 """
 import os
+import signal
 import sys
+from importlib import import_module
 
 import configurator  # before torch: it says so in one line where torch is missing
 
@@ -28,7 +32,7 @@ from benchmarks.report import describe_machine, read_json, write_json
 from benchmarks.shapes import PROMPT, SHAPES, WITHIN_WINDOW
 from device import pick_device, pick_dtype
 
-mode = 'train'            # train, generate, peers, caches, memory, loss, positions, endless or recall
+mode = 'train'            # train, generate, peers, caches, serve, memory, loss, positions, endless or recall
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode
 batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
@@ -37,9 +41,11 @@ real_data = True          # train on a prepared data set if there is one, else o
 profile = False           # a torch.profiler trace of the training step, written to out-bench/trace/
 compile = True            # torch.compile the model for training; on a CPU it is no faster, and left out
 lengths = 'auto'          # new tokens after a prompt of 6, as 10,50, or tokens of context; auto goes by the mode
-batches = 'auto'          # rows to generate at once; auto is 1 for generate, 1,8,32 for memory, else goes by the part
+batches = 'auto'          # rows or clients at once; auto is 1 for generate, 1,8,32 for memory, else goes by the part
 repeats = 5               # timed runs of each
-only = ''                 # parts of the modes caches and peers, as steps,joining; '' is all of them
+only = ''                 # parts of the modes caches, peers and serve, as steps,joining; '' is all of them
+llama_server = ''         # of serve mode: the path of llama-server; without it only our server is measured
+requests = 0              # of each load in serve mode; 0 goes by the part
 max_seconds = 2.0         # of one timed run in peers mode, about: slow engines generate fewer tokens
 json = ''                 # a file for the figures of all modes but train; parts that are not run stay in it
 png = 'auto'              # and one for their picture; auto is a name in out-bench/, '' is none
@@ -60,21 +66,22 @@ EXPECTED = {  # with the default settings, on two cores
 }
 
 
-IN_PARTS = 'peers', 'caches'  # each part says how long it takes
+IN_PARTS = 'peers', 'caches', 'serve'  # each part says how long it takes
 
 
 def main(config):
     torch.manual_seed(seed)
-    on_cpu = mode in ('peers', 'caches', 'loss', 'positions', 'endless', 'recall')
+    on_cpu = mode in (*IN_PARTS, 'loss', 'positions', 'endless', 'recall')
     dev = pick_device('cpu' if on_cpu and device == 'auto' else device)
     dt = pick_dtype(dtype, dev)
     names = (('S,M,L' if mode == 'memory' else 'S' if dev == 'cpu' else 'L') if shape == 'auto' else shape).split(',')
     check_settings(names)
     print(f"{describe_machine(dev)}, {dt}")
-    expected = EXPECTED.get(mode) or f"{sum(part.MINUTES for part in parts().values()):.0f} minutes"
+    expected = EXPECTED.get(mode) or minutes_of_parts()
     print(f"expected time with the default settings on two cores: about {expected}", file=sys.stderr)
-    run = dict(train=bench_train, generate=bench_generate, peers=bench_peers, caches=bench_caches, memory=bench_memory,
-               loss=bench_loss, positions=bench_positions, endless=bench_endless, recall=bench_recall)[mode]
+    run = dict(train=bench_train, generate=bench_generate, peers=bench_peers, caches=bench_caches, serve=bench_serve,
+               memory=bench_memory, loss=bench_loss, positions=bench_positions, endless=bench_endless,
+               recall=bench_recall)[mode]
     run(names, dev, dt)
 
 
@@ -83,10 +90,10 @@ def check_settings(names):
     if mode not in (*EXPECTED, *IN_PARTS):
         raise ValueError(f"mode must be one of {', '.join((*EXPECTED, *IN_PARTS))}, not {mode!r}")
     if only and mode not in IN_PARTS:
-        raise ValueError(f"only {' and '.join(IN_PARTS)} mode have parts: leave --only={only} out")
+        raise ValueError(f"only the modes {', '.join(IN_PARTS)} have parts: leave --only={only} out")
     if set(names) - set(SHAPES):
         raise ValueError(f"shape must be auto or any of {', '.join(SHAPES)}, not {','.join(names)!r}")
-    for name, least in dict(repeats=1, batch_size=1, seeds=1, iterations=0).items():
+    for name, least in dict(repeats=1, batch_size=1, seeds=1, iterations=0, requests=0).items():
         if globals()[name] < least:
             raise ValueError(f"{name} must be at least {least}, not {globals()[name]}")
     if max_seconds <= 0:
@@ -97,12 +104,16 @@ def check_settings(names):
 
 def parts():
     """{name: module} of the parts of this mode that `only` names."""
-    from benchmarks import caches, peers
-    known = {'caches': caches, 'peers': peers}[mode].PARTS
+    known = import_module(f'benchmarks.{mode}').PARTS
     chosen = only.split(',') if only else list(known)
     if set(chosen) - set(known):
         raise ValueError(f"the parts of {mode} mode are {', '.join(known)}; not {only!r}")
     return {part: known[part] for part in chosen}
+
+
+def minutes_of_parts():
+    minutes = {part: module.MINUTES for part, module in parts().items()}
+    return f"{sum(minutes.values()):.0f} minutes ({', '.join(f'{part} {n}' for part, n in minutes.items())})"
 
 
 def numbers(name, text, auto=None):
@@ -157,7 +168,8 @@ def bench_peers(names, dev, dt):
                          "leave device and dtype at auto")
     for engine, why in missing().items():
         print(f"not compared: {engine} ({why})")
-    figures = run_parts(dict(versions=versions(), missing=missing(), bias=bias, max_seconds=max_seconds), max_seconds)
+    figures = run_parts(dict(versions=versions(), missing=missing(), bias=bias, max_seconds=max_seconds),
+                        *batches_and_lengths(), bias, repeats, max_seconds)
     if any(part is decoding for part in parts().values()):
         draw(report.plot, 'peers.png', figures['decoding']['rows'], describe_machine(dev))
 
@@ -165,19 +177,42 @@ def bench_peers(names, dev, dt):
 def bench_caches(names, dev, dt):
     if dev != 'cpu':
         raise ValueError("the caches are compared on a CPU: leave device at auto")
-    run_parts({})
+    run_parts({}, *batches_and_lengths(), bias, repeats)
+
+
+def bench_serve(names, dev, dt):
+    configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
+                                    "pip install -r requirements-serve.txt")
+    from benchmarks.serve import report
+    from benchmarks.serve.servers import missing, version
+    if (dev, dt, lengths) != ('cpu', 'float32', 'auto'):
+        raise ValueError("the servers are compared on a CPU, each part with lengths of its own: "
+                         "leave device, dtype and lengths at auto")
+    why = missing(llama_server)
+    if why:
+        print(f"not compared: llama-server ({why})")
+    # a signal to end becomes an exception, so that the servers are ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    compared = dict(missing={'llama-server': why}) if why else dict(versions={'llama-server': version(llama_server)})
+    figures = run_parts(dict(bias=bias, **compared), numbers('batches', batches), bias, repeats, llama_server, requests)
+    pictured = {part: figures[part]['rows'] for part in parts() if part in report.PANELS}
+    if pictured:
+        draw(report.plot, 'serve.png', pictured, describe_machine(dev))
+
+
+def batches_and_lengths():
+    return numbers('batches', batches), numbers('lengths', lengths)
 
 
 def run_parts(more, *settings):
     """
     Run the parts that `only` names, and write the rows of each to `json` when it is done, where other parts stay as
-    they are. more: what is written beside the rows of each part. settings: further arguments of their `run`.
+    they are. more: what is written beside the rows of each part. settings: arguments of their `run`, after the shapes.
     """
     figures = {part: rows for part, rows in read_json(json).items() if isinstance(rows, dict)}
     names = None if shape == 'auto' else shape.split(',')
-    sizes = numbers('batches', batches), numbers('lengths', lengths)
     for part, module in parts().items():
-        rows = module.run(names, *sizes, bias, repeats, *settings)
+        rows = module.run(names, *settings)
         figures[part] = dict(machine=describe_machine('cpu'), repeats=repeats, **more, rows=rows)
         write_json(json, figures)
     return figures

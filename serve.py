@@ -28,9 +28,10 @@ cors_origin = ''      # pages of this origin may read the answers, * for all; by
 max_queue = 256       # requests that wait; more are told to come back later
 max_body = 4194304    # bytes of a request's body
 drain = 30.0          # seconds that running requests have to finish, once the server is told to stop
-n_blocks = 0          # of the cache; 0 takes 4,096, or as many as 1 GiB holds
+n_blocks = 0          # of the cache; 0 takes 1,024, or as many as 1 GiB holds
 block_size = 16       # tokens of a block
-max_num_batched_tokens = 512  # tokens of one step: more reads prompts faster, fewer delays the others less
+max_num_batched_tokens = 0  # tokens of one step: more reads prompts faster, fewer delays the others less; 0 goes by
+                            # the size of the model
 decoder = 'auto'      # what computes a step: eager, cpu; auto is the fastest there is
 weights = 'float32'   # how the cpu decoder reads them: float32, or rounded to bfloat16 or int8, which is faster
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
@@ -38,18 +39,22 @@ device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 
 
 def main(config):
-    for setting in ('max_queue', 'max_body', 'block_size', 'max_num_batched_tokens'):
+    for setting in ('max_queue', 'max_body', 'block_size'):
         if config[setting] < 1:
             raise ValueError(f"{setting} must be at least 1, not {config[setting]}")
-    if not 0 <= port < 65536 or drain < 0 or n_blocks < 0:
-        raise ValueError(f"port {port} must be from 0 to 65535, and drain {drain:g} and n_blocks {n_blocks} at least 0")
+    if not 0 <= port < 65536:
+        raise ValueError(f"port must be from 0 to 65535, not {port}")
+    for setting in ('drain', 'n_blocks', 'max_num_batched_tokens'):
+        if config[setting] < 0:
+            raise ValueError(f"{setting} must be at least 0, not {config[setting]}")
     check_decoder(decoder, weights, threads, device)
     run(Service(load, api_key, max_body), host, port, drain, cors_origin)
 
 
 def load():
     return load_engine(init_from, out_dir, name, device, decoder, weights, threads, n_blocks=n_blocks or None,
-                       block_size=block_size, max_num_batched_tokens=max_num_batched_tokens, max_queue=max_queue)
+                       block_size=block_size, max_num_batched_tokens=max_num_batched_tokens or None,
+                       max_queue=max_queue)
 
 
 if __name__ == '__main__':

@@ -1,10 +1,11 @@
 """
-What is measured, and how. `bench.py` runs the first nine of these; the others are scripts.
+What is measured, and how. `bench.py` runs the first ten of these; the others are scripts.
 
     train_step     time of a training iteration
     generate       tokens a second, with the cache and without
     peers/         the same weights in other engines: decoding, prefills, long contexts
     caches/        the caches of kvcache/ on the compiled step, in parts
+    serve/         our server and llama-server under load, in parts
     memory         peak memory of generation
     loss           the cost of dropped context and rounded numbers, in nats
     positions      the same model trained with each kind of positions and window, in nats

@@ -16,8 +16,8 @@ from serving.text import bytes_of_tokens, end_of_text
 
 def check_decoder(decoder, weights, threads, device):
     """ValueError for a decoder that does not exist, or cannot compute with a cache of blocks; needs no model."""
-    if decoder == 'compiled':
-        raise ValueError("decoder must be auto, eager or cpu, not 'compiled', which cannot read a cache of blocks")
+    if decoder in ('compiled', 'graph'):
+        raise ValueError(f"decoder must be auto, eager or cpu, not {decoder!r}, which cannot read a cache of blocks")
     decode.check_choice(decoder, weights, threads, pick_device(device))
 
 

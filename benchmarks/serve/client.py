@@ -1,0 +1,195 @@
+"""
+Many clients of a completions server in one process, on one event loop.
+
+    load = asyncio.run(closed_loop(server, asks, 16))
+
+The client runs on the cores that the server needs, so it does little: it writes a body that was made before, notes when
+bytes come, and reads the number of tokens at the end. A `Load` says how much processor time it took.
+"""
+import asyncio
+import json
+import re
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+EVENT = re.compile(rb'data: (\{.*\})')
+SMALL_BUFFER, SLOW_READ = 4096, 0.25  # of a slow reader: bytes that its socket holds, seconds between two reads
+QUICKACK = getattr(socket, 'TCP_QUICKACK', None)
+TIMEOUT = 300  # seconds that an answer may take
+
+
+class Ask(NamedTuple):
+    """
+    What a client asks for: n_new tokens after prompt, a list of token ids. leaves: the client goes away when so many
+    parts of the answer have come, 0 for as soon as it has asked; None stays. slow: it reads slowly. seed: of tokens
+    that are drawn; None takes the likeliest. salt: prompts are remembered for those of the same salt only.
+    """
+    prompt: list
+    n_new: int
+    leaves: int | None = None
+    slow: bool = False
+    seed: int | None = None
+    salt: str = ''
+
+
+@dataclass(slots=True)
+class Answer:
+    """
+    What came, in seconds of `time.perf_counter`. due: when the request should have been sent, which its waiting counts
+    from. first, end: of the first and the last bytes of the stream. error: '' if all tokens came.
+    """
+    ask: Ask
+    due: float
+    first: float = 0.0
+    end: float = 0.0
+    n_tokens: int = 0
+    error: str = ''
+    data: bytes = b''
+
+    @property
+    def first_token_s(self):
+        return self.first - self.due
+
+    @property
+    def seconds(self):
+        return self.end - self.due
+
+    @property
+    def per_token_s(self):
+        """Mean seconds of the tokens after the first."""
+        return (self.end - self.first) / max(1, self.n_tokens - 1)
+
+    @property
+    def token_ids(self):
+        """Of the answer, if our server was asked for them and its bytes were kept."""
+        chunks = (json.loads(event).get('choices', ()) for event in EVENT.findall(self.data))
+        return [token for choices in chunks for choice in choices for token in choice.get('token_ids', ())]
+
+
+@dataclass
+class Load:
+    """The answers of one load, the seconds it took, and the seconds of processor time that the client took of these."""
+    answers: list = field(default_factory=list)
+    seconds: float = 0.0
+    client_cpu_s: float = 0.0
+
+
+class Connection(asyncio.Protocol):
+    """Of one request. done: a future, set when the server has closed the connection, or the client has left."""
+
+    def __init__(self, request, answer):
+        self.request, self.answer, self.parts, self.transport = request, answer, [], None
+        self.done = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport):
+        self.transport, self.socket = transport, transport.get_extra_info('socket')
+        self.acknowledge_at_once()
+        transport.write(self.request)
+        if self.answer.ask.leaves == 0:
+            self.leave()
+
+    def data_received(self, data):
+        answer = self.answer
+        answer.end = time.perf_counter()
+        self.acknowledge_at_once()
+        if not answer.first and b'data: ' in data:
+            answer.first = answer.end
+        self.parts.append(data)
+        if answer.ask.leaves is not None and len(self.parts) >= answer.ask.leaves:
+            self.leave()
+        elif answer.ask.slow:
+            self.transport.pause_reading()
+            asyncio.get_running_loop().call_later(SLOW_READ, self.read_on)
+
+    def acknowledge_at_once(self):
+        """
+        Without this, llama-server's first token waits up to 40 ms for the client's kernel to acknowledge the headers,
+        because its sockets collect small writes (Nagle's algorithm). Linux forgets it now and then.
+        """
+        if QUICKACK is not None:
+            self.socket.setsockopt(socket.IPPROTO_TCP, QUICKACK, 1)
+
+    def read_on(self):
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def leave(self):
+        self.answer.error = 'left'
+        self.transport.abort()
+
+    def connection_lost(self, e):
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+async def ask_one(server, body, ask, due=None):
+    """The `Answer` of a `servers.Server` to one request, on a connection of its own. body: `server.body(ask)`."""
+    loop, answer = asyncio.get_running_loop(), Answer(ask, due or time.perf_counter())
+    head = (f'POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n'
+            f'connection: close\r\ncontent-length: {len(body)}\r\n\r\n').encode()
+    connection = Connection(head + body, answer)
+    sock = socket.socket()
+    try:
+        if ask.slow:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
+        sock.setblocking(False)
+        await loop.sock_connect(sock, ('127.0.0.1', server.port))
+        await loop.create_connection(lambda: connection, sock=sock)
+        await asyncio.wait_for(connection.done, TIMEOUT)
+    except (OSError, asyncio.TimeoutError) as e:
+        answer.error = f'{type(e).__name__} {e}'
+    finally:
+        sock.close() if connection.transport is None else connection.transport.abort()
+    if not answer.error:
+        finish(answer, b''.join(connection.parts))
+    return answer
+
+
+def finish(answer, data):
+    """Read the bytes of a complete answer."""
+    counts = USAGE.findall(data)
+    answer.n_tokens, answer.data = int(counts[-1]) if counts else 0, data
+    if not data.startswith(b'HTTP/1.1 200') or not answer.first:
+        answer.error = data[-200:].decode('utf-8', 'replace') or 'no answer'
+    elif answer.n_tokens != answer.ask.n_new:
+        answer.error = f'{answer.n_tokens} tokens instead of {answer.ask.n_new}'
+
+
+async def closed_loop(server, asks, n_clients, keep=False):
+    """
+    The `Load` of n_clients that each send their next request when they have the answer to the one before. They take the
+    asks in order. keep: keep the bytes of answers, for `token_ids`?
+    """
+    load, todo = Load(), iter([(ask, server.body(ask)) for ask in asks])
+
+    async def client():
+        for ask, body in todo:
+            add(load, await ask_one(server, body, ask), keep)
+    return await timed(load, [client() for _ in range(n_clients)])
+
+
+async def open_loop(server, asks, times, keep=False):
+    """The `Load` of requests that are sent at these times, in seconds from the start, whatever has been answered."""
+    load, bodies = Load(), [server.body(ask) for ask in asks]
+    began = time.perf_counter() + 0.05
+
+    async def client(ask, body, due):
+        await asyncio.sleep(due - time.perf_counter())
+        add(load, await ask_one(server, body, ask, due), keep)
+    return await timed(load, [client(ask, body, began + t) for ask, body, t in zip(asks, bodies, times)])
+
+
+def add(load, answer, keep):
+    if not keep:
+        answer.data = b''
+    load.answers.append(answer)
+
+
+async def timed(load, clients):
+    began, cpu = time.perf_counter(), time.process_time()
+    await asyncio.gather(*clients)
+    load.seconds, load.client_cpu_s = time.perf_counter() - began, time.process_time() - cpu
+    return load

@@ -1,0 +1,107 @@
+"""
+The engine without a server, over the kernel's own rate: what scheduling, drawing and delivering cost.
+
+    python bench.py --mode=serve --only=engine_alone
+
+A round serves so many requests at once, and notes every call of the kernel. Then the same calls are made again, with
+nothing between them. All answers have as many tokens, so that all requests run until the end.
+"""
+import statistics
+import time
+
+import decode
+from benchmarks import rounds
+from benchmarks.serve.race import WEIGHTS
+from benchmarks.serve.servers import BLOCK
+from benchmarks.serve.workloads import MOST, mixed
+from benchmarks.shapes import config_of, model_with_varied_text
+from serving.engine import Engine
+from serving.request import Request, SamplingParams
+
+MINUTES = 6
+NAMES, BATCHES = ('S', 'M', 'L'), (32,)
+N_NEW = MOST // 2
+GOALS = {'S': 0.80, 'M': 0.95, 'L': 0.95}
+ENGINE, KERNEL = 'engine', 'kernel'
+
+
+def run(names, batches, bias, repeats, llama_server, n_requests):
+    rows = []
+    print("\nthe engine alone, over the kernel on the same batches")
+    for name in names or NAMES:
+        model = model_with_varied_text(config_of(name, bias))
+        for weights in WEIGHTS:
+            decoder = decode.best(model, 1, weights)
+            for B in batches or BATCHES:
+                row = race(name, model, decoder, weights, B, repeats)
+                print(line(row), flush=True)
+                rows.append(row)
+    return rows
+
+
+def line(row):
+    return (f"{row['shape']}, {row['weights']}, {row['requests']} requests: {row['tok_per_s']:,.0f} tok/s, the kernel "
+            f"{row['kernel_tok_per_s']:,.0f};{rounds.line(row['of_kernel'], row['goal'])}")
+
+
+def race(name, model, decoder, weights, B, repeats):
+    """A row. of_kernel: the median over the rounds of the kernel's time over the engine's."""
+    n_blocks = B * -(-MOST // BLOCK)
+    engine = Engine(model, decoder, [b' '] * model.config.vocab_size, n_blocks=n_blocks, block_size=BLOCK)
+    n_tokens, seconds = [], {ENGINE: [], KERNEL: []}
+    for round_ in range(repeats + 1):
+        time.sleep(rounds.PAUSE)
+        asks = [ask._replace(n_new=N_NEW) for ask in mixed(model.config, B, round_)]
+        taken, n, calls = serve(engine, decoder, asks)
+        time.sleep(rounds.PAUSE)
+        again = replay(decoder, calls)
+        if round_:
+            seconds[ENGINE].append(taken)
+            seconds[KERNEL].append(again)
+            n_tokens.append(n)
+    rates = {way: statistics.median(n / t for n, t in zip(n_tokens, of_way)) for way, of_way in seconds.items()}
+    return dict(shape=name, weights=weights, requests=B, new_tokens=N_NEW,
+                tok_per_s=rates[ENGINE], kernel_tok_per_s=rates[KERNEL],
+                of_kernel=rounds.ratio(seconds, KERNEL, ENGINE), goal=GOALS.get(name), runs_s=seconds)
+
+
+def serve(engine, decoder, asks):
+    """
+    (seconds, generated tokens, arguments of each call of the kernel) for all requests at once, in this thread, as the
+    engine's own thread does it. ValueError if the decoder's compiled step is not what computes the cache.
+    """
+    if engine.cache.compiled is None:
+        raise ValueError("this part needs the compiled step, which needs numba: pip install numba")
+    outputs, calls, compiled = [], [], engine.cache.compiled
+    for i, ask in enumerate(asks):
+        engine.submit(Request(str(i), ask.prompt, ask.n_new, SamplingParams(temperature=0), deliver=outputs.append))
+    compiled.decoder = Noting(decoder, calls)
+    try:
+        with decoder.exclusive_use():
+            began = time.perf_counter()
+            while engine.run_once():
+                pass
+            seconds = time.perf_counter() - began
+    finally:
+        compiled.decoder = decoder
+    return seconds, sum(len(output.token_ids) for some in outputs for output in some), calls
+
+
+class Noting:
+    """A decoder that notes the arguments of its calls. Its `execute_model` is that of the decoder."""
+
+    def __init__(self, decoder, calls):
+        self.decoder, self.calls = decoder, calls
+
+    def execute_model(self, ids, positions, arrays, metadata):
+        self.calls.append((ids, positions, arrays, metadata))
+        return self.decoder.execute_model(ids, positions, arrays, metadata)
+
+
+def replay(decoder, calls):
+    """Seconds for the same calls of the kernel, one after the other."""
+    with decoder.exclusive_use():
+        began = time.perf_counter()
+        for call in calls:
+            decoder.execute_model(*call)
+        return time.perf_counter() - began

@@ -1,0 +1,174 @@
+"""
+The servers that are loaded, each a process of its own on a free port: ours and llama-server, with the same weights.
+
+llama-server is built from the source package of llama-cpp-python, whose wheel does not have it:
+
+    pip download --no-binary :all: --no-deps llama-cpp-python && tar xf llama_cpp_python-*.tar.gz
+    cmake -S llama_cpp_python-*/vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_SERVER=ON
+    cmake --build build --target llama-server -j
+"""
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+
+import checkpoint
+from formats import to_gguf
+from tokenizer import CharTokenizer
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+START, STOP = 180, 20  # seconds that a server has to load its model, and to end
+BLOCK = 16             # tokens of a block of our cache
+GGUF_TYPES = {'float32': 'f32', 'int8': 'q8_0'}
+SETTINGS = {'temperature': 0, 'ignore_eos': True, 'stream': True, 'stream_options': {'include_usage': True}}
+
+
+@contextmanager
+def weights_on_disk(model):
+    """A folder with the model as ckpt.pt and as GGUF in float32 and q8_0, and a character for each token."""
+    first = 33 if model.config.vocab_size <= 94 else 161  # printable ones
+    tokenizer = CharTokenizer([chr(first + i) for i in range(model.config.vocab_size)])
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save({'model': model.state_dict(), 'model_args': checkpoint.model_args(model.config),
+                         'tokenizer': tokenizer.state()}, os.path.join(folder, 'ckpt.pt'))
+        try:
+            for weights, kind in GGUF_TYPES.items():
+                to_gguf(model, os.path.join(folder, f'{weights}.gguf'), kind, tokenizer)
+        except ValueError as e:
+            print(f"no GGUF file: {e}", file=sys.stderr)
+        yield folder
+
+
+class Server:
+    """
+    A server that runs, on `port`. Use it with `with`. ValueError if it does not start.
+
+    name: of the rows. threads: that compute a step, None where the server chooses. body(ask): the bytes of a request.
+    """
+    name, threads = '', None
+
+    def __init__(self, command, port=0):
+        self.log = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=self.log, start_new_session=True)
+        self.port = port
+
+    def __enter__(self):
+        deadline = time.monotonic() + START
+        try:
+            while not self.ready():
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise ValueError(f"{self.name} does not start: {self.tail()}")
+                time.sleep(0.1)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *error):
+        self.stop()
+
+    def stop(self):
+        """End the process, by force if it does not end in time."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def tail(self):
+        """The last lines that the server has printed."""
+        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 500))
+        return self.log.read().decode('utf-8', 'replace')
+
+    def ready(self):
+        try:
+            return bool(self.port) and self.get('/health') is not None
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def get(self, path):
+        with urllib.request.urlopen(f'http://127.0.0.1:{self.port}{path}', timeout=20) as answer:
+            return answer.read()
+
+    def resident(self):
+        """Bytes of memory that the process has, or None where /proc does not say."""
+        try:
+            with open(f'/proc/{self.process.pid}/status') as f:
+                return int(re.search(r'VmRSS:\s*(\d+) kB', f.read())[1]) * 1024
+        except (OSError, TypeError):
+            return None
+
+    def body(self, ask):
+        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, **SETTINGS}).encode()
+
+
+class Ours(Server):
+    """serve.py with the checkpoint of a folder. n_tokens: that its pool holds. options: further settings."""
+    name = 'ours'
+
+    def __init__(self, folder, weights, n_tokens, *options):
+        super().__init__([sys.executable, 'serve.py', f'--out_dir={folder}', f'--weights={weights}', '--port=0',
+                          '--device=cpu', '--max_queue=100000', f'--n_blocks={-(-n_tokens // BLOCK)}',
+                          f'--block_size={BLOCK}', *options])
+
+    def ready(self):
+        if not self.port:
+            self.log.seek(0)
+            said = re.search(rb'the page: http://[^/]*:(\d+)/', self.log.read())
+            self.port = int(said[1]) if said else 0
+        return super().ready()
+
+    def body(self, ask):
+        drawn = {} if ask.seed is None else {'temperature': 1, 'seed': ask.seed}
+        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, 'return_token_ids': True,
+                           'cache_salt': ask.salt, **SETTINGS, **drawn}).encode()
+
+    def metric(self, name):
+        """A number of /metrics."""
+        return float(re.search(rf'^nanogpt_{name} (\S+)$', self.get('/metrics').decode(), re.M)[1])
+
+
+class LlamaServer(Server):
+    """
+    llama-server with a GGUF file of a folder. n_slots: requests that it decodes at once. longest: tokens of the longest
+    one with its answer; its cache has room for that in each slot. Of 40 candidates for a token, its default, it would
+    take the first as well, and later.
+    """
+    name = 'llama-server'
+
+    def __init__(self, binary, folder, weights, n_slots, longest, threads):
+        self.threads = threads
+        with socket.create_server(('127.0.0.1', 0)) as free:
+            port = free.getsockname()[1]
+        n_ctx = -(-longest // 256) * 256  # it rounds up to that itself
+        super().__init__([binary, '-m', os.path.join(folder, f'{weights}.gguf'), '--host', '127.0.0.1', '--port',
+                          str(port), '-np', str(n_slots), '-c', str(n_slots * n_ctx), '--threads', str(threads),
+                          '--no-ui', '--log-verbosity', '1'], port)
+
+    def body(self, ask):
+        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, 'top_k': 1, **SETTINGS}).encode()
+
+
+def missing(llama_server):
+    """Why llama-server is not compared; '' if it is. llama_server: the path of its binary."""
+    if not llama_server:
+        return "give its path with --llama_server=PATH; benchmarks/serve/servers.py says how to build it"
+    if not os.access(llama_server, os.X_OK):
+        return f"there is no program {llama_server}"
+    return ''
+
+
+def version(llama_server):
+    """What llama-server says of its version and its compiler, in one line."""
+    said = subprocess.run([llama_server, '--version'], capture_output=True, text=True, timeout=20)
+    return ' '.join((said.stdout + said.stderr).split())

@@ -1,0 +1,96 @@
+"""
+Our server for 10,000 requests of all kinds: are all blocks free then, is its memory as before, are the answers right?
+
+    python bench.py --mode=serve --only=soak
+
+Half of the prompts begin like others, half of the answers are drawn with a seed, and 10 % of the clients go away. The
+answers to 500 requests, chosen at random, are compared with those of a new server that has nothing else to do.
+"""
+import asyncio
+import random
+
+from benchmarks.serve.client import ask_one, closed_loop
+from benchmarks.serve.faults import blocks_left
+from benchmarks.serve.race import models
+from benchmarks.serve.servers import Ours
+from benchmarks.serve.workloads import longest, mixed, tokens
+
+MINUTES = 6
+NAMES, CLIENTS, REQUESTS = ('S',), 32, 10_000
+COMPARED = 0.05                  # of the requests
+TURNS = 10                       # after each of which memory and blocks are looked at
+PREFIXES, LEAVING = 8, 0.1
+FLAT = 1.05                      # memory at the end, over that after a fifth of the requests
+
+
+def run(names, clients, bias, repeats, llama_server, n_requests):
+    rows = []
+    print(f"\nsoak\n{'':<14}{'requests':>9}{'failed':>8}{'blocks in use':>15}{'MB first, last':>20}{'compared':>10}"
+          f"{'different':>11}")
+    for name, config, folder, weights in models(names or NAMES, bias):
+        rows.append(soak(name, config, folder, weights, max(clients or [CLIENTS]), n_requests or REQUESTS))
+        print(line(rows[-1]), flush=True)
+    return rows
+
+
+def asks_of_all_kinds(config, n, seed):
+    """n requests: with common prefixes and without, greedy and drawn, of clients that stay and that leave."""
+    rng, asks = random.Random(seed), []
+    prefixes = [tokens(rng, config, rng.randrange(4, 60)) for _ in range(PREFIXES)]
+    for i, ask in enumerate(mixed(config, n, seed)):
+        prompt = ask.prompt
+        if rng.random() < 0.5:
+            room = config.block_size - ask.n_new
+            prompt = (rng.choice(prefixes) + prompt)[:room]
+        asks.append(ask._replace(prompt=prompt, seed=i if rng.random() < 0.5 else None,
+                                 leaves=rng.randrange(3) if rng.random() < LEAVING else None))
+    return asks
+
+
+def soak(name, config, folder, weights, n_clients, n):
+    """A row. different: answers that are not those of the request alone. resident: bytes after each turn."""
+    asks = asks_of_all_kinds(config, n, seed=0)
+    staying = [i for i, ask in enumerate(asks) if ask.leaves is None]
+    chosen = set(random.Random(1).sample(staying, min(len(staying), max(1, round(COMPARED * n)))))
+    answers, resident, used, failed = {}, [], [], []
+    # room for two thirds of the clients' longest requests, so that some samples lose their blocks on the way
+    with Ours(folder, weights, max(1, 2 * n_clients // 3) * longest(asks)) as ours:
+        for turn in range(TURNS):
+            numbers = range(turn * n // TURNS, (turn + 1) * n // TURNS)
+            number_of = {id(asks[i]): i for i in numbers}
+            load = asyncio.run(closed_loop(ours, [asks[i] for i in numbers], n_clients, keep=True))
+            for answer in load.answers:
+                if (i := number_of[id(answer.ask)]) in chosen:
+                    answers[i] = answer.token_ids
+            failed += [a.error for a in load.answers if a.error not in ('', 'left')]
+            used.append(blocks_left(ours))
+            resident.append(ours.resident())
+        preemptions, hits = int(ours.metric('preemptions_total')), int(ours.metric('prefix_hits_total'))
+    with Ours(folder, weights, longest(asks)) as ours:
+        alone = asyncio.run(one_by_one(ours, {i: asks[i]._replace(salt=str(i)) for i in sorted(chosen)}))
+    different = [i for i in chosen if answers[i] != alone[i] or len(alone[i]) != asks[i].n_new]
+    known = None not in resident
+    return dict(shape=name, weights=weights, requests=n, clients=n_clients, failed=len(failed), error=failed[:1],
+                blocks_used=max(used), resident=resident, compared=len(chosen), different=len(different),
+                flat=resident[-1] <= FLAT * resident[TURNS // 5 - 1] if known else None, preemptions=preemptions,
+                prefix_hits=hits)
+
+
+async def one_by_one(server, asks):
+    """{number: the token ids of the answer}, of requests that are sent one after the other."""
+    answers = {}
+    for i, ask in asks.items():
+        answer = await ask_one(server, server.body(ask), ask)
+        answers[i] = [] if answer.error else answer.token_ids
+    return answers
+
+
+def line(row):
+    first, last = row['resident'][TURNS // 5 - 1], row['resident'][-1]
+    memory = 'unknown' if row['flat'] is None else f"{first / 1e6:,.0f}, {last / 1e6:,.0f}"
+    wrong = [text for text, is_so in (('FAILED ' + ''.join(row['error'])[-80:], row['failed']),
+                                      ('BLOCKS LOST', row['blocks_used']), ('MEMORY GROWS', row['flat'] is False),
+                                      ('ANSWERS DIFFER', row['different'])) if is_so]
+    return (f"{row['shape'] + ', ' + row['weights']:<14}{row['requests']:>9,}{row['failed']:>8}{row['blocks_used']:>15}"
+            f"{memory:>20}{row['compared']:>10}{row['different']:>11}  {row['preemptions']:,} preemptions, "
+            f"{row['prefix_hits']:,} tokens found  {', '.join(wrong)}")

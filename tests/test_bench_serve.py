@@ -1,0 +1,279 @@
+"""bench.py --mode=serve: the load client counts correctly, and each part runs on our server. No speeds are tested."""
+import asyncio
+import json
+import math
+import os
+import stat
+import sys
+
+import pytest
+
+for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'):
+    pytest.importorskip(package, reason="needs requirements-serve.txt")
+
+import torch
+from conftest import ROOT, run, sizes
+from standin_server import BROKEN, SHORT, StandIn
+
+import decode
+from benchmarks.serve import arrivals, closed, engine_alone, faults, prefix, race, report, servers, soak, workloads
+from benchmarks.serve.client import Answer, Ask, Load, closed_loop, open_loop
+from benchmarks.shapes import SHAPES, model_with_varied_text
+from model import GPT, GPTConfig
+
+TINY = GPTConfig(block_size=64, vocab_size=65, n_layer=1, n_head=2, n_embd=32)
+
+
+def with_standin(play):
+    """Run the coroutine play(a StandIn)."""
+    async def whole():
+        standin = await StandIn().start()
+        async with standin.server:
+            return await play(standin)
+    return asyncio.run(whole())
+
+
+def test_a_closed_loop_has_so_many_clients():
+    async def play(standin):
+        return standin, await closed_loop(standin, [Ask([9, i], 3 + i) for i in range(7)], 2, keep=True)
+    standin, load = with_standin(play)
+    assert standin.most == 2 and [body['prompt'][1] for body in standin.bodies] == list(range(7))
+    by_prompt = sorted(load.answers, key=lambda a: a.ask.prompt)
+    assert [(a.n_tokens, a.error) for a in by_prompt] == [(3 + i, '') for i in range(7)]
+    assert [a.token_ids for a in by_prompt] == [list(range(i, 2 * i + 3)) for i in range(7)]
+    assert all(0 < a.due < a.first <= a.end for a in load.answers) and load.seconds > 0
+    assert all(a.seconds <= load.seconds for a in load.answers)
+
+
+def test_answers_that_are_wrong_are_failures():
+    async def play(standin):
+        load = await closed_loop(standin, [Ask([9, 0], 4), Ask([BROKEN, 0], 4), Ask([SHORT, 0], 4)], 1)
+        standin.server.close()
+        await standin.server.wait_closed()
+        return load, await closed_loop(standin, [Ask([9, 0], 4)], 1)
+    load, without_server = with_standin(play)
+    fine, broken, short = load.answers
+    assert fine.error == '' and 'broken' in broken.error and short.error == '3 tokens instead of 4'
+    assert 'ConnectionRefused' in without_server.answers[0].error
+    row = report.figures([load])
+    assert (row['requests'], row['failed'], row['left']) == (3, 2, 0) and math.isclose(
+        row['tok_per_s'], 4 / load.seconds)
+
+
+def test_clients_that_leave_and_read_slowly():
+    async def play(standin):
+        standin.gate.clear()
+        waits = asyncio.ensure_future(closed_loop(standin, [Ask([9, 1], 5), Ask([9, 2], 5, leaves=1)], 2))
+        while [9, 2] not in standin.gone:  # it has left when the headers had come
+            await asyncio.sleep(0)
+        standin.gate.set()
+        return standin, await waits, await closed_loop(standin, [Ask([9, 3], 5, slow=True), Ask([9, 4], 5, 0)], 2)
+    standin, first, second = with_standin(play)
+    assert [(a.ask.prompt[1], a.error) for a in first.answers] == [(2, 'left'), (1, '')]
+    assert standin.gone == [[9, 2]]
+    assert [(a.ask.prompt[1], a.n_tokens, a.error) for a in second.answers] == [(4, 0, 'left'), (3, 5, '')]
+    assert report.figures([first])['left'] == 1
+
+
+def test_an_open_loop_does_not_wait_for_answers():
+    async def play(standin):
+        standin.gate.clear()
+        waits = asyncio.ensure_future(open_loop(standin, [Ask([9, i], 2) for i in range(5)], [0, .01, .01, .02, .03]))
+        while standin.waiting < 5:
+            standin.arrived.clear()
+            await standin.arrived.wait()
+        standin.gate.set()
+        return await waits
+    answers = sorted(with_standin(play).answers, key=lambda a: a.ask.prompt)
+    times = [a.due - answers[0].due for a in answers]
+    assert all(math.isclose(a, b, abs_tol=1e-6) for a, b in zip(times, [0, .01, .01, .02, .03]))
+    # all five waited for the last one: that counts from when each was due
+    assert all(a.first >= answers[-1].due and a.first_token_s >= answers[-1].due - a.due for a in answers)
+
+
+@pytest.mark.parametrize('shape', SHAPES)
+def test_requests_fit_into_the_window(shape):
+    config = SHAPES[shape]
+    source, rows = workloads.trace()
+    from_trace, times = workloads.from_trace(config, rows, 300, 1, 2)
+    for some in (workloads.mixed(config, 300, 0), from_trace, soak.asks_of_all_kinds(config, 300, 0)):
+        assert workloads.longest(some) <= config.block_size and len(some) == 300
+        assert all(ask.prompt and ask.n_new >= 1 and max(ask.prompt) < config.vocab_size for ask in some)
+    assert math.isclose(times[-1], 299, rel_tol=1e-9) and times[0] == 0 and times == sorted(times)
+    assert workloads.mixed(config, 9, 0) == workloads.mixed(config, 9, 0) != workloads.mixed(config, 9, 1)
+
+
+def test_lengths_of_the_trace_are_scaled_by_one_factor(monkeypatch):
+    # the 99th percentile of the totals is 1,000, so everything is divided by 10; the last row is cut to the window
+    rows = [(10.0 * i, 300, 100) for i in range(98)] + [(985.0, 400, 600), (1000.0, 20_000, 10)]
+    config = GPTConfig(block_size=100)
+    some, times = workloads.from_trace(config, rows, 100, 0, 0)
+    assert [(len(a.prompt), a.n_new) for a in some] == [(30, 10)] * 98 + [(40, 60), (99, 1)]
+    assert math.isclose(times[1], 10 * 99 / 1000) and math.isclose(times[98], 985 * 99 / 1000)
+    again, _ = workloads.from_trace(config, rows, 100, 0, 1)
+    assert [len(a.prompt) for a in again] == [len(a.prompt) for a in some] and again != some  # other tokens
+    monkeypatch.setattr(workloads, 'TRACE', 'nowhere')
+    source, rows = workloads.trace()
+    assert 'stand-in' in source and rows == sorted(rows) and 4 < len(rows) / rows[-1][0] < 6
+
+
+def test_prefixes_and_faults():
+    config = SHAPES['S']
+    for share, common in ((0.0, 0), (0.5, 32), (0.9, 58)):
+        some = workloads.with_prefix(config, 20, share, 16, 0)
+        prompts = [ask.prompt for ask in some]
+        assert {len(p) for p in prompts} == {64} and len({tuple(p[:common]) for p in prompts}) == 1
+        assert len({tuple(p[common:]) for p in prompts}) == 20
+    faulty = workloads.with_faults(workloads.mixed(config, 1000, 0), 0)
+    leaving = [ask for ask in faulty if ask.leaves is not None]
+    assert 250 < len(leaving) < 350 and {ask.leaves for ask in leaving} == {0, 1, 2, 3}
+    assert 60 < sum(ask.slow for ask in faulty) < 140 and not any(ask.slow for ask in leaving)
+
+
+def made_load(seconds, *answers):
+    """A Load of answers (due, first, end, tokens)."""
+    return Load([Answer(Ask([1], n), due, first, end, n) for due, first, end, n in answers], seconds, seconds / 10)
+
+
+def test_figures_by_hand():
+    assert [report.percentile([3, 1, 2, 4], p) for p in (50, 75, 99)] == [2, 3, 4] and not report.percentile([], 50)
+    assert report.percentile(range(1, 101), 99) == 99
+    slow = made_load(4.0, (0, 2.0, 3.0, 11), (0, 0.5, 2.5, 11))    # too late; too slow: 0.2 s a token
+    fast = made_load(2.0, (0, 0.1, 0.2, 11), (1, 1.3, 1.8, 11))
+    row = report.figures([fast, fast, slow])
+    assert row['tok_per_s'] == 11 and row['runs_tok_per_s'] == [11, 11, 5.5] and row['goodput'] == 1
+    assert report.goodput(slow) == 0 and row['client_cpu'] == 0.1 and row['requests_per_s'] == 1
+    assert all(math.isclose(a, b) for a, b in zip(row['ttft_ms'] + row['per_token_ms'] + row['end_to_end_ms'],
+                                                  [300, 2000, 50, 200, 800, 3000]))
+    loads = {'a': [fast, slow, fast], 'b': [slow, slow, slow]}
+    assert report.over(loads, 'a', 'b') == 2 and report.over(dict(loads, c=[Load([], 1.0)] * 3), 'a', 'c') is None
+    row.update(server='ours', weights='int8', threads=None)
+    text = report.line(row, 'S')
+    assert 'FAILED' not in text and len(text) == len(report.HEAD)
+    assert '1 FAILED: why' in report.line(dict(row, threads=2, failed=1, error=['why']), 'S')
+
+
+def test_llama_server_runs_with_the_better_number_of_threads(tmp_path, monkeypatch):
+    """A stand-in for it, which has its arguments: those of both numbers of threads start, and one goes on."""
+    binary = tmp_path / 'llama-server'
+    assert 'no program' in servers.missing(str(binary)) and '--llama_server' in servers.missing('')
+    binary.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/standin_server.py "$@"\n')
+    binary.chmod(binary.stat().st_mode | stat.S_IXUSR)
+    assert servers.missing(str(binary)) == ''
+    (tmp_path / 'int8.gguf').touch()
+    tried = []
+    monkeypatch.setattr(race, 'n_cores', lambda: 2)
+    monkeypatch.setattr(race, 'trial', lambda server, *_: tried.append(server) or -server.threads)
+    with race.beside('ours', str(binary), TINY, str(tmp_path), 'int8', 4, 300) as (ours, theirs):
+        assert ours == 'ours' and theirs.threads == 2 and theirs.process.poll() is None
+        assert [server.threads for server in tried] == [1, 2] and tried[0].process.poll() is not None
+        arguments = theirs.process.args
+        assert [arguments[arguments.index(name) + 1] for name in ('-np', '-c', '--threads')] == ['4', '2048', '2']
+        load = asyncio.run(closed_loop(theirs, workloads.mixed(TINY, 3, 0), 2))
+        assert not any(answer.error for answer in load.answers)
+    assert theirs.process.poll() is not None
+    with pytest.raises(ValueError, match='(?s)llama-server does not start.*FileNotFound'), \
+            servers.LlamaServer(str(binary), str(tmp_path), 'float32', 4, 300, 1):
+        pass
+    with race.beside('ours', '', TINY, str(tmp_path), 'int8', 4, 300) as alone:
+        assert alone == ['ours']
+
+
+@pytest.fixture(scope='module')
+def ours():
+    """(a folder with the files of a small model, our server with it)"""
+    torch.manual_seed(0)
+    with servers.weights_on_disk(model_with_varied_text(TINY)) as folder, \
+            servers.Ours(folder, 'float32', 8 * TINY.block_size, '--decoder=eager') as server:
+        yield folder, server
+
+
+def test_files_of_a_model(ours):
+    folder, _ = ours
+    assert {'ckpt.pt'} <= set(os.listdir(folder)) <= {'ckpt.pt', 'float32.gguf', 'int8.gguf'}
+
+
+def test_each_part_on_our_server(ours):
+    _, server = ours
+    n = sizes(6, 40)
+    rows = closed.race('S', TINY, 'float32', [server], 2, n, 1)
+    rows += arrivals.race('S', TINY, 'float32', [server], workloads.trace()[1], 2, n, 1)
+    rows += prefix.race('S', TINY, 'float32', [server], 2, n, 1)
+    rows += faults.race('S', TINY, 'float32', [server], 2, n, 1)
+    assert len(rows) == 1 + 1 + 3 + 2 and not any(row['failed'] for row in rows)
+    assert rows[0]['over_llama'] is None and rows[0]['requests'] == n
+    assert math.isclose(rows[1]['rate'], 0.8 * rows[1]['capacity'])
+    assert rows[-1]['faults'] and rows[-1]['blocks_used'] == 0
+    json.dumps(rows)
+
+
+def test_the_soak_compares_answers(ours, monkeypatch):
+    folder, server = ours
+
+    class Same:  # the server that runs already, in the place of new ones
+        def __init__(self, *settings):
+            pass
+
+        def __enter__(self):
+            return server
+
+        def __exit__(self, *error):
+            pass
+    monkeypatch.setattr(soak, 'Ours', Same)
+    monkeypatch.setattr(soak, 'COMPARED', 0.5)
+    n = sizes(40, 400)
+    row = soak.soak('S', TINY, folder, 'float32', 4, n)
+    assert (row['failed'], row['blocks_used'], row['different'], row['compared']) == (0, 0, 0, n // 2)
+    assert 'DIFFER' not in soak.line(row) and len(row['resident']) == soak.TURNS
+    # an answer that is another one is seen
+    monkeypatch.setattr(soak, 'one_by_one', lambda server, asked: others(asked))
+    changed = soak.soak('S', TINY, folder, 'float32', 4, 20)
+    assert changed['different'] == changed['compared'] == 10 and 'ANSWERS DIFFER' in soak.line(changed)
+
+
+async def others(asked):
+    return {i: [-1] * ask.n_new for i, ask in asked.items()}
+
+
+def test_the_calls_of_the_engine_are_made_again(kernels, monkeypatch):
+    torch.manual_seed(0)
+    model = GPT(TINY).eval()
+    decoder = decode.best(model, 1, 'float32', 1)
+    monkeypatch.setattr(engine_alone, 'N_NEW', 20)
+    row = engine_alone.race('S', model, decoder, 'float32', 3, 1)
+    assert 0 < row['of_kernel'] and row['goal'] == 0.8 and 'over the kernel' not in engine_alone.line(row)
+    calls, again = [], []
+    engine = engine_alone.Engine(model, decoder, [b' '] * 65, n_blocks=32)
+    some = workloads.mixed(TINY, 3, 0)
+    seconds, n, calls = engine_alone.serve(engine, decoder, some)
+    assert seconds > 0 and n == sum(ask.n_new for ask in some) and not engine.live
+    # a call for each step, the longest answer's tokens; the first one has the prompts
+    assert len(calls) == max(ask.n_new for ask in some) and len(calls[0][0]) == sum(len(ask.prompt) for ask in some)
+
+    class Counting:
+        exclusive_use = decoder.exclusive_use
+
+        def execute_model(self, *call):
+            again.append(call)
+            return decoder.execute_model(*call)
+    assert engine_alone.replay(Counting(), calls) > 0 and [len(c[0]) for c in again] == [len(c[0]) for c in calls]
+    assert engine.cache.compiled.decoder is decoder
+
+
+def test_the_picture_and_what_makes_no_sense(repo, tmp_path):
+    row = dict(shape='S', server='ours', weights='int8', tok_per_s=9.0, ttft_ms=[1.0, None], clients=4, case='50%')
+    other = dict(row, shape='M', server='llama-server', weights='float32', clients=16)
+    report.plot({'closed': [row, other], 'prefix': [row]}, 'a machine', tmp_path / 'a.png')
+    assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG')
+    for wrong, said in (('--lengths=5', 'leave device, dtype and lengths'), ('--requests=-1', 'requests must be at'),
+                        ('--only=nothing', 'the parts of serve mode are closed, arrivals')):
+        done = run(repo, 'bench.py', '--mode=serve', wrong)
+        assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
+
+
+def test_serve_mode(repo):
+    done = run(repo, 'bench.py', '--mode=serve', '--only=engine_alone', '--shape=S', '--batches=2', '--repeats=1',
+               '--json=b.json')
+    assert done.returncode == 0 and 'not compared: llama-server' in done.stdout, done.stderr
+    figures = json.loads((repo / 'b.json').read_text())['engine_alone']
+    assert [row['weights'] for row in figures['rows']] == ['float32', 'int8'] and 'llama-server' in figures['missing']
