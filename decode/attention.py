@@ -184,10 +184,10 @@ def attend(memory, sizes, stored, row, kv_head, heads, seen, scores, y_row):
 
 
 @njit
-def score(q, q_at, n_heads, head_dim, stored, slots, key, end, distance, slopes, scores, to, stride):
+def score(q, q_at, n_heads, head_dim, stored, slots, key, end, offset, slopes, scores, to, stride):
     """
-    scores[to + h * stride + i], for the n_heads queries at q_at and keys number key + i, up to end - 1. distance: that
-    of the first key from the query, at most 0. A score has the same bits whichever keys are computed with it.
+    scores[to + h * stride + i], for the n_heads queries at q_at and keys number key + i, up to end - 1. offset: the
+    first key's position minus the query's, at most 0. A score has the same bits whichever keys are computed with it.
     """
     scale, head_p = splat(np.float32(1 / math.sqrt(head_dim))), padded(head_dim, LANES)
     if head_dim % LANES == 0:
@@ -202,18 +202,18 @@ def score(q, q_at, n_heads, head_dim, stored, slots, key, end, distance, slopes,
                     for i in range(0, head_dim, LANES):
                         sums = dot_rows_at(
                             sums, stored.k, stored.k_scale, slots.head + i, slots.offsets, key, load(q, at + i))
-                bias = splat(slopes[h]) * lanes_from(distance)
+                bias = splat(slopes[h]) * lanes_from(offset)
                 store(scores, to + h * stride, fma(sum_each(sums), scale, bias))
-            key, to, distance = key + LANES, to + LANES, distance + LANES
+            key, to, offset = key + LANES, to + LANES, offset + LANES
     while key < end:
         for h in range(n_heads):
             s = constant(0)
             for i in range(0, head_dim, LANES):
                 k = load_stored_first(stored.k, stored.k_scale, slots.offsets[key] + slots.head + i, head_dim - i)
                 s = fma(k, load(q, q_at + h * head_p + i), s)
-            bias = splat(slopes[h]) * lanes_from(distance)
+            bias = splat(slopes[h]) * lanes_from(offset)
             store_first(scores, to + h * stride, fma(splat(sum_lanes(s)), scale, bias), 1)
-        key, to, distance = key + 1, to + 1, distance + 1
+        key, to, offset = key + 1, to + 1, offset + 1
 
 
 @njit

@@ -41,11 +41,11 @@ class BaseCache(Steps):
         super().__init__()
         self.model, self.n_seq, self.layers, self.dtype = model, n_seq, layers, dtype_of(model)
         self.window, self.n_sink = model.config.window, model.config.n_sink
-        self.compiled = None  # a `CompiledPass`
+        self.kernel = None  # a `KernelPass`
         if hasattr(decoder, 'execute_model'):
-            from kvcache.compiled import CompiledPass  # here, because it needs numba
-            self.compiled = CompiledPass.over(decoder, model, layers)
-        self.decoder = decoder if self.compiled else None
+            from kvcache.kernel_pass import KernelPass  # here, because it needs numba
+            self.kernel = KernelPass.over(decoder, model, layers)
+        self.decoder = decoder if self.kernel else None
         self.name = f"{self.decoder.name if self.decoder else 'the model'}, on a cache that is {kind}, {type_kv}"
         self.lengths, self.salts = {}, {}  # salts: see `PagedCache.new`
         self.to_free = []  # sequences that were freed in the middle of an operation

@@ -53,7 +53,7 @@ def execute_model(model, input_ids, input_positions, kv_caches, input_metadata):
     check(model.config, input_ids, input_positions, kv_caches, input_metadata)
     if decoder:
         check_tokens(model, input_ids)
-        return compiled_pass(decoder, input_ids, kv_caches, input_metadata)
+        return kernel_pass(decoder, input_ids, kv_caches, input_metadata)
     try:
         return one_pass(model, input_ids, input_positions, kv_caches, input_metadata)
     except NotNumbers:  # because of the weights, or of keys in other requests' blocks that a mask does not hide
@@ -72,10 +72,10 @@ def one_pass_each(model, input_ids, input_positions, kv_caches, m):
     return torch.cat(parts)
 
 
-def compiled_pass(decoder, input_ids, kv_caches, m):
+def kernel_pass(decoder, input_ids, kv_caches, m):
     """The pass of `execute_model` by the compiled step of a decoder, which takes no padding and writes all tokens."""
-    from kvcache.compiled import CompiledPass  # here, because it needs numba
-    forward, counts = CompiledPass.over(decoder, decoder.model, kv_caches), m.query_lens
+    from kvcache.kernel_pass import KernelPass  # here, because it needs numba
+    forward, counts = KernelPass.over(decoder, decoder.model, kv_caches), m.query_lens
     block_size, n = kv_caches[0].k.shape[1], int(counts.sum())
     if forward is None:
         raise ValueError(f"the compiled step does not read keys and values that are {kv_caches[0].k.kind}, stored as "

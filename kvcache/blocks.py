@@ -59,9 +59,9 @@ class BlockManager:
 
     tables: {sequence: its blocks, in order, None for those that were freed}. length: {sequence: the number of its
     positions}. salts: {sequence: its salt}; a sequence finds only blocks that were computed for one with an equal salt.
-    references: the number of tables that each block is in. runs: {sequence: (what a cache has made of its table, up to
-    which position it is as `extend` would leave it)}. What is here of a sequence is forgotten when its table changes,
-    but for new blocks at its end, and when its last block is shared.
+    references: the number of tables that each block is in. runs: {sequence: (the `Runs` of its table, how many
+    positions it may have before `extend` must be called again)}. The entry of a sequence is deleted when its last block
+    is shared, and when its table changes in another way than by new blocks at its end.
     """
 
     def __init__(self, n_blocks, block_size, hash=hash, window=0, n_sink=0):

@@ -141,7 +141,7 @@ class CellCache(Streams):
         pos = np.stack([self.streams[s].pos[:n_kv] for s in self.streams_of(batch)])  # (B, n_kv)
         if self.unified:
             # sequences that share a token own the same cells, see `find_slot`, so that the first one's will do
-            rows, counts = zip(*((seqs[0], stop - start) for seqs, start, stop in batch.runs))
+            rows, counts = zip(*((seqs[0], stop - start) for seqs, start, stop in batch.spans))
             allowed = np.repeat(self.streams[0].owners[rows, :n_kv], counts, axis=0)[None]
         else:
             allowed = (pos != EMPTY)[:, None]

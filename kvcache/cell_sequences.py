@@ -26,7 +26,8 @@ class CellSequences(BaseCache):
                                device=device_of(model), can_shift=c.position != 'learned',
                                rope_base=c.rope_theta if c.position == 'rope' else None)
         self.mixes_lengths = unified
-        # of `Runs`, which are then made anew; the rows of positions that a window has passed stay in them until then
+        # Rows of positions that a window has passed stay in a sequence's `Runs`. With more rows than this they are made
+        # anew.
         self.most_rows = 4 * c.n_slots
         super().__init__(model, n_seq, self.cells.own_layers(), 'unified' if unified else 'streams', type_kv, decoder)
 
@@ -77,7 +78,7 @@ class CellSequences(BaseCache):
             return self.store(cells, [seq], [start], [n], base)[0]
         if start + n > limit:
             n_left = self.cells.kv_size - first - n
-            runs = self.compiled.runs(cells.rows(seq) + (0, base, 0))
+            runs = self.kernel.runs(cells.runs_of(seq) + (0, base, 0))
             if n_left:
                 runs.append(start + n, base + first + n, n_left)
             cells.runs[seq] = runs, start + n + n_left
@@ -85,7 +86,7 @@ class CellSequences(BaseCache):
 
     def store(self, cells, seqs, starts, counts, base=0):
         """Store new positions of sequences in one stream. base: its first slot. Returns the `Runs` of each sequence."""
-        n, positions = sum(counts), self.compiled.positions(starts, counts)
+        n, positions = sum(counts), self.kernel.positions(starts, counts)
         owners = np.array(seqs) if n == len(seqs) else np.repeat(seqs, counts)
         first = cells.append_run(owners, positions, n)
         if first is None:
@@ -98,7 +99,7 @@ class CellSequences(BaseCache):
         for seq, start, n in zip(seqs, starts, counts):
             runs, _ = cells.runs.get(seq, (None, 0))
             if runs is None or runs.n > self.most_rows:
-                runs = self.compiled.runs(cells.rows(seq) + (0, base, 0))
+                runs = self.kernel.runs(cells.runs_of(seq) + (0, base, 0))
                 cells.runs[seq] = runs, 0
             elif n == 1:
                 runs.append(start, slots[done])

@@ -23,9 +23,8 @@ class Cells:
     head: the cell from which the search for free cells begins.
 
     moved: False if all of shift is 0.
-    runs: {sequence: (what a cache has made of its cells, the number of positions in it)}, see `CellSequences`. What is
-    here of a sequence is forgotten when its cells or their positions change, but for new ones by `append` and
-    `append_run`.
+    runs: {sequence: (its `Runs`, up to which position they have cells)}, see `CellSequences`. The entry of a sequence
+    is deleted when its cells or their positions change in another way than by `append` and `append_run`.
 
     Counted from these: n_owners, int32 (size,); owner_sum, int64 (size,), the sum of the owners' numbers, which is the
     owner's number if there is one owner; last, int64 (len(seqs),), the last position of each sequence or EMPTY; n_used,
@@ -245,7 +244,8 @@ class Cells:
     def append(self, cells, pos, seqs, n_sink=0):
         """
         Write the next positions of sequences: pos[i] of sequence seqs[i] into cell cells[i], (n,) each. As `write` and
-        `add_owner` for each sequence, but `runs` are kept: what is written over, no later token sees.
+        `add_owner` for each sequence, but `runs` are kept. They may list cells that were overwritten: no later token
+        sees their positions.
         """
         runs = dict(self.runs)
         self.write(cells, pos, n_sink)
@@ -274,7 +274,7 @@ class Cells:
         self.head = self.end = stop
         return first
 
-    def rows(self, seq):
+    def runs_of(self, seq):
         """
         The cells of a sequence by its positions, int64 (n_rows, 3): (position, cell, n) for n positions from `position`
         on that are in the cells from `cell` on.

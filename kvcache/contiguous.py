@@ -58,7 +58,7 @@ class ContiguousCache(BaseCache):
             self.written[seq] = max(self.written.get(seq, 0), end)
             if end > limit:
                 rows = self.rows(seq, start)
-                runs, limit = self.runs[seq] = self.compiled.runs(rows), rows[-1][0] + rows[-1][2]
+                runs, limit = self.runs[seq] = self.kernel.runs(rows), rows[-1][0] + rows[-1][2]
             found.append(runs)
         return found
 

@@ -93,7 +93,7 @@ class PagedCache(BaseCache):
         if not all(starts) or not self.decoder or self.model.training:
             raise ValueError(f"sequences {seqs} have {starts} tokens: a decode step takes sequences with at least one, "
                              "a decoder, and a model in eval mode")
-        logits = self.compiled_pass(seqs, starts, [1] * len(seqs), torch.from_numpy(ids))
+        logits = self.kernel_pass(seqs, starts, [1] * len(seqs), torch.from_numpy(ids))
         self.lengths.update(zip(seqs, [start + 1 for start in starts]))
         return logits
 
@@ -198,7 +198,7 @@ class PagedCache(BaseCache):
         self.blocks.extend(seq, n, self.copy_block)
         runs, _ = self.blocks.runs.get(seq, (None, 0))
         if runs is None:
-            runs, done = self.compiled.runs(), 0
+            runs, done = self.kernel.runs(), 0
         for i, block in enumerate(table[done:], done):
             if block is not None:
                 runs.append(i * size, block * size, size)
@@ -208,8 +208,8 @@ class PagedCache(BaseCache):
         self.blocks.runs[seq] = runs, limit
         return runs
 
-    def compiled_pass(self, seqs, starts, counts, ids, wanted=None):
-        logits = super().compiled_pass(seqs, starts, counts, ids, wanted)
+    def kernel_pass(self, seqs, starts, counts, ids, wanted=None):
+        logits = super().kernel_pass(seqs, starts, counts, ids, wanted)
         self.forget_blocks_if_changed()
         size = self.blocks.block_size
         for seq in [seq for seq, start, n in zip(seqs, starts, counts) if (start + n) % size < n]:  # a block was filled

@@ -62,7 +62,7 @@ class Steps(Exclusive):
         """
         self.remove_freed()
         seqs, starts, counts, ids, go_on = self.checked(work)
-        if wanted is not None and (not self.compiled or 0 < self.window < max(counts) - 1):
+        if wanted is not None and (not self.kernel or 0 < self.window < max(counts) - 1):
             raise ValueError(OF_OTHER_TOKENS)
         ends, n_new, new = list(map(add, starts, counts)), len(ids), []
         if 0 in starts:
@@ -80,9 +80,9 @@ class Steps(Exclusive):
         if wanted is not None:
             if not self.readable() or len(ids) < n_new:
                 raise ValueError(OF_OTHER_TOKENS)
-            logits = self.compiled_pass(seqs, starts, counts, ids, wanted)
-        elif self.compiled and self.readable():
-            logits = self.in_chunks(self.compiled_pass, seqs, starts, counts, ids)
+            logits = self.kernel_pass(seqs, starts, counts, ids, wanted)
+        elif self.kernel and self.readable():
+            logits = self.in_chunks(self.kernel_pass, seqs, starts, counts, ids)
         else:
             with torch.inference_mode():
                 logits = self.in_chunks(self.feed_once, seqs, starts, counts, ids)
@@ -91,7 +91,7 @@ class Steps(Exclusive):
 
     def in_chunks(self, forward, seqs, starts, counts, ids):
         """
-        The logits of a step, by `compiled_pass` or `feed_once`. Through a window at most window + 1 tokens of each
+        The logits of a step, by `kernel_pass` or `feed_once`. Through a window at most window + 1 tokens of each
         sequence are fed at once, so that its memory need not hold more than two windows.
         """
         most = self.window + 1
@@ -105,13 +105,13 @@ class Steps(Exclusive):
                                        [len(chunk) for chunk in chunks], torch.cat(chunks)))
         return torch.stack([rows[i] for i in range(len(seqs))])
 
-    def compiled_pass(self, seqs, starts, counts, ids, wanted=None):
+    def kernel_pass(self, seqs, starts, counts, ids, wanted=None):
         """
         One forward pass by the decoder. It reads no slot of another sequence, so that the logits of each sequence are
         those that it has alone.
         """
         try:
-            return self.compiled(self.make_room(seqs, starts, counts, ids), starts, counts, ids, wanted)
+            return self.kernel(self.make_room(seqs, starts, counts, ids), starts, counts, ids, wanted)
         except NotNumbers:
             self.needs_zeroing = True
             raise
@@ -143,7 +143,7 @@ class Steps(Exclusive):
         (sequences, starts, numbers of new tokens, ids (n,) of all of them, do all sequences go on where they end?) of
         work, or ValueError.
         """
-        if not self.compiled and dtype_of(self.model) is not self.dtype:  # the compiled step checks its model itself
+        if not self.kernel and dtype_of(self.model) is not self.dtype:  # the compiled step checks its model itself
             raise ValueError(f"the model was {self.dtype} when its cache was made, and is {dtype_of(self.model)}: "
                              "make a new cache")
         seqs, starts = list(work.handles), list(work.starts)
@@ -158,7 +158,7 @@ class Steps(Exclusive):
             starts = list(map(self.checked_start, seqs, starts, counts))
         ids = torch.cat(rows) if isinstance(rows, list) else rows.flatten()
         check_tokens(self.model, ids)
-        if self.compiled and not ids.is_cpu:
+        if self.kernel and not ids.is_cpu:
             raise ValueError(f"the compiled step reads tokens on the CPU, but these are on {ids.device}: move them")
         return seqs, starts, counts, ids, go_on
 

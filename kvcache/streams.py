@@ -22,11 +22,11 @@ LARGEST = 2**31  # all positions are below
 class Batch:
     """
     The new tokens of a forward pass. positions: (B, T), B the number of streams they go to, which is 1 if unified.
-    runs: [(sequences, start, stop)]: tokens start to stop - 1 of the B * T belong to these sequences; in order.
+    spans: [(sequences, start, stop)]: tokens start to stop - 1 of the B * T belong to these sequences; in order.
     first: {sequence: the first of its new positions}. n_seq_max: of the cache that the batch is for.
     """
     positions: np.ndarray
-    runs: list
+    spans: list
     first: dict
     n_seq_max: int
 
@@ -113,7 +113,7 @@ class Streams:
             raise ValueError(f"sequences {list(tokens)} bring {counts} tokens, and a batch needs at least one of each: "
                              "leave out sequences without new tokens")
         positions = joined(parts)
-        runs, first, after, earlier, start = [], {}, {}, {}, 0
+        spans, first, after, earlier, start = [], {}, {}, {}, 0
         for seqs, part in zip(tokens, parts):
             stop = start + len(part)
             part = positions[start:stop]
@@ -131,11 +131,11 @@ class Streams:
             if any(earlier.get(seq) != earlier.get(seqs[0]) for seq in seqs):
                 raise diverged(seqs)
             for seq in seqs:
-                earlier.setdefault(seq, []).append(len(runs))
-            runs.append((seqs, start, stop))
+                earlier.setdefault(seq, []).append(len(spans))
+            spans.append((seqs, start, stop))
             start = stop
         B = 1 if self.unified else len(tokens)
-        return Batch(positions.reshape(B, -1), runs, first, self.n_seq_max)
+        return Batch(positions.reshape(B, -1), spans, first, self.n_seq_max)
 
     def streams_of(self, batch):
         """The numbers of the streams that a batch goes to, (B,)."""
@@ -153,7 +153,7 @@ class Streams:
             # a window of 1 lets all positions but the sinks be written over
             lost = self.n_sink and self.window.n_swa == 1 and last is not None and last < self.n_sink <= position
             check_next(seq, None if last is None or lost else last + 1, position)
-        for seqs, _, _ in batch.runs:
+        for seqs, _, _ in batch.spans:
             if len(seqs) > 1 and not self.streams[0].own_same_cells(seqs):
                 raise diverged(seqs)
         found = [self.streams[s].find(T, self.window, contiguous) for s in streams]
@@ -167,7 +167,7 @@ class Streams:
         for stream, cells, positions in zip(slots.streams, slots.cells, batch.positions):
             self.streams[stream].write(cells, positions, self.n_sink)
         T, found = slots.cells.shape[1], slots.cells.ravel()
-        for seqs, start, stop in batch.runs:
+        for seqs, start, stop in batch.spans:
             for seq in seqs:
                 self.streams[slots.streams[start // T]].add_owner(found[start:stop], seq)
 

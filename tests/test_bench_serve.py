@@ -257,7 +257,7 @@ def test_the_calls_of_the_engine_are_made_again(kernels, monkeypatch):
             again.append(call)
             return decoder.execute_model(*call)
     assert engine_alone.replay(Counting(), calls) > 0 and [len(c[0]) for c in again] == [len(c[0]) for c in calls]
-    assert engine.cache.compiled.decoder is decoder
+    assert engine.cache.kernel.decoder is decoder
 
 
 def test_the_picture_and_what_makes_no_sense(repo, tmp_path):

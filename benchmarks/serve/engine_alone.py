@@ -70,9 +70,9 @@ def serve(engine, decoder, asks):
     (seconds, generated tokens, arguments of each call of the kernel) for all requests at once, in this thread, as the
     engine's own thread does it. ValueError if the decoder's compiled step is not what computes the cache.
     """
-    if engine.cache.compiled is None:
+    if engine.cache.kernel is None:
         raise ValueError("this part needs the compiled step, which needs numba: pip install numba")
-    outputs, calls, compiled = [], [], engine.cache.compiled
+    outputs, calls, compiled = [], [], engine.cache.kernel
     for i, ask in enumerate(asks):
         engine.submit(Request(str(i), ask.prompt, ask.n_new, SamplingParams(temperature=0), deliver=outputs.append))
     compiled.decoder = Noting(decoder, calls)

@@ -112,7 +112,7 @@ class TwinMachine(RuleBasedStateMachine):
         self.passes = seen_by_pytorch(self.patch)
         gpt = model(torch.float32, **(dict(n_layer=1, n_head=2, n_embd=64, n_kv_head=1) | self.how))
         self.executor = ReferenceExecutor(gpt)
-        self.compiled, self.plain = self.cache(gpt, self.executor), self.cache(gpt)
+        self.kernel, self.plain = self.cache(gpt, self.executor), self.cache(gpt)
         self.most = min(gpt.config.max_positions, 60)
 
     def cache(self, gpt, decoder=None):
@@ -124,12 +124,12 @@ class TwinMachine(RuleBasedStateMachine):
     def on_both(self, operation):
         """What operation(cache) returns or raises for both caches: [result or message] of each."""
         results = []
-        for cache in (self.compiled, self.plain):
+        for cache in (self.kernel, self.plain):
             try:
                 results.append(operation(cache))
             except ValueError as e:
                 results.append(str(e))
-        assert self.compiled.lengths == self.plain.lengths
+        assert self.kernel.lengths == self.plain.lengths
         return results
 
     def any(self, data):
@@ -222,7 +222,7 @@ class TwinMachine(RuleBasedStateMachine):
         for seq in [*self.plain.lengths]:
             self.on_both(lambda cache: cache.free(seq))
         if self.kind == 'paged':
-            assert len(self.compiled.blocks.free) == len(self.compiled.blocks.references)
+            assert len(self.kernel.blocks.free) == len(self.kernel.blocks.references)
 
 
 def machine(kind_, bits_=0, **how_):

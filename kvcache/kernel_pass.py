@@ -13,7 +13,7 @@ from decode.metadata import InputMetadata, KVArrays, Runs
 from kvcache.placement import NotNumbers
 
 
-class CompiledPass:
+class KernelPass:
     """
     decoder: it has `execute_model`, see `decode.cpu.CPUDecoder`. layers: the `Layer`s of a cache. arrays: their
     `KVArrays`.
