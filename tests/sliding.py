@@ -1,5 +1,7 @@
 """Small models whose positions slide, caches fed with them beside the logits of one pass, and keys turned by hand."""
 
+import itertools
+
 import torch
 
 from generation import Work
@@ -41,6 +43,30 @@ def small_cache(m, kind, n_seq):
 def feed(cache, seqs, tokens):
     """A step of these sequences, from where they end."""
     return cache.step(Work(seqs, [cache.lengths[seq] for seq in seqs], tokens))
+
+
+def join_and_leave(cache, idx, exact, ends, lengths, rng):
+    """
+    Four sequences with the texts idx (4, T) join a cache one after the other, the last one as a fork of the first, and
+    each is freed at its end. Yields, for each step, (sequences, their next tokens, the exact logits of the last of
+    these); the caller feeds them. lengths: of the chunks, drawn at random.
+    """
+    seqs = {}
+    for step in itertools.count():
+        if step in (0, 1, 3):
+            seqs[len(seqs)] = cache.new()
+        if step == 4:
+            idx[3], exact[3] = idx[0], exact[0]
+            seqs[3] = cache.fork(seqs[0])
+        for row in [row for row in seqs if cache.lengths[seqs[row]] == ends[row]]:
+            cache.free(seqs.pop(row))
+        if not seqs:
+            return
+        live = [row for row in seqs if rng.random() < 0.8] or [*seqs]
+        starts = [cache.lengths[seqs[row]] for row in live]
+        stops = [min(ends[row], start + int(rng.choice(lengths))) for row, start in zip(live, starts)]
+        tokens = [idx[row, start:stop] for row, start, stop in zip(live, starts, stops)]
+        yield [seqs[row] for row in live], tokens, [exact[row, stop - 1] for row, stop in zip(live, stops)]
 
 
 def in_chunks(cache, seq, idx, chunks, exact):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import sizes
-from sliding import BLOCK, SINKS, VOCABULARY, W, all_logits, feed, in_chunks, model, streaming, texts
+from sliding import BLOCK, SINKS, VOCABULARY, W, all_logits, feed, in_chunks, join_and_leave, model, streaming, texts
 
 from kvcache import KINDS, make_cache, placement
 from kvcache.operator import key_value_cache
@@ -26,26 +26,12 @@ def test_texts_far_beyond_the_window_are_those_of_one_pass(kind, position, n_kv_
     m = model(position=position, n_kv_head=n_kv_head, window=window[0], n_sink=window[1])
     end = BLOCK if m.config.max_positions == BLOCK else sizes(6, 20) * BLOCK
     idx, rng = texts(4, end), np.random.default_rng(0)
-    exact, cache, seqs, ends = all_logits(m, idx), make_cache(m, kind, 4), {}, [end, end // 2, end, end - 3]
+    exact, cache, ends = all_logits(m, idx), make_cache(m, kind, 4), [end, end // 2, end, end - 3]
     allocated = cache.nbytes()
-    for step in itertools.count():
-        if step in (0, 1, 3):
-            seqs[len(seqs)] = cache.new()
-        if step == 4:
-            idx[3] = idx[0]
-            exact[3] = exact[0]
-            seqs[3] = cache.fork(seqs[0])
-        for row in [row for row in seqs if cache.lengths[seqs[row]] == ends[row]]:
-            cache.free(seqs.pop(row))
-        if not seqs:
-            break
-        live = [row for row in seqs if rng.random() < 0.8] or [*seqs]
-        starts = [cache.lengths[seqs[row]] for row in live]
-        sizes_drawn = [rng.choice([1, 1, 1, 2, 3, window[0] + 1, window[0] + 2, 2 * BLOCK]) for _ in live]
-        stops = [min(ends[row], start + int(n)) for row, start, n in zip(live, starts, sizes_drawn)]
-        tokens = [idx[row, start:stop] for row, start, stop in zip(live, starts, stops)]
-        for row, stop, logits in zip(live, stops, feed(cache, [seqs[row] for row in live], tokens)):
-            assert (logits - exact[row, stop - 1]).abs().max() < 1e-10
+    lengths = [1, 1, 1, 2, 3, window[0] + 1, window[0] + 2, 2 * BLOCK]
+    for seqs, tokens, expected in join_and_leave(cache, idx, exact, ends, lengths, rng):
+        for logits, of_pass in zip(feed(cache, seqs, tokens), expected, strict=True):
+            assert (logits - of_pass).abs().max() < 1e-10
     assert cache.nbytes() == allocated and not cache.lengths
 
 

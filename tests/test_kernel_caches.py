@@ -13,7 +13,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from reference_executor import ReferenceExecutor
-from sliding import BLOCK, all_logits, feed, model, texts
+from sliding import BLOCK, all_logits, feed, join_and_leave, model, texts
 
 from generation import Work
 from kvcache import KINDS, make_cache
@@ -46,27 +46,14 @@ def test_texts_far_beyond_the_window_are_those_of_one_pass(kind, position, n_kv_
     m = model(torch.float32, position=position, n_kv_head=n_kv_head, window=window[0], n_sink=window[1], gelu='tanh')
     end = BLOCK if m.config.max_positions == BLOCK else 4 * BLOCK
     idx, rng, executor = texts(4, end), np.random.default_rng(0), ReferenceExecutor(m)
-    cache, seqs, ends = make_cache(m, kind, 4, decoder=executor), {}, [end, end // 2, end, end - 3]
+    cache, ends = make_cache(m, kind, 4, decoder=executor), [end, end // 2, end, end - 3]
     exact = exact_logits(m, idx)
     fill_with_nan(cache)
-    for step in itertools.count():
-        if step in (0, 1, 3):
-            seqs[len(seqs)] = cache.new()
-        if step == 4:
-            idx[3], exact[3] = idx[0], exact[0]
-            seqs[3] = cache.fork(seqs[0])
-        for row in [row for row in seqs if cache.lengths[seqs[row]] == ends[row]]:
-            cache.free(seqs.pop(row))
-        if not seqs:
-            break
-        live = [row for row in seqs if rng.random() < 0.8] or [*seqs]
-        starts = [cache.lengths[seqs[row]] for row in live]
-        drawn = [rng.choice([1, 1, 1, 2, 3, window[0] + 1, window[0] + 2, BLOCK]) for _ in live]
-        stops = [min(ends[row], start + int(n)) for row, start, n in zip(live, starts, drawn)]
-        tokens = [idx[row, start:stop] for row, start, stop in zip(live, starts, stops)]
+    lengths = [1, 1, 1, 2, 3, window[0] + 1, window[0] + 2, BLOCK]
+    for seqs, tokens, expected in join_and_leave(cache, idx, exact, ends, lengths, rng):
         executor.calls.clear()
-        for row, stop, logits in zip(live, stops, feed(cache, [seqs[row] for row in live], tokens)):
-            assert (logits - exact[row, stop - 1]).abs().max() < 1e-4
+        for logits, of_pass in zip(feed(cache, seqs, tokens), expected, strict=True):
+            assert (logits - of_pass).abs().max() < 1e-4
         n_calls = -(-max(map(len, tokens)) // (window[0] + 1)) if window[0] else 1
         assert len(executor.calls) == n_calls and sum(map(sum, executor.calls)) <= sum(map(len, tokens))
 
