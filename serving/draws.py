@@ -146,7 +146,6 @@ def keep(row, weights, largest, scale, top_k, top_p):
         for i in range(n):
             if row[i] < kept or row[i] == kept and i > last:
                 weights[i] = 0.0
-    return
 
 
 @njit(cache=True)

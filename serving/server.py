@@ -156,7 +156,8 @@ async def error_answer(request, e):
 
 async def http_error(request, e):
     """An address that does not exist, or does with another method."""
-    message = f"{request.method} {request.url.path[:100]} is nothing here: GET /openapi.json says what there is"
+    message = (f"this server does not answer {request.method} {request.url.path[:100]}: GET /openapi.json lists what "
+               "it answers")
     return JSON(APIError(e.status_code, message).json(), e.status_code, e.headers)
 
 
@@ -282,8 +283,8 @@ def listen(host, port):
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as e:
         raise OSError(f"port {port} of {host} cannot be had ({e.strerror or e}): choose another --port") from e
-    # asyncio sets this on sockets that it makes itself only. Without it the body of a response waits, for some 40 ms,
-    # until the client has acknowledged the headers
+    # asyncio sets this only on sockets that it makes itself. Without it the body of a response waits about 40 ms for
+    # the client to acknowledge the headers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

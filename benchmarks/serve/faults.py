@@ -1,9 +1,9 @@
 """
-Closed loops in which 30 % of the clients go away and 10 % read slowly, beside the same without them.
+Two closed loops: in one 30 % of the clients go away and 10 % read slowly, in the other one none does.
 
     python bench.py --mode=serve --only=faults --shape=S --llama_server=PATH
 
-The figures are those of the other clients. Afterwards all blocks of our pool must be free.
+The figures are those of the clients that do neither. Afterwards all blocks of our pool must be free.
 """
 import time
 from dataclasses import replace
