@@ -104,10 +104,7 @@ class CPUDecoder(Executor):
             if B * T > self.chunk:
                 self.run_rows(idx, np.arange(0, B * T + 1, T), np.arange(T - 1, B * T, T), bound.kv, logits)
                 return
-            inputs.query_starts[:B + 1], inputs.wanted[:B] = np.arange(0, B * T + 1, T), np.arange(T - 1, B * T, T)
-            self.set_sizes(B * T, B, B, bound.kv)
-        tables.step = B, T
-        self.run_step(B * T, B, B, idx.data_ptr(), logits.data_ptr(), bound.kv)
+        self.run_rectangle(B, T, step, idx, bound.kv, logits)
 
 
 class BoundTuples:

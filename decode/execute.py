@@ -144,16 +144,34 @@ class Executor:
                 self.refresh()
             if not exclusive:
                 kv_caches.find()
-            starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, len(m.query_lens) + 1)
-            check_inputs(input_ids, input_positions, int(starts[-1]), m, n_threads)
-            wanted = starts[1:] - 1 if m.wanted is None else m.wanted
-            logits = torch.empty(len(wanted), self.vocab_size, dtype=torch.float32, device='cpu')
-            inputs = self.inputs_for(len(input_ids))
-            n_seq, self.tables.step = len(m.runs), None
-            inputs.positions[:starts[-1]] = input_positions
-            inputs.runs[:n_seq], inputs.n_runs[:n_seq] = [r.address for r in m.runs], [r.n for r in m.runs]
-            self.run_rows(input_ids, starts, wanted, kv_caches, logits, n_threads)
+            S, N = len(m.runs), sum(m.query_lens)
+            check_inputs(input_ids, input_positions, N, m, n_threads)
+            W = S if m.wanted is None else len(m.wanted)
+            logits = torch.empty(W, self.vocab_size, dtype=torch.float32, device='cpu')
+            inputs, tables = self.inputs_for(N), self.tables
+            before, tables.step = tables.step, None
+            inputs.positions[:N] = input_positions
+            inputs.runs[:S], inputs.n_runs[:S] = [r.address for r in m.runs], [r.n for r in m.runs]
+            if N == S <= self.chunk and m.wanted is None:  # one token each
+                self.run_rectangle(N, 1, before, input_ids, kv_caches, logits, n_threads)
+            else:
+                starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, S + 1)
+                wanted = starts[1:] - 1 if m.wanted is None else m.wanted
+                self.run_rows(input_ids, starts, wanted, kv_caches, logits, n_threads)
         return logits
+
+    def run_rectangle(self, B, T, before, idx, kv, logits, n_threads=None):
+        """
+        One step of B sequences with T tokens each. `inputs` has positions, runs and n_runs. before: the attribute
+        `step` of the tables, after the last step.
+        """
+        tables, N = self.tables, B * T
+        if before != (B, T) or tables.kv is not kv:
+            tables.inputs.query_starts[:B + 1] = np.arange(0, N + 1, T)
+            tables.inputs.wanted[:B] = np.arange(T - 1, N, T)
+            self.set_sizes(N, B, B, kv)
+        tables.step = B, T
+        self.run_step(N, B, B, idx.data_ptr(), logits.data_ptr(), kv, n_threads)
 
     def inputs_for(self, n_rows):
         """The `StepInputs` of the tables, with room for so many rows."""

@@ -114,7 +114,7 @@ class StepTables:
             self.sizes[index] = size
         self.addresses = self.memory.ctypes.data, self.sizes.ctypes.data
         self.kv = None    # the `KVArrays` whose addresses are in memory
-        self.step = None  # what of the last step is still in sizes and inputs, see `CPUDecoder.run_tuples`
+        self.step = None  # (B, T) if sizes, query_starts and wanted are still those of B sequences with T tokens each
 
     def bind(self, kv):
         """Write the addresses of a `KVArrays` where the step reads them. ValueError if they are not for this model."""

@@ -89,7 +89,8 @@ def kernel_pass(decoder, input_ids, kv_caches, m):
         for position, block in sorted(zip(positions, blocks)):
             if block >= 0 and position < length:
                 tables[-1].append(position, block * block_size, block_size)
-    return forward(tables, (m.seq_lens - counts).tolist(), counts.tolist(), input_ids[:n])
+    counts, starts = counts.tolist(), (m.seq_lens - counts).tolist()
+    return forward(input_ids[:n].contiguous(), forward.positions(starts, counts), forward.metadata(counts, tables))
 
 
 def one_pass(model, input_ids, input_positions, kv_caches, m, hiding=False):

@@ -218,6 +218,15 @@ class BlockManager:
         self.length[seq] += n
         return copies
 
+    def append_block(self, seq):
+        """`extend` by one position for a sequence whose blocks are full. Returns the new block."""
+        if not self.free:
+            raise self.out_of_blocks(1, 0)
+        block = self.acquire()
+        self.tables[seq].append(block)
+        self.length[seq] += 1
+        return block
+
     def remember(self, seq, tokens):
         """
         Remember the full blocks of a sequence by its tokens, all of them so far: other sequences that begin alike may

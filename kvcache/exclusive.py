@@ -19,12 +19,14 @@ class Exclusive:
     """
     Methods marked with `exclusive` run one at a time, whichever threads call them. They must not call each other.
 
+    n_operations: how many have begun so far.
+
     If one raises, or a KeyboardInterrupt ends it at any line, `recover` is called. `recover` must make the object
     consistent from any intermediate state. If `recover` is interrupted too, it runs again before the next operation.
     """
 
     def __init__(self):
-        self.lock, self.holder, self.unfinished = threading.Lock(), None, False
+        self.lock, self.holder, self.unfinished, self.n_operations = threading.Lock(), None, False, 0
         instances.add(self)
 
     def recover(self):
@@ -42,7 +44,7 @@ def exclusive(method):
             try:
                 if self.unfinished:
                     self.recover()
-                self.unfinished = True
+                self.unfinished, self.n_operations = True, self.n_operations + 1
                 try:
                     result = method(self, *args, **kwargs)
                 except BaseException:

@@ -47,19 +47,23 @@ class KernelPass:
         counts = np.array(counts, np.int64)
         return np.arange(n) + np.repeat(starts - counts.cumsum() + counts, counts)
 
-    def __call__(self, seqs_runs, starts, counts, ids, wanted=None):
-        """
-        Logits (B, vocab_size), float32, of the last of each sequence's new tokens, or of the `wanted` ones.
+    @staticmethod
+    def metadata(counts, runs, wanted=None):
+        """`InputMetadata` of sequences with so many new tokens and these `Runs`; wanted: a list of rows, or None."""
+        return InputMetadata(counts, runs, None if wanted is None else np.array(wanted, np.int64))
 
-        seqs_runs: the `Runs` of each sequence. starts, counts: the first position and the number of its new tokens.
-        ids: all of them, int64 (sum(counts),), on the CPU. ValueError, with nothing written, if they do not fit the
+    def __call__(self, ids, positions, metadata):
+        """
+        Logits (B, vocab_size), float32, of the last of each sequence's new tokens, or of the wanted ones.
+
+        ids: all new tokens, int64 (N,), contiguous, on the CPU. positions, metadata: see above. ValueError, with nothing written, if they do not fit the
         model or each other. `NotNumbers` if the logits are not numbers: the slots that were written are then zeros, and
         so is every NaN and infinity in the cache, because a mask of the model in PyTorch would not hide it.
         """
-        logits = self.decoder.execute_model(ids.contiguous(), self.positions(starts, counts), self.arrays,
-                                            InputMetadata(counts, seqs_runs, wanted and np.array(wanted, np.int64)))
+        logits = self.decoder.execute_model(ids, positions, self.arrays, metadata)
         if not math.isfinite(logits.sum()):
-            written = [slots_of(runs, start, n) for runs, start, n in zip(seqs_runs, starts, counts)]
+            parts = np.split(positions, np.cumsum(metadata.query_lens)[:-1])
+            written = [slots_of(runs, part) for runs, part in zip(metadata.runs, parts)]
             for layer in self.layers:
                 layer.zero_rows(torch.from_numpy(np.concatenate(written)))
                 layer.zero_nonfinite()
@@ -67,9 +71,8 @@ class KernelPass:
         return logits
 
 
-def slots_of(runs, start, n):
-    """The slots of the n positions from `start` on, int64 (n,)."""
+def slots_of(runs, positions):
+    """The slots of positions (n,), int64 (n,)."""
     table = runs.table[:runs.n]
-    positions = np.arange(start, start + n)
     row = np.searchsorted(table[:, 0], positions, side='right') - 1
     return table[row, 1] + positions - table[row, 0]

@@ -14,6 +14,7 @@ from decode.fingerprint import Watch
 from kvcache.base import BaseCache
 from kvcache.block_tables import PagedMetadata, execute_model, one_pass
 from kvcache.blocks import BlockManager
+from kvcache.decoding import BlockDecoding
 from kvcache.exclusive import exclusive
 from kvcache.placement import device_of, make_layers
 
@@ -89,12 +90,17 @@ class PagedCache(BaseCache):
         array. It calls half a dozen operations of torch fewer, which take a tenth of a small step.
         """
         self.remove_freed()
+        decoding, self.decoding = self.decoding, None
+        if decoding is not None and decoding.operation == self.n_operations - 1 and (
+                decoding.goes_on(seqs, decoding.ends, len(ids))):
+            return self.decode(decoding, torch.from_numpy(ids))
         starts = list(map(self.lengths.get, seqs))
         if not all(starts) or not self.decoder or self.model.training:
             raise ValueError(f"sequences {seqs} have {starts} tokens: a decode step takes sequences with at least one, "
                              "a decoder, and a model in eval mode")
-        logits = self.kernel_pass(seqs, starts, [1] * len(seqs), torch.from_numpy(ids))
-        self.lengths.update(zip(seqs, [start + 1 for start in starts]))
+        logits, ends = self.kernel_pass(seqs, starts, [1] * len(seqs), torch.from_numpy(ids)), [s + 1 for s in starts]
+        self.lengths.update(zip(seqs, ends))
+        self.decoding = self.begin_decoding(seqs, ends)
         return logits
 
     @property
@@ -175,8 +181,27 @@ class PagedCache(BaseCache):
         self.tokens[seq] = text[:n]
         return n
 
-    def make_room(self, seqs, starts, counts, ids):
-        blocks, found, new, ends = self.blocks, [], ids.tolist(), list(map(add, starts, counts))
+    def begin_decoding(self, seqs, ends):
+        return BlockDecoding(seqs, ends, self.model.config.max_positions, self.kernel, self.n_operations, self.blocks,
+                             self.tokens)
+
+    def make_room_again(self, decoding, new):
+        d, blocks = decoding, self.blocks
+        for number in d.due.pop(d.n_steps, ()):
+            seq = d.seqs[number]
+            if self.window:
+                d.metadata.runs[number] = self.extended(seq, 1)
+            else:  # the same, sooner
+                runs, limit = blocks.runs[seq]
+                runs.append(limit, blocks.append_block(seq) * blocks.block_size, blocks.block_size)
+                blocks.runs[seq] = runs, limit + blocks.block_size
+            d.due.setdefault(d.n_steps + 1 + blocks.runs[seq][1] - d.ends[number], []).append(number)
+        blocks.length.update(zip(d.seqs, d.ends))
+        for text, token in zip(d.texts, new):
+            text.append(token)
+
+    def make_room(self, seqs, starts, counts, new):
+        blocks, found, ends = self.blocks, [], list(map(add, starts, counts))
         for seq, end, n in zip(seqs, ends, counts):
             runs, limit = blocks.runs.get(seq, (None, 0))
             if end > limit:
@@ -207,6 +232,13 @@ class PagedCache(BaseCache):
             limit = min(limit, (self.blocks.needed(start)[1].start + 1) * size + self.window - 1)
         self.blocks.runs[seq] = runs, limit
         return runs
+
+    def decode(self, decoding, ids):
+        logits = super().decode(decoding, ids)
+        self.forget_blocks_if_changed()
+        for seq in decoding.filling[decoding.n_steps % self.blocks.block_size]:
+            self.blocks.remember(seq, self.tokens[seq])
+        return logits
 
     def kernel_pass(self, seqs, starts, counts, ids, wanted=None):
         logits = super().kernel_pass(seqs, starts, counts, ids, wanted)

@@ -239,9 +239,13 @@ class NotNumbers(ValueError):
 
 def check_tokens(model, idx):
     """ValueError unless the model is in eval mode, and the tokens idx, int64, are in its vocabulary."""
+    check_ids(model, idx.flatten().tolist())  # of a few tokens, sooner than two operations of torch
+
+
+def check_ids(model, ids):
+    """The same for a list of ids."""
     if model.training:
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
-    ids = idx.flatten().tolist()  # of a few tokens, sooner than two operations of torch
     if min(ids) < 0 or max(ids) >= model.config.vocab_size:
         raise ValueError(f"token ids are 0 to {model.config.vocab_size - 1}, not {min(ids)} to {max(ids)}")
 

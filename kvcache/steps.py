@@ -3,8 +3,9 @@ from operator import add
 
 import torch
 
+from kvcache.decoding import Decoding
 from kvcache.exclusive import Exclusive, exclusive
-from kvcache.placement import NotNumbers, check_tokens, dtype_of, logits_of
+from kvcache.placement import NotNumbers, check_ids, check_tokens, dtype_of, logits_of
 from kvcache.protocol import checked_tokens
 
 OF_OTHER_TOKENS = ("the logits of other tokens than the last ones take a decoder with a compiled step, no remembered "
@@ -13,6 +14,7 @@ OF_OTHER_TOKENS = ("the logits of other tokens than the last ones take a decoder
 
 class Steps(Exclusive):
     """`step` of a `base.BaseCache`, which documents the attributes."""
+    decoding = None  # the `Decoding` of the last step, if it was one
 
     def forward_pass(self, seqs, starts, counts, ids, hiding=False):
         """
@@ -23,12 +25,17 @@ class Steps(Exclusive):
         """
         raise NotImplementedError
 
-    def make_room(self, seqs, starts, counts, ids):
+    def make_room(self, seqs, starts, counts, new):
         """
-        Reserve slots for the new tokens of a forward pass. Returns the `Runs` of each sequence, with what its new
-        tokens see, and their own positions. ValueError if there is no room.
+        Reserve slots for the new tokens of a forward pass, new: the ids of all of them, a list. Returns the `Runs` of
+        each sequence, with what its new tokens see, and their own positions. ValueError if there is no room.
         """
         raise NotImplementedError
+
+    def make_room_again(self, decoding, new):
+        """Write the `Runs` of all sequences of a `Decoding` to its metadata, for a step of one token of each."""
+        d = decoding
+        d.metadata.runs[:] = self.make_room(d.seqs, [end - 1 for end in d.ends], d.counts, new)
 
     def readable(self):
         """Can the compiled step read the keys as they are stored now?"""
@@ -61,6 +68,9 @@ class Steps(Exclusive):
         more that the next token sees.
         """
         self.remove_freed()
+        decoding, self.decoding = self.decoding, None
+        if decoding is not None and wanted is None and self.repeats(decoding, work):
+            return self.decode(decoding, work.tokens.flatten().contiguous())
         seqs, starts, counts, ids, go_on = self.checked(work)
         if wanted is not None and (not self.kernel or 0 < self.window < max(counts) - 1):
             raise ValueError(OF_OTHER_TOKENS)
@@ -83,10 +93,37 @@ class Steps(Exclusive):
             logits = self.kernel_pass(seqs, starts, counts, ids, wanted)
         elif self.kernel and self.readable():
             logits = self.in_chunks(self.kernel_pass, seqs, starts, counts, ids)
+            if len(ids) == len(seqs):
+                self.decoding = self.begin_decoding(seqs, ends)
         else:
             with torch.inference_mode():
                 logits = self.in_chunks(self.feed_once, seqs, starts, counts, ids)
         self.lengths.update(zip(seqs, ends))
+        return logits
+
+    def begin_decoding(self, seqs, ends):
+        """The `Decoding` of sequences that have so many tokens, of which the last was computed in this operation."""
+        return Decoding(seqs, ends, self.model.config.max_positions, self.kernel, self.n_operations)
+
+    def repeats(self, decoding, work):
+        """Is a `Work` the next step of a `Decoding`, which was of the operation before?"""
+        tokens = work.tokens
+        return (decoding.operation == self.n_operations - 1 and isinstance(tokens, torch.Tensor)
+                and tokens.dtype is torch.int64 and tokens.is_cpu and tokens.dim() == 2 and tokens.size(1) == 1
+                and decoding.goes_on(work.handles, work.starts, len(tokens)) and self.readable())
+
+    def decode(self, decoding, ids):
+        """
+        The next step of a `Decoding`: logits (B, vocab_size) behind one more token of each sequence; ids: int64 (B,),
+        contiguous, on the CPU.
+        """
+        new = ids.tolist()
+        check_ids(self.model, new)
+        decoding.advance()
+        self.make_room_again(decoding, new)
+        logits = self.compiled(ids, decoding.positions, decoding.metadata)
+        self.lengths.update(zip(decoding.seqs, decoding.ends))
+        decoding.operation, self.decoding = self.n_operations, decoding
         return logits
 
     def in_chunks(self, forward, seqs, starts, counts, ids):
@@ -110,8 +147,13 @@ class Steps(Exclusive):
         One forward pass by the decoder. It reads no slot of another sequence, so that the logits of each sequence are
         those that it has alone.
         """
+        runs = self.make_room(seqs, starts, counts, ids.tolist())
+        return self.compiled(ids.contiguous(), self.kernel.positions(starts, counts),
+                             self.kernel.metadata(counts, runs, wanted))
+
+    def compiled(self, ids, positions, metadata):
         try:
-            return self.kernel(self.make_room(seqs, starts, counts, ids), starts, counts, ids, wanted)
+            return self.kernel(ids, positions, metadata)
         except NotNumbers:
             self.needs_zeroing = True
             raise

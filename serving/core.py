@@ -12,7 +12,7 @@ from serving.request import Output
 from serving.sampler import Drawing, Sampler
 from serving.scheduler import Scheduler
 from serving.snapshot import Stats
-from serving.text import TextStream
+from serving.text import TextStream, WholeTexts
 
 new_output = tuple.__new__  # a third of the time of Output(...), for each token
 
@@ -46,11 +46,14 @@ class EngineCore:
     """
 
     def __init__(self, cache, bytes_of, eos_token, budget, ended):
-        self.cache, self.bytes_of, self.eos_token, self.ended = cache, bytes_of, eos_token, ended
+        self.cache, self.texts, self.eos_token, self.ended = cache, WholeTexts(bytes_of), eos_token, ended
         self.version = None  # of the cache's weights when the samples that run were computed
         self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
         self.scheduler = Scheduler(cache, budget, None if cache.decoder else 1)
         self.sampler, self.stats = Sampler(self.vocab_size), Stats(self.scheduler)
+        # the plan of the last step, if the next one is the same; the samples that drew a token, and for these the rows of
+        # their logits, and their drawings
+        self.drawn_for, self.drawing, self.of_rows, self.drawings = None, [], [], []
 
     def run_once(self):
         """Plan and run a step. Returns whether there was anything to run."""
@@ -70,7 +73,7 @@ class EngineCore:
         if self.eos_token is not None and not p.ignore_eos:
             stop_ids.add(self.eos_token)
         progress = [Progress(live, Drawing(request, i, stop_ids, self.vocab_size),
-                             TextStream(self.bytes_of, request.stop), stop_ids) for i in range(request.n)]
+                             TextStream(self.texts, request.stop), stop_ids) for i in range(request.n)]
         live.samples = self.scheduler.submit(request)
         for sample, of_sample in zip(live.samples, progress):
             sample.progress = of_sample
@@ -115,8 +118,10 @@ class EngineCore:
 
     def forward(self, plan):
         """Compute the tokens of a plan. Returns (logits, float32 (W, vocab_size), the row of each one's last token)."""
-        handles, rows, wanted = [sample.handle for sample, _ in plan], range(len(plan)), None
         self.stats.steps += 1
+        handles, rows, wanted = [sample.handle for sample, _ in plan], range(len(plan)), None
+        if plan is self.drawn_for and self.cache.decoder:
+            return self.cache.decode_step(handles, self.sampler.tokens.copy()).numpy(), rows
         if self.cache.decoder and all(n == 1 and sample.computed for sample, n in plan):
             newest = np.array([sample.tokens[sample.computed] for sample, _ in plan], np.int64)
             return self.cache.decode_step(handles, newest).numpy(), rows
@@ -134,19 +139,25 @@ class EngineCore:
 
     def advance(self, plan, logits, rows):
         """The cache has a plan's tokens: score prompts, draw tokens, deliver them."""
-        for (sample, n), row in zip(plan, rows):
-            if sample.scores:
-                self.score(sample, n, logits[row - n + 1:row + 1])
-        drawing, of_rows, given = [], [], {}  # given: {Live: its Outputs}
-        for sample, number in self.scheduler.commit(plan):
-            if len(sample.tokens) < sample.n_end:
-                drawing.append(sample)
-                of_rows.append(rows[number])
-            else:  # max_tokens is 0
-                self.finish(sample, 'length')
-                given.setdefault(sample.progress.live, []).append(Output(sample.index, [], finish_reason='length'))
+        if plan is not self.drawn_for:
+            for (sample, n), row in zip(plan, rows):
+                if sample.scores:
+                    self.score(sample, n, logits[row - n + 1:row + 1])
+        given = {}  # {Live: its Outputs}
+        caught_up = self.scheduler.commit(plan)
+        if plan is not self.drawn_for:
+            self.drawing, self.of_rows = [], []
+            for sample, number in caught_up:
+                if len(sample.tokens) < sample.n_end:
+                    self.drawing.append(sample)
+                    self.of_rows.append(rows[number])
+                else:  # max_tokens is 0
+                    self.finish(sample, 'length')
+                    given.setdefault(sample.progress.live, []).append(Output(sample.index, [], finish_reason='length'))
+            self.drawings = [sample.progress.drawing for sample in self.drawing]
+        drawing, of_rows, self.drawn_for = self.drawing, self.of_rows, None
         if drawing:
-            tokens = self.sampler.draw(logits, of_rows, [sample.progress.drawing for sample in drawing])
+            tokens = self.sampler.draw(logits, of_rows, self.drawings)
             now = time.monotonic()
             for sample, row, token in zip(drawing, of_rows, tokens):
                 if sample.finished:  # with another one of its request, see below
@@ -163,6 +174,8 @@ class EngineCore:
                 else:
                     given[live] = [output]
             self.stats.generated_tokens += len(tokens)
+            if plan is self.scheduler.steady:
+                self.drawn_for = plan
         for live, outputs in given.items():
             self.deliver(live, outputs)
 

@@ -61,6 +61,7 @@ class Scheduler:
         self.at_once = cache.window + 1 if cache.window else budget
         self.scored_at_once = scored_at_once or self.at_once
         self.running, self.waiting, self.n_submitted = [], deque(), 0
+        self.steady = None  # the last plan, if the same samples run on with one token each: then the next is the same
         self.no_room = None  # what was so when the first that waits found no room: (it, free blocks, how many ran)
         self.n_preempted = self.n_looked_up = self.n_found = 0  # the last two are tokens of prompts
 
@@ -92,21 +93,37 @@ class Scheduler:
             self.preempt(self.running[-1])  # for a sibling that could not be forked, see `commit`
         n_preempted = self.n_preempted
         plan = self.plan_running()
-        if self.n_preempted == n_preempted and len(plan) == len(self.running):
-            left = self.budget - sum(n for _, n in plan)
-            while left and self.waiting and self.begin(self.waiting[0]):
-                sample = self.waiting.popleft()
-                self.running.append(sample)
-                n = min(len(sample.tokens) - sample.computed, left, self.most(sample))
-                plan.append((sample, n))
-                left -= n
+        if self.waiting and self.n_preempted == n_preempted and len(plan) == len(self.running) and not self.is_full():
+            plan = plan + self.plan_waiting(self.budget - sum(n for _, n in plan))
         return plan
+
+    def plan_waiting(self, budget):
+        """Begin samples that wait, in order, while there is room. Returns their part of the plan."""
+        plan, ahead = [], sum(map(self.missing_ahead, self.running))
+        while budget and self.waiting and self.begin(self.waiting[0], ahead):
+            sample = self.waiting.popleft()
+            self.running.append(sample)
+            self.steady = None
+            ahead += self.missing_ahead(sample)
+            n = min(len(sample.tokens) - sample.computed, budget, self.most(sample))
+            plan.append((sample, n))
+            budget -= n
+        return plan
+
+    def is_full(self):
+        """Was there no room for the first that waits, and is there no more now?"""
+        if not self.no_room:
+            return False
+        sample, n_free, n_ran = self.no_room
+        return sample is self.waiting[0] and self.cache.n_free <= n_free and len(self.running) >= n_ran
 
     def plan_running(self):
         plan, cache, running = [], self.cache, self.running
         spare, free = self.budget - len(running), cache.n_free
         # a sample takes at most one block for its first token, or for a copy of its last block, and one for a rest
         counts = free < 2 * len(running) + self.budget // self.block_size
+        if self.steady and not counts:
+            return self.steady
         for sample in running[:self.budget]:
             if sample.handle is None:  # it was preempted, and so were all after it
                 break
@@ -130,18 +147,17 @@ class Scheduler:
     def most(self, sample):
         return self.scored_at_once if sample.scores else self.at_once
 
-    def begin(self, sample):
-        """Begin a sequence for a sample, if there is room. Returns whether there is."""
+    def begin(self, sample, ahead):
+        """
+        Begin a sequence for a sample, if there is room. Returns whether there is. ahead: `missing_ahead` of all that
+        run.
+        """
         cache, n_running = self.cache, len(self.running)
-        if self.no_room:
-            of, n_free, n_ran = self.no_room
-            if of is sample and cache.n_free <= n_free and n_running >= n_ran:
-                return False
         if n_running < cache.n_seq:
             salt = object() if sample.scores else sample.request.cache_salt  # nothing is found for a new object
             sample.handle = cache.new(salt)
             sample.computed = cache.reuse_prefix(sample.handle, sample.tokens)
-            if sum(self.missing_ahead(s) for s in [*self.running, sample]) <= cache.n_free:
+            if ahead + self.missing_ahead(sample) <= cache.n_free:
                 if sample.n_cached is None:
                     sample.n_cached = sample.computed
                     self.n_looked_up += sample.n_prompt
@@ -171,6 +187,8 @@ class Scheduler:
                 if sample.siblings or sample.scores:
                     sample.scores = False
                     caught_up += [(sibling, row) for sibling in self.fork(sample)]
+        if len(caught_up) == len(plan) == len(self.running) and all(n == 1 for _, n in plan):
+            self.steady = plan
         return caught_up
 
     def fork(self, sample):
@@ -180,14 +198,14 @@ class Scheduler:
             if len(self.running) < self.cache.n_seq:
                 sibling.handle, sibling.computed = self.cache.fork(sample.handle), sample.computed
                 insort(self.running, sibling)
+                self.steady = None
             else:
                 insort(self.waiting, sibling)
         return siblings
 
     def preempt(self, sample):
         """Free the blocks of a sample that runs. It waits until there is room to compute all of its tokens again."""
-        self.running.remove(sample)
-        self.release(sample)
+        self.stop(sample)
         insort(self.waiting, sample)
         self.n_preempted += 1
 
@@ -195,17 +213,21 @@ class Scheduler:
         """A sample has ended: free its blocks."""
         sample.finished = True
         if sample.handle is not None:
-            self.running.remove(sample)
-            self.release(sample)
+            self.stop(sample)
         elif sample in self.waiting:
             self.waiting.remove(sample)
 
     def clear(self):
         """Forget all samples, and free all sequences of the cache."""
-        self.running, self.no_room = [], None
+        self.running, self.no_room, self.steady = [], None, None
         self.waiting.clear()
         for handle in list(self.cache.lengths):
             self.cache.free(handle)
+
+    def stop(self, sample):
+        self.running.remove(sample)
+        self.steady = None
+        self.release(sample)
 
     def release(self, sample):
         self.cache.free(sample.handle)

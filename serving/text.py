@@ -8,26 +8,47 @@ from tokenizer import CharTokenizer, GPT2Tokenizer
 END_OF_TEXT = '<|endoftext|>'  # the name of the token that ends a document, in GPT-2 and those that follow it
 
 
+class WholeTexts(dict):
+    """{token id: its text, or None if its bytes are no whole characters}. token_bytes: the bytes of an id, a function."""
+
+    def __init__(self, token_bytes):
+        self.token_bytes = token_bytes
+
+    def __missing__(self, token):
+        try:
+            text = self.token_bytes(token).decode('utf-8')
+        except UnicodeDecodeError:
+            text = None
+        self[token] = text
+        return text
+
+
 class TextStream:
     """
     The text of one sample. `push(token)` returns what may be sent now; joined, with `finish()` at the end, this is what
     decoding all bytes at once gives (errors='replace'), up to the stop string.
 
-    token_bytes: the bytes of each token id, a list or a function. stop: strings that end the text. The one whose last
+    token_bytes: the bytes of each token id, a list or a function, or `WholeTexts` of such a function. stop: strings that end the text. The one whose last
     character comes first ends it, and of two that end at the same character the longer one, so that the text does not
     depend on where one token ends and the next begins. stopped: has a stop string come? Then every later piece is ''.
     """
 
     def __init__(self, token_bytes, stop=()):
-        self.bytes_of = token_bytes if callable(token_bytes) else token_bytes.__getitem__
+        if not isinstance(token_bytes, WholeTexts):
+            token_bytes = WholeTexts(token_bytes if callable(token_bytes) else token_bytes.__getitem__)
+        self.whole, self.bytes_of = token_bytes, token_bytes.token_bytes
         self.stop, self.stopped = tuple(filter(None, stop)), False
         self.decoder, self.held = codecs.getincrementaldecoder('utf-8')('replace'), ''
+        self.in_character = False  # are there bytes of a character that has not ended?
 
     def push(self, token):
         """The text that may be sent now that this token has come."""
         if self.stopped:
             return ''
-        piece = self.decoder.decode(self.bytes_of(token))
+        piece = None if self.in_character else self.whole[token]
+        if piece is None:
+            piece = self.decoder.decode(self.bytes_of(token))
+            self.in_character = bool(self.decoder.getstate()[0])
         if not self.stop:
             return piece
         text = self._up_to_stop(piece)

@@ -83,7 +83,7 @@ def test_a_decode_step_is_a_step(how):
         expected = feed(q, {b: [token], a: [token + 1]})
         assert torch.equal(p.decode_step([b, a], np.array([token, token + 1])), expected)
         assert (p.lengths, p.tokens, p.blocks.length) == (q.lengths, q.tokens, q.blocks.length)
-        with pytest.raises(ValueError, match='vocabulary'):
+        with pytest.raises(ValueError, match='token ids'):
             p.decode_step([b, a], np.array([token, 29]))
         assert (p.lengths, p.tokens) == (q.lengths, q.tokens)
 
