@@ -38,10 +38,10 @@ class Runs:
         self.set(rows)
 
     def grow(self, n):
-        table = aligned((n, 3), np.int64)
+        table = np.zeros((n, 3), np.int64)
         if self.n:
             table[:self.n] = self.table[:self.n]
-        self.table, self.address = table, table.ctypes.data
+        self.table, self.address = table, table.__array_interface__['data'][0]  # sooner than table.ctypes.data
 
     def set(self, rows):
         """Replace all rows."""

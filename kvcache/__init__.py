@@ -7,7 +7,8 @@ Ways to store the keys and values of many sequences: the cache designs of other 
     exclusive        a lock for operations that must not overlap, and recovery after interrupts
     base             sequence numbers, lengths and operations on sequences, shared by the four caches below
     steps            a step of these caches: its checks, chunks and forward passes
-    compiled         a forward pass by the compiled step of a decoder
+    kernel_pass      a forward pass by the compiled step of a decoder
+    decoding         what stays the same from one decode step to the next
     contiguous       block_size rows for each sequence, or a ring of rows for a window
     tuples           the tuples of the model or of a decoder, behind the same methods
     cells            which cell holds which position of which sequences, after llama.cpp

@@ -263,12 +263,13 @@ class Cells:
         if first < self.end or stop > len(self.pos) or first > self.n_used + 2 * n:
             return None
         if isinstance(seqs, np.ndarray):
+            cells, last = slice(first, stop), pos
             self.owners[rows, np.arange(first, stop)] = True
-            last = pos
         else:
-            self.owners[rows, first:stop] = True
+            cells = first if n == 1 else slice(first, stop)  # numpy writes to one number sooner than to a slice
+            self.owners[rows, cells] = True
             pos, last = pos if n == 1 else np.arange(pos, pos + n), pos + n - 1
-        self.pos[first:stop], self.n_owners[first:stop], self.owner_sum[first:stop] = pos, 1, seqs
+        self.pos[cells], self.n_owners[cells], self.owner_sum[cells] = pos, 1, seqs
         self.last[rows] = last
         self.n_used += n
         self.head = self.end = stop

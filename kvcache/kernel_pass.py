@@ -4,11 +4,10 @@ A forward pass of a cache through the compiled step of a decoder (decode/), in t
 A cache says in which slots each sequence's keys and values lie, in its `Runs`. The compiled step writes the new ones
 there, and reads the slots that the new tokens see and no others.
 """
-import math
-
 import numpy as np
 import torch
 
+from decode.finite import all_finite
 from decode.metadata import InputMetadata, KVArrays, Runs
 from kvcache.placement import NotNumbers
 
@@ -61,7 +60,7 @@ class KernelPass:
         so is every NaN and infinity in the cache, because a mask of the model in PyTorch would not hide it.
         """
         logits = self.decoder.execute_model(ids, positions, self.arrays, metadata)
-        if not math.isfinite(logits.sum()):
+        if not all_finite(logits.data_ptr(), logits.numel()):
             parts = np.split(positions, np.cumsum(metadata.query_lens)[:-1])
             written = [slots_of(runs, part) for runs, part in zip(metadata.runs, parts)]
             for layer in self.layers:

@@ -56,6 +56,7 @@ class PagedCache(BaseCache):
         self.blocks, self.tokens = BlockManager(n_blocks, block_size, window=window, n_sink=n_sink), {}
         # of the model when the blocks that are remembered were computed. version: another number after each change
         self.watch = self.version = None
+        self.compared = False  # have the weights been compared since the last step?
         super().__init__(model, n_blocks, make_layers(model, (n_blocks, block_size), type_kv), 'paged', type_kv,
                          decoder)
 
@@ -72,14 +73,17 @@ class PagedCache(BaseCache):
         Give a new sequence the remembered blocks with which its text begins. Returns how many tokens these hold; it
         goes on at that position. A step looks by itself for the tokens that it is given, which may not be all.
 
-        The weights are compared as they are before each step, not byte by byte, because many sequences begin.
+        The weights are compared as they are before each step, not byte by byte, because many sequences begin; and once
+        for all that begin between two steps.
         """
         if self.length(seq) or seq in self.blocks.tables:
             raise ValueError(f"sequence {seq} has begun already: look for its text before its first step")
-        if self.decoder:
-            self.decoder.notice_changes()
-        if self.version is None or self.weights_differ():
-            self.forget_blocks()
+        if not self.compared:
+            if self.decoder:
+                self.decoder.notice_changes()
+            if self.version is None or self.weights_differ():
+                self.forget_blocks()
+            self.compared = True
         self.lengths[seq] = self.begin_text(seq, list(tokens))
         return self.lengths[seq]
 
@@ -233,6 +237,10 @@ class PagedCache(BaseCache):
         self.blocks.runs[seq] = runs, limit
         return runs
 
+    def compiled(self, ids, positions, metadata):
+        self.compared = False
+        return super().compiled(ids, positions, metadata)
+
     def decode(self, decoding, ids):
         logits = super().decode(decoding, ids)
         self.forget_blocks_if_changed()
@@ -249,6 +257,7 @@ class PagedCache(BaseCache):
         return logits
 
     def forward_pass(self, seqs, starts, counts, ids, hiding=False):
+        self.compared = False
         for seq, part in zip(seqs, ids.split(counts)):
             if seq not in self.tokens:  # its first pass failed, and is tried again
                 self.begin_text(seq, [])

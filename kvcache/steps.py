@@ -70,7 +70,7 @@ class Steps(Exclusive):
         self.remove_freed()
         decoding, self.decoding = self.decoding, None
         if decoding is not None and wanted is None and self.repeats(decoding, work):
-            return self.decode(decoding, work.tokens.flatten().contiguous())
+            return self.decode(decoding, work.tokens.ravel())
         seqs, starts, counts, ids, go_on = self.checked(work)
         if wanted is not None and (not self.kernel or 0 < self.window < max(counts) - 1):
             raise ValueError(OF_OTHER_TOKENS)

@@ -125,8 +125,8 @@ class EngineCore:
         if self.cache.decoder and all(n == 1 and sample.computed for sample, n in plan):
             newest = np.array([sample.tokens[sample.computed] for sample, _ in plan], np.int64)
             return self.cache.decode_step(handles, newest).numpy(), rows
-        tokens = [torch.tensor(sample.tokens[sample.computed:sample.computed + n], device=self.device)
-                  for sample, n in plan]
+        tokens = [token for sample, n in plan for token in sample.tokens[sample.computed:sample.computed + n]]
+        tokens = torch.from_numpy(np.array(tokens, np.int64)).to(self.device).split([n for _, n in plan])
         if self.cache.decoder and any(sample.scores for sample, _ in plan):
             rows, wanted, first = [], [], 0
             for sample, n in plan:

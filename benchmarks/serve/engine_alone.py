@@ -6,6 +6,7 @@ The engine without a server, over the kernel's own rate: what scheduling, drawin
 A round serves so many requests at once, and notes every call of the kernel. Then the same calls are made again, with
 nothing between them. All answers have as many tokens, so that all requests run until the end.
 """
+import gc
 import statistics
 import time
 
@@ -48,6 +49,8 @@ def race(name, model, decoder, weights, B, repeats):
     """A row. of_kernel: the median over the rounds of the kernel's time over the engine's."""
     n_blocks = B * -(-MOST // BLOCK)
     engine = Engine(model, decoder, [b' '] * model.config.vocab_size, n_blocks=n_blocks, block_size=BLOCK)
+    gc.collect()
+    gc.freeze()  # as `serving.loading` does
     n_tokens, seconds = [], {ENGINE: [], KERNEL: []}
     for round_ in range(repeats + 1):
         time.sleep(rounds.PAUSE)
