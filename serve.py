@@ -15,7 +15,7 @@ import configurator  # before torch: it says so in one line where torch is missi
 configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
                                 "run `make serve`, or `pip install -r requirements-serve.txt`")
 
-from serving.loading import check_decoder, load_engine
+from serving.loading import check_decoder, load_for_process
 from serving.server import Service, run
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
@@ -52,9 +52,9 @@ def main(config):
 
 
 def load():
-    return load_engine(init_from, out_dir, name, device, decoder, weights, threads, n_blocks=n_blocks or None,
-                       block_size=block_size, max_num_batched_tokens=max_num_batched_tokens or None,
-                       max_queue=max_queue)
+    return load_for_process(init_from, out_dir, name, device, decoder, weights, threads, n_blocks=n_blocks or None,
+                            block_size=block_size, max_num_batched_tokens=max_num_batched_tokens or None,
+                            max_queue=max_queue)
 
 
 if __name__ == '__main__':

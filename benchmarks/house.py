@@ -18,7 +18,8 @@ from training.plotting import plt, save
 
 # group: (x, y, width, height) in percent of the width, y upwards; columns of boxes; its name; what it is
 PLACES = {
-    'scripts': ((0, 53.5, 57, 11.5), 4, 'scripts', 'run these'),
+    'scripts': ((0, 46, 57, 19), 6, 'scripts', 'run these'),
+    'serving': ((0.9, 46.9, 55.2, 9.6), 5, 'serving/', 'many requests, who runs next'),
     'benchmarks': ((61, 46, 39, 19), 4, 'benchmarks/', 'what is measured'),
     'training': ((0, 15.5, 13.5, 23), 1, 'training/', ''),
     'core': ((16.5, 15.5, 24, 23), 1, 'the model', 'read this first'),
@@ -28,7 +29,8 @@ PLACES = {
 }
 CORE = {'generation.py': 'prompts of any lengths', 'model.py': 'the GPT and its cache',
         'debug_kv_model.py': 'the same GPT, traced'}
-FOLDED = {'formats': 'files', 'serving': 'scripts'}  # packages that are one box in another group
+FOLDED = {'formats': 'files'}    # packages that are one box in another group
+INSIDE = {'serving': 'scripts'}  # packages whose frame is in that of another group, with one set of arrows for both
 LANES = 44.4, 42.6, 40.8  # heights of the arrows that run sideways below the top row
 ACCENT, GREY = '#d95f02', '0.45'
 
@@ -169,7 +171,7 @@ def route_in_core(source, target, labels, boxes):
 def main(path):
     paths = modules()
     imported = {module: imports(file, paths) for module, file in paths.items()}
-    groups = {module: group_of(file) for module, file in paths.items()}
+    groups = {module: INSIDE.get(group_of(file), group_of(file)) for module, file in paths.items()}
     edges = Counter((groups[a], groups[b]) for a, others in imported.items() for b in others if groups[a] != groups[b])
     labels = labels_by_group(paths)
     fig, ax = plt.subplots(figsize=(9.6, 6.2))

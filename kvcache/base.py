@@ -205,7 +205,7 @@ class BaseCache(Steps):
 
     def remove_freed(self):
         while self.to_free:
-            seq = self.to_free.pop()
+            seq, self.decoding = self.to_free.pop(), None
             self.salts.pop(seq, None)
             if self.lengths.pop(seq, None) is not None:
                 self.cut(seq, 0)
@@ -217,6 +217,7 @@ class BaseCache(Steps):
         return self.lengths[seq]
 
     def recover(self):
+        self.decoding = None
         for seq, n in self.lengths.items():
             if not self.holds(seq, n):
                 self.lengths[seq] = 0

@@ -1,5 +1,6 @@
 """
-A decode step after another one of the same sequences. Most of what a step finds out is what the one before has found.
+Decode steps of the same sequences, one after the other. Most of what such a step must find out, the step before has
+found out already.
 """
 from operator import sub
 
@@ -9,14 +10,14 @@ class Decoding:
     Sequences of which each gets one token a step, by the compiled step. It is made by one such step, and is used by the
     next operation of the cache if that is one too.
 
-    seqs, counts: lists, of the sequences, and of as many ones. ends: how many tokens each has. n_steps: how many steps
+    seqs: the sequences. counts: [1, 1, ...], as many. ends: how many tokens each has. n_steps: how many steps
     have used it. n_left: how many more the model has positions for. positions: int64 (B,), of the newest tokens.
     metadata: the `InputMetadata` of each step; its list of runs is written anew.
     operation: the number of the last operation of the cache that has used it.
     """
 
     def __init__(self, seqs, ends, n_positions, kernel, operation):
-        self.seqs, self.ends, self.counts, self.n_steps = seqs, ends, [1] * len(seqs), 0
+        self.seqs, self.ends, self.counts, self.n_steps = list(seqs), ends, [1] * len(seqs), 0
         self.n_left, self.operation = n_positions - max(ends), operation
         self.positions = kernel.positions(ends, self.counts) - 1
         self.metadata = kernel.metadata(self.counts, [None] * len(seqs))
@@ -37,16 +38,16 @@ class BlockDecoding(Decoding):
     """
     The same in a pool of blocks, so that a step looks only at the sequences whose last block it begins or fills.
 
-    texts: the list of tokens of each sequence. due: {step: the numbers, in seqs, of those that need room in it}.
-    filling: of each remainder of a step by block_size, the sequences whose last block it fills.
+    texts: the list of tokens of each sequence. due[k]: the numbers, in seqs, of the sequences that need another block
+    in step k. filling[r]: the sequences that fill a block in each step k with k % block_size == r.
     """
 
     def __init__(self, seqs, ends, n_positions, kernel, operation, blocks, texts):
         super().__init__(seqs, ends, n_positions, kernel, operation)
-        self.texts, self.due, self.filling = [texts[seq] for seq in seqs], {}, [[] for _ in range(blocks.block_size)]
+        self.texts, self.due, self.filling = [texts[seq] for seq in seqs], {}, {}
         of_all = [blocks.runs[seq] for seq in seqs]
         self.metadata.runs[:] = [runs for runs, _ in of_all]
         for number, n in enumerate(map(sub, [limit for _, limit in of_all], ends)):
             self.due.setdefault(n + 1, []).append(number)
         for seq, end in zip(seqs, ends):
-            self.filling[-end % blocks.block_size].append(seq)
+            self.filling.setdefault(-end % blocks.block_size, []).append(seq)

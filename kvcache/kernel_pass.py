@@ -55,9 +55,10 @@ class KernelPass:
         """
         Logits (B, vocab_size), float32, of the last of each sequence's new tokens, or of the wanted ones.
 
-        ids: all new tokens, int64 (N,), contiguous, on the CPU. positions, metadata: see above. ValueError, with nothing written, if they do not fit the
-        model or each other. `NotNumbers` if the logits are not numbers: the slots that were written are then zeros, and
-        so is every NaN and infinity in the cache, because a mask of the model in PyTorch would not hide it.
+        ids: all new tokens, int64 (N,), contiguous, on the CPU. positions, metadata: what the functions `positions` and
+        `metadata` of this class return. ValueError, with nothing written, if they do not fit the model or each other.
+        `NotNumbers` if the logits are not numbers: the slots that were written are then zeros, and so is every NaN and
+        infinity in the cache, because a mask of the model in PyTorch would not hide it.
         """
         logits = self.decoder.execute_model(ids, positions, self.arrays, metadata)
         if not all_finite(logits.data_ptr(), logits.numel()):

@@ -39,8 +39,8 @@ class PagedCache(BaseCache):
 
     A sequence computes only those first tokens that are not in a remembered block. Blocks are shared only between
     sequences that were computed with the same weights:
-    - when a sequence begins, a `Watch` compares the model with its state before. If it is not identical, all blocks are
-      forgotten.
+    - when a sequence begins by a step, a `Watch` compares the model with its state before. If it is not identical, all
+      blocks are forgotten.
     - before each forward pass, and after one that has filled a block, the `Watch` looks for changes cheaply. If there
       are any, all blocks are forgotten, and blocks that the present sequences fill later are not remembered, even if
       the earlier weights come back. With a decoder that has a compiled step there is no `Watch`: the decoder looks for
@@ -56,7 +56,6 @@ class PagedCache(BaseCache):
         self.blocks, self.tokens = BlockManager(n_blocks, block_size, window=window, n_sink=n_sink), {}
         # of the model when the blocks that are remembered were computed. version: another number after each change
         self.watch = self.version = None
-        self.compared = False  # have the weights been compared since the last step?
         super().__init__(model, n_blocks, make_layers(model, (n_blocks, block_size), type_kv), 'paged', type_kv,
                          decoder)
 
@@ -68,22 +67,21 @@ class PagedCache(BaseCache):
         return self.made_by(self.begin, salt)
 
     @exclusive
-    def reuse_prefix(self, seq, tokens):
+    def reuse_prefix(self, seq, tokens, compare=True):
         """
         Give a new sequence the remembered blocks with which its text begins. Returns how many tokens these hold; it
         goes on at that position. A step looks by itself for the tokens that it is given, which may not be all.
 
-        The weights are compared as they are before each step, not byte by byte, because many sequences begin; and once
-        for all that begin between two steps.
+        compare: compare the weights, as before each step, not byte by byte, because many sequences begin. If several
+        begin and nothing else happens meanwhile, the first one's comparison is enough.
         """
         if self.length(seq) or seq in self.blocks.tables:
             raise ValueError(f"sequence {seq} has begun already: look for its text before its first step")
-        if not self.compared:
+        if compare:
             if self.decoder:
                 self.decoder.notice_changes()
             if self.version is None or self.weights_differ():
                 self.forget_blocks()
-            self.compared = True
         self.lengths[seq] = self.begin_text(seq, list(tokens))
         return self.lengths[seq]
 
@@ -94,11 +92,9 @@ class PagedCache(BaseCache):
         array. It calls half a dozen operations of torch fewer, which take a tenth of a small step.
         """
         self.remove_freed()
-        decoding, self.decoding = self.decoding, None
-        if decoding is not None and decoding.operation == self.n_operations - 1 and (
-                decoding.goes_on(seqs, decoding.ends, len(ids))):
+        decoding, starts = self.last_decoding(), list(map(self.lengths.get, seqs))
+        if decoding and decoding.goes_on(seqs, starts, len(ids)):
             return self.decode(decoding, torch.from_numpy(ids))
-        starts = list(map(self.lengths.get, seqs))
         if not all(starts) or not self.decoder or self.model.training:
             raise ValueError(f"sequences {seqs} have {starts} tokens: a decode step takes sequences with at least one, "
                              "a decoder, and a model in eval mode")
@@ -237,14 +233,10 @@ class PagedCache(BaseCache):
         self.blocks.runs[seq] = runs, limit
         return runs
 
-    def compiled(self, ids, positions, metadata):
-        self.compared = False
-        return super().compiled(ids, positions, metadata)
-
     def decode(self, decoding, ids):
         logits = super().decode(decoding, ids)
         self.forget_blocks_if_changed()
-        for seq in decoding.filling[decoding.n_steps % self.blocks.block_size]:
+        for seq in decoding.filling.get(decoding.n_steps % self.blocks.block_size, ()):
             self.blocks.remember(seq, self.tokens[seq])
         return logits
 
@@ -257,7 +249,6 @@ class PagedCache(BaseCache):
         return logits
 
     def forward_pass(self, seqs, starts, counts, ids, hiding=False):
-        self.compared = False
         for seq, part in zip(seqs, ids.split(counts)):
             if seq not in self.tokens:  # its first pass failed, and is tried again
                 self.begin_text(seq, [])

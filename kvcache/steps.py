@@ -68,8 +68,8 @@ class Steps(Exclusive):
         more that the next token sees.
         """
         self.remove_freed()
-        decoding, self.decoding = self.decoding, None
-        if decoding is not None and wanted is None and self.repeats(decoding, work):
+        decoding = self.last_decoding()
+        if decoding and wanted is None and self.repeats(decoding, work):
             return self.decode(decoding, work.tokens.ravel())
         seqs, starts, counts, ids, go_on = self.checked(work)
         if wanted is not None and (not self.kernel or 0 < self.window < max(counts) - 1):
@@ -93,24 +93,29 @@ class Steps(Exclusive):
             logits = self.kernel_pass(seqs, starts, counts, ids, wanted)
         elif self.kernel and self.readable():
             logits = self.in_chunks(self.kernel_pass, seqs, starts, counts, ids)
-            if len(ids) == len(seqs):
-                self.decoding = self.begin_decoding(seqs, ends)
         else:
             with torch.inference_mode():
                 logits = self.in_chunks(self.feed_once, seqs, starts, counts, ids)
         self.lengths.update(zip(seqs, ends))
+        if wanted is None and len(ids) == len(seqs) and self.kernel and self.readable():
+            self.decoding = self.begin_decoding(seqs, ends)
         return logits
+
+    def last_decoding(self):
+        """The `Decoding` that the operation before this one has used, or None. Only `decode` keeps it for the next."""
+        decoding, self.decoding = self.decoding, None
+        return decoding if decoding and decoding.operation == self.n_operations - 1 else None
 
     def begin_decoding(self, seqs, ends):
         """The `Decoding` of sequences that have so many tokens, of which the last was computed in this operation."""
         return Decoding(seqs, ends, self.model.config.max_positions, self.kernel, self.n_operations)
 
     def repeats(self, decoding, work):
-        """Is a `Work` the next step of a `Decoding`, which was of the operation before?"""
+        """Does this `Work` feed one more token to each sequence of a `Decoding`?"""
         tokens = work.tokens
-        return (decoding.operation == self.n_operations - 1 and isinstance(tokens, torch.Tensor)
-                and tokens.dtype is torch.int64 and tokens.is_cpu and tokens.dim() == 2 and tokens.size(1) == 1
-                and decoding.goes_on(work.handles, work.starts, len(tokens)) and self.readable())
+        return (isinstance(tokens, torch.Tensor) and tokens.dtype is torch.int64 and tokens.is_cpu
+                and tokens.dim() == 2 and tokens.size(1) == 1
+                and decoding.goes_on(list(work.handles), list(work.starts), len(tokens)) and self.readable())
 
     def decode(self, decoding, ids):
         """

@@ -46,14 +46,14 @@ class EngineCore:
     """
 
     def __init__(self, cache, bytes_of, eos_token, budget, ended):
-        self.cache, self.texts, self.eos_token, self.ended = cache, WholeTexts(bytes_of), eos_token, ended
+        self.cache, self.text_of_token, self.eos_token = cache, WholeTexts(bytes_of), eos_token
+        self.ended = ended
         self.version = None  # of the cache's weights when the samples that run were computed
         self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
         self.scheduler = Scheduler(cache, budget, None if cache.decoder else 1)
         self.sampler, self.stats = Sampler(self.vocab_size), Stats(self.scheduler)
-        # the plan of the last step, if the next one is the same; the samples that drew a token, and for these the rows of
-        # their logits, and their drawings
-        self.drawn_for, self.drawing, self.of_rows, self.drawings = None, [], [], []
+        self.drawn_for = None  # the last plan, if the next step may have the same: its tokens are `sampler.tokens`
+        self.drawing, self.of_rows, self.drawings = [], [], []  # samples that drew, their rows, their `Drawing`s
 
     def run_once(self):
         """Plan and run a step. Returns whether there was anything to run."""
@@ -73,7 +73,7 @@ class EngineCore:
         if self.eos_token is not None and not p.ignore_eos:
             stop_ids.add(self.eos_token)
         progress = [Progress(live, Drawing(request, i, stop_ids, self.vocab_size),
-                             TextStream(self.texts, request.stop), stop_ids) for i in range(request.n)]
+                             TextStream(self.text_of_token, request.stop), stop_ids) for i in range(request.n)]
         live.samples = self.scheduler.submit(request)
         for sample, of_sample in zip(live.samples, progress):
             sample.progress = of_sample
@@ -120,10 +120,9 @@ class EngineCore:
         """Compute the tokens of a plan. Returns (logits, float32 (W, vocab_size), the row of each one's last token)."""
         self.stats.steps += 1
         handles, rows, wanted = [sample.handle for sample, _ in plan], range(len(plan)), None
-        if plan is self.drawn_for and self.cache.decoder:
-            return self.cache.decode_step(handles, self.sampler.tokens.copy()).numpy(), rows
-        if self.cache.decoder and all(n == 1 and sample.computed for sample, n in plan):
-            newest = np.array([sample.tokens[sample.computed] for sample, _ in plan], np.int64)
+        repeats = plan is self.drawn_for
+        if self.cache.decoder and (repeats or all(n == 1 and sample.computed for sample, n in plan)):
+            newest = self.sampler.tokens if repeats else np.array([s.tokens[s.computed] for s, _ in plan], np.int64)
             return self.cache.decode_step(handles, newest).numpy(), rows
         tokens = [token for sample, n in plan for token in sample.tokens[sample.computed:sample.computed + n]]
         tokens = torch.from_numpy(np.array(tokens, np.int64)).to(self.device).split([n for _, n in plan])
@@ -139,22 +138,16 @@ class EngineCore:
 
     def advance(self, plan, logits, rows):
         """The cache has a plan's tokens: score prompts, draw tokens, deliver them."""
-        if plan is not self.drawn_for:
+        given = {}  # {Live: its Outputs}
+        if plan is self.drawn_for:
+            self.scheduler.commit(plan)
+            self.stats.computed_tokens += len(plan)
+        else:
+            self.stats.computed_tokens += sum(n for _, n in plan)
             for (sample, n), row in zip(plan, rows):
                 if sample.scores:
                     self.score(sample, n, logits[row - n + 1:row + 1])
-        given = {}  # {Live: its Outputs}
-        caught_up = self.scheduler.commit(plan)
-        if plan is not self.drawn_for:
-            self.drawing, self.of_rows = [], []
-            for sample, number in caught_up:
-                if len(sample.tokens) < sample.n_end:
-                    self.drawing.append(sample)
-                    self.of_rows.append(rows[number])
-                else:  # max_tokens is 0
-                    self.finish(sample, 'length')
-                    given.setdefault(sample.progress.live, []).append(Output(sample.index, [], finish_reason='length'))
-            self.drawings = [sample.progress.drawing for sample in self.drawing]
+            self.choose_drawing([(sample, rows[number]) for sample, number in self.scheduler.commit(plan)], given)
         drawing, of_rows, self.drawn_for = self.drawing, self.of_rows, None
         if drawing:
             tokens = self.sampler.draw(logits, of_rows, self.drawings)
@@ -178,6 +171,18 @@ class EngineCore:
                 self.drawn_for = plan
         for live, outputs in given.items():
             self.deliver(live, outputs)
+
+    def choose_drawing(self, caught_up, given):
+        """Note which samples draw a token, of (sample, row of its logits); end the others, whose max_tokens is 0."""
+        self.drawing, self.of_rows = [], []
+        for sample, row in caught_up:
+            if len(sample.tokens) < sample.n_end:
+                self.drawing.append(sample)
+                self.of_rows.append(row)
+            else:
+                self.finish(sample, 'length')
+                given.setdefault(sample.progress.live, []).append(Output(sample.index, [], finish_reason='length'))
+        self.drawings = [sample.progress.drawing for sample in self.drawing]
 
     def score(self, sample, n, logits):
         """Note the log probabilities of the prompt's tokens behind the next n ones, by the logits (n, vocab_size)."""

@@ -40,9 +40,18 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     token_bytes = bytes_of_tokens(tokenizer, model.config.vocab_size)
     engine = Engine(model, step, token_bytes, end_of_text(tokenizer), **settings)
     n_positions = engine.stats.blocks_total * engine.cache.blocks.block_size
-    gc.collect()
-    gc.freeze()  # all later collections leave out what there is now: torch's objects take 0.1 s, and all samples wait
     engine.start()
     served = Served(name or os.path.basename(os.path.abspath(folder)), tokenizer, token_bytes,
                     min(model.config.max_positions, n_positions), int(time.time()))
     return engine, served
+
+
+def load_for_process(*args, **settings):
+    """
+    `load_engine`, for a process that serves one model until it ends. Later garbage collections leave out what there is
+    now: torch's objects take 0.1 s, in which all samples wait.
+    """
+    loaded = load_engine(*args, **settings)
+    gc.collect()
+    gc.freeze()
+    return loaded

@@ -93,14 +93,15 @@ class Scheduler:
             self.preempt(self.running[-1])  # for a sibling that could not be forked, see `commit`
         n_preempted = self.n_preempted
         plan = self.plan_running()
-        if self.waiting and self.n_preempted == n_preempted and len(plan) == len(self.running) and not self.is_full():
+        complete = self.n_preempted == n_preempted and len(plan) == len(self.running)
+        if complete and self.waiting and not self.has_no_room():
             plan = plan + self.plan_waiting(self.budget - sum(n for _, n in plan))
         return plan
 
     def plan_waiting(self, budget):
         """Begin samples that wait, in order, while there is room. Returns their part of the plan."""
         plan, ahead = [], sum(map(self.missing_ahead, self.running))
-        while budget and self.waiting and self.begin(self.waiting[0], ahead):
+        while budget and self.waiting and self.begin(self.waiting[0], ahead, compare=not plan):
             sample = self.waiting.popleft()
             self.running.append(sample)
             self.steady = None
@@ -110,7 +111,7 @@ class Scheduler:
             budget -= n
         return plan
 
-    def is_full(self):
+    def has_no_room(self):
         """Was there no room for the first that waits, and is there no more now?"""
         if not self.no_room:
             return False
@@ -118,11 +119,12 @@ class Scheduler:
         return sample is self.waiting[0] and self.cache.n_free <= n_free and len(self.running) >= n_ran
 
     def plan_running(self):
+        """The part of the plan for those that run. If blocks do not suffice the newest are preempted."""
         plan, cache, running = [], self.cache, self.running
         spare, free = self.budget - len(running), cache.n_free
         # a sample takes at most one block for its first token, or for a copy of its last block, and one for a rest
-        counts = free < 2 * len(running) + self.budget // self.block_size
-        if self.steady and not counts:
+        is_tight = free < 2 * len(running) + self.budget // self.block_size
+        if self.steady and not is_tight:
             return self.steady
         for sample in running[:self.budget]:
             if sample.handle is None:  # it was preempted, and so were all after it
@@ -131,7 +133,7 @@ class Scheduler:
             if n > 1:
                 n = min(n, 1 + max(0, spare), self.most(sample))
                 spare -= n - 1
-            if counts:
+            if is_tight:
                 missing = cache.n_missing(sample.handle, n)
                 while missing > free and running[-1] is not sample:
                     self.preempt(running[-1])
@@ -147,16 +149,16 @@ class Scheduler:
     def most(self, sample):
         return self.scored_at_once if sample.scores else self.at_once
 
-    def begin(self, sample, ahead):
+    def begin(self, sample, ahead, compare):
         """
         Begin a sequence for a sample, if there is room. Returns whether there is. ahead: `missing_ahead` of all that
-        run.
+        run. compare: see `PagedCache.reuse_prefix`.
         """
         cache, n_running = self.cache, len(self.running)
         if n_running < cache.n_seq:
             salt = object() if sample.scores else sample.request.cache_salt  # nothing is found for a new object
             sample.handle = cache.new(salt)
-            sample.computed = cache.reuse_prefix(sample.handle, sample.tokens)
+            sample.computed = cache.reuse_prefix(sample.handle, sample.tokens, compare)
             if ahead + self.missing_ahead(sample) <= cache.n_free:
                 if sample.n_cached is None:
                     sample.n_cached = sample.computed
@@ -179,15 +181,16 @@ class Scheduler:
         A step has computed a plan. Returns [(sample, the number of its row)] of those that have caught up, and for
         which a token is drawn. Siblings of a sample with a computed prompt are among them: they are forks now.
         """
-        caught_up = []
+        caught_up, n_ready = [], 0
         for row, (sample, n) in enumerate(plan):
             sample.computed += n
             if sample.computed == len(sample.tokens):
                 caught_up.append((sample, row))
+                n_ready += 1
                 if sample.siblings or sample.scores:
                     sample.scores = False
                     caught_up += [(sibling, row) for sibling in self.fork(sample)]
-        if len(caught_up) == len(plan) == len(self.running) and all(n == 1 for _, n in plan):
+        if n_ready == len(plan) == len(self.running) and all(n == 1 for _, n in plan):
             self.steady = plan
         return caught_up
 
@@ -205,7 +208,7 @@ class Scheduler:
 
     def preempt(self, sample):
         """Free the blocks of a sample that runs. It waits until there is room to compute all of its tokens again."""
-        self.stop(sample)
+        self.stop_running(sample)
         insort(self.waiting, sample)
         self.n_preempted += 1
 
@@ -213,7 +216,7 @@ class Scheduler:
         """A sample has ended: free its blocks."""
         sample.finished = True
         if sample.handle is not None:
-            self.stop(sample)
+            self.stop_running(sample)
         elif sample in self.waiting:
             self.waiting.remove(sample)
 
@@ -224,11 +227,12 @@ class Scheduler:
         for handle in list(self.cache.lengths):
             self.cache.free(handle)
 
-    def stop(self, sample):
+    def stop_running(self, sample):
         self.running.remove(sample)
         self.steady = None
         self.release(sample)
 
     def release(self, sample):
+        """Free the blocks of a sample."""
         self.cache.free(sample.handle)
         sample.handle, sample.computed = None, 0

@@ -9,7 +9,9 @@ END_OF_TEXT = '<|endoftext|>'  # the name of the token that ends a document, in 
 
 
 class WholeTexts(dict):
-    """{token id: its text, or None if its bytes are no whole characters}. token_bytes: the bytes of an id, a function."""
+    """
+    {token id: its text, or None if its bytes are no whole characters}. token_bytes: the bytes of an id, a function.
+    """
 
     def __init__(self, token_bytes):
         self.token_bytes = token_bytes
@@ -28,9 +30,10 @@ class TextStream:
     The text of one sample. `push(token)` returns what may be sent now; joined, with `finish()` at the end, this is what
     decoding all bytes at once gives (errors='replace'), up to the stop string.
 
-    token_bytes: the bytes of each token id, a list or a function, or `WholeTexts` of such a function. stop: strings that end the text. The one whose last
-    character comes first ends it, and of two that end at the same character the longer one, so that the text does not
-    depend on where one token ends and the next begins. stopped: has a stop string come? Then every later piece is ''.
+    token_bytes: the bytes of each token id, a list or a function, or `WholeTexts` of such a function, to share them.
+    stop: strings that end the text. The one whose last character comes first ends it, and of two that end at the same
+    character the longer one, so that the text does not depend on where one token ends and the next begins. stopped: has
+    a stop string come? Then every later piece is ''.
     """
 
     def __init__(self, token_bytes, stop=()):

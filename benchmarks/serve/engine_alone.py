@@ -50,7 +50,7 @@ def race(name, model, decoder, weights, B, repeats):
     n_blocks = B * -(-MOST // BLOCK)
     engine = Engine(model, decoder, [b' '] * model.config.vocab_size, n_blocks=n_blocks, block_size=BLOCK)
     gc.collect()
-    gc.freeze()  # as `serving.loading` does
+    gc.freeze()  # as `loading.load_for_process`
     n_tokens, seconds = [], {ENGINE: [], KERNEL: []}
     for round_ in range(repeats + 1):
         time.sleep(rounds.PAUSE)
