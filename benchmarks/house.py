@@ -19,7 +19,7 @@ from training.plotting import plt, save
 # group: (x, y, width, height) in percent of the width, y upwards; columns of boxes; its name; what it is
 PLACES = {
     'scripts': ((0, 46, 57, 19), 6, 'scripts', 'run these'),
-    'serving': ((0.9, 46.9, 55.2, 9.6), 5, 'serving/', 'many requests, who runs next'),
+    'serving': ((0.9, 46.7, 55.2, 10), 6, 'serving/', 'many requests, who runs next'),
     'benchmarks': ((61, 46, 39, 19), 4, 'benchmarks/', 'what is measured'),
     'training': ((0, 15.5, 13.5, 23), 1, 'training/', ''),
     'core': ((16.5, 15.5, 24, 23), 1, 'the model', 'read this first'),
@@ -30,7 +30,7 @@ PLACES = {
 CORE = {'generation.py': 'prompts of any lengths', 'model.py': 'the GPT and its cache',
         'debug_kv_model.py': 'the same GPT, traced'}
 FOLDED = {'formats': 'files'}    # packages that are one box in another group
-INSIDE = {'serving': 'scripts'}  # packages whose frame is in that of another group, with one set of arrows for both
+INSIDE = {'serving': 'scripts'}  # packages in the frame of another group, from which all arrows of both begin
 LANES = 44.4, 42.6, 40.8  # heights of the arrows that run sideways below the top row
 ACCENT, GREY = '#d95f02', '0.45'
 
@@ -120,7 +120,8 @@ def draw_group(ax, group, labels, note=''):
         accent = label == 'model.py'
         ax.add_patch(plt.Rectangle((cx - half_w, cy - half_h), 2 * half_w, 2 * half_h, zorder=3, lw=0.6,
                                    facecolor=ACCENT if accent else 'white', edgecolor='0.7'))
-        for text, dy, size in [(label, 0.9, 10), (CORE[label], -1, 8)] if core else [(label, 0, 7.5)]:
+        fitting = min(7.5, 12 * 2 * half_w / len(label))
+        for text, dy, size in [(label, 0.9, 10), (CORE[label], -1, 8)] if core else [(label, 0, fitting)]:
             ax.text(cx, cy + dy, text, ha='center', va='center', fontsize=size, zorder=4,
                     color='white' if accent else '0.1', weight='bold' if size > 8 else 'normal')
         boxes[label] = cx, cy, half_w, half_h
@@ -171,8 +172,9 @@ def route_in_core(source, target, labels, boxes):
 def main(path):
     paths = modules()
     imported = {module: imports(file, paths) for module, file in paths.items()}
-    groups = {module: INSIDE.get(group_of(file), group_of(file)) for module, file in paths.items()}
-    edges = Counter((groups[a], groups[b]) for a, others in imported.items() for b in others if groups[a] != groups[b])
+    groups = {module: group_of(file) for module, file in paths.items()}
+    outer = {module: INSIDE.get(group, group) for module, group in groups.items()}
+    edges = Counter((outer[a], groups[b]) for a, others in imported.items() for b in others if outer[a] != outer[b])
     labels = labels_by_group(paths)
     fig, ax = plt.subplots(figsize=(9.6, 6.2))
     fig.subplots_adjust(0, 0, 1, 1)
