@@ -5,7 +5,9 @@ from collections import deque
 import orjson
 from starlette.responses import Response
 
-PAUSE = 0.04  # seconds between two chunks of a stream: tokens that come faster share a chunk
+# seconds between two chunks of a stream, at least and at most: tokens that come faster share a chunk
+PAUSE, LONGEST_PAUSE = 0.04, 0.2
+CHUNKS = 400  # a second, of all streams together: each takes the processor from the model
 
 
 class JSON(Response):
@@ -114,7 +116,12 @@ class Answer:
                 await send({'type': 'http.response.body', 'body': chunks, 'more_body': not done})
             if done:
                 return
-            asyncio.get_running_loop().call_later(PAUSE, self.mailbox.listen)
+            asyncio.get_running_loop().call_later(pause(len(self.service.mailboxes)), self.mailbox.listen)
+
+
+def pause(n_streams):
+    """Seconds between two chunks of a stream, beside so many."""
+    return min(max(PAUSE, n_streams / CHUNKS), LONGEST_PAUSE)
 
 
 async def disconnect(receive):

@@ -98,7 +98,8 @@ def plot_closed(ax, rows):
         ax.plot([row['clients'] for row in mine], [row['tok_per_s'] for row in mine], 'o-' if weights == 'float32' else
                 's--', color=COLOURS[server], label=f'{server}, {weights}', markersize=4)
     counts = sorted({row['clients'] for row in rows})
-    ax.set(xscale='log', yscale='log', xlabel='clients', ylabel='tokens/s')
+    ax.set(xscale='log', xlabel='clients', ylabel='tokens/s')
+    ax.set_ylim(0)
     ax.set_xticks(counts, counts)
     ax.minorticks_off()
     ax.legend(fontsize=7)
