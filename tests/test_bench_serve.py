@@ -108,8 +108,13 @@ def test_lengths_of_the_trace_are_scaled_by_one_factor(monkeypatch):
     rows = [(10.0 * i, 300, 100) for i in range(98)] + [(985.0, 400, 600), (1000.0, 20_000, 10)]
     config = GPTConfig(block_size=100)
     some, times = workloads.from_trace(config, rows, 100, 0, 0)
-    assert [(len(a.prompt), a.n_new) for a in some] == [(30, 10)] * 98 + [(40, 60), (99, 1)]
-    assert math.isclose(times[1], 10 * 99 / 1000) and math.isclose(times[98], 985 * 99 / 1000)
+    lengths = [(30, 10)] * 98 + [(40, 60), (99, 1)]
+    first = lengths.index((40, 60)) - [(len(a.prompt), a.n_new) for a in some].index((40, 60))  # of the rows
+    assert first and [(len(a.prompt), a.n_new) for a in some] == lengths[first:] + lengths[:first]
+    shorter, _ = workloads.from_trace(config, rows, 7, 0, 0)
+    assert shorter == some[:7], "a longer load begins as a shorter one"
+    arrivals = [t for t, *_ in rows[first:]] + [1000 + t for t, *_ in rows[:first]]
+    assert times == pytest.approx([(t - arrivals[0]) * 99 / (arrivals[-1] - arrivals[0]) for t in arrivals])
     again, _ = workloads.from_trace(config, rows, 100, 0, 1)
     assert [len(a.prompt) for a in again] == [len(a.prompt) for a in some] and again != some  # other tokens
     monkeypatch.setattr(workloads, 'TRACE', 'nowhere')

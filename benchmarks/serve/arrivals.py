@@ -34,11 +34,15 @@ def run(names, clients, bias, repeats, llama_server, n_requests):
     return rows
 
 
-def capacity(server, config, requests, n_clients, n_requests):
-    """Requests a second of a closed loop with so many requests of the trace, or as many as take ENOUGH."""
+def capacity(server, config, requests, n_clients, n_requests, repeats):
+    """
+    Requests a second of a closed loop with so many requests of the trace, or as many as take ENOUGH, from the places
+    that the open loops of all rounds begin at: some parts of the trace have longer prompts than others.
+    """
     n = n_requests or 2 * n_clients
     while True:
-        asks, _ = from_trace(config, requests, n, part=1000, seed=n)
+        parts = [from_trace(config, requests, -(-n // repeats), part, -n * part)[0] for part in range(1, repeats + 1)]
+        asks = [ask for some in zip(*parts) for ask in some][:n]
         load = asyncio.run(closed_loop(server, asks, n_clients))
         if n_requests or load.seconds >= ENOUGH:
             return n / load.seconds
@@ -47,7 +51,8 @@ def capacity(server, config, requests, n_clients, n_requests):
 
 def race(name, config, weights, servers, requests, n_clients, n_requests, repeats):
     """A row for each server and rate. p99_over_llama: our 99th percentile of the TTFT over that of llama-server."""
-    capacities = {server: capacity(server, config, requests, n_clients, n_requests) for server in servers}
+    capacities = {server: capacity(server, config, requests, n_clients, n_requests, repeats)
+                  for server in servers}
     ours, cases = servers[0], [(server, server) for server in servers] + [(servers[0], of) for of in servers[1:]]
     loads = take_turns({(server, of): load_at(server, config, requests, LOAD * capacities[of], n_requests, seed)
                         for seed, (server, of) in enumerate(cases)}, repeats, f'{name}, {weights}: arrivals')

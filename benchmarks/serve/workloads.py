@@ -73,7 +73,7 @@ def from_trace(config, rows, n, part, seed):
     rng = random.Random(seed)
     totals, window = sorted(p + g for _, p, g in rows), config.block_size
     factor = window / totals[int(FIT * (len(totals) - 1))]
-    first = random.Random(part).randrange(max(1, len(rows) - n + 1))
+    first = random.Random(part).randrange(len(rows))  # whatever n is: a longer load begins as a shorter one
     asks, times = [], []
     for i in range(n):
         laps, row = divmod(first + i, len(rows))
