@@ -41,7 +41,8 @@ def capacity(server, config, requests, n_clients, n_requests, repeats):
     """
     n = n_requests or 2 * n_clients
     while True:
-        parts = [from_trace(config, requests, -(-n // repeats), part, -n * part)[0] for part in range(1, repeats + 1)]
+        parts = [from_trace(config, requests, -(-n // repeats), part, 10**6 * n + part)[0]
+                 for part in range(1, repeats + 1)]
         asks = [ask for some in zip(*parts) for ask in some][:n]
         load = asyncio.run(closed_loop(server, asks, n_clients))
         if n_requests or load.seconds >= ENOUGH:
