@@ -85,6 +85,9 @@ def plot(parts, title, path):
     for (part, rows), line_of_axes in zip(parts.items(), axes):
         for shape, ax in zip(shapes, line_of_axes):
             mine = [row for row in rows if row['shape'] == shape]
+            if not mine:
+                ax.axis('off')
+                continue
             PANELS[part](ax, mine)
             ax.set_title(f'{shape}: {part}', fontsize=9)
             ax.tick_params(labelsize=7)
