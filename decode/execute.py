@@ -328,4 +328,5 @@ def check_inputs(input_ids, input_positions, N, m, n_threads):
     wanted = m.wanted
     if wanted is not None and len(wanted) and not (
             0 <= wanted[0] and wanted[-1] < N and (np.diff(wanted) > 0).all()):
-        raise ValueError(f"wanted must be row numbers from 0 to {N - 1} in ascending order, not {list(wanted)}")
+        raise ValueError(f"wanted must be row numbers from 0 to {N - 1} in ascending order, not {list(wanted)}: "
+                         "sort them, and name each row once")

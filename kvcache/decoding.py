@@ -7,11 +7,11 @@ from operator import sub
 
 class Decoding:
     """
-    Sequences of which each gets one token a step, by the compiled step. It is made by one such step, and is used by the
-    next operation of the cache if that is one too.
+    Sequences that each get one token in a compiled step. Such a step makes a `Decoding`. The next operation of the
+    cache uses it if it is a step of one more token for each of the same sequences.
 
-    seqs: the sequences. counts: [1, 1, ...], as many. ends: how many tokens each has. n_steps: how many steps
-    have used it. n_left: how many more the model has positions for. positions: int64 (B,), of the newest tokens.
+    seqs: the sequences. counts: [1, 1, ...], as many. ends: how many tokens each has. n_steps: how many steps have used
+    it. n_left: how many more steps the model has positions for. positions: int64 (B,), of the newest tokens.
     metadata: the `InputMetadata` of each step; its list of runs is written anew.
     operation: the number of the last operation of the cache that has used it.
     """
@@ -23,7 +23,7 @@ class Decoding:
         self.metadata = kernel.metadata(self.counts, [None] * len(seqs))
 
     def goes_on(self, seqs, starts, n_new):
-        """Is a step of n_new tokens of these sequences, from their positions `starts` on, the next one of these?"""
+        """Would a step of n_new tokens, for these sequences from the positions `starts` on, be the next one?"""
         return seqs == self.seqs and starts == self.ends and n_new == len(seqs) and self.n_left > 0
 
     def advance(self):
@@ -36,7 +36,8 @@ class Decoding:
 
 class BlockDecoding(Decoding):
     """
-    The same in a pool of blocks, so that a step looks only at the sequences whose last block it begins or fills.
+    A `Decoding` in a pool of blocks. A step looks only at the sequences that need another block, and at those that fill
+    one.
 
     texts: the list of tokens of each sequence. due[k]: the numbers, in seqs, of the sequences that need another block
     in step k. filling[r]: the sequences that fill a block in each step k with k % block_size == r.

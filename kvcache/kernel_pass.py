@@ -53,7 +53,8 @@ class KernelPass:
 
     def __call__(self, ids, positions, metadata):
         """
-        Logits (B, vocab_size), float32, of the last of each sequence's new tokens, or of the wanted ones.
+        Returns the logits of the last new token of each sequence, float32 (B, vocab_size); or of the wanted rows,
+        (W, vocab_size).
 
         ids: all new tokens, int64 (N,), contiguous, on the CPU. positions, metadata: what the functions `positions` and
         `metadata` of this class return. ValueError, with nothing written, if they do not fit the model or each other.

@@ -5,9 +5,9 @@ from collections import deque
 import orjson
 from starlette.responses import Response
 
-# seconds between two chunks of a stream, at least and at most: tokens that come faster share a chunk
+# the least and the largest pause between two chunks of a stream, in seconds; a chunk has all tokens of its pause
 PAUSE, LONGEST_PAUSE = 0.04, 0.2
-CHUNKS = 400  # a second, of all streams together: each takes the processor from the model
+CHUNKS = 400  # that all streams together write in a second, about: writing a chunk slows the model down
 
 
 class JSON(Response):

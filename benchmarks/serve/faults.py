@@ -1,9 +1,11 @@
 """
-Two closed loops: in one 30 % of the clients go away and 10 % read slowly, in the other one none does.
+Two closed loops. In the first all clients read their answers. In the second 30 % of the clients go away, and 10 % read
+slowly.
 
     python bench.py --mode=serve --only=faults --shape=S --llama_server=PATH
 
-The figures are those of the clients that do neither. Afterwards all blocks of our pool must be free.
+The figures are of the clients that read their whole answer at once. After both loops all blocks of our pool must be
+free.
 """
 import time
 from dataclasses import replace
