@@ -117,6 +117,9 @@ def main(config):
     finally:
         log.close()
     if world_size > 1:
+        # DDP's reference to the group must not be the last: its destructor keeps Python's lock, and waits for threads
+        # of gloo that may wait for the same lock
+        del model
         dist.destroy_process_group()
 
 

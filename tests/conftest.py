@@ -67,6 +67,9 @@ TINY = ['--device=cpu', '--dataset=shakespeare_char', '--n_layer=2', '--n_head=2
         '--lr_decay_iters=60', '--learning_rate=1e-2', '--dropout=0.1', '--eval_interval=10', '--max_iters=20']
 
 
+# the beginnings of the names of variables that are read after the packages have been imported
+READ_LATE = 'KV_DEBUG', 'CUDA_VISIBLE_DEVICES', 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_'
+
 servers = []  # the ForkServer of this process, once it is needed
 
 
@@ -80,11 +83,11 @@ def run(folder, *command, **env):
     python command... in folder, with env added to the environment; the result has returncode, stdout and stderr.
 
     In the quick run, scripts are forked from a process that has torch loaded, see fork_server.py. Python and the
-    packages read most variables when they start, so a script that is given others than KV_DEBUG... starts by itself.
+    packages read most variables when they start, so a script that is given others than READ_LATE starts by itself.
     """
     command = [str(word) for word in command]
     forks = sys.platform == 'linux' and not full  # on others a fork of a process with torch may crash
-    if forks and command[0].endswith('.py') and all(name.startswith('KV_DEBUG') for name in env):
+    if forks and command[0].endswith('.py') and all(name.startswith(READ_LATE) for name in env):
         if not servers:
             servers.append(ForkServer(ENVIRONMENT))
         return servers[0].run(folder, command[0], command[1:], env, TIMEOUT)

@@ -3,9 +3,11 @@ import csv
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -30,21 +32,30 @@ dist.destroy_process_group()
 """
 
 
+def in_two_processes(repo, *command):
+    """The results of a command in two processes of one group, with what torchrun would tell them."""
+    with socket.create_server(('127.0.0.1', 0)) as listener:
+        port = listener.getsockname()[1]
+    group = dict(WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port))
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: run(repo, *command, RANK=rank, LOCAL_RANK=rank, **group), '01'))
+
+
 def train_in_two_processes(repo, *settings):
     """
-    train.py under torchrun. Some sandboxes forbid what gloo needs, and torch's processes die by SIGABRT. If those of a
-    program with nothing but torch in it die too, the test is skipped. All other failures fail.
+    train.py in two processes. Some sandboxes forbid what gloo needs, and torch's processes die by SIGABRT. If those of
+    a program with nothing but torch in it die too, the test is skipped. All other failures fail.
     """
-    def launch(*command):
-        return run(repo, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', *command)
-    done = launch('train.py', *TINY, *settings)
-    if done.returncode and 'terminate called' in done.stderr:
+    command = 'train.py', *TINY, *settings
+    done = in_two_processes(repo, *command)
+    if any(each.returncode and 'terminate called' in each.stderr for each in done):
         (repo / 'bare.py').write_text(BARE)
-        bare = launch('bare.py')
-        if bare.returncode:
-            pytest.skip('two processes of torch and gloo alone do not run here: ' + bare.stderr.strip().splitlines()[0])
-        done = launch('train.py', *TINY, *settings)
-    assert done.returncode == 0, done.stderr
+        for bare in in_two_processes(repo, 'bare.py'):
+            if bare.returncode:
+                pytest.skip('two processes of torch and gloo alone do not run here: '
+                            + bare.stderr.strip().splitlines()[0])
+        done = in_two_processes(repo, *command)
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
 
 
 def weights(path):
@@ -217,6 +228,12 @@ def check_that_two_processes_train_as_one(repo, *shared):
 def test_two_processes_compute_what_one_does(repo):
     check_that_two_processes_train_as_one(repo, '--dropout=0.0', '--gradient_accumulation_steps=4', '--max_iters=8',
                                           '--eval_interval=8')
+
+
+def test_two_processes_end(repo):
+    """Without DDP's reference to the group: with it, one process in three waited for ever for a thread of gloo."""
+    for _ in range(sizes(3, 30)):
+        train_in_two_processes(repo, '--gradient_accumulation_steps=2', '--max_iters=1')
 
 
 def test_two_processes_with_dropout_resume_exactly(repo):
