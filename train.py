@@ -117,9 +117,7 @@ def main(config):
     finally:
         log.close()
     if world_size > 1:
-        # DDP's reference to the group must not be the last: its destructor keeps Python's lock, and waits for threads
-        # of gloo that may wait for the same lock
-        del model
+        del model  # DDP: else it ends the group, holding Python's lock, for which threads of gloo may wait: a deadlock
         dist.destroy_process_group()
 
 
