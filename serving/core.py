@@ -1,6 +1,7 @@
 """
 One step after the other, in one thread: plan, run, draw, deliver. `engine.Engine` puts a thread and an inbox around it.
 """
+import operator
 import sys
 import time
 
@@ -14,6 +15,8 @@ from serving.scheduler import Scheduler
 from serving.snapshot import Stats
 from serving.text import TextStream, WholeTexts
 
+REPEATING = 0.02  # seconds that steps of one plan may go on until their tokens are delivered
+
 new_output = tuple.__new__  # a third of the time of Output(...), for each token
 
 
@@ -21,13 +24,15 @@ class Progress:
     """
     What the engine keeps of a sample. live: its request. drawing: see `sampler.Drawing`. text: its `TextStream`.
     stop_ids: the tokens that end it. n_logprobs: `SamplingParams.logprobs`. scored: `Logprobs` of the prompt's tokens
-    so far, from the second on. first_time: when its first token was drawn.
+    so far, from the second on. first_time: when its first token was drawn. plain: can tokens be drawn before the one
+    before them is added? Not with stop strings, logprobs, or settings that change logits.
     """
-    __slots__ = 'live', 'drawing', 'text', 'stop_ids', 'n_logprobs', 'scored', 'first_time'
+    __slots__ = 'live', 'drawing', 'text', 'stop_ids', 'n_logprobs', 'scored', 'first_time', 'plain'
 
     def __init__(self, live, drawing, text, stop_ids):
         self.live, self.drawing, self.text, self.stop_ids = live, drawing, text, stop_ids
         self.n_logprobs, self.scored, self.first_time = live.request.params.logprobs, [], None
+        self.plain = not (text.stop or drawing.changes_logits() or self.n_logprobs is not None)
 
 
 class Live:
@@ -42,25 +47,29 @@ class Live:
 class EngineCore:
     """
     cache: a `PagedCache`. bytes_of: the bytes of a token id. eos_token: the token that ends a text, or None. budget:
-    the most tokens of a step. ended: called with a `Live` when all of its samples have ended.
+    the most tokens of a step. ended: called with a `Live` when all of its samples have ended. interrupted: called
+    between two steps of one plan; has anything come that must be looked at before the next step?
     """
 
-    def __init__(self, cache, bytes_of, eos_token, budget, ended):
+    def __init__(self, cache, bytes_of, eos_token, budget, ended, interrupted):
         self.cache, self.text_of_token, self.eos_token = cache, WholeTexts(bytes_of), eos_token
-        self.ended = ended
+        self.ended, self.interrupted = ended, interrupted
         self.version = None  # of the cache's weights when the samples that run were computed
         self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
         self.scheduler = Scheduler(cache, budget, None if cache.decoder else 1)
         self.sampler, self.stats = Sampler(self.vocab_size), Stats(self.scheduler)
         self.drawn_for = None  # the last plan, if the next step may have the same: its tokens are `sampler.tokens`
         self.drawing, self.of_rows, self.drawings = [], [], []  # samples that drew, their rows, their `Drawing`s
+        self.stop_ids, self.plain = [], False  # of these: the tokens that end each, and is each one's `Progress.plain`?
 
     def run_once(self):
-        """Plan and run a step. Returns whether there was anything to run."""
+        """Plan and run a step, or some steps of one plan. Returns whether there was anything to run."""
         plan = self.scheduler.plan()
         if plan and self.weights_changed():
             plan = self.scheduler.plan()
-        if plan:
+        if plan and plan is self.drawn_for and self.cache.decoder:
+            self.repeat(plan)
+        elif plan:
             self.step(plan)
         return bool(plan)
 
@@ -98,6 +107,37 @@ class EngineCore:
         if not self.weights_changed():
             self.advance(plan, logits, rows)
 
+    def repeat(self, plan):
+        """
+        Run more steps of the last step's plan, until a sample ends, something comes, or REPEATING is over. Their tokens
+        are added to their samples and delivered once, which takes much less time than to do it after each step.
+        """
+        handles, until = [sample.handle for sample, _ in plan], time.monotonic() + REPEATING
+        n_most, drawn, logits, error = self.scheduler.n_repeats if self.plain else 1, [], None, None
+        while True:
+            self.stats.steps += 1
+            try:
+                logits = self.cache.decode_step(handles, self.sampler.tokens).numpy()
+            except Exception as e:
+                error = e
+                break
+            if self.cache.version != self.version:
+                break
+            tokens = self.sampler.draw(logits, self.of_rows, self.drawings)
+            drawn.append(tokens)
+            stopped = any(map(operator.contains, self.stop_ids, tokens))
+            if stopped or len(drawn) == n_most or self.interrupted() or time.monotonic() > until:
+                break
+        self.drawn_for = None
+        if drawn:
+            self.scheduler.commit_repeats(plan, len(drawn))
+            self.stats.computed_tokens += len(plan) * len(drawn)
+            self.add_drawn(plan, drawn, logits, {})
+        if error:
+            self.step_each(plan, error)
+        else:
+            self.weights_changed()
+
     def step_each(self, plan, error):
         """A step has failed, and the cache is as before it. The same, one by one; requests that fail again end."""
         print(f"a step of {len(plan)} samples failed, and is tried for each by itself: {error!r}", file=sys.stderr)
@@ -120,9 +160,8 @@ class EngineCore:
         """Compute the tokens of a plan. Returns (logits, float32 (W, vocab_size), the row of each one's last token)."""
         self.stats.steps += 1
         handles, rows, wanted = [sample.handle for sample, _ in plan], range(len(plan)), None
-        repeats = plan is self.drawn_for
-        if self.cache.decoder and (repeats or all(n == 1 and sample.computed for sample, n in plan)):
-            newest = self.sampler.tokens if repeats else np.array([s.tokens[s.computed] for s, _ in plan], np.int64)
+        if self.cache.decoder and all(n == 1 and sample.computed for sample, n in plan):
+            newest = np.array([sample.tokens[sample.computed] for sample, _ in plan], np.int64)
             return self.cache.decode_step(handles, newest).numpy(), rows
         tokens = [token for sample, n in plan for token in sample.tokens[sample.computed:sample.computed + n]]
         tokens = torch.from_numpy(np.array(tokens, np.int64)).to(self.device).split([n for _, n in plan])
@@ -138,37 +177,38 @@ class EngineCore:
 
     def advance(self, plan, logits, rows):
         """The cache has a plan's tokens: score prompts, draw tokens, deliver them."""
-        given = {}  # {Live: its Outputs}
-        if plan is self.drawn_for:
-            self.scheduler.commit(plan)
-            self.stats.computed_tokens += len(plan)
-        else:
-            self.stats.computed_tokens += sum(n for _, n in plan)
-            for (sample, n), row in zip(plan, rows):
-                if sample.scores:
-                    self.score(sample, n, logits[row - n + 1:row + 1])
-            self.choose_drawing([(sample, rows[number]) for sample, number in self.scheduler.commit(plan)], given)
-        drawing, of_rows, self.drawn_for = self.drawing, self.of_rows, None
-        if drawing:
-            tokens = self.sampler.draw(logits, of_rows, self.drawings)
-            now = time.monotonic()
-            for sample, row, token in zip(drawing, of_rows, tokens):
-                if sample.finished:  # with another one of its request, see below
-                    continue
-                try:
-                    output = self.add(sample, token, logits, row, now)
-                except Exception as e:  # of its text
-                    given.pop(sample.progress.live, None)
-                    self.end(sample.progress.live, 'error', f"{type(e).__name__}: {e}")
-                    continue
-                live = sample.progress.live
-                if live in given:
-                    given[live].append(output)
-                else:
-                    given[live] = [output]
-            self.stats.generated_tokens += len(tokens)
-            if plan is self.scheduler.steady:
-                self.drawn_for = plan
+        given, self.drawn_for = {}, None
+        self.stats.computed_tokens += sum(n for _, n in plan)
+        for (sample, n), row in zip(plan, rows):
+            if sample.scores:
+                self.score(sample, n, logits[row - n + 1:row + 1])
+        self.choose_drawing([(sample, rows[number]) for sample, number in self.scheduler.commit(plan)], given)
+        drawn = [self.sampler.draw(logits, self.of_rows, self.drawings)] if self.drawing else []
+        self.add_drawn(plan, drawn, logits, given)
+
+    def add_drawn(self, plan, drawn, logits, given):
+        """
+        Add the tokens of some steps of a plan to the samples that drew them, and deliver them. drawn: for each step a
+        token of each sample. logits: of the last step. given: {Live: `Output`s that it gets before these}.
+        """
+        now = time.monotonic()
+        for sample, row, *new in zip(self.drawing, self.of_rows, *drawn):
+            if sample.finished:  # with another one of its request, see below
+                continue
+            live = sample.progress.live
+            try:
+                output = self.add(sample, new, logits, row, now)
+            except Exception as e:  # of its text
+                given.pop(live, None)
+                self.end(live, 'error', f"{type(e).__name__}: {e}")
+                continue
+            if live in given:
+                given[live].append(output)
+            else:
+                given[live] = [output]
+        self.stats.generated_tokens += len(self.drawing) * len(drawn)
+        if drawn and plan is self.scheduler.steady:
+            self.drawn_for = plan
         for live, outputs in given.items():
             self.deliver(live, outputs)
 
@@ -182,7 +222,9 @@ class EngineCore:
             else:
                 self.finish(sample, 'length')
                 given.setdefault(sample.progress.live, []).append(Output(sample.index, [], finish_reason='length'))
-        self.drawings = [sample.progress.drawing for sample in self.drawing]
+        progress = [sample.progress for sample in self.drawing]
+        self.drawings, self.stop_ids = [p.drawing for p in progress], [p.stop_ids for p in progress]
+        self.plain = all([p.plain for p in progress])
 
     def score(self, sample, n, logits):
         """Note the log probabilities of the prompt's tokens behind the next n ones, by the logits (n, vocab_size)."""
@@ -193,24 +235,27 @@ class EngineCore:
             k = sample.request.params.logprobs or 0
             sample.progress.scored += self.sampler.logprobs(logits[:len(targets)], targets, k)
 
-    def add(self, sample, token, logits, row, now):
-        """Add the token that was drawn from a row of the logits to a sample. Returns its `Output`."""
+    def add(self, sample, new, logits, row, now):
+        """
+        Add the tokens that were drawn to a sample, one unless it is plain; only the last may end it. logits: those from
+        whose row it was drawn. Returns their `Output`.
+        """
         progress, tokens, reason, logprobs = sample.progress, sample.tokens, None, None
-        tokens.append(token)
+        tokens += new
         if progress.first_time is None:
             progress.first_time = now
-        stream = progress.text
-        text = '' if token in progress.stop_ids else stream.push(token)
-        if stream.stopped or token in progress.stop_ids:
+        stream, stops = progress.text, new[-1] in progress.stop_ids
+        text = ''.join([stream.push(token) for token in (new[:-1] if stops else new)])
+        if stream.stopped or stops:
             reason = 'stop'
         elif len(tokens) == sample.n_end:
             reason = 'length'
         if progress.n_logprobs is not None:
-            logprobs = self.sampler.logprobs(logits[row:row + 1], [token], progress.n_logprobs)
+            logprobs = self.sampler.logprobs(logits[row:row + 1], new, progress.n_logprobs)
         if reason:
             text += stream.finish()
             self.finish(sample, reason)
-        return new_output(Output, (sample.index, [token], text, logprobs, reason, None, None, None))
+        return new_output(Output, (sample.index, new, text, logprobs, reason, None, None, None))
 
     def finish(self, sample, reason):
         """A sample has ended: its blocks are free."""

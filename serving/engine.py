@@ -53,7 +53,8 @@ class Engine:
         self.cache = PagedCache(model, n_blocks, block_size, type_kv, decoder)
         bytes_of = token_bytes if callable(token_bytes) else token_bytes.__getitem__
         budget = max_num_batched_tokens or max(64, min(512, WORK // sum(p.numel() for p in model.parameters())))
-        self.core = EngineCore(self.cache, bytes_of, eos_token, budget, self.ended)
+        self.core = EngineCore(self.cache, bytes_of, eos_token, budget, self.ended,
+                               interrupted=lambda: self.inbox or self.stopping)
         self.scheduler, self.stats = self.core.scheduler, self.core.stats
         self.snapshots = Snapshots(self.scheduler, self.stats, bytes_of)
         self.vocab_size, self.max_queue = model.config.vocab_size, max_queue
@@ -148,7 +149,7 @@ class Engine:
             self.idle = False
 
     def run_once(self):
-        """Receive what has come, and run one step. Returns whether there was anything to run."""
+        """Receive what has come, and run a step, or some. Returns whether there was anything to run."""
         self.receive()
         ran, now = self.core.run_once(), time.monotonic()
         if now < self.looked_at + LOOKED_AT and now > self.snapshot['time'] + BETWEEN_SNAPSHOTS:

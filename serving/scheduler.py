@@ -62,6 +62,7 @@ class Scheduler:
         self.scored_at_once = scored_at_once or self.at_once
         self.running, self.waiting, self.n_submitted = [], deque(), 0
         self.steady = None  # the last plan, if the same samples run on with one token each: then the next is the same
+        self.n_repeats = 0  # so many more steps of the steady plan may follow each other, and need no other plan
         self.no_room = None  # what was so when the first that waits found no room: (it, free blocks, how many ran)
         self.n_preempted = self.n_looked_up = self.n_found = 0  # the last two are tokens of prompts
 
@@ -124,8 +125,10 @@ class Scheduler:
         spare, free = self.budget - len(running), cache.n_free
         # a sample takes at most one block for its first token, or for a copy of its last block, and one for a rest
         is_tight = free < 2 * len(running) + self.budget // self.block_size
-        if self.steady and not is_tight:
-            return self.steady
+        if self.steady:
+            self.n_repeats = self.n_repeats or self.count_repeats(free if is_tight else None)
+            if self.n_repeats:
+                return self.steady
         for sample in running[:self.budget]:
             if sample.handle is None:  # it was preempted, and so were all after it
                 break
@@ -145,6 +148,15 @@ class Scheduler:
                 free -= missing
             plan.append((sample, n))
         return plan
+
+    def count_repeats(self, free):
+        """
+        `n_repeats` of a steady plan: until a sample has all of its tokens, but at most block_size, in which a sample
+        takes one block and a copy of its last one. 0 if so many free blocks, if free is given, do not suffice.
+        """
+        n = min(self.block_size, min([sample.n_end - len(sample.tokens) for sample, _ in self.steady]))
+        fits = free is None or sum([self.cache.n_missing(sample.handle, n) for sample, _ in self.steady]) <= free
+        return n if fits else 0
 
     def most(self, sample):
         return self.scored_at_once if sample.scores else self.at_once
@@ -191,8 +203,14 @@ class Scheduler:
                     sample.scores = False
                     caught_up += [(sibling, row) for sibling in self.fork(sample)]
         if n_ready == len(plan) == len(self.running) and all(n == 1 for _, n in plan):
-            self.steady = plan
+            self.steady, self.n_repeats = plan, 0
         return caught_up
+
+    def commit_repeats(self, plan, n):
+        """`n_repeats` steps, or fewer, have computed the steady plan; a token is drawn behind each token."""
+        self.n_repeats -= n
+        for sample, _ in plan:
+            sample.computed += n
 
     def fork(self, sample):
         """The siblings of a sample, with its prompt. Where there are no sequences left, a sibling waits instead."""

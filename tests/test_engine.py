@@ -1,4 +1,5 @@
 """The engine on real small models: the tokens and log probabilities of a request are those that it has alone."""
+import math
 import random
 from contextlib import nullcontext
 
@@ -221,10 +222,40 @@ def test_logprobs_equal_the_models():
         assert score.rank == 1 + int((expected > expected[score.token]).sum())
 
 
+def test_steps_of_one_plan_are_delivered_together(monkeypatch):
+    """The steps, and the tokens, are those of a step at a time."""
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    seen = []
+    for together in (True, False):
+        engine, decoder = tiny(n_blocks=40, block_size=16)
+        if not together:
+            engine.core.interrupted = lambda: True
+        token = alone(decoder, Request('x', [6, 2], 9, seed=4))[0][0][5]
+        all_got = [submit(engine, 'a', [3, 1], 30, seed=2), submit(engine, 'b', [5], 12, seed=3, n=2),
+                   submit(engine, 'c', [6, 2], 9, seed=4, stop_token_ids=(token,))]
+        run(engine)
+        for got, stop_ids in zip(all_got, [(), (), (token,)]):
+            assert got.tokens == [tokens for tokens, _ in alone(decoder, got.request, stop_ids)]
+        seen.append((engine.stats.steps, engine.stats.computed_tokens, engine.stats.generated_tokens))
+        n_calls = [got.n_calls for got in all_got]
+        assert n_calls[0] < 10 if together else n_calls[0] == 30
+    assert seen[0] == seen[1] and all_got[2].reasons == ['stop']
+
+
+@pytest.mark.parametrize('how', [dict(logprobs=1), dict(stop=('xyz',)), dict(frequency_penalty=0.1)], ids=str)
+def test_a_sample_that_needs_each_token_gets_one_at_a_time(monkeypatch, how):
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    engine, _ = tiny(n_blocks=40)
+    all_got = [submit(engine, 'a', [3, 1], 20), submit(engine, 'b', [3, 1], 20, **how)]
+    run(engine)
+    assert [got.n_calls for got in all_got] == [20, 20]
+
+
 @pytest.mark.parametrize('exclusive', [False, True])
 def test_new_weights_are_used_from_the_next_token_on(exclusive):
     """Weights that change between two steps: each token is that of the weights of its step, over all of its text."""
     engine, decoder = tiny(n_blocks=40)
+    engine.core.interrupted = lambda: True  # a plan has one step
     prompts = [[i, 2, 3, 4, 5] for i in range(4)]
     all_got = [submit(engine, str(i), prompt, 12, temperature=0.0) for i, prompt in enumerate(prompts)]
     for _ in range(5):

@@ -3,8 +3,11 @@ Random requests, samples, steps, aborts, failures and new weights against an eng
 Each token is compared with the one that its sample draws alone, computed without cache, when it is delivered.
 """
 import contextlib
+import copy
 import io
+import math
 
+import numpy as np
 import pytest
 from conftest import sizes
 from hypothesis import settings
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toy_kernel import TOKEN, ToyKernel, begin_with_nan, chain_of, logits_of_chain, toy_model
 
+from serving import core
 from serving.engine import Engine
 from serving.request import Request, SamplingParams
 from serving.sampler import Drawing, Sampler
@@ -23,20 +27,36 @@ SAMPLER = Sampler(V)
 
 
 class Toy(ToyKernel):
-    """Nobody draws the bad token; a call that has it fails, and so does the next call after `interrupt`."""
+    """
+    Nobody draws the bad token; a call that has it fails. events: {number of a call: what happens in it}. versions,
+    n_failed: which versions the weights have had, and how many calls have failed, since `begin_step`.
+    """
 
     def __init__(self, model):
         super().__init__(model)
-        self.interrupt = self.reload = False
-        self.fails = self.fail
+        self.events, self.n_calls, self.fails = {}, 0, self.fail
+        self.begin_step()
+
+    def begin_step(self):
+        self.versions, self.n_failed = {self.version}, 0
+
+    def soon(self, n, event):
+        """This happens in one of the next calls; n = 0 is the very next one."""
+        self.events[self.n_calls + n] = event
+
+    def reload(self):
+        self.version += 1
+        self.versions.add(self.version)
+
+    def interrupt(self):
+        self.n_failed += 1
+        raise MemoryError("once")
 
     def fail(self, texts):
-        if self.reload:
-            self.reload, self.version = False, self.version + 1
-        if self.interrupt:
-            self.interrupt = False
-            raise MemoryError("once")
+        self.n_calls += 1
+        self.events.pop(self.n_calls - 1, bool)()
         if any(BAD in text for text in texts):
+            self.n_failed += 1
             raise FloatingPointError("a bad token")
 
     def execute_model(self, *args):
@@ -46,8 +66,9 @@ class Toy(ToyKernel):
 
 
 def alone(kernel, tokens):
-    logits = logits_of_chain(chain_of(tokens, kernel.version), V)
-    logits[BAD] = -1000
+    """The logits (W, V) behind these tokens, for each of the kernel's versions."""
+    logits = np.stack([logits_of_chain(chain_of(tokens, version), V) for version in kernel.versions])
+    logits[:, BAD] = -1000
     return logits
 
 
@@ -78,14 +99,17 @@ class Client:
             assert self.ended[output.index] is None, "nothing comes after the end"
             mine = self.tokens[output.index]
             for token, *logprobs in zip(output.token_ids, *([output.logprobs] if output.logprobs else [])):
-                logits = alone(self.kernel, r.prompt + mine)
-                assert [token] == SAMPLER.draw(logits[None], [0], [self.drawings[output.index]])
+                logits, drawing = alone(self.kernel, r.prompt + mine), self.drawings[output.index]
+                drawn = [SAMPLER.draw(logits, [w], [copy.deepcopy(drawing)])[0] for w in range(len(logits))]
+                assert token in drawn
+                drawing.add(token)
                 if r.params.logprobs is not None:
-                    assert logprobs == SAMPLER.logprobs(logits[None], [token], r.params.logprobs)
+                    assert logprobs in [SAMPLER.logprobs(row[None], [token], r.params.logprobs) for row in logits]
                 mine.append(token)
             self.texts[output.index] += output.text
             self.ended[output.index] = output.finish_reason
-            assert output.finish_reason != 'error' or BAD in r.prompt
+            # a sample whose call fails is tried again by itself
+            assert output.finish_reason != 'error' or BAD in r.prompt or self.kernel.n_failed > 1
             if first and i == 0 and output.finish_reason not in ('error', 'abort'):
                 assert output.n_cached is not None and output.n_cached < len(r.prompt) or r.max_tokens == 0
                 assert (output.prompt_logprobs is not None) == r.params.prompt_logprobs
@@ -103,9 +127,9 @@ class Client:
         assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
         assert output.n_cached == 0
         for i in range(1, len(prompt)):
-            logits = alone(self.kernel, prompt[:i])
-            assert [output.prompt_logprobs[i]] == SAMPLER.logprobs(logits[None], [prompt[i]],
-                                                                   self.request.params.logprobs or 0)
+            k = self.request.params.logprobs or 0
+            assert [output.prompt_logprobs[i]] in [SAMPLER.logprobs(logits[None], [prompt[i]], k)
+                                                   for logits in alone(self.kernel, prompt[:i])]
 
     def check_end(self, i):
         """The streamed text is that of all tokens at once; the sample ends for the right reason, and at once."""
@@ -130,6 +154,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.kernel, self.clients, self.n = Toy(model), {}, 0
         self.engine = Engine(model, self.kernel, BYTES, EOS, n_blocks, block_size, budget)
         self.cache = self.kernel.cache = self.engine.cache
+        self.repeats, core.REPEATING = True, math.inf  # nothing depends on time
+        asked = self.engine.core.interrupted
+        self.engine.core.interrupted = lambda: not self.repeats or asked()
         begin_with_nan(self.cache)
 
     @rule(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14), max_tokens=st.integers(0, 12),
@@ -151,31 +178,41 @@ class EngineMachine(RuleBasedStateMachine):
             return
         self.clients[request.id] = client
 
-    @rule(data=st.data())
-    def abort(self, data):
+    @rule(data=st.data(), soon=st.sampled_from([None, None, 0, 1, 3]))
+    def abort(self, data, soon):
         if self.clients:
-            self.engine.abort(data.draw(st.sampled_from(sorted(self.clients))))
+            request_id = data.draw(st.sampled_from(sorted(self.clients)))
+            if soon is None:
+                self.engine.abort(request_id)
+            else:
+                self.kernel.soon(soon, lambda: self.engine.abort(request_id))
 
     @rule(times=st.sampled_from([1, 1, 2, 5, 20]))
     def step(self, times):
         for _ in range(times):
             before = self.engine.stats.steps
+            self.kernel.begin_step()
             with contextlib.redirect_stderr(io.StringIO()) as errors:
                 ran = self.engine.run_once()
             assert not ran or self.engine.stats.steps > before or errors.getvalue()
             assert ran or not self.engine.live
             self.whole()
 
-    @rule()
-    def fail_once(self):
-        self.kernel.interrupt = True
+    @rule(soon=st.sampled_from([0, 0, 1, 3]))
+    def fail_once(self, soon):
+        self.kernel.soon(soon, self.kernel.interrupt)
 
-    @rule(during=st.booleans())
-    def other_weights(self, during):
-        if during:
-            self.kernel.reload = True
+    @rule(soon=st.sampled_from([None, 0, 0, 1, 3]))
+    def other_weights(self, soon):
+        if soon is None:
+            self.kernel.reload()
         else:
-            self.kernel.version += 1
+            self.kernel.soon(soon, self.kernel.reload)
+
+    @rule()
+    def change_whether_steps_repeat(self):
+        """A plan is run as often as it can be, or once."""
+        self.repeats = not self.repeats
 
     @precondition(lambda self: hasattr(self, 'engine'))
     @invariant()
@@ -200,6 +237,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, 'engine'):
             for _ in range(2000):
+                self.kernel.begin_step()
                 with contextlib.redirect_stderr(io.StringIO()):
                     ran = self.engine.run_once()
                 if not ran:
