@@ -195,28 +195,33 @@ class BlockManager:
         """
         if n < 0:
             raise ValueError(f"a sequence is extended by at least 0 positions, not by {n}: use truncate")
-        table, (n_new, shared, passed, n_freed) = self.table(seq), self.needs(seq, n)
+        table, (n_new, shared, _, n_freed) = self.table(seq), self.needs(seq, n)
         last = self.length[seq] // self.block_size
         if n_new + shared > len(self.free) + n_freed:
             raise self.out_of_blocks(n_new + shared, len(self.free) + n_freed)
-        if passed or shared:
+        self.free_passed(seq)
+        copies = [(table[last], self.acquire())] if shared else []
+        for source, target in copies:
             self.runs.pop(seq, None)
-        for i in passed:
-            self.release(table[i])
-            table[i] = None
-        copies = []
-        if shared:
-            source, target = table[last], self.acquire()
             if copy:
                 copy(source, target)
             table[last] = target
             self.release(source)
-            copies.append((source, target))
-        elif last < len(table) and n > 0:
+        if not shared and last < len(table) and n > 0:
             self.forget(table[last])  # a full block that was truncated will be overwritten
         table += [self.acquire() for _ in range(n_new)]
         self.length[seq] += n
         return copies
+
+    def free_passed(self, seq):
+        """
+        Free the blocks of a sequence that its next token does not see. A step does so for all of its sequences first:
+        then there are the blocks that `needs` counts, whichever sequence is extended first.
+        """
+        for i in self.passed(seq) if self.window else ():
+            self.runs.pop(seq, None)
+            self.release(self.tables[seq][i])
+            self.tables[seq][i] = None
 
     def append_block(self, seq):
         """`extend` by one position for a sequence whose blocks are full. Returns the new block."""
@@ -258,8 +263,7 @@ class BlockManager:
         for block in self.table(seq):
             if block is not None:
                 self.acquire(block)
-        self.salts[new] = self.salts[seq]
-        self.tables[new], self.length[new] = self.tables[seq][:], self.length[seq]
+        self.tables[new], self.length[new], self.salts[new] = self.tables[seq][:], self.length[seq], self.salts[seq]
         if seq in self.remembered:
             self.remembered[new] = self.remembered[seq]
         if seq in self.outdated:
@@ -313,10 +317,7 @@ class BlockManager:
         self.outdated.discard(seq)
 
     def reset(self):
-        """
-        Forget the content of all blocks, because the weights have changed. No later sequence shares what was computed
-        before.
-        """
+        """Forget the content of all blocks: the weights have changed, and no later sequence may share it."""
         for block in range(len(self.references)):
             self.forget(block)
         self.outdated = set(self.tables)

@@ -187,7 +187,11 @@ class PagedCache(BaseCache):
 
     def make_room_again(self, decoding, new):
         d, blocks = decoding, self.blocks
-        for number in d.due.pop(d.n_steps, ()):
+        due = d.due.pop(d.n_steps, ())
+        if self.window:
+            for number in due:
+                blocks.free_passed(d.seqs[number])
+        for number in due:
             seq = d.seqs[number]
             if self.window:
                 d.metadata.runs[number] = self.extended(seq, 1)
@@ -202,6 +206,9 @@ class PagedCache(BaseCache):
 
     def make_room(self, seqs, starts, counts, new):
         blocks, found, ends = self.blocks, [], list(map(add, starts, counts))
+        if self.window:
+            for seq in seqs:
+                blocks.free_passed(seq)
         for seq, end, n in zip(seqs, ends, counts):
             runs, limit = blocks.runs.get(seq, (None, 0))
             if end > limit:
@@ -249,9 +256,11 @@ class PagedCache(BaseCache):
         return logits
 
     def forward_pass(self, seqs, starts, counts, ids, hiding=False):
-        for seq, part in zip(seqs, ids.split(counts)):
+        for seq in seqs:
             if seq not in self.tokens:  # its first pass failed, and is tried again
                 self.begin_text(seq, [])
+            self.blocks.free_passed(seq)
+        for seq, part in zip(seqs, ids.split(counts)):
             self.blocks.extend(seq, len(part), self.copy_block)
             self.tokens[seq] += part.tolist()
         ids, positions, metadata = self.inputs(seqs, starts)

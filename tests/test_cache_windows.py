@@ -4,7 +4,10 @@ import pytest
 import torch
 from conftest import sizes
 from sliding import SINKS, W, all_logits, feed, in_chunks, model, streaming, texts
+from test_same_bits import model_of
+from test_same_bits import texts as random_texts
 
+from decode.cpu import CPUDecoder
 from generation import Work
 from kvcache import KINDS, block_tables
 from kvcache.cell_cache import CellCache
@@ -179,6 +182,26 @@ def test_a_pool_for_n_sequences_is_enough_for_n_without_end():
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize('alike', [False, True], ids=['first of its kind', 'like the step before'])
+@pytest.mark.parametrize('with_decoder', [False, True], ids=['eager', 'decoder'])
+def test_a_step_uses_the_blocks_that_its_sequences_free_in_any_order(with_decoder, alike):
+    """The first sequence needs the block that the window of the second one has passed."""
+    m = model_of(dict(n_embd=24, n_head=4, position='rope', window=6))
+    decoder = CPUDecoder(m, threads=1) if with_decoder else None
+    ids, logits = random_texts(2, 10, 0), []
+    for n_blocks in (4, 9):  # just enough, and enough for all
+        cache = PagedCache(m, n_blocks, 4, 'float32', decoder)
+        first, second = cache.new(), cache.new()
+        for seq, n in ((first, 4 - alike), (second, 9 - alike)):
+            cache.step(Work([seq], [0], torch.tensor([ids[seq][:n]])))
+        for starts in [[3, 8]] * alike + [[4, 9]]:
+            new = [[ids[seq][start]] for seq, start in zip((first, second), starts)]
+            logits.append(cache.step(Work([first, second], starts, torch.tensor(new))))
+        assert cache.n_free == n_blocks - 4
+    tolerance = 0 if with_decoder else 1e-5
+    torch.testing.assert_close(logits[-1], logits[len(logits) // 2 - 1], atol=tolerance, rtol=tolerance)
+
+
 def test_execute_model_takes_tables_whose_blocks_behind_the_window_are_gone():
     m, idx, exact, _ = streaming('paged')
     pool = PagedCache(m, 40, 4, 'float64')

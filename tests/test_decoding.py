@@ -93,7 +93,7 @@ def test_steps_that_repeat_one_give_what_others_give(kind, how, seed):
             if seqs and all(seq in texts for seq in seqs) and all(len(texts[seq]) < most for seq in seqs):
                 twins.step(seqs, [ids(1) for _ in seqs])
         n_repeated += twins.repeated()
-    assert n_repeated > 20
+    assert n_repeated > 5
 
 
 @pytest.mark.parametrize('kind', KINDS)

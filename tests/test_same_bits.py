@@ -35,7 +35,7 @@ class Store:
                 if t.is_floating_point():
                     t.fill_(float('nan'))
         self.kv, self.layout, self.runs, self.length = KVArrays.of_layers(self.layers), layout, {}, {}
-        size = dict(pages=PAGE, cells=1, rows=N_SLOTS // 8)[layout]
+        size = dict(pages=PAGE, cells=1, rows=N_SLOTS // 9)[layout]
         self.size, self.free = size, list(range(0, N_SLOTS - size + 1, size))
         if layout != 'rows':
             self.chooser.shuffle(self.free)
