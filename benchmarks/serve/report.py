@@ -102,10 +102,10 @@ def plot_closed(ax, rows):
                 's--', color=COLOURS[server], label=f'{server}, {weights}', markersize=4)
     counts = sorted({row['clients'] for row in rows})
     ax.set(xscale='log', xlabel='clients', ylabel='tokens/s')
-    ax.set_ylim(0)
+    ax.set_ylim(0, 1.3 * max(row['tok_per_s'] for row in rows))  # room for the legend above the lines
     ax.set_xticks(counts, counts)
     ax.minorticks_off()
-    ax.legend(fontsize=7)
+    ax.legend(fontsize=7, loc='upper left', ncols=2)
 
 
 def plot_ttft(ax, rows):
