@@ -117,7 +117,7 @@ def main(config):
     finally:
         log.close()
     if world_size > 1:
-        del model  # DDP: else it ends the group, holding Python's lock, for which threads of gloo may wait: a deadlock
+        del model  # DDP would end the group while it holds Python's lock, which gloo's threads may wait for
         dist.destroy_process_group()
 
 
