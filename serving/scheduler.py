@@ -195,7 +195,7 @@ class Scheduler:
         A step has computed a plan. Returns [(sample, the number of its row)] of those that have caught up, and for
         which a token is drawn. Siblings of a sample with a computed prompt are among them: they are forks now.
         """
-        caught_up, n_ready = [], 0
+        caught_up, n_ready, self.n_repeats = [], 0, 0
         for row, (sample, n) in enumerate(plan):
             sample.computed += n
             if sample.computed == len(sample.tokens):
@@ -205,7 +205,7 @@ class Scheduler:
                     sample.scores = False
                     caught_up += [(sibling, row) for sibling in self.fork(sample)]
         if n_ready == len(plan) == len(self.running) and all(n == 1 for _, n in plan):
-            self.steady, self.n_repeats = plan, 0
+            self.steady = plan
         return caught_up
 
     def commit_repeats(self, plan, n):
