@@ -84,7 +84,7 @@ class Completion:
                         for number, request in enumerate(requests) for i in range(body.n)]
 
     def add(self, number, outputs):
-        """Add what one step gave to the request of this number."""
+        """Add the outputs that one delivery brought for the request of this number."""
         choices = self.choices[number * self.body.n:(number + 1) * self.body.n]
         for output in outputs:
             if output.prompt_logprobs is not None:

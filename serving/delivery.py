@@ -5,7 +5,7 @@ from collections import deque
 import orjson
 from starlette.responses import Response
 
-# the least and the largest pause between two chunks of a stream, in seconds; a chunk has all tokens of its pause
+# the shortest and the longest pause between two chunks of a stream, in seconds; a chunk has all tokens of its pause
 PAUSE, LONGEST_PAUSE = 0.04, 0.2
 CHUNKS = 400  # that all streams together write in a second, about: writing a chunk slows the model down
 

@@ -120,7 +120,7 @@ class Logprobs(NamedTuple):
 
 class Output(NamedTuple):
     """
-    What one step has added to one sample: its new tokens and its new text.
+    The new tokens and the new text of one sample, after one step or several.
 
     index: the number of the sample in its request. token_ids: the new tokens; of a sample that ended at a stop token,
     that one too. text: what may be sent now. logprobs: a `Logprobs` for each new token, or None if not asked for.

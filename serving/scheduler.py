@@ -171,7 +171,7 @@ class Scheduler:
             salt = object() if sample.scores else sample.request.cache_salt  # nothing is found for a new object
             sample.handle = cache.new(salt)
             sample.computed = cache.reuse_prefix(sample.handle, sample.tokens, compare)
-            if cache.window:  # a block that it has found is not free when the window of another has passed it
+            if cache.window:  # blocks that it shares now are not freed behind the windows of others
                 ahead = sum(map(self.missing_ahead, self.running))
             if ahead + self.missing_ahead(sample) <= cache.n_free:
                 if sample.n_cached is None:

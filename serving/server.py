@@ -283,8 +283,8 @@ def listen(host, port):
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as e:
         raise OSError(f"port {port} of {host} cannot be had ({e.strerror or e}): choose another --port") from e
-    # asyncio sets this option only on sockets that it makes itself. Without the option the system sends the body of a
-    # response about 40 ms late, after the client has acknowledged the headers.
+    # asyncio sets this option only on sockets that it makes itself. Without it the system holds the body of a response
+    # back until the client has acknowledged the headers, for about 40 ms.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

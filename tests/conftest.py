@@ -67,7 +67,7 @@ TINY = ['--device=cpu', '--dataset=shakespeare_char', '--n_layer=2', '--n_head=2
         '--lr_decay_iters=60', '--learning_rate=1e-2', '--dropout=0.1', '--eval_interval=10', '--max_iters=20']
 
 
-# the beginnings of the names of variables that are read after the packages have been imported
+# scripts read these variables after their imports; each is the beginning of a name
 READ_LATE = 'KV_DEBUG', 'CUDA_VISIBLE_DEVICES', 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_'
 
 servers = []  # the ForkServer of this process, once it is needed

@@ -50,7 +50,7 @@ class Toy(ToyKernel):
 
     def interrupt(self):
         self.n_failed += 1
-        raise MemoryError("once")
+        raise MemoryError("this call fails because the test asks for it")
 
     def fail(self, texts):
         self.n_calls += 1
@@ -108,7 +108,7 @@ class Client:
                 mine.append(token)
             self.texts[output.index] += output.text
             self.ended[output.index] = output.finish_reason
-            # a sample whose call fails is tried again by itself
+            # after a failed call the engine runs each sample by itself; a second failure ends the request
             assert output.finish_reason != 'error' or BAD in r.prompt or self.kernel.n_failed > 1
             if first and i == 0 and output.finish_reason not in ('error', 'abort'):
                 assert output.n_cached is not None and output.n_cached < len(r.prompt) or r.max_tokens == 0
