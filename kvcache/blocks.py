@@ -200,18 +200,18 @@ class BlockManager:
         if n_new + shared > len(self.free) + n_freed:
             raise self.out_of_blocks(n_new + shared, len(self.free) + n_freed)
         self.free_passed(seq)
-        copies = [(table[last], self.acquire())] if shared else []
-        for source, target in copies:
+        source, target = (table[last], self.acquire()) if shared else (None, None)
+        if shared:
             self.runs.pop(seq, None)
             if copy:
                 copy(source, target)
             table[last] = target
             self.release(source)
-        if not shared and last < len(table) and n > 0:
+        elif last < len(table) and n > 0:
             self.forget(table[last])  # a full block that was truncated will be overwritten
         table += [self.acquire() for _ in range(n_new)]
         self.length[seq] += n
-        return copies
+        return [(source, target)] if shared else []
 
     def free_passed(self, seq):
         """

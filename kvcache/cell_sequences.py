@@ -59,7 +59,7 @@ class CellSequences(BaseCache):
         self.cells.update()
         return not any([cells.shifted() for cells in self.cells.streams])
 
-    def make_room(self, seqs, starts, counts, new):
+    def make_room(self, seqs, starts, counts):
         if self.cells.unified:
             return self.store(self.cells.streams[0], seqs, starts, counts)
         return list(map(self.store_alone, seqs, starts, counts))

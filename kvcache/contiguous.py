@@ -51,7 +51,7 @@ class ContiguousCache(BaseCache):
     def first_held(self, seq):
         return max(self.n_sink, self.written.get(seq, 0) - self.n_ring)
 
-    def make_room(self, seqs, starts, counts, new):
+    def make_room(self, seqs, starts, counts):
         found = []
         for seq, start, n in zip(seqs, starts, counts):
             end, (runs, limit) = start + n, self.runs.get(seq, (None, 0))

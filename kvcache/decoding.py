@@ -10,17 +10,21 @@ class Decoding:
     Sequences that each get one token in a compiled step. Such a step makes a `Decoding`. The next operation of the
     cache uses it if it is a step of one more token for each of the same sequences.
 
-    seqs: the sequences. counts: [1, 1, ...], as many. ends: how many tokens each has. n_steps: how many steps have used
-    it. n_left: how many more steps the model has positions for. positions: int64 (B,), of the newest tokens.
-    metadata: the `InputMetadata` of each step; its list of runs is written anew.
+    seqs: the sequences. counts: [1, 1, ...], as many. n_steps: how many steps have used it. n_left: how many more
+    steps the model has positions for. positions: int64 (B,), of the newest tokens. metadata: the `InputMetadata` of each step; its list of runs is written anew.
     operation: the number of the last operation of the cache that has used it.
     """
 
     def __init__(self, seqs, ends, n_positions, kernel, operation):
-        self.seqs, self.ends, self.counts, self.n_steps = list(seqs), ends, [1] * len(seqs), 0
+        self.seqs, self.counts, self.n_steps = list(seqs), [1] * len(seqs), 0
         self.n_left, self.operation = n_positions - max(ends), operation
         self.positions = kernel.positions(ends, self.counts) - 1
         self.metadata = kernel.metadata(self.counts, [None] * len(seqs))
+
+    @property
+    def ends(self):
+        """How many tokens each sequence has."""
+        return (self.positions + 1).tolist()
 
     def goes_on(self, seqs, starts, n_new):
         """Would a step of n_new tokens, for these sequences from the positions `starts` on, be the next one?"""
@@ -30,25 +34,21 @@ class Decoding:
         """Count the next step."""
         self.n_steps += 1
         self.n_left -= 1
-        self.ends = [end + 1 for end in self.ends]
         self.positions = self.positions + 1  # a new array: the one before may be kept by others
 
 
 class BlockDecoding(Decoding):
     """
-    A `Decoding` in a pool of blocks. A step looks only at the sequences that need another block, and at those that fill
-    one.
+    A `Decoding` in a pool of blocks. A step looks only at the sequences that need another block.
 
-    texts: the list of tokens of each sequence. due[k]: the numbers, in seqs, of the sequences that need another block
-    in step k. filling[r]: the sequences that fill a block in each step k with k % block_size == r.
+    texts: the list of tokens of each sequence. due[k]: the numbers, in seqs, of the sequences that need another block,
+    or a copy of a shared one, in step k.
     """
 
     def __init__(self, seqs, ends, n_positions, kernel, operation, blocks, texts):
         super().__init__(seqs, ends, n_positions, kernel, operation)
-        self.texts, self.due, self.filling = [texts[seq] for seq in seqs], {}, {}
-        of_all = [blocks.runs[seq] for seq in seqs]
+        self.texts, self.due = [texts[seq] for seq in seqs], {}
+        of_all = [blocks.runs.get(seq, (None, end)) for seq, end in zip(seqs, ends)]
         self.metadata.runs[:] = [runs for runs, _ in of_all]
         for number, n in enumerate(map(sub, [limit for _, limit in of_all], ends)):
-            self.due.setdefault(n + 1, []).append(number)
-        for seq, end in zip(seqs, ends):
-            self.filling.setdefault(-end % blocks.block_size, []).append(seq)
+            self.due.setdefault(max(n, 0) + 1, []).append(number)

@@ -25,17 +25,17 @@ class Steps(Exclusive):
         """
         raise NotImplementedError
 
-    def make_room(self, seqs, starts, counts, new):
+    def make_room(self, seqs, starts, counts):
         """
-        Reserve slots for the new tokens of a forward pass, new: the ids of all of them, a list. Returns the `Runs` of
-        each sequence, with what its new tokens see, and their own positions. ValueError if there is no room.
+        Reserve slots for the new tokens of a forward pass. Returns the `Runs` of each sequence, with what its new
+        tokens see, and their own positions. ValueError if there is no room.
         """
         raise NotImplementedError
 
-    def make_room_again(self, decoding, new):
+    def make_room_again(self, decoding):
         """Write the `Runs` of all sequences of a `Decoding` to its metadata, for a step of one token of each."""
         d = decoding
-        d.metadata.runs[:] = self.make_room(d.seqs, [end - 1 for end in d.ends], d.counts, new)
+        d.metadata.runs[:] = self.make_room(d.seqs, d.positions.tolist(), d.counts)
 
     def readable(self):
         """Can the compiled step read the keys as they are stored now?"""
@@ -124,12 +124,21 @@ class Steps(Exclusive):
         """
         new = ids.tolist()
         check_ids(self.model, new)
-        decoding.advance()
-        self.make_room_again(decoding, new)
-        logits = self.compiled(ids, decoding.positions, decoding.metadata)
-        self.lengths.update(zip(decoding.seqs, decoding.ends))
-        decoding.operation, self.decoding = self.n_operations, decoding
+        logits = self.decode_next(decoding, ids)
+        self.add_decoded(decoding, [new])
         return logits
+
+    def decode_next(self, decoding, ids):
+        """`decode`, of which the cache does not know until `add_decoded`."""
+        decoding.advance()
+        self.make_room_again(decoding)
+        return self.compiled(ids, decoding.positions, decoding.metadata)
+
+    def add_decoded(self, decoding, steps):
+        """Add the tokens of the last steps of a `Decoding` to its sequences. steps: the tokens of each step."""
+        n, seqs = len(steps), decoding.seqs
+        self.lengths.update(zip(seqs, [self.lengths[seq] + n for seq in seqs]))
+        decoding.operation, self.decoding = self.n_operations, decoding
 
     def in_chunks(self, forward, seqs, starts, counts, ids):
         """
@@ -152,7 +161,7 @@ class Steps(Exclusive):
         One forward pass by the decoder. It reads no slot of another sequence, so that the logits of each sequence are
         those that it has alone.
         """
-        runs = self.make_room(seqs, starts, counts, ids.tolist())
+        runs = self.make_room(seqs, starts, counts)
         return self.compiled(ids.contiguous(), self.kernel.positions(starts, counts),
                              self.kernel.metadata(counts, runs, wanted))
 

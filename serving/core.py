@@ -8,6 +8,7 @@ import time
 import numpy as np
 import torch
 
+from kvcache.blocks import OutOfBlocks
 from kvcache.protocol import Work
 from serving.request import Output
 from serving.sampler import Drawing, Sampler
@@ -25,14 +26,14 @@ class Progress:
     What the engine keeps of a sample. live: its request. drawing: see `sampler.Drawing`. text: its `TextStream`.
     stop_ids: the tokens that end it. n_logprobs: `SamplingParams.logprobs`. scored: `Logprobs` of the prompt's tokens
     so far, from the second on. first_time: when its first token was drawn. plain: can tokens be drawn before the one
-    before them is added? Not with stop strings, logprobs, or settings that change logits.
+    before them is added? Not with stop strings or logprobs.
     """
     __slots__ = 'live', 'drawing', 'text', 'stop_ids', 'n_logprobs', 'scored', 'first_time', 'plain'
 
     def __init__(self, live, drawing, text, stop_ids):
         self.live, self.drawing, self.text, self.stop_ids = live, drawing, text, stop_ids
         self.n_logprobs, self.scored, self.first_time = live.request.params.logprobs, [], None
-        self.plain = not (text.stop or drawing.changes_logits() or self.n_logprobs is not None)
+        self.plain = not text.stop and self.n_logprobs is None
 
 
 class Live:
@@ -67,10 +68,14 @@ class EngineCore:
         plan = self.scheduler.plan()
         if plan and self.weights_changed():
             plan = self.scheduler.plan()
-        if plan and plan is self.drawn_for and self.cache.decoder:
-            self.repeat(plan)
-        elif plan:
-            self.step(plan)
+        try:
+            if plan and plan is self.drawn_for and self.cache.decoder:
+                self.repeat(plan)
+            elif plan:
+                self.step(plan)
+        except BaseException:  # not of a step, or an interrupt: samples may not have what the cache has
+            self.preempt_all()
+            raise
         return bool(plan)
 
     def begin(self, live):
@@ -94,9 +99,12 @@ class EngineCore:
         before, self.version = self.version, self.cache.version
         if before in (None, self.version):
             return False
+        self.preempt_all()
+        return True
+
+    def preempt_all(self):
         for sample in self.scheduler.running[::-1]:
             self.scheduler.preempt(sample)
-        return True
 
     def step(self, plan):
         try:
@@ -109,31 +117,38 @@ class EngineCore:
 
     def repeat(self, plan):
         """
-        Run more steps of the last step's plan, until a sample ends, something comes, or REPEATING is over. Their tokens
-        are added to their samples and delivered once, which takes much less time than to do it after each step.
+        Run more steps of the last step's plan, until a sample ends, something comes, REPEATING is over, or the plan may
+        need other blocks. Their tokens are added to their samples and delivered once, which takes much less time than
+        to do it after each step.
         """
+        self.drawn_for = None
         handles, until = [sample.handle for sample, _ in plan], time.monotonic() + REPEATING
-        n_most, drawn, logits, error = self.scheduler.n_repeats if self.plain else 1, [], None, None
-        while True:
+        n_most, drawn, logits, error, drawing = self.scheduler.n_repeats if self.plain else 1, [], None, None, False
+
+        def next_ids(logits):
+            nonlocal drawing
             self.stats.steps += 1
-            try:
-                logits = self.cache.decode_step(handles, self.sampler.tokens).numpy()
-            except Exception as e:
-                error = e
-                break
             if self.cache.version != self.version:
-                break
-            tokens = self.sampler.draw(logits, self.of_rows, self.drawings)
+                return None
+            drawing = True
+            tokens = self.sampler.draw(logits.numpy(), self.of_rows, self.drawings)
             drawn.append(tokens)
+            drawing = False
             stopped = any(map(operator.contains, self.stop_ids, tokens))
             if stopped or len(drawn) == n_most or self.interrupted() or time.monotonic() > until:
-                break
-        self.drawn_for = None
+                return None
+            return self.sampler.tokens
+        try:
+            logits = self.cache.decode_steps(handles, self.sampler.tokens, next_ids).numpy()
+        except BaseException as e:
+            error = e
         if drawn:
             self.scheduler.commit_repeats(plan, len(drawn))
             self.stats.computed_tokens += len(plan) * len(drawn)
             self.add_drawn(plan, drawn, logits, {})
-        if error:
+        if error is not None:
+            if drawing or not isinstance(error, Exception):  # not of a step
+                raise error
             self.step_each(plan, error)
         else:
             self.weights_changed()
@@ -150,7 +165,10 @@ class EngineCore:
             try:
                 logits, rows = self.forward([(sample, n)])
             except Exception as e:
-                self.end(sample.progress.live, 'error', f"{type(e).__name__}: {e}")
+                if isinstance(e, OutOfBlocks) and len(self.scheduler.running) > 1:
+                    self.scheduler.preempt(sample)
+                else:
+                    self.end(sample.progress.live, 'error', f"{type(e).__name__}: {e}")
                 continue
             if self.weights_changed():
                 return
@@ -162,7 +180,7 @@ class EngineCore:
         handles, rows, wanted = [sample.handle for sample, _ in plan], range(len(plan)), None
         if self.cache.decoder and all(n == 1 and sample.computed for sample, n in plan):
             newest = np.array([sample.tokens[sample.computed] for sample, _ in plan], np.int64)
-            return self.cache.decode_step(handles, newest).numpy(), rows
+            return self.cache.decode_steps(handles, newest).numpy(), rows
         tokens = [token for sample, n in plan for token in sample.tokens[sample.computed:sample.computed + n]]
         tokens = torch.from_numpy(np.array(tokens, np.int64)).to(self.device).split([n for _, n in plan])
         if self.cache.decoder and any(sample.scores for sample, _ in plan):
@@ -189,7 +207,7 @@ class EngineCore:
     def add_drawn(self, plan, drawn, logits, given):
         """
         Add the tokens of some steps of a plan to the samples that drew them, and deliver them. drawn: for each step a
-        token of each sample. logits: of the last step. given: {Live: `Output`s that it gets before these}.
+        token of each sample. logits: of the last step, if a sample is not plain. given: {Live: `Output`s that it gets before these}.
         """
         now = time.monotonic()
         for sample, row, *new in zip(self.drawing, self.of_rows, *drawn):
@@ -206,8 +224,7 @@ class EngineCore:
                 given[live].append(output)
             else:
                 given[live] = [output]
-        self.stats.generated_tokens += len(self.drawing) * len(drawn)
-        if drawn and plan is self.scheduler.steady:
+        if plan is self.scheduler.steady and len(drawn) > 0 and len(self.drawing) == len(plan):
             self.drawn_for = plan
         for live, outputs in given.items():
             self.deliver(live, outputs)
@@ -255,6 +272,7 @@ class EngineCore:
         if reason:
             text += stream.finish()
             self.finish(sample, reason)
+        self.stats.generated_tokens += len(new)
         return new_output(Output, (sample.index, new, text, logprobs, reason, None, None, None))
 
     def finish(self, sample, reason):

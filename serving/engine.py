@@ -130,16 +130,20 @@ class Engine:
     def run(self):
         exclusive_use = getattr(self.cache.decoder, 'exclusive_use', nullcontext)
         self.idle = False
-        with exclusive_use():
-            while not self.stopping:
-                try:
-                    if not self.run_once():
-                        self.wait()
-                except Exception as e:  # of the engine itself: nothing is known of what it was at
-                    traceback.print_exc(file=sys.stderr)
-                    self.end_all('error', f"the engine failed: {e}")
+        try:
+            with exclusive_use():
+                while not self.stopping:
+                    try:
+                        if not self.run_once():
+                            self.wait()
+                    except Exception as e:  # of the engine itself: nothing is known of what it was at
+                        traceback.print_exc(file=sys.stderr)
+                        self.end_all('error', f"the engine failed: {e}")
+        finally:
+            with self.condition:
+                self.draining = self.stopping = True
             self.end_all('abort')
-        self.idle = True
+            self.idle = True
 
     def wait(self):
         with self.condition:

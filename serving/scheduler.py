@@ -5,6 +5,8 @@ catch up. After vLLM's scheduler. Pure Python.
     plan = scheduler.plan()               [(sample, how many of its next tokens this step computes), ...]
     ...                                   one step of the model
     caught_up = scheduler.commit(plan)    a token is drawn for each of these, and added to its tokens
+
+If the next plan is the same, `n_repeats` more steps of it may come first, and one `commit_repeats`.
 """
 from bisect import insort
 from collections import deque
@@ -96,7 +98,8 @@ class Scheduler:
         plan = self.plan_running()
         complete = self.n_preempted == n_preempted and len(plan) == len(self.running)
         if complete and self.waiting and not self.has_no_room():
-            plan = plan + self.plan_waiting(self.budget - sum(n for _, n in plan))
+            begun = self.plan_waiting(self.budget - sum(n for _, n in plan))
+            plan = plan + begun if begun else plan
         return plan
 
     def plan_waiting(self, budget):
@@ -152,11 +155,15 @@ class Scheduler:
     def count_repeats(self, free):
         """
         `n_repeats` of a steady plan: until a sample has all of its tokens, but at most block_size, in which a sample
-        takes one block and a copy of its last one. 0 if so many free blocks, if free is given, do not suffice.
+        takes one block and a copy of its last one. free: if given, so many free blocks must suffice; 0 if they do not
+        suffice for a step.
         """
         n = min(self.block_size, min([sample.n_end - len(sample.tokens) for sample, _ in self.steady]))
-        fits = free is None or sum([self.cache.n_missing(sample.handle, n) for sample, _ in self.steady]) <= free
-        return n if fits else 0
+        if self.cache.window:
+            n = min(n, self.cache.window + 1)  # for more, `PagedCache.n_missing` is an estimate
+        while n and free is not None and sum([self.cache.n_missing(s.handle, n) for s, _ in self.steady]) > free:
+            n //= 2
+        return n
 
     def most(self, sample):
         return self.scored_at_once if sample.scores else self.at_once

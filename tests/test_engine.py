@@ -1,4 +1,5 @@
 """The engine on real small models: the tokens and log probabilities of a request are those that it has alone."""
+import itertools
 import math
 import random
 from contextlib import nullcontext
@@ -88,20 +89,24 @@ def test_tokens_and_bits_are_those_of_the_request_alone(how, weights):
     for seed in range(sizes(1, 10)):
         chooser = random.Random(seed)
         decoder = CPUDecoder(model_of(SHAPES[seed % 3] | how, seed), weights, 1)
-        block_size = chooser.choice([4, 8])
+        block_size, n_logprobs = chooser.choice([4, 8]), random.Random(f"{seed} {how} {weights}").choice([None, 5])
         n_blocks = n_blocks_for(decoder.model.config, block_size) + chooser.choice([0, 1, 4])
         engine = Engine(decoder.model, decoder, BYTES, None, n_blocks, block_size, chooser.choice([3, 16, 100]))
         shared, all_got = [chooser.randrange(V) for _ in range(20)], []
         for i in range(sizes(10, 30)):
             prompt = shared[:chooser.choice([0, 8, 15])] + [chooser.randrange(V) for _ in range(chooser.randint(1, 9))]
             all_got.append(submit(engine, str(i), prompt, chooser.randint(1, 25), i, chooser.choice([1, 1, 3]),
-                                  logprobs=5, **chooser.choice(HOWS)))
+                                  logprobs=n_logprobs, **chooser.choice(HOWS)))
             for _ in range(chooser.choice([0, 1, 3])):
                 engine.run_once()
         run(engine)
         found, preempted = found + engine.stats.prefix_hits, preempted + engine.stats.preemptions
         for got in all_got:
-            assert list(zip(got.tokens, got.logprobs)) == alone(decoder, got.request), got.request
+            expected = alone(decoder, got.request)
+            if n_logprobs is None:  # then steps of one plan are delivered together
+                assert got.tokens == [tokens for tokens, _ in expected], got.request
+            else:
+                assert list(zip(got.tokens, got.logprobs)) == expected, got.request
             assert set(got.reasons) == {'length'}
     assert found and preempted
 
@@ -242,13 +247,68 @@ def test_steps_of_one_plan_are_delivered_together(monkeypatch):
     assert seen[0] == seen[1] and all_got[2].reasons == ['stop']
 
 
-@pytest.mark.parametrize('how', [dict(logprobs=1), dict(stop=('xyz',)), dict(frequency_penalty=0.1)], ids=str)
+@pytest.mark.parametrize('how', [dict(logprobs=1), dict(stop=('xyz',))], ids=str)
 def test_a_sample_that_needs_each_token_gets_one_at_a_time(monkeypatch, how):
     monkeypatch.setattr('serving.core.REPEATING', math.inf)
     engine, _ = tiny(n_blocks=40)
     all_got = [submit(engine, 'a', [3, 1], 20), submit(engine, 'b', [3, 1], 20, **how)]
     run(engine)
     assert [got.n_calls for got in all_got] == [20, 20]
+
+
+@pytest.mark.parametrize('how', [dict(frequency_penalty=1.5), dict(logit_bias=((3, 2.0),)),
+                                 dict(min_tokens=9, stop_token_ids=(1, 2, 3))], ids=str)
+def test_changed_logits_are_drawn_from_as_in_single_steps(monkeypatch, how):
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    seen = []
+    for together in (True, False):
+        engine, _ = tiny(n_blocks=40)
+        engine.core.interrupted = lambda: not together  # noqa: B023
+        all_got = [submit(engine, 'a', [3, 1], 30), submit(engine, 'b', [3, 1], 30, seed=1, **how)]
+        run(engine)
+        seen.append([got.tokens for got in all_got])
+        assert all_got[0].n_calls < 15 if together else all_got[0].n_calls == 30
+    assert seen[0] == seen[1]
+
+
+def test_steps_repeat_while_others_wait_and_while_blocks_are_few(monkeypatch):
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    for n_blocks, budget in ((100, 8), (8 * 10 + 1, 64), (8 * 9, 64)):  # each sample takes 11 blocks in the end
+        engine, _ = tiny(n_blocks=n_blocks, budget=budget)
+        all_got = [submit(engine, str(i), [i], 40, i) for i in range(9)]
+        run(engine)
+        assert all_got[0].n_calls < 25 and {got.reasons[0] for got in all_got} == {'length'}
+
+
+@pytest.mark.parametrize('window', [4, 8])
+def test_a_window_shorter_than_a_block_takes_no_block_of_another(monkeypatch, window):
+    """Two samples share the blocks of a prompt, which their windows pass; one gives way, and none ends early."""
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    decoder = CPUDecoder(model_of(SHAPES[1] | dict(position='rope', window=window), 1), threads=1)
+    for n_blocks in (3, 4, 5):
+        engine = Engine(decoder.model, decoder, BYTES, None, n_blocks, 2 * window, 16)
+        got = finished(engine, 'a', [1] * 2 * window, 5 * window, n=2)
+        assert got.reasons == ['length'] * 2 and got.tokens == [tokens for tokens, _ in alone(decoder, got.request)]
+
+
+@pytest.mark.parametrize('where', ['kernel', 'draw'])
+def test_an_interrupt_while_steps_repeat_loses_no_token(monkeypatch, where):
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    engine, decoder = tiny(n_blocks=40)
+    all_got, calls = [submit(engine, str(i), [3, i], 30, i) for i in range(3)], itertools.count()
+    owner, name = (engine.cache, 'compiled') if where == 'kernel' else (engine.core.sampler, 'draw')
+    whole = getattr(owner, name)
+
+    def interrupted(*args):
+        if next(calls) == 7:
+            raise KeyboardInterrupt
+        return whole(*args)
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    run(engine)
+    for got in all_got:
+        assert [got.tokens[0]] == [tokens for tokens, _ in alone(decoder, got.request)]
 
 
 @pytest.mark.parametrize('exclusive', [False, True])

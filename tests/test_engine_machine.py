@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -48,9 +49,9 @@ class Toy(ToyKernel):
         self.version += 1
         self.versions.add(self.version)
 
-    def interrupt(self):
+    def interrupt(self, error):
         self.n_failed += 1
-        raise MemoryError("this call fails because the test asks for it")
+        raise error("this call fails because the test asks for it")
 
     def fail(self, texts):
         self.n_calls += 1
@@ -146,8 +147,9 @@ class Client:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(n_blocks=st.integers(5, 14), block_size=st.sampled_from([1, 2, 4]), budget=st.integers(1, 12),
-                how=st.sampled_from([dict(), dict(), dict(window=4, n_sink=2, position='rope')]))
+    @initialize(n_blocks=st.integers(5, 14), block_size=st.sampled_from([1, 2, 4, 8]), budget=st.integers(1, 12),
+                how=st.sampled_from([dict(), dict(), dict(window=4, n_sink=2, position='rope'),
+                                     dict(window=2, position='alibi')]))
     def begin(self, n_blocks, block_size, budget, how):
         model = toy_model(block_size=24, vocab_size=V, **how)
         n_blocks = n_blocks * 4 // block_size if not how else n_blocks + 12 // block_size
@@ -193,14 +195,17 @@ class EngineMachine(RuleBasedStateMachine):
             before = self.engine.stats.steps
             self.kernel.begin_step()
             with contextlib.redirect_stderr(io.StringIO()) as errors:
-                ran = self.engine.run_once()
+                try:
+                    ran = self.engine.run_once()
+                except KeyboardInterrupt:
+                    ran = print('interrupted', file=sys.stderr) is None
             assert not ran or self.engine.stats.steps > before or errors.getvalue()
             assert ran or not self.engine.live
             self.whole()
 
-    @rule(soon=st.sampled_from([0, 0, 1, 3]))
-    def fail_once(self, soon):
-        self.kernel.soon(soon, self.kernel.interrupt)
+    @rule(soon=st.sampled_from([0, 0, 1, 3]), error=st.sampled_from([MemoryError, KeyboardInterrupt]))
+    def fail_once(self, soon, error):
+        self.kernel.soon(soon, lambda: self.kernel.interrupt(error))
 
     @rule(soon=st.sampled_from([None, 0, 0, 1, 3]))
     def other_weights(self, soon):
@@ -238,7 +243,8 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, 'engine'):
             for _ in range(2000):
                 self.kernel.begin_step()
-                with contextlib.redirect_stderr(io.StringIO()):
+                ran = True
+                with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(KeyboardInterrupt):
                     ran = self.engine.run_once()
                 if not ran:
                     break

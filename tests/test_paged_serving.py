@@ -81,11 +81,100 @@ def test_a_decode_step_is_a_step(how):
         feed(each, {a: TEXT[:7], b: TEXT[:3]})
     for token in range(9):
         expected = feed(q, {b: [token], a: [token + 1]})
-        assert torch.equal(p.decode_step([b, a], np.array([token, token + 1])), expected)
+        assert torch.equal(p.decode_steps([b, a], np.array([token, token + 1])), expected)
         assert (p.lengths, p.tokens, p.blocks.length) == (q.lengths, q.tokens, q.blocks.length)
         with pytest.raises(ValueError, match='token ids'):
-            p.decode_step([b, a], np.array([token, 29]))
+            p.decode_steps([b, a], np.array([token, 29]))
         assert (p.lengths, p.tokens) == (q.lengths, q.tokens)
+
+
+def rows_of(seqs, n, first=0):
+    """The tokens of n steps of these sequences, int64 (n, B)."""
+    return (np.arange(first, first + n)[:, None] + np.arange(len(seqs))) % 29
+
+
+def fed_from(rows, logits):
+    """A next_ids that returns the rows behind the first one, and notes the logits of each step."""
+    rest, ids = iter(rows[1:]), rows[0].copy()
+
+    def next_ids(of_step):
+        logits.append(of_step)
+        ids[:] = row if (row := next(rest, None)) is not None else 0  # the same array, as the engine's sampler
+        return None if row is None else ids
+    return ids, next_ids
+
+
+@pytest.mark.parametrize('how', [dict(), dict(window=5, n_sink=2, position='rope'), dict(window=3)])
+def test_decode_steps_are_steps(how):
+    """The same logits, tables and remembered blocks as of single steps, before and after a fork."""
+    m, p = pool(CPUDecoder, **how)
+    _, q = pool(CPUDecoder, m)
+    for each in (p, q):
+        seqs = [each.new(), each.new()]
+        feed(each, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
+    for round_, n in enumerate((1, 2, 9, 4)):
+        logits, rows = [], rows_of(seqs, n, round_)
+        last = p.decode_steps(seqs, *fed_from(rows, logits))
+        for row, of_step in zip(rows, logits, strict=True):
+            assert torch.equal(q.decode_steps(seqs, row), of_step)
+        assert torch.equal(last, logits[-1])
+        assert (p.lengths, p.tokens, p.blocks.length) == (q.lengths, q.tokens, q.blocks.length)
+        for blocks in (p.blocks, q.blocks):
+            held = [block for table in blocks.tables.values() for block in table if block is not None]
+            assert blocks.references == [held.count(block) for block in range(16)]
+            assert {*held, *blocks.free} == {*range(16)} and not {*held} & {*blocks.free}
+        assert p.n_free == q.n_free
+        if not how:
+            assert {x.tokens for x in p.blocks.block_with} == {x.tokens for x in q.blocks.block_with}
+        if round_ == 2:
+            seqs = [(p.fork(seq), q.fork(seq))[0] for seq in seqs] + seqs
+
+
+@pytest.mark.parametrize('how', [dict(), dict(window=5, n_sink=2, position='rope')])
+@pytest.mark.parametrize('fault', ['token', 'room', 'caller', 'context'])
+def test_decode_steps_before_one_that_fails_are_kept(fault, how):
+    m, p = pool(ReferenceExecutor, n_blocks=5 if fault == 'room' and not how else 16, **how)
+    seqs = [p.new(), p.new()]
+    feed(p, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
+    if fault == 'room' and how:  # others take the rest
+        others = [p.new() for _ in range(p.n_free // 2)]
+        feed(p, {other: TEXT[:8] for other in others})
+    logits, rows = [], rows_of(seqs, 40)
+    ids, next_ids = fed_from(rows, logits)
+    if fault == 'token':
+        rows[6, 1] = 29
+
+    def breaking(of_step):
+        next_ids(of_step)
+        if fault == 'caller' and len(logits) == 6:
+            raise ValueError("the caller's token ids")
+        return ids
+    with pytest.raises(ValueError, match='token ids|blocks are needed|out of context'):
+        p.decode_steps(seqs, ids, breaking)
+    n = len(logits)
+    assert p.lengths[seqs[0]] == 7 + n and p.lengths[seqs[1]] == 3 + n and n > 2
+    for seq, first, column in zip(seqs, (7, 3), (0, 1)):
+        text = TEXT[:first] + rows[:n, column].tolist()
+        assert p.tokens[seq] == text and p.blocks.length[seq] == len(text)
+        if fault in ('token', 'caller'):
+            new = p.decode_steps([seq], np.array([5]))
+            assert torch.allclose(new[0], full_logits(m, text + [5]), atol=1e-5)
+
+
+def test_weights_that_change_between_decode_steps_leave_nothing_remembered():
+    m, p = pool(CPUDecoder)
+    seq, logits = p.new(), []
+    feed(p, {seq: TEXT[:4]})
+    assert len(p.blocks.block_with) == 1
+    ids, next_ids = fed_from(rows_of([seq], 9), logits)
+
+    def changing(of_step):
+        if len(logits) == 6:
+            with torch.no_grad():
+                m.lm_head.weight.mul_(2)
+        return next_ids(of_step)
+    p.decode_steps([seq], ids, changing)
+    assert len(p.tokens[seq]) == 13 and not p.blocks.block_with
 
 
 def test_prefixes_are_of_new_sequences():
