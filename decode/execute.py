@@ -3,7 +3,6 @@ The compiled step of kernel.py on the packed weights of a model: vLLM's `execute
 
 The weights are packed again when they have changed, and a few steps are timed to choose the number of threads.
 """
-import threading
 import time
 import weakref
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import torch
 
 from decode import layout, plan
 from decode.choice import ThreadChoice
+from decode.exclusive_use import ExclusiveThreads
 from decode.forks import after_fork
 from decode.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
 from decode.native import check, one_torch_thread, step, step_lock, team_for
@@ -61,7 +61,7 @@ class Executor:
             layout.BARRIER: aligned(LINE, np.int64), layout.CLAIMS: aligned((n_linears, LINE), np.int64)}
         executors.add(self)
         self.packed = self.tables = None  # what the weights were packed of; None: to be packed before the next step
-        self.of_thread, self.teams = threading.local(), {}  # teams: {dtype of keys and values: their Workers}
+        self.exclusive, self.teams = ExclusiveThreads(), {}  # teams: {dtype of keys and values: their Workers}
         with step_lock.lock:
             self.refresh()
             self.team_for(torch.float32)
@@ -105,9 +105,6 @@ class Executor:
             return False
         return exclusive or (packed.watch.identical() if thorough else packed.watch.same_objects())
 
-    def in_exclusive_use(self):
-        return getattr(self.of_thread, 'exclusive', False)
-
     @contextmanager
     def exclusive_use(self):
         """
@@ -116,13 +113,11 @@ class Executor:
         values have changed. And torch computes on one thread: its other threads would spin for a while after each
         operation, on a core that the step needs.
         """
-        before = self.in_exclusive_use()
         one_torch_thread.enter()
         try:
-            self.of_thread.exclusive = True
-            yield
+            with self.exclusive.with_this():
+                yield
         finally:
-            self.of_thread.exclusive = before
             one_torch_thread.leave()
 
     def execute_model(self, input_ids, input_positions, kv_caches, input_metadata, n_threads=None):
@@ -139,7 +134,7 @@ class Executor:
         """
         m = input_metadata
         with step_lock.lock:
-            exclusive = self.in_exclusive_use()
+            exclusive = self.exclusive.has_this
             if not self.unchanged(False, exclusive):
                 self.refresh()
             if not exclusive:

@@ -5,7 +5,6 @@ PyTorch starts a GPU kernel in about 10 us, and a step of a GPT with 12 layers h
 for 3 us. A graph starts all of them at once. It repeats the same kernels on the same addresses, so one is recorded for
 each cache, batch size and number of slots that are read. To record a graph takes as long as a few steps.
 """
-import threading
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from decode import eager
+from decode.exclusive_use import ExclusiveThreads
 from decode.static import StaticDecoder, static_layers, step_lock
 
 FEWEST_SLOTS = 128  # a graph reads so many slots, or twice, four times, ... as many
@@ -40,7 +40,7 @@ class GraphDecoder(StaticDecoder):
 
     def __init__(self, model):
         super().__init__(model)
-        self.name, self.of_thread = "PyTorch as a CUDA graph", threading.local()
+        self.name, self.exclusive = "PyTorch as a CUDA graph", ExclusiveThreads()
         self.forget()
 
     def forget(self):
@@ -59,24 +59,17 @@ class GraphDecoder(StaticDecoder):
     @contextmanager
     def exclusive_use(self):
         """For a loop in this thread in which no other code runs between the steps: weights stay where they are."""
-        before = self.in_exclusive_use()
         with step_lock.lock:
             self.notice_changes()
-        try:
-            self.of_thread.exclusive = True
+        with self.exclusive.with_this():
             yield
-        finally:
-            self.of_thread.exclusive = before
-
-    def in_exclusive_use(self):
-        return getattr(self.of_thread, 'exclusive', False)
 
     def notice_changes(self):
         if not self.weights.objects.unchanged() or [t.data_ptr() for t in self.tensors] != self.pointers:
             self.forget()
 
     def one_token(self, idx, kv_cache):
-        if not self.in_exclusive_use():
+        if not self.exclusive.has_this:
             self.notice_changes()
         if self.weights.blocks is None or self.weights.dropping():
             with torch.no_grad():

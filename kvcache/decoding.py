@@ -11,8 +11,9 @@ class Decoding:
     cache uses it if it is a step of one more token for each of the same sequences.
 
     seqs: the sequences. counts: [1, 1, ...], as many. n_steps: how many steps have used it. n_left: how many more
-    steps the model has positions for. positions: int64 (B,), of the newest tokens. metadata: the `InputMetadata` of each step; its list of runs is written anew.
-    operation: the number of the last operation of the cache that has used it.
+    steps the model has positions for. positions: int64 (B,), of the newest tokens. metadata: the `InputMetadata` of
+    each step; its list of runs is written anew. operation: the number of the last operation of the cache that has used
+    it.
     """
 
     def __init__(self, seqs, ends, n_positions, kernel, operation):
