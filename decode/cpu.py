@@ -41,13 +41,14 @@ class CPUDecoder(Executor):
             # a step that finds changed weights packs them and unbinds the cache, whose layout stays as it is
             bound, (B, T), window = self.bound, idx.shape, self.model.config.window
             logits = torch.empty(B, 1, self.vocab_size, dtype=torch.float32, device='cpu')
-            most = window + 1 if window else T  # a rolling cache takes no more tokens at once
-            if T > most and bool((idx < 0).any() or (idx >= self.vocab_size).any()):
+            if not window:
+                self.run_tuples(bound, idx, cache_pos, logits)
+                return logits, with_length(kv_cache, cache_pos + T)
+            if T > window + 1 and bool((idx < 0).any() or (idx >= self.vocab_size).any()):
                 self.refuse(BAD_TOKEN)
-            for start in range(0, T, most):
-                part, pos = idx[:, start:start + most], cache_pos + start
-                if window:
-                    bound.make_room(kv_cache, pos, part.size(1), self.model.config)
+            for start in range(0, T, window + 1):  # a rolling cache takes no more tokens at once
+                part, pos = idx[:, start:start + window + 1], cache_pos + start
+                bound.make_room(kv_cache, pos, part.size(1), self.model.config)
                 self.run_tuples(bound, part, pos, logits)
             return logits, with_length(kv_cache, cache_pos + T)
 
