@@ -123,7 +123,8 @@ class EngineCore:
         """
         self.drawn_for = None
         handles, until = [sample.handle for sample, _ in plan], time.monotonic() + REPEATING
-        n_most, drawn, logits, error, drawing = self.scheduler.n_repeats if self.plain else 1, [], None, None, False
+        n_most = self.scheduler.n_repeats if self.plain else 1
+        drawn, drawing, logits, error = [], False, None, None
 
         def next_ids(logits):
             nonlocal drawing

@@ -80,7 +80,7 @@ def goal_line(what, figure, goal, at_most=False):
 def plot(parts, title, path):
     """A row of pictures for each part, a column for each shape. parts: {one of PANELS: its rows}."""
     shapes = list(dict.fromkeys(row['shape'] for rows in parts.values() for row in rows))
-    fig, axes = plt.subplots(len(parts), len(shapes), figsize=(4.5 * len(shapes), 3.2 * len(parts) + 0.4),
+    fig, axes = plt.subplots(len(parts), len(shapes), figsize=(6 * len(shapes), 3.2 * len(parts) + 0.4),
                              squeeze=False, layout='constrained')
     for (part, rows), line_of_axes in zip(parts.items(), axes):
         for shape, ax in zip(shapes, line_of_axes):
@@ -116,7 +116,7 @@ def plot_ttft(ax, rows):
         ax.bar_label(bars, [f"{p} {row['ttft_ms'][i] or 0:,.0f}" for row in rows], padding=2, fontsize=6)
     ax.set_yticks(y, [f"{row['server']}, {row['weights']}, {row['case']}" for row in rows], fontsize=6)
     ax.set(xlabel='milliseconds to the first token')
-    ax.margins(x=0.2)
+    ax.margins(x=0.25)
 
 
 PANELS = {'closed': plot_closed, 'arrivals': plot_ttft, 'prefix': plot_ttft}
