@@ -29,7 +29,7 @@ class ThreadChoice:
     def __init__(self, candidates):
         self.candidates, self.best, self.challenger = candidates, candidates[0], None
         self.interval, self.cold, self.ended = SOONEST, True, 0
-        self.rest = self.usual = 0  # nanoseconds until the next round, and of a step; after an interrupt 0 begins one
+        self.rest = self.usual = 0  # nanoseconds until the next round, and of a step; 0: the next window begins a round
         self.begin_round()
 
     def begin_round(self):

@@ -75,7 +75,7 @@ class CPUDecoder(Executor):
 
     def checked(self, idx, kv_cache):
         """Check the weights, the cache and the tokens for it, and bind the cache. Returns (idx, cache_pos)."""
-        exclusive = self.exclusive.has_this
+        exclusive = self.exclusive.has_this_thread
         if not self.unchanged(False, exclusive):
             self.refresh()
         bound, cache_pos = self.bound, kv_cache[0][2]

@@ -4,15 +4,15 @@ from contextlib import contextmanager
 
 
 class ExclusiveThreads(threading.local):
-    """has_this: is the present thread one of them?"""
-    has_this = False
+    """has_this_thread: is the present thread one of them?"""
+    has_this_thread = False
 
     @contextmanager
-    def with_this(self):
+    def entered(self):
         """The present thread is one of them inside; afterwards only if it was before."""
-        before = self.has_this
+        before = self.has_this_thread
         try:
-            self.has_this = True
+            self.has_this_thread = True
             yield
         finally:
-            self.has_this = before
+            self.has_this_thread = before

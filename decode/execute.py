@@ -115,7 +115,7 @@ class Executor:
         """
         one_torch_thread.enter()
         try:
-            with self.exclusive.with_this():
+            with self.exclusive.entered():
                 yield
         finally:
             one_torch_thread.leave()
@@ -134,7 +134,7 @@ class Executor:
         """
         m = input_metadata
         with step_lock.lock:
-            exclusive = self.exclusive.has_this
+            exclusive = self.exclusive.has_this_thread
             if not self.unchanged(False, exclusive):
                 self.refresh()
             if not exclusive:

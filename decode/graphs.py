@@ -61,7 +61,7 @@ class GraphDecoder(StaticDecoder):
         """For a loop in this thread in which no other code runs between the steps: weights stay where they are."""
         with step_lock.lock:
             self.notice_changes()
-        with self.exclusive.with_this():
+        with self.exclusive.entered():
             yield
 
     def notice_changes(self):
@@ -69,7 +69,7 @@ class GraphDecoder(StaticDecoder):
             self.forget()
 
     def one_token(self, idx, kv_cache):
-        if not self.exclusive.has_this:
+        if not self.exclusive.has_this_thread:
             self.notice_changes()
         if self.weights.blocks is None or self.weights.dropping():
             with torch.no_grad():

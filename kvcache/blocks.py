@@ -15,7 +15,7 @@ from collections import OrderedDict
 
 
 class OutOfBlocks(ValueError):
-    """There are not enough free blocks. The operation that raises this has changed nothing."""
+    """There are not enough free blocks. The operation of the `BlockManager` that raises this has changed nothing."""
 
 
 class Prefix:

@@ -89,17 +89,19 @@ class PagedCache(BaseCache):
     def decode_steps(self, seqs, ids, next_ids=lambda logits: None):
         """
         Steps with a decoder of one more token of each of these sequences, which have some. Returns the logits
-        (B, vocab_size) of the last one. Much is done once for all steps that takes a fifth of a small `step`.
+        (B, vocab_size) of the last one. What takes a fifth of the time of a small `step` is done once for all of them.
 
         ids: int64 (B,), a NumPy array. next_ids: called with the logits of each step; it returns the ids of the next
         one, or None if there is none. It must not call other operations of the cache. If a step or next_ids fails, the
-        sequences have the tokens of all steps before.
+        sequences have the tokens of all steps before; after an interrupt perhaps none of these. With a window, a block
+        that is filled and passed within one call is not remembered.
         """
         self.remove_freed()
         decoding, starts, done = self.last_decoding(), list(map(self.lengths.get, seqs)), []
         if not all(starts) or not self.decoder or self.model.training:
-            raise ValueError(f"sequences {seqs} have {starts} tokens: decode steps take sequences with at least one, "
-                             "a decoder, and a model in eval mode")
+            raise ValueError(f"sequences {seqs} have {starts} tokens, the decoder is {self.decoder}, and the model is "
+                             f"in {'training' if self.model.training else 'eval'} mode: decode steps take sequences "
+                             "that have tokens, fed by `step`, a decoder, and a model in eval mode")
         if not decoding or not decoding.goes_on(seqs, starts, len(ids)):
             decoding = self.begin_decoding(seqs, starts)
         try:
@@ -198,7 +200,7 @@ class PagedCache(BaseCache):
         d, blocks = decoding, self.blocks
         due = d.due.pop(d.n_steps, ())
         for number in due:
-            blocks.length[d.seqs[number]] = int(d.positions[number])  # of the others, `add_decoded` notes them
+            blocks.length[d.seqs[number]] = int(d.positions[number])  # `add_decoded` sets those of the others
             if self.window:
                 blocks.free_passed(d.seqs[number])
         for number in due:

@@ -102,12 +102,12 @@ class Steps(Exclusive):
         return logits
 
     def last_decoding(self):
-        """The `Decoding` that the operation before this one has used, or None. Only `decode` keeps it for the next."""
+        """The `Decoding` that the operation before this one has used, or None. `add_decoded` keeps it for the next."""
         decoding, self.decoding = self.decoding, None
         return decoding if decoding and decoding.operation == self.n_operations - 1 else None
 
     def begin_decoding(self, seqs, ends):
-        """The `Decoding` of sequences that have so many tokens, of which the last was computed in this operation."""
+        """A `Decoding` of sequences that have so many tokens."""
         return Decoding(seqs, ends, self.model.config.max_positions, self.kernel, self.n_operations)
 
     def repeats(self, decoding, work):
@@ -129,7 +129,7 @@ class Steps(Exclusive):
         return logits
 
     def decode_next(self, decoding, ids):
-        """`decode`, of which the cache does not know until `add_decoded`."""
+        """Compute the next step of a `Decoding`. `add_decoded` adds its tokens to the sequences."""
         decoding.advance()
         self.make_room_again(decoding)
         return self.compiled(ids, decoding.positions, decoding.metadata)

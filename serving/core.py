@@ -4,6 +4,7 @@ One step after the other, in one thread: plan, run, draw, deliver. `engine.Engin
 import operator
 import sys
 import time
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -73,8 +74,9 @@ class EngineCore:
                 self.repeat(plan)
             elif plan:
                 self.step(plan)
-        except BaseException:  # not of a step, or an interrupt: samples may not have what the cache has
-            self.preempt_all()
+        except BaseException:  # an interrupt, or an error outside of the model's step: `computed` may be wrong
+            with suppress(Exception):
+                self.preempt_all()
             raise
         return bool(plan)
 
@@ -124,31 +126,31 @@ class EngineCore:
         self.drawn_for = None
         handles, until = [sample.handle for sample, _ in plan], time.monotonic() + REPEATING
         n_most = self.scheduler.n_repeats if self.plain else 1
-        drawn, drawing, logits, error = [], False, None, None
+        drawn, in_draw, last, error = [], False, None, None
 
         def next_ids(logits):
-            nonlocal drawing
+            nonlocal in_draw, last
             self.stats.steps += 1
             if self.cache.version != self.version:
                 return None
-            drawing = True
-            tokens = self.sampler.draw(logits.numpy(), self.of_rows, self.drawings)
+            in_draw, last = True, logits.numpy()
+            tokens = self.sampler.draw(last, self.of_rows, self.drawings)
             drawn.append(tokens)
-            drawing = False
+            in_draw = False
             stopped = any(map(operator.contains, self.stop_ids, tokens))
             if stopped or len(drawn) == n_most or self.interrupted() or time.monotonic() > until:
                 return None
             return self.sampler.tokens
         try:
-            logits = self.cache.decode_steps(handles, self.sampler.tokens, next_ids).numpy()
+            self.cache.decode_steps(handles, self.sampler.tokens, next_ids)
         except BaseException as e:
             error = e
         if drawn:
             self.scheduler.commit_repeats(plan, len(drawn))
             self.stats.computed_tokens += len(plan) * len(drawn)
-            self.add_drawn(plan, drawn, logits, {})
+            self.add_drawn(plan, drawn, last, {})
         if error is not None:
-            if drawing or not isinstance(error, Exception):  # not of a step
+            if in_draw or not isinstance(error, Exception):  # not of a step
                 raise error
             self.step_each(plan, error)
         else:
@@ -208,7 +210,7 @@ class EngineCore:
     def add_drawn(self, plan, drawn, logits, given):
         """
         Add the tokens of some steps of a plan to the samples that drew them, and deliver them. drawn: for each step a
-        token of each sample. logits: of the last step, if a sample is not plain. given: {Live: `Output`s that it gets
+        token of each sample. logits: of the last step. given: {Live: `Output`s that it gets
         before these}.
         """
         now = time.monotonic()

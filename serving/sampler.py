@@ -61,11 +61,11 @@ class Sampler:
     def draw(self, logits, rows, drawings):
         """The token that each `Drawing` draws from its row of the logits, a list. Their `n_generated` grows."""
         if drawings != self.drawings:
-            self.drawings = drawings
             self.settings = np.array([d.settings for d in drawings], np.float64)
             self.seeds = np.array([d.seed for d in drawings], np.uint64)
             self.tokens = np.empty(len(drawings), np.int64)
             self.changing = any(d.changes_logits() for d in drawings)
+            self.drawings = drawings
         if self.changing:
             logits, rows = logits[rows], range(len(rows))  # a copy; samples of one prompt may share a row
             for d, row in zip(drawings, logits):

@@ -6,7 +6,7 @@ catch up. After vLLM's scheduler. Pure Python.
     ...                                   one step of the model
     caught_up = scheduler.commit(plan)    a token is drawn for each of these, and added to its tokens
 
-If the next plan is the same, `n_repeats` more steps of it may come first, and one `commit_repeats`.
+While the plan stays the same, up to `n_repeats` steps may follow, and then one `commit_repeats`.
 """
 from bisect import insort
 from collections import deque

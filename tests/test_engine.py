@@ -292,7 +292,7 @@ def test_a_window_shorter_than_a_block_takes_no_block_of_another(monkeypatch, wi
 
 
 @pytest.mark.parametrize('where', ['kernel', 'draw'])
-def test_an_interrupt_while_steps_repeat_loses_no_token(monkeypatch, where):
+def test_an_interrupt_of_a_repeated_step_or_its_draw_loses_no_token(monkeypatch, where):
     monkeypatch.setattr('serving.core.REPEATING', math.inf)
     engine, decoder = tiny(n_blocks=40)
     all_got, calls = [submit(engine, str(i), [3, i], 30, i) for i in range(3)], itertools.count()
@@ -309,6 +309,20 @@ def test_an_interrupt_while_steps_repeat_loses_no_token(monkeypatch, where):
     run(engine)
     for got in all_got:
         assert [got.tokens[0]] == [tokens for tokens, _ in alone(decoder, got.request)]
+
+
+def test_a_failure_behind_the_draw_loses_no_token_and_no_logprob(monkeypatch):
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    engine, decoder = tiny(n_blocks=40)
+    got, calls, whole = submit(engine, 'a', [3, 1], 20, logprobs=5), itertools.count(), engine.cache.add_decoded
+
+    def failing(*args):
+        if next(calls) == 5:
+            raise MemoryError("asked for by the test")
+        return whole(*args)
+    monkeypatch.setattr(engine.cache, 'add_decoded', failing)
+    run(engine)
+    assert got.reasons == ['length'] and list(zip(got.tokens, got.logprobs)) == alone(decoder, got.request)
 
 
 @pytest.mark.parametrize('exclusive', [False, True])

@@ -1,8 +1,13 @@
 """What serving asks of `PagedCache` beyond `Cache`: salts, prefixes that are looked for first, room, other rows."""
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from conftest import sizes
+from interrupts import interrupted
 from reference_executor import ReferenceExecutor
+from test_cache_endless import in_a_cache
 from test_paged import feed, full_logits, model
 
 from decode.cpu import CPUDecoder
@@ -159,6 +164,28 @@ def test_decode_steps_before_one_that_fails_are_kept(how, fault):
         if fault in ('token', 'caller'):
             new = p.decode_steps([seq], np.array([5]))
             assert torch.allclose(new[0], full_logits(m, text + [5]), atol=1e-5)
+
+
+@pytest.mark.parametrize('how', [{}, SLIDING], ids=str)
+def test_after_an_interrupt_at_any_line_of_decode_steps_the_next_ones_are_exact(how):
+    m = model(**how)
+    executor, rows = ReferenceExecutor(m), rows_of([0, 1], 6)
+    for n in itertools.count(1, sizes(5, 1)):
+        p = PagedCache(m, 16, 4, decoder=executor)
+        seqs = [p.new(), p.new()]
+        feed(p, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
+        was_interrupted = interrupted(lambda: p.decode_steps(seqs, *fed_from(rows, [])), n, in_a_cache)  # noqa: B023
+        done = [p.lengths[seq] - n_first for seq, n_first in zip(seqs, (7, 3))]
+        for seq, n_first, n_done, column in zip(seqs, (7, 3), done, (0, 1)):
+            text = TEXT[:n_first] + rows[:max(0, n_done), column].tolist()
+            if p.lengths[seq] == 0 and how:  # its window was gone
+                feed(p, {seq: text})
+            assert p.tokens[seq] == text and p.blocks.length[seq] == len(text)
+            new = p.decode_steps([seq], np.array([5]))
+            assert torch.allclose(new[0], full_logits(m, text + [5]), atol=1e-5)
+        if not was_interrupted:
+            assert done == [6, 6] and n > 100
+            return
 
 
 def test_weights_that_change_between_decode_steps_leave_nothing_remembered():
