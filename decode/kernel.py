@@ -208,7 +208,7 @@ def steps(sources):
     so that the step is compiled once.)
     check(memory, sizes): what a step returns, without the step.
 
-    numba keeps the compiled code on disk. sources, a hash of all files that are compiled, is a part of its key, so a
+    numba keeps the compiled code on disk. sources, a hash of all files that are compiled, is a part of its key: a
     change in any of them compiles it anew.
     """
     @njit(nogil=True)

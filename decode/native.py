@@ -4,12 +4,15 @@ that may fork.
 """
 import atexit
 import hashlib
+import itertools
+import secrets
 import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import torch
+from numba.core.bytecode import FunctionIdentity
 
 from decode import attention, kernel, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
 from decode.forks import StepLock, after_fork
@@ -19,6 +22,10 @@ from decode.threads import Workers
 
 # the files that numba compiles
 COMPILED = attention, kernel, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
+# numba numbers the functions that a process compiles, from 1 on, and uses the numbers in the names of machine code.
+# Code that two processes have compiled could have one name for two functions, and a process that loads both from disk
+# could run the wrong one. So each process begins at another number.
+FunctionIdentity._unique_ids = itertools.count(secrets.randbits(48))
 sources = hashlib.sha256(b''.join(Path(file.__file__).read_bytes() for file in COMPILED)).hexdigest()
 step, check = kernel.steps(sources)
 try:
