@@ -23,8 +23,8 @@ from decode.threads import Workers
 # the files that numba compiles
 COMPILED = attention, kernel, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
 # numba numbers the functions that a process compiles, from 1 on, and uses the numbers in the names of machine code.
-# Code that two processes have compiled could have one name for two functions, and a process that loads both from disk
-# could run the wrong one. So each process begins at another number.
+# Two processes could give the same name to different functions. A process that loads the code of both from disk could
+# then run the wrong function. So each process begins at a random number.
 FunctionIdentity._unique_ids = itertools.count(secrets.randbits(48))
 sources = hashlib.sha256(b''.join(Path(file.__file__).read_bytes() for file in COMPILED)).hexdigest()
 step, check = kernel.steps(sources)

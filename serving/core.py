@@ -210,8 +210,7 @@ class EngineCore:
     def add_drawn(self, plan, drawn, logits, given):
         """
         Add the tokens of some steps of a plan to the samples that drew them, and deliver them. drawn: for each step a
-        token of each sample. logits: of the last step. given: {Live: `Output`s that it gets
-        before these}.
+        token of each sample. logits: of the last step. given: {Live: `Output`s that it gets before these}.
         """
         now = time.monotonic()
         for sample, row, *new in zip(self.drawing, self.of_rows, *drawn):

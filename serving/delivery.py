@@ -49,7 +49,7 @@ class Mailbox:
         self.bell, self.listening, self.outputs, self.news = bell, listening, deque(), asyncio.Event()
 
     def put(self, number, outputs):
-        """Called in the engine's thread: what one step or some gave to the request of this number."""
+        """Take the outputs of one step or several for the request of this number. Called in the engine's thread."""
         self.outputs.append((number, outputs))
         if self.listening or any(output.finish_reason for output in outputs):
             self.listening = False

@@ -6,7 +6,8 @@ catch up. After vLLM's scheduler. Pure Python.
     ...                                   one step of the model
     caught_up = scheduler.commit(plan)    a token is drawn for each of these, and added to its tokens
 
-While the plan stays the same, up to `n_repeats` steps may follow, and then one `commit_repeats`.
+While the plan stays the same, the caller may run up to `n_repeats` more steps of it, and then calls `commit_repeats`
+once.
 """
 from bisect import insort
 from collections import deque

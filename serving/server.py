@@ -283,8 +283,8 @@ def listen(host, port):
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as e:
         raise OSError(f"port {port} of {host} cannot be had ({e.strerror or e}): choose another --port") from e
-    # asyncio sets this option only on sockets that it makes itself. Without it the system holds the body of a response
-    # back until the client has acknowledged the headers, for about 40 ms.
+    # asyncio sets this option only on sockets that it makes itself. Without it the system sends the body of a response
+    # only after the client has acknowledged the headers, about 40 ms later.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
