@@ -4,17 +4,15 @@ that may fork.
 """
 import atexit
 import hashlib
-import itertools
-import secrets
 import sys
 import threading
 from pathlib import Path
 
 import numpy as np
 import torch
-from numba.core.bytecode import FunctionIdentity
 
 from decode import attention, kernel, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
+from decode.disk_cache import keep_on_disk
 from decode.forks import StepLock, after_fork
 from decode.metadata import KINDS
 from decode.packing import WEIGHTS
@@ -22,15 +20,11 @@ from decode.threads import Workers
 
 # the files that numba compiles
 COMPILED = attention, kernel, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
-# numba numbers the functions that a process compiles, from 1 on, and uses the numbers in the names of machine code.
-# Two processes could give the same name to different functions. A process that loads the code of both from disk could
-# then run the wrong function. So each process begins at a random number.
-FunctionIdentity._unique_ids = itertools.count(secrets.randbits(48))
 sources = hashlib.sha256(b''.join(Path(file.__file__).read_bytes() for file in COMPILED)).hexdigest()
 step, check = kernel.steps(sources)
 try:
     for compiled in (step, check):
-        compiled.enable_caching()
+        keep_on_disk(compiled)
 except RuntimeError:  # numba found no folder that it may write to
     print("the compiled decode step cannot be kept on disk, so each start compiles it again: "
           "NUMBA_CACHE_DIR can name a folder for it", file=sys.stderr)

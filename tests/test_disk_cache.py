@@ -1,0 +1,82 @@
+"""Compiled code on disk that several processes write and read."""
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+ADDERS = '''
+import sys
+from decode.disk_cache import keep_on_disk
+from numba import njit
+
+
+def adder(n):
+    @njit
+    def add(x):
+        return n if x < 2 else add(x - 1) + add(x - 2)  # is not inlined, so it is found by its name
+    return add
+
+
+one, two = adder(1), adder(2)
+
+
+@njit
+def add_one(x):
+    return one(x)
+
+
+@njit
+def add_two(x):
+    return two(x)
+
+
+for function in (add_one, add_two):
+    keep_on_disk(function)
+for name in sys.argv[1:]:
+    function = globals()[name]
+    print(name, function(10), sum(function.stats.cache_hits.values()))
+'''
+
+
+def run_adders(folder, *names):
+    """What a process prints that calls add_one and add_two: the name, name(10), found on disk?"""
+    script = folder / 'adders.py'
+    if not script.exists():
+        script.write_text(ADDERS)
+    done = subprocess.run([sys.executable, script, *names], capture_output=True, text=True,
+                          env={**os.environ, 'PYTHONPATH': ROOT, 'NUMBA_CACHE_DIR': ''})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_process_that_loads_the_code_of_two_others_runs_the_right_functions(tmp_path):
+    """Both are compiled as the first function of a process; numba alone would give what they call the same name."""
+    assert run_adders(tmp_path, 'add_one') == ['add_one 89 0']
+    assert run_adders(tmp_path, 'add_two') == ['add_two 178 0']
+    assert run_adders(tmp_path, 'add_one', 'add_two') == ['add_one 89 1', 'add_two 178 1']
+
+
+def test_one_process_at_a_time_saves(tmp_path, monkeypatch):
+    from filelock import FileLock
+
+    from decode import disk_cache
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / 'adders_of_this_process.py').write_text(ADDERS.partition('for name')[0])
+    import adders_of_this_process as adders
+    folder, lock = Path(adders.add_one.stats.cache_path), Path(adders.add_one.stats.cache_path) / 'saving.lock'
+    saved = threading.Thread(target=adders.add_one, args=(1,))
+    with FileLock(lock):
+        saved.start()
+        saved.join(3)
+        assert saved.is_alive() and not list(folder.glob('*.nbc'))
+    saved.join()
+    assert [path.name.split('-')[0] for path in folder.glob('*.nbc')] == ['adders_of_this_process.add_one']
+
+    monkeypatch.setattr(disk_cache, 'LONGEST_SAVE', 0.1)
+    with FileLock(lock), pytest.raises(OSError):
+        adders.add_two(1)
+    assert adders.add_two(1) == 2  # it is compiled nevertheless
