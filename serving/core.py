@@ -62,7 +62,8 @@ class EngineCore:
         self.sampler, self.stats = Sampler(self.vocab_size), Stats(self.scheduler)
         self.drawn_for = None  # the last plan, if the next step may have the same: its tokens are `sampler.tokens`
         self.drawing, self.of_rows, self.drawings = [], [], []  # samples that drew, their rows, their `Drawing`s
-        self.stop_ids, self.plain = [], False  # of these: the tokens that end each, and is each one's `Progress.plain`?
+        # of these: the tokens that end each, [] if there are none; is each one's `Progress.plain`?
+        self.stop_ids, self.plain = [], False
 
     def run_once(self):
         """Plan and run a step, or some steps of one plan. Returns whether there was anything to run."""
@@ -244,6 +245,8 @@ class EngineCore:
                 given.setdefault(sample.progress.live, []).append(Output(sample.index, [], finish_reason='length'))
         progress = [sample.progress for sample in self.drawing]
         self.drawings, self.stop_ids = [p.drawing for p in progress], [p.stop_ids for p in progress]
+        if not any(self.stop_ids):
+            self.stop_ids = []
         self.plain = all([p.plain for p in progress])
 
     def score(self, sample, n, logits):
@@ -265,7 +268,7 @@ class EngineCore:
         if progress.first_time is None:
             progress.first_time = now
         stream, stops = progress.text, new[-1] in progress.stop_ids
-        text = ''.join([stream.push(token) for token in (new[:-1] if stops else new)])
+        text = stream.push(*(new[:-1] if stops else new))
         if stream.stopped or stops:
             reason = 'stop'
         elif len(tokens) == sample.n_end:

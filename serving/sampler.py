@@ -14,6 +14,8 @@ class Drawing:
 
     stop_ids: the tokens that end it, which are not drawn before min_tokens.
     """
+    __slots__ = ('params', 'settings', 'seed', 'n_generated', 'stop_ids', 'min_tokens', 'penalises', 'counts',
+                 'in_prompt')
 
     def __init__(self, request, index, stop_ids, vocab_size):
         p = self.params = request.params
@@ -59,23 +61,32 @@ class Sampler:
                   np.zeros(1, np.int64), self.weights, self.scales, self.tokens)
 
     def draw(self, logits, rows, drawings):
-        """The token that each `Drawing` draws from its row of the logits, a list. Their `n_generated` grows."""
-        if drawings != self.drawings:
-            self.settings = np.array([d.settings for d in drawings], np.float64)
-            self.seeds = np.array([d.seed for d in drawings], np.uint64)
-            self.tokens = np.empty(len(drawings), np.int64)
-            self.changing = any(d.changes_logits() for d in drawings)
+        """
+        The token that each `Drawing` draws from its row of the logits, a list. Their `n_generated` grows. A list of
+        drawings that is given again is the same as before: nothing else adds tokens to them meanwhile.
+        """
+        if drawings is not self.drawings:
+            if drawings != self.drawings:
+                self.settings = np.array([d.settings for d in drawings], np.float64)
+                self.seeds = np.array([d.seed for d in drawings], np.uint64)
+                self.tokens = np.empty(len(drawings), np.int64)
+                self.changing = any(d.changes_logits() for d in drawings)
+            self.numbers = np.array([d.n_generated for d in drawings], np.int64)
             self.drawings = drawings
         if self.changing:
             logits, rows = logits[rows], range(len(rows))  # a copy; samples of one prompt may share a row
             for d, row in zip(drawings, logits):
                 d.change(row)
-        numbers = np.array([d.n_generated for d in drawings], np.int64)
-        draw_rows(logits, np.array(rows, np.int64), self.settings, self.seeds, numbers, self.weights, self.scales,
-                  self.tokens)
+        draw_rows(logits, np.asarray(rows, np.int64), self.settings, self.seeds, self.numbers, self.weights,
+                  self.scales, self.tokens)
+        self.numbers += 1
         tokens = self.tokens.tolist()
-        for d, token in zip(drawings, tokens):
-            d.add(token)
+        if self.changing:
+            for d, token in zip(drawings, tokens):
+                d.add(token)
+        else:  # the same, sooner
+            for d in drawings:
+                d.n_generated += 1
         return tokens
 
     def logprobs(self, logits, tokens, k):

@@ -27,8 +27,8 @@ class WholeTexts(dict):
 
 class TextStream:
     """
-    The text of one sample. `push(token)` returns what may be sent now; joined, with `finish()` at the end, this is what
-    decoding all bytes at once gives (errors='replace'), up to the stop string.
+    The text of one sample. `push(*tokens)` returns what may be sent now; joined, with `finish()` at the end, this is
+    what decoding all bytes at once gives (errors='replace'), up to the stop string.
 
     token_bytes: the bytes of each token id, a list or a function, or `WholeTexts` of such a function, to share them.
     stop: strings that end the text. The one whose last character comes first ends it, and of two that end at the same
@@ -44,8 +44,15 @@ class TextStream:
         self.decoder, self.held = codecs.getincrementaldecoder('utf-8')('replace'), ''
         self.in_character = False  # are there bytes of a character that has not ended?
 
-    def push(self, token):
-        """The text that may be sent now that this token has come."""
+    def push(self, *tokens):
+        """The text that may be sent now that these tokens have come."""
+        if not self.stop and not self.in_character:
+            pieces = [self.whole[token] for token in tokens]
+            if None not in pieces:
+                return ''.join(pieces)
+        return ''.join([self._push(token) for token in tokens])
+
+    def _push(self, token):
         if self.stopped:
             return ''
         piece = None if self.in_character else self.whole[token]

@@ -62,6 +62,17 @@ def test_what_was_sent_stays_sent(tokens, stop):
         assert len(whole) - len(sent) <= max([len(s) - 1 for s in stop], default=0) + 1  # 1: an incomplete character
 
 
+@given(pieces, stops, st.data())
+def test_several_tokens_at_once_are_the_same_as_one_by_one(tokens, stop, data):
+    one, several, i = TextStream(tokens, stop), TextStream(tokens, stop), 0
+    while i < len(tokens):
+        n = data.draw(st.integers(1, len(tokens) - i))
+        assert several.push(*range(i, i + n)) == ''.join([one.push(j) for j in range(i, i + n)])
+        assert several.stopped == one.stopped
+        i += n
+    assert several.finish() == one.finish()
+
+
 @given(st.text('ab€😀', min_size=1, max_size=8), st.data())
 def test_the_step_that_completes_a_stop_stops(text, data):
     """Whole characters: `stopped` is set by the very token that has the last byte of the stop string."""
