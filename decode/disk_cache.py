@@ -1,6 +1,8 @@
 """Compiled functions on disk, for several processes that compile and load at the same time."""
+import hashlib
 import itertools
 import secrets
+import sys
 from pathlib import Path
 
 from filelock import FileLock
@@ -14,19 +16,49 @@ LONGEST_SAVE = 60  # seconds that a process waits for others that save
 # then run the wrong function. So each process begins at a random number.
 FunctionIdentity._unique_ids = itertools.count(secrets.randbits(48))
 
+complaints = set()  # what has been said on stderr
+
 
 class SharedCache(FunctionCache):
     """
-    numba's cache of a function, saved to by one process at a time. A save reads the index of files, adds one and writes
-    the index; two at once would give code for different types the same file.
+    numba's cache of a function. A change in any of the files, paths, is a reason to compile it anew, not only in the
+    function's own.
+
+    One process at a time saves: a save reads the index of what is on disk, adds an entry and writes the index, and two
+    at once would give code for different types the same file.
     """
 
+    def __init__(self, function, paths):
+        super().__init__(function)
+        self.sources = hashlib.sha256(b''.join(Path(path).read_bytes() for path in paths)).hexdigest()
+
+    def _index_key(self, sig, codegen):
+        return *super()._index_key(sig, codegen), self.sources
+
     def save_overload(self, sig, data):
-        """Raises OSError where the code cannot be saved."""
-        with FileLock(Path(self.cache_path) / 'saving.lock', timeout=LONGEST_SAVE):
-            super().save_overload(sig, data)
+        try:
+            with FileLock(Path(self.cache_path) / 'saving.lock', timeout=LONGEST_SAVE):
+                super().save_overload(sig, data)
+        except OSError as e:
+            complain(f"compiled code could not be kept on disk, so the next start compiles it again ({e})")
 
 
-def keep_on_disk(function):
-    """Look for the code of a jitted function on disk before compiling it. RuntimeError: no folder can be written to."""
-    function._cache = SharedCache(function.py_func)
+def keep_on_disk(function, *modules):
+    """
+    Have a jitted function loaded from disk where it was compiled before, and saved where it was not.
+
+    modules: those with functions that it calls, besides its own.
+    """
+    paths = [function.py_func.__code__.co_filename, *(module.__file__ for module in modules)]
+    try:
+        function._cache = SharedCache(function.py_func, paths)
+    except RuntimeError:  # numba found no folder that it may write to
+        complain("compiled code cannot be kept on disk, so each start compiles it again: NUMBA_CACHE_DIR can name a "
+                 "folder for it")
+
+
+def complain(sentence):
+    """Say it on stderr, once in a process."""
+    if sentence not in complaints:
+        complaints.add(sentence)
+        print(sentence, file=sys.stderr)

@@ -128,7 +128,7 @@ def keep_wanted(thread, n_threads, memory, sizes):
 
 @njit
 def gpt_step(thread, n_threads, like, like_kv, memory, sizes):
-    """The part of a step that thread number `thread` of n_threads computes; see the top of this file, and `steps`."""
+    """The part of a step that thread number `thread` of n_threads computes; see the top of this file."""
     n_layer, n_head, n_kv_head, C = (
         sizes[layout.N_LAYER], sizes[layout.N_HEAD], sizes[layout.N_KV_HEAD], sizes[layout.N_EMBD])
     n_rows, n_wanted, rope = sizes[layout.N_ROWS], sizes[layout.N_WANTED], sizes[layout.POSITION] == layout.ROPE
@@ -195,56 +195,6 @@ def gpt_step(thread, n_threads, like, like_kv, memory, sizes):
     shared_linear(team, linears, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch)
 
 
-def steps(sources):
-    """
-    The compiled functions (step, check) for weights of the type of `like`, an array of float32, uint16 (bfloat16) or
-    int8, and keys and values of the type of `like_kv`, the same three.
-
-    step(like, like_kv, memory, sizes, n_threads, post, thread, seen): with thread 0 one step on the caller's thread and
-    n_threads - 1 `Workers`. memory, sizes: the addresses of the two tables of layout.py. post: the address of the
-    workers' lines. A step writes the keys and values of its N rows, and the logits (W, vocab_size) of the rows that are
-    wanted. Returns 0, or why nothing was done, see plan.py. With another thread it is the loop of that worker, which
-    has seen so many steps; memory, sizes and n_threads then come with each step that is posted. (One function for both,
-    so that the step is compiled once.)
-    check(memory, sizes): what a step returns, without the step.
-
-    numba keeps the compiled code on disk. sources, a hash of all files that are compiled, is a part of its key: a
-    change in any of them compiles it anew.
-    """
-    @njit(nogil=True)
-    def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
-        sources  # noqa: B018
-        post, mine = longs_at(post_at), longs_at(post_at + thread * LINE * 8)
-        if thread == 0:
-            refused = plan(longs_at(memory_at), longs_at(sizes_at))
-            if refused != 0:
-                return refused
-            post_step(memory_at, sizes_at, n_threads, post_at)
-        elif claim(mine, RUNNING) != 0:
-            return 0
-        while True:
-            if thread != 0:
-                seen += 1
-                wait_until(mine, seen, SPIN_IDLE)
-                if observe(mine, STOP):
-                    return 0
-                n_threads, memory_at, sizes_at = post[POSTED_THREADS], post[POSTED_MEMORY], post[POSTED_SIZES]
-            gpt_step(thread, n_threads, like, like_kv, longs_at(memory_at), longs_at(sizes_at))
-            if thread == 0:
-                if n_threads > 1:
-                    wait_until(post, n_threads - 1, SPIN)
-                return 0
-            claim(post, 0)
-            wake(post)
-
-    @njit(nogil=True)
-    def check(memory_at, sizes_at):
-        sources  # noqa: B018
-        return plan(longs_at(memory_at), longs_at(sizes_at))
-
-    return step, check
-
-
 @njit
 def post_step(memory_at, sizes_at, n_threads, post_at):
     """Post a step to the workers."""
@@ -258,3 +208,46 @@ def post_step(memory_at, sizes_at, n_threads, post_at):
         mine = longs_at(post_at + thread * LINE * 8)
         claim(mine, 0)
         wake(mine)
+
+
+@njit(nogil=True)
+def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
+    """
+    With thread 0 one step, on the caller's thread and n_threads - 1 `Workers`. Returns 0, or why nothing was done, see
+    plan.py. A step writes the keys and values of its N rows, and the logits (W, vocab_size) of the rows that are
+    wanted.
+
+    like, like_kv: arrays of the types of the weights and of the keys and values: float32, uint16 (bfloat16) or int8.
+    memory_at, sizes_at: the addresses of the two tables of layout.py. post_at: the address of the workers' lines.
+
+    With another thread it is the loop of that worker, which has seen so many steps; memory, sizes and n_threads then
+    come with each step that is posted. (One function for both, so that the step is compiled once.)
+    """
+    post, mine = longs_at(post_at), longs_at(post_at + thread * LINE * 8)
+    if thread == 0:
+        refused = plan(longs_at(memory_at), longs_at(sizes_at))
+        if refused != 0:
+            return refused
+        post_step(memory_at, sizes_at, n_threads, post_at)
+    elif claim(mine, RUNNING) != 0:
+        return 0
+    while True:
+        if thread != 0:
+            seen += 1
+            wait_until(mine, seen, SPIN_IDLE)
+            if observe(mine, STOP):
+                return 0
+            n_threads, memory_at, sizes_at = post[POSTED_THREADS], post[POSTED_MEMORY], post[POSTED_SIZES]
+        gpt_step(thread, n_threads, like, like_kv, longs_at(memory_at), longs_at(sizes_at))
+        if thread == 0:
+            if n_threads > 1:
+                wait_until(post, n_threads - 1, SPIN)
+            return 0
+        claim(post, 0)
+        wake(post)
+
+
+@njit(nogil=True)
+def check(memory_at, sizes_at):
+    """What a step returns, without the step."""
+    return plan(longs_at(memory_at), longs_at(sizes_at))

@@ -3,31 +3,24 @@ The functions of kernel.py, compiled or found on disk, and the threads that run 
 that may fork.
 """
 import atexit
-import hashlib
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from decode import attention, kernel, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
+from decode import attention, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
 from decode.disk_cache import keep_on_disk
 from decode.forks import StepLock, after_fork
+from decode.kernel import check, step
 from decode.metadata import KINDS
 from decode.packing import WEIGHTS
 from decode.threads import Workers
 
-# the files that numba compiles
-COMPILED = attention, kernel, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
-sources = hashlib.sha256(b''.join(Path(file.__file__).read_bytes() for file in COMPILED)).hexdigest()
-step, check = kernel.steps(sources)
-try:
-    for compiled in (step, check):
-        keep_on_disk(compiled)
-except RuntimeError:  # numba found no folder that it may write to
-    print("the compiled decode step cannot be kept on disk, so each start compiles it again: "
-          "NUMBA_CACHE_DIR can name a folder for it", file=sys.stderr)
+# the files that numba compiles besides kernel.py
+COMPILED = attention, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
+for compiled in (step, check):
+    keep_on_disk(compiled, *COMPILED)
 
 step_lock = StepLock()  # the workers run one step at a time, and a decoder has one set of activations
 workers = {}  # {(type of weights, of keys and values): the Workers of all steps on them}
@@ -97,12 +90,8 @@ def team_for(weights, dtype, memory, n_threads):
     timer.daemon = True
     timer.start()
     try:
-        for compile_or_load in (lambda: step(*team.like, memory.ctypes.data, sizes.ctypes.data, 1, team.address, 0, 0),
-                                lambda: check(memory.ctypes.data, sizes.ctypes.data)):
-            try:
-                compile_or_load()
-            except OSError as e:  # it is compiled nevertheless
-                print(f"the compiled decode step could not be kept on disk ({e})", file=sys.stderr)
+        step(*team.like, memory.ctypes.data, sizes.ctypes.data, 1, team.address, 0, 0)
+        check(memory.ctypes.data, sizes.ctypes.data)
     finally:
         timer.cancel()
     team.ready(n_threads)
