@@ -72,8 +72,10 @@ def emit_fma(builder, a, b, c):
 
 
 def to_ints(builder, v):
-    # fptosi leaves the result of a NaN undefined; the saturating one gives 0
-    return call(builder, f'llvm.fptosi.sat.v{LANES}i32.v{LANES}f32', INTS, v)
+    """Whole numbers below 2 ** 22 in size as int32. A NaN becomes any number."""
+    # 1.5 * 2 ** 23 + v has v in its last bits. LLVM's own conversion is undefined for a NaN, or takes lane after lane
+    bits = builder.bitcast(builder.fadd(v, same(12582912.0, FLOATS)), INTS)
+    return builder.sub(bits, same(0x4b400000, INTS))
 
 
 def emit_sum(builder, values, add):
@@ -216,6 +218,14 @@ def smaller(typing, a, b):
     def emit(context, builder, sig, args):
         return builder.select(builder.fcmp_ordered('<', *args), *args)
     return floats(floats, floats), emit
+
+
+@intrinsic
+def above(typing, a, b, v):
+    """v in the lanes where a > b, zero in the others"""
+    def emit(context, builder, sig, args):
+        return builder.select(builder.fcmp_ordered('>', args[0], args[1]), args[2], same(0.0, FLOATS))
+    return floats(floats, floats, floats), emit
 
 
 @intrinsic

@@ -3,21 +3,39 @@ Tokens drawn from rows of logits, compiled. A row of 50,000 numbers is read a fe
 
 A draw is the inverse of the cumulative distribution in the order of token ids, at one uniform number. That number is a
 function of the sample's seed and of how many tokens it has generated, so a sample that is interrupted and computed
-again draws the same tokens.
+again draws the same tokens. Weights are float32, as torch's softmax computes them, and their sums float64.
 """
+import math
+
 import numpy as np
 from numba import njit, uint64
 
-N_BINS = 1024    # into which logits are sorted, from the largest down
-DEPTH = 32.0     # nats below the largest logit, after temperature, at which the last bin begins
-CHUNK = 64       # tokens whose weights are added up together
-LANES, FINITE = 16, np.float32(-3e38)
-LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10  # of fdlibm's exp
+from decode import vectors
+from decode.disk_cache import keep_on_disk
+from decode.vectors import (
+    LANES,
+    above,
+    constant,
+    exp,
+    floats_at,
+    larger,
+    load,
+    load_first,
+    max_lanes,
+    splat,
+    store_first,
+    sum_lanes,
+)
+
+CHUNK = 64  # tokens whose largest logit is known, and whose weights are added up together
+N_BINS, BIN_BITS = 1017, 20  # of weights, float32 in [0, 1]: a bin has those that differ in the last 20 bits only
 # columns of a row's settings
 TEMPERATURE, TOP_K, TOP_P, MIN_P = range(4)
+# rows of the scratch, float64 (N_SCRATCH, vocab_size); the types of the numbers are in `drawn`
+WEIGHTS, TOKENS, VALUES, RANKED, MASSES, N_SCRATCH = range(6)
 
 
-@njit(cache=True, inline='always')
+@njit
 def mixed(x):
     """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
     x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
@@ -25,149 +43,148 @@ def mixed(x):
     return x ^ (x >> uint64(31))
 
 
-@njit(cache=True)
+@njit
 def uniform(seed, n):
     """The uniform number in [0, 1) for token n of a sample: number n of the splitmix64 stream of a mixed seed."""
     x = mixed(mixed(uint64(seed) + uint64(0x9E3779B97F4A7C15)) + uint64(n + 1) * uint64(0x9E3779B97F4A7C15))
     return np.float64(x >> uint64(11)) * 2.0**-53
 
 
-@njit(cache=True)
-def exponentials(row, largest, factor, weights, scales):
-    """weights[i] = exp((row[i] - largest) * factor), to about 1e-15, and 0 below 1e-299. Compiled to vectors."""
-    n, as_float = len(row), scales.view(np.float64)
-    for i in range(n):
-        x = (np.float64(row[i]) - largest) * factor
-        x = x if x > -690.0 else -690.0
-        k = np.floor(x * 1.4426950408889634 + 0.5)
-        r = (x - k * LN2_HIGH) - k * LN2_LOW
-        p = 1.0 / 479001600.0
-        p = p * r + 1.0 / 39916800.0
-        p = p * r + 1.0 / 3628800.0
-        p = p * r + 1.0 / 362880.0
-        p = p * r + 1.0 / 40320.0
-        p = p * r + 1.0 / 5040.0
-        p = p * r + 1.0 / 720.0
-        p = p * r + 1.0 / 120.0
-        p = p * r + 1.0 / 24.0
-        p = p * r + 1.0 / 6.0
-        p = p * r + 0.5
-        p = p * r + 1.0
-        weights[i] = p * r + 1.0
-        scales[i] = (np.int64(np.int32(k)) + 1023) << 52
-    for i in range(n):
-        weights[i] = weights[i] * as_float[i] if as_float[i] > 1e-299 else 0.0
+@njit
+def exponentials(values, largest, factor, weights):
+    """weights[i] = exp((values[i] - largest) * factor), float32; 0 below e ** -87."""
+    n, x, out = len(values), floats_at(values.ctypes.data), floats_at(weights.ctypes.data)
+    top, times = splat(largest), splat(factor)
+    for i in range(0, n, LANES):
+        v = (load_first(x, i, n - i) - top) * times
+        store_first(out, i, above(v, constant(-87.0), exp(v)), n - i)
 
 
-@njit(cache=True)
-def largest_of(row):
-    """(the largest number of a row, the first token that has it)."""
-    lanes, n = np.full(LANES, -np.inf, np.float32), len(row) // LANES * LANES
-    for start in range(0, n, LANES):  # the compiler makes one vector operation of the inner loop
-        for i in range(LANES):
-            x = row[start + i]
-            lanes[i] = x if x > lanes[i] else lanes[i]
-    m = lanes.max()
-    for i in range(n, len(row)):
-        m = max(m, row[i])
-    for i in range(len(row)):
-        if row[i] == m:
-            return m, i
-    return m, 0
+@njit
+def find_peaks(row, peaks):
+    """peaks[c] = the largest of the logits of chunk c. Returns the largest of all."""
+    x, largest = floats_at(row.ctypes.data), np.float32(-math.inf)
+    for c in range(len(peaks)):
+        i, end, v = c * CHUNK, min(len(row), c * CHUNK + CHUNK), constant(-math.inf)
+        while i + LANES <= end:
+            v = larger(load(x, i), v)
+            i += LANES
+        peak = max_lanes(v)
+        while i < end:
+            peak = max(peak, row[i])
+            i += 1
+        peaks[c] = peak
+        largest = max(largest, peak)
+    return largest
 
 
-@njit(cache=True)
-def smallest_of(row):
-    """The smallest finite number of a row."""
-    lanes, n = np.full(LANES, np.inf, np.float32), len(row) // LANES * LANES
-    for start in range(0, n, LANES):
-        for i in range(LANES):
-            x = row[start + i]
-            lanes[i] = x if FINITE < x < lanes[i] else lanes[i]
-    m = lanes.min()
-    for i in range(n, len(row)):
-        m = row[i] if FINITE < row[i] < m else m
-    return m
+@njit
+def first_of(row, peaks, value):
+    """The first token with this logit, the largest."""
+    for c in range(len(peaks)):
+        if peaks[c] == value:
+            for i in range(c * CHUNK, min(len(row), c * CHUNK + CHUNK)):
+                if row[i] == value:
+                    return i
+    return 0
 
 
-@njit(cache=True)
-def bin_of(x, largest, scale):
-    return np.int64(min((np.float64(largest) - x) * scale, N_BINS - 1.0))
-
-
-@njit(cache=True)
-def members(row, weights, number, most, largest, scale):
+@njit
+def threshold(values, masses, target):
     """
-    The tokens of a bin that have a weight, at most so many, from the largest logit down, of equal ones the first first.
+    (v, the mass of what is larger than v): v is the largest of the values for which those from v up have at least this
+    mass; the smallest of all, if all have less. By partitions, as in quickselect; both arrays are permuted.
     """
-    found, values = np.empty(most, np.int64), np.empty(most, np.float32)
+    low, high, before = 0, len(values), 0.0
+    while True:
+        a, b, c = values[low], values[(low + high) // 2], values[high - 1]
+        pivot = max(min(a, b), min(max(a, b), c))
+        i, j, end, mass_above, mass_equal = low, low, high, 0.0, 0.0  # [low, i) is above the pivot, [i, j) equal to it
+        while j < end:
+            v, mass = values[j], masses[j]
+            if v > pivot:
+                values[j], masses[j], values[i], masses[i] = values[i], masses[i], v, mass
+                mass_above += mass
+                i += 1
+                j += 1
+            elif v == pivot:
+                mass_equal += mass
+                j += 1
+            else:
+                end -= 1
+                values[j], masses[j], values[end], masses[end] = values[end], masses[end], v, mass
+        if i > low and before + mass_above >= target:
+            high = i
+        elif end == high or before + mass_above + mass_equal >= target:
+            return pivot, before + mass_above
+        else:
+            low, before = end, before + mass_above + mass_equal
+
+
+@njit
+def gather(row, peaks, least, tokens, values):
+    """The tokens whose logits are at least so large, in ascending order, and their logits. Returns how many."""
     n = 0
-    for i in range(len(row)):
-        if weights[i] > 0.0 and bin_of(row[i], largest, scale) == number:
-            found[n], values[n] = i, -row[i]
-            n += 1
-    return found[np.argsort(values[:n], kind='mergesort')]
+    for c in range(len(peaks)):
+        if peaks[c] >= least:
+            for i in range(c * CHUNK, min(len(row), c * CHUNK + CHUNK)):
+                tokens[n], values[n] = i, row[i]
+                n += row[i] >= least
+    return n
 
 
-@njit(cache=True)
-def keep(row, weights, largest, scale, top_k, top_p):
-    """Set the weights to 0 of all tokens but the top_k likeliest, and of these all but the nucleus of top_p."""
-    n, counts, masses = len(row), np.zeros(N_BINS, np.int64), np.zeros(N_BINS)
-    for i in range(n):
-        if weights[i] > 0.0:
-            b = bin_of(row[i], largest, scale)
-            counts[b] += 1
-            masses[b] += weights[i]
-    total = masses.sum()
-    if 0 < top_k < counts.sum():
-        b, before = 0, 0
-        while before + counts[b] < top_k:
-            before += counts[b]
-            b += 1
-        kth = row[members(row, weights, b, counts[b], largest, scale)[top_k - before - 1]]
-        masses[:] = 0.0
-        for i in range(n):
-            if row[i] < kth:
+@njit
+def gather_top_k(row, peaks, k, tokens, values, masses):
+    """`gather` for the k largest logits, and those that are equal to the smallest of them."""
+    least, n_chunks = np.float32(-math.inf), len(peaks)
+    if k <= n_chunks:  # each of the k largest peaks is a logit, so the k-th largest logit is no smaller
+        values[:n_chunks], masses[:n_chunks] = peaks, 1.0
+        least = threshold(values[:n_chunks], masses[:n_chunks], k)[0]
+    n = gather(row, peaks, least, tokens, values)
+    masses[:n] = 1.0
+    return gather(row, peaks, threshold(values[:n], masses[:n], k)[0], tokens, values)
+
+
+@njit
+def keep_top_p(values, weights, top_p, ranked, masses):
+    """
+    Set the weights to 0 of all tokens but the fewest that have the share top_p of the weight: those with the largest
+    values, of equal ones the first.
+    """
+    bits, of_bins = weights.view(np.int32), np.zeros(N_BINS)
+    for i in range(len(weights)):  # the bits of positive floats are in the order of the floats
+        of_bins[bits[i] >> BIN_BITS] += weights[i]
+    target, number, before, n = top_p * of_bins.sum(), N_BINS - 1, 0.0, 0
+    while number and before + of_bins[number] < target:
+        before += of_bins[number]
+        number -= 1
+    for i in range(len(weights)):
+        ranked[n], masses[n] = values[i], weights[i]
+        n += bits[i] >> BIN_BITS == number
+    if n == 0:  # by rounding all of them together have less than the target
+        return
+    last, larger_ones = threshold(ranked[:n], masses[:n], target - before)
+    before += larger_ones
+    for i in range(len(weights)):
+        weights[i] = weights[i] if values[i] >= last else np.float32(0)
+    for i in range(len(weights)):
+        if values[i] == last:
+            if before >= target:
                 weights[i] = 0.0
-            elif weights[i] > 0.0:
-                masses[bin_of(row[i], largest, scale)] += weights[i]
-        total = masses.sum()
-    if top_p < 1.0:
-        b, before, enough = 0, 0.0, top_p * total
-        while b < N_BINS - 1 and before + masses[b] < enough:
-            before += masses[b]
-            b += 1
-        kept, last = np.inf, -1  # all tokens with a larger logit stay, and of those with this one the first, to `last`
-        for i in members(row, weights, b, counts[b], largest, scale):
-            if before >= enough:
-                break
-            kept, last = np.float64(row[i]), i
             before += weights[i]
-        for i in range(n):
-            if row[i] < kept or row[i] == kept and i > last:
-                weights[i] = 0.0
 
 
-@njit(cache=True)
+@njit
 def at_share(weights, share):
-    """The first token at which the cumulative weight is more than this share of all. Sums have one fixed order."""
-    n = len(weights)
+    """The first index at which the cumulative weight is more than this share of all. Sums have one fixed order."""
+    n, x = len(weights), floats_at(weights.ctypes.data)
     n_chunks = -(-n // CHUNK)
     sums, total = np.empty(n_chunks), 0.0
     for c in range(n_chunks):
-        start, end = c * CHUNK, min(n, c * CHUNK + CHUNK)
-        a0, a1, a2, a3 = 0.0, 0.0, 0.0, 0.0
-        i = start
-        while i + 4 <= end:
-            a0 += weights[i]
-            a1 += weights[i + 1]
-            a2 += weights[i + 2]
-            a3 += weights[i + 3]
-            i += 4
-        while i < end:
-            a0 += weights[i]
-            i += 1
-        sums[c] = (a0 + a1) + (a2 + a3)
+        v, end = constant(0.0), min(n, c * CHUNK + CHUNK)
+        for i in range(c * CHUNK, end, LANES):
+            v = v + load_first(x, i, end - i)
+        sums[c] = sum_lanes(v)
         total += sums[c]
     target, before, last = share * total, 0.0, 0
     for c in range(n_chunks):
@@ -184,49 +201,54 @@ def at_share(weights, share):
     return last
 
 
-@njit(cache=True)
-def drawn(row, settings, share, weights, scales):
+@njit
+def drawn(row, settings, share, scratch):
     """The token of a row at this share of the probability that its settings leave."""
-    largest, likeliest = largest_of(row)
     temperature, top_k, top_p, min_p = settings[TEMPERATURE], settings[TOP_K], settings[TOP_P], settings[MIN_P]
-    if temperature == 0.0 or not largest > -np.inf:
-        return likeliest
-    weights, scales = weights[:len(row)], scales[:len(row)]
-    exponentials(row, np.float64(largest), 1.0 / temperature, weights, scales)
+    n, weights, values = len(row), scratch[WEIGHTS].view(np.float32), scratch[VALUES].view(np.float32)
+    peaks = weights[:-(-n // CHUNK)]
+    largest = find_peaks(row, peaks)
+    if temperature == 0.0 or not largest > -math.inf:
+        return first_of(row, peaks, largest)
+    tokens, masses = scratch[TOKENS].view(np.int64), scratch[MASSES]
+    chooses = 0 < top_k < n
+    if chooses:
+        n = gather_top_k(row, peaks, top_k, tokens, values, masses)
+        row = values[:n]
+    weights = weights[:n]
+    exponentials(row, largest, np.float32(1.0 / temperature), weights)
     if min_p > 0.0:
-        for i in range(len(row)):
+        for i in range(n):
             if weights[i] < min_p:
                 weights[i] = 0.0
-    if 0 < top_k < len(row) or top_p < 1.0:
-        depth = DEPTH * temperature
-        if temperature > 4.0:  # all logits might be in a few bins, which are sorted
-            depth = min(depth, np.float64(largest) - np.float64(smallest_of(row)))
-        keep(row, weights, largest, N_BINS / max(depth, 1e-30), np.int64(top_k), top_p)
-    return at_share(weights, share)
+    if top_p < 1.0:
+        keep_top_p(row, weights, top_p, scratch[RANKED].view(np.float32), masses)
+    i = at_share(weights, share)
+    return tokens[i] if chooses else i
 
 
-@njit(cache=True, nogil=True)
-def draw_rows(logits, rows, settings, seeds, numbers, weights, scales, tokens):
+@njit(nogil=True)
+def draw_rows(logits, rows, settings, seeds, numbers, scratch, tokens):
     """
     tokens[i]: the token drawn from row rows[i] of the logits with settings[i], for number numbers[i] of the sample with
-    seeds[i]. weights, scales: scratch, float64 and int64, of a row's length.
+    seeds[i]. scratch: float64 (N_SCRATCH, vocab_size).
     """
     for i in range(len(rows)):
         share = uniform(seeds[i], numbers[i]) if settings[i, TEMPERATURE] > 0.0 else 0.0
-        tokens[i] = drawn(logits[rows[i]], settings[i], share, weights, scales)
+        tokens[i] = drawn(logits[rows[i]], settings[i], share, scratch)
 
 
-@njit(cache=True, nogil=True)
-def log_probabilities(logits, tokens, weights, scales, logprobs, ranks, top, top_logprobs):
+@njit(nogil=True)
+def log_probabilities(logits, tokens, scratch, logprobs, ranks, top, top_logprobs):
     """
     Of each row of logits: the log probability of its token, the token's rank (1 for the likeliest), and as many of the
     likeliest tokens as `top` has columns, with theirs; of equal ones the first comes first.
     """
-    k = top.shape[1]
+    k, weights = top.shape[1], scratch[WEIGHTS].view(np.float32)[:logits.shape[1]]
     for i in range(len(tokens)):
         row = logits[i]
-        largest, _ = largest_of(row)
-        exponentials(row, np.float64(largest), 1.0, weights, scales)
+        largest = find_peaks(row, weights[:-(-len(row) // CHUNK)])
+        exponentials(row, largest, np.float32(1.0), weights)
         total = 0.0
         for w in weights:
             total += w
@@ -247,7 +269,7 @@ def log_probabilities(logits, tokens, weights, scales, logprobs, ranks, top, top
         logprobs[i], ranks[i] = own - log_total, rank
 
 
-@njit(cache=True)
+@njit
 def penalise(row, counts, in_prompt, presence, frequency, repetition):
     """Lower the logits of tokens that a sample has generated (counts), and of those in its prompt. In place."""
     for t in range(len(row)):
@@ -255,3 +277,7 @@ def penalise(row, counts, in_prompt, presence, frequency, repetition):
             row[t] = row[t] / repetition if row[t] > 0 else row[t] * repetition
         if counts[t]:
             row[t] -= frequency * counts[t] + presence
+
+
+for compiled in (draw_rows, log_probabilities, penalise):
+    keep_on_disk(compiled, vectors)

@@ -3,7 +3,7 @@ import math
 
 import numpy as np
 
-from serving.draws import draw_rows, log_probabilities, penalise
+from serving.draws import N_SCRATCH, draw_rows, log_probabilities, penalise
 from serving.request import Logprobs
 
 
@@ -53,12 +53,12 @@ class Sampler:
     """Draws tokens from logits (W, vocab_size), float32."""
 
     def __init__(self, vocab_size):
-        self.weights, self.scales = np.empty(vocab_size), np.empty(vocab_size, np.int64)
+        self.scratch = np.empty((N_SCRATCH, vocab_size))
         self.drawings = []
         self.logprobs(np.zeros((1, vocab_size), np.float32), [0], 1)  # compiles, or loads what is compiled
         self.settings, self.seeds, self.tokens = np.zeros((1, 4)), np.zeros(1, np.uint64), np.zeros(1, np.int64)
         draw_rows(np.zeros((1, vocab_size), np.float32), np.zeros(1, np.int64), self.settings, self.seeds,
-                  np.zeros(1, np.int64), self.weights, self.scales, self.tokens)
+                  np.zeros(1, np.int64), self.scratch, self.tokens)
 
     def draw(self, logits, rows, drawings):
         """
@@ -77,8 +77,8 @@ class Sampler:
             logits, rows = logits[rows], range(len(rows))  # a copy; samples of one prompt may share a row
             for d, row in zip(drawings, logits):
                 d.change(row)
-        draw_rows(logits, np.asarray(rows, np.int64), self.settings, self.seeds, self.numbers, self.weights,
-                  self.scales, self.tokens)
+        draw_rows(logits, np.asarray(rows, np.int64), self.settings, self.seeds, self.numbers, self.scratch,
+                  self.tokens)
         self.numbers += 1
         tokens = self.tokens.tolist()
         if self.changing:
@@ -95,7 +95,6 @@ class Sampler:
         logprobs, ranks = np.empty(n), np.empty(n, np.int64)
         top = np.zeros((n, min(k, logits.shape[1])), np.int64)
         top_logprobs = np.empty(top.shape)
-        log_probabilities(logits, np.array(tokens, np.int64), self.weights, self.scales, logprobs, ranks, top,
-                          top_logprobs)
+        log_probabilities(logits, np.array(tokens, np.int64), self.scratch, logprobs, ranks, top, top_logprobs)
         of_rows = zip(tokens, logprobs.tolist(), ranks.tolist(), top.tolist(), top_logprobs.tolist())
         return [Logprobs(token, logprob, rank, list(zip(*likeliest))) for token, logprob, rank, *likeliest in of_rows]

@@ -39,14 +39,15 @@ def distribution(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 SETTINGS = [dict(), dict(temperature=0.5), dict(temperature=3.0), dict(top_k=1), dict(top_k=7), dict(top_p=0.5),
             dict(top_p=0.95, temperature=2.0), dict(top_k=20, top_p=0.7), dict(min_p=0.1), dict(top_p=1e-9),
             dict(min_p=0.01, top_k=9, top_p=0.9, temperature=1.5), dict(temperature=1e-6), dict(temperature=1e5),
-            dict(temperature=1e5, top_k=3, top_p=0.5)]
+            dict(temperature=1e5, top_k=3, top_p=0.5), dict(top_k=100), dict(top_k=100, top_p=0.9, min_p=1e-3),
+            dict(top_p=1 - 1e-16), dict(top_p=1 - 1e-12)]
 
 
-@pytest.mark.parametrize('vocab_size', [2, 65, 3000])
+@pytest.mark.parametrize('vocab_size', [1, 2, 65, 3000, 50257])
 @pytest.mark.parametrize('how', SETTINGS, ids=str)
 def test_a_draw_is_the_inverse_of_the_cumulative_distribution(how, vocab_size):
     """Independently computed, in float64, at the uniform number of the draw. Ties are among the logits too."""
-    sampler, n = Sampler(vocab_size), sizes(30, 300)
+    sampler, n = Sampler(vocab_size), sizes(30, 300) if vocab_size < 50000 else 3
     logits = rows_of(n, vocab_size, seed=vocab_size)
     logits[::3] = np.round(logits[::3])
     tokens = sampler.draw(logits, list(range(n)), [drawing(seed, vocab_size=vocab_size, **how) for seed in range(n)])
@@ -54,7 +55,7 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution(how, vocab_size):
         p, share = distribution(row, **how), uniform(np.uint64(seed), 0)
         cumulative = np.cumsum(p)
         assert p[token] > 0
-        assert cumulative[token] >= share - 1e-12 and cumulative[token] - p[token] <= share + 1e-12
+        assert cumulative[token] >= share - 1e-7 and cumulative[token] - p[token] <= share + 1e-7
 
 
 @pytest.mark.parametrize('how', [dict(top_k=5), dict(top_p=0.8), dict(top_k=12, top_p=0.6, temperature=0.7),
@@ -145,10 +146,10 @@ def test_logprobs_equal_the_models():
     tokens = [3, 5, 12, 700, int(logits[4].argmax())]
     for i, found in enumerate(Sampler(3000).logprobs(logits, tokens, 5)):
         order = torch.sort(expected[i], descending=True, stable=True)
-        assert found.token == tokens[i] and abs(found.logprob - float(expected[i, tokens[i]])) < 1e-9
+        assert found.token == tokens[i] and abs(found.logprob - float(expected[i, tokens[i]])) < 1e-7
         assert found.rank == 1 + int((expected[i] > expected[i, tokens[i]]).sum())
         assert [t for t, _ in found.top] == order.indices[:5].tolist()
-        assert np.allclose([x for _, x in found.top], order.values[:5], atol=1e-9)
+        assert np.allclose([x for _, x in found.top], order.values[:5], atol=1e-7)
     assert Sampler(3000).logprobs(logits, tokens, 0)[0].top == []
     assert [t for t, _ in Sampler(3).logprobs(logits[:, :3].copy(), [0] * 5, 5)[0].top] == (
         np.argsort(-logits[0, :3]).tolist())
