@@ -12,6 +12,8 @@ once.
 from bisect import insort
 from collections import deque
 
+MOST_REPEATS = 64  # of a plan
+
 
 class Sample:
     """
@@ -130,7 +132,7 @@ class Scheduler:
         # a sample takes at most one block for its first token, or for a copy of its last block, and one for a rest
         is_tight = free < 2 * len(running) + self.budget // self.block_size
         if self.steady:
-            self.n_repeats = self.n_repeats or self.count_repeats(free if is_tight else None)
+            self.n_repeats = self.n_repeats or self.count_repeats(free)
             if self.n_repeats:
                 return self.steady
         for sample in running[:self.budget]:
@@ -154,15 +156,13 @@ class Scheduler:
         return plan
 
     def count_repeats(self, free):
-        """
-        `n_repeats` of a steady plan: until a sample has all of its tokens, but at most block_size, in which a sample
-        takes one block and a copy of its last one. free: if given, so many free blocks must suffice; 0 if they do not
-        suffice for a step.
-        """
-        n = min(self.block_size, min([sample.n_end - len(sample.tokens) for sample, _ in self.steady]))
+        """`n_repeats` of a steady plan: until a sample has all of its tokens, or so many as free blocks suffice for."""
+        n = min(MOST_REPEATS, min([sample.n_end - len(sample.tokens) for sample, _ in self.steady]))
         if self.cache.window:
             n = min(n, self.cache.window + 1)  # for more, `PagedCache.n_missing` is an estimate
-        while n and free is not None and sum([self.cache.n_missing(s.handle, n) for s, _ in self.steady]) > free:
+        # a sample takes a block for each block_size tokens, one for a rest, and a copy of its last one
+        is_tight = free < (n // self.block_size + 2) * len(self.steady)
+        while n and is_tight and sum([self.cache.n_missing(s.handle, n) for s, _ in self.steady]) > free:
             n //= 2
         return n
 

@@ -144,9 +144,12 @@ def compile_before_all_tests(kernels):
 
 
 def copy_code(folder):
-    """Copy all of the code to a folder, with what is compiled of it. Returns the folder."""
-    not_code = shutil.ignore_patterns('.*', 'out*', 'tests', '*.bin', '*.json', '*.txt', '*.png', '*.md')
+    """Copy all of the code to a folder; what is compiled of it is in one place for all copies. Returns the folder."""
+    not_code = shutil.ignore_patterns('.*', 'out*', 'tests', '*.bin', '*.json', '*.txt', '*.png', '*.md', '__pycache__')
     shutil.copytree(ROOT, folder, ignore=not_code, dirs_exist_ok=True)
+    for package in ('decode', 'serving'):
+        os.makedirs(os.path.join(ROOT, package, '__pycache__'), exist_ok=True)
+        os.symlink(os.path.join(ROOT, package, '__pycache__'), os.path.join(folder, package, '__pycache__'))
     return folder
 
 
@@ -174,5 +177,5 @@ def trained(tmp_path_factory, kernels):
 @pytest.fixture
 def repo(trained, tmp_path):
     """A copy of `trained` to do anything with, without the run."""
-    shutil.copytree(trained, tmp_path / 'repo', ignore=shutil.ignore_patterns('out'))
+    shutil.copytree(trained, tmp_path / 'repo', ignore=shutil.ignore_patterns('out'), symlinks=True)
     return tmp_path / 'repo'

@@ -202,7 +202,7 @@ def test_memory_mode(repo):
     assert [(row['batch'], row['use_cache']) for row in rows] == [(1, False), (1, True), (3, False), (3, True)]
     for row in rows:
         assert row['cache'] == row['formula'] == row['use_cache'] * row['batch'] * 2 * 4 * 128 * 128 * 4
-        assert row['peak'] > 0.9 * row['cache']  # resident memory is counted in pages, and not to the last one
+        assert row['peak'] > 0.75 * row['cache']  # some pages of it may have been resident before
 
 
 def test_requests_and_what_they_share(repo):

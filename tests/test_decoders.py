@@ -1,10 +1,6 @@
 """Each decoder in the model's place: the same tokens, the same tuples, nothing stale, nothing silent."""
 import itertools
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -248,38 +244,3 @@ def head(rounded, model, idx, weights):
     w = model.lm_head.weight
     whole, scale = quantise(w)
     return x @ (w.bfloat16().float() if weights == 'bfloat16' else whole * scale[:, None]).t()
-
-
-def test_dot_products_without_the_instruction():
-    """The portable int8 path, which machines without AVX512-VNNI take, gives the same to the bit."""
-    import decode.tiles
-    if not decode.tiles.DOT_PRODUCTS:
-        pytest.skip("this machine has only the portable path, and every other test has run it")
-    code = ("import sys, decode.tiles; decode.tiles.DOT_PRODUCTS = sys.argv[1] == 'instruction'\n"
-            "import torch; from model import GPT, GPTConfig; from decode.cpu import CPUDecoder\n"
-            "config = GPTConfig(block_size=8, vocab_size=30, n_layer=1, n_head=2, n_embd=64)\n"
-            "torch.manual_seed(0); decoder = CPUDecoder(GPT(config).eval(), 'int8', threads=1)\n"
-            "print(decoder(torch.arange(6)[None], None)[0].double().flatten().tolist())\n")
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    out = [subprocess.run([sys.executable, '-c', code, how], capture_output=True, text=True, cwd=root,
-                          env={**os.environ, 'NUMBA_CACHE_DIR': '/nonexistent', 'NUMBA_DISABLE_CACHE': how})
-           for how in ('instruction', 'portable')]
-    assert out[0].returncode == 0 and out[0].stdout == out[1].stdout, out[1].stderr
-
-
-def test_where_nothing_can_be_kept_on_disk_it_says_so_once_and_goes_on(tmp_path):
-    code = ("import torch; from model import GPT, GPTConfig; from decode.cpu import CPUDecoder\n"
-            "m = GPT(GPTConfig(block_size=8, vocab_size=30, n_layer=1, n_head=2, n_embd=8)).eval()\n"
-            "for _ in range(2): print(CPUDecoder(m, threads=1)(torch.arange(6)[None], None)[0].shape)\n")
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    for name in ('model.py', 'positions.py', 'decode'):
-        source = os.path.join(root, name)
-        (shutil.copytree if os.path.isdir(source) else shutil.copy)(source, tmp_path / name)
-    shutil.rmtree(tmp_path / 'decode' / '__pycache__', ignore_errors=True)
-    (tmp_path / 'decode' / '__pycache__').write_text('not a folder')
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=tmp_path,
-                          env={**os.environ, 'HOME': '/dev/null', 'XDG_CACHE_HOME': '/dev/null', 'NUMBA_CACHE_DIR': '',
-                               'NUMBA_OPT': '0'})  # compiles sooner
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count('[1, 1, 30]') == 2 and done.stderr.count('cannot be kept on disk') == 1
-    assert 'Traceback' not in done.stderr

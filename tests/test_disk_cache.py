@@ -41,15 +41,15 @@ for name in sys.argv[1:]:
 '''
 
 
-def run_adders(folder, *names):
+def run_adders(folder, *names, **env):
     """What a process prints that calls add_one and add_two: the name, name(10), found on disk?"""
     script = folder / 'adders.py'
     if not script.exists():
         script.write_text(ADDERS)
     done = subprocess.run([sys.executable, script, *names], capture_output=True, text=True,
-                          env={**os.environ, 'PYTHONPATH': ROOT, 'NUMBA_CACHE_DIR': ''})
+                          env={**os.environ, 'PYTHONPATH': ROOT, 'NUMBA_CACHE_DIR': '', **env})
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return (done.stdout + done.stderr).splitlines()
 
 
 def test_a_process_that_loads_the_code_of_two_others_runs_the_right_functions(tmp_path):
@@ -89,3 +89,10 @@ def test_a_change_in_any_of_its_files_compiles_a_function_anew(tmp_path):
     assert run_adders(tmp_path, 'add_one') == ['add_one 89 1']
     (tmp_path / 'other.py').write_text('N = 2')
     assert run_adders(tmp_path, 'add_one') == ['add_one 89 0']
+
+
+def test_where_nothing_can_be_kept_on_disk_it_says_so_once_and_goes_on(tmp_path):
+    (tmp_path / '__pycache__').write_text('not a folder')
+    said = run_adders(tmp_path, 'add_one', 'add_two', HOME='/dev/null', XDG_CACHE_HOME='/dev/null')
+    assert said[:2] == ['add_one 89 0', 'add_two 178 0']
+    assert len(said) == 3 and 'cannot be kept on disk' in said[2] and 'NUMBA_CACHE_DIR' in said[2]

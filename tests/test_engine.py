@@ -1,80 +1,17 @@
 """The engine on real small models: the tokens and log probabilities of a request are those that it has alone."""
-import itertools
-import math
 import random
 from contextlib import nullcontext
 
 import pytest
 import torch
 from conftest import sizes
+from small_engine import BYTES, V, alone, finished, run, submit, tiny
 from test_same_bits import SHAPES, model_of
 
 from decode.cpu import CPUDecoder
 from kvcache.paged import n_blocks_for
-from model import GPT, GPTConfig
 from serving.engine import Engine
 from serving.request import Request, SamplingParams
-from serving.sampler import Drawing, Sampler
-
-V = 29
-BYTES = [bytes([97 + i % 26]) for i in range(V)]
-
-
-class Got:
-    """What a request was given, sample by sample."""
-
-    def __init__(self, request):
-        self.request, request.deliver = request, self.deliver
-        self.tokens, self.logprobs = [[] for _ in range(request.n)], [[] for _ in range(request.n)]
-        self.text, self.reasons = [''] * request.n, [None] * request.n
-        self.first, self.error, self.n_calls = None, None, 0
-
-    def deliver(self, outputs):
-        self.first, self.n_calls = self.first or outputs[0], self.n_calls + 1
-        for output in outputs:
-            self.tokens[output.index] += output.token_ids
-            self.logprobs[output.index] += output.logprobs or []
-            self.text[output.index] += output.text
-            self.reasons[output.index] = output.finish_reason
-            self.error = output.error or self.error
-
-
-def submit(engine, id, prompt, max_tokens=8, seed=0, n=1, **how):
-    more = {name: how.pop(name) for name in ('stop', 'cache_salt') if name in how}
-    got = Got(Request(id, prompt, max_tokens, SamplingParams(**how), seed, n, **more))
-    engine.submit(got.request)
-    return got
-
-
-def run(engine):
-    while engine.run_once():
-        pass
-    assert not engine.live and engine.cache.n_free == engine.cache.n_seq
-
-
-def finished(engine, *args, **how):
-    got = submit(engine, *args, **how)
-    run(engine)
-    return got
-
-
-def alone(decoder, request, stop_ids=()):
-    """The tokens and log probabilities of each sample by the decoder and its own tuple, a token after the other."""
-    sampler, samples = Sampler(decoder.vocab_size), []
-    for i in range(request.n):
-        drawing, cache, tokens, logprobs = Drawing(request, i, stop_ids, decoder.vocab_size), None, [], []
-        for token in request.prompt:
-            logits, cache = decoder(torch.tensor([[token]]), cache)
-        while len(tokens) < request.max_tokens:
-            logits = logits[0].numpy()
-            tokens += sampler.draw(logits, [0], [drawing])
-            logprobs += sampler.logprobs(logits, tokens[-1:], 5)
-            if tokens[-1] in stop_ids:
-                break
-            logits, cache = decoder(torch.tensor([tokens[-1:]]), cache)
-        samples.append((tokens, logprobs))
-    return samples
-
 
 HOWS = [dict(), dict(temperature=0.0), dict(top_k=5), dict(top_p=0.7, temperature=1.5), dict(frequency_penalty=1.0),
         dict(repetition_penalty=1.5, min_p=0.05)]
@@ -122,16 +59,6 @@ def test_greedy_equals_generate_without_cache(with_decoder):
     for prompt, got in zip(prompts, all_got):
         expected = model.generate(torch.tensor([prompt]), 20, temperature=0)[0].tolist()
         assert prompt + got.tokens[0] == expected
-
-
-def tiny(n_blocks=16, block_size=4, budget=64, **how):
-    torch.manual_seed(1)
-    model = GPT(GPTConfig(block_size=64, vocab_size=V, n_layer=2, n_head=2, n_embd=16)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(4)
-    decoder = CPUDecoder(model, threads=1)
-    return Engine(model, decoder, BYTES, None, n_blocks, block_size, budget, **how), decoder
 
 
 def test_seed_ignores_batchmates():
@@ -225,104 +152,6 @@ def test_logprobs_equal_the_models():
         expected = torch.log_softmax(logits[1 + i], -1)
         assert abs(score.logprob - float(expected[score.token])) < 1e-4 and len(score.top) == 4
         assert score.rank == 1 + int((expected > expected[score.token]).sum())
-
-
-def test_steps_of_one_plan_are_delivered_together(monkeypatch):
-    """The steps, and the tokens, are those of a step at a time."""
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
-    seen = []
-    for together in (True, False):
-        engine, decoder = tiny(n_blocks=40, block_size=16)
-        if not together:
-            engine.core.interrupted = lambda: True
-        token = alone(decoder, Request('x', [6, 2], 9, seed=4))[0][0][5]
-        all_got = [submit(engine, 'a', [3, 1], 30, seed=2), submit(engine, 'b', [5], 12, seed=3, n=2),
-                   submit(engine, 'c', [6, 2], 9, seed=4, stop_token_ids=(token,))]
-        run(engine)
-        for got, stop_ids in zip(all_got, [(), (), (token,)]):
-            assert got.tokens == [tokens for tokens, _ in alone(decoder, got.request, stop_ids)]
-        seen.append((engine.stats.steps, engine.stats.computed_tokens, engine.stats.generated_tokens))
-        n_calls = [got.n_calls for got in all_got]
-        assert n_calls[0] < 10 if together else n_calls[0] == 30
-    assert seen[0] == seen[1] and all_got[2].reasons == ['stop']
-
-
-@pytest.mark.parametrize('how', [dict(logprobs=1), dict(stop=('xyz',))], ids=str)
-def test_a_sample_that_needs_each_token_gets_one_at_a_time(monkeypatch, how):
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
-    engine, _ = tiny(n_blocks=40)
-    all_got = [submit(engine, 'a', [3, 1], 20), submit(engine, 'b', [3, 1], 20, **how)]
-    run(engine)
-    assert [got.n_calls for got in all_got] == [20, 20]
-
-
-@pytest.mark.parametrize('how', [dict(frequency_penalty=1.5), dict(logit_bias=((3, 2.0),)),
-                                 dict(min_tokens=9, stop_token_ids=(1, 2, 3))], ids=str)
-def test_changed_logits_are_drawn_from_as_in_single_steps(monkeypatch, how):
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
-    seen = []
-    for together in (True, False):
-        engine, _ = tiny(n_blocks=40)
-        engine.core.interrupted = lambda: not together  # noqa: B023
-        all_got = [submit(engine, 'a', [3, 1], 30), submit(engine, 'b', [3, 1], 30, seed=1, **how)]
-        run(engine)
-        seen.append([got.tokens for got in all_got])
-        assert all_got[0].n_calls < 15 if together else all_got[0].n_calls == 30
-    assert seen[0] == seen[1]
-
-
-def test_steps_repeat_while_others_wait_and_while_blocks_are_few(monkeypatch):
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
-    for n_blocks, budget in ((100, 8), (8 * 10 + 1, 64), (8 * 9, 64)):  # each sample takes 11 blocks in the end
-        engine, _ = tiny(n_blocks=n_blocks, budget=budget)
-        all_got = [submit(engine, str(i), [i], 40, i) for i in range(9)]
-        run(engine)
-        assert all_got[0].n_calls < 25 and {got.reasons[0] for got in all_got} == {'length'}
-
-
-@pytest.mark.parametrize('window', [4, 8])
-def test_a_window_shorter_than_a_block_takes_no_block_of_another(monkeypatch, window):
-    """Two samples share the blocks of a prompt, which their windows pass; one gives way, and none ends early."""
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
-    decoder = CPUDecoder(model_of(SHAPES[1] | dict(position='rope', window=window), 1), threads=1)
-    for n_blocks in (3, 4, 5):
-        engine = Engine(decoder.model, decoder, BYTES, None, n_blocks, 2 * window, 16)
-        got = finished(engine, 'a', [1] * 2 * window, 5 * window, n=2)
-        assert got.reasons == ['length'] * 2 and got.tokens == [tokens for tokens, _ in alone(decoder, got.request)]
-
-
-@pytest.mark.parametrize('where', ['kernel', 'draw'])
-def test_an_interrupt_of_a_repeated_step_or_its_draw_loses_no_token(monkeypatch, where):
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
-    engine, decoder = tiny(n_blocks=40)
-    all_got, calls = [submit(engine, str(i), [3, i], 30, i) for i in range(3)], itertools.count()
-    owner, name = (engine.cache, 'compiled') if where == 'kernel' else (engine.core.sampler, 'draw')
-    whole = getattr(owner, name)
-
-    def interrupted(*args):
-        if next(calls) == 7:
-            raise KeyboardInterrupt
-        return whole(*args)
-    monkeypatch.setattr(owner, name, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run(engine)
-    run(engine)
-    for got in all_got:
-        assert [got.tokens[0]] == [tokens for tokens, _ in alone(decoder, got.request)]
-
-
-def test_a_failure_behind_the_draw_loses_no_token_and_no_logprob(monkeypatch):
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
-    engine, decoder = tiny(n_blocks=40)
-    got, calls, whole = submit(engine, 'a', [3, 1], 20, logprobs=5), itertools.count(), engine.cache.add_decoded
-
-    def failing(*args):
-        if next(calls) == 5:
-            raise MemoryError("asked for by the test")
-        return whole(*args)
-    monkeypatch.setattr(engine.cache, 'add_decoded', failing)
-    run(engine)
-    assert got.reasons == ['length'] and list(zip(got.tokens, got.logprobs)) == alone(decoder, got.request)
 
 
 @pytest.mark.parametrize('exclusive', [False, True])

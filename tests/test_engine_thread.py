@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from conftest import sizes
-from test_engine import Got, alone
+from small_engine import Got, alone
 from test_same_bits import SHAPES, model_of, threads
 from toy_kernel import ToyKernel, toy_model
 

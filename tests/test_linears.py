@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from conftest import sizes
 from numba import njit
 
-from decode import packing
+from decode import packing, tiles
 from decode.layout import GROUP, SHEET, SUMMED_ROWS
 from decode.linears import ADD, CLAIMED, GELU, GELU_TANH, STORE, Linears, Team, linear, prepare_rows, shared_linear
 from decode.packing import PackedWeights, padded, quantise
@@ -144,24 +144,40 @@ def test_a_nan_stays_in_its_row():
         assert torch.equal(out, clean)
 
 
+SMALL = [(70, 700), (41, 64)]
+CHECK = ("import sys, test_linears\n"
+         "for weights in sys.argv[1:]:\n    print(test_linears.check(weights, test_linears.SMALL))\n")
+
+
+def check_elsewhere(before, weights):
+    """What `check` finds in another process, after the code `before`."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    done = subprocess.run([sys.executable, '-c', before + CHECK, *weights], capture_output=True, text=True, cwd=here,
+                          env={**os.environ, 'PYTHONPATH': os.path.dirname(here)})
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 def test_vectors_of_eight_lanes():
     """A machine without AVX-512 has other tiles, and the same bits: the order of a sum does not depend on them."""
     if LANES == 8:
         pytest.skip("this machine has vectors of eight lanes, and the other tests have run with them")
-    code = ("import sys, llvmlite.binding as llvm\n"
+    code = ("import llvmlite.binding as llvm\n"
             "features = llvm.get_host_cpu_features()\n"
             "features.update({name: False for name in features if 'avx512' in name or 'avx10' in name})\n"
             "llvm.get_host_cpu_features = lambda: features\n"
-            "import test_linears\n"
-            "assert test_linears.LANES == 8\n"
-            "for weights in sys.argv[1].split():\n"
-            "    print(test_linears.check(weights, [(70, 700), (41, 64)]))\n")
-    here = os.path.dirname(os.path.abspath(__file__))
+            "import decode.vectors\n"
+            "assert decode.vectors.LANES == 8\n")
     weights = sizes(['float32'], WEIGHTS)
-    done = subprocess.run([sys.executable, '-c', code, ' '.join(weights)], capture_output=True, text=True, cwd=here,
-                          env={**os.environ, 'PYTHONPATH': os.path.dirname(here)})
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [check(w, [(70, 700), (41, 64)]) for w in weights]
+    assert check_elsewhere(code, weights) == [check(w, SMALL) for w in weights]
+
+
+def test_dot_products_without_the_instruction():
+    """The portable int8 path, which machines without AVX512-VNNI take, gives the same to the bit."""
+    if not tiles.DOT_PRODUCTS:
+        pytest.skip("this machine has only the portable path, and every other test has run it")
+    code = "import decode.tiles\ndecode.tiles.DOT_PRODUCTS = False\n"
+    assert check_elsewhere(code, ['int8']) == [check('int8', SMALL)]
 
 
 def test_weights_lie_in_sheets():

@@ -1,0 +1,109 @@
+"""Steps of one plan that follow each other: their tokens are delivered together, and are those of single steps."""
+import itertools
+import math
+
+import pytest
+from small_engine import BYTES, alone, finished, run, submit, tiny
+from test_same_bits import SHAPES, model_of
+
+from decode.cpu import CPUDecoder
+from serving.engine import Engine
+from serving.request import Request
+
+
+def test_steps_of_one_plan_are_delivered_together(monkeypatch):
+    """The steps, and the tokens, are those of a step at a time."""
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    seen = []
+    for together in (True, False):
+        engine, decoder = tiny(n_blocks=40, block_size=16)
+        if not together:
+            engine.core.interrupted = lambda: True
+        token = alone(decoder, Request('x', [6, 2], 9, seed=4))[0][0][5]
+        all_got = [submit(engine, 'a', [3, 1], 30, seed=2), submit(engine, 'b', [5], 12, seed=3, n=2),
+                   submit(engine, 'c', [6, 2], 9, seed=4, stop_token_ids=(token,))]
+        run(engine)
+        for got, stop_ids in zip(all_got, [(), (), (token,)]):
+            assert got.tokens == [tokens for tokens, _ in alone(decoder, got.request, stop_ids)]
+        seen.append((engine.stats.steps, engine.stats.computed_tokens, engine.stats.generated_tokens))
+        n_calls = [got.n_calls for got in all_got]
+        assert n_calls[0] < 10 if together else n_calls[0] == 30
+    assert seen[0] == seen[1] and all_got[2].reasons == ['stop']
+
+
+@pytest.mark.parametrize('how', [dict(logprobs=1), dict(stop=('xyz',))], ids=str)
+def test_a_sample_that_needs_each_token_gets_one_at_a_time(monkeypatch, how):
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    engine, _ = tiny(n_blocks=40)
+    all_got = [submit(engine, 'a', [3, 1], 20), submit(engine, 'b', [3, 1], 20, **how)]
+    run(engine)
+    assert [got.n_calls for got in all_got] == [20, 20]
+
+
+@pytest.mark.parametrize('how', [dict(frequency_penalty=1.5), dict(logit_bias=((3, 2.0),)),
+                                 dict(min_tokens=9, stop_token_ids=(1, 2, 3))], ids=str)
+def test_changed_logits_are_drawn_from_as_in_single_steps(monkeypatch, how):
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    seen = []
+    for together in (True, False):
+        engine, _ = tiny(n_blocks=40)
+        engine.core.interrupted = lambda: not together  # noqa: B023
+        all_got = [submit(engine, 'a', [3, 1], 30), submit(engine, 'b', [3, 1], 30, seed=1, **how)]
+        run(engine)
+        seen.append([got.tokens for got in all_got])
+        assert all_got[0].n_calls < 15 if together else all_got[0].n_calls == 30
+    assert seen[0] == seen[1]
+
+
+def test_steps_repeat_while_others_wait_and_while_blocks_are_few(monkeypatch):
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    for n_blocks, budget in ((100, 8), (8 * 10 + 1, 64), (8 * 9, 64)):  # each sample takes 11 blocks in the end
+        engine, _ = tiny(n_blocks=n_blocks, budget=budget)
+        all_got = [submit(engine, str(i), [i], 40, i) for i in range(9)]
+        run(engine)
+        assert all_got[0].n_calls < 25 and {got.reasons[0] for got in all_got} == {'length'}
+
+
+@pytest.mark.parametrize('window', [4, 8])
+def test_a_window_shorter_than_a_block_takes_no_block_of_another(monkeypatch, window):
+    """Two samples share the blocks of a prompt, which their windows pass; one gives way, and none ends early."""
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    decoder = CPUDecoder(model_of(SHAPES[1] | dict(position='rope', window=window), 1), threads=1)
+    for n_blocks in (3, 4, 5):
+        engine = Engine(decoder.model, decoder, BYTES, None, n_blocks, 2 * window, 16)
+        got = finished(engine, 'a', [1] * 2 * window, 5 * window, n=2)
+        assert got.reasons == ['length'] * 2 and got.tokens == [tokens for tokens, _ in alone(decoder, got.request)]
+
+
+@pytest.mark.parametrize('where', ['kernel', 'draw'])
+def test_an_interrupt_of_a_repeated_step_or_its_draw_loses_no_token(monkeypatch, where):
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    engine, decoder = tiny(n_blocks=40)
+    all_got, calls = [submit(engine, str(i), [3, i], 30, i) for i in range(3)], itertools.count()
+    owner, name = (engine.cache, 'compiled') if where == 'kernel' else (engine.core.sampler, 'draw')
+    whole = getattr(owner, name)
+
+    def interrupted(*args):
+        if next(calls) == 7:
+            raise KeyboardInterrupt
+        return whole(*args)
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    run(engine)
+    for got in all_got:
+        assert [got.tokens[0]] == [tokens for tokens, _ in alone(decoder, got.request)]
+
+
+def test_a_failure_behind_the_draw_loses_no_token_and_no_logprob(monkeypatch):
+    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    engine, decoder = tiny(n_blocks=40)
+    got, calls, whole = submit(engine, 'a', [3, 1], 20, logprobs=5), itertools.count(), engine.cache.add_decoded
+
+    def failing(*args):
+        if next(calls) == 5:
+            raise MemoryError("asked for by the test")
+        return whole(*args)
+    monkeypatch.setattr(engine.cache, 'add_decoded', failing)
+    run(engine)
+    assert got.reasons == ['length'] and list(zip(got.tokens, got.logprobs)) == alone(decoder, got.request)
