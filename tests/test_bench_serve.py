@@ -277,8 +277,10 @@ def test_the_picture_and_what_makes_no_sense(repo, tmp_path):
 
 
 def test_serve_mode(repo):
-    done = run(repo, 'bench.py', '--mode=serve', '--only=engine_alone', '--shape=S', '--batches=2', '--repeats=1',
-               '--json=b.json')
+    done = run(repo, 'bench.py', '--mode=serve', '--only=engine_alone,draws', '--shape=S', '--batches=2',
+               '--repeats=1', '--json=b.json')
     assert done.returncode == 0 and 'not compared: llama-server' in done.stdout, done.stderr
-    figures = json.loads((repo / 'b.json').read_text())['engine_alone']
+    parts = json.loads((repo / 'b.json').read_text())
+    assert [row['case'] for row in parts['draws']['rows']] == ['greedy', 'temperature 1', 'top_k 200', 'top_p 0.9']
+    figures = parts['engine_alone']
     assert [row['weights'] for row in figures['rows']] == ['float32', 'int8'] and 'llama-server' in figures['missing']

@@ -10,6 +10,7 @@ Our server and llama-server under load, with the same weights, on one machine.
     faults          clients that go away or read slowly: a part
     soak            10,000 requests, of which 500 are compared with the same requests alone: a part
     engine_alone    the engine without a server, over the kernel: a part
+    draws           drawing tokens from logits, beside PyTorch: a part
     workloads       what clients ask for: lengths, prefixes, the trace
     client          many clients in one process: closed and open loops
     servers         ours and llama-server, as processes
@@ -21,6 +22,7 @@ table and returns its rows for JSON. names, clients: shapes, and requests at onc
 path of its binary; without one only ours is measured. n_requests: of each load; 0 for its own number.
 All answers are streams of greedy tokens, and end after max_tokens. What is compared takes turns, in `repeats` rounds.
 """
-from benchmarks.serve import arrivals, closed, engine_alone, faults, prefix, soak
+from benchmarks.serve import arrivals, closed, draws, engine_alone, faults, prefix, soak
 
-PARTS = dict(closed=closed, arrivals=arrivals, prefix=prefix, faults=faults, soak=soak, engine_alone=engine_alone)
+PARTS = dict(closed=closed, arrivals=arrivals, prefix=prefix, faults=faults, soak=soak, engine_alone=engine_alone,
+             draws=draws)
