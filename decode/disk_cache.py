@@ -5,24 +5,35 @@ import secrets
 import sys
 from pathlib import Path
 
+import numba
 from filelock import FileLock
 from numba.core.bytecode import FunctionIdentity
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-LONGEST_SAVE = 60  # seconds that a process waits for others that save
+from decode.forks import after_fork
 
-# numba numbers the functions that a process compiles, from 1 on, and uses the numbers in the names of machine code.
-# Two processes could give the same name to different functions. A process that loads the code of both from disk could
-# then run the wrong function. So each process begins at a random number.
-FunctionIdentity._unique_ids = itertools.count(secrets.randbits(48))
+LONGEST_SAVE = 10  # seconds that a process waits for others that save
 
 complaints = set()  # what has been said on stderr
 
 
+@after_fork
+def begin_numbers():
+    """
+    numba numbers the functions that a process compiles, from 1 on, and uses the numbers in the names of machine code.
+    Two processes could give the same name to different functions. A process that loads the code of both from disk could
+    then run the wrong function. So each process begins at a random number.
+    """
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(48))
+
+
+begin_numbers()
+
+
 class SharedCache(FunctionCache):
     """
-    numba's cache of a function. A change in any of the files, paths, is a reason to compile it anew, not only in the
-    function's own.
+    numba's cache of a function, in files whose names have a hash of the sources: a change in any of them compiles it
+    anew, and nothing that was compiled of other sources can be taken for it.
 
     One process at a time saves: a save reads the index of what is on disk, adds an entry and writes the index, and two
     at once would give code for different types the same file.
@@ -30,16 +41,16 @@ class SharedCache(FunctionCache):
 
     def __init__(self, function, paths):
         super().__init__(function)
-        self.sources = hashlib.sha256(b''.join(Path(path).read_bytes() for path in paths)).hexdigest()
-
-    def _index_key(self, sig, codegen):
-        return *super()._index_key(sig, codegen), self.sources
+        digest = hashlib.sha256(numba.__version__.encode() + b''.join(Path(path).read_bytes() for path in paths))
+        name = f'{self._impl.filename_base}-{digest.hexdigest()[:16]}'
+        # the stamp is a constant: with another one numba would number the files from 1 again
+        self._cache_file = IndexDataCacheFile(self.cache_path, name, source_stamp=None)
 
     def save_overload(self, sig, data):
         try:
             with FileLock(Path(self.cache_path) / 'saving.lock', timeout=LONGEST_SAVE):
                 super().save_overload(sig, data)
-        except OSError as e:
+        except (OSError, NotImplementedError) as e:  # the second: a file system without locks
             complain(f"compiled code could not be kept on disk, so the next start compiles it again ({e})")
 
 
@@ -49,10 +60,12 @@ def keep_on_disk(function, *modules):
 
     modules: those with functions that it calls, besides its own.
     """
+    if not hasattr(function, 'py_func'):  # NUMBA_DISABLE_JIT
+        return
     paths = [function.py_func.__code__.co_filename, *(module.__file__ for module in modules)]
     try:
         function._cache = SharedCache(function.py_func, paths)
-    except RuntimeError:  # numba found no folder that it may write to
+    except (RuntimeError, OSError):  # numba found no folder that it may write to; the sources are not files
         complain("compiled code cannot be kept on disk, so each start compiles it again: NUMBA_CACHE_DIR can name a "
                  "folder for it")
 

@@ -222,7 +222,7 @@ def smaller(typing, a, b):
 
 @intrinsic
 def above(typing, a, b, v):
-    """v in the lanes where a > b, zero in the others"""
+    """v in the lanes where a > b, zero in the others and where a or b is NaN"""
     def emit(context, builder, sig, args):
         return builder.select(builder.fcmp_ordered('>', args[0], args[1]), args[2], same(0.0, FLOATS))
     return floats(floats, floats, floats), emit

@@ -97,7 +97,7 @@ class CompletionBody(Body):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, ge=0.01)
     min_tokens: int = Field(0, ge=0)
     ignore_eos: bool = False
     stream: bool = False

@@ -3,7 +3,8 @@ Tokens drawn from rows of logits, compiled. A row of 50,000 numbers is read a fe
 
 A draw is the inverse of the cumulative distribution in the order of token ids, at one uniform number. That number is a
 function of the sample's seed and of how many tokens it has generated, so a sample that is interrupted and computed
-again draws the same tokens. Weights are float32, as torch's softmax computes them, and their sums float64.
+again draws the same tokens. Weights are float32, as torch's softmax computes them, and so are the sums of CHUNK of
+them. Sums of those are float64.
 """
 import math
 
@@ -95,9 +96,12 @@ def threshold(values, masses, target):
     (v, the mass of what is larger than v): v is the largest of the values for which those from v up have at least this
     mass; the smallest of all, if all have less. By partitions, as in quickselect; both arrays are permuted.
     """
-    low, high, before = 0, len(values), 0.0
+    low, high, before, x = 0, len(values), 0.0, uint64(0)
     while True:
-        a, b, c = values[low], values[(low + high) // 2], values[high - 1]
+        # the median of three at places that no order of the values, such as rising and then falling, makes bad
+        x, n = mixed(x + uint64(0x9E3779B97F4A7C15)), high - low
+        i, j, k = np.int64(x >> uint64(1)) % n, np.int64(x >> uint64(21)) % n, np.int64(x >> uint64(41)) % n
+        a, b, c = values[low + i], values[low + j], values[low + k]
         pivot = max(min(a, b), min(max(a, b), c))
         i, j, end, mass_above, mass_equal = low, low, high, 0.0, 0.0  # [low, i) is above the pivot, [i, j) equal to it
         while j < end:

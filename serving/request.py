@@ -56,7 +56,7 @@ class SamplingParams:
         check('min_p', self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
         for name in ('presence_penalty', 'frequency_penalty'):
             check(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "in [-2, 2]")
-        check('repetition_penalty', self.repetition_penalty, 0 < self.repetition_penalty <= 100, "in (0, 100]")
+        check('repetition_penalty', self.repetition_penalty, 0.01 <= self.repetition_penalty <= 100, "in [0.01, 100]")
         check('logprobs', self.logprobs, self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS,
               f"None or 0 to {MOST_LOGPROBS}")
         check('min_tokens', self.min_tokens, self.min_tokens >= 0, "at least 0")

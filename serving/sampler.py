@@ -50,7 +50,7 @@ class Drawing:
 
 
 class Sampler:
-    """Draws tokens from logits (W, vocab_size), float32."""
+    """Draws tokens from logits, float32 (W, vocab_size), each row contiguous."""
 
     def __init__(self, vocab_size):
         self.scratch = np.empty((N_SCRATCH, vocab_size))
@@ -62,8 +62,8 @@ class Sampler:
 
     def draw(self, logits, rows, drawings):
         """
-        The token that each `Drawing` draws from its row of the logits, a list. Their `n_generated` grows. A list of
-        drawings that is given again is the same as before: nothing else adds tokens to them meanwhile.
+        The token that each `Drawing` draws from its row of the logits, a list. Their `n_generated` grows. The same list
+        object may be given again if nothing else has added tokens to its drawings since.
         """
         if drawings is not self.drawings:
             if drawings != self.drawings:

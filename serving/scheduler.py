@@ -156,7 +156,10 @@ class Scheduler:
         return plan
 
     def count_repeats(self, free):
-        """`n_repeats` of a steady plan: until a sample has all of its tokens, or so many as free blocks suffice for."""
+        """
+        `n_repeats` of the steady plan: until a sample has all of its tokens, at most MOST_REPEATS, and fewer if there
+        are not enough free blocks. 0: not even one step.
+        """
         n = min(MOST_REPEATS, min([sample.n_end - len(sample.tokens) for sample, _ in self.steady]))
         if self.cache.window:
             n = min(n, self.cache.window + 1)  # for more, `PagedCache.n_missing` is an estimate

@@ -148,8 +148,10 @@ def copy_code(folder):
     not_code = shutil.ignore_patterns('.*', 'out*', 'tests', '*.bin', '*.json', '*.txt', '*.png', '*.md', '__pycache__')
     shutil.copytree(ROOT, folder, ignore=not_code, dirs_exist_ok=True)
     for package in ('decode', 'serving'):
-        os.makedirs(os.path.join(ROOT, package, '__pycache__'), exist_ok=True)
-        os.symlink(os.path.join(ROOT, package, '__pycache__'), os.path.join(folder, package, '__pycache__'))
+        compiled, link = (os.path.join(at, package, '__pycache__') for at in (ROOT, folder))
+        os.makedirs(compiled, exist_ok=True)
+        if not os.path.exists(link):
+            os.symlink(compiled, link)
     return folder
 
 

@@ -5,6 +5,7 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 
 ADDERS = '''
@@ -41,12 +42,26 @@ for name in sys.argv[1:]:
 '''
 
 
-def run_adders(folder, *names, **env):
-    """What a process prints that calls add_one and add_two: the name, name(10), found on disk?"""
+FAILING = ("import runpy, sys; from numba.core.caching import IndexDataCacheFile as Files\n"
+           "def full(*args): raise OSError('No space left on device')\n"
+           "Files._save_data = full; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n")
+FORKING = ("import os, runpy, sys; import decode.disk_cache\n"
+           "for name in sys.argv[2:]:\n"
+           "    if os.fork() == 0:\n"
+           "        sys.argv = [sys.argv[1], name]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
+           "        sys.stdout.flush(); os._exit(0)\n"
+           "    os.wait()\n")
+
+
+def run_adders(folder, *names, by=None, **env):
+    """
+    What a process prints that calls add_one and add_two: the name, name(10), found on disk? by: code that runs the
+    script.
+    """
     script = folder / 'adders.py'
     if not script.exists():
         script.write_text(ADDERS)
-    done = subprocess.run([sys.executable, script, *names], capture_output=True, text=True,
+    done = subprocess.run([sys.executable, *(['-c', by] if by else []), script, *names], capture_output=True, text=True,
                           env={**os.environ, 'PYTHONPATH': ROOT, 'NUMBA_CACHE_DIR': '', **env})
     assert done.returncode == 0, done.stderr
     return (done.stdout + done.stderr).splitlines()
@@ -57,6 +72,21 @@ def test_a_process_that_loads_the_code_of_two_others_runs_the_right_functions(tm
     assert run_adders(tmp_path, 'add_one') == ['add_one 89 0']
     assert run_adders(tmp_path, 'add_two') == ['add_two 178 0']
     assert run_adders(tmp_path, 'add_one', 'add_two') == ['add_one 89 1', 'add_two 178 1']
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason="this system does not fork")
+def test_the_same_for_the_code_of_two_forks(tmp_path):
+    assert run_adders(tmp_path, 'add_one', 'add_two', by=FORKING) == ['add_one 89 0', 'add_two 178 0']
+    assert run_adders(tmp_path, 'add_one', 'add_two') == ['add_one 89 1', 'add_two 178 1']
+
+
+def test_a_save_that_failed_leaves_no_old_code_under_a_new_name(tmp_path):
+    assert run_adders(tmp_path, 'add_one') == ['add_one 89 0']
+    (tmp_path / 'adders.py').write_text(ADDERS.replace('adder(1)', 'adder(3)'))
+    answer, said = run_adders(tmp_path, 'add_one', by=FAILING)
+    assert answer == 'add_one 267 0' and 'could not be kept on disk' in said and 'No space' in said
+    assert run_adders(tmp_path, 'add_one') == ['add_one 267 0']
+    assert run_adders(tmp_path, 'add_one') == ['add_one 267 1']
 
 
 def test_one_process_at_a_time_saves(tmp_path, monkeypatch, capsys):

@@ -7,7 +7,7 @@ import torch
 from conftest import sizes
 
 from model import sample_token
-from serving.draws import uniform
+from serving.draws import threshold, uniform
 from serving.request import Request, SamplingParams
 from serving.sampler import Drawing, Sampler
 
@@ -56,6 +56,18 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution(how, vocab_size):
         cumulative = np.cumsum(p)
         assert p[token] > 0
         assert cumulative[token] >= share - 1e-7 and cumulative[token] - p[token] <= share + 1e-7
+
+
+@pytest.mark.parametrize('order', ['rising', 'falling', 'rising and falling', 'equal', 'few'])
+def test_the_kth_largest_of_numbers_in_any_order(order):
+    """With partitions that leave almost all of the numbers this would go on for minutes."""
+    n = 300_000
+    row = {'rising': np.arange(n), 'falling': -np.arange(n), 'rising and falling': -abs(np.arange(n) - n // 2),
+           'equal': np.zeros(n), 'few': np.arange(n) % 7}[order].astype(np.float32) / n
+    masses = np.ones(n)
+    for k in (1, n // 3, n - 1):
+        value, above = threshold(row.copy(), masses.copy(), k)
+        assert value == np.sort(row)[-k] and above == (row > value).sum()
 
 
 @pytest.mark.parametrize('how', [dict(top_k=5), dict(top_p=0.8), dict(top_k=12, top_p=0.6, temperature=0.7),
