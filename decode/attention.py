@@ -40,6 +40,7 @@ from decode.vectors import (
     store,
     store_first,
     sum_lanes,
+    zero_below,
 )
 
 # the keys and values of a layer, and the float32 scales of both if they are int8; see metadata.py
@@ -225,7 +226,9 @@ def softmax(scores, at, n):
         peak = larger(load(scores, at + i), peak)
     top, sums = splat(max_lanes(peak)), constant(0)
     for i in range(0, n, LANES):
-        e = exp(load(scores, at + i) - top)
+        x = load(scores, at + i) - top
+        # no sum has room for smaller weights, and their products with values may be denormal, which are slow
+        e = zero_below(x, constant(-60.0), exp(x))
         store(scores, at + i, e)
         sums = sums + e
     return np.float32(1) / sum_lanes(sums)

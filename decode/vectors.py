@@ -221,10 +221,10 @@ def smaller(typing, a, b):
 
 
 @intrinsic
-def above(typing, a, b, v):
-    """v in the lanes where a > b, zero in the others and where a or b is NaN"""
+def zero_below(typing, a, b, v):
+    """v, with zero in the lanes where a < b"""
     def emit(context, builder, sig, args):
-        return builder.select(builder.fcmp_ordered('>', args[0], args[1]), args[2], same(0.0, FLOATS))
+        return builder.select(builder.fcmp_ordered('<', args[0], args[1]), same(0.0, FLOATS), args[2])
     return floats(floats, floats, floats), emit
 
 

@@ -15,7 +15,6 @@ from decode import vectors
 from decode.disk_cache import keep_on_disk
 from decode.vectors import (
     LANES,
-    above,
     constant,
     exp,
     floats_at,
@@ -26,6 +25,7 @@ from decode.vectors import (
     splat,
     store_first,
     sum_lanes,
+    zero_below,
 )
 
 CHUNK = 64  # tokens whose largest logit is known, and whose weights are added up together
@@ -58,7 +58,7 @@ def exponentials(values, largest, factor, weights):
     top, times = splat(largest), splat(factor)
     for i in range(0, n, LANES):
         v = (load_first(x, i, n - i) - top) * times
-        store_first(out, i, above(v, constant(-87.0), exp(v)), n - i)
+        store_first(out, i, zero_below(v, constant(-87.0), exp(v)), n - i)
 
 
 @njit
@@ -220,7 +220,7 @@ def drawn(row, settings, share, scratch):
         n = gather_top_k(row, peaks, top_k, tokens, values, masses)
         row = values[:n]
     weights = weights[:n]
-    exponentials(row, largest, np.float32(1.0 / temperature), weights)
+    exponentials(row, largest, np.float32(max(1.0 / temperature, 1e-30)), weights)  # times -inf it is -inf
     if min_p > 0.0:
         for i in range(n):
             if weights[i] < min_p:
