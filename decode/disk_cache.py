@@ -43,7 +43,7 @@ class SharedCache(FunctionCache):
         super().__init__(function)
         digest = hashlib.sha256(numba.__version__.encode() + b''.join(Path(path).read_bytes() for path in paths))
         name = f'{self._impl.filename_base}-{digest.hexdigest()[:16]}'
-        # the stamp is a constant: with another one numba would number the files from 1 again
+        # numba numbers the files from 1 again when the stamp changes, so the stamp is a constant
         self._cache_file = IndexDataCacheFile(self.cache_path, name, source_stamp=None)
 
     def save_overload(self, sig, data):
@@ -56,7 +56,7 @@ class SharedCache(FunctionCache):
 
 def keep_on_disk(function, *modules):
     """
-    Have a jitted function loaded from disk where it was compiled before, and saved where it was not.
+    Load a jitted function from disk at its first call. If it is not there, compile it and save it.
 
     modules: those with functions that it calls, besides its own.
     """

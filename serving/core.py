@@ -62,7 +62,8 @@ class EngineCore:
         self.sampler, self.stats = Sampler(self.vocab_size), Stats(self.scheduler)
         self.drawn_for = None  # the last plan, if the next step may have the same: its tokens are `sampler.tokens`
         self.drawing, self.of_rows, self.drawings = [], [], []  # samples that drew, their rows, their `Drawing`s
-        # stop_ids: the tokens that end each of these samples, or [] if none ends any. plain: is each `Progress.plain`?
+        # stop_ids: for each of these samples the tokens that end it, or [] if no sample has any.
+        # plain: do all of them have `Progress.plain`?
         self.stop_ids, self.plain = [], False
 
     def run_once(self):

@@ -32,7 +32,7 @@ CHUNK = 64  # tokens whose largest logit is known, and whose weights are added u
 N_BINS, BIN_BITS = 1017, 20  # of weights, float32 in [0, 1]: a bin has those that differ in the last 20 bits only
 # columns of a row's settings
 TEMPERATURE, TOP_K, TOP_P, MIN_P = range(4)
-# rows of the scratch, float64 (N_SCRATCH, vocab_size); the types of the numbers are in `drawn`
+# rows of the scratch, float64 (N_SCRATCH, vocab_size); `drawn` views some of them as float32 or int64
 WEIGHTS, TOKENS, VALUES, RANKED, MASSES, N_SCRATCH = range(6)
 
 
@@ -98,7 +98,7 @@ def threshold(values, masses, target):
     """
     low, high, before, x = 0, len(values), 0.0, uint64(0)
     while True:
-        # the median of three at places that no order of the values, such as rising and then falling, makes bad
+        # the median of three values at random places: fixed places would be slow where logits rise and then fall
         x, n = mixed(x + uint64(0x9E3779B97F4A7C15)), high - low
         i, j, k = np.int64(x >> uint64(1)) % n, np.int64(x >> uint64(21)) % n, np.int64(x >> uint64(41)) % n
         a, b, c = values[low + i], values[low + j], values[low + k]
