@@ -39,18 +39,23 @@ class ThreadChoice:
     def begin(self, n, window):
         self.n, self.window, self.steps, self.ns, self.least = n, window, 0, 0, math.inf
 
-    def record(self, ns, began=0):
+    @property
+    def is_trial(self):
+        """Is a number timed that is not known yet? Then steps are recorded one by one."""
+        return self.n not in self.trials and len(self.candidates) > 1
+
+    def record(self, ns, began=0, n_steps=1):
         """
-        ns: the nanoseconds that the step took; began: when it began, on any clock, or 0. The first step of all and the
-        first after a pause are not counted: they wait for memory, caches and sleeping threads.
+        ns: the nanoseconds that n_steps steps took; began: when they began, on any clock, or 0. The first step of all
+        and the first after a pause are not counted: they wait for memory, caches and sleeping threads.
         """
         paused, self.ended = began > self.ended + PAUSE, began + ns
         if self.cold or paused:
             self.cold = False
             return
-        self.steps += 1
+        self.steps += n_steps
         self.ns += ns
-        self.least = min(self.least, ns)
+        self.least = min(self.least, ns / n_steps)
         if self.ns >= self.window and (self.steps > 1 or self.trials and self.too_slow()):
             if self.n in self.trials or len(self.candidates) == 1:
                 self.end_window()

@@ -60,11 +60,12 @@ def keep_on_disk(function, *modules):
 
     modules: those with functions that it calls, besides its own.
     """
-    if not hasattr(function, 'py_func'):  # NUMBA_DISABLE_JIT
+    python = getattr(function, '__wrapped__', None)
+    if python is None:  # NUMBA_DISABLE_JIT
         return
-    paths = [function.py_func.__code__.co_filename, *(module.__file__ for module in modules)]
+    paths = [python.__code__.co_filename, *(module.__file__ for module in modules)]
     try:
-        function._cache = SharedCache(function.py_func, paths)
+        function._cache = SharedCache(python, paths)
     except (RuntimeError, OSError):  # numba found no folder that it may write to; the sources are not files
         complain("compiled code cannot be kept on disk, so each start compiles it again: NUMBA_CACHE_DIR can name a "
                  "folder for it")

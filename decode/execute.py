@@ -125,12 +125,14 @@ class Executor:
         One step of the model for the new tokens of any sequences; the call is vLLM's.
 
         input_ids: int64 (N,), contiguous, on the CPU. input_positions: int64 (N,). kv_caches: `KVArrays`, in which the
-        keys and values of the new tokens are written. input_metadata: see `metadata.InputMetadata`. n_threads: how many
-        compute, by default what `choice` has found.
+        keys and values of the new tokens are written. input_metadata: see `metadata.InputMetadata`. With next_tokens it
+        may be several steps, see `metadata.NextTokens`; input_ids is then its row n_drawn. n_threads: how many compute,
+        by default what `choice` has found.
 
-        Returns the logits of the wanted rows, float32 (W, vocab_size). Their bits do not depend on the other sequences,
-        on how a text is divided into steps, on the slots or on the number of threads. Raises ValueError, with nothing
-        written, on tokens, positions and runs that do not fit the model, the arrays or each other.
+        Returns the logits of the wanted rows, float32 (W, vocab_size), of the last step. Their bits do not depend on
+        the other sequences, on how a text is divided into steps, on the slots or on the number of threads. Raises
+        ValueError, with nothing written, on tokens, positions and runs that do not fit the model, the arrays or each
+        other.
         """
         m = input_metadata
         with step_lock.lock:
@@ -148,14 +150,14 @@ class Executor:
             inputs.positions[:N] = input_positions
             inputs.runs[:S], inputs.n_runs[:S] = [r.address for r in m.runs], [r.n for r in m.runs]
             if N == S <= self.chunk and m.wanted is None:  # one token each
-                self.run_rectangle(N, 1, before, input_ids, kv_caches, logits, n_threads)
+                self.run_rectangle(N, 1, before, input_ids, kv_caches, logits, n_threads, m.next_tokens)
             else:
                 starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, S + 1)
                 wanted = starts[1:] - 1 if m.wanted is None else m.wanted
                 self.run_rows(input_ids, starts, wanted, kv_caches, logits, n_threads)
         return logits
 
-    def run_rectangle(self, B, T, before, idx, kv, logits, n_threads=None):
+    def run_rectangle(self, B, T, before, idx, kv, logits, n_threads=None, next_tokens=None):
         """
         One step of B sequences with T tokens each. `inputs` has positions, runs and n_runs. before: the attribute
         `step` of the tables, after the last step.
@@ -166,7 +168,9 @@ class Executor:
             tables.inputs.wanted[:B] = np.arange(T - 1, N, T)
             self.set_sizes(N, B, B, kv)
         tables.step = B, T
-        self.run_step(N, B, B, idx.data_ptr(), logits.data_ptr(), kv, n_threads)
+        if next_tokens is not None and next_tokens.version != self.version:
+            next_tokens = None
+        self.run_step(N, B, B, idx.data_ptr(), logits.data_ptr(), kv, n_threads, next_tokens)
 
     def inputs_for(self, n_rows):
         """The `StepInputs` of the tables, with room for so many rows."""
@@ -218,15 +222,15 @@ class Executor:
         sizes = tables.sizes
         sizes[layout.N_ROWS], sizes[layout.N_SEQ], sizes[layout.N_WANTED] = n_rows, n_seq, n_wanted
 
-    def run_step(self, n_rows, n_seq, n_wanted, tokens, logits, kv, n_threads=None, retries=3):
-        """One step of the kernel on what `inputs` has. tokens, logits: addresses."""
+    def run_step(self, n_rows, n_seq, n_wanted, tokens, logits, kv, n_threads=None, next_tokens=None, retries=3):
+        """One step of the kernel on what `inputs` has, or several, see `NextTokens`. tokens, logits: addresses."""
         if n_rows > self.tables.activations.n_rows:
             activations = Activations(self.model.config, padded(n_rows, 8), self.n_threads)
             self.tables = StepTables(self.packed, self.tables.inputs, activations, self.arrays)
         tables = self.tables
         if tables.kv is not kv or tables.step is None:
             self.set_sizes(n_rows, n_seq, n_wanted, kv)
-        tables.memory[TOKENS], tables.memory[LOGITS] = tokens, logits
+        tables.memory[TOKENS], tables.memory[LOGITS], tables.sizes[layout.N_STEPS] = tokens, logits, 0
         team, choice = self.teams.get(kv.dtype) or self.team_for(kv.dtype), None
         if n_threads is None:
             n_threads = self.n_threads
@@ -236,18 +240,24 @@ class Executor:
         n_threads = min(n_threads, self.n_threads)
         if n_threads > team.n_ready:
             n_threads = team.ready(n_threads)
-        began = time.perf_counter_ns()
+        if next_tokens is not None:
+            tables.ask_for(next_tokens, 1 if choice is not None and choice.is_trial else next_tokens.n_steps)
+        began, n_steps = time.perf_counter_ns(), 1
         refused = step(*team.like, *tables.addresses, n_threads, team.address, 0, 0)
+        ns = time.perf_counter_ns() - began
+        if next_tokens is not None and (n_drawn := tables.note_drawn(next_tokens)):
+            # a step behind the first one that is refused is for the next call
+            refused, n_steps, ns = 0, n_drawn, ns - int(tables.sizes[layout.DRAW_NS])
         if choice is not None and not refused:
             # a prefill always follows a pause
-            choice.record(time.perf_counter_ns() - began, began if n_rows == n_seq else 0)
+            choice.record(ns, began if n_rows == n_seq else 0, n_steps)
         if refused == plan.STALE:
             if not retries:
                 raise ValueError("the model's weights changed again while they were packed: do not write them in "
                                  "another thread during a step")
             self.refresh()
             self.check_same(tables.inputs)
-            self.run_step(n_rows, n_seq, n_wanted, tokens, logits, kv, n_threads, retries - 1)
+            self.run_step(n_rows, n_seq, n_wanted, tokens, logits, kv, n_threads, retries=retries - 1)
         elif refused:
             self.refuse(refused)
 

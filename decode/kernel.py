@@ -21,6 +21,8 @@ from numba import njit
 
 from decode import layout
 from decode.attention import attention, layer_kv, rotate_queries, write_keys_values
+from decode.callback import call_back
+from decode.finite import all_finite
 from decode.layer_norm import Norms, layer_norm
 from decode.layout import GROUP, LINEARS_PER_LAYER, padded
 from decode.linears import (
@@ -36,7 +38,20 @@ from decode.linears import (
     shared_linear,
 )
 from decode.plan import plan
-from decode.threads import LINE, RUNNING, SPIN, SPIN_IDLE, STOP, barrier, claim, observe, publish, wait_until, wake
+from decode.threads import (
+    LINE,
+    RUNNING,
+    SPIN,
+    SPIN_IDLE,
+    STOP,
+    barrier,
+    claim,
+    clock,
+    observe,
+    publish,
+    wait_until,
+    wake,
+)
 from decode.vectors import (
     LANES,
     bytes_at,
@@ -210,12 +225,32 @@ def post_step(memory_at, sizes_at, n_threads, post_at):
         wake(mine)
 
 
+@njit
+def draw_next(memory, sizes):
+    """
+    After a step of a call of several: have the tokens of the next step drawn from its logits, if these are numbers.
+    Returns whether that step is to be computed; its tokens and positions are then in memory.
+    """
+    logits, n_rows = memory[layout.LOGITS], sizes[layout.N_ROWS]
+    if sizes[layout.N_STEPS] == 0 or not all_finite(logits, n_rows * sizes[layout.VOCAB_SIZE]):
+        return False
+    began, positions = clock(), longs_at(memory[layout.POSITIONS])
+    memory[layout.TOKENS] += 8 * n_rows
+    goes_on = call_back(memory[layout.DRAW], memory[layout.DRAW_DATA], logits, memory[layout.TOKENS])
+    for r in range(n_rows):
+        positions[r] += 1
+    sizes[layout.N_DRAWN] += 1
+    sizes[layout.ENDED] = 0 if goes_on else 1
+    sizes[layout.DRAW_NS] += clock() - began
+    return goes_on != 0 and sizes[layout.N_DRAWN] < sizes[layout.N_STEPS]
+
+
 @njit(nogil=True)
 def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
     """
-    With thread 0 one step, on the caller's thread and n_threads - 1 `Workers`. Returns 0, or why nothing was done, see
-    plan.py. A step writes the keys and values of its N rows, and the logits (W, vocab_size) of the rows that are
-    wanted.
+    With thread 0 one step, or several, see `draw_next`, on the caller's thread and n_threads - 1 `Workers`. Returns 0,
+    or why the next step was not done, see plan.py. A step writes the keys and values of its N rows, and the logits
+    (W, vocab_size) of the rows that are wanted.
 
     like, like_kv: arrays of the types of the weights and of the keys and values: float32, uint16 (bfloat16) or int8.
     memory_at, sizes_at: the addresses of the two tables of layout.py. post_at: the address of the workers' lines.
@@ -224,15 +259,15 @@ def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
     come with each step that is posted. (One function for both, so that the step is compiled once.)
     """
     post, mine = longs_at(post_at), longs_at(post_at + thread * LINE * 8)
-    if thread == 0:
-        refused = plan(longs_at(memory_at), longs_at(sizes_at))
-        if refused != 0:
-            return refused
-        post_step(memory_at, sizes_at, n_threads, post_at)
-    elif claim(mine, RUNNING) != 0:
+    if thread != 0 and claim(mine, RUNNING) != 0:
         return 0
     while True:
-        if thread != 0:
+        if thread == 0:
+            refused = plan(longs_at(memory_at), longs_at(sizes_at))
+            if refused != 0:
+                return refused
+            post_step(memory_at, sizes_at, n_threads, post_at)
+        else:
             seen += 1
             wait_until(mine, seen, SPIN_IDLE)
             if observe(mine, STOP):
@@ -242,9 +277,11 @@ def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
         if thread == 0:
             if n_threads > 1:
                 wait_until(post, n_threads - 1, SPIN)
-            return 0
-        claim(post, 0)
-        wake(post)
+            if not draw_next(longs_at(memory_at), longs_at(sizes_at)):
+                return 0
+        else:
+            claim(post, 0)
+            wake(post)
 
 
 @njit(nogil=True)

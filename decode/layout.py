@@ -23,19 +23,25 @@ KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
  N_ROWS,         # new tokens of all sequences, N
  N_SEQ,          # sequences, S
  N_WANTED,       # rows whose logits are wanted, W
+ # of a call of several steps, see kernel.draw_next
+ N_STEPS,        # at most so many; 0: one step, and nothing is drawn
+ N_DRAWN,        # written: behind so many steps tokens were drawn
+ ENDED,          # written: 1 if the function that draws said that no step follows
+ DRAW_NS,        # written: nanoseconds that it took
  # of the cache, see metadata.py
- N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(19)
+ N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(23)
 
 LEARNED, ROPE, ALIBI, NONE = range(4)
 
 # memory: the address of
-(TOKENS,        # int64 (N,)
+(TOKENS,        # int64 (N,), or (N_STEPS + 1, N): one row is written behind each step
  POSITIONS,     # int64 (N,)
  QUERY_STARTS,  # int64 (S + 1,): the first row of each sequence, and N
  RUNS,          # int64 (S,): the address of each sequence's table of runs, see metadata.py
  N_RUNS,        # int64 (S,)
  WANTED,        # int64 (W,): rows, ascending
  LOGITS,        # float32 (W, vocab_size)
+ DRAW, DRAW_DATA,  # the function that draws tokens, and its first argument, see metadata.NextTokens
  KV_ARRAYS,     # int64 (n_layer, 4): the addresses of each layer's keys, values and their scales
  WRITTEN,       # uint8 (n_slots,): zeros between two steps
  OFFSETS,       # int64: slot * slot_stride of all keys that each sequence sees, in the order of positions, see plan.py
@@ -62,7 +68,7 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  Y,             # float32 (rows, n_embd padded): what attention gives
  FF,            # float32 (rows, 4 * n_embd padded): the MLP's hidden layer
  ANGLES,        # float32 (rows, 4, head_dim / 2): cos and sin of each row's rotation, and of its rotation for sinks
- SCRATCH) = range(38)  # from here on N_SCRATCH addresses for each thread
+ SCRATCH) = range(40)  # from here on N_SCRATCH addresses for each thread
 
 # the columns of SEQUENCES: the first of a sequence's OFFSETS; how many of them are of sinks; the position of the next
 FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)

@@ -158,8 +158,40 @@ class InputMetadata:
 
     query_lens: how many new tokens each sequence brings, at least 1; they are at consecutive positions, and their sum
     is N. runs: the `Runs` of each sequence, with the new tokens' own positions and all that these see. wanted: the
-    rows, of N, whose logits are wanted, int64 (W,), ascending; None for the last row of each sequence.
+    rows, of N, whose logits are wanted, int64 (W,), ascending; None for the last row of each sequence. next_tokens: for
+    several steps of one token of each sequence in one call; the `Runs` have room for all of them.
     """
     query_lens: list
     runs: list
     wanted: np.ndarray | None = None
+    next_tokens: 'NextTokens | None' = None
+
+
+class NextTokens:
+    """
+    How steps follow each other in one call of the compiled step: behind each one a compiled function draws the tokens
+    of the next one from its logits (B, vocab_size). vLLM calls it multi-step scheduling.
+
+    draw: a `callback.Callback`. It is given the address `data`, the address of the logits, and the address of the row
+    of tokens that it writes, and returns 0 if no step follows.
+    tokens: int64 (n + 1, B), for n steps at most. Row 0 is given; row i + 1 is drawn behind step i.
+    n_drawn: how many rows were drawn so far. ended: did `draw` return 0 for the last one?
+    n_steps: the largest number of steps of the next call. version: of the weights for which tokens are drawn. A call
+    makes one step, and draws nothing, if the weights are others, or if it has more sequences than one pass takes.
+    """
+    __slots__ = 'draw', 'data', 'tokens', 'n_drawn', 'ended', 'n_steps', 'version'
+
+    def __init__(self, draw, data, tokens):
+        self.draw, self.data, self.tokens, self.n_drawn, self.ended = draw, data, tokens, 0, False
+        self.n_steps, self.version = 1, None
+
+    @property
+    def n_left(self):
+        """How many rows may still be drawn."""
+        return len(self.tokens) - 1 - self.n_drawn
+
+    def draw_from(self, logits):
+        """Draw the next row, from logits float32 (B, vocab_size), contiguous, on the CPU."""
+        row = self.tokens[self.n_drawn + 1]
+        self.ended = not self.draw.call(self.data, logits.data_ptr(), row.ctypes.data)
+        self.n_drawn += 1

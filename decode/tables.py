@@ -127,3 +127,17 @@ class StepTables:
         self.sizes[layout.N_SLOTS], self.sizes[layout.SLOT_STRIDE] = kv.n_slots, kv.slot_stride
         self.sizes[layout.HEAD_STRIDE] = kv.head_stride
         self.kv = kv
+
+    def ask_for(self, next_tokens, n_steps):
+        """Make the next call one of up to so many steps, see `metadata.NextTokens`."""
+        self.memory[layout.DRAW], self.memory[layout.DRAW_DATA] = next_tokens.draw.address, next_tokens.data
+        self.sizes[layout.N_DRAWN] = self.sizes[layout.DRAW_NS] = 0
+        self.sizes[layout.N_STEPS] = n_steps
+
+    def note_drawn(self, next_tokens):
+        """Note in the `NextTokens` what a call has drawn. Returns how many rows."""
+        n_drawn = int(self.sizes[layout.N_DRAWN])
+        if n_drawn:
+            next_tokens.n_drawn += n_drawn
+            next_tokens.ended = bool(self.sizes[layout.ENDED])
+        return n_drawn

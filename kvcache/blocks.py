@@ -181,7 +181,7 @@ class BlockManager:
         last = length // self.block_size  # the first block that will be written
         shared = last < len(table) and n > 0 and self.references[table[last]] > 1
         passed = self.passed(seq) if self.window else []
-        n_new = -(-(length + n) // self.block_size) - len(table)
+        n_new = max(0, -(-(length + n) // self.block_size) - len(table))  # there may be room that was not needed
         return n_new, shared, passed, sum(self.references[table[i]] == 1 for i in passed)
 
     def extend(self, seq, n=1, copy=None):

@@ -31,25 +31,59 @@ class Decoding:
         """Would a step of n_new tokens, for these sequences from the positions `starts` on, be the next one?"""
         return seqs == self.seqs and starts == self.ends and n_new == len(seqs) and self.n_left > 0
 
-    def advance(self):
-        """Count the next step."""
-        self.n_steps += 1
-        self.n_left -= 1
-        self.positions = self.positions + 1  # a new array: the one before may be kept by others
+    def advance(self, n=1):
+        """Count the next n steps."""
+        self.n_steps += n
+        self.n_left -= n
+        self.positions = self.positions + n  # a new array: the one before may be kept by others
 
 
 class BlockDecoding(Decoding):
     """
-    A `Decoding` in a pool of blocks. A step looks only at the sequences that need another block.
+    A `Decoding` in the blocks of a `PagedCache`. A step looks only at the sequences that need another block.
 
     texts: the list of tokens of each sequence. due[k]: the numbers, in seqs, of the sequences that need another block,
     or a copy of a shared one, in step k.
     """
 
-    def __init__(self, seqs, ends, n_positions, kernel, operation, blocks, texts):
-        super().__init__(seqs, ends, n_positions, kernel, operation)
-        self.texts, self.due = [texts[seq] for seq in seqs], {}
-        of_all = [blocks.runs.get(seq, (None, end)) for seq, end in zip(seqs, ends)]
+    def __init__(self, seqs, ends, cache):
+        super().__init__(seqs, ends, cache.model.config.max_positions, cache.kernel, cache.n_operations)
+        self.cache, self.texts, self.due = cache, [cache.tokens[seq] for seq in seqs], {}
+        of_all = [cache.blocks.runs.get(seq, (None, end)) for seq, end in zip(seqs, ends)]
         self.metadata.runs[:] = [runs for runs, _ in of_all]
         for number, n in enumerate(map(sub, [limit for _, limit in of_all], ends)):
             self.due.setdefault(max(n, 0) + 1, []).append(number)
+
+    def make_room(self, n=1):
+        """
+        Make room for the next step and for those behind it, n together, as far as there are blocks. Returns for how
+        many. Not for more than block_size: then no sequence gets more than one block that it may not need after all,
+        which the scheduler counts for it in any case. `OutOfBlocks` if there is no room for the next step.
+        """
+        blocks, n = self.cache.blocks, max(1, min(n, self.cache.blocks.block_size, self.n_left + 1))
+        for ahead in range(n):
+            due = self.due.get(self.n_steps + ahead)
+            if due:
+                if ahead and (blocks.window or len(blocks.free) < len(due)):
+                    return ahead
+                del self.due[self.n_steps + ahead]
+                self.give_blocks(due)
+        return n
+
+    def give_blocks(self, due):
+        """Another block, or a copy of a shared one, for the sequences with these numbers."""
+        blocks = self.cache.blocks
+        for number in due:
+            blocks.length[self.seqs[number]] = int(self.positions[number])  # `add_decoded` sets those of the others
+            if blocks.window:
+                blocks.free_passed(self.seqs[number])
+        for number in due:
+            seq = self.seqs[number]
+            if blocks.window or seq not in blocks.runs:
+                self.metadata.runs[number] = self.cache.extended(seq, 1)
+            else:  # the same, sooner
+                runs, limit = blocks.runs[seq]
+                runs.append(limit, blocks.append_block(seq) * blocks.block_size, blocks.block_size)
+                blocks.runs[seq] = runs, limit + blocks.block_size
+            n_left = blocks.runs[seq][1] - int(self.positions[number])
+            self.due.setdefault(self.n_steps + n_left, []).append(number)

@@ -57,12 +57,17 @@ class KernelPass:
         (W, vocab_size).
 
         ids: all new tokens, int64 (N,), contiguous, on the CPU. positions, metadata: what the functions `positions` and
-        `metadata` of this class return. ValueError, with nothing written, if they do not fit the model or each other.
+        `metadata` of this class return; with `NextTokens` it may be several steps, and the logits are of the last one.
+        ValueError, with nothing written, if they do not fit the model or each other.
         `NotNumbers` if the logits are not numbers: the slots that were written are then zeros, and so is every NaN and
         infinity in the cache, because a mask of the model in PyTorch would not hide it.
         """
+        next_tokens = metadata.next_tokens
+        n_before = next_tokens.n_drawn if next_tokens else 0
         logits = self.decoder.execute_model(ids, positions, self.arrays, metadata)
         if not all_finite(logits.data_ptr(), logits.numel()):
+            if next_tokens:
+                positions = positions + next_tokens.n_drawn - n_before  # of the step that failed
             parts = np.split(positions, np.cumsum(metadata.query_lens)[:-1])
             written = [slots_of(runs, part) for runs, part in zip(metadata.runs, parts)]
             for layer in self.layers:

@@ -5,6 +5,7 @@ tokens.
 `PagedCache` keeps sequences in a pool of blocks, see `base.BaseCache`. `execute_model` is the same pass as one call,
 with block tables as arguments, see block_tables.py.
 """
+from dataclasses import replace
 from itertools import accumulate
 from operator import add
 
@@ -86,15 +87,17 @@ class PagedCache(BaseCache):
         return self.lengths[seq]
 
     @exclusive
-    def decode_steps(self, seqs, ids, next_ids=lambda logits: None):
+    def decode_steps(self, seqs, ids, next_tokens=None):
         """
-        Steps with a decoder of one more token of each of these sequences, which have some. Returns the logits
-        (B, vocab_size) of the last one. What takes a fifth of the time of a small `step` is done once for all of them.
+        A step with a decoder of one more token of each of these sequences, which have some; ids: int64 (B,), a NumPy
+        array. Returns its logits (B, vocab_size).
 
-        ids: int64 (B,), a NumPy array. next_ids: called with the logits of each step; it returns the ids of the next
-        one, or None if there is none. It must not call other operations of the cache. If a step or next_ids fails, the
-        sequences have the tokens of all steps before; after an interrupt perhaps none of these. With a window, a block
-        that is filled and passed within one call is not remembered.
+        next_tokens: for several steps in compiled code, a `NextTokens` whose first row is ids. Steps follow until its
+        function or its last row ends them, and the logits are those of the last one. It notes how many steps there
+        were, also if one of them fails; the sequences then have the tokens of all steps before, or after an interrupt
+        perhaps of fewer. Behind a step for which the weights were found to have changed nothing is drawn, and the
+        sequences do not have its tokens. With a window, a block that is filled and passed within one call is not
+        remembered.
         """
         self.remove_freed()
         decoding, starts, done = self.last_decoding(), list(map(self.lengths.get, seqs)), []
@@ -105,13 +108,34 @@ class PagedCache(BaseCache):
         if not decoding or not decoding.goes_on(seqs, starts, len(ids)):
             decoding = self.begin_decoding(seqs, starts)
         try:
-            while ids is not None:
+            if next_tokens is None:
                 logits = self.decode_next(decoding, torch.from_numpy(ids))
                 done.append(ids.tolist())
-                ids = next_ids(logits)
+            else:
+                logits = self.decode_several(decoding, next_tokens)
         finally:
+            if next_tokens is not None:
+                done = next_tokens.tokens[:next_tokens.n_drawn].tolist()
             self.add_decoded(decoding, done)
         return logits
+
+    def decode_several(self, decoding, next_tokens):
+        """The steps of `decode_steps` with `NextTokens`, as many at a time as there is room for."""
+        next_tokens.version = self.version
+        metadata = replace(decoding.metadata, next_tokens=next_tokens)
+        while True:
+            n, ids = next_tokens.n_drawn, torch.from_numpy(next_tokens.tokens[next_tokens.n_drawn])
+            decoding.advance()
+            next_tokens.n_steps = decoding.make_room(next_tokens.n_left)
+            logits = self.compiled(ids, decoding.positions, metadata)
+            self.forget_blocks_if_changed()
+            if self.version != next_tokens.version:
+                return logits
+            if next_tokens.n_drawn == n:
+                next_tokens.draw_from(logits)
+            decoding.advance(next_tokens.n_drawn - n - 1)
+            if next_tokens.ended or not next_tokens.n_left:
+                return logits
 
     @property
     def n_free(self):
@@ -193,25 +217,10 @@ class PagedCache(BaseCache):
         return n
 
     def begin_decoding(self, seqs, ends):
-        return BlockDecoding(seqs, ends, self.model.config.max_positions, self.kernel, self.n_operations, self.blocks,
-                             self.tokens)
+        return BlockDecoding(seqs, ends, self)
 
     def make_room_again(self, decoding):
-        d, blocks = decoding, self.blocks
-        due = d.due.pop(d.n_steps, ())
-        for number in due:
-            blocks.length[d.seqs[number]] = int(d.positions[number])  # `add_decoded` sets those of the others
-            if self.window:
-                blocks.free_passed(d.seqs[number])
-        for number in due:
-            seq = d.seqs[number]
-            if self.window or seq not in blocks.runs:
-                d.metadata.runs[number] = self.extended(seq, 1)
-            else:  # the same, sooner
-                runs, limit = blocks.runs[seq]
-                runs.append(limit, blocks.append_block(seq) * blocks.block_size, blocks.block_size)
-                blocks.runs[seq] = runs, limit + blocks.block_size
-            d.due.setdefault(d.n_steps + blocks.runs[seq][1] - int(d.positions[number]), []).append(number)
+        decoding.make_room()
 
     def make_room(self, seqs, starts, counts):
         blocks, found, ends = self.blocks, [], list(map(add, starts, counts))

@@ -33,7 +33,7 @@ class Steps(Exclusive):
         raise NotImplementedError
 
     def make_room_again(self, decoding):
-        """Write the `Runs` of all sequences of a `Decoding` to its metadata, for a step of one token of each."""
+        """Write the `Runs` of all sequences of a `Decoding` to its metadata, for its next step."""
         d = decoding
         d.metadata.runs[:] = self.make_room(d.seqs, d.positions.tolist(), d.counts)
 

@@ -1,7 +1,6 @@
 """
 One step after the other, in one thread: plan, run, draw, deliver. `engine.Engine` puts a thread and an inbox around it.
 """
-import operator
 import sys
 import time
 from contextlib import suppress
@@ -9,6 +8,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from decode.threads import nanoseconds
 from kvcache.blocks import OutOfBlocks
 from kvcache.protocol import Work
 from serving.request import Output
@@ -17,7 +17,7 @@ from serving.scheduler import Scheduler
 from serving.snapshot import Stats
 from serving.text import TextStream, WholeTexts
 
-REPEATING = 0.02  # seconds that steps of one plan may go on until their tokens are delivered
+REPEATING = 20_000_000  # nanoseconds in which steps of one plan may begin before their tokens are delivered
 
 new_output = tuple.__new__  # a third of the time of Output(...), for each token
 
@@ -49,22 +49,18 @@ class Live:
 class EngineCore:
     """
     cache: a `PagedCache`. bytes_of: the bytes of a token id. eos_token: the token that ends a text, or None. budget:
-    the most tokens of a step. ended: called with a `Live` when all of its samples have ended. interrupted: called
-    between two steps of one plan; has anything come that must be looked at before the next step?
+    the most tokens of a step. ended: called with a `Live` when all of its samples have ended.
     """
 
-    def __init__(self, cache, bytes_of, eos_token, budget, ended, interrupted):
-        self.cache, self.text_of_token, self.eos_token = cache, WholeTexts(bytes_of), eos_token
-        self.ended, self.interrupted = ended, interrupted
+    def __init__(self, cache, bytes_of, eos_token, budget, ended):
+        self.cache, self.text_of_token, self.eos_token, self.ended = cache, WholeTexts(bytes_of), eos_token, ended
         self.version = None  # of the cache's weights when the samples that run were computed
         self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
         self.scheduler = Scheduler(cache, budget, None if cache.decoder else 1)
         self.sampler, self.stats = Sampler(self.vocab_size), Stats(self.scheduler)
         self.drawn_for = None  # the last plan, if the next step may have the same: its tokens are `sampler.tokens`
         self.drawing, self.of_rows, self.drawings = [], [], []  # samples that drew, their rows, their `Drawing`s
-        # stop_ids: for each of these samples the tokens that end it, or [] if no sample has any.
-        # plain: do all of them have `Progress.plain`?
-        self.stop_ids, self.plain = [], False
+        self.plain = False  # do all of these samples have `Progress.plain`?
 
     def run_once(self):
         """Plan and run a step, or some steps of one plan. Returns whether there was anything to run."""
@@ -78,6 +74,7 @@ class EngineCore:
                 self.step(plan)
         except BaseException:  # an interrupt, or an error outside of the model's step: `computed` may be wrong
             with suppress(Exception):
+                self.forget_drawn()
                 self.preempt_all()
             raise
         return bool(plan)
@@ -119,44 +116,41 @@ class EngineCore:
         if not self.weights_changed():
             self.advance(plan, logits, rows)
 
+    def interrupt(self):
+        """Have something looked at before the next step, also if it has the same plan. Called by any thread."""
+        self.sampler.interrupt[0] = 1
+
     def repeat(self, plan):
         """
-        Run more steps of the last step's plan, until a sample ends, something comes, REPEATING is over, or the plan may
-        need other blocks. Their tokens are added to their samples and delivered once, which takes much less time than
-        to do it after each step.
+        Run more steps of the last step's plan in compiled code, until a sample ends, `interrupt` is called, REPEATING
+        is over, or the plan may need other blocks. Their tokens are added to their samples and delivered once.
         """
         self.drawn_for = None
-        handles, until = [sample.handle for sample, _ in plan], time.monotonic() + REPEATING
-        n_most = self.scheduler.n_repeats if self.plain else 1
-        drawn, in_draw, last, error = [], False, None, None
-
-        def next_ids(logits):
-            nonlocal in_draw, last
-            self.stats.steps += 1
-            if self.cache.version != self.version:
-                return None
-            in_draw, last = True, logits.numpy()
-            tokens = self.sampler.draw(last, self.of_rows, self.drawings)
-            drawn.append(tokens)
-            in_draw = False
-            stopped = any(map(operator.contains, self.stop_ids, tokens))
-            if stopped or len(drawn) == n_most or self.interrupted() or time.monotonic() > until:
-                return None
-            return self.sampler.tokens
+        steps = self.sampler.several(self.scheduler.n_repeats if self.plain else 1, nanoseconds() + REPEATING)
+        logits, error = None, None
         try:
-            self.cache.decode_steps(handles, self.sampler.tokens, next_ids)
+            logits = self.cache.decode_steps([sample.handle for sample, _ in plan], steps.tokens[0], steps).numpy()
         except BaseException as e:
             error = e
-        if drawn:
+        self.stats.steps += max(steps.n_drawn, error is None)
+        if error and not self.plain:
+            self.forget_drawn()  # there are no logits
+        elif steps.n_drawn:
+            drawn = self.sampler.drawn_by(steps)
             self.scheduler.commit_repeats(plan, len(drawn))
             self.stats.computed_tokens += len(plan) * len(drawn)
-            self.add_drawn(plan, drawn, last, {})
-        if error is not None:
-            if in_draw or not isinstance(error, Exception):  # not of a step
-                raise error
+            self.add_drawn(plan, drawn, logits, {})
+        if error is None:
+            self.weights_changed()
+        elif isinstance(error, Exception):
             self.step_each(plan, error)
         else:
-            self.weights_changed()
+            raise error
+
+    def forget_drawn(self):
+        """Have tokens drawn again that were not added to their samples."""
+        for sample in self.scheduler.running:
+            sample.progress.drawing.restore(sample.tokens[sample.n_prompt:])
 
     def step_each(self, plan, error):
         """A step has failed, and the cache is as before it. The same, one by one; requests that fail again end."""
@@ -245,9 +239,7 @@ class EngineCore:
                 self.finish(sample, 'length')
                 given.setdefault(sample.progress.live, []).append(Output(sample.index, [], finish_reason='length'))
         progress = [sample.progress for sample in self.drawing]
-        self.drawings, self.stop_ids = [p.drawing for p in progress], [p.stop_ids for p in progress]
-        if not any(self.stop_ids):
-            self.stop_ids = []
+        self.drawings = [p.drawing for p in progress]
         self.plain = all([p.plain for p in progress])
 
     def score(self, sample, n, logits):

@@ -31,9 +31,9 @@ from decode.vectors import (
 CHUNK = 64  # tokens whose largest logit is known, and whose weights are added up together
 N_BINS, BIN_BITS = 1017, 20  # of weights, float32 in [0, 1]: a bin has those that differ in the last 20 bits only
 # columns of a row's settings
-TEMPERATURE, TOP_K, TOP_P, MIN_P = range(4)
-# rows of the scratch, float64 (N_SCRATCH, vocab_size); `drawn` views some of them as float32 or int64
-WEIGHTS, TOKENS, VALUES, RANKED, MASSES, N_SCRATCH = range(6)
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = range(8)
+# rows of the scratch, float64 (N_SCRATCH, vocab_size); some of them are viewed as float32 or int64
+WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
 
 
 @njit
@@ -232,17 +232,6 @@ def drawn(row, settings, share, scratch):
 
 
 @njit(nogil=True)
-def draw_rows(logits, rows, settings, seeds, numbers, scratch, tokens):
-    """
-    tokens[i]: the token drawn from row rows[i] of the logits with settings[i], for number numbers[i] of the sample with
-    seeds[i]. scratch: float64 (N_SCRATCH, vocab_size).
-    """
-    for i in range(len(rows)):
-        share = uniform(seeds[i], numbers[i]) if settings[i, TEMPERATURE] > 0.0 else 0.0
-        tokens[i] = drawn(logits[rows[i]], settings[i], share, scratch)
-
-
-@njit(nogil=True)
 def log_probabilities(logits, tokens, scratch, logprobs, ranks, top, top_logprobs):
     """
     Of each row of logits: the log probability of its token, the token's rank (1 for the likeliest), and as many of the
@@ -273,15 +262,4 @@ def log_probabilities(logits, tokens, scratch, logprobs, ranks, top, top_logprob
         logprobs[i], ranks[i] = own - log_total, rank
 
 
-@njit
-def penalise(row, counts, in_prompt, presence, frequency, repetition):
-    """Lower the logits of tokens that a sample has generated (counts), and of those in its prompt. In place."""
-    for t in range(len(row)):
-        if counts[t] or in_prompt[t]:
-            row[t] = row[t] / repetition if row[t] > 0 else row[t] * repetition
-        if counts[t]:
-            row[t] -= frequency * counts[t] + presence
-
-
-for compiled in (draw_rows, log_probabilities, penalise):
-    keep_on_disk(compiled, vectors)
+keep_on_disk(log_probabilities, vectors)

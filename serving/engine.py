@@ -53,8 +53,7 @@ class Engine:
         self.cache = PagedCache(model, n_blocks, block_size, type_kv, decoder)
         bytes_of = token_bytes if callable(token_bytes) else token_bytes.__getitem__
         budget = max_num_batched_tokens or max(64, min(512, WORK // sum(p.numel() for p in model.parameters())))
-        self.core = EngineCore(self.cache, bytes_of, eos_token, budget, self.ended,
-                               interrupted=lambda: self.inbox or self.stopping)
+        self.core = EngineCore(self.cache, bytes_of, eos_token, budget, self.ended)
         self.scheduler, self.stats = self.core.scheduler, self.core.stats
         self.snapshots = Snapshots(self.scheduler, self.stats, bytes_of)
         self.vocab_size, self.max_queue = model.config.vocab_size, max_queue
@@ -83,15 +82,13 @@ class Engine:
             if n_queued >= self.max_queue:
                 raise QueueFull(f"{n_queued} requests are waiting, and at most {self.max_queue} may: try again later")
             live = self.live[request.id] = Live(request)
-            self.inbox.append((self.core.begin, live))
-            self.condition.notify_all()
+            self.ask_for([(self.core.begin, live)])
 
     def abort(self, request_id):
         """End a request, if it has not ended: its blocks are free by the next step."""
         with self.condition:
             if request_id in self.live:  # a later request may have this id again
-                self.inbox.append((self.abort_now, self.live[request_id]))
-                self.condition.notify_all()
+                self.ask_for([(self.abort_now, self.live[request_id])])
 
     def drain(self, seconds):
         """
@@ -101,8 +98,7 @@ class Engine:
         with self.condition:
             self.draining = True
             finished = self.condition.wait_for(lambda: not self.live or self.stopping, seconds)
-            self.inbox.extend((self.abort_now, live) for live in self.live.values())
-            self.condition.notify_all()
+            self.ask_for([(self.abort_now, live) for live in self.live.values()])
             self.condition.wait_for(lambda: not self.live or self.stopping, seconds + IDLE)
         return finished
 
@@ -110,9 +106,15 @@ class Engine:
         """End the thread after the present step, and abort what has not ended."""
         with self.condition:
             self.draining = self.stopping = True
-            self.condition.notify_all()
+            self.ask_for([])
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join()
+
+    def ask_for(self, operations):
+        """Have the engine's thread call functions before its next step: pairs (function, `Live`). The lock is held."""
+        self.inbox.extend(operations)
+        self.core.interrupt()
+        self.condition.notify_all()
 
     def state(self):
         """
@@ -162,6 +164,7 @@ class Engine:
 
     def receive(self):
         """Do what other threads have asked for since the last step, in that order."""
+        self.core.sampler.interrupt[0] = 0  # before the inbox is read: what comes later interrupts again
         while self.inbox:
             operation, live = self.inbox.popleft()
             if self.live.get(live.request.id) is live:  # it has not ended

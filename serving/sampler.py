@@ -1,93 +1,113 @@
 """The next token of each sample of a step, by one compiled call for all rows."""
-import math
-
 import numpy as np
 
-from serving.draws import N_SCRATCH, draw_rows, log_probabilities, penalise
+from decode.metadata import NextTokens
+from decode.threads import LINE, aligned
+from serving import next_tokens as table
+from serving.draws import N_SCRATCH, log_probabilities
+from serving.next_tokens import DRAW
 from serving.request import Logprobs
 
 
 class Drawing:
     """
-    How one sample draws: its settings, its seed, and what changes its logits before. `add` is called with each token
-    that it has generated.
+    How one sample draws: its settings, its seed, and what changes its logits before.
 
-    stop_ids: the tokens that end it, which are not drawn before min_tokens.
+    n_generated: how many tokens it has drawn. stops: the tokens that end it, ascending, which are not drawn before
+    min_tokens. counts: how often each token was drawn, int64 (vocab_size,), or None without penalties.
     """
-    __slots__ = ('params', 'settings', 'seed', 'n_generated', 'stop_ids', 'min_tokens', 'penalises', 'counts',
-                 'in_prompt')
+    __slots__ = 'settings', 'seed', 'n_generated', 'stops', 'min_tokens', 'biased', 'biases', 'counts', 'in_prompt'
 
     def __init__(self, request, index, stop_ids, vocab_size):
-        p = self.params = request.params
-        self.settings = p.temperature, min(p.top_k, vocab_size), p.top_p, p.min_p
+        p = request.params
+        self.settings = (p.temperature, min(p.top_k, vocab_size), p.top_p, p.min_p, p.presence_penalty,
+                         p.frequency_penalty, p.repetition_penalty)
         self.seed, self.n_generated = (request.seed + index) % 2**64, 0
-        self.stop_ids, self.min_tokens = sorted(stop_ids), p.min_tokens
-        self.penalises = bool(p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1)
-        if self.penalises:
-            self.counts, self.in_prompt = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.bool_)
-            self.in_prompt[request.prompt] = True
+        self.stops, self.min_tokens, self.counts, self.in_prompt = sorted(stop_ids), p.min_tokens, None, None
+        self.biased = np.array([token for token, _ in p.logit_bias], np.int64)
+        self.biases = np.array([bias for _, bias in p.logit_bias], np.float64)
+        if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1:
+            self.counts, self.in_prompt = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.uint8)
+            self.in_prompt[request.prompt] = 1
 
-    def changes_logits(self):
-        return self.penalises or bool(self.params.logit_bias) or self.holds_back()
+    def changes(self):
+        """What is done to its logits, int64 (N_CHANGES,) as a list, see next_tokens.py."""
+        penalties, biases = (0, 0), (0, 0, 0)
+        if self.counts is not None:
+            penalties = self.counts.ctypes.data, self.in_prompt.ctypes.data
+        if len(self.biased):
+            biases = len(self.biased), self.biased.ctypes.data, self.biases.ctypes.data
+        return [*penalties, *biases, self.min_tokens if self.stops else 0]
 
-    def holds_back(self):
-        return self.n_generated < self.min_tokens and bool(self.stop_ids)
-
-    def change(self, row):
-        """Apply biases, min_tokens and penalties to a row of logits, in place, in the order of vLLM."""
-        p = self.params
-        for token, bias in p.logit_bias:
-            row[token] += bias
-        if self.holds_back():
-            row[self.stop_ids] = -math.inf
-        if self.penalises:
-            penalise(row, self.counts, self.in_prompt, p.presence_penalty, p.frequency_penalty, p.repetition_penalty)
-
-    def add(self, token):
-        self.n_generated += 1
-        if self.penalises:
-            self.counts[token] += 1
+    def restore(self, tokens):
+        """Go back, or forward, to where it has drawn these tokens."""
+        self.n_generated = len(tokens)
+        if self.counts is not None:
+            self.counts[:] = np.bincount(np.array(tokens, np.int64), minlength=len(self.counts))
 
 
 class Sampler:
-    """Draws tokens from logits, float32 (W, vocab_size), each row contiguous."""
+    """
+    Draws tokens from logits, float32 (W, vocab_size).
+
+    interrupt: int64 (1,), set to 1 by any thread so that no step follows the present one of `several`.
+    """
 
     def __init__(self, vocab_size):
-        self.scratch = np.empty((N_SCRATCH, vocab_size))
-        self.drawings = []
-        self.logprobs(np.zeros((1, vocab_size), np.float32), [0], 1)  # compiles, or loads what is compiled
-        self.settings, self.seeds, self.tokens = np.zeros((1, 4)), np.zeros(1, np.uint64), np.zeros(1, np.int64)
-        draw_rows(np.zeros((1, vocab_size), np.float32), np.zeros(1, np.int64), self.settings, self.seeds,
-                  np.zeros(1, np.int64), self.scratch, self.tokens)
+        self.vocab_size, self.scratch = vocab_size, np.empty((N_SCRATCH, vocab_size))
+        self.interrupt, self.drawings, self.rows = aligned(LINE, np.int64), None, None
+        self.draw(np.zeros((1, vocab_size), np.float32), [], [])  # compiles, or loads what is compiled
+        self.logprobs(np.zeros((1, vocab_size), np.float32), [0], 1)
 
     def draw(self, logits, rows, drawings):
         """
         The token that each `Drawing` draws from its row of the logits, a list. Their `n_generated` grows. The same list
-        object may be given again if nothing else has added tokens to its drawings since.
+        objects may be given again if nothing else has added tokens to the drawings since.
         """
-        if drawings is not self.drawings:
-            if drawings != self.drawings:
-                self.settings = np.array([d.settings for d in drawings], np.float64)
-                self.seeds = np.array([d.seed for d in drawings], np.uint64)
-                self.tokens = np.empty(len(drawings), np.int64)
-                self.changing = any(d.changes_logits() for d in drawings)
-            self.numbers = np.array([d.n_generated for d in drawings], np.int64)
-            self.drawings = drawings
-        if self.changing:
-            logits, rows = logits[rows], range(len(rows))  # a copy; samples of one prompt may share a row
-            for d, row in zip(drawings, logits):
-                d.change(row)
-        draw_rows(logits, np.asarray(rows, np.int64), self.settings, self.seeds, self.numbers, self.scratch,
-                  self.tokens)
-        self.numbers += 1
-        tokens = self.tokens.tolist()
-        if self.changing:
-            for d, token in zip(drawings, tokens):
-                d.add(token)
-        else:  # the same, sooner
-            for d in drawings:
-                d.n_generated += 1
-        return tokens
+        if drawings is not self.drawings or rows is not self.rows:
+            self.describe(rows, drawings)
+        logits, self.tokens = np.ascontiguousarray(logits), np.empty(len(drawings), np.int64)
+        self.table[table.UNTIL] = 0
+        DRAW.call(self.table.ctypes.data, logits.ctypes.data, self.tokens.ctypes.data)
+        for d in drawings:
+            d.n_generated += 1
+        return self.tokens.tolist()
+
+    def several(self, n_steps, until):
+        """
+        The `NextTokens` of up to n_steps steps, for all that have drawn last, each from the row of its own number.
+        until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. To be given to `drawn_by` when the
+        steps are done.
+        """
+        tokens = np.empty((n_steps + 1, len(self.tokens)), np.int64)
+        tokens[0], self.table[table.UNTIL] = self.tokens, until
+        return NextTokens(DRAW, self.table.ctypes.data, tokens)
+
+    def drawn_by(self, next_tokens):
+        """Note the tokens that were drawn by `several` steps. Returns those of each step, lists."""
+        n = next_tokens.n_drawn
+        self.tokens = next_tokens.tokens[n]
+        for d in self.drawings:
+            d.n_generated += n
+        return next_tokens.tokens[1:n + 1].tolist()
+
+    def describe(self, rows, drawings):
+        """Write the table of these drawings; it has the addresses of arrays that are attributes here."""
+        if drawings != self.drawings:
+            starts = np.cumsum([0] + [len(d.stops) for d in drawings])
+            self.arrays = {
+                table.SETTINGS: np.array([d.settings for d in drawings], np.float64),
+                table.SEEDS: np.array([d.seed for d in drawings], np.uint64),
+                table.CHANGES: np.array([d.changes() for d in drawings], np.int64),
+                table.STOP_STARTS: starts, table.STOPS: np.array(sum([d.stops for d in drawings], []), np.int64),
+                table.SCRATCH: self.scratch, table.INTERRUPT: self.interrupt}
+        self.arrays[table.NUMBERS] = np.array([d.n_generated for d in drawings], np.int64)
+        self.arrays[table.ROWS] = np.array(rows, np.int64)
+        self.table = np.zeros(table.N_TABLE, np.int64)
+        self.table[table.N_SAMPLES], self.table[table.VOCAB_SIZE] = len(drawings), self.vocab_size
+        for index, array in self.arrays.items():
+            self.table[index] = array.ctypes.data
+        self.drawings, self.rows = drawings, rows
 
     def logprobs(self, logits, tokens, k):
         """A `Logprobs` with the k likeliest tokens for each row of logits (W, vocab_size) and its token."""

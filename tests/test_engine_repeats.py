@@ -1,6 +1,5 @@
 """Steps of one plan that follow each other: their tokens are delivered together, and are those of single steps."""
 import itertools
-import math
 
 import pytest
 from small_engine import BYTES, alone, finished, run, submit, tiny
@@ -13,12 +12,10 @@ from serving.request import Request
 
 def test_steps_of_one_plan_are_delivered_together(monkeypatch):
     """The steps, and the tokens, are those of a step at a time."""
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
     seen = []
     for together in (True, False):
+        monkeypatch.setattr('serving.core.REPEATING', 10**18 if together else 0)
         engine, decoder = tiny(n_blocks=40, block_size=16)
-        if not together:
-            engine.core.interrupted = lambda: True
         token = alone(decoder, Request('x', [6, 2], 9, seed=4))[0][0][5]
         all_got = [submit(engine, 'a', [3, 1], 30, seed=2), submit(engine, 'b', [5], 12, seed=3, n=2),
                    submit(engine, 'c', [6, 2], 9, seed=4, stop_token_ids=(token,))]
@@ -33,7 +30,7 @@ def test_steps_of_one_plan_are_delivered_together(monkeypatch):
 
 @pytest.mark.parametrize('how', [dict(logprobs=1), dict(stop=('xyz',))], ids=str)
 def test_a_sample_that_needs_each_token_gets_one_at_a_time(monkeypatch, how):
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    monkeypatch.setattr('serving.core.REPEATING', 10**18)
     engine, _ = tiny(n_blocks=40)
     all_got = [submit(engine, 'a', [3, 1], 20), submit(engine, 'b', [3, 1], 20, **how)]
     run(engine)
@@ -43,11 +40,10 @@ def test_a_sample_that_needs_each_token_gets_one_at_a_time(monkeypatch, how):
 @pytest.mark.parametrize('how', [dict(frequency_penalty=1.5), dict(logit_bias=((3, 2.0),)),
                                  dict(min_tokens=9, stop_token_ids=(1, 2, 3))], ids=str)
 def test_changed_logits_are_drawn_from_as_in_single_steps(monkeypatch, how):
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
     seen = []
     for together in (True, False):
+        monkeypatch.setattr('serving.core.REPEATING', 10**18 if together else 0)
         engine, _ = tiny(n_blocks=40)
-        engine.core.interrupted = lambda: not together  # noqa: B023
         all_got = [submit(engine, 'a', [3, 1], 30), submit(engine, 'b', [3, 1], 30, seed=1, **how)]
         run(engine)
         seen.append([got.tokens for got in all_got])
@@ -56,7 +52,7 @@ def test_changed_logits_are_drawn_from_as_in_single_steps(monkeypatch, how):
 
 
 def test_steps_repeat_while_others_wait_and_while_blocks_are_few(monkeypatch):
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    monkeypatch.setattr('serving.core.REPEATING', 10**18)
     for n_blocks, budget in ((100, 8), (8 * 10 + 1, 64), (8 * 9, 64)):  # each sample takes 11 blocks in the end
         engine, _ = tiny(n_blocks=n_blocks, budget=budget)
         all_got = [submit(engine, str(i), [i], 40, i) for i in range(9)]
@@ -67,7 +63,7 @@ def test_steps_repeat_while_others_wait_and_while_blocks_are_few(monkeypatch):
 @pytest.mark.parametrize('window', [4, 8])
 def test_a_window_shorter_than_a_block_takes_no_block_of_another(monkeypatch, window):
     """Two samples share the blocks of a prompt, which their windows pass; one gives way, and none ends early."""
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    monkeypatch.setattr('serving.core.REPEATING', 10**18)
     decoder = CPUDecoder(model_of(SHAPES[1] | dict(position='rope', window=window), 1), threads=1)
     for n_blocks in (3, 4, 5):
         engine = Engine(decoder.model, decoder, BYTES, None, n_blocks, 2 * window, 16)
@@ -75,18 +71,24 @@ def test_a_window_shorter_than_a_block_takes_no_block_of_another(monkeypatch, wi
         assert got.reasons == ['length'] * 2 and got.tokens == [tokens for tokens, _ in alone(decoder, got.request)]
 
 
-@pytest.mark.parametrize('where', ['kernel', 'draw'])
-def test_an_interrupt_of_a_repeated_step_or_its_draw_loses_no_token(monkeypatch, where):
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+@pytest.mark.parametrize('where', ['before the kernel', 'behind the kernel', 'before its tokens are added'])
+def test_an_interrupt_of_repeated_steps_loses_no_token(monkeypatch, where):
+    """Tokens that were drawn and not added are drawn again, with the penalties and the random numbers of before."""
+    monkeypatch.setattr('serving.core.REPEATING', 10**18)
     engine, decoder = tiny(n_blocks=40)
-    all_got, calls = [submit(engine, str(i), [3, i], 30, i) for i in range(3)], itertools.count()
-    owner, name = (engine.cache, 'compiled') if where == 'kernel' else (engine.core.sampler, 'draw')
-    whole = getattr(owner, name)
+    hows = [dict(), dict(temperature=2.0), dict(frequency_penalty=1.5, presence_penalty=-1.0)]
+    all_got, calls = [submit(engine, str(i), [3, i], 30, i, **how) for i, how in enumerate(hows)], itertools.count()
+    owner, name = (engine.core.sampler, 'drawn_by') if where.endswith('added') else (engine.cache, 'compiled')
+    whole, chosen = getattr(owner, name), 0 if where.endswith('added') else 4
 
     def interrupted(*args):
-        if next(calls) == 7:
+        number = next(calls)
+        if number == chosen and where != 'behind the kernel':
             raise KeyboardInterrupt
-        return whole(*args)
+        result = whole(*args)
+        if number == chosen:
+            raise KeyboardInterrupt
+        return result
     monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(engine)
@@ -96,7 +98,7 @@ def test_an_interrupt_of_a_repeated_step_or_its_draw_loses_no_token(monkeypatch,
 
 
 def test_a_failure_behind_the_draw_loses_no_token_and_no_logprob(monkeypatch):
-    monkeypatch.setattr('serving.core.REPEATING', math.inf)
+    monkeypatch.setattr('serving.core.REPEATING', 10**18)
     engine, decoder = tiny(n_blocks=40)
     got, calls, whole = submit(engine, 'a', [3, 1], 20, logprobs=5), itertools.count(), engine.cache.add_decoded
 

@@ -29,11 +29,11 @@ class Held(ToyKernel):
         self.began, self.may_go_on = threading.Semaphore(0), threading.Semaphore(0)
         self.free = False
 
-    def execute_model(self, *args):
+    def one_step(self, *args):
         self.began.release()
         if not self.free:
             assert self.may_go_on.acquire(timeout=WAIT)
-        return super().execute_model(*args)
+        return super().one_step(*args)
 
     def wait(self):
         """Wait until a call has begun."""
@@ -290,9 +290,9 @@ def test_a_defect_of_the_engine_ends_its_requests_and_not_the_thread(served, mon
     assert submit(engine, 'b').wait().reasons == ['length']
 
 
-def test_the_state_shows_the_pool(served):
+def test_the_state_shows_the_pool(served, monkeypatch):
     engine, kernel = served
-    engine.core.interrupted = lambda: True  # a plan has one step
+    monkeypatch.setattr('serving.core.REPEATING', 0)  # a plan has one step
     two = submit(engine, 'two', range(6), max_tokens=9, n=2)
     kernel.wait()
     kernel.step(2)
@@ -309,7 +309,7 @@ def test_the_state_shows_the_pool(served):
         assert shown['samples'] == [['two', i] for i in range(2) if block in tables[i]]
     assert state['blocks'][tables[0][0]]['samples'] == [['two', 0], ['two', 1]]
     assert state['blocks'][tables[0][0]]['text'] == 'abcd' and state['blocks'][tables[0][0]]['remembered']
-    assert state['counters']['blocks_shared'] == 1 and state['counters']['blocks_used'] == 3
+    assert state['counters']['blocks_shared'] == 1 and state['counters']['blocks_used'] == 5  # one for each to go on
     kernel.go_on()
     two.wait()
     engine.stop()

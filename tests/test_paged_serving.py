@@ -1,5 +1,7 @@
 """What serving asks of `PagedCache` beyond `Cache`: salts, prefixes that are looked for first, room, other rows."""
+import ctypes
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from test_cache_endless import in_a_cache
 from test_paged import feed, full_logits, model
 
 from decode.cpu import CPUDecoder
+from decode.metadata import NextTokens
 from generation import Work
 from kvcache.paged import PagedCache
 
@@ -98,70 +101,104 @@ def rows_of(seqs, n, first=0):
     return (np.arange(first, first + n)[:, None] + np.arange(len(seqs))) % 29
 
 
-def fed_from(rows, logits):
-    """A next_ids that returns the rows behind the first one, and notes the logits of each step."""
-    rest, ids = iter(rows[1:]), rows[0].copy()
+class Fed:
+    """
+    A `Callback` in Python that writes given rows of tokens, int64 (n, B), and returns 0 behind the last one. logits: of
+    each step. event: called in each call, with its number.
+    """
 
-    def next_ids(of_step):
-        logits.append(of_step)
-        ids[:] = row if (row := next(rest, None)) is not None else 0  # the same array, as the engine's sampler
-        return None if row is None else ids
-    return ids, next_ids
+    def __init__(self, rows, vocab_size=29, event=lambda number: None):
+        self.rows, self.shape, self.logits, self.event = rows, (rows.shape[1], vocab_size), [], event
+        self.call = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(self.draw)
+        self.address = ctypes.cast(self.call, ctypes.c_void_p).value
+
+    def draw(self, data, logits_at, tokens_at):
+        at = ctypes.cast(logits_at, ctypes.POINTER(ctypes.c_float))
+        self.logits.append(torch.from_numpy(np.ctypeslib.as_array(at, self.shape).copy()))
+        row = self.rows[len(self.logits)] if len(self.logits) < len(self.rows) else np.zeros(self.shape[0], np.int64)
+        np.ctypeslib.as_array(ctypes.cast(tokens_at, ctypes.POINTER(ctypes.c_int64)), row.shape)[:] = row
+        self.event(len(self.logits))
+        return len(self.logits) < len(self.rows)
+
+    def steps(self, n=None):
+        """`NextTokens` for n steps, or one more than there are rows."""
+        tokens = np.full(((n or len(self.rows) + 1) + 1, self.shape[0]), -1, np.int64)
+        tokens[0] = self.rows[0]
+        return NextTokens(self, 0, tokens)
 
 
-@pytest.mark.parametrize('how', [dict(), dict(window=5, n_sink=2, position='rope'), dict(window=3)])
-def test_decode_steps_are_steps(how):
-    """The same logits, tables and remembered blocks as of single steps, before and after a fork."""
-    m, p = pool(CPUDecoder, **how)
-    _, q = pool(CPUDecoder, m)
+def decode_several(cache, seqs, fed, n=None):
+    steps = fed.steps(n)
+    return cache.decode_steps(seqs, steps.tokens[0], steps)
+
+
+@pytest.mark.parametrize('decoder', [CPUDecoder, ReferenceExecutor])
+@pytest.mark.parametrize('how', [dict(), dict(window=5, n_sink=2, position='rope'), dict(window=3)], ids=str)
+def test_several_decode_steps_are_single_ones(how, decoder):
+    """The same logits, tables and remembered blocks, before and after a fork."""
+    m, p = pool(decoder, **how)
+    _, q = pool(decoder, m)
     for each in (p, q):
         seqs = [each.new(), each.new()]
         feed(each, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
     for round_, n in enumerate((1, 2, 9, 4)):
-        logits, rows = [], rows_of(seqs, n, round_)
-        last = p.decode_steps(seqs, *fed_from(rows, logits))
-        for row, of_step in zip(rows, logits, strict=True):
+        fed = Fed(rows_of(seqs, n, round_))
+        last = decode_several(p, seqs, fed, n if round_ == 2 else None)
+        for row, of_step in zip(fed.rows, fed.logits, strict=True):
             assert torch.equal(q.decode_steps(seqs, row), of_step)
-        assert torch.equal(last, logits[-1])
+        assert torch.equal(last, fed.logits[-1])
         assert (p.lengths, p.tokens, p.blocks.length) == (q.lengths, q.tokens, q.blocks.length)
-        for blocks in (p.blocks, q.blocks):
-            held = [block for table in blocks.tables.values() for block in table if block is not None]
-            assert blocks.references == [held.count(block) for block in range(16)]
-            assert {*held, *blocks.free} == {*range(16)} and not {*held} & {*blocks.free}
-        assert p.n_free == q.n_free
+        for cache in (p, q):
+            tables = cache.blocks.tables.values()
+            held = [block for table in tables for block in table if block is not None]
+            assert cache.blocks.references == [held.count(block) for block in range(16)]
+            assert {*held, *cache.blocks.free} == {*range(16)} and not {*held} & {*cache.blocks.free}
+        for seq in seqs:  # room for up to block_size more tokens
+            a, b = p.blocks.tables[seq], q.blocks.tables[seq]
+            assert len(b) <= len(a) <= len(b) + 1 and (not how or a == b)
         if not how:
             assert {x.tokens for x in p.blocks.block_with} == {x.tokens for x in q.blocks.block_with}
         if round_ == 2:
             seqs = [(p.fork(seq), q.fork(seq))[0] for seq in seqs] + seqs
 
 
+def test_several_decode_steps_are_few_calls():
+    m, p = pool(CPUDecoder)
+    seqs, calls = [p.new(), p.new()], []
+    feed(p, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
+    whole = p.decoder.execute_model
+    p.decoder.execute_model = lambda *args: calls.append(args) or whole(*args)
+    fed = Fed(rows_of(seqs, 20))
+    decode_several(p, seqs, fed)
+    assert len(fed.logits) == 20 and 5 <= len(calls) <= 7  # block_size is 4; a thread count may be on trial
+
+
 SLIDING = dict(window=5, n_sink=2, position='rope')  # never out of room, and its context has no end
 
 
-@pytest.mark.parametrize('how, fault', [({}, 'token'), ({}, 'room'), ({}, 'caller'), ({}, 'context'),
-                                        (SLIDING, 'token'), (SLIDING, 'caller')], ids=str)
-def test_decode_steps_before_one_that_fails_are_kept(how, fault):
-    m, p = pool(ReferenceExecutor, n_blocks=5 if fault == 'room' else 16, **how)
+@pytest.mark.parametrize('decoder', [CPUDecoder, ReferenceExecutor])
+@pytest.mark.parametrize('how, fault', [({}, 'token'), ({}, 'room'), ({}, 'context'), ({}, 'numbers'),
+                                        (SLIDING, 'token')], ids=str)
+def test_decode_steps_before_one_that_fails_are_kept(how, fault, decoder):
+    m = model(**how)
+    if fault == 'numbers':
+        with torch.no_grad():
+            m.transformer.wpe.weight[13] = math.nan
+    _, p = pool(decoder, m, n_blocks=5 if fault == 'room' else 16)
     seqs = [p.new(), p.new()]
     feed(p, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
-    logits, rows = [], rows_of(seqs, 40)
-    ids, next_ids = fed_from(rows, logits)
+    fed = Fed(rows_of(seqs, 40))
     if fault == 'token':
-        rows[6, 1] = 29
-
-    def breaking(of_step):
-        assert next_ids(of_step) is not None, "no step has failed"
-        if fault == 'caller' and len(logits) == 6:
-            raise ValueError("the caller's token ids")
-        return ids
-    with pytest.raises(ValueError, match='token ids|blocks are needed|out of context'):
-        p.decode_steps(seqs, ids, breaking)
-    n = len(logits)
+        fed.rows[6, 1] = 29
+    with pytest.raises(ValueError, match='token ids|blocks are needed|out of context|not numbers'):
+        decode_several(p, seqs, fed)
+    n = len(fed.logits)
     assert p.lengths[seqs[0]] == 7 + n and p.lengths[seqs[1]] == 3 + n and n > 2
+    assert n == {'token': 6, 'room': 5, 'context': 25, 'numbers': 6}[fault]
     for seq, first, column in zip(seqs, (7, 3), (0, 1)):
-        text = TEXT[:first] + rows[:n, column].tolist()
+        text = TEXT[:first] + fed.rows[:n, column].tolist()
         assert p.tokens[seq] == text and p.blocks.length[seq] == len(text)
-        if fault in ('token', 'caller'):
+        if fault == 'token' or fault == 'numbers' and column:
             new = p.decode_steps([seq], np.array([5]))
             assert torch.allclose(new[0], full_logits(m, text + [5]), atol=1e-5)
 
@@ -174,7 +211,7 @@ def test_after_an_interrupt_at_any_line_of_decode_steps_the_next_ones_are_exact(
         p = PagedCache(m, 16, 4, decoder=executor)
         seqs = [p.new(), p.new()]
         feed(p, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
-        was_interrupted = interrupted(lambda: p.decode_steps(seqs, *fed_from(rows, [])), n, in_a_cache)  # noqa: B023
+        was_interrupted = interrupted(lambda: decode_several(p, seqs, Fed(rows)), n, in_a_cache)  # noqa: B023
         done = [p.lengths[seq] - n_first for seq, n_first in zip(seqs, (7, 3))]
         for seq, n_first, n_done, column in zip(seqs, (7, 3), done, (0, 1)):
             text = TEXT[:n_first] + rows[:max(0, n_done), column].tolist()
@@ -188,20 +225,22 @@ def test_after_an_interrupt_at_any_line_of_decode_steps_the_next_ones_are_exact(
             return
 
 
-def test_weights_that_change_between_decode_steps_leave_nothing_remembered():
-    m, p = pool(CPUDecoder)
-    seq, logits = p.new(), []
+@pytest.mark.parametrize('decoder', [CPUDecoder, ReferenceExecutor])
+def test_weights_that_change_between_decode_steps_leave_nothing_remembered(decoder):
+    """Nothing is drawn for the new weights, because their step may read keys of the old ones."""
+    m, p = pool(decoder)
+    seq = p.new()
     feed(p, {seq: TEXT[:4]})
     assert len(p.blocks.block_with) == 1
-    ids, next_ids = fed_from(rows_of([seq], 9), logits)
 
-    def changing(of_step):
-        if len(logits) == 6:
+    def change(number):
+        if number == 6:
             with torch.no_grad():
-                m.lm_head.weight.mul_(2)
-        return next_ids(of_step)
-    p.decode_steps([seq], ids, changing)
-    assert len(p.tokens[seq]) == 13 and not p.blocks.block_with
+                m.transformer.ln_f.weight.mul_(2)  # the keys and values stay the same
+    fed = Fed(rows_of([seq], 9), event=change)
+    last = decode_several(p, [seq], fed)
+    assert len(fed.logits) == 6 and p.tokens[seq] == TEXT[:4] + fed.rows[:6, 0].tolist() and not p.blocks.block_with
+    assert torch.allclose(last[0], full_logits(m, p.tokens[seq] + [int(fed.rows[6, 0])]), atol=1e-5)
 
 
 def test_prefixes_are_of_new_sequences():

@@ -8,6 +8,7 @@ from conftest import sizes
 
 from model import sample_token
 from serving.draws import threshold, uniform
+from serving.next_tokens import change
 from serving.request import Request, SamplingParams
 from serving.sampler import Drawing, Sampler
 
@@ -132,17 +133,15 @@ def test_bias_min_tokens_and_penalties_by_hand():
 
     def changed(d):
         copy = row[0].copy()
-        d.change(copy)
+        change(copy, np.array(d.changes()), np.array(d.settings), d.n_generated, np.array(d.stops, np.int64))
         return copy.tolist()
     assert changed(drawing(vocab_size=5, logit_bias=((1, 5.0), (4, -100)))) == [2.0, 4.0, 0.5, 1.0, -97.0]
     held = drawing(vocab_size=5, stop_ids=[4], min_tokens=2)
     assert changed(held) == [2.0, -1.0, 0.5, 1.0, -math.inf]
-    held.add(0)
-    held.add(0)
+    held.restore([0, 0])
     assert changed(held) == row[0].tolist()
     d = drawing(vocab_size=5, prompt=[1, 2], presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=2.0)
-    d.add(0)
-    d.add(0)
+    d.restore([0, 0])
     assert changed(d) == [1.0 - 1.0 - 2 * 0.5, -2.0, 0.25, 1.0, 3.0]
     assert d.settings[1] == 0 and drawing(vocab_size=5, top_k=9).settings[1] == 5
     before = row.copy()

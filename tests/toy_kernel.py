@@ -40,7 +40,7 @@ def chain_of(tokens, version):
 class ToyKernel:
     """
     A decoder for `PagedCache`. cache: its cache, for the assertion that no written slot is in a shared block.
-    fails: called with the tokens of each call, a list of lists; it may raise. calls: these lists.
+    fails: called with the tokens of each step, a list of lists; it may raise. calls: these lists.
 
     Whoever changes `version` changes the weights. The first step that ends after that may read old keys, and has other
     logits then; later ones may not.
@@ -55,6 +55,18 @@ class ToyKernel:
         pass
 
     def execute_model(self, input_ids, input_positions, kv_caches, input_metadata):
+        several, n_steps = input_metadata.next_tokens, 1
+        logits = self.one_step(input_ids, input_positions, kv_caches, input_metadata)
+        while several and several.version == self.version:
+            several.draw_from(logits)
+            if several.ended or n_steps == several.n_steps:
+                break
+            input_ids = torch.from_numpy(several.tokens[several.n_drawn])
+            logits = self.one_step(input_ids, input_positions + n_steps, kv_caches, input_metadata)
+            n_steps += 1
+        return logits
+
+    def one_step(self, input_ids, input_positions, kv_caches, input_metadata):
         m, c = input_metadata, self.model.config
         texts = [text.tolist() for text in input_ids.split(m.query_lens)]
         starts = [int(p) for p in input_positions[np.cumsum([0, *m.query_lens[:-1]])]]

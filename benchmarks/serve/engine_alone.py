@@ -3,12 +3,15 @@ The engine without a server, over the kernel's own rate: what scheduling, drawin
 
     python bench.py --mode=serve --only=engine_alone
 
-A round serves so many requests at once, and notes every call of the kernel. Then the same calls are made again, with
-nothing between them. All answers have as many tokens, so that all requests run until the end.
+A round serves so many requests at once, and notes every step of the kernel. Then the same steps are made again, one
+call each, with nothing between them. All answers have as many tokens, so that all requests run until the end.
 """
 import gc
 import statistics
 import time
+from dataclasses import replace
+
+import torch
 
 import decode
 from benchmarks import rounds
@@ -91,14 +94,21 @@ def serve(engine, decoder, asks):
 
 
 class Noting:
-    """A decoder that notes the arguments of its calls. Its `execute_model` is that of the decoder."""
+    """A decoder that notes the arguments of its steps. Its `execute_model` is that of the decoder."""
 
     def __init__(self, decoder, calls):
         self.decoder, self.calls = decoder, calls
 
     def execute_model(self, ids, positions, arrays, metadata):
-        self.calls.append((ids, positions, arrays, metadata))
-        return self.decoder.execute_model(ids, positions, arrays, metadata)
+        several = metadata.next_tokens
+        if several is None:
+            self.calls.append((ids, positions, arrays, metadata))
+            return self.decoder.execute_model(ids, positions, arrays, metadata)
+        first, alone = several.n_drawn, replace(metadata, next_tokens=None)
+        logits = self.decoder.execute_model(ids, positions, arrays, metadata)
+        for i, row in enumerate(several.tokens[first:max(first + 1, several.n_drawn)]):
+            self.calls.append((torch.from_numpy(row), positions + i, arrays, alone))
+        return logits
 
 
 def replay(decoder, calls):

@@ -1,0 +1,98 @@
+"""
+The next token of each sample of a step, in compiled code: its logits are changed as its request asks, and it is drawn.
+
+`DRAW` is what the compiled step of the model calls between steps, see `decode.metadata.NextTokens`.
+"""
+import math
+
+import numpy as np
+from numba import carray, njit
+
+from decode import threads, vectors
+from decode.callback import Callback
+from decode.threads import clock, observe
+from decode.vectors import bytes_at, doubles_at, floats_at, longs_at
+from serving import draws
+from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, REPETITION, drawn, uniform
+
+# the table that describes the samples of a step, int64
+(N_SAMPLES, VOCAB_SIZE,
+ # the addresses of one entry for each sample, int64 if nothing else is said
+ ROWS,         # the row of its logits
+ SETTINGS,     # float64 (N_SETTINGS,), see draws.py
+ SEEDS,
+ NUMBERS,      # how many tokens it has generated
+ CHANGES,      # (N_CHANGES,), see below
+ STOP_STARTS,  # where its stop tokens begin in STOPS, and behind the last sample where they end
+ # other addresses
+ STOPS,        # int64
+ SCRATCH,      # float64 (N_SCRATCH, vocab_size)
+ INTERRUPT,    # int64, set by another thread: not 0 if no step may follow
+ # numbers
+ UNTIL,        # nanoseconds of `clock`: no step begins later
+ N_TABLE) = range(13)
+
+# what is done to a sample's logits: a number, or the address of one entry for each token of the vocabulary, or 0
+(COUNTS,       # int64: how often it was generated. With this address the sample has penalties
+ IN_PROMPT,    # uint8
+ N_BIASES, BIAS_TOKENS, BIASES,  # addresses of int64 and float64 (n_biases,)
+ MIN_TOKENS,   # its stop tokens are not drawn before so many others
+ N_CHANGES) = range(7)
+
+
+@njit
+def is_changed(changes, number):
+    return changes[COUNTS] != 0 or changes[N_BIASES] != 0 or number < changes[MIN_TOKENS]
+
+
+@njit
+def change(row, changes, settings, number, stops):
+    """Apply biases, min_tokens and penalties to a sample's logits (V,), in place, in the order of vLLM."""
+    tokens, biases = longs_at(changes[BIAS_TOKENS]), doubles_at(changes[BIASES])
+    for i in range(changes[N_BIASES]):
+        row[tokens[i]] += biases[i]
+    if number < changes[MIN_TOKENS]:
+        for token in stops:
+            row[token] = -math.inf
+    if changes[COUNTS] == 0:
+        return
+    counts, in_prompt = longs_at(changes[COUNTS]), bytes_at(changes[IN_PROMPT])
+    presence, frequency, repetition = settings[PRESENCE], settings[FREQUENCY], settings[REPETITION]
+    for t in range(len(row)):
+        if counts[t] or in_prompt[t]:
+            row[t] = row[t] / repetition if row[t] > 0 else row[t] * repetition
+        if counts[t]:
+            row[t] -= frequency * counts[t] + presence
+
+
+def draw_next(table_at, logits_at, tokens_at):
+    """
+    Draw a token for each sample of a table from logits float32 (W, vocab_size). Returns 1 if another step may follow; 0
+    if one of them ends its sample, if there is an interrupt, or if it is late.
+    """
+    table, tokens = longs_at(table_at), longs_at(tokens_at)
+    n, V, ended = table[N_SAMPLES], table[VOCAB_SIZE], False
+    rows, seeds, numbers = longs_at(table[ROWS]), longs_at(table[SEEDS]), longs_at(table[NUMBERS])
+    settings = carray(doubles_at(table[SETTINGS]), (n, N_SETTINGS))
+    changes = carray(longs_at(table[CHANGES]), (n, N_CHANGES))
+    scratch = carray(doubles_at(table[SCRATCH]), (N_SCRATCH, V))
+    starts = longs_at(table[STOP_STARTS])
+    all_stops = carray(longs_at(table[STOPS]), (starts[n],))
+    for i in range(n):
+        row, stops = carray(floats_at(logits_at + 4 * V * rows[i]), (V,)), all_stops[starts[i]:starts[i + 1]]
+        if is_changed(changes[i], numbers[i]):
+            own = scratch[CHANGED].view(np.float32)[:V]  # samples of one prompt may share a row
+            own[:] = row
+            change(own, changes[i], settings[i], numbers[i], stops)
+            row = own
+        token = drawn(row, settings[i], uniform(seeds[i], numbers[i]), scratch)
+        tokens[i] = token
+        numbers[i] += 1
+        if changes[i, COUNTS] != 0:
+            longs_at(changes[i, COUNTS])[token] += 1
+        for stop in stops:
+            ended |= stop == token
+    return 0 if ended or observe(longs_at(table[INTERRUPT]), 0) != 0 or clock() >= table[UNTIL] else 1
+
+
+DRAW = Callback(draw_next, draws, threads, vectors)
