@@ -41,7 +41,7 @@ class ThreadChoice:
 
     @property
     def is_trial(self):
-        """Is a number timed that is not known yet? Then steps are recorded one by one."""
+        """True while a number is timed for the first time in a round: steps are recorded one by one then."""
         return self.n not in self.trials and len(self.candidates) > 1
 
     def record(self, ns, began=0, n_steps=1):

@@ -172,17 +172,20 @@ class NextTokens:
     How steps follow each other in one call of the compiled step: behind each one a compiled function draws the tokens
     of the next one from its logits (B, vocab_size). vLLM calls it multi-step scheduling.
 
-    draw: a `callback.Callback`. It is given the address `data`, the address of the logits, and the address of the row
-    of tokens that it writes, and returns 0 if no step follows.
-    tokens: int64 (n + 1, B), for n steps at most. Row 0 is given; row i + 1 is drawn behind step i.
+    draw: a `callback.Callback`. It is given the address of the array `data`, the address of the logits, and the address
+    of the row of tokens that it writes, and returns 0 if no step follows. kept: what `data` has addresses of.
+    tokens: int64 (n + 1, B), contiguous, for n steps at most. Row 0 is given; row i + 1 is drawn behind step i.
     n_drawn: how many rows were drawn so far. ended: did `draw` return 0 for the last one?
     n_steps: the largest number of steps of the next call. version: of the weights for which tokens are drawn. A call
     makes one step, and draws nothing, if the weights are others, or if it has more sequences than one pass takes.
     """
-    __slots__ = 'draw', 'data', 'tokens', 'n_drawn', 'ended', 'n_steps', 'version'
+    __slots__ = 'draw', 'data', 'kept', 'tokens', 'n_drawn', 'ended', 'n_steps', 'version'
 
-    def __init__(self, draw, data, tokens):
-        self.draw, self.data, self.tokens, self.n_drawn, self.ended = draw, data, tokens, 0, False
+    def __init__(self, draw, data, tokens, kept=None):
+        if tokens.dtype != np.int64 or tokens.ndim != 2 or len(tokens) < 2 or not tokens.flags.c_contiguous:
+            raise ValueError(f"tokens must be a contiguous int64 array (n + 1, B) for n >= 1 steps, not {tokens.dtype} "
+                             f"{tokens.shape} with strides {tokens.strides}")
+        self.draw, self.data, self.tokens, self.kept, self.n_drawn, self.ended = draw, data, tokens, kept, 0, False
         self.n_steps, self.version = 1, None
 
     @property
@@ -193,5 +196,5 @@ class NextTokens:
     def draw_from(self, logits):
         """Draw the next row, from logits float32 (B, vocab_size), contiguous, on the CPU."""
         row = self.tokens[self.n_drawn + 1]
-        self.ended = not self.draw.call(self.data, logits.data_ptr(), row.ctypes.data)
+        self.ended = not self.draw.call(self.data.ctypes.data, logits.data_ptr(), row.ctypes.data)
         self.n_drawn += 1

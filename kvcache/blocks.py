@@ -57,11 +57,11 @@ class BlockManager:
     n_blocks blocks of block_size slots each. Sequences have any hashable name. hash: the hash function for
     (hash of the parent, tokens). window, n_sink: of the model.
 
-    tables: {sequence: its blocks, in order, None for those that were freed}. length: {sequence: the number of its
-    positions}. salts: {sequence: its salt}; a sequence finds only blocks that were computed for one with an equal salt.
-    references: the number of tables that each block is in. runs: {sequence: (the `Runs` of its table, how many
-    positions it may have before `extend` must be called again)}. The entry of a sequence is deleted when its last block
-    is shared, and when its table changes in another way than by new blocks at its end.
+    tables: {sequence: its blocks, in order, None for those that were freed; also blocks for later positions}. length:
+    {sequence: the number of its positions}. salts: {sequence: its salt}; a sequence finds only blocks that were
+    computed for one with an equal salt. references: the number of tables that each block is in. runs: {sequence: (the
+    `Runs` of its table, how many positions it may have before `extend` must be called again)}. The entry of a sequence
+    is deleted when its last block is shared, and when its table changes in another way than by new blocks at its end.
     """
 
     def __init__(self, n_blocks, block_size, hash=hash, window=0, n_sink=0):
@@ -190,8 +190,7 @@ class BlockManager:
         and will be written, it is replaced by a copy.
 
         copy(source, target) copies the content of a block. It is called before the new block is in the table, so that
-        after an interrupt the table has either the old block or a complete copy. Returns the copies as a list of
-        (source, target), for callers that copy later.
+        after an interrupt the table has the old block or a complete copy. Returns [(source, target)] of the copies.
         """
         if n < 0:
             raise ValueError(f"a sequence is extended by at least 0 positions, not by {n}: use truncate")
@@ -260,10 +259,11 @@ class BlockManager:
         if new in self.tables:
             raise ValueError(f"there is a sequence {new!r} already: remove it first, or use another name")
         self.runs.pop(seq, None)
-        for block in self.table(seq):
+        table = self.table(seq)[:-(-self.length[seq] // self.block_size)]  # not what it has for later tokens
+        for block in table:
             if block is not None:
                 self.acquire(block)
-        self.tables[new], self.length[new], self.salts[new] = self.tables[seq][:], self.length[seq], self.salts[seq]
+        self.tables[new], self.length[new], self.salts[new] = table, self.length[seq], self.salts[seq]
         if seq in self.remembered:
             self.remembered[new] = self.remembered[seq]
         if seq in self.outdated:

@@ -59,7 +59,7 @@ class KernelPass:
         ids: all new tokens, int64 (N,), contiguous, on the CPU. positions, metadata: what the functions `positions` and
         `metadata` of this class return; with `NextTokens` it may be several steps, and the logits are of the last one.
         ValueError, with nothing written, if they do not fit the model or each other.
-        `NotNumbers` if the logits are not numbers: the slots that were written are then zeros, and so is every NaN and
+        `NotNumbers` if the logits are not numbers: the slots of the last step are then zeros, and so is every NaN and
         infinity in the cache, because a mask of the model in PyTorch would not hide it.
         """
         next_tokens = metadata.next_tokens

@@ -87,55 +87,61 @@ class PagedCache(BaseCache):
         return self.lengths[seq]
 
     @exclusive
-    def decode_steps(self, seqs, ids, next_tokens=None):
+    def decode_step(self, seqs, ids):
         """
-        A step with a decoder of one more token of each of these sequences, which have some; ids: int64 (B,), a NumPy
-        array. Returns its logits (B, vocab_size).
+        A step with a decoder of one more token of each of these sequences, which have some: `step` with fewer checks.
+        ids: int64 (B,), a NumPy array. Returns the logits (B, vocab_size).
+        """
+        decoding = self.decoding_of(seqs, len(ids))
+        logits = self.decode_next(decoding, torch.from_numpy(ids))
+        self.add_decoded(decoding, [ids.tolist()])
+        return logits
 
-        next_tokens: for several steps in compiled code, a `NextTokens` whose first row is ids. Steps follow until its
-        function or its last row ends them, and the logits are those of the last one. It notes how many steps there
-        were, also if one of them fails; the sequences then have the tokens of all steps before, or after an interrupt
-        perhaps of fewer. Behind a step for which the weights were found to have changed nothing is drawn, and the
-        sequences do not have its tokens. With a window, a block that is filled and passed within one call is not
-        remembered.
+    @exclusive
+    def decode_steps(self, seqs, next_tokens):
         """
+        Steps with a decoder of one more token of each of these sequences, which have some. The first row of the
+        `NextTokens` is given, and a compiled function draws the others; its result or the last row ends the steps, as
+        many in one call as there is room for. Returns the logits (B, vocab_size) of the last one.
+
+        If a step fails, the sequences have the tokens of all steps before; after an interrupt perhaps of fewer. Behind
+        a step for which the weights were found to have changed nothing is drawn, and the sequences do not have its
+        tokens. With a window, a block that is filled and passed within one call is not remembered.
+        """
+        tokens = next_tokens.tokens
+        decoding = self.decoding_of(seqs, tokens.shape[1])
+        if next_tokens.n_drawn:
+            raise ValueError(f"{next_tokens.n_drawn} rows of these `NextTokens` were drawn by an earlier call: make "
+                             "new ones, whose first row is the last that was drawn")
+        next_tokens.version, metadata = self.version, replace(decoding.metadata, next_tokens=next_tokens)
+        try:
+            while True:
+                n = next_tokens.n_drawn
+                decoding.advance()
+                next_tokens.n_steps = decoding.make_room(next_tokens.n_left)
+                logits = self.compiled(torch.from_numpy(tokens[n]), decoding.positions, metadata)
+                self.forget_blocks_if_changed()
+                if self.version != next_tokens.version:
+                    return logits
+                if next_tokens.n_drawn == n:
+                    next_tokens.draw_from(logits)
+                decoding.advance(next_tokens.n_drawn - n - 1)
+                if next_tokens.ended or not next_tokens.n_left:
+                    return logits
+        finally:
+            self.add_decoded(decoding, tokens[:next_tokens.n_drawn].tolist())
+
+    def decoding_of(self, seqs, n_new):
+        """The `Decoding` for a step of n_new tokens, one of each of these sequences. ValueError if they cannot."""
         self.remove_freed()
-        decoding, starts, done = self.last_decoding(), list(map(self.lengths.get, seqs)), []
+        decoding, starts = self.last_decoding(), list(map(self.lengths.get, seqs))
         if not all(starts) or not self.decoder or self.model.training:
             raise ValueError(f"sequences {seqs} have {starts} tokens, the decoder is {self.decoder}, and the model is "
                              f"in {'training' if self.model.training else 'eval'} mode: decode steps take sequences "
                              "that have tokens, fed by `step`, a decoder, and a model in eval mode")
-        if not decoding or not decoding.goes_on(seqs, starts, len(ids)):
+        if not decoding or not decoding.goes_on(seqs, starts, n_new):
             decoding = self.begin_decoding(seqs, starts)
-        try:
-            if next_tokens is None:
-                logits = self.decode_next(decoding, torch.from_numpy(ids))
-                done.append(ids.tolist())
-            else:
-                logits = self.decode_several(decoding, next_tokens)
-        finally:
-            if next_tokens is not None:
-                done = next_tokens.tokens[:next_tokens.n_drawn].tolist()
-            self.add_decoded(decoding, done)
-        return logits
-
-    def decode_several(self, decoding, next_tokens):
-        """The steps of `decode_steps` with `NextTokens`, as many at a time as there is room for."""
-        next_tokens.version = self.version
-        metadata = replace(decoding.metadata, next_tokens=next_tokens)
-        while True:
-            n, ids = next_tokens.n_drawn, torch.from_numpy(next_tokens.tokens[next_tokens.n_drawn])
-            decoding.advance()
-            next_tokens.n_steps = decoding.make_room(next_tokens.n_left)
-            logits = self.compiled(ids, decoding.positions, metadata)
-            self.forget_blocks_if_changed()
-            if self.version != next_tokens.version:
-                return logits
-            if next_tokens.n_drawn == n:
-                next_tokens.draw_from(logits)
-            decoding.advance(next_tokens.n_drawn - n - 1)
-            if next_tokens.ended or not next_tokens.n_left:
-                return logits
+        return decoding
 
     @property
     def n_free(self):

@@ -75,6 +75,7 @@ class EngineCore:
         except BaseException:  # an interrupt, or an error outside of the model's step: `computed` may be wrong
             with suppress(Exception):
                 self.forget_drawn()
+            with suppress(Exception):
                 self.preempt_all()
             raise
         return bool(plan)
@@ -129,7 +130,7 @@ class EngineCore:
         steps = self.sampler.several(self.scheduler.n_repeats if self.plain else 1, nanoseconds() + REPEATING)
         logits, error = None, None
         try:
-            logits = self.cache.decode_steps([sample.handle for sample, _ in plan], steps.tokens[0], steps).numpy()
+            logits = self.cache.decode_steps([sample.handle for sample, _ in plan], steps).numpy()
         except BaseException as e:
             error = e
         self.stats.steps += max(steps.n_drawn, error is None)
@@ -149,7 +150,7 @@ class EngineCore:
 
     def forget_drawn(self):
         """Have tokens drawn again that were not added to their samples."""
-        for sample in self.scheduler.running:
+        for sample in {*self.scheduler.running, *self.drawing}:  # siblings that drew may wait
             sample.progress.drawing.restore(sample.tokens[sample.n_prompt:])
 
     def step_each(self, plan, error):
@@ -179,7 +180,7 @@ class EngineCore:
         handles, rows, wanted = [sample.handle for sample, _ in plan], range(len(plan)), None
         if self.cache.decoder and all(n == 1 and sample.computed for sample, n in plan):
             newest = np.array([sample.tokens[sample.computed] for sample, _ in plan], np.int64)
-            return self.cache.decode_steps(handles, newest).numpy(), rows
+            return self.cache.decode_step(handles, newest).numpy(), rows
         tokens = [token for sample, n in plan for token in sample.tokens[sample.computed:sample.computed + n]]
         tokens = torch.from_numpy(np.array(tokens, np.int64)).to(self.device).split([n for _, n in plan])
         if self.cache.decoder and any(sample.scores for sample, _ in plan):

@@ -49,6 +49,9 @@ class Engine:
     def __init__(self, model, decoder, token_bytes, eos_token=None, n_blocks=None, block_size=16,
                  max_num_batched_tokens=None, max_queue=1024, type_kv='float32'):
         model.eval()
+        if eos_token is not None and not 0 <= eos_token < model.config.vocab_size:
+            raise ValueError(f"eos_token is {eos_token}, and must be one of the model's {model.config.vocab_size} "
+                             "token ids, or None")
         n_blocks = n_blocks or default_n_blocks(model.config, block_size)
         self.cache = PagedCache(model, n_blocks, block_size, type_kv, decoder)
         bytes_of = token_bytes if callable(token_bytes) else token_bytes.__getitem__
@@ -164,7 +167,7 @@ class Engine:
 
     def receive(self):
         """Do what other threads have asked for since the last step, in that order."""
-        self.core.sampler.interrupt[0] = 0  # before the inbox is read: what comes later interrupts again
+        self.core.sampler.interrupt[0] = self.stopping  # before the inbox is read: what comes later interrupts again
         while self.inbox:
             operation, live = self.inbox.popleft()
             if self.live.get(live.request.id) is live:  # it has not ended

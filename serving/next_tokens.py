@@ -65,7 +65,7 @@ def change(row, changes, settings, number, stops):
             row[t] -= frequency * counts[t] + presence
 
 
-def draw_next(table_at, logits_at, tokens_at):
+def draw_tokens(table_at, logits_at, tokens_at):
     """
     Draw a token for each sample of a table from logits float32 (W, vocab_size). Returns 1 if another step may follow; 0
     if one of them ends its sample, if there is an interrupt, or if it is late.
@@ -95,4 +95,4 @@ def draw_next(table_at, logits_at, tokens_at):
     return 0 if ended or observe(longs_at(table[INTERRUPT]), 0) != 0 or clock() >= table[UNTIL] else 1
 
 
-DRAW = Callback(draw_next, draws, threads, vectors)
+DRAW = Callback(draw_tokens, draws, threads, vectors)

@@ -81,7 +81,7 @@ class Sampler:
         """
         tokens = np.empty((n_steps + 1, len(self.tokens)), np.int64)
         tokens[0], self.table[table.UNTIL] = self.tokens, until
-        return NextTokens(DRAW, self.table.ctypes.data, tokens)
+        return NextTokens(DRAW, self.table, tokens, kept=(self.arrays, self.drawings))
 
     def drawn_by(self, next_tokens):
         """Note the tokens that were drawn by `several` steps. Returns those of each step, lists."""
@@ -93,16 +93,21 @@ class Sampler:
 
     def describe(self, rows, drawings):
         """Write the table of these drawings; it has the addresses of arrays that are attributes here."""
-        if drawings != self.drawings:
-            starts = np.cumsum([0] + [len(d.stops) for d in drawings])
+        known, self.drawings, self.rows = self.drawings, None, None  # an interrupt leaves no table for other drawings
+        if drawings != known:
+            starts, stops = [0], []
+            for d in drawings:
+                stops += d.stops
+                starts.append(len(stops))
             self.arrays = {
                 table.SETTINGS: np.array([d.settings for d in drawings], np.float64),
                 table.SEEDS: np.array([d.seed for d in drawings], np.uint64),
                 table.CHANGES: np.array([d.changes() for d in drawings], np.int64),
-                table.STOP_STARTS: starts, table.STOPS: np.array(sum([d.stops for d in drawings], []), np.int64),
+                table.STOP_STARTS: np.array(starts, np.int64), table.STOPS: np.array(stops, np.int64),
                 table.SCRATCH: self.scratch, table.INTERRUPT: self.interrupt}
-        self.arrays[table.NUMBERS] = np.array([d.n_generated for d in drawings], np.int64)
-        self.arrays[table.ROWS] = np.array(rows, np.int64)
+        self.arrays = self.arrays | {  # not in place: `NextTokens` may keep those of before
+            table.NUMBERS: np.array([d.n_generated for d in drawings], np.int64),
+            table.ROWS: np.array(rows, np.int64)}
         self.table = np.zeros(table.N_TABLE, np.int64)
         self.table[table.N_SAMPLES], self.table[table.VOCAB_SIZE] = len(drawings), self.vocab_size
         for index, array in self.arrays.items():

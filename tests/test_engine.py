@@ -202,3 +202,10 @@ def test_what_can_never_run_is_refused_at_once(wrong, words):
     with pytest.raises(ValueError, match=words):
         submit(engine, 'a', **(dict(prompt=[1]) | wrong))
     assert not engine.live and finished(engine, 'a', [1, 2]).reasons == ['length']
+
+
+@pytest.mark.parametrize('eos_token', [-1, V])
+def test_an_eos_token_outside_the_vocabulary_is_refused(eos_token):
+    _, decoder = tiny()
+    with pytest.raises(ValueError, match=f'eos_token is {eos_token}, and must be one of the model'):
+        Engine(decoder.model, decoder, BYTES, eos_token)

@@ -97,6 +97,36 @@ def test_an_interrupt_of_repeated_steps_loses_no_token(monkeypatch, where):
         assert [got.tokens[0]] == [tokens for tokens, _ in alone(decoder, got.request)]
 
 
+def test_an_interrupt_behind_the_first_draw_of_siblings_that_wait(monkeypatch):
+    """Eight samples have six sequences: two have drawn a token of a common prompt, and wait."""
+    engine, decoder = tiny(n_blocks=6)
+    got = submit(engine, 'a', [3, 1], 8, n=8, seed=3, temperature=2.0, frequency_penalty=1.0)
+    whole = engine.core.sampler.draw
+
+    def interrupted(*args):
+        whole(*args)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(engine.core.sampler, 'draw', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine)
+    monkeypatch.setattr(engine.core.sampler, 'draw', whole)
+    run(engine)
+    assert got.tokens == [tokens for tokens, _ in alone(decoder, got.request)]
+
+
+def test_stop_ends_steps_that_would_repeat(monkeypatch):
+    """`stop` comes between the look of the thread's loop and its next steps: the present step is the last."""
+    monkeypatch.setattr('serving.core.REPEATING', 10**18)
+    engine, _ = tiny(n_blocks=40, block_size=16)
+    got = submit(engine, 'a', [3, 1], 60)
+    for _ in range(2):
+        engine.run_once()
+    n = len(got.tokens[0])
+    engine.stop()
+    engine.run_once()
+    assert len(got.tokens[0]) == n + 1
+
+
 def test_a_failure_behind_the_draw_loses_no_token_and_no_logprob(monkeypatch):
     monkeypatch.setattr('serving.core.REPEATING', 10**18)
     engine, decoder = tiny(n_blocks=40)

@@ -89,10 +89,10 @@ def test_a_decode_step_is_a_step(how):
         feed(each, {a: TEXT[:7], b: TEXT[:3]})
     for token in range(9):
         expected = feed(q, {b: [token], a: [token + 1]})
-        assert torch.equal(p.decode_steps([b, a], np.array([token, token + 1])), expected)
+        assert torch.equal(p.decode_step([b, a], np.array([token, token + 1])), expected)
         assert (p.lengths, p.tokens, p.blocks.length) == (q.lengths, q.tokens, q.blocks.length)
         with pytest.raises(ValueError, match='token ids'):
-            p.decode_steps([b, a], np.array([token, 29]))
+            p.decode_step([b, a], np.array([token, 29]))
         assert (p.lengths, p.tokens) == (q.lengths, q.tokens)
 
 
@@ -121,45 +121,60 @@ class Fed:
         return len(self.logits) < len(self.rows)
 
     def steps(self, n=None):
-        """`NextTokens` for n steps, or one more than there are rows."""
-        tokens = np.full(((n or len(self.rows) + 1) + 1, self.shape[0]), -1, np.int64)
+        """`NextTokens` for n steps, or some more than there are rows."""
+        tokens = np.full(((n or len(self.rows) + 9) + 1, self.shape[0]), -1, np.int64)
         tokens[0] = self.rows[0]
-        return NextTokens(self, 0, tokens)
+        return NextTokens(self, np.zeros(1, np.int64), tokens)
 
 
 def decode_several(cache, seqs, fed, n=None):
-    steps = fed.steps(n)
-    return cache.decode_steps(seqs, steps.tokens[0], steps)
+    return cache.decode_steps(seqs, fed.steps(n))
 
 
 @pytest.mark.parametrize('decoder', [CPUDecoder, ReferenceExecutor])
 @pytest.mark.parametrize('how', [dict(), dict(window=5, n_sink=2, position='rope'), dict(window=3)], ids=str)
 def test_several_decode_steps_are_single_ones(how, decoder):
     """The same logits, tables and remembered blocks, before and after a fork."""
-    m, p = pool(decoder, **how)
-    _, q = pool(decoder, m)
+    m, p = pool(decoder, n_blocks=32, **how)
+    _, q = pool(decoder, m, 32)
     for each in (p, q):
         seqs = [each.new(), each.new()]
         feed(each, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
     for round_, n in enumerate((1, 2, 9, 4)):
         fed = Fed(rows_of(seqs, n, round_))
-        last = decode_several(p, seqs, fed, n if round_ == 2 else None)
+        last = decode_several(p, seqs, fed, n if round_ == 3 else None)
         for row, of_step in zip(fed.rows, fed.logits, strict=True):
-            assert torch.equal(q.decode_steps(seqs, row), of_step)
+            assert torch.equal(q.decode_step(seqs, row), of_step)
         assert torch.equal(last, fed.logits[-1])
         assert (p.lengths, p.tokens, p.blocks.length) == (q.lengths, q.tokens, q.blocks.length)
         for cache in (p, q):
             tables = cache.blocks.tables.values()
             held = [block for table in tables for block in table if block is not None]
-            assert cache.blocks.references == [held.count(block) for block in range(16)]
-            assert {*held, *cache.blocks.free} == {*range(16)} and not {*held} & {*cache.blocks.free}
+            assert cache.blocks.references == [held.count(block) for block in range(32)]
+            assert {*held, *cache.blocks.free} == {*range(32)} and not {*held} & {*cache.blocks.free}
         for seq in seqs:  # room for up to block_size more tokens
             a, b = p.blocks.tables[seq], q.blocks.tables[seq]
             assert len(b) <= len(a) <= len(b) + 1 and (not how or a == b)
         if not how:
             assert {x.tokens for x in p.blocks.block_with} == {x.tokens for x in q.blocks.block_with}
-        if round_ == 2:
+        if round_ == 1:  # there are blocks for later tokens, which a fork does not share
             seqs = [(p.fork(seq), q.fork(seq))[0] for seq in seqs] + seqs
+
+
+def test_next_tokens_that_do_not_fit_are_refused():
+    m, p = pool(CPUDecoder)
+    seq, rows = p.new(), np.zeros((5, 3), np.int64)
+    feed(p, {seq: TEXT[:7]})
+    for wrong in (rows[:1], rows[:, :1], rows[0], rows.astype(np.int32)):
+        with pytest.raises(ValueError, match='tokens must be a contiguous int64 array'):
+            NextTokens(Fed(rows), rows, wrong)
+    steps = Fed(rows_of([seq], 3)).steps()
+    with pytest.raises(ValueError, match='input_ids must be'):
+        p.decode_steps([seq], NextTokens(steps.draw, rows, rows))
+    p.decode_steps([seq], steps)
+    with pytest.raises(ValueError, match='drawn by an earlier call'):
+        p.decode_steps([seq], steps)
+    assert len(p.tokens[seq]) == 10 and not rows.any()
 
 
 def test_several_decode_steps_are_few_calls():
@@ -199,7 +214,7 @@ def test_decode_steps_before_one_that_fails_are_kept(how, fault, decoder):
         text = TEXT[:first] + fed.rows[:n, column].tolist()
         assert p.tokens[seq] == text and p.blocks.length[seq] == len(text)
         if fault == 'token' or fault == 'numbers' and column:
-            new = p.decode_steps([seq], np.array([5]))
+            new = p.decode_step([seq], np.array([5]))
             assert torch.allclose(new[0], full_logits(m, text + [5]), atol=1e-5)
 
 
@@ -218,7 +233,7 @@ def test_after_an_interrupt_at_any_line_of_decode_steps_the_next_ones_are_exact(
             if p.lengths[seq] == 0 and how:  # its window was gone
                 feed(p, {seq: text})
             assert p.tokens[seq] == text and p.blocks.length[seq] == len(text)
-            new = p.decode_steps([seq], np.array([5]))
+            new = p.decode_step([seq], np.array([5]))
             assert torch.allclose(new[0], full_logits(m, text + [5]), atol=1e-5)
         if not was_interrupted:
             assert done == [6, 6] and n > 100

@@ -1,10 +1,12 @@
 """Tokens drawn by serving/: the same kept sets as model.sample_token, draws that follow the distribution, penalties."""
+import itertools
 import math
 
 import numpy as np
 import pytest
 import torch
 from conftest import sizes
+from interrupts import interrupted
 
 from model import sample_token
 from serving.draws import threshold, uniform
@@ -116,6 +118,24 @@ def test_samples_of_one_row_have_seeds_of_their_own():
     assert len(set(tokens)) > 4
     again = sampler.draw(logits, [0] * 8, [drawing(5 + i, vocab_size=1000) for i in range(8)])
     assert tokens == again
+
+
+def test_after_an_interrupt_at_any_line_samples_draw_as_before():
+    logits, hows = rows_of(2, 50), [dict(temperature=0.0), dict(temperature=3.0, logit_bias=((4, 3.0),))]
+    for n in itertools.count(1):
+        sampler, (a, b), (_, alone) = Sampler(50), *[[drawing(77, **how) for how in hows] for _ in range(2)]
+        first = sampler.draw(logits, [0], [b])
+        was_interrupted = interrupted(lambda: sampler.draw(logits, [0, 1], [a, b]), n, in_sampler)
+        b.restore(first)
+        alone.restore(first)
+        assert sampler.draw(logits, [0], [b]) == Sampler(50).draw(logits, [0], [alone])
+        if not was_interrupted:
+            assert n > 20
+            return
+
+
+def in_sampler(code):
+    return code.co_filename.endswith('sampler.py')
 
 
 def test_uniform_numbers():
