@@ -3,8 +3,9 @@ A decode step through each cache, over the same kernel's step on its own tuples.
 
     python bench.py --mode=caches --only=steps
 
-"tuples" are the decoder called as such, "TupleCache" is what generation puts around it. All ways are fed the same
-tokens. bits: are the logits of the last step those of the tuples, bit by bit?
+"tuples" are the decoder called as such, "TupleCache" is what generation puts around it, "paged, one call" has all steps
+in one call, as the server runs them (`PagedCache.decode_steps`). All ways are fed the same tokens. bits: are the logits
+of the last step those of the tuples, bit by bit?
 """
 import statistics
 import time
@@ -26,12 +27,12 @@ CONTEXTS = {'S': 64, 'M': 128, 'L': 128}  # tokens before the first step that is
 N_STEPS = {'S': 48, 'M': 24, 'L': 8}      # in a round
 N_WARM = 3                                # steps before them
 LEAST = 0.1                               # seconds of timed steps in a round, at least
-GOALS = {'paged': 1.10, 'unified': 1.20, 'streams': 1.20}
+GOALS = {'paged': 1.10, 'paged, one call': 1.10, 'unified': 1.20, 'streams': 1.20}
 KERNEL, PYTORCH = 'kernel', 'PyTorch'
 
 
 def run(names, batches, contexts, bias, repeats):
-    print(f"\na decode step\n{'shape':<6}{'batch':>6}{'context':>8}  {'cache':<12}{'on':<9}{'ms':>9}"
+    print(f"\na decode step\n{'shape':<6}{'batch':>6}{'context':>8}  {'cache':<17}{'on':<9}{'ms':>9}"
           f"{'over tuples':>14}")
     return race_all(race, line, {name: contexts or [CONTEXTS[name]] for name in names or NAMES}, batches or BATCHES,
                     bias, repeats)
@@ -53,7 +54,7 @@ def race_all(race, line, contexts, batches, bias, repeats):
 def line(row):
     bits = 'the same bits' if row['same_bits'] else f"differs by {row['difference']:.1e}"
     ratio = rounds.line(row['over_tuples'], row['goal'], at_most=True)
-    return (f"{row['shape']:<6}{row['batch']:>6}{row['context']:>8}  {row['cache']:<12}{row['on']:<9}"
+    return (f"{row['shape']:<6}{row['batch']:>6}{row['context']:>8}  {row['cache']:<17}{row['on']:<9}"
             f"{1e3 * row['step_s']:>9.3f}{ratio}  {bits}")
 
 
@@ -64,7 +65,7 @@ def race(name, model, B, T, repeats):
     if n < 1:
         raise ValueError(f"{name} has a block_size of {model.config.block_size}, and a context of {T} leaves no room "
                          f"for {N_WARM + 1} steps: choose a smaller one in lengths")
-    texts = random_tokens(model, B, T + N_WARM + n)
+    texts = random_tokens(model, B, T + N_WARM + n + 1)
     decoder = decode.best(model, B)
     kv_cache, on = decoder(texts[:, :T], None)[1], {'tuples': KERNEL, 'TupleCache': KERNEL}
     steps = {'tuples': steps_of_tuples(decoder, lambda: kv_cache, texts, T)}
@@ -74,8 +75,13 @@ def race(name, model, B, T, repeats):
         label = 'contiguous' if kind == 'tuple' else kind
         steps[label], on[label] = steps_of_cache(cache, texts, T), where(cache)
     ways = {way: timed(step, n, decoder if on[way] == KERNEL else None) for way, step in steps.items()}
-    seconds = rounds.take_turns(ways, repeats, f'{name}: {B} sequences')
     logits = {way: [step(i) for i in range(N_WARM + n)][-1] for way, step in steps.items()}
+    cache = kvcache.make_cache(model, 'paged', B, decoder=decoder)
+    if cache.decoder:
+        from benchmarks.caches.one_call import way_of  # here, because it needs numba
+        way = 'paged, one call'
+        on[way], (logits[way], ways[way]) = KERNEL, way_of(cache, steps_of_cache(cache, texts, T), texts, T)
+    seconds = rounds.take_turns(ways, repeats, f'{name}: {B} sequences')
     return [dict(shape=name, batch=B, context=T, steps=n, cache=way, on=on[way], step_s=statistics.median(runs),
                  over_tuples=rounds.ratio(seconds, way, 'tuples'), goal=GOALS.get(way), runs_s=runs,
                  same_bits=torch.equal(logits[way], logits['tuples']),

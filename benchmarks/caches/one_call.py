@@ -1,0 +1,49 @@
+"""Steps of a `PagedCache` in one compiled call, that of the server, with tokens that are known before."""
+import time
+
+import numpy as np
+import torch
+
+from benchmarks.caches import steps
+from decode import vectors
+from decode.callback import Callback
+from decode.metadata import NextTokens
+from decode.vectors import longs_at
+
+
+def copy_row(data_at, logits_at, tokens_at):
+    """Write the data[1] tokens at the address data[0], which becomes that of the next row."""
+    data, tokens = longs_at(data_at), longs_at(tokens_at)
+    row = longs_at(data[0])
+    for i in range(data[1]):
+        tokens[i] = row[i]
+    data[0] += 8 * data[1]
+    return 1
+
+
+COPY = Callback(copy_row, vectors)
+
+
+def way_of(cache, step, texts, T):
+    """
+    (the logits of the last step, a way of `rounds.take_turns`) for the steps that `steps.timed` times. step: that of
+    `steps.steps_of_cache`. texts: (B, N) with one token more than is fed.
+    """
+    handles, rows = list(cache.lengths), texts[:, T + steps.N_WARM:].T.contiguous().numpy()
+
+    def several():
+        """(logits, seconds of a step)"""
+        for i in range(steps.N_WARM):
+            step(i)
+        tokens, data = rows.copy(), np.array([rows[1:].ctypes.data, rows.shape[1]])
+        began = time.perf_counter()
+        logits = cache.decode_steps(handles, NextTokens(COPY, data, tokens))
+        return logits, (time.perf_counter() - began) / (len(rows) - 1)
+
+    def seconds(round_):
+        runs = []
+        with torch.inference_mode(), cache.decoder.exclusive_use():
+            while sum(runs) * (len(rows) - 1) < steps.LEAST:
+                runs.append(several()[1])
+        return sum(runs) / len(runs)
+    return several()[0], seconds
