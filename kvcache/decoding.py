@@ -48,31 +48,31 @@ class BlockDecoding(Decoding):
 
     def __init__(self, seqs, ends, cache):
         super().__init__(seqs, ends, cache.model.config.max_positions, cache.kernel, cache.n_operations)
-        self.cache, self.texts, self.due = cache, [cache.tokens[seq] for seq in seqs], {}
+        self.texts, self.due = [cache.tokens[seq] for seq in seqs], {}  # not the cache itself, which refers to this
         of_all = [cache.blocks.runs.get(seq, (None, end)) for seq, end in zip(seqs, ends)]
         self.metadata.runs[:] = [runs for runs, _ in of_all]
         for number, n in enumerate(map(sub, [limit for _, limit in of_all], ends)):
             self.due.setdefault(max(n, 0) + 1, []).append(number)
 
-    def make_room(self, n=1):
+    def make_room(self, cache, n=1):
         """
-        Make room for the next step and for those behind it, n together, as far as there are blocks. Returns for how
+        Make room for the next step and for those behind it, n together, as far as the cache has blocks. Returns for how
         many. Not for more than block_size: then no sequence gets more than one block that it may not need after all,
         which the scheduler counts for it in any case. `OutOfBlocks` if there is no room for the next step.
         """
-        blocks, n = self.cache.blocks, max(1, min(n, self.cache.blocks.block_size, self.n_left + 1))
+        blocks, n = cache.blocks, max(1, min(n, cache.blocks.block_size, self.n_left + 1))
         for ahead in range(n):
             due = self.due.get(self.n_steps + ahead)
             if due:
                 if ahead and (blocks.window or len(blocks.free) < len(due)):
                     return ahead
                 del self.due[self.n_steps + ahead]
-                self.give_blocks(due)
+                self.give_blocks(cache, due)
         return n
 
-    def give_blocks(self, due):
+    def give_blocks(self, cache, due):
         """Another block, or a copy of a shared one, for the sequences with these numbers."""
-        blocks = self.cache.blocks
+        blocks = cache.blocks
         for number in due:
             blocks.length[self.seqs[number]] = int(self.positions[number])  # `add_decoded` sets those of the others
             if blocks.window:
@@ -80,7 +80,7 @@ class BlockDecoding(Decoding):
         for number in due:
             seq = self.seqs[number]
             if blocks.window or seq not in blocks.runs:
-                self.metadata.runs[number] = self.cache.extended(seq, 1)
+                self.metadata.runs[number] = cache.extended(seq, 1)
             else:  # the same, sooner
                 runs, limit = blocks.runs[seq]
                 runs.append(limit, blocks.append_block(seq) * blocks.block_size, blocks.block_size)

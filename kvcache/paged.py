@@ -118,7 +118,7 @@ class PagedCache(BaseCache):
             while True:
                 n = next_tokens.n_drawn
                 decoding.advance()
-                next_tokens.n_steps = decoding.make_room(next_tokens.n_left)
+                next_tokens.n_steps = decoding.make_room(self, next_tokens.n_left)
                 logits = self.compiled(torch.from_numpy(tokens[n]), decoding.positions, metadata)
                 self.forget_blocks_if_changed()
                 if self.version != next_tokens.version:
@@ -226,7 +226,7 @@ class PagedCache(BaseCache):
         return BlockDecoding(seqs, ends, self)
 
     def make_room_again(self, decoding):
-        decoding.make_room()
+        decoding.make_room(self)
 
     def make_room(self, seqs, starts, counts):
         blocks, found, ends = self.blocks, [], list(map(add, starts, counts))

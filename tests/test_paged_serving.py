@@ -1,7 +1,9 @@
 """What serving asks of `PagedCache` beyond `Cache`: salts, prefixes that are looked for first, room, other rows."""
 import ctypes
+import gc
 import itertools
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -301,3 +303,17 @@ def test_logits_of_all_tokens_are_refused_where_they_are_not_computed():
     m, p = pool()
     with pytest.raises(ValueError, match='take a decoder'):
         p.step(Work([p.new()], [0], [torch.tensor(TEXT)]), wanted=[0])
+
+
+def test_a_pool_is_freed_without_the_garbage_collector():
+    m, p = pool(CPUDecoder)
+    seqs = [p.new(), p.new()]
+    feed(p, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
+    decode_several(p, seqs, Fed(rows_of(seqs, 3)))
+    seen = weakref.ref(p.blocks), weakref.ref(p)
+    gc.disable()
+    try:
+        del p
+        assert [each() for each in seen] == [None, None]
+    finally:
+        gc.enable()
