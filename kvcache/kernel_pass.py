@@ -65,6 +65,8 @@ class KernelPass:
         next_tokens = metadata.next_tokens
         n_before = next_tokens.n_drawn if next_tokens else 0
         logits = self.decoder.execute_model(ids, positions, self.arrays, metadata)
+        if next_tokens and next_tokens.ended:  # a token was drawn from them, so they are numbers
+            return logits
         if not all_finite(logits.data_ptr(), logits.numel()):
             if next_tokens:
                 positions = positions + next_tokens.n_drawn - n_before  # of the step that failed

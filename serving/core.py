@@ -17,7 +17,9 @@ from serving.scheduler import Scheduler
 from serving.snapshot import Stats
 from serving.text import TextStream, WholeTexts
 
-REPEATING = 20_000_000  # nanoseconds in which steps of one plan may begin before their tokens are delivered
+# nanoseconds in which steps of one plan may begin before their tokens are delivered: as long as the shortest pause
+# between two chunks of a stream, see delivery.py
+REPEATING = 40_000_000
 
 new_output = tuple.__new__  # a third of the time of Output(...), for each token
 
