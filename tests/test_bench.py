@@ -227,7 +227,7 @@ def test_caches_mode(repo):
     assert done.returncode == 0, done.stderr
     figures = {part: each['rows'] for part, each in json.loads((repo / 'b.json').read_text()).items()}
     assert [row['cache'] for row in figures['steps']] == ['tuples', 'TupleCache', 'paged', 'unified', 'streams',
-                                                          'contiguous']
+                                                          'contiguous', 'paged, one call']
     assert all(row['difference'] < 1e-4 and (row['batch'], row['context']) == (2, 40) for row in figures['steps'])
     joining, = figures['joining']
     assert joining['same_tokens'] and joining['speedup'] > 0
@@ -235,7 +235,7 @@ def test_caches_mode(repo):
     # other keys round other inputs of the int8 matmuls
     assert float32['difference'] == 0 < bfloat16['difference'] < 0.05 and 0 < int8['difference'] < 0.05
     kernel = {row['cache']: row['same_bits'] for row in figures['steps'] if row['on'] == 'kernel'}
-    assert len(kernel) == 6 and all(kernel.values())
+    assert len(kernel) == 7 and all(kernel.values())
     assert len(figures['rolling']) == 5 and not any(row['gap'] and row['gap'] > 1e-4 for row in figures['rolling'])
     assert [row['kind'] for row in figures['kinds']] == list(kinds.KINDS)
 
