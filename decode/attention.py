@@ -227,7 +227,7 @@ def softmax(scores, at, n):
     top, sums = splat(max_lanes(peak)), constant(0)
     for i in range(0, n, LANES):
         x = load(scores, at + i) - top
-        # no sum has room for smaller weights, and their products with values may be denormal, which are slow
+        # weights below e ** -60 do not change a float32 sum; their products may be denormal numbers, which are slow
         e = zero_below(x, constant(-60.0), exp(x))
         store(scores, at + i, e)
         sums = sums + e

@@ -56,7 +56,7 @@ class SharedCache(FunctionCache):
 
 def keep_on_disk(function, *modules):
     """
-    Load a jitted function from disk at its first call. If it is not there, compile it and save it.
+    Give a numba function a `SharedCache`. Its first use loads it from disk, or compiles it and saves it.
 
     modules: those with functions that it calls, besides its own.
     """

@@ -184,7 +184,7 @@ class NextTokens:
     def __init__(self, draw, data, tokens, kept=None):
         if tokens.dtype != np.int64 or tokens.ndim != 2 or len(tokens) < 2 or not tokens.flags.c_contiguous:
             raise ValueError(f"tokens must be a contiguous int64 array (n + 1, B) for n >= 1 steps, not {tokens.dtype} "
-                             f"{tokens.shape} with strides {tokens.strides}")
+                             f"{tokens.shape} with strides {tokens.strides}: make it with np.empty")
         self.draw, self.data, self.tokens, self.kept, self.n_drawn, self.ended = draw, data, tokens, kept, 0, False
         self.n_steps, self.version = 1, None
 

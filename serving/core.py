@@ -120,7 +120,7 @@ class EngineCore:
             self.advance(plan, logits, rows)
 
     def interrupt(self):
-        """Have something looked at before the next step, also if it has the same plan. Called by any thread."""
+        """The present step is the last one before the engine reads its inbox. Any thread may call this."""
         self.sampler.interrupt[0] = 1
 
     def repeat(self, plan):
@@ -151,7 +151,7 @@ class EngineCore:
             raise error
 
     def forget_drawn(self):
-        """Have tokens drawn again that were not added to their samples."""
+        """Set each sample's draws back to its own tokens. Tokens that were drawn but not added are drawn again."""
         for sample in {*self.scheduler.running, *self.drawing}:  # siblings that drew may wait
             sample.progress.drawing.restore(sample.tokens[sample.n_prompt:])
 

@@ -1,7 +1,8 @@
 """
-The next token of each sample of a step, in compiled code: its logits are changed as its request asks, and it is drawn.
+Compiled code that draws the next token of each sample of a step. It first applies the biases, the min_tokens and the
+penalties of the sample to its logits.
 
-`DRAW` is what the compiled step of the model calls between steps, see `decode.metadata.NextTokens`.
+The compiled step of the model calls `DRAW` between two steps, see `decode.metadata.NextTokens`.
 """
 import math
 
@@ -15,16 +16,16 @@ from decode.vectors import bytes_at, doubles_at, floats_at, longs_at
 from serving import draws
 from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, REPETITION, drawn, uniform
 
-# the table that describes the samples of a step, int64
+# indices of the int64 table that describes the samples of a step
 (N_SAMPLES, VOCAB_SIZE,
- # the addresses of one entry for each sample, int64 if nothing else is said
+ # addresses of arrays with one entry for each sample; the numbers are int64 unless another type is named
  ROWS,         # the row of its logits
  SETTINGS,     # float64 (N_SETTINGS,), see draws.py
  SEEDS,
  NUMBERS,      # how many tokens it has generated
  CHANGES,      # (N_CHANGES,), see below
  STOP_STARTS,  # where its stop tokens begin in STOPS, and behind the last sample where they end
- # other addresses
+ # addresses of other arrays
  STOPS,        # int64
  SCRATCH,      # float64 (N_SCRATCH, vocab_size)
  INTERRUPT,    # int64, set by another thread: not 0 if no step may follow
@@ -32,11 +33,11 @@ from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, R
  UNTIL,        # nanoseconds of `clock`: no step begins later
  N_TABLE) = range(13)
 
-# what is done to a sample's logits: a number, or the address of one entry for each token of the vocabulary, or 0
-(COUNTS,       # int64: how often it was generated. With this address the sample has penalties
- IN_PROMPT,    # uint8
- N_BIASES, BIAS_TOKENS, BIASES,  # addresses of int64 and float64 (n_biases,)
- MIN_TOKENS,   # its stop tokens are not drawn before so many others
+# indices of the int64 entry of CHANGES, which says what is done to the logits of a sample
+(COUNTS,       # the address of int64 (vocab_size,): how often each token was generated; 0 without penalties
+ IN_PROMPT,    # the address of uint8 (vocab_size,): 1 for the tokens of the prompt
+ N_BIASES, BIAS_TOKENS, BIASES,  # n_biases, and the addresses of int64 and float64 (n_biases,)
+ MIN_TOKENS,   # so many tokens are drawn before a stop token can be
  N_CHANGES) = range(7)
 
 

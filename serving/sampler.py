@@ -40,7 +40,7 @@ class Drawing:
         return [*penalties, *biases, self.min_tokens if self.stops else 0]
 
     def restore(self, tokens):
-        """Go back, or forward, to where it has drawn these tokens."""
+        """Set `n_generated` and `counts` to what they are after these tokens were drawn."""
         self.n_generated = len(tokens)
         if self.counts is not None:
             self.counts[:] = np.bincount(np.array(tokens, np.int64), minlength=len(self.counts))
@@ -48,9 +48,9 @@ class Drawing:
 
 class Sampler:
     """
-    Draws tokens from logits, float32 (W, vocab_size).
+    Draws the next token of each sample from a row of logits, float32 (W, vocab_size).
 
-    interrupt: int64 (1,), set to 1 by any thread so that no step follows the present one of `several`.
+    interrupt: int64. Any thread sets interrupt[0] to 1; the present step is then the last one of `several`.
     """
 
     def __init__(self, vocab_size):
@@ -75,16 +75,16 @@ class Sampler:
 
     def several(self, n_steps, until):
         """
-        The `NextTokens` of up to n_steps steps, for all that have drawn last, each from the row of its own number.
-        until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. To be given to `drawn_by` when the
-        steps are done.
+        `NextTokens` for up to n_steps steps of the samples of the last `draw`. Each sample draws from the row that it
+        had there. until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. The caller gives the
+        result to `drawn_by` when the steps are done.
         """
         tokens = np.empty((n_steps + 1, len(self.tokens)), np.int64)
         tokens[0], self.table[table.UNTIL] = self.tokens, until
         return NextTokens(DRAW, self.table, tokens, kept=(self.arrays, self.drawings))
 
     def drawn_by(self, next_tokens):
-        """Note the tokens that were drawn by `several` steps. Returns those of each step, lists."""
+        """Note the tokens that the steps of `several` have drawn. Returns a list of tokens for each step."""
         n = next_tokens.n_drawn
         self.tokens = next_tokens.tokens[n]
         for d in self.drawings:
