@@ -141,7 +141,7 @@ def keep_wanted(thread, n_threads, memory, sizes):
             store(x, i * C_p + j, load(x, wanted[i] * C_p + j))
 
 
-@njit
+@njit(inline='always')  # into `step`, its only caller: compiled by itself it would be optimised twice
 def gpt_step(thread, n_threads, like, like_kv, memory, sizes):
     """The part of a step that thread number `thread` of n_threads computes; see the top of this file."""
     n_layer, n_head, n_kv_head, C = (

@@ -142,10 +142,12 @@ def gather_top_k(row, peaks, k, tokens, values, masses):
     """`gather` for the k largest logits, and those that are equal to the smallest of them."""
     least, n_chunks = np.float32(-math.inf), len(peaks)
     if k <= n_chunks:  # each of the k largest peaks is a logit, so the k-th largest logit is no smaller
-        values[:n_chunks], masses[:n_chunks] = peaks, 1.0
+        for c in range(n_chunks):  # assigned to a slice, it takes three seconds more to compile
+            values[c], masses[c] = peaks[c], 1.0
         least = threshold(values[:n_chunks], masses[:n_chunks], k)[0]
     n = gather(row, peaks, least, tokens, values)
-    masses[:n] = 1.0
+    for i in range(n):
+        masses[i] = 1.0
     return gather(row, peaks, threshold(values[:n], masses[:n], k)[0], tokens, values)
 
 

@@ -83,7 +83,8 @@ def draw_tokens(table_at, logits_at, tokens_at):
         row, stops = carray(floats_at(logits_at + 4 * V * rows[i]), (V,)), all_stops[starts[i]:starts[i + 1]]
         if is_changed(changes[i], numbers[i]):
             own = scratch[CHANGED].view(np.float32)[:V]  # samples of one prompt may share a row
-            own[:] = row
+            for t in range(V):
+                own[t] = row[t]
             change(own, changes[i], settings[i], numbers[i], stops)
             row = own
         token = drawn(row, settings[i], uniform(seeds[i], numbers[i]), scratch)

@@ -17,7 +17,9 @@ import torch
 from fork_server import ForkServer
 
 from decode.cpu import CPUDecoder
+from decode.metadata import KINDS
 from model import GPT, GPTConfig
+from serving.sampler import Sampler
 
 try:
     import fcntl
@@ -56,7 +58,8 @@ WEIGHTS = ('float32', 'int8', 'bfloat16')  # of the CPU decoder
 
 # one torch thread here and in the scripts: beside a busy core, two threads wait for each other most of the time
 torch.set_num_threads(1)
-ENVIRONMENT = {**os.environ, 'OMP_NUM_THREADS': '1'}
+os.environ['OMP_NUM_THREADS'] = '1'
+ENVIRONMENT = {**os.environ}
 TIMEOUT = 1200  # seconds that a script may take; a loaded machine is slow, and only a hang should end a test
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -125,22 +128,23 @@ def locked(path):
         yield
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='session', autouse='PYTEST_XDIST_WORKER' in os.environ)
 def kernels(tmp_path_factory):
     """
-    The CPU kernels, compiled into decode/__pycache__. Each is compiled by one of the workers of pytest-xdist, at the
-    same time as the others compile the other ones.
+    The sampler and the CPU kernels for all types of weights and of keys and values that the tests use, compiled into
+    decode/__pycache__ and serving/__pycache__, where several workers of pytest-xdist begin at once. Each is compiled by
+    one of them, in the process that compiles others: what these have in common is then compiled once.
     """
-    worker = os.environ.get('PYTEST_XDIST_WORKER', 'gw0')
-    first = int(worker.removeprefix('gw')) % len(WEIGHTS)
-    for weights in (*WEIGHTS[first:], *WEIGHTS[:first]):
-        with locked(shared_folder(tmp_path_factory) / f'{weights}.lock'):
-            CPUDecoder(GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8)), weights, threads=1)
-
-
-@pytest.fixture(scope='session', autouse='PYTEST_XDIST_WORKER' in os.environ)
-def compile_before_all_tests(kernels):
-    """Where several workers begin at once."""
+    model = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
+    kinds = [(weights, dtype) for weights in ('float32', 'int8') for dtype in KINDS] + [('bfloat16', torch.float32)]
+    compiled = {'sampler': lambda: Sampler(5)} | {
+        f'{weights}-{dtype}': lambda weights=weights, dtype=dtype: CPUDecoder(model, weights, 1).team_for(dtype)
+        for weights, dtype in kinds}
+    worker = int(os.environ['PYTEST_XDIST_WORKER'].removeprefix('gw'))
+    first = len(compiled) * worker // int(os.environ['PYTEST_XDIST_WORKER_COUNT'])
+    for name in [*compiled][first:] + [*compiled][:first]:
+        with locked(shared_folder(tmp_path_factory) / f'{name}.lock'):
+            compiled[name]()
 
 
 def copy_code(folder):
@@ -156,7 +160,7 @@ def copy_code(folder):
 
 
 @pytest.fixture(scope='session')
-def trained(tmp_path_factory, kernels):
+def trained(tmp_path_factory):
     """
     A copy of the code, a small character data set, and a run of 20 iterations in out/. Not to be written to: the
     workers of pytest-xdist share it, and the first one that needs it makes it.

@@ -240,7 +240,7 @@ async def others(asked):
     return {i: [-1] * ask.n_new for i, ask in asked.items()}
 
 
-def test_the_calls_of_the_engine_are_made_again(kernels, monkeypatch):
+def test_the_calls_of_the_engine_are_made_again(monkeypatch):
     torch.manual_seed(0)
     model = GPT(TINY).eval()
     decoder = decode.best(model, 1, 'float32', 1)

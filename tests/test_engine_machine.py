@@ -4,6 +4,7 @@ Each token is compared with the one that its sample draws alone, computed withou
 """
 import contextlib
 import copy
+import functools
 import io
 import sys
 
@@ -23,7 +24,10 @@ from serving.text import TextStream
 
 V, BAD, EOS = 12, 11, 7  # BAD: a token that makes the kernel fail
 BYTES = [bytes([byte]) for byte in b'abcdefgh'] + [b'\xe2\x82', b'\xac', b'ab', b'!']
-SAMPLER = Sampler(V)
+
+@functools.cache
+def sampler():
+    return Sampler(V)
 
 
 class Toy(ToyKernel):
@@ -100,10 +104,10 @@ class Client:
             mine = self.tokens[output.index]
             for token, *logprobs in zip(output.token_ids, *([output.logprobs] if output.logprobs else [])):
                 logits, drawing = alone(self.kernel, r.prompt + mine), self.drawings[output.index]
-                drawn = [SAMPLER.draw(logits, [w], [copy.deepcopy(drawing)])[0] for w in range(len(logits))]
+                drawn = [sampler().draw(logits, [w], [copy.deepcopy(drawing)])[0] for w in range(len(logits))]
                 assert token in drawn
                 if r.params.logprobs is not None:
-                    assert logprobs in [SAMPLER.logprobs(row[None], [token], r.params.logprobs) for row in logits]
+                    assert logprobs in [sampler().logprobs(row[None], [token], r.params.logprobs) for row in logits]
                 mine.append(token)
                 drawing.restore(mine)
             self.texts[output.index] += output.text
@@ -128,7 +132,7 @@ class Client:
         assert output.n_cached == 0
         for i in range(1, len(prompt)):
             k = self.request.params.logprobs or 0
-            assert [output.prompt_logprobs[i]] in [SAMPLER.logprobs(logits[None], [prompt[i]], k)
+            assert [output.prompt_logprobs[i]] in [sampler().logprobs(logits[None], [prompt[i]], k)
                                                    for logits in alone(self.kernel, prompt[:i])]
 
     def check_end(self, i):
