@@ -6,7 +6,6 @@ How much the tests try, and fixtures: a copy of the repository to run scripts in
 import os
 import pydoc_data.topics
 import shutil
-import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from contextlib import contextmanager
 import hypothesis
 import pytest
 import torch
-from fork_server import ForkServer
+from fork_server import ForkServer, default_sigint
 
 from decode.cpu import CPUDecoder
 from decode.metadata import KINDS
@@ -89,28 +88,34 @@ def run(folder, *command, **env):
     packages read most variables when they start, so a script that is given others than READ_LATE starts by itself.
     """
     command = [str(word) for word in command]
-    forks = sys.platform == 'linux' and not full  # on others a fork of a process with torch may crash
-    if forks and command[0].endswith('.py') and all(name.startswith(READ_LATE) for name in env):
-        if not servers:
-            servers.append(ForkServer(ENVIRONMENT))
-        return servers[0].run(folder, command[0], command[1:], env, TIMEOUT)
+    if is_forked(command, env):
+        return fork_server().run(folder, command[0], command[1:], env, TIMEOUT)
     return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True,
                           timeout=TIMEOUT, stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **env})
 
 
-def start(folder, *command, stderr=subprocess.PIPE):
+def start(folder, *command, stderr=subprocess.PIPE, **env):
     """
-    python command... in folder, as a Popen that goes on by itself, with text pipes for stdout and stderr.
+    python command... in folder, as a Popen that goes on by itself, with text pipes for stdout and stderr. In the quick
+    run it is forked, as in `run`.
+    """
+    command = [str(word) for word in command]
+    if is_forked(command, env) and stderr == subprocess.PIPE:
+        return fork_server().start(folder, command[0], command[1:], env)
+    with default_sigint():
+        return subprocess.Popen([sys.executable, *command], cwd=folder, stdout=subprocess.PIPE, stderr=stderr,
+                                text=True, stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **env})
 
-    The script reacts to SIGINT also where these tests ignore it, as they do in the background of a shell: a signal that
-    is ignored stays ignored in a new program, but one with a handler is back at its default.
-    """
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen([sys.executable, *map(str, command)], cwd=folder, stdout=subprocess.PIPE, stderr=stderr,
-                                text=True, stdin=subprocess.DEVNULL, env=ENVIRONMENT)
-    finally:
-        signal.signal(signal.SIGINT, before)
+
+def is_forked(command, env):
+    can_fork = sys.platform == 'linux' and not full  # on others a fork of a process with torch may crash
+    return can_fork and command[0].endswith('.py') and all(name.startswith(READ_LATE) for name in env)
+
+
+def fork_server():
+    if not servers:
+        servers.append(ForkServer(ENVIRONMENT))
+    return servers[0]
 
 
 def shared_folder(tmp_path_factory):

@@ -19,8 +19,62 @@ import tempfile
 import threading
 import traceback
 import types
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 PACKAGES = 'numpy', 'torch', 'torch._dynamo', 'torch.distributed', 'numba', 'matplotlib.pyplot', 'tqdm', 'requests'
+N_DIGITS = 20  # of a number that the server sends: the number of a process, an exit code
+
+
+@contextmanager
+def default_sigint():
+    """
+    Programs that are started here react to SIGINT also where these tests ignore it, as they do in the background of a
+    shell: a signal that is ignored stays ignored in a new program, but one with a handler is back at its default.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Script:
+    """A script that has been started: what the tests use of subprocess.Popen. stdout, stderr: files, or None."""
+
+    def __init__(self, connection, stdout=None, stderr=None):
+        self.connection, self.stdout, self.stderr, self.returncode = connection, stdout, stderr, None
+        self.pid = int(connection.recv(N_DIGITS))
+
+    def poll(self):
+        return self.wait() if select.select([self.connection], [], [], 0)[0] else self.returncode
+
+    def wait(self, timeout=None):
+        """Its exit code, minus the signal's number if one has ended it. TimeoutError after so many seconds."""
+        if self.returncode is None:
+            self.connection.settimeout(timeout)
+            self.returncode = int(self.connection.recv(N_DIGITS))
+            self.connection.close()
+        return self.returncode
+
+    def send_signal(self, signum):
+        if self.returncode is None and self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout=None):
+        """(all that it writes to stdout, to stderr), when it has ended. TimeoutError after so many seconds."""
+        with ThreadPoolExecutor(2) as pool:
+            texts = [pool.submit(f.read) for f in (self.stdout, self.stderr)]
+            try:
+                self.wait(timeout)
+            finally:
+                self.kill()
+        for f in (self.stdout, self.stderr):
+            f.close()
+        return tuple(text.result() for text in texts)
 
 
 class ForkServer:
@@ -29,11 +83,28 @@ class ForkServer:
     def __init__(self, env):
         self.folder = tempfile.TemporaryDirectory()
         self.address = os.path.join(self.folder.name, 'socket')
-        with socket.socket(socket.AF_UNIX) as listener:
+        with socket.socket(socket.AF_UNIX) as listener, default_sigint():
             listener.bind(self.address)
             listener.listen()
             self.process = subprocess.Popen([sys.executable, __file__, str(listener.fileno())], env=env,
                                             pass_fds=[listener.fileno()], stdin=subprocess.PIPE)
+
+    def ask_for(self, folder, script, args, env, out, err):
+        """A connection to a new process of `python script args...` in folder. out, err: files that it writes to."""
+        connection = socket.socket(socket.AF_UNIX)
+        with tempfile.TemporaryFile() as request:
+            request.write(json.dumps([str(folder), script, args, env]).encode())
+            request.seek(0)
+            connection.connect(self.address)
+            socket.send_fds(connection, [b'run'], [f.fileno() for f in (request, out, err)])
+        return connection
+
+    def start(self, folder, script, args, env):
+        """A `Script`, `python script args...` in folder, with text pipes. env: variables to add to the server's."""
+        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+        with open(out_end, 'wb') as to_out, open(err_end, 'wb') as to_err:
+            connection = self.ask_for(folder, script, args, env, to_out, to_err)
+        return Script(connection, open(out, encoding='utf-8'), open(err, encoding='utf-8'))
 
     def run(self, folder, script, args, env, timeout):
         """
@@ -41,14 +112,8 @@ class ForkServer:
 
         env: variables to add to those of the server. timeout: seconds until a TimeoutError.
         """
-        with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, \
-                socket.socket(socket.AF_UNIX) as connection:
-            request.write(json.dumps([str(folder), script, args, env]).encode())
-            request.seek(0)
-            connection.settimeout(timeout)
-            connection.connect(self.address)
-            socket.send_fds(connection, [b'run'], [f.fileno() for f in (request, out, err)])
-            returncode = int(connection.recv(100))
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            returncode = Script(self.ask_for(folder, script, args, env, out, err)).wait(timeout)
             for f in (out, err):
                 f.seek(0)
             return subprocess.CompletedProcess([script, *args], returncode, out.read().decode(), err.read().decode())
@@ -74,8 +139,9 @@ def serve(listener):
             script = os.fork()
             if script == 0:
                 break
+            connection.sendall(b'%*d' % (N_DIGITS, script))
             status = os.waitpid(script, 0)[1]
-            connection.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            connection.sendall(b'%*d' % (N_DIGITS, os.waitstatus_to_exitcode(status)))
             os._exit(0)
         connection.close()
     connection.close()

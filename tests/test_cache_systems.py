@@ -1,4 +1,6 @@
 """One model on every cache, in every number format: the same tokens, whichever sequences share a step."""
+import functools
+
 import pytest
 import torch
 from conftest import sizes
@@ -47,6 +49,17 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [1, 2, 3, 4, 5, 6, 7], [28, 27],
            [3, 2, 1]]
 
 
+def generators():
+    return [torch.Generator().manual_seed(100 + i) for i in range(len(PROMPTS))]
+
+
+@functools.cache
+def each_alone(seed, how):
+    """The texts of `PROMPTS`, each generated alone and without a cache. how: pairs of arguments of `generate`."""
+    return [generate(model(seed), [prompt], 2 * BLOCK, generator=generator, **dict(how))[0]
+            for prompt, generator in zip(PROMPTS, generators())]
+
+
 @pytest.mark.parametrize('how', [{}, dict(when_full='shift'), dict(when_full='shift', keep=5, n_keep=1)])
 @pytest.mark.parametrize('compiled', [False, True])
 @pytest.mark.parametrize('kind', KINDS)
@@ -55,13 +68,9 @@ def test_eight_sequences_are_those_of_the_uncached_model(kind, compiled, how):
     for seed in range(sizes(1, 3)):
         m = model(seed)
         for sampling in (dict(temperature=0), dict(temperature=1.0, top_k=7), dict(temperature=1.0, stop_token=4)):
-            cache = make_cache(m, kind, 8, decoder=CPUDecoder(m) if compiled else None)
-            seeds = range(100, 108)
-            got = generate(m, PROMPTS, 2 * BLOCK, use_cache=True, cache=cache,
-                           generator=[torch.Generator().manual_seed(s) for s in seeds], **sampling, **how)
-            for prompt, s, tokens in zip(PROMPTS, seeds, got):
-                generator = torch.Generator().manual_seed(s)
-                assert tokens == generate(m, [prompt], 2 * BLOCK, generator=generator, **sampling, **how)[0]
+            cache, how_all = make_cache(m, kind, 8, decoder=CPUDecoder(m) if compiled else None), sampling | how
+            got = generate(m, PROMPTS, 2 * BLOCK, use_cache=True, cache=cache, generator=generators(), **how_all)
+            assert got == each_alone(seed, tuple(how_all.items()))
             assert empty(cache)
 
 

@@ -1,6 +1,8 @@
 """
 Past the window, and prompts of different lengths: against a plain loop that keeps lists of tokens and has no cache.
 """
+import functools
+
 import pytest
 import torch
 from conftest import sizes
@@ -26,6 +28,13 @@ POLICIES = [
 
 def f32(seed, **changes):
     return large(seed, torch.float32, **changes)
+
+
+@functools.cache
+def expected_text(seed, prompt, n, temperature, generator_seed, policy):
+    """`by_hand`, which is the same for every `way`. prompt, policy: tuples, of tokens and of pairs of arguments."""
+    return by_hand(f32(seed), list(prompt), n, temperature, torch.Generator().manual_seed(generator_seed),
+                   **dict(policy))
 
 
 def by_hand(model, prompt, n, temperature=0.0, generator=None, when_full='crop', keep=None, n_keep=0, stop_token=None):
@@ -61,7 +70,7 @@ def test_both_policies_on_both_sides_of_the_window(policy, way):
     for seed, T in enumerate(lengths):
         model, prompt = f32(seed), torch.randint(29, (T,)).tolist()
         for temperature in (0.0, 0.8):
-            expected = by_hand(model, prompt, 45, temperature, torch.Generator().manual_seed(seed), **policy)
+            expected = expected_text(seed, tuple(prompt), 45, temperature, seed, tuple(policy.items()))
             got = generate(
                 model, [prompt], 45, temperature, generator=torch.Generator().manual_seed(seed), **way(model), **policy
             )
@@ -75,10 +84,9 @@ def test_prompts_of_different_lengths_are_each_as_alone(policy, way):
         lengths = torch.randint(1, 2 * BLOCK, (6,)).tolist() + [1, BLOCK]
         prompts = [torch.randint(29, (T,)).tolist() for T in lengths]
         for temperature, stop in ((0.0, None), (0.8, None), (0.8, 11)):
-            alone = [
-                by_hand(model, prompt, 40, temperature, torch.Generator().manual_seed(row), stop_token=stop, **policy)
-                for row, prompt in enumerate(prompts)
-            ]
+            how = tuple((policy | dict(stop_token=stop)).items())
+            alone = [expected_text(seed, tuple(prompt), 40, temperature, row, how)
+                     for row, prompt in enumerate(prompts)]
             together = generate(
                 model,
                 prompts,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENVIRONMENT, TINY, run, sizes
+from conftest import start as start_script
 
 import checkpoint as checkpoints
 
@@ -110,10 +111,8 @@ def test_resume_is_exact_with_accumulation_and_with_a_scaler(repo, settings):
 
 
 def start(repo, *settings):
-    """train.py in the background. A shell starts such jobs with SIGINT ignored, so its disposition is set here."""
-    return subprocess.Popen([sys.executable, 'train.py', *TINY, *settings], cwd=repo, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT,
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    """train.py in the background."""
+    return start_script(repo, 'train.py', *TINY, *settings)
 
 
 def wait_for_rows(folder, n):

@@ -8,18 +8,16 @@ import time
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, TINY, run
+from conftest import start as start_script
 
 import checkpoint as checkpoints
 
 FOREVER = ('--max_iters=1000000', '--eval_interval=1000000')
 
 
-def start(repo, *settings, sigint=signal.SIG_DFL, **env):
-    """train.py in the background. A shell starts such jobs with SIGINT ignored, so its disposition is set here."""
-    return subprocess.Popen([sys.executable, 'train.py', *TINY, *settings], cwd=repo, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env={**ENVIRONMENT, **env},
-                            preexec_fn=lambda: signal.signal(signal.SIGINT, sigint))
+def start(repo, *settings):
+    """train.py in the background."""
+    return start_script(repo, 'train.py', *TINY, *settings)
 
 
 def wait_until(process, done):
@@ -110,7 +108,9 @@ def test_stopping_before_the_first_iteration_saves_nothing(repo):
 
 
 def test_a_sigint_that_is_ignored_at_entry_stays_so_and_sigterm_stops(repo):
-    process = start(repo, *FOREVER, sigint=signal.SIG_IGN)
+    process = subprocess.Popen([sys.executable, 'train.py', *TINY, *FOREVER], cwd=repo, text=True, env=ENVIRONMENT,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
     wait_until(process, lambda: rows(repo) > 5)
     process.send_signal(signal.SIGINT)
     n = rows(repo)
