@@ -11,15 +11,12 @@ import torch
 from decode.threads import nanoseconds
 from kvcache.blocks import OutOfBlocks
 from kvcache.protocol import Work
+from serving.pace import pause
 from serving.request import Output
 from serving.sampler import Drawing, Sampler
 from serving.scheduler import Scheduler
 from serving.snapshot import Stats
 from serving.text import TextStream, WholeTexts
-
-# nanoseconds in which steps of one plan may begin before their tokens are delivered: as long as the shortest pause
-# between two chunks of a stream, see delivery.py
-REPEATING = 40_000_000
 
 new_output = tuple.__new__  # a third of the time of Output(...), for each token
 
@@ -125,11 +122,14 @@ class EngineCore:
 
     def repeat(self, plan):
         """
-        Run more steps of the last step's plan in compiled code, until a sample ends, `interrupt` is called, REPEATING
-        is over, or the plan may need other blocks. Their tokens are added to their samples and delivered once.
+        Run more steps of the last step's plan in compiled code, until a sample ends, `interrupt` is called, as much
+        time is over as passes between two chunks of a stream, or the plan may need other blocks. Their tokens are added
+        to their samples and delivered once.
         """
         self.drawn_for = None
-        steps = self.sampler.several(self.scheduler.n_repeats if self.plain else 1, nanoseconds() + REPEATING)
+        n_requests = len({sample.request.id for sample, _ in plan})
+        until = nanoseconds() + int(1e9 * pause(n_requests))
+        steps = self.sampler.several(self.scheduler.n_repeats if self.plain else 1, until)
         logits, error = None, None
         try:
             logits = self.cache.decode_steps([sample.handle for sample, _ in plan], steps).numpy()

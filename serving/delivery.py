@@ -5,9 +5,7 @@ from collections import deque
 import orjson
 from starlette.responses import Response
 
-# the shortest and the longest pause between two chunks of a stream, in seconds; a chunk has all tokens of its pause
-PAUSE, LONGEST_PAUSE = 0.04, 0.2
-CHUNKS = 400  # that all streams together write in a second, about: writing a chunk slows the model down
+from serving.pace import pause
 
 
 class JSON(Response):
@@ -117,11 +115,6 @@ class Answer:
             if done:
                 return
             asyncio.get_running_loop().call_later(pause(len(self.service.mailboxes)), self.mailbox.listen)
-
-
-def pause(n_streams):
-    """Seconds between two chunks of a stream, beside so many."""
-    return min(max(PAUSE, n_streams / CHUNKS), LONGEST_PAUSE)
 
 
 async def disconnect(receive):

@@ -158,7 +158,7 @@ def test_logprobs_equal_the_models():
 def test_new_weights_are_used_from_the_next_token_on(monkeypatch, exclusive):
     """Weights that change between two steps: each token is that of the weights of its step, over all of its text."""
     engine, decoder = tiny(n_blocks=40)
-    monkeypatch.setattr('serving.core.REPEATING', 0)  # a plan has one step
+    monkeypatch.setattr('serving.core.pause', lambda n_streams: 0)  # a plan has one step
     prompts = [[i, 2, 3, 4, 5] for i in range(4)]
     all_got = [submit(engine, str(i), prompt, 12, temperature=0.0) for i, prompt in enumerate(prompts)]
     for _ in range(5):

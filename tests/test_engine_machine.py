@@ -18,6 +18,7 @@ from toy_kernel import TOKEN, ToyKernel, begin_with_nan, chain_of, logits_of_cha
 
 from serving import core
 from serving.engine import Engine
+from serving.pace import pause
 from serving.request import Request, SamplingParams
 from serving.sampler import Drawing, Sampler
 from serving.text import TextStream
@@ -159,7 +160,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.kernel, self.clients, self.n = Toy(model), {}, 0
         self.engine = Engine(model, self.kernel, BYTES, EOS, n_blocks, block_size, budget)
         self.cache = self.kernel.cache = self.engine.cache
-        core.REPEATING = 10**18  # nothing depends on time
+        core.pause = lambda n_streams: 1e9  # nothing depends on time
         begin_with_nan(self.cache)
 
     @rule(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14), max_tokens=st.integers(0, 12),
@@ -218,7 +219,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def change_whether_steps_repeat(self):
         """A plan is run as often as it can be, or once."""
-        core.REPEATING = 0 if core.REPEATING else 10**18
+        length = 0 if core.pause(1) else 1e9
+        core.pause = lambda n_streams: length
 
     @precondition(lambda self: hasattr(self, 'engine'))
     @invariant()
@@ -241,6 +243,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert {*scheduler.running, *scheduler.waiting} <= live
 
     def teardown(self):
+        core.pause = pause
         if hasattr(self, 'engine'):
             for _ in range(2000):
                 self.kernel.begin_step()

@@ -14,7 +14,7 @@ def test_steps_of_one_plan_are_delivered_together(monkeypatch):
     """The steps, and the tokens, are those of a step at a time."""
     seen = []
     for together in (True, False):
-        monkeypatch.setattr('serving.core.REPEATING', 10**18 if together else 0)
+        monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9 if together else 0)
         engine, decoder = tiny(n_blocks=40, block_size=16)
         token = alone(decoder, Request('x', [6, 2], 9, seed=4))[0][0][5]
         all_got = [submit(engine, 'a', [3, 1], 30, seed=2), submit(engine, 'b', [5], 12, seed=3, n=2),
@@ -30,7 +30,7 @@ def test_steps_of_one_plan_are_delivered_together(monkeypatch):
 
 @pytest.mark.parametrize('how', [dict(logprobs=1), dict(stop=('xyz',))], ids=str)
 def test_a_sample_that_needs_each_token_gets_one_at_a_time(monkeypatch, how):
-    monkeypatch.setattr('serving.core.REPEATING', 10**18)
+    monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9)
     engine, _ = tiny(n_blocks=40)
     all_got = [submit(engine, 'a', [3, 1], 20), submit(engine, 'b', [3, 1], 20, **how)]
     run(engine)
@@ -42,7 +42,7 @@ def test_a_sample_that_needs_each_token_gets_one_at_a_time(monkeypatch, how):
 def test_changed_logits_are_drawn_from_as_in_single_steps(monkeypatch, how):
     seen = []
     for together in (True, False):
-        monkeypatch.setattr('serving.core.REPEATING', 10**18 if together else 0)
+        monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9 if together else 0)
         engine, _ = tiny(n_blocks=40)
         all_got = [submit(engine, 'a', [3, 1], 30), submit(engine, 'b', [3, 1], 30, seed=1, **how)]
         run(engine)
@@ -52,7 +52,7 @@ def test_changed_logits_are_drawn_from_as_in_single_steps(monkeypatch, how):
 
 
 def test_steps_repeat_while_others_wait_and_while_blocks_are_few(monkeypatch):
-    monkeypatch.setattr('serving.core.REPEATING', 10**18)
+    monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9)
     for n_blocks, budget in ((100, 8), (8 * 10 + 1, 64), (8 * 9, 64)):  # each sample takes 11 blocks in the end
         engine, _ = tiny(n_blocks=n_blocks, budget=budget)
         all_got = [submit(engine, str(i), [i], 40, i) for i in range(9)]
@@ -63,7 +63,7 @@ def test_steps_repeat_while_others_wait_and_while_blocks_are_few(monkeypatch):
 @pytest.mark.parametrize('window', [4, 8])
 def test_a_window_shorter_than_a_block_takes_no_block_of_another(monkeypatch, window):
     """Two samples share the blocks of a prompt, which their windows pass; one gives way, and none ends early."""
-    monkeypatch.setattr('serving.core.REPEATING', 10**18)
+    monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9)
     decoder = CPUDecoder(model_of(SHAPES[1] | dict(position='rope', window=window), 1), threads=1)
     for n_blocks in (3, 4, 5):
         engine = Engine(decoder.model, decoder, BYTES, None, n_blocks, 2 * window, 16)
@@ -74,7 +74,7 @@ def test_a_window_shorter_than_a_block_takes_no_block_of_another(monkeypatch, wi
 @pytest.mark.parametrize('where', ['before the kernel', 'behind the kernel', 'before its tokens are added'])
 def test_an_interrupt_of_repeated_steps_loses_no_token(monkeypatch, where):
     """Tokens that were drawn and not added are drawn again, with the penalties and the random numbers of before."""
-    monkeypatch.setattr('serving.core.REPEATING', 10**18)
+    monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9)
     engine, decoder = tiny(n_blocks=40)
     hows = [dict(), dict(temperature=2.0), dict(frequency_penalty=1.5, presence_penalty=-1.0)]
     all_got, calls = [submit(engine, str(i), [3, i], 30, i, **how) for i, how in enumerate(hows)], itertools.count()
@@ -116,7 +116,7 @@ def test_an_interrupt_behind_the_first_draw_of_siblings_that_wait(monkeypatch):
 
 def test_stop_ends_steps_that_would_repeat(monkeypatch):
     """`stop` comes between the look of the thread's loop and its next steps: the present step is the last."""
-    monkeypatch.setattr('serving.core.REPEATING', 10**18)
+    monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9)
     engine, _ = tiny(n_blocks=40, block_size=16)
     got = submit(engine, 'a', [3, 1], 60)
     for _ in range(2):
@@ -128,7 +128,7 @@ def test_stop_ends_steps_that_would_repeat(monkeypatch):
 
 
 def test_a_failure_behind_the_draw_loses_no_token_and_no_logprob(monkeypatch):
-    monkeypatch.setattr('serving.core.REPEATING', 10**18)
+    monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9)
     engine, decoder = tiny(n_blocks=40)
     got, calls, whole = submit(engine, 'a', [3, 1], 20, logprobs=5), itertools.count(), engine.cache.add_decoded
 

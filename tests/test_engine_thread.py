@@ -292,7 +292,7 @@ def test_a_defect_of_the_engine_ends_its_requests_and_not_the_thread(served, mon
 
 def test_the_state_shows_the_pool(served, monkeypatch):
     engine, kernel = served
-    monkeypatch.setattr('serving.core.REPEATING', 0)  # a plan has one step
+    monkeypatch.setattr('serving.core.pause', lambda n_streams: 0)  # a plan has one step
     two = submit(engine, 'two', range(6), max_tokens=9, n=2)
     kernel.wait()
     kernel.step(2)

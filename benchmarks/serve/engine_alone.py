@@ -3,8 +3,9 @@ The engine without a server, over the kernel's own rate: what scheduling, drawin
 
     python bench.py --mode=serve --only=engine_alone
 
-A round serves so many requests at once, and notes every step of the kernel. Then the same steps are made again, one
-call each, with nothing between them. All answers have as many tokens, so that all requests run until the end.
+A round serves so many requests at once. Behind each call of the kernel the same steps are made again, one call each, on
+a clock of their own: the speed of a machine changes within seconds, and both times see the same of it. All answers have
+as many tokens, so that all requests run until the end.
 """
 import gc
 import statistics
@@ -58,9 +59,7 @@ def race(name, model, decoder, weights, B, repeats):
     for round_ in range(repeats + 1):
         time.sleep(rounds.PAUSE)
         asks = [ask._replace(n_new=N_NEW) for ask in mixed(model.config, B, round_)]
-        taken, n, calls = serve(engine, decoder, asks)
-        time.sleep(rounds.PAUSE)
-        again = replay(decoder, calls)
+        taken, again, n = serve(engine, decoder, asks)
         if round_:
             seconds[ENGINE].append(taken)
             seconds[KERNEL].append(again)
@@ -73,15 +72,16 @@ def race(name, model, decoder, weights, B, repeats):
 
 def serve(engine, decoder, asks):
     """
-    (seconds, generated tokens, arguments of each call of the kernel) for all requests at once, in this thread, as the
-    engine's own thread does it. ValueError if the decoder's compiled step is not what computes the cache.
+    (seconds of the engine, seconds of its calls of the kernel when they are made again, generated tokens) for all
+    requests at once, in this thread, as the engine's own thread does it. ValueError if the decoder's compiled step is
+    not what computes the cache.
     """
     if engine.cache.kernel is None:
         raise ValueError("this part needs the compiled step, which needs numba: pip install numba")
-    outputs, calls, compiled = [], [], engine.cache.kernel
+    outputs, compiled = [], engine.cache.kernel
     for i, ask in enumerate(asks):
         engine.submit(Request(str(i), ask.prompt, ask.n_new, SamplingParams(temperature=0), deliver=outputs.append))
-    compiled.decoder = Noting(decoder, calls)
+    compiled.decoder = twice = Twice(decoder)
     try:
         with decoder.exclusive_use():
             began = time.perf_counter()
@@ -90,31 +90,25 @@ def serve(engine, decoder, asks):
             seconds = time.perf_counter() - began
     finally:
         compiled.decoder = decoder
-    return seconds, sum(len(output.token_ids) for some in outputs for output in some), calls
+    return seconds - twice.seconds, twice.seconds, sum(len(output.token_ids) for some in outputs for output in some)
 
 
-class Noting:
-    """A decoder that notes the arguments of its steps. Its `execute_model` is that of the decoder."""
+class Twice:
+    """A decoder whose `execute_model` makes each step twice. seconds: of the second ones."""
 
-    def __init__(self, decoder, calls):
-        self.decoder, self.calls = decoder, calls
+    def __init__(self, decoder):
+        self.decoder, self.seconds = decoder, 0.0
 
     def execute_model(self, ids, positions, arrays, metadata):
         several = metadata.next_tokens
-        if several is None:
-            self.calls.append((ids, positions, arrays, metadata))
-            return self.decoder.execute_model(ids, positions, arrays, metadata)
-        first, alone = several.n_drawn, replace(metadata, next_tokens=None)
+        first = several.n_drawn if several else 0
         logits = self.decoder.execute_model(ids, positions, arrays, metadata)
-        for i, row in enumerate(several.tokens[first:max(first + 1, several.n_drawn)]):
-            self.calls.append((torch.from_numpy(row), positions + i, arrays, alone))
-        return logits
-
-
-def replay(decoder, calls):
-    """Seconds for the same calls of the kernel, one after the other."""
-    with decoder.exclusive_use():
+        calls = [(ids, positions, arrays, metadata)]
+        if several:
+            rows, alone = several.tokens[first:max(first + 1, several.n_drawn)], replace(metadata, next_tokens=None)
+            calls = [(torch.from_numpy(row), positions + i, arrays, alone) for i, row in enumerate(rows)]
         began = time.perf_counter()
         for call in calls:
-            decoder.execute_model(*call)
-        return time.perf_counter() - began
+            self.decoder.execute_model(*call)
+        self.seconds += time.perf_counter() - began
+        return logits
