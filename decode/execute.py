@@ -129,10 +129,10 @@ class Executor:
         may be several steps, see `metadata.NextTokens`; input_ids is then its row n_drawn. n_threads: how many compute,
         by default what `choice` has found.
 
-        Returns the logits of the wanted rows, float32 (W, vocab_size), of the last step. Their bits do not depend on
-        the other sequences, on how a text is divided into steps, on the slots or on the number of threads. Raises
-        ValueError, with nothing written, on tokens, positions and runs that do not fit the model, the arrays or each
-        other.
+        Returns the logits of the wanted rows, float32 (W, vocab_size), of the last step; kv_caches.finite says whether
+        they are numbers. Their bits do not depend on the other sequences, on how a text is divided into steps, on the
+        slots or on the number of threads. Raises ValueError, with nothing written, on tokens, positions and runs that
+        do not fit the model, the arrays or each other.
         """
         m = input_metadata
         with step_lock.lock:
@@ -146,7 +146,7 @@ class Executor:
             W = S if m.wanted is None else len(m.wanted)
             logits = torch.empty(W, self.vocab_size, dtype=torch.float32, device='cpu')
             inputs, tables = self.inputs_for(N), self.tables
-            before, tables.step = tables.step, None
+            before, tables.step, kv_caches.finite = tables.step, None, True
             inputs.positions[:N] = input_positions
             inputs.runs[:S], inputs.n_runs[:S] = [r.address for r in m.runs], [r.n for r in m.runs]
             if N == S <= self.chunk and m.wanted is None:  # one token each
@@ -230,7 +230,8 @@ class Executor:
         tables = self.tables
         if tables.kv is not kv or tables.step is None:
             self.set_sizes(n_rows, n_seq, n_wanted, kv)
-        tables.memory[TOKENS], tables.memory[LOGITS], tables.sizes[layout.N_STEPS] = tokens, logits, 0
+        tables.memory[TOKENS], tables.memory[LOGITS] = tokens, logits
+        tables.sizes[layout.N_STEPS] = tables.sizes[layout.NOT_NUMBERS] = 0
         team, choice = self.teams.get(kv.dtype) or self.team_for(kv.dtype), None
         if n_threads is None:
             n_threads = self.n_threads
@@ -248,6 +249,8 @@ class Executor:
         if next_tokens is not None and (n_drawn := tables.note_drawn(next_tokens)):
             # a step behind the first one that is refused is for the next call
             refused, n_steps, ns = 0, n_drawn, ns - int(tables.sizes[layout.DRAW_NS])
+        if tables.sizes[layout.NOT_NUMBERS]:
+            kv.finite = False
         if choice is not None and not refused:
             # a prefill always follows a pause
             choice.record(ns, began if n_rows == n_seq else 0, n_steps)

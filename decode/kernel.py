@@ -22,7 +22,6 @@ from numba import njit
 from decode import layout
 from decode.attention import attention, layer_kv, rotate_queries, write_keys_values
 from decode.callback import call_back
-from decode.finite import all_finite
 from decode.layer_norm import Norms, layer_norm
 from decode.layout import GROUP, LINEARS_PER_LAYER, padded
 from decode.linears import (
@@ -207,7 +206,8 @@ def gpt_step(thread, n_threads, like, like_kv, memory, sizes):
         layer_norm(x, r * C_p, norms, 2 * n_layer, C, normed, r * C_p)
     logits = floats_at(memory[layout.LOGITS])
     prepare_rows(linears.panels, normed, n_rows, C_p, scratch)
-    shared_linear(team, linears, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch)
+    if not shared_linear(team, linears, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch):
+        claim(sizes, layout.NOT_NUMBERS)
 
 
 @njit
@@ -231,12 +231,11 @@ def draw_next(memory, sizes):
     After a step of a call of several: have the tokens of the next step drawn from its logits, if these are numbers.
     Returns whether that step is to be computed; its tokens and positions are then in memory.
     """
-    logits, n_rows = memory[layout.LOGITS], sizes[layout.N_ROWS]
-    if sizes[layout.N_STEPS] == 0 or not all_finite(logits, n_rows * sizes[layout.VOCAB_SIZE]):
+    if sizes[layout.N_STEPS] == 0 or sizes[layout.NOT_NUMBERS]:
         return False
-    began, positions = clock(), longs_at(memory[layout.POSITIONS])
+    began, positions, n_rows = clock(), longs_at(memory[layout.POSITIONS]), sizes[layout.N_ROWS]
     memory[layout.TOKENS] += 8 * n_rows
-    goes_on = call_back(memory[layout.DRAW], memory[layout.DRAW_DATA], logits, memory[layout.TOKENS])
+    goes_on = call_back(memory[layout.DRAW], memory[layout.DRAW_DATA], memory[layout.LOGITS], memory[layout.TOKENS])
     for r in range(n_rows):
         positions[r] += 1
     sizes[layout.N_DRAWN] += 1

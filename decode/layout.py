@@ -23,13 +23,14 @@ KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
  N_ROWS,         # new tokens of all sequences, N
  N_SEQ,          # sequences, S
  N_WANTED,       # rows whose logits are wanted, W
+ NOT_NUMBERS,    # written: how many threads have computed logits that are NaN or infinite
  # of a call of several steps, see kernel.draw_next
  N_STEPS,        # at most so many; 0: one step, and nothing is drawn
  N_DRAWN,        # written: behind so many steps tokens were drawn
  ENDED,          # written: 1 if the function that draws said that no step follows
  DRAW_NS,        # written: nanoseconds that it took
  # of the cache, see metadata.py
- N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(23)
+ N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(24)
 
 LEARNED, ROPE, ALIBI, NONE = range(4)
 

@@ -165,8 +165,9 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
     Panels (from, to) of linear `number`, for the first n_rows rows of x, as prepare_rows has left them.
 
     The n_out outputs of a row go to the same row of out, (n_rows, n_out); `then` is STORE, ADD, GELU or GELU_TANH.
+    Returns whether all products are finite.
     """
-    at = number * N_COLUMNS
+    at, zero, zeros = number * N_COLUMNS, constant(0.0), constant(0.0)  # zeros: NaN where a product is not finite
     first_weight, first_panel, K = (
         linears.table[at + FIRST_WEIGHT], linears.table[at + FIRST_PANEL], linears.table[at + N_INPUTS])
     inputs, sizes = inputs_of(linears.panels, x, scratch), tile_sizes(linears.panels, n_rows, K)
@@ -178,6 +179,7 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
                 s, b = load(linears.scale, (first_panel + p) * LANES), load(linears.bias, (first_panel + p) * LANES)
                 for i in range(n):
                     v = fma(load(scratch.sums, (i * SHEET + p - sheet) * LANES), s, b)
+                    zeros = fma(v, zero, zeros)
                     to = (row + i) * n_out + p * LANES
                     if then == ADD:
                         store(out, to, load(out, to) + v)
@@ -189,12 +191,14 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
                         store(out, to, v)
                     else:
                         store_first(out, to, v, n_out - p * LANES)
+    return sum_lanes(zeros) == 0.0
 
 
 @njit
 def shared_linear(team, linears, number, x, n_rows, then, out, n_out, scratch):
     """
-    All panels of linear `number`, shared among the threads; see `linear`.
+    All panels of linear `number`, shared among the threads; see `linear`. Returns whether all products that this thread
+    has computed are finite.
 
     A small linear is divided into one part for each thread, always the same part, which then stays in its core's cache.
     A large one is divided into eight parts for each thread, and a thread that is ready claims the next one: a core that
@@ -205,9 +209,10 @@ def shared_linear(team, linears, number, x, n_rows, then, out, n_out, scratch):
     n_sheets = -(-n_panels // SHEET)
     small = n_threads == 1 or n_panels * K * LANES * 4 // inputs_per_vector(linears.panels) < CLAIMED
     n_parts = n_threads if small else min(n_sheets, 8 * n_threads)
-    part = team.thread if small else claim(team.claims, number * LINE)
+    part, finite = team.thread if small else claim(team.claims, number * LINE), True
     while part < n_parts:
         first, end = share(n_sheets, part, n_parts)
         panels = first * SHEET, min(end * SHEET, n_panels)
-        linear(linears, number, panels, x, n_rows, then, out, n_out, scratch)
+        finite &= linear(linears, number, panels, x, n_rows, then, out, n_out, scratch)
         part = n_parts if small else claim(team.claims, number * LINE)
+    return finite

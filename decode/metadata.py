@@ -71,7 +71,8 @@ class KVArrays:
 
     addresses: int64 (n_layer, 4), of keys, values, and for int8 the float32 scales of both, KV_GROUP numbers to a
     scale. tensors: what the addresses are of, kept alive. written: uint8 (n_slots,), in which a step marks the slots
-    that it will write. ValueError unless the layers are alike, and hold so many slots.
+    that it will write. finite: were the logits of the last step numbers? ValueError unless the layers are alike, and
+    hold so many slots.
     """
     instances = weakref.WeakSet()
 
@@ -80,7 +81,7 @@ class KVArrays:
         self.tensors, self.n_slots, self.slot_stride, self.head_stride = tensors, n_slots, slot_stride, head_stride
         self.shape = len(tensors), n_kv_head, head_dim  # of the models whose keys and values they hold
         self.dtype = tensors[0][0].dtype
-        self.written = aligned(n_slots, np.uint8)
+        self.written, self.finite = aligned(n_slots, np.uint8), True
         self.addresses, self.pointers = np.zeros((len(tensors), 4), np.int64), None
         self.check()
         self.find()

@@ -9,7 +9,7 @@ import threading
 import numpy as np
 import torch
 
-from decode import attention, callback, finite, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
+from decode import attention, callback, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
 from decode.disk_cache import keep_on_disk
 from decode.forks import StepLock, after_fork
 from decode.kernel import check, step
@@ -18,7 +18,7 @@ from decode.packing import WEIGHTS
 from decode.threads import Workers
 
 # the files that numba compiles besides kernel.py
-COMPILED = attention, callback, finite, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
+COMPILED = attention, callback, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
 for compiled in (step, check):
     keep_on_disk(compiled, *COMPILED)
 

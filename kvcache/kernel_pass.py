@@ -7,7 +7,6 @@ there, and reads the slots that the new tokens see and no others.
 import numpy as np
 import torch
 
-from decode.finite import all_finite
 from decode.metadata import InputMetadata, KVArrays, Runs
 from kvcache.placement import NotNumbers
 
@@ -65,9 +64,7 @@ class KernelPass:
         next_tokens = metadata.next_tokens
         n_before = next_tokens.n_drawn if next_tokens else 0
         logits = self.decoder.execute_model(ids, positions, self.arrays, metadata)
-        if next_tokens and next_tokens.ended:  # a token was drawn from them, so they are numbers
-            return logits
-        if not all_finite(logits.data_ptr(), logits.numel()):
+        if not self.arrays.finite:
             if next_tokens:
                 positions = positions + next_tokens.n_drawn - n_before  # of the step that failed
             parts = np.split(positions, np.cumsum(metadata.query_lens)[:-1])

@@ -51,8 +51,9 @@ class ReferenceExecutor:
         self.runs = [self.slots(runs, kv_caches.n_slots) for runs in m.runs]
         self.check(ids, positions)
         self.calls.append(list(m.query_lens))
-        rows = [self.one(*each, kv_caches) for each in zip(ids, positions, self.runs)]
-        return torch.stack(rows).float()
+        logits = torch.stack([self.one(*each, kv_caches) for each in zip(ids, positions, self.runs)]).float()
+        kv_caches.finite = bool(logits.isfinite().all())
+        return logits
 
     def slots(self, runs, n_slots):
         """{position: slot} of `Runs`, which are in the order of positions."""

@@ -78,7 +78,7 @@ def test_kvcache_takes_nothing_of_decode_but_fingerprints_and_metadata():
     for path in glob.glob(os.path.join(ROOT, 'kvcache', '**', '*.py'), recursive=True):
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.split('.')[0] == 'decode':
-                assert node.module in ('decode.fingerprint', 'decode.finite', 'decode.metadata'), path
+                assert node.module in ('decode.fingerprint', 'decode.metadata'), path
             elif isinstance(node, ast.Import):
                 assert all(alias.name.split('.')[0] != 'decode' for alias in node.names), path
 

@@ -1,5 +1,7 @@
 """Linears on packed weights: the bits of a row depend on the row alone, and its numbers are a product in float64."""
 import hashlib
+import itertools
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +15,7 @@ from conftest import sizes
 from numba import njit
 
 from decode import packing, tiles
-from decode.layout import GROUP, SHEET, SUMMED_ROWS
+from decode.layout import FIRST_PANEL, GROUP, SHEET, SUMMED_ROWS
 from decode.linears import ADD, CLAIMED, GELU, GELU_TANH, STORE, Linears, Team, linear, prepare_rows, shared_linear
 from decode.packing import PackedWeights, padded, quantise
 from decode.threads import LINE, aligned
@@ -38,9 +40,8 @@ def run(like, memory, number, K, x_at, n_rows, then, out_at, n_out, first, end, 
     prepare_rows(linears.panels, x, n_rows, K, scratch)
     if first < 0:
         team = Team(thread, n_threads, longs_at(memory[8]))
-        shared_linear(team, linears, number, x, n_rows, then, out, n_out, scratch)
-    else:
-        linear(linears, number, (first, end), x, n_rows, then, out, n_out, scratch)
+        return shared_linear(team, linears, number, x, n_rows, then, out, n_out, scratch)
+    return linear(linears, number, (first, end), x, n_rows, then, out, n_out, scratch)
 
 
 class Packed:
@@ -75,12 +76,11 @@ class Packed:
         return n if then == STORE else padded(n, GROUP)
 
     def __call__(self, number, x, n_rows, then, out, panels=(-1, 0), n_threads=1):
-        """A copy of out, of which the first rows are written."""
+        """A copy of out, of which the first rows are written. `finite` is then what the threads have returned."""
         out = out.clone()
         self.arrays[-1][:] = 0
-        for thread in range(n_threads):
-            run(self.packed.panels[:0], self.memory, number, x.size(1), x.data_ptr(), n_rows, then, out.data_ptr(),
-                out.size(1), *panels, thread, n_threads)
+        self.finite = [run(self.packed.panels[:0], self.memory, number, x.size(1), x.data_ptr(), n_rows, then,
+                           out.data_ptr(), out.size(1), *panels, thread, n_threads) for thread in range(n_threads)]
         return out
 
     def expected(self, number, x):
@@ -125,6 +125,25 @@ def check(weights, shapes):
                 assert torch.equal(out[:, cut * LANES:], before[:, cut * LANES:])
                 assert torch.equal(packed(number, x, 9, then, out, (cut, n_panels))[:9], alone[:9])
     return digest.hexdigest()
+
+
+@pytest.mark.parametrize('weights', WEIGHTS)
+def test_products_that_are_not_finite_are_noticed(weights):
+    """By the thread that computes them; those of rows that are not computed are not looked at."""
+    packed = Packed(weights, SHAPES)
+    for number, (n, k) in enumerate(SHAPES):
+        x, out = packed.inputs(number), torch.zeros(packed.n_rows, packed.width(number, STORE))
+        for value in (math.nan, math.inf, -math.inf):
+            for row, n_rows, n_threads in itertools.product((0, 16, 64), (1, 17, 65), (1, 2)):
+                broken = x.clone()
+                broken[row, k - 1] = value
+                numbers = packed(number, broken, n_rows, STORE, out, n_threads=n_threads)[:n_rows].isfinite().all()
+                assert all(packed.finite) == bool(numbers) == (row >= n_rows)
+        packed.packed.bias[packed.packed.table[number, FIRST_PANEL] * LANES + n - 1] = math.nan
+        for n_threads in (1, 2):
+            assert packed(number, x, 9, STORE, out, n_threads=n_threads)[:, n - 1].isnan().sum() == 9
+            assert packed.finite.count(False) == 1
+        packed.packed.fill()
 
 
 @pytest.mark.parametrize('weights', WEIGHTS)

@@ -57,13 +57,14 @@ class ToyKernel:
     def execute_model(self, input_ids, input_positions, kv_caches, input_metadata):
         several, n_steps = input_metadata.next_tokens, 1
         logits = self.one_step(input_ids, input_positions, kv_caches, input_metadata)
-        while several and several.version == self.version:
+        while several and several.version == self.version and bool(logits.isfinite().all()):
             several.draw_from(logits)
             if several.ended or n_steps == several.n_steps:
                 break
             input_ids = torch.from_numpy(several.tokens[several.n_drawn])
             logits = self.one_step(input_ids, input_positions + n_steps, kv_caches, input_metadata)
             n_steps += 1
+        kv_caches.finite = bool(logits.isfinite().all())
         return logits
 
     def one_step(self, input_ids, input_positions, kv_caches, input_metadata):
