@@ -6,10 +6,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run
 
-ADDERS = '''
+ADDERS = f'''
 import sys
+sys.path.append({ROOT!r})
 from decode.disk_cache import keep_on_disk
 from numba import njit
 
@@ -61,8 +62,11 @@ def run_adders(folder, *names, by=None, **env):
     script = folder / 'adders.py'
     if not script.exists():
         script.write_text(ADDERS)
-    done = subprocess.run([sys.executable, *(['-c', by] if by else []), script, *names], capture_output=True, text=True,
-                          env={**os.environ, 'PYTHONPATH': ROOT, 'NUMBA_CACHE_DIR': '', **env})
+    if by or env or os.environ.get('NUMBA_CACHE_DIR'):
+        done = subprocess.run([sys.executable, *(['-c', by] if by else []), script, *names], capture_output=True,
+                              text=True, env={**os.environ, 'PYTHONPATH': ROOT, 'NUMBA_CACHE_DIR': '', **env})
+    else:
+        done = run(folder, script.name, *names)
     assert done.returncode == 0, done.stderr
     return (done.stdout + done.stderr).splitlines()
 
