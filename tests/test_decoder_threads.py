@@ -3,12 +3,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
 import pytest
 import torch
-from conftest import ROOT, WEIGHTS, sizes
+from conftest import ROOT, WEIGHTS, run, sizes
 from test_cache_exactness import large
 
 from decode.cpu import CPUDecoder
@@ -21,9 +22,11 @@ def f32(seed, **changes):
 
 def in_child(code, *args):
     """Run code in a process of its own, where a crash is a return code; returns its stdout."""
-    env = {**os.environ, 'OMP_NUM_THREADS': '2', 'PYTHONPATH': os.pathsep.join([ROOT, os.path.join(ROOT, 'tests')])}
-    done = subprocess.run([sys.executable, '-c', code, *map(str, args)], capture_output=True, text=True, cwd=ROOT,
-                          timeout=600, env=env)
+    with tempfile.NamedTemporaryFile('w', suffix='.py') as script:
+        script.write(f'import sys, torch\nsys.path[:0] = {ROOT!r}, {os.path.join(ROOT, "tests")!r}\n'
+                     f'torch.set_num_threads(2)\n{code}')
+        script.flush()
+        done = run(ROOT, script.name, *args)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
