@@ -3,16 +3,17 @@ Tokens drawn from rows of logits, compiled. A row of 50,000 numbers is read a fe
 
 A draw is the inverse of the cumulative distribution in the order of token ids, at one uniform number. That number is a
 function of the sample's seed and of how many tokens it has generated, so a sample that is interrupted and computed
-again draws the same tokens. Weights are float32, as torch's softmax computes them, and so are the sums of CHUNK of
-them. Sums of those are float64.
+again draws the same tokens. Weights are float32, as torch's softmax computes them, and so are the sums of CHUNK or
+BLOCK of them. Sums of those are float64.
 """
 import math
 
 import numpy as np
 from numba import njit, uint64
 
-from decode import vectors
+from decode import parts, vectors
 from decode.disk_cache import keep_on_disk
+from decode.parts import add_from, load_until, store_between, store_until
 from decode.vectors import (
     LANES,
     constant,
@@ -20,16 +21,15 @@ from decode.vectors import (
     floats_at,
     larger,
     load,
-    load_first,
     max_lanes,
     splat,
-    store_first,
     sum_lanes,
     zero_below,
 )
 
 CHUNK = 64  # tokens whose largest logit is known, and whose weights are added up together
-N_BINS, BIN_BITS = 1017, 20  # of weights, float32 in [0, 1]: a bin has those that differ in the last 20 bits only
+BLOCK = 4 * CHUNK  # tokens whose weights are added up together where the sums of chunks are not needed
+FEW, N_NARROWINGS = 256, 7  # `border` looks for an interval with at most so many tokens, at most so many times
 # columns of a row's settings
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = range(8)
 # rows of the scratch, float64 (N_SCRATCH, vocab_size); some of them are viewed as float32 or int64
@@ -57,8 +57,8 @@ def exponentials(values, largest, factor, weights):
     n, x, out = len(values), floats_at(values.ctypes.data), floats_at(weights.ctypes.data)
     top, times = splat(largest), splat(factor)
     for i in range(0, n, LANES):
-        v = (load_first(x, i, n - i) - top) * times
-        store_first(out, i, zero_below(v, constant(-87.0), exp(v)), n - i)
+        v = (load_until(x, i, n) - top) * times
+        store_until(out, i, zero_below(v, constant(-87.0), exp(v)), n)
 
 
 @njit
@@ -152,32 +152,105 @@ def gather_top_k(row, peaks, k, tokens, values, masses):
 
 
 @njit
-def keep_top_p(values, weights, top_p, ranked, masses):
+def masses_from(row, weights, levels):
+    """The sums of the weights of the tokens whose logits are at least so large, for each of four levels."""
+    n, x, w = len(row), floats_at(row.ctypes.data), floats_at(weights.ctypes.data)
+    a, b, c, d = splat(levels[0]), splat(levels[1]), splat(levels[2]), splat(levels[3])
+    from_a, from_b, from_c, from_d = 0.0, 0.0, 0.0, 0.0
+    for start in range(0, n, BLOCK):
+        of_a, of_b, of_c, of_d = constant(0.0), constant(0.0), constant(0.0), constant(0.0)
+        for i in range(start, min(n, start + BLOCK), LANES):
+            v, weight = load_until(x, i, n), load_until(w, i, n)
+            of_a = add_from(of_a, weight, v, a)
+            of_b = add_from(of_b, weight, v, b)
+            of_c = add_from(of_c, weight, v, c)
+            of_d = add_from(of_d, weight, v, d)
+        from_a += sum_lanes(of_a)
+        from_b += sum_lanes(of_b)
+        from_c += sum_lanes(of_c)
+        from_d += sum_lanes(of_d)
+    return from_a, from_b, from_c, from_d
+
+
+@njit
+def levels_below(top, a, b, c, d):
+    """Four levels in descending order, for `masses_from`."""
+    return np.float32(top - a), np.float32(top - b), np.float32(top - c), np.float32(top - d)
+
+
+@njit
+def border(row, weights, largest, factor, top_p):
+    """
+    (low, high, the weight from high up, the target): the tokens whose logits are at least `low` have the share top_p of
+    the weight, the target; those from `high` up have less. Few tokens are between the two, if the logits allow it: an
+    interval becomes smaller with each pass, which computes the shares at four levels in it.
+    """
+    unit = 1.0 / np.float64(factor)  # a logit that is smaller by this has a weight that is e times smaller
+    low, high, before, inside = np.float32(largest - 88 * unit), np.float32(math.inf), 0.0, math.inf
+    levels = levels_below(largest, 3 * unit, 6 * unit, 12 * unit, 88 * unit)  # the last of them leaves out zeros only
+    masses = masses_from(row, weights, levels)
+    target, of_low = top_p * masses[3], masses[3]
+    for _ in range(N_NARROWINGS):
+        for i in range(4):
+            if masses[i] < target:
+                high, before = levels[i], masses[i]
+            elif levels[i] > low:
+                low, of_low = levels[i], masses[i]
+        inside_before, inside = inside, of_low - before
+        if inside <= FEW * math.exp((np.float64(low) - largest) * factor):
+            break
+        if inside == inside_before and high - low < unit:  # equal logits, presumably
+            break
+        if high <= largest:
+            step = (np.float64(high) - low) / 5
+            levels = levels_below(high, step, 2 * step, 3 * step, 4 * step)
+        else:  # all logits may be near the largest
+            step = (np.float64(largest) - low) / 64
+            levels = levels_below(largest, step, 4 * step, 16 * step, 32 * step)
+        masses = masses_from(row, weights, levels)
+    return low, high, before, target
+
+
+@njit
+def gather_between(row, weights, low, high, values, masses):
+    """The logits that are at least `low` and less than `high`, and their weights. Returns how many."""
+    n, x, w, least, end = 0, floats_at(row.ctypes.data), floats_at(weights.ctypes.data), splat(low), splat(high)
+    to, masses_to = floats_at(values.ctypes.data), floats_at(masses.ctypes.data)
+    whole = len(row) - len(row) % LANES
+    for i in range(0, whole, LANES):
+        v = load(x, i)
+        store_between(masses_to, n, load(w, i), least, v, end)
+        n += store_between(to, n, v, least, v, end)
+    for i in range(whole, len(row)):
+        if low <= row[i] < high:
+            values[n], masses[n] = row[i], weights[i]
+            n += 1
+    return n
+
+
+@njit
+def keep_top_p(row, weights, largest, factor, top_p, values, masses):
     """
     Set the weights to 0 of all tokens but the fewest that have the share top_p of the weight: those with the largest
-    values, of equal ones the first.
+    logits, of equal ones the first.
     """
-    bits, of_bins = weights.view(np.int32), np.zeros(N_BINS)
-    for i in range(len(weights)):  # the bits of positive floats are in the order of the floats
-        of_bins[bits[i] >> BIN_BITS] += weights[i]
-    target, number, before, n = top_p * of_bins.sum(), N_BINS - 1, 0.0, 0
-    while number and before + of_bins[number] < target:
-        before += of_bins[number]
-        number -= 1
-    for i in range(len(weights)):
-        ranked[n], masses[n] = values[i], weights[i]
-        n += bits[i] >> BIN_BITS == number
-    if n == 0:  # by rounding all of them together have less than the target
-        return
-    last, larger_ones = threshold(ranked[:n], masses[:n], target - before)
-    before += larger_ones
-    for i in range(len(weights)):
-        weights[i] = weights[i] if values[i] >= last else np.float32(0)
-    for i in range(len(weights)):
-        if values[i] == last:
-            if before >= target:
-                weights[i] = 0.0
-            before += weights[i]
+    low, high, before, target = border(row, weights, largest, factor, top_p)
+    n = gather_between(row, weights, low, high, values, masses)
+    last, larger_ones = threshold(values[:n], masses[:n], target - before)
+    i, x, w = len(row), floats_at(row.ctypes.data), floats_at(weights.ctypes.data)
+    for start in range(0, i, LANES):
+        v, weight = load_until(x, start, i), load_until(w, start, i)
+        store_until(w, start, zero_below(v, splat(last), weight), i)
+    n_equal, of_each = 0, 0.0
+    for j in range(n):
+        if values[j] == last:
+            n_equal, of_each = n_equal + 1, masses[j]
+    extra = n_equal - np.ceil((target - before - larger_ones) / of_each) if of_each > 0.0 else 0.0
+    while extra > 0.0:  # the last of those that are equal
+        i -= 1
+        if row[i] == last:
+            weights[i] = 0.0
+            extra -= 1.0
 
 
 @njit
@@ -189,7 +262,7 @@ def at_share(weights, share):
     for c in range(n_chunks):
         v, end = constant(0.0), min(n, c * CHUNK + CHUNK)
         for i in range(c * CHUNK, end, LANES):
-            v = v + load_first(x, i, end - i)
+            v = v + load_until(x, i, end)
         sums[c] = sum_lanes(v)
         total += sums[c]
     target, before, last = share * total, 0.0, 0
@@ -216,19 +289,19 @@ def drawn(row, settings, share, scratch):
     largest = find_peaks(row, peaks)
     if temperature == 0.0 or not largest > -math.inf:
         return first_of(row, peaks, largest)
-    tokens, masses = scratch[TOKENS].view(np.int64), scratch[MASSES]
+    tokens, masses = scratch[TOKENS].view(np.int64), scratch[MASSES].view(np.float32)
     chooses = 0 < top_k < n
     if chooses:
         n = gather_top_k(row, peaks, top_k, tokens, values, masses)
         row = values[:n]
-    weights = weights[:n]
-    exponentials(row, largest, np.float32(max(1.0 / temperature, 1e-30)), weights)  # times -inf it is -inf
+    weights, factor = weights[:n], np.float32(max(1.0 / temperature, 1e-30))  # times -inf it is -inf
+    exponentials(row, largest, factor, weights)
     if min_p > 0.0:
         for i in range(n):
             if weights[i] < min_p:
                 weights[i] = 0.0
     if top_p < 1.0:
-        keep_top_p(row, weights, top_p, scratch[RANKED].view(np.float32), masses)
+        keep_top_p(row, weights, largest, factor, top_p, scratch[RANKED].view(np.float32), masses)
     i = at_share(weights, share)
     return tokens[i] if chooses else i
 
@@ -264,4 +337,4 @@ def log_probabilities(logits, tokens, scratch, logprobs, ranks, top, top_logprob
         logprobs[i], ranks[i] = own - log_total, rank
 
 
-keep_on_disk(log_probabilities, vectors)
+keep_on_disk(log_probabilities, parts, vectors)

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from numba import carray, njit
 
-from decode import threads, vectors
+from decode import parts, threads, vectors
 from decode.callback import Callback
 from decode.threads import clock, observe
 from decode.vectors import bytes_at, doubles_at, floats_at, longs_at
@@ -97,4 +97,4 @@ def draw_tokens(table_at, logits_at, tokens_at):
     return 0 if ended or observe(longs_at(table[INTERRUPT]), 0) != 0 or clock() >= table[UNTIL] else 1
 
 
-DRAW = Callback(draw_tokens, draws, threads, vectors)
+DRAW = Callback(draw_tokens, draws, parts, threads, vectors)

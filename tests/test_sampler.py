@@ -55,10 +55,41 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution(how, vocab_size):
     logits[::3] = np.round(logits[::3])
     tokens = sampler.draw(logits, list(range(n)), [drawing(seed, vocab_size=vocab_size, **how) for seed in range(n)])
     for seed, (row, token) in enumerate(zip(logits, tokens)):
-        p, share = distribution(row, **how), uniform(np.uint64(seed), 0)
-        cumulative = np.cumsum(p)
-        assert p[token] > 0
-        assert cumulative[token] >= share - 1e-7 and cumulative[token] - p[token] <= share + 1e-7
+        check_draw(token, distribution(row, **how), uniform(np.uint64(seed), 0))
+
+
+def check_draw(token, p, share):
+    cumulative = np.cumsum(p)
+    assert p[token] > 0
+    assert cumulative[token] >= share - 1e-7 and cumulative[token] - p[token] <= share + 1e-7
+
+
+KINDS = {'equal': lambda x: x * 0 + 5, 'almost equal': lambda x: x * 1e-3, 'two values': lambda x: np.sign(x),
+         'few values': np.round, 'wide': lambda x: x * 30, 'one finite': lambda x: np.where(x == x.max(), x, -np.inf),
+         'some infinite': lambda x: np.where(x >= np.median(x), x, -np.inf),
+         'far from 0': lambda x: np.round(x * 8) - 1e6,
+         'one large': lambda x: np.where(x == x.min(), 15, x), 'falling': lambda x: -np.sort(-x)}
+
+
+@pytest.mark.parametrize('vocab_size', [3, 15, 16, 17, 63, 64, 255, 256, 257, 4097])
+@pytest.mark.parametrize('kind', KINDS)
+def test_top_p_of_rows_of_any_shape(kind, vocab_size):
+    """Where many logits are equal at the border of what is kept, or all are almost equal, or few are finite."""
+    sampler, rows = Sampler(vocab_size), rows_of(sizes(2, 10), vocab_size, seed=vocab_size)
+    for n, (row, top_p, more) in enumerate(itertools.product(
+            rows, (1e-6, 0.1003, 0.5003, 0.9003, 0.9993, 1 - 1e-12),
+            (dict(), dict(top_k=40), dict(min_p=0.03), dict(temperature=1e5), dict(temperature=0.3, top_k=9)))):
+        row, how = KINDS[kind](row).astype(np.float32), dict(top_p=top_p, **more)
+        token, = sampler.draw(row[None], [0], [drawing(n, vocab_size=vocab_size, **how)])
+        check_draw(token, distribution(row, **how), uniform(np.uint64(n), 0))
+
+
+def test_top_p_keeps_the_first_of_equal_tokens():
+    for vocab_size, top_p, n_kept in ((50, 0.31, 16), (64, 0.5, 32), (1000, 0.0005, 1), (1000, 0.9985, 999)):
+        row, sampler = np.full((1, vocab_size), 2.0, np.float32), Sampler(vocab_size)
+        n = 20 * vocab_size
+        tokens = sampler.draw(row, [0] * n, [drawing(i, vocab_size=vocab_size, top_p=top_p) for i in range(n)])
+        assert set(tokens) == set(range(n_kept))
 
 
 @pytest.mark.parametrize('order', ['rising', 'falling', 'rising and falling', 'equal', 'few'])
