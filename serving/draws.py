@@ -11,9 +11,8 @@ import math
 import numpy as np
 from numba import njit, uint64
 
-from decode import parts, vectors
+from decode import vectors
 from decode.disk_cache import keep_on_disk
-from decode.parts import add_from, load_until, store_between, store_until
 from decode.vectors import (
     LANES,
     constant,
@@ -26,6 +25,8 @@ from decode.vectors import (
     sum_lanes,
     zero_below,
 )
+from serving import parts
+from serving.parts import add_from, load_until, store_between, store_until
 
 CHUNK = 64  # tokens whose largest logit is known, and whose weights are added up together
 BLOCK = 4 * CHUNK  # tokens whose weights are added up together where the sums of chunks are not needed

@@ -9,11 +9,11 @@ import math
 import numpy as np
 from numba import carray, njit
 
-from decode import parts, threads, vectors
+from decode import threads, vectors
 from decode.callback import Callback
 from decode.threads import clock, observe
 from decode.vectors import bytes_at, doubles_at, floats_at, longs_at
-from serving import draws
+from serving import draws, parts
 from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, REPETITION, drawn, uniform
 
 # indices of the int64 table that describes the samples of a step

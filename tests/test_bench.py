@@ -195,11 +195,11 @@ def test_a_trial_stops_when_it_took_long_enough(monkeypatch):
 
 
 def test_memory_mode(repo):
-    done = run(repo, 'bench.py', '--mode=memory', '--device=cpu', '--shape=S', '--batches=1,3', '--lengths=10',
+    done = run(repo, 'bench.py', '--mode=memory', '--device=cpu', '--shape=S', '--batches=3', '--lengths=10',
                '--json=b.json')
     assert done.returncode == 0, done.stderr
     rows = json.loads((repo / 'b.json').read_text())['rows']
-    assert [(row['batch'], row['use_cache']) for row in rows] == [(1, False), (1, True), (3, False), (3, True)]
+    assert [(row['batch'], row['use_cache']) for row in rows] == [(3, False), (3, True)]
     for row in rows:
         assert row['cache'] == row['formula'] == row['use_cache'] * row['batch'] * 2 * 4 * 128 * 128 * 4
         assert row['peak'] > 0.75 * row['cache']  # some pages of it may have been resident before

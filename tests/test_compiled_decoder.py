@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import sizes
 from test_cache_exactness import large
 
 from decode.compiled import CompiledDecoder
@@ -21,7 +22,7 @@ def test_the_compiled_decoder_compiles_once_and_gives_the_same_tokens():
     from torch._dynamo.utils import counters
     torch._dynamo.reset()
     counters.clear()
-    model, idx = f32(11), torch.randint(29, (2, 3))
+    model, idx = f32(11, n_layer=sizes(1, 2)), torch.randint(29, (2, 3))
     decoder = CompiledDecoder(model)
     for policy in (dict(), dict(when_full='shift')):
         got = generate(model, idx, 3 * BLOCK, temperature=0, use_cache=True, decoder=decoder, **policy)
@@ -31,7 +32,7 @@ def test_the_compiled_decoder_compiles_once_and_gives_the_same_tokens():
     prompts, cached = [[1, 2, 3, 4, 5, 6], [7, 8]], dict(use_cache=True, decoder=decoder)
     assert generate(model, prompts, 8, temperature=0, **cached) == generate(model, prompts, 8, temperature=0)
     assert counters['stats']['unique_graphs'] == 1
-    model.load_state_dict(f32(12).state_dict())
+    model.load_state_dict(f32(12, n_layer=model.config.n_layer).state_dict())
     assert torch.equal(model.generate(idx, 20, temperature=0, **cached), model.generate(idx, 20, temperature=0))
 
 

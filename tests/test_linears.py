@@ -127,11 +127,13 @@ def check(weights, shapes):
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize('weights', WEIGHTS)
-def test_products_that_are_not_finite_are_noticed(weights):
-    """By the thread that computes them; those of rows that are not computed are not looked at."""
-    packed = Packed(weights, SHAPES)
-    for number, (n, k) in enumerate(SHAPES):
+def check_finite(weights, shapes):
+    """
+    Products that are not finite are noticed by the thread that computes them; those of rows that are not computed are
+    not looked at.
+    """
+    packed = Packed(weights, shapes)
+    for number, (n, k) in enumerate(shapes):
         x, out = packed.inputs(number), torch.zeros(packed.n_rows, packed.width(number, STORE))
         for value in (math.nan, math.inf, -math.inf):
             for row, n_rows, n_threads in itertools.product((0, 16, 64), (1, 17, 65), (1, 2)):
@@ -147,8 +149,9 @@ def test_products_that_are_not_finite_are_noticed(weights):
 
 
 @pytest.mark.parametrize('weights', WEIGHTS)
-def test_a_row_has_the_same_bits_alone_and_among_others(weights):
+def test_a_row_has_the_same_bits_alone_and_among_others_and_what_is_not_finite_is_noticed(weights):
     check(weights, SHAPES)
+    check_finite(weights, SHAPES)
 
 
 def test_a_nan_stays_in_its_row():

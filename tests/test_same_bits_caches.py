@@ -94,7 +94,7 @@ def test_random_operations(system, case):
         cache = kvcache.make_cache(decoder.model, system, N_SEQ, decoder=decoder)
         assert cache.decoder is decoder
         shared = [chooser.randrange(29) for _ in range(40)]
-        n, held = run_randomly(cache, Alone(decoder), chooser, sizes(60, 150), 60, shared)
+        n, held = run_randomly(cache, Alone(decoder), chooser, sizes(40, 150), 60, shared)
         compared += n
     assert compared > 20
     text = next(text for text in held.values() if text)

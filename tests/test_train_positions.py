@@ -174,7 +174,7 @@ def step(model, compiled):
 
 # what is traced is the same with either backend; inductor also compiles it, to C++
 @pytest.mark.parametrize('backend', sizes(['aot_eager'], ['aot_eager', 'inductor']))
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', sizes(['learned', 'alibi', 'window, sinks'], KINDS))
 def test_a_compiled_training_step_is_the_step(kind, backend):
     torch._dynamo.reset()
     try:
