@@ -179,6 +179,7 @@ if __name__ == '__main__':
     for package in PACKAGES:
         importlib.import_module(package)
     sys.modules['matplotlib'].use('Agg')
+    sys.modules['numba'].njit(lambda x: x)(0)  # the first compilation loads much of numba
     gc.freeze()
     code = run_script(*serve(socket.socket(fileno=int(sys.argv[1]))))
     # what Python does at its end, except that no object is freed: that would copy memory shared with the server
