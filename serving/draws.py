@@ -25,8 +25,8 @@ from decode.vectors import (
     sum_lanes,
     zero_below,
 )
-from serving import parts
-from serving.parts import add_from, load_until, store_between, store_until
+from serving import masked_vectors
+from serving.masked_vectors import add_from, load_until, store_between, store_until
 
 CHUNK = 64  # tokens whose largest logit is known, and whose weights are added up together
 BLOCK = 4 * CHUNK  # tokens whose weights are added up together where the sums of chunks are not needed
@@ -338,4 +338,4 @@ def log_probabilities(logits, tokens, scratch, logprobs, ranks, top, top_logprob
         logprobs[i], ranks[i] = own - log_total, rank
 
 
-keep_on_disk(log_probabilities, parts, vectors)
+keep_on_disk(log_probabilities, masked_vectors, vectors)

@@ -13,7 +13,7 @@ from decode import threads, vectors
 from decode.callback import Callback
 from decode.threads import clock, observe
 from decode.vectors import bytes_at, doubles_at, floats_at, longs_at
-from serving import draws, parts
+from serving import draws, masked_vectors
 from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, REPETITION, drawn, uniform
 
 # indices of the int64 table that describes the samples of a step
@@ -97,4 +97,4 @@ def draw_tokens(table_at, logits_at, tokens_at):
     return 0 if ended or observe(longs_at(table[INTERRUPT]), 0) != 0 or clock() >= table[UNTIL] else 1
 
 
-DRAW = Callback(draw_tokens, draws, parts, threads, vectors)
+DRAW = Callback(draw_tokens, draws, masked_vectors, threads, vectors)

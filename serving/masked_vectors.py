@@ -1,4 +1,4 @@
-"""Parts of vectors for numba: the lanes within an array, and those that a comparison chooses. See vectors.py."""
+"""Vector instructions for numba on some of the lanes: those within an array, and those that a comparison chooses."""
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
