@@ -47,7 +47,8 @@ class Script:
         self.pid = int(connection.recv(N_DIGITS))
 
     def poll(self):
-        return self.wait() if select.select([self.connection], [], [], 0)[0] else self.returncode
+        ended = self.returncode is None and select.select([self.connection], [], [], 0)[0]
+        return self.wait() if ended else self.returncode
 
     def wait(self, timeout=None):
         """Its exit code, minus the signal's number if one has ended it. TimeoutError after so many seconds."""
@@ -58,7 +59,7 @@ class Script:
         return self.returncode
 
     def send_signal(self, signum):
-        if self.returncode is None and self.poll() is None:
+        if self.poll() is None:
             os.kill(self.pid, signum)
 
     def kill(self):
