@@ -238,19 +238,19 @@ def keep_top_p(row, weights, largest, factor, top_p, values, masses):
     low, high, before, target = border(row, weights, largest, factor, top_p)
     n = gather_between(row, weights, low, high, values, masses)
     last, larger_ones = threshold(values[:n], masses[:n], target - before)
-    i, x, w = len(row), floats_at(row.ctypes.data), floats_at(weights.ctypes.data)
-    for start in range(0, i, LANES):
-        v, weight = load_until(x, start, i), load_until(w, start, i)
-        store_until(w, start, zero_below(v, splat(last), weight), i)
+    end, x, w = len(row), floats_at(row.ctypes.data), floats_at(weights.ctypes.data)
+    for i in range(0, end, LANES):
+        v, weight = load_until(x, i, end), load_until(w, i, end)
+        store_until(w, i, zero_below(v, splat(last), weight), end)
     n_equal, of_each = 0, 0.0
     for j in range(n):
         if values[j] == last:
             n_equal, of_each = n_equal + 1, masses[j]
     extra = n_equal - np.ceil((target - before - larger_ones) / of_each) if of_each > 0.0 else 0.0
     while extra > 0.0:  # the last of those that are equal
-        i -= 1
-        if row[i] == last:
-            weights[i] = 0.0
+        end -= 1
+        if row[end] == last:
+            weights[end] = 0.0
             extra -= 1.0
 
 

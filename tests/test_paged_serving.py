@@ -224,7 +224,7 @@ def test_decode_steps_before_one_that_fails_are_kept(how, fault, decoder):
 def test_after_an_interrupt_at_any_line_of_decode_steps_the_next_ones_are_exact(how):
     m = model(**how)
     executor, rows = ReferenceExecutor(m), rows_of([0, 1], 6)
-    for n in itertools.count(1, sizes(5, 1)):
+    for n in itertools.count(1, sizes(11, 1)):
         p = PagedCache(m, 16, 4, decoder=executor)
         seqs = [p.new(), p.new()]
         feed(p, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
