@@ -136,12 +136,12 @@ def locked(path):
 @pytest.fixture(scope='session', autouse='PYTEST_XDIST_WORKER' in os.environ)
 def kernels(tmp_path_factory):
     """
-    The sampler and the CPU kernels for all types of weights and of keys and values that the tests use, compiled into
+    The sampler and the CPU kernels for the types of weights and of keys and values of the quick run, compiled into
     decode/__pycache__ and serving/__pycache__, where several workers of pytest-xdist begin at once. Each is compiled by
     one of them, in the process that compiles others: what these have in common is then compiled once.
     """
     model = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
-    kinds = [(weights, dtype) for weights in ('float32', 'int8') for dtype in KINDS] + [('bfloat16', torch.float32)]
+    kinds = [('float32', dtype) for dtype in KINDS] + [('int8', torch.float32), ('bfloat16', torch.float32)]
     compiled = {'sampler': lambda: Sampler(5)} | {
         f'{weights}-{dtype}': lambda weights=weights, dtype=dtype: CPUDecoder(model, weights, 1).team_for(dtype)
         for weights, dtype in kinds}

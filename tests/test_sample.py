@@ -4,7 +4,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import ENVIRONMENT, ROOT, TIMEOUT, run, start
+from conftest import ENVIRONMENT, ROOT, TIMEOUT, run, sizes, start
 
 import tokenizer as tokenizers
 
@@ -173,6 +173,7 @@ def test_every_line_of_a_file_is_a_prompt(trained, tmp_path):
 
 
 @pytest.mark.skipif(not shutil.which('g++'), reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.skipif(sizes(True, False), reason="in the full run: compiling takes 20 s")
 def test_compiled_draws_the_same(trained):
     settings = ('--num_samples=1', '--max_new_tokens=30', '--temperature=0')
     assert sample(trained, *settings, '--compile=True').stdout == sample(trained, *settings).stdout
