@@ -56,7 +56,8 @@ class SharedCache(FunctionCache):
 
 def keep_on_disk(function, *modules):
     """
-    Give a numba function a `SharedCache`. Its first use loads it from disk, or compiles it and saves it.
+    Give a numba function a `SharedCache`. The first use of the function loads its code from disk. If there is none, it
+    compiles the function and saves the code.
 
     modules: those with functions that it calls, besides its own.
     """

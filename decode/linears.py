@@ -165,9 +165,9 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
     Panels (from, to) of linear `number`, for the first n_rows rows of x, as prepare_rows has left them.
 
     The n_out outputs of a row go to the same row of out, (n_rows, n_out); `then` is STORE, ADD, GELU or GELU_TANH.
-    Returns whether all products are finite.
+    Returns True if x @ w + b is finite in all rows and panels, whatever `then` makes of it.
     """
-    at, zero, zeros = number * N_COLUMNS, constant(0.0), constant(0.0)  # zeros: NaN where a product is not finite
+    at, zero, zeros = number * N_COLUMNS, constant(0.0), constant(0.0)  # 0 times infinity or NaN makes zeros NaN
     first_weight, first_panel, K = (
         linears.table[at + FIRST_WEIGHT], linears.table[at + FIRST_PANEL], linears.table[at + N_INPUTS])
     inputs, sizes = inputs_of(linears.panels, x, scratch), tile_sizes(linears.panels, n_rows, K)
@@ -197,8 +197,8 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
 @njit
 def shared_linear(team, linears, number, x, n_rows, then, out, n_out, scratch):
     """
-    All panels of linear `number`, shared among the threads; see `linear`. Returns whether all products that this thread
-    has computed are finite.
+    All panels of linear `number`, shared among the threads; see `linear`. Returns True if x @ w + b is finite in all
+    panels that this thread has computed.
 
     A small linear is divided into one part for each thread, always the same part, which then stays in its core's cache.
     A large one is divided into eight parts for each thread, and a thread that is ready claims the next one: a core that

@@ -122,9 +122,9 @@ class EngineCore:
 
     def repeat(self, plan):
         """
-        Run more steps of the last step's plan in compiled code, until a sample ends, `interrupt` is called, as much
-        time is over as passes between two chunks of a stream, or the plan may need other blocks. Their tokens are added
-        to their samples and delivered once.
+        Run more steps of the last step's plan in compiled code. The steps end when a sample ends, when `interrupt` is
+        called, after the `pause` between two chunks of a stream, or before the plan may need other blocks. Then their
+        tokens are added to the samples and delivered together.
         """
         self.drawn_for = None
         n_requests = len({sample.request.id for sample, _ in plan})

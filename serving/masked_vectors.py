@@ -39,6 +39,6 @@ def store_between(typing, array, i, v, low, x, high):
 def add_from(typing, total, v, a, b):
     """total, with v added in the lanes where a >= b"""
     def emit(context, builder, sig, args):
-        total, v, a, b = args  # the choice comes after the sum: where vectors have masks, the two are one instruction
+        total, v, a, b = args  # add first, then select: LLVM makes one instruction of both where vectors have masks
         return builder.select(builder.fcmp_ordered('>=', a, b), builder.fadd(total, v), total)
     return floats(floats, floats, floats, floats), emit

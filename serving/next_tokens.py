@@ -18,19 +18,19 @@ from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, R
 
 # indices of the int64 table that describes the samples of a step
 (N_SAMPLES, VOCAB_SIZE,
- # addresses of arrays with one entry for each sample; the numbers are int64 unless another type is named
+ # addresses of arrays. Each array has one entry for each sample, of type int64 unless the line names another type
  ROWS,         # the row of its logits
  SETTINGS,     # float64 (N_SETTINGS,), see draws.py
  SEEDS,
  NUMBERS,      # how many tokens it has generated
  CHANGES,      # (N_CHANGES,), see below
  STOP_STARTS,  # where its stop tokens begin in STOPS, and behind the last sample where they end
- # addresses of other arrays
+ # addresses of arrays that all samples share
  STOPS,        # int64
  SCRATCH,      # float64 (N_SCRATCH, vocab_size)
- INTERRUPT,    # int64, set by another thread: not 0 if no step may follow
+ INTERRUPT,    # int64. Another thread sets it to 1; then no step follows
  # numbers
- UNTIL,        # nanoseconds of `clock`: no step begins later
+ UNTIL,        # nanoseconds of `clock`. No step begins after this time
  N_TABLE) = range(13)
 
 # indices of the int64 entry of CHANGES, which says what is done to the logits of a sample

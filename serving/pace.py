@@ -1,9 +1,8 @@
-"""How often the tokens of a stream are handed on, by the engine to its server and by the server to its client."""
-# the shortest and the longest pause between two chunks of a stream, in seconds; a chunk has all tokens of its pause
-PAUSE, LONGEST_PAUSE = 0.04, 0.2
-CHUNKS = 400  # that all streams together write in a second, about: writing a chunk slows the model down
+"""How often the engine delivers tokens to the server, and how often the server writes a chunk of a stream."""
+PAUSE, LONGEST_PAUSE = 0.04, 0.2  # seconds between two chunks of a stream, at least and at most
+CHUNKS = 400  # the number of chunks that all streams together write in a second: each chunk takes time from the model
 
 
 def pause(n_streams):
-    """Seconds between two chunks of a stream, beside so many."""
+    """Seconds between two chunks of a stream, if there are n_streams streams."""
     return min(max(PAUSE, n_streams / CHUNKS), LONGEST_PAUSE)

@@ -48,9 +48,9 @@ class Drawing:
 
 class Sampler:
     """
-    Draws the next token of each sample from a row of logits, float32 (W, vocab_size).
+    Draws the next token of each sample. Logits are float32 (W, vocab_size); each sample draws from one of the W rows.
 
-    interrupt: int64. Any thread sets interrupt[0] to 1; the present step is then the last one of `several`.
+    interrupt: int64. Any thread may set interrupt[0] to 1. The present step is then the last one of `several`.
     """
 
     def __init__(self, vocab_size):

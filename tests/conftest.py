@@ -107,6 +107,11 @@ def start(folder, *command, stderr=subprocess.PIPE, **env):
                                 text=True, stdin=subprocess.DEVNULL, env={**ENVIRONMENT, **env})
 
 
+def start_training(folder, *settings):
+    """train.py in the background, with the settings of `TINY` and these."""
+    return start(folder, 'train.py', *TINY, *settings)
+
+
 def is_forked(command, env):
     can_fork = sys.platform == 'linux' and not full  # on others a fork of a process with torch may crash
     return can_fork and command[0].endswith('.py') and all(name.startswith(READ_LATE) for name in env)

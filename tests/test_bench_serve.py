@@ -253,7 +253,8 @@ def test_the_calls_of_the_engine_are_made_again(monkeypatch):
     seconds, again, n = engine_alone.serve(engine, decoder, some)
     assert seconds > 0 and again > 0 and n == sum(ask.n_new for ask in some) and not engine.live
     assert engine.cache.kernel.decoder is decoder
-    # the prompts in one step, made twice; then the engine's calls, of one step or several, and each step again
+    # the first two calls compute all prompts in one step. Of the others, the engine's make one step or several, and
+    # the second ones make one step each
     (prompts, _), (again, _), *others = calls
     assert prompts == again == sum(len(ask.prompt) for ask in some)
     n_steps, n_alone = max(ask.n_new for ask in some) - 1, sum(how[-1] is None for _, how in others)

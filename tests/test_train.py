@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from conftest import ENVIRONMENT, TINY, run, sizes
-from conftest import start as start_script
+from conftest import ENVIRONMENT, TINY, run, sizes, start_training
 
 import checkpoint as checkpoints
 
@@ -110,11 +109,6 @@ def test_resume_is_exact_with_accumulation_and_with_a_scaler(repo, settings):
     assert same(weights(repo / 'a' / 'ckpt.pt'), weights(repo / 'b' / 'ckpt.pt'))
 
 
-def start(repo, *settings):
-    """train.py in the background."""
-    return start_script(repo, 'train.py', *TINY, *settings)
-
-
 def wait_for_rows(folder, n):
     wait_until(lambda: (folder / 'log.csv').exists() and (folder / 'log.csv').read_text().count('\n') > n)
 
@@ -129,7 +123,7 @@ def wait_until(done):
 
 @pytest.mark.parametrize('signum', sizes([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_saves_says_where_and_the_run_goes_on_exactly(repo, signum):
-    process = start(repo, '--max_iters=1000000', '--eval_interval=1000000')
+    process = start_training(repo, '--max_iters=1000000', '--eval_interval=1000000')
     wait_for_rows(repo / 'out', 30)
     process.send_signal(signum)
     out, err = process.communicate(timeout=300)
@@ -147,7 +141,7 @@ def test_a_signal_during_an_evaluation_costs_neither_it_nor_exactness(repo, max_
     """At iteration 5, which may be the last: the evaluation is done again when the run goes on."""
     settings = ('--eval_interval=5', f'--max_iters={max_iters}')
     assert train(repo, *settings[:1], '--max_iters=1').returncode == 0
-    process = start(repo, *settings, '--init_from=resume', '--eval_iters=1000000')  # in its first evaluation for ever
+    process = start_training(repo, *settings, '--init_from=resume', '--eval_iters=1000000')
     wait_for_rows(repo / 'out', 6)  # the evaluation at 0 and iterations 0 to 4
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=300)
@@ -160,7 +154,7 @@ def test_a_signal_during_an_evaluation_costs_neither_it_nor_exactness(repo, max_
 
 
 def test_a_second_signal_exits_at_once(repo):
-    process = start(repo, '--max_iters=1000000', '--eval_iters=1000000')  # in an evaluation that takes for ever
+    process = start_training(repo, '--max_iters=1000000', '--eval_iters=1000000')  # its evaluation never ends
     wait_for_rows(repo / 'out', 0)
     process.send_signal(signal.SIGSTOP)  # so that both arrive before it can act on the first
     process.send_signal(signal.SIGTERM)
@@ -173,7 +167,7 @@ def test_a_second_signal_exits_at_once(repo):
 def test_an_interruption_never_costs_the_best_model(repo):
     """Without always_save_checkpoint ckpt.pt is the best model; the interrupted state goes beside it, to be resumed."""
     settings = ('--always_save_checkpoint=False', '--eval_interval=5', '--eval_iters=1')
-    process = start(repo, '--max_iters=1000000', *settings)
+    process = start_training(repo, '--max_iters=1000000', *settings)
     wait_until((repo / 'out' / 'ckpt.pt').exists)
     wait_for_rows(repo / 'out', 40)
     process.send_signal(signal.SIGTERM)
@@ -187,8 +181,8 @@ def test_an_interruption_never_costs_the_best_model(repo):
     whole = (repo / 'out' / 'ckpt.pt').read_bytes()
     for init_from in ('resume', 'scratch'):
         (repo / 'out' / 'log.csv').unlink()
-        process = start(repo, '--max_iters=1000000', *settings[:1], '--eval_interval=1000000',
-                        f'--init_from={init_from}')
+        process = start_training(repo, '--max_iters=1000000', *settings[:1], '--eval_interval=1000000',
+                                 f'--init_from={init_from}')
         wait_for_rows(repo / 'out', 3)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=300)
@@ -202,7 +196,7 @@ def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
     saw = 0
     for delay in sizes((0.013, 0.057), (0.0, 0.013, 0.031, 0.057, 0.111)):
         (repo / 'out' / 'log.csv').unlink(missing_ok=True)
-        process = start(repo, *settings)
+        process = start_training(repo, *settings)
         wait_until((repo / 'out' / 'ckpt.pt').exists)
         wait_for_rows(repo / 'out', 6)
         time.sleep(delay)
@@ -262,7 +256,7 @@ def test_eval_only_writes_nothing(repo):
 
 
 def test_a_reader_that_leaves_costs_nothing(repo):
-    process = start(repo, '--max_iters=1000000', '--eval_interval=1000000')
+    process = start_training(repo, '--max_iters=1000000', '--eval_interval=1000000')
     for _ in range(5):
         process.stdout.readline()
     process.stdout.close()

@@ -7,17 +7,11 @@ import time
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, TINY, run
-from conftest import start as start_script
+from conftest import ENVIRONMENT, ROOT, TINY, run, start_training
 
 import checkpoint as checkpoints
 
 FOREVER = ('--max_iters=1000000', '--eval_interval=1000000')
-
-
-def start(repo, *settings):
-    """train.py in the background."""
-    return start_script(repo, 'train.py', *TINY, *settings)
 
 
 def wait_until(process, done):
@@ -87,7 +81,7 @@ def test_resuming_from_a_checkpoint_with_wrong_contents_is_one_line(finished, da
 
 def test_a_second_run_in_a_live_out_dir_is_refused_and_a_crash_leaves_no_lock(repo):
     pytest.importorskip('fcntl')
-    first = start(repo, *FOREVER)
+    first = start_training(repo, *FOREVER)
     wait_until(first, lambda: rows(repo) > 5)
     second = run(repo, 'train.py', *TINY)
     assert second.returncode == 2 and 'another process is training in out' in second.stderr.splitlines()[-1]
@@ -99,7 +93,7 @@ def test_a_second_run_in_a_live_out_dir_is_refused_and_a_crash_leaves_no_lock(re
 
 
 def test_stopping_before_the_first_iteration_saves_nothing(repo):
-    process = start(repo, *FOREVER, '--eval_iters=1000000')  # in the first evaluation for ever
+    process = start_training(repo, *FOREVER, '--eval_iters=1000000')  # in the first evaluation for ever
     wait_until(process, lambda: rows(repo) > 0)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=300)
@@ -121,7 +115,7 @@ def test_a_sigint_that_is_ignored_at_entry_stays_so_and_sigterm_stops(repo):
 
 
 def test_what_happens_after_the_reader_has_left_is_said_on_stderr(repo):
-    process = start(repo, *FOREVER)
+    process = start_training(repo, *FOREVER)
     process.stdout.readline()
     wait_until(process, lambda: rows(repo) > 3)
     process.stdout.close()

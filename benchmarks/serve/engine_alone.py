@@ -3,9 +3,9 @@ The engine without a server, over the kernel's own rate: what scheduling, drawin
 
     python bench.py --mode=serve --only=engine_alone
 
-A round serves so many requests at once. Behind each call of the kernel the same steps are made again, one call each, on
-a clock of their own: the speed of a machine changes within seconds, and both times see the same of it. All answers have
-as many tokens, so that all requests run until the end.
+A round serves many requests at once. After each call of the kernel the benchmark makes the same steps again, one call
+for each step, and times them separately. The speed of a machine changes within seconds, and this way both times are
+taken at the same speed. All answers have the same number of tokens, so that all requests run until the end.
 """
 import gc
 import statistics
@@ -72,9 +72,9 @@ def race(name, model, decoder, weights, B, repeats):
 
 def serve(engine, decoder, asks):
     """
-    (seconds of the engine, seconds of its calls of the kernel when they are made again, generated tokens) for all
-    requests at once, in this thread, as the engine's own thread does it. ValueError if the decoder's compiled step is
-    not what computes the cache.
+    Serve all requests at once in this thread, as the engine's own thread does it. Returns (seconds of the engine,
+    seconds of the kernel for the same steps, number of generated tokens). ValueError if the cache does not use the
+    decoder's compiled step.
     """
     if engine.cache.kernel is None:
         raise ValueError("this part needs the compiled step, which needs numba: pip install numba")
@@ -94,7 +94,7 @@ def serve(engine, decoder, asks):
 
 
 class Twice:
-    """A decoder whose `execute_model` makes each step twice. seconds: of the second ones."""
+    """A decoder whose `execute_model` makes each step twice. seconds: the time of the second ones."""
 
     def __init__(self, decoder):
         self.decoder, self.seconds = decoder, 0.0
