@@ -9,12 +9,12 @@ from numba.extending import intrinsic
 from decode.disk_cache import keep_on_disk
 from decode.vectors import I64
 
-N_ARGUMENTS = 3
+N_ARGUMENTS = 5
 
 
 class Callback:
     """
-    A function (int64, int64, int64) -> int64 as a C function. At its first use it is compiled, or loaded from disk.
+    A function of five int64 that returns one, as a C function. At its first use it is compiled, or loaded from disk.
 
     modules: those with compiled functions that it calls, see `keep_on_disk`. Compiled code calls it by `address`, see
     `call_back`; Python by `call`, without Python's lock.
@@ -40,7 +40,7 @@ class Callback:
 
 
 @intrinsic
-def call_back(typing, address, a, b, c):
+def call_back(typing, address, a, b, c, d, e):
     """The result of the C function at an address for these arguments"""
     def emit(context, builder, sig, args):
         signature = ir.FunctionType(I64, [I64] * N_ARGUMENTS)

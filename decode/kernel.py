@@ -226,28 +226,44 @@ def post_step(memory_at, sizes_at, n_threads, post_at):
 
 
 @njit
-def draw_next(memory, sizes):
+def draw(thread, n_threads, memory, sizes):
     """
-    After a step of a call of several: have the tokens of the next step drawn from its logits, if these are numbers.
-    Returns whether that step is to be computed; its tokens and positions are then in memory.
+    In a call of several steps: have this thread's share of the next step's tokens drawn, from logits that are numbers.
+    """
+    if sizes[layout.N_STEPS] == 0:
+        return
+    barrier(longs_at(memory[layout.BARRIER]), n_threads)
+    if sizes[layout.NOT_NUMBERS]:
+        return
+    if thread == 0:
+        sizes[layout.DRAW_NS] -= clock()
+    next_tokens = memory[layout.TOKENS] + 8 * sizes[layout.N_ROWS]
+    if not call_back(
+            memory[layout.DRAW], memory[layout.DRAW_DATA], memory[layout.LOGITS], next_tokens, thread, n_threads):
+        claim(sizes, layout.ENDED)
+
+
+@njit
+def go_on(memory, sizes):
+    """
+    Whether another step of this call is to be computed. If tokens were drawn, they and their positions are then the
+    inputs in memory.
     """
     if sizes[layout.N_STEPS] == 0 or sizes[layout.NOT_NUMBERS]:
         return False
-    began, positions, n_rows = clock(), longs_at(memory[layout.POSITIONS]), sizes[layout.N_ROWS]
+    positions, n_rows = longs_at(memory[layout.POSITIONS]), sizes[layout.N_ROWS]
     memory[layout.TOKENS] += 8 * n_rows
-    goes_on = call_back(memory[layout.DRAW], memory[layout.DRAW_DATA], memory[layout.LOGITS], memory[layout.TOKENS])
     for r in range(n_rows):
         positions[r] += 1
     sizes[layout.N_DRAWN] += 1
-    sizes[layout.ENDED] = 0 if goes_on else 1
-    sizes[layout.DRAW_NS] += clock() - began
-    return goes_on != 0 and sizes[layout.N_DRAWN] < sizes[layout.N_STEPS]
+    sizes[layout.DRAW_NS] += clock()
+    return sizes[layout.ENDED] == 0 and sizes[layout.N_DRAWN] < sizes[layout.N_STEPS]
 
 
 @njit(nogil=True)
 def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
     """
-    With thread 0 one step, or several, see `draw_next`, on the caller's thread and n_threads - 1 `Workers`. Returns 0,
+    With thread 0 one step, or several, see `draw`, on the caller's thread and n_threads - 1 `Workers`. Returns 0,
     or why the next step was not done, see plan.py. A step writes the keys and values of its N rows, and the logits
     (W, vocab_size) of the rows that are wanted.
 
@@ -273,10 +289,11 @@ def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
                 return 0
             n_threads, memory_at, sizes_at = post[POSTED_THREADS], post[POSTED_MEMORY], post[POSTED_SIZES]
         gpt_step(thread, n_threads, like, like_kv, longs_at(memory_at), longs_at(sizes_at))
+        draw(thread, n_threads, longs_at(memory_at), longs_at(sizes_at))
         if thread == 0:
             if n_threads > 1:
                 wait_until(post, n_threads - 1, SPIN)
-            if not draw_next(longs_at(memory_at), longs_at(sizes_at)):
+            if not go_on(longs_at(memory_at), longs_at(sizes_at)):
                 return 0
         else:
             claim(post, 0)

@@ -173,8 +173,9 @@ class NextTokens:
     How steps follow each other in one call of the compiled step: behind each one a compiled function draws the tokens
     of the next one from its logits (B, vocab_size). vLLM calls it multi-step scheduling.
 
-    draw: a `callback.Callback`. It is given the address of the array `data`, the address of the logits, and the address
-    of the row of tokens that it writes, and returns 0 if no step follows. kept: what `data` has addresses of.
+    draw: a `callback.Callback`. Each thread of the step calls it with the address of the array `data`, the address of
+    the logits, the address of the row of tokens that they write, its own number, and how many threads there are. It
+    draws a share of the tokens, and returns 0 if no step follows. kept: what `data` has addresses of.
     tokens: int64 (n + 1, B), contiguous, for n steps at most. Row 0 is given; row i + 1 is drawn behind step i.
     n_drawn: how many rows were drawn so far. ended: did `draw` return 0 for the last one?
     n_steps: the largest number of steps of the next call. version: of the weights for which tokens are drawn. A call
@@ -197,5 +198,5 @@ class NextTokens:
     def draw_from(self, logits):
         """Draw the next row, from logits float32 (B, vocab_size), contiguous, on the CPU."""
         row = self.tokens[self.n_drawn + 1]
-        self.ended = not self.draw.call(self.data.ctypes.data, logits.data_ptr(), row.ctypes.data)
+        self.ended = not self.draw.call(self.data.ctypes.data, logits.data_ptr(), row.ctypes.data, 0, 1)
         self.n_drawn += 1

@@ -131,7 +131,7 @@ class StepTables:
     def ask_for(self, next_tokens, n_steps):
         """Make the next call one of up to so many steps, see `metadata.NextTokens`."""
         self.memory[layout.DRAW], self.memory[layout.DRAW_DATA] = next_tokens.draw.address, next_tokens.data.ctypes.data
-        self.sizes[layout.N_DRAWN] = self.sizes[layout.DRAW_NS] = 0
+        self.sizes[layout.N_DRAWN] = self.sizes[layout.ENDED] = self.sizes[layout.DRAW_NS] = 0
         self.sizes[layout.N_STEPS] = n_steps
 
     def note_drawn(self, next_tokens):

@@ -27,11 +27,12 @@ from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, R
  STOP_STARTS,  # where its stop tokens begin in STOPS, and behind the last sample where they end
  # addresses of arrays that all samples share
  STOPS,        # int64
- SCRATCH,      # float64 (N_SCRATCH, vocab_size)
+ SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
  INTERRUPT,    # int64. Another thread sets it to 1; then no step follows
  # numbers
+ N_THREADS,    # the threads that have scratch; others draw nothing
  UNTIL,        # nanoseconds of `clock`. No step begins after this time
- N_TABLE) = range(13)
+ N_TABLE) = range(14)
 
 # indices of the int64 entry of CHANGES, which says what is done to the logits of a sample
 (COUNTS,       # the address of int64 (vocab_size,): how often each token was generated; 0 without penalties
@@ -66,20 +67,24 @@ def change(row, changes, settings, number, stops):
             row[t] -= frequency * counts[t] + presence
 
 
-def draw_tokens(table_at, logits_at, tokens_at):
+def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     """
-    Draw a token for each sample of a table from logits float32 (W, vocab_size). Returns 1 if another step may follow; 0
-    if one of them ends its sample, if there is an interrupt, or if it is late.
+    Draw a token for each sample of a table from logits float32 (W, vocab_size): this thread for every n_threads-th
+    sample. Returns 1 if another step may follow; 0 if one of them ends its sample, if there is an interrupt, or if it
+    is late.
     """
     table, tokens = longs_at(table_at), longs_at(tokens_at)
     n, V, ended = table[N_SAMPLES], table[VOCAB_SIZE], False
     rows, seeds, numbers = longs_at(table[ROWS]), longs_at(table[SEEDS]), longs_at(table[NUMBERS])
     settings = carray(doubles_at(table[SETTINGS]), (n, N_SETTINGS))
     changes = carray(longs_at(table[CHANGES]), (n, N_CHANGES))
-    scratch = carray(doubles_at(table[SCRATCH]), (N_SCRATCH, V))
+    n_threads = min(n_threads, table[N_THREADS])
+    if thread >= n_threads:
+        return 1
+    scratch = carray(doubles_at(table[SCRATCH]), (n_threads, N_SCRATCH, V))[thread]
     starts = longs_at(table[STOP_STARTS])
     all_stops = carray(longs_at(table[STOPS]), (starts[n],))
-    for i in range(n):
+    for i in range(thread, n, n_threads):
         row, stops = carray(floats_at(logits_at + 4 * V * rows[i]), (V,)), all_stops[starts[i]:starts[i + 1]]
         if is_changed(changes[i], numbers[i]):
             own = scratch[CHANGED].view(np.float32)[:V]  # samples of one prompt may share a row

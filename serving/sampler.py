@@ -2,7 +2,7 @@
 import numpy as np
 
 from decode.metadata import NextTokens
-from decode.threads import LINE, aligned
+from decode.threads import LINE, aligned, n_cores
 from serving import next_tokens as table
 from serving.draws import N_SCRATCH, log_probabilities
 from serving.next_tokens import DRAW
@@ -54,7 +54,7 @@ class Sampler:
     """
 
     def __init__(self, vocab_size):
-        self.vocab_size, self.scratch = vocab_size, np.empty((N_SCRATCH, vocab_size))
+        self.vocab_size, self.scratch = vocab_size, np.empty((n_cores(), N_SCRATCH, vocab_size))
         self.interrupt, self.drawings, self.rows = aligned(LINE, np.int64), None, None
         self.draw(np.zeros((1, vocab_size), np.float32), [], [])  # compiles, or loads what is compiled
         self.logprobs(np.zeros((1, vocab_size), np.float32), [0], 1)
@@ -68,7 +68,7 @@ class Sampler:
             self.describe(rows, drawings)
         logits, self.tokens = np.ascontiguousarray(logits), np.empty(len(drawings), np.int64)
         self.table[table.UNTIL] = 0
-        DRAW.call(self.table.ctypes.data, logits.ctypes.data, self.tokens.ctypes.data)
+        DRAW.call(self.table.ctypes.data, logits.ctypes.data, self.tokens.ctypes.data, 0, 1)
         for d in drawings:
             d.n_generated += 1
         return self.tokens.tolist()
@@ -110,6 +110,7 @@ class Sampler:
             table.ROWS: np.array(rows, np.int64)}
         self.table = np.zeros(table.N_TABLE, np.int64)
         self.table[table.N_SAMPLES], self.table[table.VOCAB_SIZE] = len(drawings), self.vocab_size
+        self.table[table.N_THREADS] = len(self.scratch)
         for index, array in self.arrays.items():
             self.table[index] = array.ctypes.data
         self.drawings, self.rows = drawings, rows
@@ -120,6 +121,6 @@ class Sampler:
         logprobs, ranks = np.empty(n), np.empty(n, np.int64)
         top = np.zeros((n, min(k, logits.shape[1])), np.int64)
         top_logprobs = np.empty(top.shape)
-        log_probabilities(logits, np.array(tokens, np.int64), self.scratch, logprobs, ranks, top, top_logprobs)
+        log_probabilities(logits, np.array(tokens, np.int64), self.scratch[0], logprobs, ranks, top, top_logprobs)
         of_rows = zip(tokens, logprobs.tolist(), ranks.tolist(), top.tolist(), top_logprobs.tolist())
         return [Logprobs(token, logprob, rank, list(zip(*likeliest))) for token, logprob, rank, *likeliest in of_rows]

@@ -6,6 +6,7 @@ from small_engine import BYTES, alone, finished, run, submit, tiny
 from test_same_bits import SHAPES, model_of
 
 from decode.cpu import CPUDecoder
+from decode.threads import n_cores
 from serving.engine import Engine
 from serving.request import Request
 
@@ -49,6 +50,22 @@ def test_changed_logits_are_drawn_from_as_in_single_steps(monkeypatch, how):
         seen.append([got.tokens for got in all_got])
         assert all_got[0].n_calls < 15 if together else all_got[0].n_calls == 30
     assert seen[0] == seen[1]
+
+
+def test_threads_draw_what_one_draws(monkeypatch):
+    """Samples of all kinds, and one that ends by a token that another thread than the first draws."""
+    monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9)
+    model = model_of(SHAPES[1], 1)
+    one, two = (CPUDecoder(model, threads=n) for n in (1, min(2, n_cores())))
+    hows = [dict(), dict(top_p=0.7), dict(top_k=5), dict(frequency_penalty=1.5), dict(temperature=0.0)]
+    token = alone(one, Request('x', [3, 1], 40, seed=1))[0][0][20]
+    engine = Engine(model, two, BYTES, None, 40, 16, 64)
+    all_got = [submit(engine, str(i), [3, i], 40, seed=i, stop_token_ids=(token,) if i == 1 else (), **how)
+               for i, how in enumerate(hows)]
+    run(engine)
+    for i, got in enumerate(all_got):
+        assert got.tokens == [tokens for tokens, _ in alone(one, got.request, (token,) if i == 1 else ())]
+    assert all_got[1].reasons == ['stop'] and all_got[0].n_calls < 12
 
 
 def test_steps_repeat_while_others_wait_and_while_blocks_are_few(monkeypatch):

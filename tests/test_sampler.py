@@ -10,7 +10,7 @@ from interrupts import interrupted
 
 from model import sample_token
 from serving.draws import threshold, uniform
-from serving.next_tokens import change
+from serving.next_tokens import DRAW, change
 from serving.request import Request, SamplingParams
 from serving.sampler import Drawing, Sampler
 
@@ -149,6 +149,28 @@ def test_samples_of_one_row_have_seeds_of_their_own():
     assert len(set(tokens)) > 4
     again = sampler.draw(logits, [0] * 8, [drawing(5 + i, vocab_size=1000) for i in range(8)])
     assert tokens == again
+
+
+@pytest.mark.parametrize('n_threads', [1, 2, 3, 7, 99])
+def test_threads_share_the_samples_of_a_step(monkeypatch, n_threads):
+    """Each sample is drawn by one of them, if there are more samples or more threads. Only four have scratch."""
+    monkeypatch.setattr('serving.sampler.n_cores', lambda: 4)
+    logits, hows = rows_of(5, 300), SETTINGS + [dict(frequency_penalty=1.0)]
+    for n in (1, 2, len(hows)):
+        several, (shared, expected) = [], [[drawing(i, vocab_size=300, **how) for i, how in enumerate(hows[-n:])]
+                                           for _ in range(2)]
+        rows, sampler, alone = [i % 5 for i in range(n)], Sampler(300), Sampler(300)
+        for drawings, of in ((shared, sampler), (expected, alone)):
+            of.draw(logits, rows, drawings)
+            several.append(of.several(1, 2**62))
+        for thread in reversed(range(n_threads)):
+            assert DRAW.call(several[0].data.ctypes.data, logits.ctypes.data, several[0].tokens[1].ctypes.data, thread,
+                             n_threads) == 1
+        several[1].draw_from(torch.from_numpy(logits))
+        for each in several:
+            each.n_drawn = 1
+        assert sampler.drawn_by(several[0]) == alone.drawn_by(several[1])
+        assert sampler.draw(logits, rows, shared) == alone.draw(logits, rows, expected)
 
 
 def test_after_an_interrupt_at_any_line_samples_draw_as_before():

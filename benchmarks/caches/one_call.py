@@ -11,8 +11,10 @@ from decode.metadata import NextTokens
 from decode.vectors import longs_at
 
 
-def copy_row(data_at, logits_at, tokens_at):
-    """Write the data[1] tokens at the address data[0], which becomes that of the next row."""
+def copy_row(data_at, logits_at, tokens_at, thread, n_threads):
+    """Write the data[1] tokens at the address data[0], which becomes that of the next row: thread 0 does it."""
+    if thread > 0:
+        return 1
     data, tokens = longs_at(data_at), longs_at(tokens_at)
     row = longs_at(data[0])
     for i in range(data[1]):

@@ -5,7 +5,8 @@ The engine without a server, over the kernel's own rate: what scheduling, drawin
 
 A round serves many requests at once. After each call of the kernel the benchmark makes the same steps again, one call
 for each step, and times them separately. The speed of a machine changes within seconds, and this way both times are
-taken at the same speed. All answers have the same number of tokens, so that all requests run until the end.
+taken at the same speed. Rounds follow each other without a pause: the first call after one is slower, and that would
+always be the engine's. All answers have the same number of tokens, so that all requests run until the end.
 """
 import gc
 import statistics
@@ -57,7 +58,6 @@ def race(name, model, decoder, weights, B, repeats):
     gc.freeze()  # as `loading.load_for_process`
     n_tokens, seconds = [], {ENGINE: [], KERNEL: []}
     for round_ in range(repeats + 1):
-        time.sleep(rounds.PAUSE)
         asks = [ask._replace(n_new=N_NEW) for ask in mixed(model.config, B, round_)]
         taken, again, n = serve(engine, decoder, asks)
         if round_:
