@@ -12,13 +12,7 @@ from contextlib import contextmanager
 
 import hypothesis
 import pytest
-import torch
 from fork_server import ForkServer, default_sigint
-
-from decode.cpu import CPUDecoder
-from decode.metadata import KINDS
-from model import GPT, GPTConfig
-from serving.sampler import Sampler
 
 try:
     import fcntl
@@ -56,9 +50,9 @@ def sizes(quick, full_size):
 WEIGHTS = ('float32', 'int8', 'bfloat16')  # of the CPU decoder
 
 # one torch thread here and in the scripts: beside a busy core, two threads wait for each other most of the time
-torch.set_num_threads(1)
 os.environ['OMP_NUM_THREADS'] = '1'
-ENVIRONMENT = {**os.environ}
+# of the scripts, which find the bytecode of the scripts before them
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != 'PYTHONDONTWRITEBYTECODE'}
 TIMEOUT = 1200  # seconds that a script may take; a loaded machine is slow, and only a hang should end a test
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -145,6 +139,13 @@ def kernels(tmp_path_factory):
     decode/__pycache__ and serving/__pycache__, where several workers of pytest-xdist begin at once. Each is compiled by
     one of them, in the process that compiles others: what these have in common is then compiled once.
     """
+    # not at the top: the process that hands out the tests to the workers needs none of these, nor torch
+    import torch
+
+    from decode.cpu import CPUDecoder
+    from decode.metadata import KINDS
+    from model import GPT, GPTConfig
+    from serving.sampler import Sampler
     model = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
     kinds = [('float32', dtype) for dtype in KINDS] + [('int8', torch.float32), ('bfloat16', torch.float32)]
     compiled = {'sampler': lambda: Sampler(5)} | {

@@ -19,10 +19,12 @@ import tempfile
 import threading
 import traceback
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-PACKAGES = 'numpy', 'torch', 'torch._dynamo', 'torch.distributed', 'numba', 'matplotlib.pyplot', 'tqdm', 'requests'
+PACKAGES = ('numpy', 'torch', 'torch._dynamo', 'torch.distributed', 'numba', 'matplotlib.pyplot', 'tqdm', 'requests',
+            'filelock', 'uvicorn', 'starlette.applications', 'pydantic.main', 'prometheus_client')
 N_DIGITS = 20  # of a number that the server sends: the number of a process, an exit code
 
 
@@ -127,31 +129,48 @@ class ForkServer:
 
 def serve(listener):
     """Answer connections, until stdin ends. In the new process of each script, return what `run_script` needs."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    scripts, (ended, wakeup) = {}, socket.socketpair()  # scripts: {number of a process: connection}
+    wakeup.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno())
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)  # a byte comes to `ended`
     while True:
-        ready, _, _ = select.select([listener, sys.stdin], [], [])
+        ready, _, _ = select.select([listener, sys.stdin, ended], [], [])
         if sys.stdin in ready:
             os._exit(0)
-        connection, _ = listener.accept()
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            listener.close()
-            _, (request, out, err), _, _ = socket.recv_fds(connection, 100, 3)
+        if ended in ready:
+            ended.recv(100)
+            send_exit_codes(scripts)
+        if listener in ready:
+            connection, _ = listener.accept()
+            _, files, _, _ = socket.recv_fds(connection, 100, 3)
             script = os.fork()
             if script == 0:
                 break
+            for file in files:
+                os.close(file)
             connection.sendall(b'%*d' % (N_DIGITS, script))
-            status = os.waitpid(script, 0)[1]
-            connection.sendall(b'%*d' % (N_DIGITS, os.waitstatus_to_exitcode(status)))
-            os._exit(0)
-        connection.close()
-    connection.close()
+            scripts[script] = connection
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for end in (listener, ended, wakeup, connection, *scripts.values()):
+        end.close()
+    request, out, err = files
     with open(request, 'rb') as f:
         order = json.load(f)
     for stream, fd in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
         os.dup2(fd, stream)
         os.close(fd)
     return order
+
+
+def send_exit_codes(scripts):
+    """Of those that have ended, each to its connection."""
+    while scripts:
+        script, status = os.waitpid(-1, os.WNOHANG)
+        if script == 0:
+            return
+        with scripts.pop(script) as connection, suppress(OSError):  # who has started it may be gone
+            connection.sendall(b'%*d' % (N_DIGITS, os.waitstatus_to_exitcode(status)))
 
 
 def run_script(folder, script, args, env):
@@ -178,9 +197,12 @@ def run_script(folder, script, args, env):
 
 if __name__ == '__main__':
     for package in PACKAGES:
-        importlib.import_module(package)
+        with suppress(ImportError):  # a script that needs it says so
+            importlib.import_module(package)
     sys.modules['matplotlib'].use('Agg')
     sys.modules['numba'].njit(lambda x: x)(0)  # the first compilation loads much of numba
+    for finalizer in list(weakref.finalize._registry):  # of the packages; they would run at the end of each script
+        finalizer.atexit = False
     gc.freeze()
     code = run_script(*serve(socket.socket(fileno=int(sys.argv[1]))))
     # what Python does at its end, except that no object is freed: that would copy memory shared with the server

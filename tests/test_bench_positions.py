@@ -4,6 +4,7 @@ import os
 import pydoc_data.topics
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -234,6 +235,7 @@ def test_the_recall_task_is_trained_and_drawn(monkeypatch, tmp_path, capsys):
 
 def test_models_are_trained_once_by_train_py(repo, monkeypatch):
     monkeypatch.chdir(repo)
+    monkeypatch.setattr(positions, 'subprocess', SimpleNamespace(run=lambda command, **how: run(repo, *command[1:])))
     name = 'rope, window 32, 4 sinks'
     folder = positions.train(name, 4, 1)
     written = os.path.getmtime(os.path.join(folder, 'ckpt.pt'))

@@ -56,13 +56,13 @@ def test_the_compiled_step_is_the_models_own():
 
 
 @needs_compiler
-@torch._dynamo.config.patch(recompile_limit=1)
 def test_any_number_of_batch_sizes_is_compiled():
     """torch.compile gives up on a function after a few compilations (8, here 1); each batch size has its own."""
     torch._dynamo.reset()
     model = f32(14, n_layer=1)
     decoder = CompiledDecoder(model)
-    for B in sizes((1, 2), (1, 2, 3)):
-        prompts = torch.randint(29, (B, 3))
-        got = model.generate(prompts, 5, temperature=0, use_cache=True, decoder=decoder)
-        assert torch.equal(got, model.generate(prompts, 5, temperature=0))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for B in sizes((1, 2), (1, 2, 3)):
+            prompts = torch.randint(29, (B, 3))
+            got = model.generate(prompts, 5, temperature=0, use_cache=True, decoder=decoder)
+            assert torch.equal(got, model.generate(prompts, 5, temperature=0))

@@ -11,7 +11,7 @@ import types
 
 import numpy as np
 import pytest
-from conftest import SHARED_TEXT, run
+from conftest import SHARED_TEXT, run, sizes
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -86,7 +86,8 @@ def test_a_changed_download_is_refused(empty, server):
     assert not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
 
 
-@pytest.mark.parametrize('url', ['http://127.0.0.1:1/input.txt', '{server}/missing.txt'])
+# an address that does not answer is tried for ten seconds
+@pytest.mark.parametrize('url', ['{server}/missing.txt'] + sizes([], ['http://127.0.0.1:1/input.txt']))
 def test_without_an_answer_the_stand_in_is_used_loudly(empty, server, url):
     done = prepare(empty, '--url=' + url.format(server=server[0]))
     assert done.returncode == 0 and '!! USING A STAND-IN' in done.stderr

@@ -180,26 +180,26 @@ def check_elsewhere(before, weights):
     return done.stdout.split()
 
 
-def test_vectors_of_eight_lanes():
-    """A machine without AVX-512 has other tiles, and the same bits: the order of a sum does not depend on them."""
-    if LANES == 8:
-        pytest.skip("this machine has vectors of eight lanes, and the other tests have run with them")
-    code = ("import llvmlite.binding as llvm\n"
-            "features = llvm.get_host_cpu_features()\n"
-            "features.update({name: False for name in features if 'avx512' in name or 'avx10' in name})\n"
-            "llvm.get_host_cpu_features = lambda: features\n"
-            "import decode.vectors\n"
-            "assert decode.vectors.LANES == 8\n")
-    weights = sizes(['float32'], WEIGHTS)
-    assert check_elsewhere(code, weights) == [check(w, SMALL) for w in weights]
+EIGHT_LANES = ("import llvmlite.binding as llvm\n"
+               "features = llvm.get_host_cpu_features()\n"
+               "features.update({name: False for name in features if 'avx512' in name or 'avx10' in name})\n"
+               "llvm.get_host_cpu_features = lambda: features\n"
+               "import decode.vectors\n"
+               "assert decode.vectors.LANES == 8\n")
+NO_DOT_PRODUCTS = "import decode.tiles\ndecode.tiles.DOT_PRODUCTS = False\n"
 
 
-def test_dot_products_without_the_instruction():
-    """The portable int8 path, which machines without AVX512-VNNI take, gives the same to the bit."""
-    if not tiles.DOT_PRODUCTS:
-        pytest.skip("this machine has only the portable path, and every other test has run it")
-    code = "import decode.tiles\ndecode.tiles.DOT_PRODUCTS = False\n"
-    assert check_elsewhere(code, ['int8']) == [check('int8', SMALL)]
+@pytest.mark.parametrize('without', sizes([EIGHT_LANES + NO_DOT_PRODUCTS], [EIGHT_LANES, NO_DOT_PRODUCTS]),
+                         ids=sizes(['both'], ['AVX-512', 'dot products']))
+def test_machines_without_some_instructions_give_the_same_bits(without):
+    """
+    Vectors of eight lanes, as without AVX-512, have other tiles: the order of a sum does not depend on them. int8 has a
+    portable path for machines without AVX512-VNNI.
+    """
+    if LANES == 8 and not tiles.DOT_PRODUCTS:
+        pytest.skip("this machine has neither, and the other tests have run without them")
+    weights = sizes(['float32', 'int8'], WEIGHTS)
+    assert check_elsewhere(without, weights) == [check(w, SMALL) for w in weights]
 
 
 def test_weights_lie_in_sheets():
