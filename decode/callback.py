@@ -14,7 +14,8 @@ N_ARGUMENTS = 5
 
 class Callback:
     """
-    A function of five int64 that returns one, as a C function. At its first use it is compiled, or loaded from disk.
+    A function that takes five int64 and returns an int64, as a C function. At its first use it is compiled, or loaded
+    from disk. If it raises, the exception is printed and 0 is returned.
 
     modules: those with compiled functions that it calls, see `keep_on_disk`. Compiled code calls it by `address`, see
     `call_back`; Python by `call`, without Python's lock.

@@ -44,12 +44,13 @@ class ThreadChoice:
         """True while a number is timed for the first time in a round: steps are recorded one by one then."""
         return self.n not in self.trials and len(self.candidates) > 1
 
-    def record(self, ns, began=0, n_steps=1):
+    def record(self, ns, began=0, n_steps=1, others=0):
         """
-        ns: the nanoseconds that n_steps steps took; began: when they began, on any clock, or 0. The first step of all
-        and the first after a pause are not counted: they wait for memory, caches and sleeping threads.
+        ns: the nanoseconds that n_steps steps took; others: those that other work between them took; began: when they
+        began, on any clock, or 0. The first step of all and the first after a pause are not counted: they wait for
+        memory, caches and sleeping threads.
         """
-        paused, self.ended = began > self.ended + PAUSE, began + ns
+        paused, self.ended = began > self.ended + PAUSE, began + ns + others
         if self.cold or paused:
             self.cold = False
             return

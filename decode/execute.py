@@ -150,6 +150,8 @@ class Executor:
             inputs.positions[:N] = input_positions
             inputs.runs[:S], inputs.n_runs[:S] = [r.address for r in m.runs], [r.n for r in m.runs]
             if N == S <= self.chunk and m.wanted is None:  # one token each
+                if m.next_tokens is not None:
+                    m.next_tokens.check(input_ids)
                 self.run_rectangle(N, 1, before, input_ids, kv_caches, logits, n_threads, m.next_tokens)
             else:
                 starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, S + 1)
@@ -243,17 +245,17 @@ class Executor:
             n_threads = team.ready(n_threads)
         if next_tokens is not None:
             tables.ask_for(next_tokens, 1 if choice is not None and choice.is_trial else next_tokens.n_steps)
-        began, n_steps = time.perf_counter_ns(), 1
+        began, n_steps, drawing = time.perf_counter_ns(), 1, 0
         refused = step(*team.like, *tables.addresses, n_threads, team.address, 0, 0)
         ns = time.perf_counter_ns() - began
         if next_tokens is not None and (n_drawn := tables.note_drawn(next_tokens)):
-            # a step behind the first one that is refused is for the next call
-            refused, n_steps, ns = 0, n_drawn, ns - int(tables.sizes[layout.DRAW_NS])
+            # if a later step is refused, the next call reports it
+            refused, n_steps, drawing = 0, n_drawn, int(tables.sizes[layout.DRAW_NS])
         if tables.sizes[layout.NOT_NUMBERS]:
             kv.finite = False
         if choice is not None and not refused:
             # a prefill always follows a pause
-            choice.record(ns, began if n_rows == n_seq else 0, n_steps)
+            choice.record(ns - drawing, began if n_rows == n_seq else 0, n_steps, drawing)
         if refused == plan.STALE:
             if not retries:
                 raise ValueError("the model's weights changed again while they were packed: do not write them in "

@@ -8,7 +8,7 @@ layout.py.
 The whole step is one function, `gpt_step`, which every thread runs from top to bottom. The threads share the heads of
 attention and the rows of the weight matrices. At a barrier they wait for each other where one needs the results of the
 others: four times a layer. Starting and joining threads for each matmul would cost a small model more than its
-arithmetic.
+arithmetic. In a call of several steps they also share the samples whose next tokens are drawn.
 
 The logits of a token have the same bits whatever else is in the step: every sum has one order, which depends on the
 token's position alone, and no thread takes part in the sum of another.
@@ -227,9 +227,7 @@ def post_step(memory_at, sizes_at, n_threads, post_at):
 
 @njit
 def draw(thread, n_threads, memory, sizes):
-    """
-    In a call of several steps: have this thread's share of the next step's tokens drawn, from logits that are numbers.
-    """
+    """In a call of several steps: draw this thread's share of the next tokens, unless a logit is NaN or infinite."""
     if sizes[layout.N_STEPS] == 0:
         return
     barrier(longs_at(memory[layout.BARRIER]), n_threads)

@@ -26,8 +26,8 @@ KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
  NOT_NUMBERS,    # written: how many threads have computed logits that are NaN or infinite
  # of a call of several steps, see kernel.draw
  N_STEPS,        # at most so many; 0: one step, and nothing is drawn
- N_DRAWN,        # written: behind so many steps tokens were drawn
- ENDED,          # written: for how many threads the function that draws said that no step follows
+ N_DRAWN,        # written: after how many steps tokens were drawn
+ ENDED,          # written: how many threads' draws have returned 0
  DRAW_NS,        # written: nanoseconds that the draws took
  # of the cache, see metadata.py
  N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(24)

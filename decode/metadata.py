@@ -71,8 +71,8 @@ class KVArrays:
 
     addresses: int64 (n_layer, 4), of keys, values, and for int8 the float32 scales of both, KV_GROUP numbers to a
     scale. tensors: what the addresses are of, kept alive. written: uint8 (n_slots,), in which a step marks the slots
-    that it will write. finite: were the logits of the last step numbers? ValueError unless the layers are alike, and
-    hold so many slots.
+    that it will write. finite: were the logits of the last `execute_model` numbers? ValueError unless the layers are
+    alike, and hold so many slots.
     """
     instances = weakref.WeakSet()
 
@@ -173,13 +173,15 @@ class NextTokens:
     How steps follow each other in one call of the compiled step: behind each one a compiled function draws the tokens
     of the next one from its logits (B, vocab_size). vLLM calls it multi-step scheduling.
 
-    draw: a `callback.Callback`. Each thread of the step calls it with the address of the array `data`, the address of
-    the logits, the address of the row of tokens that they write, its own number, and how many threads there are. It
-    draws a share of the tokens, and returns 0 if no step follows. kept: what `data` has addresses of.
+    draw: a `callback.Callback`. All threads of the step call it at the same time, each with the address of the array
+    `data`, the address of the logits, the address of the row of tokens to write, the number of the thread, and how many
+    threads there are. A call draws the thread's share of the tokens. If any call returns 0, no step follows. It must
+    not raise. kept: what `data` has addresses of.
     tokens: int64 (n + 1, B), contiguous, for n steps at most. Row 0 is given; row i + 1 is drawn behind step i.
     n_drawn: how many rows were drawn so far. ended: did `draw` return 0 for the last one?
     n_steps: the largest number of steps of the next call. version: of the weights for which tokens are drawn. A call
-    makes one step, and draws nothing, if the weights are others, or if it has more sequences than one pass takes.
+    makes one step, and draws nothing, if the weights are others, if it has more sequences than one pass takes, or if
+    `wanted` names rows.
     """
     __slots__ = 'draw', 'data', 'kept', 'tokens', 'n_drawn', 'ended', 'n_steps', 'version'
 
@@ -194,6 +196,12 @@ class NextTokens:
     def n_left(self):
         """How many rows may still be drawn."""
         return len(self.tokens) - 1 - self.n_drawn
+
+    def check(self, input_ids):
+        """ValueError unless a step of input_ids can write the next n_steps rows."""
+        if not 1 <= self.n_steps <= self.n_left or input_ids.data_ptr() != self.tokens[self.n_drawn].ctypes.data:
+            raise ValueError(f"{self.n_steps} steps from row {self.n_drawn} of {len(self.tokens)} rows of tokens: "
+                             f"n_steps must be between 1 and {self.n_left}, and input_ids must be that row, not a copy")
 
     def draw_from(self, logits):
         """Draw the next row, from logits float32 (B, vocab_size), contiguous, on the CPU."""

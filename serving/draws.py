@@ -30,7 +30,7 @@ from serving.masked_vectors import add_from, load_until, store_between, store_un
 
 CHUNK = 64  # tokens whose largest logit is known, and whose weights are added up together
 BLOCK = 4 * CHUNK  # tokens whose weights are added up together where the sums of chunks are not needed
-FEW, N_NARROWINGS = 256, 7  # `border` looks for an interval with at most so many tokens, at most so many times
+FEW, N_NARROWINGS = 256, 7  # `border` stops at an interval with at most FEW tokens, or after N_NARROWINGS passes
 # columns of a row's settings
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = range(8)
 # rows of the scratch, float64 (N_SCRATCH, vocab_size); some of them are viewed as float32 or int64
@@ -95,7 +95,8 @@ def first_of(row, peaks, value):
 def threshold(values, masses, target):
     """
     (v, the mass of what is larger than v): v is the largest of the values for which those from v up have at least this
-    mass; the smallest of all, if all have less. By partitions, as in quickselect; both arrays are permuted.
+    mass; the smallest of all, if all have less. By partitions, as in quickselect; both arrays are permuted. There must
+    be a value, and no NaN.
     """
     low, high, before, x = 0, len(values), 0.0, uint64(0)
     while True:
@@ -182,9 +183,9 @@ def levels_below(top, a, b, c, d):
 @njit
 def border(row, weights, largest, factor, top_p):
     """
-    (low, high, the weight from high up, the target): the tokens whose logits are at least `low` have the share top_p of
-    the weight, the target; those from `high` up have less. Few tokens are between the two, if the logits allow it: an
-    interval becomes smaller with each pass, which computes the shares at four levels in it.
+    (low, high, the weight from high up, the target): the tokens whose logits are at least `low` have at least the share
+    top_p of the weight, the target; those from `high` up have less. Few tokens are between the two, if the logits allow
+    it: an interval becomes smaller with each pass, which computes the shares at four levels in it.
     """
     unit = 1.0 / np.float64(factor)  # a logit that is smaller by this has a weight that is e times smaller
     low, high, before, inside = np.float32(largest - 88 * unit), np.float32(math.inf), 0.0, math.inf
@@ -288,7 +289,7 @@ def drawn(row, settings, share, scratch):
     n, weights, values = len(row), scratch[WEIGHTS].view(np.float32), scratch[VALUES].view(np.float32)
     peaks = weights[:-(-n // CHUNK)]
     largest = find_peaks(row, peaks)
-    if temperature == 0.0 or not largest > -math.inf:
+    if temperature == 0.0 or not abs(largest) < math.inf:  # infinite, or NaN: a penalty can make a logit infinite
         return first_of(row, peaks, largest)
     tokens, masses = scratch[TOKENS].view(np.int64), scratch[MASSES].view(np.float32)
     chooses = 0 < top_k < n

@@ -2,7 +2,7 @@
 Compiled code that draws the next token of each sample of a step. It first applies the biases, the min_tokens and the
 penalties of the sample to its logits.
 
-The compiled step of the model calls `DRAW` between two steps, see `decode.metadata.NextTokens`.
+Each thread of the model's compiled step calls `DRAW` after a step, see `decode.metadata.NextTokens`.
 """
 import math
 
@@ -30,7 +30,7 @@ from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, R
  SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
  INTERRUPT,    # int64. Another thread sets it to 1; then no step follows
  # numbers
- N_THREADS,    # the threads that have scratch; others draw nothing
+ N_THREADS,    # how many threads have scratch; others draw nothing
  UNTIL,        # nanoseconds of `clock`. No step begins after this time
  N_TABLE) = range(14)
 
@@ -69,9 +69,9 @@ def change(row, changes, settings, number, stops):
 
 def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     """
-    Draw a token for each sample of a table from logits float32 (W, vocab_size): this thread for every n_threads-th
-    sample. Returns 1 if another step may follow; 0 if one of them ends its sample, if there is an interrupt, or if it
-    is late.
+    Draw tokens for the samples of a table from logits float32 (W, vocab_size). This thread draws for the samples
+    thread, thread + n_threads, ... Returns 1 if another step may follow; 0 if one of its tokens ends its sample, if
+    there is an interrupt, or if it is late.
     """
     table, tokens = longs_at(table_at), longs_at(tokens_at)
     n, V, ended = table[N_SAMPLES], table[VOCAB_SIZE], False

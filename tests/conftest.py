@@ -51,7 +51,7 @@ WEIGHTS = ('float32', 'int8', 'bfloat16')  # of the CPU decoder
 
 # one torch thread here and in the scripts: beside a busy core, two threads wait for each other most of the time
 os.environ['OMP_NUM_THREADS'] = '1'
-# of the scripts, which find the bytecode of the scripts before them
+# of the scripts. They write bytecode, so that later ones need not compile
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != 'PYTHONDONTWRITEBYTECODE'}
 TIMEOUT = 1200  # seconds that a script may take; a loaded machine is slow, and only a hang should end a test
 

@@ -3,7 +3,7 @@ A server that starts scripts in a process that has torch loaded, which saves mos
 
 The server imports the packages that the scripts need, but none of the repository's modules, and forks for each script.
 The script then runs as `python script.py ...` would run it: as __main__, in a process of its own, with its folder in
-front of sys.path.
+front of sys.path. Only its end is another one: a file that it has left open is not flushed.
 """
 import atexit
 import gc
@@ -69,15 +69,17 @@ class Script:
 
     def communicate(self, timeout=None):
         """(all that it writes to stdout, to stderr), when it has ended. TimeoutError after so many seconds."""
-        with ThreadPoolExecutor(2) as pool:
+        with self.stdout, self.stderr, ThreadPoolExecutor(2) as pool:
             texts = [pool.submit(f.read) for f in (self.stdout, self.stderr)]
-            try:
-                self.wait(timeout)
-            finally:
-                self.kill()
-        for f in (self.stdout, self.stderr):
-            f.close()
-        return tuple(text.result() for text in texts)
+            self.wait_or_kill(timeout)
+            return tuple(text.result() for text in texts)
+
+    def wait_or_kill(self, timeout):
+        """`wait`; a script that does not end in time is killed."""
+        try:
+            return self.wait(timeout)
+        finally:
+            self.kill()
 
 
 class ForkServer:
@@ -113,10 +115,10 @@ class ForkServer:
         """
         The subprocess.CompletedProcess of `python script args...` in folder, with stdout and stderr as text.
 
-        env: variables to add to those of the server. timeout: seconds until a TimeoutError.
+        env: variables to add to those of the server. timeout: seconds after which it is killed, with a TimeoutError.
         """
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            returncode = Script(self.ask_for(folder, script, args, env, out, err)).wait(timeout)
+            returncode = Script(self.ask_for(folder, script, args, env, out, err)).wait_or_kill(timeout)
             for f in (out, err):
                 f.seek(0)
             return subprocess.CompletedProcess([script, *args], returncode, out.read().decode(), err.read().decode())
@@ -143,13 +145,16 @@ def serve(listener):
         if listener in ready:
             connection, _ = listener.accept()
             _, files, _, _ = socket.recv_fds(connection, 100, 3)
+            if len(files) < 3:  # the client was interrupted
+                connection.close()
+                continue
             script = os.fork()
             if script == 0:
                 break
             for file in files:
                 os.close(file)
-            connection.sendall(b'%*d' % (N_DIGITS, script))
             scripts[script] = connection
+            send_number(connection, script)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for end in (listener, ended, wakeup, connection, *scripts.values()):
@@ -163,14 +168,20 @@ def serve(listener):
     return order
 
 
+def send_number(connection, number):
+    """Send it to the client, which may be gone."""
+    with suppress(OSError):
+        connection.sendall(b'%*d' % (N_DIGITS, number))
+
+
 def send_exit_codes(scripts):
     """Of those that have ended, each to its connection."""
     while scripts:
         script, status = os.waitpid(-1, os.WNOHANG)
         if script == 0:
             return
-        with scripts.pop(script) as connection, suppress(OSError):  # who has started it may be gone
-            connection.sendall(b'%*d' % (N_DIGITS, os.waitstatus_to_exitcode(status)))
+        with scripts.pop(script) as connection:
+            send_number(connection, os.waitstatus_to_exitcode(status))
 
 
 def run_script(folder, script, args, env):

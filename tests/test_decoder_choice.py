@@ -82,6 +82,24 @@ def test_the_fastest_number_of_threads_is_chosen_and_chosen_again():
     assert used[-1000:].count(2) > 900
 
 
+def test_work_between_steps_is_no_pause():
+    """Steps of 3 ms, or 4 ms on one thread, and behind each group of them 30 ms of draws."""
+    choice, now, used = ThreadChoice([1, 2]), 0, []
+    for _ in range(3000):
+        used.append(choice.n)
+        steps, draws = 7_000_000 + 3_000_000 * (choice.n == 1), 30_000_000
+        choice.record(steps, now, 2, draws)
+        now += steps + draws + 1_000_000
+    assert used[20:].count(2) > 0.9 * len(used[20:])
+    slow = [choice.n]
+    for _ in range(300):  # beside a neighbour two threads are slow: soon one computes
+        steps, draws = 40_000_000 if choice.n == 2 else 10_000_000, 30_000_000
+        choice.record(steps, now, 2, draws)
+        now += steps + draws + 1_000_000
+        slow.append(choice.n)
+    assert slow[20:].count(1) > 0.9 * len(slow[20:])
+
+
 def test_trials_cost_little_even_when_each_step_is_long():
     """Sixteen cores and steps of 12 ms at best: slow numbers get one step, and rounds are rare."""
     candidates, best = [16, 8, 4, 2, 1], 12e-3

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from interrupts import interrupted
+from test_paged_serving import Fed
 from test_same_bits import N_SLOTS, Store, expected_logits, model_of, reference_logits, texts
 
 from decode import execute
@@ -248,3 +249,15 @@ def test_any_rows_can_be_wanted():
             logits = decoder.execute_model(torch.tensor(sum(all_texts, [])), np.tile(np.arange(30), 3), store.kv,
                                            InputMetadata([30] * 3, runs, wanted))
             torch.testing.assert_close(logits, every[wanted], atol=1e-4, rtol=1e-4)
+
+
+def test_steps_write_only_rows_of_tokens_that_there_are(fed):
+    decoder, store = fed
+    tokens = np.arange(12).reshape(4, 3)
+    for row, n_steps in ((tokens[0].copy(), 1), (tokens[1], 1), (tokens[0], 0), (tokens[0], 4)):
+        several = Fed(tokens).steps(3)
+        several.tokens, several.n_steps, several.version = tokens, n_steps, decoder.version
+        metadata = InputMetadata([1, 1, 1], [store.runs[i] for i in range(3)], None, several)
+        with pytest.raises(ValueError, match='n_steps must be between 1 and 3, and input_ids must be that row'):
+            decoder.execute_model(torch.from_numpy(row), np.array([20, 20, 20]), store.kv, metadata)
+    assert (tokens == np.arange(12).reshape(4, 3)).all()

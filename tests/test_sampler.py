@@ -223,6 +223,13 @@ def test_bias_min_tokens_and_penalties_by_hand():
     assert (row == before).all(), "samples of one prompt share a row"
 
 
+def test_a_logit_that_a_penalty_makes_infinite_is_drawn():
+    row = np.array([[3.0, 2e37, 1.0, 2e37, -2e37]], np.float32)
+    for how in (dict(top_p=0.9), dict(top_k=3), dict(), dict(temperature=0.0)):
+        d = [drawing(vocab_size=5, prompt=[1, 3, 4], repetition_penalty=0.01, **how) for _ in range(9)]
+        assert Sampler(5).draw(row, [0] * 9, d) == [1] * 9
+
+
 def test_logprobs_equal_the_models():
     logits = rows_of(5, 3000)
     logits[2, 10:14] = 40
