@@ -7,6 +7,7 @@ Times are scaled so that LOAD of what a server can do comes, which is measured f
 the same trace. Each server gets LOAD of its own capacity, and ours also LOAD of llama-server's.
 """
 import asyncio
+from functools import partial
 
 from benchmarks.serve import report
 from benchmarks.serve.client import closed_loop, open_loop
@@ -51,22 +52,25 @@ def capacity(server, config, requests, n_clients, n_requests, repeats):
 
 
 def race(name, config, weights, servers, requests, n_clients, n_requests, repeats):
-    """A row for each server and rate. p99_over_llama: our 99th percentile of the TTFT over that of llama-server."""
+    """
+    A row for each server and rate. p99_ttft_s: the 99th percentile of the TTFT in each round. p99_over_llama: the
+    median over the rounds of ours over llama-server's. (Percentiles of all rounds together are those of the round in
+    which the machine was slowest: the rate is then more than the server can do, and the queue grows.)
+    """
     capacities = {server: capacity(server, config, requests, n_clients, n_requests, repeats)
                   for server in servers}
     ours, cases = servers[0], [(server, server) for server in servers] + [(servers[0], of) for of in servers[1:]]
     loads = take_turns({(server, of): load_at(server, config, requests, LOAD * capacities[of], n_requests, seed)
                         for seed, (server, of) in enumerate(cases)}, repeats, f'{name}, {weights}: arrivals')
-    p99 = {case: report.figures(mine)['ttft_ms'][1] for case, mine in loads.items()}
-    rows = []
+    p99, rows = partial(report.ttft, p=99), []
     for server, of in cases:
         row = dict(described(name, server, weights), capacity=capacities[server], rate=LOAD * capacities[of],
-                   case='its capacity' if of is server else f"{of.name}'s", **report.figures(loads[server, of]))
+                   case='its capacity' if of is server else f"{of.name}'s", **report.figures(loads[server, of]),
+                   p99_ttft_s=[p99(load) for load in loads[server, of]])
         print(report.line(row, f"{name}, {row['rate']:.1f}/s"), flush=True)
         rows.append(row)
         for other in servers[1:] if server is ours else ():
-            both = p99[ours, of], p99[other, other]
-            row['p99_over_llama'] = None if None in both else both[0] / both[1]
+            row['p99_over_llama'] = report.over(loads, (ours, of), (other, other), p99)
             print(report.goal_line(f"p99 TTFT at {LOAD:.0%} of {row['case']}, over llama-server's at {LOAD:.0%} of "
                                    "its own", row['p99_over_llama'], GOAL, at_most=True))
     return rows

@@ -5,6 +5,8 @@ Prompts of half the window whose first 0, 50 or 90 % are common to all, and shor
 
 Each round has new prompts, of which every client sends one before the load that is measured: the common part is known.
 """
+from functools import partial
+
 from benchmarks.serve import report
 from benchmarks.serve.client import closed_loop
 from benchmarks.serve.race import beside, described, models, take_turns
@@ -47,7 +49,8 @@ def race(name, config, weights, servers, C, n_requests, repeats):
     for (server, share), mine in loads.items():
         row = dict(described(name, server, weights), clients=C, share=share, case=f'{share:.0%}',
                    **report.figures(mine),
-                   ttft_over_none=report.over(loads, (server, share), (server, SHARES[0]), median_ttft))
+                   ttft_over_none=report.over(loads, (server, share), (server, SHARES[0]),
+                                              partial(report.ttft, p=50)))
         print(report.line(row, f'{name}, {share:.0%}'), flush=True)
         rows.append(row)
     for row in rows:
@@ -55,7 +58,3 @@ def race(name, config, weights, servers, C, n_requests, repeats):
             print(report.goal_line(f"{row['server']}: TTFT at {row['case']} over that with nothing in common",
                                    row['ttft_over_none'], GOAL if row['server'] == 'ours' else None, at_most=True))
     return rows
-
-
-def median_ttft(load):
-    return report.percentile([a.first_token_s for a in load.answers if not a.error], 50)

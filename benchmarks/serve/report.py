@@ -50,6 +50,11 @@ def goodput(load):
     return sum(not a.error and a.first_token_s <= first and a.per_token_s <= each for a in load.answers) / load.seconds
 
 
+def ttft(load, p):
+    """Percentile p of the seconds to the first token in one round; None where nothing was answered."""
+    return percentile([a.first_token_s for a in load.answers if not a.error], p)
+
+
 def over(loads, mine, theirs, of=tok_per_s):
     """The median over the rounds of a figure of one way over that of another. None where nothing was answered."""
     pairs = [(of(a), of(b)) for a, b in zip(loads[mine], loads[theirs])]
