@@ -46,9 +46,9 @@ class ThreadChoice:
 
     def record(self, ns, began=0, n_steps=1, others=0):
         """
-        ns: the nanoseconds that n_steps steps took; others: those that other work between them took; began: when they
-        began, on any clock, or 0. The first step of all and the first after a pause are not counted: they wait for
-        memory, caches and sleeping threads.
+        ns: the nanoseconds that n_steps steps took; others: the nanoseconds of other work between the steps; began:
+        when they began, on any clock, or 0. The first step of all and the first after a pause are not counted: they
+        wait for memory, caches and sleeping threads.
         """
         paused, self.ended = began > self.ended + PAUSE, began + ns + others
         if self.cold or paused:

@@ -2,7 +2,7 @@
 Compiled code that draws the next token of each sample of a step. It first applies the biases, the min_tokens and the
 penalties of the sample to its logits.
 
-Each thread of the model's compiled step calls `DRAW` after a step, see `decode.metadata.NextTokens`.
+The threads of the model's compiled step call `DRAW` after each step; see `decode.metadata.NextTokens`.
 """
 import math
 
@@ -18,14 +18,14 @@ from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, R
 
 # indices of the int64 table that describes the samples of a step
 (N_SAMPLES, VOCAB_SIZE,
- # addresses of arrays. Each array has one entry for each sample, of type int64 unless the line names another type
+ # addresses of arrays with one entry for each sample. The entry is an int64 unless the line names another type
  ROWS,         # the row of its logits
  SETTINGS,     # float64 (N_SETTINGS,), see draws.py
  SEEDS,
  NUMBERS,      # how many tokens it has generated
  CHANGES,      # (N_CHANGES,), see below
  STOP_STARTS,  # where its stop tokens begin in STOPS, and behind the last sample where they end
- # addresses of arrays that all samples share
+ # addresses of arrays for all samples together
  STOPS,        # int64
  SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
  INTERRUPT,    # int64. Another thread sets it to 1; then no step follows

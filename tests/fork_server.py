@@ -3,7 +3,7 @@ A server that starts scripts in a process that has torch loaded, which saves mos
 
 The server imports the packages that the scripts need, but none of the repository's modules, and forks for each script.
 The script then runs as `python script.py ...` would run it: as __main__, in a process of its own, with its folder in
-front of sys.path. Only its end is another one: a file that it has left open is not flushed.
+front of sys.path. It ends in another way: a file that it has left open is not flushed.
 """
 import atexit
 import gc
@@ -75,7 +75,7 @@ class Script:
             return tuple(text.result() for text in texts)
 
     def wait_or_kill(self, timeout):
-        """`wait`; a script that does not end in time is killed."""
+        """As `wait`. A script that does not end in time is killed."""
         try:
             return self.wait(timeout)
         finally:
@@ -134,7 +134,7 @@ def serve(listener):
     scripts, (ended, wakeup) = {}, socket.socketpair()  # scripts: {number of a process: connection}
     wakeup.setblocking(False)
     signal.set_wakeup_fd(wakeup.fileno())
-    signal.signal(signal.SIGCHLD, lambda signum, frame: None)  # a byte comes to `ended`
+    signal.signal(signal.SIGCHLD, lambda signum, frame: None)  # Python sends a byte to `ended`
     while True:
         ready, _, _ = select.select([listener, sys.stdin, ended], [], [])
         if sys.stdin in ready:
@@ -169,13 +169,13 @@ def serve(listener):
 
 
 def send_number(connection, number):
-    """Send it to the client, which may be gone."""
+    """Send a number to the client. If the client is gone, nothing happens."""
     with suppress(OSError):
         connection.sendall(b'%*d' % (N_DIGITS, number))
 
 
 def send_exit_codes(scripts):
-    """Of those that have ended, each to its connection."""
+    """Send the exit code of each script that has ended to its connection."""
     while scripts:
         script, status = os.waitpid(-1, os.WNOHANG)
         if script == 0:
@@ -208,11 +208,11 @@ def run_script(folder, script, args, env):
 
 if __name__ == '__main__':
     for package in PACKAGES:
-        with suppress(ImportError):  # a script that needs it says so
+        with suppress(ImportError):  # the script that needs the package reports it
             importlib.import_module(package)
     sys.modules['matplotlib'].use('Agg')
     sys.modules['numba'].njit(lambda x: x)(0)  # the first compilation loads much of numba
-    for finalizer in list(weakref.finalize._registry):  # of the packages; they would run at the end of each script
+    for finalizer in list(weakref.finalize._registry):  # the packages' would run at the end of each script
         finalizer.atexit = False
     gc.freeze()
     code = run_script(*serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -153,7 +153,7 @@ def test_samples_of_one_row_have_seeds_of_their_own():
 
 @pytest.mark.parametrize('n_threads', [1, 2, 3, 7, 99])
 def test_threads_share_the_samples_of_a_step(monkeypatch, n_threads):
-    """Each sample is drawn by one of them, if there are more samples or more threads. Only four have scratch."""
+    """One thread draws each sample, with more samples than threads and with fewer. Only four threads have scratch."""
     monkeypatch.setattr('serving.sampler.n_cores', lambda: 4)
     logits, hows = rows_of(5, 300), SETTINGS + [dict(frequency_penalty=1.0)]
     for n in (1, 2, len(hows)):

@@ -12,7 +12,7 @@ from decode.vectors import longs_at
 
 
 def copy_row(data_at, logits_at, tokens_at, thread, n_threads):
-    """Write the data[1] tokens at the address data[0], which becomes that of the next row: thread 0 does it."""
+    """On thread 0, write the data[1] tokens at the address data[0], and set data[0] to the address of the next row."""
     if thread > 0:
         return 1
     data, tokens = longs_at(data_at), longs_at(tokens_at)

@@ -54,8 +54,8 @@ def capacity(server, config, requests, n_clients, n_requests, repeats):
 def race(name, config, weights, servers, requests, n_clients, n_requests, repeats):
     """
     A row for each server and rate. p99_ttft_s: the 99th percentile of the TTFT in each round. p99_over_llama: the
-    median over the rounds of ours over llama-server's. (Percentiles of all rounds together are those of the round in
-    which the machine was slowest: the rate is then more than the server can do, and the queue grows.)
+    median over the rounds of ours over llama-server's. (A percentile over all rounds would be that of the round in
+    which the machine was slowest, because the queue grows there.)
     """
     capacities = {server: capacity(server, config, requests, n_clients, n_requests, repeats)
                   for server in servers}
