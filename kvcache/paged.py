@@ -87,17 +87,6 @@ class PagedCache(BaseCache):
         return self.lengths[seq]
 
     @exclusive
-    def decode_step(self, seqs, ids):
-        """
-        A step with a decoder of one more token of each of these sequences, which have some: `step` with fewer checks.
-        ids: int64 (B,), a NumPy array. Returns the logits (B, vocab_size).
-        """
-        decoding = self.decoding_of(seqs, len(ids))
-        logits = self.decode_next(decoding, torch.from_numpy(ids))
-        self.add_decoded(decoding, [ids.tolist()])
-        return logits
-
-    @exclusive
     def decode_steps(self, seqs, next_tokens):
         """
         Steps with a decoder of one more token of each of these sequences, which have some. The first row of the

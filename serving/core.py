@@ -57,9 +57,9 @@ class EngineCore:
         self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
         self.scheduler = Scheduler(cache, budget, None if cache.decoder else 1)
         self.sampler, self.stats = Sampler(self.vocab_size), Stats(self.scheduler)
-        self.drawn_for = None  # the last plan, if the next step may have the same: its tokens are `sampler.tokens`
-        self.drawing, self.of_rows, self.drawings = [], [], []  # samples that drew, their rows, their `Drawing`s
+        self.drawing, self.of_rows, self.drawings = [], [], []  # samples that draw, their rows, their `Drawing`s
         self.plain = False  # do all of these samples have `Progress.plain`?
+        self.repeated = None  # the plan that these samples are of, if it was one for `repeat`
 
     def run_once(self):
         """Plan and run a step, or some steps of one plan. Returns whether there was anything to run."""
@@ -67,7 +67,7 @@ class EngineCore:
         if plan and self.weights_changed():
             plan = self.scheduler.plan()
         try:
-            if plan and plan is self.drawn_for and self.cache.decoder:
+            if plan and plan is self.scheduler.steady and self.cache.decoder:
                 self.repeat(plan)
             elif plan:
                 self.step(plan)
@@ -122,14 +122,17 @@ class EngineCore:
 
     def repeat(self, plan):
         """
-        Run more steps of the last step's plan in compiled code. The steps end when a sample ends, when `interrupt` is
-        called, after the `pause` between two chunks of a stream, or before the plan may need other blocks. Then their
-        tokens are added to the samples and delivered together.
+        Run decode steps of one plan in compiled code. The steps end when a sample ends, when `interrupt` is called,
+        after the `pause` between two chunks of a stream, or before the plan may need other blocks. Then their tokens
+        are added to the samples and delivered together.
         """
-        self.drawn_for = None
+        if plan is not self.repeated:
+            self.draw_for([sample for sample, _ in plan], range(len(plan)))
+            self.repeated = plan
         n_requests = len({sample.request.id for sample, _ in plan})
         until = nanoseconds() + int(1e9 * pause(n_requests))
-        steps = self.sampler.several(self.scheduler.n_repeats if self.plain else 1, until)
+        newest, n_steps = [sample.tokens[-1] for sample in self.drawing], self.scheduler.n_repeats if self.plain else 1
+        steps = self.sampler.several(n_steps, until, newest, self.of_rows, self.drawings)
         logits, error = None, None
         try:
             logits = self.cache.decode_steps([sample.handle for sample, _ in plan], steps).numpy()
@@ -180,9 +183,6 @@ class EngineCore:
         """Compute the tokens of a plan. Returns (logits, float32 (W, vocab_size), the row of each one's last token)."""
         self.stats.steps += 1
         handles, rows, wanted = [sample.handle for sample, _ in plan], range(len(plan)), None
-        if self.cache.decoder and all(n == 1 and sample.computed for sample, n in plan):
-            newest = np.array([sample.tokens[sample.computed] for sample, _ in plan], np.int64)
-            return self.cache.decode_step(handles, newest).numpy(), rows
         tokens = [token for sample, n in plan for token in sample.tokens[sample.computed:sample.computed + n]]
         tokens = torch.from_numpy(np.array(tokens, np.int64)).to(self.device).split([n for _, n in plan])
         if self.cache.decoder and any(sample.scores for sample, _ in plan):
@@ -197,7 +197,7 @@ class EngineCore:
 
     def advance(self, plan, logits, rows):
         """The cache has a plan's tokens: score prompts, draw tokens, deliver them."""
-        given, self.drawn_for = {}, None
+        given = {}
         self.stats.computed_tokens += sum(n for _, n in plan)
         for (sample, n), row in zip(plan, rows):
             if sample.scores:
@@ -226,24 +226,23 @@ class EngineCore:
                 given[live].append(output)
             else:
                 given[live] = [output]
-        if plan is self.scheduler.steady and len(drawn) > 0 and len(self.drawing) == len(plan):
-            self.drawn_for = plan
         for live, outputs in given.items():
             self.deliver(live, outputs)
 
     def choose_drawing(self, caught_up, given):
         """Note which samples draw a token, of (sample, row of its logits); end the others, whose max_tokens is 0."""
-        self.drawing, self.of_rows = [], []
-        for sample, row in caught_up:
-            if len(sample.tokens) < sample.n_end:
-                self.drawing.append(sample)
-                self.of_rows.append(row)
-            else:
+        drawing = [(sample, row) for sample, row in caught_up if len(sample.tokens) < sample.n_end]
+        self.draw_for([sample for sample, _ in drawing], [row for _, row in drawing])
+        for sample, _ in caught_up:
+            if len(sample.tokens) == sample.n_end:
                 self.finish(sample, 'length')
                 given.setdefault(sample.progress.live, []).append(Output(sample.index, [], finish_reason='length'))
-        progress = [sample.progress for sample in self.drawing]
-        self.drawings = [p.drawing for p in progress]
-        self.plain = all([p.plain for p in progress])
+
+    def draw_for(self, samples, rows):
+        """Note that these samples draw a token, each from its row of the logits."""
+        progress = [sample.progress for sample in samples]
+        self.drawing, self.of_rows, self.drawings = samples, rows, [p.drawing for p in progress]
+        self.plain, self.repeated = all([p.plain for p in progress]), None
 
     def score(self, sample, n, logits):
         """Note the log probabilities of the prompt's tokens behind the next n ones, by the logits (n, vocab_size)."""

@@ -55,45 +55,44 @@ class Sampler:
 
     def __init__(self, vocab_size):
         self.vocab_size, self.scratch = vocab_size, np.empty((n_cores(), N_SCRATCH, vocab_size))
-        self.interrupt, self.drawings, self.rows = aligned(LINE, np.int64), None, None
+        self.interrupt, self.drawings = aligned(LINE, np.int64), None
         self.draw(np.zeros((1, vocab_size), np.float32), [], [])  # compiles, or loads what is compiled
         self.logprobs(np.zeros((1, vocab_size), np.float32), [0], 1)
 
     def draw(self, logits, rows, drawings):
         """
-        The token that each `Drawing` draws from its row of the logits, a list. Their `n_generated` grows. The same list
-        objects may be given again if nothing else has added tokens to the drawings since.
+        The token that each `Drawing` draws from its row of the logits, a list. Their `n_generated` grows.
         """
-        if drawings is not self.drawings or rows is not self.rows:
-            self.describe(rows, drawings)
-        logits, self.tokens = np.ascontiguousarray(logits), np.empty(len(drawings), np.int64)
-        self.table[table.UNTIL] = 0
-        DRAW.call(self.table.ctypes.data, logits.ctypes.data, self.tokens.ctypes.data, 0, 1)
+        self.describe(rows, drawings)
+        logits, tokens = np.ascontiguousarray(logits), np.empty(len(drawings), np.int64)
+        DRAW.call(self.table.ctypes.data, logits.ctypes.data, tokens.ctypes.data, 0, 1)
         for d in drawings:
             d.n_generated += 1
-        return self.tokens.tolist()
+        return tokens.tolist()
 
-    def several(self, n_steps, until):
+    def several(self, n_steps, until, newest, rows, drawings):
         """
-        `NextTokens` for up to n_steps steps of the samples of the last `draw`. Each sample draws from the row that it
-        had there. until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. The caller gives the
-        result to `drawn_by` when the steps are done.
+        `NextTokens` for up to n_steps steps in which each `Drawing` draws from its row of the logits. newest: the last
+        token of each. until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. The caller gives
+        the result to `drawn_by` when the steps are done. The same list of drawings may be given again if nothing else
+        has added tokens to them since.
         """
-        tokens = np.empty((n_steps + 1, len(self.tokens)), np.int64)
-        tokens[0], self.table[table.UNTIL] = self.tokens, until
+        if drawings is not self.drawings:
+            self.describe(rows, drawings)
+        tokens = np.empty((n_steps + 1, len(newest)), np.int64)
+        tokens[0], self.table[table.UNTIL] = newest, until
         return NextTokens(DRAW, self.table, tokens, kept=(self.arrays, self.drawings))
 
     def drawn_by(self, next_tokens):
         """Note the tokens that the steps of `several` have drawn. Returns a list of tokens for each step."""
         n = next_tokens.n_drawn
-        self.tokens = next_tokens.tokens[n]
         for d in self.drawings:
             d.n_generated += n
         return next_tokens.tokens[1:n + 1].tolist()
 
     def describe(self, rows, drawings):
         """Write the table of these drawings; it has the addresses of arrays that are attributes here."""
-        known, self.drawings, self.rows = self.drawings, None, None  # an interrupt leaves no table for other drawings
+        known, self.drawings = self.drawings, None  # an interrupt leaves no table for other drawings
         if drawings != known:
             starts, stops = [0], []
             for d in drawings:
@@ -113,7 +112,7 @@ class Sampler:
         self.table[table.N_THREADS] = len(self.scratch)
         for index, array in self.arrays.items():
             self.table[index] = array.ctypes.data
-        self.drawings, self.rows = drawings, rows
+        self.drawings = drawings
 
     def logprobs(self, logits, tokens, k):
         """A `Logprobs` with the k likeliest tokens for each row of logits (W, vocab_size) and its token."""

@@ -6,8 +6,8 @@ catch up. After vLLM's scheduler. Pure Python.
     ...                                   one step of the model
     caught_up = scheduler.commit(plan)    a token is drawn for each of these, and added to its tokens
 
-While the plan stays the same, the caller may run up to `n_repeats` more steps of it, and then calls `commit_repeats`
-once.
+If a plan is of decode steps only, `n_repeats` of them may follow each other. The caller then draws a token behind each,
+and calls `commit_repeats` once instead.
 """
 from bisect import insort
 from collections import deque
@@ -38,6 +38,11 @@ class Sample:
     def __lt__(self, other):
         return self.rank < other.rank
 
+    @property
+    def decodes(self):
+        """Does it only lack its newest token, which was drawn for it?"""
+        return self.n_prompt < len(self.tokens) == self.computed + 1
+
     def __repr__(self):
         return f"{self.request.id}/{self.index}: {self.computed} of {len(self.tokens)} computed"
 
@@ -66,8 +71,8 @@ class Scheduler:
         self.at_once = cache.window + 1 if cache.window else budget
         self.scored_at_once = scored_at_once or self.at_once
         self.running, self.waiting, self.n_submitted = [], deque(), 0
-        self.steady = None  # the last plan, if the same samples run on with one token each: then the next is the same
-        self.n_repeats = 0  # so many more steps of the steady plan may follow each other, and need no other plan
+        self.steady = None  # the last plan, if it is of decode steps and the same samples run on: the next is the same
+        self.n_repeats = 0  # so many steps of the steady plan may follow each other, and need no other plan
         self.no_room = None  # what was so when the first that waits found no room: (it, free blocks, how many ran)
         self.n_preempted = self.n_looked_up = self.n_found = 0  # the last two are tokens of prompts
 
@@ -102,7 +107,10 @@ class Scheduler:
         complete = self.n_preempted == n_preempted and len(plan) == len(self.running)
         if complete and self.waiting and not self.has_no_room():
             begun = self.plan_waiting(self.budget - sum(n for _, n in plan))
-            plan = plan + begun if begun else plan
+            if begun:
+                return plan + begun
+        if plan and complete and not self.steady and all([sample.decodes for sample, _ in plan]):
+            self.steady, self.n_repeats = plan, self.count_repeats(plan, self.cache.n_free)
         return plan
 
     def plan_waiting(self, budget):
@@ -132,9 +140,10 @@ class Scheduler:
         # a sample takes at most one block for its first token, or for a copy of its last block, and one for a rest
         is_tight = free < 2 * len(running) + self.budget // self.block_size
         if self.steady:
-            self.n_repeats = self.n_repeats or self.count_repeats(free)
+            self.n_repeats = self.n_repeats or self.count_repeats(self.steady, free)
             if self.n_repeats:
                 return self.steady
+            self.steady = None
         for sample in running[:self.budget]:
             if sample.handle is None:  # it was preempted, and so were all after it
                 break
@@ -155,17 +164,17 @@ class Scheduler:
             plan.append((sample, n))
         return plan
 
-    def count_repeats(self, free):
+    def count_repeats(self, plan, free):
         """
-        `n_repeats` of the steady plan: until a sample has all of its tokens, at most MOST_REPEATS, and fewer if there
-        are not enough free blocks. 0: not even one step.
+        `n_repeats` of a plan of decode steps: until a sample has all of its tokens, at most MOST_REPEATS, and fewer if
+        there are not enough free blocks. 0: not even one step.
         """
-        n = min(MOST_REPEATS, min([sample.n_end - len(sample.tokens) for sample, _ in self.steady]))
+        n = min(MOST_REPEATS, min([sample.n_end - len(sample.tokens) for sample, _ in plan]))
         if self.cache.window:
             n = min(n, self.cache.window + 1)  # for more, `PagedCache.n_missing` is an estimate
         # a sample takes a block for each block_size tokens, one for a rest, and a copy of its last one
-        is_tight = free < (n // self.block_size + 2) * len(self.steady)
-        while n and is_tight and sum([self.cache.n_missing(s.handle, n) for s, _ in self.steady]) > free:
+        is_tight = free < (n // self.block_size + 2) * len(plan)
+        while n and is_tight and sum([self.cache.n_missing(s.handle, n) for s, _ in plan]) > free:
             n //= 2
         return n
 
@@ -206,17 +215,14 @@ class Scheduler:
         A step has computed a plan. Returns [(sample, the number of its row)] of those that have caught up, and for
         which a token is drawn. Siblings of a sample with a computed prompt are among them: they are forks now.
         """
-        caught_up, n_ready, self.n_repeats = [], 0, 0
+        caught_up, self.n_repeats = [], 0
         for row, (sample, n) in enumerate(plan):
             sample.computed += n
             if sample.computed == len(sample.tokens):
                 caught_up.append((sample, row))
-                n_ready += 1
                 if sample.siblings or sample.scores:
                     sample.scores = False
                     caught_up += [(sibling, row) for sibling in self.fork(sample)]
-        if n_ready == len(plan) == len(self.running) and all(n == 1 for _, n in plan):
-            self.steady = plan
         return caught_up
 
     def commit_repeats(self, plan, n):

@@ -151,7 +151,7 @@ def test_weights_that_change_between_repeated_steps_are_noticed(kind):
     assert torch.equal(logits[0], logits[2]) and torch.equal(2 * logits[1], logits[3])
 
 
-@pytest.mark.parametrize('kind', ['decode_step', *KINDS])
+@pytest.mark.parametrize('kind', KINDS)
 def test_after_an_interrupt_at_any_line_of_a_repeated_step_the_next_ones_are_exact(kind):
     m = model(torch.float32)
     executor, idx = ReferenceExecutor(m), texts(2, BLOCK)
@@ -161,21 +161,18 @@ def test_after_an_interrupt_at_any_line_of_a_repeated_step_the_next_ones_are_exa
         """One more token for each. Returns whether the logits are those of a pass over the whole text."""
         starts = [cache.lengths[seq] for seq in seqs]
         new = torch.stack([idx[seq, start] for seq, start in zip(seqs, starts)])
-        if kind == 'decode_step':
-            logits = cache.decode_step(seqs, new.numpy())
-        else:
-            logits = cache.step(Work(seqs, starts, new[:, None]))
+        logits = cache.step(Work(seqs, starts, new[:, None]))
         return all((row - exact[seq, start]).abs().max() < 1e-4 for seq, start, row in zip(seqs, starts, logits))
 
     for n in itertools.count(1, sizes(7, 1)):
-        cache = PagedCache(m, 8, 4, 'float32', executor) if kind in ('decode_step', 'paged') else make_cache(
+        cache = PagedCache(m, 8, 4, 'float32', executor) if kind == 'paged' else make_cache(
             m, kind, 2, decoder=executor)
         seqs = [cache.new(), cache.new()]
         feed(cache, seqs, [idx[0, :2], idx[1, :5]])
         assert all(step(cache, seqs) for _ in range(2))
         ended = not interrupted(lambda: step(cache, seqs), n, in_a_cache)
         assert [cache.lengths[seq] for seq in seqs] in ([4, 7], [5, 8])
-        if kind in ('decode_step', 'paged'):
+        if kind == 'paged':
             assert {seq: len(cache.tokens[seq]) for seq in seqs} == cache.lengths == cache.blocks.length
         assert all(step(cache, seqs) for _ in range(7))
         if ended:

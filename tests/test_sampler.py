@@ -161,8 +161,7 @@ def test_threads_share_the_samples_of_a_step(monkeypatch, n_threads):
                                            for _ in range(2)]
         rows, sampler, alone = [i % 5 for i in range(n)], Sampler(300), Sampler(300)
         for drawings, of in ((shared, sampler), (expected, alone)):
-            of.draw(logits, rows, drawings)
-            several.append(of.several(1, 2**62))
+            several.append(of.several(1, 2**62, of.draw(logits, rows, drawings), rows, drawings))
         for thread in reversed(range(n_threads)):
             assert DRAW.call(several[0].data.ctypes.data, logits.ctypes.data, several[0].tokens[1].ctypes.data, thread,
                              n_threads) == 1
