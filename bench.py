@@ -47,7 +47,7 @@ only = ''                 # parts of the modes caches, peers and serve, as steps
 llama_server = ''         # of serve mode: the path of llama-server; without it only our server is measured
 requests = 0              # of each load in serve mode; 0 goes by the part
 max_seconds = 2.0         # of one timed run in peers mode, about: slow engines generate fewer tokens
-json = ''                 # a file for the figures of all modes but train; parts that are not run stay in it
+json = ''                 # a file for the figures of all modes but train; parts and shapes that are not run stay in it
 png = 'auto'              # and one for their picture; auto is a name in out-bench/, '' is none
 iterations = 0            # of the models that positions, endless and recall train; 0 is 2,000, and for recall 500
 seeds = 3                 # models of each kind in positions mode, with the seeds `seed`, seed + 1, ...
@@ -195,7 +195,7 @@ def bench_serve(names, dev, dt):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     compared = dict(missing={'llama-server': why}) if why else dict(versions={'llama-server': version(llama_server)})
     figures = run_parts(dict(bias=bias, **compared), numbers('batches', batches), bias, repeats, llama_server, requests)
-    pictured = {part: figures[part]['rows'] for part in parts() if part in report.PANELS}
+    pictured = {part: figures[part]['rows'] for part in report.PANELS if part in figures}
     if pictured:
         draw(report.plot, 'serve.png', pictured, describe_machine(dev))
 
@@ -206,14 +206,20 @@ def batches_and_lengths():
 
 def run_parts(more, *settings):
     """
-    Run the parts that `only` names, and write the rows of each to `json` when it is done, where other parts stay as
-    they are. more: what is written beside the rows of each part. settings: arguments of their `run`, after the shapes.
+    Run the parts that `only` names, and write the rows of each to `json` when it is done. Other parts stay there as
+    they are, and so do rows of shapes that were not run now, if they were measured on the same machine with the same
+    `more`. more: what is written beside the rows of each part. settings: arguments of their `run`, after the shapes.
     """
     figures = {part: rows for part, rows in read_json(json).items() if isinstance(rows, dict)}
     names = None if shape == 'auto' else shape.split(',')
     for part, module in parts().items():
-        rows = module.run(names, *settings)
-        figures[part] = dict(machine=describe_machine('cpu'), repeats=repeats, **more, rows=rows)
+        measured_on = dict(machine=describe_machine('cpu'), **more)
+        rows = [dict(row, repeats=repeats) for row in module.run(names, *settings)]
+        before = figures.get(part, {})
+        if names and measured_on.items() <= before.items():
+            rows += [row for row in before['rows'] if row['shape'] not in names]
+            rows.sort(key=lambda row: list(SHAPES).index(row['shape']))
+        figures[part] = dict(**measured_on, rows=rows)
         write_json(json, figures)
     return figures
 

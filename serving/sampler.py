@@ -60,9 +60,7 @@ class Sampler:
         self.logprobs(np.zeros((1, vocab_size), np.float32), [0], 1)
 
     def draw(self, logits, rows, drawings):
-        """
-        The token that each `Drawing` draws from its row of the logits, a list. Their `n_generated` grows.
-        """
+        """The token that each `Drawing` draws from its row of the logits, a list. Their `n_generated` grows."""
         self.describe(rows, drawings)
         logits, tokens = np.ascontiguousarray(logits), np.empty(len(drawings), np.int64)
         DRAW.call(self.table.ctypes.data, logits.ctypes.data, tokens.ctypes.data, 0, 1)

@@ -110,7 +110,8 @@ class Scheduler:
             if begun:
                 return plan + begun
         if plan and complete and not self.steady and all([sample.decodes for sample, _ in plan]):
-            self.steady, self.n_repeats = plan, self.count_repeats(plan, self.cache.n_free)
+            self.n_repeats = self.count_repeats(plan, self.cache.n_free)
+            self.steady = plan if self.n_repeats else None
         return plan
 
     def plan_waiting(self, budget):

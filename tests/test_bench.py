@@ -4,11 +4,13 @@ import math
 import os
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, run, sizes
 
+import bench
 from benchmarks import rounds
 from benchmarks.caches import joining, kinds, rolling
 from benchmarks.generate import fed_tokens
@@ -114,7 +116,7 @@ def test_peers_mode(tmp_path):
     assert done.returncode == 0, done.stderr
     parts = json.loads((tmp_path / 'b.json').read_text())
     figures, rows = parts['decoding'], parts['decoding']['rows']
-    assert {'torch', 'python'} <= set(figures['versions']) and figures['repeats'] == 2
+    assert {'torch', 'python'} <= set(figures['versions']) and {row['repeats'] for row in rows} == {2}
     named = {(row['batch'], row['engine'], row['weights']) for row in rows}
     assert len(named) == len(rows)
     for engine in race.OURS + race.PEERS:
@@ -206,6 +208,26 @@ def test_memory_mode(repo):
     for row in rows:
         assert row['cache'] == row['formula'] == row['use_cache'] * row['batch'] * 2 * 4 * 128 * 128 * 4
         assert row['peak'] > 0.75 * row['cache']  # some pages of it may have been resident before
+
+
+def test_parts_and_shapes_that_are_not_run_stay_in_the_file(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, 'json', str(tmp_path / 'b.json'))
+
+    def measured(part, shape, speed, **more):
+        """Run one part; {part: [(shape, speed, repeats) of each row]} of the file."""
+        run = SimpleNamespace(run=lambda names, speed: [dict(shape=name, speed=speed) for name in names or 'SML'])
+        monkeypatch.setattr(bench, 'parts', lambda: {part: run})
+        monkeypatch.setattr(bench, 'shape', shape)
+        figures = bench.run_parts(more, speed)
+        assert figures == json.loads((tmp_path / 'b.json').read_text())
+        return {part: [tuple(row.values()) for row in of_part['rows']] for part, of_part in figures.items()}
+    whole = measured('steps', 'auto', 1)
+    assert whole == {'steps': [('S', 1, 5), ('M', 1, 5), ('L', 1, 5)]}
+    monkeypatch.setattr(bench, 'repeats', 3)
+    assert measured('steps', 'M', 2) == {'steps': [('S', 1, 5), ('M', 2, 3), ('L', 1, 5)]}
+    assert measured('closed', 'L', 4, bias=False)['steps'] == [('S', 1, 5), ('M', 2, 3), ('L', 1, 5)]
+    assert measured('closed', 'S', 4, bias=False)['closed'] == [('S', 4, 3), ('L', 4, 3)]
+    assert measured('closed', 'M', 5, bias=True)['closed'] == [('M', 5, 3)], "the others were without biases"
 
 
 def test_requests_and_what_they_share(repo):
