@@ -195,9 +195,11 @@ def bench_serve(names, dev, dt):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     compared = dict(missing={'llama-server': why}) if why else dict(versions={'llama-server': version(llama_server)})
     figures = run_parts(dict(bias=bias, **compared), numbers('batches', batches), bias, repeats, llama_server, requests)
-    pictured = {part: figures[part]['rows'] for part in report.PANELS if part in figures}
+    machine = describe_machine(dev)
+    here = {part: of_part['rows'] for part, of_part in figures.items() if of_part.get('machine') == machine}
+    pictured = {part: here[part] for part in report.PANELS if part in here}
     if pictured:
-        draw(report.plot, 'serve.png', pictured, describe_machine(dev))
+        draw(report.plot, 'serve.png', pictured, machine)
 
 
 def batches_and_lengths():
@@ -207,17 +209,18 @@ def batches_and_lengths():
 def run_parts(more, *settings):
     """
     Run the parts that `only` names, and write the rows of each to `json` when it is done. Other parts stay there as
-    they are, and so do rows of shapes that were not run now, if they were measured on the same machine with the same
-    `more`. more: what is written beside the rows of each part. settings: arguments of their `run`, after the shapes.
+    they are. So do the rows of shapes that were not run, if they were measured on the same machine with the same
+    `more`; all rows of a shape that was run are replaced. more: what is written beside the rows of each part. settings:
+    arguments of their `run`, after the shapes.
     """
     figures = {part: rows for part, rows in read_json(json).items() if isinstance(rows, dict)}
     names = None if shape == 'auto' else shape.split(',')
     for part, module in parts().items():
         measured_on = dict(machine=describe_machine('cpu'), **more)
         rows = [dict(row, repeats=repeats) for row in module.run(names, *settings)]
-        before = figures.get(part, {})
-        if names and measured_on.items() <= before.items():
-            rows += [row for row in before['rows'] if row['shape'] not in names]
+        before, ran = figures.get(part, {}), {row['shape'] for row in rows}
+        if measured_on.items() <= before.items():
+            rows += [row for row in before['rows'] if row['shape'] not in ran]
             rows.sort(key=lambda row: list(SHAPES).index(row['shape']))
         figures[part] = dict(**measured_on, rows=rows)
         write_json(json, figures)

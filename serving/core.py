@@ -59,7 +59,7 @@ class EngineCore:
         self.sampler, self.stats = Sampler(self.vocab_size), Stats(self.scheduler)
         self.drawing, self.of_rows, self.drawings = [], [], []  # samples that draw, their rows, their `Drawing`s
         self.plain = False  # do all of these samples have `Progress.plain`?
-        self.repeated = None  # the plan that these samples are of, if it was one for `repeat`
+        self.repeated = None  # the plan of `repeat` that these lists were made for, or None
 
     def run_once(self):
         """Plan and run a step, or some steps of one plan. Returns whether there was anything to run."""
@@ -127,8 +127,7 @@ class EngineCore:
         are added to the samples and delivered together.
         """
         if plan is not self.repeated:
-            self.draw_for([sample for sample, _ in plan], range(len(plan)))
-            self.repeated = plan
+            self.draw_for([sample for sample, _ in plan], range(len(plan)), plan)
         n_requests = len({sample.request.id for sample, _ in plan})
         until = nanoseconds() + int(1e9 * pause(n_requests))
         newest, n_steps = [sample.tokens[-1] for sample in self.drawing], self.scheduler.n_repeats if self.plain else 1
@@ -238,11 +237,11 @@ class EngineCore:
                 self.finish(sample, 'length')
                 given.setdefault(sample.progress.live, []).append(Output(sample.index, [], finish_reason='length'))
 
-    def draw_for(self, samples, rows):
-        """Note that these samples draw a token, each from its row of the logits."""
+    def draw_for(self, samples, rows, repeated=None):
+        """Note that these samples draw a token, each from its row of the logits. repeated: the plan of `repeat`."""
         progress = [sample.progress for sample in samples]
         self.drawing, self.of_rows, self.drawings = samples, rows, [p.drawing for p in progress]
-        self.plain, self.repeated = all([p.plain for p in progress]), None
+        self.plain, self.repeated = all([p.plain for p in progress]), repeated
 
     def score(self, sample, n, logits):
         """Note the log probabilities of the prompt's tokens behind the next n ones, by the logits (n, vocab_size)."""

@@ -72,8 +72,8 @@ class Sampler:
         """
         `NextTokens` for up to n_steps steps in which each `Drawing` draws from its row of the logits. newest: the last
         token of each. until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. The caller gives
-        the result to `drawn_by` when the steps are done. The same list of drawings may be given again if nothing else
-        has added tokens to them since.
+        the result to `drawn_by` when the steps are done. The same list of drawings may be given again, with the same
+        rows, if nothing else has added tokens to them since.
         """
         if drawings is not self.drawings:
             self.describe(rows, drawings)

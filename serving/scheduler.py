@@ -6,8 +6,8 @@ catch up. After vLLM's scheduler. Pure Python.
     ...                                   one step of the model
     caught_up = scheduler.commit(plan)    a token is drawn for each of these, and added to its tokens
 
-If a plan is of decode steps only, `n_repeats` of them may follow each other. The caller then draws a token behind each,
-and calls `commit_repeats` once instead.
+If the plan is `steady`, `n_repeats` steps of it may follow each other. The caller then draws a token of each sample
+behind each step, and calls `commit_repeats` once instead of `commit`.
 """
 from bisect import insort
 from collections import deque
@@ -110,8 +110,7 @@ class Scheduler:
             if begun:
                 return plan + begun
         if plan and complete and not self.steady and all([sample.decodes for sample, _ in plan]):
-            self.n_repeats = self.count_repeats(plan, self.cache.n_free)
-            self.steady = plan if self.n_repeats else None
+            self.steady, self.n_repeats = plan, self.count_repeats(plan, self.cache.n_free)
         return plan
 
     def plan_waiting(self, budget):
@@ -266,8 +265,8 @@ class Scheduler:
             self.cache.free(handle)
 
     def stop_running(self, sample):
+        self.steady = None  # first: an interrupt behind it leaves no plan with a sample that does not run
         self.running.remove(sample)
-        self.steady = None
         self.release(sample)
 
     def release(self, sample):

@@ -213,9 +213,9 @@ def test_memory_mode(repo):
 def test_parts_and_shapes_that_are_not_run_stay_in_the_file(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, 'json', str(tmp_path / 'b.json'))
 
-    def measured(part, shape, speed, **more):
-        """Run one part; {part: [(shape, speed, repeats) of each row]} of the file."""
-        run = SimpleNamespace(run=lambda names, speed: [dict(shape=name, speed=speed) for name in names or 'SML'])
+    def measured(part, shape, speed, auto='SML', **more):
+        """Run one part, whose own shapes are `auto`; {part: [(shape, speed, repeats) of each row]} of the file."""
+        run = SimpleNamespace(run=lambda names, speed: [dict(shape=name, speed=speed) for name in names or auto])
         monkeypatch.setattr(bench, 'parts', lambda: {part: run})
         monkeypatch.setattr(bench, 'shape', shape)
         figures = bench.run_parts(more, speed)
@@ -225,7 +225,8 @@ def test_parts_and_shapes_that_are_not_run_stay_in_the_file(monkeypatch, tmp_pat
     assert whole == {'steps': [('S', 1, 5), ('M', 1, 5), ('L', 1, 5)]}
     monkeypatch.setattr(bench, 'repeats', 3)
     assert measured('steps', 'M', 2) == {'steps': [('S', 1, 5), ('M', 2, 3), ('L', 1, 5)]}
-    assert measured('closed', 'L', 4, bias=False)['steps'] == [('S', 1, 5), ('M', 2, 3), ('L', 1, 5)]
+    assert measured('steps', 'auto', 3, 'SM') == {'steps': [('S', 3, 3), ('M', 3, 3), ('L', 1, 5)]}
+    assert measured('closed', 'L', 4, bias=False)['steps'] == [('S', 3, 3), ('M', 3, 3), ('L', 1, 5)]
     assert measured('closed', 'S', 4, bias=False)['closed'] == [('S', 4, 3), ('L', 4, 3)]
     assert measured('closed', 'M', 5, bias=True)['closed'] == [('M', 5, 3)], "the others were without biases"
 
