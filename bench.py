@@ -218,10 +218,10 @@ def run_parts(more, *settings):
     for part, module in parts().items():
         measured_on = dict(machine=describe_machine('cpu'), **more)
         rows = [dict(row, repeats=repeats) for row in module.run(names, *settings)]
-        before, ran = figures.get(part, {}), {row['shape'] for row in rows}
+        before, ran = figures.get(part, {}), {row.get('shape') for row in rows}  # None: of a model of the part's own
         if measured_on.items() <= before.items():
-            rows += [row for row in before['rows'] if row['shape'] not in ran]
-            rows.sort(key=lambda row: list(SHAPES).index(row['shape']))
+            rows += [row for row in before['rows'] if row.get('shape') not in ran]
+            rows.sort(key=lambda row: [None, *SHAPES].index(row.get('shape')))
         figures[part] = dict(**measured_on, rows=rows)
         write_json(json, figures)
     return figures
