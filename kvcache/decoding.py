@@ -57,14 +57,18 @@ class BlockDecoding(Decoding):
     def make_room(self, cache, n=1):
         """
         Make room for the next step and for those behind it, n together, as far as the cache has blocks. Returns for how
-        many. Not for more than block_size: then no sequence gets more than one block that it may not need after all,
-        which the scheduler counts for it in any case. `OutOfBlocks` if there is no room for the next step.
+        many, 2 * block_size at most. `OutOfBlocks` if there is no room for the next step.
+
+        The scheduler counts one block more for each sequence than its next token needs. A second one is taken only if
+        as many stay free as there are sequences.
         """
-        blocks, n = cache.blocks, max(1, min(n, cache.blocks.block_size, self.n_left + 1))
+        blocks, free = cache.blocks, cache.blocks.free
+        size = blocks.block_size
+        n = max(1, min(n, 2 * size, self.n_left + 1))
         for ahead in range(n):
             due = self.due.get(self.n_steps + ahead)
             if due:
-                if ahead and (blocks.window or len(blocks.free) < len(due)):
+                if ahead and (blocks.window or len(free) < len(due) + (len(self.seqs) if ahead >= size else 0)):
                     return ahead
                 del self.due[self.n_steps + ahead]
                 self.give_blocks(cache, due)
@@ -72,9 +76,9 @@ class BlockDecoding(Decoding):
 
     def give_blocks(self, cache, due):
         """Another block, or a copy of a shared one, for the sequences with these numbers."""
-        blocks = cache.blocks
+        blocks, lengths, size = cache.blocks, self.positions.tolist(), cache.blocks.block_size
         for number in due:
-            blocks.length[self.seqs[number]] = int(self.positions[number])  # `add_decoded` sets those of the others
+            blocks.length[self.seqs[number]] = lengths[number]  # `add_decoded` sets those of the others
             if blocks.window:
                 blocks.free_passed(self.seqs[number])
         for number in due:
@@ -83,7 +87,7 @@ class BlockDecoding(Decoding):
                 self.metadata.runs[number] = cache.extended(seq, 1)
             else:  # the same, sooner
                 runs, limit = blocks.runs[seq]
-                runs.append(limit, blocks.append_block(seq) * blocks.block_size, blocks.block_size)
-                blocks.runs[seq] = runs, limit + blocks.block_size
-            n_left = blocks.runs[seq][1] - int(self.positions[number])
+                runs.append(limit, blocks.append_block(seq) * size, size)
+                blocks.runs[seq] = runs, limit + size
+            n_left = blocks.runs[seq][1] - lengths[number]
             self.due.setdefault(self.n_steps + n_left, []).append(number)

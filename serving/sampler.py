@@ -14,30 +14,29 @@ class Drawing:
     How one sample draws: its settings, its seed, and what changes its logits before.
 
     n_generated: how many tokens it has drawn. stops: the tokens that end it, ascending, which are not drawn before
-    min_tokens. counts: how often each token was drawn, int64 (vocab_size,), or None without penalties.
+    min_tokens. counts: how often each token was drawn, int64 (vocab_size,), or None without penalties. changes: what is
+    done to its logits, N_CHANGES numbers, see next_tokens.py. kept: what these have addresses of.
     """
-    __slots__ = 'settings', 'seed', 'n_generated', 'stops', 'min_tokens', 'biased', 'biases', 'counts', 'in_prompt'
+    __slots__ = 'settings', 'seed', 'n_generated', 'stops', 'counts', 'changes', 'kept'
 
     def __init__(self, request, index, stop_ids, vocab_size):
         p = request.params
         self.settings = (p.temperature, min(p.top_k, vocab_size), p.top_p, p.min_p, p.presence_penalty,
                          p.frequency_penalty, p.repetition_penalty)
         self.seed, self.n_generated = (request.seed + index) % 2**64, 0
-        self.stops, self.min_tokens, self.counts, self.in_prompt = sorted(stop_ids), p.min_tokens, None, None
-        self.biased = np.array([token for token, _ in p.logit_bias], np.int64)
-        self.biases = np.array([bias for _, bias in p.logit_bias], np.float64)
-        if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1:
-            self.counts, self.in_prompt = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.uint8)
-            self.in_prompt[request.prompt] = 1
-
-    def changes(self):
-        """What is done to its logits, int64 (N_CHANGES,) as a list, see next_tokens.py."""
+        self.stops, self.counts, self.kept = sorted(stop_ids), None, []
         penalties, biases = (0, 0), (0, 0, 0)
-        if self.counts is not None:
-            penalties = self.counts.ctypes.data, self.in_prompt.ctypes.data
-        if len(self.biased):
-            biases = len(self.biased), self.biased.ctypes.data, self.biases.ctypes.data
-        return [*penalties, *biases, self.min_tokens if self.stops else 0]
+        if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1:
+            self.counts, in_prompt = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.uint8)
+            in_prompt[request.prompt] = 1
+            penalties = self.counts.ctypes.data, in_prompt.ctypes.data
+            self.kept += [self.counts, in_prompt]
+        if p.logit_bias:
+            of_tokens, added = zip(*p.logit_bias)
+            of_tokens, added = np.array(of_tokens, np.int64), np.array(added, np.float64)
+            biases = len(added), of_tokens.ctypes.data, added.ctypes.data
+            self.kept += [of_tokens, added]
+        self.changes = *penalties, *biases, p.min_tokens if stop_ids else 0
 
     def restore(self, tokens):
         """Set `n_generated` and `counts` to what they are after these tokens were drawn."""
@@ -99,7 +98,7 @@ class Sampler:
             self.arrays = {
                 table.SETTINGS: np.array([d.settings for d in drawings], np.float64),
                 table.SEEDS: np.array([d.seed for d in drawings], np.uint64),
-                table.CHANGES: np.array([d.changes() for d in drawings], np.int64),
+                table.CHANGES: np.array([d.changes for d in drawings], np.int64),
                 table.STOP_STARTS: np.array(starts, np.int64), table.STOPS: np.array(stops, np.int64),
                 table.SCRATCH: self.scratch, table.INTERRUPT: self.interrupt}
         self.arrays = self.arrays | {  # not in place: `NextTokens` may keep those of before

@@ -116,11 +116,14 @@ class Scheduler:
     def plan_waiting(self, budget):
         """Begin samples that wait, in order, while there is room. Returns their part of the plan."""
         plan, ahead = [], sum(map(self.missing_ahead, self.running))
-        while budget and self.waiting and self.begin(self.waiting[0], ahead, compare=not plan):
+        while budget and self.waiting:
+            missing = self.begin(self.waiting[0], ahead, compare=not plan)
+            if missing is None:
+                break
             sample = self.waiting.popleft()
             self.running.append(sample)
             self.steady = None
-            ahead += self.missing_ahead(sample)
+            ahead += missing
             n = min(len(sample.tokens) - sample.computed, budget, self.most(sample))
             plan.append((sample, n))
             budget -= n
@@ -183,8 +186,8 @@ class Scheduler:
 
     def begin(self, sample, ahead, compare):
         """
-        Begin a sequence for a sample, if there is room. Returns whether there is. ahead: `missing_ahead` of all that
-        run. compare: see `PagedCache.reuse_prefix`.
+        Begin a sequence for a sample, if there is room. Returns its `missing_ahead`, or None where there is no room.
+        ahead: `missing_ahead` of all that run. compare: see `PagedCache.reuse_prefix`.
         """
         cache, n_running = self.cache, len(self.running)
         if n_running < cache.n_seq:
@@ -193,16 +196,17 @@ class Scheduler:
             sample.computed = cache.reuse_prefix(sample.handle, sample.tokens, compare)
             if cache.window:  # blocks that it shares now are not freed behind the windows of others
                 ahead = sum(map(self.missing_ahead, self.running))
-            if ahead + self.missing_ahead(sample) <= cache.n_free:
+            missing = self.missing_ahead(sample)
+            if ahead + missing <= cache.n_free:
                 if sample.n_cached is None:
                     sample.n_cached = sample.computed
                     self.n_looked_up += sample.n_prompt
                     self.n_found += sample.computed
                 self.no_room = None
-                return True
+                return missing
             self.release(sample)
         self.no_room = sample, cache.n_free, n_running
-        return False
+        return None
 
     def missing_ahead(self, sample):
         """How many blocks a sample takes for all of its tokens and for block_size more, if it gets so many."""

@@ -309,7 +309,7 @@ def test_the_state_shows_the_pool(served, monkeypatch):
         assert shown['samples'] == [['two', i] for i in range(2) if block in tables[i]]
     assert state['blocks'][tables[0][0]]['samples'] == [['two', 0], ['two', 1]]
     assert state['blocks'][tables[0][0]]['text'] == 'abcd' and state['blocks'][tables[0][0]]['remembered']
-    assert state['counters']['blocks_shared'] == 1 and state['counters']['blocks_used'] == 5  # one for each to go on
+    assert state['counters']['blocks_shared'] == 1 and state['counters']['blocks_used'] == 7  # two for each to go on
     kernel.go_on()
     two.wait()
     engine.stop()

@@ -205,7 +205,7 @@ def test_bias_min_tokens_and_penalties_by_hand():
 
     def changed(d):
         copy = row[0].copy()
-        change(copy, np.array(d.changes()), np.array(d.settings), d.n_generated, np.array(d.stops, np.int64))
+        change(copy, np.array(d.changes), np.array(d.settings), d.n_generated, np.array(d.stops, np.int64))
         return copy.tolist()
     assert changed(drawing(vocab_size=5, logit_bias=((1, 5.0), (4, -100)))) == [2.0, 4.0, 0.5, 1.0, -97.0]
     held = drawing(vocab_size=5, stop_ids=[4], min_tokens=2)
