@@ -200,9 +200,9 @@ class NextTokens:
     def check(self, input_ids):
         """ValueError unless a step of input_ids can write the next n_steps rows."""
         if not 1 <= self.n_steps <= self.n_left or input_ids.data_ptr() != self.tokens[self.n_drawn].ctypes.data:
-            raise ValueError(f"these `NextTokens` have n_steps={self.n_steps}, and the next step reads row "
-                             f"{self.n_drawn} of their {len(self.tokens)} rows: n_steps must be between 1 and "
-                             f"{self.n_left}, and input_ids must be that row, not a copy")
+            raise ValueError(f"n_steps={self.n_steps}, and {self.n_left} of the {len(self.tokens)} rows of these "
+                             "`NextTokens` are not drawn: set n_steps between 1 and that number, and give "
+                             f"tokens[{self.n_drawn}] itself as input_ids, not a copy")
 
     def draw_from(self, logits):
         """Draw the next row, from logits float32 (B, vocab_size), contiguous, on the CPU."""

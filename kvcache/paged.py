@@ -109,7 +109,6 @@ class PagedCache(BaseCache):
                 decoding.advance()
                 next_tokens.n_steps = decoding.make_room(self, next_tokens.n_left)
                 logits = self.compiled(torch.from_numpy(tokens[n]), decoding.positions, metadata)
-                self.forget_blocks_if_changed()
                 if self.version != next_tokens.version:
                     return logits
                 if next_tokens.n_drawn == n:
@@ -247,11 +246,6 @@ class PagedCache(BaseCache):
         self.blocks.runs[seq] = runs, limit
         return runs
 
-    def decode_next(self, decoding, ids):
-        logits = super().decode_next(decoding, ids)
-        self.forget_blocks_if_changed()
-        return logits
-
     def add_decoded(self, decoding, steps):
         n, seqs, blocks = len(steps), decoding.seqs, self.blocks
         for text, *new in zip(decoding.texts, *steps):
@@ -261,9 +255,13 @@ class PagedCache(BaseCache):
         super().add_decoded(decoding, steps)
         self.remember_filled(seqs, ends, [n] * len(seqs))
 
+    def compiled(self, ids, positions, metadata):
+        logits = super().compiled(ids, positions, metadata)
+        self.forget_blocks_if_changed()  # if the decoder has found other weights in this step
+        return logits
+
     def kernel_pass(self, seqs, starts, counts, ids, wanted=None):
         logits = super().kernel_pass(seqs, starts, counts, ids, wanted)
-        self.forget_blocks_if_changed()
         new, ends = ids.tolist(), list(map(add, starts, counts))
         for seq, stop, n in zip(seqs, accumulate(counts), counts):
             self.tokens[seq] += new[stop - n:stop]

@@ -124,15 +124,11 @@ class Steps(Exclusive):
         """
         new = ids.tolist()
         check_ids(self.model, new)
-        logits = self.decode_next(decoding, ids)
-        self.add_decoded(decoding, [new])
-        return logits
-
-    def decode_next(self, decoding, ids):
-        """Compute the next step of a `Decoding`. `add_decoded` adds its tokens to the sequences."""
         decoding.advance()
         self.make_room_again(decoding)
-        return self.compiled(ids, decoding.positions, decoding.metadata)
+        logits = self.compiled(ids, decoding.positions, decoding.metadata)
+        self.add_decoded(decoding, [new])
+        return logits
 
     def add_decoded(self, decoding, steps):
         """Add the tokens of the last steps of a `Decoding` to its sequences. steps: the tokens of each step."""
@@ -166,6 +162,7 @@ class Steps(Exclusive):
                              self.kernel.metadata(counts, runs, wanted))
 
     def compiled(self, ids, positions, metadata):
+        """A step of the decoder. `NotNumbers` if its logits are not numbers."""
         try:
             return self.kernel(ids, positions, metadata)
         except NotNumbers:

@@ -2,7 +2,7 @@
 Compiled code that draws the next token of each sample of a step. It first applies the biases, the min_tokens and the
 penalties of the sample to its logits.
 
-The threads of the model's compiled step call `DRAW` after each step; see `decode.metadata.NextTokens`.
+`DRAW` is called by the threads of the model's compiled step, after each step; see `decode.metadata.NextTokens`.
 """
 import math
 
@@ -25,7 +25,7 @@ from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, R
  NUMBERS,      # how many tokens it has generated
  CHANGES,      # (N_CHANGES,), see below
  STOP_STARTS,  # where its stop tokens begin in STOPS, and behind the last sample where they end
- # addresses of arrays for all samples together
+ # addresses of arrays that all samples share
  STOPS,        # int64
  SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
  INTERRUPT,    # int64. Another thread sets it to 1; then no step follows

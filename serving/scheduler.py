@@ -40,7 +40,7 @@ class Sample:
 
     @property
     def decodes(self):
-        """Does it only lack its newest token, which was drawn for it?"""
+        """Is its newest token the only one that is not computed, and a drawn one?"""
         return self.n_prompt < len(self.tokens) == self.computed + 1
 
     def __repr__(self):
@@ -186,8 +186,8 @@ class Scheduler:
 
     def begin(self, sample, ahead, compare):
         """
-        Begin a sequence for a sample, if there is room. Returns its `missing_ahead`, or None where there is no room.
-        ahead: `missing_ahead` of all that run. compare: see `PagedCache.reuse_prefix`.
+        Begin a sequence for a sample, if there is room. Returns how many blocks it will take, see `missing_ahead`, or
+        None if there is no room. ahead: `missing_ahead` of all that run. compare: see `PagedCache.reuse_prefix`.
         """
         cache, n_running = self.cache, len(self.running)
         if n_running < cache.n_seq:
