@@ -71,7 +71,7 @@ class BlockManager:
         self.tables, self.length, self.runs, self.salts = {}, {}, {}, {}
         self.remembered = {}                               # {sequence: (its first blocks, the Prefix of their tokens)}
         self.references = [0] * n_blocks
-        self.free = OrderedDict.fromkeys(range(n_blocks))  # blocks in no table; the first is used next
+        self.free = OrderedDict.fromkeys(range(n_blocks))  # blocks in no table; the remembered ones are used last
         self.prefix_of = [None] * n_blocks                 # the Prefix of each full block that is remembered, or None
         self.block_with = {}                               # {Prefix: block}, the inverse
         self.outdated = set()                              # sequences of before the last reset, and renewed ones
@@ -140,10 +140,7 @@ class BlockManager:
         return numbers
 
     def acquire(self, block=None):
-        """
-        Count one more reference to a block. None takes the free block that was not used for the longest time, and
-        forgets its content.
-        """
+        """Count one more reference to a block. None takes the first of the free ones, and forgets its content."""
         if block is None:
             block, _ = self.free.popitem(last=False)
             self.forget(block)
@@ -156,10 +153,11 @@ class BlockManager:
         return OutOfBlocks(f"{needed} blocks are needed and {free} are free: free a sequence, or use a larger pool")
 
     def release(self, block):
-        """Count one reference less. A block without references is free, and remembered until it is used again."""
+        """Count one reference less. A block without references is free. If it is remembered it is used again last."""
         self.references[block] -= 1
         if self.references[block] == 0:
             self.free[block] = None
+            self.free.move_to_end(block, last=self.prefix_of[block] is not None)
 
     def forget(self, block):
         """Do not remember the content of a block any more."""
@@ -341,6 +339,7 @@ class BlockManager:
                 if block is not None:
                     self.references[block] += 1
         blocks = dict.fromkeys([*self.free, *range(len(self.references))])  # in the order in which they became free
+        blocks = sorted(blocks, key=lambda block: self.prefix_of[block] is not None)
         self.free = OrderedDict.fromkeys(block for block in blocks if self.references[block] == 0)
         self.block_with = {prefix: block for block, prefix in enumerate(self.prefix_of) if prefix is not None}
 

@@ -59,8 +59,8 @@ class BlockDecoding(Decoding):
         Make room for the next step and for those behind it, n together, as far as the cache has blocks. Returns for how
         many, 2 * block_size at most. `OutOfBlocks` if there is no room for the next step.
 
-        The scheduler counts one block more for each sequence than its next token needs. A second one is taken only if
-        as many stay free as there are sequences.
+        For steps behind the next block_size ones, blocks are taken only while one for each sequence stays free. If the
+        model has a window, no blocks are taken but those for the next step.
         """
         blocks, free = cache.blocks, cache.blocks.free
         size = blocks.block_size
@@ -68,7 +68,8 @@ class BlockDecoding(Decoding):
         for ahead in range(n):
             due = self.due.get(self.n_steps + ahead)
             if due:
-                if ahead and (blocks.window or len(free) < len(due) + (len(self.seqs) if ahead >= size else 0)):
+                spare = len(self.seqs) if ahead >= size else 0
+                if ahead and (blocks.window or len(free) < len(due) + spare):
                     return ahead
                 del self.due[self.n_steps + ahead]
                 self.give_blocks(cache, due)

@@ -119,6 +119,14 @@ class PagedCache(BaseCache):
         finally:
             self.add_decoded(decoding, tokens[:next_tokens.n_drawn].tolist())
 
+    @exclusive
+    def release_ahead(self, seqs):
+        """Release the blocks that `decode_steps` has taken for later tokens of sequences. Returns how many."""
+        n_free = self.n_free
+        for seq in seqs:
+            self.blocks.truncate(seq, self.blocks.length[seq])
+        return self.n_free - n_free
+
     def decoding_of(self, seqs, n_new):
         """The `Decoding` for a step of n_new tokens, one of each of these sequences. ValueError if they cannot."""
         self.remove_freed()

@@ -15,7 +15,8 @@ class Drawing:
 
     n_generated: how many tokens it has drawn. stops: the tokens that end it, ascending, which are not drawn before
     min_tokens. counts: how often each token was drawn, int64 (vocab_size,), or None without penalties. changes: what is
-    done to its logits, N_CHANGES numbers, see next_tokens.py. kept: what these have addresses of.
+    done to its logits, N_CHANGES numbers, see next_tokens.py. kept: the arrays whose addresses `changes` has; a copy of
+    a `Drawing` would write to the same ones.
     """
     __slots__ = 'settings', 'seed', 'n_generated', 'stops', 'counts', 'changes', 'kept'
 
@@ -25,18 +26,18 @@ class Drawing:
                          p.frequency_penalty, p.repetition_penalty)
         self.seed, self.n_generated = (request.seed + index) % 2**64, 0
         self.stops, self.counts, self.kept = sorted(stop_ids), None, []
-        penalties, biases = (0, 0), (0, 0, 0)
+        of_penalties, of_biases = (0, 0), (0, 0, 0)
         if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1:
             self.counts, in_prompt = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.uint8)
             in_prompt[request.prompt] = 1
-            penalties = self.counts.ctypes.data, in_prompt.ctypes.data
+            of_penalties = self.counts.ctypes.data, in_prompt.ctypes.data
             self.kept += [self.counts, in_prompt]
         if p.logit_bias:
-            of_tokens, added = zip(*p.logit_bias)
-            of_tokens, added = np.array(of_tokens, np.int64), np.array(added, np.float64)
-            biases = len(added), of_tokens.ctypes.data, added.ctypes.data
-            self.kept += [of_tokens, added]
-        self.changes = *penalties, *biases, p.min_tokens if stop_ids else 0
+            tokens, biases = zip(*p.logit_bias)
+            tokens, biases = np.array(tokens, np.int64), np.array(biases, np.float64)
+            of_biases = len(biases), tokens.ctypes.data, biases.ctypes.data
+            self.kept += [tokens, biases]
+        self.changes = *of_penalties, *of_biases, p.min_tokens if stop_ids else 0
 
     def restore(self, tokens):
         """Set `n_generated` and `counts` to what they are after these tokens were drawn."""

@@ -118,6 +118,9 @@ class Scheduler:
         plan, ahead = [], sum(map(self.missing_ahead, self.running))
         while budget and self.waiting:
             missing = self.begin(self.waiting[0], ahead, compare=not plan)
+            if missing is None and self.cache.release_ahead([sample.handle for sample in self.running]):
+                ahead = sum(map(self.missing_ahead, self.running))
+                missing = self.begin(self.waiting[0], ahead, compare=False)
             if missing is None:
                 break
             sample = self.waiting.popleft()
@@ -187,7 +190,8 @@ class Scheduler:
     def begin(self, sample, ahead, compare):
         """
         Begin a sequence for a sample, if there is room. Returns how many blocks it will take, see `missing_ahead`, or
-        None if there is no room. ahead: `missing_ahead` of all that run. compare: see `PagedCache.reuse_prefix`.
+        None if there is no room. ahead: the sum of `missing_ahead` of all that run. compare: see
+        `PagedCache.reuse_prefix`.
         """
         cache, n_running = self.cache, len(self.running)
         if n_running < cache.n_seq:

@@ -3,7 +3,6 @@ Random requests, samples, steps, aborts, failures and new weights against an eng
 Each token is compared with the one that its sample draws alone, computed without cache, when it is delivered.
 """
 import contextlib
-import copy
 import functools
 import io
 import sys
@@ -104,13 +103,14 @@ class Client:
             assert self.ended[output.index] is None, "nothing comes after the end"
             mine = self.tokens[output.index]
             for token, *logprobs in zip(output.token_ids, *([output.logprobs] if output.logprobs else [])):
-                logits, drawing = alone(self.kernel, r.prompt + mine), self.drawings[output.index]
-                drawn = [sampler().draw(logits, [w], [copy.deepcopy(drawing)])[0] for w in range(len(logits))]
+                logits, drawing, drawn = alone(self.kernel, r.prompt + mine), self.drawings[output.index], []
+                for row in range(len(logits)):
+                    drawing.restore(mine)
+                    drawn += sampler().draw(logits, [row], [drawing])
                 assert token in drawn
                 if r.params.logprobs is not None:
                     assert logprobs in [sampler().logprobs(row[None], [token], r.params.logprobs) for row in logits]
                 mine.append(token)
-                drawing.restore(mine)
             self.texts[output.index] += output.text
             self.ended[output.index] = output.finish_reason
             # after a failed call the engine runs each sample by itself; a second failure ends the request

@@ -144,6 +144,10 @@ def test_several_decode_steps_are_single_steps(how, decoder):
             assert len(b) <= len(a) <= len(b) + 2 and (not how or [x is None for x in a] == [x is None for x in b])
         if not how:
             assert {x.tokens for x in p.blocks.block_with} == {x.tokens for x in q.blocks.block_with}
+        if round_ == 2:
+            n_ahead = sum(len(p.blocks.tables[seq]) - len(q.blocks.tables[seq]) for seq in seqs)
+            assert p.release_ahead(seqs) == n_ahead and (n_ahead > 0 or how)
+            assert [*map(len, p.blocks.tables.values())] == [*map(len, q.blocks.tables.values())]
         if round_ == 1:  # there are blocks for later tokens, which a fork does not share
             seqs = [(p.fork(seq), q.fork(seq))[0] for seq in seqs] + seqs
 
