@@ -262,10 +262,7 @@ def rolling(model, keep=None, n_keep=0, decoder_or_cache=None):
 
 
 def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, generator=None):
-    """
-    The steps of `stream`: yields tokens (B, 1), for B = len(samplings) rows. generator: that of all rows together, if
-    they have none of their own.
-    """
+    """Yields the tokens (B, 1) of each step of `stream`. samplings: B. generator: if these have none, that of all."""
     device, B = model.lm_head.weight.device, len(samplings)
     # reading a token makes a GPU wait, so it is done where a token has to be known: to stop, and to cut a context
     reading = device.type == 'cpu' or stop_token is not None
@@ -329,7 +326,11 @@ def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, gen
                 live = [row for row in live if not stopped[row]]
                 newest = None
     finally:
-        free_all(cache, handles)
+        try:
+            free_all(cache, handles)
+        except BaseException:  # an interrupt can come as early as at the first instruction of `free_all`
+            free_all(cache, handles)
+            raise
 
 
 def sample_tokens(logits, sequences, generator, live, B):

@@ -89,17 +89,11 @@ def evaluating(model):
 
 
 def free_all(cache, handles):
-    """Free sequences of a cache; if an interrupt comes in between, the rest of them before it goes on."""
-    try:
-        while handles:
-            with suppress(ValueError):  # an earlier interrupt came after it was freed
-                cache.free(handles[-1])
-            handles.pop()
-    except BaseException:
-        for handle in handles:
-            with suppress(ValueError):
-                cache.free(handle)
-        raise
+    """Free the sequences of a cache that a list has, and remove them from it. An interrupted call may be repeated."""
+    while handles:
+        with suppress(ValueError):  # an interrupt came after it was freed
+            cache.free(handles[-1])
+        handles.pop()
 
 
 def after_fork():

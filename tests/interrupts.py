@@ -1,18 +1,18 @@
-"""A KeyboardInterrupt at any line, for tests of what an interrupted operation leaves."""
+"""A KeyboardInterrupt at any line or call, for tests of what an interrupted operation leaves."""
 import sys
 
 
 def interrupted(work, n, is_traced):
     """
-    Run work, and interrupt it at the n-th line that runs in functions for whose code object is_traced(code) is true.
-    Returns False if it ends before.
+    Run work, and interrupt it at the n-th line that runs in functions for whose code object is_traced(code) is true, or
+    as one of them begins, which counts as a line. Returns False if it ends before.
     """
     left = [n]
 
     def trace(frame, event, arg):
         if not is_traced(frame.f_code):
             return None
-        if event == 'line':
+        if event in ('line', 'call'):
             left[0] -= 1
             if left[0] == 0:
                 sys.settrace(None)

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from conftest import ROOT, run, sizes
+from interrupts import interrupted
 from test_cache_systems import empty
 
 from decode.cpu import CPUDecoder
@@ -209,6 +210,21 @@ for kind, d in ((kind, d) for kind in t.KINDS for d in (None, decoder)):
 def test_an_interrupt_leaves_no_sequence_and_no_block_taken():
     done = run(ROOT, '-c', INTERRUPT.format(root=ROOT, rounds=sizes(30, 120)))
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_an_interrupt_at_any_line_that_makes_or_frees_a_sequence_leaves_none(kind):
+    m, n, ended = model(), 0, False
+    cache, names = make_cache(m, kind, 3), {'free_all', 'free', 'remove', 'made_by', 'new', 'fork'}
+
+    def work():
+        for _ in stream(m, [[1, 2], [3]], 2, use_cache=True, cache=cache):
+            pass
+    while not ended:
+        n += 1
+        ended = not interrupted(work, n, lambda code: code.co_name in names)
+        assert empty(cache), n
+    assert n > 40
 
 
 @pytest.mark.parametrize('kind', KINDS)
