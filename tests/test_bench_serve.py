@@ -207,7 +207,7 @@ def test_each_part_on_our_server(ours):
     rows += faults.race('S', TINY, 'float32', [server], 2, n, 1)
     assert len(rows) == 1 + 1 + 3 + 2 and not any(row['failed'] for row in rows)
     assert rows[0]['over_llama'] is None and rows[0]['requests'] == n
-    assert math.isclose(rows[1]['rate'], 0.8 * rows[1]['capacity'])
+    assert math.isclose(rows[1]['rate'], 0.8 * rows[1]['capacities'][0]) and len(rows[1]['capacities']) == 1
     assert rows[-1]['faults'] and rows[-1]['blocks_used'] == 0
     json.dumps(rows)
 

@@ -3,10 +3,12 @@ Open loop: requests come at the times and with the lengths of a real trace, what
 
     python bench.py --mode=serve --only=arrivals --shape=S --llama_server=PATH
 
-Times are scaled so that LOAD of what a server can do comes, which is measured first, in a closed loop with requests of
-the same trace. Each server gets LOAD of its own capacity, and ours also LOAD of llama-server's.
+Times are scaled so that LOAD of what a server can do comes: its capacity, in a closed loop with requests of the same
+trace. It is measured before each open loop, since the speed of a machine with neighbours changes within minutes. Each
+server gets LOAD of its own capacity, and ours also LOAD of llama-server's.
 """
-import asyncio
+import math
+import statistics
 from functools import partial
 
 from benchmarks.serve import report
@@ -18,7 +20,7 @@ from benchmarks.serve.workloads import from_trace, trace
 MINUTES = 50
 NAMES, CLIENTS = ('S', 'M', 'L'), 32  # clients of the closed loop, and slots of llama-server
 LOAD, GOAL = 0.8, 1.0
-ENOUGH = 5.0             # seconds of the closed loop, at least
+ENOUGH = 5.0             # seconds of the closed loop, about
 SECONDS = 20.0           # of an open loop, about
 REQUESTS = 50, 2000      # of an open loop, at least and at most
 
@@ -35,36 +37,36 @@ def run(names, clients, bias, repeats, llama_server, n_requests):
     return rows
 
 
-def capacity(server, config, requests, n_clients, n_requests, repeats):
+async def capacity(server, config, requests, n_clients, n_requests, part, seed):
     """
-    Requests a second of a closed loop with so many requests of the trace, or as many as take ENOUGH, from the places
-    that the open loops of all rounds begin at: some parts of the trace have longer prompts than others.
+    Requests a second of a closed loop with so many requests of the trace, or as many as take ENOUGH. part: of the
+    trace, that of the open loop behind it, since some parts have longer prompts than others.
     """
     n = n_requests or 2 * n_clients
-    while True:
-        parts = [from_trace(config, requests, -(-n // repeats), part, 10**6 * n + part)[0]
-                 for part in range(1, repeats + 1)]
-        asks = [ask for some in zip(*parts) for ask in some][:n]
-        load = asyncio.run(closed_loop(server, asks, n_clients))
+    for more in range(2):
+        asks, _ = from_trace(config, requests, n, part, seed + more)
+        load = await closed_loop(server, asks, n_clients)
         if n_requests or load.seconds >= ENOUGH:
-            return n / load.seconds
-        n *= 2
+            break
+        n = max(n, math.ceil(n / load.seconds * ENOUGH))
+    return len(asks) / load.seconds
 
 
 def race(name, config, weights, servers, requests, n_clients, n_requests, repeats):
     """
-    A row for each server and rate. p99_ttft_s: the 99th percentile of the TTFT in each round. p99_over_llama: the
-    median over the rounds of ours over llama-server's. (A percentile over all rounds would be that of the round in
-    which the machine was slowest, because the queue grows there.)
+    A row for each server and rate. capacities: requests a second, measured before each round. rate: LOAD of their
+    median. p99_ttft_s: the 99th percentile of the TTFT in each round. p99_over_llama: the median over the rounds of
+    ours over llama-server's. (A percentile over all rounds would be that of the round in which the machine was slowest,
+    because the queue grows there.)
     """
-    capacities = {server: capacity(server, config, requests, n_clients, n_requests, repeats)
-                  for server in servers}
     ours, cases = servers[0], [(server, server) for server in servers] + [(servers[0], of) for of in servers[1:]]
-    loads = take_turns({(server, of): load_at(server, config, requests, LOAD * capacities[of], n_requests, seed)
-                        for seed, (server, of) in enumerate(cases)}, repeats, f'{name}, {weights}: arrivals')
+    capacities = {case: [] for case in cases}
+    loads = take_turns({case: load_at(*case, config, requests, n_clients, n_requests, 10**6 * number, capacities[case])
+                        for number, case in enumerate(cases)}, repeats, f'{name}, {weights}: arrivals')
     p99, rows = partial(report.ttft, p=99), []
     for server, of in cases:
-        row = dict(described(name, server, weights), capacity=capacities[server], rate=LOAD * capacities[of],
+        row = dict(described(name, server, weights), capacities=capacities[server, of],
+                   rate=LOAD * statistics.median(capacities[server, of]),
                    case='its capacity' if of is server else f"{of.name}'s", **report.figures(loads[server, of]),
                    p99_ttft_s=[p99(load) for load in loads[server, of]])
         print(report.line(row, f"{name}, {row['rate']:.1f}/s"), flush=True)
@@ -76,15 +78,17 @@ def race(name, config, weights, servers, requests, n_clients, n_requests, repeat
     return rows
 
 
-def load_at(server, config, requests, rate, n_requests, seed):
+def load_at(server, of, config, requests, n_clients, n_requests, seed, capacities):
     """
-    A way: the trace at a rate of so many requests a second, another part of it in each round. seed: of the prompts,
-    which other ways must not have, because a server would remember them.
+    A way: another part of the trace in each round, at LOAD of the capacity of the server `of`, which is measured before
+    and added to capacities. seed: of the prompts, which other ways must not have, because a server would remember them.
     """
-    fewest, most = REQUESTS
-    n = n_requests or int(min(most, max(fewest, rate * SECONDS)))
-
-    def load(round_):
-        asks, times = from_trace(config, requests, n if round_ else min(n, fewest), round_, 1000 * seed + round_)
-        return open_loop(server, asks, [t / rate for t in times])
+    async def load(round_):
+        measured = await capacity(of, config, requests, n_clients, n_requests, round_, seed + 10 * round_)
+        if round_:  # round 0 is not counted
+            capacities.append(measured)
+        rate, (fewest, most) = LOAD * measured, REQUESTS
+        n = n_requests or int(min(most, max(fewest, rate * SECONDS if round_ else 0)))
+        asks, times = from_trace(config, requests, n, round_, seed + 10 * round_ + 2)
+        return await open_loop(server, asks, [t / rate for t in times])
     return load
