@@ -199,10 +199,12 @@ class NextTokens:
 
     def check(self, input_ids):
         """ValueError unless a step of input_ids can write the next n_steps rows."""
-        if not 1 <= self.n_steps <= self.n_left or input_ids.data_ptr() != self.tokens[self.n_drawn].ctypes.data:
-            raise ValueError(f"n_steps={self.n_steps}, and {self.n_left} of the {len(self.tokens)} rows of these "
-                             "`NextTokens` are not drawn: set n_steps between 1 and that number, and give "
-                             f"tokens[{self.n_drawn}] itself as input_ids, not a copy")
+        if not 1 <= self.n_steps <= self.n_left:
+            raise ValueError(f"n_steps is {self.n_steps}, but {self.n_left} rows of tokens are left to draw: "
+                             f"n_steps must be between 1 and {self.n_left}")
+        if input_ids.data_ptr() != self.tokens[self.n_drawn].ctypes.data:
+            raise ValueError(f"input_ids are not row {self.n_drawn} of tokens: give tokens[{self.n_drawn}] itself, "
+                             "not a copy")
 
     def draw_from(self, logits):
         """Draw the next row, from logits float32 (B, vocab_size), contiguous, on the CPU."""

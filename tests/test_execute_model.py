@@ -258,6 +258,7 @@ def test_steps_write_only_rows_of_tokens_that_there_are(fed):
         several = Fed(tokens).steps(3)
         several.tokens, several.n_steps, several.version = tokens, n_steps, decoder.version
         metadata = InputMetadata([1, 1, 1], [store.runs[i] for i in range(3)], None, several)
-        with pytest.raises(ValueError, match='set n_steps between 1 and that number, and give tokens'):
+        wrong = 'input_ids are not row 0 of tokens' if n_steps == 1 else 'n_steps must be between 1 and 3'
+        with pytest.raises(ValueError, match=wrong):
             decoder.execute_model(torch.from_numpy(row), np.array([20, 20, 20]), store.kv, metadata)
     assert (tokens == np.arange(12).reshape(4, 3)).all()
