@@ -262,7 +262,7 @@ def rolling(model, keep=None, n_keep=0, decoder_or_cache=None):
 
 
 def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, generator=None):
-    """Yields the tokens (B, 1) of each step of `stream`. samplings: B. generator: if these have none, that of all."""
+    """The tokens (B, 1) of each step of `stream`. samplings: one for each row. generator: used if they have none."""
     device, B = model.lm_head.weight.device, len(samplings)
     # reading a token makes a GPU wait, so it is done where a token has to be known: to stop, and to cut a context
     reading = device.type == 'cpu' or stop_token is not None

@@ -153,7 +153,7 @@ class BlockManager:
         return OutOfBlocks(f"{needed} blocks are needed and {free} are free: free a sequence, or use a larger pool")
 
     def release(self, block):
-        """Count one reference less. A block without references is free. If it is remembered it is used again last."""
+        """Count one reference less. A block without any is free: used last if it is remembered, else first."""
         self.references[block] -= 1
         if self.references[block] == 0:
             self.free[block] = None
@@ -338,9 +338,9 @@ class BlockManager:
             for block in table:
                 if block is not None:
                     self.references[block] += 1
-        blocks = dict.fromkeys([*self.free, *range(len(self.references))])  # in the order in which they became free
-        blocks = sorted(blocks, key=lambda block: self.prefix_of[block] is not None)
-        self.free = OrderedDict.fromkeys(block for block in blocks if self.references[block] == 0)
+        blocks = dict.fromkeys([*self.free, *range(len(self.references))])  # those that were free keep their order
+        free = [block for block in blocks if self.references[block] == 0]
+        self.free = OrderedDict.fromkeys(sorted(free, key=lambda block: self.prefix_of[block] is not None))
         self.block_with = {prefix: block for block, prefix in enumerate(self.prefix_of) if prefix is not None}
 
     def slots(self, seq, start, end):

@@ -56,11 +56,11 @@ class BlockDecoding(Decoding):
 
     def make_room(self, cache, n=1):
         """
-        Make room for the next step and for those behind it, n together, as far as the cache has blocks. Returns for how
-        many, 2 * block_size at most. `OutOfBlocks` if there is no room for the next step.
+        Take the blocks of the next n steps, at most 2 * block_size of them. Returns for how many steps there is room.
+        `OutOfBlocks` if there is none for the next one.
 
-        For steps behind the next block_size ones, blocks are taken only while one for each sequence stays free. If the
-        model has a window, no blocks are taken but those for the next step.
+        For steps behind the next block_size ones, blocks are taken only while one for each sequence stays free. With a
+        window, only the next step gets blocks.
         """
         blocks, free = cache.blocks, cache.blocks.free
         size = blocks.block_size

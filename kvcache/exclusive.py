@@ -89,7 +89,10 @@ def evaluating(model):
 
 
 def free_all(cache, handles):
-    """Free the sequences of a cache that a list has, and remove them from it. An interrupted call may be repeated."""
+    """
+    Free the sequences in the list `handles`, and empty it. After an interrupt the call may be repeated, if no other
+    thread has begun a sequence since: its number could be the one that was freed last.
+    """
     while handles:
         with suppress(ValueError):  # an interrupt came after it was freed
             cache.free(handles[-1])

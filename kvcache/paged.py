@@ -122,9 +122,11 @@ class PagedCache(BaseCache):
     @exclusive
     def release_ahead(self, seqs):
         """Release the blocks that `decode_steps` has taken for later tokens of sequences. Returns how many."""
-        n_free = self.n_free
+        n_free, size = self.n_free, self.blocks.block_size
         for seq in seqs:
-            self.blocks.truncate(seq, self.blocks.length[seq])
+            n = self.length(seq)
+            if n and len(self.blocks.tables[seq]) > -(-n // size):  # `truncate` makes the next step look for its runs
+                self.blocks.truncate(seq, n)
         return self.n_free - n_free
 
     def decoding_of(self, seqs, n_new):
@@ -265,7 +267,7 @@ class PagedCache(BaseCache):
 
     def compiled(self, ids, positions, metadata):
         logits = super().compiled(ids, positions, metadata)
-        self.forget_blocks_if_changed()  # if the decoder has found other weights in this step
+        self.forget_blocks_if_changed()  # the decoder may have noticed other weights in this step
         return logits
 
     def kernel_pass(self, seqs, starts, counts, ids, wanted=None):

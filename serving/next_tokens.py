@@ -25,7 +25,7 @@ from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, R
  NUMBERS,      # how many tokens it has generated
  CHANGES,      # (N_CHANGES,), see below
  STOP_STARTS,  # where its stop tokens begin in STOPS, and behind the last sample where they end
- # addresses of arrays that belong to no single sample
+ # addresses of arrays that all samples share
  STOPS,        # int64
  SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
  INTERRUPT,    # int64. Another thread sets it to 1; then no step follows

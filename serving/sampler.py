@@ -15,8 +15,8 @@ class Drawing:
 
     n_generated: how many tokens it has drawn. stops: the tokens that end it, ascending, which are not drawn before
     min_tokens. counts: how often each token was drawn, int64 (vocab_size,), or None without penalties. changes: what is
-    done to its logits, N_CHANGES numbers, see next_tokens.py. kept: the arrays whose addresses `changes` has; a copy of
-    a `Drawing` would write to the same ones.
+    done to its logits, N_CHANGES numbers, see next_tokens.py. kept: the arrays whose addresses are in `changes`. A
+    copy of a `Drawing` shares them.
     """
     __slots__ = 'settings', 'seed', 'n_generated', 'stops', 'counts', 'changes', 'kept'
 

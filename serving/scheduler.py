@@ -40,7 +40,7 @@ class Sample:
 
     @property
     def decodes(self):
-        """Is its newest token the only one that is not computed, and a drawn one?"""
+        """Are all tokens but the newest computed, and was that one drawn?"""
         return self.n_prompt < len(self.tokens) == self.computed + 1
 
     def __repr__(self):
@@ -115,14 +115,15 @@ class Scheduler:
 
     def plan_waiting(self, budget):
         """Begin samples that wait, in order, while there is room. Returns their part of the plan."""
-        plan, ahead = [], sum(map(self.missing_ahead, self.running))
+        plan, ahead, compare = [], sum(map(self.missing_ahead, self.running)), True
         while budget and self.waiting:
-            missing = self.begin(self.waiting[0], ahead, compare=not plan)
-            if missing is None and self.cache.release_ahead([sample.handle for sample in self.running]):
-                ahead = sum(map(self.missing_ahead, self.running))
-                missing = self.begin(self.waiting[0], ahead, compare=False)
+            missing = self.begin(self.waiting[0], ahead, compare)
+            compare = False
             if missing is None:
-                break
+                if not self.cache.release_ahead([sample.handle for sample in self.running]):
+                    break
+                ahead = sum(map(self.missing_ahead, self.running))
+                continue  # there may be room now
             sample = self.waiting.popleft()
             self.running.append(sample)
             self.steady = None

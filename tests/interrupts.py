@@ -4,8 +4,8 @@ import sys
 
 def interrupted(work, n, is_traced):
     """
-    Run work, and interrupt it at the n-th line that runs in functions for whose code object is_traced(code) is true, or
-    as one of them begins, which counts as a line. Returns False if it ends before.
+    Run work with a KeyboardInterrupt at the n-th event in functions for whose code object is_traced(code) is true. An
+    event is a line, or the beginning of a call. Returns False if work ends before.
     """
     left = [n]
 

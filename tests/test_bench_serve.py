@@ -212,6 +212,32 @@ def test_each_part_on_our_server(ours):
     json.dumps(rows)
 
 
+def test_arrivals_come_at_a_part_of_a_capacity(monkeypatch):
+    """Of two servers with 10 and 5 requests a second, which are half as fast from the second round on."""
+    class Standing:
+        def __init__(self, name, rate):
+            self.name, self.rate, self.threads = name, rate, None
+    ours, other = Standing('ours', 10), Standing('llama-server', 5)
+    seen = []
+
+    async def closed_loop(server, asks, n_clients):
+        return made_load(len(asks) / server.rate)
+
+    async def open_loop(server, asks, times):
+        seen.append((server.name, (len(times) - 1) / times[-1]))
+        if len(seen) == 6:  # three loads of round 0, which warms up, and three of round 1
+            ours.rate, other.rate = 5, 2.5
+        return made_load(1, *[(t, t + 0.1, t + 1, 2) for t in times])
+    monkeypatch.setattr(arrivals, 'closed_loop', closed_loop)
+    monkeypatch.setattr(arrivals, 'open_loop', open_loop)
+    rows = arrivals.race('S', TINY, 'float32', [ours, other], workloads.trace()[1], 2, None, 2)
+    for at, factor in ((0, 1), (3, 1), (6, 0.5)):
+        assert sorted(seen[at:at + 3]) == [('llama-server', pytest.approx(4 * factor)),
+                                           ('ours', pytest.approx(4 * factor)), ('ours', pytest.approx(8 * factor))]
+    assert [row['capacities'] for row in rows] == [[10, 5], [5, 2.5], [5, 2.5]]
+    assert [row['rate'] for row in rows] == pytest.approx([0.8 * 7.5, 0.8 * 3.75, 0.8 * 3.75])
+
+
 def test_the_soak_compares_answers(ours, monkeypatch):
     folder, server = ours
 

@@ -261,4 +261,7 @@ def test_steps_write_only_rows_of_tokens_that_there_are(fed):
         wrong = 'input_ids are not row 0 of tokens' if n_steps == 1 else 'n_steps must be between 1 and 3'
         with pytest.raises(ValueError, match=wrong):
             decoder.execute_model(torch.from_numpy(row), np.array([20, 20, 20]), store.kv, metadata)
+    several.n_drawn = 3
+    with pytest.raises(ValueError, match='all 3 rows of these `NextTokens` were drawn: make new ones'):
+        decoder.execute_model(torch.from_numpy(tokens[3]), np.array([20, 20, 20]), store.kv, metadata)
     assert (tokens == np.arange(12).reshape(4, 3)).all()

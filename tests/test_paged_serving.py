@@ -56,10 +56,24 @@ def test_a_salt_outlives_failed_steps_and_recovery():
         feed(p, {other: [1] * 33})
     with pytest.raises(ValueError, match='blocks are needed'):
         p.step(Work([p.new() for _ in range(3)], [0] * 3, torch.ones(3, 32, dtype=torch.int64)))
+    before = list(p.blocks.free)
     p.blocks.recover()
+    assert list(p.blocks.free) == before != sorted(before)  # the next one to use is the same
     before = p.blocks.tables[seq][:]
     feed(p, {other: TEXT})
     assert not set(before) & set(p.blocks.tables[other])
+
+
+@torch.inference_mode()
+def test_nothing_is_released_where_no_blocks_are_held_for_later_tokens():
+    m, p = pool(ReferenceExecutor)
+    seq, new, freed = p.new(), p.new(), p.new()
+    feed(p, {seq: TEXT})
+    p.free(freed)
+    kept = p.blocks.runs[seq]
+    assert p.release_ahead([seq, new]) == 0 and p.blocks.runs[seq] is kept and len(p.blocks.tables[seq]) == 4
+    with pytest.raises(ValueError, match='there is no sequence 2'):
+        p.release_ahead([freed])
 
 
 def test_weights_are_not_read_for_each_sequence_that_begins():

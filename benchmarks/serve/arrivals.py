@@ -3,9 +3,9 @@ Open loop: requests come at the times and with the lengths of a real trace, what
 
     python bench.py --mode=serve --only=arrivals --shape=S --llama_server=PATH
 
-Times are scaled so that LOAD of what a server can do comes: its capacity, in a closed loop with requests of the same
-trace. It is measured before each open loop, since the speed of a machine with neighbours changes within minutes. Each
-server gets LOAD of its own capacity, and ours also LOAD of llama-server's.
+Times are scaled so that requests come at LOAD of a server's capacity, which is the rate of a closed loop with requests
+of the same trace. It is measured before each open loop, since the speed of a machine with neighbours changes within
+minutes. Each server gets LOAD of its own capacity, and ours also LOAD of llama-server's.
 """
 import math
 import statistics
@@ -39,17 +39,15 @@ def run(names, clients, bias, repeats, llama_server, n_requests):
 
 async def capacity(server, config, requests, n_clients, n_requests, part, seed):
     """
-    Requests a second of a closed loop with so many requests of the trace, or as many as take ENOUGH. part: of the
-    trace, that of the open loop behind it, since some parts have longer prompts than others.
+    Requests a second of a closed loop: of n_requests, or of as many as take about ENOUGH. part: of the trace, the one
+    that the open loop has, since some parts have longer prompts than others.
     """
     n = n_requests or 2 * n_clients
-    for more in range(2):
-        asks, _ = from_trace(config, requests, n, part, seed + more)
-        load = await closed_loop(server, asks, n_clients)
-        if n_requests or load.seconds >= ENOUGH:
-            break
+    load = await closed_loop(server, from_trace(config, requests, n, part, seed)[0], n_clients)
+    if not n_requests and load.seconds < ENOUGH:
         n = max(n, math.ceil(n / load.seconds * ENOUGH))
-    return len(asks) / load.seconds
+        load = await closed_loop(server, from_trace(config, requests, n, part, seed + 1)[0], n_clients)
+    return n / load.seconds
 
 
 def race(name, config, weights, servers, requests, n_clients, n_requests, repeats):
@@ -80,8 +78,9 @@ def race(name, config, weights, servers, requests, n_clients, n_requests, repeat
 
 def load_at(server, of, config, requests, n_clients, n_requests, seed, capacities):
     """
-    A way: another part of the trace in each round, at LOAD of the capacity of the server `of`, which is measured before
-    and added to capacities. seed: of the prompts, which other ways must not have, because a server would remember them.
+    A function that loads `server` at LOAD of the capacity of the server `of`, which it measures first and appends to
+    capacities. Each round has another part of the trace. seed: of the prompts; no other case may have it, since a
+    server remembers prompts.
     """
     async def load(round_):
         measured = await capacity(of, config, requests, n_clients, n_requests, round_, seed + 10 * round_)
