@@ -165,7 +165,7 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
     Panels (from, to) of linear `number`, for the first n_rows rows of x, as prepare_rows has left them.
 
     The n_out outputs of a row go to the same row of out, (n_rows, n_out); `then` is STORE, ADD, GELU or GELU_TANH.
-    Returns whether its values of x @ w + b are all finite. They are looked at before `then` is applied.
+    Returns whether all values of x @ w + b in these panels are finite, before `then` is applied to them.
     """
     at, zero, zeros = number * N_COLUMNS, constant(0.0), constant(0.0)  # 0 times infinity or NaN makes zeros NaN
     first_weight, first_panel, K = (

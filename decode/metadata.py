@@ -200,10 +200,11 @@ class NextTokens:
     def check(self, input_ids):
         """ValueError unless a step of input_ids can write the next n_steps rows."""
         if not self.n_left:
-            raise ValueError(f"all {self.n_drawn} rows of these `NextTokens` were drawn: make new ones")
+            raise ValueError(f"all {self.n_drawn} rows of these `NextTokens` were drawn: make new ones, whose first "
+                             "row is the last that was drawn")
         if not 1 <= self.n_steps <= self.n_left:
-            raise ValueError(f"n_steps must be between 1 and {self.n_left}, the rows of tokens that are left to draw, "
-                             f"not {self.n_steps}")
+            raise ValueError(f"n_steps must be between 1 and {self.n_left}, the number of rows that are left to draw, "
+                             f"not {self.n_steps}: set it before the step")
         if input_ids.data_ptr() != self.tokens[self.n_drawn].ctypes.data:
             raise ValueError(f"input_ids are not row {self.n_drawn} of tokens: give tokens[{self.n_drawn}] itself, "
                              "not a copy")

@@ -56,8 +56,8 @@ class BlockDecoding(Decoding):
 
     def make_room(self, cache, n=1):
         """
-        Take the blocks of the next n steps, at most 2 * block_size of them. Returns for how many steps there is room.
-        `OutOfBlocks` if there is none for the next one.
+        Take the blocks for the next n steps, or for 2 * block_size if n is larger. Returns for how many steps there is
+        room. `OutOfBlocks` if there is no room for the next one.
 
         For steps behind the next block_size ones, blocks are taken only while one for each sequence stays free. With a
         window, only the next step gets blocks.

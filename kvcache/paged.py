@@ -125,7 +125,7 @@ class PagedCache(BaseCache):
         n_free, size = self.n_free, self.blocks.block_size
         for seq in seqs:
             n = self.length(seq)
-            if n and len(self.blocks.tables[seq]) > -(-n // size):  # `truncate` makes the next step look for its runs
+            if n and len(self.blocks.tables[seq]) > -(-n // size):  # else `runs` stays as it is
                 self.blocks.truncate(seq, n)
         return self.n_free - n_free
 

@@ -123,7 +123,7 @@ class Scheduler:
                 if not self.cache.release_ahead([sample.handle for sample in self.running]):
                     break
                 ahead = sum(map(self.missing_ahead, self.running))
-                continue  # there may be room now
+                continue
             sample = self.waiting.popleft()
             self.running.append(sample)
             self.steady = None

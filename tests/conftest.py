@@ -51,7 +51,7 @@ WEIGHTS = ('float32', 'int8', 'bfloat16')  # of the CPU decoder
 
 # one torch thread here and in the scripts: beside a busy core, two threads wait for each other most of the time
 os.environ['OMP_NUM_THREADS'] = '1'
-# the environment of scripts. They write bytecode, which later scripts load instead of compiling the modules again
+# the environment of scripts. They write bytecode, so that later scripts do not compile the same modules again
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != 'PYTHONDONTWRITEBYTECODE'}
 TIMEOUT = 1200  # seconds that a script may take; a loaded machine is slow, and only a hang should end a test
 
@@ -139,7 +139,7 @@ def kernels(tmp_path_factory):
     decode/__pycache__ and serving/__pycache__, where several workers of pytest-xdist begin at once. Each is compiled by
     one of them, in the process that compiles others: what these have in common is then compiled once.
     """
-    # imported here: pytest-xdist has a process that only distributes tests, and it does not need torch
+    # imported here because one process of pytest-xdist only distributes tests, and does not need torch
     import torch
 
     from decode.cpu import CPUDecoder

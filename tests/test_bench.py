@@ -260,7 +260,7 @@ def test_caches_mode(repo):
     assert joining['same_tokens'] and joining['speedup'] > 0
     if 'kv_types' in parts:
         float32, bfloat16, int8 = figures['kv_types']
-        # an int8 matmul rounds its inputs: a small change of an input can move it to the next integer
+        # an int8 matmul rounds its inputs, so a small change of an input can change the integer that it becomes
         assert float32['difference'] == 0 < bfloat16['difference'] < 0.05 and 0 < int8['difference'] < 0.05
     kernel = {row['cache']: row['same_bits'] for row in figures['steps'] if row['on'] == 'kernel'}
     assert len(kernel) == 7 and all(kernel.values())

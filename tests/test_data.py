@@ -86,7 +86,7 @@ def test_a_changed_download_is_refused(empty, server):
     assert not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
 
 
-# nothing answers at the second address: prepare.py tries again for ten seconds
+# the second case takes ten seconds: no server answers at this address, and prepare.py tries again
 @pytest.mark.parametrize('url', ['{server}/missing.txt'] + sizes([], ['http://127.0.0.1:1/input.txt']))
 def test_without_an_answer_the_stand_in_is_used_loudly(empty, server, url):
     done = prepare(empty, '--url=' + url.format(server=server[0]))

@@ -216,22 +216,24 @@ def test_an_interrupt_leaves_no_sequence_and_no_block_taken():
 def test_an_interrupt_at_any_line_that_makes_or_frees_a_sequence_leaves_none(kind):
     m = model()
     cache, names, traced = make_cache(m, kind, 4), {'free_all', 'free', 'remove', 'made_by', 'new', 'fork'}, set()
-    alike, stops = dict(num_samples=2), dict(stop_token=0, generator=torch.Generator())  # samples share their prompt
-    for how in (alike, stops):
-        def work():
-            if 'generator' in how:
-                how['generator'].manual_seed(1)
-            for _ in stream(m, [[1, 2], [3]], 2 if how is alike else 40, use_cache=True, cache=cache, **how):
-                pass
 
-        def is_traced(code):
-            traced.update({code.co_name} & names)
-            return code.co_name in names
-        n = 0
-        while interrupted(work, n + 1, is_traced):
+    def forking():  # the samples of a prompt
+        list(stream(m, [[1, 2], [3]], 2, use_cache=True, cache=cache, num_samples=2))
+
+    def stopping():
+        list(stream(m, [[1, 2], [3]], 40, use_cache=True, cache=cache, stop_token=0,
+                    generator=torch.Generator().manual_seed(1)))
+
+    def is_traced(code):
+        traced.update({code.co_name} & names)
+        return code.co_name in names
+    for work in (forking, stopping):
+        n, ended = 0, False
+        while not ended:
             n += 1
+            ended = not interrupted(work, n, is_traced)
             assert empty(cache), n
-        assert n > 30 and empty(cache)
+        assert n > 40
     assert traced == names
 
 
