@@ -25,7 +25,7 @@ import configurator
 import decode
 from benchmarks.report import describe_machine, write_json
 from benchmarks.shapes import PROMPT, SHAPES
-from decode.threads import n_cores
+from decode.kernel.threads import n_cores
 from model import GPT
 
 shape = 'S,M,L'        # shapes of bench.py

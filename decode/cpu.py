@@ -1,13 +1,13 @@
-"""A decoder for the CPU: the compiled step of kernel.py on the model's tuples."""
+"""A decoder for the CPU: the compiled step of kernel/ on the model's tuples."""
 import numpy as np
 import torch
 
 from decode.execute import Executor
+from decode.kernel.native import step_lock
+from decode.kernel.plan import BAD_TOKEN
+from decode.kernel.threads import aligned
 from decode.layers import make_room, with_length
 from decode.metadata import KVArrays, Runs
-from decode.native import step_lock
-from decode.plan import BAD_TOKEN
-from decode.threads import aligned
 
 
 class CPUDecoder(Executor):

@@ -1,5 +1,5 @@
 """
-The compiled step of kernel.py on the packed weights of a model: vLLM's `execute_model`, on the CPU.
+The compiled step of kernel/ on the packed weights of a model: vLLM's `execute_model`, on the CPU.
 
 The weights are packed again when they have changed, and a few steps are timed to choose the number of threads.
 """
@@ -11,15 +11,15 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from decode import layout, plan
 from decode.choice import ThreadChoice
 from decode.exclusive_use import ExclusiveThreads
 from decode.forks import after_fork
-from decode.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
-from decode.native import check, one_torch_thread, step, step_lock, team_for
-from decode.packing import WEIGHTS, PackedWeights, check_model, padded
+from decode.kernel import layout, plan
+from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
+from decode.kernel.native import check, one_torch_thread, step, step_lock, team_for
+from decode.kernel.threads import LINE, aligned, n_cores
 from decode.tables import Activations, PackedModel, StepInputs, StepTables, settings_of
-from decode.threads import LINE, aligned, n_cores
+from decode.weights import WEIGHTS, PackedWeights, check_model, padded
 
 BYTES_A_THREAD = 2**22  # that a step reads: the first guess of how many threads are faster than one
 
@@ -271,7 +271,7 @@ class Executor:
             raise ValueError("the model's settings changed during a step: begin with a new cache")
 
     def refuse(self, why):
-        """Raise the ValueError for what plan.py has found."""
+        """Raise the ValueError for what kernel/plan.py has found."""
         seq, position = map(int, self.tables.inputs.refused_at)
         seq = f"sequence number {seq} of this step"
         if why == plan.BAD_TOKEN:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from decode.forks import after_fork
-from decode.layout import KV_GROUP
-from decode.threads import aligned
+from decode.kernel.layout import KV_GROUP
+from decode.kernel.threads import aligned
 
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}  # as the compiled step sees them
 

@@ -4,12 +4,12 @@ import math
 import numpy as np
 import torch
 
-from decode import layout
 from decode.fingerprint import Watch, probe
-from decode.layout import GROUP
-from decode.packing import padded
-from decode.threads import aligned
-from decode.vectors import LANES
+from decode.kernel import layout
+from decode.kernel.layout import GROUP
+from decode.kernel.threads import aligned
+from decode.kernel.vectors import LANES
+from decode.weights import padded
 from positions import alibi_slopes
 
 POSITIONS = dict(learned=layout.LEARNED, rope=layout.ROPE, alibi=layout.ALIBI, none=layout.NONE)

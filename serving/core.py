@@ -8,7 +8,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from decode.threads import nanoseconds
+from decode.kernel.threads import nanoseconds
 from kvcache.blocks import OutOfBlocks
 from kvcache.protocol import Work
 from serving.pace import pause

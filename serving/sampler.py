@@ -1,11 +1,11 @@
 """The next token of each sample of a step, by one compiled call for all rows."""
 import numpy as np
 
+from decode.kernel import next_tokens as table
+from decode.kernel.draws import N_SCRATCH, log_probabilities
+from decode.kernel.next_tokens import DRAW
+from decode.kernel.threads import LINE, aligned, n_cores
 from decode.metadata import NextTokens
-from decode.threads import LINE, aligned, n_cores
-from serving import next_tokens as table
-from serving.draws import N_SCRATCH, log_probabilities
-from serving.next_tokens import DRAW
 from serving.request import Logprobs
 
 

@@ -136,7 +136,7 @@ def locked(path):
 def kernels(tmp_path_factory):
     """
     The sampler and the CPU kernels for the types of weights and of keys and values of the quick run, compiled into
-    decode/__pycache__ and serving/__pycache__, where several workers of pytest-xdist begin at once. Each is compiled by
+    decode/kernel/__pycache__, where several workers of pytest-xdist begin at once. Each is compiled by
     one of them, in the process that compiles others: what these have in common is then compiled once.
     """
     # imported here because one process of pytest-xdist only distributes tests, and does not need torch
@@ -162,11 +162,10 @@ def copy_code(folder):
     """Copy all of the code to a folder; what is compiled of it is in one place for all copies. Returns the folder."""
     not_code = shutil.ignore_patterns('.*', 'out*', 'tests', '*.bin', '*.json', '*.txt', '*.png', '*.md', '__pycache__')
     shutil.copytree(ROOT, folder, ignore=not_code, dirs_exist_ok=True)
-    for package in ('decode', 'serving'):
-        compiled, link = (os.path.join(at, package, '__pycache__') for at in (ROOT, folder))
-        os.makedirs(compiled, exist_ok=True)
-        if not os.path.exists(link):
-            os.symlink(compiled, link)
+    compiled, link = (os.path.join(at, 'decode', 'kernel', '__pycache__') for at in (ROOT, folder))
+    os.makedirs(compiled, exist_ok=True)
+    if not os.path.exists(link):
+        os.symlink(compiled, link)
     return folder
 
 

@@ -17,7 +17,7 @@ from benchmarks.generate import fed_tokens
 from benchmarks.peers import race, report
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.shapes import model_with_varied_text
-from decode.threads import n_cores
+from decode.kernel.threads import n_cores
 from kvcache import make_cache
 from model import GPT, GPTConfig
 

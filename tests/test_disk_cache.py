@@ -11,7 +11,7 @@ from conftest import ROOT, run
 ADDERS = f'''
 import sys
 sys.path.append({ROOT!r})
-from decode.disk_cache import keep_on_disk
+from decode.kernel.disk_cache import keep_on_disk
 from numba import njit
 
 
@@ -46,7 +46,7 @@ for name in sys.argv[1:]:
 FAILING = ("import runpy, sys; from numba.core.caching import IndexDataCacheFile as Files\n"
            "def full(*args): raise OSError('No space left on device')\n"
            "Files._save_data = full; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n")
-FORKING = ("import os, runpy, sys; import decode.disk_cache\n"
+FORKING = ("import os, runpy, sys; import decode.kernel.disk_cache\n"
            "for name in sys.argv[2:]:\n"
            "    if os.fork() == 0:\n"
            "        sys.argv = [sys.argv[1], name]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
@@ -96,7 +96,7 @@ def test_a_save_that_failed_leaves_no_old_code_under_a_new_name(tmp_path):
 def test_one_process_at_a_time_saves(tmp_path, monkeypatch, capsys):
     from filelock import FileLock
 
-    from decode import disk_cache
+    from decode.kernel import disk_cache
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / 'adders_of_this_process.py').write_text(ADDERS.partition('for name')[0])
     import adders_of_this_process as adders

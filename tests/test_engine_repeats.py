@@ -6,7 +6,7 @@ from small_engine import BYTES, alone, finished, run, submit, tiny
 from test_same_bits import SHAPES, model_of
 
 from decode.cpu import CPUDecoder
-from decode.threads import n_cores
+from decode.kernel.threads import n_cores
 from serving.engine import Engine
 from serving.request import Request
 

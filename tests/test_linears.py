@@ -14,12 +14,24 @@ import torch.nn.functional as F
 from conftest import sizes
 from numba import njit
 
-from decode import packing, tiles
-from decode.layout import FIRST_PANEL, GROUP, SHEET, SUMMED_ROWS
-from decode.linears import ADD, CLAIMED, GELU, GELU_TANH, STORE, Linears, Team, linear, prepare_rows, shared_linear
-from decode.packing import PackedWeights, padded, quantise
-from decode.threads import LINE, aligned
-from decode.vectors import LANES, bytes_at, floats_at, longs_at, pointer_like, shorts_at
+from decode import weights as weights_of_decoder
+from decode.kernel import tiles
+from decode.kernel.layout import FIRST_PANEL, GROUP, SHEET, SUMMED_ROWS
+from decode.kernel.linears import (
+    ADD,
+    CLAIMED,
+    GELU,
+    GELU_TANH,
+    STORE,
+    Linears,
+    Team,
+    linear,
+    prepare_rows,
+    shared_linear,
+)
+from decode.kernel.threads import LINE, aligned
+from decode.kernel.vectors import LANES, bytes_at, floats_at, longs_at, pointer_like, shorts_at
+from decode.weights import PackedWeights, padded, quantise
 from model import GPT, GPTConfig
 
 # outputs and inputs of linears: one panel, a sheet that is not full, several sheets, parts of K, and claimed parts
@@ -52,12 +64,12 @@ class Packed:
         self.weights, self.n_rows = weights, max(ROWS)
         self.linears = [(torch.randn(n, k) * torch.rand(n, 1), torch.randn(n) if n % 2 else None) for n, k in shapes]
         model = GPT(GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
-        whole, packing.linears_of = packing.linears_of, lambda model: self.linears
+        whole, weights_of_decoder.linears_of = weights_of_decoder.linears_of, lambda model: self.linears
         try:
             self.packed = PackedWeights(model, weights)
             self.packed.fill()
         finally:
-            packing.linears_of = whole
+            weights_of_decoder.linears_of = whole
         K = max(padded(k, GROUP) for _, k in shapes)
         self.arrays = [self.packed.panels, self.packed.scale, self.packed.bias, self.packed.start, self.packed.table,
                        aligned(SUMMED_ROWS * SHEET * LANES, np.float32), aligned(self.n_rows * K, np.uint8),
@@ -184,9 +196,9 @@ EIGHT_LANES = ("import llvmlite.binding as llvm\n"
                "features = llvm.get_host_cpu_features()\n"
                "features.update({name: False for name in features if 'avx512' in name or 'avx10' in name})\n"
                "llvm.get_host_cpu_features = lambda: features\n"
-               "import decode.vectors\n"
-               "assert decode.vectors.LANES == 8\n")
-NO_DOT_PRODUCTS = "import decode.tiles\ndecode.tiles.DOT_PRODUCTS = False\n"
+               "import decode.kernel.vectors\n"
+               "assert decode.kernel.vectors.LANES == 8\n")
+NO_DOT_PRODUCTS = "import decode.kernel.tiles\ndecode.tiles.DOT_PRODUCTS = False\n"
 
 
 @pytest.mark.parametrize('without', sizes([EIGHT_LANES + NO_DOT_PRODUCTS], [EIGHT_LANES, NO_DOT_PRODUCTS]),

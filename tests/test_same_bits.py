@@ -13,8 +13,8 @@ from conftest import sizes
 from test_cache_exactness import large
 
 from decode.cpu import CPUDecoder
+from decode.kernel.threads import n_cores
 from decode.metadata import InputMetadata, KVArrays, Runs
-from decode.threads import n_cores
 from kvcache.placement import make_layers
 
 KINDS = [dict(), dict(position='rope', n_kv_head=2), dict(position='alibi', n_kv_head=1), dict(position='none'),

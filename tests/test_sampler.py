@@ -8,9 +8,9 @@ import torch
 from conftest import sizes
 from interrupts import interrupted
 
+from decode.kernel.draws import threshold, uniform
+from decode.kernel.next_tokens import DRAW, change
 from model import sample_token
-from serving.draws import threshold, uniform
-from serving.next_tokens import DRAW, change
 from serving.request import Request, SamplingParams
 from serving.sampler import Drawing, Sampler
 

@@ -5,10 +5,10 @@ import numpy as np
 import torch
 
 from benchmarks.caches import steps
-from decode import vectors
-from decode.callback import Callback
+from decode.kernel import vectors
+from decode.kernel.callback import Callback
+from decode.kernel.vectors import longs_at
 from decode.metadata import NextTokens
-from decode.vectors import longs_at
 
 
 def copy_row(data_at, logits_at, tokens_at, thread, n_threads):

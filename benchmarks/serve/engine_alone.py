@@ -21,8 +21,8 @@ from benchmarks.serve.race import WEIGHTS
 from benchmarks.serve.servers import BLOCK
 from benchmarks.serve.workloads import MOST, mixed
 from benchmarks.shapes import config_of, model_with_varied_text
+from decode.kernel.next_tokens import UNTIL
 from serving.engine import Engine
-from serving.next_tokens import UNTIL
 from serving.request import Request, SamplingParams
 
 MINUTES = 6

@@ -7,7 +7,7 @@ from benchmarks.serve.client import closed_loop
 from benchmarks.serve.servers import LlamaServer, missing, weights_on_disk
 from benchmarks.serve.workloads import mixed
 from benchmarks.shapes import config_of, model_with_varied_text
-from decode.threads import n_cores
+from decode.kernel.threads import n_cores
 
 WEIGHTS = 'float32', 'int8'
 TRIALS, TRIAL_TOKENS = 3, 16  # of each number of threads; new tokens of a request

@@ -18,7 +18,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from decode.vectors import I32, I64, address, call
+from decode.kernel.vectors import I32, I64, address, call
 
 LINE = 8  # int64 in a cache line of 64 bytes
 SPIN = 50_000  # nanoseconds that a thread spins at a barrier before it sleeps

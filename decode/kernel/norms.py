@@ -5,8 +5,8 @@ from collections import namedtuple
 import numpy as np
 from numba import njit
 
-from decode.layout import GROUP, padded
-from decode.vectors import LANES, constant, first, fma, load, splat, store, sum_lanes
+from decode.kernel.layout import GROUP, padded
+from decode.kernel.vectors import LANES, constant, first, fma, load, splat, store, sum_lanes
 
 # the weights and biases of all layer norms, one after the other, each padded with zeros to a multiple of GROUP
 Norms = namedtuple('Norms', 'weight bias eps')

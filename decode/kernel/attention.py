@@ -6,8 +6,8 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from decode import layout
-from decode.kv_vectors import (
+from decode.kernel import layout
+from decode.kernel.keys_values import (
     add_row,
     add_rows,
     add_rows_at,
@@ -19,10 +19,10 @@ from decode.kv_vectors import (
     store_int8,
     store_row,
 )
-from decode.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD, padded
-from decode.plan import own_entry
-from decode.tiles import sum_each, zeros
-from decode.vectors import (
+from decode.kernel.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD, padded
+from decode.kernel.plan import own_entry
+from decode.kernel.tiles import sum_each, zeros
+from decode.kernel.vectors import (
     LANES,
     absolute,
     constant,

@@ -1,5 +1,5 @@
 """
-The functions of kernel.py, compiled or found on disk, and the threads that run them: one step at a time, in a process
+The functions of step.py, compiled or found on disk, and the threads that run them: one step at a time, in a process
 that may fork.
 """
 import atexit
@@ -9,16 +9,16 @@ import threading
 import numpy as np
 import torch
 
-from decode import attention, callback, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
-from decode.disk_cache import keep_on_disk
 from decode.forks import StepLock, after_fork
-from decode.kernel import check, step
+from decode.kernel import attention, callback, keys_values, layout, linears, norms, plan, threads, tiles, vectors
+from decode.kernel.disk_cache import keep_on_disk
+from decode.kernel.step import check, step
+from decode.kernel.threads import Workers
 from decode.metadata import KINDS
-from decode.packing import WEIGHTS
-from decode.threads import Workers
+from decode.weights import WEIGHTS
 
-# the files that numba compiles besides kernel.py
-COMPILED = attention, callback, kv_vectors, layer_norm, layout, linears, plan, threads, tiles, vectors
+# the files that numba compiles besides step.py
+COMPILED = attention, callback, keys_values, layout, linears, norms, plan, threads, tiles, vectors
 for compiled in (step, check):
     keep_on_disk(compiled, *COMPILED)
 

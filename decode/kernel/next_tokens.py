@@ -9,12 +9,11 @@ import math
 import numpy as np
 from numba import carray, njit
 
-from decode import threads, vectors
-from decode.callback import Callback
-from decode.threads import clock, observe
-from decode.vectors import bytes_at, doubles_at, floats_at, longs_at
-from serving import draws, masked_vectors
-from serving.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, REPETITION, drawn, uniform
+from decode.kernel import draws, masked_vectors, threads, vectors
+from decode.kernel.callback import Callback
+from decode.kernel.draws import CHANGED, FREQUENCY, N_SCRATCH, N_SETTINGS, PRESENCE, REPETITION, drawn, uniform
+from decode.kernel.threads import clock, observe
+from decode.kernel.vectors import bytes_at, doubles_at, floats_at, longs_at
 
 # indices of the int64 table that describes the samples of a step
 (N_SAMPLES, VOCAB_SIZE,

@@ -3,7 +3,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from decode.vectors import FLOATS, I64, LANES, address, call, floats, load, load_first, store, store_first
+from decode.kernel.vectors import FLOATS, I64, LANES, address, call, floats, load, load_first, store, store_first
 
 
 @njit

@@ -19,12 +19,11 @@ from collections import namedtuple
 import numpy as np
 from numba import njit
 
-from decode import layout
-from decode.attention import attention, layer_kv, rotate_queries, write_keys_values
-from decode.callback import call_back
-from decode.layer_norm import Norms, layer_norm
-from decode.layout import GROUP, LINEARS_PER_LAYER, padded
-from decode.linears import (
+from decode.kernel import layout
+from decode.kernel.attention import attention, layer_kv, rotate_queries, write_keys_values
+from decode.kernel.callback import call_back
+from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, padded
+from decode.kernel.linears import (
     ADD,
     GELU,
     GELU_TANH,
@@ -36,8 +35,9 @@ from decode.linears import (
     share,
     shared_linear,
 )
-from decode.plan import plan
-from decode.threads import (
+from decode.kernel.norms import Norms, layer_norm
+from decode.kernel.plan import plan
+from decode.kernel.threads import (
     LINE,
     RUNNING,
     SPIN,
@@ -51,7 +51,7 @@ from decode.threads import (
     wait_until,
     wake,
 )
-from decode.vectors import (
+from decode.kernel.vectors import (
     LANES,
     bytes_at,
     doubles_at,

@@ -11,8 +11,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from decode.layout import GROUP, SHEET
-from decode.vectors import (
+from decode.kernel.layout import GROUP, SHEET
+from decode.kernel.vectors import (
     F32,
     FLOATS,
     I1,

@@ -8,11 +8,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from decode import layout
-from decode.layout import GROUP, SHEET, padded
+from decode.kernel import layout
+from decode.kernel.layout import GROUP, SHEET, padded
+from decode.kernel.threads import aligned
+from decode.kernel.vectors import LANES
 from decode.structure import REFUSED, check_structure
-from decode.threads import aligned
-from decode.vectors import LANES
 
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8}
 padded = padded.py_func

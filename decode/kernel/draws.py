@@ -11,9 +11,10 @@ import math
 import numpy as np
 from numba import njit, uint64
 
-from decode import vectors
-from decode.disk_cache import keep_on_disk
-from decode.vectors import (
+from decode.kernel import masked_vectors, vectors
+from decode.kernel.disk_cache import keep_on_disk
+from decode.kernel.masked_vectors import add_from, load_until, store_between, store_until
+from decode.kernel.vectors import (
     LANES,
     constant,
     exp,
@@ -25,8 +26,6 @@ from decode.vectors import (
     sum_lanes,
     zero_below,
 )
-from serving import masked_vectors
-from serving.masked_vectors import add_from, load_until, store_between, store_until
 
 CHUNK = 64  # tokens whose largest logit is known, and whose weights are added up together
 BLOCK = 4 * CHUNK  # tokens whose weights are added up together where the sums of chunks are not needed

@@ -6,8 +6,8 @@ from numba import types
 from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from decode.disk_cache import keep_on_disk
-from decode.vectors import I64
+from decode.kernel.disk_cache import keep_on_disk
+from decode.kernel.vectors import I64
 
 N_ARGUMENTS = 5
 

@@ -7,8 +7,8 @@ window there are no sinks, and FIRST_POSITION is 0.
 """
 from numba import njit
 
-from decode import layout
-from decode.vectors import bytes_at, ints_at, longs_at
+from decode.kernel import layout
+from decode.kernel.vectors import bytes_at, ints_at, longs_at
 
 # why a step is refused
 STALE, BAD_TOKEN, BAD_POSITION, BAD_RUNS, NO_SLOT, WRITTEN_TWICE, WRITTEN_BY_ANOTHER = range(1, 8)

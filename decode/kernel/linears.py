@@ -1,7 +1,7 @@
 """
 Linear layers on packed weights, as the compiled step computes them.
 
-Weights are packed (`packing.PackedWeights`) in panels of LANES outputs, and SHEET panels side by side are a sheet. A
+Weights are packed (`weights.PackedWeights`) in panels of LANES outputs, and SHEET panels side by side are a sheet. A
 vector of weights belongs to one input and the LANES outputs of a panel, so a sum never has to be taken across the lanes
 of a register, and memory is read from front to back. A sheet is
 
@@ -21,7 +21,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-from decode.layout import (
+from decode.kernel.layout import (
     FIRST_PANEL,
     FIRST_WEIGHT,
     GROUP,
@@ -32,9 +32,9 @@ from decode.layout import (
     SUMMED_ROWS,
     padded,
 )
-from decode.threads import LINE, claim
-from decode.tiles import inputs_per_vector, most_rows, multiply_tile
-from decode.vectors import (
+from decode.kernel.threads import LINE, claim
+from decode.kernel.tiles import inputs_per_vector, most_rows, multiply_tile
+from decode.kernel.vectors import (
     LANES,
     absolute,
     constant,

@@ -9,8 +9,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from decode.layout import KV_GROUP
-from decode.vectors import (
+from decode.kernel.layout import KV_GROUP
+from decode.kernel.vectors import (
     F32,
     FLOATS,
     I8,

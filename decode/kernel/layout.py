@@ -1,5 +1,5 @@
 """
-The memory layout that the compiled step (kernel.py) shares with the Python code that calls it (execute.py, packing.py).
+The memory layout that the compiled step (step.py) shares with the Python code that calls it (tables.py, weights.py).
 
 The step gets two int64 tables: `memory`, the addresses of all arrays, and `sizes`, the numbers that describe the model
 and the step. The constants here are the indices into these tables.
