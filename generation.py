@@ -5,22 +5,27 @@ becomes of a full context, and caches other than the model's tuples.
     for tokens in stream(model, [[1, 2, 3], [4]], 100, use_cache=True):     # (2, 1): a token for each prompt
         ...
 
-A `Sequence` is one text that is being continued, a `Cache` (kvcache/protocol.py) keeps keys and values of many.
+A `Sequence` is one text that is being continued, a cache (`kvcache.base.BaseCache`) keeps keys and values of many.
 `advance` feeds to the cache what it lacks of each sequence and returns the logits for their next tokens. `stream` is a
 loop of that and of sampling.
 """
 import math
-from contextlib import nullcontext
+import threading
+import weakref
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import NoneType
 
 import torch
 import torch.nn.functional as F
 
-from kvcache.exclusive import evaluating, free_all
-from kvcache.protocol import Work
-from kvcache.tuples import NoCache, TupleCache
-from model import as_int64, check_sampling, sample_token
+from decode.process import uninterrupted
+from inputs import as_int64
+from kvcache.contiguous import ContiguousCache
+from model import check_sampling, sample_token
+
+mode_lock = threading.Lock()
+evaluated = weakref.WeakKeyDictionary()  # {model: (the uses of `evaluating`, the modules to restore after the last)}
 
 
 @dataclass(frozen=True)
@@ -156,7 +161,7 @@ def advance(sequences, cache, device, newest=None):
         tokens = [torch.tensor(s.uncached(), dtype=torch.int64, device=device) for s in sequences]
         if len({len(new) for new in tokens}) == 1:
             tokens = torch.stack(tokens)
-    logits = cache.step(Work([s.handle for s in sequences], [s.cached for s in sequences], tokens))
+    logits = cache.step([s.handle for s in sequences], [s.cached for s in sequences], tokens)
     for s in sequences:
         s.cached = s.length
     return logits
@@ -173,7 +178,7 @@ def stream(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, 
     stop_token: a row that draws it repeats it from then on; the stream ends when every row has drawn it.
     decoder: takes the model's place, with the cache; a callable (idx, kv_cache) -> (logits, kv_cache), where
         kv_cache=None asks for a prefill. It reads and writes the model's tuples.
-    cache: a `Cache` that takes the place of the tuples, such as those of kvcache/.
+    cache: one of kvcache/, which takes the place of the tuples.
     num_samples: continuations of each prompt, next to each other in the batch; the prompt is read once.
     when_full: the context once it holds block_size tokens and gets another.
         'crop': the last block_size tokens, as in nanoGPT. Each token then costs a full pass, with the cache or without.
@@ -203,9 +208,8 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
     steps = checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator,
                         decoder, num_samples, **more)
     if decoder is None:  # a cache may have one
-        decoder = getattr(more.get('cache'), 'decoder', None)
-    # no other code runs between these steps, so nothing changes the weights and a decoder need not look each time
-    with evaluating(model), getattr(decoder, 'exclusive_use', nullcontext)():
+        decoder = getattr(more.get('cache'), 'executor', None)
+    with evaluating(model), getattr(decoder, 'torch_on_one_thread', nullcontext)():
         tokens = list(steps)
     device = model.lm_head.weight.device
     if isinstance(idx, torch.Tensor):
@@ -243,7 +247,7 @@ def checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache
             raise ValueError(f"{len(own)} generators for {n_rows} rows: pass one for each, or one for all")
     samplings = [replace(sampling, generator=g) for g in own] * (n_rows // len(own))
     if cache is None:
-        cache = TupleCache(model, decoder, keeps_full=sequences[0].shifts) if use_cache else NoCache(model)
+        cache = ContiguousCache.for_decoder(model, n_rows, decoder) if use_cache else NoCache(model)
     return run(model, cache, sequences, samplings, max_new_tokens, stop_token, generator)
 
 
@@ -267,13 +271,14 @@ def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, gen
     # reading a token makes a GPU wait, so it is done where a token has to be known: to stop, and to cut a context
     reading = device.type == 'cpu' or stop_token is not None
     live, stopped, unread, newest = list(range(B)), [False] * B, [], None  # live: the batch row of each sequence
-    no_gradients, in_eval_mode, handles = torch.inference_mode(), nullcontext(), []  # handles: those still to be freed
+    handles = []  # those still to be freed
     try:
-        for s in sequences:
-            handles.append(cache.new())
-            s.handle = handles[-1]
         for step in range(max_new_tokens):
-            with no_gradients, evaluating(model) if model.training else in_eval_mode:
+            with uninterrupted(), torch.inference_mode(), evaluating(model):
+                if step == 0:
+                    for s in sequences:
+                        s.handle = cache.new()
+                        handles.append(s.handle)
                 if not all([s.cached for s in sequences]):  # a context was cut: it is fed anew
                     newest = None
                 if unread and newest is None:
@@ -285,15 +290,11 @@ def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, gen
                         F.softmax(logits, dim=-1).isnan().any()):  # of NaN and +inf, not of -inf
                     raise ValueError("the model's logits are not numbers: its weights are broken")
                 if step == 0:  # the prompts are read; from here on each sample is a sequence
-                    prompts, sequences = sequences, []
-                    for s in prompts:
-                        sequences.append(s)
-                        for _ in range(B // len(prompts) - 1):
-                            handles.append(cache.fork(s.handle))
-                            sequences.append(s.fork(handles[-1]))
+                    n_each = B // len(sequences)
+                    sequences = [each for s in sequences for each in with_forks(s, n_each - 1, cache, handles)]
                     for s, sampling in zip(sequences, samplings):
                         s.sampling = sampling
-                    logits = logits.repeat_interleave(B // len(prompts), dim=0) if B > len(prompts) else logits
+                    logits = logits.repeat_interleave(n_each, dim=0) if n_each > 1 else logits
                 newest = sample_tokens(logits, sequences, generator, live, B)
                 if not reading:
                     unread.append(newest)
@@ -312,25 +313,85 @@ def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, gen
                 if len(live) < B:
                     tokens = newest.new_full((B, 1), stop_token)
                     tokens[live] = newest
+                n_left = B - sum(stopped)
+                if 0 < n_left <= len(live) // 2:  # at most log2(B) times, since a cache may copy all that stay
+                    for s, row in zip(sequences, live):
+                        if stopped[row]:
+                            handles.remove(s.handle)
+                            cache.free(s.handle)
+                    sequences = [s for s, row in zip(sequences, live) if not stopped[row]]
+                    live, newest = [row for row in live if not stopped[row]], None
             yield tokens
-            if stop_token is None:
-                continue
-            n_left = B - sum(stopped)
             if n_left == 0:
                 return
-            if n_left <= len(live) // 2:  # at most log2(B) times, since a cache may copy all that stay
-                finished = [s.handle for s, row in zip(sequences, live) if stopped[row]]
-                free_all(cache, finished[:])
-                handles = [handle for handle in handles if handle not in finished]
-                sequences = [s for s, row in zip(sequences, live) if not stopped[row]]
-                live = [row for row in live if not stopped[row]]
-                newest = None
     finally:
-        try:
-            free_all(cache, handles)
-        except BaseException:  # an interrupt can come as early as at the first instruction of `free_all`
-            free_all(cache, handles)
-            raise
+        with uninterrupted():
+            for handle in handles:
+                cache.free(handle)
+
+
+def with_forks(sequence, n, cache, handles):
+    """A sequence and n forks of it, whose handles are added to the list `handles`."""
+    forks = []
+    for _ in range(n):
+        forks.append(sequence.fork(cache.fork(sequence.handle)))
+        handles.append(forks[-1].handle)
+    return [sequence, *forks]
+
+
+@contextmanager
+def evaluating(model):
+    """
+    Eval mode inside; afterwards every module is back in its own mode.
+
+    Several threads can be inside for one model: the modules go back to training mode when the last one leaves.
+    """
+    use = object()
+    try:
+        with uninterrupted(), mode_lock:
+            uses, modules = evaluated.setdefault(model, (set(), []))
+            uses.add(use)
+            if model.training:
+                modules += [m for m in model.modules() if m.training]
+                model.eval()
+        yield
+    finally:
+        with uninterrupted(), mode_lock:
+            uses, modules = evaluated.setdefault(model, (set(), []))
+            uses.discard(use)
+            if not uses:
+                for m in modules:
+                    m.training = True
+                modules.clear()
+
+
+class NoCache:
+    """Keeps the tokens of each sequence and computes them all in each step: what generation without a cache is."""
+    name = 'no cache'
+
+    def __init__(self, model):
+        self.model, self.tokens = model, {}  # {handle: (T,)}
+
+    def new(self):
+        handle = len(self.tokens)
+        self.tokens[handle] = None
+        return handle
+
+    def fork(self, handle):
+        new = self.new()
+        self.tokens[new] = self.tokens[handle]
+        return new
+
+    def free(self, handle):
+        self.tokens[handle] = None
+
+    def step(self, handles, starts, tokens):
+        """See `kvcache.base.BaseCache.step`. Sequences of different lengths are computed one by one."""
+        for handle, start, new in zip(handles, starts, tokens):
+            self.tokens[handle] = torch.cat([self.tokens[handle][:start], new]) if start else new
+        texts = [self.tokens[handle] for handle in handles]
+        together = [texts] if len({len(text) for text in texts}) == 1 else [[text] for text in texts]
+        return torch.cat([self.model.step(torch.stack(part), None, use_cache=False)[0] for part in together])[:, 0]
 
 
 def sample_tokens(logits, sequences, generator, live, B):

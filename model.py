@@ -17,7 +17,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from positions import Positions, RollingKVCache, as_int64, check_position, checked_cache_pos, checked_input, visible
+from inputs import as_int64, check_config, checked_cache_pos, checked_input
+from positions import Positions, visible
 
 
 @dataclass
@@ -38,15 +39,7 @@ class GPTConfig:
     gelu: str = 'none'       # or tanh: GELU's approximation, with which GPT-2 was trained
 
     def __post_init__(self):
-        for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be a positive integer, not {size!r}")
-        if self.n_embd % self.n_head != 0:
-            raise ValueError(f"n_embd {self.n_embd} must be divisible by n_head {self.n_head}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
-        check_position(self)
+        check_config(self)
         self.n_kv_head = self.n_kv_head or self.n_head
 
     @property
@@ -68,21 +61,24 @@ class LayerKVCache(NamedTuple):
     """
     The cache of one layer. It is a tuple, so kv_cache[0][2] and kv_cache[0].cache_pos are the same.
 
-    k_cache, v_cache: (B, n_kv_head, block_size, head_dim), allocated once and written in place.
-    cache_pos: the number of positions that are filled: an int, or an integer tensor (B,) when the sequences differ in
-        length. Slots from cache_pos on are never read.
+    k_cache, v_cache: (B, n_kv_head, n_slots, head_dim), allocated once and written in place. n_slots is block_size, and
+        position p is in slot p. With a window it is n_sink + 2 * window: the positions behind the sinks take turns in
+        a ring of 2 * window slots, so the memory does not grow with the text (see `positions.ring_slots`).
+    cache_pos: the number of positions that were appended: an int, or an integer tensor (B,) when the sequences differ
+        in length. Slots of later positions are never read.
 
     The tuple that `append` returns shares its storage with the one before. So rewinding is free: go on from an old
-    tuple, and what came after it is overwritten. Two branches that are alive at the same time need a `clone`.
+    tuple, and what came after it is overwritten (in a ring, up to window + 1 positions can be undone like this). Two
+    branches that are alive at the same time need a `clone`.
     """
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     cache_pos: int | torch.Tensor
 
     @classmethod
-    def empty_like(cls, k, block_size):
+    def empty_like(cls, k, n_slots):
         """A zero-filled cache for keys such as k (B, n_kv_head, T, head_dim), in their dtype, on their device."""
-        shape = (*k.shape[:2], block_size, k.size(3))
+        shape = (*k.shape[:2], n_slots, k.size(3))
         return cls(k.new_zeros(shape), k.new_zeros(shape), 0)
 
     def append(self, k, v, positions):
@@ -90,30 +86,34 @@ class LayerKVCache(NamedTuple):
         Write the keys and values of T new tokens, k and v (B, n_kv_head, T, head_dim), at cache_pos and after.
 
         positions: the `Positions` of these tokens, (B, T) when cache_pos is a tensor.
-        Returns (k, v, keys, cache): all keys and values so far, views of (B, n_kv_head, cache_pos + T, head_dim), as
-        long as the longest sequence; their `Keys`, or None if they are at positions 0, 1, ...; and the tuple with
-        cache_pos + T. Raises ValueError, with nothing written, when they do not fit. Any object with this method can
-        be the cache of a layer.
+        Returns (k, v, keys, cache): the keys and values in all slots so far, views of (B, n_kv_head, n, head_dim) with
+        n = min(cache_pos + T, n_slots) of the longest sequence; their `Keys`, or None if they are at positions 0, 1,
+        ...; and the tuple with cache_pos + T. Raises ValueError, with nothing written, when they do not fit: without a
+        window more than n_slots in all, with one more than window + 1 at once. Any object with this method can be the
+        cache of a layer.
         """
         k_cache, v_cache, start = self
-        B, block_size, T = k_cache.size(0), k_cache.size(2), k.size(2)
+        B, n_slots, T, window = k_cache.size(0), k_cache.size(2), k.size(2), positions.config.window
         ragged = isinstance(start, torch.Tensor)
         end = start + T if not ragged else as_int64('cache_pos', start) + T
         longest = int(end.max()) if ragged else end
-        if longest > block_size:  # a slice, k_cache[:, :, start:end], would drop what does not fit, in silence
-            raise ValueError(f"cache is full: cache_pos {start} + {T} new tokens > block_size {block_size}")
+        if longest > n_slots and not window:  # k_cache[:, :, start:end] would drop what does not fit, in silence
+            raise ValueError(f"cache is full: cache_pos {start} + {T} new tokens > block_size {n_slots}")
+        if window and T > window + 1:
+            raise ValueError(f"a cache for a window of {window} takes {window + 1} new tokens at once, not {T}: "
+                             "split them")
         if (k.size(0), k.dtype, k.device) != (B, k_cache.dtype, k_cache.device):  # copy_ would broadcast and convert
             raise ValueError(f"cache holds a batch of {B}, {k_cache.dtype} on {k_cache.device}, "
                              f"but the keys are a batch of {k.size(0)}, {k.dtype} on {k.device}")
-        keys = None
-        if ragged:
-            rows, slots = torch.arange(B, device=k.device)[:, None], positions.q_pos
+        keys, n = None, min(longest, n_slots)
+        if ragged or longest > n_slots:
+            rows, slots = torch.arange(B, device=k.device)[:, None], positions.slots.expand(B, T)
             k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
-            keys = positions.keys_from_zero(longest)
+            keys = positions.keys_of_slots(n)
         else:
             k_cache.narrow(2, start, T).copy_(k)
             v_cache.narrow(2, start, T).copy_(v)
-        return k_cache.narrow(2, 0, longest), v_cache.narrow(2, 0, longest), keys, LayerKVCache(k_cache, v_cache, end)
+        return k_cache.narrow(2, 0, n), v_cache.narrow(2, 0, n), keys, LayerKVCache(k_cache, v_cache, end)
 
     def clone(self):
         """A copy with storage of its own, to branch from."""
@@ -164,7 +164,7 @@ class CausalSelfAttention(nn.Module):
             q, k = positions.rotated(q), positions.rotated(k)
         if layer_cache is not None:
             if type(layer_cache) is tuple:
-                layer_cache = (RollingKVCache if config.window else LayerKVCache)(*layer_cache)
+                layer_cache = LayerKVCache(*layer_cache)
             k, v, keys, layer_cache = layer_cache.append(k, v, positions)
         mask = positions.mask(keys, k.size(2))
         if config.position == 'rope' and config.n_sink:
@@ -242,16 +242,14 @@ class GPT(nn.Module):
         if dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         k = w.new_empty(batch_size, c.n_kv_head, 0, c.head_dim, dtype=dtype)
-        if c.window:
-            return [RollingKVCache.empty_like(k, c.window, c.n_sink) for _ in range(c.n_layer)]
-        return [LayerKVCache.empty_like(k, c.block_size) for _ in range(c.n_layer)]
+        return [LayerKVCache.empty_like(k, c.n_slots) for _ in range(c.n_layer)]
 
     def checked_cache_pos(self, cache_pos, B, T):
-        """See `positions.checked_cache_pos`."""
+        """See `inputs.checked_cache_pos`."""
         return checked_cache_pos(self.config, self.lm_head.weight.device, cache_pos, B, T)
 
     def checked_input(self, idx, kv_cache):
-        """See `positions.checked_input`."""
+        """See `inputs.checked_input`."""
         return checked_input(self.config, self.lm_head.weight.device, idx, kv_cache)
 
     def hidden_states(self, idx, positions, kv_cache=None, last_only=False):
@@ -339,7 +337,7 @@ class GPT(nn.Module):
         training = [m for m in self.modules() if m.training]
         try:
             self.eval()
-            with torch.inference_mode(), getattr(decoder, 'exclusive_use', nullcontext)():
+            with torch.inference_mode(), getattr(decoder, 'torch_on_one_thread', nullcontext)():
                 idx_cond = idx[:, n_seen:]
                 for _ in range(max_new_tokens):
                     logits, kv_cache = step(idx_cond, kv_cache)
@@ -349,7 +347,7 @@ class GPT(nn.Module):
                         idx_cond = idx_next
                     else:  # all that the model sees again, from position 0 on
                         idx_cond = idx[:, n_seen:]
-                        kv_cache = kv_cache and [(k, v, 0, *first) for k, v, _, *first in kv_cache]
+                        kv_cache = kv_cache and [(k, v, 0) for k, v, _ in kv_cache]
         finally:
             for module in training:
                 module.training = True

@@ -1,5 +1,5 @@
 """
-What attention makes of positions: rotary angles, ALiBi, windows and sinks; and the cache of a model with a window.
+What attention makes of positions: rotary angles, ALiBi, the masks of windows and sinks, and the slots of a ring.
 
 A GPT with learned positions and without a window needs of this file only the causal mask. B sequences, T new tokens, K
 keys. Sources: rotary positions, arXiv:2104.09864; ALiBi, arXiv:2108.12409; windows with sinks, arXiv:2309.17453.
@@ -10,89 +10,6 @@ import torch
 import torch.nn.functional as F
 
 LONG_MASK = 2**26  # bytes: a mask of 2,048 tokens over 30,000 keys would be 246 MB in float32
-
-
-def check_position(config):
-    """ValueError if the position settings of a GPTConfig do not go together."""
-    c = config
-    if c.position not in ('learned', 'rope', 'alibi', 'none'):
-        raise ValueError(f"position must be learned, rope, alibi or none, not {c.position!r}")
-    if c.gelu not in ('none', 'tanh'):
-        raise ValueError(f"gelu must be none (the exact one) or tanh, not {c.gelu!r}")
-    for name in ('n_kv_head', 'window', 'n_sink'):
-        if type(getattr(c, name)) is not int or getattr(c, name) < 0:
-            raise ValueError(f"{name} must be an integer and at least 0, not {getattr(c, name)!r}")
-    if c.n_head % (c.n_kv_head or c.n_head):
-        raise ValueError(f"n_head {c.n_head} must be divisible by n_kv_head {c.n_kv_head}")
-    if c.position == 'rope' and c.n_embd // c.n_head % 2:
-        raise ValueError(f"rotary positions turn pairs of channels, and a head has {c.n_embd // c.n_head}: choose "
-                         "n_embd and n_head so that n_embd / n_head is even")
-    if not isinstance(c.rope_theta, (int, float)) or not 1 <= c.rope_theta < float('inf'):
-        raise ValueError(f"rope_theta must be at least 1, not {c.rope_theta!r}")
-    if c.n_sink and not c.window:
-        raise ValueError(f"n_sink {c.n_sink} needs a window: without one, all positions are always seen")
-    if c.window + c.n_sink >= c.block_size:
-        raise ValueError(f"window {c.window} and n_sink {c.n_sink} must be less than block_size {c.block_size} in all, "
-                         "or training would never see what the window hides: use window=0 for none")
-
-
-def as_int64(name, x):
-    """x, a tensor of any integer dtype, as int64. ValueError for anything else; `name` stands for x in the message."""
-    if not isinstance(x, torch.Tensor):
-        raise ValueError(f"{name} must be a tensor of integers, not a {type(x).__name__}: {x!r:.60}")
-    if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
-        raise ValueError(f"{name} must be integers, not {x.dtype}: convert them with .long()")
-    return x if x.dtype is torch.int64 else x.long()
-
-
-def checked_cache_pos(config, device, cache_pos, B, T):
-    """
-    The position where T new tokens of each of B sequences begin: cache_pos, an int, or an integer tensor (B,) on
-    device, as int64. ValueError if it is something else, negative, or if the tokens do not fit behind it.
-    """
-    smallest, largest = cache_pos, cache_pos
-    if isinstance(cache_pos, torch.Tensor):
-        cache_pos = as_int64('cache_pos', cache_pos)
-        if cache_pos.shape != (B,) or cache_pos.device != device:
-            raise ValueError(f"cache_pos must be ({B},), one for each sequence, on {device}; "
-                             f"not {tuple(cache_pos.shape)} on {cache_pos.device}")
-        smallest, largest = cache_pos.aminmax() if B else (0, 0)
-    elif type(cache_pos) is not int:
-        raise ValueError(f"cache_pos must be an int or a tensor of integers, not {cache_pos!r}")
-    if smallest < 0:
-        raise ValueError(f"cache_pos must not be negative: {cache_pos}")
-    if largest + T > config.max_positions:
-        raise ValueError(f"out of context: cache_pos {cache_pos} + {T} new tokens > block_size {config.block_size}")
-    return cache_pos
-
-
-def checked_input(config, device, idx, kv_cache):
-    """
-    Check tokens idx (B, T) and the cache that they go to, a list of tuples or None, before anything is written.
-    Returns (idx as int64, the position of its first token: an int or int64 (B,)). ValueError if they do not fit.
-    """
-    idx, c = as_int64('token ids', idx), config
-    if idx.dim() != 2 or idx.size(1) == 0:
-        raise ValueError(f"token ids must be (B, T) with at least one token, not {tuple(idx.shape)}")
-    if kv_cache is None:
-        return idx, checked_cache_pos(c, device, 0, *idx.shape)
-    if len(kv_cache) != c.n_layer:
-        raise ValueError(f"kv_cache has {len(kv_cache)} layers, but the model has {c.n_layer}")
-    if any(len(layer_cache) != (4 if c.window else 3) for layer_cache in kv_cache):
-        raise ValueError(f"with window={c.window} the cache of a layer must be a tuple of {4 if c.window else 3}, "
-                         f"not of {sorted({*map(len, kv_cache)})}: begin with empty_cache()")
-    (first, _, given), shape = kv_cache[0][:3], (len(idx), c.n_kv_head, c.n_slots, c.head_dim)
-    cache_pos, expected = checked_cache_pos(c, device, given, *idx.shape), (shape, first.dtype, idx.device)
-    for layer, (k_cache, v_cache, pos, *_) in enumerate(kv_cache):
-        same = pos is given or type(pos) is type(given) is int and pos == given
-        if not same and not (isinstance(pos, torch.Tensor) and isinstance(given, torch.Tensor)
-                             and torch.equal(checked_cache_pos(c, device, pos, *idx.shape), cache_pos)):
-            raise ValueError(f"cache_pos is {cache_pos} in layer 0 but {pos} in layer {layer}")
-        for name, cache in (('k_cache', k_cache), ('v_cache', v_cache)):
-            if (cache.shape, cache.dtype, cache.device) != expected:
-                raise ValueError(f"{name} of layer {layer} is {tuple(cache.shape)}, {cache.dtype} on "
-                                 f"{cache.device}, but model, tokens and layer 0 need {expected}")
-    return idx, cache_pos
 
 
 def visible(q_pos, k_pos, window=0, n_sink=0):
@@ -133,6 +50,54 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
+def ring_slots(positions, config):
+    """
+    The slot of each position in the cache of a layer, of the same type (an integer tensor or array): the position
+    itself; with a window the first n_sink positions have their own slots, and the others take turns in 2 * window.
+    """
+    c = config
+    if not c.window:
+        return positions
+    in_ring = c.n_sink + (positions - c.n_sink) % (2 * c.window)
+    return in_ring + (positions - in_ring) * (positions < c.n_sink)
+
+
+def sequence_runs(base, config, start=0):
+    """
+    Where a sequence has its slots, if they begin at `base`: rows (position, slot, n) of `decode.metadata.Runs`. All of
+    block_size; or of a ring the sinks, and 2 * window positions from the first that the token at `start` sees on.
+    """
+    c = config
+    if not c.window:
+        return [(0, base, c.n_slots)]
+    first = max(c.n_sink, start - c.window + 1)
+    slot = ring_slots(first, c)
+    n = c.n_slots - slot  # up to the end of the ring
+    parts = (0, base, c.n_sink), (first, base + slot, n), (first + n, base + c.n_sink, slot - c.n_sink)
+    return [part for part in parts if part[2]]
+
+
+def positions_in_ring(last, n, config):
+    """
+    The position in each of the first n slots when `last`, int64 (..., 1), is the newest, int64 (n,) or (..., n). A slot
+    that is still empty has a position after `last`.
+    """
+    c, slots = config, torch.arange(n, device=last.device)
+    if not c.window:
+        return slots
+    newest = last - (last - slots) % (2 * c.window)  # of those that share the slot
+    return torch.where(slots < c.n_sink, slots, torch.maximum(slots, newest))
+
+
+def turned(keys, shifts, theta):
+    """
+    Stored rotary keys (n_head, n, head_dim) whose positions change by shifts, int64 (n,): rotations add up. Computed in
+    float64 and rounded once.
+    """
+    angles = rotary_angles(shifts.to(keys.device), keys.size(-1), theta)
+    return rotate(keys.to(angles.dtype), angles.cos(), angles.sin()).to(keys.dtype)
+
+
 class Keys(NamedTuple):
     """
     The keys that a cache returns. pos: their positions, int64 (K,), (B, K), or (B, T, K). allowed: bool, broadcastable
@@ -167,10 +132,17 @@ class Positions:
         """Queries or keys x (B, n_head, T, head_dim), turned to their positions."""
         return rotate(x, *self.angles)
 
-    def keys_from_zero(self, n):
-        """The `Keys` of positions 0 to n - 1, the same object for all layers."""
+    @property
+    def slots(self):
+        """The slots of the new tokens in a cache of tuples, int64 like q_pos: see `ring_slots`."""
+        if 'slots' not in self.shared:
+            self.shared['slots'] = ring_slots(self.q_pos, self.config)
+        return self.shared['slots']
+
+    def keys_of_slots(self, n):
+        """The `Keys` of the first n slots of a cache of tuples, once the new tokens are in it: for all layers one."""
         if n not in self.shared:
-            self.shared[n] = Keys(torch.arange(n, device=self.q_pos.device))
+            self.shared[n] = Keys(positions_in_ring(self.q_pos[..., -1:], n, self.config))
         return self.shared[n]
 
     def mask(self, keys, n_keys):
@@ -229,121 +201,3 @@ class Positions:
             other = (keys.pos >= n).reshape(keys.pos.size(0) if keys.pos.dim() > 1 else 1, 1, -1, K)
             change = change.masked_fill(other, 0.0)
         return change.masked_fill(~mask, -float('inf')) if mask.dtype is torch.bool else change + mask
-
-
-class RollingKVCache(NamedTuple):
-    """
-    The cache of one layer of a model with a window: `LayerKVCache` of model.py, with a memory that does not grow.
-
-    k_cache, v_cache: (B, n_kv_head, n_sink + 2 * window, head_dim), written in place. The first n_sink slots are for
-        the sinks. The others are filled from left to right; when they are full, the last window - 1 rows move to the
-        front, which is one row a token. So the keys are always in order and side by side.
-    cache_pos: the number of positions that were appended, an int or an integer tensor (B,). Keys are stored rotated.
-    first: int64 (B,) on the CPU, the position in slot number n_sink. All tuples of one storage share it.
-
-    Going back to an older tuple is free while the window before its cache_pos is still stored, and refused otherwise.
-    A new beginning in the same storage, at any cache_pos up to n_sink, is free as well.
-    """
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
-    cache_pos: int | torch.Tensor
-    first: torch.Tensor
-
-    @classmethod
-    def empty_like(cls, k, window, n_sink):
-        """A zero-filled cache for keys such as k (B, n_kv_head, T, head_dim), in their dtype, on their device."""
-        shape = (*k.shape[:2], n_sink + 2 * window, k.size(3))
-        first = torch.full((len(k),), n_sink, dtype=torch.int64, device='cpu')
-        return cls(k.new_zeros(shape), k.new_zeros(shape), 0, first)
-
-    def append(self, k, v, positions):
-        """See `LayerKVCache.append`. At most window + 1 tokens: `GPT.forward` feeds more of them in chunks."""
-        (k_cache, v_cache, start, first), T = self, k.size(2)
-        window, n_sink = positions.config.window, positions.config.n_sink
-        if (k.size(0), k.dtype, k.device) != (len(k_cache), k_cache.dtype, k_cache.device):
-            raise ValueError(f"cache holds a batch of {len(k_cache)}, {k_cache.dtype} on {k_cache.device}, "
-                             f"but the keys are a batch of {k.size(0)}, {k.dtype} on {k.device}")
-        if T > window + 1:
-            raise ValueError(f"a cache for a window of {window} takes {window + 1} new tokens at once, not {T}: "
-                             "split them")
-        start = as_int64('cache_pos', start) if isinstance(start, torch.Tensor) else start
-        held, keys, low = self.make_room(T, window, n_sink), None, 0
-        slot, new = n_sink + start - held, RollingKVCache(k_cache, v_cache, start + T, first)
-        if isinstance(held, torch.Tensor):
-            return *self.write_ragged(k, v, slot, held, positions), new
-        k_cache.narrow(2, slot, T).copy_(k)
-        v_cache.narrow(2, slot, T).copy_(v)
-        if not n_sink:
-            low = max(0, slot - window + 1)  # of the first new token's window
-        elif held > n_sink:
-            keys = positions.shared.get((held, slot))
-            if keys is None:
-                keys = positions.shared[held, slot] = Keys(self.slot_positions(held, slot + T, n_sink))
-        return k_cache[:, :, low:slot + T], v_cache[:, :, low:slot + T], keys, new
-
-    def write_ragged(self, k, v, slot, held, positions):
-        """`append` for sequences that differ in slot (B,), where T rows are written, and held (B,), see `make_room`."""
-        (k_cache, v_cache, _, first), (B, _, T, _) = self, k.shape
-        n_sink, rows = positions.config.n_sink, torch.arange(B, device=k.device)[:, None]
-        slots = slot[:, None] + torch.arange(T, device=k.device)
-        k_cache[rows, :, slots], v_cache[rows, :, slots] = k.transpose(1, 2), v.transpose(1, 2)
-        n = int(slots.max()) + 1
-        shared, name = positions.shared, (*first.tolist(), n)
-        if name not in shared:
-            shared[name] = Keys(self.slot_positions(held[:, None], n, n_sink))
-        return k_cache[:, :, :n], v_cache[:, :, :n], shared[name]
-
-    def slot_positions(self, held, n, n_sink):
-        """The positions in the first n slots, int64 (n,), or (B, n) for held (B, 1): the position in slot n_sink."""
-        slots = torch.arange(n, device=self.k_cache.device)
-        return torch.where(slots < n_sink, slots, slots + (held - n_sink))
-
-    def make_room(self, T, window, n_sink):
-        """
-        Move rows to the front where T more tokens do not fit behind the others. Returns the position in slot n_sink,
-        from which on there is one slot a position: an int, or int64 (B,), on the cache's device, if the sequences
-        differ. ValueError, with nothing written, if a token at cache_pos sees positions that are not stored any more.
-        """
-        (k_cache, v_cache, start, first), held = self, self.first.tolist()
-        if isinstance(start, torch.Tensor) or len(set(held)) > 1:
-            return self.make_room_ragged(T, window, n_sink)
-        held = held[0] if held and start > n_sink else n_sink
-        needed = max(n_sink, start - window + 1)  # the first position after the sinks that the new tokens see
-        if held > needed:
-            raise ValueError(f"positions {needed} to {held - 1} are not in the cache any more, and a token at {start} "
-                             "sees them: compute the sequence again")
-        slot = n_sink + start - held
-        if slot + T <= k_cache.size(2):
-            if start <= n_sink:
-                first.fill_(n_sink)
-            return held
-        n = start - needed
-        first.fill_(start)  # after an interrupt in what follows, nothing before start counts as stored
-        for cache in (k_cache, v_cache):
-            cache[:, :, n_sink:n_sink + n] = cache[:, :, slot - n:slot].clone()
-        first.fill_(needed)
-        return needed
-
-    def make_room_ragged(self, T, window, n_sink):
-        """`make_room` for sequences of different lengths."""
-        (k_cache, v_cache, start, first), n_slots, device = self, self.k_cache.size(2), self.k_cache.device
-        start = as_int64('cache_pos', torch.as_tensor(start, device=device)).expand(len(k_cache))
-        held, needed = first.to(device).masked_fill(start <= n_sink, n_sink), (start - window + 1).clamp(min=n_sink)
-        if bool((held > needed).any()):
-            raise ValueError(f"positions before {held.tolist()} are not in the cache any more, and tokens at "
-                             f"{start.tolist()} see them: compute the sequences again")
-        full = n_sink + start - held + T > n_slots
-        if bool(full.any()):
-            rows = full.nonzero()[:, 0]
-            moved = (needed - held)[rows, None] + torch.arange(n_sink, n_slots, device=device)
-            moved = moved.clamp(max=n_slots - 1)  # (n, slots): the slot whose content comes to each slot
-            first.copy_(torch.where(full, start, held))  # see make_room
-            for cache in (k_cache, v_cache):
-                cache[rows, :, n_sink:] = cache[rows[:, None], :, moved].transpose(1, 2)
-            held = torch.where(full, needed, held)
-        first.copy_(held)
-        return held
-
-    def clone(self):
-        """A copy with storage of its own, to branch from."""
-        return RollingKVCache(self.k_cache.clone(), self.v_cache.clone(), self.cache_pos, self.first.clone())

@@ -6,12 +6,9 @@ import torch
 from decode.static import StaticDecoder, column, static_layers
 
 
-def step(model, idx, positions, held, *caches):
-    """
-    idx, positions: int64 (B, 1); held, caches: see `static_layers`; caches are written. Returns logits
-    (B, 1, vocab_size).
-    """
-    x, _ = model.hidden_states(idx, positions, static_layers(caches, positions, held, model.config.n_sink))
+def step(model, idx, positions, *caches):
+    """idx, positions: int64 (B, 1); caches: see `static_layers`, written. Returns logits (B, 1, vocab_size)."""
+    x, _ = model.hidden_states(idx, positions, static_layers(caches, positions, model.config))
     return model.lm_head(x)
 
 
@@ -33,16 +30,15 @@ class CompiledDecoder(StaticDecoder):
         for cache in caches:  # a recorded graph may write into them instead of copying them
             torch._dynamo.mark_static_address(cache, guard=False)
 
-    def run(self, idx, cache_pos, held):
+    def run(self, idx, cache_pos):
         B, caches = len(idx), self.bound
         kind = caches[0].shape, caches[0].dtype
         if kind not in self.steps:
             # a function of its own for each shape: torch.compile gives up on a function after eight of them
             own = FunctionType(step.__code__.replace(), step.__globals__)
             self.steps[kind] = torch.compile(own, fullgraph=True, dynamic=False, mode=self.mode)
-        held = None if held is None else column(held, B, idx.device)
         try:
-            return self.steps[kind](self.model, idx.contiguous(), column(cache_pos, B, idx.device), held, *caches)
+            return self.steps[kind](self.model, idx.contiguous(), column(cache_pos, B, idx.device), *caches)
         except torch._dynamo.exc.TorchDynamoException as e:
             reason = str(e).strip().splitlines()[0]
             raise ValueError(f"torch.compile does not work here ({reason}): use the eager decoder") from e

@@ -1,67 +1,294 @@
-"""A decoder for the CPU: the compiled step of kernel/ on the model's tuples."""
+"""
+The decoder for CPUs: the compiled step of kernel/ on the packed weights of a model. `execute_model` is vLLM's call, for
+any cache; `CPUDecoder.__call__` is one of its callers, for the model's tuples.
+
+A few steps are timed to choose the number of threads.
+"""
+import time
+from contextlib import contextmanager
+from itertools import accumulate
+
 import numpy as np
 import torch
 
-from decode.execute import Executor
-from decode.kernel.native import step_lock
-from decode.kernel.plan import BAD_TOKEN
-from decode.kernel.threads import aligned
-from decode.layers import make_room, with_length
-from decode.metadata import KVArrays, Runs
+from decode.changes import Watch
+from decode.choice import ThreadChoice
+from decode.kernel import layout, plan
+from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
+from decode.kernel.native import check, one_torch_thread, step, team_for
+from decode.kernel.threads import LINE, aligned, n_cores
+from decode.metadata import InputMetadata, KVArrays, Runs
+from decode.process import after_fork, step_lock
+from decode.static import with_length
+from decode.tables import Activations, PackedModel, StepInputs, StepTables, settings_of
+from decode.weights import WEIGHTS, PackedWeights, check_model, padded
+from positions import sequence_runs
+
+BYTES_A_THREAD = 2**22  # that a step reads: the first guess of how many threads are faster than one
+CHUNK = 256             # rows that are computed at a time; from 128 to 512 the speed of a prefill hardly differs
+
+choices = {}  # {(shape, weights, most threads, size of the step): ThreadChoice}, for all decoders of that shape
 
 
-class CPUDecoder(Executor):
+class CPUDecoder:
     """
-    A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache), that runs on the CPU. See `Executor` for
-    its arguments, and for `execute_model`, which runs the same step on other caches.
+    A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache), that runs on the CPU. It reads and
+    writes the same tuples as the model, in place, so the two can take turns on one cache at any step; kv_cache=None
+    begins a cache, and cache_pos may be an integer tensor (B,).
 
-    It reads and writes the same tuples as the model, in place, so the two can take turns on one cache at any step;
-    kv_cache=None begins a cache, and cache_pos may be an integer tensor (B,).
+    weights: 'float32', 'bfloat16' or 'int8', the type in which they are read. They are packed into a copy of 4, 2 or 1
+        bytes a weight; the model and its checkpoint stay as they are.
+    threads: how many; by default up to torch's number, as many as a few timed steps show to be fastest, see `choice`.
 
-    A step that begins a cache looks for changed weights thoroughly, each other step cheaply; inside `exclusive_use`,
-    only the kernel looks.
+    Several threads may use one decoder: their steps take turns. After a fork the child's decoder works too, with
+    threads of its own. Weights that have changed are packed again at the start of a sequence, see `notice_changes`, and
+    by `refresh`; `version` then grows.
 
-    Raises ValueError on caches and tokens that do not fit the model; then no cache has been written.
+    Raises ValueError on a model that is not model.py's GPT in float32 on the CPU, and on caches and tokens that do not
+    fit the model; then no cache has been written.
     """
 
     def __init__(self, model, weights='float32', threads=None):
-        self.bound = None  # the `BoundTuples` of the last step
-        super().__init__(model, weights, threads)
+        if weights not in WEIGHTS:
+            raise ValueError(f"weights must be {', '.join(WEIGHTS)}, not {weights!r}")
+        most = n_cores()
+        if threads is not None and not 1 <= threads <= most:
+            raise ValueError(f"threads must be between 1 and the {most} cores of this process, not {threads}")
+        check_model(model)
+        c, self.model, self.weights, self.packed_weights = model.config, model, weights, PackedWeights(model, weights)
+        self.n_threads, self.fixed = threads or min(one_torch_thread.number(), most), threads is not None
+        self.name = (f"numba on the CPU, {weights} weights, {'' if self.fixed or self.n_threads == 1 else 'up to '}"
+                     f"{self.n_threads} thread{'s' * (self.n_threads > 1)}")
+        self.vocab_size, self.shape, self.choices, self.version = c.vocab_size, shape_of(c), {}, 0
+        self.arrays = self.packed_weights.arrays() | {
+            layout.BARRIER: aligned(LINE, np.int64),
+            layout.CLAIMS: aligned((c.n_layer * LINEARS_PER_LAYER + 1, LINE), np.int64)}
+        self.tables, self.watch = None, None  # watch: of the model when the weights were packed
+        self.teams = {}     # {dtype of keys and values: their Workers}
+        self.bound = None   # the `BoundTuples` of the last call
+        self.refresh()
+        self.team_for(torch.float32)
 
     def refresh(self):
-        self.bound = None
-        super().refresh()
+        """Pack the weights. An interrupt leaves a decoder that packs them before its next step."""
+        check_model(self.model)
+        c = self.model.config
+        if shape_of(c) != self.shape:
+            raise ValueError("the model has (n_layer, n_head, n_kv_head, n_embd, vocab_size) "
+                             f"{shape_of(c)}, and had {self.shape} when this decoder was made: make a new decoder")
+        with step_lock:
+            self.watch = None
+            self.version += 1
+            watch, packed = Watch(self.model), PackedModel(self.model)
+            self.packed_weights.fill()
+            self.tables = StepTables(packed, StepInputs(c, 8), Activations(c, 8, self.n_threads), self.arrays)
+            self.watch = watch
+
+    def notice_changes(self):
+        """
+        `refresh` if the model or its settings have changed, see `changes.Watch`. Called at the start of a sequence.
+        """
+        if self.watch is None or settings_of(self.model.config) != self.tables.packed.settings or (
+                not self.watch.unchanged()):
+            self.refresh()
+
+    @staticmethod
+    def reads(kv_caches):
+        """Can `execute_model` read these `KVArrays`?"""
+        return kv_caches.compiled
+
+    def team_for(self, dtype):
+        """The workers for keys and values of this dtype; see `native.team_for`."""
+        with step_lock:
+            self.teams[dtype] = team_for(self.weights, dtype, self.tables.memory, self.n_threads)
+        return self.teams[dtype]
+
+    @contextmanager
+    def torch_on_one_thread(self):
+        """
+        For a loop of steps: inside, torch computes on one thread. Its other threads would spin for a while after each
+        operation, on a core that the step needs.
+        """
+        one_torch_thread.enter()
+        try:
+            yield
+        finally:
+            one_torch_thread.leave()
+
+    def execute_model(self, input_ids, input_positions, kv_caches, input_metadata, n_threads=None):
+        """
+        One step of the model for the new tokens of any sequences; the call is vLLM's.
+
+        input_ids: int64 (N,), contiguous, on the CPU. input_positions: int64 array (N,). kv_caches: `KVArrays`, in
+        which the keys and values of the new tokens are written. input_metadata: see `metadata.InputMetadata`. With
+        next_tokens it may be several steps, see `metadata.NextTokens`; input_ids is then its row n_drawn. n_threads:
+        how many compute, by default what `choice` has found.
+
+        Returns the logits of the wanted rows, float32 (W, vocab_size), of the last step; kv_caches.finite says whether
+        they are numbers. Their bits do not depend on the other sequences, on how a text is divided into steps, on the
+        slots or on the number of threads. Raises ValueError, with nothing written, on tokens, positions and runs that
+        do not fit the model, the arrays or each other.
+        """
+        with step_lock:
+            m, N, S = input_metadata, len(input_positions), len(input_metadata.runs)
+            check_inputs(self.model, input_ids, input_positions, kv_caches, m, n_threads)
+            if self.watch is None:
+                self.refresh()
+            tables = self.tables_for(N, kv_caches)
+            before, tables.step, kv_caches.finite = tables.step, None, True  # an interrupt leaves no step
+            inputs = tables.inputs
+            inputs.positions[:N] = input_positions
+            inputs.runs[:S], inputs.n_runs[:S] = [r.address for r in m.runs], [r.n for r in m.runs]
+            logits = torch.empty(S if m.wanted is None else len(m.wanted), self.vocab_size, dtype=torch.float32)
+            if N == S <= CHUNK and m.wanted is None:  # one token each
+                if before != N:
+                    inputs.query_starts[:N + 1], inputs.wanted[:N] = np.arange(N + 1), np.arange(N)
+                    tables.set_sizes(N, N, N)
+                if m.next_tokens is not None:
+                    m.next_tokens.check(input_ids)
+                self.run_step(N, input_ids.data_ptr(), logits.data_ptr(), kv_caches, n_threads, m.next_tokens)
+                tables.step = N
+                return logits
+            starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, S + 1)
+            wanted = starts[1:] - 1 if m.wanted is None else m.wanted
+            inputs.query_starts[:S + 1], inputs.wanted[:len(wanted)] = starts, wanted
+            tables.set_sizes(N, S, len(wanted))
+            if N <= CHUNK:
+                self.run_step(N, input_ids.data_ptr(), logits.data_ptr(), kv_caches, n_threads, is_prefill=True)
+            else:
+                self.run_chunks(N, starts, wanted, input_ids.data_ptr(), logits, kv_caches, n_threads)
+            return logits
+
+    def tables_for(self, n_rows, kv_caches):
+        """The tables, with room for the inputs of so many rows, and with the addresses of these `KVArrays`."""
+        tables, c = self.tables, self.model.config
+        if n_rows > tables.inputs.n_rows:
+            tables = StepTables(tables.packed, StepInputs(c, padded(n_rows, 8)), tables.activations, self.arrays)
+        if min(n_rows, CHUNK) > tables.activations.n_rows:
+            activations = Activations(c, padded(min(n_rows, CHUNK), 8), self.n_threads)
+            tables = StepTables(tables.packed, tables.inputs, activations, self.arrays)
+        self.tables = tables
+        if tables.kv is not kv_caches:
+            tables.bind(kv_caches)
+        return tables
+
+    def run_chunks(self, N, starts, wanted, tokens, logits, kv_caches, n_threads):
+        """A step of more than CHUNK rows as several, all of which are checked before the first one is run."""
+        tables, inputs, S = self.tables, self.tables.inputs, len(starts) - 1
+        tables.memory[TOKENS] = tokens
+        refused = check(*tables.addresses)
+        if refused:
+            self.refuse(refused)
+        positions, runs, n_runs = inputs.positions[:N].copy(), inputs.runs[:S].copy(), inputs.n_runs[:S].copy()
+        for row in range(0, N, CHUNK):
+            end = min(row + CHUNK, N)
+            a, b = np.searchsorted(starts, row, 'right') - 1, np.searchsorted(starts, end)
+            first, last = np.searchsorted(wanted, (row, end))
+            inputs.query_starts[:b - a + 1] = np.clip(starts[a:b + 1], row, end) - row
+            inputs.positions[:end - row] = positions[row:end]
+            inputs.runs[:b - a], inputs.n_runs[:b - a] = runs[a:b], n_runs[a:b]
+            inputs.wanted[:last - first] = wanted[first:last] - row
+            tables.set_sizes(end - row, b - a, last - first)
+            self.run_step(end - row, tokens + 8 * row, logits.data_ptr() + 4 * self.vocab_size * int(first),
+                          kv_caches, n_threads, is_prefill=True)
+
+    def run_step(self, n_rows, tokens, logits, kv, n_threads, next_tokens=None, is_prefill=False):
+        """
+        One call of the kernel on what the tables have: a step, or several, see `NextTokens`. tokens, logits: addresses.
+        """
+        tables = self.tables
+        tables.memory[TOKENS], tables.memory[LOGITS] = tokens, logits
+        tables.sizes[layout.N_STEPS] = tables.sizes[layout.NOT_NUMBERS] = 0
+        team, choice = self.teams.get(kv.dtype) or self.team_for(kv.dtype), None
+        if n_threads is None:
+            n_threads = self.n_threads
+            if not self.fixed and n_threads > 1:
+                choice = self.choices.get(n_rows.bit_length()) or self.choice(n_rows)
+                n_threads = choice.n
+        n_threads = min(n_threads, self.n_threads)
+        if n_threads > team.n_ready:
+            n_threads = team.ready(n_threads)
+        if next_tokens is not None and next_tokens.version == self.version:
+            tables.ask_for(next_tokens, 1 if choice is not None and choice.is_trial else next_tokens.n_steps)
+        began, n_steps, drawing = time.perf_counter_ns(), 1, 0
+        refused = step(*team.like, *tables.addresses, n_threads, team.address, 0, 0)
+        ns = time.perf_counter_ns() - began
+        if next_tokens is not None and (n_drawn := tables.note_drawn(next_tokens)):
+            # if a later step is refused, the next call reports it
+            refused, n_steps, drawing = 0, n_drawn, int(tables.sizes[layout.DRAW_NS])
+        if tables.sizes[layout.NOT_NUMBERS]:
+            kv.finite = False
+        if refused:
+            self.refuse(refused)
+        if choice is not None:
+            # a prefill always follows a pause
+            choice.record(ns - drawing, 0 if is_prefill else began, n_steps, drawing)
+
+    def refuse(self, why):
+        """Raise the ValueError for what kernel/plan.py has found."""
+        seq, position = map(int, self.tables.inputs.refused_at)
+        seq = f"sequence number {seq} of this step"
+        if why == plan.BAD_TOKEN:
+            raise ValueError(f"token ids must be within the vocabulary of {self.vocab_size}, not {position}")
+        if why == plan.BAD_POSITION:
+            raise ValueError(f"out of context: the new tokens of {seq} begin at position {position}, and must be at "
+                             f"consecutive positions from 0 to below {self.tables.packed.max_positions}")
+        if why == plan.BAD_RUNS:
+            raise ValueError(f"the runs of {seq} must be in the order of positions and within "
+                             f"{self.tables.kv.n_slots} slots, and the run at position {position} is not")
+        if why == plan.NO_SLOT:
+            raise ValueError(f"{seq} has no slot for position {position}, which its new tokens see")
+        if why == plan.WRITTEN_TWICE:
+            raise ValueError(f"the slot for position {position} of {seq} is also that of another new token: give each "
+                             "new token a slot of its own")
+        raise ValueError(f"the slot of position {position} of {seq} is one that another sequence writes in this step: "
+                         "give new tokens slots that no sequence reads")
+
+    def choice(self, n_rows):
+        """The `ThreadChoice` for steps of about so many rows, shared by all decoders of this shape."""
+        size = n_rows.bit_length()
+        key = self.shape, self.weights, self.n_threads, size
+        if key not in choices:
+            # for 8 rows, reading the weights is half of the work
+            n_bytes = self.packed_weights.panels.nbytes * (1 + n_rows / 8)
+            guess = min(self.n_threads, 1 + int(n_bytes / BYTES_A_THREAD))
+            others = {self.n_threads, *(2**i for i in range(self.n_threads.bit_length()))} - {guess}
+            choices[key] = ThreadChoice([guess, *sorted(others, reverse=True)])
+        self.choices[size] = choices[key]
+        return choices[key]
 
     def __call__(self, idx, kv_cache):
-        with step_lock.lock:
-            if kv_cache is None:
-                idx, cache_pos, kv_cache = self.begin(idx)
-            else:
-                idx, cache_pos = self.checked(idx, kv_cache)
-            # a step that finds changed weights packs them and unbinds the cache, whose layout stays as it is
-            bound, (B, T), window = self.bound, idx.shape, self.model.config.window
-            logits = torch.empty(B, 1, self.vocab_size, dtype=torch.float32, device='cpu')
-            if not window:
-                self.run_tuples(bound, idx, cache_pos, logits)
-                return logits, with_length(kv_cache, cache_pos + T)
-            if T > window + 1 and bool((idx < 0).any() or (idx >= self.vocab_size).any()):
-                self.refuse(BAD_TOKEN)
-            for start in range(0, T, window + 1):  # a rolling cache takes no more tokens at once
-                part, pos = idx[:, start:start + window + 1], cache_pos + start
-                bound.make_room(kv_cache, pos, part.size(1), self.model.config)
-                self.run_tuples(bound, part, pos, logits)
-            return logits, with_length(kv_cache, cache_pos + T)
-
-    def begin(self, idx):
-        """Check the tokens that begin a cache, and the weights. Returns (idx, cache_pos, kv_cache)."""
-        idx, cache_pos = self.model.checked_input(idx, None)
+        config = self.model.config
+        if kv_cache is None:
+            idx, cache_pos = self.model.checked_input(idx, None)
+            self.notice_changes()
+            kv_cache = self.empty_cache(len(idx))
+            bound = self.bound = BoundTuples(kv_cache, config)
+        else:
+            cache_pos, bound = kv_cache[0][2], self.bound
+            if bound is None or not bound.are(kv_cache, cache_pos):
+                idx, cache_pos = self.model.checked_input(idx, kv_cache)
+                check_tuples(kv_cache)
+                bound = self.bound = BoundTuples(kv_cache, config)
+            elif not is_int64(idx, 2) or idx.shape[0] != bound.batch_size or not idx.numel() or not (
+                    type(cache_pos) is int and 0 <= cache_pos < 2**62):
+                idx, cache_pos = self.model.checked_input(idx, kv_cache)
+            if type(cache_pos) is int and cache_pos == 0:
+                self.notice_changes()
+        (B, T), most = idx.shape, config.window + 1 if config.window else idx.size(1)
         if not idx.is_cpu:
             raise ValueError(f"the CPU decoder reads tokens on the CPU, but these are on {idx.device}: move them there")
-        if not self.unchanged(True, False):
-            self.refresh()
-        kv_cache = self.empty_cache(len(idx))
-        self.bound = BoundTuples(kv_cache)
-        return idx, cache_pos, kv_cache
+        if T > most and bool((idx < 0).any() or (idx >= self.vocab_size).any()):
+            raise ValueError(f"token ids must be within the vocabulary of {self.vocab_size}")
+        first = np.asarray(cache_pos)[:, None] if torch.is_tensor(cache_pos) else cache_pos
+        logits = torch.empty(0, self.vocab_size)
+        for start in range(0, T, most):  # a ring of slots takes no more tokens at once
+            part = idx[:, start:start + most]
+            positions = np.broadcast_to(first + np.arange(start, start + part.size(1)), part.shape)
+            metadata = bound.metadata(positions, config)
+            if B:
+                logits = self.execute_model(part.contiguous().view(-1), positions.ravel(), bound.kv, metadata)
+        return logits[:, None], with_length(kv_cache, cache_pos + T)
 
     def empty_cache(self, batch_size):
         """
@@ -69,96 +296,52 @@ class CPUDecoder(Executor):
         """
         c, of_none = self.model.config, self.model.empty_cache(0)
         shape = batch_size, c.n_kv_head, c.n_slots, c.head_dim
-        return [type(layer)(*(torch.from_numpy(aligned(shape, np.float32)) for _ in range(2)), 0,
-                            *(torch.full((batch_size,), c.n_sink, device='cpu') for _ in layer[3:]))
-                for layer in of_none]
+        return [type(layer)(*(torch.from_numpy(aligned(shape, np.float32)) for _ in range(2)), 0) for layer in of_none]
 
-    def checked(self, idx, kv_cache):
-        """Check the weights, the cache and the tokens for it, and bind the cache. Returns (idx, cache_pos)."""
-        exclusive = self.exclusive.has_this_thread
-        if not self.unchanged(False, exclusive):
-            self.refresh()
-        bound, cache_pos = self.bound, kv_cache[0][2]
-        if bound is None or not bound.are(kv_cache, cache_pos, exclusive):
-            checked = self.model.checked_input(idx, kv_cache)
-            check_tuples(kv_cache)
-            self.bound = BoundTuples(kv_cache)
-            return checked
-        if is_int64(idx, 2) and idx.size(0) == bound.batch_size and idx.size(1) and (
-                type(cache_pos) is int and 0 <= cache_pos < 2**62
-                or is_int64(cache_pos, 1) and cache_pos.size(0) == bound.batch_size):
-            return idx, cache_pos  # the kernel itself refuses tokens and positions that are out of range
-        return self.model.checked_input(idx, kv_cache)
 
-    def run_tuples(self, bound, idx, cache_pos, logits):
-        """One step on `BoundTuples`: idx (B, T) at cache_pos, an int or (B,)."""
-        B, T = idx.shape
-        idx, inputs, tables = idx.contiguous(), self.inputs_for(B * T), self.tables
-        step, tables.step = tables.step, None  # an interrupt from here on leaves none
-        if T == 1:
-            inputs.positions[:B] = cache_pos
-        else:
-            first = np.asarray(cache_pos)[:, None] if torch.is_tensor(cache_pos) else cache_pos
-            inputs.positions[:B * T].reshape(B, T)[:] = first + np.arange(T)
-        if tables.kv is not bound.kv or step != (B, T):
-            inputs.runs[:B], inputs.n_runs[:B] = [runs.address for runs in bound.runs], bound.runs[0].n if B else 0
-            if B * T > self.chunk:
-                self.run_rows(idx, np.arange(0, B * T + 1, T), np.arange(T - 1, B * T, T), bound.kv, logits)
-                return
-        self.run_rectangle(B, T, step, idx, bound.kv, logits)
+@after_fork
+def forget_choices():
+    """Steps of the child are not those that the parent has timed, and a `ThreadChoice` may be in the middle of one."""
+    choices.clear()
 
 
 class BoundTuples:
     """The tuples of a cache whose addresses the kernel has: `kv`, and the `runs` of each sequence."""
 
-    def __init__(self, kv_cache):
+    def __init__(self, kv_cache, config):
         self.layers, self.kv = [tuple(layer[:2]) for layer in kv_cache], KVArrays.of_tuples(kv_cache)
-        self.batch_size, H, self.n_slots, _ = kv_cache[0][0].shape
-        self.firsts = [layer[3].numpy() for layer in kv_cache if len(layer) > 3]  # of `RollingKVCache`s
-        self.held, self.first, self.size = None, None, H * self.n_slots  # held: `firsts` when the runs were made
-        self.runs = [Runs([(0, b * self.size, self.n_slots)]) for b in range(self.batch_size)]
+        self.batch_size, H, n_slots, _ = kv_cache[0][0].shape
+        self.bases = [b * H * n_slots for b in range(self.batch_size)]
+        self.runs = [Runs(sequence_runs(base, config)) for base in self.bases]
+        self.of_ones = InputMetadata([1] * self.batch_size, self.runs)
+        self.starts = np.zeros(self.batch_size, np.int64)  # of a ring: the positions for which its runs were made
 
-    def are(self, kv_cache, cache_pos, exclusive):
-        """Are these the tuples that were bound, all at one cache_pos? Unless exclusive, also compares their memory."""
+    def are(self, kv_cache, cache_pos):
+        """Are these the tuples that were bound, all at one cache_pos?"""
         if len(kv_cache) != len(self.layers):
             return False
         for layer, (k_cache, v_cache) in zip(kv_cache, self.layers):
             if layer[0] is not k_cache or layer[1] is not v_cache or layer[2] is not cache_pos:
                 return False
-        return exclusive or [t.data_ptr() for layer in self.layers for t in layer] == self.kv.pointers
+        return True
 
-    def make_room(self, kv_cache, cache_pos, T, config):
-        """`layers.make_room`, where T more tokens do not fit or where the cache goes back; then the runs."""
-        if not self.has_room(cache_pos, T, config.window, config.n_sink):
-            make_room(kv_cache, cache_pos, T, config)
-            self.hold(config.n_sink)
-
-    def has_room(self, cache_pos, T, window, n_sink):
-        """Do T more tokens of rolling caches fit behind the others, with the window before them still stored?"""
-        as_bytes = self.firsts[0].tobytes()
-        if as_bytes != self.held or any(first.tobytes() != as_bytes for first in self.firsts):
-            return False
-        if self.first is not None and type(cache_pos) is int:
-            first, start = self.first, cache_pos
-            return n_sink + start - first + T <= self.n_slots and first <= max(n_sink, start - window + 1) and (
-                start > n_sink or first == n_sink)
-        held, start = self.firsts[0], np.asarray(cache_pos)
-        fits = (n_sink + start - held + T <= self.n_slots) & (held <= np.maximum(n_sink, start - window + 1))
-        return bool((fits & ((start > n_sink) | (held == n_sink))).all())
-
-    def hold(self, n_sink):
-        """Make the runs of rolling caches anew: the position in slot n_sink has changed."""
-        held, self.held = self.firsts[0], None
-        for b, (runs, first) in enumerate(zip(self.runs, held.tolist())):
-            base, sinks = b * self.size, [(0, b * self.size, n_sink)] if n_sink else []
-            runs.set([*sinks, (first, base + n_sink, self.n_slots - n_sink)])
-        self.first = int(held[0]) if len(held) and (held == held[0]).all() else None  # of all rows, if they are alike
-        self.held = held.tobytes()
+    def metadata(self, positions, config):
+        """
+        The `InputMetadata` for new tokens at positions (B, T). The runs of a ring have room for window + 1 of them.
+        """
+        B, T = positions.shape
+        if config.window:
+            passed = positions[:, 0] - self.starts
+            if B and not 0 <= passed.min() <= passed.max() <= config.window + 1 - T:
+                self.starts = positions[:, 0].copy()
+                for runs, base, start in zip(self.runs, self.bases, self.starts.tolist()):
+                    runs.set(sequence_runs(base, config, start))
+        return self.of_ones if T == 1 else InputMetadata([T] * B, self.runs)
 
 
 def check_tuples(kv_cache):
     """ValueError unless the kernel can read the tuples of a cache."""
-    for k_cache, v_cache, *_ in kv_cache:
+    for k_cache, v_cache, _ in kv_cache:
         contiguous = k_cache.is_contiguous() and v_cache.is_contiguous()
         if k_cache.dtype != torch.float32 or not (contiguous and k_cache.is_cpu):
             raise ValueError("the CPU decoder reads contiguous float32 caches on the CPU (autocast makes others), "
@@ -169,3 +352,39 @@ def check_tuples(kv_cache):
 def is_int64(x, n_dims):
     """Is this an int64 tensor on the CPU with so many dimensions?"""
     return torch.is_tensor(x) and x.dtype is torch.int64 and x.dim() == n_dims and x.is_cpu
+
+
+def shape_of(config):
+    """What the arrays of packed weights depend on."""
+    return config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.vocab_size
+
+
+def check_inputs(model, input_ids, input_positions, kv_caches, m, n_threads):
+    """
+    ValueError unless the arguments of `execute_model` are of N tokens. What is in them, the kernel checks.
+    """
+    N = len(input_positions)
+    if model.training:
+        raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
+    if not (torch.is_tensor(input_ids) and input_ids.dtype is torch.int64 and input_ids.is_cpu
+            and input_ids.is_contiguous() and input_ids.shape == (N,)):
+        came = f"{tuple(input_ids.shape)} {input_ids.dtype}" if torch.is_tensor(input_ids) else repr(input_ids)
+        raise ValueError(f"input_ids must be a contiguous int64 tensor ({N},) on the CPU, one for each position, not "
+                         f"{came}")
+    if n_threads is not None and (type(n_threads) is not int or n_threads < 1):
+        raise ValueError(f"n_threads must be at least 1, or None to let the decoder choose, not {n_threads!r}")
+    for name, array in (('input_positions', input_positions), ('wanted', m.wanted)):
+        if array is not None and not (isinstance(array, np.ndarray) and array.dtype == np.int64 and array.ndim == 1):
+            raise ValueError(f"{name} must be an int64 array of one dimension, not {array!r}")
+    if not N or min(m.query_lens) < 1 or sum(m.query_lens) != N or len(m.runs) != len(m.query_lens):
+        raise ValueError(f"{len(m.query_lens)} sequences with {m.query_lens} new tokens, {N} positions and "
+                         f"{len(m.runs)} tables of runs: give each sequence at least one token and one table, and each "
+                         "token a position")
+    if not kv_caches.compiled:
+        raise ValueError(f"the compiled step does not read keys and values that are {kv_caches.dtype} on "
+                         f"{kv_caches.tensors[0][0].device} or stored as these are: use decode.EagerDecoder(model)")
+    wanted = m.wanted
+    if wanted is not None and len(wanted) and not (
+            0 <= wanted[0] and wanted[-1] < N and (np.diff(wanted) > 0).all()):
+        raise ValueError(f"wanted must be row numbers from 0 to {N - 1} in ascending order, not {list(wanted)}: "
+                         "sort them, and name each row once")

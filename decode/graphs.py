@@ -5,15 +5,15 @@ PyTorch starts a GPU kernel in about 10 us, and a step of a GPT with 12 layers h
 for 3 us. A graph starts all of them at once. It repeats the same kernels on the same addresses, so one is recorded for
 each cache, batch size and number of slots that are read. To record a graph takes as long as a few steps.
 """
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from decode import eager
-from decode.exclusive_use import ExclusiveThreads
-from decode.static import StaticDecoder, static_layers, step_lock
+from decode.changes import Watch
+from decode.static import StaticDecoder, static_layers
 
 FEWEST_SLOTS = 128  # a graph reads so many slots, or twice, four times, ... as many
 MOST = 32  # recordings that are kept
@@ -25,29 +25,26 @@ class Recording(NamedTuple):
     logits: torch.Tensor
     idx: torch.Tensor        # int64 (B, 1)
     positions: torch.Tensor  # int64 (B, 1)
-    held: torch.Tensor | None
 
 
 class GraphDecoder(StaticDecoder):
     """
     The step of decode/eager.py as a CUDA graph.
 
-    A graph reads the weights where they are, so it sees values that change in place. When a parameter or its memory is
-    replaced, new graphs are recorded; inside `exclusive_use`, nothing looks for that. A model with parts of other types
+    A graph reads the weights where they are, so it sees values that change in place. When a parameter or its memory was
+    replaced, new graphs are recorded: this is looked for at the start of a sequence. A model with parts of other types
     than model.py's, or in training mode with dropout, is not recorded: its own forward computes the step. All steps of
     a process must be on one CUDA stream, since recordings share memory.
     """
 
     def __init__(self, model):
         super().__init__(model)
-        self.name, self.exclusive = "PyTorch as a CUDA graph", ExclusiveThreads()
-        self.forget()
+        self.name = "PyTorch as a CUDA graph"
+        self.refresh()
 
-    def forget(self):
+    def refresh(self):
         """Forget all recordings, and look up the weights anew."""
-        self.weights = eager.ModelWeights(self.model)
-        self.tensors = [*self.model.parameters(), *self.model.buffers()]
-        self.pointers = [t.data_ptr() for t in self.tensors]
+        self.weights, self.watch = eager.ModelWeights(self.model), Watch(self.model)
         self.recordings, self.bound = {}, []
         self.pool = None  # of memory, one for all graphs, as no two run at the same time; it ends with the last graph
 
@@ -56,28 +53,19 @@ class GraphDecoder(StaticDecoder):
         self.address = tuple((cache.data_ptr(), cache.stride()) for cache in caches), caches[0].shape, caches[0].dtype
         super().bind(caches)
 
-    @contextmanager
-    def exclusive_use(self):
-        """For a loop in this thread in which no other code runs between the steps: weights stay where they are."""
-        with step_lock.lock:
-            self.notice_changes()
-        with self.exclusive.entered():
-            yield
-
-    def notice_changes(self):
-        if not self.weights.objects.unchanged() or [t.data_ptr() for t in self.tensors] != self.pointers:
-            self.forget()
+    def __call__(self, idx, kv_cache):
+        if kv_cache is None and not self.watch.same_memory():
+            self.refresh()
+        return super().__call__(idx, kv_cache)
 
     def one_token(self, idx, kv_cache):
-        if not self.exclusive.has_this_thread:
-            self.notice_changes()
         if self.weights.blocks is None or self.weights.dropping():
             with torch.no_grad():
                 logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
                 return logits, kv_cache
         return super().one_token(idx, kv_cache)
 
-    def run(self, idx, cache_pos, held):
+    def run(self, idx, cache_pos):
         n_slots = self.slots_to_read(cache_pos)
         amp = torch.get_autocast_dtype('cuda') if torch.is_autocast_enabled('cuda') else None
         kind = self.address, n_slots, amp
@@ -85,12 +73,10 @@ class GraphDecoder(StaticDecoder):
             if kind not in self.recordings:
                 while len(self.recordings) >= MOST:
                     del self.recordings[next(iter(self.recordings))]
-                self.recordings[kind] = self.record(idx, cache_pos, held, n_slots, amp)
+                self.recordings[kind] = self.record(idx, cache_pos, n_slots, amp)
             recording = self.recordings[kind]
             recording.idx.copy_(idx)
-            for static, x in ((recording.positions, cache_pos), (recording.held, held)):
-                if static is not None:
-                    fill(static, x)
+            fill(recording.positions, cache_pos)
             recording.graph.replay()
         return recording.logits
 
@@ -104,26 +90,25 @@ class GraphDecoder(StaticDecoder):
             n *= 2
         return min(n, n_slots)
 
-    def record(self, idx, cache_pos, held, n_slots, amp):
+    def record(self, idx, cache_pos, n_slots, amp):
         """A `Recording` of the step for tokens such as idx, in the caches that are bound."""
         static_idx, positions = idx.clone(), torch.empty_like(idx)
         fill(positions, cache_pos)
-        static_held = None if held is None else fill(torch.empty_like(idx), held)
         caches, weights, config = [cache[:, :, :n_slots] for cache in self.bound], self.weights, self.model.config
 
         def step():
             # the weights that autocast casts are cast in the graph: a copy that autocast keeps is freed before long
             with torch.autocast('cuda', amp, cache_enabled=False) if amp else nullcontext():
-                layers = static_layers(caches, positions, static_held, config.n_sink)
+                layers = static_layers(caches, positions, config)
                 return eager.step(weights, config, static_idx, positions[:, 0], layers)[0]
         if self.pool is None and idx.is_cuda:
             self.pool = torch.cuda.graph_pool_handle()
-        return Recording(*captured(step, self.pool), static_idx, positions, static_held)
+        return Recording(*captured(step, self.pool), static_idx, positions)
 
 
 def fill(static, x):
-    """Write x, an int or (B,), to a tensor (B, 1), and return it."""
-    return static.copy_(x[:, None]) if torch.is_tensor(x) else static.fill_(x)
+    """Write x, an int or (B,), to a tensor (B, 1)."""
+    static.copy_(x[:, None]) if torch.is_tensor(x) else static.fill_(x)
 
 
 def captured(step, pool):

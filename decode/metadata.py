@@ -1,6 +1,12 @@
 """
-What a step of the compiled model is told beside tokens and positions: which sequences there are, where their keys and
-values lie (`Runs`, one for each sequence), and in which arrays (`KVArrays`, one for each cache).
+What an executor is told beside tokens and positions: which sequences there are, where their keys and values lie
+(`Runs`, one for each sequence), and in which arrays (`KVArrays`, one for each cache).
+
+    logits = executor.execute_model(input_ids, input_positions, kv_caches, input_metadata)
+
+The call is vLLM's. All caches say where rows are in this one way, and all executors (PyTorch, the compiled step) read
+it. The compiled step reads the tables of the `Runs` where they are in memory; `step_slots` makes arrays of them that
+can be moved to a device.
 
 A slot holds the keys and values of one position in all layers. The numbers of head h begin at
 slot * slot_stride + h * head_stride in each array, so that one rule finds them in every cache:
@@ -9,13 +15,11 @@ slot * slot_stride + h * head_stride in each array, so that one rule finds them 
     rows      (H, n, m, D)           slot i * m + j, slot_stride D, head_stride n * m * D; streams of cells, or blocks
     operator  (n, L, 2, H, D) and three other orders of these axes; a slot is one of n
 """
-import weakref
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from decode.forks import after_fork
 from decode.kernel.layout import KV_GROUP
 from decode.kernel.threads import aligned
 
@@ -67,25 +71,30 @@ class Runs:
 
 class KVArrays:
     """
-    The keys and values of all layers as the compiled step addresses them: n_slots slots in each array.
+    The keys and values of all layers of a cache, with n_slots slots each, as executors are given them.
 
-    addresses: int64 (n_layer, 4), of keys, values, and for int8 the float32 scales of both, KV_GROUP numbers to a
-    scale. tensors: what the addresses are of, kept alive. written: uint8 (n_slots,), in which a step marks the slots
-    that it will write. finite: were the logits of the last `execute_model` numbers? ValueError unless the layers are
-    alike, and hold so many slots.
+    layers: for each layer an object with `write(rows, k, v)` and `read(rows, dtype)`, see `kvcache.storage.Layer`, for
+    the executor in PyTorch; None where only the compiled step reads.
+    compiled: can the compiled step read them? Not on another device, in 4 or 64 bits, in float16, transposed, or in
+    int8 with other groups than KV_GROUP. It reads `tensors`, through addresses, int64 (n_layer, 4): of keys, values,
+    and for int8 the float32 scales of both. taken: uint8 (n_slots,), in which it marks the slots that it will write.
+    finite: were the logits of the last `execute_model` numbers? ValueError unless the layers are alike.
     """
-    instances = weakref.WeakSet()
 
-    def __init__(self, tensors, n_slots, slot_stride, head_stride, n_kv_head, head_dim):
-        """tensors: for each layer (k, v) or (k, v, k_scale, v_scale), contiguous, on the CPU, of a type of `KINDS`."""
+    def __init__(self, tensors, n_slots, slot_stride, head_stride, n_kv_head, head_dim, layers=None):
+        """tensors: for each layer (k, v) or (k, v, k_scale, v_scale)."""
         self.tensors, self.n_slots, self.slot_stride, self.head_stride = tensors, n_slots, slot_stride, head_stride
-        self.shape = len(tensors), n_kv_head, head_dim  # of the models whose keys and values they hold
+        self.shape, self.layers, self.finite = (len(tensors), n_kv_head, head_dim), layers, True
         self.dtype = tensors[0][0].dtype
-        self.written, self.finite = aligned(n_slots, np.uint8), True
-        self.addresses, self.pointers = np.zeros((len(tensors), 4), np.int64), None
-        self.check()
-        self.find()
-        self.instances.add(self)
+        self.compiled = all(data.is_cpu and data.dtype in KINDS and data.is_contiguous() for layer in tensors
+                            for data in layer[:2] if layers) and self.dtype in KINDS and (
+            len(tensors[0]) == 2 or tensors[0][0].size(-1) == head_dim == tensors[0][2].size(-1) * KV_GROUP)
+        if self.compiled:
+            self.check()
+            self.taken = aligned(n_slots, np.uint8)
+            self.addresses = np.zeros((len(tensors), 4), np.int64)
+            for row, layer in zip(self.addresses, tensors):
+                row[:len(layer)] = [t.data_ptr() for t in layer]
 
     def check(self):
         (_, H, D), of_first = self.shape, [t.dtype for t in self.tensors[0]]
@@ -97,37 +106,19 @@ class KVArrays:
                 raise ValueError(f"layer {number} has keys and values {[(t.dtype, tuple(t.shape)) for t in of_layer]}, "
                                  f"and all layers must be {of_first} with room for {self.n_slots} slots, as layer 0")
 
-    def find(self):
-        """Look up where the tensors are now: their memory may have been exchanged."""
-        pointers = [t.data_ptr() for of_layer in self.tensors for t in of_layer]
-        if pointers != self.pointers:
-            for row, of_layer in zip(self.addresses, self.tensors):
-                row[:len(of_layer)] = [t.data_ptr() for t in of_layer]
-            self.pointers = pointers
-
     @classmethod
     def of_layers(cls, layers):
-        """
-        Of `kvcache.placement.Layer`s, or None where they are stored in a way that the compiled step does not read: on
-        another device, transposed, in 4 or 64 bits, in float16, or in int8 with smaller groups.
-        """
+        """Of the `kvcache.storage.Layer`s of a cache."""
         first = layers[0]
-        for layer in layers:
-            for rows in (layer.k, layer.v):
-                data = rows.data
-                if (data.dtype not in KINDS or not data.is_cpu or not data.is_contiguous() or rows.bits == 4
-                        or rows.kind != first.k.kind or data.shape != first.k.data.shape
-                        or rows.scale is not None and rows.group != KV_GROUP):
-                    return None
         tensors = [tuple(t for pair in zip(layer.k.tensors(), layer.v.tensors()) for t in pair) for layer in layers]
-        n_slots, head_dim = first.k.shape[0] * first.k.shape[1], first.head_dim
-        return cls(tensors, n_slots, head_dim, n_slots * head_dim, first.n_head, head_dim)
+        return cls(tensors, first.n_slots, first.head_dim, first.n_slots * first.head_dim, first.n_head,
+                   first.head_dim, layers)
 
     @classmethod
     def of_views(cls, views):
         """
         Of keys and values of each layer, pairs of views (n_slots, H, D) with the same strides, side by side in D: those
-        of `kvcache.operator.views` in float32, whatever the order of the cache's axes is.
+        of `kvcache.openppl.views` in float32, whatever the order of the cache's axes is.
         """
         k = views[0][0]
         for each in (t for pair in views for t in pair):
@@ -140,16 +131,9 @@ class KVArrays:
 
     @classmethod
     def of_tuples(cls, kv_cache):
-        """Of a list of tuples (k_cache, v_cache, ...), float32 (B, H, n_slots, D)."""
+        """Of a list of tuples (k_cache, v_cache, ...), contiguous float32 (B, H, n_slots, D) on the CPU."""
         B, H, n_slots, D = kv_cache[0][0].shape
         return cls([tuple(layer[:2]) for layer in kv_cache], max(0, B * H - H + 1) * n_slots, D, n_slots * D, H, D)
-
-
-@after_fork
-def forget_marks():
-    """The parent may have forked while another of its threads checked a step."""
-    for arrays in KVArrays.instances:
-        arrays.written[:] = 0
 
 
 @dataclass(frozen=True)
@@ -166,6 +150,42 @@ class InputMetadata:
     runs: list
     wanted: np.ndarray | None = None
     next_tokens: 'NextTokens | None' = None
+
+
+def step_slots(config, input_positions, metadata):
+    """
+    The slots of a step as arrays: (own, seq, position, slot). own: int64 (N,), the slot of each new token. The others
+    are int64 (K,), all keys that the new tokens see, their own included: the number of the sequence in this step, in
+    ascending order, the position, the slot. ValueError if a sequence has no slot for a position that is seen.
+    """
+    n_new, tables = np.array(metadata.query_lens), [runs.table[:runs.n] for runs in metadata.runs]
+    last = n_new.cumsum() - 1
+    end = input_positions[last] + 1
+    first = np.maximum(end - n_new - config.window + 1, config.n_sink) if config.window else np.zeros_like(end)
+    of_run = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    position, slot, n = np.concatenate(tables).T
+    parts = [(np.maximum(position, first[of_run]), np.minimum(position + n, end[of_run]))]
+    if config.n_sink:
+        parts.insert(0, (position, np.minimum(np.minimum(position + n, config.n_sink), end[of_run])))
+    found = []
+    for low, high in parts:
+        n_keys = np.maximum(high - low, 0)
+        step = np.arange(n_keys.sum()) - np.repeat(n_keys.cumsum() - n_keys, n_keys)  # 0, 1, ... within each run
+        found.append((np.repeat(of_run, n_keys), np.repeat(low, n_keys) + step,
+                      np.repeat(slot + low - position, n_keys) + step))
+    seq, position, slot = (np.concatenate(each) for each in zip(*found)) if len(found) > 1 else found[0]
+    if len(found) > 1:
+        order = seq.argsort(kind='stable')
+        seq, position, slot = seq[order], position[order], slot[order]
+    n_keys = np.bincount(seq, minlength=len(tables))
+    n_seen = end - first + np.minimum(config.n_sink, first)
+    if (n_keys != n_seen).any():
+        number = int((n_keys != n_seen).argmax())
+        raise ValueError(f"sequence number {number} of this step has slots for {n_keys[number]} of {n_seen[number]} "
+                         "positions that its new tokens see: its runs must have all of them")
+    # the new tokens' own positions are the last ones of each sequence
+    own = np.repeat(n_keys.cumsum() - 1 - last, n_new) + np.arange(len(input_positions))
+    return slot[own], seq, position, slot
 
 
 class NextTokens:

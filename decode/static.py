@@ -10,12 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from decode.forks import StepLock
-from decode.layers import make_room, with_length
-from decode.structure import check_structure
-from positions import Keys
-
-step_lock = StepLock()  # one step at a time: a decoder's bound cache is of one
+from decode.changes import check_structure
+from decode.process import step_lock
+from positions import Keys, positions_in_ring, ring_slots
 
 
 class StaticSlots(NamedTuple):
@@ -34,16 +31,24 @@ class StaticSlots(NamedTuple):
         return k_cache.to(k.dtype), v_cache.to(v.dtype), keys, self
 
 
-def static_layers(caches, positions, held, n_sink):
+def static_layers(caches, positions, config):
     """
     The `StaticSlots` of all layers for new tokens at positions, int64 (B, 1). caches: k_cache and v_cache of each
-    layer, one after the other. held: of a model with a window, int64 (B, 1), see `RollingKVCache.make_room`; or None.
+    layer, one after the other.
     """
-    new, slots = positions, torch.arange(caches[0].size(2), device=positions.device)
-    keys = Keys(slots)
-    if held is not None:
-        new, keys = n_sink + positions - held, Keys(torch.where(slots < n_sink, slots, slots + held - n_sink))
-    return [StaticSlots(k_cache, v_cache, new, keys) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
+    slots, keys = ring_slots(positions, config), Keys(positions_in_ring(positions, caches[0].size(2), config))
+    return [StaticSlots(k_cache, v_cache, slots, keys) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
+
+
+def with_length(kv_cache, cache_pos):
+    """
+    The same layers with another cache_pos, each still of its own class. Nothing is copied.
+
+    `tuple.__new__` makes a NamedTuple without calling the Python function that is its constructor, once for each layer
+    and token. All layers are of the class of the first.
+    """
+    kind = type(kv_cache[0])
+    return [tuple.__new__(kind, (k_cache, v_cache, cache_pos)) for k_cache, v_cache, _ in kv_cache]
 
 
 class StaticDecoder:
@@ -63,10 +68,10 @@ class StaticDecoder:
         """Prepare for steps on these caches: called when they are not those of the last step."""
         self.bound = caches
 
-    def run(self, idx, cache_pos, held):
+    def run(self, idx, cache_pos):
         """
         Logits (B, 1, vocab_size), not to be kept, for idx, int64 (B, 1), at cache_pos, an int or int64 (B,), in the
-        caches that are bound. held: the position in slot n_sink if the model has a window, as cache_pos; or None.
+        caches that are bound.
         """
         raise NotImplementedError
 
@@ -74,7 +79,7 @@ class StaticDecoder:
         if kv_cache is None or idx.dim() != 2 or idx.size(1) != 1:
             logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
             return logits, kv_cache
-        with step_lock.lock:
+        with step_lock:
             return self.one_token(idx, kv_cache)
 
     def one_token(self, idx, kv_cache):
@@ -90,8 +95,7 @@ class StaticDecoder:
         if type(cache_pos) is int and not 0 <= cache_pos < config.max_positions:
             raise ValueError(f"out of context: cache_pos {cache_pos} + 1 new token > block_size {config.block_size}")
         with torch.inference_mode():
-            held = make_room(kv_cache, cache_pos, 1, config) if config.window else None
-            logits = self.run(idx, cache_pos, held).clone()
+            logits = self.run(idx, cache_pos).clone()
         return logits, with_length(kv_cache, cache_pos + 1)
 
 

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import torch
 
-from decode.fingerprint import Watch, probe
+from decode.changes import Watch, probe
 from decode.kernel import layout
 from decode.kernel.layout import GROUP
 from decode.kernel.threads import aligned
@@ -114,7 +114,7 @@ class StepTables:
             self.sizes[index] = size
         self.addresses = self.memory.ctypes.data, self.sizes.ctypes.data
         self.kv = None    # the `KVArrays` whose addresses are in memory
-        self.step = None  # (B, T) if sizes, query_starts and wanted are still those of B sequences with T tokens each
+        self.step = None  # N if sizes, query_starts and wanted are still those of N sequences with a token each
 
     def bind(self, kv):
         """Write the addresses of a `KVArrays` where the step reads them. ValueError if they are not for this model."""
@@ -123,10 +123,14 @@ class StepTables:
             raise ValueError(f"kv_caches has (layers, heads, head_dim) {kv.shape}, and the model {shape}: "
                              "make them for this model")
         self.kv = self.step = None  # an interrupt from here on leaves no arrays bound
-        self.memory[layout.KV_ARRAYS], self.memory[layout.WRITTEN] = kv.addresses.ctypes.data, kv.written.ctypes.data
+        self.memory[layout.KV_ARRAYS], self.memory[layout.WRITTEN] = kv.addresses.ctypes.data, kv.taken.ctypes.data
         self.sizes[layout.N_SLOTS], self.sizes[layout.SLOT_STRIDE] = kv.n_slots, kv.slot_stride
         self.sizes[layout.HEAD_STRIDE] = kv.head_stride
         self.kv = kv
+
+    def set_sizes(self, n_rows, n_seq, n_wanted):
+        """Write the sizes of a step."""
+        self.sizes[layout.N_ROWS], self.sizes[layout.N_SEQ], self.sizes[layout.N_WANTED] = n_rows, n_seq, n_wanted
 
     def ask_for(self, next_tokens, n_steps):
         """Make the next call one of up to so many steps, see `metadata.NextTokens`."""

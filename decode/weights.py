@@ -5,14 +5,13 @@ The model stays as it is. The packed copy takes 4, 2 or 1 bytes a weight: float3
 """
 import numpy as np
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 
+from decode.changes import REFUSED, check_parts, norms_of
 from decode.kernel import layout
 from decode.kernel.layout import GROUP, SHEET, padded
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import LANES
-from decode.structure import REFUSED, check_structure
 
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8}
 padded = padded.py_func
@@ -25,58 +24,13 @@ def check_model(model):
     The compiled step reads the weights and runs no code of the model's. So modules of other classes, hooks, replaced
     `forward` functions and weights of other shapes than the config says are refused.
     """
-    def refuse(what):
-        raise ValueError(f"the CPU decoder {what}: {REFUSED}")
-
-    check_structure(model)
-    c, t = model.config, model.transformer
-    linears = [linear for b in t.h for linear in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)]
-    linears.append(model.lm_head)
-    dropouts = [t.drop, *(dropout for b in t.h for dropout in (b.attn.resid_dropout, b.mlp.dropout))]
-    embeddings = [t.wte, t.wpe] if c.position == 'learned' else [t.wte]
-    for kind, modules in ((nn.Linear, linears), (nn.LayerNorm, norms_of(model)), (nn.Embedding, embeddings),
-                          (nn.GELU, [b.mlp.gelu for b in t.h]), (nn.Dropout, dropouts)):
-        for module in modules:
-            if type(module) is not kind:
-                refuse(f"expects {kind.__name__} here, not {type(module).__name__}")
-    if any(b.mlp.gelu.approximate != c.gelu for b in t.h):
-        refuse(f"expects GELU(approximate={c.gelu!r}), as the config says, in all blocks")
+    check_parts(model)
     if len({norm.eps for norm in norms_of(model)}) > 1:
-        refuse("expects one eps for all layer norms")
-    found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    expected = shapes_of(model)
-    for name in sorted(expected.keys() | found.keys()):
-        if found.get(name) != expected.get(name):
-            refuse(f"expects {name} to be {expected.get(name, 'absent')}, not {found.get(name, 'absent')}")
+        raise ValueError(f"the CPU decoder expects one eps for all layer norms: {REFUSED}")
     for name, p in model.named_parameters():
         if p.dtype != torch.float32 or p.device.type != 'cpu' or not p.is_contiguous():
-            refuse(f"reads contiguous float32 weights on the CPU, but {name} is {p.dtype} on {p.device} "
-                   f"with strides {p.stride()}")
-
-
-def norms_of(model):
-    """The layer norms, in the order of the step."""
-    return [norm for b in model.transformer.h for norm in (b.ln_1, b.ln_2)] + [model.transformer.ln_f]
-
-
-def shapes_of(model):
-    """{parameter name: shape} of a GPT with the model's config, with the biases that the model has."""
-    c = model.config
-    C, t = c.n_embd, 'transformer.'
-    shapes = {name: (c.vocab_size, C) for name in ('lm_head.weight', t + 'wte.weight')}
-    if c.position == 'learned':
-        shapes[t + 'wpe.weight'] = (c.block_size, C)
-    linears = {'attn.c_attn': ((c.n_head + 2 * c.n_kv_head) * c.head_dim, C), 'attn.c_proj': (C, C),
-               'mlp.c_fc': (4 * C, C), 'mlp.c_proj': (C, 4 * C)}
-    for layer in range(c.n_layer):
-        shapes |= {f'{t}h.{layer}.{name}.weight': shape for name, shape in linears.items()}
-        shapes |= {f'{t}h.{layer}.{name}.weight': (C,) for name in ('ln_1', 'ln_2')}
-    shapes[t + 'ln_f.weight'] = (C,)
-    for bias in [name for name, _ in model.named_parameters() if name.endswith('.bias')]:
-        weight = bias.removesuffix('bias') + 'weight'
-        if weight in shapes:
-            shapes[bias] = shapes[weight][:1]
-    return shapes
+            raise ValueError(f"the CPU decoder reads contiguous float32 weights on the CPU, but {name} is {p.dtype} on "
+                             f"{p.device} with strides {p.stride()}: {REFUSED}")
 
 
 def linears_of(model):

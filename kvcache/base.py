@@ -1,233 +1,467 @@
-"""What the caches for sequences have in common: sequence numbers and lengths, operations on sequences, and recovery."""
-import threading
-from contextlib import suppress
+"""
+What the caches for sequences have in common: records of sequences, operations on them, and a step.
 
+    handle = cache.new()
+    logits = cache.step([handle], [0], [tokens])        # tokens 0, 1, ... of the sequence; (1, vocab_size)
+    logits = cache.step([handle], [len(tokens)], [next_token])
+    cache.free(handle)
+"""
+import functools
+import weakref
+from dataclasses import replace
+from threading import Lock, get_ident
+
+import numpy as np
 import torch
 
-from kvcache.exclusive import exclusive
-from kvcache.placement import dtype_of, zero_all
-from kvcache.protocol import check_shift
-from kvcache.rotary import Rotary
-from kvcache.steps import Steps
+from decode.eager import EagerDecoder
+from decode.metadata import InputMetadata, KVArrays
+from decode.process import after_fork, noted, uninterrupted
+from kvcache.checks import check_shift, checked_step
+from kvcache.records import Record
+from positions import turned
+
+instances = weakref.WeakSet()
 
 
-class BaseCache(Steps):
+class NotNumbers(ValueError):
+    """The logits of a step are not numbers. The cache has been set to zeros, and its sequences have no tokens."""
+
+    def __init__(self):
+        super().__init__("the model's logits are not numbers: its weights are broken")
+
+
+class Decoding:
     """
-    Sequences of one model, by number.
+    The sequences of a step that has fed one token to each. The next step of the cache finds them here if it feeds one
+    more token to each of the same, so that it need not look at each of them again.
+
+    positions: int64 (B,), of the newest tokens. metadata: the `InputMetadata` of each step. left: for how many more
+    steps all runs have room. operation: the number of the last operation of the cache that has used it.
+    """
+
+    def __init__(self, records, max_positions):
+        self.records, self.handles, self.ones = records, [record.handle for record in records], [1] * len(records)
+        self.positions = np.array([record.length for record in records]) - 1
+        self.metadata = InputMetadata(self.ones, [None] * len(records))
+        self.max_positions, self.operation = max_positions, None
+        self.look()
+
+    def look(self):
+        """Take the runs of the records, and find out for how many steps they have room."""
+        self.metadata.runs[:] = [record.runs for record in self.records]
+        self.left = min([min(record.room, self.max_positions) - record.length for record in self.records])
+
+    def goes_on(self, handles, starts, tokens):
+        """Does a step of these arguments feed one more token to each of the same sequences, where they end?"""
+        return (isinstance(tokens, torch.Tensor) and tokens.dtype is torch.int64 and tokens.shape == (len(handles), 1)
+                and handles == self.handles and starts == (self.positions + 1).tolist())
+
+
+def exclusive(operation):
+    """
+    Operations of a cache run one at a time, whichever threads call them. They must not call each other. A SIGINT that
+    comes meanwhile is raised at the end. If one raises, the cache is made consistent from its records.
+    """
+    @functools.wraps(operation)
+    def locked(self, *args, **kwargs):
+        if self.holder == get_ident():
+            raise ValueError(f"{operation.__name__} was called inside an operation on the same cache, which has not "
+                             "finished: call it afterwards")
+        with uninterrupted() as outermost, self.lock:
+            self.holder, self.n_operations = get_ident(), self.n_operations + 1
+            try:
+                self.remove_freed()
+                result = operation(self, *args, **kwargs)
+                if noted and outermost and operation.__name__ in ('new', 'fork'):  # the caller will not get the handle
+                    self.remove(self.records[result])
+                return result
+            except BaseException:
+                self.recover()
+                raise
+            finally:
+                self.holder = None
+    return locked
+
+
+class BaseCache:
+    """
+    Sequences of one model, by handle.
 
     Several threads can use a cache: its operations run one at a time, and their sequences together need room. An
-    operation that raises, or that a KeyboardInterrupt ends, leaves all sequences usable; a step that fails leaves each
-    of its sequences with its first `start` tokens. In a child process, after a fork, the cache goes on with its own
-    copy.
+    operation that raises leaves all sequences usable; a step that fails leaves each of its sequences with its first
+    `start` tokens, or with none if logits are not numbers. In a child process, after a fork, the cache goes on with
+    its own copy.
 
     If the model has a window, the cache keeps what the next token of a sequence sees, and perhaps a few positions
     before that. A sequence can then be cut only to a length whose next token sees nothing that is gone. After a step
     that failed, a sequence for which that is not so has no tokens.
 
-    model: a GPT. n_seq: the largest number of sequences. lengths: {sequence: how many of its tokens are in the cache}.
-    name: what sample.py prints. layers: the `Layer`s.
-    decoder: a decoder of the model. If it has `execute_model`, and its compiled step reads keys and values as they are
-    stored here, that step takes the place of the model in PyTorch; if not, the attribute `decoder` is None.
+    model: a GPT. n_seq: the largest number of sequences. records: {handle: `Record`}. layers: the `storage.Layer`s.
+    type_kv: how keys and values are stored, see `storage.Rows`.
+    decoder: of the model, see `decode.best`. If it has `execute_model` and reads keys and values as they are stored
+    here, it is the `executor` of the steps; if not, that is a `decode.EagerDecoder`. name: what sample.py prints.
 
-    A subclass says where keys and values are, in `copy`, `cut`, `forward_pass`, `make_room` and, for windows,
-    `first_held`. It may hold more tokens of a sequence than `lengths` says, during a step or after one that failed;
-    `recover` then cuts the rest. mixes_lengths: can one forward pass take sequences with different numbers of new
-    tokens? The compiled step always can. keeps_shifts: are quantised keys turned for their shifts whenever they are
-    read?
+    A subclass says where keys and values are: in `extend`, `cut`, `copy`, `remove_behind` and, for windows,
+    `first_held`. keeps_shifts: are quantised keys turned for their shifts whenever they are read?
     """
-    mixes_lengths, keeps_shifts = True, False
+    record_type, keeps_shifts = Record, False
 
     def __init__(self, model, n_seq, layers, kind, type_kv, decoder=None):
-        super().__init__()
-        self.model, self.n_seq, self.layers, self.dtype = model, n_seq, layers, dtype_of(model)
+        if decoder is not None and getattr(decoder, 'model', model) is not model:
+            raise ValueError("the decoder and the cache are for two different models: make both for one model")
+        self.model, self.n_seq, self.layers, self.type_kv = model, n_seq, layers, type_kv
+        self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
         self.window, self.n_sink = model.config.window, model.config.n_sink
-        self.kernel = None  # a `KernelPass`
-        if hasattr(decoder, 'execute_model'):
-            from kvcache.kernel_pass import KernelPass  # here, because it needs numba
-            self.kernel = KernelPass.over(decoder, model, layers)
-        self.decoder = decoder if self.kernel else None
-        self.name = f"{self.decoder.name if self.decoder else 'the model'}, on a cache that is {kind}, {type_kv}"
-        self.lengths, self.salts = {}, {}  # salts: see `PagedCache.new`
-        self.to_free = []  # sequences that were freed in the middle of an operation
-        # True after a step with broken weights: its keys may be so large that a mask does not hide them
-        self.needs_zeroing = False
+        self.executor, self.arrays = self.executor_for(decoder)
+        self.name = f"{self.executor.name}, on a cache that is {kind}, {type_kv}"
+        self.records, self.n_made = {}, 0
+        self.to_free = []     # handles that were freed in the middle of an operation
+        self.decoding = None  # the `Decoding` of the last step, if it was one
+        self.lock, self.holder, self.n_operations = Lock(), None, 0
+        instances.add(self)
 
-    def copy(self, seq, new):
-        """Give a new sequence all tokens of seq."""
+    def executor_for(self, decoder):
+        """(the executor of the steps, the `KVArrays` that it reads)."""
+        arrays = KVArrays.of_layers(self.layers)
+        if hasattr(decoder, 'execute_model') and decoder.reads(arrays):
+            return decoder, arrays
+        return EagerDecoder(self.model), arrays
+
+    def extend(self, record, n):
+        """Slots for n more tokens of a sequence: `runs` and `room` of its record. ValueError if there is no room."""
         raise NotImplementedError
 
-    def cut(self, seq, n):
-        """Keep the first n tokens of a sequence that has at least n. With n = 0 the sequence need not exist."""
+    def cut(self, record, n):
+        """Keep the first n tokens of a sequence, and no slots of later ones. record.length is n already."""
         raise NotImplementedError
 
-    def remove_behind(self, seq, length, n_keep, n):
+    def copy(self, record, new):
+        """Give a new sequence all tokens of another one."""
+        raise NotImplementedError
+
+    def remove_behind(self, record, n_keep, n):
         """
-        Remove the n tokens behind the first n_keep of a sequence of this length, and move the others down, see `shift`.
-        ValueError if there is no room, with nothing changed.
+        Remove the n tokens behind the first n_keep of a sequence, and move the others down, see `shift`. ValueError if
+        there is no room, with nothing changed.
         """
         raise NotImplementedError
 
-    def first_held(self, seq):
+    def first_held(self, record):
         """The first position, from n_sink on, that is stored with all after it. Called if the model has a window."""
         raise NotImplementedError
 
-    def holds(self, seq, n):
+    def find_prefix(self, record, tokens):
+        """Called when a sequence begins: how many of its tokens (never all) are in the cache already."""
+        return 0
+
+    def make_room(self, records, counts):
+        """Slots for so many more tokens of each sequence."""
+        for record, n in zip(records, counts):
+            if record.length + n > record.room:
+                self.extend(record, n)
+
+    def added(self, records, counts, ids):
+        """The tokens ids, an int64 tensor or array (sum(counts),), are in the cache now, so many of each sequence."""
+        for record, n in zip(records, counts):
+            record.length += n
+
+    def recover(self):
+        """Make the cache agree with its records, after an operation has raised."""
+        self.decoding = None
+        for record in self.records.values():
+            if not self.holds(record, record.length):
+                record.length = 0
+            self.cut(record, record.length)
+
+    def record(self, handle):
+        """The `Record` of a sequence. ValueError if there is no such sequence."""
+        if handle not in self.records:
+            raise ValueError(f"there is no sequence {handle!r} in this cache: it was freed, or is of another cache")
+        return self.records[handle]
+
+    def length(self, handle):
+        """How many tokens of a sequence are in the cache."""
+        return self.record(handle).length
+
+    def holds(self, record, n):
         """Is all in the cache that the token at position n of a sequence sees before it?"""
         first = max(self.n_sink, n - self.window + 1)
-        return not self.window or first >= n or self.first_held(seq) <= first
-
-    def new(self):
-        """
-        The number of a new, empty sequence, to be freed by `free`. ValueError if there are n_seq sequences already.
-        """
-        return self.made_by(self.begin)
-
-    def fork(self, seq):
-        """
-        The number of a new sequence with all tokens of seq, to be freed by `free`. ValueError if there is no room.
-        """
-        return self.made_by(self.begin_copy, seq)
-
-    def made_by(self, operation, *args):
-        """The sequence that an operation makes. If an interrupt comes before the caller has its number, it is freed."""
-        made = []
-        try:
-            operation(made, *args)
-            return made[0]
-        except BaseException:
-            for seq in made:
-                self.free(seq)
-            raise
+        return not self.window or first >= n or self.first_held(record) <= first
 
     @exclusive
-    def begin(self, made, salt=''):
-        seq = self.vacant()
-        self.lengths[seq], self.salts[seq] = 0, salt
-        made.append(seq)
+    def new(self, salt=''):
+        """
+        The handle of a new, empty sequence, to be freed by `free`. ValueError if there are n_seq sequences already.
+        salt: see `PagedCache`.
+        """
+        return self.begin(salt).handle
 
-    @exclusive
-    def begin_copy(self, made, seq):
-        length, new = self.length(seq), self.vacant()
-        if length:
-            self.copy(seq, new)
-        self.lengths[new], self.salts[new] = length, self.salts[seq]
-        made.append(new)
-
-    def vacant(self):
-        """The lowest number that no sequence has."""
-        self.remove_freed()
-        if len(self.lengths) == self.n_seq:
+    def begin(self, salt):
+        if len(self.records) == self.n_seq:
             raise ValueError(f"the cache has room for {self.n_seq} sequences, and all are in use: "
                              "free one, or make a larger cache")
-        if self.needs_zeroing and not self.lengths:
-            self.zero_all()
-            self.needs_zeroing = False
-        return next(number for number in range(self.n_seq) if number not in self.lengths)
+        self.n_made += 1
+        record = self.records[self.n_made] = self.record_type(self.n_made, salt)
+        return record
 
     @exclusive
-    def truncate(self, seq, n):
+    def fork(self, handle):
+        """
+        The handle of a new sequence with all tokens of another one, to be freed by `free`. ValueError if there is no
+        room.
+        """
+        record = self.record(handle)
+        new = self.begin(record.salt)
+        try:
+            if record.length:
+                self.copy(record, new)
+                new.length, new.begun = record.length, True
+        except BaseException:
+            self.remove(new)
+            raise
+        return new.handle
+
+    @exclusive
+    def truncate(self, handle, n):
         """
         Keep the first n tokens of a sequence. ValueError if it has fewer, or if some of these are gone that the next
         token would see through the window.
         """
-        if not 0 <= n <= self.length(seq):
-            raise ValueError(f"sequence {seq} has {self.lengths[seq]} tokens in the cache and cannot be cut to {n}")
-        self.check_held(seq, n)
-        self.cut_to(seq, n)
+        record = self.record(handle)
+        if not 0 <= n <= record.length:
+            raise ValueError(f"sequence {handle} has {record.length} tokens in the cache and cannot be cut to {n}")
+        self.check_held(record, n)
+        self.cut_to(record, n)
 
-    def check_held(self, seq, n):
-        if n < self.lengths[seq] and not self.holds(seq, n):
-            raise ValueError(f"sequence {seq} cannot go back from {self.lengths[seq]} tokens to {n}: the window of "
-                             f"{self.window} before position {n} is not in the cache any more; feed it from 0 on")
+    def check_held(self, record, n):
+        if n < record.length and not self.holds(record, n):
+            raise ValueError(f"sequence {record.handle} cannot go back from {record.length} tokens to {n}: the window "
+                             f"of {self.window} before position {n} is not in the cache any more; feed it from 0 on")
+
+    def cut_to(self, record, n):
+        if n < record.length:
+            record.length, record.begun = n, n > 0
+            self.cut(record, n)
 
     @exclusive
     @torch.inference_mode()
-    def shift(self, seq, n_keep, n):
+    def shift(self, handle, n_keep, n):
         """
         Remove the n tokens behind the first n_keep of a sequence; the tokens behind them move down to their positions.
 
         Rotary keys are turned by -n. Values, and keys without positions, stay as they are: they were computed from the
         removed tokens too, so that later tokens differ from those of a sequence that is computed anew. ValueError, with
-        nothing changed, if the model has learned positions or a window, or if there is no room. After an interrupt the
-        sequence is unchanged or has no tokens.
+        nothing changed, if the model has learned positions or a window, or if there is no room.
         """
-        self.remove_freed()
-        length, config = self.length(seq), self.model.config
-        check_shift(config, seq, length, n_keep, n)
-        if n_keep + n == length or n == 0:
-            self.cut_to(seq, length - n)
+        record, config = self.record(handle), self.model.config
+        check_shift(config, record, n_keep, n)
+        if n_keep + n == record.length or n == 0:
+            self.cut_to(record, record.length - n)
             return
-        if config.position == 'rope' and self.layers[0].k.scale is not None and not self.keeps_shifts:
-            raise ValueError(f"sequence {seq} cannot be shifted: its keys are {self.layers[0].k.kind}, and would be "
+        if config.position == 'rope' and self.type_kv in ('int8', 'int4') and not self.keeps_shifts:
+            raise ValueError(f"sequence {handle} cannot be shifted: its keys are {self.type_kv}, and would be "
                              "rounded again; use a cache of cells (streams or unified), which keeps the shifts")
-        self.lengths[seq] = 0  # if an interrupt comes before all has moved, `recover` removes the rest
-        try:
-            self.remove_behind(seq, length, n_keep, n)
-        except ValueError:
-            self.lengths[seq] = length
-            raise
-        self.lengths[seq] = length - n
+        self.remove_behind(record, n_keep, n)
+        record.length -= n
 
     def turning(self, shifts):
         """A function that turns stored keys (n_head, n, head_dim) by shifts (n,), or None if keys are not rotary."""
-        config = self.model.config
-        if config.position != 'rope':
-            return None
-        return lambda keys: Rotary(config.head_dim, config.rope_theta).turned(keys, shifts)
+        c = self.model.config
+        if c.position == 'rope':
+            return lambda keys: turned(keys, shifts, c.rope_theta)
 
-    def cut_to(self, seq, n):
-        if n < self.lengths[seq]:
-            self.lengths[seq] = n  # before the cut: if that is interrupted, `recover` finishes it
-            self.cut(seq, n)
-
-    def free(self, seq):
-        """Remove a sequence. Its number may be given to a new one. An interrupt is raised after it is removed."""
-        if self.holder == threading.get_ident():  # the garbage collector ended a stream in the middle of an operation
-            self.to_free.append(seq)
-            return
-        removed = []
-        try:
-            self.remove(seq, removed)
-        except ValueError:
-            raise
-        except BaseException:
-            if not removed:
-                with suppress(ValueError):  # it was removed after all
-                    self.remove(seq, removed)
-            raise
+    def free(self, handle):
+        """Remove a sequence."""
+        if self.holder == get_ident():  # the garbage collector ended a generation in the middle of an operation
+            self.to_free.append(handle)
+        else:
+            self.free_now(handle)
 
     @exclusive
-    def remove(self, seq, removed):
-        self.length(seq)
-        del self.lengths[seq], self.salts[seq]
-        removed.append(seq)
-        self.cut(seq, 0)
+    def free_now(self, handle):
+        self.remove(self.record(handle))
+
+    def remove(self, record):
+        del self.records[record.handle]
+        record.length = 0
+        self.cut(record, 0)
 
     def remove_freed(self):
         while self.to_free:
-            seq, self.decoding = self.to_free.pop(), None
-            self.salts.pop(seq, None)
-            if self.lengths.pop(seq, None) is not None:
-                self.cut(seq, 0)
+            record = self.records.get(self.to_free.pop())
+            if record is not None:
+                self.remove(record)
 
-    def length(self, seq):
-        """How many tokens of a sequence are in the cache. ValueError if there is no such sequence."""
-        if seq not in self.lengths:
-            raise ValueError(f"there is no sequence {seq!r} in this cache: it was freed, or is of another cache")
-        return self.lengths[seq]
+    @exclusive
+    def step(self, handles, starts, tokens, wanted=None):
+        """
+        Feed new tokens to some sequences. Returns logits (B, vocab_size), of each sequence's last token.
 
-    def recover(self):
-        self.decoding = None
-        for seq, n in self.lengths.items():
-            if not self.holds(seq, n):
-                self.lengths[seq] = 0
-        for seq in range(self.n_seq):
-            self.cut(seq, self.lengths.get(seq, 0))
+        handles: the sequences, each once. starts: the position of the first new token of each; a sequence that is
+        longer is first truncated to it. tokens: int64 (B, T) if all bring T of them, or a list of (T_i,).
+        wanted: row numbers, ascending, of the new tokens of all sequences one after the other: then the logits of these
+        are returned, (W, vocab_size). This takes tokens that are not remembered, and with a window at most window + 1
+        new ones of each sequence.
 
-    def zero_all(self):
-        """Set all stored numbers to zero. Called when there are no sequences."""
-        zero_all(self.layers)
+        ValueError, with nothing changed, if tokens do not fit the model or the sequences. If the step fails later
+        (there is no room, for example), each sequence has its first `start` tokens, or none if these are not all stored
+        any more that the next token sees.
+        """
+        decoding = self.last_decoding()
+        if decoding and wanted is None and decoding.goes_on(handles, starts, tokens):
+            if decoding.left > 0 or max(starts) < decoding.max_positions:
+                return self.decode(decoding, tokens.view(-1))
+        records, starts, counts, ids = checked_step(self, handles, starts, tokens)
+        if wanted is not None and self.window and max(counts) > self.window + 1:
+            raise ValueError(f"the logits of other tokens than the last ones take at most window + 1 = "
+                             f"{self.window + 1} new tokens of a sequence, not {max(counts)}: feed fewer at once")
+        begins = [start == 0 and not (record.begun and record.length == 0) for record, start in zip(records, starts)]
+        if any(begins):
+            self.notice_changes()
+        for record, start in zip(records, starts):
+            self.cut_to(record, start)
+        try:
+            if any(begins):
+                parts = list(ids.split(counts))
+                for i, record in enumerate(records):
+                    if begins[i]:
+                        record.begun, record.length = True, self.find_prefix(record, parts[i])
+                        counts[i], parts[i] = counts[i] - record.length, parts[i][record.length:]
+                if wanted is not None and sum(counts) < len(ids):
+                    raise ValueError("the logits of tokens that are remembered are not computed: begin the sequence "
+                                     "with a salt of its own")
+                ids = torch.cat(parts)
+            logits = self.feed(records, counts, ids, wanted)
+        except BaseException:
+            for record, start in zip(records, starts):
+                self.cut_to(record, start)
+            raise
+        if wanted is None:
+            self.keep(Decoding(records, self.model.config.max_positions))
+        return logits
+
+    def last_decoding(self):
+        """The `Decoding` that the operation before this one has used, or None."""
+        decoding, self.decoding = self.decoding, None
+        return decoding if decoding and decoding.operation == self.n_operations - 1 else None
+
+    def keep(self, decoding):
+        """Keep a `Decoding` for the next operation."""
+        decoding.operation, self.decoding = self.n_operations, decoding
+
+    def notice_changes(self):
+        """A sequence begins: has the model changed?"""
+        self.executor.notice_changes()
+
+    def feed(self, records, counts, ids, wanted=None):
+        """The logits of a step. Through a window at most window + 1 tokens of each sequence are fed at once."""
+        most = self.window + 1
+        if not self.window or max(counts) <= most:
+            return self.run(records, counts, ids, wanted)
+        parts, rows = ids.split(counts), {}
+        for done in range(0, max(counts), most):
+            group = [i for i, n in enumerate(counts) if n > done]
+            chunks = [parts[i][done:done + most] for i in group]
+            rows |= zip(group, self.run([records[i] for i in group], [len(chunk) for chunk in chunks],
+                                        torch.cat(chunks)))
+        return torch.stack([rows[i] for i in range(len(records))])
+
+    def run(self, records, counts, ids, wanted=None):
+        """One call of the executor."""
+        self.make_room(records, counts)
+        metadata = InputMetadata(counts, [record.runs for record in records],
+                                 None if wanted is None else np.array(wanted, np.int64))
+        positions = positions_of([record.length for record in records], counts)
+        logits = self.executor.execute_model(ids.contiguous(), positions, self.arrays, metadata)
+        self.check_numbers()
+        self.added(records, counts, ids)
+        return logits
+
+    def decode(self, decoding, ids):
+        """The next step of a `Decoding`: logits (B, vocab_size) behind one more token of each sequence."""
+        d = decoding
+        if d.left < 1:
+            self.make_room(d.records, d.ones)
+            d.look()
+        d.positions = d.positions + 1
+        logits = self.executor.execute_model(ids.contiguous(), d.positions, self.arrays, d.metadata)
+        self.check_numbers()
+        self.added(d.records, d.ones, ids)
+        d.left -= 1
+        self.keep(d)
+        return logits
+
+    @exclusive
+    def decode_steps(self, handles, next_tokens):
+        """
+        Steps of one more token of each of these sequences, which have some. The first row of the `NextTokens` is given,
+        and a compiled function draws the others, as many as there is room for (see `PagedCache.reserve`); with an
+        executor that makes one step in a call, one. Returns the logits (B, vocab_size) of the last step.
+
+        If a step fails, the sequences have the tokens of before this call.
+        """
+        d = self.last_decoding()
+        if not d or handles != d.handles:
+            records = list(map(self.record, handles))
+            if not all(record.length for record in records) or next_tokens.tokens.shape[1] != len(records):
+                raise ValueError(f"sequences {handles} have {[record.length for record in records]} tokens, and "
+                                 f"{next_tokens.tokens.shape[1]} come: feed each one by `step` first, and give each "
+                                 "one token")
+            d = Decoding(records, self.model.config.max_positions)
+        if d.left < 1:
+            self.make_room(d.records, d.ones)
+            d.look()
+        tokens = next_tokens.tokens
+        next_tokens.n_steps, next_tokens.version = min(len(tokens) - 1, d.left), self.executor.version
+        metadata, d.positions = replace(d.metadata, next_tokens=next_tokens), d.positions + 1
+        ids = torch.from_numpy(tokens[0]).to(self.device)
+        logits = self.executor.execute_model(ids, d.positions, self.arrays, metadata)
+        self.check_numbers()
+        if not next_tokens.n_drawn:
+            next_tokens.draw_from(logits)
+        n = next_tokens.n_drawn
+        self.added(d.records, [n] * len(handles), tokens[:n].T.ravel())
+        d.positions, d.left = d.positions + n - 1, d.left - n
+        self.keep(d)
+        return logits
+
+    def check_numbers(self):
+        """`NotNumbers` if the logits of the last step are not numbers."""
+        if not self.arrays.finite:
+            self.reset()
+            raise NotNumbers
+
+    def reset(self):
+        """Set all stored numbers to zero, and leave all sequences without tokens."""
+        for record in self.records.values():
+            self.cut_to(record, 0)
+        for layer in self.layers:
+            layer.zero()
 
     def nbytes(self):
         """Bytes of the stored keys and values; the `Scratch` memory comes on top."""
         return sum(layer.nbytes() for layer in self.layers)
+
+
+def positions_of(starts, counts):
+    """The positions of all new tokens, an int64 array (sum(counts),)."""
+    starts, n = np.array(starts, np.int64), sum(counts)
+    if len(starts) == n:
+        return starts
+    counts = np.array(counts, np.int64)
+    return np.arange(n) + np.repeat(starts - counts.cumsum() + counts, counts)
+
+
+@after_fork
+def renew_locks():
+    """
+    In the child process only the forking thread exists. Another thread may have held the lock of a cache. torch
+    computes on one thread, since the threads of its pool are gone and waiting for them would never end.
+    """
+    for cache in instances:
+        if cache.holder is not None:
+            cache.lock, cache.holder = Lock(), None
+            cache.recover()
+    if instances:
+        torch.set_num_threads(1)

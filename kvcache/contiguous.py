@@ -1,94 +1,207 @@
 """
-The contiguous cache: as many rows for each sequence as its keys need, one for each position, as in the model's tuples.
+The contiguous cache: for each sequence a row of as many slots as its keys need, one for each position, as in the
+model's tuples; or these tuples themselves, for decoders that read nothing else.
 """
 import torch
 
+from decode.eager import EagerDecoder
+from decode.metadata import Runs
 from kvcache.base import BaseCache
-from kvcache.placement import LayerList, Placement, leading_rows, make_layers
-from positions import Keys
+from kvcache.records import RowRecord
+from kvcache.storage import make_layers
+from positions import sequence_runs
 
 
 class ContiguousCache(BaseCache):
     """
-    Position p of sequence s is row s * n_slots + p, where n_slots is block_size. n_seq: the largest number of
-    sequences. type_kv: how keys and values are stored, see `Rows`.
+    Position p of a sequence is slot p of its row, see `positions.ring_slots`; n_seq: the largest number of sequences.
+    type_kv: how keys and values are stored, see `storage.Rows`; 'tuples' for the model's tuples.
 
-    If the model has a window, the first n_sink rows are for the sinks, and the other 2 * window are a ring: position p
-    is in row n_sink + (p - n_sink) % (2 * window). The window before a new token is there, and window + 1 new tokens.
-
-    In PyTorch the sequences of one forward pass bring the same number of new tokens; `step` makes a pass for each
-    number.
+    With 'tuples' the decoder is any callable (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache) that
+    writes the tuples in place; the model itself if it is None. It gets views of the leading rows, so rows are exchanged
+    when the sequences that are fed are not those of the step before. A decoder with `execute_model` does not need that.
     """
-    mixes_lengths = False
+    record_type = RowRecord
 
     def __init__(self, model, n_seq, type_kv='float32', decoder=None):
-        self.size = model.config.n_slots
-        self.n_ring = self.size - model.config.n_sink
-        self.written = {}  # {sequence: positions that were written, also those that were cut: they are in the ring}
-        self.runs = {}  # {sequence: (its `Runs`, the position where they end)}
-        super().__init__(model, n_seq, make_layers(model, (n_seq, self.size), type_kv), 'tuple', type_kv, decoder)
+        self.n_slots, self.free_rows = model.config.n_slots, list(range(n_seq))[::-1]
+        self.n_ring = self.n_slots - model.config.n_sink
+        self.tuples = type_kv == 'tuples'
+        if self.tuples:
+            layers = [TupleLayer(*layer[:2]) for layer in model.empty_cache(n_seq)]
+        else:
+            layers = make_layers(model, n_seq * self.n_slots, type_kv)
+        super().__init__(model, n_seq, layers, 'tuple', type_kv, decoder)
 
-    def copy(self, seq, new):
-        self.written[new] = self.written[seq]
-        for layer in self.layers:
-            layer.copy(seq, new, self.written[seq])
+    @classmethod
+    def for_decoder(cls, model, n_seq, decoder=None):
+        """The cache in which a decoder is fastest: of tuples, which PyTorch reads as views, unless it is compiled."""
+        compiled = hasattr(decoder, 'execute_model') and not isinstance(decoder, EagerDecoder)
+        return cls(model, n_seq, 'float32' if compiled else 'tuples', decoder)
 
-    def cut(self, seq, n):
-        if self.window:  # without one the runs are always the same
-            self.runs.pop(seq, None)
-        # the positions hide the rows behind a sequence's end, and they are written before they are read
-        if n == 0:
-            self.written.pop(seq, None)
-        elif not self.window or n <= max(self.n_sink, self.written[seq] - self.n_ring):
-            self.written[seq] = n  # nothing in a ring is of any use
+    def executor_for(self, decoder):
+        if not self.tuples:
+            return super().executor_for(decoder)
+        executor = TupleExecutor(self.model, decoder, self.layers)
+        return executor, executor  # it has `finite`, and needs no arrays
 
-    def remove_behind(self, seq, length, n_keep, n):
-        rows = seq * self.size + torch.arange(n_keep + n, length)
-        for layer in self.layers:
-            layer.move(rows, rows - n, self.turning(torch.full((len(rows),), -n)))
-        self.written[seq] = length - n
-
-    def first_held(self, seq):
-        return max(self.n_sink, self.written.get(seq, 0) - self.n_ring)
-
-    def make_room(self, seqs, starts, counts):
-        found = []
-        for seq, start, n in zip(seqs, starts, counts):
-            end, (runs, limit) = start + n, self.runs.get(seq, (None, 0))
-            self.written[seq] = max(self.written.get(seq, 0), end)
-            if end > limit:
-                rows = self.rows(seq, start)
-                runs, limit = self.runs[seq] = self.kernel.runs(rows), rows[-1][0] + rows[-1][2]
-            found.append(runs)
-        return found
-
-    def rows(self, seq, start):
+    def extend(self, record, n):
         """
-        The rows of `Runs` for the token at position start of a sequence. With a window: of the sinks, and of the n_ring
-        positions from the first that it sees on, which have one slot each.
+        The runs of a ring have the 2 * window positions from the first on that the next token sees, which is room for
+        window + 1 more. Without a window they never change.
         """
-        base, n_sink, n_ring = seq * self.size, self.n_sink, self.n_ring
-        if not self.window:
-            return [(0, base, self.size)]
-        first = max(n_sink, start - self.window + 1)
-        offset = (first - n_sink) % n_ring
-        parts = (0, base, n_sink), (first, base + n_sink + offset, n_ring - offset), (
-            first + n_ring - offset, base + n_sink, offset)
-        return [part for part in parts if part[2]]
+        if record.row is None:
+            record.row = self.free_rows.pop()
+        rows = sequence_runs(record.row * self.n_slots, self.model.config, record.length)
+        if record.runs is None:
+            record.runs = Runs()
+        record.runs.set(rows)
+        record.room = rows[-1][0] + rows[-1][2]
 
-    def forward_pass(self, seqs, starts, counts, ids, hiding=False):
-        T, device = counts[0], ids.device
-        self.written |= {seq: max(self.written.get(seq, 0), start + T) for seq, start in zip(seqs, starts)}
-        ends = [self.written[seq] for seq in seqs]
-        sequence, starts, end = (torch.tensor(numbers, device=device) for numbers in (seqs, starts, ends))
-        positions = starts[:, None] + torch.arange(T, device=device)
-        index, n_keys = leading_rows(sequence, min(max(ends), self.size), self.size)
-        rows, key_pos = positions, torch.arange(n_keys, device=device)
+    def make_room(self, records, counts):
+        super().make_room(records, counts)
+        if self.tuples:
+            self.lead(records)
+
+    def lead(self, records):
+        """Make the rows of these sequences the first ones, in this order."""
+        rows = [record.row for record in records]
+        if rows == list(range(len(rows))):
+            return
+        others = [record for record in self.records.values() if record.row is not None and record not in records]
+        order = rows + [record.row for record in others]
+        for layer in self.layers:
+            layer.permute(order)
+        for row, record in enumerate([*records, *others]):
+            record.row, record.runs, record.room = row, None, 0
+            self.extend(record, 0)
+        self.free_rows = list(range(len(order), self.n_seq))[::-1]
+
+    def added(self, records, counts, ids):
+        super().added(records, counts, ids)
         if self.window:
-            n_sink, n_ring = self.n_sink, self.n_ring
-            rows = torch.where(positions < n_sink, positions, n_sink + (positions - n_sink) % n_ring)
-            rounds = ((end[:, None] - 1 - key_pos) // n_ring).clamp(min=0)  # (B, K): how often a row was written again
-            key_pos = torch.where(key_pos < n_sink, key_pos, key_pos + rounds * n_ring)
-        rows = (sequence[:, None] * self.size + rows).flatten()
-        layers = LayerList(self.layers, Placement(positions, rows, index, Keys(key_pos)))
-        return self.logits(layers, counts, ids, hiding)
+            for record in records:
+                record.written = max(record.written, record.length)
+
+    def cut(self, record, n):
+        # the slots behind a sequence's end are hidden by their positions, and written before they are read
+        if n == 0 and record.row is not None:
+            self.free_rows.append(record.row)
+            record.row, record.runs, record.room, record.written = None, None, 0, 0
+        elif self.window:
+            record.room = 0
+            if n <= max(self.n_sink, record.written - self.n_ring):
+                record.written = n  # nothing in the ring is of any use
+
+    def copy(self, record, new):
+        self.extend(new, 0)
+        new.written = record.written
+        n = min(max(record.written, record.length), self.n_slots)
+        for layer in self.layers:
+            layer.copy(record.row * self.n_slots, new.row * self.n_slots, n)
+
+    def remove_behind(self, record, n_keep, n):
+        slots = record.row * self.n_slots + torch.arange(n_keep + n, record.length)
+        for layer in self.layers:
+            layer.move(slots, slots - n, self.turning(torch.full((len(slots),), -n)))
+
+    def first_held(self, record):
+        return max(self.n_sink, record.written - self.n_ring)
+
+
+class TupleLayer:
+    """The tuple of one layer, k_cache and v_cache (n_seq, n_kv_head, n_slots, head_dim), as a `storage.Layer`."""
+
+    def __init__(self, k_cache, v_cache):
+        self.caches, self.n_slots = (k_cache, v_cache), k_cache.size(2)
+
+    def zero(self):
+        for cache in self.caches:
+            cache.zero_()
+
+    def nbytes(self):
+        return sum(cache.nbytes for cache in self.caches)
+
+    def copy(self, source, target, n):
+        for cache in self.caches:
+            cache[target // self.n_slots, :, :n] = cache[source // self.n_slots, :, :n]
+
+    def move(self, source, target, turning=None):
+        row = int(source[0]) // self.n_slots
+        for cache in self.caches:
+            a, b = ((slots % self.n_slots).to(cache.device) for slots in (source, target))
+            moved = cache[row][:, a]
+            cache[row][:, b] = turning(moved) if turning is not None and cache is self.caches[0] else moved
+
+    def permute(self, order):
+        """Let row i have what row order[i] has had, for the first len(order) rows."""
+        for cache in self.caches:
+            cache[:len(order)] = cache[order]
+
+
+class TupleExecutor:
+    """
+    A decoder of tuples behind the call of an executor: the sequences of a step are the leading rows of all tuples.
+
+    It stands for the `KVArrays` as well, which are not made. finite: logits are not checked here, but by those who draw.
+    """
+    version, finite = 0, True
+
+    def __init__(self, model, decoder, layers):
+        self.model, self.decoder, self.layers = model, decoder or self.model_step, layers
+        self.name = getattr(decoder, 'name', 'the model')
+        self.notice_changes = getattr(decoder, 'notice_changes', lambda: None)
+        self.views = {}  # {B: k_cache and v_cache of the first B rows, for each layer}
+
+    def model_step(self, idx, kv_cache):
+        """The model's own step; tokens that fill the context are kept as well."""
+        if idx.size(1) < self.model.config.max_positions:
+            return self.model.step(idx, kv_cache)
+        logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
+        return logits, kv_cache
+
+    def execute_model(self, input_ids, input_positions, kv_caches, input_metadata):
+        """See `decode.cpu.CPUDecoder.execute_model`; the logits are those of each sequence's last token."""
+        counts, device = input_metadata.query_lens, input_ids.device
+        if input_metadata.wanted is not None:
+            raise ValueError("a decoder of tuples has no logits of other tokens than the last ones: make a cache with "
+                             "a decoder that has execute_model, such as decode.EagerDecoder(model)")
+        if counts.count(counts[0]) == len(counts):
+            starts = torch.from_numpy(input_positions[::counts[0]])
+            logits = self.run(input_ids.view(len(counts), -1), starts.to(device))
+        else:
+            logits = self.run_ragged(input_ids.split(counts), torch.from_numpy(input_positions).split(counts), device)
+        return logits[:, 0]
+
+    def run(self, idx, starts, first=0):
+        """
+        The decoder on idx (B, T) for the rows from number `first` on, at positions starts (B,). One step has one int as
+        cache_pos where it can.
+        """
+        low, high = starts.aminmax()
+        return self.decoder(idx, self.rows(first, len(idx), int(low) if low == high else starts))[0]
+
+    def run_ragged(self, tokens, positions, device):
+        """
+        One step for sequences with different numbers of new tokens, (T_i,) each.
+
+        All tokens but a sequence's last are written first: in one padded batch where all begin at 0, since the next
+        token is written over the padding before anything reads it; otherwise for each sequence alone. (In a ring the
+        padding would lie over what a sequence needs.) Then all last tokens take one step together.
+        """
+        starts = [int(of_sequence[0]) for of_sequence in positions]
+        if not any(starts) and not self.model.config.window:
+            idx = torch.nn.utils.rnn.pad_sequence([new[:-1] for new in tokens], batch_first=True)
+            self.run(idx, torch.zeros(len(idx), dtype=torch.int64))
+        else:
+            for row, (new, start) in enumerate(zip(tokens, starts)):
+                if len(new) > 1:
+                    self.run(new[None, :-1], torch.tensor([start]), row)
+        last = torch.tensor([int(of_sequence[-1]) for of_sequence in positions], device=device)
+        return self.run(torch.stack([new[-1:] for new in tokens]), last)
+
+    def rows(self, first, n, cache_pos):
+        """The list of tuples of n rows from number `first` on, as views, at cache_pos."""
+        if (first, n) not in self.views:
+            self.views[first, n] = [[cache[first:first + n] for cache in layer.caches] for layer in self.layers]
+        return [(k_cache, v_cache, cache_pos) for k_cache, v_cache in self.views[first, n]]

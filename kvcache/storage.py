@@ -3,7 +3,7 @@ How numbers are stored: floats unchanged, int8 and int4 in groups that share a s
 
     codes, scale = quantise(x, bits, group)         x = codes * scale, to half a scale
     x = dequantise(codes, scale, bits)
-    rows = Rows((n_stream, kv_size), n_head, head_dim, 'int8')
+    layer = Layer(n_slots, n_head, head_dim, 'int8', 'int8')
 
 Numbers are quantised once, when they are written. Reading, sharing and copying them leaves their codes unchanged.
 """
@@ -12,7 +12,7 @@ import math
 import torch
 
 BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8, 'int4': 4}
-GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; fewer, down to 8, in narrow heads
+GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; fewer in narrow heads
 SMALLEST_SCALE = 1e-5
 
 
@@ -65,80 +65,133 @@ class Scratch:
 
 class Rows:
     """
-    Stored rows of n_head vectors of head_dim numbers. shape: (n_outer, n_inner), for example streams and their cells,
-    or blocks and their slots; a row's number is outer * n_inner + inner.
+    n_slots slots of n_head vectors of head_dim numbers.
 
-    kind: a key of `BITS`. Memory is laid out (n_head, n_outer, n_inner, head_dim): attention reads one head at a time,
-    and a head's numbers of rows that follow each other are side by side. transposed: (n_head, n_outer, head_dim,
-    n_inner); for floats only. Rows begin as zeros: a NaN in a row that was never written would reach attention's output
-    through the mask. Raises ValueError on what cannot be stored.
+    kind: a key of `BITS`. data: (n_head, n_slots, head_dim), because attention reads one head at a time, and a head's
+    numbers of slots that follow each other are side by side; for 4 bits two numbers share a byte. scale: float32
+    (n_head, n_slots, head_dim / group) for int8 and int4, otherwise None. transposed: the channels of a head are side
+    by side in memory instead of its slots' numbers; for floats only. All numbers begin as zeros: a NaN that was never
+    written would reach attention's output through the mask. Raises ValueError on what cannot be stored.
     """
 
-    def __init__(self, shape, n_head, head_dim, kind='float32', device='cpu', transposed=False):
+    def __init__(self, n_slots, n_head, head_dim, kind='float32', device='cpu', transposed=False):
         if kind not in BITS:
             raise ValueError(f"numbers are stored as {', '.join(BITS)}, not {kind!r}")
-        self.shape, self.n_head, self.head_dim, self.kind, self.bits = tuple(shape), n_head, head_dim, kind, BITS[kind]
-        self.scale, self.group = None, math.gcd(head_dim, GROUP)
+        self.kind, self.bits, self.head_dim, self.scale = kind, BITS[kind], head_dim, None
+        common = math.gcd(head_dim, GROUP)
+        self.group = common if common >= 8 else head_dim
+        dtype = getattr(torch, kind) if self.bits > 8 else torch.int8 if self.bits == 8 else torch.uint8
+        if self.bits == 4 and head_dim % 2:
+            raise ValueError(f"int4 stores numbers in pairs, and a head has {head_dim}: use int8")
+        if self.bits <= 8 and transposed:
+            raise ValueError(f"{kind} cannot be transposed, a group would be spread over {self.group} slots: use a "
+                             "float")
         with torch.inference_mode(False):  # so that they can be written with inference mode on or off
-            self.allocate(device, transposed)
-
-    def allocate(self, device, transposed):
-        shape, head_dim, kind = (self.n_head, *self.shape), self.head_dim, self.kind
-        if self.bits <= 8:
-            if self.group < 8:
-                raise ValueError(f"{kind} needs a head_dim that is a multiple of 8, not {head_dim}: use a float")
             if transposed:
-                raise ValueError(f"{kind} cannot be transposed, a group would be spread over {self.group} columns: "
-                                 "use a float")
-            dtype = torch.int8 if self.bits == 8 else torch.uint8
-            self.data = torch.zeros(*shape, head_dim * self.bits // 8, dtype=dtype, device=device)
-            self.scale = torch.zeros(*shape, head_dim // self.group, dtype=torch.float32, device=device)
-        elif transposed:
-            data = torch.zeros(*shape[:2], head_dim, shape[2], dtype=getattr(torch, kind), device=device)
-            self.data = data.transpose(2, 3)
-        else:
-            self.data = torch.zeros(*shape, head_dim, dtype=getattr(torch, kind), device=device)
+                self.data = torch.zeros(n_head, head_dim, n_slots, dtype=dtype, device=device).transpose(1, 2)
+            else:
+                n_stored = head_dim // 2 if self.bits == 4 else head_dim
+                self.data = torch.zeros(n_head, n_slots, n_stored, dtype=dtype, device=device)
+            if self.bits <= 8:
+                self.scale = torch.zeros(n_head, n_slots, head_dim // self.group, device=device)
 
     def tensors(self):
-        """What is stored: the data, and for int8 and int4 the scales, each (n_head, n_outer, n_inner, ...)."""
+        """What is stored: the data, and for int8 and int4 the scales."""
         return [self.data] if self.scale is None else [self.data, self.scale]
 
-    def write(self, rows, x):
-        """Write x (n_head, n, head_dim) to rows number `rows` (n,)."""
+    def write(self, slots, x):
+        """Write x (n_head, n, head_dim) to slots (n,)."""
         new = [x] if self.scale is None else quantise(x.float(), self.bits, self.group)
         for stored, x in zip(self.tensors(), new):
             if stored.is_contiguous():
-                stored.flatten(1, 2).index_copy_(1, rows, x.to(stored))
+                stored.index_copy_(1, slots, x.to(stored))
             else:
-                stored[:, rows // self.shape[1], rows % self.shape[1]] = x.to(stored)
+                stored[:, slots] = x.to(stored)
 
-    def read(self, index, dtype=torch.float32, scratch=None, name=''):
+    def read(self, slots, dtype=torch.float32, scratch=None, name=''):
         """
-        The rows that an index selects, (S, n_head, K, head_dim) in dtype.
+        The numbers in slots (S, K), as (S, n_head, K, head_dim) in dtype: a copy, which with a `Scratch` is valid until
+        its next use with the same name.
+        """
+        scratch, found = scratch or Scratch(), []
+        for i, stored in enumerate(self.tensors()):
+            out = scratch.tensor((name, i), (len(stored), slots.numel(), stored.size(2)), stored.dtype, stored.device)
+            rows = torch.index_select(stored, 1, slots.flatten(), out=out)
+            found.append(rows.view(len(stored), *slots.shape, -1))
+        return self.widened(found, dtype, scratch, name).transpose(0, 1)
 
-        index: two slices of (n_outer, n_inner); or an int n, the first n outer rows as a single run, S = 1 and
-        K = n * n_inner; or a tensor (S, n) of outer numbers, K = n * n_inner, which are copied together.
-        Returns a view if they are stored as floats of this dtype and are not copied together. If not, a copy, which
-        with a `Scratch` is valid until its next use with the same name.
-        """
-        scratch, parts = scratch or Scratch(), []
-        for i, t in enumerate(self.tensors()):
-            if isinstance(index, int):
-                parts.append(t[:, :index].flatten(1, 2)[:, None])
-            elif isinstance(index, torch.Tensor):
-                out = scratch.tensor((name, i), (len(t), index.numel(), *t.shape[2:]), t.dtype, t.device)
-                rows = torch.index_select(t, 1, index.flatten(), out=out)
-                parts.append(rows.view(len(t), len(index), -1, t.size(-1)))
-            else:
-                parts.append(t[(slice(None), *index)])
-        floats, shape = parts[0], (*parts[0].shape[:3], self.head_dim)  # (n_head, S, K, head_dim)
+    def widened(self, stored, dtype, scratch, name=''):
+        """What is stored, [data] or [data, scale] (..., head_dim), as numbers of dtype."""
+        floats = stored[0]
         if self.scale is not None:
-            out = scratch.tensor((name, 'dequantised'), shape, self.scale.dtype, floats.device)
-            floats = dequantise(*parts, self.bits, out)
+            shape = (*floats.shape[:-1], self.head_dim)
+            out = scratch.tensor((name, 'widened'), shape, self.scale.dtype, floats.device)
+            floats = dequantise(*stored, self.bits, out)
         if floats.dtype is not dtype:
-            floats = scratch.tensor(name, shape, dtype, floats.device).copy_(floats)
-        return floats.transpose(0, 1)
+            floats = scratch.tensor(name, floats.shape, dtype, floats.device).copy_(floats)
+        return floats
+
+
+class Layer:
+    """
+    The stored keys and values of one layer of a model: `Rows` k and v of n_slots slots.
+
+    type_k, type_v: how they are stored, see `Rows`. v_trans: values transposed. scratch: a `Scratch`; layers that are
+    read one after the other can share one.
+    """
+
+    def __init__(self, n_slots, n_head, head_dim, type_k='float32', type_v='float32', device='cpu', v_trans=False,
+                 scratch=None):
+        self.n_slots, self.n_head, self.head_dim, self.scratch = n_slots, n_head, head_dim, scratch or Scratch()
+        self.k = Rows(n_slots, n_head, head_dim, type_k, device)
+        self.v = Rows(n_slots, n_head, head_dim, type_v, device, transposed=v_trans)
+
+    @property
+    def device(self):
+        return self.k.data.device
+
+    def tensors(self):
+        return self.k.tensors() + self.v.tensors()
 
     def nbytes(self):
-        """Bytes of what is stored; the memory of a `Scratch` comes on top."""
-        return sum(t.numel() * t.element_size() for t in self.tensors())
+        """Bytes of what is stored; the memory of the `Scratch` comes on top."""
+        return sum(t.nbytes for t in self.tensors())
+
+    def zero(self):
+        for stored in self.tensors():
+            stored.zero_()
+
+    def write(self, slots, k, v):
+        """Store keys and values (n_head, n, head_dim) in slots (n,)."""
+        self.k.write(slots, k)
+        self.v.write(slots, v)
+
+    def read(self, slots, dtype):
+        """
+        The keys and values in slots (S, K), (S, n_head, K, head_dim) each. They are valid until the next layer with the
+        same scratch is read.
+        """
+        return self.k.read(slots, dtype, self.scratch, 'k'), self.v.read(slots, dtype, self.scratch, 'v')
+
+    def copy(self, source, target, n):
+        """Copy n slots from slot `source` on to those from slot `target` on, in their stored form."""
+        for stored in self.tensors():
+            stored[:, target:target + n] = stored[:, source:source + n]
+
+    def move(self, source, target, turning=None):
+        """
+        Copy slots source (n,) to slots target (n,), in their stored form; the two may overlap. turning: a function of
+        the stored keys (n_head, n, head_dim), or None.
+        """
+        for stored in self.tensors():
+            rows = stored[:, source.to(stored.device)]
+            if turning is not None and stored is self.k.data:
+                rows = turning(rows)
+            stored[:, target.to(stored.device)] = rows
+
+
+def make_layers(model, n_slots, type_kv):
+    """A `Layer` of n_slots slots for each layer of a model, on its device."""
+    c, scratch = model.config, Scratch()
+    return [Layer(n_slots, c.n_kv_head, c.head_dim, type_kv, type_kv, model.lm_head.weight.device, scratch=scratch)
+            for _ in range(c.n_layer)]

@@ -10,7 +10,7 @@ from filelock import FileLock
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 
-from decode.forks import after_fork
+from decode.process import after_fork
 
 LONGEST_SAVE = 10  # seconds that a process waits for others that save
 

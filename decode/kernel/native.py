@@ -9,12 +9,12 @@ import threading
 import numpy as np
 import torch
 
-from decode.forks import StepLock, after_fork
 from decode.kernel import attention, callback, keys_values, layout, linears, norms, plan, threads, tiles, vectors
 from decode.kernel.disk_cache import keep_on_disk
 from decode.kernel.step import check, step
 from decode.kernel.threads import Workers
 from decode.metadata import KINDS
+from decode.process import after_fork, step_lock
 from decode.weights import WEIGHTS
 
 # the files that numba compiles besides step.py
@@ -22,7 +22,6 @@ COMPILED = attention, callback, keys_values, layout, linears, norms, plan, threa
 for compiled in (step, check):
     keep_on_disk(compiled, *COMPILED)
 
-step_lock = StepLock()  # the workers run one step at a time, and a decoder has one set of activations
 workers = {}  # {(type of weights, of keys and values): the Workers of all steps on them}
 
 
@@ -39,7 +38,7 @@ def forget_threads():
 
 @atexit.register
 def stop_workers():
-    with step_lock.lock:
+    with step_lock:
         for each in workers.values():
             each.stop()
 

@@ -1,0 +1,61 @@
+"""
+What can happen to a process in the middle of a step: Ctrl-C, and a fork.
+
+An interrupt waits until the step has ended, so no code has to be correct when it stops at any line. A fork waits too,
+so that no child finds a step that nobody goes on with.
+"""
+import _signal  # `signal` without its enums, which take 20 us a call
+import os
+import threading
+
+SIGINT = 2
+
+step_lock = threading.RLock()  # one compiled or recorded step at a time: a decoder has one set of activations
+in_child = []  # functions without arguments, see `after_fork`
+noted = []     # an entry for each SIGINT that has come inside of `uninterrupted`
+
+
+def note(signum, frame):
+    noted.append(signum)
+
+
+class uninterrupted:
+    """
+    `with uninterrupted() as outermost:` a SIGINT that comes inside is raised at the end of the block, or of the
+    outermost of nested blocks. It has no effect in other threads than the main one, where none comes, and where SIGINT
+    is ignored or has no handler in Python.
+    """
+    __slots__ = 'before',
+
+    def __enter__(self):
+        self.before = None
+        if threading.current_thread() is threading.main_thread():
+            before = _signal.getsignal(SIGINT)
+            if before is not note and callable(before):
+                self.before = before
+                _signal.signal(SIGINT, note)
+        return self.before is not None
+
+    def __exit__(self, *error):
+        if self.before is not None:
+            _signal.signal(SIGINT, self.before)
+            if noted:
+                noted.clear()
+                self.before(SIGINT, None)
+
+
+def after_fork(function):
+    """Call the function in each child of a fork; also a decorator."""
+    in_child.append(function)
+    return function
+
+
+def run_in_child():
+    step_lock.release()
+    noted.clear()
+    for function in in_child:
+        function()
+
+
+if hasattr(os, 'register_at_fork'):  # the one hook of this repository
+    os.register_at_fork(before=step_lock.acquire, after_in_parent=step_lock.release, after_in_child=run_in_child)

@@ -1,0 +1,45 @@
+"""What the caches know of a sequence: one record each, and nothing about it anywhere else."""
+
+
+class Record:
+    """
+    A sequence of a cache.
+
+    handle: the number by which callers name it, never given twice. length: how many of its tokens are in the cache.
+    begun: was it looked for in what the cache remembers? salt: see `PagedCache`. runs: its `decode.metadata.Runs`, None
+    before they are made. room: the position up to which these have slots that may be written.
+    """
+    __slots__ = 'handle', 'salt', 'length', 'begun', 'runs', 'room'
+
+    def __init__(self, handle, salt=''):
+        self.handle, self.salt, self.length, self.begun, self.runs, self.room = handle, salt, 0, False, None, 0
+
+
+class RowRecord(Record):
+    """
+    A sequence with a row or a stream of its own.
+
+    row: its number, None while the sequence is empty. written: the largest number of positions that the row has had; in
+    a ring they lie over earlier ones, even if they were cut.
+    """
+    __slots__ = 'row', 'written'
+
+    def __init__(self, handle, salt=''):
+        super().__init__(handle, salt)
+        self.row, self.written = None, 0
+
+
+class BlockRecord(Record):
+    """
+    A sequence in blocks.
+
+    tokens: the ids of its tokens, as many as `length` says. table: its blocks in order, None for those that a window
+    has passed; also blocks for later tokens. remembered: how many of its first blocks can be found by their tokens;
+    prefix: the `blocks.Prefix` of these. epoch: `BlockManager.epoch` when it began, or None if its blocks do not hold
+    what was computed from its tokens alone: only blocks of the present epoch are remembered.
+    """
+    __slots__ = 'tokens', 'table', 'remembered', 'prefix', 'epoch'
+
+    def __init__(self, handle, salt=''):
+        super().__init__(handle, salt)
+        self.tokens, self.table, self.remembered, self.prefix, self.epoch = [], [], 0, None, None
