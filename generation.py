@@ -271,10 +271,10 @@ def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, gen
     # reading a token makes a GPU wait, so it is done where a token has to be known: to stop, and to cut a context
     reading = device.type == 'cpu' or stop_token is not None
     live, stopped, unread, newest = list(range(B)), [False] * B, [], None  # live: the batch row of each sequence
-    handles = []  # those still to be freed
+    no_gradients, in_eval_mode, handles = torch.inference_mode(), nullcontext(), []  # handles: those still to be freed
     try:
         for step in range(max_new_tokens):
-            with uninterrupted(), torch.inference_mode(), evaluating(model):
+            with uninterrupted(), no_gradients, evaluating(model) if model.training else in_eval_mode:
                 if step == 0:
                     for s in sequences:
                         s.handle = cache.new()

@@ -129,34 +129,35 @@ class CPUDecoder:
         slots or on the number of threads. Raises ValueError, with nothing written, on tokens, positions and runs that
         do not fit the model, the arrays or each other.
         """
+        check_inputs(self.model, input_ids, input_positions, kv_caches, input_metadata)
+        return self.run(input_ids, input_positions, kv_caches, input_metadata, n_threads)
+
+    def run(self, input_ids, input_positions, kv_caches, input_metadata, n_threads=None):
+        """`execute_model` without its checks. input_positions: also one int for all; input_ids: also (N, 1)."""
+        m, N, S = input_metadata, len(input_ids), len(input_metadata.runs)
         with step_lock:
-            m, N, S = input_metadata, len(input_positions), len(input_metadata.runs)
-            check_inputs(self.model, input_ids, input_positions, kv_caches, m, n_threads)
             if self.watch is None:
                 self.refresh()
             tables = self.tables_for(N, kv_caches)
-            before, tables.step, kv_caches.finite = tables.step, None, True  # an interrupt leaves no step
-            inputs = tables.inputs
+            inputs, before, tables.step, kv_caches.finite = tables.inputs, tables.step, None, True
             inputs.positions[:N] = input_positions
-            inputs.runs[:S], inputs.n_runs[:S] = [r.address for r in m.runs], [r.n for r in m.runs]
             logits = torch.empty(S if m.wanted is None else len(m.wanted), self.vocab_size, dtype=torch.float32)
-            if N == S <= CHUNK and m.wanted is None:  # one token each
-                if before != N:
-                    inputs.query_starts[:N + 1], inputs.wanted[:N] = np.arange(N + 1), np.arange(N)
-                    tables.set_sizes(N, N, N)
-                if m.next_tokens is not None:
-                    m.next_tokens.check(input_ids)
-                self.run_step(N, input_ids.data_ptr(), logits.data_ptr(), kv_caches, n_threads, m.next_tokens)
-                tables.step = N
+            if N != S or N > CHUNK or m.wanted is not None:
+                self.run_rows(N, input_ids.data_ptr(), logits, m, n_threads)
                 return logits
-            starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, S + 1)
-            wanted = starts[1:] - 1 if m.wanted is None else m.wanted
-            inputs.query_starts[:S + 1], inputs.wanted[:len(wanted)] = starts, wanted
-            tables.set_sizes(N, S, len(wanted))
-            if N <= CHUNK:
-                self.run_step(N, input_ids.data_ptr(), logits.data_ptr(), kv_caches, n_threads, is_prefill=True)
-            else:
-                self.run_chunks(N, starts, wanted, input_ids.data_ptr(), logits, kv_caches, n_threads)
+            if before is not m:  # otherwise the last step was of the same sequences, with the same runs
+                inputs.runs[:N], inputs.n_runs[:N] = [r.address for r in m.runs], [r.n for r in m.runs]
+                inputs.query_starts[:N + 1], inputs.wanted[:N] = np.arange(N + 1), np.arange(N)
+                tables.set_sizes(N, N, N)
+            team, n_threads, choice = self.team_and_threads(N, n_threads)
+            tables.memory[TOKENS], tables.memory[LOGITS] = input_ids.data_ptr(), logits.data_ptr()
+            if m.next_tokens is not None:
+                m.next_tokens.check(input_ids)
+                tables.ask_for(m.next_tokens, 1 if choice and choice.is_trial else m.next_tokens.n_steps)
+            began = time.perf_counter_ns()
+            refused = step(*team.like, *tables.addresses, n_threads, team.address, 0, 0)
+            self.ended(refused, choice, began, began, m.next_tokens)
+            tables.step = m if m.next_tokens is None else None
             return logits
 
     def tables_for(self, n_rows, kv_caches):
@@ -172,14 +173,22 @@ class CPUDecoder:
             tables.bind(kv_caches)
         return tables
 
-    def run_chunks(self, N, starts, wanted, tokens, logits, kv_caches, n_threads):
-        """A step of more than CHUNK rows as several, all of which are checked before the first one is run."""
-        tables, inputs, S = self.tables, self.tables.inputs, len(starts) - 1
-        tables.memory[TOKENS] = tokens
-        refused = check(*tables.addresses)
-        if refused:
-            self.refuse(refused)
-        positions, runs, n_runs = inputs.positions[:N].copy(), inputs.runs[:S].copy(), inputs.n_runs[:S].copy()
+    def run_rows(self, N, tokens, logits, m, n_threads):
+        """
+        A step of any sequences; of more than CHUNK rows as several, which are checked before the first one is run.
+        tokens: the address of the ids.
+        """
+        tables, inputs, S = self.tables, self.tables.inputs, len(m.runs)
+        starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, S + 1)
+        wanted = starts[1:] - 1 if m.wanted is None else m.wanted
+        runs, n_runs = np.array([r.address for r in m.runs]), np.array([r.n for r in m.runs])
+        if N > CHUNK:
+            inputs.query_starts[:S + 1], inputs.runs[:S], inputs.n_runs[:S] = starts, runs, n_runs
+            tables.set_sizes(N, S, 0)
+            tables.memory[TOKENS] = tokens
+            if refused := check(*tables.addresses):
+                self.refuse(refused)
+        positions = inputs.positions[:N].copy()
         for row in range(0, N, CHUNK):
             end = min(row + CHUNK, N)
             a, b = np.searchsorted(starts, row, 'right') - 1, np.searchsorted(starts, end)
@@ -189,40 +198,43 @@ class CPUDecoder:
             inputs.runs[:b - a], inputs.n_runs[:b - a] = runs[a:b], n_runs[a:b]
             inputs.wanted[:last - first] = wanted[first:last] - row
             tables.set_sizes(end - row, b - a, last - first)
-            self.run_step(end - row, tokens + 8 * row, logits.data_ptr() + 4 * self.vocab_size * int(first),
-                          kv_caches, n_threads, is_prefill=True)
+            tables.memory[TOKENS] = tokens + 8 * row
+            tables.memory[LOGITS] = logits.data_ptr() + 4 * self.vocab_size * int(first)
+            team, n, choice = self.team_and_threads(end - row, n_threads)
+            began = time.perf_counter_ns()
+            refused = step(*team.like, *tables.addresses, n, team.address, 0, 0)
+            self.ended(refused, choice, began, 0)  # 0: a prefill always follows a pause
 
-    def run_step(self, n_rows, tokens, logits, kv, n_threads, next_tokens=None, is_prefill=False):
+    def team_and_threads(self, n_rows, n_threads):
         """
-        One call of the kernel on what the tables have: a step, or several, see `NextTokens`. tokens, logits: addresses.
+        The workers of the next call of the kernel, how many threads it takes, and the `ThreadChoice` that says so.
         """
-        tables = self.tables
-        tables.memory[TOKENS], tables.memory[LOGITS] = tokens, logits
-        tables.sizes[layout.N_STEPS] = tables.sizes[layout.NOT_NUMBERS] = 0
-        team, choice = self.teams.get(kv.dtype) or self.team_for(kv.dtype), None
+        dtype, choice = self.tables.kv.dtype, None
+        self.tables.sizes[layout.N_STEPS] = self.tables.sizes[layout.NOT_NUMBERS] = 0
+        team = self.teams.get(dtype) or self.team_for(dtype)
         if n_threads is None:
             n_threads = self.n_threads
             if not self.fixed and n_threads > 1:
                 choice = self.choices.get(n_rows.bit_length()) or self.choice(n_rows)
                 n_threads = choice.n
         n_threads = min(n_threads, self.n_threads)
-        if n_threads > team.n_ready:
-            n_threads = team.ready(n_threads)
-        if next_tokens is not None and next_tokens.version == self.version:
-            tables.ask_for(next_tokens, 1 if choice is not None and choice.is_trial else next_tokens.n_steps)
-        began, n_steps, drawing = time.perf_counter_ns(), 1, 0
-        refused = step(*team.like, *tables.addresses, n_threads, team.address, 0, 0)
-        ns = time.perf_counter_ns() - began
+        return team, n_threads if n_threads <= team.n_ready else team.ready(n_threads), choice
+
+    def ended(self, refused, choice, began, after_pause, next_tokens=None):
+        """
+        What follows a call of the kernel: ValueError if it was refused. began: in nanoseconds; after_pause: see
+        `ThreadChoice.record`.
+        """
+        ns, n_steps, ns_drawing, tables = time.perf_counter_ns() - began, 1, 0, self.tables
         if next_tokens is not None and (n_drawn := tables.note_drawn(next_tokens)):
             # if a later step is refused, the next call reports it
-            refused, n_steps, drawing = 0, n_drawn, int(tables.sizes[layout.DRAW_NS])
+            refused, n_steps, ns_drawing = 0, n_drawn, int(tables.sizes[layout.DRAW_NS])
         if tables.sizes[layout.NOT_NUMBERS]:
-            kv.finite = False
+            tables.kv.finite = False
         if refused:
             self.refuse(refused)
         if choice is not None:
-            # a prefill always follows a pause
-            choice.record(ns - drawing, 0 if is_prefill else began, n_steps, drawing)
+            choice.record(ns - ns_drawing, after_pause, n_steps, ns_drawing)
 
     def refuse(self, why):
         """Raise the ValueError for what kernel/plan.py has found."""
@@ -280,14 +292,16 @@ class CPUDecoder:
             raise ValueError(f"the CPU decoder reads tokens on the CPU, but these are on {idx.device}: move them there")
         if T > most and bool((idx < 0).any() or (idx >= self.vocab_size).any()):
             raise ValueError(f"token ids must be within the vocabulary of {self.vocab_size}")
-        first = np.asarray(cache_pos)[:, None] if torch.is_tensor(cache_pos) else cache_pos
-        logits = torch.empty(0, self.vocab_size)
+        if not B:
+            return torch.empty(0, 1, self.vocab_size), with_length(kv_cache, cache_pos + T)
+        first = np.array(cache_pos) if torch.is_tensor(cache_pos) else cache_pos
         for start in range(0, T, most):  # a ring of slots takes no more tokens at once
-            part = idx[:, start:start + most]
-            positions = np.broadcast_to(first + np.arange(start, start + part.size(1)), part.shape)
-            metadata = bound.metadata(positions, config)
-            if B:
-                logits = self.execute_model(part.contiguous().view(-1), positions.ravel(), bound.kv, metadata)
+            part = idx if T <= most else idx[:, start:start + most]
+            n, starts = part.size(1), first + start
+            metadata = bound.metadata(starts, n, config)
+            if n > 1:
+                part, starts = part.reshape(-1), (np.full(B, starts)[:, None] + np.arange(n)).ravel()
+            logits = self.run(part.contiguous(), starts, bound.kv, metadata)
         return logits[:, None], with_length(kv_cache, cache_pos + T)
 
     def empty_cache(self, batch_size):
@@ -325,18 +339,17 @@ class BoundTuples:
                 return False
         return True
 
-    def metadata(self, positions, config):
+    def metadata(self, starts, T, config):
         """
-        The `InputMetadata` for new tokens at positions (B, T). The runs of a ring have room for window + 1 of them.
+        The `InputMetadata` for T new tokens from positions starts (B,) on. A ring's runs have room for window + 1.
         """
-        B, T = positions.shape
         if config.window:
-            passed = positions[:, 0] - self.starts
-            if B and not 0 <= passed.min() <= passed.max() <= config.window + 1 - T:
-                self.starts = positions[:, 0].copy()
+            passed = starts - self.starts
+            if not 0 <= passed.min() <= passed.max() <= config.window + 1 - T:
+                self.starts, self.of_ones = self.starts * 0 + starts, InputMetadata([1] * self.batch_size, self.runs)
                 for runs, base, start in zip(self.runs, self.bases, self.starts.tolist()):
                     runs.set(sequence_runs(base, config, start))
-        return self.of_ones if T == 1 else InputMetadata([T] * B, self.runs)
+        return self.of_ones if T == 1 else InputMetadata([T] * self.batch_size, self.runs)
 
 
 def check_tuples(kv_cache):
@@ -359,31 +372,27 @@ def shape_of(config):
     return config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.vocab_size
 
 
-def check_inputs(model, input_ids, input_positions, kv_caches, m, n_threads):
+def check_inputs(model, input_ids, input_positions, kv_caches, m):
     """
     ValueError unless the arguments of `execute_model` are of N tokens. What is in them, the kernel checks.
     """
-    N = len(input_positions)
+    N, counts, wanted = len(input_positions), m.query_lens, m.wanted
     if model.training:
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
-    if not (torch.is_tensor(input_ids) and input_ids.dtype is torch.int64 and input_ids.is_cpu
-            and input_ids.is_contiguous() and input_ids.shape == (N,)):
+    if not (isinstance(input_ids, torch.Tensor) and input_ids.dtype is torch.int64 and input_ids.is_cpu
+            and input_ids.dim() == 1 and len(input_ids) == N and input_ids.is_contiguous()):
         came = f"{tuple(input_ids.shape)} {input_ids.dtype}" if torch.is_tensor(input_ids) else repr(input_ids)
         raise ValueError(f"input_ids must be a contiguous int64 tensor ({N},) on the CPU, one for each position, not "
                          f"{came}")
-    if n_threads is not None and (type(n_threads) is not int or n_threads < 1):
-        raise ValueError(f"n_threads must be at least 1, or None to let the decoder choose, not {n_threads!r}")
-    for name, array in (('input_positions', input_positions), ('wanted', m.wanted)):
-        if array is not None and not (isinstance(array, np.ndarray) and array.dtype == np.int64 and array.ndim == 1):
-            raise ValueError(f"{name} must be an int64 array of one dimension, not {array!r}")
-    if not N or min(m.query_lens) < 1 or sum(m.query_lens) != N or len(m.runs) != len(m.query_lens):
-        raise ValueError(f"{len(m.query_lens)} sequences with {m.query_lens} new tokens, {N} positions and "
-                         f"{len(m.runs)} tables of runs: give each sequence at least one token and one table, and each "
-                         "token a position")
+    for array in (input_positions,) if wanted is None else (input_positions, wanted):
+        if not isinstance(array, np.ndarray) or array.dtype != np.int64 or array.ndim != 1:
+            raise ValueError(f"input_positions and wanted must be int64 arrays of one dimension, not {array!r}")
+    if not N or min(counts) < 1 or sum(counts) != N or len(m.runs) != len(counts):
+        raise ValueError(f"{len(counts)} sequences with {counts} new tokens, {N} positions and {len(m.runs)} tables of "
+                         "runs: give each sequence at least one token and one table, and each token a position")
     if not kv_caches.compiled:
         raise ValueError(f"the compiled step does not read keys and values that are {kv_caches.dtype} on "
                          f"{kv_caches.tensors[0][0].device} or stored as these are: use decode.EagerDecoder(model)")
-    wanted = m.wanted
     if wanted is not None and len(wanted) and not (
             0 <= wanted[0] and wanted[-1] < N and (np.diff(wanted) > 0).all()):
         raise ValueError(f"wanted must be row numbers from 0 to {N - 1} in ascending order, not {list(wanted)}: "

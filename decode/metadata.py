@@ -145,6 +145,8 @@ class InputMetadata:
     is N. runs: the `Runs` of each sequence, with the new tokens' own positions and all that these see. wanted: the
     rows, of N, whose logits are wanted, int64 (W,), ascending; None for the last row of each sequence. next_tokens: for
     several steps of one token of each sequence in one call; the `Runs` have room for all of them.
+
+    Where runs change between two steps, the second one has a new object.
     """
     query_lens: list
     runs: list

@@ -12,6 +12,7 @@ SIGINT = 2
 
 step_lock = threading.RLock()  # one compiled or recorded step at a time: a decoder has one set of activations
 in_child = []  # functions without arguments, see `after_fork`
+main = threading.main_thread().ident
 noted = []     # an entry for each SIGINT that has come inside of `uninterrupted`
 
 
@@ -29,7 +30,7 @@ class uninterrupted:
 
     def __enter__(self):
         self.before = None
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == main:
             before = _signal.getsignal(SIGINT)
             if before is not note and callable(before):
                 self.before = before
@@ -51,6 +52,8 @@ def after_fork(function):
 
 
 def run_in_child():
+    global main
+    main = threading.get_ident()
     step_lock.release()
     noted.clear()
     for function in in_child:

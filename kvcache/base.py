@@ -36,20 +36,20 @@ class Decoding:
     The sequences of a step that has fed one token to each. The next step of the cache finds them here if it feeds one
     more token to each of the same, so that it need not look at each of them again.
 
-    positions: int64 (B,), of the newest tokens. metadata: the `InputMetadata` of each step. left: for how many more
-    steps all runs have room. operation: the number of the last operation of the cache that has used it.
+    positions: int64 (B,), of the newest tokens. metadata: the `InputMetadata` of each step, a new one
+    when runs have changed. left: for how many more steps they have room. operation: the number of the last operation of
+    the cache that has used it.
     """
 
     def __init__(self, records, max_positions):
         self.records, self.handles, self.ones = records, [record.handle for record in records], [1] * len(records)
         self.positions = np.array([record.length for record in records]) - 1
-        self.metadata = InputMetadata(self.ones, [None] * len(records))
         self.max_positions, self.operation = max_positions, None
         self.look()
 
     def look(self):
         """Take the runs of the records, and find out for how many steps they have room."""
-        self.metadata.runs[:] = [record.runs for record in self.records]
+        self.metadata = InputMetadata(self.ones, [record.runs for record in self.records])
         self.left = min([min(record.room, self.max_positions) - record.length for record in self.records])
 
     def goes_on(self, handles, starts, tokens):
@@ -71,7 +71,8 @@ def exclusive(operation):
         with uninterrupted() as outermost, self.lock:
             self.holder, self.n_operations = get_ident(), self.n_operations + 1
             try:
-                self.remove_freed()
+                if self.to_free:
+                    self.remove_freed()
                 result = operation(self, *args, **kwargs)
                 if noted and outermost and operation.__name__ in ('new', 'fork'):  # the caller will not get the handle
                     self.remove(self.records[result])
@@ -374,7 +375,8 @@ class BaseCache:
                                  None if wanted is None else np.array(wanted, np.int64))
         positions = positions_of([record.length for record in records], counts)
         logits = self.executor.execute_model(ids.contiguous(), positions, self.arrays, metadata)
-        self.check_numbers()
+        if not self.arrays.finite:
+            self.refuse_numbers()
         self.added(records, counts, ids)
         return logits
 
@@ -386,7 +388,8 @@ class BaseCache:
             d.look()
         d.positions = d.positions + 1
         logits = self.executor.execute_model(ids.contiguous(), d.positions, self.arrays, d.metadata)
-        self.check_numbers()
+        if not self.arrays.finite:
+            self.refuse_numbers()
         self.added(d.records, d.ones, ids)
         d.left -= 1
         self.keep(d)
@@ -417,7 +420,8 @@ class BaseCache:
         metadata, d.positions = replace(d.metadata, next_tokens=next_tokens), d.positions + 1
         ids = torch.from_numpy(tokens[0]).to(self.device)
         logits = self.executor.execute_model(ids, d.positions, self.arrays, metadata)
-        self.check_numbers()
+        if not self.arrays.finite:
+            self.refuse_numbers()
         if not next_tokens.n_drawn:
             next_tokens.draw_from(logits)
         n = next_tokens.n_drawn
@@ -426,11 +430,10 @@ class BaseCache:
         self.keep(d)
         return logits
 
-    def check_numbers(self):
-        """`NotNumbers` if the logits of the last step are not numbers."""
-        if not self.arrays.finite:
-            self.reset()
-            raise NotNumbers
+    def refuse_numbers(self):
+        """The logits of the last step are not numbers: a mask would not hide such keys from later owners of a slot."""
+        self.reset()
+        raise NotNumbers
 
     def reset(self):
         """Set all stored numbers to zero, and leave all sequences without tokens."""
