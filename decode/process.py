@@ -22,23 +22,25 @@ def note(signum, frame):
 
 class uninterrupted:
     """
-    `with uninterrupted() as outermost:` a SIGINT that comes inside is raised at the end of the block, or of the
-    outermost of nested blocks. It has no effect in other threads than the main one, where none comes, and where SIGINT
-    is ignored or has no handler in Python.
+    `with uninterrupted() as block:` a SIGINT that comes inside is raised at the end of the block, or of the outermost
+    of nested blocks. block.undo: called before it is raised, if it is not None. A block has no effect in other threads
+    than the main one, where none comes, and where SIGINT is ignored or has no handler in Python.
     """
-    __slots__ = 'before',
+    __slots__ = 'before', 'undo'
 
     def __enter__(self):
-        self.before = None
+        self.before = self.undo = None
         if threading.get_ident() == main:
             before = _signal.getsignal(SIGINT)
             if before is not note and callable(before):
                 self.before = before
                 _signal.signal(SIGINT, note)
-        return self.before is not None
+        return self
 
     def __exit__(self, *error):
         if self.before is not None:
+            if noted and self.undo:
+                self.undo()
             _signal.signal(SIGINT, self.before)
             if noted:
                 noted.clear()

@@ -16,7 +16,7 @@ import torch
 
 from decode.eager import EagerDecoder
 from decode.metadata import InputMetadata, KVArrays
-from decode.process import after_fork, noted, uninterrupted
+from decode.process import after_fork, uninterrupted
 from kvcache.checks import check_shift, checked_step
 from kvcache.records import Record
 from positions import turned
@@ -68,14 +68,14 @@ def exclusive(operation):
         if self.holder == get_ident():
             raise ValueError(f"{operation.__name__} was called inside an operation on the same cache, which has not "
                              "finished: call it afterwards")
-        with uninterrupted() as outermost, self.lock:
+        with self.lock, uninterrupted() as block:
             self.holder, self.n_operations = get_ident(), self.n_operations + 1
             try:
                 if self.to_free:
                     self.remove_freed()
                 result = operation(self, *args, **kwargs)
-                if noted and outermost and operation.__name__ in ('new', 'fork'):  # the caller will not get the handle
-                    self.remove(self.records[result])
+                if operation.__name__ in ('new', 'fork'):  # whose caller does not get the handle from an interrupt
+                    block.undo = lambda: self.remove(self.records[result])
                 return result
             except BaseException:
                 self.recover()
@@ -404,18 +404,19 @@ class BaseCache:
 
         If a step fails, the sequences have the tokens of before this call.
         """
-        d = self.last_decoding()
+        d, tokens = self.last_decoding(), next_tokens.tokens
+        if tokens.shape[1] != len(handles) or next_tokens.n_drawn:
+            raise ValueError(f"{tokens.shape[1]} tokens came for {len(handles)} sequences, in `NextTokens` of which "
+                             f"{next_tokens.n_drawn} rows were drawn: make new ones with one token for each")
         if not d or handles != d.handles:
             records = list(map(self.record, handles))
-            if not all(record.length for record in records) or next_tokens.tokens.shape[1] != len(records):
-                raise ValueError(f"sequences {handles} have {[record.length for record in records]} tokens, and "
-                                 f"{next_tokens.tokens.shape[1]} come: feed each one by `step` first, and give each "
-                                 "one token")
+            if not all(record.length for record in records):
+                raise ValueError(f"sequences {handles} have {[record.length for record in records]} tokens: feed each "
+                                 "one by `step` first")
             d = Decoding(records, self.model.config.max_positions)
         if d.left < 1:
             self.make_room(d.records, d.ones)
             d.look()
-        tokens = next_tokens.tokens
         next_tokens.n_steps, next_tokens.version = min(len(tokens) - 1, d.left), self.executor.version
         metadata, d.positions = replace(d.metadata, next_tokens=next_tokens), d.positions + 1
         ids = torch.from_numpy(tokens[0]).to(self.device)

@@ -1,318 +1,309 @@
-"""Blocks under a model: prompts and next tokens in one forward pass, what is shared, and what is refused."""
+"""What only the pool of blocks has: prefixes that are found, room that is reserved, several steps in one call."""
+import ctypes
+import gc
+import weakref
+
+import numpy as np
 import pytest
 import torch
+from cache_machine import VOCAB, check, model_of
 from conftest import sizes
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from reference_executor import ReferenceExecutor
 
+import decode
 from decode.cpu import CPUDecoder
-from generation import Work
-from kvcache import block_tables
+from decode.metadata import NextTokens
 from kvcache.blocks import OutOfBlocks
-from kvcache.paged import PagedCache, PagedMetadata, execute_model
-from kvcache.placement import logits_of
-from model import GPT, GPTConfig
+from kvcache.paged import PagedCache, n_blocks_for
+
+TEXT = list(range(13))
+EXECUTORS = decode.EagerDecoder, CPUDecoder
 
 
-def model(seed=0, **how):
-    torch.manual_seed(seed)
-    return GPT(GPTConfig(**(dict(block_size=32, vocab_size=29, n_layer=2, n_head=2, n_embd=32) | how))).eval()
+def pool(executor=None, kind='learned', n_blocks=16, page_size=4, seed=0):
+    m = model_of(kind, seed)
+    return m, PagedCache(m, n_blocks, page_size, decoder=executor and executor(m))
 
 
-def full_logits(m, tokens):
-    return m(torch.tensor([tokens]), use_cache=False)[0][0, 0]
+def feed(cache, new):
+    """A step of {handle: tokens}, from where the sequences end."""
+    return cache.step(list(new), [cache.length(seq) for seq in new], [torch.tensor(text) for text in new.values()])
 
 
-def pool(m, n_blocks=16, block_size=4):
-    return PagedCache(m, n_blocks, block_size)
+def exact(m, text):
+    """Logits (vocab_size,) behind the last token of a text."""
+    return m(torch.tensor([text]), use_cache=False)[0][0, -1].detach()
 
 
-def feed(p, texts):
-    """A step of {sequence: new tokens}, from where each ends: logits (B, vocab_size)."""
-    return p.step(Work(list(texts), [p.lengths[seq] for seq in texts], [torch.tensor(text) for text in texts.values()]))
+@pytest.mark.parametrize('executor', EXECUTORS)
+def test_a_beginning_that_is_remembered_is_not_computed_again(executor):
+    m, p = pool(executor)
+    a, b, c = p.new(), p.new(), p.new()
+    feed(p, {a: TEXT})
+    assert torch.allclose(feed(p, {b: TEXT})[0], exact(m, TEXT), atol=1e-5)
+    assert p.records[b].table[:3] == p.records[a].table[:3] and p.records[b].table[3] != p.records[a].table[3]
+    assert p.reuse_prefix(c, TEXT[:6] + [5] * 9) == 4 and p.length(c) == 4
+    assert torch.allclose(feed(p, {c: [4, 5] + [5] * 9})[0], exact(m, TEXT[:6] + [5] * 9), atol=1e-5)
+    with pytest.raises(ValueError, match='has begun already'):
+        p.reuse_prefix(a, TEXT)
+    for seq in (a, b, c):
+        p.free(seq)
+    d = p.new()
+    assert p.reuse_prefix(d, TEXT) == 12, "freed blocks are remembered until they are used"
+    p.truncate(d, 0)
+    assert p.reuse_prefix(p.new(), TEXT[:12]) == 8, "never all of the tokens"
 
 
-def begin(p, text):
-    """(the number of a new sequence with this text, its logits)."""
+@pytest.mark.parametrize('executor', EXECUTORS)
+def test_salt_separates(executor):
+    m, p = pool(executor, n_blocks=32)
+    for salt in ('', 'a', 'b'):
+        seq = p.new(salt)
+        assert p.reuse_prefix(seq, TEXT) == 0
+        feed(p, {seq: TEXT})
+        again, fork = p.new(salt), p.fork(seq)
+        assert p.reuse_prefix(again, TEXT) == 12
+        assert torch.allclose(feed(p, {again: TEXT[12:]})[0], exact(m, TEXT), atol=1e-5)
+        p.truncate(fork, 0)
+        assert p.reuse_prefix(fork, TEXT) == 12, "a fork has the salt"
+
+
+def test_only_what_was_computed_is_found(monkeypatch):
+    m, p = pool()
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr(p.executor, 'execute_model', lambda *args: (_ for _ in ()).throw(MemoryError))
+        feed(p, {p.new(): TEXT})
+    assert p.reuse_prefix(p.new(), TEXT) == 0
+
+
+def changes():
+    def through_torch(m):
+        with torch.no_grad():
+            m.transformer.h[0].mlp.c_fc.weight.mul_(1.5)
+
+    def through_data(m):
+        for p in m.parameters():
+            p.data.copy_(p.data * 1.01)
+
+    def replaced(m):
+        m.transformer.h[1].mlp.c_proj = torch.nn.Linear(192, 48, bias=m.config.bias)
+    return [through_torch, through_data, replaced]
+
+
+@pytest.mark.parametrize('executor', EXECUTORS)
+@pytest.mark.parametrize('change', changes(), ids=lambda change: change.__name__)
+def test_blocks_of_other_weights_are_not_found(executor, change):
+    m, p = pool(executor)
+    old, version = p.new(), p.version
+    feed(p, {old: TEXT})
+    change(m)
+    new = p.new()
+    assert torch.allclose(feed(p, {new: TEXT})[0], exact(m, TEXT), atol=1e-4)
+    assert p.version != version and not {*p.records[new].table} & {*p.records[old].table}
+    feed(p, {old: [1] * 9})  # with keys of both: its blocks are not remembered from now on
+    assert p.reuse_prefix(p.new(), TEXT + [1] * 9) == 12
+    assert p.reuse_prefix(p.new(), TEXT + [1]) == 12
+
+
+def test_weights_that_are_written_unseen_are_found_by_refresh():
+    """A write through .data that leaves the probed values as they are; and a change in the middle of a sequence."""
+    m, p = pool(CPUDecoder)
     seq = p.new()
-    return seq, feed(p, {seq: text})[0]
+    feed(p, {seq: TEXT})
+    m.transformer.h[0].mlp.c_fc.weight.data[3, 3] += 5
+    assert p.reuse_prefix(p.new(), TEXT) == 12
+    p.executor.refresh()
+    assert p.reuse_prefix(p.new(), TEXT) == 0
+    other = p.new()
+    assert torch.allclose(feed(p, {other: TEXT})[0], exact(m, TEXT), atol=1e-5)
+    with torch.no_grad():
+        m.transformer.ln_f.weight.mul_(2)  # keys and values stay the same
+    before = feed(p, {other: [5]})[0]
+    p.executor.refresh()
+    p.truncate(other, 13)
+    assert torch.allclose(feed(p, {other: [5]})[0], exact(m, TEXT + [5]), atol=1e-5) and not torch.allclose(
+        before, exact(m, TEXT + [5]), atol=1e-5)
 
 
-def n_computed(p, text):
-    """How many tokens a step of a new sequence with this text computes. It is freed."""
-    numbers, seq = [], p.new()
-    with pytest.MonkeyPatch.context() as patch:  # a hook would change the model, and no block would be found
-        patch.setattr(block_tables, 'logits_of',
-                      lambda m, idx, *args: numbers.append(idx.numel()) or logits_of(m, idx, *args))
-        feed(p, {seq: text})
-    p.free(seq)
-    return numbers[-1]
-
-
-@torch.inference_mode()
-def test_prompts_and_next_tokens_in_one_pass():
-    m = model()
-    p, passes = pool(m), []
-    m.transformer.ln_f.register_forward_hook(lambda *_: passes.append(1))
-    texts = [[1, 2, 3, 4, 5, 6, 7], [9, 8], [1, 2, 3, 4, 5, 0]]
-    a, logits = begin(p, texts[0])
-    assert torch.allclose(logits, full_logits(m, texts[0]), atol=1e-5)
-    b, c = p.new(), p.new()
-    logits = feed(p, {a: [11], c: texts[2], b: texts[1]})
-    for row, tokens in zip(logits, (texts[0] + [11], texts[2], texts[1])):
-        assert torch.allclose(row, full_logits(m, tokens), atol=1e-5)
-    passes.clear()
-    assert p.blocks.tables[a][0] == p.blocks.tables[c][0]  # the first four tokens of c were not computed
-    logits = feed(p, {a: [12], b: [12], c: [12]})
-    assert len(passes) == 1
-    for row, tokens in zip(logits, (texts[0] + [11, 12], texts[1] + [12], texts[2] + [12])):
-        assert torch.allclose(row, full_logits(m, tokens), atol=1e-5)
-
-
-@pytest.mark.parametrize('decoder_of', [lambda m: m, ReferenceExecutor, CPUDecoder], ids=['model', 'reference', 'cpu'])
-@torch.inference_mode()
-def test_padding_writes_nothing(decoder_of):
-    m = model()
-    p, ids = pool(m), torch.tensor([3, 1, 4, 0, 0])
-    slots = p.blocks.add('a', [3, 1, 4]) or p.blocks.slots('a', 0, 3)
-    before = [layer.k.data.clone() for layer in p.layers]
-    metadata = PagedMetadata(torch.tensor([*slots, -1, -1]), torch.tensor([p.blocks.tables['a'] + [-1]]),
-                             torch.tensor([3]), torch.tensor([3]))
-    logits = execute_model(decoder_of(m), ids, torch.tensor([0, 1, 2, 0, 0]), p.layers, metadata)
-    assert torch.allclose(logits[0], full_logits(m, [3, 1, 4]), atol=1e-5)
-    for layer, old in zip(p.layers, before):
-        assert (layer.k.data != old).any(dim=-1).any(dim=0).flatten().nonzero()[:, 0].tolist() == slots
-
-
-@torch.inference_mode()
-def test_forks_hold_their_prompt_once():
-    m = model()
-    p = pool(m)
-    prompt = list(range(10))
-    seqs = [begin(p, prompt)[0]]
-    seqs += [p.fork(seqs[0]) for _ in range(4)]
-    assert len({block for table in p.blocks.tables.values() for block in table}) == 3
-    for i, row in enumerate(feed(p, {seq: [20 + i] for i, seq in enumerate(seqs)})):
-        assert torch.allclose(row, full_logits(m, prompt + [20 + i]), atol=1e-5)
-    assert len({block for table in p.blocks.tables.values() for block in table}) == 2 + 5
-
-
-@torch.inference_mode()
-def test_a_fork_does_not_write_to_the_other_sequences_blocks():
-    for n_prompt in range(1, 11):
-        m = model()
-        p, tokens = pool(m), list(range(n_prompt))
-        a = begin(p, tokens)[0]
-        b = p.fork(a)
-        assert p.blocks.tables[a] == p.blocks.tables[b]
-        for seq, new in ((b, [21]), (a, [22])):
-            assert torch.allclose(feed(p, {seq: new})[0], full_logits(m, tokens + new), atol=1e-5)
-        for seq, old in ((b, 21), (a, 22)):
-            assert torch.allclose(feed(p, {seq: [23]})[0], full_logits(m, tokens + [old, 23]), atol=1e-5)
-        assert set(p.blocks.tables[a]) & set(p.blocks.tables[b]) == set(p.blocks.tables[a][:n_prompt // 4])
-        for seq in (a, b):
-            p.free(seq)
-        assert len(p.blocks.free) == 16
-
-
-@torch.inference_mode()
-def test_only_what_was_computed_is_found_by_others():
-    """A step that fails has computed nothing."""
-    m = model()
-    p, tokens = pool(m), list(range(13))
-    a = p.new()
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(block_tables, 'logits_of', lambda *args, **how: 1 / 0)
-        feed(p, {a: tokens[:9]})
-    assert p.lengths == {a: 0} and not p.tokens and len(p.blocks.free) == 16 and not p.blocks.cached_blocks(tokens)
-    feed(p, {a: tokens[:9]})
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(block_tables, 'logits_of', lambda *args, **how: 1 / 0)
-        feed(p, {a: tokens[9:]})
-    assert p.lengths == {a: 9} and p.tokens == {a: tokens[:9]} and n_computed(p, tokens) == 5
-    assert torch.allclose(feed(p, {a: tokens[9:]})[0], full_logits(m, tokens), atol=1e-5)
-    assert n_computed(p, tokens) == 1
-    logits = p.step(Work([a], [6], torch.tensor([[20, 21]])))
-    assert p.lengths == {a: 8} and torch.allclose(logits[0], full_logits(m, tokens[:6] + [20, 21]), atol=1e-5)
-
-
-class PagedMachine(RuleBasedStateMachine):
-    """
-    Random requests beside {sequence: its tokens}. A step's logits are those of all tokens of each, uncached and alone.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.gpt, self.texts = model(), {}
-        self.pool = pool(self.gpt, n_blocks=12, block_size=3)
-
-    def any(self, data):
-        return data.draw(st.sampled_from(sorted(self.texts)))
-
-    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=9)  # few different tokens, so that prompts begin alike
-
-    @precondition(lambda self: len(self.texts) < 12)
-    @rule()
-    def new(self):
-        self.texts[self.pool.new()] = []
-
-    @precondition(lambda self: 0 < len(self.texts) < 12)
-    @rule(data=st.data())
-    def fork(self, data):
-        seq = self.any(data)
-        self.texts[self.pool.fork(seq)] = self.texts[seq]
-
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data(), part=st.floats(0, 1))
-    def truncate(self, data, part):
-        seq = self.any(data)
-        n = int(part * len(self.texts[seq]))
-        self.pool.truncate(seq, n)
-        self.texts[seq] = self.texts[seq][:n]
-
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    def free(self, data):
-        seq = self.any(data)
-        self.pool.free(seq)
-        del self.texts[seq]
-
-    @rule(seed=st.integers(0, 3))
-    def train(self, seed):
-        """Other weights, and no sequences, because those that go on would be computed with both."""
-        for seq in self.texts:
-            self.pool.free(seq)
-        self.texts = {}
-        self.gpt.load_state_dict(model(seed).state_dict())
-
-    @precondition(lambda self: self.texts)
-    @rule(data=st.data())
-    @torch.inference_mode()
-    def step(self, data):
-        new, starts = {}, []
-        for seq in self.texts:
-            if data.draw(st.booleans()):
-                start = data.draw(st.integers(0, len(self.texts[seq])) | st.just(len(self.texts[seq])))
-                text = data.draw(self.tokens)
-                if start + len(text) <= 32:
-                    new[seq] = text
-                    starts.append(start)
-        if not new:
-            return
-        for seq, start in zip(new, starts):
-            self.texts[seq] = self.texts[seq][:start]
-        try:
-            logits = self.pool.step(Work(list(new), starts, [torch.tensor(text) for text in new.values()]))
-        except OutOfBlocks:
-            return
-        for seq, row in zip(new, logits):
-            self.texts[seq] = self.texts[seq] + new[seq]
-            assert torch.allclose(row, full_logits(self.gpt, self.texts[seq]), atol=1e-5)
-
-    @invariant()
-    def lengths_tokens_and_tables_agree(self):
-        assert self.pool.lengths == {seq: len(text) for seq, text in self.texts.items()}
-        begun = {seq: text for seq, text in self.texts.items() if text}
-        assert self.pool.tokens == begun and self.pool.blocks.length == {seq: len(text) for seq, text in begun.items()}
-
-    def teardown(self):
-        for seq in self.texts:
-            self.pool.free(seq)
-        assert len(self.pool.blocks.free) == 12 and not self.pool.tokens and not self.pool.lengths
-
-
-TestPaged = PagedMachine.TestCase
-TestPaged.settings = settings(max_examples=sizes(15, 60), stateful_step_count=40, deadline=None)
-
-
-METADATA = dict(slot_mapping=[0, 1, 2, 8], block_tables=[[0, -1], [1, 2]], query_lens=[3, 1], seq_lens=[3, 5])
-
-
-@pytest.mark.parametrize('words, changed', [
-    ('slots', dict(slot_mapping=[0, 1, 2, 64])), ('slots', dict(slot_mapping=[0, 1, 2, -2])),
-    ('slots', dict(slot_mapping=[0, 1, 2, 9])), ('slots', dict(slot_mapping=[0, 0, 0, 8])),
-    ('slots', dict(block_tables=[[0, -1]], query_lens=[3], seq_lens=[3])),  # the last token is padding, and has a slot
-    ('one slot', dict(slot_mapping=[0, 1, 2])), ('one slot', dict(positions=[0, 1, 2])),
-    ('one slot', dict(block_tables=[[0, -1], [0, -1]], seq_lens=[3, 3], slot_mapping=[0, 1, 2, 2],
-                      positions=[0, 1, 2, 2])),
-    ('room', dict(block_tables=[[0, -1], [1, -1]])), ('room', dict(block_tables=[[0, -1], [1, 16]])),
-    ('room', dict(block_tables=[[-1, -1], [1, 2]])), ('room', dict(block_tables=[[0, -1], [2, 2]])),
-    ('room', dict(block_tables=[[0], [1]])), ('block tables', dict(block_tables=[0, 1])),
-    ('query_lens', dict(query_lens=[4])), ('seq_lens', dict(seq_lens=[3])), ('new token', dict(query_lens=[4, 0])),
-    ('new token', dict(seq_lens=[2, 5])), ('new token', dict(seq_lens=[3, 33])), ('positions', dict(query_lens=[3, 2])),
-    ('positions', dict(positions=[0, 1, 2, 32])), ('positions', dict(positions=[0, 1, 2, -1])),
-    ('positions', dict(positions=[0, 1, 2, 3])), ('positions', dict(positions=[5, 6, 7, 4])),
-    ('token ids', dict(ids=[5, 6, 7, 29])), ('token ids', dict(ids=[5, 6, 7, -1])),
-])
-@pytest.mark.parametrize('decoder_of', [lambda m: m, ReferenceExecutor], ids=['model', 'decoder'])
-@torch.inference_mode()
-def test_metadata_that_does_not_go_together_is_refused_and_nothing_is_written(words, changed, decoder_of):
-    m = model()
-    p, model_or_decoder = pool(m), decoder_of(m)
-
-    def call(ids=(5, 6, 7, 8), positions=(0, 1, 2, 4), **metadata):
-        return execute_model(model_or_decoder, torch.tensor(ids), torch.tensor(positions), p.layers,
-                             PagedMetadata(**{name: torch.tensor(value) for name, value in metadata.items()}))
-    with pytest.raises(ValueError, match=words):
-        call(**(METADATA | changed))
-    assert not any(layer.k.data.any() for layer in p.layers)
-    for other in (pool(model(n_layer=3)), pool(model(n_embd=64)), pool(m, block_size=8)):
-        with pytest.raises(ValueError, match='make them for this model'):
-            execute_model(model_or_decoder, torch.tensor([5]), torch.tensor([0]), [p.layers[0], *other.layers[1:]],
-                          PagedMetadata(torch.tensor([0]), torch.tensor([[0]]), torch.tensor([1]), torch.tensor([1])))
-    assert call(**METADATA).shape == (2, 29)
-
-
-@torch.inference_mode()
-def test_dropout_does_not_get_into_the_pool():
-    m = model(dropout=0.5)
-    p, tokens = pool(m), list(range(9))
-    a = p.new()
-    m.train()
-    with pytest.raises(ValueError, match='eval'):
-        feed(p, {a: tokens})
-    m.eval()
-    assert torch.allclose(feed(p, {a: tokens})[0], full_logits(m, tokens), atol=1e-5) and n_computed(p, tokens) == 1
-    assert p.lengths == {a: 9}
-
-
-def test_a_step_with_no_room_changes_nothing():
-    m = model()
-    p = pool(m, n_blocks=3)
+def test_without_room_nothing_changes():
+    m, p = pool(n_blocks=5)
     a, b = p.new(), p.new()
-    with torch.inference_mode():
-        feed(p, {a: list(range(9))})
-    for new in ({b: [1]}, {a: [1], b: [1]}, {a: [1, 2, 3, 4]}):
-        with pytest.raises(OutOfBlocks):
-            feed(p, new)
-        assert p.tokens.keys() == p.blocks.tables.keys() == p.blocks.length.keys() == {a} and not p.blocks.free
-        assert p.lengths == {a: 9, b: 0}
-    p.free(a)
-    assert len(p.blocks.free) == 3
+    feed(p, {a: TEXT[:7], b: TEXT[:3]})
+    before = [record.table[:] for record in p.records.values()], list(p.blocks.free)
+    with pytest.raises(OutOfBlocks, match='blocks are needed'):
+        feed(p, {b: [1, 2], a: [1] * 10})
+    assert before == ([record.table for record in p.records.values()], list(p.blocks.free))
+    assert p.reserve([a, b], 30) == 3 and p.n_free == 0
+    assert p.reserve([a, b], 0) == 0 and p.n_free == 2
+    check(p, {a: 7, b: 3})
 
 
-@torch.inference_mode()
-def test_huge_keys_in_the_blocks_of_others_change_no_logits():
-    m = model()
-    m.transformer.h[0].attn.c_attn.bias[:32] = 30.0
-    for n_new in (1, 3):
-        p = pool(m)
-        for layer in p.layers:  # finite numbers, as broken weights may leave them
-            layer.k.data.fill_(1e38)
-            layer.v.data.fill_(-1e38)
-        texts = {p.new(): [1, 2, 3, 4, 5, 6], p.new(): [7, 8, 9]}
-        for row, text in zip(feed(p, texts), texts.values()):
-            assert torch.allclose(row, full_logits(m, text), atol=1e-5)
-        new = list(range(10, 10 + n_new))
-        for row, text in zip(feed(p, dict.fromkeys(texts, new)), texts.values()):
-            assert torch.allclose(row, full_logits(m, text + new), atol=1e-5)
-    p = pool(m)
-    for layer in p.layers:
-        layer.k.data.fill_(1e38)
-    lens = torch.tensor([2, 2])
-    metadata = PagedMetadata(torch.tensor([0, 1, 8, 9]), torch.tensor([[0], [2]]), lens, lens)
-    logits = execute_model(m, torch.tensor([5, 6, 7, 8]), torch.tensor([0, 1, 0, 1]), p.layers, metadata)
-    for row, text in zip(logits, ([5, 6], [7, 8])):
-        assert torch.allclose(row, full_logits(m, text), atol=1e-5)
+@pytest.mark.parametrize('kind', ['learned', 'rope window sinks', 'alibi window'])
+def test_missing_blocks_are_those_that_a_step_takes(kind):
+    m, p = pool(kind=kind)
+    seq, fork = p.new(), None
+    assert p.n_missing(None, 9) == 3
+    for n in (3, 1, 1, 4, 5, 1, 1, 6, 1):
+        missing, free = p.n_missing(seq, n), p.n_free
+        feed(p, {seq: [1] * n})
+        assert p.n_free == free - missing
+        if n == 4:
+            fork = p.fork(seq)  # the last block is shared from now on
+        if n == 6:
+            p.free(fork)
+
+
+@pytest.mark.parametrize('kind', ['learned', 'rope window sinks', 'alibi window'])
+def test_what_is_reserved_is_there(kind):
+    """So many steps find room though another sequence takes all other blocks; what is not used is given back."""
+    for seed in range(sizes(4, 30)):
+        torch.manual_seed(seed)
+        m, p = pool(kind=kind, n_blocks=14, seed=seed)
+        seqs = [p.new() for _ in range(3)]
+        lengths = torch.randint(1, 9, (3,)).tolist()
+        feed(p, {seq: [2] * n for seq, n in zip(seqs, lengths)})
+        if seed % 2:
+            seqs.append(p.fork(seqs[0]))
+            lengths.append(lengths[0])
+        n = p.reserve(seqs, int(torch.randint(1, 12, ())))
+        greedy, taken = p.new(), 0
+        while p.n_free and taken < 30:
+            try:
+                taken += len(feed(p, {greedy: [3]}))
+            except OutOfBlocks:
+                break
+        assert n
+        for step in range(n):
+            p.step(seqs, [length + step for length in lengths], torch.full((len(seqs), 1), 4))
+        check(p, {seq: length + n for seq, length in zip(seqs, lengths)} | {greedy: p.length(greedy)})
+        p.reserve(seqs, 0)
+        for record in (p.records[seq] for seq in seqs):
+            assert len(record.table) == -(-record.length // 4)
+
+
+def test_a_pool_for_n_sequences_is_enough_for_n_without_end():
+    m = model_of('rope window sinks')
+    p = PagedCache(m, 3 * n_blocks_for(m.config, 4), 4)
+    seqs, n = [p.new() for _ in range(3)], 0
+    while n < 150:
+        tokens = torch.randint(VOCAB, (3, min(9, n + 1)))
+        p.step(seqs, [n] * 3, tokens)
+        n += tokens.size(1)
+
+
+def test_a_hit_through_a_window_needs_the_sinks_and_the_last_window():
+    m, p = pool(kind='rope window sinks', n_blocks=20)  # window 6, 3 sinks, blocks of 4
+    text = [*range(24), 1]
+    seq = p.new()
+    feed(p, {seq: text})
+    assert p.records[seq].table.count(None) > 1
+    p.free(seq)
+    again = p.new()
+    assert p.reuse_prefix(again, text) == 24 and p.records[again].table.count(None) > 1
+    assert torch.allclose(feed(p, {again: text[24:]})[0], exact(m, text), atol=1e-5)
+
+
+class Fed:
+    """
+    A `Callback` in Python that writes given rows of tokens, int64 (n, B), and returns 0 behind the last one. logits: of
+    each step.
+    """
+
+    def __init__(self, rows):
+        self.rows, self.shape, self.logits = rows, (rows.shape[1], VOCAB), []
+        self.call = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)(self.draw)
+        self.address = ctypes.cast(self.call, ctypes.c_void_p).value
+
+    def draw(self, data, logits_at, tokens_at, thread, n_threads):
+        if thread:
+            return 1
+        at = ctypes.cast(logits_at, ctypes.POINTER(ctypes.c_float))
+        self.logits.append(torch.from_numpy(np.ctypeslib.as_array(at, self.shape).copy()))
+        row = self.rows[len(self.logits)] if len(self.logits) < len(self.rows) else np.zeros(self.shape[0], np.int64)
+        np.ctypeslib.as_array(ctypes.cast(tokens_at, ctypes.POINTER(ctypes.c_int64)), row.shape)[:] = row
+        return len(self.logits) < len(self.rows)
+
+
+def decode_several(p, seqs, fed):
+    """All rows of a `Fed`, in as many calls as it takes. Returns how many."""
+    n_calls = 0
+    while len(fed.logits) < len(fed.rows):
+        done = len(fed.logits)
+        n = p.reserve(seqs, len(fed.rows) - done)
+        tokens = np.full((max(n, 1) + 1, len(seqs)), -1, np.int64)
+        tokens[0] = fed.rows[done]
+        last = p.decode_steps(seqs, NextTokens(fed, np.zeros(1, np.int64), tokens))
+        assert torch.equal(last, fed.logits[-1])
+        n_calls += 1
+    return n_calls
+
+
+def rows_of(seqs, n, first=0):
+    return (np.arange(first, first + n)[:, None] + np.arange(len(seqs))) % VOCAB
+
+
+@pytest.mark.parametrize('executor', EXECUTORS)
+@pytest.mark.parametrize('kind', ['learned', 'rope window sinks', 'alibi window'])
+def test_several_decode_steps_are_single_steps(kind, executor):
+    """The same logits, tables and remembered blocks, before and after a fork."""
+    (m, p), (_, q) = (pool(executor, kind, 32) for _ in range(2))
+    for each in (p, q):
+        seqs = [each.new(), each.new()]
+        feed(each, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
+    for round_, n in enumerate((1, 2, 9, 4)):
+        fed = Fed(rows_of(seqs, n, round_))
+        n_calls = decode_several(p, seqs, fed)
+        assert n_calls == n or executor is CPUDecoder and n_calls <= n // 2 + 2
+        for row, of_step in zip(fed.rows, fed.logits, strict=True):
+            assert torch.equal(feed(q, dict(zip(seqs, row[:, None]))), of_step)
+        for cache in (p, q):
+            cache.reserve(seqs, 0)
+        for seq in seqs:
+            a, b = p.records[seq], q.records[seq]
+            assert (a.length, a.tokens, [x is None for x in a.table]) == (b.length, b.tokens,
+                                                                         [x is None for x in b.table])
+        check(p, {seq: record.length for seq, record in q.records.items()})
+        if not m.config.window:
+            assert {x.tokens for x in p.blocks.block_with} == {x.tokens for x in q.blocks.block_with}
+        if round_ == 1:
+            seqs = [(p.fork(seq), q.fork(seq))[0] for seq in seqs] + seqs
+
+
+def test_decode_steps_before_one_that_fails_are_kept():
+    m, p = pool(CPUDecoder)
+    seqs = [p.new(), p.new()]
+    feed(p, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
+    fed = Fed(rows_of(seqs, 40))
+    fed.rows[6, 1] = VOCAB
+    with pytest.raises(ValueError, match='token ids'):
+        decode_several(p, seqs, fed)
+    check(p, {seqs[0]: 13, seqs[1]: 9})
+    text = TEXT[:7] + fed.rows[:6, 0].tolist()
+    assert p.records[seqs[0]].tokens == text
+    assert torch.allclose(feed(p, {seqs[0]: [5]})[0], exact(m, text + [5]), atol=1e-5)
+
+
+def test_next_tokens_that_do_not_fit_are_refused():
+    m, p = pool(CPUDecoder)
+    seq, rows = p.new(), np.zeros((5, 3), np.int64)
+    feed(p, {seq: TEXT[:7]})
+    for wrong in (rows[:1], rows[:, :1], rows[0], rows.astype(np.int32)):
+        with pytest.raises(ValueError, match='tokens must be a contiguous int64 array'):
+            NextTokens(Fed(rows), rows, wrong)
+    with pytest.raises(ValueError, match='one token'):
+        p.decode_steps([seq], NextTokens(Fed(rows), rows, rows))
+    with pytest.raises(ValueError, match='feed each one'):
+        p.decode_steps([p.new()], NextTokens(Fed(rows), rows, rows[:, :1].copy()))
+
+
+def test_a_pool_is_freed_without_the_garbage_collector():
+    m, p = pool(CPUDecoder)
+    seqs = [p.new(), p.new()]
+    feed(p, {seqs[0]: TEXT[:7], seqs[1]: TEXT[:3]})
+    decode_several(p, seqs, Fed(rows_of(seqs, 3)))
+    seen = weakref.ref(p.blocks), weakref.ref(p)
+    gc.disable()
+    try:
+        del p
+        assert [each() for each in seen] == [None, None]
+    finally:
+        gc.enable()
