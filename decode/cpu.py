@@ -3,9 +3,8 @@ import numpy as np
 import torch
 
 from decode.execute import Executor
-from decode.kernel.native import step_lock
-from decode.kernel.plan import BAD_TOKEN
-from decode.kernel.threads import aligned
+from decode.kernel.layout import BAD_TOKEN
+from decode.kernel.threads import aligned, step_lock
 from decode.layers import make_room, with_length
 from decode.metadata import KVArrays, Runs
 

@@ -14,10 +14,10 @@ import torch
 from decode.choice import ThreadChoice
 from decode.exclusive_use import ExclusiveThreads
 from decode.forks import after_fork
-from decode.kernel import layout, plan
+from decode.kernel import layout
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
-from decode.kernel.native import check, one_torch_thread, step, step_lock, team_for
-from decode.kernel.threads import LINE, aligned, n_cores
+from decode.kernel.step import check, step, team_for
+from decode.kernel.threads import LINE, aligned, n_cores, one_torch_thread, step_lock
 from decode.tables import Activations, PackedModel, StepInputs, StepTables, settings_of
 from decode.weights import WEIGHTS, PackedWeights, check_model, padded
 
@@ -84,8 +84,8 @@ class Executor:
         self.packed = packed
 
     def team_for(self, dtype):
-        """The workers for keys and values of this dtype; see `native.team_for`."""
-        self.teams[dtype] = team_for(self.weights, dtype, self.tables.memory, self.n_threads)
+        """The workers for keys and values of this dtype; see `step.team_for`."""
+        self.teams[dtype] = team_for(self.weights, dtype, self.n_threads)
         return self.teams[dtype]
 
     def notice_changes(self, thorough=False):
@@ -193,15 +193,10 @@ class Executor:
         if N <= self.chunk:
             self.run_step(N, S, len(wanted), idx.data_ptr(), logits.data_ptr(), kv, n_threads)
             return
-        for _ in range(4):  # the check begins with the weights
-            self.set_sizes(N, S, 0, kv)
-            self.tables.memory[TOKENS] = idx.data_ptr()
-            refused = check(*self.tables.addresses)
-            if refused != plan.STALE:
-                break
-            self.refresh()
-            self.check_same(inputs)
-        if refused and refused != plan.STALE:
+        self.set_sizes(N, S, 0, kv)
+        self.tables.memory[TOKENS] = idx.data_ptr()
+        refused = check(*self.tables.addresses)
+        if refused:
             self.refuse(refused)
         positions, runs, n_runs = inputs.positions[:N].copy(), inputs.runs[:S].copy(), inputs.n_runs[:S].copy()
         for row in range(0, N, self.chunk):
@@ -224,7 +219,7 @@ class Executor:
         sizes = tables.sizes
         sizes[layout.N_ROWS], sizes[layout.N_SEQ], sizes[layout.N_WANTED] = n_rows, n_seq, n_wanted
 
-    def run_step(self, n_rows, n_seq, n_wanted, tokens, logits, kv, n_threads=None, next_tokens=None, retries=3):
+    def run_step(self, n_rows, n_seq, n_wanted, tokens, logits, kv, n_threads=None, next_tokens=None):
         """One step of the kernel on what `inputs` has, or several, see `NextTokens`. tokens, logits: addresses."""
         if n_rows > self.tables.activations.n_rows:
             activations = Activations(self.model.config, padded(n_rows, 8), self.n_threads)
@@ -256,35 +251,24 @@ class Executor:
         if choice is not None and not refused:
             # a prefill always follows a pause
             choice.record(ns - drawing, began if n_rows == n_seq else 0, n_steps, drawing)
-        if refused == plan.STALE:
-            if not retries:
-                raise ValueError("the model's weights changed again while they were packed: do not write them in "
-                                 "another thread during a step")
-            self.refresh()
-            self.check_same(tables.inputs)
-            self.run_step(n_rows, n_seq, n_wanted, tokens, logits, kv, n_threads, retries=retries - 1)
-        elif refused:
+        if refused:
             self.refuse(refused)
 
-    def check_same(self, inputs):
-        if self.tables.inputs is not inputs:
-            raise ValueError("the model's settings changed during a step: begin with a new cache")
-
     def refuse(self, why):
-        """Raise the ValueError for what kernel/plan.py has found."""
+        """Raise the ValueError for what kernel/step.py has found."""
         seq, position = map(int, self.tables.inputs.refused_at)
         seq = f"sequence number {seq} of this step"
-        if why == plan.BAD_TOKEN:
+        if why == layout.BAD_TOKEN:
             raise ValueError(f"token ids must be within the vocabulary of {self.vocab_size}, not {position}")
-        if why == plan.BAD_POSITION:
+        if why == layout.BAD_POSITION:
             raise ValueError(f"out of context: the new tokens of {seq} begin at position {position}, and must be at "
                              f"consecutive positions from 0 to below {self.packed.max_positions}")
-        if why == plan.BAD_RUNS:
+        if why == layout.BAD_RUNS:
             raise ValueError(f"the runs of {seq} must be in the order of positions and within "
                              f"{self.tables.kv.n_slots} slots, and the run at position {position} is not")
-        if why == plan.NO_SLOT:
+        if why == layout.NO_SLOT:
             raise ValueError(f"{seq} has no slot for position {position}, which its new tokens see")
-        if why == plan.WRITTEN_TWICE:
+        if why == layout.WRITTEN_TWICE:
             raise ValueError(f"the slot for position {position} of {seq} is also that of another new token: give each "
                              "new token a slot of its own")
         raise ValueError(f"the slot of position {position} of {seq} is one that another sequence writes in this step: "
