@@ -13,10 +13,10 @@ import torch
 
 from decode.changes import Watch
 from decode.choice import ThreadChoice
-from decode.kernel import layout, plan
+from decode.kernel import layout
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
-from decode.kernel.native import check, one_torch_thread, step, team_for
-from decode.kernel.threads import LINE, aligned, n_cores
+from decode.kernel.step import check, step, team_for
+from decode.kernel.threads import LINE, aligned, n_cores, one_torch_thread
 from decode.metadata import InputMetadata, KVArrays, Runs
 from decode.process import after_fork, step_lock
 from decode.static import with_length
@@ -98,9 +98,9 @@ class CPUDecoder:
         return kv_caches.compiled
 
     def team_for(self, dtype):
-        """The workers for keys and values of this dtype; see `native.team_for`."""
+        """The workers for keys and values of this dtype; see `kernel.step.team_for`."""
         with step_lock:
-            self.teams[dtype] = team_for(self.weights, dtype, self.tables.memory, self.n_threads)
+            self.teams[dtype] = team_for(self.weights, dtype, self.n_threads)
         return self.teams[dtype]
 
     @contextmanager
@@ -237,20 +237,20 @@ class CPUDecoder:
             choice.record(ns - ns_drawing, after_pause, n_steps, ns_drawing)
 
     def refuse(self, why):
-        """Raise the ValueError for what kernel/plan.py has found."""
+        """Raise the ValueError for what kernel/step.py has found."""
         seq, position = map(int, self.tables.inputs.refused_at)
         seq = f"sequence number {seq} of this step"
-        if why == plan.BAD_TOKEN:
+        if why == layout.BAD_TOKEN:
             raise ValueError(f"token ids must be within the vocabulary of {self.vocab_size}, not {position}")
-        if why == plan.BAD_POSITION:
+        if why == layout.BAD_POSITION:
             raise ValueError(f"out of context: the new tokens of {seq} begin at position {position}, and must be at "
                              f"consecutive positions from 0 to below {self.tables.packed.max_positions}")
-        if why == plan.BAD_RUNS:
+        if why == layout.BAD_RUNS:
             raise ValueError(f"the runs of {seq} must be in the order of positions and within "
                              f"{self.tables.kv.n_slots} slots, and the run at position {position} is not")
-        if why == plan.NO_SLOT:
+        if why == layout.NO_SLOT:
             raise ValueError(f"{seq} has no slot for position {position}, which its new tokens see")
-        if why == plan.WRITTEN_TWICE:
+        if why == layout.WRITTEN_TWICE:
             raise ValueError(f"the slot for position {position} of {seq} is also that of another new token: give each "
                              "new token a slot of its own")
         raise ValueError(f"the slot of position {position} of {seq} is one that another sequence writes in this step: "

@@ -4,11 +4,12 @@ import math
 import numpy as np
 import torch
 
-from decode.changes import Watch, probe
 from decode.kernel import layout
+from decode.kernel.attention import ATTENTION_ON
 from decode.kernel.layout import GROUP
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import LANES
+from decode.metadata import KINDS
 from decode.weights import padded
 from positions import alibi_slopes
 
@@ -64,17 +65,14 @@ class Activations:
 
 
 class PackedModel:
-    """The model at the moment when its weights were packed, and the values of it that each step compares."""
+    """The model at the moment when its weights were packed."""
 
     def __init__(self, model):
         c, t = model.config, model.transformer
-        self.watch, self.settings, self.max_positions = Watch(model), settings_of(c), c.max_positions
-        probes = [probe(p) for p in model.parameters()]
-        probed = np.array([p.ctypes.data + i * p.strides[0] for p in probes for i in range(len(p))], np.int64)
+        self.settings, self.max_positions = settings_of(c), c.max_positions
         self.wte, self.wpe = t.wte.weight.data_ptr(), t.wpe.weight.data_ptr() if c.position == 'learned' else 0
         slopes = alibi_slopes(c.n_head, torch.float32).numpy() if c.position == 'alibi' else np.zeros(c.n_head)
         self.arrays = {
-            layout.PROBES: probed, layout.PACKED_PROBES: np.concatenate(probes),
             layout.SLOPES: slopes.astype(np.float32),
             layout.FREQUENCIES: float(c.rope_theta) ** (-np.arange(0, c.head_dim, 2, np.float64) / c.head_dim)}
         self.sizes = {
@@ -82,7 +80,7 @@ class PackedModel:
             layout.HEAD_DIM: c.head_dim, layout.N_EMBD: c.n_embd, layout.VOCAB_SIZE: c.vocab_size,
             layout.MAX_POSITIONS: 2**62 if c.max_positions == math.inf else c.max_positions,
             layout.POSITION: POSITIONS[c.position], layout.WINDOW: c.window, layout.N_SINK: c.n_sink,
-            layout.TANH_GELU: c.gelu == 'tanh', layout.N_PROBES: len(probed)}
+            layout.TANH_GELU: c.gelu == 'tanh'}
 
 
 def settings_of(config):
@@ -123,6 +121,7 @@ class StepTables:
             raise ValueError(f"kv_caches has (layers, heads, head_dim) {kv.shape}, and the model {shape}: "
                              "make them for this model")
         self.kv = self.step = None  # an interrupt from here on leaves no arrays bound
+        self.memory[layout.ATTENTION] = ATTENTION_ON[KINDS[kv.dtype]].address
         self.memory[layout.KV_ARRAYS], self.memory[layout.WRITTEN] = kv.addresses.ctypes.data, kv.taken.ctypes.data
         self.sizes[layout.N_SLOTS], self.sizes[layout.SLOT_STRIDE] = kv.n_slots, kv.slot_stride
         self.sizes[layout.HEAD_STRIDE] = kv.head_stride

@@ -1,9 +1,8 @@
 """The next token of each sample of a step, by one compiled call for all rows."""
 import numpy as np
 
-from decode.kernel import next_tokens as table
-from decode.kernel.draws import N_SCRATCH, log_probabilities
-from decode.kernel.next_tokens import DRAW
+from decode.kernel import sampling as table
+from decode.kernel.sampling import DRAW, N_SCRATCH, log_probabilities
 from decode.kernel.threads import LINE, aligned, n_cores
 from decode.metadata import NextTokens
 from serving.request import Logprobs
@@ -15,7 +14,7 @@ class Drawing:
 
     n_generated: how many tokens it has drawn. stops: the tokens that end it, ascending, which are not drawn before
     min_tokens. counts: how often each token was drawn, int64 (vocab_size,), or None without penalties. changes: what is
-    done to its logits, N_CHANGES numbers, see next_tokens.py. kept: the arrays whose addresses are in `changes`. A
+    done to its logits, N_CHANGES numbers, see sampling.py. kept: the arrays whose addresses are in `changes`. A
     copy of a `Drawing` shares them.
     """
     __slots__ = 'settings', 'seed', 'n_generated', 'stops', 'counts', 'changes', 'kept'

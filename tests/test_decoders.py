@@ -1,7 +1,5 @@
 """Each decoder in the model's place: the same tokens, the same tuples, nothing stale, nothing silent."""
 import itertools
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -188,14 +186,6 @@ def test_a_nan_reaches_the_logits(weights, where):
         assert CPUDecoder(model, weights)(idx, None)[0].isnan().any()
         with pytest.raises(ValueError, match='not numbers'):
             model.generate(idx, 3, use_cache=True, decoder=CPUDecoder(model, weights))
-
-
-def test_compiled_code_on_disk_is_keyed_by_all_files_that_are_compiled():
-    from decode.kernel import native
-    folder = Path(native.__file__).parent
-    compiled = {path.name for path in folder.glob('*.py') if re.search('^from numba import', path.read_text(), re.M)}
-    compiled -= {'step.py', 'draws.py', 'next_tokens.py', 'masked_vectors.py'}  # the step's own file
-    assert compiled == {Path(module.__file__).name for module in native.COMPILED}
 
 
 def test_indices_of_the_step_tables():

@@ -8,8 +8,7 @@ import torch
 from conftest import sizes
 from interrupts import interrupted
 
-from decode.kernel.draws import threshold, uniform
-from decode.kernel.next_tokens import DRAW, change
+from decode.kernel.sampling import DRAW, change, threshold, uniform
 from model import sample_token
 from serving.request import Request, SamplingParams
 from serving.sampler import Drawing, Sampler

@@ -5,8 +5,7 @@ import numpy as np
 import torch
 
 from benchmarks.caches import steps
-from decode.kernel import vectors
-from decode.kernel.callback import Callback
+from decode.kernel.building import CFunction
 from decode.kernel.vectors import longs_at
 from decode.metadata import NextTokens
 
@@ -23,7 +22,7 @@ def copy_row(data_at, logits_at, tokens_at, thread, n_threads):
     return 1
 
 
-COPY = Callback(copy_row, vectors)
+COPY = CFunction(copy_row)
 
 
 def way_of(cache, step, texts, T):

@@ -21,7 +21,7 @@ from benchmarks.serve.race import WEIGHTS
 from benchmarks.serve.servers import BLOCK
 from benchmarks.serve.workloads import MOST, mixed
 from benchmarks.shapes import config_of, model_with_varied_text
-from decode.kernel.next_tokens import UNTIL
+from decode.kernel.sampling import UNTIL
 from serving.engine import Engine
 from serving.request import Request, SamplingParams
 

@@ -1,12 +1,14 @@
 """
 The decode step that numba compiles: a whole step of a GPT on the CPU as one function that all threads run.
 
-    step         the step, from tokens to logits, and several steps in one call
-    plan         its checks, and the list of the slots that it reads
+    step         the step, from its checks and tokens to logits, and several steps in one call
     layout       the two tables that it shares with the Python code that calls it
-    linears, attention, norms     the parts of a GPT
-    tiles, vectors, masked_vectors, keys_values     vector instructions, tiles of them, stored keys and values
-    next_tokens, draws     the next token of each row of logits
+    linears, norms, attention     the parts of a GPT
+    sampling     the next token of each row of logits
+    keys_values, tiles, vectors   stored keys and values, tiles of vectors, vector instructions
     threads      counters, waiting, and the worker threads
-    native, callback, disk_cache     compiling, or loading what is compiled
+    building     compiling, or loading what is compiled; C functions
+
+A function for compiled code is called with int64 numbers where it can be: of a plain number in the source numba makes a
+type of its own, and compiles the function once more for it.
 """

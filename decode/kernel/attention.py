@@ -1,26 +1,29 @@
-"""Attention over stored keys and values, as the compiled step computes it: one row's queries of one head of keys."""
+"""
+Attention of a layer over stored keys and values, as the compiled step computes it.
+
+It is a C function for each type of keys and values, and the step calls it by its address. So the step is compiled for
+each type of weights, attention for each type of keys and values, and no code for two types together.
+"""
 import math
 from collections import namedtuple
 
 import numpy as np
-from numba import njit, types
-from numba.extending import overload
+from numba import njit
 
 from decode.kernel import layout
+from decode.kernel.building import CFunction
 from decode.kernel.keys_values import (
     add_row,
     add_rows,
-    add_rows_at,
     add_totals,
     dot_rows,
-    dot_rows_at,
+    has_scales,
     load_stored_first,
-    store_bfloat16_first,
-    store_int8,
+    positions_of_rows,
     store_row,
+    store_stored_first,
 )
-from decode.kernel.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD, padded
-from decode.kernel.plan import own_entry
+from decode.kernel.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD, padded, share
 from decode.kernel.tiles import sum_each, zeros
 from decode.kernel.vectors import (
     LANES,
@@ -39,6 +42,7 @@ from decode.kernel.vectors import (
     splat,
     store,
     store_first,
+    store_rounded,
     sum_lanes,
     zero_below,
 )
@@ -53,40 +57,77 @@ Slots = namedtuple('Slots', 'offsets side_by_side stride head')
 # position as the sinks see it, see model.py's GPTConfig
 Seen = namedtuple('Seen', 'sinks sinks_end last last_end sink_position')
 
+ZERO = np.int64(0)  # a plain 0 is of a type of its own, for which numba would compile a function again
+
+apart, listed = positions_of_rows(LANES)
+eight_apart, eight_listed = positions_of_rows(8)
+
+
+def attention_on(dtype):
+    """
+    The `CFunction` for keys and values of a NumPy dtype. It computes thread number `thread`'s share of the attention of
+    a layer: it stores the new keys and values, and attends with the queries of all rows; in the last layer with those
+    of WANTED. Their results are the first rows of Y.
+    """
+    like = np.zeros(0, dtype)
+
+    def layer_attention(memory_at, sizes_at, layer, thread, n_threads):
+        memory, sizes = longs_at(memory_at), longs_at(sizes_at)
+        arrays = longs_at(memory[layout.KV_ARRAYS] + 32 * layer)
+        stored = LayerKV(pointer_like(like, arrays[0]), pointer_like(like, arrays[1]), floats_at(arrays[2]),
+                         floats_at(arrays[3]))
+        scratch = layout.SCRATCH + layout.N_SCRATCH * thread
+        heads, kv_heads = heads_of(sizes, thread, n_threads)
+        if sizes[layout.POSITION] == layout.ROPE:
+            rotate_queries(memory, sizes, heads)
+        write_keys_values(memory, sizes, kv_heads, stored, floats_at(memory[scratch + layout.HEAD]))
+        every = layer < sizes[layout.N_LAYER] - 1 or sizes[layout.N_WANTED] == sizes[layout.N_ROWS]
+        n_queries = sizes[layout.N_ROWS] if every else sizes[layout.N_WANTED]
+        attend(memory, sizes, heads, stored, n_queries, every, floats_at(memory[scratch + layout.SCORES]))
+        return 0
+    return CFunction(layer_attention)
+
+
+ATTENTION_ON = {dtype: attention_on(dtype) for dtype in (np.float32, np.uint16, np.int8)}
+
 
 @njit
-def layer_kv(like, memory, layer):
-    """The arrays of a layer; keys and values are of the type of `like`."""
-    arrays = longs_at(memory[layout.KV_ARRAYS])
-    return LayerKV(pointer_like(like, arrays[4 * layer]), pointer_like(like, arrays[4 * layer + 1]),
-                   floats_at(arrays[4 * layer + 2]), floats_at(arrays[4 * layer + 3]))
+def heads_of(sizes, thread, n_threads):
+    """
+    The heads (from, to) of queries that a thread computes, and the heads of keys and values that these read; two
+    threads may compute one of them, and write the same bits.
+    """
+    group = sizes[N_HEAD] // sizes[N_KV_HEAD]
+    first, end = share(sizes[N_HEAD], thread, n_threads)
+    return (first, end), (first // group, (end + group - 1) // group if first < end else first // group)
 
 
+@njit
 def store_head(stored, scales, at, x, x_at, head_dim):
     """stored[at : at + head_dim] = x[x_at : x_at + head_dim], in the type of `stored`"""
-
-
-@overload(store_head)
-def choose_store_head(stored, scales, at, x, x_at, head_dim):
-    def as_float32(stored, scales, at, x, x_at, head_dim):
+    if not has_scales(stored):
         for i in range(0, head_dim, LANES):
-            store_first(stored, at + i, load(x, x_at + i), head_dim - i)
+            store_stored_first(stored, at + i, load(x, x_at + i), head_dim - i)
+        return
+    for i in range(0, head_dim, KV_GROUP):
+        largest, not_numbers = constant(0), constant(0)
+        for j in range(i, i + KV_GROUP, LANES):
+            v = load(x, x_at + j)
+            largest, not_numbers = larger(absolute(v), largest), fma(v, constant(0), not_numbers)
+        scale = max(max_lanes(largest) / np.float32(127), np.float32(1e-5))
+        for j in range(i, i + KV_GROUP, LANES):
+            store_rounded(stored, at + j, load(x, x_at + j) / splat(scale), 0)
+        scales[(at + i) // KV_GROUP] = scale + sum_lanes(not_numbers)  # a NaN if there is one: int8 has none
 
-    def as_bfloat16(stored, scales, at, x, x_at, head_dim):
-        for i in range(0, head_dim, LANES):
-            store_bfloat16_first(stored, at + i, load(x, x_at + i), head_dim - i)
 
-    def as_int8(stored, scales, at, x, x_at, head_dim):
-        for i in range(0, head_dim, KV_GROUP):
-            largest, not_numbers = constant(0), constant(0)
-            for j in range(i, i + KV_GROUP, LANES):
-                v = load(x, x_at + j)
-                largest, not_numbers = larger(absolute(v), largest), fma(v, constant(0), not_numbers)
-            scale = max(max_lanes(largest) / np.float32(127), np.float32(1e-5))
-            for j in range(i, i + KV_GROUP, LANES):
-                store_int8(stored, at + j, load(x, x_at + j) / splat(scale))
-            scales[(at + i) // KV_GROUP] = scale + sum_lanes(not_numbers)  # a NaN if there is one: int8 has none
-    return {types.float32: as_float32, types.uint16: as_bfloat16, types.int8: as_int8}[stored.dtype]
+@njit
+def own_entry(memory, row):
+    """Where in OFFSETS the entry of a row's own position is."""
+    table, seq = longs_at(memory[layout.SEQUENCES]), longs_at(memory[layout.SEQ_OF_ROW])[row]
+    at, position = seq * layout.N_SEQUENCE_COLUMNS, longs_at(memory[layout.POSITIONS])[row]
+    if position < table[at + layout.N_SINKS]:
+        return table[at + layout.FIRST_OFFSET] + position
+    return table[at + layout.FIRST_OFFSET] + table[at + layout.N_SINKS] + position - table[at + layout.FIRST_POSITION]
 
 
 @njit
@@ -115,8 +156,11 @@ def rotate_queries(memory, sizes, heads):
 
 
 @njit
-def write_keys_values(memory, sizes, kv_heads, stored, scratch):
-    """Store the new keys and values of kv_heads = (from, to) of all rows, keys turned to their positions."""
+def write_keys_values(memory, sizes, kv_heads, stored, rotated):
+    """
+    Store the new keys and values of kv_heads = (from, to) of all rows, keys turned to their positions. rotated: where a
+    key is turned, head_dim numbers.
+    """
     head_dim, head_p = sizes[HEAD_DIM], padded(sizes[HEAD_DIM], LANES)
     new, angles = floats_at(memory[layout.KV]), floats_at(memory[layout.ANGLES])
     offsets = longs_at(memory[layout.OFFSETS])
@@ -125,15 +169,15 @@ def write_keys_values(memory, sizes, kv_heads, stored, scratch):
         for head in range(kv_heads[0], kv_heads[1]):
             k_at, at = (row * sizes[N_KV_HEAD] + head) * 2 * head_p, slot_at + head * sizes[HEAD_STRIDE]
             if sizes[layout.POSITION] == layout.ROPE:
-                rotate(new, k_at, angles, row * 2 * head_dim, head_dim // 2, scratch.head, 0)
-                store_head(stored.k, stored.k_scale, at, scratch.head, 0, head_dim)
+                rotate(new, k_at, angles, row * 2 * head_dim, head_dim // 2, rotated, ZERO)
+                store_head(stored.k, stored.k_scale, at, rotated, ZERO, head_dim)
             else:
                 store_head(stored.k, stored.k_scale, at, new, k_at, head_dim)
             store_head(stored.v, stored.v_scale, at, new, k_at + head_p, head_dim)
 
 
 @njit
-def attention(memory, sizes, heads, stored, n_queries, every, scratch):
+def attend(memory, sizes, heads, stored, n_queries, every, scores):
     """
     Attend with the queries of heads = (from, to): those of all rows if `every`, otherwise of the first n_queries rows
     of WANTED. y: one row for each, in the same order.
@@ -152,11 +196,11 @@ def attention(memory, sizes, heads, stored, n_queries, every, scratch):
         seen = Seen(a, a + n_sinks, end - n_last, end, min(position, n_sink + window - 1) if n_sink else position)
         for kv_head in range(heads[0] // group, (heads[1] + group - 1) // group):
             of_group = max(heads[0], kv_head * group), min(heads[1], kv_head * group + group)
-            attend(memory, sizes, stored, row, kv_head, of_group, seen, scratch.scores, i)
+            attend_row(memory, sizes, stored, row, kv_head, of_group, seen, scores, i)
 
 
 @njit
-def attend(memory, sizes, stored, row, kv_head, heads, seen, scores, y_row):
+def attend_row(memory, sizes, stored, row, kv_head, heads, seen, scores, y_row):
     """The queries of one row for one head of keys and values: softmax(q k / sqrt(head_dim) + bias) v."""
     head_dim, head_p = sizes[HEAD_DIM], padded(sizes[HEAD_DIM], LANES)
     q, q_at = floats_at(memory[layout.Q]), (row * sizes[N_HEAD] + heads[0]) * head_p
@@ -168,20 +212,18 @@ def attend(memory, sizes, stored, row, kv_head, heads, seen, scores, y_row):
     stride, slopes = padded(n_keys, LANES) + LANES, floats_at(memory[layout.SLOPES] + 4 * heads[0])
     if n_sinks:
         score(q_sinks, q_at, n_heads, head_dim, stored, slots, seen.sinks, seen.sinks_end, -seen.sink_position, slopes,
-              scores, 0, stride)
+              scores, ZERO, stride)
     score(q, q_at, n_heads, head_dim, stored, slots, seen.last, seen.last_end, 1 + seen.last - seen.last_end, slopes,
           scores, n_sinks, stride)
     y, y_at = floats_at(memory[layout.Y]), y_row * padded(sizes[layout.N_EMBD], GROUP) + heads[0] * head_dim
     for h in range(n_heads):
         norm = splat(softmax(scores, h * stride, n_keys))
-        i = 0
-        while i + 2 * LANES <= head_dim:
+        whole = head_dim - head_dim % (2 * LANES)
+        for i in range(0, whole, 2 * LANES):
             weigh_two(stored, slots, i, 2 * LANES, seen, scores, h * stride, norm, y, y_at + h * head_dim + i)
-            i += 2 * LANES
-        while i < head_dim:
+        for i in range(whole, head_dim, LANES):
             n = min(LANES, head_dim - i)
             weigh_one(stored, slots, i, n, seen, scores, h * stride, norm, y, y_at + h * head_dim + i)
-            i += LANES
 
 
 @njit
@@ -195,14 +237,15 @@ def score(q, q_at, n_heads, head_dim, stored, slots, key, end, offset, slopes, s
         while key + LANES <= end:  # the scores of LANES keys, one in each lane
             first = slots.offsets[key] + slots.head
             for h in range(n_heads):
-                sums, at = zeros(LANES, 1), q_at + h * head_p
+                sums, at = zeros(LANES), q_at + h * head_p
                 if slots.side_by_side[key] >= LANES:
                     for i in range(0, head_dim, LANES):
-                        sums = dot_rows(sums, stored.k, stored.k_scale, first + i, slots.stride, load(q, at + i))
+                        rows = apart(first + i, slots.stride)
+                        sums = dot_rows(sums, stored.k, stored.k_scale, rows, load(q, at + i))
                 else:
                     for i in range(0, head_dim, LANES):
-                        sums = dot_rows_at(
-                            sums, stored.k, stored.k_scale, slots.head + i, slots.offsets, key, load(q, at + i))
+                        rows = listed(slots.head + i, slots.offsets, key)
+                        sums = dot_rows(sums, stored.k, stored.k_scale, rows, load(q, at + i))
                 bias = splat(slopes[h]) * lanes_from(offset)
                 store(scores, to + h * stride, fma(sum_each(sums), scale, bias))
             key, to, offset = key + LANES, to + LANES, offset + LANES
@@ -236,24 +279,28 @@ def softmax(scores, at, n):
 
 def weigher(n_vectors):
     """The function for numbers that fill n_vectors vectors, the last of them perhaps in part."""
+    n_eights = 8 * n_vectors
+
     @njit
     def weigh(stored, slots, i, n, seen, weights, w, norm, out, out_at):
         """
         out[: n] = norm * the sum of numbers i to i + n - 1 of the values that are seen, times their weights, from w on.
         Sinks are added one after the other, then eight keys at a time to eight sums, then what is left.
         """
-        v, scales, sums, at = stored.v, stored.v_scale, zeros(n_vectors, 1), slots.head + i
+        v, scales, sums, at = stored.v, stored.v_scale, zeros(n_vectors), slots.head + i
         for key in range(seen.sinks, seen.sinks_end):
             sums = add_row(sums, v, scales, slots.offsets[key] + at, n, weights[w])
             w += 1
         key = seen.last
         if n == n_vectors * LANES:
-            eights = zeros(8, n_vectors)
+            eights = zeros(n_eights)
             while key + 8 <= seen.last_end:
                 if slots.side_by_side[key] >= 8:
-                    eights = add_rows(eights, v, scales, slots.offsets[key] + at, slots.stride, weights, w)
+                    rows = eight_apart(slots.offsets[key] + at, slots.stride)
+                    eights = add_rows(eights, v, scales, rows, weights, w)
                 else:
-                    eights = add_rows_at(eights, v, scales, at, slots.offsets, key, weights, w)
+                    rows = eight_listed(at, slots.offsets, key)
+                    eights = add_rows(eights, v, scales, rows, weights, w)
                 key, w = key + 8, w + 8
             sums = add_totals(sums, eights)
         while key < seen.last_end:

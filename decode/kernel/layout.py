@@ -18,19 +18,18 @@ KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
  POSITION,       # LEARNED, ROPE, ALIBI or NONE
  WINDOW, N_SINK,  # 0: every token sees all before it
  TANH_GELU,      # 1 for GELU's approximation by tanh, 0 for the exact one
- N_PROBES,
  # of this step
  N_ROWS,         # new tokens of all sequences, N
  N_SEQ,          # sequences, S
  N_WANTED,       # rows whose logits are wanted, W
- NOT_NUMBERS,    # written: how many threads have computed logits that are NaN or infinite
- # of a call of several steps, see kernel.draw
+ NOT_NUMBERS,    # result: how many threads have computed logits that are NaN or infinite
+ # of a call of several steps, see step.draw
  N_STEPS,        # at most so many; 0: one step, and nothing is drawn
- N_DRAWN,        # written: after how many steps tokens were drawn
- ENDED,          # written: how many threads' draws have returned 0
- DRAW_NS,        # written: nanoseconds that the draws took
+ N_DRAWN,        # result: after how many steps tokens were drawn
+ ENDED,          # result: how many threads' draws have returned 0
+ DRAW_NS,        # result: nanoseconds that the draws took
  # of the cache, see metadata.py
- N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(24)
+ N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(23)
 
 LEARNED, ROPE, ALIBI, NONE = range(4)
 
@@ -43,9 +42,10 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  WANTED,        # int64 (W,): rows, ascending
  LOGITS,        # float32 (W, vocab_size)
  DRAW, DRAW_DATA,  # the function that draws tokens, and its first argument, see metadata.NextTokens
+ ATTENTION,     # the C function for keys and values of their type, see attention.py
  KV_ARRAYS,     # int64 (n_layer, 4): the addresses of each layer's keys, values and their scales
  WRITTEN,       # uint8 (n_slots,): zeros between two steps
- OFFSETS,       # int64: slot * slot_stride of all keys that each sequence sees, in the order of positions, see plan.py
+ OFFSETS,       # int64: slot * slot_stride of all keys that each sequence sees, in the order of positions, see step.py
  SIDE_BY_SIDE,  # int64: of each of these keys, how many from it on lie in slots side by side
  SEQUENCES,     # int64 (S, N_SEQUENCE_COLUMNS): where those of each sequence are
  SEQ_OF_ROW,    # int64 (N,)
@@ -59,8 +59,6 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  START,         # int16, where the sums of an int8 panel and group begin, in steps of 128
  EPS,           # float32 (1,)
  NORM_WEIGHT, NORM_BIAS,  # float32 (layer norms, n_embd padded to GROUP)
- PROBES,        # int64 (n_probes): addresses of 4-byte values of the model's parameters
- PACKED_PROBES,  # int32 (n_probes): what these values were when the weights were packed
  BARRIER,       # a counter, see threads.py
  CLAIMS,        # int64 (number of linears, LINE): how many parts of each linear the threads have claimed
  X,             # float32 (rows, n_embd padded): the residual stream
@@ -69,7 +67,7 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  Y,             # float32 (rows, n_embd padded): what attention gives
  FF,            # float32 (rows, 4 * n_embd padded): the MLP's hidden layer
  ANGLES,        # float32 (rows, 4, head_dim / 2): cos and sin of each row's rotation, and of its rotation for sinks
- SCRATCH) = range(40)  # from here on N_SCRATCH addresses for each thread
+ SCRATCH) = range(39)  # from here on N_SCRATCH addresses for each thread
 
 # the columns of SEQUENCES: the first of a sequence's OFFSETS; how many of them are of sinks; the position of the next
 FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
@@ -83,6 +81,9 @@ FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
  SCALES,        # float32 (rows, groups): their scales
  N_SCRATCH) = range(7)
 
+# why a step is refused
+BAD_TOKEN, BAD_POSITION, BAD_RUNS, NO_SLOT, WRITTEN_TWICE, WRITTEN_BY_ANOTHER = range(1, 7)
+
 # the linears of a layer, in order; lm_head comes after the last layer
 QUERIES, KEYS_VALUES, ATTENTION_PROJECTION, MLP_HIDDEN, MLP_PROJECTION, LINEARS_PER_LAYER = range(6)
 
@@ -95,3 +96,9 @@ FIRST_WEIGHT, FIRST_PANEL, N_INPUTS, N_PANELS, N_COLUMNS = range(5)
 def padded(n, multiple):
     """n rounded up to a multiple."""
     return -(-n // multiple) * multiple
+
+
+@njit
+def share(n, part, n_parts):
+    """Part number `part` of n things, as a range (from, to)."""
+    return n * part // n_parts, n * (part + 1) // n_parts

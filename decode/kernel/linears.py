@@ -18,8 +18,7 @@ With int8 weights the inputs are rounded to int8 too, GROUP of them to a scale, 
 from collections import namedtuple
 
 import numpy as np
-from numba import njit, types
-from numba.extending import overload
+from numba import njit
 
 from decode.kernel.layout import (
     FIRST_PANEL,
@@ -31,6 +30,7 @@ from decode.kernel.layout import (
     SHEET,
     SUMMED_ROWS,
     padded,
+    share,
 )
 from decode.kernel.threads import LINE, claim
 from decode.kernel.tiles import inputs_per_vector, most_rows, multiply_tile
@@ -46,13 +46,14 @@ from decode.kernel.vectors import (
     max_lanes,
     splat,
     store,
-    store_bytes,
     store_first,
+    store_rounded,
     sum_lanes,
 )
 
-# what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh
-STORE, ADD, GELU, GELU_TANH = range(4)
+# what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh. They are
+# int64, and no plain numbers, for each of which numba would compile `linear` again
+STORE, ADD, GELU, GELU_TANH = map(np.int64, range(4))
 CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in small parts that the threads claim
 
 # Vectors of a panel that all tiles multiply before the next ones are read: 128 KB of a sheet. They and the next ones,
@@ -64,12 +65,6 @@ PART = 512
 Linears = namedtuple('Linears', 'panels scale bias start table')
 
 Team = namedtuple('Team', 'thread n_threads claims')  # one thread of those that share the step
-
-
-@njit
-def share(n, part, n_parts):
-    """Part number `part` of n things, as a range (from, to)."""
-    return n * part // n_parts, n * (part + 1) // n_parts
 
 
 @njit
@@ -88,45 +83,16 @@ def round_row(x, x_at, K, out, out_at, scales, scale_at):
         scales[scale_at + g] = peak / np.float32(127)
         to_whole = splat(np.float32(127) / peak if peak > 0 else np.float32(0))
         for i in range(g * GROUP, (g + 1) * GROUP, LANES):
-            store_bytes(out, out_at + i, load(x, x_at + i) * to_whole)
+            store_rounded(out, out_at + i, load(x, x_at + i) * to_whole, 128)
     scales[scale_at] += sum_lanes(not_numbers)  # 0, or NaN if an input is NaN or infinite: int8 has no NaN
 
 
 @njit
-def round_rows(w, x, n_rows, K, scratch):
-    for r in range(n_rows):
-        round_row(x, r * K, K, scratch.rounded, r * K, scratch.scales, r * (K // GROUP))
-
-
-@njit
-def keep_rows(w, x, n_rows, K, scratch):
-    pass
-
-
-@njit
-def kept(w, x, scratch):
-    return x
-
-
-@njit
-def rounded(w, x, scratch):
-    return scratch.rounded
-
-
-def of_weights(for_floats, for_int8):
-    """A function of packed weights w that calls one of two, by the type of w."""
-    def either(w, *args):
-        pass
-
-    @overload(either, jit_options={'forceinline': True})
-    def choose(w, *args):
-        chosen = for_int8 if w.dtype == types.int8 else for_floats
-        return lambda w, *args: chosen(w, *args)
-    return either
-
-
-prepare_rows = of_weights(keep_rows, round_rows)  # of the inputs, before `linear` is called with them
-inputs_of = of_weights(kept, rounded)             # where `linear` reads them
+def prepare_rows(w, x, n_rows, K, scratch):
+    """Before `linear` is called: for int8 weights w, round the rows of x, (n_rows, K), to int8 in the scratch."""
+    if inputs_per_vector(w) == 4:
+        for r in range(n_rows):
+            round_row(x, r * K, K, scratch.rounded, r * K, scratch.scales, r * (K // GROUP))
 
 
 @njit
@@ -153,7 +119,7 @@ def multiply_sheet(linears, w_at, K, x, row, n_rows, sizes, scratch):
             ahead, x_at = at, (row + r) * K + k
             if n_tile < most and r <= n_tile:  # the first two tiles prefetch the next part, half each
                 ahead += n * of_input if r == 0 else n * of_input * 3 // 2
-            multiply_tile(w, at, ahead, linears.start, at // GROUP, x, x_at, K, scratch.scales, x_at // GROUP,
+            multiply_tile(w, at, ahead, linears.start, x, scratch.rounded, scratch.scales, x_at, K,
                           min(n_tile, n_rows - r), n, k > 0, scratch.sums, r * of_input)
             r += n_tile
         k += part
@@ -170,11 +136,11 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
     at, zero, zeros = number * N_COLUMNS, constant(0.0), constant(0.0)  # 0 times infinity or NaN makes zeros NaN
     first_weight, first_panel, K = (
         linears.table[at + FIRST_WEIGHT], linears.table[at + FIRST_PANEL], linears.table[at + N_INPUTS])
-    inputs, sizes = inputs_of(linears.panels, x, scratch), tile_sizes(linears.panels, n_rows, K)
+    sizes = tile_sizes(linears.panels, n_rows, K)
     for sheet in range(panels[0] // SHEET * SHEET, panels[1], SHEET):
         for row in range(0, n_rows, sizes[1]):
             n = min(n_rows - row, sizes[1])
-            multiply_sheet(linears, first_weight + sheet * K * LANES, K, inputs, row, n, sizes, scratch)
+            multiply_sheet(linears, first_weight + sheet * K * LANES, K, x, row, n, sizes, scratch)
             for p in range(max(sheet, panels[0]), min(sheet + SHEET, panels[1])):
                 s, b = load(linears.scale, (first_panel + p) * LANES), load(linears.bias, (first_panel + p) * LANES)
                 for i in range(n):

@@ -2,8 +2,12 @@
 One step of a GPT on the CPU: the new tokens of any sequences in, logits out, keys and values written where they belong.
 
 The new tokens of all sequences are rows on one axis: a prompt, a part of one, or the next token. Where the keys and
-values of each sequence lie is in metadata.py, the list of those that a step reads in plan.py, and all other arrays in
-layout.py.
+values of each sequence lie is in metadata.py, all other arrays are in layout.py.
+
+Before it writes anything, a step checks all that it was given and lists the slots that it will read. All addresses of
+keys and values come from this list. Each sequence has one entry for each key that its new tokens see, in the order of
+positions: first those of the sinks, then all from FIRST_POSITION to the last new token. Without a window there are no
+sinks, and FIRST_POSITION is 0.
 
 The whole step is one function, `gpt_step`, which every thread runs from top to bottom. The threads share the heads of
 attention and the rows of the weight matrices. At a barrier they wait for each other where one needs the results of the
@@ -17,12 +21,12 @@ import math
 from collections import namedtuple
 
 import numpy as np
-from numba import njit
+from numba import int64, njit, typeof
 
 from decode.kernel import layout
-from decode.kernel.attention import attention, layer_kv, rotate_queries, write_keys_values
-from decode.kernel.callback import call_back
-from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, padded
+from decode.kernel.attention import ATTENTION_ON, heads_of, own_entry
+from decode.kernel.building import call_c, keep_on_disk
+from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, padded, share
 from decode.kernel.linears import (
     ADD,
     GELU,
@@ -32,17 +36,16 @@ from decode.kernel.linears import (
     Team,
     linear,
     prepare_rows,
-    share,
     shared_linear,
 )
 from decode.kernel.norms import Norms, layer_norm
-from decode.kernel.plan import plan
 from decode.kernel.threads import (
     LINE,
     RUNNING,
     SPIN,
     SPIN_IDLE,
     STOP,
+    Workers,
     barrier,
     claim,
     clock,
@@ -63,20 +66,121 @@ from decode.kernel.vectors import (
     shorts_at,
     store,
 )
+from decode.metadata import KINDS
+from decode.weights import WEIGHTS
 
 POSTED_THREADS, POSTED_MEMORY, POSTED_SIZES = 2, 3, 4  # in line 0 of threads.Workers.post: the step that is posted
 
-# the arrays that only one thread uses, see layout.py
-ThreadScratch = namedtuple('ThreadScratch', 'normed scores head sums rounded scales')
+# the arrays of a thread that linears need, see layout.py
+ThreadScratch = namedtuple('ThreadScratch', 'normed sums rounded scales')
 
 
 @njit
 def thread_scratch(memory, thread):
     at = layout.SCRATCH + layout.N_SCRATCH * thread
-    return ThreadScratch(
-        floats_at(memory[at + layout.NORMED]), floats_at(memory[at + layout.SCORES]),
-        floats_at(memory[at + layout.HEAD]), floats_at(memory[at + layout.SUMS]),
-        bytes_at(memory[at + layout.ROUNDED]), floats_at(memory[at + layout.SCALES]))
+    return ThreadScratch(floats_at(memory[at + layout.NORMED]), floats_at(memory[at + layout.SUMS]),
+                         bytes_at(memory[at + layout.ROUNDED]), floats_at(memory[at + layout.SCALES]))
+
+
+@njit
+def check_step(memory, sizes):
+    """Check the step and make its list of slots. Returns 0, or why the step is refused; then nothing has changed."""
+    tokens, vocab_size = longs_at(memory[layout.TOKENS]), sizes[layout.VOCAB_SIZE]
+    at, refused_at = np.int64(0), longs_at(memory[layout.REFUSED_AT])
+    for row in range(sizes[layout.N_ROWS]):
+        if not 0 <= tokens[row] < vocab_size:
+            refused_at[1] = tokens[row]
+            return layout.BAD_TOKEN
+    for seq in range(sizes[layout.N_SEQ]):
+        refused_at[0] = seq
+        refused, n = list_slots(memory, sizes, seq, at)
+        if refused:
+            return refused
+        at += n
+    refused = mark_written(memory, sizes) or find_overlap(memory, sizes)
+    written, slots = bytes_at(memory[layout.WRITTEN]), longs_at(memory[layout.OFFSETS])
+    for row in range(sizes[layout.N_ROWS]):
+        written[slots[own_entry(memory, row)]] = 0
+    if not refused:
+        for i in range(at):
+            slots[i] *= sizes[layout.SLOT_STRIDE]
+    return refused
+
+
+@njit
+def list_slots(memory, sizes, seq, at):
+    """
+    Write the slots of a sequence to OFFSETS from `at` on, and its row of SEQUENCES. Returns (refused, how many).
+    """
+    starts, positions = longs_at(memory[layout.QUERY_STARTS]), longs_at(memory[layout.POSITIONS])
+    of_row, slots = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.OFFSETS])
+    refused_at, side_by_side = longs_at(memory[layout.REFUSED_AT]), longs_at(memory[layout.SIDE_BY_SIDE])
+    window, n_sink, n_slots = sizes[layout.WINDOW], sizes[layout.N_SINK], sizes[layout.N_SLOTS]
+    first_row, end_row = starts[seq], starts[seq + 1]
+    start = positions[first_row]
+    end = start + end_row - first_row
+    refused_at[1] = start
+    if not 0 <= start <= end <= sizes[layout.MAX_POSITIONS]:
+        return layout.BAD_POSITION, 0
+    for row in range(first_row, end_row):
+        of_row[row] = seq
+        if positions[row] != start + row - first_row:
+            return layout.BAD_POSITION, 0
+
+    n_sinks, first = min(n_sink, end), max(n_sink, start - window + 1) if window else 0
+    of_sequence, table = seq * layout.N_SEQUENCE_COLUMNS, longs_at(memory[layout.SEQUENCES])
+    table[of_sequence + layout.FIRST_OFFSET], table[of_sequence + layout.N_SINKS] = at, n_sinks
+    table[of_sequence + layout.FIRST_POSITION] = first
+    runs, position, last_end, n = longs_at(longs_at(memory[layout.RUNS])[seq]), 0 if n_sinks else first, 0, 0
+    for run in range(longs_at(memory[layout.N_RUNS])[seq]):
+        run_position, run_slot, run_n = runs[3 * run], runs[3 * run + 1], runs[3 * run + 2]
+        refused_at[1] = run_position
+        if not (last_end <= run_position and 0 < run_n <= n_slots and 0 <= run_slot <= n_slots - run_n):
+            return layout.BAD_RUNS, 0
+        last_end = run_position + run_n
+        while run_position <= position < min(last_end, end):
+            stop = min(last_end, n_sinks if position < n_sinks else end)
+            for p in range(position, stop):
+                slots[at + n] = run_slot + p - run_position
+                side_by_side[at + n] = stop - p
+                n += 1
+            position = max(stop, first) if stop >= n_sinks else stop
+    refused_at[1] = position
+    return (layout.NO_SLOT if position < end else 0), n
+
+
+@njit
+def mark_written(memory, sizes):
+    """Mark the slots that are written. WRITTEN_TWICE if one is written twice."""
+    written, slots, refused = bytes_at(memory[layout.WRITTEN]), longs_at(memory[layout.OFFSETS]), 0
+    refused_at = longs_at(memory[layout.REFUSED_AT])
+    for row in range(sizes[layout.N_ROWS]):
+        slot = slots[own_entry(memory, row)]
+        if written[slot]:
+            refused_at[0] = longs_at(memory[layout.SEQ_OF_ROW])[row]
+            refused_at[1] = longs_at(memory[layout.POSITIONS])[row]
+            refused = layout.WRITTEN_TWICE
+        written[slot] = 1
+    return refused
+
+
+@njit
+def find_overlap(memory, sizes):
+    """WRITTEN_BY_ANOTHER if a slot that is written holds a key that a sequence has already."""
+    written, slots = bytes_at(memory[layout.WRITTEN]), longs_at(memory[layout.OFFSETS])
+    starts, refused_at = longs_at(memory[layout.QUERY_STARTS]), longs_at(memory[layout.REFUSED_AT])
+    table = longs_at(memory[layout.SEQUENCES])
+    for seq in range(sizes[layout.N_SEQ]):
+        of_sequence = seq * layout.N_SEQUENCE_COLUMNS
+        first, n_sinks = table[of_sequence + layout.FIRST_OFFSET], table[of_sequence + layout.N_SINKS]
+        for i in range(first, own_entry(memory, starts[seq])):
+            if written[slots[i]]:
+                position = i - first
+                if position >= n_sinks:
+                    position += table[of_sequence + layout.FIRST_POSITION] - n_sinks
+                refused_at[0], refused_at[1] = seq, position
+                return layout.WRITTEN_BY_ANOTHER
+    return 0
 
 
 @njit
@@ -141,21 +245,19 @@ def keep_wanted(thread, n_threads, memory, sizes):
 
 
 @njit(inline='always')  # into `step`, its only caller: compiled by itself it would be optimised twice
-def gpt_step(thread, n_threads, like, like_kv, memory, sizes):
+def gpt_step(thread, n_threads, like, memory_at, sizes_at):
     """The part of a step that thread number `thread` of n_threads computes; see the top of this file."""
+    memory, sizes = longs_at(memory_at), longs_at(sizes_at)
     n_layer, n_head, n_kv_head, C = (
         sizes[layout.N_LAYER], sizes[layout.N_HEAD], sizes[layout.N_KV_HEAD], sizes[layout.N_EMBD])
-    n_rows, n_wanted, rope = sizes[layout.N_ROWS], sizes[layout.N_WANTED], sizes[layout.POSITION] == layout.ROPE
+    n_rows, n_wanted = sizes[layout.N_ROWS], sizes[layout.N_WANTED]
     C_p, ff_p, head_p = padded(C, GROUP), padded(4 * C, GROUP), padded(sizes[layout.HEAD_DIM], LANES)
     x, y, ff = floats_at(memory[layout.X]), floats_at(memory[layout.Y]), floats_at(memory[layout.FF])
     q, kv, counter = floats_at(memory[layout.Q]), floats_at(memory[layout.KV]), longs_at(memory[layout.BARRIER])
     linears, norms, scratch = packed_linears(like, memory), layer_norms(memory), thread_scratch(memory, thread)
     normed, team = scratch.normed, Team(thread, n_threads, longs_at(memory[layout.CLAIMS]))
 
-    # a thread computes some heads of queries, and the heads of keys and values that these read; two threads may compute
-    # one of them, and write the same bits
-    heads, group, panels = share(n_head, thread, n_threads), n_head // n_kv_head, head_p // LANES
-    kv_heads = (heads[0] // group, (heads[1] + group - 1) // group) if heads[0] < heads[1] else (0, 0)
+    (heads, kv_heads), panels = heads_of(sizes, thread, n_threads), head_p // LANES
     q_panels, kv_panels = (heads[0] * panels, heads[1] * panels), (2 * kv_heads[0] * panels, 2 * kv_heads[1] * panels)
     lm_head, gelu = n_layer * LINEARS_PER_LAYER, GELU_TANH if sizes[layout.TANH_GELU] else GELU
     if thread == 0:
@@ -165,26 +267,22 @@ def gpt_step(thread, n_threads, like, like_kv, memory, sizes):
     barrier(counter, n_threads)
 
     for layer in range(n_layer):
-        first, stored = layer * LINEARS_PER_LAYER, layer_kv(like_kv, memory, layer)
+        first = layer * LINEARS_PER_LAYER
         for r in range(n_rows):
             layer_norm(x, r * C_p, norms, 2 * layer, C, normed, r * C_p)
         prepare_rows(linears.panels, normed, n_rows, C_p, scratch)
         linear(linears, first + layout.QUERIES, q_panels, normed, n_rows, STORE, q, n_head * head_p, scratch)
         linear(linears, first + layout.KEYS_VALUES, kv_panels, normed, n_rows, STORE, kv, 2 * n_kv_head * head_p,
                scratch)
-        if rope:
-            rotate_queries(memory, sizes, heads)
-        write_keys_values(memory, sizes, kv_heads, stored, scratch)
+        call_c(memory[layout.ATTENTION], memory_at, sizes_at, layer, thread, n_threads)
 
         # The last layer computes keys and values of all rows, but everything else only of those that are wanted.
         last = layer == n_layer - 1
         if last and n_wanted == 0:
             return
-        n_queries = n_wanted if last else n_rows
-        attention(memory, sizes, heads, stored, n_queries, n_queries == n_rows, scratch)
         barrier(counter, n_threads)
-        if n_queries < n_rows:
-            n_rows = n_queries
+        if last and n_wanted < n_rows:
+            n_rows = n_wanted
             keep_wanted(thread, n_threads, memory, sizes)
             barrier(counter, n_threads)
 
@@ -236,7 +334,7 @@ def draw(thread, n_threads, memory, sizes):
     if thread == 0:
         sizes[layout.DRAW_NS] -= clock()
     next_tokens = memory[layout.TOKENS] + 8 * sizes[layout.N_ROWS]
-    if not call_back(
+    if not call_c(
             memory[layout.DRAW], memory[layout.DRAW_DATA], memory[layout.LOGITS], next_tokens, thread, n_threads):
         claim(sizes, layout.ENDED)
 
@@ -258,15 +356,16 @@ def go_on(memory, sizes):
     return sizes[layout.ENDED] == 0 and sizes[layout.N_DRAWN] < sizes[layout.N_STEPS]
 
 
+@keep_on_disk
 @njit(nogil=True)
-def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
+def step(like, memory_at, sizes_at, n_threads, post_at, thread, seen):
     """
     With thread 0 one step, or several, see `draw`, on the caller's thread and n_threads - 1 `Workers`. Returns 0,
-    or why the next step was not done, see plan.py. A step writes the keys and values of its N rows, and the logits
+    or why the next step was not done, see layout.py. A step writes the keys and values of its N rows, and the logits
     (W, vocab_size) of the rows that are wanted.
 
-    like, like_kv: arrays of the types of the weights and of the keys and values: float32, uint16 (bfloat16) or int8.
-    memory_at, sizes_at: the addresses of the two tables of layout.py. post_at: the address of the workers' lines.
+    like: an array of the type of the weights: float32, uint16 (bfloat16) or int8. memory_at, sizes_at: the addresses of
+    the two tables of layout.py. post_at: the address of the workers' lines.
 
     With another thread it is the loop of that worker, which has seen so many steps; memory, sizes and n_threads then
     come with each step that is posted. (One function for both, so that the step is compiled once.)
@@ -276,7 +375,7 @@ def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
         return 0
     while True:
         if thread == 0:
-            refused = plan(longs_at(memory_at), longs_at(sizes_at))
+            refused = check_step(longs_at(memory_at), longs_at(sizes_at))
             if refused != 0:
                 return refused
             post_step(memory_at, sizes_at, n_threads, post_at)
@@ -286,7 +385,7 @@ def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
             if observe(mine, STOP):
                 return 0
             n_threads, memory_at, sizes_at = post[POSTED_THREADS], post[POSTED_MEMORY], post[POSTED_SIZES]
-        gpt_step(thread, n_threads, like, like_kv, longs_at(memory_at), longs_at(sizes_at))
+        gpt_step(thread, n_threads, like, memory_at, sizes_at)
         draw(thread, n_threads, longs_at(memory_at), longs_at(sizes_at))
         if thread == 0:
             if n_threads > 1:
@@ -298,7 +397,26 @@ def step(like, like_kv, memory_at, sizes_at, n_threads, post_at, thread, seen):
             wake(post)
 
 
+@keep_on_disk
 @njit(nogil=True)
 def check(memory_at, sizes_at):
     """What a step returns, without the step."""
-    return plan(longs_at(memory_at), longs_at(sizes_at))
+    return check_step(longs_at(memory_at), longs_at(sizes_at))
+
+
+workers = {}  # {type of weights: the Workers of all steps on them}
+
+
+def team_for(weights, dtype, n_threads):
+    """
+    The `Workers` for weights, a key of `WEIGHTS`. Their step, and attention for keys and values of a dtype of `KINDS`,
+    are compiled or loaded from disk.
+    """
+    if weights not in workers:
+        like = np.zeros(0, WEIGHTS[weights])
+        step.compile((typeof(like), *[int64] * 6))
+        check.compile((int64, int64))
+        workers[weights] = Workers(step, (like,))
+    ATTENTION_ON[KINDS[dtype]].compiled  # noqa: B018 (it is compiled here)
+    workers[weights].ready(n_threads)
+    return workers[weights]

@@ -1,10 +1,11 @@
 """
-Threads that share one decode step: atomic counters, waiting, and the worker threads.
+Threads that share one decode step: atomic counters, waiting, and the worker threads, in a process that may fork.
 
 The threads of a step wait for each other several times a layer, for a few microseconds each time. A waiting thread
 first spins, which is fastest when every thread has a core of its own. After SPIN nanoseconds it sleeps (a futex on
 Linux), so that on a busy machine the thread that it waits for can have the core.
 """
+import atexit
 import os
 import platform
 import sys
@@ -13,12 +14,13 @@ import time
 
 import llvmlite.binding as llvm
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
-from decode.kernel.vectors import I32, I64, address, call
+from decode.kernel.vectors import I32, I64, address, call, instruction
+from decode.process import after_fork, step_lock
 
 LINE = 8  # int64 in a cache line of 64 bytes
 SPIN = 50_000  # nanoseconds that a thread spins at a barrier before it sleeps
@@ -35,52 +37,40 @@ SLEEPERS = 1
 STOP, RUNNING = 2, 3
 
 
-@intrinsic
-def claim(typing, counter, i):
+@instruction(types.int64)
+def claim(builder, counter, i):
     """counter[i] += 1 for all threads to see; returns what it was"""
-    def emit(context, builder, sig, args):
-        return builder.atomic_rmw('add', address(builder, *args), I64(1), 'seq_cst')
-    return types.int64(counter, types.int64), emit
+    return builder.atomic_rmw('add', address(builder, counter, i), I64(1), 'seq_cst')
 
 
-@intrinsic
-def publish(typing, counter, i, value):
+@instruction(types.void)
+def publish(builder, counter, i, value):
     """counter[i] = value for all threads to see, after all that this thread has written before"""
-    def emit(context, builder, sig, args):
-        builder.store_atomic(args[2], address(builder, args[0], args[1]), 'seq_cst', 8)
-        return context.get_dummy_value()
-    return types.void(counter, types.int64, types.int64), emit
+    builder.store_atomic(value, address(builder, counter, i), 'seq_cst', 8)
 
 
-@intrinsic
-def observe(typing, counter, i):
+@instruction(types.int64)
+def observe(builder, counter, i):
     """counter[i], with what other threads have written to it"""
-    def emit(context, builder, sig, args):
-        return builder.load_atomic(address(builder, *args), 'seq_cst', 8)
-    return types.int64(counter, types.int64), emit
+    return builder.load_atomic(address(builder, counter, i), 'seq_cst', 8)
 
 
-@intrinsic
-def _pause(typing):
+@instruction(types.void)
+def pause(builder):
     """The processor's hint that this is a spinning loop"""
-    def emit(context, builder, sig, args):
-        if llvm.get_default_triple().startswith('x86_64'):
-            call(builder, 'llvm.x86.sse2.pause', ir.VoidType())
-        return context.get_dummy_value()
-    return types.void(), emit
+    if llvm.get_default_triple().startswith('x86_64'):
+        call(builder, 'llvm.x86.sse2.pause', ir.VoidType())
 
 
-@intrinsic
-def clock(typing):
+@instruction(types.int64)
+def clock(builder):
     """Nanoseconds since some moment; always 0 on a system without clock_gettime"""
-    def emit(context, builder, sig, args):
-        if CLOCK_MONOTONIC is None:
-            return I64(0)
-        timespec = cgutils.alloca_once(builder, I64, 2)
-        call(builder, 'clock_gettime', I32, I32(CLOCK_MONOTONIC), timespec)
-        seconds, nanoseconds = (builder.load(builder.gep(timespec, [I64(i)])) for i in (0, 1))
-        return builder.add(builder.mul(seconds, I64(10 ** 9)), nanoseconds)
-    return types.int64(), emit
+    if CLOCK_MONOTONIC is None:
+        return I64(0)
+    timespec = cgutils.alloca_once(builder, I64, 2)
+    call(builder, 'clock_gettime', I32, I32(CLOCK_MONOTONIC), timespec)
+    seconds, nanoseconds = (builder.load(builder.gep(timespec, [I64(i)])) for i in (0, 1))
+    return builder.add(builder.mul(seconds, I64(10 ** 9)), nanoseconds)
 
 
 def nanoseconds():
@@ -88,39 +78,30 @@ def nanoseconds():
     return 0 if CLOCK_MONOTONIC is None else time.clock_gettime_ns(CLOCK_MONOTONIC)
 
 
-@intrinsic
-def _sleep(typing, counter, value, microseconds):
+@instruction(types.void)
+def sleep(builder, counter, value, microseconds):
     """Sleep while counter[0] is `value`, LONGEST_SLEEP at most; without futexes, for so many microseconds"""
-    def emit(context, builder, sig, args):
-        if FUTEX:
-            timespec = cgutils.alloca_once(builder, I64, 2)
-            builder.store(I64(0), builder.gep(timespec, [I64(0)]))
-            builder.store(I64(LONGEST_SLEEP), builder.gep(timespec, [I64(1)]))
-            value = builder.and_(args[1], I64(2 ** 32 - 1))  # a futex is 32 bits: the lower half of the counter
-            call(builder, 'syscall', I64, I64(FUTEX), builder.ptrtoint(args[0], I64), I64(FUTEX_WAIT), value,
-                 builder.ptrtoint(timespec, I64), I64(0), I64(0))
-        elif os.name == 'posix':
-            call(builder, 'usleep', I32, builder.trunc(args[2], I32))
-        return context.get_dummy_value()
-    return types.void(counter, types.int64, types.int64), emit
+    if FUTEX:
+        timespec = cgutils.alloca_once(builder, I64, 2)
+        builder.store(I64(0), builder.gep(timespec, [I64(0)]))
+        builder.store(I64(LONGEST_SLEEP), builder.gep(timespec, [I64(1)]))
+        value = builder.and_(value, I64(2 ** 32 - 1))  # a futex is 32 bits: the lower half of the counter
+        call(builder, 'syscall', I64, I64(FUTEX), builder.ptrtoint(counter, I64), I64(FUTEX_WAIT), value,
+             builder.ptrtoint(timespec, I64), I64(0), I64(0))
+    elif os.name == 'posix':
+        call(builder, 'usleep', I32, builder.trunc(microseconds, I32))
 
 
-@intrinsic
-def _wake(typing, counter):
-    def emit(context, builder, sig, args):
-        if FUTEX:
-            call(builder, 'syscall', I64, I64(FUTEX), builder.ptrtoint(args[0], I64), I64(FUTEX_WAKE), I64(2 ** 31 - 1),
-                 I64(0), I64(0), I64(0))
-        return context.get_dummy_value()
-    return types.void(counter), emit
+@instruction(types.void)
+def wake_sleepers(builder, counter):
+    if FUTEX:
+        call(builder, 'syscall', I64, I64(FUTEX), builder.ptrtoint(counter, I64), I64(FUTEX_WAKE), I64(2 ** 31 - 1),
+             I64(0), I64(0), I64(0))
 
 
-@intrinsic
-def _add_sleepers(typing, counter, n):
-    def emit(context, builder, sig, args):
-        builder.atomic_rmw('add', address(builder, args[0], I64(SLEEPERS)), args[1], 'seq_cst')
-        return context.get_dummy_value()
-    return types.void(counter, types.int64), emit
+@instruction(types.void)
+def add_sleepers(builder, counter, n):
+    builder.atomic_rmw('add', address(builder, counter, I64(SLEEPERS)), n, 'seq_cst')
 
 
 @njit
@@ -133,21 +114,21 @@ def wait_until(counter, target, spin):
             return
         looks += 1
         if looks % 32:
-            _pause()
+            pause()
         elif end_of_spin == 0:
             end_of_spin = clock() + spin
         elif clock() > end_of_spin:
-            _add_sleepers(counter, 1)
-            _sleep(counter, value, nap)
+            add_sleepers(counter, 1)
+            sleep(counter, value, nap)
             nap = min(2 * nap, 5000)
-            _add_sleepers(counter, -1)
+            add_sleepers(counter, -1)
 
 
 @njit
 def wake(counter):
     """Wake the threads that sleep until this counter changes; called after it has changed."""
     if observe(counter, SLEEPERS) > 0:
-        _wake(counter)
+        wake_sleepers(counter)
 
 
 @njit
@@ -177,6 +158,9 @@ def aligned(shape, dtype):
     return raw[start:start + size].view(dtype).reshape(shape)
 
 
+teams = []  # all `Workers`
+
+
 class Workers:
     """
     Threads 1, 2, ... of a step; thread 0 is the caller's own. They are started when they are first needed, wait
@@ -192,6 +176,7 @@ class Workers:
     def __init__(self, loop, like):
         self.loop, self.like = loop, like
         self.forget()
+        teams.append(self)
 
     def forget(self):
         """Begin again without threads, in the child of a fork."""
@@ -229,3 +214,51 @@ class Workers:
         for thread in self.threads:
             if thread.ident is not None:
                 thread.join(1)
+
+
+class OneTorchThread:
+    """
+    From the first `enter` to the last `leave`, of any threads, torch computes on one thread; then on as many as before.
+    """
+
+    def __init__(self):
+        self.forget()
+
+    def forget(self):
+        self.lock, self.uses, self.before = threading.Lock(), 0, None
+
+    def number(self):
+        """How many threads torch uses when this is not in use."""
+        return self.before if self.uses else torch.get_num_threads()
+
+    def enter(self):
+        with self.lock:
+            self.before = self.number()
+            self.uses += 1
+        torch.set_num_threads(1)
+
+    def leave(self):
+        with self.lock:
+            if self.uses:  # 0 in a child that was forked after `enter`
+                self.uses -= 1
+                torch.set_num_threads(self.before)
+
+
+one_torch_thread = OneTorchThread()
+
+
+@after_fork
+def forget_threads():
+    """The child of a fork has neither the workers nor torch's threads."""
+    if teams:
+        torch.set_num_threads(1)
+        one_torch_thread.forget()
+        for team in teams:
+            team.forget()
+
+
+@atexit.register
+def stop_workers():
+    with step_lock:
+        for team in teams:
+            team.stop()

@@ -29,99 +29,88 @@ from decode.kernel.vectors import (
     emit_load,
     features,
     floats,
+    instruction,
     same,
 )
 
 # does the processor have one instruction for int8 x int8 with int32 sums?
 DOT_PRODUCTS = LANES == 16 and bool(features.get('avx512vnni'))
-INPUTS_PER_VECTOR = {types.float32: 1, types.uint16: 2, types.int8: 4}  # of packed weights, by their type
+INPUTS_PER_VECTOR = {F32: 1, I16: 2, I8: 4}  # of packed weights, by their type
 # How many panels of a sheet a tile of 1, 2, ... rows multiplies at once, by the type of the weights: so many that the
 # sums and what is added to them fit the registers, 32 with AVX-512 and 16 elsewhere. And how many rows a tile has at
 # most where there are several.
-TILES = {types.float32: (4, 4, 4, 4, 4, 4, 2, 2), types.uint16: (4, 4, 4, 4, 4), types.int8: (4, 4, 4, 4, 2, 2, 2, 2)}
-ONE_OF_SEVERAL = {types.float32: 6, types.uint16: 5, types.int8: 8}
+TILES = {F32: (4, 4, 4, 4, 4, 4, 2, 2), I16: (4, 4, 4, 4, 4), I8: (4, 4, 4, 4, 2, 2, 2, 2)}
+ONE_OF_SEVERAL = {F32: 6, I16: 5, I8: 8}
 if LANES == 8:
-    TILES = {types.float32: (4, 4, 2, 2, 2, 2), types.uint16: (4, 4, 2, 2), types.int8: (4, 4, 2)}
-    ONE_OF_SEVERAL = {types.float32: 6, types.uint16: 4, types.int8: 3}
+    TILES = {F32: (4, 4, 2, 2, 2, 2), I16: (4, 4, 2, 2), I8: (4, 4, 2)}
+    ONE_OF_SEVERAL = {F32: 6, I16: 4, I8: 3}
 # Tiles of so many rows and more prefetch weights. Prefetching for a single row made a step 0.76 to 1.02 times as fast
 # (S, M, L with each type of weights, on an AMD EPYC of the Zen 4 kind).
 PREFETCH_ROWS = 3
 
 
 @intrinsic(prefer_literal=True)
-def zeros(typing, n_rows, n):
-    """A tile of zeros: n vectors for each of n_rows rows"""
-    result = types.UniTuple(floats, n_rows.literal_value * n.literal_value)
-
+def zeros(typing, n):
+    """A tile of n vectors of zeros"""
     def emit(context, builder, sig, args):
-        return context.make_tuple(builder, sig.return_type, [same(0.0, FLOATS)] * result.count)
-    return result(n_rows, n), emit
+        return context.make_tuple(builder, sig.return_type, [same(0.0, FLOATS)] * n.literal_value)
+    return types.UniTuple(floats, n.literal_value)(n), emit
 
 
-@intrinsic
-def inputs_per_vector(typing, w):
+@instruction(types.int64)
+def inputs_per_vector(builder, w):
     """The number of inputs that a vector of packed weights w covers: 1, 2 or 4, by their type"""
-    def emit(context, builder, sig, args):
-        return I64(INPUTS_PER_VECTOR[w.dtype])
-    return types.int64(w), emit
+    return I64(INPUTS_PER_VECTOR[w.type.pointee])
 
 
-@intrinsic
-def most_rows(typing, w):
+@instruction(types.UniTuple(types.int64, 3))
+def most_rows(builder, w):
     """
     The most rows of a tile, for packed weights w: of one that multiplies all panels of a sheet at once, of one that
     is alone, and of one of several.
     """
-    def emit(context, builder, sig, args):
-        panels = TILES[w.dtype]
-        numbers = panels.count(SHEET), len(panels), ONE_OF_SEVERAL[w.dtype]
-        return context.make_tuple(builder, sig.return_type, [I64(n) for n in numbers])
-    return types.UniTuple(types.int64, 3)(w), emit
+    panels = TILES[w.type.pointee]
+    return [I64(n) for n in (panels.count(SHEET), len(panels), ONE_OF_SEVERAL[w.type.pointee])]
 
 
-@intrinsic
-def multiply_tile(typing, w, w_at, ahead, start, start_at, x, x_at, stride, scale, scale_at, n_rows, n_inputs, more,
-                  sums, sums_at):
+@instruction(types.void)
+def multiply_tile(builder, w, w_at, ahead, start, x, rounded, scale, x_at, stride, n_rows, n_inputs, more, sums,
+                  sums_at):
     """
     One tile of w @ x: the panels of a sheet times n_rows rows of x, over n_inputs inputs in ascending order.
 
     w at w_at: a sheet of packed weights from the first of these inputs on, see linears.py. x at x_at + r * stride: row
-    r, float32, or uint8 for int8 weights. These also need start at start_at, where the sums of their groups begin, and
-    scale at scale_at + r * stride / GROUP, the scales of the groups of row r. The sums, (n_rows, SHEET, LANES) at
-    sums_at, are continued where `more`. Tiles of PREFETCH_ROWS rows and more prefetch half as many weights at `ahead`.
+    r, float32. For int8 weights it is read from `rounded`, uint8, with scale, the scales of the groups of all rows, and
+    start, where the sums of all groups of weights begin. The sums, (n_rows, SHEET, LANES) at sums_at, are continued
+    where `more`. Tiles of PREFETCH_ROWS rows and more prefetch half as many weights at `ahead`.
     """
-    dtype = w.dtype
-
-    def emit(context, builder, sig, args):
-        w, w_at, ahead, start, start_at, x, x_at, stride, scale, scale_at, n_rows, n_inputs, more, sums, sums_at = args
-        pointers = [address(builder, *at) for at in ((w, w_at), (w, ahead), (start, start_at), (x, x_at),
-                                                     (scale, scale_at), (sums, sums_at))]
-        multiplied, others = (builder.append_basic_block(name) for name in ('multiplied', 'others'))
-        switch = builder.switch(n_rows, others)
-        for rows, n in enumerate(TILES[dtype], 1):
-            with builder.goto_block(builder.append_basic_block(f'rows_{rows}')):
-                switch.add_case(I64(rows), builder.block)
-                function = tile_function(builder.module, dtype, rows, n, [p.type for p in pointers])
-                builder.call(function, [*pointers, stride, n_inputs, more])
-                builder.branch(multiplied)
-        with builder.goto_block(others):
-            builder.unreachable()
-        builder.position_at_end(multiplied)
-        return context.get_dummy_value()
-    return types.void(w, types.int64, types.int64, start, types.int64, x, types.int64, types.int64, scale, types.int64,
-                      types.int64, types.int64, types.boolean, sums, types.int64), emit
+    element, group = w.type.pointee, I64(GROUP)
+    pointers = [address(builder, *at) for at in (
+        (w, w_at), (w, ahead), (start, builder.udiv(w_at, group)), (rounded if element == I8 else x, x_at),
+        (scale, builder.udiv(x_at, group)), (sums, sums_at))]
+    multiplied, others = (builder.append_basic_block(name) for name in ('multiplied', 'others'))
+    switch = builder.switch(n_rows, others)
+    for rows, n in enumerate(TILES[element], 1):
+        with builder.goto_block(builder.append_basic_block(f'rows_{rows}')):
+            switch.add_case(I64(rows), builder.block)
+            function = tile_function(builder.module, element, rows, n, [p.type for p in pointers])
+            builder.call(function, [*pointers, stride, n_inputs, more])
+            builder.branch(multiplied)
+    with builder.goto_block(others):
+        builder.unreachable()
+    builder.position_at_end(multiplied)
 
 
-def tile_function(module, dtype, n_rows, n, pointers):
+def tile_function(module, element, n_rows, n, pointers):
     """The function of a compiled module for a tile of n_rows rows, n panels at once."""
-    name = f'decode_tile_{n_rows}x{n}_{dtype}'
+    name = f'decode_tile_{n_rows}x{n}_{element.intrinsic_name}'
     if name not in module.globals:
         function = ir.Function(module, ir.FunctionType(ir.VoidType(), [*pointers, I64, I64, I1]), name)
         function.linkage = 'linkonce_odr'
         function.attributes.add('noinline')  # copies of all tiles at each call would take a minute to compile
         builder = ir.IRBuilder(function.append_basic_block())
         for first in range(0, SHEET, n):
-            Tile(builder, dtype, n_rows, n, first, function.args).emit()
+            Tile(builder, element, n_rows, n, first, function.args).emit()
         builder.ret_void()
     return module.globals[name]
 
@@ -129,8 +118,9 @@ def tile_function(module, dtype, n_rows, n, pointers):
 class Tile:
     """The code of a tile for panels first ... first + n - 1 of a sheet; args are those of its function."""
 
-    def __init__(self, builder, dtype, n_rows, n, first, args):
-        self.builder, self.inputs, self.n_rows, self.n, self.first = builder, INPUTS_PER_VECTOR[dtype], n_rows, n, first
+    def __init__(self, builder, element, n_rows, n, first, args):
+        self.builder, self.inputs, self.n_rows, self.n, self.first = (
+            builder, INPUTS_PER_VECTOR[element], n_rows, n, first)
         self.w, self.ahead, self.start, self.x, self.scale, self.sums, self.stride, self.n_inputs, self.more = args
         self.cells = list(product(range(n_rows), range(n)))
 
@@ -165,7 +155,7 @@ class Tile:
                 call(builder, 'llvm.prefetch.p0', ir.VoidType(), p, I32(0), I32(2), I32(1))  # read, level 2, data
         as_type = FLOATS if self.inputs == 1 else INTS
         at = [self.at(self.w, as_type, (i, SHEET * of_vector), (self.first + p) * of_vector) for p in range(self.n)]
-        weights = [widened(builder, emit_load(builder, p), self.inputs) for p in at]
+        weights = [of_each_input(builder, emit_load(builder, p), self.inputs) for p in at]
         for r, k in product(range(self.n_rows), range(len(weights[0]))):
             at = self.at(self.x, I32 if self.inputs == 4 else F32, (self.stride, r), (i, self.inputs), k)
             x = broadcast(builder, emit_load(builder, at))
@@ -194,7 +184,7 @@ class Tile:
                 builder.store(emit_fma(builder, v, scale, builder.load(total)), total)
 
 
-def widened(builder, v, inputs):
+def of_each_input(builder, v, inputs):
     """A vector of packed weights as one vector for each input; one of int8 stays as it is."""
     if inputs != 2:
         return [v]
@@ -214,18 +204,16 @@ def dot_bytes(builder, sums, x, w):
     return sums
 
 
-@intrinsic
-def sum_each(typing, sums):
+@instruction(floats)
+def sum_each(builder, sums):
     """LANES vectors -> one, whose lane r is the sum of the lanes of vector r"""
-    def emit(context, builder, sig, args):
-        values, width = cgutils.unpack_tuple(builder, args[0]), LANES
-        while width > 1:  # fold the lanes of two vectors into one, until one vector is left
-            half, width = len(values) // 2, width // 2
-            # lanes of a and of b in turns
-            starts = [s + source for s in range(0, LANES, 2 * width) for source in (0, LANES)]
-            low = ir.Constant(INTS, [s + k for s in starts for k in range(width)])
-            high = ir.Constant(INTS, [s + k + width for s in starts for k in range(width)])
-            values = [builder.fadd(builder.shuffle_vector(a, b, low), builder.shuffle_vector(a, b, high))
-                      for a, b in zip(values[:half], values[half:])]
-        return values[0]
-    return floats(sums), emit
+    width = LANES
+    while width > 1:  # fold the lanes of two vectors into one, until one vector is left
+        half, width = len(sums) // 2, width // 2
+        # lanes of a and of b in turns
+        starts = [s + source for s in range(0, LANES, 2 * width) for source in (0, LANES)]
+        low = ir.Constant(INTS, [s + k for s in starts for k in range(width)])
+        high = ir.Constant(INTS, [s + k + width for s in starts for k in range(width)])
+        sums = [builder.fadd(builder.shuffle_vector(a, b, low), builder.shuffle_vector(a, b, high))
+                for a, b in zip(sums[:half], sums[half:])]
+    return sums[0]

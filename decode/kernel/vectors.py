@@ -6,6 +6,7 @@ vector instruction that the decode step needs is a function here that compiled c
 Arithmetic is IEEE's: a NaN goes in, a NaN comes out. Positions in arrays are in elements, arrays are one-dimensional
 and contiguous, and no function checks bounds.
 """
+import functools
 import operator
 
 import llvmlite.binding as llvm
@@ -18,7 +19,7 @@ from numba.extending import intrinsic, models, overload, register_model
 features = llvm.get_host_cpu_features()
 LANES = 16 if features.get('avx512f') else 8  # eight floats are one AVX register, or two of ARM's
 
-I1, I8, I16, I32, I64, F32 = *map(ir.IntType, (1, 8, 16, 32, 64)), ir.FloatType()
+I1, I8, I16, I32, I64, F32, F64 = *map(ir.IntType, (1, 8, 16, 32, 64)), ir.FloatType(), ir.DoubleType()
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
 
@@ -38,7 +39,30 @@ class FloatsModel(models.PrimitiveModel):
         super().__init__(data_model_manager, fe_type, FLOATS)
 
 
-# pieces of what the intrinsics emit
+FIRST = None  # the type of the first argument
+
+
+def instruction(result=FIRST):
+    """
+    Make a function for compiled code of one that emits its code: (builder, *LLVM values) -> an LLVM value, or None. A
+    tuple is a list of values there. result: numba's type of what it returns.
+    """
+    def of(emit_value):
+        @functools.wraps(emit_value)
+        def typed(typing, *given):
+            def emit(context, builder, sig, args):
+                args = [cgutils.unpack_tuple(builder, value) if isinstance(of, types.BaseTuple) else value
+                        for of, value in zip(sig.args, args)]
+                value = emit_value(builder, *args)
+                if value is None:
+                    return context.get_dummy_value()
+                return context.make_tuple(builder, sig.return_type, value) if isinstance(value, list) else value
+            return (given[0] if result is FIRST else result)(*given), emit
+        return intrinsic(typed)
+    return of
+
+
+# pieces of what the instructions emit
 
 def address(builder, pointer, index, as_type=None):
     p = builder.gep(pointer, [index])
@@ -72,15 +96,15 @@ def emit_fma(builder, a, b, c):
 
 
 def to_ints(builder, v):
-    """Whole numbers below 2 ** 22 in size as int32. A NaN becomes any number."""
+    """Numbers below 2 ** 22 in size as int32, rounded to the nearest, half to even. A NaN becomes any number."""
     # 1.5 * 2 ** 23 + v has v in its last bits. LLVM's own conversion is undefined for a NaN, or takes lane after lane
     bits = builder.bitcast(builder.fadd(v, same(12582912.0, FLOATS)), INTS)
     return builder.sub(bits, same(0x4b400000, INTS))
 
 
-def emit_sum(builder, values, add):
+def emit_sum(builder, values):
     while len(values) > 1:  # as a tree of neighbours: the additions of one level do not wait for each other
-        values = [add(a, b) for a, b in zip(values[::2], values[1::2])] + values[len(values) & ~1:]
+        values = [builder.fadd(a, b) for a, b in zip(values[::2], values[1::2])] + values[len(values) & ~1:]
     return values[0]
 
 
@@ -90,71 +114,97 @@ def first_lanes(builder, n):
     return builder.icmp_signed('<', lanes, broadcast(builder, n))
 
 
+def bytes_of(element):
+    return 4 if element == F32 else element.width // 8
+
+
+def emit_load_first(builder, array, i, n):
+    """The first n of array[i : i + LANES], of any type, and zero in the other lanes; nothing beyond is touched."""
+    element = array.type.pointee
+    vector = ir.VectorType(element, LANES)
+    return call(builder, f'llvm.masked.load.v{LANES}{element.intrinsic_name}.p0', vector,
+                address(builder, array, i, vector), I32(bytes_of(element)), first_lanes(builder, n),
+                same(0.0 if element == F32 else 0, vector))
+
+
+def emit_store_first(builder, array, i, v, n):
+    """array[i : i + n] = the first n lanes of v"""
+    element = v.type.element
+    call(builder, f'llvm.masked.store.v{LANES}{element.intrinsic_name}.p0', ir.VoidType(), v,
+         address(builder, array, i, v.type), I32(bytes_of(element)), first_lanes(builder, n))
+
+
 # memory
 
-@intrinsic
-def load(typing, array, i):
+@instruction(floats)
+def load(builder, array, i):
     """array[i : i + LANES]"""
-    def emit(context, builder, sig, args):
-        return emit_load(builder, address(builder, args[0], args[1], FLOATS))
-    return floats(array, types.int64), emit
+    return emit_load(builder, address(builder, array, i, FLOATS))
 
 
-@intrinsic
-def load_first(typing, array, i, n):
+@instruction(floats)
+def load_first(builder, array, i, n):
     """The first n of array[i : i + LANES], and zero in the other lanes; nothing beyond them is touched."""
-    def emit(context, builder, sig, args):
-        p = address(builder, args[0], args[1], FLOATS)
-        mask = first_lanes(builder, args[2])
-        return call(builder, f'llvm.masked.load.v{LANES}f32.p0', FLOATS, p, I32(4), mask, same(0.0, FLOATS))
-    return floats(array, types.int64, types.int64), emit
+    return emit_load_first(builder, array, i, n)
 
 
-@intrinsic
-def store(typing, array, i, v):
+@instruction(types.void)
+def store(builder, array, i, v):
     """array[i : i + LANES] = v"""
-    def emit(context, builder, sig, args):
-        builder.store(args[2], address(builder, args[0], args[1], FLOATS)).align = 4
-        return context.get_dummy_value()
-    return types.void(array, types.int64, floats), emit
+    builder.store(v, address(builder, array, i, FLOATS)).align = 4
 
 
-@intrinsic
-def store_first(typing, array, i, v, n):
+@instruction(types.void)
+def store_first(builder, array, i, v, n):
     """array[i : i + n] = the first n lanes of v"""
-    def emit(context, builder, sig, args):
-        p = address(builder, args[0], args[1], FLOATS)
-        mask = first_lanes(builder, args[3])
-        call(builder, f'llvm.masked.store.v{LANES}f32.p0', ir.VoidType(), args[2], p, I32(4), mask)
-        return context.get_dummy_value()
-    return types.void(array, types.int64, floats, types.int64), emit
+    emit_store_first(builder, array, i, v, n)
 
 
-@intrinsic
-def store_bytes(typing, array, i, v):
-    """array[i : i + LANES] = v rounded to the nearest whole number (half to even) plus 128, as uint8; v within +-127"""
-    def emit(context, builder, sig, args):
-        whole = to_ints(builder, call(builder, f'llvm.rint.v{LANES}f32', FLOATS, args[2]))
-        small = builder.trunc(builder.add(whole, same(128, INTS)), ir.VectorType(I8, LANES))
-        builder.store(small, address(builder, args[0], args[1], small.type)).align = 1
-        return context.get_dummy_value()
-    return types.void(array, types.int64, floats), emit
+@instruction(types.void)
+def store_rounded(builder, array, i, v, added):
+    """array[i : i + LANES] = v + added in 8 bits; v within +-127, rounded to the nearest whole number, half to even"""
+    whole = builder.add(to_ints(builder, v), broadcast(builder, builder.trunc(added, I32)))
+    small = builder.trunc(whole, ir.VectorType(I8, LANES))
+    builder.store(small, address(builder, array, i, small.type)).align = 1
 
 
-def _pointer_to(dtype):
-    pointer = types.CPointer(dtype)
+@instruction(types.int64)
+def store_between(builder, array, i, v, low, x, high):
+    """The lanes of v where low <= x < high, one after the other, to array[i], array[i + 1], ... Returns how many."""
+    mask = builder.and_(builder.fcmp_ordered('<=', low, x), builder.fcmp_ordered('<', x, high))
+    bits = builder.bitcast(mask, ir.IntType(LANES))
+    with builder.if_then(builder.icmp_unsigned('!=', bits, bits.type(0))):  # the store is slow
+        p = address(builder, array, i, FLOATS)
+        call(builder, f'llvm.masked.compressstore.v{LANES}f32', ir.VoidType(), v, p, mask)
+    return builder.zext(builder.ctpop(bits), I64)
 
-    @intrinsic
-    def at(typing, address):
+
+@njit
+def load_until(x, i, end):
+    """x[i : i + LANES], with zero from x[end] on. In a loop it is faster than load_first, which makes its mask anew."""
+    return load(x, i) if i + LANES <= end else load_first(x, i, end - i)
+
+
+@njit
+def store_until(x, i, v, end):
+    """x[i : i + LANES] = v, except from x[end] on"""
+    if i + LANES <= end:
+        store(x, i, v)
+    else:
+        store_first(x, i, v, end - i)
+
+
+def pointer_to(number, element):
+    @instruction(types.CPointer(number))
+    def at(builder, address):
         """The pointer of an address"""
-        def emit(context, builder, sig, args):
-            return builder.inttoptr(args[0], context.get_value_type(pointer))
-        return pointer(types.int64), emit
+        return builder.inttoptr(address, element.as_pointer())
     return at
 
 
-floats_at, doubles_at, bytes_at, shorts_at, ints_at, longs_at = map(
-    _pointer_to, (types.float32, types.float64, types.uint8, types.int16, types.int32, types.int64))
+floats_at, doubles_at, bytes_at, shorts_at, longs_at = (
+    pointer_to(*kind) for kind in ((types.float32, F32), (types.float64, F64), (types.uint8, I8), (types.int16, I16),
+                                   (types.int64, I64)))
 
 
 @intrinsic
@@ -169,20 +219,14 @@ def pointer_like(typing, array, address):
 
 # arithmetic
 
-@intrinsic
-def splat(typing, x):
+@instruction(floats)
+def splat(builder, x):
     """x in all lanes"""
-    def emit(context, builder, sig, args):
-        return broadcast(builder, args[0])
-    return floats(types.float32), emit
+    return broadcast(builder, x)
 
 
-def _operator(python, emit_one):
-    @intrinsic
-    def apply(typing, a, b):
-        def emit(context, builder, sig, args):
-            return emit_one(builder, *args)
-        return floats(floats, floats), emit
+def operate(python, emit_value):
+    apply = instruction(floats)(emit_value)
 
     @overload(python)
     def of_vectors(a, b):
@@ -190,105 +234,109 @@ def _operator(python, emit_one):
             return lambda a, b: apply(a, b)
 
 
-_operator(operator.add, lambda builder, a, b: builder.fadd(a, b))
-_operator(operator.sub, lambda builder, a, b: builder.fsub(a, b))
-_operator(operator.mul, lambda builder, a, b: builder.fmul(a, b))
-_operator(operator.truediv, lambda builder, a, b: builder.fdiv(a, b))
+operate(operator.add, lambda builder, a, b: builder.fadd(a, b))
+operate(operator.sub, lambda builder, a, b: builder.fsub(a, b))
+operate(operator.mul, lambda builder, a, b: builder.fmul(a, b))
+operate(operator.truediv, lambda builder, a, b: builder.fdiv(a, b))
 
 
-@intrinsic
-def fma(typing, a, b, c):
+@instruction(floats)
+def fma(builder, a, b, c):
     """a * b + c, rounded once"""
-    def emit(context, builder, sig, args):
-        return emit_fma(builder, *args)
-    return floats(floats, floats, floats), emit
+    return emit_fma(builder, a, b, c)
 
 
-@intrinsic
-def larger(typing, a, b):
+@instruction(floats)
+def larger(builder, a, b):
     """The larger in each lane; where either is NaN, b."""
-    def emit(context, builder, sig, args):
-        return builder.select(builder.fcmp_ordered('>', *args), *args)
-    return floats(floats, floats), emit
+    return builder.select(builder.fcmp_ordered('>', a, b), a, b)
 
 
-@intrinsic
-def smaller(typing, a, b):
+@instruction(floats)
+def smaller(builder, a, b):
     """The smaller in each lane; where either is NaN, b."""
-    def emit(context, builder, sig, args):
-        return builder.select(builder.fcmp_ordered('<', *args), *args)
-    return floats(floats, floats), emit
+    return builder.select(builder.fcmp_ordered('<', a, b), a, b)
 
 
-@intrinsic
-def zero_below(typing, a, b, v):
+@instruction(floats)
+def zero_below(builder, a, b, v):
     """v, with zero in the lanes where a < b"""
-    def emit(context, builder, sig, args):
-        return builder.select(builder.fcmp_ordered('<', args[0], args[1]), same(0.0, FLOATS), args[2])
-    return floats(floats, floats, floats), emit
+    return builder.select(builder.fcmp_ordered('<', a, b), same(0.0, FLOATS), v)
 
 
-@intrinsic
-def absolute(typing, a):
-    def emit(context, builder, sig, args):
-        return call(builder, f'llvm.fabs.v{LANES}f32', FLOATS, args[0])
-    return floats(floats), emit
+@instruction(floats)
+def add_from(builder, total, v, a, b):
+    """total, with v added in the lanes where a >= b"""
+    # add first, then select: LLVM makes one instruction of both where vectors have masks
+    return builder.select(builder.fcmp_ordered('>=', a, b), builder.fadd(total, v), total)
 
 
-@intrinsic
-def first(typing, v, n):
+@instruction(floats)
+def absolute(builder, a):
+    return call(builder, f'llvm.fabs.v{LANES}f32', FLOATS, a)
+
+
+@instruction(floats)
+def first(builder, v, n):
     """v in the first n lanes, zero in the others"""
-    def emit(context, builder, sig, args):
-        return builder.select(first_lanes(builder, args[1]), args[0], same(0.0, FLOATS))
-    return floats(floats, types.int64), emit
+    return builder.select(first_lanes(builder, n), v, same(0.0, FLOATS))
 
 
-@intrinsic
-def lanes_from(typing, n):
+@instruction(floats)
+def lanes_from(builder, n):
     """n, n + 1, ... n + LANES - 1 as float32"""
-    def emit(context, builder, sig, args):
-        lanes = builder.add(broadcast(builder, builder.trunc(args[0], I32)), ir.Constant(INTS, list(range(LANES))))
-        return builder.sitofp(lanes, FLOATS)
-    return floats(types.int64), emit
+    lanes = builder.add(broadcast(builder, builder.trunc(n, I32)), ir.Constant(INTS, list(range(LANES))))
+    return builder.sitofp(lanes, FLOATS)
 
 
-@intrinsic
-def sum_lanes(typing, v):
+@instruction(types.float32)
+def sum_lanes(builder, v):
     """The sum of the lanes, folded in halves: the order in which `tiles.sum_each` adds those of each vector"""
-    def emit(context, builder, sig, args):
-        v, width = args[0], LANES
-        while width > 1:
-            width //= 2
-            upper = ir.Constant(INTS, [(lane + width) % LANES for lane in range(LANES)])
-            v = builder.fadd(v, builder.shuffle_vector(v, v, upper))
-        return builder.extract_element(v, I32(0))
-    return types.float32(floats), emit
+    width = LANES
+    while width > 1:
+        width //= 2
+        upper = ir.Constant(INTS, [(lane + width) % LANES for lane in range(LANES)])
+        v = builder.fadd(v, builder.shuffle_vector(v, v, upper))
+    return builder.extract_element(v, I32(0))
 
 
-@intrinsic
-def max_lanes(typing, v):
+@instruction(types.float32)
+def max_lanes(builder, v):
     """The largest lane; none may be NaN."""
-    def emit(context, builder, sig, args):
-        return call(builder, f'llvm.vector.reduce.fmax.v{LANES}f32', F32, args[0], fastmath=('nnan',))
-    return types.float32(floats), emit
+    return call(builder, f'llvm.vector.reduce.fmax.v{LANES}f32', F32, v, fastmath=('nnan',))
 
 
-@intrinsic
-def nearest(typing, v):
+@instruction(floats)
+def nearest(builder, v):
     """v rounded to whole numbers"""
-    def emit(context, builder, sig, args):
-        return call(builder, f'llvm.rint.v{LANES}f32', FLOATS, args[0])
-    return floats(floats), emit
+    return call(builder, f'llvm.rint.v{LANES}f32', FLOATS, v)
 
 
-@intrinsic
-def times_power_of_two(typing, v, n):
+@instruction(floats)
+def times_power_of_two(builder, v, n):
     """v * 2 ** n, for whole n in [-126, 127]"""
-    def emit(context, builder, sig, args):
-        # the bits of the float 2 ** n: n + 127 in the exponent
-        power = builder.shl(builder.add(to_ints(builder, args[1]), same(127, INTS)), same(23, INTS))
-        return builder.fmul(args[0], builder.bitcast(power, FLOATS))
-    return floats(floats, floats), emit
+    # the bits of the float 2 ** n: n + 127 in the exponent
+    power = builder.shl(builder.add(to_ints(builder, n), same(127, INTS)), same(23, INTS))
+    return builder.fmul(v, builder.bitcast(power, FLOATS))
+
+
+def polynomial(*coefficients):
+    """The function of a polynomial, from its highest power down, by Horner's rule."""
+    @instruction(floats)
+    def evaluate(builder, x):
+        value = same(coefficients[0], FLOATS)
+        for coefficient in coefficients[1:]:
+            value = emit_fma(builder, value, x, same(coefficient, FLOATS))
+        return value
+    return evaluate
+
+
+exp_polynomial = polynomial(1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1,
+                            5.0000001201e-1)
+erf_numerator = polynomial(-2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05,
+                           -7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02)
+erf_denominator = polynomial(-1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03,
+                             -7.37332916720468e-03, -1.42647390514189e-02)
 
 
 @njit
@@ -303,30 +351,14 @@ def exp(v):
     n = nearest(v * constant(1.4426950408889634))
     r = fma(n, constant(-0.693359375), v)  # ln 2 in two parts, the first of them exact in few bits
     r = fma(n, constant(2.12194440e-4), r)
-    p = fma(constant(1.9875691500e-4), r, constant(1.3981999507e-3))
-    p = fma(p, r, constant(8.3334519073e-3))
-    p = fma(p, r, constant(4.1665795894e-2))
-    p = fma(p, r, constant(1.6666665459e-1))
-    p = fma(p, r, constant(5.0000001201e-1))
-    return times_power_of_two(fma(p, r * r, r) + constant(1.0), n)
+    return times_power_of_two(fma(exp_polynomial(r), r * r, r) + constant(1.0), n)
 
 
 @njit
 def erf(v):
     """The error function to 2e-7, by a ratio of polynomials (the one of Eigen and XLA)."""
     v = larger(constant(-4.0), smaller(constant(4.0), v))
-    s = v * v
-    p = fma(constant(-2.72614225801306e-10), s, constant(2.77068142495902e-08))
-    p = fma(p, s, constant(-2.10102402082508e-06))
-    p = fma(p, s, constant(-5.69250639462346e-05))
-    p = fma(p, s, constant(-7.34990630326855e-04))
-    p = fma(p, s, constant(-2.95459980854025e-03))
-    p = fma(p, s, constant(-1.60960333262415e-02))
-    q = fma(constant(-1.45660718464996e-05), s, constant(-2.13374055278905e-04))
-    q = fma(q, s, constant(-1.68282697438203e-03))
-    q = fma(q, s, constant(-7.37332916720468e-03))
-    q = fma(q, s, constant(-1.42647390514189e-02))
-    return v * p / q
+    return v * erf_numerator(v * v) / erf_denominator(v * v)
 
 
 @njit

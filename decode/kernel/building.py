@@ -1,0 +1,165 @@
+"""
+Functions that are compiled once for this machine and kept on disk, for several processes that start at the same time;
+and C functions, which compiled code calls by their addresses and need not be compiled together with it.
+"""
+import functools
+import hashlib
+import itertools
+import secrets
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import numba
+from filelock import FileLock
+from llvmlite import ir
+from numba import types
+from numba.core.bytecode import FunctionIdentity
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
+
+from decode.kernel.vectors import I64, instruction
+from decode.process import after_fork
+
+LONGEST_WAIT = 300  # seconds for another process that compiles the same; then this one compiles it too
+N_ARGUMENTS = 5     # of a `CFunction`
+
+said = set()  # what this process has said on stderr
+
+
+@after_fork
+def begin_numbers():
+    """
+    numba numbers the functions that a process compiles, from 1 on, and uses the numbers in the names of machine code.
+    Two processes could give the same name to different functions. A process that loads the code of both from disk could
+    then run the wrong function. So each process begins at a random number.
+    """
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(48))
+
+
+begin_numbers()
+
+
+def hash_of(*parts):
+    return hashlib.sha256(b''.join(parts)).hexdigest()[:16]
+
+
+@functools.cache
+def sources():
+    """The version of numba and a hash of all files of this folder, in bytes."""
+    files = [path.read_bytes() for path in sorted(Path(__file__).parent.glob('*.py'))]
+    return f'{numba.__version__} {hash_of(*files)}'.encode()
+
+
+class SharedCache(FunctionCache):
+    """
+    numba's cache of a function, with files of their own for each list of argument types. Their names have a hash of the
+    sources, the function's own file and all of this folder: a change in any of them compiles it anew, and nothing that
+    was compiled of other sources can be taken for it.
+    """
+
+    def __init__(self, function):
+        super().__init__(function)
+        self.sources = sources() + Path(function.__code__.co_filename).read_bytes()
+
+    def name_for(self, sig):
+        return f'{self._impl.filename_base}-{hash_of(self.sources, str(sig).encode())}'
+
+    def file_for(self, sig):
+        # numba numbers the files from 1 again when the stamp changes, so the stamp is a constant
+        return IndexDataCacheFile(self.cache_path, self.name_for(sig), source_stamp=None)
+
+    def load_overload(self, sig, target_context):
+        self._cache_file = self.file_for(sig)
+        return super().load_overload(sig, target_context)
+
+    def save_overload(self, sig, data):
+        self._cache_file = self.file_for(sig)
+        try:
+            super().save_overload(sig, data)
+        except OSError as e:
+            say(f"compiled code could not be kept on disk, so the next start compiles it again ({e})")
+
+    @contextmanager
+    def lock(self, sig):
+        """One process at a time loads, compiles and saves the function for these types."""
+        lock = FileLock(Path(self.cache_path) / f'{self.name_for(sig)}.lock')
+        try:
+            lock.acquire(timeout=LONGEST_WAIT, poll_interval=0.02)
+        except (OSError, NotImplementedError):  # it took too long; no room on the disk; a file system without locks
+            pass
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+def keep_on_disk(function):
+    """
+    Give a numba function a `SharedCache`: its first use loads its code from disk. If there is none, it compiles the
+    function and saves the code; another process that needs the same waits, and loads it then. Returns the function.
+    """
+    python = getattr(function, '__wrapped__', None)
+    if python is None:  # NUMBA_DISABLE_JIT
+        return function
+    try:
+        function._cache = cache = SharedCache(python)
+    except (RuntimeError, OSError):  # numba found no folder that it may write to; the sources are not files
+        say("compiled code cannot be kept on disk, so each start compiles it again: NUMBA_CACHE_DIR can name a folder "
+            "for it")
+        return function
+    compile_alone = function.compile
+
+    def compile(*sig):
+        notice = threading.Timer(1.5, say, ["compiling the decode step for this machine; the next start finds it on "
+                                            "disk ..."])
+        notice.daemon = True
+        notice.start()
+        try:
+            with cache.lock(sig):
+                return compile_alone(*sig)
+        finally:
+            notice.cancel()
+    function.compile = compile
+    return function
+
+
+def say(sentence):
+    """Say it on stderr, once in a process."""
+    if sentence not in said:
+        said.add(sentence)
+        print(sentence, file=sys.stderr, flush=True)
+
+
+class CFunction:
+    """
+    A function that takes five int64 and returns an int64, as a C function. At its first use it is compiled, or loaded
+    from disk. If it raises, the exception is printed and 0 is returned.
+
+    Compiled code calls it by `address`, see `call_c`; Python by `call`, without Python's lock.
+    """
+
+    def __init__(self, function):
+        self.function = function
+
+    @functools.cached_property
+    def compiled(self):
+        compiled = CFunc(self.function, ((types.int64,) * N_ARGUMENTS, types.int64), locals={}, options={})
+        keep_on_disk(compiled).compile()
+        return compiled
+
+    @property
+    def address(self):
+        return self.compiled.address
+
+    @functools.cached_property
+    def call(self):
+        return self.compiled.ctypes
+
+
+@instruction(types.int64)
+def call_c(builder, address, a, b, c, d, e):
+    """The result of the C function at an address for these arguments"""
+    signature = ir.FunctionType(I64, [I64] * N_ARGUMENTS)
+    return builder.call(builder.inttoptr(address, signature.as_pointer()), [a, b, c, d, e])

@@ -1,0 +1,429 @@
+"""
+The next token of each sample of a step, drawn from its row of logits.
+
+`DRAW` is called by the threads of the model's compiled step, after each step; see `decode.metadata.NextTokens`. It
+first applies the biases, the min_tokens and the penalties of the sample to its logits. A row of 50,000 numbers is read
+a few times and never sorted as a whole.
+
+A draw is the inverse of the cumulative distribution in the order of token ids, at one uniform number. That number is a
+function of the sample's seed and of how many tokens it has generated, so a sample that is interrupted and computed
+again draws the same tokens. Weights are float32, as torch's softmax computes them, and so are the sums of CHUNK or
+BLOCK of them. Sums of those are float64.
+
+Rows are pointers here, with their length n beside them: numba compiles these in half of the time that arrays take.
+"""
+import math
+
+import numpy as np
+from numba import njit, uint64
+
+from decode.kernel.building import CFunction, keep_on_disk
+from decode.kernel.threads import clock, observe
+from decode.kernel.vectors import (
+    LANES,
+    add_from,
+    bytes_at,
+    constant,
+    doubles_at,
+    exp,
+    floats_at,
+    larger,
+    load,
+    load_until,
+    longs_at,
+    max_lanes,
+    splat,
+    store_between,
+    store_until,
+    sum_lanes,
+    zero_below,
+)
+
+CHUNK = 64  # tokens whose largest logit is known, and whose weights are added up together
+BLOCK = 4 * CHUNK  # tokens whose weights are added up together where the sums of chunks are not needed
+FEW, N_NARROWINGS = 256, 7  # `border` stops at an interval with at most FEW tokens, or after N_NARROWINGS passes
+# columns of a sample's settings
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = range(8)
+# rows of the scratch, float64 (N_SCRATCH, vocab_size); most of them are used as float32 or int64
+WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
+
+# indices of the int64 table that describes the samples of a step
+(N_SAMPLES, VOCAB_SIZE,
+ # addresses of arrays with one entry for each sample. The entry is an int64 unless the line names another type
+ ROWS,         # the row of its logits
+ SETTINGS,     # float64 (N_SETTINGS,)
+ SEEDS,
+ NUMBERS,      # how many tokens it has generated
+ CHANGES,      # (N_CHANGES,), see below
+ STOP_STARTS,  # where its stop tokens begin in STOPS, and behind the last sample where they end
+ # addresses of arrays that all samples share
+ STOPS,        # int64
+ SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
+ INTERRUPT,    # int64. Another thread sets it to 1; then no step follows
+ # numbers
+ N_THREADS,    # how many threads have scratch; others draw nothing
+ UNTIL,        # nanoseconds of `clock`. No step begins after this time
+ N_TABLE) = range(14)
+
+# indices of the int64 entry of CHANGES, which says what is done to the logits of a sample
+(COUNTS,       # the address of int64 (vocab_size,): how often each token was generated; 0 without penalties
+ IN_PROMPT,    # the address of uint8 (vocab_size,): 1 for the tokens of the prompt
+ N_BIASES, BIAS_TOKENS, BIASES,  # n_biases, and the addresses of int64 and float64 (n_biases,)
+ MIN_TOKENS,   # so many tokens are drawn before a stop token can be
+ N_CHANGES) = range(7)
+
+
+@njit
+def mixed(x):
+    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    x = (x ^ (x >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> uint64(27))) * uint64(0x94D049BB133111EB)
+    return x ^ (x >> uint64(31))
+
+
+@njit
+def uniform(seed, n):
+    """The uniform number in [0, 1) for token n of a sample: number n of the splitmix64 sequence of a mixed seed."""
+    x = mixed(mixed(uint64(seed) + uint64(0x9E3779B97F4A7C15)) + uint64(n + 1) * uint64(0x9E3779B97F4A7C15))
+    return np.float64(x >> uint64(11)) * 2.0**-53
+
+
+@njit
+def exponentials(values, n, largest, factor, weights):
+    """weights[i] = exp((values[i] - largest) * factor), float32; 0 below e ** -87."""
+    top, times = splat(largest), splat(factor)
+    for i in range(0, n, LANES):
+        v = (load_until(values, i, n) - top) * times
+        store_until(weights, i, zero_below(v, constant(-87.0), exp(v)), n)
+
+
+@njit
+def find_peaks(row, n, peaks):
+    """peaks[c] = the largest of the logits of chunk c. Returns the largest of all."""
+    largest = np.float32(-math.inf)
+    for start in range(0, n, CHUNK):
+        i, end, v = start, min(n, start + CHUNK), constant(-math.inf)
+        while i + LANES <= end:
+            v = larger(load(row, i), v)
+            i += LANES
+        peak = max_lanes(v)
+        while i < end:
+            peak = max(peak, row[i])
+            i += 1
+        peaks[start // CHUNK] = peak
+        largest = max(largest, peak)
+    return largest
+
+
+@njit
+def first_of(row, n, peaks, value):
+    """The first token with this logit, the largest."""
+    for start in range(0, n, CHUNK):
+        if peaks[start // CHUNK] == value:
+            for i in range(start, min(n, start + CHUNK)):
+                if row[i] == value:
+                    return i
+    return 0
+
+
+@njit
+def threshold(values, masses, n, target):
+    """
+    (v, the mass of what is larger than v): v is the largest of the n values for which those from v up have at least
+    this mass; the smallest of all, if all have less. By partitions, as in quickselect; both arrays are permuted. There
+    must be a value, and no NaN.
+    """
+    low, high, before, x = 0, n, 0.0, uint64(0)
+    while True:
+        # the median of three values at random places: fixed places would be slow where logits rise and then fall
+        x, n = mixed(x + uint64(0x9E3779B97F4A7C15)), high - low
+        i, j, k = np.int64(x >> uint64(1)) % n, np.int64(x >> uint64(21)) % n, np.int64(x >> uint64(41)) % n
+        a, b, c = values[low + i], values[low + j], values[low + k]
+        pivot = max(min(a, b), min(max(a, b), c))
+        i, j, end, mass_above, mass_equal = low, low, high, 0.0, 0.0  # [low, i) is above the pivot, [i, j) equal to it
+        while j < end:
+            v, mass = values[j], masses[j]
+            if v > pivot:
+                values[j], masses[j], values[i], masses[i] = values[i], masses[i], v, mass
+                mass_above += mass
+                i += 1
+                j += 1
+            elif v == pivot:
+                mass_equal += mass
+                j += 1
+            else:
+                end -= 1
+                values[j], masses[j], values[end], masses[end] = values[end], masses[end], v, mass
+        if i > low and before + mass_above >= target:
+            high = i
+        elif end == high or before + mass_above + mass_equal >= target:
+            return pivot, before + mass_above
+        else:
+            low, before = end, before + mass_above + mass_equal
+
+
+@njit
+def gather(row, n, peaks, least, tokens, values):
+    """The tokens whose logits are at least so large, in ascending order, and their logits. Returns how many."""
+    found = 0
+    for start in range(0, n, CHUNK):
+        if peaks[start // CHUNK] >= least:
+            for i in range(start, min(n, start + CHUNK)):
+                tokens[found], values[found] = i, row[i]
+                found += row[i] >= least
+    return found
+
+
+@njit
+def gather_top_k(row, n, peaks, k, tokens, values, masses):
+    """`gather` for the k largest logits, and those that are equal to the smallest of them."""
+    least, n_chunks = np.float32(-math.inf), -(-n // CHUNK)
+    if k <= n_chunks:  # each of the k largest peaks is a logit, so the k-th largest logit is no smaller
+        for c in range(n_chunks):
+            values[c], masses[c] = peaks[c], 1.0
+        least = threshold(values, masses, n_chunks, k)[0]
+    found = gather(row, n, peaks, least, tokens, values)
+    for i in range(found):
+        masses[i] = 1.0
+    return gather(row, n, peaks, threshold(values, masses, found, k)[0], tokens, values)
+
+
+@njit
+def masses_from(row, weights, n, levels):
+    """The sums of the weights of the tokens whose logits are at least so large, for each of four levels."""
+    a, b, c, d = splat(levels[0]), splat(levels[1]), splat(levels[2]), splat(levels[3])
+    from_a, from_b, from_c, from_d = 0.0, 0.0, 0.0, 0.0
+    for start in range(0, n, BLOCK):
+        of_a, of_b, of_c, of_d = constant(0.0), constant(0.0), constant(0.0), constant(0.0)
+        for i in range(start, min(n, start + BLOCK), LANES):
+            v, weight = load_until(row, i, n), load_until(weights, i, n)
+            of_a = add_from(of_a, weight, v, a)
+            of_b = add_from(of_b, weight, v, b)
+            of_c = add_from(of_c, weight, v, c)
+            of_d = add_from(of_d, weight, v, d)
+        from_a += sum_lanes(of_a)
+        from_b += sum_lanes(of_b)
+        from_c += sum_lanes(of_c)
+        from_d += sum_lanes(of_d)
+    return from_a, from_b, from_c, from_d
+
+
+@njit
+def levels_below(top, a, b, c, d):
+    """Four levels in descending order, for `masses_from`."""
+    return np.float32(top - a), np.float32(top - b), np.float32(top - c), np.float32(top - d)
+
+
+@njit
+def border(row, weights, n, largest, factor, top_p):
+    """
+    (low, high, the weight from high up, the target): the tokens whose logits are at least `low` have at least the share
+    top_p of the weight, the target; those from `high` up have less. Few tokens are between the two, if the logits allow
+    it: an interval becomes smaller with each pass, which computes the shares at four levels in it.
+    """
+    unit = 1.0 / np.float64(factor)  # a logit that is smaller by this has a weight that is e times smaller
+    low, high, before, inside = np.float32(largest - 88 * unit), np.float32(math.inf), 0.0, math.inf
+    levels = levels_below(largest, 3 * unit, 6 * unit, 12 * unit, 88 * unit)  # the last of them leaves out zeros only
+    masses = masses_from(row, weights, n, levels)
+    target, of_low = top_p * masses[3], masses[3]
+    for _ in range(N_NARROWINGS):
+        for i in range(4):
+            if masses[i] < target:
+                high, before = levels[i], masses[i]
+            elif levels[i] > low:
+                low, of_low = levels[i], masses[i]
+        inside_before, inside = inside, of_low - before
+        if inside <= FEW * math.exp((np.float64(low) - largest) * factor):
+            break
+        if inside == inside_before and high - low < unit:  # equal logits, presumably
+            break
+        if high <= largest:
+            step = (np.float64(high) - low) / 5
+            levels = levels_below(high, step, 2 * step, 3 * step, 4 * step)
+        else:  # all logits may be near the largest
+            step = (np.float64(largest) - low) / 64
+            levels = levels_below(largest, step, 4 * step, 16 * step, 32 * step)
+        masses = masses_from(row, weights, n, levels)
+    return low, high, before, target
+
+
+@njit
+def gather_between(row, weights, n, low, high, values, masses):
+    """The logits that are at least `low` and less than `high`, and their weights. Returns how many."""
+    found, least, end, whole = 0, splat(low), splat(high), n - n % LANES
+    for i in range(0, whole, LANES):
+        v = load(row, i)
+        store_between(masses, found, load(weights, i), least, v, end)
+        found += store_between(values, found, v, least, v, end)
+    for i in range(whole, n):
+        if low <= row[i] < high:
+            values[found], masses[found] = row[i], weights[i]
+            found += 1
+    return found
+
+
+@njit
+def keep_top_p(row, weights, n, largest, factor, top_p, values, masses):
+    """
+    Set the weights to 0 of all tokens but the fewest that have the share top_p of the weight: those with the largest
+    logits, of equal ones the first.
+    """
+    low, high, before, target = border(row, weights, n, largest, factor, top_p)
+    found = gather_between(row, weights, n, low, high, values, masses)
+    last, larger_ones = threshold(values, masses, found, target - before)
+    for i in range(0, n, LANES):
+        v, weight = load_until(row, i, n), load_until(weights, i, n)
+        store_until(weights, i, zero_below(v, splat(last), weight), n)
+    n_equal, of_each, end = 0, 0.0, n
+    for j in range(found):
+        if values[j] == last:
+            n_equal, of_each = n_equal + 1, masses[j]
+    extra = n_equal - np.ceil((target - before - larger_ones) / of_each) if of_each > 0.0 else 0.0
+    while extra > 0.0:  # the last of those that are equal
+        end -= 1
+        if row[end] == last:
+            weights[end] = 0.0
+            extra -= 1.0
+
+
+@njit
+def at_share(weights, n, share, sums):
+    """
+    The first index at which the cumulative weight is more than this share of all. Sums have one fixed order; those of
+    chunks are written to `sums`.
+    """
+    total = 0.0
+    for start in range(0, n, CHUNK):
+        v, end = constant(0.0), min(n, start + CHUNK)
+        for i in range(start, end, LANES):
+            v = v + load_until(weights, i, end)
+        sums[start // CHUNK] = sum_lanes(v)
+        total += sums[start // CHUNK]
+    target, before, last = share * total, 0.0, 0
+    for start in range(0, n, CHUNK):
+        if before + sums[start // CHUNK] <= target:
+            before += sums[start // CHUNK]
+            continue
+        for i in range(start, min(n, start + CHUNK)):
+            before += weights[i]
+            if before > target:
+                return i
+    for i in range(n):  # rounding: the target is the whole
+        if weights[i] > 0.0:
+            last = i
+    return last
+
+
+@njit
+def drawn(row, n, settings, share, scratch):
+    """
+    The token of a row at this share of the probability that its settings leave. scratch: the address of the thread's.
+    """
+    temperature, top_k, top_p, min_p = settings[TEMPERATURE], settings[TOP_K], settings[TOP_P], settings[MIN_P]
+    weights, values, ranked, masses = (floats_at(scratch + 8 * n * WEIGHTS), floats_at(scratch + 8 * n * VALUES),
+                                       floats_at(scratch + 8 * n * RANKED), floats_at(scratch + 8 * n * MASSES))
+    tokens, sums = longs_at(scratch + 8 * n * TOKENS), doubles_at(scratch + 8 * n * MASSES)
+    largest = find_peaks(row, n, weights)
+    if temperature == 0.0 or not abs(largest) < math.inf:  # infinite, or NaN: a penalty can make a logit infinite
+        return first_of(row, n, weights, largest)
+    chooses = 0 < top_k < n
+    if chooses:
+        n = gather_top_k(row, n, weights, top_k, tokens, values, masses)
+        row = values
+    factor = np.float32(max(1.0 / temperature, 1e-30))  # times -inf it is -inf
+    exponentials(row, n, largest, factor, weights)
+    if min_p > 0.0:
+        for i in range(n):
+            if weights[i] < min_p:
+                weights[i] = 0.0
+    if top_p < 1.0:
+        keep_top_p(row, weights, n, largest, factor, top_p, ranked, masses)
+    i = at_share(weights, n, share, sums)
+    return tokens[i] if chooses else i
+
+
+@njit
+def change(row, n, changes, settings, number, stops, n_stops):
+    """Apply biases, min_tokens and penalties to a sample's n logits, in place, in the order of vLLM."""
+    tokens, biases = longs_at(changes[BIAS_TOKENS]), doubles_at(changes[BIASES])
+    for i in range(changes[N_BIASES]):
+        row[tokens[i]] += biases[i]
+    if number < changes[MIN_TOKENS]:
+        for i in range(n_stops):
+            row[stops[i]] = -math.inf
+    if changes[COUNTS] == 0:
+        return
+    counts, in_prompt = longs_at(changes[COUNTS]), bytes_at(changes[IN_PROMPT])
+    presence, frequency, repetition = settings[PRESENCE], settings[FREQUENCY], settings[REPETITION]
+    for t in range(n):
+        if counts[t] or in_prompt[t]:
+            row[t] = row[t] / repetition if row[t] > 0 else row[t] * repetition
+        if counts[t]:
+            row[t] -= frequency * counts[t] + presence
+
+
+def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
+    """
+    Draw tokens for the samples of a table from logits float32 (W, vocab_size). This thread draws for the samples
+    thread, thread + n_threads, ... Returns 1 if another step may follow; 0 if one of its tokens ends its sample, if
+    there is an interrupt, or if it is late.
+    """
+    table, tokens, ended = longs_at(table_at), longs_at(tokens_at), False
+    V, rows, seeds, numbers = table[VOCAB_SIZE], longs_at(table[ROWS]), longs_at(table[SEEDS]), longs_at(table[NUMBERS])
+    n_threads, starts = min(n_threads, table[N_THREADS]), longs_at(table[STOP_STARTS])
+    if thread >= n_threads:
+        return 1
+    scratch = table[SCRATCH] + 8 * V * N_SCRATCH * thread
+    for i in range(thread, table[N_SAMPLES], n_threads):
+        row, settings = floats_at(logits_at + 4 * V * rows[i]), doubles_at(table[SETTINGS] + 8 * N_SETTINGS * i)
+        changes = longs_at(table[CHANGES] + 8 * N_CHANGES * i)
+        stops, n_stops = longs_at(table[STOPS] + 8 * starts[i]), starts[i + 1] - starts[i]
+        if changes[COUNTS] != 0 or changes[N_BIASES] != 0 or numbers[i] < changes[MIN_TOKENS]:
+            own = floats_at(scratch + 8 * V * CHANGED)  # samples of one prompt may share a row
+            for t in range(V):
+                own[t] = row[t]
+            change(own, V, changes, settings, numbers[i], stops, n_stops)
+            row = own
+        token = drawn(row, V, settings, uniform(seeds[i], numbers[i]), scratch)
+        tokens[i] = token
+        numbers[i] += 1
+        if changes[COUNTS] != 0:
+            longs_at(changes[COUNTS])[token] += 1
+        for s in range(n_stops):
+            ended |= stops[s] == token
+    return 0 if ended or observe(longs_at(table[INTERRUPT]), 0) != 0 or clock() >= table[UNTIL] else 1
+
+
+DRAW = CFunction(draw_tokens)
+
+
+@keep_on_disk
+@njit(nogil=True)
+def log_probabilities(logits, tokens, scratch, logprobs, ranks, top, top_logprobs):
+    """
+    Of each row of logits: the log probability of its token, the token's rank (1 for the likeliest), and as many of the
+    likeliest tokens as `top` has columns, with theirs; of equal ones the first comes first.
+    """
+    V, k, weights = logits.shape[1], top.shape[1], floats_at(scratch.ctypes.data)
+    for i in range(len(tokens)):
+        row = floats_at(logits[i].ctypes.data)
+        largest = find_peaks(row, V, weights)
+        exponentials(row, V, largest, np.float32(1.0), weights)
+        total = 0.0
+        for t in range(V):
+            total += weights[t]
+        log_total, own = np.float64(largest) + np.log(total), row[tokens[i]]
+        rank, n = 1, 0
+        for t in range(V):
+            x = row[t]
+            rank += x > own
+            if n < k or k and x > row[top[i, k - 1]]:
+                at = n if n < k else k - 1
+                while at and x > row[top[i, at - 1]]:
+                    top[i, at] = top[i, at - 1]
+                    at -= 1
+                top[i, at] = t
+                n = min(n + 1, k)
+        for j in range(k):
+            top_logprobs[i, j] = row[top[i, j]] - log_total
+        logprobs[i], ranks[i] = own - log_total, rank
