@@ -67,6 +67,13 @@ def test_a_link_leads_somewhere(document):
             assert anchor in anchors, f"{path}#{anchor}"
 
 
+@pytest.mark.parametrize('document', DOCUMENTS)
+def test_a_file_that_is_named_exists(document):
+    files = set(re.findall(r'\b(?:[\w-]+/)+\w+\.(?:py|json|png|txt)\b', text_of(document)))
+    made = {path for path in files if path.startswith(('out', 'data/'))}  # by a command, or out of the user's text
+    assert not {path for path in files - made if not os.path.exists(os.path.join(ROOT, path))}
+
+
 def test_the_readme_is_short_and_leads_to_all_documents():
     text = text_of('README.md')
     assert text.count('\n') <= README_LINES
