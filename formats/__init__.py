@@ -1,6 +1,14 @@
 """
 Models of other projects in, and ours out: folders in Hugging Face format (transformers, vLLM, TGI) and GGUF files
 (llama.cpp and programs that are built on it).
+
+    pretrained        reading a Hugging Face folder
+    families          what its config.json says, and what is refused
+    huggingface       writing a Hugging Face folder
+    gguf_files        writing a GGUF file
+    names             the names that other projects give to the weights
+    weights           all heads and biases, where other projects need them
+    tokenizer_files   tokenizers in the files of other projects
 """
 from formats.gguf_files import is_gguf, to_gguf
 from formats.huggingface import to_huggingface

@@ -1,6 +1,9 @@
 """
-The documents: their commands have settings that exist, their links lead somewhere, and what they use is installed.
+The documents: their commands have settings that exist, their links lead somewhere, what they use is installed, and no
+sentence stands in two of them.
 """
+import ast
+import glob
 import importlib
 import os
 import re
@@ -13,7 +16,9 @@ from conftest import ROOT
 import configurator
 
 SCRIPTS = ('train.py', 'sample.py', 'bench.py', 'export.py', 'serve.py', 'test_kv_cache.py')
-DOCUMENTS = ('README.md', 'KV_CACHE.md')
+DOCUMENTS = ('README.md', 'KV_CACHE.md', *sorted(glob.glob('docs/*.md', root_dir=ROOT)))
+PACKAGES = sorted(os.path.dirname(path) for path in glob.glob('*/__init__.py', root_dir=ROOT))
+README_LINES, COLUMNS = 260, 120
 
 
 def text_of(document):
@@ -52,17 +57,72 @@ def test_a_command_has_settings_that_exist(document, script, arguments, monkeypa
 
 @pytest.mark.parametrize('document', DOCUMENTS)
 def test_a_link_leads_somewhere(document):
+    folder = os.path.dirname(document)
     for name, anchor in re.findall(r'\]\((?!https?:)([^)#]*)#?([^)]*)\)', text_of(document)):
-        assert os.path.exists(os.path.join(ROOT, name)), name
+        path = os.path.normpath(os.path.join(folder, name)) if name else document
+        assert os.path.exists(os.path.join(ROOT, path)), name
         if anchor:
-            headings = re.findall(r'^#+ (.+)$', text_of(name or document), re.M)
+            headings = re.findall(r'^#+ (.+)$', text_of(path), re.M)
             anchors = {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
-            assert anchor in anchors, anchor
+            assert anchor in anchors, f"{path}#{anchor}"
 
 
-def test_every_module_is_in_the_readme():
-    ours = {name for name in os.listdir(ROOT) if name.endswith('.py')}
-    assert ours == {name for name in re.findall(r'`(\w+\.py)`', text_of('README.md')) if name in ours}
+@pytest.mark.parametrize('document', DOCUMENTS)
+def test_a_file_that_is_named_exists(document):
+    files = set(re.findall(r'\b(?:[\w-]+/)+\w+\.(?:py|json|png|txt)\b', text_of(document)))
+    made = {path for path in files if path.startswith(('out', 'data/'))}  # by a command, or out of the user's text
+    assert not {path for path in files - made if not os.path.exists(os.path.join(ROOT, path))}
+
+
+def test_the_readme_is_short_and_leads_to_all_documents():
+    text = text_of('README.md')
+    assert text.count('\n') <= README_LINES
+    assert {name for name in DOCUMENTS[1:] if f']({name}' in text} == set(DOCUMENTS[1:])
+
+
+@pytest.mark.parametrize('document', DOCUMENTS)
+def test_lines_fit_into_an_editor(document):
+    """Rows of tables cannot be divided: those of KV_CACHE.md and docs/ may be longer."""
+    lines = [line for line in text_of(document).splitlines() if document == 'README.md' or not line.startswith('|')]
+    assert not [line for line in lines if len(line) > COLUMNS]
+
+
+def sentences(document):
+    """The sentences of six words or more in the prose of a document: without code, tables, headings and marks."""
+    text = re.sub(r'^ *```.*?^ *```$', '', text_of(document), flags=re.M | re.S)
+    text = re.sub(r'^(    \S|#|\||!\[).*$', '', text, flags=re.M)
+    paragraphs = re.split(r'\n\s*\n|^ *(?:-|\d+\.) ', text, flags=re.M)
+    found = (re.sub(r'[*`\s]+', ' ', part).strip() for paragraph in paragraphs
+             for part in re.split(r'(?<=[.:!?])\)?\s', paragraph))
+    return {sentence for sentence in found if len(sentence.split()) >= 6}
+
+
+def test_no_sentence_stands_in_two_documents():
+    where = {}
+    for document in DOCUMENTS:
+        assert len(found := sentences(document)) > 20
+        for sentence in found:
+            assert where.setdefault(sentence, document) == document, sentence
+
+
+def test_each_picture_is_in_a_document():
+    texts = ''.join(map(text_of, DOCUMENTS))
+    pictures = glob.glob('benchmarks/figures/*.png', root_dir=ROOT)
+    assert pictures and not [path for path in pictures if f'{path})' not in texts]
+
+
+def test_every_module_and_package_is_in_the_readme():
+    ours = {name for name in os.listdir(ROOT) if name.endswith('.py')} | {name + '/' for name in PACKAGES}
+    assert ours == ours & set(re.findall(r'`(\w+(?:\.py|/))`', text_of('README.md')))
+
+
+@pytest.mark.parametrize('package', ['formats', 'training'])
+def test_the_docstring_of_a_package_lists_its_files(package):
+    """A line for each, which begins with its name."""
+    docstring = ast.get_docstring(ast.parse(text_of(f'{package}/__init__.py')))
+    listed = re.findall(r'^ {4}(\w+) ', docstring, re.M)
+    files = {name[:-3] for name in os.listdir(os.path.join(ROOT, package)) if name.endswith('.py')} - {'__init__'}
+    assert len(listed) == len(set(listed)) and set(listed) == files
 
 
 def test_what_the_demo_imports_is_in_its_requirements():

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 from conftest import ENVIRONMENT, ROOT, TIMEOUT, run, sizes, start
 
+import test_kv_cache
 import tokenizer as tokenizers
 
 
@@ -219,6 +220,7 @@ def test_the_identity_script(trained, repo, where):
         'SUCCESS: outputs are identical (206 tokens' in done.stdout
         and 'speedup' in done.stdout
         and 'tok/s' in done.stdout
+        and 'with cache and decoder' in done.stdout
     )
     assert ('model: out/ckpt.pt' in done.stdout) == (where == 'trained')
     assert (
@@ -248,6 +250,27 @@ def test_the_identity_script_finds_a_broken_cache(repo):
     assert (
         'KV_DEBUG=1' in done.stdout and 'with cache' in done.stdout and 'apart' in done.stdout and done.stdout.isascii()
     )
+
+
+def test_the_identity_script_finds_a_broken_decoder(tmp_path, monkeypatch, capsys):
+    class BrokenDecoder:
+        name = 'broken'
+
+        def __init__(self, model):
+            self.model = model
+
+        def __call__(self, idx, kv_cache):
+            logits, kv_cache = self.model.step(idx, kv_cache)
+            return logits.roll(1, -1), kv_cache
+
+    monkeypatch.chdir(tmp_path)  # without a checkpoint
+    monkeypatch.setattr(test_kv_cache.decode, 'best', lambda model, *_, **how: BrokenDecoder(model))
+    for setting, value in dict(repeats=1, new_tokens=8, device='cpu').items():
+        monkeypatch.setattr(test_kv_cache, setting, value)
+    with pytest.raises(SystemExit) as end:
+        test_kv_cache.main({})
+    out = capsys.readouterr().out
+    assert end.value.code == 1 and out.count('FAILURE') == 1 and 'with cache and decoder  ' in out
 
 
 def test_the_identity_script_traced(trained):

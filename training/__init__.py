@@ -1,1 +1,9 @@
-"""The parts of train.py: batches out of a token file, the log, stopping, and the checkpoints of a run."""
+"""
+The parts of train.py.
+
+    batches        training batches from a token file; a function of the seed and the iteration
+    log            printed lines, progress bar, log.csv, loss.png, Weights & Biases
+    stopping       Ctrl-C and SIGTERM
+    checkpointer   which file is saved when, and what a resumed run takes from it
+    plotting       matplotlib, for all pictures of the repository
+"""
