@@ -15,6 +15,8 @@ import torch
 
 import tokenizer as tokenizers
 from formats import check_vocabulary
+from formats.names import GPT2
+from formats.weights import check_weights, is_dense, once
 from whole_file import replacing
 
 ZIP_START = b'PK\x03\x04'
@@ -103,8 +105,8 @@ def check_contents(checkpoint):
     for key, kind in wanted.items():
         if key in checkpoint and (not isinstance(checkpoint[key], kind) or isinstance(checkpoint[key], bool)):
             raise ValueError(f"its {key} must be of type {kind.__name__}, not {type(checkpoint[key]).__name__}")
-    if not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in checkpoint['model'].items()):
-        raise ValueError("its model must be a dict of names and tensors")
+    if not all(isinstance(name, str) and is_dense(w) for name, w in checkpoint['model'].items()):
+        raise ValueError("its model must be a dict of names and dense tensors")
     if not all(isinstance(k, str) for k in checkpoint['model_args']):
         raise ValueError("its model_args must be a dict with names as keys")
     for key, least in (('iter_num', 0), ('threads', 1)):
@@ -150,17 +152,13 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
     missing = [name for name in SIZES if name not in args]
     if missing:
         raise ValueError(f"the checkpoint's model_args lack {', '.join(missing)}: it cannot be built")
-    wanted = dict.fromkeys((*SIZES, 'n_kv_head', 'window', 'n_sink'), (int,)) | dict.fromkeys(
-        ('dropout', 'rope_theta'), (int, float)) | dict(bias=(bool,), position=(str,), gelu=(str,))
-    for name, kinds in wanted.items():
-        if name in args and type(args[name]) not in kinds:
-            raise ValueError(f"the checkpoint's model_args have {name}={str(args[name])[:50]!r}, which must be of type "
-                             f"{kinds[-1].__name__}")
-    model = GPT(GPTConfig(**args))
     try:
+        config = GPTConfig(**args)
+        check_weights(config, GPT2, once(checkpoint['model'].items()))
+        model = GPT(config)
         model.load_state_dict(checkpoint['model'])
-    except RuntimeError as e:
-        raise ValueError(f"the checkpoint's weights do not fit its model_args: {' '.join(str(e).split())[:300]}") from e
+    except (ValueError, RuntimeError) as e:
+        raise ValueError(f"the checkpoint's model_args and weights do not fit: {' '.join(str(e).split())[:300]}") from e
     return model
 
 

@@ -38,14 +38,16 @@ class GPTConfig:
     gelu: str = 'none'       # or tanh: GELU's approximation, with which GPT-2 was trained
 
     def __post_init__(self):
-        for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
+        for name, most in dict(block_size=2**24, vocab_size=2**24, n_layer=2**12, n_head=2**24, n_embd=2**24).items():
             size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name} must be a positive integer, not {size!r}")
+            if type(size) is not int or not 1 <= size <= most:
+                raise ValueError(f"{name} must be a positive integer up to {most:,}, not {size!r}")
         if self.n_embd % self.n_head != 0:
             raise ValueError(f"n_embd {self.n_embd} must be divisible by n_head {self.n_head}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
+        if type(self.dropout) not in (int, float) or not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), not {self.dropout!r}")
+        if type(self.bias) is not bool:
+            raise ValueError(f"bias must be True or False, not {self.bias!r}")
         check_position(self)
         self.n_kv_head = self.n_kv_head or self.n_head
 

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -178,8 +179,9 @@ def test_no_flipped_bit_of_the_zip_directory_loads_as_something_else(whole):
 
 
 WRONG = [
-    (dict(model=[1]), 'model must be of type dict, not list'), (dict(model={'w': 1}), 'names and tensors'),
-    (dict(model={1: torch.ones(1)}), 'names and tensors'), (dict(model_args=None), 'model_args must be of type dict'),
+    (dict(model=[1]), 'model must be of type dict, not list'), (dict(model={'w': 1}), 'names and dense tensors'),
+    (dict(model={1: torch.ones(1)}), 'names and dense tensors'),
+    (dict(model={'w': torch.ones(1).to_sparse()}), 'names and dense tensors'), (dict(model_args=None), 'model_args must be of type dict'),
     (dict(model_args={1: 2}), 'names as keys'), (dict(iter_num='5'), 'iter_num must be of type int, not str'),
     (dict(iter_num=True), 'iter_num must be'), (dict(iter_num=-1), 'iter_num must be at least 0'),
     (dict(threads=0), 'threads must be at least 1'),
@@ -202,16 +204,37 @@ def test_wrong_contents_are_refused_in_words(tmp_path, change, message):
 
 
 @pytest.mark.parametrize('change, message', [
-    (dict(n_layer='1'), "n_layer='1'.*int"), (dict(n_head=None), "n_head='None'.*int"),
-    (dict(dropout='0'), "dropout='0'.*float"),
-    (dict(bias=0), "bias='0'.*bool"), (dict(n_embd=True), "n_embd='True'.*int"),
-    (dict(vocab_size=0), 'vocab_size must be a positive'),
+    (dict(n_layer='1'), "n_layer must be a positive integer up to 4,096, not '1'"), (dict(n_head=None), 'not None'),
+    (dict(dropout='0'), r"dropout must be in \[0, 1\), not '0'"),
+    (dict(bias=0), 'bias must be True or False, not 0'), (dict(n_embd=True), 'positive integer .* not True'),
+    (dict(vocab_size=0), 'vocab_size must be a positive'), (dict(vocab_size=2**62), 'vocab_size must be .* up to'),
+    (dict(n_embd=2**62), 'n_embd must be .* up to'), (dict(block_size=2**62), 'block_size must be .* up to'),
+    (dict(n_layer=10**6), 'n_layer must be .* up to 4,096'),
+    # sizes that a GPTConfig may have, of models that are not built: they would take minutes, or all memory
+    (dict(n_layer=4096), 'n_layer is 4096, but the weights have 1 layers'),
+    (dict(vocab_size=2**24), r'n_embd are \(16777216, 8\), but wte.weight is \(11, 8\)'),
+    (dict(block_size=2**24), r'n_embd are \(16777216, 8\), but wpe.weight is \(8, 8\)'),
+    (dict(n_embd=2**24), r'n_embd are \(11, 16777216\), but wte.weight is'),
 ])
 def test_wrong_model_args_are_refused_in_words(change, message):
     checkpoint = nanogpt_checkpoint(small())
     checkpoint['model_args'] |= change
     with pytest.raises(ValueError, match=message):
         checkpoints.build(checkpoint, GPT, GPTConfig)
+
+
+def test_a_weight_under_two_names_is_loaded_only_if_its_values_are_the_same():
+    checkpoint, other = nanogpt_checkpoint(small()), torch.full((11, 8), float('nan'))
+    args, state = checkpoint['model_args'], checkpoint['model']
+    tied = '_orig_mod.lm_head.weight', '_orig_mod.transformer.wte.weight'
+    for change, message in (
+            ({name: other for name in tied}, None),
+            ({'transformer.wte.weight': state[tied[1]].clone()}, None),
+            ({tied[0]: other}, 'lm_head.weight is not wte.weight'),
+            ({'transformer.ln_f.weight': torch.zeros(8)}, 'ln_f.weight are there twice, with different values')):
+        changed = {'model': state | change, 'model_args': args}
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            checkpoints.build(changed, GPT, GPTConfig)
 
 
 def test_model_args_that_lack_the_number_of_heads(tmp_path):
