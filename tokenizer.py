@@ -144,9 +144,8 @@ def state_of_dataset(folder):
 def is_gpt2(folder):
     """False for the folder of a model of another family: it has a config.json with another model_type."""
     try:
-        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
-            return json.load(f).get('model_type', 'gpt2') == 'gpt2'
-    except (OSError, ValueError, AttributeError):  # a data folder has none; what is damaged is read elsewhere
+        return read_json(os.path.join(folder, 'config.json')).get('model_type', 'gpt2') == 'gpt2'
+    except (OSError, ValueError):  # a data folder has none; what is damaged is read elsewhere
         return True
 
 
@@ -159,42 +158,52 @@ def read_meta(folder):
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
         try:
-            with open(path, encoding='utf-8') as f:
-                return checked_meta(json.load(f))
+            return checked_meta(read_json(path))
         except ValueError as e:
             raise ValueError(f"{path} is damaged ({e}): prepare the data again") from e
     path = os.path.join(folder, 'meta.pkl')
     if not os.path.exists(path):
         return {}
-    try:
-        with open(path, 'rb') as f:
+    with open(path, 'rb') as f:
+        try:
             meta = PlainUnpickler(f).load()
-        if 'itos' not in meta:  # nanoGPT's train.py needs vocab_size only
-            return checked_meta({'vocab_size': meta['vocab_size']})
-        chars = [meta['itos'][i] for i in range(len(meta['itos']))]
-        if any(len(c) != 1 for c in chars):
-            raise ValueError("a token in it is not a single character")
-        return checked_meta({'kind': 'char', 'chars': ''.join(chars), 'vocab_size': len(chars)})
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
-        raise ValueError(f"{path} is not nanoGPT's dict of characters ({e}): prepare the data again") from e
+            if 'itos' not in meta:  # nanoGPT's train.py needs vocab_size only
+                return checked_meta({'vocab_size': meta['vocab_size']})
+            chars = [meta['itos'][i] for i in range(len(meta['itos']))]
+            if any(len(c) != 1 for c in chars):
+                raise ValueError("a token in it is not a single character")
+            return checked_meta({'kind': 'char', 'chars': ''.join(chars), 'vocab_size': len(chars)})
+        except Exception as e:  # what a damaged pickle raises may be anything
+            raise ValueError(f"{path} is not nanoGPT's dict of characters ({e}): prepare the data again") from e
 
 
 def checked_meta(meta):
-    """meta itself. ValueError unless it is a dict with allowed values."""
+    """meta, a dict, itself. ValueError unless its values are allowed."""
     wanted = {'kind': ('char', 'gpt2'), 'dtype': ('uint16', 'uint32')}
-    if not isinstance(meta, dict) or any(meta[k] not in wanted[k] for k in wanted if k in meta):
+    if any(meta[k] not in wanted[k] for k in wanted if k in meta):
         raise ValueError(f"kind must be one of {wanted['kind']} and dtype one of {wanted['dtype']}")
     if (meta.get('kind') == 'char') != isinstance(meta.get('chars'), str):
         raise ValueError("chars, a string, is needed with kind 'char' and with no other")
-    if not isinstance(meta.get('vocab_size', 1), int) or meta.get('vocab_size', 1) < 1:
-        raise ValueError(f"vocab_size must be a positive integer, not {str(meta['vocab_size'])[:50]}")
+    if type(meta.get('vocab_size', 1)) is not int or not 1 <= meta.get('vocab_size', 1) <= 2**32:
+        raise ValueError(f"vocab_size must be an integer from 1 to 2**32, not {str(meta['vocab_size'])[:50]}")
     return meta
 
 
-def read_text(path):
-    """The text of a UTF-8 file. ValueError if its bytes are not UTF-8."""
+def read_json(path):
+    """The dict in a JSON file. ValueError if it holds something else, or is damaged."""
     try:
-        with open(path, encoding='utf-8') as f:
+        content = json.loads(read_text(path))
+    except RecursionError as e:
+        raise ValueError("its brackets are nested too deeply") from e
+    if not isinstance(content, dict):
+        raise ValueError(f"it must hold a dict, but it holds a {type(content).__name__}")
+    return content
+
+
+def read_text(path):
+    """The text of a UTF-8 file, without a byte order mark. ValueError if its bytes are not UTF-8."""
+    try:
+        with open(path, encoding='utf-8-sig') as f:
             return f.read()
     except UnicodeDecodeError as e:
         raise ValueError(f"{path} is not UTF-8 text ({e.reason} at byte {e.start})") from e

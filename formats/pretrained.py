@@ -1,5 +1,4 @@
 """Reading a folder in Hugging Face format: config.json and safetensors files, one or several."""
-import json
 import os
 
 import torch
@@ -7,6 +6,7 @@ import torch
 from formats.families import config_args
 from formats.names import CONV1D, HUGGING_FACE
 from formats.weights import check_weights, once
+from tokenizer import read_json
 
 GPT2_NAMES = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'
 MASKS = '.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq'  # no weights: old versions of transformers saved them
@@ -27,7 +27,7 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None):
     if set(override_args) - {'dropout'}:
         raise ValueError(f"only dropout can be overridden in pretrained weights, not {', '.join(override_args)}")
     folder = download_gpt2(model_type) if model_type in GPT2_NAMES and not os.path.isdir(model_type) else model_type
-    files, hf = Files(folder), read_json(os.path.join(folder, 'config.json'))
+    files, hf = Files(folder), read_downloaded(os.path.join(folder, 'config.json'))
     try:
         args = config_args(hf)
         if not args.get('bias', True):  # of the linear layers; the layer norms of a starcoder2 have one in any case
@@ -108,7 +108,7 @@ class Files:
 
     def indexed(self, index, names):
         """The names of the files that an index lists. All of them must be among `names`, those in the folder."""
-        shards = read_json(index).get('weight_map')
+        shards = read_downloaded(index).get('weight_map')
         if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
             raise ValueError(f"{index} has no weight_map: is the download complete?")
         missing = sorted(set(shards.values()) - set(names))
@@ -132,16 +132,12 @@ def unreadable(path, e):
     return ValueError(f"{path} cannot be read ({type(e).__name__}: {e}): is the download complete?")
 
 
-def read_json(path):
-    """The dict in a JSON file. ValueError if it is damaged or something else."""
+def read_downloaded(path):
+    """The dict in a JSON file of a folder that may have been downloaded in part. ValueError if it cannot be read."""
     try:
-        with open(path, encoding='utf-8') as f:
-            content = json.load(f)
+        return read_json(path)
     except (OSError, ValueError) as e:
         raise unreadable(path, e) from e
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a dict, but it holds a {type(content).__name__}")
-    return content
 
 
 def download_gpt2(name):

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 import sys
 import threading
 import types
@@ -166,7 +167,8 @@ def test_nanogpts_meta_pkl_is_read_and_nothing_in_it_is_run(tmp_path, monkeypatc
     assert tokenizers.read_meta(tmp_path) == {'vocab_size': 3}
     assert tokenizers.state_of_dataset(tmp_path) == {'kind': 'unknown'}
     wrong = ({'itos': Evil()}, Evil(), ['a'], {'itos': {1: 'a'}}, {'itos': {0: 'ab', 1: 'c'}}, {'itos': os.getcwd})
-    for content in (b'', b'\x80', b'nonsense', *map(pickle.dumps, wrong)):
+    too_long = b'\x80\x04\x8e' + struct.pack('<Q', 2**63) + b'a.'
+    for content in (b'', b'\x80', b'nonsense', too_long, *map(pickle.dumps, wrong)):
         write_meta(tmp_path, content)
         with pytest.raises(ValueError, match='meta.pkl'):
             tokenizers.read_meta(tmp_path)
@@ -175,7 +177,7 @@ def test_nanogpts_meta_pkl_is_read_and_nothing_in_it_is_run(tmp_path, monkeypatc
 
 def test_damaged_metadata_and_unknown_kinds(tmp_path):
     for content in ('{"kind": ', '[1]', '{"kind": "char"}', '{"chars": "ab"}', '{"kind": "gpt2", "dtype": "float8"}',
-                    '{"vocab_size": -1}'):
+                    '{"vocab_size": -1}', '{"vocab_size": true}', '{"vocab_size": 4611686018427387904}', '[' * 100000):
         (tmp_path / 'meta.json').write_text(content)
         with pytest.raises(ValueError, match='prepare the data again'):
             tokenizers.read_meta(tmp_path)

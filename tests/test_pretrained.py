@@ -151,6 +151,7 @@ def test_sharded_weights(tmp_path, config):
     with pytest.raises(ValueError, match='lacks model-00002-of-00003.safetensors.*is the download complete'):
         GPT.from_pretrained(str(tmp_path / 'hf'))
     for content, line in (('{}', 'no weight_map'), ('[]', 'must hold a dict'), ('{', 'cannot be read'),
+                          ('[' * 100000, 'cannot be read'),
                           ('{"weight_map": {"wte.weight": "../other.safetensors"}}', 'lacks ../other.safetensors')):
         (tmp_path / 'hf' / 'model.safetensors.index.json').write_text(content)
         with pytest.raises(ValueError, match=line):
