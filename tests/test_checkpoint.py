@@ -269,6 +269,9 @@ def swap_moments(saved):
     (lambda s: s['state'][0].pop('step'), 'parameter 0 has no step'),
     (lambda s: s['state'][0].update(step='x'), 'step .* parameter 0'),
     (lambda s: s['state'][0].update(exp_avg=3), 'exp_avg is int'),
+    (lambda s: s['state'][0].update(exp_avg=torch.ones(8, 8).to_sparse()), 'exp_avg is torch.sparse_coo'),
+    (lambda s: s['param_groups'][0].update(amsgrad=True), 'optimizer has amsgrad'),
+    (lambda s: s['param_groups'][1].update(maximize=True, differentiable=True), 'has maximize, differentiable'),
     (swap_moments, r'parameter 0 must be of shape'),
     (lambda s: s['state'][2].update(exp_avg_sq=torch.ones(3, 8)), r'exp_avg_sq is \(3, 8\)'),
 ])
