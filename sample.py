@@ -126,20 +126,15 @@ def sample_batch(model, batch, first, how, dev):
 
 def check_settings(dev):
     """ValueError, in the words of the settings, for what is wrong whatever the model is. dev: the device picked."""
-    if num_samples < 1 or batch_size < 1 or max_new_tokens < 0:
-        raise ValueError(f"num_samples {num_samples} and batch_size {batch_size} must be at least 1, "
-                         f"and max_new_tokens {max_new_tokens} at least 0")
+    configurator.check_range(globals(), 1, 10**6, 'num_samples', 'batch_size')
+    configurator.check_range(globals(), 0, math.inf, 'max_new_tokens', 'seed', 'keep', 'n_keep')
     if split not in ('', 'lines'):
         raise ValueError(f"split must be lines, or left out, not {split!r}")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
     if top_k < 0:
         raise ValueError(f"top_k must be positive, or 0 to draw from all tokens, not {top_k}")
     plain_model.check_sampling(temperature, top_k or None, top_p)
     if when_full not in ('auto', 'crop', 'shift', 'roll'):
         raise ValueError(f"when_full must be auto, crop, shift or roll, not {when_full!r}")
-    if keep < 0 or n_keep < 0:
-        raise ValueError(f"keep {keep} and n_keep {n_keep} must not be negative")
     if when_full in ('auto', 'crop') and (keep or n_keep):
         raise ValueError(f"keep={keep} and n_keep={n_keep} only work with when_full=shift or roll: add "
                          "--when_full=shift, or leave them out")

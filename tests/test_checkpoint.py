@@ -181,7 +181,8 @@ def test_no_flipped_bit_of_the_zip_directory_loads_as_something_else(whole):
 WRONG = [
     (dict(model=[1]), 'model must be of type dict, not list'), (dict(model={'w': 1}), 'names and dense tensors'),
     (dict(model={1: torch.ones(1)}), 'names and dense tensors'),
-    (dict(model={'w': torch.ones(1).to_sparse()}), 'names and dense tensors'), (dict(model_args=None), 'model_args must be of type dict'),
+    (dict(model={'w': torch.ones(1).to_sparse()}), 'names and dense tensors'),
+    (dict(model_args=None), 'model_args must be of type dict'),
     (dict(model_args={1: 2}), 'names as keys'), (dict(iter_num='5'), 'iter_num must be of type int, not str'),
     (dict(iter_num=True), 'iter_num must be'), (dict(iter_num=-1), 'iter_num must be at least 0'),
     (dict(threads=0), 'threads must be at least 1'),

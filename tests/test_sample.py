@@ -154,7 +154,8 @@ def test_a_sample_is_the_same_however_many_there_are(trained):
 
 
 def test_every_line_of_a_file_is_a_prompt(trained, tmp_path):
-    (tmp_path / 'prompts.txt').write_text('The \n\nA statement that is longer than the window\nif\n')
+    text = '\ufeffThe \n\nA statement that is longer than the window\nif\n'  # with a byte order mark, as from an editor
+    (tmp_path / 'prompts.txt').write_text(text, encoding='utf-8')
     settings = ('--max_new_tokens=30', '--num_samples=2')
     out = sample(trained, f'--start=FILE:{tmp_path}/prompts.txt', '--split=lines', *settings).stdout.split(
         '---------------\n'
