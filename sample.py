@@ -64,7 +64,7 @@ def main(config):
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
     in_float32 = decoder == 'cpu' or weights != 'float32' or threads or dtype == 'float32'
     model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, torch.float32 if in_float32 else None)
-    end = unescaped_stop(tokenizer)
+    end, token_bytes = unescaped_stop(tokenizer), tokenizer.bytes_of_tokens(model.config.vocab_size)
     prompts = [tokenizer.encode(text) for text in texts]
     check_lengths(prompts, model.config)
     rolls = model.config.max_positions == math.inf
@@ -83,7 +83,7 @@ def main(config):
           tqdm(total=len(prompts) * max_new_tokens, unit='tok', disable=no_bar) as bar):
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first:first + batch_size]
-            streams = [TextStream(tokenizer, end) for _ in batch]
+            streams = [TextStream(token_bytes, [end]) for _ in batch]
             samples = [shown(prompt, tokenizer, model.config.max_positions) for prompt in batch]
             if live:
                 print(samples[0], end='', flush=True)
@@ -99,11 +99,11 @@ def main(config):
                 if all(text.stopped for text in streams):
                     break
             if live:
-                print(streams[0].flush())
+                print(streams[0].finish())
             else:
                 with bar.external_write_mode():
                     for sample, text in zip(samples, streams):
-                        print(sample + text.flush() + '\n---------------' * (len(prompts) > 1), flush=True)
+                        print(sample + text.finish() + '\n---------------' * (len(prompts) > 1), flush=True)
     synchronize(dev)
     dt = time.perf_counter() - t0
     print(f"{n_drawn:,} tokens in {dt:.2f} s: {n_drawn / dt:,.0f} tok/s "

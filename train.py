@@ -126,8 +126,6 @@ def check_settings(world_size):
                              'eval_interval', 'log_interval')
     configurator.check_range(globals(), 0, math.inf, 'max_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
                              'grad_clip', 'peak_flops')
-    if backend not in ('auto', 'nccl', 'gloo'):
-        raise ValueError(f"backend must be auto, nccl or gloo, not {backend!r}")
     if gradient_accumulation_steps % world_size:
         raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the "
                          f"{world_size} processes")

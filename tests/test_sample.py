@@ -205,13 +205,6 @@ def test_the_tokenizer_comes_from_the_checkpoint_even_if_the_data_is_gone(repo, 
     assert sample(repo, '--num_samples=1', '--max_new_tokens=5', '--start=The').stdout.startswith('The')
 
 
-@pytest.mark.parametrize('start, text', [('x', 'xa'), ('', None)])
-def test_text_stream_flush(start, text):
-    stream = tokenizers.TextStream(tokenizers.CharTokenizer('ax'), stop='xx')
-    shown = ''.join(stream.push(t) for t in stream.tokenizer.encode(start + 'a')) + stream.flush()
-    assert shown == (text or 'a')
-
-
 @pytest.mark.parametrize('where', ['trained', 'untrained'])
 def test_the_identity_script(trained, repo, where):
     done = run(trained if where == 'trained' else repo, 'test_kv_cache.py', '--repeats=1', '--device=cpu')
