@@ -18,7 +18,9 @@ How fast, measured here and now.
 
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run. Pictures go to out-bench/.
 """
+import math
 import os
+import re
 import signal
 import sys
 from importlib import import_module
@@ -93,13 +95,11 @@ def check_settings(names):
         raise ValueError(f"only the modes {', '.join(IN_PARTS)} have parts: leave --only={only} out")
     if set(names) - set(SHAPES):
         raise ValueError(f"shape must be auto or any of {', '.join(SHAPES)}, not {','.join(names)!r}")
-    for name, least in dict(repeats=1, batch_size=1, seeds=1, iterations=0, requests=0).items():
-        if globals()[name] < least:
-            raise ValueError(f"{name} must be at least {least}, not {globals()[name]}")
-    if max_seconds <= 0:
+    configurator.check_range(globals(), 1, math.inf, 'repeats', 'batch_size', 'seeds')
+    configurator.check_range(globals(), 0, math.inf, 'iterations', 'seed')
+    configurator.check_range(globals(), 0, 10**6, 'requests')
+    if not max_seconds > 0:
         raise ValueError(f"max_seconds must be more than 0, not {max_seconds}")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
 
 
 def parts():
@@ -121,10 +121,9 @@ def numbers(name, text, auto=None):
     if text == 'auto' and auto is None:
         return None
     words = (auto if text == 'auto' else text).split(',')
-    counts = [int(n) for n in words if n.strip().isdigit() and int(n) > 0]
-    if len(counts) != len(words):
-        raise ValueError(f"{name} must be positive numbers with commas between, not {text!r}")
-    return counts
+    if not all(re.fullmatch(r' *0*[1-9][0-9]{0,5} *', word) for word in words):
+        raise ValueError(f"{name} must be positive numbers up to 999,999 with commas between, not {text!r:.60}")
+    return [int(word) for word in words]
 
 
 def in_out(name):

@@ -15,6 +15,8 @@ import torch
 
 import tokenizer as tokenizers
 from formats import check_vocabulary
+from formats.names import GPT2
+from formats.weights import check_weights, is_dense, once
 from whole_file import replacing
 
 ZIP_START = b'PK\x03\x04'
@@ -103,8 +105,8 @@ def check_contents(checkpoint):
     for key, kind in wanted.items():
         if key in checkpoint and (not isinstance(checkpoint[key], kind) or isinstance(checkpoint[key], bool)):
             raise ValueError(f"its {key} must be of type {kind.__name__}, not {type(checkpoint[key]).__name__}")
-    if not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in checkpoint['model'].items()):
-        raise ValueError("its model must be a dict of names and tensors")
+    if not all(isinstance(name, str) and is_dense(w) for name, w in checkpoint['model'].items()):
+        raise ValueError("its model must be a dict of names and dense tensors")
     if not all(isinstance(k, str) for k in checkpoint['model_args']):
         raise ValueError("its model_args must be a dict with names as keys")
     for key, least in (('iter_num', 0), ('threads', 1)):
@@ -150,17 +152,13 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
     missing = [name for name in SIZES if name not in args]
     if missing:
         raise ValueError(f"the checkpoint's model_args lack {', '.join(missing)}: it cannot be built")
-    wanted = dict.fromkeys((*SIZES, 'n_kv_head', 'window', 'n_sink'), (int,)) | dict.fromkeys(
-        ('dropout', 'rope_theta'), (int, float)) | dict(bias=(bool,), position=(str,), gelu=(str,))
-    for name, kinds in wanted.items():
-        if name in args and type(args[name]) not in kinds:
-            raise ValueError(f"the checkpoint's model_args have {name}={str(args[name])[:50]!r}, which must be of type "
-                             f"{kinds[-1].__name__}")
-    model = GPT(GPTConfig(**args))
     try:
+        config = GPTConfig(**args)
+        check_weights(config, GPT2, once(checkpoint['model'].items()))
+        model = GPT(config)
         model.load_state_dict(checkpoint['model'])
-    except RuntimeError as e:
-        raise ValueError(f"the checkpoint's weights do not fit its model_args: {' '.join(str(e).split())[:300]}") from e
+    except (ValueError, RuntimeError) as e:
+        raise ValueError(f"the checkpoint's model_args and weights do not fit: {' '.join(str(e).split())[:300]}") from e
     return model
 
 
@@ -205,54 +203,55 @@ def restore_optimizer(optimizer, saved):
     """
     Load a checkpoint's optimizer state (the dict of AdamW.state_dict) into an optimizer of the same parameters.
 
-    Moments that have more rows than their parameter are cut to its rows: block_size was cropped. Whether the step is
-    fused stays as the optimizer has it, because that depends on the device. ValueError if the state does not fit.
+    Moments that have more rows than their parameter are cut to its rows: block_size was cropped. Only lr, betas, eps
+    and weight_decay of its groups are loaded: how a step is computed (fused, ...) depends on the device. ValueError if
+    the state does not fit, or is of another variant of AdamW.
     """
-    fit_moments(optimizer, saved)
-    fused = [group['fused'] for group in optimizer.param_groups]
-    try:
-        optimizer.load_state_dict(saved)
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
-        raise ValueError(f"the checkpoint's optimizer state cannot be loaded: {e}") from e
-    for group, is_fused in zip(optimizer.param_groups, fused):
-        group['fused'] = is_fused
-
-
-def fit_moments(optimizer, saved):
-    """Cut a saved optimizer state's moments in place. ValueError unless it has the optimizer's groups and shapes."""
     if not isinstance(saved.get('state'), dict) or not isinstance(saved.get('param_groups'), list):
         raise ValueError("the checkpoint's optimizer state has no 'state' and 'param_groups': it cannot be resumed")
-    groups = saved['param_groups']
-    needed = {'params', 'lr', 'betas', 'eps', 'weight_decay'}
-    if not all(isinstance(g, dict) and needed <= set(g) and isinstance(g['params'], list) for g in groups):
-        raise ValueError(f"the checkpoint's optimizer groups must have {', '.join(sorted(needed))}")
-    for group in groups:
-        betas = group['betas'] if isinstance(group['betas'], (tuple, list)) else []
-        numbers = [group['lr'], group['eps'], group['weight_decay'], *betas]
-        if len(numbers) != 5 or not all(type(number) in (int, float) for number in numbers):
-            raise ValueError("lr, eps, weight_decay and betas in the checkpoint's optimizer state must be numbers")
-    sizes, saved_sizes = ([len(g['params']) for g in groups] for groups in (optimizer.param_groups, groups))
+    groups = [checked_group(group) for group in saved['param_groups']]
+    own = optimizer.state_dict()
+    sizes, saved_sizes = ([len(group['params']) for group in of] for of in (own['param_groups'], groups))
     if sizes != saved_sizes:
         raise ValueError(f"the checkpoint's optimizer state is of {saved_sizes} parameters, but the model has {sizes}")
     params = [p for group in optimizer.param_groups for p in group['params']]
     indices = [index for group in groups for index in group['params']]
-    if not all(type(index) is int for index in indices):
+    # a parameter that has had no step has no moments
+    state = {i: fitted_moments(p, saved['state'][index], index)
+             for i, (p, index) in enumerate(zip(params, indices)) if saved['state'].get(index) is not None}
+    kept = 'lr', 'betas', 'eps', 'weight_decay'
+    optimizer.load_state_dict({'state': state, 'param_groups': [
+        mine | {name: theirs[name] for name in kept} for mine, theirs in zip(own['param_groups'], groups)]})
+
+
+def checked_group(group):
+    """A group of a saved optimizer state, itself. ValueError unless it is one of plain AdamW."""
+    needed = {'params', 'lr', 'betas', 'eps', 'weight_decay'}
+    if not isinstance(group, dict) or not needed <= set(group) or not isinstance(group['params'], list):
+        raise ValueError(f"the checkpoint's optimizer groups must have {', '.join(sorted(needed))}")
+    betas = group['betas'] if isinstance(group['betas'], (tuple, list)) else []
+    numbers = [group['lr'], group['eps'], group['weight_decay'], *betas]
+    if len(numbers) != 5 or not all(type(number) in (int, float) for number in numbers):
+        raise ValueError("lr, eps, weight_decay and betas in the checkpoint's optimizer state must be numbers")
+    variants = [name for name in ('amsgrad', 'maximize', 'differentiable') if group.get(name)]
+    if variants:
+        raise ValueError(f"the checkpoint's optimizer has {', '.join(variants)}, which AdamW here has not: train again")
+    if not all(type(index) is int for index in group['params']):
         raise ValueError("the parameters of the checkpoint's optimizer groups must be integers")
-    for p, index in zip(params, indices):
-        state = saved['state'].get(index)
-        if state is None:  # of a parameter that has had no step
-            continue
-        if not isinstance(state, dict) or not {'step', 'exp_avg', 'exp_avg_sq'} <= set(state):
-            raise ValueError(f"the checkpoint's optimizer state of parameter {index} has no step, exp_avg and "
-                             "exp_avg_sq")
-        step = state['step']
-        if not (type(step) in (int, float) or isinstance(step, torch.Tensor) and step.numel() == 1):
-            raise ValueError(f"step in the checkpoint's optimizer state of parameter {index} must be a number")
-        for name in ('exp_avg', 'exp_avg_sq'):
-            moment = state[name]
-            cropped = isinstance(moment, torch.Tensor) and moment.dim() and moment.shape[1:] == p.shape[1:]
-            if not cropped or len(moment) < len(p):
-                is_ = tuple(moment.shape) if isinstance(moment, torch.Tensor) else type(moment).__name__
-                raise ValueError(f"the checkpoint's optimizer state of parameter {index} must be of shape "
-                                 f"{tuple(p.shape)}, but {name} is {is_}")
-            state[name] = moment[:len(p)]
+    return group
+
+
+def fitted_moments(p, state, index):
+    """The saved state of parameter p, number `index`, with the rows that p has. ValueError if it does not fit."""
+    if not isinstance(state, dict) or not {'step', 'exp_avg', 'exp_avg_sq'} <= set(state):
+        raise ValueError(f"the checkpoint's optimizer state of parameter {index} has no step, exp_avg and exp_avg_sq")
+    step, moments = state['step'], {name: state[name] for name in ('exp_avg', 'exp_avg_sq')}
+    if not (type(step) in (int, float) or is_dense(step) and step.numel() == 1 and not step.is_complex()):
+        raise ValueError(f"step in the checkpoint's optimizer state of parameter {index} must be a number")
+    for name, moment in moments.items():
+        of_floats = is_dense(moment) and moment.is_floating_point() and moment.dim()
+        if not of_floats or moment.shape[1:] != p.shape[1:] or len(moment) < len(p):
+            is_ = tuple(moment.shape) if of_floats else getattr(moment, 'layout', type(moment).__name__)
+            raise ValueError(f"the checkpoint's optimizer state of parameter {index} must be of shape "
+                             f"{tuple(p.shape)}, but {name} is {is_}")
+    return {'step': step} | {name: moment[:len(p)] for name, moment in moments.items()}

@@ -15,6 +15,7 @@ import difflib
 import importlib.util
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -183,6 +184,14 @@ def describe(namespace, settings):
     return (namespace.get('__doc__') or '').strip() + '\n\n' + '\n'.join(lines)
 
 
+def check_range(settings, least, most, *names):
+    """ValueError unless each of these settings, numbers, is from least to most (NaN never is). settings: a dict."""
+    for name in names:
+        if not least <= settings[name] <= most:
+            limits = f"at least {least}" if most == math.inf else f"from {least} to {most:,}"
+            raise ValueError(f"{name} must be {limits}, not {settings[name]}")
+
+
 def _known(name, settings, where):
     if name not in settings:
         near = difflib.get_close_matches(name, settings, n=1)
@@ -202,6 +211,8 @@ def _read_file(path, defaults):
             stack.enter_context(redirect_stderr(nowhere))
         try:
             exec(compile(source, path, 'exec'), assigned)
+        except SystemExit as e:
+            raise ValueError(f"{path} calls sys.exit({e.code!r}), but a config file only assigns settings") from e
         except Exception as e:
             raise ValueError(f"{path}: {type(e).__name__}: {e}") from e
     nodes = ast.walk(ast.parse(source))

@@ -28,6 +28,13 @@ def tracing(layer=None):
     return layer is None or only == '' or int(only) == layer
 
 
+def check_layer(n_layer):
+    """ValueError if KV_DEBUG_LAYER is no layer of a model that has n_layer: its trace would be empty."""
+    if tracing() and int(os.environ.get('KV_DEBUG_LAYER') or 0) >= n_layer:
+        raise ValueError(f"KV_DEBUG_LAYER must be from 0 to {n_layer - 1}, not {os.environ['KV_DEBUG_LAYER']}: the "
+                         f"model has {n_layer} layers")
+
+
 def trace(who, text):
     print(f"[KVDBG][{who}] {text}", file=sys.stderr, flush=True)
 
@@ -95,6 +102,7 @@ class GPT(model.GPT):
         return super().checked_input(idx, kv_cache)
 
     def hidden_states(self, idx, positions, kv_cache=None, last_only=False):
+        check_layer(self.config.n_layer)
         if tracing():
             where = f"b={idx.size(0)} t={idx.size(1)}"
             if kv_cache and not isinstance(kv_cache[0], tuple):
@@ -149,6 +157,13 @@ class TracedCache:
 
 def stream(traced, *args, decoder=None, cache=None, **settings):
     """`generation.stream` of a GPT of this file, with a line for each step."""
+    check_layer(traced.config.n_layer)
     traced.step_number = -1
     return generation.stream(traced, *args, decoder=decoder and partial(traced.traced, decoder),
                              cache=cache and TracedCache(cache), **settings)
+
+
+if __name__ == '__main__':
+    print("debug_kv_model.py: error: this is no script; to trace a model, run KV_DEBUG=1 python sample.py",
+          file=sys.stderr)
+    sys.exit(2)

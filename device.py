@@ -27,6 +27,8 @@ def pick_device(name='auto'):
 
 def join_processes(device, backend, world_size):
     """The device of this process. One of several that torchrun started takes a GPU of its own and joins the group."""
+    if backend not in ('auto', 'nccl', 'gloo'):
+        raise ValueError(f"backend must be auto, nccl or gloo, not {backend!r}")
     dev = pick_device(device)
     if world_size == 1:
         return dev

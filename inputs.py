@@ -7,14 +7,16 @@ import torch
 def check_config(config):
     """ValueError if the settings of a GPTConfig do not make a GPT."""
     c = config
-    for name in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
+    for name, most in dict(block_size=2**24, vocab_size=2**24, n_layer=2**12, n_head=2**24, n_embd=2**24).items():
         size = getattr(c, name)
-        if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} must be a positive integer, not {size!r}")
+        if type(size) is not int or not 1 <= size <= most:
+            raise ValueError(f"{name} must be a positive integer up to {most:,}, not {size!r}")
     if c.n_embd % c.n_head != 0:
         raise ValueError(f"n_embd {c.n_embd} must be divisible by n_head {c.n_head}")
-    if not 0.0 <= c.dropout < 1.0:
-        raise ValueError(f"dropout must be in [0, 1), not {c.dropout}")
+    if type(c.dropout) not in (int, float) or not 0.0 <= c.dropout < 1.0:
+        raise ValueError(f"dropout must be in [0, 1), not {c.dropout!r}")
+    if type(c.bias) is not bool:
+        raise ValueError(f"bias must be True or False, not {c.bias!r}")
     if c.position not in ('learned', 'rope', 'alibi', 'none'):
         raise ValueError(f"position must be learned, rope, alibi or none, not {c.position!r}")
     if c.gelu not in ('none', 'tanh'):

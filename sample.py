@@ -64,7 +64,7 @@ def main(config):
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
     in_float32 = decoder == 'cpu' or weights != 'float32' or threads or dtype == 'float32'
     model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, torch.float32 if in_float32 else None)
-    end = unescaped_stop(tokenizer)
+    end, token_bytes = unescaped_stop(tokenizer), tokenizer.bytes_of_tokens(model.config.vocab_size)
     prompts = [tokenizer.encode(text) for text in texts]
     check_lengths(prompts, model.config)
     rolls = model.config.max_positions == math.inf
@@ -83,7 +83,7 @@ def main(config):
           tqdm(total=len(prompts) * max_new_tokens, unit='tok', disable=no_bar) as bar):
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first:first + batch_size]
-            streams = [TextStream(tokenizer, end) for _ in batch]
+            streams = [TextStream(token_bytes, [end]) for _ in batch]
             samples = [shown(prompt, tokenizer, model.config.max_positions) for prompt in batch]
             if live:
                 print(samples[0], end='', flush=True)
@@ -99,11 +99,11 @@ def main(config):
                 if all(text.stopped for text in streams):
                     break
             if live:
-                print(streams[0].flush())
+                print(streams[0].finish())
             else:
                 with bar.external_write_mode():
                     for sample, text in zip(samples, streams):
-                        print(sample + text.flush() + '\n---------------' * (len(prompts) > 1), flush=True)
+                        print(sample + text.finish() + '\n---------------' * (len(prompts) > 1), flush=True)
     synchronize(dev)
     dt = time.perf_counter() - t0
     print(f"{n_drawn:,} tokens in {dt:.2f} s: {n_drawn / dt:,.0f} tok/s "
@@ -126,20 +126,15 @@ def sample_batch(model, batch, first, how, dev):
 
 def check_settings(dev):
     """ValueError, in the words of the settings, for what is wrong whatever the model is. dev: the device picked."""
-    if num_samples < 1 or batch_size < 1 or max_new_tokens < 0:
-        raise ValueError(f"num_samples {num_samples} and batch_size {batch_size} must be at least 1, "
-                         f"and max_new_tokens {max_new_tokens} at least 0")
+    configurator.check_range(globals(), 1, 10**6, 'num_samples', 'batch_size')
+    configurator.check_range(globals(), 0, math.inf, 'max_new_tokens', 'seed', 'keep', 'n_keep')
     if split not in ('', 'lines'):
         raise ValueError(f"split must be lines, or left out, not {split!r}")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
     if top_k < 0:
         raise ValueError(f"top_k must be positive, or 0 to draw from all tokens, not {top_k}")
     plain_model.check_sampling(temperature, top_k or None, top_p)
     if when_full not in ('auto', 'crop', 'shift', 'roll'):
         raise ValueError(f"when_full must be auto, crop, shift or roll, not {when_full!r}")
-    if keep < 0 or n_keep < 0:
-        raise ValueError(f"keep {keep} and n_keep {n_keep} must not be negative")
     if when_full in ('auto', 'crop') and (keep or n_keep):
         raise ValueError(f"keep={keep} and n_keep={n_keep} only work with when_full=shift or roll: add "
                          "--when_full=shift, or leave them out")

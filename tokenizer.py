@@ -1,19 +1,27 @@
 """
 Tokenizers: one id per character of a training text, GPT-2's byte pairs, or what a tokenizer.json of another model says.
-All have encode(text) -> list of ints, decode(ids) -> text, and vocab_size.
+All have encode(text) -> list of ints, decode(ids) -> text, vocab_size, and end_of_text, the id of the token that ends a
+document, or None.
 
 `state()` is a tokenizer as a dict, which checkpoints and the meta.json of data folders hold. `from_state` makes the
 tokenizer again.
+
+`bytes_of_tokens(n)` is a list of the bytes of each id, at least n: joined and decoded they are the tokenizer's own
+text, which a `TextStream` gives out piece by piece. A model may have more ids than its tokenizer; those beyond are
+decoded as `decode` does.
 """
+import codecs
 import json
 import os
 import pickle
 
 GPT2 = {'kind': 'gpt2'}
+END_OF_TEXT = '<|endoftext|>'  # in GPT-2 and those that follow it: gpt_bigcode, starcoder2, mpt
 
 
 class CharTokenizer:
     """One id per character, in the order of `chars`. ValueError if `chars` is empty or has a character twice."""
+    end_of_text = None
 
     def __init__(self, chars):
         self.chars = list(chars)
@@ -39,6 +47,9 @@ class CharTokenizer:
     def decode(self, ids):
         return ''.join(self.chars[i] if i < self.vocab_size else '\ufffd' for i in ids)
 
+    def bytes_of_tokens(self, n=0):
+        return [c.encode('utf-8', 'replace') for c in self.chars] + ['\ufffd'.encode()] * (n - self.vocab_size)
+
     def state(self):
         return {'kind': 'char', 'chars': ''.join(self.chars)}
 
@@ -53,15 +64,18 @@ class GPT2Tokenizer:
         except Exception as e:  # tiktoken raises whatever its download raised
             raise ValueError(f"GPT-2's byte pairs could not be downloaded ({type(e).__name__}): connect to the "
                              "internet once, or set TIKTOKEN_CACHE_DIR to a folder that has them") from e
-        self.vocab_size = self.bpe.n_vocab
+        self.vocab_size, self.end_of_text = self.bpe.n_vocab, self.bpe.eot_token
 
     def encode(self, text):
         """The ids of the text. <|endoftext|> in it becomes the one token of that name."""
-        return self.bpe.encode(text, allowed_special={'<|endoftext|>'})
+        return self.bpe.encode(text, allowed_special={END_OF_TEXT})
 
     def decode(self, ids):
         # a model's vocabulary may be padded (50304 rows for 50257 tokens): the ids from 50257 on have no text
         return self.bpe.decode_bytes([i for i in ids if i < self.vocab_size]).decode('utf-8', errors='replace')
+
+    def bytes_of_tokens(self, n=0):
+        return [self.bpe.decode_single_token_bytes(i) for i in range(self.vocab_size)] + [b''] * (n - self.vocab_size)
 
     def state(self):
         return GPT2
@@ -92,6 +106,7 @@ class JSONTokenizer:
         self.library.no_padding()
         self.json = json
         self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # some ids may be unused
+        self.end_of_text = self.library.token_to_id(END_OF_TEXT)
 
     def encode(self, text):
         """The ids of the text. The name of a special token, such as <|endoftext|>, becomes that token."""
@@ -101,8 +116,23 @@ class JSONTokenizer:
         # a model's vocabulary may be padded: ids without a token have no text
         return self.library.decode([i for i in ids if i < self.vocab_size], skip_special_tokens=False)
 
+    def bytes_of_tokens(self, n=0):
+        # with ByteLevel each character of a token's name is a byte, with Fuse the name is the text
+        is_bytes = type(self.library.decoder).__name__ == 'ByteLevel'
+        byte_of = {c: byte for byte, c in enumerate(byte_level_alphabet())} if is_bytes else {}
+        names = [self.library.id_to_token(i) or '' for i in range(self.vocab_size)]
+        return [bytes(map(byte_of.get, name)) if byte_of.keys() >= set(name) else name.encode()
+                for name in names] + [b''] * (n - self.vocab_size)
+
     def state(self):
         return {'kind': 'json', 'json': self.json}
+
+
+def byte_level_alphabet():
+    """The character that stands for each byte in the names of byte-level tokens: `bytes_to_unicode` of GPT-2."""
+    printable = {*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def check_state(state):
@@ -144,9 +174,8 @@ def state_of_dataset(folder):
 def is_gpt2(folder):
     """False for the folder of a model of another family: it has a config.json with another model_type."""
     try:
-        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as f:
-            return json.load(f).get('model_type', 'gpt2') == 'gpt2'
-    except (OSError, ValueError, AttributeError):  # a data folder has none; what is damaged is read elsewhere
+        return read_json(os.path.join(folder, 'config.json')).get('model_type', 'gpt2') == 'gpt2'
+    except (OSError, ValueError):  # a data folder has none; what is damaged is read elsewhere
         return True
 
 
@@ -159,42 +188,52 @@ def read_meta(folder):
     path = os.path.join(folder, 'meta.json')
     if os.path.exists(path):
         try:
-            with open(path, encoding='utf-8') as f:
-                return checked_meta(json.load(f))
+            return checked_meta(read_json(path))
         except ValueError as e:
             raise ValueError(f"{path} is damaged ({e}): prepare the data again") from e
     path = os.path.join(folder, 'meta.pkl')
     if not os.path.exists(path):
         return {}
-    try:
-        with open(path, 'rb') as f:
+    with open(path, 'rb') as f:
+        try:
             meta = PlainUnpickler(f).load()
-        if 'itos' not in meta:  # nanoGPT's train.py needs vocab_size only
-            return checked_meta({'vocab_size': meta['vocab_size']})
-        chars = [meta['itos'][i] for i in range(len(meta['itos']))]
-        if any(len(c) != 1 for c in chars):
-            raise ValueError("a token in it is not a single character")
-        return checked_meta({'kind': 'char', 'chars': ''.join(chars), 'vocab_size': len(chars)})
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, IndexError, ValueError) as e:
-        raise ValueError(f"{path} is not nanoGPT's dict of characters ({e}): prepare the data again") from e
+            if 'itos' not in meta:  # nanoGPT's train.py needs vocab_size only
+                return checked_meta({'vocab_size': meta['vocab_size']})
+            chars = [meta['itos'][i] for i in range(len(meta['itos']))]
+            if any(len(c) != 1 for c in chars):
+                raise ValueError("a token in it is not a single character")
+            return checked_meta({'kind': 'char', 'chars': ''.join(chars), 'vocab_size': len(chars)})
+        except Exception as e:  # what a damaged pickle raises may be anything
+            raise ValueError(f"{path} is not nanoGPT's dict of characters ({e}): prepare the data again") from e
 
 
 def checked_meta(meta):
-    """meta itself. ValueError unless it is a dict with allowed values."""
+    """meta, a dict, itself. ValueError unless its values are allowed."""
     wanted = {'kind': ('char', 'gpt2'), 'dtype': ('uint16', 'uint32')}
-    if not isinstance(meta, dict) or any(meta[k] not in wanted[k] for k in wanted if k in meta):
+    if any(meta[k] not in wanted[k] for k in wanted if k in meta):
         raise ValueError(f"kind must be one of {wanted['kind']} and dtype one of {wanted['dtype']}")
     if (meta.get('kind') == 'char') != isinstance(meta.get('chars'), str):
         raise ValueError("chars, a string, is needed with kind 'char' and with no other")
-    if not isinstance(meta.get('vocab_size', 1), int) or meta.get('vocab_size', 1) < 1:
-        raise ValueError(f"vocab_size must be a positive integer, not {str(meta['vocab_size'])[:50]}")
+    if type(meta.get('vocab_size', 1)) is not int or not 1 <= meta.get('vocab_size', 1) <= 2**32:
+        raise ValueError(f"vocab_size must be an integer from 1 to 2**32, not {str(meta['vocab_size'])[:50]}")
     return meta
 
 
-def read_text(path):
-    """The text of a UTF-8 file. ValueError if its bytes are not UTF-8."""
+def read_json(path):
+    """The dict in a JSON file. ValueError if it holds something else, or is damaged."""
     try:
-        with open(path, encoding='utf-8') as f:
+        content = json.loads(read_text(path))
+    except RecursionError as e:
+        raise ValueError("its brackets are nested too deeply") from e
+    if not isinstance(content, dict):
+        raise ValueError(f"it must hold a dict, but it holds a {type(content).__name__}")
+    return content
+
+
+def read_text(path):
+    """The text of a UTF-8 file, without a byte order mark. ValueError if its bytes are not UTF-8."""
+    try:
+        with open(path, encoding='utf-8-sig') as f:
             return f.read()
     except UnicodeDecodeError as e:
         raise ValueError(f"{path} is not UTF-8 text ({e.reason} at byte {e.start})") from e
@@ -213,35 +252,84 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError("it names a persistent object, but only plain values are read")
 
 
+class WholeTexts(dict):
+    """
+    {token id: its text, or None if its bytes are no whole characters}. token_bytes: the bytes of an id, a function.
+    """
+
+    def __init__(self, token_bytes):
+        self.token_bytes = token_bytes
+
+    def __missing__(self, token):
+        try:
+            text = self.token_bytes(token).decode('utf-8')
+        except UnicodeDecodeError:
+            text = None
+        self[token] = text
+        return text
+
+
 class TextStream:
     """
-    The text of a token stream, piece by piece: `push(token)` returns the text that can be printed now.
+    The text of one sample. `push(*tokens)` returns what may be sent now; joined, with `finish()` at the end, this is
+    what decoding all bytes at once gives (errors='replace'), up to the stop string.
 
-    A character that consists of several tokens is held back until it is complete. Text that may be the beginning of
-    `stop` is held back until it is known whether it is. After `stop` every piece is '' and `stopped` is True.
+    token_bytes: the bytes of each token id, a list or a function, or `WholeTexts` of such a function, to share them.
+    stop: strings that end the text. The one whose last character comes first ends it, and of two that end at the same
+    character the longer one, so that the text does not depend on where one token ends and the next begins. stopped: has
+    a stop string come? Then every later piece is ''.
     """
 
-    def __init__(self, tokenizer, stop=''):
-        self.tokenizer, self.stop, self.stopped = tokenizer, stop, False
-        self.tokens, self.held = [], ''
+    def __init__(self, token_bytes, stop=()):
+        if not isinstance(token_bytes, WholeTexts):
+            token_bytes = WholeTexts(token_bytes if callable(token_bytes) else token_bytes.__getitem__)
+        self.whole, self.bytes_of = token_bytes, token_bytes.token_bytes
+        self.stop, self.stopped = tuple(filter(None, stop)), False
+        self.decoder, self.held = codecs.getincrementaldecoder('utf-8')('replace'), ''
+        self.in_character = False  # are there bytes of a character that has not ended?
 
-    def push(self, token):
+    def push(self, *tokens):
+        """The text that may be sent now that these tokens have come."""
+        if not self.stop and not self.in_character:
+            pieces = [self.whole[token] for token in tokens]
+            if None not in pieces:
+                return ''.join(pieces)
+        return ''.join([self._push(token) for token in tokens])
+
+    def _push(self, token):
         if self.stopped:
             return ''
-        self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens)
-        if text.endswith('\ufffd') and len(self.tokens) < 4:  # a character has at most four bytes in UTF-8
-            return ''
-        self.tokens, text = [], self.held + text
-        if self.stop and self.stop in text:
-            self.stopped, self.held = True, ''
-            return text[:text.index(self.stop)]
-        n_held = next((n for n in range(min(len(self.stop), len(text)), 0, -1) if self.stop.startswith(text[-n:])), 0)
+        piece = None if self.in_character else self.whole[token]
+        if piece is None:
+            piece = self.decoder.decode(self.bytes_of(token))
+            self.in_character = bool(self.decoder.getstate()[0])
+        if not self.stop:
+            return piece
+        text = self._up_to_stop(piece)
+        if self.stopped:
+            return text
+        n_held = self._length_of_a_begun_stop(text)
         self.held = text[len(text) - n_held:]
         return text[:len(text) - n_held]
 
-    def flush(self):
-        """The text that is still held back after the last token."""
-        text = '' if self.stopped else self.held + self.tokenizer.decode(self.tokens)
-        self.tokens, self.held = [], ''
+    def finish(self):
+        """The text that was held back, after the last token. Bytes of an incomplete character become one U+FFFD."""
+        if self.stopped:
+            return ''
+        text = self._up_to_stop(self.decoder.decode(b'', final=True))
+        self.held = ''
         return text
+
+    def _up_to_stop(self, piece):
+        """What is held with this piece behind it, up to the first stop string in it, if there is one."""
+        text, self.held = self.held + piece, ''
+        ends = [(start + len(s), start) for s in self.stop if (start := text.find(s)) >= 0]
+        if not ends:
+            return text
+        self.stopped = True
+        return text[:min(ends)[1]]
+
+    def _length_of_a_begun_stop(self, text):
+        """The length of the longest end of text with which a stop string begins."""
+        return max((n for s in self.stop for n in range(1, min(len(s) - 1, len(text)) + 1) if text.endswith(s[:n])),
+                   default=0)

@@ -122,10 +122,10 @@ def main(config):
 
 
 def check_settings(world_size):
-    for name, least in dict(batch_size=1, gradient_accumulation_steps=1, eval_iters=1, eval_interval=1, log_interval=1,
-                            max_iters=0, seed=0).items():
-        if globals()[name] < least:
-            raise ValueError(f"{name} must be at least {least}, but it is {globals()[name]}")
+    configurator.check_range(globals(), 1, math.inf, 'batch_size', 'gradient_accumulation_steps', 'eval_iters',
+                             'eval_interval', 'log_interval')
+    configurator.check_range(globals(), 0, math.inf, 'max_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
+                             'grad_clip', 'peak_flops')
     if gradient_accumulation_steps % world_size:
         raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the "
                          f"{world_size} processes")

@@ -25,7 +25,7 @@ def config_args(hf):
     linear layers have biases. ValueError, in one line, names what is missing, and what cannot be represented.
     """
     family = hf.get('model_type')
-    if family not in SIZES:
+    if family not in [*SIZES]:
         raise ValueError(f"model_type is {family!r}, but only {', '.join(SIZES)} can be read")
     missing = sorted(key for key in SIZES[family].values() if key not in hf)
     if missing:

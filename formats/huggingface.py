@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from formats.families import family_of
 from formats.names import CONV1D, HUGGING_FACE
-from formats.tokenizer_files import check_vocabulary, end_of_text, huggingface_tokenizer
+from formats.tokenizer_files import check_vocabulary, huggingface_tokenizer
 from formats.weights import heads_of, weights_with_biases, with_all_heads
 from tokenizer import JSONTokenizer
 
@@ -39,7 +39,7 @@ def to_huggingface(model, folder, tokenizer=None):
     check_vocabulary(model, tokenizer)
     family = family_of(model.config)
     weights = huggingface_weights(model, family)
-    end = end_of_text(tokenizer)
+    end = getattr(tokenizer, 'end_of_text', None)
     files = {'config.json': huggingface_config(model, family) | dict(
         vocab_size=model.config.vocab_size, tie_word_embeddings=True, bos_token_id=end, eos_token_id=end,
         torch_dtype=str(model.lm_head.weight.dtype).removeprefix('torch.'))}

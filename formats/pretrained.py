@@ -1,11 +1,12 @@
 """Reading a folder in Hugging Face format: config.json and safetensors files, one or several."""
-import json
 import os
 
 import torch
 
 from formats.families import config_args
 from formats.names import CONV1D, HUGGING_FACE
+from formats.weights import check_weights, once
+from tokenizer import read_json
 
 GPT2_NAMES = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'
 MASKS = '.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq'  # no weights: old versions of transformers saved them
@@ -26,19 +27,20 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None):
     if set(override_args) - {'dropout'}:
         raise ValueError(f"only dropout can be overridden in pretrained weights, not {', '.join(override_args)}")
     folder = download_gpt2(model_type) if model_type in GPT2_NAMES and not os.path.isdir(model_type) else model_type
-    files, hf = Files(folder), read_json(os.path.join(folder, 'config.json'))
+    files, hf = Files(folder), read_downloaded(os.path.join(folder, 'config.json'))
     try:
         args = config_args(hf)
         if not args.get('bias', True):  # of the linear layers; the layer norms of a starcoder2 have one in any case
-            args['bias'] = any(files.read(name).any() for name in files.paths if name.endswith('norm.bias'))
+            args['bias'] = any(files.read(name).any() for name in files.weights if name.endswith('norm.bias'))
         config = GPTConfig(**args | override_args)
     except ValueError as e:
         raise ValueError(f"{folder}/config.json: {e}") from e
-    with torch.device('meta'):  # shapes only
-        model = GPT(config)
     try:
+        check_weights(config, HUGGING_FACE[hf['model_type']], files.weights)
+        with torch.device('meta'):  # shapes only
+            model = GPT(config)
         model.load_state_dict(state_dict_of(model, hf, files, dtype), assign=True)
-    except RuntimeError as e:  # of torch, where shapes do not fit
+    except (ValueError, RuntimeError) as e:  # RuntimeError of torch, where shapes do not fit
         raise ValueError(f"the weights of {folder} do not fit its config.json: {' '.join(str(e).split())[:300]}") from e
     model.transformer.wte.weight = model.lm_head.weight
     return model
@@ -63,26 +65,23 @@ def state_dict_of(model, hf, files, dtype):
         if family == 'gpt_bigcode' and c.n_kv_head == c.n_head and '.c_attn.' in name:  # there q, k, v of each head
             w = w.unflatten(0, (c.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
         state_dict[name] = w.contiguous()
-    head = state_dict['lm_head.weight'] = state_dict['transformer.wte.weight']
-    if 'lm_head.weight' in files.paths and not torch.equal(files.read('lm_head.weight').to(dtype), head):
-        raise ValueError(f"{files.folder}: lm_head.weight is not {first} (untied heads), but a GPT here has one matrix "
-                         "for both")
-    others = sorted(name for name in set(files.paths) - used if not name.endswith(MASKS)
+    state_dict['lm_head.weight'] = state_dict['transformer.wte.weight']
+    others = sorted(name for name in set(files.weights) - used if not name.endswith(MASKS)
                     and not (c.bias is False and name.endswith('norm.bias')))
     if others:
-        raise ValueError(f"{files.folder} has weights that a GPT here has no place for: {', '.join(others[:3])}"
-                         f"{' ...' * (len(others) > 3)} ({len(others)})")
+        raise ValueError(f"a GPT here has no place for: {', '.join(others[:3])}{' ...' * (len(others) > 3)} "
+                         f"({len(others)})")
     return state_dict
 
 
 class Files:
     """
-    The safetensors files of a folder, memory-mapped. paths: {name of a tensor without the base of its family: (file,
-    its name there)}. ValueError if the folder has none, or if one cannot be read.
+    The safetensors files of a folder, memory-mapped. weights: {name of a tensor without the base of its family: the
+    tensor}. ValueError if the folder has none, if one cannot be read, or if a tensor is there twice.
     """
 
     def __init__(self, folder):
-        self.folder, self.paths = folder, {}
+        self.folder, pairs = folder, []
         names = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
         if not names or not os.path.exists(os.path.join(folder, 'config.json')):
             raise ValueError(f"{folder!r} is neither {', '.join(GPT2_NAMES)} nor a folder with config.json and "
@@ -99,14 +98,17 @@ class Files:
         for name in names:
             try:
                 file = safe_open(os.path.join(folder, name), 'pt')
+                pairs += [(key, file.get_tensor(key)) for key in file.keys()]
             except Exception as e:  # errors of safetensors and of the file system all mean this
                 raise unreadable(os.path.join(folder, name), e) from e
-            for key in file.keys():
-                self.paths[key.removeprefix('transformer.').removeprefix('model.')] = file, key
+        try:
+            self.weights = once(pairs)
+        except ValueError as e:
+            raise ValueError(f"{folder}: {e}") from e
 
     def indexed(self, index, names):
         """The names of the files that an index lists. All of them must be among `names`, those in the folder."""
-        shards = read_json(index).get('weight_map')
+        shards = read_downloaded(index).get('weight_map')
         if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
             raise ValueError(f"{index} has no weight_map: is the download complete?")
         missing = sorted(set(shards.values()) - set(names))
@@ -116,17 +118,13 @@ class Files:
         return sorted(set(shards.values()))
 
     def read(self, name):
-        """A tensor, memory-mapped. ValueError if there is none of this name, or not of numbers that can be used."""
-        if name not in self.paths:
-            raise ValueError(f"{self.folder} lacks the weights {name}: is the download complete?")
-        file, key = self.paths[name]
-        try:
-            w = file.get_tensor(key)
-        except Exception as e:
-            raise unreadable(self.folder, e) from e
+        """A tensor. ValueError if there is none of this name, or not of numbers that can be used."""
+        if name not in self.weights:
+            raise ValueError(f"it lacks the weights {name}: is the download complete?")
+        w = self.weights[name]
         if w.dtype not in DTYPES:
-            raise ValueError(f"{self.folder}: {name} is of {w.dtype}, but weights must be of float32, bfloat16, "
-                             "float16 or float64: use the model before it was quantised")
+            raise ValueError(f"{name} is of {w.dtype}, but weights must be of float32, bfloat16, float16 or float64: "
+                             "use the model before it was quantised")
         return w
 
 
@@ -134,16 +132,12 @@ def unreadable(path, e):
     return ValueError(f"{path} cannot be read ({type(e).__name__}: {e}): is the download complete?")
 
 
-def read_json(path):
-    """The dict in a JSON file. ValueError if it is damaged or something else."""
+def read_downloaded(path):
+    """The dict in a JSON file of a folder that may have been downloaded in part. ValueError if it cannot be read."""
     try:
-        with open(path, encoding='utf-8') as f:
-            content = json.load(f)
+        return read_json(path)
     except (OSError, ValueError) as e:
         raise unreadable(path, e) from e
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a dict, but it holds a {type(content).__name__}")
-    return content
 
 
 def download_gpt2(name):

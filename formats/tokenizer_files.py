@@ -1,9 +1,7 @@
 """Tokenizers in the files of other projects: tokenizer.json, and the vocabulary in a GGUF file."""
 import json
 
-from tokenizer import CharTokenizer, JSONTokenizer
-
-END_OF_TEXT = '<|endoftext|>'  # of gpt2, gpt_bigcode, starcoder2 and mpt
+from tokenizer import END_OF_TEXT, CharTokenizer, JSONTokenizer, byte_level_alphabet
 
 
 def check_vocabulary(model, tokenizer):
@@ -22,17 +20,10 @@ def stand_in(tokenizer):
     return tokenizer.ids.get(' ', 0)
 
 
-def end_of_text(tokenizer):
-    """The id of the token that ends a text, or None if the tokenizer has none (or is None)."""
-    if isinstance(tokenizer, JSONTokenizer):
-        return tokenizer.library.token_to_id(END_OF_TEXT)
-    return getattr(getattr(tokenizer, 'bpe', None), 'eot_token', None)
-
-
 def huggingface_tokenizer(tokenizer):
     """The contents of tokenizer.json and tokenizer_config.json, which transformers and tokenizers read."""
     if isinstance(tokenizer, JSONTokenizer):
-        names = () if end_of_text(tokenizer) is None else ('bos_token', 'eos_token', 'unk_token')
+        names = () if tokenizer.end_of_text is None else ('bos_token', 'eos_token', 'unk_token')
         return json.loads(tokenizer.json), dict(tokenizer_class='PreTrainedTokenizerFast') | dict.fromkeys(
             names, END_OF_TEXT)
     if isinstance(tokenizer, CharTokenizer):
@@ -43,11 +34,11 @@ def huggingface_tokenizer(tokenizer):
             model=dict(type='WordLevel', vocab=tokenizer.ids, unk_token=tokenizer.chars[stand_in(tokenizer)]),
         ), dict(tokenizer_class='PreTrainedTokenizerFast')
     tokens, merges = byte_pairs(tokenizer.bpe)
-    end = tokens[tokenizer.bpe.eot_token]
+    end = tokens[tokenizer.end_of_text]
     byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=True)
     return dict(
         version='1.0', normalizer=None, pre_tokenizer=byte_level, post_processor=byte_level, decoder=byte_level,
-        added_tokens=[dict(id=tokenizer.bpe.eot_token, content=end, special=True, normalized=False, single_word=False,
+        added_tokens=[dict(id=tokenizer.end_of_text, content=end, special=True, normalized=False, single_word=False,
                            lstrip=False, rstrip=False)],
         model=dict(type='BPE', vocab={text: i for i, text in enumerate(tokens)}, merges=merges),
     ), dict(tokenizer_class='GPT2Tokenizer', bos_token=end, eos_token=end, unk_token=end, add_prefix_space=False)
@@ -77,15 +68,15 @@ def add_gguf_tokenizer(writer, tokenizer, vocab_size):
         kind, (tokens, merges) = 'gpt2', byte_pairs(tokenizer.bpe)
         writer.add_tokenizer_pre('gpt-2')
         writer.add_token_merges(merges)
-        writer.add_bos_token_id(tokenizer.bpe.eot_token)
-        writer.add_eos_token_id(tokenizer.bpe.eot_token)
+        writer.add_bos_token_id(tokenizer.end_of_text)
+        writer.add_eos_token_id(tokenizer.end_of_text)
     writer.add_tokenizer_model(kind)
     if tokens:
         # rows of the model without a text of their own get a byte that UTF-8 does not have
         padding = range(len(tokens), vocab_size)
         types = [TokenType.NORMAL] * len(tokens) + [TokenType.UNUSED] * len(padding)
         if kind == 'gpt2':
-            types[tokenizer.bpe.eot_token] = TokenType.CONTROL
+            types[tokenizer.end_of_text] = TokenType.CONTROL
         writer.add_token_list(tokens + [rf'\xff{i}' for i in padding])
         writer.add_token_types(types)
     return kind
@@ -98,10 +89,8 @@ def byte_pairs(bpe):
     tiktoken has the tokens only. The two parts that a token was merged from are found by encoding its bytes with the
     merges of a lower rank.
     """
-    # printable bytes stand for themselves, the others for the characters from 256 on, so that no text has a blank in it
-    shown = [*range(ord('!'), ord('~') + 1), *range(ord('¡'), ord('¬') + 1), *range(ord('®'), ord('ÿ') + 1)]
-    text_of = {b: chr(b) for b in shown} | {b: chr(256 + i) for i, b in enumerate(sorted(set(range(256)) - set(shown)))}
-    spell = lambda token: ''.join(text_of[b] for b in token)  # noqa: E731
+    alphabet = byte_level_alphabet()  # no blank is in it
+    spell = lambda token: ''.join(alphabet[b] for b in token)  # noqa: E731
     ranks = {bpe.decode_single_token_bytes(i): i for i in range(bpe.eot_token)}
     merges = []
     for token, rank in ranks.items():

@@ -2,6 +2,47 @@
 import torch
 
 
+def is_dense(x):
+    return isinstance(x, torch.Tensor) and x.layout is torch.strided and not x.is_quantized and not x.is_meta
+
+
+def once(weights):
+    """
+    {name: tensor} of pairs (name, tensor), without what may stand before a name: `_orig_mod.` of compiled models,
+    `transformer.` or `model.` of a family. ValueError if two names are the same then, and their values are not.
+    """
+    found = {}
+    for name, w in weights:
+        name = name.removeprefix('_orig_mod.').removeprefix('transformer.').removeprefix('model.')
+        if not same(found.setdefault(name, w), w):
+            raise ValueError(f"the weights {name} are there twice, with different values")
+    return found
+
+
+def same(a, b):
+    return a.data_ptr() == b.data_ptr() or torch.equal(a, b)  # NaN is not equal to itself
+
+
+def check_weights(config, names, weights):
+    """
+    ValueError unless `weights`, see `once`, have the number of layers, the embedding and the positions of config, and
+    their lm_head, if there is one, is the embedding. To be called before a model is built, because the sizes that are
+    written in a file may be any numbers. names: those of the project that the weights are from.
+    """
+    n_layer = len({name.split('.')[1] for name in weights if name.startswith(names.layers + '.')})
+    if n_layer != config.n_layer:
+        raise ValueError(f"n_layer is {config.n_layer}, but the weights have {n_layer} layers")
+    embedding, = names.of('transformer.wte.weight')
+    sizes = {embedding: 'vocab_size', 'wpe.weight': 'block_size'}
+    for name in sizes if config.position == 'learned' else [embedding]:
+        shape = getattr(config, sizes[name]), config.n_embd
+        if name not in weights or weights[name].shape != shape:
+            found = tuple(weights[name].shape) if name in weights else "missing"
+            raise ValueError(f"{sizes[name]} and n_embd are {shape}, but {name} is {found}")
+    if not same(weights.get('lm_head.weight', weights[embedding]), weights[embedding]):
+        raise ValueError(f"lm_head.weight is not {embedding} (untied heads), but a GPT here has one matrix for both")
+
+
 def heads_of(w, config):
     """Rows of c_attn, a matrix or a bias, as those of the queries, keys and values."""
     kv = config.n_kv_head * config.head_dim

@@ -5,7 +5,6 @@ import time
 import orjson
 
 from serving.api import APIError
-from serving.text import name_of_token
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf
 DONE = b'data: [DONE]\n\n'
@@ -14,6 +13,14 @@ DONE = b'data: [DONE]\n\n'
 def event(fields):
     """The bytes of one event of a stream."""
     return b'data: %s\n\n' % orjson.dumps(fields)
+
+
+def name_of_token(token_bytes):
+    r"""The text of a token by itself, or bytes:\xe2\x82 where its bytes are no whole characters, as in OpenAI's API."""
+    try:
+        return token_bytes.decode('utf-8')
+    except UnicodeDecodeError:
+        return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in token_bytes)
 
 
 class Choice:

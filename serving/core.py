@@ -16,7 +16,7 @@ from serving.request import Output
 from serving.sampler import Drawing, Sampler
 from serving.scheduler import Scheduler
 from serving.snapshot import Stats
-from serving.text import TextStream, WholeTexts
+from tokenizer import TextStream, WholeTexts
 
 new_output = tuple.__new__  # a third of the time of Output(...), for each token
 

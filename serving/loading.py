@@ -12,7 +12,6 @@ import model as plain_model
 from device import pick_device
 from serving.api import Served
 from serving.engine import Engine
-from serving.text import bytes_of_tokens, end_of_text
 
 SWITCH_INTERVAL = 0.0003  # seconds
 
@@ -39,8 +38,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     if dev == 'cpu' and decoder != 'eager':
         step = decode.best(model, 1, weights, threads, decoder)
         print(f"decoder: {step.name}", file=sys.stderr)
-    token_bytes = bytes_of_tokens(tokenizer, model.config.vocab_size)
-    engine = Engine(model, step, token_bytes, end_of_text(tokenizer), **settings)
+    token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)
+    engine = Engine(model, step, token_bytes, tokenizer.end_of_text, **settings)
     n_positions = engine.stats.blocks_total * engine.cache.blocks.block_size
     engine.start()
     served = Served(name or os.path.basename(os.path.abspath(folder)), tokenizer, token_bytes,

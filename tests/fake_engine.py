@@ -10,11 +10,10 @@ from serving.api import Served
 from serving.engine import QueueFull
 from serving.metrics import COUNTERS, GAUGES
 from serving.request import Logprobs, Output
-from serving.text import TextStream, bytes_of_tokens
-from tokenizer import CharTokenizer
+from tokenizer import CharTokenizer, TextStream
 
 CHARS = 'abcdefghijklmnopqrstuvwxyz .€😀\n'
-SERVED = Served('fake', CharTokenizer(CHARS), bytes_of_tokens(CharTokenizer(CHARS)), 64)
+SERVED = Served('fake', CharTokenizer(CHARS), CharTokenizer(CHARS).bytes_of_tokens(), 64)
 
 
 def text_of(seed, n):

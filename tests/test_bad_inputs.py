@@ -1,122 +1,108 @@
 """What a user can get wrong, and the one line that says so. Exit code 2, no traceback, nothing lost."""
 import json
-import os
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ROOT, TIMEOUT, TINY, run, start
+from conftest import TIMEOUT, TINY, run, start
 
-BAD = [
-    # script, settings, what the line has to say
-    ('train.py', ['--batchsize=3'], "unknown setting 'batchsize' (command line): did you mean batch_size?"),
-    ('train.py', ['--max_iters=ten'], "max_iters must be int, not 'ten'"),
-    ('train.py', ['--n_embd=15'], 'n_embd 15 must be divisible by n_head 2'),
-    ('train.py', ['--position=rotary'], "position must be learned, rope, alibi or none, not 'rotary'"),
-    ('train.py', ['--window=16'], 'must be less than block_size 16'),
-    ('train.py', ['--n_sink=1'], 'n_sink 1 needs a window'),
-    ('train.py', ['--n_kv_head=3'], 'n_head 2 must be divisible by n_kv_head 3'),
-    ('train.py', ['--gelu=relu'], 'gelu must be none'),
-    ('train.py', ['--dropout=1.0'], 'dropout must be in [0, 1)'),
-    ('train.py', ['--n_layer=0'], 'n_layer must be a positive integer'),
-    ('train.py', ['--batch_size=0'], 'must be at least 1'),
-    ('train.py', ['--dataset=nowhere'], 'no data/nowhere/train.bin: run python data/nowhere/prepare.py'),
-    ('train.py', ['--dataset=nowhere_char'], 'no data/nowhere_char/train.bin'),
-    ('train.py', ['--dataset=openwebtext'], 'no data/openwebtext/train.bin'),
-    ('train.py', ['--block_size=100000'], 'prepare more text or lower block_size'),
-    ('train.py', ['--dataset=torn'], 'prepare more text'),
-    ('train.py', ['--dataset=toolarge'], 'vocab_size is 3'),
-    ('train.py', ['--init_from=resume', '--out_dir=nowhere'], 'no checkpoint nowhere/ckpt.pt'),
-    ('train.py', ['--init_from=gpt3'], 'neither gpt2, gpt2-medium'),
-    ('train.py', ['--init_from=resume', '--out_dir=damaged'], 'damaged/ckpt.pt cannot be read'),
-    ('train.py', ['--init_from=resume', '--out_dir=weightsonly'], 'no optimizer state'),
-    ('train.py', ['--device=cuda:99'], 'cuda:99 was asked for'),
-    ('train.py', ['--device=tpu'], 'device must be auto'),
-    ('train.py', ['--device=cpu:abc'], 'device must be auto'),
-    ('train.py', ['--seed=-1'], 'seed must be at least 0, but it is -1'),
-    ('train.py', ['--dtype=int8'], 'dtype must be auto'),
-    ('train.py', ['--out_dir=train.py'], 'File exists'),
-    ('train.py', ['--wandb_log=True'], 'pip install wandb'),
-    ('train.py', ['config/nothing.py'], "no config file 'config/nothing.py'"),
-    ('train.py', ['max_iters=3'], "settings are written --key=value"),
-    ('sample.py', ['--out_dir=nowhere'], 'no checkpoint nowhere/ckpt.pt: train one first'),
-    ('sample.py', ['--out_dir=damaged'], 'damaged/ckpt.pt cannot be read'),
-    ('sample.py', ['--out_dir=notours'], "not a checkpoint of train.py"),
-    ('sample.py', ['--start=日本'], "characters the model never saw: '日' '本'"),
-    ('sample.py', ['--start='], 'the prompt is empty'),
-    ('sample.py', ['--start=FILE:nowhere.txt'], 'nowhere.txt'),
-    ('sample.py', ['--start=FILE:binary.txt'], 'binary.txt is not UTF-8'),
-    ('sample.py', ['--temperature=-1.0'], 'temperature must be 0 (greedy) or positive'),
-    ('sample.py', ['--top_k=-1'], 'top_k must be positive, or 0 to draw from all tokens, not -1'),
-    ('sample.py', ['--top_p=1.5'], 'top_p must be in (0, 1]'),
-    ('sample.py', ['--max_new_tokens=-1'], 'max_new_tokens -1'),
-    ('sample.py', ['--num_samples=0'], 'num_samples'),
-    ('sample.py', ['--init_from=emptyfolder'], 'neither gpt2'),
-    ('sample.py', ['--use_cache=1'], 'use_cache must be bool'),
-    ('sample.py', ['--when_full=slide'], "when_full must be auto, crop, shift or roll, not 'slide'"),
-    ('sample.py', ['--when_full=roll'], 'learned positions end at block_size'),
-    (
-        'sample.py',
-        ['--when_full=shift', '--keep=99'],
-        'keep 99 + n_keep 0 tokens must fit into the model\'s block_size of 16',
-    ),
-    ('sample.py', ['--keep=10'], 'only work with when_full=shift'),
-    ('sample.py', ['--when_full=shift', '--keep=-1'], 'must not be negative'),
-    ('sample.py', ['--seed=-1'], 'seed must be between 0 and 2**63 - 1, not -1'),
-    ('sample.py', [f'--seed={10**30}'], 'seed must fit in 64 bits'),
-    ('sample.py', ['--stop=日'], "stop='日' can never come up: characters the model never saw"),
-    ('sample.py', ['--compile=True', '--decoder=cpu'], 'compile=True is decoder=compiled'),
-    ('sample.py', ['--decoder=fast'], 'decoder must be auto, eager, cpu, graph or compiled'),
-    ('sample.py', ['--weights=int4'], 'weights must be float32, bfloat16 or int8'),
-    (
-        'sample.py',
-        ['--weights=int8', '--decoder=eager'],
-        'weights=int8 is for the cpu decoder: leave decoder=eager out',
-    ),
-    (
-        'sample.py',
-        ['--weights=int8', '--use_cache=False'],
-        'weights=int8 works on the cache: leave use_cache=False out',
-    ),
-    ('sample.py', ['--weights=int8', '--dtype=bfloat16'], 'but not dtype=bfloat16'),
-    ('sample.py', ['--threads=-1'], 'threads must be positive'),
-    ('sample.py', ['--kv_cache=pages'], 'kv_cache must be tuple, streams, unified, paged'),
-    ('sample.py', ['--kv_bits=3'], 'kv_bits must be 0 (as they are), 8 or 4, not 3'),
-    (
-        'sample.py',
-        ['--kv_cache=paged', '--use_cache=False'],
-        'kv_cache=paged works on the cache: leave use_cache=False out',
-    ),
-    (
-        'sample.py',
-        ['--kv_bits=8', '--weights=int8'],
-        'the cpu decoder does not read a cache of kv_bits=8 with heads of 8 channels',
-    ),
-    (
-        'sample.py',
-        ['--kv_bits=4', '--threads=1'],
-        'the cpu decoder does not read keys and values in 4 bits; leave threads=1 out',
-    ),
-    (
-        'sample.py',
-        ['--kv_cache=paged', '--decoder=compiled'],
-        'kv_cache=paged is for the cpu decoder or the model itself: leave decoder=compiled out',
-    ),
-    ('sample.py', ['--split=words'], 'split must be lines'),
-    ('sample.py', ['--split=lines'], 'the prompt is empty'),
-    ('data/shakespeare_char/prepare.py', ['--input=nowhere.txt'], 'nowhere.txt'),
-    ('data/shakespeare_char/prepare.py', ['--input=binary.txt'], 'binary.txt is not UTF-8'),
-    ('data/shakespeare_char/prepare.py', ['--input=empty.txt'], 'empty.txt is empty'),
-    ('data/openwebtext/prepare.py', [], 'pip install datasets'),
-    ('bench.py', ['--mode=fast'], 'mode must be one of train, generate, memory, loss'),
-    ('bench.py', ['--shape=XL'], 'any of S, M, L'),
-    ('bench.py', ['--mode=generate', '--lengths=a,b'], 'lengths must be positive numbers'),
-    ('test_kv_cache.py', ['--new_tokens=0'], 'at least 1'),
-    ('test_kv_cache.py', [f'--seed={10**30}'], 'seed must fit in 64 bits'),
-    ('bench.py', ['--seed=-1'], 'seed must be between 0'),
-    ('test_kv_cache.py', ['--decoder=fast'], 'decoder must be auto, eager, cpu, graph or compiled'),
+TRAIN = [  # settings, what the line has to say
+    ('--batchsize=3', "unknown setting 'batchsize' (command line): did you mean batch_size?"),
+    ('--n_embd=15', 'n_embd 15 must be divisible by n_head 2'),
+    (f'--n_embd={2**62}', 'n_embd must be a positive integer up to 16,777,216'),
+    (f'--n_layer={10**6}', 'n_layer must be a positive integer up to 4,096'),
+    ('--rope_theta=0', 'rope_theta must be at least 1'),
+    ('--batch_size=0', 'batch_size must be at least 1'),
+    ('--grad_clip=-1', 'grad_clip must be at least 0, not -1'),
+    ('--weight_decay=-1', 'weight_decay must be at least 0, not -1'),
+    ('--seed=-1', 'seed must be at least 0, not -1'),
+    ('--backend=foo', "backend must be auto, nccl or gloo, not 'foo'"),
+    ('--device=cuda:99', 'cuda:99 was asked for'),
+    ('--device=tpu', 'device must be auto'),
+    ('--device=cpu:abc', 'device must be auto'),
+    ('--dtype=int8', 'dtype must be auto'),
+    ('--dataset=nowhere', 'no data/nowhere/train.bin: run python data/nowhere/prepare.py'),
+    ('--dataset=nowhere_char', 'no data/nowhere_char/train.bin'),
+    ('--dataset=torn', 'prepare more text'),
+    ('--dataset=toolarge', 'vocab_size is 3'),
+    ('--block_size=100000', 'prepare more text or lower block_size'),
+    ('--init_from=resume --out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt'),
+    ('--init_from=resume --out_dir=damaged', 'damaged/ckpt.pt cannot be read'),
+    ('--init_from=resume --out_dir=weightsonly', 'no optimizer state'),
+    ('--init_from=gpt3', 'neither gpt2, gpt2-medium'),
+    ('--out_dir=train.py', 'File exists'),
+    ('--wandb_log=True', 'pip install wandb'),
+]
+SAMPLE = [
+    ('--out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt: train one first'),
+    ('--out_dir=damaged', 'damaged/ckpt.pt cannot be read'),
+    ('--out_dir=notours', 'not a checkpoint of train.py'),
+    ('--init_from=emptyfolder', 'neither gpt2'),
+    ('--start=日本', "characters the model never saw: '日' '本'"),
+    ('--stop=日', "stop='日' can never come up: characters the model never saw"),
+    ('--when_full=roll', 'learned positions end at block_size'),
+    ('--when_full=shift --keep=99', "keep 99 + n_keep 0 tokens must fit into the model's block_size of 16"),
+    ('--kv_bits=8 --weights=int8', 'the cpu decoder does not read a cache of kv_bits=8 with heads of 8 channels'),
+]
+SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
+    ('--start=', 'the prompt is empty'),
+    ('--split=lines', 'the prompt is empty'),
+    ('--split=words', 'split must be lines'),
+    ('--start=FILE:nowhere.txt', 'nowhere.txt'),
+    ('--start=FILE:binary.txt', 'binary.txt is not UTF-8'),
+    ('--temperature=-1.0', 'temperature must be 0 (greedy) or positive'),
+    ('--top_k=-1', 'top_k must be positive, or 0 to draw from all tokens, not -1'),
+    ('--top_p=1.5', 'top_p must be in (0, 1]'),
+    ('--max_new_tokens=-1', 'max_new_tokens must be at least 0'),
+    ('--num_samples=0', 'num_samples must be from 1 to 1,000,000, not 0'),
+    (f'--num_samples={10**11}', 'num_samples must be from 1 to 1,000,000'),
+    ('--seed=-1', 'seed must be at least 0, not -1'),
+    (f'--seed={2**63}', 'seed must fit in 64 bits'),
+    ('--when_full=slide', "when_full must be auto, crop, shift or roll, not 'slide'"),
+    ('--keep=10', 'only work with when_full=shift'),
+    ('--when_full=shift --keep=-1', 'keep must be at least 0'),
+    ('--n_keep=-1', 'n_keep must be at least 0'),
+    ('--compile=True --decoder=cpu', 'compile=True is decoder=compiled'),
+    ('--decoder=fast', 'decoder must be auto, eager, cpu, graph or compiled'),
+    ('--threads=-1', 'threads must be positive'),
+    ('--weights=int4', 'weights must be float32, bfloat16 or int8'),
+    ('--weights=int8 --decoder=eager', 'weights=int8 is for the cpu decoder: leave decoder=eager out'),
+    ('--weights=int8 --use_cache=False', 'weights=int8 works on the cache: leave use_cache=False out'),
+    ('--weights=int8 --dtype=bfloat16', 'but not dtype=bfloat16'),
+    ('--kv_cache=pages', 'kv_cache must be tuple, streams, unified, paged'),
+    ('--kv_cache=paged --use_cache=False', 'kv_cache=paged works on the cache: leave use_cache=False out'),
+    ('--kv_cache=paged --decoder=compiled', 'is for the cpu decoder or the model itself: leave decoder=compiled out'),
+    ('--kv_bits=3', 'kv_bits must be 0 (as they are), 8 or 4, not 3'),
+    ('--kv_bits=4 --threads=1', 'the cpu decoder does not read keys and values in 4 bits; leave threads=1 out'),
+]
+OTHERS = [
+    ('data/shakespeare_char/prepare.py', '--input=nowhere.txt', 'nowhere.txt'),
+    ('data/shakespeare_char/prepare.py', '--input=binary.txt', 'binary.txt is not UTF-8'),
+    ('data/shakespeare_char/prepare.py', '--input=empty.txt', 'empty.txt is empty'),
+    ('data/openwebtext/prepare.py', '', 'pip install datasets'),
+    ('bench.py', '--mode=fast', 'mode must be one of train, generate, memory, loss'),
+    ('bench.py', '--shape=XL', 'any of S, M, L'),
+    ('bench.py', '--seed=-1', 'seed must be at least 0'),
+    ('bench.py', '--mode=generate --lengths=a,b', 'lengths must be positive numbers up to 999,999'),
+    ('bench.py', f'--mode=generate --lengths=10,{10**23}', 'lengths must be positive numbers up to 999,999'),
+    ('bench.py', f'--mode=generate --batches={10**6}', 'batches must be positive numbers up to 999,999'),
+    ('bench.py', '--mode=generate --lengths=0', 'lengths must be positive numbers up to 999,999'),
+    ('debug_kv_model.py', '--x', 'this is no script; to trace a model, run KV_DEBUG=1 python sample.py'),
+    ('test_kv_cache.py', '--new_tokens=0', 'at least 1'),
+    ('test_kv_cache.py', '--decoder=fast', 'decoder must be auto, eager, cpu, graph or compiled'),
+    ('export.py', '--to=onnx', "to must be hf, or gguf with type f32 or q8_0, not 'onnx'"),
+    ('export.py', '--type=q8_0', "not 'hf' with 'q8_0'"),
+    ('export.py', '--out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt'),
+    ('export.py', '--path=new', 'pip install safetensors'),
+    ('export.py', '--to=gguf --path=new', 'pip install gguf'),
+]
+BAD = [  # each run of train.py has a folder of its own, since a second run in one is refused
+    *[('train.py', [*TINY, f'--out_dir=out-{i}', *settings.split()], line) for i, (settings, line) in enumerate(TRAIN)],
+    *[('sample.py', settings.split(), line) for settings, line in SAMPLE],
+    *[('sample.py', ['--out_dir=nowhere', *settings.split()], line) for settings, line in SAMPLE_BEFORE_A_MODEL],
+    *[(script, settings.split(), line) for script, settings, line in OTHERS],
 ]
 
 
@@ -135,11 +121,11 @@ def test_every_bad_input_ends_in_one_clear_line(repo, trained):
         (repo / 'data' / 'torn' / f'{split}.bin').write_bytes(b'123')
         (repo / 'data' / 'toolarge' / f'{split}.bin').write_bytes(b'\x00\x09' * 100)
     (repo / 'data' / 'toolarge' / 'meta.json').write_text(json.dumps({'kind': 'char', 'chars': 'abc'}))
+    for package in ('gguf', 'safetensors'):  # as if they were not installed
+        (repo / f'{package}.py').write_text("raise ImportError")
 
     def attempt(case):
-        script, settings, line = case
-        if script == 'train.py':  # each its own folder, since a second run in one is refused
-            settings = [*TINY, f'--out_dir=out-{BAD.index(case)}', *settings]
+        script, settings, _ = case
         return case, run(repo, script, *settings, CUDA_VISIBLE_DEVICES='')  # on a GPU other errors come first
     first = attempt(BAD[0])  # in this thread: it may be the first script of all, and start the fork server
     with ThreadPoolExecutor(2) as pool:
@@ -149,46 +135,12 @@ def test_every_bad_input_ends_in_one_clear_line(repo, trained):
             assert done.returncode == 2, where
             assert line in last and last.startswith(script.split('/')[-1] + ': error: '), where
             assert 'Traceback' not in done.stderr and len(last) < 500, where
-    assert (repo / 'out' / 'ckpt.pt').read_bytes() == whole
-    assert len(BAD) >= 25
+    assert (repo / 'out' / 'ckpt.pt').read_bytes() == whole and not (repo / 'new').exists()
 
 
 def test_no_download_of_gpt2_is_one_line_too(repo):
     done = run(repo, 'sample.py', '--init_from=gpt2', HF_HUB_OFFLINE='1', HF_HOME=str(repo / 'hf'))
     assert done.returncode == 2 and 'gpt2 could not be downloaded' in done.stderr and 'Traceback' not in done.stderr
-
-
-BEFORE_A_MODEL = [
-    '--top_k=-1',
-    '--top_p=1.5',
-    '--temperature=-1.0',
-    '--when_full=slide',
-    '--keep=10',
-    '--n_keep=-1',
-    '--weights=int4',
-    '--kv_bits=3',
-    '--kv_cache=pages',
-    '--seed=-1',
-    f'--seed={2**63}',
-    '--threads=-1',
-    '--decoder=fast',
-]
-
-
-@pytest.mark.parametrize('wrong', BEFORE_A_MODEL)
-def test_settings_are_checked_before_a_model_is_loaded_in_their_own_words(wrong, monkeypatch):
-    import configurator
-    import sample
-    for name in configurator.find_settings(vars(sample)):
-        monkeypatch.setattr(sample, name, getattr(sample, name))  # each has its default again afterwards
-    with pytest.raises(ValueError, match=wrong[2:].partition('=')[0]):
-        configurator.override(vars(sample), [wrong])
-        sample.check_settings('cpu')
-
-
-def test_a_wrong_setting_comes_before_a_missing_model(tmp_path):
-    done = run(tmp_path, os.path.join(ROOT, 'sample.py'), '--weights=int4', '--out_dir=nowhere')
-    assert done.returncode == 2 and 'weights must be float32, bfloat16 or int8' in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM])

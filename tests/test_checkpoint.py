@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import checkpoint as checkpoints
+from checkpoint import SIZES
 from model import GPT, GPTConfig
 from whole_file import replacing
 
@@ -74,33 +76,24 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, monkeypatch):
     assert not os.path.exists('evil')
 
 
-@pytest.mark.parametrize('content', [b'', b'nonsense', b'PK\x03\x04 torn'])
-def test_damaged_files_end_in_one_line(tmp_path, content):
-    (tmp_path / 'ckpt.pt').write_bytes(content)
-    with pytest.raises(ValueError, match='cannot be read'):
-        checkpoints.load(str(tmp_path / 'ckpt.pt'))
-
-
-def test_a_torn_checkpoint_and_one_without_a_model(tmp_path):
-    path = str(tmp_path / 'ckpt.pt')
-    checkpoints.save(nanogpt_checkpoint(small()), path)
-    whole = open(path, 'rb').read()
-    for n in (10, len(whole) // 2, len(whole) - 1):
-        open(path, 'wb').write(whole[:n])
+def test_what_is_no_checkpoint_ends_in_one_line(tmp_path):
+    path = tmp_path / 'ckpt.pt'
+    checkpoints.save(nanogpt_checkpoint(small()), str(path))
+    whole = path.read_bytes()
+    torch.save(nanogpt_checkpoint(small()), path, _use_new_zipfile_serialization=False)
+    old_format = path.read_bytes()
+    for content in (b'', b'nonsense', b'PK\x03\x04 torn', whole[:10], whole[:len(whole) // 2], whole[:-1]):
+        path.write_bytes(content)
         with pytest.raises(ValueError, match='cannot be read'):
-            checkpoints.load(path)
+            checkpoints.load(str(path))
+    path.write_bytes(old_format)
+    with pytest.raises(ValueError, match='before 1.6, which has no checksums.*save it again'):
+        checkpoints.load(str(path))
     torch.save({'weights': 1}, path)
     with pytest.raises(ValueError, match='not a checkpoint'):
-        checkpoints.load(path)
+        checkpoints.load(str(path))
     with pytest.raises(ValueError, match='train one first'):
         checkpoints.load(str(tmp_path / 'nothing.pt'))
-
-
-def test_weights_that_do_not_fit_their_model_args(tmp_path):
-    checkpoint = nanogpt_checkpoint(small())
-    checkpoint['model_args']['n_embd'] = 16
-    with pytest.raises(ValueError, match='do not fit'):
-        checkpoints.build(checkpoint, GPT, GPTConfig)
 
 
 def test_newest_first(tmp_path, monkeypatch):
@@ -178,8 +171,10 @@ def test_no_flipped_bit_of_the_zip_directory_loads_as_something_else(whole):
 
 
 WRONG = [
-    (dict(model=[1]), 'model must be of type dict, not list'), (dict(model={'w': 1}), 'names and tensors'),
-    (dict(model={1: torch.ones(1)}), 'names and tensors'), (dict(model_args=None), 'model_args must be of type dict'),
+    (dict(model=[1]), 'model must be of type dict, not list'), (dict(model={'w': 1}), 'names and dense tensors'),
+    (dict(model={1: torch.ones(1)}), 'names and dense tensors'),
+    (dict(model={'w': torch.ones(1).to_sparse()}), 'names and dense tensors'),
+    (dict(model_args=None), 'model_args must be of type dict'),
     (dict(model_args={1: 2}), 'names as keys'), (dict(iter_num='5'), 'iter_num must be of type int, not str'),
     (dict(iter_num=True), 'iter_num must be'), (dict(iter_num=-1), 'iter_num must be at least 0'),
     (dict(threads=0), 'threads must be at least 1'),
@@ -202,24 +197,39 @@ def test_wrong_contents_are_refused_in_words(tmp_path, change, message):
 
 
 @pytest.mark.parametrize('change, message', [
-    (dict(n_layer='1'), "n_layer='1'.*int"), (dict(n_head=None), "n_head='None'.*int"),
-    (dict(dropout='0'), "dropout='0'.*float"),
-    (dict(bias=0), "bias='0'.*bool"), (dict(n_embd=True), "n_embd='True'.*int"),
-    (dict(vocab_size=0), 'vocab_size must be a positive'),
+    (dict(n_layer='1'), "n_layer must be a positive integer up to 4,096, not '1'"), (dict(n_head=None), 'not None'),
+    (dict(dropout='0'), r"dropout must be in \[0, 1\), not '0'"),
+    (dict(bias=0), 'bias must be True or False, not 0'), (dict(n_embd=True), 'positive integer .* not True'),
+    *[({name: size}, f'{name} must be .* up to') for name in SIZES for size in (0, 2**62)],
+    (dict(n_layer=10**6), 'n_layer must be .* up to 4,096'),
+    # any number of heads fits the weights, so a default would compute something else in silence
+    (dict(n_head=..., vocab_size=...), 'model_args lack n_head, vocab_size'),  # ...: left out
+    (dict(bias=True), 'do not fit: .*Missing key'),
+    # sizes that a GPTConfig may have, of models that are not built: they would take minutes, or all memory
+    (dict(n_layer=4096), 'n_layer is 4096, but the weights have 1 layers'),
+    (dict(vocab_size=2**24), r'n_embd are \(16777216, 8\), but wte.weight is \(11, 8\)'),
+    (dict(block_size=2**24), r'n_embd are \(16777216, 8\), but wpe.weight is \(8, 8\)'),
+    (dict(n_embd=2**24), r'n_embd are \(11, 16777216\), but wte.weight is'),
 ])
 def test_wrong_model_args_are_refused_in_words(change, message):
     checkpoint = nanogpt_checkpoint(small())
-    checkpoint['model_args'] |= change
+    checkpoint['model_args'] = {k: v for k, v in (checkpoint['model_args'] | change).items() if v is not ...}
     with pytest.raises(ValueError, match=message):
         checkpoints.build(checkpoint, GPT, GPTConfig)
 
 
-def test_model_args_that_lack_the_number_of_heads(tmp_path):
-    """Any number of heads fits the weights, so a default would compute something else in silence."""
-    checkpoint = nanogpt_checkpoint(small())
-    del checkpoint['model_args']['n_head'], checkpoint['model_args']['vocab_size']
-    with pytest.raises(ValueError, match='model_args lack n_head, vocab_size'):
-        checkpoints.build(checkpoint, GPT, GPTConfig)
+def test_a_weight_under_two_names_is_loaded_only_if_its_values_are_the_same():
+    checkpoint, other = nanogpt_checkpoint(small()), torch.full((11, 8), float('nan'))
+    args, state = checkpoint['model_args'], checkpoint['model']
+    tied = '_orig_mod.lm_head.weight', '_orig_mod.transformer.wte.weight'
+    for change, message in (
+            ({name: other for name in tied}, None),
+            ({'transformer.wte.weight': state[tied[1]].clone()}, None),
+            ({tied[0]: other}, 'lm_head.weight is not wte.weight'),
+            ({'transformer.ln_f.weight': torch.zeros(8)}, 'ln_f.weight are there twice, with different values')):
+        changed = {'model': state | change, 'model_args': args}
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            checkpoints.build(changed, GPT, GPTConfig)
 
 
 def trained_optimizer(model):
@@ -246,6 +256,9 @@ def swap_moments(saved):
     (lambda s: s['state'][0].pop('step'), 'parameter 0 has no step'),
     (lambda s: s['state'][0].update(step='x'), 'step .* parameter 0'),
     (lambda s: s['state'][0].update(exp_avg=3), 'exp_avg is int'),
+    (lambda s: s['state'][0].update(exp_avg=torch.ones(8, 8).to_sparse()), 'exp_avg is torch.sparse_coo'),
+    (lambda s: s['param_groups'][0].update(amsgrad=True), 'optimizer has amsgrad'),
+    (lambda s: s['param_groups'][1].update(maximize=True, differentiable=True), 'has maximize, differentiable'),
     (swap_moments, r'parameter 0 must be of shape'),
     (lambda s: s['state'][2].update(exp_avg_sq=torch.ones(3, 8)), r'exp_avg_sq is \(3, 8\)'),
 ])
@@ -257,13 +270,6 @@ def test_an_optimizer_state_that_does_not_fit_is_refused_in_words(damage, messag
     damage(saved)
     with pytest.raises(ValueError, match=message):
         checkpoints.restore_optimizer(fresh, saved)
-
-
-def test_the_old_format_without_checksums_is_refused_with_what_to_do(tmp_path):
-    path = str(tmp_path / 'ckpt.pt')
-    torch.save(nanogpt_checkpoint(small()), path, _use_new_zipfile_serialization=False)
-    with pytest.raises(ValueError, match='before 1.6.*save it again'):
-        checkpoints.load(path)
 
 
 WRITER = """

@@ -65,6 +65,7 @@ def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, c
     (['--rate=fast'], 'rate must be float'), (['--steps'], '--key=value'), (['-steps=3'], '--key=value'),
     (['nothing.py'], "no config file 'nothing.py'"), (['typo.py'], 'typo.py.*did you mean steps'),
     (['broken.py'], 'broken.py: SyntaxError'), (['dies.py'], 'dies.py: ZeroDivisionError'),
+    (["exits.py"], r"exits.py calls sys.exit\('no GPU'\)"),
     (['wrong.py'], 'steps must be int.*wrong.py'), (['--_private=1'], 'unknown'), (['--tools=1'], 'unknown'),
     (['--CONSTANT=1'], 'unknown'), (['--steps=True'], 'steps must be int'),
 ])
@@ -72,6 +73,7 @@ def test_what_is_wrong_is_said_in_one_line_and_changes_nothing(script, tmp_path,
     (tmp_path / 'typo.py').write_text('step = 3')
     (tmp_path / 'broken.py').write_text('steps = = 3')
     (tmp_path / 'dies.py').write_text('steps = 1 / 0')
+    (tmp_path / 'exits.py').write_text('import sys\nsys.exit("no GPU")')
     (tmp_path / 'wrong.py').write_text('steps = "three"')
     with pytest.raises(ValueError, match=message):
         configurator.override(script, argv + ['--rate=5.0'])

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 import debug_kv_model
+import decode
 import model as plain_model
 from generation import generate
 
@@ -116,9 +117,12 @@ def test_alarm_cache_recreated_in_the_middle(monkeypatch, capsys):
     assert not alarms(capsys)
 
 
-def test_layer_must_be_a_number(monkeypatch):
+@pytest.mark.parametrize('layer', ['first', '2', '99'])
+def test_layer_must_be_one_of_the_model(monkeypatch, layer):
     traced = pair()[1]
     monkeypatch.setenv('KV_DEBUG', '1')
-    monkeypatch.setenv('KV_DEBUG_LAYER', 'first')
-    with pytest.raises(ValueError, match='first'):
+    monkeypatch.setenv('KV_DEBUG_LAYER', layer)
+    with pytest.raises(ValueError, match=f'KV_DEBUG_LAYER must be .*{layer}'):
         traced.generate(IDX, 1, use_cache=True)
+    with pytest.raises(ValueError, match=f'KV_DEBUG_LAYER must be .*{layer}'):
+        debug_kv_model.stream(traced, [[1]], 1, decoder=decode.best(traced, 1))  # it prints steps only, of all layers

@@ -20,7 +20,7 @@ from serving.engine import Engine
 from serving.pace import pause
 from serving.request import Request, SamplingParams
 from serving.sampler import Drawing, Sampler
-from serving.text import TextStream
+from tokenizer import TextStream
 
 V, BAD, EOS = 12, 11, 7  # BAD: a token that makes the kernel fail
 BYTES = [bytes([byte]) for byte in b'abcdefgh'] + [b'\xe2\x82', b'\xac', b'ab', b'!']

@@ -1,7 +1,5 @@
 """export.py, the script, and the folders that it reads."""
-import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import run
@@ -28,20 +26,10 @@ def test_the_script_exports_the_newest_checkpoint_for_hugging_face(folder):
     assert 'out/ckpt.pt: iteration 20' in done.stderr and 'vllm serve out/hf' in done.stderr
     theirs, tokenizer = (auto.from_pretrained(folder / 'out' / 'hf') for auto in (AutoModelForCausalLM, AutoTokenizer))
     ids = theirs.generate(**tokenizer('The ', return_tensors='pt'), do_sample=False, max_new_tokens=10, pad_token_id=0)
-    ours = run(
-        folder, 'sample.py', '--device=cpu', '--num_samples=1', '--temperature=0', '--max_new_tokens=10', '--start=The '
-    ).stdout
+    greedy = ('--device=cpu', '--num_samples=1', '--temperature=0', '--max_new_tokens=10', '--start=The ')
+    ours = run(folder, 'sample.py', *greedy).stdout
     assert tokenizer.decode(ids[0]) + '\n' == ours
-    back = run(
-        folder,
-        'sample.py',
-        '--init_from=out/hf',
-        '--device=cpu',
-        '--num_samples=1',
-        '--temperature=0',
-        '--max_new_tokens=10',
-        '--start=The ',
-    )
+    back = run(folder, 'sample.py', '--init_from=out/hf', *greedy)
     assert back.stdout == ours and 'out/hf, ' in back.stderr  # with the characters of its meta.json
 
 
@@ -59,29 +47,6 @@ def test_the_script_exports_for_llama_cpp_also_from_a_folder(folder):
     for settings, path in (([], 'out/model.gguf'), (['--init_from=hf'], 'out-hf/model.gguf')):
         done = run(folder, 'export.py', '--to=gguf', *settings)
         assert done.returncode == 0 and not done.stdout, done.stderr
-        assert (
-            f'llama-server -m {path}' in done.stderr and 'tanh' in done.stderr and 'the model ends at 16' in done.stderr
-        )
+        for line in (f'llama-server -m {path}', 'tanh', 'the model ends at 16'):
+            assert line in done.stderr
     assert (folder / 'out' / 'model.gguf').read_bytes() == (folder / 'out-hf' / 'model.gguf').read_bytes()
-
-
-BAD = [
-    # settings, what the line has to say
-    (['--to=onnx'], "to must be hf, or gguf with type f32 or q8_0, not 'onnx'"),
-    (['--type=q8_0'], "not 'hf' with 'q8_0'"),
-    (['--out_dir=nowhere'], 'no checkpoint nowhere/ckpt.pt'),
-    (['--init_from=nowhere'], 'neither gpt2'),
-    (['--path=new'], 'pip install safetensors'),
-    (['--to=gguf'], 'pip install gguf'),
-]
-
-
-def test_what_goes_wrong_ends_in_one_clear_line(folder):
-    for package in ('gguf', 'safetensors'):  # as if they were not installed
-        (folder / f'{package}.py').write_text("raise ImportError")
-    with ThreadPoolExecutor(2) as pool:
-        for (settings, line), done in zip(BAD, pool.map(lambda case: run(folder, 'export.py', *case[0]), BAD)):
-            last = done.stderr.splitlines()[-1]
-            assert done.returncode == 2 and 'Traceback' not in done.stderr, (settings, done.stderr)
-            assert line in last and last.startswith('export.py: error: '), (settings, done.stderr)
-    assert not os.path.exists(folder / 'new')

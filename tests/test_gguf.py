@@ -12,6 +12,8 @@ import formats
 from model import GPT, GPTConfig
 from tokenizer import CharTokenizer
 
+gguf = pytest.importorskip('gguf', reason="gguf is not installed")
+
 
 class LlamaGELU(torch.nn.Module):
     """llama.cpp's in place of the exact GELU: the tanh approximation of a float16 number, rounded to float16."""
@@ -24,24 +26,19 @@ class LlamaGELU(torch.nn.Module):
 def llama(path):
     """The model in llama.cpp, with keys and values in float32; its logits are in scores (n_ctx, vocab_size)."""
     llama_cpp = pytest.importorskip('llama_cpp', reason="llama-cpp-python is not installed")
-    return llama_cpp.Llama(
-        str(path), n_ctx=0, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False, type_k=0, type_v=0
-    )
+    return llama_cpp.Llama(str(path), n_ctx=0, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False, type_k=0,
+                           type_v=0)
 
 
 @pytest.mark.parametrize('type', ['f32', 'q8_0'])
 def test_gguf_holds_every_weight(tmp_path, type):
-    gguf = pytest.importorskip('gguf', reason="gguf is not installed")
     model = gpt(**EASY)
     formats.to_gguf(model, tmp_path / 'model.gguf', type)
     reader = gguf.GGUFReader(tmp_path / 'model.gguf')
     theirs = {t.name: torch.tensor(gguf.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
     t = model.transformer
-    ours = {
-        'token_embd.weight': t.wte.weight,
-        'position_embd.weight': t.wpe.weight,
-        'output_norm.weight': t.ln_f.weight,
-    }
+    ours = {'token_embd.weight': t.wte.weight, 'position_embd.weight': t.wpe.weight,
+            'output_norm.weight': t.ln_f.weight}
     for i, block in enumerate(t.h):
         ours |= {f'blk.{i}.attn_norm.weight': block.ln_1.weight, f'blk.{i}.attn_qkv.weight': block.attn.c_attn.weight,
                  f'blk.{i}.attn_output.weight': block.attn.c_proj.weight, f'blk.{i}.ffn_norm.weight': block.ln_2.weight,
@@ -52,13 +49,8 @@ def test_gguf_holds_every_weight(tmp_path, type):
         bound = 0 if exact else w.abs().amax(-1, keepdim=True) * (0.5 / 127 + 1 / 2048)
         assert theirs[name].shape == w.shape and ((theirs.pop(name) - w).abs() <= bound).all(), name
     assert all(name.endswith('.bias') and not w.any() for name, w in theirs.items()) and len(theirs) == 6 * 2 + 1
-    keys = {
-        'block_count': 2,
-        'context_length': 24,
-        'embedding_length': 64,
-        'feed_forward_length': 256,
-        'attention.head_count': 2,
-    }
+    keys = {'block_count': 2, 'context_length': 24, 'embedding_length': 64, 'feed_forward_length': 256,
+            'attention.head_count': 2}
     assert {key: reader.fields['gpt2.' + key].contents() for key in keys} == keys
 
 
@@ -67,7 +59,6 @@ def graph_of_llama_cpp(path, idx):
     The logits (T, vocab_size) of tokens idx (T,) from a GGUF file, in float64 and with the tanh GELU, by the graphs of
     llama.cpp: src/models/gpt2.cpp, starcoder2.cpp and mpt.cpp, and ALiBi's slopes as in ggml/src/ggml-cpu/ops.cpp.
     """
-    import gguf
     reader = gguf.GGUFReader(path)
     w = {t.name: torch.tensor(gguf.dequantize(t.data, t.tensor_type)).double() for t in reader.tensors}
     arch = reader.fields['general.architecture'].contents()
@@ -130,7 +121,6 @@ def graph_of_llama_cpp(path, idx):
     (ROPE | dict(window=9), 'starcoder2'),
 ])
 def test_llama_cpps_graph_computes_the_same(tmp_path, config, architecture):
-    gguf = pytest.importorskip('gguf', reason="gguf is not installed")
     model, path = gpt(**config | dict(gelu='tanh')), tmp_path / 'model.gguf'
     formats.to_gguf(model, path)
     fields = gguf.GGUFReader(path).fields
@@ -148,14 +138,12 @@ def test_llama_cpps_graph_computes_the_same(tmp_path, config, architecture):
     (ALIBI | dict(window=5), 'window 5 with position=alibi'),
 ])
 def test_what_no_architecture_computes_is_refused(tmp_path, config, line):
-    pytest.importorskip('gguf', reason="gguf is not installed")
     with pytest.raises(ValueError, match=line):
         formats.to_gguf(gpt(**config), tmp_path / 'model.gguf')
     assert not os.listdir(tmp_path)
 
 
 def test_a_tokenizer_json_is_refused(tmp_path):
-    pytest.importorskip('gguf', reason="gguf is not installed")
     with pytest.raises(ValueError, match='convert_hf_to_gguf.py'):
         formats.to_gguf(gpt(**ROPE | dict(vocab_size=300)), tmp_path / 'model.gguf', tokenizer=json_tokenizer(TEXT))
     assert not os.listdir(tmp_path)
@@ -175,7 +163,6 @@ def test_a_tokenizer_json_is_refused(tmp_path):
     (ALIBI | dict(n_head=4), 'f32', 2e-4),
 ])
 def test_llama_cpp_computes_the_same_but_for_its_gelu(tmp_path, config, type, bound):
-    pytest.importorskip('gguf', reason="gguf is not installed")
     model = gpt(**config)
     assert formats.to_gguf(model, tmp_path / 'model.gguf', type) == 'none'
     theirs = llama(tmp_path / 'model.gguf')
@@ -192,7 +179,6 @@ def test_llama_cpp_computes_the_same_but_for_its_gelu(tmp_path, config, type, bo
 
 
 def test_llama_cpp_goes_on_as_we_do_but_for_near_ties(trained, tmp_path):
-    pytest.importorskip('gguf', reason="gguf is not installed")
     checkpoint = checkpoints.load(trained / 'out' / 'ckpt.pt')
     model, tokenizer = checkpoints.build(checkpoint, GPT, GPTConfig).eval(), checkpoints.tokenizer_of(checkpoint)
     formats.to_gguf(model, tmp_path / 'model.gguf', tokenizer=tokenizer)
@@ -211,26 +197,20 @@ def test_llama_cpp_goes_on_as_we_do_but_for_near_ties(trained, tmp_path):
 
 @pytest.mark.parametrize('chars, unknown', [(map(chr, range(128)), 'é'), (TEXT.replace('\x00', '\x80'), '\x7f')])
 def test_llama_cpp_reads_and_writes_our_characters(tmp_path, chars, unknown):
-    pytest.importorskip('gguf', reason="gguf is not installed")
     ours = CharTokenizer.of_text(chars)
     assert formats.to_gguf(gpt(**EASY | dict(vocab_size=130)), tmp_path / 'model.gguf', tokenizer=ours) == 'rwkv'
     theirs = llama(tmp_path / 'model.gguf')
     for text in ('don\'t', 'quotes\n"\\n"\t', ''.join(ours.chars), ''.join(ours.chars[::-1])):
-        assert (
-            theirs.tokenize(text.encode()) == ours.encode(text)
-            and theirs.detokenize(ours.encode(text)) == text.encode()
-        )
+        assert theirs.tokenize(text.encode()) == ours.encode(text)
+        assert theirs.detokenize(ours.encode(text)) == text.encode()
     assert theirs.tokenize(f'a{unknown}b'.encode()) == ours.encode('a' + ' ' * len(unknown.encode()) + 'b')
     assert theirs.token_eos() == theirs.token_bos() == -1  # no character ends a text
-    assert (
-        theirs.n_vocab() == 130
-        and theirs.create_completion('don', max_tokens=5)['choices'][0]['finish_reason'] == 'length'
-    )
+    assert theirs.n_vocab() == 130
+    assert theirs.create_completion('don', max_tokens=5)['choices'][0]['finish_reason'] == 'length'
 
 
 @needs_byte_pairs
 def test_llama_cpp_reads_and_writes_our_byte_pairs(tmp_path, monkeypatch):
-    pytest.importorskip('gguf', reason="gguf is not installed")
     ours = bpe(monkeypatch)
     assert formats.to_gguf(gpt(**HARD | dict(vocab_size=50304)), tmp_path / 'model.gguf', tokenizer=ours) == 'gpt2'
     theirs = llama(tmp_path / 'model.gguf')
@@ -241,7 +221,6 @@ def test_llama_cpp_reads_and_writes_our_byte_pairs(tmp_path, monkeypatch):
 
 
 def test_gguf_is_written_over_a_gguf_only(tmp_path):
-    pytest.importorskip('gguf', reason="gguf is not installed")
     (tmp_path / 'notes').write_text('mine')
     for path in ('notes', '.'):
         with pytest.raises(ValueError, match='is no GGUF file'):

@@ -81,9 +81,9 @@ def test_kvcache_takes_nothing_of_decode_but_fingerprints_and_metadata():
                 assert all(alias.name.split('.')[0] != 'decode' for alias in node.names), path
 
 
-@pytest.mark.parametrize('name', ['request', 'scheduler', 'text', 'api'])
+@pytest.mark.parametrize('name', ['request', 'scheduler', 'api'])
 def test_what_serving_decides_without_a_model_needs_no_torch(name):
-    """Scheduling, text and the API's objects can be read and tested by themselves; nothing they import has torch."""
+    """Scheduling and the API's objects can be read and tested by themselves; nothing they import has torch."""
     path = f'serving/{name}.py'
     if path not in FILES:
         pytest.skip(f"there is no {path}")

@@ -26,8 +26,8 @@ def test_ids_and_text_are_the_librarys(tmp_path):
 
 def test_text_comes_out_token_by_token():
     ours = json_tokenizer(TEXT)
-    stream = TextStream(ours)
-    assert ''.join([stream.push(token) for token in ours.encode(LONG)]) + stream.flush() == LONG
+    stream = TextStream(ours.bytes_of_tokens())
+    assert ''.join([stream.push(token) for token in ours.encode(LONG)]) + stream.finish() == LONG
 
 
 def test_a_file_that_cuts_and_pads_does_not(tmp_path):

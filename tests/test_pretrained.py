@@ -67,6 +67,12 @@ ATTENTION = MPT_7B['attn_config']
 REFUSED = [  # config.json, what is changed in it, what the line has to say
     (GPT2, dict(model_type='llama'), "model_type is 'llama', but only gpt2, gpt_bigcode, starcoder2, mpt"),
     (GPT2, dict(n_layer='12'), "n_layer must be a positive integer, not '12'"),
+    (GPT2, dict(model_type=[]), 'model_type is []'),
+    (GPT2, dict(vocab_size=True), 'vocab_size must be a positive integer, not True'),
+    (GPT2, dict(vocab_size=2**62), 'vocab_size must be a positive integer up to 16,777,216'),
+    (GPT2, dict(n_positions=2**62), 'block_size must be a positive integer up to 16,777,216'),
+    (GPT2, dict(n_embd=12 * 2**62), 'n_embd must be a positive integer up to 16,777,216'),
+    (GPT2, dict(n_layer=10**6), 'n_layer must be a positive integer up to 4,096'),
     (GPT2, dict(activation_function='relu'), "activation_function is 'relu'"),
     (GPT2, dict(scale_attn_by_inverse_layer_idx=True), 'scale_attn_by_inverse_layer_idx is True'),
     (GPT2, dict(scale_attn_weights=False), 'scale_attn_weights is False'),
@@ -145,6 +151,7 @@ def test_sharded_weights(tmp_path, config):
     with pytest.raises(ValueError, match='lacks model-00002-of-00003.safetensors.*is the download complete'):
         GPT.from_pretrained(str(tmp_path / 'hf'))
     for content, line in (('{}', 'no weight_map'), ('[]', 'must hold a dict'), ('{', 'cannot be read'),
+                          ('[' * 100000, 'cannot be read'),
                           ('{"weight_map": {"wte.weight": "../other.safetensors"}}', 'lacks ../other.safetensors')):
         (tmp_path / 'hf' / 'model.safetensors.index.json').write_text(content)
         with pytest.raises(ValueError, match=line):
@@ -166,6 +173,11 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         (EASY, lambda w: w | {'transformer.h.0.attn.bias': torch.ones(1, 1, 24, 24)}, None),  # old versions' masks
         (ROPE, lambda w: w | {'lm_head.weight': w['model.embed_tokens.weight'].clone()}, None),  # tied, but written
         (ROPE, lambda w: w | {'lm_head.weight': torch.randn(128, 48)}, r'not embed_tokens.weight \(untied heads\)'),
+        (ROPE, lambda w: w | {'norm.weight': w['model.norm.weight'].clone()}, None),
+        (ROPE, lambda w: w | {'norm.weight': torch.zeros(48)}, 'norm.weight are there twice, with different values'),
+        (ROPE, lambda w: {k: v for k, v in w.items() if 'layers.1' not in k}, 'n_layer is 2, but the weights have 1'),
+        (ROPE, lambda w: w | {'model.embed_tokens.weight': torch.ones(127, 48)}, r'embed_tokens.weight is \(127, 48\)'),
+        (EASY, lambda w: {k: v for k, v in w.items() if 'wpe' not in k}, 'wpe.weight is missing'),
         (ALIBI, lambda w: w | {'transformer.wpe.weight': torch.ones(24, 48)}, 'no place for: wpe.weight'),
         (ALIBI, lambda w: w | {'transformer.blocks.0.attn.q_ln.weight': torch.ones(48)}, 'attn.q_ln.weight'),
         (ROPE, lambda w: {k: v for k, v in w.items() if 'layers.1.mlp.c_fc' not in k}, r'lacks .*layers.1.mlp.c_fc'),

@@ -16,13 +16,19 @@ def sample(folder, *settings, **env):
     return done
 
 
+def samples(folder, *settings):
+    """The texts of several samples."""
+    *texts, rest = sample(folder, *settings).stdout.split('---------------\n')
+    assert not rest
+    return texts
+
+
 def test_the_newest_checkpoint_and_the_same_seed_the_same_samples(trained):
     settings = ('--num_samples=3', '--max_new_tokens=40')
     with_cache, without = sample(trained, *settings), sample(trained, *settings, '--use_cache=False')
     assert with_cache.stdout == without.stdout
-    assert (
-        with_cache.stdout.count('---------------') == 3 and len(set(with_cache.stdout.split('---------------\n'))) == 4
-    )
+    texts = with_cache.stdout.split('---------------\n')
+    assert len(texts) == 4 and len(set(texts)) == 4
     assert 'out/ckpt.pt: iteration 20' in with_cache.stderr and 'tok/s (with the cache' in with_cache.stderr
     assert '120 tokens in' in with_cache.stderr
     assert sample(trained, *settings, '--seed=2').stdout != with_cache.stdout
@@ -46,19 +52,17 @@ def test_a_long_prompt_is_not_printed_whole_for_each_sample(trained, tmp_path):
     done = sample(trained, *settings)
     assert len(done.stdout) < 3 * 100 and done.stderr.count('100,004 tokens') == 1
     lines = sample(trained, *settings, '--split=lines')
-    assert (
-        '1 of 2 prompts have up to 100,000 tokens' in lines.stderr and lines.stdout.count('---------------\nThe') == 3
-    )
+    assert '1 of 2 prompts have up to 100,000 tokens' in lines.stderr
+    assert lines.stdout.count('---------------\nThe') == 3
     kept = sample(trained, *settings, '--when_full=shift', '--n_keep=3', '--keep=4')
     assert 'sees the first 3 and last 13 of them' in kept.stderr and kept.stdout.startswith('sta...')
 
 
 def test_stop_ends_each_sample_there(trained):
-    free = sample(trained, '--num_samples=4', '--max_new_tokens=60', '--start=a').stdout.split('---------------\n')[:4]
+    settings = ('--num_samples=4', '--max_new_tokens=60', '--start=a')
+    free = samples(trained, *settings)
     stop = free[0][20:22]
-    cut = sample(trained, '--num_samples=4', '--max_new_tokens=60', '--start=a', f'--stop={stop}').stdout.split(
-        '---------------\n'
-    )[:4]
+    cut = samples(trained, *settings, f'--stop={stop}')
     assert cut == ['a' + text[1:-1].partition(stop)[0] + '\n' for text in free]
 
 
@@ -70,9 +74,8 @@ def test_stop_typed_in_a_shell(trained):
     assert r"stop: '\n' (\n is a newline" in typed.stderr and 'is a newline' not in meant.stderr
 
 
-@pytest.mark.parametrize(
-    'typed, meant', [(r'\n\n', '\n\n'), (r'a\tb', 'a\tb'), (r'\\n', r'\n'), (r'\d', r'\d'), ('', '')]
-)
+@pytest.mark.parametrize('typed, meant', [(r'\n\n', '\n\n'), (r'a\tb', 'a\tb'), (r'\\n', r'\n'), (r'\d', r'\d'),
+                                          ('', '')])
 def test_what_stop_is_read_as(typed, meant, monkeypatch):
     import sample
     monkeypatch.setattr(sample, 'stop', typed)
@@ -95,23 +98,10 @@ def test_torch_has_one_thread_while_the_kernel_decodes(trained):
     assert 'torch has 2' in run(trained, '-c', script, '--decoder=eager').stdout
 
 
-def test_batch_size_caps_the_batch_and_all_samples_come(trained):
-    assert (
-        sample(trained, '--num_samples=5', '--batch_size=2', '--max_new_tokens=5').stdout.count('---------------') == 5
-    )
-
-
 def test_greedy_and_nucleus(trained):
-    greedy = sample(trained, '--num_samples=2', '--max_new_tokens=20', '--temperature=0').stdout.split(
-        '---------------\n'
-    )
-    assert greedy[0] == greedy[1]
-    assert (
-        sample(trained, '--num_samples=2', '--max_new_tokens=20', '--top_p=0.000001').stdout.split('---------------\n')[
-            :2
-        ]
-        == greedy[:2]
-    )
+    greedy = samples(trained, '--num_samples=2', '--max_new_tokens=20', '--temperature=0')
+    assert greedy[0] == greedy[1] and greedy == samples(trained, '--num_samples=2', '--max_new_tokens=20',
+                                                        '--top_p=0.000001')
 
 
 def test_bfloat16_runs(trained):
@@ -121,10 +111,8 @@ def test_bfloat16_runs(trained):
 def test_every_decoder_and_both_policies_say_who_serves(trained):
     settings = ('--num_samples=3', '--max_new_tokens=300')
     texts = {decoder: sample(trained, *settings, f'--decoder={decoder}') for decoder in ('auto', 'eager', 'cpu')}
-    assert (
-        'decoder: numba on the CPU, float32 weights, 1 thread' in texts['auto'].stderr
-        and 'decoder: PyTorch, eager' in texts['eager'].stderr
-    )
+    assert 'decoder: numba on the CPU, float32 weights, 1 thread' in texts['auto'].stderr
+    assert 'decoder: PyTorch, eager' in texts['eager'].stderr
     assert texts['auto'].stdout == texts['eager'].stdout == texts['cpu'].stdout
     shifted = [
         sample(trained, *settings, '--when_full=shift', *more).stdout
@@ -147,30 +135,25 @@ def test_cache_systems_draw_the_same(trained):
 
 
 def test_a_sample_is_the_same_however_many_there_are(trained):
-    ten = sample(trained, '--num_samples=5', '--max_new_tokens=30').stdout.split('---------------\n')
-    assert sample(trained, '--num_samples=2', '--max_new_tokens=30').stdout.split('---------------\n')[:2] == ten[:2]
-    assert sample(trained, '--num_samples=1', '--max_new_tokens=30').stdout == ten[0]
+    five = samples(trained, '--num_samples=5', '--max_new_tokens=30')
+    for more in ('--num_samples=2', '--batch_size=2'):
+        some = samples(trained, '--num_samples=5', '--max_new_tokens=30', more)
+        assert some == five[:len(some)] and len(some) == (2 if 'num' in more else 5)
+    assert sample(trained, '--num_samples=1', '--max_new_tokens=30').stdout == five[0]
     # the fifth is 1337 + 4
-    assert sample(trained, '--num_samples=1', '--max_new_tokens=30', '--seed=1341').stdout == ten[4]
+    assert sample(trained, '--num_samples=1', '--max_new_tokens=30', '--seed=1341').stdout == five[4]
 
 
 def test_every_line_of_a_file_is_a_prompt(trained, tmp_path):
-    (tmp_path / 'prompts.txt').write_text('The \n\nA statement that is longer than the window\nif\n')
+    text = '\ufeffThe \n\nA statement that is longer than the window\nif\n'  # with a byte order mark, as from an editor
+    (tmp_path / 'prompts.txt').write_text(text, encoding='utf-8')
     settings = ('--max_new_tokens=30', '--num_samples=2')
-    out = sample(trained, f'--start=FILE:{tmp_path}/prompts.txt', '--split=lines', *settings).stdout.split(
-        '---------------\n'
-    )[:-1]
+    out = samples(trained, f'--start=FILE:{tmp_path}/prompts.txt', '--split=lines', *settings)
     end = '...' + 'A statement that is longer than the window'[-16:]
-    assert [text[: len(begin)] for text, begin in zip(out, ['The ', 'The ', end, end, 'if', 'if'])] == [
-        'The ',
-        'The ',
-        end,
-        end,
-        'if',
-        'if',
-    ]
+    begins = ['The ', 'The ', end, end, 'if', 'if']
+    assert [text[:len(begin)] for text, begin in zip(out, begins, strict=True)] == begins
     assert all(len(text) > 30 for text in out)
-    assert out[:2] == sample(trained, '--start=The ', *settings).stdout.split('---------------\n')[:2]  # as alone
+    assert out[:2] == samples(trained, '--start=The ', *settings)  # as alone
 
 
 @pytest.mark.skipif(not shutil.which('g++'), reason="torch.compile on a CPU needs a C++ compiler")
@@ -205,39 +188,22 @@ def test_the_tokenizer_comes_from_the_checkpoint_even_if_the_data_is_gone(repo, 
     assert sample(repo, '--num_samples=1', '--max_new_tokens=5', '--start=The').stdout.startswith('The')
 
 
-@pytest.mark.parametrize('start, text', [('x', 'xa'), ('', None)])
-def test_text_stream_flush(start, text):
-    stream = tokenizers.TextStream(tokenizers.CharTokenizer('ax'), stop='xx')
-    shown = ''.join(stream.push(t) for t in stream.tokenizer.encode(start + 'a')) + stream.flush()
-    assert shown == (text or 'a')
-
-
 @pytest.mark.parametrize('where', ['trained', 'untrained'])
 def test_the_identity_script(trained, repo, where):
     done = run(trained if where == 'trained' else repo, 'test_kv_cache.py', '--repeats=1', '--device=cpu')
     assert done.returncode == 0, done.stderr
-    assert (
-        'SUCCESS: outputs are identical (206 tokens' in done.stdout
-        and 'speedup' in done.stdout
-        and 'tok/s' in done.stdout
-        and 'with cache and decoder' in done.stdout
-    )
+    for said in ('SUCCESS: outputs are identical (206 tokens', 'speedup', 'tok/s', 'with cache and decoder'):
+        assert said in done.stdout
     assert ('model: out/ckpt.pt' in done.stdout) == (where == 'trained')
-    assert (
-        ('RANDOM WEIGHTS' in done.stdout.splitlines()[0])
-        == ('!! no checkpoint trained on Shakespeare' in done.stderr)
-        == (where != 'trained')
-    )
+    assert ('RANDOM WEIGHTS' in done.stdout.splitlines()[0]) == (where != 'trained')
+    assert ('!! no checkpoint trained on Shakespeare' in done.stderr) == (where != 'trained')
 
 
 def test_the_identity_script_takes_the_checkpoint_of_the_current_folder(trained, tmp_path):
     shutil.copytree(trained / 'out', tmp_path / 'out')
     done = run(tmp_path, os.path.join(ROOT, 'test_kv_cache.py'), '--repeats=1', '--new_tokens=20', '--device=cpu')
-    assert (
-        done.returncode == 0
-        and done.stdout.startswith('model: out/ckpt.pt')
-        and 'RANDOM' not in done.stdout + done.stderr
-    )
+    assert done.returncode == 0 and done.stdout.startswith('model: out/ckpt.pt')
+    assert 'RANDOM' not in done.stdout + done.stderr
 
 
 def test_the_identity_script_finds_a_broken_cache(repo):
@@ -247,9 +213,9 @@ def test_the_identity_script_finds_a_broken_cache(repo):
     (repo / 'model.py').write_text(broken)
     done = run(repo, 'test_kv_cache.py', '--repeats=1', '--device=cpu', PYTHONIOENCODING='ascii')
     assert done.returncode == 1 and 'FAILURE: outputs differ from position' in done.stdout
-    assert (
-        'KV_DEBUG=1' in done.stdout and 'with cache' in done.stdout and 'apart' in done.stdout and done.stdout.isascii()
-    )
+    for said in ('KV_DEBUG=1', 'with cache', 'apart'):
+        assert said in done.stdout
+    assert done.stdout.isascii()
 
 
 def test_the_identity_script_finds_a_broken_decoder(tmp_path, monkeypatch, capsys):

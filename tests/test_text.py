@@ -3,8 +3,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serving.text import TextStream, byte_level_alphabet, bytes_of_tokens, end_of_text, name_of_token
-from tokenizer import CharTokenizer
+from serving.completion import name_of_token
+from tokenizer import CharTokenizer, TextStream, byte_level_alphabet
 
 # few letters, so that stop strings come up; characters of one to four bytes; bytes that are no UTF-8
 pieces = st.lists(st.one_of(st.text('ab€😀\ufffd', min_size=1).map(str.encode),
@@ -109,9 +109,9 @@ def test_tokens_may_be_a_function():
 
 def test_bytes_of_characters():
     tokenizer = CharTokenizer('a€\n')
-    assert bytes_of_tokens(tokenizer, 5) == [b'a', '€'.encode(), b'\n', '\ufffd'.encode(), '\ufffd'.encode()]
-    assert b''.join(bytes_of_tokens(tokenizer, 5)).decode() == tokenizer.decode(range(5))
-    assert end_of_text(tokenizer) is None
+    assert tokenizer.bytes_of_tokens(5) == [b'a', '€'.encode(), b'\n', '\ufffd'.encode(), '\ufffd'.encode()]
+    assert b''.join(tokenizer.bytes_of_tokens(5)).decode() == tokenizer.decode(range(5))
+    assert tokenizer.end_of_text is None
 
 
 def test_bytes_of_a_tokenizer_json():
@@ -124,11 +124,11 @@ def test_bytes_of_a_tokenizer_json():
     made.decoder = library.decoders.ByteLevel()
     made.add_special_tokens(['<|endoftext|>', '<a b>'])
     tokenizer = JSONTokenizer(made.to_str())
-    table = bytes_of_tokens(tokenizer, 300)
+    table = tokenizer.bytes_of_tokens(300)
     assert len(table) == 300 and table[256:260] == [b' the', b'<|endoftext|>', b'<a b>', b'']
     ids = tokenizer.encode('a €😀é\n') + [256, 257, 258, 299]
     assert b''.join(table[i] for i in ids).decode() == tokenizer.decode(ids)
-    assert end_of_text(tokenizer) == 257
+    assert tokenizer.end_of_text == 257
 
 
 def test_names_of_tokens():
