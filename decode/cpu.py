@@ -130,6 +130,8 @@ class CPUDecoder:
         do not fit the model, the arrays or each other.
         """
         check_inputs(self.model, input_ids, input_positions, kv_caches, input_metadata)
+        if n_threads is not None and (type(n_threads) is not int or n_threads < 1):
+            raise ValueError(f"n_threads must be at least 1, or None to let the decoder choose, not {n_threads!r}")
         return self.run(input_ids, input_positions, kv_caches, input_metadata, n_threads)
 
     def run(self, input_ids, input_positions, kv_caches, input_metadata, n_threads=None):

@@ -195,24 +195,23 @@ class NextTokens:
     How steps follow each other in one call of the compiled step: behind each one a compiled function draws the tokens
     of the next one from its logits (B, vocab_size). vLLM calls it multi-step scheduling.
 
-    draw: a `callback.Callback`. All threads of the step call it at the same time, each with the address of the array
-    `data`, the address of the logits, the address of the row of tokens to write, the number of the thread, and how many
-    threads there are. A call draws the thread's share of the tokens. If any call returns 0, no step follows. It must
-    not raise. kept: what `data` has addresses of.
+    draw: a `kernel.building.CFunction`. All threads of the step call it at the same time, each with the address of the
+    array `data`, the address of the logits, the address of the row of tokens to write, the number of the thread, and
+    how many threads there are. A call draws the thread's share of the tokens. If any call returns 0, no step follows.
+    It must not raise. kept: what `data` has addresses of.
     tokens: int64 (n + 1, B), contiguous, for n steps at most. Row 0 is given; row i + 1 is drawn behind step i.
     n_drawn: how many rows were drawn so far. ended: did `draw` return 0 for the last one?
-    n_steps: the largest number of steps of the next call. version: of the weights for which tokens are drawn. A call
-    makes one step, and draws nothing, if the weights are others, if it has more sequences than one pass takes, or if
-    `wanted` names rows.
+    n_steps: the largest number of steps of the next call. A call makes one step, and draws nothing, if it has more
+    sequences than one pass takes, if `wanted` names rows, or in an executor that draws nothing.
     """
-    __slots__ = 'draw', 'data', 'kept', 'tokens', 'n_drawn', 'ended', 'n_steps', 'version'
+    __slots__ = 'draw', 'data', 'kept', 'tokens', 'n_drawn', 'ended', 'n_steps'
 
     def __init__(self, draw, data, tokens, kept=None):
         if tokens.dtype != np.int64 or tokens.ndim != 2 or len(tokens) < 2 or not tokens.flags.c_contiguous:
             raise ValueError(f"tokens must be a contiguous int64 array (n + 1, B) for n >= 1 steps, not {tokens.dtype} "
                              f"{tokens.shape} with strides {tokens.strides}: make it with np.empty")
         self.draw, self.data, self.tokens, self.kept, self.n_drawn, self.ended = draw, data, tokens, kept, 0, False
-        self.n_steps, self.version = 1, None
+        self.n_steps = 1
 
     @property
     def n_left(self):

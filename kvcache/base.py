@@ -417,7 +417,7 @@ class BaseCache:
         if d.left < 1:
             self.make_room(d.records, d.ones)
             d.look()
-        next_tokens.n_steps, next_tokens.version = min(len(tokens) - 1, d.left), self.executor.version
+        next_tokens.n_steps = min(len(tokens) - 1, d.left)
         metadata, d.positions = replace(d.metadata, next_tokens=next_tokens), d.positions + 1
         ids = torch.from_numpy(tokens[0]).to(self.device)
         logits = self.executor.execute_model(ids, d.positions, self.arrays, metadata)

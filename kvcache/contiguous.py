@@ -143,7 +143,8 @@ class TupleExecutor:
     """
     A decoder of tuples behind the call of an executor: the sequences of a step are the leading rows of all tuples.
 
-    It stands for the `KVArrays` as well, which are not made. finite: logits are not checked here, but by those who draw.
+    It stands for the `KVArrays` as well, which are not made. finite: logits are not checked here, but by those who
+    draw.
     """
     version, finite = 0, True
 

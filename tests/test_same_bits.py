@@ -15,7 +15,7 @@ from test_cache_exactness import large
 from decode.cpu import CPUDecoder
 from decode.kernel.threads import n_cores
 from decode.metadata import InputMetadata, KVArrays, Runs
-from kvcache.placement import make_layers
+from kvcache.storage import make_layers
 
 KINDS = [dict(), dict(position='rope', n_kv_head=2), dict(position='alibi', n_kv_head=1), dict(position='none'),
          dict(position='rope', window=9, n_sink=2), dict(position='alibi', n_kv_head=2, window=21, n_sink=3),
@@ -29,7 +29,7 @@ class Store:
     """Slots for sequences, given out as pages, as single cells or side by side. Slots begin as NaN."""
 
     def __init__(self, model, layout='pages', kind='float32', seed=0):
-        self.layers, self.chooser = make_layers(model, (N_SLOTS // PAGE, PAGE), kind), random.Random(seed)
+        self.layers, self.chooser = make_layers(model, N_SLOTS, kind), random.Random(seed)
         for layer in self.layers:
             for t in layer.tensors():
                 if t.is_floating_point():

@@ -160,7 +160,9 @@ def test_a_stream_that_the_garbage_collector_ends_in_a_step_gives_its_room_back(
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='the system has no fork')
 @pytest.mark.filterwarnings('ignore:.*fork.*')
 def test_the_child_of_a_fork_generates():
-    """While other threads of the parent are in the middle of steps, as in a server that loads a model and then forks."""
+    """
+    While other threads of the parent are in the middle of steps, as in a server that loads a model and then forks.
+    """
     m, stop, results = model_of('rope'), [], []
     decoders = [CPUDecoder(m), decode.EagerDecoder(m)]
     caches = [cache_of(kind, m, decoder=decoder) for kind in KINDS for decoder in decoders]
