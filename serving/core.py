@@ -7,10 +7,10 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from kvcache.protocol import Work
 
 from decode.kernel.threads import nanoseconds
 from kvcache.blocks import OutOfBlocks
-from kvcache.protocol import Work
 from serving.pace import pause
 from serving.request import Output
 from serving.sampler import Drawing, Sampler

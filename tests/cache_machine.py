@@ -38,7 +38,8 @@ class Machine:
         self.most = cache.model.config.max_positions
 
     def run(self, n):
-        actions = [self.feed] * 4 + [self.decode] * 2 + [self.begin, self.fork, self.cut, self.free, self.again, self.shift]
+        actions = [self.feed] * 4 + [self.decode] * 2 + [
+            self.begin, self.fork, self.cut, self.free, self.again, self.shift]
         for _ in range(n):
             self.choose.choice(actions)()
             check(self.cache, {handle: len(text) for handle, text in self.texts.items()})

@@ -152,12 +152,14 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind):
     cache = cache_of(kind, m)
     seq, other = cache.new(), cache.new()
     cache.step([seq], [0], torch.tensor([[1, 2, 3]]))
-    cases = [(([seq], [4], torch.tensor([[1]])), 'feed it from 3'), (([99], [0], torch.tensor([[1]])), 'no sequence'),
-             (([seq, seq], [3, 3], torch.tensor([[1], [1]])), 'each named once'), (([], [], torch.zeros(0, 1)),
-             'token'), (([seq], [3], torch.tensor([[VOCAB]])), 'token ids'), (([seq], [3], torch.tensor([[-1]])), 'token
-             ids'), (([seq], [3], torch.ones(1, 38, dtype=torch.int64)), 'out of context'), (([seq, other], [3],
-             torch.tensor([[1], [2]])), 'give one of both'), (([seq], [3], torch.tensor([[0.5]])), 'integers'), (([seq],
-             [3], [torch.tensor([])]), 'integers')]
+    cases = [
+        (([seq], [4], torch.tensor([[1]])), 'feed it from 3'), (([99], [0], torch.tensor([[1]])), 'no sequence'),
+        (([seq, seq], [3, 3], torch.tensor([[1], [1]])), 'each named once'),
+        (([seq], [3], torch.tensor([[VOCAB]])), 'token ids'), (([seq], [3], torch.tensor([[-1]])), 'token ids'),
+        (([seq], [3], torch.ones(1, 38, dtype=torch.int64)), 'out of context'),
+        (([seq, other], [3], torch.tensor([[1], [2]])), 'give one of both'),
+        (([seq], [3], torch.tensor([[0.5]])), 'integers'), (([seq], [3], [torch.tensor([])]), 'integers'),
+        (([], [], torch.zeros(0, 1, dtype=torch.int64)), 'one sequence or more')]
     for arguments, message in cases:
         with pytest.raises(ValueError, match=message):
             cache.step(*arguments)

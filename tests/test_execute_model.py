@@ -92,7 +92,7 @@ def test_a_bad_step_is_refused_and_nothing_is_written(fed, bad, chunk, monkeypat
 @pytest.mark.parametrize('chunk', [256, 2])
 @pytest.mark.parametrize('bad', BAD_RUNS)
 def test_bad_runs_are_refused_and_nothing_is_written(fed, bad, chunk, monkeypatch):
-    (decoder, store), (rows, message) = fed, BAD_RUNS[bad]
+    store, (rows, message) = fed[1], BAD_RUNS[bad]
     monkeypatch.setattr(cpu, 'CHUNK', chunk)
     check_refused(fed, message, runs=[store.runs[0], Runs(rows), store.runs[2]])
 

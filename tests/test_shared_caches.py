@@ -35,8 +35,8 @@ def test_threads_share_a_cache(kind, compiled):
 
     def work(number):
         try:
-            results[number] = [generate(m, PROMPTS[i:i + 1], 30, use_cache=True, cache=cache, generator=generators()[i])[0]
-                               for i in (number, 3 - number)]
+            results[number] = [generate(m, PROMPTS[i:i + 1], 30, use_cache=True, cache=cache,
+                                        generator=generators()[i])[0] for i in (number, 3 - number)]
         except BaseException:
             results[number] = traceback.format_exc()
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
