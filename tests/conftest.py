@@ -133,29 +133,22 @@ def locked(path):
 
 
 @pytest.fixture(scope='session', autouse='PYTEST_XDIST_WORKER' in os.environ)
-def kernels(tmp_path_factory):
+def kernels():
     """
-    The sampler and the CPU kernels for the types of weights and of keys and values of the quick run, compiled into
-    decode/kernel/__pycache__, where several workers of pytest-xdist begin at once. Each is compiled by
-    one of them, in the process that compiles others: what these have in common is then compiled once.
+    The compiled functions of the quick run, where several workers of pytest-xdist begin at once: each begins with other
+    ones, since a worker that needs what another one compiles would wait for it.
     """
     # imported here because one process of pytest-xdist only distributes tests, and does not need torch
     import torch
 
-    from decode.cpu import CPUDecoder
-    from decode.metadata import KINDS
-    from model import GPT, GPTConfig
+    from decode.kernel.attention import ATTENTION_ON
+    from decode.kernel.step import team_for
     from serving.sampler import Sampler
-    model = GPT(GPTConfig(block_size=8, vocab_size=5, n_layer=1, n_head=1, n_embd=8))
-    kinds = [('float32', dtype) for dtype in KINDS] + [('int8', torch.float32), ('bfloat16', torch.float32)]
-    compiled = {'sampler': lambda: Sampler(5)} | {
-        f'{weights}-{dtype}': lambda weights=weights, dtype=dtype: CPUDecoder(model, weights, 1).team_for(dtype)
-        for weights, dtype in kinds}
+    steps = [lambda weights=weights: team_for(weights, torch.float32, 1) for weights in WEIGHTS]
+    others = [*(lambda each=each: each.compiled for each in ATTENTION_ON.values()), lambda: Sampler(5)]
     worker = int(os.environ['PYTEST_XDIST_WORKER'].removeprefix('gw'))
-    first = len(compiled) * worker // int(os.environ['PYTEST_XDIST_WORKER_COUNT'])
-    for name in [*compiled][first:] + [*compiled][:first]:
-        with locked(shared_folder(tmp_path_factory) / f'{name}.lock'):
-            compiled[name]()
+    for compile_one in steps + others if worker % 2 == 0 else others + steps:
+        compile_one()
 
 
 def copy_code(folder):

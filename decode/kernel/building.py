@@ -22,6 +22,7 @@ from numba.core.ccallback import CFunc
 from decode.kernel.vectors import I64, instruction
 from decode.process import after_fork
 
+NOTICE = "compiling the decode step for this machine; the next start finds it on disk ..."
 LONGEST_WAIT = 300  # seconds for another process that compiles the same; then this one compiles it too
 N_ARGUMENTS = 5     # of a `CFunction`
 
@@ -112,8 +113,7 @@ def keep_on_disk(function):
     compile_alone = function.compile
 
     def compile(*sig):
-        notice = threading.Timer(1.5, say, ["compiling the decode step for this machine; the next start finds it on "
-                                            "disk ..."])
+        notice = threading.Timer(1.5, say, [NOTICE])
         notice.daemon = True
         notice.start()
         try:

@@ -1,0 +1,151 @@
+"""Compiled code on disk that several processes write and read."""
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run, start
+
+from decode.kernel import building
+
+ADDERS = f'''
+import sys, time
+sys.path.append({ROOT!r})
+from decode.kernel.building import keep_on_disk
+from numba import njit
+from numba.extending import overload
+
+
+def nothing():
+    pass
+
+
+@overload(nothing)
+def compile_slowly():
+    time.sleep(2)
+    return lambda: None
+
+
+def adder(n):
+    @njit
+    def add(x):
+        return n if x < 2 else add(x - 1) + add(x - 2)  # is not inlined, so it is found by its name
+    return add
+
+
+one, two = adder(1), adder(2)
+
+
+@keep_on_disk
+@njit
+def add_one(x):
+    return one(x)
+
+
+@keep_on_disk
+@njit
+def add_two(x):
+    return two(x)
+
+
+@keep_on_disk
+@njit
+def add_slowly(x):
+    nothing()
+    return x
+
+
+for name in sys.argv[1:]:
+    function = globals()[name]
+    print(name, function(10), sum(function.stats.cache_hits.values()))
+'''
+FAILING = ("import runpy, sys; from numba.core.caching import IndexDataCacheFile as Files\n"
+           "def full(*args): raise OSError('No space left on device')\n"
+           "Files._save_data = full; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')\n")
+FORKING = ("import os, runpy, sys; import decode.kernel.building\n"
+           "for name in sys.argv[2:]:\n"
+           "    if os.fork() == 0:\n"
+           "        sys.argv = [sys.argv[1], name]; runpy.run_path(sys.argv[0], run_name='__main__')\n"
+           "        sys.stdout.flush(); os._exit(0)\n"
+           "    os.wait()\n")
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / 'adders.py').write_text(ADDERS)
+    return tmp_path / 'adders.py'
+
+
+def run_adders(script, *names, by=None, **env):
+    """What a process prints that calls these functions: name, name(10), found on disk? by: code that runs the script."""
+    if by or env or os.environ.get('NUMBA_CACHE_DIR'):
+        done = subprocess.run([sys.executable, *(['-c', by] if by else []), script, *names], capture_output=True,
+                              text=True, env={**os.environ, 'PYTHONPATH': ROOT, 'NUMBA_CACHE_DIR': '', **env})
+    else:
+        done = run(script.parent, script.name, *names)
+    assert done.returncode == 0, done.stderr
+    return [line for line in (done.stdout + done.stderr).splitlines() if line != building.NOTICE]
+
+
+@pytest.mark.parametrize('by_forks', [False, pytest.param(True, marks=pytest.mark.skipif(
+    not hasattr(os, 'fork'), reason="this system does not fork"))])
+def test_a_process_that_loads_the_code_of_two_others_runs_the_right_functions(script, by_forks):
+    """Both are compiled as the first function of a process; numba alone would give what they call the same name."""
+    if by_forks:
+        assert run_adders(script, 'add_one', 'add_two', by=FORKING) == ['add_one 89 0', 'add_two 178 0']
+    else:
+        assert run_adders(script, 'add_one') == ['add_one 89 0'] and run_adders(script, 'add_two') == ['add_two 178 0']
+    assert run_adders(script, 'add_one', 'add_two') == ['add_one 89 1', 'add_two 178 1']
+
+
+def test_a_save_that_failed_leaves_no_old_code_under_a_new_name(script):
+    assert run_adders(script, 'add_one') == ['add_one 89 0']
+    script.write_text(ADDERS.replace('adder(1)', 'adder(3)'))
+    answer, said = run_adders(script, 'add_one', by=FAILING)
+    assert answer == 'add_one 267 0' and 'could not be kept on disk' in said and 'No space' in said
+    assert run_adders(script, 'add_one') == ['add_one 267 0']
+    assert run_adders(script, 'add_one') == ['add_one 267 1']
+
+
+def test_of_several_processes_that_need_a_function_one_compiles_it(script):
+    """Compiling takes 2 s here. Without a lock all three would be in the middle of it at the same time."""
+    processes = [start(script.parent, script.name, 'add_slowly') for _ in range(3)]
+    said = sorted(process.communicate()[0].strip() for process in processes)
+    assert said == ['add_slowly 10 0', 'add_slowly 10 1', 'add_slowly 10 1']
+
+
+def test_a_process_that_has_waited_too_long_compiles_too(script, monkeypatch):
+    monkeypatch.syspath_prepend(script.parent)
+    monkeypatch.setattr('sys.argv', ['adders.py'])
+    import adders
+    cache, sig = adders.add_one._cache, ((building.types.int64,),)
+    compiling = threading.Thread(target=adders.add_one, args=(1,))
+    with cache.lock(sig):
+        compiling.start()
+        compiling.join(3)
+        assert compiling.is_alive() and not list(Path(cache.cache_path).glob('*.nbc'))
+    compiling.join()
+    assert [path.name.split('-')[0] for path in Path(cache.cache_path).glob('*.nbc')] == ['adders.add_one']
+    monkeypatch.setattr(building, 'LONGEST_WAIT', 0.1)
+    with adders.add_two._cache.lock(sig):
+        assert adders.add_two(1) == 2
+
+
+@pytest.mark.parametrize('file', ['adders.py', 'decode/kernel/tiles.py'])
+def test_a_change_in_its_own_file_or_in_the_folder_compiles_a_function_anew(script, file):
+    shutil.copytree(Path(ROOT) / 'decode', script.parent / 'decode', ignore=shutil.ignore_patterns('__pycache__'))
+    assert run_adders(script, 'add_one') == ['add_one 89 0']
+    assert run_adders(script, 'add_one') == ['add_one 89 1']
+    with open(script.parent / file, 'a') as f:
+        f.write('# changed\n')
+    assert run_adders(script, 'add_one') == ['add_one 89 0']
+
+
+def test_where_nothing_can_be_kept_on_disk_it_says_so_once_and_goes_on(script):
+    (script.parent / '__pycache__').write_text('not a folder')
+    said = run_adders(script, 'add_one', 'add_two', HOME='/dev/null', XDG_CACHE_HOME='/dev/null')
+    assert said[:2] == ['add_one 89 0', 'add_two 178 0']
+    assert len(said) == 3 and 'cannot be kept on disk' in said[2] and 'NUMBA_CACHE_DIR' in said[2]
