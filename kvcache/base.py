@@ -424,7 +424,7 @@ class BaseCache:
         if not self.arrays.finite:
             self.refuse_numbers()
         if not next_tokens.n_drawn:
-            next_tokens.draw_from(logits)
+            next_tokens.draw_from(logits.float().cpu().contiguous())
         n = next_tokens.n_drawn
         self.added(d.records, [n] * len(handles), tokens[:n].T.ravel())
         d.positions, d.left = d.positions + n - 1, d.left - n
