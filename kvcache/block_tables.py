@@ -93,8 +93,8 @@ def kernel_pass(decoder, input_ids, kv_caches, m):
     return forward(input_ids[:n].contiguous(), forward.positions(starts, counts), forward.metadata(counts, tables))
 
 
-def one_pass(model, input_ids, input_positions, kv_caches, m, hiding=False):
-    """The forward pass of `execute_model`. hiding: see `LayerList.hiding`."""
+def one_pass(model, input_ids, input_positions, kv_caches, m, hiding=False, wanted=None):
+    """The forward pass of `execute_model`. hiding: see `LayerList.hiding`. wanted: the rows whose logits are wanted."""
     ends, block_size = m.query_lens.cumsum(0), kv_caches[0].k.shape[1]
     written = None if (m.slot_mapping >= 0).all() else (m.slot_mapping >= 0).nonzero()[:, 0]
     rows = m.slot_mapping if written is None else m.slot_mapping[written]
@@ -107,7 +107,8 @@ def one_pass(model, input_ids, input_positions, kv_caches, m, hiding=False):
         positions = input_positions[None]
         index, keys = keys_of_all_blocks(m, len(input_positions), ends, block_size, n_used)
     layers = LayerList(kv_caches, Placement(positions, rows, index, keys, written))
-    return logits_of(model, input_ids.view(positions.shape), layers.hiding() if hiding else layers, ends - 1)
+    return logits_of(model, input_ids.view(positions.shape), layers.hiding() if hiding else layers,
+                     ends - 1 if wanted is None else torch.tensor(wanted))
 
 
 def check(config, input_ids, input_positions, kv_caches, m):

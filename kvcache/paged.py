@@ -8,6 +8,7 @@ with block tables as arguments, see block_tables.py.
 from dataclasses import replace
 from itertools import accumulate
 from operator import add
+from types import SimpleNamespace
 
 import torch
 
@@ -15,9 +16,10 @@ from decode.fingerprint import Watch
 from kvcache.base import BaseCache
 from kvcache.block_tables import PagedMetadata, execute_model, one_pass
 from kvcache.blocks import BlockManager
-from kvcache.decoding import BlockDecoding
 from kvcache.exclusive import exclusive
-from kvcache.placement import device_of, make_layers
+from kvcache.placement import NotNumbers, device_of, make_layers
+from kvcache.protocol import Work
+from kvcache.steps import Steps
 
 __all__ = ['PagedCache', 'PagedMetadata', 'execute_model', 'n_blocks_for']
 
@@ -68,100 +70,124 @@ class PagedCache(BaseCache):
         return self.made_by(self.begin, salt)
 
     @exclusive
-    def reuse_prefix(self, seq, tokens, compare=True):
+    def reuse_prefix(self, seq, tokens):
         """
         Give a new sequence the remembered blocks with which its text begins. Returns how many tokens these hold; it
         goes on at that position. A step looks by itself for the tokens that it is given, which may not be all.
-
-        compare: compare the weights, as before each step, not byte by byte, because many sequences begin. If several
-        begin and nothing else happens meanwhile, the first one's comparison is enough.
         """
         if self.length(seq) or seq in self.blocks.tables:
             raise ValueError(f"sequence {seq} has begun already: look for its text before its first step")
-        if compare:
-            if self.decoder:
-                self.decoder.notice_changes()
-            if self.version is None or self.weights_differ():
-                self.forget_blocks()
+        if self.decoder:
+            self.decoder.notice_changes()
+        if self.version is None or self.weights_differ():
+            self.forget_blocks()
         self.lengths[seq] = self.begin_text(seq, list(tokens))
         return self.lengths[seq]
 
+    @property
+    def page_size(self):
+        return self.blocks.block_size
+
+    @property
+    def records(self):
+        """{sequence: its length and its block table}."""
+        return {seq: SimpleNamespace(length=n, table=self.blocks.tables.get(seq, []), salt=self.salts[seq])
+                for seq, n in self.lengths.items()}
+
+    def step(self, handles, starts=None, tokens=None, wanted=None):
+        """See `Steps.step`, whose `Work` may come as three arguments."""
+        work = handles if starts is None else Work(handles, starts, tokens)
+        try:
+            return super().step(work, wanted)
+        except NotNumbers:
+            self.set_to_zero()
+            raise
+
     @exclusive
+    def set_to_zero(self):
+        for seq in self.lengths:
+            self.cut_to(seq, 0)
+        self.zero_all()
+
+    @exclusive
+    def reserve(self, seqs, n):
+        """
+        Blocks for the next n tokens of each of these sequences, or for fewer where blocks do not suffice. Returns for
+        how many. Blocks that a sequence has for later tokens are released.
+        """
+        blocks, size = self.blocks, self.page_size
+        n = min(n, self.window + 1) if self.window else n
+        for seq in seqs:
+            if len(blocks.tables[seq]) > -(-(self.length(seq) + n) // size):
+                blocks.truncate(seq, self.lengths[seq])
+            blocks.free_passed(seq)
+        while n and sum([new + shared for new, shared, *_ in [blocks.needs(s, n) for s in seqs]]) > self.n_free:
+            n //= 2
+        for seq in seqs:
+            if self.kernel and n and self.lengths[seq] + n > blocks.runs.get(seq, (None, 0))[1]:
+                self.extended(seq, n)
+                blocks.length[seq] = self.lengths[seq]
+        return n
+
     def decode_steps(self, seqs, next_tokens):
         """
-        Steps with a decoder of one more token of each of these sequences, which have some. The first row of the
-        `NextTokens` is given, and a compiled function draws the others; its result or the last row ends the steps, as
-        many in one call as there is room for. Returns the logits (B, vocab_size) of the last one.
-
-        If a step fails, the sequences have the tokens of all steps before; after an interrupt perhaps of fewer. Behind
-        a step for which the weights were found to have changed nothing is drawn, and the sequences do not have its
-        tokens. With a window, a block that is filled and passed within one call is not remembered.
+        Steps of one more token of each of these sequences, which have some. The first row of the `NextTokens` is given,
+        and a compiled function draws the others, at most as many as there is room for (see `reserve`), in one call of
+        the kernel. Returns the logits (B, vocab_size) of the last step. If a step fails, the sequences have the tokens
+        of before this call.
         """
-        tokens = next_tokens.tokens
-        decoding = self.decoding_of(seqs, tokens.shape[1])
-        if next_tokens.n_drawn:
-            raise ValueError(f"{next_tokens.n_drawn} rows of these `NextTokens` were drawn by an earlier call: make "
-                             "new ones, whose first row is the last that was drawn")
-        next_tokens.version, metadata = self.version, replace(decoding.metadata, next_tokens=next_tokens)
         try:
-            while True:
-                n = next_tokens.n_drawn
-                decoding.advance()
-                next_tokens.n_steps = decoding.make_room(self, next_tokens.n_left)
-                logits = self.compiled(torch.from_numpy(tokens[n]), decoding.positions, metadata)
-                if self.version != next_tokens.version:
-                    return logits
-                if next_tokens.n_drawn == n:
-                    next_tokens.draw_from(logits)
-                decoding.advance(next_tokens.n_drawn - n - 1)
-                if next_tokens.ended or not next_tokens.n_left:
-                    return logits
-        finally:
-            self.add_decoded(decoding, tokens[:next_tokens.n_drawn].tolist())
+            return self.decode_once(seqs, next_tokens)
+        except NotNumbers:
+            self.set_to_zero()
+            raise
 
     @exclusive
-    def release_ahead(self, seqs):
-        """Release the blocks that `decode_steps` has taken for later tokens of sequences. Returns how many."""
-        n_free, size = self.n_free, self.blocks.block_size
-        for seq in seqs:
-            n = self.length(seq)
-            if n and len(self.blocks.tables[seq]) > -(-n // size):  # else `runs` stays as it is
-                self.blocks.truncate(seq, n)
-        return self.n_free - n_free
-
-    def decoding_of(self, seqs, n_new):
-        """The `Decoding` for a step of n_new tokens, one of each of these sequences. ValueError if they cannot."""
-        self.remove_freed()
-        decoding, starts = self.last_decoding(), list(map(self.lengths.get, seqs))
-        if not all(starts) or not self.decoder or self.model.training:
-            raise ValueError(f"sequences {seqs} have {starts} tokens, the decoder is {self.decoder}, and the model is "
-                             f"in {'training' if self.model.training else 'eval'} mode: decode steps take sequences "
-                             "that have tokens, fed by `step`, a decoder, and a model in eval mode")
-        if not decoding or not decoding.goes_on(seqs, starts, n_new):
-            decoding = self.begin_decoding(seqs, starts)
-        return decoding
+    def decode_once(self, seqs, next_tokens):
+        tokens, starts = next_tokens.tokens, list(map(self.length, seqs))
+        if not all(starts) or tokens.shape[1] != len(seqs) or next_tokens.n_drawn:
+            raise ValueError(f"sequences {seqs} have {starts} tokens, {tokens.shape[1]} come, and "
+                             f"{next_tokens.n_drawn} rows were drawn: feed each sequence by `step` first, and give each one token")
+        if self.kernel is None:
+            ids = torch.from_numpy(tokens[0])[:, None].to(device_of(self.model))
+            logits = Steps.step.__wrapped__(self, Work(seqs, starts, ids))
+            next_tokens.draw_from(logits.float().cpu().contiguous())
+            return logits
+        runs = self.make_room(seqs, starts, [1] * len(seqs))
+        n = min(self.blocks.runs[seq][1] - start for seq, start in zip(seqs, starts))
+        next_tokens.n_steps, next_tokens.version = min(n, len(tokens) - 1), self.version
+        metadata = replace(self.kernel.metadata([1] * len(seqs), runs), next_tokens=next_tokens)
+        logits = self.compiled(torch.from_numpy(tokens[0]), self.kernel.positions(starts, [1] * len(seqs)), metadata)
+        if not next_tokens.n_drawn:
+            next_tokens.draw_from(logits)
+        counts = [next_tokens.n_drawn] * len(seqs)
+        ends = list(map(add, starts, counts))
+        for seq, new in zip(seqs, tokens[:next_tokens.n_drawn].T.tolist()):
+            self.tokens[seq] += new
+        self.lengths.update(zip(seqs, ends))
+        self.blocks.length.update(zip(seqs, ends))
+        self.remember_filled(seqs, ends, counts)
+        return logits
 
     @property
     def n_free(self):
         """How many blocks are in no table. Some may be remembered."""
         return len(self.blocks.free)
 
-    def n_needed(self, n):
-        """How many blocks a sequence of n tokens takes at most at a time."""
-        return min(-(-n // self.blocks.block_size), n_blocks_for(self.model.config, self.blocks.block_size))
-
     def n_missing(self, seq, n):
         """
-        How many free blocks n more tokens of a sequence take; negative if more are released, because the next token
-        does not see them. With a window and n > window + 1 it is an estimate of the most that they take while they are
-        fed: too small if other sequences share blocks that the window passes.
+        How many free blocks n more tokens of a sequence take, of a new one if seq is None; negative if more are
+        released, because the next token does not see them. With a window and n > window + 1 it is an estimate of the
+        most that they take while they are fed: too small if other sequences share blocks that the window passes.
         """
-        if seq not in self.blocks.tables:
-            return self.n_needed(n)
+        most = n_blocks_for(self.model.config, self.page_size)
+        if seq is None or seq not in self.blocks.tables:
+            return min(-(-n // self.page_size), most)
         n_new, shared, _, n_freed = self.blocks.needs(seq, n)
         if self.window and n > self.window + 1:
             table = self.blocks.tables[seq]
-            return min(n_new + shared, self.n_needed(self.blocks.length[seq] + n) - len(table) + table.count(None))
+            n_needed = min(-(-(self.blocks.length[seq] + n) // self.page_size), most)
+            return min(n_new + shared, n_needed - len(table) + table.count(None))
         return n_new + shared - n_freed
 
     def copy(self, seq, new):
@@ -221,10 +247,7 @@ class PagedCache(BaseCache):
         return n
 
     def begin_decoding(self, seqs, ends):
-        return BlockDecoding(seqs, ends, self)
-
-    def make_room_again(self, decoding):
-        decoding.make_room(self)
+        return None
 
     def make_room(self, seqs, starts, counts):
         blocks, found, ends = self.blocks, [], list(map(add, starts, counts))
@@ -256,15 +279,6 @@ class PagedCache(BaseCache):
         self.blocks.runs[seq] = runs, limit
         return runs
 
-    def add_decoded(self, decoding, steps):
-        n, seqs, blocks = len(steps), decoding.seqs, self.blocks
-        for text, *new in zip(decoding.texts, *steps):
-            text += new
-        ends = [self.lengths[seq] + n for seq in seqs]
-        blocks.length.update(zip(seqs, ends))
-        super().add_decoded(decoding, steps)
-        self.remember_filled(seqs, ends, [n] * len(seqs))
-
     def compiled(self, ids, positions, metadata):
         logits = super().compiled(ids, positions, metadata)
         self.forget_blocks_if_changed()  # the decoder may have noticed other weights in this step
@@ -284,7 +298,7 @@ class PagedCache(BaseCache):
         for seq in [seq for seq, end, n in zip(seqs, ends, counts) if end % size < n]:
             self.blocks.remember(seq, self.tokens[seq])
 
-    def forward_pass(self, seqs, starts, counts, ids, hiding=False):
+    def forward_pass(self, seqs, starts, counts, ids, hiding=False, wanted=None):
         for seq in seqs:
             if seq not in self.tokens:  # its first pass failed, and is tried again
                 self.begin_text(seq, [])
@@ -294,7 +308,7 @@ class PagedCache(BaseCache):
             self.tokens[seq] += part.tolist()
         ids, positions, metadata = self.inputs(seqs, starts)
         self.forget_blocks_if_changed()
-        logits = one_pass(self.model, ids, positions, self.layers, metadata, hiding)
+        logits = one_pass(self.model, ids, positions, self.layers, metadata, hiding, wanted)
         # a block was filled if the tokens behind the last full block are fewer than the new ones
         filled = [seq for seq, start in zip(seqs, starts)
                   if len(self.tokens[seq]) % self.blocks.block_size < len(self.tokens[seq]) - start]

@@ -8,8 +8,8 @@ from kvcache.exclusive import Exclusive, exclusive
 from kvcache.placement import NotNumbers, check_ids, check_tokens, dtype_of, logits_of
 from kvcache.protocol import checked_tokens
 
-OF_OTHER_TOKENS = ("the logits of other tokens than the last ones take a decoder with a compiled step, no remembered "
-                   "tokens, and at most window + 1 new tokens of a sequence")
+OF_OTHER_TOKENS = ("the logits of other tokens than the last ones take no remembered tokens, and at most window + 1 "
+                   "new tokens of a sequence")
 
 
 class Steps(Exclusive):
@@ -72,7 +72,7 @@ class Steps(Exclusive):
         if decoding and wanted is None and self.repeats(decoding, work):
             return self.decode(decoding, work.tokens.ravel())
         seqs, starts, counts, ids, go_on = self.checked(work)
-        if wanted is not None and (not self.kernel or 0 < self.window < max(counts) - 1):
+        if wanted is not None and 0 < self.window < max(counts) - 1:
             raise ValueError(OF_OTHER_TOKENS)
         ends, n_new, new = list(map(add, starts, counts)), len(ids), []
         if 0 in starts:
@@ -88,9 +88,11 @@ class Steps(Exclusive):
                 starts[i], counts[i], parts[i] = n, counts[i] - n, parts[i][n:]
             ids = torch.cat(parts)
         if wanted is not None:
-            if not self.readable() or len(ids) < n_new:
+            if len(ids) < n_new:
                 raise ValueError(OF_OTHER_TOKENS)
-            logits = self.kernel_pass(seqs, starts, counts, ids, wanted)
+            with torch.inference_mode():
+                one_pass = self.kernel_pass if self.kernel and self.readable() else self.forward_pass
+                logits = one_pass(seqs, starts, counts, ids, wanted=wanted)
         elif self.kernel and self.readable():
             logits = self.in_chunks(self.kernel_pass, seqs, starts, counts, ids)
         else:
