@@ -15,7 +15,7 @@ import configurator  # before torch: it says so in one line where torch is missi
 configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
                                 "run `make serve`, or `pip install -r requirements-serve.txt`")
 
-from serving.loading import check_decoder, load_for_process
+from serving.loading import check_decoder, load_engine
 from serving.server import Service, run
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
@@ -29,7 +29,7 @@ max_queue = 256       # requests that wait; more are told to come back later
 max_body = 4194304    # bytes of a request's body
 drain = 30.0          # seconds that running requests have to finish, once the server is told to stop
 n_blocks = 0          # of the cache; 0 takes 1,024, or as many as 1 GiB holds
-block_size = 16       # tokens of a block
+page_size = 16       # tokens of a block
 max_num_batched_tokens = 0  # tokens of one step: more reads prompts faster, fewer delays the others less; 0 goes by
                             # the size of the model
 decoder = 'auto'      # what computes a step: eager, cpu; auto is the fastest there is
@@ -39,7 +39,7 @@ device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 
 
 def main(config):
-    for setting in ('max_queue', 'max_body', 'block_size'):
+    for setting in ('max_queue', 'max_body', 'page_size'):
         if config[setting] < 1:
             raise ValueError(f"{setting} must be at least 1, not {config[setting]}")
     if not 0 <= port < 65536:
@@ -52,8 +52,8 @@ def main(config):
 
 
 def load():
-    return load_for_process(init_from, out_dir, name, device, decoder, weights, threads, n_blocks=n_blocks or None,
-                            block_size=block_size, max_num_batched_tokens=max_num_batched_tokens or None,
+    return load_engine(init_from, out_dir, name, device, decoder, weights, threads, n_blocks=n_blocks or None,
+                            page_size=page_size, max_num_batched_tokens=max_num_batched_tokens or None,
                             max_queue=max_queue)
 
 

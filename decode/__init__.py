@@ -16,11 +16,12 @@ WEIGHTS = 'float32', 'bfloat16', 'int8'
 LARGEST_BATCH = 256  # up to here PyTorch's matmuls were slower for every batch measured: see bench.py --mode=peers
 
 
-def check_choice(name='auto', weights='float32', threads=None, device='cpu'):
+def check_choice(name='auto', weights='float32', threads=None, device='cpu', dtype='float32', cache='', kv_bits=0):
     """
     ValueError for settings of `best` that do not exist or do not go together; needs no model.
 
-    device: where the model is, such as 'cpu' or 'cuda:1'.
+    device, dtype: of the model, such as 'cpu' or 'cuda:1', and 'bfloat16'. cache, kv_bits: where keys and values are,
+    in words, such as 'kv_cache=paged', and in how many bits, if they are not the model's tuples in the model's dtype.
     """
     if name not in NAMES:
         raise ValueError(f"decoder must be auto, eager, cpu, graph or compiled, not {name!r}")
@@ -28,14 +29,20 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu'):
         raise ValueError(f"weights must be float32, bfloat16 or int8, not {weights!r}")
     if threads is not None and threads < 0:
         raise ValueError(f"threads must be positive, or 0 to let the decoder choose, not {threads}")
-    asked = asked_of_the_kernel(weights, threads)
-    if asked and name in ('eager', 'graph', 'compiled'):
-        raise ValueError(f"{asked} is for the cpu decoder: leave decoder={name} out")
-    if device != 'cpu' and (asked or name == 'cpu'):
-        asked = ' and '.join(['decoder=cpu'] * (name == 'cpu') + [asked] * bool(asked))
+    of_kernel = asked_of_the_kernel(weights, threads)
+    asked = ' and '.join([f'decoder={name}'] * (name in ('cpu', 'graph', 'compiled')) + [of_kernel] * bool(of_kernel))
+    if of_kernel and name in ('eager', 'graph', 'compiled'):
+        raise ValueError(f"{of_kernel} is for the cpu decoder: leave decoder={name} out")
+    if device != 'cpu' and (of_kernel or name == 'cpu'):
         raise ValueError(f"{asked} is for the CPU, but the device is {device}: use device=cpu, or leave it out")
     if name == 'graph' and not device.startswith('cuda'):
         raise ValueError(f"decoder=graph is a CUDA graph, but the device is {device}: use device=cuda, or leave it out")
+    if dtype != 'float32' and (of_kernel or name == 'cpu'):
+        raise ValueError(f"{asked}: the cpu decoder computes in float32, but not dtype={dtype}; leave dtype out")
+    if cache and name in ('graph', 'compiled'):
+        raise ValueError(f"{cache} is for the cpu decoder or the model itself: leave {asked} out")
+    if kv_bits == 4 and asked:
+        raise ValueError(f"{asked}: the cpu decoder does not read keys and values in 4 bits; leave {asked} out")
 
 
 def asked_of_the_kernel(weights, threads):

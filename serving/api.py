@@ -4,13 +4,13 @@ legacy completions (https://platform.openai.com/docs/api-reference/completions),
 """
 import difflib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, create_model
 
-from serving.request import MOST_LOGPROBS, MOST_SAMPLES, MOST_STOPS, Request, SamplingParams
+from serving.request import LARGEST_BIAS, MOST_SAMPLES, MOST_STOPS, Request, SamplingParams
 
 MOST_PROMPTS = 128  # of one body
 TYPES = {401: 'authentication_error', 429: 'rate_limit_error', 500: 'server_error', 503: 'service_unavailable'}
@@ -80,26 +80,21 @@ class StreamOptions(BaseModel):
     include_usage: bool = Field(False, description="end the stream with a chunk that has the usage and no choices")
 
 
-class CompletionBody(Body):
+SETTINGS = {each.name: (each.type, Field(each.default, **each.metadata))
+            for each in fields(SamplingParams) if each.metadata}  # that are the same in a body as in `SamplingParams`
+Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
+
+
+class CompletionBody(create_model('SamplingBody', __base__=Body, **SETTINGS)):
     """The body of POST /v1/completions."""
     prompt: Annotated[list, BeforeValidator(checked_prompts), WithJsonSchema(PROMPT_SCHEMA)]
     max_tokens: int = Field(16, ge=0)
-    temperature: float = Field(1.0, ge=0, description="0 takes the likeliest token each time")
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, description="draw from the k likeliest tokens; 0 and -1 draw from all")
-    min_p: float = Field(0.0, ge=0, le=1)
     n: int = Field(1, ge=1, le=MOST_SAMPLES, description="samples of each prompt")
     seed: int | None = Field(None, ge=0, lt=2**63, description="sample i of a prompt draws with seed + i")
     stop: Annotated[list, BeforeValidator(checked_stop), WithJsonSchema(STOP_SCHEMA)] = Field(default_factory=list)
     stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logit_bias: dict[str, Bias] = Field(default_factory=dict)
     echo: bool = Field(False, description="with logprobs, the prompt is scored; max_tokens may then be 0")
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, ge=0.01)
-    min_tokens: int = Field(0, ge=0)
-    ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     return_token_ids: bool = Field(False, description="add token_ids and prompt_token_ids to the choices")
@@ -217,11 +212,8 @@ def requests_of(body, served, id, delivers):
     seeds = [random.randrange(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     try:
         params = SamplingParams(
-            temperature=body.temperature, top_p=body.top_p, top_k=max(body.top_k, 0), min_p=body.min_p,
-            presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty, logit_bias=biases(body.logit_bias, served),
-            min_tokens=body.min_tokens, ignore_eos=body.ignore_eos,
-            stop_token_ids=tuple(served.check_ids(body.stop_token_ids, 'stop_token_ids')), logprobs=body.logprobs,
+            **{name: getattr(body, name) for name in SETTINGS}, logit_bias=biases(body.logit_bias, served),
+            stop_token_ids=tuple(served.check_ids(body.stop_token_ids, 'stop_token_ids')),
             prompt_logprobs=body.echo and body.logprobs is not None)
         return [Request(id=f'{id}-{i}', prompt=tokens, max_tokens=body.max_tokens, params=params, seed=seed, n=body.n,
                         stop=tuple(body.stop), cache_salt=body.cache_salt, deliver=deliver)

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 
 from kvcache.paged import PagedCache, n_blocks_for
 from serving.core import EngineCore, Live
-from serving.snapshot import Snapshots
+from serving.stats import Snapshots
 
 N_BLOCKS, MEMORY = 1024, 2**30  # of a pool at most, by default; bytes of keys and values
 WORK = 2**33                    # weights times tokens of a step, by default: a few tenths of a second on two cores
@@ -34,7 +34,7 @@ class Draining(QueueFull):
 class Engine:
     """
     model, decoder: a GPT, and what `decode.best` makes of it. token_bytes: the bytes of each token id, a list or a
-    function. eos_token: the token that ends a text, if there is one. n_blocks, block_size, type_kv: of the pool, see
+    function. eos_token: the token that ends a text, if there is one. n_blocks, page_size, type_kv: of the pool, see
     `PagedCache`; by default N_BLOCKS, or fewer that have MEMORY bytes. max_num_batched_tokens: the most tokens of a
     step, which all samples wait for; by default 64 to 512, fewer for larger models. max_queue: how many requests may
     wait.
@@ -46,14 +46,14 @@ class Engine:
     stats: see `snapshot.Stats`. Any thread may call `start`, `submit`, `abort`, `drain`, `stop` and `state`.
     """
 
-    def __init__(self, model, decoder, token_bytes, eos_token=None, n_blocks=None, block_size=16,
+    def __init__(self, model, decoder, token_bytes, eos_token=None, n_blocks=None, page_size=16,
                  max_num_batched_tokens=None, max_queue=1024, type_kv='float32'):
         model.eval()
         if eos_token is not None and not 0 <= eos_token < model.config.vocab_size:
             raise ValueError(f"eos_token is {eos_token}, and must be one of the model's {model.config.vocab_size} "
                              "token ids, or None")
-        n_blocks = n_blocks or default_n_blocks(model.config, block_size)
-        self.cache = PagedCache(model, n_blocks, block_size, type_kv, decoder)
+        n_blocks = n_blocks or default_n_blocks(model.config, page_size)
+        self.decoder, self.cache = decoder, PagedCache(model, n_blocks, page_size, type_kv, decoder)
         bytes_of = token_bytes if callable(token_bytes) else token_bytes.__getitem__
         budget = max_num_batched_tokens or max(64, min(512, WORK // sum(p.numel() for p in model.parameters())))
         self.core = EngineCore(self.cache, bytes_of, eos_token, budget, self.ended)
@@ -133,7 +133,7 @@ class Engine:
     # from here on: the engine's thread
 
     def run(self):
-        exclusive_use = getattr(self.cache.decoder, 'exclusive_use', nullcontext)
+        exclusive_use = getattr(self.decoder, 'exclusive_use', nullcontext)
         self.idle = False
         try:
             with exclusive_use():
@@ -160,10 +160,14 @@ class Engine:
     def run_once(self):
         """Receive what has come, and run a step, or some. Returns whether there was anything to run."""
         self.receive()
-        ran, now = self.core.run_once(), time.monotonic()
-        if now < self.looked_at + LOOKED_AT and now > self.snapshot['time'] + BETWEEN_SNAPSHOTS:
+        plan, n_steps = self.core.plan()
+        if n_steps:
+            self.core.repeat(plan, n_steps)
+        elif plan:
+            self.core.step(plan)
+        if self.snapshot['time'] + BETWEEN_SNAPSHOTS < time.monotonic() < self.looked_at + LOOKED_AT:
             self.snapshot = self.snapshots.take()
-        return ran
+        return bool(plan)
 
     def receive(self):
         """Do what other threads have asked for since the last step, in that order."""
@@ -189,7 +193,7 @@ class Engine:
             self.condition.notify_all()
 
 
-def default_n_blocks(config, block_size):
+def default_n_blocks(config, page_size):
     """N_BLOCKS, or as many as MEMORY holds in float32, but enough for one sequence."""
-    n_bytes = block_size * config.n_layer * 2 * config.n_kv_head * config.head_dim * 4
-    return max(n_blocks_for(config, block_size), min(N_BLOCKS, MEMORY // n_bytes))
+    n_bytes = page_size * config.n_layer * 2 * config.n_kv_head * config.head_dim * 4
+    return max(n_blocks_for(config, page_size), min(N_BLOCKS, MEMORY // n_bytes))

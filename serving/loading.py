@@ -17,10 +17,8 @@ SWITCH_INTERVAL = 0.0003  # seconds
 
 
 def check_decoder(decoder, weights, threads, device):
-    """ValueError for a decoder that does not exist, or cannot compute with a cache of blocks; needs no model."""
-    if decoder in ('compiled', 'graph'):
-        raise ValueError(f"decoder must be auto, eager or cpu, not {decoder!r}, which cannot read a cache of blocks")
-    decode.check_choice(decoder, weights, threads, pick_device(device))
+    """ValueError for settings of a server's decoder that do not exist or do not go together. Needs no model."""
+    decode.check_choice(decoder, weights, threads, pick_device(device), cache="a server's cache of blocks")
 
 
 def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder='auto', weights='float32', threads=0,
@@ -31,6 +29,11 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     init_from, out_dir: see `checkpoint.load_model`. name: of the model in the API, by default that of its folder.
     decoder, weights, threads: see `decode.best`. settings: further arguments of `Engine`. ValueError if there is no
     such model or decoder.
+
+    It sets two things of the process, which serves one model until it ends:
+    - Later garbage collections leave out what there is now: torch's objects take 0.1 s, in which all samples wait.
+    - The engine waits at most SWITCH_INTERVAL for Python's lock, which the event loop may have. (With the default of
+      5 ms the first token of short prompts to S came a fifth later.)
     """
     check_decoder(decoder, weights, threads, device)
     dev, step = pick_device(device), None
@@ -40,22 +43,10 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         print(f"decoder: {step.name}", file=sys.stderr)
     token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)
     engine = Engine(model, step, token_bytes, tokenizer.end_of_text, **settings)
-    n_positions = engine.stats.blocks_total * engine.cache.blocks.block_size
     engine.start()
     served = Served(name or os.path.basename(os.path.abspath(folder)), tokenizer, token_bytes,
-                    min(model.config.max_positions, n_positions), int(time.time()))
-    return engine, served
-
-
-def load_for_process(*args, **settings):
-    """
-    `load_engine`, for a process that serves one model until it ends. It sets two things of the interpreter:
-    - Later garbage collections leave out what there is now: torch's objects take 0.1 s, in which all samples wait.
-    - The engine waits at most SWITCH_INTERVAL for Python's lock, which the event loop may have. (With the default of
-      5 ms the first token of short prompts to S came a fifth later.)
-    """
-    loaded = load_engine(*args, **settings)
+                    min(model.config.max_positions, engine.cache.n_seq * engine.cache.page_size), int(time.time()))
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    return loaded
+    return engine, served

@@ -11,7 +11,7 @@ import os
 
 from ray import serve
 
-from serving.loading import load_for_process
+from serving.loading import load_engine
 from serving.server import Service, make_app
 
 
@@ -22,7 +22,7 @@ def app(arguments):
     api_key = str(settings.pop('api_key', ''))
 
     def build():  # called in each replica
-        loaded = load_for_process(**settings)
+        loaded = load_engine(**settings)
         return make_app(Service(lambda: loaded, api_key))
 
     replica = serve.deployment(name='nanogpt', num_replicas=num_replicas, ray_actor_options={'num_cpus': num_cpus},

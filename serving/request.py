@@ -1,12 +1,21 @@
-"""What a client asks for: a `Request` with its `SamplingParams`; and what it gets step by step: `Output`s."""
+"""
+What a client asks for: a `Request` with its `SamplingParams`. What it gets: `Output`s, and how often it gets them.
+"""
 import math
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 MOST_LOGPROBS = 5  # tokens besides the sampled one
 MOST_STOPS = 4
 MOST_SAMPLES = 128
+LARGEST_BIAS = 100
+PAUSE, LONGEST_PAUSE = 0.04, 0.2  # seconds between two chunks of a stream, at least and at most
+CHUNKS = 400  # the number of chunks that all streams together write in a second: each chunk takes time from the model
+
+LIMITS = {'ge': (operator.ge, 'at least'), 'gt': (operator.gt, 'above'), 'le': (operator.le, 'at most'),
+          'lt': (operator.lt, 'below')}  # of the values of a setting, by the names that pydantic has for them
 
 
 def check(name, value, fits, expected):
@@ -14,54 +23,59 @@ def check(name, value, fits, expected):
         raise ValueError(f"{name} must be {expected}, not {value!r}")
 
 
+def setting(default, description=None, **limits):
+    """
+    A field of `SamplingParams` that the body of the API has too, with the same default and limits, see `LIMITS`.
+    description: for readers of the API.
+    """
+    return field(default=default, metadata={'description': description, **limits})
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """
     How the tokens of a sample are drawn, and when they end. The name and the fields are those of vLLM.
 
-    temperature divides the logits; 0 takes the largest. top_k: keep the k largest, 0 for all. top_p: keep the fewest
-    that hold this much probability. min_p: keep those with at least this share of the largest probability; it comes
-    first, then top_k, then top_p.
+    temperature divides the logits; 0 takes the largest. top_k: keep the k largest, 0 or -1 for all. top_p: keep the
+    fewest that hold this much probability. min_p: keep those with at least this share of the largest probability; it
+    comes first, then top_k, then top_p.
     presence_penalty, frequency_penalty: subtracted from the logit of a token that was generated, once and for each
     time. repetition_penalty: divides the positive logits of all tokens of prompt and sample, multiplies the negative.
-    logit_bias: pairs (token id, number that is added to its logit).
     min_tokens: so many tokens are generated before one of the stop tokens can be drawn. ignore_eos: the engine's
-    eos_token ends nothing. stop_token_ids: further tokens that end a sample.
+    eos_token ends nothing.
     logprobs: None, or how many of the likeliest tokens are reported beside each one that was drawn. Log probabilities
     are those of the model, before all of the above.
+    logit_bias: pairs (token id, number that is added to its logit). stop_token_ids: further tokens that end a sample.
     prompt_logprobs: report them for each token of the prompt also. Such a request computes every logit that it reports.
 
     ValueError on values that make no sense.
     """
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = setting(1.0, "0 takes the likeliest token each time", ge=0)
+    top_p: float = setting(1.0, gt=0, le=1)
+    top_k: int = setting(0, "draw from the k likeliest tokens; 0 and -1 draw from all", ge=-1, lt=2**31)
+    min_p: float = setting(0.0, ge=0, le=1)
+    presence_penalty: float = setting(0.0, ge=-2, le=2)
+    frequency_penalty: float = setting(0.0, ge=-2, le=2)
+    repetition_penalty: float = setting(1.0, ge=0.01, le=100)
+    min_tokens: int = setting(0, ge=0)
+    ignore_eos: bool = setting(False)
+    logprobs: int | None = setting(None, ge=0, le=MOST_LOGPROBS)
     logit_bias: tuple = ()
-    min_tokens: int = 0
-    ignore_eos: bool = False
     stop_token_ids: tuple = ()
-    logprobs: int | None = None
     prompt_logprobs: bool = False
 
     def __post_init__(self):
-        # a temperature below 1e-30 would make infinite numbers of logits
+        for each in fields(self):
+            value = getattr(self, each.name)
+            for limit, bound in each.metadata.items():
+                if limit in LIMITS and value is not None:
+                    holds, words = LIMITS[limit]
+                    check(each.name, value, holds(value, bound), f"{words} {bound}")
+        # a smaller temperature would make infinite numbers of logits
         check('temperature', self.temperature, self.temperature == 0 or 1e-30 < self.temperature < math.inf,
               "0 (greedy) or positive, above 1e-30")
-        check('top_p', self.top_p, 0 < self.top_p <= 1, "in (0, 1]; 1 draws from all tokens")
-        check('top_k', self.top_k, 0 <= self.top_k < 2**31, "0 (all tokens) or positive")
-        check('min_p', self.min_p, 0 <= self.min_p <= 1, "in [0, 1]")
-        for name in ('presence_penalty', 'frequency_penalty'):
-            check(name, getattr(self, name), -2 <= getattr(self, name) <= 2, "in [-2, 2]")
-        check('repetition_penalty', self.repetition_penalty, 0.01 <= self.repetition_penalty <= 100, "in [0.01, 100]")
-        check('logprobs', self.logprobs, self.logprobs is None or 0 <= self.logprobs <= MOST_LOGPROBS,
-              f"None or 0 to {MOST_LOGPROBS}")
-        check('min_tokens', self.min_tokens, self.min_tokens >= 0, "at least 0")
         for _, bias in self.logit_bias:
-            check('logit_bias', bias, -100 <= bias <= 100, "numbers in [-100, 100]")
+            check('logit_bias', bias, abs(bias) <= LARGEST_BIAS, f"numbers in [-{LARGEST_BIAS}, {LARGEST_BIAS}]")
 
 
 @dataclass(eq=False)
@@ -138,3 +152,11 @@ class Output(NamedTuple):
     prompt_logprobs: list | None = None
     n_cached: int | None = None
     error: str | None = None
+
+
+def pause(n_streams):
+    """
+    Seconds between two chunks of a stream, if there are n_streams streams. The engine delivers tokens as often as the
+    server writes chunks.
+    """
+    return min(max(PAUSE, n_streams / CHUNKS), LONGEST_PAUSE)

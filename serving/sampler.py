@@ -7,6 +7,9 @@ from decode.kernel.threads import LINE, aligned, n_cores
 from decode.metadata import NextTokens
 from serving.request import Logprobs
 
+# settings that are numbers, in the order of the columns of draws.py
+SETTINGS = ('temperature', 'top_k', 'top_p', 'min_p', 'presence_penalty', 'frequency_penalty', 'repetition_penalty')
+
 
 class Drawing:
     """
@@ -21,9 +24,8 @@ class Drawing:
 
     def __init__(self, request, index, stop_ids, vocab_size):
         p = request.params
-        self.settings = (p.temperature, min(p.top_k, vocab_size), p.top_p, p.min_p, p.presence_penalty,
-                         p.frequency_penalty, p.repetition_penalty)
-        self.seed, self.n_generated = (request.seed + index) % 2**64, 0
+        settings = {name: getattr(p, name) for name in SETTINGS} | {'top_k': min(max(p.top_k, 0), vocab_size)}
+        self.settings, self.seed, self.n_generated = tuple(settings.values()), (request.seed + index) % 2**64, 0
         self.stops, self.counts, self.kept = sorted(stop_ids), None, []
         of_penalties, of_biases = (0, 0), (0, 0, 0)
         if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1:
@@ -54,7 +56,9 @@ class Sampler:
 
     def __init__(self, vocab_size):
         self.vocab_size, self.scratch = vocab_size, np.empty((n_cores(), N_SCRATCH, vocab_size))
-        self.interrupt, self.drawings = aligned(LINE, np.int64), None
+        self.interrupt = aligned(LINE, np.int64)
+        self.rows = self.drawings = None  # of the table
+        self.uncounted = False  # has the table counted tokens that were not noted by `drawn_by`?
         self.draw(np.zeros((1, vocab_size), np.float32), [], [])  # compiles, or loads what is compiled
         self.logprobs(np.zeros((1, vocab_size), np.float32), [0], 1)
 
@@ -70,27 +74,26 @@ class Sampler:
     def several(self, n_steps, until, newest, rows, drawings):
         """
         `NextTokens` for up to n_steps steps in which each `Drawing` draws from its row of the logits. newest: the last
-        token of each. until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. The caller gives
-        the result to `drawn_by` when the steps are done. The same list of drawings may be given again, with the same
-        rows, if nothing else has added tokens to them since.
+        token of each. until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. When the steps are
+        done, the caller gives the result to `drawn_by`. After a failure it restores each `Drawing` instead.
         """
-        if drawings is not self.drawings:
+        if self.uncounted or (rows, drawings) != (self.rows, self.drawings):
             self.describe(rows, drawings)
+        self.uncounted = True
         tokens = np.empty((n_steps + 1, len(newest)), np.int64)
         tokens[0], self.table[table.UNTIL] = newest, until
-        return NextTokens(DRAW, self.table, tokens, kept=(self.arrays, self.drawings))
+        return NextTokens(DRAW, self.table, tokens, kept=(self.arrays, drawings))
 
     def drawn_by(self, next_tokens):
         """Note the tokens that the steps of `several` have drawn. Returns a list of tokens for each step."""
-        n = next_tokens.n_drawn
+        n, self.uncounted = next_tokens.n_drawn, False
         for d in self.drawings:
             d.n_generated += n
         return next_tokens.tokens[1:n + 1].tolist()
 
     def describe(self, rows, drawings):
         """Write the table of these drawings; it has the addresses of arrays that are attributes here."""
-        known, self.drawings = self.drawings, None  # an interrupt leaves no table for other drawings
-        if drawings != known:
+        if drawings != self.drawings:
             starts, stops = [0], []
             for d in drawings:
                 stops += d.stops
@@ -109,7 +112,7 @@ class Sampler:
         self.table[table.N_THREADS] = len(self.scratch)
         for index, array in self.arrays.items():
             self.table[index] = array.ctypes.data
-        self.drawings = drawings
+        self.rows, self.drawings, self.uncounted = rows, drawings, False
 
     def logprobs(self, logits, tokens, k):
         """A `Logprobs` with the k likeliest tokens for each row of logits (W, vocab_size) and its token."""

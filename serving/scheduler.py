@@ -2,17 +2,18 @@
 Who runs next. There are no phases: a `Sample` has tokens, of which so many are computed, and each step lets computed
 catch up. After vLLM's scheduler. Pure Python.
 
-    plan = scheduler.plan()               [(sample, how many of its next tokens this step computes), ...]
+    plan, n_steps = scheduler.plan()      [(sample, how many of its next tokens a step computes), ...]
     ...                                   one step of the model
     caught_up = scheduler.commit(plan)    a token is drawn for each of these, and added to its tokens
 
-If the plan is `steady`, `n_repeats` steps of it may follow each other. The caller then draws a token of each sample
-behind each step, and calls `commit_repeats` once instead of `commit`.
+If n_steps is not 0, the plan is of decode steps: one token of each sample, the newest one. Up to n_steps of them may
+follow each other, for which blocks are reserved. The caller draws a token of each sample behind each of them, and then
+calls `commit_steps` instead of `commit`.
 """
 from bisect import insort
 from collections import deque
 
-MOST_REPEATS = 64  # of a plan
+MOST_STEPS = 64  # that are reserved at a time
 
 
 class Sample:
@@ -23,16 +24,18 @@ class Sample:
     in the cache, as its sequence `handle`; without a handle none are. rank: the order of arrival. siblings: the other
     samples of the request, which begin as forks of this one once its prompt is computed. scores: are the logits of all
     tokens of the prompt wanted? They are computed then, whatever is remembered. n_cached: how many tokens of the prompt
-    were found in remembered blocks when it first ran. progress: what the engine keeps of it.
+    were found in remembered blocks when it first ran.
+
+    live, drawing, text, stop_ids, scored, first_time: what the engine keeps of it, see `EngineCore.begin`.
     """
     __slots__ = ('request', 'index', 'rank', 'tokens', 'n_prompt', 'n_end', 'computed', 'handle', 'siblings', 'scores',
-                 'n_cached', 'finished', 'progress')
+                 'n_cached', 'finished', 'live', 'drawing', 'text', 'stop_ids', 'scored', 'first_time')
 
     def __init__(self, request, index, rank):
         self.request, self.index, self.rank, self.finished = request, index, rank, False
         self.tokens, self.n_prompt = list(request.prompt), len(request.prompt)
         self.n_end = self.n_prompt + request.max_tokens
-        self.computed, self.handle, self.siblings, self.n_cached, self.progress = 0, None, [], None, None
+        self.computed, self.handle, self.siblings, self.n_cached = 0, None, [], None
         self.scores = request.params.prompt_logprobs and index == 0
 
     def __lt__(self, other):
@@ -50,42 +53,42 @@ class Sample:
 class Scheduler:
     """
     cache: a `PagedCache`; nothing else begins or frees its sequences. budget: the largest number of tokens that a step
-    computes. scored_at_once: how many tokens of a sample that `scores` a step may compute; None for any number.
+    computes.
 
     The oldest samples come first. Each that runs gets one token of a step; what is left of the budget goes to those
-    that lack more, in order of age, so that a long prompt holds up no other sample. When blocks run out, the newest
-    sample loses its blocks and waits again; its tokens are computed anew later. So the oldest one advances in every
-    step.
+    that lack more, in order of age, so that a long prompt holds up no other sample. When a step finds too few blocks,
+    the newest sample loses its own and waits again; its tokens are computed anew later. So the oldest one always
+    advances.
 
-    A sample begins to run only if there are blocks for all of its tokens, and for block_size more of it and of each
-    that runs. So it does not take blocks only to lose them again in the next step.
+    A sample begins to run only if there are blocks for all of its tokens, and for page_size more of it and of each that
+    runs. So it does not take blocks only to lose them again in the next step. Blocks that are reserved for later steps
+    keep no sample waiting: they are released where it would find no room otherwise.
 
     running, waiting: samples, the oldest first. All that run are older than all that wait. Siblings are in neither
     before they begin.
     """
 
-    def __init__(self, cache, budget, scored_at_once=None):
+    def __init__(self, cache, budget):
         if budget < 1:
             raise ValueError(f"a step must be allowed to compute at least 1 token, not {budget}")
-        self.cache, self.budget, self.block_size = cache, budget, cache.blocks.block_size
-        self.at_once = cache.window + 1 if cache.window else budget
-        self.scored_at_once = scored_at_once or self.at_once
+        self.cache, self.budget = cache, budget
+        self.at_once = cache.window + 1 if cache.window else budget  # the most tokens of a sample in a step
         self.running, self.waiting, self.n_submitted = [], deque(), 0
-        self.steady = None  # the last plan, if it is of decode steps and the same samples run on: the next is the same
-        self.n_repeats = 0  # so many steps of the steady plan may follow each other, and need no other plan
-        self.no_room = None  # what was so when the first that waits found no room: (it, free blocks, how many ran)
+        self.decode_plan = None  # the last plan, if it is of decode steps and the same samples still run
+        self.n_reserved = 0      # for so many more steps of it blocks are reserved
+        self.refused = None      # when a sample found no room: (the sample, free blocks, samples that ran)
         self.n_preempted = self.n_looked_up = self.n_found = 0  # the last two are tokens of prompts
 
     def check(self, request):
         """ValueError if a request can never fit into the pool or into the model's context."""
         n, most = len(request.prompt) + request.max_tokens, self.cache.model.config.max_positions
+        asked = f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: "
         if n > most:
-            raise ValueError(f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: "
-                             f"together {n}, but the model's context is {most} tokens")
-        n_blocks = self.cache.n_needed(max(len(request.prompt), n - 1))  # the last token is not fed
+            raise ValueError(f"{asked}together {n}, but the model's context is {most} tokens")
+        n_blocks = self.cache.n_missing(None, max(len(request.prompt), n - 1))  # the last token is not fed
         if n_blocks > self.cache.n_seq:
-            raise ValueError(f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: "
-                             f"this takes {n_blocks} blocks of {self.block_size}, but the pool has {self.cache.n_seq}")
+            raise ValueError(f"{asked}this takes {n_blocks} blocks of {self.cache.page_size}, but the pool has "
+                             f"{self.cache.n_seq}")
 
     def submit(self, request):
         """A checked request's samples wait behind all others. Returns them."""
@@ -97,134 +100,109 @@ class Scheduler:
 
     def plan(self):
         """
-        [(sample, n)], the oldest first: the next n tokens of each of these are to be computed in one step, for which
-        there are blocks. Empty only if there are no samples.
+        (plan, n_steps), see above. plan: the oldest first, and empty only if there are no samples. For decode steps
+        there are blocks; another step may find too few, and `preempt_newest` makes room for it.
         """
-        while self.waiting and self.running and self.waiting[0] < self.running[-1]:
-            self.preempt(self.running[-1])  # for a sibling that could not be forked, see `commit`
-        n_preempted = self.n_preempted
-        plan = self.plan_running()
-        complete = self.n_preempted == n_preempted and len(plan) == len(self.running)
-        if complete and self.waiting and not self.has_no_room():
-            begun = self.plan_waiting(self.budget - sum(n for _, n in plan))
-            if begun:
-                return plan + begun
-        if plan and complete and not self.steady and all([sample.decodes for sample, _ in plan]):
-            self.steady, self.n_repeats = plan, self.count_repeats(plan, self.cache.n_free)
+        while True:
+            while self.waiting and self.running and self.waiting[0] < self.running[-1]:
+                self.preempt_newest()  # for a sibling that could not be forked, see `fork`
+            plan = self.decode_plan or self.plan_running()
+            if self.waiting and not self.is_refused(self.waiting[0]):
+                begun = self.plan_waiting(self.budget - sum([n for _, n in plan]))
+                if begun:
+                    return plan + begun, 0
+            if not self.decode_plan:
+                if not plan or len(plan) < len(self.running) or not all([sample.decodes for sample, _ in plan]):
+                    return plan, 0
+                self.decode_plan, self.n_reserved = plan, 0
+            if not self.n_reserved:
+                n = min(MOST_STEPS, min([sample.n_end - len(sample.tokens) for sample, _ in plan]))
+                self.n_reserved = self.reserve(n)
+            if self.n_reserved:
+                return plan, self.n_reserved
+            self.preempt_newest()
+
+    def plan_running(self):
+        """The part of the plan for those that run."""
+        plan, spare = [], self.budget - len(self.running)
+        for sample in self.running[:self.budget]:
+            n = len(sample.tokens) - sample.computed
+            if n > 1:
+                n = min(n, 1 + max(0, spare), self.at_once)
+                spare -= n - 1
+            plan.append((sample, n))
         return plan
 
     def plan_waiting(self, budget):
         """Begin samples that wait, in order, while there is room. Returns their part of the plan."""
-        plan, ahead, compare = [], sum(map(self.missing_ahead, self.running)), True
-        while budget and self.waiting:
-            missing = self.begin(self.waiting[0], ahead, compare)
-            compare = False
+        plan, promised = [], None  # promised: the sum of `n_missing` of all that run
+        while budget > 0 and self.waiting:
+            if promised is None:
+                promised = sum(map(self.n_missing, self.running))
+            sample = self.waiting[0]
+            missing = self.begin(sample, promised)
             if missing is None:
-                if not self.cache.release_ahead([sample.handle for sample in self.running]):
+                n_free = self.cache.n_free
+                self.n_reserved = self.reserve(0)
+                if self.cache.n_free == n_free:
                     break
-                ahead = sum(map(self.missing_ahead, self.running))
+                promised = None
                 continue
-            sample = self.waiting.popleft()
-            self.running.append(sample)
-            self.steady = None
-            ahead += missing
-            n = min(len(sample.tokens) - sample.computed, budget, self.most(sample))
+            self.running.append(self.waiting.popleft())
+            self.decode_plan = None
+            promised += missing
+            n = min(len(sample.tokens) - sample.computed, budget, self.at_once)
             plan.append((sample, n))
             budget -= n
         return plan
 
-    def has_no_room(self):
-        """Was there no room for the first that waits, and is there no more now?"""
-        if not self.no_room:
+    def reserve(self, n):
+        """Blocks for the next n tokens of each sample that runs, and for no later ones. Returns for how many of n."""
+        return self.cache.reserve([sample.handle for sample in self.running], n)
+
+    def n_missing(self, sample):
+        """How many free blocks a sample takes for all of its tokens and for page_size more, if it gets so many."""
+        n = len(sample.tokens)
+        n = max(n, min(n + self.cache.page_size, sample.n_end - 1))
+        return self.cache.n_missing(sample.handle, n - sample.computed)
+
+    def is_refused(self, sample):
+        """Was there no room for a sample that waits, and has nothing changed since that could have made room?"""
+        if not self.refused:
             return False
-        sample, n_free, n_ran = self.no_room
-        return sample is self.waiting[0] and self.cache.n_free <= n_free and len(self.running) >= n_ran
+        refused, n_free, n_ran = self.refused
+        return sample is refused and self.cache.n_free <= n_free and len(self.running) >= n_ran
 
-    def plan_running(self):
-        """The part of the plan for those that run. If blocks do not suffice the newest are preempted."""
-        plan, cache, running = [], self.cache, self.running
-        spare, free = self.budget - len(running), cache.n_free
-        # a sample takes at most one block for its first token, or for a copy of its last block, and one for a rest
-        is_tight = free < 2 * len(running) + self.budget // self.block_size
-        if self.steady:
-            self.n_repeats = self.n_repeats or self.count_repeats(self.steady, free)
-            if self.n_repeats:
-                return self.steady
-            self.steady = None
-        for sample in running[:self.budget]:
-            if sample.handle is None:  # it was preempted, and so were all after it
-                break
-            n = len(sample.tokens) - sample.computed
-            if n > 1:
-                n = min(n, 1 + max(0, spare), self.most(sample))
-                spare -= n - 1
-            if is_tight:
-                missing = cache.n_missing(sample.handle, n)
-                while missing > free and running[-1] is not sample:
-                    self.preempt(running[-1])
-                    free = cache.n_free - sum(cache.n_missing(s.handle, n) for s, n in plan)
-                    missing = cache.n_missing(sample.handle, n)
-                if missing > free:
-                    self.preempt(sample)
-                    break
-                free -= missing
-            plan.append((sample, n))
-        return plan
-
-    def count_repeats(self, plan, free):
+    def begin(self, sample, promised):
         """
-        `n_repeats` of a plan of decode steps: until a sample has all of its tokens, at most MOST_REPEATS, and fewer if
-        there are not enough free blocks. 0: not even one step.
-        """
-        n = min(MOST_REPEATS, min([sample.n_end - len(sample.tokens) for sample, _ in plan]))
-        if self.cache.window:
-            n = min(n, self.cache.window + 1)  # for more, `PagedCache.n_missing` is an estimate
-        # a sample takes a block for each block_size tokens, one for a rest, and a copy of its last one
-        is_tight = free < (n // self.block_size + 2) * len(plan)
-        while n and is_tight and sum([self.cache.n_missing(s.handle, n) for s, _ in plan]) > free:
-            n //= 2
-        return n
-
-    def most(self, sample):
-        return self.scored_at_once if sample.scores else self.at_once
-
-    def begin(self, sample, ahead, compare):
-        """
-        Begin a sequence for a sample, if there is room. Returns how many blocks it will take, see `missing_ahead`, or
-        None if there is no room. ahead: the sum of `missing_ahead` of all that run. compare: see
-        `PagedCache.reuse_prefix`.
+        Begin a sequence for a sample, if there is room behind the blocks that are promised to others. Returns its
+        `n_missing`, or None if there is no room.
         """
         cache, n_running = self.cache, len(self.running)
         if n_running < cache.n_seq:
             salt = object() if sample.scores else sample.request.cache_salt  # nothing is found for a new object
             sample.handle = cache.new(salt)
-            sample.computed = cache.reuse_prefix(sample.handle, sample.tokens, compare)
+            sample.computed = cache.reuse_prefix(sample.handle, sample.tokens)
             if cache.window:  # blocks that it shares now are not freed behind the windows of others
-                ahead = sum(map(self.missing_ahead, self.running))
-            missing = self.missing_ahead(sample)
-            if ahead + missing <= cache.n_free:
+                promised = sum(map(self.n_missing, self.running))
+            missing = self.n_missing(sample)
+            if promised + missing <= cache.n_free:
                 if sample.n_cached is None:
                     sample.n_cached = sample.computed
                     self.n_looked_up += sample.n_prompt
                     self.n_found += sample.computed
-                self.no_room = None
+                self.refused = None
                 return missing
             self.release(sample)
-        self.no_room = sample, cache.n_free, n_running
+        self.refused = sample, cache.n_free, n_running
         return None
-
-    def missing_ahead(self, sample):
-        """How many blocks a sample takes for all of its tokens and for block_size more, if it gets so many."""
-        n = len(sample.tokens)
-        n = max(n, min(n + self.block_size, sample.n_end - 1))
-        return self.cache.n_missing(sample.handle, n - sample.computed)
 
     def commit(self, plan):
         """
         A step has computed a plan. Returns [(sample, the number of its row)] of those that have caught up, and for
         which a token is drawn. Siblings of a sample with a computed prompt are among them: they are forks now.
         """
-        caught_up, self.n_repeats = [], 0
+        caught_up, self.n_reserved = [], 0
         for row, (sample, n) in enumerate(plan):
             sample.computed += n
             if sample.computed == len(sample.tokens):
@@ -234,9 +212,9 @@ class Scheduler:
                     caught_up += [(sibling, row) for sibling in self.fork(sample)]
         return caught_up
 
-    def commit_repeats(self, plan, n):
-        """`n_repeats` steps, or fewer, have computed the steady plan; a token is drawn behind each token."""
-        self.n_repeats -= n
+    def commit_steps(self, plan, n):
+        """n steps have computed a plan of decode steps; a token is drawn behind each token."""
+        self.n_reserved -= n
         for sample, _ in plan:
             sample.computed += n
 
@@ -247,10 +225,13 @@ class Scheduler:
             if len(self.running) < self.cache.n_seq:
                 sibling.handle, sibling.computed = self.cache.fork(sample.handle), sample.computed
                 insort(self.running, sibling)
-                self.steady = None
+                self.decode_plan = None
             else:
                 insort(self.waiting, sibling)
         return siblings
+
+    def preempt_newest(self):
+        self.preempt(self.running[-1])
 
     def preempt(self, sample):
         """Free the blocks of a sample that runs. It waits until there is room to compute all of its tokens again."""
@@ -268,14 +249,14 @@ class Scheduler:
 
     def clear(self):
         """Forget all samples, and free all sequences of the cache."""
-        self.running, self.no_room, self.steady = [], None, None
+        self.running, self.refused, self.decode_plan = [], None, None
         self.waiting.clear()
-        for handle in list(self.cache.lengths):
+        for handle in list(self.cache.records):
             self.cache.free(handle)
 
     def stop_running(self, sample):
-        self.steady = None  # first: an interrupt behind it leaves no plan with a sample that does not run
         self.running.remove(sample)
+        self.decode_plan = None
         self.release(sample)
 
     def release(self, sample):

@@ -21,13 +21,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from serving.answer import JSON, Answer, Bell, Completion, Mailbox
 from serving.api import APIError, CompletionBody, DetokenizeBody, TokenizeBody, parsed, requests_of, too_long
-from serving.completion import Completion
-from serving.delivery import JSON, Answer, Bell, Mailbox
 from serving.engine import QueueFull
-from serving.metrics import FORMAT, Metrics
 from serving.openapi import openapi
 from serving.request import Output
+from serving.stats import FORMAT
 
 LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
@@ -46,7 +45,7 @@ class Service:
 
     def __init__(self, load, api_key='', max_body=4 * 2**20):
         self.load, self.api_key, self.max_body = load, api_key, max_body
-        self.engine = self.served = self.metrics = self.bell = self.error = None
+        self.engine = self.served = self.bell = self.error = None
         self.status, self.mailboxes = 'loading', set()
 
     def start_loading(self, loaded=lambda: None):
@@ -54,7 +53,7 @@ class Service:
         def load():
             try:
                 engine, self.served = self.load()
-                self.engine, self.metrics = engine, Metrics(engine)
+                self.engine = engine
                 self.status = 'ready' if self.status == 'loading' else self.status
             except BaseException as e:
                 self.status, self.error = 'failed', e
@@ -63,7 +62,7 @@ class Service:
 
     def check_loaded(self):
         """APIError 503 unless there is a model. It may be draining."""
-        if self.metrics is None:
+        if self.engine is None:
             raise APIError(503, "the model is being loaded: try again later", code='loading',
                            headers={'retry-after': '5'})
 
@@ -203,7 +202,7 @@ async def health(service, request):
 
 async def metrics(service, request):
     service.check_loaded()
-    return Response(service.metrics.text(), headers={'content-type': FORMAT})
+    return Response(service.engine.stats.text(), headers={'content-type': FORMAT})
 
 
 async def tokenize(service, request):

@@ -4,16 +4,18 @@ from contextlib import contextmanager
 
 import httpx
 import uvicorn
+from small_engine import served_by
 
 from serving.server import Process, Service, listen, make_app
 
 
 @contextmanager
-def serving(engine, served, drain_seconds=5, cors_origin='', load=None, **settings):
+def serving(engine, served=None, drain_seconds=5, cors_origin='', load=None, **settings):
     """Yields an httpx.Client whose addresses are relative to the server; `client.service` is its `Service`."""
-    service = Service(load or (lambda: (engine, served)), **settings)
+    service = Service(load or (lambda: (engine, served or served_by(engine))), **settings)
     ready = threading.Event()
     listener = listen('127.0.0.1', 0)
+    address = f'http://127.0.0.1:{listener.getsockname()[1]}'
     process = Process(uvicorn.Config(None, log_level='warning', access_log=False, timeout_graceful_shutdown=1),
                       service, drain_seconds)
     process.config.app = make_app(service, cors_origin, lambda: (process.loaded(), ready.set()))
@@ -22,7 +24,7 @@ def serving(engine, served, drain_seconds=5, cors_origin='', load=None, **settin
     try:
         if load is None:
             assert ready.wait(20)
-        with httpx.Client(base_url=f'http://127.0.0.1:{listener.getsockname()[1]}', timeout=20) as client:
+        with httpx.Client(base_url=address, timeout=20) as client:
             client.service, client.process, client.thread = service, process, thread
             yield client
     finally:

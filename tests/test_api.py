@@ -7,11 +7,13 @@ for package in ('pydantic', 'orjson', 'prometheus_client'):
     pytest.importorskip(package, reason="needs requirements-serve.txt")
 
 import orjson
-from fake_engine import CHARS, SERVED
+from small_engine import CHARS, served_by
 
+from serving.answer import DONE, Completion
 from serving.api import APIError, CompletionBody, DetokenizeBody, TokenizeBody, biases, parsed, requests_of
-from serving.completion import DONE, Completion
 from serving.request import Logprobs, Output
+
+SERVED = served_by(None, max_tokens=64)
 
 
 def completion_body(**fields):
@@ -95,7 +97,7 @@ def test_too_long_is_context_length_exceeded():
 
 
 def test_another_model_is_404():
-    assert requests(model='fake') and requests(model=None)
+    assert requests(model='toy') and requests(model=None)
     with pytest.raises(APIError) as caught:
         requests(model='gpt-4')
     assert (caught.value.status, caught.value.param, caught.value.code) == (404, 'model', 'model_not_found')
@@ -106,7 +108,7 @@ def test_a_body_becomes_requests():
                              logprobs=3, echo=True, cache_salt='me', user='somebody', stop_token_ids=[4], min_tokens=2)
     assert (first.prompt, second.prompt, first.n, first.seed, second.seed) == ([0, 1], [2], 2, 5, 5)
     assert first.stop == ('x',) and first.cache_salt == 'me' and first.max_tokens == 16 and first.id != second.id
-    assert first.params.logit_bias == ((3, -1.0), (11, 2.5)) and first.params.top_k == 0
+    assert first.params.logit_bias == ((3, -1.0), (11, 2.5)) and first.params.top_k == -1
     assert first.params.prompt_logprobs and first.params.logprobs == 3 and first.params.min_tokens == 2
     assert not requests(logprobs=3)[0].params.prompt_logprobs and not requests(echo=True)[0].params.prompt_logprobs
     assert requests(prompt=[3, 4])[0].prompt == [3, 4] and requests(prompt=[[3], [4]])[1].prompt == [4]

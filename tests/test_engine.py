@@ -37,7 +37,7 @@ def test_tokens_and_bits_are_those_of_the_request_alone(how, weights):
             for _ in range(chooser.choice([0, 1, 3])):
                 engine.run_once()
         run(engine)
-        found, preempted = found + engine.stats.prefix_hits, preempted + engine.stats.preemptions
+        found, preempted = found + engine.scheduler.n_found, preempted + engine.scheduler.n_preempted
         for got in all_got:
             expected = alone(decoder, got.request)
             if n_logprobs is None:  # then steps of one plan are delivered together
@@ -52,7 +52,7 @@ def test_tokens_and_bits_are_those_of_the_request_alone(how, weights):
 def test_greedy_equals_generate_without_cache(with_decoder):
     model = model_of(SHAPES[1], 3)
     decoder = CPUDecoder(model, threads=1) if with_decoder else None
-    engine = Engine(model, decoder, BYTES, n_blocks=12, block_size=8, max_num_batched_tokens=10)
+    engine = Engine(model, decoder, BYTES, n_blocks=12, page_size=8, max_num_batched_tokens=10)
     prompts = [[i, 5, 7, i][:1 + i % 4] for i in range(8)]
     all_got = [submit(engine, str(i), prompt, 20, temperature=0.0) for i, prompt in enumerate(prompts)]
     run(engine)
@@ -77,7 +77,7 @@ def test_preempted_keeps_tokens_and_draws():
     engine, decoder = tiny(n_blocks=12)
     all_got = [submit(engine, str(i), [i, i, 4], 40, seed=i, logprobs=5) for i in range(3)]
     run(engine)
-    assert engine.stats.preemptions
+    assert engine.scheduler.n_preempted
     for got in all_got:
         assert list(zip(got.tokens, got.logprobs)) == alone(decoder, got.request)
         assert got.n_calls == 40, "one token a step, and none twice"
@@ -174,7 +174,7 @@ def test_new_weights_are_used_from_the_next_token_on(monkeypatch, exclusive):
     for got, before in zip(all_got, old):
         request = Request('r', got.request.prompt + before, 12 - len(before), SamplingParams(temperature=0.0))
         assert got.tokens[0] == before + alone(fresh, request)[0][0]
-    assert again.first.n_cached == 0 or engine.stats.prefix_hits
+    assert again.first.n_cached == 0 or engine.scheduler.n_found
     assert again.tokens[0] == alone(fresh, again.request)[0][0][:7]
 
 

@@ -13,12 +13,11 @@ from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from toy_kernel import TOKEN, ToyKernel, begin_with_nan, chain_of, logits_of_chain, toy_model
+from toy_kernel import TOKEN, ToyKernel, begin_with_nan, chain_of, lengths_of, logits_of_chain, toy_model
 
 from serving import core
 from serving.engine import Engine
-from serving.pace import pause
-from serving.request import Request, SamplingParams
+from serving.request import Request, SamplingParams, pause
 from serving.sampler import Drawing, Sampler
 from tokenizer import TextStream
 
@@ -151,14 +150,14 @@ class Client:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(n_blocks=st.integers(5, 14), block_size=st.sampled_from([1, 2, 4, 8]), budget=st.integers(1, 12),
+    @initialize(n_blocks=st.integers(5, 14), page_size=st.sampled_from([1, 2, 4, 8]), budget=st.integers(1, 12),
                 how=st.sampled_from([dict(), dict(), dict(window=4, n_sink=2, position='rope'),
                                      dict(window=2, position='alibi')]))
-    def begin(self, n_blocks, block_size, budget, how):
+    def begin(self, n_blocks, page_size, budget, how):
         model = toy_model(block_size=24, vocab_size=V, **how)
-        n_blocks = n_blocks * 4 // block_size if not how else n_blocks + 12 // block_size
+        n_blocks = n_blocks * 4 // page_size if not how else n_blocks + 12 // page_size
         self.kernel, self.clients, self.n = Toy(model), {}, 0
-        self.engine = Engine(model, self.kernel, BYTES, EOS, n_blocks, block_size, budget)
+        self.engine = Engine(model, self.kernel, BYTES, EOS, n_blocks, page_size, budget)
         self.cache = self.kernel.cache = self.engine.cache
         core.pause = lambda n_streams: 1e9  # nothing depends on time
         begin_with_nan(self.cache)
@@ -177,7 +176,7 @@ class EngineMachine(RuleBasedStateMachine):
         try:
             self.engine.submit(request)
         except ValueError as e:
-            n_blocks = -(-(len(request.prompt) + max_tokens - 1) // self.cache.blocks.block_size)
+            n_blocks = -(-(len(request.prompt) + max_tokens - 1) // self.cache.page_size)
             assert 'context' in str(e) or n_blocks > self.cache.n_seq
             return
         self.clients[request.id] = client
@@ -194,14 +193,15 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(times=st.sampled_from([1, 1, 2, 5, 20]))
     def step(self, times):
         for _ in range(times):
-            before = self.engine.stats.steps
+            before, preempted = self.engine.stats.steps, self.engine.scheduler.n_preempted
             self.kernel.begin_step()
             with contextlib.redirect_stderr(io.StringIO()) as errors:
                 try:
                     ran = self.engine.run_once()
                 except KeyboardInterrupt:
                     ran = print('interrupted', file=sys.stderr) is None
-            assert not ran or self.engine.stats.steps > before or errors.getvalue()
+            gave_way = self.engine.scheduler.n_preempted > preempted
+            assert not ran or self.engine.stats.steps > before or gave_way or errors.getvalue()
             assert ran or not self.engine.live
             self.whole()
 
@@ -229,13 +229,13 @@ class EngineMachine(RuleBasedStateMachine):
             if client.wrong:
                 raise client.wrong
         blocks, scheduler = self.cache.blocks, self.engine.scheduler
-        tables = [block for table in blocks.tables.values() for block in table if block is not None]
+        tables = [block for record in self.cache.records.values() for block in record.table if block is not None]
         assert blocks.references == [tables.count(block) for block in range(len(blocks.references))]
         assert set(blocks.free) == {block for block, n in enumerate(blocks.references) if n == 0}
-        assert {s.handle: s.computed for s in scheduler.running} == self.cache.lengths
+        assert {s.handle: s.computed for s in scheduler.running} == lengths_of(self.cache)
         assert scheduler.running == sorted(scheduler.running)
         assert all(s.handle is None and s.computed == 0 for s in scheduler.waiting)
-        slots = self.cache.layers[0].k.data.view(len(blocks.references), blocks.block_size, -1)
+        slots = self.cache.layers[0].k.data.view(len(blocks.references), self.cache.page_size, -1)
         for block, prefix in enumerate(blocks.prefix_of):  # what can be found has been computed
             if prefix is not None:
                 assert slots[block, :, TOKEN].tolist() == list(prefix.tokens)
@@ -253,7 +253,7 @@ class EngineMachine(RuleBasedStateMachine):
                 if not ran:
                     break
                 self.whole()
-            assert not ran and not self.engine.live and not self.cache.lengths
+            assert not ran and not self.engine.live and not self.cache.records
             assert self.cache.n_free == self.cache.n_seq
             assert all(client.broken or all(client.ended) for client in self.clients.values())
 

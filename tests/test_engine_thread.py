@@ -72,14 +72,14 @@ def served():
     """(engine, kernel): the thread runs, and is stopped afterwards; then every block is free."""
     model = toy_model()
     kernel = Held(model)
-    engine = Engine(model, kernel, BYTES, None, n_blocks=24, block_size=4, max_num_batched_tokens=8, max_queue=4)
+    engine = Engine(model, kernel, BYTES, None, n_blocks=24, page_size=4, max_num_batched_tokens=8, max_queue=4)
     kernel.cache = engine.cache
     engine.start()
     yield engine, kernel
     kernel.go_on()
     engine.stop()
     assert not engine.thread.is_alive() and not engine.live
-    assert engine.cache.n_free == 24 and not engine.cache.lengths
+    assert engine.cache.n_free == 24 and not engine.cache.records
 
 
 def submit(engine, id, prompt=(1, 2, 3), max_tokens=4, n=1, **params):
@@ -95,7 +95,7 @@ def test_requests_are_answered(served):
     for i, client in enumerate(clients):
         assert client.wait().reasons == ['length'] * (1 + i) and all(len(t) == 4 for t in client.tokens)
     assert engine.stats.finished == {'length': 6} and engine.stats.generated_tokens == 24
-    assert len(engine.stats.first_token) == 3 and len(engine.stats.per_token) == 6
+    assert sum(engine.stats.first_token.counts) == 3 and sum(engine.stats.per_token.counts) == 6
 
 
 def test_a_soak_gives_each_what_it_gets_alone():
@@ -134,7 +134,7 @@ def test_disconnect_frees(served, when):
         assert (sample.computed < 10) is (when == 'prefill') and sample.handle is not None
     engine.abort('gone')
     kernel.step()
-    assert 'gone' not in engine.live and len(engine.cache.lengths) == 1
+    assert 'gone' not in engine.live and len(engine.cache.records) == 1
     assert gone.wait().reasons == ['abort'] and (gone.tokens == [[]]) is (when != 'decode')
     kernel.go_on()
     alone = other.wait().tokens
@@ -147,11 +147,11 @@ def test_cancel_n_frees_all(served):
     gone = submit(engine, 'gone', n=5, max_tokens=20)
     kernel.wait()
     kernel.step(3)
-    assert len(engine.cache.lengths) == 5
+    assert len(engine.cache.records) == 5
     other = submit(engine, 'other')
     engine.abort('gone')
     kernel.step()
-    assert len(engine.cache.lengths) == 1
+    assert len(engine.cache.records) == 1
     kernel.go_on()
     assert gone.wait().reasons == ['abort'] * 5 and other.wait().reasons == ['length']
 
@@ -315,4 +315,4 @@ def test_the_state_shows_the_pool(served, monkeypatch):
     engine.stop()
     state = engine.state()
     assert not any(block['samples'] for block in state['blocks']) and not state['running'] and not state['waiting']
-    assert state['block_size'] == 4 and state['n_blocks'] == len(state['blocks']) == 24
+    assert state['page_size'] == 4 and state['n_blocks'] == len(state['blocks']) == 24

@@ -13,7 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from serving_process import serving
-from stepping_engine import tiny_engine
+from small_engine import drawing_engine
 
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 DRIVER = shutil.which('chromedriver')
@@ -39,8 +39,8 @@ def browser():
 @pytest.fixture
 def page(browser):
     """A server with the page open. page.client: of the server. page.engine: its engine."""
-    engine, served = tiny_engine()
-    with serving(engine, served) as client:
+    engine = drawing_engine()
+    with serving(engine) as client:
         page = Page(browser, client, engine)
         page.open()
         browser.execute_script('sessionStorage.clear()')
@@ -250,8 +250,8 @@ def test_an_error_is_shown(page):
 
 
 def test_a_server_with_a_key_asks_for_it(browser):
-    engine, served = tiny_engine()
-    with serving(engine, served, api_key='secret') as client:
+    engine = drawing_engine()
+    with serving(engine, api_key='secret') as client:
         page = Page(browser, client, engine)
         browser.get(str(client.base_url))
         page.wait(lambda: page['#key'].is_displayed() and 'needs its API key' in page.text('#status'))

@@ -26,7 +26,7 @@ def address(trained):
     ray.init(num_cpus=2, include_dashboard=False,
              runtime_env={'env_vars': {'PYTHONPATH': paths, 'OMP_NUM_THREADS': '1'}})
     serve.start(http_options={'host': '127.0.0.1', 'port': port})
-    serve.run(app({'num_replicas': '2', 'num_cpus': '0.5', 'decoder': 'eager', 'n_blocks': '32', 'block_size': '4',
+    serve.run(app({'num_replicas': '2', 'num_cpus': '0.5', 'decoder': 'eager', 'n_blocks': '32', 'page_size': '4',
                    'out_dir': str(trained / 'out')}))
     yield f'http://127.0.0.1:{port}'
     serve.shutdown()

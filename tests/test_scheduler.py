@@ -1,10 +1,10 @@
 """The scheduler over a paged cache on the toy kernel: each test is named after a bug that an engine had."""
 import pytest
 import torch
-from toy_kernel import ToyKernel, begin_with_nan, chain_of, logits_of_chain, toy_model
+from toy_kernel import ToyKernel, begin_with_nan, chain_of, lengths_of, logits_of_chain, toy_model
 
+from kvcache.blocks import OutOfBlocks
 from kvcache.paged import PagedCache
-from kvcache.protocol import Work
 from serving.request import Request, SamplingParams
 from serving.scheduler import Scheduler
 
@@ -31,14 +31,20 @@ class Served:
 
     def step(self):
         """Run a step. Returns its plan, as [(sample, its tokens that were computed before, how many now)]."""
-        plan = self.scheduler.plan()
+        plan, n_steps = self.scheduler.plan()
         if not plan:
             return []
         assert sum(n for _, n in plan) <= self.scheduler.budget and all(n > 0 for _, n in plan)
         before = [(sample, sample.computed, n) for sample, n in plan]
-        logits = self.cache.step(Work(
-            [sample.handle for sample, _ in plan], [sample.computed for sample, _ in plan],
-            [torch.tensor(sample.tokens[sample.computed:sample.computed + n]) for sample, n in plan]))
+        assert not n_steps or all(sample.decodes for sample, _ in plan)
+        try:
+            logits = self.cache.step(
+                [sample.handle for sample, _ in plan], [sample.computed for sample, _ in plan],
+                [torch.tensor(sample.tokens[sample.computed:sample.computed + n]) for sample, n in plan])
+        except OutOfBlocks:
+            assert not n_steps and len(self.scheduler.running) > 1
+            self.scheduler.preempt_newest()
+            return self.step()
         self.n_computed += sum(n for _, n in plan)
         for sample, row in self.scheduler.commit(plan):
             sample.tokens.append(int(logits[row].argmax()))
@@ -50,10 +56,9 @@ class Served:
     def check(self):
         """References equal table counts, running ones are older than waiting ones, each in order."""
         blocks, s = self.cache.blocks, self.scheduler
-        tables = [block for table in blocks.tables.values() for block in table if block is not None]
+        tables = [block for record in self.cache.records.values() for block in record.table if block is not None]
         assert blocks.references == [tables.count(block) for block in range(len(blocks.references))]
-        assert {sample.handle for sample in s.running} == set(self.cache.lengths)
-        assert all(self.cache.lengths[sample.handle] == sample.computed for sample in s.running)
+        assert {sample.handle: sample.computed for sample in s.running} == lengths_of(self.cache)
         order = [*s.running, *s.waiting]
         assert order == sorted(order) or self.cache.n_seq == len(s.running)
         assert all(sample.handle is None and sample.computed == 0 for sample in s.waiting)
@@ -65,7 +70,7 @@ class Served:
         for sample in self.samples:
             if sample.finished and len(sample.tokens) == sample.n_end:
                 assert sample.tokens == self.alone(sample)
-        assert self.cache.n_free == self.cache.n_seq and not self.cache.lengths and not self.scheduler.waiting
+        assert self.cache.n_free == self.cache.n_seq and not self.cache.records and not self.scheduler.waiting
 
     def alone(self, sample):
         """The tokens of a sample by the definition of the toy kernel, without cache."""
@@ -73,10 +78,6 @@ class Served:
         while len(tokens) < sample.n_end:
             tokens.append(int(logits_of_chain(chain_of(tokens, self.kernel.version), V).argmax()))
         return tokens
-
-
-def texts_computed(served):
-    return [text for call in served.kernel.calls for text in call]
 
 
 @pytest.mark.parametrize('budget', [1, 3, 64])
@@ -94,7 +95,7 @@ def test_duplicate_prefix_never_frees_a_live_block():
     served.submit([1, 2, 3, 4, 5], max_tokens=2)
     served.submit([1, 2, 3, 4, 5], max_tokens=12)
     served.step()
-    tables = list(served.cache.blocks.tables.values())
+    tables = [record.table for record in served.cache.records.values()]
     assert not set(tables[0]) & set(tables[1])
     for i in range(6):
         served.submit([6 + i % 3, 2, 3, 4, 5], max_tokens=9)
@@ -197,10 +198,10 @@ def test_samples_share_the_blocks_of_their_prompt():
     served = Served()
     a, b, c = served.submit(range(9), max_tokens=4, n=3)
     assert [s for s, *_ in served.step()] == [a] and len(served.scheduler.running) == 3
-    tables = [served.cache.blocks.tables[s.handle] for s in (a, b, c)]
+    tables = [served.cache.records[s.handle].table for s in (a, b, c)]
     assert tables[0] == tables[1] == tables[2] and [len(s.tokens) for s in (a, b, c)] == [10] * 3
     served.step()
-    tables = [served.cache.blocks.tables[s.handle] for s in (a, b, c)]
+    tables = [served.cache.records[s.handle].table for s in (a, b, c)]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2] and len({table[2] for table in tables}) == 3
     served.run()
     assert served.n_computed == 9 + 3 * 3

@@ -13,8 +13,8 @@ for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client
 
 import httpx
 from conftest import ENVIRONMENT, ROOT, TIMEOUT
-from fake_engine import SERVED, FakeEngine, text_of
 from serving_process import serving
+from small_engine import spelled, spelling_engine
 from test_api import events
 
 
@@ -46,45 +46,27 @@ def read_all(connection):
     return int(head.split()[1]), body
 
 
-@pytest.mark.parametrize('stream', [True, False])
-@pytest.mark.parametrize('when', ['queued', 'prefill', 'decode'])
-def test_disconnect_frees(when, stream):
-    engine = FakeEngine(n_slots=0 if when == 'queued' else 1)
-    body = dict(prompt=['a', 'b'], n=2, max_tokens=40, stream=stream)
-    with serving(engine, SERVED) as client, post(client, body) as connection:
-        engine.until(lambda: len(engine.waiting) == 2)
-        if when != 'queued':
-            engine.admit()
-        for _ in range(3 * (when == 'decode')):
-            engine.step()
-        connection.close()
-        engine.until(lambda: not engine.waiting and not engine.running)
-        assert len(engine.aborted) == 2 and not client.service.mailboxes
-        assert client.get('/health').status_code == 200
-
-
 def test_disconnect_within_the_body():
     """A client that goes away before its body is complete asks for nothing; the server goes on."""
-    engine = FakeEngine()
-    with serving(engine, SERVED) as client:
+    engine = spelling_engine()
+    with serving(engine) as client:
         with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
             connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt": "a')
-        assert client.get('/health').status_code == 200 and not engine.waiting
+        assert client.get('/health').status_code == 200 and not engine.stats.requests
 
 
 def test_cancel_hits_only_its_request():
-    engine = FakeEngine()
-    with serving(engine, SERVED) as client:
-        with post(client, dict(prompt='a', seed=1, max_tokens=9)) as stays:
-            engine.until(lambda: len(engine.waiting) == 1)
-            with post(client, dict(prompt='a', seed=2, max_tokens=9)):
-                engine.until(lambda: len(engine.waiting) == 2)
+    engine = spelling_engine(n_allowed=0)
+    with serving(engine) as client:
+        with post(client, dict(prompt='a', max_tokens=9)) as stays:
+            with post(client, dict(prompt='b', max_tokens=9)):
+                engine.until(lambda: len(engine.live) == 2)
                 engine.step()
-            engine.until(lambda: len(engine.running) == 1)
-            for _ in range(8):
-                engine.step()
+            engine.until(lambda: len(engine.live) == 1)
+            engine.allow(float('inf'))
             status, answer = read_all(stays)
-    assert status == 200 and json.loads(answer)['choices'][0]['text'] == text_of(1, 9) and len(engine.aborted) == 1
+    assert status == 200 and json.loads(answer)['choices'][0]['text'] == spelled('a', 9)
+    assert engine.stats.finished == {'abort': 1, 'length': 1}
 
 
 def test_slow_reader_stalls_nobody():
@@ -92,56 +74,52 @@ def test_slow_reader_stalls_nobody():
     One client reads nothing while its whole answer, more than the buffers hold, is computed, and another one is served
     from begin to end. Then the slow one reads: its text is whole, in few chunks.
     """
-    n = 60_000
-    served = type(SERVED)(SERVED.name, SERVED.tokenizer, SERVED.token_bytes, 2 * n)
-    engine = FakeEngine(served=served)
-    body = dict(prompt='a', seed=0, max_tokens=n, stream=True, return_token_ids=True)
-    with serving(engine, served) as client, post(client, body, receive_buffer=4096) as slow:
-        engine.until(lambda: engine.waiting)
-        for _ in range(n):
-            engine.step()
-        assert len(engine.finished) == 1
-        engine.start()
-        quick = client.post('/v1/completions', json=dict(prompt='a', seed=3, max_tokens=50)).json()
-        assert quick['choices'][0]['text'] == text_of(3, 50)
+    n = 1000
+    engine = spelling_engine(block_size=2 * n, n_blocks=8 * n // 2)
+    body = dict(prompt='a', n=8, max_tokens=n, stream=True, logprobs=5)
+    with serving(engine) as client, post(client, body, receive_buffer=4096) as slow:
+        engine.until(lambda: engine.stats.finished == {'length': 8})
+        quick = client.post('/v1/completions', json=dict(prompt='d', max_tokens=50)).json()
+        assert quick['choices'][0]['text'] == spelled('d', 50)
         status, answer = read_all(slow)
-    chunks = events(answer)
-    assert status == 200 and chunks[-1] == b'[DONE]' and len(chunks) < n / 10
-    assert ''.join(chunk['choices'][0]['text'] for chunk in chunks[:-1]) == text_of(0, n)
+    chunks, texts = events(answer), [''] * 8
+    for chunk in chunks[:-1]:
+        (choice,) = chunk['choices']
+        texts[choice['index']] += choice['text']
+    assert status == 200 and chunks[-1] == b'[DONE]' and len(chunks) < n and len(answer) > 2**19
+    assert texts == [spelled('a', n)] * 8
 
 
 def test_drain_then_exit():
     """From the first signal on nothing new is taken; what runs is finished; then the server ends."""
-    engine = FakeEngine()
-    with serving(engine, SERVED, drain_seconds=60) as client:
-        body = dict(prompt='a', seed=0, max_tokens=5, stream=True)
-        with client.stream('POST', '/v1/completions', json=body) as answer:
+    engine = spelling_engine(n_allowed=0)
+    with serving(engine, drain_seconds=60) as client:
+        with client.stream('POST', '/v1/completions', json=dict(prompt='a', max_tokens=5, stream=True)) as answer:
             client.process.handle_exit(signal.SIGTERM, None)
             assert client.get('/health').json()['error']['code'] == 'draining'
             refused = client.post('/v1/completions', json={'prompt': 'a'})
             assert refused.status_code == 503 and refused.headers['retry-after']
-            for _ in range(5):
-                engine.step()
+            engine.allow(5)
             chunks = events(answer.read())
-        assert ''.join(chunk['choices'][0]['text'] for chunk in chunks[:-1]) == text_of(0, 5)
+        assert ''.join(chunk['choices'][0]['text'] for chunk in chunks[:-1]) == spelled('a', 5)
         client.thread.join(20)
-        assert not client.thread.is_alive() and engine.stopped and not engine.aborted
+        assert not client.thread.is_alive() and not engine.thread.is_alive() and engine.stats.finished == {'length': 1}
 
 
 @pytest.mark.parametrize('stream', [True, False])
 def test_a_drain_has_a_limit(stream):
-    engine, answers = FakeEngine(), []
-    with serving(engine, SERVED, drain_seconds=0) as client:
+    engine, answers = spelling_engine(n_allowed=0), []
+    with serving(engine, drain_seconds=0) as client:
         def ask():
             answers.append(client.post('/v1/completions', json=dict(prompt='a', stream=stream)))
         thread = threading.Thread(target=ask)
         thread.start()
-        engine.until(lambda: engine.waiting)
+        engine.until(lambda: engine.live)
         engine.step()
         client.process.handle_exit(signal.SIGTERM, None)
         thread.join(20)
         client.thread.join(20)
-        assert not client.thread.is_alive() and len(engine.aborted) == 1
+        assert not client.thread.is_alive() and engine.stats.finished == {'abort': 1}
     if stream:
         *_, error, done = events(answers[0].content)
         assert error['error']['type'] == 'service_unavailable' and done == b'[DONE]'
@@ -152,16 +130,17 @@ def test_a_drain_has_a_limit(stream):
 def test_a_model_that_cannot_be_loaded_ends_the_server():
     def load():
         raise ValueError("no checkpoint")
-    with serving(None, None, load=load) as client:
+    with serving(None, load=load) as client:
         client.thread.join(20)
         assert not client.thread.is_alive() and isinstance(client.service.error, ValueError)
 
 
 SCRIPT = """
 import sys
-from fake_engine import SERVED, FakeEngine
 from serving.server import Service, run
-run(Service(lambda: (FakeEngine(), SERVED)), '127.0.0.1', 0, 600)
+from small_engine import served_by, spelling_engine
+engine = spelling_engine(n_allowed=0)
+run(Service(lambda: (engine, served_by(engine))), '127.0.0.1', 0, 600)
 """
 
 

@@ -8,9 +8,9 @@ for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client
     pytest.importorskip(package, reason="needs requirements-serve.txt")
 
 from conftest import sizes
-from fake_engine import SERVED, FakeEngine
 from hypothesis import HealthCheck, given, settings
 from serving_process import serving
+from small_engine import spelling_engine
 
 from serving.api import CompletionBody
 from serving.server import ENDPOINTS
@@ -39,9 +39,8 @@ def malformed(rng):
 
 
 def test_malformed_requests_get_a_json_error():
-    engine, rng, n_refused = FakeEngine(n_slots=200, max_queue=200), random.Random(0), 0
-    engine.start()
-    with serving(engine, SERVED) as client:
+    engine, rng, n_refused = spelling_engine(max_queue=200), random.Random(0), 0
+    with serving(engine) as client:
         for _ in range(sizes(300, 1500)):
             data = malformed(rng)
             response = client.post('/v1/completions', content=data)
@@ -54,11 +53,11 @@ def test_malformed_requests_get_a_json_error():
         for path in ('/%ff', '/v1/completions/', '//', '/cache/../cache', '/v1/completions?x=1'):
             response = client.get(path, follow_redirects=False)
             assert response.status_code < 500 and (response.status_code < 400 or response.json()['error'])
-    assert n_refused >= sizes(200, 1000) and not engine.running
+    assert n_refused >= sizes(200, 1000) and not engine.live
 
 
 # the description cannot say which tokens and characters there are, and which fields go together
-FITTING = dict(model='fake', prompt='ab', max_tokens=20, min_tokens=2, logit_bias={'3': 1}, stop_token_ids=[3],
+FITTING = dict(model='toy', prompt='ab', max_tokens=20, min_tokens=2, logit_bias={'3': 1}, stop_token_ids=[3],
                stream_options={}, tokens=[1, 2], temperature=1, top_k=3, repetition_penalty=1)
 
 
@@ -68,9 +67,8 @@ def test_the_description_is_true():
     from schemathesis.specs.openapi import checks as conformance
     checks, engine, called = [schemathesis.checks.not_a_server_error, conformance.status_code_conformance,
                               conformance.content_type_conformance, conformance.response_schema_conformance,
-                              conformance.response_headers_conformance], FakeEngine(200, 200), set()
-    engine.start()
-    with serving(engine, SERVED) as client:
+                              conformance.response_headers_conformance], spelling_engine(max_queue=200), set()
+    with serving(engine) as client:
         schema = schemathesis.openapi.from_url(f'{client.base_url}/openapi.json')
         for operation in (result.ok() for result in schema.get_all_operations()):
             for mode in schemathesis.GenerationMode:

@@ -14,7 +14,7 @@ import checkpoint
 import generation
 import model as plain_model
 
-SMALL = ('--port=0', '--decoder=eager', '--n_blocks=16', '--block_size=4', '--device=cpu')
+SMALL = ('--port=0', '--decoder=eager', '--n_blocks=16', '--page_size=4', '--device=cpu')
 
 
 def test_serves_the_newest_run(trained):
@@ -43,7 +43,8 @@ def test_serves_the_newest_run(trained):
 
 @pytest.mark.parametrize('setting, words', [
     ('--out_dir=nowhere', 'no checkpoint'), ('--max_queue=0', 'max_queue must be at least 1'),
-    ('--port=70000', 'port must be'), ('--decoder=compiled', 'decoder must be'), ('--weights=int4', 'weights must be'),
+    ('--port=70000', 'port must be'), ('--weights=int4', 'weights must be'),
+    ('--decoder=compiled', 'cache of blocks is for the cpu decoder'),
     ('--host=256.0.0.1', 'cannot be had'), ('--pord=1', 'did you mean port'),
 ])
 def test_mistakes_are_one_line(trained, setting, words):

@@ -54,6 +54,9 @@ class ToyKernel:
     def notice_changes(self, thorough=False):
         pass
 
+    def reads(self, kv_caches):
+        return True
+
     def execute_model(self, input_ids, input_positions, kv_caches, input_metadata):
         several, n_steps = input_metadata.next_tokens, 1
         logits = self.one_step(input_ids, input_positions, kv_caches, input_metadata)
@@ -78,7 +81,7 @@ class ToyKernel:
                 assert table[p] not in written, "two samples write one slot"
                 written[table[p]] = i
                 if self.cache is not None:
-                    references = self.cache.blocks.references[table[p] // self.cache.blocks.block_size]
+                    references = self.cache.blocks.references[table[p] // self.cache.page_size]
                     assert references == 1, f"a slot is written in a block with {references} references"
         self.calls.append(texts)
         for i, (text, start, table) in enumerate(zip(texts, starts, tables)):
@@ -108,8 +111,24 @@ class ToyKernel:
         return chains
 
 
+class NextLetter(ToyKernel):
+    """The likeliest token, by far, is the one behind the last one. A call makes one step, and reads nothing."""
+
+    def execute_model(self, input_ids, input_positions, kv_caches, input_metadata):
+        m, V = input_metadata, self.model.config.vocab_size
+        self.fails([text.tolist() for text in input_ids.split(m.query_lens)])
+        rows = torch.from_numpy(m.wanted if m.wanted is not None else np.cumsum(m.query_lens) - 1)
+        kv_caches.finite = True
+        return torch.full((len(rows), V), -1000.0).scatter_(1, (input_ids[rows, None] + 1) % V, 0.0)
+
+
 def begin_with_nan(cache):
     """Nothing may be read before it is written."""
     for layer in cache.layers:
         for stored in layer.tensors():
             stored.fill_(math.nan)
+
+
+def lengths_of(cache):
+    """{sequence: how many of its tokens are in a cache}."""
+    return {handle: cache.length(handle) for handle in cache.records}
