@@ -116,7 +116,8 @@ class BlockManager:
     def passed(self, record):
         """The numbers of the blocks of a sequence that its next token does not see, in descending order."""
         table, (sinks, recent), numbers = record.table, self.needed(record.length), []
-        for i in range(min(len(table), recent.start) - 1, sinks.stop - 1, -1):
+        own = record.length // self.page_size  # of the next token; it and those behind it are for later tokens
+        for i in range(min(len(table), recent.start, own) - 1, sinks.stop - 1, -1):
             if table[i] is None:  # and so are all before it
                 break
             numbers.append(i)

@@ -89,7 +89,8 @@ class PagedCache(BaseCache):
             self.blocks.free_passed(record)
         while n and sum([new + shared for new, shared, _ in [self.blocks.needs(r, n) for r in records]]) > self.n_free:
             n //= 2
-        self.make_room(records, [n] * len(records))
+        if n:  # with 0 a shared block would not be copied
+            self.make_room(records, [n] * len(records))
         if decoding:
             decoding.look()
             self.keep(decoding)
@@ -123,6 +124,7 @@ class PagedCache(BaseCache):
 
     def added(self, records, counts, ids):
         super().added(records, counts, ids)
+        self.forget_other_weights()
         new, start = ids.tolist(), 0
         for record, n in zip(records, counts):
             record.tokens += new[start:start + n]
@@ -135,6 +137,9 @@ class PagedCache(BaseCache):
 
     def notice_changes(self):
         super().notice_changes()
+        self.forget_other_weights()
+
+    def forget_other_weights(self):
         if self.version != self.executor.version:
             self.version = self.executor.version
             self.blocks.reset()

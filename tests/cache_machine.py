@@ -39,7 +39,7 @@ class Machine:
 
     def run(self, n):
         actions = [self.feed] * 4 + [self.decode] * 2 + [
-            self.begin, self.fork, self.cut, self.free, self.again, self.shift]
+            self.begin, self.fork, self.cut, self.free, self.again, self.shift, self.reserve]
         for _ in range(n):
             self.choose.choice(actions)()
             check(self.cache, {handle: len(text) for handle, text in self.texts.items()})
@@ -98,6 +98,14 @@ class Machine:
         self.texts[handle] = text[:n_keep] + [None] * (len(text) - n_keep - n)  # they know what is gone
         if self.oracle:
             self.oracle.shift(handle, n_keep, n)
+
+    def reserve(self):
+        """Blocks for the next tokens of some sequences, or none any more."""
+        if hasattr(self.cache, 'reserve') and self.texts:
+            handles, n = self.choose.sample(list(self.texts), self.choose.randint(1, len(self.texts))), 0
+            for n in (self.choose.choice([0, 0, 1, 3, 40]), self.choose.choice([0, 1, 9])):
+                most = min([self.most - len(self.texts[handle]) for handle in handles])
+                assert 0 <= self.cache.reserve(handles, min(n, most)) <= n
 
     def again(self):
         """Compute the text of a sequence anew, from 0 on."""

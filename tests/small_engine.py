@@ -3,7 +3,6 @@ import threading
 import time
 
 import torch
-from serving.text import bytes_of_tokens
 from toy_kernel import NextLetter, toy_model
 
 from decode.cpu import CPUDecoder
@@ -92,7 +91,7 @@ class Stepping(Engine):
     """An engine for a server's tests. Its thread makes so many steps as are allowed, or all."""
 
     def __init__(self, model, decoder=None, n_blocks=96, **how):
-        super().__init__(model, decoder, bytes_of_tokens(CharTokenizer(CHARS)), None, n_blocks, 4, **how)
+        super().__init__(model, decoder, CharTokenizer(CHARS).bytes_of_tokens(), None, n_blocks, 4, **how)
         self.n_allowed, self.steps = float('inf'), threading.Condition()
 
     def allow(self, n):
@@ -155,5 +154,5 @@ def drawing_engine():
 def served_by(engine, name='toy', max_tokens=None):
     """What is `Served` by an engine; here because api.py needs pydantic."""
     from serving.api import Served
-    return Served(name, CharTokenizer(CHARS), bytes_of_tokens(CharTokenizer(CHARS)),
+    return Served(name, CharTokenizer(CHARS), CharTokenizer(CHARS).bytes_of_tokens(),
                   max_tokens or engine.cache.model.config.block_size)

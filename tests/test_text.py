@@ -3,7 +3,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serving.completion import name_of_token
+from serving.answer import name_of_token
 from tokenizer import CharTokenizer, TextStream, byte_level_alphabet
 
 # few letters, so that stop strings come up; characters of one to four bytes; bytes that are no UTF-8
