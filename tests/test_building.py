@@ -80,7 +80,7 @@ def script(tmp_path):
 
 
 def run_adders(script, *names, by=None, **env):
-    """What a process prints that calls these functions: name, name(10), found on disk? by: code that runs the script."""
+    """What a process prints that calls functions: name, name(10), found on disk? by: code that runs the script."""
     if by or env or os.environ.get('NUMBA_CACHE_DIR'):
         done = subprocess.run([sys.executable, *(['-c', by] if by else []), script, *names], capture_output=True,
                               text=True, env={**os.environ, 'PYTHONPATH': ROOT, 'NUMBA_CACHE_DIR': '', **env})
