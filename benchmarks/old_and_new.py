@@ -3,12 +3,13 @@ Times this work tree and an older version in turns, in one run.
 
     python benchmarks/old_and_new.py --old=HEAD~3                   a commit, which is unpacked in a temporary folder
     python benchmarks/old_and_new.py --old=../old-tree              another work tree
-    python benchmarks/old_and_new.py --old=HEAD --only=default --rounds=20
-    python benchmarks/old_and_new.py --old=HEAD --only=prefill
+    python benchmarks/old_and_new.py --old=HEAD --only=decode,prefill --rounds=20
+    python benchmarks/old_and_new.py --old=HEAD --threads=2         not the decoder's own choice of threads
 
 One process for each tree builds the same models with the same seeds, then the two take turns, case by case. The table
-has the median times, and the median over the rounds of time(new) / time(old): below 1 the new tree is faster. The
-cases are generations with the decoder (kernel), prefills with it, passes and training of the model.
+has the median times of a run, and the median over the rounds of time(old) / time(new): above 1 the new tree is faster.
+The cases are decoding, prefills, the engine of the server, pages in PyTorch and training: see timed_tree.py. A case
+that one of the trees cannot run is reported and left out.
 """
 import io
 import os
@@ -26,33 +27,35 @@ import json as json_format  # `json` is a setting
 from tqdm import tqdm
 
 import configurator
-from benchmarks.report import write_json
+from benchmarks.report import describe_machine, write_json
 from benchmarks.shapes import SHAPES
 
-old = ''     # what to compare this tree with: a commit, or the folder of another tree
-only = ''    # measure only cases with this text in their names, such as kernel, prefill, M x 10 or default
-rounds = 8   # of all cases, taking turns; the first one warms up and is dropped
-json = ''    # a file for the figures
+old = ''       # what to compare this tree with: a commit, or the folder of another tree
+only = ''      # measure only cases with one of these texts in their names, as decode,prefill or M x 10
+rounds = 8     # of all cases, taking turns; the first one warms up and is dropped
+seconds = 0.3  # of one timed run, at least
+threads = 0    # of the decoder; 0 is its own choice
+json = ''      # a file for the figures
 
 CONFIG_FIELDS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'  # those that every version of GPTConfig has
 
 
 def main(config):
-    if rounds < 2:
-        raise ValueError(f"rounds must be at least 2, not {rounds}: the first one is a warm-up")
-    print("expected time with the default settings on two cores: about 10 minutes, of these 2 for compiling",
-          file=sys.stderr)
+    for name, least in dict(rounds=2, seconds=0, threads=0).items():  # the first round is a warm-up
+        if config[name] < least:
+            raise ValueError(f"{name} must be at least {least}, not {config[name]}")
+    print("expected time with the default settings on two cores: about 8 minutes, and 2 for compiling", file=sys.stderr)
     workers = {}
     with tempfile.TemporaryDirectory() as empty:
         try:
             for tree, folder in (('old', folder_of(old, empty)), ('new', ROOT)):
                 workers[tree] = Worker(folder)
-            seconds = race(workers)
+            times = race(workers)
         finally:
             for worker in workers.values():
                 worker.end()
-    print(table(seconds))
-    write_json(json, seconds)
+    print(f"{describe_machine('cpu')}, {f'{threads} threads' if threads else 'chosen threads'}\n\n{table(times)}")
+    write_json(json, times)
 
 
 def folder_of(old, empty):
@@ -72,13 +75,14 @@ class Worker:
     """A process that runs the code of one tree. cases: the names of what it can time."""
 
     def __init__(self, folder):
-        worker = os.path.join(ROOT, 'benchmarks', 'timed_tree.py')
         shapes = {name: {field: getattr(c, field) for field in CONFIG_FIELDS} for name, c in SHAPES.items()}
-        command = sys.executable, worker, json_format.dumps(shapes), only
+        settings = json_format.dumps(dict(shapes=shapes, threads=threads, seconds=seconds))
+        command = sys.executable, os.path.join(ROOT, 'benchmarks', 'timed_tree.py'), settings
         self.process = subprocess.Popen(command, cwd=folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.cases = self.answer()
 
-    def seconds(self, case):
+    def time(self, case):
+        """Seconds of a run of a case, or a text that says why it has none."""
         print(case, file=self.process.stdin, flush=True)
         return self.answer()
 
@@ -95,27 +99,30 @@ class Worker:
 
 def race(workers):
     """Time every case in every tree, in turns: {case: {'old': seconds of each round, 'new': ...}}."""
-    cases = workers['new'].cases
-    if cases != workers['old'].cases or not cases:
-        raise ValueError(f"the trees have no common cases with {only!r} in their names: {workers['old'].cases} in the "
-                         f"old one, {cases} in the new one")
-    seconds = {case: dict(old=[], new=[]) for case in cases}
+    cases = [case for case in workers['new'].cases if any(text in case for text in only.split(','))]
+    if not cases:
+        raise ValueError(f"no case has {only!r} in its name: the cases are {'; '.join(workers['new'].cases)}")
+    times = {case: dict(old=[], new=[]) for case in cases}
     for n in tqdm(range(rounds), desc='rounds', disable=None):
-        for case in cases:
+        for case in list(times):
             for tree in ('old', 'new') if n % 2 else ('new', 'old'):  # neither is always the first
-                taken = workers[tree].seconds(case)
+                taken = workers[tree].time(case)
+                if isinstance(taken, str):
+                    tqdm.write(f"left out: {case}, which the {tree} tree cannot run ({taken})")
+                    del times[case]
+                    break
                 if n:
-                    seconds[case][tree].append(taken)
-    return seconds
+                    times[case][tree].append(taken)
+    return times
 
 
-def table(seconds):
+def table(times):
     """The figures of `race` as a Markdown table."""
-    lines = ["| case | old, ms | new, ms | new / old | of single rounds |", "|---|---|---|---|---|"]
-    for case, times in seconds.items():
-        ratios = [after / before for before, after in zip(times['old'], times['new'])]
-        medians = [1e3 * statistics.median(times[tree]) for tree in ('old', 'new')]
-        lines.append(f"| {case} | {medians[0]:,.1f} | {medians[1]:,.1f} | {statistics.median(ratios):.3f} "
+    lines = ["| case | old, ms | new, ms | old / new | of single rounds |", "|---|---|---|---|---|"]
+    for case, of in times.items():
+        ratios = [before / after for before, after in zip(of['old'], of['new'])]
+        medians = [1e3 * statistics.median(of[tree]) for tree in ('old', 'new')]
+        lines.append(f"| {case} | {medians[0]:,.2f} | {medians[1]:,.2f} | {statistics.median(ratios):.3f} "
                      f"| {min(ratios):.3f} to {max(ratios):.3f} |")
     return '\n'.join(lines)
 

@@ -1,13 +1,19 @@
 """
-The process of one tree for old_and_new.py, which starts it in the tree's folder: timed_tree.py SHAPES ONLY.
+The process of one tree for old_and_new.py, which starts it in the tree's folder: timed_tree.py SETTINGS.
 
-It prints the names of its cases as a JSON list, then for each name that it reads on stdin the seconds that the case has
-taken. Only names that every version of the code has are used here.
+It prints the names of its cases as a JSON list, then for each name that it reads on stdin the seconds of one run of it,
+or what went wrong. A case is built when it is first asked for. Only what every version of the code has is used here;
+where versions differ, the code looks at what it has before it.
 """
+import gc
+import inspect
 import json
 import os
+import queue
+import random
 import sys
 import time
+from functools import cache
 
 sys.path[0] = os.getcwd()  # the tree whose code is timed
 
@@ -16,88 +22,151 @@ import torch
 import decode
 from model import GPT, GPTConfig
 
-# shape, sequences, new tokens of each, generations in one timed run
-KERNEL = (('S', 1, 122, 6), ('S', 10, 122, 6), ('M', 1, 200, 2), ('M', 10, 100, 2), ('L', 1, 40, 1), ('L', 8, 24, 1))
-PREFILL = ('M', 256, 4), ('L', 512, 1)  # shape, tokens of the prompt, prefills in one timed run
+DECODING = ('S', 1, 122), ('S', 10, 122), ('M', 1, 200), ('M', 10, 100), ('L', 1, 40), ('L', 8, 24)  # with new tokens
+PREFILL = ('M', 256), ('L', 512)           # shape, tokens of the prompt
+CLIENTS = ('S', 16), ('M', 16)             # shape, requests at once
+EACH = 3                                   # requests of a client, with prompts of 16 to 48 tokens and answers of
+PROMPTS, ANSWERS = (16, 48), (26, 77)      # 26 to 77
+PAGES = ('S', 1), ('S', 10), ('M', 10)     # shape, sequences
+HELD, STEPS = 64, 16                       # tokens of each before the first step that is timed; steps
 
 
-def cases(shapes, only):
-    """Yield (name, a function to time) of the cases with `only` in their names."""
-    models = {}
+def cases(settings):
+    """{name: a function without arguments that returns the function to be timed}"""
+    shapes, threads, made = settings['shapes'], settings['threads'] or None, {}
 
-    def model_of(name):
-        if name not in models:
-            torch.manual_seed(0)
-            models[name] = GPT(GPTConfig(**shapes[name])).eval()
-        return models[name]
+    @cache
+    def model(name):
+        torch.manual_seed(0)
+        return GPT(GPTConfig(**shapes[name])).eval()
 
-    sizes = [(f'kernel, {name} x {B}', name, B, 6, n_new, runs) for name, B, n_new, runs in KERNEL]
-    sizes += [(f'prefill, {name} x {T}', name, 1, T, 1, runs) for name, T, runs in PREFILL]
-    for what, name, *size in sizes:
-        for threads in (None, torch.get_num_threads()):
-            case = f"{what}, {f'{threads} threads' if threads else 'default threads'}"
-            if only in case:
-                yield case, kernel(model_of(name), *size, threads)
-    others = (('training iterations', training, 'S'), ('uncached passes', uncached_pass, 'SM'),
-              ('cached steps of the model', cached_steps, 'S'))
-    for what, make, names in others:
-        for name in names:
-            if only in f'{what}, {name}':
-                yield f'{what}, {name}', make(model_of(name))
+    def decoder(name, B, weights):
+        return decode.best(model(name), B, weights, threads)
+    for weights in 'float32', 'int8':
+        for name, B, n_new in DECODING:
+            made[f'decode, {name} x {B}, {weights}'] = lambda name=name, B=B, n_new=n_new, weights=weights: generating(
+                model(name), B, 6, n_new, decoder=decoder(name, B, weights))
+        for name, T in PREFILL:
+            made[f'prefill, {name} {T}, {weights}'] = lambda name=name, T=T, weights=weights: generating(
+                model(name), 1, T, 1, decoder=decoder(name, 1, weights))
+        for name, n in CLIENTS:
+            made[f'engine, {name}, {n} clients, {weights}'] = lambda name=name, n=n, weights=weights: serving(
+                model(name), decoder(name, 1, weights), n)
+    for name, B in PAGES:
+        made[f'pages in PyTorch, {name} x {B}'] = lambda name=name, B=B: paged_steps(model(name), B)
+    made['training iteration, S'] = lambda: training(model('S').config)
+    made['tuples in PyTorch, S x 1'] = lambda: generating(model('S'), 1, 6, 122)
+    for name in 'SM':
+        made[f'uncached pass, {name}'] = lambda name=name: uncached_pass(model(name))
+    return made
 
 
-def kernel(model, B, T, n_new, runs, threads):
-    """Generate n_new tokens after each of B prompts of T, `runs` times; a prefill is one that generates one token."""
-    decoder = decode.best(model, B, 'float32', threads)
-    idx = torch.randint(model.config.vocab_size, (B, T), generator=torch.Generator().manual_seed(1))
+def tokens(config, *shape, seed=1):
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def generating(model, B, T, n_new, **how):
+    """n_new tokens after each of B prompts of T. A prefill is one that generates one token."""
+    idx = tokens(model.config, B, T)
+    return lambda: model.generate(idx, n_new, temperature=0, use_cache=True, **how)
+
+
+def serving(model, decoder, n_clients):
+    """Requests of n_clients to the engine in this process, each of which sends its next one when it has its answer."""
+    from serving.engine import Engine
+    from serving.request import Request, SamplingParams
+    config, rng, ended, n_runs = model.config, random.Random(0), queue.SimpleQueue(), 0
+    asks = [(tokens(config, rng.randint(*PROMPTS), seed=i).tolist(), rng.randint(*ANSWERS))
+            for i in range(n_clients * EACH)]
+    engine = Engine(model, decoder, [b' '] * config.vocab_size)
+    engine.start()
+    gc.collect()
+    gc.freeze()  # as the server does when it has loaded a model
+
+    def send(i, client):
+        def deliver(outputs):
+            if outputs[-1].finish_reason is not None:
+                ended.put((client, outputs[-1]))
+        prompt, n_new = asks[i]
+        # what one run has computed is not found by the next one
+        engine.submit(Request(f'{n_runs} {i}', prompt, n_new, SamplingParams(temperature=0), cache_salt=str(n_runs),
+                              deliver=deliver))
 
     def run():
-        for _ in range(runs):
-            model.generate(idx, n_new, temperature=0, use_cache=True, decoder=decoder)
+        nonlocal n_runs
+        n_runs += 1
+        for client in range(n_clients):
+            send(client, client)
+        for n in range(len(asks)):
+            client, output = ended.get(timeout=300)
+            if output.finish_reason != 'length':
+                raise ValueError(f"a request ended with {output.finish_reason}: {output.error}")
+            if n_clients + n < len(asks):
+                send(n_clients + n, client)
+    return run
+
+
+def paged_steps(model, B):
+    """STEPS decode steps of B sequences through pages, computed by PyTorch."""
+    import kvcache
+    pages = kvcache.make_cache(model, 'paged', B)
+    if 'work' in inspect.signature(pages.step).parameters:  # versions in which the three arguments are one tuple
+        from kvcache.protocol import Work
+        step = lambda *work: pages.step(Work(*work))  # noqa: E731
+    else:
+        step = pages.step
+    handles, texts = [pages.new() for _ in range(B)], tokens(model.config, B, HELD + STEPS)
+
+    @torch.inference_mode()
+    def run():
+        for i in range(HELD, HELD + STEPS):
+            step(handles, [i] * B, texts[:, i:i + 1])
+    step(handles, [0] * B, texts[:, :HELD])
+    return run
+
+
+def training(config):
+    torch.manual_seed(1)
+    model = GPT(config)
+    optimizer = model.configure_optimizers(weight_decay=1e-2, learning_rate=1e-4, betas=(0.9, 0.95), device_type='cpu')
+    text = tokens(config, 12, config.block_size + 1)
+
+    def run():
+        loss = model(text[:, :-1], text[:, 1:])[1]
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
     return run
 
 
 def uncached_pass(model):
-    c = model.config
-    idx = torch.randint(c.vocab_size, (1, c.block_size), generator=torch.Generator().manual_seed(1))
-
-    @torch.inference_mode()
-    def run():
-        for _ in range(20):
-            model(idx, use_cache=False)
-    return run
+    idx = tokens(model.config, 1, model.config.block_size)
+    return torch.inference_mode()(lambda: model(idx, use_cache=False))
 
 
-def cached_steps(model):
-    idx = torch.randint(model.config.vocab_size, (1, 6), generator=torch.Generator().manual_seed(1))
-    return lambda: [model.generate(idx, 122, temperature=0, use_cache=True) for _ in range(2)]
-
-
-def training(model):
-    torch.manual_seed(1)
-    model = GPT(model.config)
-    c = model.config
-    optimizer = model.configure_optimizers(weight_decay=1e-2, learning_rate=1e-4, betas=(0.9, 0.95), device_type='cpu')
-    tokens = torch.randint(c.vocab_size, (12, c.block_size + 1), generator=torch.Generator().manual_seed(1))
-
-    def run():
-        for _ in range(5):
-            loss = model(tokens[:, :-1], tokens[:, 1:])[1]
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-    return run
+def seconds_of(run, least):
+    """Seconds of one run, the mean of as many as take the seconds `least`."""
+    time.sleep(0.05)  # until the threads of the other tree sleep
+    n, began = 0, time.perf_counter()
+    while not n or time.perf_counter() - began < least:
+        run()
+        n += 1
+    return (time.perf_counter() - began) / n
 
 
 def main():
-    made = dict(cases(json.loads(sys.argv[1]), sys.argv[2]))
-    print(json.dumps(list(made)), flush=True)
+    settings = json.loads(sys.argv[1])
+    makers, runs = cases(settings), {}
+    print(json.dumps(list(makers)), flush=True)
     for line in sys.stdin:
-        run = made[line.strip()]
-        time.sleep(0.05)  # until the threads of the other tree sleep
-        t0 = time.perf_counter()
-        run()
-        print(json.dumps(time.perf_counter() - t0), flush=True)
+        case = line.strip()
+        try:
+            if case not in runs:
+                runs[case] = makers[case]()
+            answer = seconds_of(runs[case], settings['seconds'])
+        except Exception as e:  # the other cases go on
+            answer = f'{type(e).__name__}: {e}'
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == '__main__':
