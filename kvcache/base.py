@@ -411,6 +411,7 @@ class BaseCache:
                 raise ValueError(f"sequences {handles} have {[record.length for record in records]} tokens, and "
                                  f"{next_tokens.tokens.shape[1]} come: feed each one by `step` first, and give each "
                                  "one token")
+            self.make_room(records, [1] * len(records))
             d = Decoding(records, self.model.config.max_positions)
         if d.left < 1:
             self.make_room(d.records, d.ones)
