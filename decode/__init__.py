@@ -2,8 +2,8 @@
 Decoders: one step of a model, as fast as the device allows, in the model's place.
 
 A decoder is a callable (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache). It reads and writes the same
-tuples as the model, begins a cache when given None, and has a `name`. It may have `exclusive_use()`, a context manager
-for a loop in which no other code runs between the steps.
+tuples as the model, begins a cache when given None, and has a `name`. It may have `torch_on_one_thread()`, a context
+manager for a loop of steps, and `refresh()`, after which a sequence goes on with the weights of now.
 
     model.generate(idx, 200, use_cache=True, decoder=decode.best(model, batch_size=len(idx)))
 """
@@ -56,7 +56,7 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
 
     name: 'eager' (PyTorch), 'cpu' (numba), 'graph' (a CUDA graph), 'compiled' (torch.compile), or 'auto': on a CPU the
         numba one, on CUDA the graph, elsewhere the eager one. 'auto' is eager for models that the other decoders do
-        not know and without numba, and stderr says so; and on a CPU for batches above LARGEST_BATCH.
+        not know, and stderr says so; and on a CPU for batches above LARGEST_BATCH.
     weights: 'float32', 'bfloat16' or 'int8', how the numba decoder reads them. threads: how many it uses; None or 0
         lets it choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
 
@@ -77,7 +77,8 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
         if kind == 'graph':
             from decode.graphs import GraphDecoder
             return GraphDecoder(model)
-        return cpu_decoder(model, weights, threads or None)
+        from decode.cpu import CPUDecoder  # here, because numba takes a second to import
+        return CPUDecoder(model, weights, threads or None)
     except ValueError as e:
         if name != 'auto':
             raise
@@ -86,10 +87,3 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
         print(f"decoding eagerly: {e}", file=sys.stderr)
         return EagerDecoder(model)
 
-
-def cpu_decoder(model, weights, threads):
-    try:
-        from decode.cpu import CPUDecoder
-    except ImportError as e:
-        raise ValueError(f"the CPU decoder needs numba ({e}): pip install numba") from e
-    return CPUDecoder(model, weights, threads)

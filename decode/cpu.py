@@ -285,7 +285,8 @@ class CPUDecoder:
                 check_tuples(kv_cache)
                 bound = self.bound = BoundTuples(kv_cache, config)
             elif not is_int64(idx, 2) or idx.shape[0] != bound.batch_size or not idx.numel() or not (
-                    type(cache_pos) is int and 0 <= cache_pos < 2**62):
+                    type(cache_pos) is int and 0 <= cache_pos < 2**62) or config.window and (
+                    idx.shape[1] > config.window + 1):  # of several calls, all must fit before the first one writes
                 idx, cache_pos = self.model.checked_input(idx, kv_cache)
             if type(cache_pos) is int and cache_pos == 0:
                 self.notice_changes()

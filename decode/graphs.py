@@ -53,9 +53,14 @@ class GraphDecoder(StaticDecoder):
         self.address = tuple((cache.data_ptr(), cache.stride()) for cache in caches), caches[0].shape, caches[0].dtype
         super().bind(caches)
 
-    def __call__(self, idx, kv_cache):
-        if kv_cache is None and not self.watch.same_memory():
+    def notice_changes(self):
+        """`refresh` if a parameter or its memory was replaced. Called at the start of a sequence."""
+        if not self.watch.same_memory():
             self.refresh()
+
+    def __call__(self, idx, kv_cache):
+        if kv_cache is None:
+            self.notice_changes()
         return super().__call__(idx, kv_cache)
 
     def one_token(self, idx, kv_cache):

@@ -34,6 +34,7 @@ class uninterrupted:
             before = _signal.getsignal(SIGINT)
             if before is not note and callable(before):
                 self.before = before
+                noted.clear()  # one that was noted while an earlier block ended has had its effect
                 _signal.signal(SIGINT, note)
         return self
 

@@ -413,6 +413,7 @@ class BaseCache:
             if not all(record.length for record in records):
                 raise ValueError(f"sequences {handles} have {[record.length for record in records]} tokens: feed each "
                                  "one by `step` first")
+            self.make_room(records, [1] * len(records))
             d = Decoding(records, self.model.config.max_positions)
         if d.left < 1:
             self.make_room(d.records, d.ones)

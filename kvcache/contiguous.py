@@ -63,6 +63,12 @@ class ContiguousCache(BaseCache):
         if self.tuples:
             self.lead(records)
 
+    def feed(self, records, counts, ids, wanted=None):
+        logits = super().feed(records, counts, ids, wanted)
+        if self.tuples and self.window:  # the last chunks were of some of the sequences, and the next step is of all
+            self.lead(records)
+        return logits
+
     def lead(self, records):
         """Make the rows of these sequences the first ones, in this order."""
         rows = [record.row for record in records]

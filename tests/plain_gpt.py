@@ -75,6 +75,13 @@ def logits(weights, n_head, idx, position='learned', n_kv_head=0, window=0, n_si
 
 
 @torch.no_grad()
+def plain(model, idx):
+    """`logits` of one of our models with its weights in float64."""
+    c, weights = model.config, {name: w.double() for name, w in model.state_dict().items()}
+    return logits(weights, c.n_head, idx, c.position, c.n_kv_head, c.window, c.n_sink, c.rope_theta, c.gelu)
+
+
+@torch.no_grad()
 def generate(weights, n_head, block_size, idx, max_new_tokens, temperature=1.0, top_k=None):
     """nanoGPT's sampling: the cropped window in full for every token, divide, top-k, softmax, multinomial."""
     for _ in range(max_new_tokens):

@@ -1,20 +1,23 @@
 """
-Past the window, and prompts of different lengths: against a plain loop that keeps lists of tokens and has no cache.
+What becomes of a context that is full: cropped, shifted or rolling. Prompts of any lengths, samples and stop tokens,
+with the cache and without, against plain loops over lists of tokens, each of one sequence alone.
 """
 import functools
 
 import pytest
 import torch
 from conftest import sizes
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as tries
 from hypothesis import strategies as st
 from test_cache_exactness import large
+from test_decoder_positions import BLOCK, model_of
 
 import decode
 from generation import Sequence, generate, stream
+from kvcache import KINDS, make_cache
 from model import sample_token
 
-BLOCK = 16
 POLICIES = [
     dict(),
     dict(when_full='shift'),
@@ -24,25 +27,31 @@ POLICIES = [
     dict(when_full='shift', keep=4, n_keep=12),
     dict(when_full='shift', n_keep=2),
 ]
+SLIDING = [dict(position=position, n_kv_head=n_kv_head, window=window, n_sink=n_sink)
+           for position in ('rope', 'alibi', 'none') for n_kv_head in (4, 1) for window, n_sink in ((5, 0), (5, 2))]
+UNBOUNDED = [dict(position=position, n_kv_head=n_kv_head) for position in ('rope', 'alibi', 'none')
+             for n_kv_head in (4, 1)]
+ROLLING = [dict(when_full='roll'), dict(when_full='roll', n_keep=3), dict(when_full='roll', keep=4, n_keep=1)]
 
 
 def f32(seed, **changes):
     return large(seed, torch.float32, **changes)
 
 
-@functools.cache
-def expected_text(seed, prompt, n, temperature, generator_seed, policy):
-    """`by_hand`, which is the same for every `way`. prompt, policy: tuples, of tokens and of pairs of arguments."""
-    return by_hand(f32(seed), list(prompt), n, temperature, torch.Generator().manual_seed(generator_seed),
-                   **dict(policy))
+def generators(n):
+    return [torch.Generator().manual_seed(i) for i in range(n)]
 
 
 def by_hand(model, prompt, n, temperature=0.0, generator=None, when_full='crop', keep=None, n_keep=0, stop_token=None):
-    """What the policies mean: one sequence, a list, and every token a full pass over the context."""
+    """One sequence, a list, and every token a full pass over the context: learned positions, or a text that rolls."""
+    if when_full == 'roll' and not model.config.window:
+        model = model.with_window(BLOCK - n_keep if keep is None else keep, n_keep)
+    most = model.config.max_positions
     n_keep = min(n_keep, len(prompt))
     keep = BLOCK if when_full == 'crop' else min(BLOCK // 2, BLOCK - n_keep) if keep is None else keep
-    context = prompt if len(prompt) <= BLOCK else prompt[:n_keep] + prompt[len(prompt) - BLOCK + n_keep:]
-    pinned, out = prompt[:n_keep], list(prompt)
+    context, pinned, out = list(prompt), prompt[:n_keep], list(prompt)
+    if len(context) > most:
+        context = pinned + prompt[len(prompt) - BLOCK + n_keep:]
     for _ in range(n):
         logits = model(torch.tensor([context]), use_cache=False)[0][:, -1]
         token = sample_token(logits, temperature, generator=generator).item()
@@ -50,119 +59,143 @@ def by_hand(model, prompt, n, temperature=0.0, generator=None, when_full='crop',
         if token == stop_token:
             break
         context = context + [token]
-        if len(context) > BLOCK:
+        if len(context) > most:
             context = pinned + context[len(context) - keep:]
     return out
 
 
-@pytest.fixture(params=['no cache', 'eager', 'cpu'])
-def way(request):
-    if request.param == 'no cache':
-        return lambda model: dict(use_cache=False)
-    if request.param == 'eager':
-        return lambda model: dict(use_cache=True)
-    return lambda model: dict(use_cache=True, decoder=decode.best(model, 1))
+WAYS = {
+    'no cache': lambda model, n: dict(),
+    'tuples': lambda model, n: dict(use_cache=True),
+    'cpu': lambda model, n: dict(use_cache=True, decoder=decode.best(model, n, name='cpu')),
+} | {kind: lambda model, n, kind=kind: dict(use_cache=True, cache=make_cache(model, kind, n)) for kind in KINDS}
 
 
-@pytest.mark.parametrize('policy', POLICIES, ids=str)
-def test_both_policies_on_both_sides_of_the_window(policy, way):
-    lengths = sizes([1, 6, BLOCK, BLOCK + 1, 3 * BLOCK], [1, 2, 6, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
-    for seed, T in enumerate(lengths):
-        model, prompt = f32(seed), torch.randint(29, (T,)).tolist()
-        for temperature in (0.0, 0.8):
-            expected = expected_text(seed, tuple(prompt), 45, temperature, seed, tuple(policy.items()))
-            got = generate(
-                model, [prompt], 45, temperature, generator=torch.Generator().manual_seed(seed), **way(model), **policy
-            )
-            assert got == [expected], (T, temperature)
+@functools.cache
+def expected_rows(policy, temperature, stop_token, n_samples, seed):
+    """(a model, prompts, what `by_hand` makes of each sample). policy: a tuple of pairs."""
+    model, how = f32(seed), dict(policy)
+    lengths = [1, 6, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, *torch.randint(1, 2 * BLOCK, (2,)).tolist()]
+    prompts = [torch.randint(29, (T,)).tolist() for T in lengths]
+    rows = [prompt for prompt in prompts for _ in range(n_samples)]
+    return model, prompts, [by_hand(model, row, 40, temperature, generator, stop_token=stop_token, **how)
+                            for row, generator in zip(rows, generators(len(rows)))]
 
 
+@pytest.mark.parametrize('way', sizes(['no cache', 'tuples', 'cpu'], [*WAYS]))
 @pytest.mark.parametrize('policy', POLICIES, ids=str)
 def test_prompts_of_different_lengths_are_each_as_alone(policy, way):
     for seed in range(sizes(1, 4)):
-        model = f32(seed)
-        lengths = torch.randint(1, 2 * BLOCK, (6,)).tolist() + [1, BLOCK]
-        prompts = [torch.randint(29, (T,)).tolist() for T in lengths]
-        for temperature, stop in ((0.0, None), (0.8, None), (0.8, 11)):
-            how = tuple((policy | dict(stop_token=stop)).items())
-            alone = [expected_text(seed, tuple(prompt), 40, temperature, row, how)
-                     for row, prompt in enumerate(prompts)]
-            together = generate(
-                model,
-                prompts,
-                40,
-                temperature,
-                stop_token=stop,
-                generator=[torch.Generator().manual_seed(row) for row in range(8)],
-                **way(model),
-                **policy,
-            )
+        for temperature, stop, n_samples in sizes([(0.0, None, 1), (0.8, 11, 2)],
+                                                  [(0.0, None, 1), (0.8, None, 1), (0.8, 11, 1), (1.0, 11, 3)]):
+            model, prompts, alone = expected_rows(tuple(policy.items()), temperature, stop, n_samples, seed)
+            together = generate(model, prompts, 40, temperature, stop_token=stop, num_samples=n_samples,
+                                generator=generators(len(alone)), **WAYS[way](model, len(alone)), **policy)
             assert together == alone, (temperature, stop)
 
 
-@settings(max_examples=sizes(8, 25), deadline=None)
-@given(
-    st.lists(st.integers(1, 2 * BLOCK), min_size=2, max_size=5),
-    st.integers(0, 12),
-    st.sampled_from([None, 1, 4]),
-    st.sampled_from([None, 11]),
-    st.integers(1, 2),
-)
-def test_each_row_of_a_ragged_batch_has_its_own_n_keep(lengths, n_keep, keep, stop, num_samples):
-    model, policy = f32(3), dict(when_full='shift', keep=keep, n_keep=n_keep)
-    prompts = [[(7 * row + 3 * i) % 29 for i in range(T)] for row, T in enumerate(lengths)]
-    rows = [prompt for prompt in prompts for _ in range(num_samples)]
-
-    def generators():
-        return [torch.Generator().manual_seed(row) for row in range(len(rows))]
-
-    alone = [
-        by_hand(model, prompt, 30, 1.0, generator, stop_token=stop, **policy)
-        for prompt, generator in zip(rows, generators())
-    ]
+@tries(max_examples=sizes(8, 80), deadline=None, derandomize=True)
+@given(st.data())
+def test_models_that_roll_with_the_cache_and_without(data):
+    policy = data.draw(st.sampled_from([dict(), *ROLLING]))
+    model = model_of(data.draw(st.integers(0, 50)), **data.draw(st.sampled_from(UNBOUNDED if policy else SLIDING)))
+    n_samples, stop = data.draw(st.integers(1, 2)), data.draw(st.sampled_from([None, 4]))
+    temperature, n = data.draw(st.sampled_from([0.0, 1.0])), BLOCK + 8
+    prompts = [torch.randint(29, (n,)).tolist()
+               for n in data.draw(st.lists(st.integers(1, 2 * BLOCK), min_size=1, max_size=3))]
+    rows = [prompt for prompt in prompts for _ in range(n_samples)]
+    alone = [by_hand(model, row, n, temperature, generator, stop_token=stop, **policy | dict(when_full='roll'))
+             for row, generator in zip(rows, generators(len(rows)))]
     for use_cache in (False, True):
-        how = dict(use_cache=use_cache, stop_token=stop, num_samples=num_samples, **policy)
-        assert generate(model, prompts, 30, generator=generators(), **how) == alone
-        streamed = torch.cat(list(stream(model, prompts, 30, generator=generators(), **how)), dim=1).tolist()
-        assert [row + new[:len(row_alone) - len(row)] for row, new, row_alone in zip(rows, streamed, alone)] == alone
+        how = dict(use_cache=use_cache, num_samples=n_samples, stop_token=stop, temperature=temperature, **policy)
+        steps = torch.cat([*stream(model, prompts, n, generator=generators(len(rows)), **how)], dim=1).tolist()
+        assert [row + new[:len(one) - len(row)] for row, new, one in zip(rows, steps, alone)] == alone
+    assert generate(model, prompts, n, generator=generators(len(rows)), **how) == alone
 
 
-def test_the_shortest_prompt_does_not_bound_what_the_others_keep():
-    model, policy = f32(0), dict(temperature=0, when_full='shift', keep=4, n_keep=4)
-    for use_cache in (False, True):
-        together = generate(model, [[1, 2, 3, 4, 5, 6], [7]], 40, use_cache=use_cache, **policy)
-        assert together == [generate(model, [prompt], 40, **policy)[0] for prompt in ([1, 2, 3, 4, 5, 6], [7])]
+@pytest.mark.parametrize('changes', SLIDING[::sizes(3, 1)])
+def test_the_models_own_generate_goes_on_without_end(changes):
+    """One step a token: the cache grows to its slots and no further, and each step feeds one token."""
+    model, idx, fed = model_of(1, **changes), torch.randint(29, (2, 3)), []
+    before = model.hidden_states
+    model.hidden_states = lambda x, *how, **more: fed.append(x.size(1)) or before(x, *how, **more)
+    torch.manual_seed(0)
+    cached = model.generate(idx, 20 * BLOCK, use_cache=True)
+    assert fed == [3] + [1] * (20 * BLOCK - 1)
+    torch.manual_seed(0)
+    assert torch.equal(cached[:, :100], model.generate(idx, 97))
+    torch.manual_seed(0)
+    assert torch.equal(cached, torch.cat([idx, *stream(model, idx, 20 * BLOCK, use_cache=True)], dim=1))
 
 
-def test_a_sample_does_not_depend_on_how_many_share_the_batch(way):
+class ReferenceLayer:
+    """Keys, values and positions of one sequence, in lists; keys turn as complex numbers when positions change."""
+
+    def __init__(self, config):
+        self.config, self.k, self.v = config, [], []
+
+    def append(self, k, v, positions):
+        self.k += k.unbind(2)
+        self.v += v.unbind(2)
+        return torch.stack(self.k, 2), torch.stack(self.v, 2), None, self
+
+    def shift(self, n_keep, n):
+        half = self.config.head_dim // 2
+        turn = torch.exp(-1j * n * self.config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half))
+        del self.k[n_keep:n_keep + n], self.v[n_keep:n_keep + n]
+        for i in range(n_keep, len(self.k) if self.config.position == 'rope' else 0):
+            turned = torch.complex(self.k[i][..., :half], self.k[i][..., half:]) * turn
+            self.k[i] = torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@torch.no_grad()
+def shifted_by_hand(model, prompt, n, generator, n_keep, n_removed):
+    layers, tokens = [ReferenceLayer(model.config) for _ in range(model.config.n_layer)], list(prompt)
+    context = tokens if len(tokens) <= BLOCK else tokens[:n_keep] + tokens[len(tokens) - BLOCK + n_keep:]
+    new, length = context, 0
+    for _ in range(n):
+        if length + len(new) > BLOCK:
+            for layer in layers:
+                layer.shift(n_keep, n_removed)
+            length -= n_removed
+        x, _ = model.hidden_states(torch.tensor([new]), torch.arange(length, length + len(new)), layers)
+        length += len(new)
+        token = int(sample_token(model.lm_head(x[:, -1]), generator=generator))
+        tokens.append(token)
+        new = [token]
+    return tokens
+
+
+@functools.cache
+def expected_shifts(changes, n_keep, seed):
+    """llama.cpp's rule: half of what is not kept goes, (block_size - n_keep) // 2 positions."""
+    model = model_of(seed, **dict(changes))
+    prompts = [torch.randint(29, (n,)).tolist() for n in (3, BLOCK - 1, BLOCK, BLOCK + 1, 40)]
+    prompts.insert(2, prompts[2])  # samples of a full prompt shift one by one
+    return model, prompts, [shifted_by_hand(model, prompt, 3 * BLOCK, generator, n_keep, (BLOCK - n_keep) // 2)
+                            for prompt, generator in zip(prompts, generators(6))]
+
+
+@pytest.mark.parametrize('kind', [None, *KINDS])
+@pytest.mark.parametrize('n_keep', [0, 3])
+@pytest.mark.parametrize('changes', UNBOUNDED, ids=str)
+def test_shifting_keeps_the_keys_and_turns_them(changes, n_keep, kind):
+    for seed in range(sizes(1, 10)):
+        model, prompts, expected = expected_shifts(tuple(changes.items()), n_keep, seed)
+        cache = kind and make_cache(model, kind, 6)
+        assert generate(model, prompts, 3 * BLOCK, generator=generators(6), when_full='shift', n_keep=n_keep,
+                        use_cache=True, cache=cache) == expected
+
+
+def test_a_sample_does_not_depend_on_how_many_share_the_batch():
     model, idx = f32(9), torch.randint(29, (1, 6))
-    ten = generate(
-        model,
-        idx,
-        30,
-        generator=[torch.Generator().manual_seed(row) for row in range(10)],
-        num_samples=10,
-        **way(model),
-    )
-    for n in (1, 3):
-        few = generate(
-            model,
-            idx,
-            30,
-            generator=[torch.Generator().manual_seed(row) for row in range(n)],
-            num_samples=n,
-            **way(model),
-        )
-        assert torch.equal(few, ten[:n])
-    one = generate(model, idx, 30, generator=torch.Generator().manual_seed(4), **way(model))
-    assert torch.equal(one[0], ten[4])  # and a list of one generator draws what the generator draws
-
-
-def test_num_samples_of_ragged_prompts():
-    model, prompts = f32(10), [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
-    generators = lambda: [torch.Generator().manual_seed(row) for row in range(6)]  # noqa: E731
-    twice = generate(model, [p for p in prompts for _ in range(2)], 30, generator=generators(), use_cache=True)
-    assert generate(model, prompts, 30, generator=generators(), use_cache=True, num_samples=2) == twice
+    for way in ('no cache', 'tuples', 'cpu'):
+        ten, three, one = (
+            generate(model, idx, 30, generator=generators(10)[:n], num_samples=n, **WAYS[way](model, n))
+            for n in (10, 3, 1))
+        assert torch.equal(three, ten[:3]) and torch.equal(one, ten[:1])
+        alone = generate(model, idx, 30, generator=torch.Generator().manual_seed(4), **WAYS[way](model, 1))
+        assert torch.equal(alone[0], ten[4])  # and a list of one generator draws what the generator draws
 
 
 def test_stopped_rows_leave_the_batch():
@@ -172,113 +205,71 @@ def test_stopped_rows_leave_the_batch():
 
         def decoder(idx, kv_cache, model=model, batch_sizes=batch_sizes):
             batch_sizes.append(idx.size(0))
-            logits, _, kv_cache = model(idx, kv_cache=kv_cache, use_cache=True)
-            return logits, kv_cache
-        free = generate(model, prompts, 60, use_cache=True, generator=torch.Generator().manual_seed(1))
-        stopped = generate(
-            model,
-            prompts,
-            60,
-            use_cache=True,
-            decoder=decoder,
-            stop_token=7,
-            generator=torch.Generator().manual_seed(1),
-        )
-        assert stopped == [
-            row[: row.index(7, len(p)) + 1] if 7 in row[len(p) :] else row for row, p in zip(free, prompts)
-        ]
+            return model(idx, kv_cache=kv_cache, use_cache=True)[::2]
+        how = dict(use_cache=True, generator=torch.Generator())
+        free, how['generator'] = generate(model, prompts, 60, **how), torch.Generator()
+        ends = [row.index(7, len(p)) + 1 if 7 in row[len(p):] else len(row) for row, p in zip(free, prompts)]
+        assert generate(model, prompts, 60, decoder=decoder, stop_token=7, **how) == [
+            row[:end] for row, end in zip(free, ends)]
         assert batch_sizes[0] == 16 and batch_sizes[-1] <= 8, batch_sizes
-        steps = [row.index(7, len(p)) - len(p) + 1 if 7 in row[len(p):] else 60 for row, p in zip(free, prompts)]
         # rows that are done, but still there, are never more than the others
-        assert sum(batch_sizes) <= 2 * sum(steps) + 64, (batch_sizes, steps)
+        assert sum(batch_sizes) <= 2 * sum(end - len(p) for end, p in zip(ends, prompts)) + 64, batch_sizes
 
 
-def test_a_shift_feeds_two_tokens_a_token_and_a_crop_the_whole_window():
-    model, fed = f32(12), []
+def test_what_a_full_context_costs():
+    """
+    A shift of learned positions feeds two tokens a token, and a crop the whole window. Neither allocates another cache.
+    """
+    model, fed, seen = f32(12), [], set()
+    cpu = decode.best(model, 1, name='cpu')
 
     def decoder(idx, kv_cache):
         fed.append(idx.size(1))
-        logits, _, kv_cache = model(idx, kv_cache=kv_cache, use_cache=True)
-        return logits, kv_cache
-    list(stream(model, torch.tensor([[1]]), 400, use_cache=True, decoder=decoder, when_full='shift'))
-    assert max(fed) == BLOCK // 2 and sum(fed) <= 2 * 400
-    fed.clear()
-    list(stream(model, torch.tensor([[1]]), 50, use_cache=True, decoder=decoder))
-    assert fed == [1] * BLOCK + [BLOCK] * 34
-
-
-def test_a_crop_allocates_no_cache_and_keeps_its_storage():
-    model, seen = f32(13), set()
-    decoder = decode.best(model, 1, name='cpu')
-
-    def watched(idx, kv_cache):
-        logits, kv_cache = decoder(idx, kv_cache)
+        logits, kv_cache = cpu(idx, kv_cache)
         seen.add(kv_cache[0][0].data_ptr())
         return logits, kv_cache
-    for policy in (dict(), dict(when_full='shift')):
+    for _ in stream(model, torch.tensor([[1]]), 400, use_cache=True, decoder=decoder, when_full='shift'):
+        pass
+    assert max(fed) == BLOCK // 2 and sum(fed) <= 2 * 400 and len(seen) == 1
+    for generate_all in (lambda **how: [*stream(model, torch.tensor([[1]]), 50, **how)],
+                         lambda **how: model.generate(torch.tensor([[1]]), 50, **how)):
+        fed.clear()
         seen.clear()
-        list(stream(model, torch.tensor([[1, 2]]), 60, use_cache=True, decoder=watched, **policy))
-        assert len(seen) == 1
+        generate_all(use_cache=True, decoder=decoder)
+        assert fed == [1] * BLOCK + [BLOCK] * 34 and len(seen) == 1
 
 
-def test_the_last_block_works_out_one_position_only():
-    """What lm_head reads of the last position is the same to the bit whether the others are worked out or not."""
-    for seed in range(5):
-        model, idx = f32(seed), torch.randint(29, (3, 11))
-        with torch.no_grad():
-            positions = torch.arange(11)
-            all_positions, cache = model.hidden_states(idx, positions, model.empty_cache(3))
-            last, last_cache = model.hidden_states(idx, positions, model.empty_cache(3), last_only=True)
-            torch.testing.assert_close(last, all_positions[:, -1:], atol=1e-6, rtol=1e-5)
-            assert all(
-                torch.equal(a.k_cache, b.k_cache) and torch.equal(a.v_cache, b.v_cache)
-                for a, b in zip(cache, last_cache)
-            )
+@pytest.mark.parametrize('changes, bad, message', [
+    (dict(), dict(when_full='slide'), "'crop', 'shift' or 'roll'"),
+    (dict(), dict(keep=3), 'keep=3'),
+    (dict(), dict(n_keep=3), 'n_keep=3'),
+    (dict(), dict(when_full='shift', keep=0), 'must fit in 16'),
+    (dict(), dict(when_full='shift', keep=BLOCK + 1), 'must fit in 16'),
+    (dict(), dict(when_full='shift', n_keep=-1), 'must fit in 16'),
+    (dict(), dict(when_full='shift', keep=BLOCK, n_keep=1), 'must fit in 16'),
+    (dict(), dict(when_full='roll'), 'learned positions end at block_size 16'),
+    (dict(position='rope', window=5), dict(when_full='crop'), "when_full=roll; not 'crop'"),
+    (dict(position='rope', window=5), dict(when_full='shift'), "when_full=roll; not 'shift'"),
+    (dict(position='rope', window=5), dict(n_keep=1), 'n_keep=1'),
+    (dict(position='rope'), dict(when_full='roll', n_keep=16), 'must fit in 16'),
+    (dict(position='rope'), dict(when_full='roll', keep=0), 'must fit in 16'),
+    (dict(position='rope'), dict(when_full='shift', use_cache=False), 'needs the cache'),
+])
+def test_a_policy_that_makes_no_sense_is_refused(changes, bad, message):
+    for function in (generate, stream):
+        with pytest.raises(ValueError, match=message):
+            function(model_of(**changes), [[1, 2], [3]], 5, **dict(use_cache=True) | bad)
 
 
-@pytest.mark.parametrize('T', [1, 2, 5])
-def test_ragged_steps_on_a_warm_cache(T):
-    """cache_pos as a tensor, for one token or a chunk: each row is what it is alone."""
-    torch.manual_seed(T)
-    model, filled = f32(14), [3, 9, 1, 0]
-    idx, more = torch.randint(29, (4, 9)), torch.randint(29, (4, T))
-    with torch.no_grad():
-        _, _, cache = model(idx, use_cache=True)
-        ragged = [layer._replace(cache_pos=torch.tensor(filled)) for layer in cache]
-        for layer in ragged:  # what is beyond a row's cache_pos is nobody's business
-            for row, n in enumerate(filled):
-                layer.k_cache[row, :, n:], layer.v_cache[row, :, n:] = 1e4, -1e4
-        for step in (decode.EagerDecoder(model), decode.best(model, 1, name='cpu')):
-            logits, after = step(more, [layer.clone() for layer in ragged])
-            assert after[0].cache_pos.tolist() == [n + T for n in filled]
-            for row, n in enumerate(filled):
-                alone = model(torch.cat([idx[row, :n], more[row]])[None], use_cache=False)[0]
-                torch.testing.assert_close(logits[row:row + 1], alone, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    'bad',
-    [
-        dict(when_full='slide'),
-        dict(keep=3),
-        dict(n_keep=3),
-        dict(when_full='shift', keep=0),
-        dict(when_full='shift', keep=BLOCK + 1),
-        dict(when_full='shift', n_keep=-1),
-        dict(when_full='shift', keep=BLOCK, n_keep=1),
-        dict(idx=[]),
-        dict(idx=[[1], []]),
-        dict(idx=[[1], [29]]),
-        dict(idx=[[0.5]]),
-        dict(generator=[torch.Generator()] * 3),
-        dict(idx=[[[1]]]),
-        dict(idx=[1, 2]),
-    ],
-)
-def test_what_makes_no_sense_is_refused(bad):
-    settings = dict(idx=[[1, 2], [3]], max_new_tokens=5) | bad
-    with pytest.raises(ValueError):
-        generate(f32(15), **settings)
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_cache_of_a_model_without_a_window_cannot_roll(kind):
+    model = model_of(position='rope')
+    with pytest.raises(ValueError, match=r'model.with_window\(12, 4\)'):
+        stream(model, [[1, 2]], 5, use_cache=True, cache=make_cache(model, 'paged', 1), when_full='roll', n_keep=4)
+    rolled = model.with_window(12, 4)
+    cache = make_cache(rolled, kind, 1)
+    assert (generate(rolled, [[1, 2]], 5 * BLOCK, use_cache=True, cache=cache, temperature=0)
+            == generate(model, [[1, 2]], 5 * BLOCK, when_full='roll', n_keep=4, temperature=0))
 
 
 def test_a_context_is_what_is_left_of_the_text():

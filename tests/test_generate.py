@@ -6,7 +6,8 @@ from conftest import sizes
 from test_cache_exactness import large
 
 import decode
-from generation import TupleCache, Work, generate, stream
+from generation import generate, stream
+from kvcache.contiguous import ContiguousCache
 from model import GPT, GPTConfig, LayerKVCache, sample_token
 
 
@@ -258,25 +259,25 @@ def test_a_failed_step_of_tuples_leaves_what_comes_before_it():
         if fail:
             raise KeyboardInterrupt
         return logits, kv_cache
-    cache, text = TupleCache(model, decoder), torch.randint(29, (1, 8))
+    cache, text = ContiguousCache(model, 1, 'tuples', decoder), torch.randint(29, (1, 8))
     handle = cache.new()
     with torch.no_grad():
-        cache.step(Work([handle], [0], text[:, :6]))
+        cache.step([handle], [0], text[:, :6])
         fail.append(True)
         with pytest.raises(KeyboardInterrupt):
-            cache.step(Work([handle], [2], (text[:, 2:4] + 1) % 29))
+            cache.step([handle], [2], (text[:, 2:4] + 1) % 29)
         fail.clear()
-        with pytest.raises(ValueError, match='holds 2 tokens'):
-            cache.step(Work([handle], [6], text[:, 6:7]))
-        got = cache.step(Work([handle], [2], text[:, 2:]))
+        with pytest.raises(ValueError, match='has 2 tokens'):
+            cache.step([handle], [6], text[:, 6:7])
+        got = cache.step([handle], [2], text[:, 2:])
         torch.testing.assert_close(got, model(text, use_cache=False)[0][:, 0], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match='does not know'):
-        cache.step(Work([handle + 1], [0], text[:, :1]))
+    with pytest.raises(ValueError, match='no sequence'):
+        cache.step([handle + 1], [0], text[:, :1])
 
 
 def test_a_shift_after_a_full_prompt_has_one_cache():
     model, idx = f32(3), torch.randint(29, (2, 16))
-    cache = TupleCache(model, decode.best(model, 2, name='cpu'))
+    cache = ContiguousCache.for_decoder(model, 2, decode.best(model, 2, name='cpu'))
     rows = generate(model, idx, 20, temperature=0, use_cache=True, cache=cache, when_full='shift')
     assert torch.equal(rows, generate(model, idx, 20, temperature=0, when_full='shift'))
     assert cache.nbytes() <= sum(layer[i].nbytes for layer in model.empty_cache(2) for i in (0, 1))

@@ -1,103 +1,21 @@
-"""
-Rotary, ALiBi and no positions, grouped heads, windows and sinks: any chunks through the model's own cache give the
-logits of the plain float64 GPT over the whole text, far past block_size. And the mistakes that others have made.
-"""
-import itertools
-import math
-
+"""Masks, angles and the slots of a ring: windows, sinks, rotary positions, ALiBi, and the mistakes of others."""
 import plain_gpt
 import pytest
 import torch
-from conftest import sizes
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_cache_exactness import large
+from plain_gpt import plain
+from test_decoder_positions import BLOCK, WINDOWS, close, model_of
 
 from model import GPT, GPTConfig
-from positions import Positions, RollingKVCache, alibi_slopes, rotary_angles, rotate, visible
-
-BLOCK = 16
-
-
-def settings_of(**changes):
-    return dict(position='rope', n_kv_head=0, window=0, n_sink=0, gelu='none') | changes
-
-
-def model_of(seed, **changes):
-    return large(seed, n_head=4, n_embd=32, **changes)
-
-
-def plain(model, idx):
-    c = model.config
-    with torch.no_grad():
-        return plain_gpt.logits(model.state_dict(), c.n_head, idx, c.position, c.n_kv_head, c.window, c.n_sink,
-                                c.rope_theta, c.gelu)
-
-
-@torch.no_grad()
-def in_chunks(model, idx, chunks, kv_cache=None):
-    """Logits of all positions (B, T, vocab_size), through a cache that is fed chunk by chunk, and the cache."""
-    found, start = [], 0
-    for n in chunks:
-        part = idx[:, start:start + n]
-        logits, _, kv_cache = model(part, targets=part, kv_cache=kv_cache, use_cache=True)
-        found.append(logits)
-        start += n
-    assert start == idx.size(1)
-    return torch.cat(found, dim=1), kv_cache
-
-
-def cut(T, sizes_of_chunks, generator):
-    chunks = []
-    while sum(chunks) < T:
-        n = int(torch.randint(*sizes_of_chunks, (), generator=generator))
-        chunks.append(min(n, T - sum(chunks)))
-    return chunks
-
-
-WINDOWS = (0, 0), (1, 0), (5, 0), (15, 0), (5, 2), (1, 1), (7, 3)  # and sinks
-CASES = [(position, n_kv_head, window, n_sink) for position, n_kv_head, (window, n_sink) in itertools.product(
-    ('learned', 'rope', 'alibi', 'none'), (4, 2, 1), WINDOWS)]
-
-
-@pytest.mark.parametrize('position, n_kv_head, window, n_sink', sizes(CASES[::4] + CASES[5::9], CASES))
-def test_any_chunks_equal_the_plain_model_over_the_whole_text(position, n_kv_head, window, n_sink):
-    for seed, gelu in enumerate(sizes(('none',), ('none', 'tanh'))):
-        model = model_of(seed, position=position, n_kv_head=n_kv_head, window=window, n_sink=n_sink, gelu=gelu)
-        T = BLOCK if model.config.max_positions == BLOCK else BLOCK * sizes(6, 20)
-        idx, generator = torch.randint(29, (2, T)), torch.Generator().manual_seed(seed)
-        expected = plain(model, idx)
-        with torch.no_grad():
-            assert (model(idx, targets=idx, use_cache=False)[0] - expected).abs().max() < 1e-10
-        for longest in (1, 4, 3 * BLOCK):
-            logits, kv_cache = in_chunks(model, idx, cut(T, (1, longest + 1), generator))
-            assert (logits - expected).abs().max() < 1e-10, longest
-            assert kv_cache[0].cache_pos == T and kv_cache[0].k_cache.size(2) == model.config.n_slots
-
-
-@settings(max_examples=sizes(15, 150), deadline=None, derandomize=True)
-@given(st.data())
-def test_sequences_of_different_lengths_are_what_each_is_alone(data):
-    """cache_pos as a tensor: rows begin anywhere, and each row of the rolling cache moves at a time of its own."""
-    window, n_sink = data.draw(st.sampled_from([(1, 0), (2, 0), (5, 0), (4, 2), (6, 1)]))
-    model = model_of(data.draw(st.integers(0, 100)), position=data.draw(st.sampled_from(['rope', 'alibi', 'none'])),
-                     n_kv_head=data.draw(st.sampled_from([1, 4])), window=window, n_sink=n_sink)
-    starts = data.draw(st.lists(st.integers(1, 40), min_size=2, max_size=4))
-    chunks = data.draw(st.lists(st.integers(1, 2 * window + 3), min_size=1, max_size=8))
-    idx = torch.randint(29, (len(starts), max(starts) + sum(chunks)))
-    expected = plain(model, idx)
-    rows = [in_chunks(model, idx[row:row + 1, :start], [start])[1] for row, start in enumerate(starts)]
-    kv_cache = [RollingKVCache(torch.cat([layer.k_cache for layer in layers]),
-                               torch.cat([layer.v_cache for layer in layers]), torch.tensor(starts),
-                               torch.cat([layer.first for layer in layers])) for layers in zip(*rows)]
-    done = 0
-    for n in chunks:
-        part = torch.stack([idx[row, start + done:start + done + n] for row, start in enumerate(starts)])
-        logits, kv_cache = in_chunks(model, part, [n], kv_cache)
-        for row, start in enumerate(starts):
-            assert (logits[row] - expected[row, start + done:start + done + n]).abs().max() < 1e-10
-        done += n
-    assert kv_cache[0].cache_pos.tolist() == [start + done for start in starts]
+from positions import (
+    Positions,
+    alibi_slopes,
+    positions_in_ring,
+    ring_slots,
+    rotary_angles,
+    rotate,
+    sequence_runs,
+    visible,
+)
 
 
 def test_the_window_counts_the_token_itself():
@@ -108,80 +26,52 @@ def test_the_window_counts_the_token_itself():
     assert visible(t[:, None], t[None], 2, 1)[5].tolist() == [True, False, False, False, True, True]
 
 
-@pytest.mark.parametrize('T', [4, 5, 6, 10, 11, 12])
-def test_lengths_around_the_window_and_the_buffer(T):
-    """W - 1, W, W + 1 tokens, and 2 W - 1, 2 W, 2 W + 1: where the mask begins to hide, and where rows move."""
-    model, idx = model_of(T, position='rope', window=5), torch.randint(29, (1, T + 3))
-    logits, _ = in_chunks(model, idx, [T, 1, 1, 1])
-    assert (logits - plain(model, idx)).abs().max() < 1e-10
-
-
-def test_a_window_of_one_more_key_is_another_function():
-    model, idx = model_of(0, position='rope', window=5), torch.randint(29, (1, 12))
-    wider = model.with_window(6)
-    assert (plain(model, idx) - plain(wider, idx)).abs().max() > 1e-3
-    assert torch.equal(plain(model, idx)[:, :5], plain(wider, idx)[:, :5])
-    logits, _ = in_chunks(wider, idx, [1] * 12)
-    assert (logits - plain(wider, idx)).abs().max() < 1e-10
-
-
-def test_decoding_does_not_ignore_the_window():
-    """The keys that a decoded token attends over are no more than its window, and the sinks."""
-    model, seen = model_of(1, position='rope', window=5), []
-    attn = model.transformer.h[1].attn
-    before, kv_cache = attn.forward, None
-    attn.forward = lambda x, positions, cache, *how: seen.append(positions) or before(x, positions, cache, *how)
-    in_chunks(model, torch.randint(29, (1, 40)), [20] + [1] * 20)
-    assert not any(p.masks for p in seen[-20:])  # no mask is made, since only the window is read
-    _, kv_cache = in_chunks(model, torch.randint(29, (1, 40)), [40])
-    cache = kv_cache[0]
-    k, v, keys, _ = cache.append(torch.zeros(1, 4, 1, 8).double(), torch.zeros(1, 4, 1, 8).double(),
-                                 Positions(model.config, torch.tensor([40]), torch.float64))
-    assert k.size(2) == 5 and keys is None
-
-
-def test_sinks_are_seen_during_prefill_and_after():
-    model, idx = model_of(2, position='rope', window=4, n_sink=2), torch.randint(29, (1, 40))
-    logits, _ = in_chunks(model, idx, [40])
-    without, _ = in_chunks(model.with_window(4), idx, [40])
-    assert (logits - without)[:, 6:].abs().amax(dim=(0, 2)).min() > 1e-4  # at each position behind the first windows
-    assert (logits - plain(model, idx)).abs().max() < 1e-10
-
-
-def test_going_back_is_free_while_the_window_is_stored_and_refused_afterwards():
-    model, idx = model_of(3, position='rope', window=5, n_sink=1), torch.randint(29, (1, 60))
-    logits, kv_cache = in_chunks(model, idx[:, :33], [33])
-    first = int(kv_cache[0].first[0])
+@torch.no_grad()
+def test_a_window_of_one_more_key_and_sinks_are_other_functions():
+    """So a cache that ignores one of them does not give the logits of the plain model."""
+    model, idx = model_of(position='rope', window=5, n_sink=2), torch.randint(29, (1, 40))
     expected = plain(model, idx)
-    for back in range(0, 34):
-        rewound = [layer._replace(cache_pos=back).clone() for layer in kv_cache]
-        if back > 1 and back - 4 < first:
-            before = [layer.k_cache.clone() for layer in rewound]
-            with pytest.raises(ValueError, match='not in the cache any more'):
-                in_chunks(model, idx[:, back:back + 3], [3], rewound)
-            assert all(torch.equal(a, layer.k_cache) for a, layer in zip(before, rewound))
-        else:
-            again, _ = in_chunks(model, idx[:, back:], cut(60 - back, (3, 4), None), rewound)
-            assert (again - expected[:, back:]).abs().max() < 1e-10, back
-    assert first > 20  # some were refused
+    for window, n_sink, first in ((6, 2, 7), (5, 0, 6), (5, 1, 6)):
+        other = plain(model.with_window(window, n_sink), idx)
+        assert (other - expected)[:, first:].abs().amax(dim=(0, 2)).min() > 1e-4
+    assert torch.equal(plain(model.with_window(6, 2), idx)[:, :7], expected[:, :7])
 
 
-def test_an_older_tuple_goes_on_after_the_rows_have_moved():
-    model, idx = model_of(4, position='alibi', window=5), torch.randint(29, (1, 30))
-    _, old = in_chunks(model, idx[:, :10], [10])  # the buffer is full: the next token moves rows
-    in_chunks(model, idx[:, 10:12], [1, 1], old)
-    logits, _ = in_chunks(model, idx[:, 10:], [1] * 20, old)
-    assert (logits - plain(model, idx)[:, 10:]).abs().max() < 1e-10
+@pytest.mark.parametrize('window, n_sink', [pair for pair in WINDOWS if pair[0]])
+def test_the_slots_of_a_ring(window, n_sink):
+    """Against a list in which each position is written in turn."""
+    config = GPTConfig(block_size=32, vocab_size=5, n_layer=1, n_head=1, n_embd=4, position='none', window=window,
+                       n_sink=n_sink)
+    held = [None] * config.n_slots
+    for p in range(6 * config.n_slots):
+        slot = int(ring_slots(torch.tensor(p), config))
+        assert held[slot] is None or n_sink <= held[slot] == p - 2 * window
+        held[slot] = p
+        found = positions_in_ring(torch.tensor([p]), config.n_slots, config).tolist()
+        assert all(at == got if at is not None else got > p for at, got in zip(held, found))
+        runs = [(pos + i, slot + i - 100) for pos, slot, n in sequence_runs(100, config, p + 1) for i in range(n)]
+        seen = [*range(n_sink), *range(max(n_sink, p + 2 - window), p + 1)]
+        assert all((pos, held.index(pos)) in runs for pos in seen if pos <= p)
+        assert len({s for _, s in runs}) == len(runs) <= config.n_slots
 
 
-def test_slots_behind_the_newest_row_are_never_read():
-    for n_sink in (0, 2):
-        model, idx = model_of(5, position='rope', window=5, n_sink=n_sink), torch.randint(29, (2, 50))
-        kv_cache = model.empty_cache(2)
-        for layer in kv_cache:
-            layer.k_cache.fill_(math.nan), layer.v_cache.fill_(math.nan)
-        logits, _ = in_chunks(model, idx, cut(50, (1, 9), torch.Generator().manual_seed(0)), kv_cache)
-        assert (logits - plain(model, idx)).abs().max() < 1e-10
+@pytest.mark.parametrize('window, n_sink', [(1, 0), (5, 0), (5, 2), (8, 1)])
+@torch.no_grad()
+def test_going_back_by_a_window_and_one_is_free(window, n_sink):
+    """The ring holds two windows, so what the token there sees is stored. One position further back it is not."""
+    model, (idx, other) = model_of(position='rope', window=window, n_sink=n_sink), torch.randint(29, (2, 1, 80))
+    for end in (n_sink + 1, 2 * window + n_sink, 60, 61, 66):
+        _, _, cache = model(idx[:, :end])
+        for back in range(max(0, end - window - 1), end):
+            text = torch.cat((idx[:, :back], other[:, back:back + 2 * window]), dim=1)
+            rewound, expected = [layer.clone()._replace(cache_pos=back) for layer in cache], plain(model, text)
+            for i in range(back, text.size(1)):
+                logits, _, rewound = model(text[:, i:i + 1], kv_cache=rewound)
+                close(logits[:, 0], expected[:, i])
+    if window > 1:
+        text = torch.cat((idx[:, :66 - window - 2], other[:, :1]), dim=1)
+        logits = model(text[:, -1:], kv_cache=[layer._replace(cache_pos=text.size(1) - 1) for layer in cache])[0]
+        assert (logits[:, 0] - plain(model, text)[:, -1]).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize('dtype, most', [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
@@ -194,16 +84,14 @@ def test_rotary_angles_at_a_million(dtype, most):
     def score(t, j):
         at = [Positions(config, torch.tensor([p]), dtype).rotated(x.to(dtype)) for p, x in ((t, q), (j, k))]
         return float((at[0].double() * at[1].double()).sum()) / 8
-    near, far = score(5, 0), score(1_000_005, 1_000_000)
-    exact = rotate(q.double(), *turned(5)) @ rotate(k.double(), *turned(0)).mT / 8
-    assert abs(near - float(exact)) < 4 * most and abs(far - float(exact)) < 4 * most
+
+    def turned(x, position):
+        angles = rotary_angles(torch.tensor([position]), 64, 10000.0)
+        return rotate(x.double(), angles.cos(), angles.sin())
+    exact = float(turned(q, 5) @ turned(k, 0).mT / 8)
+    assert abs(score(5, 0) - exact) < 4 * most and abs(score(1_000_005, 1_000_000) - exact) < 4 * most
     in_float32 = torch.tensor(1_000_005.0) * 10000.0 ** (-torch.arange(0, 64, 2) / 64)
     assert (in_float32.double() - rotary_angles(torch.tensor(1_000_005), 64, 10000.0)).abs().max() > 1e-3
-
-
-def turned(position):
-    angles = rotary_angles(torch.tensor([position]), 64, 10000.0)
-    return angles.cos(), angles.sin()
 
 
 def test_alibi_slopes():
@@ -226,23 +114,13 @@ def test_bad_combinations_are_refused_in_a_line(wrong, message):
     assert '\n' not in str(e.value)
 
 
-def test_plain_tuples_of_a_model_with_a_window_need_their_first_position():
-    model, idx = model_of(6, position='rope', window=5), torch.randint(29, (1, 30))
-    _, kv_cache = in_chunks(model, idx[:, :20], [20])
-    logits, _ = in_chunks(model, idx[:, 20:], [10], [tuple(layer) for layer in kv_cache])
-    assert (logits - plain(model, idx)[:, 20:]).abs().max() < 1e-10
-    with pytest.raises(ValueError, match='tuple of 4'):
-        model(idx[:, 20:], kv_cache=[tuple(layer)[:3] for layer in kv_cache])
-
-
 @pytest.mark.parametrize('changes', [
-    dict(), dict(n_kv_head=1), dict(window=5), dict(window=5, n_sink=2, n_kv_head=2), dict(position='alibi'),
-])
+    dict(), dict(n_kv_head=1), dict(window=5), dict(window=5, n_sink=2, n_kv_head=2), dict(position='alibi')])
 def test_the_memory_of_a_cache_is_what_the_formula_says(changes):
-    model = model_of(7, **settings_of(**changes)).float()
-    c, B = model.config, 3
-    expected = 2 * c.n_layer * B * c.n_kv_head * c.head_dim * c.n_slots * 4
-    kv_cache = model.empty_cache(B)
+    model, B = model_of(dtype=torch.float32, **dict(position='rope') | changes), 3
+    c = model.config
+    n_slots = c.n_sink + 2 * c.window if c.window else BLOCK
+    expected, kv_cache = 2 * c.n_layer * B * c.n_kv_head * c.head_dim * n_slots * 4, model.empty_cache(B)
     for _ in range(3 if c.window else 1):  # it does not grow
         assert sum(cache.untyped_storage().nbytes() for layer in kv_cache for cache in layer[:2]) == expected
         _, _, kv_cache = model(torch.randint(29, (B, BLOCK)), kv_cache=kv_cache)
