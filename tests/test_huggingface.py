@@ -76,20 +76,24 @@ def test_transformers_computes_the_same_and_it_is_read_back(tmp_path, config, fa
     assert (again / 'model.safetensors').read_bytes() == (tmp_path / 'hf' / 'model.safetensors').read_bytes()
 
 
-REFUSED = [  # config, what the line has to say
+NO_MODEL = [  # config, what the line has to say
     (WINDOW | dict(n_sink=2), 'n_sink 2: none of the models'),
     (HARD | dict(window=5), 'window 5 with position=learned'),
     (HARD | dict(window=5, position='none'), 'window 5 with position=none'),
     (ALIBI | dict(window=5), 'window 5 with position=alibi'),
-    (ALIBI | dict(bias=True), 'have no biases: train with --bias=False'),
-    (ALIBI | dict(gelu='tanh'), 'have the exact GELU: train with --gelu=none'),
 ]
 
 
-@pytest.mark.parametrize('config, line', REFUSED)
-def test_what_no_family_computes_is_refused(tmp_path, config, line):
+@pytest.mark.parametrize('to, config, line', [
+    *[(to, *case) for to in (formats.to_huggingface, formats.to_gguf) for case in NO_MODEL],
+    (formats.to_huggingface, ALIBI | dict(bias=True), 'have no biases: train with --bias=False'),
+    (formats.to_huggingface, ALIBI | dict(gelu='tanh'), 'have the exact GELU: train with --gelu=none'),
+])
+def test_what_no_family_computes_is_refused(tmp_path, to, config, line):
+    if to is formats.to_gguf:
+        pytest.importorskip('gguf', reason="gguf is not installed")
     with pytest.raises(ValueError, match=line):
-        formats.to_huggingface(gpt(**config), tmp_path / 'hf')
+        to(gpt(**config), tmp_path / 'new')
     assert not os.listdir(tmp_path)
 
 
@@ -151,10 +155,8 @@ def test_byte_pairs_in_hugging_faces_tokenizer(tmp_path, monkeypatch):
     formats.to_huggingface(gpt(**EASY | dict(vocab_size=50304)), tmp_path / 'hf', ours)
     text = TEXT + '<|endoftext|>' + (open(SHARED_TEXT).read()[:10000] if os.path.exists(SHARED_TEXT) else '')
     for theirs in (AutoTokenizer.from_pretrained(tmp_path / 'hf'), GPT2TokenizerFast.from_pretrained(tmp_path / 'hf')):
-        assert (
-            theirs(text, truncation=False)['input_ids'] == ours.encode(text)
-            and theirs.decode(ours.encode(text)) == text
-        )
+        assert theirs(text, truncation=False)['input_ids'] == ours.encode(text)
+        assert theirs.decode(ours.encode(text)) == text
         assert theirs.eos_token_id == 50256 and theirs.decode([15496, 50300]) == 'Hello'
     assert tokenizers.state_of_dataset(tmp_path / 'hf') == {'kind': 'gpt2'}
 

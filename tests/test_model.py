@@ -122,17 +122,11 @@ def test_a_training_step_saves_no_more_for_backward_than_without_cache_code():
         x = model.transformer.wte(idx) + model.transformer.wpe(torch.arange(11))
         for block in model.transformer.h:
             q, k, v = (t.view(3, 11, 2, 8).transpose(1, 2) for t in block.attn.c_attn(block.ln_1(x)).split(16, 2))
-            y = (
-                torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-                .transpose(1, 2)
-                .contiguous()
-                .view(3, 11, 16)
-            )
-            x = x + block.attn.c_proj(y)
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + block.attn.c_proj(y.transpose(1, 2).reshape(3, 11, 16))
             x = x + block.mlp(block.ln_2(x))
-        torch.nn.functional.cross_entropy(
-            model.lm_head(model.transformer.ln_f(x)).view(-1, 31), idx.view(-1), ignore_index=-1
-        )
+        logits = model.lm_head(model.transformer.ln_f(x)).view(-1, 31)
+        torch.nn.functional.cross_entropy(logits, idx.view(-1), ignore_index=-1)
     assert saved_bytes(lambda: model(idx, idx)) <= saved_bytes(without_cache_code)
 
 
@@ -148,10 +142,6 @@ def cache_for(model, B=2, T=5, **kwargs):
     ('float64', lambda m: [LayerKVCache(c.k_cache.double(), c.v_cache.double(), 5) for c in cache_for(m)], (2, 1)),
     ('float64', lambda m: [LayerKVCache(c.k_cache, c.v_cache.double(), 5) for c in cache_for(m)], (2, 1)),
     ('meta', lambda m: [LayerKVCache(c.k_cache.to('meta'), c.v_cache.to('meta'), 5) for c in cache_for(m)], (2, 1)),
-    ('cache_pos', lambda m: [c._replace(cache_pos=-1) for c in cache_for(m)], (2, 1)),
-    ('cache_pos', lambda m: [c._replace(cache_pos=torch.tensor([5])) for c in cache_for(m)], (2, 1)),
-    ('cache_pos', lambda m: [c._replace(cache_pos=torch.tensor([5.0, 5.0])) for c in cache_for(m)], (2, 1)),
-    ('cache_pos', lambda m: [c._replace(cache_pos=torch.tensor([5, -1])) for c in cache_for(m)], (2, 1)),
     ('layer 1', lambda m: [c._replace(cache_pos=torch.tensor([5, 4 + i])) for i, c in enumerate(cache_for(m))], (2, 1)),
     ('out of context', lambda m: [c._replace(cache_pos=torch.tensor([5, 16])) for c in cache_for(m)], (2, 1)),
     ('5 .* 12 .* 16', lambda m: cache_for(m), (2, 12)),
@@ -197,16 +187,11 @@ def test_attend_takes_a_mask_in_place_of_causality():
 @pytest.mark.parametrize('context', ['inference_mode', 'autocast', 'float64', 'bfloat16'])
 def test_caches_take_the_dtype_of_the_keys(context):
     model, idx = tiny().eval(), torch.randint(31, (2, 7))
-    dtype = {'autocast': torch.bfloat16, 'float64': torch.float64, 'bfloat16': torch.bfloat16}.get(
-        context, torch.float32
-    )
+    dtype = {'float64': torch.float64, 'inference_mode': torch.float32}.get(context, torch.bfloat16)
     if context in ('float64', 'bfloat16'):
         model = model.to(dtype)
-    with (
-        torch.inference_mode(context == 'inference_mode'),
-        torch.autocast('cpu', torch.bfloat16, enabled=context == 'autocast'),
-        torch.no_grad(),
-    ):
+    autocast = torch.autocast('cpu', torch.bfloat16, enabled=context == 'autocast')
+    with torch.inference_mode(context == 'inference_mode'), autocast, torch.no_grad():
         _, _, kv_cache = model(idx[:, :4])
         assert kv_cache[0].k_cache.dtype == kv_cache[2].v_cache.dtype == dtype
         last, _, kv_cache = model(idx[:, 4:], kv_cache=kv_cache)

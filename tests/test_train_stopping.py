@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from conftest import ENVIRONMENT, TINY, sizes
-from test_train import train_in_two_processes, wait_until
+from test_train import train_in_two_processes, wait_for_rows
 
 import checkpoint as checkpoints
 from training import stopping
@@ -97,8 +97,7 @@ def test_a_signal_to_torchrun_and_to_its_workers_saves(repo, signum):
         [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'worker.py', 'train.py',
          *settings], cwd=repo, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=ENVIRONMENT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    log = repo / 'out' / 'log.csv'
-    wait_until(lambda: log.exists() and log.read_text().count('\n') > 5)
+    wait_for_rows(process, repo / 'out', 5)
     workers = [int((repo / f'worker{rank}').read_text()) for rank in range(2)]
     for pid in [*workers, process.pid]:
         os.kill(pid, signum)

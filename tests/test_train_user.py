@@ -3,26 +3,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
 from conftest import ENVIRONMENT, ROOT, TINY, run, start_training
+from test_train import rows, stopped, wait_for_rows
 
 import checkpoint as checkpoints
 
 FOREVER = ('--max_iters=1000000', '--eval_interval=1000000')
-
-
-def wait_until(process, done):
-    while not done():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-
-
-def rows(repo):
-    path = repo / 'out' / 'log.csv'
-    return path.read_text().count('\n') if path.exists() else 0
 
 
 @pytest.fixture
@@ -82,7 +71,7 @@ def test_resuming_from_a_checkpoint_with_wrong_contents_is_one_line(finished, da
 def test_a_second_run_in_a_live_out_dir_is_refused_and_a_crash_leaves_no_lock(repo):
     pytest.importorskip('fcntl')
     first = start_training(repo, *FOREVER)
-    wait_until(first, lambda: rows(repo) > 5)
+    wait_for_rows(first, repo / 'out', 5)
     second = run(repo, 'train.py', *TINY)
     assert second.returncode == 2 and 'another process is training in out' in second.stderr.splitlines()[-1]
     assert run(repo, 'train.py', *TINY, '--eval_only=True').returncode == 0  # writes nothing
@@ -94,10 +83,8 @@ def test_a_second_run_in_a_live_out_dir_is_refused_and_a_crash_leaves_no_lock(re
 
 def test_stopping_before_the_first_iteration_saves_nothing(repo):
     process = start_training(repo, *FOREVER, '--eval_iters=1000000')  # in the first evaluation for ever
-    wait_until(process, lambda: rows(repo) > 0)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0 and 'nothing to save' in out, err
+    wait_for_rows(process, repo / 'out', 0)
+    assert 'nothing to save' in stopped(process, signal.SIGINT)[0]
     assert not [name for name in os.listdir(repo / 'out') if name.endswith('.pt')]
 
 
@@ -105,19 +92,18 @@ def test_a_sigint_that_is_ignored_at_entry_stays_so_and_sigterm_stops(repo):
     process = subprocess.Popen([sys.executable, 'train.py', *TINY, *FOREVER], cwd=repo, text=True, env=ENVIRONMENT,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
-    wait_until(process, lambda: rows(repo) > 5)
+    wait_for_rows(process, repo / 'out', 5)
     process.send_signal(signal.SIGINT)
-    n = rows(repo)
-    wait_until(process, lambda: rows(repo) > n + 20)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0 and 'saved to out/ckpt.pt' in out and 'SIGINT' not in err and 'SIGTERM' in err
+    n = rows(repo / 'out')
+    wait_for_rows(process, repo / 'out', n + 20)
+    out, err = stopped(process)
+    assert 'saved to out/ckpt.pt' in out and 'SIGINT' not in err and 'SIGTERM' in err
 
 
 def test_what_happens_after_the_reader_has_left_is_said_on_stderr(repo):
     process = start_training(repo, *FOREVER)
     process.stdout.readline()
-    wait_until(process, lambda: rows(repo) > 3)
+    wait_for_rows(process, repo / 'out', 3)
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
