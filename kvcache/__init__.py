@@ -15,24 +15,19 @@ Keys and values of many sequences, for one model.
 `base.BaseCache`. All of them take models with any positions, grouped heads, windows and sinks.
 """
 from kvcache.contiguous import ContiguousCache
+from kvcache.llamacpp.sequences import CellSequences
 from kvcache.paged import PagedCache, n_blocks_for
 from kvcache.storage import BITS
 
 __all__ = ['KINDS', 'make_cache']
 
 
-
-def cells(*args):
-    from kvcache.llamacpp import CellSequences
-    return CellSequences(*args)
-
-
 PAGE_SIZE = 16  # positions in a block of a paged cache
 QUANTISED = {8: 'int8', 4: 'int4'}
 KINDS = {
     'tuple': ContiguousCache,
-    'streams': lambda model, n_seq, type_kv, decoder: cells(model, n_seq, type_kv, False, decoder),
-    'unified': lambda model, n_seq, type_kv, decoder: cells(model, n_seq, type_kv, True, decoder),
+    'streams': lambda model, n_seq, type_kv, decoder: CellSequences(model, n_seq, type_kv, False, decoder),
+    'unified': lambda model, n_seq, type_kv, decoder: CellSequences(model, n_seq, type_kv, True, decoder),
     'paged': lambda model, n_seq, type_kv, decoder: PagedCache(
         model, n_seq * n_blocks_for(model.config, PAGE_SIZE), PAGE_SIZE, type_kv, decoder),
 }

@@ -1,25 +1,79 @@
 """
-Cells with keys and values: llama.cpp's cache (llama-kv-cache.cpp) for a model.
+Cells with keys and values.
 
     cache = CellCache(n_layer, n_head_kv, head_dim, kv_size=256, n_seq_max=8)
-    layers = cache.place(cache.batch({0: [5, 6, 7], 1: [2]}))     # sequence: positions of its new tokens
-    logits = logits_of(model, idx, layers, last)
+    batch = cache.batch({0: [5, 6, 7], 1: [2]})                   # sequence: positions of its new tokens
+    x, _ = model.hidden_states(idx, torch.from_numpy(batch.positions), cache.place(batch))
 
-`Streams` says which cells the tokens of a batch are stored in. A `CellCache` has the rows behind the cells, and makes
-the `Placement` of a forward pass.
+`Streams` says which cells the tokens of a batch are stored in. A `CellCache` has the rows behind the cells: cell c of
+stream s is slot s * kv_size + c.
+
+Follows llama.cpp's src/llama-kv-cache.cpp, as it is since August 2025:
+
+    here                            there
+    CellCache.place                 init_batch, and apply of its context
+    cpy_k, cpy_v, get_k, get_v      the same names
+    k_idxs, kq_mask                 set_input_k_idxs, set_input_kq_mask
+    get_n_kv, n_pad                 the same names
+    update, CellLayer.turned        update, build_graph_shift (K-shift)
+    layer_filter, layer_reuse       the callbacks filter and reuse
+    state_save, state_load          state_write, state_read; see state.py
+    memory_breakdown, clear         the same names
 """
-from contextlib import contextmanager
-
 import numpy as np
 import torch
 
-from kvcache import state
-from kvcache.cells import EMPTY, Window
-from kvcache.placement import Layer, LayerList, Placement, leading_rows, zero_all
-from kvcache.rotary import Rotary
-from kvcache.storage import Scratch
-from kvcache.streams import NoSlot, Streams
-from positions import Keys, visible
+from decode.eager import layers_of_step
+from kvcache.llamacpp import state
+from kvcache.llamacpp.cells import EMPTY, NoSlot, Streams, Window
+from kvcache.storage import BITS, Layer, Scratch
+from positions import turned
+
+
+class CellLayer(Layer):
+    """
+    A `Layer` whose rotary keys are turned, when they are read, by the shifts of their cells that are still pending.
+
+    shift: those of all slots, int64 (n_slots,), an array that the cache changes; None if no key needs it.
+    """
+
+    def __init__(self, *args, shift=None, rope_base=None, **how):
+        super().__init__(*args, **how)
+        self.shift, self.rope_base = shift, rope_base
+
+    def turned(self, k, slots):
+        """Keys k (n_head, *shape, head_dim) of slots, an int64 array of that shape, at their present positions."""
+        if self.shift is None or not (pending := self.shift[slots]).any():
+            return k
+        return turned(k, torch.from_numpy(pending), self.rope_base)
+
+    def read(self, slots, dtype):
+        k, v = super().read(slots, dtype)
+        if self.shift is not None:
+            k = self.turned(k.transpose(0, 1), slots.numpy(force=True)).transpose(0, 1)
+        return k, v
+
+
+class ReadLayer:
+    """A layer that reads the keys and values of an earlier one, and stores none of its own."""
+
+    def __init__(self, layer):
+        self.device, self.read = layer.device, layer.read
+
+    def write(self, slots, k, v):
+        pass
+
+
+class MissingLayer:
+    """Stands for a layer without a cache."""
+    device = torch.device('cpu')
+
+    def __init__(self, number):
+        self.number = number
+
+    def write(self, slots, k, v):
+        raise ValueError(f"layer {self.number} has no cache here: replace its entry in the list by that of a cache "
+                         "that has one")
 
 
 class CellCache(Streams):
@@ -43,12 +97,15 @@ class CellCache(Streams):
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
-        self.rope_base = rope_base if can_shift else None
         window = None if swa_type == 'none' else Window(n_swa, swa_type, n_sink)
         super().__init__(kv_size, n_seq_max, unified, window, can_shift)
         self.n_head_kv, self.head_dim, self.n_pad = n_head_kv, head_dim, n_pad
-        self.rotary = None if self.rope_base is None else Rotary(head_dim, rope_base)
-        self.layers, scratch = [], Scratch()
+        self.rope_base = rope_base if can_shift else None
+        if self.rope_base is not None and head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")
+        # keys in fewer bits would drift with each rounding: they stay as they were written
+        self.turns_when_read = self.rope_base is not None and BITS.get(type_k, 0) < 32
+        shift, scratch, self.layers = self.shift if self.turns_when_read else None, Scratch(), []
         for layer in range(n_layer):
             reused = layer_reuse(layer) if layer_reuse else None
             if layer_filter and not layer_filter(layer):
@@ -59,8 +116,9 @@ class CellCache(Streams):
                                      "name an earlier layer that has a cache")
                 self.layers.append(self.layers[reused])
             else:
-                self.layers.append(Layer((len(self.streams), kv_size), n_head_kv, head_dim, type_k, type_v,
-                                         device(layer) if callable(device) else device, v_trans, self.rotary, scratch))
+                self.layers.append(CellLayer(len(self.shift), n_head_kv, head_dim, type_k, type_v,
+                                             device(layer) if callable(device) else device, v_trans, scratch,
+                                             shift=shift, rope_base=self.rope_base))
         if not self.own_layers():
             raise ValueError("layer_filter leaves no layer with a cache")
 
@@ -76,96 +134,98 @@ class CellCache(Streams):
     def clear(self):
         """Remove all sequences and zero all keys and values: a mask does not hide a NaN from the next sequence."""
         super().clear()
-        zero_all(self.own_layers())
+        for layer in self.own_layers():
+            layer.zero()
 
     def seq_cp(self, source, target, p0=-1, p1=-1):
         a, b = self.stream_of(source), self.stream_of(target)
         if a != b:
             self.check_whole(source, p0, p1)
-            self.seq_rm(target)  # first: an interrupt while rows are copied must not leave cells with another's rows
+            self.seq_rm(target)  # first: an interrupt must not leave a sequence with the rows of another one
             for layer in self.own_layers():
-                layer.copy(a, b, self.streams[a].used_end())
+                layer.copy(a * self.kv_size, b * self.kv_size, self.streams[a].end)
         super().seq_cp(source, target, p0, p1)
 
-    def place(self, batch):
+    def place(self, batch, device=None):
         """
-        Store a batch, and return the `LayerList` for its forward pass. ValueError if there is no room, with nothing
-        changed. If the forward pass fails the cells stay in use: `seq_rm` each sequence from `batch.first` on.
+        Store a batch, and return what `GPT.hidden_states` takes as its kv_cache: for each layer an object with
+        `append`, see `decode.eager.StepLayer`. If a layer occurs more than once, only its first one writes. ValueError
+        if there is no room, with nothing changed. If the forward pass fails the cells stay in use: `take_back` frees
+        them.
+
+        device: of the model's tokens; by default that of the first layer with a cache.
         """
         slots = self.find_slot(batch)
         if not slots:
             raise ValueError(str(slots))
-        with self.applied(slots, batch):
-            return LayerList(self.layers, self.placement(batch, slots))
-
-    @contextmanager
-    def applied(self, slots, batch):
-        """Store a batch in the cells that were found, and remove it again if the body of the `with` fails."""
         try:
             self.apply(slots, batch)
-            yield
+            return self.layers_for(batch, slots, device or self.own_layers()[0].device)
         except BaseException:
-            for seq, start in batch.first.items():
-                self.seq_rm(seq, start)
+            self.take_back(batch)
             raise
 
-    def placement(self, batch, slots):
-        """The `Placement` of a batch that is stored in these cells."""
-        self.update()
-        index, n_kv = leading_rows(torch.from_numpy(slots.streams), self.get_n_kv(batch), self.kv_size)
-        return Placement(torch.from_numpy(batch.positions), self.k_idxs(slots), index, self.keys(batch, n_kv),
-                         pending_shift=self.pending_shift([self.streams[s] for s in slots.streams], n_kv))
+    def take_back(self, batch):
+        """Remove a batch that was stored."""
+        for seq, start in batch.first.items():
+            self.seq_rm(seq, start)
 
-    def pending_shift(self, streams, n_kv):
-        """By how many positions the keys of these streams must still be rotated, (B, n_kv), or None."""
-        if self.rotary is None or not any(cells.shifted() for cells in streams):
-            return None
-        return torch.from_numpy(np.stack([cells.shift[:n_kv] for cells in streams]))
+    def layers_for(self, batch, slots, device):
+        """What `place` returns for a batch that is stored in these cells."""
+        self.update()
+        n_kv, layers = self.get_n_kv(batch), []
+        read = slots.streams[:, None] * self.kv_size + np.arange(n_kv)
+        for number, layer in enumerate(self.layers):
+            if layer is None:
+                layer = MissingLayer(number)
+            layers.append(ReadLayer(layer) if layer in layers else layer)
+        return layers_of_step(layers, device, self.k_idxs(slots).numpy(), read, *self.keys(batch, n_kv))
 
     def k_idxs(self, slots):
-        """The rows for new keys and values, (B * T,): stream * kv_size + cell."""
+        """The slots for new keys and values, (B * T,)."""
         return torch.from_numpy(slots.streams[:, None] * self.kv_size + slots.cells).flatten()
 
     def get_n_kv(self, batch):
         """
         How many cells of each stream a stored batch attends over: up to the last used one, to a multiple of n_pad.
         """
-        end = max(self.streams[s].used_end() for s in self.streams_of(batch))
+        end = max(self.streams[s].end for s in self.streams_of(batch))
         return min(self.kv_size, max(1, -(-end // self.n_pad)) * self.n_pad)
 
     def keys(self, batch, n_kv):
         """
-        The `Keys` of the first n_kv cells of each stream: a stored batch may look at the cells of its own sequences,
-        within the window of the cache.
+        The first n_kv cells of each stream: their positions, (B, n_kv), and which of them each token of a stored batch
+        may look at, bool (B, T, n_kv): those of its own sequence, within the window of the cache.
         """
-        pos = np.stack([self.streams[s].pos[:n_kv] for s in self.streams_of(batch)])  # (B, n_kv)
+        pos = np.stack([self.streams[s].pos[:n_kv] for s in self.streams_of(batch)])
         if self.unified:
             # sequences that share a token own the same cells, see `find_slot`, so that the first one's will do
             rows, counts = zip(*((seqs[0], stop - start) for seqs, start, stop in batch.spans))
             allowed = np.repeat(self.streams[0].owners[rows, :n_kv], counts, axis=0)[None]
         else:
-            allowed = (pos != EMPTY)[:, None]
+            allowed = np.repeat((pos != EMPTY)[:, None], batch.positions.shape[1], axis=1)
         if self.window is not None:
-            seen = self.window.hides(pos[:, None], batch.positions[..., None])
-            allowed = np.logical_and(allowed, np.logical_not(seen, out=seen), out=seen)
-        return Keys(torch.from_numpy(pos), torch.from_numpy(allowed))
+            hidden = self.window.hides(pos[:, None], batch.positions[..., None])
+            allowed &= np.logical_not(hidden, out=hidden)  # in place: a mask of a long prompt is large
+        return pos, allowed
 
     def kq_mask(self, batch, n_kv=None):
         """
         The mask of a stored batch, bool (B, 1, T, n_kv): True where a token may look at a cell, which is one of its
         sequence, at no later position, and within the window.
         """
-        keys = self.keys(batch, n_kv or self.get_n_kv(batch))
-        return (visible(torch.from_numpy(batch.positions)[..., None], keys.pos[:, None]) & keys.allowed)[:, None]
+        pos, allowed = self.keys(batch, n_kv or self.get_n_kv(batch))
+        allowed &= pos[:, None] <= batch.positions[..., None]
+        return torch.from_numpy(allowed)[:, None]
 
     @torch.no_grad()
     def cpy_k(self, layer, k, idxs):
-        """Write keys (n, n_head_kv, head_dim) of a layer to rows idxs (n,)."""
+        """Write keys (n, n_head_kv, head_dim) of a layer to slots idxs (n,)."""
         self.layer_of(layer).k.write(idxs, k.transpose(0, 1))
 
     @torch.no_grad()
     def cpy_v(self, layer, v, idxs):
-        """Write values (n, n_head_kv, head_dim) of a layer to rows idxs (n,)."""
+        """Write values (n, n_head_kv, head_dim) of a layer to slots idxs (n,)."""
         self.layer_of(layer).v.write(idxs, v.transpose(0, 1))
 
     def get_k(self, layer, n_kv, streams=slice(None)):
@@ -174,59 +234,53 @@ class CellCache(Streams):
         present positions. A view, unless they have to be dequantised or rotated.
         """
         self.update()
-        k = self.read(self.layer_of(layer).k, n_kv, streams)
-        shift = self.pending_shift(self.streams[streams], n_kv)
-        return k if shift is None else self.rotary(k, shift.to(k.device))
+        slots = np.arange(len(self.shift)).reshape(-1, self.kv_size)[streams, :n_kv]
+        layer = self.layer_of(layer)
+        return layer.turned(self.view(layer.k, n_kv, streams), slots).permute(1, 2, 0, 3)
 
     def get_v(self, layer, n_kv, streams=slice(None)):
         """Values of the same cells. A view, unless they have to be dequantised."""
-        return self.read(self.layer_of(layer).v, n_kv, streams)
+        return self.view(self.layer_of(layer).v, n_kv, streams).permute(1, 2, 0, 3)
 
-    def read(self, rows, n_kv, streams):
-        dtype = rows.data.dtype if rows.scale is None else torch.float32
-        return rows.read((streams, slice(n_kv)), dtype).transpose(1, 2)
+    def view(self, rows, n_kv, streams):
+        """The numbers in `Rows`, (n_head, n_stream, n_kv, head_dim)."""
+        found = [stored.unflatten(1, (-1, self.kv_size))[:, streams, :n_kv] for stored in rows.tensors()]
+        return rows.widened(found, rows.data.dtype if rows.scale is None else torch.float32, Scratch())
 
     def update(self):
         """
-        Rotate the stored keys whose positions have changed, once, before they are read.
-
-        This is done for keys in float32 only; they are rotated in float64 and rounded. Keys in fewer bits would drift
-        with each rounding. They stay as they were written, and are rotated by the sum of their shifts whenever they
-        are read, see `Placement.pending_shift`.
+        Rotate the stored keys whose positions have changed, once, before they are read. Keys in fewer than 32 bits stay
+        as they were written, and are rotated by the sum of their shifts whenever they are read, see `CellLayer`.
         """
-        if not self.can_shift or self.rotary and self.own_layers()[0].k.kind != 'float32':
+        if not self.can_shift or self.turns_when_read:
             return
         for stream, cells in enumerate(self.streams):
-            if not cells.shifted():
+            moved = np.flatnonzero(cells.shift[:cells.end])
+            if not len(moved):
                 continue
-            which = np.flatnonzero(cells.shift)
-            shift = torch.from_numpy(cells.shift[which])
-            for layer in self.own_layers() if self.rotary else ():
-                data = layer.k.data[:, stream]
-                rows = torch.from_numpy(which).to(data.device)
-                data[:, rows] = self.rotary.turned(data[:, rows], shift)
-            cells.shift[:] = 0
+            slots, shift = torch.from_numpy(stream * self.kv_size + moved), torch.from_numpy(cells.shift[moved])
+            for layer in self.own_layers() if self.rope_base is not None else ():
+                data, where = layer.k.data, slots.to(layer.device)
+                data[:, where] = turned(data[:, where], shift, self.rope_base)
+            cells.shift[moved] = 0
 
     def unshare(self, seq, p0=-1, p1=-1):
         """
         Give a sequence copies of the cells in [p0, p1) that it shares with others, so that their positions can be
         changed. ValueError if there is no room, with nothing changed.
         """
-        cells, stream = self.cells_of(seq), self.stream_of(seq)
+        cells, base = self.cells_of(seq), self.stream_of(seq) * self.kv_size
         shared = cells.of(seq, p0, p1)
         shared = shared[cells.n_owners[shared] > 1]
-        own = cells.find(len(shared))
-        if own is None:
-            raise ValueError(str(NoSlot(len(shared), cells.n_usable(None), False)))
         if not len(shared):
             return
+        own = cells.find(len(shared))
+        if own is None:
+            raise ValueError(str(NoSlot(len(shared), cells.n_usable(None))))
         for layer in self.own_layers():
-            layer.move(*(torch.from_numpy(stream * self.kv_size + numbers) for numbers in (shared, own)))
-        pos, shift = cells.pos[shared], cells.shift[shared]
-        cells.remove_owner(shared, seq)
-        cells.write(own, pos)
-        cells.set_shift(own, shift)
-        cells.add_owner(own, seq)
+            layer.move(torch.from_numpy(base + shared), torch.from_numpy(base + own))
+        cells.own(shared, seq, False)
+        cells.write(own, cells.pos[shared], cells.owned_by(seq), shift=cells.shift[shared])
 
     def state_save(self, path, seq=None):
         """Write one sequence, or all, to a file: see `state.save`."""
@@ -240,6 +294,5 @@ class CellCache(Streams):
         """{device: bytes} of the stored keys and values; the memory of the layers' `Scratch` comes on top."""
         sizes = {}
         for layer in self.own_layers():
-            device = str(layer.k.data.device)
-            sizes[device] = sizes.get(device, 0) + layer.nbytes()
+            sizes[str(layer.device)] = sizes.get(str(layer.device), 0) + layer.nbytes()
         return sizes

@@ -1,17 +1,35 @@
 """
-Cells: which slot holds which position, and for which sequences. llama.cpp's llama-kv-cells.h, as arrays.
+Who owns which cell: positions and sequences, without keys and values. numpy only.
 
 A cell has a position and a set of owners, the sequences that it is a part of. If ten samples share a prompt, it is one
-set of cells with ten owners each. All layers share the cells, and each layer has its own keys and values for them. This
-module is numpy only and holds no keys and values.
+set of cells with ten owners each. All layers share the cells, and each layer has its own keys and values for them. In a
+unified cache all sequences share one stream of kv_size cells: any token can go to any free cell. Otherwise each
+sequence has its own stream of kv_size cells. A batch is stored in two steps: `find_slot` finds cells and changes
+nothing, `apply` writes to them.
 
-Counts are stored beside positions and owners, so that the cost of a token depends on the number of cells in use, not on
-the size of the cache.
+Follows llama.cpp's src/llama-kv-cells.h and the part of src/llama-kv-cache.cpp that has no tensors, as they are since
+August 2025 (its pull request 15467 gave the files these names):
+
+    here                                            there
+    Cells, used, end, shift                         llama_kv_cells, get_used, used_max_p1, shift
+    Cells.put, move                                 pos_set and seq_add, pos_add and pos_div
+    Window.hides                                    is_masked_swa
+    Batch, Slots                                    llama_ubatch, slot_info
+    find_slot, apply, prepare                       find_slot, apply_ubatch, prepare
+    seq_rm, _cp, _keep, _add, _div, _pos_min, _max  the same names
+    context_shift                                   what tools/main and tools/server do when a context is full
 """
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import index
+
 import numpy as np
 
-EMPTY = -1  # the position of a cell that holds nothing
-COLUMNS = 120  # the width of a drawing
+from decode.process import uninterrupted
+
+EMPTY = -1       # the position of a cell that holds nothing
+LARGEST = 2**31  # all positions are below
+COLUMNS = 120    # the width of a drawing
 
 
 class Cells:
@@ -19,67 +37,48 @@ class Cells:
     An array of `size` cells for the sequences `seqs`, a range of their numbers.
 
     pos: int64 (size,), EMPTY or a position. owners: bool (len(seqs), size), a row for each sequence.
-    shift: int64 (size,), by how much a position has changed since the key in the cell was last rotated.
-    head: the cell from which the search for free cells begins.
+    shift: int64 (size,), by how much a position has changed since the key in the cell was last rotated; may be given,
+    as zeros. head: the cell from which the search for free cells begins.
 
-    moved: False if all of shift is 0.
-    runs: {sequence: (its `Runs`, up to which position they have cells)}, see `CellSequences`. The entry of a sequence
-    is deleted when its cells or their positions change in another way than by `append` and `append_run`.
+    Counted from these, so that the cost of a token depends on the cells in use and not on the size: n_owners, int32
+    (size,); owner_sum, int64 (size,), the sum of the owners' numbers, which is the owner's number if there is one
+    owner; last, int64 (len(seqs),), the last position of each sequence or EMPTY; end, the number of the last cell that
+    holds something, plus one.
 
-    Counted from these: n_owners, int32 (size,); owner_sum, int64 (size,), the sum of the owners' numbers, which is the
-    owner's number if there is one owner; last, int64 (len(seqs),), the last position of each sequence or EMPTY; n_used,
-    the number of cells that hold something; end, the last such cell's number plus one.
-
-    Methods take cells by number, int64 (n,), ascending unless a method says otherwise. Ranges of positions are
-    [p0, p1); p0 < 0 is the beginning and p1 < 0 the end.
+    Methods take cells by number, int64 (n,). Ranges of positions are [p0, p1); p0 < 0 is the beginning and p1 < 0 the
+    end.
     """
 
-    def __init__(self, size, seqs):
+    def __init__(self, size, seqs, shift=None):
         self.seqs = seqs
         self.pos = np.full(size, EMPTY)
         self.owners = np.zeros((len(seqs), size), dtype=bool)
-        self.shift = np.zeros(size, dtype=np.int64)
+        self.shift = np.zeros(size, dtype=np.int64) if shift is None else shift
         self.n_owners = np.zeros(size, dtype=np.int32)
         self.owner_sum = np.zeros(size, dtype=np.int64)
         self.last = np.full(len(seqs), EMPTY)
-        self.head = self.n_used = self.end = 0
-        self.moved, self.runs = False, {}
-
-    def copy(self):
-        other, end = Cells(len(self), self.seqs), self.end
-        for name in ('pos', 'owners', 'shift', 'n_owners', 'owner_sum'):
-            getattr(other, name)[..., :end] = getattr(self, name)[..., :end]
-        other.last[:] = self.last
-        other.head, other.n_used, other.end, other.moved = self.head, self.n_used, end, self.moved
-        return other
+        self.head = self.end = 0
 
     def __len__(self):
         return len(self.pos)
 
+    def copy(self):
+        """The same cells in other memory."""
+        other, cells = Cells(len(self), self.seqs), self.of(None)
+        other.put(cells, self.pos[cells], self.owners[:, cells], self.shift[cells])
+        other.head = self.head
+        return other
+
     def used(self):
-        """The number of cells that hold something."""
-        return self.n_used
-
-    def used_end(self):
-        """The number of the last cell that holds something, plus one."""
-        return self.end
-
-    def shifted(self):
-        """Is there a key that has to be rotated?"""
-        self.moved = self.moved and bool(self.shift[:self.end].any())
-        return self.moved
-
-    def set_shift(self, cells, shift):
-        """Say by how much the positions of cells have changed since their keys were rotated, int64 (n,)."""
-        self.moved = True
-        self.shift[cells] = shift
+        """How many cells hold something."""
+        return int((self.pos[:self.end] != EMPTY).sum())
 
     def row(self, seq):
         """The row of a sequence in `owners` and `last`."""
         return seq - self.seqs.start
 
     def of(self, seq, p0=-1, p1=-1):
-        """The cells of a sequence (None: of any) with a position in [p0, p1)."""
+        """The cells of a sequence (None: of any) with a position in [p0, p1), in ascending order."""
         pos = self.pos[:self.end]
         mine = pos != EMPTY if seq is None else self.owners[self.row(seq), :self.end]
         if p0 > 0:
@@ -92,10 +91,9 @@ class Cells:
         """The sequences that own a cell, a list."""
         return [self.seqs[row] for row in np.flatnonzero(self.owners[:, cell])]
 
-    def own_same_cells(self, seqs):
-        """Do all of these sequences own the same cells?"""
-        rows = self.owners[[self.row(seq) for seq in seqs], :self.end]
-        return bool((rows == rows[:1]).all())
+    def owned_by(self, *seqs):
+        """bool (len(self.seqs), 1): the owners of a cell that only these sequences own."""
+        return np.isin(self.seqs, seqs)[:, None]
 
     def pos_min(self, seq):
         """The first position of a sequence, or None."""
@@ -107,71 +105,65 @@ class Cells:
         last = int(self.last[self.row(seq)])
         return None if last == EMPTY else last
 
-    def add_owner(self, cells, seq):
+    def put(self, cells, pos, owners, shift=0):
         """
-        Add a sequence to the owners of cells, in any order. The cells have positions and are not the sequence's yet.
-        """
-        if not len(cells):
-            return
-        row = self.row(seq)
-        self.runs.pop(seq, None)
-        self.owners[row, cells] = True
-        self.n_owners[cells] += 1
-        self.owner_sum[cells] += seq
-        self.last[row] = max(self.last[row], self.pos[cells].max())
+        Let cells hold positions pos (n,) for `owners`, bool (len(seqs), n) or (len(seqs), 1), with keys that must still
+        be rotated by shift (n,). Cells without owners become empty, and the head moves back to the first of them.
 
-    def remove_owner(self, cells, seq):
+        Everything that changes cells does it here. An interrupt waits until positions, owners and counts agree.
         """
-        Remove a sequence from the owners of cells, all of which it owns. Cells without owners become empty, and the
-        head moves back to the first of them.
-        """
-        self.runs.pop(seq, None)
         if not len(cells):
             return
-        row = self.row(seq)
-        self.owners[row, cells] = False
-        self.n_owners[cells] -= 1
-        self.owner_sum[cells] -= seq
-        self.last[row] = self.pos[self.of(seq)].max(initial=EMPTY)
-        freed = cells[self.n_owners[cells] == 0]
-        if len(freed):
-            self.pos[freed], self.shift[freed] = EMPTY, 0
-            self.n_used -= len(freed)
-            self.head = min(self.head, int(freed[0]))
-            if freed[-1] == self.end - 1:
-                self.end = last_true(self.pos[:self.end] != EMPTY) + 1
+        with uninterrupted():
+            owners = np.broadcast_to(owners, (len(self.seqs), len(cells)))
+            free = ~owners.any(axis=0)
+            emptied = cells[free & (self.pos[cells] != EMPTY)]
+            changed = (owners | self.owners[:, cells]).any(axis=1)
+            self.owners[:, cells] = owners
+            self.pos[cells], self.shift[cells] = np.where(free, EMPTY, pos), np.where(free, 0, shift)
+            self.n_owners[cells], self.owner_sum[cells] = owners.sum(axis=0), np.array(self.seqs) @ owners
+            end = max(self.end, int(cells.max()) + 1)
+            self.end = last_true(self.pos[:end] != EMPTY) + 1
+            for row in np.flatnonzero(changed):
+                self.last[row] = self.pos[:self.end][self.owners[row, :self.end]].max(initial=EMPTY)
+            self.head = int(emptied.min(initial=self.head))
+
+    def write(self, cells, pos, owners, n_sink=0, shift=0):
+        """`put` tokens into cells that `find` has found, whatever they held. The head is behind the last of them."""
+        self.release(cells, n_sink)
+        self.put(cells, pos, owners, shift)
+        self.head = int(cells[-1]) + 1
+
+    def release(self, cells, n_sink=0):
+        """
+        Remove what these cells hold, and from each sequence that loses a position like this all earlier ones but the
+        first n_sink, so that its other positions have no hole. If it loses its last position, which can happen behind a
+        window of 1, its next token may have any position.
+        """
+        held = cells[self.pos[cells] != EMPTY]
+        for row in np.flatnonzero(self.owners[:, held].any(axis=1)):
+            self.remove(self.seqs[row], n_sink, int(self.pos[held[self.owners[row, held]]].max()) + 1)
+
+    def own(self, cells, seq, owned=True):
+        """Add a sequence to the owners of cells, or remove it from them."""
+        owners = self.owners[:, cells]
+        owners[self.row(seq)] = owned
+        self.put(cells, self.pos[cells], owners, self.shift[cells])
 
     def remove(self, seq, p0=-1, p1=-1):
         """Remove the positions [p0, p1) of a sequence (None: of all sequences)."""
-        for each in (self.seqs if seq is None else (seq,)):
-            self.remove_owner(self.of(each, p0, p1), each)
+        if seq is None:
+            self.put(self.of(None, p0, p1), EMPTY, False)
+        else:
+            self.own(self.of(seq, p0, p1), seq, False)
 
-    def recount(self):
+    def move(self, cells, pos):
         """
-        After an interrupt: empty the cells that have a position and no owner, or an owner and no position; count again.
-        """
-        self.runs.clear()
-        self.owners &= self.pos >= 0
-        self.n_owners = self.owners.sum(axis=0, dtype=np.int32)
-        unowned = self.n_owners == 0
-        self.pos[unowned], self.shift[unowned] = EMPTY, 0
-        self.owner_sum = np.array(self.seqs) @ self.owners
-        self.last = np.array([self.pos[mine].max(initial=EMPTY) for mine in self.owners])
-        self.n_used, self.end = int((~unowned).sum()), last_true(~unowned) + 1
-
-    def move(self, cells, pos, seq):
-        """
-        Give new positions, int64 (n,), to cells that only this sequence owns. Cells whose position is below 0 are
+        Give new positions, int64 (n,), to cells, whose keys must then be rotated. Cells whose position is below 0 are
         emptied, and returned.
         """
-        self.moved = True
-        self.runs.pop(seq, None)
-        # one statement, so that an interrupt cannot come between a position and the rotation that its key needs
-        self.pos[cells], self.shift[cells] = pos, self.shift[cells] + pos - self.pos[cells]
-        self.last[self.row(seq)] = self.pos[self.of(seq)].max(initial=EMPTY)
-        before = cells[pos < 0]
-        self.remove_owner(before, seq)
-        return before
+        self.put(cells, pos, self.owners[:, cells] & (pos >= 0), self.shift[cells] + pos - self.pos[cells])
+        return cells[pos < 0]
 
     def usable(self, window, start=0, stop=None):
         """
@@ -198,7 +190,7 @@ class Cells:
         used cells, there is room before it, and the search begins at 0.
         """
         size, end = len(self), self.end
-        head = 0 if self.head > self.n_used + 2 * n else self.head % size
+        head = 0 if self.head > self.used() + 2 * n else self.head % size
         if n > size:
             return None
         if end <= head <= size - n:  # all cells from the head on are empty
@@ -222,59 +214,6 @@ class Cells:
         start = starts[np.searchsorted(starts, head) % len(starts)]
         return np.arange(start, start + n)
 
-    def write(self, cells, pos, n_sink=0):
-        """
-        Write positions (n,) into cells (n,), in any order, whatever they held. `add_owner` gives them owners.
-
-        If a sequence loses a position like this, it also loses all earlier ones but the first n_sink, so that its other
-        positions have no hole. If it loses its last position, which can happen behind a window of 1, its next token may
-        have any position.
-        """
-        overwritten = cells[cells < self.end]
-        overwritten = overwritten[self.pos[overwritten] != EMPTY]
-        if len(overwritten):
-            for row in np.flatnonzero(self.owners[:, overwritten].any(axis=1)):
-                lost = self.pos[overwritten][self.owners[row, overwritten]].max(initial=EMPTY)
-                self.remove(self.seqs[row], n_sink, int(lost) + 1)
-        self.pos[cells], self.shift[cells] = pos, 0
-        self.n_used += len(cells)
-        self.end = max(self.end, int(cells.max()) + 1)
-        self.head = int(cells[-1]) + 1
-
-    def append(self, cells, pos, seqs, n_sink=0):
-        """
-        Write the next positions of sequences: pos[i] of sequence seqs[i] into cell cells[i], (n,) each. As `write` and
-        `add_owner` for each sequence, but `runs` are kept. They may list cells that were overwritten: no later token
-        sees their positions.
-        """
-        runs = dict(self.runs)
-        self.write(cells, pos, n_sink)
-        self.runs = runs
-        rows = seqs - self.seqs.start
-        self.owners[rows, cells], self.n_owners[cells], self.owner_sum[cells], self.last[rows] = True, 1, seqs, pos
-
-    def append_run(self, seqs, pos, n):
-        """
-        The fast way to the same, for n positions and the cells that `find` gives, if all cells from the head on are
-        empty. seqs, pos: (n,) each; or one sequence, and its first position. Returns the first cell; or None, with
-        nothing changed.
-        """
-        first, stop, rows = self.head, self.head + n, seqs - self.seqs.start
-        if first < self.end or stop > len(self.pos) or first > self.n_used + 2 * n:
-            return None
-        if isinstance(seqs, np.ndarray):
-            cells, last = slice(first, stop), pos
-            self.owners[rows, np.arange(first, stop)] = True
-        else:
-            cells = first if n == 1 else slice(first, stop)  # numpy writes to one number sooner than to a slice
-            self.owners[rows, cells] = True
-            pos, last = pos if n == 1 else np.arange(pos, pos + n), pos + n - 1
-        self.pos[cells], self.n_owners[cells], self.owner_sum[cells] = pos, 1, seqs
-        self.last[rows] = last
-        self.n_used += n
-        self.head = self.end = stop
-        return first
-
     def runs_of(self, seq):
         """
         The cells of a sequence by its positions, int64 (n_rows, 3): (position, cell, n) for n positions from `position`
@@ -285,19 +224,6 @@ class Cells:
         pos = self.pos[cells]
         first = np.flatnonzero((np.diff(pos, prepend=-2) != 1) | (np.diff(cells, prepend=-2) != 1))
         return np.stack((pos[first], cells[first], np.diff(first, append=len(cells))), axis=1)
-
-    def copy_of(self, seq, target, seqs):
-        """
-        New `Cells` for `seqs` that hold one sequence of these as `target`, in cells of the same numbers, with the
-        same head.
-        """
-        other, cells = Cells(len(self), seqs), self.of(seq)
-        if len(cells):
-            other.write(cells, self.pos[cells])
-            other.add_owner(cells, target)
-            other.set_shift(cells, self.shift[cells])
-        other.head = self.head
-        return other
 
     def __str__(self):
         """
@@ -347,3 +273,316 @@ class Window:
         """Is position p0 too early for a token at p1 to see? Arrays broadcast."""
         hidden = p0 < self.first(p1)
         return hidden & (p0 >= self.n_sink) if self.n_sink else hidden
+
+
+@dataclass(frozen=True)
+class Batch:
+    """
+    The new tokens of a forward pass. positions: (B, T), B the number of streams they go to, which is 1 if unified.
+    spans: [(sequences, start, stop)]: tokens start to stop - 1 of the B * T belong to these sequences; in order.
+    first: {sequence: the first of its new positions}. n_seq_max: of the cache that the batch is for.
+    """
+    positions: np.ndarray
+    spans: list
+    first: dict
+    n_seq_max: int
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The cells for a batch: the numbers of the streams, (B,), and the cells of each, (B, T)."""
+    streams: np.ndarray
+    cells: np.ndarray
+
+
+@dataclass(frozen=True)
+class NoSlot:
+    """The result of a search that found too few cells. It is false, and a `Slots` is true."""
+    needed: int
+    usable: int
+    contiguous: bool = False
+
+    def __bool__(self):
+        return False
+
+    def __str__(self):
+        side = ' side by side' * self.contiguous
+        return (f"the cache is full: {self.needed} cells{side} are needed and {self.usable} are free: "
+                "remove a sequence, or make the cache larger")
+
+
+class Streams:
+    """
+    kv_size: the number of cells of a stream. n_seq_max: the number of sequences, which are numbered from 0. unified:
+    one stream for all of them, or one each. window: a `Window`, or None. can_shift: can positions be changed?
+    streams: the `Cells` of each stream. shift: their shifts one after the other, int64 (len(streams) * kv_size,).
+
+    Ranges of positions are llama.cpp's: [p0, p1), p0 < 0 from the beginning, p1 < 0 to the end. A method that raises
+    ValueError has changed nothing.
+    """
+
+    def __init__(self, kv_size, n_seq_max, unified=True, window=None, can_shift=False):
+        self.kv_size, self.n_seq_max, self.unified = kv_size, n_seq_max, unified
+        self.window, self.can_shift, self.n_sink = window, can_shift, window.n_sink if window else 0
+        ranges = [range(n_seq_max)] if unified else [range(seq, seq + 1) for seq in range(n_seq_max)]
+        self.shift = np.zeros(len(ranges) * kv_size, dtype=np.int64)
+        self.streams = [Cells(kv_size, seqs, self.shift[i * kv_size:(i + 1) * kv_size])
+                        for i, seqs in enumerate(ranges)]
+
+    def stream_of(self, seq):
+        """The number of the stream that a sequence is in."""
+        if not isinstance(seq, (int, np.integer)) or isinstance(seq, bool) or not 0 <= seq < self.n_seq_max:
+            raise ValueError(f"sequences are numbered 0 to {self.n_seq_max - 1}, not {seq!r}")
+        return 0 if self.unified else int(seq)
+
+    def cells_of(self, seq):
+        """The `Cells` that a sequence is in."""
+        return self.streams[self.stream_of(seq)]
+
+    def batch(self, tokens):
+        """
+        The `Batch` of {sequence, or tuple of sequences: the consecutive positions of its new tokens}.
+
+        In one stream the tokens are stored one after the other. Sequences that share a token must own the same cells
+        before it. In separate streams sequences share nothing, and each brings the same number of tokens.
+        """
+        parts = [np.asarray(positions) for positions in tokens.values()]
+        counts = [part.size for part in parts]
+        if not self.unified and (len(set(counts)) > 1 or any(isinstance(seqs, tuple) for seqs in tokens)):
+            raise ValueError(f"sequences {list(tokens)} bring {counts} tokens, and separate streams take the same "
+                             "number of each, and none for several of them: split the batch")
+        if not tokens or min(counts) < 1:
+            raise ValueError(f"sequences {list(tokens)} bring {counts} tokens, and a batch needs at least one of each: "
+                             "leave out sequences without new tokens")
+        positions = joined(parts)
+        spans, first, after, earlier, start = [], {}, {}, {}, 0
+        for seqs, n in zip(tokens, counts):
+            part = positions[start:start + n]
+            if (np.diff(part) != 1).any():
+                raise ValueError(f"positions {part.tolist()} do not follow each other: each must be one "
+                                 "more than the one before")
+            if seqs == ():
+                raise ValueError(f"the tokens at positions {part.tolist()} are for no sequence: name at least one")
+            seqs = seqs if isinstance(seqs, tuple) else (seqs,)
+            for seq in seqs:
+                self.stream_of(seq)
+                check_next(seq, after.get(seq), part[0])
+                first.setdefault(seq, int(part[0]))
+                after[seq] = part[-1] + 1
+            if any(earlier.get(seq) != earlier.get(seqs[0]) for seq in seqs):
+                raise diverged(seqs)
+            for seq in seqs:
+                earlier.setdefault(seq, []).append(len(spans))
+            spans.append((seqs, start, start + n))
+            start += n
+        B = 1 if self.unified else len(tokens)
+        return Batch(positions.reshape(B, -1), spans, first, self.n_seq_max)
+
+    def streams_of(self, batch):
+        """The numbers of the streams that a batch goes to, (B,)."""
+        return np.array([0] if self.unified else list(batch.first), dtype=np.int64)
+
+    def find_slot(self, batch, contiguous=False):
+        """
+        `Slots` for a batch, or `NoSlot`. Changes nothing. ValueError unless the batch begins where its sequences end.
+        """
+        streams, (B, T) = self.streams_of(batch), batch.positions.shape
+        if (B, batch.n_seq_max) != (len(streams), self.n_seq_max):
+            raise ValueError("the batch was made by another cache: make it with this cache's batch()")
+        for seq, position in batch.first.items():
+            last = self.seq_pos_max(seq)
+            # a window of 1 lets all positions but the sinks be written over
+            lost = self.n_sink and self.window.n_swa == 1 and last is not None and last < self.n_sink <= position
+            check_next(seq, None if last is None or lost else last + 1, position)
+        for seqs, _, _ in batch.spans:
+            if len(seqs) > 1:
+                owners = self.streams[0].owners[list(seqs), :self.streams[0].end]
+                if (owners != owners[0]).any():
+                    raise diverged(seqs)
+        found = [self.streams[s].find(T, self.window, contiguous) for s in streams]
+        if any(cells is None for cells in found):
+            return NoSlot(T, min(self.streams[s].n_usable(self.window) for s in streams), contiguous)
+        return Slots(streams, np.stack(found))
+
+    def apply(self, slots, batch):
+        """Write the positions and owners of a batch to the cells that were found for it."""
+        for i, (stream, found, positions) in enumerate(zip(slots.streams, slots.cells, batch.positions)):
+            cells = self.streams[stream]
+            spans = batch.spans if self.unified else batch.spans[i:i + 1]
+            owners = np.concatenate([np.repeat(cells.owned_by(*seqs), stop - start, axis=1)
+                                     for seqs, start, stop in spans], axis=1)
+            cells.write(found, positions, owners, self.n_sink)
+
+    def prepare(self, batches):
+        """`Slots` for each of several batches, one after the other, or `NoSlot` if not all fit. Changes nothing."""
+        found = []
+        with self.trial():
+            for batch in batches:
+                slots = self.find_slot(batch)
+                if not slots:
+                    return slots
+                self.apply(slots, batch)
+                found.append(slots)
+        return found
+
+    @contextmanager
+    def trial(self):
+        """`with streams.trial():` what is done inside is done on copies of the cells, and forgotten at the end."""
+        streams = self.streams
+        self.streams = [cells.copy() for cells in streams]
+        try:
+            yield
+        finally:
+            self.streams = streams
+
+    def clear(self):
+        """Remove all sequences."""
+        for cells in self.streams:
+            cells.remove(None)
+            cells.head = 0
+
+    def seq_rm(self, seq, p0=-1, p1=-1):
+        """Remove positions of a sequence (None: of all sequences). Cells that no sequence owns any more are free."""
+        p0, p1 = integer('p0', p0), integer('p1', p1)
+        for cells in [self.cells_of(seq)] if seq is not None else self.streams:
+            cells.remove(seq, p0, p1)
+
+    def seq_cp(self, source, target, p0=-1, p1=-1):
+        """
+        Give the target sequence the source's positions too.
+
+        In one stream the two share the cells, and nothing is copied. ValueError if the target has one of the positions
+        already, in another cell. Across streams the target becomes a copy of the whole source, in cells of the
+        same numbers and with the same head.
+        """
+        a, b = self.cells_of(source), self.cells_of(target)
+        mine = a.of(source, integer('p0', p0), integer('p1', p1))
+        if a is not b:
+            self.check_whole(source, p0, p1)
+            b.remove(target)
+            b.put(mine, a.pos[mine], True, a.shift[mine])
+            b.head = a.head
+            return
+        theirs = a.of(target)
+        new = np.setdiff1d(mine, theirs, assume_unique=True)
+        if np.isin(a.pos[new], a.pos[theirs]).any():
+            raise ValueError(f"sequence {target} has some of these positions already: remove them first")
+        a.own(new, target)
+
+    def seq_keep(self, seq):
+        """Remove all sequences but this one."""
+        self.stream_of(seq)
+        for cells in self.streams:
+            used = cells.of(None)
+            cells.put(used, cells.pos[used], cells.owners[:, used] & cells.owned_by(seq), cells.shift[used])
+
+    def seq_add(self, seq, p0, p1, shift):
+        """
+        Add shift to positions. Positions that would be below 0 are removed. The keys are rotated before they are next
+        used. The next search for cells begins at the first cell that became free, or at 0.
+        """
+        p0, p1, shift = integer('p0', p0), integer('p1', p1), max(integer('shift', shift), -LARGEST)
+        if shift and p1 != max(p0, 0):
+            freed = self.move(seq, p0, p1, lambda pos: pos + shift, shift <= LARGEST)
+            self.cells_of(seq).head = int(freed[0]) if len(freed) else 0
+
+    def seq_div(self, seq, p0, p1, divisor):
+        """Divide positions, rounding down."""
+        p0, p1, divisor = integer('p0', p0), integer('p1', p1), min(integer('divisor', divisor), LARGEST)
+        if divisor < 1:
+            raise ValueError(f"positions are divided by at least 1, not {divisor}")
+        self.move(seq, p0, p1, lambda pos: pos // divisor)
+
+    def move(self, seq, p0, p1, moved, fits=True):
+        """
+        Change positions of a sequence to moved(positions). Returns the cells that became free. ValueError if `fits` is
+        False or a position would be LARGEST or more.
+        """
+        cells = self.cells_of(seq)
+        mine = cells.of(seq, p0, p1)
+        if not fits or len(mine) and moved(cells.pos[mine]).max() >= LARGEST:
+            raise ValueError(f"positions of sequence {seq} would be more than {LARGEST - 1}: move them by less")
+        if (moved(cells.pos[mine]) == cells.pos[mine]).all():
+            return mine[:0]
+        self.check_movable(seq, p0, p1)
+        return cells.move(mine, moved(cells.pos[mine]))
+
+    def check_whole(self, seq, p0, p1):
+        """ValueError unless a range has all positions of a sequence."""
+        cells = self.cells_of(seq)
+        if len(cells.of(seq, integer('p0', p0), integer('p1', p1))) < len(cells.of(seq)):
+            raise ValueError(f"[{p0}, {p1}) is a part of sequence {seq}, and only a whole sequence can be copied to "
+                             "another stream: leave out p0 and p1")
+
+    def check_movable(self, seq, p0=-1, p1=-1):
+        """ValueError if these positions of a sequence cannot be changed."""
+        if not self.can_shift:
+            raise ValueError("these positions cannot be changed, the model has learned positions, which are part of "
+                             "its keys and values: compute the tokens again at their new positions")
+        cells = self.cells_of(seq)
+        if (cells.n_owners[cells.of(seq, p0, p1)] > 1).any():  # a cell has one position, for all of its owners
+            raise ValueError(f"sequence {seq} shares cells with another, which would be moved with it: "
+                             "remove or copy one of them first")
+
+    def seq_pos_min(self, seq):
+        """The first position of a sequence, or None if it has none."""
+        return self.cells_of(seq).pos_min(seq)
+
+    def seq_pos_max(self, seq):
+        """The last position of a sequence, or None if it has none."""
+        return self.cells_of(seq).pos_max(seq)
+
+    def __str__(self):
+        """A drawing of the cells of each stream, see `Cells`."""
+        many = len(self.streams) > 1
+        return '\n'.join(f'stream {n}\n{cells}' if many else str(cells) for n, cells in enumerate(self.streams))
+
+
+def joined(parts):
+    """Several arrays of positions as one, int64 (n,). ValueError if they are not positions."""
+    if all(part.ndim == 1 and part.dtype.kind in 'iu' for part in parts):
+        positions = np.concatenate(parts)
+        if 0 <= positions.min() and positions.max() < LARGEST:
+            return positions.astype(np.int64)
+    raise ValueError(f"positions are integers from 0 to {LARGEST - 1}, not {[part.tolist() for part in parts]}")
+
+
+def check_next(seq, expected, position):
+    """ValueError unless the next position of a sequence is the expected one; None expects any."""
+    if expected is not None and position != expected:
+        raise ValueError(f"sequence {seq} goes on at position {expected}, not {position}")
+
+
+def diverged(seqs):
+    return ValueError(f"sequences {list(seqs)} have diverged and cannot share a token: give each its own")
+
+
+def integer(name, value):
+    """value as an int, or ValueError."""
+    try:
+        if not isinstance(value, bool):
+            return index(value)
+    except TypeError:
+        pass
+    raise ValueError(f"{name} must be an integer, not {value!r}")
+
+
+def context_shift(cache, seq, n_keep=0):
+    """
+    Make room in a full sequence: keep its first n_keep positions, remove the older half of the rest, and move the
+    others down. Returns by how many positions they have moved.
+
+    Example: with n_keep=2, of positions 0 ... 7 those at 0 1 5 6 7 remain, at 0 1 2 3 4. The positions that are removed
+    or kept may be shared with other sequences. Those that move may not.
+    """
+    n_keep = integer('n_keep', n_keep)
+    last = cache.seq_pos_max(seq)
+    n_past = 0 if last is None else last + 1
+    n_discard = (n_past - n_keep) // 2
+    if n_keep < 0 or n_discard < 1:
+        raise ValueError(f"sequence {seq} has {n_past} positions, of which {n_keep} cannot be kept and others removed: "
+                         f"n_keep must be 0 to {max(0, n_past - 2)}")
+    cache.check_movable(seq, n_keep + n_discard)
+    cache.seq_rm(seq, n_keep, n_keep + n_discard)
+    cache.seq_add(seq, n_keep + n_discard, -1, -n_discard)
+    return n_discard

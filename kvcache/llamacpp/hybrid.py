@@ -1,5 +1,5 @@
 """
-Several caches for one model, each with some of its layers: llama.cpp's llama_kv_cache_iswa.
+Several caches for one model, each with some of its layers.
 
     full = CellCache(4, 2, 16, kv_size=4096, n_seq_max=8, layer_filter=lambda layer: layer % 2 == 0)
     local = CellCache(4, 2, 16, kv_size=640, n_seq_max=8, layer_filter=lambda layer: layer % 2 == 1, n_swa=64,
@@ -8,11 +8,11 @@ Several caches for one model, each with some of its layers: llama.cpp's llama_kv
     layers = cache.place(cache.batch({0: [5, 6, 7], 1: [2]}))
 
 A batch, and an operation on sequences, is tried on all caches before it is done on any.
-"""
-from contextlib import ExitStack
 
-from kvcache.placement import LayerList
-from kvcache.streams import Streams
+Follows llama.cpp's src/llama-kv-cache-iswa.cpp, as it is since August 2025: a `HybridCache` of two caches is its
+llama_kv_cache_iswa (kv_base and kv_swa), `place` its init_batch, and the other methods have the same names.
+"""
+from kvcache.llamacpp.cells import Streams
 
 
 class HybridCache:
@@ -54,21 +54,20 @@ class HybridCache:
         for cache, found in zip(self.caches, slots):
             cache.apply(found, batch)
 
-    def place(self, batch):
+    def place(self, batch, device=None):
         """
-        Store a batch in all caches, and return the `LayerList` for its forward pass. ValueError if one of them has no
-        room; then none has changed.
+        See `CellCache.place`. ValueError if one of the caches has no room; then none has changed.
         """
         slots = self.find_slot(batch)
         if not slots:
             raise ValueError(str(slots))
-        with ExitStack() as applied:
-            for cache, found in zip(self.caches, slots):
-                applied.enter_context(cache.applied(found, batch))
-            lists = [LayerList(cache.layers, cache.placement(batch, found)) for cache, found in zip(self.caches, slots)]
-        layers = lists[0]
-        layers[:] = [lists[number][layer] for layer, number in enumerate(self.number_of)]
-        return layers
+        try:
+            placed = [cache.place(batch, device) for cache in self.caches]
+        except BaseException:
+            for cache in self.caches:
+                cache.take_back(batch)
+            raise
+        return [placed[number][layer] for layer, number in enumerate(self.number_of)]
 
     def clear(self):
         """Remove all sequences, and set all keys and values to zero."""
@@ -96,9 +95,10 @@ class HybridCache:
         self.on_all_caches('seq_div', seq, p0, p1, divisor)
 
     def on_all_caches(self, name, *args):
-        """Call a method of all caches, if a dry run on each of them raises nothing."""
+        """Call a method of all caches, if a trial on each of them raises nothing."""
         for cache in self.caches:
-            cache.dry_run(getattr(Streams, name), *args)
+            with cache.trial():
+                getattr(Streams, name)(cache, *args)
         for cache in self.caches:
             getattr(cache, name)(*args)
 

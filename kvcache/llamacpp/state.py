@@ -5,13 +5,17 @@ A file of all sequences has all cells. A file of one sequence has the positions 
 window, sinks included, or all positions if there is no window. Keys in float32 whose positions were changed are rotated
 before they are saved. Keys in fewer bits are saved as they were written, with the shift by which they must still be
 rotated.
+
+Follows state_write and state_read of llama.cpp's src/llama-kv-cache.cpp, as they are since August 2025: `save` and
+`load` are these for one sequence or for all, `fill` is state_read_meta and state_read_data. The format of the file is
+not llama.cpp's.
 """
 import json
 
 import numpy as np
 import torch
 
-from kvcache.streams import LARGEST, counted
+from kvcache.llamacpp.cells import LARGEST
 from whole_file import replacing
 
 FORMAT, VERSION = 'kvcache-state', 4
@@ -27,11 +31,16 @@ def shapes(cache):
 
 
 def stored(cache):
-    """(name, tensor (n_head, n_stream, kv_size, ...)) of all keys and values."""
+    """(name, tensor (n_head, n_slots, ...)) of all keys and values."""
     for l, layer in enumerate(cache.own_layers()):
         for name, rows in (('k', layer.k), ('v', layer.v)):
             for i, tensor in enumerate(rows.tensors()):
                 yield f'{l}.{name}{i}', tensor
+
+
+def slots_in(cache, stream, cells, tensor):
+    """The slots of cells of a stream, on the device of a tensor."""
+    return torch.from_numpy(stream * cache.kv_size + cells).to(tensor.device)
 
 
 def save(cache, path, seq=None):
@@ -52,7 +61,7 @@ def save(cache, path, seq=None):
         for name, array in (('pos', cells.pos[mine]), ('shift', cells.shift[mine]), ('owners', owners.T)):
             tensors[f'{part}.{name}'] = torch.from_numpy(np.ascontiguousarray(array))
         for name, tensor in stored(cache):
-            tensors[f'{part}.{name}'] = tensor[:, s, torch.from_numpy(mine).to(tensor.device)].contiguous()
+            tensors[f'{part}.{name}'] = tensor[:, slots_in(cache, s, mine, tensor)].contiguous()
     header = dict(shapes(cache), version=VERSION, one=seq is not None, n_seq_max=cache.n_seq_max, unified=cache.unified)
     try:
         with replacing(path) as f:
@@ -72,16 +81,26 @@ def load(cache, path, seq=None):
     streams = [cache.stream_of(seq)] if one else range(len(cache.streams))
     parts = [checked_part(cache, path, tensors, part, 1 if one else len(cache.streams[part].seqs))
              for part in range(len(streams))]
-    found = cache.dry_run(find_cells, streams, parts, seq)
+    with cache.trial():
+        cache.seq_rm(seq)
+        found = [cache.streams[s].find(len(part['pos']), cache.window) for s, part in zip(streams, parts)]
     if any(where is None for where in found):
         needed = sum(len(part['pos']) for part in parts)
         raise ValueError(f"{path} has {needed} cells, and there is no room for them: make the cache larger, "
                          "or remove a sequence")
-    cache.seq_rm(seq)  # first: an interrupt while rows are copied must not leave cells with another's rows
+    cache.seq_rm(seq)
     for s, part, where in zip(streams, parts, found):
-        for name, tensor in stored(cache):
-            tensor[:, s, torch.from_numpy(where).to(tensor.device)] = part[name].to(tensor.device)
-    fill_cells(cache, streams, parts, found, seq)
+        if len(where):
+            fill(cache, s, part, where, seq)
+
+
+def fill(cache, stream, part, where, seq):
+    """Give the cells that were found in a stream the content of a part: of sequence seq, or of all."""
+    cells, owners = cache.streams[stream], part['owners'].numpy().T
+    cells.release(where, cache.n_sink)  # first: an interrupt must not leave a sequence with the rows of another one
+    for name, tensor in stored(cache):
+        tensor[:, slots_in(cache, stream, where, tensor)] = part[name].to(tensor.device)
+    cells.write(where, part['pos'].numpy(), owners if seq is None else cells.owned_by(seq), shift=part['shift'].numpy())
 
 
 def check_header(cache, path, header, seq):
@@ -104,25 +123,6 @@ def check_header(cache, path, header, seq):
     return one
 
 
-def find_cells(cache, streams, parts, seq):
-    """Remove a sequence and find cells for each part: their numbers, or None."""
-    cache.seq_rm(seq)
-    return [cache.streams[s].find(len(part['pos']), cache.window) for s, part in zip(streams, parts)]
-
-
-@counted
-def fill_cells(cache, streams, parts, found, seq):
-    """Give the cells that were found the positions and owners of the parts."""
-    for s, part, where in zip(streams, parts, found):
-        if not len(where):
-            continue
-        cells = cache.streams[s]
-        cells.write(where, part['pos'].numpy(), cache.n_sink)
-        cells.set_shift(where, part['shift'].numpy())
-        for owner, mine in zip([seq] if seq is not None else cells.seqs, part['owners'].numpy().T):
-            cells.add_owner(where[mine], owner)
-
-
 def checked_part(cache, path, tensors, part, n_owners):
     """
     {name: tensor} of one part of a file. ValueError if a tensor is missing, or has a shape or values that cells
@@ -130,7 +130,7 @@ def checked_part(cache, path, tensors, part, n_owners):
     """
     n = tensors[f'{part}.pos'].numel() if f'{part}.pos' in tensors else 0
     expected = dict(pos=(torch.int64, (n,)), shift=(torch.int64, (n,)), owners=(torch.bool, (n, n_owners)))
-    expected |= {name: (tensor.dtype, (len(tensor), n, *tensor.shape[3:])) for name, tensor in stored(cache)}
+    expected |= {name: (tensor.dtype, (len(tensor), n, *tensor.shape[2:])) for name, tensor in stored(cache)}
     found = {name: tensors.get(f'{part}.{name}') for name in expected}
     for name, (dtype, shape) in expected.items():
         tensor = found[name]
