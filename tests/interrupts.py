@@ -1,11 +1,13 @@
-"""A KeyboardInterrupt at any line or call, for tests of what an interrupted operation leaves."""
+"""Ctrl-C at any line or call, for tests of what an interrupted operation leaves."""
+import signal
 import sys
 
 
 def interrupted(work, n, is_traced):
     """
-    Run work with a KeyboardInterrupt at the n-th event in functions for whose code object is_traced(code) is true. An
-    event is a line, or the beginning of a call. Returns False if work ends before.
+    Run work, and send SIGINT to this process at the n-th event in functions for whose code object is_traced(code) is
+    true. An event is a line, or the beginning of a call. Returns whether a KeyboardInterrupt came: False if work has
+    fewer events.
     """
     left = [n]
 
@@ -16,8 +18,9 @@ def interrupted(work, n, is_traced):
             left[0] -= 1
             if left[0] == 0:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
         return trace
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.settrace(trace)
     try:
         work()
@@ -26,3 +29,4 @@ def interrupted(work, n, is_traced):
         return True
     finally:
         sys.settrace(None)
+        signal.signal(signal.SIGINT, before)
