@@ -1,9 +1,14 @@
 """
-The operator: a whole KV cache as one function of tensors, without any state of its own.
+A whole KV cache as one function of tensors, without any state of its own: sequences of any lengths, packed on one axis;
+two ways to find a token's row, four memory layouts, three ways to store a number.
 
-It is the dynamic-batching KeyValueCache operator of OpenPPL PMX (https://github.com/openppl-public/ppl.pmx):
-sequences of any lengths, packed on one axis; two ways to find a token's row, four memory layouts, three ways to store
-a number.
+Follows the operator pmx.dynamic_batching.KeyValueCache of OpenPPL PMX (https://github.com/openppl-public/ppl.pmx), as
+its documentation defines it since it has cache_mode 1 and page_size:
+
+    here                                            there
+    key_value_cache, its arguments                  KeyValueCache, its inputs and attributes, by the same names
+    what it returns                                 the outputs key and value
+    `storage.quantise`                              the quantisation of quant_bit 8 and 4
 """
 import torch
 
@@ -47,20 +52,22 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     current tokens too. cache and scale are written in place. Raises ValueError, with nothing written, on arguments that
     do not fit together and on results that do not fit into memory.
     """
-    max_seqlen, max_kvlen = length_of('max_seqlen', max_seqlen), length_of('max_kvlen', max_kvlen)
-    check_ints(num_layer=num_layer, layer_idx=layer_idx, quant_bit=quant_bit, quant_group=quant_group,
-               num_repeat=num_repeat, cache_mode=cache_mode, cache_layout=cache_layout, page_size=page_size)
+    max_seqlen, max_kvlen = (int(x) if is_scalar(x) else x for x in (max_seqlen, max_kvlen))
+    check_ints(max_seqlen=max_seqlen, max_kvlen=max_kvlen, num_layer=num_layer, layer_idx=layer_idx,
+               quant_bit=quant_bit, quant_group=quant_group, num_repeat=num_repeat, cache_mode=cache_mode,
+               cache_layout=cache_layout, page_size=page_size)
     for name, value in dict(current_key=current_key, current_value=current_value, cache=cache).items():
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, not {value!r}")
     seqstarts, kvstarts, cachestarts, start_pos = check_indices(
         cache.device, seqstarts=seqstarts, kvstarts=kvstarts, cachestarts=cachestarts, start_pos=start_pos)
-    view, scales = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group,
-                         num_repeat, cache_layout)
-    seqlens, kvlens = check_lengths(seqstarts, kvstarts, start_pos, max_seqlen, max_kvlen, len(current_key), len(view))
+    stored = views(current_key, current_value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat,
+                   cache_layout)
+    n_rows = len(stored[0])
+    seqlens, kvlens = check_lengths(seqstarts, kvstarts, start_pos, max_seqlen, max_kvlen, len(current_key), n_rows)
 
-    written = rows_of(start_pos, seqlens, cachestarts, cache_mode, page_size, len(view))
-    read = rows_of(torch.zeros_like(start_pos), kvlens, cachestarts, cache_mode, page_size, len(view))
+    written = rows_of(start_pos, seqlens, cachestarts, cache_mode, page_size, n_rows)
+    read = rows_of(torch.zeros_like(start_pos), kvlens, cachestarts, cache_mode, page_size, n_rows)
     if len(written.unique()) < len(written):
         raise ValueError("two of the current tokens would be written to one row: "
                          f"cachestarts {cachestarts.tolist()} overlap")
@@ -69,18 +76,14 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
                          f"cachestarts {cachestarts.tolist()} overlap")
 
     current = torch.stack((current_key, current_value), dim=1)  # (N, 2, H, Dh)
-    if quant_bit == 0:
-        stored, new = [view], [current.to(view.dtype)]
-    else:
-        codes, new_scale = quantise(current, quant_bit, quant_group)
-        if scales.dtype is torch.float16 and bool((new_scale > torch.finfo(torch.float16).max).any()):
-            raise ValueError(f"a scale of {float(new_scale.max()):.3g} is more than float16 holds: "
-                             "use a scale in float32")
-        stored, new = [view, scales], [codes, new_scale.to(scales.dtype)]
+    new = quantise(current, quant_bit, quant_group) if quant_bit else [current]
+    if quant_bit and bool((new[1] > torch.finfo(stored[1].dtype).max).any()):
+        raise ValueError(f"a scale of {float(new[1].max()):.3g} is more than float16 holds: use a scale in float32")
+    new = [x.to(store.dtype) for x, store in zip(new, stored)]
     # the rows as they will be: those read now, with the current tokens in their places. The cache is written last
     place = torch.arange(len(written), device=cache.device) + (kvstarts[1:] - seqstarts[1:]).repeat_interleave(seqlens)
     rows = [store[read].index_copy_(0, place, rows_new) for store, rows_new in zip(stored, new)]
-    loaded = rows[0] if quant_bit == 0 else dequantise(rows[0], rows[1].float(), quant_bit)
+    loaded = dequantise(rows[0], rows[1].float(), quant_bit) if quant_bit else rows[0]
     loaded = repeated(loaded.to(current.dtype), num_repeat)
     for store, rows_new in zip(stored, new):
         store[written] = rows_new
@@ -122,12 +125,9 @@ def check_lengths(seqstarts, kvstarts, start_pos, max_seqlen, max_kvlen, n_curre
     return seqlens, kvlens
 
 
-def length_of(name, value):
-    """An int or a 0-dimensional integer tensor, as an int."""
-    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in INTEGERS and value.device.type != 'meta':
-        return int(value)
-    check_ints(**{name: value})
-    return value
+def is_scalar(value):
+    """Is this an integer tensor without dimensions?"""
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in INTEGERS and not value.is_meta
 
 
 def check_ints(**values):
@@ -141,20 +141,16 @@ def repeated(x, num_repeat):
     """
     x (n, 2, H, Dh) with each head num_repeat times, (n, 2, H * num_repeat, Dh). ValueError if it needs too much memory.
     """
-    n, _, H, Dh = x.shape
     try:
-        out = torch.empty(n, 2, H, num_repeat, Dh, dtype=x.dtype, device=x.device)
-        flat = out.flatten(2, 3)
+        return x.repeat_interleave(num_repeat, dim=2)
     except (RuntimeError, MemoryError) as e:  # the first also for sizes that overflow
-        raise ValueError(f"there is no memory for {n} x 2 x {H} heads of {Dh} numbers, num_repeat {num_repeat} times: "
+        raise ValueError(f"there is no memory for keys and values {tuple(x.shape)} with each head {num_repeat} times: "
                          "use a smaller num_repeat") from e
-    out.copy_(x[:, :, :, None])
-    return flat
 
 
 def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout):
     """
-    This layer of cache and scale (None for floats) as (MaxT, 2, H, ...), for any layout. ValueError if they do not fit.
+    This layer of [cache], or of [cache, scale], as (MaxT, 2, H, ...) for any layout. ValueError if they do not fit.
     """
     if (key.shape != value.shape or key.dim() != 3 or 0 in key.shape[1:] or key.dtype is not value.dtype
             or key.dtype not in (torch.float32, torch.float16)):
@@ -170,20 +166,14 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
     if not 0 <= layer_idx < num_layer or num_repeat < 1:
         raise ValueError(f"layer_idx must be 0 to num_layer {num_layer} - 1, and num_repeat at least 1, not "
                          f"{layer_idx} and {num_repeat}")
-    if cache.dtype not in CACHE_DTYPES[quant_bit]:
-        expected = ' or '.join(map(str, CACHE_DTYPES[quant_bit]))
-        raise ValueError(f"with quant_bit={quant_bit} the cache is {expected}, not {cache.dtype}")
     H, Dh = key.shape[1:]
-    found = [view_of(cache, 'cache', cache_layout, num_layer, H, Dh // 2 if quant_bit == 4 else Dh)]
+    shape = cache.device, cache_layout, num_layer, H
+    found = [view_of(cache, 'cache', CACHE_DTYPES[quant_bit], *shape, Dh // 2 if quant_bit == 4 else Dh)]
     if quant_bit == 0:
-        return found[0][:, layer_idx], None
+        return [found[0][:, layer_idx]]
     if quant_group < 1 or Dh % quant_group or Dh % 2 and quant_bit == 4:
         raise ValueError(f"groups of {quant_group} in {quant_bit} bits do not divide Dh {Dh}")
-    if not isinstance(scale, torch.Tensor) or scale.dtype not in CACHE_DTYPES[0] or scale.device != cache.device:
-        given = f"{scale.dtype} on {scale.device}" if isinstance(scale, torch.Tensor) else repr(scale)
-        raise ValueError(f"with quant_bit={quant_bit} a scale is needed, float32 or float16 on {cache.device}, not "
-                         f"{given}")
-    found.append(view_of(scale, 'scale', cache_layout, num_layer, H, Dh // quant_group))
+    found.append(view_of(scale, 'scale', CACHE_DTYPES[0], *shape, Dh // quant_group))
     if len(found[0]) != len(found[1]):
         raise ValueError(f"the cache has {len(found[0])} rows and the scale {len(found[1])}")
     (cache_start, cache_end), (scale_start, scale_end) = bytes_of(cache), bytes_of(scale)
@@ -192,16 +182,20 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
     return [view[:, layer_idx] for view in found]
 
 
-def view_of(tensor, name, cache_layout, *shape):
+def view_of(tensor, name, dtypes, device, cache_layout, L, H, D):
     """
-    A view (MaxT, L, 2, H, D) of a tensor in this layout. ValueError if the tensor has another shape or overlaps itself.
+    A view (MaxT, L, 2, H, D) of a tensor in this layout. ValueError if it has another type, device or shape, or
+    overlaps itself.
     """
-    L, H, D = shape
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes or tensor.device != device:
+        came = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, torch.Tensor) else repr(tensor)
+        raise ValueError(f"for this quant_bit the {name} must be {' or '.join(map(str, dtypes))} on {device}, not "
+                         f"{came}")
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(f"the {name} was made under torch.inference_mode, and can be written only there: "
                          "make it outside")
     if tensor.dim() != 5 or tensor.permute(LAYOUTS[cache_layout]).shape[1:] != (L, 2, H, D):
-        names = ', '.join(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)].__str__() for axis in range(5))
+        names = ', '.join(str(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)]) for axis in range(5))
         raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")
     end = 0  # the offset of the last element, over the dimensions with smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):

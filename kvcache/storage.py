@@ -93,7 +93,7 @@ class Rows:
                 n_stored = head_dim // 2 if self.bits == 4 else head_dim
                 self.data = torch.zeros(n_head, n_slots, n_stored, dtype=dtype, device=device)
             if self.bits <= 8:
-                self.scale = torch.zeros(n_head, n_slots, head_dim // self.group, device=device)
+                self.scale = torch.zeros(n_head, n_slots, head_dim // self.group, dtype=torch.float32, device=device)
 
     def tensors(self):
         """What is stored: the data, and for int8 and int4 the scales."""

@@ -1,55 +1,50 @@
 """The layers of a cache of cells under a model: shared, left out, on other devices; gradients; masks."""
 import pytest
 import torch
-from test_cells import cache, put
+from test_cells import cache, logits_of, put
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvcache.cell_cache import CellCache
-from kvcache.placement import Layer, LayerList, Placement, logits_of
+from kvcache.llamacpp.cache import CellCache
+from kvcache.llamacpp.cells import Streams
 from model import GPT, GPTConfig
 from positions import Keys, Positions
 
 
-class Recorder(list):
+class Recorder(Streams):
     """
-    The simplest cache: for each layer all keys and values so far, (B, n_head, T, head_dim). source: the layer whose
-    keys and values a layer reads.
+    The simplest cache of one sequence: for each layer all keys and values so far, (B, n_head, T, head_dim). source: the
+    layer whose keys and values a layer reads.
     """
 
     def __init__(self, n_layer, source=lambda layer: layer, window=lambda layer: None):
-        super().__init__(RecordedLayer(self, source(layer), layer, window(layer)) for layer in range(n_layer))
+        super().__init__(100, 1)
         self.recorded = [None] * n_layer
+        self.layers = [RecordedLayer(self.recorded, source(layer), layer, window(layer)) for layer in range(n_layer)]
+
+    def place(self, batch):
+        return self.layers
 
 
 class RecordedLayer:
-    def __init__(self, recorder, source, layer, window):
-        self.recorder, self.source, self.layer, self.window = recorder, source, layer, window
+    def __init__(self, recorded, source, layer, window):
+        self.recorded, self.source, self.layer, self.window = recorded, source, layer, window
 
     def append(self, k, v, positions):
-        recorded = self.recorder.recorded
-        if recorded[self.layer] is not None:
-            k, v = (torch.cat(pair, dim=2) for pair in zip(recorded[self.layer], (k, v)))
-        recorded[self.layer] = k, v
-        k, v = recorded[self.source]
+        if self.recorded[self.layer] is not None:
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self.recorded[self.layer], (k, v)))
+        self.recorded[self.layer] = k, v
+        k, v = self.recorded[self.source]
         pos = torch.arange(k.size(2))
         return k, v, Keys(pos, positions.q_pos[..., None] - pos < (self.window or 10**9)), self
 
 
-def logits_in_chunks(m, idx, chunks, place):
-    """Logits (T, vocab_size) of every position of idx (1, T), fed in chunks over place(range of positions)."""
+def logits_in_chunks(m, idx, chunks, c):
+    """Logits (T, vocab_size) of every position of idx (1, T), fed in chunks as sequence 0 of a cache."""
     out, start = [], 0
     for n in chunks:
-        layers = place(range(start, start + n))
-        out.append(logits_of(m, idx[:, start:start + n], layers, slice(None)))
+        out.append(logits_of(m, idx[:, start:start + n], c, {0: range(start, start + n)}))
         start += n
     return torch.cat(out)
-
-
-def recorded(recorder):
-    def place(positions):
-        recorder.positions = torch.tensor([list(positions)])
-        return recorder
-    return place
 
 
 def deep_model(n_layer=4):
@@ -69,9 +64,8 @@ def test_a_layer_that_shares_anothers_cache_only_reads_it(chunks):
     c = CellCache(4, 2, 16, 16, 1, layer_reuse=lambda layer: source(layer) if layer > 1 else None)
     assert c.layers[2] is c.layers[1] and c.layers[3] is c.layers[0]
     assert c.memory_breakdown() == {'cpu': 2 * 2 * 16 * 32 * 4}
-    exact = logits_in_chunks(m, idx, [13], recorded(Recorder(4, source)))
-    got = logits_in_chunks(m, idx, chunks, lambda positions: c.place(c.batch({0: positions})))
-    assert torch.allclose(got, exact, atol=1e-4)
+    exact = logits_in_chunks(m, idx, [13], Recorder(4, source))
+    assert torch.allclose(logits_in_chunks(m, idx, chunks, c), exact, atol=1e-4)
     with pytest.raises(ValueError, match='share'):
         CellCache(2, 1, 32, 8, 1, layer_reuse=lambda layer: 1 if layer == 0 else None)
 
@@ -84,35 +78,27 @@ def test_a_layer_without_a_cache_refuses():
         with pytest.raises(ValueError, match='has no cache'):
             asked()
     with pytest.raises(ValueError, match='layer 2 has no cache'):
-        logits_of(m, idx, c.place(c.batch({0: range(13)})), slice(None))
+        logits_of(m, idx, c, {0: range(13)})
     with pytest.raises(ValueError, match='no layer'):
         CellCache(4, 2, 16, 16, 1, layer_filter=lambda layer: False)
-    fewer = CellCache(3, 2, 16, 16, 1)
-    with pytest.raises(ValueError, match='3 layers'):
-        logits_of(m, idx, fewer.place(fewer.batch({0: range(13)})), slice(None))
 
 
-def test_devices_by_layer():
-    c = CellCache(2, 1, 32, 8, 1, device=lambda layer: ('cpu', 'meta')[layer])
-    assert c.memory_breakdown() == {'cpu': 2 * 8 * 32 * 4, 'meta': 2 * 8 * 32 * 4}
-
-
-def test_a_forward_pass_brings_rows_and_keys_to_each_layers_device():
+def test_a_forward_pass_brings_slots_and_keys_to_each_layers_device():
     """
     On a fake device, which refuses tensors of other devices as a real one does. Results are where the new keys are.
     """
     with FakeTensorMode():
-        layers = [Layer((2, 8), 2, 16, device=device) for device in ('cpu', 'cuda')]
-        placement = Placement(torch.arange(6).view(2, 3), torch.tensor([0, 1, 2, 8, 9, 10]), torch.tensor([[0], [1]]),
-                              Keys(torch.arange(8, device='cuda')))
-        positions, keys = Positions(GPTConfig(n_head=2, n_embd=32), placement.positions, torch.float32), []
-        for view in LayerList(layers, placement):
-            k, v, each, _ = view.append(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), positions)
+        c = CellCache(2, 2, 16, 8, 2, unified=False, device=lambda layer: ('cpu', 'cuda')[layer])
+        assert c.memory_breakdown() == {'cpu': 2 * 16 * 32 * 4, 'cuda:0': 2 * 16 * 32 * 4}
+        keys, batch = [], c.batch({0: range(3), 1: range(3)})
+        for layer in c.place(batch):
+            k, v, each, _ = layer.append(torch.zeros(2, 2, 3, 16), torch.zeros(2, 2, 3, 16), None)
             keys.append(each)
-            assert k.shape == v.shape == (2, 2, 8, 16)
+            assert k.shape == v.shape == (2, 2, 3, 16)
             assert k.device == v.device == each.pos.device == torch.device('cpu')
         assert keys[0] is keys[1]  # so that attention makes its mask once
-        assert [layer.device.type for layer in layers] == ['cpu', 'cuda']
+        c.take_back(batch)
+        assert c.place(batch, 'cuda:0')[0].keys.pos.device.type == 'cuda'
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device, CUDA")
@@ -120,8 +106,8 @@ def test_a_forward_pass_brings_rows_and_keys_to_each_layers_device():
 def test_layers_on_two_devices_give_what_layers_on_one_give():
     m, idx = deep_model()
     c = CellCache(4, 2, 16, 16, 1, device=lambda layer: ('cpu', 'cuda')[layer % 2])
-    got = logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: c.place(c.batch({0: positions})))
-    assert torch.allclose(got, logits_in_chunks(m, idx, [13], recorded(Recorder(4))), atol=1e-4)
+    exact = logits_in_chunks(m, idx, [13], Recorder(4))
+    assert torch.allclose(logits_in_chunks(m, idx, [5, 1, 4, 3], c), exact, atol=1e-4)
 
 
 def test_no_gradients_go_through_a_cache():
@@ -129,19 +115,8 @@ def test_no_gradients_go_through_a_cache():
     for kind, unified in (('float32', True), ('int8', True), ('float32', False)):
         c = CellCache(4, 2, 16, 16, 3, unified, kind, kind)
         for start in (0, 4):
-            batch = c.batch({seq: range(start, start + 4) for seq in (2, 0)})
-            logits_of(m, idx[0, :8].view(batch.positions.shape), c.place(batch), slice(None))
+            logits_of(m, idx[0, :8], c, {seq: range(start, start + 4) for seq in (2, 0)})
         assert not any(tensor.requires_grad for layer in c.layers for tensor in layer.tensors())
-
-
-def test_tokens_and_positions_must_fit_together():
-    m, _ = deep_model()
-    c = CellCache(4, 2, 16, 32, 3, unified=False)
-    with pytest.raises(ValueError, match='their positions'):
-        logits_of(m, torch.tensor([[1]]), c.place(c.batch({0: [0], 1: [0], 2: [0]})), slice(None))
-    c.seq_rm(0)
-    with pytest.raises(ValueError, match='block_size 16'):
-        logits_of(m, torch.ones(1, 16, dtype=torch.long), c.place(c.batch({0: range(1, 17)})), slice(None))
 
 
 def test_what_is_cleared_is_zero():
@@ -161,8 +136,8 @@ def test_a_long_mask_hides_what_a_short_one_hides(monkeypatch):
 
     def logits():
         c = CellCache(4, 2, 16, 32, 3, n_swa=6, swa_type='standard')
-        logits_of(m, idx[:, :4], c.place(c.batch({1: range(4)})), slice(None))
-        return logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: c.place(c.batch({0: positions})))
+        logits_of(m, idx[:, :4], c, {1: range(4)})
+        return logits_in_chunks(m, idx, [5, 1, 4, 3], c)
     short = logits()
     monkeypatch.setattr('positions.LONG_MASK', 0)
     assert torch.allclose(logits(), short, atol=1e-5)

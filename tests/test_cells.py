@@ -1,22 +1,36 @@
-"""Cells and streams: placing, windows, sequence operations and shifts, by hand."""
+"""Cells and streams by hand: placing, windows, operations on sequences, shifts, interrupts; and `CellSequences`."""
+import os
+
 import numpy as np
 import pytest
 import torch
+from interrupts import interrupted
 
-from kvcache.cell_cache import CellCache
-from kvcache.cells import Window
-from kvcache.streams import NoSlot
+from decode.cpu import CPUDecoder
+from kvcache import make_cache
+from kvcache.llamacpp import cells as cells_module
+from kvcache.llamacpp.cache import CellCache
+from kvcache.llamacpp.cells import EMPTY, NoSlot, Window, context_shift
+from kvcache.storage import Rows
+from model import GPT, GPTConfig
+from positions import turned
 
 
 def cache(kv_size=8, n_seq_max=4, **how):
     return CellCache(**(dict(n_layer=2, n_head_kv=1, head_dim=32) | how | dict(kv_size=kv_size, n_seq_max=n_seq_max)))
 
 
-def put(c, tokens, value=None):
-    """Place tokens, {sequence: positions}; keys are `value` of their position, values the same and 1000 more."""
+def store(c, tokens):
+    """Take cells for tokens, {sequence: positions}. Returns (batch, slots)."""
     batch = c.batch(tokens)
     slots = c.find_slot(batch)
     c.apply(slots, batch)
+    return batch, slots
+
+
+def put(c, tokens, value=None):
+    """`store` tokens; keys are `value` of their position, values the same and 1000 more. Returns the cells."""
+    batch, slots = store(c, tokens)
     c.update()
     value = batch.positions.ravel() if value is None else value
     keys = torch.from_numpy(np.asarray(value, dtype=np.float32))
@@ -32,6 +46,25 @@ def positions(c, seq):
     return sorted(cells.pos[cells.of(seq)].tolist())
 
 
+def logits_of(m, idx, c, tokens):
+    """Logits (n, vocab_size) of the n tokens idx, of any shape, that are stored as `tokens`, see `Streams.batch`."""
+    batch = c.batch(tokens)
+    at = torch.from_numpy(batch.positions)
+    x, _ = m.hidden_states(idx.reshape(at.shape), at, c.place(batch))
+    return m.lm_head(x).flatten(0, 1)
+
+
+def check_counts(cells):
+    """What is counted is what positions and owners say."""
+    assert ((cells.pos == EMPTY) == ~cells.owners.any(axis=0)).all() and (cells.pos >= EMPTY).all()
+    assert not cells.shift[cells.pos == EMPTY].any()
+    assert cells.n_owners.tolist() == [len(cells.owners_of(cell)) for cell in range(len(cells))]
+    assert cells.owner_sum.tolist() == [sum(cells.owners_of(cell)) for cell in range(len(cells))]
+    assert cells.last.tolist() == [max([EMPTY, *cells.pos[mine].tolist()]) for mine in cells.owners]
+    used = np.flatnonzero(cells.pos != EMPTY).tolist()
+    assert (cells.used(), cells.end) == (len(used), max(used, default=-1) + 1)
+
+
 def test_cells_are_taken_from_the_head_on_and_around():
     c = cache()
     assert put(c, {0: range(5)}).tolist() == [[0, 1, 2, 3, 4]]
@@ -40,15 +73,12 @@ def test_cells_are_taken_from_the_head_on_and_around():
     c.streams[0].head = 5
     assert put(c, {1: range(4)}).tolist() == [[5, 6, 7, 1]]
     assert not c.find_slot(c.batch({2: [0, 1]})) and c.find_slot(c.batch({2: [0]})).cells.tolist() == [[2]]
-
-
-def test_a_head_far_beyond_what_is_used_goes_back_to_the_beginning():
-    c = cache(kv_size=16)
-    put(c, {0: range(8)})
-    c.seq_rm(0, 2)
-    c.streams[0].head = 8
-    assert c.find_slot(c.batch({1: range(3)})).cells.tolist() == [[8, 9, 10]]  # 8 <= 2 + 2 * 3
-    assert c.find_slot(c.batch({1: range(2)})).cells.tolist() == [[2, 3]]      # 8 > 2 + 2 * 2
+    far = cache(kv_size=16)  # a head far beyond what is used goes back to the beginning
+    put(far, {0: range(8)})
+    far.seq_rm(0, 2)
+    far.streams[0].head = 8
+    assert far.find_slot(far.batch({1: range(3)})).cells.tolist() == [[8, 9, 10]]  # 8 <= 2 + 2 * 3
+    assert far.find_slot(far.batch({1: range(2)})).cells.tolist() == [[2, 3]]      # 8 > 2 + 2 * 2
 
 
 def test_contiguous_cells_do_not_wrap():
@@ -90,10 +120,7 @@ def test_a_window_frees_what_it_has_passed_and_leaves_no_hole():
 def test_masks(kind, seen):
     c = cache(n_swa=3, swa_type=kind)
     put(c, {0: range(5), 1: [0]})
-    batch = c.batch({0: [5], 1: [1]})
-    slots = c.find_slot(batch)
-    c.apply(slots, batch)
-    mask = c.kq_mask(batch)
+    mask = c.kq_mask(store(c, {0: [5], 1: [1]})[0])
     assert c.streams[0].pos[:8][mask[0, 0, 0].numpy()].tolist() == seen
     assert np.flatnonzero(mask[0, 0, 1]).tolist() == [5, 7]
     assert Window(4, 'chunked').hides(np.arange(8), 6).tolist() == [True] * 4 + [False] * 4
@@ -101,15 +128,14 @@ def test_masks(kind, seen):
 
 
 def test_n_kv_is_padded_and_views_are_not_copies():
-    c = cache(kv_size=8, n_pad=4)
+    c, transposed = cache(n_pad=4), cache(v_trans=True)
+    for each in (c, transposed):
+        put(each, {0: range(5)})
     batch = c.batch({0: range(5)})
-    put(c, {0: range(5)})
     assert c.get_n_kv(batch) == 8 and c.kq_mask(batch).shape == (1, 1, 5, 8)
     k, v = c.get_k(1, 5), c.get_v(1, 5)
     assert k.shape == (1, 5, 1, 32) and k[0, :, 0, 0].tolist() == [100, 101, 102, 103, 104] and v[0, 2, 0, 0] == 1102
     assert k.data_ptr() == c.layers[1].k.data.data_ptr()
-    transposed = cache(v_trans=True)
-    put(transposed, {0: range(5)})
     v = transposed.get_v(1, 5)
     assert v[0, 2, 0, 0] == 1102 and v.stride(1) == 1 and v.data_ptr() == transposed.layers[1].v.data.data_ptr()
     with pytest.raises(ValueError, match='transposed'):
@@ -123,7 +149,8 @@ def test_sequences_share_cells_in_one_stream_and_copy_across_streams():
         c.seq_cp(0, 2)
         assert positions(c, 2) == [0, 1, 2, 3]
     assert one.streams[0].used() == 4 and many.streams[2].used() == 4
-    assert torch.equal(many.layers[1].k.data[:, 2], many.layers[1].k.data[:, 0]) and many.layers[1].k.data[:, 2].any()
+    k = many.get_k(1, 4)
+    assert torch.equal(k[2], k[0]) and k[2].any()
     with pytest.raises(ValueError, match='whole'):
         many.seq_cp(0, 3, 0, 2)
     one.seq_cp(0, 3, 1, 3)
@@ -132,11 +159,32 @@ def test_sequences_share_cells_in_one_stream_and_copy_across_streams():
     assert one.streams[0].used() == 4
     one.seq_keep(3)
     assert one.streams[0].used() == 2 and positions(one, 2) == []
-    many.seq_keep(2)
-    assert [cells.used() for cells in many.streams] == [0, 0, 4, 0]
     many.clear()
     assert not any(cells.used() for cells in many.streams)
     assert many.seq_pos_max(2) is None and many.seq_pos_min(2) is None
+
+
+def test_keeping_one_sequence_empties_all_other_streams():
+    """llama.cpp looks at that sequence's stream only."""
+    c = cache(unified=False)
+    put(c, {0: range(3), 1: range(3), 2: range(3)})
+    c.seq_keep(1)
+    assert [cells.used() for cells in c.streams] == [0, 3, 0, 0] and positions(c, 1) == [0, 1, 2]
+
+
+def test_a_copy_does_not_give_a_position_twice():
+    one, many = cache(), cache(unified=False)
+    for c in (one, many):
+        put(c, {0: range(3)})
+        put(c, {1: range(2)})
+    with pytest.raises(ValueError, match='already'):
+        one.seq_cp(0, 1)
+    assert positions(one, 1) == [0, 1] and one.streams[0].used() == 5
+    for _ in range(2):
+        one.seq_cp(0, 1, 2)
+        assert positions(one, 1) == [0, 1, 2] and one.streams[0].used() == 5
+    many.seq_cp(0, 1)  # into another stream: its content is replaced, as in llama.cpp
+    assert positions(many, 1) == [0, 1, 2] and torch.equal(many.get_k(1, 3, slice(1, 2)), many.get_k(1, 3, slice(0, 1)))
 
 
 def test_separate_streams_take_equal_parts():
@@ -180,21 +228,6 @@ def test_a_sequence_goes_on_where_it_ends():
     assert positions(c, 2) == [5, 6]
 
 
-def test_a_copy_does_not_give_a_position_twice():
-    one, many = cache(), cache(unified=False)
-    for c in (one, many):
-        put(c, {0: range(3)})
-        put(c, {1: range(2)})
-    with pytest.raises(ValueError, match='already'):
-        one.seq_cp(0, 1)
-    assert positions(one, 1) == [0, 1] and one.streams[0].used() == 5
-    one.seq_cp(0, 1, 2)
-    one.seq_cp(0, 1, 2)
-    assert positions(one, 1) == [0, 1, 2] and one.streams[0].used() == 5
-    many.seq_cp(0, 1)  # into another stream: its content is replaced, as in llama.cpp
-    assert positions(many, 1) == [0, 1, 2] and torch.equal(many.get_k(1, 3, slice(1, 2)), many.get_k(1, 3, slice(0, 1)))
-
-
 def test_the_drawing():
     c = cache(kv_size=4, n_seq_max=2)
     put(c, {(0, 1): [0, 1], 0: [2]})
@@ -212,9 +245,219 @@ def test_the_drawing():
 
 # shifts
 
-def test_keeping_one_sequence_empties_all_other_streams():
-    """llama.cpp looks at that sequence's stream only."""
-    c = cache(unified=False)
-    put(c, {0: range(3), 1: range(3), 2: range(3)})
-    c.seq_keep(1)
-    assert [cells.used() for cells in c.streams] == [0, 3, 0, 0] and positions(c, 1) == [0, 1, 2]
+TOLERANCE = {'float32': 1e-5, 'float16': 4e-3, 'bfloat16': 3e-2, 'int8': 3e-2}
+
+
+def rotated(x, pos, base=10000.0):
+    """Keys x (n, n_head, head_dim) turned to positions pos (n,): pairs of channels as complex numbers."""
+    a, b = x.double().chunk(2, dim=-1)
+    angle = torch.as_tensor(pos)[:, None, None] * base ** (-torch.arange(a.size(-1), dtype=torch.float64) / a.size(-1))
+    z = torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle)
+    return torch.cat((z.real, z.imag), dim=-1).float()
+
+
+@pytest.mark.parametrize('base', [10000.0, 100.0])
+def test_rotations_add_up(base):
+    x, p, d = torch.randn(7, 2, 16), torch.arange(7), torch.tensor([3, -2, 100, 0, 1, -4, 50])
+    again = turned(rotated(x, p, base).transpose(0, 1), d, base).transpose(0, 1)
+    assert torch.allclose(again, rotated(x, p + d, base), atol=1e-5)
+
+
+def rotary_cache(type_k, n=8, kv_size=8):
+    """A cache with keys 0 ... n - 1 of sequence 0, and those keys before they were rotated."""
+    c = CellCache(1, 1, 32, kv_size, 3, type_k=type_k, can_shift=True)
+    raw = torch.randn(n, 1, 32, generator=torch.Generator().manual_seed(0))
+    _, slots = store(c, {0: range(n)})
+    c.cpy_k(0, rotated(raw, torch.arange(n)), c.k_idxs(slots))
+    return c, raw
+
+
+def attended_keys(c, seq, pos):
+    """The keys that a token of seq at pos would see in a forward pass, in the order of positions."""
+    placed = c.place(c.batch({seq: [pos]}))[0]
+    k, _ = placed.layer.read(placed.read, torch.float32)
+    c.seq_rm(seq, pos)
+    order = np.argsort(c.streams[0].pos[:k.size(2)])
+    return k[0, 0, torch.from_numpy(order[np.isin(order, c.streams[0].of(seq))])]
+
+
+@pytest.mark.parametrize('type_k', TOLERANCE)
+def test_shifted_keys_are_those_of_the_new_positions(type_k):
+    c, raw = rotary_cache(type_k)
+    assert context_shift(c, 0, n_keep=2) == 3
+    assert positions(c, 0) == [0, 1, 2, 3, 4]  # which were 0, 1, 5, 6, 7
+    expected = rotated(raw[[0, 1, 5, 6, 7]], torch.arange(5))[:, 0]
+    for _ in range(2):  # rotated once, not at each read
+        assert (attended_keys(c, 0, 5) - expected).abs().max() < TOLERANCE[type_k]
+    mine = c.streams[0].of(0)
+    order = c.streams[0].pos[mine].argsort()
+    assert (c.get_k(0, 8)[0, mine[order], 0] - expected).abs().max() < TOLERANCE[type_k]
+
+
+@pytest.mark.parametrize('type_k', TOLERANCE)
+def test_64_shifts_do_not_drift(type_k):
+    """
+    Shifts back and forth: the error of the keys is the same at the end as before the first shift, or in float32 a
+    rounding error.
+    """
+    c, raw = rotary_cache(type_k, kv_size=9)
+    exact = rotated(raw, torch.arange(8))[:, 0]
+    before = (attended_keys(c, 0, 8) - exact).abs().max()
+    for i in range(64):
+        c.seq_add(0, 0, -1, 5 if i % 2 == 0 else -5)
+        shift = 5 if i % 2 == 0 else 0
+        after = (attended_keys(c, 0, 8 + shift) - rotated(raw, torch.arange(8) + shift)[:, 0]).abs().max()
+    assert after <= before * 1.1 + 1e-5
+    written, slots = Rows(8, 1, 32, type_k), torch.arange(8)  # for comparison: read, rotate and write at each shift
+    written.write(slots, exact[None])
+    for i in range(64):
+        keys = rotated(written.read(slots[None])[0].transpose(0, 1), torch.full((8,), 5 if i % 2 == 0 else -5))
+        written.write(slots, keys.transpose(0, 1))
+    drifted = (written.read(slots[None])[0, 0] - exact).abs().max()
+    print(f"{type_k}: off by {before:.1e} as written, {after:.1e} after 64 shifts, {drifted:.1e} if written at each")
+    assert drifted > 4 * after or type_k.startswith('float')
+
+
+def test_the_cat_sat_on_the_mat():
+    """
+    A full cache of four cells: the oldest position is removed, the new token takes its cell, the others get new
+    positions and are rotated in place.
+    """
+    c, raw = rotary_cache('float32', n=4, kv_size=4)
+    assert not c.find_slot(c.batch({0: [4]}))
+    c.seq_rm(0, 0, 1)
+    c.seq_add(0, 1, -1, -1)
+    _, slots = store(c, {0: [3]})
+    assert slots.cells.tolist() == [[0]] and c.streams[0].pos.tolist() == [3, 0, 1, 2]
+    c.update()
+    assert torch.allclose(c.layers[0].k.data[0, 1:], rotated(raw[1:], torch.arange(3))[:, 0], atol=1e-5)
+
+
+def test_learned_positions_and_shared_cells_are_not_moved():
+    learned = cache()
+    put(learned, {0: range(4)})
+    assert not learned.can_shift
+    c, _ = rotary_cache('float32')
+    c.seq_cp(0, 1)
+    before = str(c), str(learned)
+    for refused in (lambda: learned.seq_add(0, 0, -1, 1), lambda: learned.seq_div(0, 0, -1, 2),
+                    lambda: context_shift(learned, 0),
+                    lambda: context_shift(c, 2), lambda: context_shift(c, 0, 2.5), lambda: c.seq_add(0, 0, -1, 1.5),
+                    lambda: c.seq_div(0, 0, -1, 1.5),
+                    lambda: c.seq_add(0, 0, -1, 2**62),
+                    lambda: c.seq_add(0, 0, -1, 1), lambda: context_shift(c, 0), lambda: c.seq_div(0, 0, -1, 0),
+                    lambda: context_shift(c, 0, 8)):
+        with pytest.raises(ValueError):
+            refused()
+    assert (str(c), str(learned)) == before
+    c.seq_rm(1)
+    c.seq_div(0, -1, -1, 2)
+    assert positions(c, 0) == [0, 0, 1, 1, 2, 2, 3, 3]
+    c.seq_add(0, 0, -1, -1)
+    assert positions(c, 0) == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_fork_is_shifted_as_long_as_what_moves_is_its_own():
+    c = cache(kv_size=16, can_shift=True)
+    put(c, {(0, 1): range(4)})
+    put(c, {0: range(4, 8)})
+    before = positions(c, 1)
+    assert context_shift(c, 0, n_keep=1) == 3  # removes 1, 2, 3 from sequence 0; sequence 1 keeps them
+    assert positions(c, 0) == [0, 1, 2, 3, 4] and positions(c, 1) == before
+    c.seq_cp(1, 2)
+    with pytest.raises(ValueError, match='shares'):
+        context_shift(c, 1)
+
+
+@pytest.mark.parametrize('type_k', ['float32', 'int8'])
+def test_divided_positions_rotate_keys_the_right_way(type_k):
+    """By new - old. llama.cpp adds old - new to the shift, and rotates its keys the wrong way."""
+    c, raw = rotary_cache(type_k)
+    c.seq_rm(0, 0, 4)
+    c.seq_div(0, -1, -1, 4)
+    assert positions(c, 0) == [1, 1, 1, 1]  # were 4, 5, 6, 7
+    assert (c.get_k(0, 8)[0, 4:] - rotated(raw[4:], torch.ones(4))).abs().max() < TOLERANCE[type_k]
+
+
+# interrupts
+
+OPERATIONS = {
+    'place': lambda c: c.place(c.batch({0: range(6, 9), 1: range(8, 11)} if c.unified else {0: range(6, 9)})),
+    'rm': lambda c: c.seq_rm(0, 2),
+    'rm all': lambda c: c.seq_rm(None),
+    'cp': lambda c: c.seq_cp(0, 2),
+    'keep': lambda c: c.seq_keep(1),
+    'add': lambda c: c.seq_add(0, -1, -1, -2),
+    'clear': lambda c: c.clear(),
+}
+
+
+@pytest.mark.parametrize('unified', [True, False])
+@pytest.mark.parametrize('name', OPERATIONS)
+def test_an_interrupt_leaves_no_cell_taken(name, unified):
+    """At any line of any operation: counts are right, and after all sequences are removed all cells are free."""
+    n, ended = 0, False
+    while not ended:
+        n += 1
+        c = CellCache(1, 1, 8, 16, 3, unified, n_swa=4, swa_type='standard', can_shift=True)
+        for tokens in ({0: range(3), 1: range(3)}, {0: range(3, 6), 1: range(3, 6)}, {1: [6, 7]}):
+            c.place(c.batch(tokens))
+        ended = not interrupted(lambda c=c: OPERATIONS[name](c), n,
+                                lambda code: code.co_filename == os.path.abspath(cells_module.__file__))
+        for cells in c.streams:
+            check_counts(cells)
+        assert ended or name != 'place' or c.seq_pos_max(0) in (5, None)  # taken back
+        c.seq_rm(None)
+        assert all(cells.used() == 0 and not cells.shift.any() for cells in c.streams)
+    assert n > 3
+
+
+# sequences of a model in cells
+
+def rotary_model(**how):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**(dict(block_size=96, vocab_size=29, n_layer=2, n_head=2, n_embd=64, position='rope') | how))
+               ).eval()
+
+
+@pytest.mark.parametrize('unified', [True, False])
+def test_steps_run_in_pytorch_while_quantised_keys_wait_to_be_turned(unified):
+    """The compiled step does not turn keys when it reads them; those in float32 are turned in place."""
+    m, idx = rotary_model(), torch.arange(20)[None]
+    decoder = CPUDecoder(m, threads=1)
+    for bits in (0, 8):
+        c = make_cache(m, 'unified' if unified else 'streams', 3, bits, decoder)
+        seq, other = c.new(), c.new()
+        c.step([seq, other], [0, 0], torch.cat((idx, idx)))
+        c.shift(seq, 2, 6)
+        assert (c.executor is decoder) == (not bits)
+        fork = c.fork(seq)
+        c.free(seq)
+        with torch.no_grad():
+            m.transformer.h[0].mlp.c_proj.weight.mul_(1.5)
+        fresh = c.new()  # a sequence that begins now makes both executors look at the weights
+        c.step([fork, fresh], [14, 0], [idx[0, :1], idx[0]])
+        c.truncate(fork, 2)  # which are before what was shifted
+        assert c.executor is decoder
+        again = make_cache(m, 'unified' if unified else 'streams', 1, bits, CPUDecoder(m, threads=1))
+        assert torch.equal(c.step([fresh], [0], idx), again.step([again.new()], [0], idx))
+
+
+@pytest.mark.parametrize('unified', [True, False])
+def test_sequences_get_cells_ahead_of_their_tokens_and_give_them_back(unified):
+    m, c = rotary_model(), make_cache(rotary_model(), 'unified' if unified else 'streams', 2)
+    a, b = c.new(), c.new()
+    c.step([a, b], [0, 0], torch.zeros(2, 10, dtype=torch.long))
+    records = [c.records[seq] for seq in (a, b)]
+    assert [record.room for record in records] == [64, 64] and [len(record.runs.table) for record in records] == [4, 4]
+    assert [record.runs.n for record in records] == [1, 1]
+    c.free(b)
+    fork = c.fork(a)  # has the tokens, and none of the cells behind them
+    assert c.records[fork].room == 10 and c.records[a].room == 64
+    c.step([a, fork], [10, 10], torch.zeros(2, m.config.block_size - 10, dtype=torch.long))
+    assert sum(cells.used() for cells in c.cells.streams) == (2 * 96 - 10 if unified else 2 * 96)
+    c.truncate(a, 5)
+    assert c.records[a].room == 5
+    for seq in (a, fork):
+        c.free(seq)
+    assert not any(cells.used() for cells in c.cells.streams)

@@ -4,11 +4,12 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from test_cells import cache, put
+from test_cells import cache, put, store
 
-from kvcache.cell_cache import CellCache
-from kvcache.streams import Streams
-from model import GPTConfig
+from kvcache import make_cache
+from kvcache.llamacpp.cache import CellCache
+from kvcache.llamacpp.cells import Cells, Streams
+from model import GPT, GPTConfig
 from positions import Keys, Positions
 
 MB = 10**6
@@ -27,8 +28,7 @@ def peak(work):
 def test_a_stream_of_one_sequence_keeps_owners_for_one():
     streams, size = peak(lambda: Streams(4096, 256, unified=False))
     assert len(streams.streams) == 256 and size < 64 * MB  # a column for each sequence in each stream would be 268 MB
-    batch = streams.batch({seq: range(2) for seq in range(256)})
-    streams.apply(streams.find_slot(batch), batch)
+    store(streams, {seq: range(2) for seq in range(256)})
     streams.seq_cp(7, 200)
     streams.seq_keep(200)
     assert [streams.seq_pos_max(seq) for seq in (7, 200)] == [None, 1]
@@ -44,21 +44,32 @@ def test_a_token_does_not_look_at_cells_that_are_not_in_use(n_seq_max, unified):
     assert size < 40_000
 
 
+@pytest.mark.parametrize('kind', ['unified', 'streams'])
+def test_a_decode_step_of_sequences_does_not_look_at_the_cache(kind, monkeypatch):
+    """Nor does it look for cells, but for once in 64 tokens."""
+    m, searches = GPT(GPTConfig(block_size=32_768, vocab_size=7, n_layer=1, n_head=1, n_embd=8, position='alibi')), []
+    c, ids = make_cache(m.eval(), kind, 4), torch.zeros(2, 1, dtype=torch.long)
+    handles = [c.new(), c.new()]
+    find = Cells.find
+    monkeypatch.setattr(Cells, 'find', lambda *args: searches.append(1) or find(*args))
+    for position in range(130):
+        _, size = peak(lambda position=position: c.step(handles, [position] * 2, ids))
+        assert position == 0 or size < 100_000  # one number for each cell would be 262,144 at least
+    assert len(searches) == 2 * 3
+
+
 @pytest.mark.parametrize('window', [None, 'standard', 'chunked'])
 def test_the_mask_of_a_long_prompt_stays_bool(window):
     """2,048 tokens at position 30,000: one byte for each token and key, and what a comparison needs."""
     c = CellCache(1, 1, 8, 32_048, 2, n_swa=0 if window is None else 31_000, swa_type=window or 'none')
     for positions in (range(30_000), range(30_000, 32_048)):
-        batch = c.batch({0: positions})
-        slots = c.find_slot(batch)
-        c.apply(slots, batch)
+        batch, slots = store(c, {0: positions})
     mask, size = peak(lambda: c.kq_mask(batch))
     assert mask.shape == (1, 1, 2048, 32_048) and mask.dtype == torch.bool and size < 2.5 * mask.numel()
     first = {None: 0, 'standard': 32_047 - 30_999, 'chunked': 31_000}[window]
     assert np.array_equal(np.flatnonzero(mask[0, 0, -1]), np.arange(first, 32_048))
-    placement = c.placement(batch, slots)
-    positions = Positions(GPTConfig(), placement.positions, torch.float32)
-    made = positions.mask(placement.keys, 32_048)
+    keys = c.layers_for(batch, slots, torch.device('cpu'))[0].keys
+    made = Positions(GPTConfig(), torch.from_numpy(batch.positions), torch.float32).mask(keys, 32_048)
     assert made.dtype == torch.bool and torch.equal(made, mask)
 
 

@@ -8,10 +8,9 @@ from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from test_cells import cache
+from test_cells import cache, check_counts, rotated
 
-from kvcache.cells import EMPTY
-from kvcache.streams import context_shift
+from kvcache.llamacpp.cells import EMPTY, context_shift
 
 KV_SIZE, N_SEQ = 12, 4
 
@@ -63,7 +62,7 @@ class CellsMachine(RuleBasedStateMachine):
         new = self.cells_with(range(len(self.held), len(self.held) + n))
         rows = self.cache.k_idxs(slots)
         for layer in range(2):
-            self.cache.cpy_k(layer, self.cache.rotary(self.key(new), torch.arange(start, start + n)), rows)
+            self.cache.cpy_k(layer, rotated(self.key(new), torch.arange(start, start + n)), rows)
             self.cache.cpy_v(layer, torch.tensor(new).float()[:, None, None].expand(n, 1, 32) + 1000 * layer, rows)
         self.model[seq] |= dict(zip(range(start, start + n), new))
 
@@ -182,10 +181,10 @@ class CellsMachine(RuleBasedStateMachine):
                 assert ends == (min(mine, default=None), max(mine, default=None))
             if held:
                 keys = self.cache.get_k(1, KV_SIZE, slice(stream, stream + 1))[0, torch.from_numpy(where)]
-                exact = self.cache.rotary(self.key(list(held.values())), torch.tensor(list(held)))
+                exact = rotated(self.key(list(held.values())), torch.tensor(list(held)))
                 assert (keys - exact).abs().max() < (1e-4 if self.type_k == 'float32' else 0.02)
         for cells in self.cache.streams:
-            assert ((cells.pos == EMPTY) == ~cells.owners.any(axis=0)).all()
+            check_counts(cells)
 
     def teardown(self):
         self.cache.seq_rm(None)

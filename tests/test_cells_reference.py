@@ -5,9 +5,9 @@ from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from test_cells import check_counts, store
 
-from kvcache.cells import EMPTY, Window
-from kvcache.streams import Streams
+from kvcache.llamacpp.cells import EMPTY, Streams, Window
 
 SIZE, N_SEQ = 10, 3
 
@@ -163,13 +163,10 @@ class ReferenceMachine(RuleBasedStateMachine):
             assert cells.pos.tolist() == [EMPTY if cell.pos is None else cell.pos for cell in naive.cells]
             assert cells.shift.tolist() == [cell.shift for cell in naive.cells]
             assert [set(cells.owners_of(number)) for number in range(SIZE)] == [cell.owners for cell in naive.cells]
-            used = [number for number, cell in enumerate(naive.cells) if cell.pos is not None]
-            assert cells.used() == len(used) and cells.used_end() == max(used, default=-1) + 1
+            check_counts(cells)
             for seq in cells.seqs:
                 mine = [cell.pos for cell in naive.cells if seq in cell.owners]
                 assert (cells.pos_min(seq), cells.pos_max(seq)) == (min(mine, default=None), max(mine, default=None))
-            assert cells.n_owners.tolist() == [len(cell.owners) for cell in naive.cells]
-            assert cells.owner_sum.tolist() == [sum(cell.owners) for cell in naive.cells]
 
 
 def machine(unified_, window_):
@@ -186,10 +183,7 @@ TestUnifiedSinks, TestStreamsSinks = machine(True, (2, 'standard', 1)), machine(
 
 
 def fill(streams, tokens):
-    batch = streams.batch(tokens)
-    slots = streams.find_slot(batch)
-    streams.apply(slots, batch)
-    return slots.cells
+    return store(streams, tokens)[1].cells
 
 
 def test_a_copy_from_another_stream_goes_on_from_its_head():

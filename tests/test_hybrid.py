@@ -1,21 +1,15 @@
 """Two caches for one model: every batch and every operation changes both or neither."""
-import os
-
 import pytest
 import torch
 from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from interrupts import interrupted
-from test_cache_layers import Recorder, deep_model, logits_in_chunks, recorded
+from test_cache_layers import Recorder, deep_model, logits_in_chunks
 
-from kvcache import cells as cells_module
-from kvcache import streams as streams_module
-from kvcache.cell_cache import CellCache
-from kvcache.cells import EMPTY
-from kvcache.hybrid import HybridCache
-from kvcache.streams import context_shift
+from kvcache.llamacpp.cache import CellCache
+from kvcache.llamacpp.cells import context_shift
+from kvcache.llamacpp.hybrid import HybridCache
 
 
 def hybrid(full=16, local=8, n_seq_max=1, n_swa=4, **how):
@@ -33,10 +27,10 @@ def drawn(cache):
 @torch.inference_mode()
 def test_logits_are_those_of_layers_with_and_without_a_window():
     m, idx = deep_model()
-    exact = logits_in_chunks(m, idx, [13], recorded(Recorder(4, window=lambda layer: 4 if layer % 2 else None)))
+    exact = logits_in_chunks(m, idx, [13], Recorder(4, window=lambda layer: 4 if layer % 2 else None))
     for unified in (True, False):
         cache = hybrid(unified=unified)
-        got = logits_in_chunks(m, idx, [5, 1, 4, 3], lambda positions: cache.place(cache.batch({0: positions})))
+        got = logits_in_chunks(m, idx, [5, 1, 4, 3], cache)
         assert torch.allclose(got, exact, atol=1e-4)
     assert cache.memory_breakdown() == {'cpu': 2 * 2 * (16 + 8) * 32 * 4}
     assert cache.seq_pos_max(0) == 12 and cache.seq_pos_min(0) == cache.caches[1].seq_pos_min(0) > 0
@@ -51,8 +45,8 @@ def test_a_batch_without_room_in_the_second_cache_changes_neither():
         cache.place(cache.batch({0: range(13)}))
     assert not cache.find_slot(cache.batch({0: range(9)})) and not cache.prepare([cache.batch({0: range(9)})])
     assert drawn(cache) == before
-    exact = logits_in_chunks(m, idx, [13], recorded(Recorder(4, window=lambda layer: 4 if layer % 2 else None)))
-    got = logits_in_chunks(m, idx, [8, 4, 1], lambda positions: cache.place(cache.batch({0: positions})))  # the retry
+    exact = logits_in_chunks(m, idx, [13], Recorder(4, window=lambda layer: 4 if layer % 2 else None))
+    got = logits_in_chunks(m, idx, [8, 4, 1], cache)  # the retry
     assert torch.allclose(got, exact, atol=1e-4)
 
 
@@ -65,7 +59,7 @@ def test_a_forward_that_fails_after_the_first_cache_gives_its_cells_back(error, 
     def fails(*args):
         raise error
     with monkeypatch.context() as patched:
-        patched.setattr(cache.caches[1], 'placement', fails)
+        patched.setattr(cache.caches[1], 'layers_for', fails)
         with pytest.raises(error):
             cache.place(cache.batch({0: range(3, 6)}))
     assert [str(one) for one in cache.caches] == before
@@ -165,47 +159,3 @@ TestMachine, TestStreamsMachine = HybridMachine.TestCase, HybridStreamsMachine.T
 for test in (TestMachine, TestStreamsMachine):
     test.settings = settings(max_examples=sizes(8, 25), stateful_step_count=30, deadline=None)
 del test  # or it would be collected as one more
-
-
-# interrupts
-
-CELL_FILES = {os.path.abspath(module.__file__) for module in (cells_module, streams_module)}
-
-
-def in_cells(code):
-    """Is this code of cells.py and streams.py, but for the recovery?"""
-    return code.co_filename in CELL_FILES and code.co_name not in ('recount', 'last_true')
-
-
-OPERATIONS = {
-    'batch': lambda s: s.apply(s.find_slot(b := s.batch({0: range(6, 9), 1: range(8, 11)})), b),
-    'rm': lambda s: s.seq_rm(0, 2),
-    'rm all': lambda s: s.seq_rm(None),
-    'cp': lambda s: s.seq_cp(0, 2),
-    'keep': lambda s: s.seq_keep(1),
-    'add': lambda s: s.seq_add(0, -1, -1, -2),
-    'clear': lambda s: s.clear(),
-}
-
-
-@pytest.mark.parametrize('unified', [True, False])
-@pytest.mark.parametrize('name', OPERATIONS)
-def test_an_interrupt_leaves_no_cell_taken(name, unified):
-    """At any line of any operation: counts are right, and after all sequences are removed all cells are free."""
-    n, ended = 0, False
-    while not ended:
-        n += 1
-        cache = CellCache(1, 1, 8, 16, 3, unified, n_swa=4, swa_type='standard', can_shift=True)
-        for tokens in ({0: range(3), 1: range(3)}, {0: range(3, 6), 1: range(3, 6)}, {1: [6, 7]}):
-            cache.place(cache.batch(tokens))
-        ended = not interrupted(lambda cache=cache: OPERATIONS[name](cache), n, in_cells)
-        for cells in cache.streams:
-            other = cells.copy()
-            other.recount()
-            for field in ('pos', 'owners', 'n_owners', 'owner_sum', 'last'):
-                assert (getattr(cells, field) == getattr(other, field)).all()
-            assert (cells.n_used, cells.end) == (other.n_used, other.end)
-            assert (cells.pos >= EMPTY).all()
-        cache.seq_rm(None)
-        assert all(cells.used() == 0 and not cells.shift.any() for cells in cache.streams)
-    assert n > 3

@@ -6,7 +6,7 @@ from conftest import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.operator import key_value_cache
+from kvcache.openppl import key_value_cache
 from kvcache.storage import dequantise, quantise
 
 SHAPES = {0: 'TL2HD', 1: 'LT2HD', 2: 'L2THD', 3: 'L2HTD'}
@@ -172,12 +172,12 @@ GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, 
     ('cache_layout', dict(cache_layout=-1)),
     ('quant_bit', dict(quant_bit=3)),
     ('divide Dh', dict(quant_group=3)),
-    ('scale is needed', dict(scale=None)),
+    ('scale must be', dict(scale=None)),
     ('scale must be', dict(scale=torch.zeros(2, 2, 32, 3, 1))),
     ('rows and the scale', dict(scale=torch.zeros(2, 2, 31, 3, 2))),
     ('cache must be', dict(cache=torch.zeros(2, 2, 32, 4, 8, dtype=torch.int8))),
     ('cache must be', dict(cache_layout=0)),
-    ('the cache is', dict(cache=torch.zeros(2, 2, 32, 3, 8))),
+    ('cache must be', dict(cache=torch.zeros(2, 2, 32, 3, 8))),
     ('layer_idx', dict(layer_idx=2)),
     ('num_repeat', dict(num_repeat=0)),
     ('alike', dict(current_value=torch.ones(4, 3, 4))),
@@ -200,8 +200,8 @@ GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, 
     ('overlap', dict(cachestarts=torch.tensor([[8, 16], [24, 16]]))),
     ('past one that is read', dict(cachestarts=torch.tensor([[8, 0], [8, 16]]))),
     ('past one that is read', dict(cache_mode=0, cachestarts=torch.tensor([0, 1]))),
-    ('scale is needed', dict(scale=torch.zeros(2, 2, 32, 3, 2, device='meta'))),
-    ('scale is needed', dict(scale=[1.0])),
+    ('scale must be', dict(scale=torch.zeros(2, 2, 32, 3, 2, device='meta'))),
+    ('scale must be', dict(scale=[1.0])),
     ('alike', dict(current_key=torch.ones(4, 3, 0), current_value=torch.ones(4, 3, 0))),
     ('expanded', dict(cache=torch.zeros(2, 2, 1, 3, 8, dtype=torch.int8).expand(2, 2, 32, 3, 8))),
     ('expanded', dict(scale=torch.zeros(2, 2, 32, 3, 1).expand(2, 2, 32, 3, 2))),

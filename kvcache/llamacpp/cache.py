@@ -174,12 +174,13 @@ class CellCache(Streams):
         """What `place` returns for a batch that is stored in these cells."""
         self.update()
         n_kv, layers = self.get_n_kv(batch), []
-        read = slots.streams[:, None] * self.kv_size + np.arange(n_kv)
+        base = slots.streams[:, None] * self.kv_size
         for number, layer in enumerate(self.layers):
             if layer is None:
                 layer = MissingLayer(number)
             layers.append(ReadLayer(layer) if layer in layers else layer)
-        return layers_of_step(layers, device, self.k_idxs(slots).numpy(), read, *self.keys(batch, n_kv))
+        own, read = (base + slots.cells).ravel(), base + np.arange(n_kv)
+        return layers_of_step(layers, device, own, read, *self.keys(batch, n_kv))
 
     def k_idxs(self, slots):
         """The slots for new keys and values, (B * T,)."""
