@@ -14,7 +14,9 @@ import checkpoint as checkpoints
 import decode
 import kvcache
 import model as gpt
-from generation import TupleCache, advance, make_sequences
+from generation import advance, make_sequences
+from inputs import as_int64
+from kvcache.contiguous import ContiguousCache
 from training.batches import Batches
 from training.plotting import plt, save
 
@@ -55,10 +57,10 @@ def negative_log_likelihoods(model, tokens, cache=None, when_full='crop', keep=N
     The loss of each token of tokens (B, T), given the context that `generation.stream` would have had for it.
 
     Returns (nll, context), (T - 1 - skip, B) and (T - 1 - skip,). nll: in nats, of the tokens from number 1 + skip on.
-    context: how many tokens came before. cache: a `protocol.Cache`; by default the model with its tuples.
+    context: how many tokens came before. cache: one of kvcache/; by default the model with its tuples.
     when_full, keep, n_keep: as in `stream`, for prompts of one token.
     """
-    cache, tokens = cache or TupleCache(model), gpt.as_int64('tokens', tokens)
+    cache, tokens = cache or ContiguousCache.for_decoder(model, len(tokens)), as_int64('tokens', tokens)
     sequences = make_sequences(model, tokens[:, :1], when_full=when_full, keep=keep, n_keep=n_keep)
     for sequence in sequences:
         sequence.handle = cache.new()
@@ -114,7 +116,7 @@ def compare(model, text, n_rows=32):
         if kv_bits:
             cache = kvcache.make_cache(model, 'tuple', n_rows, kv_bits, decode.best(model, n_rows))
         else:
-            cache = TupleCache(model, decode.best(model, n_rows, weights))
+            cache = ContiguousCache.for_decoder(model, n_rows, decode.best(model, n_rows, weights))
         nll, context = negative_log_likelihoods(model, tokens, cache, skip=size, **policy)
         nll = nll.double()
         reference = nll if reference is None else reference

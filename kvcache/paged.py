@@ -37,7 +37,7 @@ class PagedCache(BaseCache):
         self.blocks = BlockManager(n_blocks, page_size, window=model.config.window, n_sink=model.config.n_sink)
         self.page_size = page_size
         super().__init__(model, n_blocks, make_layers(model, n_blocks * page_size, type_kv), 'paged', type_kv, decoder)
-        self.version = self.executor.version
+        self.known_version = self.version  # of the weights with which the remembered blocks were computed
 
     @exclusive
     def reuse_prefix(self, handle, tokens):
@@ -51,6 +51,11 @@ class PagedCache(BaseCache):
         self.notice_changes()
         record.begun = True
         return self.blocks.begin(record, list(tokens))
+
+    @property
+    def version(self):
+        """Of the weights: it changes as soon as the executor reads others."""
+        return self.executor.version
 
     @property
     def n_free(self):
@@ -140,8 +145,8 @@ class PagedCache(BaseCache):
         self.forget_other_weights()
 
     def forget_other_weights(self):
-        if self.version != self.executor.version:
-            self.version = self.executor.version
+        if self.known_version != self.version:
+            self.known_version = self.version
             self.blocks.reset()
 
     def copy(self, record, new):

@@ -133,10 +133,10 @@ class Engine:
     # from here on: the engine's thread
 
     def run(self):
-        exclusive_use = getattr(self.decoder, 'exclusive_use', nullcontext)
+        one_thread = getattr(self.decoder, 'torch_on_one_thread', nullcontext)
         self.idle = False
         try:
-            with exclusive_use():
+            with one_thread():
                 while not self.stopping:
                     try:
                         if not self.run_once():

@@ -253,7 +253,7 @@ def test_caches_mode(repo):
                '--repeats=1', '--json=b.json')
     assert done.returncode == 0, done.stderr
     figures = {part: each['rows'] for part, each in json.loads((repo / 'b.json').read_text()).items()}
-    assert [row['cache'] for row in figures['steps']] == ['tuples', 'TupleCache', 'paged', 'unified', 'streams',
+    assert [row['cache'] for row in figures['steps']] == ['tuples', 'generation', 'paged', 'unified', 'streams',
                                                           'contiguous', 'paged, one call']
     assert all(row['difference'] < 1e-4 and (row['batch'], row['context']) == (2, 40) for row in figures['steps'])
     joining, = figures['joining']

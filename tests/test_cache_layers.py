@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcache.llamacpp.cache import CellCache
 from kvcache.llamacpp.cells import Streams
 from model import GPT, GPTConfig
-from positions import Keys, Positions
+from positions import Keys
 
 
 class Recorder(Streams):

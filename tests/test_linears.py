@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from collections import namedtuple
 
 import numpy as np
 import pytest
@@ -15,22 +14,12 @@ from conftest import sizes
 from numba import njit
 
 from decode import weights as weights_of_decoder
-from decode.kernel import tiles
+from decode.kernel import layout, tiles
 from decode.kernel.layout import FIRST_PANEL, GROUP, SHEET, SUMMED_ROWS
-from decode.kernel.linears import (
-    ADD,
-    CLAIMED,
-    GELU,
-    GELU_TANH,
-    STORE,
-    Linears,
-    Team,
-    linear,
-    prepare_rows,
-    shared_linear,
-)
+from decode.kernel.linears import ADD, CLAIMED, GELU, GELU_TANH, STORE, Team, linear, prepare_rows, shared_linear
+from decode.kernel.step import packed_linears, thread_scratch
 from decode.kernel.threads import LINE, aligned
-from decode.kernel.vectors import LANES, bytes_at, floats_at, longs_at, pointer_like, shorts_at
+from decode.kernel.vectors import LANES, floats_at, longs_at
 from decode.weights import PackedWeights, padded, quantise
 from model import GPT, GPTConfig
 
@@ -39,19 +28,13 @@ SHAPES = [(3, 20), (5 * LANES, 64), (7 * LANES - 5, 700), (9 * LANES, 2100), (CL
 ROWS = [*range(1, 18), 40, 65]
 WEIGHTS = ['float32', 'bfloat16', 'int8']
 
-Scratch = namedtuple('Scratch', 'sums rounded scales')
-
-
 @njit
 def run(like, memory, number, K, x_at, n_rows, then, out_at, n_out, first, end, thread, n_threads):
     """Linear `number` on panels (first, end), or on one thread's share of all if first is negative."""
-    linears = Linears(pointer_like(like, memory[0]), floats_at(memory[1]), floats_at(memory[2]), shorts_at(memory[3]),
-                      longs_at(memory[4]))
-    scratch = Scratch(floats_at(memory[5]), bytes_at(memory[6]), floats_at(memory[7]))
-    x, out = floats_at(x_at), floats_at(out_at)
+    linears, scratch, x, out = packed_linears(like, memory), thread_scratch(memory, 0), floats_at(x_at), floats_at(out_at)
     prepare_rows(linears.panels, x, n_rows, K, scratch)
     if first < 0:
-        team = Team(thread, n_threads, longs_at(memory[8]))
+        team = Team(thread, n_threads, longs_at(memory[layout.CLAIMS]))
         return shared_linear(team, linears, number, x, n_rows, then, out, n_out, scratch)
     return linear(linears, number, (first, end), x, n_rows, then, out, n_out, scratch)
 
@@ -71,10 +54,15 @@ class Packed:
         finally:
             weights_of_decoder.linears_of = whole
         K = max(padded(k, GROUP) for _, k in shapes)
-        self.arrays = [self.packed.panels, self.packed.scale, self.packed.bias, self.packed.start, self.packed.table,
-                       aligned(SUMMED_ROWS * SHEET * LANES, np.float32), aligned(self.n_rows * K, np.uint8),
-                       aligned(self.n_rows * K // GROUP, np.float32), aligned(LINE * len(shapes), np.int64)]
-        self.memory = np.array([a.ctypes.data for a in self.arrays])
+        self.claims, scratch = aligned(LINE * len(shapes), np.int64), {
+            layout.SUMS: aligned(SUMMED_ROWS * SHEET * LANES, np.float32),
+            layout.ROUNDED: aligned(self.n_rows * K, np.uint8),
+            layout.SCALES: aligned(self.n_rows * K // GROUP, np.float32)}
+        self.arrays = self.packed.arrays() | {layout.CLAIMS: self.claims} | {
+            layout.SCRATCH + index: array for index, array in scratch.items()}
+        self.memory = np.zeros(layout.SCRATCH + layout.N_SCRATCH, np.int64)
+        for index, array in self.arrays.items():
+            self.memory[index] = array.ctypes.data
 
     def inputs(self, number):
         """x (rows, K), zeros where K is padded."""
@@ -90,7 +78,7 @@ class Packed:
     def __call__(self, number, x, n_rows, then, out, panels=(-1, 0), n_threads=1):
         """A copy of out, of which the first rows are written. `finite` is then what the threads have returned."""
         out = out.clone()
-        self.arrays[-1][:] = 0
+        self.claims[:] = 0
         self.finite = [run(self.packed.panels[:0], self.memory, number, x.size(1), x.data_ptr(), n_rows, then,
                            out.data_ptr(), out.size(1), *panels, thread, n_threads) for thread in range(n_threads)]
         return out
@@ -198,7 +186,7 @@ EIGHT_LANES = ("import llvmlite.binding as llvm\n"
                "llvm.get_host_cpu_features = lambda: features\n"
                "import decode.kernel.vectors\n"
                "assert decode.kernel.vectors.LANES == 8\n")
-NO_DOT_PRODUCTS = "import decode.kernel.tiles\ndecode.tiles.DOT_PRODUCTS = False\n"
+NO_DOT_PRODUCTS = "import decode.kernel.tiles\ndecode.kernel.tiles.DOT_PRODUCTS = False\n"
 
 
 @pytest.mark.parametrize('without', sizes([EIGHT_LANES + NO_DOT_PRODUCTS], [EIGHT_LANES, NO_DOT_PRODUCTS]),

@@ -5,7 +5,7 @@ from test_cache_exactness import large
 
 import decode
 from benchmarks.loss import negative_log_likelihoods
-from generation import TupleCache
+from kvcache.contiguous import ContiguousCache
 
 BLOCK = 16
 
@@ -19,7 +19,7 @@ def test_against_a_loop_over_lists(policy, decoder):
     model = large(0, torch.float32)
     tokens = torch.randint(29, (3, 50))
     keep = BLOCK if not policy else policy.get('keep', BLOCK // 2)
-    cache = TupleCache(model, decode.best(model, 3)) if decoder else None
+    cache = ContiguousCache.for_decoder(model, 3, decode.best(model, 3)) if decoder else None
     nll, context = negative_log_likelihoods(model, tokens, cache, skip=4, **policy)
     assert nll.shape == (45, 3) and context.shape == (45,)
     for row, text in enumerate(tokens.tolist()):

@@ -6,7 +6,7 @@ from test_cache_exactness import large
 
 from benchmarks.loss import negative_log_likelihoods
 from decode import EagerDecoder
-from generation import Work, generate, stream
+from generation import generate, stream
 from kvcache import KINDS, make_cache
 from model import GPT, LayerKVCache
 
@@ -60,8 +60,8 @@ def test_caches_for_sequences_take_them(kind, dtype):
     m = f32()
     cache = make_cache(m, kind, 2)
     handles = [cache.new(), cache.new()]
-    cache.step(Work(handles, [0, 0], IDX[:, :2].to(dtype)))
-    logits = cache.step(Work(handles, [2, 2], list(IDX[:, 2:].to(dtype))))
+    cache.step(handles, [0, 0], IDX[:, :2].to(dtype))
+    logits = cache.step(handles, [2, 2], list(IDX[:, 2:].to(dtype)))
     assert (logits - m(IDX)[0][:, 0]).abs().max() < 1e-4
 
 
@@ -86,8 +86,8 @@ def test_other_tokens_are_refused_in_words(wrong):
         handles = [held.new(), held.new()]
         for tokens in (wrong, list(wrong)):
             with pytest.raises(ValueError, match='integers'):
-                held.step(Work(handles, [0, 0], tokens))
-        assert held.step(Work(handles, [0, 0], IDX)).shape == (2, 29)
+                held.step(handles, [0, 0], tokens)
+        assert held.step(handles, [0, 0], IDX).shape == (2, 29)
 
 
 @pytest.mark.parametrize('wrong', [
@@ -118,10 +118,10 @@ def test_other_positions_are_refused_in_words_and_nothing_is_written(pos):
     for kind in KINDS:
         held = make_cache(m, kind, 2)
         handles = [held.new(), held.new()]
-        held.step(Work(handles, [0, 0], IDX))
+        held.step(handles, [0, 0], IDX)
         with pytest.raises(ValueError, match='cache_pos'):
-            held.step(Work(handles, [4, pos], IDX[:, :3]))
-        logits = held.step(Work(handles, [4, 4], IDX[:, :3]))
+            held.step(handles, [4, pos], IDX[:, :3])
+        logits = held.step(handles, [4, 4], IDX[:, :3])
         assert (logits - m(torch.cat([IDX, IDX[:, :3]], dim=1))[0][:, 0]).abs().max() < 1e-4
 
 

@@ -18,7 +18,6 @@ from benchmarks import rounds
 from benchmarks.caches.requests import prompt_lengths
 from benchmarks.caches.steps import KERNEL, PYTORCH, random_tokens, where
 from benchmarks.shapes import config_of, model_with_varied_text
-from generation import Work
 
 MINUTES = 2
 NAMES, BATCHES = ('S', 'M'), (8,)
@@ -85,7 +84,7 @@ def serve(cache, prompts, B, n_steps):
     for n in range(n_steps + 1):
         if n == 1:
             began = time.perf_counter()
-        newest = cache.step(Work([handle for handle, _ in live], starts, fed)).argmax(dim=-1)
+        newest = cache.step([handle for handle, _ in live], starts, fed).argmax(dim=-1)
         starts = [start + len(tokens) for start, tokens in zip(starts, fed)]
         fed = list(newest.split(1))
         for i, token in enumerate(newest.tolist()):

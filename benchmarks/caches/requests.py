@@ -12,7 +12,6 @@ import decode
 import kvcache
 from benchmarks import rounds
 from benchmarks.shapes import config_of, model_with_varied_text
-from generation import Work
 
 MINUTES = 2
 NAMES = 'S', 'M'
@@ -52,14 +51,14 @@ def decode_together(model, decoder, kind, bits, prompts, n_new):
     """Seconds for n_new greedy tokens of each prompt (token lists), in one batch: (seconds, tokens (n_new, B))."""
     cache = kvcache.make_cache(model, kind, len(prompts), bits, decoder)
     handles, lengths = [cache.new() for _ in prompts], [len(prompt) for prompt in prompts]
-    logits = torch.cat([cache.step(Work([handle], [0], torch.tensor([prompt])))
+    logits = torch.cat([cache.step([handle], [0], torch.tensor([prompt]))
                         for handle, prompt in zip(handles, prompts)])
     tokens = []
     t0 = time.perf_counter()
     for i in range(n_new):
         idx = logits.argmax(dim=-1, keepdim=True)
         tokens.append(idx[:, 0])
-        logits = cache.step(Work(handles, [length + i for length in lengths], idx))
+        logits = cache.step(handles, [length + i for length in lengths], idx)
     return time.perf_counter() - t0, torch.stack(tokens)
 
 

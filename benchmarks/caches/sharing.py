@@ -7,7 +7,6 @@ import torch
 
 import kvcache
 from benchmarks.shapes import config_of
-from generation import Work
 from model import GPT
 
 MINUTES = 0.1
@@ -38,14 +37,14 @@ def sharing(model, n_samples=10, n_prompt=100):
     cache, vocab_size = kvcache.make_cache(model, 'paged', n_samples), model.config.vocab_size
     prompt = torch.randint(vocab_size, (1, n_prompt), generator=torch.Generator().manual_seed(0))
     first = cache.new()
-    cache.step(Work([first], [0], prompt))
+    cache.step([first], [0], prompt)
     samples = [first] + [cache.fork(first) for _ in range(n_samples - 1)]
-    cache.step(Work(samples, [n_prompt] * n_samples, torch.arange(n_samples)[:, None] % vocab_size))
+    cache.step(samples, [n_prompt] * n_samples, torch.arange(n_samples)[:, None] % vocab_size)
     tables = cache.blocks.tables  # {sequence: its blocks}
     held, unshared = {block for table in tables.values() for block in table}, sum(map(len, tables.values()))
     bytes_a_block = cache.nbytes() // len(cache.blocks.references)
     second, new_tokens = cache.new(), torch.arange(1, 6)[None]
-    cache.step(Work([second], [0], torch.cat([prompt, new_tokens], dim=1)))
+    cache.step([second], [0], torch.cat([prompt, new_tokens], dim=1))
     n_second, n_cached = n_prompt + new_tokens.size(1), len(held & set(tables[second])) * cache.blocks.block_size
     return dict(samples=n_samples, prompt=n_prompt, bytes_held=len(held) * bytes_a_block,
                 bytes_unshared=unshared * bytes_a_block, second_prompt=n_second, computed=n_second - n_cached)

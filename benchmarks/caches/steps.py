@@ -3,7 +3,7 @@ A decode step through each cache, over the same kernel's step on its own tuples.
 
     python bench.py --mode=caches --only=steps
 
-"tuples" are the decoder called as such, "TupleCache" is what generation puts around it, "paged, one call" has all steps
+"tuples" are the decoder called as such, "generation" is what generation puts around it, "paged, one call" has all steps
 in one call, as the server runs them (`PagedCache.decode_steps`). All ways are fed the same tokens. bits: are the logits
 of the last step those of the tuples, bit by bit?
 """
@@ -17,8 +17,7 @@ import decode
 import kvcache
 from benchmarks import rounds
 from benchmarks.shapes import config_of
-from generation import Work
-from kvcache.tuples import TupleCache
+from kvcache.contiguous import ContiguousCache
 from model import GPT
 
 MINUTES = 6
@@ -67,9 +66,9 @@ def race(name, model, B, T, repeats):
                          f"for {N_WARM + 1} steps: choose a smaller one in lengths")
     texts = random_tokens(model, B, T + N_WARM + n + 1)
     decoder = decode.best(model, B)
-    kv_cache, on = decoder(texts[:, :T], None)[1], {'tuples': KERNEL, 'TupleCache': KERNEL}
+    kv_cache, on = decoder(texts[:, :T], None)[1], {'tuples': KERNEL, 'generation': KERNEL}
     steps = {'tuples': steps_of_tuples(decoder, lambda: kv_cache, texts, T)}
-    steps['TupleCache'] = steps_of_cache(TupleCache(model, decoder), texts, T)
+    steps['generation'] = steps_of_cache(ContiguousCache.for_decoder(model, B, decoder), texts, T)
     for kind in ('paged', 'unified', 'streams', 'tuple'):
         cache = kvcache.make_cache(model, kind, B, decoder=decoder)
         label = 'contiguous' if kind == 'tuple' else kind
@@ -115,10 +114,10 @@ def steps_of_cache(cache, texts, T):
     """The same for a cache of sequences. Their first T tokens are fed one sequence after another."""
     handles = [cache.new() for _ in texts]
     for handle, text in zip(handles, texts):
-        cache.step(Work([handle], [0], text[None, :T]))
+        cache.step([handle], [0], text[None, :T])
 
     def step(i):
-        return cache.step(Work(handles, [T + i] * len(handles), texts[:, T + i:T + i + 1]))
+        return cache.step(handles, [T + i] * len(handles), texts[:, T + i:T + i + 1])
     return step
 
 

@@ -11,13 +11,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[0] = os.path.dirname(os.path.dirname(HERE))  # the repository
 
 import torch
+from kvcache.cell_sequences import CellSequences
 
 from benchmarks.figures.draw_caches import COLOURS, boxes, frame
 from decode.cpu import CPUDecoder
-from kvcache.cell_sequences import CellSequences
 from kvcache.contiguous import ContiguousCache
 from kvcache.paged import PagedCache
-from kvcache.protocol import Work
 from model import GPT, GPTConfig
 from training.plotting import plt, save
 
@@ -37,9 +36,9 @@ def feed(cache):
     seqs = [cache.new() for _ in HELD]
     for start in range(0, max(HELD), 2):
         live = [i for i, n in enumerate(HELD) if n > start]
-        cache.step(Work([seqs[i] for i in live], [start] * len(live),
-                        [torch.zeros(min(2, HELD[i] - start), dtype=torch.int64) for i in live]))
-    cache.step(Work(seqs, list(HELD), [torch.zeros(n, dtype=torch.int64) for n in NEW]))
+        cache.step([seqs[i] for i in live], [start] * len(live),
+                        [torch.zeros(min(2, HELD[i] - start), dtype=torch.int64) for i in live])
+    cache.step(seqs, list(HELD), [torch.zeros(n, dtype=torch.int64) for n in NEW])
 
 
 def draw_slots(ax, y, title, decoder):

@@ -4,7 +4,6 @@ import torch
 import decode
 import kvcache
 from benchmarks.peers.engine import Engine, torch_threads
-from generation import Work
 
 
 class NoCache(Engine):
@@ -60,7 +59,7 @@ class Pages(Engine):
         self.cache = kvcache.KINDS['paged'](self.model, len(prompts), self.kv, self.decoder)
         self.handles = [self.cache.new() for _ in prompts]
         with self.decoder.exclusive_use():
-            return torch.cat([self.cache.step(Work([handle], [0], prompt[None])).argmax(dim=-1)
+            return torch.cat([self.cache.step([handle], [0], prompt[None]).argmax(dim=-1)
                               for handle, prompt in zip(self.handles, prompts)])
 
     def go_on(self, newest, start, n_new):
@@ -68,6 +67,6 @@ class Pages(Engine):
         tokens = []
         with self.decoder.exclusive_use():
             for i in range(start, start + n_new):
-                newest = self.cache.step(Work(self.handles, [i] * len(newest), newest[:, None])).argmax(dim=-1)
+                newest = self.cache.step(self.handles, [i] * len(newest), newest[:, None]).argmax(dim=-1)
                 tokens.append(newest)
         return torch.stack(tokens, dim=1)
