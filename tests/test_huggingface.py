@@ -108,21 +108,6 @@ def test_alibi_with_biases_of_zero_is_an_mpt(tmp_path):
     assert not back.config.bias and torch.equal(logits(back, idx), logits(model, idx))
 
 
-@pytest.mark.parametrize('bias', [True, False])
-def test_there_and_back_to_the_bit(tmp_path, bias):
-    from safetensors import safe_open
-    model = gpt(**HARD | dict(bias=bias))
-    formats.to_huggingface(model, tmp_path / 'hf')
-    back = GPT.from_pretrained(str(tmp_path / 'hf')).state_dict()
-    for name, w in model.state_dict().items():
-        assert torch.equal(back.pop(name), w), name
-    assert all(name.endswith('.bias') and not w.any() for name, w in back.items()) and bool(back) != bias
-    with safe_open(tmp_path / 'hf' / 'model.safetensors', 'pt') as f:
-        assert 'lm_head.weight' not in f.keys()  # it is wte
-        # (in, out)
-        assert sum(f.get_slice(name).get_shape()[0] == 3 * 21 for name in f.keys() if 'c_attn.weight' in name) == 0
-
-
 def test_characters_in_hugging_faces_tokenizer(tmp_path):
     pytest.importorskip('transformers', reason="transformers is not installed")
     from transformers import AutoTokenizer, GPT2Config

@@ -5,7 +5,6 @@ from conftest import run, sizes
 from test_train import check_that_two_processes_train_as_one, train
 
 import checkpoint as checkpoints
-import train as train_script
 from configurator import Settings
 from model import GPT, GPTConfig
 from positions import Positions
@@ -14,6 +13,7 @@ from training.checkpointer import settle_shape
 SINKS = ('--position=rope', '--window=6', '--n_sink=2', '--n_kv_head=1')
 KINDS = {
     'learned': dict(),
+    'tanh': dict(gelu='tanh'),
     'rope': dict(position='rope', n_kv_head=1),
     'alibi': dict(position='alibi'),
     'none': dict(position='none', n_kv_head=2),
@@ -73,28 +73,6 @@ def test_no_heads_of_keys_mean_as_many_as_queries(given, holds, said):
         assert lines[0].startswith(f'n_kv_head stays 1, as in the weights of ckpt.pt: n_kv_head={given}')
 
 
-def test_finetuning_keeps_the_window_of_a_folder(monkeypatch):
-    """Of any format that is read: what reads it is replaced here."""
-    model = tiny(position='rope', window=6, n_sink=1, n_kv_head=2, gelu='tanh')
-    monkeypatch.setattr(GPT, 'from_pretrained', lambda source, override_args, dtype: model)
-    said = []
-
-    def build(**given):
-        values = dict(n_layer=12, n_head=12, n_embd=768, bias=False, position='learned', rope_theta=10000.0,
-                      n_kv_head=0, window=0, n_sink=0, gelu='none', block_size=16, dropout=0.0) | given
-        for name, value in values.items():
-            monkeypatch.setattr(train_script, name, value)
-        monkeypatch.setattr(train_script, 'init_from', 'folder')
-        config = Settings(values, dict.fromkeys(given, 'command line'))
-        return config, train_script.build_model(config, 'data', 11, {}, 'cpu', said.append)[0]
-    with pytest.raises(ValueError, match='block_size 7 must be more than'):
-        build(block_size=7)
-    config, built = build(block_size=10, window=3)
-    assert (built.config.window, built.config.n_sink, built.config.block_size) == (6, 1, 10)
-    assert (config['window'], config['n_kv_head'], config['position'], config['gelu']) == (6, 2, 'rope', 'tanh')
-    assert 'window stays 6, as in the weights of folder: window=3 (command line) has no effect' in said
-
-
 def test_finetuning_a_starcoder2_keeps_its_window(repo):
     transformers = pytest.importorskip('transformers')
     torch.manual_seed(0)
@@ -125,11 +103,6 @@ def test_model_args_rebuild_the_model_and_nanogpt_reads_those_of_its_own_models(
     assert again.config == model.config
     x, y = batch()
     assert torch.equal(again(x, y)[0], model(x, y)[0])
-
-
-def test_a_gelu_or_grouped_heads_are_not_hidden_from_nanogpt():
-    for more in (dict(gelu='tanh'), dict(n_kv_head=2), dict(window=5)):
-        assert more.items() <= checkpoints.model_args(tiny(**more).config).items()
 
 
 @pytest.mark.parametrize('kind', KINDS)
