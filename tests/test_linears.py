@@ -31,7 +31,8 @@ WEIGHTS = ['float32', 'bfloat16', 'int8']
 @njit
 def run(like, memory, number, K, x_at, n_rows, then, out_at, n_out, first, end, thread, n_threads):
     """Linear `number` on panels (first, end), or on one thread's share of all if first is negative."""
-    linears, scratch, x, out = packed_linears(like, memory), thread_scratch(memory, 0), floats_at(x_at), floats_at(out_at)
+    linears, scratch = packed_linears(like, memory), thread_scratch(memory, 0)
+    x, out = floats_at(x_at), floats_at(out_at)
     prepare_rows(linears.panels, x, n_rows, K, scratch)
     if first < 0:
         team = Team(thread, n_threads, longs_at(memory[layout.CLAIMS]))
