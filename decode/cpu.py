@@ -143,7 +143,8 @@ class CPUDecoder:
             tables = self.tables_for(N, kv_caches)
             inputs, before, tables.step, kv_caches.finite = tables.inputs, tables.step, None, True
             inputs.positions[:N] = input_positions
-            logits = torch.empty(S if m.wanted is None else len(m.wanted), self.vocab_size, dtype=torch.float32)
+            logits = torch.empty(S if m.wanted is None else len(m.wanted), self.vocab_size, dtype=torch.float32,
+                                 device='cpu')
             if N != S or N > CHUNK or m.wanted is not None:
                 self.run_rows(N, input_ids.data_ptr(), logits, m, n_threads)
                 return logits
@@ -296,7 +297,7 @@ class CPUDecoder:
         if T > most and bool((idx < 0).any() or (idx >= self.vocab_size).any()):
             raise ValueError(f"token ids must be within the vocabulary of {self.vocab_size}")
         if not B:
-            return torch.empty(0, 1, self.vocab_size), with_length(kv_cache, cache_pos + T)
+            return torch.empty(0, 1, self.vocab_size, device='cpu'), with_length(kv_cache, cache_pos + T)
         first = np.array(cache_pos) if torch.is_tensor(cache_pos) else cache_pos
         for start in range(0, T, most):  # a ring of slots takes no more tokens at once
             part = idx if T <= most else idx[:, start:start + most]

@@ -23,7 +23,8 @@ def checked_step(cache, handles, starts, tokens):
         raise ValueError(f"{len(handles)} sequences have {len(starts)} starts and {len(rows)} rows of tokens: "
                          "give one of both for each sequence")
     records = list(map(cache.record, handles))
-    if starts != [record.length for record in records] or max(map(add, starts, counts)) > config.max_positions:
+    if {*map(type, starts)} != {int} or starts != [record.length for record in records] or (
+            max(map(add, starts, counts)) > config.max_positions):
         for i, (record, start, n) in enumerate(zip(records, starts, counts)):
             starts[i] = start = int(model.checked_cache_pos(start, 1, n))
             if start > record.length:

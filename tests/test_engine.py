@@ -1,6 +1,5 @@
 """The engine on real small models: the tokens and log probabilities of a request are those that it has alone."""
 import random
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -154,9 +153,8 @@ def test_logprobs_equal_the_models():
         assert score.rank == 1 + int((expected > expected[score.token]).sum())
 
 
-@pytest.mark.parametrize('exclusive', [False, True])
-def test_new_weights_are_used_from_the_next_token_on(monkeypatch, exclusive):
-    """Weights that change between two steps: each token is that of the weights of its step, over all of its text."""
+def test_new_weights_are_used_from_the_next_token_on(monkeypatch):
+    """Weights that change between two steps, and `refresh`: each token is that of the weights of its step."""
     engine, decoder = tiny(n_blocks=40)
     monkeypatch.setattr('serving.core.pause', lambda n_streams: 0)  # a plan has one step
     prompts = [[i, 2, 3, 4, 5] for i in range(4)]
@@ -167,8 +165,8 @@ def test_new_weights_are_used_from_the_next_token_on(monkeypatch, exclusive):
     with torch.no_grad():
         for p in decoder.model.parameters():
             p.copy_(torch.randn_like(p) * 0.3)
-    with decoder.exclusive_use() if exclusive else nullcontext():  # as in the engine's thread
-        run(engine)
+    decoder.refresh()
+    run(engine)
     again = finished(engine, 'again', prompts[0], 7, temperature=0.0)
     fresh = CPUDecoder(decoder.model, threads=1)
     for got, before in zip(all_got, old):
