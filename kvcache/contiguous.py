@@ -107,9 +107,9 @@ class ContiguousCache(BaseCache):
             layer.copy(record.row * self.n_slots, new.row * self.n_slots, n)
 
     def remove_behind(self, record, n_keep, n):
-        slots = record.row * self.n_slots + torch.arange(n_keep + n, record.length)
+        slots = record.row * self.n_slots + torch.arange(n_keep + n, record.length, device='cpu')
         for layer in self.layers:
-            layer.move(slots, slots - n, self.turning(torch.full((len(slots),), -n)))
+            layer.move(slots, slots - n, self.turning(torch.full((len(slots),), -n, device='cpu')))
 
     def first_held(self, record):
         return max(self.n_sink, record.written - self.n_ring)
@@ -199,11 +199,11 @@ class TupleExecutor:
         starts = [int(of_sequence[0]) for of_sequence in positions]
         if not any(starts) and not self.model.config.window:
             idx = torch.nn.utils.rnn.pad_sequence([new[:-1] for new in tokens], batch_first=True)
-            self.run(idx, torch.zeros(len(idx), dtype=torch.int64))
+            self.run(idx, torch.zeros(len(idx), dtype=torch.int64, device='cpu'))
         else:
             for row, (new, start) in enumerate(zip(tokens, starts)):
                 if len(new) > 1:
-                    self.run(new[None, :-1], torch.tensor([start]), row)
+                    self.run(new[None, :-1], torch.tensor([start], device='cpu'), row)
         last = torch.tensor([int(of_sequence[-1]) for of_sequence in positions], device=device)
         return self.run(torch.stack([new[-1:] for new in tokens]), last)
 

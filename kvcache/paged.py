@@ -163,9 +163,9 @@ class PagedCache(BaseCache):
         old = self.blocks.slots(record, first, n_keep) + self.blocks.slots(record, n_keep + n, length)
         self.blocks.renew(record, n_keep, length - n)
         new = self.blocks.slots(record, first, length - n)
-        shifts = torch.tensor([0] * (n_keep - first) + [-n] * (length - n_keep - n))
+        shifts = torch.tensor([0] * (n_keep - first) + [-n] * (length - n_keep - n), device='cpu')
         for layer in self.layers:
-            layer.move(torch.tensor(old), torch.tensor(new), self.turning(shifts))
+            layer.move(torch.tensor(old, device='cpu'), torch.tensor(new, device='cpu'), self.turning(shifts))
         del record.tokens[n_keep:n_keep + n]
 
     def reset(self):
