@@ -54,7 +54,7 @@ def line(row):
 def race(name, model, decoder, weights, B, repeats):
     """A row. of_kernel: the median over the rounds of the kernel's time over the engine's."""
     n_blocks = B * -(-MOST // BLOCK)
-    engine = Engine(model, decoder, [b' '] * model.config.vocab_size, n_blocks=n_blocks, block_size=BLOCK)
+    engine = Engine(model, decoder, [b' '] * model.config.vocab_size, n_blocks=n_blocks, page_size=BLOCK)
     gc.collect()
     gc.freeze()  # as `loading.load_for_process`
     n_tokens, seconds = [], {ENGINE: [], KERNEL: []}

@@ -119,7 +119,7 @@ class Ours(Server):
     def __init__(self, folder, weights, n_tokens, *options):
         super().__init__([sys.executable, 'serve.py', f'--out_dir={folder}', f'--weights={weights}', '--port=0',
                           '--device=cpu', '--max_queue=100000', f'--n_blocks={-(-n_tokens // BLOCK)}',
-                          f'--block_size={BLOCK}', *options])
+                          f'--page_size={BLOCK}', *options])
 
     def ready(self):
         if not self.port:
