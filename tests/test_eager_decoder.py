@@ -137,7 +137,7 @@ CHANGES = [
 @pytest.mark.parametrize('change', [*CHANGES, other_class])
 @torch.no_grad()
 def test_a_model_that_is_hooked_or_rebuilt_is_called_itself(change, monkeypatch):
-    """From the start, and when the change comes later, in the middle of a sequence."""
+    """From the start, and when the change comes later, from the next sequence on."""
     steps, idx = counted(monkeypatch), torch.randint(29, (2, 6))
     for when in ('before', 'after'):
         model = large(0, torch.float32)
@@ -150,6 +150,7 @@ def test_a_model_that_is_hooked_or_rebuilt_is_called_itself(change, monkeypatch)
             continue
         if when == 'after':
             change(model)
+            _, cache = decoder(idx, None)
         got, _ = decoder(idx[:, :1], [layer.clone() for layer in cache])
         assert torch.equal(got, model(idx[:, :1], kv_cache=cache)[0]) and len(steps) == (when == 'after')
 
