@@ -6,6 +6,16 @@ tuples as the model, begins a cache when given None, and has a `name`. It may ha
 manager for a loop of steps, and `refresh()`, after which a sequence goes on with the weights of now.
 
     model.generate(idx, 200, use_cache=True, decoder=decode.best(model, batch_size=len(idx)))
+
+    metadata     where keys and values are: what all executors are told
+    eager        the executor in PyTorch
+    cpu          the executor on the compiled step of kernel/
+    weights, tables               the model's weights, packed; what the compiled step is told, as arrays of addresses
+    choice       how many threads: found by timing
+    static, graphs, compiled      a step of fixed shapes: recorded as a CUDA graph, or given to torch.compile
+    changes      which models the decoders know, and whether one has changed
+    process      Ctrl-C and forks in the middle of a step
+    kernel/      what numba compiles: a whole step of a GPT on the CPU
 """
 import sys
 

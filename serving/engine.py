@@ -43,7 +43,7 @@ class Engine:
     else is served, whatever is remembered, and whenever it was preempted. If the weights change, all keys and values
     are computed again with the new ones, and each sample goes on behind its tokens.
 
-    stats: see `snapshot.Stats`. Any thread may call `start`, `submit`, `abort`, `drain`, `stop` and `state`.
+    stats: see `stats.Stats`. Any thread may call `start`, `submit`, `abort`, `drain`, `stop` and `state`.
     """
 
     def __init__(self, model, decoder, token_bytes, eos_token=None, n_blocks=None, page_size=16,
@@ -121,7 +121,7 @@ class Engine:
 
     def state(self):
         """
-        The pool and the queue, a dict, see `snapshot.Snapshots`: as they are if the engine is idle, otherwise as they
+        The pool and the queue, a dict, see `stats.Snapshots`: as they are if the engine is idle, otherwise as they
         were after a recent step. While it is looked at it is kept up to date; the first call may find an old one.
         """
         self.looked_at = time.monotonic()

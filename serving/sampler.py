@@ -7,7 +7,7 @@ from decode.kernel.threads import LINE, aligned, n_cores
 from decode.metadata import NextTokens
 from serving.request import Logprobs
 
-# settings that are numbers, in the order of the columns of draws.py
+# settings that are numbers, in the order of the columns of kernel/sampling.py
 SETTINGS = ('temperature', 'top_k', 'top_p', 'min_p', 'presence_penalty', 'frequency_penalty', 'repetition_penalty')
 
 
@@ -17,7 +17,7 @@ class Drawing:
 
     n_generated: how many tokens it has drawn. stops: the tokens that end it, ascending, which are not drawn before
     min_tokens. counts: how often each token was drawn, int64 (vocab_size,), or None without penalties. changes: what is
-    done to its logits, N_CHANGES numbers, see sampling.py. kept: the arrays whose addresses are in `changes`. A
+    done to its logits, N_CHANGES numbers, see kernel/sampling.py. kept: the arrays whose addresses are in `changes`. A
     copy of a `Drawing` shares them.
     """
     __slots__ = 'settings', 'seed', 'n_generated', 'stops', 'counts', 'changes', 'kept'

@@ -1,32 +1,41 @@
 """Ctrl-C at any line or call, for tests of what an interrupted operation leaves."""
+import linecache
 import signal
 import sys
+
+from decode.process import step_lock
 
 
 def interrupted(work, n, is_traced):
     """
     Run work, and send SIGINT to this process at the n-th event in functions for whose code object is_traced(code) is
-    true. An event is a line, or the beginning of a call. Returns whether a KeyboardInterrupt came: False if work has
-    fewer events.
+    true. An event is a line, or the beginning of a call. Returns (was there one?, what work returned, or None if a
+    KeyboardInterrupt came).
+
+    Lines with a `with` are no events: at the end of its block, a trace function runs before `__exit__`, and Python
+    handles no signal there (https://bugs.python.org/issue29988).
     """
     left = [n]
 
     def trace(frame, event, arg):
         if not is_traced(frame.f_code):
             return None
-        if event in ('line', 'call'):
-            left[0] -= 1
-            if left[0] == 0:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
+        if event == 'line' and linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith('with '):
+            return trace
+        left[0] -= event in ('line', 'call')
+        if left[0] == 0:
+            sys.settrace(None)
+            signal.raise_signal(signal.SIGINT)
+            return None
         return trace
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.settrace(trace)
     try:
-        work()
-        return False
+        result = work()
+        return left[0] <= 0, result
     except KeyboardInterrupt:
-        return True
+        return True, None
     finally:
         sys.settrace(None)
         signal.signal(signal.SIGINT, before)
+        assert not step_lock._is_owned(), "the interrupt has left the lock of steps taken"

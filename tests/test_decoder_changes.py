@@ -290,7 +290,7 @@ def test_after_ctrl_c_at_any_line_a_decoder_works_as_before(way):
 
     def in_decode(code):
         return code.co_filename.startswith(FOLDER) and f'{os.sep}kernel{os.sep}' not in code.co_filename
-    while interrupted(work, n := n + sizes(17, 1), in_decode):
+    while interrupted(work, n := n + sizes(17, 1), in_decode)[0]:
         _, cache = decoder(idx[:, :10], None)
         for t in (10, 11):
             logits, cache = decoder(idx[:, t:t + 1], cache)

@@ -2,7 +2,6 @@
 import gc
 import os
 import signal
-import sys
 import threading
 import traceback
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from cache_machine import VOCAB, cache_of, check, model_of
 from conftest import sizes
+from interrupts import interrupted
 
 import decode
 import kvcache
@@ -47,32 +47,6 @@ def test_threads_share_a_cache(kind, compiled):
     assert results == {number: [expected[number], expected[3 - number]] for number in range(4)}
     assert m.training
     check(cache, {})
-
-
-def interrupted(work, n, is_traced):
-    """
-    Run work with a SIGINT at the n-th event, a line or the beginning of a call, in functions for whose code object
-    is_traced(code) is true. Returns (was there one?, what work returned).
-    """
-    left = [n]
-
-    def trace(frame, event, arg):
-        if not is_traced(frame.f_code):
-            return None
-        left[0] -= event in ('line', 'call')
-        if left[0] == 0:
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)
-            return None
-        return trace
-    sys.settrace(trace)
-    try:
-        result = work()
-        return left[0] <= 0, result
-    except KeyboardInterrupt:
-        return True, None
-    finally:
-        sys.settrace(None)
 
 
 def of_caches(code):

@@ -10,12 +10,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[0] = os.path.dirname(os.path.dirname(HERE))  # the repository
 
 import numpy as np
-from matplotlib.colors import to_rgb
-
-from kvcache.blocks import BlockManager
 from kvcache.cell_cache import CellCache
 from kvcache.cells import EMPTY
 from kvcache.streams import context_shift
+from matplotlib.colors import to_rgb
+
+from kvcache.blocks import BlockManager
 from training.plotting import plt, save
 
 COLOURS = ['#9ecae1', '#fdae6b', '#a1d99b', '#bcbddc']
