@@ -61,7 +61,8 @@ class Decoding:
 def exclusive(operation):
     """
     Operations of a cache run one at a time, whichever threads call them. They must not call each other. A SIGINT that
-    comes meanwhile is raised at the end. If one raises, the cache is made consistent from its records.
+    comes meanwhile is raised at the end. If one raises, the cache is made consistent from its records, and set to zeros
+    after `NotNumbers`.
     """
     @functools.wraps(operation)
     def locked(self, *args, **kwargs):
@@ -77,8 +78,10 @@ def exclusive(operation):
                 if operation.__name__ in ('new', 'fork'):  # whose caller does not get the handle from an interrupt
                     block.undo = lambda: self.remove(self.records[result])
                 return result
-            except BaseException:
+            except BaseException as e:
                 self.recover()
+                if isinstance(e, NotNumbers):  # a mask does not hide such keys from later owners of their slots
+                    self.reset()
                 raise
             finally:
                 self.holder = None
@@ -266,12 +269,6 @@ class BaseCache:
         self.remove_behind(record, n_keep, n)
         record.length -= n
 
-    def turning(self, shifts):
-        """A function that turns stored keys (n_head, n, head_dim) by shifts (n,), or None if keys are not rotary."""
-        c = self.model.config
-        if c.position == 'rope':
-            return lambda keys: turned(keys, shifts, c.rope_theta)
-
     def free(self, handle):
         """Remove a sequence."""
         if self.holder == get_ident():  # the garbage collector ended a generation in the middle of an operation
@@ -310,9 +307,9 @@ class BaseCache:
         any more that the next token sees.
         """
         decoding = self.last_decoding()
-        if decoding and wanted is None and decoding.goes_on(handles, starts, tokens):
-            if decoding.left > 0 or max(starts) < decoding.max_positions:
-                return self.decode(decoding, tokens.view(-1))
+        if decoding and wanted is None and decoding.goes_on(handles, starts, tokens) and (
+                decoding.left > 0 or max(starts) < decoding.max_positions):
+            return self.decode(decoding, tokens.view(-1))
         records, starts, counts, ids = checked_step(self, handles, starts, tokens)
         if wanted is not None and self.window and max(counts) > self.window + 1:
             raise ValueError(f"the logits of other tokens than the last ones take at most window + 1 = "
@@ -376,7 +373,7 @@ class BaseCache:
         positions = positions_of([record.length for record in records], counts)
         logits = self.executor.execute_model(ids.contiguous(), positions, self.arrays, metadata)
         if not self.arrays.finite:
-            self.refuse_numbers()
+            raise NotNumbers
         self.added(records, counts, ids)
         return logits
 
@@ -389,7 +386,7 @@ class BaseCache:
         d.positions = d.positions + 1
         logits = self.executor.execute_model(ids.contiguous(), d.positions, self.arrays, d.metadata)
         if not self.arrays.finite:
-            self.refuse_numbers()
+            raise NotNumbers
         self.added(d.records, d.ones, ids)
         d.left -= 1
         self.keep(d)
@@ -423,7 +420,7 @@ class BaseCache:
         ids = torch.from_numpy(tokens[0]).to(self.device)
         logits = self.executor.execute_model(ids, d.positions, self.arrays, metadata)
         if not self.arrays.finite:
-            self.refuse_numbers()
+            raise NotNumbers
         if not next_tokens.n_drawn:
             next_tokens.draw_from(logits.float().cpu().contiguous())
         n = next_tokens.n_drawn
@@ -431,11 +428,6 @@ class BaseCache:
         d.positions, d.left = d.positions + n - 1, d.left - n
         self.keep(d)
         return logits
-
-    def refuse_numbers(self):
-        """The logits of the last step are not numbers: a mask would not hide such keys from later owners of a slot."""
-        self.reset()
-        raise NotNumbers
 
     def reset(self):
         """Set all stored numbers to zero, and leave all sequences without tokens."""
@@ -447,6 +439,11 @@ class BaseCache:
     def nbytes(self):
         """Bytes of the stored keys and values; the `Scratch` memory comes on top."""
         return sum(layer.nbytes() for layer in self.layers)
+
+
+def turning(config, shifts):
+    """A function that turns stored keys (n_head, n, head_dim) by shifts (n,), or None if keys are not rotary."""
+    return (lambda keys: turned(keys, shifts, config.rope_theta)) if config.position == 'rope' else None
 
 
 def positions_of(starts, counts):

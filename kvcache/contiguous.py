@@ -6,7 +6,7 @@ import torch
 
 from decode.eager import EagerDecoder
 from decode.metadata import Runs
-from kvcache.base import BaseCache
+from kvcache.base import BaseCache, turning
 from kvcache.records import RowRecord
 from kvcache.storage import make_layers
 from positions import sequence_runs
@@ -109,7 +109,7 @@ class ContiguousCache(BaseCache):
     def remove_behind(self, record, n_keep, n):
         slots = record.row * self.n_slots + torch.arange(n_keep + n, record.length, device='cpu')
         for layer in self.layers:
-            layer.move(slots, slots - n, self.turning(torch.full((len(slots),), -n, device='cpu')))
+            layer.move(slots, slots - n, turning(self.model.config, torch.full((len(slots),), -n, device='cpu')))
 
     def first_held(self, record):
         return max(self.n_sink, record.written - self.n_ring)
