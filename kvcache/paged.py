@@ -164,8 +164,9 @@ class PagedCache(BaseCache):
         self.blocks.renew(record, n_keep, length - n)
         new = self.blocks.slots(record, first, length - n)
         shifts = torch.tensor([0] * (n_keep - first) + [-n] * (length - n_keep - n), device='cpu')
+        old, new = (torch.tensor(slots, device='cpu') for slots in (old, new))
         for layer in self.layers:
-            layer.move(torch.tensor(old, device='cpu'), torch.tensor(new, device='cpu'), turning(self.model.config, shifts))
+            layer.move(old, new, turning(self.model.config, shifts))
         del record.tokens[n_keep:n_keep + n]
 
     def reset(self):
