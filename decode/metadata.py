@@ -77,7 +77,7 @@ class KVArrays:
     the executor in PyTorch; None where only the compiled step reads.
     compiled: can the compiled step read them? Not on another device, in 4 or 64 bits, in float16, transposed, or in
     int8 with other groups than KV_GROUP. It reads `tensors`, through addresses, int64 (n_layer, 4): of keys, values,
-    and for int8 the float32 scales of both. taken: uint8 (n_slots,), in which it marks the slots that it will write.
+    and for int8 the float32 scales of both. written: uint8 (n_slots,), in which it marks the slots that it will write.
     finite: were the logits of the last `execute_model` numbers? ValueError unless the layers are alike.
     """
 
@@ -91,7 +91,7 @@ class KVArrays:
             len(tensors[0]) == 2 or tensors[0][0].size(-1) == head_dim == tensors[0][2].size(-1) * KV_GROUP)
         if self.compiled:
             self.check()
-            self.taken = aligned(n_slots, np.uint8)
+            self.written = aligned(n_slots, np.uint8)
             self.addresses = np.zeros((len(tensors), 4), np.int64)
             for row, layer in zip(self.addresses, tensors):
                 row[:len(layer)] = [t.data_ptr() for t in layer]

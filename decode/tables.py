@@ -122,7 +122,7 @@ class StepTables:
                              "make them for this model")
         self.kv = self.step = None  # an interrupt from here on leaves no arrays bound
         self.memory[layout.ATTENTION] = ATTENTION_ON[KINDS[kv.dtype]].address
-        self.memory[layout.KV_ARRAYS], self.memory[layout.WRITTEN] = kv.addresses.ctypes.data, kv.taken.ctypes.data
+        self.memory[layout.KV_ARRAYS], self.memory[layout.WRITTEN] = kv.addresses.ctypes.data, kv.written.ctypes.data
         self.sizes[layout.N_SLOTS], self.sizes[layout.SLOT_STRIDE] = kv.n_slots, kv.slot_stride
         self.sizes[layout.HEAD_STRIDE] = kv.head_stride
         self.kv = kv

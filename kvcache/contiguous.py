@@ -87,22 +87,22 @@ class ContiguousCache(BaseCache):
         super().added(records, counts, ids)
         if self.window:
             for record in records:
-                record.written = max(record.written, record.length)
+                record.reached = max(record.reached, record.length)
 
     def cut(self, record, n):
         # the slots behind a sequence's end are hidden by their positions, and written before they are read
         if n == 0 and record.row is not None:
             self.free_rows.append(record.row)
-            record.row, record.runs, record.room, record.written = None, None, 0, 0
+            record.row, record.runs, record.room, record.reached = None, None, 0, 0
         elif self.window:
             record.room = 0
-            if n <= max(self.n_sink, record.written - self.n_ring):
-                record.written = n  # nothing in the ring is of any use
+            if n <= max(self.n_sink, record.reached - self.n_ring):
+                record.reached = n  # nothing in the ring is of any use
 
     def copy(self, record, new):
         self.extend(new, 0)
-        new.written = record.written
-        n = min(max(record.written, record.length), self.n_slots)
+        new.reached = record.reached
+        n = min(max(record.reached, record.length), self.n_slots)
         for layer in self.layers:
             layer.copy(record.row * self.n_slots, new.row * self.n_slots, n)
 
@@ -112,7 +112,7 @@ class ContiguousCache(BaseCache):
             layer.move(slots, slots - n, turning(self.model.config, torch.full((len(slots),), -n, device='cpu')))
 
     def first_held(self, record):
-        return max(self.n_sink, record.written - self.n_ring)
+        return max(self.n_sink, record.reached - self.n_ring)
 
 
 class TupleLayer:

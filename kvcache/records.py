@@ -19,14 +19,14 @@ class RowRecord(Record):
     """
     A sequence with a row or a stream of its own.
 
-    row: its number, None while the sequence is empty. written: the largest number of positions that the row has had; in
+    row: its number, None while the sequence is empty. reached: the largest number of positions that the row has had; in
     a ring they lie over earlier ones, even if they were cut.
     """
-    __slots__ = 'row', 'written'
+    __slots__ = 'row', 'reached'
 
     def __init__(self, handle, salt=''):
         super().__init__(handle, salt)
-        self.row, self.written = None, 0
+        self.row, self.reached = None, 0
 
 
 class BlockRecord(Record):

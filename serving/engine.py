@@ -116,7 +116,7 @@ class Engine:
     def ask_for(self, operations):
         """Have the engine's thread call functions before its next step: pairs (function, `Live`). The lock is held."""
         self.inbox.extend(operations)
-        self.core.interrupt()
+        self.core.stop_soon()
         self.condition.notify_all()
 
     def state(self):
@@ -171,7 +171,7 @@ class Engine:
 
     def receive(self):
         """Do what other threads have asked for since the last step, in that order."""
-        self.core.sampler.interrupt[0] = self.stopping  # before the inbox is read: what comes later interrupts again
+        self.core.sampler.stop_soon[0] = self.stopping  # before the inbox is read: what comes later sets it again
         while self.inbox:
             operation, live = self.inbox.popleft()
             if self.live.get(live.request.id) is live:  # it has not ended

@@ -77,7 +77,7 @@ def check_refused(fed, message, **what):
     with pytest.raises(ValueError, match=message):
         step(decoder, store, **what)
     assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(before, contents(store)))
-    assert not store.kv.taken.any()
+    assert not store.kv.written.any()
     step(decoder, store)
 
 
