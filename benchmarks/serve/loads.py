@@ -1,0 +1,217 @@
+"""
+Loads of our server and llama-server, in turns.
+
+    python bench.py --mode=serve --only=closed --shape=S --batches=16,64 --llama_server=PATH
+
+    closed      so many clients, each of which sends its next request when it has its answer; prompts have 16 to 48
+                tokens and answers 26 to 77, all different
+    arrivals    requests come at the times and with the lengths of a real trace, whatever has been answered
+    prefix      prompts of half the window whose first 0, 50 or 90 % are common to all, and short answers
+    faults      closed loops: in the first all clients read their answers, in the second 30 % of them go away and 10 %
+                read slowly
+"""
+import asyncio
+import math
+import statistics
+from dataclasses import replace
+from functools import partial
+
+from benchmarks.harness import Case, Part, take_turns
+from benchmarks.serve.client import closed_loop, figures, open_loop, over, ttft
+from benchmarks.serve.servers import Ours, beside, blocks_left, models
+from benchmarks.serve.workloads import from_trace, longest, mixed, trace, with_faults, with_prefix
+
+EACH = {'S': 16, 'M': 4, 'L': 2}  # requests of a client
+FEWEST = 4                        # requests of all
+SHARES, N_NEW = (0.0, 0.5, 0.9), 16  # of prefix: the common part of the prompts, and tokens of the answers
+# of arrivals
+LOAD = 0.8               # of a server's capacity, that requests come at
+ENOUGH = 5.0             # seconds of the closed loop that measures the capacity, about
+SECONDS = 20.0           # of an open loop, about
+REQUESTS = 50, 2000      # of an open loop, at least and at most
+
+
+def servers_up(asked, shapes, clients, longest_of, room=1):
+    """
+    Yields (shape, config, weights, number of clients, servers: ours, and llama-server if it is there), with the servers
+    running. longest_of(config): tokens of the longest request with its answer. room: how many of these our pool has for
+    each client.
+    """
+    for name, config, folder, weights in models(asked.shapes or shapes, asked.bias):
+        for C in asked.batches or clients:
+            most = longest_of(config)
+            with (Ours(folder, weights, room * C * most) as ours,
+                  beside(ours, asked.llama_server, config, folder, weights, C, most) as servers):
+                yield name, config, weights, C, servers
+
+
+def case_of(name, server, weights, load, setup=None, **labels):
+    """A `Case` whose result is the `Load` of a coroutine: load(what setup has returned for a round)."""
+    return Case(dict(shape=name, server=server.name, weights=weights, threads=server.threads, **labels),
+                lambda given: asyncio.run(load(given)), setup or (lambda round_: round_))
+
+
+def rows_of(measured, more):
+    """A row of each measured load. more: a function of it that returns further figures."""
+    rows = [m.case.labels | figures(m.results) | more(m) for m in measured]
+    return rows
+
+
+def closed(asked):
+    """over_llama: the median over the rounds of our tokens/s over those of llama-server."""
+    longest_mixed = lambda config: longest(mixed(config, 1000, 0))  # noqa: E731
+    for name, config, weights, C, servers in servers_up(asked, 'SML', (1, 4, 16, 64), longest_mixed):
+        yield closed_race(name, config, weights, servers, C, asked.requests, asked.repeats)
+
+
+def closed_race(name, config, weights, servers, C, n_requests, repeats):
+    n = n_requests or max(FEWEST, EACH[name] * C)
+
+    def setup(round_):  # other prompts for each number of clients and round: ours would remember them
+        return mixed(config, n if round_ else C, seed=1000 * C + round_)
+    measured = take_turns([case_of(name, server, weights, partial(closed_loop, server, n_clients=C), setup, clients=C)
+                           for server in servers], repeats, f'{name}, {weights}: {C} clients')
+    of_llama = over(measured[0], measured[1]) if len(measured) > 1 else None
+    return rows_of(measured, lambda m: dict(over_llama=of_llama) if m is measured[0] else {})
+
+
+def prefix(asked):
+    """
+    Each round has new prompts, of which every client sends one before the load that is measured: the common part is
+    known. ttft_over_none: the median over the rounds of the ratio of the median times to the first token.
+    """
+    # ours also remembers prompts that were answered: twice the tokens, as a server has more memory than load
+    for name, config, weights, C, servers in servers_up(
+            asked, 'SML', (8,), lambda config: longest(with_prefix(config, 1, 0, N_NEW, 0)), room=2):
+        yield prefix_race(name, config, weights, servers, C, asked.requests, asked.repeats)
+
+
+def prefix_race(name, config, weights, servers, C, n_requests, repeats):
+    n = n_requests or max(FEWEST, EACH[name] * C)
+
+    def begin(server, share, round_):
+        asks = with_prefix(config, C + n, share, N_NEW, seed=1000 * round_ + round(100 * share))
+        asyncio.run(closed_loop(server, asks[:C], C))
+        return asks[C:]
+    cases = [case_of(name, server, weights, partial(closed_loop, server, n_clients=C), partial(begin, server, share),
+                     clients=C, share=share, case=f'{share:.0%}') for server in servers for share in SHARES]
+    measured = take_turns(cases, repeats, f'{name}, {weights}: prefixes')
+    none = {m.case.labels['server']: m for m in measured if not m.case.labels['share']}
+    return rows_of(measured, lambda m: dict(
+        ttft_over_none=over(m, none[m.case.labels['server']], partial(ttft, p=50))))
+
+
+def faults(asked):
+    """
+    The figures are of the clients that read their whole answer at once. blocks_used: of our pool, after all rounds:
+    more than 0 are lost.
+    """
+    longest_mixed = lambda config: longest(mixed(config, 1000, 0))  # noqa: E731
+    for name, config, weights, C, servers in servers_up(asked, 'SM', (16,), longest_mixed):
+        yield faults_race(name, config, weights, servers, C, asked.requests, asked.repeats)
+
+
+def faults_race(name, config, weights, servers, C, n_requests, repeats):
+    n = n_requests or 8 * C
+
+    def setup(faulty, round_):
+        asks = mixed(config, n, 2 * round_ + faulty)
+        return with_faults(asks, round_) if faulty else asks
+
+    async def load(server, asks):
+        whole = await closed_loop(server, asks, C)
+        return replace(whole, answers=[a for a in whole.answers if not a.ask.slow])
+    cases = [case_of(name, server, weights, partial(load, server), partial(setup, faulty), clients=C, faults=faulty,
+                     case='faults' if faulty else 'none') for server in servers for faulty in (False, True)]
+    measured = take_turns(cases, repeats, f'{name}, {weights}: faults')
+    used = blocks_left(servers[0])
+    return rows_of(measured, lambda m: dict(
+        blocks_used=used if m.case.labels['server'] == servers[0].name else None))
+
+
+def arrivals(asked):
+    """
+    Times are scaled so that requests come at LOAD of a server's capacity, which is the rate of a closed loop with
+    requests of the same trace. It is measured before each open loop, since the speed of a machine with neighbours
+    changes within minutes. Each server gets LOAD of its own capacity, and ours also LOAD of llama-server's.
+
+    capacities: requests a second, measured before each round. rate: LOAD of their median. p99_ttft_s: the 99th
+    percentile of the time to the first token in each round. p99_over_llama: the median over the rounds of ours over
+    llama-server's at LOAD of its own capacity. (A percentile over all rounds would be that of the round in which the
+    machine was slowest, because the queue grows there.)
+    """
+    source, requests = trace()
+    for name, config, weights, C, servers in servers_up(asked, 'SML', (32,), lambda config: config.block_size):
+        yield [row | dict(trace=source) for row in
+               arrivals_race(name, config, weights, servers, requests, C, asked.requests, asked.repeats)]
+
+
+async def capacity(server, config, requests, n_clients, n_requests, part, seed):
+    """
+    Requests a second of a closed loop: of n_requests, or of as many as take about ENOUGH. part: of the trace, the one
+    that the open loop has, since some parts have longer prompts than others.
+    """
+    n = n_requests or 2 * n_clients
+    load = await closed_loop(server, from_trace(config, requests, n, part, seed)[0], n_clients)
+    if not n_requests and load.seconds < ENOUGH:
+        n = max(n, math.ceil(n / load.seconds * ENOUGH))
+        load = await closed_loop(server, from_trace(config, requests, n, part, seed + 1)[0], n_clients)
+    return n / load.seconds
+
+
+def arrivals_race(name, config, weights, servers, requests, n_clients, n_requests, repeats):
+    ours = servers[0]
+    at = [(server, server) for server in servers] + [(ours, of) for of in servers[1:]]
+    capacities = {pair: [] for pair in at}
+
+    def setup(pair, seed, round_):
+        """Each round has another part of the trace. No other case has its seed: a server remembers prompts."""
+        measured = asyncio.run(capacity(pair[1], config, requests, n_clients, n_requests, round_, seed + 10 * round_))
+        if round_:  # round 0 is not counted
+            capacities[pair].append(measured)
+        rate, (fewest, most) = LOAD * measured, REQUESTS
+        n = n_requests or int(min(most, max(fewest, rate * SECONDS if round_ else 0)))
+        asks, times = from_trace(config, requests, n, round_, seed + 10 * round_ + 2)
+        return asks, [t / rate for t in times]
+    cases = [case_of(name, server, weights, lambda given, server=server: open_loop(server, *given),
+                     partial(setup, (server, of), 10**6 * number),
+                     case='its capacity' if server is of else f"{of.name}'s")
+             for number, (server, of) in enumerate(at)]
+    measured = take_turns(cases, repeats, f'{name}, {weights}: arrivals')
+    p99, rows = partial(ttft, p=99), []
+    for m, pair in zip(measured, at):
+        rows.append(m.case.labels | dict(capacities=capacities[pair], rate=LOAD * statistics.median(capacities[pair]))
+                    | figures(m.results) | dict(p99_ttft_s=[p99(load) for load in m.results]))
+        if pair[0] is ours and len(servers) > 1:
+            rows[-1]['p99_over_llama'] = over(m, measured[1], p99)
+    return rows
+
+
+def milliseconds(name, digits):
+    """Two columns: the median and the 99th percentile of a latency."""
+    return [lambda row, i=i: '-' if row[name][i] is None else f'{row[name][i]:,.{digits}f}' for i in range(2)]
+
+
+COLUMNS = {'server': '{server}', 'weights': '{weights}', 'threads': lambda row: str(row['threads'] or 'chosen'),
+           'shape': '{shape}', 'clients': '{clients}', 'case': '{case}', 'rate': '{rate:.1f}/s',
+           'tok/s': '{tok_per_s:,.0f}', 'req/s': '{requests_per_s:.1f}', 'goodput': '{goodput:.1f}',
+           **dict(zip(('TTFT p50, ms', 'p99'), milliseconds('ttft_ms', 1))),
+           **dict(zip(('a token', 'p99 '), milliseconds('per_token_ms', 2))),
+           **dict(zip(('whole', 'p99  '), milliseconds('end_to_end_ms', 0))), 'client': '{client_cpu:.0%}'}
+FAILED = {'': lambda row: f"{row['failed']} FAILED: {row['error'][0][-80:]}" if row['failed'] else ''}
+
+
+def columns(*left_out, **more):
+    return {name: how for name, how in COLUMNS.items() if name not in left_out} | more | FAILED
+
+
+PARTS = dict(
+    closed=Part(closed, 45, "closed loops", columns('case', 'rate', over_llama='{over_llama:.2f}x')),
+    arrivals=Part(arrivals, 50, f"arrivals at {LOAD:.0%} of the capacity", columns('clients') | {
+        'p99 over llama': '{p99_over_llama:.2f}x'}),
+    prefix=Part(prefix, 35, "prompts with a common prefix", columns('rate') | {
+        'TTFT over none': '{ttft_over_none:.2f}x'}),
+    faults=Part(faults, 6, "clients that go away or read slowly", columns('rate') | {
+        'blocks in use': lambda row: '' if row['blocks_used'] is None else
+        f"{row['blocks_used']}{' LOST' * bool(row['blocks_used'])}"}),
+)
