@@ -162,8 +162,12 @@ def text_of(row, how):
 
 
 def table(rows, columns):
-    """Rows (dicts) as text. columns: {heading: a format string for the figures of a row, or a function of the row}."""
-    cells = [[*columns]] + [[text_of(row, how) for how in columns.values()] for row in rows]
+    """
+    Rows (dicts) as text. columns: {heading: a format string for the figures of a row, or a function of the row}; those
+    without a figure are left out.
+    """
+    filled = {name: cells for name, how in columns.items() if any(cells := [text_of(row, how) for row in rows])}
+    cells = [[*filled], *zip(*filled.values())]
     widths = [max(map(len, column)) for column in zip(*cells)]
     right = [all(cell[0] in '0123456789+-' for cell in column[1:] if cell) for column in zip(*cells)]
     return '\n'.join('  '.join(cell.rjust(width) if at_right else cell.ljust(width) for cell, width, at_right

@@ -3,12 +3,11 @@ A text without end through a cache that does not grow: loss, time and memory of 
 
     python bench.py --mode=endless
 
-All of the validation text goes through the models of benchmarks/positions.py as one stream, one token a step: through
+All of the validation text goes through the models of positions.py as one stream, one token a step: through
 the rolling cache of the models with a window, and for comparison through the learned positions' full pass over the last
 block_size tokens, each by the model's own step and by the best decoder. They take turns, 100 tokens each. Then tokens
 at two distant positions of a stream are timed in turns, and a training iteration of each model.
 """
-import statistics
 import sys
 import time
 from dataclasses import replace
@@ -18,11 +17,15 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import decode
-from benchmarks import positions, train_step
+from benchmarks import train_step
+from benchmarks.experiments import positions
+from benchmarks.harness import Case, Panel, table, take_turns
 from benchmarks.shapes import cache_bytes, config_of
 from model import GPT
-from training.plotting import plt, save
 
+EXPECTED, PICTURE = '15 minutes, after the training of positions mode', 'endless.png'
+CPU_ONLY = "the models are trained and measured"
+THREADS = torch.get_num_threads()  # of the decoders
 WINDOWS = 'rope, window 32', 'rope, window 32, 4 sinks'
 DECODER, CROP = ', decoder', ', crop'
 TURN = 100   # tokens of one way before the next one takes over
@@ -54,7 +57,7 @@ def ways_through(models):
     """
     ways = {}
     for name, model in models.items():
-        for of, step in (('', model.step), (DECODER, decode.best(model, 1, threads=torch.get_num_threads()))):
+        for of, step in (('', model.step), (DECODER, decode.best(model, 1, threads=THREADS))):
             if model.config.window:
                 ways[name + of] = rolling(step, model)
             else:
@@ -94,25 +97,20 @@ def resident_bytes():
 
 
 @torch.inference_mode()
-def time_at(step, model, text, places, rounds):
+def time_at(step, model, text, places, repeats):
     """
-    Seconds of the tokens at distant places of a stream, {place: list}. In each round every place has its turn with as
-    many tokens as the buffer of the cache takes until its rows have moved twice.
+    A `Measured` of a token at each of several distant places of a stream. A run has as many tokens as the buffer of the
+    cache takes until its rows have been written twice.
     """
-    caches = {}
-    for place in places:
-        caches[place] = model(text[None, :place], kv_cache=model.empty_cache(1))[2]
-    seconds = {place: [] for place in places}
-    for round_ in range(rounds + 1):
-        for place in places:
-            kv_cache = [layer.clone() for layer in caches[place]]
-            for t in range(place, place + 2 * (model.config.window + 1)):
-                token = text[None, t:t + 1]
-                begin = time.perf_counter()
-                _, kv_cache = step(token, kv_cache)
-                if round_:  # the first round is the warm-up
-                    seconds[place].append(time.perf_counter() - begin)
-    return seconds
+    def case(place):
+        kv_cache = model(text[None, :place], kv_cache=model.empty_cache(1))[2]
+        end = place + 2 * (model.config.window + 1)
+
+        def steps(kv_cache):
+            for t in range(place, end):
+                _, kv_cache = step(text[None, t:t + 1], kv_cache)
+        return Case(dict(place=place), steps, lambda _: [layer.clone() for layer in kv_cache], per=end - place)
+    return take_turns([case(place) for place in places], repeats, 'distant places')
 
 
 @torch.inference_mode()
@@ -120,56 +118,36 @@ def time_sizes(repeats):
     """
     Microseconds of a token at a full context, rows (dicts), of S and M with random weights, rotary positions and a
     window of half of block_size: through the rolling cache, and by the full pass that cropping needs, both by the best
-    decoder. They take turns.
+    decoder.
     """
     rows = []
     for name in ('S', 'M'):
         c = config_of(name, False)
         model = GPT(replace(c, position='rope', window=c.block_size // 2)).eval()
-        tokens, seconds = torch.randint(c.vocab_size, (1, 2 * c.block_size)), {'roll': [], 'crop': []}
-        decoder, kv_cache = decode.best(model, 1, threads=torch.get_num_threads()), model(tokens)[2]
-        for _ in tqdm(range(10 * repeats + 2), desc=f'{name}: rolling and cropping', leave=False, disable=None):
-            for how in seconds:
-                begin = time.perf_counter()
-                if how == 'roll':
-                    _, kv_cache = decoder(tokens[:, -1:], kv_cache)
-                else:
-                    decoder(tokens[:, -c.block_size:], None)
-                seconds[how].append(time.perf_counter() - begin)
-        us = {how: 1e6 * statistics.median(times[2:]) for how, times in seconds.items()}
-        rows.append(dict(shape=name, block_size=c.block_size, **us))
-        print(f"{name}, block_size {c.block_size}: {us['roll']:,.0f} us a token through the rolling cache, "
-              f"{us['crop']:,.0f} cropping", flush=True)
+        tokens, decoder = torch.randint(c.vocab_size, (1, 2 * c.block_size)), decode.best(model, 1, threads=THREADS)
+        kv_cache = model(tokens)[2]
+        cases = [Case({}, lambda: decoder(tokens[:, -1:], kv_cache)),
+                 Case({}, lambda: decoder(tokens[:, -c.block_size:], None))]
+        roll, crop = take_turns(cases, 10 * repeats, f'{name}: rolling and cropping')
+        rows.append(dict(shape=name, block_size=c.block_size, roll=1e6 * roll.seconds, crop=1e6 * crop.seconds))
     return rows
 
 
 def time_training(seed, repeats):
-    """{name: milliseconds of a training iteration}, medians of 10 * repeats; the models take turns."""
-    seconds = {name: [] for name in positions.MODELS}
-    steps = {}
-    for name in positions.MODELS:
-        model = GPT(positions.load(name, seed).config)
-        steps[name] = train_step.training_step(model, positions.DATA, 12, False, seed, 'cpu', 'float32')
-    for k in tqdm(range(10 * repeats + 2), desc='training iterations', disable=None):
-        for name, step in steps.items():
-            begin = time.perf_counter()
-            step(k)
-            if k > 1:
-                seconds[name].append(time.perf_counter() - begin)
-    return {name: 1e3 * statistics.median(times) for name, times in seconds.items()}
+    """{name: milliseconds of a training iteration}; the models take turns."""
+    steps = [train_step.training_step(GPT(positions.load(name, seed).config), positions.DATA, 12, False, seed, 'cpu',
+                                      'float32') for name in positions.MODELS]
+    measured = take_turns([Case({}, step, lambda n: n) for step in steps], 10 * repeats, 'training iterations')
+    return {name: 1e3 * m.seconds for name, m in zip(positions.MODELS, measured)}
 
 
-def spans(values):
-    """The medians of SPAN values each, as a list; the rest at the end is left out."""
-    return values[:len(values) // SPAN * SPAN].view(-1, SPAN).median(dim=1).values.tolist()
+def spans(values, of=torch.median):
+    """The medians or means of SPAN values each, as a list; the rest at the end is left out."""
+    parts = values[:len(values) // SPAN * SPAN].view(-1, SPAN).double()
+    return (parts.mean(dim=1) if of is torch.mean else parts.median(dim=1).values).tolist()
 
 
-def span_means(values):
-    """The means of SPAN values each, as a list; the rest at the end is left out."""
-    return values[:len(values) // SPAN * SPAN].view(-1, SPAN).double().mean(dim=1).tolist()
-
-
-def run(seed, iterations, repeats):
+def run(asked):
     """
     Train what is not trained, measure, print, and return a dict to be written as JSON.
 
@@ -178,62 +156,50 @@ def run(seed, iterations, repeats):
     resident_bytes: of the process, every `span` tokens. places: a dict a way and place: us, the median. sizes: see
     `time_sizes`. iteration_ms: milliseconds of a training iteration of each model.
     """
-    text = positions.validation_text(PLACES[-1] + SPAN)
+    text, rows, places = positions.validation_text(PLACES[-1] + SPAN), [], []
     for name in positions.MODELS:
-        positions.train(name, seed, iterations)
-    models = {name: positions.load(name, seed) for name in ('learned', *WINDOWS)}
+        positions.train(name, asked.seed, asked.iterations or 2000)
+    models = {name: positions.load(name, asked.seed) for name in ('learned', *WINDOWS)}
     ways = ways_through(models)
     print(f"{len(text) - 1:,} tokens through {len(ways)} ways, one token a step", flush=True)
     measured, resident = stream(ways, text)
     full = max(model.config.block_size for model in models.values()) - 1  # contexts before are shorter, for all alike
-    rows = []
     for label, (losses, seconds) in measured.items():
         c = models[label.removesuffix(DECODER).removesuffix(CROP)].config
-        rows.append(dict(way=label, nats=losses[full:].double().mean().item(), by_span=span_means(losses),
+        rows.append(dict(way=label, nats=losses[full:].double().mean().item(), by_span=spans(losses, torch.mean),
                          us=1e6 * seconds[full:].median().item(), us_by_span=[1e6 * s for s in spans(seconds)],
                          cache_bytes=cache_bytes(c, 1) if c.window else 0))
-        print(f"{label}: {rows[-1]['nats']:.4f} nats, {rows[-1]['us']:,.0f} us a token, cache "
-              f"{rows[-1]['cache_bytes']:,} bytes", flush=True)
-    places = []
     for name in WINDOWS:
-        decoder = decode.best(models[name], 1, threads=torch.get_num_threads())
-        for way, step in (('', models[name].step), (DECODER, decoder)):
-            seconds = time_at(step, models[name], text, PLACES, 10 * repeats)
-            us = {place: 1e6 * statistics.median(times) for place, times in seconds.items()}
-            places += [dict(way=name + way, place=place, us=value) for place, value in us.items()]
-            first, last = us.values()
-            print(f"{name + way}: {first:,.1f} us at position {PLACES[0]:,}, {last:,.1f} us at position {PLACES[1]:,}, "
-                  f"{last / first - 1:+.1%}", flush=True)
-    iteration_ms = time_training(seed, repeats)
-    for name, ms in iteration_ms.items():
-        print(f"{name}: {ms:.1f} ms a training iteration")
-    return dict(span=SPAN, stream=rows, resident_bytes=resident, places=places, sizes=time_sizes(repeats),
-                iteration_ms=iteration_ms)
+        for way, step in (('', models[name].step), (DECODER, decode.best(models[name], 1, threads=THREADS))):
+            places += [dict(way=name + way, place=m.case.labels['place'], us=1e6 * m.seconds)
+                       for m in time_at(step, models[name], text, PLACES, 10 * asked.repeats)]
+    sizes, iteration_ms = time_sizes(asked.repeats), time_training(asked.seed, asked.repeats)
+    print(table(rows, {'way': '{way}', 'nats': '{nats:.4f}', 'us a token': '{us:,.0f}',
+                       'cache, bytes': '{cache_bytes:,}'}))
+    print(table(places, {'way': '{way}', 'at position': '{place:,}', 'us a token': '{us:,.1f}'}))
+    print(table(sizes, {'shape': '{shape}', 'block_size': '{block_size}', 'rolling, us a token': '{roll:,.0f}',
+                        'cropping': '{crop:,.0f}'}))
+    print(table([dict(model=name, ms=ms) for name, ms in iteration_ms.items()],
+                {'model': '{model}', 'ms a training iteration': '{ms:.1f}'}))
+    return dict(span=SPAN, stream=rows, resident_bytes=resident, places=places, sizes=sizes, iteration_ms=iteration_ms)
 
 
-def plot(figures, path):
-    """Loss, time and memory along the stream. figures: what `run` returned."""
-    fig, axes = plt.subplots(3, 1, figsize=(9, 10), layout='constrained', sharex=True)
+def picture(figures, machine):
+    """Loss, time and memory along the stream."""
+    n, nats, times = figures['span'], [], []
+    held = [size / 1e6 for size in figures['resident_bytes']]
+    memory = [([n * k for k in range(len(held))], held, 'the whole process', dict(color='0.3'))]
     for i, row in enumerate(figures['stream']):
-        style = dict(color=f'C{i}', lw=1.3)
-        x = [figures['span'] * (k + 0.5) for k in range(len(row['by_span']))]
-        if not row['way'].endswith(DECODER):  # the same numbers as without it
-            axes[0].plot(x, row['by_span'], label=f"{row['way']}: {row['nats']:.4f} nats", **style)
-        axes[1].plot(x, row['us_by_span'], label=f"{row['way']}: {row['us']:,.0f} us", **style)
-    held = [n / 1e6 for n in figures['resident_bytes']]
-    axes[2].plot([figures['span'] * k for k in range(len(held))], held, color='0.3', label='the whole process')
-    for i, row in enumerate(figures['stream']):
-        if row['cache_bytes'] and not row['way'].endswith(DECODER):
-            axes[2].axhline(row['cache_bytes'] / 1e6, color=f'C{i}', ls='--',
-                            label=f"cache of {row['way']}: {row['cache_bytes'] / 1e6:.3f} MB")
-    axes[0].set(ylabel=f"nats a character,\nmeans of {figures['span']:,}")
-    axes[1].set(yscale='log', ylabel=f"microseconds a token,\nmedians of {figures['span']:,}")
-    axes[1].set_yticks([100, 200, 500, 1000, 2000, 5000, 10000])
-    axes[1].yaxis.set_major_formatter('{x:,.0f}')
-    axes[1].yaxis.set_minor_formatter('')
-    axes[2].set(yscale='log', ylabel='memory, MB', xlabel='characters of one stream')
-    for ax in axes:
-        ax.xaxis.set_major_formatter('{x:,.0f}')
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=9, loc='lower left', bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)
-    save(fig, path)
+        x, style = [n * (k + 0.5) for k in range(len(row['by_span']))], dict(color=f'C{i}')
+        times.append((x, row['us_by_span'], f"{row['way']}: {row['us']:,.0f} us", style))
+        if row['way'].endswith(DECODER):  # the same numbers as without it
+            continue
+        nats.append((x, row['by_span'], f"{row['way']}: {row['nats']:.4f} nats", style))
+        if row['cache_bytes']:
+            size = row['cache_bytes'] / 1e6
+            memory.append((x, [size] * len(x), f"cache of {row['way']}: {size:.3f} MB", style | dict(ls='--')))
+    return dict(panels=[
+        Panel('', nats, axes=dict(ylabel=f'nats a character,\nmeans of {n:,}')),
+        Panel('', times, axes=dict(ylabel=f'microseconds a token,\nmedians of {n:,}', yscale='log')),
+        Panel('', memory, axes=dict(ylabel='memory, MB', yscale='log', xlabel='characters of one stream'))],
+        columns=1, size=(9, 3.3))
