@@ -11,11 +11,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[0] = os.path.dirname(os.path.dirname(HERE))  # the repository
 
 import torch
-from kvcache.cell_sequences import CellSequences
 
 from benchmarks.figures.draw_caches import COLOURS, boxes, frame
 from decode.cpu import CPUDecoder
 from kvcache.contiguous import ContiguousCache
+from kvcache.llamacpp.sequences import CellSequences
 from kvcache.paged import PagedCache
 from model import GPT, GPTConfig
 from training.plotting import plt, save
@@ -37,7 +37,7 @@ def feed(cache):
     for start in range(0, max(HELD), 2):
         live = [i for i, n in enumerate(HELD) if n > start]
         cache.step([seqs[i] for i in live], [start] * len(live),
-                        [torch.zeros(min(2, HELD[i] - start), dtype=torch.int64) for i in live])
+                   [torch.zeros(min(2, HELD[i] - start), dtype=torch.int64) for i in live])
     cache.step(seqs, list(HELD), [torch.zeros(n, dtype=torch.int64) for n in NEW])
 
 
