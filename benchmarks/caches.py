@@ -289,25 +289,14 @@ def sharing(asked, n_prompt=100):
                     computed=text.size(1) - n_cached)]
 
 
-STEP = {'shape': '{shape}', 'batch': '{batch}', 'context': '{context}'}
-SAME = {'tokens': lambda row: 'the same' if row['same_tokens'] else 'DIFFERENT'}
+STEP, REQUEST = 'shape batch context ', 'shape kv_cache kv_bits together tok_per_s '
 PARTS = dict(
-    steps=Part(steps, 6, "a decode step through each cache", STEP | {
-        'cache': '{cache}', 'on': '{on}', 'ms': lambda row: f"{1e3 * row['step_s']:.3f}",
-        'over tuples': '{over_tuples:.2f}x',
-        '': lambda row: 'the same bits' if row['same_bits'] else f"differs by {row['difference']:.1e}"}),
-    joining=Part(joining, 2, f"sequences that join and leave, one every {EVERY} steps, through pages", {
-        'shape': '{shape}', 'sequences': '{sequences}', 'on': '{on}', 'tok/s': '{tok_per_s:,.0f}',
-        'over PyTorch': '{speedup:.2f}x', **SAME}),
-    kinds=Part(kinds, 8, "a decode step of other kinds of models", STEP | {
-        'kind': '{kind}', 'ms': lambda row: f"{1e3 * row['step_s']:.3f}",
-        'learned': lambda row: f"{1e3 * row['learned_s']:.3f}", 'over learned': '{over_learned:.2f}x'}),
-    requests=Part(requests, 2, "requests of different lengths, 24 more tokens of each", {
-        'shape': '{shape}', 'kv_cache': '{kv_cache}', 'kv_bits': '{kv_bits}',
-        '': lambda row: 'together' if row['together'] else 'one after another', 'tok/s': '{tok_per_s:,.0f}',
-        'time': '{time_over_contiguous:.2f}x', **SAME}),
-    sharing=Part(sharing, 0.1, "what pages share", {
-        'shape': '{shape}', 'samples': '{samples}', 'of a prompt of': '{prompt}', 'bytes': '{bytes_held:,}',
-        'if nothing was shared': '{bytes_unshared:,}', 'of a second prompt of': '{second_prompt}',
-        'were computed': '{computed}'}),
+    steps=Part(steps, 6, "a decode step through each cache", STEP + 'cache on step_s over_tuples same_bits difference'),
+    joining=Part(joining, 2, f"sequences that join and leave, one every {EVERY} steps, through pages",
+                 'shape sequences on tok_per_s speedup same_tokens'),
+    kinds=Part(kinds, 8, "a decode step of other kinds of models", STEP + 'kind step_s learned_s over_learned'),
+    requests=Part(requests, 2, "requests of different lengths, 24 more tokens of each",
+                  REQUEST + 'time_over_contiguous same_tokens'),
+    sharing=Part(sharing, 0.1, "what the pages of samples of one prompt share",
+                 'shape samples prompt bytes_held bytes_unshared second_prompt computed'),
 )

@@ -53,12 +53,8 @@ def run(asked):
         model = GPT(config_of(name, asked.bias)).to(asked.device).eval()
         ways = ways_to_generate(model, B, asked.kv_cache, asked.kv_bits, asked.device)
         mine = [compare_ways(asked, name, model, ways, B, n) for _, _, n in cases]
-        columns = {'shape': '{shape}', 'samples': '{samples}', 'tokens': '{new_tokens}'}
-        for way in ways:
-            columns[way] = '{tok_per_s[%s]:,.0f} tok/s {speedup[%s]:.1f}x' % (way, way)
-        columns |= {'counted': '{counted:.2f}x', '': lambda row: 'DIFFERENT: ' + ', '.join(row['differing'])
-                    if row['differing'] else 'identical tokens'}
-        print(table(mine, columns) + '\n', flush=True)
+        print(table(mine, 'shape samples new_tokens tok_per_s') + '\n' + table(
+            mine, 'shape samples new_tokens speedup counted differing'), flush=True)
         rows += mine
     return dict(dtype=asked.dtype, prompt=PROMPT, repeats=asked.repeats, rows=rows)
 

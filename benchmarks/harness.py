@@ -4,7 +4,7 @@ How everything is measured: cases that take turns, and rows that are printed, dr
     cases = [Case(dict(shape='S', way='cache'), step), Case(dict(shape='S', way='decoder'), other_step)]
     first, *_ = measured = take_turns(cases, repeats=5, what='S')
     rows = [m.row(ms=1e3 * m.seconds, speedup=first.over(m)) for m in measured]
-    print(table(rows, {'way': '{way}', 'ms': '{ms:.2f}', '': '{speedup:.1f}x'}))
+    print(table(rows, 'shape way ms speedup'))
 """
 import json
 import os
@@ -100,12 +100,12 @@ def take_turns(cases, repeats, what, least=0.0):
 class Part(NamedTuple):
     """
     A part of a mode of bench.py. rows: a function of `Asked` that yields lists of rows; each list is printed as a table
-    when it is there. title, columns: of the tables, see `table`. minutes: with its own settings, on two cores.
+    when it is there. title, names: of the tables, see `table`. minutes: with its own settings, on two cores.
     """
     rows: Callable
     minutes: float
     title: str
-    columns: dict
+    names: str
 
 
 @dataclass
@@ -153,25 +153,41 @@ class Asked:
         return {name: known[name] for name in chosen}
 
 
-def text_of(row, how):
-    """A cell of a table; '' where the row has no such figure."""
-    try:
-        return how(row) if callable(how) else how.format_map(row)
-    except (KeyError, TypeError):
-        return ''
+def shown(name, figure):
+    """A figure as text. Seconds are in ms. name: of the figure."""
+    if isinstance(figure, (list, tuple)):
+        return ', '.join(shown(name, each) for each in figure)
+    if isinstance(figure, bool) or figure is None:
+        return {True: 'yes', False: 'NO', None: ''}[figure]
+    if not isinstance(figure, float):
+        return f'{figure:,}' if isinstance(figure, int) else str(figure)[-80:]
+    if name.endswith('_s') and not name.endswith('per_s'):
+        return f'{1e3 * figure:,.3f} ms'
+    if 'over' in name or name == 'speedup':
+        return f'{figure:.2f}x'
+    return f'{figure:,.0f}' if abs(figure) >= 1000 else f'{figure:.4g}'
 
 
-def table(rows, columns):
+def table(rows, names):
     """
-    Rows (dicts) as text. columns: {heading: a format string for the figures of a row, or a function of the row}; those
-    without a figure are left out.
+    Rows (dicts) as text. names: of the figures that are shown, in a string. A figure that is a dict has a column for
+    each key. Figures that no row has are left out.
     """
-    filled = {name: cells for name, how in columns.items() if any(cells := [text_of(row, how) for row in rows])}
-    cells = [[*filled], *zip(*filled.values())]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    right = [all(cell[0] in '0123456789+-' for cell in column[1:] if cell) for column in zip(*cells)]
-    return '\n'.join('  '.join(cell.rjust(width) if at_right else cell.ljust(width) for cell, width, at_right
-                               in zip(line, widths, right)).rstrip() for line in cells)
+    columns = {}  # {heading: cells}
+    for name in names.split():
+        figures = [row.get(name) for row in rows]
+        if any(isinstance(figure, dict) for figure in figures):
+            for key in dict.fromkeys(key for figure in figures for key in figure):
+                columns[key] = [shown(name, figure.get(key)) for figure in figures]
+        else:
+            columns[name] = [shown(name, figure) for figure in figures]
+    columns = [[heading, *cells] for heading, cells in columns.items() if any(cells)]
+    aligned = []
+    for heading, *cells in columns:
+        width = max(map(len, (heading, *cells)))
+        is_number = all(cell[0] in '0123456789+-' for cell in cells if cell)
+        aligned.append([f'{cell:>{width}}' if is_number else f'{cell:<{width}}' for cell in (heading, *cells)])
+    return '\n'.join('  '.join(line).rstrip() for line in zip(*aligned))
 
 
 def run_parts(asked, known, **measured_on):
@@ -186,7 +202,7 @@ def run_parts(asked, known, **measured_on):
         rows = []
         print(f"\n{part.title}")
         for some in part.rows(asked):
-            print(table(some, part.columns), flush=True)
+            print(table(some, part.names), flush=True)
             rows += [dict(row, repeats=asked.repeats) for row in some]
         before, ran = figures.get(name, {}), {row.get('shape') for row in rows}
         if measured_on.items() <= before.items():

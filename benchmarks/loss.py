@@ -20,9 +20,6 @@ from kvcache.contiguous import ContiguousCache
 from training.batches import Batches
 
 EXPECTED, PICTURE, CPU_ONLY = '5 minutes', 'loss_by_context.png', "losses are measured"
-COLUMNS = {'weights': '{weights}', 'kv bits': lambda row: str(row['kv_bits'] or 32), 'bytes': '{kv_bytes_a_token:,}',
-           'when_full': '{when_full}', 'keep': '{keep}', 'context': '{mean_context:.1f}', 'nats a token': '{nll:.4f}',
-           'difference': '{difference:+.5f} +- {standard_error:.5f}'}
 
 
 def run(asked):
@@ -38,7 +35,7 @@ def run(asked):
     text = torch.from_numpy(text.astype('int64'))
     rows, by_context = compare(model, text), loss_by_context(model, text).tolist()
     print(f"{path} on {data_dir}/val.bin, {rows[0]['tokens']:,} tokens, window {model.config.block_size}")
-    print(table(rows, COLUMNS | {'part': lambda row: f"{row['difference'] / rows[0]['nll']:+.3%}"}))
+    print(table(rows, 'weights kv_bits kv_bytes_a_token when_full keep mean_context nll difference standard_error'))
     return dict(checkpoint=path, rows=rows, by_context=by_context)
 
 

@@ -21,9 +21,6 @@ from device import DTYPES, autocast
 from model import GPT
 
 EXPECTED = '5 minutes'
-COLUMNS = {'shape': '{shape}', 'batch': '{batch}', 'new tokens': '{new_tokens}',
-           'cache': lambda row: 'yes' if row['use_cache'] else 'no',
-           **{f'{name}, MiB': lambda row, name=name: f'{row[name] / 2**20:,.1f}' for name in ('peak', 'cache', 'formula')}}
 
 
 def run(asked):
@@ -36,7 +33,7 @@ def run(asked):
         row = dict(shape=name, batch=B, new_tokens=n, use_cache=use_cache,
                    formula=use_cache * cache_bytes(c, B, DTYPES[asked.dtype].itemsize))
         rows.append(row | measure_in_new_process(c, B, PROMPT, n, use_cache, asked.device, asked.dtype))
-    print(table(rows, COLUMNS))
+    print(table(rows, 'shape batch new_tokens use_cache peak cache formula'))
     return dict(dtype=asked.dtype, prompt=PROMPT, rows=rows)
 
 

@@ -18,19 +18,17 @@ from training.batches import Batches
 EXPECTED = '1 minute'
 N_STEPS = 10  # iterations of the warm-up, and of each timed run
 TRACE = os.path.join('out-bench', 'trace')
-COLUMNS = {'shape': '{shape}', 'block': '{block_size}', 'batch': '{batch}', 'data': '{data}',
-           'ms an iteration': '{ms:.2f}', 'tok/s': '{tok_per_s:,.0f}', 'MFU': '{mfu:.1%}', 'loss': '{loss:.4f}'}
 
 
 def run(asked):
-    """{'rows': a row for each shape}; ms: of an iteration. An MFU is missing where the device's peak is unknown."""
+    """{'rows': a row for each shape}. mfu: None where the device's peak is unknown."""
     torch.set_float32_matmul_precision('high')  # as train.py does
     prepared = (d for d in ('data/openwebtext', 'data/shakespeare_char') if os.path.exists(d + '/train.bin'))
     data_dir = next(prepared, None) if asked.real_data else None
     rows = []
     for name in asked.shapes or asked.default_shape:
         rows.append(time_shape(asked, name, data_dir))
-        print(table(rows[-1:], COLUMNS), flush=True)
+        print(table(rows[-1:], 'shape block_size batch data iteration_s tok_per_s mfu loss'), flush=True)
     return dict(rows=rows)
 
 
@@ -53,7 +51,7 @@ def time_shape(asked, name, data_dir):
     if asked.profile:
         write_trace(step)
     mfu = model.estimate_mfu(B, m.seconds, default_peak_flops(torch.device(device)))
-    return m.row(ms=1e3 * m.seconds, tok_per_s=B * config.block_size / m.seconds, mfu=mfu, loss=m.result)
+    return m.row(iteration_s=m.seconds, tok_per_s=B * config.block_size / m.seconds, mfu=mfu, loss=m.result)
 
 
 def config_for(name, data_dir, block_size, bias):

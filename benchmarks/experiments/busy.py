@@ -49,25 +49,32 @@ def main(config):
     fixed = sorted({1, n_cores()})
     minutes = len(counts) * len(cells) * (2 + len(fixed)) * (runs + 1) * 1.5 * seconds / 60
     print(f"expected time: about {math.ceil(minutes)} minutes", file=sys.stderr)
-    models, cases = {name: GPT(SHAPES[name]).eval() for name, _ in cells}, []
-    for name, B in cells:
-        idx = torch.randint(SHAPES[name].vocab_size, (B, PROMPT))
-        for n in (CHOSEN, *fixed, MODEL):
-            decoder = None if n == MODEL else decode.best(models[name], B, weights, None if n == CHOSEN else n)
-            cases.append(Case(dict(cell=(name, B), threads=n), generating(models[name], idx, LENGTHS[name], decoder),
-                              per=B * LENGTHS[name]))
-    rows = []
+    models = {name: GPT(SHAPES[name]).eval() for name, _ in cells}
+    cases = [case_of(models[name], name, B, threads) for name, B in cells for threads in (CHOSEN, *fixed, MODEL)]
+    quiet, rows = {}, []  # quiet: {(shape, batch): the rate beside the fewest neighbours}
     for n in counts:
         with busy(n):
             measured = take_turns(cases, runs, f'{n} neighbours', seconds)
         for cell in cells:
             mine = {m.case.labels['threads']: [1 / s for s in m.runs] for m in measured if m.case.labels['cell'] == cell}
-            rows.append(row(*cell, n, mine, fixed, next((r for r in rows if (r['shape'], r['batch']) == cell), None)))
-    report(rows, fixed)
+            rate = quiet.setdefault(cell, statistics.median(mine[CHOSEN]))
+            rows.append(row(*cell, n, mine, rate * n_cores() / (n_cores() + n)))
+    rows.sort(key=lambda r: ('SML'.index(r['shape']), r['batch']))
+    print(f"{n_cores()} cores, {describe_machine('cpu')}, {weights}; tokens/s of {runs} runs\n")
+    print(table(rows, 'shape batch neighbours threads median chosen_of_best slowest fair_share slowest_of_fair_share '
+                      'model'))
+    losing = [r for r in rows if r['chosen_of_best'] < LOSES]
+    print(f"\nThe choice loses more than {1 - LOSES:.0%} to the best fixed number of threads in {len(losing)} of "
+          f"{len(rows)} cases.")
+    write_json(json, dict(machine=describe_machine('cpu'), weights=weights, rows=rows))
 
 
-def generating(model, idx, n_new, decoder):
-    return lambda: model.generate(idx, n_new, temperature=0, use_cache=True, decoder=decoder)
+def case_of(model, name, B, threads):
+    """A `Case` of one token of a generation with a fixed or the CHOSEN number of threads, or by the MODEL itself."""
+    idx, n_new = torch.randint(model.config.vocab_size, (B, PROMPT)), LENGTHS[name]
+    decoder = None if threads == MODEL else decode.best(model, B, weights, None if threads == CHOSEN else threads)
+    return Case(dict(cell=(name, B), threads=threads), lambda: model.generate(
+        idx, n_new, temperature=0, use_cache=True, decoder=decoder), per=B * n_new)
 
 
 @contextmanager
@@ -83,33 +90,18 @@ def busy(n):
             process.wait()
 
 
-def row(name, B, n, rates, fixed, quiet):
+def row(name, B, n, rates, fair):
     """
-    The figures of one shape and batch beside n neighbours. rates: {threads: tokens a second of each run}. quiet: the
-    row with the fewest neighbours, None if it is this one.
+    The figures of one shape and batch beside n neighbours. rates: {threads: tokens a second of each run}. fair: the
+    fair share.
     """
-    mine = rates[CHOSEN]
-    median, of_threads = statistics.median(mine), {threads: statistics.median(rates[threads]) for threads in fixed}
-    fair, best = (quiet['median'] if quiet else median) * n_cores() / (n_cores() + n), max(fixed, key=of_threads.get)
+    mine = rates.pop(CHOSEN)
+    median, model = statistics.median(mine), statistics.median(rates.pop(MODEL))
+    of_threads = {str(threads): statistics.median(runs) for threads, runs in rates.items()}
+    best = max(of_threads, key=of_threads.get)
     return dict(shape=name, batch=B, neighbours=n, slowest=min(mine), median=median, fair_share=fair,
-                slowest_of_fair_share=min(mine) / fair, model=statistics.median(rates[MODEL]), threads=of_threads,
-                best_threads=best, chosen_of_best=median / of_threads[best], runs=mine,
-                runs_of_threads={threads: rates[threads] for threads in fixed})
-
-
-def report(rows, fixed):
-    """Print the table and write the JSON file."""
-    print(f"{n_cores()} cores, {describe_machine('cpu')}, {weights}; tokens/s of {runs} runs\n")
-    print(table(sorted(rows, key=lambda r: ('SML'.index(r['shape']), r['batch'])), {
-        'shape': '{shape}', 'sequences': '{batch}', 'neighbours': '{neighbours}',
-        **{f"{n} thread{'s' * (n > 1)}": lambda r, n=n: f"{r['threads'][n]:,.0f}" for n in fixed},
-        'chosen': '{median:,.0f}', 'chosen / best': '{chosen_of_best:.2f}', 'slowest': '{slowest:,.0f}',
-        'fair share': '{fair_share:,.0f}', 'slowest / fair': '{slowest_of_fair_share:.2f}', 'model': '{model:,.0f}',
-        '': lambda r: 'loses' if r['chosen_of_best'] < LOSES else ''}))
-    losing = [r for r in rows if r['chosen_of_best'] < LOSES]
-    print(f"\nThe choice loses more than {1 - LOSES:.0%} to the best fixed number of threads in {len(losing)} of "
-          f"{len(rows)} cases.")
-    write_json(json, dict(machine=describe_machine('cpu'), weights=weights, rows=rows))
+                slowest_of_fair_share=min(mine) / fair, model=model, threads=of_threads, best_threads=best,
+                chosen_of_best=median / of_threads[best], runs=mine, runs_of_threads=rates)
 
 
 if __name__ == '__main__':

@@ -174,13 +174,9 @@ def run(asked):
             places += [dict(way=name + way, place=m.case.labels['place'], us=1e6 * m.seconds)
                        for m in time_at(step, models[name], text, PLACES, 10 * asked.repeats)]
     sizes, iteration_ms = time_sizes(asked.repeats), time_training(asked.seed, asked.repeats)
-    print(table(rows, {'way': '{way}', 'nats': '{nats:.4f}', 'us a token': '{us:,.0f}',
-                       'cache, bytes': '{cache_bytes:,}'}))
-    print(table(places, {'way': '{way}', 'at position': '{place:,}', 'us a token': '{us:,.1f}'}))
-    print(table(sizes, {'shape': '{shape}', 'block_size': '{block_size}', 'rolling, us a token': '{roll:,.0f}',
-                        'cropping': '{crop:,.0f}'}))
-    print(table([dict(model=name, ms=ms) for name, ms in iteration_ms.items()],
-                {'model': '{model}', 'ms a training iteration': '{ms:.1f}'}))
+    print(table(rows, 'way nats us cache_bytes'), table(places, 'way place us'), sep='\n\n')
+    print('\n' + table(sizes, 'shape block_size roll crop'), table([dict(iteration_ms=iteration_ms)], 'iteration_ms'),
+          sep='\n\n')
     return dict(span=SPAN, stream=rows, resident_bytes=resident, places=places, sizes=sizes, iteration_ms=iteration_ms)
 
 

@@ -217,16 +217,8 @@ def measure(seeds, iterations, stride=4):
             if how.startswith('window') or (name, how) == ('learned', 'crop'):
                 of_bins = cropped_by_position if how == 'crop' else by_position
                 lines.append(dict(model=name, how=how, nats=mean([of_bins(model, stretches) for model in ways_models])))
-    print(table(rows, {'model': '{model}', 'parameters': '{parameters:,}', 'cache, bytes': '{cache_bytes:,}',
-                       'nats within block_size': nats_of_seeds('val'), 'attention to the first': lambda row:
-                       '{:.2%} to {:.2%}'.format(*(of(map(of, row['attention_to_the_first'])) for of in (min, max)))}))
-    print(table(streams, {'model': '{model}', 'in one stream': '{how}', 'nats': nats_of_seeds('nats')}))
+    print(table(rows, 'model parameters cache_bytes val'), table(streams, 'model how nats'), sep='\n\n')
     return dict(rows=rows, streams=streams, lines=lines)
-
-
-def nats_of_seeds(name):
-    """A column: the mean of a number a seed, and each."""
-    return lambda row: f"{sum(row[name]) / len(row[name]):.4f} ({', '.join(f'{value:.4f}' for value in row[name])})"
 
 
 def picture(figures, machine):

@@ -76,7 +76,8 @@ def run(asked):
 def measure(seed, iterations, n=256, far=600):
     """
     Train and measure; prints a table. Returns a list of dicts: of a model and the position of the marked token
-    (`place`), the accuracy at each distance over n texts.
+    (`place`), the accuracy at each distance over n texts, and its means up to a distance of WINDOW - 1, from there to
+    n_layer * (WINDOW - 1), and beyond.
 
     A model with a window is also measured at position `far`, beyond all that it was trained on, and one with sinks also
     with a sink as the marked token.
@@ -87,14 +88,11 @@ def measure(seed, iterations, n=256, far=600):
                            bias=False, position='rope', **more)
         model = train(config, iterations, seed)
         for place in [16] + [far] * (config.window > 0) + [1] * (config.n_sink > 0):
-            rows.append(dict(model=name, place=place, accuracy=accuracy(model, place, FARTHEST, n, seed + 1)))
-
-    def recalled(first, end):
-        return lambda row: f"{statistics.mean(row['accuracy'][first:end]):.1%}"
-    print(table(rows, {'model': '{model}', 'marked token at': '{place}',
-                       f'within W - 1 = {WINDOW - 1}': recalled(1, WINDOW),
-                       f'up to n_layer * (W - 1) = {reach}': recalled(WINDOW, reach + 1),
-                       'beyond': recalled(reach + 1, None)}))
+            fractions = accuracy(model, place, FARTHEST, n, seed + 1)
+            parts = fractions[1:WINDOW], fractions[WINDOW:reach + 1], fractions[reach + 1:]
+            rows.append(dict(model=name, place=place, **dict(zip(('within_window', 'within_reach', 'beyond'), map(
+                statistics.mean, parts))), accuracy=fractions))
+    print(table(rows, 'model place within_window within_reach beyond'))
     return rows
 
 

@@ -108,6 +108,8 @@ def race(asked, name, B, T, n_new, engines):
         rows.append(m.row(seconds=m.seconds, tok_per_s=B * n / m.seconds, of_floor=least / m.seconds, floor_step_s=step,
                           read_bytes_per_s=read, flops=flops, should_be_ours=same_tokens and weights == 'float32',
                           **compare(model, idx, m.result)))
+    for row in rows:
+        row['tokens'] = verdict(row)
     for row in rows:  # the decoder over the best of all other rows with the same weights
         others = [other['tok_per_s'] for other in rows
                   if other['weights'] == row['weights'] and other['engine'] != Decoder.name]
@@ -241,19 +243,10 @@ def long_context(asked):
         yield [m.row(step_s=m.seconds, speedup=exact[m.case.labels['engine']].over(m)) for m in measured]
 
 
-WHO = {'shape': '{shape}', 'batch': '{batch}'}
-HOW = {'of floor': '{of_floor:.0%}', 'how': '{how}', 'over the best other way': '{over_others:.2f}x', 'tokens': verdict,
-       'read GB/s': lambda row: f"{row['read_bytes_per_s'] / 1e9:.0f}",
-       'GFLOP/s': lambda row: f"{row['flops'] / 1e9:.0f}"}
+ENGINE, JUDGED = 'engine weights tok_per_s ', ' of_floor how over_others read_bytes_per_s flops tokens'
 PARTS = dict(
-    decoding=Part(decoding, 24, "greedy tokens after a short prompt", WHO | {
-        'engine': '{engine}', 'weights': '{weights}', 'tok/s': '{tok_per_s:,.0f}', 'new': '{new_tokens}', **HOW}),
-    prefill=Part(prefill, 12, "the first token after a long prompt", WHO | {
-        'prompt': '{prompt}', 'engine': '{engine}', 'weights': '{weights}',
-        'ms': lambda row: f"{1e3 * row['seconds']:,.1f}",
-        'prompt tok/s': lambda row: f"{row['batch'] * row['prompt'] / row['seconds']:,.0f}", **HOW}),
-    long_context=Part(long_context, 6, "a step after a long prompt, weights in 8 bits", WHO | {
-        'context': '{context}', 'engine': '{engine}', 'keys, values': '{type_kv}',
-        'ms a step': lambda row: f"{1e3 * row['step_s']:.2f}",
-        'tok/s': lambda row: f"{row['batch'] / row['step_s']:,.0f}", 'over its float32': '{speedup:.2f}x'}),
+    decoding=Part(decoding, 24, "greedy tokens after a short prompt", 'shape batch ' + ENGINE + 'new_tokens' + JUDGED),
+    prefill=Part(prefill, 12, "the first token after a long prompt", 'shape batch prompt seconds ' + ENGINE + JUDGED),
+    long_context=Part(long_context, 6, "a step after a long prompt, weights in 8 bits",
+                      'shape batch context engine type_kv step_s speedup'),
 )

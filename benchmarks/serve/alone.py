@@ -135,10 +135,8 @@ def draws(asked):
 
 
 PARTS = dict(
-    engine_alone=Part(engine_alone, 6, "the engine alone, over the kernel on the same batches", {
-        'shape': '{shape}', 'weights': '{weights}', 'requests': '{requests}', 'tok/s': '{tok_per_s:,.0f}',
-        'the kernel': '{kernel_tok_per_s:,.0f}', 'over the kernel': '{of_kernel:.2f}x'}),
-    draws=Part(draws, 1, "drawing the next token of each row of logits", {
-        'shape': '{shape}', 'rows': '{rows}', 'of': '{vocab_size:,}', 'case': '{case}', 'ms': '{ms:.3f}',
-        'PyTorch': '{torch_ms:.3f}', '': '{speedup:.1f}x'}),
+    engine_alone=Part(engine_alone, 6, "the engine alone, over the kernel on the same batches",
+                      'shape weights requests tok_per_s kernel_tok_per_s of_kernel'),
+    draws=Part(draws, 1, "drawing the next token of each row of logits",
+               'shape rows vocab_size case ms torch_ms speedup'),
 )

@@ -186,28 +186,11 @@ def arrivals_race(name, config, weights, servers, requests, n_clients, n_request
     return rows
 
 
-def milliseconds(name, digits):
-    """Two columns: the median and the 99th percentile of a latency."""
-    return [lambda row, i=i: '-' if row[name][i] is None else f'{row[name][i]:,.{digits}f}' for i in range(2)]
-
-
-def columns(**more):
-    return {
-        'server': '{server}', 'weights': '{weights}', 'threads': lambda row: str(row['threads'] or 'chosen'),
-        'shape': '{shape}', 'clients': '{clients}', 'case': '{case}', 'rate': '{rate:.1f}/s',
-        'tok/s': '{tok_per_s:,.0f}', 'req/s': '{requests_per_s:.1f}', 'goodput': '{goodput:.1f}',
-        **dict(zip(('TTFT p50, ms', 'p99'), milliseconds('ttft_ms', 1))),
-        **dict(zip(('a token', 'p99 '), milliseconds('per_token_ms', 2))),
-        **dict(zip(('whole', 'p99  '), milliseconds('end_to_end_ms', 0))), 'client': '{client_cpu:.0%}',
-        **{name.replace('_', ' '): how for name, how in more.items()},
-        '': lambda row: f"{row['failed']} FAILED: {row['error'][0][-80:]}" if row['failed'] else ''}
-
-
+NAMES = ('server weights threads shape clients case rate tok_per_s requests_per_s goodput ttft_ms per_token_ms '
+         'end_to_end_ms client_cpu failed error ')
 PARTS = dict(
-    closed=Part(closed, 45, "closed loops", columns(over_llama='{over_llama:.2f}x')),
-    arrivals=Part(arrivals, 50, f"arrivals at {LOAD:.0%} of the capacity", columns(
-        p99_over_llama='{p99_over_llama:.2f}x')),
-    prefix=Part(prefix, 35, "prompts with a common prefix", columns(TTFT_over_none='{ttft_over_none:.2f}x')),
-    faults=Part(faults, 6, "clients that go away or read slowly", columns(blocks_in_use=lambda row: '' if row[
-        'blocks_used'] is None else f"{row['blocks_used']}{' LOST' * bool(row['blocks_used'])}")),
+    closed=Part(closed, 45, "closed loops", NAMES + 'over_llama'),
+    arrivals=Part(arrivals, 50, f"arrivals at {LOAD:.0%} of the capacity", NAMES + 'p99_over_llama'),
+    prefix=Part(prefix, 35, "prompts with a common prefix", NAMES + 'ttft_over_none'),
+    faults=Part(faults, 6, "clients that go away or read slowly", NAMES + 'blocks_used'),
 )

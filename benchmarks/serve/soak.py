@@ -78,14 +78,5 @@ async def one_by_one(server, asks):
     return answers
 
 
-def what_is_wrong(row):
-    return ', '.join(text for text, is_so in (
-        ('FAILED ' + ''.join(row['error'])[-80:], row['failed']), ('BLOCKS LOST', row['blocks_used']),
-        ('MEMORY GROWS', row['flat'] is False), ('ANSWERS DIFFER', row['different'])) if is_so)
-
-
-PARTS = dict(soak=Part(rows, 6, "soak", {
-    'shape': '{shape}', 'weights': '{weights}', 'requests': '{requests:,}', 'failed': '{failed}',
-    'blocks in use': '{blocks_used}', 'MB first': lambda row: f"{row['resident'][TURNS // 5 - 1] / 1e6:,.0f}",
-    'last': lambda row: f"{row['resident'][-1] / 1e6:,.0f}", 'compared': '{compared}', 'different': '{different}',
-    'preemptions': '{preemptions:,}', 'tokens found': '{prefix_hits:,}', '': what_is_wrong}))
+PARTS = dict(soak=Part(rows, 6, "soak", (
+    'shape weights requests failed error blocks_used resident flat compared different preemptions prefix_hits')))
