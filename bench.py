@@ -59,10 +59,10 @@ device = 'auto'           # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'            # float32, bfloat16 or float16; auto goes by the device
 
 OUT = 'out-bench'
-# A module has PARTS, see `harness.Part`, or `run(asked)`, which returns the figures for JSON, and EXPECTED, the time with
-# the default settings on two cores. It may have CPU_ONLY, why it measures in float32 on a CPU; check(asked), which raises
-# ValueError and returns what is written beside the rows; and PICTURE, a file, with picture(figures, machine), the
-# arguments of `harness.draw`.
+# A module has PARTS, see `harness.Part`, or `run(asked)`, which returns the figures for JSON, and EXPECTED, the time
+# with the default settings on two cores. It may have CPU_ONLY, what is measured on a CPU alone; check(asked), which
+# raises ValueError and returns what is written beside the rows; and PICTURE, a file, with picture(figures, machine),
+# the arguments of `harness.draw`.
 MODES = dict(train='train_step', generate='generate', memory='memory', loss='loss',
              positions='experiments.positions', endless='experiments.endless', recall='experiments.recall',
              peers='peers', caches='caches', serve='serve')

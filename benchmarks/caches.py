@@ -224,7 +224,7 @@ def serve(cache, prompts, B, n_steps):
 
 
 def requests(asked, n_new=24):
-    """n_new greedy tokens of prompts of different lengths. same_tokens: as those of the contiguous cache of the width."""
+    """n_new greedy tokens of prompts of several lengths. same_tokens: as those of the contiguous cache of the width."""
     for name, B, _ in asked.combinations('SM', (8,)):
         model = model_of(name, asked.bias)
         decoder, prompts = decode.best(model, B), [
@@ -237,8 +237,8 @@ def requests(asked, n_new=24):
                 return [read(kvcache.make_cache(model, kind, len(group), bits, decoder), group) for group in groups]
             labels = dict(shape=name, kv_cache=kind, kv_bits=bits, together=together, prompts=[*map(len, prompts)],
                           new_tokens=n_new)
-            cases.append(Case(labels, lambda groups: torch.cat([write(*group, n_new) for group in groups], dim=1), begin,
-                              per=B * n_new))
+            cases.append(Case(labels, lambda groups: torch.cat([write(*group, n_new) for group in groups], dim=1),
+                              begin, per=B * n_new))
         measured = take_turns(cases, asked.repeats, f'{name}: requests')
         contiguous = {m.case.labels['kv_bits']: m for m in measured if m.case.labels['kv_cache'] == 'tuple'}
         yield [m.row(tok_per_s=1 / m.seconds, time_over_contiguous=m.over(contiguous[0]),

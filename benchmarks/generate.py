@@ -118,7 +118,8 @@ def picture(figures, machine):
         if B == 1:
             every = range(1, mine[-1]['new_tokens'] + 1)
             lines.append((every, [counted(k, block) for k in every], 'positions computed', dict(color='0.6', ls=':')))
-        panels.append(Panel(f"{name}, {B} sample{'s' * (B > 1)}", lines, marks={block - PROMPT: 'the context is full'},
-                            axes=dict(yscale='log', yticks=[1, 2, 5, 10, 20, 50, 100], ylabel='times as fast as no cache',
-                                      xlabel=f'new tokens after a prompt of {PROMPT}')))
+        axes = dict(yscale='log', yticks=[1, 2, 5, 10, 20, 50, 100], ylabel='speed-up over no cache',
+                    xlabel=f'new tokens after a prompt of {PROMPT}')
+        panels.append(Panel(f"{name}, {B} sample{'s' * (B > 1)}", lines, axes=axes,
+                            marks={block - PROMPT: 'the context is full'}))
     return dict(panels=panels, title=machine)

@@ -11,8 +11,9 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -165,7 +166,7 @@ def shown(name, figure):
         return f'{1e3 * figure:,.3f} ms'
     if 'over' in name or name == 'speedup':
         return f'{figure:.2f}x'
-    return f'{figure:,.0f}' if abs(figure) >= 1000 else f'{figure:.4g}'
+    return f'{figure:,.0f}' if abs(figure) >= 1000 else f'{figure:.5g}'
 
 
 def table(rows, names):

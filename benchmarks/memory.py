@@ -27,7 +27,8 @@ def run(asked):
     """{'rows': of each shape, batch and number of new tokens one without a cache and one with it}. peak, cache: bytes,
     see `measure`. formula: the bytes of the cache by its shape."""
     rows, lengths = [], {name: (10, n) for name, n in WITHIN_WINDOW.items()}
-    each = [(*case, use_cache) for case in asked.combinations('SML', (1, 8, 32), lengths) for use_cache in (False, True)]
+    cases = asked.combinations('SML', (1, 8, 32), lengths)
+    each = [(*case, use_cache) for case in cases for use_cache in (False, True)]
     for name, B, n, use_cache in tqdm(each, desc='memory', leave=False, disable=None):
         c = config_of(name, asked.bias)
         row = dict(shape=name, batch=B, new_tokens=n, use_cache=use_cache,

@@ -1,4 +1,4 @@
-"""The measurements of positions, of endless streams and of recall count what they say. The speeds are not tested."""
+"""The experiments with positions, endless streams and recall measure what they say. The speeds are not tested."""
 import json
 import os
 import pydoc_data.topics
@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from conftest import run, sizes
 
-from benchmarks import endless, positions, recall, shapes
+from benchmarks import harness, shapes
+from benchmarks.experiments import endless, positions, recall
 from benchmarks.shapes import cache_bytes
 from model import GPT, GPTConfig
 
@@ -120,10 +121,14 @@ def test_tokens_at_two_places_are_timed_as_often_and_at_their_places():
     def step(idx, kv_cache):
         seen.append((kv_cache[0].cache_pos, idx.item()))
         return model.step(idx, kv_cache)
-    seconds = endless.time_at(step, model, text, (7, 150), rounds=3)
-    assert [len(times) for times in seconds.values()] == [3 * 12] * 2
-    once = [(t, text[t].item()) for place in (7, 150) for t in range(place, place + 12)]
-    assert seen == once * 4
+    near, far = endless.time_at(step, model, text, (7, 150), repeats=2)
+    assert len(near.runs) == len(far.runs) == 2
+    of_near, of_far = ([(t, text[t].item()) for t in range(place, place + 12)] for place in (7, 150))
+    assert seen == of_far + of_near + of_near + of_far + of_far + of_near
+
+
+def asked(**options):
+    return harness.Asked('cpu', 'float32', None, None, None, None, options)
 
 
 @pytest.fixture
@@ -141,8 +146,8 @@ def small(monkeypatch):
     return trained
 
 
-def test_the_comparison_of_positions(small, tmp_path, capsys):
-    rows, streams, lines = positions.run([5, 6], 7, stride=2)
+def test_the_comparison_of_positions(small, capsys):
+    rows, streams, lines = positions.measure([5, 6], 7, stride=2).values()
     assert small == [(name, seed, 7) for seed in (5, 6) for name in positions.MODELS]
     assert [row['model'] for row in rows] == list(positions.MODELS) == list(KINDS)
     assert [row['cache_bytes'] for row in rows] == [2 * 2 * heads * 4 * slots * 4 for heads, slots in (
@@ -157,15 +162,15 @@ def test_the_comparison_of_positions(small, tmp_path, capsys):
     assert [n is None for n in by_name['learned', 'crop']] == [True, True, True, False]
     assert len(by_name) == 8 + 1 + 2
     assert None not in by_name['alibi', ''] + by_name['rope', 'window 8, 0 sinks']
-    positions.plot(lines, tmp_path / 'p.png')
-    assert (tmp_path / 'p.png').read_bytes().startswith(b'\x89PNG') and 'in one stream, crop' in capsys.readouterr().out
+    left, right = positions.picture(dict(lines=lines), '')['panels']
+    assert len(left.lines) == 8 + 1 and len(right.lines) == 2 + 2 and 'the window rolls' in capsys.readouterr().out
 
 
-def test_the_endless_stream_of_a_trained_model(small, monkeypatch, tmp_path):
+def test_the_endless_stream_of_a_trained_model(small, monkeypatch):
     monkeypatch.setattr(endless, 'time_training', lambda seed, repeats: {'rope': 1.0})
     for name, size in (('S', 32), ('M', 48)):
         monkeypatch.setitem(shapes.SHAPES, name, replace(shapes.SHAPES[name], block_size=size, n_layer=1))
-    figures = endless.run(5, 7, repeats=1)
+    figures = endless.run(asked(seed=5, iterations=7, repeats=1))
     assert len(small) == len(positions.MODELS)
     rows = {row['way']: row for row in figures['stream']}
     assert set(rows) == {name + way for name in ('learned, crop', *endless.WINDOWS) for way in ('', endless.DECODER)}
@@ -178,8 +183,7 @@ def test_the_endless_stream_of_a_trained_model(small, monkeypatch, tmp_path):
     assert len(figures['resident_bytes']) == 7
     assert [(row['shape'], row['block_size']) for row in figures['sizes']] == [('S', 32), ('M', 48)]
     assert all(row['roll'] > 0 and row['crop'] > 0 for row in figures['sizes'])
-    endless.plot(json.loads(json.dumps(figures)), tmp_path / 'e.png')
-    assert (tmp_path / 'e.png').read_bytes().startswith(b'\x89PNG')
+    assert [len(panel.lines) for panel in endless.picture(json.loads(json.dumps(figures)), '')['panels']] == [3, 6, 3]
 
 
 def test_a_text_of_the_recall_task_asks_for_its_marked_token():
@@ -221,16 +225,16 @@ def test_no_token_beyond_the_layers_times_the_window_is_seen(n_layer, window):
     assert changes == [distance <= reach for distance in range(1, 30)]
 
 
-def test_the_recall_task_is_trained_and_drawn(monkeypatch, tmp_path, capsys):
+def test_the_recall_task_is_trained_and_drawn(monkeypatch):
     for name, value in dict(WINDOW=4, BLOCK_SIZE=256, FARTHEST=20).items():
         monkeypatch.setattr(recall, name, value)
     monkeypatch.setattr(recall, 'MODELS', {'window': dict(window=4, n_sink=2), 'none': {}})
-    rows = recall.run(0, 3, n=8, far=40)
+    rows = recall.measure(0, 3, n=8, far=40)
     assert [(row['model'], row['place'], len(row['accuracy'])) for row in rows] == [
         ('window', 16, 21), ('window', 40, 21), ('window', 1, 21), ('none', 16, 21)]
-    assert capsys.readouterr().out.count('n_layer * (W - 1) = 12') == 4
-    recall.plot(rows, tmp_path / 'r.png')
-    assert (tmp_path / 'r.png').read_bytes().startswith(b'\x89PNG')
+    assert all(row['beyond'] == pytest.approx(sum(row['accuracy'][13:]) / 8) for row in rows)  # 4 layers reach 12
+    panel, = recall.picture(dict(rows=rows), '')['panels']
+    assert len(panel.image) == 4
 
 
 def test_models_are_trained_once_by_train_py(repo, monkeypatch):
@@ -262,11 +266,3 @@ def test_positions_mode(repo):
     assert (repo / 'p.png').read_bytes().startswith(b'\x89PNG')
     short = run(repo, 'bench.py', '--mode=endless', '--iterations=1', '--json=e.json')
     assert short.returncode == 2 and 'prepare tinyshakespeare' in short.stderr
-
-
-def test_settings_of_these_modes_that_make_no_sense_end_in_one_line(repo):
-    for wrong, said in (('--seeds=0', 'seeds must be at least 1, not 0'),
-                        ('--iterations=-1', 'iterations must be at least 0, not -1'),
-                        ('--dtype=bfloat16', 'on a CPU in float32')):
-        done = run(repo, 'bench.py', '--mode=recall', wrong)
-        assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr

@@ -4,8 +4,8 @@ The speed of the decoder beside processes that keep the cores busy, and whether 
     python benchmarks/experiments/busy.py         S, M and L, one and ten sequences, 0, 1 and 2 busy neighbours
     python benchmarks/experiments/busy.py --shape=S --neighbours=0,1 --runs=5
 
-Each run is timed with one thread, with all of them, with the number that the decoder chooses by timing its steps, and by
-the model's own cached step; they take turns. The fair share is the rate without neighbours times
+Each run is timed with one thread, with all of them, with the number that the decoder chooses by timing its steps, and
+by the model's own cached step; they take turns. The fair share is the rate without neighbours times
 cores / (cores + neighbours): the part of the cores that one process gets if all get equal parts.
 """
 import math
@@ -56,7 +56,8 @@ def main(config):
         with busy(n):
             measured = take_turns(cases, runs, f'{n} neighbours', seconds)
         for cell in cells:
-            mine = {m.case.labels['threads']: [1 / s for s in m.runs] for m in measured if m.case.labels['cell'] == cell}
+            mine = {m.case.labels['threads']: [1 / s for s in m.runs] for m in measured
+                    if m.case.labels['cell'] == cell}
             rate = quiet.setdefault(cell, statistics.median(mine[CHOSEN]))
             rows.append(row(*cell, n, mine, rate * n_cores() / (n_cores() + n)))
     rows.sort(key=lambda r: ('SML'.index(r['shape']), r['batch']))

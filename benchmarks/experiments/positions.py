@@ -232,7 +232,7 @@ def picture(figures, machine):
                                  (cut + trained_so, trained_so, 'trained without a window, and cut to one')):
         lines = []
         for line in shown:
-            label = ', '.join(filter(None, ('trained so:' * (line in trained_so) * (shown is not of_models),
+            label = ', '.join(filter(None, ('trained so' * (line in trained_so) * (shown is not of_models),
                                             line['model'], line['how'])))
             points = [(x, y) for x, y in zip(middles, line['nats']) if y is not None]
             lines.append((*zip(*points), label, dict(marker='.', ls='--' if line in dashed else '-')))

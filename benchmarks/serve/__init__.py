@@ -67,7 +67,8 @@ def rates(title, rows):
     for server, weights in dict.fromkeys((row['server'], row['weights']) for row in rows):
         mine = [row for row in rows if (row['server'], row['weights']) == (server, weights)]
         how = dict(color=COLOURS[server], marker='o', ms=4, ls='-' if weights == 'float32' else '--')
-        lines.append(([row['clients'] for row in mine], [row['tok_per_s'] for row in mine], f'{server}, {weights}', how))
+        xs, ys = zip(*((row['clients'], row['tok_per_s']) for row in mine))
+        lines.append((xs, ys, f'{server}, {weights}', how))
     most = 1.3 * max(row['tok_per_s'] for row in rows)  # room for the legend above the lines
     return Panel(title, lines, axes=dict(xscale='log', xticks=counts, xlabel='clients', ylabel='tokens/s',
                                          ylim=(0, most)))

@@ -245,6 +245,6 @@ def ttft(load, p):
 
 
 def over(mine, theirs, of=tok_per_s):
-    """The median over the rounds of a figure of one `Measured` over that of another. None where nothing was answered."""
+    """The median over the rounds of a figure of one `Measured` over another's. None where nothing was answered."""
     pairs = [(of(a), of(b)) for a, b in zip(mine.results, theirs.results)]
     return statistics.median(a / b for a, b in pairs) if all(a and b for a, b in pairs) else None
