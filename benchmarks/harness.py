@@ -224,6 +224,15 @@ def describe_machine(device):
     return f"torch {torch.__version__}, {device}, {what}"
 
 
+def process_bytes(field='VmRSS', pid='self'):
+    """Bytes of memory that a process has, or of another field of Linux's /proc; None where that does not exist."""
+    try:
+        with open(f'/proc/{pid}/status') as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith(field + ':'))
+    except (OSError, StopIteration):
+        return None
+
+
 def write_json(path, figures):
     """Write figures to the file `path`; '' writes nothing."""
     if path:

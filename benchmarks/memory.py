@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 from tqdm import tqdm
 
-from benchmarks.harness import table
+from benchmarks.harness import process_bytes, table
 from benchmarks.shapes import PROMPT, WITHIN_WINDOW, cache_bytes, config_of
 from device import DTYPES, autocast
 from model import GPT
@@ -85,9 +85,7 @@ def peak_bytes(device):
     """The peak in bytes: allocated on a GPU, resident on a CPU."""
     if device.startswith('cuda'):
         return torch.cuda.max_memory_allocated(device)
-    try:
-        with open('/proc/self/status') as f:  # ru_maxrss would begin with the peak of the parent process
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith('VmHWM'))
-    except (OSError, StopIteration):
-        import resource  # not on Windows
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+    if (peak := process_bytes('VmHWM')) is not None:  # ru_maxrss would begin with the peak of the parent process
+        return peak
+    import resource  # not on Windows
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)

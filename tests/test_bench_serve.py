@@ -196,10 +196,10 @@ def test_each_part_on_our_server(ours):
     folder, server = ours
     assert {'ckpt.pt'} <= set(os.listdir(folder)) <= {'ckpt.pt', 'float32.gguf', 'int8.gguf'}
     n = sizes(6, 40)
-    rows = loads.closed_race('S', TINY, 'float32', [server], 2, n, 1)
-    rows += loads.arrivals_race('S', TINY, 'float32', [server], workloads.trace()[1], 2, n, 1)
-    rows += loads.prefix_race('S', TINY, 'float32', [server], 2, n, 1)
-    rows += loads.faults_race('S', TINY, 'float32', [server], 2, n, 1)
+    rows = loads.closed('S', TINY, 'float32', [server], 2, n, 1)
+    rows += loads.arrivals('S', TINY, 'float32', [server], 2, n, 1)
+    rows += loads.prefix('S', TINY, 'float32', [server], 2, n, 1)
+    rows += loads.faults('S', TINY, 'float32', [server], 2, n, 1)
     assert len(rows) == 1 + 1 + 3 + 2 and not any(row['failed'] for row in rows)
     assert rows[0]['over_llama'] is None and rows[0]['requests'] == n
     assert math.isclose(rows[1]['rate'], 0.8 * rows[1]['capacities'][0]) and len(rows[1]['capacities']) == 1
@@ -226,7 +226,7 @@ def test_arrivals_come_at_a_part_of_a_capacity(monkeypatch):
         return made_load(1, *[(t, t + 0.1, t + 1, 2) for t in times])
     monkeypatch.setattr(loads, 'closed_loop', closed_loop)
     monkeypatch.setattr(loads, 'open_loop', open_loop)
-    rows = loads.arrivals_race('S', TINY, 'float32', [ours, other], workloads.trace()[1], 2, None, 2)
+    rows = loads.arrivals('S', TINY, 'float32', [ours, other], 2, None, 2)
     for at, factor in ((0, 1), (3, 1), (6, 0.5)):
         assert sorted(seen[at:at + 3]) == [('llama-server', pytest.approx(4 * factor)),
                                            ('ours', pytest.approx(4 * factor)), ('ours', pytest.approx(8 * factor))]

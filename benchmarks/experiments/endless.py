@@ -8,7 +8,6 @@ the rolling cache of the models with a window, and for comparison through the le
 block_size tokens, each by the model's own step and by the best decoder. They take turns, 100 tokens each. Then tokens
 at two distant positions of a stream are timed in turns, and a training iteration of each model.
 """
-import sys
 import time
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from tqdm import tqdm
 import decode
 from benchmarks import train_step
 from benchmarks.experiments import positions
-from benchmarks.harness import Case, Panel, table, take_turns
+from benchmarks.harness import Case, Panel, process_bytes, table, take_turns
 from benchmarks.shapes import cache_bytes, config_of
 from model import GPT
 
@@ -76,7 +75,7 @@ def stream(ways, text):
     resident = []
     for start in tqdm(range(0, n, TURN), desc='one stream', disable=None):
         if start % SPAN == 0:
-            resident.append(resident_bytes())
+            resident.append(process_bytes() or 0)
         for label, logits_of in ways.items():
             losses, seconds = measured[label]
             for t in range(start, min(start + TURN, n)):
@@ -86,14 +85,6 @@ def stream(ways, text):
                 seconds[t] = time.perf_counter() - begin
                 losses[t] = F.cross_entropy(logits, text[t + 1:t + 2])
     return measured, resident
-
-
-def resident_bytes():
-    """The memory that this process holds at the moment, 0 where the system does not say."""
-    if not sys.platform.startswith('linux'):
-        return 0
-    with open('/proc/self/status') as f:
-        return next(int(line.split()[1]) * 1024 for line in f if line.startswith('VmRSS'))
 
 
 @torch.inference_mode()

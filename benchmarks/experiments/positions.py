@@ -119,23 +119,19 @@ def binned(losses, contexts):
     return [losses[:, bins == i].mean().item() if (bins == i).any() else None for i in range(len(EDGES) - 1)]
 
 
-def without_end(model):
-    """The model with positions beyond block_size: a window as long as the stretches hides nothing of them."""
-    return model if model.config.window else model.with_window(EDGES[-1])
-
-
-def by_position(model, stretches):
-    """The loss in nats in each bin of EDGES, on stretches (B, EDGES[-1] + 1). Learned positions end at block_size."""
+def by_position(model, stretches, crop=False):
+    """
+    The loss in nats in each bin of EDGES, on stretches (B, EDGES[-1] + 1). Learned positions end at block_size. With
+    crop only beyond block_size, where the model gets the last block_size tokens for each token.
+    """
     size = model.config.block_size
+    if crop:
+        return binned(cropped_nats(model, stretches[:, 1:], 1), torch.arange(size + 1, stretches.size(1)))
     if model.config.position == 'learned':
-        return binned(nats(model, stretches[:, :size + 1]), torch.arange(1, size + 1))
-    return binned(nats(without_end(model), stretches), torch.arange(1, stretches.size(1)))
-
-
-def cropped_by_position(model, stretches):
-    """`by_position` beyond block_size, where the model gets the last block_size tokens for each token."""
-    losses, size = cropped_nats(model, stretches[:, 1:], 1), model.config.block_size
-    return binned(losses, torch.arange(size + 1, stretches.size(1)))
+        stretches = stretches[:, :size + 1]
+    elif not model.config.window:  # positions beyond block_size: this window hides nothing of the stretches
+        model = model.with_window(EDGES[-1])
+    return binned(nats(model, stretches), torch.arange(1, stretches.size(1)))
 
 
 def stream_nats(model, text, stride, crop=False):
@@ -215,8 +211,8 @@ def measure(seeds, iterations, stride=4):
             streams.append(dict(model=name, how=how, nats=[loss.mean().item() for loss in losses],
                                 by_10000=[part.mean().item() for part in losses[0].split(10000 // stride)]))
             if how.startswith('window') or (name, how) == ('learned', 'crop'):
-                of_bins = cropped_by_position if how == 'crop' else by_position
-                lines.append(dict(model=name, how=how, nats=mean([of_bins(model, stretches) for model in ways_models])))
+                lines.append(dict(model=name, how=how, nats=mean(
+                    [by_position(model, stretches, how == 'crop') for model in ways_models])))
     print(table(rows, 'model parameters cache_bytes val'), table(streams, 'model how nats'), sep='\n\n')
     return dict(rows=rows, streams=streams, lines=lines)
 

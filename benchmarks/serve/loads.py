@@ -9,6 +9,9 @@ Loads of our server and llama-server, in turns.
     prefix      prompts of half the window whose first 0, 50 or 90 % are common to all, and short answers
     faults      closed loops: in the first all clients read their answers, in the second 30 % of them go away and 10 %
                 read slowly
+
+Each is a function of (shape, config, weights, servers, number of clients, number of requests or 0 for its own,
+repeats), which returns rows. servers: ours, and llama-server if it is there.
 """
 import asyncio
 import math
@@ -21,8 +24,7 @@ from benchmarks.serve.client import closed_loop, figures, open_loop, over, ttft
 from benchmarks.serve.servers import Ours, beside, blocks_left, models
 from benchmarks.serve.workloads import from_trace, longest, mixed, trace, with_faults, with_prefix
 
-EACH = {'S': 16, 'M': 4, 'L': 2}  # requests of a client
-FEWEST = 4                        # requests of all
+EACH, FEWEST = {'S': 16, 'M': 4, 'L': 2}, 4  # requests of a client, and of all at least
 SHARES, N_NEW = (0.0, 0.5, 0.9), 16  # of prefix: the common part of the prompts, and tokens of the answers
 # of arrivals
 LOAD = 0.8               # of a server's capacity, that requests come at
@@ -31,61 +33,30 @@ SECONDS = 20.0           # of an open loop, about
 REQUESTS = 50, 2000      # of an open loop, at least and at most
 
 
-def servers_up(asked, shapes, clients, longest_of, room=1):
-    """
-    Yields (shape, config, weights, number of clients, servers: ours, and llama-server if it is there), with the servers
-    running. longest_of(config): tokens of the longest request with its answer. room: how many of these our pool has for
-    each client.
-    """
-    for name, config, folder, weights in models(asked.shapes or shapes, asked.bias):
-        for C in asked.batches or clients:
-            most = longest_of(config)
-            with (Ours(folder, weights, room * C * most) as ours,
-                  beside(ours, asked.llama_server, config, folder, weights, C, most) as servers):
-                yield name, config, weights, C, servers
-
-
 def case_of(name, server, weights, load, setup=None, **labels):
     """A `Case` whose result is the `Load` of a coroutine: load(what setup has returned for a round)."""
     return Case(dict(shape=name, server=server.name, weights=weights, threads=server.threads, **labels),
-                lambda given: asyncio.run(load(given)), setup or (lambda round_: round_))
+                lambda given: asyncio.run(load(given)), setup)
 
 
-def rows_of(measured, more):
-    """A row of each measured load. more: a function of it that returns further figures."""
-    return [m.case.labels | figures(m.results) | more(m) for m in measured]
-
-
-def closed(asked):
+def closed(name, config, weights, servers, C, n_requests, repeats):
     """over_llama: the median over the rounds of our tokens/s over those of llama-server."""
-    longest_mixed = lambda config: longest(mixed(config, 1000, 0))  # noqa: E731
-    for name, config, weights, C, servers in servers_up(asked, 'SML', (1, 4, 16, 64), longest_mixed):
-        yield closed_race(name, config, weights, servers, C, asked.requests, asked.repeats)
-
-
-def closed_race(name, config, weights, servers, C, n_requests, repeats):
     n = n_requests or max(FEWEST, EACH[name] * C)
 
     def setup(round_):  # other prompts for each number of clients and round: ours would remember them
         return mixed(config, n if round_ else C, seed=1000 * C + round_)
     measured = take_turns([case_of(name, server, weights, partial(closed_loop, server, n_clients=C), setup, clients=C)
                            for server in servers], repeats, f'{name}, {weights}: {C} clients')
-    of_llama = over(measured[0], measured[1]) if len(measured) > 1 else None
-    return rows_of(measured, lambda m: dict(over_llama=of_llama) if m is measured[0] else {})
+    rows = [m.case.labels | figures(m.results) for m in measured]
+    rows[0]['over_llama'] = over(*measured) if len(measured) > 1 else None
+    return rows
 
 
-def prefix(asked):
+def prefix(name, config, weights, servers, C, n_requests, repeats):
     """
     Each round has new prompts, of which every client sends one before the load that is measured: the common part is
     known. ttft_over_none: the median over the rounds of the ratio of the median times to the first token.
     """
-    # ours also remembers prompts that were answered: twice the tokens, as a server has more memory than load
-    for name, config, weights, C, servers in servers_up(
-            asked, 'SML', (8,), lambda config: longest(with_prefix(config, 1, 0, N_NEW, 0)), room=2):
-        yield prefix_race(name, config, weights, servers, C, asked.requests, asked.repeats)
-
-
-def prefix_race(name, config, weights, servers, C, n_requests, repeats):
     n = n_requests or max(FEWEST, EACH[name] * C)
 
     def begin(server, share, round_):
@@ -96,21 +67,15 @@ def prefix_race(name, config, weights, servers, C, n_requests, repeats):
                      clients=C, share=share, case=f'{share:.0%}') for server in servers for share in SHARES]
     measured = take_turns(cases, repeats, f'{name}, {weights}: prefixes')
     none = {m.case.labels['server']: m for m in measured if not m.case.labels['share']}
-    return rows_of(measured, lambda m: dict(
-        ttft_over_none=over(m, none[m.case.labels['server']], partial(ttft, p=50))))
+    return [m.case.labels | figures(m.results) | dict(
+        ttft_over_none=over(m, none[m.case.labels['server']], partial(ttft, p=50))) for m in measured]
 
 
-def faults(asked):
+def faults(name, config, weights, servers, C, n_requests, repeats):
     """
     The figures are of the clients that read their whole answer at once. blocks_used: of our pool, after all rounds:
     more than 0 are lost.
     """
-    longest_mixed = lambda config: longest(mixed(config, 1000, 0))  # noqa: E731
-    for name, config, weights, C, servers in servers_up(asked, 'SM', (16,), longest_mixed):
-        yield faults_race(name, config, weights, servers, C, asked.requests, asked.repeats)
-
-
-def faults_race(name, config, weights, servers, C, n_requests, repeats):
     n = n_requests or 8 * C
 
     def setup(faulty, round_):
@@ -120,29 +85,11 @@ def faults_race(name, config, weights, servers, C, n_requests, repeats):
     async def load(server, asks):
         whole = await closed_loop(server, asks, C)
         return replace(whole, answers=[a for a in whole.answers if not a.ask.slow])
-    cases = [case_of(name, server, weights, partial(load, server), partial(setup, faulty), clients=C, faults=faulty,
-                     case='faults' if faulty else 'none') for server in servers for faulty in (False, True)]
+    cases = [case_of(name, server, weights, partial(load, server), partial(setup, faulty), clients=C, faults=faulty)
+             for server in servers for faulty in (False, True)]
     measured = take_turns(cases, repeats, f'{name}, {weights}: faults')
-    used = blocks_left(servers[0])
-    return rows_of(measured, lambda m: dict(
-        blocks_used=used if m.case.labels['server'] == servers[0].name else None))
-
-
-def arrivals(asked):
-    """
-    Times are scaled so that requests come at LOAD of a server's capacity, which is the rate of a closed loop with
-    requests of the same trace. It is measured before each open loop, since the speed of a machine with neighbours
-    changes within minutes. Each server gets LOAD of its own capacity, and ours also LOAD of llama-server's.
-
-    capacities: requests a second, measured before each round. rate: LOAD of their median. p99_ttft_s: the 99th
-    percentile of the time to the first token in each round. p99_over_llama: the median over the rounds of ours over
-    llama-server's at LOAD of its own capacity. (A percentile over all rounds would be that of the round in which the
-    machine was slowest, because the queue grows there.)
-    """
-    source, requests = trace()
-    for name, config, weights, C, servers in servers_up(asked, 'SML', (32,), lambda config: config.block_size):
-        yield [row | dict(trace=source) for row in
-               arrivals_race(name, config, weights, servers, requests, C, asked.requests, asked.repeats)]
+    used = {servers[0].name: blocks_left(servers[0])}
+    return [m.case.labels | figures(m.results) | dict(blocks_used=used.get(m.case.labels['server'])) for m in measured]
 
 
 async def capacity(server, config, requests, n_clients, n_requests, part, seed):
@@ -158,8 +105,18 @@ async def capacity(server, config, requests, n_clients, n_requests, part, seed):
     return n / load.seconds
 
 
-def arrivals_race(name, config, weights, servers, requests, n_clients, n_requests, repeats):
-    ours = servers[0]
+def arrivals(name, config, weights, servers, n_clients, n_requests, repeats):
+    """
+    Times are scaled so that requests come at LOAD of a server's capacity, which is the rate of a closed loop with
+    requests of the same trace. It is measured before each open loop, since the speed of a machine with neighbours
+    changes within minutes. Each server gets LOAD of its own capacity, and ours also LOAD of llama-server's.
+
+    capacities: requests a second, measured before each round. rate: LOAD of their median. p99_ttft_s: the 99th
+    percentile of the time to the first token in each round. p99_over_llama: the median over the rounds of ours over
+    llama-server's at LOAD of its own capacity. (A percentile over all rounds would be that of the round in which the
+    machine was slowest, because the queue grows there.)
+    """
+    (source, requests), ours = trace(), servers[0]
     at = [(server, server) for server in servers] + [(ours, of) for of in servers[1:]]
     capacities = {pair: [] for pair in at}
 
@@ -172,10 +129,10 @@ def arrivals_race(name, config, weights, servers, requests, n_clients, n_request
         n = n_requests or int(min(most, max(fewest, rate * SECONDS if round_ else 0)))
         asks, times = from_trace(config, requests, n, round_, seed + 10 * round_ + 2)
         return asks, [t / rate for t in times]
-    cases = [case_of(name, server, weights, lambda given, server=server: open_loop(server, *given),
-                     partial(setup, (server, of), 10**6 * number),
-                     case='its capacity' if server is of else f"{of.name}'s")
-             for number, (server, of) in enumerate(at)]
+    cases = [case_of(name, pair[0], weights, lambda given, server=pair[0]: open_loop(server, *given),
+                     partial(setup, pair, 10**6 * number), trace=source,
+                     case='its capacity' if pair[0] is pair[1] else f"{pair[1].name}'s")
+             for number, pair in enumerate(at)]
     measured = take_turns(cases, repeats, f'{name}, {weights}: arrivals')
     p99, rows = partial(ttft, p=99), []
     for m, pair in zip(measured, at):
@@ -186,11 +143,34 @@ def arrivals_race(name, config, weights, servers, requests, n_clients, n_request
     return rows
 
 
-NAMES = ('server weights threads shape clients case rate tok_per_s requests_per_s goodput ttft_ms per_token_ms '
-         'end_to_end_ms client_cpu failed error ')
+def part(load, minutes, title, figure, shapes, clients, longest_of, room=1):
+    """
+    The `Part` of a load, for these shapes and numbers of clients. figure: the last one of its tables.
+    longest_of(config): tokens of the longest request with its answer. room: how many of these our pool has for each
+    client.
+    """
+    def rows(asked):
+        for name, config, folder, weights in models(asked.shapes or shapes, asked.bias):
+            for C in asked.batches or clients:
+                most = longest_of(config)
+                with (Ours(folder, weights, room * C * most) as ours,
+                      beside(ours, asked.llama_server, config, folder, weights, C, most) as servers):
+                    yield load(name, config, weights, servers, C, asked.requests, asked.repeats)
+    names = ('server weights threads shape clients case faults rate tok_per_s requests_per_s goodput ttft_ms '
+             'per_token_ms end_to_end_ms client_cpu failed error ')
+    return Part(rows, minutes, title, names + figure)
+
+
+def longest_mixed(config):
+    return longest(mixed(config, 1000, 0))
+
+
 PARTS = dict(
-    closed=Part(closed, 45, "closed loops", NAMES + 'over_llama'),
-    arrivals=Part(arrivals, 50, f"arrivals at {LOAD:.0%} of the capacity", NAMES + 'p99_over_llama'),
-    prefix=Part(prefix, 35, "prompts with a common prefix", NAMES + 'ttft_over_none'),
-    faults=Part(faults, 6, "clients that go away or read slowly", NAMES + 'blocks_used'),
+    closed=part(closed, 45, "closed loops", 'over_llama', 'SML', (1, 4, 16, 64), longest_mixed),
+    arrivals=part(arrivals, 50, f"arrivals at {LOAD:.0%} of the capacity", 'p99_over_llama', 'SML', (32,),
+                  lambda config: config.block_size),
+    # ours also remembers prompts that were answered: twice the tokens, as a server has more memory than load
+    prefix=part(prefix, 35, "prompts with a common prefix", 'ttft_over_none', 'SML', (8,),
+                lambda config: longest(with_prefix(config, 1, 0, N_NEW, 0)), room=2),
+    faults=part(faults, 6, "clients that go away or read slowly", 'blocks_used', 'SM', (16,), longest_mixed),
 )

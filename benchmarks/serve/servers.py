@@ -64,10 +64,13 @@ class Server:
     """
     name, threads = '', None
 
-    def __init__(self, command, port=0):
+    def __init__(self, command):
+        """command: a function of the port."""
+        with socket.create_server(('127.0.0.1', 0)) as free:
+            self.port = free.getsockname()[1]
         self.log = tempfile.TemporaryFile()
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=self.log, start_new_session=True)
-        self.port = port
+        self.process = subprocess.Popen(command(self.port), cwd=ROOT, stdout=self.log, stderr=self.log,
+                                        start_new_session=True)
         atexit.register(self.stop)  # also if this process is ended by SIGTERM, which bench.py makes an exit
 
     def __enter__(self):
@@ -103,7 +106,7 @@ class Server:
 
     def ready(self):
         try:
-            return bool(self.port) and self.get('/health') is not None
+            return self.get('/health') is not None
         except (OSError, urllib.error.URLError):
             return False
 
@@ -111,16 +114,8 @@ class Server:
         with urllib.request.urlopen(f'http://127.0.0.1:{self.port}{path}', timeout=20) as answer:
             return answer.read()
 
-    def resident(self):
-        """Bytes of memory that the process has, or None where /proc does not say."""
-        try:
-            with open(f'/proc/{self.process.pid}/status') as f:
-                return int(re.search(r'VmRSS:\s*(\d+) kB', f.read())[1]) * 1024
-        except (OSError, TypeError):
-            return None
-
-    def body(self, ask):
-        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, **SETTINGS}).encode()
+    def body(self, ask, **more):
+        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, **SETTINGS, **more}).encode()
 
 
 class Ours(Server):
@@ -128,21 +123,13 @@ class Ours(Server):
     name = 'ours'
 
     def __init__(self, folder, weights, n_tokens, *options):
-        super().__init__([sys.executable, 'serve.py', f'--out_dir={folder}', f'--weights={weights}', '--port=0',
-                          '--device=cpu', '--max_queue=100000', f'--n_blocks={-(-n_tokens // PAGE_SIZE)}',
-                          f'--page_size={PAGE_SIZE}', *options])
-
-    def ready(self):
-        if not self.port:
-            self.log.seek(0)
-            said = re.search(rb'the page: http://[^/]*:(\d+)/', self.log.read())
-            self.port = int(said[1]) if said else 0
-        return super().ready()
+        super().__init__(lambda port: [
+            sys.executable, 'serve.py', f'--out_dir={folder}', f'--weights={weights}', '--device=cpu', f'--port={port}',
+            '--max_queue=100000', f'--n_blocks={-(-n_tokens // PAGE_SIZE)}', f'--page_size={PAGE_SIZE}', *options])
 
     def body(self, ask):
         drawn = {} if ask.seed is None else {'temperature': 1, 'seed': ask.seed}
-        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, 'return_token_ids': True,
-                           'cache_salt': ask.salt, **SETTINGS, **drawn}).encode()
+        return super().body(ask, return_token_ids=True, cache_salt=ask.salt, **drawn)
 
     def metric(self, name):
         """A number of /metrics."""
@@ -159,15 +146,13 @@ class LlamaServer(Server):
 
     def __init__(self, binary, folder, weights, n_slots, longest, threads):
         self.threads = threads
-        with socket.create_server(('127.0.0.1', 0)) as free:
-            port = free.getsockname()[1]
         n_ctx = -(-longest // 256) * 256  # it rounds up to that itself
-        super().__init__([binary, '-m', os.path.join(folder, f'{weights}.gguf'), '--host', '127.0.0.1', '--port',
-                          str(port), '-np', str(n_slots), '-c', str(n_slots * n_ctx), '--threads', str(threads),
-                          '--no-ui', '--log-verbosity', '1'], port)
+        super().__init__(lambda port: [
+            binary, '-m', os.path.join(folder, f'{weights}.gguf'), '--host', '127.0.0.1', '--port', str(port), '-np',
+            str(n_slots), '-c', str(n_slots * n_ctx), '--threads', str(threads), '--no-ui', '--log-verbosity', '1'])
 
     def body(self, ask):
-        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, 'top_k': 1, **SETTINGS}).encode()
+        return super().body(ask, top_k=1)
 
 
 def blocks_left(ours):

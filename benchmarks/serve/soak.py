@@ -9,7 +9,7 @@ answers to 500 requests, chosen at random, are compared with those of a new serv
 import asyncio
 import random
 
-from benchmarks.harness import Part
+from benchmarks.harness import Part, process_bytes
 from benchmarks.serve.client import ask_one, closed_loop
 from benchmarks.serve.servers import Ours, blocks_left, models
 from benchmarks.serve.workloads import longest, mixed, tokens
@@ -57,7 +57,7 @@ def soak(name, config, folder, weights, n_clients, n):
                     answers[i] = answer.token_ids
             failed += [a.error for a in load.answers if a.error not in ('', 'left')]
             used.append(blocks_left(ours))
-            resident.append(ours.resident())
+            resident.append(process_bytes(pid=ours.process.pid))
         preemptions, hits = int(ours.metric('preemptions_total')), int(ours.metric('prefix_hits_total'))
     with Ours(folder, weights, longest(asks)) as ours:
         alone = asyncio.run(one_by_one(ours, {i: asks[i]._replace(salt=str(i)) for i in sorted(chosen)}))
