@@ -17,22 +17,16 @@ from benchmarks.shapes import cache_bytes
 from model import GPT, GPTConfig
 
 BLOCK = 16
-KINDS = {
-    'learned': {},
-    'rope': dict(position='rope'),
-    'alibi': dict(position='alibi'),
-    'none': dict(position='none'),
-    'rope, 2 kv heads': dict(position='rope', n_kv_head=2),
-    'rope, 1 kv head': dict(position='rope', n_kv_head=1),
-    'rope, window 32': dict(position='rope', window=5),
-    'rope, window 32, 4 sinks': dict(position='rope', window=5, n_sink=2),
-}
+KINDS = [*positions.MODELS]
 
 
 def tiny(kind, **more):
+    """A small model of a kind of `positions.MODELS`, with a window of 5 instead of 32."""
     torch.manual_seed(3)
+    found = (setting.lstrip('-').split('=') for setting in positions.MODELS[kind])
+    found = {name: {'32': 5}.get(value, int(value) if value.isdecimal() else value) for name, value in found}
     args = dict(block_size=BLOCK, vocab_size=11, n_layer=2, n_head=4, n_embd=16, bias=False)
-    return GPT(GPTConfig(**args | KINDS[kind] | more)).double().eval()
+    return GPT(GPTConfig(**args | found | more)).double().eval()
 
 
 @pytest.mark.parametrize('window, n_sink', [(0, 0), (5, 0), (5, 3)])
@@ -151,7 +145,7 @@ def test_the_comparison_of_positions(small, capsys):
     assert small == [(name, seed, 7) for seed in (5, 6) for name in positions.MODELS]
     assert [row['model'] for row in rows] == list(positions.MODELS) == list(KINDS)
     assert [row['cache_bytes'] for row in rows] == [2 * 2 * heads * 4 * slots * 4 for heads, slots in (
-        (4, 16), (4, 16), (4, 16), (4, 16), (2, 16), (1, 16), (4, 10), (4, 12))]
+        (4, 16), (4, 16), (4, 16), (4, 16), (2, 16), (1, 16), (4, 10), (4, 14))]
     assert rows[0]['parameters'] - rows[1]['parameters'] == BLOCK * 16  # wpe
     assert all(len(row['val']) == 2 and row['val'][0] == row['val'][1] for row in rows)  # the same model twice
     ways = [(stream['model'], stream['how']) for stream in streams]
@@ -177,7 +171,7 @@ def test_the_endless_stream_of_a_trained_model(small, monkeypatch):
     for name in endless.WINDOWS:
         plain, decoded = rows[name], rows[name + endless.DECODER]
         assert plain['by_span'] == pytest.approx(decoded['by_span'], abs=1e-5) and len(plain['by_span']) == 6
-        assert plain['cache_bytes'] == 2 * 2 * 4 * 4 * (10 if name == endless.WINDOWS[0] else 12) * 4
+        assert plain['cache_bytes'] == 2 * 2 * 4 * 4 * (10 if name == endless.WINDOWS[0] else 14) * 4
     assert [(row['way'], row['place']) for row in figures['places'][:2]] == [(endless.WINDOWS[0], 20),
                                                                            (endless.WINDOWS[0], 300)]
     assert len(figures['resident_bytes']) == 7
@@ -194,22 +188,13 @@ def test_a_text_of_the_recall_task_asks_for_its_marked_token():
         assert targets[row].tolist() == [-1] * p + [tokens[row, p].item()] * (10 - p)
 
 
-class Remembers:
-    """Knows the last marked token within `reach` positions, and says `MARKED` (which is noise) beyond."""
-
-    def __init__(self, reach):
-        self.reach, self.config = reach, GPTConfig(vocab_size=recall.MARKED + recall.NOISE)
-
-    def __call__(self, tokens, targets, kv_cache):
-        said = torch.full_like(tokens, recall.MARKED)
-        for d in range(self.reach + 1):
-            ago = F.pad(tokens, (d, 0), value=recall.MARKED)[:, :tokens.size(1)]
-            said = torch.where((ago < recall.MARKED) & (said == recall.MARKED), ago, said)
-        return F.one_hot(said, recall.MARKED + recall.NOISE).float(), None, kv_cache
-
-
 def test_accuracy_is_by_distance():
-    assert recall.accuracy(Remembers(5), 4, 9, 20, 0) == [1.0] * 6 + [0.0] * 4
+    """Of a model that knows the marked token, at position 4, for 5 positions more."""
+    def knowing(tokens, targets, kv_cache):
+        known = (torch.arange(tokens.size(1)) <= 4 + 5) & (targets >= 0)
+        return F.one_hot(torch.where(known, targets, recall.MARKED)), None, kv_cache
+    knowing.config = GPTConfig()
+    assert recall.accuracy(knowing, 4, 9, 20, 0) == [1.0] * 6 + [0.0] * 4
 
 
 @pytest.mark.parametrize('n_layer, window', [(1, 4), (3, 4), (2, 6)])

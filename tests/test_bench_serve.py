@@ -93,18 +93,6 @@ def test_an_open_loop_does_not_wait_for_answers():
     assert all(a.first >= answers[-1].due and a.first_token_s >= answers[-1].due - a.due for a in answers)
 
 
-@pytest.mark.parametrize('shape', SHAPES)
-def test_requests_fit_into_the_window(shape):
-    config = SHAPES[shape]
-    source, rows = workloads.trace()
-    from_trace, times = workloads.from_trace(config, rows, 300, 1, 2)
-    for some in (workloads.mixed(config, 300, 0), from_trace, soak.asks_of_all_kinds(config, 300, 0)):
-        assert workloads.longest(some) <= config.block_size and len(some) == 300
-        assert all(ask.prompt and ask.n_new >= 1 and max(ask.prompt) < config.vocab_size for ask in some)
-    assert math.isclose(times[-1], 299, rel_tol=1e-9) and times[0] == 0 and times == sorted(times)
-    assert workloads.mixed(config, 9, 0) == workloads.mixed(config, 9, 0) != workloads.mixed(config, 9, 1)
-
-
 def test_lengths_of_the_trace_are_scaled_by_one_factor(monkeypatch):
     # the 99th percentile of the totals is 1,000, so everything is divided by 10; the last row is cut to the window
     rows = [(10.0 * i, 300, 100) for i in range(98)] + [(985.0, 400, 600), (1000.0, 20_000, 10)]
