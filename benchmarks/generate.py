@@ -54,7 +54,7 @@ def run(asked):
         ways = ways_to_generate(model, B, asked.kv_cache, asked.kv_bits, asked.device)
         mine = [compare_ways(asked, name, model, ways, B, n) for _, _, n in cases]
         print(table(mine, 'shape samples new_tokens tok_per_s') + '\n' + table(
-            mine, 'shape samples new_tokens speedup counted differing'), flush=True)
+            mine, 'shape samples new_tokens speedup counted same_tokens differing'), flush=True)
         rows += mine
     return dict(dtype=asked.dtype, prompt=PROMPT, repeats=asked.repeats, rows=rows)
 
@@ -97,12 +97,13 @@ def compare_ways(asked, name, model, ways, B, n):
     without, *_ = measured = take_turns(cases, asked.repeats, f'{name}: {B} x {n}')
     of = {m.case.labels['way']: m for m in measured}
     exact = [way for way in of if way != 'shift' and 'bits' not in way]
+    differing = [way for way in exact if not torch.equal(of[way].result, without.result)]
     return dict(shape=name, block_size=size, samples=B, new_tokens=n, counted=counted(n, size),
                 cache_bytes=cache_bytes(model.config, 1, DTYPES[asked.dtype].itemsize),
                 tok_per_s={way: B * n / m.seconds for way, m in of.items()},
                 speedup={way: without.seconds / m.seconds for way, m in of.items()},
                 runs_s={way: m.runs for way, m in of.items()},
-                differing=[way for way in exact if not torch.equal(of[way].result, without.result)])
+                same_tokens=not differing, differing=differing)
 
 
 def picture(figures, machine):
