@@ -1,5 +1,5 @@
 """
-What is measured, and how. `bench.py` runs these; the files below are scripts.
+What is measured, and how. `bench.py` runs all but the scripts.
 
     train_step     time of a training iteration
     generate       tokens a second, with the cache and without
@@ -10,10 +10,10 @@ What is measured, and how. `bench.py` runs these; the files below are scripts.
     serve/         our server and llama-server under load, in parts
     experiments/   models that are trained with other positions, endless texts, recall; busy neighbours
 
-    old_and_new.py       a commit or another work tree and this one, timed in turns (timed_tree.py runs in each)
-    house.py             the picture of the modules and their imports
-    figures/draw_*.py    the pictures that explain the caches
-
     harness, shapes      how all of it is timed, printed, drawn and written; the models that are measured
-    results/, figures/   the measured rows and the pictures of the documents
+    old_and_new          a script: a commit or another work tree and this one, timed in turns
+    timed_tree           what old_and_new runs in each of the two
+    house                a script: the picture of the modules and their imports
+
+results/ has the measured rows, figures/ the pictures of the documents and the scripts that draw those of the caches.
 """

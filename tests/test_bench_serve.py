@@ -258,12 +258,12 @@ def test_the_calls_of_the_engine_are_made_again(monkeypatch):
     row = alone.engine_race('S', model, decoder, 'float32', 3, 1)
     assert 0 < row['of_kernel'] and len(row['runs_s']['kernel']) == 1
     calls, engine = [], alone.Engine(model, decoder, [b' '] * 65, n_blocks=32)
-    some, run_once = workloads.mixed(TINY, 3, 0), decoder.run
+    some, run_once = workloads.mixed(TINY, 3, 0), decoder.execute_model
 
-    def counted(ids, positions, arrays, metadata, n_threads=None):
+    def counted(ids, positions, arrays, metadata):
         calls.append((len(ids), metadata.next_tokens))
-        return run_once(ids, positions, arrays, metadata, n_threads)
-    monkeypatch.setattr(decoder, 'run', counted)
+        return run_once(ids, positions, arrays, metadata)
+    monkeypatch.setattr(decoder, 'execute_model', counted)
     seconds, again, n = alone.serve(engine, decoder, some)
     assert seconds > 0 and again > 0 and n == sum(ask.n_new for ask in some) and not engine.live
     assert engine.cache.executor is decoder
