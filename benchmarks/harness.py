@@ -165,7 +165,7 @@ def shown(name, figure):
     if name.endswith('_s') and not name.endswith('per_s'):
         return f'{1e3 * figure:,.3f} ms'
     if 'over' in name or name == 'speedup':
-        return f'{figure:.2f}x'
+        return f'{figure:.3f}x'
     if abs(figure) >= 1e9:
         return f'{figure / 1e9:.0f}e9'
     return f'{figure:,.0f}' if abs(figure) >= 1000 else f'{figure:.5g}'

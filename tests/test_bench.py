@@ -63,7 +63,7 @@ def test_a_table_has_the_figures_that_there_are():
             dict(shape='M', step_s=1.5, over_a=None, n=7, same=False, tok_per_s=dict(a=1234.5))]
     assert harness.table(rows, 'shape n step_s over_a same missing tok_per_s').splitlines() == [
         'shape      n        step_s  over_a  same      a',
-        'S      1,200      1.250 ms   1.23x  yes       5',
+        'S      1,200      1.250 ms  1.234x  yes       5',
         'M          7  1,500.000 ms          NO    1,234']
 
 
