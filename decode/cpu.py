@@ -384,7 +384,7 @@ def check_inputs(model, input_ids, input_positions, kv_caches, m):
     """
     ValueError unless the arguments of `execute_model` are of N tokens. What is in them, the kernel checks.
     """
-    N, counts, wanted = len(input_positions), m.query_lens, m.wanted
+    N, counts = len(input_positions), m.query_lens
     if model.training:
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
     if not (isinstance(input_ids, torch.Tensor) and input_ids.dtype is torch.int64 and input_ids.is_cpu
@@ -392,16 +392,11 @@ def check_inputs(model, input_ids, input_positions, kv_caches, m):
         came = f"{tuple(input_ids.shape)} {input_ids.dtype}" if torch.is_tensor(input_ids) else repr(input_ids)
         raise ValueError(f"input_ids must be a contiguous int64 tensor ({N},) on the CPU, one for each position, not "
                          f"{came}")
-    for array in (input_positions,) if wanted is None else (input_positions, wanted):
-        if not isinstance(array, np.ndarray) or array.dtype != np.int64 or array.ndim != 1:
-            raise ValueError(f"input_positions and wanted must be int64 arrays of one dimension, not {array!r}")
+    if not isinstance(input_positions, np.ndarray) or input_positions.dtype != np.int64 or input_positions.ndim != 1:
+        raise ValueError(f"input_positions must be an int64 array of one dimension, not {input_positions!r}")
     if not N or min(counts) < 1 or sum(counts) != N or len(m.runs) != len(counts):
         raise ValueError(f"{len(counts)} sequences with {counts} new tokens, {N} positions and {len(m.runs)} tables of "
                          "runs: give each sequence at least one token and one table, and each token a position")
     if not kv_caches.compiled:
         raise ValueError(f"the compiled step does not read keys and values that are {kv_caches.dtype} on "
                          f"{kv_caches.tensors[0][0].device} or stored as these are: use decode.EagerDecoder(model)")
-    if wanted is not None and len(wanted) and not (
-            0 <= wanted[0] and wanted[-1] < N and (np.diff(wanted) > 0).all()):
-        raise ValueError(f"wanted must be row numbers from 0 to {N - 1} in ascending order, not {list(wanted)}: "
-                         "sort them, and name each row once")

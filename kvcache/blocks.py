@@ -74,6 +74,7 @@ class BlockManager:
         Give an empty sequence the remembered blocks with which its tokens begin. Returns how many of the tokens these
         hold. They fill whole blocks, and are never all of the tokens: the last one must be computed, for its logits.
         """
+        self.trim(record, 0)  # what was reserved for it
         for block in (table := self.cached_blocks(tokens, record.salt)):
             if block is not None:
                 self.acquire(block)
@@ -148,8 +149,8 @@ class BlockManager:
 
     def n_missing(self, record, n):
         """
-        How many free blocks n more positions of a sequence take, a copy of a shared block among them; less than 0 if
-        more are freed before because its next token does not see them.
+        How many free blocks n more positions of a sequence take, a copy of a shared block included; negative if the
+        window frees more than are taken.
         """
         n_freed = sum(self.references[record.table[i]] == 1 for i in self.passed(record)) if self.window else 0
         return self.n_new(record, n) + (n > 0 and self.is_shared(record)) - n_freed

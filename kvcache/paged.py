@@ -66,7 +66,7 @@ class PagedCache(BaseCache):
         """
         How many free blocks n more tokens of a sequence take, of a new one if handle is None; negative if more are
         released, because the next token does not see them. With a window and n > window + 1 it is an estimate of the
-        most that they take while they are fed: too small if other sequences share blocks that the window passes.
+        most that they take while they are fed; it is too small if other sequences share blocks that the window passes.
         """
         most = n_blocks_for(self.model.config, self.page_size)
         if handle is None:

@@ -6,8 +6,9 @@ class Record:
     A sequence of a cache.
 
     handle: the number by which callers name it, never given twice. length: how many of its tokens are in the cache.
-    begun: was it looked for in what the cache remembers? salt: see `PagedCache`. runs: its `decode.metadata.Runs`, None
-    before they are made. room: the position up to which these have slots that may be written.
+    begun: were the weights compared, and remembered blocks searched, for its beginning? salt: see `PagedCache`.
+    runs: its `decode.metadata.Runs`, None before they are made. room: the position up to which these have slots that
+    may be written.
     """
     __slots__ = 'handle', 'salt', 'length', 'begun', 'runs', 'room'
 

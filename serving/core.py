@@ -220,7 +220,7 @@ class EngineCore:
 
     def add(self, sample, new, logits, row, now):
         """
-        Add new tokens to a sample, of which only the last may end it, and the only one have log probabilities, by its
+        Add new tokens to a sample. Only the last may end it. Log probabilities come with a single new token, from its
         row of the logits. Returns their `Output`.
         """
         tokens, stream, n_logprobs, reason, logprobs = (
@@ -253,7 +253,7 @@ class EngineCore:
             self.stats.per_token.observe((time.monotonic() - first_time) / (n - 1))
 
     def deliver(self, live, outputs):
-        """Hand outputs to a request. It is forgotten if it has ended, and ended if it raises."""
+        """Hand outputs to a request. One that has ended is forgotten. One whose `deliver` raises is ended."""
         if not live.begun:
             live.begun, first = True, live.samples[0] if live.samples else None
             if first and first.n_cached is not None:

@@ -40,8 +40,8 @@ class Engine:
     wait.
 
     The tokens and log probabilities of a sample are those that it has alone, with a compiled step bit for bit, whoever
-    else is served, whatever is remembered, and whenever it was preempted. If the weights change, all keys and values
-    are computed again with the new ones, and each sample goes on behind its tokens.
+    else is served, whatever is remembered, and whenever it was preempted. When a sequence begins after the weights have
+    changed, all keys and values are computed again with the new ones, and each sample goes on behind its tokens.
 
     stats: see `stats.Stats`. Any thread may call `start`, `submit`, `abort`, `drain`, `stop` and `state`.
     """
