@@ -13,7 +13,7 @@ from conftest import ROOT, WEIGHTS, run, sizes
 from test_cache_exactness import large
 
 from decode.cpu import CPUDecoder
-from model import GPT, GPTConfig, LayerKVCache
+from model import GPT, GPTConfig
 
 
 def f32(seed, **changes):
@@ -216,28 +216,6 @@ def test_the_number_of_threads_does_not_change_a_bit():
         assert torch.equal(a(idx[:, :1], ca)[0], b(idx[:, :1], cb)[0])
 
 
-def test_a_thread_that_leaves_exclusive_use_leaves_the_others_watching():
-    model, other, idx = f32(4), f32(5), torch.randint(29, (1, 6))
-    decoder = CPUDecoder(model)
-    inside, leave = threading.Event(), threading.Event()
-
-    def stay_inside():
-        with decoder.exclusive_use():
-            inside.set()
-            leave.wait(60)
-    thread = threading.Thread(target=stay_inside)
-    thread.start()
-    inside.wait(60)
-    with decoder.exclusive_use():
-        pass
-    _, cache = decoder(idx, None)
-    model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *a: None)
-    with pytest.raises(ValueError, match='hooks'):
-        decoder(idx[:, :1], cache)
-    leave.set()
-    thread.join()
-    assert other is not model and type(cache[0]) is LayerKVCache
-
 
 def test_a_signal_handler_may_raise_while_workers_run():
     """Many interrupts during steps on several threads: nothing hangs, and the next step is right."""
@@ -296,7 +274,7 @@ def test_torchs_threads_are_restored_whoever_leaves_first():
         seen, first_inside, second_inside = [], threading.Event(), threading.Event()
 
         def work(mine, other):
-            with decoder.exclusive_use():
+            with decoder.torch_on_one_thread():
                 seen.append(torch.get_num_threads())
                 mine.set()
                 other.wait(60)
