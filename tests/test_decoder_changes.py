@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 from conftest import WEIGHTS, sizes
+from example_models import f32
 from interrupts import interrupted
-from test_cache_exactness import large
 from ways import DECODERS, decoder_of, without_compilers  # noqa: F401  (a fixture)
 
 import decode
@@ -19,10 +19,6 @@ from model import GPT, MLP, Block, GPTConfig
 
 pytestmark = pytest.mark.usefixtures('without_compilers')
 PACKED = [('cpu', weights) for weights in WEIGHTS]
-
-
-def f32(seed, **changes):
-    return large(seed, torch.float32, **dict(bias=True) | changes)
 
 
 def made(way, model, weights='float32'):

@@ -3,17 +3,13 @@ import re
 
 import pytest
 import torch
+from example_models import f32
 from interrupts import interrupted
-from test_cache_exactness import large
 
 import decode
 from decode import choice as choice_module
 from decode.choice import TRIAL, ThreadChoice
 from decode.cpu import CPUDecoder
-
-
-def f32(seed, **changes):
-    return large(seed, torch.float32, **changes)
 
 
 def test_models_it_does_not_know_are_refused_and_best_falls_back(capsys):

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import sizes
+from example_models import large
 from plain_gpt import plain
-from test_cache_exactness import large
 from ways import DECODERS, WAYS, decoder_of, without_compilers  # noqa: F401  (a fixture)
 
 from model import LayerKVCache

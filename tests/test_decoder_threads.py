@@ -10,14 +10,10 @@ import time
 import pytest
 import torch
 from conftest import ROOT, WEIGHTS, run, sizes
-from test_cache_exactness import large
+from example_models import f32
 
 from decode.cpu import CPUDecoder
 from model import GPT, GPTConfig
-
-
-def f32(seed, **changes):
-    return large(seed, torch.float32, **changes)
 
 
 def in_child(code, *args):

@@ -4,7 +4,7 @@ import itertools
 import pytest
 import torch
 from conftest import sizes
-from test_cache_exactness import large
+from example_models import large
 
 import debug_kv_model
 from decode import EagerDecoder, eager
@@ -76,7 +76,7 @@ def test_tokens_are_the_models_beyond_the_window(batch):
 @torch.no_grad()
 def test_autocast(before, monkeypatch):
     """Begun under autocast or before it: a cache holds the dtype that its keys have, and others are refused."""
-    steps, model, idx = counted(monkeypatch), large(0, torch.float32), torch.randint(29, (2, 6))
+    steps, model, idx = counted(monkeypatch), f32(0), torch.randint(29, (2, 6))
     decoder = EagerDecoder(model)
     cache = decoder(idx, None)[1] if before else None
     with torch.autocast('cpu', torch.bfloat16):
@@ -140,7 +140,7 @@ def test_a_model_that_is_hooked_or_rebuilt_is_called_itself(change, monkeypatch)
     """From the start, and when the change comes later, from the next sequence on."""
     steps, idx = counted(monkeypatch), torch.randint(29, (2, 6))
     for when in ('before', 'after'):
-        model = large(0, torch.float32)
+        model = f32(0)
         if when == 'before':
             change(model)
         decoder = EagerDecoder(model)
@@ -157,7 +157,7 @@ def test_a_model_that_is_hooked_or_rebuilt_is_called_itself(change, monkeypatch)
 
 @torch.no_grad()
 def test_hooks_of_all_modules_and_replaced_classes(monkeypatch):
-    steps, model, idx = counted(monkeypatch), large(0, torch.float32), torch.randint(29, (2, 6))
+    steps, model, idx = counted(monkeypatch), f32(0), torch.randint(29, (2, 6))
     decoder = EagerDecoder(model)
     hook = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
     try:
@@ -174,7 +174,7 @@ def test_dropout_is_the_models(monkeypatch):
     """In training mode with a dropout rate the model is called; with none there is nothing to drop."""
     steps, idx = counted(monkeypatch), torch.randint(29, (2, 6))
     for dropout in (0.0, 0.5):
-        model = large(0, torch.float32, dropout=dropout)
+        model = f32(0, dropout=dropout)
         decoder, n = EagerDecoder(model), len(steps)
         for training in (True, False, True):
             model.train(training)
@@ -206,7 +206,7 @@ def test_the_traced_model_is_called_itself(monkeypatch, capfd):
     lambda idx, c: (idx.expand(2, -1).repeat(1, BLOCK), None)])
 @torch.no_grad()
 def test_what_does_not_fit_is_refused_and_nothing_is_written(bad):
-    model, idx = large(0, torch.float32), torch.randint(29, (2, 2))
+    model, idx = f32(0), torch.randint(29, (2, 2))
     decoder = EagerDecoder(model)
     _, cache = decoder(idx, None)
     before = [layer.clone() for layer in cache]
@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written(bad):
 
 @torch.no_grad()
 def test_plain_tuples_and_turns_with_the_model():
-    model, idx = large(0, torch.float32), torch.randint(29, (1, 6))
+    model, idx = f32(0), torch.randint(29, (1, 6))
     decoder = EagerDecoder(model)
     expected = model.generate(idx, 30, temperature=0)
     turns = itertools.cycle([decoder, model.step])
@@ -230,7 +230,7 @@ def test_plain_tuples_and_turns_with_the_model():
 
 
 def test_an_empty_batch():
-    logits, cache = EagerDecoder(large(0, torch.float32))(torch.zeros(0, 3, dtype=torch.int64), None)
+    logits, cache = EagerDecoder(f32(0))(torch.zeros(0, 3, dtype=torch.int64), None)
     assert logits.shape == (0, 1, 29) and len(cache) == 2
 
 

@@ -7,10 +7,10 @@ import functools
 import pytest
 import torch
 from conftest import sizes
+from example_models import f32
 from hypothesis import given
 from hypothesis import settings as tries
 from hypothesis import strategies as st
-from test_cache_exactness import large
 from test_decoder_positions import BLOCK, model_of
 
 import decode
@@ -32,10 +32,6 @@ SLIDING = [dict(position=position, n_kv_head=n_kv_head, window=window, n_sink=n_
 UNBOUNDED = [dict(position=position, n_kv_head=n_kv_head) for position in ('rope', 'alibi', 'none')
              for n_kv_head in (4, 1)]
 ROLLING = [dict(when_full='roll'), dict(when_full='roll', n_keep=3), dict(when_full='roll', keep=4, n_keep=1)]
-
-
-def f32(seed, **changes):
-    return large(seed, torch.float32, **changes)
 
 
 def generators(n):

@@ -3,16 +3,12 @@ import plain_gpt
 import pytest
 import torch
 from conftest import sizes
-from test_cache_exactness import large
+from example_models import f32
 
 import decode
 from generation import generate, stream
 from kvcache.contiguous import ContiguousCache
 from model import GPT, GPTConfig, LayerKVCache, sample_token
-
-
-def f32(seed, **changes):
-    return large(seed, torch.float32, **changes)
 
 
 @pytest.mark.parametrize('use_cache', [False, True])

@@ -1,7 +1,7 @@
 """The loss of a policy for full contexts is measured on the contexts that generation would have had."""
 import pytest
 import torch
-from test_cache_exactness import large
+from example_models import f32
 
 import decode
 from benchmarks.loss import negative_log_likelihoods
@@ -16,7 +16,7 @@ POLICIES = [dict(), dict(when_full='shift'), *(dict(when_full='shift', keep=3, n
 @pytest.mark.parametrize('policy', POLICIES, ids=str)
 @pytest.mark.parametrize('decoder', [False, True])
 def test_against_a_loop_over_lists(policy, decoder):
-    model = large(0, torch.float32)
+    model = f32(0)
     tokens = torch.randint(29, (3, 50))
     keep = BLOCK if not policy else policy.get('keep', BLOCK // 2)
     cache = ContiguousCache.for_decoder(model, 3, decode.best(model, 3)) if decoder else None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import sizes
-from test_cache_exactness import large
+from example_models import large
 
 from decode.cpu import CPUDecoder
 from decode.kernel.threads import n_cores

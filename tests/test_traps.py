@@ -4,7 +4,8 @@ import weakref
 
 import pytest
 import torch
-from test_cache_exactness import in_chunks, large
+from example_models import f32, large
+from test_cache_exactness import in_chunks
 
 import model as model_module
 from generation import generate, stream
@@ -32,7 +33,7 @@ def test_is_causal_on_a_warm_cache_every_split_of_a_prompt():
 
 
 def test_is_causal_on_a_warm_cache_the_last_token_leaves_earlier_logits_alone():
-    model, idx = large(0, torch.float32), torch.randint(29, (3, 8))
+    model, idx = f32(0), torch.randint(29, (3, 8))
     other = idx.clone()
     other[:, -1] = (other[:, -1] + 1) % 29
     for chunks in ([8], [3, 5], [5, 3], [1] * 8):
@@ -55,7 +56,7 @@ def test_position_offset_skipped_or_restarted():
 
 @pytest.mark.parametrize('T', [15, 16, 17, 32])
 def test_off_by_one_at_the_window(T):
-    model = large(2, torch.float32)
+    model = f32(2)
     idx = torch.randint(29, (2, T))
     outputs = [model.generate(idx, 5, temperature=0, use_cache=c) for c in (False, True)]
     assert torch.equal(*outputs) and outputs[0].shape == (2, T + 5)
@@ -82,7 +83,7 @@ def test_a_rejected_call_leaves_the_cache_usable_and_unchanged():
 
 
 def test_state_leaking_between_calls():
-    model = large(4, torch.float32)
+    model = f32(4)
     a, b = torch.randint(29, (1, 4)), torch.randint(29, (2, 9))
 
     def run(idx, use_cache):
@@ -92,7 +93,7 @@ def test_state_leaking_between_calls():
     run(b, True)
     assert torch.equal(run(a, True), first)
     assert torch.equal(run(a, False), first)
-    fresh = large(4, torch.float32)
+    fresh = f32(4)
     torch.manual_seed(0)
     assert torch.equal(fresh.generate(a, 20), first)
 
@@ -106,7 +107,7 @@ def test_nothing_holds_a_cache_after_generate_returns(monkeypatch):
         caches.extend([weakref.ref(cache.k_cache), weakref.ref(cache.v_cache)])
         return cache
     monkeypatch.setattr(LayerKVCache, 'empty_like', recorded)
-    model = large(5, torch.float32)
+    model = f32(5)
     model.generate(torch.randint(29, (1, 4)), 5, use_cache=True)
     steps = stream(model, torch.randint(29, (1, 4)), 5, use_cache=True)
     next(steps)
@@ -120,7 +121,7 @@ def test_the_fallback_allocates_no_cache(monkeypatch):
     made = []
     empty_like = LayerKVCache.empty_like
     monkeypatch.setattr(LayerKVCache, 'empty_like', lambda k, n: made.append(1) or empty_like(k, n))
-    model = large(5, torch.float32)
+    model = f32(5)
     model.generate(torch.randint(29, (1, 4)), 50, use_cache=True)
     assert len(made) == 2  # one a layer, once
 
@@ -208,7 +209,7 @@ def test_bf16_differences_are_neither_taken_for_bugs_nor_hide_them():
 
 
 def test_dropout_left_on():
-    model = large(10, torch.float32, dropout=0.5)
+    model = f32(10, dropout=0.5)
     model.train()  # generate has to see to it itself
     idx = torch.randint(29, (2, 5))
     outputs = [model.generate(idx, 20, temperature=0, use_cache=c) for c in (False, True, False, True)]
@@ -219,7 +220,7 @@ def test_dropout_left_on():
 
 
 def test_a_cache_that_is_on_and_gains_nothing():
-    model, fed = large(11, torch.float32), []
+    model, fed = f32(11), []
     model.register_forward_pre_hook(lambda m, args: fed.append(args[0].shape[1]))
     model.generate(torch.randint(29, (2, 4)), 10, use_cache=True)
     assert fed == [4] + [1] * 9  # a prefill, then one token a step, and no forward after the last token
