@@ -1,15 +1,13 @@
 """The CPU decoder's threads and process: interrupts, torch's defaults, threads that share it, forks, the end."""
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 
 import pytest
 import torch
-from conftest import ROOT, WEIGHTS, run, sizes
+from conftest import ROOT, run, sizes
 from example_models import f32
 
 from decode.cpu import CPUDecoder
@@ -202,44 +200,6 @@ thread.join()
 """
     in_child(code, min(threads, os.cpu_count()), sizes(4, 10))
 
-
-def test_the_number_of_threads_does_not_change_a_bit():
-    model, idx = f32(2, n_head=4, n_embd=48, block_size=64), torch.randint(29, (3, 9))
-    for weights in WEIGHTS:
-        a, b = (CPUDecoder(model, weights, threads=n) for n in (1, min(2, os.cpu_count())))
-        (x, ca), (y, cb) = a(idx, None), b(idx, None)
-        assert torch.equal(x, y) and all(torch.equal(m.v_cache, n.v_cache) for m, n in zip(ca, cb))
-        assert torch.equal(a(idx[:, :1], ca)[0], b(idx[:, :1], cb)[0])
-
-
-
-def test_a_signal_handler_may_raise_while_workers_run():
-    """Many interrupts during steps on several threads: nothing hangs, and the next step is right."""
-    if not hasattr(signal, 'setitimer'):
-        pytest.skip("this system has no interval timers")
-    model, idx = f32(7, n_embd=48), torch.randint(29, (2, 6))
-    decoder = CPUDecoder(model, threads=min(2, os.cpu_count()))
-    expected, n_interrupts = decoder(idx, None)[0], sizes(80, 300)
-
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt(*_):
-        raise Interrupted
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for n in range(n_interrupts):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 6e-4 * n / n_interrupts)
-                end = time.perf_counter() + 0.01
-                while time.perf_counter() < end:
-                    decoder(idx, None)
-            except Interrupted:
-                pass
-            assert torch.equal(decoder(idx, None)[0], expected)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_the_process_ends_while_a_daemon_thread_decodes():

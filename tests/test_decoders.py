@@ -140,17 +140,18 @@ MISFITS_OF_THE_KERNEL = {
 @pytest.mark.parametrize('way, misfit', [
     *itertools.product(WAYS, MISFITS), *itertools.product(['cpu'], MISFITS_OF_THE_KERNEL), ('eager', 'a list')])
 @torch.no_grad()
-def test_what_does_not_fit_is_refused_and_nothing_is_written(way, misfit):
+def test_what_does_not_fit_is_refused_and_the_cache_is_as_it_was(way, misfit):
     """On the cache of the last step, whose tensors a decoder knows, and on another one."""
-    model, idx = f32(7), torch.randint(29, (2, 6))
-    decoder = decoder_of(way, model)
+    model, idx = f32(7), torch.randint(29, (2, 7))
+    decoder, expected = decoder_of(way, model), model(idx, use_cache=False)[0]
     _, cache = decoder(idx[:, :5], None)
-    _, cache = decoder(idx[:, 5:], cache)
-    for given in (cache, [layer.clone() for layer in cache]):
-        before = [t.clone() for layer in given for t in layer[:2]]
+    _, cache = decoder(idx[:, 5:6], cache)
+    for held in (cache, [layer.clone() for layer in cache]):
+        before = [t.clone() for layer in held for t in layer[:2]]
         with pytest.raises(ValueError):
-            decoder(*(MISFITS | MISFITS_OF_THE_KERNEL)[misfit](idx[:, :1], given))
-        assert all(torch.equal(a, b) for a, b in zip(before, (t for layer in given for t in layer[:2])))
+            decoder(*(MISFITS | MISFITS_OF_THE_KERNEL)[misfit](idx[:, :1], held))
+        assert all(torch.equal(a, b) for a, b in zip(before, (t for layer in held for t in layer[:2])))
+        torch.testing.assert_close(decoder(idx[:, 6:], held)[0], expected, atol=1e-5, rtol=1e-5)
 
 
 @every_way

@@ -8,7 +8,7 @@ from example_models import f32
 import decode
 from generation import generate, stream
 from kvcache.contiguous import ContiguousCache
-from model import GPT, GPTConfig, LayerKVCache, sample_token
+from model import GPT, GPTConfig, sample_token
 
 
 @pytest.mark.parametrize('use_cache', [False, True])
@@ -209,11 +209,6 @@ def test_the_smallest_window_there_is():
     model = GPT(GPTConfig(block_size=1, vocab_size=5, n_layer=1, n_head=1, n_embd=4)).eval()
     idx = torch.tensor([[1, 2]])
     assert torch.equal(model.generate(idx, 5, temperature=0, use_cache=True), model.generate(idx, 5, temperature=0))
-
-
-def test_a_cache_can_be_cloned_to_branch():
-    cache = LayerKVCache.empty_like(torch.randn(1, 2, 3, 4), 8)
-    assert cache.clone().k_cache.data_ptr() != cache.k_cache.data_ptr() and cache.clone().cache_pos == 0
 
 
 def test_sampling_is_torch_multinomial_to_the_token():
