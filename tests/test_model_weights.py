@@ -87,29 +87,6 @@ def test_mfu_counts_flops_as_palm_does():
     assert model.estimate_mfu(5, 2.0, None) is None
 
 
-def test_from_pretrained_reads_a_hugging_face_folder(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-    torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(
-        GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, activation_function='gelu')
-    ).eval()
-    theirs.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(str(tmp_path), dict(dropout=0.1)).eval()
-    assert ours.config == GPTConfig(12, 40, 2, 2, 16, 0.1, True)
-    idx = torch.randint(40, (2, 12))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(idx, idx)[0], theirs(idx).logits, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match='dropout'):
-        GPT.from_pretrained(str(tmp_path), dict(n_layer=3))
-    pointer = 'version https://git-lfs.github.com/spec/v1'
-    for name, content in (('config.json', 'half a {'), ('model.safetensors', pointer)):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(ValueError, match='cannot be read'):
-            GPT.from_pretrained(str(tmp_path))
-    with pytest.raises(ValueError, match='neither'):
-        GPT.from_pretrained(str(tmp_path / 'nowhere'))
-
-
 def test_hooks_fire_in_every_module():
     model, seen = tiny().eval(), []
     lists = torch.nn.ModuleDict, torch.nn.ModuleList
