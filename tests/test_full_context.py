@@ -14,19 +14,14 @@ from hypothesis import strategies as st
 from test_decoder_positions import BLOCK, model_of
 
 import decode
+from benchmarks.loss import negative_log_likelihoods
 from generation import Sequence, generate, stream
 from kvcache import KINDS, make_cache
+from kvcache.contiguous import ContiguousCache
 from model import sample_token
 
-POLICIES = [
-    dict(),
-    dict(when_full='shift'),
-    dict(when_full='shift', keep=5),
-    dict(when_full='shift', keep=1, n_keep=3),
-    dict(when_full='shift', keep=BLOCK),
-    dict(when_full='shift', keep=4, n_keep=12),
-    dict(when_full='shift', n_keep=2),
-]
+POLICIES = [dict(), *(dict(when_full='shift', **how) for how in (
+    dict(), dict(keep=5), dict(keep=1, n_keep=3), dict(keep=BLOCK), dict(keep=4, n_keep=12), dict(n_keep=2)))]
 SLIDING = [dict(position=position, n_kv_head=n_kv_head, window=window, n_sink=n_sink)
            for position in ('rope', 'alibi', 'none') for n_kv_head in (4, 1) for window, n_sink in ((5, 0), (5, 2))]
 UNBOUNDED = [dict(position=position, n_kv_head=n_kv_head) for position in ('rope', 'alibi', 'none')
@@ -286,3 +281,25 @@ def test_a_context_is_what_is_left_of_the_text():
                 if len(context) > block_size:
                     context = pinned + context[len(context) - keep:]
                     assert sequence.cached == 0
+
+
+@pytest.mark.parametrize('policy', [dict(), dict(when_full='shift'), dict(when_full='shift', keep=3, n_keep=1),
+                                    dict(when_full='shift', keep=3, n_keep=4)], ids=str)
+@pytest.mark.parametrize('decoder', [False, True])
+@torch.no_grad()
+def test_the_loss_of_a_policy_is_that_of_the_contexts_of_generation(policy, decoder):
+    """benchmarks/loss.py against a loop over lists."""
+    model, tokens = f32(0), torch.randint(29, (3, 50))
+    keep = BLOCK if not policy else policy.get('keep', BLOCK // 2)
+    cache = ContiguousCache.for_decoder(model, 3, decode.best(model, 3)) if decoder else None
+    nll, context = negative_log_likelihoods(model, tokens, cache, skip=4, **policy)
+    assert nll.shape == (45, 3) and context.shape == (45,)
+    for row, text in enumerate(tokens.tolist()):
+        seen = text[:1]
+        for t in range(1, 50):
+            if t > 4:
+                logp = model(torch.tensor([seen]), use_cache=False)[0][0, -1].log_softmax(-1)
+                assert len(seen) == context[t - 5] and abs(nll[t - 5, row] + logp[text[t]]) < 1e-3
+            seen = seen + [text[t]]
+            if len(seen) > BLOCK:
+                seen = text[:min(1, policy.get('n_keep', 0))] + seen[-keep:]

@@ -5,7 +5,6 @@ import pytest
 import torch
 from test_model import tiny
 
-from generation import generate, stream
 from model import GPT, GPTConfig
 
 
@@ -120,19 +119,3 @@ def test_modules_changed_by_others_go_the_usual_way():
     model.transformer.h[2].attn.c_attn = torch.nn.Sequential(model.transformer.h[2].attn.c_attn)  # as LoRA wraps it
     torch.testing.assert_close(model(idx)[0], pruned)
     assert type(model.transformer.h[0].attn.c_attn) is torch.nn.Linear  # so that quantisers find it
-
-
-def test_a_model_with_weights_that_are_not_numbers_does_not_babble():
-    model = tiny().eval()
-    with torch.no_grad():
-        model.transformer.ln_f.weight[3] = float('nan')
-    for use_cache in (False, True):
-        with pytest.raises(ValueError, match='not numbers'):
-            generate(model, torch.tensor([[1]]), 3, use_cache=use_cache)
-    model = tiny().eval()
-    with torch.no_grad():
-        model.transformer.wpe.weight[5] = float('inf')  # found out when it gets there
-    tokens = stream(model, torch.tensor([[1, 2, 3]]), 9, use_cache=True)
-    assert [next(tokens).shape for _ in range(3)] == [(1, 1)] * 3
-    with pytest.raises(ValueError, match='not numbers'):
-        next(tokens)
