@@ -80,40 +80,26 @@ def test_an_interrupt_at_any_time_leaves_a_decoder_that_works(weights, n_embd, t
     assert hit > times // 10, f"only {hit} of {times} interrupts came in time"
 
 
-DEFAULTS = """
-import sys
-import torch
-from model import GPT, GPTConfig
-from decode.cpu import CPUDecoder
-torch.manual_seed(0)
-model = GPT(GPTConfig(block_size=32, vocab_size=50, n_layer=2, n_head=2, n_embd=24)).eval()
-idx = torch.randint(50, (3, 5))
-expected = model.generate(idx, 60, temperature=0)
-if sys.argv[1] == 'meta':
-    with torch.device('meta'):
-        decoder = CPUDecoder(model, sys.argv[2])
-        got = decoder(idx, None)[0]
-        for n in range(20):
-            got, cache = decoder(idx[:, :1], decoder(idx, None)[1])
-else:
-    torch.set_default_dtype(getattr(torch, sys.argv[1]))
-    decoder = CPUDecoder(model, sys.argv[2])
-    for n in range(20):
-        got, cache = decoder(idx[:, :1], decoder(idx, None)[1])
-    tokens = model.generate(idx, 60, temperature=0, use_cache=True, decoder=decoder)
-    assert sys.argv[2] != 'float32' or torch.equal(tokens, expected)
-assert got.dtype is torch.float32 and got.device.type == 'cpu' and cache[0].k_cache.dtype is torch.float32
-torch.set_default_dtype(torch.float32)
-fresh = CPUDecoder(model, sys.argv[2])
-assert torch.equal(got, fresh(idx[:, :1], fresh(idx, None)[1])[0])
-"""
-
-
+@pytest.mark.parametrize('weights', ['float32', 'int8'])
 @pytest.mark.parametrize('default', sizes(['float64', 'meta'], ['float64', 'bfloat16', 'float16', 'meta']))
-def test_torchs_defaults_do_not_reach_the_decoder(default):
-    in_child(DEFAULTS, default, 'float32')
-    if default == 'float64':
-        in_child(DEFAULTS, default, 'int8')
+def test_torchs_defaults_do_not_reach_the_decoder(default, weights):
+    model, idx, before = f32(0, block_size=32), torch.randint(29, (3, 5)), torch.get_default_dtype()
+
+    def two_steps():
+        decoder = CPUDecoder(model, weights)
+        logits, cache = decoder(idx, None)
+        return logits, decoder(idx[:, :1], cache)[0], cache[0].k_cache
+    expected = two_steps()
+    try:
+        if default == 'meta':
+            torch.set_default_device('meta')
+        else:
+            torch.set_default_dtype(getattr(torch, default))
+        found = two_steps()
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+    assert all(a.dtype is torch.float32 and torch.equal(a, b) for a, b in zip(found, expected))
 
 
 def generations(model, decoder, n_threads, each, batch_sizes):

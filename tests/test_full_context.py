@@ -11,6 +11,7 @@ from example_models import f32
 from hypothesis import given
 from hypothesis import settings as tries
 from hypothesis import strategies as st
+from oracle import Oracle
 from test_decoder_positions import BLOCK, model_of
 
 import decode
@@ -119,41 +120,17 @@ def test_the_models_own_generate_goes_on_without_end(changes):
     assert torch.equal(cached, torch.cat([idx, *stream(model, idx, 20 * BLOCK, use_cache=True)], dim=1))
 
 
-class ReferenceLayer:
-    """Keys, values and positions of one sequence, in lists; keys turn as complex numbers when positions change."""
-
-    def __init__(self, config):
-        self.config, self.k, self.v = config, [], []
-
-    def append(self, k, v, positions):
-        self.k += k.unbind(2)
-        self.v += v.unbind(2)
-        return torch.stack(self.k, 2), torch.stack(self.v, 2), None, self
-
-    def shift(self, n_keep, n):
-        half = self.config.head_dim // 2
-        turn = torch.exp(-1j * n * self.config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half))
-        del self.k[n_keep:n_keep + n], self.v[n_keep:n_keep + n]
-        for i in range(n_keep, len(self.k) if self.config.position == 'rope' else 0):
-            turned = torch.complex(self.k[i][..., :half], self.k[i][..., half:]) * turn
-            self.k[i] = torch.cat((turned.real, turned.imag), dim=-1)
-
-
-@torch.no_grad()
 def shifted_by_hand(model, prompt, n, generator, n_keep, n_removed):
-    layers, tokens = [ReferenceLayer(model.config) for _ in range(model.config.n_layer)], list(prompt)
-    context = tokens if len(tokens) <= BLOCK else tokens[:n_keep] + tokens[len(tokens) - BLOCK + n_keep:]
-    new, length = context, 0
+    oracle, tokens, length = Oracle(model), list(prompt), 0
+    oracle.new(0)
+    new = tokens if len(tokens) <= BLOCK else tokens[:n_keep] + tokens[len(tokens) - BLOCK + n_keep:]
     for _ in range(n):
         if length + len(new) > BLOCK:
-            for layer in layers:
-                layer.shift(n_keep, n_removed)
+            oracle.shift(0, n_keep, n_removed)
             length -= n_removed
-        x, _ = model.hidden_states(torch.tensor([new]), torch.arange(length, length + len(new)), layers)
         length += len(new)
-        token = int(sample_token(model.lm_head(x[:, -1]), generator=generator))
-        tokens.append(token)
-        new = [token]
+        new = [int(sample_token(oracle.feed(0, new)[None], generator=generator))]
+        tokens = tokens + new
     return tokens
 
 
