@@ -10,7 +10,7 @@ from conftest import WEIGHTS, sizes
 from example_models import f32
 from hypothesis import given
 from hypothesis import strategies as st
-from ways import WAYS, decoder_of, without_compilers  # noqa: F401  (a fixture)
+from ways import DECODERS, WAYS, decoder_of, without_compilers  # noqa: F401  (a fixture)
 
 import decode
 from decode import cpu
@@ -194,6 +194,15 @@ def test_a_long_prefill_is_checked_once_and_before_its_first_chunk(monkeypatch, 
         with pytest.raises(ValueError):
             decoder(bad, moved(layers, at))
         assert all(torch.equal(a, b) for a, b in zip(before, (t for layer in layers for t in layer[:2])))
+
+
+@pytest.mark.parametrize('way', DECODERS)
+def test_a_decoder_computes_nothing_for_gradients(way):
+    idx, decoder = torch.randint(29, (2, 9)), decoder_of(way, f32(3))
+    _, cache = decoder(idx[:, :5], None)
+    for tokens in (idx[:, 5:6], idx[:, 6:]):
+        logits, cache = decoder(tokens, cache)
+        assert not any(t.requires_grad for t in (logits, *(t for layer in cache for t in layer[:2])))
 
 
 @every_way
