@@ -65,6 +65,7 @@ def logits_behind(case, seed, dtype, text):
 
 @pytest.mark.parametrize('way', WAYS)
 @pytest.mark.parametrize('case', some, ids=case_name)
+@torch.no_grad()
 def test_any_steps_give_the_logits_of_the_plain_gpt(case, way):
     """In the tuples in which `stream` keeps its sequences."""
     for seed in range(sizes(1, 3)):
@@ -75,9 +76,9 @@ def test_any_steps_give_the_logits_of_the_plain_gpt(case, way):
         def judge(handle, text, logits):
             n_judged.append(handle)
             close(logits, logits_behind(tuple(case.items()), seed, dtype, tuple(text)))
-        machine = TupleMachine(cache, seed, judge)
+        machine = TupleMachine(cache, CASES.index(case) + len(CASES) * seed, judge)  # other choices for each case
         machine.run(sizes(40, 100))
-        assert len(n_judged) > 15 and {each.shape for layer in cache.layers for each in layer.caches} == {
+        assert len(n_judged) > 5 and {each.shape for layer in cache.layers for each in layer.caches} == {
             (N_SEQ, case['n_kv_head'], model.config.n_slots, 8)}
         machine.end()
 
