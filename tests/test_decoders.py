@@ -126,7 +126,8 @@ MISFITS = {  # of a cache of two sequences with 6 tokens each
     'a prompt too long': lambda idx, c: (idx.repeat(1, 17), None), 'no token at all': lambda idx, c: (idx[:, :0], None),
     'floats at first': lambda idx, c: (idx.float(), None), 'one dimension at first': lambda idx, c: (idx[0], None),
 } | {f'position {pos}': lambda idx, c, pos=pos: (idx, moved(c, pos)) for pos in (
-    BLOCK, -1, 2**70, -2**70, 5.0, None, '5', torch.tensor([3, BLOCK]), torch.tensor([5]), torch.tensor([5.0, 5.0]),
+    BLOCK, -1, 2**70, -2**70, 5.0, True, None, '5', torch.tensor([3, BLOCK]), torch.tensor([5]),
+    torch.tensor([5.0, 5.0]),
     torch.tensor([True, True]), torch.tensor([[5], [5]]))}
 MISFITS_OF_THE_KERNEL = {
     'a token': lambda idx, c: (idx * 0 + 29, c), 'a negative token': lambda idx, c: (idx * 0 - 1, c),
