@@ -3,6 +3,7 @@ import gc
 import os
 import signal
 import threading
+import time
 import traceback
 
 import pytest
@@ -12,9 +13,12 @@ from conftest import sizes
 from interrupts import interrupted
 
 import decode
+import generation
 import kvcache
 from decode.cpu import CPUDecoder
+from decode.process import uninterrupted
 from generation import generate, stream
+from kvcache.contiguous import ContiguousCache
 
 KINDS = sorted(kvcache.KINDS)
 PROMPTS = [[1, 2, 3], [4, 5], [6] * 9, [7, 8, 9, 10]]
@@ -131,8 +135,12 @@ def test_a_stream_that_the_garbage_collector_ends_in_a_step_gives_its_room_back(
     check(cache, {seq: 1})
 
 
-@pytest.mark.skipif(not hasattr(os, 'fork'), reason='the system has no fork')
-@pytest.mark.filterwarnings('ignore:.*fork.*')
+def needs_fork(test):
+    test = pytest.mark.skipif(not hasattr(os, 'fork'), reason='the system has no fork')(test)
+    return pytest.mark.filterwarnings('ignore:.*fork.*')(test)
+
+
+@needs_fork
 def test_the_child_of_a_fork_generates():
     """
     While other threads of the parent are in the middle of steps, as in a server that loads a model and then forks.
@@ -145,27 +153,159 @@ def test_the_child_of_a_fork_generates():
     def work(cache):
         while not stop:
             results.append(generate(m, PROMPTS, 20, temperature=0, use_cache=True, cache=cache) == expected)
+
+    def in_child():
+        for cache in (cache_of('paged', m, decoder=decoders[0]), caches[-1]):
+            assert generate(m, PROMPTS, 20, temperature=0, use_cache=True, cache=cache) == expected
+        assert generate(m, PROMPTS, 20, temperature=0, use_cache=True, decoder=CPUDecoder(m)) == expected
     threads = [threading.Thread(target=work, args=(cache,)) for cache in caches[:4]]
     for thread in threads:
         thread.start()
     try:
         for _ in range(sizes(2, 10)):
-            child = os.fork()
-            if child == 0:
-                signal.alarm(120)  # a hang ends
-                try:
-                    fresh = cache_of('paged', m, decoder=decoders[0])
-                    right = all(generate(m, PROMPTS, 20, temperature=0, use_cache=True, cache=cache) == expected
-                                for cache in (fresh, caches[-1]))
-                    right &= generate(m, PROMPTS, 20, temperature=0, use_cache=True, decoder=CPUDecoder(m)) == expected
-                    os._exit(0 if right else 1)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(2)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert exit_code_of_child(in_child) == 0
     finally:
         stop.append(True)
         for thread in threads:
             thread.join()
     assert results and all(results)
     assert VOCAB == m.config.vocab_size
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_freeing_never_waits_for_an_operation(kind):
+    """The garbage collector may end a stream in any thread, wherever it is: to wait there could be a deadlock."""
+    m = model_of('learned')
+    cache, begun, goes_on = cache_of(kind, m), threading.Event(), threading.Event()
+    seq, others = cache.new(), [cache.new(), cache.new()]
+    cache.lock.acquire()  # an operation that has just begun, of this thread or another one
+    cache.free(others[0])
+    cache.lock.release()
+
+    def wait(*args):
+        begun.set()
+        goes_on.wait(60)
+    m.transformer.ln_f.register_forward_hook(wait)
+    cache.executor.refresh()
+    thread = threading.Thread(target=lambda: cache.step([seq], [0], torch.tensor([[1]])))
+    thread.start()
+    assert begun.wait(60)
+    cache.free(others[1])
+    assert thread.is_alive()
+    goes_on.set()
+    thread.join()
+    check(cache, {seq: 1})
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('compiled', [False, True])
+def test_after_a_first_step_that_failed_changed_weights_are_noticed(kind, compiled, monkeypatch):
+    m, text = model_of('rope', 3), torch.tensor([[1, 2, 3]])
+    cache = cache_of(kind, m, decoder=CPUDecoder(m) if compiled else None)
+    seq = cache.new()
+
+    def fail(*args):
+        raise MemoryError
+    monkeypatch.setattr(cache.executor, 'execute_model', fail)
+    with pytest.raises(MemoryError):
+        cache.step([seq], [0], text)
+    monkeypatch.undo()
+    with torch.no_grad():
+        for p in m.parameters():
+            p.mul_(1.5)
+    torch.testing.assert_close(cache.step([seq], [0], text), m(text, use_cache=False)[0][:, 0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_kept_cache_of_tuples_has_no_nan_of_broken_weights():
+    m = model_of('learned', 2)
+    cache, expected = ContiguousCache.for_decoder(m, 2), generate(m, [[1, 2, 3, 4], [5]], 6, temperature=0)
+    with torch.no_grad():
+        before = m.transformer.h[0].ln_1.weight.clone()
+        m.transformer.h[0].ln_1.weight.fill_(float('nan'))
+    with pytest.raises(ValueError, match='not numbers'):
+        generate(m, [[1] * 9, [2] * 9], 3, use_cache=True, cache=cache)
+    with torch.no_grad():
+        m.transformer.h[0].ln_1.weight.copy_(before)
+    assert generate(m, [[1, 2, 3, 4], [5]], 6, temperature=0, use_cache=True, cache=cache) == expected
+
+
+def test_undo_is_for_a_handler_that_raises():
+    undone, handled = [], []
+    before = signal.signal(signal.SIGINT, lambda *args: handled.append(args))
+    try:
+        with uninterrupted() as block:
+            block.undo = lambda: undone.append('wrongly')
+            signal.raise_signal(signal.SIGINT)
+        assert handled and not undone
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt), uninterrupted() as block:
+            block.undo = lambda: undone.append('rightly')
+            signal.raise_signal(signal.SIGINT)
+        assert undone == ['rightly'] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def exit_code_of_child(work):
+    """The exit code of the child of a fork that runs work(): 0 if it returns, 2 if it raises, -14 if it hangs."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(120)
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@needs_fork
+@pytest.mark.parametrize('kind', ['tuple', 'paged'])
+def test_a_child_that_is_forked_in_the_middle_of_a_shift_has_no_mixed_keys(kind):
+    m, text = model_of('rope', 3), torch.arange(12)[None]
+    cache, begun, goes_on = cache_of(kind, m), threading.Event(), threading.Event()
+    seq, move = cache.new(), cache.layers[1].move
+    cache.step([seq], [0], text)
+
+    def wait(*args):
+        begun.set()
+        goes_on.wait(60)
+        move(*args)
+    cache.layers[1].move = wait
+    thread = threading.Thread(target=lambda: cache.shift(seq, 2, 4))
+    thread.start()
+    assert begun.wait(60)
+
+    def work():
+        check(cache, {seq: 0})
+        torch.testing.assert_close(cache.step([seq], [0], text)[0], m(text, use_cache=False)[0][0, 0], atol=1e-4,
+                                   rtol=1e-4)
+    try:
+        assert exit_code_of_child(work) == 0
+    finally:
+        goes_on.set()
+        thread.join()
+    check(cache, {seq: 8})
+
+
+@needs_fork
+def test_a_child_of_another_thread_hears_ctrl_c_and_restores_modes():
+    """While the main thread is in an operation, and another one generates."""
+    m, codes = model_of('learned').train(), []
+
+    def interrupted_child():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(1)
+        with generation.evaluating(m):
+            assert not m.training
+        assert m.training
+    with generation.evaluating(m):
+        generation.mode_lock.acquire()
+        with uninterrupted():
+            thread = threading.Thread(target=lambda: codes.append(exit_code_of_child(interrupted_child)))
+            thread.start()
+            thread.join()
+        generation.mode_lock.release()
+    assert codes == [0] and m.training
