@@ -5,6 +5,9 @@ from example_models import f32
 from test_decoder_changes import UNKNOWN, Doubled
 
 from decode import EagerDecoder, eager
+from kvcache import make_cache
+from kvcache.contiguous import ContiguousCache
+from model import GPT
 
 
 @pytest.fixture
@@ -83,6 +86,27 @@ def test_a_model_that_is_hooked_or_rebuilt_is_called_itself(change, steps):
             _, cache = decoder(idx, None)
         got, _ = decoder(idx[:, :1], [layer.clone() for layer in cache])
         assert torch.equal(got, model(idx[:, :1], kv_cache=cache)[0]) and len(steps) == (when == 'after')
+
+
+class Scaled(GPT):
+    def forward(self, *args, **how):
+        logits, *others = super().forward(*args, **how)
+        return 2 * logits, *others
+
+
+@pytest.mark.parametrize('change', ['another class', 'a hook on the model'])
+@torch.no_grad()
+def test_a_forward_of_its_own_is_run_on_tuples_and_refused_in_other_caches(change):
+    model, idx = f32(0), torch.randint(29, (2, 6))
+    if change == 'another class':
+        model.__class__ = Scaled
+    else:
+        model.register_forward_hook(lambda module, args, out: (2 * out[0], *out[1:]))
+    cache = make_cache(model, 'tuple', 2)
+    with pytest.raises(ValueError, match='leave the cache out'):
+        cache.step([cache.new(), cache.new()], [0, 0], idx)
+    cache = ContiguousCache.for_decoder(model, 2, EagerDecoder(model))
+    assert torch.equal(cache.step([cache.new(), cache.new()], [0, 0], idx), model(idx, use_cache=False)[0][:, 0])
 
 
 @torch.no_grad()
