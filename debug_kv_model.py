@@ -16,6 +16,7 @@ import torch
 import generation
 import model
 from model import GPTConfig, LayerKVCache  # noqa: F401  (the same names as model.py)
+from positions import ring_slots
 
 
 def tracing(layer=None):
@@ -43,6 +44,11 @@ def alarm(who, text):
     trace(who, f"!!! {text}")
 
 
+def is_placed(layer_cache):
+    """Is this a layer of a cache of kvcache/ (a `decode.eager.StepLayer`), and no tuple of model.py?"""
+    return type(layer_cache) not in (tuple, LayerKVCache)
+
+
 def described(positions):
     """Positions (T,) as text: all of a few, the first and the last of many."""
     pos = positions.tolist()
@@ -63,15 +69,15 @@ class CausalSelfAttention(model.CausalSelfAttention):
         if new_cache is None:
             trace(who, f"no cache T={T}")
             return trace(who, f"mask T_q={T} T_k={T}")
-        if not isinstance(new_cache, tuple):  # a layer of a cache in kvcache/
-            placement = new_cache.placement
-            return trace(who, f"placed {len(placement.rows)} rows, mask T_q={T} T_k={placement.keys.pos.size(-1)}")
+        if is_placed(new_cache):
+            return trace(who, f"placed {len(new_cache.own)} rows, mask T_q={T} T_k={new_cache.keys.pos.size(-1)}")
         start, end, max_ctx = old_cache[2], new_cache.cache_pos, new_cache.k_cache.size(2)
-        first = int(new_cache.first[0]) if config.window else 0  # the position in slot number n_sink
-        written = slice(start - first + config.n_sink, end - first + config.n_sink) if isinstance(start, int) else None
-        n_seen = min(end, config.n_sink + config.window) if config.window and written else end
-        if config.window and written:
-            trace(who, f"slots {written.start} to {written.stop - 1}; slot {config.n_sink} has position {first}")
+        written, n_seen = None, end
+        if isinstance(start, int):
+            written = ring_slots(torch.arange(start, end), config)
+            if config.window:
+                n_seen = min(end, config.n_sink + config.window)
+                trace(who, f"slots {int(written[0])} to {int(written[-1])} of a ring")
         if isinstance(start, int) and start == 0:
             trace(who, f"init_cache T={T} max_ctx={max_ctx}")
         else:
@@ -81,7 +87,7 @@ class CausalSelfAttention(model.CausalSelfAttention):
         if isinstance(start, int) and end != start + T:
             alarm(who, f"cache_pos went from {start} to {end}, but {T} positions were fed")
         for name, cache in (('keys', new_cache.k_cache), ('values', new_cache.v_cache)):
-            if written and cache[:, :, written].isnan().any():
+            if written is not None and cache[:, :, written].isnan().any():
                 alarm(who, f"NaN in the {name} of positions {start} to {end - 1}")
 
 
@@ -105,7 +111,7 @@ class GPT(model.GPT):
         check_layer(self.config.n_layer)
         if tracing():
             where = f"b={idx.size(0)} t={idx.size(1)}"
-            if kv_cache and not isinstance(kv_cache[0], tuple):
+            if kv_cache and is_placed(kv_cache[0]):
                 trace('GPT', f"kv_cache=placed {where} pos={positions.tolist()}")
             elif kv_cache and not (isinstance(kv_cache[0][2], int) and kv_cache[0][2] == 0):
                 pos = described(positions) if positions.dim() == 1 else f"pos={positions.tolist()}"
@@ -147,12 +153,12 @@ class TracedCache:
     def __getattr__(self, name):
         return getattr(self.cache, name)
 
-    def step(self, work):
+    def step(self, handles, starts, tokens, wanted=None):
         self.step_number += 1
         if tracing():
-            T = sorted({len(tokens) for tokens in work.tokens})
-            trace('generate', f"step={self.step_number} sequences={len(work.handles)} starts={work.starts[:8]} T={T}")
-        return self.cache.step(work)
+            T = sorted({len(each) for each in tokens})
+            trace('generate', f"step={self.step_number} sequences={len(handles)} starts={starts[:8]} T={T}")
+        return self.cache.step(handles, starts, tokens, wanted)
 
 
 def stream(traced, *args, decoder=None, cache=None, **settings):

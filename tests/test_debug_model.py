@@ -4,6 +4,7 @@ import torch
 
 import debug_kv_model
 import decode
+import kvcache
 import model as plain_model
 from generation import generate
 
@@ -41,6 +42,34 @@ def test_the_trace_of_two_steps(monkeypatch, capsys):
     traced.generate(IDX, 2, use_cache=True)
     err = capsys.readouterr().err
     assert '[Attn L0]' in err and '[Attn L1]' in err
+
+
+def test_the_trace_of_a_ring(monkeypatch, capsys):
+    """Positions 9 to 11 of a window of 4 with 2 sinks: the ring of 8 slots behind slot 1 has begun again at 10."""
+    monkeypatch.setenv('KV_DEBUG', '1')
+    monkeypatch.setenv('KV_DEBUG_LAYER', '1')
+    traced = debug_kv_model.GPT(debug_kv_model.GPTConfig(**CONFIG, position='rope', window=4, n_sink=2)).eval()
+    cache = traced(torch.arange(9)[None])[2]
+    capsys.readouterr()
+    traced(IDX[:, :3], kv_cache=cache)
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        '[KVDBG][Attn L1] slots 9 to 3 of a ring', '[KVDBG][Attn L1] cache_pos=9 T=3 new_cache_pos=12 max_ctx=10',
+        '[KVDBG][Attn L1] using cache T_k=6', '[KVDBG][Attn L1] mask T_q=3 T_k=6']
+
+
+@pytest.mark.parametrize('kind', kvcache.KINDS)
+def test_the_trace_of_a_cache(monkeypatch, capsys, kind):
+    """The lines of its layers come from the model's own code, which the decoder in PyTorch calls."""
+    plain, traced = pair()
+    monkeypatch.setenv('KV_DEBUG', '1')
+    monkeypatch.setenv('KV_DEBUG_LAYER', '1')
+    cache, prompts = kvcache.make_cache(traced, kind, 2, decoder=decode.EagerDecoder(traced)), [[1, 2, 3], [4, 5]]
+    tokens = torch.cat([*debug_kv_model.stream(traced, prompts, 3, use_cache=True, cache=cache, temperature=0)], 1)
+    assert tokens.tolist() == [row[-3:] for row in generate(plain, prompts, 3, temperature=0)]
+    lines = capsys.readouterr().err.splitlines()
+    assert '[KVDBG][generate] step=1 sequences=2 starts=[3, 2] T=[1]' in lines
+    assert '[KVDBG][Attn L1] placed 5 rows, mask T_q=5 T_k=5' in lines
+    assert '[KVDBG][Attn L1] placed 2 rows, mask T_q=1 T_k=4' in lines and not alarms(capsys)
 
 
 @pytest.mark.parametrize('value', [None, '0', ''])
