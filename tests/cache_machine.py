@@ -80,11 +80,13 @@ class Machine:
 
     def free(self):
         if len(self.texts) > 2:
-            handle = self.some()
-            self.cache.free(handle)
-            del self.texts[handle]
-            if self.oracle:
-                self.oracle.free(handle)
+            self.remove(self.some())
+
+    def remove(self, handle):
+        self.cache.free(handle)
+        del self.texts[handle]
+        if self.oracle:
+            self.oracle.free(handle)
 
     def shift(self):
         handle, config = self.some(), self.cache.model.config
@@ -115,22 +117,25 @@ class Machine:
             self.step({handle: text}, {handle: 0})
 
     def feed(self):
-        """New tokens of some sequences, of different numbers."""
+        """New tokens of some sequences, of different numbers. Sequences that are full are freed."""
         new = {}
         self.some()
         for handle in self.choose.sample(list(self.texts), self.choose.randint(1, len(self.texts))):
-            n = min(self.choose.choice([1, 1, 2, 5, 16, 23]), self.most - len(self.texts[handle]))
             begun = self.shared[:self.choose.choice([0, 16, 20])] if not self.texts[handle] else []
+            n = min(self.choose.choice([1, 1, 2, 5, 16, 23]), self.most - len(self.texts[handle]) - len(begun))
             if n > 0:
                 new[handle] = begun + [self.choose.randrange(VOCAB) for _ in range(n)]
+            else:
+                self.remove(handle)
         if new:
             self.step(new)
 
     def decode(self):
         """Some steps of one more token of the same sequences."""
-        handles = [handle for handle, text in self.texts.items() if 0 < len(text)]
-        for _ in range(self.choose.randint(1, 6)):
-            if handles and max(len(self.texts[handle]) for handle in handles) < self.most:
+        n = self.choose.randint(1, 6)
+        handles = [handle for handle, text in self.texts.items() if 0 < len(text) <= self.most - n]
+        for _ in range(n):
+            if handles:
                 self.step({handle: [self.choose.randrange(VOCAB)] for handle in handles}, as_tensor=True)
 
     def step(self, new, starts=None, as_tensor=False):
