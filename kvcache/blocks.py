@@ -74,12 +74,13 @@ class BlockManager:
         Give an empty sequence the remembered blocks with which its tokens begin. Returns how many of the tokens these
         hold. They fill whole blocks, and are never all of the tokens: the last one must be computed, for its logits.
         """
+        self.trim(record, 0)  # blocks that were reserved for it
         for block in (table := self.cached_blocks(tokens, record.salt)):
             if block is not None:
                 self.acquire(block)
         record.table, record.epoch = table, self.epoch
         record.remembered, record.prefix = 0, self.root(record.salt)
-        record.runs, record.room, record.length = None, 0, len(table) * self.page_size
+        record.length = len(table) * self.page_size
         record.tokens = list(tokens[:record.length])
         return record.length
 
