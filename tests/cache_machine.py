@@ -56,8 +56,8 @@ class Machine:
             return handle
         return self.choose.choice(list(self.texts))
 
-    def fork(self):
-        handle = self.some()
+    def fork(self, handle=None):
+        handle = handle or self.some()
         if len(self.texts) < N_SEQ:
             new = self.cache.fork(handle)
             self.texts[new] = self.texts[handle][:]
@@ -94,6 +94,8 @@ class Machine:
         if config.position == 'learned' or config.window or len(text) < 3 or (
                 self.cache.type_kv in ('int8', 'int4') and config.position == 'rope'):
             return
+        if self.choose.random() < 0.5:
+            self.fork(handle)  # what moves is shared then
         n_keep = self.choose.randrange(len(text) - 1)
         n = self.choose.randint(1, len(text) - n_keep)
         self.cache.shift(handle, n_keep, n)

@@ -54,7 +54,10 @@ class Pool(BlockManager):
         self.truncate(self.records[name], n)
 
     def rewrite(self, name, start, length):
-        self.renew(self.records[name], start, length)
+        """Remove tokens from start on, so that `length` are left, as a shift does."""
+        record = self.records[name]
+        self.renew(record, start, length)
+        del record.tokens[start:start + record.length - length]
         self.cut(name, length)
 
     def drop(self, name):
@@ -144,12 +147,14 @@ def test_blocks_that_are_renewed_are_written_by_one_sequence_and_remembered_for_
     b.branch('a', 'b')
     b.rewrite('b', 3, 6)
     assert b.tables == {'a': [0, 1, 2, 3, 4], 'b': [0, 5, 6]} and b.references[:5] == [2, 1, 1, 1, 1]
-    shifted = [0, 1, 2, 7, 8, 9, 10, 11]
     b.append('b', 2)
+    shifted = [0, 1, 2, 6, 7, 8, 99, 99]
+    assert b.records['b'].tokens == shifted
     b.branch('b', 'c')
     for seq in 'bc':
         b.learn(seq)
     assert b.cached_blocks([*shifted, 12]) == [0] and b.cached_blocks(tokens) == [0, 1, 2, 3]
+    assert b.cached_blocks([*range(6), 99, 99, 12]) == [0, 1, 2]  # nor by what b has had before
     b.rewrite('a', 2, 4)  # in the blocks that it has
     assert b.tables['a'] == [0, 1] and b.cached_blocks(tokens) == [0]
     b.append('a', 4)

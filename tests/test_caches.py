@@ -41,7 +41,7 @@ def test_in_float64_every_cache_gives_the_logits_of_a_text_without_a_cache(kind,
         m = model_of(model, seed, torch.float64)
         decoder = decode.EagerDecoder(m) if seed % 2 else None
         machine = Machine(cache_of(kind, m, decoder=decoder), seed, oracle=Oracle(m))
-        machine.run(sizes(40, 120))
+        machine.run(120)
         machine.end()
 
 
