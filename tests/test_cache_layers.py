@@ -114,20 +114,6 @@ def test_what_is_cleared_is_zero():
     put(made_there, {0: range(3)})  # outside inference mode too
 
 
-@torch.inference_mode()
-def test_a_long_mask_hides_what_a_short_one_hides(monkeypatch):
-    """Long masks stay bool: the logits are the same, with windows and with other sequences."""
-    m, idx = deep_model()
-
-    def logits():
-        c = CellCache(4, 2, 16, 32, 3, n_swa=6, swa_type='standard')
-        logits_of(m, idx[:, :4], c, {1: range(4)})
-        return logits_in_chunks(m, idx, [5, 1, 4, 3], c)
-    short = logits()
-    monkeypatch.setattr('positions.LONG_MASK', 0)
-    assert torch.allclose(logits(), short, atol=1e-5)
-
-
 # several caches for one model
 
 def hybrid(full=16, local=8, n_seq_max=1, n_swa=4, **how):
