@@ -16,7 +16,6 @@ import torch
 import generation
 import model
 from model import GPTConfig, LayerKVCache  # noqa: F401  (the same names as model.py)
-from positions import ring_slots
 
 
 def tracing(layer=None):
@@ -61,11 +60,11 @@ class CausalSelfAttention(model.CausalSelfAttention):
     def forward(self, x, positions, layer_cache=None, *how):
         y, new_cache = super().forward(x, positions, layer_cache, *how)
         if tracing(self.layer):
-            self.report(x.size(1), positions.config, layer_cache, new_cache)
+            self.report(x.size(1), positions, layer_cache, new_cache)
         return y, new_cache
 
-    def report(self, T, config, old_cache, new_cache):
-        who = f"Attn L{self.layer}"
+    def report(self, T, positions, old_cache, new_cache):
+        who, config = f"Attn L{self.layer}", positions.config
         if new_cache is None:
             trace(who, f"no cache T={T}")
             return trace(who, f"mask T_q={T} T_k={T}")
@@ -74,7 +73,7 @@ class CausalSelfAttention(model.CausalSelfAttention):
         start, end, max_ctx = old_cache[2], new_cache.cache_pos, new_cache.k_cache.size(2)
         written, n_seen = None, end
         if isinstance(start, int):
-            written = ring_slots(torch.arange(start, end), config)
+            written = positions.slots
             if config.window:
                 n_seen = min(end, config.n_sink + config.window)
                 trace(who, f"slots {int(written[0])} to {int(written[-1])} of a ring")

@@ -17,15 +17,16 @@ from dataclasses import dataclass, field, replace
 from types import NoneType
 
 import torch
-import torch.nn.functional as F
 
-from decode.process import uninterrupted
+from decode.process import after_fork, uninterrupted
 from inputs import as_int64
+from kvcache.base import NotNumbers, are_numbers
 from kvcache.contiguous import ContiguousCache
 from model import check_sampling, sample_token
 
 mode_lock = threading.Lock()
-evaluated = weakref.WeakKeyDictionary()  # {model: (the uses of `evaluating`, the modules to restore after the last)}
+# {model: (the uses of `evaluating`, (thread, object) each; the modules to restore after the last)}
+evaluated = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Sampling:
 @dataclass(eq=False)
 class Sequence:
     """
-    One text that is being continued. Its context, what the model is given, is all of it, or of a text that has
-    outgrown max_positions its first n_keep tokens and its last ones.
+    One text that is being continued. Its context is what the model is given: all of the text, or, of a text that is
+    longer than max_positions, its first n_keep and its last tokens.
 
     tokens: all tokens, the only record of them. keep, n_keep: a context of max_positions tokens that gets another one
     becomes the first n_keep tokens and the last `keep`. shifts: does the cache then keep their keys and values, at new
@@ -187,8 +188,8 @@ def stream(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, 
         A prompt that is shorter than n_keep is kept whole. Learned positions are part of the keys, so what is left is
         computed again. Otherwise the cache keeps it and moves its keys, which takes the cache.
         'roll': no context is ever full. It is the default for models with a window, and exact. A model without a window
-        then has one of its last `keep` tokens, by default block_size, the n_keep first ones of the text included as
-        sinks: see `GPT.with_window`. The tokens are others than with 'crop'. Learned positions cannot roll.
+        is then given one of `keep` tokens, by default block_size - n_keep, and the first n_keep tokens as sinks: see
+        `GPT.with_window`. The tokens are others than with 'crop'. Learned positions cannot roll.
 
     Runs without gradients and in eval mode, and restores each module's own mode between tokens. Unless it rolls, a
     prompt longer than block_size is cropped to its end (with 'shift', after its first n_keep tokens). Raises
@@ -286,9 +287,8 @@ def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, gen
                         s.tokens += tokens
                     unread.clear()
                 logits = advance(sequences, cache, device, newest)
-                if (step == 0 or device.type == 'cpu') and not math.isfinite(logits.sum()) and (
-                        F.softmax(logits, dim=-1).isnan().any()):  # of NaN and +inf, not of -inf
-                    raise ValueError("the model's logits are not numbers: its weights are broken")
+                if (step == 0 or device.type == 'cpu') and not are_numbers(logits):
+                    raise NotNumbers
                 if step == 0:  # the prompts are read; from here on each sample is a sequence
                     n_each = B // len(sequences)
                     sequences = [each for s in sequences for each in with_forks(s, n_each - 1, cache, handles)]
@@ -325,9 +325,17 @@ def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, gen
             if n_left == 0:
                 return
     finally:
-        with uninterrupted():
-            for handle in handles:
-                cache.free(handle)
+        try:
+            free_all(cache, handles)
+        except KeyboardInterrupt:  # it may have come before anything was freed
+            free_all(cache, handles)
+            raise
+
+
+def free_all(cache, handles):
+    with uninterrupted():
+        while handles:
+            cache.free(handles.pop(0))
 
 
 def with_forks(sequence, n, cache, handles):
@@ -346,7 +354,7 @@ def evaluating(model):
 
     Several threads can be inside for one model: the modules go back to training mode when the last one leaves.
     """
-    use = object()
+    use = threading.get_ident(), object()
     try:
         with uninterrupted(), mode_lock:
             uses, modules = evaluated.setdefault(model, (set(), []))
@@ -359,10 +367,24 @@ def evaluating(model):
         with uninterrupted(), mode_lock:
             uses, modules = evaluated.setdefault(model, (set(), []))
             uses.discard(use)
-            if not uses:
-                for m in modules:
-                    m.training = True
-                modules.clear()
+            restore_modes(uses, modules)
+
+
+def restore_modes(uses, modules):
+    if not uses:
+        for m in modules:
+            m.training = True
+        modules.clear()
+
+
+@after_fork
+def forget_other_threads():
+    """In the child of a fork the other threads are gone, and one of them may have had the lock."""
+    global mode_lock
+    mode_lock = threading.Lock()
+    for uses, modules in evaluated.values():
+        uses -= {use for use in uses if use[0] != threading.get_ident()}
+        restore_modes(uses, modules)
 
 
 class NoCache:

@@ -64,8 +64,9 @@ def ring_slots(positions, config):
 
 def sequence_runs(base, config, start=0):
     """
-    Where a sequence has its slots, if they begin at `base`: rows (position, slot, n) of `decode.metadata.Runs`. All of
-    block_size; or of a ring the sinks, and 2 * window positions from the first that the token at `start` sees on.
+    Where a sequence has its slots, if they begin at `base`: rows (position, slot, n) of `decode.metadata.Runs`. Without
+    a window: all of block_size. With one: the sinks, and 2 * window positions from the first that the token at `start`
+    sees.
     """
     c = config
     if not c.window:

@@ -4,7 +4,7 @@ Sample from a trained model, or from GPT-2.
     python sample.py                                        the newest out*/ckpt.pt, ten samples
     python sample.py --num_samples=1 --start="To be"        one sample, streamed as it is drawn
     python sample.py --init_from=gpt2 --start=FILE:prompts.txt --split=lines       every line of a file, in one batch
-    python sample.py --weights=int8 --when_full=shift       the fastest settings; the tokens differ, see README.md
+    python sample.py --weights=int8 --when_full=shift       the fastest settings; other tokens, see docs/SAMPLING.md
 
 The samples go to stdout, everything else to stderr. KV_DEBUG=1 traces the cache.
 """

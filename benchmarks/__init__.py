@@ -1,22 +1,19 @@
 """
-What is measured, and how. `bench.py` runs the first ten of these; the others are scripts.
+What is measured, and how. `bench.py` runs all but the scripts.
 
     train_step     time of a training iteration
     generate       tokens a second, with the cache and without
-    peers/         the same weights in other engines: decoding, prefills, long contexts
-    caches/        the caches of kvcache/ on the compiled step, in parts
-    serve/         our server and llama-server under load, in parts
     memory         peak memory of generation
     loss           the cost of dropped context and rounded numbers, in nats
-    positions      the same model trained with each kind of positions and window, in nats
-    endless        one long text through a rolling cache: nats, time and memory to the end
-    recall         what a model with a window remembers, by distance
+    caches         the caches of kvcache/ on the compiled step, in parts
+    peers/         the same weights in other engines: decoding, prefills, long contexts
+    serve/         our server and llama-server under load, in parts
+    experiments/   models that are trained with other positions, endless texts, recall; busy neighbours
 
-    busy.py              the decoder and its choice of threads beside processes that keep the cores busy
-    old_and_new.py       a commit or another work tree and this one, timed in turns (timed_tree.py runs in each)
-    house.py             the picture of the modules and their imports
-    figures/draw_*.py    the pictures that explain the caches
+    harness, shapes      how all of it is timed, printed, drawn and written; the models that are measured
+    old_and_new          a script: a commit or another work tree and this one, timed in turns
+    timed_tree           what old_and_new runs in each of the two
+    house                a script: the picture of the modules and their imports
 
-    shapes, rounds, report       the models that are measured; ways that take turns; JSON and the machine
-    results/, figures/           the measured rows and the pictures of the documents
+results/ has the measured rows, figures/ the pictures of the documents and the scripts that draw those of the caches.
 """

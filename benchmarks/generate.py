@@ -1,5 +1,5 @@
 """
-Tokens a second by length, with the cache and without: rows, a table and a picture.
+Tokens a second by length, with the cache and without.
 
     python bench.py --mode=generate
     python bench.py --mode=generate --shape=S,M --json=out-bench/generate.json
@@ -8,19 +8,22 @@ Tokens a second by length, with the cache and without: rows, a table and a pictu
 "no cache" is nanoGPT's way, one sample after another; all others draw their samples in one batch. "cache" is the
 model's own step, "eager" that of decode/eager.py, "decoder" the fastest one here.
 """
-import statistics
-import time
+from itertools import groupby
 
 import torch
-from tqdm import tqdm
 
 import decode
 import generation
 import kvcache
-from benchmarks.shapes import PROMPT, config_of
-from device import autocast, synchronize
+from benchmarks.harness import Case, Panel, table, take_turns
+from benchmarks.shapes import PROMPT, cache_bytes, config_of
+from device import DTYPES, autocast, synchronize
 from model import GPT
-from training.plotting import plt, save
+
+EXPECTED, PICTURE = '1 minute for S, 5 for M and 20 for L, and ten times that with --batches=1,10', 'speedup.png'
+LENGTHS = 10, 50, 122, 128, 200, 500
+LABELS = {'cache': 'cache', 'eager': 'cache + eager decoder', 'decoder': 'cache + decoder',
+          'shift': 'cache + decoder, when_full=shift'}
 
 
 def fed_tokens(n, block_size, use_cache):
@@ -35,58 +38,37 @@ def fed_tokens(n, block_size, use_cache):
     return context[0] + sum(1 if PROMPT + i <= block_size else block_size for i in range(1, n))
 
 
-def run(names, bias, batches, lengths, repeats, kv_cache, kv_bits, device, dtype):
+def counted(n, block_size):
+    """The speed-up by the number of positions alone."""
+    return fed_tokens(n, block_size, False) / fed_tokens(n, block_size, True)
+
+
+def run(asked):
     """
-    Time generation of shapes x batch sizes x lengths, print a table as it grows, and return the rows (dicts).
-
-    kv_cache, kv_bits: a cache of `kvcache.make_cache` that is measured in one more column; 'tuple' and 0 add none.
+    {'rows': a row for each shape, number of samples and number of new tokens}. cache_bytes: of one sequence. differing:
+    the ways whose tokens should equal those without a cache, and do not. tok_per_s, speedup, runs_s: of each way.
     """
-    rows, amp = [], autocast(device, dtype)
-    n_tokens = len(names) * sum(batches) * sum(lengths) * (1 + repeats)  # generated in each way
-    with tqdm(total=n_tokens, unit='tok', leave=False, disable=None) as bar:
-        for name in names:
-            model = GPT(config_of(name, bias)).to(device).eval()
-            idx = torch.randint(model.config.vocab_size, (1, PROMPT), device=device)
-            cache_bytes = print_shape(name, model, idx, amp)
-            for B in batches:
-                decoder = decode.best(model, B)
-                ways = ways_to_generate(model, idx, B, decoder, kv_cache, kv_bits)
-                tqdm.write(f"{B} sample{'s' * (B > 1)}; decoder: {decoder.name}\n{'tokens':>8}"
-                           + ''.join(f'{way:>22}' for way in ways) + "   counted  tokens")
-                for n in lengths:
-                    block_size = model.config.block_size
-                    counted = fed_tokens(n, block_size, False) / fed_tokens(n, block_size, True)
-                    row = dict(shape=name, block_size=block_size, samples=B, new_tokens=n, counted=counted,
-                               cache_bytes=cache_bytes, decoder=decoder.name,
-                               **compare_ways(model, ways, B, n, repeats, device, amp, bar))
-                    rows.append(row)
-                    tqdm.write(line(row, ways))
-    return rows
+    rows = []
+    for (name, B), cases in groupby(asked.combinations(asked.default_shape, (1,), LENGTHS), lambda case: case[:2]):
+        model = GPT(config_of(name, asked.bias)).to(asked.device).eval()
+        ways = ways_to_generate(model, B, asked.kv_cache, asked.kv_bits, asked.device)
+        mine = [compare_ways(asked, name, model, ways, B, n) for _, _, n in cases]
+        print(table(mine, 'shape samples new_tokens tok_per_s') + '\n' + table(
+            mine, 'shape samples new_tokens speedup counted same_tokens differing'), flush=True)
+        rows += mine
+    return dict(dtype=asked.dtype, prompt=PROMPT, repeats=asked.repeats, rows=rows)
 
 
-def print_shape(name, model, idx, amp):
-    """Print the shape of a model and the size of its cache. Returns the bytes of the cache of one sequence."""
-    c = model.config
-    with torch.no_grad(), amp:
-        cache = model(idx)[2]
-    layer_bytes = 2 * cache[0].k_cache.nbytes
-    tqdm.write(f"\n{name}: {c.n_layer} layers of {c.n_embd}, block {c.block_size}; the cache: "
-               f"{layer_bytes / 2**20:.3g} MiB a layer, {c.n_layer * layer_bytes / 2**20:.3g} MiB in all "
-               f"({cache[0].k_cache.dtype})")
-    return c.n_layer * layer_bytes
+def ways_to_generate(model, B, kv_cache, kv_bits, device):
+    """
+    {name: a function of n that draws B samples of n greedy tokens after one prompt: (B, T + n)}. kv_cache, kv_bits: a
+    cache of `kvcache.make_cache` that is one more way; 'tuple' and 0 add none.
+    """
+    idx = torch.randint(model.config.vocab_size, (1, PROMPT), device=device)
+    decoder = decode.best(model, B)
+    print(f"{model.config.n_layer} layers of {model.config.n_embd}, block {model.config.block_size}; decoder: "
+          f"{decoder.name}")
 
-
-def line(row, ways):
-    """A row as text, with a column for each of the ways."""
-    tok_per_s, speedup = row['tok_per_s'], row['speedup']
-    figures = [f"{tok_per_s[way]:>9,.0f} tok/s{speedup[way]:>6.1f}x" if way in speedup else '' for way in ways]
-    differing = 'DIFFERENT: ' + ', '.join(row['differing']) if row['differing'] else 'identical'
-    return (f"{row['new_tokens']:>8}" + ''.join(f'{figure:>22}' for figure in figures)
-            + f"{row['counted']:>9.2f}x  {differing}")
-
-
-def ways_to_generate(model, idx, B, decoder, kv_cache, kv_bits):
-    """{name: a function of n that draws B samples of n greedy tokens after the prompt idx (1, T): (B, T + n)}."""
     def in_one_batch(**how):
         return lambda n: generation.generate(model, idx, n, temperature=0, num_samples=B, use_cache=True, **how)
 
@@ -100,57 +82,45 @@ def ways_to_generate(model, idx, B, decoder, kv_cache, kv_bits):
     return ways
 
 
-def compare_ways(model, ways, B, n, repeats, device, amp, bar):
-    """
-    Time n new tokens of B samples in each of the ways, in turns. Returns a dict for JSON.
+def compare_ways(asked, name, model, ways, B, n):
+    """A row. when_full='shift' is left out where the context does not fill up."""
+    size, amp = model.config.block_size, autocast(asked.device, asked.dtype)
 
-    when_full='shift' is left out where the context does not fill up. Medians of `repeats` rounds after a warm-up;
-    the bar moves on by B * n a round. differing: the ways whose tokens should equal those without a cache, and do not.
-    """
-    ways = {way: draw for way, draw in ways.items() if way != 'shift' or PROMPT + n > model.config.block_size}
-    seconds, tokens = {way: [] for way in ways}, {}
-    bar.set_description(f'{B} x {n}')
-    for repeat in range(1 + repeats):
-        for way, draw in ways.items():
-            synchronize(device)
-            t0 = time.perf_counter()
+    def draws(draw):
+        def step():
             with amp:
-                tokens[way] = draw(n)
-            synchronize(device)
-            seconds[way] += [time.perf_counter() - t0] if repeat else []
-        bar.update(B * n)
-    medians = {way: statistics.median(runs) for way, runs in seconds.items()}
-    exact = [way for way in ways if way != 'shift' and 'bits' not in way]
-    return dict(tok_per_s={way: B * n / s for way, s in medians.items()},
-                speedup={way: medians['no cache'] / s for way, s in medians.items()}, runs_s=seconds,
-                differing=[way for way in exact if not torch.equal(tokens[way], tokens['no cache'])])
+                tokens = draw(n)
+            synchronize(asked.device)
+            return tokens
+        return step
+    cases = [Case(dict(way=way), draws(draw)) for way, draw in ways.items() if way != 'shift' or PROMPT + n > size]
+    without, *_ = measured = take_turns(cases, asked.repeats, f'{name}: {B} x {n}')
+    of = {m.case.labels['way']: m for m in measured}
+    exact = [way for way in of if way != 'shift' and 'bits' not in way]
+    differing = [way for way in exact if not torch.equal(of[way].result, without.result)]
+    return dict(shape=name, block_size=size, samples=B, new_tokens=n, counted=counted(n, size),
+                cache_bytes=cache_bytes(model.config, 1, DTYPES[asked.dtype].itemsize),
+                tok_per_s={way: B * n / m.seconds for way, m in of.items()},
+                speedup={way: without.seconds / m.seconds for way, m in of.items()},
+                runs_s={way: m.runs for way, m in of.items()},
+                same_tokens=not differing, differing=differing)
 
 
-def plot(rows, title, path):
-    """Speed-up against length, measured and by the number of positions computed. rows: those of `run`."""
-    cases = list(dict.fromkeys((row['shape'], row['samples']) for row in rows))
-    fig, axes = plt.subplots(1, len(cases), figsize=(5.5 * len(cases), 4.2), squeeze=False, layout='constrained')
-    for ax, (name, B) in zip(axes[0], cases):
+def picture(figures, machine):
+    """Speed-up against length, measured and by the number of positions computed."""
+    panels, rows = [], sorted(figures['rows'], key=lambda row: row['new_tokens'])
+    for name, B in dict.fromkeys((row['shape'], row['samples']) for row in figures['rows']):
         mine = [row for row in rows if (row['shape'], row['samples']) == (name, B)]
-        mine.sort(key=lambda row: row['new_tokens'])
-        block = mine[0]['block_size']
-        labels = {'cache': 'cache', 'eager': 'cache + eager decoder', 'decoder': 'cache + decoder',
-                  'shift': 'cache + decoder, when_full=shift'}
-        for way, label in labels.items():
+        block, lines = mine[0]['block_size'], []
+        for way, label in LABELS.items():
             points = [(row['new_tokens'], row['speedup'][way]) for row in mine if way in row['speedup']]
             if points:
-                ax.plot(*zip(*points), marker='o', label=label)
+                lines.append((*zip(*points), label, dict(marker='o')))
         if B == 1:
             every = range(1, mine[-1]['new_tokens'] + 1)
-            counted = [fed_tokens(k, block, False) / fed_tokens(k, block, True) for k in every]
-            ax.plot(every, counted, color='0.6', ls=':', label='positions computed')
-        ax.axvline(block - PROMPT, color='0.6', lw=0.8)
-        ax.set(xlabel=f'new tokens after a prompt of {PROMPT}; vertical line: the context is full', yscale='log',
-               title=f"{name}, {B} sample{'s' * (B > 1)}")
-        ax.set_yticks([1, 2, 5, 10, 20, 50, 100], ['1x', '2x', '5x', '10x', '20x', '50x', '100x'])
-        ax.minorticks_off()
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=8)
-    axes[0, 0].set_ylabel('speed-up over no cache')
-    fig.suptitle(title, fontsize=9)
-    save(fig, path)
+            lines.append((every, [counted(k, block) for k in every], 'positions computed', dict(color='0.6', ls=':')))
+        axes = dict(yscale='log', yticks=[1, 2, 5, 10, 20, 50, 100], ylabel='speed-up over no cache',
+                    xlabel=f'new tokens after a prompt of {PROMPT}')
+        panels.append(Panel(f"{name}, {B} sample{'s' * (B > 1)}", lines, axes=axes,
+                            marks={block - PROMPT: 'the context is full'}))
+    return dict(panels=panels, title=machine)

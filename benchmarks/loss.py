@@ -5,7 +5,6 @@ How well a model predicts a text when context is dropped, or weights or the cach
 
 The model is the newest out*/ckpt.pt, the text the validation split of its data set.
 """
-
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -14,41 +13,30 @@ import checkpoint as checkpoints
 import decode
 import kvcache
 import model as gpt
+from benchmarks.harness import Panel, table
 from generation import advance, make_sequences
 from inputs import as_int64
 from kvcache.contiguous import ContiguousCache
 from training.batches import Batches
-from training.plotting import plt, save
+
+EXPECTED, PICTURE, CPU_ONLY = '5 minutes', 'loss_by_context.png', "losses are measured"
 
 
-def run(device):
+def run(asked):
     """
-    Measure the newest checkpoint, print a table, and return (path, rows, loss by context).
-
-    path: of the checkpoint. rows: those of `compare`. loss by context: a list of block_size numbers, see
-    `loss_by_context`. Raises ValueError if there is no checkpoint.
+    {'checkpoint': the path of the newest one, 'rows': those of `compare`, 'by_context': a list of block_size numbers,
+    see `loss_by_context`}. ValueError if there is no checkpoint.
     """
     path = (checkpoints.newest_first() or ['out/ckpt.pt'])[0]
     checkpoint = checkpoints.load(path)
     model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).eval()
     data_dir = 'data/' + checkpoint['config']['dataset']
-    text = Batches(data_dir, 'val', 1, model.config.block_size, model.config.vocab_size, device).tokens
+    text = Batches(data_dir, 'val', 1, model.config.block_size, model.config.vocab_size, asked.device).tokens
     text = torch.from_numpy(text.astype('int64'))
     rows, by_context = compare(model, text), loss_by_context(model, text).tolist()
     print(f"{path} on {data_dir}/val.bin, {rows[0]['tokens']:,} tokens, window {model.config.block_size}")
-    print(table(rows))
-    return path, rows, by_context
-
-
-def table(rows):
-    """The rows of `compare` as text."""
-    lines = [f"{'weights':<10}{'kv bits':>8}{'bytes':>7}  {'when_full':<10}{'keep':>5}{'context':>9}"
-             f"{'nats a token':>14}{'difference':>22}"]
-    lines += [f"{row['weights']:<10}{row['kv_bits'] or 32:>8}{row['kv_bytes_a_token']:>7,}  {row['when_full']:<10}"
-              f"{row['keep']:>5}{row['mean_context']:>9.1f}{row['nll']:>14.4f}"
-              f"{row['difference']:>+10.5f} +- {row['standard_error']:.5f}{row['difference'] / rows[0]['nll']:>+9.3%}"
-              for row in rows]
-    return '\n'.join(lines)
+    print(table(rows, 'weights kv_bits kv_bytes_a_token when_full keep mean_context nll difference standard_error'))
+    return dict(checkpoint=path, rows=rows, by_context=by_context)
 
 
 @torch.inference_mode()
@@ -130,17 +118,14 @@ def compare(model, text, n_rows=32):
     return results
 
 
-def plot(by_context, rows, path):
-    """Loss against the tokens of context, and a line for each policy at its mean loss. rows: those of `compare`."""
-    fig, ax = plt.subplots(figsize=(7, 4.8), layout='constrained')
-    ax.plot(range(1, len(by_context) + 1), by_context, label='a token, by the number of tokens before it')
-    policies = [row for row in rows if (row['weights'], row['kv_bits']) == ('float32', 0)]
-    for i, row in enumerate(policies):
-        what = 'crop' if row['when_full'] == 'crop' else f"shift, keep {row['keep']}"
-        ax.plot([row['keep'], len(by_context)], [row['nll']] * 2, color=f'C{i + 1}', marker='o', ms=4,
-                label=f"{what}: {row['nll']:.4f}")
-    ax.set(xlabel='tokens of context (a line spans the contexts of a policy, at its mean loss)', ylabel='nats a token')
-    ax.set_ylim(min(by_context) - 0.02, by_context[min(4, len(by_context) - 1)])
-    ax.grid(alpha=0.3)
-    fig.legend(loc='outside lower center', ncols=2, fontsize=9)
-    save(fig, path)
+def picture(figures, machine):
+    """Loss against the tokens of context, and a line for each policy at its mean loss."""
+    by_context, n = figures['by_context'], len(figures['by_context'])
+    lines = [(range(1, n + 1), by_context, 'a token, by the number of tokens before it', {})]
+    for row in figures['rows']:
+        if (row['weights'], row['kv_bits']) == ('float32', 0):
+            what = 'crop' if row['when_full'] == 'crop' else f"shift, keep {row['keep']}"
+            lines.append(([row['keep'], n], [row['nll']] * 2, f"{what}: {row['nll']:.4f}", dict(marker='o', ms=4)))
+    return dict(panels=[Panel('', lines, axes=dict(
+        xlabel='tokens of context (a line spans the contexts of a policy, at its mean loss)', ylabel='nats a token',
+        ylim=(min(by_context) - 0.02, by_context[min(4, n - 1)])))], size=(7, 4.8))

@@ -15,29 +15,27 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 from tqdm import tqdm
 
-from benchmarks.shapes import PROMPT, cache_bytes, config_of
+from benchmarks.harness import process_bytes, table
+from benchmarks.shapes import PROMPT, WITHIN_WINDOW, cache_bytes, config_of
 from device import DTYPES, autocast
 from model import GPT
 
+EXPECTED = '5 minutes'
 
-def run(cases, bias, device, dtype):
-    """
-    Measure cases (shape, batch size, new tokens), with the cache and without. Prints a table; returns rows (dicts).
 
-    peak, cache: see `measure`. formula: the bytes of the cache by its shape.
-    """
-    rows = []
-    print(f"\n{'shape':<6}{'batch':>6}{'new tokens':>12}  {'':<10}{'peak':>14}{'its cache':>14}{'formula':>14}")
+def run(asked):
+    """{'rows': of each shape, batch and number of new tokens one without a cache and one with it}. peak, cache: bytes,
+    see `measure`. formula: the bytes of the cache by its shape."""
+    rows, lengths = [], {name: (10, n) for name, n in WITHIN_WINDOW.items()}
+    cases = asked.combinations('SML', (1, 8, 32), lengths)
     each = [(*case, use_cache) for case in cases for use_cache in (False, True)]
     for name, B, n, use_cache in tqdm(each, desc='memory', leave=False, disable=None):
-        c = config_of(name, bias)
-        formula = use_cache * cache_bytes(c, B, DTYPES[dtype].itemsize)
-        row = dict(shape=name, batch=B, new_tokens=n, use_cache=use_cache, formula=formula,
-                   **measure_in_new_process(c, B, PROMPT, n, use_cache, device, dtype))
-        rows.append(row)
-        sizes = ''.join(f"{row[key] / 2**20:>10,.1f} MiB" for key in ('peak', 'cache', 'formula'))
-        tqdm.write(f"{name:<6}{B:>6}{n:>12}  {'cache' if use_cache else 'no cache':<10}{sizes}")
-    return rows
+        c = config_of(name, asked.bias)
+        row = dict(shape=name, batch=B, new_tokens=n, use_cache=use_cache,
+                   formula=use_cache * cache_bytes(c, B, DTYPES[asked.dtype].itemsize))
+        rows.append(row | measure_in_new_process(c, B, PROMPT, n, use_cache, asked.device, asked.dtype))
+    print(table(rows, 'shape batch new_tokens use_cache peak cache formula'))
+    return dict(dtype=asked.dtype, prompt=PROMPT, rows=rows)
 
 
 def measure_in_new_process(*case):
@@ -87,9 +85,7 @@ def peak_bytes(device):
     """The peak in bytes: allocated on a GPU, resident on a CPU."""
     if device.startswith('cuda'):
         return torch.cuda.max_memory_allocated(device)
-    try:
-        with open('/proc/self/status') as f:  # ru_maxrss would begin with the peak of the parent process
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith('VmHWM'))
-    except (OSError, StopIteration):
-        import resource  # not on Windows
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+    if (peak := process_bytes('VmHWM')) is not None:  # ru_maxrss would begin with the peak of the parent process
+        return peak
+    import resource  # not on Windows
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)

@@ -27,7 +27,7 @@ import json as json_format  # `json` is a setting
 from tqdm import tqdm
 
 import configurator
-from benchmarks.report import describe_machine, write_json
+from benchmarks.harness import describe_machine, table, turns, write_json
 from benchmarks.shapes import SHAPES
 
 old = ''       # what to compare this tree with: a commit, or the folder of another tree
@@ -54,7 +54,13 @@ def main(config):
         finally:
             for worker in workers.values():
                 worker.end()
-    print(f"{describe_machine('cpu')}, {f'{threads} threads' if threads else 'chosen threads'}\n\n{table(times)}")
+    print(f"{describe_machine('cpu')}, {f'{threads} threads' if threads else 'chosen threads'}\n")
+    rows = []
+    for case, of in times.items():
+        ratios = [before / after for before, after in zip(of['old'], of['new'])]
+        rows.append(dict(case=case, old_s=statistics.median(of['old']), new_s=statistics.median(of['new']),
+                         old_over_new=statistics.median(ratios), of_single_rounds=[min(ratios), max(ratios)]))
+    print(table(rows, 'case old_s new_s old_over_new of_single_rounds'))
     write_json(json, times)
 
 
@@ -103,28 +109,15 @@ def race(workers):
     if not cases:
         raise ValueError(f"no case has {only!r} in its name: the cases are {'; '.join(workers['new'].cases)}")
     times = {case: dict(old=[], new=[]) for case in cases}
-    for n in tqdm(range(rounds), desc='rounds', disable=None):
-        for case in list(times):
-            for tree in ('old', 'new') if n % 2 else ('new', 'old'):  # neither is always the first
-                taken = workers[tree].time(case)
-                if isinstance(taken, str):
-                    tqdm.write(f"left out: {case}, which the {tree} tree cannot run ({taken})")
-                    del times[case]
-                    break
-                if n:
-                    times[case][tree].append(taken)
+    for n, (case, tree) in turns([(case, tree) for case in cases for tree in workers], rounds - 1, 'rounds'):
+        if case in times:
+            taken = workers[tree].time(case)
+            if isinstance(taken, str):
+                tqdm.write(f"left out: {case}, which the {tree} tree cannot run ({taken})")
+                del times[case]
+            elif n:
+                times[case][tree].append(taken)
     return times
-
-
-def table(times):
-    """The figures of `race` as a Markdown table."""
-    lines = ["| case | old, ms | new, ms | old / new | of single rounds |", "|---|---|---|---|---|"]
-    for case, of in times.items():
-        ratios = [before / after for before, after in zip(of['old'], of['new'])]
-        medians = [1e3 * statistics.median(of[tree]) for tree in ('old', 'new')]
-        lines.append(f"| {case} | {medians[0]:,.2f} | {medians[1]:,.2f} | {statistics.median(ratios):.3f} "
-                     f"| {min(ratios):.3f} to {max(ratios):.3f} |")
-    return '\n'.join(lines)
 
 
 if __name__ == '__main__':

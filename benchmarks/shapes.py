@@ -1,5 +1,6 @@
 """The models that are measured: three shapes, with random weights, and the memory of their caches."""
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
@@ -23,6 +24,17 @@ def cache_bytes(config, batch_size, number=4):
     """Bytes of the keys and values of a cache. number: bytes of one number."""
     c = config
     return 2 * c.n_layer * batch_size * c.n_kv_head * c.head_dim * c.n_slots * number
+
+
+def random_tokens(model, *shape, seed=0):
+    """Token ids of a model's vocabulary, int64 of this shape."""
+    return torch.randint(model.config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@lru_cache(maxsize=1)
+def model_of(name, bias):
+    """`model_with_varied_text` of a shape; the last one is kept."""
+    return model_with_varied_text(config_of(name, bias))
 
 
 def model_with_varied_text(config):

@@ -3,57 +3,55 @@ How long a training iteration takes: forward, backward and the optimizer's step.
 
     python bench.py
 """
-import statistics
-import time
+import os
 from dataclasses import replace
 
 import torch
-from tqdm import tqdm
 
 import tokenizer as tokenizers
+from benchmarks.harness import Case, table, take_turns
 from benchmarks.shapes import SHAPES
 from device import autocast, default_peak_flops, synchronize
 from model import GPT
 from training.batches import Batches
 
+EXPECTED = '1 minute'
 N_STEPS = 10  # iterations of the warm-up, and of each timed run
+TRACE = os.path.join('out-bench', 'trace')
 
 
-def run(name, data_dir, batch_size, block_size, bias, compiled, repeats, seed, device, dtype, trace=''):
-    """
-    Time training iterations of a shape, print the result, and return it as a row (a dict).
+def run(asked):
+    """{'rows': a row for each shape}. mfu: None where the device's peak is unknown."""
+    torch.set_float32_matmul_precision('high')  # as train.py does
+    prepared = (d for d in ('data/openwebtext', 'data/shakespeare_char') if os.path.exists(d + '/train.bin'))
+    data_dir = next(prepared, None) if asked.real_data else None
+    rows = []
+    for name in asked.shapes or asked.default_shape:
+        rows.append(time_shape(asked, name, data_dir))
+        print(table(rows[-1:], 'shape block_size batch data iteration_s tok_per_s mfu loss'), flush=True)
+    return dict(rows=rows)
 
-    data_dir: a prepared data set, or None for random tokens. block_size: 0 is the shape's own. trace: a folder for a
-    torch.profiler trace of five iterations; '' makes none. ms: of an iteration, the median of `repeats` runs.
-    """
-    config = config_for(name, data_dir, block_size, bias)
+
+def time_shape(asked, name, data_dir):
+    """A row. data_dir: a prepared data set, or None for random tokens."""
+    B, device = asked.batch_size, asked.device
+    config = config_for(name, data_dir, asked.block_size, asked.bias)
     model = GPT(config).to(device)
-    step = training_step(model, data_dir, batch_size, compiled, seed, device, dtype)
-    for k in tqdm(range(N_STEPS), desc=f'{name} warm-up', leave=False, disable=None):
-        step(k)
-    if trace:
-        write_trace(step, trace)
-    times = []
-    for repeat in tqdm(range(repeats), desc=f'{name} training', disable=None):
-        synchronize(device)
-        t0 = time.perf_counter()
-        for k in range(N_STEPS):
-            loss = step(N_STEPS * repeat + k)
-        synchronize(device)
-        times.append((time.perf_counter() - t0) / N_STEPS)
-    dt = statistics.median(times)
-    mfu = model.estimate_mfu(batch_size, dt, default_peak_flops(torch.device(device)))
-    row = dict(shape=name, block_size=config.block_size, batch=batch_size, data=data_dir or 'random tokens',
-               ms=1e3 * dt, tok_per_s=batch_size * config.block_size / dt, mfu=mfu, loss=loss)
-    print(line(row))
-    return row
+    compiled = asked.compile and device != 'cpu'
+    step = training_step(model, data_dir, B, compiled, asked.seed, device, asked.dtype)
 
-
-def line(row):
-    """A row as text."""
-    mfu = 'unknown' if row['mfu'] is None else f"{row['mfu']:.1%}"
-    return (f"{row['shape']}, block {row['block_size']}, batch {row['batch']}, {row['data']}: "
-            f"{row['ms']:.2f} ms an iteration, {row['tok_per_s']:,.0f} tok/s, MFU {mfu}, loss {row['loss']:.4f}")
+    def iterations(first):
+        for k in range(first, first + N_STEPS):
+            loss = step(k)
+        synchronize(device)
+        return loss
+    labels = dict(shape=name, block_size=config.block_size, batch=B, data=data_dir or 'random tokens')
+    case = Case(labels, iterations, lambda n: n * N_STEPS, per=N_STEPS)
+    m, = take_turns([case], asked.repeats, f'{name} training')
+    if asked.profile:
+        write_trace(step)
+    mfu = model.estimate_mfu(B, m.seconds, default_peak_flops(torch.device(device)))
+    return m.row(iteration_s=m.seconds, tok_per_s=B * config.block_size / m.seconds, mfu=mfu, loss=m.result)
 
 
 def config_for(name, data_dir, block_size, bias):
@@ -88,10 +86,11 @@ def training_step(model, data_dir, batch_size, compiled, seed, device, dtype):
     return step
 
 
-def write_trace(step, folder):
-    """Profile five iterations into a folder, for TensorBoard, and print the slowest operations."""
+def write_trace(step):
+    """Profile five iterations into the folder TRACE, for TensorBoard, and print the slowest operations."""
     from torch.profiler import tensorboard_trace_handler
-    with torch.profiler.profile(on_trace_ready=tensorboard_trace_handler(folder), record_shapes=True) as prof:
+    os.makedirs(TRACE, exist_ok=True)
+    with torch.profiler.profile(on_trace_ready=tensorboard_trace_handler(TRACE), record_shapes=True) as prof:
         for k in range(5):
             step(k)
-    print(prof.key_averages().table(sort_by='self_cpu_time_total', row_limit=15) + f"\n{folder}")
+    print(prof.key_averages().table(sort_by='self_cpu_time_total', row_limit=15) + f"\n{TRACE}")

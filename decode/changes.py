@@ -15,18 +15,29 @@ REFUSED = "use another decoder, such as decode.EagerDecoder(model)"
 PROBES = 8  # values of each parameter that a `Watch` compares
 
 
+def gpts_of(model):
+    """The classes named GPT that a model is of: model.py's, or the traced one and that."""
+    return [kind for kind in type(model).__mro__ if kind.__name__ == 'GPT']
+
+
+def check_own_forward(model, names=('forward', 'hidden_states'), advice=REFUSED):
+    """ValueError if a class has replaced one of these methods of the GPT that it is derived from, or has hooks."""
+    kinds, gpts = type(model).__mro__, gpts_of(model)
+    for kind in kinds[:kinds.index(gpts[-1])] if gpts else ():
+        changed = {*names} & set(vars(kind)) if kind not in gpts else None
+        if changed:
+            raise ValueError(f"the decoder does not run the {', '.join(sorted(changed))} of {kind.__name__}: {advice}")
+    if model._forward_hooks or model._forward_pre_hooks or 'forward' in vars(model):
+        raise ValueError(f"the decoder does not run the hooks and functions that were added to the model: {advice}")
+
+
 def check_structure(model):
     """
     ValueError if the model may compute something else than model.py's GPT: if its blocks are of classes from another
     module than the GPT class, if a `forward` was replaced, or if there are hooks.
     """
-    kinds = type(model).__mro__
-    gpts = [kind for kind in kinds if kind.__name__ == 'GPT']
-    home = {kind.__module__ for kind in gpts}
-    for kind in kinds[:kinds.index(gpts[-1])] if gpts else ():
-        changed = {'forward', 'hidden_states'} & set(vars(kind)) if kind not in gpts else None
-        if changed:
-            raise ValueError(f"the decoder does not run the {', '.join(sorted(changed))} of {kind.__name__}: {REFUSED}")
+    check_own_forward(model)
+    home = {kind.__module__ for kind in gpts_of(model)}
     for i, block in enumerate(model.transformer.h):
         for name, module in (('Block', block), ('CausalSelfAttention', block.attn), ('MLP', block.mlp)):
             kind = type(module)
@@ -37,8 +48,7 @@ def check_structure(model):
                 raise ValueError(f"the decoder does not run the forward that was put into the class {name}: {REFUSED}")
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
-            raise ValueError(f"the decoder does not run the hooks and functions that were added to "
-                             f"{name or 'the model'}: {REFUSED}")
+            raise ValueError(f"the decoder does not run the hooks and functions that were added to {name}: {REFUSED}")
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         raise ValueError(f"the decoder does not run torch's global hooks: {REFUSED}")
 

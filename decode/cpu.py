@@ -132,10 +132,16 @@ class CPUDecoder:
         check_inputs(self.model, input_ids, input_positions, kv_caches, input_metadata)
         if n_threads is not None and (type(n_threads) is not int or n_threads < 1):
             raise ValueError(f"n_threads must be at least 1, or None to let the decoder choose, not {n_threads!r}")
-        return self.run(input_ids, input_positions, kv_caches, input_metadata, n_threads)
+        wanted = input_metadata.runs if input_metadata.wanted is None else input_metadata.wanted
+        logits = torch.empty(len(wanted), self.vocab_size, dtype=torch.float32, device='cpu')
+        self.run(input_ids, input_positions, kv_caches, input_metadata, logits, n_threads)
+        return logits
 
-    def run(self, input_ids, input_positions, kv_caches, input_metadata, n_threads=None):
-        """`execute_model` without its checks. input_positions: also one int for all; input_ids: also (N, 1)."""
+    def run(self, input_ids, input_positions, kv_caches, input_metadata, logits, n_threads=None):
+        """
+        `execute_model` without its checks. input_positions: also one int for all; input_ids: also (N, 1). logits: a
+        tensor to write, contiguous.
+        """
         m, N, S = input_metadata, len(input_ids), len(input_metadata.runs)
         with step_lock:
             if self.watch is None:
@@ -143,11 +149,9 @@ class CPUDecoder:
             tables = self.tables_for(N, kv_caches)
             inputs, before, tables.step, kv_caches.finite = tables.inputs, tables.step, None, True
             inputs.positions[:N] = input_positions
-            logits = torch.empty(S if m.wanted is None else len(m.wanted), self.vocab_size, dtype=torch.float32,
-                                 device='cpu')
             if N != S or N > CHUNK or m.wanted is not None:
-                self.run_rows(N, input_ids.data_ptr(), logits, m, n_threads)
-                return logits
+                self.run_rows(N, input_ids.data_ptr(), logits.data_ptr(), m, n_threads)
+                return
             if before is not m:  # otherwise the last step was of the same sequences, with the same runs
                 inputs.runs[:N], inputs.n_runs[:N] = [r.address for r in m.runs], [r.n for r in m.runs]
                 inputs.query_starts[:N + 1], inputs.wanted[:N] = np.arange(N + 1), np.arange(N)
@@ -161,7 +165,6 @@ class CPUDecoder:
             refused = step(*team.like, *tables.addresses, n_threads, team.address, 0, 0)
             self.ended(refused, choice, began, began, m.next_tokens)
             tables.step = m if m.next_tokens is None else None
-            return logits
 
     def tables_for(self, n_rows, kv_caches):
         """The tables, with room for the inputs of so many rows, and with the addresses of these `KVArrays`."""
@@ -179,7 +182,7 @@ class CPUDecoder:
     def run_rows(self, N, tokens, logits, m, n_threads):
         """
         A step of any sequences; of more than CHUNK rows as several, which are checked before the first one is run.
-        tokens: the address of the ids.
+        tokens, logits: the addresses of the ids and of the logits.
         """
         tables, inputs, S = self.tables, self.tables.inputs, len(m.runs)
         starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, S + 1)
@@ -202,7 +205,7 @@ class CPUDecoder:
             inputs.wanted[:last - first] = wanted[first:last] - row
             tables.set_sizes(end - row, b - a, last - first)
             tables.memory[TOKENS] = tokens + 8 * row
-            tables.memory[LOGITS] = logits.data_ptr() + 4 * self.vocab_size * int(first)
+            tables.memory[LOGITS] = logits + 4 * self.vocab_size * int(first)
             team, n, choice = self.team_and_threads(end - row, n_threads)
             began = time.perf_counter_ns()
             refused = step(*team.like, *tables.addresses, n, team.address, 0, 0)
@@ -296,8 +299,9 @@ class CPUDecoder:
             raise ValueError(f"the CPU decoder reads tokens on the CPU, but these are on {idx.device}: move them there")
         if T > most and bool((idx < 0).any() or (idx >= self.vocab_size).any()):
             raise ValueError(f"token ids must be within the vocabulary of {self.vocab_size}")
+        logits = torch.empty(B, 1, self.vocab_size, dtype=torch.float32, device='cpu')
         if not B:
-            return torch.empty(0, 1, self.vocab_size, device='cpu'), with_length(kv_cache, cache_pos + T)
+            return logits, with_length(kv_cache, cache_pos + T)
         first = np.array(cache_pos) if torch.is_tensor(cache_pos) else cache_pos
         for start in range(0, T, most):  # a ring of slots takes no more tokens at once
             part = idx if T <= most else idx[:, start:start + most]
@@ -305,8 +309,8 @@ class CPUDecoder:
             metadata = bound.metadata(starts, n, config)
             if n > 1:
                 part, starts = part.reshape(-1), (np.full(B, starts)[:, None] + np.arange(n)).ravel()
-            logits = self.run(part.contiguous(), starts, bound.kv, metadata)
-        return logits[:, None], with_length(kv_cache, cache_pos + T)
+            self.run(part.contiguous(), starts, bound.kv, metadata, logits)
+        return logits, with_length(kv_cache, cache_pos + T)
 
     def empty_cache(self, batch_size):
         """
@@ -380,7 +384,7 @@ def check_inputs(model, input_ids, input_positions, kv_caches, m):
     """
     ValueError unless the arguments of `execute_model` are of N tokens. What is in them, the kernel checks.
     """
-    N, counts, wanted = len(input_positions), m.query_lens, m.wanted
+    N, counts = len(input_positions), m.query_lens
     if model.training:
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
     if not (isinstance(input_ids, torch.Tensor) and input_ids.dtype is torch.int64 and input_ids.is_cpu
@@ -388,16 +392,11 @@ def check_inputs(model, input_ids, input_positions, kv_caches, m):
         came = f"{tuple(input_ids.shape)} {input_ids.dtype}" if torch.is_tensor(input_ids) else repr(input_ids)
         raise ValueError(f"input_ids must be a contiguous int64 tensor ({N},) on the CPU, one for each position, not "
                          f"{came}")
-    for array in (input_positions,) if wanted is None else (input_positions, wanted):
-        if not isinstance(array, np.ndarray) or array.dtype != np.int64 or array.ndim != 1:
-            raise ValueError(f"input_positions and wanted must be int64 arrays of one dimension, not {array!r}")
+    if not isinstance(input_positions, np.ndarray) or input_positions.dtype != np.int64 or input_positions.ndim != 1:
+        raise ValueError(f"input_positions must be an int64 array of one dimension, not {input_positions!r}")
     if not N or min(counts) < 1 or sum(counts) != N or len(m.runs) != len(counts):
         raise ValueError(f"{len(counts)} sequences with {counts} new tokens, {N} positions and {len(m.runs)} tables of "
                          "runs: give each sequence at least one token and one table, and each token a position")
     if not kv_caches.compiled:
         raise ValueError(f"the compiled step does not read keys and values that are {kv_caches.dtype} on "
                          f"{kv_caches.tensors[0][0].device} or stored as these are: use decode.EagerDecoder(model)")
-    if wanted is not None and len(wanted) and not (
-            0 <= wanted[0] and wanted[-1] < N and (np.diff(wanted) > 0).all()):
-        raise ValueError(f"wanted must be row numbers from 0 to {N - 1} in ascending order, not {list(wanted)}: "
-                         "sort them, and name each row once")

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from decode.changes import Watch, check_parts
+from decode.changes import Watch, check_own_forward, check_parts
 from decode.metadata import step_slots
 from positions import Keys, Positions, visible
 
@@ -26,8 +26,8 @@ class EagerDecoder:
     It works wherever the model works: on any device, in any dtype, under autocast, for any T. Values of weights are
     read at each step, so they can change; other changes of the model are seen at the start of a sequence, and after
     `refresh`. A model that is not model.py's GPT of plain modules, that has hooks, or that applies dropout in training
-    mode, is called itself instead. Raises ValueError on tokens and caches that do not fit the model, with nothing
-    written.
+    mode, is called itself instead; `execute_model` calls its `hidden_states`, and refuses a GPT with a `forward` of its
+    own. Raises ValueError on tokens and caches that do not fit the model, with nothing written.
 
     version: grows when the model has changed since the last sequence began.
     """
@@ -79,6 +79,8 @@ class EagerDecoder:
         """
         model, m, S = self.model, input_metadata, len(input_metadata.runs)
         check_step(model, input_ids, input_positions, m)
+        if self.weights.blocks is None:
+            check_own_forward(model, ['forward'], "use the model's tuples (kv_cache=tuple), with which it is called")
         counts, device = m.query_lens, input_ids.device
         T = counts[0] if counts.count(counts[0]) == S else 0  # sequences with as many new tokens each are a batch
         own, *found = step_slots(model.config, input_positions, m)

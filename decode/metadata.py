@@ -77,7 +77,7 @@ class KVArrays:
     the executor in PyTorch; None where only the compiled step reads.
     compiled: can the compiled step read them? Not on another device, in 4 or 64 bits, in float16, transposed, or in
     int8 with other groups than KV_GROUP. It reads `tensors`, through addresses, int64 (n_layer, 4): of keys, values,
-    and for int8 the float32 scales of both. taken: uint8 (n_slots,), in which it marks the slots that it will write.
+    and for int8 the float32 scales of both. written: uint8 (n_slots,), in which it marks the slots that it will write.
     finite: were the logits of the last `execute_model` numbers? ValueError unless the layers are alike.
     """
 
@@ -91,7 +91,7 @@ class KVArrays:
             len(tensors[0]) == 2 or tensors[0][0].size(-1) == head_dim == tensors[0][2].size(-1) * KV_GROUP)
         if self.compiled:
             self.check()
-            self.taken = aligned(n_slots, np.uint8)
+            self.written = aligned(n_slots, np.uint8)
             self.addresses = np.zeros((len(tensors), 4), np.int64)
             for row, layer in zip(self.addresses, tensors):
                 row[:len(layer)] = [t.data_ptr() for t in layer]
@@ -146,12 +146,19 @@ class InputMetadata:
     rows, of N, whose logits are wanted, int64 (W,), ascending; None for the last row of each sequence. next_tokens: for
     several steps of one token of each sequence in one call; the `Runs` have room for all of them.
 
-    Where runs change between two steps, the second one has a new object.
+    Where runs change between two steps, the second one has a new object. ValueError if `wanted` does not fit.
     """
     query_lens: list
     runs: list
     wanted: np.ndarray | None = None
     next_tokens: 'NextTokens | None' = None
+
+    def __post_init__(self):
+        rows = self.wanted
+        if rows is not None and not (isinstance(rows, np.ndarray) and rows.dtype == np.int64 and rows.ndim == 1 and (
+                not len(rows) or 0 <= rows[0] and rows[-1] < sum(self.query_lens) and (np.diff(rows) > 0).all())):
+            raise ValueError(f"wanted must be an int64 array (W,) of row numbers from 0 to {sum(self.query_lens) - 1} "
+                             f"in ascending order, not {rows!r}: sort them, and name each row once")
 
 
 def step_slots(config, input_positions, metadata):
@@ -202,7 +209,7 @@ class NextTokens:
     tokens: int64 (n + 1, B), contiguous, for n steps at most. Row 0 is given; row i + 1 is drawn behind step i.
     n_drawn: how many rows were drawn so far. ended: did `draw` return 0 for the last one?
     n_steps: the largest number of steps of the next call. A call makes one step, and draws nothing, if it has more
-    sequences than one pass takes, if `wanted` names rows, or in an executor that draws nothing.
+    sequences than one pass takes, if `wanted` names rows, or if the executor is PyTorch's.
     """
     __slots__ = 'draw', 'data', 'kept', 'tokens', 'n_drawn', 'ended', 'n_steps'
 

@@ -1,8 +1,8 @@
 """
 What can happen to a process in the middle of a step: Ctrl-C, and a fork.
 
-An interrupt waits until the step has ended, so no code has to be correct when it stops at any line. A fork waits too,
-so that no child finds a step that nobody goes on with.
+An interrupt waits until the step has ended, so no code has to be correct when it stops at any line. A fork waits for
+the compiled or recorded step that runs, so that no child finds one that nobody goes on with.
 """
 import _signal  # `signal` without its enums, which take 20 us a call
 import os
@@ -14,6 +14,7 @@ step_lock = threading.RLock()  # one compiled or recorded step at a time: a deco
 in_child = []  # functions without arguments, see `after_fork`
 main = threading.main_thread().ident
 noted = []     # an entry for each SIGINT that has come inside of `uninterrupted`
+replaced = []  # the handler in whose place `note` is, if it is
 
 
 def note(signum, frame):
@@ -22,9 +23,10 @@ def note(signum, frame):
 
 class uninterrupted:
     """
-    `with uninterrupted() as block:` a SIGINT that comes inside is raised at the end of the block, or of the outermost
-    of nested blocks. block.undo: called before it is raised, if it is not None. A block has no effect in other threads
-    than the main one, where none comes, and where SIGINT is ignored or has no handler in Python.
+    `with uninterrupted() as block:` a SIGINT that comes inside is handled at the end of the block, or of the outermost
+    of nested blocks. block.undo: called if the handler raises, unless it is None. A block has no effect in other
+    threads than the main one, to which Python delivers no signals, and where SIGINT is ignored or has no handler in
+    Python.
     """
     __slots__ = 'before', 'undo'
 
@@ -33,19 +35,24 @@ class uninterrupted:
         if threading.get_ident() == main:
             before = _signal.getsignal(SIGINT)
             if before is not note and callable(before):
-                self.before = before
+                self.before, replaced[:] = before, [before]
                 noted.clear()  # one that was noted while an earlier block ended has had its effect
                 _signal.signal(SIGINT, note)
         return self
 
     def __exit__(self, *error):
-        if self.before is not None:
-            if noted and self.undo:
-                self.undo()
-            _signal.signal(SIGINT, self.before)
+        if self.before is None:
+            return
+        try:
             if noted:
                 noted.clear()
                 self.before(SIGINT, None)
+        except BaseException:
+            if self.undo:
+                self.undo()
+            raise
+        finally:
+            _signal.signal(SIGINT, self.before)
 
 
 def after_fork(function):
@@ -59,6 +66,8 @@ def run_in_child():
     main = threading.get_ident()
     step_lock.release()
     noted.clear()
+    if replaced and _signal.getsignal(SIGINT) is note:  # the thread with the block is not in the child
+        _signal.signal(SIGINT, replaced[0])
     for function in in_child:
         function()
 

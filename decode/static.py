@@ -77,8 +77,9 @@ class StaticDecoder:
 
     def __call__(self, idx, kv_cache):
         if kv_cache is None or idx.dim() != 2 or idx.size(1) != 1:
-            logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
-            return logits, kv_cache
+            with torch.no_grad():
+                logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
+                return logits, kv_cache
         with step_lock:
             return self.one_token(idx, kv_cache)
 

@@ -70,7 +70,8 @@ class PackedModel:
     def __init__(self, model):
         c, t = model.config, model.transformer
         self.settings, self.max_positions = settings_of(c), c.max_positions
-        self.wte, self.wpe = t.wte.weight.data_ptr(), t.wpe.weight.data_ptr() if c.position == 'learned' else 0
+        self.embeddings = [t.wte.weight, *([t.wpe.weight] if c.position == 'learned' else [])]  # their memory is read
+        self.wte, self.wpe = self.embeddings[0].data_ptr(), self.embeddings[-1].data_ptr()
         slopes = alibi_slopes(c.n_head, torch.float32).numpy() if c.position == 'alibi' else np.zeros(c.n_head)
         self.arrays = {
             layout.SLOPES: slopes.astype(np.float32),
@@ -122,7 +123,7 @@ class StepTables:
                              "make them for this model")
         self.kv = self.step = None  # an interrupt from here on leaves no arrays bound
         self.memory[layout.ATTENTION] = ATTENTION_ON[KINDS[kv.dtype]].address
-        self.memory[layout.KV_ARRAYS], self.memory[layout.WRITTEN] = kv.addresses.ctypes.data, kv.taken.ctypes.data
+        self.memory[layout.KV_ARRAYS], self.memory[layout.WRITTEN] = kv.addresses.ctypes.data, kv.written.ctypes.data
         self.sizes[layout.N_SLOTS], self.sizes[layout.SLOT_STRIDE] = kv.n_slots, kv.slot_stride
         self.sizes[layout.HEAD_STRIDE] = kv.head_stride
         self.kv = kv

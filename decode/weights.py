@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from decode.changes import REFUSED, check_parts, norms_of
 from decode.kernel import layout
-from decode.kernel.layout import GROUP, SHEET, padded
+from decode.kernel.layout import GROUP, SHEET
 from decode.kernel.threads import aligned
-from decode.kernel.vectors import LANES
+from decode.kernel.vectors import LANES, padded
 
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8}
 padded = padded.py_func

@@ -6,7 +6,6 @@ Keys and values of many sequences, for one model.
     blocks       which block holds which tokens, without keys and values
     base         what the caches have in common: operations on sequences, and a step
     records      what they know of a sequence
-    checks       what they refuse
     storage      rows of numbers: floats, int8, int4
     llamacpp/    llama.cpp's cells and streams, its states, and its caches for some of the layers
     openppl      OpenPPL's cache as one function

@@ -7,8 +7,10 @@ What the caches for sequences have in common: records of sequences, operations o
     cache.free(handle)
 """
 import functools
+import math
 import weakref
 from dataclasses import replace
+from operator import add
 from threading import Lock, get_ident
 
 import numpy as np
@@ -17,7 +19,6 @@ import torch
 from decode.eager import EagerDecoder
 from decode.metadata import InputMetadata, KVArrays
 from decode.process import after_fork, uninterrupted
-from kvcache.checks import check_shift, checked_step
 from kvcache.records import Record
 from positions import turned
 
@@ -61,28 +62,51 @@ class Decoding:
 def exclusive(operation):
     """
     Operations of a cache run one at a time, whichever threads call them. They must not call each other. A SIGINT that
-    comes meanwhile is raised at the end. If one raises, the cache is made consistent from its records.
+    comes meanwhile is raised at the end. If an operation raises, the cache is made consistent from its records, and set
+    to zeros after `NotNumbers`.
     """
     @functools.wraps(operation)
     def locked(self, *args, **kwargs):
         if self.holder == get_ident():
             raise ValueError(f"{operation.__name__} was called inside an operation on the same cache, which has not "
                              "finished: call it afterwards")
-        with self.lock, uninterrupted() as block:
-            self.holder, self.n_operations = get_ident(), self.n_operations + 1
-            try:
-                if self.to_free:
-                    self.remove_freed()
-                result = operation(self, *args, **kwargs)
-                if operation.__name__ in ('new', 'fork'):  # whose caller does not get the handle from an interrupt
-                    block.undo = lambda: self.remove(self.records[result])
-                return result
-            except BaseException:
-                self.recover()
-                raise
-            finally:
-                self.holder = None
+        try:
+            with self.lock, uninterrupted() as block:
+                self.holder, self.n_operations = get_ident(), self.n_operations + 1
+                try:
+                    if self.to_free:
+                        self.remove_freed()
+                    result = operation(self, *args, **kwargs)
+                    if operation.__name__ in ('new', 'fork'):  # whose caller does not get the handle from an interrupt
+                        block.undo = lambda: self.remove(self.records[result])
+                    return result
+                except BaseException as e:
+                    self.recover()
+                    if isinstance(e, NotNumbers):  # a mask does not hide such keys from later owners of their slots
+                        self.reset()
+                    raise
+                finally:
+                    self.holder = None
+        finally:
+            if self.to_free:
+                free_without_waiting(self)
     return locked
+
+
+def free_without_waiting(cache):
+    """
+    Remove the sequences in to_free, if no operation runs; the one that runs removes them at its end. The garbage
+    collector ends a generation, and frees its sequences, at any place in any thread, also in an operation on this cache
+    or another one. To wait there for a lock could be to wait for oneself.
+    """
+    with uninterrupted():
+        while cache.to_free and cache.lock.acquire(blocking=False):
+            cache.holder, cache.n_operations = get_ident(), cache.n_operations + 1
+            try:
+                cache.remove_freed()
+            finally:
+                cache.holder = None
+                cache.lock.release()
 
 
 class BaseCache:
@@ -91,8 +115,9 @@ class BaseCache:
 
     Several threads can use a cache: its operations run one at a time, and their sequences together need room. An
     operation that raises leaves all sequences usable; a step that fails leaves each of its sequences with its first
-    `start` tokens, or with none if logits are not numbers. In a child process, after a fork, the cache goes on with
-    its own copy.
+    `start` tokens, or with none if logits are not numbers. After Ctrl-C in a step its sequences have the step's tokens.
+    In a child process, after a fork, the cache goes on with its own copy; if another thread was in the middle of an
+    operation, its sequences have no tokens there.
 
     If the model has a window, the cache keeps what the next token of a sequence sees, and perhaps a few positions
     before that. A sequence can then be cut only to a length whose next token sees nothing that is gone. After a step
@@ -174,6 +199,7 @@ class BaseCache:
             if not self.holds(record, record.length):
                 record.length = 0
             self.cut(record, record.length)
+            record.begun = record.length > 0
 
     def record(self, handle):
         """The `Record` of a sequence. ValueError if there is no such sequence."""
@@ -186,7 +212,7 @@ class BaseCache:
         return self.record(handle).length
 
     def holds(self, record, n):
-        """Is all in the cache that the token at position n of a sequence sees before it?"""
+        """Does the cache still have all positions before n that the token at position n of a sequence sees?"""
         first = max(self.n_sink, n - self.window + 1)
         return not self.window or first >= n or self.first_held(record) <= first
 
@@ -230,8 +256,8 @@ class BaseCache:
         token would see through the window.
         """
         record = self.record(handle)
-        if not 0 <= n <= record.length:
-            raise ValueError(f"sequence {handle} has {record.length} tokens in the cache and cannot be cut to {n}")
+        if type(n) is not int or not 0 <= n <= record.length:
+            raise ValueError(f"sequence {handle} has {record.length} tokens in the cache and cannot be cut to {n!r}")
         self.check_held(record, n)
         self.cut_to(record, n)
 
@@ -266,22 +292,12 @@ class BaseCache:
         self.remove_behind(record, n_keep, n)
         record.length -= n
 
-    def turning(self, shifts):
-        """A function that turns stored keys (n_head, n, head_dim) by shifts (n,), or None if keys are not rotary."""
-        c = self.model.config
-        if c.position == 'rope':
-            return lambda keys: turned(keys, shifts, c.rope_theta)
-
     def free(self, handle):
-        """Remove a sequence."""
-        if self.holder == get_ident():  # the garbage collector ended a generation in the middle of an operation
+        """Remove a sequence, or have the operation that runs now remove it."""
+        self.record(handle)
+        with uninterrupted():
             self.to_free.append(handle)
-        else:
-            self.free_now(handle)
-
-    @exclusive
-    def free_now(self, handle):
-        self.remove(self.record(handle))
+            free_without_waiting(self)
 
     def remove(self, record):
         del self.records[record.handle]
@@ -302,17 +318,17 @@ class BaseCache:
         handles: the sequences, each once. starts: the position of the first new token of each; a sequence that is
         longer is first truncated to it. tokens: int64 (B, T) if all bring T of them, or a list of (T_i,).
         wanted: row numbers, ascending, of the new tokens of all sequences one after the other: then the logits of these
-        are returned, (W, vocab_size). This takes tokens that are not remembered, and with a window at most window + 1
-        new ones of each sequence.
+        are returned, (W, vocab_size). The sequences must find no remembered blocks (give each a salt of its own), and
+        with a window each brings at most window + 1 new tokens.
 
         ValueError, with nothing changed, if tokens do not fit the model or the sequences. If the step fails later
         (there is no room, for example), each sequence has its first `start` tokens, or none if these are not all stored
         any more that the next token sees.
         """
         decoding = self.last_decoding()
-        if decoding and wanted is None and decoding.goes_on(handles, starts, tokens):
-            if decoding.left > 0 or max(starts) < decoding.max_positions:
-                return self.decode(decoding, tokens.view(-1))
+        if decoding and wanted is None and decoding.goes_on(handles, starts, tokens) and (
+                decoding.left > 0 or max(starts) < decoding.max_positions):
+            return self.decode(decoding, tokens.view(-1))
         records, starts, counts, ids = checked_step(self, handles, starts, tokens)
         if wanted is not None and self.window and max(counts) > self.window + 1:
             raise ValueError(f"the logits of other tokens than the last ones take at most window + 1 = "
@@ -376,7 +392,7 @@ class BaseCache:
         positions = positions_of([record.length for record in records], counts)
         logits = self.executor.execute_model(ids.contiguous(), positions, self.arrays, metadata)
         if not self.arrays.finite:
-            self.refuse_numbers()
+            raise NotNumbers
         self.added(records, counts, ids)
         return logits
 
@@ -389,7 +405,7 @@ class BaseCache:
         d.positions = d.positions + 1
         logits = self.executor.execute_model(ids.contiguous(), d.positions, self.arrays, d.metadata)
         if not self.arrays.finite:
-            self.refuse_numbers()
+            raise NotNumbers
         self.added(d.records, d.ones, ids)
         d.left -= 1
         self.keep(d)
@@ -398,21 +414,17 @@ class BaseCache:
     @exclusive
     def decode_steps(self, handles, next_tokens):
         """
-        Steps of one more token of each of these sequences, which have some. The first row of the `NextTokens` is given,
-        and a compiled function draws the others, as many as there is room for (see `PagedCache.reserve`); with an
-        executor that makes one step in a call, one. Returns the logits (B, vocab_size) of the last step.
+        Make steps of one token of each of these sequences; each must have tokens already. The first row of the
+        `NextTokens` is given, and a compiled function draws the others, as many as there is room for (see
+        `PagedCache.reserve`); one with an executor that makes one step in a call. Returns the logits (B, vocab_size) of
+        the last step.
 
         If a step fails, the sequences have the tokens of before this call.
         """
         d, tokens = self.last_decoding(), next_tokens.tokens
-        if tokens.shape[1] != len(handles) or next_tokens.n_drawn:
-            raise ValueError(f"{tokens.shape[1]} tokens came for {len(handles)} sequences, in `NextTokens` of which "
-                             f"{next_tokens.n_drawn} rows were drawn: make new ones with one token for each")
-        if not d or handles != d.handles:
-            records = list(map(self.record, handles))
-            if not all(record.length for record in records):
-                raise ValueError(f"sequences {handles} have {[record.length for record in records]} tokens: feed each "
-                                 "one by `step` first")
+        records = d.records if d and handles == d.handles else list(map(self.record, handles))
+        check_decoding(records, next_tokens, self.model.config.max_positions)
+        if not d or records is not d.records:
             self.make_room(records, [1] * len(records))
             d = Decoding(records, self.model.config.max_positions)
         if d.left < 1:
@@ -423,7 +435,7 @@ class BaseCache:
         ids = torch.from_numpy(tokens[0]).to(self.device)
         logits = self.executor.execute_model(ids, d.positions, self.arrays, metadata)
         if not self.arrays.finite:
-            self.refuse_numbers()
+            raise NotNumbers
         if not next_tokens.n_drawn:
             next_tokens.draw_from(logits.float().cpu().contiguous())
         n = next_tokens.n_drawn
@@ -432,13 +444,8 @@ class BaseCache:
         self.keep(d)
         return logits
 
-    def refuse_numbers(self):
-        """The logits of the last step are not numbers: a mask would not hide such keys from later owners of a slot."""
-        self.reset()
-        raise NotNumbers
-
     def reset(self):
-        """Set all stored numbers to zero, and leave all sequences without tokens."""
+        """Set all stored numbers to zero, and leave all sequences without tokens. A part of an operation."""
         for record in self.records.values():
             self.cut_to(record, 0)
         for layer in self.layers:
@@ -447,6 +454,94 @@ class BaseCache:
     def nbytes(self):
         """Bytes of the stored keys and values; the `Scratch` memory comes on top."""
         return sum(layer.nbytes() for layer in self.layers)
+
+
+def checked_step(cache, handles, starts, tokens):
+    """
+    (records, starts, numbers of new tokens, ids int64 (n,) of all of them) of the arguments of `BaseCache.step`.
+    ValueError if they do not fit the model, the sequences or each other.
+    """
+    model, config = cache.model, cache.model.config
+    if model.lm_head.weight.dtype is not cache.dtype:
+        raise ValueError(f"the model was {cache.dtype} when its cache was made, and is {model.lm_head.weight.dtype}: "
+                         "make a new cache")
+    if model.training:
+        raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
+    handles, starts = list(handles), list(starts)
+    rows, counts = checked_tokens(model, tokens)
+    if not handles or len(set(handles)) < len(handles):
+        raise ValueError(f"a step is for one sequence or more, each named once, not for {handles}")
+    if not len(handles) == len(starts) == len(rows):
+        raise ValueError(f"{len(handles)} sequences have {len(starts)} starts and {len(rows)} rows of tokens: "
+                         "give one of both for each sequence")
+    records = list(map(cache.record, handles))
+    if {*map(type, starts)} != {int} or starts != [record.length for record in records] or (
+            max(map(add, starts, counts)) > config.max_positions):
+        for i, (record, start, n) in enumerate(zip(records, starts, counts)):
+            starts[i] = start = int(model.checked_cache_pos(start, 1, n))
+            if start > record.length:
+                raise ValueError(f"sequence {record.handle} has {record.length} tokens in the cache, and new ones "
+                                 f"cannot start at {start}: feed it from {record.length} on")
+            cache.check_held(record, start)
+    ids = torch.cat(rows) if isinstance(rows, list) else rows.flatten()
+    low, high = (int(x) for x in ids.aminmax())
+    if low < 0 or high >= config.vocab_size:
+        raise ValueError(f"token ids are 0 to {config.vocab_size - 1}, not {low} to {high}")
+    if ids.device != cache.device:
+        raise ValueError(f"the cache is on {cache.device}, but the tokens are on {ids.device}: move them")
+    return records, starts, counts, ids
+
+
+def checked_tokens(model, tokens):
+    """
+    (rows, counts) of the tokens of a step: int64 (B, T), or a list of (T_i,); and how many new tokens each sequence
+    brings. ValueError if they are something else, or too many for the model.
+    """
+    if not isinstance(tokens, (list, tuple)):
+        if not isinstance(tokens, torch.Tensor) or tokens.dtype is not torch.int64 or tokens.dim() != 2:
+            tokens = model.checked_input(tokens, None)[0]
+        B, T = tokens.shape
+        return tokens if T else model.checked_input(tokens, None)[0], [T] * B
+    rows = list(tokens)
+    for i, row in enumerate(rows):
+        if not isinstance(row, torch.Tensor) or row.dtype is not torch.int64 or row.dim() != 1 or not row.numel():
+            rows[i] = model.checked_input(row[None] if isinstance(row, torch.Tensor) else row, None)[0][0]
+    return rows, [row.numel() for row in rows]
+
+
+def check_decoding(records, next_tokens, max_positions):
+    """ValueError unless each of these sequences can be given one more token, which is in row 0 of the `NextTokens`."""
+    handles, lengths = [record.handle for record in records], [record.length for record in records]
+    if next_tokens.tokens.shape[1] != len(records) or next_tokens.n_drawn or len(set(handles)) < len(handles):
+        raise ValueError(f"{next_tokens.tokens.shape[1]} tokens came for the sequences {handles}, in `NextTokens` of "
+                         f"which {next_tokens.n_drawn} rows were drawn: make new ones with one token for each "
+                         "sequence, and name each once")
+    if not 0 < min(lengths) <= max(lengths) < max_positions:
+        raise ValueError(f"sequences {handles} have {lengths} tokens, and a decode step is for sequences with at least "
+                         f"1 and fewer than {max_positions}: feed those without tokens by `step` first")
+
+
+def check_shift(config, record, n_keep, n):
+    """ValueError unless n tokens behind the first n_keep of a sequence can be removed."""
+    if config.position == 'learned':
+        raise ValueError(f"sequence {record.handle} cannot be shifted, the model has learned positions, which are in "
+                         "its keys and values: compute the tokens again at their new positions")
+    if config.window:
+        raise ValueError(f"sequence {record.handle} cannot be shifted, the model has a window of {config.window} and "
+                         "forgets what it has passed: go on without a shift")
+    if type(n_keep) is not int or type(n) is not int or n_keep < 0 or n < 0 or n_keep + n > record.length:
+        raise ValueError(f"sequence {record.handle} has {record.length} tokens: {n!r} behind the first {n_keep!r} "
+                         "cannot be removed")
+
+
+def turning(config, shifts):
+    """A function that turns stored keys (n_head, n, head_dim) by shifts (n,), or None if keys are not rotary."""
+    return (lambda keys: turned(keys, shifts, config.rope_theta)) if config.position == 'rope' else None
+
+
+def are_numbers(logits):
+    """Are there neither NaN nor +inf in logits (B, vocab_size)? -inf is allowed: such a token is never drawn."""
+    return math.isfinite(logits.sum()) or not logits.softmax(dim=-1).isnan().any()
 
 
 def positions_of(starts, counts):
@@ -465,8 +560,10 @@ def renew_locks():
     computes on one thread, since the threads of its pool are gone and waiting for them would never end.
     """
     for cache in instances:
-        if cache.holder is not None:
+        if cache.holder is not None:  # keys of any sequence may have been about to move
             cache.lock, cache.holder = Lock(), None
+            for record in cache.records.values():
+                record.length = 0
             cache.recover()
     if instances:
         torch.set_num_threads(1)

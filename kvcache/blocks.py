@@ -74,13 +74,13 @@ class BlockManager:
         Give an empty sequence the remembered blocks with which its tokens begin. Returns how many of the tokens these
         hold. They fill whole blocks, and are never all of the tokens: the last one must be computed, for its logits.
         """
-        self.trim(record, 0)  # blocks that were reserved for it
+        self.trim(record, 0)  # what was reserved for it
         for block in (table := self.cached_blocks(tokens, record.salt)):
             if block is not None:
                 self.acquire(block)
         record.table, record.epoch = table, self.epoch
         record.remembered, record.prefix = 0, self.root(record.salt)
-        record.length = len(table) * self.page_size
+        record.runs, record.room, record.length = None, 0, len(table) * self.page_size
         record.tokens = list(tokens[:record.length])
         return record.length
 
@@ -147,15 +147,22 @@ class BlockManager:
         if prefix is not None:
             del self.block_with[prefix]
 
-    def needs(self, record, n):
+    def n_missing(self, record, n):
         """
-        What n more positions of a sequence take: (the number of new blocks, is its last block replaced by a copy?, how
-        many blocks are freed before because its next token does not see them).
+        How many free blocks n more positions of a sequence take, a copy of a shared block included; negative if the
+        window frees more than are taken.
         """
-        table, last = record.table, record.length // self.page_size  # last: the first block that will be written
-        shared = last < len(table) and n > 0 and self.references[table[last]] > 1
-        n_new = max(0, -(-(record.length + n) // self.page_size) - len(table))  # there may be blocks for later tokens
-        return n_new, shared, sum(self.references[table[i]] == 1 for i in self.passed(record)) if self.window else 0
+        n_freed = sum(self.references[record.table[i]] == 1 for i in self.passed(record)) if self.window else 0
+        return self.n_new(record, n) + (n > 0 and self.is_shared(record)) - n_freed
+
+    def n_new(self, record, n):
+        """By how many blocks n more positions make the table of a sequence longer, which may have some for them."""
+        return max(0, -(-(record.length + n) // self.page_size) - len(record.table))
+
+    def is_shared(self, record):
+        """Is the block of the next position of a sequence in other tables too?"""
+        last = record.length // self.page_size
+        return last < len(record.table) and self.references[record.table[last]] > 1
 
     def extend(self, record, n, copy=None):
         """
@@ -163,13 +170,12 @@ class BlockManager:
         block is shared and will be written, it is replaced by a copy: copy(source, target) copies the content of a
         block. `OutOfBlocks`, with nothing changed, if there are too few.
         """
-        table, (n_new, shared, n_freed) = record.table, self.needs(record, n)
-        last, n_free = record.length // self.page_size, len(self.free) + n_freed
-        if n_new + shared > n_free:
-            raise OutOfBlocks(f"{n_new + shared} blocks are needed and {n_free} are free: free a sequence, or use a "
+        table, last, n_missing = record.table, record.length // self.page_size, self.n_missing(record, n)
+        if n_missing > len(self.free):
+            raise OutOfBlocks(f"{n_missing} blocks are needed and {len(self.free)} are free: free a sequence, or use a "
                               "larger pool")
         self.free_passed(record)
-        if shared:
+        if n > 0 and self.is_shared(record):
             source, table[last] = table[last], self.acquire()
             record.runs = None
             if copy:
@@ -177,12 +183,12 @@ class BlockManager:
             self.release(source)
         elif last < len(table) and n > 0:
             self.forget(table[last])  # a full block that was truncated will be overwritten
-        table += [self.acquire() for _ in range(n_new)]
+        table += [self.acquire() for _ in range(self.n_new(record, n))]
 
     def free_passed(self, record):
         """
         Free the blocks of a sequence that its next token does not see. A step does so for all of its sequences first:
-        then there are the blocks that `needs` counts, whichever sequence is extended first.
+        then there are the blocks that `n_missing` counts, whichever sequence is extended first.
         """
         for i in self.passed(record) if self.window else ():
             record.runs, record.room = None, 0

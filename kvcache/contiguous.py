@@ -4,9 +4,9 @@ model's tuples; or these tuples themselves, for decoders that read nothing else.
 """
 import torch
 
-from decode.eager import EagerDecoder
+from decode.eager import EagerDecoder, check_step
 from decode.metadata import Runs
-from kvcache.base import BaseCache
+from kvcache.base import BaseCache, are_numbers, turning
 from kvcache.records import RowRecord
 from kvcache.storage import make_layers
 from positions import sequence_runs
@@ -47,8 +47,8 @@ class ContiguousCache(BaseCache):
 
     def extend(self, record, n):
         """
-        The runs of a ring have the 2 * window positions from the first on that the next token sees, which is room for
-        window + 1 more. Without a window they never change.
+        The runs of a ring cover 2 * window positions, from the first that the next token sees: room for window + 1 more
+        tokens. Without a window they never change.
         """
         if record.row is None:
             record.row = self.free_rows.pop()
@@ -87,32 +87,32 @@ class ContiguousCache(BaseCache):
         super().added(records, counts, ids)
         if self.window:
             for record in records:
-                record.written = max(record.written, record.length)
+                record.reached = max(record.reached, record.length)
 
     def cut(self, record, n):
         # the slots behind a sequence's end are hidden by their positions, and written before they are read
         if n == 0 and record.row is not None:
             self.free_rows.append(record.row)
-            record.row, record.runs, record.room, record.written = None, None, 0, 0
+            record.row, record.runs, record.room, record.reached = None, None, 0, 0
         elif self.window:
             record.room = 0
-            if n <= max(self.n_sink, record.written - self.n_ring):
-                record.written = n  # nothing in the ring is of any use
+            if n <= max(self.n_sink, record.reached - self.n_ring):
+                record.reached = n  # only sinks are left: the ring begins anew
 
     def copy(self, record, new):
         self.extend(new, 0)
-        new.written = record.written
-        n = min(max(record.written, record.length), self.n_slots)
+        new.reached = record.reached
+        n = min(max(record.reached, record.length), self.n_slots)
         for layer in self.layers:
             layer.copy(record.row * self.n_slots, new.row * self.n_slots, n)
 
     def remove_behind(self, record, n_keep, n):
         slots = record.row * self.n_slots + torch.arange(n_keep + n, record.length, device='cpu')
         for layer in self.layers:
-            layer.move(slots, slots - n, self.turning(torch.full((len(slots),), -n, device='cpu')))
+            layer.move(slots, slots - n, turning(self.model.config, torch.full((len(slots),), -n, device='cpu')))
 
     def first_held(self, record):
-        return max(self.n_sink, record.written - self.n_ring)
+        return max(self.n_sink, record.reached - self.n_ring)
 
 
 class TupleLayer:
@@ -149,8 +149,8 @@ class TupleExecutor:
     """
     A decoder of tuples behind the call of an executor: the sequences of a step are the leading rows of all tuples.
 
-    It stands for the `KVArrays` as well, which are not made. finite: logits are not checked here, but by those who
-    draw.
+    It stands for the `KVArrays` as well, which are not made. finite: were the logits of the last step numbers? (-inf is
+    one here.) On a GPU to look would be to wait for the step, and those who draw look at the first one.
     """
     version, finite = 0, True
 
@@ -169,6 +169,8 @@ class TupleExecutor:
 
     def execute_model(self, input_ids, input_positions, kv_caches, input_metadata):
         """See `decode.cpu.CPUDecoder.execute_model`; the logits are those of each sequence's last token."""
+        if input_ids.is_cpu or self.model.training:  # a GPU would wait for the tokens
+            check_step(self.model, input_ids, input_positions, input_metadata)
         counts, device = input_metadata.query_lens, input_ids.device
         if input_metadata.wanted is not None:
             raise ValueError("a decoder of tuples has no logits of other tokens than the last ones: make a cache with "
@@ -178,7 +180,9 @@ class TupleExecutor:
             logits = self.run(input_ids.view(len(counts), -1), starts.to(device))
         else:
             logits = self.run_ragged(input_ids.split(counts), torch.from_numpy(input_positions).split(counts), device)
-        return logits[:, 0]
+        logits = logits[:, 0]
+        self.finite = device.type != 'cpu' or are_numbers(logits)
+        return logits
 
     def run(self, idx, starts, first=0):
         """

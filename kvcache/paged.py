@@ -5,7 +5,7 @@ computes only what is not remembered.
 import torch
 
 from decode.metadata import Runs
-from kvcache.base import BaseCache, exclusive
+from kvcache.base import BaseCache, exclusive, turning
 from kvcache.blocks import BlockManager, OutOfBlocks
 from kvcache.records import BlockRecord
 from kvcache.storage import make_layers
@@ -66,17 +66,17 @@ class PagedCache(BaseCache):
         """
         How many free blocks n more tokens of a sequence take, of a new one if handle is None; negative if more are
         released, because the next token does not see them. With a window and n > window + 1 it is an estimate of the
-        most that they take while they are fed: too small if other sequences share blocks that the window passes.
+        most that they take while they are fed; it is too small if other sequences share blocks that the window passes.
         """
         most = n_blocks_for(self.model.config, self.page_size)
         if handle is None:
             return min(-(-n // self.page_size), most)
         record = self.record(handle)
-        n_new, shared, n_freed = self.blocks.needs(record, n)
+        n_missing = self.blocks.n_missing(record, n)
         if self.window and n > self.window + 1:
-            n_needed = min(-(-(record.length + n) // self.page_size), most)
-            return min(n_new + shared, n_needed - len(record.table) + record.table.count(None))
-        return n_new + shared - n_freed
+            n_held = len(record.table) - record.table.count(None)
+            return min(n_missing, min(-(-(record.length + n) // self.page_size), most) - n_held)
+        return n_missing
 
     @exclusive
     def reserve(self, handles, n):
@@ -92,7 +92,7 @@ class PagedCache(BaseCache):
             if len(record.table) > -(-(record.length + n) // self.page_size):
                 self.blocks.trim(record, record.length + n)
             self.blocks.free_passed(record)
-        while n and sum([new + shared for new, shared, _ in [self.blocks.needs(r, n) for r in records]]) > self.n_free:
+        while n and sum([self.blocks.n_missing(record, n) for record in records]) > self.n_free:
             n //= 2
         if n:  # with 0 a shared block would not be copied
             self.make_room(records, [n] * len(records))
@@ -164,8 +164,9 @@ class PagedCache(BaseCache):
         self.blocks.renew(record, n_keep, length - n)
         new = self.blocks.slots(record, first, length - n)
         shifts = torch.tensor([0] * (n_keep - first) + [-n] * (length - n_keep - n), device='cpu')
+        old, new = (torch.tensor(slots, device='cpu') for slots in (old, new))
         for layer in self.layers:
-            layer.move(torch.tensor(old, device='cpu'), torch.tensor(new, device='cpu'), self.turning(shifts))
+            layer.move(old, new, turning(self.model.config, shifts))
         del record.tokens[n_keep:n_keep + n]
 
     def reset(self):

@@ -6,8 +6,9 @@ class Record:
     A sequence of a cache.
 
     handle: the number by which callers name it, never given twice. length: how many of its tokens are in the cache.
-    begun: was it looked for in what the cache remembers? salt: see `PagedCache`. runs: its `decode.metadata.Runs`, None
-    before they are made. room: the position up to which these have slots that may be written.
+    begun: were the weights compared, and remembered blocks searched, for its beginning? salt: see `PagedCache`.
+    runs: its `decode.metadata.Runs`, None before they are made. room: the position up to which these have slots that
+    may be written.
     """
     __slots__ = 'handle', 'salt', 'length', 'begun', 'runs', 'room'
 
@@ -19,14 +20,14 @@ class RowRecord(Record):
     """
     A sequence with a row or a stream of its own.
 
-    row: its number, None while the sequence is empty. written: the largest number of positions that the row has had; in
+    row: its number, None while the sequence is empty. reached: the largest number of positions that the row has had; in
     a ring they lie over earlier ones, even if they were cut.
     """
-    __slots__ = 'row', 'written'
+    __slots__ = 'row', 'reached'
 
     def __init__(self, handle, salt=''):
         super().__init__(handle, salt)
-        self.row, self.written = None, 0
+        self.row, self.reached = None, 0
 
 
 class BlockRecord(Record):

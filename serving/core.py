@@ -77,13 +77,13 @@ class EngineCore:
         while self.scheduler.running:
             self.scheduler.preempt_newest()
 
-    def interrupt(self):
+    def stop_soon(self):
         """The present step is the last one before the engine reads its inbox. Any thread may call this."""
-        self.sampler.interrupt[0] = 1
+        self.sampler.stop_soon[0] = 1
 
     def repeat(self, plan, n_steps):
         """
-        Run up to n_steps decode steps of a plan in compiled code. They end when a sample ends, when `interrupt` is
+        Run up to n_steps decode steps of a plan in compiled code. They end when a sample ends, when `stop_soon` is
         called, and after the `pause` between two chunks of a stream. Then their tokens are added to the samples and
         delivered together. Stop strings are looked for after each step, and log probabilities are of one step's logits.
         """
@@ -128,7 +128,7 @@ class EngineCore:
         A step has failed: each sample makes it by itself, and the requests of those that fail again end. The cache has
         all sequences as before the step, but none of their tokens if logits were not numbers or a window is gone.
         """
-        if not isinstance(error, Exception):  # an interrupt, which may come when the cache has the tokens of the step
+        if not isinstance(error, Exception):  # Ctrl-C, which may come when the cache has the tokens of the step
             self.preempt_all()
             raise error
         print(f"a step of {len(plan)} samples failed, and is tried for each by itself: {error!r}", file=sys.stderr)
@@ -220,7 +220,7 @@ class EngineCore:
 
     def add(self, sample, new, logits, row, now):
         """
-        Add new tokens to a sample, of which only the last may end it, and the only one have log probabilities, by its
+        Add new tokens to a sample. Only the last may end it. Log probabilities come with a single new token, from its
         row of the logits. Returns their `Output`.
         """
         tokens, stream, n_logprobs, reason, logprobs = (
@@ -253,7 +253,7 @@ class EngineCore:
             self.stats.per_token.observe((time.monotonic() - first_time) / (n - 1))
 
     def deliver(self, live, outputs):
-        """Hand outputs to a request. It is forgotten if it has ended, and ended if it raises."""
+        """Hand outputs to a request. One that has ended is forgotten. One whose `deliver` raises is ended."""
         if not live.begun:
             live.begun, first = True, live.samples[0] if live.samples else None
             if first and first.n_cached is not None:

@@ -40,8 +40,8 @@ class Engine:
     wait.
 
     The tokens and log probabilities of a sample are those that it has alone, with a compiled step bit for bit, whoever
-    else is served, whatever is remembered, and whenever it was preempted. If the weights change, all keys and values
-    are computed again with the new ones, and each sample goes on behind its tokens.
+    else is served, whatever is remembered, and whenever it was preempted. When a sequence begins after the weights have
+    changed, all keys and values are computed again with the new ones, and each sample goes on behind its tokens.
 
     stats: see `stats.Stats`. Any thread may call `start`, `submit`, `abort`, `drain`, `stop` and `state`.
     """
@@ -116,7 +116,7 @@ class Engine:
     def ask_for(self, operations):
         """Have the engine's thread call functions before its next step: pairs (function, `Live`). The lock is held."""
         self.inbox.extend(operations)
-        self.core.interrupt()
+        self.core.stop_soon()
         self.condition.notify_all()
 
     def state(self):
@@ -171,7 +171,7 @@ class Engine:
 
     def receive(self):
         """Do what other threads have asked for since the last step, in that order."""
-        self.core.sampler.interrupt[0] = self.stopping  # before the inbox is read: what comes later interrupts again
+        self.core.sampler.stop_soon[0] = self.stopping  # before the inbox is read: what comes later sets it again
         while self.inbox:
             operation, live = self.inbox.popleft()
             if self.live.get(live.request.id) is live:  # it has not ended

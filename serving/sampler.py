@@ -51,12 +51,12 @@ class Sampler:
     """
     Draws the next token of each sample. Logits are float32 (W, vocab_size); each sample draws from one of the W rows.
 
-    interrupt: int64. Any thread may set interrupt[0] to 1. The present step is then the last one of `several`.
+    stop_soon: int64. Any thread may set stop_soon[0] to 1. The present step is then the last one of `several`.
     """
 
     def __init__(self, vocab_size):
         self.vocab_size, self.scratch = vocab_size, np.empty((n_cores(), N_SCRATCH, vocab_size))
-        self.interrupt = aligned(LINE, np.int64)
+        self.stop_soon = aligned(LINE, np.int64)
         self.rows = self.drawings = None  # of the table
         self.uncounted = False  # has the table counted tokens that were not noted by `drawn_by`?
         self.draw(np.zeros((1, vocab_size), np.float32), [], [])  # compiles, or loads what is compiled
@@ -103,7 +103,7 @@ class Sampler:
                 table.SEEDS: np.array([d.seed for d in drawings], np.uint64),
                 table.CHANGES: np.array([d.changes for d in drawings], np.int64),
                 table.STOP_STARTS: np.array(starts, np.int64), table.STOPS: np.array(stops, np.int64),
-                table.SCRATCH: self.scratch, table.INTERRUPT: self.interrupt}
+                table.SCRATCH: self.scratch, table.STOP_SOON: self.stop_soon}
         self.arrays = self.arrays | {  # not in place: `NextTokens` may keep those of before
             table.NUMBERS: np.array([d.n_generated for d in drawings], np.int64),
             table.ROWS: np.array(rows, np.int64)}

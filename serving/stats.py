@@ -1,10 +1,12 @@
 """What the engine shows of itself: counters and times, their text for Prometheus, and the pool's state for the page."""
 import time
-from bisect import bisect_left
 from collections import Counter
 
-SECONDS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100)  # the buckets of a `Histogram`
-FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # of `Stats.text`
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+SECONDS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100)  # the buckets of histograms
+FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # that `generate_latest` writes
 GAUGES = {
     'running': "Samples that have blocks",
     'waiting': "Samples that wait for blocks, those that were preempted included",
@@ -23,36 +25,26 @@ COUNTERS = {
     'prefix_hits': "Tokens of prompts that were found in remembered blocks",
     'preemptions': "Samples that lost their blocks, to be computed again",
 }
-HISTOGRAMS = {
-    'first_token': ('time_to_first_token_seconds', "From a request to its first token"),
-    'per_token': ('time_per_token_seconds', "Mean time of the tokens of a sample after its first one"),
-}
+HISTOGRAMS = (
+    ('time_to_first_token_seconds', "From a request to its first token"),
+    ('time_per_token_seconds', "Mean time of the tokens of a sample after its first one"),
+)
 SHOWN = ('steps', 'prompt_tokens', 'generated_tokens', 'prefix_hits', 'prefix_queries', 'preemptions', 'blocks_used',
          'blocks_shared', 'blocks_cached')  # on the page
 
 
-class Histogram:
-    """Of seconds. counts: how many were at most so long as each of SECONDS and longer than the one before, and longer
-    than all."""
-
-    def __init__(self):
-        self.counts, self.sum = [0] * (len(SECONDS) + 1), 0.0
-
-    def observe(self, seconds):
-        self.counts[bisect_left(SECONDS, seconds)] += 1
-        self.sum += seconds
-
-
 class Stats:
     """
-    Counters: see COUNTERS; finished: {finish_reason: samples}. first_token, per_token: `Histogram`s, see HISTOGRAMS.
-    Any thread may read them.
+    Counters: see COUNTERS; finished: {finish_reason: samples}. first_token, per_token: histograms of seconds, see
+    HISTOGRAMS. Any thread may read them.
     """
 
     def __init__(self, scheduler):
-        self.scheduler, self.finished = scheduler, Counter()
+        self.scheduler, self.finished, self.registry = scheduler, Counter(), CollectorRegistry()
         self.requests = self.prompt_tokens = self.generated_tokens = self.computed_tokens = self.steps = 0
-        self.first_token, self.per_token = Histogram(), Histogram()
+        self.first_token, self.per_token = [
+            Histogram(f'nanogpt_{name}', help, buckets=SECONDS, registry=self.registry) for name, help in HISTOGRAMS]
+        self.registry.register(self)
 
     def read(self):
         """{name: value} of all GAUGES and COUNTERS."""
@@ -66,26 +58,19 @@ class Stats:
             'prefix_hits': scheduler.n_found}
         return gauges | {name: getattr(self, name) for name in COUNTERS if name not in gauges}
 
+    def collect(self):
+        """For prometheus_client: all that is counted."""
+        values, finished = self.read(), CounterMetricFamily('nanogpt_finished', "Samples that ended", labels=['reason'])
+        for kind, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
+            for name, help in metrics.items():
+                yield kind(f'nanogpt_{name}', help, values[name])
+        for reason, n in dict(self.finished).items():
+            finished.add_metric([reason], n)
+        yield finished
+
     def text(self):
         """What Prometheus reads, in its text format."""
-        values, lines = self.read(), []
-
-        def add(kind, name, help, samples):
-            lines.extend([f'# HELP nanogpt_{name} {help}', f'# TYPE nanogpt_{name} {kind}'])
-            lines.extend(f'nanogpt_{name}{suffix} {value}' for suffix, value in samples)
-        for name, help in GAUGES.items():
-            add('gauge', name, help, [('', values[name])])
-        for name, help in COUNTERS.items():
-            add('counter', f'{name}_total', help, [('', values[name])])
-        add('counter', 'finished_total', "Samples that ended",
-            [(f'{{reason="{reason}"}}', n) for reason, n in dict(self.finished).items()])
-        for name, (metric, help) in HISTOGRAMS.items():
-            histogram, n, samples = getattr(self, name), 0, []
-            for bound, count in zip((*SECONDS, '+Inf'), histogram.counts[:]):
-                n += count
-                samples.append((f'_bucket{{le="{bound}"}}', n))
-            add('histogram', metric, help, [*samples, ('_count', n), ('_sum', histogram.sum)])
-        return '\n'.join(lines) + '\n'
+        return generate_latest(self.registry)
 
 
 class Snapshots:

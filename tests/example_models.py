@@ -1,4 +1,4 @@
-"""Small models, texts and byte pairs for the tests of formats/."""
+"""Small models whose every weight counts; texts and byte pairs for the tests of formats/."""
 import os
 
 import pytest
@@ -16,6 +16,21 @@ EASY = dict(block_size=24, vocab_size=128, n_layer=2, n_head=2, n_embd=64, bias=
 ROPE = dict(block_size=24, vocab_size=128, n_layer=2, n_head=6, n_embd=48, bias=False, position='rope', n_kv_head=2,
             rope_theta=500.0)
 ALIBI = dict(block_size=24, vocab_size=128, n_layer=2, n_head=6, n_embd=48, bias=False, position='alibi')
+
+
+def large(seed, dtype=torch.float64, **changes):
+    """A small model whose positions matter: wpe and biases are large, so a wrong offset cannot hide."""
+    torch.manual_seed(seed)
+    config = GPTConfig(**dict(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=16) | changes)
+    model = GPT(config).to(dtype).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.add_(torch.randn_like(p) * (1.0 if 'wpe' in name else 0.2))
+    return model
+
+
+def f32(seed=0, **changes):
+    return large(seed, torch.float32, **changes)
 
 
 def gpt(**config):

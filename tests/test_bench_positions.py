@@ -1,4 +1,4 @@
-"""The measurements of positions, of endless streams and of recall count what they say. The speeds are not tested."""
+"""The experiments with positions, endless streams and recall measure what they say. The speeds are not tested."""
 import json
 import os
 import pydoc_data.topics
@@ -11,27 +11,22 @@ import torch
 import torch.nn.functional as F
 from conftest import run, sizes
 
-from benchmarks import endless, positions, recall, shapes
+from benchmarks import harness, shapes
+from benchmarks.experiments import endless, positions, recall
 from benchmarks.shapes import cache_bytes
 from model import GPT, GPTConfig
 
 BLOCK = 16
-KINDS = {
-    'learned': {},
-    'rope': dict(position='rope'),
-    'alibi': dict(position='alibi'),
-    'none': dict(position='none'),
-    'rope, 2 kv heads': dict(position='rope', n_kv_head=2),
-    'rope, 1 kv head': dict(position='rope', n_kv_head=1),
-    'rope, window 32': dict(position='rope', window=5),
-    'rope, window 32, 4 sinks': dict(position='rope', window=5, n_sink=2),
-}
+KINDS = [*positions.MODELS]
 
 
 def tiny(kind, **more):
+    """A small model of a kind of `positions.MODELS`, with a window of 5 instead of 32."""
     torch.manual_seed(3)
+    found = (setting.lstrip('-').split('=') for setting in positions.MODELS[kind])
+    found = {name: {'32': 5}.get(value, int(value) if value.isdecimal() else value) for name, value in found}
     args = dict(block_size=BLOCK, vocab_size=11, n_layer=2, n_head=4, n_embd=16, bias=False)
-    return GPT(GPTConfig(**args | KINDS[kind] | more)).double().eval()
+    return GPT(GPTConfig(**args | found | more)).double().eval()
 
 
 @pytest.mark.parametrize('window, n_sink', [(0, 0), (5, 0), (5, 3)])
@@ -120,10 +115,14 @@ def test_tokens_at_two_places_are_timed_as_often_and_at_their_places():
     def step(idx, kv_cache):
         seen.append((kv_cache[0].cache_pos, idx.item()))
         return model.step(idx, kv_cache)
-    seconds = endless.time_at(step, model, text, (7, 150), rounds=3)
-    assert [len(times) for times in seconds.values()] == [3 * 12] * 2
-    once = [(t, text[t].item()) for place in (7, 150) for t in range(place, place + 12)]
-    assert seen == once * 4
+    near, far = endless.time_at(step, model, text, (7, 150), repeats=2)
+    assert len(near.runs) == len(far.runs) == 2
+    of_near, of_far = ([(t, text[t].item()) for t in range(place, place + 12)] for place in (7, 150))
+    assert seen == of_far + of_near + of_near + of_far + of_far + of_near
+
+
+def asked(**options):
+    return harness.Asked('cpu', 'float32', None, None, None, None, options)
 
 
 @pytest.fixture
@@ -141,12 +140,12 @@ def small(monkeypatch):
     return trained
 
 
-def test_the_comparison_of_positions(small, tmp_path, capsys):
-    rows, streams, lines = positions.run([5, 6], 7, stride=2)
+def test_the_comparison_of_positions(small, capsys):
+    rows, streams, lines = positions.measure([5, 6], 7, stride=2).values()
     assert small == [(name, seed, 7) for seed in (5, 6) for name in positions.MODELS]
     assert [row['model'] for row in rows] == list(positions.MODELS) == list(KINDS)
     assert [row['cache_bytes'] for row in rows] == [2 * 2 * heads * 4 * slots * 4 for heads, slots in (
-        (4, 16), (4, 16), (4, 16), (4, 16), (2, 16), (1, 16), (4, 10), (4, 12))]
+        (4, 16), (4, 16), (4, 16), (4, 16), (2, 16), (1, 16), (4, 10), (4, 14))]
     assert rows[0]['parameters'] - rows[1]['parameters'] == BLOCK * 16  # wpe
     assert all(len(row['val']) == 2 and row['val'][0] == row['val'][1] for row in rows)  # the same model twice
     ways = [(stream['model'], stream['how']) for stream in streams]
@@ -157,29 +156,28 @@ def test_the_comparison_of_positions(small, tmp_path, capsys):
     assert [n is None for n in by_name['learned', 'crop']] == [True, True, True, False]
     assert len(by_name) == 8 + 1 + 2
     assert None not in by_name['alibi', ''] + by_name['rope', 'window 8, 0 sinks']
-    positions.plot(lines, tmp_path / 'p.png')
-    assert (tmp_path / 'p.png').read_bytes().startswith(b'\x89PNG') and 'in one stream, crop' in capsys.readouterr().out
+    left, right = positions.picture(dict(lines=lines), '')['panels']
+    assert len(left.lines) == 8 + 1 and len(right.lines) == 2 + 2 and 'the window rolls' in capsys.readouterr().out
 
 
-def test_the_endless_stream_of_a_trained_model(small, monkeypatch, tmp_path):
+def test_the_endless_stream_of_a_trained_model(small, monkeypatch):
     monkeypatch.setattr(endless, 'time_training', lambda seed, repeats: {'rope': 1.0})
     for name, size in (('S', 32), ('M', 48)):
         monkeypatch.setitem(shapes.SHAPES, name, replace(shapes.SHAPES[name], block_size=size, n_layer=1))
-    figures = endless.run(5, 7, repeats=1)
+    figures = endless.run(asked(seed=5, iterations=7, repeats=1))
     assert len(small) == len(positions.MODELS)
     rows = {row['way']: row for row in figures['stream']}
     assert set(rows) == {name + way for name in ('learned, crop', *endless.WINDOWS) for way in ('', endless.DECODER)}
     for name in endless.WINDOWS:
         plain, decoded = rows[name], rows[name + endless.DECODER]
         assert plain['by_span'] == pytest.approx(decoded['by_span'], abs=1e-5) and len(plain['by_span']) == 6
-        assert plain['cache_bytes'] == 2 * 2 * 4 * 4 * (10 if name == endless.WINDOWS[0] else 12) * 4
+        assert plain['cache_bytes'] == 2 * 2 * 4 * 4 * (10 if name == endless.WINDOWS[0] else 14) * 4
     assert [(row['way'], row['place']) for row in figures['places'][:2]] == [(endless.WINDOWS[0], 20),
                                                                            (endless.WINDOWS[0], 300)]
     assert len(figures['resident_bytes']) == 7
     assert [(row['shape'], row['block_size']) for row in figures['sizes']] == [('S', 32), ('M', 48)]
     assert all(row['roll'] > 0 and row['crop'] > 0 for row in figures['sizes'])
-    endless.plot(json.loads(json.dumps(figures)), tmp_path / 'e.png')
-    assert (tmp_path / 'e.png').read_bytes().startswith(b'\x89PNG')
+    assert [len(panel.lines) for panel in endless.picture(json.loads(json.dumps(figures)), '')['panels']] == [3, 6, 3]
 
 
 def test_a_text_of_the_recall_task_asks_for_its_marked_token():
@@ -190,22 +188,13 @@ def test_a_text_of_the_recall_task_asks_for_its_marked_token():
         assert targets[row].tolist() == [-1] * p + [tokens[row, p].item()] * (10 - p)
 
 
-class Remembers:
-    """Knows the last marked token within `reach` positions, and says `MARKED` (which is noise) beyond."""
-
-    def __init__(self, reach):
-        self.reach, self.config = reach, GPTConfig(vocab_size=recall.MARKED + recall.NOISE)
-
-    def __call__(self, tokens, targets, kv_cache):
-        said = torch.full_like(tokens, recall.MARKED)
-        for d in range(self.reach + 1):
-            ago = F.pad(tokens, (d, 0), value=recall.MARKED)[:, :tokens.size(1)]
-            said = torch.where((ago < recall.MARKED) & (said == recall.MARKED), ago, said)
-        return F.one_hot(said, recall.MARKED + recall.NOISE).float(), None, kv_cache
-
-
 def test_accuracy_is_by_distance():
-    assert recall.accuracy(Remembers(5), 4, 9, 20, 0) == [1.0] * 6 + [0.0] * 4
+    """Of a model that knows the marked token, at position 4, for 5 positions more."""
+    def knowing(tokens, targets, kv_cache):
+        known = (torch.arange(tokens.size(1)) <= 4 + 5) & (targets >= 0)
+        return F.one_hot(torch.where(known, targets, recall.MARKED)), None, kv_cache
+    knowing.config = GPTConfig()
+    assert recall.accuracy(knowing, 4, 9, 20, 0) == [1.0] * 6 + [0.0] * 4
 
 
 @pytest.mark.parametrize('n_layer, window', [(1, 4), (3, 4), (2, 6)])
@@ -221,16 +210,16 @@ def test_no_token_beyond_the_layers_times_the_window_is_seen(n_layer, window):
     assert changes == [distance <= reach for distance in range(1, 30)]
 
 
-def test_the_recall_task_is_trained_and_drawn(monkeypatch, tmp_path, capsys):
+def test_the_recall_task_is_trained_and_drawn(monkeypatch):
     for name, value in dict(WINDOW=4, BLOCK_SIZE=256, FARTHEST=20).items():
         monkeypatch.setattr(recall, name, value)
     monkeypatch.setattr(recall, 'MODELS', {'window': dict(window=4, n_sink=2), 'none': {}})
-    rows = recall.run(0, 3, n=8, far=40)
+    rows = recall.measure(0, 3, n=8, far=40)
     assert [(row['model'], row['place'], len(row['accuracy'])) for row in rows] == [
         ('window', 16, 21), ('window', 40, 21), ('window', 1, 21), ('none', 16, 21)]
-    assert capsys.readouterr().out.count('n_layer * (W - 1) = 12') == 4
-    recall.plot(rows, tmp_path / 'r.png')
-    assert (tmp_path / 'r.png').read_bytes().startswith(b'\x89PNG')
+    assert all(row['beyond'] == pytest.approx(sum(row['accuracy'][13:]) / 8) for row in rows)  # 4 layers reach 12
+    panel, = recall.picture(dict(rows=rows), '')['panels']
+    assert len(panel.image) == 4
 
 
 def test_models_are_trained_once_by_train_py(repo, monkeypatch):
@@ -262,11 +251,3 @@ def test_positions_mode(repo):
     assert (repo / 'p.png').read_bytes().startswith(b'\x89PNG')
     short = run(repo, 'bench.py', '--mode=endless', '--iterations=1', '--json=e.json')
     assert short.returncode == 2 and 'prepare tinyshakespeare' in short.stderr
-
-
-def test_settings_of_these_modes_that_make_no_sense_end_in_one_line(repo):
-    for wrong, said in (('--seeds=0', 'seeds must be at least 1, not 0'),
-                        ('--iterations=-1', 'iterations must be at least 0, not -1'),
-                        ('--dtype=bfloat16', 'on a CPU in float32')):
-        done = run(repo, 'bench.py', '--mode=recall', wrong)
-        assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr

@@ -16,7 +16,9 @@ from conftest import ROOT, run, sizes
 from standin_server import BROKEN, SHORT, StandIn
 
 import decode
-from benchmarks.serve import arrivals, closed, engine_alone, faults, prefix, race, report, servers, soak, workloads
+from benchmarks import serve
+from benchmarks.harness import Measured
+from benchmarks.serve import alone, client, loads, servers, soak, workloads
 from benchmarks.serve.client import Answer, Ask, Load, closed_loop, open_loop
 from benchmarks.shapes import SHAPES, model_with_varied_text
 from model import GPT, GPTConfig
@@ -55,7 +57,7 @@ def test_answers_that_are_wrong_are_failures():
     fine, broken, short = load.answers
     assert fine.error == '' and 'broken' in broken.error and short.error == '3 tokens instead of 4'
     assert 'ConnectionRefused' in without_server.answers[0].error
-    row = report.figures([load])
+    row = client.figures([load])
     assert (row['requests'], row['failed'], row['left']) == (3, 2, 0) and math.isclose(
         row['tok_per_s'], 4 / load.seconds)
 
@@ -72,7 +74,7 @@ def test_clients_that_leave_and_read_slowly():
     assert [(a.ask.prompt[1], a.error) for a in first.answers] == [(2, 'left'), (1, '')]
     assert standin.gone == [[9, 2]]
     assert [(a.ask.prompt[1], a.n_tokens, a.error) for a in second.answers] == [(4, 0, 'left'), (3, 5, '')]
-    assert report.figures([first])['left'] == 1
+    assert client.figures([first])['left'] == 1
 
 
 def test_an_open_loop_does_not_wait_for_answers():
@@ -89,18 +91,6 @@ def test_an_open_loop_does_not_wait_for_answers():
     assert all(math.isclose(a, b, abs_tol=1e-6) for a, b in zip(times, [0, .01, .01, .02, .03]))
     # all five waited for the last one: that counts from when each was due
     assert all(a.first >= answers[-1].due and a.first_token_s >= answers[-1].due - a.due for a in answers)
-
-
-@pytest.mark.parametrize('shape', SHAPES)
-def test_requests_fit_into_the_window(shape):
-    config = SHAPES[shape]
-    source, rows = workloads.trace()
-    from_trace, times = workloads.from_trace(config, rows, 300, 1, 2)
-    for some in (workloads.mixed(config, 300, 0), from_trace, soak.asks_of_all_kinds(config, 300, 0)):
-        assert workloads.longest(some) <= config.block_size and len(some) == 300
-        assert all(ask.prompt and ask.n_new >= 1 and max(ask.prompt) < config.vocab_size for ask in some)
-    assert math.isclose(times[-1], 299, rel_tol=1e-9) and times[0] == 0 and times == sorted(times)
-    assert workloads.mixed(config, 9, 0) == workloads.mixed(config, 9, 0) != workloads.mixed(config, 9, 1)
 
 
 def test_lengths_of_the_trace_are_scaled_by_one_factor(monkeypatch):
@@ -141,21 +131,18 @@ def made_load(seconds, *answers):
 
 
 def test_figures_by_hand():
-    assert [report.percentile([3, 1, 2, 4], p) for p in (50, 75, 99)] == [2, 3, 4] and not report.percentile([], 50)
-    assert report.percentile(range(1, 101), 99) == 99
+    assert [client.percentile([3, 1, 2, 4], p) for p in (50, 75, 99)] == [2, 3, 4] and not client.percentile([], 50)
+    assert client.percentile(range(1, 101), 99) == 99
     slow = made_load(4.0, (0, 2.0, 3.0, 11), (0, 0.5, 2.5, 11))    # too late; too slow: 0.2 s a token
     fast = made_load(2.0, (0, 0.1, 0.2, 11), (1, 1.3, 1.8, 11))
-    row = report.figures([fast, fast, slow])
+    row = client.figures([fast, fast, slow])
     assert row['tok_per_s'] == 11 and row['runs_tok_per_s'] == [11, 11, 5.5] and row['goodput'] == 1
-    assert report.goodput(slow) == 0 and row['client_cpu'] == 0.1 and row['requests_per_s'] == 1
+    assert client.goodput(slow) == 0 and row['client_cpu'] == 0.1 and row['requests_per_s'] == 1
     assert all(math.isclose(a, b) for a, b in zip(row['ttft_ms'] + row['per_token_ms'] + row['end_to_end_ms'],
                                                   [300, 2000, 50, 200, 800, 3000]))
-    loads = {'a': [fast, slow, fast], 'b': [slow, slow, slow]}
-    assert report.over(loads, 'a', 'b') == 2 and report.over(dict(loads, c=[Load([], 1.0)] * 3), 'a', 'c') is None
-    row.update(server='ours', weights='int8', threads=None)
-    text = report.line(row, 'S')
-    assert 'FAILED' not in text and len(text) == len(report.HEAD)
-    assert '1 FAILED: why' in report.line(dict(row, threads=2, failed=1, error=['why']), 'S')
+    mine, theirs, none = (Measured(None, results=results) for results in (
+        [fast, slow, fast], [slow, slow, slow], [Load([], 1.0)] * 3))
+    assert client.over(mine, theirs) == 2 and client.over(mine, none) is None
 
 
 def test_llama_server_runs_with_the_better_number_of_threads(tmp_path, monkeypatch):
@@ -167,9 +154,9 @@ def test_llama_server_runs_with_the_better_number_of_threads(tmp_path, monkeypat
     assert servers.missing(str(binary)) == ''
     (tmp_path / 'int8.gguf').touch()
     tried = []
-    monkeypatch.setattr(race, 'n_cores', lambda: 2)
-    monkeypatch.setattr(race, 'trial', lambda server, *_: tried.append(server) or -server.threads)
-    with race.beside('ours', str(binary), TINY, str(tmp_path), 'int8', 4, 300) as (ours, theirs):
+    monkeypatch.setattr(servers, 'n_cores', lambda: 2)
+    monkeypatch.setattr(servers, 'trial', lambda server, *_: tried.append(server) or -server.threads)
+    with servers.beside('ours', str(binary), TINY, str(tmp_path), 'int8', 4, 300) as (ours, theirs):
         assert ours == 'ours' and theirs.threads == 2 and theirs.process.poll() is None
         assert [server.threads for server in tried] == [1, 2] and tried[0].process.poll() is not None
         arguments = theirs.process.args
@@ -180,7 +167,7 @@ def test_llama_server_runs_with_the_better_number_of_threads(tmp_path, monkeypat
     with pytest.raises(ValueError, match='(?s)llama-server does not start.*FileNotFound'), \
             servers.LlamaServer(str(binary), str(tmp_path), 'float32', 4, 300, 1):
         pass
-    with race.beside('ours', '', TINY, str(tmp_path), 'int8', 4, 300) as alone:
+    with servers.beside('ours', '', TINY, str(tmp_path), 'int8', 4, 300) as alone:
         assert alone == ['ours']
 
 
@@ -193,21 +180,18 @@ def ours():
         yield folder, server
 
 
-def test_files_of_a_model(ours):
-    folder, _ = ours
-    assert {'ckpt.pt'} <= set(os.listdir(folder)) <= {'ckpt.pt', 'float32.gguf', 'int8.gguf'}
-
-
 def test_each_part_on_our_server(ours):
-    _, server = ours
+    folder, server = ours
+    assert {'ckpt.pt'} <= set(os.listdir(folder)) <= {'ckpt.pt', 'float32.gguf', 'int8.gguf'}
     n = sizes(6, 40)
-    rows = closed.race('S', TINY, 'float32', [server], 2, n, 1)
-    rows += arrivals.race('S', TINY, 'float32', [server], workloads.trace()[1], 2, n, 1)
-    rows += prefix.race('S', TINY, 'float32', [server], 2, n, 1)
-    rows += faults.race('S', TINY, 'float32', [server], 2, n, 1)
+    rows = loads.closed('S', TINY, 'float32', [server], 2, n, 1)
+    rows += loads.arrivals('S', TINY, 'float32', [server], 2, n, 1)
+    rows += loads.prefix('S', TINY, 'float32', [server], 2, n, 1)
+    rows += loads.faults('S', TINY, 'float32', [server], 2, n, 1)
     assert len(rows) == 1 + 1 + 3 + 2 and not any(row['failed'] for row in rows)
     assert rows[0]['over_llama'] is None and rows[0]['requests'] == n
     assert math.isclose(rows[1]['rate'], 0.8 * rows[1]['capacities'][0]) and len(rows[1]['capacities']) == 1
+    assert [row['ttft_over_none'] for row in rows[2:5]][0] == 1
     assert rows[-1]['faults'] and rows[-1]['blocks_used'] == 0
     json.dumps(rows)
 
@@ -228,9 +212,9 @@ def test_arrivals_come_at_a_part_of_a_capacity(monkeypatch):
         if len(seen) == 6:  # three loads of round 0, which warms up, and three of round 1
             ours.rate, other.rate = 5, 2.5
         return made_load(1, *[(t, t + 0.1, t + 1, 2) for t in times])
-    monkeypatch.setattr(arrivals, 'closed_loop', closed_loop)
-    monkeypatch.setattr(arrivals, 'open_loop', open_loop)
-    rows = arrivals.race('S', TINY, 'float32', [ours, other], workloads.trace()[1], 2, None, 2)
+    monkeypatch.setattr(loads, 'closed_loop', closed_loop)
+    monkeypatch.setattr(loads, 'open_loop', open_loop)
+    rows = loads.arrivals('S', TINY, 'float32', [ours, other], 2, None, 2)
     for at, factor in ((0, 1), (3, 1), (6, 0.5)):
         assert sorted(seen[at:at + 3]) == [('llama-server', pytest.approx(4 * factor)),
                                            ('ours', pytest.approx(4 * factor)), ('ours', pytest.approx(8 * factor))]
@@ -255,11 +239,11 @@ def test_the_soak_compares_answers(ours, monkeypatch):
     n = sizes(40, 400)
     row = soak.soak('S', TINY, folder, 'float32', 4, n)
     assert (row['failed'], row['blocks_used'], row['different'], row['compared']) == (0, 0, 0, n // 2)
-    assert 'DIFFER' not in soak.line(row) and len(row['resident']) == soak.TURNS
+    assert len(row['resident']) == soak.TURNS
     # an answer that is another one is seen
     monkeypatch.setattr(soak, 'one_by_one', lambda server, asked: others(asked))
     changed = soak.soak('S', TINY, folder, 'float32', 4, 20)
-    assert changed['different'] == changed['compared'] == 10 and 'ANSWERS DIFFER' in soak.line(changed)
+    assert changed['different'] == changed['compared'] == 10
 
 
 async def others(asked):
@@ -270,32 +254,35 @@ def test_the_calls_of_the_engine_are_made_again(monkeypatch):
     torch.manual_seed(0)
     model = GPT(TINY).eval()
     decoder = decode.best(model, 1, 'float32', 1)
-    monkeypatch.setattr(engine_alone, 'N_NEW', 20)
-    row = engine_alone.race('S', model, decoder, 'float32', 3, 1)
-    assert 0 < row['of_kernel'] and row['goal'] == 0.8 and 'over the kernel' not in engine_alone.line(row)
-    calls, engine = [], engine_alone.Engine(model, decoder, [b' '] * 65, n_blocks=32)
-    some, run_step = workloads.mixed(TINY, 3, 0), decoder.run_step
-    monkeypatch.setattr(decoder, 'run_step', lambda n_rows, *how: calls.append((n_rows, how)) or run_step(n_rows, *how))
-    seconds, again, n = engine_alone.serve(engine, decoder, some)
+    monkeypatch.setattr(alone, 'N_NEW', 20)
+    row = alone.engine_race('S', model, decoder, 'float32', 3, 1)
+    assert 0 < row['of_kernel'] and len(row['runs_s']['kernel']) == 1
+    calls, engine = [], alone.Engine(model, decoder, [b' '] * 65, n_blocks=32)
+    some, run_once = workloads.mixed(TINY, 3, 0), decoder.execute_model
+
+    def counted(ids, positions, arrays, metadata):
+        calls.append((len(ids), metadata.next_tokens))
+        return run_once(ids, positions, arrays, metadata)
+    monkeypatch.setattr(decoder, 'execute_model', counted)
+    seconds, again, n = alone.serve(engine, decoder, some)
     assert seconds > 0 and again > 0 and n == sum(ask.n_new for ask in some) and not engine.live
-    assert engine.cache.kernel.decoder is decoder
+    assert engine.cache.executor is decoder
     # the first two calls compute all prompts in one step. Of the others, the engine's make one step or several, and
     # the second ones make one step each
     (prompts, _), (again, _), *others = calls
     assert prompts == again == sum(len(ask.prompt) for ask in some)
-    n_steps, n_alone = max(ask.n_new for ask in some) - 1, sum(how[-1] is None for _, how in others)
+    n_steps, n_alone = max(ask.n_new for ask in some) - 1, sum(several is None for _, several in others)
     assert n_steps <= n_alone < len(others) < 2 * n_steps
 
 
-def test_the_picture_and_what_makes_no_sense(repo, tmp_path):
+def test_pictures_are_of_this_machine():
     row = dict(shape='S', server='ours', weights='int8', tok_per_s=9.0, ttft_ms=[1.0, None], clients=4, case='50%')
     other = dict(row, shape='M', server='llama-server', weights='float32', clients=16)
-    report.plot({'closed': [row, other], 'prefix': [row]}, 'a machine', tmp_path / 'a.png')
-    assert (tmp_path / 'a.png').read_bytes().startswith(b'\x89PNG')
-    for wrong, said in (('--lengths=5', 'leave device, dtype and lengths'), ('--requests=-1', 'requests must be at'),
-                        ('--only=nothing', 'the parts of serve mode are closed, arrivals')):
-        done = run(repo, 'bench.py', '--mode=serve', wrong)
-        assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
+    parts = {'closed': [row, other], 'prefix': [row], 'soak': []}
+    figures = {part: dict(machine='here', rows=rows) for part, rows in parts.items()}
+    closed_S, closed_M, prefix_S, prefix_M = serve.picture(figures, 'here')['panels']
+    assert (closed_S.title, closed_M.title, prefix_S.title, prefix_M) == ('S: closed', 'M: closed', 'S: prefix', None)
+    assert len(prefix_S.bars) == 2 and not serve.picture(figures, 'elsewhere')
 
 
 def test_serve_mode(repo):
@@ -306,3 +293,7 @@ def test_serve_mode(repo):
     assert [row['case'] for row in parts['draws']['rows']] == ['greedy', 'temperature 1', 'top_k 200', 'top_p 0.9']
     figures = parts['engine_alone']
     assert [row['weights'] for row in figures['rows']] == ['float32', 'int8'] and 'llama-server' in figures['missing']
+    for wrong, said in (('--lengths=5', 'leave lengths at auto'), ('--requests=-1', 'requests must be from'),
+                        ('--only=nothing', 'the parts of serve mode are closed, arrivals')):
+        done = run(repo, 'bench.py', '--mode=serve', wrong)
+        assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr

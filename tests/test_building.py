@@ -134,7 +134,7 @@ def test_a_process_that_has_waited_too_long_compiles_too(script, monkeypatch):
         assert adders.add_two(1) == 2
 
 
-@pytest.mark.parametrize('file', ['adders.py', 'decode/kernel/tiles.py'])
+@pytest.mark.parametrize('file', ['adders.py', 'decode/kernel/linears.py'])
 def test_a_change_in_its_own_file_or_in_the_folder_compiles_a_function_anew(script, file):
     shutil.copytree(Path(ROOT) / 'decode', script.parent / 'decode', ignore=shutil.ignore_patterns('__pycache__'))
     assert run_adders(script, 'add_one') == ['add_one 89 0']

@@ -1,24 +1,10 @@
 """Any split of a sequence into chunks gives the logits of one uncached pass, at every position."""
 import plain_gpt
-import pytest
 import torch
 from conftest import sizes
+from example_models import large
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from model import GPT, GPTConfig
-
-
-def large(seed, dtype=torch.float64, **changes):
-    """A small model whose positions matter: wpe and biases are large, so a wrong offset cannot hide."""
-    torch.manual_seed(seed)
-    model = (
-        GPT(GPTConfig(**dict(block_size=16, vocab_size=29, n_layer=2, n_head=2, n_embd=16) | changes)).to(dtype).eval()
-    )
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.add_(torch.randn_like(p) * (1.0 if 'wpe' in name else 0.2))
-    return model
 
 
 def in_chunks(model, idx, chunks):
@@ -51,16 +37,3 @@ def test_any_chunking_equals_one_uncached_pass_in_float64(data):
         plain = plain_gpt.logits(model.state_dict(), n_head, idx)
     assert (chunked - uncached).abs().max() < 1e-10
     assert (chunked - plain).abs().max() < 1e-10
-
-
-@pytest.mark.parametrize('T', [1, 2, 15, 16])
-def test_one_token_at_a_time_equals_one_pass_up_to_a_full_window(T):
-    model, idx = large(T), torch.randint(29, (3, T))
-    with torch.no_grad():
-        assert (in_chunks(model, idx, [1] * T) - model(idx, idx)[0]).abs().max() < 1e-10
-
-
-def test_logits_of_the_last_position_alone_are_the_last_of_all():
-    model, idx = large(0), torch.randint(29, (2, 9))
-    with torch.no_grad():
-        assert (model(idx)[0][:, 0] - model(idx, idx)[0][:, -1]).abs().max() < 1e-10

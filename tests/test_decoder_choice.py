@@ -2,33 +2,13 @@
 import re
 
 import pytest
-import torch
+from example_models import f32
 from interrupts import interrupted
-from test_cache_exactness import large
 
 import decode
 from decode import choice as choice_module
 from decode.choice import TRIAL, ThreadChoice
 from decode.cpu import CPUDecoder
-
-
-def f32(seed, **changes):
-    return large(seed, torch.float32, **changes)
-
-
-def test_models_it_does_not_know_are_refused_and_best_falls_back(capsys):
-    for spoil in (lambda m: m.double(), lambda m: setattr(m, 'lm_head', torch.nn.Sequential(m.lm_head)),
-                  lambda m: m.transformer.h[0].mlp.register_forward_hook(lambda *args: None)):
-        model = f32(8)
-        spoil(model)
-        with pytest.raises(ValueError, match='decoder'):
-            CPUDecoder(model)
-        assert decode.best(model, 1).name == 'PyTorch, eager' and 'decoding eagerly' in capsys.readouterr().err
-        with pytest.raises(ValueError, match='int8'):
-            decode.best(model, 1, weights='int8')
-    for wrong in (dict(weights='int4'), dict(threads=0), dict(threads=10 ** 6)):
-        with pytest.raises(ValueError):
-            CPUDecoder(f32(8), **wrong)
 
 
 def test_best_is_the_one_place_that_picks_a_decoder():
@@ -46,6 +26,9 @@ def test_best_is_the_one_place_that_picks_a_decoder():
             (dict(name='compiled', threads=2), 'threads=2 is for the cpu decoder: leave decoder=compiled out')):
         with pytest.raises(ValueError, match=re.escape(message)):
             decode.best(f32(8), 1, **settings)
+    for wrong in (dict(weights='int4'), dict(threads=0), dict(threads=10 ** 6)):
+        with pytest.raises(ValueError):
+            CPUDecoder(f32(8), **wrong)
     for settings in (dict(name='cpu'), dict(weights='int8'), dict(threads=1)):
         with pytest.raises(ValueError, match='is for the CPU, but the device is meta'):
             decode.best(f32(8).to('meta'), 1, **settings)

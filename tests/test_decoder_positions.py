@@ -1,21 +1,21 @@
 """
 Every way to compute a step, on every kind of model: positions, grouped heads, windows, sinks, GELUs. Random steps of
-batches (chunks of any length, sequences of different lengths, rewinding, branches) are each held against the float64
-GPT of plain_gpt.py over the whole text, up to 20 x block_size.
+sequences (chunks of any length, any company, rewinding, branches) against a float64 judge without a cache, and texts of
+up to 20 x block_size.
 """
 import functools
 import itertools
 import random
-from typing import NamedTuple
 
 import pytest
 import torch
+from cache_machine import N_SEQ, Machine
 from conftest import sizes
+from example_models import large
 from plain_gpt import plain
-from test_cache_exactness import large
 from ways import DECODERS, WAYS, decoder_of, without_compilers  # noqa: F401  (a fixture)
 
-from model import LayerKVCache
+from kvcache.contiguous import ContiguousCache
 
 BLOCK = 16
 WINDOWS = [(0, 0), (1, 0), (5, 0), (15, 0), (5, 2), (1, 1), (7, 3)]  # window, n_sink
@@ -41,82 +41,47 @@ def close(logits, expected):
     torch.testing.assert_close(logits.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-class Step(NamedTuple):
-    """Tokens idx (B, T) at cache_pos (None: a new cache), the logits behind them, and which form the cache has."""
-    idx: torch.Tensor
-    cache_pos: int | torch.Tensor | None
-    expected: torch.Tensor
-    form: str  # a plain tuple; a clone, which is thrown away; or as it is
+class TupleMachine(Machine):
+    """
+    Every second step of several sequences brings as many tokens of each, so that it is one call of the decoder. Shifts
+    of tuples: see test_full_context.py.
+    """
+
+    def step(self, new, starts=None, as_tensor=False):
+        if starts is None and self.choose.random() < 0.5:
+            n = min(map(len, new.values()))
+            new = {handle: tokens[:n] for handle, tokens in new.items()}
+        super().step(new, starts, as_tensor)
+
+    def shift(self):
+        pass
 
 
 @functools.cache
-def random_steps(case, seed):
-    """
-    (the model, steps of a batch of three sequences). case: a tuple of pairs. Rows are rewound at random, by window + 1
-    positions at most, and their texts go on with other tokens. At the end all texts are as long as there are positions,
-    or with a window many times as long as the cache.
-    """
-    model, chooser, B = model_of(seed, **dict(case)), random.Random(seed), 3
-    c = model.config
-    length = min(c.max_positions, sizes(30 + 5 * c.n_slots, 20 * BLOCK))
-    text, steps = torch.randint(29, (B, length)), []
-    expected = plain(model, text)
-    at, written = [0] * B, [0] * B  # of each row: where it goes on, and how many positions its slots have had
-    dtypes = itertools.cycle([torch.int64, torch.int32, torch.int16])
-
-    def rewind(rows):
-        nonlocal expected
-        shortest = min(*at, length - 1)
-        for row in rows:
-            first = max(0, written[row] - c.window - 1) if c.window else 0
-            at[row] = shortest if shortest >= first and chooser.random() < 0.5 else chooser.randint(
-                first, min(at[row], length - 1))
-            if chooser.random() < 0.03:  # the whole cache can be used anew
-                at[row] = written[row] = 0
-            text[row, at[row]:] = torch.randint(29, (length - at[row],))
-        expected = plain(model, text)
-    while max(at) < length or len(steps) < 25:
-        ended = [row for row in range(B) if at[row] == length]
-        if ended or steps and chooser.random() < 0.15:
-            rewind(ended or chooser.sample(range(B), 2))
-        T = min(length - max(at), chooser.choice([1, 1, 1, 1, 2, c.window + 1, 14]))
-        pos = None if not steps else at[0] if len({*at}) == 1 else torch.tensor(at, dtype=next(dtypes))
-        idx = torch.stack([text[row, at[row]:at[row] + T] for row in range(B)])
-        form = chooser.choice(['as it is'] * 6 + ['plain', 'clone'])
-        if form == 'clone' and steps:  # other tokens, whose rows are nobody's later
-            idx = torch.randint(29, idx.shape)
-            texts = [torch.cat((text[row, :at[row]], idx[row])) for row in range(B)]
-            logits = torch.stack([plain(model, each[None])[0, -1] for each in texts])
-            steps.append(Step(idx, pos, logits, form))
-            continue
-        steps.append(Step(idx, pos, torch.stack([expected[row, at[row] + T - 1] for row in range(B)]), form))
-        at = [n + T for n in at]
-        written = [max(pair) for pair in zip(written, at)]
-    return model, steps
-    return model, steps
+def logits_behind(case, seed, dtype, text):
+    """Of the plain GPT: the same for all ways. case: a tuple of pairs."""
+    return plain(model_of(seed, dtype, **dict(case)), torch.tensor([text]))[0, -1]
 
 
 @pytest.mark.parametrize('way', WAYS)
 @pytest.mark.parametrize('case', some, ids=case_name)
 @torch.no_grad()
 def test_any_steps_give_the_logits_of_the_plain_gpt(case, way):
+    """In the tuples in which `stream` keeps its sequences."""
     for seed in range(sizes(1, 3)):
-        model, steps = random_steps(tuple(case.items()), seed)
-        decoder, cache = decoder_of(way, model), None
-        shape = (3, case['n_kv_head'], model.config.n_slots, 8)
-        for idx, pos, expected, form in steps:
-            if pos is not None:
-                cache = [layer._replace(cache_pos=pos) for layer in cache]
-            given = cache
-            if cache and form != 'as it is':
-                given = [layer.clone() if form == 'clone' else tuple(layer) for layer in cache]
-            logits, after = decoder(idx, given)
-            close(logits[:, 0], expected)
-            assert {layer[0].shape for layer in after} == {shape}
-            end = (0 if pos is None else torch.as_tensor(pos).long()) + idx.size(1)
-            assert all(torch.equal(torch.as_tensor(layer[2]), torch.as_tensor(end)) for layer in after)
-            if form != 'clone' or pos is None:
-                cache = [LayerKVCache(*layer) for layer in after]
+        dtype = torch.float32 if way == 'cpu' else torch.float64
+        model = model_of(seed, dtype, **case)
+        cache, n_judged = ContiguousCache(model, N_SEQ, 'tuples', decoder_of(way, model)), []
+
+        def judge(handle, text, logits):
+            n_judged.append(handle)
+            close(logits, logits_behind(tuple(case.items()), seed, dtype, tuple(text)))
+        machine = TupleMachine(cache, CASES.index(case) + len(CASES) * seed, judge)  # other choices for each case
+        machine.most = min(machine.most, 5 * BLOCK)  # longer texts: below
+        machine.run(sizes(40, 60))
+        assert len(n_judged) > 5 and {each.shape for layer in cache.layers for each in layer.caches} == {
+            (N_SEQ, case['n_kv_head'], model.config.n_slots, 8)}
+        machine.end()
 
 
 @pytest.mark.parametrize('case', some[::sizes(4, 1)], ids=case_name)

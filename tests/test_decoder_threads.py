@@ -1,23 +1,17 @@
 """The CPU decoder's threads and process: interrupts, torch's defaults, threads that share it, forks, the end."""
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 
 import pytest
 import torch
-from conftest import ROOT, WEIGHTS, run, sizes
-from test_cache_exactness import large
+from conftest import ROOT, run, sizes
+from example_models import f32
 
 from decode.cpu import CPUDecoder
-from model import GPT, GPTConfig, LayerKVCache
-
-
-def f32(seed, **changes):
-    return large(seed, torch.float32, **changes)
+from model import GPT, GPTConfig
 
 
 def in_child(code, *args):
@@ -86,40 +80,26 @@ def test_an_interrupt_at_any_time_leaves_a_decoder_that_works(weights, n_embd, t
     assert hit > times // 10, f"only {hit} of {times} interrupts came in time"
 
 
-DEFAULTS = """
-import sys
-import torch
-from model import GPT, GPTConfig
-from decode.cpu import CPUDecoder
-torch.manual_seed(0)
-model = GPT(GPTConfig(block_size=32, vocab_size=50, n_layer=2, n_head=2, n_embd=24)).eval()
-idx = torch.randint(50, (3, 5))
-expected = model.generate(idx, 60, temperature=0)
-if sys.argv[1] == 'meta':
-    with torch.device('meta'):
-        decoder = CPUDecoder(model, sys.argv[2])
-        got = decoder(idx, None)[0]
-        for n in range(20):
-            got, cache = decoder(idx[:, :1], decoder(idx, None)[1])
-else:
-    torch.set_default_dtype(getattr(torch, sys.argv[1]))
-    decoder = CPUDecoder(model, sys.argv[2])
-    for n in range(20):
-        got, cache = decoder(idx[:, :1], decoder(idx, None)[1])
-    tokens = model.generate(idx, 60, temperature=0, use_cache=True, decoder=decoder)
-    assert sys.argv[2] != 'float32' or torch.equal(tokens, expected)
-assert got.dtype is torch.float32 and got.device.type == 'cpu' and cache[0].k_cache.dtype is torch.float32
-torch.set_default_dtype(torch.float32)
-fresh = CPUDecoder(model, sys.argv[2])
-assert torch.equal(got, fresh(idx[:, :1], fresh(idx, None)[1])[0])
-"""
-
-
+@pytest.mark.parametrize('weights', ['float32', 'int8'])
 @pytest.mark.parametrize('default', sizes(['float64', 'meta'], ['float64', 'bfloat16', 'float16', 'meta']))
-def test_torchs_defaults_do_not_reach_the_decoder(default):
-    in_child(DEFAULTS, default, 'float32')
-    if default == 'float64':
-        in_child(DEFAULTS, default, 'int8')
+def test_torchs_defaults_do_not_reach_the_decoder(default, weights):
+    model, idx, before = f32(0, block_size=32), torch.randint(29, (3, 5)), torch.get_default_dtype()
+
+    def two_steps():
+        decoder = CPUDecoder(model, weights)
+        logits, cache = decoder(idx, None)
+        return logits, decoder(idx[:, :1], cache)[0], cache[0].k_cache
+    expected = two_steps()
+    try:
+        if default == 'meta':
+            torch.set_default_device('meta')
+        else:
+            torch.set_default_dtype(getattr(torch, default))
+        found = two_steps()
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+    assert all(a.dtype is torch.float32 and torch.equal(a, b) for a, b in zip(found, expected))
 
 
 def generations(model, decoder, n_threads, each, batch_sizes):
@@ -207,66 +187,6 @@ thread.join()
     in_child(code, min(threads, os.cpu_count()), sizes(4, 10))
 
 
-def test_the_number_of_threads_does_not_change_a_bit():
-    model, idx = f32(2, n_head=4, n_embd=48, block_size=64), torch.randint(29, (3, 9))
-    for weights in WEIGHTS:
-        a, b = (CPUDecoder(model, weights, threads=n) for n in (1, min(2, os.cpu_count())))
-        (x, ca), (y, cb) = a(idx, None), b(idx, None)
-        assert torch.equal(x, y) and all(torch.equal(m.v_cache, n.v_cache) for m, n in zip(ca, cb))
-        assert torch.equal(a(idx[:, :1], ca)[0], b(idx[:, :1], cb)[0])
-
-
-def test_a_thread_that_leaves_exclusive_use_leaves_the_others_watching():
-    model, other, idx = f32(4), f32(5), torch.randint(29, (1, 6))
-    decoder = CPUDecoder(model)
-    inside, leave = threading.Event(), threading.Event()
-
-    def stay_inside():
-        with decoder.exclusive_use():
-            inside.set()
-            leave.wait(60)
-    thread = threading.Thread(target=stay_inside)
-    thread.start()
-    inside.wait(60)
-    with decoder.exclusive_use():
-        pass
-    _, cache = decoder(idx, None)
-    model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *a: None)
-    with pytest.raises(ValueError, match='hooks'):
-        decoder(idx[:, :1], cache)
-    leave.set()
-    thread.join()
-    assert other is not model and type(cache[0]) is LayerKVCache
-
-
-def test_a_signal_handler_may_raise_while_workers_run():
-    """Many interrupts during steps on several threads: nothing hangs, and the next step is right."""
-    if not hasattr(signal, 'setitimer'):
-        pytest.skip("this system has no interval timers")
-    model, idx = f32(7, n_embd=48), torch.randint(29, (2, 6))
-    decoder = CPUDecoder(model, threads=min(2, os.cpu_count()))
-    expected, n_interrupts = decoder(idx, None)[0], sizes(80, 300)
-
-    class Interrupted(BaseException):
-        pass
-
-    def interrupt(*_):
-        raise Interrupted
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for n in range(n_interrupts):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 6e-4 * n / n_interrupts)
-                end = time.perf_counter() + 0.01
-                while time.perf_counter() < end:
-                    decoder(idx, None)
-            except Interrupted:
-                pass
-            assert torch.equal(decoder(idx, None)[0], expected)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
 
 def test_the_process_ends_while_a_daemon_thread_decodes():
     code = """
@@ -296,7 +216,7 @@ def test_torchs_threads_are_restored_whoever_leaves_first():
         seen, first_inside, second_inside = [], threading.Event(), threading.Event()
 
         def work(mine, other):
-            with decoder.exclusive_use():
+            with decoder.torch_on_one_thread():
                 seen.append(torch.get_num_threads())
                 mine.set()
                 other.wait(60)

@@ -74,7 +74,7 @@ def test_blocks_for_later_steps_keep_no_request_waiting(monkeypatch, n_prompt, n
     a = submit(engine, 'a', [1, 2, 3, 4, 5], 24)
     engine.run_once()
     whole = decoder.execute_model
-    monkeypatch.setattr(decoder, 'execute_model', lambda *args: engine.core.interrupt() or whole(*args))
+    monkeypatch.setattr(decoder, 'execute_model', lambda *args: engine.core.stop_soon() or whole(*args))
     engine.run_once()
     assert engine.cache.n_free < 6  # a has two blocks for its 6 tokens, and others for later ones
     b = submit(engine, 'b', [*range(6, 6 + n_prompt)], 2)

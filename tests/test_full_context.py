@@ -7,35 +7,27 @@ import functools
 import pytest
 import torch
 from conftest import sizes
+from example_models import f32
 from hypothesis import given
 from hypothesis import settings as tries
 from hypothesis import strategies as st
-from test_cache_exactness import large
+from oracle import Oracle
 from test_decoder_positions import BLOCK, model_of
 
 import decode
+from benchmarks.loss import negative_log_likelihoods
 from generation import Sequence, generate, stream
 from kvcache import KINDS, make_cache
+from kvcache.contiguous import ContiguousCache
 from model import sample_token
 
-POLICIES = [
-    dict(),
-    dict(when_full='shift'),
-    dict(when_full='shift', keep=5),
-    dict(when_full='shift', keep=1, n_keep=3),
-    dict(when_full='shift', keep=BLOCK),
-    dict(when_full='shift', keep=4, n_keep=12),
-    dict(when_full='shift', n_keep=2),
-]
+POLICIES = [dict(), *(dict(when_full='shift', **how) for how in (
+    dict(), dict(keep=5), dict(keep=1, n_keep=3), dict(keep=BLOCK), dict(keep=4, n_keep=12), dict(n_keep=2)))]
 SLIDING = [dict(position=position, n_kv_head=n_kv_head, window=window, n_sink=n_sink)
            for position in ('rope', 'alibi', 'none') for n_kv_head in (4, 1) for window, n_sink in ((5, 0), (5, 2))]
 UNBOUNDED = [dict(position=position, n_kv_head=n_kv_head) for position in ('rope', 'alibi', 'none')
              for n_kv_head in (4, 1)]
 ROLLING = [dict(when_full='roll'), dict(when_full='roll', n_keep=3), dict(when_full='roll', keep=4, n_keep=1)]
-
-
-def f32(seed, **changes):
-    return large(seed, torch.float32, **changes)
 
 
 def generators(n):
@@ -128,41 +120,17 @@ def test_the_models_own_generate_goes_on_without_end(changes):
     assert torch.equal(cached, torch.cat([idx, *stream(model, idx, 20 * BLOCK, use_cache=True)], dim=1))
 
 
-class ReferenceLayer:
-    """Keys, values and positions of one sequence, in lists; keys turn as complex numbers when positions change."""
-
-    def __init__(self, config):
-        self.config, self.k, self.v = config, [], []
-
-    def append(self, k, v, positions):
-        self.k += k.unbind(2)
-        self.v += v.unbind(2)
-        return torch.stack(self.k, 2), torch.stack(self.v, 2), None, self
-
-    def shift(self, n_keep, n):
-        half = self.config.head_dim // 2
-        turn = torch.exp(-1j * n * self.config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half))
-        del self.k[n_keep:n_keep + n], self.v[n_keep:n_keep + n]
-        for i in range(n_keep, len(self.k) if self.config.position == 'rope' else 0):
-            turned = torch.complex(self.k[i][..., :half], self.k[i][..., half:]) * turn
-            self.k[i] = torch.cat((turned.real, turned.imag), dim=-1)
-
-
-@torch.no_grad()
 def shifted_by_hand(model, prompt, n, generator, n_keep, n_removed):
-    layers, tokens = [ReferenceLayer(model.config) for _ in range(model.config.n_layer)], list(prompt)
-    context = tokens if len(tokens) <= BLOCK else tokens[:n_keep] + tokens[len(tokens) - BLOCK + n_keep:]
-    new, length = context, 0
+    oracle, tokens, length = Oracle(model), list(prompt), 0
+    oracle.new(0)
+    new = tokens if len(tokens) <= BLOCK else tokens[:n_keep] + tokens[len(tokens) - BLOCK + n_keep:]
     for _ in range(n):
         if length + len(new) > BLOCK:
-            for layer in layers:
-                layer.shift(n_keep, n_removed)
+            oracle.shift(0, n_keep, n_removed)
             length -= n_removed
-        x, _ = model.hidden_states(torch.tensor([new]), torch.arange(length, length + len(new)), layers)
         length += len(new)
-        token = int(sample_token(model.lm_head(x[:, -1]), generator=generator))
-        tokens.append(token)
-        new = [token]
+        new = [int(sample_token(oracle.feed(0, new)[None], generator=generator))]
+        tokens = tokens + new
     return tokens
 
 
@@ -290,3 +258,25 @@ def test_a_context_is_what_is_left_of_the_text():
                 if len(context) > block_size:
                     context = pinned + context[len(context) - keep:]
                     assert sequence.cached == 0
+
+
+@pytest.mark.parametrize('policy', [dict(), dict(when_full='shift'), dict(when_full='shift', keep=3, n_keep=1),
+                                    dict(when_full='shift', keep=3, n_keep=4)], ids=str)
+@pytest.mark.parametrize('decoder', [False, True])
+@torch.no_grad()
+def test_the_loss_of_a_policy_is_that_of_the_contexts_of_generation(policy, decoder):
+    """benchmarks/loss.py against a loop over lists."""
+    model, tokens = f32(0), torch.randint(29, (3, 50))
+    keep = BLOCK if not policy else policy.get('keep', BLOCK // 2)
+    cache = ContiguousCache.for_decoder(model, 3, decode.best(model, 3)) if decoder else None
+    nll, context = negative_log_likelihoods(model, tokens, cache, skip=4, **policy)
+    assert nll.shape == (45, 3) and context.shape == (45,)
+    for row, text in enumerate(tokens.tolist()):
+        seen = text[:1]
+        for t in range(1, 50):
+            if t > 4:
+                logp = model(torch.tensor([seen]), use_cache=False)[0][0, -1].log_softmax(-1)
+                assert len(seen) == context[t - 5] and abs(nll[t - 5, row] + logp[text[t]]) < 1e-3
+            seen = seen + [text[t]]
+            if len(seen) > BLOCK:
+                seen = text[:min(1, policy.get('n_keep', 0))] + seen[-keep:]

@@ -1,6 +1,7 @@
 """formats/gguf_files.py, against those who read what it writes: the gguf library and llama.cpp."""
 import os
 
+import plain_gpt
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,83 +31,45 @@ def llama(path):
                            type_v=0)
 
 
+NAMES = {'token_embd': 'transformer.wte', 'position_embd': 'transformer.wpe', 'output_norm': 'transformer.ln_f',
+         'attn_norm': 'ln_1', 'attn_qkv': 'attn.c_attn', 'attn_output': 'attn.c_proj', 'ffn_norm': 'ln_2',
+         'ffn_up': 'mlp.c_fc', 'ffn_down': 'mlp.c_proj'}
+
+
+def read(path):
+    """The architecture of a GGUF file, its fields as {name behind the architecture's: content}, and a state dict."""
+    reader = gguf.GGUFReader(path)
+    arch = reader.fields['general.architecture'].contents()
+    fields = {name.removeprefix(arch + '.'): field.contents() for name, field in reader.fields.items()
+              if name.startswith(arch + '.')}
+    found = {t.name: torch.tensor(gguf.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
+    table = [gguf.TENSOR_NAMES[t] for t in gguf.MODEL_TENSORS[gguf.MODEL_ARCH[arch.upper()]]]
+    known = {name.format(bid=i) for name in table for i in range(fields['block_count'])}
+    assert {name.rpartition('.')[0] for name in found} <= known  # it loads no file with a tensor that it does not know
+    for name in [name for name in found if '.attn_q.' in name]:  # starcoder2's are three
+        parts = [name.replace('attn_q', f'attn_{part}') for part in 'qkv']
+        found[name.replace('attn_q', 'attn_qkv')] = torch.cat([found.pop(part) for part in parts])
+    weights = {}
+    for name, w in found.items():
+        *block, part, kind = name.split('.')
+        weights['.'.join(['transformer.h', *block[1:]] * bool(block) + [NAMES[part], kind])] = w
+    return arch, fields, weights | {'lm_head.weight': weights['transformer.wte.weight']}
+
+
 @pytest.mark.parametrize('type', ['f32', 'q8_0'])
 def test_gguf_holds_every_weight(tmp_path, type):
     model = gpt(**EASY)
     formats.to_gguf(model, tmp_path / 'model.gguf', type)
-    reader = gguf.GGUFReader(tmp_path / 'model.gguf')
-    theirs = {t.name: torch.tensor(gguf.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
-    t = model.transformer
-    ours = {'token_embd.weight': t.wte.weight, 'position_embd.weight': t.wpe.weight,
-            'output_norm.weight': t.ln_f.weight}
-    for i, block in enumerate(t.h):
-        ours |= {f'blk.{i}.attn_norm.weight': block.ln_1.weight, f'blk.{i}.attn_qkv.weight': block.attn.c_attn.weight,
-                 f'blk.{i}.attn_output.weight': block.attn.c_proj.weight, f'blk.{i}.ffn_norm.weight': block.ln_2.weight,
-                 f'blk.{i}.ffn_up.weight': block.mlp.c_fc.weight, f'blk.{i}.ffn_down.weight': block.mlp.c_proj.weight}
-    for name, w in ours.items():
-        w, exact = w.detach(), type == 'f32' or w.dim() == 1 or name.startswith('position')
+    _, fields, theirs = read(tmp_path / 'model.gguf')
+    for name, w in model.state_dict().items():
+        exact = type == 'f32' or w.dim() == 1 or name.endswith('wpe.weight')
         # 8 bits: half a step of the largest of the row, and the float16 scale, off by 1 in 2048
         bound = 0 if exact else w.abs().amax(-1, keepdim=True) * (0.5 / 127 + 1 / 2048)
         assert theirs[name].shape == w.shape and ((theirs.pop(name) - w).abs() <= bound).all(), name
     assert all(name.endswith('.bias') and not w.any() for name, w in theirs.items()) and len(theirs) == 6 * 2 + 1
-    keys = {'block_count': 2, 'context_length': 24, 'embedding_length': 64, 'feed_forward_length': 256,
-            'attention.head_count': 2}
-    assert {key: reader.fields['gpt2.' + key].contents() for key in keys} == keys
-
-
-def graph_of_llama_cpp(path, idx):
-    """
-    The logits (T, vocab_size) of tokens idx (T,) from a GGUF file, in float64 and with the tanh GELU, by the graphs of
-    llama.cpp: src/models/gpt2.cpp, starcoder2.cpp and mpt.cpp, and ALiBi's slopes as in ggml/src/ggml-cpu/ops.cpp.
-    """
-    reader = gguf.GGUFReader(path)
-    w = {t.name: torch.tensor(gguf.dequantize(t.data, t.tensor_type)).double() for t in reader.tensors}
-    arch = reader.fields['general.architecture'].contents()
-    table = [gguf.TENSOR_NAMES[t] for t in gguf.MODEL_TENSORS[gguf.MODEL_ARCH[arch.upper()]]]
-    n_layer, n_head, n_head_kv, n_ctx = (reader.fields[f'{arch}.{key}'].contents() for key in (
-        'block_count', 'attention.head_count', 'attention.head_count_kv', 'context_length'))
-    named = {name.format(bid=i) for name in table for i in range(n_layer)}
-    assert {name.rpartition('.')[0] for name in w} <= named  # it loads no file with a tensor that it does not know
-    assert len(idx) <= n_ctx and reader.fields[f'{arch}.embedding_length'].contents() == w['token_embd.weight'].size(1)
-
-    def linear(x, name):
-        return F.linear(x, w[name + '.weight'], w.get(name + '.bias'))
-
-    def norm(x, name):
-        eps = reader.fields[f'{arch}.attention.layer_norm_epsilon'].contents()
-        return F.layer_norm(x, x.shape[-1:], w[name + '.weight'], w.get(name + '.bias'), eps)
-
-    T = len(idx)
-    pos = torch.arange(T, dtype=torch.float64)
-    bias = torch.zeros(T, T, dtype=torch.float64).masked_fill(~torch.ones(T, T, dtype=torch.bool).tril(), -float('inf'))
-    if arch == 'mpt':
-        most, n = reader.fields['mpt.attention.max_alibi_bias'].contents(), 2 ** (n_head.bit_length() - 1)
-        slopes = [2 ** (-most / n * (h + 1)) if h < n else 2 ** (-most / 2 / n * (2 * (h - n) + 1))
-                  for h in range(n_head)]
-        bias = bias - torch.tensor(slopes, dtype=torch.float64)[:, None, None] * (pos[:, None] - pos).abs()
-    x = w['token_embd.weight'][idx]
-    x = x + w['position_embd.weight'][:T] if 'position_embd.weight' in w else x
-    for i in range(n_layer):
-        y = norm(x, f'blk.{i}.attn_norm')
-        if f'blk.{i}.attn_qkv.weight' in w:
-            qkv = linear(y, f'blk.{i}.attn_qkv')
-            size = qkv.size(-1) // (n_head + 2 * n_head_kv)
-            q, k, v = qkv.split([n_head * size, n_head_kv * size, n_head_kv * size], -1)
-        else:
-            q, k, v = (linear(y, f'blk.{i}.attn_{part}') for part in 'qkv')
-        q, k, v = (t.unflatten(-1, (n, -1)).transpose(0, 1) for t, n in ((q, n_head), (k, n_head_kv), (v, n_head_kv)))
-        if arch == 'starcoder2':  # LLAMA_ROPE_TYPE_NEOX: pairs are half a head apart
-            base, half = reader.fields['starcoder2.rope.freq_base'].contents(), q.size(-1) // 2
-            turn = torch.polar(torch.ones(T, half, dtype=torch.float64),
-                               pos[:, None] * base ** (-torch.arange(half, dtype=torch.float64) / half))
-            turned = [torch.complex(t[..., :half], t[..., half:]) * turn for t in (q, k)]
-            q, k = (torch.cat((t.real, t.imag), -1) for t in turned)
-        k, v = (t.repeat_interleave(n_head // n_head_kv, 0) for t in (k, v))
-        y = (q @ k.mT / q.size(-1) ** 0.5 + bias).softmax(-1) @ v
-        x = x + linear(y.transpose(0, 1).flatten(1), f'blk.{i}.attn_output')
-        y = linear(norm(x, f'blk.{i}.ffn_norm'), f'blk.{i}.ffn_up')
-        x = x + linear(F.gelu(y, approximate='tanh'), f'blk.{i}.ffn_down')
-    return norm(x, 'output_norm') @ w['token_embd.weight'].T
+    expected = {'block_count': 2, 'context_length': 24, 'embedding_length': 64, 'feed_forward_length': 256,
+                'attention.head_count': 2}
+    assert expected.items() <= fields.items()
 
 
 MODELS = [  # config, the architecture that computes the same
@@ -119,15 +82,24 @@ MODELS = [  # config, the architecture that computes the same
 
 @pytest.mark.parametrize('config, architecture', MODELS)
 def test_llama_cpps_graph_computes_the_same(tmp_path, config, architecture):
+    """
+    The graphs of src/models/gpt2.cpp, starcoder2.cpp and mpt.cpp are those of plain_gpt.py with the tanh GELU: pairs
+    half a head apart (LLAMA_ROPE_TYPE_NEOX), and ALiBi's slopes as in ggml/src/ggml-cpu/ops.cpp.
+    """
     model, path = gpt(**config | dict(gelu='tanh')), tmp_path / 'model.gguf'
     formats.to_gguf(model, path)
-    fields = gguf.GGUFReader(path).fields
-    assert fields['general.architecture'].contents() == architecture
-    n_ctx = fields[f'{architecture}.context_length'].contents()
+    arch, fields, weights = read(path)
+    assert arch == architecture and fields['embedding_length'] == config['n_embd']
+    assert fields['attention.layer_norm_epsilon'] == pytest.approx(1e-5)
+    assert arch != 'mpt' or fields['attention.max_alibi_bias'] == 8
     # llama.cpp ignores a window, so the file ends where the window would begin to hide keys
+    n_ctx = fields['context_length']
     assert n_ctx == config.get('window', config['block_size'])
-    idx = torch.randint(config['vocab_size'], (n_ctx,))
-    assert_close(graph_of_llama_cpp(path, idx), logits(model.double(), idx[None])[0], rtol=1e-5, atol=1e-5)
+    idx = torch.randint(config['vocab_size'], (1, n_ctx))
+    theirs = plain_gpt.logits({name: w.double() for name, w in weights.items()}, fields['attention.head_count'], idx,
+                              {'gpt2': 'learned', 'starcoder2': 'rope', 'mpt': 'alibi'}[arch],
+                              fields['attention.head_count_kv'], rope_theta=fields.get('rope.freq_base'), gelu='tanh')
+    assert_close(theirs, logits(model.double(), idx), rtol=1e-5, atol=1e-5)
 
 
 def test_a_tokenizer_json_is_refused(tmp_path):

@@ -14,9 +14,20 @@ from conftest import sizes
 from numba import njit
 
 from decode import weights as weights_of_decoder
-from decode.kernel import layout, tiles
+from decode.kernel import layout
 from decode.kernel.layout import FIRST_PANEL, GROUP, SHEET, SUMMED_ROWS
-from decode.kernel.linears import ADD, CLAIMED, GELU, GELU_TANH, STORE, Team, linear, prepare_rows, shared_linear
+from decode.kernel.linears import (
+    ADD,
+    CLAIMED,
+    DOT_PRODUCTS,
+    GELU,
+    GELU_TANH,
+    STORE,
+    Team,
+    linear,
+    prepare_rows,
+    shared_linear,
+)
 from decode.kernel.step import packed_linears, thread_scratch
 from decode.kernel.threads import LINE, aligned
 from decode.kernel.vectors import LANES, floats_at, longs_at
@@ -187,7 +198,7 @@ EIGHT_LANES = ("import llvmlite.binding as llvm\n"
                "llvm.get_host_cpu_features = lambda: features\n"
                "import decode.kernel.vectors\n"
                "assert decode.kernel.vectors.LANES == 8\n")
-NO_DOT_PRODUCTS = "import decode.kernel.tiles\ndecode.kernel.tiles.DOT_PRODUCTS = False\n"
+NO_DOT_PRODUCTS = "import decode.kernel.linears\ndecode.kernel.linears.DOT_PRODUCTS = False\n"
 
 
 @pytest.mark.parametrize('without', sizes([EIGHT_LANES + NO_DOT_PRODUCTS], [EIGHT_LANES, NO_DOT_PRODUCTS]),
@@ -197,7 +208,7 @@ def test_machines_without_some_instructions_give_the_same_bits(without):
     Vectors of eight lanes, as without AVX-512, have other tiles: the order of a sum does not depend on them. int8 has a
     portable path for machines without AVX512-VNNI.
     """
-    if LANES == 8 and not tiles.DOT_PRODUCTS:
+    if LANES == 8 and not DOT_PRODUCTS:
         pytest.skip("this machine has neither, and the other tests have run without them")
     weights = sizes(['float32', 'int8'], WEIGHTS)
     assert check_elsewhere(without, weights) == [check(w, SMALL) for w in weights]

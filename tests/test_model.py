@@ -15,13 +15,15 @@ def tiny(seed=0, **changes):
     return GPT(GPTConfig(**dict(block_size=16, vocab_size=31, n_layer=3, n_head=2, n_embd=16) | changes))
 
 
-@pytest.mark.parametrize('bias', [True, False])
-def test_logits_and_gradients_are_those_of_a_plain_gpt(bias):
-    model = tiny(bias=bias).double()
+@pytest.mark.parametrize('how', [
+    dict(bias=True), dict(bias=False), dict(position='rope', window=4, n_sink=2, n_kv_head=1),
+    dict(position='alibi', window=4, n_sink=2), dict(position='alibi', window=4), dict(position='none', gelu='tanh')])
+def test_logits_and_gradients_are_those_of_a_plain_gpt(how):
+    model = tiny(**how).double()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.3)  # biases and norms too must matter
-    idx, targets = torch.randint(31, (3, 16)), torch.randint(31, (3, 16))
+    idx, targets, c = torch.randint(31, (3, 16)), torch.randint(31, (3, 16)), model.config
     targets[0, 3] = -1
     logits, loss, kv_cache = model(idx, targets)
     assert kv_cache is None
@@ -31,7 +33,7 @@ def test_logits_and_gradients_are_those_of_a_plain_gpt(bias):
     weights['lm_head.weight'] = weights['transformer.wte.weight']
     for w in weights.values():
         w.requires_grad_()
-    ours = plain_gpt.logits(weights, 2, idx)
+    ours = plain_gpt.logits(weights, 2, idx, c.position, c.n_kv_head, c.window, c.n_sink, gelu=c.gelu)
     torch.testing.assert_close(logits, ours, rtol=1e-10, atol=1e-10)
     keep = targets.flatten() != -1
     plain_loss = -ours.flatten(0, 1)[keep].log_softmax(-1).gather(1, targets.flatten()[keep][:, None]).mean()
@@ -39,6 +41,23 @@ def test_logits_and_gradients_are_those_of_a_plain_gpt(bias):
     plain_loss.backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(p.grad, weights[name].grad, rtol=1e-8, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize('wrong, message', [
+    (dict(n_embd=17), 'n_embd'), (dict(n_layer=0), 'n_layer'), (dict(block_size=-1), 'block_size'),
+    (dict(vocab_size=1.5), 'vocab_size'), (dict(vocab_size=2**24 + 1), 'vocab_size'), (dict(dropout=1.0), 'dropout'),
+    (dict(dropout=-0.1), 'dropout'), (dict(bias=1), 'bias'),
+    (dict(position='rotary'), 'learned, rope, alibi or none'), (dict(position='rope', n_embd=12), 'even'),
+    (dict(n_kv_head=3), 'divisible by n_kv_head'), (dict(n_kv_head=-1), 'n_kv_head'),
+    (dict(n_sink=1), 'needs a window'), (dict(window=16), 'must be less than block_size 16'),
+    (dict(window=17), 'less than block_size 16'), (dict(window=2.0), 'window'), (dict(window=True), 'window'),
+    (dict(window=12, n_sink=4), 'n_sink 4 must be less than block_size'),
+    (dict(gelu='relu'), 'gelu'), (dict(rope_theta=0), 'rope_theta'),
+])
+def test_settings_that_make_no_gpt_are_refused_in_a_line(wrong, message):
+    with pytest.raises(ValueError, match=message) as e:
+        GPTConfig(**dict(block_size=16, vocab_size=29, n_layer=1, n_head=4, n_embd=16) | wrong)
+    assert '\n' not in str(e.value)
 
 
 def test_forward_always_returns_three_values():

@@ -5,7 +5,6 @@ import pytest
 import torch
 from test_model import tiny
 
-from generation import generate, stream
 from model import GPT, GPTConfig
 
 
@@ -87,36 +86,6 @@ def test_mfu_counts_flops_as_palm_does():
     assert model.estimate_mfu(5, 2.0, None) is None
 
 
-def test_from_pretrained_reads_a_hugging_face_folder(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
-    torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(
-        GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2, activation_function='gelu')
-    ).eval()
-    theirs.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(str(tmp_path), dict(dropout=0.1)).eval()
-    assert ours.config == GPTConfig(12, 40, 2, 2, 16, 0.1, True)
-    idx = torch.randint(40, (2, 12))
-    with torch.no_grad():
-        torch.testing.assert_close(ours(idx, idx)[0], theirs(idx).logits, rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match='dropout'):
-        GPT.from_pretrained(str(tmp_path), dict(n_layer=3))
-    pointer = 'version https://git-lfs.github.com/spec/v1'
-    for name, content in (('config.json', 'half a {'), ('model.safetensors', pointer)):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(ValueError, match='cannot be read'):
-            GPT.from_pretrained(str(tmp_path))
-    with pytest.raises(ValueError, match='neither'):
-        GPT.from_pretrained(str(tmp_path / 'nowhere'))
-
-
-@pytest.mark.parametrize('bad', [dict(n_embd=17), dict(n_layer=0), dict(block_size=-1), dict(vocab_size=1.5),
-                                 dict(vocab_size=2**24 + 1), dict(dropout=1.0), dict(dropout=-0.1), dict(bias=1)])
-def test_impossible_shapes_are_refused(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        GPTConfig(**bad)
-
-
 def test_hooks_fire_in_every_module():
     model, seen = tiny().eval(), []
     lists = torch.nn.ModuleDict, torch.nn.ModuleList
@@ -150,19 +119,3 @@ def test_modules_changed_by_others_go_the_usual_way():
     model.transformer.h[2].attn.c_attn = torch.nn.Sequential(model.transformer.h[2].attn.c_attn)  # as LoRA wraps it
     torch.testing.assert_close(model(idx)[0], pruned)
     assert type(model.transformer.h[0].attn.c_attn) is torch.nn.Linear  # so that quantisers find it
-
-
-def test_a_model_with_weights_that_are_not_numbers_does_not_babble():
-    model = tiny().eval()
-    with torch.no_grad():
-        model.transformer.ln_f.weight[3] = float('nan')
-    for use_cache in (False, True):
-        with pytest.raises(ValueError, match='not numbers'):
-            generate(model, torch.tensor([[1]]), 3, use_cache=use_cache)
-    model = tiny().eval()
-    with torch.no_grad():
-        model.transformer.wpe.weight[5] = float('inf')  # found out when it gets there
-    tokens = stream(model, torch.tensor([[1, 2, 3]]), 9, use_cache=True)
-    assert [next(tokens).shape for _ in range(3)] == [(1, 1)] * 3
-    with pytest.raises(ValueError, match='not numbers'):
-        next(tokens)

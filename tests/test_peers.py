@@ -1,13 +1,17 @@
 """Other engines compute the same model: those with our arithmetic give our tokens, with bias and without."""
-import gc
+import json
+import math
+import os
 
 import pytest
 import torch
+from conftest import ROOT, run
 
-from benchmarks.peers.engine import Engine, torch_threads
+from benchmarks.peers import race
+from benchmarks.peers.engine import Engine
 from benchmarks.peers.hugging_face import HuggingFace
 from benchmarks.peers.llamacpp import LlamaCpp
-from benchmarks.peers.onnx_engine import OnnxRuntime
+from benchmarks.peers.onnx import OnnxRuntime
 from benchmarks.peers.ours import Pages
 from benchmarks.peers.race import PEERS
 from model import GPT, GPTConfig
@@ -75,18 +79,6 @@ def test_no_token_ends_a_row(peer):
     assert torch.equal(built(peer, model).generate(prompts, 20), want)
 
 
-@pytest.mark.parametrize('peer', PEERS, ids=lambda peer: peer.name)
-def test_an_engine_outlives_another(peer):
-    model, prompts = tiny(), torch.randint(50, (2, 5))
-    engines = [built(peer, model) for _ in range(2)]
-    want = engines[0].generate(prompts, 8)
-    engines[1].generate(prompts[:1], 8)
-    del engines[1]
-    gc.collect()
-    assert torch.equal(engines[0].generate(prompts[:1], 8), want[:1])  # another batch size needs new caches
-    assert torch.equal(engines[0].generate(prompts, 8), want)
-
-
 @pytest.mark.parametrize('engine, kv', [(Pages, 'float32'), (Pages, 'bfloat16'), (Pages, 'int8'),
                                         (LlamaCpp, 'float32'), (LlamaCpp, 'float16'), (LlamaCpp, 'q8_0')],
                          ids=lambda x: getattr(x, 'name', x))
@@ -128,8 +120,74 @@ def test_prompts_and_weights_that_do_not_fit_are_errors():
             OnnxRuntime(tiny(n_head=8))
 
 
-def test_torch_threads_are_given_back():
-    before = torch.get_num_threads()
-    with torch_threads(1):
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
+def test_peers_mode(tmp_path):
+    # not a copy of the script: the compiled decode step is on disk beside the original
+    done = run(tmp_path, os.path.join(ROOT, 'bench.py'), '--mode=peers', '--shape=S', '--batches=1,3', '--lengths=8',
+               '--repeats=2', '--max_seconds=0.02', '--json=b.json', '--png=b.png')
+    assert done.returncode == 0, done.stderr
+    parts = json.loads((tmp_path / 'b.json').read_text())
+    figures, rows = parts['decoding'], parts['decoding']['rows']
+    assert {'torch', 'python'} <= set(figures['versions']) and {row['repeats'] for row in rows} == {2}
+    named = {(row['batch'], row['engine'], row['weights']) for row in rows}
+    assert len(named) == len(rows)
+    for engine in race.OURS + race.PEERS:
+        why = engine.missing()
+        assert figures['missing'].get(engine.name, '') == why and engine.name in done.stdout
+        assert all(((B, engine.name, weights) in named) == (not why) for B in (1, 3) for weights in engine.ways)
+    for row in rows:
+        assert row['tok_per_s'] > 0 and row['of_floor'] > 0 and len(row['runs_s']) == 2 and 1 <= row['new_tokens'] <= 8
+        near = row['first_difference'] is None or abs(row['gap']) < race.NEAR_TIE
+        assert near or not row['should_be_ours'], row
+    prefills = parts['prefill']['rows']
+    assert {(row['batch'], row['engine'], row['weights']) for row in prefills} == {
+        (B, engine, weights) for B, engine, weights in named if engine != 'no cache'}
+    assert all(row['new_tokens'] == 1 and row['prompt'] == 8 for row in prefills)
+    caches = {(row['engine'], row['type_kv']) for row in parts['long_context']['rows']}
+    assert caches == {(engine.name, kind) for engine, kind in race.KEYS if not engine.missing()}
+    assert (tmp_path / 'b.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_the_floor_of_a_prefill_has_one_row_of_logits():
+    model = GPT(GPTConfig(block_size=16, vocab_size=11, n_layer=1, n_head=2, n_embd=16, bias=False)).eval()
+    matrices, head = 12 * 16 * 16 + 3 * 16, 11 * 16  # with the weights of the layer norms
+    assert race.floor(model, 'float32', 5, 1, math.inf, 1.0) == 2 * (5 * matrices + head)
+    assert race.floor(model, 'bfloat16', 5, 1, 1.0, math.inf) == 2 * (matrices + head)
+
+
+def test_the_slower_way_to_run_an_engine_is_left_out(monkeypatch):
+    now, asked = 0.0, []
+    monkeypatch.setattr(race.time, 'perf_counter', lambda: now)
+    monkeypatch.setattr(race.time, 'sleep', lambda seconds: None)
+    monkeypatch.setattr(race.torch, 'get_num_threads', lambda: 3)
+
+    class Ways:
+        ways = {'float32': [dict(by='row'), dict(by='block')]}
+
+        def __init__(self, model, weights, threads, by):
+            self.cost = {(1, 'row'): 9.0, (3, 'row'): 1.2, (1, 'block'): 1.0, (3, 'block'): 2.0}[threads, by]
+
+        def generate(self, prompts, n):
+            nonlocal now
+            now += self.cost * n
+            asked.append(self.cost)
+    engine, how = race.fastest_way(Ways, 'float32', None, torch.zeros(1, 40), 4, 1.0)
+    assert engine.cost == 1.0 and how == '1 thread, by block'
+    assert asked.count(1.0) > 5 and asked.count(1.2) > 5 and asked.count(2.0) == asked.count(9.0) < 5
+
+
+def test_a_difference_is_found_and_judged():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, vocab_size=11, n_layer=1, n_head=2, n_embd=16)).eval()
+    prompts = torch.randint(11, (3, 4))
+    ours = model.generate(prompts, 12, temperature=0)[:, 4:]
+    assert race.compare(model, prompts, ours) == dict(compared=12, first_difference=None, gap=None)
+    theirs = ours.clone()
+    theirs[0, 6], theirs[2, 3] = (ours[0, 6] + 1) % 11, (ours[2, 3] + 1) % 11
+    found = race.compare(model, prompts, theirs)
+    logits = model(torch.cat([prompts[2], ours[2, :3]])[None])[0][0, -1]
+    assert (found['compared'], found['first_difference']) == (12, 3)
+    assert abs(found['gap'] - (logits[ours[2, 3]] - logits[theirs[2, 3]]).item()) < 1e-6 and found['gap'] > 0
+    verdict = lambda **row: race.verdict(found | dict(should_be_ours=True) | row)  # noqa: E731
+    assert verdict(first_difference=None) == 'the same 12'
+    assert verdict(should_be_ours=False) == 'the same 3, then others'
+    assert verdict(gap=3e-6).startswith('near tie at 3') and verdict(gap=0.1).startswith('DIFFERENT at 3')

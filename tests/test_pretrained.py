@@ -158,6 +158,19 @@ def test_sharded_weights(tmp_path, config):
             GPT.from_pretrained(str(tmp_path / 'hf'))
 
 
+def test_what_is_no_folder_of_a_model_is_refused(tmp_path):
+    exported(tmp_path, EASY)
+    with pytest.raises(ValueError, match='dropout'):
+        GPT.from_pretrained(str(tmp_path), dict(n_layer=3))
+    pointer = 'version https://git-lfs.github.com/spec/v1'
+    for name, content in (('model.safetensors', pointer), ('config.json', 'half a {')):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match='cannot be read'):
+            GPT.from_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match='neither'):
+        GPT.from_pretrained(str(tmp_path / 'nowhere'))
+
+
 def test_names_without_the_base_of_their_family(tmp_path):
     """As GPT-2's own files, and those of models that were saved without their head."""
     for config, base in ((EASY, 'transformer.'), (ROPE, 'model.'), (ALIBI, 'transformer.')):

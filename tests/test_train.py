@@ -204,20 +204,19 @@ def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
     assert train(repo, *settings[2:], '--init_from=resume', f'--max_iters={saw + 2}').returncode == 0
 
 
-def check_that_two_processes_train_as_one(repo, *shared):
-    one = train(repo, *shared, '--out_dir=one')
+@pytest.mark.parametrize('settings', [
+    ('--gradient_accumulation_steps=4', '--max_iters=8', '--eval_interval=8'),
+    ('--gradient_accumulation_steps=2', '--max_iters=4', '--eval_interval=4', '--position=rope', '--window=6',
+     '--n_sink=2', '--n_kv_head=1')])
+def test_two_processes_compute_what_one_does(repo, settings):
+    one = train(repo, *settings, '--dropout=0.0', '--out_dir=one')
     assert one.returncode == 0, one.stderr
-    train_in_two_processes(repo, *shared, '--out_dir=two')
+    train_in_two_processes(repo, *settings, '--dropout=0.0', '--out_dir=two')
     for a, b in zip(log(repo / 'one'), log(repo / 'two'), strict=True):
         for column in ('batch_loss', 'train_loss', 'val_loss'):
             assert a[column] == b[column] == '' or float(a[column]) == pytest.approx(float(b[column]), abs=2e-5), (a, b)
     a, b = weights(repo / 'one' / 'ckpt.pt'), weights(repo / 'two' / 'ckpt.pt')
     assert all(torch.allclose(a[k], b[k], atol=1e-4) for k in a)
-
-
-def test_two_processes_compute_what_one_does(repo):
-    check_that_two_processes_train_as_one(repo, '--dropout=0.0', '--gradient_accumulation_steps=4', '--max_iters=8',
-                                          '--eval_interval=8')
 
 
 def test_two_processes_end(repo):

@@ -2,7 +2,7 @@
 import pytest
 import torch
 from conftest import run, sizes
-from test_train import check_that_two_processes_train_as_one, train
+from test_train import train
 
 import checkpoint as checkpoints
 from configurator import Settings
@@ -144,11 +144,6 @@ def test_a_compiled_training_step_is_the_step(kind, backend):
     assert compiled == pytest.approx(plain, abs=1e-5) and plain[1] < plain[0]
     for (name, p), q in zip(model.named_parameters(), twin.parameters()):
         assert torch.allclose(p, q, atol=1e-3), name  # AdamW's first step divides each gradient by itself
-
-
-def test_two_processes_train_a_window_model_as_one_does(repo):
-    check_that_two_processes_train_as_one(repo, *SINKS, '--dropout=0.0', '--gradient_accumulation_steps=2',
-                                          '--max_iters=4', '--eval_interval=4')
 
 
 def test_the_endless_config_trains_a_model_that_goes_on_past_block_size(repo):

@@ -42,7 +42,7 @@ class ToyKernel:
     A decoder for `PagedCache`. cache: its cache, for the assertion that no written slot is in a shared block.
     fails: called with the tokens of each step, a list of lists; it may raise. calls: these lists.
 
-    Whoever changes `version` changes the weights. The first step that ends after that may read old keys, and has other
+    Whoever changes `version` changes the weights. The first call that ends after that may read old keys, and has other
     logits then; later ones may not.
     """
     name = 'the toy kernel'
@@ -67,7 +67,7 @@ class ToyKernel:
             input_ids = torch.from_numpy(several.tokens[several.n_drawn])
             logits = self.one_step(input_ids, input_positions + n_steps, kv_caches, input_metadata)
             n_steps += 1
-        kv_caches.finite = bool(logits.isfinite().all())
+        kv_caches.finite, self.last_version = bool(logits.isfinite().all()), self.version
         return logits
 
     def one_step(self, input_ids, input_positions, kv_caches, input_metadata):
@@ -87,7 +87,6 @@ class ToyKernel:
         for i, (text, start, table) in enumerate(zip(texts, starts, tables)):
             rows += self.read_and_write(i, text, start, table, slots, written)
         self.fails(texts)  # after the writes, as a kernel that fails in the middle
-        self.last_version = self.version
         wanted = m.wanted if m.wanted is not None else np.cumsum(m.query_lens) - 1
         return torch.from_numpy(np.stack([logits_of_chain(rows[i], c.vocab_size) for i in wanted]))
 

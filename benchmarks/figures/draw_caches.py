@@ -10,12 +10,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[0] = os.path.dirname(os.path.dirname(HERE))  # the repository
 
 import numpy as np
-from kvcache.cell_cache import CellCache
-from kvcache.cells import EMPTY
-from kvcache.streams import context_shift
 from matplotlib.colors import to_rgb
 
 from kvcache.blocks import BlockManager
+from kvcache.llamacpp.cache import CellCache
+from kvcache.llamacpp.cells import EMPTY, context_shift
+from kvcache.records import BlockRecord
 from training.plotting import plt, save
 
 COLOURS = ['#9ecae1', '#fdae6b', '#a1d99b', '#bcbddc']
@@ -93,24 +93,25 @@ def draw_cells(path):
 
 def draw_blocks(path):
     """vLLM's blocks: a prefix that is found again, and a copy on write."""
-    blocks = BlockManager(6, 4)
-    texts = {'A': list('the cat sat'), 'B': list('the cat ran')}
-    blocks.add('A', texts['A'])
-    blocks.remember('A', texts['A'])
-    n_cached = blocks.add('B', texts['B'])
-    blocks.fork('B', 'C')
-    texts['C'] = texts['B'][:]
-    held = {}
-    for seq in 'AB':
-        for slot, token in zip(blocks.slots(seq, 0, len(texts[seq])), texts[seq]):
-            held[slot] = token
-    for source, target in blocks.extend('C'):
-        held |= {4 * target + i: held[4 * source + i] for i in range(4) if 4 * source + i in held}
-    texts['C'].append('!')
-    held[blocks.slots('C', len(texts['C']) - 1, len(texts['C']))[0]] = '!'
+    blocks, held, records = BlockManager(6, 4), {}, {seq: BlockRecord(seq) for seq in 'ABC'}  # held: {slot: token}
+
+    def copy(source, target):
+        held.update({4 * target + i: held[4 * source + i] for i in range(4) if 4 * source + i in held})
+
+    def add(record, tokens):
+        blocks.extend(record, len(tokens), copy)
+        record.tokens += tokens
+        record.length += len(tokens)
+        held.update(zip(blocks.slots(record, record.length - len(tokens), record.length), tokens))
+        blocks.remember(record)
+    for seq, text in (('A', 'the cat sat'), ('B', 'the cat ran')):
+        n_cached = blocks.begin(records[seq], list(text))
+        add(records[seq], list(text[n_cached:]))
+    blocks.fork(records['B'], records['C'])
+    add(records['C'], ['!'])
     fig, ax = plt.subplots(figsize=(10.5, 3.8), layout='constrained')
     for b in range(6):
-        owners = [i for i, seq in enumerate('ABC') if b in blocks.tables[seq]]
+        owners = [i for i, seq in enumerate('ABC') if b in records[seq].table]
         x = 4.3 * b
         texts_of_b = [held.get(4 * b + i, '').replace(' ', '␣') for i in range(4)]
         boxes(ax, 0, texts_of_b, [mean_colour(owners)] * 4, [str(4 * b + i) for i in range(4)], x)
@@ -119,10 +120,10 @@ def draw_blocks(path):
         ax.text(x + 1.9, 1.0, f"block {b}\n{uses if owners else 'free'}", ha='center', fontsize=7)
     for i, seq in enumerate('ABC'):
         y = 4.3 - i
-        table, p = blocks.tables[seq], len(texts[seq]) - 1
+        table, text, p = records[seq].table, ''.join(records[seq].tokens), records[seq].length - 1
         boxes(ax, y, [str(b) for b in table], [COLOURS[i]] * len(table), x=6.5, width=1.2)
-        b, slot = table[p // 4], blocks.slots(seq, p, p + 1)[0]
-        ax.text(6.2, y + 0.4, f'{seq}: "{"".join(texts[seq])}"   block_table', ha='right', va='center', fontsize=8)
+        b, slot = table[p // 4], blocks.slots(records[seq], p, p + 1)[0]
+        ax.text(6.2, y + 0.4, f'{seq}: "{text}"   block_table', ha='right', va='center', fontsize=8)
         ax.text(10.5, y + 0.4, f"position {p} is in slot {b} * 4 + {p % 4} = {slot}", va='center', fontsize=8)
     ax.text(17.4, 3.7, f'B begins like A: {n_cached} of its tokens were not computed.\n'
                        'C is a fork of B. Its "!" would go into a block\nthat B uses, so C got a copy of that block.',

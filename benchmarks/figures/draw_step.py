@@ -11,11 +11,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[0] = os.path.dirname(os.path.dirname(HERE))  # the repository
 
 import torch
-from kvcache.cell_sequences import CellSequences
 
 from benchmarks.figures.draw_caches import COLOURS, boxes, frame
 from decode.cpu import CPUDecoder
 from kvcache.contiguous import ContiguousCache
+from kvcache.llamacpp import sequences
 from kvcache.paged import PagedCache
 from model import GPT, GPTConfig
 from training.plotting import plt, save
@@ -37,7 +37,7 @@ def feed(cache):
     for start in range(0, max(HELD), 2):
         live = [i for i, n in enumerate(HELD) if n > start]
         cache.step([seqs[i] for i in live], [start] * len(live),
-                        [torch.zeros(min(2, HELD[i] - start), dtype=torch.int64) for i in live])
+                   [torch.zeros(min(2, HELD[i] - start), dtype=torch.int64) for i in live])
     cache.step(seqs, list(HELD), [torch.zeros(n, dtype=torch.int64) for n in NEW])
 
 
@@ -58,12 +58,14 @@ def draw_slots(ax, y, title, decoder):
 
 def draw(path):
     torch.manual_seed(0)
+    sequences.AHEAD = 2  # a sequence takes two cells at a time, instead of 64: so many would be too wide
     model = GPT(GPTConfig(block_size=16, vocab_size=8, n_layer=1, n_head=1, n_embd=16)).eval()
     decoder = WatchedDecoder(model, threads=1)
     fig, ax = plt.subplots(figsize=(13.5, 6.6), layout='constrained')
     caches = (('rows of block_size 16\n(contiguous, the tuple)', lambda: ContiguousCache(model, 3, 'float32', decoder)),
-              ('pages of 4 slots', lambda: PagedCache(model, 9, 4, 'float32', decoder)),
-              ('cells of one stream', lambda: CellSequences(model, 3, 'float32', True, decoder)))
+              ('blocks of 4 slots', lambda: PagedCache(model, 9, 4, 'float32', decoder)),
+              ('cells of one stream,\ntaken two at a time',
+               lambda: sequences.CellSequences(model, 3, 'float32', True, decoder)))
     for i, (title, make) in enumerate(caches):
         feed(make())
         if i == 0:

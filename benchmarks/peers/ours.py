@@ -58,14 +58,14 @@ class Pages(Engine):
         """Read prompts (B, T). Returns the token after each, (B,)."""
         self.cache = kvcache.KINDS['paged'](self.model, len(prompts), self.kv, self.decoder)
         self.handles = [self.cache.new() for _ in prompts]
-        with self.decoder.exclusive_use():
+        with self.decoder.torch_on_one_thread():
             return torch.cat([self.cache.step([handle], [0], prompt[None]).argmax(dim=-1)
                               for handle, prompt in zip(self.handles, prompts)])
 
     def go_on(self, newest, start, n_new):
         """The (B, n_new) tokens after newest (B,), which is fed at position `start`. What was there is overwritten."""
         tokens = []
-        with self.decoder.exclusive_use():
+        with self.decoder.torch_on_one_thread():
             for i in range(start, start + n_new):
                 newest = self.cache.step(self.handles, [i] * len(newest), newest[:, None]).argmax(dim=-1)
                 tokens.append(newest)

@@ -1,11 +1,16 @@
 """
 Our ways to generate and other engines, with the same weights, in turns on one machine.
 
-Every figure is also given as a fraction of the floor: the least time of steps that only read each weight once, in the
-type it is stored in, or only did their multiplications in float32, whichever takes longer. Both rates are measured
-here, between the runs. The reading rate is measured on as many bytes as the weights have, so that a model that fits the
-processor's cache is compared with that cache and not with memory. The floor leaves out keys and values and everything
-but the matrices. Engines with 8 bits multiply in 8 bits, so with large batches they can be faster than this floor.
+    decoding        greedy tokens a second after a short prompt; the largest of --lengths is their number
+    prefill         the time to the first token after a long prompt, whose tokens --lengths says
+    long_context    a step after a long prompt, with keys and values in fewer bits, weights in 8 bits
+
+Every figure of the first two is also given as a fraction of the floor: the least time of steps that only read each
+weight once, in the type it is stored in, or only did their multiplications in float32, whichever takes longer. Both
+rates are measured here, in turns with the engines. The reading rate is measured on as many bytes as the weights have,
+so that a model that fits the processor's cache is compared with that cache and not with memory. The floor leaves out
+keys and values and everything but the matrices. Engines with 8 bits multiply in 8 bits, so with large batches they can
+be faster than this floor.
 """
 import math
 import statistics
@@ -16,17 +21,23 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 from tqdm import tqdm
 
+from benchmarks.harness import Case, Part, take_turns
 from benchmarks.peers.ctranslate import CTranslate2
 from benchmarks.peers.hugging_face import HuggingFace
 from benchmarks.peers.llamacpp import LlamaCpp
-from benchmarks.peers.onnx_engine import OnnxRuntime
-from benchmarks.peers.ours import Cache, Decoder, NoCache
+from benchmarks.peers.onnx import OnnxRuntime
+from benchmarks.peers.ours import Cache, Decoder, NoCache, Pages
+from benchmarks.shapes import PROMPT, WITHIN_WINDOW, model_of
 
 OURS = NoCache, Cache, Decoder
 PEERS = HuggingFace, CTranslate2, LlamaCpp, OnnxRuntime
+KEYS = [(Pages, 'float32'), (Pages, 'bfloat16'), (Pages, 'int8'),
+        (LlamaCpp, 'float32'), (LlamaCpp, 'float16'), (LlamaCpp, 'q8_0')]  # types of keys and values of long_context
 BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1}
-WARM_UP = 32      # tokens of a prompt that are fed before a timed run
+WARM_UP = 32       # tokens of a prompt that are fed before a timed run
 MUCH_SLOWER = 1.5  # a way to run an engine that takes so many times the time of another one is not tried again
+N_NEW, N_WARM = 16, 2  # tokens of a round of long_context, and before them
+NEAR_TIE = 1e-4    # logits that differ by less than this are decided by rounding, in float32
 
 
 def missing():
@@ -50,44 +61,60 @@ def random_prompts(model, B, T):
     return torch.randint(model.config.vocab_size, (B, T))
 
 
-def race(name, model, prompts, n_new, repeats, max_seconds, engines=OURS + PEERS):
-    """
-    Time all installed engines on each batch of prompts in the list of (B, T) tensors. Returns rows (dicts) for JSON.
+def decoding(asked):
+    for name, B, n_new in asked.combinations('SML', {'S': (1, 10, 32), 'M': (1, 10, 32), 'L': (1, 8)}, {
+            name: (n,) for name, n in WITHIN_WINDOW.items()}):
+        if n_new == max(asked.lengths or [n_new]):
+            yield race(asked, name, B, PROMPT, n_new, OURS + PEERS)
 
-    They take turns, `repeats` times, and medians count. Building and converting are not timed. n_new tokens are
+
+def prefill(asked):
+    """Engines without a cache do the same work as the model with one, which is "cache"."""
+    engines = [engine for engine in OURS + PEERS if engine is not NoCache]
+    for name, B, T in asked.combinations('ML', (1,), {'S': (64,), 'M': (256,), 'L': (512, 1000)}):
+        yield race(asked, name, B, T, 1, engines)
+
+
+def race(asked, name, B, T, n_new, engines):
+    """
+    Rows of all installed engines on B prompts of T tokens. Building and converting are not timed. n_new tokens are
     generated, or as many as take about max_seconds: slow engines generate fewer. (Without a cache this flatters an
     engine: the first tokens cost the least.)
     """
-    entries = [(engine, weights) for engine in engines if not engine.missing() for weights in engine.ways]
-    fields = choose(name, entries, model, prompts, n_new, min(0.15, max_seconds))
+    model = model_of(name, asked.bias)
+    idx, most = random_prompts(model, B, T), asked.max_seconds
+    cases = []
+    for kind, weights in tqdm([(engine, weights) for engine in engines if not engine.missing()
+                               for weights in engine.ways], desc=f'{name}: building, trying', leave=False,
+                              disable=None):
+        engine, how = fastest_way(kind, weights, model, idx, n_new, min(0.15, most))
+        n = trial(engine, idx, n_new, most / 2)[0]
+        # threads of the last engine may still spin, and its weights fill the cache: a warm-up
+        labels = dict(shape=name, batch=B, prompt=T, engine=engine.name, weights=weights, how=how, new_tokens=n)
+        cases.append(Case(labels, lambda engine, n=n: engine.generate(idx, n), lambda _, engine=engine, n=n: (
+            engine.generate(idx[:, :WARM_UP], min(8, n)), engine)[1]))
     n_weights = model.get_num_params()  # without positions: a token reads one row of them
+    rates = [Case({}, lambda n_bytes=n_bytes: read_rate(n_weights * n_bytes)) for n_bytes in BYTES.values()]
+    multiply, *reads_and_engines = take_turns([Case({}, multiply_rate), *rates, *cases], asked.repeats,
+                                              f'{name}: {B} x {T}')
+    flops = statistics.median(multiply.results)
+    reads = {weights: statistics.median(m.results) for weights, m in zip(BYTES, reads_and_engines)}
     rows = []
-    for idx, field in zip(prompts, fields):
-        (B, T), runs, tokens = idx.shape, {key: [] for key in field}, {}
-        reads, multiplies = {weights: [] for weights in BYTES}, []
-        new = {key: trial(engine, idx, n_new, max_seconds / 2)[0] for key, (engine, _) in field.items()}
-        for _ in tqdm(range(repeats), desc=f'{name}: {B} x {T}', leave=False, disable=None):
-            multiplies.append(multiply_rate())
-            for weights, n_bytes in BYTES.items():
-                reads[weights].append(read_rate(n_weights * n_bytes))
-            for key, (engine, _) in field.items():
-                # threads of the last engine may still spin, and its weights fill the cache: a pause, then a warm-up
-                time.sleep(0.05)
-                engine.generate(idx[:, :WARM_UP], min(8, new[key]))
-                t0 = time.perf_counter()
-                tokens[key] = engine.generate(idx, new[key])
-                runs[key].append(time.perf_counter() - t0)
-        multiply = statistics.median(multiplies)
-        for key, (_, how) in field.items():
-            engine, weights = key
-            read, seconds = statistics.median(reads[weights]), statistics.median(runs[key])
-            step = floor(model, weights, B, B, read, multiply)
-            least = floor(model, weights, B * T, B, read, multiply) + (new[key] - 1) * step
-            rows.append(dict(
-                shape=name, batch=B, prompt=T, engine=engine.name, weights=weights, how=how, new_tokens=new[key],
-                seconds=seconds, tok_per_s=B * new[key] / seconds, of_floor=least / seconds, floor_step_s=step,
-                read_bytes_per_s=read, flops=multiply, runs_s=runs[key],
-                should_be_ours=engine.same_tokens and weights == 'float32', **compare(model, idx, tokens[key])))
+    for m in reads_and_engines[len(BYTES):]:
+        weights, n, read = m.case.labels['weights'], m.case.labels['new_tokens'], reads[m.case.labels['weights']]
+        step = floor(model, weights, B, B, read, flops)
+        least = floor(model, weights, B * T, B, read, flops) + (n - 1) * step
+        same_tokens = next(engine.same_tokens for engine in engines if engine.name == m.case.labels['engine'])
+        rows.append(m.row(seconds=m.seconds, tok_per_s=B * n / m.seconds, of_floor=least / m.seconds, floor_step_s=step,
+                          read_bytes_per_s=read, flops=flops, should_be_ours=same_tokens and weights == 'float32',
+                          **compare(model, idx, m.result)))
+    for row in rows:
+        row['tokens'] = verdict(row)
+    for row in rows:  # the decoder over the best of all other rows with the same weights
+        others = [other['tok_per_s'] for other in rows
+                  if other['weights'] == row['weights'] and other['engine'] != Decoder.name]
+        if row['engine'] == Decoder.name and others:
+            row['over_others'] = row['tok_per_s'] / max(others)
     return rows
 
 
@@ -100,35 +127,24 @@ def floor(model, weights, n_rows, n_logits, read, multiply):
     return max(n_weights * BYTES[weights] / read, 2 * ((n_weights - n_head) * n_rows + n_head * n_logits) / multiply)
 
 
-def choose(name, entries, model, prompts, n_new, enough):
+def fastest_way(kind, weights, model, idx, n_new, enough):
     """
-    The fastest way to run each entry (engine class, weights) on each batch: a list of {entry: (engine, how)}.
-
-    One thread and all of them are tried, and each of the engine's own ways. Those that are much slower in a first trial
-    are left out; the others take turns, and medians count. The slower ones are dropped before the next entry is built,
-    because a large model is some hundred megabytes.
+    The fastest way to run an engine: (engine, how). One thread and all of them are tried, and each of the engine's own
+    ways. Those that are much slower in a first trial are left out; the others take turns, and medians count.
     """
-    best = [{} for _ in prompts]
-    for kind, weights in tqdm(entries, desc=f'{name}: building, trying', leave=False, disable=None):
-        engines = {}
-        for threads in sorted({1, torch.get_num_threads()}):
-            for way in kind.ways[weights]:
-                how = [f"{threads} thread{'s' * (threads > 1)}"] + [f'{k} {v}' for k, v in way.items()]
-                engines[', '.join(how)] = kind(model, weights, threads=threads, **way)
-        for idx, found in zip(prompts, best):
-            trials = {how: trial(engine, idx, n_new, enough) for how, engine in engines.items()}
-            n = min(n for n, _ in trials.values())  # the same tokens for all
-            fastest = min(seconds / n for n, seconds in trials.values())
-            runs = {how: [] for how, (n, seconds) in trials.items() if seconds / n <= MUCH_SLOWER * fastest}
-            for _ in range(5 if len(runs) > 1 else 0):
-                for how, of_engine in runs.items():
-                    engines[how].generate(idx[:, :WARM_UP], min(8, n))
-                    t0 = time.perf_counter()
-                    engines[how].generate(idx, n)
-                    of_engine.append(time.perf_counter() - t0)
-            how = min(runs, key=lambda how: statistics.median(runs[how] or [0]))
-            found[kind, weights] = engines[how], how
-    return best
+    engines = {}
+    for threads in sorted({1, torch.get_num_threads()}):
+        for way in kind.ways[weights]:
+            how = [f"{threads} thread{'s' * (threads > 1)}"] + [f'{k} {v}' for k, v in way.items()]
+            engines[', '.join(how)] = kind(model, weights, threads=threads, **way)
+    trials = {how: trial(engine, idx, n_new, enough) for how, engine in engines.items()}
+    n = min(n for n, _ in trials.values())  # the same tokens for all
+    least = min(seconds / n for n, seconds in trials.values())
+    cases = [Case(dict(how=how), lambda how=how: engines[how].generate(idx, n))
+             for how, (n_tried, seconds) in trials.items() if seconds / n_tried <= MUCH_SLOWER * least]
+    measured = take_turns(cases, 5, '') if len(cases) > 1 else []
+    how = min(measured, key=lambda m: m.seconds).case.labels['how'] if measured else cases[0].labels['how']
+    return engines[how], how
 
 
 def trial(engine, prompts, n_new, enough):
@@ -169,6 +185,16 @@ def compare(model, prompts, tokens):
     return dict(compared=tokens.size(1), first_difference=first, gap=gap)
 
 
+def verdict(row):
+    """Are the tokens of a row ours?"""
+    if row['first_difference'] is None:
+        return f"the same {row['compared']}"
+    if not row['should_be_ours']:
+        return f"the same {row['first_difference']}, then others"
+    where = f"at {row['first_difference']}, {row['gap']:.1e} below the best logit"
+    return f"near tie {where}" if abs(row['gap']) < NEAR_TIE else f"DIFFERENT {where}"
+
+
 def read_rate(n_bytes):
     """Bytes a second that all threads together sum up, reading n_bytes repeatedly (at least 256 MB)."""
     threads = torch.get_num_threads()
@@ -188,3 +214,39 @@ def multiply_rate(n=1024):
     for _ in range(4):
         a @ a
     return 4 * 2 * n**3 / (time.perf_counter() - t0)
+
+
+def long_context(asked):
+    """
+    llama.cpp keeps float16 by default; q8_0 has a scale for 32 numbers, as our int8. All engines use all threads. Each
+    reads the prompts once, untimed. A round goes back to their end and generates the same number of tokens in every
+    cache. speedup: the time with float32 keys in the same engine over that with these.
+    """
+    for name, B, T in asked.combinations('L', (1, 8), (1000,)):
+        model, threads = model_of(name, asked.bias), torch.get_num_threads()
+        n = min(N_NEW, model.config.block_size - T - N_WARM)
+        if n < 1:
+            raise ValueError(f"prompts of {T} leave no room for {N_WARM + 1} new tokens in {model.config.block_size}: "
+                             "choose shorter ones in lengths")
+        prompts, cases = random_prompts(model, B, T), []
+        for kind, kv in KEYS:
+            if not kind.missing():
+                engine = kind(model, 'int8', threads, kv=kv)
+                first = engine.begin(prompts)
+                labels = dict(shape=name, batch=B, context=T, engine=kind.name, type_kv=kv, weights='int8',
+                              new_tokens=n, threads=threads)
+                cases.append(Case(
+                    labels, lambda newest, engine=engine, T=T, n=n: engine.go_on(newest, T + N_WARM, n),
+                    lambda _, engine=engine, first=first, T=T: engine.go_on(first, T, N_WARM)[:, -1], per=n))
+        measured = take_turns(cases, asked.repeats, f'{name}: {B} x {T}')
+        exact = {m.case.labels['engine']: m for m in measured if m.case.labels['type_kv'] == 'float32'}
+        yield [m.row(step_s=m.seconds, speedup=exact[m.case.labels['engine']].over(m)) for m in measured]
+
+
+ENGINE, JUDGED = 'engine weights tok_per_s ', ' of_floor how over_others read_bytes_per_s flops tokens'
+PARTS = dict(
+    decoding=Part(decoding, 24, "greedy tokens after a short prompt", 'shape batch ' + ENGINE + 'new_tokens' + JUDGED),
+    prefill=Part(prefill, 12, "the first token after a long prompt", 'shape batch prompt seconds ' + ENGINE + JUDGED),
+    long_context=Part(long_context, 6, "a step after a long prompt, weights in 8 bits",
+                      'shape batch context engine type_kv step_s speedup'),
+)

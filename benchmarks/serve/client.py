@@ -10,6 +10,7 @@ import asyncio
 import json
 import re
 import socket
+import statistics
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,6 +20,7 @@ EVENT = re.compile(rb'data: (\{.*\})')
 SMALL_BUFFER, SLOW_READ = 4096, 0.25  # of a slow reader: bytes that its socket holds, seconds between two reads
 QUICKACK = getattr(socket, 'TCP_QUICKACK', None)
 TIMEOUT = 300  # seconds that an answer may take
+LIMITS = 1.0, 0.1  # seconds to the first token and a token, that goodput allows
 
 
 class Ask(NamedTuple):
@@ -193,3 +195,56 @@ async def timed(load, clients):
     await asyncio.gather(*clients)
     load.seconds, load.client_cpu_s = time.perf_counter() - began, time.process_time() - cpu
     return load
+
+
+def percentile(values, p):
+    """The smallest value that p percent of the values do not exceed; None of no values."""
+    values = sorted(values)
+    return values[max(0, -(-len(values) * p // 100) - 1)] if values else None
+
+
+def figures(loads):
+    """
+    The figures of the rounds of one way: a dict for JSON. Rates are medians of the rounds; latencies are those of the
+    requests of all rounds, in milliseconds, [median, 99th percentile].
+
+    ttft_ms: to the first token, from when a request was due. per_token_ms: the mean of its later tokens. end_to_end_ms:
+    to its last token. goodput: requests a second within LIMITS. client_cpu: processor time of the client over that of
+    the clock. left: requests that clients went away from; failed: those that were not answered as they should.
+    """
+    answers = [a for load in loads for a in load.answers]
+    good = [a for a in answers if not a.error]
+    failed = [a.error for a in answers if a.error not in ('', 'left')]
+
+    def latency(of, these):
+        return [None if v is None else 1e3 * v for v in (percentile([of(a) for a in these], p) for p in (50, 99))]
+    return dict(
+        requests=len(answers), left=len(answers) - len(good) - len(failed), failed=len(failed), error=failed[:1],
+        tok_per_s=statistics.median(tok_per_s(load) for load in loads),
+        ttft_ms=latency(lambda a: a.first_token_s, good),
+        per_token_ms=latency(lambda a: a.per_token_s, [a for a in good if a.n_tokens > 1]),
+        end_to_end_ms=latency(lambda a: a.seconds, good), goodput=statistics.median(goodput(load) for load in loads),
+        requests_per_s=statistics.median(len(load.answers) / load.seconds for load in loads),
+        client_cpu=statistics.median(load.client_cpu_s / load.seconds for load in loads),
+        runs_tok_per_s=[tok_per_s(load) for load in loads])
+
+
+def tok_per_s(load):
+    """Generated tokens a second, of whole answers."""
+    return sum(a.n_tokens for a in load.answers if not a.error) / load.seconds
+
+
+def goodput(load):
+    first, each = LIMITS
+    return sum(not a.error and a.first_token_s <= first and a.per_token_s <= each for a in load.answers) / load.seconds
+
+
+def ttft(load, p):
+    """Percentile p of the seconds to the first token in one round; None where nothing was answered."""
+    return percentile([a.first_token_s for a in load.answers if not a.error], p)
+
+
+def over(mine, theirs, of=tok_per_s):
+    """The median over the rounds of a figure of one `Measured` over another's. None where nothing was answered."""
+    pairs = [(of(a), of(b)) for a, b in zip(mine.results, theirs.results)]
+    return statistics.median(a / b for a, b in pairs) if all(a and b for a, b in pairs) else None

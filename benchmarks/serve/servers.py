@@ -7,6 +7,8 @@ llama-server is built from the source package of llama-cpp-python, whose wheel d
     cmake -S llama_cpp_python-*/vendor/llama.cpp -B build -DCMAKE_BUILD_TYPE=Release -DLLAMA_BUILD_SERVER=ON
     cmake --build build --target llama-server -j
 """
+import asyncio
+import atexit
 import json
 import os
 import re
@@ -18,15 +20,22 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import checkpoint
+from benchmarks.serve.client import closed_loop
+from benchmarks.serve.workloads import mixed
+from benchmarks.shapes import model_of
+from decode.kernel.threads import n_cores
 from formats import to_gguf
 from tokenizer import CharTokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+PATIENCE = 5.0         # seconds after which blocks that are in use are lost
 START, STOP = 180, 20  # seconds that a server has to load its model, and to end
-BLOCK = 16             # tokens of a block of our cache
+PAGE_SIZE = 16         # tokens of a block of our cache
+TRIALS, TRIAL_TOKENS = 3, 16  # of each number of threads of llama-server; new tokens of a request
+TRIAL_SEED = 10**6     # no load has these prompts
 GGUF_TYPES = {'float32': 'f32', 'int8': 'q8_0'}
 SETTINGS = {'temperature': 0, 'ignore_eos': True, 'stream': True, 'stream_options': {'include_usage': True}}
 
@@ -55,10 +64,14 @@ class Server:
     """
     name, threads = '', None
 
-    def __init__(self, command, port=0):
+    def __init__(self, command):
+        """command: a function of the port."""
+        with socket.create_server(('127.0.0.1', 0)) as free:
+            self.port = free.getsockname()[1]
         self.log = tempfile.TemporaryFile()
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self.log, stderr=self.log, start_new_session=True)
-        self.port = port
+        self.process = subprocess.Popen(command(self.port), cwd=ROOT, stdout=self.log, stderr=self.log,
+                                        start_new_session=True)
+        atexit.register(self.stop)  # also if this process is ended by SIGTERM, which bench.py makes an exit
 
     def __enter__(self):
         deadline = time.monotonic() + START
@@ -77,6 +90,7 @@ class Server:
 
     def stop(self):
         """End the process, by force if it does not end in time."""
+        atexit.unregister(self.stop)
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
@@ -92,7 +106,7 @@ class Server:
 
     def ready(self):
         try:
-            return bool(self.port) and self.get('/health') is not None
+            return self.get('/health') is not None
         except (OSError, urllib.error.URLError):
             return False
 
@@ -100,16 +114,8 @@ class Server:
         with urllib.request.urlopen(f'http://127.0.0.1:{self.port}{path}', timeout=20) as answer:
             return answer.read()
 
-    def resident(self):
-        """Bytes of memory that the process has, or None where /proc does not say."""
-        try:
-            with open(f'/proc/{self.process.pid}/status') as f:
-                return int(re.search(r'VmRSS:\s*(\d+) kB', f.read())[1]) * 1024
-        except (OSError, TypeError):
-            return None
-
-    def body(self, ask):
-        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, **SETTINGS}).encode()
+    def body(self, ask, **more):
+        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, **SETTINGS, **more}).encode()
 
 
 class Ours(Server):
@@ -117,21 +123,13 @@ class Ours(Server):
     name = 'ours'
 
     def __init__(self, folder, weights, n_tokens, *options):
-        super().__init__([sys.executable, 'serve.py', f'--out_dir={folder}', f'--weights={weights}', '--port=0',
-                          '--device=cpu', '--max_queue=100000', f'--n_blocks={-(-n_tokens // BLOCK)}',
-                          f'--page_size={BLOCK}', *options])
-
-    def ready(self):
-        if not self.port:
-            self.log.seek(0)
-            said = re.search(rb'the page: http://[^/]*:(\d+)/', self.log.read())
-            self.port = int(said[1]) if said else 0
-        return super().ready()
+        super().__init__(lambda port: [
+            sys.executable, 'serve.py', f'--out_dir={folder}', f'--weights={weights}', '--device=cpu', f'--port={port}',
+            '--max_queue=100000', f'--n_blocks={-(-n_tokens // PAGE_SIZE)}', f'--page_size={PAGE_SIZE}', *options])
 
     def body(self, ask):
         drawn = {} if ask.seed is None else {'temperature': 1, 'seed': ask.seed}
-        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, 'return_token_ids': True,
-                           'cache_salt': ask.salt, **SETTINGS, **drawn}).encode()
+        return super().body(ask, return_token_ids=True, cache_salt=ask.salt, **drawn)
 
     def metric(self, name):
         """A number of /metrics."""
@@ -148,15 +146,55 @@ class LlamaServer(Server):
 
     def __init__(self, binary, folder, weights, n_slots, longest, threads):
         self.threads = threads
-        with socket.create_server(('127.0.0.1', 0)) as free:
-            port = free.getsockname()[1]
         n_ctx = -(-longest // 256) * 256  # it rounds up to that itself
-        super().__init__([binary, '-m', os.path.join(folder, f'{weights}.gguf'), '--host', '127.0.0.1', '--port',
-                          str(port), '-np', str(n_slots), '-c', str(n_slots * n_ctx), '--threads', str(threads),
-                          '--no-ui', '--log-verbosity', '1'], port)
+        super().__init__(lambda port: [
+            binary, '-m', os.path.join(folder, f'{weights}.gguf'), '--host', '127.0.0.1', '--port', str(port), '-np',
+            str(n_slots), '-c', str(n_slots * n_ctx), '--threads', str(threads), '--no-ui', '--log-verbosity', '1'])
 
     def body(self, ask):
-        return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, 'top_k': 1, **SETTINGS}).encode()
+        return super().body(ask, top_k=1)
+
+
+def blocks_left(ours):
+    """Blocks of our server's pool that are in use, without a request, once it has had time to free them."""
+    deadline = time.monotonic() + PATIENCE
+    while (used := int(ours.metric('blocks_used'))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return used
+
+
+def models(names, bias):
+    """Yields (shape, config, folder with its model's files, weights) for each shape and kind of weights."""
+    for name in names:
+        model = model_of(name, bias)
+        with weights_on_disk(model) as folder:
+            for weights in GGUF_TYPES:
+                yield name, model.config, folder, weights
+
+
+@contextmanager
+def beside(ours, llama_server, config, folder, weights, n_slots, longest):
+    """
+    [our server, llama-server with so many slots for requests of at most `longest` tokens], the latter if it is there.
+    It has one thread or one for each core, whichever answers n_slots clients sooner: ours chooses as well.
+    """
+    if missing(llama_server):
+        yield [ours]
+        return
+    counts = sorted({1, n_cores()})
+    with ExitStack() as up:
+        servers = [up.enter_context(LlamaServer(llama_server, folder, weights, n_slots, longest, n)) for n in counts]
+        fastest = min(servers, key=lambda server: trial(server, config, n_slots))
+        for server in servers:
+            if server is not fastest:
+                server.stop()
+        yield [ours, fastest]
+
+
+def trial(server, config, n_clients):
+    """Seconds that a short closed loop takes, at best."""
+    asks = [ask._replace(n_new=min(ask.n_new, TRIAL_TOKENS)) for ask in mixed(config, n_clients * TRIALS, TRIAL_SEED)]
+    return min(asyncio.run(closed_loop(server, asks[i::TRIALS], n_clients)).seconds for i in range(TRIALS))
 
 
 def missing(llama_server):

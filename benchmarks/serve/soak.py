@@ -9,28 +9,21 @@ answers to 500 requests, chosen at random, are compared with those of a new serv
 import asyncio
 import random
 
+from benchmarks.harness import Part, process_bytes
 from benchmarks.serve.client import ask_one, closed_loop
-from benchmarks.serve.faults import blocks_left
-from benchmarks.serve.race import models
-from benchmarks.serve.servers import Ours
+from benchmarks.serve.servers import Ours, blocks_left, models
 from benchmarks.serve.workloads import longest, mixed, tokens
 
-MINUTES = 6
-NAMES, CLIENTS, REQUESTS = ('S',), 32, 10_000
+CLIENTS, REQUESTS = 32, 10_000
 COMPARED = 0.05                  # of the requests
 TURNS = 10                       # after each of which memory and blocks are looked at
 PREFIXES, LEAVING = 8, 0.1
 FLAT = 1.05                      # memory at the end, over that after a fifth of the requests
 
 
-def run(names, clients, bias, repeats, llama_server, n_requests):
-    rows = []
-    print(f"\nsoak\n{'':<14}{'requests':>9}{'failed':>8}{'blocks in use':>15}{'MB first, last':>20}{'compared':>10}"
-          f"{'different':>11}")
-    for name, config, folder, weights in models(names or NAMES, bias):
-        rows.append(soak(name, config, folder, weights, max(clients or [CLIENTS]), n_requests or REQUESTS))
-        print(line(rows[-1]), flush=True)
-    return rows
+def rows(asked):
+    for name, config, folder, weights in models(asked.shapes or 'S', asked.bias):
+        yield [soak(name, config, folder, weights, max(asked.batches or [CLIENTS]), asked.requests or REQUESTS)]
 
 
 def asks_of_all_kinds(config, n, seed):
@@ -64,7 +57,7 @@ def soak(name, config, folder, weights, n_clients, n):
                     answers[i] = answer.token_ids
             failed += [a.error for a in load.answers if a.error not in ('', 'left')]
             used.append(blocks_left(ours))
-            resident.append(ours.resident())
+            resident.append(process_bytes(pid=ours.process.pid))
         preemptions, hits = int(ours.metric('preemptions_total')), int(ours.metric('prefix_hits_total'))
     with Ours(folder, weights, longest(asks)) as ours:
         alone = asyncio.run(one_by_one(ours, {i: asks[i]._replace(salt=str(i)) for i in sorted(chosen)}))
@@ -85,12 +78,5 @@ async def one_by_one(server, asks):
     return answers
 
 
-def line(row):
-    first, last = row['resident'][TURNS // 5 - 1], row['resident'][-1]
-    memory = 'unknown' if row['flat'] is None else f"{first / 1e6:,.0f}, {last / 1e6:,.0f}"
-    wrong = [text for text, is_so in (('FAILED ' + ''.join(row['error'])[-80:], row['failed']),
-                                      ('BLOCKS LOST', row['blocks_used']), ('MEMORY GROWS', row['flat'] is False),
-                                      ('ANSWERS DIFFER', row['different'])) if is_so]
-    return (f"{row['shape'] + ', ' + row['weights']:<14}{row['requests']:>9,}{row['failed']:>8}{row['blocks_used']:>15}"
-            f"{memory:>20}{row['compared']:>10}{row['different']:>11}  {row['preemptions']:,} preemptions, "
-            f"{row['prefix_hits']:,} tokens found  {', '.join(wrong)}")
+PARTS = dict(soak=Part(rows, 6, "soak", (
+    'shape weights requests failed error blocks_used resident flat compared different preemptions prefix_hits')))

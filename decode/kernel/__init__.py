@@ -3,9 +3,9 @@ The decode step that numba compiles: a whole step of a GPT on the CPU as one fun
 
     step         the step, from its checks and tokens to logits, and several steps in one call
     layout       the two tables that it shares with the Python code that calls it
-    linears, norms, attention     the parts of a GPT
+    linears, attention            the parts of a GPT that take time
     sampling     the next token of each row of logits
-    keys_values, tiles, vectors   stored keys and values, tiles of vectors, vector instructions
+    vectors      vector instructions
     threads      counters, waiting, and the worker threads
     building     compiling, or loading what is compiled; C functions
 

@@ -4,8 +4,6 @@ The memory layout that the compiled step (step.py) shares with the Python code t
 The step gets two int64 tables: `memory`, the addresses of all arrays, and `sizes`, the numbers that describe the model
 and the step. The constants here are the indices into these tables.
 """
-from numba import njit
-
 # inputs that share a scale when they are rounded to int8. All rows of activations are padded to a multiple of it
 GROUP = 64
 SHEET = 4         # panels of weights that are side by side, see linears.py
@@ -90,15 +88,3 @@ QUERIES, KEYS_VALUES, ATTENTION_PROJECTION, MLP_HIDDEN, MLP_PROJECTION, LINEARS_
 # the columns of the table of linears: its first weight in the panels, its first panel (numbered through all linears),
 # its inputs padded to GROUP, and how many panels it has
 FIRST_WEIGHT, FIRST_PANEL, N_INPUTS, N_PANELS, N_COLUMNS = range(5)
-
-
-@njit
-def padded(n, multiple):
-    """n rounded up to a multiple."""
-    return -(-n // multiple) * multiple
-
-
-@njit
-def share(n, part, n_parts):
-    """Part number `part` of n things, as a range (from, to)."""
-    return n * part // n_parts, n * (part + 1) // n_parts

@@ -6,7 +6,7 @@ first applies the biases, the min_tokens and the penalties of the sample to its 
 a few times and never sorted as a whole.
 
 A draw is the inverse of the cumulative distribution in the order of token ids, at one uniform number. That number is a
-function of the sample's seed and of how many tokens it has generated, so a sample that is interrupted and computed
+function of the sample's seed and of how many tokens it has generated, so a sample that is preempted and computed
 again draws the same tokens. Weights are float32, as torch's softmax computes them, and so are the sums of CHUNK or
 BLOCK of them. Sums of those are float64.
 
@@ -59,7 +59,7 @@ WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
  # addresses of arrays that all samples share
  STOPS,        # int64
  SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
- INTERRUPT,    # int64. Another thread sets it to 1; then no step follows
+ STOP_SOON,    # int64. Another thread sets it to 1; then no step follows
  # numbers
  N_THREADS,    # how many threads have scratch; others draw nothing
  UNTIL,        # nanoseconds of `clock`. No step begins after this time
@@ -366,7 +366,7 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     """
     Draw tokens for the samples of a table from logits float32 (W, vocab_size). This thread draws for the samples
     thread, thread + n_threads, ... Returns 1 if another step may follow; 0 if one of its tokens ends its sample, if
-    there is an interrupt, or if it is late.
+    STOP_SOON is set, or if it is late.
     """
     table, tokens, ended = longs_at(table_at), longs_at(tokens_at), False
     V, rows, seeds, numbers = table[VOCAB_SIZE], longs_at(table[ROWS]), longs_at(table[SEEDS]), longs_at(table[NUMBERS])
@@ -391,7 +391,7 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
             longs_at(changes[COUNTS])[token] += 1
         for s in range(n_stops):
             ended |= stops[s] == token
-    return 0 if ended or observe(longs_at(table[INTERRUPT]), 0) != 0 or clock() >= table[UNTIL] else 1
+    return 0 if ended or observe(longs_at(table[STOP_SOON]), 0) != 0 or clock() >= table[UNTIL] else 1
 
 
 DRAW = CFunction(draw_tokens)

@@ -26,7 +26,7 @@ from numba import int64, njit, typeof
 from decode.kernel import layout
 from decode.kernel.attention import ATTENTION_ON, heads_of, own_entry
 from decode.kernel.building import call_c, keep_on_disk
-from decode.kernel.layout import GROUP, LINEARS_PER_LAYER, padded, share
+from decode.kernel.layout import GROUP, LINEARS_PER_LAYER
 from decode.kernel.linears import (
     ADD,
     GELU,
@@ -38,7 +38,6 @@ from decode.kernel.linears import (
     prepare_rows,
     shared_linear,
 )
-from decode.kernel.norms import Norms, layer_norm
 from decode.kernel.threads import (
     LINE,
     RUNNING,
@@ -51,20 +50,27 @@ from decode.kernel.threads import (
     clock,
     observe,
     publish,
+    share,
     wait_until,
     wake,
 )
 from decode.kernel.vectors import (
     LANES,
     bytes_at,
+    constant,
     doubles_at,
+    first,
     floats_at,
+    fma,
     load,
     load_first,
     longs_at,
+    padded,
     pointer_like,
     shorts_at,
+    splat,
     store,
+    sum_lanes,
 )
 from decode.metadata import KINDS
 from decode.weights import WEIGHTS
@@ -73,6 +79,9 @@ POSTED_THREADS, POSTED_MEMORY, POSTED_SIZES = 2, 3, 4  # in line 0 of threads.Wo
 
 # the arrays of a thread that linears need, see layout.py
 ThreadScratch = namedtuple('ThreadScratch', 'normed sums rounded scales')
+
+# the weights and biases of all layer norms, one after the other, each padded with zeros to a multiple of GROUP
+Norms = namedtuple('Norms', 'weight bias eps')
 
 
 @njit
@@ -195,6 +204,24 @@ def packed_linears(like, memory):
 def layer_norms(memory):
     return Norms(
         floats_at(memory[layout.NORM_WEIGHT]), floats_at(memory[layout.NORM_BIAS]), floats_at(memory[layout.EPS])[0])
+
+
+@njit
+def layer_norm(x, x_at, norms, number, C, out, out_at):
+    """out = layer norm `number` (arXiv:1607.06450) of C floats of x, then zeros up to a multiple of LANES."""
+    at = number * padded(C, GROUP)
+    v = constant(0)
+    for i in range(0, C, LANES):
+        v = v + load(x, x_at + i)
+    mean = splat(np.float32(sum_lanes(v) / np.float32(C)))
+    v = constant(0)
+    for i in range(0, C, LANES):
+        d = first(load(x, x_at + i) - mean, C - i)
+        v = fma(d, d, v)
+    rstd = splat(np.float32(1 / math.sqrt(sum_lanes(v) / C + norms.eps)))
+    for i in range(0, C, LANES):
+        normed = (load(x, x_at + i) - mean) * rstd
+        store(out, out_at + i, fma(normed, load(norms.weight, at + i), load(norms.bias, at + i)))
 
 
 @njit

@@ -143,6 +143,12 @@ def barrier(counter, n_threads):
         wait_until(counter, (arrived // n_threads + 1) * n_threads, SPIN)
 
 
+@njit
+def share(n, part, n_parts):
+    """Part number `part` of n things, as a range (from, to)."""
+    return n * part // n_parts, n * (part + 1) // n_parts
+
+
 def n_cores():
     """How many cores this process may run on; 1 where waiting threads cannot sleep (Windows)."""
     if CLOCK_MONOTONIC is None:

@@ -1,5 +1,5 @@
 """
-Vectors for numba: LANES float32 in a register. Memory and arithmetic are here, tiles of several vectors in tiles.py.
+Vectors for numba: LANES float32 in a register, and tiles, which are tuples of such vectors.
 
 numba compiles scalar loops, and LLVM vectorises some of them: a dot product, but not a tile of dot products. So each
 vector instruction that the decode step needs is a function here that compiled code can call: `load`, `fma`, `store`.
@@ -373,3 +373,32 @@ def gelu_tanh(v):
     """x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), as x / (1 + e^(-2 u))."""
     minus_2u = v * fma(v * v, constant(-0.07135481282753), constant(-1.5957691216057308))
     return v / (exp(smaller(constant(88.0), minus_2u)) + constant(1.0))
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typing, n):
+    """A tile of n vectors of zeros"""
+    def emit(context, builder, sig, args):
+        return context.make_tuple(builder, sig.return_type, [same(0.0, FLOATS)] * n.literal_value)
+    return types.UniTuple(floats, n.literal_value)(n), emit
+
+
+@instruction(floats)
+def sum_each(builder, sums):
+    """LANES vectors -> one, whose lane r is the sum of the lanes of vector r"""
+    width = LANES
+    while width > 1:  # fold the lanes of two vectors into one, until one vector is left
+        half, width = len(sums) // 2, width // 2
+        # lanes of a and of b in turns
+        starts = [s + source for s in range(0, LANES, 2 * width) for source in (0, LANES)]
+        low = ir.Constant(INTS, [s + k for s in starts for k in range(width)])
+        high = ir.Constant(INTS, [s + k + width for s in starts for k in range(width)])
+        sums = [builder.fadd(builder.shuffle_vector(a, b, low), builder.shuffle_vector(a, b, high))
+                for a, b in zip(sums[:half], sums[half:])]
+    return sums[0]
+
+
+@njit
+def padded(n, multiple):
+    """n rounded up to a multiple."""
+    return -(-n // multiple) * multiple

@@ -29,7 +29,7 @@ from decode.process import uninterrupted
 
 EMPTY = -1       # the position of a cell that holds nothing
 LARGEST = 2**31  # all positions are below
-COLUMNS = 120    # the width of a drawing
+COLUMNS = 120    # the width of a picture
 
 
 class Cells:
@@ -227,7 +227,7 @@ class Cells:
 
     def __str__(self):
         """
-        A drawing: each cell's number, its position, and its owners as letters. Lines are at most COLUMNS wide.
+        A picture: each cell's number, its position, and its owners as letters. Lines are at most COLUMNS wide.
 
             slot  0   1   2   3
             pos   0   1   .   2
@@ -533,7 +533,7 @@ class Streams:
         return self.cells_of(seq).pos_max(seq)
 
     def __str__(self):
-        """A drawing of the cells of each stream, see `Cells`."""
+        """A picture of the cells of each stream, see `Cells`."""
         many = len(self.streams) > 1
         return '\n'.join(f'stream {n}\n{cells}' if many else str(cells) for n, cells in enumerate(self.streams))
 

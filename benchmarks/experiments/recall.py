@@ -7,12 +7,15 @@ A text is noise, with one marked token in it. At each later position the model h
 window of W tokens one layer passes it on over W - 1 positions, so n_layer layers reach n_layer * (W - 1) positions
 back, and none further. S (4 layers of 128 channels) is trained with a window of 32, the same with sinks, and without.
 """
+import statistics
+
 import torch
 from tqdm import tqdm
 
+from benchmarks.harness import Panel, table
 from model import GPT, GPTConfig
-from training.plotting import plt, save
 
+EXPECTED, PICTURE, CPU_ONLY = '10 minutes', 'recall.png', "the models are trained and measured"
 MARKED, NOISE = 16, 16  # symbols of each kind
 N_LAYER, WINDOW, BLOCK_SIZE, FARTHEST = 4, 32, 256, 190  # farthest: the largest distance that is measured
 MODELS = {'window 32': dict(window=WINDOW), 'window 32, 4 sinks': dict(window=WINDOW, n_sink=4), 'no window': {}}
@@ -66,42 +69,37 @@ def accuracy(model, place, farthest, n, seed):
     return (logits.argmax(-1) == targets)[:, place:].double().mean(dim=0).tolist()
 
 
-def run(seed, iterations, n=256, far=600):
+def run(asked):
+    return dict(iterations=asked.iterations or 500, rows=measure(asked.seed, asked.iterations or 500))
+
+
+def measure(seed, iterations, n=256, far=600):
     """
     Train and measure; prints a table. Returns a list of dicts: of a model and the position of the marked token
-    (`place`), the accuracy at each distance over n texts.
+    (`place`), the accuracy at each distance over n texts, and its means up to a distance of WINDOW - 1, from there to
+    n_layer * (WINDOW - 1), and beyond.
 
     A model with a window is also measured at position `far`, beyond all that it was trained on, and one with sinks also
     with a sink as the marked token.
     """
-    rows = []
+    rows, reach = [], N_LAYER * (WINDOW - 1)
     for name, more in MODELS.items():
         config = GPTConfig(block_size=BLOCK_SIZE, vocab_size=MARKED + NOISE, n_layer=N_LAYER, n_head=4, n_embd=128,
                            bias=False, position='rope', **more)
-        model, reach = train(config, iterations, seed), config.n_layer * (WINDOW - 1)
+        model = train(config, iterations, seed)
         for place in [16] + [far] * (config.window > 0) + [1] * (config.n_sink > 0):
             fractions = accuracy(model, place, FARTHEST, n, seed + 1)
-            rows.append(dict(model=name, place=place, accuracy=fractions))
-            means = [sum(part) / len(part) for part in (fractions[1:WINDOW], fractions[WINDOW:reach + 1],
-                                                        fractions[reach + 1:])]
-            print(f"{name}, marked token at {place}: recalled within W - 1 = {WINDOW - 1} {means[0]:.1%}, up to "
-                  f"n_layer * (W - 1) = {reach} {means[1]:.1%}, beyond {means[2]:.1%}", flush=True)
+            parts = fractions[1:WINDOW], fractions[WINDOW:reach + 1], fractions[reach + 1:]
+            rows.append(dict(model=name, place=place, **dict(zip(('within_window', 'within_reach', 'beyond'), map(
+                statistics.mean, parts))), accuracy=fractions))
+    print(table(rows, 'model place within_window within_reach beyond'))
     return rows
 
 
-def plot(rows, path):
-    """Accuracy by distance, a strip for each model and place. rows: those of `run`."""
-    fig, ax = plt.subplots(figsize=(8.5, 0.8 + 0.4 * len(rows)), layout='constrained')
-    image = ax.imshow([row['accuracy'] for row in rows], cmap='Blues', vmin=0, vmax=1, aspect='auto',
-                      interpolation='nearest')
-    for x, what in ((WINDOW - 1, 'W - 1'), (N_LAYER * (WINDOW - 1), 'n_layer * (W - 1)')):
-        ax.axvline(x + 0.5, color='C3', ls=':')
-        ax.annotate(f'{what} = {x}', (x + 0.5, 1.02), xycoords=('data', 'axes fraction'), ha='center', fontsize=9,
-                    color='C3')
-    ax.set_yticks(range(len(rows)), [f"{row['model']}, marked token at {row['place']}" for row in rows])
-    ax.set_yticks([i + 0.5 for i in range(len(rows) - 1)], minor=True)
-    ax.grid(which='minor', axis='y', color='white', lw=3)
-    ax.tick_params(which='both', length=0, axis='y')
-    ax.set(xlabel='distance to the marked token')
-    fig.colorbar(image, label='recalled', shrink=0.9)
-    save(fig, path)
+def picture(figures, machine):
+    """Accuracy by distance, a strip for each model and place."""
+    strips = {f"{row['model']}, marked token at {row['place']}": row['accuracy'] for row in figures['rows']}
+    marks = {x + 0.5: f'{what} = {x}' for x, what in ((WINDOW - 1, 'W - 1'), (N_LAYER * (WINDOW - 1),
+                                                                             'n_layer * (W - 1)'))}
+    return dict(panels=[Panel('recalled (blue) or not (white)', image=strips, marks=marks,
+                              axes=dict(xlabel='distance to the marked token'))], size=(8.5, 0.8 + 0.4 * len(strips)))

@@ -6,7 +6,7 @@ The loss of one small model with each kind of positions and windows, trained on 
 Trains S (4 layers of 128 channels, block_size 64) with each of MODELS for 2,000 iterations, by train.py, in a folder of
 its own; models that are trained already are not trained again. Measures, in nats a character of the validation text:
 the loss within block_size, by position far past it, of all of the text as one stream, and of a model that was trained
-without a window and is cut to one. Speed and memory are measured by benchmarks/endless.py.
+without a window and is cut to one. Speed and memory are measured by endless.py.
 """
 import os
 import subprocess
@@ -17,11 +17,13 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import checkpoint as checkpoints
+from benchmarks.harness import Panel, table
 from benchmarks.shapes import cache_bytes
 from model import GPT, GPTConfig
 from training.batches import open_tokens, prepare
-from training.plotting import plt, save
 
+EXPECTED = '1 hour for training and 10 minutes for measuring, times 3 seeds'
+PICTURE, CPU_ONLY = 'positions.png', "the models are trained and measured"
 DATA = os.path.join('data', 'shakespeare_char')
 
 FOLDER = os.path.join('out-bench', 'positions')  # not out*/ckpt.pt, where sample.py looks for the newest model
@@ -117,23 +119,19 @@ def binned(losses, contexts):
     return [losses[:, bins == i].mean().item() if (bins == i).any() else None for i in range(len(EDGES) - 1)]
 
 
-def without_end(model):
-    """The model with positions beyond block_size: a window as long as the stretches hides nothing of them."""
-    return model if model.config.window else model.with_window(EDGES[-1])
-
-
-def by_position(model, stretches):
-    """The loss in nats in each bin of EDGES, on stretches (B, EDGES[-1] + 1). Learned positions end at block_size."""
+def by_position(model, stretches, crop=False):
+    """
+    The loss in nats in each bin of EDGES, on stretches (B, EDGES[-1] + 1). Learned positions end at block_size. With
+    crop only beyond block_size, where the model gets the last block_size tokens for each token.
+    """
     size = model.config.block_size
+    if crop:
+        return binned(cropped_nats(model, stretches[:, 1:], 1), torch.arange(size + 1, stretches.size(1)))
     if model.config.position == 'learned':
-        return binned(nats(model, stretches[:, :size + 1]), torch.arange(1, size + 1))
-    return binned(nats(without_end(model), stretches), torch.arange(1, stretches.size(1)))
-
-
-def cropped_by_position(model, stretches):
-    """`by_position` beyond block_size, where the model gets the last block_size tokens for each token."""
-    losses, size = cropped_nats(model, stretches[:, 1:], 1), model.config.block_size
-    return binned(losses, torch.arange(size + 1, stretches.size(1)))
+        stretches = stretches[:, :size + 1]
+    elif not model.config.window:  # positions beyond block_size: this window hides nothing of the stretches
+        model = model.with_window(EDGES[-1])
+    return binned(nats(model, stretches), torch.arange(1, stretches.size(1)))
 
 
 def stream_nats(model, text, stride, crop=False):
@@ -173,9 +171,15 @@ def mean(values):
     return [None if column[0] is None else sum(column) / len(column) for column in zip(*values)]
 
 
-def run(seeds, iterations, stride=4):
+def run(asked):
+    iterations = asked.iterations or 2000
+    return dict(iterations=iterations, bins=EDGES,
+                **measure(range(asked.seed, asked.seed + asked.seeds), iterations))
+
+
+def measure(seeds, iterations, stride=4):
     """
-    Train and measure. Prints the results, and returns (rows, streams, lines), lists of dicts.
+    Train and measure. Prints the results, and returns {'rows', 'streams', 'lines'}, lists of dicts.
 
     rows: of a model its parameters, the bytes of its cache for a sequence, and val: the loss within block_size, a
     number a seed; of the rope model also `attention_to_the_first`. streams: of a model and how its context goes on
@@ -195,57 +199,40 @@ def run(seeds, iterations, stride=4):
         rows.append(dict(
             model=name, parameters=models[0].get_num_params(non_embedding=False), cache_bytes=cache_bytes(c, 1),
             val=[nats(model, text.unfold(0, c.block_size + 1, c.block_size)).mean().item() for model in models]))
-        say(f"{name}: {rows[-1]['parameters']:,} parameters, cache {rows[-1]['cache_bytes']:,} bytes, within "
-            "block_size", rows[-1]['val'])
-        if name == 'rope':
-            shares = attention_to_the_first(models[0], text.unfold(0, c.block_size, c.block_size)[:256])
-            rows[-1]['attention_to_the_first'] = shares
-            tqdm.write(f"    the first of {c.block_size} tokens gets {min(map(min, shares)):.2%} to "
-                       f"{max(map(max, shares)):.2%} of the attention of a head")
-        lines.append(dict(model=name, how='', nats=mean([by_position(model, stretches) for model in models])))
         ways = {'the window rolls': models} if c.window else {'crop': models} if name in ('learned', 'rope') else {}
         if name == 'rope':
+            rows[-1]['attention_to_the_first'] = attention_to_the_first(
+                models[0], text.unfold(0, c.block_size, c.block_size)[:256])
             ways |= {f"window {window}, {n_sink} sink{'s' * (n_sink != 1)}":
                      [model.with_window(window, n_sink) for model in models] for window, n_sink in CUTS}
+        lines.append(dict(model=name, how='', nats=mean([by_position(model, stretches) for model in models])))
         for how, ways_models in ways.items():
             losses = [stream_nats(model, text, stride, how == 'crop') for model in ways_models]
             streams.append(dict(model=name, how=how, nats=[loss.mean().item() for loss in losses],
                                 by_10000=[part.mean().item() for part in losses[0].split(10000 // stride)]))
-            say(f"    in one stream, {how}", streams[-1]['nats'])
             if how.startswith('window') or (name, how) == ('learned', 'crop'):
-                measure = cropped_by_position if how == 'crop' else by_position
-                binned_losses = mean([measure(model, stretches) for model in ways_models])
-                lines.append(dict(model=name, how=how, nats=binned_losses))
-    return rows, streams, lines
+                lines.append(dict(model=name, how=how, nats=mean(
+                    [by_position(model, stretches, how == 'crop') for model in ways_models])))
+    print(table(rows, 'model parameters cache_bytes val'), table(streams, 'model how nats'), sep='\n\n')
+    return dict(rows=rows, streams=streams, lines=lines)
 
 
-def say(what, values):
-    """Print losses, a number a seed, and their mean."""
-    tqdm.write(f"{what}: {sum(values) / len(values):.4f} nats ({', '.join(f'{v:.4f}' for v in values)})")
-
-
-def plot(lines, path):
-    """Loss by position: of the models, and of the rope model cut to windows. lines: those of `run`."""
-    fig, axes = plt.subplots(1, 2, figsize=(12, 6), layout='constrained', sharey=True)
+def picture(figures, machine):
+    """Loss by position: of the models, and of the rope model cut to windows."""
     middles = [(low + 1 + high) / 2 for low, high in zip(EDGES, EDGES[1:])]
-    cut = [line for line in lines if line['how'].startswith('window')]
-    of_models = [line for line in lines if line not in cut]
+    cut = [line for line in figures['lines'] if line['how'].startswith('window')]
+    of_models = [line for line in figures['lines'] if line not in cut]
     trained_so = [line for line in of_models if 'window' in line['model']]
-    for ax, shown, title in ((axes[0], of_models, 'used as they were trained'),
-                             (axes[1], cut + trained_so, 'trained without a window, and cut to one')):
-        for i, line in enumerate(shown):
+    panels = []
+    for shown, dashed, title in ((of_models, [line for line in of_models if line['how']], 'used as they were trained'),
+                                 (cut + trained_so, trained_so, 'trained without a window, and cut to one')):
+        lines = []
+        for line in shown:
+            label = ', '.join(filter(None, ('trained so' * (line in trained_so) * (shown is not of_models),
+                                            line['model'], line['how'])))
             points = [(x, y) for x, y in zip(middles, line['nats']) if y is not None]
-            dashed = line['how'] == 'crop' or ax is axes[1] and line in trained_so
-            label = ', '.join(filter(None, (line['model'], line['how'])))
-            if ax is axes[1] and dashed:
-                label = f'trained with it: {label}'
-            ax.plot(*zip(*points), label=label, color=f'C{i}', lw=1.5, marker='.', ls='--' if dashed else '-')
-        ax.axvline(64.5, color='0.5', ls=':')
-        ax.annotate('block_size', (62, 0.98), xycoords=('data', 'axes fraction'), rotation=90, va='top', ha='right',
-                    fontsize=9, color='0.3')
-        ax.set(xscale='log', xlabel='tokens before the predicted one', title=title)
-        ax.set_xticks([1, 4, 16, 64, 256, 1024], ['1', '4', '16', '64', '256', '1,024'])
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=9, ncols=2, loc='upper center', bbox_to_anchor=(0.5, -0.11), frameon=False)
-    axes[0].set(ylabel='nats a character')
-    save(fig, path)
+            lines.append((*zip(*points), label, dict(marker='.', ls='--' if line in dashed else '-')))
+        panels.append(Panel(title, lines, marks={64.5: 'block_size'}, axes=dict(
+            xscale='log', xticks=[1, 4, 16, 64, 256, 1024], xlabel='tokens before the predicted one',
+            ylabel='nats a character')))
+    return dict(panels=panels, size=(6, 5.5))
