@@ -80,7 +80,7 @@ class EagerDecoder:
         model, m, S = self.model, input_metadata, len(input_metadata.runs)
         check_step(model, input_ids, input_positions, m)
         if self.weights.blocks is None:
-            check_own_forward(model, ['forward'], "use the model's tuples (kv_cache=tuple), with which it is called")
+            check_own_forward(model, ['forward'], "leave the cache out: with its own tuples the model is called")
         counts, device = m.query_lens, input_ids.device
         T = counts[0] if counts.count(counts[0]) == S else 0  # sequences with as many new tokens each are a batch
         own, *found = step_slots(model.config, input_positions, m)
