@@ -182,11 +182,11 @@ def pick_decoder(model, n_rows, dev):
     name, how = step.name, dict(decoder=step)
     if in_cache:
         cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits, step)
-        if cache.decoder is None and (which == 'cpu' or weights != 'float32' or threads):
+        if cache.executor is not step and (which == 'cpu' or weights != 'float32' or threads):
             raise ValueError(f"the cpu decoder does not read a cache of kv_bits={kv_bits} with heads of "
                              f"{model.config.head_dim} channels, which must be a multiple of 32: leave kv_bits out, or "
                              "decoder, weights and threads")
-        step, name, how = cache.decoder, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB", dict(cache=cache)
+        step, name, how = cache.executor, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB", dict(cache=cache)
     print(f"decoder: {name}", file=sys.stderr)
     if not in_cache and (not use_cache or debug_kv_model.tracing() and which == 'eager'):
         return {}

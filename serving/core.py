@@ -140,7 +140,10 @@ class EngineCore:
                 part = [(sample, min(end - sample.computed, self.scheduler.at_once))]
                 try:
                     logits, rows = self.forward(part)
-                except Exception as e:
+                except BaseException as e:
+                    if not isinstance(e, Exception):
+                        self.preempt_all()
+                        raise
                     if isinstance(e, OutOfBlocks) and len(self.scheduler.running) > 1:
                         self.scheduler.preempt(sample)
                     else:

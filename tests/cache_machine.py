@@ -56,8 +56,8 @@ class Machine:
             return handle
         return self.choose.choice(list(self.texts))
 
-    def fork(self):
-        handle = self.some()
+    def fork(self, handle=None):
+        handle = handle or self.some()
         if len(self.texts) < N_SEQ:
             new = self.cache.fork(handle)
             self.texts[new] = self.texts[handle][:]
@@ -80,11 +80,13 @@ class Machine:
 
     def free(self):
         if len(self.texts) > 2:
-            handle = self.some()
-            self.cache.free(handle)
-            del self.texts[handle]
-            if self.oracle:
-                self.oracle.free(handle)
+            self.remove(self.some())
+
+    def remove(self, handle):
+        self.cache.free(handle)
+        del self.texts[handle]
+        if self.oracle:
+            self.oracle.free(handle)
 
     def shift(self):
         handle, config = self.some(), self.cache.model.config
@@ -92,6 +94,8 @@ class Machine:
         if config.position == 'learned' or config.window or len(text) < 3 or (
                 self.cache.type_kv in ('int8', 'int4') and config.position == 'rope'):
             return
+        if self.choose.random() < 0.5:
+            self.fork(handle)  # what moves is shared then
         n_keep = self.choose.randrange(len(text) - 1)
         n = self.choose.randint(1, len(text) - n_keep)
         self.cache.shift(handle, n_keep, n)
@@ -100,12 +104,12 @@ class Machine:
             self.oracle.shift(handle, n_keep, n)
 
     def reserve(self):
-        """Blocks for the next tokens of some sequences, or none any more."""
-        if hasattr(self.cache, 'reserve') and self.texts:
+        """Blocks for the next tokens of some sequences, or none any more. Other caches make the same choices."""
+        if self.texts:
             handles, n = self.choose.sample(list(self.texts), self.choose.randint(1, len(self.texts))), 0
             for n in (self.choose.choice([0, 0, 1, 3, 40]), self.choose.choice([0, 1, 9])):
-                most = min([self.most - len(self.texts[handle]) for handle in handles])
-                assert 0 <= self.cache.reserve(handles, min(n, most)) <= n
+                n = min([n] + [self.most - len(self.texts[handle]) for handle in handles])
+                assert not hasattr(self.cache, 'reserve') or 0 <= self.cache.reserve(handles, n) <= n
 
     def again(self):
         """Compute the text of a sequence anew, from 0 on."""
@@ -115,22 +119,25 @@ class Machine:
             self.step({handle: text}, {handle: 0})
 
     def feed(self):
-        """New tokens of some sequences, of different numbers."""
+        """New tokens of some sequences, of different numbers. Sequences that are full are freed."""
         new = {}
         self.some()
         for handle in self.choose.sample(list(self.texts), self.choose.randint(1, len(self.texts))):
-            n = min(self.choose.choice([1, 1, 2, 5, 16, 23]), self.most - len(self.texts[handle]))
             begun = self.shared[:self.choose.choice([0, 16, 20])] if not self.texts[handle] else []
+            n = min(self.choose.choice([1, 1, 2, 5, 16, 23]), self.most - len(self.texts[handle]) - len(begun))
             if n > 0:
                 new[handle] = begun + [self.choose.randrange(VOCAB) for _ in range(n)]
+            else:
+                self.remove(handle)
         if new:
             self.step(new)
 
     def decode(self):
         """Some steps of one more token of the same sequences."""
-        handles = [handle for handle, text in self.texts.items() if 0 < len(text)]
-        for _ in range(self.choose.randint(1, 6)):
-            if handles and max(len(self.texts[handle]) for handle in handles) < self.most:
+        n = self.choose.randint(1, 6)
+        handles = [handle for handle, text in self.texts.items() if 0 < len(text) <= self.most - n]
+        for _ in range(n):
+            if handles:
                 self.step({handle: [self.choose.randrange(VOCAB)] for handle in handles}, as_tensor=True)
 
     def step(self, new, starts=None, as_tensor=False):

@@ -16,8 +16,13 @@ class Oracle:
     changes positions only.
     """
 
-    def __init__(self, model):
-        self.config, self.texts = model.config, {}
+    def __init__(self, model, source=None, windows=None):
+        """
+        source: for each layer the one whose keys and values it reads. windows: for each layer how many positions it
+        sees, 0 for all.
+        """
+        self.config, self.texts, layers = model.config, {}, range(model.config.n_layer)
+        self.source, self.windows = source or layers, windows or [model.config.window for _ in layers]
         self.weights = {name: p.detach().double() for name, p in model.state_dict().items()}
 
     def new(self, name):
@@ -54,15 +59,16 @@ class Oracle:
             q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head])
             keys.append(k)
             values.append(v)
-            x = x + self.linear(self.attend(q, keys, values, position).flatten(), h + 'attn.c_proj')
+            y = self.attend(q, *layers[self.source[number]], position, self.windows[number])
+            x = x + self.linear(y.flatten(), h + 'attn.c_proj')
             y = self.linear(self.norm(x, h + 'ln_2'), h + 'mlp.c_fc')
             x = x + self.linear(F.gelu(y, approximate=c.gelu), h + 'mlp.c_proj')
         return x
 
-    def attend(self, q, keys, values, position):
+    def attend(self, q, keys, values, position, window):
         """The query at a position, (n_head, head_dim), over the keys that it sees."""
         c = self.config
-        seen = [p for p in range(position + 1) if not c.window or position - p < c.window or p < c.n_sink]
+        seen = [p for p in range(position + 1) if not window or position - p < window or p < c.n_sink]
         k, v = (torch.stack([stored[p] for p in seen]) for stored in (keys, values))  # (K, n_kv_head, head_dim)
         group = torch.arange(c.n_head) // (c.n_head // c.n_kv_head)
         distance = torch.tensor([self.distance(position, p) for p in seen])

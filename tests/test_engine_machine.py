@@ -37,7 +37,7 @@ class Toy(ToyKernel):
 
     def __init__(self, model):
         super().__init__(model)
-        self.events, self.n_calls, self.fails = {}, 0, self.fail
+        self.events, self.n_calls, self.fails, self.broken = {}, 0, self.fail, False
         self.begin_step()
 
     def begin_step(self):
@@ -52,8 +52,11 @@ class Toy(ToyKernel):
         self.versions.add(self.version)
 
     def interrupt(self, error):
+        """Without an error, logits that are not numbers."""
         self.n_failed += 1
-        raise error("this call fails because the test asks for it")
+        self.broken = error is None
+        if error:
+            raise error("this call fails because the test asks for it")
 
     def fail(self, texts):
         self.n_calls += 1
@@ -65,6 +68,8 @@ class Toy(ToyKernel):
     def one_step(self, *args):
         logits = super().one_step(*args)
         logits[:, BAD] = -1000
+        if self.broken:
+            logits, self.broken = logits * np.nan, False
         return logits
 
 
@@ -205,7 +210,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert ran or not self.engine.live
             self.whole()
 
-    @rule(soon=st.sampled_from([0, 0, 1, 3]), error=st.sampled_from([MemoryError, KeyboardInterrupt]))
+    @rule(soon=st.sampled_from([0, 0, 1, 3]), error=st.sampled_from([MemoryError, KeyboardInterrupt, None]))
     def fail_once(self, soon, error):
         self.kernel.soon(soon, lambda: self.kernel.interrupt(error))
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from conftest import sizes
 
-from model import GPT, LayerKVCache, attend
-from positions import rotate, visible
+from model import GPT, GPTConfig, LayerKVCache, attend
+from positions import Positions, rotate, visible
 
 SIZES = dict(vocab_size=50, n_layer=3, n_embd=48)
 
@@ -148,9 +148,9 @@ def run_attention(node, inputs):
         cache = LayerKVCache(
             *(past.new_full((*past.shape[:2], block_size, past.size(3)), float('nan')) for past in (past_k, past_v)), 0
         )
-        positions = torch.arange(block_size)
-        cache = cache.append(past_k, past_v, positions[:n_past])[3]
-        k, v, _, cache = cache.append(k, v, positions[n_past:][:k.size(2)])
+        before, new = torch.arange(n_past + k.size(2)).split([n_past, k.size(2)])
+        cache = cache.append(past_k, past_v, Positions(GPTConfig(), before, k.dtype))[3]
+        k, v, _, cache = cache.append(k, v, Positions(GPTConfig(), new, k.dtype))
         outputs |= {'present_key': k.numpy(), 'present_value': v.numpy()}
     q_pos, window = n_past + torch.arange(T), attributes.get('left_window_size', -1) + 1  # not counting the own key
     if 'nonpad_kv_seqlen' in tensors:  # the number of keys of each row, whose last ones are the queries'

@@ -291,7 +291,7 @@ def test_next_tokens_that_do_not_fit_are_refused():
             NextTokens(Fed(rows), rows, wrong)
     with pytest.raises(ValueError, match='one token'):
         p.decode_steps([seq], NextTokens(Fed(rows), rows, rows))
-    with pytest.raises(ValueError, match='feed each one'):
+    with pytest.raises(ValueError, match='feed those without tokens'):
         p.decode_steps([p.new()], NextTokens(Fed(rows), rows, rows[:, :1].copy()))
 
 

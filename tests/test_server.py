@@ -1,7 +1,14 @@
 """
-The server over HTTP: its addresses, its refusals and its answers. Some engines step when a test says so; that with a
-model in PyTorch is compared with the model without cache.
+The server over HTTP: its addresses, its refusals and its answers; clients that go away or read slowly; the end of the
+process; bodies that nobody would send on purpose. Some engines step when a test says so; that with a model in PyTorch
+is compared with the model without cache.
 """
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,14 +18,16 @@ for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client
 
 import httpx
 import torch
+from conftest import ENVIRONMENT, ROOT, TIMEOUT, sizes
+from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 from serving_process import serving
 from small_engine import drawing_engine, served_by, spelled, spelling_engine
 from test_api import events
-from test_server_clients import post, read_all
 
 import generation
-from serving.server import Service, make_app
+from serving.api import CompletionBody
+from serving.server import ENDPOINTS, Service, make_app
 
 TEXT = 'the quick brown fox jumps over the lazy dog.'
 
@@ -59,35 +68,23 @@ def refused(response, status):
     return error
 
 
-def test_streamed_and_not_are_the_same(engine):
-    body = dict(prompt=['hello', 'bc'], max_tokens=25, n=2, stop=['€', 'z .'])
-    with serving(engine) as client:
-        whole = client.post('/v1/completions', json=body).json()
-        streamed = events(client.post('/v1/completions', json=body | {'stream': True}).content)
-    texts, reasons = [''] * 4, [None] * 4
-    for event in streamed[:-1]:
-        (choice,) = event['choices']
-        assert reasons[choice['index']] is None  # no chunk follows the one that has the finish_reason
-        texts[choice['index']] += choice['text']
-        reasons[choice['index']] = choice['finish_reason']
-    expected = [spelled('o', 40).partition('z .')[0]] * 2 + [spelled('c', 40).partition('z .')[0]] * 2
-    assert streamed[-1] == b'[DONE]' and texts == expected and set(reasons) == {'stop'}
-    assert [(c['text'], c['finish_reason']) for c in whole['choices']] == list(zip(texts, reasons))
-    n_tokens = sum(len(text) + 3 for text in texts)
-    assert whole['usage'] | {'prompt_tokens_details': None} == {
-        'prompt_tokens': 7, 'completion_tokens': n_tokens, 'total_tokens': 7 + n_tokens, 'prompt_tokens_details': None}
-
-
 def test_streamed_samples_are_the_unstreamed(drawing):
-    """With stop strings, several samples, and characters whose text may begin a stop string."""
+    """
+    With stop strings, several samples, and characters whose text may begin a stop string. No chunk of a sample follows
+    the one that has its finish_reason.
+    """
     body = dict(n=4, max_tokens=60, seed=11, stop=['e', 'ab', '. '], return_token_ids=True)
     whole = ask(drawing, **body)['choices']
     data = drawing.post('/v1/completions', json={'prompt': TEXT, 'stream': True, **body}).content
-    texts, tokens = [''] * 4, [[] for _ in range(4)]
-    for event in events(data)[:-1]:
+    texts, tokens, reasons = [''] * 4, [[] for _ in range(4)], [None] * 4
+    *streamed, done = events(data)
+    for event in streamed:
         (choice,) = event['choices']
+        assert reasons[choice['index']] is None
         texts[choice['index']] += choice['text']
         tokens[choice['index']] += choice['token_ids']
+        reasons[choice['index']] = choice['finish_reason']
+    assert done == b'[DONE]' and reasons == [choice['finish_reason'] for choice in whole]
     assert texts == [choice['text'] for choice in whole] and tokens == [choice['token_ids'] for choice in whole]
     assert not any(stop in text for text in texts for stop in body['stop'])
     assert 'stop' in {choice['finish_reason'] for choice in whole} and len({*texts}) == 4
@@ -100,22 +97,6 @@ def logprobs_of(client, text):
     tokens = torch.tensor([[*map(chars.index, text)]])
     logits = model(tokens, targets=tokens)[0][0]
     return torch.log_softmax(logits, -1)[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist()
-
-
-def test_scoring_ignores_the_prefix_cache(drawing):
-    """The text is remembered by the first request; it is scored anew, and with the model's own numbers."""
-    first = ask(drawing, echo=True, logprobs=1, max_tokens=0)['choices'][0]
-    ask(drawing, max_tokens=1)
-    for max_tokens in (0, 1):
-        choice = ask(drawing, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0)['choices'][0]
-        scores = choice['logprobs']
-        assert scores['token_logprobs'][0] is first['logprobs']['token_logprobs'][0] is None
-        assert scores['token_logprobs'][1:len(TEXT)] == pytest.approx(first['logprobs']['token_logprobs'][1:], abs=1e-5)
-        assert ''.join(scores['tokens']) == choice['text']
-        assert scores['token_logprobs'][1:] == pytest.approx(logprobs_of(drawing, choice['text']), abs=1e-5)
-        assert scores['text_offset'] == list(range(len(TEXT) + max_tokens))
-        assert all(max(top.values()) >= score for top, score in zip(scores['top_logprobs'][1:],
-                                                                    scores['token_logprobs'][1:]))
 
 
 def test_logprobs_and_greedy_tokens_are_the_models(drawing):
@@ -242,18 +223,6 @@ def test_what_can_never_fit_is_400():
         assert error['code'] == 'context_length_exceeded' and '8' in error['message']
 
 
-def test_bad_request_spares_others(engine):
-    """Refused bodies between the steps of a stream change nothing of it."""
-    engine.allow(0)
-    with serving(engine) as client:
-        with client.stream('POST', '/v1/completions', json=dict(prompt='a', max_tokens=8, stream=True)) as answer:
-            for _ in range(8):
-                engine.step()
-                assert refused(client.post('/v1/completions', json=dict(prompt='a', n=0)), 400)
-            streamed = events(answer.read())
-    assert ''.join(event['choices'][0]['text'] for event in streamed[:-1]) == spelled('a', 8)
-
-
 def test_an_engine_that_fails_says_so_in_the_stream_and_outside(engine):
     def fail(texts):
         raise FloatingPointError("numbers that are not finite")
@@ -345,3 +314,217 @@ def test_disconnect_frees_the_blocks(drawing, n_steps, stream):
         status, answer = read_all(stays)
     assert status == 200 and b'"finish_reason":"length"' in answer
     engine.until(lambda: not engine.live and engine.cache.n_free == 96)
+
+
+# connections and signals: raw sockets, because HTTP clients hide when they go away and how they read
+
+def post(client, body, receive_buffer=None):
+    """A raw connection that has sent this body to /v1/completions."""
+    connection = socket.socket()
+    if receive_buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.connect((client.base_url.host, client.base_url.port))
+    data = json.dumps(body).encode()
+    connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n'
+                       % len(data) + data)
+    return connection
+
+
+def read_all(connection):
+    """(status, the body) of a response, which may be chunked, until the server closes the connection."""
+    data = b''
+    while part := connection.recv(65536):
+        data += part
+    head, _, body = data.partition(b'\r\n\r\n')
+    if b'chunked' in head:
+        chunks, rest = [], body
+        while rest:
+            size, _, rest = rest.partition(b'\r\n')
+            chunks.append(rest[:int(size, 16)])
+            rest = rest[int(size, 16) + 2:]
+        body = b''.join(chunks)
+    return int(head.split()[1]), body
+
+
+def test_disconnect_within_the_body():
+    """A client that goes away before its body is complete asks for nothing; the server goes on."""
+    engine = spelling_engine()
+    with serving(engine) as client:
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+            connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt": "a')
+        assert client.get('/health').status_code == 200 and not engine.stats.requests
+
+
+def test_slow_reader_stalls_nobody():
+    """
+    One client reads nothing while its whole answer, more than the buffers hold, is computed, and another one is served
+    from begin to end. Then the slow one reads: its text is whole, in few chunks.
+    """
+    n = 1000
+    engine = spelling_engine(block_size=2 * n, n_blocks=8 * n // 2)
+    body = dict(prompt='a', n=8, max_tokens=n, stream=True, logprobs=5)
+    with serving(engine) as client, post(client, body, receive_buffer=4096) as slow:
+        engine.until(lambda: engine.stats.finished == {'length': 8})
+        quick = client.post('/v1/completions', json=dict(prompt='d', max_tokens=50)).json()
+        assert quick['choices'][0]['text'] == spelled('d', 50)
+        status, answer = read_all(slow)
+    chunks, texts = events(answer), [''] * 8
+    for chunk in chunks[:-1]:
+        (choice,) = chunk['choices']
+        texts[choice['index']] += choice['text']
+    assert status == 200 and chunks[-1] == b'[DONE]' and len(chunks) < n and len(answer) > 2**19
+    assert texts == [spelled('a', n)] * 8
+
+
+def test_drain_then_exit():
+    """From the first signal on nothing new is taken; what runs is finished; then the server ends."""
+    engine = spelling_engine(n_allowed=0)
+    with serving(engine, drain_seconds=60) as client:
+        with client.stream('POST', '/v1/completions', json=dict(prompt='a', max_tokens=5, stream=True)) as answer:
+            client.process.handle_exit(signal.SIGTERM, None)
+            assert client.get('/health').json()['error']['code'] == 'draining'
+            refused = client.post('/v1/completions', json={'prompt': 'a'})
+            assert refused.status_code == 503 and refused.headers['retry-after']
+            engine.allow(5)
+            chunks = events(answer.read())
+        assert ''.join(chunk['choices'][0]['text'] for chunk in chunks[:-1]) == spelled('a', 5)
+        client.thread.join(20)
+        assert not client.thread.is_alive() and not engine.thread.is_alive() and engine.stats.finished == {'length': 1}
+
+
+@pytest.mark.parametrize('stream', [True, False])
+def test_a_drain_has_a_limit(stream):
+    engine, answers = spelling_engine(n_allowed=0), []
+    with serving(engine, drain_seconds=0) as client:
+        def ask():
+            answers.append(client.post('/v1/completions', json=dict(prompt='a', stream=stream)))
+        thread = threading.Thread(target=ask)
+        thread.start()
+        engine.until(lambda: engine.live)
+        engine.step()
+        client.process.handle_exit(signal.SIGTERM, None)
+        thread.join(20)
+        client.thread.join(20)
+        assert not client.thread.is_alive() and engine.stats.finished == {'abort': 1}
+    if stream:
+        *_, error, done = events(answers[0].content)
+        assert error['error']['type'] == 'service_unavailable' and done == b'[DONE]'
+    else:
+        assert answers[0].status_code == 503
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_server():
+    def load():
+        raise ValueError("no checkpoint")
+    with serving(None, load=load) as client:
+        client.thread.join(20)
+        assert not client.thread.is_alive() and isinstance(client.service.error, ValueError)
+
+
+SCRIPT = """
+import sys
+from serving.server import Service, run
+from small_engine import served_by, spelling_engine
+engine = spelling_engine(n_allowed=0)
+run(Service(lambda: (engine, served_by(engine))), '127.0.0.1', 0, 600)
+"""
+
+
+@pytest.mark.parametrize('signals, code', [(1, 0), (2, 128 + signal.SIGTERM)])
+def test_a_second_signal_ends_at_once(signals, code):
+    """The real signals, to a process whose only request never ends: the drain would take 10 minutes."""
+    process = subprocess.Popen([sys.executable, '-c', SCRIPT], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+                               env=ENVIRONMENT | {'PYTHONPATH': f'{ROOT}:{ROOT}/tests'})
+    try:
+        address = process.stderr.readline().split()[2]
+        while httpx.get(f'{address}health').status_code != 200:  # loading
+            pass
+        host, port = address.removeprefix('http://').rstrip('/').split(':')
+        with socket.create_connection((host, int(port))) as connection:
+            if signals == 2:
+                body = b'{"prompt": "a", "stream": true}'
+                connection.sendall(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n' % len(body)
+                                   + body)
+                assert b'200 OK' in connection.recv(100)
+            for _ in range(signals):
+                process.send_signal(signal.SIGTERM)
+                assert signals == 1 or process.stderr.readline().startswith('stopping') or process.wait(TIMEOUT)
+            assert process.wait(TIMEOUT) == code
+    finally:
+        process.kill()
+        process.stderr.close()
+        process.wait()
+
+
+# malformed bodies: each gets a JSON error, none a 500; the API is as its description says
+
+VALUES = [None, True, False, 0, -1, 1, 2**31, 2**63 - 1, 2**63, 2**64, -2**63, 1e308, -1e308, 1e-320, 0.5, '', 'a', 'Q',
+          '\x00', '€😀', 'a' * 5000, [], [[]], [None], [1], [1, 'a'], ['a'] * 200, [[1], ['a']], [2**62], {}, {'a': 1},
+          {'1': 1}, {'1': 'a'}, {'include_usage': 1}, [[[[[]]]]], {'': {}}, '-1', 'Infinity', [1.5], [-1], [True]]
+TEXTS = [b'', b'{', b'}', b'null', b'[]', b'"', b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b'\x00', b'\xff\xfe',
+         b'[' * 100_000, b'{"prompt": ' * 10_000, b'{"n": 1e999, "prompt": "a"}', b'{"prompt": "a"} {}',
+         b'{"prompt": "a", "max_tokens": 99999999999999999999999999999}', b'\xef\xbb\xbf{"prompt": "a"}']
+
+
+def malformed(rng):
+    """A body: some fields of the API with values of any type, or a good body of which bytes were changed."""
+    if rng.random() < .1:
+        return rng.choice(TEXTS)
+    names = rng.sample([*CompletionBody.model_fields, 'best_of', 'zzz', ''], rng.randint(1, 4))
+    fields = {'prompt': 'ab', **{name: rng.choice(VALUES) for name in names if name != 'model' or rng.random() < .5}}
+    if rng.random() < .1:
+        del fields['prompt']
+    data = bytearray(json.dumps(fields).encode())
+    if rng.random() < .2:
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+    return bytes(data)
+
+
+def test_malformed_requests_get_a_json_error():
+    engine, rng, n_refused = spelling_engine(max_queue=200), random.Random(0), 0
+    with serving(engine) as client:
+        for _ in range(sizes(300, 1500)):
+            data = malformed(rng)
+            response = client.post('/v1/completions', content=data)
+            assert response.status_code in (200, 400, 404), (data, response.text)
+            if response.status_code != 200:
+                error = response.json()['error']
+                assert set(error) == {'message', 'type', 'param', 'code'} and error['message'], data
+                assert 'Traceback' not in error['message'] and len(error['message']) < 500, data
+                n_refused += 1
+        for path in ('/%ff', '/v1/completions/', '//', '/cache/../cache', '/v1/completions?x=1'):
+            response = client.get(path, follow_redirects=False)
+            assert response.status_code < 500 and (response.status_code < 400 or response.json()['error'])
+    assert n_refused >= sizes(200, 1000) and not engine.live
+
+
+# the description cannot say which tokens and characters there are, and which fields go together
+FITTING = dict(model='toy', prompt='ab', max_tokens=20, min_tokens=2, logit_bias={'3': 1}, stop_token_ids=[3],
+               stream_options={}, tokens=[1, 2], temperature=1, top_k=3, repetition_penalty=1)
+
+
+def test_the_description_is_true():
+    """schemathesis makes good and bad requests from /openapi.json, and compares the answers with what it says."""
+    schemathesis = pytest.importorskip('schemathesis', reason="not installed: pip install schemathesis")
+    from schemathesis.specs.openapi import checks as conformance
+    checks, engine, called = [schemathesis.checks.not_a_server_error, conformance.status_code_conformance,
+                              conformance.content_type_conformance, conformance.response_schema_conformance,
+                              conformance.response_headers_conformance], spelling_engine(max_queue=200), set()
+    with serving(engine) as client:
+        schema = schemathesis.openapi.from_url(f'{client.base_url}/openapi.json')
+        for operation in (result.ok() for result in schema.get_all_operations()):
+            for mode in schemathesis.GenerationMode:
+                if mode is schemathesis.GenerationMode.NEGATIVE and not operation.body:
+                    continue
+
+                @settings(max_examples=sizes(20, 200), suppress_health_check=list(HealthCheck))
+                @given(operation.as_strategy(generation_mode=mode))
+                def call(case):
+                    if mode is schemathesis.GenerationMode.POSITIVE and isinstance(case.body, dict):
+                        case.body |= {name: value for name, value in FITTING.items() if name in case.body}
+                    response = case.call_and_validate(checks=checks)
+                    called.add((case.path, response.status_code // 100))
+                call()
+    assert {path for path, _ in called} == {path for _, path, _ in ENDPOINTS} - {'/openapi.json'}
+    assert {('/v1/completions', 2), ('/v1/completions', 4), ('/tokenize', 2), ('/detokenize', 2)} <= called

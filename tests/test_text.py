@@ -82,21 +82,6 @@ def test_the_step_that_completes_a_stop_stops(text, data):
     assert streamed(tokens, stop)[1:] == (True, len(text[:end].encode()) - 1)
 
 
-def test_utf8_cut_at_the_limit():
-    """A sample that ends within a character ends with one U+FFFD; nothing of it is sent before."""
-    assert streamed([b'a', b'\xf0\x9f', b'\x98']) == (['a', '', '', '\ufffd'], False, 3)
-    assert streamed(['😀'.encode()[:2], '😀'.encode()[2:]]) == (['', '😀', ''], False, 2)
-
-
-def test_stop_inside_a_token():
-    assert streamed([b'one. Two. Three'], ['Two']) == (['one. '], True, 0)
-    assert streamed([b'on', b'e.', b' T', b'wo!'], ['. Two']) == (['on', 'e', '', ''], True, 3)
-
-
-def test_held_text_is_flushed_at_the_end():
-    assert streamed([b'abab', b'ab'], ['ababc']) == (['', 'ab', 'abab'], False, 2)
-
-
 def test_after_a_stop_nothing_comes():
     text = TextStream([b'x', b'.'], ['.'])
     assert [text.push(i) for i in (0, 1, 0, 0)] == ['x', '', '', ''] and text.finish() == '' and text.stopped

@@ -8,7 +8,7 @@ from benchmarks.loss import negative_log_likelihoods
 from decode import EagerDecoder
 from generation import generate, stream
 from kvcache import KINDS, make_cache
-from model import GPT, LayerKVCache
+from model import GPT
 
 DTYPES = [getattr(torch, name) for name in ('int8', 'int16', 'int32', 'int64', 'uint8', 'uint16', 'uint32', 'uint64')
           if hasattr(torch, name)]
@@ -123,17 +123,6 @@ def test_other_positions_are_refused_in_words_and_nothing_is_written(pos):
             held.step(handles, [4, pos], IDX[:, :3])
         logits = held.step(handles, [4, 4], IDX[:, :3])
         assert (logits - m(torch.cat([IDX, IDX[:, :3]], dim=1))[0][:, 0]).abs().max() < 1e-4
-
-
-def test_check_input_returns_what_the_model_uses():
-    m = f32()
-    idx, cache_pos = m.checked_input(IDX.to(torch.uint8), None)
-    assert idx.dtype is torch.int64 and torch.equal(idx, IDX) and cache_pos == 0
-    assert m.checked_input(IDX, None)[0] is IDX
-    pos = torch.tensor([3, 1], dtype=torch.int16)
-    cache = [LayerKVCache(layer.k_cache, layer.v_cache, pos) for layer in m.empty_cache(2)]
-    idx, cache_pos = m.checked_input(IDX, cache)
-    assert cache_pos.dtype is torch.int64 and cache_pos.tolist() == [3, 1]
 
 
 @pytest.mark.parametrize('default', [torch.float64, torch.bfloat16, 'meta'], ids=str)
