@@ -280,3 +280,13 @@ def test_the_machine_sees_a_wrong_token(n):
     for _ in range(10):
         machine.engine.run_once()
     assert client.wrong
+
+
+def test_an_interrupt_while_samples_are_tried_by_themselves():
+    """What the machine found: a step without numbers takes all tokens from the cache, and then Ctrl-C comes."""
+    machine = EngineMachine()
+    machine.begin(5, 1, 1, {})
+    machine.fail_once(1, None)
+    machine.fail_once(3, KeyboardInterrupt)
+    machine.submit([0], 2, 2, 0, False, (), '', 0, {})
+    machine.teardown()
