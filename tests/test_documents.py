@@ -53,6 +53,9 @@ def test_a_command_has_settings_that_exist(document, script, arguments, monkeypa
     namespace = dict(vars(importlib.import_module(script[:-3].replace('/', '.'))))  # a copy, to be changed
     if '--help' not in arguments:
         configurator.override(namespace, arguments)
+    if script == 'bench.py' and namespace['only']:
+        mode = importlib.import_module('benchmarks.' + namespace['MODES'][namespace['mode']])
+        assert {*namespace['only'].split(',')} <= {*mode.PARTS}
 
 
 @pytest.mark.parametrize('document', DOCUMENTS)
