@@ -76,7 +76,7 @@ class StaticDecoder:
         raise NotImplementedError
 
     def __call__(self, idx, kv_cache):
-        if kv_cache is None or idx.dim() != 2 or idx.size(1) != 1:
+        if kv_cache is None or not torch.is_tensor(idx) or idx.dim() != 2 or idx.size(1) != 1:
             with torch.no_grad():
                 logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
                 return logits, kv_cache

@@ -2,7 +2,8 @@
 import numpy as np
 import pytest
 import torch
-from test_cache_exactness import large
+from example_models import f32
+from ways import DECODERS, decoder_of
 
 from benchmarks.loss import negative_log_likelihoods
 from decode import EagerDecoder
@@ -13,10 +14,6 @@ from model import GPT
 DTYPES = [getattr(torch, name) for name in ('int8', 'int16', 'int32', 'int64', 'uint8', 'uint16', 'uint32', 'uint64')
           if hasattr(torch, name)]
 IDX = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
-
-
-def f32(**changes):
-    return large(0, torch.float32, **changes)
 
 
 @pytest.mark.parametrize('dtype', DTYPES, ids=str)
@@ -76,12 +73,14 @@ def test_other_tokens_are_refused_in_words(wrong):
         cache = m(IDX)[2]
     asked = [lambda: m(wrong), lambda: m(wrong, IDX), lambda: m(wrong, kv_cache=cache),
              lambda: m(wrong, use_cache=False), lambda: m.checked_input(wrong, None)]
+    decoders = [decoder_of(way, m) for way in DECODERS]
+    asked += [lambda d=d: d(wrong, cache) for d in decoders]
     if wrong is not None:
         asked.append(lambda: m(IDX, wrong))
     for ask in asked:
         with pytest.raises(ValueError, match='integers'):
             ask()
-    for kind in KINDS if isinstance(wrong, torch.Tensor) else ():  # the tokens of a `Work` are tensors
+    for kind in KINDS if isinstance(wrong, torch.Tensor) else ():  # the tokens of a step are tensors
         held = make_cache(m, kind, 4)
         handles = [held.new(), held.new()]
         for tokens in (wrong, list(wrong)):
