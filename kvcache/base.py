@@ -70,26 +70,27 @@ def exclusive(operation):
         if self.holder == get_ident():
             raise ValueError(f"{operation.__name__} was called inside an operation on the same cache, which has not "
                              "finished: call it afterwards")
-        try:
-            with self.lock, uninterrupted() as block:
-                self.holder, self.n_operations = get_ident(), self.n_operations + 1
-                try:
-                    if self.to_free:
-                        self.remove_freed()
-                    result = operation(self, *args, **kwargs)
-                    if operation.__name__ in ('new', 'fork'):  # whose caller does not get the handle from an interrupt
-                        block.undo = lambda: self.remove(self.records[result])
-                    return result
-                except BaseException as e:
-                    self.recover()
-                    if isinstance(e, NotNumbers):  # a mask does not hide such keys from later owners of their slots
-                        self.reset()
-                    raise
-                finally:
-                    self.holder = None
-        finally:
-            if self.to_free:
-                free_without_waiting(self)
+        with uninterrupted() as block:
+            try:
+                with self.lock:
+                    self.holder, self.n_operations = get_ident(), self.n_operations + 1
+                    try:
+                        if self.to_free:
+                            self.remove_freed()
+                        result = operation(self, *args, **kwargs)
+                    except BaseException as e:
+                        self.recover()
+                        if isinstance(e, NotNumbers):  # a mask does not hide such keys from later owners of their slots
+                            self.reset()
+                        raise
+                    finally:
+                        self.holder = None
+            finally:
+                if self.to_free:
+                    free_without_waiting(self)
+            if operation.__name__ in ('new', 'fork'):  # whose caller does not get the handle from an interrupt
+                block.undo = lambda: self.free(result)
+            return result
     return locked
 
 
