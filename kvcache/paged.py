@@ -78,22 +78,29 @@ class PagedCache(BaseCache):
             return min(n_missing, min(-(-(record.length + n) // self.page_size), most) - n_held)
         return n_missing
 
+    def n_missing_of(self, records, n):
+        """How many free blocks n more tokens of each of some sequences take."""
+        return sum([self.blocks.n_missing(record, n) for record in records if record.length + n > record.room])
+
     @exclusive
     def reserve(self, handles, n):
         """
         Blocks for the next n tokens of each of these sequences, or for fewer where blocks do not suffice. Returns for
-        how many; the next steps that feed so many find room. Blocks that a sequence has for later tokens are released.
+        how many; the next steps that feed so many find room. Blocks that they have for later tokens are released if
+        blocks do not suffice, or if n is 0.
         With a window n is at most window + 1: what the window passes is freed before.
         """
         decoding, records = self.last_decoding(), list(map(self.record, handles))
         if self.window:
             n = min(n, self.window + 1)
-        for record in records:
-            if len(record.table) > -(-(record.length + n) // self.page_size):
-                self.blocks.trim(record, record.length + n)
+        for record in records if self.window else ():
             self.blocks.free_passed(record)
-        while n and sum([self.blocks.n_missing(record, n) for record in records]) > self.n_free:
-            n //= 2
+        if not n or self.n_missing_of(records, n) > self.n_free:
+            for record in records:
+                if len(record.table) > -(-(record.length + n) // self.page_size):
+                    self.blocks.trim(record, record.length + n)
+            while n and self.n_missing_of(records, n) > self.n_free:
+                n //= 2
         if n:  # with 0 a shared block would not be copied
             self.make_room(records, [n] * len(records))
         if decoding:
