@@ -117,15 +117,16 @@ class ModelObjects:
         tables += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
         self.tables, self.empty = [t for t in tables if t], [t for t in tables if not t]
         self.variables = [vars(m) for m in modules]
+        self.named = [(v, name) for v in self.variables for name in ('forward', 'eps') if name in v]
+        self.sizes = [*map(len, self.variables)]  # a `forward` that is added to a module is one more variable
         self.entries = self.now()  # keeps them alive, so that no other object can have the same id
         self.ids = [*map(id, self.entries)]
 
     def now(self):
-        return [*chain.from_iterable(table.values() for table in self.tables),
-                *(v.get('forward') for v in self.variables), *(v.get('eps') for v in self.variables)]
+        return [*chain.from_iterable(map(dict.values, self.tables)), *[v.get(name) for v, name in self.named]]
 
     def unchanged(self):
-        return not any(self.empty) and [*map(id, self.now())] == self.ids
+        return not any(self.empty) and [*map(len, self.variables)] == self.sizes and [*map(id, self.now())] == self.ids
 
 
 def probe(tensor):

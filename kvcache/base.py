@@ -51,7 +51,8 @@ class Decoding:
     def look(self):
         """Take the runs of the records, and find out for how many steps they have room."""
         self.metadata = InputMetadata(self.ones, [record.runs for record in self.records])
-        self.left = min([min(record.room, self.max_positions) - record.length for record in self.records])
+        most = self.max_positions - 1 - int(self.positions.max())
+        self.left = min(most, min([record.room - record.length for record in self.records]))
 
     def goes_on(self, handles, starts, tokens):
         """Does a step of these arguments feed one more token to each of the same sequences, where they end?"""
@@ -423,14 +424,18 @@ class BaseCache:
         If a step fails, the sequences have the tokens of before this call.
         """
         d, tokens = self.last_decoding(), next_tokens.tokens
-        records = d.records if d and handles == d.handles else list(map(self.record, handles))
-        check_decoding(records, next_tokens, self.model.config.max_positions)
-        if not d or records is not d.records:
+        if not d or handles != d.handles:
+            records = list(map(self.record, handles))
+            check_decoding(records, self.model.config.max_positions)
             self.make_room(records, [1] * len(records))
             d = Decoding(records, self.model.config.max_positions)
         if d.left < 1:
+            check_decoding(d.records, d.max_positions)
             self.make_room(d.records, d.ones)
             d.look()
+        if tokens.shape[1] != len(handles) or next_tokens.n_drawn:
+            raise ValueError(f"{tokens.shape[1]} tokens came for {len(handles)} sequences, in `NextTokens` of which "
+                             f"{next_tokens.n_drawn} rows were drawn: make new ones with one token for each")
         next_tokens.n_steps = min(len(tokens) - 1, d.left)
         metadata, d.positions = replace(d.metadata, next_tokens=next_tokens), d.positions + 1
         ids = torch.from_numpy(tokens[0]).to(self.device)
@@ -510,13 +515,11 @@ def checked_tokens(model, tokens):
     return rows, [row.numel() for row in rows]
 
 
-def check_decoding(records, next_tokens, max_positions):
-    """ValueError unless each of these sequences can be given one more token, which is in row 0 of the `NextTokens`."""
+def check_decoding(records, max_positions):
+    """ValueError unless each of these sequences can be given one more token."""
     handles, lengths = [record.handle for record in records], [record.length for record in records]
-    if next_tokens.tokens.shape[1] != len(records) or next_tokens.n_drawn or len(set(handles)) < len(handles):
-        raise ValueError(f"{next_tokens.tokens.shape[1]} tokens came for the sequences {handles}, in `NextTokens` of "
-                         f"which {next_tokens.n_drawn} rows were drawn: make new ones with one token for each "
-                         "sequence, and name each once")
+    if not handles or len(set(handles)) < len(handles):
+        raise ValueError(f"a step is for one sequence or more, each named once, not for {handles}")
     if not 0 < min(lengths) <= max(lengths) < max_positions:
         raise ValueError(f"sequences {handles} have {lengths} tokens, and a decode step is for sequences with at least "
                          f"1 and fewer than {max_positions}: feed those without tokens by `step` first")

@@ -40,15 +40,17 @@ class PagedCache(BaseCache):
         self.known_version = self.version  # of the weights with which the remembered blocks were computed
 
     @exclusive
-    def reuse_prefix(self, handle, tokens):
+    def reuse_prefix(self, handle, tokens, noticed=False):
         """
         Give a new sequence the remembered blocks with which its text begins. Returns how many tokens these hold; it
         goes on at that position. A step looks by itself for the tokens that it is given, which may not be all.
+        noticed: this is not the first of several that begin together, so the weights need not be compared again.
         """
         record = self.record(handle)
         if record.begun:
             raise ValueError(f"sequence {handle} has begun already: look for its text before its first step")
-        self.notice_changes()
+        if not noticed:
+            self.notice_changes()
         record.begun = True
         return self.blocks.begin(record, list(tokens))
 
@@ -78,10 +80,6 @@ class PagedCache(BaseCache):
             return min(n_missing, min(-(-(record.length + n) // self.page_size), most) - n_held)
         return n_missing
 
-    def n_missing_of(self, records, n):
-        """How many free blocks n more tokens of each of some sequences take."""
-        return sum([self.blocks.n_missing(record, n) for record in records if record.length + n > record.room])
-
     @exclusive
     def reserve(self, handles, n):
         """
@@ -90,19 +88,19 @@ class PagedCache(BaseCache):
         blocks do not suffice, or if n is 0.
         With a window n is at most window + 1: what the window passes is freed before.
         """
-        decoding, records = self.last_decoding(), list(map(self.record, handles))
+        decoding = self.last_decoding()
+        same = decoding and handles == decoding.handles
+        records = decoding.records if same else list(map(self.record, handles))
         if self.window:
             n = min(n, self.window + 1)
-        for record in records if self.window else ():
-            self.blocks.free_passed(record)
-        if not n or self.n_missing_of(records, n) > self.n_free:
-            for record in records:
-                if len(record.table) > -(-(record.length + n) // self.page_size):
-                    self.blocks.trim(record, record.length + n)
-            while n and self.n_missing_of(records, n) > self.n_free:
+        while n:
+            try:
+                self.make_room(records, [n] * len(records))
+                break
+            except OutOfBlocks:  # what they had for later tokens is released
                 n //= 2
-        if n:  # with 0 a shared block would not be copied
-            self.make_room(records, [n] * len(records))
+        if not n:
+            self.release_ahead(records)
         if decoding:
             decoding.look()
             self.keep(decoding)
@@ -114,9 +112,14 @@ class PagedCache(BaseCache):
         try:
             super().make_room(records, counts)
         except OutOfBlocks:
-            for record in records:
-                self.blocks.trim(record, record.length)
+            self.release_ahead(records)
             raise
+
+    def release_ahead(self, records):
+        """Release the blocks that these sequences have for later tokens."""
+        for record in records:
+            if len(record.table) > -(-record.length // self.page_size):
+                self.blocks.trim(record, record.length)
 
     def extend(self, record, n):
         blocks, size, n_before = self.blocks, self.page_size, len(record.table)

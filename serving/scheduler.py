@@ -140,7 +140,7 @@ class Scheduler:
             if promised is None:
                 promised = sum(map(self.n_missing, self.running))
             sample = self.waiting[0]
-            missing = self.begin(sample, promised)
+            missing = self.begin(sample, promised, noticed=bool(plan))
             if missing is None:
                 n_free = self.cache.n_free
                 self.n_reserved = self.reserve(0)
@@ -173,16 +173,16 @@ class Scheduler:
         refused, n_free, n_ran = self.refused
         return sample is refused and self.cache.n_free <= n_free and len(self.running) >= n_ran
 
-    def begin(self, sample, promised):
+    def begin(self, sample, promised, noticed):
         """
         Begin a sequence for a sample, if there is room behind the blocks that are promised to others. Returns its
-        `n_missing`, or None if there is no room.
+        `n_missing`, or None if there is no room. noticed: see `PagedCache.reuse_prefix`.
         """
         cache, n_running = self.cache, len(self.running)
         if n_running < cache.n_seq:
             salt = object() if sample.scores else sample.request.cache_salt  # nothing is found for a new object
             sample.handle = cache.new(salt)
-            sample.computed = cache.reuse_prefix(sample.handle, sample.tokens)
+            sample.computed = cache.reuse_prefix(sample.handle, sample.tokens, noticed)
             if cache.window:  # blocks that it shares now are not freed behind the windows of others
                 promised = sum(map(self.n_missing, self.running))
             missing = self.n_missing(sample)
