@@ -65,17 +65,19 @@ class SamplingParams:
     prompt_logprobs: bool = False
 
     def __post_init__(self):
-        for each in fields(self):
-            value = getattr(self, each.name)
-            for limit, bound in each.metadata.items():
-                if limit in LIMITS and value is not None:
-                    holds, words = LIMITS[limit]
-                    check(each.name, value, holds(value, bound), f"{words} {bound}")
+        for name, holds, words, bound in LIMITED:
+            value = getattr(self, name)
+            if value is not None and not holds(value, bound):
+                raise ValueError(f"{name} must be {words} {bound}, not {value!r}")
         # a smaller temperature would make infinite numbers of logits
         check('temperature', self.temperature, self.temperature == 0 or 1e-30 < self.temperature < math.inf,
               "0 (greedy) or positive, above 1e-30")
         for _, bias in self.logit_bias:
             check('logit_bias', bias, abs(bias) <= LARGEST_BIAS, f"numbers in [-{LARGEST_BIAS}, {LARGEST_BIAS}]")
+
+
+LIMITED = [(each.name, *LIMITS[limit], bound) for each in fields(SamplingParams)
+           for limit, bound in each.metadata.items() if limit in LIMITS]
 
 
 @dataclass(eq=False)
