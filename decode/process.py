@@ -44,6 +44,7 @@ class uninterrupted:
         if self.before is None:
             return
         try:
+            _signal.signal(SIGINT, self.before)  # first: the handler may install another one
             if noted:
                 noted.clear()
                 self.before(SIGINT, None)
@@ -51,8 +52,6 @@ class uninterrupted:
             if self.undo:
                 self.undo()
             raise
-        finally:
-            _signal.signal(SIGINT, self.before)
 
 
 def after_fork(function):

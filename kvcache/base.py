@@ -424,6 +424,9 @@ class BaseCache:
         If a step fails, the sequences have the tokens of before this call.
         """
         d, tokens = self.last_decoding(), next_tokens.tokens
+        if tokens.shape[1] != len(handles) or next_tokens.n_drawn:
+            raise ValueError(f"{tokens.shape[1]} tokens came for {len(handles)} sequences, in `NextTokens` of which "
+                             f"{next_tokens.n_drawn} rows were drawn: make new ones with one token for each")
         if not d or handles != d.handles:
             records = list(map(self.record, handles))
             check_decoding(records, self.model.config.max_positions)
@@ -433,9 +436,6 @@ class BaseCache:
             check_decoding(d.records, d.max_positions)
             self.make_room(d.records, d.ones)
             d.look()
-        if tokens.shape[1] != len(handles) or next_tokens.n_drawn:
-            raise ValueError(f"{tokens.shape[1]} tokens came for {len(handles)} sequences, in `NextTokens` of which "
-                             f"{next_tokens.n_drawn} rows were drawn: make new ones with one token for each")
         next_tokens.n_steps = min(len(tokens) - 1, d.left)
         metadata, d.positions = replace(d.metadata, next_tokens=next_tokens), d.positions + 1
         ids = torch.from_numpy(tokens[0]).to(self.device)
@@ -475,8 +475,7 @@ def checked_step(cache, handles, starts, tokens):
         raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
     handles, starts = list(handles), list(starts)
     rows, counts = checked_tokens(model, tokens)
-    if not handles or len(set(handles)) < len(handles):
-        raise ValueError(f"a step is for one sequence or more, each named once, not for {handles}")
+    check_handles(handles)
     if not len(handles) == len(starts) == len(rows):
         raise ValueError(f"{len(handles)} sequences have {len(starts)} starts and {len(rows)} rows of tokens: "
                          "give one of both for each sequence")
@@ -496,6 +495,12 @@ def checked_step(cache, handles, starts, tokens):
     if ids.device != cache.device:
         raise ValueError(f"the cache is on {cache.device}, but the tokens are on {ids.device}: move them")
     return records, starts, counts, ids
+
+
+def check_handles(handles):
+    """ValueError unless these are the sequences of a step: one or more, each named once."""
+    if not handles or len(set(handles)) < len(handles):
+        raise ValueError(f"a step is for one sequence or more, each named once, not for {handles}")
 
 
 def checked_tokens(model, tokens):
@@ -518,8 +523,7 @@ def checked_tokens(model, tokens):
 def check_decoding(records, max_positions):
     """ValueError unless each of these sequences can be given one more token."""
     handles, lengths = [record.handle for record in records], [record.length for record in records]
-    if not handles or len(set(handles)) < len(handles):
-        raise ValueError(f"a step is for one sequence or more, each named once, not for {handles}")
+    check_handles(handles)
     if not 0 < min(lengths) <= max(lengths) < max_positions:
         raise ValueError(f"sequences {handles} have {lengths} tokens, and a decode step is for sequences with at least "
                          f"1 and fewer than {max_positions}: feed those without tokens by `step` first")

@@ -85,8 +85,8 @@ class PagedCache(BaseCache):
         """
         Blocks for the next n tokens of each of these sequences, or for fewer where blocks do not suffice. Returns for
         how many; the next steps that feed so many find room. Blocks that they have for later tokens are released if
-        blocks do not suffice, or if n is 0.
-        With a window n is at most window + 1: what the window passes is freed before.
+        blocks do not suffice, or if n is 0. With a window n is at most window + 1: what the window passes is freed
+        before.
         """
         decoding = self.last_decoding()
         same = decoding and handles == decoding.handles

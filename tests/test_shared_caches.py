@@ -242,6 +242,10 @@ def test_undo_is_for_a_handler_that_raises():
             block.undo = lambda: undone.append('rightly')
             signal.raise_signal(signal.SIGINT)
         assert undone == ['rightly'] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, lambda *args: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        with uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "what the handler has installed stays"
     finally:
         signal.signal(signal.SIGINT, before)
 
