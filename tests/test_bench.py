@@ -173,7 +173,7 @@ def test_sequences_that_join_and_leave_have_the_texts_that_they_have_alone():
     prompts = [torch.randint(11, (n,)) for n in (3, 9, 1, 5, 20, 7, 2, 6)]
     cache = make_cache(model, 'paged', 3)
     texts = caches.serve(cache, prompts, 3, 18)
-    # three begin together and end after 4, 8 and 12 more steps, the next ones 12 steps after they are first fed
+    # the first three begin together and end after 4, 8 and 12 steps; each later one ends after 12
     assert [len(text) for text in texts] == [5, 9, 13, 12, 10, 6, 2] and not cache.records
     for prompt, text in zip(prompts, texts):
         assert model.generate(prompt[None], len(text), temperature=0)[0, len(prompt):].tolist() == text

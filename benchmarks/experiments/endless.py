@@ -140,7 +140,7 @@ def spans(values, of=torch.median):
 
 def run(asked):
     """
-    Train what is not trained, measure, print, and return a dict to be written as JSON.
+    Train the models that are missing, measure all, and print the figures. Returns them as a dict for JSON.
 
     span: tokens of a figure. stream: a dict a way: nats (the mean of the tokens that have a full context), by_span (the
     means of `span` tokens), us (the median of all tokens in microseconds), us_by_span, cache_bytes (0: none).

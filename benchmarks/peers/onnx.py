@@ -48,7 +48,7 @@ class OnnxRuntime(Engine):
         B, T = prompts.shape
         if B != self.rows:
             self.make_caches(B)
-        # the arrays that a step reads and writes: bound to the graph once, then only their contents change
+        # the graph is bound to these arrays once; later steps change only their contents
         ids, pos = np.empty((B, 1), np.int64), np.array([[T - 1]])
         newest, total = np.full(B, T - 1, np.int32), np.array(T, np.int32)
         logits, out = np.empty((B, 1, self.config.vocab_size), np.float32), np.empty((B, n_new), np.int64)

@@ -176,7 +176,7 @@ def models(names, bias):
 def beside(ours, llama_server, config, folder, weights, n_slots, longest):
     """
     [our server, llama-server with so many slots for requests of at most `longest` tokens], the latter if it is there.
-    It has one thread or one for each core, whichever answers n_slots clients sooner: ours chooses as well.
+    It runs with one thread or with one for each core: the number with which it answers n_slots clients sooner.
     """
     if missing(llama_server):
         yield [ours]
