@@ -9,7 +9,6 @@ What the caches for sequences have in common: records of sequences, operations o
 import functools
 import math
 import weakref
-from dataclasses import replace
 from operator import add
 from threading import Lock, get_ident
 
@@ -38,15 +37,14 @@ class Decoding:
     more token to each of the same, so that it need not look at each of them again.
 
     positions: int64 (B,), of the newest tokens. metadata: the `InputMetadata` of each step, a new one
-    when runs have changed. left: for how many more steps they have room. operation: the number of the last operation of
-    the cache that has used it.
+    when runs have changed. left: for how many more steps they are known to have room. operation: the number of the last
+    operation of the cache that has used it.
     """
 
     def __init__(self, records, max_positions):
         self.records, self.handles, self.ones = records, [record.handle for record in records], [1] * len(records)
         self.positions = np.array([record.length for record in records]) - 1
-        self.max_positions, self.operation = max_positions, None
-        self.look()
+        self.max_positions, self.operation, self.left = max_positions, None, 0
 
     def look(self):
         """Take the runs of the records, and find out for how many steps they have room."""
@@ -428,16 +426,13 @@ class BaseCache:
             raise ValueError(f"{tokens.shape[1]} tokens came for {len(handles)} sequences, in `NextTokens` of which "
                              f"{next_tokens.n_drawn} rows were drawn: make new ones with one token for each")
         if not d or handles != d.handles:
-            records = list(map(self.record, handles))
-            check_decoding(records, self.model.config.max_positions)
-            self.make_room(records, [1] * len(records))
-            d = Decoding(records, self.model.config.max_positions)
+            d = Decoding(list(map(self.record, handles)), self.model.config.max_positions)
         if d.left < 1:
             check_decoding(d.records, d.max_positions)
             self.make_room(d.records, d.ones)
             d.look()
         next_tokens.n_steps = min(len(tokens) - 1, d.left)
-        metadata, d.positions = replace(d.metadata, next_tokens=next_tokens), d.positions + 1
+        metadata, d.positions = InputMetadata(d.ones, d.metadata.runs, None, next_tokens), d.positions + 1
         ids = torch.from_numpy(tokens[0]).to(self.device)
         logits = self.executor.execute_model(ids, d.positions, self.arrays, metadata)
         if not self.arrays.finite:

@@ -102,7 +102,7 @@ class PagedCache(BaseCache):
         if not n:
             self.release_ahead(records)
         if decoding:
-            decoding.look()
+            decoding.left = 0  # the next step looks for its runs and room again
             self.keep(decoding)
         return n
 
