@@ -17,7 +17,8 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from inputs import as_int64, check_config, checked_cache_pos, checked_input
+import inputs
+from inputs import as_int64, check_append, check_config, check_sampling, checked_prompt
 from positions import Positions, visible
 
 
@@ -37,14 +38,21 @@ class GPTConfig:
     window: int = 0          # keys that a token sees, its own included; 0: all. It must be less than block_size
     n_sink: int = 0          # the first positions, which every token sees in addition to its window
     gelu: str = 'none'       # or tanh: GELU's approximation, with which GPT-2 was trained
+    norm: str = 'layer'      # or rms, which neither subtracts a mean nor adds a bias (arXiv:1910.07467)
+    norm_eps: float = 1e-5   # added to the variance
+    mlp: str = 'gelu'        # or swiglu: silu(gate) * up (arXiv:2002.05202)
+    n_inner: int = 0         # channels inside of the MLP; 0: 4 * n_embd
+    head_dim: int = 0        # channels of a head; 0: n_embd / n_head
+    tied: bool = True        # is lm_head the token embedding?
+    qkv_bias: bool = False   # biases of queries, keys and values, where bias is False
+    qk_norm: bool = False    # an RMS norm of each head's queries and keys, before they are turned to their positions
+    rope_scaling: tuple = ()  # of Llama 3: (factor, low_freq_factor, high_freq_factor, original block_size)
 
     def __post_init__(self):
         check_config(self)
         self.n_kv_head = self.n_kv_head or self.n_head
-
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        self.n_inner = self.n_inner or 4 * self.n_embd
 
     @property
     def n_slots(self):
@@ -97,14 +105,7 @@ class LayerKVCache(NamedTuple):
         ragged = isinstance(start, torch.Tensor)
         end = start + T if not ragged else as_int64('cache_pos', start) + T
         longest = int(end.max()) if ragged else end
-        if longest > n_slots and not window:  # k_cache[:, :, start:end] would drop what does not fit, in silence
-            raise ValueError(f"cache is full: cache_pos {start} + {T} new tokens > block_size {n_slots}")
-        if window and T > window + 1:
-            raise ValueError(f"a cache for a window of {window} takes {window + 1} new tokens at once, not {T}: "
-                             "split them")
-        if (k.size(0), k.dtype, k.device) != (B, k_cache.dtype, k_cache.device):  # copy_ would broadcast and convert
-            raise ValueError(f"cache holds a batch of {B}, {k_cache.dtype} on {k_cache.device}, "
-                             f"but the keys are a batch of {k.size(0)}, {k.dtype} on {k.device}")
+        check_append(self, k, longest, window)
         keys, n = None, min(longest, n_slots)
         if ragged or longest > n_slots:
             rows, slots = torch.arange(B, device=k.device)[:, None], positions.slots.expand(B, T)
@@ -147,9 +148,11 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.n_kv_head, config.head_dim
         self.dropout = config.dropout
         n_rows = (config.n_head + 2 * config.n_kv_head) * config.head_dim  # q, k and v in one matmul, in this order
-        self.c_attn = nn.Linear(config.n_embd, n_rows, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_attn = nn.Linear(config.n_embd, n_rows, bias=config.bias or config.qkv_bias)
+        self.c_proj = nn.Linear(config.n_head * config.head_dim, config.n_embd, bias=config.bias)
         self.resid_dropout = nn.Dropout(config.dropout)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (nn.RMSNorm(config.head_dim, config.norm_eps) for _ in 'qk')
 
     def forward(self, x, positions, layer_cache=None, last_only=False):
         """
@@ -159,9 +162,11 @@ class CausalSelfAttention(nn.Module):
         B, T, _ = x.size()
         heads = self.c_attn(x).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim).transpose(1, 2)
         q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)  # (B, heads, T, head_dim) each
-        q_unrotated, config, keys = q, positions.config, None
+        config, keys = positions.config, None
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         if config.position == 'rope':
-            q, k = positions.rotated(q), positions.rotated(k)
+            q_unrotated, q, k = q, positions.rotated(q), positions.rotated(k)
         if layer_cache is not None:
             if type(layer_cache) is tuple:
                 layer_cache = LayerKVCache(*layer_cache)
@@ -180,22 +185,33 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.gelu = nn.GELU(config.gelu)  # arXiv:1606.08415
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, config.n_inner, bias=config.bias)
+        self.gelu = nn.GELU(config.gelu) if config.mlp == 'gelu' else None  # arXiv:1606.08415
+        if config.mlp == 'swiglu':
+            self.c_gate = nn.Linear(config.n_embd, config.n_inner, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_inner, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
-        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
+        hidden = self.c_fc(x)
+        hidden = F.silu(self.c_gate(x)) * hidden if self.gelu is None else self.gelu(hidden)
+        return self.dropout(self.c_proj(hidden))
+
+
+def norm_of(config):
+    """The norm of a model's residual stream."""
+    if config.norm == 'rms':
+        return nn.RMSNorm(config.n_embd, config.norm_eps)
+    return nn.LayerNorm(config.n_embd, config.norm_eps, bias=config.bias)
 
 
 class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_1 = norm_of(config)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd, bias=config.bias)
+        self.ln_2 = norm_of(config)
         self.mlp = MLP(config)
 
     def forward(self, x, positions, layer_cache=None, last_only=False):
@@ -215,9 +231,10 @@ class GPT(nn.Module):
             t.wpe = nn.Embedding(config.block_size, config.n_embd)
         t.drop = nn.Dropout(config.dropout)
         t.h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
-        t.ln_f = nn.LayerNorm(config.n_embd, bias=config.bias)
+        t.ln_f = norm_of(config)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        t.wte.weight = self.lm_head.weight  # one matrix reads tokens and writes them (arXiv:1608.05859)
+        if config.tied:
+            t.wte.weight = self.lm_head.weight  # one matrix reads tokens and writes them (arXiv:1608.05859)
 
         self.apply(self._init_weights)
         for name, p in self.named_parameters():
@@ -246,11 +263,11 @@ class GPT(nn.Module):
 
     def checked_cache_pos(self, cache_pos, B, T):
         """See `inputs.checked_cache_pos`."""
-        return checked_cache_pos(self.config, self.lm_head.weight.device, cache_pos, B, T)
+        return inputs.checked_cache_pos(self.config, self.lm_head.weight.device, cache_pos, B, T)
 
     def checked_input(self, idx, kv_cache):
         """See `inputs.checked_input`."""
-        return checked_input(self.config, self.lm_head.weight.device, idx, kv_cache)
+        return inputs.checked_input(self.config, self.lm_head.weight.device, idx, kv_cache)
 
     def hidden_states(self, idx, positions, kv_cache=None, last_only=False):
         """
@@ -325,11 +342,8 @@ class GPT(nn.Module):
         Raises ValueError on settings that make no sense. For stop tokens, for several threads: see generation.py.
         """
         check_sampling(temperature, top_k, top_p)
-        idx, c = as_int64('the prompt', idx), self.config
+        idx, c = checked_prompt(self.config, idx), self.config
         n_seen = -c.block_size if c.max_positions == c.block_size else None
-        if idx.dim() != 2 or not idx.numel() or not 0 <= idx.min() <= idx.max() < c.vocab_size:
-            raise ValueError("the prompt must be (B, T), at least one token, of integers within the vocabulary of "
-                             f"{c.vocab_size}; its shape is {tuple(idx.shape)}")
         if max_new_tokens < 0 or decoder and not use_cache:
             raise ValueError("max_new_tokens must be at least 0, and a decoder needs use_cache=True; not "
                              f"max_new_tokens={max_new_tokens}, use_cache={use_cache}")
@@ -402,18 +416,8 @@ class GPT(nn.Module):
     def estimate_mfu(self, fwdbwd_per_iter, dt, peak_flops=None):
         """FLOPS of fwdbwd_per_iter sequences in dt seconds over peak_flops (or None), as PaLM (arXiv:2204.02311)."""
         c = self.config
-        flops_per_token = 6 * self.get_num_params() + 12 * c.n_layer * c.n_embd * c.block_size
+        flops_per_token = 6 * self.get_num_params() + 12 * c.n_layer * c.n_head * c.head_dim * c.block_size
         return peak_flops and flops_per_token * c.block_size * fwdbwd_per_iter / dt / peak_flops
-
-
-def check_sampling(temperature, top_k, top_p):
-    """ValueError unless temperature >= 0, top_k is None or >= 1, and top_p is None or in (0, 1]."""
-    if temperature != 0 and not 1e-30 < temperature < math.inf:  # a smaller one makes infinite logits
-        raise ValueError(f"temperature must be 0 (greedy) or positive (above 1e-30), not {temperature}")
-    if top_k is not None and (not isinstance(top_k, int) or top_k < 1):
-        raise ValueError(f"top_k must be an integer and at least 1, not {top_k}")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p must be in (0, 1], not {top_p}: 1 draws from all tokens")
 
 
 def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None, noise=None):

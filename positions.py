@@ -2,8 +2,10 @@
 What attention makes of positions: rotary angles, ALiBi, the masks of windows and sinks, and the slots of a ring.
 
 A GPT with learned positions and without a window needs of this file only the causal mask. B sequences, T new tokens, K
-keys. Sources: rotary positions, arXiv:2104.09864; ALiBi, arXiv:2108.12409; windows with sinks, arXiv:2309.17453.
+keys. Sources: rotary positions, arXiv:2104.09864, scaled for long texts as Llama 3 (arXiv:2407.21783); ALiBi,
+arXiv:2108.12409; windows with sinks, arXiv:2309.17453.
 """
+import math
 from typing import NamedTuple
 
 import torch
@@ -31,12 +33,29 @@ def alibi_slopes(n_head, dtype=torch.float64, device='cpu'):
     return slopes if n == n_head else torch.cat((slopes[1::2], slopes[::2]))[:n_head]
 
 
-def rotary_angles(positions, head_dim, theta):
-    """Angles of the head_dim / 2 pairs of channels, float64 (*positions.shape, head_dim / 2), of integer positions."""
+def rotary_frequencies(head_dim, theta, scaling=()):
+    """
+    The angle from one position to the next of each of the head_dim / 2 pairs of channels, float64 (head_dim / 2,).
+
+    With scaling, see rope_scaling of GPTConfig, as Llama 3.1 has it: pairs that turn less than low_freq_factor times within the original
+    block_size turn `factor` times slower, those that turn more than high_freq_factor times turn as before, and between
+    the two the frequency is interpolated.
+    """
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device='cpu')
+    frequencies = float(theta) ** (-pairs / head_dim)
+    if not scaling:
+        return frequencies
+    factor, low, high, original = scaling
+    n_turns = original * frequencies / (2 * math.pi)
+    kept = ((n_turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / factor)
+
+
+def rotary_angles(positions, frequencies):
+    """Angles, float64 (*positions.shape, head_dim / 2), of integer positions; see `rotary_frequencies`."""
     # in float64: at position 1,000,000 an angle in float32 is off by 0.06
     where = 'cpu' if positions.device.type == 'mps' else positions.device  # mps has no float64
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device=where)
-    return positions.to(where, torch.float64)[..., None] * float(theta) ** (-pairs / head_dim)
+    return positions.to(where, torch.float64)[..., None] * frequencies.to(where)
 
 
 def wide(dtype):
@@ -90,12 +109,12 @@ def positions_in_ring(last, n, config):
     return torch.where(slots < c.n_sink, slots, torch.maximum(slots, newest))
 
 
-def turned(keys, shifts, theta):
+def turned(keys, shifts, frequencies):
     """
     Stored rotary keys (n_head, n, head_dim) whose positions change by shifts, int64 (n,): rotations add up. Computed in
-    float64 and rounded once.
+    float64 and rounded once. frequencies: see `rotary_frequencies`.
     """
-    angles = rotary_angles(shifts.to(keys.device), keys.size(-1), theta)
+    angles = rotary_angles(shifts.to(keys.device), frequencies)
     return rotate(keys.to(angles.dtype), angles.cos(), angles.sin()).to(keys.dtype)
 
 
@@ -125,7 +144,8 @@ class Positions:
                 self.sink_angles = self.cos_sin(q_pos.clamp(max=config.n_sink + config.window - 1))
 
     def cos_sin(self, positions):
-        angles = rotary_angles(positions, self.config.head_dim, self.config.rope_theta)
+        c = self.config
+        angles = rotary_angles(positions, rotary_frequencies(c.head_dim, c.rope_theta, c.rope_scaling))
         angles = angles[:, None] if positions.dim() == 2 else angles  # (B, 1, T, head_dim / 2): the same for all heads
         return tuple(x.to(positions.device, wide(self.dtype)) for x in (angles.cos(), angles.sin()))
 

@@ -19,7 +19,7 @@ from decode.eager import EagerDecoder
 from decode.metadata import InputMetadata, KVArrays
 from decode.process import after_fork, uninterrupted
 from kvcache.records import Record
-from positions import turned
+from positions import rotary_frequencies, turned
 
 instances = weakref.WeakSet()
 
@@ -539,7 +539,10 @@ def check_shift(config, record, n_keep, n):
 
 def turning(config, shifts):
     """A function that turns stored keys (n_head, n, head_dim) by shifts (n,), or None if keys are not rotary."""
-    return (lambda keys: turned(keys, shifts, config.rope_theta)) if config.position == 'rope' else None
+    if config.position != 'rope':
+        return None
+    frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    return lambda keys: turned(keys, shifts, frequencies)
 
 
 def are_numbers(logits):
