@@ -31,8 +31,8 @@ def check_config(config):
         raise ValueError(f"n_head {c.n_head} must be divisible by n_kv_head {c.n_kv_head}")
     head_dim = c.head_dim or c.n_embd // c.n_head
     if c.position == 'rope' and head_dim % 2:
-        raise ValueError(f"rotary positions turn pairs of channels, and a head has {head_dim}: choose an even head_dim, "
-                         "or n_embd and n_head so that n_embd / n_head is even")
+        raise ValueError(f"rotary positions turn pairs of channels, and a head has {head_dim}: choose an even "
+                         "head_dim, or n_embd and n_head so that n_embd / n_head is even")
     if not isinstance(c.rope_theta, (int, float)) or not 1 <= c.rope_theta < math.inf:
         raise ValueError(f"rope_theta must be at least 1, not {c.rope_theta!r}")
     if not isinstance(c.norm_eps, (int, float)) or not 0 < c.norm_eps < 1:

@@ -37,9 +37,9 @@ def rotary_frequencies(head_dim, theta, scaling=()):
     """
     The angle from one position to the next of each of the head_dim / 2 pairs of channels, float64 (head_dim / 2,).
 
-    With scaling, see rope_scaling of GPTConfig, as Llama 3.1 has it: pairs that turn less than low_freq_factor times within the original
-    block_size turn `factor` times slower, those that turn more than high_freq_factor times turn as before, and between
-    the two the frequency is interpolated.
+    With scaling, see rope_scaling of GPTConfig, as Llama 3.1 has it: pairs that turn less than low_freq_factor times
+    within the original block_size turn `factor` times slower, those that turn more than high_freq_factor times turn as
+    before, and between the two the frequency is interpolated.
     """
     pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device='cpu')
     frequencies = float(theta) ** (-pairs / head_dim)

@@ -1,22 +1,24 @@
 """
-The families of models that a GPT here can be read from: gpt2, gpt_bigcode, starcoder2 and mpt, by the model_type of
-their config.json. Here is what a config.json says in the fields of GPTConfig, what in it cannot be represented, and
-which family computes what a GPT computes.
+The families of models that a GPT here can be read from, by the model_type of their config.json: gpt2, gpt_bigcode,
+starcoder2 and mpt, and llama, mistral, qwen2 and qwen3. Here is what a config.json says in the fields of GPTConfig,
+what in it cannot be represented, and which family computes what a GPT computes.
 
 Sources: configuration_*.py and modeling_*.py of each family in https://github.com/huggingface/transformers.
 """
 GPT2_SIZES = dict(block_size='n_positions', vocab_size='vocab_size', n_layer='n_layer', n_head='n_head',
                   n_embd='n_embd')
+ROPE_SIZES = dict(block_size='max_position_embeddings', vocab_size='vocab_size', n_layer='num_hidden_layers',
+                  n_head='num_attention_heads', n_embd='hidden_size')
 SIZES = {  # family: {field of GPTConfig: its key in config.json}
     'gpt2': GPT2_SIZES,
     'gpt_bigcode': GPT2_SIZES,
-    'starcoder2': dict(block_size='max_position_embeddings', vocab_size='vocab_size', n_layer='num_hidden_layers',
-                       n_head='num_attention_heads', n_embd='hidden_size'),
+    'starcoder2': ROPE_SIZES,
     'mpt': dict(block_size='max_seq_len', vocab_size='vocab_size', n_layer='n_layers', n_head='n_heads',
                 n_embd='d_model'),
+    **dict.fromkeys(('llama', 'mistral', 'qwen2', 'qwen3'), ROPE_SIZES | dict(n_inner='intermediate_size')),
 }
 GELU = {'gelu': 'none', 'gelu_new': 'tanh', 'gelu_pytorch_tanh': 'tanh'}  # the name of an activation: our name
-EPS = 1e-5  # of our layer norms
+LLAMA3 = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'  # as in rope_scaling
 
 
 def config_args(hf):
@@ -34,9 +36,10 @@ def config_args(hf):
     for field, key in SIZES[family].items():
         if type(args[field]) is not int or args[field] < 1:
             raise ValueError(f"{key} must be a positive integer, not {args[field]!r}")
-    expect(hf, tie_word_embeddings=(True,), quantization_config=(None,))
-    read = {'gpt2': gpt2, 'gpt_bigcode': gpt_bigcode, 'starcoder2': starcoder2, 'mpt': mpt}[family]
-    return args | read(hf, args)
+    expect(hf, quantization_config=(None,))
+    read = {'gpt2': gpt2, 'gpt_bigcode': gpt_bigcode, 'starcoder2': starcoder2, 'mpt': mpt}.get(family, llama)
+    tied = hf.get('tie_word_embeddings', read is not llama)
+    return args | dict(tied=tied) | read(hf, args)
 
 
 def expect(hf, prefix='', **allowed):
@@ -54,9 +57,9 @@ def gelu_of(hf, key, default):
 
 
 def gpt2(hf, args):
-    expect(hf, n_inner=(None, 4 * args['n_embd']), layer_norm_epsilon=(EPS,), scale_attn_weights=(True,),
-           scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
-    return dict(gelu=gelu_of(hf, 'activation_function', 'gelu_new'))
+    expect(hf, scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
+    return dict(gelu=gelu_of(hf, 'activation_function', 'gelu_new'), n_inner=hf.get('n_inner') or 0,
+                norm_eps=hf.get('layer_norm_epsilon', 1e-5))
 
 
 def gpt_bigcode(hf, args):
@@ -66,49 +69,96 @@ def gpt_bigcode(hf, args):
 
 
 def starcoder2(hf, args):
-    expect(hf, intermediate_size=(4 * args['n_embd'],), norm_epsilon=(EPS,), norm_type=('layer_norm',),
-           mlp_type=('default',), head_dim=(None, args['n_embd'] // args['n_head']), use_bias=(True, False))
+    expect(hf, norm_type=('layer_norm',), mlp_type=('default',), use_bias=(True, False))
+    return rotary(hf, args) | dict(
+        window=window_of(hf, args), n_inner=hf.get('intermediate_size', 12288), bias=hf.get('use_bias', True),
+        norm_eps=hf.get('norm_epsilon', 1e-5), gelu=gelu_of(hf, 'hidden_act', 'gelu_pytorch_tanh'))
+
+
+def llama(hf, args):
+    """Llama's family: llama, mistral, qwen2 and qwen3."""
+    family, window = hf['model_type'], 0
+    expect(hf, hidden_act=('silu',), pretraining_tp=(1,))
+    bias = hf.get('attention_bias', False) if family == 'llama' else False
+    if family == 'llama':
+        expect(hf, mlp_bias=(False,) if not bias else (True,))
+    if family == 'qwen3':
+        expect(hf, attention_bias=(False,))
+    if family == 'mistral':
+        window = window_of(hf | dict(sliding_window=hf.get('sliding_window', 4096)), args)
+    elif family != 'llama' and hf.get('use_sliding_window'):
+        window = window_of(hf, args)
+    kinds = hf.get('layer_types') or ['full_attention']
+    first = hf.get('max_window_layers', 28) if family.startswith('qwen') and window else 0
+    if 0 < first < args['n_layer'] or len(set(kinds)) > 1:
+        raise ValueError("some layers have a window and others have none, which a GPT here cannot represent "
+                         f"({'layer_types' if len(set(kinds)) > 1 else f'max_window_layers is {first}'})")
+    if first >= args['n_layer']:
+        window = 0
+    return rotary(hf, args) | dict(
+        norm='rms', norm_eps=hf.get('rms_norm_eps', 1e-6), mlp='swiglu', bias=bias, window=window,
+        qkv_bias=family == 'qwen2', qk_norm=family == 'qwen3')
+
+
+def window_of(hf, args):
     window = hf.get('sliding_window') or 0
     if type(window) is not int or window < 0:
         raise ValueError(f"sliding_window must be a number of positions or null, not {window!r}")
-    return dict(position='rope', rope_theta=rope_theta(hf), n_kv_head=hf.get('num_key_value_heads', args['n_head']),
-                window=window if window < args['block_size'] else 0,  # a larger one hides nothing within block_size
-                bias=hf.get('use_bias', True), gelu=gelu_of(hf, 'hidden_act', 'gelu_pytorch_tanh'))
+    return window if window < args['block_size'] else 0  # a larger one hides nothing within block_size
 
 
-def rope_theta(hf):
-    """The base of the rotary angles: rope_theta, or in newer files rope_parameters. ValueError if they are scaled."""
-    for key in ('rope_parameters', 'rope_scaling'):
-        values = hf.get(key) or {}
-        if not isinstance(values, dict):
-            raise ValueError(f"{key} must be a dict or null, not {values!r}")
+def rotary(hf, args):
+    """Heads and rotary positions: rope_theta and rope_scaling, or in newer files rope_parameters."""
+    n_kv_head = dict(mistral=8, qwen2=32, qwen3=32).get(hf['model_type'], args['n_head'])
+    values = {}
+    for key in ('rope_scaling', 'rope_parameters'):
+        given = hf.get(key) or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"{key} must be a dict or null, not {given!r}")
         for kind in ('rope_type', 'type'):
-            expect(values, f'{key}.', **{kind: ('default',)})
-        expect(values, f'{key}.', partial_rotary_factor=(1.0,))
-    return (hf.get('rope_parameters') or {}).get('rope_theta', hf.get('rope_theta', 10000.0))
+            expect(given, f'{key}.', **{kind: ('default', 'llama3')})
+        expect(given, f'{key}.', partial_rotary_factor=(1.0,))
+        values |= given
+    scaling = ()
+    if 'llama3' in (values.get('rope_type'), values.get('type')):
+        scaling = tuple(values.get(name, 0) for name in LLAMA3)  # 0, which GPTConfig refuses
+    return dict(position='rope', rope_theta=values.get('rope_theta', hf.get('rope_theta', 10000.0)),
+                rope_scaling=scaling, n_kv_head=hf.get('num_key_value_heads', n_kv_head) or args['n_head'],
+                head_dim=hf.get('head_dim', 128 if hf['model_type'] == 'qwen3' else 0) or 0)
 
 
 def mpt(hf, args):
     attention = hf.get('attn_config') or {}
     if not isinstance(attention, dict):
         raise ValueError(f"attn_config must be a dict or null, not {attention!r}")
-    expect(hf, expansion_ratio=(4,), layer_norm_epsilon=(EPS,), logit_scale=(None,), no_bias=(True, False),
-           norm_type=('low_precision_layernorm', 'layernorm'))
+    expect(hf, logit_scale=(None,), no_bias=(True, False), norm_type=('low_precision_layernorm', 'layernorm'))
     expect(attention, 'attn_config.', alibi=(True,), alibi_bias_max=(8,), attn_type=('multihead_attention',),
            clip_qkv=(None, 0), qk_ln=(False,), qk_gn=(False,), prefix_lm=(False,), rope=(False,),
            softmax_scale=(None, (args['n_embd'] // args['n_head']) ** -0.5), sliding_window_size=(-1,))
-    return dict(position='alibi', bias=not hf.get('no_bias', True), gelu='none')
+    return dict(position='alibi', bias=not hf.get('no_bias', True), gelu='none',
+                n_inner=hf.get('expansion_ratio', 4) * args['n_embd'], norm_eps=hf.get('layer_norm_epsilon', 1e-5))
 
 
 def family_of(config):
     """
-    The family whose models compute what a model of this config computes: gpt2, starcoder2 or mpt. ValueError, which
-    says why, if there is none.
+    The family whose models compute what a model of this config computes: gpt2, starcoder2, mpt, llama, mistral, qwen2
+    or qwen3. ValueError, which says why, if there is none.
     """
-    if config.n_sink:
-        raise ValueError(f"n_sink {config.n_sink}: none of the models that transformers and llama.cpp have sees sinks "
+    c = config
+    if c.n_sink:
+        raise ValueError(f"n_sink {c.n_sink}: none of the models that transformers and llama.cpp have sees sinks "
                          "beside its window, so there is no format for this one; use it here")
-    if config.window and config.position != 'rope':
-        raise ValueError(f"window {config.window} with position={config.position}: the window has a place in the "
-                         "files of rope models only (starcoder2), and others would ignore it; use this model here")
-    return {'rope': 'starcoder2', 'alibi': 'mpt'}.get(config.position, 'gpt2')
+    if c.window and c.position != 'rope':
+        raise ValueError(f"window {c.window} with position={c.position}: the window has a place in the files of rope "
+                         "models only (starcoder2, mistral), and others would ignore it; use this model here")
+    if (c.norm, c.mlp, c.position) == ('rms', 'swiglu', 'rope'):
+        if c.qk_norm + c.qkv_bias + c.bias > 1 or c.window and c.bias:
+            raise ValueError(f"qk_norm={c.qk_norm}, qkv_bias={c.qkv_bias}, bias={c.bias} and window={c.window}: no "
+                             "family of Llama's kind has these together; use this model here")
+        return ('qwen3' if c.qk_norm else 'qwen2' if c.qkv_bias else 'mistral' if c.window else 'llama')
+    if (c.norm, c.mlp, c.qk_norm, c.qkv_bias and not c.bias) != ('layer', 'gelu', False, False) or (
+            c.head_dim * c.n_head != c.n_embd):
+        raise ValueError(f"norm={c.norm}, mlp={c.mlp}, position={c.position}, head_dim={c.head_dim}, "
+                         f"qk_norm={c.qk_norm}, qkv_bias={c.qkv_bias}: no family of transformers has these together; "
+                         "norm=rms, mlp=swiglu and position=rope are a llama; use this model here")
+    return {'rope': 'starcoder2', 'alibi': 'mpt'}.get(c.position, 'gpt2')

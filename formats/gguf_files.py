@@ -5,13 +5,14 @@ from formats.families import family_of
 from formats.names import GGUF
 from formats.tokenizer_files import add_gguf_tokenizer, check_vocabulary
 from formats.weights import heads_of, weights_with_biases
+from positions import rotary_frequencies
 from whole_file import replacing
 
 
 def to_gguf(model, path, type='f32', tokenizer=None):
     """
-    Write a GGUF file of architecture gpt2, starcoder2 (rope) or mpt (alibi), see `family_of`. Returns the kind of its
-    tokenizer, see `add_gguf_tokenizer`.
+    Write a GGUF file of the architecture that computes what the model computes, see `family_of`; a mistral is a llama
+    there. Returns the kind of its tokenizer, see `add_gguf_tokenizer`.
 
     type: 'f32', or 'q8_0': matrices in 8 bits, 32 numbers to a scale, for which n_embd must be a multiple of 32.
         Positions, biases and layer norms stay float32.
@@ -24,20 +25,24 @@ def to_gguf(model, path, type='f32', tokenizer=None):
     Raises ValueError on another type, for sinks and for windows without rope, if path is a file of another format, if
     gguf is not installed, if the tokenizer has more tokens than the model, and for a JSONTokenizer.
 
-    Sources: docs/gguf.md in https://github.com/ggml-org/ggml; src/models/{gpt2,starcoder2,mpt}.cpp and
-    src/llama-vocab.cpp in https://github.com/ggml-org/llama.cpp.
+    Sources: docs/gguf.md in https://github.com/ggml-org/ggml; src/llama-vocab.cpp and, in src/models, gpt2, starcoder2,
+    mpt, llama, qwen2 and qwen3.cpp in https://github.com/ggml-org/llama.cpp.
     """
     try:
         import gguf
     except ImportError as e:
         raise ValueError("writing GGUF needs the gguf library: pip install gguf") from e
     check_vocabulary(model, tokenizer)
-    c, architecture = model.config, family_of(model.config)
+    c, family = model.config, family_of(model.config)
+    architecture = 'llama' if family == 'mistral' else family
     if type not in ('f32', 'q8_0'):
         raise ValueError(f"type must be f32 or q8_0, not {type!r}")
-    if type == 'q8_0' and c.n_embd % 32 != 0:
-        raise ValueError(f"q8_0 packs 32 numbers in a block, and n_embd {c.n_embd} is not a multiple of 32: "
-                         "use type=f32")
+    inputs = dict(n_embd=c.n_embd, n_inner=c.n_inner, n_head_times_head_dim=c.n_head * c.head_dim)  # of its matrices
+    for name, n in inputs.items() if type == 'q8_0' else ():
+        if n % 32 != 0:
+            raise ValueError(f"q8_0 packs 32 numbers in a block, and {name} {n} is not a multiple of 32: use type=f32")
+    if c.rope_scaling and architecture == 'starcoder2':
+        raise ValueError("llama.cpp's starcoder2 has no rope_scaling: export with --to=hf")
     if os.path.exists(path) and not is_gguf(path):
         raise ValueError(f"{path} exists and is no GGUF file: remove it, or choose another path")
     quantised = gguf.GGMLQuantizationType[type.upper()]
@@ -47,14 +52,21 @@ def to_gguf(model, path, type='f32', tokenizer=None):
         writer.add_context_length(c.window or c.block_size)
         writer.add_embedding_length(c.n_embd)
         writer.add_block_count(c.n_layer)
-        writer.add_feed_forward_length(4 * c.n_embd)
+        writer.add_feed_forward_length(c.n_inner)
         writer.add_head_count(c.n_head)
         writer.add_head_count_kv(c.n_kv_head)
         if c.position == 'rope':
             writer.add_rope_freq_base(c.rope_theta)
+            writer.add_rope_dimension_count(c.head_dim)
+            writer.add_key_length(c.head_dim)
+            writer.add_value_length(c.head_dim)
+        if c.rope_scaling:
+            slower = rotary_frequencies(c.head_dim, c.rope_theta) / rotary_frequencies(
+                c.head_dim, c.rope_theta, c.rope_scaling)
+            writer.add_tensor('rope_freqs.weight', slower.float().numpy())
         if c.position == 'alibi':
             writer.add_max_alibi_bias(8.0)
-        writer.add_layer_norm_eps(model.transformer.ln_f.eps)
+        (writer.add_layer_norm_rms_eps if c.norm == 'rms' else writer.add_layer_norm_eps)(c.norm_eps)
         writer.add_vocab_size(c.vocab_size)
         writer.add_file_type(gguf.LlamaFileType['ALL_F32' if type == 'f32' else 'MOSTLY_Q8_0'])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -65,7 +77,10 @@ def to_gguf(model, path, type='f32', tokenizer=None):
                 continue  # the others need them
             names = GGUF[architecture].of(name)
             for their_name, part in zip(names, heads_of(w, c) if len(names) > 1 else [w]):
-                part = part.float().numpy()
+                part = part.float()
+                if architecture == 'llama' and ('.attn_q.' in their_name or '.attn_k.' in their_name):
+                    part = pairs_side_by_side(part, c.head_dim)
+                part = part.numpy()
                 if part.ndim == 2 and not their_name.startswith('position_embd'):
                     writer.add_tensor(their_name, gguf.quantize(part, quantised), raw_dtype=quantised)
                 else:
@@ -78,6 +93,14 @@ def to_gguf(model, path, type='f32', tokenizer=None):
         except OSError as e:
             raise OSError(f"{path} could not be written, is the disk full? ({e})") from e
     return kind
+
+
+def pairs_side_by_side(w, head_dim):
+    """
+    Rows of queries or keys, a matrix or a bias, in the order of llama.cpp's llama: the two channels that are turned
+    together, which are head_dim / 2 apart here, are side by side there.
+    """
+    return w.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2).contiguous()
 
 
 def is_gguf(path):

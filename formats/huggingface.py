@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 
-from formats.families import family_of
+from formats.families import LLAMA3, family_of
 from formats.names import CONV1D, HUGGING_FACE
 from formats.tokenizer_files import check_vocabulary, huggingface_tokenizer
 from formats.weights import heads_of, weights_with_biases, with_all_heads
@@ -21,6 +21,8 @@ def to_huggingface(model, folder, tokenizer=None):
 
     transformers computes the same logits from it, and GPT.from_pretrained gets the same bits back:
 
+    norm=rms, mlp=swiglu and rope: llama, or with a window mistral, with biases of q, k and v qwen2, with norms of
+    queries and keys qwen3. Other models with
     rope: starcoder2, with its window as sliding_window.
     alibi: mpt, which has no biases (all of the model's must be zero), and the exact GELU.
     learned and none: gpt2. For none the positions are zeros, and biases that bias=False leaves out are zeros.
@@ -41,7 +43,7 @@ def to_huggingface(model, folder, tokenizer=None):
     weights = huggingface_weights(model, family)
     end = getattr(tokenizer, 'end_of_text', None)
     files = {'config.json': huggingface_config(model, family) | dict(
-        vocab_size=model.config.vocab_size, tie_word_embeddings=True, bos_token_id=end, eos_token_id=end,
+        vocab_size=model.config.vocab_size, tie_word_embeddings=model.config.tied, bos_token_id=end, eos_token_id=end,
         torch_dtype=str(model.lm_head.weight.dtype).removeprefix('torch.'))}
     if tokenizer is not None:
         files['tokenizer.json'], files['tokenizer_config.json'] = huggingface_tokenizer(tokenizer)
@@ -77,36 +79,50 @@ def huggingface_weights(model, family):
             continue  # use_bias is False there, and the layer norms have one in any case
         parts = [w]
         if '.c_attn.' in name:
-            parts = heads_of(w, c) if family == 'starcoder2' else [with_all_heads(w, c)]
-        for their_name, part in zip(names.of(name), parts):
+            parts = heads_of(w, c) if len(names.of(name)) > 1 else [with_all_heads(w, c)]
+        for their_name, part in zip(names.full(name), parts):
             transposed = family == 'gpt2' and name.endswith(CONV1D)
             part = part.t() if transposed else part.clone() if len(parts) > 1 else part
-            weights[names.base + their_name] = part.contiguous()
+            weights[their_name] = part.contiguous()
     return weights
 
 
 def huggingface_config(model, family):
     """The part of config.json that the family has in words of its own."""
-    c, eps = model.config, model.transformer.ln_f.eps
+    c, eps = model.config, model.config.norm_eps
     if family == 'gpt2':
         return dict(model_type='gpt2', architectures=['GPT2LMHeadModel'],
                     activation_function={'none': 'gelu', 'tanh': 'gelu_new'}[c.gelu], n_positions=c.block_size,
-                    n_ctx=c.block_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, layer_norm_epsilon=eps,
+                    n_ctx=c.block_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_inner=c.n_inner,
+                    layer_norm_epsilon=eps,
                     resid_pdrop=c.dropout, embd_pdrop=c.dropout, attn_pdrop=c.dropout)
-    if family == 'starcoder2':
-        return dict(model_type='starcoder2', architectures=['Starcoder2ForCausalLM'],
-                    hidden_act={'none': 'gelu', 'tanh': 'gelu_pytorch_tanh'}[c.gelu],
-                    max_position_embeddings=c.block_size, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
-                    num_key_value_heads=c.n_kv_head, hidden_size=c.n_embd, intermediate_size=4 * c.n_embd,
-                    rope_theta=c.rope_theta,  # where transformers before 5 has it
-                    rope_parameters=dict(rope_type='default', rope_theta=c.rope_theta),
-                    sliding_window=c.window or None, use_bias=c.bias, norm_epsilon=eps, residual_dropout=c.dropout,
-                    embedding_dropout=c.dropout, attention_dropout=c.dropout)
+    if c.position == 'rope':
+        kind, scaling = ('llama3', dict(zip(LLAMA3, c.rope_scaling))) if c.rope_scaling else ('default', {})
+        shared = dict(max_position_embeddings=c.block_size, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
+                      num_key_value_heads=c.n_kv_head, hidden_size=c.n_embd, intermediate_size=c.n_inner,
+                      rope_theta=c.rope_theta,  # where transformers before 5 has it
+                      rope_parameters=dict(rope_type=kind, rope_theta=c.rope_theta) | scaling,
+                      attention_dropout=c.dropout, sliding_window=c.window or None)
+        if c.rope_scaling:
+            shared['rope_scaling'] = dict(rope_type=kind) | scaling
+        if family == 'starcoder2':
+            return shared | dict(
+                model_type='starcoder2', architectures=['Starcoder2ForCausalLM'], use_bias=c.bias, norm_epsilon=eps,
+                hidden_act={'none': 'gelu', 'tanh': 'gelu_pytorch_tanh'}[c.gelu], residual_dropout=c.dropout,
+                embedding_dropout=c.dropout)
+        return shared | dict(
+            model_type=family, architectures=[f'{family.capitalize()}ForCausalLM'], hidden_act='silu', rms_norm_eps=eps,
+            head_dim=c.head_dim, attention_bias=c.bias, mlp_bias=c.bias, use_sliding_window=c.window > 0,
+            max_window_layers=0 if c.window else c.n_layer)
+    if c.n_inner % c.n_embd:
+        raise ValueError(f"n_inner {c.n_inner}, but in transformers' ALiBi models (mpt) it is a multiple of n_embd "
+                         f"{c.n_embd}: export to gguf")
     if c.gelu != 'none':
         raise ValueError(f"gelu={c.gelu}, but transformers' ALiBi models (mpt) have the exact GELU: train with "
                          "--gelu=none, or export to gguf")
     return dict(model_type='mpt', architectures=['MptForCausalLM'], max_seq_len=c.block_size, n_layers=c.n_layer,
-                n_heads=c.n_head, d_model=c.n_embd, expansion_ratio=4, no_bias=True, learned_pos_emb=False,
+                n_heads=c.n_head, d_model=c.n_embd, expansion_ratio=c.n_inner // c.n_embd, no_bias=True,
+                learned_pos_emb=False,
                 layer_norm_epsilon=eps, resid_pdrop=c.dropout, emb_pdrop=c.dropout, norm_type='low_precision_layernorm',
                 attn_config=dict(alibi=True, alibi_bias_max=8, attn_type='multihead_attention', attn_impl='torch'))
 

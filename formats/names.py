@@ -9,14 +9,21 @@ class Names(NamedTuple):
     The names of one project.
 
     parts: {our name of a part: theirs, or theirs in the order of our rows if the part is several matrices there}.
-    layers: what stands before the number of a layer. base: what may stand before a name.
+    layers: what stands before the number of a layer. base: what may stand before a name, but not before head: lm_head.
     """
     parts: dict
     layers: str
     base: str = ''
+    head: str = 'lm_head.weight'
+
+    def full(self, name):
+        """`of`, with what stands before the names in files."""
+        return [their_name if their_name == self.head else self.base + their_name for their_name in self.of(name)]
 
     def of(self, name):
         """transformer.h.0.mlp.c_fc.weight -> ['layers.0.mlp.c_fc.weight'], without `base`."""
+        if name == 'lm_head.weight':
+            return [self.head]
         *path, kind = name.removeprefix('transformer.').split('.')
         layer = ''
         if path[0] == 'h':
@@ -25,17 +32,23 @@ class Names(NamedTuple):
         return [f'{layer}{theirs}.{kind}' for theirs in ((part,) if isinstance(part, str) else part)]
 
 
-OURS = 'wte', 'wpe', 'ln_f', 'ln_1', 'attn.c_attn', 'attn.c_proj', 'ln_2', 'mlp.c_fc', 'mlp.c_proj'
+OURS = ('wte', 'wpe', 'ln_f', 'ln_1', 'attn.c_attn', 'attn.q_norm', 'attn.k_norm', 'attn.c_proj', 'ln_2', 'mlp.c_fc',
+        'mlp.c_gate', 'mlp.c_proj')
 GPT2 = Names({part: part for part in OURS}, 'h', 'transformer.')
+ROPE = {  # of starcoder2 and Llama's family
+    'wte': 'embed_tokens', 'ln_f': 'norm', 'ln_1': 'input_layernorm',
+    'attn.c_attn': ('self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj'), 'attn.c_proj': 'self_attn.o_proj',
+    'ln_2': 'post_attention_layernorm',
+}
+LLAMA = Names(ROPE | {
+    'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm', 'mlp.c_fc': 'mlp.up_proj',
+    'mlp.c_gate': 'mlp.gate_proj', 'mlp.c_proj': 'mlp.down_proj',
+}, 'layers', 'model.')
 HUGGING_FACE = {
     'gpt2': GPT2,
     'gpt_bigcode': GPT2,
-    'starcoder2': Names({
-        'wte': 'embed_tokens', 'ln_f': 'norm', 'ln_1': 'input_layernorm',
-        'attn.c_attn': ('self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj'),
-        'attn.c_proj': 'self_attn.o_proj', 'ln_2': 'post_attention_layernorm', 'mlp.c_fc': 'mlp.c_fc',
-        'mlp.c_proj': 'mlp.c_proj',
-    }, 'layers', 'model.'),
+    'starcoder2': Names(ROPE | {'mlp.c_fc': 'mlp.c_fc', 'mlp.c_proj': 'mlp.c_proj'}, 'layers', 'model.'),
+    **dict.fromkeys(('llama', 'mistral', 'qwen2', 'qwen3'), LLAMA),
     'mpt': Names({
         'wte': 'wte', 'ln_f': 'norm_f', 'ln_1': 'norm_1', 'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj',
         'ln_2': 'norm_2', 'mlp.c_fc': 'ffn.up_proj', 'mlp.c_proj': 'ffn.down_proj',
@@ -43,10 +56,11 @@ HUGGING_FACE = {
 }
 GGUF_PARTS = {
     'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_1': 'attn_norm', 'attn.c_attn': 'attn_qkv',
-    'attn.c_proj': 'attn_output', 'ln_2': 'ffn_norm', 'mlp.c_fc': 'ffn_up', 'mlp.c_proj': 'ffn_down',
+    'attn.q_norm': 'attn_q_norm', 'attn.k_norm': 'attn_k_norm', 'attn.c_proj': 'attn_output', 'ln_2': 'ffn_norm',
+    'mlp.c_fc': 'ffn_up', 'mlp.c_gate': 'ffn_gate', 'mlp.c_proj': 'ffn_down',
 }
+SEPARATE = Names(GGUF_PARTS | {'attn.c_attn': ('attn_q', 'attn_k', 'attn_v')}, 'blk', head='output.weight')
 GGUF = {
-    'gpt2': Names(GGUF_PARTS, 'blk'),
-    'mpt': Names(GGUF_PARTS, 'blk'),
-    'starcoder2': Names(GGUF_PARTS | {'attn.c_attn': ('attn_q', 'attn_k', 'attn_v')}, 'blk'),
+    **dict.fromkeys(('gpt2', 'mpt'), Names(GGUF_PARTS, 'blk', head='output.weight')),
+    **dict.fromkeys(('starcoder2', 'llama', 'mistral', 'qwen2', 'qwen3'), SEPARATE),
 }

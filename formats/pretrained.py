@@ -15,8 +15,8 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None):
     """
-    A GPT with the weights of a folder in Hugging Face format (of gpt2, gpt_bigcode, starcoder2 or mpt), which is
-    downloaded first when model_type is a GPT-2's name.
+    A GPT with the weights of a folder in Hugging Face format (of a family of families.py), which is downloaded first
+    when model_type is a GPT-2's name.
 
     GPT, GPTConfig: the classes of model.py, or of a model that inherits from it. override_args may set dropout. dtype:
     of the weights; None keeps that of the files. Weights that are the same here and there are not copied: they stay
@@ -30,7 +30,7 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None):
     files, hf = Files(folder), read_downloaded(os.path.join(folder, 'config.json'))
     try:
         args = config_args(hf)
-        if not args.get('bias', True):  # of the linear layers; the layer norms of a starcoder2 have one in any case
+        if not args.get('bias', True) and 'norm' not in args:  # the layer norms of a starcoder2 have one in any case
             args['bias'] = any(files.read(name).any() for name in files.weights if name.endswith('norm.bias'))
         config = GPTConfig(**args | override_args)
     except ValueError as e:
@@ -42,7 +42,8 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None):
         model.load_state_dict(state_dict_of(model, hf, files, dtype), assign=True)
     except (ValueError, RuntimeError) as e:  # RuntimeError of torch, where shapes do not fit
         raise ValueError(f"the weights of {folder} do not fit its config.json: {' '.join(str(e).split())[:300]}") from e
-    model.transformer.wte.weight = model.lm_head.weight
+    if config.tied:
+        model.transformer.wte.weight = model.lm_head.weight
     return model
 
 
@@ -52,8 +53,8 @@ def state_dict_of(model, hf, files, dtype):
     names, state_dict, used = HUGGING_FACE[family], {}, {'lm_head.weight'}
     first, = names.of('transformer.wte.weight')
     dtype = dtype or files.read(first).dtype
-    for name, shape in ((name, w.shape) for name, w in model.state_dict().items() if name != 'lm_head.weight'):
-        theirs = names.of(name)
+    for name, shape in ((name, w.shape) for name, w in model.state_dict().items()):
+        theirs = names.of(name if name != 'lm_head.weight' or not c.tied else 'transformer.wte.weight')
         if family == 'starcoder2' and name.endswith('.bias') and not hf.get('use_bias', True) and '.ln_' not in name:
             state_dict[name] = torch.zeros(shape, dtype=dtype)
             continue
@@ -65,9 +66,8 @@ def state_dict_of(model, hf, files, dtype):
         if family == 'gpt_bigcode' and c.n_kv_head == c.n_head and '.c_attn.' in name:  # there q, k, v of each head
             w = w.unflatten(0, (c.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
         state_dict[name] = w.contiguous()
-    state_dict['lm_head.weight'] = state_dict['transformer.wte.weight']
     others = sorted(name for name in set(files.weights) - used if not name.endswith(MASKS)
-                    and not (c.bias is False and name.endswith('norm.bias')))
+                    and not (c.bias is False and c.norm == 'layer' and name.endswith('norm.bias')))
     if others:
         raise ValueError(f"a GPT here has no place for: {', '.join(others[:3])}{' ...' * (len(others) > 3)} "
                          f"({len(others)})")

@@ -26,8 +26,8 @@ def same(a, b):
 def check_weights(config, names, weights):
     """
     ValueError unless `weights`, see `once`, have the number of layers, the embedding and the positions of config, and
-    their lm_head, if there is one, is the embedding. To be called before a model is built, because the sizes that are
-    written in a file may be any numbers. names: those of the project that the weights are from.
+    their lm_head, if there is one and config.tied, is the embedding. To be called before a model is built, because the
+    sizes that are written in a file may be any numbers. names: those of the project that the weights are from.
     """
     n_layer = len({name.split('.')[1] for name in weights if name.startswith(names.layers + '.')})
     if n_layer != config.n_layer:
@@ -39,14 +39,15 @@ def check_weights(config, names, weights):
         if name not in weights or weights[name].shape != shape:
             found = tuple(weights[name].shape) if name in weights else "missing"
             raise ValueError(f"{sizes[name]} and n_embd are {shape}, but {name} is {found}")
-    if not same(weights.get('lm_head.weight', weights[embedding]), weights[embedding]):
-        raise ValueError(f"lm_head.weight is not {embedding} (untied heads), but a GPT here has one matrix for both")
+    if config.tied and not same(weights.get('lm_head.weight', weights[embedding]), weights[embedding]):
+        raise ValueError(f"lm_head.weight is not {embedding}, but the config says that it is: set tied, or "
+                         "tie_word_embeddings, to false")
 
 
 def heads_of(w, config):
     """Rows of c_attn, a matrix or a bias, as those of the queries, keys and values."""
     kv = config.n_kv_head * config.head_dim
-    return w.split([config.n_embd, kv, kv])
+    return w.split([config.n_head * config.head_dim, kv, kv])
 
 
 def with_all_heads(w, config):
@@ -61,16 +62,18 @@ def with_all_heads(w, config):
 
 def weights_with_biases(model):
     """
-    The model's state dict on the CPU, without the tied lm_head, with zeros for the biases that it lacks, and with zeros
-    as the positions of position='none'.
+    The model's state dict on the CPU, without a tied lm_head, with zeros as the positions of position='none', and with
+    zeros for the biases that it lacks if its norms can have any.
     """
     c, weights = model.config, {}
     for name, w in model.state_dict().items():
         weights[name] = w.cpu()
         if name.endswith('wte.weight') and c.position == 'none':
             weights[name.replace('wte', 'wpe')] = w.new_zeros(c.block_size, c.n_embd, device='cpu')
-        if name.endswith('.weight') and not name.endswith(('wte.weight', 'wpe.weight')):
+        if c.norm == 'layer' and name.endswith('.weight') and not name.endswith(
+                ('wte.weight', 'wpe.weight', 'lm_head.weight')):
             # if the model has this bias, it comes next in the state dict and replaces the zeros
             weights[name.removesuffix('weight') + 'bias'] = w.new_zeros(len(w), device='cpu')
-    del weights['lm_head.weight'], weights['lm_head.bias']
+    if c.tied:
+        del weights['lm_head.weight']
     return weights
