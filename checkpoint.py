@@ -133,12 +133,11 @@ def newest_first():
 def model_args(config):
     """
     The fields of a GPTConfig, to be saved. nanoGPT's GPTConfig accepts no other names than its own, so a model that
-    nanoGPT has (learned positions, no window, as many heads of keys as of queries, the exact GELU) has only these.
+    nanoGPT has, with the defaults of all other fields, has only these.
     """
-    c = config
-    nanogpt_has_it = (c.position, c.window, c.n_kv_head, c.gelu) == ('learned', 0, c.n_head, 'none')
-    names = (*SIZES, 'dropout', 'bias') if nanogpt_has_it else [f.name for f in fields(c)]
-    return {name: getattr(c, name) for name in names}
+    args = {f.name: getattr(config, f.name) for f in fields(config)}
+    of_nanogpt = {name: args[name] for name in (*SIZES, 'dropout', 'bias')}
+    return of_nanogpt if type(config)(**of_nanogpt) == config else args
 
 
 def build(checkpoint, GPT, GPTConfig, **override_args):

@@ -171,7 +171,7 @@ def find_settings(namespace):
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
-            if name.islower() and name[0] != '_' and isinstance(namespace.get(name), (bool, int, float, str)):
+            if name.islower() and name[0] != '_' and isinstance(namespace.get(name), (bool, int, float, str, tuple)):
                 settings[name] = comments.get(node.lineno, '')
     return settings
 

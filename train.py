@@ -22,7 +22,7 @@ import tokenizer as tokenizers
 from device import autocast, choose_threads, default_peak_flops, join_processes, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
 from training.batches import Batches, open_tokens, prepare
-from training.checkpointer import Checkpointer, load_furthest, restore_rng, resume_optimizer, settle_shape
+from training.checkpointer import SHAPE, Checkpointer, load_furthest, restore_rng, resume_optimizer, settle_shape
 from training.log import Log, start_wandb
 from training.stopping import StopRequest
 
@@ -51,6 +51,15 @@ n_kv_head = 0                  # heads of keys and values, each for n_head / n_k
 window = 0                     # tokens that a token sees, itself included; 0 is all, otherwise less than block_size
 n_sink = 0                     # the first tokens of a text, which every token sees in addition to its window
 gelu = 'none'                  # the exact GELU, or tanh: the approximation that GPT-2 was trained with
+norm = 'layer'                 # or rms, as in Llama
+norm_eps = 1e-5                # what a norm adds to the variance
+mlp = 'gelu'                   # or swiglu, as in Llama
+n_inner = 0                    # channels inside of the MLP; 0 is 4 * n_embd
+head_dim = 0                   # channels of a head; 0 is n_embd / n_head
+tied = True                    # is lm_head the token embedding?
+qkv_bias = False               # biases of queries, keys and values where bias is False, as in Qwen2
+qk_norm = False                # norms of each head's queries and keys, as in Qwen3
+rope_scaling = ()              # of rotary positions, Llama 3's: factor, low_freq_factor, high_freq_factor, block_size
 learning_rate = 6e-4           # of AdamW, at its highest
 max_iters = 600000             # optimizer steps in all
 weight_decay = 1e-1            # of matrices and embeddings
@@ -136,8 +145,7 @@ def check_settings(world_size):
 
 def new_config(vocab_size):
     """The GPTConfig that the settings describe. ValueError if they do not go together."""
-    return GPTConfig(block_size, vocab_size, n_layer, n_head, n_embd, dropout, bias, position, rope_theta, n_kv_head,
-                     window, n_sink, gelu)
+    return GPTConfig(vocab_size=vocab_size, **{name: globals()[name] for name in ('block_size', 'dropout', *SHAPE)})
 
 
 def set_lr(optimizer, it):

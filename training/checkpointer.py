@@ -8,7 +8,8 @@ from whole_file import lock_folder
 
 INTERRUPTED = 'ckpt_interrupted.pt'
 # what the weights were trained with; block_size may be cropped, and dropout is free
-SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias', 'position', 'rope_theta', 'n_kv_head', 'window', 'n_sink', 'gelu')
+SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias', 'position', 'rope_theta', 'n_kv_head', 'window', 'n_sink', 'gelu', 'norm',
+         'norm_eps', 'mlp', 'n_inner', 'head_dim', 'tied', 'qkv_bias', 'qk_norm', 'rope_scaling')
 
 
 class Checkpointer:
@@ -108,10 +109,10 @@ def settle_shape(config, model_config, source, say):
 
     config: the Settings of the run; source: where the weights come from; say: prints a line.
     """
+    c = model_config
+    of_zero = dict(n_kv_head=c.n_head, head_dim=c.n_embd // c.n_head, n_inner=4 * c.n_embd)  # what 0 means
     for name in SHAPE:
-        fixed, asked = getattr(model_config, name), config[name]
-        if name == 'n_kv_head' and asked == 0:  # it means n_head
-            asked = model_config.n_head
+        fixed, asked = getattr(c, name), config[name] or of_zero.get(name, config[name])
         if name in config.given and asked != fixed:
             say(f"{name} stays {fixed}, as in the weights of {source}: {name}={config[name]} ({config.given[name]}) "
                 "has no effect")
