@@ -1,0 +1,141 @@
+"""
+Chat templates: the Jinja program in the files of a tokenizer that writes a conversation as the text of a prompt.
+
+    template = ChatTemplate(source, dict(bos_token='<s>', eos_token='</s>'))
+    template.render([dict(role='user', content='Hello')])        '<s>[INST] Hello [/INST]'
+
+A template is a program that a stranger has written. It runs in Jinja's sandbox, and in a process of its own, which has
+no other task and is ended when a rendering takes longer than SECONDS or more than MEMORY. What templates find beside
+their messages is what transformers gives them: https://huggingface.co/docs/transformers/chat_templating_writing.
+"""
+import json
+import subprocess
+import sys
+import threading
+
+SECONDS = 2.0           # of a rendering, at most
+MEMORY = 2**29          # bytes of the process, at most
+MOST_TEXT = 2**24       # characters of a rendered conversation, at most
+
+
+class ChatTemplate:
+    """
+    source: the template. special_tokens: {'bos_token': text, ...}, by whose names a template can use them. Several
+    threads may use a template. ValueError if Jinja cannot read it.
+    """
+
+    def __init__(self, source, special_tokens=None):
+        self.source, self.special_tokens = source, special_tokens or {}
+        self.lock, self.process = threading.Lock(), None
+        self.ask()
+
+    def render(self, messages):
+        """
+        The text of a conversation, up to where the next answer of the assistant begins. messages: a list of dicts with
+        role and content. ValueError, with what the template says, if it does not take this conversation.
+        """
+        return self.ask(messages)
+
+    def ask(self, messages=None):
+        """Have the process compile the template, if it is a new one, and render messages, unless they are None."""
+        with self.lock:
+            if self.process is None:
+                self.process = subprocess.Popen([sys.executable, '-I', __file__], text=True, encoding='utf-8',
+                                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+                self.answer(dict(source=self.source, special_tokens=self.special_tokens), "cannot be read")
+            return None if messages is None else self.answer(messages, "does not take this conversation")
+
+    def answer(self, question, refused):
+        """The answer to a question, see `serve`. ValueError if there is none, or an error, which `refused` explains."""
+        timer = threading.Timer(SECONDS, self.process.kill)
+        timer.start()
+        try:
+            print(json.dumps(question), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ''
+        finally:
+            timer.cancel()
+        if not line.endswith('\n'):
+            self.close()
+            raise ValueError(f"the chat template took longer than {SECONDS:.0f} s, or more than {MEMORY >> 20} MB: "
+                             "shorten the conversation, or use another template")
+        kind, text = json.loads(line)
+        if kind == 'error':
+            raise ValueError(f"the chat template {refused}: {text}")
+        return text
+
+    def close(self):
+        """End the process. A later rendering starts another one."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+    def __del__(self):
+        if getattr(self, 'process', None) is not None:
+            self.process.kill()
+
+
+# from here on: the process that renders
+
+def compiled(source):
+    """The template of a source, in an environment as transformers makes it."""
+    from datetime import datetime
+
+    import jinja2
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what the assistant has written, for training. Here it has no effect."""
+        tags = {'generation'}
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(['name:endgeneration'], drop_needle=True)
+
+    def raise_exception(message):
+        raise jinja2.exceptions.TemplateError(message)
+
+    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
+                                                extensions=[Generation, loopcontrols])
+    environment.filters['tojson'] = tojson
+    environment.globals['raise_exception'] = raise_exception
+    environment.globals['strftime_now'] = lambda format: datetime.now().strftime(format)
+    return environment.from_string(source)
+
+
+def serve():
+    """
+    Answer each line of standard input, JSON, by a line: ['text', what was rendered] or ['error', why not]. The first
+    line has the template, the others a conversation each.
+    """
+    try:
+        import resource
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    except (ImportError, ValueError, OSError):
+        pass  # Windows has no limit of memory, and macOS not this one
+    template, special_tokens = None, {}
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            if template is None:
+                special_tokens, template = question['special_tokens'], compiled(question['source'])
+                text = ''
+            else:
+                text = template.render(messages=question, tools=None, documents=None, add_generation_prompt=True,
+                                       **special_tokens)
+            if len(text) > MOST_TEXT:
+                raise ValueError(f"its text has {len(text):,} characters, and {MOST_TEXT:,} are allowed")
+            answer = 'text', text
+        except Exception as e:  # a template can raise anything
+            answer = 'error', f"{type(e).__name__}: {e}"[:300]
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == '__main__':
+    serve()
