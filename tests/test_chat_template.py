@@ -1,0 +1,181 @@
+"""Chat templates, held against transformers' `apply_chat_template`, and templates that do what they must not."""
+import random
+import time
+
+import pytest
+
+import chat_template
+from chat_template import ChatTemplate
+
+SMOLLM2 = """\
+{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
+{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\\n' }}{% endif %}\
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+QWEN = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n# Tools\\n' }}
+    {%- for tool in tools %}
+        {{- tool | tojson }}
+    {%- endfor %}
+{%- else %}
+    {%- if messages[0]['role'] == 'system' %}
+        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}
+    {%- endif %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or
+           (message.role == "assistant" and not message.tool_calls) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+LLAMA = """\
+{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- set date_string = strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content']|trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = "" %}
+{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Cutting Knowledge Date: December 2023\\n" }}
+{{- "Today Date: " + date_string + "\\n\\n" }}
+{{- system_message }}
+{{- "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+
+MISTRAL = """\
+{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('roles must alternate: user, assistant, user, ...') }}
+    {%- endif %}
+    {%- if message["role"] == "user" %}
+        {%- if loop.first and system_message is defined %}
+            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST] " + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message["role"] == "assistant" %}
+        {%- generation %}
+        {{- " " + message["content"] + eos_token }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- raise_exception('only user and assistant roles are supported') }}
+    {%- endif %}
+{%- endfor %}
+"""
+OTHERS = """{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m | tojson }}
+   {# blanks before a block go, and the line break behind it #}
+   {% set n = loop.index %}
+{{ [m.content, n] | tojson(indent=2) }} {{ m.content.split(' ')[-1] | upper }}{% endfor %}"""
+TEMPLATES = dict(smollm2=SMOLLM2, qwen=QWEN, llama=LLAMA, mistral=MISTRAL, others=OTHERS)
+SPECIAL = dict(bos_token='<s>', eos_token='</s>')
+WORDS = ["Hello", " there ", "\n", "<|im_end|>", "{{ bos_token }}", "{% raw %}", "ä∂🙂", '"quoted"', "<b>&amp;</b>", "\\n",
+         "\t"]
+
+
+def conversation(rng):
+    text = lambda: ' '.join(rng.choices(WORDS, k=rng.randint(0, 6)))  # noqa: E731
+    roles = ['system'] * (rng.random() < 0.4) + ['user', 'assistant'] * rng.randint(0, 4) + ['user']
+    if rng.random() < 0.1:
+        rng.shuffle(roles)
+    return [dict(role=role, content=text()) for role in roles]
+
+
+@pytest.mark.parametrize('name', TEMPLATES)
+def test_the_text_is_that_of_transformers(name):
+    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+    tokenizers = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, 'a')), **SPECIAL)
+    theirs.chat_template = TEMPLATES[name]
+    ours, n_refused = ChatTemplate(TEMPLATES[name], SPECIAL), 0
+    for seed in range(60):
+        messages = conversation(random.Random(seed))
+        try:
+            expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as e:  # of the template
+            n_refused += 1
+            with pytest.raises(ValueError, match="does not take this conversation") as refused:
+                ours.render(messages)
+            assert str(e) in str(refused.value)
+            continue
+        assert ours.render(messages) == expected
+    assert (n_refused > 0) == (name == 'mistral')
+
+
+def test_a_hand_written_conversation():
+    messages = [dict(role='system', content='Be brief.'), dict(role='user', content=' Hi '),
+                dict(role='assistant', content='Yes?'), dict(role='user', content='Bye')]
+    assert ChatTemplate(MISTRAL, SPECIAL).render(messages) == (
+        '<s>[INST] Be brief.\n\n Hi [/INST] Yes?</s>[INST] Bye[/INST]')
+
+
+ESCAPES = [  # each names an object that leads out of the sandbox
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__init__.__globals__ }}",
+    "{{ raise_exception.__globals__ }}",
+    "{{ strftime_now.__closure__ }}",
+    "{{ lipsum.__globals__['os'].popen('id').read() }}",
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ (messages | attr('__class__')) }}",
+    "{{ '{0.__class__.__mro__}'.format('') }}",
+    "{{ self._TemplateReference__context.cycler.__init__.__globals__ }}",
+    "{{ messages.append(messages) }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
+]
+
+
+@pytest.mark.parametrize('source', ESCAPES)
+def test_a_template_does_not_leave_its_sandbox(source):
+    try:
+        text = ChatTemplate(source).render([dict(role='user', content='x')])
+    except ValueError as e:
+        text = str(e)
+    assert text == '' or "does not take this conversation" in text
+
+
+@pytest.mark.parametrize('source', [
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "{{ 'x' * 10 ** 10 }}", "{{ 'x'.ljust(10 ** 12) }}", "{{ (9 ** (9 ** 9)) | string | length }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 'x' * 2 ** 25 }}",
+])
+def test_what_takes_too_much_is_an_error_and_the_next_conversation_is_rendered(source):
+    template = ChatTemplate("{% if messages %}" + source + "{% endif %}")
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="the chat template"):
+        template.render([dict(role='user', content='x')])
+    assert time.monotonic() - began < 10 * chat_template.SECONDS
+    assert template.render([]) == ''
+
+
+@pytest.mark.parametrize('source', ["{% if %}", "{{ x", "{% endfor %}", "{% unknown %}"])
+def test_a_broken_template_is_one_line(source):
+    with pytest.raises(ValueError, match="^the chat template cannot be read: TemplateSyntaxError: .*$"):
+        ChatTemplate(source)
