@@ -9,7 +9,8 @@ from chat_template import ChatTemplate
 
 SMOLLM2 = """\
 {% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\
-{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\\n' }}{% endif %}\
+{{ '<|im_start|>system\\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\\n' }}\
+{% endif %}\
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
@@ -54,7 +55,8 @@ LLAMA = """\
 {{- system_message }}
 {{- "<|eot_id|>" }}
 {%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
@@ -94,8 +96,8 @@ OTHERS = """{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}
 {{ [m.content, n] | tojson(indent=2) }} {{ m.content.split(' ')[-1] | upper }}{% endfor %}"""
 TEMPLATES = dict(smollm2=SMOLLM2, qwen=QWEN, llama=LLAMA, mistral=MISTRAL, others=OTHERS)
 SPECIAL = dict(bos_token='<s>', eos_token='</s>')
-WORDS = ["Hello", " there ", "\n", "<|im_end|>", "{{ bos_token }}", "{% raw %}", "ä∂🙂", '"quoted"', "<b>&amp;</b>", "\\n",
-         "\t"]
+WORDS = ["Hello", " there ", "\n", "<|im_end|>", "{{ bos_token }}", "{% raw %}", "ä∂🙂", '"quoted"', '<b>&amp;</b>',
+         "\\n", "\t"]
 
 
 def conversation(rng):
@@ -163,7 +165,7 @@ def test_a_template_does_not_leave_its_sandbox(source):
 @pytest.mark.parametrize('source', [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-    "{{ 'x' * 10 ** 10 }}", "{{ 'x'.ljust(10 ** 12) }}", "{{ (9 ** (9 ** 9)) | string | length }}",
+    "{{ 'x' * 10 ** 10 }}", "{{ 'x'.ljust(10 ** 12) }}", "{{ (9 ** (9 ** (8 + messages | length))) | string | length }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 'x' * 2 ** 25 }}",
 ])
 def test_what_takes_too_much_is_an_error_and_the_next_conversation_is_rendered(source):
