@@ -96,7 +96,8 @@ OTHERS = """{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}
 {{ [m.content, n] | tojson(indent=2) }} {{ m.content.split(' ')[-1] | upper }}{% endfor %}"""
 TEMPLATES = dict(smollm2=SMOLLM2, qwen=QWEN, llama=LLAMA, mistral=MISTRAL, others=OTHERS)
 SPECIAL = dict(bos_token='<s>', eos_token='</s>')
-WORDS = ["Hello", " there ", "\n", "<|im_end|>", "{{ bos_token }}", "{% raw %}", "ä∂🙂", '"quoted"', '<b>&amp;</b>',
+WORDS = ["Hello", " there ", "\n", "<|im_end|>", "{{ bos_token }}", "{% raw %}", "ä∂🙂",
+         '"quoted"', '<b>&amp;</b>',
          "\\n", "\t"]
 
 
@@ -165,7 +166,8 @@ def test_a_template_does_not_leave_its_sandbox(source):
 @pytest.mark.parametrize('source', [
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-    "{{ 'x' * 10 ** 10 }}", "{{ 'x'.ljust(10 ** 12) }}", "{{ (9 ** (9 ** (8 + messages | length))) | string | length }}",
+    "{{ 'x' * 10 ** 10 }}", "{{ 'x'.ljust(10 ** 12) }}",
+    "{{ (9 ** (9 ** (8 + messages | length))) | string | length }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 'x' * 2 ** 25 }}",
 ])
 def test_what_takes_too_much_is_an_error_and_the_next_conversation_is_rendered(source):
