@@ -142,6 +142,7 @@ def attend(q, k, v, mask=None, dropout_p=0.0):
 
 
 class CausalSelfAttention(nn.Module):
+    attend = staticmethod(attend)
 
     def __init__(self, config):
         super().__init__()
@@ -176,7 +177,7 @@ class CausalSelfAttention(nn.Module):
             mask = positions.mask_with_sinks(mask, q_unrotated, k, keys)
         if last_only:
             q, mask = q[:, :, -1:], None if mask is None else mask[..., -1:, :]
-        y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
+        y = self.attend(q, k, v, mask, self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).flatten(2)  # the heads side by side again
         return self.resid_dropout(self.c_proj(y)), layer_cache
 
