@@ -91,7 +91,7 @@ def shapes_of(module):
 
 
 def norms_of(model):
-    """The layer norms, in the order of the step."""
+    """The norms of rows, in the order of the step."""
     return [norm for b in model.transformer.h for norm in (b.ln_1, b.ln_2)] + [model.transformer.ln_f]
 
 

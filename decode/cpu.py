@@ -44,8 +44,8 @@ class CPUDecoder:
     threads of its own. Weights that have changed are packed again at the start of a sequence, see `notice_changes`, and
     by `refresh`; `version` then grows.
 
-    Raises ValueError on a model that is not model.py's GPT in float32 on the CPU, and on caches and tokens that do not
-    fit the model; then no cache has been written.
+    Raises ValueError on a model that is not model.py's GPT in float32 or bfloat16 on the CPU, and on caches and tokens
+    that do not fit the model; then no cache has been written.
     """
 
     def __init__(self, model, weights='float32', threads=None):
@@ -74,8 +74,8 @@ class CPUDecoder:
         check_model(self.model)
         c = self.model.config
         if shape_of(c) != self.shape:
-            raise ValueError("the model has (n_layer, n_head, n_kv_head, n_embd, vocab_size) "
-                             f"{shape_of(c)}, and had {self.shape} when this decoder was made: make a new decoder")
+            raise ValueError(f"the model's shape is {shape_of(c)}, and was {self.shape} when this decoder was "
+                             "made: make a new decoder")
         with step_lock:
             self.watch = None
             self.version += 1
@@ -377,7 +377,8 @@ def is_int64(x, n_dims):
 
 def shape_of(config):
     """What the arrays of packed weights depend on."""
-    return config.n_layer, config.n_head, config.n_kv_head, config.n_embd, config.vocab_size
+    c = config
+    return c.n_layer, c.n_head, c.n_kv_head, c.head_dim, c.n_embd, c.n_inner, c.mlp, c.vocab_size
 
 
 def check_inputs(model, input_ids, input_positions, kv_caches, m):

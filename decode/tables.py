@@ -7,11 +7,12 @@ import torch
 from decode.kernel import layout
 from decode.kernel.attention import ATTENTION_ON
 from decode.kernel.layout import GROUP
+from decode.kernel.linears import GELU, GELU_TANH, SWIGLU
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import LANES
 from decode.metadata import KINDS
 from decode.weights import padded
-from positions import alibi_slopes
+from positions import alibi_slopes, rotary_frequencies
 
 POSITIONS = dict(learned=layout.LEARNED, rope=layout.ROPE, alibi=layout.ALIBI, none=layout.NONE)
 
@@ -50,9 +51,11 @@ class Activations:
 
     def __init__(self, config, n_rows, n_threads):
         c, self.n_rows = config, n_rows
-        C_p, ff_p, head_p = padded(c.n_embd, GROUP), padded(4 * c.n_embd, GROUP), padded(c.head_dim, LANES)
+        C_p, ff_p, head_p = padded(c.n_embd, GROUP), padded(c.n_inner, GROUP), padded(c.head_dim, LANES)
+        y_p = padded(c.n_head * c.head_dim, GROUP)
+        most = max(C_p, ff_p, y_p)
         group, n_scores = c.n_head // c.n_kv_head, padded(most_keys(c), LANES) + LANES
-        widths = {layout.X: C_p, layout.Q: c.n_head * head_p, layout.KV: 2 * c.n_kv_head * head_p, layout.Y: C_p,
+        widths = {layout.X: C_p, layout.Q: c.n_head * head_p, layout.KV: 2 * c.n_kv_head * head_p, layout.Y: y_p,
                   layout.FF: ff_p, layout.Q_SINKS: c.n_head * head_p if c.n_sink else 0,
                   layout.ANGLES: 2 * c.head_dim if c.position == 'rope' else 0}
         self.shared = {index: aligned((n_rows, n), np.float32) for index, n in widths.items()}
@@ -60,8 +63,8 @@ class Activations:
                          layout.SCORES: aligned((group, n_scores), np.float32),
                          layout.HEAD: aligned(head_p, np.float32),
                          layout.SUMS: aligned((layout.SUMMED_ROWS, layout.SHEET, LANES), np.float32),
-                         layout.ROUNDED: aligned((n_rows, ff_p), np.uint8),
-                         layout.SCALES: aligned((n_rows, ff_p // GROUP), np.float32)} for _ in range(n_threads)]
+                         layout.ROUNDED: aligned((n_rows, most), np.uint8),
+                         layout.SCALES: aligned((n_rows, most // GROUP), np.float32)} for _ in range(n_threads)]
 
 
 class PackedModel:
@@ -75,19 +78,21 @@ class PackedModel:
         slopes = alibi_slopes(c.n_head, torch.float32).numpy() if c.position == 'alibi' else np.zeros(c.n_head)
         self.arrays = {
             layout.SLOPES: slopes.astype(np.float32),
-            layout.FREQUENCIES: float(c.rope_theta) ** (-np.arange(0, c.head_dim, 2, np.float64) / c.head_dim)}
+            layout.FREQUENCIES: rotary_frequencies(c.head_dim, c.rope_theta, c.rope_scaling).numpy()}
         self.sizes = {
             layout.N_LAYER: c.n_layer, layout.N_HEAD: c.n_head, layout.N_KV_HEAD: c.n_kv_head,
             layout.HEAD_DIM: c.head_dim, layout.N_EMBD: c.n_embd, layout.VOCAB_SIZE: c.vocab_size,
             layout.MAX_POSITIONS: 2**62 if c.max_positions == math.inf else c.max_positions,
             layout.POSITION: POSITIONS[c.position], layout.WINDOW: c.window, layout.N_SINK: c.n_sink,
-            layout.TANH_GELU: c.gelu == 'tanh'}
+            layout.N_INNER: c.n_inner, layout.RMS_NORM: c.norm == 'rms', layout.QK_NORM: c.qk_norm,
+            layout.ACTIVATION: SWIGLU if c.mlp == 'swiglu' else GELU_TANH if c.gelu == 'tanh' else GELU,
+            layout.BFLOAT16_EMBEDDINGS: t.wte.weight.dtype is torch.bfloat16}
 
 
 def settings_of(config):
     """What a step depends on beside the weights, and what may change in a model: see `crop_block_size`."""
     c = config
-    return c.block_size, c.position, c.rope_theta, c.window, c.n_sink, c.gelu
+    return c.block_size, c.position, c.rope_theta, c.rope_scaling, c.window, c.n_sink, c.gelu
 
 
 class StepTables:

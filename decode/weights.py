@@ -25,12 +25,16 @@ def check_model(model):
     `forward` functions and weights of other shapes than the config says are refused.
     """
     check_unchanged(model)
+    embeddings = {model.get_parameter(f'transformer.{name}.weight').dtype for name in ('wte', 'wpe')
+                  if name in model.transformer}
+    if len(embeddings) > 1:
+        raise ValueError(f"the CPU decoder expects embeddings of one dtype: {REFUSED}")
     if len({norm.eps for norm in norms_of(model)}) > 1:
         raise ValueError(f"the CPU decoder expects one eps for all layer norms: {REFUSED}")
     for name, p in model.named_parameters():
-        if p.dtype != torch.float32 or p.device.type != 'cpu' or not p.is_contiguous():
-            raise ValueError(f"the CPU decoder reads contiguous float32 weights on the CPU, but {name} is {p.dtype} on "
-                             f"{p.device} with strides {p.stride()}: {REFUSED}")
+        if p.dtype not in (torch.float32, torch.bfloat16) or p.device.type != 'cpu' or not p.is_contiguous():
+            raise ValueError("the CPU decoder reads contiguous weights in float32 or bfloat16 on the CPU, but "
+                             f"{name} is {p.dtype} on {p.device} with strides {p.stride()}: {REFUSED}")
 
 
 def linears_of(model):
@@ -38,7 +42,8 @@ def linears_of(model):
     (weight (rows, K), bias (rows) or None) of every linear, in the order of layout.py.
 
     c_attn is two linears: the queries of all heads, then the keys and values of each head. The rows of every head are
-    padded to a multiple of LANES, so that each thread can compute some of the heads.
+    padded to a multiple of LANES, so that each thread can compute some of the heads. c_gate and c_fc are one linear:
+    LANES rows of one and of the other take turns.
     """
     c = model.config
     pad = padded(c.head_dim, LANES) - c.head_dim
@@ -50,9 +55,21 @@ def linears_of(model):
         k_and_v = heads[c.n_head:].unflatten(0, (2, -1)).transpose(0, 1)  # (n_kv_head, 2, ...)
         yield k_and_v.flatten(0, 2), None if bias is None else biases[c.n_head:].unflatten(0, (2, -1)).transpose(
             0, 1).flatten()
-        for linear in (block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
-            yield linear.weight, linear.bias
+        yield block.attn.c_proj.weight, block.attn.c_proj.bias
+        mlp = block.mlp
+        if c.mlp == 'swiglu':
+            yield in_turns(mlp.c_gate.weight, mlp.c_fc.weight), (
+                None if mlp.c_fc.bias is None else in_turns(mlp.c_gate.bias, mlp.c_fc.bias))
+        else:
+            yield mlp.c_fc.weight, mlp.c_fc.bias
+        yield mlp.c_proj.weight, mlp.c_proj.bias
     yield model.lm_head.weight, None
+
+
+def in_turns(gate, up):
+    """LANES rows of gate, LANES rows of up, and so on, both padded with zeros to whole LANES."""
+    pad = (0, 0) * (gate.dim() - 1) + (0, padded(len(gate), LANES) - len(gate))
+    return torch.stack([F.pad(w, pad).unflatten(0, (-1, LANES)) for w in (gate, up)], 1).flatten(0, 2)
 
 
 def quantise(w):
@@ -98,12 +115,15 @@ class PackedWeights:
         self.eps = np.zeros(1, np.float32)
         norms = (len(norms_of(model)), padded(model.config.n_embd, GROUP))
         self.norm_weight, self.norm_bias = aligned(norms, np.float32), aligned(norms, np.float32)
+        c = model.config
+        self.head_norm_weight = aligned((c.n_layer, 2, padded(c.head_dim, LANES) if c.qk_norm else 0), np.float32)
 
     def arrays(self):
         """{index into the table `memory`: array}"""
         return {layout.PANELS: self.panels, layout.LINEARS: self.table, layout.SCALE: self.scale,
                 layout.BIAS: self.bias, layout.START: self.start, layout.EPS: self.eps,
-                layout.NORM_WEIGHT: self.norm_weight, layout.NORM_BIAS: self.norm_bias}
+                layout.NORM_WEIGHT: self.norm_weight, layout.NORM_BIAS: self.norm_bias,
+                layout.HEAD_NORM_WEIGHT: self.head_norm_weight}
 
     @torch.no_grad()
     def fill(self):
@@ -112,10 +132,10 @@ class PackedWeights:
             at, K = int(of_table[layout.FIRST_WEIGHT]), int(of_table[layout.N_INPUTS])
             row, n = int(of_table[layout.FIRST_PANEL]) * LANES, int(of_table[layout.N_PANELS]) * LANES
             size = padded(n, SHEET * LANES) * K
-            w = F.pad(w, (0, K - w.size(1), 0, size // K - len(w)))
+            w = F.pad(w.float(), (0, K - w.size(1), 0, size // K - len(w)))
             self.scale[row:row + n], self.bias[row:row + n] = 1, 0
             if bias is not None:
-                self.bias[row:row + len(bias)] = bias
+                self.bias[row:row + len(bias)] = bias.float()
             if self.weights == 'int8':
                 w, scale = quantise(w)
                 self.scale[row:row + n] = scale[:n]
@@ -127,6 +147,10 @@ class PackedWeights:
         self.eps[0] = self.model.transformer.ln_f.eps
         self.norm_bias[:] = 0
         for i, norm in enumerate(norms_of(self.model)):
-            self.norm_weight[i, :len(norm.weight)] = norm.weight
-            if norm.bias is not None:
-                self.norm_bias[i, :len(norm.weight)] = norm.bias
+            self.norm_weight[i, :len(norm.weight)] = norm.weight.float()
+            if getattr(norm, 'bias', None) is not None:
+                self.norm_bias[i, :len(norm.weight)] = norm.bias.float()
+        c = self.model.config
+        for of_layer, block in zip(self.head_norm_weight, self.model.transformer.h if c.qk_norm else ()):
+            for weight, norm in zip(of_layer, (block.attn.q_norm, block.attn.k_norm)):
+                weight[:c.head_dim] = norm.weight.float()

@@ -8,8 +8,8 @@ from whole_file import lock_folder
 
 INTERRUPTED = 'ckpt_interrupted.pt'
 # what the weights were trained with; block_size may be cropped, and dropout is free
-SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias', 'position', 'rope_theta', 'n_kv_head', 'window', 'n_sink', 'gelu', 'norm',
-         'norm_eps', 'mlp', 'n_inner', 'head_dim', 'tied', 'qkv_bias', 'qk_norm', 'rope_scaling')
+SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias', 'position', 'rope_theta', 'n_kv_head', 'window', 'n_sink', 'gelu',
+         'norm', 'norm_eps', 'mlp', 'n_inner', 'head_dim', 'tied', 'qkv_bias', 'qk_norm', 'rope_scaling')
 
 
 class Checkpointer:

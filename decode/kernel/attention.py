@@ -18,6 +18,7 @@ from numba import njit, types
 from decode.kernel import layout
 from decode.kernel.building import CFunction
 from decode.kernel.layout import GROUP, HEAD_DIM, HEAD_STRIDE, KV_GROUP, N_HEAD, N_KV_HEAD
+from decode.kernel.norms import head_norm
 from decode.kernel.threads import share
 from decode.kernel.vectors import (
     F32,
@@ -199,9 +200,8 @@ def attention_on(dtype):
                          floats_at(arrays[3]))
         scratch = layout.SCRATCH + layout.N_SCRATCH * thread
         heads, kv_heads = heads_of(sizes, thread, n_threads)
-        if sizes[layout.POSITION] == layout.ROPE:
-            rotate_queries(memory, sizes, heads)
-        write_keys_values(memory, sizes, kv_heads, stored, floats_at(memory[scratch + layout.HEAD]))
+        prepare_queries(memory, sizes, layer, heads)
+        write_keys_values(memory, sizes, layer, kv_heads, stored, floats_at(memory[scratch + layout.HEAD]))
         every = layer < sizes[layout.N_LAYER] - 1 or sizes[layout.N_WANTED] == sizes[layout.N_ROWS]
         n_queries = sizes[layout.N_ROWS] if every else sizes[layout.N_WANTED]
         attend(memory, sizes, heads, stored, n_queries, every, floats_at(memory[scratch + layout.SCORES]))
@@ -263,25 +263,38 @@ def rotate(x, at, angles, angle_at, half, out, out_at):
 
 
 @njit
-def rotate_queries(memory, sizes, heads):
-    """Turn the queries of heads = (from, to) to their positions, and in Q_SINKS to where the sinks see them."""
-    head_dim, half, q_p = sizes[HEAD_DIM], sizes[HEAD_DIM] // 2, sizes[N_HEAD] * padded(sizes[HEAD_DIM], LANES)
+def prepare_queries(memory, sizes, layer, heads):
+    """
+    The norms of the queries of heads = (from, to), if the model has any; then these queries are turned to their
+    positions, and in Q_SINKS to where the sinks see them.
+    """
+    qk_norm, rope = sizes[layout.QK_NORM], sizes[layout.POSITION] == layout.ROPE
+    if not qk_norm and not rope:
+        return
+    head_dim, half, head_p = sizes[HEAD_DIM], sizes[HEAD_DIM] // 2, padded(sizes[HEAD_DIM], LANES)
+    q_p, eps = sizes[N_HEAD] * head_p, floats_at(memory[layout.EPS])[0]
+    weight = floats_at(memory[layout.HEAD_NORM_WEIGHT])
     q, q_sinks, angles = (floats_at(memory[layout.Q]), floats_at(memory[layout.Q_SINKS]),
                           floats_at(memory[layout.ANGLES]))
     for row in range(sizes[layout.N_ROWS]):
         for head in range(heads[0], heads[1]):
-            at, angle_at = row * q_p + head * padded(head_dim, LANES), row * 4 * half
-            if sizes[layout.N_SINK]:
+            at, angle_at = row * q_p + head * head_p, row * 4 * half
+            if qk_norm:
+                head_norm(q, at, weight, 2 * layer * head_p, eps, head_dim, q, at)
+            if rope and sizes[layout.N_SINK]:
                 rotate(q, at, angles, angle_at + 2 * half, half, q_sinks, at)
-            rotate(q, at, angles, angle_at, half, q, at)
+            if rope:
+                rotate(q, at, angles, angle_at, half, q, at)
 
 
 @njit
-def write_keys_values(memory, sizes, kv_heads, stored, rotated):
+def write_keys_values(memory, sizes, layer, kv_heads, stored, prepared):
     """
-    Store the new keys and values of kv_heads = (from, to) of all rows, keys turned to their positions. rotated: where a
-    key is turned, head_dim numbers.
+    Store the new keys and values of kv_heads = (from, to) of all rows, keys behind their norm and turned to their
+    positions. prepared: where a key becomes so, head_dim numbers; two threads may store the same head, so that it must
+    stay as it is in KV.
     """
+    weight, eps = floats_at(memory[layout.HEAD_NORM_WEIGHT]), floats_at(memory[layout.EPS])[0]
     head_dim, head_p = sizes[HEAD_DIM], padded(sizes[HEAD_DIM], LANES)
     new, angles = floats_at(memory[layout.KV]), floats_at(memory[layout.ANGLES])
     offsets = longs_at(memory[layout.OFFSETS])
@@ -289,11 +302,14 @@ def write_keys_values(memory, sizes, kv_heads, stored, rotated):
         slot_at = offsets[own_entry(memory, row)]
         for head in range(kv_heads[0], kv_heads[1]):
             k_at, at = (row * sizes[N_KV_HEAD] + head) * 2 * head_p, slot_at + head * sizes[HEAD_STRIDE]
+            k, from_at = new, k_at
+            if sizes[layout.QK_NORM]:
+                head_norm(k, from_at, weight, (2 * layer + 1) * head_p, eps, head_dim, prepared, ZERO)
+                k, from_at = prepared, ZERO
             if sizes[layout.POSITION] == layout.ROPE:
-                rotate(new, k_at, angles, row * 2 * head_dim, head_dim // 2, rotated, ZERO)
-                store_head(stored.k, stored.k_scale, at, rotated, ZERO, head_dim)
-            else:
-                store_head(stored.k, stored.k_scale, at, new, k_at, head_dim)
+                rotate(k, from_at, angles, row * 2 * head_dim, head_dim // 2, prepared, ZERO)
+                k, from_at = prepared, ZERO
+            store_head(stored.k, stored.k_scale, at, k, from_at, head_dim)
             store_head(stored.v, stored.v_scale, at, new, k_at + head_p, head_dim)
 
 
@@ -336,7 +352,7 @@ def attend_row(memory, sizes, stored, row, kv_head, heads, seen, scores, y_row):
               scores, ZERO, stride)
     score(q, q_at, n_heads, head_dim, stored, slots, seen.last, seen.last_end, 1 + seen.last - seen.last_end, slopes,
           scores, n_sinks, stride)
-    y, y_at = floats_at(memory[layout.Y]), y_row * padded(sizes[layout.N_EMBD], GROUP) + heads[0] * head_dim
+    y, y_at = floats_at(memory[layout.Y]), y_row * padded(sizes[N_HEAD] * head_dim, GROUP) + heads[0] * head_dim
     for h in range(n_heads):
         norm = splat(softmax(scores, h * stride, n_keys))
         whole = head_dim - head_dim % (2 * LANES)

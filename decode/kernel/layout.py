@@ -15,7 +15,11 @@ KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
  MAX_POSITIONS,  # positions are below
  POSITION,       # LEARNED, ROPE, ALIBI or NONE
  WINDOW, N_SINK,  # 0: every token sees all before it
- TANH_GELU,      # 1 for GELU's approximation by tanh, 0 for the exact one
+ N_INNER,        # channels inside of the MLP
+ ACTIVATION,     # what follows its hidden linear: GELU, GELU_TANH or SWIGLU of linears.py
+ RMS_NORM,       # 1 for RMS norms, 0 for layer norms
+ QK_NORM,        # 1 for norms of each head's queries and keys
+ BFLOAT16_EMBEDDINGS,  # 1 if the embeddings are bfloat16, 0 if they are float32
  # of this step
  N_ROWS,         # new tokens of all sequences, N
  N_SEQ,          # sequences, S
@@ -27,7 +31,7 @@ KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
  ENDED,          # result: how many threads' draws have returned 0
  DRAW_NS,        # result: nanoseconds that the draws took
  # of the cache, see metadata.py
- N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(23)
+ N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(27)
 
 LEARNED, ROPE, ALIBI, NONE = range(4)
 
@@ -48,7 +52,7 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  SEQUENCES,     # int64 (S, N_SEQUENCE_COLUMNS): where those of each sequence are
  SEQ_OF_ROW,    # int64 (N,)
  REFUSED_AT,    # int64 (2,): the sequence and the position that were refused
- WTE, WPE,      # the model's own embeddings, float32
+ WTE, WPE,      # the model's own embeddings, float32 or bfloat16
  FREQUENCIES,   # float64 (head_dim / 2,): of rotary positions
  SLOPES,        # float32 (n_head,): ALiBi's, or zeros
  PANELS,        # the packed weights of all linears, see linears.py
@@ -56,26 +60,27 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  SCALE, BIAS,   # float32, of each output row of all linears
  START,         # int16, where the sums of an int8 panel and group begin, in steps of 128
  EPS,           # float32 (1,)
- NORM_WEIGHT, NORM_BIAS,  # float32 (layer norms, n_embd padded to GROUP)
+ NORM_WEIGHT, NORM_BIAS,  # float32 (norms of rows, n_embd padded to GROUP)
+ HEAD_NORM_WEIGHT,  # float32 (n_layer, 2, head_dim padded to LANES): of queries, of keys
  BARRIER,       # a counter, see threads.py
  CLAIMS,        # int64 (number of linears, LINE): how many parts of each linear the threads have claimed
  X,             # float32 (rows, n_embd padded): the residual stream
  Q, Q_SINKS,    # float32 (rows, heads padded): queries; the same, turned for the sinks
  KV,            # float32 (rows, 2 * kv heads padded): keys and values, head by head
- Y,             # float32 (rows, n_embd padded): what attention gives
- FF,            # float32 (rows, 4 * n_embd padded): the MLP's hidden layer
+ Y,             # float32 (rows, n_head * head_dim padded): what attention gives
+ FF,            # float32 (rows, n_inner padded): the MLP's hidden layer
  ANGLES,        # float32 (rows, 4, head_dim / 2): cos and sin of each row's rotation, and of its rotation for sinks
- SCRATCH) = range(39)  # from here on N_SCRATCH addresses for each thread
+ SCRATCH) = range(40)  # from here on N_SCRATCH addresses for each thread
 
 # the columns of SEQUENCES: the first of a sequence's OFFSETS; how many of them are of sinks; the position of the next
 FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
 
 # each thread's scratch: the address at memory[SCRATCH + N_SCRATCH * thread + ...] of
-(NORMED,        # float32 (rows, n_embd padded): layer-normed rows
+(NORMED,        # float32 (rows, n_embd padded): rows behind a norm
  SCORES,        # float32 (heads of a group, keys padded): attention scores of one row's queries
- HEAD,          # float32 (head_dim padded): a rotated key
+ HEAD,          # float32 (head_dim padded): a key behind its norm and its rotation
  SUMS,          # float32 (SUMMED_ROWS, SHEET, LANES): sums of some rows with a sheet
- ROUNDED,       # uint8 (rows, 4 * n_embd padded): rows rounded to int8
+ ROUNDED,       # uint8 (rows, the most inputs of a linear): rows rounded to int8
  SCALES,        # float32 (rows, groups): their scales
  N_SCRATCH) = range(7)
 

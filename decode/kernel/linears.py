@@ -64,6 +64,7 @@ from decode.kernel.vectors import (
     max_lanes,
     padded,
     same,
+    silu,
     splat,
     store,
     store_first,
@@ -86,9 +87,10 @@ if LANES == 8:
 # (S, M, L with each type of weights, on an AMD EPYC of the Zen 4 kind).
 PREFETCH_ROWS = 3
 
-# what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh. They are
-# int64, and no plain numbers, for each of which numba would compile `linear` again
-STORE, ADD, GELU, GELU_TANH = map(np.int64, range(4))
+# what is done with the outputs of a linear: stored, added to `out`, stored after a GELU, exact or by tanh, or stored as
+# silu(gate) * up, where panels of gates and of ups take turns. They are int64, and no plain numbers, for each of which
+# numba would compile `linear` again
+STORE, ADD, GELU, GELU_TANH, SWIGLU = map(np.int64, range(5))
 CLAIMED = 2**20  # a linear with at least so many bytes of weights is shared in small parts that the threads claim
 
 # Vectors of a panel that all tiles multiply before the next ones are read: 128 KB of a sheet. They and the next ones,
@@ -312,7 +314,8 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
     """
     Panels (from, to) of linear `number`, for the first n_rows rows of x, as prepare_rows has left them.
 
-    The n_out outputs of a row go to the same row of out, (n_rows, n_out); `then` is STORE, ADD, GELU or GELU_TANH.
+    The n_out outputs of a row go to the same row of out, (n_rows, n_out); `then` is STORE, ADD, GELU, GELU_TANH or
+    SWIGLU.
     Returns whether all values of x @ w + b in these panels are finite, before `then` is applied to them.
     """
     at, zero, zeros = number * N_COLUMNS, constant(0.0), constant(0.0)  # 0 times infinity or NaN makes zeros NaN
@@ -335,6 +338,12 @@ def linear(linears, number, panels, x, n_rows, then, out, n_out, scratch):
                         store(out, to, gelu(v))
                     elif then == GELU_TANH:
                         store(out, to, gelu_tanh(v))
+                    elif then == SWIGLU:  # both panels are in this sheet, because SHEET is even
+                        if p % 2 == 0:
+                            store(scratch.sums, (i * SHEET + p - sheet) * LANES, silu(v))
+                        else:
+                            gate = load(scratch.sums, (i * SHEET + p - 1 - sheet) * LANES)
+                            store(out, (row + i) * n_out + p // 2 * LANES, gate * v)
                     elif (p + 1) * LANES <= n_out:
                         store(out, to, v)
                     else:

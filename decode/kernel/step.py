@@ -24,13 +24,11 @@ import numpy as np
 from numba import int64, njit, typeof
 
 from decode.kernel import layout
-from decode.kernel.attention import ATTENTION_ON, heads_of, own_entry
+from decode.kernel.attention import ATTENTION_ON, heads_of, load_stored_first, own_entry
 from decode.kernel.building import call_c, keep_on_disk
 from decode.kernel.layout import GROUP, LINEARS_PER_LAYER
 from decode.kernel.linears import (
     ADD,
-    GELU,
-    GELU_TANH,
     STORE,
     Linears,
     Team,
@@ -38,6 +36,7 @@ from decode.kernel.linears import (
     prepare_rows,
     shared_linear,
 )
+from decode.kernel.norms import norms_of_rows, row_norm
 from decode.kernel.threads import (
     LINE,
     RUNNING,
@@ -57,20 +56,15 @@ from decode.kernel.threads import (
 from decode.kernel.vectors import (
     LANES,
     bytes_at,
-    constant,
     doubles_at,
-    first,
     floats_at,
-    fma,
     load,
     load_first,
     longs_at,
     padded,
     pointer_like,
     shorts_at,
-    splat,
     store,
-    sum_lanes,
 )
 from decode.metadata import KINDS
 from decode.weights import WEIGHTS
@@ -79,10 +73,6 @@ POSTED_THREADS, POSTED_MEMORY, POSTED_SIZES = 2, 3, 4  # in line 0 of threads.Wo
 
 # the arrays of a thread that linears need, see layout.py
 ThreadScratch = namedtuple('ThreadScratch', 'normed sums rounded scales')
-
-# the weights and biases of all layer norms, one after the other, each padded with zeros to a multiple of GROUP
-Norms = namedtuple('Norms', 'weight bias eps')
-
 
 @njit
 def thread_scratch(memory, thread):
@@ -201,27 +191,11 @@ def packed_linears(like, memory):
 
 
 @njit
-def layer_norms(memory):
-    return Norms(
-        floats_at(memory[layout.NORM_WEIGHT]), floats_at(memory[layout.NORM_BIAS]), floats_at(memory[layout.EPS])[0])
-
-
-@njit
-def layer_norm(x, x_at, norms, number, C, out, out_at):
-    """out = layer norm `number` (arXiv:1607.06450) of C floats of x, then zeros up to a multiple of LANES."""
-    at = number * padded(C, GROUP)
-    v = constant(0)
-    for i in range(0, C, LANES):
-        v = v + load(x, x_at + i)
-    mean = splat(np.float32(sum_lanes(v) / np.float32(C)))
-    v = constant(0)
-    for i in range(0, C, LANES):
-        d = first(load(x, x_at + i) - mean, C - i)
-        v = fma(d, d, v)
-    rstd = splat(np.float32(1 / math.sqrt(sum_lanes(v) / C + norms.eps)))
-    for i in range(0, C, LANES):
-        normed = (load(x, x_at + i) - mean) * rstd
-        store(out, out_at + i, fma(normed, load(norms.weight, at + i), load(norms.bias, at + i)))
+def load_embedding(address, sizes, i, n):
+    """The first n of LANES numbers of an embedding from number i on, as float32."""
+    if sizes[layout.BFLOAT16_EMBEDDINGS]:
+        return load_stored_first(shorts_at(address), floats_at(address), i, n)
+    return load_first(floats_at(address), i, n)
 
 
 @njit
@@ -229,15 +203,15 @@ def embed(thread, n_threads, memory, sizes):
     """This thread's share of the rows of x: the embeddings of the token and of its position, if that is learned."""
     C, C_p = sizes[layout.N_EMBD], padded(sizes[layout.N_EMBD], GROUP)
     learned, rope = sizes[layout.POSITION] == layout.LEARNED, sizes[layout.POSITION] == layout.ROPE
-    x, wte, wpe = floats_at(memory[layout.X]), floats_at(memory[layout.WTE]), floats_at(memory[layout.WPE])
-    tokens, positions = longs_at(memory[layout.TOKENS]), longs_at(memory[layout.POSITIONS])
+    x, tokens, positions = (
+        floats_at(memory[layout.X]), longs_at(memory[layout.TOKENS]), longs_at(memory[layout.POSITIONS]))
     first_row, end = share(sizes[layout.N_ROWS], thread, n_threads)
     for r in range(first_row, end):
         for i in range(0, C, LANES):
             # zeros beyond C as well, so that a NaN of an earlier step does not stay there
-            v = load_first(wte, tokens[r] * C + i, C - i)
+            v = load_embedding(memory[layout.WTE], sizes, tokens[r] * C + i, C - i)
             if learned:
-                v = v + load_first(wpe, positions[r] * C + i, C - i)
+                v = v + load_embedding(memory[layout.WPE], sizes, positions[r] * C + i, C - i)
             store(x, r * C_p + i, v)
         if rope:
             find_angles(memory, sizes, r, positions[r])
@@ -278,15 +252,16 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
     n_layer, n_head, n_kv_head, C = (
         sizes[layout.N_LAYER], sizes[layout.N_HEAD], sizes[layout.N_KV_HEAD], sizes[layout.N_EMBD])
     n_rows, n_wanted = sizes[layout.N_ROWS], sizes[layout.N_WANTED]
-    C_p, ff_p, head_p = padded(C, GROUP), padded(4 * C, GROUP), padded(sizes[layout.HEAD_DIM], LANES)
+    C_p, ff_p, head_p = padded(C, GROUP), padded(sizes[layout.N_INNER], GROUP), padded(sizes[layout.HEAD_DIM], LANES)
+    y_p = padded(n_head * sizes[layout.HEAD_DIM], GROUP)
     x, y, ff = floats_at(memory[layout.X]), floats_at(memory[layout.Y]), floats_at(memory[layout.FF])
     q, kv, counter = floats_at(memory[layout.Q]), floats_at(memory[layout.KV]), longs_at(memory[layout.BARRIER])
-    linears, norms, scratch = packed_linears(like, memory), layer_norms(memory), thread_scratch(memory, thread)
+    linears, norms, scratch = packed_linears(like, memory), norms_of_rows(memory, sizes), thread_scratch(memory, thread)
     normed, team = scratch.normed, Team(thread, n_threads, longs_at(memory[layout.CLAIMS]))
 
     (heads, kv_heads), panels = heads_of(sizes, thread, n_threads), head_p // LANES
     q_panels, kv_panels = (heads[0] * panels, heads[1] * panels), (2 * kv_heads[0] * panels, 2 * kv_heads[1] * panels)
-    lm_head, gelu = n_layer * LINEARS_PER_LAYER, GELU_TANH if sizes[layout.TANH_GELU] else GELU
+    lm_head, activation = n_layer * LINEARS_PER_LAYER, np.int64(sizes[layout.ACTIVATION])
     if thread == 0:
         for number in range(lm_head + 1):
             team.claims[number * LINE] = 0
@@ -296,7 +271,7 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
     for layer in range(n_layer):
         first = layer * LINEARS_PER_LAYER
         for r in range(n_rows):
-            layer_norm(x, r * C_p, norms, 2 * layer, C, normed, r * C_p)
+            row_norm(x, r * C_p, norms, 2 * layer, C, normed, r * C_p)
         prepare_rows(linears.panels, normed, n_rows, C_p, scratch)
         linear(linears, first + layout.QUERIES, q_panels, normed, n_rows, STORE, q, n_head * head_p, scratch)
         linear(linears, first + layout.KEYS_VALUES, kv_panels, normed, n_rows, STORE, kv, 2 * n_kv_head * head_p,
@@ -313,14 +288,14 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
             keep_wanted(thread, n_threads, memory, sizes)
             barrier(counter, n_threads)
 
-        prepare_rows(linears.panels, y, n_rows, C_p, scratch)
+        prepare_rows(linears.panels, y, n_rows, y_p, scratch)
         shared_linear(team, linears, first + layout.ATTENTION_PROJECTION, y, n_rows, ADD, x, C_p, scratch)
         barrier(counter, n_threads)
 
         for r in range(n_rows):
-            layer_norm(x, r * C_p, norms, 2 * layer + 1, C, normed, r * C_p)
+            row_norm(x, r * C_p, norms, 2 * layer + 1, C, normed, r * C_p)
         prepare_rows(linears.panels, normed, n_rows, C_p, scratch)
-        shared_linear(team, linears, first + layout.MLP_HIDDEN, normed, n_rows, gelu, ff, ff_p, scratch)
+        shared_linear(team, linears, first + layout.MLP_HIDDEN, normed, n_rows, activation, ff, ff_p, scratch)
         barrier(counter, n_threads)
 
         prepare_rows(linears.panels, ff, n_rows, ff_p, scratch)
@@ -328,7 +303,7 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
         barrier(counter, n_threads)
 
     for r in range(n_rows):
-        layer_norm(x, r * C_p, norms, 2 * n_layer, C, normed, r * C_p)
+        row_norm(x, r * C_p, norms, 2 * n_layer, C, normed, r * C_p)
     logits = floats_at(memory[layout.LOGITS])
     prepare_rows(linears.panels, normed, n_rows, C_p, scratch)
     if not shared_linear(team, linears, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch):

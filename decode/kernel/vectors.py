@@ -375,6 +375,12 @@ def gelu_tanh(v):
     return v / (exp(smaller(constant(88.0), minus_2u)) + constant(1.0))
 
 
+@njit
+def silu(v):
+    """x / (1 + e^-x)"""
+    return v / (exp(smaller(constant(88.0), constant(0.0) - v)) + constant(1.0))
+
+
 @intrinsic(prefer_literal=True)
 def zeros(typing, n):
     """A tile of n vectors of zeros"""
