@@ -78,7 +78,7 @@ def test_a_second_run_in_a_live_out_dir_is_refused_and_a_crash_leaves_no_lock(re
     first.kill()
     first.communicate()
     assert run(repo, 'train.py', *TINY, '--max_iters=1').returncode == 0
-    assert sorted(os.listdir(repo / 'out')) == ['ckpt.pt', 'log.csv', 'loss.png']
+    assert sorted(os.listdir(repo / 'out')) == ['.lock', 'ckpt.pt', 'log.csv', 'loss.png']
 
 
 def test_stopping_before_the_first_iteration_saves_nothing(repo):
