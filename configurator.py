@@ -22,7 +22,6 @@ import sys
 import time
 import tokenize
 import types
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
 
 from tokenizer import read_text
 
@@ -75,14 +74,7 @@ def what_a_user_can_cause(e):
 
 def rank():
     """The number of this process among those that torchrun started, or 0 if torchrun did not start it."""
-    text = os.environ.get('RANK', '0')
-    return int(text) if text.isdecimal() else 0
-
-
-def processes():
-    """(the number of processes, the number of this one): what torchrun started, or 1 and 0."""
-    world_size = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
-    return world_size, rank() if world_size > 1 else 0
+    return int(os.environ.get('RANK', 0))
 
 
 def leave_it_to_the_first_process(patience=10.0):
@@ -117,16 +109,15 @@ def check_installation(packages=('torch', 'numpy', 'tqdm'), advice=None):
     to do about it otherwise.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing and advice:
-        print(f"{os.path.basename(sys.argv[0])}: error: {sys.executable} has no {', '.join(missing)}: {advice}",
-              file=sys.stderr)
-        sys.exit(2)
-    if missing:
+    if not missing:
+        return
+    if advice is None:
         activate = os.path.join(os.path.dirname(os.path.abspath(__file__)), '.venv', 'bin', 'activate')
         make = "" if os.path.exists(activate) else "run `make demo`, which installs everything into .venv, then "
-        print(f"{os.path.basename(sys.argv[0])}: error: {sys.executable} has no {', '.join(missing)}: {make}run "
-              f"`source {os.path.relpath(activate)}`", file=sys.stderr)
-        sys.exit(2)
+        advice = f"{make}run `source {os.path.relpath(activate)}`"
+    print(f"{os.path.basename(sys.argv[0])}: error: {sys.executable} has no {', '.join(missing)}: {advice}",
+          file=sys.stderr)
+    sys.exit(2)
 
 
 check_installation()
@@ -204,17 +195,12 @@ def _read_file(path, defaults):
         raise ValueError(f"no config file {_short(path)} (settings are written --key=value)")
     source = read_text(path)
     assigned = dict(defaults, __file__=path)
-    with ExitStack() as stack:
-        if rank() > 0:  # what a config file prints is printed by process 0 only
-            nowhere = stack.enter_context(open(os.devnull, 'w'))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
-        try:
-            exec(compile(source, path, 'exec'), assigned)
-        except SystemExit as e:
-            raise ValueError(f"{path} calls sys.exit({e.code!r}), but a config file only assigns settings") from e
-        except Exception as e:
-            raise ValueError(f"{path}: {type(e).__name__}: {e}") from e
+    try:
+        exec(compile(source, path, 'exec'), assigned)
+    except SystemExit as e:
+        raise ValueError(f"{path} calls sys.exit({e.code!r}), but a config file only assigns settings") from e
+    except Exception as e:
+        raise ValueError(f"{path}: {type(e).__name__}: {e}") from e
     nodes = ast.walk(ast.parse(source))
     names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return {k: v for k, v in assigned.items()

@@ -43,7 +43,8 @@ SAMPLE = [
     ('--start=日本', "characters the model never saw: '日' '本'"),
     ('--stop=日', "stop='日' can never come up: characters the model never saw"),
     ('--when_full=roll', 'learned positions end at block_size'),
-    ('--when_full=shift --keep=99', "keep 99 + n_keep 0 tokens must fit into the model's block_size of 16"),
+    ('--when_full=shift --keep=99', 'n_keep=0 and keep=99 tokens of a full context'),
+    ('--keep=10', 'takes when_full=crop, without keep and n_keep, or shift'),
     ('--kv_bits=8 --weights=int8', 'the cpu decoder does not read a cache of kv_bits=8 with heads of 8 channels'),
 ]
 SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
@@ -61,7 +62,6 @@ SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
     ('--seed=-1', 'seed must be at least 0, not -1'),
     (f'--seed={2**63}', 'seed must fit in 64 bits'),
     ('--when_full=slide', "when_full must be auto, crop, shift or roll, not 'slide'"),
-    ('--keep=10', 'only work with when_full=shift'),
     ('--when_full=shift --keep=-1', 'keep must be at least 0'),
     ('--n_keep=-1', 'n_keep must be at least 0'),
     ('--compile=True --decoder=cpu', 'compile=True is decoder=compiled'),

@@ -56,7 +56,7 @@ def damage_state(saved):
 
 
 @pytest.mark.parametrize('damage, message', [
-    (damage_state, 'parameter 0 must be of shape'),
+    (damage_state, 'optimizer state does not fit the model'),
     (lambda saved: saved['rng'].update(torch=torch.ones(3, dtype=torch.uint8)), "no state of torch's generator"),
 ])
 def test_resuming_from_a_checkpoint_with_wrong_contents_is_one_line(finished, damage, message):
@@ -125,10 +125,9 @@ def test_no_file_is_left_open(repo):
 
 
 def test_a_failure_of_several_processes_is_said_once_and_last(repo):
-    (repo / 'c.py').write_text('import sys\nprint("from the file", file=sys.stderr)\nbatch_size = 2\n')
-    done = run(repo, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py', *TINY, 'c.py',
+    done = run(repo, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py', *TINY,
                '--gradient_accumulation_steps=3')
-    assert done.returncode and done.stderr.count('train.py: error: ') == 1 and done.stderr.count('from the file') == 1
+    assert done.returncode and done.stderr.count('train.py: error: ') == 1
     assert 'must be divisible by the 2 processes' in '\n'.join(done.stderr.strip().splitlines()[-5:]), done.stderr
 
 
