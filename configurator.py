@@ -103,7 +103,10 @@ def _error(script, message):
     return 2
 
 
-def check_installation(packages=('torch', 'numpy', 'tqdm'), advice=None):
+PACKAGES = 'torch', 'numpy', 'numba', 'filelock', 'tiktoken', 'tokenizers', 'tqdm', 'safetensors'
+
+
+def check_installation(packages=PACKAGES, advice=None):
     """
     Exit with one line if a package is missing, most often because the virtual environment is not active. advice: what
     to do about it otherwise.

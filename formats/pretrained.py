@@ -2,6 +2,7 @@
 import os
 
 import torch
+from safetensors import safe_open
 
 from formats.families import config_args
 from formats.names import CONV1D, HUGGING_FACE
@@ -91,10 +92,6 @@ class Files:
             names = self.indexed(index, names)
         elif 'model.safetensors' in names:
             names = ['model.safetensors']
-        try:
-            from safetensors import safe_open
-        except ImportError as e:
-            raise ValueError(f"reading {folder} needs safetensors: pip install safetensors (or transformers)") from e
         for name in names:
             try:
                 file = safe_open(os.path.join(folder, name), 'pt')

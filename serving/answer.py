@@ -36,7 +36,7 @@ class Choice:
 
     def __init__(self, index, prompt, body, served):
         self.index, self.prompt, self.body, self.served = index, prompt, body, served
-        prompt_text = served.decode(prompt) if body.echo or body.logprobs is not None else ''
+        prompt_text = served.tokenizer.decode(prompt) if body.echo or body.logprobs is not None else ''
         self.text, self.offset = (prompt_text, 0) if body.echo else ('', len(prompt_text))
         self.tokens, self.scores, self.characters = [], [], codecs.getincrementaldecoder('utf-8')('replace')
         self.finish_reason, self.n_tokens, self.begun, self.ended = None, 0, False, False

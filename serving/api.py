@@ -172,10 +172,6 @@ class Served:
         except ValueError as e:
             raise invalid(param, f"{param} has {e}") from None
 
-    def decode(self, tokens):
-        """The text of token ids."""
-        return b''.join(map(self.token_bytes.__getitem__, tokens)).decode('utf-8', 'replace')
-
 
 def too_long(message, param='prompt'):
     """The APIError for what is longer than the model's context or the pool of blocks."""

@@ -225,7 +225,7 @@ async def detokenize(service, body):
         check_ids('tokens', body.tokens, len(service.served.token_bytes))
     except ValueError as e:
         raise invalid('tokens', str(e)) from None
-    return JSON({'prompt': service.served.decode(body.tokens)})
+    return JSON({'prompt': service.served.tokenizer.decode(body.tokens)})
 
 
 async def cache(service):
