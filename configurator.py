@@ -3,9 +3,9 @@ Settings of a script: plain variables at its top, each with a comment, overridde
 
     python train.py config/train_shakespeare_char.py --batch_size=32
 
-A config file is Python that assigns some of the same names. Files are applied in order, then every --key=value,
-wherever it stands. An unknown name or a value of another type is an error, and --help lists all settings. A script
-ends with `configurator.run(main)`.
+A config file is Python that assigns some of the same names; it may `exec` another one. Files are applied in order, then
+every --key=value, wherever it stands. An unknown name or a value of another type is an error, and --help lists all
+settings. A script ends with `configurator.run(main)`.
 
 A script imports this module before all others, with `import configurator  # isort: skip`. If torch is not installed,
 that import ends the script with a line that says what to do.
@@ -193,21 +193,30 @@ def _known(name, settings, where):
         raise ValueError(f"unknown setting {_short(name)} ({where}): {hint}")
 
 
+class Assigned(dict):
+    """The variables of a config file. names: those that it has assigned, also to the value that they had."""
+
+    def __init__(self, *args, **values):
+        super().__init__(*args, **values)
+        self.names = set()
+
+    def __setitem__(self, name, value):
+        self.names.add(name)
+        super().__setitem__(name, value)
+
+
 def _read_file(path, defaults):
     if not os.path.isfile(path):
         raise ValueError(f"no config file {_short(path)} (settings are written --key=value)")
-    source = read_text(path)
-    assigned = dict(defaults, __file__=path)
+    assigned = Assigned(defaults, __file__=path)
     try:
-        exec(compile(source, path, 'exec'), assigned)
+        exec(compile(read_text(path), path, 'exec'), assigned, assigned)
     except SystemExit as e:
         raise ValueError(f"{path} calls sys.exit({e.code!r}), but a config file only assigns settings") from e
     except Exception as e:
         raise ValueError(f"{path}: {type(e).__name__}: {e}") from e
-    nodes = ast.walk(ast.parse(source))
-    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     return {k: v for k, v in assigned.items()
-            if k in names and k[0] != '_' and not isinstance(v, (types.ModuleType, types.FunctionType))}
+            if k in assigned.names and k[0] != '_' and not isinstance(v, (types.ModuleType, types.FunctionType))}
 
 
 def _parse(text, default):

@@ -246,9 +246,6 @@ class PlainUnpickler(pickle.Unpickler):
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it names {module}.{name}, but only plain values are read")
 
-    def persistent_load(self, pid):
-        raise pickle.UnpicklingError("it names a persistent object, but only plain values are read")
-
 
 class WholeTexts(dict):
     """
