@@ -133,10 +133,8 @@ def print_speeds(columns):
 
 
 def main(config):
-    if new_tokens < 1 or repeats < 1 or window < 1:
-        raise ValueError("new_tokens, repeats and window must be at least 1")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
+    configurator.check_range(globals(), 1, math.inf, 'new_tokens', 'repeats', 'window')
+    configurator.check_range(globals(), 0, math.inf, 'seed')
     sys.stdout.reconfigure(errors='replace')  # where a terminal cannot show a sign or a character
     dev = pick_device(device)
     model, tokenizer = load_model(dev)

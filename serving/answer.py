@@ -106,17 +106,13 @@ class Completion:
                 for choice in choices:
                     choice.scores = [*zip(choice.prompt, output.prompt_logprobs), *choice.scores]
             self.n_cached += output.n_cached or 0
-            if output.finish_reason in ('abort', 'error'):
-                self.fail(output)
-            else:
+            if output.finish_reason not in ('abort', 'error'):
                 choices[output.index].add(output)
-
-    def fail(self, output):
-        """End with the error of an `Output`: 'abort' where the server stops, or 'error'."""
-        if self.done:
-            return
-        self.error = (APIError(503, "the server is stopping, and this request was not finished: send it again later")
-                      if output.finish_reason == 'abort' else APIError(500, f"the engine failed: {output.error}"))
+            elif not self.done:
+                self.error = APIError(500, f"the engine failed: {output.error}")
+                if output.finish_reason == 'abort':
+                    self.error = APIError(503, "the server is stopping, and this request was not finished: send it "
+                                               "again later")
 
     @property
     def done(self):

@@ -161,21 +161,20 @@ class Served:
             raise APIError(404, f"there is no model {model[:100]!r} here: the one that is served is {self.name!r}",
                            'model', 'model_not_found')
 
-    def encode(self, text, param='prompt'):
-        """Token ids of a text. APIError 400 for characters that the tokenizer does not know and for very long texts."""
+    def encode(self, text):
+        """Token ids of a prompt's text. APIError 400 if it is very long or has characters that the tokenizer lacks."""
         longest = max(map(len, self.token_bytes))
         if len(text) > self.max_tokens * longest:  # so long that reading it all would only take time
-            raise too_long(f"{param} has {len(text):,} characters, which are more than {self.max_tokens:,} tokens",
-                           param)
+            raise too_long(f"prompt has {len(text):,} characters, which are more than {self.max_tokens:,} tokens")
         try:
             return self.tokenizer.encode(text)
         except ValueError as e:
-            raise invalid(param, f"{param} has {e}") from None
+            raise invalid('prompt', f"prompt has {e}") from None
 
 
-def too_long(message, param='prompt'):
+def too_long(message):
     """The APIError for what is longer than the model's context or the pool of blocks."""
-    return APIError(400, message, param, 'context_length_exceeded')
+    return APIError(400, message, 'prompt', 'context_length_exceeded')
 
 
 def requests_of(body, served, id, delivers):

@@ -49,7 +49,7 @@ class Service:
         self.engine = self.served = self.bell = self.error = None
         self.draining, self.mailboxes = False, set()
 
-    def start_loading(self, loaded=lambda: None):
+    def start_loading(self, loaded):
         """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
         def load():
             try:
