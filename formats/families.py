@@ -80,8 +80,6 @@ def rope_theta(hf):
     """The base of the rotary angles: rope_theta, or in newer files rope_parameters. ValueError if they are scaled."""
     for key in ('rope_parameters', 'rope_scaling'):
         values = hf.get(key) or {}
-        if not isinstance(values, dict):
-            raise ValueError(f"{key} must be a dict or null, not {values!r}")
         for kind in ('rope_type', 'type'):
             expect(values, f'{key}.', **{kind: ('default',)})
         expect(values, f'{key}.', partial_rotary_factor=(1.0,))
@@ -90,8 +88,6 @@ def rope_theta(hf):
 
 def mpt(hf, args):
     attention = hf.get('attn_config') or {}
-    if not isinstance(attention, dict):
-        raise ValueError(f"attn_config must be a dict or null, not {attention!r}")
     expect(hf, expansion_ratio=(4,), layer_norm_epsilon=(EPS,), logit_scale=(None,), no_bias=(True, False),
            norm_type=('low_precision_layernorm', 'layernorm'))
     expect(attention, 'attn_config.', alibi=(True,), alibi_bias_max=(8,), attn_type=('multihead_attention',),

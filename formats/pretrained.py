@@ -2,6 +2,7 @@
 import os
 
 import torch
+from safetensors import safe_open
 
 from formats.families import config_args
 from formats.names import CONV1D, HUGGING_FACE
@@ -81,20 +82,16 @@ class Files:
     """
 
     def __init__(self, folder):
-        self.folder, pairs = folder, []
+        pairs = []
         names = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
         if not names or not os.path.exists(os.path.join(folder, 'config.json')):
             raise ValueError(f"{folder!r} is neither {', '.join(GPT2_NAMES)} nor a folder with config.json and "
                              "*.safetensors")
         index = os.path.join(folder, 'model.safetensors.index.json')
         if os.path.exists(index):
-            names = self.indexed(index, names)
+            names = sorted({*read_downloaded(index).get('weight_map', {}).values()})
         elif 'model.safetensors' in names:
             names = ['model.safetensors']
-        try:
-            from safetensors import safe_open
-        except ImportError as e:
-            raise ValueError(f"reading {folder} needs safetensors: pip install safetensors (or transformers)") from e
         for name in names:
             try:
                 file = safe_open(os.path.join(folder, name), 'pt')
@@ -105,17 +102,6 @@ class Files:
             self.weights = once(pairs)
         except ValueError as e:
             raise ValueError(f"{folder}: {e}") from e
-
-    def indexed(self, index, names):
-        """The names of the files that an index lists. All of them must be among `names`, those in the folder."""
-        shards = read_downloaded(index).get('weight_map')
-        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-            raise ValueError(f"{index} has no weight_map: is the download complete?")
-        missing = sorted(set(shards.values()) - set(names))
-        if missing:
-            raise ValueError(f"{self.folder} lacks {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}, which "
-                             f"{os.path.basename(index)} names: is the download complete?")
-        return sorted(set(shards.values()))
 
     def read(self, name):
         """A tensor. ValueError if there is none of this name, or not of numbers that can be used."""
