@@ -20,8 +20,6 @@ from formats.weights import check_weights, is_dense, once
 from whole_file import replacing
 
 ZIP_START = b'PK\x03\x04'
-LEGACY_START = b'\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.'  # of torch before 1.6
-NAME_IS_UTF8, SIZES_FOLLOW = 0x800, 0x8  # the flags that torch gives to the entries of a zip file
 SIZES = ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size')  # every checkpoint's model_args must have these
 
 
@@ -64,33 +62,19 @@ def load(path, device='cpu'):
 
 def check_bytes(f):
     """
-    Compare the bytes of every entry of the zip file f with the CRC in the file. torch does not.
-
-    zipfile checks the CRCs, but torch reads the file with a zip reader of its own, so both must read the same thing
-    from it. Therefore names must be unique and the same in the directory and before each entry (zipfile compares the
-    two), entries must be uncompressed, and no entry may have attributes: torch takes an entry marked as a folder for
-    an empty one and returns uninitialised memory. ValueError or zipfile.BadZipFile if the file is not like that.
+    Compare the bytes of every entry of the zip file f with the CRC in the file, which torch does not. An entry that is
+    marked as a folder is refused too: torch takes it for an empty one, and returns uninitialised memory. ValueError or
+    zipfile.BadZipFile if the file is damaged.
     """
-    start = f.read(len(LEGACY_START))
-    if start == LEGACY_START:
-        raise ValueError("it has the format of torch before 1.6, which has no checksums: load it with "
-                         "torch.load(path, weights_only=True) and save it again")
-    if not start.startswith(ZIP_START):
-        raise ValueError(f"it begins with {start[:4]!r}, but a checkpoint is a zip file and begins with {ZIP_START!r}")
+    start = f.read(len(ZIP_START))
+    if start != ZIP_START:
+        raise ValueError(f"it begins with {start!r}, but a checkpoint is a zip file and begins with {ZIP_START!r}")
     with zipfile.ZipFile(f) as archive:
-        entries = archive.infolist()
-        names = [entry.filename for entry in entries]
-        if len(set(names)) != len(names):
-            raise ValueError(f"its zip directory has {len(names)} entries with {len(set(names))} different names")
-        for entry in entries:
-            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-                raise ValueError(f"its entry {entry.filename} is compressed, but torch writes none compressed")
-            flags = entry.flag_bits & ~(NAME_IS_UTF8 | SIZES_FOLLOW)
-            if entry.external_attr or entry.internal_attr or entry.volume or flags:
-                raise ValueError(f"its entry {entry.filename} has attributes that torch does not write")
-            with archive.open(entry) as content:
-                while content.read(1 << 20):  # at the end of an entry zipfile compares the CRC, and raises BadZipFile
-                    pass
+        if any(entry.external_attr for entry in archive.infolist()):
+            raise ValueError("it has an entry with attributes, which torch does not write")
+        damaged = archive.testzip()
+        if damaged:
+            raise ValueError(f"the bytes of its entry {damaged} are not those that were saved")
 
 
 def check_contents(checkpoint):
@@ -118,11 +102,6 @@ def check_contents(checkpoint):
         raise ValueError(f"its best_val_loss must be a number, not {str(best)[:50]!r}")
     if checkpoint.get('tokenizer'):
         tokenizers.check_state(checkpoint['tokenizer'])
-    if 'rng' in checkpoint:
-        rng = checkpoint['rng']
-        states = [rng.get('torch'), *rng['cuda']] if isinstance(rng.get('cuda'), list) else [None]
-        if not all(isinstance(state, torch.Tensor) and state.dtype is torch.uint8 for state in states):
-            raise ValueError("its rng must be {'torch': state, 'cuda': [state of each GPU]}, all uint8 tensors")
 
 
 def newest_first():
@@ -206,51 +185,36 @@ def restore_optimizer(optimizer, saved):
     and weight_decay of its groups are loaded: how a step is computed (fused, ...) depends on the device. ValueError if
     the state does not fit, or is of another variant of AdamW.
     """
-    if not isinstance(saved.get('state'), dict) or not isinstance(saved.get('param_groups'), list):
-        raise ValueError("the checkpoint's optimizer state has no 'state' and 'param_groups': it cannot be resumed")
-    groups = [checked_group(group) for group in saved['param_groups']]
     own = optimizer.state_dict()
-    sizes, saved_sizes = ([len(group['params']) for group in of] for of in (own['param_groups'], groups))
-    if sizes != saved_sizes:
-        raise ValueError(f"the checkpoint's optimizer state is of {saved_sizes} parameters, but the model has {sizes}")
-    params = [p for group in optimizer.param_groups for p in group['params']]
-    indices = [index for group in groups for index in group['params']]
-    # a parameter that has had no step has no moments
-    state = {i: fitted_moments(p, saved['state'][index], index)
-             for i, (p, index) in enumerate(zip(params, indices)) if saved['state'].get(index) is not None}
-    kept = 'lr', 'betas', 'eps', 'weight_decay'
+    try:
+        groups, state = saved['param_groups'], {}
+        sizes, saved_sizes = ([len(group['params']) for group in of] for of in (own['param_groups'], groups))
+        if sizes != saved_sizes:
+            raise ValueError(f"it is of {saved_sizes} parameters, but the model has {sizes}")
+        if any(group.get('amsgrad') or group.get('maximize') for group in groups):
+            raise ValueError("it has amsgrad or maximize, which AdamW here has not")
+        params = [p for group in optimizer.param_groups for p in group['params']]
+        for i, (p, index) in enumerate(zip(params, [index for group in groups for index in group['params']])):
+            if saved['state'].get(index) is not None:  # a parameter that has had no step has no moments
+                state[i] = fitted_moments(p, saved['state'][index])
+        hyper = [{name: group[name] for name in ('lr', 'betas', 'eps', 'weight_decay')} for group in groups]
+        for group in hyper:
+            lr, (beta1, beta2), eps, weight_decay = group.values()
+            if not all(type(number) in (int, float) for number in (lr, beta1, beta2, eps, weight_decay)):
+                raise TypeError("lr, betas, eps and weight_decay must be numbers")
+    except (ValueError, TypeError, KeyError, AttributeError) as e:
+        raise ValueError(f"the checkpoint's optimizer state does not fit the model, and cannot be resumed: "
+                         f"{type(e).__name__}, {e}") from e
     optimizer.load_state_dict({'state': state, 'param_groups': [
-        mine | {name: theirs[name] for name in kept} for mine, theirs in zip(own['param_groups'], groups)]})
+        mine | theirs for mine, theirs in zip(own['param_groups'], hyper)]})
 
 
-def checked_group(group):
-    """A group of a saved optimizer state, itself. ValueError unless it is one of plain AdamW."""
-    needed = {'params', 'lr', 'betas', 'eps', 'weight_decay'}
-    if not isinstance(group, dict) or not needed <= set(group) or not isinstance(group['params'], list):
-        raise ValueError(f"the checkpoint's optimizer groups must have {', '.join(sorted(needed))}")
-    betas = group['betas'] if isinstance(group['betas'], (tuple, list)) else []
-    numbers = [group['lr'], group['eps'], group['weight_decay'], *betas]
-    if len(numbers) != 5 or not all(type(number) in (int, float) for number in numbers):
-        raise ValueError("lr, eps, weight_decay and betas in the checkpoint's optimizer state must be numbers")
-    variants = [name for name in ('amsgrad', 'maximize', 'differentiable') if group.get(name)]
-    if variants:
-        raise ValueError(f"the checkpoint's optimizer has {', '.join(variants)}, which AdamW here has not: train again")
-    if not all(type(index) is int for index in group['params']):
-        raise ValueError("the parameters of the checkpoint's optimizer groups must be integers")
-    return group
-
-
-def fitted_moments(p, state, index):
-    """The saved state of parameter p, number `index`, with the rows that p has. ValueError if it does not fit."""
-    if not isinstance(state, dict) or not {'step', 'exp_avg', 'exp_avg_sq'} <= set(state):
-        raise ValueError(f"the checkpoint's optimizer state of parameter {index} has no step, exp_avg and exp_avg_sq")
-    step, moments = state['step'], {name: state[name] for name in ('exp_avg', 'exp_avg_sq')}
-    if not (type(step) in (int, float) or is_dense(step) and step.numel() == 1 and not step.is_complex()):
-        raise ValueError(f"step in the checkpoint's optimizer state of parameter {index} must be a number")
-    for name, moment in moments.items():
-        of_floats = is_dense(moment) and moment.is_floating_point() and moment.dim()
-        if not of_floats or moment.shape[1:] != p.shape[1:] or len(moment) < len(p):
-            is_ = tuple(moment.shape) if of_floats else getattr(moment, 'layout', type(moment).__name__)
-            raise ValueError(f"the checkpoint's optimizer state of parameter {index} must be of shape "
-                             f"{tuple(p.shape)}, but {name} is {is_}")
-    return {'step': step} | {name: moment[:len(p)] for name, moment in moments.items()}
+def fitted_moments(p, state):
+    """The saved state of parameter p, with the rows that p has. ValueError if it does not fit."""
+    fitted = {'step': torch.as_tensor(state['step'], dtype=torch.float32).reshape(())}
+    for name in ('exp_avg', 'exp_avg_sq'):
+        moment = state[name]
+        if not is_dense(moment) or moment.shape[1:] != p.shape[1:] or len(moment) < len(p):
+            raise ValueError(f"{name} is {tuple(moment.shape)}, and its parameter {tuple(p.shape)}")
+        fitted[name] = moment[:len(p)]
+    return fitted

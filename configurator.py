@@ -3,9 +3,9 @@ Settings of a script: plain variables at its top, each with a comment, overridde
 
     python train.py config/train_shakespeare_char.py --batch_size=32
 
-A config file is Python that assigns some of the same names. Files are applied in order, then every --key=value,
-wherever it stands. An unknown name or a value of another type is an error, and --help lists all settings. A script
-ends with `configurator.run(main)`.
+A config file is Python that assigns some of the same names; it may `exec` another one. Files are applied in order, then
+every --key=value, wherever it stands. An unknown name or a value of another type is an error, and --help lists all
+settings. A script ends with `configurator.run(main)`.
 
 A script imports this module before all others, with `import configurator  # isort: skip`. If torch is not installed,
 that import ends the script with a line that says what to do.
@@ -22,7 +22,6 @@ import sys
 import time
 import tokenize
 import types
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
 
 from tokenizer import read_text
 
@@ -75,14 +74,7 @@ def what_a_user_can_cause(e):
 
 def rank():
     """The number of this process among those that torchrun started, or 0 if torchrun did not start it."""
-    text = os.environ.get('RANK', '0')
-    return int(text) if text.isdecimal() else 0
-
-
-def processes():
-    """(the number of processes, the number of this one): what torchrun started, or 1 and 0."""
-    world_size = int(os.environ.get('WORLD_SIZE', 1)) if 'RANK' in os.environ else 1
-    return world_size, rank() if world_size > 1 else 0
+    return int(os.environ.get('RANK', 0))
 
 
 def leave_it_to_the_first_process(patience=10.0):
@@ -111,22 +103,24 @@ def _error(script, message):
     return 2
 
 
-def check_installation(packages=('torch', 'numpy', 'tqdm'), advice=None):
+PACKAGES = 'torch', 'numpy', 'numba', 'filelock', 'tiktoken', 'tokenizers', 'tqdm', 'safetensors'
+
+
+def check_installation(packages=PACKAGES, advice=None):
     """
     Exit with one line if a package is missing, most often because the virtual environment is not active. advice: what
     to do about it otherwise.
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing and advice:
-        print(f"{os.path.basename(sys.argv[0])}: error: {sys.executable} has no {', '.join(missing)}: {advice}",
-              file=sys.stderr)
-        sys.exit(2)
-    if missing:
+    if not missing:
+        return
+    if advice is None:
         activate = os.path.join(os.path.dirname(os.path.abspath(__file__)), '.venv', 'bin', 'activate')
         make = "" if os.path.exists(activate) else "run `make demo`, which installs everything into .venv, then "
-        print(f"{os.path.basename(sys.argv[0])}: error: {sys.executable} has no {', '.join(missing)}: {make}run "
-              f"`source {os.path.relpath(activate)}`", file=sys.stderr)
-        sys.exit(2)
+        advice = f"{make}run `source {os.path.relpath(activate)}`"
+    print(f"{os.path.basename(sys.argv[0])}: error: {sys.executable} has no {', '.join(missing)}: {advice}",
+          file=sys.stderr)
+    sys.exit(2)
 
 
 check_installation()
@@ -199,26 +193,30 @@ def _known(name, settings, where):
         raise ValueError(f"unknown setting {_short(name)} ({where}): {hint}")
 
 
+class Assigned(dict):
+    """The variables of a config file. names: those that it has assigned, also to the value that they had."""
+
+    def __init__(self, *args, **values):
+        super().__init__(*args, **values)
+        self.names = set()
+
+    def __setitem__(self, name, value):
+        self.names.add(name)
+        super().__setitem__(name, value)
+
+
 def _read_file(path, defaults):
     if not os.path.isfile(path):
         raise ValueError(f"no config file {_short(path)} (settings are written --key=value)")
-    source = read_text(path)
-    assigned = dict(defaults, __file__=path)
-    with ExitStack() as stack:
-        if rank() > 0:  # what a config file prints is printed by process 0 only
-            nowhere = stack.enter_context(open(os.devnull, 'w'))
-            stack.enter_context(redirect_stdout(nowhere))
-            stack.enter_context(redirect_stderr(nowhere))
-        try:
-            exec(compile(source, path, 'exec'), assigned)
-        except SystemExit as e:
-            raise ValueError(f"{path} calls sys.exit({e.code!r}), but a config file only assigns settings") from e
-        except Exception as e:
-            raise ValueError(f"{path}: {type(e).__name__}: {e}") from e
-    nodes = ast.walk(ast.parse(source))
-    names = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    assigned = Assigned(defaults, __file__=path)
+    try:
+        exec(compile(read_text(path), path, 'exec'), assigned, assigned)
+    except SystemExit as e:
+        raise ValueError(f"{path} calls sys.exit({e.code!r}), but a config file only assigns settings") from e
+    except Exception as e:
+        raise ValueError(f"{path}: {type(e).__name__}: {e}") from e
     return {k: v for k, v in assigned.items()
-            if k in names and k[0] != '_' and not isinstance(v, (types.ModuleType, types.FunctionType))}
+            if k in assigned.names and k[0] != '_' and not isinstance(v, (types.ModuleType, types.FunctionType))}
 
 
 def _parse(text, default):

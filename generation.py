@@ -10,40 +10,18 @@ A `Sequence` is one text that is being continued, a cache (`kvcache.base.BaseCac
 loop of that and of sampling.
 """
 import math
-import threading
-import weakref
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import NoneType
 
 import torch
 
-from decode.process import after_fork, uninterrupted
+from decode.process import uninterrupted
 from inputs import as_int64
 from kvcache.base import NotNumbers, are_numbers
 from kvcache.contiguous import ContiguousCache
 from model import check_sampling, sample_token
-
-mode_lock = threading.Lock()
-# {model: (the uses of `evaluating`, (thread, object) each; the modules to restore after the last)}
-evaluated = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """
-    How the tokens of a sequence are drawn, see `model.sample_token`. Raises ValueError on settings that make no sense.
-
-    generator: the sequence's own torch.Generator, which makes its draws independent of the rest of the batch; None if
-    all sequences of the batch draw together.
-    """
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    generator: torch.Generator | None = None
-
-    def __post_init__(self):
-        check_sampling(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(eq=False)
@@ -55,18 +33,19 @@ class Sequence:
     tokens: all tokens, the only record of them. keep, n_keep: a context of max_positions tokens that gets another one
     becomes the first n_keep tokens and the last `keep`. shifts: does the cache then keep their keys and values, at new
     positions? length: tokens in the context. cached: how many of these the cache holds. n_removed: tokens that the
-    cache must still remove behind the first n_keep. handle: the cache's name for the sequence.
+    cache must still remove behind the first n_keep. handle: the cache's name for the sequence. generator: its own
+    torch.Generator, which makes its draws independent of the rest of the batch; None if all of a batch draw together.
     """
     tokens: list[int]
     max_positions: int | float
     keep: int
     n_keep: int = 0
     shifts: bool = False
-    sampling: Sampling = Sampling()
     length: int = field(default=0, init=False)
     cached: int = field(default=0, init=False)
     n_removed: int = field(default=0, init=False)
     handle: object = field(default=None, init=False)
+    generator: torch.Generator | None = field(default=None, init=False)
 
     def __post_init__(self):
         self.length = min(len(self.tokens), self.max_positions)
@@ -191,9 +170,10 @@ def stream(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, 
         is then given one of `keep` tokens, by default block_size - n_keep, and the first n_keep tokens as sinks: see
         `GPT.with_window`. The tokens are others than with 'crop'. Learned positions cannot roll.
 
-    Runs without gradients and in eval mode, and restores each module's own mode between tokens. Unless it rolls, a
-    prompt longer than block_size is cropped to its end (with 'shift', after its first n_keep tokens). Raises
-    ValueError, before anything is computed, on prompts and settings that make no sense.
+    Runs without gradients and in eval mode, and restores each module's own mode between tokens. (Where several threads
+    share a model, call its eval() before.) Unless it rolls, a prompt longer than block_size is cropped to its end (with
+    'shift', after its first n_keep tokens). Raises ValueError, before anything is computed, on prompts and settings
+    that make no sense.
     """
     steps = checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator,
                         decoder, num_samples, when_full, keep, n_keep, cache)
@@ -241,15 +221,15 @@ def checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache
     if sequences[0].shifts and not use_cache:
         raise ValueError("when_full='shift' keeps keys and values of this model, so it needs the cache: pass "
                          "use_cache=True")
-    sampling, n_rows, own = Sampling(temperature, top_k, top_p), len(sequences) * num_samples, [None]
-    if isinstance(generator, (list, tuple)):
-        own, generator = generator, None
-        if len(own) != n_rows:
-            raise ValueError(f"{len(own)} generators for {n_rows} rows: pass one for each, or one for all")
-    samplings = [replace(sampling, generator=g) for g in own] * (n_rows // len(own))
+    check_sampling(temperature, top_k, top_p)
+    n_rows = len(sequences) * num_samples
+    own, generator = (generator, None) if isinstance(generator, (list, tuple)) else ([None] * n_rows, generator)
+    if len(own) != n_rows:
+        raise ValueError(f"{len(own)} generators for {n_rows} rows: pass one for each, or one for all")
     if cache is None:
         cache = ContiguousCache.for_decoder(model, n_rows, decoder) if use_cache else NoCache(model)
-    return run(model, cache, sequences, samplings, max_new_tokens, stop_token, generator)
+    sample = partial(sample_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, B=n_rows)
+    return run(model, cache, sequences, own, max_new_tokens, stop_token, sample)
 
 
 def rolling(model, keep=None, n_keep=0, decoder_or_cache=None):
@@ -266,9 +246,12 @@ def rolling(model, keep=None, n_keep=0, decoder_or_cache=None):
     return model.with_window(window, n_keep)
 
 
-def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, generator=None):
-    """The tokens (B, 1) of each step of `stream`. samplings: one for each row. generator: used if they have none."""
-    device, B = model.lm_head.weight.device, len(samplings)
+def run(model, cache, sequences, generators, max_new_tokens, stop_token, sample):
+    """
+    The tokens (B, 1) of each step of `stream`. generators: one for each row, or None. sample: `sample_tokens` with the
+    settings of the run.
+    """
+    device, B = model.lm_head.weight.device, len(generators)
     # reading a token makes a GPU wait, so it is done where a token has to be known: to stop, and to cut a context
     reading = device.type == 'cpu' or stop_token is not None
     live, stopped, unread, newest = list(range(B)), [False] * B, [], None  # live: the batch row of each sequence
@@ -292,10 +275,10 @@ def run(model, cache, sequences, samplings, max_new_tokens, stop_token=None, gen
                 if step == 0:  # the prompts are read; from here on each sample is a sequence
                     n_each = B // len(sequences)
                     sequences = [each for s in sequences for each in with_forks(s, n_each - 1, cache, handles)]
-                    for s, sampling in zip(sequences, samplings):
-                        s.sampling = sampling
+                    for s, generator in zip(sequences, generators):
+                        s.generator = generator
                     logits = logits.repeat_interleave(n_each, dim=0) if n_each > 1 else logits
-                newest = sample_tokens(logits, sequences, generator, live, B)
+                newest = sample(logits, sequences, live)
                 if not reading:
                     unread.append(newest)
                     for s in sequences:
@@ -349,42 +332,14 @@ def with_forks(sequence, n, cache, handles):
 
 @contextmanager
 def evaluating(model):
-    """
-    Eval mode inside; afterwards every module is back in its own mode.
-
-    Several threads can be inside for one model: the modules go back to training mode when the last one leaves.
-    """
-    use = threading.get_ident(), object()
+    """Eval mode inside; afterwards every module is back in its own mode."""
+    training = [m for m in model.modules() if m.training]
     try:
-        with uninterrupted(), mode_lock:
-            uses, modules = evaluated.setdefault(model, (set(), []))
-            uses.add(use)
-            if model.training:
-                modules += [m for m in model.modules() if m.training]
-                model.eval()
+        model.eval()
         yield
     finally:
-        with uninterrupted(), mode_lock:
-            uses, modules = evaluated.setdefault(model, (set(), []))
-            uses.discard(use)
-            restore_modes(uses, modules)
-
-
-def restore_modes(uses, modules):
-    if not uses:
-        for m in modules:
+        for m in training:
             m.training = True
-        modules.clear()
-
-
-@after_fork
-def forget_other_threads():
-    """In the child of a fork the other threads are gone, and one of them may have had the lock."""
-    global mode_lock
-    mode_lock = threading.Lock()
-    for uses, modules in evaluated.values():
-        uses -= {use for use in uses if use[0] != threading.get_ident()}
-        restore_modes(uses, modules)
 
 
 class NoCache:
@@ -416,16 +371,16 @@ class NoCache:
         return torch.cat([self.model.step(torch.stack(part), None, use_cache=False)[0] for part in together])[:, 0]
 
 
-def sample_tokens(logits, sequences, generator, live, B):
+def sample_tokens(logits, sequences, live, temperature, top_k, top_p, generator, B):
     """
     The next token of each sequence, (n, 1), from logits (n, vocab_size): drawn by its own generator, or by one that
     draws for all rows of a batch of B, whether they are live or not.
     """
-    sampling, noise = sequences[0].sampling, None
-    if sampling.temperature and sampling.generator is not None:
+    noise = None
+    if temperature and sequences[0].generator is not None:
         noise = torch.empty_like(logits)
         for s, noise_of_row in zip(sequences, noise):
-            noise_of_row.exponential_(generator=s.sampling.generator)
-    elif sampling.temperature and len(live) < B:
+            noise_of_row.exponential_(generator=s.generator)
+    elif temperature and len(live) < B:
         noise = logits.new_empty(B, logits.size(1)).exponential_(generator=generator)[live]
-    return sample_token(logits, sampling.temperature, sampling.top_k, sampling.top_p, generator, noise)
+    return sample_token(logits, temperature, top_k, top_p, generator, noise)

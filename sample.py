@@ -66,15 +66,12 @@ def main(config):
     model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, torch.float32 if in_float32 else None)
     end, token_bytes = unescaped_stop(tokenizer), tokenizer.bytes_of_tokens(model.config.vocab_size)
     prompts = [tokenizer.encode(text) for text in texts]
-    check_lengths(prompts, model.config)
-    rolls = model.config.max_positions == math.inf
-    if when_full == 'roll' and rolls and (keep or n_keep):
-        raise ValueError(f"keep={keep} and n_keep={n_keep} are for models without a window, and this one has a "
-                         f"window of {model.config.window} and {model.config.n_sink} sinks: leave them out")
-    if when_full == 'roll' and not rolls:
-        model = generation.rolling(model, keep or None, n_keep)
+    say_what_is_cut(prompts, model.config)
+    full = dict(when_full=None if when_full == 'auto' else when_full, keep=keep or None, n_keep=n_keep)
+    if when_full == 'roll' and model.config.max_positions != math.inf:
+        model, full = generation.rolling(model, keep or None, n_keep), {}
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
-    how = pick_decoder(model, min(batch_size, len(prompts)), dev)
+    how = pick_decoder(model, min(batch_size, len(prompts)), dev) | full
 
     n_drawn, t0 = 0, time.perf_counter()
     live = len(prompts) == 1 and gpt is plain_model  # the lines of a trace would come in the middle of the text
@@ -112,16 +109,15 @@ def main(config):
 
 def sample_batch(model, batch, first, how, dev):
     """
-    Yield the tokens (B, 1) of a batch of prompts, whose first row is sample number `first`; how: of `pick_decoder`.
+    Yield the tokens (B, 1) of a batch of prompts, whose first row is sample number `first`. how: further arguments of
+    `stream`.
     """
     same = all(prompt == batch[0] for prompt in batch)  # then it is read once for all samples
-    full = dict(when_full=when_full) if when_full in ('crop', 'shift') else {}  # `main` has made the model roll
-    full |= dict(keep=keep or None, n_keep=n_keep) if when_full == 'shift' else {}
     source = debug_kv_model if debug_kv_model.tracing() else generation
     return source.stream(model, batch[:1] if same else batch, max_new_tokens, temperature, top_k or None, top_p,
                          use_cache, num_samples=len(batch) if same else 1,
                          generator=[torch.Generator(dev).manual_seed(seed + first + row) for row in range(len(batch))],
-                         **full, **how)
+                         **how)
 
 
 def check_settings(dev):
@@ -135,9 +131,6 @@ def check_settings(dev):
     plain_model.check_sampling(temperature, top_k or None, top_p)
     if when_full not in ('auto', 'crop', 'shift', 'roll'):
         raise ValueError(f"when_full must be auto, crop, shift or roll, not {when_full!r}")
-    if when_full in ('auto', 'crop') and (keep or n_keep):
-        raise ValueError(f"keep={keep} and n_keep={n_keep} only work with when_full=shift or roll: add "
-                         "--when_full=shift, or leave them out")
     check_decoder(dev)
 
 
@@ -147,23 +140,18 @@ def check_decoder(dev):
         raise ValueError(
             f"compile=True is decoder=compiled, but decoder={decoder} was given too: leave one of them out"
         )
-    which = 'compiled' if compile else decoder
-    decode.check_choice(which, weights, threads, dev)
     if kv_cache not in kvcache.KINDS:
         raise ValueError(f"kv_cache must be {', '.join(kvcache.KINDS)}, not {kv_cache!r}")
     if kv_bits not in (0, 8, 4):
         raise ValueError(f"kv_bits must be 0 (as they are), 8 or 4, not {kv_bits}")
-    kernel = [f'weights={weights}'] * (weights != 'float32') + [f'threads={threads}'] * (threads > 0)
-    asked = ' and '.join([f'decoder={which}'] * (which in ('cpu', 'graph', 'compiled')) + kernel)
+    which = 'compiled' if compile else decoder
     cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache != 'tuple') + [f'kv_bits={kv_bits}'] * (kv_bits > 0))
-    if (kernel or which == 'cpu') and pick_dtype(dtype, dev) != 'float32':
-        raise ValueError(f"{asked}: the cpu decoder computes in float32, but not dtype={dtype}; leave dtype out")
-    if cache and which in ('graph', 'compiled'):
-        raise ValueError(f"{cache} is for the cpu decoder or the model itself: leave {asked} out")
-    if cache and kv_bits == 4 and asked:
-        raise ValueError(f"{asked}: the cpu decoder does not read keys and values in 4 bits; leave {asked} out")
-    if (asked or cache) and not use_cache:
-        raise ValueError(f"{asked or cache} works on the cache: leave use_cache=False out")
+    decode.check_choice(which, weights, threads, dev, pick_dtype(dtype, dev), cache, kv_bits)
+    needs_cache = decode.asked_of_the_kernel(weights, threads) or cache
+    if which not in ('auto', 'eager'):
+        needs_cache = f'decoder={which}'
+    if needs_cache and not use_cache:
+        raise ValueError(f"{needs_cache} works on the cache: leave use_cache=False out")
 
 
 def pick_decoder(model, n_rows, dev):
@@ -221,11 +209,9 @@ def unescaped_stop(tokenizer):
     return end
 
 
-def check_lengths(prompts, config):
-    """ValueError unless keep and n_keep fit into block_size; says so where prompts (token lists) do not."""
+def say_what_is_cut(prompts, config):
+    """Say so where prompts (token lists) are longer than block_size."""
     longest, block_size = max(map(len, prompts)), config.block_size
-    if max(keep, 1) + min(n_keep, longest) > block_size:
-        raise ValueError(f"keep {keep} + n_keep {n_keep} tokens must fit into the model's block_size of {block_size}")
     if when_full == 'roll' or config.max_positions == math.inf:
         return
     n_long = sum(len(prompt) > block_size for prompt in prompts)

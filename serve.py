@@ -9,13 +9,15 @@ Serve a trained model to many at once: the OpenAI completions API, and a page th
 
 Ctrl-C or SIGTERM lets the requests that run finish, a second one ends at once.
 """
+import math
+
 import configurator  # before torch: it says so in one line where torch is missing
 
 # isort: split
 configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
                                 "run `make serve`, or `pip install -r requirements-serve.txt`")
 
-from serving.loading import check_decoder, load_engine
+from serving.loading import load_engine
 from serving.server import Service, run
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
@@ -26,10 +28,9 @@ port = 8000           # 0 takes any that is free
 api_key = ''          # the key that requests must have; without one anybody who reaches the port may ask
 cors_origin = ''      # pages of this origin may read the answers, * for all; by default only the server's own page
 max_queue = 256       # requests that wait; more are told to come back later
-max_body = 4194304    # bytes of a request's body
 drain = 30.0          # seconds that running requests have to finish, once the server is told to stop
 n_blocks = 0          # of the cache; 0 takes 1,024, or as many as 1 GiB holds
-page_size = 16       # tokens of a block
+page_size = 16        # tokens of a block
 max_num_batched_tokens = 0  # tokens of one step: more reads prompts faster, fewer delays the others less; 0 goes by
                             # the size of the model
 decoder = 'auto'      # what computes a step: eager, cpu; auto is the fastest there is
@@ -39,22 +40,15 @@ device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 
 
 def main(config):
-    for setting in ('max_queue', 'max_body', 'page_size'):
-        if config[setting] < 1:
-            raise ValueError(f"{setting} must be at least 1, not {config[setting]}")
-    if not 0 <= port < 65536:
-        raise ValueError(f"port must be from 0 to 65535, not {port}")
-    for setting in ('drain', 'n_blocks', 'max_num_batched_tokens'):
-        if config[setting] < 0:
-            raise ValueError(f"{setting} must be at least 0, not {config[setting]}")
-    check_decoder(decoder, weights, threads, device)
-    run(Service(load, api_key, max_body), host, port, drain, cors_origin)
+    configurator.check_range(config, 1, math.inf, 'max_queue', 'page_size')
+    configurator.check_range(config, 0, math.inf, 'drain', 'n_blocks', 'max_num_batched_tokens')
+    configurator.check_range(config, 0, 65535, 'port')
+    run(Service(load, api_key), host, port, drain, cors_origin)
 
 
 def load():
     return load_engine(init_from, out_dir, name, device, decoder, weights, threads, n_blocks=n_blocks or None,
-                            page_size=page_size, max_num_batched_tokens=max_num_batched_tokens or None,
-                            max_queue=max_queue)
+                       page_size=page_size, max_num_batched_tokens=max_num_batched_tokens or None, max_queue=max_queue)
 
 
 if __name__ == '__main__':

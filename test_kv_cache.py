@@ -114,20 +114,11 @@ def report_difference(model, tokenizer, n_prompt, ways, name, plain, cached):
     def show(tokens):
         tokens = tokens[where:where + 40].tolist()
         return repr(tokenizer.decode(tokens)) if tokenizer else tokens
-    print(f"{mark('✘')}FAILURE: outputs differ from position {where} on")
+    print(f"✘ FAILURE: outputs differ from position {where} on")
     print(f"  {'without cache':<22}   {show(plain)}\n  {name:<22}   {show(cached)}")
     print(f"  the logits of the two there are up to {(logits[0] - logits[1]).abs().max().item():.3g} apart (less than "
           "about 1e-4 is rounding, which may decide a tie either way; more is a bug)")
     print("  KV_DEBUG=1 python test_kv_cache.py shows what the cache does at each step")
-
-
-def mark(sign):
-    """The sign and a space where the terminal can show it."""
-    try:
-        sign.encode(sys.stdout.encoding or 'ascii')
-        return sign + ' '
-    except UnicodeEncodeError:
-        return ''
 
 
 def print_speeds(columns):
@@ -142,10 +133,9 @@ def print_speeds(columns):
 
 
 def main(config):
-    if new_tokens < 1 or repeats < 1 or window < 1:
-        raise ValueError("new_tokens, repeats and window must be at least 1")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed must be between 0 and 2**63 - 1, not {seed}")
+    configurator.check_range(globals(), 1, math.inf, 'new_tokens', 'repeats', 'window')
+    configurator.check_range(globals(), 0, math.inf, 'seed')
+    sys.stdout.reconfigure(errors='replace')  # where a terminal cannot show a sign or a character
     dev = pick_device(device)
     model, tokenizer = load_model(dev)
     if model.config.block_size > window:
@@ -166,7 +156,7 @@ def main(config):
         columns = {f'{n_inside:,} within block_size': (n_inside, compare(model, idx, n_inside, ways, dev)),
                    f'{new_tokens:,}, past it': (new_tokens, drawn)}
     print_speeds(columns)
-    print(f"{mark('✔')}SUCCESS: outputs are identical ({len(plain)} tokens, in each of the {len(ways)} ways"
+    print(f"✔ SUCCESS: outputs are identical ({len(plain)} tokens, in each of the {len(ways)} ways"
           f"{'' if tokenizer else ', RANDOM WEIGHTS'})")
 
 

@@ -1,27 +1,40 @@
 """
 Tokenizers: one id per character of a training text, GPT-2's byte pairs, or what a tokenizer.json of another model says.
-All have encode(text) -> list of ints, decode(ids) -> text, vocab_size, and end_of_text, the id of the token that ends a
-document, or None.
+All have encode(text) -> list of ints, vocab_size, and end_of_text, the id of the token that ends a document, or None.
 
 `state()` is a tokenizer as a dict, which checkpoints and the meta.json of data folders hold. `from_state` makes the
 tokenizer again.
-
-`bytes_of_tokens(n)` is a list of the bytes of each id, at least n: joined and decoded they are the tokenizer's own
-text, which a `TextStream` gives out piece by piece. A model may have more ids than its tokenizer; those beyond are
-decoded as `decode` does.
 """
 import codecs
 import json
 import os
 import pickle
+from functools import cached_property
 
 GPT2 = {'kind': 'gpt2'}
 END_OF_TEXT = '<|endoftext|>'  # in GPT-2 and those that follow it: gpt_bigcode, starcoder2, mpt
 
 
-class CharTokenizer:
+class Tokenizer:
+    """
+    What all tokenizers share: the text of ids. token_bytes: the bytes of each id, a list. A model may have more ids
+    than its tokenizer; beyond: the bytes of each of those.
+    """
+    end_of_text, beyond = None, b''
+
+    def bytes_of_tokens(self, n=0):
+        """The bytes of each id, a list of at least n, for a `TextStream`."""
+        return self.token_bytes + [self.beyond] * (n - self.vocab_size)
+
+    def decode(self, ids):
+        """The text of ids."""
+        table = self.token_bytes
+        return b''.join([table[i] if i < self.vocab_size else self.beyond for i in ids]).decode('utf-8', 'replace')
+
+
+class CharTokenizer(Tokenizer):
     """One id per character, in the order of `chars`. ValueError if `chars` is empty or has a character twice."""
-    end_of_text = None
+    beyond = '\ufffd'.encode()
 
     def __init__(self, chars):
         self.chars = list(chars)
@@ -30,6 +43,7 @@ class CharTokenizer:
         if len(self.ids) != self.vocab_size or not self.vocab_size:
             raise ValueError("a character vocabulary must have at least one character and none twice, but this one "
                              f"has {self.vocab_size} characters, {len(self.ids)} of them different")
+        self.token_bytes = [c.encode('utf-8', 'replace') for c in self.chars]
 
     @classmethod
     def of_text(cls, text):
@@ -44,17 +58,11 @@ class CharTokenizer:
             raise ValueError(f"characters the model never saw: {' '.join(map(repr, unknown[:20]))}"
                              f"{' ...' if len(unknown) > 20 else ''} (it knows {self.vocab_size})") from None
 
-    def decode(self, ids):
-        return ''.join(self.chars[i] if i < self.vocab_size else '\ufffd' for i in ids)
-
-    def bytes_of_tokens(self, n=0):
-        return [c.encode('utf-8', 'replace') for c in self.chars] + ['\ufffd'.encode()] * (n - self.vocab_size)
-
     def state(self):
         return {'kind': 'char', 'chars': ''.join(self.chars)}
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte pairs, by tiktoken, which downloads them once and keeps them on disk."""
 
     def __init__(self):
@@ -70,31 +78,25 @@ class GPT2Tokenizer:
         """The ids of the text. <|endoftext|> in it becomes the one token of that name."""
         return self.bpe.encode(text, allowed_special={END_OF_TEXT})
 
-    def decode(self, ids):
-        # a model's vocabulary may be padded (50304 rows for 50257 tokens): the ids from 50257 on have no text
-        return self.bpe.decode_bytes([i for i in ids if i < self.vocab_size]).decode('utf-8', errors='replace')
-
-    def bytes_of_tokens(self, n=0):
-        return [self.bpe.decode_single_token_bytes(i) for i in range(self.vocab_size)] + [b''] * (n - self.vocab_size)
+    @cached_property
+    def token_bytes(self):
+        return [self.bpe.decode_single_token_bytes(i) for i in range(self.vocab_size)]
 
     def state(self):
         return GPT2
 
 
-class JSONTokenizer:
+class JSONTokenizer(Tokenizer):
     """
     The tokenizer of a tokenizer.json, by the tokenizers library.
 
-    json: the contents of the file, a string. ValueError if the library is not installed, if it cannot read them, and if
-    the text of some tokens depends on those before them: texts are printed token by token here. This is so for all
-    decoders but ByteLevel (GPT-2, StarCoder, MPT) and Fuse (one id per character).
+    json: the contents of the file, a string. ValueError if the library cannot read them, and if the text of some tokens
+    depends on those before them: texts are printed token by token here. This is so for all decoders but ByteLevel
+    (GPT-2, StarCoder, MPT) and Fuse (one id per character).
     """
 
     def __init__(self, json):
-        try:
-            import tokenizers
-        except ImportError as e:
-            raise ValueError("a tokenizer.json needs the tokenizers library: pip install tokenizers") from e
+        import tokenizers
         try:
             self.library = tokenizers.Tokenizer.from_str(json)
         except Exception as e:  # the library raises plain Exceptions
@@ -112,17 +114,13 @@ class JSONTokenizer:
         """The ids of the text. The name of a special token, such as <|endoftext|>, becomes that token."""
         return self.library.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids):
-        # a model's vocabulary may be padded: ids without a token have no text
-        return self.library.decode([i for i in ids if i < self.vocab_size], skip_special_tokens=False)
-
-    def bytes_of_tokens(self, n=0):
+    @cached_property
+    def token_bytes(self):
         # with ByteLevel each character of a token's name is a byte, with Fuse the name is the text
         is_bytes = type(self.library.decoder).__name__ == 'ByteLevel'
         byte_of = {c: byte for byte, c in enumerate(byte_level_alphabet())} if is_bytes else {}
         names = [self.library.id_to_token(i) or '' for i in range(self.vocab_size)]
-        return [bytes(map(byte_of.get, name)) if byte_of.keys() >= set(name) else name.encode()
-                for name in names] + [b''] * (n - self.vocab_size)
+        return [bytes(map(byte_of.get, name)) if byte_of.keys() >= set(name) else name.encode() for name in names]
 
     def state(self):
         return {'kind': 'json', 'json': self.json}
@@ -248,9 +246,6 @@ class PlainUnpickler(pickle.Unpickler):
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it names {module}.{name}, but only plain values are read")
 
-    def persistent_load(self, pid):
-        raise pickle.UnpicklingError("it names a persistent object, but only plain values are read")
-
 
 class WholeTexts(dict):
     """
@@ -274,7 +269,7 @@ class TextStream:
     The text of one sample. `push(*tokens)` returns what may be sent now; joined, with `finish()` at the end, this is
     what decoding all bytes at once gives (errors='replace'), up to the stop string.
 
-    token_bytes: the bytes of each token id, a list or a function, or `WholeTexts` of such a function, to share them.
+    token_bytes: the bytes of each token id, a list, or `WholeTexts`, to share them.
     stop: strings that end the text. The one whose last character comes first ends it, and of two that end at the same
     character the longer one, so that the text does not depend on where one token ends and the next begins. stopped: has
     a stop string come? Then every later piece is ''.
@@ -282,7 +277,7 @@ class TextStream:
 
     def __init__(self, token_bytes, stop=()):
         if not isinstance(token_bytes, WholeTexts):
-            token_bytes = WholeTexts(token_bytes if callable(token_bytes) else token_bytes.__getitem__)
+            token_bytes = WholeTexts(token_bytes.__getitem__)
         self.whole, self.bytes_of = token_bytes, token_bytes.token_bytes
         self.stop, self.stopped = tuple(filter(None, stop)), False
         self.decoder, self.held = codecs.getincrementaldecoder('utf-8')('replace'), ''

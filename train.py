@@ -79,7 +79,7 @@ peak_flops = 0.0               # what MFU is relative to; 0 looks the device up
 
 
 def main(config):
-    world_size, rank = configurator.processes()
+    world_size, rank = int(os.environ.get('WORLD_SIZE', 1)), configurator.rank()  # of torchrun
     master = rank == 0  # the one that evaluates, logs and saves
     check_settings(world_size)
     stop = StopRequest()

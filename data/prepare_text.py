@@ -5,14 +5,9 @@ it, write train.bin, val.bin and meta.json.
 import hashlib
 import json
 import os
-import queue
-import sys
-import threading
-import time
 
 import numpy as np
 import requests
-from tqdm import tqdm
 
 import tokenizer as tokenizers
 from whole_file import replacing
@@ -21,7 +16,7 @@ URL = 'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 SHA256 = '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed'
 
 
-def get_text(folder, path, url, sha256):
+def get_text(folder, path):
     """
     (text, its source). The text is the file at path if there is a path, else folder/input.txt, which is downloaded if
     it is not there.
@@ -30,7 +25,7 @@ def get_text(folder, path, url, sha256):
     """
     kept = os.path.join(folder, 'input.txt')
     if not path and not os.path.exists(kept):
-        write(kept, download(url, sha256))
+        write(kept, download())
     path, source = (path, path) if path else (kept, 'input.txt')
     text = tokenizers.read_text(path)
     if not text:
@@ -38,53 +33,19 @@ def get_text(folder, path, url, sha256):
     return text, 'tinyshakespeare' if hashlib.sha256(text.encode()).hexdigest() == SHA256 else source
 
 
-def download(url, sha256, patience=10.0):
-    """
-    The bytes at url. ConnectionError if the server refuses, or has not answered after `patience` seconds; ValueError if
-    they do not have the hash sha256.
-    """
-    give_up = time.monotonic() + patience
-    while True:
-        try:
-            response = connect(url, give_up)
-            response.raise_for_status()
-            chunks = []
-            with tqdm(total=int(response.headers.get('Content-Length', 0)) or None, unit='B', unit_scale=True,
-                      desc='downloading', disable=None) as bar:
-                for chunk in response.iter_content(1 << 16):
-                    chunks.append(chunk)
-                    bar.update(len(chunk))
-            body = b''.join(chunks)
-            break
-        except requests.RequestException as e:
-            refused = e.response is not None and e.response.status_code < 500
-            if refused or time.monotonic() + 1 >= give_up:
-                raise ConnectionError(f"{url} could not be downloaded ({type(e).__name__})") from e
-            time.sleep(1)
-    got = hashlib.sha256(body).hexdigest()
-    if got != sha256:
-        raise ValueError(f"{url} has changed or was damaged: its sha256 is {got[:12]}..., not {sha256[:12]}...; "
-                         "try again, or pass a text with --input=PATH")
-    return body
-
-
-def connect(url, give_up):
-    """requests.get, but no longer than until give_up (requests has no timeout for name servers)."""
-    answer = queue.Queue()
-
-    def get():
-        try:
-            answer.put(requests.get(url, stream=True, timeout=5))
-        except Exception as e:
-            answer.put(e)
-    threading.Thread(target=get, daemon=True).start()
+def download():
+    """The bytes at URL. ConnectionError if no server gives them; ValueError if they do not have the hash SHA256."""
+    print(f"downloading {URL}", flush=True)
     try:
-        response = answer.get(timeout=max(0.1, give_up - time.monotonic()))
-    except queue.Empty:
-        raise requests.ConnectTimeout("no answer") from None
-    if isinstance(response, Exception):
-        raise response
-    return response
+        response = requests.get(URL, timeout=10)
+        response.raise_for_status()
+    except requests.RequestException as e:
+        raise ConnectionError(f"{URL} could not be downloaded ({type(e).__name__})") from e
+    got = hashlib.sha256(response.content).hexdigest()
+    if got != SHA256:
+        raise ValueError(f"{URL} has changed or was damaged: its sha256 is {got[:12]}..., not {SHA256[:12]}...; "
+                         "try again, or pass a text with --input=PATH")
+    return response.content
 
 
 def write_dataset(folder, text, tokenizer, source):
@@ -105,7 +66,3 @@ def write_dataset(folder, text, tokenizer, source):
 def write(path, content):
     with replacing(path) as f:
         f.write(content)
-
-
-def warn(*lines):
-    print('\n' + '\n'.join('!! ' + line for line in lines) + '\n', file=sys.stderr)

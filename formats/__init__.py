@@ -10,9 +10,9 @@ Models of other projects in, and ours out: folders in Hugging Face format (trans
     weights           all heads and biases, where other projects need them
     tokenizer_files   tokenizers in the files of other projects
 """
-from formats.gguf_files import is_gguf, to_gguf
+from formats.gguf_files import to_gguf
 from formats.huggingface import to_huggingface
 from formats.pretrained import from_pretrained
-from formats.tokenizer_files import byte_pairs, check_vocabulary
+from formats.tokenizer_files import check_vocabulary
 
-__all__ = ['byte_pairs', 'check_vocabulary', 'from_pretrained', 'is_gguf', 'to_gguf', 'to_huggingface']
+__all__ = ['check_vocabulary', 'from_pretrained', 'to_gguf', 'to_huggingface']

@@ -5,6 +5,9 @@ import shutil
 import tempfile
 from contextlib import contextmanager
 
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
 from formats.families import LLAMA3, family_of
 from formats.names import CONV1D, HUGGING_FACE
 from formats.tokenizer_files import check_vocabulary, huggingface_tokenizer
@@ -31,13 +34,8 @@ def to_huggingface(model, folder, tokenizer=None):
     The tokenizer gives the same ids, and the id of a space for a character that the model has never seen. meta.json is
     its `state()`, as in a data folder; a JSONTokenizer needs none.
     Raises ValueError if transformers has no such model (sinks, a window without rope), if the folder holds other files,
-    if safetensors is not installed, and if the tokenizer has more tokens than the model.
+    and if the tokenizer has more tokens than the model.
     """
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-    except ImportError as e:
-        raise ValueError("writing Hugging Face format needs safetensors: pip install safetensors") from e
     check_vocabulary(model, tokenizer)
     family = family_of(model.config)
     weights = huggingface_weights(model, family)

@@ -2,6 +2,7 @@
 import os
 
 import torch
+from safetensors import safe_open
 
 from formats.families import config_args
 from formats.names import CONV1D, HUGGING_FACE
@@ -81,20 +82,16 @@ class Files:
     """
 
     def __init__(self, folder):
-        self.folder, pairs = folder, []
+        pairs = []
         names = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
         if not names or not os.path.exists(os.path.join(folder, 'config.json')):
             raise ValueError(f"{folder!r} is neither {', '.join(GPT2_NAMES)} nor a folder with config.json and "
                              "*.safetensors")
         index = os.path.join(folder, 'model.safetensors.index.json')
         if os.path.exists(index):
-            names = self.indexed(index, names)
+            names = shards(index, names)
         elif 'model.safetensors' in names:
             names = ['model.safetensors']
-        try:
-            from safetensors import safe_open
-        except ImportError as e:
-            raise ValueError(f"reading {folder} needs safetensors: pip install safetensors (or transformers)") from e
         for name in names:
             try:
                 file = safe_open(os.path.join(folder, name), 'pt')
@@ -106,17 +103,6 @@ class Files:
         except ValueError as e:
             raise ValueError(f"{folder}: {e}") from e
 
-    def indexed(self, index, names):
-        """The names of the files that an index lists. All of them must be among `names`, those in the folder."""
-        shards = read_downloaded(index).get('weight_map')
-        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
-            raise ValueError(f"{index} has no weight_map: is the download complete?")
-        missing = sorted(set(shards.values()) - set(names))
-        if missing:
-            raise ValueError(f"{self.folder} lacks {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}, which "
-                             f"{os.path.basename(index)} names: is the download complete?")
-        return sorted(set(shards.values()))
-
     def read(self, name):
         """A tensor. ValueError if there is none of this name, or not of numbers that can be used."""
         if name not in self.weights:
@@ -126,6 +112,18 @@ class Files:
             raise ValueError(f"{name} is of {w.dtype}, but weights must be of float32, bfloat16, float16 or float64: "
                              "use the model before it was quantised")
         return w
+
+
+def shards(index, names):
+    """The names of the files that an index lists. All of them must be among `names`, those in the folder."""
+    weight_map = read_downloaded(index).get('weight_map')
+    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+        raise ValueError(f"{index} has no weight_map: is the download complete?")
+    missing = sorted({*weight_map.values()} - {*names})
+    if missing:
+        raise ValueError(f"{os.path.dirname(index)} lacks {', '.join(missing[:3])}{' ...' * (len(missing) > 3)}, which "
+                         f"{os.path.basename(index)} names: is the download complete?")
+    return sorted({*weight_map.values()})
 
 
 def unreadable(path, e):

@@ -12,6 +12,6 @@ which others are served.
     api          the bodies of the OpenAI completions API, and its errors
     answer       the answer to a body: outputs from the engine's thread become what the client reads
     server       the Starlette app, with page.html
-    openapi      the description of the API for programs
+    openapi      what is answered at an address, and the description of all for programs
     ray_app      several servers behind Ray Serve
 """

@@ -36,7 +36,7 @@ class Choice:
 
     def __init__(self, index, prompt, body, served):
         self.index, self.prompt, self.body, self.served = index, prompt, body, served
-        prompt_text = served.decode(prompt) if body.echo or body.logprobs is not None else ''
+        prompt_text = served.tokenizer.decode(prompt) if body.echo or body.logprobs is not None else ''
         self.text, self.offset = (prompt_text, 0) if body.echo else ('', len(prompt_text))
         self.tokens, self.scores, self.characters = [], [], codecs.getincrementaldecoder('utf-8')('replace')
         self.finish_reason, self.n_tokens, self.begun, self.ended = None, 0, False, False
@@ -106,17 +106,13 @@ class Completion:
                 for choice in choices:
                     choice.scores = [*zip(choice.prompt, output.prompt_logprobs), *choice.scores]
             self.n_cached += output.n_cached or 0
-            if output.finish_reason in ('abort', 'error'):
-                self.fail(output)
-            else:
+            if output.finish_reason not in ('abort', 'error'):
                 choices[output.index].add(output)
-
-    def fail(self, output):
-        """End with the error of an `Output`: 'abort' where the server stops, or 'error'."""
-        if self.done:
-            return
-        self.error = (APIError(503, "the server is stopping, and this request was not finished: send it again later")
-                      if output.finish_reason == 'abort' else APIError(500, f"the engine failed: {output.error}"))
+            elif not self.done:
+                self.error = APIError(500, f"the engine failed: {output.error}")
+                if output.finish_reason == 'abort':
+                    self.error = APIError(503, "the server is stopping, and this request was not finished: send it "
+                                               "again later")
 
     @property
     def done(self):

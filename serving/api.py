@@ -4,15 +4,15 @@ legacy completions (https://platform.openai.com/docs/api-reference/completions),
 """
 import difflib
 import random
-from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, create_model
+from pydantic import AfterValidator, Field, ValidationError, WrapValidator
 
-from serving.request import LARGEST_BIAS, MOST_SAMPLES, MOST_STOPS, Request, SamplingParams
+from serving.request import Request, SamplingFields, Strict, TokenId
 
-MOST_PROMPTS = 128  # of one body
+MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS = 128, 128, 4  # of one body
 TYPES = {401: 'authentication_error', 429: 'rate_limit_error', 500: 'server_error', 503: 'service_unavailable'}
 UNSUPPORTED = {
     'best_of': "ask for n samples, with logprobs to compare them, and choose one",
@@ -35,71 +35,69 @@ class APIError(Exception):
         return {'error': {'message': str(self), 'type': kind, 'param': self.param, 'code': self.code}}
 
 
-def checked_prompts(prompt):
-    """A prompt as a list of texts or of lists of token ids. ValueError if it is neither one of those nor a list."""
-    prompts = prompt if type(prompt) is list and prompt and type(prompt[0]) is not int else [prompt]
-    kinds = {str if type(p) is str else list if type(p) is list and all(type(i) is int for i in p) else None
-             for p in prompts}
-    if len(kinds) > 1 or None in kinds:
-        raise ValueError("prompt should be a text, a list of token ids, a list of texts or a list of such lists")
-    if len(prompts) > MOST_PROMPTS:
-        raise ValueError(f"prompt should be at most {MOST_PROMPTS} prompts, not {len(prompts)}: send several requests")
-    if not all(prompts):
-        raise ValueError("prompt should have at least one token: start from a newline, for example")
-    return prompts
+def invalid(param, message):
+    """The APIError for a field with a wrong value."""
+    return APIError(400, message, param, 'invalid_value')
 
 
-def checked_stop(stop):
-    """Stop strings as a list. ValueError if they are too many, too long or empty."""
-    stops = stop if type(stop) is list else [stop]
-    if len(stops) > MOST_STOPS or not all(type(s) is str and 1 <= len(s) <= 1000 for s in stops):
-        raise ValueError(f"stop should be a text of 1 to 1000 characters, or a list of at most {MOST_STOPS} of them")
-    return stops
+def says(message):
+    """A pydantic validator with one message for all that is wrong: an error of a union would have one for each type."""
+    def validated(value, validate):
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(message) from None
+    return WrapValidator(validated)
 
 
-PROMPT_SCHEMA = {'anyOf': [
-    {'type': 'string', 'minLength': 1},
-    {'type': 'array', 'minItems': 1, 'items': {'type': 'integer', 'minimum': 0}},
-    {'type': 'array', 'minItems': 1, 'maxItems': MOST_PROMPTS, 'items': {'type': 'string', 'minLength': 1}},
-    {'type': 'array', 'minItems': 1, 'maxItems': MOST_PROMPTS,
-     'items': {'type': 'array', 'minItems': 1, 'items': {'type': 'integer', 'minimum': 0}}},
-]}
-ONE_STOP = {'type': 'string', 'minLength': 1, 'maxLength': 1000}
-STOP_SCHEMA = {'anyOf': [ONE_STOP, {'type': 'array', 'maxItems': MOST_STOPS, 'items': ONE_STOP}]}
-TokenId = Annotated[int, Field(ge=0)]
+def listed(value):
+    """A list of what may be given alone: texts, or lists of token ids."""
+    return [value] if type(value) is str or value and type(value[0]) is int else value
 
 
-class Body(BaseModel):
-    """A JSON object that has these fields and no others, each of the type it says."""
-    model_config = ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
+def list_of(kind, **limits):
+    return Annotated[list[kind], Field(fail_fast=True, **limits)]
+
+
+Text = Annotated[str, Field(min_length=1)]
+Tokens = list_of(TokenId, min_length=1)
+Prompts = Annotated[
+    Text | Tokens | list_of(Text, min_length=1, max_length=MOST_PROMPTS)
+    | list_of(Tokens, min_length=1, max_length=MOST_PROMPTS), AfterValidator(listed),
+    says("prompt should be a text, a list of token ids, or a list of such texts or lists, at most "
+         f"{MOST_PROMPTS}; each should have at least one token, for example a newline")]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[Stop | list_of(Stop, max_length=MOST_STOPS), AfterValidator(listed),
+                  says(f"stop should be a text of 1 to 1000 characters, or a list of at most {MOST_STOPS} of them")]
+
+
+class Body(Strict):
+    """The body of a request, a JSON object."""
     model: str = Field('', description="the name that GET /v1/models gives; it may be left out")
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra='forbid', strict=True)
+class StreamOptions(Strict):
     include_usage: bool = Field(False, description="end the stream with a chunk that has the usage and no choices")
 
 
-SETTINGS = {each.name: (each.type, Field(each.default, **each.metadata))
-            for each in fields(SamplingParams) if each.metadata}  # that are the same in a body as in `SamplingParams`
-Bias = Annotated[float, Field(ge=-LARGEST_BIAS, le=LARGEST_BIAS)]
-
-
-class CompletionBody(create_model('SamplingBody', __base__=Body, **SETTINGS)):
+class CompletionBody(Body, SamplingFields):
     """The body of POST /v1/completions."""
-    prompt: Annotated[list, BeforeValidator(checked_prompts), WithJsonSchema(PROMPT_SCHEMA)]
+    prompt: Prompts
     max_tokens: int = Field(16, ge=0)
     n: int = Field(1, ge=1, le=MOST_SAMPLES, description="samples of each prompt")
     seed: int | None = Field(None, ge=0, lt=2**63, description="sample i of a prompt draws with seed + i")
-    stop: Annotated[list, BeforeValidator(checked_stop), WithJsonSchema(STOP_SCHEMA)] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
-    logit_bias: dict[str, Bias] = Field(default_factory=dict)
+    stop: Stops = Field(default_factory=list)
     echo: bool = Field(False, description="with logprobs, the prompt is scored; max_tokens may then be 0")
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     return_token_ids: bool = Field(False, description="add token_ids and prompt_token_ids to the choices")
     cache_salt: str = Field('', max_length=256, description="prompts share blocks with those of the same salt only")
     user: str = Field('', description="has no effect")
+
+    @property
+    def prompt_logprobs(self):
+        """See `SamplingParams`."""
+        return self.echo and self.logprobs is not None
 
 
 class TokenizeBody(Body):
@@ -130,7 +128,7 @@ def parsed(kind, data):
 
 def named(error, known):
     """The APIError of one of pydantic's errors. known: the fields that there are."""
-    param = '.'.join(str(part) for part in error['loc'])
+    param = '.'.join(str(part) for part in error['loc'] if part != '[key]')  # that it is of a name in an object
     value = repr(error['input'])
     value = value if len(value) <= 60 else value[:45] + '...'
     if error['type'] == 'extra_forbidden':
@@ -140,10 +138,9 @@ def named(error, known):
     if error['type'] == 'missing':
         return APIError(400, f"{param} is missing: the body must have it", param, 'missing_field')
     if error['type'] == 'value_error':  # of a function above
-        return APIError(400, str(error['ctx']['error']), param, 'invalid_value')
+        return invalid(param, str(error['ctx']['error']))
     message = error['msg'].replace('Input', param, 1)
-    return APIError(400, f"{message if param in message else param + ': ' + message}, not {value}", param,
-                    'invalid_value')
+    return invalid(param, f"{message if param in message else param + ': ' + message}, not {value}")
 
 
 @dataclass(frozen=True)
@@ -164,33 +161,20 @@ class Served:
             raise APIError(404, f"there is no model {model[:100]!r} here: the one that is served is {self.name!r}",
                            'model', 'model_not_found')
 
-    def encode(self, text, param='prompt'):
-        """Token ids of a text. APIError 400 for characters that the tokenizer does not know and for very long texts."""
+    def encode(self, text):
+        """Token ids of a prompt's text. APIError 400 if it is very long or has characters that the tokenizer lacks."""
         longest = max(map(len, self.token_bytes))
         if len(text) > self.max_tokens * longest:  # so long that reading it all would only take time
-            raise too_long(f"{param} has {len(text):,} characters, which are more than {self.max_tokens:,} tokens",
-                           param)
+            raise too_long(f"prompt has {len(text):,} characters, which are more than {self.max_tokens:,} tokens")
         try:
             return self.tokenizer.encode(text)
         except ValueError as e:
-            raise APIError(400, f"{param} has {e}", param, 'invalid_value') from None
-
-    def decode(self, tokens):
-        """The text of token ids."""
-        return b''.join(map(self.token_bytes.__getitem__, tokens)).decode('utf-8', 'replace')
-
-    def check_ids(self, tokens, param):
-        """APIError 400 unless all ids are of the vocabulary."""
-        wrong = next((i for i in tokens if not 0 <= i < len(self.token_bytes)), None)
-        if wrong is not None:
-            raise APIError(400, f"{param} should have token ids from 0 to {len(self.token_bytes) - 1}, not {wrong}",
-                           param, 'invalid_value')
-        return tokens
+            raise invalid('prompt', f"prompt has {e}") from None
 
 
-def too_long(message, param='prompt'):
+def too_long(message):
     """The APIError for what is longer than the model's context or the pool of blocks."""
-    return APIError(400, message, param, 'context_length_exceeded')
+    return APIError(400, message, 'prompt', 'context_length_exceeded')
 
 
 def requests_of(body, served, id, delivers):
@@ -199,36 +183,16 @@ def requests_of(body, served, id, delivers):
 
     delivers: the `deliver` of each prompt. A body without a seed gets one for each prompt, drawn here.
     """
-    served.check_name(body.model)
     if body.stream_options.include_usage and not body.stream:
-        raise APIError(400, "stream_options is for streams: add stream, or leave it out", 'stream_options',
-                       'invalid_value')
-    prompts = [served.encode(prompt) if type(prompt) is str else served.check_ids(prompt, 'prompt')
-               for prompt in body.prompt]
-    longest = max(map(len, prompts))
-    if longest + body.max_tokens > served.max_tokens:
-        raise too_long(f"the prompt has {longest:,} tokens and max_tokens is {body.max_tokens:,}, together more than "
-                       f"the {served.max_tokens:,} that a request may have: shorten one of them")
+        raise invalid('stream_options', "stream_options is for streams: add stream, or leave it out")
+    prompts = [served.encode(prompt) if type(prompt) is str else prompt for prompt in body.prompt]
     seeds = [random.randrange(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     try:
-        params = SamplingParams(
-            **{name: getattr(body, name) for name in SETTINGS}, logit_bias=biases(body.logit_bias, served),
-            stop_token_ids=tuple(served.check_ids(body.stop_token_ids, 'stop_token_ids')),
-            prompt_logprobs=body.echo and body.logprobs is not None)
-        return [Request(id=f'{id}-{i}', prompt=tokens, max_tokens=body.max_tokens, params=params, seed=seed, n=body.n,
-                        stop=tuple(body.stop), cache_salt=body.cache_salt, deliver=deliver)
-                for i, (tokens, seed, deliver) in enumerate(zip(prompts, seeds, delivers))]
+        requests = [Request(f'{id}-{i}', tokens, body.max_tokens, body, seed, body.n, tuple(body.stop),
+                            body.cache_salt, deliver)
+                    for i, (tokens, seed, deliver) in enumerate(zip(prompts, seeds, delivers))]
+        for request in requests:
+            request.check_tokens(len(served.token_bytes))
     except ValueError as e:  # it begins with the name of the field
-        param = str(e).split()[0]
-        raise APIError(400, str(e), param if param in CompletionBody.model_fields else None, 'invalid_value') from None
-
-
-def biases(logit_bias: dict[str, Any], served):
-    """((token id, bias), ...) of a body's logit_bias, in the order of the ids."""
-    try:
-        pairs = sorted((int(token), bias) for token, bias in logit_bias.items())
-    except ValueError:
-        raise APIError(400, "logit_bias should have token ids as its keys, such as {\"11\": -100}", 'logit_bias',
-                       'invalid_value') from None
-    served.check_ids([token for token, _ in pairs], 'logit_bias')
-    return tuple(pairs)
+        raise invalid(str(e).split()[0], str(e)) from None
+    return requests

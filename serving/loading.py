@@ -16,11 +16,6 @@ from serving.engine import Engine
 SWITCH_INTERVAL = 0.0003  # seconds
 
 
-def check_decoder(decoder, weights, threads, device):
-    """ValueError for settings of a server's decoder that do not exist or do not go together. Needs no model."""
-    decode.check_choice(decoder, weights, threads, pick_device(device), cache="a server's cache of blocks")
-
-
 def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder='auto', weights='float32', threads=0,
                 **settings):
     """
@@ -35,8 +30,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     - The engine waits at most SWITCH_INTERVAL for Python's lock, which the event loop may have. (With the default of
       5 ms the first token of short prompts to S came a fifth later.)
     """
-    check_decoder(decoder, weights, threads, device)
     dev, step = pick_device(device), None
+    decode.check_choice(decoder, weights, threads, dev, cache="a server's cache of blocks")
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, torch.float32)
     if dev == 'cpu' and decoder != 'eager':
         step = decode.best(model, 1, weights, threads, decoder)

@@ -1,38 +1,51 @@
 """
 What a client asks for: a `Request` with its `SamplingParams`. What it gets: `Output`s, and how often it gets them.
 """
-import math
-import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 MOST_LOGPROBS = 5  # tokens besides the sampled one
-MOST_STOPS = 4
-MOST_SAMPLES = 128
-LARGEST_BIAS = 100
 PAUSE, LONGEST_PAUSE = 0.04, 0.2  # seconds between two chunks of a stream, at least and at most
 CHUNKS = 400  # the number of chunks that all streams together write in a second: each chunk takes time from the model
 
-LIMITS = {'ge': (operator.ge, 'at least'), 'gt': (operator.gt, 'above'), 'le': (operator.le, 'at most'),
-          'lt': (operator.lt, 'below')}  # of the values of a setting, by the names that pydantic has for them
+
+def checked_temperature(temperature):
+    if 0 < temperature <= 1e-30:
+        raise ValueError("temperature should be 0 (greedy) or above 1e-30: a smaller one makes infinite logits")
+    return temperature
 
 
-def check(name, value, fits, expected):
-    if not fits:
-        raise ValueError(f"{name} must be {expected}, not {value!r}")
+TokenId = Annotated[int, Field(ge=0)]
+NamedTokenId = Annotated[int, Field(ge=0, strict=False)]  # the names in a JSON object are texts
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-def setting(default, description=None, **limits):
-    """
-    A field of `SamplingParams` that the body of the API has too, with the same default and limits, see `LIMITS`.
-    description: for readers of the API.
-    """
-    return field(default=default, metadata={'description': description, **limits})
+class Strict(BaseModel):
+    """An object that has these fields and no others, each of the type it says."""
+    model_config = ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
 
 
-@dataclass(frozen=True)
-class SamplingParams:
+class SamplingFields(Strict):
+    """The fields of `SamplingParams` that the body of the API has too."""
+    temperature: Annotated[float, AfterValidator(checked_temperature)] = Field(
+        1.0, ge=0, description="0 takes the likeliest token each time")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1, lt=2**31, description="draw from the k likeliest tokens; 0 and -1 draw from all")
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    min_tokens: int = Field(0, ge=0)
+    ignore_eos: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logit_bias: dict[NamedTokenId, Bias] = Field(default_factory=dict)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
+
+
+class SamplingParams(SamplingFields):
     """
     How the tokens of a sample are drawn, and when they end. The name and the fields are those of vLLM.
 
@@ -45,39 +58,12 @@ class SamplingParams:
     eos_token ends nothing.
     logprobs: None, or how many of the likeliest tokens are reported beside each one that was drawn. Log probabilities
     are those of the model, before all of the above.
-    logit_bias: pairs (token id, number that is added to its logit). stop_token_ids: further tokens that end a sample.
+    logit_bias: {token id: number that is added to its logit}. stop_token_ids: further tokens that end a sample.
     prompt_logprobs: report them for each token of the prompt also. Such a request computes every logit that it reports.
 
-    ValueError on values that make no sense.
+    ValueError (of pydantic) on values that make no sense.
     """
-    temperature: float = setting(1.0, "0 takes the likeliest token each time", ge=0)
-    top_p: float = setting(1.0, gt=0, le=1)
-    top_k: int = setting(0, "draw from the k likeliest tokens; 0 and -1 draw from all", ge=-1, lt=2**31)
-    min_p: float = setting(0.0, ge=0, le=1)
-    presence_penalty: float = setting(0.0, ge=-2, le=2)
-    frequency_penalty: float = setting(0.0, ge=-2, le=2)
-    repetition_penalty: float = setting(1.0, ge=0.01, le=100)
-    min_tokens: int = setting(0, ge=0)
-    ignore_eos: bool = setting(False)
-    logprobs: int | None = setting(None, ge=0, le=MOST_LOGPROBS)
-    logit_bias: tuple = ()
-    stop_token_ids: tuple = ()
     prompt_logprobs: bool = False
-
-    def __post_init__(self):
-        for name, holds, words, bound in LIMITED:
-            value = getattr(self, name)
-            if value is not None and not holds(value, bound):
-                raise ValueError(f"{name} must be {words} {bound}, not {value!r}")
-        # a smaller temperature would make infinite numbers of logits
-        check('temperature', self.temperature, self.temperature == 0 or 1e-30 < self.temperature < math.inf,
-              "0 (greedy) or positive, above 1e-30")
-        for _, bias in self.logit_bias:
-            check('logit_bias', bias, abs(bias) <= LARGEST_BIAS, f"numbers in [-{LARGEST_BIAS}, {LARGEST_BIAS}]")
-
-
-LIMITED = [(each.name, *LIMITS[limit], bound) for each in fields(SamplingParams)
-           for limit, bound in each.metadata.items() if limit in LIMITS]
 
 
 @dataclass(eq=False)
@@ -104,23 +90,24 @@ class Request:
 
     def __post_init__(self):
         if not self.prompt:
-            raise ValueError("the prompt has no tokens: it must have at least one, for example a newline")
-        check('max_tokens', self.max_tokens, self.max_tokens >= 0, "at least 0")
-        check('min_tokens', self.params.min_tokens, self.params.min_tokens <= self.max_tokens,
-              f"at most max_tokens, {self.max_tokens}")
-        check('n', self.n, 1 <= self.n <= MOST_SAMPLES, f"1 to {MOST_SAMPLES}")
-        check('stop', self.stop, len(self.stop) <= MOST_STOPS and all(self.stop),
-              f"at most {MOST_STOPS} strings, none of them empty")
-        check('seed', self.seed, -2**63 <= self.seed < 2**64, "a 64-bit integer")
+            raise ValueError("prompt has no tokens: it must have at least one, for example a newline")
+        if self.n < 1:
+            raise ValueError(f"n must be at least 1, not {self.n}")
+        if self.params.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.params.min_tokens}")
 
     def check_tokens(self, vocab_size):
-        """ValueError unless all token ids are in a vocabulary."""
+        """ValueError unless all token ids are in a vocabulary. It begins with the name of the field."""
         for name, ids in (('prompt', self.prompt), ('stop_token_ids', self.params.stop_token_ids),
-                          ('logit_bias', [token for token, _ in self.params.logit_bias])):
-            wrong = [token for token in ids if not 0 <= token < vocab_size]
-            if wrong:
-                raise ValueError(f"{name} has the token id {wrong[0]}, and the vocabulary has the ids 0 to "
-                                 f"{vocab_size - 1}")
+                          ('logit_bias', self.params.logit_bias)):
+            check_ids(name, ids, vocab_size)
+
+
+def check_ids(name, ids, vocab_size):
+    """ValueError unless all token ids are in a vocabulary."""
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name} has the token id {token}, and the vocabulary has the ids 0 to {vocab_size - 1}")
 
 
 class Logprobs(NamedTuple):

@@ -34,7 +34,7 @@ class Drawing:
             of_penalties = self.counts.ctypes.data, in_prompt.ctypes.data
             self.kept += [self.counts, in_prompt]
         if p.logit_bias:
-            tokens, biases = zip(*p.logit_bias)
+            tokens, biases = zip(*p.logit_bias.items())
             tokens, biases = np.array(tokens, np.int64), np.array(biases, np.float64)
             of_biases = len(biases), tokens.ctypes.data, biases.ctypes.data
             self.kept += [tokens, biases]

@@ -22,12 +22,13 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from serving.answer import JSON, Answer, Bell, Completion, Mailbox
-from serving.api import APIError, CompletionBody, DetokenizeBody, TokenizeBody, parsed, requests_of, too_long
+from serving.api import APIError, CompletionBody, DetokenizeBody, TokenizeBody, invalid, parsed, requests_of, too_long
 from serving.engine import QueueFull
-from serving.openapi import openapi
-from serving.request import Output
+from serving.openapi import Endpoint, openapi
+from serving.request import Output, check_ids
 from serving.stats import FORMAT
 
+MAX_BODY = 4 * 2**20  # bytes of a request
 LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
 KEEP_ALIVE = 75   # seconds that an idle connection is kept: longer than clients keep theirs, so that they close it
@@ -40,23 +41,22 @@ PAGE_HEADERS = {'content-security-policy': "default-src 'none'; style-src 'unsaf
 class Service:
     """
     What the app serves: an engine and its model, once they are loaded. load: a function that returns both, a started
-    `Engine` and a `Served`. status: loading, ready, draining or failed. error: what load raised.
+    `Engine` and a `Served`. error: what load raised. draining: are no more requests taken?
     """
 
-    def __init__(self, load, api_key='', max_body=4 * 2**20):
-        self.load, self.api_key, self.max_body = load, api_key, max_body
+    def __init__(self, load, api_key=''):
+        self.load, self.api_key = load, api_key
         self.engine = self.served = self.bell = self.error = None
-        self.status, self.mailboxes = 'loading', set()
+        self.draining, self.mailboxes = False, set()
 
-    def start_loading(self, loaded=lambda: None):
+    def start_loading(self, loaded):
         """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
         def load():
             try:
                 engine, self.served = self.load()
                 self.engine = engine
-                self.status = 'ready' if self.status == 'loading' else self.status
             except BaseException as e:
-                self.status, self.error = 'failed', e
+                self.error = e
             loaded()
         threading.Thread(target=load, name='load', daemon=True).start()
 
@@ -68,7 +68,7 @@ class Service:
 
     def check_ready(self):
         """APIError 503 unless requests are taken."""
-        if self.status == 'draining':
+        if self.draining:
             raise APIError(503, "the server is stopping: try again later", code='draining',
                            headers={'retry-after': '5'})
         self.check_loaded()
@@ -80,20 +80,16 @@ class Service:
             raise APIError(401, "this server needs its API key: send the header Authorization: Bearer KEY",
                            code='invalid_api_key', headers={'www-authenticate': 'Bearer'})
 
-    async def body(self, request, kind):
-        """The body of a request, of this kind. APIError 413 if it is larger than max_body."""
-        self.check_key(request)
+    async def respond(self, endpoint, request):
+        """The response of an `Endpoint` to a request."""
+        if endpoint.key:
+            self.check_key(request)
+        if endpoint.body is None:
+            return await endpoint.handler(self)
         self.check_ready()
-        length, data = request.headers.get('content-length', ''), bytearray()
-        if not length.isdecimal() or int(length) <= self.max_body:
-            async for part in request.stream():
-                data += part
-                if len(data) > self.max_body:
-                    break
-            else:
-                return parsed(kind, bytes(data))
-        raise APIError(413, f"the body has more than {self.max_body:,} bytes, the most that this server reads",
-                       headers={'connection': 'close'})
+        body = parsed(endpoint.body, await read(request))
+        self.served.check_name(body.model)
+        return await endpoint.handler(self, body)
 
     def submit(self, requests, mailbox):
         """Submit all requests or none. APIError where the queue is full, or one of them can never fit."""
@@ -105,8 +101,7 @@ class Service:
                 for submitted in requests[:i]:
                     self.engine.abort(submitted.id)
                 if isinstance(e, QueueFull):
-                    raise APIError(429, str(e), code='queue_full',
-                                   headers={'retry-after': '1'}) from None
+                    raise APIError(429, str(e), code='queue_full', headers={'retry-after': '1'}) from None
                 raise too_long(str(e)) from None
         self.mailboxes.add(mailbox)
 
@@ -119,12 +114,26 @@ class Service:
 
     async def drain(self, seconds):
         """Take no more requests, let those that run finish within this time, and abort the others."""
-        self.status = 'draining'
+        self.draining = True
         if self.engine is None:
             return
         await asyncio.to_thread(self.engine.drain, seconds)
         for mailbox in list(self.mailboxes):  # those that are not finished
             mailbox.put(0, [Output(0, [], finish_reason='abort')])
+
+
+async def read(request):
+    """The bytes of a request's body. APIError 413 if they are more than MAX_BODY."""
+    length, data = request.headers.get('content-length', ''), bytearray()
+    if not length.isdecimal() or int(length) <= MAX_BODY:
+        async for part in request.stream():
+            data += part
+            if len(data) > MAX_BODY:
+                break
+        else:
+            return bytes(data)
+    raise APIError(413, f"the body has more than {MAX_BODY:,} bytes, the most that this server reads",
+                   headers={'connection': 'close'})
 
 
 def make_app(service, cors_origin='', loaded=lambda: None):
@@ -142,7 +151,8 @@ def make_app(service, cors_origin='', loaded=lambda: None):
         if service.engine is not None:
             await asyncio.to_thread(service.engine.stop)
 
-    routes = [Route(path, partial(endpoint, service), methods=[method]) for method, path, endpoint in ENDPOINTS]
+    routes = [Route(endpoint.path, partial(service.respond, endpoint), methods=[endpoint.method])
+              for endpoint in ENDPOINTS]
     middleware = [Middleware(CORSMiddleware, allow_origins=[cors_origin], allow_methods=['GET', 'POST'],
                              allow_headers=['authorization', 'content-type'])] * bool(cors_origin)
     handlers = {APIError: error_answer, HTTPException: http_error, ClientDisconnect: no_answer, Exception: server_error}
@@ -170,8 +180,8 @@ async def no_answer(request, e):
     return Response(status_code=400)
 
 
-async def completions(service, request):
-    body = await service.body(request, CompletionBody)
+async def completions(service, body):
+    """Continue prompts"""
     id, mailbox = f'cmpl-{random.getrandbits(96):024x}', Mailbox(service.bell, listening=body.stream)
     delivers = [partial(mailbox.put, number) for number in range(len(body.prompt))]
     make = partial(requests_of, body, service.served, id, delivers)
@@ -181,13 +191,8 @@ async def completions(service, request):
     return answer
 
 
-async def chat(service, request):
-    raise APIError(404, "this server has no chat, because a base model has no chat template: write the conversation as "
-                        "a prompt and send it to /v1/completions")
-
-
-async def models(service, request):
-    service.check_key(request)
+async def models(service):
+    """The model that is served"""
     service.check_loaded()
     served = service.served
     model = {'id': served.name, 'object': 'model', 'created': served.created, 'owned_by': 'nanogpt',
@@ -195,49 +200,62 @@ async def models(service, request):
     return JSON({'object': 'list', 'data': [model]})
 
 
-async def health(service, request):
+async def health(service):
+    """Does the server take requests?"""
     service.check_ready()
     return JSON({'status': 'ok'})
 
 
-async def metrics(service, request):
+async def metrics(service):
+    """Counters and histograms for Prometheus"""
     service.check_loaded()
     return Response(service.engine.stats.text(), headers={'content-type': FORMAT})
 
 
-async def tokenize(service, request):
-    body = await service.body(request, TokenizeBody)
-    service.served.check_name(body.model)
+async def tokenize(service, body):
+    """The tokens of a text"""
     encode = partial(service.served.encode, body.prompt)
     tokens = await asyncio.to_thread(encode) if len(body.prompt) > LONG_TEXT else encode()
     return JSON({'tokens': tokens, 'count': len(tokens), 'max_model_len': service.served.max_tokens})
 
 
-async def detokenize(service, request):
-    body = await service.body(request, DetokenizeBody)
-    service.served.check_name(body.model)
-    return JSON({'prompt': service.served.decode(service.served.check_ids(body.tokens, 'tokens'))})
+async def detokenize(service, body):
+    """The text of tokens"""
+    try:
+        check_ids('tokens', body.tokens, len(service.served.token_bytes))
+    except ValueError as e:
+        raise invalid('tokens', str(e)) from None
+    return JSON({'prompt': service.served.tokenizer.decode(body.tokens)})
 
 
-async def cache(service, request):
-    service.check_key(request)
+async def cache(service):
+    """The pool of blocks and the requests, as the page shows them"""
     service.check_loaded()
     return JSON(service.engine.state(), headers={'cache-control': 'no-store'})
 
 
-async def description(service, request):
-    return JSON(openapi(bool(service.api_key)))
+async def description(service):
+    """This description"""
+    return JSON(openapi(ENDPOINTS, bool(service.api_key)))
 
 
-async def page(service, request):
+async def page(service):
+    """The page"""
     with open(PAGE, encoding='utf-8') as f:
         return HTMLResponse(f.read(), headers=PAGE_HEADERS)
 
 
-ENDPOINTS = [('POST', '/v1/completions', completions), ('GET', '/v1/models', models), ('GET', '/health', health),
-             ('GET', '/metrics', metrics), ('POST', '/tokenize', tokenize), ('POST', '/detokenize', detokenize),
-             ('GET', '/openapi.json', description), ('GET', '/', page), ('GET', '/cache', cache),
-             ('POST', '/v1/chat/completions', chat)]
+ENDPOINTS = [
+    Endpoint('POST', '/v1/completions', completions, 'Completion', (429, 500, 503), body=CompletionBody),
+    Endpoint('GET', '/v1/models', models, 'Models'),
+    Endpoint('POST', '/tokenize', tokenize, 'Tokens', body=TokenizeBody),
+    Endpoint('POST', '/detokenize', detokenize, 'Text', body=DetokenizeBody),
+    Endpoint('GET', '/cache', cache, 'Cache'),
+    Endpoint('GET', '/health', health, 'Health', key=False),
+    Endpoint('GET', '/metrics', metrics, 'text/plain', key=False),
+    Endpoint('GET', '/openapi.json', description, 'Description', (), key=False),
+    Endpoint('GET', '/', page, 'text/html', (), key=False),
+]
 
 
 class Process(uvicorn.Server):
@@ -254,9 +272,9 @@ class Process(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig, frame):
-        if self.service.status in ('draining', 'failed'):
+        if self.service.draining or self.service.error:
             os._exit(128 + sig)
-        self.service.status = 'draining'
+        self.service.draining = True
         print(f"stopping: requests that run have {self.drain_seconds:g} s to finish; a second signal ends at once",
               file=sys.stderr)
         self.loop.call_soon_threadsafe(self.begin_drain)
@@ -272,7 +290,7 @@ class Process(uvicorn.Server):
 
     def loaded(self):
         """Called in the thread that loads the model: without one there is nothing to serve."""
-        self.should_exit = self.should_exit or self.service.status == 'failed'
+        self.should_exit = self.should_exit or self.service.error is not None
 
 
 def listen(host, port):

@@ -4,6 +4,7 @@ import http.server
 import json
 import os
 import pickle
+import runpy
 import shutil
 import struct
 import sys
@@ -12,9 +13,12 @@ import types
 
 import numpy as np
 import pytest
-from conftest import SHARED_TEXT, run, sizes
+from conftest import ROOT, SHARED_TEXT, run
 from hypothesis import given
 from hypothesis import strategies as st
+
+sys.path.insert(0, os.path.join(ROOT, 'data'))
+import prepare_text
 
 import tokenizer as tokenizers
 from tokenizer import CharTokenizer, TextStream
@@ -25,20 +29,18 @@ TIKTOKEN_CACHE = os.path.join(os.path.dirname(os.path.dirname(SHARED_TEXT)), 'ti
 
 
 @pytest.fixture
-def server():
+def server(monkeypatch):
     """
-    (address of a web server, the paths requested so far). It has TEXT at /input.txt and, after two failures, at
-    /flaky.txt; nothing at /missing.txt; another text at other paths.
+    The URL of a web server for prepare_text.py, and the paths requested so far. It has TEXT at /input.txt, nothing at
+    /missing.txt, and another text at other paths.
     """
     asked = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
-            fails = self.path == '/flaky.txt' and asked.count(self.path) < 3
-            missing = self.path == '/missing.txt'
-            body = TEXT.encode() if self.path in ('/input.txt', '/flaky.txt') else b'something else'
-            self.send_response(503 if fails else 404 if missing else 200)
+            body = TEXT.encode() if self.path == '/input.txt' else b'something else'
+            self.send_response(404 if self.path == '/missing.txt' else 200)
             self.send_header('Content-Length', str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -47,6 +49,7 @@ def server():
             pass
     httpd = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    monkeypatch.setattr(prepare_text, 'SHA256', hashlib.sha256(TEXT.encode()).hexdigest())
     yield f'http://127.0.0.1:{httpd.server_port}', asked
     httpd.shutdown()
 
@@ -62,36 +65,39 @@ def prepare(repo, *settings):
     return run(repo, 'data/shakespeare_char/prepare.py', *settings)
 
 
-SHA = '--sha256=' + hashlib.sha256(TEXT.encode()).hexdigest()
+def prepare_here(repo, url, monkeypatch):
+    """Run the script in this process, with another address to download from."""
+    monkeypatch.setattr(prepare_text, 'URL', url)
+    monkeypatch.setattr(sys, 'argv', ['prepare.py'])
+    runpy.run_path(str(repo / 'data' / 'shakespeare_char' / 'prepare.py'), run_name='__main__')
 
 
-@pytest.mark.parametrize('name', ['input.txt', 'flaky.txt'])
-def test_the_text_is_downloaded_checked_and_kept(empty, server, name):
+def test_the_text_is_downloaded_checked_and_kept(empty, server, monkeypatch):
     url, asked = server
     folder = empty / 'data' / 'shakespeare_char'
-    done = prepare(empty, f'--url={url}/{name}', SHA)
-    assert done.returncode == 0, done.stderr
+    prepare_here(empty, f'{url}/input.txt', monkeypatch)
     assert (folder / 'input.txt').read_text() == TEXT
     chars = sorted(set(TEXT))
     meta = json.loads((folder / 'meta.json').read_text())
-    assert meta['chars'] == ''.join(chars) and meta['source'] == 'input.txt'
+    assert meta['chars'] == ''.join(chars) and meta['source'] == 'tinyshakespeare'  # by its hash
     train, val = (np.fromfile(folder / f'{split}.bin', dtype=np.uint16) for split in ('train', 'val'))
     assert ''.join(chars[i] for i in [*train, *val]) == TEXT and len(train) == int(len(TEXT) * 0.9)
     n = len(asked)
-    assert prepare(empty, f'--url={url}/{name}', SHA).returncode == 0 and len(asked) == n  # used as it is
+    prepare_here(empty, f'{url}/input.txt', monkeypatch)
+    assert len(asked) == n  # used as it is
 
 
-def test_a_changed_download_is_refused(empty, server):
-    done = prepare(empty, f'--url={server[0]}/changed.txt', SHA)
-    assert done.returncode == 2 and 'sha256' in done.stderr
+def test_a_changed_download_is_refused(empty, server, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as end:
+        prepare_here(empty, f'{server[0]}/changed.txt', monkeypatch)
+    assert end.value.code == 2 and 'sha256' in capsys.readouterr().err
     assert not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
 
 
-# the second case takes ten seconds: no server answers at this address, and prepare.py tries again
-@pytest.mark.parametrize('url', ['{server}/missing.txt'] + sizes([], ['http://127.0.0.1:1/input.txt']))
-def test_without_an_answer_the_stand_in_is_used_loudly(empty, server, url):
-    done = prepare(empty, '--url=' + url.format(server=server[0]))
-    assert done.returncode == 0 and '!! USING A STAND-IN' in done.stderr
+@pytest.mark.parametrize('url', ['{server}/missing.txt', 'http://127.0.0.1:1/input.txt'])
+def test_without_an_answer_the_stand_in_is_used_loudly(empty, server, url, monkeypatch, capsys):
+    prepare_here(empty, url.format(server=server[0]), monkeypatch)
+    assert '!! USING A STAND-IN' in capsys.readouterr().err
     meta = json.loads((empty / 'data' / 'shakespeare_char' / 'meta.json').read_text())
     assert 'stand-in' in meta['source'] and not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
     assert os.path.getsize(empty / 'data' / 'shakespeare_char' / 'train.bin') > 2 * 300_000
@@ -221,8 +227,6 @@ def test_token_files_that_cannot_be_right(tmp_path):
 @pytest.mark.skipif(not os.path.isdir(TIKTOKEN_CACHE), reason="GPT-2's byte pairs are not here")
 def test_openwebtext_is_written_in_order_with_an_end_after_each_document(repo, monkeypatch):
     """Against a stand-in for `datasets` with the few methods the script calls."""
-    import runpy
-
     class Rows(list):
         def train_test_split(self, **kwargs):
             return {'train': self, 'test': Rows(self[:2])}

@@ -78,10 +78,10 @@ def test_stop_tokens_end_a_sample_and_give_no_text():
     whole = finished(engine, 'whole', [3, 1], 20, seed=2)
     token = whole.tokens[0][6]
     first = whole.tokens[0].index(token)
-    got = finished(engine, 'stopped', [3, 1], 20, seed=2, stop_token_ids=(token,))
+    got = finished(engine, 'stopped', [3, 1], 20, seed=2, stop_token_ids=[token])
     assert got.reasons == ['stop'] and got.tokens[0] == whole.tokens[0][:first + 1]
     assert got.text[0] == whole.text[0][:first]
-    later = finished(engine, 'later', [3, 1], 20, seed=2, stop_token_ids=(token,), min_tokens=first + 3)
+    later = finished(engine, 'later', [3, 1], 20, seed=2, stop_token_ids=[token], min_tokens=first + 3)
     assert len(later.tokens[0]) >= first + 3 and token not in later.tokens[0][:first + 3]
     engine.core.eos_token = token
     assert finished(engine, 'eos', [3, 1], 20, seed=2).tokens == got.tokens
@@ -151,7 +151,7 @@ def test_prompts_of_0_tokens_to_generate():
 
 @pytest.mark.parametrize('wrong, words', [
     (dict(prompt=[1] * 60), 'together 68'), (dict(prompt=[V]), 'prompt has the token id 29'),
-    (dict(stop_token_ids=(-1,)), 'stop_token_ids'), (dict(logit_bias=((99, 1.0),)), 'logit_bias'),
+    (dict(stop_token_ids=[-1]), 'stop_token_ids'), (dict(logit_bias={99: 1.0}), 'logit_bias'),
     (dict(prompt=[]), 'no tokens'), (dict(n=0), 'n must be'), (dict(min_tokens=9), 'min_tokens'),
     (dict(prompt=[1] * 30, max_tokens=30), '15 blocks of 4, but the pool has 14')])
 def test_what_can_never_run_is_refused_at_once(wrong, words):

@@ -173,7 +173,7 @@ class EngineMachine(RuleBasedStateMachine):
           breaks_after=st.sampled_from([0] * 9 + [1, 3]),
           how=st.sampled_from([dict(), dict(), dict(temperature=0.0), dict(top_k=3), dict(logprobs=2),
                                dict(prompt_logprobs=True), dict(prompt_logprobs=True, logprobs=1, ignore_eos=True),
-                               dict(frequency_penalty=1.0, ignore_eos=True), dict(stop_token_ids=(1, 2))]))
+                               dict(frequency_penalty=1.0, ignore_eos=True), dict(stop_token_ids=[1, 2])]))
     def submit(self, prompt, max_tokens, n, seed, bad, stop, salt, breaks_after, how):
         self.n += 1
         request = Request(str(self.n), prompt + [BAD] * bad, max_tokens, SamplingParams(**how), seed, n, stop, salt)

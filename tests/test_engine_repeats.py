@@ -13,14 +13,14 @@ from serving.request import Request
 
 def test_steps_of_one_plan_are_delivered_together(monkeypatch):
     """The steps, and the tokens, are those of a step at a time, also where logits are changed before each draw."""
-    seen, hows = [], [dict(frequency_penalty=1.5), dict(logit_bias=((3, 2.0),)),
-                      dict(min_tokens=9, stop_token_ids=(1, 2, 3))]
+    seen, hows = [], [dict(frequency_penalty=1.5), dict(logit_bias={3: 2.0}),
+                      dict(min_tokens=9, stop_token_ids=[1, 2, 3])]
     for together in (True, False):
         monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9 if together else 0)
         engine, decoder = tiny(n_blocks=80, page_size=16)
         token = alone(decoder, Request('x', [6, 2], 9, seed=4))[0][0][5]
         all_got = [submit(engine, 'a', [3, 1], 30, seed=2), submit(engine, 'b', [5], 12, seed=3, n=2),
-                   submit(engine, 'c', [6, 2], 9, seed=4, stop_token_ids=(token,)),
+                   submit(engine, 'c', [6, 2], 9, seed=4, stop_token_ids=[token]),
                    *(submit(engine, str(how), [3, 1], 30, seed=1, **how) for how in hows)]
         run(engine)
         for got in all_got:
@@ -49,7 +49,7 @@ def test_threads_draw_what_one_draws(monkeypatch):
     hows = [dict(), dict(top_p=0.7), dict(top_k=5), dict(frequency_penalty=1.5), dict(temperature=0.0)]
     token = alone(one, Request('x', [3, 1], 40, seed=1))[0][0][20]
     engine = Engine(model, two, BYTES, None, 40, 16, 64)
-    all_got = [submit(engine, str(i), [3, i], 40, seed=i, stop_token_ids=(token,) if i == 1 else (), **how)
+    all_got = [submit(engine, str(i), [3, i], 40, seed=i, stop_token_ids=[token] if i == 1 else [], **how)
                for i, how in enumerate(hows)]
     run(engine)
     for i, got in enumerate(all_got):

@@ -23,6 +23,7 @@ from torch.testing import assert_close
 
 import formats
 import tokenizer as tokenizers
+from formats import tokenizer_files
 from model import GPT
 from tokenizer import CharTokenizer
 
@@ -162,7 +163,7 @@ def test_a_tokenizer_json_stays_as_it_is(tmp_path, config):
 
 @needs_byte_pairs
 def test_merges_are_those_gpt2_came_with(monkeypatch):
-    tokens, merges = formats.byte_pairs(bpe(monkeypatch).bpe)
+    tokens, merges = tokenizer_files.byte_pairs(bpe(monkeypatch).bpe)
     for path in glob.glob(TIKTOKEN_CACHE + '/*'):  # tiktoken downloads GPT-2's own two files
         with open(path, encoding='utf-8') as f:
             text = f.read()
@@ -185,7 +186,7 @@ def test_an_export_is_replaced_whole_and_nothing_else_is_touched(tmp_path, monke
     def full(*args, **kwargs):
         raise OSError("No space left on device")
     with monkeypatch.context() as m, pytest.raises(OSError, match='No space'):
-        m.setattr('safetensors.torch.save_file', full)
+        m.setattr('formats.huggingface.save_file', full)
         formats.to_huggingface(model, folder, tokenizer)
     assert os.listdir(tmp_path) == ['hf'] and (folder / 'model.safetensors').read_bytes() == before
     (folder / 'thesis.txt').write_text('mine')

@@ -91,10 +91,3 @@ def test_where_a_folder_has_its_tokenizer(tmp_path):
     assert kind() == 'json'
     (tmp_path / 'meta.json').write_text(json.dumps(CharTokenizer('ab').state()))  # as export.py writes it
     assert kind() == 'char'
-
-
-def test_without_the_library_it_says_what_to_install(monkeypatch):
-    state = json_tokenizer(TEXT).state()
-    monkeypatch.setitem(__import__('sys').modules, 'tokenizers', None)
-    with pytest.raises(ValueError, match='pip install tokenizers'):
-        tokenizers.from_state(state)

@@ -180,7 +180,7 @@ def test_bias_min_tokens_and_penalties_by_hand():
         copy, stops = row[0].copy(), np.array(d.stops, np.int64)
         change(copy, len(copy), np.array(d.changes), np.array(d.settings), d.n_generated, stops, len(stops))
         return copy.tolist()
-    assert changed(drawing(vocab_size=5, logit_bias=((1, 5.0), (4, -100)))) == [2.0, 4.0, 0.5, 1.0, -97.0]
+    assert changed(drawing(vocab_size=5, logit_bias={1: 5.0, 4: -100})) == [2.0, 4.0, 0.5, 1.0, -97.0]
     held = drawing(vocab_size=5, stop_ids=[4], min_tokens=2)
     assert changed(held) == [2.0, -1.0, 0.5, 1.0, -math.inf]
     held.restore([0, 0])
@@ -190,7 +190,7 @@ def test_bias_min_tokens_and_penalties_by_hand():
     assert changed(d) == [1.0 - 1.0 - 2 * 0.5, -2.0, 0.25, 1.0, 3.0]
     assert d.settings[1] == 0 and drawing(vocab_size=5, top_k=9).settings[1] == 5
     before = row.copy()
-    assert draw(row, [0, 0], [dict(temperature=0, logit_bias=((1, 9.0),)), dict(temperature=0)], [0, 0]) == [1, 4]
+    assert draw(row, [0, 0], [dict(temperature=0, logit_bias={1: 9.0}), dict(temperature=0)], [0, 0]) == [1, 4]
     assert (row == before).all(), "samples of one prompt share a row"
 
 
@@ -218,7 +218,7 @@ def test_logprobs_equal_the_models():
 @pytest.mark.parametrize('wrong', [dict(temperature=-1), dict(temperature=math.nan), dict(temperature=math.inf),
                                    dict(top_p=0), dict(top_p=1.1), dict(min_p=2), dict(logprobs=6),
                                    dict(presence_penalty=3), dict(repetition_penalty=0), dict(min_tokens=-1),
-                                   dict(logit_bias=((1, math.nan),))], ids=str)
+                                   dict(logit_bias={1: math.nan})], ids=str)
 def test_bad_settings_name_the_field(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)

@@ -1,4 +1,5 @@
 """The checkpoints of a training run in its out_dir: which file is saved, and what a resumed run takes from it."""
+import glob
 import os
 
 import torch
@@ -31,6 +32,8 @@ class Checkpointer:
         """Make and lock out_dir, if that was not done before. ValueError if another process has locked it."""
         os.makedirs(self.out_dir, exist_ok=True)
         self.lock = self.lock or lock_folder(self.out_dir)
+        for leftover in glob.glob(glob.escape(self.path) + '.*.tmp'):  # of a run that was killed while it saved
+            os.remove(leftover)
 
     def track(self, model, optimizer, scaler, config, tokenizer_state):
         """Store the objects that every checkpoint is made from."""
@@ -155,5 +158,5 @@ def restore_rng(rng):
         torch.set_rng_state(rng['torch'].cpu())
         if len(rng['cuda']) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all([state.cpu() for state in rng['cuda']])
-    except (RuntimeError, TypeError) as e:
+    except (RuntimeError, TypeError, KeyError, AttributeError) as e:
         raise ValueError(f"the checkpoint's rng is no state of torch's generator: {e}") from e

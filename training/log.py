@@ -68,11 +68,8 @@ class Log:
             configurator.silence(sys.stderr)
 
     def print(self, text):
-        if self.bar is None or self.bar.disable:
+        with tqdm.external_write_mode():
             print(text, file=self.stream, flush=True)
-        else:
-            with self.bar.external_write_mode():
-                print(text, file=self.stream, flush=True)
 
     def start_clock(self, iter_num):
         """Time iterations from here on, the first being iter_num."""

@@ -15,14 +15,12 @@ import prepare_text
 
 from tokenizer import GPT2Tokenizer
 
-input = ''                    # a text file to use; by default input.txt in this folder, downloaded if need be
-url = prepare_text.URL        # where it is downloaded from
-sha256 = prepare_text.SHA256  # what the download must hash to
+input = ''  # a text file to use; by default input.txt in this folder, downloaded if need be
 
 
 def main(config):
     folder = os.path.dirname(os.path.abspath(__file__))
-    text, source = prepare_text.get_text(folder, input, url, sha256)
+    text, source = prepare_text.get_text(folder, input)
     prepare_text.write_dataset(folder, text, GPT2Tokenizer(), source)
 
 

@@ -16,19 +16,17 @@ import prepare_text
 
 from tokenizer import CharTokenizer
 
-input = ''                    # a text file to use; by default input.txt in this folder, downloaded if need be
-url = prepare_text.URL        # where it is downloaded from
-sha256 = prepare_text.SHA256  # what the download must hash to
+input = ''  # a text file to use; by default input.txt in this folder, downloaded if need be
 
 
 def main(config):
     folder = os.path.dirname(os.path.abspath(__file__))
     try:
-        text, source = prepare_text.get_text(folder, input, url, sha256)
+        text, source = prepare_text.get_text(folder, input)
     except ConnectionError as e:
-        prepare_text.warn(f"{e}.", "USING A STAND-IN: the help texts of Python. A model can be trained on them.",
-                          "For Shakespeare, connect to the internet and run this again, or put the text into "
-                          "data/shakespeare_char/input.txt.")
+        print(f"\n!! {e}.\n!! USING A STAND-IN: the help texts of Python. A model can be trained on them.\n"
+              "!! For Shakespeare, connect to the internet and run this again, or put the text into "
+              "data/shakespeare_char/input.txt.\n", file=sys.stderr)
         text = '\n\n'.join(pydoc_data.topics.topics[topic] for topic in sorted(pydoc_data.topics.topics))
         source = "stand-in (pydoc_data.topics, no network)"
     prepare_text.write_dataset(folder, text, CharTokenizer.of_text(text), source)
