@@ -1,6 +1,7 @@
 """
 Tokenizers: one id per character of a training text, GPT-2's byte pairs, or what a tokenizer.json of another model says.
-All have encode(text) -> list of ints, vocab_size, and end_of_text, the id of the token that ends a document, or None.
+All have encode(text) -> list of ints, vocab_size, end_of_text, the id of the token that ends a document, or None, and
+end_tokens, the ids with which a model ends what it writes. Those of chat models have conversation(messages) -> ints.
 
 `state()` is a tokenizer as a dict, which checkpoints and the meta.json of data folders hold. `from_state` makes the
 tokenizer again.
@@ -9,7 +10,10 @@ import codecs
 import json
 import os
 import pickle
+import re
 from functools import cached_property
+
+from chat_template import ChatTemplate
 
 GPT2 = {'kind': 'gpt2'}
 END_OF_TEXT = '<|endoftext|>'  # in GPT-2 and those that follow it: gpt_bigcode, starcoder2, mpt
@@ -20,7 +24,11 @@ class Tokenizer:
     What all tokenizers share: the text of ids. token_bytes: the bytes of each id, a list. A model may have more ids
     than its tokenizer; beyond: the bytes of each of those.
     """
-    end_of_text, beyond = None, b''
+    end_of_text, beyond, chat_template = None, b'', None
+
+    @property
+    def end_tokens(self):
+        return () if self.end_of_text is None else (self.end_of_text,)
 
     def bytes_of_tokens(self, n=0):
         """The bytes of each id, a list of at least n, for a `TextStream`."""
@@ -90,40 +98,94 @@ class JSONTokenizer(Tokenizer):
     """
     The tokenizer of a tokenizer.json, by the tokenizers library.
 
-    json: the contents of the file, a string. ValueError if the library cannot read them, and if the text of some tokens
-    depends on those before them: texts are printed token by token here. This is so for all decoders but ByteLevel
-    (GPT-2, StarCoder, MPT) and Fuse (one id per character).
-    """
+    json: the contents of the file, a string. end_tokens: ids, by default that of <|endoftext|>. special_tokens:
+    {'bos_token': text, ...}. chat_template: a template's source, see `chat_template.ChatTemplate`.
 
-    def __init__(self, json):
+    ValueError if the library cannot read json, and if the text of some tokens depends on those before them: texts are
+    printed token by token here. This is so for all decoders but ByteLevel (GPT-2, StarCoder, MPT, Llama 3, Qwen), Fuse
+    (one id per character), and SentencePiece's with bytes (Llama 2, Mistral). Of the last one, a text begins without
+    the blank that its first token has.
+    """
+    end_tokens = ()
+
+    def __init__(self, json, end_tokens=None, special_tokens=None, chat_template=None):
         import tokenizers
         try:
             self.library = tokenizers.Tokenizer.from_str(json)
         except Exception as e:  # the library raises plain Exceptions
             raise ValueError(f"the tokenizer.json cannot be read ({e}): is the download complete?") from e
-        if type(self.library.decoder).__name__ not in ('ByteLevel', 'Fuse'):
-            raise ValueError(f"the decoder of the tokenizer.json is {type(self.library.decoder).__name__}, but only "
-                             "ByteLevel and Fuse give each token a text of its own")
+        self.decoder = decoder_of(json)
         self.library.no_truncation()  # a file may ask for both, for training
         self.library.no_padding()
         self.json = json
         self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # some ids may be unused
         self.end_of_text = self.library.token_to_id(END_OF_TEXT)
+        self.end_tokens = super().end_tokens if end_tokens is None else tuple(end_tokens)
+        self.special_tokens = special_tokens or {}
+        self.begins = self.library.encode('').ids  # what stands before each text: a BOS token, or nothing
+        if chat_template is not None:
+            self.chat_template = ChatTemplate(chat_template, self.special_tokens)
 
     def encode(self, text):
-        """The ids of the text. The name of a special token, such as <|endoftext|>, becomes that token."""
-        return self.library.encode(text, add_special_tokens=False).ids
+        """
+        The ids of the text, behind a BOS token if the tokenizer adds one. The name of a special token, such as
+        <|endoftext|>, becomes that token.
+        """
+        return self.library.encode(text).ids
+
+    def conversation(self, messages):
+        """The ids of a conversation, up to where the next answer begins. ValueError of `ChatTemplate.render`."""
+        return self.library.encode(self.chat_template.render(messages), add_special_tokens=False).ids
 
     @cached_property
     def token_bytes(self):
-        # with ByteLevel each character of a token's name is a byte, with Fuse the name is the text
-        is_bytes = type(self.library.decoder).__name__ == 'ByteLevel'
-        byte_of = {c: byte for byte, c in enumerate(byte_level_alphabet())} if is_bytes else {}
         names = [self.library.id_to_token(i) or '' for i in range(self.vocab_size)]
-        return [bytes(map(byte_of.get, name)) if byte_of.keys() >= set(name) else name.encode() for name in names]
+        for i in self.begins:
+            names[i] = ''
+        return list(map(BYTES_OF[self.decoder], names))
+
+    def decode(self, ids):
+        text = super().decode(ids)
+        return text.removeprefix(' ') if self.decoder == 'SentencePiece' else text
 
     def state(self):
-        return {'kind': 'json', 'json': self.json}
+        state = {'kind': 'json', 'json': self.json, 'end_tokens': list(self.end_tokens)}
+        if self.special_tokens:
+            state['special_tokens'] = self.special_tokens
+        if self.chat_template:
+            state['chat_template'] = self.chat_template.source
+        return state
+
+
+def decoder_of(tokenizer_json):
+    """
+    How the tokens of a tokenizer.json become text, a key of BYTES_OF. ValueError if it is none of these.
+    """
+    decoder = json.loads(tokenizer_json).get('decoder') or {}
+    parts = [part.get('type') for part in decoder.get('decoders', ())]
+    if parts[:3] == ['Replace', 'ByteFallback', 'Fuse'] and parts[3:] in ([], ['Strip']):
+        return 'SentencePiece'
+    if decoder.get('type') not in ('ByteLevel', 'Fuse'):
+        raise ValueError(f"the decoder of the tokenizer.json is {decoder.get('type')} {', '.join(map(str, parts))}, but "
+                         "only ByteLevel, Fuse and SentencePiece's (Replace, ByteFallback, Fuse, Strip) give each token "
+                         "a text of its own")
+    return decoder['type']
+
+
+def bytes_of_byte_level(name):
+    """Each character of a token's name is a byte; but special tokens are named as they are."""
+    table = BYTE_LEVEL
+    return bytes(map(table.get, name)) if table.keys() >= set(name) else name.encode()
+
+
+def bytes_of_sentencepiece(name):
+    """A token is the byte that it names, <0x41>, or its name, with U+2581 for a blank."""
+    if re.fullmatch('<0x[0-9A-F]{2}>', name):
+        return bytes([int(name[3:5], 16)])
+    return name.replace('\u2581', ' ').encode()
+
+
+BYTES_OF = {'ByteLevel': bytes_of_byte_level, 'SentencePiece': bytes_of_sentencepiece, 'Fuse': str.encode}
 
 
 def byte_level_alphabet():
@@ -131,6 +193,9 @@ def byte_level_alphabet():
     printable = {*range(0x21, 0x7f), *range(0xa1, 0xad), *range(0xae, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+BYTE_LEVEL = {c: byte for byte, c in enumerate(byte_level_alphabet())}
 
 
 def check_state(state):
@@ -141,6 +206,13 @@ def check_state(state):
         if state['kind'] == kind and not isinstance(state.get(key), str):
             raise ValueError(f"a tokenizer's state of kind {kind!r} must have {key}, a string, not "
                              f"{str(state.get(key))[:50]!r}")
+    ids, special_tokens = state.get('end_tokens', []), state.get('special_tokens', {})
+    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+        raise ValueError(f"end_tokens of a tokenizer must be token ids, not {str(ids)[:50]}")
+    if not isinstance(special_tokens, dict) or not all(isinstance(text, str) for text in special_tokens.values()):
+        raise ValueError(f"special_tokens of a tokenizer must be texts, not {str(special_tokens)[:50]}")
+    if not isinstance(state.get('chat_template', ''), str):
+        raise ValueError(f"chat_template of a tokenizer must be a text, not {str(state['chat_template'])[:50]}")
 
 
 def from_state(state):
@@ -151,7 +223,8 @@ def from_state(state):
     if state['kind'] == 'gpt2':
         return GPT2Tokenizer()
     if state['kind'] == 'json':
-        return JSONTokenizer(state['json'])
+        names = 'end_tokens', 'special_tokens', 'chat_template'
+        return JSONTokenizer(state['json'], **{name: state[name] for name in names if name in state})
     raise ValueError(f"the kind of a tokenizer must be char, gpt2 or json, not {state['kind']!r}: these tokens have no "
                      "text")
 
@@ -165,8 +238,38 @@ def state_of_dataset(folder):
     if 'kind' in meta:
         return {k: meta[k] for k in ('kind', 'chars') if k in meta}
     if os.path.exists(path):
-        return {'kind': 'json', 'json': read_text(path)}
+        return {'kind': 'json', 'json': read_text(path)} | state_beside(folder)
     return {'kind': 'unknown'} if 'vocab_size' in meta or not is_gpt2(folder) else GPT2
+
+
+def state_beside(folder):
+    """
+    What the files beside a tokenizer.json say of a tokenizer, as in a state: tokenizer_config.json, generation_config
+    .json, config.json and chat_template.jinja, all of which may be absent. ValueError if one of them is damaged.
+    """
+    def read(name):
+        path = os.path.join(folder, name)
+        try:
+            return read_json(path) if os.path.exists(path) else {}
+        except ValueError as e:
+            raise ValueError(f"{path} cannot be read ({e}): is the download complete?") from e
+    tokenizer_config, state = read('tokenizer_config.json'), {}
+    named = {name: text.get('content') if isinstance(text, dict) else text for name, text in tokenizer_config.items()
+             if name in ('bos_token', 'eos_token', 'unk_token', 'pad_token')}
+    if special_tokens := {name: text for name, text in named.items() if isinstance(text, str)}:
+        state['special_tokens'] = special_tokens
+    template, path = tokenizer_config.get('chat_template'), os.path.join(folder, 'chat_template.jinja')
+    if isinstance(template, list):  # several by name; others than the default one are for tools, for example
+        template = next((each.get('template') for each in template if each.get('name') == 'default'), None)
+    if os.path.exists(path):
+        template = read_text(path)
+    if template is not None:
+        state['chat_template'] = template
+    for file in ('generation_config.json', 'config.json'):
+        ends = read(file).get('eos_token_id')
+        if ends is not None:
+            return state | {'end_tokens': ends if isinstance(ends, list) else [ends]}
+    return state
 
 
 def is_gpt2(folder):

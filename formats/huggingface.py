@@ -14,7 +14,8 @@ from formats.tokenizer_files import check_vocabulary, huggingface_tokenizer
 from formats.weights import heads_of, weights_with_biases, with_all_heads
 from tokenizer import JSONTokenizer
 
-HF_FILES = {'config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json', 'meta.json'}
+HF_FILES = {'config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json',
+            'meta.json'}
 
 
 def to_huggingface(model, folder, tokenizer=None):
@@ -39,9 +40,12 @@ def to_huggingface(model, folder, tokenizer=None):
     check_vocabulary(model, tokenizer)
     family = family_of(model.config)
     weights = huggingface_weights(model, family)
-    end = getattr(tokenizer, 'end_of_text', None)
+    ends = [] if tokenizer is None else list(tokenizer.end_tokens)
+    end = ends[0] if len(ends) == 1 else ends or None
+    begins = getattr(tokenizer, 'begins', None) or ends  # GPT-2's texts begin with the token that ends them
     files = {'config.json': huggingface_config(model, family) | dict(
-        vocab_size=model.config.vocab_size, tie_word_embeddings=model.config.tied, bos_token_id=end, eos_token_id=end,
+        vocab_size=model.config.vocab_size, tie_word_embeddings=model.config.tied, eos_token_id=end,
+        bos_token_id=begins[0] if begins else None,
         torch_dtype=str(model.lm_head.weight.dtype).removeprefix('torch.'))}
     if tokenizer is not None:
         files['tokenizer.json'], files['tokenizer_config.json'] = huggingface_tokenizer(tokenizer)
@@ -51,6 +55,8 @@ def to_huggingface(model, folder, tokenizer=None):
                                                model_input_names=['input_ids', 'attention_mask'])
         if not isinstance(tokenizer, JSONTokenizer):
             files['meta.json'] = tokenizer.state()
+        if end is not None:
+            files['generation_config.json'] = dict(eos_token_id=end)
     with replacing_folder(folder, HF_FILES) as new:
         for name, content in files.items():
             with open(os.path.join(new, name), 'w', encoding='utf-8') as f:

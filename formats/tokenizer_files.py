@@ -23,9 +23,11 @@ def stand_in(tokenizer):
 def huggingface_tokenizer(tokenizer):
     """The contents of tokenizer.json and tokenizer_config.json, which transformers and tokenizers read."""
     if isinstance(tokenizer, JSONTokenizer):
-        names = () if tokenizer.end_of_text is None else ('bos_token', 'eos_token', 'unk_token')
-        return json.loads(tokenizer.json), dict(tokenizer_class='PreTrainedTokenizerFast') | dict.fromkeys(
-            names, END_OF_TEXT)
+        special_tokens = tokenizer.special_tokens
+        if not special_tokens and tokenizer.end_of_text is not None:
+            special_tokens = dict.fromkeys(('bos_token', 'eos_token', 'unk_token'), END_OF_TEXT)
+        template = dict(chat_template=tokenizer.chat_template.source) if tokenizer.chat_template else {}
+        return json.loads(tokenizer.json), dict(tokenizer_class='PreTrainedTokenizerFast') | special_tokens | template
     if isinstance(tokenizer, CharTokenizer):
         return dict(  # each character is a word
             version='1.0', added_tokens=[], normalizer=None, post_processor=None,
