@@ -42,25 +42,23 @@ class HybridCache:
         return self.caches[0].batch(tokens)
 
     def find_slot(self, batch, contiguous=False):
-        """A list of the `Slots` for a batch in each cache, or the first cache's `NoSlot`. Changes nothing."""
-        return all_or_first_failure(cache.find_slot(batch, contiguous) for cache in self.caches)
+        """A list of the cells for a batch in each cache. Changes nothing."""
+        return [cache.find_slot(batch, contiguous) for cache in self.caches]
 
     def prepare(self, batches):
-        """For each cache the `Slots` of each of several batches, or the first cache's `NoSlot`. Changes nothing."""
-        return all_or_first_failure(cache.prepare(batches) for cache in self.caches)
+        """For each cache the cells for each of several batches. Changes nothing."""
+        return [cache.prepare(batches) for cache in self.caches]
 
-    def apply(self, slots, batch):
+    def apply(self, found, batch):
         """Store a batch in the cells that were found, in each cache."""
-        for cache, found in zip(self.caches, slots):
-            cache.apply(found, batch)
+        for cache, cells in zip(self.caches, found):
+            cache.apply(cells, batch)
 
     def place(self, batch, device=None):
         """
-        See `CellCache.place`. ValueError if one of the caches has no room; then none has changed.
+        See `CellCache.place`. `NoSlot` if one of the caches has no room; then none has changed.
         """
-        slots = self.find_slot(batch)
-        if not slots:
-            raise ValueError(str(slots))
+        self.find_slot(batch)  # in all of them, before one is changed
         try:
             placed = [cache.place(batch, device) for cache in self.caches]
         except BaseException:
@@ -125,9 +123,3 @@ class HybridCache:
             for device, size in cache.memory_breakdown().items():
                 sizes[device] = sizes.get(device, 0) + size
         return sizes
-
-
-def all_or_first_failure(found):
-    """A list of results, or the first false one."""
-    found = list(found)
-    return next((result for result in found if not result), found)

@@ -49,12 +49,13 @@ class CellSequences(BaseCache):
         cells = self.cells.cells_of(record.row)
         ahead = min(self.window + 1 if self.window else AHEAD, AHEAD, self.model.config.max_positions - record.length)
         n_new = record.length + max(n, ahead) - record.room
-        found = cells.find(n_new)
-        if found is None and self.window:
+        try:
+            found = cells.find(n_new)
+        except NoSlot:
+            if not self.window:
+                raise
             self.remove_passed(cells)
             found = cells.find(n_new)
-        if found is None:
-            raise ValueError(str(NoSlot(n_new, cells.n_usable(None))))
         cells.write(found, np.arange(record.room, record.room + n_new), cells.owned_by(record.row))
         edges = np.flatnonzero(np.diff(found, prepend=-2, append=-2) != 1)  # between cells that are not side by side
         for i, end in pairwise(edges.tolist()):

@@ -15,6 +15,7 @@ import json
 import numpy as np
 import torch
 
+from decode.process import uninterrupted
 from kvcache.llamacpp.cells import LARGEST
 from whole_file import replacing
 
@@ -74,7 +75,8 @@ def load(cache, path, seq=None):
     """
     Replace the content of a cache by that of a file of all sequences, or sequence `seq` by that of a file of one. An
     empty sequence in the file empties `seq`. New cells are free ones, or ones that the window of another sequence
-    hides. ValueError if the file does not fit this cache or is damaged; then nothing has changed.
+    hides. ValueError if the file does not fit this cache or is damaged, `NoSlot` if there is no room; then nothing has
+    changed.
     """
     header, tensors = read(path)
     one = check_header(cache, path, header, seq)
@@ -84,10 +86,6 @@ def load(cache, path, seq=None):
     with cache.trial():
         cache.seq_rm(seq)
         found = [cache.streams[s].find(len(part['pos']), cache.window) for s, part in zip(streams, parts)]
-    if any(where is None for where in found):
-        needed = sum(len(part['pos']) for part in parts)
-        raise ValueError(f"{path} has {needed} cells, and there is no room for them: make the cache larger, "
-                         "or remove a sequence")
     cache.seq_rm(seq)
     for s, part, where in zip(streams, parts, found):
         if len(where):
@@ -97,10 +95,11 @@ def load(cache, path, seq=None):
 def fill(cache, stream, part, where, seq):
     """Give the cells that were found in a stream the content of a part: of sequence seq, or of all."""
     cells, owners = cache.streams[stream], part['owners'].numpy().T
-    cells.release(where, cache.n_sink)  # first: an interrupt must not leave a sequence with the rows of another one
-    for name, tensor in stored(cache):
-        tensor[:, slots_in(cache, stream, where, tensor)] = part[name].to(tensor.device)
-    cells.write(where, part['pos'].numpy(), owners if seq is None else cells.owned_by(seq), shift=part['shift'].numpy())
+    owners = owners if seq is None else cells.owned_by(seq)
+    with uninterrupted():  # no sequence is left with the rows of another one
+        cells.write(where, part['pos'].numpy(), owners, cache.n_sink, part['shift'].numpy())
+        for name, tensor in stored(cache):
+            tensor[:, slots_in(cache, stream, where, tensor)] = part[name].to(tensor.device)
 
 
 def check_header(cache, path, header, seq):
