@@ -427,15 +427,11 @@ class BaseCache:
         if tokens.shape[1] != len(handles) or next_tokens.n_drawn:
             raise ValueError(f"{tokens.shape[1]} tokens came for {len(handles)} sequences, in `NextTokens` of which "
                              f"{next_tokens.n_drawn} rows were drawn: make new ones with one token for each")
-        if not d or handles != d.handles:
+        if not d or handles != d.handles or d.left < 1:
             records = list(map(self.record, handles))
             check_decoding(records, self.model.config.max_positions)
             self.make_room(records, [1] * len(records))
             d = Decoding(records, self.model.config.max_positions)
-        if d.left < 1:
-            check_decoding(d.records, d.max_positions)
-            self.make_room(d.records, d.ones)
-            d.look()
         next_tokens.n_steps = min(len(tokens) - 1, d.left)
         metadata, d.positions = replace(d.metadata, next_tokens=next_tokens), d.positions + 1
         ids = torch.from_numpy(tokens[0]).to(self.device)

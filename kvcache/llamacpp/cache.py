@@ -20,6 +20,8 @@ Follows llama.cpp's src/llama-kv-cache.cpp, as it is since August 2025:
     state_save, state_load          state_write, state_read; see state.py
     memory_breakdown, clear         the same names
 """
+from collections import Counter
+
 import numpy as np
 import torch
 
@@ -289,8 +291,8 @@ class CellCache(Streams):
         state.load(self, path, seq)
 
     def memory_breakdown(self):
-        """{device: bytes} of the stored keys and values; the memory of the layers' `Scratch` comes on top."""
-        sizes = {}
+        """A Counter {device: bytes} of the stored keys and values; the memory of the layers' `Scratch` comes on top."""
+        sizes = Counter()
         for layer in self.own_layers():
-            sizes[str(layer.device)] = sizes.get(str(layer.device), 0) + layer.nbytes()
+            sizes[str(layer.device)] += layer.nbytes()
         return sizes

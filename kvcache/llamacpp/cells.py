@@ -75,7 +75,7 @@ class Cells:
 
     def of(self, seq, p0=-1, p1=-1):
         """The cells of a sequence (None: of any) with a position in [p0, p1), in ascending order."""
-        pos = self.pos[:self.end]
+        p0, p1, pos = integer('p0', p0), integer('p1', p1), self.pos[:self.end]
         mine = pos != EMPTY if seq is None else self.owners[self.row(seq), :self.end]
         if p0 > 0:
             mine = mine & (pos >= p0)
@@ -381,7 +381,6 @@ class Streams:
 
     def seq_rm(self, seq, p0=-1, p1=-1):
         """Remove positions of a sequence (None: of all sequences). Cells that no sequence owns any more are free."""
-        p0, p1 = integer('p0', p0), integer('p1', p1)
         for cells in [self.cells_of(seq)] if seq is not None else self.streams:
             cells.remove(seq, p0, p1)
 
@@ -394,7 +393,7 @@ class Streams:
         same numbers and with the same head.
         """
         a, b = self.cells_of(source), self.cells_of(target)
-        mine = a.of(source, integer('p0', p0), integer('p1', p1))
+        mine = a.of(source, p0, p1)
         if a is not b:
             if len(mine) < len(a.of(source)):
                 raise ValueError(f"[{p0}, {p1}) is a part of sequence {source}, and only a whole sequence can be "
@@ -421,15 +420,14 @@ class Streams:
         Add shift to positions. Positions that would be below 0 are removed. The keys are rotated before they are next
         used. The next search for cells begins at the first cell that became free, or at 0.
         """
-        p0, p1, shift = integer('p0', p0), integer('p1', p1), integer('shift', shift)
-        shift = min(max(shift, -LARGEST), LARGEST)  # further than all positions, but not than int64
+        shift = min(max(integer('shift', shift), -LARGEST), LARGEST)  # further than all positions, within int64
         if shift and p1 != max(p0, 0):
             freed = self.move(seq, p0, p1, lambda pos: pos + shift)
             self.cells_of(seq).head = int(freed[0]) if len(freed) else 0
 
     def seq_div(self, seq, p0, p1, divisor):
         """Divide positions, rounding down."""
-        p0, p1, divisor = integer('p0', p0), integer('p1', p1), min(integer('divisor', divisor), LARGEST)
+        divisor = min(integer('divisor', divisor), LARGEST)
         if divisor < 1:
             raise ValueError(f"positions are divided by at least 1, not {divisor}")
         self.move(seq, p0, p1, lambda pos: pos // divisor)

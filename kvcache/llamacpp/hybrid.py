@@ -12,6 +12,8 @@ A batch, and an operation on sequences, is tried on all caches before it is done
 Follows llama.cpp's src/llama-kv-cache-iswa.cpp, as it is since August 2025: a `HybridCache` of two caches is its
 llama_kv_cache_iswa (kv_base and kv_swa), `place` its init_batch, and the other methods have the same names.
 """
+from collections import Counter
+
 from kvcache.llamacpp.cells import Streams
 
 
@@ -117,9 +119,5 @@ class HybridCache:
         return max((last for cache in self.caches if (last := cache.seq_pos_max(seq)) is not None), default=None)
 
     def memory_breakdown(self):
-        """{device: bytes} of the stored keys and values of all caches."""
-        sizes = {}
-        for cache in self.caches:
-            for device, size in cache.memory_breakdown().items():
-                sizes[device] = sizes.get(device, 0) + size
-        return sizes
+        """A Counter {device: bytes} of the stored keys and values of all caches."""
+        return sum((cache.memory_breakdown() for cache in self.caches), Counter())

@@ -24,7 +24,7 @@ class CellSequences(BaseCache):
     """
     record_type, keeps_shifts = RowRecord, True
 
-    def __init__(self, model, n_seq, type_kv='float32', unified=True, decoder=None):
+    def __init__(self, model, n_seq, type_kv='float32', decoder=None, unified=True):
         c, self.free_rows = model.config, list(range(n_seq))[::-1]
         kv_size, rope_base = c.n_slots * (n_seq if unified else 1), c.rope_theta if c.position == 'rope' else None
         self.cells = CellCache(c.n_layer, c.n_kv_head, c.head_dim, kv_size, n_seq, unified, type_kv, type_kv,
