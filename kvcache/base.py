@@ -335,18 +335,16 @@ class BaseCache:
         if wanted is not None and self.window and max(counts) > self.window + 1:
             raise ValueError(f"the logits of other tokens than the last ones take at most window + 1 = "
                              f"{self.window + 1} new tokens of a sequence, not {max(counts)}: feed fewer at once")
-        begins = [start == 0 and not (record.begun and record.length == 0) for record, start in zip(records, starts)]
-        if any(begins):
-            self.notice_changes()
         for record, start in zip(records, starts):
             self.cut_to(record, start)
+        begins = [(i, record) for i, record in enumerate(records) if not record.begun]
         try:
-            if any(begins):
+            if begins:
+                self.notice_changes()
                 parts = list(ids.split(counts))
-                for i, record in enumerate(records):
-                    if begins[i]:
-                        record.begun, record.length = True, self.find_prefix(record, parts[i])
-                        counts[i], parts[i] = counts[i] - record.length, parts[i][record.length:]
+                for i, record in begins:
+                    record.begun, record.length = True, self.find_prefix(record, parts[i])
+                    counts[i], parts[i] = counts[i] - record.length, parts[i][record.length:]
                 if wanted is not None and sum(counts) < len(ids):
                     raise ValueError("the logits of tokens that are remembered are not computed: begin the sequence "
                                      "with a salt of its own")

@@ -53,10 +53,7 @@ class ContiguousCache(BaseCache):
         if record.row is None:
             record.row = self.free_rows.pop()
         rows = sequence_runs(record.row * self.n_slots, self.model.config, record.length)
-        if record.runs is None:
-            record.runs = Runs()
-        record.runs.set(rows)
-        record.room = rows[-1][0] + rows[-1][2]
+        record.runs, record.room = Runs(rows), rows[-1][0] + rows[-1][2]
 
     def make_room(self, records, counts):
         super().make_room(records, counts)

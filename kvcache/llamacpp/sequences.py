@@ -76,7 +76,7 @@ class CellSequences(BaseCache):
 
     def look_up(self, record):
         """Make the runs of a sequence anew."""
-        record.runs.set(self.cells.cells_of(record.row).runs_of(record.row) + (0, self.base(record), 0))
+        record.runs = Runs(self.cells.cells_of(record.row).runs_of(record.row) + (0, self.base(record), 0))
 
     def cut(self, record, n):
         if record.row is None:
@@ -91,7 +91,7 @@ class CellSequences(BaseCache):
         self.choose_executor()
 
     def copy(self, record, new):
-        new.row, new.runs = self.free_rows.pop(), Runs()
+        new.row = self.free_rows.pop()
         self.cells.seq_cp(record.row, new.row)
         self.cut(new, record.length)
 
