@@ -21,7 +21,7 @@ import torch
 from decode.process import after_fork, uninterrupted
 from inputs import as_int64
 from kvcache.base import NotNumbers, are_numbers
-from kvcache.contiguous import ContiguousCache
+from kvcache.contiguous import cache_for
 from model import check_sampling, sample_token
 
 mode_lock = threading.Lock()
@@ -248,7 +248,7 @@ def checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache
             raise ValueError(f"{len(own)} generators for {n_rows} rows: pass one for each, or one for all")
     samplings = [replace(sampling, generator=g) for g in own] * (n_rows // len(own))
     if cache is None:
-        cache = ContiguousCache.for_decoder(model, n_rows, decoder) if use_cache else NoCache(model)
+        cache = cache_for(model, n_rows, decoder) if use_cache else NoCache(model)
     return run(model, cache, sequences, samplings, max_new_tokens, stop_token, generator)
 
 

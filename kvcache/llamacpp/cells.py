@@ -237,13 +237,9 @@ class Window:
                              f"{kind!r} of {n_swa} with {n_sink}")
         self.n_swa, self.kind, self.n_sink = n_swa, kind, n_sink
 
-    def first(self, pos):
-        """The first position that a token at pos sees, apart from the sinks; int or array."""
-        return pos - self.n_swa + 1 if self.kind == 'standard' else pos // self.n_swa * self.n_swa
-
     def hides(self, p0, p1):
         """Is position p0 too early for a token at p1 to see? Arrays broadcast."""
-        hidden = p0 < self.first(p1)
+        hidden = p0 < (p1 - self.n_swa + 1 if self.kind == 'standard' else p1 // self.n_swa * self.n_swa)
         return hidden & (p0 >= self.n_sink) if self.n_sink else hidden
 
 
