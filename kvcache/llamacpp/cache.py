@@ -159,7 +159,7 @@ class CellCache(Streams):
         found = self.find_slot(batch)
         try:
             self.apply(found, batch)
-            return self.layers_for(batch, found, device or self.own_layers()[0].device)
+            return self.layers_for(batch, found, device)
         except BaseException:
             self.take_back(batch)
             raise
@@ -169,7 +169,7 @@ class CellCache(Streams):
         for seq, start in batch.first.items():
             self.seq_rm(seq, start)
 
-    def layers_for(self, batch, found, device):
+    def layers_for(self, batch, found, device=None):
         """What `place` returns for a batch that is stored in the cells that were found."""
         self.update()
         n_kv, layers = self.get_n_kv(batch), []
@@ -178,7 +178,7 @@ class CellCache(Streams):
                 layer = MissingLayer(number)
             layers.append(ReadLayer(layer) if layer in layers else layer)
         own, read = self.slots_of(batch, found).ravel(), self.slots_of(batch, np.arange(n_kv))
-        return layers_of_step(layers, device, own, read, *self.keys(batch, n_kv))
+        return layers_of_step(layers, device or self.own_layers()[0].device, own, read, *self.keys(batch, n_kv))
 
     def slots_of(self, batch, cells):
         """The slots of cells, (B, n) or (n,) for all, in the streams of a batch, (B, n)."""

@@ -14,6 +14,7 @@ llama_kv_cache_iswa (kv_base and kv_swa), `place` its init_batch, and the other 
 """
 from collections import Counter
 
+from kvcache.llamacpp.cache import CellCache
 from kvcache.llamacpp.cells import Streams
 
 
@@ -56,17 +57,11 @@ class HybridCache:
         for cache, cells in zip(self.caches, found):
             cache.apply(cells, batch)
 
-    def place(self, batch, device=None):
-        """
-        See `CellCache.place`. `NoSlot` if one of the caches has no room; then none has changed.
-        """
-        self.find_slot(batch)  # in all of them, before one is changed
-        try:
-            placed = [cache.place(batch, device) for cache in self.caches]
-        except BaseException:
-            for cache in self.caches:
-                cache.take_back(batch)
-            raise
+    place, take_back = CellCache.place, CellCache.take_back
+
+    def layers_for(self, batch, found, device=None):
+        """See `CellCache.layers_for`."""
+        placed = [cache.layers_for(batch, cells, device) for cache, cells in zip(self.caches, found)]
         return [placed[number][layer] for layer, number in enumerate(self.number_of)]
 
     def clear(self):
