@@ -13,6 +13,7 @@ Follows llama.cpp's src/llama-kv-cache-iswa.cpp, as it is since August 2025: a `
 llama_kv_cache_iswa (kv_base and kv_swa), `place` its init_batch, and the other methods have the same names.
 """
 from collections import Counter
+from functools import partialmethod
 
 from kvcache.llamacpp.cache import CellCache
 from kvcache.llamacpp.cells import Streams
@@ -69,33 +70,20 @@ class HybridCache:
         for cache in self.caches:
             cache.clear()
 
-    def seq_rm(self, seq, p0=-1, p1=-1):
-        """See `Streams.seq_rm`."""
-        self.on_all_caches('seq_rm', seq, p0, p1)
-
-    def seq_cp(self, source, target, p0=-1, p1=-1):
-        """See `Streams.seq_cp`."""
-        self.on_all_caches('seq_cp', source, target, p0, p1)
-
-    def seq_keep(self, seq):
-        """See `Streams.seq_keep`."""
-        self.on_all_caches('seq_keep', seq)
-
-    def seq_add(self, seq, p0, p1, shift):
-        """See `Streams.seq_add`."""
-        self.on_all_caches('seq_add', seq, p0, p1, shift)
-
-    def seq_div(self, seq, p0, p1, divisor):
-        """See `Streams.seq_div`."""
-        self.on_all_caches('seq_div', seq, p0, p1, divisor)
-
-    def on_all_caches(self, name, *args):
+    def on_all_caches(self, name, *args, **how):
         """Call a method of all caches, if a trial on each of them raises nothing."""
         for cache in self.caches:
             with cache.trial():
-                getattr(Streams, name)(cache, *args)
+                getattr(Streams, name)(cache, *args, **how)
         for cache in self.caches:
-            getattr(cache, name)(*args)
+            getattr(cache, name)(*args, **how)
+
+    # see `Streams`
+    seq_rm = partialmethod(on_all_caches, 'seq_rm')
+    seq_cp = partialmethod(on_all_caches, 'seq_cp')
+    seq_keep = partialmethod(on_all_caches, 'seq_keep')
+    seq_add = partialmethod(on_all_caches, 'seq_add')
+    seq_div = partialmethod(on_all_caches, 'seq_div')
 
     def check_movable(self, seq, p0=-1, p1=-1):
         """ValueError if these positions of a sequence cannot be changed."""
