@@ -20,7 +20,7 @@ import torch
 from decode.process import uninterrupted
 from inputs import as_int64
 from kvcache.base import NotNumbers, are_numbers
-from kvcache.contiguous import ContiguousCache
+from kvcache.contiguous import cache_for
 from model import check_sampling, sample_token
 
 
@@ -227,7 +227,7 @@ def checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache
     if len(own) != n_rows:
         raise ValueError(f"{len(own)} generators for {n_rows} rows: pass one for each, or one for all")
     if cache is None:
-        cache = ContiguousCache.for_decoder(model, n_rows, decoder) if use_cache else NoCache(model)
+        cache = cache_for(model, n_rows, decoder) if use_cache else NoCache(model)
     sample = partial(sample_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, B=n_rows)
     return run(model, cache, sequences, own, max_new_tokens, stop_token, sample)
 

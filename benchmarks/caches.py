@@ -25,7 +25,7 @@ from benchmarks.shapes import config_of, model_of, random_tokens
 from decode.kernel.building import CFunction
 from decode.kernel.vectors import longs_at
 from decode.metadata import NextTokens
-from kvcache.contiguous import ContiguousCache
+from kvcache.contiguous import cache_for
 from model import GPT
 
 CPU_ONLY = "the caches are compared"
@@ -132,7 +132,7 @@ def steps(asked):
         texts = random_tokens(model, B, T + N_WARM + n + 1)
         labels = dict(shape=name, batch=B, context=T, steps=n)
         cases = [case_of_steps(labels | dict(cache='tuples', on=KERNEL), steps_of_tuples(decoder, texts, T), n)]
-        caches = {'generation': ContiguousCache.for_decoder(model, B, decoder), **{
+        caches = {'generation': cache_for(model, B, decoder), **{
             kind: kvcache.make_cache(model, kind, B, decoder=decoder) for kind in kvcache.KINDS}}
         caches['contiguous'] = caches.pop('tuple')
         for kind, cache in caches.items():

@@ -16,7 +16,7 @@ import model as gpt
 from benchmarks.harness import Panel, table
 from generation import advance, make_sequences
 from inputs import as_int64
-from kvcache.contiguous import ContiguousCache
+from kvcache.contiguous import cache_for
 from training.batches import Batches
 
 EXPECTED, PICTURE, CPU_ONLY = '5 minutes', 'loss_by_context.png', "losses are measured"
@@ -48,7 +48,7 @@ def negative_log_likelihoods(model, tokens, cache=None, when_full='crop', keep=N
     context: how many tokens came before. cache: one of kvcache/; by default the model with its tuples.
     when_full, keep, n_keep: as in `stream`, for prompts of one token.
     """
-    cache, tokens = cache or ContiguousCache.for_decoder(model, len(tokens)), as_int64('tokens', tokens)
+    cache, tokens = cache or cache_for(model, len(tokens)), as_int64('tokens', tokens)
     sequences = make_sequences(model, tokens[:, :1], when_full=when_full, keep=keep, n_keep=n_keep)
     for sequence in sequences:
         sequence.handle = cache.new()
@@ -104,7 +104,7 @@ def compare(model, text, n_rows=32):
         if kv_bits:
             cache = kvcache.make_cache(model, 'tuple', n_rows, kv_bits, decode.best(model, n_rows))
         else:
-            cache = ContiguousCache.for_decoder(model, n_rows, decode.best(model, n_rows, weights))
+            cache = cache_for(model, n_rows, decode.best(model, n_rows, weights))
         nll, context = negative_log_likelihoods(model, tokens, cache, skip=size, **policy)
         nll = nll.double()
         reference = nll if reference is None else reference

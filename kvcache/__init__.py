@@ -13,6 +13,8 @@ Keys and values of many sequences, for one model.
 `make_cache` makes a cache for sequences. Its methods are `new`, `fork`, `truncate`, `shift`, `free` and `step`, see
 `base.BaseCache`. All of them take models with any positions, grouped heads, windows and sinks.
 """
+from functools import partial
+
 from kvcache.contiguous import ContiguousCache
 from kvcache.llamacpp.sequences import CellSequences
 from kvcache.paged import PagedCache, n_blocks_for
@@ -22,13 +24,12 @@ __all__ = ['KINDS', 'make_cache']
 
 
 PAGE_SIZE = 16  # positions in a block of a paged cache
-QUANTISED = {8: 'int8', 4: 'int4'}
 KINDS = {
     'tuple': ContiguousCache,
-    'streams': lambda model, n_seq, type_kv, decoder: CellSequences(model, n_seq, type_kv, False, decoder),
-    'unified': lambda model, n_seq, type_kv, decoder: CellSequences(model, n_seq, type_kv, True, decoder),
-    'paged': lambda model, n_seq, type_kv, decoder: PagedCache(
-        model, n_seq * n_blocks_for(model.config, PAGE_SIZE), PAGE_SIZE, type_kv, decoder),
+    'streams': partial(CellSequences, unified=False),
+    'unified': CellSequences,
+    'paged': lambda model, n_seq, *how: PagedCache(
+        model, n_seq * n_blocks_for(model.config, PAGE_SIZE), PAGE_SIZE, *how),
 }
 
 
@@ -42,11 +43,11 @@ def make_cache(model, kind, n_seq, bits=0, decoder=None):
     it, and if not, the model runs in PyTorch. The cache's `name` says which. Raises ValueError on other values, if the
     model's dtype cannot be stored, and if the decoder is for another model.
     """
-    if kind not in list(KINDS) or bits not in [0, *QUANTISED]:
+    if kind not in list(KINDS) or bits not in (0, 8, 4):
         raise ValueError(f"a cache is {', '.join(KINDS)} in 0 (unquantised), 8 or 4 bits; not {kind!r} in {bits!r}")
     if not isinstance(n_seq, int) or n_seq < 1:
         raise ValueError(f"a cache is for at least 1 sequence, not {n_seq!r}")
-    type_kv = QUANTISED[bits] if bits else str(model.lm_head.weight.dtype).removeprefix('torch.')
+    type_kv = f'int{bits}' if bits else str(model.lm_head.weight.dtype).removeprefix('torch.')
     if type_kv not in BITS:
         raise ValueError(f"a cache stores numbers as {', '.join(BITS)}, and the model is {type_kv}: "
                          "convert it, or pass bits=8")

@@ -37,14 +37,13 @@ class Decoding:
     more token to each of the same, so that it need not look at each of them again.
 
     positions: int64 (B,), of the newest tokens. metadata: the `InputMetadata` of each step, a new one
-    when runs have changed. left: for how many more steps they are known to have room. operation: the number of the last
-    operation of the cache that has used it.
+    when runs have changed. left: for how many more steps they are known to have room.
     """
 
     def __init__(self, records, max_positions):
         self.records, self.handles, self.ones = records, [record.handle for record in records], [1] * len(records)
         self.positions = np.array([record.length for record in records]) - 1
-        self.max_positions, self.operation, self.left = max_positions, None, 0
+        self.max_positions, self.left = max_positions, 0
 
     def look(self):
         """Take the runs of the records, and find out for how many steps they have room."""
@@ -72,7 +71,7 @@ def exclusive(operation):
         with uninterrupted() as block:
             try:
                 with self.lock:
-                    self.holder, self.n_operations = get_ident(), self.n_operations + 1
+                    self.holder, self.last_decoding, self.decoding = get_ident(), self.decoding, None
                     try:
                         if self.to_free:
                             self.remove_freed()
@@ -101,7 +100,7 @@ def free_without_waiting(cache):
     """
     with uninterrupted():
         while cache.to_free and cache.lock.acquire(blocking=False):
-            cache.holder, cache.n_operations = get_ident(), cache.n_operations + 1
+            cache.holder = get_ident()
             try:
                 cache.remove_freed()
             finally:
@@ -142,9 +141,9 @@ class BaseCache:
         self.executor, self.arrays = self.executor_for(decoder)
         self.name = f"{self.executor.name}, on a cache that is {kind}, {type_kv}"
         self.records, self.n_made = {}, 0
-        self.to_free = []     # handles that were freed in the middle of an operation
-        self.decoding = None  # the `Decoding` of the last step, if it was one
-        self.lock, self.holder, self.n_operations = Lock(), None, 0
+        self.to_free = []  # handles that were freed in the middle of an operation
+        self.decoding = self.last_decoding = None  # the `Decoding` of this operation, and of the one before
+        self.lock, self.holder = Lock(), None
         instances.add(self)
 
     def executor_for(self, decoder):
@@ -305,6 +304,7 @@ class BaseCache:
         self.cut(record, 0)
 
     def remove_freed(self):
+        self.decoding = self.last_decoding = None
         while self.to_free:
             record = self.records.get(self.to_free.pop())
             if record is not None:
@@ -325,7 +325,7 @@ class BaseCache:
         (there is no room, for example), each sequence has its first `start` tokens, or none if these are not all stored
         any more that the next token sees.
         """
-        decoding = self.last_decoding()
+        decoding = self.last_decoding
         if decoding and wanted is None and decoding.goes_on(handles, starts, tokens) and (
                 decoding.left > 0 or max(starts) < decoding.max_positions):
             return self.decode(decoding, tokens.view(-1))
@@ -333,18 +333,16 @@ class BaseCache:
         if wanted is not None and self.window and max(counts) > self.window + 1:
             raise ValueError(f"the logits of other tokens than the last ones take at most window + 1 = "
                              f"{self.window + 1} new tokens of a sequence, not {max(counts)}: feed fewer at once")
-        begins = [start == 0 and not (record.begun and record.length == 0) for record, start in zip(records, starts)]
-        if any(begins):
-            self.notice_changes()
         for record, start in zip(records, starts):
             self.cut_to(record, start)
+        begins = [(i, record) for i, record in enumerate(records) if not record.begun]
         try:
-            if any(begins):
+            if begins:
+                self.notice_changes()
                 parts = list(ids.split(counts))
-                for i, record in enumerate(records):
-                    if begins[i]:
-                        record.begun, record.length = True, self.find_prefix(record, parts[i])
-                        counts[i], parts[i] = counts[i] - record.length, parts[i][record.length:]
+                for i, record in begins:
+                    record.begun, record.length = True, self.find_prefix(record, parts[i])
+                    counts[i], parts[i] = counts[i] - record.length, parts[i][record.length:]
                 if wanted is not None and sum(counts) < len(ids):
                     raise ValueError("the logits of tokens that are remembered are not computed: begin the sequence "
                                      "with a salt of its own")
@@ -355,17 +353,8 @@ class BaseCache:
                 self.cut_to(record, start)
             raise
         if wanted is None:
-            self.keep(Decoding(records, self.model.config.max_positions))
+            self.decoding = Decoding(records, self.model.config.max_positions)
         return logits
-
-    def last_decoding(self):
-        """The `Decoding` that the operation before this one has used, or None."""
-        decoding, self.decoding = self.decoding, None
-        return decoding if decoding and decoding.operation == self.n_operations - 1 else None
-
-    def keep(self, decoding):
-        """Keep a `Decoding` for the next operation."""
-        decoding.operation, self.decoding = self.n_operations, decoding
 
     def notice_changes(self):
         """A sequence begins: has the model changed?"""
@@ -408,7 +397,7 @@ class BaseCache:
             raise NotNumbers
         self.added(d.records, d.ones, ids)
         d.left -= 1
-        self.keep(d)
+        self.decoding = d
         return logits
 
     @exclusive
@@ -421,7 +410,7 @@ class BaseCache:
 
         If a step fails, the sequences have the tokens of before this call.
         """
-        d, tokens = self.last_decoding(), next_tokens.tokens
+        d, tokens = self.last_decoding, next_tokens.tokens
         if tokens.shape[1] != len(handles) or next_tokens.n_drawn:
             raise ValueError(f"{tokens.shape[1]} tokens came for {len(handles)} sequences, in `NextTokens` of which "
                              f"{next_tokens.n_drawn} rows were drawn: make new ones with one token for each")
@@ -442,7 +431,7 @@ class BaseCache:
         n = next_tokens.n_drawn
         self.added(d.records, [n] * len(handles), tokens[:n].T.ravel())
         d.positions, d.left = d.positions + n - 1, d.left - n
-        self.keep(d)
+        self.decoding = d
         return logits
 
     def reset(self):

@@ -16,6 +16,9 @@ from collections import OrderedDict
 class OutOfBlocks(ValueError):
     """There are not enough free blocks. The operation of the `BlockManager` that raises this has changed nothing."""
 
+    def __init__(self, n, n_free):
+        super().__init__(f"{n} blocks are needed and {n_free} are free: free a sequence, or use a larger pool")
+
 
 class Prefix:
     """
@@ -26,7 +29,7 @@ class Prefix:
     """
     __slots__ = ('parent', 'tokens', 'hash')
 
-    def __init__(self, parent, tokens, hash=hash):
+    def __init__(self, parent, tokens):
         self.parent, self.tokens, self.hash = parent, tokens, hash((parent and parent.hash, tokens))
 
     def __hash__(self):
@@ -41,30 +44,20 @@ class Prefix:
         return True
 
 
-def needed_blocks(start, end, page_size, window=0, n_sink=0):
-    """
-    The numbers of the blocks that tokens at positions start to end - 1 see, and of their own: a range for those with
-    sinks, and a range for the others.
-    """
-    n_first = -(-min(n_sink, end) // page_size)
-    seen = max(n_sink, start - window + 1) if window else 0
-    return range(n_first), range(max(n_first, seen // page_size), -(-end // page_size))
-
-
 class BlockManager:
     """
     n_blocks blocks of page_size slots each, and the tables of sequences, which are in their `records.BlockRecord`s.
-    hash: the hash function for (hash of the parent, tokens). window, n_sink: of the model.
+    window, n_sink: of the model.
 
     references: the number of tables that each block is in. free: the blocks in no table; those that are remembered are
     used last. prefix_of: the `Prefix` of each full block that is remembered, or None. block_with: {Prefix: block}, the
     inverse. epoch: how often everything was forgotten.
     """
 
-    def __init__(self, n_blocks, page_size, hash=hash, window=0, n_sink=0):
+    def __init__(self, n_blocks, page_size, window=0, n_sink=0):
         if min(n_blocks, page_size) < 1:
             raise ValueError(f"a pool needs at least 1 block of at least 1 slot, not {n_blocks} blocks of {page_size}")
-        self.page_size, self.hash, self.window, self.n_sink = page_size, hash, window, n_sink
+        self.page_size, self.window, self.n_sink = page_size, window, n_sink
         self.references = [0] * n_blocks
         self.free = OrderedDict.fromkeys(range(n_blocks))
         self.prefix_of, self.block_with, self.epoch = [None] * n_blocks, {}, 0
@@ -78,15 +71,14 @@ class BlockManager:
         for block in (table := self.cached_blocks(tokens, record.salt)):
             if block is not None:
                 self.acquire(block)
-        record.table, record.epoch = table, self.epoch
-        record.remembered, record.prefix = 0, self.root(record.salt)
+        record.table, record.epoch, record.prefixes = table, self.epoch, []
         record.runs, record.room, record.length = None, 0, len(table) * self.page_size
         record.tokens = list(tokens[:record.length])
         return record.length
 
     def root(self, salt):
         """The `Prefix` before the first block of a sequence with this salt."""
-        return Prefix(None, ('salt', salt), self.hash) if salt else None
+        return Prefix(None, ('salt', salt)) if salt else None
 
     def cached_blocks(self, tokens, salt=''):
         """
@@ -95,7 +87,7 @@ class BlockManager:
         """
         table, prefix = [], self.root(salt)
         for start in range(0, len(tokens) - self.page_size, self.page_size):
-            mine = Prefix(prefix, tuple(tokens[start:start + self.page_size]), self.hash)
+            mine = Prefix(prefix, tuple(tokens[start:start + self.page_size]))
             block = self.block_with.get(mine)
             if block is None and (not self.window or start < self.n_sink):
                 break
@@ -106,9 +98,15 @@ class BlockManager:
         sinks, recent = self.needed(len(table) * self.page_size)
         return [block if i in sinks or i in recent else None for i, block in enumerate(table)]
 
-    def needed(self, start, end=None):
-        """`needed_blocks` of tokens from start to end - 1; without end, of what the token at start sees before it."""
-        return needed_blocks(start, start if end is None else end, self.page_size, self.window, self.n_sink)
+    def needed(self, n):
+        """
+        The numbers of the blocks that the token at position n sees, of the n positions before it: a range for those
+        with sinks, and a range for the others.
+        """
+        size = self.page_size
+        n_first = -(-min(self.n_sink, n) // size)
+        seen = max(self.n_sink, n - self.window + 1) if self.window else 0
+        return range(n_first), range(max(n_first, seen // size), -(-n // size))
 
     def complete(self, table, n):
         """Does a table have the blocks that the token at position n sees, of the n positions before it?"""
@@ -172,8 +170,7 @@ class BlockManager:
         """
         table, last, n_missing = record.table, record.length // self.page_size, self.n_missing(record, n)
         if n_missing > len(self.free):
-            raise OutOfBlocks(f"{n_missing} blocks are needed and {len(self.free)} are free: free a sequence, or use a "
-                              "larger pool")
+            raise OutOfBlocks(n_missing, len(self.free))
         self.free_passed(record)
         if n > 0 and self.is_shared(record):
             source, table[last] = table[last], self.acquire()
@@ -199,20 +196,17 @@ class BlockManager:
         """Remember the full blocks of a sequence by its tokens: other sequences that begin alike may share them."""
         if record.epoch != self.epoch:
             return
-        for i in range(record.remembered, record.length // self.page_size):
+        for i in range(len(record.prefixes), record.length // self.page_size):
             block = record.table[i]
-            if block is None or self.prefix_of[block] is None:
-                tokens = tuple(record.tokens[i * self.page_size:(i + 1) * self.page_size])
-                mine = Prefix(record.prefix, tokens, self.hash)
+            mine = None if block is None else self.prefix_of[block]
+            if mine is None:
+                parent = record.prefixes[-1] if i else self.root(record.salt)
+                mine = Prefix(parent, tuple(record.tokens[i * self.page_size:(i + 1) * self.page_size]))
                 if mine in self.block_with:  # two sequences have computed the same; one block of them is remembered
-                    record.prefix = self.prefix_of[self.block_with[mine]]
-                    continue
-                if block is None:
-                    record.prefix = mine
-                    continue
-                self.prefix_of[block], self.block_with[mine] = mine, block
-            record.prefix = self.prefix_of[block]
-        record.remembered = max(record.remembered, record.length // self.page_size)
+                    mine = self.prefix_of[self.block_with[mine]]
+                elif block is not None:
+                    self.prefix_of[block], self.block_with[mine] = mine, block
+            record.prefixes.append(mine)
 
     def fork(self, record, new):
         """Give a new sequence all tokens of another one, in the same blocks."""
@@ -221,14 +215,12 @@ class BlockManager:
             if block is not None:
                 self.acquire(block)
         new.tokens, new.length, new.epoch = record.tokens[:record.length], record.length, record.epoch
-        new.remembered, new.prefix = record.remembered, record.prefix
+        new.prefixes = record.prefixes[:]
         record.room = 0  # its last block is shared now
 
     def truncate(self, record, n):
         """Keep the first n positions of a sequence, which has the blocks that the token at position n sees."""
-        while record.remembered > n // self.page_size:
-            record.remembered, record.prefix = record.remembered - 1, record.prefix.parent
-        del record.tokens[n:]
+        del record.tokens[n:], record.prefixes[n // self.page_size:]
         record.length = n
         self.trim(record, n)
 
@@ -251,8 +243,7 @@ class BlockManager:
         shared = [i for i in range(first, n) if self.references[table[i]] > 1]
         n_free = len(self.free) + sum(self.references[block] == 1 for block in table[n:])
         if len(shared) > n_free:
-            raise OutOfBlocks(f"{len(shared)} blocks are needed and {n_free} are free: free a sequence, or use a "
-                              "larger pool")
+            raise OutOfBlocks(len(shared), n_free)
         record.epoch = None
         self.trim(record, length)
         for i in range(first, n):
@@ -277,7 +268,7 @@ class BlockManager:
         for record in records:
             del record.table[-(-record.length // self.page_size):]
             del record.tokens[record.length:]
-            record.runs, record.room, record.remembered, record.prefix = None, 0, 0, self.root(record.salt)
+            record.runs, record.room, record.prefixes = None, 0, []
             for block in record.table:
                 if block is not None:
                     self.references[block] += 1

@@ -15,35 +15,17 @@ from positions import sequence_runs
 class ContiguousCache(BaseCache):
     """
     Position p of a sequence is slot p of its row, see `positions.ring_slots`; n_seq: the largest number of sequences.
-    type_kv: how keys and values are stored, see `storage.Rows`; 'tuples' for the model's tuples.
-
-    With 'tuples' the decoder is any callable (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache) that
-    writes the tuples in place; the model itself if it is None. It gets views of the leading rows, so rows are exchanged
-    when the sequences that are fed are not those of the step before. A decoder with `execute_model` does not need that.
+    type_kv: how keys and values are stored, see `storage.Rows`.
     """
     record_type = RowRecord
 
     def __init__(self, model, n_seq, type_kv='float32', decoder=None):
         self.n_slots, self.free_rows = model.config.n_slots, list(range(n_seq))[::-1]
         self.n_ring = self.n_slots - model.config.n_sink
-        self.tuples = type_kv == 'tuples'
-        if self.tuples:
-            layers = [TupleLayer(*layer[:2]) for layer in model.empty_cache(n_seq)]
-        else:
-            layers = make_layers(model, n_seq * self.n_slots, type_kv)
-        super().__init__(model, n_seq, layers, 'tuple', type_kv, decoder)
+        super().__init__(model, n_seq, self.new_layers(model, n_seq, type_kv), 'tuple', type_kv, decoder)
 
-    @classmethod
-    def for_decoder(cls, model, n_seq, decoder=None):
-        """The cache in which a decoder is fastest: of tuples, which PyTorch reads as views, unless it is compiled."""
-        compiled = hasattr(decoder, 'execute_model') and not isinstance(decoder, EagerDecoder)
-        return cls(model, n_seq, 'float32' if compiled else 'tuples', decoder)
-
-    def executor_for(self, decoder):
-        if not self.tuples:
-            return super().executor_for(decoder)
-        executor = TupleExecutor(self.model, decoder, self.layers)
-        return executor, executor  # it has `finite`, and needs no arrays
+    def new_layers(self, model, n_seq, type_kv):
+        return make_layers(model, n_seq * self.n_slots, type_kv)
 
     def extend(self, record, n):
         """
@@ -53,35 +35,7 @@ class ContiguousCache(BaseCache):
         if record.row is None:
             record.row = self.free_rows.pop()
         rows = sequence_runs(record.row * self.n_slots, self.model.config, record.length)
-        if record.runs is None:
-            record.runs = Runs()
-        record.runs.set(rows)
-        record.room = rows[-1][0] + rows[-1][2]
-
-    def make_room(self, records, counts):
-        super().make_room(records, counts)
-        if self.tuples:
-            self.lead(records)
-
-    def feed(self, records, counts, ids, wanted=None):
-        logits = super().feed(records, counts, ids, wanted)
-        if self.tuples and self.window:  # the last chunks were of some of the sequences, and the next step is of all
-            self.lead(records)
-        return logits
-
-    def lead(self, records):
-        """Make the rows of these sequences the first ones, in this order."""
-        rows = [record.row for record in records]
-        if rows == list(range(len(rows))):
-            return
-        others = [record for record in self.records.values() if record.row is not None and record not in records]
-        order = rows + [record.row for record in others]
-        for layer in self.layers:
-            layer.permute(order)
-        for row, record in enumerate([*records, *others]):
-            record.row, record.runs, record.room = row, None, 0
-            self.extend(record, 0)
-        self.free_rows = list(range(len(order), self.n_seq))[::-1]
+        record.runs, record.room = Runs(rows), rows[-1][0] + rows[-1][2]
 
     def added(self, records, counts, ids):
         super().added(records, counts, ids)
@@ -113,6 +67,53 @@ class ContiguousCache(BaseCache):
 
     def first_held(self, record):
         return max(self.n_sink, record.reached - self.n_ring)
+
+
+class TupleCache(ContiguousCache):
+    """
+    The model's tuples, for a decoder that is any callable (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size),
+    kv_cache) and writes the tuples in place; the model itself if it is None. It gets views of the leading rows, so rows
+    are exchanged when the sequences that are fed are not those of the step before.
+    """
+
+    def __init__(self, model, n_seq, decoder=None):
+        super().__init__(model, n_seq, 'tuples', decoder)
+
+    def new_layers(self, model, n_seq, type_kv):
+        return [TupleLayer(*layer[:2]) for layer in model.empty_cache(n_seq)]
+
+    def executor_for(self, decoder):
+        executor = TupleExecutor(self.model, decoder, self.layers)
+        return executor, executor  # it has `finite`, and needs no arrays
+
+    def make_room(self, records, counts):
+        super().make_room(records, counts)
+        self.lead(records)
+
+    def feed(self, records, counts, ids, wanted=None):
+        logits = super().feed(records, counts, ids, wanted)
+        self.lead(records)  # through a window the last chunks were of some of them, and the next step is of all
+        return logits
+
+    def lead(self, records):
+        """Make the rows of these sequences the first ones, in this order."""
+        rows = [record.row for record in records]
+        if rows == list(range(len(rows))):
+            return
+        others = [record for record in self.records.values() if record.row is not None and record not in records]
+        order = rows + [record.row for record in others]
+        for layer in self.layers:
+            layer.permute(order)
+        for row, record in enumerate([*records, *others]):
+            record.row, record.runs, record.room = row, None, 0
+            self.extend(record, 0)
+        self.free_rows = list(range(len(order), self.n_seq))[::-1]
+
+
+def cache_for(model, n_seq, decoder=None):
+    """The cache in which a decoder is fastest: of tuples, which PyTorch reads as views, unless it is compiled."""
+    compiled = hasattr(decoder, 'execute_model') and not isinstance(decoder, EagerDecoder)
+    return ContiguousCache(model, n_seq, decoder=decoder) if compiled else TupleCache(model, n_seq, decoder)
 
 
 class TupleLayer:

@@ -21,7 +21,6 @@ LAYOUTS = (
     (2, 0, 1, 3, 4),  # (L, 2, MaxT, H, Dh)
     (3, 0, 1, 2, 4),  # (L, 2, H, MaxT, Dh)
 )
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 CACHE_DTYPES = {0: (torch.float32, torch.float16), 8: (torch.int8,), 4: (torch.uint8,)}
 
 
@@ -50,9 +49,9 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
 
     Returns (key, value), (kvstarts[B], H * num_repeat, Dh) in the input's dtype, as they are stored in the cache, the
     current tokens too. cache and scale are written in place. Raises ValueError, with nothing written, on arguments that
-    do not fit together and on results that do not fit into memory.
+    do not fit together.
     """
-    max_seqlen, max_kvlen = (int(x) if is_scalar(x) else x for x in (max_seqlen, max_kvlen))
+    max_seqlen, max_kvlen = (x.item() if isinstance(x, torch.Tensor) else x for x in (max_seqlen, max_kvlen))
     check_ints(max_seqlen=max_seqlen, max_kvlen=max_kvlen, num_layer=num_layer, layer_idx=layer_idx,
                quant_bit=quant_bit, quant_group=quant_group, num_repeat=num_repeat, cache_mode=cache_mode,
                cache_layout=cache_layout, page_size=page_size)
@@ -84,7 +83,7 @@ def key_value_cache(current_key, current_value, seqstarts, kvstarts, cachestarts
     place = torch.arange(len(written), device=cache.device) + (kvstarts[1:] - seqstarts[1:]).repeat_interleave(seqlens)
     rows = [store[read].index_copy_(0, place, rows_new) for store, rows_new in zip(stored, new)]
     loaded = dequantise(rows[0], rows[1].float(), quant_bit) if quant_bit else rows[0]
-    loaded = repeated(loaded.to(current.dtype), num_repeat)
+    loaded = loaded.to(current.dtype).repeat_interleave(num_repeat, dim=2)
     for store, rows_new in zip(stored, new):
         store[written] = rows_new
     return tuple(loaded.unbind(1))
@@ -125,27 +124,11 @@ def check_lengths(seqstarts, kvstarts, start_pos, max_seqlen, max_kvlen, n_curre
     return seqlens, kvlens
 
 
-def is_scalar(value):
-    """Is this an integer tensor without dimensions?"""
-    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype in INTEGERS and not value.is_meta
-
-
 def check_ints(**values):
-    """ValueError unless all are ints that fit into 64 bits."""
+    """ValueError unless all are ints."""
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or not -2**63 <= value < 2**63:
-            raise ValueError(f"{name} must be an int of at most 64 bits, not {value!r}")
-
-
-def repeated(x, num_repeat):
-    """
-    x (n, 2, H, Dh) with each head num_repeat times, (n, 2, H * num_repeat, Dh). ValueError if it needs too much memory.
-    """
-    try:
-        return x.repeat_interleave(num_repeat, dim=2)
-    except (RuntimeError, MemoryError) as e:  # the first also for sizes that overflow
-        raise ValueError(f"there is no memory for keys and values {tuple(x.shape)} with each head {num_repeat} times: "
-                         "use a smaller num_repeat") from e
+        if type(value) is not int:
+            raise ValueError(f"{name} must be an int, not {value!r}")
 
 
 def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group, num_repeat, cache_layout):
@@ -176,40 +159,24 @@ def views(key, value, cache, scale, num_layer, layer_idx, quant_bit, quant_group
     found.append(view_of(scale, 'scale', CACHE_DTYPES[0], *shape, Dh // quant_group))
     if len(found[0]) != len(found[1]):
         raise ValueError(f"the cache has {len(found[0])} rows and the scale {len(found[1])}")
-    (cache_start, cache_end), (scale_start, scale_end) = bytes_of(cache), bytes_of(scale)
-    if cache.numel() and cache_start < scale_end and scale_start < cache_end:
-        raise ValueError("the scale lies in the memory of the cache: give each its own memory")
     return [view[:, layer_idx] for view in found]
 
 
 def view_of(tensor, name, dtypes, device, cache_layout, L, H, D):
     """
-    A view (MaxT, L, 2, H, D) of a tensor in this layout. ValueError if it has another type, device or shape, or
-    overlaps itself.
+    A view (MaxT, L, 2, H, D) of a tensor in this layout. ValueError if it has another type, device or shape, or is
+    expanded.
     """
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in dtypes or tensor.device != device:
         came = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, torch.Tensor) else repr(tensor)
         raise ValueError(f"for this quant_bit the {name} must be {' or '.join(map(str, dtypes))} on {device}, not "
                          f"{came}")
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(f"the {name} was made under torch.inference_mode, and can be written only there: "
-                         "make it outside")
     if tensor.dim() != 5 or tensor.permute(LAYOUTS[cache_layout]).shape[1:] != (L, 2, H, D):
         names = ', '.join(str(('MaxT', L, 2, H, D)[LAYOUTS[cache_layout].index(axis)]) for axis in range(5))
         raise ValueError(f"the {name} must be ({names}) in layout {cache_layout}, not {tuple(tensor.shape)}")
-    end = 0  # the offset of the last element, over the dimensions with smaller strides
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size > 1 and stride <= end:
-            raise ValueError(f"the {name} has strides {tensor.stride()} for {tuple(tensor.shape)}: it is expanded, or "
-                             "its rows overlap, and a write to one would change another; make it contiguous")
-        end += stride * (size - 1) if size > 1 else 0
+    if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride())):
+        raise ValueError(f"the {name} is expanded, and a write to one row would change another: make it contiguous")
     return tensor.permute(LAYOUTS[cache_layout])
-
-
-def bytes_of(tensor):
-    """The addresses of a tensor's first byte and of the one after its last."""
-    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def lengths(starts, name):

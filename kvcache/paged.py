@@ -88,7 +88,7 @@ class PagedCache(BaseCache):
         blocks do not suffice, or if n is 0. With a window n is at most window + 1: what the window passes is freed
         before.
         """
-        decoding = self.last_decoding()
+        decoding = self.last_decoding
         same = decoding and handles == decoding.handles
         records = decoding.records if same else list(map(self.record, handles))
         if self.window:
@@ -103,7 +103,7 @@ class PagedCache(BaseCache):
             self.release_ahead(records)
         if decoding:
             decoding.left = 0  # the next step looks for its runs and room again
-            self.keep(decoding)
+            self.decoding = decoding
         return n
 
     def make_room(self, records, counts):

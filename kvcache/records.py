@@ -35,12 +35,12 @@ class BlockRecord(Record):
     A sequence in blocks.
 
     tokens: the ids of its tokens, as many as `length` says. table: its blocks in order, None for those that a window
-    has passed; also blocks for later tokens. remembered: how many of its first blocks can be found by their tokens;
-    prefix: the `blocks.Prefix` of these. epoch: `BlockManager.epoch` when it began, or None if its blocks do not hold
-    what was computed from its tokens alone: only blocks of the present epoch are remembered.
+    has passed; also blocks for later tokens. prefixes: the `blocks.Prefix` of each of its first blocks, as many as can
+    be found by their tokens. epoch: `BlockManager.epoch` when it began, or None if its blocks do not hold what was
+    computed from its tokens alone: only blocks of the present epoch are remembered.
     """
-    __slots__ = 'tokens', 'table', 'remembered', 'prefix', 'epoch'
+    __slots__ = 'tokens', 'table', 'prefixes', 'epoch'
 
     def __init__(self, handle, salt=''):
         super().__init__(handle, salt)
-        self.tokens, self.table, self.remembered, self.prefix, self.epoch = [], [], 0, None, None
+        self.tokens, self.table, self.prefixes, self.epoch = [], [], [], None

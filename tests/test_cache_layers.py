@@ -13,7 +13,7 @@ from test_cells import cache, logits_of, put
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvcache.llamacpp.cache import CellCache
-from kvcache.llamacpp.cells import context_shift
+from kvcache.llamacpp.cells import NoSlot, context_shift
 from kvcache.llamacpp.hybrid import HybridCache
 from model import GPT, GPTConfig
 
@@ -147,7 +147,9 @@ def test_a_batch_without_room_in_the_second_cache_changes_neither():
     before = drawn(cache)
     with pytest.raises(ValueError, match='full: 13 cells'):
         cache.place(cache.batch({0: range(13)}))
-    assert not cache.find_slot(cache.batch({0: range(9)})) and not cache.prepare([cache.batch({0: range(9)})])
+    for refused in (cache.find_slot, lambda batch: cache.prepare([batch])):
+        with pytest.raises(NoSlot):
+            refused(cache.batch({0: range(9)}))
     assert drawn(cache) == before
     expected = exact(m, idx, windows=[0, 4, 0, 4])
     got = logits_in_chunks(m, idx, [8, 4, 1], cache)  # the retry

@@ -15,7 +15,7 @@ from example_models import large
 from plain_gpt import plain
 from ways import DECODERS, WAYS, decoder_of, without_compilers  # noqa: F401  (a fixture)
 
-from kvcache.contiguous import ContiguousCache
+from kvcache.contiguous import TupleCache
 
 BLOCK = 16
 WINDOWS = [(0, 0), (1, 0), (5, 0), (15, 0), (5, 2), (1, 1), (7, 3)]  # window, n_sink
@@ -71,7 +71,7 @@ def test_any_steps_give_the_logits_of_the_plain_gpt(case, way):
     for seed in range(sizes(1, 3)):
         dtype = torch.float32 if way == 'cpu' else torch.float64
         model = model_of(seed, dtype, **case)
-        cache, n_judged = ContiguousCache(model, N_SEQ, 'tuples', decoder_of(way, model)), []
+        cache, n_judged = TupleCache(model, N_SEQ, decoder_of(way, model)), []
 
         def judge(handle, text, logits):
             n_judged.append(handle)

@@ -6,7 +6,7 @@ from test_decoder_changes import UNKNOWN, Doubled
 
 from decode import EagerDecoder, direct
 from kvcache import make_cache
-from kvcache.contiguous import ContiguousCache
+from kvcache.contiguous import cache_for
 from model import GPT
 
 
@@ -96,7 +96,7 @@ def test_a_forward_of_its_own_is_run_on_tuples_and_refused_in_other_caches(chang
     cache = make_cache(model, 'tuple', 2)
     with pytest.raises(ValueError, match='leave the cache out'):
         cache.step([cache.new(), cache.new()], [0, 0], idx)
-    cache = ContiguousCache.for_decoder(model, 2, EagerDecoder(model))
+    cache = cache_for(model, 2, EagerDecoder(model))
     assert torch.equal(cache.step([cache.new(), cache.new()], [0, 0], idx), model(idx, use_cache=False)[0][:, 0])
 
 

@@ -18,7 +18,7 @@ import decode
 from benchmarks.loss import negative_log_likelihoods
 from generation import Sequence, generate, stream
 from kvcache import KINDS, make_cache
-from kvcache.contiguous import ContiguousCache
+from kvcache.contiguous import cache_for
 from model import sample_token
 
 POLICIES = [dict(), *(dict(when_full='shift', **how) for how in (
@@ -268,7 +268,7 @@ def test_the_loss_of_a_policy_is_that_of_the_contexts_of_generation(policy, deco
     """benchmarks/loss.py against a loop over lists."""
     model, tokens = f32(0), torch.randint(29, (3, 50))
     keep = BLOCK if not policy else policy.get('keep', BLOCK // 2)
-    cache = ContiguousCache.for_decoder(model, 3, decode.best(model, 3)) if decoder else None
+    cache = cache_for(model, 3, decode.best(model, 3)) if decoder else None
     nll, context = negative_log_likelihoods(model, tokens, cache, skip=4, **policy)
     assert nll.shape == (45, 3) and context.shape == (45,)
     for row, text in enumerate(tokens.tolist()):

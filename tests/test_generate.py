@@ -7,7 +7,7 @@ from example_models import f32
 
 import decode
 from generation import generate, stream
-from kvcache.contiguous import ContiguousCache
+from kvcache.contiguous import TupleCache, cache_for
 from model import GPT, GPTConfig, sample_token
 
 
@@ -224,7 +224,7 @@ def test_a_failed_step_of_tuples_leaves_what_comes_before_it():
         if fail:
             raise KeyboardInterrupt
         return logits, kv_cache
-    cache, text = ContiguousCache(model, 1, 'tuples', decoder), torch.randint(29, (1, 8))
+    cache, text = TupleCache(model, 1, decoder), torch.randint(29, (1, 8))
     handle = cache.new()
     with torch.no_grad():
         cache.step([handle], [0], text[:, :6])
@@ -242,7 +242,7 @@ def test_a_failed_step_of_tuples_leaves_what_comes_before_it():
 
 def test_a_shift_after_a_full_prompt_has_one_cache():
     model, idx = f32(3), torch.randint(29, (2, 16))
-    cache = ContiguousCache.for_decoder(model, 2, decode.best(model, 2, name='cpu'))
+    cache = cache_for(model, 2, decode.best(model, 2, name='cpu'))
     rows = generate(model, idx, 20, temperature=0, use_cache=True, cache=cache, when_full='shift')
     assert torch.equal(rows, generate(model, idx, 20, temperature=0, when_full='shift'))
     assert cache.nbytes() <= sum(layer[i].nbytes for layer in model.empty_cache(2) for i in (0, 1))

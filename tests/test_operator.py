@@ -218,19 +218,11 @@ GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, 
     ('cachestarts', dict(cachestarts=[[8, 0], [24, 16]])),
     ('does not fit', dict(start_pos=torch.tensor([0, 10**13]), kvstarts=torch.tensor([0, 3, 4 + 10**13]),
                           max_kvlen=2 * 10**13)),
-    ('num_repeat', dict(num_repeat=2**40)),
-    ('num_repeat', dict(num_repeat=2**62)),
-    ('num_repeat', dict(num_repeat=2**70)),
-    ('page_size', dict(page_size=2**70)),
     ('page_size', dict(page_size=True)),
-    ('max_kvlen', dict(max_kvlen=2**70)),
     ('max_kvlen', dict(max_kvlen=torch.tensor(3.0))),
-    ('max_kvlen', dict(max_kvlen=torch.tensor([3]))),
     ('max_seqlen', dict(max_seqlen=torch.tensor(True))),
     ('max_seqlen is 2', dict(max_seqlen=torch.tensor(2))),
     ('not all among', dict(cachestarts=torch.tensor([[8, 2**63 - 1], [24, 16]]))),
-    ('overlap', dict(cache=torch.zeros(3072, dtype=torch.int8).as_strided((2, 2, 32, 3, 8), (1536, 768, 23, 8, 1)))),
-    ('overlap', dict(scale=torch.zeros(768).as_strided((2, 2, 32, 3, 2), (384, 192, 5, 2, 1)))),
 ])
 def test_what_does_not_go_together_is_refused_and_nothing_is_written(words, changed):
     cache, scale = torch.zeros(2, 2, 32, 3, 8, dtype=torch.int8), torch.zeros(2, 2, 32, 3, 2)
@@ -280,21 +272,6 @@ def test_a_page_larger_than_the_cache():
               dict(seqstarts=[0, 1], kvstarts=[0, 3], start_pos=[2], cachestarts=[[1]]).items()}
     key_value_cache(new, new, **starts, max_seqlen=1, max_kvlen=3, cache=cache, cache_mode=1, page_size=2**62)
     assert cache[:, 0, 0, 0, 0].tolist() == [0, 0, 0, 1]
-
-
-@pytest.mark.parametrize('offset', [0, 4, 3068])
-def test_a_scale_in_the_memory_of_the_cache_is_refused(offset):
-    """A scale that follows the cache in the same memory is accepted."""
-    memory = torch.zeros(2 * 2 * 32 * 3 * 8 + 4 * 2 * 2 * 32 * 3 * 2 + 4, dtype=torch.int8)
-    cache = memory[:3072].view(2, 2, 32, 3, 8)
-
-    def scale_at(start):
-        return memory[start:start + 3072].view(torch.float32).view(2, 2, 32, 3, 2)
-    with pytest.raises(ValueError, match='memory of the cache'):
-        key_value_cache(**(GOOD | dict(cache=cache, scale=scale_at(offset))))
-    assert not memory.any()
-    key_value_cache(**(GOOD | dict(cache=cache, scale=scale_at(3072))))
-    assert cache.any() and scale_at(3072).any()
 
 
 def test_the_current_keys_may_be_rows_of_the_cache():

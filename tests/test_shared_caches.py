@@ -17,7 +17,7 @@ import kvcache
 from decode.cpu import CPUDecoder
 from decode.process import uninterrupted
 from generation import generate, stream
-from kvcache.contiguous import ContiguousCache
+from kvcache.contiguous import cache_for
 
 KINDS = sorted(kvcache.KINDS)
 PROMPTS = [[1, 2, 3], [4, 5], [6] * 9, [7, 8, 9, 10]]
@@ -215,7 +215,7 @@ def test_after_a_first_step_that_failed_changed_weights_are_noticed(kind, compil
 
 def test_a_kept_cache_of_tuples_has_no_nan_of_broken_weights():
     m = model_of('learned', 2)
-    cache, expected = ContiguousCache.for_decoder(m, 2), generate(m, [[1, 2, 3, 4], [5]], 6, temperature=0)
+    cache, expected = cache_for(m, 2), generate(m, [[1, 2, 3, 4], [5]], 6, temperature=0)
     with torch.no_grad():
         before = m.transformer.h[0].ln_1.weight.clone()
         m.transformer.h[0].ln_1.weight.fill_(float('nan'))

@@ -49,8 +49,7 @@ def cell_row(ax, y, cells, title, words=None):
 def place(cache, tokens):
     """Put tokens, {sequence or sequences: positions}, into free cells."""
     batch = cache.batch(tokens)
-    slots = cache.find_slot(batch)
-    cache.apply(slots, batch)
+    cache.apply(cache.find_slot(batch), batch)
     cache.update()
 
 

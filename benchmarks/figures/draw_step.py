@@ -65,7 +65,7 @@ def draw(path):
     caches = (('rows of block_size 16\n(contiguous, the tuple)', lambda: ContiguousCache(model, 3, 'float32', decoder)),
               ('blocks of 4 slots', lambda: PagedCache(model, 9, 4, 'float32', decoder)),
               ('cells of one stream,\ntaken two at a time',
-               lambda: sequences.CellSequences(model, 3, 'float32', True, decoder)))
+               lambda: sequences.CellSequences(model, 3, 'float32', decoder)))
     for i, (title, make) in enumerate(caches):
         feed(make())
         if i == 0:

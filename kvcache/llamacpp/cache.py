@@ -20,12 +20,15 @@ Follows llama.cpp's src/llama-kv-cache.cpp, as it is since August 2025:
     state_save, state_load          state_write, state_read; see state.py
     memory_breakdown, clear         the same names
 """
+from collections import Counter
+
 import numpy as np
 import torch
 
 from decode.eager import layers_of_step
+from decode.process import uninterrupted
 from kvcache.llamacpp import state
-from kvcache.llamacpp.cells import EMPTY, NoSlot, Streams, Window
+from kvcache.llamacpp.cells import EMPTY, Streams, Window
 from kvcache.storage import BITS, Layer, Scratch
 from positions import turned
 
@@ -139,28 +142,24 @@ class CellCache(Streams):
 
     def seq_cp(self, source, target, p0=-1, p1=-1):
         a, b = self.stream_of(source), self.stream_of(target)
-        if a != b:
-            self.check_whole(source, p0, p1)
-            self.seq_rm(target)  # first: an interrupt must not leave a sequence with the rows of another one
-            for layer in self.own_layers():
+        with uninterrupted():
+            super().seq_cp(source, target, p0, p1)
+            for layer in self.own_layers() if a != b else ():
                 layer.copy(a * self.kv_size, b * self.kv_size, self.streams[a].end)
-        super().seq_cp(source, target, p0, p1)
 
     def place(self, batch, device=None):
         """
         Store a batch, and return what `GPT.hidden_states` takes as its kv_cache: for each layer an object with
-        `append`, see `decode.eager.StepLayer`. If a layer occurs more than once, only its first one writes. ValueError
-        if there is no room, with nothing changed. If the forward pass fails the cells stay in use: `take_back` frees
+        `append`, see `decode.eager.StepLayer`. If a layer occurs more than once, only its first one writes. `NoSlot` if
+        there is no room, with nothing changed. If the forward pass fails the cells stay in use: `take_back` frees
         them.
 
         device: of the model's tokens; by default that of the first layer with a cache.
         """
-        slots = self.find_slot(batch)
-        if not slots:
-            raise ValueError(str(slots))
+        found = self.find_slot(batch)
         try:
-            self.apply(slots, batch)
-            return self.layers_for(batch, slots, device or self.own_layers()[0].device)
+            self.apply(found, batch)
+            return self.layers_for(batch, found, device)
         except BaseException:
             self.take_back(batch)
             raise
@@ -170,27 +169,30 @@ class CellCache(Streams):
         for seq, start in batch.first.items():
             self.seq_rm(seq, start)
 
-    def layers_for(self, batch, slots, device):
-        """What `place` returns for a batch that is stored in these cells."""
+    def layers_for(self, batch, found, device=None):
+        """What `place` returns for a batch that is stored in the cells that were found."""
         self.update()
         n_kv, layers = self.get_n_kv(batch), []
-        base = slots.streams[:, None] * self.kv_size
         for number, layer in enumerate(self.layers):
             if layer is None:
                 layer = MissingLayer(number)
             layers.append(ReadLayer(layer) if layer in layers else layer)
-        own, read = (base + slots.cells).ravel(), base + np.arange(n_kv)
-        return layers_of_step(layers, device, own, read, *self.keys(batch, n_kv))
+        own, read = self.slots_of(batch, found).ravel(), self.slots_of(batch, np.arange(n_kv))
+        return layers_of_step(layers, device or self.own_layers()[0].device, own, read, *self.keys(batch, n_kv))
 
-    def k_idxs(self, slots):
-        """The slots for new keys and values, (B * T,)."""
-        return torch.from_numpy(slots.streams[:, None] * self.kv_size + slots.cells).flatten()
+    def slots_of(self, batch, cells):
+        """The slots of cells, (B, n) or (n,) for all, in the streams of a batch, (B, n)."""
+        return batch.streams[:, None] * self.kv_size + cells
+
+    def k_idxs(self, batch, found):
+        """The slots for new keys and values, (B * T,), in the cells that were found."""
+        return torch.from_numpy(self.slots_of(batch, found)).flatten()
 
     def get_n_kv(self, batch):
         """
         How many cells of each stream a stored batch attends over: up to the last used one, to a multiple of n_pad.
         """
-        end = max(self.streams[s].end for s in self.streams_of(batch))
+        end = max(self.streams[s].end for s in batch.streams)
         return min(self.kv_size, max(1, -(-end // self.n_pad)) * self.n_pad)
 
     def keys(self, batch, n_kv):
@@ -198,7 +200,7 @@ class CellCache(Streams):
         The first n_kv cells of each stream: their positions, (B, n_kv), and which of them each token of a stored batch
         may look at, bool (B, T, n_kv): those of its own sequence, within the window of the cache.
         """
-        pos = np.stack([self.streams[s].pos[:n_kv] for s in self.streams_of(batch)])
+        pos = np.stack([self.streams[s].pos[:n_kv] for s in batch.streams])
         if self.unified:
             # sequences that share a token own the same cells, see `find_slot`, so that the first one's will do
             rows, counts = zip(*((seqs[0], stop - start) for seqs, start, stop in batch.spans))
@@ -268,16 +270,13 @@ class CellCache(Streams):
     def unshare(self, seq, p0=-1, p1=-1):
         """
         Give a sequence copies of the cells in [p0, p1) that it shares with others, so that their positions can be
-        changed. ValueError if there is no room, with nothing changed.
+        changed. `NoSlot` if there is no room, with nothing changed.
         """
         cells, base = self.cells_of(seq), self.stream_of(seq) * self.kv_size
-        shared = cells.of(seq, p0, p1)
-        shared = shared[cells.n_owners[shared] > 1]
+        shared = cells.shared(seq, p0, p1)
         if not len(shared):
             return
         own = cells.find(len(shared))
-        if own is None:
-            raise ValueError(str(NoSlot(len(shared), cells.n_usable(None))))
         for layer in self.own_layers():
             layer.move(torch.from_numpy(base + shared), torch.from_numpy(base + own))
         cells.own(shared, seq, False)
@@ -292,8 +291,8 @@ class CellCache(Streams):
         state.load(self, path, seq)
 
     def memory_breakdown(self):
-        """{device: bytes} of the stored keys and values; the memory of the layers' `Scratch` comes on top."""
-        sizes = {}
+        """A Counter {device: bytes} of the stored keys and values; the memory of the layers' `Scratch` comes on top."""
+        sizes = Counter()
         for layer in self.own_layers():
-            sizes[str(layer.device)] = sizes.get(str(layer.device), 0) + layer.nbytes()
+            sizes[str(layer.device)] += layer.nbytes()
         return sizes

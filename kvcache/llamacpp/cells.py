@@ -14,12 +14,13 @@ August 2025 (its pull request 15467 gave the files these names):
     Cells, used, end, shift                         llama_kv_cells, get_used, used_max_p1, shift
     Cells.put, move                                 pos_set and seq_add, pos_add and pos_div
     Window.hides                                    is_masked_swa
-    Batch, Slots                                    llama_ubatch, slot_info
+    Batch, and the cells that find_slot returns     llama_ubatch, slot_info
     find_slot, apply, prepare                       find_slot, apply_ubatch, prepare
     seq_rm, _cp, _keep, _add, _div, _pos_min, _max  the same names
     context_shift                                   what tools/main and tools/server do when a context is full
 """
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from operator import index
 
@@ -32,18 +33,23 @@ LARGEST = 2**31  # all positions are below
 COLUMNS = 120    # the width of a picture
 
 
+class NoSlot(ValueError):
+    """There are too few cells. Nothing has changed."""
+
+    def __init__(self, n, n_free, contiguous=False):
+        side = ' side by side' * contiguous
+        super().__init__(f"the cache is full: {n} cells{side} are needed and {n_free} are free: remove a sequence, or "
+                         "make the cache larger")
+
+
 class Cells:
     """
     An array of `size` cells for the sequences `seqs`, a range of their numbers.
 
     pos: int64 (size,), EMPTY or a position. owners: bool (len(seqs), size), a row for each sequence.
     shift: int64 (size,), by how much a position has changed since the key in the cell was last rotated; may be given,
-    as zeros. head: the cell from which the search for free cells begins.
-
-    Counted from these, so that the cost of a token depends on the cells in use and not on the size: n_owners, int32
-    (size,); owner_sum, int64 (size,), the sum of the owners' numbers, which is the owner's number if there is one
-    owner; last, int64 (len(seqs),), the last position of each sequence or EMPTY; end, the number of the last cell that
-    holds something, plus one.
+    as zeros. head: the cell from which the search for free cells begins. end: the number of the last cell that holds
+    something, plus one, so that the cost of a token depends on the cells in use and not on the size.
 
     Methods take cells by number, int64 (n,). Ranges of positions are [p0, p1); p0 < 0 is the beginning and p1 < 0 the
     end.
@@ -54,38 +60,33 @@ class Cells:
         self.pos = np.full(size, EMPTY)
         self.owners = np.zeros((len(seqs), size), dtype=bool)
         self.shift = np.zeros(size, dtype=np.int64) if shift is None else shift
-        self.n_owners = np.zeros(size, dtype=np.int32)
-        self.owner_sum = np.zeros(size, dtype=np.int64)
-        self.last = np.full(len(seqs), EMPTY)
         self.head = self.end = 0
 
     def __len__(self):
         return len(self.pos)
 
-    def copy(self):
-        """The same cells in other memory."""
-        other, cells = Cells(len(self), self.seqs), self.of(None)
-        other.put(cells, self.pos[cells], self.owners[:, cells], self.shift[cells])
-        other.head = self.head
-        return other
-
     def used(self):
         """How many cells hold something."""
-        return int((self.pos[:self.end] != EMPTY).sum())
+        return len(self.of(None))
 
     def row(self, seq):
-        """The row of a sequence in `owners` and `last`."""
+        """The row of a sequence in `owners`."""
         return seq - self.seqs.start
 
     def of(self, seq, p0=-1, p1=-1):
         """The cells of a sequence (None: of any) with a position in [p0, p1), in ascending order."""
-        pos = self.pos[:self.end]
+        p0, p1, pos = integer('p0', p0), integer('p1', p1), self.pos[:self.end]
         mine = pos != EMPTY if seq is None else self.owners[self.row(seq), :self.end]
         if p0 > 0:
             mine = mine & (pos >= p0)
         if p1 >= 0:
             mine = mine & (pos < p1)
         return np.flatnonzero(mine)
+
+    def shared(self, seq, p0=-1, p1=-1):
+        """The cells of a sequence with a position in [p0, p1) that other sequences own too."""
+        mine = self.of(seq, p0, p1)
+        return mine[self.owners[:, mine].sum(axis=0) > 1]
 
     def owners_of(self, cell):
         """The sequences that own a cell, a list."""
@@ -102,47 +103,39 @@ class Cells:
 
     def pos_max(self, seq):
         """The last position of a sequence, or None."""
-        last = int(self.last[self.row(seq)])
-        return None if last == EMPTY else last
+        mine = self.pos[self.of(seq)]
+        return int(mine.max()) if len(mine) else None
 
     def put(self, cells, pos, owners, shift=0):
         """
         Let cells hold positions pos (n,) for `owners`, bool (len(seqs), n) or (len(seqs), 1), with keys that must still
         be rotated by shift (n,). Cells without owners become empty, and the head moves back to the first of them.
 
-        Everything that changes cells does it here. An interrupt waits until positions, owners and counts agree.
+        Everything that changes cells does it here. An interrupt waits until all of them agree.
         """
-        if not len(cells):
-            return
         with uninterrupted():
             owners = np.broadcast_to(owners, (len(self.seqs), len(cells)))
             free = ~owners.any(axis=0)
             emptied = cells[free & (self.pos[cells] != EMPTY)]
-            changed = (owners | self.owners[:, cells]).any(axis=1)
             self.owners[:, cells] = owners
             self.pos[cells], self.shift[cells] = np.where(free, EMPTY, pos), np.where(free, 0, shift)
-            self.n_owners[cells], self.owner_sum[cells] = owners.sum(axis=0), np.array(self.seqs) @ owners
-            end = max(self.end, int(cells.max()) + 1)
-            self.end = last_true(self.pos[:end] != EMPTY) + 1
-            for row in np.flatnonzero(changed):
-                self.last[row] = self.pos[:self.end][self.owners[row, :self.end]].max(initial=EMPTY)
+            self.end = max(self.end, int(cells.max(initial=-1)) + 1)
+            self.end = int(self.of(None).max(initial=-1)) + 1
             self.head = int(emptied.min(initial=self.head))
 
     def write(self, cells, pos, owners, n_sink=0, shift=0):
-        """`put` tokens into cells that `find` has found, whatever they held. The head is behind the last of them."""
-        self.release(cells, n_sink)
-        self.put(cells, pos, owners, shift)
-        self.head = int(cells[-1]) + 1
-
-    def release(self, cells, n_sink=0):
         """
-        Remove what these cells hold, and from each sequence that loses a position like this all earlier ones but the
-        first n_sink, so that its other positions have no hole. If it loses its last position, which can happen behind a
-        window of 1, its next token may have any position.
+        `put` tokens into cells that `find` has found, whatever they held. The head is behind the last of them.
+
+        A sequence that loses a position like this loses all earlier ones but the first n_sink too, so that its other
+        positions have no hole. If it loses its last position, which can happen behind a window of 1, its next token may
+        have any position.
         """
         held = cells[self.pos[cells] != EMPTY]
         for row in np.flatnonzero(self.owners[:, held].any(axis=1)):
             self.remove(self.seqs[row], n_sink, int(self.pos[held[self.owners[row, held]]].max()) + 1)
+        self.put(cells, pos, owners, shift)
+        self.head = int(cells[-1]) + 1
 
     def own(self, cells, seq, owned=True):
         """Add a sequence to the owners of cells, or remove it from them."""
@@ -165,54 +158,38 @@ class Cells:
         self.put(cells, pos, self.owners[:, cells] & (pos >= 0), self.shift[cells] + pos - self.pos[cells])
         return cells[pos < 0]
 
-    def usable(self, window, start=0, stop=None):
+    def usable(self, window, stop):
         """
-        bool (stop - start,): may a cell of [start, stop) be written? True for empty cells, and for cells with one owner
-        whose window hides them from its next token.
+        The cells before `stop`, which is at least `end`, that may be written, in ascending order: empty ones, and those
+        with one owner whose window hides them from its next token.
         """
-        part = slice(start, stop)
-        empty = self.pos[part] == EMPTY
-        if window is None:
-            return empty
-        one_owner = self.n_owners[part] == 1
-        owner = np.where(one_owner, self.owner_sum[part], self.seqs.start)
-        return empty | one_owner & window.hides(self.pos[part], self.last[self.row(owner)] + 1)
-
-    def n_usable(self, window):
-        """How many cells may be written."""
-        return len(self) - self.end + int(self.usable(window, 0, self.end).sum())
+        pos, owners = self.pos[:stop], self.owners[:, :stop]
+        usable = pos == EMPTY
+        if window is not None:
+            last = np.broadcast_to(pos, owners.shape).max(axis=1, where=owners, initial=EMPTY)
+            passed = window.hides(pos, last[owners.argmax(axis=0)] + 1)
+            usable |= passed & (owners.sum(axis=0) == 1)
+        return np.flatnonzero(usable)
 
     def find(self, n, window=None, contiguous=False):
         """
-        n usable cells, int64 (n,), or None if there are not as many. Changes nothing.
+        n cells that may be written, int64 (n,), or `NoSlot`. Changes nothing.
 
         The search begins at the head and goes on at 0 when it reaches the end. If the head is far beyond the number of
         used cells, there is room before it, and the search begins at 0.
         """
-        size, end = len(self), self.end
+        size = len(self)
         head = 0 if self.head > self.used() + 2 * n else self.head % size
-        if n > size:
-            return None
-        if end <= head <= size - n:  # all cells from the head on are empty
-            return np.arange(head, head + n)
-        if contiguous:
-            return self.find_run(n, window, head)
-        found = []
-        for start, stop in ((head, size), (0, head)):
-            middle = min(max(start, end), stop)  # all cells from here on are empty
-            found.append(start + np.flatnonzero(self.usable(window, start, middle)))
-            found.append(np.arange(middle, min(stop, middle + n)))
-        found = np.concatenate(found)[:n]
-        return found if len(found) == n else None
-
-    def find_run(self, n, window, head):
-        """The first n usable cells side by side, from the head on; or None."""
-        n_before = np.concatenate(([0], self.usable(window).cumsum()))
-        starts = np.flatnonzero(n_before[n:] - n_before[:-n] == n)
-        if not len(starts):
-            return None
-        start = starts[np.searchsorted(starts, head) % len(starts)]
-        return np.arange(start, start + n)
+        usable = self.usable(window, min(size, max(head, self.end) + n))  # enough, or all that there are
+        found = usable
+        if contiguous:  # the first cells of n side by side
+            last = usable[n - 1:]
+            first = usable[:len(last)]
+            found = first[last - first == n - 1]
+        if len(found) < (1 if contiguous else n):
+            raise NoSlot(n, len(usable), contiguous)
+        found = np.roll(found, -np.searchsorted(found, head))
+        return found[0] + np.arange(n) if contiguous else found[:n]
 
     def runs_of(self, seq):
         """
@@ -246,11 +223,6 @@ class Cells:
         return '\n'.join(parts[:-1])
 
 
-def last_true(mask):
-    """The index of the last True of bool (n,), or -1."""
-    return len(mask) - 1 - int(mask[::-1].argmax()) if mask.any() else -1
-
-
 class Window:
     """
     Sliding-window attention. kind 'standard': a token sees the last n_swa positions, its own included. 'chunked': it
@@ -265,13 +237,9 @@ class Window:
                              f"{kind!r} of {n_swa} with {n_sink}")
         self.n_swa, self.kind, self.n_sink = n_swa, kind, n_sink
 
-    def first(self, pos):
-        """The first position that a token at pos sees, apart from the sinks; int or array."""
-        return pos - self.n_swa + 1 if self.kind == 'standard' else pos // self.n_swa * self.n_swa
-
     def hides(self, p0, p1):
         """Is position p0 too early for a token at p1 to see? Arrays broadcast."""
-        hidden = p0 < self.first(p1)
+        hidden = p0 < (p1 - self.n_swa + 1 if self.kind == 'standard' else p1 // self.n_swa * self.n_swa)
         return hidden & (p0 >= self.n_sink) if self.n_sink else hidden
 
 
@@ -280,35 +248,12 @@ class Batch:
     """
     The new tokens of a forward pass. positions: (B, T), B the number of streams they go to, which is 1 if unified.
     spans: [(sequences, start, stop)]: tokens start to stop - 1 of the B * T belong to these sequences; in order.
-    first: {sequence: the first of its new positions}. n_seq_max: of the cache that the batch is for.
+    first: {sequence: the first of its new positions}. streams: the numbers of the streams, (B,).
     """
     positions: np.ndarray
     spans: list
     first: dict
-    n_seq_max: int
-
-
-@dataclass(frozen=True)
-class Slots:
-    """The cells for a batch: the numbers of the streams, (B,), and the cells of each, (B, T)."""
     streams: np.ndarray
-    cells: np.ndarray
-
-
-@dataclass(frozen=True)
-class NoSlot:
-    """The result of a search that found too few cells. It is false, and a `Slots` is true."""
-    needed: int
-    usable: int
-    contiguous: bool = False
-
-    def __bool__(self):
-        return False
-
-    def __str__(self):
-        side = ' side by side' * self.contiguous
-        return (f"the cache is full: {self.needed} cells{side} are needed and {self.usable} are free: "
-                "remove a sequence, or make the cache larger")
 
 
 class Streams:
@@ -375,20 +320,14 @@ class Streams:
                 earlier.setdefault(seq, []).append(len(spans))
             spans.append((seqs, start, start + n))
             start += n
-        B = 1 if self.unified else len(tokens)
-        return Batch(positions.reshape(B, -1), spans, first, self.n_seq_max)
-
-    def streams_of(self, batch):
-        """The numbers of the streams that a batch goes to, (B,)."""
-        return np.array([0] if self.unified else list(batch.first), dtype=np.int64)
+        streams = np.array([0] if self.unified else list(first), dtype=np.int64)
+        return Batch(positions.reshape(len(streams), -1), spans, first, streams)
 
     def find_slot(self, batch, contiguous=False):
         """
-        `Slots` for a batch, or `NoSlot`. Changes nothing. ValueError unless the batch begins where its sequences end.
+        Cells for a batch, int64 (B, T), in each of its streams. Changes nothing. `NoSlot` if there are too few,
+        ValueError unless the batch begins where its sequences end.
         """
-        streams, (B, T) = self.streams_of(batch), batch.positions.shape
-        if (B, batch.n_seq_max) != (len(streams), self.n_seq_max):
-            raise ValueError("the batch was made by another cache: make it with this cache's batch()")
         for seq, position in batch.first.items():
             last = self.seq_pos_max(seq)
             # a window of 1 lets all positions but the sinks be written over
@@ -399,37 +338,32 @@ class Streams:
                 owners = self.streams[0].owners[list(seqs), :self.streams[0].end]
                 if (owners != owners[0]).any():
                     raise diverged(seqs)
-        found = [self.streams[s].find(T, self.window, contiguous) for s in streams]
-        if any(cells is None for cells in found):
-            return NoSlot(T, min(self.streams[s].n_usable(self.window) for s in streams), contiguous)
-        return Slots(streams, np.stack(found))
+        n = batch.positions.shape[1]
+        return np.stack([self.streams[s].find(n, self.window, contiguous) for s in batch.streams])
 
-    def apply(self, slots, batch):
-        """Write the positions and owners of a batch to the cells that were found for it."""
-        for i, (stream, found, positions) in enumerate(zip(slots.streams, slots.cells, batch.positions)):
+    def apply(self, found, batch):
+        """Write the positions and owners of a batch to the cells that `find_slot` has found for it."""
+        for i, (stream, numbers, positions) in enumerate(zip(batch.streams, found, batch.positions)):
             cells = self.streams[stream]
             spans = batch.spans if self.unified else batch.spans[i:i + 1]
             owners = np.concatenate([np.repeat(cells.owned_by(*seqs), stop - start, axis=1)
                                      for seqs, start, stop in spans], axis=1)
-            cells.write(found, positions, owners, self.n_sink)
+            cells.write(numbers, positions, owners, self.n_sink)
 
     def prepare(self, batches):
-        """`Slots` for each of several batches, one after the other, or `NoSlot` if not all fit. Changes nothing."""
+        """What `find_slot` returns for each of several batches, stored one after the other. Changes nothing."""
         found = []
         with self.trial():
             for batch in batches:
-                slots = self.find_slot(batch)
-                if not slots:
-                    return slots
-                self.apply(slots, batch)
-                found.append(slots)
+                found.append(self.find_slot(batch))
+                self.apply(found[-1], batch)
         return found
 
     @contextmanager
     def trial(self):
         """`with streams.trial():` what is done inside is done on copies of the cells, and forgotten at the end."""
         streams = self.streams
-        self.streams = [cells.copy() for cells in streams]
+        self.streams = deepcopy(streams)
         try:
             yield
         finally:
@@ -443,7 +377,6 @@ class Streams:
 
     def seq_rm(self, seq, p0=-1, p1=-1):
         """Remove positions of a sequence (None: of all sequences). Cells that no sequence owns any more are free."""
-        p0, p1 = integer('p0', p0), integer('p1', p1)
         for cells in [self.cells_of(seq)] if seq is not None else self.streams:
             cells.remove(seq, p0, p1)
 
@@ -456,9 +389,11 @@ class Streams:
         same numbers and with the same head.
         """
         a, b = self.cells_of(source), self.cells_of(target)
-        mine = a.of(source, integer('p0', p0), integer('p1', p1))
+        mine = a.of(source, p0, p1)
         if a is not b:
-            self.check_whole(source, p0, p1)
+            if len(mine) < len(a.of(source)):
+                raise ValueError(f"[{p0}, {p1}) is a part of sequence {source}, and only a whole sequence can be "
+                                 "copied to another stream: leave out p0 and p1")
             b.remove(target)
             b.put(mine, a.pos[mine], True, a.shift[mine])
             b.head = a.head
@@ -481,46 +416,40 @@ class Streams:
         Add shift to positions. Positions that would be below 0 are removed. The keys are rotated before they are next
         used. The next search for cells begins at the first cell that became free, or at 0.
         """
-        p0, p1, shift = integer('p0', p0), integer('p1', p1), max(integer('shift', shift), -LARGEST)
+        shift = min(max(integer('shift', shift), -LARGEST), LARGEST)  # further than all positions, within int64
         if shift and p1 != max(p0, 0):
-            freed = self.move(seq, p0, p1, lambda pos: pos + shift, shift <= LARGEST)
+            freed = self.move(seq, p0, p1, lambda pos: pos + shift)
             self.cells_of(seq).head = int(freed[0]) if len(freed) else 0
 
     def seq_div(self, seq, p0, p1, divisor):
         """Divide positions, rounding down."""
-        p0, p1, divisor = integer('p0', p0), integer('p1', p1), min(integer('divisor', divisor), LARGEST)
+        divisor = min(integer('divisor', divisor), LARGEST)
         if divisor < 1:
             raise ValueError(f"positions are divided by at least 1, not {divisor}")
         self.move(seq, p0, p1, lambda pos: pos // divisor)
 
-    def move(self, seq, p0, p1, moved, fits=True):
+    def move(self, seq, p0, p1, moved):
         """
-        Change positions of a sequence to moved(positions). Returns the cells that became free. ValueError if `fits` is
-        False or a position would be LARGEST or more.
+        Change positions of a sequence to moved(positions). Returns the cells that became free. ValueError if a position
+        would be LARGEST or more.
         """
         cells = self.cells_of(seq)
         mine = cells.of(seq, p0, p1)
-        if not fits or len(mine) and moved(cells.pos[mine]).max() >= LARGEST:
+        old = cells.pos[mine]
+        new = moved(old)
+        if new.max(initial=0) >= LARGEST:
             raise ValueError(f"positions of sequence {seq} would be more than {LARGEST - 1}: move them by less")
-        if (moved(cells.pos[mine]) == cells.pos[mine]).all():
+        if (new == old).all():
             return mine[:0]
         self.check_movable(seq, p0, p1)
-        return cells.move(mine, moved(cells.pos[mine]))
-
-    def check_whole(self, seq, p0, p1):
-        """ValueError unless a range has all positions of a sequence."""
-        cells = self.cells_of(seq)
-        if len(cells.of(seq, integer('p0', p0), integer('p1', p1))) < len(cells.of(seq)):
-            raise ValueError(f"[{p0}, {p1}) is a part of sequence {seq}, and only a whole sequence can be copied to "
-                             "another stream: leave out p0 and p1")
+        return cells.move(mine, new)
 
     def check_movable(self, seq, p0=-1, p1=-1):
         """ValueError if these positions of a sequence cannot be changed."""
         if not self.can_shift:
             raise ValueError("these positions cannot be changed, the model has learned positions, which are part of "
                              "its keys and values: compute the tokens again at their new positions")
-        cells = self.cells_of(seq)
-        if (cells.n_owners[cells.of(seq, p0, p1)] > 1).any():  # a cell has one position, for all of its owners
+        if len(self.cells_of(seq).shared(seq, p0, p1)):  # a cell has one position, for all of its owners
             raise ValueError(f"sequence {seq} shares cells with another, which would be moved with it: "
                              "remove or copy one of them first")
 

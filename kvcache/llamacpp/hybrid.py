@@ -12,6 +12,10 @@ A batch, and an operation on sequences, is tried on all caches before it is done
 Follows llama.cpp's src/llama-kv-cache-iswa.cpp, as it is since August 2025: a `HybridCache` of two caches is its
 llama_kv_cache_iswa (kv_base and kv_swa), `place` its init_batch, and the other methods have the same names.
 """
+from collections import Counter
+from functools import partialmethod
+
+from kvcache.llamacpp.cache import CellCache
 from kvcache.llamacpp.cells import Streams
 
 
@@ -42,31 +46,23 @@ class HybridCache:
         return self.caches[0].batch(tokens)
 
     def find_slot(self, batch, contiguous=False):
-        """A list of the `Slots` for a batch in each cache, or the first cache's `NoSlot`. Changes nothing."""
-        return all_or_first_failure(cache.find_slot(batch, contiguous) for cache in self.caches)
+        """A list of the cells for a batch in each cache. Changes nothing."""
+        return [cache.find_slot(batch, contiguous) for cache in self.caches]
 
     def prepare(self, batches):
-        """For each cache the `Slots` of each of several batches, or the first cache's `NoSlot`. Changes nothing."""
-        return all_or_first_failure(cache.prepare(batches) for cache in self.caches)
+        """For each cache the cells for each of several batches. Changes nothing."""
+        return [cache.prepare(batches) for cache in self.caches]
 
-    def apply(self, slots, batch):
+    def apply(self, found, batch):
         """Store a batch in the cells that were found, in each cache."""
-        for cache, found in zip(self.caches, slots):
-            cache.apply(found, batch)
+        for cache, cells in zip(self.caches, found):
+            cache.apply(cells, batch)
 
-    def place(self, batch, device=None):
-        """
-        See `CellCache.place`. ValueError if one of the caches has no room; then none has changed.
-        """
-        slots = self.find_slot(batch)
-        if not slots:
-            raise ValueError(str(slots))
-        try:
-            placed = [cache.place(batch, device) for cache in self.caches]
-        except BaseException:
-            for cache in self.caches:
-                cache.take_back(batch)
-            raise
+    place, take_back = CellCache.place, CellCache.take_back
+
+    def layers_for(self, batch, found, device=None):
+        """See `CellCache.layers_for`."""
+        placed = [cache.layers_for(batch, cells, device) for cache, cells in zip(self.caches, found)]
         return [placed[number][layer] for layer, number in enumerate(self.number_of)]
 
     def clear(self):
@@ -74,33 +70,20 @@ class HybridCache:
         for cache in self.caches:
             cache.clear()
 
-    def seq_rm(self, seq, p0=-1, p1=-1):
-        """See `Streams.seq_rm`."""
-        self.on_all_caches('seq_rm', seq, p0, p1)
-
-    def seq_cp(self, source, target, p0=-1, p1=-1):
-        """See `Streams.seq_cp`."""
-        self.on_all_caches('seq_cp', source, target, p0, p1)
-
-    def seq_keep(self, seq):
-        """See `Streams.seq_keep`."""
-        self.on_all_caches('seq_keep', seq)
-
-    def seq_add(self, seq, p0, p1, shift):
-        """See `Streams.seq_add`."""
-        self.on_all_caches('seq_add', seq, p0, p1, shift)
-
-    def seq_div(self, seq, p0, p1, divisor):
-        """See `Streams.seq_div`."""
-        self.on_all_caches('seq_div', seq, p0, p1, divisor)
-
-    def on_all_caches(self, name, *args):
+    def on_all_caches(self, name, *args, **how):
         """Call a method of all caches, if a trial on each of them raises nothing."""
         for cache in self.caches:
             with cache.trial():
-                getattr(Streams, name)(cache, *args)
+                getattr(Streams, name)(cache, *args, **how)
         for cache in self.caches:
-            getattr(cache, name)(*args)
+            getattr(cache, name)(*args, **how)
+
+    # see `Streams`
+    seq_rm = partialmethod(on_all_caches, 'seq_rm')
+    seq_cp = partialmethod(on_all_caches, 'seq_cp')
+    seq_keep = partialmethod(on_all_caches, 'seq_keep')
+    seq_add = partialmethod(on_all_caches, 'seq_add')
+    seq_div = partialmethod(on_all_caches, 'seq_div')
 
     def check_movable(self, seq, p0=-1, p1=-1):
         """ValueError if these positions of a sequence cannot be changed."""
@@ -119,15 +102,5 @@ class HybridCache:
         return max((last for cache in self.caches if (last := cache.seq_pos_max(seq)) is not None), default=None)
 
     def memory_breakdown(self):
-        """{device: bytes} of the stored keys and values of all caches."""
-        sizes = {}
-        for cache in self.caches:
-            for device, size in cache.memory_breakdown().items():
-                sizes[device] = sizes.get(device, 0) + size
-        return sizes
-
-
-def all_or_first_failure(found):
-    """A list of results, or the first false one."""
-    found = list(found)
-    return next((result for result in found if not result), found)
+        """A Counter {device: bytes} of the stored keys and values of all caches."""
+        return sum((cache.memory_breakdown() for cache in self.caches), Counter())

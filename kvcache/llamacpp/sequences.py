@@ -24,7 +24,7 @@ class CellSequences(BaseCache):
     """
     record_type, keeps_shifts = RowRecord, True
 
-    def __init__(self, model, n_seq, type_kv='float32', unified=True, decoder=None):
+    def __init__(self, model, n_seq, type_kv='float32', decoder=None, unified=True):
         c, self.free_rows = model.config, list(range(n_seq))[::-1]
         kv_size, rope_base = c.n_slots * (n_seq if unified else 1), c.rope_theta if c.position == 'rope' else None
         self.cells = CellCache(c.n_layer, c.n_kv_head, c.head_dim, kv_size, n_seq, unified, type_kv, type_kv,
@@ -49,12 +49,13 @@ class CellSequences(BaseCache):
         cells = self.cells.cells_of(record.row)
         ahead = min(self.window + 1 if self.window else AHEAD, AHEAD, self.model.config.max_positions - record.length)
         n_new = record.length + max(n, ahead) - record.room
-        found = cells.find(n_new)
-        if found is None and self.window:
+        try:
+            found = cells.find(n_new)
+        except NoSlot:
+            if not self.window:
+                raise
             self.remove_passed(cells)
             found = cells.find(n_new)
-        if found is None:
-            raise ValueError(str(NoSlot(n_new, cells.n_usable(None))))
         cells.write(found, np.arange(record.room, record.room + n_new), cells.owned_by(record.row))
         edges = np.flatnonzero(np.diff(found, prepend=-2, append=-2) != 1)  # between cells that are not side by side
         for i, end in pairwise(edges.tolist()):
@@ -75,7 +76,7 @@ class CellSequences(BaseCache):
 
     def look_up(self, record):
         """Make the runs of a sequence anew."""
-        record.runs.set(self.cells.cells_of(record.row).runs_of(record.row) + (0, self.base(record), 0))
+        record.runs = Runs(self.cells.cells_of(record.row).runs_of(record.row) + (0, self.base(record), 0))
 
     def cut(self, record, n):
         if record.row is None:
@@ -90,7 +91,7 @@ class CellSequences(BaseCache):
         self.choose_executor()
 
     def copy(self, record, new):
-        new.row, new.runs = self.free_rows.pop(), Runs()
+        new.row = self.free_rows.pop()
         self.cells.seq_cp(record.row, new.row)
         self.cut(new, record.length)
 

@@ -15,19 +15,21 @@ import json
 import numpy as np
 import torch
 
+from decode.process import uninterrupted
 from kvcache.llamacpp.cells import LARGEST
 from whole_file import replacing
 
 FORMAT, VERSION = 'kvcache-state', 4
 
 
-def shapes(cache):
-    """The settings that a file and the cache it is loaded into must have in common."""
+def settings(cache, one):
+    """The settings that a file of one sequence, or of all, and the cache it is loaded into must have in common."""
     own, window = cache.own_layers(), cache.window
-    return dict(layers=[None if layer is None else own.index(layer) for layer in cache.layers],
-                n_head_kv=cache.n_head_kv, head_dim=cache.head_dim, type_k=own[0].k.kind, type_v=own[0].v.kind,
-                rope_base=cache.rope_base,
-                window=[window.kind, window.n_swa, *[window.n_sink] * (window.n_sink > 0)] if window else None)
+    found = dict(version=VERSION, layers=[None if layer is None else own.index(layer) for layer in cache.layers],
+                 n_head_kv=cache.n_head_kv, head_dim=cache.head_dim, type_k=own[0].k.kind, type_v=own[0].v.kind,
+                 rope_base=cache.rope_base,
+                 window=[window.kind, window.n_swa, *[window.n_sink] * (window.n_sink > 0)] if window else None)
+    return found if one else found | dict(n_seq_max=cache.n_seq_max, unified=cache.unified)
 
 
 def stored(cache):
@@ -62,7 +64,7 @@ def save(cache, path, seq=None):
             tensors[f'{part}.{name}'] = torch.from_numpy(np.ascontiguousarray(array))
         for name, tensor in stored(cache):
             tensors[f'{part}.{name}'] = tensor[:, slots_in(cache, s, mine, tensor)].contiguous()
-    header = dict(shapes(cache), version=VERSION, one=seq is not None, n_seq_max=cache.n_seq_max, unified=cache.unified)
+    header = settings(cache, one=False) | dict(one=seq is not None)
     try:
         with replacing(path) as f:
             f.write(to_bytes(tensors, {FORMAT: json.dumps(header)}))
@@ -74,20 +76,17 @@ def load(cache, path, seq=None):
     """
     Replace the content of a cache by that of a file of all sequences, or sequence `seq` by that of a file of one. An
     empty sequence in the file empties `seq`. New cells are free ones, or ones that the window of another sequence
-    hides. ValueError if the file does not fit this cache or is damaged; then nothing has changed.
+    hides. ValueError if the file does not fit this cache or is damaged, `NoSlot` if there is no room; then nothing has
+    changed.
     """
-    header, tensors = read(path)
-    one = check_header(cache, path, header, seq)
+    (header, tensors), one = read(path), seq is not None
+    check_header(cache, path, header, one)
     streams = [cache.stream_of(seq)] if one else range(len(cache.streams))
     parts = [checked_part(cache, path, tensors, part, 1 if one else len(cache.streams[part].seqs))
              for part in range(len(streams))]
     with cache.trial():
         cache.seq_rm(seq)
         found = [cache.streams[s].find(len(part['pos']), cache.window) for s, part in zip(streams, parts)]
-    if any(where is None for where in found):
-        needed = sum(len(part['pos']) for part in parts)
-        raise ValueError(f"{path} has {needed} cells, and there is no room for them: make the cache larger, "
-                         "or remove a sequence")
     cache.seq_rm(seq)
     for s, part, where in zip(streams, parts, found):
         if len(where):
@@ -97,30 +96,22 @@ def load(cache, path, seq=None):
 def fill(cache, stream, part, where, seq):
     """Give the cells that were found in a stream the content of a part: of sequence seq, or of all."""
     cells, owners = cache.streams[stream], part['owners'].numpy().T
-    cells.release(where, cache.n_sink)  # first: an interrupt must not leave a sequence with the rows of another one
-    for name, tensor in stored(cache):
-        tensor[:, slots_in(cache, stream, where, tensor)] = part[name].to(tensor.device)
-    cells.write(where, part['pos'].numpy(), owners if seq is None else cells.owned_by(seq), shift=part['shift'].numpy())
+    owners = owners if seq is None else cells.owned_by(seq)
+    with uninterrupted():  # no sequence is left with the rows of another one
+        cells.write(where, part['pos'].numpy(), owners, cache.n_sink, part['shift'].numpy())
+        for name, tensor in stored(cache):
+            tensor[:, slots_in(cache, stream, where, tensor)] = part[name].to(tensor.device)
 
 
-def check_header(cache, path, header, seq):
-    """Does the file have one sequence (True) or all (False)? ValueError if it does not fit this cache, or `seq`."""
-    if header.get('version') != VERSION:
-        raise ValueError(f"{path} has format version {header.get('version')!r}, not {VERSION}: save it again")
+def check_header(cache, path, header, one):
+    """ValueError unless a file fits this cache, and has one sequence, or all."""
+    if header.get('one') is not one:
+        raise ValueError(f"{path} holds " + ("all sequences of a cache: load it without seq" if one else
+                                             "one sequence: pass seq, the number that it gets"))
     differing = [f"{name} {header.get(name)} there and {value} here"
-                 for name, value in shapes(cache).items() if header.get(name) != value]
+                 for name, value in settings(cache, one).items() if header.get(name) != value]
     if differing:
         raise ValueError(f"{path} was saved from another cache: " + ', '.join(differing))
-    one = header.get('one') is True
-    if one and seq is None:
-        raise ValueError(f"{path} holds one sequence: pass seq, the number that it gets")
-    if not one and seq is not None:
-        raise ValueError(f"{path} holds all sequences of a cache, and seq is {seq}: load it without seq")
-    if not one and (header.get('n_seq_max'), header.get('unified')) != (cache.n_seq_max, cache.unified):
-        raise ValueError(f"{path} was saved with n_seq_max={header.get('n_seq_max')} and "
-                         f"unified={header.get('unified')}, but this cache has n_seq_max={cache.n_seq_max} and "
-                         f"unified={cache.unified}: make one alike")
-    return one
 
 
 def checked_part(cache, path, tensors, part, n_owners):
