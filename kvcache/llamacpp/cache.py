@@ -30,25 +30,26 @@ from decode.process import uninterrupted
 from kvcache.llamacpp import state
 from kvcache.llamacpp.cells import EMPTY, Streams, Window
 from kvcache.storage import BITS, Layer, Scratch
-from positions import turned
+from positions import rotary_frequencies, turned
 
 
 class CellLayer(Layer):
     """
     A `Layer` whose rotary keys are turned, when they are read, by the shifts of their cells that are still pending.
 
-    shift: those of all slots, int64 (n_slots,), an array that the cache changes; None if no key needs it.
+    shift: those of all slots, int64 (n_slots,), an array that the cache changes; None if no key needs it. frequencies:
+    of rotary positions.
     """
 
-    def __init__(self, *args, shift=None, rope_base=None, **how):
+    def __init__(self, *args, shift=None, frequencies=None, **how):
         super().__init__(*args, **how)
-        self.shift, self.rope_base = shift, rope_base
+        self.shift, self.frequencies = shift, frequencies
 
     def turned(self, k, slots):
         """Keys k (n_head, *shape, head_dim) of slots, an int64 array of that shape, at their present positions."""
         if self.shift is None or not (pending := self.shift[slots]).any():
             return k
-        return turned(k, torch.from_numpy(pending), self.rope_base)
+        return turned(k, torch.from_numpy(pending), self.frequencies)
 
     def read(self, slots, dtype):
         k, v = super().read(slots, dtype)
@@ -88,13 +89,13 @@ class CellCache(Streams):
     v_trans: values transposed, see `Rows`. device: of keys and values; one for all, or a function of the layer.
     layer_filter: a function of the layer: does it have a cache? Layers without one raise ValueError when used.
     layer_reuse: a function of the layer: an earlier layer whose keys and values it reads instead of its own, or None.
-    can_shift: positions can be changed. Keys are rotary, of base rope_base; None if they have no positions in them, as
-        with ALiBi. Learned positions cannot be changed.
+    can_shift: positions can be changed. Keys are rotary, of base rope_base and rope_scaling, see `GPTConfig`; rope_base
+        is None if they have no positions in them, as with ALiBi. Learned positions cannot be changed.
     """
 
     def __init__(self, n_layer, n_head_kv, head_dim, kv_size, n_seq_max, unified=True, type_k='float32',
                  type_v='float32', n_pad=1, n_swa=0, swa_type='none', v_trans=False, device='cpu', layer_filter=None,
-                 layer_reuse=None, can_shift=False, rope_base=10000.0, n_sink=0):
+                 layer_reuse=None, can_shift=False, rope_base=10000.0, rope_scaling=(), n_sink=0):
         sizes = dict(n_layer=n_layer, n_head_kv=n_head_kv, head_dim=head_dim, kv_size=kv_size, n_seq_max=n_seq_max,
                      n_pad=n_pad)
         for name, size in sizes.items():
@@ -103,11 +104,13 @@ class CellCache(Streams):
         window = None if swa_type == 'none' else Window(n_swa, swa_type, n_sink)
         super().__init__(kv_size, n_seq_max, unified, window, can_shift)
         self.n_head_kv, self.head_dim, self.n_pad = n_head_kv, head_dim, n_pad
-        self.rope_base = rope_base if can_shift else None
-        if self.rope_base is not None and head_dim % 2:
-            raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")
+        self.rope_base, self.rope_scaling, self.frequencies = rope_base if can_shift else None, rope_scaling, None
+        if self.rope_base is not None:
+            if head_dim % 2:
+                raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")
+            self.frequencies = rotary_frequencies(head_dim, rope_base, rope_scaling)
         # keys in fewer bits would drift with each rounding: they stay as they were written
-        self.turns_when_read = self.rope_base is not None and BITS.get(type_k, 0) < 32
+        self.turns_when_read = self.frequencies is not None and BITS.get(type_k, 0) < 32
         shift, scratch, self.layers = self.shift if self.turns_when_read else None, Scratch(), []
         for layer in range(n_layer):
             reused = layer_reuse(layer) if layer_reuse else None
@@ -121,7 +124,7 @@ class CellCache(Streams):
             else:
                 self.layers.append(CellLayer(len(self.shift), n_head_kv, head_dim, type_k, type_v,
                                              device(layer) if callable(device) else device, v_trans, scratch,
-                                             shift=shift, rope_base=self.rope_base))
+                                             shift=shift, frequencies=self.frequencies))
         if not self.own_layers():
             raise ValueError("layer_filter leaves no layer with a cache")
 
@@ -262,9 +265,9 @@ class CellCache(Streams):
             if not len(moved):
                 continue
             slots, shift = torch.from_numpy(stream * self.kv_size + moved), torch.from_numpy(cells.shift[moved])
-            for layer in self.own_layers() if self.rope_base is not None else ():
+            for layer in self.own_layers() if self.frequencies is not None else ():
                 data, where = layer.k.data, slots.to(layer.device)
-                data[:, where] = turned(data[:, where], shift, self.rope_base)
+                data[:, where] = turned(data[:, where], shift, self.frequencies)
             cells.shift[moved] = 0
 
     def unshare(self, seq, p0=-1, p1=-1):

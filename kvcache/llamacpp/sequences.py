@@ -26,10 +26,11 @@ class CellSequences(BaseCache):
 
     def __init__(self, model, n_seq, type_kv='float32', decoder=None, unified=True):
         c, self.free_rows = model.config, list(range(n_seq))[::-1]
-        kv_size, rope_base = c.n_slots * (n_seq if unified else 1), c.rope_theta if c.position == 'rope' else None
+        kv_size = c.n_slots * (n_seq if unified else 1)
         self.cells = CellCache(c.n_layer, c.n_kv_head, c.head_dim, kv_size, n_seq, unified, type_kv, type_kv,
                                device=model.lm_head.weight.device, can_shift=c.position != 'learned',
-                               rope_base=rope_base)
+                               rope_base=c.rope_theta if c.position == 'rope' else None,
+                               rope_scaling=c.rope_scaling)
         super().__init__(model, n_seq, self.cells.own_layers(), 'unified' if unified else 'streams', type_kv, decoder)
         self.fastest = self.executor
         self.in_pytorch = EagerDecoder(model) if self.cells.turns_when_read else self.executor
