@@ -166,9 +166,9 @@ def decoder_of(tokenizer_json):
     if parts[:3] == ['Replace', 'ByteFallback', 'Fuse'] and parts[3:] in ([], ['Strip']):
         return 'SentencePiece'
     if decoder.get('type') not in ('ByteLevel', 'Fuse'):
-        raise ValueError(f"the decoder of the tokenizer.json is {decoder.get('type')} {', '.join(map(str, parts))}, but "
-                         "only ByteLevel, Fuse and SentencePiece's (Replace, ByteFallback, Fuse, Strip) give each token "
-                         "a text of its own")
+        raise ValueError(f"the decoder of the tokenizer.json is {decoder.get('type')} {', '.join(map(str, parts))}: "
+                         "only ByteLevel, Fuse and SentencePiece's (Replace, ByteFallback, Fuse, Strip) give each "
+                         "token a text of its own")
     return decoder['type']
 
 

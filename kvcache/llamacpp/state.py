@@ -27,8 +27,10 @@ def settings(cache, one):
     own, window = cache.own_layers(), cache.window
     found = dict(version=VERSION, layers=[None if layer is None else own.index(layer) for layer in cache.layers],
                  n_head_kv=cache.n_head_kv, head_dim=cache.head_dim, type_k=own[0].k.kind, type_v=own[0].v.kind,
-                 rope_base=cache.rope_base, **dict(rope_scaling=list(cache.rope_scaling)) if cache.rope_scaling else {},
+                 rope_base=cache.rope_base,
                  window=[window.kind, window.n_swa, *[window.n_sink] * (window.n_sink > 0)] if window else None)
+    if cache.rope_scaling:
+        found['rope_scaling'] = list(cache.rope_scaling)
     return found if one else found | dict(n_seq_max=cache.n_seq_max, unified=cache.unified)
 
 
