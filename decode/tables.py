@@ -29,7 +29,6 @@ def inputs_of(config, n_rows):
             layout.QUERY_STARTS: aligned(n_rows + 1, np.int64), layout.WANTED: aligned(n_rows, np.int64),
             layout.RUNS: aligned(n_rows, np.int64), layout.N_RUNS: aligned(n_rows, np.int64),
             layout.REFUSED_AT: aligned(2, np.int64), layout.OFFSETS: aligned(n_entries, np.int64),
-            layout.SIDE_BY_SIDE: aligned(n_entries, np.int64),
             layout.SEQUENCES: aligned((n_rows, layout.N_SEQUENCE_COLUMNS), np.int64)}
 
 
