@@ -159,7 +159,8 @@ class CausalSelfAttention(nn.Module):
         """
         B, T, _ = x.size()
         heads = self.c_attn(x).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim).transpose(1, 2)
-        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)  # (B, heads, T, head_dim) each
+        sizes = [self.n_head, self.n_kv_head, self.n_kv_head]
+        q, k, v = heads.split_with_sizes(sizes, 1)  # (B, heads, T, head_dim) each
         q_unrotated, config, keys = q, positions.config, None
         if config.position == 'rope':
             q, k = positions.rotated(q), positions.rotated(k)
