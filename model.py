@@ -141,6 +141,7 @@ def attend(q, k, v, mask=None, dropout_p=0.0):
 
 
 class CausalSelfAttention(nn.Module):
+    attend = staticmethod(attend)
 
     def __init__(self, config):
         super().__init__()
@@ -158,7 +159,8 @@ class CausalSelfAttention(nn.Module):
         """
         B, T, _ = x.size()
         heads = self.c_attn(x).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim).transpose(1, 2)
-        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)  # (B, heads, T, head_dim) each
+        sizes = [self.n_head, self.n_kv_head, self.n_kv_head]
+        q, k, v = heads.split_with_sizes(sizes, 1)  # (B, heads, T, head_dim) each
         q_unrotated, config, keys = q, positions.config, None
         if config.position == 'rope':
             q, k = positions.rotated(q), positions.rotated(k)
@@ -171,7 +173,7 @@ class CausalSelfAttention(nn.Module):
             mask = positions.mask_with_sinks(mask, q_unrotated, k, keys)
         if last_only:
             q, mask = q[:, :, -1:], None if mask is None else mask[..., -1:, :]
-        y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
+        y = self.attend(q, k, v, mask, self.dropout if self.training else 0.0)
         y = y.transpose(1, 2).flatten(2)  # the heads side by side again
         return self.resid_dropout(self.c_proj(y)), layer_cache
 

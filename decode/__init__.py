@@ -9,6 +9,7 @@ manager for a loop of steps, and `refresh()`, after which a sequence goes on wit
 
     metadata     where keys and values are: what all executors are told
     eager        the executor in PyTorch
+    direct       the model's own code, called without the work of nn.Module
     cpu          the executor on the compiled step of kernel/
     weights, tables               the model's weights, packed; what the compiled step is told, as arrays of addresses
     choice       how many threads: found by timing

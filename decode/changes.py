@@ -1,15 +1,17 @@
 """
 Which models the decoders know, and whether a model has changed.
 
-A decoder that does not run the model's own code asks `check_structure` whether the model is model.py's GPT, unchanged.
-What it has copied or looked up belongs to the model as a `Watch` saw it; at the start of each sequence it asks that
-`Watch` whether the model is still the same.
+A decoder that knows only model.py's GPT asks `check_unchanged` whether the model is one. What a decoder has copied or
+looked up belongs to the model as a `Watch` saw it; at the start of each sequence it asks that `Watch` whether the model
+is still the same.
 """
+import copy
 from itertools import chain
 
 import torch
 import torch.nn as nn
 from torch.nn.modules import module as torch_module
+from torch.overrides import TorchFunctionMode
 
 REFUSED = "use another decoder, such as decode.EagerDecoder(model)"
 PROBES = 8  # values of each parameter that a `Watch` compares
@@ -20,6 +22,12 @@ def gpts_of(model):
     return [kind for kind in type(model).__mro__ if kind.__name__ == 'GPT']
 
 
+def is_changed(module):
+    """Does a module something before or after the forward of its class, or in its place?"""
+    return bool(module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module)
+                or module._compiled_call_impl or getattr(module, 'max_norm', None) is not None)
+
+
 def check_own_forward(model, names=('forward', 'hidden_states'), advice=REFUSED):
     """ValueError if a class has replaced one of these methods of the GPT that it is derived from, or has hooks."""
     kinds, gpts = type(model).__mro__, gpts_of(model)
@@ -27,56 +35,59 @@ def check_own_forward(model, names=('forward', 'hidden_states'), advice=REFUSED)
         changed = {*names} & set(vars(kind)) if kind not in gpts else None
         if changed:
             raise ValueError(f"the decoder does not run the {', '.join(sorted(changed))} of {kind.__name__}: {advice}")
-    if model._forward_hooks or model._forward_pre_hooks or 'forward' in vars(model):
+    if is_changed(model):
         raise ValueError(f"the decoder does not run the hooks and functions that were added to the model: {advice}")
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        raise ValueError(f"the decoder does not run torch's global hooks: {advice}")
 
 
-def check_structure(model):
+class NoValues(TorchFunctionMode):
+    """Inside, `torch.nn.init` does nothing: on the device meta it would import 800 modules and take a second."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, '__module__', None) != 'torch.nn.init':
+            return function(*args, **(kwargs or {}))
+
+
+def check_unchanged(model):
     """
-    ValueError if the model may compute something else than model.py's GPT: if its blocks are of classes from another
-    module than the GPT class, if a `forward` was replaced, or if there are hooks.
+    ValueError unless the model is the GPT of model.py that its config says, so that the config and the weights alone
+    say what it computes: the same modules of the same classes and shapes, with biases or without, and no hooks.
     """
     check_own_forward(model)
-    home = {kind.__module__ for kind in gpts_of(model)}
-    for i, block in enumerate(model.transformer.h):
-        for name, module in (('Block', block), ('CausalSelfAttention', block.attn), ('MLP', block.mlp)):
-            kind = type(module)
-            if kind.__name__ != name or kind.__module__ not in home:
-                raise ValueError(f"the decoder expects the {name} of {' or '.join(sorted(home))} in block {i}, "
-                                 f"not {kind.__module__}.{kind.__name__}: {REFUSED}")
-            if kind.forward.__qualname__ != f'{name}.forward':
-                raise ValueError(f"the decoder does not run the forward that was put into the class {name}: {REFUSED}")
-    for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or 'forward' in vars(module):
+    if not gpts_of(model):
+        raise ValueError(f"the decoder expects the GPT of model.py, not {type(model).__name__}: {REFUSED}")
+    config = copy.copy(model.config)
+    config.bias = True
+    with torch.device('meta'), NoValues():
+        plain = gpts_of(model)[0](config)
+    found, expected = (dict(each.named_modules(remove_duplicate=False)) for each in (model, plain))
+    for name in sorted({*found, *expected} - {''}):
+        module, of_plain = found.get(name), expected.get(name)
+        kind = type(module)
+        if kind is not type(of_plain):
+            raise ValueError(f"the decoder expects {name} to be {described(type(of_plain))}, not {described(kind)}: "
+                             f"{REFUSED}")
+        if is_changed(module):
             raise ValueError(f"the decoder does not run the hooks and functions that were added to {name}: {REFUSED}")
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        raise ValueError(f"the decoder does not run torch's global hooks: {REFUSED}")
+        if not kind.__module__.startswith('torch.') and kind.forward.__qualname__ != f'{kind.__name__}.forward':
+            raise ValueError(f"the decoder does not run the forward that was put into the class {kind.__name__}: "
+                             f"{REFUSED}")
+        if kind is nn.GELU and module.approximate != of_plain.approximate:
+            raise ValueError(f"the decoder expects {name} to be {of_plain}, as in the config, not {module}: {REFUSED}")
+        shapes, of_config = shapes_of(module), shapes_of(of_plain)
+        for key in sorted({*shapes, *of_config}):
+            if shapes.get(key) != of_config.get(key) and (key in shapes or key != 'bias'):
+                raise ValueError(f"the decoder expects {name}.{key} to be {of_config.get(key, 'absent')}, not "
+                                 f"{shapes.get(key, 'absent')}: {REFUSED}")
 
 
-def check_parts(model):
-    """
-    ValueError unless the model passes `check_structure`, consists of plain torch modules, and these have the settings
-    and shapes that its config says: then its weights alone say what it computes.
-    """
-    check_structure(model)
-    c, t = model.config, model.transformer
-    linears = [linear for b in t.h for linear in (b.attn.c_attn, b.attn.c_proj, b.mlp.c_fc, b.mlp.c_proj)]
-    dropouts = [t.drop, *(dropout for b in t.h for dropout in (b.attn.resid_dropout, b.mlp.dropout))]
-    gelus, embeddings = [b.mlp.gelu for b in t.h], [t.wte, t.wpe] if c.position == 'learned' else [t.wte]
-    for kind, modules in ((nn.Linear, [*linears, model.lm_head]), (nn.LayerNorm, norms_of(model)), (nn.GELU, gelus),
-                          (nn.Embedding, embeddings), (nn.Dropout, dropouts)):
-        for module in modules:
-            if type(module) is not kind or module._compiled_call_impl or getattr(module, 'max_norm', None) is not None:
-                raise ValueError(f"the decoder expects a plain {kind.__name__}, not {module}: {REFUSED}")
-    if any(gelu.approximate != c.gelu for gelu in gelus):
-        raise ValueError(f"the decoder expects GELU(approximate={c.gelu!r}), as the config says, in all blocks: "
-                         f"{REFUSED}")
-    found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    expected = shapes_of(model)
-    for name in sorted(expected.keys() | found.keys()):
-        if found.get(name) != expected.get(name):
-            raise ValueError(f"the decoder expects {name} to be {expected.get(name, 'absent')}, not "
-                             f"{found.get(name, 'absent')}: {REFUSED}")
+def described(kind):
+    return 'absent' if kind is type(None) else f'a {kind.__module__}.{kind.__name__}'
+
+
+def shapes_of(module):
+    return {key: tuple(p.shape) for key, p in module._parameters.items() if p is not None}
 
 
 def norms_of(model):
@@ -84,30 +95,10 @@ def norms_of(model):
     return [norm for b in model.transformer.h for norm in (b.ln_1, b.ln_2)] + [model.transformer.ln_f]
 
 
-def shapes_of(model):
-    """{parameter name: shape} of a GPT with the model's config, with the biases that the model has."""
-    c = model.config
-    C, t = c.n_embd, 'transformer.'
-    shapes = {name: (c.vocab_size, C) for name in ('lm_head.weight', t + 'wte.weight')}
-    if c.position == 'learned':
-        shapes[t + 'wpe.weight'] = (c.block_size, C)
-    linears = {'attn.c_attn': ((c.n_head + 2 * c.n_kv_head) * c.head_dim, C), 'attn.c_proj': (C, C),
-               'mlp.c_fc': (4 * C, C), 'mlp.c_proj': (C, 4 * C)}
-    for layer in range(c.n_layer):
-        shapes |= {f'{t}h.{layer}.{name}.weight': shape for name, shape in linears.items()}
-        shapes |= {f'{t}h.{layer}.{name}.weight': (C,) for name in ('ln_1', 'ln_2')}
-    shapes[t + 'ln_f.weight'] = (C,)
-    for bias in [name for name, _ in model.named_parameters() if name.endswith('.bias')]:
-        weight = bias.removesuffix('bias') + 'weight'
-        if weight in shapes:
-            shapes[bias] = shapes[weight][:1]
-    return shapes
-
-
 class ModelObjects:
     """
     The modules of a model, their parameters and buffers (not the values of these), hooks, `forward` functions and eps,
-    at the moment when this was made.
+    and its config, at the moment when this was made.
     """
 
     def __init__(self, model):
@@ -117,7 +108,7 @@ class ModelObjects:
         tables += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
         self.tables, self.empty = [t for t in tables if t], [t for t in tables if not t]
         self.variables = [vars(m) for m in modules]
-        self.named = [(v, name) for v in self.variables for name in ('forward', 'eps') if name in v]
+        self.named = [(v, name) for v in self.variables for name in ('forward', 'eps', 'config') if name in v]
         self.sizes = [*map(len, self.variables)]  # a `forward` that is added to a module is one more variable
         self.entries = self.now()  # keeps them alive, so that no other object can have the same id
         self.ids = [*map(id, self.entries)]

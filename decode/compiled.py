@@ -3,13 +3,7 @@ from types import FunctionType
 
 import torch
 
-from decode.static import StaticDecoder, column, static_layers
-
-
-def step(model, idx, positions, *caches):
-    """idx, positions: int64 (B, 1); caches: see `static_layers`, written. Returns logits (B, 1, vocab_size)."""
-    x, _ = model.hidden_states(idx, positions, static_layers(caches, positions, model.config))
-    return model.lm_head(x)
+from decode.static import StaticDecoder, step
 
 
 class CompiledDecoder(StaticDecoder):
@@ -42,3 +36,9 @@ class CompiledDecoder(StaticDecoder):
         except torch._dynamo.exc.TorchDynamoException as e:
             reason = str(e).strip().splitlines()[0]
             raise ValueError(f"torch.compile does not work here ({reason}): use the eager decoder") from e
+
+
+def column(x, B, device):
+    """An int, or an int64 tensor (B,), as a new tensor (B, 1)."""
+    # new in both cases: a step is compiled for tensors that were made in inference mode, or for others
+    return x[:, None].clone() if torch.is_tensor(x) else torch.full((B, 1), x, dtype=torch.int64, device=device)

@@ -11,9 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from decode import eager
-from decode.changes import Watch
-from decode.static import StaticDecoder, static_layers
+from decode.static import StaticDecoder, step
 
 FEWEST_SLOTS = 128  # a graph reads so many slots, or twice, four times, ... as many
 MOST = 32  # recordings that are kept
@@ -29,46 +27,23 @@ class Recording(NamedTuple):
 
 class GraphDecoder(StaticDecoder):
     """
-    The step of decode/eager.py as a CUDA graph.
+    The model's step as a CUDA graph.
 
     A graph reads the weights where they are, so it sees values that change in place. When a parameter or its memory was
-    replaced, new graphs are recorded: this is looked for at the start of a sequence. A model with parts of other types
-    than model.py's, or in training mode with dropout, is not recorded: its own forward computes the step. All steps of
-    a process must be on one CUDA stream, since recordings share memory.
+    replaced, new graphs are recorded. All steps of a process must be on one CUDA stream, since recordings share memory.
     """
-
-    def __init__(self, model):
-        super().__init__(model)
-        self.name = "PyTorch as a CUDA graph"
-        self.refresh()
+    name = "PyTorch as a CUDA graph"
 
     def refresh(self):
-        """Forget all recordings, and look up the weights anew."""
-        self.weights, self.watch = eager.ModelWeights(self.model), Watch(self.model)
-        self.recordings, self.bound = {}, []
+        """Check the model, look up its weights anew, and forget all recordings."""
+        self.recordings = {}
         self.pool = None  # of memory, one for all graphs, as no two run at the same time; it ends with the last graph
+        super().refresh()
 
     def bind(self, caches):
         self.bound = []  # an interrupt before the end leaves no cache bound
         self.address = tuple((cache.data_ptr(), cache.stride()) for cache in caches), caches[0].shape, caches[0].dtype
         super().bind(caches)
-
-    def notice_changes(self):
-        """`refresh` if a parameter or its memory was replaced. Called at the start of a sequence."""
-        if not self.watch.same_memory():
-            self.refresh()
-
-    def __call__(self, idx, kv_cache):
-        if kv_cache is None:
-            self.notice_changes()
-        return super().__call__(idx, kv_cache)
-
-    def one_token(self, idx, kv_cache):
-        if self.weights.blocks is None or self.weights.dropping():
-            with torch.no_grad():
-                logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
-                return logits, kv_cache
-        return super().one_token(idx, kv_cache)
 
     def run(self, idx, cache_pos):
         n_slots = self.slots_to_read(cache_pos)
@@ -99,16 +74,15 @@ class GraphDecoder(StaticDecoder):
         """A `Recording` of the step for tokens such as idx, in the caches that are bound."""
         static_idx, positions = idx.clone(), torch.empty_like(idx)
         fill(positions, cache_pos)
-        caches, weights, config = [cache[:, :, :n_slots] for cache in self.bound], self.weights, self.model.config
+        model, caches = self.direct.model, [cache[:, :, :n_slots] for cache in self.bound]
 
-        def step():
+        def of_graph():
             # the weights that autocast casts are cast in the graph: a copy that autocast keeps is freed before long
             with torch.autocast('cuda', amp, cache_enabled=False) if amp else nullcontext():
-                layers = static_layers(caches, positions, config)
-                return eager.step(weights, config, static_idx, positions[:, 0], layers)[0]
+                return step(model, static_idx, positions, *caches)
         if self.pool is None and idx.is_cuda:
             self.pool = torch.cuda.graph_pool_handle()
-        return Recording(*captured(step, self.pool), static_idx, positions)
+        return Recording(*captured(of_graph, self.pool), static_idx, positions)
 
 
 def fill(static, x):

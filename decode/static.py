@@ -10,34 +10,36 @@ from typing import NamedTuple
 
 import torch
 
-from decode.changes import check_structure
+from decode.changes import Watch, check_unchanged
+from decode.direct import DirectModel
 from decode.process import step_lock
-from positions import Keys, positions_in_ring, ring_slots
 
 
 class StaticSlots(NamedTuple):
     """The cache of one layer with slots (B, n_kv_head, n_slots, head_dim); see model.py's `append`."""
     k_cache: torch.Tensor
     v_cache: torch.Tensor
-    slots: torch.Tensor  # int64 (B, T), for the new tokens
-    keys: Keys           # the position of each slot; a slot that is empty has a position after the new tokens'
 
     def append(self, k, v, positions):
-        """Write k and v (B, n_kv_head, T, head_dim). Returns all slots, in the dtype of k, their `Keys`, and itself."""
-        k_cache, v_cache, slots, keys = self
+        """
+        Write k and v (B, n_kv_head, T, head_dim). Returns all slots, in the dtype of k, their `Keys`, in which a slot
+        that is empty has a position after the new tokens', and itself.
+        """
+        k_cache, v_cache = self
         rows = torch.arange(k.size(0), device=k.device)[:, None]
-        k_cache[rows, :, slots] = k.transpose(1, 2).to(k_cache.dtype)
-        v_cache[rows, :, slots] = v.transpose(1, 2).to(v_cache.dtype)
-        return k_cache.to(k.dtype), v_cache.to(v.dtype), keys, self
+        k_cache[rows, :, positions.slots] = k.transpose(1, 2).to(k_cache.dtype)
+        v_cache[rows, :, positions.slots] = v.transpose(1, 2).to(v_cache.dtype)
+        return k_cache.to(k.dtype), v_cache.to(v.dtype), positions.keys_of_slots(k_cache.size(2)), self
 
 
-def static_layers(caches, positions, config):
+def step(model, idx, positions, *caches):
     """
-    The `StaticSlots` of all layers for new tokens at positions, int64 (B, 1). caches: k_cache and v_cache of each
-    layer, one after the other.
+    The logits (B, 1, vocab_size) of tokens idx at positions, both int64 (B, 1). caches: k_cache and v_cache of each
+    layer, one after the other, which are written.
     """
-    slots, keys = ring_slots(positions, config), Keys(positions_in_ring(positions, caches[0].size(2), config))
-    return [StaticSlots(k_cache, v_cache, slots, keys) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
+    layers = [StaticSlots(k_cache, v_cache) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
+    x, _ = model.hidden_states(idx, positions, layers)
+    return model.lm_head(x)
 
 
 def with_length(kv_cache, cache_pos):
@@ -53,16 +55,27 @@ def with_length(kv_cache, cache_pos):
 
 class StaticDecoder:
     """
-    A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache). T = 1 is the work of `run`, more tokens
-    are that of the model itself.
+    A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache). T = 1 is the work of `run`. More tokens
+    are that of the model itself, and so is all in training mode, or if it is traced.
 
-    Raises ValueError for models with other blocks than model.py's or with hooks. A model is checked here, and again
-    when a step's cache is not the last step's.
+    Raises ValueError for models that are not model.py's GPT, unchanged. A model is checked when the decoder is made,
+    and again at the start of a sequence if its modules, its parameters or their memory were replaced.
     """
 
     def __init__(self, model):
-        check_structure(model)
-        self.model, self.bound = model, []  # bound: k_cache and v_cache of each layer of the last step
+        self.model = model
+        self.refresh()
+
+    def refresh(self):
+        """Check the model, and look up its weights anew."""
+        check_unchanged(self.model)
+        self.bound = []  # k_cache and v_cache of each layer of the last step
+        self.direct, self.watch = DirectModel(self.model), Watch(self.model)
+
+    def notice_changes(self):
+        """`refresh` if a parameter or its memory was replaced. Called at the start of a sequence."""
+        if not self.watch.same_memory():
+            self.refresh()
 
     def bind(self, caches):
         """Prepare for steps on these caches: called when they are not those of the last step."""
@@ -76,7 +89,10 @@ class StaticDecoder:
         raise NotImplementedError
 
     def __call__(self, idx, kv_cache):
-        if kv_cache is None or not torch.is_tensor(idx) or idx.dim() != 2 or idx.size(1) != 1:
+        if kv_cache is None:
+            self.notice_changes()
+        if kv_cache is None or not torch.is_tensor(idx) or idx.dim() != 2 or idx.size(1) != 1 or (
+                self.direct.called or self.direct.is_training()):
             with torch.no_grad():
                 logits, _, kv_cache = self.model(idx, kv_cache=kv_cache, use_cache=True)
                 return logits, kv_cache
@@ -90,7 +106,7 @@ class StaticDecoder:
         if new or type(cache_pos) is not int or idx.dtype is not torch.int64 or len(idx) != len(caches[0]):
             idx, cache_pos = self.model.checked_input(idx, kv_cache)
         if new:
-            check_structure(self.model)
+            self.notice_changes()
             self.bind(caches)
         config = self.model.config
         if type(cache_pos) is int and not 0 <= cache_pos < config.max_positions:
@@ -98,9 +114,3 @@ class StaticDecoder:
         with torch.inference_mode():
             logits = self.run(idx, cache_pos).clone()
         return logits, with_length(kv_cache, cache_pos + 1)
-
-
-def column(x, B, device):
-    """An int, or an int64 tensor (B,), as a new tensor (B, 1)."""
-    # new in both cases: a step is compiled for tensors that were made in inference mode, or for others
-    return x[:, None].clone() if torch.is_tensor(x) else torch.full((B, 1), x, dtype=torch.int64, device=device)

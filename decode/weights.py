@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from decode.changes import REFUSED, check_parts, norms_of
+from decode.changes import REFUSED, check_unchanged, norms_of
 from decode.kernel import layout
 from decode.kernel.layout import GROUP, SHEET
 from decode.kernel.threads import aligned
@@ -24,7 +24,7 @@ def check_model(model):
     The compiled step reads the weights and runs no code of the model's. So modules of other classes, hooks, replaced
     `forward` functions and weights of other shapes than the config says are refused.
     """
-    check_parts(model)
+    check_unchanged(model)
     if len({norm.eps for norm in norms_of(model)}) > 1:
         raise ValueError(f"the CPU decoder expects one eps for all layer norms: {REFUSED}")
     for name, p in model.named_parameters():
