@@ -162,7 +162,7 @@ class CausalSelfAttention(nn.Module):
         """
         B, T, _ = x.size()
         heads = self.c_attn(x).view(B, T, self.n_head + 2 * self.n_kv_head, self.head_dim).transpose(1, 2)
-        q, k, v = heads.split([self.n_head, self.n_kv_head, self.n_kv_head], dim=1)  # (B, heads, T, head_dim) each
+        q, k, v = heads.split_with_sizes([self.n_head, self.n_kv_head, self.n_kv_head], 1)  # (B, heads, T, head_dim)
         config, keys = positions.config, None
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -400,9 +400,8 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, model_type, override_args=None, dtype=None):
         """
-        The weights of a folder in Hugging Face format (gpt2, gpt_bigcode, starcoder2, mpt), or of 'gpt2',
-        'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded. override_args may set dropout. dtype: of the
-        weights; None keeps that of the files. Raises ValueError on what cannot be represented.
+        The weights of a folder in Hugging Face format, see formats/families.py, or of 'gpt2', 'gpt2-medium',
+        'gpt2-large', 'gpt2-xl', which are downloaded. override_args may set dropout. dtype: None keeps the files'.
         """
         from formats import from_pretrained  # the one import of its kind, for reading files from disk
         return from_pretrained(cls, GPTConfig, model_type, override_args or {}, dtype)

@@ -20,7 +20,7 @@ from decode.kernel.threads import LINE, aligned, n_cores, one_torch_thread
 from decode.metadata import InputMetadata, KVArrays, Runs
 from decode.process import after_fork, step_lock
 from decode.static import with_length
-from decode.tables import Activations, PackedModel, StepInputs, StepTables, settings_of
+from decode.tables import PackedModel, StepTables
 from decode.weights import WEIGHTS, PackedWeights, check_model, padded
 from positions import sequence_runs
 
@@ -81,15 +81,14 @@ class CPUDecoder:
             self.version += 1
             watch, packed = Watch(self.model), PackedModel(self.model)
             self.packed_weights.fill()
-            self.tables = StepTables(packed, StepInputs(c, 8), Activations(c, 8, self.n_threads), self.arrays)
+            self.tables = self.tables_of(packed, 8)
             self.watch = watch
 
     def notice_changes(self):
         """
         `refresh` if the model or its settings have changed, see `changes.Watch`. Called at the start of a sequence.
         """
-        if self.watch is None or settings_of(self.model.config) != self.tables.packed.settings or (
-                not self.watch.unchanged()):
+        if self.watch is None or self.model.config != self.tables.packed.config or not self.watch.unchanged():
             self.refresh()
 
     @staticmethod
@@ -147,14 +146,14 @@ class CPUDecoder:
             if self.watch is None:
                 self.refresh()
             tables = self.tables_for(N, kv_caches)
-            inputs, before, tables.step, kv_caches.finite = tables.inputs, tables.step, None, True
-            inputs.positions[:N] = input_positions
+            before, tables.step, kv_caches.finite = tables.step, None, True
+            tables.positions[:N] = input_positions
             if N != S or N > CHUNK or m.wanted is not None:
                 self.run_rows(N, input_ids.data_ptr(), logits.data_ptr(), m, n_threads)
                 return
             if before is not m:  # otherwise the last step was of the same sequences, with the same runs
-                inputs.runs[:N], inputs.n_runs[:N] = [r.address for r in m.runs], [r.n for r in m.runs]
-                inputs.query_starts[:N + 1], inputs.wanted[:N] = np.arange(N + 1), np.arange(N)
+                tables.runs[:N], tables.n_runs[:N] = [r.address for r in m.runs], [r.n for r in m.runs]
+                tables.query_starts[:N + 1], tables.wanted[:N] = np.arange(N + 1), np.arange(N)
                 tables.set_sizes(N, N, N)
             team, n_threads, choice = self.team_and_threads(N, n_threads)
             tables.memory[TOKENS], tables.memory[LOGITS] = input_ids.data_ptr(), logits.data_ptr()
@@ -168,41 +167,40 @@ class CPUDecoder:
 
     def tables_for(self, n_rows, kv_caches):
         """The tables, with room for the inputs of so many rows, and with the addresses of these `KVArrays`."""
-        tables, c = self.tables, self.model.config
-        if n_rows > tables.inputs.n_rows:
-            tables = StepTables(tables.packed, StepInputs(c, padded(n_rows, 8)), tables.activations, self.arrays)
-        if min(n_rows, CHUNK) > tables.activations.n_rows:
-            activations = Activations(c, padded(min(n_rows, CHUNK), 8), self.n_threads)
-            tables = StepTables(tables.packed, tables.inputs, activations, self.arrays)
-        self.tables = tables
+        tables = self.tables
+        if n_rows > tables.n_rows:
+            tables = self.tables = self.tables_of(tables.packed, padded(n_rows, 8))
         if tables.kv is not kv_caches:
             tables.bind(kv_caches)
         return tables
+
+    def tables_of(self, packed, n_rows):
+        return StepTables(packed, self.arrays, n_rows, min(n_rows, CHUNK), self.n_threads)
 
     def run_rows(self, N, tokens, logits, m, n_threads):
         """
         A step of any sequences; of more than CHUNK rows as several, which are checked before the first one is run.
         tokens, logits: the addresses of the ids and of the logits.
         """
-        tables, inputs, S = self.tables, self.tables.inputs, len(m.runs)
+        tables, S = self.tables, len(m.runs)
         starts = np.fromiter(accumulate(m.query_lens, initial=0), np.int64, S + 1)
         wanted = starts[1:] - 1 if m.wanted is None else m.wanted
         runs, n_runs = np.array([r.address for r in m.runs]), np.array([r.n for r in m.runs])
         if N > CHUNK:
-            inputs.query_starts[:S + 1], inputs.runs[:S], inputs.n_runs[:S] = starts, runs, n_runs
+            tables.query_starts[:S + 1], tables.runs[:S], tables.n_runs[:S] = starts, runs, n_runs
             tables.set_sizes(N, S, 0)
             tables.memory[TOKENS] = tokens
             if refused := check(*tables.addresses):
                 self.refuse(refused)
-        positions = inputs.positions[:N].copy()
+        positions = tables.positions[:N].copy()
         for row in range(0, N, CHUNK):
             end = min(row + CHUNK, N)
             a, b = np.searchsorted(starts, row, 'right') - 1, np.searchsorted(starts, end)
             first, last = np.searchsorted(wanted, (row, end))
-            inputs.query_starts[:b - a + 1] = np.clip(starts[a:b + 1], row, end) - row
-            inputs.positions[:end - row] = positions[row:end]
-            inputs.runs[:b - a], inputs.n_runs[:b - a] = runs[a:b], n_runs[a:b]
-            inputs.wanted[:last - first] = wanted[first:last] - row
+            tables.query_starts[:b - a + 1] = np.clip(starts[a:b + 1], row, end) - row
+            tables.positions[:end - row] = positions[row:end]
+            tables.runs[:b - a], tables.n_runs[:b - a] = runs[a:b], n_runs[a:b]
+            tables.wanted[:last - first] = wanted[first:last] - row
             tables.set_sizes(end - row, b - a, last - first)
             tables.memory[TOKENS] = tokens + 8 * row
             tables.memory[LOGITS] = logits + 4 * self.vocab_size * int(first)
@@ -244,13 +242,13 @@ class CPUDecoder:
 
     def refuse(self, why):
         """Raise the ValueError for what kernel/step.py has found."""
-        seq, position = map(int, self.tables.inputs.refused_at)
+        seq, position = map(int, self.tables.refused_at)
         seq = f"sequence number {seq} of this step"
         if why == layout.BAD_TOKEN:
             raise ValueError(f"token ids must be within the vocabulary of {self.vocab_size}, not {position}")
         if why == layout.BAD_POSITION:
             raise ValueError(f"out of context: the new tokens of {seq} begin at position {position}, and must be at "
-                             f"consecutive positions from 0 to below {self.tables.packed.max_positions}")
+                             f"consecutive positions from 0 to below {self.tables.packed.config.max_positions}")
         if why == layout.BAD_RUNS:
             raise ValueError(f"the runs of {seq} must be in the order of positions and within "
                              f"{self.tables.kv.n_slots} slots, and the run at position {position} is not")

@@ -37,7 +37,7 @@ class DirectModel:
 
     def is_training(self):
         """Is a part of the model in training mode, which may apply dropout?"""
-        return any(variables['training'] for variables in self.with_dropout)
+        return any([variables['training'] for variables in self.with_dropout])
 
     def opened(self, module, home):
         """An object of the module's class that has the module's variables, and functions in the place of its parts."""
@@ -45,8 +45,8 @@ class DirectModel:
         public = {name: value for name, value in vars(module).items() if not name.startswith('_')}
         parts = {name: self.function_of(part, home) for name, part in module.named_children()}
         vars(own).update(public | module._parameters | module._buffers | parts, training=False)
-        if hasattr(own, 'attend'):
-            vars(own)['attend'] = partial(attend, own.attend)
+        if hasattr(own, 'attend') and any(p.is_cuda for p in module.parameters()):
+            vars(own)['attend'] = partial(attend_on_cuda, own.attend)
         return own
 
     def function_of(self, module, home):
@@ -79,6 +79,11 @@ def layer_norm(module):
     return lambda x: F.layer_norm(x, shape, weight, bias, eps)
 
 
+def rms_norm(module):
+    shape, weight, eps = module.normalized_shape, module.weight, module.eps
+    return lambda x: F.rms_norm(x, shape, weight, eps)
+
+
 def linear(module):
     weight, bias = module.weight, module.bias
     return lambda x: F.linear(x, weight, bias)
@@ -102,13 +107,13 @@ def gelu(module):
     return function
 
 
-FUNCTIONS = {nn.LayerNorm: layer_norm, nn.Linear: linear, nn.Embedding: embedding, nn.GELU: gelu,
+FUNCTIONS = {nn.LayerNorm: layer_norm, nn.RMSNorm: rms_norm, nn.Linear: linear, nn.Embedding: embedding, nn.GELU: gelu,
              nn.Dropout: lambda module: lambda x: x}
 
 
-def attend(plain, q, k, v, mask, dropout_p):
+def attend_on_cuda(plain, q, k, v, mask, dropout_p):
     """`attend` of model.py, which is `plain`."""
-    if q.is_cuda and q.dtype is torch.float32 and q.size(2) == 1 and mask is not None:
+    if q.dtype is torch.float32 and q.size(2) == 1 and mask is not None:
         # torch's kernel for float32 with a mask gives a head to one multiprocessor: 120 us for 1,024 keys
         return attend_one(q, k, v, mask)
     return plain(q, k, v, mask, dropout_p)

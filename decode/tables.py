@@ -1,4 +1,5 @@
 """The two tables that the compiled step reads, and the arrays whose addresses are in them; see layout.py."""
+import copy
 import math
 
 import numpy as np
@@ -22,59 +23,47 @@ def most_keys(config):
     return config.n_sink + config.window if config.window else config.block_size
 
 
-class StepInputs:
-    """
-    What a step of up to n_rows tokens is given, and its list of slots: `arrays`, {index: array}. Each array is also an
-    attribute. They keep their size; a larger step gets new ones.
-    """
-
-    def __init__(self, config, n_rows):
-        self.n_rows, n_entries = n_rows, n_rows * (most_keys(config) + 1)
-        self.positions, self.seq_of_row = aligned(n_rows, np.int64), aligned(n_rows, np.int64)
-        self.query_starts, self.wanted = aligned(n_rows + 1, np.int64), aligned(n_rows, np.int64)
-        self.runs, self.n_runs = aligned(n_rows, np.int64), aligned(n_rows, np.int64)
-        self.refused_at = aligned(2, np.int64)
-        self.arrays = {
-            layout.POSITIONS: self.positions, layout.SEQ_OF_ROW: self.seq_of_row,
-            layout.QUERY_STARTS: self.query_starts, layout.WANTED: self.wanted, layout.RUNS: self.runs,
-            layout.N_RUNS: self.n_runs, layout.REFUSED_AT: self.refused_at,
-            layout.OFFSETS: aligned(n_entries, np.int64), layout.SIDE_BY_SIDE: aligned(n_entries, np.int64),
+def inputs_of(config, n_rows):
+    """The arrays that tell a step of up to n_rows tokens what to compute, and its list of slots: {index: array}."""
+    n_entries = n_rows * (most_keys(config) + 1)
+    return {layout.POSITIONS: aligned(n_rows, np.int64), layout.SEQ_OF_ROW: aligned(n_rows, np.int64),
+            layout.QUERY_STARTS: aligned(n_rows + 1, np.int64), layout.WANTED: aligned(n_rows, np.int64),
+            layout.RUNS: aligned(n_rows, np.int64), layout.N_RUNS: aligned(n_rows, np.int64),
+            layout.REFUSED_AT: aligned(2, np.int64), layout.OFFSETS: aligned(n_entries, np.int64),
             layout.SEQUENCES: aligned((n_rows, layout.N_SEQUENCE_COLUMNS), np.int64)}
 
 
-class Activations:
-    """
-    The activations of n_rows rows: `shared` by all threads, and the `scratch` of each thread, {index: array}.
+def activations_of(config, n_rows):
+    """The activations of n_rows rows that all threads share, {index: array}."""
+    c = config
+    C_p, head_p = padded(c.n_embd, GROUP), padded(c.head_dim, LANES)
+    widths = {layout.X: C_p, layout.Q: c.n_head * head_p, layout.KV: 2 * c.n_kv_head * head_p,
+              layout.Y: padded(c.n_head * c.head_dim, GROUP), layout.FF: padded(c.n_inner, GROUP),
+              layout.Q_SINKS: c.n_head * head_p if c.n_sink else 0,
+              layout.ANGLES: 2 * c.head_dim if c.position == 'rope' else 0}
+    return {index: aligned((n_rows, n), np.float32) for index, n in widths.items()}
 
-    They keep their size; a larger batch gets new ones.
-    """
 
-    def __init__(self, config, n_rows, n_threads):
-        c, self.n_rows = config, n_rows
-        C_p, ff_p, head_p = padded(c.n_embd, GROUP), padded(c.n_inner, GROUP), padded(c.head_dim, LANES)
-        y_p = padded(c.n_head * c.head_dim, GROUP)
-        most = max(C_p, ff_p, y_p)
-        group, n_scores = c.n_head // c.n_kv_head, padded(most_keys(c), LANES) + LANES
-        widths = {layout.X: C_p, layout.Q: c.n_head * head_p, layout.KV: 2 * c.n_kv_head * head_p, layout.Y: y_p,
-                  layout.FF: ff_p, layout.Q_SINKS: c.n_head * head_p if c.n_sink else 0,
-                  layout.ANGLES: 2 * c.head_dim if c.position == 'rope' else 0}
-        self.shared = {index: aligned((n_rows, n), np.float32) for index, n in widths.items()}
-        self.scratch = [{layout.NORMED: aligned((n_rows, C_p), np.float32),
-                         layout.SCORES: aligned((group, n_scores), np.float32),
-                         layout.HEAD: aligned(head_p, np.float32),
-                         layout.SUMS: aligned((layout.SUMMED_ROWS, layout.SHEET, LANES), np.float32),
-                         layout.ROUNDED: aligned((n_rows, most), np.uint8),
-                         layout.SCALES: aligned((n_rows, most // GROUP), np.float32)} for _ in range(n_threads)]
+def scratch_of(config, n_rows):
+    """The arrays of one thread for n_rows rows, {index: array}."""
+    c = config
+    C_p, n_scores = padded(c.n_embd, GROUP), padded(most_keys(c), LANES) + LANES
+    K_p = padded(max(c.n_embd, c.n_inner, c.n_head * c.head_dim), GROUP)  # the most inputs of a linear
+    return {layout.NORMED: aligned((n_rows, C_p), np.float32),
+            layout.SCORES: aligned((c.n_head // c.n_kv_head, n_scores), np.float32),
+            layout.HEAD: aligned(padded(c.head_dim, LANES), np.float32),
+            layout.SUMS: aligned((layout.SUMMED_ROWS, layout.SHEET, LANES), np.float32),
+            layout.ROUNDED: aligned((n_rows, K_p), np.uint8),
+            layout.SCALES: aligned((n_rows, K_p // GROUP), np.float32)}
 
 
 class PackedModel:
-    """The model at the moment when its weights were packed."""
+    """The model at the moment when its weights were packed; config is a copy."""
 
     def __init__(self, model):
-        c, t = model.config, model.transformer
-        self.settings, self.max_positions = settings_of(c), c.max_positions
+        self.config = c = copy.copy(model.config)
+        t = model.transformer
         self.embeddings = [t.wte.weight, *([t.wpe.weight] if c.position == 'learned' else [])]  # their memory is read
-        self.wte, self.wpe = self.embeddings[0].data_ptr(), self.embeddings[-1].data_ptr()
         slopes = alibi_slopes(c.n_head, torch.float32).numpy() if c.position == 'alibi' else np.zeros(c.n_head)
         self.arrays = {
             layout.SLOPES: slopes.astype(np.float32),
@@ -89,36 +78,34 @@ class PackedModel:
             layout.BFLOAT16_EMBEDDINGS: t.wte.weight.dtype is torch.bfloat16}
 
 
-def settings_of(config):
-    """What a step depends on beside the weights, and what may change in a model: see `crop_block_size`."""
-    c = config
-    return c.block_size, c.position, c.rope_theta, c.rope_scaling, c.window, c.n_sink, c.gelu
-
-
 class StepTables:
     """
-    The tables `memory` and `sizes` of a decoder's steps. arrays: {index into memory: array}, those that all steps of
-    the decoder use.
+    The tables `memory` and `sizes` of a decoder's steps of up to n_rows tokens, n_at_once of them at a time. arrays:
+    {index into memory: array}, those of the weights and the threads.
 
-    An object keeps all arrays alive whose addresses it has, so a decoder replaces it as a whole.
+    An object keeps all arrays alive whose addresses it has, so a decoder replaces it as a whole; for larger steps too.
     """
 
-    def __init__(self, packed, inputs, activations, arrays):
-        self.packed, self.inputs, self.activations = packed, inputs, activations
-        self.arrays = arrays | activations.shared | inputs.arrays | packed.arrays
-        self.memory = np.zeros(layout.SCRATCH + layout.N_SCRATCH * len(activations.scratch), np.int64)
-        self.memory[layout.WTE], self.memory[layout.WPE] = packed.wte, packed.wpe
+    def __init__(self, packed, arrays, n_rows, n_at_once, n_threads):
+        self.packed, self.n_rows, c = packed, n_rows, packed.config
+        self.arrays = arrays | packed.arrays | inputs_of(c, n_rows) | activations_of(c, n_at_once)
+        self.scratch = [scratch_of(c, n_at_once) for _ in range(n_threads)]
+        self.memory = np.zeros(layout.SCRATCH + layout.N_SCRATCH * n_threads, np.int64)
+        self.memory[layout.WTE], self.memory[layout.WPE] = (packed.embeddings[i].data_ptr() for i in (0, -1))
         for index, array in self.arrays.items():
             self.memory[index] = array.ctypes.data
-        for thread, scratch in enumerate(activations.scratch):
+        for thread, scratch in enumerate(self.scratch):
             for index, array in scratch.items():
                 self.memory[layout.SCRATCH + layout.N_SCRATCH * thread + index] = array.ctypes.data
         self.sizes = np.zeros(layout.N_SIZES, np.int64)
         for index, size in packed.sizes.items():
             self.sizes[index] = size
         self.addresses = self.memory.ctypes.data, self.sizes.ctypes.data
+        self.positions, self.query_starts, self.wanted, self.runs, self.n_runs, self.refused_at = (
+            self.arrays[index] for index in (layout.POSITIONS, layout.QUERY_STARTS, layout.WANTED, layout.RUNS,
+                                             layout.N_RUNS, layout.REFUSED_AT))
         self.kv = None    # the `KVArrays` whose addresses are in memory
-        self.step = None  # N if sizes, query_starts and wanted are still those of N sequences with a token each
+        self.step = None  # the `InputMetadata` of the last step, if the inputs are still those of it
 
     def bind(self, kv):
         """Write the addresses of a `KVArrays` where the step reads them. ValueError if they are not for this model."""

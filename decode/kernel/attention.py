@@ -65,8 +65,8 @@ from decode.kernel.vectors import (
 # the keys and values of a layer, and the float32 scales of both if they are int8; see metadata.py
 LayerKV = namedtuple('LayerKV', 'k v k_scale v_scale')
 
-# where a key or value is: at offsets[key] + head; side_by_side: how many keys from this one on are `stride` apart
-Slots = namedtuple('Slots', 'offsets side_by_side stride head')
+# where a key or value is: at offsets[key] + head
+Slots = namedtuple('Slots', 'offsets head')
 
 # the keys that a row sees, as ranges of OFFSETS: the sinks, and the last ones up to its own; sink_position: the row's
 # position as the sinks see it, see model.py's GPTConfig
@@ -122,20 +122,13 @@ def has_scales(builder, array):
 
 
 def positions_of_rows(n):
-    """Two functions that give the positions of n rows, for `dot_rows` and `add_rows`."""
-    positions = types.UniTuple(types.int64, n)
-
-    @instruction(positions)
-    def apart(builder, i, stride):
-        """Rows from i on, `stride` apart"""
-        return [builder.add(i, builder.mul(stride, I64(r))) for r in range(n)]
-
-    @instruction(positions)
-    def listed(builder, i, offsets, key):
+    """The function that gives the positions of n rows, for `dot_rows` and `add_rows`."""
+    @instruction(types.UniTuple(types.int64, n))
+    def positions(builder, i, offsets, key):
         """Rows at i + offsets[key], i + offsets[key + 1], ..."""
         return [builder.add(i, emit_load(builder, address(builder, offsets, builder.add(key, I64(r))), 8))
                 for r in range(n)]
-    return apart, listed
+    return positions
 
 
 @instruction()
@@ -181,8 +174,7 @@ def store_row(builder, array, i, sums, factor, n):
         emit_store_first(builder, array, builder.add(i, before), builder.fmul(v, factor), builder.sub(n, before))
 
 
-apart, listed = positions_of_rows(LANES)
-eight_apart, eight_listed = positions_of_rows(8)
+rows_at, eight_rows_at = positions_of_rows(LANES), positions_of_rows(8)
 
 
 def attention_on(dtype):
@@ -342,8 +334,7 @@ def attend_row(memory, sizes, stored, row, kv_head, heads, seen, scores, y_row):
     head_dim, head_p = sizes[HEAD_DIM], padded(sizes[HEAD_DIM], LANES)
     q, q_at = floats_at(memory[layout.Q]), (row * sizes[N_HEAD] + heads[0]) * head_p
     q_sinks = floats_at(memory[layout.Q_SINKS]) if sizes[layout.POSITION] == layout.ROPE else q
-    slots = Slots(longs_at(memory[layout.OFFSETS]), longs_at(memory[layout.SIDE_BY_SIDE]), sizes[layout.SLOT_STRIDE],
-                  kv_head * sizes[HEAD_STRIDE])
+    slots = Slots(longs_at(memory[layout.OFFSETS]), kv_head * sizes[HEAD_STRIDE])
     n_sinks, n_heads = seen.sinks_end - seen.sinks, heads[1] - heads[0]
     n_keys = n_sinks + seen.last_end - seen.last
     stride, slopes = padded(n_keys, LANES) + LANES, floats_at(memory[layout.SLOPES] + 4 * heads[0])
@@ -372,17 +363,11 @@ def score(q, q_at, n_heads, head_dim, stored, slots, key, end, offset, slopes, s
     scale, head_p = splat(np.float32(1 / math.sqrt(head_dim))), padded(head_dim, LANES)
     if head_dim % LANES == 0:
         while key + LANES <= end:  # the scores of LANES keys, one in each lane
-            first = slots.offsets[key] + slots.head
             for h in range(n_heads):
                 sums, at = zeros(LANES), q_at + h * head_p
-                if slots.side_by_side[key] >= LANES:
-                    for i in range(0, head_dim, LANES):
-                        rows = apart(first + i, slots.stride)
-                        sums = dot_rows(sums, stored.k, stored.k_scale, rows, load(q, at + i))
-                else:
-                    for i in range(0, head_dim, LANES):
-                        rows = listed(slots.head + i, slots.offsets, key)
-                        sums = dot_rows(sums, stored.k, stored.k_scale, rows, load(q, at + i))
+                for i in range(0, head_dim, LANES):
+                    rows = rows_at(slots.head + i, slots.offsets, key)
+                    sums = dot_rows(sums, stored.k, stored.k_scale, rows, load(q, at + i))
                 bias = splat(slopes[h]) * lanes_from(offset)
                 store(scores, to + h * stride, fma(sum_each(sums), scale, bias))
             key, to, offset = key + LANES, to + LANES, offset + LANES
@@ -432,12 +417,7 @@ def weigher(n_vectors):
         if n == n_vectors * LANES:
             eights = zeros(n_eights)
             while key + 8 <= seen.last_end:
-                if slots.side_by_side[key] >= 8:
-                    rows = eight_apart(slots.offsets[key] + at, slots.stride)
-                    eights = add_rows(eights, v, scales, rows, weights, w)
-                else:
-                    rows = eight_listed(at, slots.offsets, key)
-                    eights = add_rows(eights, v, scales, rows, weights, w)
+                eights = add_rows(eights, v, scales, eight_rows_at(at, slots.offsets, key), weights, w)
                 key, w = key + 8, w + 8
             sums = add_totals(sums, eights)
         while key < seen.last_end:

@@ -48,7 +48,6 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  KV_ARRAYS,     # int64 (n_layer, 4): the addresses of each layer's keys, values and their scales
  WRITTEN,       # uint8 (n_slots,): zeros between two steps
  OFFSETS,       # int64: slot * slot_stride of all keys that each sequence sees, in the order of positions, see step.py
- SIDE_BY_SIDE,  # int64: of each of these keys, how many from it on lie in slots side by side
  SEQUENCES,     # int64 (S, N_SEQUENCE_COLUMNS): where those of each sequence are
  SEQ_OF_ROW,    # int64 (N,)
  REFUSED_AT,    # int64 (2,): the sequence and the position that were refused
@@ -70,7 +69,7 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  Y,             # float32 (rows, n_head * head_dim padded): what attention gives
  FF,            # float32 (rows, n_inner padded): the MLP's hidden layer
  ANGLES,        # float32 (rows, 4, head_dim / 2): cos and sin of each row's rotation, and of its rotation for sinks
- SCRATCH) = range(40)  # from here on N_SCRATCH addresses for each thread
+ SCRATCH) = range(39)  # from here on N_SCRATCH addresses for each thread
 
 # the columns of SEQUENCES: the first of a sequence's OFFSETS; how many of them are of sinks; the position of the next
 FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)

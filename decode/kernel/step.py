@@ -113,7 +113,7 @@ def list_slots(memory, sizes, seq, at):
     """
     starts, positions = longs_at(memory[layout.QUERY_STARTS]), longs_at(memory[layout.POSITIONS])
     of_row, slots = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.OFFSETS])
-    refused_at, side_by_side = longs_at(memory[layout.REFUSED_AT]), longs_at(memory[layout.SIDE_BY_SIDE])
+    refused_at = longs_at(memory[layout.REFUSED_AT])
     window, n_sink, n_slots = sizes[layout.WINDOW], sizes[layout.N_SINK], sizes[layout.N_SLOTS]
     first_row, end_row = starts[seq], starts[seq + 1]
     start = positions[first_row]
@@ -141,7 +141,6 @@ def list_slots(memory, sizes, seq, at):
             stop = min(last_end, n_sinks if position < n_sinks else end)
             for p in range(position, stop):
                 slots[at + n] = run_slot + p - run_position
-                side_by_side[at + n] = stop - p
                 n += 1
             position = max(stop, first) if stop >= n_sinks else stop
     refused_at[1] = position
