@@ -67,7 +67,7 @@ class Answer:
 
     @property
     def token_ids(self):
-        """Of the answer, if our server was asked for them and its bytes were kept."""
+        """Of the answer, if our server was asked for them."""
         chunks = (json.loads(event).get('choices', ()) for event in EVENT.findall(self.data))
         return [token for choices in chunks for choice in choices for token in choice.get('token_ids', ())]
 
@@ -138,34 +138,28 @@ def finish(answer, data):
         answer.error = f'{answer.n_tokens} tokens instead of {answer.ask.n_new}'
 
 
-async def closed_loop(server, asks, n_clients, keep=False):
+async def closed_loop(server, asks, n_clients):
     """
     The `Load` of n_clients that each send their next request when they have the answer to the one before. They take the
-    asks in order. keep: keep the bytes of answers, for `token_ids`?
+    asks in order.
     """
     load, todo = Load(), iter([(ask, server.body(ask)) for ask in asks])
 
     async def client():
         for ask, body in todo:
-            add(load, await ask_one(server, body, ask), keep)
+            load.answers.append(await ask_one(server, body, ask))
     return await timed(load, [client() for _ in range(n_clients)])
 
 
-async def open_loop(server, asks, times, keep=False):
+async def open_loop(server, asks, times):
     """The `Load` of requests that are sent at these times, in seconds from the start, whatever has been answered."""
     load, bodies = Load(), [server.body(ask) for ask in asks]
     began = time.perf_counter() + 0.05
 
     async def client(ask, body, due):
         await asyncio.sleep(due - time.perf_counter())
-        add(load, await ask_one(server, body, ask, due), keep)
+        load.answers.append(await ask_one(server, body, ask, due))
     return await timed(load, [client(ask, body, began + t) for ask, body, t in zip(asks, bodies, times)])
-
-
-def add(load, answer, keep):
-    if not keep:
-        answer.data = b''
-    load.answers.append(answer)
 
 
 async def timed(load, clients):
