@@ -14,7 +14,6 @@ import torch
 
 import decode
 import generation
-import kvcache
 from benchmarks.harness import Case, Panel, table, take_turns
 from benchmarks.shapes import PROMPT, cache_bytes, config_of
 from device import DTYPES, autocast, synchronize
@@ -51,7 +50,7 @@ def run(asked):
     rows = []
     for (name, B), cases in groupby(asked.combinations(asked.default_shape, (1,), LENGTHS), lambda case: case[:2]):
         model = GPT(config_of(name, asked.bias)).to(asked.device).eval()
-        ways = ways_to_generate(model, B, asked.kv_cache, asked.kv_bits, asked.device)
+        ways = ways_to_generate(model, B, asked.device)
         mine = [compare_ways(asked, name, model, ways, B, n) for _, _, n in cases]
         print(table(mine, 'shape samples new_tokens tok_per_s') + '\n' + table(
             mine, 'shape samples new_tokens speedup counted same_tokens differing'), flush=True)
@@ -59,11 +58,8 @@ def run(asked):
     return dict(dtype=asked.dtype, prompt=PROMPT, repeats=asked.repeats, rows=rows)
 
 
-def ways_to_generate(model, B, kv_cache, kv_bits, device):
-    """
-    {name: a function of n that draws B samples of n greedy tokens after one prompt: (B, T + n)}. kv_cache, kv_bits: a
-    cache of `kvcache.make_cache` that is one more way; 'tuple' and 0 add none.
-    """
+def ways_to_generate(model, B, device):
+    """{name: a function of n that draws B samples of n greedy tokens after one prompt: (B, T + n)}"""
     idx = torch.randint(model.config.vocab_size, (1, PROMPT), device=device)
     decoder = decode.best(model, B)
     print(f"{model.config.n_layer} layers of {model.config.n_embd}, block {model.config.block_size}; decoder: "
@@ -72,14 +68,10 @@ def ways_to_generate(model, B, kv_cache, kv_bits, device):
     def in_one_batch(**how):
         return lambda n: generation.generate(model, idx, n, temperature=0, num_samples=B, use_cache=True, **how)
 
-    ways = {'no cache': lambda n: torch.cat([model.generate(idx, n, temperature=0) for _ in range(B)]),
+    return {'no cache': lambda n: torch.cat([model.generate(idx, n, temperature=0) for _ in range(B)]),
             'cache': in_one_batch(), 'eager': in_one_batch(decoder=decode.best(model, B, name='eager')),
             'decoder': in_one_batch(decoder=decoder),
             'shift': in_one_batch(decoder=decoder, when_full='shift')}
-    if (kv_cache, kv_bits) != ('tuple', 0):
-        cache = kvcache.make_cache(model, kv_cache, B, kv_bits, decoder)
-        ways[f'{kv_cache}, {kv_bits} bits' if kv_bits else kv_cache] = in_one_batch(cache=cache)
-    return ways
 
 
 def compare_ways(asked, name, model, ways, B, n):
@@ -96,8 +88,7 @@ def compare_ways(asked, name, model, ways, B, n):
     cases = [Case(dict(way=way), draws(draw)) for way, draw in ways.items() if way != 'shift' or PROMPT + n > size]
     without, *_ = measured = take_turns(cases, asked.repeats, f'{name}: {B} x {n}')
     of = {m.case.labels['way']: m for m in measured}
-    exact = [way for way in of if way != 'shift' and 'bits' not in way]
-    differing = [way for way in exact if not torch.equal(of[way].result, without.result)]
+    differing = [way for way, m in of.items() if way != 'shift' and not torch.equal(m.result, without.result)]
     return dict(shape=name, block_size=size, samples=B, new_tokens=n, counted=counted(n, size),
                 cache_bytes=cache_bytes(model.config, 1, DTYPES[asked.dtype].itemsize),
                 tok_per_s={way: B * n / m.seconds for way, m in of.items()},
