@@ -14,12 +14,12 @@ import torch
 
 import decode
 import generation
-from benchmarks.harness import Case, Panel, table, take_turns
+from benchmarks.harness import Case, Panel, Part, take_turns
 from benchmarks.shapes import PROMPT, cache_bytes, config_of
 from device import DTYPES, autocast, synchronize
 from model import GPT
 
-EXPECTED, PICTURE = '1 minute for S, 5 for M and 20 for L, and ten times that with --batches=1,10', 'speedup.png'
+PICTURE = 'speedup.png'
 LENGTHS = 10, 50, 122, 128, 200, 500
 LABELS = {'cache': 'cache', 'eager': 'cache + eager decoder', 'decoder': 'cache + decoder',
           'shift': 'cache + decoder, when_full=shift'}
@@ -42,20 +42,15 @@ def counted(n, block_size):
     return fed_tokens(n, block_size, False) / fed_tokens(n, block_size, True)
 
 
-def run(asked):
+def lengths(asked):
     """
-    {'rows': a row for each shape, number of samples and number of new tokens}. cache_bytes: of one sequence. differing:
-    the ways whose tokens should equal those without a cache, and do not. tok_per_s, speedup, runs_s: of each way.
+    A row for each shape, number of samples and number of new tokens. cache_bytes: of one sequence. differing: the ways
+    whose tokens should equal those without a cache, and do not. tok_per_s, speedup, runs_s: of each way.
     """
-    rows = []
     for (name, B), cases in groupby(asked.combinations(asked.default_shape, (1,), LENGTHS), lambda case: case[:2]):
         model = GPT(config_of(name, asked.bias)).to(asked.device).eval()
         ways = ways_to_generate(model, B, asked.device)
-        mine = [compare_ways(asked, name, model, ways, B, n) for _, _, n in cases]
-        print(table(mine, 'shape samples new_tokens tok_per_s') + '\n' + table(
-            mine, 'shape samples new_tokens speedup counted same_tokens differing'), flush=True)
-        rows += mine
-    return dict(dtype=asked.dtype, prompt=PROMPT, repeats=asked.repeats, rows=rows)
+        yield [compare_ways(asked, name, model, ways, B, n) for _, _, n in cases]
 
 
 def ways_to_generate(model, B, device):
@@ -89,8 +84,8 @@ def compare_ways(asked, name, model, ways, B, n):
     without, *_ = measured = take_turns(cases, asked.repeats, f'{name}: {B} x {n}')
     of = {m.case.labels['way']: m for m in measured}
     differing = [way for way, m in of.items() if way != 'shift' and not torch.equal(m.result, without.result)]
-    return dict(shape=name, block_size=size, samples=B, new_tokens=n, counted=counted(n, size),
-                cache_bytes=cache_bytes(model.config, 1, DTYPES[asked.dtype].itemsize),
+    return dict(shape=name, block_size=size, dtype=asked.dtype, samples=B, prompt=PROMPT, new_tokens=n,
+                counted=counted(n, size), cache_bytes=cache_bytes(model.config, 1, DTYPES[asked.dtype].itemsize),
                 tok_per_s={way: B * n / m.seconds for way, m in of.items()},
                 speedup={way: without.seconds / m.seconds for way, m in of.items()},
                 runs_s={way: m.runs for way, m in of.items()},
@@ -99,8 +94,8 @@ def compare_ways(asked, name, model, ways, B, n):
 
 def picture(figures, machine):
     """Speed-up against length, measured and by the number of positions computed."""
-    panels, rows = [], sorted(figures['rows'], key=lambda row: row['new_tokens'])
-    for name, B in dict.fromkeys((row['shape'], row['samples']) for row in figures['rows']):
+    panels, rows = [], sorted(figures['lengths']['rows'], key=lambda row: row['new_tokens'])
+    for name, B in dict.fromkeys((row['shape'], row['samples']) for row in figures['lengths']['rows']):
         mine = [row for row in rows if (row['shape'], row['samples']) == (name, B)]
         block, lines = mine[0]['block_size'], []
         for way, label in LABELS.items():
@@ -115,3 +110,8 @@ def picture(figures, machine):
         panels.append(Panel(f"{name}, {B} sample{'s' * (B > 1)}", lines, axes=axes,
                             marks={block - PROMPT: 'the context is full'}))
     return dict(panels=panels, title=machine)
+
+
+PARTS = dict(lengths=Part(  # 5 minutes for M and 20 for L, and ten times that with --batches=1,10
+    lengths, 1, "greedy tokens a second, and how many times as fast as without a cache",
+    'shape samples new_tokens tok_per_s\nshape samples new_tokens speedup counted same_tokens differing'))

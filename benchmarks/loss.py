@@ -13,30 +13,32 @@ import checkpoint as checkpoints
 import decode
 import kvcache
 import model as gpt
-from benchmarks.harness import Panel, table
+from benchmarks.harness import Panel, Part
 from generation import advance, make_sequences
 from inputs import as_int64
 from kvcache.contiguous import ContiguousCache
 from training.batches import Batches
 
-EXPECTED, PICTURE, CPU_ONLY = '5 minutes', 'loss_by_context.png', "losses are measured"
+PICTURE, CPU_ONLY = 'loss_by_context.png', "losses are measured"
 
 
-def run(asked):
-    """
-    {'checkpoint': the path of the newest one, 'rows': those of `compare`, 'by_context': a list of block_size numbers,
-    see `loss_by_context`}. ValueError if there is no checkpoint.
-    """
+def model_and_text(asked):
+    """(the model of the newest checkpoint, its validation text, int64 (N,)). ValueError if there is no checkpoint."""
     path = (checkpoints.newest_first() or ['out/ckpt.pt'])[0]
     checkpoint = checkpoints.load(path)
     model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).eval()
     data_dir = 'data/' + checkpoint['config']['dataset']
     text = Batches(data_dir, 'val', 1, model.config.block_size, model.config.vocab_size, asked.device).tokens
-    text = torch.from_numpy(text.astype('int64'))
-    rows, by_context = compare(model, text), loss_by_context(model, text).tolist()
-    print(f"{path} on {data_dir}/val.bin, {rows[0]['tokens']:,} tokens, window {model.config.block_size}")
-    print(table(rows, 'weights kv_bits kv_bytes_a_token when_full keep mean_context nll difference standard_error'))
-    return dict(checkpoint=path, rows=rows, by_context=by_context)
+    print(f"{path} on {data_dir}/val.bin, window {model.config.block_size}")
+    return model, torch.from_numpy(text.astype('int64'))
+
+
+def policies(asked):
+    yield compare(*model_and_text(asked))
+
+
+def by_context(asked):
+    yield [dict(nats=loss_by_context(*model_and_text(asked)).tolist())]
 
 
 @torch.inference_mode()
@@ -120,12 +122,20 @@ def compare(model, text, n_rows=32):
 
 def picture(figures, machine):
     """Loss against the tokens of context, and a line for each policy at its mean loss."""
-    by_context, n = figures['by_context'], len(figures['by_context'])
+    by_context, = (row['nats'] for row in figures['by_context']['rows'])
+    n = len(by_context)
     lines = [(range(1, n + 1), by_context, 'a token, by the number of tokens before it', {})]
-    for row in figures['rows']:
+    for row in figures['policies']['rows']:
         if (row['weights'], row['kv_bits']) == ('float32', 0):
             what = 'crop' if row['when_full'] == 'crop' else f"shift, keep {row['keep']}"
             lines.append(([row['keep'], n], [row['nll']] * 2, f"{what}: {row['nll']:.4f}", dict(marker='o', ms=4)))
     return dict(panels=[Panel('', lines, axes=dict(
         xlabel='tokens of context (a line spans the contexts of a policy, at its mean loss)', ylabel='nats a token',
         ylim=(min(by_context) - 0.02, by_context[min(4, n - 1)])))], size=(7, 4.8))
+
+
+PARTS = dict(
+    policies=Part(policies, 4, "policies for a full context, and numbers in fewer bits", (
+        'weights kv_bits kv_bytes_a_token when_full keep tokens mean_context nll difference standard_error')),
+    by_context=Part(by_context, 1, "nats a token, by the number of tokens before it", 'nats'),
+)
