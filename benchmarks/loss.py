@@ -42,6 +42,22 @@ def by_context(asked):
 
 
 @torch.inference_mode()
+def nats(model, rows):
+    """
+    The loss of each token of rows (B, T + 1), given all tokens of its row before it: (B, T).
+
+    A model whose positions do not end reads rows of any length. What exceeds its window goes through its cache.
+    """
+    losses, T = [], rows.size(1) - 1
+    rolling = 0 < model.config.window < T
+    for part in rows.split(max(1, 2**22 // T**2)):
+        x, y = part[:, :-1], part[:, 1:]
+        logits = model(x, y, kv_cache=model.empty_cache(len(x)) if rolling else None)[0]
+        losses.append(F.cross_entropy(logits.transpose(1, 2), y, reduction='none'))
+    return torch.cat(losses)
+
+
+@torch.inference_mode()
 def negative_log_likelihoods(model, tokens, cache=None, when_full='crop', keep=None, n_keep=0, skip=0):
     """
     The loss of each token of tokens (B, T), given the context that `generation.stream` would have had for it.
@@ -67,7 +83,6 @@ def negative_log_likelihoods(model, tokens, cache=None, when_full='crop', keep=N
     return torch.stack(nll), torch.tensor(lengths)
 
 
-@torch.inference_mode()
 def loss_by_context(model, text):
     """
     The mean loss in nats of a token of text (N,) that has 1, 2, ... block_size tokens of context: (block_size,).
@@ -78,12 +93,7 @@ def loss_by_context(model, text):
     n = min(1024, (len(text) - size) // 16)
     pieces, offsets, window = (torch.arange(length, device=text.device) for length in (16, n, size + 1))
     starts = (pieces[:, None] * ((len(text) - size) // 16) + offsets).flatten()
-    windows = text[starts[:, None] + window]
-    losses = []
-    for w in windows.split(64):
-        logits, _, _ = model(w[:, :-1], w[:, 1:])
-        losses.append(F.cross_entropy(logits.transpose(1, 2).float(), w[:, 1:], reduction='none'))
-    return torch.cat(losses).mean(dim=0)
+    return nats(model, text[starts[:, None] + window]).mean(dim=0)
 
 
 def compare(model, text, n_rows=32):

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 import checkpoint as checkpoints
 from benchmarks.harness import Panel, Part
+from benchmarks.loss import nats
 from benchmarks.shapes import cache_bytes
 from model import GPT, GPTConfig
 from training.batches import open_tokens, prepare
@@ -79,22 +80,6 @@ def validation_text(least):
         raise ValueError(f"the validation text of {DATA} has {len(text):,} characters, and {least:,} are needed: "
                          "prepare tinyshakespeare")
     return text
-
-
-@torch.inference_mode()
-def nats(model, rows):
-    """
-    The loss of each token of rows (B, T + 1), given all tokens of its row before it: (B, T).
-
-    A model whose positions do not end reads rows of any length. What exceeds its window goes through its cache.
-    """
-    losses, T = [], rows.size(1) - 1
-    rolling = 0 < model.config.window < T
-    for part in rows.split(len(rows) if rolling else max(1, 2**22 // T**2)):
-        x, y = part[:, :-1], part[:, 1:]
-        logits = model(x, y, kv_cache=model.empty_cache(len(x)) if rolling else None)[0]
-        losses.append(F.cross_entropy(logits.transpose(1, 2), y, reduction='none'))
-    return torch.cat(losses)
 
 
 @torch.inference_mode()
