@@ -107,23 +107,18 @@ def compare(model, text, n_rows=32):
     n_rows = max(1, min(n_rows, len(text) // (4 * size)))
     tokens = text[:len(text) // n_rows * n_rows].view(n_rows, -1)[:, :1000 + size]
     results, reference = [], None
-    float_bytes = n_rows * sum(t.nbytes for layer in model.empty_cache(1) for t in layer[:2])
     shift = dict(when_full='shift')
     cases = (('float32', 0, {}), ('float32', 0, shift), ('float32', 0, shift | dict(keep=3 * size // 4)),
              ('float32', 0, shift | dict(keep=size // 4)), ('bfloat16', 0, {}), ('int8', 0, {}),
              ('float32', 8, {}), ('float32', 4, {}))
     for weights, kv_bits, policy in tqdm(cases, desc='policies and widths', leave=False, disable=None):
-        if kv_bits:
-            cache = kvcache.make_cache(model, 'tuple', n_rows, kv_bits, decode.best(model, n_rows))
-        else:
-            cache = ContiguousCache.for_decoder(model, n_rows, decode.best(model, n_rows, weights))
+        cache = kvcache.make_cache(model, 'tuple', n_rows, kv_bits, decode.best(model, n_rows, weights))
         nll, context = negative_log_likelihoods(model, tokens, cache, skip=size, **policy)
         nll = nll.double()
         reference = nll if reference is None else reference
         difference = (nll - reference).mean(dim=0)
-        n_bytes = cache.nbytes() if kv_bits else float_bytes
         results.append(dict(
-            weights=weights, kv_bits=kv_bits, kv_bytes_a_token=n_bytes // (n_rows * size),
+            weights=weights, kv_bits=kv_bits, kv_bytes_a_token=cache.nbytes() // (n_rows * size),
             when_full=policy.get('when_full', 'crop'), keep=policy.get('keep', size // 2) if policy else size,
             tokens=nll.numel(), mean_context=context.double().mean().item(), nll=nll.mean().item(),
             difference=difference.mean().item(), standard_error=difference.std().item() / n_rows ** 0.5))

@@ -136,8 +136,7 @@ def spans(values, of=torch.median):
 
 def models_of(asked, names):
     """{name: model} of the first seed. Those that are missing are trained first."""
-    one_seed = replace(asked, options=asked.options | dict(seeds=1))
-    return {name: model for name, (model,) in positions.trained(one_seed, names)}
+    return {name: model for name, (model,) in positions.trained(asked, names, 1)}
 
 
 def one_stream(asked):

@@ -157,9 +157,9 @@ def mean(values):
     return [None if column[0] is None else sum(column) / len(column) for column in zip(*values)]
 
 
-def trained(asked, names=MODELS):
+def trained(asked, names, n_seeds):
     """Yields (name, models, one for each seed) of these of MODELS. Those that are missing are trained first."""
-    seeds = range(asked.seed, asked.seed + asked.seeds)
+    seeds = range(asked.seed, asked.seed + n_seeds)
     for seed in seeds:
         for name in names:
             train(name, seed, asked.iterations or ITERATIONS)
@@ -189,7 +189,7 @@ def losses(asked):
     """
     text = validation_text(EDGES[-1] + STRETCHES)
     stretches = text.unfold(0, EDGES[-1] + 1, (len(text) - EDGES[-1] - 1) // (STRETCHES - 1))[:STRETCHES]
-    for name, models in trained(asked):
+    for name, models in trained(asked, MODELS, asked.seeds):
         c = models[0].config
         pieces = text.unfold(0, c.block_size + 1, c.block_size)
         rows = [dict(model=name, how='', parameters=models[0].get_num_params(non_embedding=False),
