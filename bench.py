@@ -15,6 +15,7 @@ How fast, measured here and now.
     python bench.py --mode=positions         trains small models with each kind of positions, and compares them in nats
     python bench.py --mode=endless           one long text through a rolling cache: nats, time and memory to the end
     python bench.py --mode=recall            what a model with a window remembers, by distance
+    python bench.py --mode=busy              decoding beside 0, 1 and 2 processes that keep the cores busy
 
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run. Pictures go to out-bench/.
 """
@@ -29,11 +30,11 @@ import configurator  # before torch: it says so in one line where torch is missi
 # isort: split
 import torch
 
-from benchmarks.harness import Asked, describe_machine, draw, run_parts, write_json
+from benchmarks.harness import Asked, describe_machine, draw, run_parts
 from benchmarks.shapes import SHAPES
 from device import pick_device, pick_dtype
 
-mode = 'train'            # train, generate, peers, caches, serve, memory, loss, positions, endless or recall
+mode = 'train'            # train, generate, peers, caches, serve, memory, loss, positions, endless, recall or busy
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode
 batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
@@ -44,7 +45,7 @@ compile = True            # torch.compile the model for training; on a CPU it is
 lengths = 'auto'          # new tokens after a prompt of 6, as 10,50, or tokens of context; auto goes by the mode
 batches = 'auto'          # rows or clients at once; auto is 1 for generate, 1,8,32 for memory, else goes by the part
 repeats = 5               # timed runs of each
-only = ''                 # parts of the modes caches, peers and serve, as steps,joining; '' is all of them
+only = ''                 # parts of a mode, as steps,joining; '' is all of them
 llama_server = ''         # of serve mode: the path of llama-server; without it only our server is measured
 requests = 0              # of each load in serve mode; 0 goes by the part
 max_seconds = 2.0         # of one timed run in peers mode, about: slow engines generate fewer tokens
@@ -52,44 +53,36 @@ json = ''                 # a file for the figures; parts and shapes that are no
 png = 'auto'              # and one for their picture; auto is a name in out-bench/, '' is none
 iterations = 0            # of the models that positions, endless and recall train; 0 is 2,000, and for recall 500
 seeds = 3                 # models of each kind in positions mode, with the seeds `seed`, seed + 1, ...
-kv_cache = 'tuple'        # of generate mode: one more column: streams, unified or paged, or the tuple in kv_bits
-kv_bits = 0               # 8 or 4; 0 is float32
 seed = 1337               # of weights and data
 device = 'auto'           # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'            # float32, bfloat16 or float16; auto goes by the device
 
 OUT = 'out-bench'
-# A module has PARTS, see `harness.Part`, or `run(asked)`, which returns the figures for JSON, and EXPECTED, the time
-# with the default settings on two cores. It may have CPU_ONLY, what is measured on a CPU alone; check(asked), which
+# A module has PARTS, see `harness.Part`. It may have CPU_ONLY, what is measured on a CPU alone; check(asked), which
 # raises ValueError and returns what is written beside the rows; and PICTURE, a file, with picture(figures, machine),
 # the arguments of `harness.draw`.
 MODES = dict(train='train_step', generate='generate', memory='memory', loss='loss',
              positions='experiments.positions', endless='experiments.endless', recall='experiments.recall',
-             peers='peers', caches='caches', serve='serve')
+             busy='experiments.busy', peers='peers', caches='caches', serve='serve')
 
 
 def main(config):
     torch.manual_seed(seed)
     check_settings()
     module = import_module(f'benchmarks.{MODES[mode]}')
-    cpu_only, known = getattr(module, 'CPU_ONLY', ''), getattr(module, 'PARTS', {})
+    cpu_only = getattr(module, 'CPU_ONLY', '')
     dev = pick_device('cpu' if cpu_only and device == 'auto' else device)
     dt = pick_dtype(dtype, dev)
     if cpu_only and (dev, dt) != ('cpu', 'float32'):
         raise ValueError(f"{cpu_only} on a CPU in float32: leave device and dtype at auto")
-    if only and not known:
-        raise ValueError(f"{mode} mode has no parts: leave --only={only} out")
     asked = Asked(dev, dt, None if shape == 'auto' else shape.split(','),
                   numbers('batches', batches), numbers('lengths', lengths), only.split(',') if only else None, config)
     beside, machine = module.check(asked) if hasattr(module, 'check') else {}, describe_machine(dev)
     print(f"{machine}, {dt}")
-    print(f"expected time with the default settings on two cores: about {expected_time(module, asked)}",
-          file=sys.stderr)
-    if known:
-        figures = run_parts(asked, known, **beside)
-    else:
-        figures = dict(machine=machine, **module.run(asked))
-        write_json(json, figures)
+    minutes = {name: part.minutes for name, part in asked.parts(module.PARTS).items()}
+    print(f"expected time with the default settings on two cores, in minutes: "
+          f"{', '.join(f'{name} {n}' for name, n in minutes.items())}", file=sys.stderr)
+    figures = run_parts(asked, module.PARTS, **beside)
     if png and hasattr(module, 'PICTURE') and (picture := module.picture(figures, machine)):
         path = in_out(module.PICTURE) if png == 'auto' else png
         draw(path=path, **picture)
@@ -116,14 +109,6 @@ def numbers(name, text):
     if not all(re.fullmatch(r' *0*[1-9][0-9]{0,5} *', word) for word in text.split(',')):
         raise ValueError(f"{name} must be positive numbers up to 999,999 with commas between, not {text!r:.60}")
     return [int(word) for word in text.split(',')]
-
-
-def expected_time(module, asked):
-    """How long a mode takes with its own settings, in words."""
-    if not hasattr(module, 'PARTS'):
-        return module.EXPECTED
-    minutes = {name: part.minutes for name, part in asked.parts(module.PARTS).items()}
-    return f"{sum(minutes.values()):.0f} minutes ({', '.join(f'{name} {n}' for name, n in minutes.items())})"
 
 
 def in_out(name):

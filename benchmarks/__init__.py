@@ -13,7 +13,6 @@ What is measured, and how. `bench.py` runs all but the scripts.
     harness, shapes      how all of it is timed, printed, drawn and written; the models that are measured
     old_and_new          a script: a commit or another work tree and this one, timed in turns
     timed_tree           what old_and_new runs in each of the two
-    house                a script: the picture of the modules and their imports
 
-results/ has the measured rows, figures/ the pictures of the documents and the scripts that draw those of the caches.
+results/ has the measured rows, figures/ the pictures of the documents and what draws those that show no measurement.
 """

@@ -5,7 +5,6 @@ The caches of kvcache/ on the compiled step, in parts.
     python bench.py --mode=caches --only=steps,joining --json=out-bench/caches.json
 
     steps      a decode step through each cache, over the step on the decoder's tuples
-    kinds      a step of models with other positions and heads, over the step of the learned model
     joining    sequences of different lengths that begin and end, over the pages in PyTorch
     requests   many requests in each cache and in each number of bits, over the contiguous cache
     sharing    what the pages of several sequences share
@@ -13,7 +12,6 @@ The caches of kvcache/ on the compiled step, in parts.
 `--lengths` are the tokens before the first step that is timed.
 """
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,23 +19,17 @@ import torch
 import decode
 import kvcache
 from benchmarks.harness import Case, Part, take_turns
-from benchmarks.shapes import config_of, model_of, random_tokens
+from benchmarks.shapes import model_of, random_tokens
 from decode.kernel.building import CFunction
 from decode.kernel.vectors import longs_at
 from decode.metadata import NextTokens
 from kvcache.contiguous import cache_for
-from model import GPT
 
 CPU_ONLY = "the caches are compared"
 N_STEPS = {'S': 48, 'M': 24, 'L': 8}      # that are timed together,
 N_WARM = 3                                # behind so many others,
 LEAST = 0.1                               # again and again for so many seconds
 CONTEXTS = {'S': (64,), 'M': (128,), 'L': (128,)}
-KINDS = {  # settings of the GPTConfig of other models, all with a block_size of KINDS_BLOCK
-    'rope': dict(position='rope'), '2 kv heads': dict(n_kv_head=2), '1 kv head': dict(n_kv_head=1),
-    'rope, window 256, 4 sinks': dict(position='rope', window=256, n_sink=4), 'alibi': dict(position='alibi'),
-}
-KINDS_BLOCK = 1024
 EVERY, JOINING_STEPS = 4, {'S': 64, 'M': 32, 'L': 8}  # joining: steps from one end to the next, steps of a round
 KERNEL, PYTORCH = 'kernel', 'PyTorch'
 
@@ -71,8 +63,7 @@ def steps_of_tuples(decoder, texts, T):
 
     def step(i):
         nonlocal kv_cache
-        if i == 0:  # a ring of slots has been written over
-            kv_cache = [layer.clone() for layer in begin] if decoder.model.config.window else begin
+        kv_cache = kv_cache if i else begin
         logits, kv_cache = decoder(texts[:, T + i:T + i + 1], kv_cache)
         return logits[:, 0]
     return step
@@ -144,24 +135,6 @@ def steps(asked):
             tuples, *_ = measured = take_turns(cases, asked.repeats, f'{name}: {B} sequences', LEAST)
         yield [m.row(step_s=m.seconds, over_tuples=m.over(tuples), same_bits=torch.equal(m.result, tuples.result),
                      difference=(m.result - tuples.result).abs().max().item()) for m in measured]
-
-
-@torch.inference_mode()
-def kinds(asked):
-    """Each kind takes turns with the learned model of the size, on the decoder's tuples."""
-    for name, B, T in asked.combinations('ML', (1, 8), (32, 1000)):
-        config, rows = replace(config_of(name, asked.bias), block_size=KINDS_BLOCK), []
-        n, learned = n_steps_after(name, T, KINDS_BLOCK), GPT(config).eval()
-        for kind, settings in KINDS.items():
-            models = {'learned': learned, kind: GPT(replace(config, **settings)).eval()}
-            decoders, texts = {of: decode.best(model, B) for of, model in models.items()}, random_tokens(
-                learned, B, T + N_WARM + n)
-            cases = [case_of_steps(dict(shape=name, batch=B, context=T, kind=of, decoder=decoder.name, steps=n),
-                                   steps_of_tuples(decoder, texts, T), n) for of, decoder in decoders.items()]
-            with getattr(decoders[kind], 'torch_on_one_thread', nullcontext)():
-                of_learned, m = take_turns(cases, asked.repeats, f'{name}: {kind}, {B} x {T}', LEAST)
-            rows.append(m.row(step_s=m.seconds, learned_s=of_learned.seconds, over_learned=m.over(of_learned)))
-        yield rows
 
 
 def prompt_lengths(config, n_seq, n_new=24):
@@ -294,7 +267,6 @@ PARTS = dict(
     steps=Part(steps, 6, "a decode step through each cache", STEP + 'cache on step_s over_tuples same_bits difference'),
     joining=Part(joining, 2, f"sequences that join and leave, one every {EVERY} steps, through pages",
                  'shape sequences on tok_per_s speedup same_tokens'),
-    kinds=Part(kinds, 8, "a decode step of other kinds of models", STEP + 'kind step_s learned_s over_learned'),
     requests=Part(requests, 2, "requests of different lengths, 24 more tokens of each",
                   REQUEST + 'time_over_contiguous same_tokens'),
     sharing=Part(sharing, 0.1, "what the pages of samples of one prompt share",

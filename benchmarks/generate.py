@@ -14,13 +14,12 @@ import torch
 
 import decode
 import generation
-import kvcache
-from benchmarks.harness import Case, Panel, table, take_turns
+from benchmarks.harness import Case, Panel, Part, take_turns
 from benchmarks.shapes import PROMPT, cache_bytes, config_of
 from device import DTYPES, autocast, synchronize
 from model import GPT
 
-EXPECTED, PICTURE = '1 minute for S, 5 for M and 20 for L, and ten times that with --batches=1,10', 'speedup.png'
+PICTURE = 'speedup.png'
 LENGTHS = 10, 50, 122, 128, 200, 500
 LABELS = {'cache': 'cache', 'eager': 'cache + eager decoder', 'decoder': 'cache + decoder',
           'shift': 'cache + decoder, when_full=shift'}
@@ -43,27 +42,19 @@ def counted(n, block_size):
     return fed_tokens(n, block_size, False) / fed_tokens(n, block_size, True)
 
 
-def run(asked):
+def lengths(asked):
     """
-    {'rows': a row for each shape, number of samples and number of new tokens}. cache_bytes: of one sequence. differing:
-    the ways whose tokens should equal those without a cache, and do not. tok_per_s, speedup, runs_s: of each way.
+    A row for each shape, number of samples and number of new tokens. cache_bytes: of one sequence. differing: the ways
+    whose tokens should equal those without a cache, and do not. tok_per_s, speedup, runs_s: of each way.
     """
-    rows = []
     for (name, B), cases in groupby(asked.combinations(asked.default_shape, (1,), LENGTHS), lambda case: case[:2]):
         model = GPT(config_of(name, asked.bias)).to(asked.device).eval()
-        ways = ways_to_generate(model, B, asked.kv_cache, asked.kv_bits, asked.device)
-        mine = [compare_ways(asked, name, model, ways, B, n) for _, _, n in cases]
-        print(table(mine, 'shape samples new_tokens tok_per_s') + '\n' + table(
-            mine, 'shape samples new_tokens speedup counted same_tokens differing'), flush=True)
-        rows += mine
-    return dict(dtype=asked.dtype, prompt=PROMPT, repeats=asked.repeats, rows=rows)
+        ways = ways_to_generate(model, B, asked.device)
+        yield [compare_ways(asked, name, model, ways, B, n) for _, _, n in cases]
 
 
-def ways_to_generate(model, B, kv_cache, kv_bits, device):
-    """
-    {name: a function of n that draws B samples of n greedy tokens after one prompt: (B, T + n)}. kv_cache, kv_bits: a
-    cache of `kvcache.make_cache` that is one more way; 'tuple' and 0 add none.
-    """
+def ways_to_generate(model, B, device):
+    """{name: a function of n that draws B samples of n greedy tokens after one prompt: (B, T + n)}"""
     idx = torch.randint(model.config.vocab_size, (1, PROMPT), device=device)
     decoder = decode.best(model, B)
     print(f"{model.config.n_layer} layers of {model.config.n_embd}, block {model.config.block_size}; decoder: "
@@ -72,14 +63,10 @@ def ways_to_generate(model, B, kv_cache, kv_bits, device):
     def in_one_batch(**how):
         return lambda n: generation.generate(model, idx, n, temperature=0, num_samples=B, use_cache=True, **how)
 
-    ways = {'no cache': lambda n: torch.cat([model.generate(idx, n, temperature=0) for _ in range(B)]),
+    return {'no cache': lambda n: torch.cat([model.generate(idx, n, temperature=0) for _ in range(B)]),
             'cache': in_one_batch(), 'eager': in_one_batch(decoder=decode.best(model, B, name='eager')),
             'decoder': in_one_batch(decoder=decoder),
             'shift': in_one_batch(decoder=decoder, when_full='shift')}
-    if (kv_cache, kv_bits) != ('tuple', 0):
-        cache = kvcache.make_cache(model, kv_cache, B, kv_bits, decoder)
-        ways[f'{kv_cache}, {kv_bits} bits' if kv_bits else kv_cache] = in_one_batch(cache=cache)
-    return ways
 
 
 def compare_ways(asked, name, model, ways, B, n):
@@ -96,10 +83,9 @@ def compare_ways(asked, name, model, ways, B, n):
     cases = [Case(dict(way=way), draws(draw)) for way, draw in ways.items() if way != 'shift' or PROMPT + n > size]
     without, *_ = measured = take_turns(cases, asked.repeats, f'{name}: {B} x {n}')
     of = {m.case.labels['way']: m for m in measured}
-    exact = [way for way in of if way != 'shift' and 'bits' not in way]
-    differing = [way for way in exact if not torch.equal(of[way].result, without.result)]
-    return dict(shape=name, block_size=size, samples=B, new_tokens=n, counted=counted(n, size),
-                cache_bytes=cache_bytes(model.config, 1, DTYPES[asked.dtype].itemsize),
+    differing = [way for way, m in of.items() if way != 'shift' and not torch.equal(m.result, without.result)]
+    return dict(shape=name, block_size=size, dtype=asked.dtype, samples=B, prompt=PROMPT, new_tokens=n,
+                counted=counted(n, size), cache_bytes=cache_bytes(model.config, 1, DTYPES[asked.dtype].itemsize),
                 tok_per_s={way: B * n / m.seconds for way, m in of.items()},
                 speedup={way: without.seconds / m.seconds for way, m in of.items()},
                 runs_s={way: m.runs for way, m in of.items()},
@@ -108,8 +94,8 @@ def compare_ways(asked, name, model, ways, B, n):
 
 def picture(figures, machine):
     """Speed-up against length, measured and by the number of positions computed."""
-    panels, rows = [], sorted(figures['rows'], key=lambda row: row['new_tokens'])
-    for name, B in dict.fromkeys((row['shape'], row['samples']) for row in figures['rows']):
+    panels, rows = [], sorted(figures['lengths']['rows'], key=lambda row: row['new_tokens'])
+    for name, B in dict.fromkeys((row['shape'], row['samples']) for row in figures['lengths']['rows']):
         mine = [row for row in rows if (row['shape'], row['samples']) == (name, B)]
         block, lines = mine[0]['block_size'], []
         for way, label in LABELS.items():
@@ -124,3 +110,8 @@ def picture(figures, machine):
         panels.append(Panel(f"{name}, {B} sample{'s' * (B > 1)}", lines, axes=axes,
                             marks={block - PROMPT: 'the context is full'}))
     return dict(panels=panels, title=machine)
+
+
+PARTS = dict(lengths=Part(  # 5 minutes for M and 20 for L, and ten times that with --batches=1,10
+    lengths, 1, "greedy tokens a second, and how many times as fast as without a cache",
+    'shape samples new_tokens tok_per_s\nshape samples new_tokens speedup counted same_tokens differing'))

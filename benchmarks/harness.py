@@ -100,8 +100,9 @@ def take_turns(cases, repeats, what, least=0.0):
 
 class Part(NamedTuple):
     """
-    A part of a mode of bench.py. rows: a function of `Asked` that yields lists of rows; each list is printed as a table
-    when it is there. title, names: of the tables, see `table`. minutes: with its own settings, on two cores.
+    A part of a mode of bench.py. rows: a function of `Asked` that yields lists of rows; each list is printed when it is
+    there, as a table for each line of names, see `table`. title: of the tables. minutes: with its own settings, on two
+    cores.
     """
     rows: Callable
     minutes: float
@@ -200,12 +201,12 @@ def run_parts(asked, known, **measured_on):
     machine with the same `measured_on`, which is written beside the rows. Returns all that is in the file.
     """
     figures = {name: of_part for name, of_part in read_json(asked.json).items() if isinstance(of_part, dict)}
-    measured_on = dict(machine=describe_machine('cpu'), **measured_on)
+    measured_on = dict(machine=describe_machine(asked.device), **measured_on)
     for name, part in asked.parts(known).items():
         rows = []
         print(f"\n{part.title}")
         for some in part.rows(asked):
-            print(table(some, part.names), flush=True)
+            print(*(table(some, names) for names in part.names.splitlines()), sep='\n', flush=True)
             rows += [dict(row, repeats=asked.repeats) for row in some]
         before, ran = figures.get(name, {}), {row.get('shape') for row in rows}
         if measured_on.items() <= before.items():

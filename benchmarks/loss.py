@@ -13,30 +13,48 @@ import checkpoint as checkpoints
 import decode
 import kvcache
 import model as gpt
-from benchmarks.harness import Panel, table
+from benchmarks.harness import Panel, Part
 from generation import advance, make_sequences
 from inputs import as_int64
 from kvcache.contiguous import cache_for
 from training.batches import Batches
 
-EXPECTED, PICTURE, CPU_ONLY = '5 minutes', 'loss_by_context.png', "losses are measured"
+PICTURE, CPU_ONLY = 'loss_by_context.png', "losses are measured"
 
 
-def run(asked):
-    """
-    {'checkpoint': the path of the newest one, 'rows': those of `compare`, 'by_context': a list of block_size numbers,
-    see `loss_by_context`}. ValueError if there is no checkpoint.
-    """
+def model_and_text(asked):
+    """(the model of the newest checkpoint, its validation text, int64 (N,)). ValueError if there is no checkpoint."""
     path = (checkpoints.newest_first() or ['out/ckpt.pt'])[0]
     checkpoint = checkpoints.load(path)
     model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).eval()
     data_dir = 'data/' + checkpoint['config']['dataset']
     text = Batches(data_dir, 'val', 1, model.config.block_size, model.config.vocab_size, asked.device).tokens
-    text = torch.from_numpy(text.astype('int64'))
-    rows, by_context = compare(model, text), loss_by_context(model, text).tolist()
-    print(f"{path} on {data_dir}/val.bin, {rows[0]['tokens']:,} tokens, window {model.config.block_size}")
-    print(table(rows, 'weights kv_bits kv_bytes_a_token when_full keep mean_context nll difference standard_error'))
-    return dict(checkpoint=path, rows=rows, by_context=by_context)
+    print(f"{path} on {data_dir}/val.bin, window {model.config.block_size}")
+    return model, torch.from_numpy(text.astype('int64'))
+
+
+def policies(asked):
+    yield compare(*model_and_text(asked))
+
+
+def by_context(asked):
+    yield [dict(nats=loss_by_context(*model_and_text(asked)).tolist())]
+
+
+@torch.inference_mode()
+def nats(model, rows):
+    """
+    The loss of each token of rows (B, T + 1), given all tokens of its row before it: (B, T).
+
+    A model whose positions do not end reads rows of any length. What exceeds its window goes through its cache.
+    """
+    losses, T = [], rows.size(1) - 1
+    rolling = 0 < model.config.window < T
+    for part in rows.split(max(1, 2**22 // T**2)):
+        x, y = part[:, :-1], part[:, 1:]
+        logits = model(x, y, kv_cache=model.empty_cache(len(x)) if rolling else None)[0]
+        losses.append(F.cross_entropy(logits.transpose(1, 2), y, reduction='none'))
+    return torch.cat(losses)
 
 
 @torch.inference_mode()
@@ -65,7 +83,6 @@ def negative_log_likelihoods(model, tokens, cache=None, when_full='crop', keep=N
     return torch.stack(nll), torch.tensor(lengths)
 
 
-@torch.inference_mode()
 def loss_by_context(model, text):
     """
     The mean loss in nats of a token of text (N,) that has 1, 2, ... block_size tokens of context: (block_size,).
@@ -76,12 +93,7 @@ def loss_by_context(model, text):
     n = min(1024, (len(text) - size) // 16)
     pieces, offsets, window = (torch.arange(length, device=text.device) for length in (16, n, size + 1))
     starts = (pieces[:, None] * ((len(text) - size) // 16) + offsets).flatten()
-    windows = text[starts[:, None] + window]
-    losses = []
-    for w in windows.split(64):
-        logits, _, _ = model(w[:, :-1], w[:, 1:])
-        losses.append(F.cross_entropy(logits.transpose(1, 2).float(), w[:, 1:], reduction='none'))
-    return torch.cat(losses).mean(dim=0)
+    return nats(model, text[starts[:, None] + window]).mean(dim=0)
 
 
 def compare(model, text, n_rows=32):
@@ -95,23 +107,18 @@ def compare(model, text, n_rows=32):
     n_rows = max(1, min(n_rows, len(text) // (4 * size)))
     tokens = text[:len(text) // n_rows * n_rows].view(n_rows, -1)[:, :1000 + size]
     results, reference = [], None
-    float_bytes = n_rows * sum(t.nbytes for layer in model.empty_cache(1) for t in layer[:2])
     shift = dict(when_full='shift')
     cases = (('float32', 0, {}), ('float32', 0, shift), ('float32', 0, shift | dict(keep=3 * size // 4)),
              ('float32', 0, shift | dict(keep=size // 4)), ('bfloat16', 0, {}), ('int8', 0, {}),
              ('float32', 8, {}), ('float32', 4, {}))
     for weights, kv_bits, policy in tqdm(cases, desc='policies and widths', leave=False, disable=None):
-        if kv_bits:
-            cache = kvcache.make_cache(model, 'tuple', n_rows, kv_bits, decode.best(model, n_rows))
-        else:
-            cache = cache_for(model, n_rows, decode.best(model, n_rows, weights))
+        cache = kvcache.make_cache(model, 'tuple', n_rows, kv_bits, decode.best(model, n_rows, weights))
         nll, context = negative_log_likelihoods(model, tokens, cache, skip=size, **policy)
         nll = nll.double()
         reference = nll if reference is None else reference
         difference = (nll - reference).mean(dim=0)
-        n_bytes = cache.nbytes() if kv_bits else float_bytes
         results.append(dict(
-            weights=weights, kv_bits=kv_bits, kv_bytes_a_token=n_bytes // (n_rows * size),
+            weights=weights, kv_bits=kv_bits, kv_bytes_a_token=cache.nbytes() // (n_rows * size),
             when_full=policy.get('when_full', 'crop'), keep=policy.get('keep', size // 2) if policy else size,
             tokens=nll.numel(), mean_context=context.double().mean().item(), nll=nll.mean().item(),
             difference=difference.mean().item(), standard_error=difference.std().item() / n_rows ** 0.5))
@@ -120,12 +127,20 @@ def compare(model, text, n_rows=32):
 
 def picture(figures, machine):
     """Loss against the tokens of context, and a line for each policy at its mean loss."""
-    by_context, n = figures['by_context'], len(figures['by_context'])
+    by_context, = (row['nats'] for row in figures['by_context']['rows'])
+    n = len(by_context)
     lines = [(range(1, n + 1), by_context, 'a token, by the number of tokens before it', {})]
-    for row in figures['rows']:
+    for row in figures['policies']['rows']:
         if (row['weights'], row['kv_bits']) == ('float32', 0):
             what = 'crop' if row['when_full'] == 'crop' else f"shift, keep {row['keep']}"
             lines.append(([row['keep'], n], [row['nll']] * 2, f"{what}: {row['nll']:.4f}", dict(marker='o', ms=4)))
     return dict(panels=[Panel('', lines, axes=dict(
         xlabel='tokens of context (a line spans the contexts of a policy, at its mean loss)', ylabel='nats a token',
         ylim=(min(by_context) - 0.02, by_context[min(4, n - 1)])))], size=(7, 4.8))
+
+
+PARTS = dict(
+    policies=Part(policies, 4, "policies for a full context, and numbers in fewer bits", (
+        'weights kv_bits kv_bytes_a_token when_full keep tokens mean_context nll difference standard_error')),
+    by_context=Part(by_context, 1, "nats a token, by the number of tokens before it", 'nats'),
+)

@@ -15,27 +15,23 @@ from concurrent.futures.process import BrokenProcessPool
 import torch
 from tqdm import tqdm
 
-from benchmarks.harness import process_bytes, table
+from benchmarks.harness import Part, process_bytes
 from benchmarks.shapes import PROMPT, WITHIN_WINDOW, cache_bytes, config_of
 from device import DTYPES, autocast
 from model import GPT
 
-EXPECTED = '5 minutes'
 
-
-def run(asked):
-    """{'rows': of each shape, batch and number of new tokens one without a cache and one with it}. peak, cache: bytes,
-    see `measure`. formula: the bytes of the cache by its shape."""
+def peaks(asked):
+    """Without a cache and with it. peak, cache: bytes, see `measure`. formula: the bytes of the cache by its shape."""
     rows, lengths = [], {name: (10, n) for name, n in WITHIN_WINDOW.items()}
     cases = asked.combinations('SML', (1, 8, 32), lengths)
     each = [(*case, use_cache) for case in cases for use_cache in (False, True)]
     for name, B, n, use_cache in tqdm(each, desc='memory', leave=False, disable=None):
         c = config_of(name, asked.bias)
-        row = dict(shape=name, batch=B, new_tokens=n, use_cache=use_cache,
+        row = dict(shape=name, dtype=asked.dtype, batch=B, prompt=PROMPT, new_tokens=n, use_cache=use_cache,
                    formula=use_cache * cache_bytes(c, B, DTYPES[asked.dtype].itemsize))
         rows.append(row | measure_in_new_process(c, B, PROMPT, n, use_cache, asked.device, asked.dtype))
-    print(table(rows, 'shape batch new_tokens use_cache peak cache formula'))
-    return dict(dtype=asked.dtype, prompt=PROMPT, rows=rows)
+    yield rows
 
 
 def measure_in_new_process(*case):
@@ -89,3 +85,7 @@ def peak_bytes(device):
         return peak
     import resource  # not on Windows
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+
+
+PARTS = dict(peaks=Part(peaks, 5, "bytes that generation needs in addition to the model",
+                        'shape batch new_tokens use_cache peak cache formula'))

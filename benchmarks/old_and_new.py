@@ -4,11 +4,10 @@ Times this work tree and an older version in turns, in one run.
     python benchmarks/old_and_new.py --old=HEAD~3                   a commit, which is unpacked in a temporary folder
     python benchmarks/old_and_new.py --old=../old-tree              another work tree
     python benchmarks/old_and_new.py --old=HEAD --only=decode,prefill --rounds=20
-    python benchmarks/old_and_new.py --old=HEAD --threads=2         not the decoder's own choice of threads
 
 One process for each tree builds the same models with the same seeds, then the two take turns, case by case. The table
 has the median times of a run, and the median over the rounds of time(old) / time(new): above 1 the new tree is faster.
-The cases are decoding, prefills, the engine of the server, pages in PyTorch and training: see timed_tree.py. A case
+The cases are decoding, prefills, the engine of the server, PyTorch's own steps and training: see timed_tree.py. A case
 that one of the trees cannot run is reported and left out.
 """
 import io
@@ -34,14 +33,13 @@ old = ''       # what to compare this tree with: a commit, or the folder of anot
 only = ''      # measure only cases with one of these texts in their names, as decode,prefill or M x 10
 rounds = 8     # of all cases, taking turns; the first one warms up and is dropped
 seconds = 0.3  # of one timed run, at least
-threads = 0    # of the decoder; 0 is its own choice
 json = ''      # a file for the figures
 
 CONFIG_FIELDS = 'block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'  # those that every version of GPTConfig has
 
 
 def main(config):
-    for name, least in dict(rounds=2, seconds=0, threads=0).items():  # the first round is a warm-up
+    for name, least in dict(rounds=2, seconds=0).items():  # the first round is a warm-up
         if config[name] < least:
             raise ValueError(f"{name} must be at least {least}, not {config[name]}")
     print("expected time with the default settings on two cores: about 8 minutes, and 2 for compiling", file=sys.stderr)
@@ -54,7 +52,7 @@ def main(config):
         finally:
             for worker in workers.values():
                 worker.end()
-    print(f"{describe_machine('cpu')}, {f'{threads} threads' if threads else 'chosen threads'}\n")
+    print(describe_machine('cpu') + '\n')
     rows = []
     for case, of in times.items():
         ratios = [before / after for before, after in zip(of['old'], of['new'])]
@@ -82,7 +80,7 @@ class Worker:
 
     def __init__(self, folder):
         shapes = {name: {field: getattr(c, field) for field in CONFIG_FIELDS} for name, c in SHAPES.items()}
-        settings = json_format.dumps(dict(shapes=shapes, threads=threads, seconds=seconds))
+        settings = json_format.dumps(dict(shapes=shapes, seconds=seconds))
         command = sys.executable, os.path.join(ROOT, 'benchmarks', 'timed_tree.py'), settings
         self.process = subprocess.Popen(command, cwd=folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.cases = self.answer()

@@ -2,11 +2,9 @@
 The process of one tree for old_and_new.py, which starts it in the tree's folder: timed_tree.py SETTINGS.
 
 It prints the names of its cases as a JSON list, then for each name that it reads on stdin the seconds of one run of it,
-or what went wrong. A case is built when it is first asked for. Only what every version of the code has is used here;
-where versions differ, the code looks at what it has before it.
+or what went wrong. A case is built when it is first asked for. Only what every version of the code has is used here.
 """
 import gc
-import inspect
 import json
 import os
 import queue
@@ -27,13 +25,11 @@ PREFILL = ('M', 256), ('L', 512)           # shape, tokens of the prompt
 CLIENTS = ('S', 16), ('M', 16)             # shape, requests at once
 EACH = 3                                   # requests of a client, with prompts of 16 to 48 tokens and answers of
 PROMPTS, ANSWERS = (16, 48), (26, 77)      # 26 to 77
-PAGES = ('S', 1), ('S', 10), ('M', 10)     # shape, sequences
-HELD, STEPS = 64, 16                       # tokens of each before the first step that is timed; steps
 
 
 def cases(settings):
     """{name: a function without arguments that returns the function to be timed}"""
-    shapes, threads, made = settings['shapes'], settings['threads'] or None, {}
+    shapes, made = settings['shapes'], {}
 
     @cache
     def model(name):
@@ -41,7 +37,7 @@ def cases(settings):
         return GPT(GPTConfig(**shapes[name])).eval()
 
     def decoder(name, B, weights):
-        return decode.best(model(name), B, weights, threads)
+        return decode.best(model(name), B, weights)
     for weights in 'float32', 'int8':
         for name, B, n_new in DECODING:
             made[f'decode, {name} x {B}, {weights}'] = lambda name=name, B=B, n_new=n_new, weights=weights: generating(
@@ -52,8 +48,6 @@ def cases(settings):
         for name, n in CLIENTS:
             made[f'engine, {name}, {n} clients, {weights}'] = lambda name=name, n=n, weights=weights: serving(
                 model(name), decoder(name, 1, weights), n)
-    for name, B in PAGES:
-        made[f'pages in PyTorch, {name} x {B}'] = lambda name=name, B=B: paged_steps(model(name), B)
     made['training iteration, S'] = lambda: training(model('S').config)
     made['tuples in PyTorch, S x 1'] = lambda: generating(model('S'), 1, 6, 122)
     for name in 'SM':
@@ -103,25 +97,6 @@ def serving(model, decoder, n_clients):
                 raise ValueError(f"a request ended with {output.finish_reason}: {output.error}")
             if n_clients + n < len(asks):
                 send(n_clients + n, client)
-    return run
-
-
-def paged_steps(model, B):
-    """STEPS decode steps of B sequences through pages, computed by PyTorch."""
-    import kvcache
-    pages = kvcache.make_cache(model, 'paged', B)
-    if 'work' in inspect.signature(pages.step).parameters:  # versions in which the three arguments are one tuple
-        from kvcache.protocol import Work
-        step = lambda *work: pages.step(Work(*work))  # noqa: E731
-    else:
-        step = pages.step
-    handles, texts = [pages.new() for _ in range(B)], tokens(model.config, B, HELD + STEPS)
-
-    @torch.inference_mode()
-    def run():
-        for i in range(HELD, HELD + STEPS):
-            step(handles, [i] * B, texts[:, i:i + 1])
-    step(handles, [0] * B, texts[:, :HELD])
     return run
 
 

@@ -9,27 +9,23 @@ from dataclasses import replace
 import torch
 
 import tokenizer as tokenizers
-from benchmarks.harness import Case, table, take_turns
+from benchmarks.harness import Case, Part, take_turns
 from benchmarks.shapes import SHAPES
 from device import autocast, default_peak_flops, synchronize
 from model import GPT
 from training.batches import Batches
 
-EXPECTED = '1 minute'
 N_STEPS = 10  # iterations of the warm-up, and of each timed run
 TRACE = os.path.join('out-bench', 'trace')
 
 
-def run(asked):
-    """{'rows': a row for each shape}. mfu: None where the device's peak is unknown."""
+def iterations(asked):
+    """mfu: None where the device's peak is unknown."""
     torch.set_float32_matmul_precision('high')  # as train.py does
     prepared = (d for d in ('data/openwebtext', 'data/shakespeare_char') if os.path.exists(d + '/train.bin'))
     data_dir = next(prepared, None) if asked.real_data else None
-    rows = []
     for name in asked.shapes or asked.default_shape:
-        rows.append(time_shape(asked, name, data_dir))
-        print(table(rows[-1:], 'shape block_size batch data iteration_s tok_per_s mfu loss'), flush=True)
-    return dict(rows=rows)
+        yield [time_shape(asked, name, data_dir)]
 
 
 def time_shape(asked, name, data_dir):
@@ -40,13 +36,13 @@ def time_shape(asked, name, data_dir):
     compiled = asked.compile and device != 'cpu'
     step = training_step(model, data_dir, B, compiled, asked.seed, device, asked.dtype)
 
-    def iterations(first):
+    def several(first):
         for k in range(first, first + N_STEPS):
             loss = step(k)
         synchronize(device)
         return loss
     labels = dict(shape=name, block_size=config.block_size, batch=B, data=data_dir or 'random tokens')
-    case = Case(labels, iterations, lambda n: n * N_STEPS, per=N_STEPS)
+    case = Case(labels, several, lambda n: n * N_STEPS, per=N_STEPS)
     m, = take_turns([case], asked.repeats, f'{name} training')
     if asked.profile:
         write_trace(step)
@@ -94,3 +90,7 @@ def write_trace(step):
         for k in range(5):
             step(k)
     print(prof.key_averages().table(sort_by='self_cpu_time_total', row_limit=15) + f"\n{TRACE}")
+
+
+PARTS = dict(train=Part(iterations, 1, "a training iteration",
+                        'shape block_size batch data iteration_s tok_per_s mfu loss'))

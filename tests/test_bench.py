@@ -111,28 +111,30 @@ def test_positions_computed():
 def test_generate_mode(repo):
     before = set(os.listdir(repo))
     figures, _ = bench(repo, '--mode=generate', '--lengths=3,130')
-    rows, ways = figures['rows'], ['no cache', 'cache', 'eager', 'decoder']
+    rows, ways = figures['lengths']['rows'], ['no cache', 'cache', 'eager', 'decoder']
     assert [(row['samples'], row['new_tokens'], row['differing']) for row in rows] == [(1, 3, []), (1, 130, [])]
     assert [list(row['speedup']) for row in rows] == [ways, [*ways, 'shift']]
     assert all(len(runs) == 1 for row in rows for runs in row['runs_s'].values())
     assert rows[0]['cache_bytes'] == 4 * 2 * 128 * 128 * 4
     assert set(os.listdir(repo)) - before == {'out-bench', 'b.json'} and is_png(repo / 'out-bench' / 'speedup.png')
-    figures, _ = bench(repo, '--mode=generate', '--lengths=5', '--batches=2', '--png=', '--kv_cache=paged')
-    row, = figures['rows']
-    assert list(row['speedup']) == [*ways, 'paged'] and not row['differing']
+    figures, _ = bench(repo, '--mode=generate', '--lengths=5', '--batches=2', '--png=')
+    row, = figures['lengths']['rows']
+    assert list(row['speedup']) == ways and not row['differing']
 
 
 def test_train_mode_on_real_and_on_random_tokens(repo):
     real, _ = bench(repo, '--batch_size=2', '--profile=True')
     random, _ = bench(repo, '--batch_size=2', '--real_data=False', '--block_size=16')
-    assert [figures['rows'][0]['data'] for figures in (real, random)] == ['data/shakespeare_char', 'random tokens']
-    assert random['rows'][0]['block_size'] == 16 and (repo / 'out-bench' / 'trace').is_dir()
+    (real,), (random,) = (figures['train']['rows'] for figures in (real, random))
+    assert (real['data'], random['data']) == ('data/shakespeare_char', 'random tokens')
+    assert random['block_size'] == 16 and (repo / 'out-bench' / 'trace').is_dir()
 
 
 def test_memory_mode(repo):
     figures, _ = bench(repo, '--mode=memory', '--shape=S', '--batches=3', '--lengths=10')
-    assert [(row['batch'], row['use_cache']) for row in figures['rows']] == [(3, False), (3, True)]
-    for row in figures['rows']:
+    rows = figures['peaks']['rows']
+    assert [(row['batch'], row['use_cache']) for row in rows] == [(3, False), (3, True)]
+    for row in rows:
         assert row['cache'] == row['formula'] == row['use_cache'] * row['batch'] * 2 * 4 * 128 * 128 * 4
         assert row['peak'] > 0.75 * row['cache']  # some pages of it may have been resident before
 
@@ -141,24 +143,23 @@ def test_loss_mode(trained, tmp_path):
     done = run(trained, 'bench.py', '--mode=loss', f'--json={tmp_path}/loss.json', f'--png={tmp_path}/loss.png')
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / 'loss.json').read_text())
-    rows = figures['rows']
+    rows = figures['policies']['rows']
     rounded = [('bfloat16', 0), ('int8', 0), ('float32', 8), ('float32', 4)]
     assert [(row['weights'], row['kv_bits']) for row in rows] == [('float32', 0)] * 4 + rounded
     assert [row['kv_bytes_a_token'] for row in rows[-3:]] == [2 * 2 * 16 * 4, 2 * 2 * (16 + 2 * 4), 2 * 2 * (8 + 2 * 4)]
-    assert len(figures['by_context']) == 16 and is_png(tmp_path / 'loss.png')
+    assert len(figures['by_context']['rows'][0]['nats']) == 16 and is_png(tmp_path / 'loss.png')
     assert rows[0]['difference'] == 0 and rows[0]['mean_context'] == 16 and 11.5 < rows[1]['mean_context'] < 12.5
     assert all(abs(row['difference']) < 0.1 for row in rows)
 
 
 def test_caches_mode(repo):
     figures, _ = bench(repo, '--mode=caches', '--shape=S', '--batches=2', '--lengths=40')
-    steps, kinds, joining, requests, (shared,) = (figures[part]['rows'] for part in (
-        'steps', 'kinds', 'joining', 'requests', 'sharing'))
+    steps, joining, requests, (shared,) = (figures[part]['rows'] for part in (
+        'steps', 'joining', 'requests', 'sharing'))
     assert {row['cache'] for row in steps} == {'tuples', 'generation', 'paged', 'unified', 'streams', 'contiguous',
                                                'paged, one call'} and len(steps) == 7
     assert all(row['same_bits'] and row['on'] == 'kernel' and (row['batch'], row['context']) == (2, 40)
                for row in steps)
-    assert [row['kind'] for row in kinds] == list(caches.KINDS) and all(row['step_s'] > 0 for row in kinds)
     assert [row['on'] for row in joining] == ['kernel', 'PyTorch'] and all(row['same_tokens'] for row in joining)
     assert len(requests) == 4 * 3 + 1 and all(row['same_tokens'] and len(row['prompts']) == 2 for row in requests)
     held = 6 + 2  # blocks of 16: the full ones of the prompt, and one a sample with the rest of it and a new token
@@ -179,14 +180,12 @@ def test_sequences_that_join_and_leave_have_the_texts_that_they_have_alone():
         assert model.generate(prompt[None], len(text), temperature=0)[0, len(prompt):].tolist() == text
 
 
-@pytest.mark.parametrize('script, pictures', [
-    ('figures/draw_caches.py', ['cells.png', 'blocks.png']), ('figures/draw_masks.py', ['masks.png']),
-    ('figures/draw_step.py', ['step.png']), ('house.py', ['house.png'])])
-def test_the_pictures_of_the_documentation_are_drawn(repo, script, pictures):
+def test_the_pictures_of_the_documentation_are_drawn(repo):
     figures = repo / 'benchmarks' / 'figures'
-    done = run(repo, 'benchmarks/' + script)
+    done = run(repo, 'benchmarks/figures/draw.py')
     assert done.returncode == 0, done.stderr
-    assert all(is_png(figures / name) for name in pictures)  # a copy of the code has none
+    for name in ('masks', 'cells', 'blocks', 'step', 'house'):
+        assert is_png(figures / f'{name}.png'), "a copy of the code has none"
 
 
 def test_two_trees_are_timed_in_turns(repo):
@@ -215,14 +214,12 @@ def test_a_commit_is_unpacked(repo):
 
 
 def test_a_choice_of_threads_is_compared_beside_neighbours(repo):
-    done = run(repo, 'benchmarks/experiments/busy.py', '--shape=S', '--batches=1', '--neighbours=0,1', '--runs=2',
-               '--seconds=0.01', '--json=b.json')
-    assert done.returncode == 0, done.stderr
-    quiet, busy = json.loads((repo / 'b.json').read_text())['rows']
-    assert (quiet['neighbours'], busy['neighbours']) == (0, 1) and quiet['threads'].keys() >= {'1'}
-    assert math.isclose(busy['fair_share'], quiet['median'] * n_cores() / (n_cores() + 1))
-    for row in (quiet, busy):
-        assert row['chosen_of_best'] == row['median'] / max(row['threads'].values()) and len(row['runs']) == 2
+    figures, _ = bench(repo, '--mode=busy', '--shape=S', '--batches=1')
+    quiet, *_ = rows = figures['neighbours']['rows']
+    assert [row['neighbours'] for row in rows] == [0, 1, 2] and quiet['threads'].keys() >= {'1'}
+    for row in rows:
+        assert math.isclose(row['fair_share'], quiet['median'] * n_cores() / (n_cores() + row['neighbours']))
+        assert row['chosen_of_best'] == row['median'] / max(row['threads'].values()) and len(row['runs']) == 1
 
 
 def test_settings_that_make_no_sense_end_in_one_line(repo):
@@ -232,7 +229,7 @@ def test_settings_that_make_no_sense_end_in_one_line(repo):
                         (['--mode=peers', '--shape=S', '--lengths=500'], 'do not fit into block_size 128'),
                         (['--mode=caches', '--only=steps,none'], "not 'steps,none'"),
                         (['--mode=caches', '--only=steps', '--shape=S', '--lengths=126'], 'a context of 126 leaves no'),
-                        (['--mode=loss', '--only=steps'], 'leave --only=steps out'),
+                        (['--mode=loss', '--only=steps'], 'the parts of loss mode are policies, by_context'),
                         (['--mode=recall', '--seeds=0'], 'seeds must be at least 1, not 0'),
                         (['--mode=recall', '--iterations=-1'], 'iterations must be at least 0, not -1'),
                         (['--mode=recall', '--dtype=bfloat16'], 'on a CPU in float32')):

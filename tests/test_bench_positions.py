@@ -122,7 +122,7 @@ def test_tokens_at_two_places_are_timed_as_often_and_at_their_places():
 
 
 def asked(**options):
-    return harness.Asked('cpu', 'float32', None, None, None, None, options)
+    return harness.Asked('cpu', 'float32', None, None, None, None, dict(json='', repeats=1) | options)
 
 
 @pytest.fixture
@@ -140,8 +140,11 @@ def small(monkeypatch):
     return trained
 
 
-def test_the_comparison_of_positions(small, capsys):
-    rows, streams, lines = positions.measure([5, 6], 7, stride=2).values()
+def test_the_comparison_of_positions(small, capsys, monkeypatch):
+    monkeypatch.setattr(positions, 'STRIDE', 2)
+    figures = harness.run_parts(asked(seed=5, seeds=2, iterations=7), positions.PARTS)
+    every = figures['losses']['rows']
+    rows, streams = ([row for row in every if key in row] for key in ('val', 'stream'))
     assert small == [(name, seed, 7) for seed in (5, 6) for name in positions.MODELS]
     assert [row['model'] for row in rows] == list(positions.MODELS) == list(KINDS)
     assert [row['cache_bytes'] for row in rows] == [2 * 2 * heads * 4 * slots * 4 for heads, slots in (
@@ -151,32 +154,32 @@ def test_the_comparison_of_positions(small, capsys):
     ways = [(stream['model'], stream['how']) for stream in streams]
     assert ways == [('learned', 'crop'), ('rope', 'crop'), ('rope', 'window 8, 0 sinks'), ('rope', 'window 6, 1 sink'),
                     ('rope, window 32', 'the window rolls'), ('rope, window 32, 4 sinks', 'the window rolls')]
-    by_name = {(line['model'], line['how']): line['nats'] for line in lines}
+    by_name = {(line['model'], line['how']): line['far_past'] for line in every if 'far_past' in line}
     assert [n is None for n in by_name['learned', '']] == [False] * 3 + [True]
     assert [n is None for n in by_name['learned', 'crop']] == [True, True, True, False]
     assert len(by_name) == 8 + 1 + 2
     assert None not in by_name['alibi', ''] + by_name['rope', 'window 8, 0 sinks']
-    left, right = positions.picture(dict(lines=lines), '')['panels']
+    left, right = positions.picture(figures, '')['panels']
     assert len(left.lines) == 8 + 1 and len(right.lines) == 2 + 2 and 'the window rolls' in capsys.readouterr().out
 
 
 def test_the_endless_stream_of_a_trained_model(small, monkeypatch):
-    monkeypatch.setattr(endless, 'time_training', lambda seed, repeats: {'rope': 1.0})
     for name, size in (('S', 32), ('M', 48)):
         monkeypatch.setitem(shapes.SHAPES, name, replace(shapes.SHAPES[name], block_size=size, n_layer=1))
-    figures = endless.run(asked(seed=5, iterations=7, repeats=1))
-    assert len(small) == len(positions.MODELS)
-    rows = {row['way']: row for row in figures['stream']}
+    parts = {part: rows for part, rows in endless.PARTS.items() if part != 'training'}
+    figures = harness.run_parts(asked(seed=5, seeds=3, iterations=7), parts)
+    assert small == [(name, 5, 7) for name in ('learned', *endless.WINDOWS, *endless.WINDOWS)]
+    stream, places, sizes = (figures[part]['rows'] for part in parts)
+    rows = {row['way']: row for row in stream}
     assert set(rows) == {name + way for name in ('learned, crop', *endless.WINDOWS) for way in ('', endless.DECODER)}
     for name in endless.WINDOWS:
         plain, decoded = rows[name], rows[name + endless.DECODER]
         assert plain['by_span'] == pytest.approx(decoded['by_span'], abs=1e-5) and len(plain['by_span']) == 6
         assert plain['cache_bytes'] == 2 * 2 * 4 * 4 * (10 if name == endless.WINDOWS[0] else 14) * 4
-    assert [(row['way'], row['place']) for row in figures['places'][:2]] == [(endless.WINDOWS[0], 20),
-                                                                           (endless.WINDOWS[0], 300)]
-    assert len(figures['resident_bytes']) == 7
-    assert [(row['shape'], row['block_size']) for row in figures['sizes']] == [('S', 32), ('M', 48)]
-    assert all(row['roll'] > 0 and row['crop'] > 0 for row in figures['sizes'])
+    assert [(row['way'], row['place']) for row in places[:2]] == [(endless.WINDOWS[0], 20), (endless.WINDOWS[0], 300)]
+    assert len(stream[0]['resident_bytes']) == 7
+    assert [(row['shape'], row['block_size']) for row in sizes] == [('S', 32), ('M', 48)]
+    assert all(row['roll'] > 0 and row['crop'] > 0 for row in sizes)
     assert [len(panel.lines) for panel in endless.picture(json.loads(json.dumps(figures)), '')['panels']] == [3, 6, 3]
 
 
@@ -214,11 +217,12 @@ def test_the_recall_task_is_trained_and_drawn(monkeypatch):
     for name, value in dict(WINDOW=4, BLOCK_SIZE=256, FARTHEST=20).items():
         monkeypatch.setattr(recall, name, value)
     monkeypatch.setattr(recall, 'MODELS', {'window': dict(window=4, n_sink=2), 'none': {}})
-    rows = recall.measure(0, 3, n=8, far=40)
+    figures = harness.run_parts(asked(seed=0, iterations=3), recall.PARTS)
+    rows = figures['recalled']['rows']
     assert [(row['model'], row['place'], len(row['accuracy'])) for row in rows] == [
-        ('window', 16, 21), ('window', 40, 21), ('window', 1, 21), ('none', 16, 21)]
+        ('window', 16, 21), ('window', 600, 21), ('window', 1, 21), ('none', 16, 21)]
     assert all(row['beyond'] == pytest.approx(sum(row['accuracy'][13:]) / 8) for row in rows)  # 4 layers reach 12
-    panel, = recall.picture(dict(rows=rows), '')['panels']
+    panel, = recall.picture(figures, '')['panels']
     assert len(panel.image) == 4
 
 
@@ -247,7 +251,7 @@ def test_positions_mode(repo):
     done = run(repo, 'bench.py', '--mode=positions', '--iterations=1', '--seeds=1', '--json=p.json', '--png=p.png')
     assert done.returncode == 0, done.stderr
     figures = json.loads((repo / 'p.json').read_text())
-    assert [row['model'] for row in figures['rows']] == list(positions.MODELS) and figures['iterations'] == 1
+    assert [row['model'] for row in figures['losses']['rows'] if not row['how']] == list(positions.MODELS)
     assert (repo / 'p.png').read_bytes().startswith(b'\x89PNG')
     short = run(repo, 'bench.py', '--mode=endless', '--iterations=1', '--json=e.json')
     assert short.returncode == 2 and 'prepare tinyshakespeare' in short.stderr

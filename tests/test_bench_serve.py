@@ -5,6 +5,7 @@ import math
 import os
 import stat
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -37,7 +38,7 @@ def with_standin(play):
 
 def test_a_closed_loop_has_so_many_clients():
     async def play(standin):
-        return standin, await closed_loop(standin, [Ask([9, i], 3 + i) for i in range(7)], 2, keep=True)
+        return standin, await closed_loop(standin, [Ask([9, i], 3 + i) for i in range(7)], 2)
     standin, load = with_standin(play)
     assert standin.most == 2 and [body['prompt'][1] for body in standin.bodies] == list(range(7))
     by_prompt = sorted(load.answers, key=lambda a: a.ask.prompt)
@@ -241,13 +242,14 @@ def test_the_soak_compares_answers(ours, monkeypatch):
     assert (row['failed'], row['blocks_used'], row['different'], row['compared']) == (0, 0, 0, n // 2)
     assert len(row['resident']) == soak.TURNS
     # an answer that is another one is seen
-    monkeypatch.setattr(soak, 'one_by_one', lambda server, asked: others(asked))
+    async def others(server, asks, n_clients):
+        load = await closed_loop(server, asks, n_clients)
+        if n_clients == 1:
+            load.answers = [replace(answer, data=b'') for answer in load.answers]
+        return load
+    monkeypatch.setattr(soak, 'closed_loop', others)
     changed = soak.soak('S', TINY, folder, 'float32', 4, 20)
     assert changed['different'] == changed['compared'] == 10
-
-
-async def others(asked):
-    return {i: [-1] * ask.n_new for i, ask in asked.items()}
 
 
 def test_the_calls_of_the_engine_are_made_again(monkeypatch):

@@ -18,12 +18,11 @@ from tqdm import tqdm
 import decode
 from benchmarks import train_step
 from benchmarks.experiments import positions
-from benchmarks.harness import Case, Panel, process_bytes, table, take_turns
+from benchmarks.harness import Case, Panel, Part, process_bytes, take_turns
 from benchmarks.shapes import cache_bytes, config_of
 from model import GPT
 
-EXPECTED, PICTURE = '15 minutes, after the training of positions mode', 'endless.png'
-CPU_ONLY = "the models are trained and measured"
+PICTURE, CPU_ONLY = 'endless.png', "the models are trained and measured"
 THREADS = torch.get_num_threads()  # of the decoders
 WINDOWS = 'rope, window 32', 'rope, window 32, 4 sinks'
 DECODER, CROP = ', decoder', ', crop'
@@ -105,31 +104,28 @@ def time_at(step, model, text, places, repeats):
 
 
 @torch.inference_mode()
-def time_sizes(repeats):
+def sizes(asked):
     """
-    Microseconds of a token at a full context, rows (dicts), of S and M with random weights, rotary positions and a
-    window of half of block_size: through the rolling cache, and by the full pass that cropping needs, both by the best
-    decoder.
+    Of S and M with random weights, rotary positions and a window of half of block_size: through the rolling cache, and
+    by the full pass that cropping needs, both by the best decoder.
     """
-    rows = []
-    for name in ('S', 'M'):
+    for name in asked.shapes or 'SM':
         c = config_of(name, False)
         model = GPT(replace(c, position='rope', window=c.block_size // 2)).eval()
         tokens, decoder = torch.randint(c.vocab_size, (1, 2 * c.block_size)), decode.best(model, 1, threads=THREADS)
         kv_cache = model(tokens)[2]
         cases = [Case({}, lambda: decoder(tokens[:, -1:], kv_cache)),
                  Case({}, lambda: decoder(tokens[:, -c.block_size:], None))]
-        roll, crop = take_turns(cases, 10 * repeats, f'{name}: rolling and cropping')
-        rows.append(dict(shape=name, block_size=c.block_size, roll=1e6 * roll.seconds, crop=1e6 * crop.seconds))
-    return rows
+        roll, crop = take_turns(cases, 10 * asked.repeats, f'{name}: rolling and cropping')
+        yield [dict(shape=name, block_size=c.block_size, roll=1e6 * roll.seconds, crop=1e6 * crop.seconds)]
 
 
-def time_training(seed, repeats):
-    """{name: milliseconds of a training iteration}; the models take turns."""
-    steps = [train_step.training_step(GPT(positions.load(name, seed).config), positions.DATA, 12, False, seed, 'cpu',
-                                      'float32') for name in positions.MODELS]
-    measured = take_turns([Case({}, step, lambda n: n) for step in steps], 10 * repeats, 'training iterations')
-    return {name: 1e3 * m.seconds for name, m in zip(positions.MODELS, measured)}
+def training(asked):
+    """Each model of positions mode takes turns with the others."""
+    cases = [Case(dict(model=name), train_step.training_step(GPT(model.config), positions.DATA, 12, False, asked.seed,
+                                                             'cpu', 'float32'), lambda n: n)
+             for name, model in models_of(asked, positions.MODELS).items()]
+    yield [m.row(ms=1e3 * m.seconds) for m in take_turns(cases, 10 * asked.repeats, 'training iterations')]
 
 
 def spans(values, of=torch.median):
@@ -138,20 +134,18 @@ def spans(values, of=torch.median):
     return (parts.mean(dim=1) if of is torch.mean else parts.median(dim=1).values).tolist()
 
 
-def run(asked):
-    """
-    Train the models that are missing, measure all, and print the figures. Returns them as a dict for JSON.
+def models_of(asked, names):
+    """{name: model} of the first seed. Those that are missing are trained first."""
+    return {name: model for name, (model,) in positions.trained(asked, names, 1)}
 
-    span: tokens of a figure. stream: a dict a way: nats (the mean of the tokens that have a full context), by_span (the
-    means of `span` tokens), us (the median of all tokens in microseconds), us_by_span, cache_bytes (0: none).
-    resident_bytes: of the process, every `span` tokens. places: a dict a way and place: us, the median. sizes: see
-    `time_sizes`. iteration_ms: milliseconds of a training iteration of each model.
+
+def one_stream(asked):
     """
-    text, rows, places = positions.validation_text(PLACES[-1] + SPAN), [], []
-    for name in positions.MODELS:
-        positions.train(name, asked.seed, asked.iterations or 2000)
-    models = {name: positions.load(name, asked.seed) for name in ('learned', *WINDOWS)}
-    ways = ways_through(models)
+    nats: the mean of the tokens that have a full context. us: their median, in microseconds. by_span, us_by_span: of
+    SPAN tokens each. cache_bytes: 0 without one. resident_bytes: of the whole process, every SPAN tokens.
+    """
+    text, models = positions.validation_text(PLACES[-1] + SPAN), models_of(asked, ('learned', *WINDOWS))
+    ways, rows = ways_through(models), []
     print(f"{len(text) - 1:,} tokens through {len(ways)} ways, one token a step", flush=True)
     measured, resident = stream(ways, text)
     full = max(model.config.block_size for model in models.values()) - 1  # contexts before are shorter, for all alike
@@ -159,24 +153,25 @@ def run(asked):
         c = models[label.removesuffix(DECODER).removesuffix(CROP)].config
         rows.append(dict(way=label, nats=losses[full:].double().mean().item(), by_span=spans(losses, torch.mean),
                          us=1e6 * seconds[full:].median().item(), us_by_span=[1e6 * s for s in spans(seconds)],
-                         cache_bytes=cache_bytes(c, 1) if c.window else 0))
-    for name in WINDOWS:
-        for way, step in (('', models[name].step), (DECODER, decode.best(models[name], 1, threads=THREADS))):
-            places += [dict(way=name + way, place=m.case.labels['place'], us=1e6 * m.seconds)
-                       for m in time_at(step, models[name], text, PLACES, 10 * asked.repeats)]
-    sizes, iteration_ms = time_sizes(asked.repeats), time_training(asked.seed, asked.repeats)
-    print(table(rows, 'way nats us cache_bytes'), table(places, 'way place us'), sep='\n\n')
-    print('\n' + table(sizes, 'shape block_size roll crop'), table([dict(iteration_ms=iteration_ms)], 'iteration_ms'),
-          sep='\n\n')
-    return dict(span=SPAN, stream=rows, resident_bytes=resident, places=places, sizes=sizes, iteration_ms=iteration_ms)
+                         cache_bytes=cache_bytes(c, 1) if c.window else 0, resident_bytes=resident))
+    yield rows
+
+
+def distant_places(asked):
+    """us: the median of the tokens at a place of the stream."""
+    text = positions.validation_text(PLACES[-1] + SPAN)
+    for name, model in models_of(asked, WINDOWS).items():
+        for way, step in (('', model.step), (DECODER, decode.best(model, 1, threads=THREADS))):
+            yield [dict(way=name + way, place=m.case.labels['place'], us=1e6 * m.seconds)
+                   for m in time_at(step, model, text, PLACES, 10 * asked.repeats)]
 
 
 def picture(figures, machine):
     """Loss, time and memory along the stream."""
-    n, nats, times = figures['span'], [], []
-    held = [size / 1e6 for size in figures['resident_bytes']]
+    rows, n, nats, times = figures['one_stream']['rows'], SPAN, [], []
+    held = [size / 1e6 for size in rows[0]['resident_bytes']]
     memory = [([n * k for k in range(len(held))], held, 'the whole process', dict(color='0.3'))]
-    for i, row in enumerate(figures['stream']):
+    for i, row in enumerate(rows):
         x, style = [n * (k + 0.5) for k in range(len(row['by_span']))], dict(color=f'C{i}')
         times.append((x, row['us_by_span'], f"{row['way']}: {row['us']:,.0f} us", style))
         if row['way'].endswith(DECODER):  # the same numbers as without it
@@ -190,3 +185,11 @@ def picture(figures, machine):
         Panel('', times, axes=dict(ylabel=f'microseconds a token,\nmedians of {n:,}', yscale='log')),
         Panel('', memory, axes=dict(ylabel='memory, MB', yscale='log', xlabel='characters of one stream'))],
         columns=1, size=(9, 3.3))
+
+
+PARTS = dict(
+    one_stream=Part(one_stream, 10, "one stream, after the training of positions mode", 'way nats us cache_bytes'),
+    distant_places=Part(distant_places, 1, "a token at two places of the stream", 'way place us'),
+    sizes=Part(sizes, 2, "a token at a full context, in microseconds", 'shape block_size roll crop'),
+    training=Part(training, 2, "a training iteration", 'model ms'),
+)

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import checkpoint as checkpoints
-from benchmarks.harness import Panel, table
+from benchmarks.harness import Panel, Part
+from benchmarks.loss import nats
 from benchmarks.shapes import cache_bytes
 from model import GPT, GPTConfig
 from training.batches import open_tokens, prepare
 
-EXPECTED = '1 hour for training and 10 minutes for measuring, times 3 seeds'
 PICTURE, CPU_ONLY = 'positions.png', "the models are trained and measured"
 DATA = os.path.join('data', 'shakespeare_char')
 
@@ -43,6 +43,8 @@ COMMON = ('config/train_shakespeare_char.py', '--device=cpu', '--block_size=64',
           '--eval_iters=20', '--always_save_checkpoint=True')
 CUTS = [(window, n_sink) for window in (32, 60) for n_sink in (0, 1, 4)]  # of the rope model that has no window
 EDGES = (0, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of bins of positions
+ITERATIONS = 2000  # of the training of each
+STRIDE = 4  # every so many tokens of a stream count
 STRETCHES = 32  # pieces of the validation text, of EDGES[-1] + 1 characters
 
 
@@ -78,22 +80,6 @@ def validation_text(least):
         raise ValueError(f"the validation text of {DATA} has {len(text):,} characters, and {least:,} are needed: "
                          "prepare tinyshakespeare")
     return text
-
-
-@torch.inference_mode()
-def nats(model, rows):
-    """
-    The loss of each token of rows (B, T + 1), given all tokens of its row before it: (B, T).
-
-    A model whose positions do not end reads rows of any length. What exceeds its window goes through its cache.
-    """
-    losses, T = [], rows.size(1) - 1
-    rolling = 0 < model.config.window < T
-    for part in rows.split(len(rows) if rolling else max(1, 2**22 // T**2)):
-        x, y = part[:, :-1], part[:, 1:]
-        logits = model(x, y, kv_cache=model.empty_cache(len(x)) if rolling else None)[0]
-        losses.append(F.cross_entropy(logits.transpose(1, 2), y, reduction='none'))
-    return torch.cat(losses)
 
 
 @torch.inference_mode()
@@ -171,57 +157,61 @@ def mean(values):
     return [None if column[0] is None else sum(column) / len(column) for column in zip(*values)]
 
 
-def run(asked):
-    iterations = asked.iterations or 2000
-    return dict(iterations=iterations, bins=EDGES,
-                **measure(range(asked.seed, asked.seed + asked.seeds), iterations))
+def trained(asked, names, n_seeds):
+    """Yields (name, models, one for each seed) of these of MODELS. Those that are missing are trained first."""
+    seeds = range(asked.seed, asked.seed + n_seeds)
+    for seed in seeds:
+        for name in names:
+            train(name, seed, asked.iterations or ITERATIONS)
+    for name in tqdm(names, desc='positions', leave=False, disable=None):
+        yield name, [load(name, seed) for seed in seeds]
 
 
-def measure(seeds, iterations, stride=4):
+def ways_beyond(name, models):
+    """{how the context goes on past block_size: the models that read so}, of models of one name."""
+    if models[0].config.window:
+        return {'the window rolls': models}
+    ways = {'crop': models} if name in ('learned', 'rope') else {}
+    if name == 'rope':
+        ways |= {f"window {window}, {n_sink} sink{'s' * (n_sink != 1)}":
+                 [model.with_window(window, n_sink) for model in models] for window, n_sink in CUTS}
+    return ways
+
+
+def losses(asked):
     """
-    Train and measure. Prints the results, and returns {'rows', 'streams', 'lines'}, lists of dicts.
+    A row for each model as it was trained, and one for each way in which its context goes on (`how`).
 
-    rows: of a model its parameters, the bytes of its cache for a sequence, and val: the loss within block_size, a
-    number a seed; of the rope model also `attention_to_the_first`. streams: of a model and how its context goes on
-    (`how`) the loss of the validation text as one stream, a number a seed; by_10000: the means of 10,000 tokens each,
-    of the first seed. lines: of the same the loss in each bin of EDGES, mean over the seeds. stride: every stride-th
-    token of a stream counts.
+    cache_bytes: of a sequence. val: the loss within block_size; stream: that of the validation text as one stream, of
+    which every STRIDE-th token counts; a number a seed each. by_10000: the means of 10,000 tokens each of the first
+    seed's stream. far_past: the loss in each bin of EDGES, mean over the seeds. The rope model's row has also
+    `attention_to_the_first`.
     """
     text = validation_text(EDGES[-1] + STRETCHES)
-    for seed in seeds:
-        for name in MODELS:
-            train(name, seed, iterations)
     stretches = text.unfold(0, EDGES[-1] + 1, (len(text) - EDGES[-1] - 1) // (STRETCHES - 1))[:STRETCHES]
-    rows, streams, lines = [], [], []
-    for name in tqdm(MODELS, desc='positions', disable=None):
-        models = [load(name, seed) for seed in seeds]
+    for name, models in trained(asked, MODELS, asked.seeds):
         c = models[0].config
-        rows.append(dict(
-            model=name, parameters=models[0].get_num_params(non_embedding=False), cache_bytes=cache_bytes(c, 1),
-            val=[nats(model, text.unfold(0, c.block_size + 1, c.block_size)).mean().item() for model in models]))
-        ways = {'the window rolls': models} if c.window else {'crop': models} if name in ('learned', 'rope') else {}
+        pieces = text.unfold(0, c.block_size + 1, c.block_size)
+        rows = [dict(model=name, how='', parameters=models[0].get_num_params(non_embedding=False),
+                     cache_bytes=cache_bytes(c, 1), val=[nats(model, pieces).mean().item() for model in models],
+                     far_past=mean([by_position(model, stretches) for model in models]))]
         if name == 'rope':
-            rows[-1]['attention_to_the_first'] = attention_to_the_first(
-                models[0], text.unfold(0, c.block_size, c.block_size)[:256])
-            ways |= {f"window {window}, {n_sink} sink{'s' * (n_sink != 1)}":
-                     [model.with_window(window, n_sink) for model in models] for window, n_sink in CUTS}
-        lines.append(dict(model=name, how='', nats=mean([by_position(model, stretches) for model in models])))
-        for how, ways_models in ways.items():
-            losses = [stream_nats(model, text, stride, how == 'crop') for model in ways_models]
-            streams.append(dict(model=name, how=how, nats=[loss.mean().item() for loss in losses],
-                                by_10000=[part.mean().item() for part in losses[0].split(10000 // stride)]))
+            rows[0]['attention_to_the_first'] = attention_to_the_first(models[0], pieces[:256, :-1])
+        for how, models_of_way in ways_beyond(name, models).items():
+            along = [stream_nats(model, text, STRIDE, how == 'crop') for model in models_of_way]
+            rows.append(dict(model=name, how=how, stream=[nats_of.mean().item() for nats_of in along],
+                             by_10000=[part.mean().item() for part in along[0].split(10000 // STRIDE)]))
             if how.startswith('window') or (name, how) == ('learned', 'crop'):
-                lines.append(dict(model=name, how=how, nats=mean(
-                    [by_position(model, stretches, how == 'crop') for model in ways_models])))
-    print(table(rows, 'model parameters cache_bytes val'), table(streams, 'model how nats'), sep='\n\n')
-    return dict(rows=rows, streams=streams, lines=lines)
+                rows[-1]['far_past'] = mean([by_position(model, stretches, how == 'crop') for model in models_of_way])
+        yield rows
 
 
 def picture(figures, machine):
     """Loss by position: of the models, and of the rope model cut to windows."""
     middles = [(low + 1 + high) / 2 for low, high in zip(EDGES, EDGES[1:])]
-    cut = [line for line in figures['lines'] if line['how'].startswith('window')]
-    of_models = [line for line in figures['lines'] if line not in cut]
+    rows = [row for row in figures['losses']['rows'] if 'far_past' in row]
+    cut = [line for line in rows if line['how'].startswith('window')]
+    of_models = [line for line in rows if line not in cut]
     trained_so = [line for line in of_models if 'window' in line['model']]
     panels = []
     for shown, dashed, title in ((of_models, [line for line in of_models if line['how']], 'used as they were trained'),
@@ -230,9 +220,13 @@ def picture(figures, machine):
         for line in shown:
             label = ', '.join(filter(None, ('trained so' * (line in trained_so) * (shown is not of_models),
                                             line['model'], line['how'])))
-            points = [(x, y) for x, y in zip(middles, line['nats']) if y is not None]
+            points = [(x, y) for x, y in zip(middles, line['far_past']) if y is not None]
             lines.append((*zip(*points), label, dict(marker='.', ls='--' if line in dashed else '-')))
         panels.append(Panel(title, lines, marks={64.5: 'block_size'}, axes=dict(
             xscale='log', xticks=[1, 4, 16, 64, 256, 1024], xlabel='tokens before the predicted one',
             ylabel='nats a character')))
     return dict(panels=panels, size=(6, 5.5))
+
+
+PARTS = dict(losses=Part(losses, 190, "nats a character: within block_size, and of one stream",
+                         'model how parameters cache_bytes val stream'))

@@ -12,10 +12,10 @@ import statistics
 import torch
 from tqdm import tqdm
 
-from benchmarks.harness import Panel, table
+from benchmarks.harness import Panel, Part
 from model import GPT, GPTConfig
 
-EXPECTED, PICTURE, CPU_ONLY = '10 minutes', 'recall.png', "the models are trained and measured"
+PICTURE, CPU_ONLY = 'recall.png', "the models are trained and measured"
 MARKED, NOISE = 16, 16  # symbols of each kind
 N_LAYER, WINDOW, BLOCK_SIZE, FARTHEST = 4, 32, 256, 190  # farthest: the largest distance that is measured
 MODELS = {'window 32': dict(window=WINDOW), 'window 32, 4 sinks': dict(window=WINDOW, n_sink=4), 'no window': {}}
@@ -69,37 +69,36 @@ def accuracy(model, place, farthest, n, seed):
     return (logits.argmax(-1) == targets)[:, place:].double().mean(dim=0).tolist()
 
 
-def run(asked):
-    return dict(iterations=asked.iterations or 500, rows=measure(asked.seed, asked.iterations or 500))
-
-
-def measure(seed, iterations, n=256, far=600):
+def recalled(asked, n=256, far=600):
     """
-    Train and measure; prints a table. Returns a list of dicts: of a model and the position of the marked token
-    (`place`), the accuracy at each distance over n texts, and its means up to a distance of WINDOW - 1, from there to
-    n_layer * (WINDOW - 1), and beyond.
+    Of a model and the position of the marked token (`place`) the accuracy at each distance over n texts, and its means
+    up to a distance of WINDOW - 1, from there to n_layer * (WINDOW - 1), and beyond.
 
     A model with a window is also measured at position `far`, beyond all that it was trained on, and one with sinks also
     with a sink as the marked token.
     """
-    rows, reach = [], N_LAYER * (WINDOW - 1)
+    rows, reach, iterations = [], N_LAYER * (WINDOW - 1), asked.iterations or 500
     for name, more in MODELS.items():
         config = GPTConfig(block_size=BLOCK_SIZE, vocab_size=MARKED + NOISE, n_layer=N_LAYER, n_head=4, n_embd=128,
                            bias=False, position='rope', **more)
-        model = train(config, iterations, seed)
+        model = train(config, iterations, asked.seed)
         for place in [16] + [far] * (config.window > 0) + [1] * (config.n_sink > 0):
-            fractions = accuracy(model, place, FARTHEST, n, seed + 1)
-            parts = fractions[1:WINDOW], fractions[WINDOW:reach + 1], fractions[reach + 1:]
-            rows.append(dict(model=name, place=place, **dict(zip(('within_window', 'within_reach', 'beyond'), map(
-                statistics.mean, parts))), accuracy=fractions))
-    print(table(rows, 'model place within_window within_reach beyond'))
-    return rows
+            fractions = accuracy(model, place, FARTHEST, n, asked.seed + 1)
+            rows.append(dict(model=name, iterations=iterations, place=place,
+                             within_window=statistics.mean(fractions[1:WINDOW]),
+                             within_reach=statistics.mean(fractions[WINDOW:reach + 1]),
+                             beyond=statistics.mean(fractions[reach + 1:]), accuracy=fractions))
+    yield rows
 
 
 def picture(figures, machine):
     """Accuracy by distance, a strip for each model and place."""
-    strips = {f"{row['model']}, marked token at {row['place']}": row['accuracy'] for row in figures['rows']}
+    strips = {f"{row['model']}, marked token at {row['place']}": row['accuracy'] for row in figures['recalled']['rows']}
     marks = {x + 0.5: f'{what} = {x}' for x, what in ((WINDOW - 1, 'W - 1'), (N_LAYER * (WINDOW - 1),
                                                                              'n_layer * (W - 1)'))}
     return dict(panels=[Panel('recalled (blue) or not (white)', image=strips, marks=marks,
                               axes=dict(xlabel='distance to the marked token'))], size=(8.5, 0.8 + 0.4 * len(strips)))
+
+
+PARTS = dict(recalled=Part(recalled, 10, "the part of the texts in which the marked token is recalled",
+                           'model place within_window within_reach beyond'))

@@ -14,16 +14,20 @@ class HuggingFace(Engine):
 
     def __init__(self, model, weights='float32', threads=1):
         super().__init__(model, weights, threads)
-        from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
-        disable_progress_bar()
-        with tempfile.TemporaryDirectory() as folder:
-            to_huggingface(model, folder)
-            self.model = AutoModelForCausalLM.from_pretrained(folder).float().eval()
+        self.model = in_transformers(model)
 
     def generate(self, prompts, n_new):
-        prompts = self.checked(prompts, n_new)
         with torch_threads(self.threads):
             tokens = self.model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=n_new,
                                          do_sample=False, eos_token_id=None, pad_token_id=0)
         return tokens[:, prompts.size(1):]
+
+
+def in_transformers(model):
+    """The model as a model of transformers, in float32."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+    disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        to_huggingface(model, folder)
+        return AutoModelForCausalLM.from_pretrained(folder).float().eval()

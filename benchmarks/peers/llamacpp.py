@@ -62,7 +62,6 @@ class LlamaCpp(Engine):
             raise ValueError(f"llama.cpp has no memory for {B} sequences of {self.config.block_size} tokens")
 
     def generate(self, prompts, n_new):
-        prompts = self.checked(prompts, n_new)
         first = self.begin(prompts)
         return torch.cat([first[:, None], self.go_on(first, prompts.size(1), n_new - 1)], dim=1)
 

@@ -15,7 +15,6 @@ class NoCache(Engine):
         self.model = model
 
     def generate(self, prompts, n_new, **how):
-        prompts = self.checked(prompts, n_new)
         with torch_threads(self.threads):
             return self.model.generate(prompts, n_new, temperature=0, **how)[:, prompts.size(1):]
 

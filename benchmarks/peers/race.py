@@ -82,6 +82,8 @@ def race(asked, name, B, T, n_new, engines):
     engine: the first tokens cost the least.)
     """
     model = model_of(name, asked.bias)
+    if T + n_new - 1 > model.config.block_size:  # the last token is not fed
+        raise ValueError(f"a prompt of {T} and {n_new} new tokens do not fit into block_size {model.config.block_size}")
     idx, most = random_prompts(model, B, T), asked.max_seconds
     cases = []
     for kind, weights in tqdm([(engine, weights) for engine in engines if not engine.missing()

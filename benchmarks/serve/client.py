@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
 EVENT = re.compile(rb'data: (\{.*\})')
-SMALL_BUFFER, SLOW_READ = 4096, 0.25  # of a slow reader: bytes that its socket holds, seconds between two reads
+BUFFER = 2**16  # bytes of one read
+SMALL_BUFFER, SLOW_READ = 4096, 0.25  # of a slow reader: bytes of one read, and seconds between two
 QUICKACK = getattr(socket, 'TCP_QUICKACK', None)
 TIMEOUT = 300  # seconds that an answer may take
 LIMITS = 1.0, 0.1  # seconds to the first token and a token, that goodput allows
@@ -66,7 +67,7 @@ class Answer:
 
     @property
     def token_ids(self):
-        """Of the answer, if our server was asked for them and its bytes were kept."""
+        """Of the answer, if our server was asked for them."""
         chunks = (json.loads(event).get('choices', ()) for event in EVENT.findall(self.data))
         return [token for choices in chunks for choice in choices for token in choice.get('token_ids', ())]
 
@@ -79,75 +80,52 @@ class Load:
     client_cpu_s: float = 0.0
 
 
-class Connection(asyncio.Protocol):
-    """Of one request. done: a future, set when the server has closed the connection, or the client has left."""
-
-    def __init__(self, request, answer):
-        self.request, self.answer, self.parts, self.transport = request, answer, [], None
-        self.done = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport):
-        self.transport, self.socket = transport, transport.get_extra_info('socket')
-        self.acknowledge_at_once()
-        transport.write(self.request)
-        if self.answer.ask.leaves == 0:
-            self.leave()
-
-    def data_received(self, data):
-        answer = self.answer
-        answer.end = time.perf_counter()
-        self.acknowledge_at_once()
-        if not answer.first and b'data: ' in data:
-            answer.first = answer.end
-        self.parts.append(data)
-        if answer.ask.leaves is not None and len(self.parts) >= answer.ask.leaves:
-            self.leave()
-        elif answer.ask.slow:
-            self.transport.pause_reading()
-            asyncio.get_running_loop().call_later(SLOW_READ, self.read_on)
-
-    def acknowledge_at_once(self):
-        """
-        Without this, llama-server's first token waits up to 40 ms for the client's kernel to acknowledge the headers,
-        because its sockets collect small writes (Nagle's algorithm). Linux forgets it now and then.
-        """
-        if QUICKACK is not None:
-            self.socket.setsockopt(socket.IPPROTO_TCP, QUICKACK, 1)
-
-    def read_on(self):
-        if not self.transport.is_closing():
-            self.transport.resume_reading()
-
-    def leave(self):
-        self.answer.error = 'left'
-        self.transport.abort()
-
-    def connection_lost(self, e):
-        if not self.done.done():
-            self.done.set_result(None)
-
-
 async def ask_one(server, body, ask, due=None):
     """The `Answer` of a `servers.Server` to one request, on a connection of its own. body: `server.body(ask)`."""
-    loop, answer = asyncio.get_running_loop(), Answer(ask, due or time.perf_counter())
+    answer = Answer(ask, due or time.perf_counter())
+    try:
+        await asyncio.wait_for(read_stream(server.port, body, answer), TIMEOUT)
+    except (OSError, asyncio.TimeoutError) as e:
+        answer.error = f'{type(e).__name__} {e}'
+    return answer
+
+
+async def read_stream(port, body, answer):
+    """Send a request, and note what comes until the server closes the connection or the client leaves."""
+    ask, parts, most = answer.ask, [], SMALL_BUFFER if answer.ask.slow else BUFFER
     head = (f'POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n'
             f'connection: close\r\ncontent-length: {len(body)}\r\n\r\n').encode()
-    connection = Connection(head + body, answer)
-    sock = socket.socket()
-    try:
+    with socket.socket() as sock:
         if ask.slow:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL_BUFFER)
         sock.setblocking(False)
-        await loop.sock_connect(sock, ('127.0.0.1', server.port))
-        await loop.create_connection(lambda: connection, sock=sock)
-        await asyncio.wait_for(connection.done, TIMEOUT)
-    except (OSError, asyncio.TimeoutError) as e:
-        answer.error = f'{type(e).__name__} {e}'
-    finally:
-        sock.close() if connection.transport is None else connection.transport.abort()
-    if not answer.error:
-        finish(answer, b''.join(connection.parts))
-    return answer
+        await asyncio.get_running_loop().sock_connect(sock, ('127.0.0.1', port))
+        reader, writer = await asyncio.open_connection(sock=sock, limit=most)
+        try:
+            writer.write(head + body)
+            while ask.leaves is None or len(parts) < ask.leaves:
+                acknowledge_at_once(sock)
+                data = await reader.read(most)
+                if not data:
+                    return finish(answer, b''.join(parts))
+                answer.end = time.perf_counter()
+                if not answer.first and b'data: ' in data:
+                    answer.first = answer.end
+                parts.append(data)
+                if ask.slow:
+                    await asyncio.sleep(SLOW_READ)
+            answer.error = 'left'
+        finally:
+            writer.transport.abort()
+
+
+def acknowledge_at_once(sock):
+    """
+    Without this, llama-server's first token waits up to 40 ms for the client's kernel to acknowledge the headers,
+    because its sockets collect small writes (Nagle's algorithm). Linux forgets it now and then.
+    """
+    if QUICKACK is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, QUICKACK, 1)
 
 
 def finish(answer, data):
@@ -160,34 +138,28 @@ def finish(answer, data):
         answer.error = f'{answer.n_tokens} tokens instead of {answer.ask.n_new}'
 
 
-async def closed_loop(server, asks, n_clients, keep=False):
+async def closed_loop(server, asks, n_clients):
     """
     The `Load` of n_clients that each send their next request when they have the answer to the one before. They take the
-    asks in order. keep: keep the bytes of answers, for `token_ids`?
+    asks in order.
     """
     load, todo = Load(), iter([(ask, server.body(ask)) for ask in asks])
 
     async def client():
         for ask, body in todo:
-            add(load, await ask_one(server, body, ask), keep)
+            load.answers.append(await ask_one(server, body, ask))
     return await timed(load, [client() for _ in range(n_clients)])
 
 
-async def open_loop(server, asks, times, keep=False):
+async def open_loop(server, asks, times):
     """The `Load` of requests that are sent at these times, in seconds from the start, whatever has been answered."""
     load, bodies = Load(), [server.body(ask) for ask in asks]
     began = time.perf_counter() + 0.05
 
     async def client(ask, body, due):
         await asyncio.sleep(due - time.perf_counter())
-        add(load, await ask_one(server, body, ask, due), keep)
+        load.answers.append(await ask_one(server, body, ask, due))
     return await timed(load, [client(ask, body, began + t) for ask, body, t in zip(asks, bodies, times)])
-
-
-def add(load, answer, keep):
-    if not keep:
-        answer.data = b''
-    load.answers.append(answer)
 
 
 async def timed(load, clients):

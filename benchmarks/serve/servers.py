@@ -8,11 +8,9 @@ llama-server is built from the source package of llama-cpp-python, whose wheel d
     cmake --build build --target llama-server -j
 """
 import asyncio
-import atexit
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -64,16 +62,13 @@ class Server:
     """
     name, threads = '', None
 
-    def __init__(self, command):
-        """command: a function of the port."""
-        with socket.create_server(('127.0.0.1', 0)) as free:
-            self.port = free.getsockname()[1]
-        self.log = tempfile.TemporaryFile()
-        self.process = subprocess.Popen(command(self.port), cwd=ROOT, stdout=self.log, stderr=self.log,
-                                        start_new_session=True)
-        atexit.register(self.stop)  # also if this process is ended by SIGTERM, which bench.py makes an exit
+    def __init__(self, port, *command):
+        self.port, self.command = port, command
 
     def __enter__(self):
+        self.log = tempfile.TemporaryFile()
+        self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=self.log, stderr=self.log,
+                                        start_new_session=True)
         deadline = time.monotonic() + START
         try:
             while not self.ready():
@@ -90,14 +85,12 @@ class Server:
 
     def stop(self):
         """End the process, by force if it does not end in time."""
-        atexit.unregister(self.stop)
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(STOP)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
+        self.process.terminate()
+        try:
+            self.process.wait(STOP)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
     def tail(self):
         """The last lines that the server has printed."""
@@ -118,14 +111,20 @@ class Server:
         return json.dumps({'prompt': ask.prompt, 'max_tokens': ask.n_new, **SETTINGS, **more}).encode()
 
 
+def free_port():
+    with socket.create_server(('127.0.0.1', 0)) as free:
+        return free.getsockname()[1]
+
+
 class Ours(Server):
     """serve.py with the checkpoint of a folder. n_tokens: that its pool holds. options: further settings."""
     name = 'ours'
 
     def __init__(self, folder, weights, n_tokens, *options):
-        super().__init__(lambda port: [
-            sys.executable, 'serve.py', f'--out_dir={folder}', f'--weights={weights}', '--device=cpu', f'--port={port}',
-            '--max_queue=100000', f'--n_blocks={-(-n_tokens // PAGE_SIZE)}', f'--page_size={PAGE_SIZE}', *options])
+        port, n_blocks = free_port(), -(-n_tokens // PAGE_SIZE)
+        super().__init__(port, sys.executable, 'serve.py', f'--out_dir={folder}', f'--weights={weights}',
+                         '--device=cpu', f'--port={port}', '--max_queue=100000', f'--n_blocks={n_blocks}',
+                         f'--page_size={PAGE_SIZE}', *options)
 
     def body(self, ask):
         drawn = {} if ask.seed is None else {'temperature': 1, 'seed': ask.seed}
@@ -147,9 +146,10 @@ class LlamaServer(Server):
     def __init__(self, binary, folder, weights, n_slots, longest, threads):
         self.threads = threads
         n_ctx = -(-longest // 256) * 256  # it rounds up to that itself
-        super().__init__(lambda port: [
-            binary, '-m', os.path.join(folder, f'{weights}.gguf'), '--host', '127.0.0.1', '--port', str(port), '-np',
-            str(n_slots), '-c', str(n_slots * n_ctx), '--threads', str(threads), '--no-ui', '--log-verbosity', '1'])
+        port = free_port()
+        super().__init__(port, binary, '-m', os.path.join(folder, f'{weights}.gguf'), '--host', '127.0.0.1', '--port',
+                         str(port), '-np', str(n_slots), '-c', str(n_slots * n_ctx), '--threads', str(threads),
+                         '--no-ui', '--log-verbosity', '1')
 
     def body(self, ask):
         return super().body(ask, top_k=1)

@@ -10,7 +10,7 @@ import asyncio
 import random
 
 from benchmarks.harness import Part, process_bytes
-from benchmarks.serve.client import ask_one, closed_loop
+from benchmarks.serve.client import closed_loop
 from benchmarks.serve.servers import Ours, blocks_left, models
 from benchmarks.serve.workloads import longest, mixed, tokens
 
@@ -43,39 +43,26 @@ def asks_of_all_kinds(config, n, seed):
 def soak(name, config, folder, weights, n_clients, n):
     """A row. different: answers that are not those of the request alone. resident: bytes after each turn."""
     asks = asks_of_all_kinds(config, n, seed=0)
-    staying = [i for i, ask in enumerate(asks) if ask.leaves is None]
-    chosen = set(random.Random(1).sample(staying, min(len(staying), max(1, round(COMPARED * n)))))
-    answers, resident, used, failed = {}, [], [], []
+    staying = [ask for ask in asks if ask.leaves is None]
+    chosen = random.Random(1).sample(staying, min(len(staying), max(1, round(COMPARED * n))))
+    answers, resident, used = [], [], []
     # room for two thirds of the clients' longest requests, so that some samples lose their blocks on the way
     with Ours(folder, weights, max(1, 2 * n_clients // 3) * longest(asks)) as ours:
         for turn in range(TURNS):
-            numbers = range(turn * n // TURNS, (turn + 1) * n // TURNS)
-            number_of = {id(asks[i]): i for i in numbers}
-            load = asyncio.run(closed_loop(ours, [asks[i] for i in numbers], n_clients, keep=True))
-            for answer in load.answers:
-                if (i := number_of[id(answer.ask)]) in chosen:
-                    answers[i] = answer.token_ids
-            failed += [a.error for a in load.answers if a.error not in ('', 'left')]
+            some = asks[turn * n // TURNS:(turn + 1) * n // TURNS]
+            answers += asyncio.run(closed_loop(ours, some, n_clients)).answers
             used.append(blocks_left(ours))
             resident.append(process_bytes(pid=ours.process.pid))
         preemptions, hits = int(ours.metric('preemptions_total')), int(ours.metric('prefix_hits_total'))
     with Ours(folder, weights, longest(asks)) as ours:
-        alone = asyncio.run(one_by_one(ours, {i: asks[i]._replace(salt=str(i)) for i in sorted(chosen)}))
-    different = [i for i in chosen if answers[i] != alone[i] or len(alone[i]) != asks[i].n_new]
+        alone = asyncio.run(closed_loop(ours, [ask._replace(salt=str(i)) for i, ask in enumerate(chosen)], 1)).answers
+    answer_to, failed = {id(a.ask): a for a in answers}, [a.error for a in answers if a.error not in ('', 'left')]
+    different = [a for ask, a in zip(chosen, alone) if a.error or a.token_ids != answer_to[id(ask)].token_ids]
     known = None not in resident
     return dict(shape=name, weights=weights, requests=n, clients=n_clients, failed=len(failed), error=failed[:1],
                 blocks_used=max(used), resident=resident, compared=len(chosen), different=len(different),
                 flat=resident[-1] <= FLAT * resident[TURNS // 5 - 1] if known else None, preemptions=preemptions,
                 prefix_hits=hits)
-
-
-async def one_by_one(server, asks):
-    """{number: the token ids of the answer}, of requests that are sent one after the other."""
-    answers = {}
-    for i, ask in asks.items():
-        answer = await ask_one(server, server.body(ask), ask)
-        answers[i] = [] if answer.error else answer.token_ids
-    return answers
 
 
 PARTS = dict(soak=Part(rows, 6, "soak", (

@@ -1,18 +1,10 @@
 """
-Draws step.png: the new tokens of three sequences on one axis, and the slots of their keys in three caches. The runs are
-those that the caches hand to the compiled step.
-
-    python benchmarks/figures/draw_step.py
+The picture of a step: the new tokens of three sequences on one axis, and the slots of their keys in three caches. The
+runs are those that the caches hand to the compiled step.
 """
-import os
-import sys
-
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[0] = os.path.dirname(os.path.dirname(HERE))  # the repository
-
 import torch
 
-from benchmarks.figures.draw_caches import COLOURS, boxes, frame
+from benchmarks.figures.caches import COLOURS, boxes, frame
 from decode.cpu import CPUDecoder
 from kvcache.contiguous import ContiguousCache
 from kvcache.llamacpp import sequences
@@ -79,8 +71,3 @@ def draw(path):
         draw_slots(ax, -3.1 * i, title, decoder)
     frame(ax, -4.6, 30, -8.6, 3.4, 'one step for three sequences, and where it finds their keys and values')
     save(fig, path)
-
-
-if __name__ == '__main__':
-    draw(os.path.join(HERE, 'step.png'))
-    print(os.path.join(HERE, 'step.png'))

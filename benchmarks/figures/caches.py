@@ -1,14 +1,4 @@
-"""
-Draws cells.png and blocks.png: one example each, run with the real data structures.
-
-    python benchmarks/figures/draw_caches.py
-"""
-import os
-import sys
-
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[0] = os.path.dirname(os.path.dirname(HERE))  # the repository
-
+"""The pictures of the cells and of the blocks: one example each, run with the real data structures."""
 import numpy as np
 from matplotlib.colors import to_rgb
 
@@ -129,9 +119,3 @@ def draw_blocks(path):
             fontsize=8, va='center')
     frame(ax, -0.2, 25.8, -0.5, 5.3, 'blocks of 4 slots, three sequences')
     save(fig, path)
-
-
-if __name__ == '__main__':
-    for name, draw in (('cells.png', draw_cells), ('blocks.png', draw_blocks)):
-        draw(os.path.join(HERE, name))
-        print(os.path.join(HERE, name))

@@ -1,14 +1,6 @@
 """
-Draws masks.png: which keys each query sees when a prompt of 4 is prefilled, and when a chunk of 3 follows on the cache.
-
-    python benchmarks/figures/draw_masks.py
+The picture of which keys each query sees: when a prompt of 4 is prefilled, and when a chunk of 3 follows on the cache.
 """
-import os
-import sys
-
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path[0] = os.path.dirname(os.path.dirname(HERE))  # the repository
-
 import torch
 
 from training.plotting import plt, save
@@ -38,8 +30,3 @@ def draw(path):
         if 0 < start < n_keys:
             ax.axvline(start - 0.5, color='0.4', ls=':')
     save(fig, path)
-
-
-if __name__ == '__main__':
-    draw(os.path.join(HERE, 'masks.png'))
-    print(os.path.join(HERE, 'masks.png'))

@@ -1,21 +1,16 @@
 """
-Draws figures/house.png: the modules of this repository in groups, and arrows from each group to those it imports.
-
-    python benchmarks/house.py
+The picture of the modules of this repository in groups, with arrows from each group to those it imports.
 
 The arrows are the import statements of the files. A wider one stands for more imports.
 """
 import ast
 import glob
 import os
-import sys
 from collections import Counter
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[0] = ROOT  # not this folder
 
 from training.plotting import plt, save
 
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 LINES = (('scripts', 'benchmarks', 'serving'), ('training', 'model', 'kvcache', 'decode'), ('other files', 'formats'))
 MODEL = 'model', 'generation', 'debug_kv_model'
 WIDTH, HEIGHT, GAP = 100, 20, 12  # of a line, and between two boxes
@@ -71,9 +66,3 @@ def draw(path):
         ax.annotate('', *ends, zorder=0.5, arrowprops=dict(arrowstyle='-|>', color='0.55', patchA=boxes[source],
                                                            patchB=boxes[target], lw=0.6 + 0.2 * min(count, 10)))
     save(fig, path)
-
-
-if __name__ == '__main__':
-    picture = os.path.join(ROOT, 'benchmarks', 'figures', 'house.png')
-    draw(picture)
-    print(picture)
