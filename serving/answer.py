@@ -1,7 +1,7 @@
 """
 The answer to a body, on its way from the engine's thread to the client: outputs wait in a `Mailbox`, become chunks of a
-stream or one text_completion object in a `Completion`, and are written by an `Answer`, which notices a client that goes
-away.
+stream or one object in a `Completion` or a `ChatCompletion`, and are written by an `Answer`, which notices a client
+that goes away.
 """
 import asyncio
 import codecs
@@ -36,9 +36,8 @@ class Choice:
 
     def __init__(self, index, prompt, body, served):
         self.index, self.prompt, self.body, self.served = index, prompt, body, served
-        prompt_text = served.tokenizer.decode(prompt) if body.echo or body.logprobs is not None else ''
-        self.text, self.offset = (prompt_text, 0) if body.echo else ('', len(prompt_text))
-        self.tokens, self.scores, self.characters = [], [], codecs.getincrementaldecoder('utf-8')('replace')
+        self.text, self.tokens, self.scores = '', [], []
+        self.scored = body.params.logprobs is not None
         self.finish_reason, self.n_tokens, self.begun, self.ended = None, 0, False, False
 
     def add(self, output):
@@ -51,13 +50,13 @@ class Choice:
 
     def has_news(self):
         """Is there something to send? Tokens without a text of their own are, only where tokens are asked for."""
-        asked = self.body.return_token_ids or self.body.logprobs is not None
+        asked = self.body.return_token_ids or self.scored
         return not self.ended and bool(self.text or self.finish_reason or asked and self.tokens)
 
     def take(self):
         """The JSON of what has come since the last time, a dict."""
-        choice = {'index': self.index, 'text': self.text, 'logprobs': None, 'finish_reason': self.finish_reason}
-        if self.body.logprobs is not None:
+        choice = {'index': self.index, **self.content(), 'logprobs': None, 'finish_reason': self.finish_reason}
+        if self.scored:
             choice['logprobs'] = self.taken_logprobs()
         if self.body.return_token_ids:
             choice['token_ids'] = self.tokens
@@ -65,6 +64,22 @@ class Choice:
                 choice['prompt_token_ids'] = self.prompt
         self.begun, self.ended, self.text, self.tokens, self.scores = True, self.finish_reason is not None, '', [], []
         return choice
+
+    def content(self):
+        raise NotImplementedError
+
+
+class TextChoice(Choice):
+    """A sample of a completion: a text."""
+
+    def __init__(self, index, prompt, body, served):
+        super().__init__(index, prompt, body, served)
+        prompt_text = served.tokenizer.decode(prompt) if body.echo or self.scored else ''
+        self.text, self.offset = (prompt_text, 0) if body.echo else ('', len(prompt_text))
+        self.characters = codecs.getincrementaldecoder('utf-8')('replace')
+
+    def content(self):
+        return {'text': self.text}
 
     def taken_logprobs(self):
         """
@@ -89,13 +104,33 @@ class Choice:
                 'text_offset': offsets}
 
 
+class ChatChoice(Choice):
+    """A sample of a conversation: a message of the assistant."""
+
+    def content(self):
+        role = {} if self.begun and self.body.stream else {'role': 'assistant'}
+        return {'delta' if self.body.stream else 'message': {**role, 'content': self.text}}
+
+    def taken_logprobs(self):
+        """OpenAI's object: for each token its text, its logprob, its bytes, and the same of the likeliest tokens."""
+        return {'content': [{**self.described(token, score.logprob),
+                             'top_logprobs': [self.described(*likely) for likely in score.top]}
+                            for token, score in self.scores], 'refusal': None}
+
+    def described(self, token, logprob):
+        data = self.served.token_bytes[token]
+        return {'token': name_of_token(data), 'logprob': max(logprob, LEAST_LOGPROB), 'bytes': list(data)}
+
+
 class Completion:
     """The answer to a `CompletionBody` that was made into these requests. id: of the answer."""
+    choice, kind, kind_of_chunk = TextChoice, 'text_completion', 'text_completion'
 
     def __init__(self, id, body, served, requests):
         self.body, self.requests, self.n_cached, self.error = body, requests, 0, None
-        self.head = {'id': id, 'object': 'text_completion', 'created': int(time.time()), 'model': served.name}
-        self.choices = [Choice(number * body.n + i, request.prompt, body, served)
+        self.head = {'id': id, 'object': self.kind_of_chunk if body.stream else self.kind, 'created': int(time.time()),
+                     'model': served.name}
+        self.choices = [self.choice(number * body.n + i, request.prompt, body, served)
                         for number, request in enumerate(requests) for i in range(body.n)]
 
     def add(self, number, outputs):
@@ -141,6 +176,11 @@ class Completion:
         elif self.done and asked:
             events.append(event({**self.head, 'choices': [], 'usage': self.usage()}))
         return b''.join(events + [DONE] * self.done)
+
+
+class ChatCompletion(Completion):
+    """The answer to a `ChatBody`."""
+    choice, kind, kind_of_chunk = ChatChoice, 'chat.completion', 'chat.completion.chunk'
 
 
 class JSON(Response):

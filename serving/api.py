@@ -1,16 +1,16 @@
 """
 The objects of the API: what a body may hold, the `Request`s it asks for, and errors. The fields are those of OpenAI's
-legacy completions (https://platform.openai.com/docs/api-reference/completions), with those that vLLM adds.
+legacy completions and chat completions (https://platform.openai.com/docs/api-reference), with those that vLLM adds.
 """
 import difflib
 import random
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import orjson
 from pydantic import AfterValidator, Field, ValidationError, WrapValidator
 
-from serving.request import Request, SamplingFields, Strict, TokenId
+from serving.request import MOST_LOGPROBS, Request, SamplingFields, SamplingParams, Strict, TokenId
 
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS = 128, 128, 4  # of one body
 TYPES = {401: 'authentication_error', 429: 'rate_limit_error', 500: 'server_error', 503: 'service_unavailable'}
@@ -18,7 +18,9 @@ UNSUPPORTED = {
     'best_of': "ask for n samples, with logprobs to compare them, and choose one",
     'suffix': "this model continues a text, and cannot fill in the middle of one",
     'response_format': "this server does not constrain the form of a text: give an example of it in the prompt",
-    'messages': "a base model has no chat template: write the conversation as a prompt",
+    'messages': "POST them to /v1/chat/completions",
+    'tools': "this server calls no functions: describe them in a message",
+    'audio': "this model reads and writes text only",
 }
 
 
@@ -80,24 +82,65 @@ class StreamOptions(Strict):
     include_usage: bool = Field(False, description="end the stream with a chunk that has the usage and no choices")
 
 
-class CompletionBody(Body, SamplingFields):
-    """The body of POST /v1/completions."""
-    prompt: Prompts
-    max_tokens: int = Field(16, ge=0)
+class GenerationBody(Body, SamplingFields):
+    """What the bodies of completions and of chat completions share."""
     n: int = Field(1, ge=1, le=MOST_SAMPLES, description="samples of each prompt")
     seed: int | None = Field(None, ge=0, lt=2**63, description="sample i of a prompt draws with seed + i")
     stop: Stops = Field(default_factory=list)
-    echo: bool = Field(False, description="with logprobs, the prompt is scored; max_tokens may then be 0")
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     return_token_ids: bool = Field(False, description="add token_ids and prompt_token_ids to the choices")
     cache_salt: str = Field('', max_length=256, description="prompts share blocks with those of the same salt only")
     user: str = Field('', description="has no effect")
 
+
+class CompletionBody(GenerationBody):
+    """The body of POST /v1/completions."""
+    prompt: Prompts
+    max_tokens: int = Field(16, ge=0)
+    echo: bool = Field(False, description="with logprobs, the prompt is scored; max_tokens may then be 0")
+
     @property
     def prompt_logprobs(self):
         """See `SamplingParams`."""
         return self.echo and self.logprobs is not None
+
+    @property
+    def params(self):
+        """Its `SamplingParams`."""
+        return self
+
+
+class TextPart(Strict):
+    type: Literal['text']
+    text: str
+
+
+class Message(Strict):
+    """A message of a conversation. The texts of several parts follow each other on lines of their own."""
+    role: Literal['system', 'user', 'assistant']
+    content: Annotated[str | list[TextPart], says("content should be a text, or a list of parts of the type text")]
+    name: str = Field('', description="has no effect")
+
+    def plain(self):
+        """The message as templates know it."""
+        text = self.content if type(self.content) is str else '\n'.join(part.text for part in self.content)
+        return {'role': self.role, 'content': text}
+
+
+class ChatBody(GenerationBody):
+    """The body of POST /v1/chat/completions."""
+    messages: list_of(Message, min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=0, description="by default as many as there is room for")
+    max_tokens: int | None = Field(None, ge=0, description="the older name of max_completion_tokens")
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS, description="with logprobs")
+
+    @property
+    def params(self):
+        """Its `SamplingParams`."""
+        fields = {name: getattr(self, name) for name in SamplingFields.model_fields if name != 'logprobs'}
+        return SamplingParams(**fields, logprobs=self.top_logprobs if self.logprobs else None)
 
 
 class TokenizeBody(Body):
@@ -171,6 +214,23 @@ class Served:
         except ValueError as e:
             raise invalid('prompt', f"prompt has {e}") from None
 
+    def conversation(self, messages):
+        """
+        Token ids of a conversation, a list of `Message`s. APIError 404 if the model has no chat template, 400 if the
+        template does not take this conversation, or if it is very long.
+        """
+        if self.tokenizer.chat_template is None:
+            raise APIError(404, "this model has no chat, because its tokenizer has no chat template: write the "
+                                "conversation as a prompt, and POST it to /v1/completions")
+        messages = [message.plain() for message in messages]
+        n = sum(len(message['content']) for message in messages)
+        if n > self.max_tokens * max(map(len, self.token_bytes)):
+            raise too_long(f"messages have {n:,} characters, which are more than {self.max_tokens:,} tokens")
+        try:
+            return self.tokenizer.conversation(messages)
+        except ValueError as e:
+            raise invalid('messages', str(e)) from None
+
 
 def too_long(message):
     """The APIError for what is longer than the model's context or the pool of blocks."""
@@ -179,17 +239,26 @@ def too_long(message):
 
 def requests_of(body, served, id, delivers):
     """
-    A `Request` for each prompt of a `CompletionBody`. APIError where a value does not fit the model.
+    A `Request` for each prompt of a `CompletionBody`, or the one of a `ChatBody`. APIError where a value does not fit
+    the model.
 
-    delivers: the `deliver` of each prompt. A body without a seed gets one for each prompt, drawn here.
+    delivers: the `deliver` of each. A body without a seed gets one for each prompt, drawn here.
     """
     if body.stream_options.include_usage and not body.stream:
         raise invalid('stream_options', "stream_options is for streams: add stream, or leave it out")
-    prompts = [served.encode(prompt) if type(prompt) is str else prompt for prompt in body.prompt]
+    n_new = body.max_tokens
+    if isinstance(body, ChatBody):
+        prompts = [served.conversation(body.messages)]
+        n_new = n_new if body.max_completion_tokens is None else body.max_completion_tokens
+        n_new = max(0, served.max_tokens - len(prompts[0])) if n_new is None else n_new
+        if body.top_logprobs and not body.logprobs:
+            raise invalid('top_logprobs', "top_logprobs needs logprobs: add it, or leave both out")
+    else:
+        prompts = [served.encode(prompt) if type(prompt) is str else prompt for prompt in body.prompt]
     seeds = [random.randrange(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     try:
-        requests = [Request(f'{id}-{i}', tokens, body.max_tokens, body, seed, body.n, tuple(body.stop),
-                            body.cache_salt, deliver)
+        requests = [Request(f'{id}-{i}', tokens, n_new, body.params, seed, body.n, tuple(body.stop), body.cache_salt,
+                            deliver)
                     for i, (tokens, seed, deliver) in enumerate(zip(prompts, seeds, delivers))]
         for request in requests:
             request.check_tokens(len(served.token_bytes))

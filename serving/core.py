@@ -29,12 +29,12 @@ class Live:
 
 class EngineCore:
     """
-    cache: a `PagedCache`. bytes_of: the bytes of a token id. eos_token: the token that ends a text, or None. budget:
+    cache: a `PagedCache`. bytes_of: the bytes of a token id. end_tokens: the tokens that end a text. budget:
     the most tokens of a step. ended: called with a `Live` when all of its samples have ended.
     """
 
-    def __init__(self, cache, bytes_of, eos_token, budget, ended):
-        self.cache, self.text_of_token, self.eos_token, self.ended = cache, WholeTexts(bytes_of), eos_token, ended
+    def __init__(self, cache, bytes_of, end_tokens, budget, ended):
+        self.cache, self.text_of_token, self.end_tokens, self.ended = cache, WholeTexts(bytes_of), end_tokens, ended
         self.version = None  # of the cache's weights when the samples that run were computed
         self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
         self.scheduler, self.sampler = Scheduler(cache, budget), Sampler(self.vocab_size)
@@ -47,9 +47,7 @@ class EngineCore:
         scored, from the second on; and first_time: when its first token was drawn.
         """
         request, p = live.request, live.request.params
-        stop_ids = {*p.stop_token_ids}
-        if self.eos_token is not None and not p.ignore_eos:
-            stop_ids.add(self.eos_token)
+        stop_ids = {*p.stop_token_ids, *(() if p.ignore_eos else self.end_tokens)}
         made = [(Drawing(request, i, stop_ids, self.vocab_size), TextStream(self.text_of_token, request.stop))
                 for i in range(request.n)]
         live.samples = self.scheduler.submit(request)

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 
 from kvcache.paged import PagedCache, n_blocks_for
 from serving.core import EngineCore, Live
+from serving.request import check_ids
 from serving.stats import Snapshots
 
 N_BLOCKS, MEMORY = 1024, 2**30  # of a pool at most, by default; bytes of keys and values
@@ -34,10 +35,10 @@ class Draining(QueueFull):
 class Engine:
     """
     model, decoder: a GPT, and what `decode.best` makes of it. token_bytes: the bytes of each token id, a list or a
-    function. eos_token: the token that ends a text, if there is one. n_blocks, page_size, type_kv: of the pool, see
-    `PagedCache`; by default N_BLOCKS, or fewer that have MEMORY bytes. max_num_batched_tokens: the most tokens of a
-    step, which all samples wait for; by default 64 to 512, fewer for larger models. max_queue: how many requests may
-    wait.
+    function. end_tokens: those that end a text. n_blocks, page_size, type_kv: of the pool, see `PagedCache`; by default
+    N_BLOCKS, or as many as a sequence can take, but no more than MEMORY bytes. max_num_batched_tokens: the most tokens
+    of a step, which all samples wait for; by default 64 to 512, fewer for larger models. max_queue: how many requests
+    may wait.
 
     The tokens and log probabilities of a sample are those that it has alone, with a compiled step bit for bit, whoever
     else is served, whatever is remembered, and whenever it was preempted. When a sequence begins after the weights have
@@ -46,17 +47,15 @@ class Engine:
     stats: see `stats.Stats`. Any thread may call `start`, `submit`, `abort`, `drain`, `stop` and `state`.
     """
 
-    def __init__(self, model, decoder, token_bytes, eos_token=None, n_blocks=None, page_size=16,
+    def __init__(self, model, decoder, token_bytes, end_tokens=(), n_blocks=None, page_size=16,
                  max_num_batched_tokens=None, max_queue=1024, type_kv='float32'):
         model.eval()
-        if eos_token is not None and not 0 <= eos_token < model.config.vocab_size:
-            raise ValueError(f"eos_token is {eos_token}, and must be one of the model's {model.config.vocab_size} "
-                             "token ids, or None")
+        check_ids('end_tokens', end_tokens, model.config.vocab_size)
         n_blocks = n_blocks or default_n_blocks(model.config, page_size)
         self.decoder, self.cache = decoder, PagedCache(model, n_blocks, page_size, type_kv, decoder)
         bytes_of = token_bytes if callable(token_bytes) else token_bytes.__getitem__
         budget = max_num_batched_tokens or max(64, min(512, WORK // sum(p.numel() for p in model.parameters())))
-        self.core = EngineCore(self.cache, bytes_of, eos_token, budget, self.ended)
+        self.core = EngineCore(self.cache, bytes_of, end_tokens, budget, self.ended)
         self.scheduler, self.stats = self.core.scheduler, self.core.stats
         self.snapshots = Snapshots(self.scheduler, self.stats, bytes_of)
         self.vocab_size, self.max_queue = model.config.vocab_size, max_queue
@@ -194,6 +193,6 @@ class Engine:
 
 
 def default_n_blocks(config, page_size):
-    """N_BLOCKS, or as many as MEMORY holds in float32, but enough for one sequence."""
+    """N_BLOCKS, or as many as a sequence can take, but no more than MEMORY holds in float32."""
     n_bytes = page_size * config.n_layer * 2 * config.n_kv_head * config.head_dim * 4
-    return max(n_blocks_for(config, page_size), min(N_BLOCKS, MEMORY // n_bytes))
+    return max(1, min(max(N_BLOCKS, n_blocks_for(config, page_size)), MEMORY // n_bytes))

@@ -37,9 +37,10 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         step = decode.best(model, 1, weights, threads, decoder)
         print(f"decoder: {step.name}", file=sys.stderr)
     token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)
-    engine = Engine(model, step, token_bytes, tokenizer.end_of_text, **settings)
+    engine = Engine(model, step, token_bytes, tokenizer.end_tokens, **settings)
     engine.start()
-    served = Served(name or os.path.basename(os.path.abspath(folder)), tokenizer, token_bytes,
+    name = name or os.path.basename(os.path.abspath(folder if init_from == 'resume' else init_from))
+    served = Served(name, tokenizer, token_bytes,
                     min(model.config.max_positions, engine.cache.n_seq * engine.cache.page_size), int(time.time()))
     gc.collect()
     gc.freeze()

@@ -25,10 +25,17 @@ USAGE = object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COU
                   prompt_tokens_details=object_of(cached_tokens=COUNT))
 CHOICE = object_of(index=COUNT, text=TEXT, logprobs=either(LOGPROBS),
                    finish_reason={'enum': ['stop', 'length', None]})
+SCORE = dict(token=TEXT, logprob=NUMBER, bytes=list_of(COUNT))
+MESSAGE = object_of(role={'const': 'assistant'}, content=TEXT)
+CHAT_CHOICE = object_of(index=COUNT, message=MESSAGE, finish_reason={'enum': ['stop', 'length', None]},
+                        logprobs=either(object_of(refusal=NULL, content=list_of(
+                            object_of(**SCORE, top_logprobs=list_of(object_of(**SCORE)))))))
 SCHEMAS = {
     'Error': object_of(error=object_of(message=TEXT, type=TEXT, param=either(TEXT), code=either(TEXT))),
     'Completion': object_of(id=TEXT, object={'const': 'text_completion'}, created=COUNT, model=TEXT,
                             choices=list_of(CHOICE), usage=USAGE),
+    'ChatCompletion': object_of(id=TEXT, object={'const': 'chat.completion'}, created=COUNT, model=TEXT,
+                                choices=list_of(CHAT_CHOICE), usage=USAGE),
     'Models': object_of(object={'const': 'list'}, data=list_of(object_of(
         id=TEXT, object={'const': 'model'}, created=COUNT, owned_by=TEXT, max_model_len=COUNT))),
     'Tokens': object_of(tokens=list_of(COUNT), count=COUNT, max_model_len=COUNT),
@@ -62,7 +69,7 @@ class Endpoint(NamedTuple):
         errors = *self.errors, *(400, 404, 413) * (self.body is not None), *(401,) * needs_key
         responses = {str(status): {'description': REASONS[status], 'content': json_of('Error')} for status in errors}
         content = json_of(answer) if answer in SCHEMAS else {answer: {'schema': TEXT}}
-        if answer == 'Completion':
+        if answer in ('Completion', 'ChatCompletion'):
             content['text/event-stream'] = {'schema': object_of(data=TEXT)}  # an event
         responses['200'] = {'description': "as asked", 'content': content}
         described = {'summary': self.handler.__doc__, 'responses': responses}

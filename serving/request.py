@@ -7,7 +7,7 @@ from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-MOST_LOGPROBS = 5  # tokens besides the sampled one
+MOST_LOGPROBS = 20  # tokens besides the sampled one
 PAUSE, LONGEST_PAUSE = 0.04, 0.2  # seconds between two chunks of a stream, at least and at most
 CHUNKS = 400  # the number of chunks that all streams together write in a second: each chunk takes time from the model
 
@@ -55,7 +55,7 @@ class SamplingParams(SamplingFields):
     presence_penalty, frequency_penalty: subtracted from the logit of a token that was generated, once and for each
     time. repetition_penalty: divides the positive logits of all tokens of prompt and sample, multiplies the negative.
     min_tokens: so many tokens are generated before one of the stop tokens can be drawn. ignore_eos: the engine's
-    eos_token ends nothing.
+    end_tokens end nothing.
     logprobs: None, or how many of the likeliest tokens are reported beside each one that was drawn. Log probabilities
     are those of the model, before all of the above.
     logit_bias: {token id: number that is added to its logit}. stop_token_ids: further tokens that end a sample.

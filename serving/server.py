@@ -21,8 +21,18 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from serving.answer import JSON, Answer, Bell, Completion, Mailbox
-from serving.api import APIError, CompletionBody, DetokenizeBody, TokenizeBody, invalid, parsed, requests_of, too_long
+from serving.answer import JSON, Answer, Bell, ChatCompletion, Completion, Mailbox
+from serving.api import (
+    APIError,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    invalid,
+    parsed,
+    requests_of,
+    too_long,
+)
 from serving.engine import QueueFull
 from serving.openapi import Endpoint, openapi
 from serving.request import Output, check_ids
@@ -182,11 +192,22 @@ async def no_answer(request, e):
 
 async def completions(service, body):
     """Continue prompts"""
-    id, mailbox = f'cmpl-{random.getrandbits(96):024x}', Mailbox(service.bell, listening=body.stream)
-    delivers = [partial(mailbox.put, number) for number in range(len(body.prompt))]
+    long = sum(map(len, body.prompt)) > LONG_TEXT
+    return await generate(service, body, 'cmpl', len(body.prompt), Completion, in_thread=long)
+
+
+async def chat(service, body):
+    """Answer in a conversation"""
+    return await generate(service, body, 'chatcmpl', 1, ChatCompletion, in_thread=True)  # a template may take long
+
+
+async def generate(service, body, prefix, n_prompts, kind, in_thread):
+    """The `Answer` to a body, of this kind, whose requests are submitted. in_thread: make these in another thread."""
+    id, mailbox = f'{prefix}-{random.getrandbits(96):024x}', Mailbox(service.bell, listening=body.stream)
+    delivers = [partial(mailbox.put, number) for number in range(n_prompts)]
     make = partial(requests_of, body, service.served, id, delivers)
-    requests = await asyncio.to_thread(make) if sum(map(len, body.prompt)) > LONG_TEXT else make()
-    answer = Answer(service, Completion(id, body, service.served, requests), mailbox)
+    requests = await asyncio.to_thread(make) if in_thread else make()
+    answer = Answer(service, kind(id, body, service.served, requests), mailbox)
     service.submit(requests, mailbox)
     return answer
 
@@ -247,6 +268,7 @@ async def page(service):
 
 ENDPOINTS = [
     Endpoint('POST', '/v1/completions', completions, 'Completion', (429, 500, 503), body=CompletionBody),
+    Endpoint('POST', '/v1/chat/completions', chat, 'ChatCompletion', (429, 500, 503), body=ChatBody),
     Endpoint('GET', '/v1/models', models, 'Models'),
     Endpoint('POST', '/tokenize', tokenize, 'Tokens', body=TokenizeBody),
     Endpoint('POST', '/detokenize', detokenize, 'Text', body=DetokenizeBody),
