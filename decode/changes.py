@@ -11,7 +11,8 @@ from itertools import chain
 import torch
 import torch.nn as nn
 from torch.nn.modules import module as torch_module
-from torch.overrides import TorchFunctionMode
+
+from meta_model import meta_model
 
 REFUSED = "use another decoder, such as decode.EagerDecoder(model)"
 PROBES = 8  # values of each parameter that a `Watch` compares
@@ -41,14 +42,6 @@ def check_own_forward(model, names=('forward', 'hidden_states'), advice=REFUSED)
         raise ValueError(f"the decoder does not run torch's global hooks: {advice}")
 
 
-class NoValues(TorchFunctionMode):
-    """Inside, `torch.nn.init` does nothing: on the device meta it would import 800 modules and take a second."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, '__module__', None) != 'torch.nn.init':
-            return function(*args, **(kwargs or {}))
-
-
 def check_unchanged(model):
     """
     ValueError unless the model is the GPT of model.py that its config says, so that the config and the weights alone
@@ -59,8 +52,7 @@ def check_unchanged(model):
         raise ValueError(f"the decoder expects the GPT of model.py, not {type(model).__name__}: {REFUSED}")
     config = copy.copy(model.config)
     config.bias = True
-    with torch.device('meta'), NoValues():
-        plain = gpts_of(model)[0](config)
+    plain = meta_model(gpts_of(model)[0], config)
     found, expected = (dict(each.named_modules(remove_duplicate=False)) for each in (model, plain))
     for name in sorted({*found, *expected} - {''}):
         module, of_plain = found.get(name), expected.get(name)

@@ -1,8 +1,12 @@
 """
 A model's weights in the order in which the compiled step reads them.
 
-The model stays as it is. The packed copy takes 4, 2 or 1 bytes a weight: float32, bfloat16 or int8.
+The model stays as it is, in a file if it is memory-mapped. The packed copy takes 4, 2 or 1 bytes a weight: float32,
+bfloat16 or int8.
 """
+import ctypes
+import sys
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -13,6 +17,7 @@ from decode.kernel.layout import GROUP, SHEET
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import LANES, padded
 
+MADV_PAGEOUT = 21
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8}
 padded = padded.py_func
 
@@ -88,6 +93,22 @@ def pack(out, w, n):
     out.view(packed.shape).copy_(packed)
 
 
+def page_out(tensors):
+    """
+    Take those of the tensors that are memory-mapped files out of memory. They are read from their files again when they
+    are used, and what was written to them stays. On other systems than Linux this does nothing.
+    """
+    if sys.platform != 'linux':
+        return
+    used = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
+    with open('/proc/self/maps') as maps:
+        for line in maps:
+            addresses, _, _, _, inode, *_ = line.split()
+            start, end = (int(x, 16) for x in addresses.split('-'))
+            if inode != '0' and any(start <= first and last <= end for first, last in used):
+                ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_PAGEOUT)
+
+
 class PackedWeights:
     """
     A model's weights as the compiled step reads them. `fill` copies them, and does so again after they have changed.
@@ -154,3 +175,4 @@ class PackedWeights:
         for of_layer, block in zip(self.head_norm_weight, self.model.transformer.h if c.qk_norm else ()):
             for weight, norm in zip(of_layer, (block.attn.q_norm, block.attn.k_norm)):
                 weight[:c.head_dim] = norm.weight.float()
+        page_out([p.detach() for p in self.model.parameters()])

@@ -7,6 +7,7 @@ from safetensors import safe_open
 from formats.families import config_args
 from formats.names import CONV1D, HUGGING_FACE
 from formats.weights import check_weights, once
+from meta_model import meta_model
 from tokenizer import read_json
 
 GPT2_NAMES = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'
@@ -38,8 +39,7 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None):
         raise ValueError(f"{folder}/config.json: {e}") from e
     try:
         check_weights(config, HUGGING_FACE[hf['model_type']], files.weights)
-        with torch.device('meta'):  # shapes only
-            model = GPT(config)
+        model = meta_model(GPT, config)
         model.load_state_dict(state_dict_of(model, hf, files, dtype), assign=True)
     except (ValueError, RuntimeError) as e:  # RuntimeError of torch, where shapes do not fit
         raise ValueError(f"the weights of {folder} do not fit its config.json: {' '.join(str(e).split())[:300]}") from e
