@@ -6,9 +6,8 @@ import time
 import numpy as np
 import pytest
 import torch
-from interrupts import interrupted
 from test_paged import Fed
-from test_same_bits import N_SLOTS, Store, expected_logits, model_of, reference_logits, texts
+from test_same_bits import N_SLOTS, Store, model_of, reference_logits, texts
 
 from decode import cpu
 from decode.cpu import CPUDecoder
@@ -112,17 +111,6 @@ def test_the_arrays_of_another_model_are_refused(fed, other):
         step(decoder, store)
 
 
-def test_shared_beginnings_are_read_by_all(fed):
-    """Two sequences go on from the same slots; each has the bits of its own text alone."""
-    decoder, (text, a, b) = CPUDecoder(model_of(SHAPE)), texts(3, 20, 0)
-    store = Store(decoder.model, 'pages')
-    store.feed(decoder, {0: text[:16]})
-    store.runs[1], store.length[1] = Runs(store.runs[0].table[:1]), 16
-    got = store.feed(decoder, {0: a[:5], 1: b[:7]})
-    for new, logits in ((a[:5], got[0]), (b[:7], got[1])):
-        assert torch.equal(logits, expected_logits(decoder, [text[:16] + new])[0][16:])
-
-
 @pytest.mark.parametrize('cache_layout', range(4))
 def test_on_the_operators_cache(cache_layout):
     """The kernel goes on where the operator has written, and the operator reads what the kernel has written."""
@@ -171,25 +159,6 @@ def test_layers_that_the_compiled_step_does_not_read(fed, how):
 
 
 # functions of decode/ that write the tables; those that call them hold the lock
-INTERRUPTED = 'run', 'run_rows', 'tables_for', 'set_sizes', 'bind', 'ended', 'team_and_threads'
-
-
-@pytest.mark.parametrize('between', ['tuples', 'other tuples', 'execute_model'])
-def test_after_an_interrupt_at_any_line_the_next_step_is_right(fed, between):
-    """A step on tuples, another one that is interrupted, and the first one again, which has the same logits."""
-    decoder, store = fed
-    cache, idx = decoder(torch.randint(29, (2, 4)), None)[1], torch.randint(29, (2, 8))
-    other = decoder(torch.randint(29, (2, 6)), None)[1]
-    first = {T: decoder(idx[:, :T], cache)[0] for T in (1, 8)}
-    work = {'tuples': lambda: decoder(idx[:, :4], cache), 'other tuples': lambda: decoder(idx[:, :1], other),
-            'execute_model': lambda: step(decoder, store)}[between]
-    for n in range(1, 300):
-        stopped = interrupted(work, n, lambda code: code.co_name in INTERRUPTED)[0]
-        for T in (1, 8, 8, 1):
-            assert torch.equal(decoder(idx[:, :T], cache)[0], first[T])
-        if not stopped:
-            break
-    assert n > 10 and not stopped
 
 
 def test_other_python_threads_run_during_a_step(monkeypatch):

@@ -16,6 +16,7 @@ import decode
 import generation
 import kvcache
 from decode.cpu import CPUDecoder
+from decode.kernel.threads import n_cores
 from decode.process import uninterrupted
 from generation import generate, stream
 from kvcache.contiguous import ContiguousCache
@@ -28,19 +29,21 @@ def generators():
     return [torch.Generator().manual_seed(i) for i in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', [*KINDS, None])
 @pytest.mark.parametrize('compiled', [False, True])
-def test_threads_share_a_cache(kind, compiled):
+def test_threads_share_a_cache_or_a_decoder(kind, compiled):
     """Each gets the texts that it would get alone, also where the model is in training mode between the steps."""
     m = model_of('rope', 1)
     expected = generate(m, PROMPTS, 30, generator=generators())
-    cache, results = cache_of(kind, m, decoder=CPUDecoder(m) if compiled else None), {}
+    decoder, results = CPUDecoder(m, threads=min(2, n_cores())) if compiled else None, {}
+    cache = kind and cache_of(kind, m, decoder=decoder)
+    shared = dict(cache=cache) if kind else dict(decoder=decoder)
     m.train()
 
     def work(number):
         try:
-            results[number] = [generate(m, PROMPTS[i:i + 1], 30, use_cache=True, cache=cache,
-                                        generator=generators()[i])[0] for i in (number, 3 - number)]
+            results[number] = [generate(m, PROMPTS[i:i + 1], 30, use_cache=True, generator=generators()[i], **shared)[0]
+                               for _ in range(sizes(1, 20)) for i in (number, 3 - number)]
         except BaseException:
             results[number] = traceback.format_exc()
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
@@ -48,9 +51,10 @@ def test_threads_share_a_cache(kind, compiled):
         thread.start()
     for thread in threads:
         thread.join()
-    assert results == {number: [expected[number], expected[3 - number]] for number in range(4)}
+    assert results == {number: sizes(1, 20) * [expected[number], expected[3 - number]] for number in range(4)}
     assert m.training
-    check(cache, {})
+    if kind:
+        check(cache, {})
 
 
 def of_caches(code):
@@ -146,7 +150,7 @@ def test_the_child_of_a_fork_generates():
     While other threads of the parent are in the middle of steps, as in a server that loads a model and then forks.
     """
     m, stop, results = model_of('rope'), [], []
-    decoders = [CPUDecoder(m), decode.EagerDecoder(m)]
+    decoders = [CPUDecoder(m, threads=min(2, n_cores())), decode.EagerDecoder(m)]
     caches = [cache_of(kind, m, decoder=decoder) for kind in KINDS for decoder in decoders]
     expected = generate(m, PROMPTS, 20, temperature=0)
 
