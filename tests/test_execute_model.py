@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from interrupts import interrupted
 from test_paged import Fed
 from test_same_bits import N_SLOTS, Store, model_of, reference_logits, texts
 
@@ -159,6 +160,25 @@ def test_layers_that_the_compiled_step_does_not_read(fed, how):
 
 
 # functions of decode/ that write the tables; those that call them hold the lock
+INTERRUPTED = 'run', 'run_rows', 'tables_for', 'set_sizes', 'bind', 'ended', 'team_and_threads'
+
+
+@pytest.mark.parametrize('between', ['tuples', 'other tuples', 'execute_model'])
+def test_after_an_interrupt_at_any_line_the_next_step_is_right(fed, between):
+    """A step on tuples, another one that is interrupted, and the first one again, which has the same logits."""
+    decoder, store = fed
+    cache, idx = decoder(torch.randint(29, (2, 4)), None)[1], torch.randint(29, (2, 8))
+    other = decoder(torch.randint(29, (2, 6)), None)[1]
+    first = {T: decoder(idx[:, :T], cache)[0] for T in (1, 8)}
+    work = {'tuples': lambda: decoder(idx[:, :4], cache), 'other tuples': lambda: decoder(idx[:, :1], other),
+            'execute_model': lambda: step(decoder, store)}[between]
+    for n in range(1, 300):
+        stopped = interrupted(work, n, lambda code: code.co_name in INTERRUPTED)[0]
+        for T in (1, 8, 8, 1):
+            assert torch.equal(decoder(idx[:, :T], cache)[0], first[T])
+        if not stopped:
+            break
+    assert n > 10 and not stopped
 
 
 def test_other_python_threads_run_during_a_step(monkeypatch):
