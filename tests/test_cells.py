@@ -69,20 +69,6 @@ def check_counts(cells):
     assert (cells.used(), cells.end) == (len(used), max(used, default=-1) + 1)
 
 
-@pytest.mark.parametrize('n', [9, 100])
-def test_what_does_not_fit_changes_nothing(n):
-    c = cache()
-    put(c, {0: range(3)})
-    before = str(c)
-    assert not c.find_slot(c.batch({1: range(n)}))
-    assert not c.prepare([c.batch({1: range(5)}), c.batch({1: [5]})])
-    with pytest.raises(ValueError, match='full'):
-        c.place(c.batch({1: range(n)}))
-    assert str(c) == before
-    assert [s.cells.tolist() for s in c.prepare([c.batch({1: range(4)}), c.batch({1: [4]})])] == [[[3, 4, 5, 6]], [[7]]]
-    assert str(c) == before
-
-
 @pytest.mark.parametrize('kind, seen', [('standard', [3, 4, 5]), ('chunked', [3, 4, 5]), ('none', [0, 1, 2, 3, 4, 5])])
 def test_masks(kind, seen):
     c = cache(n_swa=3, swa_type=kind)

@@ -60,19 +60,6 @@ def test_greedy_equals_generate_without_cache(with_decoder):
         assert prompt + got.tokens[0] == expected
 
 
-def test_stop_then_prefix_hit():
-    """A sample that a stop string has ended leaves blocks that hold what was computed, and nothing else."""
-    engine, decoder = tiny()
-    whole = finished(engine, 'whole', [3, 1], 20, seed=2)
-    stop = whole.text[0][9:12]
-    got = finished(engine, 'stopped', [3, 1], 20, seed=2, stop=(stop,))
-    assert got.reasons == ['stop'] and got.text[0] == whole.text[0][:whole.text[0].index(stop)]
-    assert got.tokens[0] == whole.tokens[0][:len(got.tokens[0])]
-    prompt = [3, 1, *got.tokens[0]]
-    longer = finished(engine, 'longer', prompt, 6, seed=9, logprobs=5)
-    assert longer.first.n_cached >= 8 and list(zip(longer.tokens, longer.logprobs)) == alone(decoder, longer.request)
-
-
 def test_stop_tokens_end_a_sample_and_give_no_text():
     engine, decoder = tiny()
     whole = finished(engine, 'whole', [3, 1], 20, seed=2)
@@ -141,12 +128,6 @@ def test_an_error_in_a_samples_text_spares_others():
     run(engine)
     assert bad.reasons == ['error'] * 3 and 'TypeError' in bad.error
     assert good.tokens == [tokens for tokens, _ in alone(decoder, good.request)]
-
-
-def test_prompts_of_0_tokens_to_generate():
-    engine, _ = tiny()
-    got = finished(engine, 'a', [1, 2], 0, n=2)
-    assert got.reasons == ['length'] * 2 and got.tokens == [[], []] and engine.stats.steps == 0
 
 
 @pytest.mark.parametrize('wrong, words', [

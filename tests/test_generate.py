@@ -179,16 +179,6 @@ def test_the_smallest_window_there_is():
     assert torch.equal(model.generate(idx, 5, temperature=0, use_cache=True), model.generate(idx, 5, temperature=0))
 
 
-def test_sampling_is_torch_multinomial_to_the_token():
-    for seed in range(50):
-        for shape in ((1, 65), (7, 300)):
-            logits = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
-            mine = sample_token(logits, 0.7, top_k=40, generator=torch.Generator().manual_seed(seed))
-            kept = (logits / 0.7).masked_fill(logits < logits.topk(40).values[:, -1:], -float('inf'))
-            theirs = torch.multinomial(kept.softmax(-1), 1, generator=torch.Generator().manual_seed(seed))
-            assert torch.equal(mine, theirs)
-
-
 @pytest.mark.parametrize('use_cache', [False, True])
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 def test_logits_that_are_not_numbers_are_refused(use_cache, temperature):
