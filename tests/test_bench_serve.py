@@ -7,9 +7,9 @@ import stat
 import sys
 
 import pytest
+from conftest import SERVING, needs
 
-for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'):
-    pytest.importorskip(package, reason="needs requirements-serve.txt")
+needs(*SERVING)
 
 import torch
 from conftest import ROOT, run, sizes

@@ -3,9 +3,9 @@ import signal
 import socket
 
 import pytest
+from conftest import SERVING, needs
 
-for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client', 'httpx'):
-    pytest.importorskip(package, reason="needs requirements-serve.txt")
+needs(*SERVING)
 
 import httpx
 from conftest import TIMEOUT, run, start
