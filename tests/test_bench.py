@@ -194,9 +194,6 @@ def test_two_trees_are_timed_in_turns(repo):
     assert done.returncode == 0 and 'old_over_new' in done.stdout, done.stderr
     times, = json.loads((repo / 'b.json').read_text()).values()
     assert len(times['old']) == len(times['new']) == 2
-    for old in ('nowhere', '', '--help'):
-        wrong = run(repo, 'benchmarks/old_and_new.py', f'--old={old}')
-        assert wrong.returncode == 2 and f"not {old!r}" in wrong.stderr
 
 
 def test_a_commit_is_unpacked(repo):
@@ -223,18 +220,3 @@ def test_a_choice_of_threads_is_compared_beside_neighbours(repo):
     assert math.isclose(busy['fair_share'], quiet['median'] * n_cores() / (n_cores() + 1))
     for row in (quiet, busy):
         assert row['chosen_of_best'] == row['median'] / max(row['threads'].values()) and len(row['runs']) == 2
-
-
-def test_settings_that_make_no_sense_end_in_one_line(repo):
-    for wrong, said in ((['--mode=peers', '--batches=1,zero'], 'batches must be positive numbers'),
-                        (['--mode=peers', '--max_seconds=0.0'], 'max_seconds'),
-                        (['--mode=peers', '--dtype=bfloat16'], 'leave device and dtype at auto'),
-                        (['--mode=peers', '--shape=S', '--lengths=500'], 'do not fit into block_size 128'),
-                        (['--mode=caches', '--only=steps,none'], "not 'steps,none'"),
-                        (['--mode=caches', '--only=steps', '--shape=S', '--lengths=126'], 'a context of 126 leaves no'),
-                        (['--mode=loss', '--only=steps'], 'leave --only=steps out'),
-                        (['--mode=recall', '--seeds=0'], 'seeds must be at least 1, not 0'),
-                        (['--mode=recall', '--iterations=-1'], 'iterations must be at least 0, not -1'),
-                        (['--mode=recall', '--dtype=bfloat16'], 'on a CPU in float32')):
-        done = run(repo, 'bench.py', *wrong)
-        assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr
