@@ -294,26 +294,6 @@ def test_steps_run_in_pytorch_while_quantised_keys_wait_to_be_turned(unified):
         assert torch.equal(c.step([fresh], [0], idx), again.step([again.new()], [0], idx))
 
 
-@pytest.mark.parametrize('unified', [True, False])
-def test_sequences_get_cells_ahead_of_their_tokens_and_give_them_back(unified):
-    m, c = rotary_model(), make_cache(rotary_model(), 'unified' if unified else 'streams', 2)
-    a, b = c.new(), c.new()
-    c.step([a, b], [0, 0], torch.zeros(2, 10, dtype=torch.long))
-    records = [c.records[seq] for seq in (a, b)]
-    assert [record.room for record in records] == [64, 64] and [len(record.runs.table) for record in records] == [4, 4]
-    assert [record.runs.n for record in records] == [1, 1]
-    c.free(b)
-    fork = c.fork(a)  # has the tokens, and none of the cells behind them
-    assert c.records[fork].room == 10 and c.records[a].room == 64
-    c.step([a, fork], [10, 10], torch.zeros(2, m.config.block_size - 10, dtype=torch.long))
-    assert sum(cells.used() for cells in c.cells.streams) == (2 * 96 - 10 if unified else 2 * 96)
-    c.truncate(a, 5)
-    assert c.records[a].room == 5
-    for seq in (a, fork):
-        c.free(seq)
-    assert not any(cells.used() for cells in c.cells.streams)
-
-
 # the memory that a token needs depends on the cells in use, not on the size of the cache; in bytes, not seconds
 
 MB = 10**6

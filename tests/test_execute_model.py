@@ -1,5 +1,4 @@
 """`execute_model`: what it refuses, on what it can be called, and what runs beside it."""
-import random
 import threading
 import time
 
@@ -202,40 +201,6 @@ def test_other_python_threads_run_during_a_step(monkeypatch):
     # native code takes almost all of this time; a thread that waits for it ticks before and after only
     in_the_middle = [t for t in ticks if began + 0.3 * (ended - began) < t < began + 0.7 * (ended - began)]
     assert len(in_the_middle) > 2
-
-
-def test_the_number_of_threads_can_be_given(monkeypatch):
-    decoder, used = CPUDecoder(model_of(SHAPE)), []
-    step = cpu.step
-    monkeypatch.setattr(cpu, 'step', lambda *args: used.append(args[3]) or step(*args))
-    for n in (1, 2, 99):
-        Store(decoder.model).feed(decoder, {0: texts(1, 20, 0)[0]}, n)
-    assert used == [min(n, decoder.n_threads) for n in (1, 2, 99)]
-
-
-def test_without_wanted_rows_only_keys_and_values_are_written():
-    decoder, (text,) = CPUDecoder(model_of(SHAPE)), texts(1, 30, 2)
-    stores = [Store(decoder.model, 'pages') for _ in range(2)]
-    for store, wanted in zip(stores, (np.arange(0), np.arange(30))):
-        store.runs[0] = Runs([(0, 0, 64)])
-        logits = decoder.execute_model(torch.tensor(text), np.arange(30), store.kv,
-                                       InputMetadata([30], [store.runs[0]], wanted))
-        assert logits.shape == (len(wanted), 29)
-    assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(*map(contents, stores)))
-
-
-def test_any_rows_can_be_wanted(monkeypatch):
-    decoder, all_texts, chooser = CPUDecoder(model_of(SHAPE)), texts(3, 30, 2), random.Random(0)
-    every = Store(decoder.model, 'pages').feed(decoder, dict(enumerate(all_texts)))
-    every = torch.cat([every[i] for i in range(3)])
-    for chunk in (256, 7):
-        monkeypatch.setattr(cpu, 'CHUNK', chunk)
-        for n in (1, 2, 40, 90):
-            wanted, store = np.array(sorted(chooser.sample(range(90), n))), Store(decoder.model, 'pages')
-            runs = [Runs([(0, 64 * i, 64)]) for i in range(3)]
-            logits = decoder.execute_model(torch.tensor(sum(all_texts, [])), np.tile(np.arange(30), 3), store.kv,
-                                           InputMetadata([30] * 3, runs, wanted))
-            torch.testing.assert_close(logits, every[wanted], atol=1e-4, rtol=1e-4)
 
 
 def test_steps_write_only_rows_of_tokens_that_there_are(fed):

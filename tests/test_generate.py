@@ -205,31 +205,6 @@ def test_targets_of_another_shape_leave_the_cache_alone():
     assert all(torch.equal(a.k_cache, b.k_cache) for a, b in zip(cache, before))
 
 
-def test_a_failed_step_of_tuples_leaves_what_comes_before_it():
-    """The positions from `start` on may hold other keys by then, so they count no more."""
-    model, fail = f32(2), []
-
-    def decoder(idx, kv_cache):
-        logits, kv_cache = model.step(idx, kv_cache)
-        if fail:
-            raise KeyboardInterrupt
-        return logits, kv_cache
-    cache, text = ContiguousCache(model, 1, 'tuples', decoder), torch.randint(29, (1, 8))
-    handle = cache.new()
-    with torch.no_grad():
-        cache.step([handle], [0], text[:, :6])
-        fail.append(True)
-        with pytest.raises(KeyboardInterrupt):
-            cache.step([handle], [2], (text[:, 2:4] + 1) % 29)
-        fail.clear()
-        with pytest.raises(ValueError, match='has 2 tokens'):
-            cache.step([handle], [6], text[:, 6:7])
-        got = cache.step([handle], [2], text[:, 2:])
-        torch.testing.assert_close(got, model(text, use_cache=False)[0][:, 0], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match='no sequence'):
-        cache.step([handle + 1], [0], text[:, :1])
-
-
 def test_a_shift_after_a_full_prompt_has_one_cache():
     model, idx = f32(3), torch.randint(29, (2, 16))
     cache = ContiguousCache.for_decoder(model, 2, decode.best(model, 2, name='cpu'))

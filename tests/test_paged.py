@@ -138,21 +138,6 @@ def test_without_room_nothing_changes():
 
 
 @pytest.mark.parametrize('kind', ['learned', 'rope window sinks', 'alibi window'])
-def test_missing_blocks_are_those_that_a_step_takes(kind):
-    m, p = pool(kind=kind)
-    seq, fork = p.new(), None
-    assert p.n_missing(None, 9) == 3
-    for n in (3, 1, 1, 4, 5, 1, 1, 6, 1):
-        missing, free = p.n_missing(seq, n), p.n_free
-        feed(p, {seq: [1] * n})
-        assert p.n_free == free - missing
-        if n == 4:
-            fork = p.fork(seq)  # the last block is shared from now on
-        if n == 6:
-            p.free(fork)
-
-
-@pytest.mark.parametrize('kind', ['learned', 'rope window sinks', 'alibi window'])
 def test_what_is_reserved_is_there(kind):
     """So many steps find room though another sequence takes all other blocks; what is not used is given back."""
     for seed in range(sizes(4, 30)):

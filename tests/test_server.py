@@ -98,9 +98,12 @@ def logprobs_of(client, text):
 
 
 def test_logprobs_and_greedy_tokens_are_the_models(drawing):
-    choice = ask(drawing, logprobs=0, max_tokens=20, seed=1, temperature=.7)['choices'][0]
-    expected = logprobs_of(drawing, TEXT + choice['text'])[-20:]
-    assert choice['logprobs']['token_logprobs'] == pytest.approx(expected, abs=1e-5)
+    for echo in (False, True, True):  # the scores of a prompt whose blocks are remembered, too
+        choice = ask(drawing, logprobs=0, max_tokens=20, seed=1, temperature=.7, echo=echo)['choices'][0]
+        found = choice['logprobs']['token_logprobs']
+        expected = [None, *logprobs_of(drawing, choice['text'] if echo else TEXT + choice['text'])][-len(found):]
+        assert len(found) == 20 + len(TEXT) * echo and found[echo:] == pytest.approx(expected[echo:], abs=1e-5)
+        assert not echo or found[0] is None
     choice = ask(drawing, max_tokens=30, temperature=0, return_token_ids=True)['choices'][0]
     model = drawing.service.engine.cache.model
     (tokens,) = generation.generate(model, [choice['prompt_token_ids']], 30, temperature=0)
