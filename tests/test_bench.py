@@ -86,12 +86,6 @@ def test_parts_and_shapes_that_are_not_run_stay_in_the_file(tmp_path):
     assert measured('closed', 'M', 5, bias=True)['closed'] == [('M', 5, 5)], "the others were without biases"
 
 
-def test_combinations_of_what_is_asked_for():
-    asked = Asked('cpu', 'float32', ['S', 'L'], None, [5, 6], None, {})
-    assert list(asked.combinations('M', {'S': (1, 2), 'L': (8,)}, (9,))) == [
-        ('S', 1, 5), ('S', 1, 6), ('S', 2, 5), ('S', 2, 6), ('L', 8, 5), ('L', 8, 6)]
-
-
 def test_panels_of_all_kinds_are_drawn(tmp_path):
     lines = [([1, 10], [2, 30], 'a line', dict(ls='--'))]
     harness.draw([Panel('lines', lines, axes=dict(xscale='log'), marks={3: 'here'}), None,

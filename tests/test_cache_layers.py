@@ -4,6 +4,7 @@ operation changes all or none; gradients; masks.
 """
 import pytest
 import torch
+from example_models import f32
 from oracle import Oracle
 from test_cells import cache, logits_of, put
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -11,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcache.llamacpp.cache import CellCache
 from kvcache.llamacpp.cells import context_shift
 from kvcache.llamacpp.hybrid import HybridCache
-from model import GPT, GPTConfig
 
 
 def exact(m, idx, **how):
@@ -30,13 +30,8 @@ def logits_in_chunks(m, idx, chunks, c):
     return torch.cat(out)
 
 
-def deep_model(n_layer=4):
-    torch.manual_seed(0)
-    m = GPT(GPTConfig(block_size=16, vocab_size=29, n_layer=n_layer, n_head=2, n_embd=32)).eval()
-    with torch.no_grad():
-        for p in m.parameters():
-            p.add_(0.2 * torch.randn_like(p))
-    return m, torch.randint(29, (1, 13))
+def deep_model():
+    return f32(n_layer=4, n_embd=32), torch.randint(29, (1, 13))
 
 
 @pytest.mark.parametrize('chunks', [[13], [5, 1, 4, 3], [1] * 13])

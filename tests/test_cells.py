@@ -17,7 +17,7 @@ from kvcache.llamacpp.cache import CellCache
 from kvcache.llamacpp.cells import EMPTY, Cells, Streams, Window, context_shift
 from kvcache.storage import Rows
 from model import GPT, GPTConfig
-from positions import Keys, Positions
+from positions import Positions
 
 
 def cache(kv_size=8, n_seq_max=4, **how):
@@ -355,10 +355,3 @@ def test_the_mask_of_a_long_prompt_stays_bool(window):
     keys = c.layers_for(batch, slots, torch.device('cpu'))[0].keys
     made = Positions(GPTConfig(), torch.from_numpy(batch.positions), torch.float32).mask(keys, 32_048)
     assert made.dtype == torch.bool and torch.equal(made, mask)
-
-
-def test_a_short_mask_is_added_and_made_once():
-    pos, keys = Positions(GPTConfig(), torch.arange(3).repeat(2, 1), torch.float32), Keys(torch.arange(5))
-    added = pos.mask(keys, 5)
-    assert added.dtype == torch.float32 and torch.equal(added == 0, torch.ones(2, 1, 3, 5, dtype=torch.bool).tril())
-    assert pos.mask(keys, 5) is added
