@@ -4,6 +4,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -112,12 +113,8 @@ def test_torchs_threads_are_restored_whoever_leaves_first():
                 mine.set()
                 other.wait(60)
             seen.append(torch.get_num_threads())
-        threads = [threading.Thread(target=work, args=args) for args in
-                   ((first_inside, second_inside), (second_inside, first_inside))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as pool:
+            pool.map(work, (first_inside, second_inside), (second_inside, first_inside))
         assert sorted(seen) == [1, 1, 3, 3] and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,24 +35,17 @@ def test_threads_share_a_cache_or_a_decoder(kind, compiled):
     """Each gets the texts that it would get alone, also where the model is in training mode between the steps."""
     m = model_of('rope', 1)
     expected = generate(m, PROMPTS, 30, generator=generators())
-    decoder, results = CPUDecoder(m, threads=min(2, n_cores())) if compiled else None, {}
+    decoder, n = CPUDecoder(m, threads=min(2, n_cores())) if compiled else None, sizes(3, 20)
     cache = kind and cache_of(kind, m, decoder=decoder)
     shared = dict(cache=cache) if kind else dict(decoder=decoder)
     m.train()
 
-    def work(number):
-        try:
-            results[number] = [generate(m, PROMPTS[i:i + 1], 30, use_cache=True, generator=generators()[i], **shared)[0]
-                               for _ in range(sizes(1, 20)) for i in (number, 3 - number)]
-        except BaseException:
-            results[number] = traceback.format_exc()
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {number: sizes(1, 20) * [expected[number], expected[3 - number]] for number in range(4)}
-    assert m.training
+    def texts(number):
+        return [generate(m, PROMPTS[i:i + 1], 30, use_cache=True, generator=generators()[i], **shared)[0]
+                for i in n * (number, 3 - number)]
+    with ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(texts, range(4))]
+    assert found == [n * [expected[number], expected[3 - number]] for number in range(4)] and m.training
     if kind:
         check(cache, {})
 
