@@ -79,6 +79,11 @@ def test_prompts_that_begin_alike_share_full_blocks():
     assert b.add('e', range(10)) == 8  # no sequence used the blocks, and they were still remembered
 
 
+def test_a_pool_without_blocks_is_refused():
+    with pytest.raises(ValueError, match='at least 1 block'):
+        Pool(0, 4)
+
+
 def test_the_same_hash_is_not_the_same_prefix():
     b = Pool(8, 2, hash=lambda parts: 0)
     for seq, tokens in (('a', [1, 2, 3, 4, 9]), ('b', [1, 2, 5, 6, 9]), ('c', [7, 8, 3, 4, 9])):

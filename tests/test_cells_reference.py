@@ -147,7 +147,7 @@ class CellsMachine(RuleBasedStateMachine):
         expected = [stream.find_side_by_side(len(new)) for stream, new in targets]
         assert side_by_side.cells.tolist() == expected if side_by_side else None in expected
         if not slots:
-            return
+            return self.refused('full', lambda: self.cache.place(batch))
         assert slots.cells.tolist() == found
         self.cache.apply(slots, batch)
         for (stream, new), numbers in zip(targets, found):
