@@ -1,4 +1,4 @@
-"""The CPU decoder's threads and process: interrupts, torch's defaults, threads that share it, forks, the end."""
+"""The CPU decoder's process: interrupts at any time, its end, torch's threads. Forks: see test_shared_caches.py."""
 import os
 import subprocess
 import sys

@@ -1,6 +1,6 @@
 """
-The engine's thread and its inbox: requests that end early at each stage, defects, stopping. The server's tests fill the
-queue and drain it, and test_engine_machine.py has failures and aborts in the middle of a step.
+The engine's thread and its inbox: requests in any order, defects, stopping. The server's tests fill the queue and drain
+it, and test_engine_machine.py has failures and aborts at each stage.
 
 The kernel is the toy. A step can be held in the middle by an event, so that nothing depends on time.
 """
