@@ -13,6 +13,8 @@ import torch.nn as nn
 from torch.nn.modules import module as torch_module
 from torch.overrides import TorchFunctionMode
 
+from decode.process import uninterrupted
+
 REFUSED = "use another decoder, such as decode.EagerDecoder(model)"
 PROBES = 8  # values of each parameter that a `Watch` compares
 
@@ -59,7 +61,7 @@ def check_unchanged(model):
         raise ValueError(f"the decoder expects the GPT of model.py, not {type(model).__name__}: {REFUSED}")
     config = copy.copy(model.config)
     config.bias = True
-    with torch.device('meta'), NoValues():
+    with uninterrupted(), torch.device('meta'), NoValues():  # an interrupt would leave a mode of torch's set
         plain = gpts_of(model)[0](config)
     found, expected = (dict(each.named_modules(remove_duplicate=False)) for each in (model, plain))
     for name in sorted({*found, *expected} - {''}):
