@@ -166,3 +166,9 @@ def stream(traced, *args, decoder=None, cache=None, **settings):
     traced.step_number = -1
     return generation.stream(traced, *args, decoder=decoder and partial(traced.traced, decoder),
                              cache=cache and TracedCache(cache), **settings)
+
+
+if __name__ == '__main__':
+    print("debug_kv_model.py: error: this is no script; to trace a model, run KV_DEBUG=1 python sample.py",
+          file=sys.stderr)
+    sys.exit(2)

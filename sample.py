@@ -62,8 +62,10 @@ def main(config):
     check_settings(dev)
     texts = read_prompts()
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
-    in_float32 = decoder == 'cpu' or weights != 'float32' or threads or dtype == 'float32'
-    model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, torch.float32 if in_float32 else None)
+    of_weights = torch.float32 if dtype == 'float32' else None
+    model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights)
+    if dev == 'cpu' and decoder in ('auto', 'cpu') and model.lm_head.weight.dtype not in decode.MODEL_DTYPES:
+        model.float()
     end, token_bytes = unescaped_stop(tokenizer), tokenizer.bytes_of_tokens(model.config.vocab_size)
     prompts = [tokenizer.encode(text) for text in texts]
     say_what_is_cut(prompts, model.config)

@@ -20,10 +20,13 @@ manager for a loop of steps, and `refresh()`, after which a sequence goes on wit
 """
 import sys
 
+import torch
+
 from decode.eager import EagerDecoder
 
 NAMES = 'auto', 'eager', 'cpu', 'graph', 'compiled'
 WEIGHTS = 'float32', 'bfloat16', 'int8'
+MODEL_DTYPES = torch.float32, torch.bfloat16  # of the models that the CPU decoder reads
 LARGEST_BATCH = 256  # up to here PyTorch's matmuls were slower for every batch measured: see bench.py --mode=peers
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from torch.nn.modules import module as torch_module
 
+from decode.process import uninterrupted
 from meta_model import meta_model
 
 REFUSED = "use another decoder, such as decode.EagerDecoder(model)"
@@ -52,7 +53,8 @@ def check_unchanged(model):
         raise ValueError(f"the decoder expects the GPT of model.py, not {type(model).__name__}: {REFUSED}")
     config = copy.copy(model.config)
     config.bias = True
-    plain = meta_model(gpts_of(model)[0], config)
+    with uninterrupted():  # an interrupt would leave a mode of torch's set
+        plain = meta_model(gpts_of(model)[0], config)
     found, expected = (dict(each.named_modules(remove_duplicate=False)) for each in (model, plain))
     for name in sorted({*found, *expected} - {''}):
         module, of_plain = found.get(name), expected.get(name)

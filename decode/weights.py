@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from decode import MODEL_DTYPES
 from decode.changes import REFUSED, check_unchanged, norms_of
 from decode.kernel import layout
 from decode.kernel.layout import GROUP, SHEET
@@ -37,7 +38,7 @@ def check_model(model):
     if len({norm.eps for norm in norms_of(model)}) > 1:
         raise ValueError(f"the CPU decoder expects one eps for all layer norms: {REFUSED}")
     for name, p in model.named_parameters():
-        if p.dtype not in (torch.float32, torch.bfloat16) or p.device.type != 'cpu' or not p.is_contiguous():
+        if p.dtype not in MODEL_DTYPES or p.device.type != 'cpu' or not p.is_contiguous():
             raise ValueError("the CPU decoder reads contiguous weights in float32 or bfloat16 on the CPU, but "
                              f"{name} is {p.dtype} on {p.device} with strides {p.stride()}: {REFUSED}")
 

@@ -4,8 +4,6 @@ import os
 import sys
 import time
 
-import torch
-
 import checkpoint
 import decode
 import model as plain_model
@@ -32,8 +30,11 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     """
     dev, step = pick_device(device), None
     decode.check_choice(decoder, weights, threads, dev, cache="a server's cache of blocks")
-    model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, torch.float32)
-    if dev == 'cpu' and decoder != 'eager':
+    model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev)
+    compiled = dev == 'cpu' and decoder != 'eager'
+    if not (compiled and model.lm_head.weight.dtype in decode.MODEL_DTYPES):
+        model.float()
+    if compiled:
         step = decode.best(model, 1, weights, threads, decoder)
         print(f"decoder: {step.name}", file=sys.stderr)
     token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)

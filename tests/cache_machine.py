@@ -4,6 +4,7 @@ import random
 import torch
 
 from kvcache import make_cache
+from kvcache.contiguous import TupleCache
 from model import GPT, GPTConfig
 
 N_SEQ, VOCAB = 5, 29
@@ -166,6 +167,8 @@ def check(cache, lengths):
     """Does a cache agree with itself, and hold these sequences and no others?"""
     assert {handle: record.length for handle, record in cache.records.items()} == lengths
     blocks, records = getattr(cache, 'blocks', None), cache.records.values()
+    if hasattr(cache, 'cells') and not records:
+        assert not any(cells.used() for cells in cache.cells.streams)
     if blocks:
         counted = [0] * len(blocks.references)
         for record in records:
@@ -182,4 +185,7 @@ def check(cache, lengths):
 
 
 def cache_of(kind, model, bits=0, decoder=None):
+    """kind: one of kvcache.KINDS, or 'tuples' for the model's tuples, in which `stream` keeps its sequences."""
+    if kind == 'tuples':
+        return TupleCache(model, N_SEQ, decoder)
     return make_cache(model, kind, N_SEQ, bits, decoder)

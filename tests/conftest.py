@@ -19,6 +19,15 @@ try:
 except ImportError:  # not a POSIX system: each worker has its own trained run
     fcntl = None
 
+SERVING = 'starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client', 'httpx'  # of requirements-dev.txt
+
+
+def needs(*packages):
+    """For a module that imports what needs these packages: its tests are skipped where one of them is not installed."""
+    for package in packages:
+        pytest.importorskip(package)
+
+
 full = False  # is this the full run? See `sizes`
 
 

@@ -3,10 +3,11 @@ import json
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
 import pytest
 import torch
-from conftest import TIMEOUT, TINY, run, start
+from conftest import SERVING, TIMEOUT, TINY, run, start
 
 TRAIN = [  # settings, what the line has to say
     ('--batchsize=3', "unknown setting 'batchsize' (command line): did you mean batch_size?"),
@@ -31,6 +32,9 @@ TRAIN = [  # settings, what the line has to say
     ('--init_from=resume --out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt'),
     ('--init_from=resume --out_dir=damaged', 'damaged/ckpt.pt cannot be read'),
     ('--init_from=resume --out_dir=weightsonly', 'no optimizer state'),
+    ('--init_from=resume --out_dir=badmoments', 'exp_avg is (3,), and its parameter'),
+    ('--init_from=resume --out_dir=badrng', "no state of torch's generator"),
+    ('--dataset=openwebtext --n_layer=300 --n_embd=1536', 'no data/openwebtext/train.bin'),  # before a model is built
     ('--init_from=gpt3', 'neither gpt2, gpt2-medium'),
     ('--out_dir=train.py', 'File exists'),
     ('--wandb_log=True', 'pip install wandb'),
@@ -89,6 +93,20 @@ OTHERS = [
     ('bench.py', f'--mode=generate --lengths=10,{10**23}', 'lengths must be positive numbers up to 999,999'),
     ('bench.py', f'--mode=generate --batches={10**6}', 'batches must be positive numbers up to 999,999'),
     ('bench.py', '--mode=generate --lengths=0', 'lengths must be positive numbers up to 999,999'),
+    ('bench.py', '--mode=peers --batches=1,zero', 'batches must be positive numbers'),
+    ('bench.py', '--mode=peers --max_seconds=0.0', 'max_seconds'),
+    ('bench.py', '--mode=peers --dtype=bfloat16', 'leave device and dtype at auto'),
+    ('bench.py', '--mode=peers --shape=S --lengths=500', 'do not fit into block_size 128'),
+    ('bench.py', '--mode=caches --only=steps,none', "not 'steps,none'"),
+    ('bench.py', '--mode=caches --only=steps --shape=S --lengths=126', 'a context of 126 leaves no'),
+    ('bench.py', '--mode=loss --only=steps', 'the parts of loss mode are policies, by_context'),
+    ('bench.py', '--mode=recall --seeds=0', 'seeds must be at least 1, not 0'),
+    ('bench.py', '--mode=recall --iterations=-1', 'iterations must be at least 0, not -1'),
+    ('bench.py', '--mode=recall --dtype=bfloat16', 'on a CPU in float32'),
+    ('benchmarks/old_and_new.py', '--old=nowhere', "not 'nowhere'"),
+    ('benchmarks/old_and_new.py', '--old=', "not ''"),
+    ('benchmarks/old_and_new.py', '--old=--help', "not '--help'"),
+    ('debug_kv_model.py', '--x', 'this is no script; to trace a model, run KV_DEBUG=1 python sample.py'),
     ('test_kv_cache.py', '--new_tokens=0', 'at least 1'),
     ('test_kv_cache.py', '--decoder=fast', 'decoder must be auto, eager, cpu, graph or compiled'),
     ('export.py', '--to=onnx', "to must be hf, or gguf with type f32 or q8_0, not 'onnx'"),
@@ -96,22 +114,40 @@ OTHERS = [
     ('export.py', '--out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt'),
     ('export.py', '--to=gguf --path=new', 'pip install gguf'),
 ]
+SERVE = [
+    ('bench.py', '--mode=serve --lengths=5', 'leave lengths at auto'),
+    ('bench.py', '--mode=serve --requests=-1', 'requests must be from'),
+    ('bench.py', '--mode=serve --only=nothing', 'the parts of serve mode are closed, arrivals'),
+    ('serve.py', '--port=0 --out_dir=nowhere', 'no checkpoint'),
+    ('serve.py', '--port=0 --max_queue=0', 'max_queue must be at least 1'),
+    ('serve.py', '--port=70000', 'port must be'),
+    ('serve.py', '--port=0 --weights=int4', 'weights must be'),
+    ('serve.py', '--port=0 --decoder=compiled', 'cache of blocks is for the cpu decoder'),
+    ('serve.py', '--port=0 --host=256.0.0.1', 'cannot be had'),
+    ('serve.py', '--pord=1', 'did you mean port'),
+]
 BAD = [  # each run of train.py has a folder of its own, since a second run in one is refused
     *[('train.py', [*TINY, f'--out_dir=out-{i}', *settings.split()], line) for i, (settings, line) in enumerate(TRAIN)],
     *[('sample.py', settings.split(), line) for settings, line in SAMPLE],
     *[('sample.py', ['--out_dir=nowhere', *settings.split()], line) for settings, line in SAMPLE_BEFORE_A_MODEL],
-    *[(script, settings.split(), line) for script, settings, line in OTHERS],
+    *[(script, settings.split(), line) for script, settings, line in OTHERS + SERVE * all(map(find_spec, SERVING))],
 ]
 
 
 def test_every_bad_input_ends_in_one_clear_line(repo, trained):
     shutil.copytree(trained / 'out', repo / 'out')
-    for name in ('damaged', 'weightsonly', 'notours', 'emptyfolder', 'data/torn', 'data/toolarge'):
+    for name in ('damaged', 'weightsonly', 'badmoments', 'badrng', 'notours', 'emptyfolder', 'data/torn',
+                 'data/toolarge'):
         (repo / name).mkdir()
     whole = (repo / 'out' / 'ckpt.pt').read_bytes()
     (repo / 'damaged' / 'ckpt.pt').write_bytes(whole[:-2000])
     checkpoint = torch.load(repo / 'out' / 'ckpt.pt', weights_only=True)
     torch.save({k: v for k, v in checkpoint.items() if k != 'optimizer'}, repo / 'weightsonly' / 'ckpt.pt')
+    checkpoint['optimizer']['state'][0]['exp_avg'] = torch.ones(3)
+    torch.save(checkpoint, repo / 'badmoments' / 'ckpt.pt')
+    checkpoint = torch.load(repo / 'out' / 'ckpt.pt', weights_only=True)
+    checkpoint['rng']['torch'] = torch.ones(3, dtype=torch.uint8)
+    torch.save(checkpoint, repo / 'badrng' / 'ckpt.pt')
     torch.save([1, 2], repo / 'notours' / 'ckpt.pt')
     (repo / 'binary.txt').write_bytes(b'\xff\xfe\x00\x80')
     (repo / 'empty.txt').write_text('')
@@ -127,12 +163,13 @@ def test_every_bad_input_ends_in_one_clear_line(repo, trained):
     first = attempt(BAD[0])  # in this thread: it may be the first script of all, and start the fork server
     with ThreadPoolExecutor(2) as pool:
         for (script, settings, line), done in [first, *pool.map(attempt, BAD[1:])]:
-            last = done.stderr.strip().splitlines()[-1]
+            last = ([''] + done.stderr.strip().splitlines())[-1]
             where = f"{script} {settings}: {done.stderr[-2000:]}"
             assert done.returncode == 2, where
             assert line in last and last.startswith(script.split('/')[-1] + ': error: '), where
             assert 'Traceback' not in done.stderr and len(last) < 500, where
     assert (repo / 'out' / 'ckpt.pt').read_bytes() == whole and not (repo / 'new').exists()
+    assert not any((repo / f'out-{i}').exists() for i, (_, line) in enumerate(TRAIN) if line.startswith('no data/'))
 
 
 def test_no_download_of_gpt2_is_one_line_too(repo):

@@ -86,12 +86,6 @@ def test_parts_and_shapes_that_are_not_run_stay_in_the_file(tmp_path):
     assert measured('closed', 'M', 5, bias=True)['closed'] == [('M', 5, 5)], "the others were without biases"
 
 
-def test_combinations_of_what_is_asked_for():
-    asked = Asked('cpu', 'float32', ['S', 'L'], None, [5, 6], None, {})
-    assert list(asked.combinations('M', {'S': (1, 2), 'L': (8,)}, (9,))) == [
-        ('S', 1, 5), ('S', 1, 6), ('S', 2, 5), ('S', 2, 6), ('L', 8, 5), ('L', 8, 6)]
-
-
 def test_panels_of_all_kinds_are_drawn(tmp_path):
     lines = [([1, 10], [2, 30], 'a line', dict(ls='--'))]
     harness.draw([Panel('lines', lines, axes=dict(xscale='log'), marks={3: 'here'}), None,
@@ -193,9 +187,6 @@ def test_two_trees_are_timed_in_turns(repo):
     assert done.returncode == 0 and 'old_over_new' in done.stdout, done.stderr
     times, = json.loads((repo / 'b.json').read_text()).values()
     assert len(times['old']) == len(times['new']) == 2
-    for old in ('nowhere', '', '--help'):
-        wrong = run(repo, 'benchmarks/old_and_new.py', f'--old={old}')
-        assert wrong.returncode == 2 and f"not {old!r}" in wrong.stderr
 
 
 def test_a_commit_is_unpacked(repo):
@@ -220,18 +211,3 @@ def test_a_choice_of_threads_is_compared_beside_neighbours(repo):
     for row in rows:
         assert math.isclose(row['fair_share'], quiet['median'] * n_cores() / (n_cores() + row['neighbours']))
         assert row['chosen_of_best'] == row['median'] / max(row['threads'].values()) and len(row['runs']) == 1
-
-
-def test_settings_that_make_no_sense_end_in_one_line(repo):
-    for wrong, said in ((['--mode=peers', '--batches=1,zero'], 'batches must be positive numbers'),
-                        (['--mode=peers', '--max_seconds=0.0'], 'max_seconds'),
-                        (['--mode=peers', '--dtype=bfloat16'], 'leave device and dtype at auto'),
-                        (['--mode=peers', '--shape=S', '--lengths=500'], 'do not fit into block_size 128'),
-                        (['--mode=caches', '--only=steps,none'], "not 'steps,none'"),
-                        (['--mode=caches', '--only=steps', '--shape=S', '--lengths=126'], 'a context of 126 leaves no'),
-                        (['--mode=loss', '--only=steps'], 'the parts of loss mode are policies, by_context'),
-                        (['--mode=recall', '--seeds=0'], 'seeds must be at least 1, not 0'),
-                        (['--mode=recall', '--iterations=-1'], 'iterations must be at least 0, not -1'),
-                        (['--mode=recall', '--dtype=bfloat16'], 'on a CPU in float32')):
-        done = run(repo, 'bench.py', *wrong)
-        assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr

@@ -8,9 +8,9 @@ import sys
 from dataclasses import replace
 
 import pytest
+from conftest import SERVING, needs
 
-for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'):
-    pytest.importorskip(package, reason="needs requirements-serve.txt")
+needs(*SERVING)
 
 import torch
 from conftest import ROOT, run, sizes
@@ -295,7 +295,3 @@ def test_serve_mode(repo):
     assert [row['case'] for row in parts['draws']['rows']] == ['greedy', 'temperature 1', 'top_k 200', 'top_p 0.9']
     figures = parts['engine_alone']
     assert [row['weights'] for row in figures['rows']] == ['float32', 'int8'] and 'llama-server' in figures['missing']
-    for wrong, said in (('--lengths=5', 'leave lengths at auto'), ('--requests=-1', 'requests must be from'),
-                        ('--only=nothing', 'the parts of serve mode are closed, arrivals')):
-        done = run(repo, 'bench.py', '--mode=serve', wrong)
-        assert done.returncode == 2 and said in done.stderr.splitlines()[-1], done.stderr

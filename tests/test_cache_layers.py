@@ -4,10 +4,7 @@ operation changes all or none; gradients; masks.
 """
 import pytest
 import torch
-from conftest import sizes
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from example_models import f32
 from oracle import Oracle
 from test_cells import cache, logits_of, put
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvcache.llamacpp.cache import CellCache
 from kvcache.llamacpp.cells import NoSlot, context_shift
 from kvcache.llamacpp.hybrid import HybridCache
-from model import GPT, GPTConfig
 
 
 def exact(m, idx, **how):
@@ -34,13 +30,8 @@ def logits_in_chunks(m, idx, chunks, c):
     return torch.cat(out)
 
 
-def deep_model(n_layer=4):
-    torch.manual_seed(0)
-    m = GPT(GPTConfig(block_size=16, vocab_size=29, n_layer=n_layer, n_head=2, n_embd=32)).eval()
-    with torch.no_grad():
-        for p in m.parameters():
-            p.add_(0.2 * torch.randn_like(p))
-    return m, torch.randint(29, (1, 13))
+def deep_model():
+    return f32(n_layer=4, n_embd=32), torch.randint(29, (1, 13))
 
 
 @pytest.mark.parametrize('chunks', [[13], [5, 1, 4, 3], [1] * 13])
@@ -208,60 +199,3 @@ def test_each_layer_is_in_one_cache():
                      for how in (dict(n_seq_max=3), dict(unified=False)))):
         with pytest.raises(ValueError, match='cache'):
             HybridCache(*caches)
-
-
-class HybridMachine(RuleBasedStateMachine):
-    """Random operations: both caches have the same last positions, and refused operations change nothing."""
-    unified = True
-    seqs = st.integers(0, 2)
-
-    def __init__(self):
-        super().__init__()
-        self.cache = hybrid(full=12, local=9, n_seq_max=3, n_swa=3, unified=self.unified, can_shift=True)
-
-    def attempt(self, operation):
-        before = drawn(self.cache)
-        try:
-            operation()
-        except ValueError:
-            assert drawn(self.cache) == before
-
-    @rule(seq=seqs, n=st.integers(1, 6))
-    def append(self, seq, n):
-        last = self.cache.seq_pos_max(seq)
-        start = 0 if last is None else last + 1
-        self.attempt(lambda: self.cache.place(self.cache.batch({seq: range(start, start + n)})))
-
-    @rule(seq=st.none() | seqs)
-    def rm(self, seq):
-        self.attempt(lambda: self.cache.seq_rm(seq))
-
-    @rule(source=seqs, to=seqs)
-    def cp(self, source, to):
-        self.attempt(lambda: self.cache.seq_cp(source, to))
-
-    @rule(seq=seqs, shift=st.integers(0, 3))
-    def add(self, seq, shift):
-        self.attempt(lambda: self.cache.seq_add(seq, -1, -1, shift))
-
-    @rule(seq=seqs)
-    def keep(self, seq):
-        self.attempt(lambda: self.cache.seq_keep(seq))
-
-    @invariant()
-    def both_end_at_the_same_position(self):
-        full, local = self.cache.caches
-        for seq in range(3):
-            assert full.seq_pos_max(seq) == local.seq_pos_max(seq) == self.cache.seq_pos_max(seq)
-            if (last := full.seq_pos_max(seq)) is not None and full.seq_pos_min(seq) == 0:
-                assert local.seq_pos_min(seq) <= max(0, last - 1)  # the next token sees it through the window of 3
-
-
-class HybridStreamsMachine(HybridMachine):
-    unified = False
-
-
-TestMachine, TestStreamsMachine = HybridMachine.TestCase, HybridStreamsMachine.TestCase
-for test in (TestMachine, TestStreamsMachine):
-    test.settings = settings(max_examples=sizes(8, 25), stateful_step_count=30, deadline=None)
-del test  # or it would be collected as one more

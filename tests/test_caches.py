@@ -10,6 +10,7 @@ from oracle import Oracle
 
 import decode
 import kvcache
+from decode import cpu
 from decode.cpu import CPUDecoder
 from decode.kernel.threads import n_cores
 
@@ -103,7 +104,7 @@ def test_eight_bits_are_close_and_four_bits_less(kind):
 
 
 @pytest.mark.parametrize('model', ['learned', 'rope', 'rope window sinks', 'alibi window'])
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', [*KINDS, 'tuples'])
 def test_a_step_that_fails_leaves_each_sequence_with_its_first_tokens(kind, model, monkeypatch):
     """The executor fails at its first call of the step, or at its second where a window makes several of one."""
     m = model_of(model, 1, torch.float64)
@@ -135,7 +136,7 @@ def test_a_step_that_fails_leaves_each_sequence_with_its_first_tokens(kind, mode
     machine.end()
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', [*KINDS, 'tuples'])
 @pytest.mark.parametrize('compiled', [False, True])
 def test_broken_weights_leave_zeros_and_no_tokens(kind, compiled):
     m = model_of('rope', 2)
@@ -149,7 +150,8 @@ def test_broken_weights_leave_zeros_and_no_tokens(kind, compiled):
     with pytest.raises(ValueError, match='not numbers'):
         cache.step([late], [0], text[:1, :3])
     check(cache, {seq: 0 for seq in (*seqs, late)})
-    assert all(not stored.count_nonzero() for layer in cache.layers for stored in layer.tensors())
+    assert all(not stored.count_nonzero() for layer in cache.layers
+               for stored in (layer.caches if kind == 'tuples' else layer.tensors()))
     with torch.no_grad():
         m.transformer.h[0].mlp.c_fc.weight.copy_(before)
     assert torch.allclose(cache.step(seqs, [0, 0], text), expected, atol=1e-5)
@@ -194,7 +196,9 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(kind):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_logits_of_any_tokens_of_a_step(kind):
+def test_logits_of_any_tokens_of_a_step(kind, monkeypatch):
+    """Also of a step that the compiled executor divides into chunks."""
+    monkeypatch.setattr(cpu, 'CHUNK', 4)
     for model in ('learned', 'rope window sinks'):
         m = model_of(model, 5)
         for decoder, worst in ((None, 1e-5), (CPUDecoder(m), 0)):

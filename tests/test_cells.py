@@ -14,10 +14,10 @@ from decode.cpu import CPUDecoder
 from kvcache import make_cache
 from kvcache.llamacpp import cells as cells_module
 from kvcache.llamacpp.cache import CellCache
-from kvcache.llamacpp.cells import EMPTY, Cells, NoSlot, Streams, Window, context_shift
+from kvcache.llamacpp.cells import EMPTY, Cells, Streams, Window, context_shift
 from kvcache.storage import Rows
 from model import GPT, GPTConfig
-from positions import Keys, Positions
+from positions import Positions
 
 
 def cache(kv_size=8, n_seq_max=4, **how):
@@ -64,22 +64,6 @@ def check_counts(cells):
     assert not cells.shift[cells.pos == EMPTY].any()
     used = np.flatnonzero(cells.pos != EMPTY).tolist()
     assert (cells.used(), cells.end) == (len(used), max(used, default=-1) + 1)
-
-
-@pytest.mark.parametrize('n', [9, 100])
-def test_what_does_not_fit_changes_nothing(n):
-    c = cache()
-    put(c, {0: range(3)})
-    before = str(c)
-    for refused in (lambda: c.find_slot(c.batch({1: range(n)})), lambda: c.place(c.batch({1: range(n)})),
-                    lambda: c.find_slot(c.batch({1: range(n)}), contiguous=True),
-                    lambda: c.prepare([c.batch({1: range(5)}), c.batch({1: [5]})])):
-        with pytest.raises(NoSlot, match='full'):
-            refused()
-    assert str(c) == before
-    found = c.prepare([c.batch({1: range(4)}), c.batch({1: [4]})])
-    assert [cells.tolist() for cells in found] == [[[3, 4, 5, 6]], [[7]]]
-    assert str(c) == before
 
 
 @pytest.mark.parametrize('kind, seen', [('standard', [3, 4, 5]), ('chunked', [3, 4, 5]), ('none', [0, 1, 2, 3, 4, 5])])
@@ -303,26 +287,6 @@ def test_steps_run_in_pytorch_while_quantised_keys_wait_to_be_turned(unified):
         assert torch.equal(c.step([fresh], [0], idx), again.step([again.new()], [0], idx))
 
 
-@pytest.mark.parametrize('unified', [True, False])
-def test_sequences_get_cells_ahead_of_their_tokens_and_give_them_back(unified):
-    m, c = rotary_model(), make_cache(rotary_model(), 'unified' if unified else 'streams', 2)
-    a, b = c.new(), c.new()
-    c.step([a, b], [0, 0], torch.zeros(2, 10, dtype=torch.long))
-    records = [c.records[seq] for seq in (a, b)]
-    assert [record.room for record in records] == [64, 64] and [len(record.runs.table) for record in records] == [4, 4]
-    assert [record.runs.n for record in records] == [1, 1]
-    c.free(b)
-    fork = c.fork(a)  # has the tokens, and none of the cells behind them
-    assert c.records[fork].room == 10 and c.records[a].room == 64
-    c.step([a, fork], [10, 10], torch.zeros(2, m.config.block_size - 10, dtype=torch.long))
-    assert sum(cells.used() for cells in c.cells.streams) == (2 * 96 - 10 if unified else 2 * 96)
-    c.truncate(a, 5)
-    assert c.records[a].room == 5
-    for seq in (a, fork):
-        c.free(seq)
-    assert not any(cells.used() for cells in c.cells.streams)
-
-
 # the memory that a token needs depends on the cells in use, not on the size of the cache; in bytes, not seconds
 
 MB = 10**6
@@ -384,29 +348,3 @@ def test_the_mask_of_a_long_prompt_stays_bool(window):
     keys = c.layers_for(batch, cells, torch.device('cpu'))[0].keys
     made = Positions(GPTConfig(), torch.from_numpy(batch.positions), torch.float32).mask(keys, 32_048)
     assert made.dtype == torch.bool and torch.equal(made, mask)
-
-
-def test_a_short_mask_is_added_and_made_once():
-    pos, keys = Positions(GPTConfig(), torch.arange(3).repeat(2, 1), torch.float32), Keys(torch.arange(5))
-    added = pos.mask(keys, 5)
-    assert added.dtype == torch.float32 and torch.equal(added == 0, torch.ones(2, 1, 3, 5, dtype=torch.bool).tril())
-    assert pos.mask(keys, 5) is added
-
-
-@pytest.mark.parametrize('default', ['float64', 'bfloat16', 'meta'])
-def test_torchs_defaults_change_nothing(default):
-    """A cache made and used under another default dtype or device holds the same numbers, in the same dtype."""
-    def made():
-        c = cache(type_k='int8', type_v='float16', can_shift=True)
-        put(c, {0: range(5)})
-        c.seq_add(0, -1, -1, 2)
-        return c.get_k(1, 5), c.get_v(1, 5), *c.layers[1].tensors()
-    before, dtype = made(), torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(dtype if default == 'meta' else getattr(torch, default))
-        with torch.device('meta' if default == 'meta' else 'cpu'):
-            after = made()
-    finally:
-        torch.set_default_dtype(dtype)
-    assert [(x.dtype, x.device) for x in before] == [(x.dtype, x.device) for x in after]
-    assert all(map(torch.equal, before, after))

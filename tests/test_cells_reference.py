@@ -154,7 +154,7 @@ class CellsMachine(RuleBasedStateMachine):
         side_by_side = [stream.find_side_by_side(len(new)) for stream, new in targets]
         assert self.found(batch, contiguous=True) == (None if None in side_by_side else side_by_side)
         if cells is None:
-            return
+            return self.refused('full', lambda: self.cache.place(batch))
         self.cache.apply(np.array(cells), batch)
         for (stream, new), numbers in zip(targets, found):
             stream.put(numbers, [(p, {s}, 0, token) for s, p, token in new])

@@ -1,7 +1,7 @@
 """On CUDA: the model, the caches and the decoders give the logits and the tokens of the CPU's float32 model."""
 import copy
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -195,17 +195,13 @@ def test_graphs_hold_no_cache_and_are_not_kept_for_ever():
 
 def test_threads_share_a_decoder():
     cpu, cuda = models()
-    decoder, idx, texts = GraphDecoder(cuda), torch.tensor([[1, 2, 3]]), {}
+    decoder, idx = GraphDecoder(cuda), torch.tensor([[1, 2, 3]])
 
-    def work(first):
-        texts[first] = cuda.generate(idx.cuda() + first, 40, temperature=0, use_cache=True, decoder=decoder).cpu()
-    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for first in range(4):
-        assert torch.equal(texts[first], cpu.generate(idx + first, 40, temperature=0))
+    def text(first):
+        return cuda.generate(idx.cuda() + first, 40, temperature=0, use_cache=True, decoder=decoder).cpu()
+    with ThreadPoolExecutor(4) as pool:
+        for first, found in enumerate(pool.map(text, range(4))):
+            assert torch.equal(found, cpu.generate(idx + first, 40, temperature=0))
 
 
 @pytest.mark.parametrize('name', sizes(['rope, grouped, window, sinks'], list(MODELS)))

@@ -3,10 +3,8 @@ import re
 
 import pytest
 from example_models import f32
-from interrupts import interrupted
 
 import decode
-from decode import choice as choice_module
 from decode.choice import TRIAL, ThreadChoice
 from decode.cpu import CPUDecoder
 
@@ -80,20 +78,6 @@ def test_trials_cost_little_even_when_each_step_is_long():
     choice, total = ThreadChoice(candidates), []
     simulate(choice, 1000, lambda n, step: total.append(best * 16 / n) or total[-1])
     assert sum(total) < 1.12 * 1000 * best
-
-
-def test_after_an_interrupt_at_any_line_the_fastest_number_is_chosen():
-    def seconds(n, step):
-        return {3: 5e-3, 2: 3e-3, 1: 4e-3}[n]
-
-    def in_choice(code):
-        return code.co_filename == choice_module.__file__
-    for n in range(1, 400):
-        choice = ThreadChoice([3, 2, 1])
-        ended = not interrupted(lambda: simulate(choice, 60, seconds), n, in_choice)[0]  # noqa: B023
-        used = simulate(choice, 1000, seconds)
-        assert used[200:].count(2) > 0.9 * len(used[200:]), n
-    assert not ended
 
 
 def test_a_context_that_grows_asks_for_no_round():

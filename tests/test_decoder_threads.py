@@ -1,9 +1,10 @@
-"""The CPU decoder's threads and process: interrupts, torch's defaults, threads that share it, forks, the end."""
+"""The CPU decoder's process: interrupts at any time, its end, torch's threads. Forks: see test_shared_caches.py."""
 import os
 import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ from conftest import ROOT, run, sizes
 from example_models import f32
 
 from decode.cpu import CPUDecoder
-from model import GPT, GPTConfig
 
 
 def in_child(code, *args):
@@ -80,114 +80,6 @@ def test_an_interrupt_at_any_time_leaves_a_decoder_that_works(weights, n_embd, t
     assert hit > times // 10, f"only {hit} of {times} interrupts came in time"
 
 
-@pytest.mark.parametrize('weights', ['float32', 'int8'])
-@pytest.mark.parametrize('default', sizes(['float64', 'meta'], ['float64', 'bfloat16', 'float16', 'meta']))
-def test_torchs_defaults_do_not_reach_the_decoder(default, weights):
-    model, idx, before = f32(0, block_size=32), torch.randint(29, (3, 5)), torch.get_default_dtype()
-
-    def two_steps():
-        decoder = CPUDecoder(model, weights)
-        logits, cache = decoder(idx, None)
-        return logits, decoder(idx[:, :1], cache)[0], cache[0].k_cache
-    expected = two_steps()
-    try:
-        if default == 'meta':
-            torch.set_default_device('meta')
-        else:
-            torch.set_default_dtype(getattr(torch, default))
-        found = two_steps()
-    finally:
-        torch.set_default_dtype(before)
-        torch.set_default_device(None)
-    assert all(a.dtype is torch.float32 and torch.equal(a, b) for a, b in zip(found, expected))
-
-
-def generations(model, decoder, n_threads, each, batch_sizes):
-    """
-    Let threads generate with one decoder at once. Returns the generations that differ from the uncached ones, and the
-    errors.
-    """
-    wrong, errors = [], []
-
-    def work(number):
-        try:
-            chooser = torch.Generator().manual_seed(number)
-            for n in range(each):
-                B = batch_sizes[(number + n) % len(batch_sizes)]
-                T = int(torch.randint(1, 20, (), generator=chooser))
-                idx = torch.randint(model.config.vocab_size, (B, T), generator=chooser)
-                new = int(torch.randint(1, 12, (), generator=chooser))
-                got = model.generate(idx, new, temperature=0, use_cache=True, decoder=decoder)
-                with torch.no_grad():  # each drawn token is the largest of an uncached pass, to rounding
-                    logits = model(got[:, -model.config.block_size:][:, :-1], use_cache=False)[0][:, -1]
-                if (logits.max(dim=-1).values - logits.gather(1, got[:, -1:])[:, 0]).max() > 1e-3:
-                    wrong.append((number, n))
-        except BaseException as e:  # noqa: B036  (the test has to see any kind)
-            errors.append(repr(e))
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(n_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return wrong, errors
-
-
-@pytest.mark.parametrize('n_threads, threads, batch_sizes', [
-    (2, 1, [2]), (4, 1, [1, 3, 10, 2]), (2, None, [1, 9]), (4, 2, [5, 1, 2])])
-def test_threads_share_one_decoder(n_threads, threads, batch_sizes):
-    """Generations by threads that take turns on one decoder; each token is the one of an uncached pass."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=32, vocab_size=50, n_layer=2, n_head=2, n_embd=32)).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(6)
-    decoder = CPUDecoder(model, threads=threads and min(threads, os.cpu_count()))
-    n_generations = sizes(200, 1000)
-    wrong, errors = generations(model, decoder, n_threads, n_generations // n_threads, batch_sizes)
-    assert not errors and not wrong, f"{len(wrong)} of {n_generations} generations are wrong, errors {errors[:3]}"
-
-
-@pytest.mark.skipif(not hasattr(os, 'fork'), reason="this system has no fork")
-@pytest.mark.parametrize('threads', [1, 2])
-def test_after_a_fork_the_child_decodes_with_threads_of_its_own(threads):
-    code = """
-import os, sys, threading, time
-import torch
-from model import GPT, GPTConfig
-from decode.cpu import CPUDecoder
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = GPT(GPTConfig(block_size=32, vocab_size=50, n_layer=2, n_head=2, n_embd=32)).eval()
-decoder, idx = CPUDecoder(model, threads=int(sys.argv[1])), torch.randint(50, (2, 5))
-expected = model.generate(idx, 20, temperature=0)
-def generate():
-    return model.generate(idx, 20, temperature=0, use_cache=True, decoder=decoder)
-generate()
-done = False
-def on_and_on():  # so that forks come in the middle of steps
-    while not done:
-        generate()
-thread = threading.Thread(target=on_and_on, daemon=True)
-thread.start()
-for n in range(int(sys.argv[2])):
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if torch.equal(generate(), expected) else 9)
-    end = time.monotonic() + 60
-    while (status := os.waitpid(child, os.WNOHANG))[0] == 0:
-        if time.monotonic() > end:
-            os.kill(child, 9)
-            sys.exit('the child hangs')
-        time.sleep(0.001)
-    assert status[1] == 0, f'the child ended with {status[1]}'
-    assert torch.equal(generate(), expected)
-done = True
-thread.join()
-"""
-    in_child(code, min(threads, os.cpu_count()), sizes(4, 10))
-
-
-
 def test_the_process_ends_while_a_daemon_thread_decodes():
     code = """
 import threading, time
@@ -221,12 +113,8 @@ def test_torchs_threads_are_restored_whoever_leaves_first():
                 mine.set()
                 other.wait(60)
             seen.append(torch.get_num_threads())
-        threads = [threading.Thread(target=work, args=args) for args in
-                   ((first_inside, second_inside), (second_inside, first_inside))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as pool:
+            pool.map(work, (first_inside, second_inside), (second_inside, first_inside))
         assert sorted(seen) == [1, 1, 3, 3] and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

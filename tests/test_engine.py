@@ -10,7 +10,6 @@ from test_same_bits import SHAPES, model_of
 from decode.cpu import CPUDecoder
 from kvcache.paged import n_blocks_for
 from serving.engine import Engine
-from serving.request import Request, SamplingParams
 
 HOWS = [dict(), dict(temperature=0.0), dict(top_k=5), dict(top_p=0.7, temperature=1.5), dict(frequency_penalty=1.0),
         dict(repetition_penalty=1.5, min_p=0.05)]
@@ -60,19 +59,6 @@ def test_greedy_equals_generate_without_cache(with_decoder):
         assert prompt + got.tokens[0] == expected
 
 
-def test_stop_then_prefix_hit():
-    """A sample that a stop string has ended leaves blocks that hold what was computed, and nothing else."""
-    engine, decoder = tiny()
-    whole = finished(engine, 'whole', [3, 1], 20, seed=2)
-    stop = whole.text[0][9:12]
-    got = finished(engine, 'stopped', [3, 1], 20, seed=2, stop=(stop,))
-    assert got.reasons == ['stop'] and got.text[0] == whole.text[0][:whole.text[0].index(stop)]
-    assert got.tokens[0] == whole.tokens[0][:len(got.tokens[0])]
-    prompt = [3, 1, *got.tokens[0]]
-    longer = finished(engine, 'longer', prompt, 6, seed=9, logprobs=5)
-    assert longer.first.n_cached >= 8 and list(zip(longer.tokens, longer.logprobs)) == alone(decoder, longer.request)
-
-
 def test_stop_tokens_end_a_sample_and_give_no_text():
     engine, decoder = tiny()
     whole = finished(engine, 'whole', [3, 1], 20, seed=2)
@@ -88,65 +74,12 @@ def test_stop_tokens_end_a_sample_and_give_no_text():
     assert finished(engine, 'no eos', [3, 1], 20, seed=2, ignore_eos=True).tokens == whole.tokens
 
 
-@pytest.mark.parametrize('with_decoder', [True, False])
-@pytest.mark.parametrize('budget', [5, 100])
-def test_scoring_ignores_the_prefix_cache(budget, with_decoder):
-    """Every log probability of a prompt is the model's, whether or not its blocks are remembered."""
-    engine, decoder = tiny(budget=budget)
-    if not with_decoder:
-        engine = Engine(decoder.model, None, BYTES, None, 16, 4, budget)
-    prompt = [random.Random(0).randrange(V) for _ in range(30)]
-    finished(engine, 'before', prompt, 5)
-    with torch.no_grad():
-        expected = torch.log_softmax(decoder.model(torch.tensor([prompt]), targets=torch.tensor([prompt]))[0][0], -1)
-    beside = submit(engine, 'beside', [1, 2, 3], 12)
-    for max_tokens, n in ((0, 1), (1, 2)):
-        got = finished(engine, f'score {max_tokens}', prompt, max_tokens, n=n, prompt_logprobs=True, logprobs=3)
-        assert got.first.n_cached == 0 and got.reasons == ['length'] * n
-        assert [len(tokens) for tokens in got.tokens] == [max_tokens] * n
-        first, *scored = got.first.prompt_logprobs
-        assert first is None and [score.token for score in scored] == prompt[1:]
-        for i, score in enumerate(scored):
-            assert abs(score.logprob - float(expected[i, score.token])) < 1e-4
-            assert [token for token, _ in score.top] == expected[i].topk(3).indices.tolist()
-    assert beside.reasons == ['length']
-
-
-def test_new_weights_are_used_from_the_next_token_on(monkeypatch):
-    """Weights that change between two steps, and `refresh`: each token is that of the weights of its step."""
-    engine, decoder = tiny(n_blocks=40)
-    monkeypatch.setattr('serving.core.pause', lambda n_streams: 0)  # a plan has one step
-    prompts = [[i, 2, 3, 4, 5] for i in range(4)]
-    all_got = [submit(engine, str(i), prompt, 12, temperature=0.0) for i, prompt in enumerate(prompts)]
-    for _ in range(5):
-        engine.run_once()
-    old = [got.tokens[0][:] for got in all_got]
-    with torch.no_grad():
-        for p in decoder.model.parameters():
-            p.copy_(torch.randn_like(p) * 0.3)
-    decoder.refresh()
-    run(engine)
-    again = finished(engine, 'again', prompts[0], 7, temperature=0.0)
-    fresh = CPUDecoder(decoder.model, threads=1)
-    for got, before in zip(all_got, old):
-        request = Request('r', got.request.prompt + before, 12 - len(before), SamplingParams(temperature=0.0))
-        assert got.tokens[0] == before + alone(fresh, request)[0][0]
-    assert again.first.n_cached == 0 or engine.scheduler.n_found
-    assert again.tokens[0] == alone(fresh, again.request)[0][0][:7]
-
-
 def test_an_error_in_a_samples_text_spares_others():
     engine, decoder = tiny()
     bad, good = submit(engine, 'bad', [1, 2], n=3, stop=(5,)), submit(engine, 'good', [1, 2], 9)
     run(engine)
     assert bad.reasons == ['error'] * 3 and 'TypeError' in bad.error
     assert good.tokens == [tokens for tokens, _ in alone(decoder, good.request)]
-
-
-def test_prompts_of_0_tokens_to_generate():
-    engine, _ = tiny()
-    got = finished(engine, 'a', [1, 2], 0, n=2)
-    assert got.reasons == ['length'] * 2 and got.tokens == [[], []] and engine.stats.steps == 0
 
 
 @pytest.mark.parametrize('wrong, words', [

@@ -1,5 +1,4 @@
 """`execute_model`: what it refuses, on what it can be called, and what runs beside it."""
-import random
 import threading
 import time
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from interrupts import interrupted
 from test_paged import Fed
-from test_same_bits import N_SLOTS, Store, expected_logits, model_of, reference_logits, texts
+from test_same_bits import N_SLOTS, Store, model_of, reference_logits, texts
 
 from decode import cpu
 from decode.cpu import CPUDecoder
@@ -112,17 +111,6 @@ def test_the_arrays_of_another_model_are_refused(fed, other):
         step(decoder, store)
 
 
-def test_shared_beginnings_are_read_by_all(fed):
-    """Two sequences go on from the same slots; each has the bits of its own text alone."""
-    decoder, (text, a, b) = CPUDecoder(model_of(SHAPE)), texts(3, 20, 0)
-    store = Store(decoder.model, 'pages')
-    store.feed(decoder, {0: text[:16]})
-    store.runs[1], store.length[1] = Runs(store.runs[0].table[:1]), 16
-    got = store.feed(decoder, {0: a[:5], 1: b[:7]})
-    for new, logits in ((a[:5], got[0]), (b[:7], got[1])):
-        assert torch.equal(logits, expected_logits(decoder, [text[:16] + new])[0][16:])
-
-
 @pytest.mark.parametrize('cache_layout', range(4))
 def test_on_the_operators_cache(cache_layout):
     """The kernel goes on where the operator has written, and the operator reads what the kernel has written."""
@@ -213,40 +201,6 @@ def test_other_python_threads_run_during_a_step(monkeypatch):
     # native code takes almost all of this time; a thread that waits for it ticks before and after only
     in_the_middle = [t for t in ticks if began + 0.3 * (ended - began) < t < began + 0.7 * (ended - began)]
     assert len(in_the_middle) > 2
-
-
-def test_the_number_of_threads_can_be_given(monkeypatch):
-    decoder, used = CPUDecoder(model_of(SHAPE)), []
-    step = cpu.step
-    monkeypatch.setattr(cpu, 'step', lambda *args: used.append(args[3]) or step(*args))
-    for n in (1, 2, 99):
-        Store(decoder.model).feed(decoder, {0: texts(1, 20, 0)[0]}, n)
-    assert used == [min(n, decoder.n_threads) for n in (1, 2, 99)]
-
-
-def test_without_wanted_rows_only_keys_and_values_are_written():
-    decoder, (text,) = CPUDecoder(model_of(SHAPE)), texts(1, 30, 2)
-    stores = [Store(decoder.model, 'pages') for _ in range(2)]
-    for store, wanted in zip(stores, (np.arange(0), np.arange(30))):
-        store.runs[0] = Runs([(0, 0, 64)])
-        logits = decoder.execute_model(torch.tensor(text), np.arange(30), store.kv,
-                                       InputMetadata([30], [store.runs[0]], wanted))
-        assert logits.shape == (len(wanted), 29)
-    assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(*map(contents, stores)))
-
-
-def test_any_rows_can_be_wanted(monkeypatch):
-    decoder, all_texts, chooser = CPUDecoder(model_of(SHAPE)), texts(3, 30, 2), random.Random(0)
-    every = Store(decoder.model, 'pages').feed(decoder, dict(enumerate(all_texts)))
-    every = torch.cat([every[i] for i in range(3)])
-    for chunk in (256, 7):
-        monkeypatch.setattr(cpu, 'CHUNK', chunk)
-        for n in (1, 2, 40, 90):
-            wanted, store = np.array(sorted(chooser.sample(range(90), n))), Store(decoder.model, 'pages')
-            runs = [Runs([(0, 64 * i, 64)]) for i in range(3)]
-            logits = decoder.execute_model(torch.tensor(sum(all_texts, [])), np.tile(np.arange(30), 3), store.kv,
-                                           InputMetadata([30] * 3, runs, wanted))
-            torch.testing.assert_close(logits, every[wanted], atol=1e-4, rtol=1e-4)
 
 
 def test_steps_write_only_rows_of_tokens_that_there_are(fed):

@@ -16,7 +16,7 @@ from test_decoder_positions import BLOCK, model_of
 
 import decode
 from benchmarks.loss import negative_log_likelihoods
-from generation import Sequence, generate, stream
+from generation import generate, stream
 from kvcache import KINDS, make_cache
 from kvcache.contiguous import cache_for
 from model import sample_token
@@ -238,26 +238,6 @@ def test_a_cache_of_a_model_without_a_window_cannot_roll(kind):
     cache = make_cache(rolled, kind, 1)
     assert (generate(rolled, [[1, 2]], 5 * BLOCK, use_cache=True, cache=cache, temperature=0)
             == generate(model, [[1, 2]], 5 * BLOCK, when_full='roll', n_keep=4, temperature=0))
-
-
-def test_a_context_is_what_is_left_of_the_text():
-    """Against slices of a list, with what the cache lacks of it, at every length."""
-    for block_size, keep, n_keep in ((1, 1, 0), (2, 1, 1), (5, 5, 0), (5, 2, 1), (6, 3, 3)):
-        for n in (1, block_size, block_size + 3):
-            text = list(range(100, 100 + n))
-            pinned, context = text[:min(n_keep, n)], text
-            sequence = Sequence(list(text), block_size, keep, min(n_keep, n))
-            if n > block_size:
-                context = pinned + text[n - block_size + len(pinned):]
-            for token in range(40):
-                for cached in range(len(context)):
-                    sequence.cached = cached
-                    assert sequence.uncached() == context[cached:] and sequence.length == len(context)
-                sequence.append(token)
-                context = context + [token]
-                if len(context) > block_size:
-                    context = pinned + context[len(context) - keep:]
-                    assert sequence.cached == 0
 
 
 @pytest.mark.parametrize('policy', [dict(), dict(when_full='shift'), dict(when_full='shift', keep=3, n_keep=1),

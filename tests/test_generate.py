@@ -7,7 +7,7 @@ from example_models import f32
 
 import decode
 from generation import generate, stream
-from kvcache.contiguous import TupleCache, cache_for
+from kvcache.contiguous import cache_for
 from model import GPT, GPTConfig, sample_token
 
 
@@ -179,16 +179,6 @@ def test_the_smallest_window_there_is():
     assert torch.equal(model.generate(idx, 5, temperature=0, use_cache=True), model.generate(idx, 5, temperature=0))
 
 
-def test_sampling_is_torch_multinomial_to_the_token():
-    for seed in range(50):
-        for shape in ((1, 65), (7, 300)):
-            logits = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 3
-            mine = sample_token(logits, 0.7, top_k=40, generator=torch.Generator().manual_seed(seed))
-            kept = (logits / 0.7).masked_fill(logits < logits.topk(40).values[:, -1:], -float('inf'))
-            theirs = torch.multinomial(kept.softmax(-1), 1, generator=torch.Generator().manual_seed(seed))
-            assert torch.equal(mine, theirs)
-
-
 @pytest.mark.parametrize('use_cache', [False, True])
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 def test_logits_that_are_not_numbers_are_refused(use_cache, temperature):
@@ -213,31 +203,6 @@ def test_targets_of_another_shape_leave_the_cache_alone():
     with pytest.raises(ValueError, match='targets'):
         model(idx[:, :2], idx[:, :3], kv_cache=cache)
     assert all(torch.equal(a.k_cache, b.k_cache) for a, b in zip(cache, before))
-
-
-def test_a_failed_step_of_tuples_leaves_what_comes_before_it():
-    """The positions from `start` on may hold other keys by then, so they count no more."""
-    model, fail = f32(2), []
-
-    def decoder(idx, kv_cache):
-        logits, kv_cache = model.step(idx, kv_cache)
-        if fail:
-            raise KeyboardInterrupt
-        return logits, kv_cache
-    cache, text = TupleCache(model, 1, decoder), torch.randint(29, (1, 8))
-    handle = cache.new()
-    with torch.no_grad():
-        cache.step([handle], [0], text[:, :6])
-        fail.append(True)
-        with pytest.raises(KeyboardInterrupt):
-            cache.step([handle], [2], (text[:, 2:4] + 1) % 29)
-        fail.clear()
-        with pytest.raises(ValueError, match='has 2 tokens'):
-            cache.step([handle], [6], text[:, 6:7])
-        got = cache.step([handle], [2], text[:, 2:])
-        torch.testing.assert_close(got, model(text, use_cache=False)[0][:, 0], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match='no sequence'):
-        cache.step([handle + 1], [0], text[:, :1])
 
 
 def test_a_shift_after_a_full_prompt_has_one_cache():

@@ -212,13 +212,3 @@ def test_machines_without_some_instructions_give_the_same_bits(without):
         pytest.skip("this machine has neither, and the other tests have run without them")
     weights = sizes(['float32', 'int8'], WEIGHTS)
     assert check_elsewhere(without, weights) == [check(w, SMALL) for w in weights]
-
-
-def test_weights_lie_in_sheets():
-    """Worked by hand: the weight of output o and input k, and the zeros that fill the last sheet."""
-    packed = Packed('float32', [(5 * LANES, 64)])
-    w, panels = packed.linears[0][0], torch.from_numpy(packed.packed.panels)
-    for o, k in ((0, 0), (1, 0), (LANES, 0), (0, 1), (3 * LANES + 2, 7)):
-        assert panels[k * 4 * LANES + o] == w[o, k]
-    second = panels[4 * LANES * 64:].view(64, 4, LANES)
-    assert torch.equal(second[:, 0], w[4 * LANES:].t()) and not second[:, 1:].any() and len(panels) == 8 * LANES * 64

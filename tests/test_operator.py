@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.openppl import key_value_cache
-from kvcache.storage import dequantise, quantise
+from kvcache.storage import quantise
 
 SHAPES = {0: 'TL2HD', 1: 'LT2HD', 2: 'L2THD', 3: 'L2HTD'}
 
@@ -148,15 +148,6 @@ def test_quantised_by_hand():
     codes, scale = quantise(torch.tensor([7., -7, 1, -1]), 4, 4)
     # -7 is 1001, -1 is 1111; the low half is first
     assert codes.tolist() == [7 | 9 << 4, 1 | 15 << 4] and scale.tolist() == [1]
-
-
-@settings(max_examples=sizes(25, 100))
-@given(st.integers(0, 2**31), st.sampled_from([8, 4]), st.sampled_from([2, 8, 32]), st.floats(-6, 6))
-def test_no_number_is_off_by_more_than_half_a_scale(seed, bits, group, power):
-    x = torch.randn(5, 2 * group, generator=torch.Generator().manual_seed(seed)) * 10**power
-    codes, scale = quantise(x, bits, group)
-    error = (dequantise(codes, scale, bits) - x).abs()
-    assert (error <= scale.repeat_interleave(group, dim=-1) * (0.5 + 1e-5)).all()
 
 
 GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, cache_layout=2, page_size=2,

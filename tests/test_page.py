@@ -3,9 +3,9 @@ import os
 import shutil
 
 import pytest
+from conftest import SERVING, needs
 
-for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client', 'httpx', 'selenium'):
-    pytest.importorskip(package, reason="needs requirements-serve.txt and selenium")
+needs(*SERVING, 'selenium')
 
 from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains

@@ -13,7 +13,7 @@ import decode
 from decode.cpu import CPUDecoder
 from decode.metadata import NextTokens
 from kvcache.blocks import OutOfBlocks
-from kvcache.paged import PagedCache, n_blocks_for
+from kvcache.paged import PagedCache
 
 TEXT = list(range(13))
 EXECUTORS = decode.EagerDecoder, CPUDecoder
@@ -138,21 +138,6 @@ def test_without_room_nothing_changes():
 
 
 @pytest.mark.parametrize('kind', ['learned', 'rope window sinks', 'alibi window'])
-def test_missing_blocks_are_those_that_a_step_takes(kind):
-    m, p = pool(kind=kind)
-    seq, fork = p.new(), None
-    assert p.n_missing(None, 9) == 3
-    for n in (3, 1, 1, 4, 5, 1, 1, 6, 1):
-        missing, free = p.n_missing(seq, n), p.n_free
-        feed(p, {seq: [1] * n})
-        assert p.n_free == free - missing
-        if n == 4:
-            fork = p.fork(seq)  # the last block is shared from now on
-        if n == 6:
-            p.free(fork)
-
-
-@pytest.mark.parametrize('kind', ['learned', 'rope window sinks', 'alibi window'])
 def test_what_is_reserved_is_there(kind):
     """So many steps find room though another sequence takes all other blocks; what is not used is given back."""
     for seed in range(sizes(4, 30)):
@@ -178,16 +163,6 @@ def test_what_is_reserved_is_there(kind):
         p.reserve(seqs, 0)
         for record in (p.records[seq] for seq in seqs):
             assert len(record.table) == -(-record.length // 4)
-
-
-def test_a_pool_for_n_sequences_is_enough_for_n_without_end():
-    m = model_of('rope window sinks')
-    p = PagedCache(m, 3 * n_blocks_for(m.config, 4), 4)
-    seqs, n = [p.new() for _ in range(3)], 0
-    while n < 150:
-        tokens = torch.randint(VOCAB, (3, min(9, n + 1)))
-        p.step(seqs, [n] * 3, tokens)
-        n += tokens.size(1)
 
 
 def test_a_hit_through_a_window_needs_the_sinks_and_the_last_window():

@@ -3,7 +3,7 @@ import plain_gpt
 import pytest
 import torch
 from plain_gpt import plain
-from test_decoder_positions import BLOCK, WINDOWS, close, model_of
+from test_decoder_positions import WINDOWS, close, model_of
 
 from model import GPTConfig
 from positions import (
@@ -98,15 +98,3 @@ def test_alibi_slopes():
     assert alibi_slopes(8).tolist() == [2.0 ** -i for i in range(1, 9)]  # the paper's example
     for n_head in range(1, 33):
         assert alibi_slopes(n_head).tolist() == pytest.approx(plain_gpt.alibi_slopes(n_head), rel=1e-12), n_head
-
-
-@pytest.mark.parametrize('changes', [
-    dict(), dict(n_kv_head=1), dict(window=5), dict(window=5, n_sink=2, n_kv_head=2), dict(position='alibi')])
-def test_the_memory_of_a_cache_is_what_the_formula_says(changes):
-    model, B = model_of(dtype=torch.float32, **dict(position='rope') | changes), 3
-    c = model.config
-    n_slots = c.n_sink + 2 * c.window if c.window else BLOCK
-    expected, kv_cache = 2 * c.n_layer * B * c.n_kv_head * c.head_dim * n_slots * 4, model.empty_cache(B)
-    for _ in range(3 if c.window else 1):  # it does not grow
-        assert sum(cache.untyped_storage().nbytes() for layer in kv_cache for cache in layer[:2]) == expected
-        _, _, kv_cache = model(torch.randint(29, (B, BLOCK)), kv_cache=kv_cache)

@@ -3,12 +3,12 @@ import os
 import socket
 
 import pytest
+from conftest import SERVING, needs
 
-ray = pytest.importorskip('ray', reason="needs requirements-ray.txt")
-for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client', 'httpx'):
-    pytest.importorskip(package, reason="needs requirements-serve.txt")
+needs(*SERVING, 'ray')
 
 import httpx
+import ray
 from conftest import ROOT
 
 BODY = {'prompt': 'for', 'max_tokens': 12, 'temperature': 1.0}

@@ -2,10 +2,9 @@
 import signal
 import socket
 
-import pytest
+from conftest import SERVING, needs
 
-for package in ('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client', 'httpx'):
-    pytest.importorskip(package, reason="needs requirements-serve.txt")
+needs(*SERVING)
 
 import httpx
 from conftest import TIMEOUT, run, start
@@ -39,17 +38,6 @@ def test_serves_the_newest_run(trained):
     model, tokenizer, _ = checkpoint.load_model('resume', str(trained / 'out'), plain_model)
     (tokens,) = generation.generate(model, [tokenizer.encode('for')], 13, temperature=0)
     assert text == tokenizer.decode(tokens)
-
-
-@pytest.mark.parametrize('setting, words', [
-    ('--out_dir=nowhere', 'no checkpoint'), ('--max_queue=0', 'max_queue must be at least 1'),
-    ('--port=70000', 'port must be'), ('--weights=int4', 'weights must be'),
-    ('--decoder=compiled', 'cache of blocks is for the cpu decoder'),
-    ('--host=256.0.0.1', 'cannot be had'), ('--pord=1', 'did you mean port'),
-])
-def test_mistakes_are_one_line(trained, setting, words):
-    done = run(trained, 'serve.py', *SMALL[2:], setting, *(['--port=0'] if 'port' not in setting else []))
-    assert done.returncode == 2 and words in done.stderr.splitlines()[-1] and 'Traceback' not in done.stderr
 
 
 def test_a_port_in_use(trained):

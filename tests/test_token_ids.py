@@ -6,7 +6,6 @@ from example_models import f32
 from ways import DECODERS, decoder_of
 
 from benchmarks.loss import negative_log_likelihoods
-from decode import EagerDecoder
 from generation import generate, stream
 from kvcache import KINDS, make_cache
 from model import GPT
@@ -23,6 +22,8 @@ def test_integers_of_any_dtype_are_the_same_tokens(dtype):
     assert torch.equal(m(idx)[0], m(IDX)[0]) and torch.equal(m(idx, use_cache=False)[0], m(IDX)[0])
     logits, loss, _ = m(idx, idx)
     assert torch.equal(logits, m(IDX, IDX)[0]) and loss == m(IDX, IDX)[1]
+    for decoder in (decoder_of(way, m) for way in DECODERS):
+        assert torch.equal(decoder(idx, None)[0], decoder(IDX, None)[0])
     expected = m.generate(IDX, 20, temperature=0)
     for how in (dict(temperature=0), dict(temperature=0, use_cache=True)):
         for got in (m.generate(idx, 20, **how), generate(m, idx, 20, **how)):
@@ -126,19 +127,26 @@ def test_other_positions_are_refused_in_words_and_nothing_is_written(pos):
 
 @pytest.mark.parametrize('default', [torch.float64, torch.bfloat16, 'meta'], ids=str)
 def test_torchs_defaults_do_not_get_into_a_generation(default):
-    m, prompts = f32(), [[1, 2, 3], [4], [5] * 16]
+    """Nor into caches and decoders, made before the default was set or after, and their logits."""
+    m, prompts = f32(n_embd=64), [[1, 2, 3], [4], [5] * 16]
     policies = [dict(temperature=0, when_full=how) for how in ('crop', 'shift')]
-    expected = [generate(m, prompts, 20, **policy) for policy in policies]
-    caches = [dict(), *[dict(cache=make_cache(m, kind, 3)) for kind in KINDS]]
+    makers = [*(lambda kind=kind, bits=bits: dict(cache=make_cache(m, kind, 3, bits)) for kind in KINDS
+                for bits in (0, 8)), *(lambda way=way: dict(decoder=decoder_of(way, m)) for way in ('eager', 'cpu'))]
+
+    def results(ways):
+        texts = [generate(m, prompts, 20, use_cache=True, **way, **policy) for way in ways for policy in policies]
+        tensors = [t for way in ways if 'cache' in way for layer in way['cache'].layers for t in layer.tensors()]
+        logits = [way['decoder'](IDX, None)[0].tolist() for way in ways if 'decoder' in way]
+        return texts, [(t.dtype, t.device.type) for t in tensors], logits
+    expected, kept = results([make() for make in makers]), [make() for make in makers]
     before = torch.get_default_dtype()
     try:
         if default == 'meta':
             torch.set_default_device('meta')
         else:
             torch.set_default_dtype(default)
-        caches += [dict(cache=make_cache(m, 'paged', 3)), dict(decoder=EagerDecoder(m))]
-        got = [[generate(m, prompts, 20, use_cache=True, **cache, **policy) for policy in policies] for cache in caches]
+        got = [results(kept), results([make() for make in makers])]
     finally:
         torch.set_default_dtype(before)
         torch.set_default_device(None)
-    assert all(each == expected for each in got)
+    assert got == [expected, expected]
