@@ -19,6 +19,7 @@ from decode.kernel.threads import aligned
 from decode.kernel.vectors import LANES, padded
 
 MADV_PAGEOUT = 21
+ROWS_AT_ONCE = 2**12  # of a matrix that is packed: the numbers on the way take memory too
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8}
 padded = padded.py_func
 
@@ -153,19 +154,22 @@ class PackedWeights:
         for (w, bias), of_table in zip(linears_of(self.model), self.table):
             at, K = int(of_table[layout.FIRST_WEIGHT]), int(of_table[layout.N_INPUTS])
             row, n = int(of_table[layout.FIRST_PANEL]) * LANES, int(of_table[layout.N_PANELS]) * LANES
-            size = padded(n, SHEET * LANES) * K
-            w = F.pad(w.float(), (0, K - w.size(1), 0, size // K - len(w)))
             self.scale[row:row + n], self.bias[row:row + n] = 1, 0
             if bias is not None:
                 self.bias[row:row + len(bias)] = bias.float()
-            if self.weights == 'int8':
-                w, scale = quantise(w)
-                self.scale[row:row + n] = scale[:n]
-                sums = w.view(len(w), K // GROUP, GROUP).sum(dim=-1)
-                pack(torch.from_numpy(self.start[at // GROUP:(at + size) // GROUP]), -sums, 1)
-            elif self.weights == 'bfloat16':
-                w = w.bfloat16().view(torch.int16)
-            pack(panels[at:at + size], w, self.inputs)
+            for first in range(0, n, ROWS_AT_ONCE):
+                part = w[first:first + ROWS_AT_ONCE].float()
+                n_rows = padded(min(n - first, ROWS_AT_ONCE), SHEET * LANES)
+                part = F.pad(part, (0, K - w.size(1), 0, n_rows - len(part)))
+                to = slice(at + first * K, at + (first + n_rows) * K)
+                if self.weights == 'int8':
+                    part, scale = quantise(part)
+                    self.scale[row + first:row + min(n, first + n_rows)] = scale[:n - first]
+                    sums = part.view(n_rows, K // GROUP, GROUP).sum(dim=-1)
+                    pack(torch.from_numpy(self.start[to.start // GROUP:to.stop // GROUP]), -sums, 1)
+                elif self.weights == 'bfloat16':
+                    part = part.bfloat16().view(torch.int16)
+                pack(panels[to], part, self.inputs)
         self.eps[0] = self.model.transformer.ln_f.eps
         self.norm_bias[:] = 0
         for i, norm in enumerate(norms_of(self.model)):
