@@ -28,7 +28,7 @@ import decode
 import generation
 import kvcache
 import model as plain_model
-from conversation import Conversation, talk
+from chat.conversation import Conversation, talk
 from device import autocast, pick_device, pick_dtype, synchronize
 from kvcache.contiguous import cache_for
 from tokenizer import TextStream, read_text

@@ -5,7 +5,7 @@ from example_models import LLAMA, TEXT, chat_tokenizer, gpt, json_tokenizer
 
 import decode
 import kvcache
-from conversation import Conversation
+from chat.conversation import Conversation
 from kvcache.contiguous import cache_for
 
 SAID = ['Héllo', 'tabs \\ and "quotes"', '', 'wörld ' * 12, '日本 🙂']
