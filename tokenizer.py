@@ -140,7 +140,7 @@ class JSONTokenizer(Tokenizer):
     @cached_property
     def token_bytes(self):
         names = [self.library.id_to_token(i) or '' for i in range(self.vocab_size)]
-        for i in self.begins:
+        for i in {*self.begins} - {*self.end_tokens}:  # <s>, for example, but not <|endoftext|>
             names[i] = ''
         return list(map(BYTES_OF[self.decoder], names))
 
@@ -166,9 +166,9 @@ def decoder_of(tokenizer_json):
     if parts[:3] == ['Replace', 'ByteFallback', 'Fuse'] and parts[3:] in ([], ['Strip']):
         return 'SentencePiece'
     if decoder.get('type') not in ('ByteLevel', 'Fuse'):
-        raise ValueError(f"the decoder of the tokenizer.json is {' '.join([str(decoder.get('type')), *map(str, parts)])}: "
-                         "only ByteLevel, Fuse and SentencePiece's (Replace, ByteFallback, Fuse, Strip) give each "
-                         "token a text of its own")
+        kind = ' '.join(map(str, [decoder.get('type'), *parts]))
+        raise ValueError(f"the decoder of the tokenizer.json is {kind}: only ByteLevel, Fuse and SentencePiece's (Replace, "
+                         "ByteFallback, Fuse, Strip) give each token a text of its own")
     return decoder['type']
 
 

@@ -31,7 +31,7 @@ def test_text_comes_out_token_by_token():
 
 
 def test_a_file_that_cuts_and_pads_does_not(tmp_path):
-    """Truncation and padding are settings of training. The token that begins a text stays, and has no text."""
+    """Truncation and padding are settings of training. The token that begins a text stays."""
     content = json.loads(json_tokenizer(TEXT).json)
     ids = json_tokenizer(TEXT).encode(LONG)
     content['truncation'] = dict(direction='Right', max_length=4, strategy='LongestFirst', stride=0)
@@ -42,7 +42,8 @@ def test_a_file_that_cuts_and_pads_does_not(tmp_path):
         type='TemplateProcessing', single=[end, dict(Sequence=dict(id='A', type_id=0))], pair=[end],
         special_tokens={'<|endoftext|>': dict(id='<|endoftext|>', ids=[0], tokens=['<|endoftext|>'])})
     tokenizer = JSONTokenizer(json.dumps(content))
-    assert tokenizer.encode(LONG) == [0, *ids] and tokenizer.begins == [0] and tokenizer.decode([0, *ids]) == LONG
+    assert tokenizer.encode(LONG) == [0, *ids] and tokenizer.begins == [0]
+    assert JSONTokenizer(json.dumps(content), end_tokens=[1]).decode([0]) == ''
 
 
 def test_vocab_size_is_the_largest_id_and_one():
