@@ -167,8 +167,8 @@ def decoder_of(tokenizer_json):
         return 'SentencePiece'
     if decoder.get('type') not in ('ByteLevel', 'Fuse'):
         kind = ' '.join(map(str, [decoder.get('type'), *parts]))
-        raise ValueError(f"the decoder of the tokenizer.json is {kind}: only ByteLevel, Fuse and SentencePiece's (Replace, "
-                         "ByteFallback, Fuse, Strip) give each token a text of its own")
+        raise ValueError(f"the decoder of the tokenizer.json is {kind}: only ByteLevel, Fuse and SentencePiece's "
+                         "(Replace, ByteFallback, Fuse, Strip) give each token a text of its own")
     return decoder['type']
 
 
