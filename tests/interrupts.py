@@ -12,15 +12,16 @@ def interrupted(work, n, is_traced):
     true. An event is a line, or the beginning of a call. Returns (was there one?, what work returned, or None if a
     KeyboardInterrupt came).
 
-    Lines with a `with` are no events: at the end of its block, a trace function runs before `__exit__`, and Python
-    handles no signal there (https://bugs.python.org/issue29988).
+    Lines with a `with` or a `try` are no events: at the end of the block of a `with`, a trace function runs before
+    `__exit__`, and Python handles no signal there (https://bugs.python.org/issue29988); a `try` itself does nothing.
     """
     left = [n]
 
     def trace(frame, event, arg):
         if not is_traced(frame.f_code):
             return None
-        if event == 'line' and linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith('with '):
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        if event == 'line' and line.startswith(('with ', 'try:')):
             return trace
         left[0] -= event in ('line', 'call')
         if left[0] == 0:
