@@ -261,3 +261,12 @@ def test_a_server_with_a_key_asks_for_it(browser):
         page.wait(lambda: page.samples() and page.finished() and not page.text('#error'))
         assert all(len(text) == len(PROMPT) + 5 for text in page.samples())
         browser.get('about:blank')
+
+
+def test_blocks_that_were_never_seen_in_use_stand_out(page):
+    """Those of a request that was served between two looks at the pool are remembered in grey, not as if free."""
+    page.answers(max_tokens=1)
+    page.wait(lambda: page.squares().count('remembered') == len(PROMPT) // 4)
+    colours = {kind: page['#pool > i.' + kind].value_of_css_property('background-color')
+               for kind in ('remembered', 'free')}
+    assert colours['remembered'] != colours['free']
