@@ -37,7 +37,8 @@ SCHEMAS = {
     'ChatCompletion': object_of(id=TEXT, object={'const': 'chat.completion'}, created=COUNT, model=TEXT,
                                 choices=list_of(CHAT_CHOICE), usage=USAGE),
     'Models': object_of(object={'const': 'list'}, data=list_of(object_of(
-        id=TEXT, object={'const': 'model'}, created=COUNT, owned_by=TEXT, max_model_len=COUNT))),
+        id=TEXT, object={'const': 'model'}, created=COUNT, owned_by=TEXT, max_model_len=COUNT,
+        chat={'type': 'boolean'}))),
     'Tokens': object_of(tokens=list_of(COUNT), count=COUNT, max_model_len=COUNT),
     'Text': object_of(prompt=TEXT),
     'Cache': {'type': 'object'},

@@ -217,7 +217,7 @@ async def models(service):
     service.check_loaded()
     served = service.served
     model = {'id': served.name, 'object': 'model', 'created': served.created, 'owned_by': 'nanogpt',
-             'max_model_len': served.max_tokens}
+             'max_model_len': served.max_tokens, 'chat': served.tokenizer.chat_template is not None}
     return JSON({'object': 'list', 'data': [model]})
 
 

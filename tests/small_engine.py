@@ -15,6 +15,7 @@ from tokenizer import CharTokenizer
 V = 29
 BYTES = [bytes([97 + i % 26]) for i in range(V)]
 CHARS = 'abcdefghijklmnopqrstuvwxyz .€😀\n'  # of engines behind a server
+LETTERS = CharTokenizer(CHARS)
 
 
 class Got:
@@ -90,8 +91,8 @@ def tiny(n_blocks=16, page_size=4, budget=64, **how):
 class Stepping(Engine):
     """An engine for a server's tests. Its thread makes so many steps as are allowed, or all."""
 
-    def __init__(self, model, decoder=None, n_blocks=96, **how):
-        super().__init__(model, decoder, CharTokenizer(CHARS).bytes_of_tokens(), (), n_blocks, 4, **how)
+    def __init__(self, model, decoder=None, n_blocks=96, tokenizer=LETTERS, **how):
+        super().__init__(model, decoder, tokenizer.bytes_of_tokens(), tokenizer.end_tokens, n_blocks, 4, **how)
         self.n_allowed, self.steps = float('inf'), threading.Condition()
 
     def allow(self, n):
@@ -143,16 +144,16 @@ def spelled(letter, n):
     return ''.join(CHARS[(first + k) % len(CHARS)] for k in range(n))
 
 
-def drawing_engine():
+def drawing_engine(tokenizer=LETTERS):
     """An engine, started, with a model in PyTorch of random weights."""
     torch.manual_seed(0)
-    engine = Stepping(GPT(GPTConfig(block_size=256, vocab_size=len(CHARS), n_layer=1, n_head=2, n_embd=16)))
+    config = GPTConfig(block_size=256, vocab_size=tokenizer.vocab_size, n_layer=1, n_head=2, n_embd=16)
+    engine = Stepping(GPT(config), tokenizer=tokenizer)
     engine.start()
     return engine
 
 
-def served_by(engine, name='toy', max_tokens=None):
+def served_by(engine, name='toy', max_tokens=None, tokenizer=LETTERS):
     """What is `Served` by an engine; here because api.py needs pydantic."""
     from serving.api import Served
-    return Served(name, CharTokenizer(CHARS), CharTokenizer(CHARS).bytes_of_tokens(),
-                  max_tokens or engine.cache.model.config.block_size)
+    return Served(name, tokenizer, tokenizer.bytes_of_tokens(), max_tokens or engine.cache.model.config.block_size)

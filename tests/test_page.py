@@ -1,9 +1,11 @@
 """The page in a browser, headless Chromium, with a real engine on a small model that steps when a test lets it."""
 import os
 import shutil
+from contextlib import contextmanager
 
 import pytest
 from conftest import SERVING, needs
+from example_models import TEXT, json_tokenizer
 
 needs(*SERVING, 'selenium')
 
@@ -13,13 +15,16 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 from serving_process import serving
-from small_engine import drawing_engine
+from small_engine import drawing_engine, served_by
+
+from tokenizer import JSONTokenizer
 
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
 DRIVER = shutil.which('chromedriver')
 pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no browser: chromium, chromium-driver")
 
 PROMPT = 'once upon a time there was a king'
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 
 
 @pytest.fixture(scope='module')
@@ -39,8 +44,22 @@ def browser():
 @pytest.fixture
 def page(browser):
     """A server with the page open. page.client: of the server. page.engine: its engine."""
-    engine = drawing_engine()
-    with serving(engine) as client:
+    yield from opened(browser, drawing_engine())
+
+
+@pytest.fixture
+def chat(browser):
+    """The page of a model whose tokenizer, chat.tokenizer, has a chat template."""
+    tokenizer = JSONTokenizer(json_tokenizer(TEXT).json, chat_template=TEMPLATE)
+    engine = drawing_engine(tokenizer)
+    for page in opened(browser, engine, served_by(engine, tokenizer=tokenizer)):
+        page.tokenizer = tokenizer
+        page.fill(max_tokens=20)
+        yield page
+
+
+def opened(browser, engine, served=None):
+    with serving(engine, served) as client:
         page = Page(browser, client, engine)
         page.open()
         browser.execute_script('sessionStorage.clear()')
@@ -87,6 +106,26 @@ class Page:
         """What the API answers, each behind the prompt, as the page shows it."""
         body = {'prompt': PROMPT, 'temperature': .8, 'top_p': 1, 'echo': True, **fields}
         return [choice['text'] for choice in self.client.post('/v1/completions', json=body).json()['choices']]
+
+    def say(self, text):
+        """Write a message, and send it with Enter."""
+        self['#message'].send_keys(Keys.CONTROL, 'a')
+        self['#message'].send_keys(text, Keys.ENTER)
+
+    def turns(self):
+        """The conversation that is shown, as messages of the API."""
+        return [dict(role=role, content=pre.get_property('textContent')) for turn in self.all('.turn')
+                for role, pre in zip(('user', 'assistant'), turn.find_elements(By.CSS_SELECTOR, 'pre'), strict=True)]
+
+    def answer(self, messages, **fields):
+        """What the API answers, a message."""
+        body = {'messages': messages, 'temperature': .8, 'max_completion_tokens': 20, 'seed': 1337, **fields}
+        return self.client.post('/v1/chat/completions', json=body).json()['choices'][0]['message']
+
+    def is_answered(self, messages, **fields):
+        """Once the page has its answer, is that the API's answer to these messages, and is no more shown?"""
+        self.wait(self.finished)
+        return self.turns() == [*messages, self.answer(messages, **fields)]
 
     def squares(self):
         return self.browser.execute_script("return [...document.querySelectorAll('#pool > i')].map("
@@ -213,26 +252,47 @@ def test_a_reload_in_mid_stream(page):
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_narrow_and_dark(page, width, scheme):
     """Nothing is wider than the window, and text stands out from its background (WCAG: a contrast of 4.5)."""
+    with shown(page, width, scheme):
+        page.fill(prompt=PROMPT, n=2, max_tokens=30)
+        page['#go'].click()
+        page.wait(lambda: page.samples() and page.finished())
+        check_look(page, scheme, 'label[for=prompt]', '.soft', '.sample pre', '.sample .given', '.sample footer',
+                   '#inspector', '#go')
+
+
+@pytest.mark.parametrize('width, scheme', [(390, 'light'), (1280, 'dark'), (390, 'dark')])
+def test_a_narrow_and_a_dark_chat(chat, width, scheme):
+    with shown(chat, width, scheme):
+        chat.say('a word of more than its line: ' + 'x' * 80)
+        chat.wait(chat.finished)
+        check_look(chat, scheme, '#modes label', '#modes label:last-child', '.asked pre', '.asked button',
+                   '.sample pre', '.sample footer', '.found', 'label[for=message]', '#clear')
+
+
+@contextmanager
+def shown(page, width, scheme):
+    """In a window of this width, in light or dark colours."""
     try:
         page.browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', {
             'width': width, 'height': 800, 'deviceScaleFactor': 1, 'mobile': width < 500})
         page.browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {
             'features': [{'name': 'prefers-color-scheme', 'value': scheme}]})
-        page.fill(prompt=PROMPT, n=2, max_tokens=30)
-        page['#go'].click()
-        page.wait(lambda: page.samples() and page.finished())
-        assert page.browser.execute_script('return document.documentElement.scrollWidth <= innerWidth')
-        for selector in ('label', '.soft', '.sample pre', '.sample .given', '.sample footer', '#inspector', '#go'):
-            ink, paper = page.browser.execute_script("""
-                let element = document.querySelector(arguments[0]), ink = getComputedStyle(element).color
-                while (getComputedStyle(element).backgroundColor === 'rgba(0, 0, 0, 0)') element = element.parentElement
-                return [ink, getComputedStyle(element).backgroundColor]""", selector)
-            bright, dim = sorted((luminance(ink), luminance(paper)), reverse=True)
-            assert (bright + .05) / (dim + .05) >= 4.5, (selector, ink, paper)
-        assert (luminance(page['body'].value_of_css_property('background-color')) < .1) == (scheme == 'dark')
+        yield
     finally:
         page.browser.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
         page.browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': []})
+
+
+def check_look(page, scheme, *selectors):
+    assert page.browser.execute_script('return document.documentElement.scrollWidth <= innerWidth')
+    for selector in selectors:
+        ink, paper = page.browser.execute_script("""
+            let element = document.querySelector(arguments[0]), ink = getComputedStyle(element).color
+            while (getComputedStyle(element).backgroundColor === 'rgba(0, 0, 0, 0)') element = element.parentElement
+            return [ink, getComputedStyle(element).backgroundColor]""", selector)
+        bright, dim = sorted((luminance(ink), luminance(paper)), reverse=True)
+        assert page[selector].is_displayed() and (bright + .05) / (dim + .05) >= 4.5, (selector, ink, paper)
+    assert (luminance(page['body'].value_of_css_property('background-color')) < .1) == (scheme == 'dark')
 
 
 def luminance(colour):
@@ -261,3 +321,125 @@ def test_a_server_with_a_key_asks_for_it(browser):
         page.wait(lambda: page.samples() and page.finished() and not page.text('#error'))
         assert all(len(text) == len(PROMPT) + 5 for text in page.samples())
         browser.get('about:blank')
+
+
+def test_blocks_that_were_never_seen_in_use_stand_out(page):
+    """Those of a request that was served between two looks at the pool are remembered in grey, not as if free."""
+    page.answers(max_tokens=1)
+    page.wait(lambda: page.squares().count('remembered') == len(PROMPT) // 4)
+    colours = {kind: page['#pool > i.' + kind].value_of_css_property('background-color')
+               for kind in ('remembered', 'free')}
+    assert colours['remembered'] != colours['free']
+
+
+def test_a_model_without_a_template_has_no_chat(page):
+    assert page.client.get('/v1/models').json()['data'][0]['chat'] is False
+    assert page['#prompt'].is_displayed() and page['#n'].is_displayed() and page['#go'].text == 'Continue'
+    assert not any(element.is_displayed() for element in page.all('[data-mode=chat], #modes, #modes *'))
+
+
+def test_the_second_turn_finds_the_blocks_of_the_first(chat):
+    """Turns stream, have the texts that the API gives for the same messages, and say what they found."""
+    said = [dict(role='user', content='what is <b>a king</b>?')]
+    chat.engine.allow(8)
+    chat.say(said[0]['content'])
+    chat.wait(lambda: chat.turns() and chat.turns()[1]['content'])
+    blocks = chat.wait(lambda: [each['blocks'] for each in chat.client.get('/cache').json()['running']])[0]
+    assert not chat.finished() and chat['#turns'].get_attribute('aria-busy') == 'true'
+    chat.engine.allow(float('inf'))
+    assert chat.is_answered(said) and not chat.all('.turn b')
+    first = len(chat.tokenizer.conversation(chat.turns()[:1]))
+    assert chat.text('.found') == f'0 of {first} prompt tokens found'
+
+    said = [*chat.turns(), dict(role='user', content='and a queen?')]
+    chat.engine.allow(8)
+    chat.say('and a queen?')
+    chat.wait(lambda: len(chat.turns()) == 4 and chat.turns()[3]['content'])
+    chat.wait(lambda: {chat.squares()[i] for i in blocks[:first // 4]} == {'used'})  # by the second turn
+    chat.engine.allow(float('inf'))
+    assert chat.is_answered(said)
+    found, of = (int(chat.all('.found')[1].text.split()[i]) for i in (0, 2))
+    assert of == len(chat.tokenizer.conversation(said)) and first // 4 * 4 <= found < of
+    assert [note.text for note in chat.all('.turn footer span:first-child')] == ['20 tokens'] * 2
+
+
+def test_a_turn_is_stopped_edited_and_repeated(chat):
+    chat.engine.allow(5)
+    chat.say('one')
+    chat.wait(lambda: chat.turns() and chat.turns()[1]['content'])
+    chat['#stop'].click()
+    chat.wait(lambda: chat.finished() and not chat.engine.live)
+    assert chat.text('.turn footer span').endswith('tokens, stopped') and not chat.text('#error')
+    chat.engine.allow(float('inf'))
+    said = [*chat.turns(), dict(role='user', content='two')]
+    chat.say('two')
+    assert chat.is_answered(said)  # the part of an answer that has come is sent
+
+    whole = chat.turns()
+    chat.all('.asked button')[0].click()
+    assert chat['#message'].get_property('value') == 'one' and len(chat.all('.turn.replaced')) == 2
+    chat['#message'].send_keys(Keys.ESCAPE)
+    assert chat['#message'].get_property('value') == '' and not chat.all('.turn.replaced') and chat.turns() == whole
+    for name in ('Cancel', 'Edit', 'Cancel'):
+        chat.all('.asked button')[1].click()
+        assert chat.all('.asked button')[1].accessible_name == f'{name} turn 2'
+        assert len(chat.all('.turn.replaced')) == (name == 'Cancel')
+    chat.say('another')
+    said[2]['content'] = 'another'
+    assert chat.is_answered(said)
+
+    chat['#message'].send_keys('a draft')
+    for seed in (1338, 1339):
+        chat.all('.turn footer button')[1].click()
+        assert chat.is_answered(said, seed=seed) and chat['#message'].get_property('value') == 'a draft'
+    chat.fill(system='be brief', message='')
+    chat.all('.turn footer button')[0].click()
+    chat.wait(chat.finished)
+    assert chat.turns() == [said[0], chat.answer([dict(role='system', content='be brief'), said[0]], seed=1338)]
+    chat['#clear'].click()
+    assert not chat.turns()
+
+
+def test_a_message_that_is_refused_comes_back(chat):
+    chat.say('one')
+    chat.wait(chat.finished)
+    whole = chat.turns()
+    chat.fill(max_tokens=255)
+    chat.say('two')
+    chat.wait(lambda: 'tokens' in chat.text('#error') and chat.finished())
+    assert chat.turns() == whole and chat['#message'].get_property('value') == 'two'
+    chat.fill(max_tokens=20)
+    chat['#go'].click()
+    assert chat.is_answered([*whole, dict(role='user', content='two')]) and not chat.text('#error')
+
+
+def test_a_chat_with_the_keyboard_and_a_reload(chat):
+    chat['#message'].send_keys('a', Keys.SHIFT, Keys.ENTER, Keys.NULL, 'b', Keys.ENTER)
+    assert chat.is_answered([dict(role='user', content='a\nb')])
+    chat.engine.allow(5)
+    chat.say('two')
+    chat.wait(lambda: len(chat.turns()) == 4 and chat.turns()[3]['content'])
+    before, found = chat.turns(), chat.text('.found')
+    chat.open()
+    chat.wait(lambda: chat['#turns'].is_displayed())
+    assert chat.turns() == before and chat.all('.turn footer')[1].text.startswith('5 tokens, not finished')
+    assert chat.text('.found') == found != ''
+    chat.engine.allow(float('inf'))
+
+    chat['#modes label'].click()
+    names = []
+    for _ in range(14):
+        ActionChains(chat.browser).send_keys(Keys.TAB).perform()
+        active = chat.browser.switch_to.active_element
+        names.append(active.get_attribute('id') or active.accessible_name)
+    assert names == ['turns', 'Edit turn 1', 'Repeat turn 1', 'Edit turn 2', 'Repeat turn 2', 'message', 'go', 'clear',
+                     'temperature', 'top_p', 'seed', 'max_tokens', 'system', 'pool']
+
+    chat['#modes label'].click()
+    ActionChains(chat.browser).send_keys(Keys.ARROW_RIGHT).perform()
+    assert chat['#prompt'].is_displayed() and not chat['#turns'].is_displayed()
+    chat['#prompt'].send_keys(Keys.CONTROL, Keys.ENTER)
+    chat.wait(lambda: len(chat.samples()) == 2 + len(chat.all('.turn')) and chat.finished())
+    chat.open()
+    chat.wait(lambda: chat['#modes'].is_displayed())
+    assert chat['#prompt'].is_displayed() and chat.turns() == before
