@@ -3,13 +3,17 @@ Outside judges: models of transformers with the same weights, and the Attention 
 operator suite.
 """
 import functools
+import random
 import warnings
 
 import numpy as np
 import pytest
 import torch
 from conftest import sizes
+from ways import decoder_of
 
+import kvcache
+from decode.cpu import CPUDecoder
 from model import GPT, GPTConfig, LayerKVCache, attend
 from positions import Positions, rotate, visible
 
@@ -85,6 +89,96 @@ def test_transformers_agrees_at_each_cached_step(tmp_path, name):
     greedy = theirs.generate(idx[:, :5], attention_mask=torch.ones(2, 5), max_new_tokens=length - 5, do_sample=False,
                              pad_token_id=0, eos_token_id=None, use_cache=their_cache_works)
     assert torch.equal(ours.generate(idx[:, :5], length - 5, temperature=0, use_cache=True), greedy)
+
+
+SHAPES = [(2, 1, 16), (4, 2, 8), (4, 4, 12), (6, 2, 10), (6, 3, 16)]  # n_head, n_kv_head, head_dim
+
+
+def llama_like(seed):
+    """
+    A model of Llama's family in transformers, with drawn sizes and weights, and what it is in the fields of our config.
+    The number of the seed says which family it is and what it has, so that all of this comes in few of them.
+    """
+    import transformers
+    rng, n = random.Random(seed), seed // 4
+    family = ('llama', 'mistral', 'qwen2', 'qwen3')[seed % 4]
+    tied, special, has_bias = n % 2 == 0, n % 3 > 0, n % 4 > 1
+    (n_head, n_kv_head, head_dim), theta = rng.choice(SHAPES), rng.choice([1000.0, 10000.0, 500000.0])
+    n_embd = n_head * head_dim if family == 'qwen2' else n_head * rng.choice([head_dim, 7, 12])
+    rope, settings, expected = dict(rope_type='default', rope_theta=theta), {}, dict(tied=tied, head_dim=head_dim)
+    if family == 'llama':
+        settings = dict(attention_bias=has_bias, mlp_bias=has_bias)
+        if special:  # of the three kinds of frequencies, these have some each
+            rope |= dict(rope_type='llama3', factor=rng.choice([4.0, 32.0]), low_freq_factor=1.0, high_freq_factor=4.0,
+                         original_max_position_embeddings=32)
+            expected['rope_scaling'] = (rope['factor'], 1.0, 4.0, 32)
+        expected['bias'] = has_bias
+    if family == 'mistral':
+        settings = dict(sliding_window=rng.choice([2, 5, 9]) if special else rng.choice([None, 200]))
+        expected['window'] = settings['sliding_window'] if special else 0
+    if family == 'qwen2':
+        settings = dict(use_sliding_window=special and has_bias, sliding_window=7, max_window_layers=0)
+        expected |= dict(window=7 * (special and has_bias), qkv_bias=True)
+    if family in ('llama', 'mistral', 'qwen3'):
+        settings['head_dim'] = head_dim
+    name = family.capitalize()
+    torch.manual_seed(seed)
+    theirs = getattr(transformers, name + 'ForCausalLM')(getattr(transformers, name + 'Config')(
+        vocab_size=rng.choice([50, 97]), hidden_size=n_embd, intermediate_size=rng.choice([37, 100, 3 * n_embd]),
+        num_hidden_layers=rng.choice([1, 2, 3]), num_attention_heads=n_head, num_key_value_heads=n_kv_head,
+        max_position_embeddings=48, rms_norm_eps=rng.choice([1e-5, 1e-6]), tie_word_embeddings=tied,
+        rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=None, **settings)).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return theirs, expected | dict(n_kv_head=n_kv_head, rope_theta=theta, qk_norm=family == 'qwen3')
+
+
+@pytest.mark.parametrize('seed', range(sizes(12, 72)))
+def test_llamas_family_agrees_at_each_cached_step(tmp_path, seed):
+    """
+    Chunks and single tokens on the model's tuples, by the model and by the compiled step, and in each of the caches, by
+    one of the two; past a window and past block_size where that is allowed.
+    """
+    pytest.importorskip('transformers', reason="transformers is not installed")
+    theirs, expected = llama_like(seed)
+    theirs.save_pretrained(tmp_path)
+    ours = GPT.from_pretrained(str(tmp_path)).eval()
+    assert {key: getattr(ours.config, key) for key in expected} == expected
+    length, decoder = 72 if ours.config.window else 48, CPUDecoder(ours)
+    idx = torch.randint(ours.config.vocab_size, (2, length))
+    with torch.no_grad():
+        whole = theirs(idx).logits
+    steps = {'model': OnTuples(decoder_of('model', ours)), 'cpu': OnTuples(decoder)}
+    for number, kind in enumerate(kvcache.KINDS):
+        steps[kind] = InCache(kvcache.make_cache(ours, kind, 2, decoder=decoder if (seed + number) % 2 else None))
+    cuts = [0, 5, 6, *range(10, length + 1)]
+    for start, end in zip(cuts, cuts[1:]):
+        for name, step in steps.items():
+            worst = (step(start, idx[:, start:end]) - whole[:, end - 1]).abs().max() / whole.std()
+            assert worst < 1e-5, (name, end, worst)
+
+
+class OnTuples:
+    """A decoder and its cache, as a function (start, tokens (B, T)) -> logits (B, vocab_size)."""
+
+    def __init__(self, decoder):
+        self.decoder, self.kv_cache = decoder, None
+
+    @torch.no_grad()
+    def __call__(self, start, tokens):
+        logits, self.kv_cache = self.decoder(tokens, self.kv_cache)
+        return logits[:, -1]
+
+
+class InCache:
+    """Two sequences in a cache, as the same function."""
+
+    def __init__(self, cache):
+        self.cache, self.handles = cache, [cache.new(), cache.new()]
+
+    def __call__(self, start, tokens):
+        return self.cache.step(self.handles, [start] * 2, tokens)
 
 
 @functools.cache
