@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -153,3 +154,17 @@ def choose_threads(step, before, say):
         threads, medians = fastest_threads(step)
         times = ', '.join(f"{n}: {1e3 * t:.1f} ms" for n, t in medians.items())
         say(f"threads: {threads}" + (f" of {most}, by timing ({times})" if times else ""))
+
+
+class NoValues(TorchFunctionMode):
+    """Inside, `torch.nn.init` does nothing: on the device meta it would import 800 modules, 70 MB in 0.6 seconds."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, '__module__', None) != 'torch.nn.init':
+            return function(*args, **(kwargs or {}))
+
+
+def meta_model(GPT, config):
+    """GPT(config) on the device meta: it has shapes, and no weights."""
+    with torch.device('meta'), NoValues():
+        return GPT(config)

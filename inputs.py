@@ -26,7 +26,7 @@ def check_config(config):
     for name, values in dict(position=('learned', 'rope', 'alibi', 'none'), gelu=('none', 'tanh'),
                              norm=('layer', 'rms'), mlp=('gelu', 'swiglu')).items():
         if getattr(c, name) not in values:
-            raise ValueError(f"{name} must be {' or '.join(values)}, not {getattr(c, name)!r}")
+            raise ValueError(f"{name} must be {', '.join(values[:-1])} or {values[-1]}, not {getattr(c, name)!r}")
     if c.n_head % (c.n_kv_head or c.n_head):
         raise ValueError(f"n_head {c.n_head} must be divisible by n_kv_head {c.n_kv_head}")
     head_dim = c.head_dim or c.n_embd // c.n_head

@@ -5,6 +5,7 @@ Sample from a trained model, or from GPT-2.
     python sample.py --num_samples=1 --start="To be"        one sample, streamed as it is drawn
     python sample.py --init_from=gpt2 --start=FILE:prompts.txt --split=lines       every line of a file, in one batch
     python sample.py --weights=int8 --when_full=shift       the fastest settings; other tokens, see docs/SAMPLING.md
+    python sample.py --init_from=FOLDER --chat=True         talk with a chat model, such as SmolLM2-135M-Instruct
 
 The samples go to stdout, everything else to stderr. KV_DEBUG=1 traces the cache.
 """
@@ -13,6 +14,7 @@ import re
 import signal
 import sys
 import time
+from contextlib import nullcontext
 
 import configurator  # before torch: it says so in one line where torch is missing
 
@@ -26,7 +28,9 @@ import decode
 import generation
 import kvcache
 import model as plain_model
+from chat.conversation import Conversation, talk
 from device import autocast, pick_device, pick_dtype, synchronize
+from kvcache.contiguous import cache_for
 from tokenizer import TextStream, read_text
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
@@ -54,6 +58,7 @@ seed = 1337           # of the first sample, the next has the next; the same see
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'        # float32, bfloat16 or float16; auto goes by the device
 compile = False       # the same as decoder=compiled
+chat = False          # talk with a chat model: Ctrl-C ends an answer, Ctrl-D the conversation
 
 
 def main(config):
@@ -66,6 +71,8 @@ def main(config):
     model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights)
     if dev == 'cpu' and decoder in ('auto', 'cpu') and model.lm_head.weight.dtype not in decode.MODEL_DTYPES:
         model.float()
+    if chat:
+        return chat_with(model, tokenizer, dev)
     end, token_bytes = unescaped_stop(tokenizer), tokenizer.bytes_of_tokens(model.config.vocab_size)
     prompts = [tokenizer.encode(text) for text in texts]
     say_what_is_cut(prompts, model.config)
@@ -107,6 +114,16 @@ def main(config):
     dt = time.perf_counter() - t0
     print(f"{n_drawn:,} tokens in {dt:.2f} s: {n_drawn / dt:,.0f} tok/s "
           f"({'with' if use_cache else 'without'} the cache, {dev})", file=sys.stderr)
+
+
+def chat_with(model, tokenizer, dev):
+    """Talk with a chat model in the terminal."""
+    how = pick_decoder(model, 1, dev)
+    cache = how.get('cache') or cache_for(model, 1, how.get('decoder'))
+    generator = torch.Generator(dev).manual_seed(seed)
+    with autocast(dev, pick_dtype(dtype, dev)), getattr(how.get('decoder'), 'torch_on_one_thread', nullcontext)():
+        talk(Conversation(model, tokenizer, cache, temperature=temperature, top_k=top_k or None, top_p=top_p,
+                          generator=generator), max_new_tokens)
 
 
 def sample_batch(model, batch, first, how, dev):

@@ -13,7 +13,7 @@ import pickle
 import re
 from functools import cached_property
 
-from chat_template import ChatTemplate
+from chat.template import ChatTemplate
 
 GPT2 = {'kind': 'gpt2'}
 END_OF_TEXT = '<|endoftext|>'  # in GPT-2 and those that follow it: gpt_bigcode, starcoder2, mpt
@@ -99,7 +99,7 @@ class JSONTokenizer(Tokenizer):
     The tokenizer of a tokenizer.json, by the tokenizers library.
 
     json: the contents of the file, a string. end_tokens: ids, by default that of <|endoftext|>. special_tokens:
-    {'bos_token': text, ...}. chat_template: a template's source, see `chat_template.ChatTemplate`.
+    {'bos_token': text, ...}. chat_template: a template's source, see `chat.template.ChatTemplate`.
 
     ValueError if the library cannot read json, and if the text of some tokens depends on those before them: texts are
     printed token by token here. This is so for all decoders but ByteLevel (GPT-2, StarCoder, MPT, Llama 3, Qwen), Fuse
@@ -140,7 +140,7 @@ class JSONTokenizer(Tokenizer):
     @cached_property
     def token_bytes(self):
         names = [self.library.id_to_token(i) or '' for i in range(self.vocab_size)]
-        for i in self.begins:
+        for i in {*self.begins} - {*self.end_tokens}:  # <s>, for example, but not <|endoftext|>
             names[i] = ''
         return list(map(BYTES_OF[self.decoder], names))
 
@@ -166,9 +166,9 @@ def decoder_of(tokenizer_json):
     if parts[:3] == ['Replace', 'ByteFallback', 'Fuse'] and parts[3:] in ([], ['Strip']):
         return 'SentencePiece'
     if decoder.get('type') not in ('ByteLevel', 'Fuse'):
-        raise ValueError(f"the decoder of the tokenizer.json is {decoder.get('type')} {', '.join(map(str, parts))}: "
-                         "only ByteLevel, Fuse and SentencePiece's (Replace, ByteFallback, Fuse, Strip) give each "
-                         "token a text of its own")
+        kind = ' '.join(map(str, [decoder.get('type'), *parts]))
+        raise ValueError(f"the decoder of the tokenizer.json is {kind}: only ByteLevel, Fuse and SentencePiece's "
+                         "(Replace, ByteFallback, Fuse, Strip) give each token a text of its own")
     return decoder['type']
 
 

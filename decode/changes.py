@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.nn.modules import module as torch_module
 
 from decode.process import uninterrupted
-from meta_model import meta_model
+from device import meta_model
 
 REFUSED = "use another decoder, such as decode.EagerDecoder(model)"
 PROBES = 8  # values of each parameter that a `Watch` compares

@@ -49,28 +49,7 @@ def to_gguf(model, path, type='f32', tokenizer=None):
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with replacing(path) as f:
         writer = gguf.GGUFWriter(f.name, architecture)  # it opens the temporary file by its name, once more
-        writer.add_context_length(c.window or c.block_size)
-        writer.add_embedding_length(c.n_embd)
-        writer.add_block_count(c.n_layer)
-        writer.add_feed_forward_length(c.n_inner)
-        writer.add_head_count(c.n_head)
-        writer.add_head_count_kv(c.n_kv_head)
-        if c.position == 'rope':
-            writer.add_rope_freq_base(c.rope_theta)
-            writer.add_rope_dimension_count(c.head_dim)
-            writer.add_key_length(c.head_dim)
-            writer.add_value_length(c.head_dim)
-        if c.rope_scaling:
-            slower = rotary_frequencies(c.head_dim, c.rope_theta) / rotary_frequencies(
-                c.head_dim, c.rope_theta, c.rope_scaling)
-            writer.add_tensor('rope_freqs.weight', slower.float().numpy())
-        if c.position == 'alibi':
-            writer.add_max_alibi_bias(8.0)
-        (writer.add_layer_norm_rms_eps if c.norm == 'rms' else writer.add_layer_norm_eps)(c.norm_eps)
-        writer.add_vocab_size(c.vocab_size)
-        writer.add_file_type(gguf.LlamaFileType['ALL_F32' if type == 'f32' else 'MOSTLY_Q8_0'])
-        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-
+        add_config(writer, c, type)
         kind = add_gguf_tokenizer(writer, tokenizer, c.vocab_size)
         for name, w in weights_with_biases(model).items():
             if architecture == 'mpt' and not c.bias and name.endswith('.bias'):
@@ -93,6 +72,32 @@ def to_gguf(model, path, type='f32', tokenizer=None):
         except OSError as e:
             raise OSError(f"{path} could not be written, is the disk full? ({e})") from e
     return kind
+
+
+def add_config(writer, config, type):
+    """Write what a GGUF file says of a model beside its weights."""
+    from gguf import GGML_QUANT_VERSION, LlamaFileType
+    writer.add_context_length(config.window or config.block_size)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.n_inner)
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.n_kv_head)
+    if config.position == 'rope':
+        writer.add_rope_freq_base(config.rope_theta)
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if config.rope_scaling:
+        slower = rotary_frequencies(config.head_dim, config.rope_theta) / rotary_frequencies(
+            config.head_dim, config.rope_theta, config.rope_scaling)
+        writer.add_tensor('rope_freqs.weight', slower.float().numpy())
+    if config.position == 'alibi':
+        writer.add_max_alibi_bias(8.0)
+    (writer.add_layer_norm_rms_eps if config.norm == 'rms' else writer.add_layer_norm_eps)(config.norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_file_type(LlamaFileType['ALL_F32' if type == 'f32' else 'MOSTLY_Q8_0'])
+    writer.add_quantization_version(GGML_QUANT_VERSION)
 
 
 def pairs_side_by_side(w, head_dim):

@@ -4,10 +4,10 @@ import os
 import torch
 from safetensors import safe_open
 
+from device import meta_model
 from formats.families import config_args
 from formats.names import CONV1D, HUGGING_FACE
 from formats.weights import check_weights, once
-from meta_model import meta_model
 from tokenizer import read_json
 
 GPT2_NAMES = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'

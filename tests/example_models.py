@@ -16,12 +16,13 @@ HARD = dict(block_size=11, vocab_size=37, n_layer=3, n_head=3, n_embd=21, bias=T
 EASY = dict(block_size=24, vocab_size=128, n_layer=2, n_head=2, n_embd=64, bias=False)
 ROPE = dict(block_size=24, vocab_size=128, n_layer=2, n_head=6, n_embd=48, bias=False, position='rope', n_kv_head=2,
             rope_theta=500.0)
-LLAMA = dict(block_size=24, vocab_size=128, n_layer=2, n_head=6, n_embd=48, bias=False, position='rope', n_kv_head=2,
-             norm='rms', norm_eps=1e-6, mlp='swiglu', n_inner=80, tied=False)
-LLAMA3 = LLAMA | dict(rope_scaling=(8.0, 1.0, 4.0, 32), tied=True, rope_theta=5e5, head_dim=10)
-MISTRAL = LLAMA | dict(window=5)
-QWEN2 = LLAMA | dict(qkv_bias=True, tied=True)
-QWEN3 = LLAMA | dict(qk_norm=True, head_dim=12)
+LLAMA = dict(block_size=256, vocab_size=300, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, bias=False, position='rope',
+             norm='rms', mlp='swiglu', n_inner=56)
+UNTIED = LLAMA | dict(block_size=24, n_head=6, n_embd=48, n_inner=80, norm_eps=1e-6, tied=False)
+LLAMA3 = UNTIED | dict(rope_scaling=(8.0, 1.0, 4.0, 32), tied=True, rope_theta=5e5, head_dim=10)
+MISTRAL = UNTIED | dict(window=5)
+QWEN2 = UNTIED | dict(qkv_bias=True, tied=True)
+QWEN3 = UNTIED | dict(qk_norm=True, head_dim=12)
 ALIBI = dict(block_size=24, vocab_size=128, n_layer=2, n_head=6, n_embd=48, bias=False, position='alibi')
 
 
@@ -103,13 +104,24 @@ def bpe(monkeypatch):
     return GPT2Tokenizer()
 
 
-def json_tokenizer(text, vocab_size=300):
+CHAT = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def chat_tokenizer(text=TEXT, vocab_size=300):
+    """A tokenizer as that of SmolLM2, with its chat template."""
+    names = ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
+    state = json_tokenizer(text, vocab_size, names).state()
+    return JSONTokenizer(state['json'], [2], dict(bos_token=names[1], eos_token=names[2]), CHAT)
+
+
+def json_tokenizer(text, vocab_size=300, special_tokens=('<|endoftext|>',)):
     """A tokenizer as those of StarCoder2 and MPT: byte pairs of a text, and <|endoftext|>, in a tokenizer.json."""
     tokenizers = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=['<|endoftext|>'],
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=list(special_tokens),
                                              initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
                                              show_progress=False)
     library.train_from_iterator([text], trainer)

@@ -84,14 +84,14 @@ def tiny(n_blocks=16, page_size=4, budget=64, **how):
         for p in model.parameters():
             p.mul_(4)
     decoder = CPUDecoder(model, threads=1)
-    return Engine(model, decoder, BYTES, None, n_blocks, page_size, budget, **how), decoder
+    return Engine(model, decoder, BYTES, (), n_blocks, page_size, budget, **how), decoder
 
 
 class Stepping(Engine):
     """An engine for a server's tests. Its thread makes so many steps as are allowed, or all."""
 
     def __init__(self, model, decoder=None, n_blocks=96, **how):
-        super().__init__(model, decoder, CharTokenizer(CHARS).bytes_of_tokens(), None, n_blocks, 4, **how)
+        super().__init__(model, decoder, CharTokenizer(CHARS).bytes_of_tokens(), (), n_blocks, 4, **how)
         self.n_allowed, self.steps = float('inf'), threading.Condition()
 
     def allow(self, n):

@@ -54,7 +54,7 @@ def events(data):
     (dict(min_p=2), 'min_p'), (dict(n=0), 'n'), (dict(n=129), 'n'), (dict(seed=-1), 'seed'), (dict(seed=2**63), 'seed'),
     (dict(stop=['a'] * 5), 'stop'), (dict(stop=''), 'stop'), (dict(stop=[1]), 'stop'), (dict(stop='a' * 1001), 'stop'),
     (dict(stop_token_ids=[31]), 'stop_token_ids'), (dict(stop_token_ids=['a']), 'stop_token_ids.0'),
-    (dict(logprobs=6), 'logprobs'), (dict(logprobs=True), 'logprobs'), (dict(echo=1), 'echo'),
+    (dict(logprobs=21), 'logprobs'), (dict(logprobs=True), 'logprobs'), (dict(echo=1), 'echo'),
     (dict(logit_bias={'a': 1}), 'logit_bias.a'), (dict(logit_bias={'31': 1}), 'logit_bias'),
     (dict(logit_bias={'1': 101}), 'logit_bias.1'), (dict(logit_bias=[1]), 'logit_bias'),
     (dict(presence_penalty=3), 'presence_penalty'), (dict(frequency_penalty=-3), 'frequency_penalty'),

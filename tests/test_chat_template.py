@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-import chat_template
-from chat_template import ChatTemplate
+from chat import template as chat_template
+from chat.template import ChatTemplate
 
 SMOLLM2 = """\
 {% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\

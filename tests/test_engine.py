@@ -26,7 +26,7 @@ def test_tokens_and_bits_are_those_of_the_request_alone(how, weights):
         decoder = CPUDecoder(model_of(SHAPES[seed % 3] | how, seed), weights, 1)
         block_size, n_logprobs = chooser.choice([4, 8]), random.Random(f"{seed} {how} {weights}").choice([None, 5])
         n_blocks = n_blocks_for(decoder.model.config, block_size) + chooser.choice([0, 1, 4])
-        engine = Engine(decoder.model, decoder, BYTES, None, n_blocks, block_size, chooser.choice([3, 16, 100]))
+        engine = Engine(decoder.model, decoder, BYTES, (), n_blocks, block_size, chooser.choice([3, 16, 100]))
         shared, all_got = [chooser.randrange(V) for _ in range(20)], []
         for i in range(sizes(10, 30)):
             prompt = shared[:chooser.choice([0, 8, 15])] + [chooser.randrange(V) for _ in range(chooser.randint(1, 9))]
@@ -69,7 +69,7 @@ def test_stop_tokens_end_a_sample_and_give_no_text():
     assert got.text[0] == whole.text[0][:first]
     later = finished(engine, 'later', [3, 1], 20, seed=2, stop_token_ids=[token], min_tokens=first + 3)
     assert len(later.tokens[0]) >= first + 3 and token not in later.tokens[0][:first + 3]
-    engine.core.eos_token = token
+    engine.core.end_tokens = (token,)
     assert finished(engine, 'eos', [3, 1], 20, seed=2).tokens == got.tokens
     assert finished(engine, 'no eos', [3, 1], 20, seed=2, ignore_eos=True).tokens == whole.tokens
 
@@ -94,8 +94,8 @@ def test_what_can_never_run_is_refused_at_once(wrong, words):
     assert not engine.live and finished(engine, 'a', [1, 2]).reasons == ['length']
 
 
-@pytest.mark.parametrize('eos_token', [-1, V])
-def test_an_eos_token_outside_the_vocabulary_is_refused(eos_token):
+@pytest.mark.parametrize('token', [-1, V])
+def test_an_end_token_outside_the_vocabulary_is_refused(token):
     _, decoder = tiny()
-    with pytest.raises(ValueError, match=f'eos_token is {eos_token}, and must be one of the model'):
-        Engine(decoder.model, decoder, BYTES, eos_token)
+    with pytest.raises(ValueError, match=f'end_tokens has the token id {token}, and the vocabulary'):
+        Engine(decoder.model, decoder, BYTES, (2, token))

@@ -162,7 +162,7 @@ class EngineMachine(RuleBasedStateMachine):
         model = toy_model(block_size=24, vocab_size=V, **how)
         n_blocks = n_blocks * 4 // page_size if not how else n_blocks + 12 // page_size
         self.kernel, self.clients, self.n = Toy(model), {}, 0
-        self.engine = Engine(model, self.kernel, BYTES, EOS, n_blocks, page_size, budget)
+        self.engine = Engine(model, self.kernel, BYTES, (EOS,), n_blocks, page_size, budget)
         self.cache = self.kernel.cache = self.engine.cache
         core.pause = lambda n_streams: 1e9  # nothing depends on time
         begin_with_nan(self.cache)

@@ -48,7 +48,7 @@ def test_threads_draw_what_one_draws(monkeypatch):
     one, two = (CPUDecoder(model, threads=n) for n in (1, min(2, n_cores())))
     hows = [dict(), dict(top_p=0.7), dict(top_k=5), dict(frequency_penalty=1.5), dict(temperature=0.0)]
     token = alone(one, Request('x', [3, 1], 40, seed=1))[0][0][20]
-    engine = Engine(model, two, BYTES, None, 40, 16, 64)
+    engine = Engine(model, two, BYTES, (), 40, 16, 64)
     all_got = [submit(engine, str(i), [3, i], 40, seed=i, stop_token_ids=[token] if i == 1 else [], **how)
                for i, how in enumerate(hows)]
     run(engine)
@@ -90,7 +90,7 @@ def test_a_window_shorter_than_a_block_takes_no_block_of_another(monkeypatch, wi
     monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9)
     decoder = CPUDecoder(model_of(SHAPES[1] | dict(position='rope', window=window), 1), threads=1)
     for n_blocks in (3, 4, 5):
-        engine = Engine(decoder.model, decoder, BYTES, None, n_blocks, 2 * window, 16)
+        engine = Engine(decoder.model, decoder, BYTES, (), n_blocks, 2 * window, 16)
         got = finished(engine, 'a', [1] * 2 * window, 5 * window, n=2)
         assert got.reasons == ['length'] * 2 and got.tokens == [tokens for tokens, _ in alone(decoder, got.request)]
 

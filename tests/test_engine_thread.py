@@ -71,7 +71,7 @@ def served():
     """(engine, kernel): the thread runs, and is stopped afterwards; then every block is free."""
     model = toy_model()
     kernel = Held(model)
-    engine = Engine(model, kernel, BYTES, None, n_blocks=24, page_size=4, max_num_batched_tokens=8, max_queue=4)
+    engine = Engine(model, kernel, BYTES, (), n_blocks=24, page_size=4, max_num_batched_tokens=8, max_queue=4)
     kernel.cache = engine.cache
     engine.start()
     yield engine, kernel
@@ -91,7 +91,7 @@ def test_a_soak_gives_each_what_it_gets_alone():
     """Requests, aborts and looks at the state while the thread runs, on a real model with two threads of its kernel."""
     chooser, decoder = random.Random(0), CPUDecoder(model_of(SHAPES[0]), threads=max(threads))
     vocab_size, clients = decoder.vocab_size, []
-    engine = Engine(decoder.model, decoder, lambda token: bytes([97 + token % 26]), None, 24, 4, 32, 10**6)
+    engine = Engine(decoder.model, decoder, lambda token: bytes([97 + token % 26]), (), 24, 4, 32, 10**6)
     engine.start()
     for i in range(sizes(60, 2000)):
         prompt = [1, 2, 3, 4, 5, 6, 7, 8][:chooser.randrange(9)] + [chooser.randrange(vocab_size) for _ in range(3)]

@@ -10,13 +10,13 @@ from example_models import (
     ALIBI,
     EASY,
     HARD,
-    LLAMA,
     LLAMA3,
     MISTRAL,
     QWEN2,
     QWEN3,
     ROPE,
     TEXT,
+    UNTIED,
     bpe,
     gpt,
     json_tokenizer,
@@ -121,7 +121,7 @@ def test_llama_cpps_graph_computes_the_same(tmp_path, config, architecture):
 
 
 LLAMAS = [  # llama.cpp has no window, so a mistral is a llama up to there
-    LLAMA, LLAMA | dict(tied=True, n_kv_head=0), LLAMA | dict(bias=True, head_dim=12), LLAMA | dict(n_kv_head=1),
+    UNTIED, UNTIED | dict(tied=True, n_kv_head=0), UNTIED | dict(bias=True, head_dim=12), UNTIED | dict(n_kv_head=1),
     LLAMA3, LLAMA3 | dict(tied=False, rope_scaling=(32.0, 1.0, 4.0, 64)), MISTRAL | dict(window=20), QWEN2,
     QWEN2 | dict(tied=False), QWEN3, QWEN3 | dict(tied=True, n_inner=37),
 ]

@@ -15,20 +15,21 @@ SCRIPTS = {'train', 'sample', 'bench', 'export', 'serve', 'test_kv_cache'}
 WINGS = {'decode', 'kvcache', 'training', 'serving', 'benchmarks'}
 MODELS = {'model', 'debug_kv_model'}
 MODULES = {os.path.basename(path)[:-3] for path in glob.glob(os.path.join(ROOT, '*.py'))}
-OURS = MODULES | WINGS | {'formats'}
-FOLDERS = '', 'config/', 'data/', 'data/*/', *(f'{wing}/**/' for wing in sorted(WINGS | {'formats'}))
+OURS = MODULES | WINGS | {'formats', 'chat'}
+FOLDERS = '', 'config/', 'data/', 'data/*/', *(f'{wing}/**/' for wing in sorted(WINGS | {'formats', 'chat'}))
 FILES = sorted({os.path.relpath(path, ROOT) for folder in FOLDERS
                 for path in glob.glob(os.path.join(ROOT, folder, '*.py'), recursive=True)})
 
 # what each may not import, of ours: a wing (all of its files) or a module
 NOT_TO_IMPORT = {
-    'decode': OURS - {'decode', 'positions'},
+    'decode': OURS - {'decode', 'positions', 'device'},
     'kvcache': MODELS | SCRIPTS | {'generation', 'training', 'serving', 'benchmarks'},
     'training': MODELS | SCRIPTS | {'generation', 'decode', 'kvcache', 'serving', 'benchmarks'},
     'serving': SCRIPTS | {'training', 'benchmarks'},
     'benchmarks': SCRIPTS,
     'generation': OURS - {'model', 'inputs', 'kvcache', 'decode'},
     'formats': MODELS | SCRIPTS | WINGS | {'generation'},
+    'chat': SCRIPTS | WINGS | {'generation', 'debug_kv_model'},
     'debug_kv_model': OURS - {'model', 'generation'},
     **{module: MODELS | SCRIPTS | WINGS | {'generation'} for module in MODULES - MODELS - SCRIPTS - {'generation'}},
     **{script: SCRIPTS - {script} for script in SCRIPTS},

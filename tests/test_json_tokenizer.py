@@ -31,7 +31,7 @@ def test_text_comes_out_token_by_token():
 
 
 def test_a_file_that_cuts_and_pads_does_not(tmp_path):
-    """Settings of training: truncation, padding, and tokens that the post-processor puts around a text."""
+    """Truncation and padding are settings of training. The token that begins a text stays."""
     content = json.loads(json_tokenizer(TEXT).json)
     ids = json_tokenizer(TEXT).encode(LONG)
     content['truncation'] = dict(direction='Right', max_length=4, strategy='LongestFirst', stride=0)
@@ -41,7 +41,9 @@ def test_a_file_that_cuts_and_pads_does_not(tmp_path):
     content['post_processor'] = dict(
         type='TemplateProcessing', single=[end, dict(Sequence=dict(id='A', type_id=0))], pair=[end],
         special_tokens={'<|endoftext|>': dict(id='<|endoftext|>', ids=[0], tokens=['<|endoftext|>'])})
-    assert JSONTokenizer(json.dumps(content)).encode(LONG) == ids
+    tokenizer = JSONTokenizer(json.dumps(content))
+    assert tokenizer.encode(LONG) == [0, *ids] and tokenizer.begins == [0]
+    assert JSONTokenizer(json.dumps(content), end_tokens=[1]).decode([0]) == ''
 
 
 def test_vocab_size_is_the_largest_id_and_one():
@@ -57,7 +59,7 @@ def test_vocab_size_is_the_largest_id_and_one():
     ('{"model": {}}', 'cannot be read'),
     (lambda c: c | dict(decoder=dict(type='Metaspace', replacement='▁', prepend_scheme='always', split=True)),
      'decoder of the tokenizer.json is Metaspace'),
-    (lambda c: c | dict(decoder=None), 'decoder of the tokenizer.json is NoneType'),
+    (lambda c: c | dict(decoder=None), 'decoder of the tokenizer.json is None'),
 ])
 def test_what_cannot_be_used_is_refused(content, line):
     content = content if isinstance(content, str) else json.dumps(content(json.loads(json_tokenizer(TEXT).json)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import sizes
-from example_models import LLAMA, LLAMA3, f32, llama_like
+from example_models import LLAMA3, UNTIED, f32, llama_like
 from ways import decoder_of
 
 import kvcache
@@ -139,7 +139,7 @@ class InCache:
         return self.cache.step(self.handles, [start] * 2, tokens)
 
 
-@pytest.mark.parametrize('config', [LLAMA, LLAMA3])
+@pytest.mark.parametrize('config', [UNTIED, LLAMA3])
 def test_llama_cpp_shifts_its_context_as_our_cells(config, monkeypatch):
     """
     Two texts, whose shifts come at different times and take different numbers of tokens away; both sides get the same

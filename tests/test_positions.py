@@ -12,6 +12,7 @@ from positions import (
     positions_in_ring,
     ring_slots,
     rotary_angles,
+    rotary_frequencies,
     rotate,
     sequence_runs,
     visible,
@@ -85,13 +86,15 @@ def test_rotary_angles_at_a_million(dtype, most):
         at = [Positions(config, torch.tensor([p]), dtype).rotated(x.to(dtype)) for p, x in ((t, q), (j, k))]
         return float((at[0].double() * at[1].double()).sum()) / 8
 
+    frequencies = rotary_frequencies(64, 10000.0)
+
     def turned(x, position):
-        angles = rotary_angles(torch.tensor([position]), 64, 10000.0)
+        angles = rotary_angles(torch.tensor([position]), frequencies)
         return rotate(x.double(), angles.cos(), angles.sin())
     exact = float(turned(q, 5) @ turned(k, 0).mT / 8)
     assert abs(score(5, 0) - exact) < 4 * most and abs(score(1_000_005, 1_000_000) - exact) < 4 * most
     in_float32 = torch.tensor(1_000_005.0) * 10000.0 ** (-torch.arange(0, 64, 2) / 64)
-    assert (in_float32.double() - rotary_angles(torch.tensor(1_000_005), 64, 10000.0)).abs().max() > 1e-3
+    assert (in_float32.double() - rotary_angles(torch.tensor(1_000_005), frequencies)).abs().max() > 1e-3
 
 
 def test_alibi_slopes():

@@ -23,7 +23,7 @@ def engine_of(n_blocks=16, budget=64):
     got: what each request was given.
     """
     kernel = ToyKernel(toy_model(vocab_size=V))
-    engine = Engine(kernel.model, kernel, [b'a'] * V, None, n_blocks, 4, budget)
+    engine = Engine(kernel.model, kernel, [b'a'] * V, (), n_blocks, 4, budget)
     engine.plans, engine.got, kernel.cache, plan = [], [], engine.cache, engine.core.plan
     begin_with_nan(engine.cache)
 

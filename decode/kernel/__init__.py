@@ -3,6 +3,7 @@ The decode step that numba compiles: a whole step of a GPT on the CPU as one fun
 
     step         the step, from its checks and tokens to logits, and several steps in one call
     layout       the two tables that it shares with the Python code that calls it
+    norms        norms of rows and of heads
     linears, attention            the parts of a GPT that take time
     sampling     the next token of each row of logits
     vectors      vector instructions
