@@ -1,4 +1,5 @@
 """Small models whose every weight counts; texts and byte pairs for the tests of formats/."""
+import json
 import os
 import random
 
@@ -126,3 +127,29 @@ def json_tokenizer(text, vocab_size=300, special_tokens=('<|endoftext|>',)):
                                              show_progress=False)
     library.train_from_iterator([text], trainer)
     return JSONTokenizer(library.to_str())
+
+
+def sentencepiece_tokenizer(text, **how):
+    """
+    A tokenizer as those of Llama 2 and Mistral: byte pairs of characters, U+2581 for a blank, with one at the beginning
+    of each text; <0x..> for the bytes of other characters; and <s> before each text.
+    """
+    library = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
+    special_tokens, of_bytes = ['<unk>', '<s>', '</s>'], [f'<0x{byte:02X}>' for byte in range(256)]
+    trained = library.Tokenizer(library.models.BPE())
+    trained.normalizer = library.normalizers.Sequence([library.normalizers.Prepend('\u2581'),
+                                                       library.normalizers.Replace(' ', '\u2581')])
+    trained.train_from_iterator([text], library.trainers.BpeTrainer(
+        vocab_size=80, special_tokens=special_tokens, limit_alphabet=30, show_progress=False))
+    model = json.loads(trained.to_str())['model']
+    pieces = [name for name in model['vocab'] if name not in special_tokens]
+    vocab = {name: i for i, name in enumerate(special_tokens + of_bytes + pieces)}
+    ours = library.Tokenizer(library.models.BPE(vocab, [tuple(pair) for pair in model['merges']], unk_token='<unk>',
+                                                fuse_unk=True, byte_fallback=True))
+    ours.normalizer = trained.normalizer
+    ours.add_special_tokens(special_tokens)
+    ours.post_processor = library.processors.TemplateProcessing('<s> $A', special_tokens=[('<s>', 1)])
+    ours.decoder = library.decoders.Sequence([
+        library.decoders.Replace('\u2581', ' '), library.decoders.ByteFallback(), library.decoders.Fuse(),
+        library.decoders.Strip(' ', 1, 0)])
+    return JSONTokenizer(ours.to_str(), **how)
