@@ -1,6 +1,6 @@
 """
 Write a trained model, or one of Hugging Face's, in a format that others serve: gpt2 for learned positions and none,
-starcoder2 for rope, mpt for alibi.
+starcoder2 for rope, mpt for alibi; and the families of Llama's kind.
 
     python export.py                         the newest out*/ckpt.pt to <its folder>/hf, for transformers, vLLM, TGI
     python export.py --to=gguf --type=q8_0   to <its folder>/model.gguf, for llama.cpp
@@ -33,7 +33,7 @@ def main(config):
         target = path or os.path.join(folder, 'hf')
         family = to_huggingface(model, target, tokenizer)
         say(f"{target}, a {family}: {', '.join(sorted(os.listdir(target)))}")
-        if family != 'starcoder2' and model.config.n_kv_head < model.config.n_head:
+        if family in ('gpt2', 'mpt') and model.config.n_kv_head < model.config.n_head:
             say(f"a {family} has no grouped heads: the {model.config.n_kv_head} of the keys and values are repeated "
                 f"for all {model.config.n_head}, and its cache is as large as theirs")
         say(f"serve it with: vllm serve {target}")
@@ -49,7 +49,7 @@ def main(config):
 
 def say_limits_of_llama_cpp(config):
     """What of the model of this config llama.cpp computes differently; see `to_gguf`."""
-    if config.gelu == 'none':
+    if config.mlp == 'gelu' and config.gelu == 'none':
         say("llama.cpp knows only the tanh approximation of GELU: logits will differ a little from those here")
     end = config.window or config.block_size
     if config.window:

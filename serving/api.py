@@ -5,6 +5,7 @@ legacy completions and chat completions (https://platform.openai.com/docs/api-re
 import difflib
 import random
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 import orjson
@@ -204,10 +205,14 @@ class Served:
             raise APIError(404, f"there is no model {model[:100]!r} here: the one that is served is {self.name!r}",
                            'model', 'model_not_found')
 
+    @cached_property
+    def most_characters(self):
+        """A longer text has more than max_tokens. Reading all of it would only take time."""
+        return self.max_tokens * max(map(len, self.token_bytes))
+
     def encode(self, text):
         """Token ids of a prompt's text. APIError 400 if it is very long or has characters that the tokenizer lacks."""
-        longest = max(map(len, self.token_bytes))
-        if len(text) > self.max_tokens * longest:  # so long that reading it all would only take time
+        if len(text) > self.most_characters:
             raise too_long(f"prompt has {len(text):,} characters, which are more than {self.max_tokens:,} tokens")
         try:
             return self.tokenizer.encode(text)
@@ -224,7 +229,7 @@ class Served:
                                 "conversation as a prompt, and POST it to /v1/completions")
         messages = [message.plain() for message in messages]
         n = sum(len(message['content']) for message in messages)
-        if n > self.max_tokens * max(map(len, self.token_bytes)):
+        if n > self.most_characters:
             raise too_long(f"messages have {n:,} characters, which are more than {self.max_tokens:,} tokens")
         try:
             return self.tokenizer.conversation(messages)

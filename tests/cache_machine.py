@@ -12,7 +12,9 @@ MODELS = {  # every kind of positions, with and without grouped heads, windows a
     'learned': dict(), 'learned window': dict(window=5, n_sink=1), 'none': dict(position='none', n_kv_head=1),
     'rope': dict(position='rope', n_kv_head=2), 'rope window sinks': dict(position='rope', window=6, n_sink=3),
     'alibi': dict(position='alibi', gelu='tanh'), 'alibi window': dict(position='alibi', window=7, n_kv_head=2),
-    'none window sinks': dict(position='none', window=20, n_sink=18)}
+    'none window sinks': dict(position='none', window=20, n_sink=18),
+    'llama': dict(position='rope', n_kv_head=2, norm='rms', mlp='swiglu', n_inner=40, rope_scaling=(8.0, 1.0, 4.0, 16)),
+    'qwen window': dict(position='rope', window=9, norm='rms', mlp='swiglu', head_dim=16, qk_norm=True, tied=False)}
 
 
 def model_of(kind, seed=0, dtype=torch.float32, **how):

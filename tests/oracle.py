@@ -7,7 +7,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from plain_gpt import alibi_slopes
+from plain_gpt import alibi_slopes, frequencies, rms, rope_of
 
 
 class Oracle:
@@ -57,12 +57,21 @@ class Oracle:
             h = f'transformer.h.{number}.'
             qkv = self.linear(self.norm(x, h + 'ln_1'), h + 'attn.c_attn').view(-1, c.head_dim)
             q, k, v = qkv.split([c.n_head, c.n_kv_head, c.n_kv_head])
+            if c.qk_norm:
+                q, k = (rms(x, self.weights[f'{h}attn.{name}.weight'], c.norm_eps) for x, name in (
+                    (q, 'q_norm'), (k, 'k_norm')))
             keys.append(k)
             values.append(v)
             y = self.attend(q, *layers[self.source[number]], position, self.windows[number])
             x = x + self.linear(y.flatten(), h + 'attn.c_proj')
-            y = self.linear(self.norm(x, h + 'ln_2'), h + 'mlp.c_fc')
-            x = x + self.linear(F.gelu(y, approximate=c.gelu), h + 'mlp.c_proj')
+            inner = self.norm(x, h + 'ln_2')
+            y = self.linear(inner, h + 'mlp.c_fc')
+            if c.mlp == 'swiglu':
+                gate = self.linear(inner, h + 'mlp.c_gate')
+                y = gate * torch.sigmoid(gate) * y
+            else:
+                y = F.gelu(y, approximate=c.gelu)
+            x = x + self.linear(y, h + 'mlp.c_proj')
         return x
 
     def attend(self, q, keys, values, position, window):
@@ -74,8 +83,7 @@ class Oracle:
         distance = torch.tensor([self.distance(position, p) for p in seen])
         if c.position == 'rope':
             q, k = self.as_complex(q), self.as_complex(k)
-            frequency = c.rope_theta ** (-torch.arange(q.size(-1), dtype=torch.float64) / q.size(-1))
-            turn = torch.exp(1j * distance[:, None, None] * frequency)
+            turn = torch.exp(1j * distance[:, None, None] * frequencies(q.size(-1), *rope_of(c)))
             scores = (q * turn * k[:, group].conj()).sum(-1).real
         else:
             scores = (q * k[:, group]).sum(-1)  # (K, n_head)
@@ -97,4 +105,6 @@ class Oracle:
         return F.linear(x, self.weights[name + '.weight'], self.weights.get(name + '.bias'))
 
     def norm(self, x, name):
+        if self.config.norm == 'rms':
+            return rms(x, self.weights[name + '.weight'], self.config.norm_eps)
         return F.layer_norm(x, x.shape[-1:], self.weights[name + '.weight'], self.weights.get(name + '.bias'))

@@ -18,14 +18,30 @@ def distances(T, window, n_sink):
     return distance, seen
 
 
-def scores(q, k, distance, position, rope_theta, slopes):
+def frequencies(half, theta, scaling=()):
+    """The angles of pairs of channels from one position to the next; Llama 3.1's rule, by their wave lengths."""
+    found = []
+    for i in range(half):
+        frequency = theta ** (-i / half)
+        if scaling:
+            factor, low, high, original = scaling
+            wave = 2 * math.pi / frequency
+            if wave > original / low:
+                frequency /= factor
+            elif wave >= original / high:
+                smooth = (original / wave - low) / (high - low)
+                frequency = (1 - smooth) * frequency / factor + smooth * frequency
+        found.append(frequency)
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def scores(q, k, distance, position, rope, slopes):
     """q, k (B, n_head, T, head_dim) -> (B, n_head, T, T)."""
     scale = math.sqrt(q.size(-1))
     if position == 'rope':  # pairs of channels as complex numbers, each pair of tokens turned by its own distance
         half = q.size(-1) // 2
         q, k = (torch.complex(x[..., :half], x[..., half:]) for x in (q, k))
-        frequency = rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        turn = torch.exp(1j * distance[..., None] * frequency).to(q.dtype)
+        turn = torch.exp(1j * distance[..., None] * frequencies(half, *rope)).to(q.dtype)
         return torch.einsum('bhtf,bhjf,tjf->bhtj', q, k.conj(), turn).real / scale
     found = q @ k.mT / scale
     return found - slopes[:, None, None] * distance if position == 'alibi' else found
@@ -38,14 +54,24 @@ def alibi_slopes(n_head):
     return slopes + [2 ** (-8 * i / (2 * n)) for i in range(1, 2 * n, 2)][:n_head - n]
 
 
-def logits(weights, n_head, idx, position='learned', n_kv_head=0, window=0, n_sink=0, rope_theta=10000.0, gelu='none'):
-    """weights: a state dict under nanoGPT's keys. idx (B, T) -> (B, T, vocab_size), differentiable."""
+def rms(x, weight, eps):
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight
+
+
+def logits(weights, n_head, idx, position='learned', n_kv_head=0, window=0, n_sink=0, rope=(10000.0,), gelu='none',
+           rms_norm=False, norm_eps=1e-5):
+    """
+    weights: a state dict under nanoGPT's keys; what it has of c_gate, q_norm and k_norm is used. rope: theta, and
+    rope_scaling if there is any. idx (B, T) -> (B, T, vocab_size), differentiable.
+    """
     def linear(x, name):
         return F.linear(x, weights[name + '.weight'], weights.get(name + '.bias'))
 
     def norm(x, name):
+        if rms_norm:
+            return rms(x, weights[name + '.weight'], norm_eps)
         mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
-        x = (x - mean) / torch.sqrt(var + 1e-5) * weights[name + '.weight']
+        x = (x - mean) / torch.sqrt(var + norm_eps) * weights[name + '.weight']
         return x + weights[name + '.bias'] if name + '.bias' in weights else x
 
     B, T = idx.shape
@@ -54,19 +80,25 @@ def logits(weights, n_head, idx, position='learned', n_kv_head=0, window=0, n_si
         x = x + weights['transformer.wpe.weight'][:T]
     distance, seen = distances(T, window, n_sink)
     slopes = torch.tensor(alibi_slopes(n_head), dtype=x.dtype)
-    head_dim, n_kv_head = x.size(-1) // n_head, n_kv_head or n_head
+    n_kv_head = n_kv_head or n_head
+    head_dim = weights['transformer.h.0.attn.c_attn.weight'].size(0) // (n_head + 2 * n_kv_head)
     n_layer = 1 + max(int(k.split('.')[2]) for k in weights if k.startswith('transformer.h.'))
     for layer in range(n_layer):
         h = f'transformer.h.{layer}.'
         q, k, v = linear(norm(x, h + 'ln_1'), h + 'attn.c_attn').split(
             [n_head * head_dim, n_kv_head * head_dim, n_kv_head * head_dim], dim=-1)
         q, k, v = (t.reshape(B, T, -1, head_dim).permute(0, 2, 1, 3) for t in (q, k, v))
+        if h + 'attn.q_norm.weight' in weights:
+            q, k = (rms(x, weights[f'{h}attn.{name}.weight'], norm_eps) for x, name in ((q, 'q_norm'), (k, 'k_norm')))
         group = torch.arange(n_head) // (n_head // n_kv_head)  # the key head of each query head
-        s = scores(q, k[:, group], distance, position, rope_theta, slopes)
+        s = scores(q, k[:, group], distance, position, rope, slopes)
         p, v = torch.softmax(s.masked_fill(~seen, -math.inf), dim=-1), v[:, group]
-        x = x + linear((p @ v).permute(0, 2, 1, 3).reshape(x.shape), h + 'attn.c_proj')
+        x = x + linear((p @ v).permute(0, 2, 1, 3).flatten(2), h + 'attn.c_proj')
         y = linear(norm(x, h + 'ln_2'), h + 'mlp.c_fc')
-        if gelu == 'tanh':
+        if h + 'mlp.c_gate.weight' in weights:
+            gate = linear(norm(x, h + 'ln_2'), h + 'mlp.c_gate')
+            y = gate / (1 + torch.exp(-gate)) * y
+        elif gelu == 'tanh':
             y = y * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y ** 3)))
         else:
             y = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))
@@ -78,7 +110,12 @@ def logits(weights, n_head, idx, position='learned', n_kv_head=0, window=0, n_si
 def plain(model, idx):
     """`logits` of one of our models with its weights in float64."""
     c, weights = model.config, {name: w.double() for name, w in model.state_dict().items()}
-    return logits(weights, c.n_head, idx, c.position, c.n_kv_head, c.window, c.n_sink, c.rope_theta, c.gelu)
+    return logits(weights, c.n_head, idx, c.position, c.n_kv_head, c.window, c.n_sink, rope_of(c), c.gelu,
+                  c.norm == 'rms', c.norm_eps)
+
+
+def rope_of(config):
+    return (config.rope_theta, config.rope_scaling) if config.rope_scaling else (config.rope_theta,)
 
 
 @torch.no_grad()

@@ -23,7 +23,11 @@ CASES = [dict(position=position, n_kv_head=n_kv_head, window=window, n_sink=n_si
          for position, n_kv_head, (window, n_sink), gelu in itertools.product(
              ('learned', 'rope', 'alibi', 'none'), (4, 2, 1), WINDOWS, ('none', 'tanh'))]
 SINKS = dict(position='rope', n_kv_head=2, window=5, n_sink=2)
-some = sizes(random.Random(0).sample(CASES, 16), CASES)
+CASES += [dict(position='rope', norm='rms', mlp='swiglu') | more for more in (
+    dict(n_kv_head=2, bias=False, n_inner=40), dict(qkv_bias=True, bias=False, window=5),
+    dict(tied=False, norm_eps=0.01), dict(head_dim=12, qk_norm=True, n_kv_head=1),
+    dict(rope_scaling=(4.0, 1.0, 4.0, 16), n_kv_head=2, window=7, n_sink=3))]
+some = sizes(random.Random(0).sample(CASES[:-5], 16) + CASES[-5:], CASES)
 pytestmark = pytest.mark.usefixtures('without_compilers')
 
 
@@ -80,7 +84,7 @@ def test_any_steps_give_the_logits_of_the_plain_gpt(case, way):
         machine.most = min(machine.most, 5 * BLOCK)  # longer texts: below
         machine.run(sizes(40, 60))
         assert len(n_judged) > 5 and {each.shape for layer in cache.layers for each in layer.caches} == {
-            (N_SEQ, case['n_kv_head'], model.config.n_slots, 8)}
+            (N_SEQ, model.config.n_kv_head, model.config.n_slots, model.config.head_dim)}
         machine.end()
 
 

@@ -116,7 +116,7 @@ def test_llama_cpps_graph_computes_the_same(tmp_path, config, architecture):
     idx = torch.randint(config['vocab_size'], (1, n_ctx))
     theirs = plain_gpt.logits({name: w.double() for name, w in weights.items()}, fields['attention.head_count'], idx,
                               {'gpt2': 'learned', 'starcoder2': 'rope', 'mpt': 'alibi'}[arch],
-                              fields['attention.head_count_kv'], rope_theta=fields.get('rope.freq_base'), gelu='tanh')
+                              fields['attention.head_count_kv'], rope=(fields.get('rope.freq_base'),), gelu='tanh')
     assert_close(theirs, logits(model.double(), idx), rtol=1e-5, atol=1e-5)
 
 

@@ -20,7 +20,8 @@ from kvcache.storage import make_layers
 
 KINDS = [dict(), dict(position='rope', n_kv_head=2), dict(position='alibi', n_kv_head=1), dict(position='none'),
          dict(position='rope', window=9, n_sink=2), dict(position='alibi', n_kv_head=2, window=21, n_sink=3),
-         dict(window=20, gelu='tanh')]
+         dict(window=20, gelu='tanh'), dict(position='rope', n_kv_head=2, norm='rms', mlp='swiglu', n_inner=100),
+         dict(position='rope', norm='rms', mlp='swiglu', head_dim=32, qk_norm=True, qkv_bias=True, bias=False)]
 SHAPES = [dict(n_embd=64, n_head=4), dict(n_embd=128, n_head=4), dict(n_embd=24, n_head=4)]  # head_dim 16, 32, 6
 N_SLOTS, PAGE = 1280, 16
 threads = [n for n in (1, 2) if n <= n_cores()]
