@@ -156,7 +156,10 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None):
     """
     if init_from != 'resume':
         model = gpt.GPT.from_pretrained(init_from, dtype=dtype)
-        tokenizer = tokenizers.from_state(tokenizers.state_of_dataset(init_from))
+        state = tokenizers.state_of_dataset(init_from)
+        if state['kind'] == 'unknown':
+            raise ValueError(f"{init_from} has no tokenizer.json: these tokens have no text")
+        tokenizer = tokenizers.from_state(state)
         what, folder = init_from, out_dir or 'out-' + os.path.basename(os.path.abspath(init_from))
     else:
         path = os.path.join(out_dir, 'ckpt.pt') if out_dir else (newest_first() or ['out/ckpt.pt'])[0]

@@ -118,7 +118,10 @@ class JSONTokenizer(Tokenizer):
         self.library.no_truncation()  # a file may ask for both, for training
         self.library.no_padding()
         self.json = json
-        self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # some ids may be unused
+        ids = self.library.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise ValueError("the tokenizer.json has no tokens: is the download complete?")
+        self.vocab_size = max(ids) + 1  # some ids may be unused
         self.end_of_text = self.library.token_to_id(END_OF_TEXT)
         self.end_tokens = super().end_tokens if end_tokens is None else tuple(end_tokens)
         self.special_tokens = special_tokens or {}
@@ -207,12 +210,17 @@ def check_state(state):
             raise ValueError(f"a tokenizer's state of kind {kind!r} must have {key}, a string, not "
                              f"{str(state.get(key))[:50]!r}")
     ids, special_tokens = state.get('end_tokens', []), state.get('special_tokens', {})
-    if not isinstance(ids, list) or not all(type(i) is int and i >= 0 for i in ids):
+    if not are_ids(ids):
         raise ValueError(f"end_tokens of a tokenizer must be token ids, not {str(ids)[:50]}")
     if not isinstance(special_tokens, dict) or not all(isinstance(text, str) for text in special_tokens.values()):
         raise ValueError(f"special_tokens of a tokenizer must be texts, not {str(special_tokens)[:50]}")
     if not isinstance(state.get('chat_template', ''), str):
         raise ValueError(f"chat_template of a tokenizer must be a text, not {str(state['chat_template'])[:50]}")
+
+
+def are_ids(ids):
+    """Is this a list of token ids?"""
+    return isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
 
 
 def from_state(state):
@@ -260,7 +268,8 @@ def state_beside(folder):
         state['special_tokens'] = special_tokens
     template, path = tokenizer_config.get('chat_template'), os.path.join(folder, 'chat_template.jinja')
     if isinstance(template, list):  # several by name; others than the default one are for tools, for example
-        template = next((each.get('template') for each in template if each.get('name') == 'default'), None)
+        by_name = [each for each in template if isinstance(each, dict)]
+        template = next((each.get('template') for each in by_name if each.get('name') == 'default'), None)
     if os.path.exists(path):
         template = read_text(path)
     if template is not None:
@@ -268,7 +277,11 @@ def state_beside(folder):
     for file in ('generation_config.json', 'config.json'):
         ends = read(file).get('eos_token_id')
         if ends is not None:
-            return state | {'end_tokens': ends if isinstance(ends, list) else [ends]}
+            state['end_tokens'] = ends if isinstance(ends, list) else [ends]
+            if not are_ids(state['end_tokens']):
+                raise ValueError(f"{folder}/{file}: eos_token_id must be a token id or a list of them, not "
+                                 f"{ends!r:.50}")
+            return state
     return state
 
 

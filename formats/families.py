@@ -77,27 +77,37 @@ def starcoder2(hf, args):
 
 def llama(hf, args):
     """Llama's family: llama, mistral, qwen2 and qwen3."""
-    family, window = hf['model_type'], 0
+    family, bias = hf['model_type'], False
     expect(hf, hidden_act=('silu',), pretraining_tp=(1,))
-    bias = hf.get('attention_bias', False) if family == 'llama' else False
     if family == 'llama':
-        expect(hf, mlp_bias=(False,) if not bias else (True,))
+        bias = hf.get('attention_bias', False)
+        expect(dict(mlp_bias=False) | hf, mlp_bias=(bias,))
     if family == 'qwen3':
         expect(hf, attention_bias=(False,))
-    if family == 'mistral':
-        window = window_of(hf | dict(sliding_window=hf.get('sliding_window', 4096)), args)
-    elif family != 'llama' and hf.get('use_sliding_window'):
-        window = window_of(hf, args)
-    kinds = hf.get('layer_types') or ['full_attention']
-    first = hf.get('max_window_layers', 28) if family.startswith('qwen') and window else 0
-    if 0 < first < args['n_layer'] or len(set(kinds)) > 1:
-        raise ValueError("some layers have a window and others have none, which a GPT here cannot represent "
-                         f"({'layer_types' if len(set(kinds)) > 1 else f'max_window_layers is {first}'})")
-    if first >= args['n_layer']:
-        window = 0
     return rotary(hf, args) | dict(
-        norm='rms', norm_eps=hf.get('rms_norm_eps', 1e-6), mlp='swiglu', bias=bias, window=window,
+        norm='rms', norm_eps=hf.get('rms_norm_eps', 1e-6), mlp='swiglu', bias=bias, window=window_of_llama(hf, args),
         qkv_bias=family == 'qwen2', qk_norm=family == 'qwen3')
+
+
+def window_of_llama(hf, args):
+    """The window of all layers, or 0. mistral has one by default, qwen2 and qwen3 if use_sliding_window says so."""
+    kinds, first = hf.get('layer_types'), hf.get('max_window_layers', 28)
+    if kinds is not None and (not isinstance(kinds, list) or not all(
+            kind in ('full_attention', 'sliding_attention') for kind in kinds)):
+        raise ValueError("layer_types must be a list of full_attention and sliding_attention, or null, not "
+                         f"{str(kinds)[:100]}")
+    family, windowed = hf['model_type'], {kind == 'sliding_attention' for kind in kinds or ()}
+    is_qwen = family.startswith('qwen')
+    if is_qwen and not windowed:
+        if type(first) is not int:
+            raise ValueError(f"max_window_layers must be a number of layers, not {first!r}")
+        windowed = {first <= 0, first < args['n_layer']}  # has the first layer a window, has the last one?
+    has_window = hf.get('use_sliding_window') if is_qwen else family == 'mistral'
+    window = window_of(dict(sliding_window=4096) | hf, args) if has_window else 0
+    if len(windowed) > 1 and (window or kinds):
+        raise ValueError("some layers have a window and others have none, which a GPT here cannot represent "
+                         f"({'layer_types' if kinds else f'max_window_layers is {first}'})")
+    return 0 if is_qwen and windowed == {False} else window
 
 
 def window_of(hf, args):
@@ -132,11 +142,14 @@ def mpt(hf, args):
     if not isinstance(attention, dict):
         raise ValueError(f"attn_config must be a dict or null, not {attention!r}")
     expect(hf, logit_scale=(None,), no_bias=(True, False), norm_type=('low_precision_layernorm', 'layernorm'))
+    ratio = hf.get('expansion_ratio', 4)
+    if type(ratio) is not int or not 1 <= ratio <= 1024:
+        raise ValueError(f"expansion_ratio must be an integer from 1 to 1,024, not {str(ratio)[:50]}")
     expect(attention, 'attn_config.', alibi=(True,), alibi_bias_max=(8,), attn_type=('multihead_attention',),
            clip_qkv=(None, 0), qk_ln=(False,), qk_gn=(False,), prefix_lm=(False,), rope=(False,),
-           softmax_scale=(None, (args['n_embd'] // args['n_head']) ** -0.5), sliding_window_size=(-1,))
+           softmax_scale=(None, (args['n_embd'] / args['n_head']) ** -0.5), sliding_window_size=(-1,))
     return dict(position='alibi', bias=not hf.get('no_bias', True), gelu='none',
-                n_inner=hf.get('expansion_ratio', 4) * args['n_embd'], norm_eps=hf.get('layer_norm_epsilon', 1e-5))
+                n_inner=ratio * args['n_embd'], norm_eps=hf.get('layer_norm_epsilon', 1e-5))
 
 
 def family_of(config):

@@ -41,8 +41,8 @@ def to_gguf(model, path, type='f32', tokenizer=None):
     for name, n in inputs.items() if type == 'q8_0' else ():
         if n % 32 != 0:
             raise ValueError(f"q8_0 packs 32 numbers in a block, and {name} {n} is not a multiple of 32: use type=f32")
-    if c.rope_scaling and architecture == 'starcoder2':
-        raise ValueError("llama.cpp's starcoder2 has no rope_scaling: export with --to=hf")
+    if c.rope_scaling and architecture != 'llama':
+        raise ValueError(f"llama.cpp's {architecture} has no rope_scaling: export with --to=hf")
     if os.path.exists(path) and not is_gguf(path):
         raise ValueError(f"{path} exists and is no GGUF file: remove it, or choose another path")
     quantised = gguf.GGMLQuantizationType[type.upper()]

@@ -1,5 +1,6 @@
 """Reading a folder in Hugging Face format: config.json and safetensors files, one or several."""
 import os
+from functools import cached_property
 
 import torch
 from safetensors import safe_open
@@ -31,14 +32,14 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None):
     folder = download_gpt2(model_type) if model_type in GPT2_NAMES and not os.path.isdir(model_type) else model_type
     files, hf = Files(folder), read_downloaded(os.path.join(folder, 'config.json'))
     try:
-        args = config_args(hf)
-        if not args.get('bias', True) and 'norm' not in args:  # the layer norms of a starcoder2 have one in any case
-            args['bias'] = any(files.read(name).any() for name in files.weights if name.endswith('norm.bias'))
-        config = GPTConfig(**args | override_args)
+        config = GPTConfig(**config_args(hf) | override_args)
     except ValueError as e:
         raise ValueError(f"{folder}/config.json: {e}") from e
+    weights = files.weights
     try:
-        check_weights(config, HUGGING_FACE[hf['model_type']], files.weights)
+        if not config.bias and config.norm == 'layer':  # the layer norms of a starcoder2 have one in any case
+            config.bias = any(files.read(name).any() for name in weights if name.endswith('norm.bias'))
+        check_weights(config, HUGGING_FACE[hf['model_type']], weights)
         model = meta_model(GPT, config)
         model.load_state_dict(state_dict_of(model, hf, files, dtype), assign=True)
     except (ValueError, RuntimeError) as e:  # RuntimeError of torch, where shapes do not fit
@@ -77,12 +78,11 @@ def state_dict_of(model, hf, files, dtype):
 
 class Files:
     """
-    The safetensors files of a folder, memory-mapped. weights: {name of a tensor without the base of its family: the
-    tensor}. ValueError if the folder has none, if one cannot be read, or if a tensor is there twice.
+    The safetensors files of a folder, of which none is opened before `weights` are asked for. ValueError if the folder
+    has none, or not all of those that its index names.
     """
 
     def __init__(self, folder):
-        pairs = []
         names = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
         if not names or not os.path.exists(os.path.join(folder, 'config.json')):
             raise ValueError(f"{folder!r} is neither {', '.join(GPT2_NAMES)} nor a folder with config.json and "
@@ -92,16 +92,25 @@ class Files:
             names = shards(index, names)
         elif 'model.safetensors' in names:
             names = ['model.safetensors']
-        for name in names:
+        self.folder, self.names = folder, names
+
+    @cached_property
+    def weights(self):
+        """
+        {name of a tensor without the base of its family: the tensor}, memory-mapped. ValueError if a file cannot be
+        read, or if a tensor is there twice.
+        """
+        pairs = []
+        for path in (os.path.join(self.folder, name) for name in self.names):
             try:
-                file = safe_open(os.path.join(folder, name), 'pt')
+                file = safe_open(path, 'pt')
                 pairs += [(key, file.get_tensor(key)) for key in file.keys()]
             except Exception as e:  # errors of safetensors and of the file system all mean this
-                raise unreadable(os.path.join(folder, name), e) from e
+                raise unreadable(path, e) from e
         try:
-            self.weights = once(pairs)
+            return once(pairs)
         except ValueError as e:
-            raise ValueError(f"{folder}: {e}") from e
+            raise ValueError(f"{self.folder}: {e}") from e
 
     def read(self, name):
         """A tensor. ValueError if there is none of this name, or not of numbers that can be used."""

@@ -5,9 +5,14 @@ from tokenizer import END_OF_TEXT, CharTokenizer, JSONTokenizer, byte_level_alph
 
 
 def check_vocabulary(model, tokenizer):
-    if tokenizer is not None and tokenizer.vocab_size > model.config.vocab_size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model a vocab_size of "
-                         f"{model.config.vocab_size}: they do not belong together")
+    """ValueError if a tokenizer, or None, has more tokens than the model."""
+    n = model.config.vocab_size
+    if tokenizer is not None and tokenizer.vocab_size > n:
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model a vocab_size of {n}: they do "
+                         "not belong together")
+    if tokenizer is not None and max(tokenizer.end_tokens, default=0) >= n:
+        raise ValueError(f"the tokenizer ends a text with token {max(tokenizer.end_tokens)}, but the model has a "
+                         f"vocab_size of {n}: set eos_token_id in generation_config.json or config.json")
 
 
 def stand_in(tokenizer):

@@ -1,5 +1,7 @@
 """Small models whose every weight counts; texts and byte pairs for the tests of formats/."""
+import json
 import os
+import random
 
 import pytest
 import torch
@@ -17,6 +19,11 @@ ROPE = dict(block_size=24, vocab_size=128, n_layer=2, n_head=6, n_embd=48, bias=
             rope_theta=500.0)
 LLAMA = dict(block_size=256, vocab_size=300, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, bias=False, position='rope',
              norm='rms', mlp='swiglu', n_inner=56)
+UNTIED = LLAMA | dict(block_size=24, n_head=6, n_embd=48, n_inner=80, norm_eps=1e-6, tied=False)
+LLAMA3 = UNTIED | dict(rope_scaling=(8.0, 1.0, 4.0, 32), tied=True, rope_theta=5e5, head_dim=10)
+MISTRAL = UNTIED | dict(window=5)
+QWEN2 = UNTIED | dict(qkv_bias=True, tied=True)
+QWEN3 = UNTIED | dict(qk_norm=True, head_dim=12)
 ALIBI = dict(block_size=24, vocab_size=128, n_layer=2, n_head=6, n_embd=48, bias=False, position='alibi')
 
 
@@ -43,6 +50,49 @@ def gpt(**config):
         for p in model.parameters():
             p.mul_(5).add_(0.1 * torch.randn_like(p))
     return model
+
+
+SHAPES = [(2, 1, 16), (4, 2, 8), (4, 4, 12), (6, 2, 10), (6, 3, 16)]  # n_head, n_kv_head, head_dim
+
+
+def llama_like(seed):
+    """
+    A model of Llama's family in transformers, with drawn sizes and weights, and what it is in the fields of our config.
+    The number of the seed says which family it is and what it has, so that all of this comes in few of them.
+    """
+    import transformers
+    rng, n = random.Random(seed), seed // 4
+    family = ('llama', 'mistral', 'qwen2', 'qwen3')[seed % 4]
+    tied, special, has_bias = n % 2 == 0, n % 3 > 0, n % 4 > 1
+    (n_head, n_kv_head, head_dim), theta = rng.choice(SHAPES), rng.choice([1000.0, 10000.0, 500000.0])
+    n_embd = n_head * head_dim if family == 'qwen2' else n_head * rng.choice([head_dim, 7, 12])
+    rope, settings, expected = dict(rope_type='default', rope_theta=theta), {}, dict(tied=tied, head_dim=head_dim)
+    if family == 'llama':
+        settings = dict(attention_bias=has_bias, mlp_bias=has_bias)
+        if special:  # of the three kinds of frequencies, these have some each
+            rope |= dict(rope_type='llama3', factor=rng.choice([4.0, 32.0]), low_freq_factor=1.0, high_freq_factor=4.0,
+                         original_max_position_embeddings=32)
+            expected['rope_scaling'] = (rope['factor'], 1.0, 4.0, 32)
+        expected['bias'] = has_bias
+    if family == 'mistral':
+        settings = dict(sliding_window=rng.choice([2, 5, 9]) if special else rng.choice([None, 200]))
+        expected['window'] = settings['sliding_window'] if special else 0
+    if family == 'qwen2':
+        settings = dict(use_sliding_window=special and has_bias, sliding_window=7, max_window_layers=0)
+        expected |= dict(window=7 * (special and has_bias), qkv_bias=True)
+    if family in ('llama', 'mistral', 'qwen3'):
+        settings['head_dim'] = head_dim
+    name = family.capitalize()
+    torch.manual_seed(seed)
+    theirs = getattr(transformers, name + 'ForCausalLM')(getattr(transformers, name + 'Config')(
+        vocab_size=rng.choice([50, 97]), hidden_size=n_embd, intermediate_size=rng.choice([37, 100, 3 * n_embd]),
+        num_hidden_layers=rng.choice([1, 2, 3]), num_attention_heads=n_head, num_key_value_heads=n_kv_head,
+        max_position_embeddings=48, rms_norm_eps=rng.choice([1e-5, 1e-6]), tie_word_embeddings=tied,
+        rope_parameters=rope, bos_token_id=None, eos_token_id=None, pad_token_id=None, **settings)).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return theirs, expected | dict(n_kv_head=n_kv_head, rope_theta=theta, qk_norm=family == 'qwen3')
 
 
 @torch.no_grad()
@@ -77,3 +127,29 @@ def json_tokenizer(text, vocab_size=300, special_tokens=('<|endoftext|>',)):
                                              show_progress=False)
     library.train_from_iterator([text], trainer)
     return JSONTokenizer(library.to_str())
+
+
+def sentencepiece_tokenizer(text, **how):
+    """
+    A tokenizer as those of Llama 2 and Mistral: byte pairs of characters, U+2581 for a blank, with one at the beginning
+    of each text; <0x..> for the bytes of other characters; and <s> before each text.
+    """
+    library = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
+    special_tokens, of_bytes = ['<unk>', '<s>', '</s>'], [f'<0x{byte:02X}>' for byte in range(256)]
+    trained = library.Tokenizer(library.models.BPE())
+    trained.normalizer = library.normalizers.Sequence([library.normalizers.Prepend('\u2581'),
+                                                       library.normalizers.Replace(' ', '\u2581')])
+    trained.train_from_iterator([text], library.trainers.BpeTrainer(
+        vocab_size=80, special_tokens=special_tokens, limit_alphabet=30, show_progress=False))
+    model = json.loads(trained.to_str())['model']
+    pieces = [name for name in model['vocab'] if name not in special_tokens]
+    vocab = {name: i for i, name in enumerate(special_tokens + of_bytes + pieces)}
+    ours = library.Tokenizer(library.models.BPE(vocab, [tuple(pair) for pair in model['merges']], unk_token='<unk>',
+                                                fuse_unk=True, byte_fallback=True))
+    ours.normalizer = trained.normalizer
+    ours.add_special_tokens(special_tokens)
+    ours.post_processor = library.processors.TemplateProcessing('<s> $A', special_tokens=[('<s>', 1)])
+    ours.decoder = library.decoders.Sequence([
+        library.decoders.Replace('\u2581', ' '), library.decoders.ByteFallback(), library.decoders.Fuse(),
+        library.decoders.Strip(' ', 1, 0)])
+    return JSONTokenizer(ours.to_str(), **how)

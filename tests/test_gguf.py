@@ -5,7 +5,25 @@ import plain_gpt
 import pytest
 import torch
 import torch.nn.functional as F
-from example_models import ALIBI, EASY, HARD, ROPE, TEXT, bpe, gpt, json_tokenizer, logits, needs_byte_pairs
+from conftest import sizes
+from example_models import (
+    ALIBI,
+    EASY,
+    HARD,
+    LLAMA3,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    ROPE,
+    TEXT,
+    UNTIED,
+    bpe,
+    gpt,
+    json_tokenizer,
+    llama_like,
+    logits,
+    needs_byte_pairs,
+)
 from torch.testing import assert_close
 
 import checkpoint as checkpoints
@@ -100,6 +118,38 @@ def test_llama_cpps_graph_computes_the_same(tmp_path, config, architecture):
                               {'gpt2': 'learned', 'starcoder2': 'rope', 'mpt': 'alibi'}[arch],
                               fields['attention.head_count_kv'], rope=(fields.get('rope.freq_base'),), gelu='tanh')
     assert_close(theirs, logits(model.double(), idx), rtol=1e-5, atol=1e-5)
+
+
+LLAMAS = [  # llama.cpp has no window, so a mistral is a llama up to there
+    UNTIED, UNTIED | dict(tied=True, n_kv_head=0), UNTIED | dict(bias=True, head_dim=12), UNTIED | dict(n_kv_head=1),
+    LLAMA3, LLAMA3 | dict(tied=False, rope_scaling=(32.0, 1.0, 4.0, 64)), MISTRAL | dict(window=20), QWEN2,
+    QWEN2 | dict(tied=False), QWEN3, QWEN3 | dict(tied=True, n_inner=37),
+]
+
+
+@pytest.mark.parametrize('case', [*LLAMAS, *range(sizes(0, 72))])
+def test_llama_cpp_computes_the_same_as_llamas_family(tmp_path, case):
+    """Of a config, or of a model of transformers that is drawn from a seed."""
+    if isinstance(case, int):
+        pytest.importorskip('transformers', reason="transformers is not installed")
+        llama_like(case)[0].save_pretrained(tmp_path)
+        model = GPT.from_pretrained(str(tmp_path)).eval()
+    else:
+        model = gpt(**case)
+    formats.to_gguf(model, tmp_path / 'model.gguf')
+    theirs, n = llama(tmp_path / 'model.gguf'), model.config.window or model.config.block_size
+    idx = torch.randint(model.config.vocab_size, (1, n))
+    theirs.eval(idx[0].tolist())
+    ours = logits(model, idx)[0]
+    assert (torch.tensor(theirs.scores[:n]) - ours).abs().max() < 2e-4 * ours.std()
+
+
+@pytest.mark.parametrize('config', [ROPE, QWEN2, QWEN3])
+def test_rope_scaling_is_llamas_alone(tmp_path, config):
+    """llama.cpp loads no other file with rope_freqs.weight."""
+    with pytest.raises(ValueError, match='has no rope_scaling: export with --to=hf'):
+        formats.to_gguf(gpt(**config | dict(rope_scaling=(8.0, 1.0, 4.0, 32))), tmp_path / 'model.gguf')
+    assert not os.listdir(tmp_path)
 
 
 def test_a_tokenizer_json_is_refused(tmp_path):

@@ -10,9 +10,14 @@ from example_models import (
     ALIBI,
     EASY,
     HARD,
+    LLAMA3,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
     ROPE,
     TEXT,
     TIKTOKEN_CACHE,
+    UNTIED,
     bpe,
     gpt,
     json_tokenizer,
@@ -45,6 +50,17 @@ CASES = [  # config, the family that computes the same
     (ALIBI | dict(dropout=0.1), 'mpt'),
     (ALIBI | dict(n_head=4), 'mpt'),
     (ALIBI | dict(n_head=12, n_kv_head=3), 'mpt'),
+    (UNTIED, 'llama'),
+    (UNTIED | dict(tied=True, bias=True, head_dim=4, n_kv_head=0), 'llama'),
+    (LLAMA3 | dict(dropout=0.1), 'llama'),
+    (MISTRAL, 'mistral'),
+    (MISTRAL | dict(tied=True, head_dim=6, window=23, n_kv_head=1), 'mistral'),
+    (QWEN2, 'qwen2'),
+    (QWEN2 | dict(tied=False, window=5), 'qwen2'),
+    (QWEN3, 'qwen3'),
+    (QWEN3 | dict(tied=True, window=9, n_inner=37), 'qwen3'),
+    *[(config | dict(rope_scaling=LLAMA3['rope_scaling']), family)
+      for config, family in ((ROPE, 'starcoder2'), (MISTRAL, 'mistral'), (QWEN2, 'qwen2'), (QWEN3, 'qwen3'))],
 ]
 
 
@@ -68,10 +84,12 @@ def test_transformers_computes_the_same_and_it_is_read_back(tmp_path, config, fa
     assert theirs.generate(idx[:, :4], **greedy).tolist() == ours.tolist()
     back = GPT.from_pretrained(str(tmp_path / 'hf')).eval()
     assert torch.equal(logits(back, idx[:, :block_size]), logits(model, idx[:, :block_size]))
-    if family == 'starcoder2' or config.get('n_kv_head', 0) == 0 and config.get('bias'):
+    if family not in ('gpt2', 'mpt') or config.get('n_kv_head', 0) == 0 and config.get('bias'):
         same = {'dropout', 'position'} if config.get('position') == 'none' else {'dropout'}  # zeros, and learned, there
         assert {k: v for k, v in vars(back.config).items() if k not in same} == {
             k: v for k, v in vars(model.config).items() if k not in same}
+        weights = back.state_dict()
+        assert all(torch.equal(weights[name], w) for name, w in model.state_dict().items())
     again = tmp_path / 'again'
     formats.to_huggingface(back, again)
     assert (again / 'model.safetensors').read_bytes() == (tmp_path / 'hf' / 'model.safetensors').read_bytes()
@@ -82,6 +100,12 @@ NO_MODEL = [  # config, what the line has to say
     (HARD | dict(window=5), 'window 5 with position=learned'),
     (HARD | dict(window=5, position='none'), 'window 5 with position=none'),
     (ALIBI | dict(window=5), 'window 5 with position=alibi'),
+    (QWEN3 | dict(qkv_bias=True), 'no family of Llama.s kind has these together'),
+    (MISTRAL | dict(bias=True), 'no family of Llama.s kind has these together'),
+    (UNTIED | dict(mlp='gelu'), 'norm=rms, mlp=gelu, position=rope'),
+    (UNTIED | dict(position='none'), 'norm=rms, mlp=swiglu, position=none'),
+    (ROPE | dict(norm='rms'), 'norm=rms, mlp=gelu'),
+    (ROPE | dict(head_dim=10), 'head_dim=10'),
 ]
 
 

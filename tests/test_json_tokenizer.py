@@ -1,10 +1,13 @@
 """The tokenizer of a tokenizer.json, against the tokenizers library, and where it is found."""
 import json
+import random
 
 import pytest
-from example_models import TEXT, json_tokenizer
+import torch
+from example_models import TEXT, UNTIED, gpt, json_tokenizer, sentencepiece_tokenizer
 
 import checkpoint
+import formats
 import tokenizer as tokenizers
 from tokenizer import CharTokenizer, JSONTokenizer, TextStream
 
@@ -93,3 +96,78 @@ def test_where_a_folder_has_its_tokenizer(tmp_path):
     assert kind() == 'json'
     (tmp_path / 'meta.json').write_text(json.dumps(CharTokenizer('ab').state()))  # as export.py writes it
     assert kind() == 'char'
+
+
+HOUSES = TEXT * 3 + ' the house, the other house and the mouse ' * 20
+TEMPLATE = ("{{ bos_token }}{% for message in messages %}[{{ message.role }}] {{ message.content }}{{ eos_token }}"
+            "{% endfor %}")
+
+
+def test_sentencepiece_with_bytes_is_the_librarys():
+    """The texts of ids, and of a stream of them, as the library decodes them behind <s>."""
+    ours, rng = sentencepiece_tokenizer(HOUSES), random.Random(0)
+    assert ours.begins == [1] and ours.decode([1]) == ours.decode([]) == '' and ours.encode('') == [1]
+    texts = ['the house', ' the  house ', '  ', 'é', '日本 the 🙂', 'in the house</s> the mouse', TEXT, LONG, HOUSES]
+    whole = [i for i in range(ours.vocab_size) if not 3 <= i < 259 and i != 1]  # no lone bytes
+    for ids in [*map(ours.encode, texts), *([1, *rng.choices(whole, k=9)] for _ in range(100))]:
+        expected = ours.library.decode(ids[1:], skip_special_tokens=False)
+        stream = TextStream(ours.bytes_of_tokens())
+        assert ours.decode(ids) == expected
+        assert (''.join(map(stream.push, ids)) + stream.finish()).removeprefix(' ') == expected
+    for text in texts:
+        assert ours.encode(text) == ours.library.encode(text, add_special_tokens=True).ids
+        assert '</s>' in text or ours.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize('files, expected', [
+    ({}, dict()),
+    ({'config.json': dict(eos_token_id=2)}, dict(end_tokens=[2])),
+    ({'config.json': dict(eos_token_id=2), 'generation_config.json': dict(eos_token_id=[5, 7])},
+     dict(end_tokens=[5, 7])),
+    ({'config.json': dict(eos_token_id=2), 'generation_config.json': dict(eos_token_id=None)}, dict(end_tokens=[2])),
+    ({'config.json': dict(eos_token_id=0), 'generation_config.json': dict(temperature=0.6)}, dict(end_tokens=[0])),
+    ({'generation_config.json': dict(eos_token_id=[])}, dict(end_tokens=[])),
+    ({'tokenizer_config.json': dict(bos_token='<s>', eos_token=dict(content='</s>', lstrip=False), unk_token=None,
+                                    cls_token='<cls>', add_bos_token=True)},
+     dict(special_tokens=dict(bos_token='<s>', eos_token='</s>'))),
+    ({'tokenizer_config.json': dict(chat_template='{{ 1 }}')}, dict(chat_template='{{ 1 }}')),
+    ({'tokenizer_config.json': dict(chat_template=[dict(name='tool_use', template='{{ 2 }}'),
+                                                   dict(name='default', template='{{ 3 }}')])},
+     dict(chat_template='{{ 3 }}')),
+    ({'tokenizer_config.json': dict(chat_template='{{ 1 }}'), 'chat_template.jinja': '{{ 4 }}'},
+     dict(chat_template='{{ 4 }}')),
+])
+def test_what_the_files_beside_a_tokenizer_json_say(tmp_path, files, expected):
+    json_of_tokenizer = sentencepiece_tokenizer(HOUSES).json
+    for name, content in ({'tokenizer.json': json.loads(json_of_tokenizer)} | files).items():
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding='utf-8')
+    state = tokenizers.state_of_dataset(tmp_path)
+    assert {name: value for name, value in state.items() if name not in ('kind', 'json')} == expected
+    ours = tokenizers.from_state(state)
+    assert list(ours.end_tokens) == expected.get('end_tokens', [])  # there is no <|endoftext|> in it
+    assert ours.special_tokens == expected.get('special_tokens', {})
+
+
+@pytest.mark.parametrize('ends', [[2], [2, 259]])
+def test_a_tokenizer_goes_through_checkpoints_and_folders(tmp_path, ends):
+    ours = sentencepiece_tokenizer(HOUSES, end_tokens=ends, chat_template=TEMPLATE, special_tokens=dict(
+        bos_token='<s>', eos_token='</s>', unk_token='<unk>'))
+    model, messages = gpt(**UNTIED | dict(vocab_size=400)), [dict(role='user', content='the house')]
+    checkpoint.save(dict(model=model.state_dict(), model_args=checkpoint.model_args(model.config),
+                         tokenizer=ours.state()), tmp_path / 'ckpt.pt')
+    formats.to_huggingface(model, tmp_path / 'hf', ours)
+    for back in (checkpoint.tokenizer_of(checkpoint.load(tmp_path / 'ckpt.pt')),
+                 tokenizers.from_state(tokenizers.state_of_dataset(tmp_path / 'hf'))):
+        assert back.state() | dict(json='') == ours.state() | dict(json='')
+        assert json.loads(back.json) == json.loads(ours.json)
+        assert back.begins == [1] and back.encode(LONG) == ours.encode(LONG)
+        assert back.conversation(messages) == ours.conversation(messages)
+    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    assert theirs(LONG)['input_ids'] == ours.encode(LONG)
+    assert theirs.apply_chat_template(messages, return_dict=False) == ours.conversation(messages)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / 'hf')
+    settings = transformers.GenerationConfig.from_pretrained(tmp_path / 'hf')
+    assert config.bos_token_id == 1 and settings.eos_token_id == (ends if len(ends) > 1 else ends[0])
+    restored = checkpoint.build(checkpoint.load(tmp_path / 'ckpt.pt'), type(model), type(model.config))
+    assert restored.config == model.config and torch.equal(restored.lm_head.weight, model.lm_head.weight)

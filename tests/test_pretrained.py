@@ -1,12 +1,26 @@
 """formats/families.py and formats/pretrained.py: folders in Hugging Face format, what is read and what is refused."""
 import json
 import os
+import shutil
 import sys
 
 import pytest
 import torch
-from conftest import run
-from example_models import ALIBI, EASY, HARD, ROPE, TEXT, gpt, json_tokenizer, logits
+from conftest import run, sizes
+from example_models import (
+    ALIBI,
+    EASY,
+    HARD,
+    LLAMA3,
+    QWEN2,
+    QWEN3,
+    ROPE,
+    TEXT,
+    UNTIED,
+    gpt,
+    json_tokenizer,
+    logits,
+)
 
 import checkpoint
 import formats
@@ -32,6 +46,29 @@ SANTACODER = dict(
 GPT2 = dict(model_type='gpt2', n_embd=768, n_head=12, n_layer=12, n_positions=1024, n_ctx=1024, vocab_size=50257,
             activation_function='gelu_new', layer_norm_epsilon=1e-05)
 
+LLAMA_3_2_1B = dict(
+    model_type='llama', hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=64, vocab_size=128256, max_position_embeddings=131072, hidden_act='silu',
+    rms_norm_eps=1e-05, rope_theta=500000.0, attention_bias=False, mlp_bias=False, attention_dropout=0.0,
+    pretraining_tp=1, tie_word_embeddings=True, torch_dtype='bfloat16', eos_token_id=[128001, 128008, 128009],
+    rope_scaling=dict(factor=32.0, high_freq_factor=4.0, low_freq_factor=1.0, rope_type='llama3',
+                      original_max_position_embeddings=8192))
+MISTRAL_7B = dict(
+    model_type='mistral', hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=8, vocab_size=32000, max_position_embeddings=32768, sliding_window=4096, hidden_act='silu',
+    rms_norm_eps=1e-05, rope_theta=10000.0, tie_word_embeddings=False)
+QWEN2_05B = dict(
+    model_type='qwen2', hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+    num_key_value_heads=2, vocab_size=151936, max_position_embeddings=32768, hidden_act='silu', rms_norm_eps=1e-06,
+    rope_theta=1000000.0, sliding_window=32768, use_sliding_window=False, max_window_layers=24,
+    tie_word_embeddings=True)
+QWEN3_06B = dict(
+    model_type='qwen3', hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=128, vocab_size=151936, max_position_embeddings=40960, hidden_act='silu',
+    rms_norm_eps=1e-06, rope_theta=1000000, rope_scaling=None, sliding_window=None, use_sliding_window=False,
+    max_window_layers=28, attention_bias=False, tie_word_embeddings=True)
+OF_LLAMA = dict(bias=False, position='rope', norm='rms', mlp='swiglu')
+
 
 @pytest.mark.parametrize('hf, expected', [
     (STARCODER2_3B, GPTConfig(16384, 49152, 30, 24, 3072, position='rope', rope_theta=999999.4420358813, n_kv_head=2,
@@ -39,6 +76,14 @@ GPT2 = dict(model_type='gpt2', n_embd=768, n_head=12, n_layer=12, n_positions=10
     (MPT_7B, GPTConfig(2048, 50432, 32, 32, 4096, bias=False, position='alibi')),
     (SANTACODER, GPTConfig(2048, 49280, 24, 16, 2048, n_kv_head=1, gelu='tanh')),
     (GPT2, GPTConfig(1024, 50257, 12, 12, 768, gelu='tanh')),
+    (LLAMA_3_2_1B, GPTConfig(131072, 128256, 16, 32, 2048, n_kv_head=8, n_inner=8192, rope_theta=500000.0,
+                             rope_scaling=(32.0, 1.0, 4.0, 8192), **OF_LLAMA)),
+    (MISTRAL_7B, GPTConfig(32768, 32000, 32, 32, 4096, n_kv_head=8, n_inner=14336, window=4096, tied=False,
+                           **OF_LLAMA)),
+    (QWEN2_05B, GPTConfig(32768, 151936, 24, 14, 896, n_kv_head=2, n_inner=4864, rope_theta=1e6, norm_eps=1e-6,
+                          qkv_bias=True, **OF_LLAMA)),
+    (QWEN3_06B, GPTConfig(40960, 151936, 28, 16, 1024, n_kv_head=8, n_inner=3072, rope_theta=1000000, norm_eps=1e-6,
+                          head_dim=128, qk_norm=True, **OF_LLAMA)),
 ])
 def test_the_models_of_the_hub(hf, expected):
     assert GPTConfig(**config_args(hf)) == expected
@@ -57,6 +102,21 @@ def test_the_models_of_the_hub(hf, expected):
     # transformers from 5 on has rope_parameters in place of rope_theta and rope_scaling
     (STARCODER2_3B, dict(rope_parameters=dict(rope_type='default', rope_theta=77.0)), dict(rope_theta=77.0)),
     (STARCODER2_3B, dict(rope_scaling=dict(type='default')), dict(rope_theta=999999.4420358813)),
+    (GPT2, dict(n_inner=1000, layer_norm_epsilon=1e-6), dict(n_inner=1000, norm_eps=1e-6)),
+    (GPT2, dict(tie_word_embeddings=False), dict(tied=False)),
+    (STARCODER2_3B, dict(head_dim=64, intermediate_size=8192), dict(head_dim=64, n_inner=8192)),
+    (MPT_7B, dict(expansion_ratio=2), dict(n_inner=8192)),
+    (LLAMA_3_2_1B, dict(rope_scaling=None), dict(rope_scaling=())),
+    (LLAMA_3_2_1B, dict(attention_bias=True, mlp_bias=True), dict(bias=True)),
+    (LLAMA_3_2_1B, dict(tie_word_embeddings=False, head_dim=128), dict(tied=False, head_dim=128)),
+    (MISTRAL_7B, dict(sliding_window=None), dict(window=0)),
+    (QWEN2_05B, dict(use_sliding_window=True), dict(window=0)),  # from layer 24 on, and there are 24
+    (QWEN2_05B, dict(use_sliding_window=True, max_window_layers=0, sliding_window=4096), dict(window=4096)),
+    (QWEN2_05B, dict(use_sliding_window=True, layer_types=['sliding_attention'] * 24, sliding_window=99),
+     dict(window=99)),
+    (QWEN2_05B, dict(use_sliding_window=True, max_window_layers=0, layer_types=['full_attention'] * 24),
+     dict(window=0)),
+    (QWEN2_05B, dict(max_window_layers=21), dict(window=0)),
 ])
 def test_each_field(hf, change, expected):
     config = GPTConfig(**config_args(hf | change))
@@ -65,7 +125,9 @@ def test_each_field(hf, change, expected):
 
 ATTENTION = MPT_7B['attn_config']
 REFUSED = [  # config.json, what is changed in it, what the line has to say
-    (GPT2, dict(model_type='llama'), "model_type is 'llama', but only gpt2, gpt_bigcode, starcoder2, mpt"),
+    # no Llama at all; mixtures of experts; layers that run beside one another; multimodal
+    *[(LLAMA_3_2_1B, dict(model_type=name), f"model_type is '{name}', but only gpt2, gpt_bigcode, starcoder2, mpt")
+      for name in ('bert', 'mixtral', 'qwen3_moe', 'gpt_neox', 'cohere', 'mllama')],
     (GPT2, dict(n_layer='12'), "n_layer must be a positive integer, not '12'"),
     (GPT2, dict(model_type=[]), 'model_type is []'),
     (GPT2, dict(vocab_size=True), 'vocab_size must be a positive integer, not True'),
@@ -77,18 +139,11 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
     (GPT2, dict(scale_attn_by_inverse_layer_idx=True), 'scale_attn_by_inverse_layer_idx is True'),
     (GPT2, dict(scale_attn_weights=False), 'scale_attn_weights is False'),
     (GPT2, dict(add_cross_attention=True), 'add_cross_attention is True'),
-    (GPT2, dict(n_inner=1000), 'n_inner is 1000'),
-    (GPT2, dict(layer_norm_epsilon=1e-6), 'layer_norm_epsilon is 1e-06'),
-    (GPT2, dict(tie_word_embeddings=False), 'tie_word_embeddings is False'),
     (GPT2, dict(quantization_config={'bits': 4}), 'quantization_config is'),
     (SANTACODER, dict(activation_function='gelu_fast'), "activation_function is 'gelu_fast'"),
-    (STARCODER2_3B, dict(tie_word_embeddings=False), 'tie_word_embeddings is False'),
     (STARCODER2_3B, dict(hidden_act='silu'), "hidden_act is 'silu'"),
     (STARCODER2_3B, dict(norm_type='rms_norm'), "norm_type is 'rms_norm'"),
-    (STARCODER2_3B, dict(norm_epsilon=1e-6), 'norm_epsilon is 1e-06'),
     (STARCODER2_3B, dict(mlp_type='gated'), "mlp_type is 'gated'"),
-    (STARCODER2_3B, dict(intermediate_size=8192), 'intermediate_size is 8192'),
-    (STARCODER2_3B, dict(head_dim=64), 'head_dim is 64'),
     (STARCODER2_3B, dict(sliding_window='all'), 'sliding_window must be'),
     (STARCODER2_3B, dict(rope_scaling=dict(type='linear', factor=2.0)), "rope_scaling.type is 'linear'"),
     (STARCODER2_3B, dict(rope_parameters=dict(rope_type='yarn')), "rope_parameters.rope_type is 'yarn'"),
@@ -101,9 +156,40 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
     (MPT_7B, dict(attn_config=ATTENTION | dict(softmax_scale=0.1)), 'attn_config.softmax_scale is 0.1'),
     (MPT_7B, dict(attn_config=ATTENTION | dict(attn_type='grouped_query_attention')), 'attn_config.attn_type is'),
     (MPT_7B, dict(attn_config=ATTENTION | dict(prefix_lm=True)), 'attn_config.prefix_lm is True'),
-    (MPT_7B, dict(expansion_ratio=2), 'expansion_ratio is 2'),
+    (MPT_7B, dict(expansion_ratio='4', d_model=2**62), 'expansion_ratio must be an integer'),
+    (MPT_7B, dict(d_model=1), 'n_embd 1 must be divisible by n_head 32'),
     (MPT_7B, dict(logit_scale='inv_sqrt_d_model'), "logit_scale is 'inv_sqrt_d_model'"),
     (MPT_7B, dict(norm_type='rmsnorm'), "norm_type is 'rmsnorm'"),
+    *[(hf, dict(rope_scaling={key: kind, 'factor': 4.0}), f"rope_scaling.{key} is '{kind}'")
+      for hf, key, kind in ((LLAMA_3_2_1B, 'type', 'linear'), (LLAMA_3_2_1B, 'rope_type', 'dynamic'),
+                            (MISTRAL_7B, 'rope_type', 'longrope'), (QWEN2_05B, 'type', 'yarn'),
+                            (QWEN3_06B, 'rope_type', 'yarn'))],
+    (QWEN3_06B, dict(rope_parameters=dict(rope_type='yarn', rope_theta=1e6)), "rope_parameters.rope_type is 'yarn'"),
+    (QWEN2_05B, dict(rope_scaling='yarn'), "rope_scaling must be a dict or null, not 'yarn'"),
+    (LLAMA_3_2_1B, dict(rope_scaling=[8.0, 1.0, 4.0]), 'rope_scaling must be a dict or null, not [8.0, 1.0, 4.0]'),
+    (LLAMA_3_2_1B, dict(rope_scaling=dict(rope_type='llama3')), 'rope_scaling must be () or (factor,'),
+    (LLAMA_3_2_1B, dict(rope_scaling=LLAMA_3_2_1B['rope_scaling'] | dict(factor='32')), 'rope_scaling must be () or'),
+    (LLAMA_3_2_1B, dict(rope_theta='500000'), "rope_theta must be at least 1, not '500000'"),
+    (LLAMA_3_2_1B, dict(attention_bias=True), 'mlp_bias is False'),
+    (LLAMA_3_2_1B, {'attention_bias': True, 'mlp_bias': None}, 'mlp_bias is None'),
+    (LLAMA_3_2_1B, dict(mlp_bias=True), 'mlp_bias is True'),
+    (LLAMA_3_2_1B, dict(hidden_act='gelu'), "hidden_act is 'gelu'"),
+    (LLAMA_3_2_1B, dict(layer_types=['full_attention', 'sliding_attention'] * 8), '(layer_types)'),
+    (QWEN2_05B, dict(layer_types=['linear_attention'] * 24), 'layer_types must be a list'),
+    (QWEN2_05B, dict(layer_types=7), 'layer_types must be a list'),
+    (QWEN2_05B, dict(use_sliding_window=True, max_window_layers=12, sliding_window=99), 'max_window_layers is 12'),
+    (QWEN2_05B, dict(use_sliding_window=True, max_window_layers='12'), 'max_window_layers must be a number'),
+    (QWEN3_06B, dict(attention_bias=True), 'attention_bias is True'),
+    (QWEN3_06B, dict(head_dim=127), 'rotary positions turn pairs of channels, and a head has 127'),
+    (QWEN3_06B, dict(tie_word_embeddings='yes'), "tied must be True or False, not 'yes'"),
+    (MISTRAL_7B, dict(sliding_window=-1), 'sliding_window must be a number of positions'),
+    (MISTRAL_7B, dict(hidden_size=2**62), 'n_embd must be a positive integer up to 16,777,216'),
+    (MISTRAL_7B, dict(intermediate_size=2**62), 'n_inner must be an integer from 0 to 16,777,216'),
+    (MISTRAL_7B, dict(head_dim=2**62), 'head_dim must be an integer from 0 to 16,777,216'),
+    (MISTRAL_7B, dict(num_key_value_heads=2**62), 'n_kv_head must be an integer from 0 to 16,777,216'),
+    (MISTRAL_7B, dict(num_hidden_layers=10**6), 'n_layer must be a positive integer up to 4,096'),
+    (MISTRAL_7B, dict(rms_norm_eps=0), 'norm_eps must be between 0 and 1, not 0'),
+    (MISTRAL_7B, dict(quantization_config=dict(quant_method='awq')), "quantization_config is {'quant_method': 'awq'}"),
 ]
 
 
@@ -147,10 +233,10 @@ def test_sharded_weights(tmp_path, config):
     idx = torch.randint(config['vocab_size'], (2, config['block_size']))
     assert torch.equal(logits(GPT.from_pretrained(str(tmp_path / 'hf')).eval(), idx), logits(model, idx))
     os.remove(tmp_path / 'hf' / 'model-00002-of-00003.safetensors')
-    with pytest.raises(ValueError, match='model-00002-of-00003.safetensors cannot be read.*is the download complete'):
+    with pytest.raises(ValueError, match='hf lacks model-00002-of-00003.safetensors, which .*is the download complete'):
         GPT.from_pretrained(str(tmp_path / 'hf'))
-    for content, line in (('{}', 'do not fit'), ('[]', 'must hold a dict'), ('{', 'cannot be read'),
-                          ('[' * 100000, 'cannot be read')):
+    for content, line in (('{}', 'index.json has no weight_map'), ('{"weight_map": ["norm.weight"]}', 'no weight_map'),
+                          ('[]', 'must hold a dict'), ('{', 'cannot be read'), ('[' * 100000, 'cannot be read')):
         (tmp_path / 'hf' / 'model.safetensors.index.json').write_text(content)
         with pytest.raises(ValueError, match=line):
             GPT.from_pretrained(str(tmp_path / 'hf'))
@@ -183,7 +269,8 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     cases = [
         (EASY, lambda w: w | {'transformer.h.0.attn.bias': torch.ones(1, 1, 24, 24)}, None),  # old versions' masks
         (ROPE, lambda w: w | {'lm_head.weight': w['model.embed_tokens.weight'].clone()}, None),  # tied, but written
-        (ROPE, lambda w: w | {'lm_head.weight': torch.randn(128, 48)}, r'not embed_tokens.weight \(untied heads\)'),
+        (ROPE, lambda w: w | {'lm_head.weight': torch.randn(128, 48)},
+         'lm_head.weight is not embed_tokens.weight, but the config says that it is'),
         (ROPE, lambda w: w | {'norm.weight': w['model.norm.weight'].clone()}, None),
         (ROPE, lambda w: w | {'norm.weight': torch.zeros(48)}, 'norm.weight are there twice, with different values'),
         (ROPE, lambda w: {k: v for k, v in w.items() if 'layers.1' not in k}, 'n_layer is 2, but the weights have 1'),
@@ -196,6 +283,16 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         (ROPE, lambda w: w | {'model.layers.0.self_attn.k_proj.weight': torch.ones(16, 47)}, 'do not fit'),
         (EASY, lambda w: {k: v.to(torch.float8_e4m3fn) if k.endswith('c_fc.weight') else v for k, v in w.items()},
          'is of torch.float8_e4m3fn'),
+        (UNTIED, lambda w: {k: v for k, v in w.items() if k != 'lm_head.weight'}, 'lacks the weights lm_head.weight'),
+        (UNTIED, lambda w: w | {'lm_head.weight': torch.ones(127, 48)}, 'do not fit its config.json.*lm_head.weight'),
+        (UNTIED, lambda w: {k: v for k, v in w.items() if 'layers.1.mlp.gate' not in k}, 'lacks .*1.mlp.gate_proj'),
+        (UNTIED, lambda w: w | {'model.layers.0.self_attn.o_proj.bias': torch.ones(48)}, 'no place .*0.self_attn.o_'),
+        (UNTIED, lambda w: w | {'model.layers.1.self_attn.k_proj.weight': torch.ones(8, 48)}, 'do not .*1.attn.c_attn'),
+        (UNTIED, lambda w: w | {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(4)}, None),
+        (LLAMA3, lambda w: w | {'lm_head.weight': torch.randn(128, 48)}, 'lm_head.weight is not embed_tokens.weight'),
+        (QWEN2, lambda w: {k: v for k, v in w.items() if '0.self_attn.v_proj.b' not in k}, 'lacks .*v_proj.bias'),
+        (QWEN3, lambda w: {k: v for k, v in w.items() if '1.self_attn.q_norm' not in k}, 'lacks .*1.self_attn.q_norm'),
+        (QWEN3, lambda w: w | {'model.layers.0.self_attn.k_norm.weight': torch.ones(48)}, 'do not fit.*0.attn.k_norm'),
     ]
     for i, (config, change, line) in enumerate(cases):
         exported(tmp_path / str(i), config, change)
@@ -298,7 +395,7 @@ def test_sampling_and_exporting_again_from_a_folder_with_a_tokenizer_json(repo):
     done = run(repo, 'sample.py', *settings)
     assert done.returncode == 0, done.stderr
     idx = torch.tensor([tokenizer.encode('Héllo  wörld')])
-    ours = tokenizer.decode(model.generate(idx, 60, temperature=0, use_cache=True)[0].tolist())
+    ours = tokenizer.decode(model.float().generate(idx, 60, temperature=0, use_cache=True)[0].tolist())
     assert done.stdout.startswith('Héllo  wörld') and idx.size(1) + 60 > 24
     assert done.stdout.rstrip('\n') == ours.rstrip('\n')
     again = run(repo, 'export.py', '--init_from=starcoder2', '--path=again')
@@ -320,3 +417,103 @@ def test_the_debug_model_reads_folders_too(tmp_path):
     traced = debug_kv_model.GPT.from_pretrained(str(tmp_path / 'hf'))
     assert type(traced) is debug_kv_model.GPT
     assert torch.equal(traced.transformer.h[0].attn.c_attn.weight, model.transformer.h[0].attn.c_attn.weight)
+
+
+def cut(name):
+    """Of a file, the first half."""
+    return lambda folder: os.truncate(folder / name, os.path.getsize(folder / name) // 2)
+
+
+def changed(name, **changes):
+    """Other values in a JSON file; without any, the whole file, see `written`."""
+    def change(folder):
+        content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
+        (folder / name).write_text(json.dumps(content | changes))
+    return change
+
+
+def written(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def both(*changes):
+    return lambda folder: [change(folder) for change in changes]
+
+
+BAD_FOLDERS = [  # what is changed in a folder that is good, what the line has to say
+    (cut('config.json'), 'config.json cannot be read'),
+    (cut('model.safetensors'), 'model.safetensors cannot be read (SafetensorError: '),
+    (cut('tokenizer.json'), 'the tokenizer.json cannot be read'),
+    (cut('tokenizer_config.json'), 'tokenizer_config.json cannot be read'),
+    (cut('generation_config.json'), 'generation_config.json cannot be read'),
+    (written('config.json', '[]'), 'config.json cannot be read (ValueError: it must hold a dict'),
+    (lambda folder: os.remove(folder / 'config.json'), 'is neither gpt2, gpt2-medium'),
+    (lambda folder: os.remove(folder / 'model.safetensors'), 'is neither gpt2, gpt2-medium'),
+    (lambda folder: os.remove(folder / 'tokenizer.json'), 'hf has no tokenizer.json: these tokens have no text'),
+    (written('model.safetensors.index.json', '{"metadata": {}}'), 'index.json has no weight_map'),
+    (written('model.safetensors.index.json', '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}'),
+     'lacks model-2.safetensors, which model.safetensors.index.json names'),
+    # what the config alone says is said before weights are read
+    *[(both(cut('model.safetensors'), changed('config.json', **change)), line) for change, line in (
+        (dict(model_type='mixtral'), "config.json: model_type is 'mixtral'"),
+        (dict(hidden_act='gelu'), "config.json: hidden_act is 'gelu'"),
+        (dict(num_hidden_layers=10**6), 'config.json: n_layer must be'),
+        (dict(model_type='starcoder2', use_bias=False, num_hidden_layers=10**6, hidden_act='gelu'),
+         'config.json: n_layer must be'),
+        (dict(rope_parameters=dict(rope_type='yarn')), "config.json: rope_parameters.rope_type is 'yarn'"))],
+    (changed('config.json', num_hidden_layers=3), 'n_layer is 3, but the weights have 2 layers'),
+    (changed('config.json', vocab_size=2**24), '(16777216, 48), but embed_tokens.weight is (300, 48)'),
+    (changed('config.json', num_attention_heads=2**24, head_dim=2**24), 'do not fit its config.json'),
+    (changed('config.json', intermediate_size=2**24), 'do not fit its config.json'),
+    (both(changed('config.json', vocab_size=299), lambda folder: shorter_embedding(folder)),
+     'the tokenizer has 300 tokens, but the model a vocab_size of 299'),
+    *[(changed('generation_config.json', eos_token_id=end), line) for end, line in (
+        ('</s>', "generation_config.json: eos_token_id must be a token id or a list of them, not '</s>'"),
+        ([0, -1], 'generation_config.json: eos_token_id must be'), (True, 'not True'), ([[0]], 'not [[0]]'),
+        ([0, 300], 'the tokenizer ends a text with token 300, but the model has a vocab_size of 300'))],
+    (changed('tokenizer_config.json', chat_template='{% for message in messages %}{{ message }}'),
+     'the chat template cannot be read: '),
+    (changed('tokenizer_config.json', chat_template={'default': ''}), 'chat_template of a tokenizer must be a text'),
+    (changed('tokenizer_config.json', chat_template=['{{', dict(name='default', template='{{ a')]),
+     'the chat template cannot be read: '),
+    (written('chat_template.jinja', '{{ messages'), 'the chat template cannot be read: '),
+    (changed('tokenizer.json', decoder=dict(type='WordPiece', prefix='##', cleanup=True)),
+     'the decoder of the tokenizer.json is WordPiece'),
+    (changed('tokenizer.json', added_tokens=[], model=dict(type='BPE', vocab={}, merges=[])),
+     'the tokenizer.json has no tokens'),
+]
+
+
+def shorter_embedding(folder):
+    from safetensors.torch import load_file, save_file
+    weights = load_file(folder / 'model.safetensors')
+    save_file({name: w[:299].contiguous() if len(w) == 300 else w.clone() for name, w in weights.items()},
+              folder / 'model.safetensors')
+
+
+@pytest.fixture(scope='module')
+def good_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('good') / 'hf'
+    tokenizer = json_tokenizer(TEXT)
+    formats.to_huggingface(gpt(**UNTIED | dict(vocab_size=300)), folder, tokenizer)
+    checkpoint.load_model(str(folder), '', plain_model)
+    return folder
+
+
+@pytest.mark.parametrize('change, line', BAD_FOLDERS)
+def test_a_bad_folder_is_one_line(good_folder, tmp_path, change, line):
+    shutil.copytree(good_folder, tmp_path / 'hf')
+    change(tmp_path / 'hf')
+    with pytest.raises(ValueError) as refused:
+        checkpoint.load_model(str(tmp_path / 'hf'), '', plain_model)
+    assert line in str(refused.value) and '\n' not in str(refused.value) and len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize('change, line', BAD_FOLDERS[::sizes(8, 1)])
+def test_and_sampling_from_it_ends_with_exit_code_2(repo, good_folder, change, line):
+    shutil.copytree(good_folder, repo / 'hf')
+    change(repo / 'hf')
+    done = run(repo, 'sample.py', '--init_from=hf', '--device=cpu')
+    *settings, last = done.stderr.splitlines()
+    assert done.returncode == 2 and not done.stdout and last.startswith('sample.py: error: ') and line in last
+    assert [text.split(' = ')[0] for text in settings] == ['init_from', 'device']
