@@ -52,10 +52,10 @@ class Toy(ToyKernel):
         self.versions.add(self.version)
 
     def interrupt(self, error):
-        """Without an error, logits that are not numbers."""
-        self.n_failed += 1
+        """Without an error, the next logits are not numbers, those of a later call if this one fails."""
         self.broken = error is None
         if error:
+            self.n_failed += 1
             raise error("this call fails because the test asks for it")
 
     def fail(self, texts):
@@ -69,7 +69,7 @@ class Toy(ToyKernel):
         logits = super().one_step(*args)
         logits[:, BAD] = -1000
         if self.broken:
-            logits, self.broken = logits * np.nan, False
+            logits, self.broken, self.n_failed = logits * np.nan, False, self.n_failed + 1
         return logits
 
 
