@@ -22,8 +22,9 @@ def to_gguf(model, path, type='f32', tokenizer=None):
     length in the file is that of the window, within which nothing is hidden. It rounds the context up to a multiple of
     256, and with learned positions a position past block_size ends its process. llama-server keeps within the context
     length by itself; with other front ends, keep prompt and new tokens within it.
-    Raises ValueError on another type, for sinks and for windows without rope, if path is a file of another format, if
-    gguf is not installed, if the tokenizer has more tokens than the model, and for a JSONTokenizer.
+    Raises ValueError on another type, for sinks, for windows without rope, for rope_scaling in others than a llama, if
+    path is a file of another format, if gguf is not installed, if the tokenizer has more tokens than the model, and for
+    a JSONTokenizer.
 
     Sources: docs/gguf.md in https://github.com/ggml-org/ggml; src/llama-vocab.cpp and, in src/models, gpt2, starcoder2,
     mpt, llama, qwen2 and qwen3.cpp in https://github.com/ggml-org/llama.cpp.
