@@ -11,7 +11,8 @@ from collections import Counter
 from training.plotting import plt, save
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-LINES = (('scripts', 'benchmarks', 'serving'), ('training', 'model', 'kvcache', 'decode'), ('other files', 'formats'))
+LINES = (('scripts', 'benchmarks', 'serving'), ('training', 'model', 'kvcache', 'decode'),
+         ('other files', 'formats', 'chat'))
 MODEL = 'model', 'generation', 'debug_kv_model'
 WIDTH, HEIGHT, GAP = 100, 20, 12  # of a line, and between two boxes
 
