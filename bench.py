@@ -31,11 +31,12 @@ import configurator  # before torch: it says so in one line where torch is missi
 import torch
 
 from benchmarks.harness import Asked, describe_machine, draw, run_parts
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import GPTS, SHAPES
 from device import pick_device, pick_dtype
 
 mode = 'train'            # train, generate, peers, caches, serve, memory, loss, positions, endless, recall or busy
-shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode
+shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode.
+                          # In peers mode also smollm2 and qwen0.5b, the shapes of SmolLM2-135M and Qwen2.5-0.5B
 batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
 bias = False              # in linears and layer norms?
@@ -93,8 +94,9 @@ def check_settings():
     """ValueError on settings that make no sense in any mode."""
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
-    if shape != 'auto' and set(shape.split(',')) - set(SHAPES):
-        raise ValueError(f"shape must be auto or any of {', '.join(SHAPES)}, not {shape!r}")
+    known = SHAPES if mode == 'peers' else GPTS
+    if shape != 'auto' and set(shape.split(',')) - set(known):
+        raise ValueError(f"shape must be auto or any of {', '.join(known)} in {mode} mode, not {shape!r}")
     configurator.check_range(globals(), 1, math.inf, 'repeats', 'batch_size', 'seeds')
     configurator.check_range(globals(), 0, math.inf, 'iterations', 'seed')
     configurator.check_range(globals(), 0, 10**6, 'requests')

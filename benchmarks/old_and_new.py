@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 import configurator
 from benchmarks.harness import describe_machine, table, turns, write_json
-from benchmarks.shapes import SHAPES
+from benchmarks.shapes import GPTS
 
 old = ''       # what to compare this tree with: a commit, or the folder of another tree
 only = ''      # measure only cases with one of these texts in their names, as decode,prefill or M x 10
@@ -79,7 +79,7 @@ class Worker:
     """A process that runs the code of one tree. cases: the names of what it can time."""
 
     def __init__(self, folder):
-        shapes = {name: {field: getattr(c, field) for field in CONFIG_FIELDS} for name, c in SHAPES.items()}
+        shapes = {name: {field: getattr(c, field) for field in CONFIG_FIELDS} for name, c in GPTS.items()}
         settings = json_format.dumps(dict(shapes=shapes, seconds=seconds))
         command = sys.executable, os.path.join(ROOT, 'benchmarks', 'timed_tree.py'), settings
         self.process = subprocess.Popen(command, cwd=folder, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""The models that are measured: three shapes, with random weights, and the memory of their caches."""
+"""The models that are measured: GPT-2's kind in three shapes, two llamas, with random weights; the memory of caches."""
 from dataclasses import replace
 from functools import lru_cache
 
@@ -6,13 +6,22 @@ import torch
 
 from model import GPT, GPTConfig
 
-SHAPES = {
+GPTS = {
     'S': GPTConfig(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=65),
     'M': GPTConfig(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65),
     'L': GPTConfig(n_layer=12, n_head=12, n_embd=768, block_size=1024, vocab_size=50304),
 }
+LLAMA = dict(norm='rms', mlp='swiglu', position='rope')
+LLAMAS = {  # the shapes of SmolLM2-135M and of Qwen2.5-0.5B; the context is L's, to be compared with it
+    'smollm2': GPTConfig(n_layer=30, n_head=9, n_kv_head=3, n_embd=576, n_inner=1536, vocab_size=49152,
+                         block_size=1024, bias=False, rope_theta=100000.0, **LLAMA),
+    'qwen0.5b': GPTConfig(n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_inner=4864, vocab_size=151936,
+                          block_size=1024, bias=False, rope_theta=1000000.0, norm_eps=1e-6, qkv_bias=True, **LLAMA),
+}
+SHAPES = GPTS | LLAMAS
 PROMPT = 6  # tokens before the generated ones
-WITHIN_WINDOW = {'S': 122, 'M': 200, 'L': 50}  # new tokens that fit after the prompt; L could hold more, but is slow
+# new tokens that fit after the prompt; from L on more would fit, but take long
+WITHIN_WINDOW = {'S': 122, 'M': 200, 'L': 50, 'smollm2': 50, 'qwen0.5b': 50}
 
 
 def config_of(name, bias):

@@ -12,13 +12,15 @@ from benchmarks.peers.engine import Engine
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.peers.ours import Pages
 from benchmarks.peers.race import PEERS
+from benchmarks.shapes import LLAMA, LLAMAS
 from model import GPT, GPTConfig
 
 
-def tiny(bias=True, n_head=2, n_embd=32, noise=0.1):
+def tiny(bias=True, n_head=2, n_embd=32, noise=0.1, **kind):
     """A small model. At its initial weights, noise=0, a GPT repeats its last token; with noise its text varies."""
     torch.manual_seed(0)
-    model = GPT(GPTConfig(block_size=24, vocab_size=50, n_layer=2, n_head=n_head, n_embd=n_embd, bias=bias)).eval()
+    model = GPT(GPTConfig(block_size=24, vocab_size=50, n_layer=2, n_head=n_head, n_embd=n_embd, bias=bias,
+                          **kind)).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if 'wte' not in name:
@@ -51,6 +53,27 @@ def test_the_same_tokens(peer, bias, threads):
             assert torch.equal(engine.generate(prompts, n_new), want)  # again, on the caches of the first call
         turned = torch.randint(50, (5, 3)).t()  # not contiguous
         assert torch.equal(engine.generate(turned, 4), ours(model, turned, 4))
+
+
+@pytest.mark.parametrize('weights', ['float32', 'int8'])
+@pytest.mark.parametrize('name', LLAMAS)
+@pytest.mark.parametrize('peer', PEERS, ids=lambda peer: peer.name)
+def test_llamas(peer, name, weights):
+    """Small ones with the fields of the shapes that are measured. An engine runs them, or says that it cannot."""
+    c = LLAMAS[name]
+    model = tiny(False, 4, 64, n_kv_head=2, n_inner=96, qkv_bias=c.qkv_bias, norm_eps=c.norm_eps,
+                 rope_theta=c.rope_theta, **LLAMA)
+    if why := peer.refuses(model.config):
+        assert 'gpt2' in why and peer.name in ('CTranslate2', 'ONNX Runtime')
+        return
+    if weights not in peer.ways:
+        pytest.skip(f"{peer.name} has no {weights} weights")
+    prompts = torch.randint(50, (40, 6))
+    got = built(peer, model, weights).generate(prompts, 10)
+    if peer.same_tokens:
+        assert (race.compare(model, prompts, got)['gap'] or 0) < 1e-6, "no more than rounding"
+    else:
+        assert (got[:, :1] == ours(model, prompts, 1)).float().mean() > 0.8
 
 
 EVERY_WAY = [(peer, weights, way) for peer in PEERS for weights in peer.ways for way in peer.ways[weights]]
@@ -90,7 +113,11 @@ def test_a_text_goes_on_from_an_earlier_position(engine, kv):
     assert torch.equal(engine.go_on(first, 6, 12), tokens)
     assert torch.equal(engine.go_on(tokens[:, 3], 10, 8), tokens[:, 4:])
     want = ours(model, prompts, 13)
-    assert torch.equal(first, want[:, 0]) and torch.equal(engine.begin(prompts[:1]), want[:1, 0])
+    assert torch.equal(first, want[:, 0])
+    more = torch.randint(50, (3, 5))
+    second = ours(model, torch.cat([prompts, more], 1), 1)[:, 0]
+    assert torch.equal(engine.read(more, 6), second) and torch.equal(engine.read(more, 6), second)
+    assert torch.equal(engine.begin(prompts[:1]), want[:1, 0])
     if kv == 'float32' and engine.same_tokens:
         assert torch.equal(tokens, want[:, 1:])
 
@@ -125,7 +152,25 @@ def test_peers_mode(tmp_path):
     assert all(row['new_tokens'] == 1 and row['prompt'] == 8 for row in prefills)
     caches = {(row['engine'], row['type_kv']) for row in parts['long_context']['rows']}
     assert caches == {(engine.name, kind) for engine, kind in race.KEYS if not engine.missing()}
+    turns = {(row['engine'], row['weights'], row['kept'], row['new']) for row in parts['second_turn']['rows']}
+    assert turns == {(engine.name, weights, 8, race.N_SAID) for engine in (Pages, LlamaCpp) if not engine.missing()
+                     for weights in ('float32', 'int8')}
+    steps = parts['per_weight']['rows']
+    assert [(row['batch'], row['weights']) for row in steps] == [(B, weights) for B in (1, 3) for weights in Pages.ways]
+    assert all(row['own_step_s'] > 0 and row['llama_over_own'] > 0 for row in steps)
     assert (tmp_path / 'b.png').read_bytes().startswith(b'\x89PNG')
+
+
+def test_the_llamas_have_the_weights_of_their_models():
+    """As Hugging Face counts SmolLM2-135M and Qwen2.5-0.5B."""
+    with torch.device('meta'):
+        counts = {name: GPT(config).get_num_params() for name, config in LLAMAS.items()}
+    assert counts == {'smollm2': 134_515_008, 'qwen0.5b': 494_032_768}
+
+
+def test_a_llama_is_of_peers_mode_only(tmp_path):
+    done = run(tmp_path, os.path.join(ROOT, 'bench.py'), '--mode=generate', '--shape=smollm2')
+    assert done.returncode != 0 and 'any of S, M, L in generate mode' in done.stderr
 
 
 def test_the_floor_of_a_prefill_has_one_row_of_logits():

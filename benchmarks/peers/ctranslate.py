@@ -4,11 +4,11 @@ import tempfile
 
 import torch
 
-from benchmarks.peers.engine import Engine
+from benchmarks.peers.engine import GPT2Engine
 from benchmarks.peers.hugging_face import HuggingFace, in_transformers
 
 
-class CTranslate2(Engine):
+class CTranslate2(GPT2Engine):
     """
     CTranslate2, by its own converter from transformers.
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import torch
 
+from formats.families import family_of
+
 
 class Engine:
     """
@@ -35,8 +37,22 @@ class Engine:
                 return f"{module} does not load: {type(e).__name__}: {e}"
         return ''
 
+    @classmethod
+    def refuses(cls, config):
+        """Why this engine cannot run a model of this configuration; '' if it can."""
+        return ''
+
     def __init__(self, model, weights='float32', threads=1):
         self.config, self.threads = model.config, threads
+
+
+class GPT2Engine(Engine):
+    """An engine whose adapter here builds models of GPT-2's kind only."""
+
+    @classmethod
+    def refuses(cls, config):
+        family = family_of(config)
+        return '' if family == 'gpt2' else f"its adapter here builds a gpt2, and this is a {family}"
 
 
 def array(p):

@@ -1,5 +1,6 @@
 """Hugging Face transformers."""
 import tempfile
+from functools import lru_cache
 
 import torch
 
@@ -23,8 +24,9 @@ class HuggingFace(Engine):
         return tokens[:, prompts.size(1):]
 
 
+@lru_cache(maxsize=1)
 def in_transformers(model):
-    """The model as a model of transformers, in float32."""
+    """The model as a model of transformers, in float32. The last one is kept, for engines with other threads."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
     disable_progress_bar()

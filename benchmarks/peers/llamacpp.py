@@ -2,12 +2,15 @@
 import ctypes
 import os
 import tempfile
+from functools import lru_cache
 
 import numpy as np
 import torch
 
 from benchmarks.peers.engine import Engine
 from formats import to_gguf
+
+GGUF = 'model.gguf'
 
 
 class LlamaCpp(Engine):
@@ -35,10 +38,8 @@ class LlamaCpp(Engine):
             LlamaCpp.log_callback = llama_cpp.llama_log_callback(lambda level, text, data: None)
             llama_cpp.llama_log_set(LlamaCpp.log_callback, ctypes.c_void_p())
             llama_cpp.llama_backend_init()
-        with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, 'model.gguf')
-            to_gguf(model, path, {'float32': 'f32', 'int8': 'q8_0'}[weights])
-            self.model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+        path = os.path.join(folder_with_gguf(model, weights).name, GGUF)
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
         if not self.model:
             raise ValueError("llama.cpp could not load the GGUF file that was made for it")
 
@@ -67,21 +68,28 @@ class LlamaCpp(Engine):
 
     def begin(self, prompts):
         """Read prompts (B, T), in place of all that was read before. Returns the token after each, (B,)."""
-        B, T = prompts.shape
-        if B != self.rows:
-            self.make_context(B)
-        self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), False)
+        if len(prompts) != self.rows:
+            self.make_context(len(prompts))
+        return self.read(prompts, 0)
+
+    def read(self, tokens, start):
+        """Read tokens (B, T) at positions from `start`, in place of what was there. Returns the next of each, (B,)."""
+        B, T = tokens.shape
+        self.forget_from(start)
         with Batch(self.lib, np.repeat(np.arange(B), T).tolist()) as batch:
-            batch.token[:], batch.pos[:] = prompts.numpy().ravel(), np.tile(np.arange(T), B)
-            batch.wanted[:] = batch.pos == T - 1
+            batch.token[:], batch.pos[:] = tokens.numpy().ravel(), np.tile(np.arange(start, start + T), B)
+            batch.wanted[:] = batch.pos == start + T - 1
             self.decode(batch)
             return torch.from_numpy(self.logits().argmax(axis=1))
+
+    def forget_from(self, start):
+        for i in range(self.rows):
+            self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.context), i, start, -1)
 
     def go_on(self, newest, start, n_new):
         """The (B, n_new) tokens after newest (B,), which is fed at position `start`. What was there is overwritten."""
         B, logits, out = len(newest), None, np.empty((len(newest), n_new), np.int64)
-        for i in range(B):
-            self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.context), i, start, -1)
+        self.forget_from(start)
         with Batch(self.lib, range(B)) as batch:
             batch.token[:], batch.wanted[:] = newest.numpy(), 1
             for step in range(n_new):
@@ -99,6 +107,14 @@ class LlamaCpp(Engine):
     def logits(self):
         """The logits of the last `decode`, (B, vocab_size)."""
         return np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), (self.rows, self.config.vocab_size))
+
+
+@lru_cache(maxsize=2)
+def folder_with_gguf(model, weights):
+    """A temporary folder with the model as the file GGUF. The last two are kept: engines map the same file."""
+    folder = tempfile.TemporaryDirectory()
+    to_gguf(model, os.path.join(folder.name, GGUF), {'float32': 'f32', 'int8': 'q8_0'}[weights])
+    return folder
 
 
 class Batch:

@@ -6,12 +6,12 @@ Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperat
 import numpy as np
 import torch
 
-from benchmarks.peers.engine import Engine, array
+from benchmarks.peers.engine import GPT2Engine, array
 
 FUSED = 'com.microsoft'  # the domain of ONNX Runtime's own operators; '' is that of ONNX
 
 
-class OnnxRuntime(Engine):
+class OnnxRuntime(GPT2Engine):
     """
     See `onnx_graph`. One graph runs the prompt and each token.
 

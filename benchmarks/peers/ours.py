@@ -57,9 +57,13 @@ class Pages(Engine):
         """Read prompts (B, T). Returns the token after each, (B,)."""
         self.cache = kvcache.KINDS['paged'](self.model, len(prompts), self.kv, self.decoder)
         self.handles = [self.cache.new() for _ in prompts]
+        return self.read(prompts, 0)
+
+    def read(self, tokens, start):
+        """Read tokens (B, T) at positions from `start`, in place of what was there. Returns the next of each, (B,)."""
         with self.decoder.torch_on_one_thread():
-            return torch.cat([self.cache.step([handle], [0], prompt[None]).argmax(dim=-1)
-                              for handle, prompt in zip(self.handles, prompts)])
+            return torch.cat([self.cache.step([handle], [start], row[None]).argmax(dim=-1)
+                              for handle, row in zip(self.handles, tokens)])
 
     def go_on(self, newest, start, n_new):
         """The (B, n_new) tokens after newest (B,), which is fed at position `start`. What was there is overwritten."""

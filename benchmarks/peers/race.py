@@ -4,6 +4,8 @@ Our ways to generate and other engines, with the same weights, in turns on one m
     decoding        greedy tokens a second after a short prompt; the largest of --lengths is their number
     prefill         the time to the first token after a long prompt, whose tokens --lengths says
     long_context    a step after a long prompt, with keys and values in fewer bits, weights in 8 bits
+    second_turn     the first token of a chat's second answer: the engine keeps the conversation, and reads what is new
+    per_weight      a step of L, and of a llama with as many weights
 
 Every figure of the first two is also given as a fraction of the floor: the least time of steps that only read each
 weight once, in the type it is stored in, or only did their multiplications in float32, whichever takes longer. Both
@@ -16,7 +18,9 @@ import math
 import statistics
 import sys
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 
 import torch
 from tqdm import tqdm
@@ -27,7 +31,15 @@ from benchmarks.peers.hugging_face import HuggingFace
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.peers.onnx import OnnxRuntime
 from benchmarks.peers.ours import Cache, Decoder, NoCache, Pages
-from benchmarks.shapes import PROMPT, WITHIN_WINDOW, model_of
+from benchmarks.shapes import (
+    LLAMA,
+    LLAMAS,
+    PROMPT,
+    SHAPES,
+    WITHIN_WINDOW,
+    model_of,
+    model_with_varied_text,
+)
 
 OURS = NoCache, Cache, Decoder
 PEERS = HuggingFace, CTranslate2, LlamaCpp, OnnxRuntime
@@ -36,7 +48,8 @@ KEYS = [(Pages, 'float32'), (Pages, 'bfloat16'), (Pages, 'int8'),
 BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1}
 WARM_UP = 32       # tokens of a prompt that are fed before a timed run
 MUCH_SLOWER = 1.5  # a way to run an engine that takes so many times the time of another one is not tried again
-N_NEW, N_WARM = 16, 2  # tokens of a round of long_context, and before them
+N_NEW, N_WARM = 16, 2  # tokens of a round of long_context and per_weight, and before them
+N_SAID = 40        # tokens of second_turn that are new to the cache: the second message, and the template around it
 NEAR_TIE = 1e-4    # logits that differ by less than this are decided by rounding, in float32
 
 
@@ -62,8 +75,8 @@ def random_prompts(model, B, T):
 
 
 def decoding(asked):
-    for name, B, n_new in asked.combinations('SML', {'S': (1, 10, 32), 'M': (1, 10, 32), 'L': (1, 8)}, {
-            name: (n,) for name, n in WITHIN_WINDOW.items()}):
+    for name, B, n_new in asked.combinations(SHAPES, {'S': (1, 10, 32), 'M': (1, 10, 32), 'L': (1, 8)} | {
+            name: (1, 8) for name in LLAMAS}, {name: (n,) for name, n in WITHIN_WINDOW.items()}):
         if n_new == max(asked.lengths or [n_new]):
             yield race(asked, name, B, PROMPT, n_new, OURS + PEERS)
 
@@ -71,7 +84,8 @@ def decoding(asked):
 def prefill(asked):
     """Engines without a cache do the same work as the model with one, which is "cache"."""
     engines = [engine for engine in OURS + PEERS if engine is not NoCache]
-    for name, B, T in asked.combinations('ML', (1,), {'S': (64,), 'M': (256,), 'L': (512, 1000)}):
+    for name, B, T in asked.combinations(['M', 'L', *LLAMAS], (1,), {'S': (64,), 'M': (256,), 'L': (512, 1000)} | {
+            name: (512,) for name in LLAMAS}):
         yield race(asked, name, B, T, 1, engines)
 
 
@@ -86,7 +100,7 @@ def race(asked, name, B, T, n_new, engines):
         raise ValueError(f"a prompt of {T} and {n_new} new tokens do not fit into block_size {model.config.block_size}")
     idx, most = random_prompts(model, B, T), asked.max_seconds
     cases = []
-    for kind, weights in tqdm([(engine, weights) for engine in engines if not engine.missing()
+    for kind, weights in tqdm([(engine, weights) for engine in able(engines, name, model.config)
                                for weights in engine.ways], desc=f'{name}: building, trying', leave=False,
                               disable=None):
         engine, how = fastest_way(kind, weights, model, idx, n_new, min(0.15, most))
@@ -118,6 +132,14 @@ def race(asked, name, B, T, n_new, engines):
         if row['engine'] == Decoder.name and others:
             row['over_others'] = row['tok_per_s'] / max(others)
     return rows
+
+
+def able(engines, name, config):
+    """The engines that are installed and can run the shape `name`. Those that cannot run it are named."""
+    for engine in engines:
+        if why := engine.refuses(config):
+            tqdm.write(f"{name} not on {engine.name}: {why}")
+    return [engine for engine in engines if not engine.missing() and not engine.refuses(config)]
 
 
 def floor(model, weights, n_rows, n_logits, read, multiply):
@@ -245,10 +267,68 @@ def long_context(asked):
         yield [m.row(step_s=m.seconds, speedup=exact[m.case.labels['engine']].over(m)) for m in measured]
 
 
+def second_turn(asked):
+    """
+    A conversation of T tokens is read once, untimed. A round reads N_SAID more behind it, in place of those of the
+    round before. A row for each engine and type of weights, with its best number of threads: one, or all. over_others:
+    llama.cpp's time with the same weights over ours.
+    """
+    for name, B, T in asked.combinations(LLAMAS, (1,), (400,)):
+        model, cases = model_of(name, asked.bias), []
+        if T + N_SAID > model.config.block_size:
+            raise ValueError(f"a conversation of {T} and {N_SAID} new tokens do not fit into block_size "
+                             f"{model.config.block_size}: choose a shorter one in lengths")
+        kept, said = random_prompts(model, B, T), random_prompts(model, B, N_SAID)
+        for kind, weights in product([kind for kind in (Pages, LlamaCpp) if not kind.missing()], LlamaCpp.ways):
+            for threads in sorted({1, torch.get_num_threads()}):
+                engine = kind(model, weights, threads)
+                engine.begin(kept)
+                labels = dict(shape=name, batch=B, kept=T, new=N_SAID, engine=kind.name, weights=weights,
+                              threads=threads)
+                cases.append(Case(labels, lambda engine=engine, T=T, said=said: engine.read(said, T)))
+        best = {}  # {(engine, weights): Measured}
+        for m in sorted(take_turns(cases, asked.repeats, f'{name}: {B} x {T} + {N_SAID}'), key=lambda m: m.seconds):
+            best.setdefault((m.case.labels['engine'], m.case.labels['weights']), m)
+        theirs = {weights: m for (engine, weights), m in best.items() if engine == LlamaCpp.name}
+        yield [m.row(seconds=m.seconds,
+                     over_others=theirs[weights].over(m) if engine == Pages.name and theirs else None)
+               for (engine, weights), m in best.items()]
+
+
+def per_weight(asked):
+    """
+    A row for each shape, number of sequences and type of weights, beside a llama of that shape: swiglu has three
+    matrices, with as many weights as the two of GELU if two thirds as wide. All engines use all threads.
+    llama_over_own: the time of a step a weight, over that of the shape itself.
+    """
+    for name, B, T in asked.combinations('L', (1, 8), (PROMPT,)):
+        own, rows = model_of(name, asked.bias), []
+        c = own.config
+        llama = model_with_varied_text(replace(c, n_inner=2 * c.n_inner // 3, **LLAMA))
+        if T + N_NEW > c.block_size:
+            raise ValueError(f"a prompt of {T} and {N_NEW} new tokens do not fit into {c.block_size}: choose a shorter "
+                             "one in lengths")
+        for weights in Pages.ways:
+            cases = []
+            for model in (own, llama):
+                engine, n_weights = Pages(model, weights, torch.get_num_threads()), model.get_num_params()
+                first = engine.begin(random_prompts(model, B, T))
+                cases.append(Case(dict(shape=name, batch=B, weights=weights, n_weights=n_weights),
+                                  lambda engine=engine, first=first, T=T: engine.go_on(first, T, N_NEW), per=N_NEW))
+            a, b = take_turns(cases, asked.repeats, f'{name} and a llama, {weights}', least=0.2)
+            n_weights = a.case.labels['n_weights'] / b.case.labels['n_weights']
+            rows.append(a.row(own_step_s=a.seconds, llama_step_s=b.seconds, llama_over_own=n_weights * b.over(a)))
+        yield rows
+
+
 ENGINE, JUDGED = 'engine weights tok_per_s ', ' of_floor how over_others read_bytes_per_s flops tokens'
 PARTS = dict(
-    decoding=Part(decoding, 24, "greedy tokens after a short prompt", 'shape batch ' + ENGINE + 'new_tokens' + JUDGED),
-    prefill=Part(prefill, 12, "the first token after a long prompt", 'shape batch prompt seconds ' + ENGINE + JUDGED),
+    decoding=Part(decoding, 36, "greedy tokens after a short prompt", 'shape batch ' + ENGINE + 'new_tokens' + JUDGED),
+    prefill=Part(prefill, 16, "the first token after a long prompt", 'shape batch prompt seconds ' + ENGINE + JUDGED),
     long_context=Part(long_context, 6, "a step after a long prompt, weights in 8 bits",
                       'shape batch context engine type_kv step_s speedup'),
+    second_turn=Part(second_turn, 2, "the first token of a chat's second answer",
+                     'shape batch kept new engine weights threads seconds over_others'),
+    per_weight=Part(per_weight, 2, "a step of a shape, and of a llama with as many weights",
+                    'shape batch weights n_weights own_step_s llama_step_s llama_over_own'),
 )
