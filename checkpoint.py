@@ -205,7 +205,7 @@ def restore_optimizer(optimizer, saved):
             lr, (beta1, beta2), eps, weight_decay = group.values()
             if not all(type(number) in (int, float) for number in (lr, beta1, beta2, eps, weight_decay)):
                 raise TypeError("lr, betas, eps and weight_decay must be numbers")
-    except (ValueError, TypeError, KeyError, AttributeError) as e:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
         raise ValueError(f"the checkpoint's optimizer state does not fit the model, and cannot be resumed: "
                          f"{type(e).__name__}, {e}") from e
     optimizer.load_state_dict({'state': state, 'param_groups': [
@@ -217,7 +217,8 @@ def fitted_moments(p, state):
     fitted = {'step': torch.as_tensor(state['step'], dtype=torch.float32).reshape(())}
     for name in ('exp_avg', 'exp_avg_sq'):
         moment = state[name]
-        if not is_dense(moment) or moment.shape[1:] != p.shape[1:] or len(moment) < len(p):
+        of_floats = is_dense(moment) and moment.is_floating_point()
+        if not of_floats or moment.shape[1:] != p.shape[1:] or len(moment) < len(p):
             raise ValueError(f"{name} is {tuple(moment.shape)}, and its parameter {tuple(p.shape)}")
         fitted[name] = moment[:len(p)]
     return fitted

@@ -5,6 +5,8 @@ import math
 
 import torch
 
+LARGEST = 1e30  # number for rotary positions
+
 
 def check_config(config):
     """ValueError if the settings of a GPTConfig do not make a GPT."""
@@ -33,8 +35,8 @@ def check_config(config):
     if c.position == 'rope' and head_dim % 2:
         raise ValueError(f"rotary positions turn pairs of channels, and a head has {head_dim}: choose an even "
                          "head_dim, or n_embd and n_head so that n_embd / n_head is even")
-    if not isinstance(c.rope_theta, (int, float)) or not 1 <= c.rope_theta < math.inf:
-        raise ValueError(f"rope_theta must be at least 1, not {c.rope_theta!r}")
+    if type(c.rope_theta) not in (int, float) or not 1 <= c.rope_theta <= LARGEST:
+        raise ValueError(f"rope_theta must be at least 1 and at most {LARGEST:g}, not {c.rope_theta!r}")
     if not isinstance(c.norm_eps, (int, float)) or not 0 < c.norm_eps < 1:
         raise ValueError(f"norm_eps must be between 0 and 1, not {c.norm_eps!r}")
     check_rope_scaling(c)
@@ -53,7 +55,7 @@ def check_rope_scaling(config):
     if config.position != 'rope':
         raise ValueError(f"rope_scaling is for position=rope, not {config.position}")
     if type(scaling) is not tuple or len(scaling) != 4 or not all(
-            type(x) in (int, float) and 0 < x < math.inf for x in scaling) or scaling[1] >= scaling[2]:
+            type(x) in (int, float) and 0 < x <= LARGEST for x in scaling) or scaling[1] >= scaling[2]:
         raise ValueError("rope_scaling must be () or (factor, low_freq_factor, high_freq_factor, original block_size), "
                          f"positive numbers with low_freq_factor < high_freq_factor, not {scaling!r}")
 

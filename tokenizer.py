@@ -114,7 +114,7 @@ class JSONTokenizer(Tokenizer):
             self.library = tokenizers.Tokenizer.from_str(json)
         except Exception as e:  # the library raises plain Exceptions
             raise ValueError(f"the tokenizer.json cannot be read ({e}): is the download complete?") from e
-        self.decoder = decoder_of(json)
+        self.decoder, self.strips = decoder_of(json)
         self.library.no_truncation()  # a file may ask for both, for training
         self.library.no_padding()
         self.json = json
@@ -134,11 +134,17 @@ class JSONTokenizer(Tokenizer):
         The ids of the text, behind a BOS token if the tokenizer adds one. The name of a special token, such as
         <|endoftext|>, becomes that token.
         """
-        return self.library.encode(text).ids
+        return self.ids_of(text)
 
     def conversation(self, messages):
         """The ids of a conversation, up to where the next answer begins. ValueError of `ChatTemplate.render`."""
-        return self.library.encode(self.chat_template.render(messages), add_special_tokens=False).ids
+        return self.ids_of(self.chat_template.render(messages), add_special_tokens=False)
+
+    def ids_of(self, text, **how):
+        try:
+            return self.library.encode(text, **how).ids
+        except TypeError:  # of the library, which takes no lone surrogates
+            raise ValueError("characters that are no Unicode (lone surrogates): leave them out") from None
 
     @cached_property
     def token_bytes(self):
@@ -149,7 +155,7 @@ class JSONTokenizer(Tokenizer):
 
     def decode(self, ids):
         text = super().decode(ids)
-        return text.removeprefix(' ') if self.decoder == 'SentencePiece' else text
+        return text.removeprefix(' ') if self.strips else text
 
     def state(self):
         state = {'kind': 'json', 'json': self.json, 'end_tokens': list(self.end_tokens)}
@@ -162,17 +168,18 @@ class JSONTokenizer(Tokenizer):
 
 def decoder_of(tokenizer_json):
     """
-    How the tokens of a tokenizer.json become text, a key of BYTES_OF. ValueError if it is none of these.
+    How the tokens of a tokenizer.json become text, a key of BYTES_OF, and whether a text then loses the blank with
+    which it begins. ValueError if it is none of these.
     """
     decoder = json.loads(tokenizer_json).get('decoder') or {}
     parts = [part.get('type') for part in decoder.get('decoders', ())]
     if parts[:3] == ['Replace', 'ByteFallback', 'Fuse'] and parts[3:] in ([], ['Strip']):
-        return 'SentencePiece'
+        return 'SentencePiece', parts[3:] == ['Strip']
     if decoder.get('type') not in ('ByteLevel', 'Fuse'):
         kind = ' '.join(map(str, [decoder.get('type'), *parts]))
         raise ValueError(f"the decoder of the tokenizer.json is {kind}: only ByteLevel, Fuse and SentencePiece's "
                          "(Replace, ByteFallback, Fuse, Strip) give each token a text of its own")
-    return decoder['type']
+    return decoder['type'], False
 
 
 def bytes_of_byte_level(name):

@@ -88,6 +88,9 @@ def talk(conversation, max_new_tokens):
         except KeyboardInterrupt:
             print(" (Ctrl-D ends the conversation)", file=sys.stderr)
             continue
+        except UnicodeDecodeError as e:
+            print(f"this line is not UTF-8 ({e.reason}): write it again", file=sys.stderr)
+            continue
         began, n_drawn = time.perf_counter(), 0
         try:
             for piece in conversation.answer(text, max_new_tokens):

@@ -9,6 +9,8 @@ no other task and is ended when a rendering takes longer than SECONDS or more th
 their messages is what transformers gives them: https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -26,7 +28,7 @@ class ChatTemplate:
 
     def __init__(self, source, special_tokens=None):
         self.source, self.special_tokens = source, special_tokens or {}
-        self.lock, self.process = threading.Lock(), None
+        self.pid = self.process = self.lock = None
         self.ask()
 
     def render(self, messages):
@@ -38,8 +40,10 @@ class ChatTemplate:
 
     def ask(self, messages=None):
         """Have the process compile the template, if it is a new one, and render messages, unless they are None."""
+        if self.pid != os.getpid():  # after a fork the process answers the parent
+            self.pid, self.process, self.lock = os.getpid(), None, threading.Lock()
         with self.lock:
-            if self.process is None:
+            if self.process is None or self.process.poll() is not None:
                 self.process = subprocess.Popen([sys.executable, '-I', __file__], text=True, encoding='utf-8',
                                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
                 self.answer(dict(source=self.source, special_tokens=self.special_tokens), "cannot be read")
@@ -54,6 +58,9 @@ class ChatTemplate:
             line = self.process.stdout.readline()
         except BrokenPipeError:
             line = ''
+        except BaseException:  # an answer that nobody has read must not be taken for the next one
+            self.close()
+            raise
         finally:
             timer.cancel()
         if not line.endswith('\n'):
@@ -73,7 +80,7 @@ class ChatTemplate:
             self.process = None
 
     def __del__(self):
-        if getattr(self, 'process', None) is not None:
+        if getattr(self, 'process', None) is not None and self.pid == os.getpid():
             self.process.kill()
 
 
@@ -120,7 +127,9 @@ def serve():
     except (ImportError, ValueError, OSError):
         pass  # Windows has no limit of memory, and macOS not this one
     template, special_tokens = None, {}
+    limit = getattr(signal, 'alarm', bool)  # it ends the process, also where nobody is left who would
     for line in sys.stdin:
+        limit(int(SECONDS) + 2)
         question = json.loads(line)
         try:
             if template is None:
@@ -134,6 +143,7 @@ def serve():
             answer = 'text', text
         except Exception as e:  # a template can raise anything
             answer = 'error', f"{type(e).__name__}: {e}"[:300]
+        limit(0)
         print(json.dumps(answer), flush=True)
 
 

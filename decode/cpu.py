@@ -33,8 +33,8 @@ choices = {}  # {(shape, weights, most threads, size of the step): ThreadChoice}
 class CPUDecoder:
     """
     A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache), that runs on the CPU. It reads and
-    writes the same tuples as the model, in place, so the two can take turns on one cache at any step; kv_cache=None
-    begins a cache, and cache_pos may be an integer tensor (B,).
+    writes the same tuples as a model in float32, in place, so the two can take turns on one cache at any step;
+    kv_cache=None begins a cache, and cache_pos may be an integer tensor (B,).
 
     weights: 'float32', 'bfloat16' or 'int8', the type in which they are read. They are packed into a copy of 4, 2 or 1
         bytes a weight; the model and its checkpoint stay as they are.
@@ -44,9 +44,13 @@ class CPUDecoder:
     threads of its own. Weights that have changed are packed again at the start of a sequence, see `notice_changes`, and
     by `refresh`; `version` then grows.
 
+    type_kv: of the keys and values that it computes.
+
     Raises ValueError on a model that is not model.py's GPT in float32 or bfloat16 on the CPU, and on caches and tokens
     that do not fit the model; then no cache has been written.
     """
+
+    type_kv = 'float32'
 
     def __init__(self, model, weights='float32', threads=None):
         if weights not in WEIGHTS:
@@ -81,7 +85,7 @@ class CPUDecoder:
             self.version += 1
             watch, packed = Watch(self.model), PackedModel(self.model)
             self.packed_weights.fill()
-            self.tables = self.tables_of(packed, 8)
+            self.tables = self.tables_of(packed, 8, 8)
             self.watch = watch
 
     def notice_changes(self):
@@ -145,7 +149,7 @@ class CPUDecoder:
         with step_lock:
             if self.watch is None:
                 self.refresh()
-            tables = self.tables_for(N, kv_caches)
+            tables = self.tables_for(N, S, kv_caches)
             before, tables.step, kv_caches.finite = tables.step, None, True
             tables.positions[:N] = input_positions
             if N != S or N > CHUNK or m.wanted is not None:
@@ -165,17 +169,17 @@ class CPUDecoder:
             self.ended(refused, choice, began, began, m.next_tokens)
             tables.step = m if m.next_tokens is None else None
 
-    def tables_for(self, n_rows, kv_caches):
-        """The tables, with room for the inputs of so many rows, and with the addresses of these `KVArrays`."""
+    def tables_for(self, n_rows, n_seq, kv_caches):
+        """The tables, with room for so many rows and sequences, and with the addresses of these `KVArrays`."""
         tables = self.tables
-        if n_rows > tables.n_rows:
-            tables = self.tables = self.tables_of(tables.packed, padded(n_rows, 8))
+        if n_rows > tables.n_rows or n_seq > tables.n_seq:
+            tables = self.tables = self.tables_of(tables.packed, padded(n_rows, 8), padded(n_seq, 8))
         if tables.kv is not kv_caches:
             tables.bind(kv_caches)
         return tables
 
-    def tables_of(self, packed, n_rows):
-        return StepTables(packed, self.arrays, n_rows, min(n_rows, CHUNK), self.n_threads)
+    def tables_of(self, packed, n_rows, n_seq):
+        return StepTables(packed, self.arrays, n_rows, n_seq, min(n_rows, CHUNK), self.n_threads)
 
     def run_rows(self, N, tokens, logits, m, n_threads):
         """

@@ -23,9 +23,12 @@ def most_keys(config):
     return config.n_sink + config.window if config.window else config.block_size
 
 
-def inputs_of(config, n_rows):
-    """The arrays that tell a step of up to n_rows tokens what to compute, and its list of slots: {index: array}."""
-    n_entries = n_rows * (most_keys(config) + 1)
+def inputs_of(config, n_rows, n_seq):
+    """
+    The arrays that tell a step of up to n_rows tokens of up to n_seq sequences what to compute, and its list of slots:
+    {index: array}.
+    """
+    n_entries = n_seq * most_keys(config) + n_rows
     return {layout.POSITIONS: aligned(n_rows, np.int64), layout.SEQ_OF_ROW: aligned(n_rows, np.int64),
             layout.QUERY_STARTS: aligned(n_rows + 1, np.int64), layout.WANTED: aligned(n_rows, np.int64),
             layout.RUNS: aligned(n_rows, np.int64), layout.N_RUNS: aligned(n_rows, np.int64),
@@ -80,15 +83,15 @@ class PackedModel:
 
 class StepTables:
     """
-    The tables `memory` and `sizes` of a decoder's steps of up to n_rows tokens, n_at_once of them at a time. arrays:
-    {index into memory: array}, those of the weights and the threads.
+    The tables `memory` and `sizes` of a decoder's steps of up to n_rows tokens of n_seq sequences, n_at_once tokens at
+    a time. arrays: {index into memory: array}, those of the weights and the threads.
 
     An object keeps all arrays alive whose addresses it has, so a decoder replaces it as a whole; for larger steps too.
     """
 
-    def __init__(self, packed, arrays, n_rows, n_at_once, n_threads):
-        self.packed, self.n_rows, c = packed, n_rows, packed.config
-        self.arrays = arrays | packed.arrays | inputs_of(c, n_rows) | activations_of(c, n_at_once)
+    def __init__(self, packed, arrays, n_rows, n_seq, n_at_once, n_threads):
+        self.packed, self.n_rows, self.n_seq, c = packed, n_rows, n_seq, packed.config
+        self.arrays = arrays | packed.arrays | inputs_of(c, n_rows, n_seq) | activations_of(c, n_at_once)
         self.scratch = [scratch_of(c, n_at_once) for _ in range(n_threads)]
         self.memory = np.zeros(layout.SCRATCH + layout.N_SCRATCH * n_threads, np.int64)
         self.memory[layout.WTE], self.memory[layout.WPE] = (packed.embeddings[i].data_ptr() for i in (0, -1))

@@ -38,16 +38,17 @@ def make_cache(model, kind, n_seq, bits=0, decoder=None):
     A cache with room for n_seq sequences of block_size tokens each, or of any lengths if the model has a window and no
     learned positions; a paged one has room for more sequences if they are shorter.
 
-    kind: one of `KINDS`. bits: 0 stores keys and values in the model's dtype, 8 and 4 quantise them. decoder: of this
-    model, as `decode.best` makes it; if it has a step that reads such a cache, each step of the cache is one call of
-    it, and if not, the model runs in PyTorch. The cache's `name` says which. Raises ValueError on other values, if the
-    model's dtype cannot be stored, and if the decoder is for another model.
+    kind: one of `KINDS`. bits: 0 stores keys and values as the decoder or the model computes them, 8 and 4 quantise
+    them. decoder: of this model, as `decode.best` makes it; if it has a step that reads such a cache, each step of the
+    cache is one call of it, and if not, the model runs in PyTorch. The cache's `name` says which. Raises ValueError on
+    other values, if the model's dtype cannot be stored, and if the decoder is for another model.
     """
     if kind not in list(KINDS) or bits not in (0, 8, 4):
         raise ValueError(f"a cache is {', '.join(KINDS)} in 0 (unquantised), 8 or 4 bits; not {kind!r} in {bits!r}")
     if not isinstance(n_seq, int) or n_seq < 1:
         raise ValueError(f"a cache is for at least 1 sequence, not {n_seq!r}")
-    type_kv = f'int{bits}' if bits else str(model.lm_head.weight.dtype).removeprefix('torch.')
+    type_kv = getattr(decoder, 'type_kv', str(model.lm_head.weight.dtype).removeprefix('torch.'))
+    type_kv = f'int{bits}' if bits else type_kv
     if type_kv not in BITS:
         raise ValueError(f"a cache stores numbers as {', '.join(BITS)}, and the model is {type_kv}: "
                          "convert it, or pass bits=8")

@@ -75,7 +75,10 @@ class TextChoice(Choice):
     def __init__(self, index, prompt, body, served):
         super().__init__(index, prompt, body, served)
         prompt_text = served.tokenizer.decode(prompt) if body.echo or self.scored else ''
-        self.text, self.offset = (prompt_text, 0) if body.echo else ('', len(prompt_text))
+        self.text, self.offset = '', len(prompt_text)
+        if body.echo:  # a text may lack the blank of its first token
+            self.text = prompt_text
+            self.offset -= len(b''.join([served.token_bytes[token] for token in prompt]).decode('utf-8', 'replace'))
         self.characters = codecs.getincrementaldecoder('utf-8')('replace')
 
     def content(self):
@@ -90,7 +93,7 @@ class TextChoice(Choice):
         for token, score in self.scores:
             data = self.served.token_bytes[token]
             tokens.append(name_of_token(data))
-            offsets.append(self.offset)
+            offsets.append(max(0, self.offset))
             self.offset += len(self.characters.decode(data))
             if score is None:  # of the first token: nothing predicts it
                 token_logprobs.append(None)

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, ValidationError, WrapValidator
 
 from serving.request import MOST_LOGPROBS, Request, SamplingFields, SamplingParams, Strict, TokenId
 
-MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS = 128, 128, 4  # of one body
+MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_MESSAGES = 128, 128, 4, 2048  # of one body
 TYPES = {401: 'authentication_error', 429: 'rate_limit_error', 500: 'server_error', 503: 'service_unavailable'}
 UNSUPPORTED = {
     'best_of': "ask for n samples, with logprobs to compare them, and choose one",
@@ -131,7 +131,7 @@ class Message(Strict):
 
 class ChatBody(GenerationBody):
     """The body of POST /v1/chat/completions."""
-    messages: list_of(Message, min_length=1)
+    messages: list_of(Message, min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=0, description="by default as many as there is room for")
     max_tokens: int | None = Field(None, ge=0, description="the older name of max_completion_tokens")
     logprobs: bool = False

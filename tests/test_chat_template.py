@@ -1,5 +1,7 @@
 """Chat templates, held against transformers' `apply_chat_template`, and templates that do what they must not."""
+import os
 import random
+import signal
 import time
 
 import pytest
@@ -177,6 +179,38 @@ def test_what_takes_too_much_is_an_error_and_the_next_conversation_is_rendered(s
         template.render([dict(role='user', content='x')])
     assert time.monotonic() - began < 10 * chat_template.SECONDS
     assert template.render([]) == ''
+
+
+def test_an_interrupted_rendering_is_nobody_elses_answer():
+    template = ChatTemplate("{% for i in range(900) %}{% for j in range(900) %}{% endfor %}{% endfor %}"
+                            "{{ messages[0].content }}")
+
+    def interrupt(signum, frame):
+        raise KeyboardInterrupt
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            template.render([dict(content='first')])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert template.render([dict(content='second')]) == 'second'
+    template.process.kill()
+    template.process.wait()
+    assert template.render([dict(content='third')]) == 'third'
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason="there is no fork here")
+def test_a_child_has_a_process_of_its_own():
+    template, (reading, writing) = ChatTemplate("{{ messages[0].content }}"), os.pipe()
+    child = os.fork()
+    texts = [template.render([dict(content=f'{child == 0} {i}')]) for i in range(200)]
+    right = texts == [f'{child == 0} {i}' for i in range(200)]
+    if child == 0:
+        os.write(writing, b'yes' if right else b'no')
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert right and os.read(reading, 9) == b'yes'
 
 
 @pytest.mark.parametrize('source', ["{% if %}", "{{ x", "{% endfor %}", "{% unknown %}"])
