@@ -35,7 +35,7 @@ def config_args(hf):
     args = {field: hf[key] for field, key in SIZES[family].items()}
     for field, key in SIZES[family].items():
         if type(args[field]) is not int or not 1 <= args[field] <= 2**24:
-            raise ValueError(f"{key} must be a positive integer up to {2**24:,}, not {str(args[field])[:40]}")
+            raise ValueError(f"{key} must be a positive integer up to {2**24:,}, not {args[field]!r:.40}")
     expect(hf, quantization_config=(None,))
     read = {'gpt2': gpt2, 'gpt_bigcode': gpt_bigcode, 'starcoder2': starcoder2, 'mpt': mpt}.get(family, llama)
     tied = hf.get('tie_word_embeddings', read is not llama)
