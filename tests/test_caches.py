@@ -13,6 +13,7 @@ import kvcache
 from decode import cpu
 from decode.cpu import CPUDecoder
 from decode.kernel.threads import n_cores
+from model import GPT, GPTConfig
 
 KINDS = sorted(kvcache.KINDS)
 
@@ -234,3 +235,23 @@ def test_bytes_of_the_numbers():
     positions = N_SEQ * m.config.block_size
     for bits, per_position in ((0, 2 * 2 * 32 * 4), (8, 2 * 2 * (32 + 4)), (4, 2 * 2 * (16 + 4))):
         assert cache_of('tuple', m, bits).nbytes() == positions * m.config.n_layer * per_position
+
+
+@torch.no_grad()
+def test_a_model_in_bfloat16_has_the_same_bits_in_every_cache():
+    m, text = model_of('llama').bfloat16(), torch.randint(VOCAB, (1, 12))
+    decoder = CPUDecoder(m)
+    expected, kept = decoder(text[:, :7], None)
+    after, _ = decoder(text[:, 7:], kept)
+    for kind in KINDS:
+        cache = kvcache.make_cache(m, kind, 1, 0, decoder)
+        handle = cache.new()
+        assert torch.equal(cache.step([handle], [0], text[:, :7]), expected[:, 0])
+        assert torch.equal(cache.step([handle], [7], text[:, 7:]), after[:, 0])
+
+
+def test_a_long_prompt_of_a_long_context_needs_no_list_for_each_of_its_tokens():
+    m = GPT(GPTConfig(block_size=2**17, vocab_size=VOCAB, n_layer=1, n_head=1, n_embd=8, position='rope')).eval()
+    decoder = CPUDecoder(m, threads=1)
+    decoder(torch.randint(VOCAB, (1, 700)), None)
+    assert sum(array.nbytes for array in decoder.tables.arrays.values()) < 2**25

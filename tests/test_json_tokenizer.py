@@ -171,3 +171,8 @@ def test_a_tokenizer_goes_through_checkpoints_and_folders(tmp_path, ends):
     assert config.bos_token_id == 1 and settings.eos_token_id == (ends if len(ends) > 1 else ends[0])
     restored = checkpoint.build(checkpoint.load(tmp_path / 'ckpt.pt'), type(model), type(model.config))
     assert restored.config == model.config and torch.equal(restored.lm_head.weight, model.lm_head.weight)
+
+
+def test_what_is_no_unicode_is_refused():
+    with pytest.raises(ValueError, match='lone surrogates'):
+        json_tokenizer(TEXT).encode('a\ud800')
