@@ -5,6 +5,7 @@ The model stays as it is, in a file if it is memory-mapped. The packed copy take
 bfloat16 or int8.
 """
 import ctypes
+import re
 import sys
 
 import numpy as np
@@ -102,18 +103,17 @@ def pack(out, w, n):
 
 def page_out(tensors):
     """
-    Take those of the tensors that are memory-mapped files out of memory. They are read from their files again when they
-    are used, and what was written to them stays. On other systems than Linux this does nothing.
+    Take those of the tensors that are memory-mapped safetensors files out of memory. They are read from their files
+    again when they are used, and what was written to them stays. On other systems than Linux this does nothing.
     """
     if sys.platform != 'linux':
         return
     used = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
     with open('/proc/self/maps') as maps:
-        for line in maps:
-            addresses, _, _, _, inode, *_ = line.split()
-            start, end = (int(x, 16) for x in addresses.split('-'))
-            if inode != '0' and any(start <= first and last <= end for first, last in used):
-                ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_PAGEOUT)
+        files = re.findall(r'^([0-9a-f]+)-([0-9a-f]+) .*\.safetensors$', maps.read(), re.M)
+    for start, end in [(int(start, 16), int(end, 16)) for start, end in files]:
+        if any(start <= first and last <= end for first, last in used):
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_PAGEOUT)
 
 
 class PackedWeights:
