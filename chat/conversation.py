@@ -47,7 +47,8 @@ class Conversation:
                 token = int(sample_token(logits, **self.how))
                 if token in self.tokenizer.end_tokens:
                     break
-                drawn, new = [*drawn, token], [token]
+                drawn.append(token)
+                new = [token]
                 said += (piece := stream.push(token))
                 yield piece
             said += (piece := stream.finish())
