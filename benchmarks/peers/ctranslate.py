@@ -1,4 +1,5 @@
 """CTranslate2."""
+import copy
 import os
 import tempfile
 
@@ -26,7 +27,8 @@ class CTranslate2(GPT2Engine):
         super().__init__(model, weights, threads)
         import ctranslate2
         from ctranslate2.converters.transformers import GPT2Loader
-        spec = GPT2Loader().get_model_spec(in_transformers(model))
+        # a copy, because `optimize` rounds the weights where they are
+        spec = GPT2Loader().get_model_spec(copy.deepcopy(in_transformers(model)))
         spec.register_vocabulary([str(i) for i in range(self.config.vocab_size)])
         spec.validate()
         spec.optimize(quantization=weights)
