@@ -6,7 +6,6 @@ for 3 us. A graph starts all of them at once. It repeats the same kernels on the
 each cache, batch size and number of slots that are read. To record a graph takes as long as a few steps.
 """
 from contextlib import nullcontext, suppress
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from decode.static import StaticDecoder, step
 
 FEWEST_SLOTS = 128  # a graph reads so many slots, or twice, four times, ... as many
-MOST = 32  # recordings that are kept
+MOST = 32  # recordings that are kept; when there would be more, all are forgotten
 
 
 class Recording(NamedTuple):
@@ -36,9 +35,20 @@ class GraphDecoder(StaticDecoder):
 
     def refresh(self):
         """Check the model, look up its weights anew, and forget all recordings."""
-        self.recordings = {}
-        self.pool = None  # of memory, one for all graphs, as no two run at the same time; it ends with the last graph
+        self.forget()
         super().refresh()
+
+    def forget(self):
+        """
+        Forget all recordings together, once none of them runs. The end of a graph frees the memory in which cuBLAS
+        works on the stream of its recording, and other graphs of that stream would still address it (pytorch#193402).
+        """
+        device = next(self.model.parameters()).device
+        if device.type == 'cuda':
+            torch.cuda.synchronize(device)
+        self.recordings = {}
+        # of memory, and of recording: one of each for all graphs, as no two run at the same time
+        self.pool = self.stream = None
 
     def bind(self, caches):
         self.bound = []  # an interrupt before the end leaves no cache bound
@@ -51,8 +61,8 @@ class GraphDecoder(StaticDecoder):
         kind = self.address, n_slots, amp
         with torch.cuda.device_of(idx):
             if kind not in self.recordings:
-                while len(self.recordings) >= MOST:
-                    del self.recordings[next(iter(self.recordings))]
+                if len(self.recordings) >= MOST:
+                    self.forget()
                 self.recordings[kind] = self.record(idx, cache_pos, n_slots, amp)
             recording = self.recordings[kind]
             recording.idx.copy_(idx)
@@ -80,9 +90,9 @@ class GraphDecoder(StaticDecoder):
             # the weights that autocast casts are cast in the graph: a copy that autocast keeps is freed before long
             with torch.autocast('cuda', amp, cache_enabled=False) if amp else nullcontext():
                 return step(model, static_idx, positions, *caches)
-        if self.pool is None and idx.is_cuda:
-            self.pool = torch.cuda.graph_pool_handle()
-        return Recording(*captured(of_graph, self.pool), static_idx, positions)
+        if not self.recordings and idx.is_cuda:  # a pool ends with its last graph, also with one that failed
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        return Recording(*captured(of_graph, self.pool, self.stream), static_idx, positions)
 
 
 def fill(static, x):
@@ -90,9 +100,9 @@ def fill(static, x):
     static.copy_(x[:, None]) if torch.is_tensor(x) else static.fill_(x)
 
 
-def captured(step, pool):
-    """(the graph of step(), what step() returns, which the graph writes). The step is run once before."""
-    graph, stream = torch.cuda.CUDAGraph(), recording_stream(torch.cuda.current_device())
+def captured(step, pool, stream):
+    """(the graph of step(), what step() returns, which the graph writes). The stream runs the step once before."""
+    graph = torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
@@ -109,9 +119,3 @@ def captured(step, pool):
     finally:
         torch.cuda.current_stream().wait_stream(stream)
     return graph, out
-
-
-@cache
-def recording_stream(device):
-    """A stream to record on; one for each device, because cuBLAS keeps 32 MiB for each stream that it has run on."""
-    return torch.cuda.Stream(device)

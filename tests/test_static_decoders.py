@@ -53,10 +53,22 @@ def test_one_graph_for_each_cache_batch_and_number_of_slots(monkeypatch):
     first_row = [type(layer)(layer.k_cache[:1], layer.v_cache[:1], 5) for layer in caches[1]]
     got, _ = decoder(texts[1][:1, 5:6], first_row)  # the same addresses, another batch size
     torch.testing.assert_close(got, model(texts[1][:1, :6], use_cache=False)[0], atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.usefixtures('without_compilers')
+@torch.no_grad()
+def test_recordings_are_forgotten_all_together(monkeypatch):
+    """The end of one graph would free memory that the others of its stream use; see `GraphDecoder.forget`."""
     monkeypatch.setattr(graphs, 'MOST', 5)
-    for _ in range(10):
-        decoder(texts[0][:, :1], [layer.clone()._replace(cache_pos=0) for layer in caches[0]])
-    assert len(decoder.recordings) == 5
+    model = large(1, block_size=20)
+    decoder, texts, numbers = GraphDecoder(model), torch.randint(29, (12, 1, 3)), []
+    caches = [model(text[:, :2])[2] for text in texts]
+    for _ in range(2):
+        for text, cache in zip(texts, caches):
+            got, _ = decoder(text[:, 2:], cache)
+            torch.testing.assert_close(got, model(text, use_cache=False)[0], atol=1e-10, rtol=1e-10)
+            numbers.append(len(decoder.recordings))
+    assert numbers == [1, 2, 3, 4, 5] * 4 + [1, 2, 3, 4]
 
 
 @needs_compiler

@@ -16,7 +16,7 @@ DECODERS = WAYS[1:]
 class StepAgain:
     """In the place of a CUDA graph: a replay runs the recorded step again, on the recorded inputs."""
 
-    def __init__(self, step, pool):
+    def __init__(self, step, pool, stream):
         self.step, self.out = step, step()
 
     def replay(self):
