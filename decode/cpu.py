@@ -17,12 +17,11 @@ from decode.kernel import layout
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
 from decode.kernel.step import check, step, team_for
 from decode.kernel.threads import LINE, aligned, n_cores, one_torch_thread
-from decode.metadata import InputMetadata, KVArrays, Runs
 from decode.process import after_fork, step_lock
 from decode.static import with_length
 from decode.tables import PackedModel, StepTables
+from decode.tuples import BoundTuples
 from decode.weights import WEIGHTS, PackedWeights, check_model, padded
-from positions import sequence_runs
 
 BYTES_A_THREAD = 2**22  # that a step reads: the first guess of how many threads are faster than one
 CHUNK = 256             # rows that are computed at a time; from 128 to 512 the speed of a prefill hardly differs
@@ -327,39 +326,6 @@ class CPUDecoder:
 def forget_choices():
     """Steps of the child are not those that the parent has timed, and a `ThreadChoice` may be in the middle of one."""
     choices.clear()
-
-
-class BoundTuples:
-    """The tuples of a cache whose addresses the kernel has: `kv`, and the `runs` of each sequence."""
-
-    def __init__(self, kv_cache, config):
-        self.layers, self.kv = [tuple(layer[:2]) for layer in kv_cache], KVArrays.of_tuples(kv_cache)
-        self.batch_size, H, n_slots, _ = kv_cache[0][0].shape
-        self.bases = [b * H * n_slots for b in range(self.batch_size)]
-        self.runs = [Runs(sequence_runs(base, config)) for base in self.bases]
-        self.of_ones = InputMetadata([1] * self.batch_size, self.runs)
-        self.starts = np.zeros(self.batch_size, np.int64)  # of a ring: the positions for which its runs were made
-
-    def are(self, kv_cache, cache_pos):
-        """Are these the tuples that were bound, all at one cache_pos?"""
-        if len(kv_cache) != len(self.layers):
-            return False
-        for layer, (k_cache, v_cache) in zip(kv_cache, self.layers):
-            if layer[0] is not k_cache or layer[1] is not v_cache or layer[2] is not cache_pos:
-                return False
-        return True
-
-    def metadata(self, starts, T, config):
-        """
-        The `InputMetadata` for T new tokens from positions starts (B,) on. A ring's runs have room for window + 1.
-        """
-        if config.window:
-            passed = starts - self.starts
-            if not 0 <= passed.min() <= passed.max() <= config.window + 1 - T:
-                self.starts, self.of_ones = self.starts * 0 + starts, InputMetadata([1] * self.batch_size, self.runs)
-                for runs, base, start in zip(self.runs, self.bases, self.starts.tolist()):
-                    runs.set(sequence_runs(base, config, start))
-        return self.of_ones if T == 1 else InputMetadata([T] * self.batch_size, self.runs)
 
 
 def check_tuples(kv_cache):

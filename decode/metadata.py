@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from decode.kernel.layout import KV_GROUP
-from decode.kernel.threads import aligned
+from decode.kernel.threads import aligned, nanoseconds
 
 KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}  # as the compiled step sees them
 
@@ -199,43 +199,71 @@ def step_slots(config, input_positions, metadata):
 
 class NextTokens:
     """
-    How steps follow each other in one call of the compiled step: behind each one a compiled function draws the tokens
-    of the next one from its logits (B, vocab_size). vLLM calls it multi-step scheduling.
+    How steps follow each other in one call of an executor: behind each one the tokens of the next one are drawn from
+    its logits (B, vocab_size). vLLM calls it multi-step scheduling.
 
-    draw: a `kernel.building.CFunction`. All threads of the step call it at the same time, each with the address of the
-    array `data`, the address of the logits, the address of the row of tokens to write, the number of the thread, and
-    how many threads there are. A call draws the thread's share of the tokens. If any call returns 0, no step follows.
-    It must not raise. kept: what `data` has addresses of.
+    draw: a `kernel.building.CFunction`. All threads of the compiled step call it at the same time, each with the
+    address of the array `data`, the address of the logits, the address of the row of tokens to write, the number of the
+    thread, and how many threads there are. A call draws the thread's share of the tokens. If any call returns 0, no
+    step follows. It must not raise. kept: what `data` has addresses of.
+    drawings: the same for an executor on another device, a `serving.sampler.Drawing` for each sequence; None where only
+    `draw` says how tokens are drawn. stop_soon, until: no step begins once stop_soon[0] is 1, or after this time, in
+    nanoseconds of `kernel.threads.nanoseconds`; `draw` knows both.
     tokens: int64 (n + 1, B), contiguous, for n steps at most. Row 0 is given; row i + 1 is drawn behind step i.
-    n_drawn: how many rows were drawn so far. ended: did `draw` return 0 for the last one?
+    limits: int64 (B,), how many tokens each sequence may draw, for an executor that `ends_rows`; others end with the
+    first of them. n_drawn: how many rows were drawn so far; those that ends_rows writes have -1 behind the last token
+    of a sequence that has ended before the others. ended: was the last step one that no other follows?
     n_steps: the largest number of steps of the next call. A call makes one step, and draws nothing, if it has more
     sequences than one pass takes, if `wanted` names rows, or if the executor is PyTorch's.
     """
-    __slots__ = 'draw', 'data', 'kept', 'tokens', 'n_drawn', 'ended', 'n_steps'
+    __slots__ = ('draw', 'data', 'kept', 'drawings', 'stop_soon', 'until', 'tokens', 'limits', 'n_drawn', 'ended',
+                 'n_steps')
 
-    def __init__(self, draw, data, tokens, kept=None):
+    def __init__(self, draw, data, tokens, kept=None, drawings=None, stop_soon=(0,), until=2**63 - 1, limits=None):
         if tokens.dtype != np.int64 or tokens.ndim != 2 or len(tokens) < 2 or not tokens.flags.c_contiguous:
             raise ValueError(f"tokens must be a contiguous int64 array (n + 1, B) for n >= 1 steps, not {tokens.dtype} "
                              f"{tokens.shape} with strides {tokens.strides}: make it with np.empty")
-        self.draw, self.data, self.tokens, self.kept, self.n_drawn, self.ended = draw, data, tokens, kept, 0, False
-        self.n_steps = 1
+        self.draw, self.data, self.kept, self.drawings, self.stop_soon = draw, data, kept, drawings, stop_soon
+        self.until, self.tokens, self.limits = until, tokens, limits
+        self.n_drawn, self.ended, self.n_steps = 0, False, 1
 
     @property
     def n_left(self):
         """How many rows may still be drawn."""
         return len(self.tokens) - 1 - self.n_drawn
 
-    def check(self, input_ids):
-        """ValueError unless a step of input_ids can write the next n_steps rows."""
+    @property
+    def counts(self):
+        """How many tokens each sequence has drawn so far, a list."""
+        return (self.tokens[1:self.n_drawn + 1] >= 0).sum(0).tolist()
+
+    def check_steps(self):
+        """ValueError unless the next n_steps rows can be drawn."""
         if not self.n_left:
             raise ValueError(f"all {self.n_drawn} rows of these `NextTokens` were drawn: make new ones, whose first "
                              "row is the last that was drawn")
         if not 1 <= self.n_steps <= self.n_left:
             raise ValueError(f"n_steps must be between 1 and {self.n_left}, the number of rows that are left to draw, "
                              f"not {self.n_steps}: set it before the step")
+
+    def check(self, input_ids):
+        """ValueError unless a step of input_ids can write the next n_steps rows."""
+        self.check_steps()
         if input_ids.data_ptr() != self.tokens[self.n_drawn].ctypes.data:
             raise ValueError(f"input_ids are not row {self.n_drawn} of tokens: give tokens[{self.n_drawn}] itself, "
                              "not a copy")
+
+    def is_late(self):
+        """Is it time to look for other work?"""
+        return bool(self.stop_soon[0]) or nanoseconds() >= self.until
+
+    def note(self, n, ended):
+        """Note that n rows more were drawn, and whether the last of these steps is one that no other follows."""
+        new = self.tokens[self.n_drawn + 1:self.n_drawn + n + 1]
+        for drawing, drawn in zip(self.drawings, new.T):
+            if drawing.counts is not None:
+                np.add.at(drawing.counts, drawn[drawn >= 0], 1)
+        self.n_drawn, self.ended = self.n_drawn + n, ended
 
     def draw_from(self, logits):
         """Draw the next row, from logits float32 (B, vocab_size), contiguous, on the CPU."""

@@ -51,6 +51,12 @@ class Decoding:
         most = self.max_positions - 1 - int(self.positions.max())
         self.left = min(most, min([record.room - record.length for record in self.records]))
 
+    def limits(self, next_tokens):
+        """(how many tokens each sequence has room for, of those that it may draw, int64 (B,); the largest of these)."""
+        room = [min(record.room, self.max_positions) - record.length for record in self.records]
+        limits = np.minimum(room, next_tokens.n_left if next_tokens.limits is None else next_tokens.limits)
+        return limits, min(int(limits.max()), next_tokens.n_left)
+
     def goes_on(self, handles, starts, tokens):
         """Does a step of these arguments feed one more token to each of the same sequences, where they end?"""
         return (isinstance(tokens, torch.Tensor) and tokens.dtype is torch.int64 and tokens.shape == (len(handles), 1)
@@ -205,6 +211,11 @@ class BaseCache:
         if handle not in self.records:
             raise ValueError(f"there is no sequence {handle!r} in this cache: it was freed, or is of another cache")
         return self.records[handle]
+
+    @property
+    def ends_rows(self):
+        """Can the sequences of a call of several steps end one by one? See `decode.metadata.NextTokens`."""
+        return getattr(self.executor, 'ends_rows', False)
 
     def length(self, handle):
         """How many tokens of a sequence are in the cache."""
@@ -404,9 +415,9 @@ class BaseCache:
     def decode_steps(self, handles, next_tokens):
         """
         Make steps of one token of each of these sequences; each must have tokens already. The first row of the
-        `NextTokens` is given, and a compiled function draws the others, as many as there is room for (see
+        `NextTokens` is given, and the executor draws the others, as many as there is room for (see
         `PagedCache.reserve`); one with an executor that makes one step in a call. Returns the logits (B, vocab_size) of
-        the last step.
+        the last step; after draws on a device see `decode.gpu.decoder.GPUDecoder.execute_model`.
 
         If a step fails, the sequences have the tokens of before this call.
         """
@@ -421,6 +432,8 @@ class BaseCache:
             self.make_room(d.records, d.ones)
             d.look()
         next_tokens.n_steps = min(len(tokens) - 1, d.left)
+        if self.ends_rows:
+            next_tokens.limits, next_tokens.n_steps = d.limits(next_tokens)
         metadata, d.positions = InputMetadata(d.ones, d.metadata.runs, None, next_tokens), d.positions + 1
         ids = torch.from_numpy(tokens[0]).to(self.device)
         logits = self.executor.execute_model(ids, d.positions, self.arrays, metadata)
@@ -428,10 +441,14 @@ class BaseCache:
             raise NotNumbers
         if not next_tokens.n_drawn:
             next_tokens.draw_from(logits.float().cpu().contiguous())
-        n = next_tokens.n_drawn
-        self.added(d.records, [n] * len(handles), tokens[:n].T.ravel())
-        d.positions, d.left = d.positions + n - 1, d.left - n
-        self.decoding = d
+        n, counts = next_tokens.n_drawn, next_tokens.counts
+        fed = tokens[:n].T
+        if min(counts) == n:
+            self.added(d.records, counts, fed.ravel())
+            d.positions, d.left = d.positions + n - 1, d.left - n
+            self.decoding = d
+        else:  # some have ended before the others
+            self.added(d.records, counts, fed[np.arange(n) < np.array(counts)[:, None]])
         return logits
 
     def reset(self):

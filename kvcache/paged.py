@@ -81,12 +81,12 @@ class PagedCache(BaseCache):
         return n_missing
 
     @exclusive
-    def reserve(self, handles, n):
+    def reserve(self, handles, n, left=None):
         """
         Blocks for the next n tokens of each of these sequences, or for fewer where blocks do not suffice. Returns for
-        how many; the next steps that feed so many find room. Blocks that they have for later tokens are released if
-        blocks do not suffice, or if n is 0. With a window n is at most window + 1: what the window passes is freed
-        before.
+        how many; the next steps that feed so many find room. left: a list, how many tokens follow in each at most.
+        Blocks that they have for later tokens are released if blocks do not suffice, or if n is 0. With a window n is
+        at most window + 1: what the window passes is freed before.
         """
         decoding = self.last_decoding
         same = decoding and handles == decoding.handles
@@ -95,7 +95,7 @@ class PagedCache(BaseCache):
             n = min(n, self.window + 1)
         while n:
             try:
-                self.make_room(records, [n] * len(records))
+                self.make_room(records, [min(n, most) for most in left or [n] * len(records)])
                 break
             except OutOfBlocks:  # what they had for later tokens is released
                 n //= 2

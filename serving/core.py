@@ -81,19 +81,23 @@ class EngineCore:
 
     def repeat(self, plan, n_steps):
         """
-        Run up to n_steps decode steps of a plan in compiled code. They end when a sample ends, when `stop_soon` is
-        called, and after the `pause` between two chunks of a stream. Then their tokens are added to the samples and
+        Run up to n_steps decode steps of a plan in one call. They end soon after a sample has ended, when `stop_soon`
+        is called, and after the `pause` between two chunks of a stream. Then their tokens are added to the samples and
         delivered together. Stop strings are looked for after each step, and log probabilities are of one step's logits.
         """
         samples, rows = [sample for sample, _ in plan], range(len(plan))
-        if any([sample.text.stop or sample.request.params.logprobs is not None for sample in samples]):
+        scored = any([sample.request.params.logprobs is not None for sample in samples])
+        if scored or any([sample.text.stop for sample in samples]):
             n_steps = 1
         until = nanoseconds() + int(1e9 * pause(len({sample.live for sample in samples})))
         steps = self.sampler.several(n_steps, until, [sample.tokens[-1] for sample in samples], rows,
-                                     [sample.drawing for sample in samples])
+                                     [sample.drawing for sample in samples],
+                                     np.array([sample.n_end - len(sample.tokens) for sample in samples]))
+        if scored:
+            steps.drawings = None  # a device that draws changes the logits
         drawn = error = None
         try:
-            logits = self.cache.decode_steps([sample.handle for sample in samples], steps).float().cpu().numpy()
+            logits = self.cache.decode_steps([sample.handle for sample in samples], steps)
             if not self.weights_changed():
                 drawn = self.sampler.drawn_by(steps)
         except BaseException as e:
@@ -104,9 +108,12 @@ class EngineCore:
             if error:
                 self.recover(plan, error)
             return
-        self.stats.steps += len(drawn)
-        self.stats.computed_tokens += len(plan) * len(drawn)
-        self.scheduler.commit_steps(plan, len(drawn))
+        counts = [*map(len, drawn)]
+        self.stats.steps += steps.n_drawn
+        self.stats.computed_tokens += sum(counts)
+        self.scheduler.commit_steps(plan, counts, steps.n_drawn)
+        if scored:
+            logits = logits.float().cpu().numpy()
         self.add_drawn(samples, rows, drawn, logits, {})
 
     def step(self, plan):
@@ -184,7 +191,7 @@ class EngineCore:
                 given.setdefault(sample.live, []).append(Output(sample.index, [], finish_reason='length'))
         samples, rows, drawn = [sample for sample, _ in drawing], [row for _, row in drawing], []
         if samples:
-            drawn = [self.sampler.draw(logits, rows, [sample.drawing for sample in samples])]
+            drawn = [[token] for token in self.sampler.draw(logits, rows, [sample.drawing for sample in samples])]
         self.add_drawn(samples, rows, drawn, logits, given)
 
     def score(self, sample, n, logits):
@@ -198,11 +205,11 @@ class EngineCore:
 
     def add_drawn(self, samples, rows, drawn, logits, given):
         """
-        Add the tokens of some steps to the samples that drew them, and deliver them. drawn: for each step a token of
-        each sample. logits, rows: of the last step. given: {Live: `Output`s that it gets before these}.
+        Add the tokens of some steps to the samples that drew them, and deliver them. drawn: a list of tokens of each
+        sample. logits, rows: of the last step. given: {Live: `Output`s that it gets before these}.
         """
         now = time.monotonic()
-        for sample, row, *new in zip(samples, rows, *drawn):
+        for sample, row, new in zip(samples, rows, drawn):
             if sample.finished:  # with another one of its request, see below
                 continue
             live = sample.live

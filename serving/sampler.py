@@ -16,29 +16,28 @@ class Drawing:
     How one sample draws: its settings, its seed, and what changes its logits before.
 
     n_generated: how many tokens it has drawn. stops: the tokens that end it, ascending, which are not drawn before
-    min_tokens. counts: how often each token was drawn, int64 (vocab_size,), or None without penalties. changes: what is
-    done to its logits, N_CHANGES numbers, see kernel/sampling.py. kept: the arrays whose addresses are in `changes`. A
-    copy of a `Drawing` shares them.
+    min_tokens. counts: how often each token was drawn, int64 (vocab_size,), and in_prompt: 1 for those of the prompt,
+    uint8; both None without penalties. bias_tokens, biases: int64 and float64 (n,). changes: what is done to its
+    logits, N_CHANGES numbers, see kernel/sampling.py, with the addresses of these arrays, which a copy shares.
     """
-    __slots__ = 'settings', 'seed', 'n_generated', 'stops', 'counts', 'changes', 'kept'
+    __slots__ = ('settings', 'seed', 'n_generated', 'stops', 'min_tokens', 'counts', 'in_prompt', 'bias_tokens',
+                 'biases', 'changes')
 
     def __init__(self, request, index, stop_ids, vocab_size):
         p = request.params
         settings = {name: getattr(p, name) for name in SETTINGS} | {'top_k': min(max(p.top_k, 0), vocab_size)}
         self.settings, self.seed, self.n_generated = tuple(settings.values()), (request.seed + index) % 2**64, 0
-        self.stops, self.counts, self.kept = sorted(stop_ids), None, []
-        of_penalties, of_biases = (0, 0), (0, 0, 0)
+        self.stops, self.min_tokens = sorted(stop_ids), p.min_tokens if stop_ids else 0
+        self.counts = self.in_prompt = None
+        self.bias_tokens = np.array([*p.logit_bias.keys()], np.int64)
+        self.biases = np.array([*p.logit_bias.values()], np.float64)
+        of_penalties = 0, 0
         if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1:
-            self.counts, in_prompt = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.uint8)
-            in_prompt[request.prompt] = 1
-            of_penalties = self.counts.ctypes.data, in_prompt.ctypes.data
-            self.kept += [self.counts, in_prompt]
-        if p.logit_bias:
-            tokens, biases = zip(*p.logit_bias.items())
-            tokens, biases = np.array(tokens, np.int64), np.array(biases, np.float64)
-            of_biases = len(biases), tokens.ctypes.data, biases.ctypes.data
-            self.kept += [tokens, biases]
-        self.changes = *of_penalties, *of_biases, p.min_tokens if stop_ids else 0
+            self.counts, self.in_prompt = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.uint8)
+            self.in_prompt[request.prompt] = 1
+            of_penalties = self.counts.ctypes.data, self.in_prompt.ctypes.data
+        self.changes = (*of_penalties, len(self.biases), self.bias_tokens.ctypes.data, self.biases.ctypes.data,
+                        self.min_tokens)
 
     def restore(self, tokens):
         """Set `n_generated` and `counts` to what they are after these tokens were drawn."""
@@ -71,25 +70,27 @@ class Sampler:
             d.n_generated += 1
         return tokens.tolist()
 
-    def several(self, n_steps, until, newest, rows, drawings):
+    def several(self, n_steps, until, newest, rows, drawings, limits=None):
         """
         `NextTokens` for up to n_steps steps in which each `Drawing` draws from its row of the logits. newest: the last
-        token of each. until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. When the steps are
-        done, the caller gives the result to `drawn_by`. After a failure it restores each `Drawing` instead.
+        token of each. until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. limits: how many
+        tokens each may draw, see there. When the steps are done, the caller gives the result to `drawn_by`. After a
+        failure it restores each `Drawing` instead.
         """
         if self.uncounted or (rows, drawings) != (self.rows, self.drawings):
             self.describe(rows, drawings)
         self.uncounted = True
         tokens = np.empty((n_steps + 1, len(newest)), np.int64)
         tokens[0], self.table[table.UNTIL] = newest, until
-        return NextTokens(DRAW, self.table, tokens, kept=(self.arrays, drawings))
+        return NextTokens(DRAW, self.table, tokens, self.arrays, drawings, self.stop_soon, until, limits)
 
     def drawn_by(self, next_tokens):
-        """Note the tokens that the steps of `several` have drawn. Returns a list of tokens for each step."""
-        n, self.uncounted = next_tokens.n_drawn, False
-        for d in self.drawings:
+        """Note the tokens that the steps of `several` have drawn. Returns a list of them for each `Drawing`."""
+        drawn, self.uncounted = next_tokens.tokens[1:next_tokens.n_drawn + 1].T.tolist(), False
+        for d, tokens, n in zip(self.drawings, drawn, next_tokens.counts):
             d.n_generated += n
-        return next_tokens.tokens[1:n + 1].tolist()
+            del tokens[n:]
+        return drawn
 
     def describe(self, rows, drawings):
         """Write the table of these drawings; it has the addresses of arrays that are attributes here."""

@@ -64,6 +64,7 @@ class Scheduler:
     runs. So it does not take blocks only to lose them again in the next step. Blocks that are reserved for later steps
     keep no sample waiting: they are released where it would find no room otherwise.
 
+    most_running: samples at a time, as many as the cache has room for, or as one call of the executor takes.
     running, waiting: samples, the oldest first. All that run are older than all that wait. Siblings are in neither
     before they begin.
     """
@@ -72,6 +73,7 @@ class Scheduler:
         if budget < 1:
             raise ValueError(f"a step must be allowed to compute at least 1 token, not {budget}")
         self.cache, self.budget = cache, budget
+        self.most_running = min(cache.n_seq, getattr(cache.executor, 'most_sequences', cache.n_seq))
         self.at_once = cache.window + 1 if cache.window else budget  # the most tokens of a sample in a step
         self.running, self.waiting, self.n_submitted = [], deque(), 0
         self.decode_plan = None  # the last plan, if it is of decode steps and the same samples still run
@@ -116,8 +118,8 @@ class Scheduler:
                     return plan, 0
                 self.decode_plan, self.n_reserved = plan, 0
             if not self.n_reserved:
-                n = min(MOST_STEPS, min([sample.n_end - len(sample.tokens) for sample, _ in plan]))
-                self.n_reserved = self.reserve(n)
+                left = [sample.n_end - len(sample.tokens) for sample, _ in plan]
+                self.n_reserved = self.reserve(min(MOST_STEPS, (max if self.cache.ends_rows else min)(left)), left)
             if self.n_reserved:
                 return plan, self.n_reserved
             self.preempt_newest()
@@ -156,9 +158,12 @@ class Scheduler:
             budget -= n
         return plan
 
-    def reserve(self, n):
-        """Blocks for the next n tokens of each sample that runs, and for no later ones. Returns for how many of n."""
-        return self.cache.reserve([sample.handle for sample in self.running], n)
+    def reserve(self, n, left=None):
+        """
+        Blocks for the next n tokens of each sample that runs, or for those that it has left, and for no later ones.
+        Returns for how many of n.
+        """
+        return self.cache.reserve([sample.handle for sample in self.running], n, left)
 
     def n_missing(self, sample):
         """How many free blocks a sample takes for all of its tokens and for page_size more, if it gets so many."""
@@ -179,7 +184,7 @@ class Scheduler:
         `n_missing`, or None if there is no room. noticed: see `PagedCache.reuse_prefix`.
         """
         cache, n_running = self.cache, len(self.running)
-        if n_running < cache.n_seq:
+        if n_running < self.most_running:
             salt = object() if sample.scores else sample.request.cache_salt  # nothing is found for a new object
             sample.handle = cache.new(salt)
             sample.computed = cache.reuse_prefix(sample.handle, sample.tokens, noticed)
@@ -212,17 +217,19 @@ class Scheduler:
                     caught_up += [(sibling, row) for sibling in self.fork(sample)]
         return caught_up
 
-    def commit_steps(self, plan, n):
-        """n steps have computed a plan of decode steps; a token is drawn behind each token."""
-        self.n_reserved -= n
-        for sample, _ in plan:
+    def commit_steps(self, plan, counts, n_steps):
+        """
+        n_steps steps have computed a plan of decode steps, so many tokens of each sample; a token is drawn behind each.
+        """
+        self.n_reserved = self.n_reserved - n_steps if min(counts) == n_steps else 0
+        for (sample, _), n in zip(plan, counts):
             sample.computed += n
 
     def fork(self, sample):
         """The siblings of a sample, with its prompt. Where there are no sequences left, a sibling waits instead."""
         siblings, sample.siblings = sample.siblings, []
         for sibling in siblings:
-            if len(self.running) < self.cache.n_seq:
+            if len(self.running) < self.most_running:
                 sibling.handle, sibling.computed = self.cache.fork(sample.handle), sample.computed
                 insort(self.running, sibling)
                 self.decode_plan = None
