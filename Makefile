@@ -3,9 +3,10 @@
 # make serve: the API and the page for the newest run; trains one first if there is none
 # make test: everything that must hold, each claim at a small size: about 5 minutes on 2 cores
 # make test-all: the same at full size: about 25 minutes
+# make gpu: the tests and figures that need a GPU
 PYTHON ?= python3
 
-.PHONY: demo serve test test-all lint clean
+.PHONY: demo serve test test-all gpu lint clean
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
@@ -37,6 +38,12 @@ test: lint
 
 test-all: lint
 	.venv/bin/python -m pytest -n auto --dist worksteal --full
+
+# with the python3 and the torch of a machine with a GPU, and pytest, hypothesis and the packages of requirements-serve.txt
+gpu:
+	$(PYTHON) -m pytest -n 0 --full tests/test_cuda.py tests/test_gpu_linear.py tests/test_gpu_attention.py \
+		tests/test_gpu_drawing.py tests/test_gpu_kernels.py tests/test_gpu_device.py
+	$(PYTHON) bench.py --mode=gpu --json=out-bench/gpu.json
 
 lint: .venv/dev.stamp
 	.venv/bin/ruff check .

@@ -51,8 +51,8 @@ keep = 0              # with shift: keep so many of the last tokens instead of h
 n_keep = 0            # with shift and roll: and the first so many of the prompt
 kv_cache = 'tuple'    # where keys and values live: tuple, streams or unified (llama.cpp's cells), paged (vLLM's blocks)
 kv_bits = 0           # keep them in 8 or 4 bits instead of as they are
-decoder = 'auto'      # what computes a cached step: eager, cpu, graph, compiled; auto is the fastest there is
-weights = 'float32'   # how the cpu decoder reads them: float32, or rounded to bfloat16 or int8, which is faster
+decoder = 'auto'      # what computes a cached step: eager, cpu, gpu, graph, compiled; auto is the fastest there is
+weights = 'float32'   # how they are read: float32, or rounded to bfloat16 or int8, which is faster; on CUDA int8 only
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
 seed = 1337           # of the first sample, the next has the next; the same seed gives the same sample
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
@@ -71,6 +71,9 @@ def main(config):
     model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights)
     if dev == 'cpu' and decoder in ('auto', 'cpu') and model.lm_head.weight.dtype not in decode.MODEL_DTYPES:
         model.float()
+    on_kernels = use_cache and decoder in ('auto', 'gpu') and not compile and not debug_kv_model.tracing()
+    if dev.startswith('cuda') and on_kernels:
+        model.to(getattr(torch, pick_dtype(dtype, dev)))  # the kernels compute in the dtype of the weights
     if chat:
         return chat_with(model, tokenizer, dev)
     end, token_bytes = unescaped_stop(tokenizer), tokenizer.bytes_of_tokens(model.config.vocab_size)
@@ -182,15 +185,15 @@ def pick_decoder(model, n_rows, dev):
         or which == 'auto'
         and weights == 'float32'
         and not threads
-        and (mixed or debug_kv_model.tracing() or in_cache and (dev != 'cpu' or kv_bits == 4))
+        and (mixed or debug_kv_model.tracing() or in_cache and (dev == 'mps' or kv_bits == 4))
     ):
         which = 'eager'  # the other decoders have no mixed precision on a CPU, and no trace
     step = decode.best(model, n_rows, weights, threads, which)
     name, how = step.name, dict(decoder=step)
     if in_cache:
         cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits, step)
-        if cache.executor is not step and (which == 'cpu' or weights != 'float32' or threads):
-            raise ValueError(f"the cpu decoder does not read a cache of kv_bits={kv_bits} with heads of "
+        if cache.executor is not step and (which in ('cpu', 'gpu') or weights != 'float32' or threads):
+            raise ValueError(f"this decoder does not read a cache of kv_bits={kv_bits} with heads of "
                              f"{model.config.head_dim} channels, which must be a multiple of 32: leave kv_bits out, or "
                              "decoder, weights and threads")
         step, name, how = cache.executor, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB", dict(cache=cache)

@@ -29,12 +29,14 @@ api_key = ''          # the key that requests must have; without one anybody who
 cors_origin = ''      # pages of this origin may read the answers, * for all; by default only the server's own page
 max_queue = 256       # requests that wait; more are told to come back later
 drain = 30.0          # seconds that running requests have to finish, once the server is told to stop
-n_blocks = 0          # of the cache; 0 takes 1,024, or as many as 1 GiB holds
+n_blocks = 0          # of the cache; 0 takes 1,024, or as many as 1 GiB holds, on CUDA what kv_memory says
 page_size = 16        # tokens of a block
 max_num_batched_tokens = 0  # tokens of one step: more reads prompts faster, fewer delays the others less; 0 goes by
                             # the size of the model
-decoder = 'auto'      # what computes a step: eager, cpu; auto is the fastest there is
-weights = 'float32'   # how the cpu decoder reads them: float32, or rounded to bfloat16 or int8, which is faster
+kv_memory = 0.5       # on CUDA: the share of the free memory that the cache takes, if n_blocks is 0
+decoder = 'auto'      # what computes a step: eager, cpu, gpu; auto is the fastest there is
+weights = 'float32'   # how they are read: float32, or rounded to bfloat16 or int8, which is faster; on CUDA float32
+                      # leaves them as they are in the file
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 
@@ -43,12 +45,14 @@ def main(config):
     configurator.check_range(config, 1, math.inf, 'max_queue', 'page_size')
     configurator.check_range(config, 0, math.inf, 'drain', 'n_blocks', 'max_num_batched_tokens')
     configurator.check_range(config, 0, 65535, 'port')
+    configurator.check_range(config, 0.01, 0.99, 'kv_memory')
     run(Service(load, api_key), host, port, drain, cors_origin)
 
 
 def load():
-    return load_engine(init_from, out_dir, name, device, decoder, weights, threads, n_blocks=n_blocks or None,
-                       page_size=page_size, max_num_batched_tokens=max_num_batched_tokens or None, max_queue=max_queue)
+    return load_engine(init_from, out_dir, name, device, decoder, weights, threads, kv_memory,
+                       n_blocks=n_blocks or None, page_size=page_size,
+                       max_num_batched_tokens=max_num_batched_tokens or None, max_queue=max_queue)
 
 
 if __name__ == '__main__':

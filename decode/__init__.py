@@ -11,12 +11,14 @@ manager for a loop of steps, and `refresh()`, after which a sequence goes on wit
     eager        the executor in PyTorch
     direct       the model's own code, called without the work of nn.Module
     cpu          the executor on the compiled step of kernel/
+    tuples       the model's tuples, as executors read them
     weights, tables               the model's weights, packed; what the compiled step is told, as arrays of addresses
     choice       how many threads: found by timing
     static, graphs, compiled      a step of fixed shapes: recorded as a CUDA graph, or given to torch.compile
     changes      which models the decoders know, and whether one has changed
     process      Ctrl-C and forks in the middle of a step
     kernel/      what numba compiles: a whole step of a GPT on the CPU
+    gpu/         the executor on Triton kernels, for CUDA
 """
 import sys
 
@@ -24,7 +26,7 @@ import torch
 
 from decode.eager import EagerDecoder
 
-NAMES = 'auto', 'eager', 'cpu', 'graph', 'compiled'
+NAMES = 'auto', 'eager', 'cpu', 'gpu', 'graph', 'compiled'
 WEIGHTS = 'float32', 'bfloat16', 'int8'
 MODEL_DTYPES = torch.float32, torch.bfloat16  # of the models that the CPU decoder reads
 LARGEST_BATCH = 256  # up to here PyTorch's matmuls were slower for every batch measured: see bench.py --mode=peers
@@ -38,25 +40,27 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
     in words, such as 'kv_cache=paged', and in how many bits, if they are not the model's tuples in the model's dtype.
     """
     if name not in NAMES:
-        raise ValueError(f"decoder must be auto, eager, cpu, graph or compiled, not {name!r}")
+        raise ValueError(f"decoder must be auto, eager, cpu, gpu, graph or compiled, not {name!r}")
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be float32, bfloat16 or int8, not {weights!r}")
     if threads is not None and threads < 0:
         raise ValueError(f"threads must be positive, or 0 to let the decoder choose, not {threads}")
-    of_kernel = asked_of_the_kernel(weights, threads)
-    asked = ' and '.join([f'decoder={name}'] * (name in ('cpu', 'graph', 'compiled')) + [of_kernel] * bool(of_kernel))
-    if of_kernel and name in ('eager', 'graph', 'compiled'):
+    on_cuda, of_kernel = device.startswith('cuda'), asked_of_the_kernel(weights, threads)
+    if on_cuda and name in ('auto', 'gpu') and weights == 'int8' and not threads:
+        of_kernel = ''  # the GPU decoder has such weights too
+    asked = ' and '.join([f'decoder={name}'] * (name not in ('auto', 'eager')) + [of_kernel] * bool(of_kernel))
+    if of_kernel and name in ('eager', 'gpu', 'graph', 'compiled'):
         raise ValueError(f"{of_kernel} is for the cpu decoder: leave decoder={name} out")
     if device != 'cpu' and (of_kernel or name == 'cpu'):
         raise ValueError(f"{asked} is for the CPU, but the device is {device}: use device=cpu, or leave it out")
-    if name == 'graph' and not device.startswith('cuda'):
-        raise ValueError(f"decoder=graph is a CUDA graph, but the device is {device}: use device=cuda, or leave it out")
+    if name in ('gpu', 'graph') and not on_cuda:
+        raise ValueError(f"decoder={name} is for CUDA, but the device is {device}: use device=cuda, or leave it out")
     if dtype != 'float32' and (of_kernel or name == 'cpu'):
         raise ValueError(f"{asked}: the cpu decoder computes in float32, but not dtype={dtype}; leave dtype out")
     if cache and name in ('graph', 'compiled'):
-        raise ValueError(f"{cache} is for the cpu decoder or the model itself: leave {asked} out")
+        raise ValueError(f"{cache} is for the cpu and gpu decoders or the model itself: leave {asked} out")
     if kv_bits == 4 and asked:
-        raise ValueError(f"{asked}: the cpu decoder does not read keys and values in 4 bits; leave {asked} out")
+        raise ValueError(f"{asked}: this decoder does not read keys and values in 4 bits; leave {asked} out")
 
 
 def asked_of_the_kernel(weights, threads):
@@ -68,36 +72,47 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
     """
     The decoder `name` for a model, or with 'auto' the fastest one for this many sequences at once on its device.
 
-    name: 'eager' (PyTorch), 'cpu' (numba), 'graph' (a CUDA graph), 'compiled' (torch.compile), or 'auto': on a CPU the
-        numba one, on CUDA the graph, elsewhere the eager one. 'auto' is eager for models that the other decoders do
-        not know, and stderr says so; and on a CPU for batches above LARGEST_BATCH.
-    weights: 'float32', 'bfloat16' or 'int8', how the numba decoder reads them. threads: how many it uses; None or 0
-        lets it choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
+    name: 'eager' (PyTorch), 'cpu' (numba), 'gpu' (Triton), 'graph' (a CUDA graph), 'compiled' (torch.compile), or
+        'auto': on a CPU the numba one, on CUDA the Triton one, or the graph where Triton is missing, elsewhere the
+        eager one. 'auto' is eager for models that the other decoders do not know, and stderr says so; and on a CPU for
+        batches above LARGEST_BATCH.
+    weights: 'float32', 'bfloat16' or 'int8', how the numba decoder reads them. On CUDA 'float32' leaves them in the
+        model's dtype, and 'int8' is for the Triton decoder. threads: how many the numba decoder uses; None or 0 lets it
+        choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
 
     Raises ValueError for a decoder that does not exist or does not work here, and for settings that it does not have.
     """
     device, asked = str(next(model.parameters()).device), asked_of_the_kernel(weights, threads)
     check_choice(name, weights, threads, device)
-    kind = name
-    if name == 'auto':
-        on_gpu = 'graph' if device.startswith('cuda') else 'eager'
-        kind = on_gpu if device != 'cpu' else 'cpu' if asked or batch_size <= LARGEST_BATCH else 'eager'
+    if name != 'auto':
+        return made(name, model, weights, threads)
+    if device == 'cpu':
+        kinds = ['cpu'] if asked or batch_size <= LARGEST_BATCH else []
+    else:
+        kinds = ['gpu', 'graph'] if device.startswith('cuda') else []
+    for kind in kinds:
+        try:
+            return made(kind, model, weights, threads)
+        except ValueError as e:
+            if asked:
+                raise ValueError(f"{asked} cannot be had: {e}") from e
+            print(f"decoding {'as a CUDA graph' if kind == 'gpu' else 'eagerly'}: {e}", file=sys.stderr)
+    return EagerDecoder(model)
+
+
+def made(kind, model, weights, threads):
+    """The decoder of this kind. Imported here, because numba and Triton take a second to import."""
     if kind == 'eager':
         return EagerDecoder(model)
     if kind == 'compiled':
         from decode.compiled import CompiledDecoder
         return CompiledDecoder(model)
-    try:
-        if kind == 'graph':
-            from decode.graphs import GraphDecoder
-            return GraphDecoder(model)
-        from decode.cpu import CPUDecoder  # here, because numba takes a second to import
-        return CPUDecoder(model, weights, threads or None)
-    except ValueError as e:
-        if name != 'auto':
-            raise
-        if asked:
-            raise ValueError(f"{asked} cannot be had: {e}") from e
-        print(f"decoding eagerly: {e}", file=sys.stderr)
-        return EagerDecoder(model)
+    if kind == 'graph':
+        from decode.graphs import GraphDecoder
+        return GraphDecoder(model)
+    if kind == 'gpu':
+        from decode.gpu.decoder import GPUDecoder
+        return GPUDecoder(model, weights)
+    from decode.cpu import CPUDecoder
+    return CPUDecoder(model, weights, threads or None)
 

@@ -3,24 +3,31 @@ import gc
 import os
 import sys
 import time
+from functools import partial
+
+import torch
+from tqdm import tqdm
 
 import checkpoint
 import decode
 import model as plain_model
 from device import pick_device
+from kvcache.storage import BITS
 from serving.api import Served
 from serving.engine import Engine
 
 SWITCH_INTERVAL = 0.0003  # seconds
+BUDGET = 2048  # tokens of a step on CUDA
 
 
 def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder='auto', weights='float32', threads=0,
-                **settings):
+                kv_memory=0.5, **settings):
     """
     (an `Engine` that was started, what is `Served`).
 
     init_from, out_dir: see `checkpoint.load_model`. name: of the model in the API, by default that of its folder.
-    decoder, weights, threads: see `decode.best`. settings: further arguments of `Engine`. ValueError if there is no
+    decoder, weights, threads: see `decode.best`; on CUDA weights='bfloat16' converts the model. kv_memory: on CUDA, the
+    share of the free memory that the pool takes. settings: further arguments of `Engine`. ValueError if there is no
     such model or decoder.
 
     It sets two things of the process, which serves one model until it ends:
@@ -29,16 +36,27 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
       5 ms the first token of short prompts to S came a fifth later.)
     """
     dev, step = pick_device(device), None
-    decode.check_choice(decoder, weights, threads, dev, cache="a server's cache of blocks")
+    on_cuda = dev.startswith('cuda')
+    # on CUDA bfloat16 is a dtype of the model, in which it computes
+    decode.check_choice(decoder, 'float32' if on_cuda and weights == 'bfloat16' else weights, threads, dev,
+                        cache="a server's cache of blocks")
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev)
-    compiled = dev == 'cpu' and decoder != 'eager'
-    if not (compiled and model.lm_head.weight.dtype in decode.MODEL_DTYPES):
+    if on_cuda and weights == 'bfloat16':
+        model, weights = model.bfloat16(), 'float32'
+    compiled = (dev == 'cpu' or on_cuda) and decoder != 'eager'
+    if not (compiled and (on_cuda or model.lm_head.weight.dtype in decode.MODEL_DTYPES)):
         model.float()
     if compiled:
         step = decode.best(model, 1, weights, threads, decoder)
         print(f"decoder: {step.name}", file=sys.stderr)
+    if on_cuda:
+        settings = planned(model, step, kv_memory, **settings)
     token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)
     engine = Engine(model, step, token_bytes, tokenizer.end_tokens, **settings)
+    if hasattr(step, 'prepare'):
+        free, _ = torch.cuda.mem_get_info(dev)
+        step.prepare(engine.cache.arrays, partial(tqdm, desc='recording graphs', unit='graph'))
+        print(f"memory: graphs {(free - torch.cuda.mem_get_info(dev)[0]) / 1e9:.2f} GB", file=sys.stderr)
     engine.start()
     name = name or os.path.basename(os.path.abspath(folder if init_from == 'resume' else init_from))
     served = Served(name, tokenizer, token_bytes,
@@ -47,3 +65,16 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL)
     return engine, served
+
+
+def planned(model, step, kv_memory, n_blocks=None, page_size=16, max_num_batched_tokens=None, **settings):
+    """The settings of an `Engine` on CUDA, whose pool takes this share of the free memory; stderr says how much."""
+    c, type_kv = model.config, getattr(step, 'type_kv', 'float32')
+    n_bytes = page_size * c.n_layer * 2 * c.n_kv_head * c.head_dim * BITS[type_kv] // 8
+    free, _ = torch.cuda.mem_get_info(model.lm_head.weight.device)
+    n_blocks = n_blocks or max(1, int(kv_memory * free) // n_bytes)
+    print(f"memory: weights {sum(p.nbytes for p in model.parameters()) / 1e9:.2f} GB, pool {n_blocks:,} blocks of "
+          f"{page_size} tokens, {n_blocks * n_bytes / 1e9:.2f} GB of {free / 1e9:.2f} GB that are free",
+          file=sys.stderr)
+    return dict(n_blocks=n_blocks, page_size=page_size, type_kv=type_kv,
+                max_num_batched_tokens=max_num_batched_tokens or BUDGET, **settings)

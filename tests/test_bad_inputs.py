@@ -49,7 +49,7 @@ SAMPLE = [
     ('--when_full=roll', 'learned positions end at block_size'),
     ('--when_full=shift --keep=99', 'n_keep=0 and keep=99 tokens of a full context'),
     ('--keep=10', 'takes when_full=crop, without keep and n_keep, or shift'),
-    ('--kv_bits=8 --weights=int8', 'the cpu decoder does not read a cache of kv_bits=8 with heads of 8 channels'),
+    ('--kv_bits=8 --weights=int8', 'this decoder does not read a cache of kv_bits=8 with heads of 8 channels'),
 ]
 SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
     ('--start=', 'the prompt is empty'),
@@ -69,7 +69,7 @@ SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
     ('--when_full=shift --keep=-1', 'keep must be at least 0'),
     ('--n_keep=-1', 'n_keep must be at least 0'),
     ('--compile=True --decoder=cpu', 'compile=True is decoder=compiled'),
-    ('--decoder=fast', 'decoder must be auto, eager, cpu, graph or compiled'),
+    ('--decoder=fast', 'decoder must be auto, eager, cpu, gpu, graph or compiled'),
     ('--threads=-1', 'threads must be positive'),
     ('--weights=int4', 'weights must be float32, bfloat16 or int8'),
     ('--weights=int8 --decoder=eager', 'weights=int8 is for the cpu decoder: leave decoder=eager out'),
@@ -77,9 +77,9 @@ SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
     ('--weights=int8 --dtype=bfloat16', 'but not dtype=bfloat16'),
     ('--kv_cache=pages', 'kv_cache must be tuple, streams, unified, paged'),
     ('--kv_cache=paged --use_cache=False', 'kv_cache=paged works on the cache: leave use_cache=False out'),
-    ('--kv_cache=paged --decoder=compiled', 'is for the cpu decoder or the model itself: leave decoder=compiled out'),
+    ('--kv_cache=paged --decoder=compiled', 'is for the cpu and gpu decoders or the model itself: leave decoder=compiled out'),
     ('--kv_bits=3', 'kv_bits must be 0 (as they are), 8 or 4, not 3'),
-    ('--kv_bits=4 --threads=1', 'the cpu decoder does not read keys and values in 4 bits; leave threads=1 out'),
+    ('--kv_bits=4 --threads=1', 'this decoder does not read keys and values in 4 bits; leave threads=1 out'),
 ]
 OTHERS = [
     ('data/shakespeare_char/prepare.py', '--input=nowhere.txt', 'nowhere.txt'),
@@ -108,7 +108,7 @@ OTHERS = [
     ('benchmarks/old_and_new.py', '--old=--help', "not '--help'"),
     ('debug_kv_model.py', '--x', 'this is no script; to trace a model, run KV_DEBUG=1 python sample.py'),
     ('test_kv_cache.py', '--new_tokens=0', 'at least 1'),
-    ('test_kv_cache.py', '--decoder=fast', 'decoder must be auto, eager, cpu, graph or compiled'),
+    ('test_kv_cache.py', '--decoder=fast', 'decoder must be auto, eager, cpu, gpu, graph or compiled'),
     ('export.py', '--to=onnx', "to must be hf, or gguf with type f32 or q8_0, not 'onnx'"),
     ('export.py', '--type=q8_0', "not 'hf' with 'q8_0'"),
     ('export.py', '--out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt'),
@@ -122,7 +122,7 @@ SERVE = [
     ('serve.py', '--port=0 --max_queue=0', 'max_queue must be at least 1'),
     ('serve.py', '--port=70000', 'port must be'),
     ('serve.py', '--port=0 --weights=int4', 'weights must be'),
-    ('serve.py', '--port=0 --decoder=compiled', 'cache of blocks is for the cpu decoder'),
+    ('serve.py', '--port=0 --decoder=compiled', 'cache of blocks is for the cpu and gpu decoders'),
     ('serve.py', '--port=0 --host=256.0.0.1', 'cannot be had'),
     ('serve.py', '--pord=1', 'did you mean port'),
 ]

@@ -119,7 +119,7 @@ def test_every_module_and_package_is_in_the_readme():
     assert ours == ours & set(re.findall(r'`(\w+(?:\.py|/))`', text_of('README.md')))
 
 
-@pytest.mark.parametrize('package', [*PACKAGES, 'decode/kernel', 'kvcache/llamacpp'])
+@pytest.mark.parametrize('package', [*PACKAGES, 'decode/kernel', 'decode/gpu', 'kvcache/llamacpp'])
 def test_the_docstring_of_a_package_lists_its_files(package):
     """A line for each, or for some with commas between, which begins with the name; folders with a slash."""
     docstring = ast.get_docstring(ast.parse(text_of(f'{package}/__init__.py')))

@@ -1,0 +1,261 @@
+"""
+The next token of each row of a step, drawn on the GPU from its logits: two Triton kernels, launched by `draw`.
+
+The meaning is that of `decode.kernel.sampling`. There one thread draws for a sample, here one program: it reads the
+row a few times, BLOCK numbers at a time, and never sorts it. The order of all sums depends on vocab_size only.
+
+A logit is found by halving an interval of `rank`s, whole numbers in the order of the numbers of float32, so what top_k
+and top_p keep is exact. To halve it 32 times without reading the row 32 times, a program holds the four largest logits
+of each of BLOCK lanes: lane l has the tokens l, l + BLOCK, ... The logits it does not hold are mostly much too small.
+"""
+import triton
+import triton.language as tl
+
+from decode.gpu import inputs as table
+
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = map(tl.constexpr, (
+    table.TEMPERATURE, table.TOP_K, table.TOP_P, table.MIN_P, table.PRESENCE, table.FREQUENCY, table.REPETITION,
+    table.N_SETTINGS))
+MOST_STOPS, MOST_BIASES, IN_PROMPT = map(tl.constexpr, (table.MOST_STOPS, table.MOST_BIASES, table.IN_PROMPT))
+BLOCK, WARPS = 4096, 16  # tokens that a program of `draw_kernel` reads at a time
+UNROLL = tl.constexpr(4)  # so many times, if it need not wait in between: one program alone has to hide its latency
+CHANGED, FEW = 1024, tl.constexpr(8)  # tokens of a program of `change_kernel`, and biases or stops it looks at together
+INFINITY = tl.constexpr(float('inf'))
+
+
+def draw(logits, draws, inputs):
+    """See plain.py."""
+    (R, V), d = logits.shape, draws
+    change_kernel[R, triton.cdiv(V, CHANGED)](
+        logits, d.settings, d.numbers, d.left, d.min_tokens, d.stops, d.bias_tokens, d.biases, d.counts, d.broken,
+        V, CHANGED, num_warps=4, enable_fp_fusion=False)
+    draw_kernel[R,](
+        logits, d.settings, d.seeds, d.numbers, d.left, d.stops, d.counts, d.drawn, d.drawn.stride(0), d.step,
+        inputs.tokens, inputs.positions, inputs.sequences, V, BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+
+
+@triton.jit
+def change_kernel(logits, settings, numbers, left, min_tokens, stops, bias_tokens, biases, counts, broken,
+                  V: tl.constexpr, BLOCK: tl.constexpr):
+    """Apply biases, min_tokens and penalties to BLOCK logits of a row, in place, in this order. Note broken ones."""
+    row = tl.program_id(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < tl.where(tl.load(left + row) > 0, V, 0)  # nothing of a row that has ended
+    at = row.to(tl.int64) * V + i
+    v = tl.load(logits + at, inside, other=0.0)
+    # several programs may write this 1; nothing reads it in this launch
+    tl.store(broken + row, 1, tl.max((v < INFINITY).to(tl.int32) ^ 1, 0) > 0)
+
+    row_biases, row_stops = bias_tokens + row * MOST_BIASES, stops + row * MOST_STOPS
+    n_biases = tl.sum((tl.load(row_biases + tl.arange(0, MOST_BIASES)) >= 0).to(tl.int32), 0)
+    n_stops = tl.sum((tl.load(row_stops + tl.arange(0, MOST_STOPS)) >= 0).to(tl.int32), 0)
+    n_stops = tl.where(tl.load(numbers + row) < tl.load(min_tokens + row), n_stops, 0)
+    for first in range(0, n_biases, FEW):
+        j = first + tl.arange(0, FEW)
+        bias = tl.load(biases + row * MOST_BIASES + j, j < n_biases, other=0.0)
+        of = i[:, None] == tl.load(row_biases + j, j < n_biases, other=-1)[None, :]
+        v += tl.sum(tl.where(of, bias[None, :], 0.0), 1)  # a token has one bias: the others add zeros
+    for first in range(0, n_stops, FEW):
+        j = first + tl.arange(0, FEW)
+        of = i[:, None] == tl.load(row_stops + j, j < n_stops, other=-1)[None, :]
+        v = tl.where(tl.max(of.to(tl.int32), 1) > 0, -INFINITY, v)
+
+    settings += row * N_SETTINGS
+    presence, frequency = tl.load(settings + PRESENCE), tl.load(settings + FREQUENCY)
+    repetition = tl.load(settings + REPETITION)
+    has_penalty = (presence != 0) | (frequency != 0) | (repetition != 1)
+    if has_penalty:
+        count = tl.load(counts + at, inside, other=0)
+        v = tl.where(count > 0, tl.where(v > 0, tl.div_rn(v, tl.zeros_like(v) + repetition), v * repetition), v)
+        n = count % IN_PROMPT
+        v -= tl.where(n > 0, frequency * n + presence, 0.0)
+    if has_penalty | (n_biases + n_stops > 0):
+        tl.store(logits + at, v, inside)
+
+
+@triton.jit
+def draw_kernel(logits, settings, seeds, numbers, left, stops, counts, drawn, drawn_stride, step, tokens, positions,
+                sequences, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Draw the token of one row, and let the row's state go on."""
+    row = tl.program_id(0)
+    may_draw, at_step = tl.load(left + row), tl.load(step + row)
+    result = drawn + at_step.to(tl.int64) * drawn_stride + row
+    if may_draw > 0:
+        number = tl.load(numbers + row)
+        share = uniform(tl.load(seeds + row), number)
+        token = token_at(logits + row.to(tl.int64) * V, settings + row * N_SETTINGS, share, V, BLOCK)
+        row_stops = tl.load(stops + row * MOST_STOPS + tl.arange(0, MOST_STOPS))
+        may_draw = tl.where(tl.max((row_stops == token).to(tl.int32), 0) > 0, 0, may_draw - 1)
+        count, position = counts + row.to(tl.int64) * V + token, positions + row
+        new_count, new_position = tl.load(count) + 1, tl.load(position) + 1
+        tl.debug_barrier()  # all warps have read the state that one of them writes now
+        tl.store(result, token.to(tl.int64))
+        tl.store(numbers + row, number + 1)
+        tl.store(count, new_count)
+        tl.store(tokens + row, token.to(tl.int64))
+        tl.store(position, new_position)
+        tl.store(left + row, may_draw)
+        tl.store(sequences + row, -1, may_draw == 0)
+    else:
+        tl.store(result, tl.full((), -1, tl.int64))
+    tl.store(step + row, at_step + 1)
+
+
+@triton.jit
+def mixed(x):
+    """The finaliser of splitmix64, of a uint64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def uniform(seed, n):
+    """The uniform number in [0, 1), float64, of token n of a sample, as `uniform` of `decode.kernel.sampling`."""
+    x = mixed(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) + (n + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    return (mixed(x) >> 11).to(tl.float64) * 2.0**-53
+
+
+@triton.jit
+def token_at(row, settings, share, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The token at this share of the probability that the settings leave, in the order of token ids."""
+    temperature, top_k = tl.load(settings + TEMPERATURE), tl.load(settings + TOP_K)
+    top_p, min_p = tl.load(settings + TOP_P), tl.load(settings + MIN_P)
+    largest, token = largest_of(row, V, BLOCK)
+    if (temperature != 0) & (tl.abs(largest) < INFINITY):  # a penalty can make a logit infinite
+        factor = tl.maximum(1.0 / temperature.to(tl.float64), 1e-30).to(tl.float32)
+        low, last_equal = tl.full((), -INFINITY, tl.float32), tl.full((), V, tl.int32)
+        has_top_k = (top_k > 0) & (top_k < V)
+        if has_top_k | (top_p < 1):
+            few = largest_of_lanes(row, V, BLOCK)
+            if has_top_k:
+                ones = largest, 0.0, 0.0, low, INFINITY, V
+                low = threshold(row, few, ones, top_k.to(tl.float64), V, BLOCK)
+            if top_p < 1:
+                kept = largest, factor, min_p, low, INFINITY, V
+                target = top_p.to(tl.float64) * weight_of(row, kept, V, BLOCK)
+                low = threshold(row, few, kept, target, V, BLOCK)
+                above = weight_of(row, (largest, factor, min_p, number_at(rank(low) + 1), INFINITY, V), V, BLOCK)
+                of_each = weigh(low, 0, kept).to(tl.float64)
+                n_equal = tl.maximum(tl.ceil((target - above) / of_each), 1.0)  # so many that are equal to low are kept
+                last_equal = index_at(row, (largest, 0.0, 0.0, low, low, V), n_equal - 1, V, BLOCK)
+        how = largest, factor, min_p, low, INFINITY, last_equal
+        token = index_at(row, how, share * weight_of(row, how, V, BLOCK), V, BLOCK)
+    return token
+
+
+@triton.jit
+def read(row, start, V: tl.constexpr, BLOCK: tl.constexpr):
+    """(indices, logits) of BLOCK tokens; -inf beyond the end, and where they are not numbers."""
+    i = start + tl.arange(0, BLOCK)
+    v = tl.load(row + i, i < V, other=-INFINITY)
+    return i, tl.where(v == v, v, -INFINITY)
+
+
+@triton.jit
+def weigh(v, i, how):
+    """
+    The weights of logits v with indices i: e ** ((v - largest) * factor), but 0 if that is below e ** -87 or min_p, or
+    if v is not in [low, high], or if it is equal to low and i is more than last_equal. how: these six.
+    """
+    largest, factor, min_p, low, high, last_equal = how
+    x = (v - largest) * factor
+    weights = tl.where(x < -87.0, 0.0, tl.exp(x))
+    kept = (v >= low) & (v <= high) & ((v > low) | (i <= last_equal)) & (weights >= min_p)
+    return tl.where(kept & (v > -INFINITY), weights, 0.0)
+
+
+@triton.jit
+def largest_of(row, V: tl.constexpr, BLOCK: tl.constexpr):
+    """(the largest logit of a row, the first index that has it)."""
+    largest, index = tl.full((BLOCK,), -INFINITY, tl.float32), tl.arange(0, BLOCK)
+    for start in tl.range(0, V, BLOCK, loop_unroll_factor=UNROLL):
+        i, v = read(row, start, V, BLOCK)
+        index = tl.where(v > largest, i, index)
+        largest = tl.maximum(largest, v)
+    of_all = tl.max(largest, 0)
+    return of_all, tl.min(tl.where(largest == of_all, index, V), 0)
+
+
+@triton.jit
+def largest_of_lanes(row, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The four largest logits of each lane, in descending order: four times (BLOCK,)."""
+    a = tl.full((BLOCK,), -INFINITY, tl.float32)
+    b, c, d = a, a, a
+    for start in tl.range(0, V, BLOCK, loop_unroll_factor=UNROLL):
+        i, v = read(row, start, V, BLOCK)
+        a, v = tl.maximum(a, v), tl.minimum(a, v)
+        b, v = tl.maximum(b, v), tl.minimum(b, v)
+        c, v = tl.maximum(c, v), tl.minimum(c, v)
+        d = tl.maximum(d, v)
+    return a, b, c, d
+
+
+@triton.jit
+def weight_of(row, how, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of a row's weights, float64: sums of lanes in float32, and of these in float64."""
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, V, BLOCK, loop_unroll_factor=UNROLL):
+        i, v = read(row, start, V, BLOCK)
+        sums += weigh(v, i, how)
+    return tl.sum(sums.to(tl.float64), 0)
+
+
+@triton.jit
+def rank(v):
+    """The place of a float32 in the order of its numbers: an int64, which fits into 32 bits. -0 has that of 0."""
+    bits = (v + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def number_at(rank):
+    """The float32 that has this rank."""
+    bits = rank.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def threshold(row, few, how, target, V: tl.constexpr, BLOCK: tl.constexpr):
+    """
+    The largest logit for which those from it up have at least the weight `target`; low if all have less. few: of
+    `largest_of_lanes`.
+    """
+    a, b, c, d = few
+    of_a, of_b, of_c, of_d = weigh(a, 0, how), weigh(b, 0, how), weigh(c, 0, how), weigh(d, 0, how)
+    largest, factor, min_p, lowest, highest, last_equal = how
+    low, high = rank(lowest), rank(largest)
+    while low < high:  # the threshold is at least low, and at most high
+        middle = high - (high - low) // 2
+        level = number_at(middle)
+        weights = tl.where(a >= level, of_a, 0.0) + tl.where(b >= level, of_b, 0.0)
+        weights += tl.where(c >= level, of_c, 0.0) + tl.where(d >= level, of_d, 0.0)
+        is_enough = tl.sum(weights.to(tl.float64), 0) >= target
+        low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle - 1)
+    # All logits above the largest d are among the few. If the threshold of the few is not, that of all may be higher
+    high = rank(tl.max(d, 0))
+    while low < high:
+        middle = high - (high - low) // 2
+        weight = weight_of(row, (largest, factor, min_p, number_at(middle), INFINITY, V), V, BLOCK)
+        low, high = tl.where(weight >= target, middle, low), tl.where(weight >= target, high, middle - 1)
+    return number_at(low)
+
+
+@triton.jit
+def index_at(row, how, target, V: tl.constexpr, BLOCK: tl.constexpr):
+    """
+    The last index with weight that has at most the weight `target` before it. In other words: the first index at which
+    the cumulative weight is more than the target, or the last one with weight if rounding leaves the target beyond it.
+    """
+    before, block, before_block = tl.full((), 0, tl.float64), 0, tl.full((), 0, tl.float64)
+    for start in range(0, V, BLOCK):
+        i, v = read(row, start, V, BLOCK)
+        weight = tl.sum(weigh(v, i, how), 0)
+        is_last = (weight > 0) & (before <= target)
+        block, before_block = tl.where(is_last, start, block), tl.where(is_last, before, before_block)
+        before += weight.to(tl.float64)
+    i, v = read(row, block, V, BLOCK)
+    weights = weigh(v, i, how)
+    precise = weights.to(tl.float64)
+    sums = before_block + tl.cumsum(precise, 0) - precise
+    return tl.max(tl.where((weights > 0) & (sums <= target), i, 0), 0)

@@ -1,0 +1,72 @@
+"""What a device does one after the other: recorded steps, copies, and events by which the host waits for them."""
+import torch
+
+from decode.graphs import captured
+
+
+class Queue:
+    """
+    On CUDA: the current stream of a device. Recordings share memory and a stream, as no two run at the same time.
+
+    A pool of memory ends with the last graph that was recorded in it, and must not be used again: see `forget`.
+    """
+
+    def __init__(self, device):
+        self.device, self.pool, self.stream = device, None, None
+
+    def record(self, step):
+        """A CUDA graph of step(), with a `replay`. The step is run once before."""
+        if self.pool is None:
+            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
+        try:
+            return captured(step, self.pool, self.stream)[0]
+        except BaseException:
+            self.forget()  # if it was the first recording, its pool has ended
+            raise
+
+    def forget(self):
+        """Record what follows in other memory: called when all graphs have been forgotten."""
+        self.pool = self.stream = None
+
+    def land(self, pairs):
+        """Begin to copy tensors of the device to pinned ones, pairs (target, source). Returns an event to wait for."""
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def synchronize(self):
+        """Wait until all is done."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def pinned(self, *shape, dtype):
+        return torch.empty(shape, dtype=dtype, device='cpu', pin_memory=True)
+
+
+class Direct:
+    """Without CUDA: everything is done at once."""
+
+    def record(self, step):
+        return Again(step)
+
+    def land(self, pairs):
+        for target, source in pairs:
+            target.copy_(source)
+        return self
+
+    def synchronize(self):
+        """Nothing is left to wait for."""
+
+    def forget(self):
+        """There is no memory of graphs."""
+
+    def pinned(self, *shape, dtype):
+        return torch.empty(shape, dtype=dtype, device='cpu')
+
+
+class Again:
+    """In the place of a graph: a replay runs the step again."""
+
+    def __init__(self, replay):
+        self.replay = replay

@@ -1,0 +1,147 @@
+"""
+What a step on a GPU writes before it attends: embeddings, angles, queries, and the keys and values of the new tokens.
+
+The functions are those of `plain`, which says what they compute, as launches of Triton kernels. A program computes one
+row, or a part of it, so that no row depends on another. Padding rows read and write no slots; their x is zero.
+"""
+import triton
+import triton.language as tl
+
+CHANNELS = 1024  # of a program of `embed`
+
+
+def embed(inputs, weights, x):
+    R, n_embd = x.shape
+    embed_kernel[R, triton.cdiv(n_embd, CHANNELS)](
+        x, weights.wte, weights.wpe, inputs.tokens, inputs.positions, inputs.sequences, n_embd, CHANNELS,
+        enable_fp_fusion=False)
+
+
+@triton.jit
+def embed_kernel(x, wte, wpe, tokens, positions, sequences, N: tl.constexpr, CHANNELS: tl.constexpr):
+    """x, float32 (R, N): CHANNELS channels of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    real = channels < tl.where(tl.load(sequences + row) >= 0, N, 0)  # a sample that ended may have no next position
+    sum = tl.load(wte + tl.load(tokens + row) * N + channels, real, 0).to(tl.float32)
+    if wpe is not None:
+        sum += tl.load(wpe + tl.load(positions + row) * N + channels, real, 0).to(tl.float32)
+    tl.store(x + row * N + channels, sum, channels < N)
+
+
+def turn(inputs, frequencies, farthest, angles):
+    R, kinds, _, n_pairs = angles.shape
+    turn_kernel[R,](angles, inputs.positions, frequencies, farthest, kinds, n_pairs, triton.next_power_of_2(n_pairs),
+                    num_warps=1, enable_fp_fusion=False)
+
+
+@triton.jit
+def turn_kernel(angles, positions, frequencies, FARTHEST: tl.constexpr, KINDS: tl.constexpr, N: tl.constexpr,
+                PADDED: tl.constexpr):
+    """angles, float32 (R, KINDS, 2, N), of a row. frequencies: float64 (N,)."""
+    row, pairs = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    position = tl.load(positions + row)
+    frequency = tl.load(frequencies + pairs, pairs < N, 0)
+    for kind in tl.static_range(KINDS):
+        of_kind = position if kind == 0 else tl.minimum(position, FARTHEST)
+        radians = of_kind.to(tl.float64) * frequency  # float32 is off by 0.06 at position 1,000,000
+        at = angles + (row * KINDS + kind) * 2 * N + pairs
+        tl.store(at, tl.cos(radians).to(tl.float32), pairs < N)
+        tl.store(at + N, tl.sin(radians).to(tl.float32), pairs < N)
+
+
+def store(qkv, q, angles, layer, kv, inputs, geometry):
+    g, columns = geometry, geometry.columns
+    q_norm, k_norm, padded = layer.q_norm, layer.k_norm, triton.next_power_of_2(g.head_dim)
+    # without fused multiply-adds, so that the rotation has plain's bits, and with it the codes of int8
+    store_kernel[len(qkv), g.n_head + 2 * g.n_kv_head](
+        qkv, q, angles, q_norm and q_norm.weight, k_norm and k_norm.weight, kv.k, kv.v, kv.k_scale, kv.v_scale,
+        inputs.positions, inputs.sequences, inputs.slot_table, inputs.slot_table.stride(0), g.slot_stride // g.head_dim,
+        g.head_stride // g.head_dim, q_norm.eps if q_norm else 0.0, g.n_head, g.n_kv_head, g.head_dim,
+        padded, q.size(1), g.n_sink, columns.sinks, columns.ring, g.group, group_size(g, padded), num_warps=1,
+        enable_fp_fusion=False)
+
+
+def group_size(geometry, padded):
+    """Numbers that share a scale in a head that is padded to a power of two; 0 for other types than int8."""
+    g = geometry
+    if g.group == g.head_dim:
+        return padded
+    if g.group and (g.head_dim % g.group or g.group & (g.group - 1)):
+        raise ValueError(f"groups of {g.group} numbers must be a power of two and divide head_dim {g.head_dim}, or be "
+                         "all of it")
+    return g.group
+
+
+@triton.jit(do_not_specialize=['slot_stride', 'head_stride'])  # in heads of D numbers: one kernel for all caches
+def store_kernel(qkv, q, angles, q_norm, k_norm, k, v, k_scale, v_scale, positions, sequences, slot_table, table_stride,
+                 slot_stride, head_stride, EPS: tl.constexpr, N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr,
+                 D: tl.constexpr, PADDED: tl.constexpr, KINDS: tl.constexpr, N_SINK: tl.constexpr, SINKS: tl.constexpr,
+                 RING: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """One head of a row of qkv: of its queries, its keys, or its values."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    x = qkv + (row * (N_HEAD + 2 * N_KV_HEAD) + head) * D
+    position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
+    column = position
+    if RING > 0:
+        column = tl.where(position < N_SINK, position, SINKS + position % RING)
+    slot = tl.load(slot_table + sequence * table_stride + column, sequence >= 0, 0).to(tl.int64)
+    if head < N_HEAD:
+        channels = tl.arange(0, PADDED)
+        for kind in tl.static_range(KINDS):
+            query = head_of(x, q_norm, angles, row * KINDS + kind, EPS, D, PADDED)
+            to = q + ((row * KINDS + kind) * N_HEAD + head) * D + channels
+            tl.store(to, query.to(q.dtype.element_ty), channels < D)
+    elif head < N_HEAD + N_KV_HEAD:
+        at = (slot * slot_stride + (head - N_HEAD) * head_stride) * D
+        key = head_of(x, k_norm, angles, row * KINDS, EPS, D, PADDED).to(q.dtype.element_ty)
+        write(key.to(tl.float32), k, k_scale, at, sequence >= 0, D, PADDED, GROUP, GROUP_SIZE)
+    else:
+        at = (slot * slot_stride + (head - N_HEAD - N_KV_HEAD) * head_stride) * D
+        value = head_of(x, None, None, row, EPS, D, PADDED)
+        write(value, v, v_scale, at, sequence >= 0, D, PADDED, GROUP, GROUP_SIZE)
+
+
+@triton.jit
+def head_of(x, norm, angles, of_row, EPS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr):
+    """float32 (PADDED,): the head at x behind a norm, turned by angles (of_row,); norm and angles may be None."""
+    channels = tl.arange(0, PADDED)
+    a = tl.load(x + channels, channels < D, 0).to(tl.float32)
+    if norm is not None:
+        size = tl.rsqrt(tl.sum(a * a, axis=0) / D + EPS)
+        a = a * size * tl.load(norm + channels, channels < D, 0).to(tl.float32)
+    if angles is not None:
+        # channel i and its other, i + D / 2 or i - D / 2, are a pair: (a cos - b sin, b cos + a sin)
+        second = channels >= D // 2
+        other = tl.where(second, channels - D // 2, channels + D // 2)
+        b = tl.load(x + other, channels < D, 0).to(tl.float32)
+        if norm is not None:
+            b = b * size * tl.load(norm + other, channels < D, 0).to(tl.float32)
+        at = angles + of_row * D + tl.where(second, other, channels)
+        cos, sin = tl.load(at, channels < D, 0), tl.load(at + D // 2, channels < D, 0)
+        a = tl.where(second, a * cos + b * sin, a * cos - b * sin)
+    return a
+
+
+@triton.jit
+def write(x, data, scale, at, real, D: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr,
+          GROUP_SIZE: tl.constexpr):
+    """Write a head x, float32 (PADDED,), at data + at, as it is stored; nothing unless real."""
+    channels = tl.arange(0, PADDED)
+    if scale is not None:
+        x, scales = quantised(x, GROUP_SIZE)
+        groups = tl.arange(0, PADDED // GROUP_SIZE)
+        tl.store(scale + at // GROUP + groups, scales, groups < tl.where(real, D // GROUP, 0))
+    tl.store(data + at + channels, x.to(data.dtype.element_ty), channels < tl.where(real, D, 0))
+
+
+@triton.jit
+def quantised(x, GROUP_SIZE: tl.constexpr):
+    """Codes, whole numbers in float32 (n,), and scales of x (n,): those of `kvcache.storage.quantise`, bit for bit."""
+    groups = tl.reshape(x, (x.shape[0] // GROUP_SIZE, GROUP_SIZE))
+    scales = tl.maximum(tl.div_rn(tl.max(tl.abs(groups), axis=1), 127.0), 1e-5)
+    scales += tl.sum(groups * 0.0, axis=1)  # NaN if a number is not finite: a maximum would hide it
+    codes = tl.div_rn(groups, scales[:, None])
+    codes = (codes + 12582912.0) - 12582912.0  # at 1.5 * 2^23 the next float32 is 1 away: rounds halves to even
+    codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
+    return tl.reshape(codes, (x.shape[0],)), scales
