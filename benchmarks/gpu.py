@@ -8,9 +8,12 @@ What the step on a GPU does, on the machine that runs this.
     step      one token of each of 1, 32 and 256 sequences, beside the other decoders, the same kernels with a vendor's
               matmul, and the time in which the memory is read once
     start     from an empty process to the first answer, graphs included
+    http      the server with 32 clients: tokens a second
+    soak      2,000 requests of all kinds over HTTP, see serve/soak.py
 
 The models have random weights, in bfloat16 unless --dtype says otherwise.
 """
+import asyncio
 import statistics
 import subprocess
 import sys
@@ -21,7 +24,11 @@ import torch
 
 import decode
 from benchmarks.harness import Case, Panel, Part, take_turns
-from benchmarks.shapes import cache_bytes, model_of, random_tokens
+from benchmarks.serve import soak
+from benchmarks.serve.client import closed_loop
+from benchmarks.serve.servers import Ours, weights_on_disk
+from benchmarks.serve.workloads import longest, mixed
+from benchmarks.shapes import cache_bytes, config_of, model_of, random_tokens
 from decode.gpu.decoder import GPUDecoder
 from device import synchronize
 from generation import generate
@@ -30,6 +37,7 @@ from serving.engine import Engine
 from serving.request import Request, SamplingParams
 
 BATCHES, N_STEPS, PICTURE = (1, 32, 256), 64, 'gpu.png'
+CLIENTS, REQUESTS = 32, 2000
 STARTS = '''
 import torch; from benchmarks.shapes import model_of; import decode; from serving.engine import Engine
 from serving.request import Request
@@ -151,10 +159,34 @@ def start(asked):
         yield [dict(shape=name, seconds=statistics.median(seconds), runs_s=seconds)]
 
 
+def http(asked):
+    for name, config, folder in on_disk(asked):
+        asks = [ask._replace(n_new=N_STEPS) for ask in mixed(config, REQUESTS, 1)]
+        for weights in ('bfloat16', 'float32', 'int8'):
+            with Ours(folder, weights, CLIENTS * longest(asks), device=asked.device) as ours:
+                case = Case(dict(shape=name, weights=weights, clients=CLIENTS),
+                            lambda ours=ours, asks=asks: asyncio.run(closed_loop(ours, asks, CLIENTS)))
+                m, = take_turns([case], min(3, asked.repeats), f'{name}, {weights}: {CLIENTS} clients')
+            yield [m.row(tok_per_s=N_STEPS * REQUESTS / m.seconds)]
+
+
+def soaked(asked):
+    for name, config, folder in on_disk(asked):
+        yield [soak.soak(name, config, folder, 'bfloat16', CLIENTS, REQUESTS, asked.device)]
+
+
+def on_disk(asked):
+    for name in asked.shapes or ('M',):
+        with weights_on_disk(model_of(name, asked.bias)) as folder:
+            yield name, config_of(name, asked.bias), folder
+
+
 PARTS = dict(
     engine=Part(engine, 3, "the engine without HTTP", 'shape weights requests tok_per_s'),
     step=Part(step, 4, "one step", 'shape batch step us tok_per_s of_floor over_kernels'),
     start=Part(start, 1, "from the start of a process to the first answer", 'shape seconds'),
+    http=Part(http, 1, "the server with clients", 'shape weights clients tok_per_s'),
+    soak=soak.PARTS['soak']._replace(rows=soaked, minutes=1),
 )
 
 

@@ -77,7 +77,7 @@ SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
     ('--weights=int8 --dtype=bfloat16', 'but not dtype=bfloat16'),
     ('--kv_cache=pages', 'kv_cache must be tuple, streams, unified, paged'),
     ('--kv_cache=paged --use_cache=False', 'kv_cache=paged works on the cache: leave use_cache=False out'),
-    ('--kv_cache=paged --decoder=compiled', 'is for the cpu and gpu decoders or the model itself: leave decoder=compiled out'),
+    ('--kv_cache=paged --decoder=compiled', 'the cpu and gpu decoders or the model itself: leave decoder=compiled out'),
     ('--kv_bits=3', 'kv_bits must be 0 (as they are), 8 or 4, not 3'),
     ('--kv_bits=4 --threads=1', 'this decoder does not read keys and values in 4 bits; leave threads=1 out'),
 ]

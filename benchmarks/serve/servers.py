@@ -120,10 +120,10 @@ class Ours(Server):
     """serve.py with the checkpoint of a folder. n_tokens: that its pool holds. options: further settings."""
     name = 'ours'
 
-    def __init__(self, folder, weights, n_tokens, *options):
+    def __init__(self, folder, weights, n_tokens, *options, device='cpu'):
         port, n_blocks = free_port(), -(-n_tokens // PAGE_SIZE)
         super().__init__(port, sys.executable, 'serve.py', f'--out_dir={folder}', f'--weights={weights}',
-                         '--device=cpu', f'--port={port}', '--max_queue=100000', f'--n_blocks={n_blocks}',
+                         f'--device={device}', f'--port={port}', '--max_queue=100000', f'--n_blocks={n_blocks}',
                          f'--page_size={PAGE_SIZE}', *options)
 
     def body(self, ask):

@@ -40,21 +40,21 @@ def asks_of_all_kinds(config, n, seed):
     return asks
 
 
-def soak(name, config, folder, weights, n_clients, n):
+def soak(name, config, folder, weights, n_clients, n, device='cpu'):
     """A row. different: answers that are not those of the request alone. resident: bytes after each turn."""
     asks = asks_of_all_kinds(config, n, seed=0)
     staying = [ask for ask in asks if ask.leaves is None]
     chosen = random.Random(1).sample(staying, min(len(staying), max(1, round(COMPARED * n))))
     answers, resident, used = [], [], []
     # room for two thirds of the clients' longest requests, so that some samples lose their blocks on the way
-    with Ours(folder, weights, max(1, 2 * n_clients // 3) * longest(asks)) as ours:
+    with Ours(folder, weights, max(1, 2 * n_clients // 3) * longest(asks), device=device) as ours:
         for turn in range(TURNS):
             some = asks[turn * n // TURNS:(turn + 1) * n // TURNS]
             answers += asyncio.run(closed_loop(ours, some, n_clients)).answers
             used.append(blocks_left(ours))
             resident.append(process_bytes(pid=ours.process.pid))
         preemptions, hits = int(ours.metric('preemptions_total')), int(ours.metric('prefix_hits_total'))
-    with Ours(folder, weights, longest(asks)) as ours:
+    with Ours(folder, weights, longest(asks), device=device) as ours:
         alone = asyncio.run(closed_loop(ours, [ask._replace(salt=str(i)) for i, ask in enumerate(chosen)], 1)).answers
     answer_to, failed = {id(a.ask): a for a in answers}, [a.error for a in answers if a.error not in ('', 'left')]
     different = [a for ask, a in zip(chosen, alone) if a.error or a.token_ids != answer_to[id(ask)].token_ids]
