@@ -175,8 +175,10 @@ def stream(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, 
     'shift', after its first n_keep tokens). Raises ValueError, before anything is computed, on prompts and settings
     that make no sense.
     """
+    # other code may draw from a shared generator between two tokens, so steps are not made ahead with one
     steps = checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator,
-                        decoder, num_samples, when_full, keep, n_keep, cache)
+                        decoder, num_samples, when_full, keep, n_keep, cache,
+                        ahead=temperature == 0 or isinstance(generator, (list, tuple)))
     return (tokens.clone() for tokens in steps)  # the next step depends on these tokens, so the caller gets a copy
 
 
@@ -202,8 +204,11 @@ def generate(model, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None
 
 
 def checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache, stop_token, generator, decoder,
-                num_samples, when_full=None, keep=None, n_keep=0, cache=None):
-    """Check the arguments of `stream` and begin: yields its tokens, which must not be written to."""
+                num_samples, when_full=None, keep=None, n_keep=0, cache=None, ahead=True):
+    """
+    Check the arguments of `stream` and begin: yields its tokens, which must not be written to. ahead: may several steps
+    be made before their tokens are yielded, where the cache's executor draws tokens?
+    """
     if max_new_tokens < 0 or num_samples < 1:
         raise ValueError(f"max_new_tokens must be at least 0 and num_samples at least 1, not {max_new_tokens} and "
                          f"{num_samples}")
@@ -228,8 +233,11 @@ def checked_run(model, idx, max_new_tokens, temperature, top_k, top_p, use_cache
         raise ValueError(f"{len(own)} generators for {n_rows} rows: pass one for each, or one for all")
     if cache is None:
         cache = cache_for(model, n_rows, decoder) if use_cache else NoCache(model)
-    sample = partial(sample_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, B=n_rows)
-    return run(model, cache, sequences, own, max_new_tokens, stop_token, sample)
+    noise = partial(draw_noise, generator=generator, B=n_rows)
+    sample = partial(sample_tokens, noise=noise, temperature=temperature, top_k=top_k, top_p=top_p)
+    steps_ahead = getattr(getattr(cache, 'executor', None), 'steps_ahead', None) if ahead else None
+    ahead = steps_ahead and steps_ahead(cache, temperature, top_k, top_p, stop_token, noise, generator)
+    return run(model, cache, sequences, own, max_new_tokens, stop_token, sample, ahead)
 
 
 def rolling(model, keep=None, n_keep=0, decoder_or_cache=None):
@@ -246,20 +254,21 @@ def rolling(model, keep=None, n_keep=0, decoder_or_cache=None):
     return model.with_window(window, n_keep)
 
 
-def run(model, cache, sequences, generators, max_new_tokens, stop_token, sample):
+def run(model, cache, sequences, generators, max_new_tokens, stop_token, sample, ahead):
     """
     The tokens (B, 1) of each step of `stream`. generators: one for each row, or None. sample: `sample_tokens` with the
-    settings of the run.
+    settings of the run. ahead: a `decode.ahead.StepsAhead`, or None for one step at a time.
     """
     device, B = model.lm_head.weight.device, len(generators)
     # reading a token makes a GPU wait, so it is done where a token has to be known: to stop, and to cut a context
     reading = device.type == 'cpu' or stop_token is not None
     live, stopped, unread, newest = list(range(B)), [False] * B, [], None  # live: the batch row of each sequence
     no_gradients, in_eval_mode, handles = torch.inference_mode(), nullcontext(), []  # handles: those still to be freed
+    n_done = 0
     try:
-        for step in range(max_new_tokens):
+        while n_done < max_new_tokens:
             with uninterrupted(), no_gradients, evaluating(model) if model.training else in_eval_mode:
-                if step == 0:
+                if n_done == 0:
                     for s in sequences:
                         s.handle = cache.new()
                         handles.append(s.handle)
@@ -269,33 +278,34 @@ def run(model, cache, sequences, generators, max_new_tokens, stop_token, sample)
                     for s, tokens in zip(sequences, torch.cat(unread, dim=1).tolist()):
                         s.tokens += tokens
                     unread.clear()
-                logits = advance(sequences, cache, device, newest)
-                if (step == 0 or device.type == 'cpu') and not are_numbers(logits):
-                    raise NotNumbers
-                if step == 0:  # the prompts are read; from here on each sample is a sequence
-                    n_each = B // len(sequences)
-                    sequences = [each for s in sequences for each in with_forks(s, n_each - 1, cache, handles)]
-                    for s, generator in zip(sequences, generators):
-                        s.generator = generator
-                    logits = logits.repeat_interleave(n_each, dim=0) if n_each > 1 else logits
-                newest = sample(logits, sequences, live)
-                if not reading:
-                    unread.append(newest)
-                    for s in sequences:
-                        s.lengthen()
+                n_ahead = steps_until_full(sequences, max_new_tokens - n_done) if ahead and newest is not None else 0
+                if n_ahead > 1:
+                    steps = ahead.draw(sequences, live, newest, [stopped[row] for row in live], n_ahead)
                 else:
-                    drawn = [token for token, in newest.tolist()]
-                    if stop_token is not None:
-                        drawn = [stop_token if stopped[row] else token for row, token in zip(live, drawn)]
-                        newest = torch.tensor(drawn, device=device)[:, None]
-                        for row, token in zip(live, drawn):
-                            stopped[row] = token == stop_token
-                    for s, token in zip(sequences, drawn):
-                        s.append(token)
-                tokens = newest
-                if len(live) < B:
-                    tokens = newest.new_full((B, 1), stop_token)
-                    tokens[live] = newest
+                    logits = advance(sequences, cache, device, newest)
+                    if (n_done == 0 or device.type == 'cpu') and not are_numbers(logits):
+                        raise NotNumbers
+                    if n_done == 0:  # the prompts are read; from here on each sample is a sequence
+                        n_each = B // len(sequences)
+                        sequences = [each for s in sequences for each in with_forks(s, n_each - 1, cache, handles)]
+                        for s, generator in zip(sequences, generators):
+                            s.generator = generator
+                        logits = logits.repeat_interleave(n_each, dim=0) if n_each > 1 else logits
+                    steps = [sample(logits, sequences, live)]
+                yielded = []
+                for newest in steps:
+                    if not reading:
+                        unread.append(newest)
+                        for s in sequences:
+                            s.lengthen()
+                    else:
+                        newest = read(newest, sequences, live, stopped, stop_token)
+                    tokens = newest
+                    if len(live) < B:
+                        tokens = newest.new_full((B, 1), stop_token)
+                        tokens[live] = newest
+                    yielded.append(tokens)
+                n_done += len(steps)
                 n_left = B - sum(stopped)
                 if 0 < n_left <= len(live) // 2:  # at most log2(B) times, since a cache may copy all that stay
                     for s, row in zip(sequences, live):
@@ -304,7 +314,13 @@ def run(model, cache, sequences, generators, max_new_tokens, stop_token, sample)
                             cache.free(s.handle)
                     sequences = [s for s, row in zip(sequences, live) if not stopped[row]]
                     live, newest = [row for row in live if not stopped[row]], None
-            yield tokens
+            for n_yielded, tokens in enumerate(yielded, 1):
+                try:
+                    yield tokens
+                except GeneratorExit:  # the caller wants no more than these
+                    if ahead:
+                        ahead.set_back(n_yielded)
+                    raise
             if n_left == 0:
                 return
     finally:
@@ -313,6 +329,27 @@ def run(model, cache, sequences, generators, max_new_tokens, stop_token, sample)
         except KeyboardInterrupt:  # it may have come before anything was freed
             free_all(cache, handles)
             raise
+
+
+def read(newest, sequences, live, stopped, stop_token):
+    """Add tokens (n, 1) to their sequences. Rows that have stopped get the stop token. Returns all, (n, 1)."""
+    drawn = [token for token, in newest.tolist()]
+    if stop_token is not None:
+        drawn = [stop_token if stopped[row] else token for row, token in zip(live, drawn)]
+        newest = torch.tensor(drawn, device=newest.device)[:, None]
+        for row, token in zip(live, drawn):
+            stopped[row] = token == stop_token
+    for s, token in zip(sequences, drawn):
+        s.cached = s.length
+        s.append(token)
+    return newest
+
+
+def steps_until_full(sequences, most):
+    """How many steps can follow each other, at most, before a context is cut or shifted."""
+    if any([s.n_removed or s.cached != s.length - 1 for s in sequences]):
+        return 1
+    return min(most, min([s.max_positions - s.cached for s in sequences]))
 
 
 def free_all(cache, handles):
@@ -371,16 +408,21 @@ class NoCache:
         return torch.cat([self.model.step(torch.stack(part), None, use_cache=False)[0] for part in together])[:, 0]
 
 
-def sample_tokens(logits, sequences, live, temperature, top_k, top_p, generator, B):
+def sample_tokens(logits, sequences, live, noise, temperature, top_k, top_p):
+    """The next token of each sequence, (n, 1), from logits (n, vocab_size). noise: `draw_noise`."""
+    drawn = noise(torch.empty_like(logits), sequences, live) if temperature else None
+    return sample_token(logits, temperature, top_k, top_p, noise=drawn)
+
+
+def draw_noise(noise, sequences, live, generator, B):
     """
-    The next token of each sequence, (n, 1), from logits (n, vocab_size): drawn by its own generator, or by one that
-    draws for all rows of a batch of B, whether they are live or not.
+    Fill and return noise (n, vocab_size) for the next tokens of n sequences: drawn by their own generators, or by one
+    that draws for all rows of a batch of B, whether they are live or not.
     """
-    noise = None
-    if temperature and sequences[0].generator is not None:
-        noise = torch.empty_like(logits)
+    if sequences[0].generator is not None:
         for s, noise_of_row in zip(sequences, noise):
             noise_of_row.exponential_(generator=s.generator)
-    elif temperature and len(live) < B:
-        noise = logits.new_empty(B, logits.size(1)).exponential_(generator=generator)[live]
-    return sample_token(logits, temperature, top_k, top_p, generator, noise)
+        return noise
+    if len(live) < B:
+        return noise.copy_(noise.new_empty(B, noise.size(1)).exponential_(generator=generator)[live])
+    return noise.exponential_(generator=generator)

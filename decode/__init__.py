@@ -16,6 +16,7 @@ manager for a loop of steps, and `refresh()`, after which a sequence goes on wit
     choice       how many threads: found by timing
     static, graphs, compiled      a step of fixed shapes: recorded as a CUDA graph, or given to torch.compile
     changes      which models the decoders know, and whether one has changed
+    ahead        several steps in one call, drawn by torch's generators
     process      Ctrl-C and forks in the middle of a step
     kernel/      what numba compiles: a whole step of a GPT on the CPU
     gpu/         the executor on Triton kernels, for CUDA

@@ -11,6 +11,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from decode.ahead import StepsAhead
 from decode.changes import Watch
 from decode.choice import ThreadChoice
 from decode.kernel import layout
@@ -50,6 +51,7 @@ class CPUDecoder:
     """
 
     type_kv = 'float32'
+    steps_ahead = StepsAhead  # for `generation.run`
 
     def __init__(self, model, weights='float32', threads=None):
         if weights not in WEIGHTS:

@@ -108,11 +108,7 @@ class Sampler:
         self.arrays = self.arrays | {  # not in place: `NextTokens` may keep those of before
             table.NUMBERS: np.array([d.n_generated for d in drawings], np.int64),
             table.ROWS: np.array(rows, np.int64)}
-        self.table = np.zeros(table.N_TABLE, np.int64)
-        self.table[table.N_SAMPLES], self.table[table.VOCAB_SIZE] = len(drawings), self.vocab_size
-        self.table[table.N_THREADS] = len(self.scratch)
-        for index, array in self.arrays.items():
-            self.table[index] = array.ctypes.data
+        self.table = table.table_of(self.vocab_size, self.arrays)
         self.rows, self.drawings, self.uncounted = rows, drawings, False
 
     def logprobs(self, logits, tokens, k):

@@ -10,6 +10,9 @@ function of the sample's seed and of how many tokens it has generated, so a samp
 again draws the same tokens. Weights are float32, as torch's softmax computes them, and so are the sums of CHUNK or
 BLOCK of them. Sums of those are float64.
 
+Where a table has noise, the draw is that of `model.sample_token` instead: the largest of the weights over exponential
+noise, which torch's generators have drawn.
+
 Rows are pointers here, with their length n beside them: numba compiles these in half of the time that arrays take.
 """
 import math
@@ -60,10 +63,11 @@ WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
  STOPS,        # int64
  SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
  STOP_SOON,    # int64. Another thread sets it to 1; then no step follows
+ NOISE,        # float32 (steps, N_SAMPLES, vocab_size), of the tokens by their number; or 0
  # numbers
  N_THREADS,    # how many threads have scratch; others draw nothing
  UNTIL,        # nanoseconds of `clock`. No step begins after this time
- N_TABLE) = range(14)
+ N_TABLE) = range(15)
 
 # indices of the int64 entry of CHANGES, which says what is done to the logits of a sample
 (COUNTS,       # the address of int64 (vocab_size,): how often each token was generated; 0 without penalties
@@ -315,9 +319,25 @@ def at_share(weights, n, share, sums):
 
 
 @njit
-def drawn(row, n, settings, share, scratch):
+def largest_over(noise, weights, tokens, chooses, n):
     """
-    The token of a row at this share of the probability that its settings leave. scratch: the address of the thread's.
+    The first index whose weight over its noise is largest; noise has a number for each token, the others one for each
+    index. chooses: are indices those of `tokens`?
+    """
+    largest, found = np.float32(-1.0), 0
+    for i in range(n):
+        if weights[i] > 0.0:
+            x = weights[i] / noise[tokens[i] if chooses else i]
+            if x > largest:
+                largest, found = x, i
+    return found
+
+
+@njit
+def drawn(row, n, settings, share, noise_at, scratch):
+    """
+    The token of a row at this share of the probability that its settings leave, or by the noise at this address, if it
+    is not 0. scratch: the address of the thread's.
     """
     temperature, top_k, top_p, min_p = settings[TEMPERATURE], settings[TOP_K], settings[TOP_P], settings[MIN_P]
     weights, values, ranked, masses = (floats_at(scratch + 8 * n * WEIGHTS), floats_at(scratch + 8 * n * VALUES),
@@ -338,7 +358,10 @@ def drawn(row, n, settings, share, scratch):
                 weights[i] = 0.0
     if top_p < 1.0:
         keep_top_p(row, weights, n, largest, factor, top_p, ranked, masses)
-    i = at_share(weights, n, share, sums)
+    if noise_at != 0:
+        i = largest_over(floats_at(noise_at), weights, tokens, chooses, n)
+    else:
+        i = at_share(weights, n, share, sums)
     return tokens[i] if chooses else i
 
 
@@ -384,7 +407,10 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
                 own[t] = row[t]
             change(own, V, changes, settings, numbers[i], stops, n_stops)
             row = own
-        token = drawn(row, V, settings, uniform(seeds[i], numbers[i]), scratch)
+        noise_at = table[NOISE]
+        if noise_at != 0:
+            noise_at += 4 * V * (table[N_SAMPLES] * numbers[i] + i)
+        token = drawn(row, V, settings, uniform(seeds[i], numbers[i]), noise_at, scratch)
         tokens[i] = token
         numbers[i] += 1
         if changes[COUNTS] != 0:
@@ -395,6 +421,15 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
 
 
 DRAW = CFunction(draw_tokens)
+
+
+def table_of(vocab_size, arrays):
+    """The table of samples that the arrays, {index: array}, describe. They must live as long as the table is used."""
+    table = np.zeros(N_TABLE, np.int64)
+    table[N_SAMPLES], table[VOCAB_SIZE], table[N_THREADS] = len(arrays[SEEDS]), vocab_size, len(arrays[SCRATCH])
+    for index, array in arrays.items():
+        table[index] = array.ctypes.data
+    return table
 
 
 @keep_on_disk
