@@ -28,7 +28,7 @@ import torch
 from decode.eager import EagerDecoder
 
 NAMES = 'auto', 'eager', 'cpu', 'gpu', 'graph', 'compiled'
-WEIGHTS = 'float32', 'bfloat16', 'int8'
+WEIGHTS = 'float32', 'bfloat16', 'int8', 'int4'
 MODEL_DTYPES = torch.float32, torch.bfloat16  # of the models that the CPU decoder reads
 LARGEST_BATCH = 256  # up to here PyTorch's matmuls were slower for every batch measured: see bench.py --mode=peers
 
@@ -43,7 +43,7 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
     if name not in NAMES:
         raise ValueError(f"decoder must be auto, eager, cpu, gpu, graph or compiled, not {name!r}")
     if weights not in WEIGHTS:
-        raise ValueError(f"weights must be float32, bfloat16 or int8, not {weights!r}")
+        raise ValueError(f"weights must be float32, bfloat16, int8 or int4, not {weights!r}")
     if threads is not None and threads < 0:
         raise ValueError(f"threads must be positive, or 0 to let the decoder choose, not {threads}")
     on_cuda, of_kernel = device.startswith('cuda'), asked_of_the_kernel(weights, threads)
@@ -77,7 +77,7 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
         'auto': on a CPU the numba one, on CUDA the Triton one, or the graph where Triton is missing, elsewhere the
         eager one. 'auto' is eager for models that the other decoders do not know, and stderr says so; and on a CPU for
         batches above LARGEST_BATCH.
-    weights: 'float32', 'bfloat16' or 'int8', how the numba decoder reads them. On CUDA 'float32' leaves them in the
+    weights: 'float32', 'bfloat16', 'int8' or 'int4', how the numba decoder reads them. On CUDA 'float32' leaves them in the
         model's dtype, and 'int8' is for the Triton decoder. threads: how many the numba decoder uses; None or 0 lets it
         choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
 

@@ -7,7 +7,7 @@ import torch
 
 from decode.kernel import layout
 from decode.kernel.attention import ATTENTION_ON
-from decode.kernel.layout import GROUP
+from decode.kernel.layout import GROUP, WEIGHT_GROUP
 from decode.kernel.linears import GELU, GELU_TANH, SWIGLU
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import LANES
@@ -57,7 +57,8 @@ def scratch_of(config, n_rows):
             layout.HEAD: aligned(padded(c.head_dim, LANES), np.float32),
             layout.SUMS: aligned((layout.SUMMED_ROWS, layout.SHEET, LANES), np.float32),
             layout.ROUNDED: aligned((n_rows, K_p), np.uint8),
-            layout.SCALES: aligned((n_rows, K_p // GROUP), np.float32)}
+            layout.SCALES: aligned((n_rows, K_p // GROUP), np.float32),
+            layout.STARTS: aligned((n_rows, K_p // WEIGHT_GROUP), np.int32)}
 
 
 class PackedModel:

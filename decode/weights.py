@@ -1,8 +1,8 @@
 """
 A model's weights in the order in which the compiled step reads them.
 
-The model stays as it is, in a file if it is memory-mapped. The packed copy takes 4, 2 or 1 bytes a weight: float32,
-bfloat16 or int8.
+The model stays as it is, in a file if it is memory-mapped. The packed copy takes 4, 2, 1 or 0.5625 bytes a weight:
+float32, bfloat16, int8 or int4. In int4 lm_head is int8, because its rounding errors reach the logits unmixed.
 """
 import ctypes
 import re
@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from decode import MODEL_DTYPES
 from decode.changes import REFUSED, check_unchanged, norms_of
 from decode.kernel import layout
-from decode.kernel.layout import GROUP, SHEET
+from decode.kernel.layout import GROUP, SHEET, WEIGHT_GROUP
+from decode.kernel.linears import INT4_VECTORS
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import LANES, padded
 
 MADV_PAGEOUT = 21
 ROWS_AT_ONCE = 2**12  # of a matrix that is packed: the numbers on the way take memory too
-WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8}
+WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8, 'int4': np.uint32}  # types of the panels
 padded = padded.py_func
 
 
@@ -95,10 +96,32 @@ def quantise(w):
     return (w / scale.where(scale != 0, 1)[:, None]).round().nan_to_num(), scale  # a row with a NaN has it in its scale
 
 
+def quantise_groups(w):
+    """
+    int4 weights: w (rows, K) -> (whole (rows, K) in -8 ... 7 as float32, scale (rows, K / WEIGHT_GROUP), bfloat16
+    numbers as float32), w = whole * scale of its group.
+    """
+    groups = w.unflatten(1, (-1, WEIGHT_GROUP))
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+    scale = (largest / -8).bfloat16().float()
+    whole = (groups / scale.where(scale != 0, 1)).round().clamp(-8, 7).nan_to_num()
+    return whole.flatten(1), scale.squeeze(2)
+
+
 def pack(out, w, n):
     """out (1-D) = w (rows, K) in sheets of SHEET panels (see linears.py) with vectors of n inputs."""
     packed = w.view(-1, SHEET, LANES, w.size(1) // n, n).permute(0, 3, 1, 2, 4)
     out.view(packed.shape).copy_(packed)
+
+
+def pack_groups(out, w):
+    """out (1-D, int32) = w (rows, K) in int4 sheets, see linears.py."""
+    whole, scale = quantise_groups(w)
+    sheets = out.view(-1, w.size(1) // GROUP, INT4_VECTORS, SHEET, LANES)
+    scales = scale.bfloat16().view(-1, SHEET, LANES, w.size(1) // GROUP, GROUP // WEIGHT_GROUP)
+    sheets.view(torch.bfloat16).unflatten(-1, (LANES, -1))[:, :, 0] = scales.permute(0, 3, 1, 2, 4)
+    lower, upper = (whole + 8).byte().view(-1, SHEET, LANES, w.size(1) // GROUP, GROUP // 8, 2, 4).unbind(5)
+    sheets.view(torch.uint8).unflatten(-1, (LANES, -1))[:, :, 1:] = (lower | upper << 4).permute(0, 3, 4, 1, 2, 5)
 
 
 def page_out(tensors):
@@ -120,8 +143,8 @@ class PackedWeights:
     """
     A model's weights as the compiled step reads them. `fill` copies them, and does so again after they have changed.
 
-    weights: 'float32', 'bfloat16' or 'int8', the type of all matrices. Embeddings are not copied, layer norms and
-    biases stay float32.
+    weights: 'float32', 'bfloat16', 'int8' or 'int4', the type of all matrices; beside int4, lm_head is int8. Embeddings
+    are not copied, layer norms and biases stay float32.
     panels is 1-D, the panels of all linears in order; scale and bias have a float32 for each of their rows; table says
     where each linear is. The arrays are allocated once and keep their addresses.
     """
@@ -132,14 +155,15 @@ class PackedWeights:
             shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model)]
         self.table = aligned((len(shapes), layout.N_COLUMNS), np.int64)
         size = rows = 0
-        for row, (n, K) in zip(self.table, shapes):
+        for number, (row, (n, K)) in enumerate(zip(self.table, shapes)):
+            if weights == 'int4' and number == len(shapes) - 1:
+                size = size // GROUP * INT4_VECTORS * 4  # lm_head is counted in bytes
             row[layout.FIRST_WEIGHT], row[layout.FIRST_PANEL] = size, rows // LANES
             row[layout.N_INPUTS], row[layout.N_PANELS] = K, n // LANES
             size, rows = size + padded(n, SHEET * LANES) * K, rows + n
-        self.panels = aligned(size, WEIGHTS[weights])
-        self.inputs = {'float32': 1, 'bfloat16': 2, 'int8': 4}[weights]  # in a vector of a panel
+        self.panels = aligned(size // 4 if weights == 'int4' else size, WEIGHTS[weights])
         self.scale, self.bias = aligned(rows, np.float32), aligned(rows, np.float32)
-        self.start = aligned(size // GROUP if weights == 'int8' else 0, np.int16)
+        self.start = aligned(size // GROUP if weights in ('int8', 'int4') else 0, np.int16)
         self.eps = np.zeros(1, np.float32)
         norms = (len(norms_of(model)), padded(model.config.n_embd, GROUP))
         self.norm_weight, self.norm_bias = aligned(norms, np.float32), aligned(norms, np.float32)
@@ -155,26 +179,20 @@ class PackedWeights:
 
     @torch.no_grad()
     def fill(self):
-        panels = torch.from_numpy(self.panels if self.weights != 'bfloat16' else self.panels.view(np.int16))
-        for (w, bias), of_table in zip(linears_of(self.model), self.table):
+        for number, ((w, bias), of_table) in enumerate(zip(linears_of(self.model), self.table)):
             at, K = int(of_table[layout.FIRST_WEIGHT]), int(of_table[layout.N_INPUTS])
             row, n = int(of_table[layout.FIRST_PANEL]) * LANES, int(of_table[layout.N_PANELS]) * LANES
             self.scale[row:row + n], self.bias[row:row + n] = 1, 0
             if bias is not None:
                 self.bias[row:row + len(bias)] = bias.float()
+            lm_head = number == len(self.table) - 1
             for first in range(0, n, ROWS_AT_ONCE):
                 part = w[first:first + ROWS_AT_ONCE].float()
                 n_rows = padded(min(n - first, ROWS_AT_ONCE), SHEET * LANES)
                 part = F.pad(part, (0, K - w.size(1), 0, n_rows - len(part)))
-                to = slice(at + first * K, at + (first + n_rows) * K)
-                if self.weights == 'int8':
-                    part, scale = quantise(part)
+                scale = self.pack_rows(part, at + first * K, 'int8' if lm_head and self.weights == 'int4' else self.weights)
+                if scale is not None:
                     self.scale[row + first:row + min(n, first + n_rows)] = scale[:n - first]
-                    sums = part.view(n_rows, K // GROUP, GROUP).sum(dim=-1)
-                    pack(torch.from_numpy(self.start[to.start // GROUP:to.stop // GROUP]), -sums, 1)
-                elif self.weights == 'bfloat16':
-                    part = part.bfloat16().view(torch.int16)
-                pack(panels[to], part, self.inputs)
         self.eps[0] = self.model.transformer.ln_f.eps
         self.norm_bias[:] = 0
         for i, norm in enumerate(norms_of(self.model)):
@@ -186,3 +204,20 @@ class PackedWeights:
             for weight, norm in zip(of_layer, (block.attn.q_norm, block.attn.k_norm)):
                 weight[:c.head_dim] = norm.weight.float()
         page_out([p.detach() for p in self.model.parameters()])
+
+    def pack_rows(self, w, at, weights):
+        """Pack whole sheets of rows, w (rows, K), from weight number `at` on. Returns the scales of int8 rows."""
+        to, K = slice(at, at + w.numel()), w.size(1)
+        if weights == 'float32':
+            pack(torch.from_numpy(self.panels[to]), w, 1)
+        elif weights == 'bfloat16':
+            pack(torch.from_numpy(self.panels.view(np.int16)[to]), w.bfloat16().view(torch.int16), 2)
+        elif weights == 'int4':
+            first, end = (i // GROUP * INT4_VECTORS for i in (to.start, to.stop))
+            pack_groups(torch.from_numpy(self.panels.view(np.int32)[first:end]), w)
+        else:
+            whole, scale = quantise(w)
+            sums = whole.view(len(w), K // GROUP, GROUP).sum(dim=-1)
+            pack(torch.from_numpy(self.start[to.start // GROUP:to.stop // GROUP]), -sums, 1)
+            pack(torch.from_numpy(self.panels.view(np.int8)[to]), whole, 4)
+            return scale

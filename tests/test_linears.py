@@ -15,7 +15,7 @@ from numba import njit
 
 from decode import weights as weights_of_decoder
 from decode.kernel import layout
-from decode.kernel.layout import FIRST_PANEL, GROUP, SHEET, SUMMED_ROWS
+from decode.kernel.layout import FIRST_PANEL, GROUP, SHEET, SUMMED_ROWS, WEIGHT_GROUP
 from decode.kernel.linears import (
     ADD,
     CLAIMED,
@@ -31,13 +31,14 @@ from decode.kernel.linears import (
 from decode.kernel.step import packed_linears, thread_scratch
 from decode.kernel.threads import LINE, aligned
 from decode.kernel.vectors import LANES, floats_at, longs_at
-from decode.weights import PackedWeights, padded, quantise
+from decode.weights import PackedWeights, padded, quantise, quantise_groups
 from model import GPT, GPTConfig
 
 # outputs and inputs of linears: one panel, a sheet that is not full, several sheets, parts of K, and claimed parts
 SHAPES = [(3, 20), (5 * LANES, 64), (7 * LANES - 5, 700), (9 * LANES, 2100), (CLAIMED // 512, 512)]
 ROWS = [*range(1, 18), 40, 65]
-WEIGHTS = ['float32', 'bfloat16', 'int8']
+WEIGHTS = ['float32', 'bfloat16', 'int8', 'int4']
+LM_HEAD = torch.zeros(8, 8), None  # the last linear, which is int8 beside int4
 
 @njit
 def run(like, memory, number, K, x_at, n_rows, then, out_at, n_out, first, end, thread, n_threads):
@@ -59,7 +60,7 @@ class Packed:
         self.weights, self.n_rows = weights, max(ROWS)
         self.linears = [(torch.randn(n, k) * torch.rand(n, 1), torch.randn(n) if n % 2 else None) for n, k in shapes]
         model = GPT(GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
-        whole, weights_of_decoder.linears_of = weights_of_decoder.linears_of, lambda model: self.linears
+        whole, weights_of_decoder.linears_of = weights_of_decoder.linears_of, lambda model: [*self.linears, LM_HEAD]
         try:
             self.packed = PackedWeights(model, weights)
             self.packed.fill()
@@ -69,7 +70,8 @@ class Packed:
         self.claims, scratch = aligned(LINE * len(shapes), np.int64), {
             layout.SUMS: aligned(SUMMED_ROWS * SHEET * LANES, np.float32),
             layout.ROUNDED: aligned(self.n_rows * K, np.uint8),
-            layout.SCALES: aligned(self.n_rows * K // GROUP, np.float32)}
+            layout.SCALES: aligned(self.n_rows * K // GROUP, np.float32),
+            layout.STARTS: aligned(self.n_rows * K // WEIGHT_GROUP, np.int32)}
         self.arrays = self.packed.arrays() | {layout.CLAIMS: self.claims} | {
             layout.SCRATCH + index: array for index, array in scratch.items()}
         self.memory = np.zeros(layout.SCRATCH + layout.N_SCRATCH, np.int64)
@@ -104,6 +106,10 @@ class Packed:
         elif self.weights == 'int8':
             whole, scale = quantise(w)
             w = whole.double() * scale.double()[:, None]
+        elif self.weights == 'int4':
+            whole, scale = quantise_groups(F.pad(w, (0, -w.size(1) % WEIGHT_GROUP)))
+            w = (whole.double() * scale.double().repeat_interleave(WEIGHT_GROUP, 1))[:, :w.size(1)]
+        if self.weights in ('int8', 'int4'):
             groups = F.pad(x, (0, -x.size(1) % GROUP)).float().unflatten(1, (-1, GROUP))
             peak, largest = groups.abs().amax(dim=2, keepdim=True), torch.tensor(127.0)
             x = ((groups * (largest / peak)).round().double() * (peak / largest)).flatten(1)[:, :w.size(1)]

@@ -86,7 +86,8 @@ def expected_logits(decoder, texts, kind='float32'):
 
 
 @pytest.mark.parametrize('weights, kv', [
-    ('float32', 'float32'), ('bfloat16', 'float32'), ('int8', 'float32'), ('float32', 'bfloat16'), ('float32', 'int8')])
+    ('float32', 'float32'), ('bfloat16', 'float32'), ('int8', 'float32'), ('int4', 'float32'), ('float32', 'bfloat16'),
+    ('float32', 'int8')])
 @pytest.mark.parametrize('case', [shape | kind for shape, kind in zip(itertools.cycle(SHAPES), KINDS)],
                          ids=lambda case: ' '.join(map(str, case.values())))
 def test_the_same_bits_in_any_step(case, weights, kv):
@@ -117,7 +118,7 @@ def test_the_same_bits_in_any_step(case, weights, kv):
                 assert (got - reference).abs().max() < worst * reference.abs().max()
 
 
-@pytest.mark.parametrize('weights', ['float32', 'bfloat16', 'int8'])
+@pytest.mark.parametrize('weights', ['float32', 'bfloat16', 'int8', 'int4'])
 def test_batches_of_1_to_64(weights):
     decoder, all_texts = CPUDecoder(model_of(SHAPES[1]), weights), texts(64, 6, 1)
     expected = expected_logits(decoder, all_texts)

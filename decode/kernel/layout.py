@@ -6,6 +6,7 @@ and the step. The constants here are the indices into these tables.
 """
 # inputs that share a scale when they are rounded to int8. All rows of activations are padded to a multiple of it
 GROUP = 64
+WEIGHT_GROUP = 32  # int4 weights of an output that share a scale
 SHEET = 4         # panels of weights that are side by side, see linears.py
 SUMMED_ROWS = 48  # rows whose sums with a sheet a thread keeps at a time
 KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
@@ -81,7 +82,8 @@ FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
  SUMS,          # float32 (SUMMED_ROWS, SHEET, LANES): sums of some rows with a sheet
  ROUNDED,       # uint8 (rows, the most inputs of a linear): rows rounded to int8
  SCALES,        # float32 (rows, groups): their scales
- N_SCRATCH) = range(7)
+ STARTS,        # int32 (rows, groups of weights): where their sums with int4 weights begin
+ N_SCRATCH) = range(8)
 
 # why a step is refused
 BAD_TOKEN, BAD_POSITION, BAD_RUNS, NO_SLOT, WRITTEN_TWICE, WRITTEN_BY_ANOTHER = range(1, 7)

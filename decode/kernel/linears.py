@@ -8,12 +8,18 @@ of a register, and memory is read from front to back. A sheet is
     float32     (K, SHEET, LANES)           K inputs, padded with zeros to a multiple of GROUP
     bfloat16    (K / 2, SHEET, LANES, 2)    widened to float32 in registers
     int8        (K / 4, SHEET, LANES, 4)    one scale for each output; the order that the dot product instruction reads
+    int4        (K / GROUP, 9, SHEET, LANES)    of uint32: one vector of scales, then eight of weights
 
 and the last sheet of a linear ends with panels of zeros. An output is one chain of fused multiply-adds, from its first
 input to its last (int8: over groups, whose sums are exact), then scale and bias. So its bits depend neither on how many
 rows are multiplied at once nor on the threads.
 
 With int8 weights the inputs are rounded to int8 too, GROUP of them to a scale, as llama.cpp does for its Q8_0.
+
+With int4 weights as well. WEIGHT_GROUP weights of an output share a scale, a bfloat16, so a vector of scales has both
+of a GROUP. A vector of weights has 8 inputs of each output, 8 more than the weight in 4 bits each: byte j has input j in
+its lower half and input 4 + j in its upper half. So one mask, and one shift and a mask, give what the dot product
+instruction takes. lm_head is in int8.
 
 The sums of several rows and panels are a tile, each in a register, to which one loop over the inputs adds. The code of
 a tile is emitted with its loops over rows and panels unrolled, so LLVM sees a straight line of instructions.
@@ -25,6 +31,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
+from numba.extending import intrinsic
 
 from decode.kernel.layout import (
     FIRST_PANEL,
@@ -35,6 +42,7 @@ from decode.kernel.layout import (
     N_PANELS,
     SHEET,
     SUMMED_ROWS,
+    WEIGHT_GROUP,
 )
 from decode.kernel.threads import LINE, claim, share
 from decode.kernel.vectors import (
@@ -50,6 +58,7 @@ from decode.kernel.vectors import (
     absolute,
     address,
     broadcast,
+    bytes_of,
     call,
     constant,
     emit_fma,
@@ -74,15 +83,17 @@ from decode.kernel.vectors import (
 
 # does the processor have one instruction for int8 x int8 with int32 sums?
 DOT_PRODUCTS = LANES == 16 and bool(features.get('avx512vnni'))
-INPUTS_PER_VECTOR = {F32: 1, I16: 2, I8: 4}  # of packed weights, by their type
+INPUTS_PER_VECTOR = {F32: 1, I16: 2, I8: 4, I32: 8}  # of packed weights, by their type; int4 are packed as uint32
+INT4_VECTORS = 1 + GROUP // 8  # of int4 weights, for GROUP inputs
 # How many panels of a sheet a tile of 1, 2, ... rows multiplies at once, by the type of the weights: so many that the
 # sums and what is added to them fit the registers, 32 with AVX-512 and 16 elsewhere. And how many rows a tile has at
 # most where there are several.
-TILES = {F32: (4, 4, 4, 4, 4, 4, 2, 2), I16: (4, 4, 4, 4, 4), I8: (4, 4, 4, 4, 2, 2, 2, 2)}
-ONE_OF_SEVERAL = {F32: 6, I16: 5, I8: 8}
+TILES = {F32: (4, 4, 4, 4, 4, 4, 2, 2), I16: (4, 4, 4, 4, 4), I8: (4, 4, 4, 4, 2, 2, 2, 2),
+         I32: (4, 4, 4, 4, 2, 2, 2, 2)}
+ONE_OF_SEVERAL = {F32: 6, I16: 5, I8: 8, I32: 8}
 if LANES == 8:
-    TILES = {F32: (4, 4, 2, 2, 2, 2), I16: (4, 4, 2, 2), I8: (4, 4, 2)}
-    ONE_OF_SEVERAL = {F32: 6, I16: 4, I8: 3}
+    TILES = {F32: (4, 4, 2, 2, 2, 2), I16: (4, 4, 2, 2), I8: (4, 4, 2), I32: (4, 4, 2)}
+    ONE_OF_SEVERAL = {F32: 6, I16: 4, I8: 3, I32: 3}
 # Tiles of so many rows and more prefetch weights. Prefetching for a single row made a step 0.76 to 1.02 times as fast
 # (S, M, L with each type of weights, on an AMD EPYC of the Zen 4 kind).
 PREFETCH_ROWS = 3
@@ -106,7 +117,7 @@ Team = namedtuple('Team', 'thread n_threads claims')  # one thread of those that
 
 @instruction(types.int64)
 def inputs_per_vector(builder, w):
-    """The number of inputs that a vector of packed weights w covers: 1, 2 or 4, by their type"""
+    """The number of inputs that a vector of packed weights w covers: 1, 2, 4 or 8, by their type"""
     return I64(INPUTS_PER_VECTOR[w.type.pointee])
 
 
@@ -121,19 +132,24 @@ def most_rows(builder, w):
 
 
 @instruction(types.void)
-def multiply_tile(builder, w, w_at, ahead, start, x, rounded, scale, x_at, stride, n_rows, n_inputs, more, sums,
-                  sums_at):
+def multiply_tile(builder, w, w_at, ahead, start, x, rounded, scale, starts, x_at, stride, n_rows, n_inputs, more,
+                  sums, sums_at):
     """
     One tile of w @ x: the panels of a sheet times n_rows rows of x, over n_inputs inputs in ascending order.
 
     w at w_at: a sheet of packed weights from the first of these inputs on, see linears.py. x at x_at + r * stride: row
-    r, float32. For int8 weights it is read from `rounded`, uint8, with scale, the scales of the groups of all rows, and
-    start, where the sums of all groups of weights begin. The sums, (n_rows, SHEET, LANES) at sums_at, are continued
-    where `more`. Tiles of PREFETCH_ROWS rows and more prefetch half as many weights at `ahead`.
+    r, float32. For int8 and int4 weights it is read from `rounded`, 8 bits, with scale, the scales of the groups of all
+    rows. Their sums begin at start, of all groups of int8 weights, or starts, of the groups of all rows for int4. The
+    sums, (n_rows, SHEET, LANES) at sums_at, are continued where `more`. Tiles of PREFETCH_ROWS rows and more prefetch
+    half as many weights at `ahead`.
     """
     element, group = w.type.pointee, I64(GROUP)
+    start = (start, builder.udiv(w_at, group))
+    if element == I32:
+        start = (starts, builder.udiv(x_at, I64(WEIGHT_GROUP)))
+        w_at, ahead = (builder.mul(builder.udiv(at, group), I64(INT4_VECTORS)) for at in (w_at, ahead))
     pointers = [address(builder, *at) for at in (
-        (w, w_at), (w, ahead), (start, builder.udiv(w_at, group)), (rounded if element == I8 else x, x_at),
+        (w, w_at), (w, ahead), start, (rounded if element in (I8, I32) else x, x_at),
         (scale, builder.udiv(x_at, group)), (sums, sums_at))]
     multiplied, others = (builder.append_basic_block(name) for name in ('multiplied', 'others'))
     switch = builder.switch(n_rows, others)
@@ -168,6 +184,7 @@ class Tile:
     def __init__(self, builder, element, n_rows, n, first, args):
         self.builder, self.inputs, self.n_rows, self.n, self.first = (
             builder, INPUTS_PER_VECTOR[element], n_rows, n, first)
+        self.of_vector = 4 * LANES // bytes_of(element)  # elements
         self.w, self.ahead, self.start, self.x, self.scale, self.sums, self.stride, self.n_inputs, self.more = args
         self.cells = list(product(range(n_rows), range(n)))
 
@@ -186,30 +203,52 @@ class Tile:
         sums = [cgutils.alloca_once_value(builder, v) for v in begun]
         if self.inputs == 4:
             self.add_groups(sums)
+        elif self.inputs == 8:
+            self.add_int4_groups(sums)
         else:
             with cgutils.for_range(builder, builder.udiv(self.n_inputs, I64(self.inputs))) as loop:
-                self.add_products(sums, loop.index)
+                self.add_products(sums, loop.index, (loop.index, self.inputs))
         for total, place in zip(sums, places):
             builder.store(builder.load(total), place).align = 4
 
-    def add_products(self, sums, i):
-        """sums += vector number i of each panel times its inputs"""
-        builder, of_vector = self.builder, LANES * self.inputs
-        if self.n_rows >= PREFETCH_ROWS:
-            done = self.first // self.n * SHEET // 2 * LANES  # by the panels before
-            for v in range(0, SHEET // 2, 16 // LANES):
-                p = self.at(self.ahead, I8, (i, SHEET // 2 * of_vector), (self.n_inputs, done), v * of_vector)
-                call(builder, 'llvm.prefetch.p0', ir.VoidType(), p, I32(0), I32(2), I32(1))  # read, level 2, data
+    def prefetch(self, i):
+        """Tiles of several rows: prefetch half of vector number i of the sheet at `ahead`."""
+        if self.n_rows < PREFETCH_ROWS:
+            return
+        n_vectors = self.builder.udiv(self.n_inputs, I64(self.inputs))
+        if self.inputs == 8:
+            n_vectors = self.builder.mul(self.builder.udiv(self.n_inputs, I64(GROUP)), I64(INT4_VECTORS))
+        done = self.first // self.n * SHEET // 2 * self.of_vector  # by the panels before
+        for v in range(0, SHEET // 2, 16 // LANES):
+            p = self.at(self.ahead, I8, (i, SHEET // 2 * self.of_vector), (n_vectors, done), v * self.of_vector)
+            call(self.builder, 'llvm.prefetch.p0', ir.VoidType(), p, I32(0), I32(2), I32(1))  # read, level 2, data
+
+    def load_vectors(self, i):
+        """Vector number i of each panel."""
+        self.prefetch(i)
         as_type = FLOATS if self.inputs == 1 else INTS
-        at = [self.at(self.w, as_type, (i, SHEET * of_vector), (self.first + p) * of_vector) for p in range(self.n)]
-        weights = [of_each_input(builder, emit_load(builder, p), self.inputs) for p in at]
+        at = [self.at(self.w, as_type, (i, SHEET * self.of_vector), (self.first + p) * self.of_vector)
+              for p in range(self.n)]
+        return [emit_load(self.builder, p) for p in at]
+
+    def add_products(self, sums, i, *first_input):
+        """sums += vector number i of each panel times its inputs, of which the first has this number (see `at`)"""
+        builder = self.builder
+        weights = [of_each_input(builder, v, self.inputs) for v in self.load_vectors(i)]
         for r, k in product(range(self.n_rows), range(len(weights[0]))):
-            at = self.at(self.x, I32 if self.inputs == 4 else F32, (self.stride, r), (i, self.inputs), k)
+            in_bytes = self.inputs >= 4
+            at = self.at(self.x, I32 if in_bytes else F32, (self.stride, r), *first_input, 4 * k if in_bytes else k)
             x = broadcast(builder, emit_load(builder, at))
             for p in range(self.n):
                 s, w = sums[r * self.n + p], weights[p][k]
                 v = builder.load(s)
-                builder.store(dot_bytes(builder, v, x, w) if self.inputs == 4 else emit_fma(builder, w, x, v), s)
+                if self.inputs == 4:
+                    v = dot_bytes(builder, v, x, w)
+                elif self.inputs == 8:
+                    v = dot_bytes(builder, v, w, x)
+                else:
+                    v = emit_fma(builder, w, x, v)
+                builder.store(v, s)
 
     def add_groups(self, totals):
         """totals += the int32 sums of each group times its scale"""
@@ -223,39 +262,68 @@ class Tile:
                 v = builder.sext(emit_load(builder, at, 2), INTS)
                 builder.store(builder.shl(v, same(7, INTS)), s)
             with cgutils.for_range(builder, I64(vectors)) as of_group:
-                self.add_products(sums, builder.add(builder.mul(loop.index, I64(vectors)), of_group.index))
-            groups = builder.udiv(self.stride, I64(GROUP))
-            for s, total, (r, _) in zip(sums, totals, self.cells):
-                scale = broadcast(builder, emit_load(builder, self.at(self.scale, None, (groups, r), (loop.index, 1))))
-                v = builder.sitofp(builder.load(s), FLOATS)
-                builder.store(emit_fma(builder, v, scale, builder.load(total)), total)
+                i = builder.add(builder.mul(loop.index, I64(vectors)), of_group.index)
+                self.add_products(sums, i, (i, 4))
+            self.add_scaled(totals, [builder.sitofp(builder.load(s), FLOATS) for s in sums], loop.index)
+
+    def add_int4_groups(self, totals):
+        """totals += the int32 sums of each group of weights times its scale, and times that of the inputs"""
+        builder, vectors = self.builder, WEIGHT_GROUP // 8
+        groups = builder.udiv(self.stride, I64(WEIGHT_GROUP))
+        sums = [cgutils.alloca_once(builder, INTS) for _ in totals]
+        with cgutils.for_range(builder, builder.udiv(self.n_inputs, I64(GROUP))) as loop:
+            first, scaled = builder.mul(loop.index, I64(INT4_VECTORS)), [None] * len(totals)
+            scales = [of_each_input(builder, v, 2) for v in self.load_vectors(first)]
+            for half in range(GROUP // WEIGHT_GROUP):
+                for s, (r, _) in zip(sums, self.cells):
+                    at = self.at(self.start, None, (groups, r), (loop.index, GROUP // WEIGHT_GROUP), half)
+                    builder.store(broadcast(builder, emit_load(builder, at)), s)
+                with cgutils.for_range(builder, I64(vectors)) as of_group:
+                    i = builder.add(of_group.index, I64(half * vectors))
+                    self.add_products(sums, builder.add(first, builder.add(i, I64(1))), (loop.index, GROUP), (i, 8))
+                for c, (s, (_, p)) in enumerate(zip(sums, self.cells)):
+                    v, scale = builder.sitofp(builder.load(s), FLOATS), scales[p][half]
+                    scaled[c] = builder.fmul(v, scale) if half == 0 else emit_fma(builder, v, scale, scaled[c])
+            self.add_scaled(totals, scaled, loop.index)
+
+    def add_scaled(self, totals, sums, group):
+        """totals += sums of a group, float32, times the scale of each row's inputs"""
+        builder, groups = self.builder, self.builder.udiv(self.stride, I64(GROUP))
+        for v, total, (r, _) in zip(sums, totals, self.cells):
+            scale = broadcast(builder, emit_load(builder, self.at(self.scale, None, (groups, r), (group, 1))))
+            builder.store(emit_fma(builder, v, scale, builder.load(total)), total)
 
 
 def of_each_input(builder, v, inputs):
-    """A vector of packed weights as one vector for each input; one of int8 stays as it is."""
+    """
+    A vector of packed weights as one vector for each input. One of int8 stays as it is, and those of int4 have four
+    inputs in each number.
+    """
+    if inputs == 8:
+        return [builder.and_(half, same(0x0f0f0f0f, INTS)) for half in (v, builder.lshr(v, same(4, INTS)))]
     if inputs != 2:
         return [v]
     halves = builder.shl(v, same(16, INTS)), builder.and_(v, same(-65536, INTS))  # a bfloat16 is a float32's upper half
     return [builder.bitcast(half, FLOATS) for half in halves]
 
 
-def dot_bytes(builder, sums, x, w):
-    """sums + the dot products of four uint8 of x with four int8 of w, lane by lane (x and w as int32)."""
+def dot_bytes(builder, sums, a, b):
+    """sums + the dot products of four uint8 of a with four int8 of b, lane by lane (a and b as int32)."""
     if DOT_PRODUCTS:
-        return call(builder, 'llvm.x86.avx512.vpdpbusd.512', INTS, sums, x, w)
+        return call(builder, 'llvm.x86.avx512.vpdpbusd.512', INTS, sums, a, b)
     for byte in range(4):
         up = same(24 - 8 * byte, INTS)
-        x_byte = builder.lshr(builder.shl(x, up), same(24, INTS))
-        w_byte = builder.ashr(builder.shl(w, up), same(24, INTS))
-        sums = builder.add(sums, builder.mul(x_byte, w_byte))
+        a_byte = builder.lshr(builder.shl(a, up), same(24, INTS))
+        b_byte = builder.ashr(builder.shl(b, up), same(24, INTS))
+        sums = builder.add(sums, builder.mul(a_byte, b_byte))
     return sums
 
 
 @njit
-def round_row(x, x_at, K, out, out_at, scales, scale_at):
+def round_row(x, x_at, K, out, out_at, added, scales, scale_at):
     """
-    Round K floats of x to int8, GROUP to a scale, so that the largest of a group is 127. out: uint8, 128 more than the
-    int8; scales: the scale of each group.
+    Round K floats of x to int8, GROUP to a scale, so that the largest of a group is 127. out: 8 bits, the int8 plus
+    `added`; scales: the scale of each group.
     """
     not_numbers = constant(0)
     for g in range(K // GROUP):
@@ -267,16 +335,47 @@ def round_row(x, x_at, K, out, out_at, scales, scale_at):
         scales[scale_at + g] = peak / np.float32(127)
         to_whole = splat(np.float32(127) / peak if peak > 0 else np.float32(0))
         for i in range(g * GROUP, (g + 1) * GROUP, LANES):
-            store_rounded(out, out_at + i, load(x, x_at + i) * to_whole, 128)
+            store_rounded(out, out_at + i, load(x, x_at + i) * to_whole, added)
     scales[scale_at] += sum_lanes(not_numbers)  # 0, or NaN if an input is NaN or infinite: int8 has no NaN
 
 
 @njit
+def sum_groups(rounded, at, K, starts, start_at):
+    """Where the sums of a rounded row with int4 weights begin: these are 8 too large, so at -8 times its sums."""
+    for g in range(K // WEIGHT_GROUP):
+        total = np.int32(0)
+        for i in range(at + g * WEIGHT_GROUP, at + (g + 1) * WEIGHT_GROUP):
+            total += np.int32(np.int8(rounded[i]))
+        starts[start_at + g] = np.int32(-8) * total
+
+
+@njit
 def prepare_rows(w, x, n_rows, K, scratch):
-    """Before `linear` is called: for int8 weights w, round the rows of x, (n_rows, K), to int8 in the scratch."""
-    if inputs_per_vector(w) == 4:
+    """
+    Before `linear` is called: for int8 and int4 weights w, round the rows of x, (n_rows, K), to int8 in the scratch. The
+    dot product instruction takes unsigned numbers on one side: for int8 weights those are the inputs plus 128.
+    """
+    inputs = inputs_per_vector(w)
+    if inputs >= 4:
         for r in range(n_rows):
-            round_row(x, r * K, K, scratch.rounded, r * K, scratch.scales, r * (K // GROUP))
+            round_row(x, r * K, K, scratch.rounded, r * K, 128 if inputs == 4 else 0, scratch.scales, r * (K // GROUP))
+            if inputs == 8:
+                sum_groups(scratch.rounded, r * K, K, scratch.starts, r * (K // WEIGHT_GROUP))
+
+
+@intrinsic
+def in_int8(typing, panels):
+    """Packed weights of all linears as those of lm_head, which is in int8 where the others are in int4."""
+    to = types.CPointer(types.int8) if panels.dtype == types.uint32 else panels
+
+    def emit(context, builder, sig, args):
+        return builder.bitcast(args[0], context.get_value_type(to))
+    return to(panels), emit
+
+
+@njit
+def for_lm_head(linears):
+    return Linears(in_int8(linears.panels), linears.scale, linears.bias, linears.start, linears.table)
 
 
 @njit
@@ -303,7 +402,7 @@ def multiply_sheet(linears, w_at, K, x, row, n_rows, sizes, scratch):
             ahead, x_at = at, (row + r) * K + k
             if n_tile < most and r <= n_tile:  # the first two tiles prefetch the next part, half each
                 ahead += n * of_input if r == 0 else n * of_input * 3 // 2
-            multiply_tile(w, at, ahead, linears.start, x, scratch.rounded, scratch.scales, x_at, K,
+            multiply_tile(w, at, ahead, linears.start, x, scratch.rounded, scratch.scales, scratch.starts, x_at, K,
                           min(n_tile, n_rows - r), n, k > 0, scratch.sums, r * of_input)
             r += n_tile
         k += part

@@ -32,6 +32,7 @@ from decode.kernel.linears import (
     STORE,
     Linears,
     Team,
+    for_lm_head,
     linear,
     prepare_rows,
     shared_linear,
@@ -58,6 +59,7 @@ from decode.kernel.vectors import (
     bytes_at,
     doubles_at,
     floats_at,
+    ints_at,
     load,
     load_first,
     longs_at,
@@ -72,13 +74,14 @@ from decode.weights import WEIGHTS
 POSTED_THREADS, POSTED_MEMORY, POSTED_SIZES = 2, 3, 4  # in line 0 of threads.Workers.post: the step that is posted
 
 # the arrays of a thread that linears need, see layout.py
-ThreadScratch = namedtuple('ThreadScratch', 'normed sums rounded scales')
+ThreadScratch = namedtuple('ThreadScratch', 'normed sums rounded scales starts')
 
 @njit
 def thread_scratch(memory, thread):
     at = layout.SCRATCH + layout.N_SCRATCH * thread
     return ThreadScratch(floats_at(memory[at + layout.NORMED]), floats_at(memory[at + layout.SUMS]),
-                         bytes_at(memory[at + layout.ROUNDED]), floats_at(memory[at + layout.SCALES]))
+                         bytes_at(memory[at + layout.ROUNDED]), floats_at(memory[at + layout.SCALES]),
+                         ints_at(memory[at + layout.STARTS]))
 
 
 @njit
@@ -304,8 +307,9 @@ def gpt_step(thread, n_threads, like, memory_at, sizes_at):
     for r in range(n_rows):
         row_norm(x, r * C_p, norms, 2 * n_layer, C, normed, r * C_p)
     logits = floats_at(memory[layout.LOGITS])
-    prepare_rows(linears.panels, normed, n_rows, C_p, scratch)
-    if not shared_linear(team, linears, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch):
+    of_head = for_lm_head(linears)
+    prepare_rows(of_head.panels, normed, n_rows, C_p, scratch)
+    if not shared_linear(team, of_head, lm_head, normed, n_rows, STORE, logits, sizes[layout.VOCAB_SIZE], scratch):
         claim(sizes, layout.NOT_NUMBERS)
 
 
@@ -365,8 +369,8 @@ def step(like, memory_at, sizes_at, n_threads, post_at, thread, seen):
     or why the next step was not done, see layout.py. A step writes the keys and values of its N rows, and the logits
     (W, vocab_size) of the rows that are wanted.
 
-    like: an array of the type of the weights: float32, uint16 (bfloat16) or int8. memory_at, sizes_at: the addresses of
-    the two tables of layout.py. post_at: the address of the workers' lines.
+    like: an array of the type of the weights: float32, uint16 (bfloat16), int8 or uint32 (int4). memory_at, sizes_at: the
+    addresses of the two tables of layout.py. post_at: the address of the workers' lines.
 
     With another thread it is the loop of that worker, which has seen so many steps; memory, sizes and n_threads then
     come with each step that is posted. (One function for both, so that the step is compiled once.)

@@ -202,9 +202,9 @@ def pointer_to(number, element):
     return at
 
 
-floats_at, doubles_at, bytes_at, shorts_at, longs_at = (
+floats_at, doubles_at, bytes_at, shorts_at, ints_at, longs_at = (
     pointer_to(*kind) for kind in ((types.float32, F32), (types.float64, F64), (types.uint8, I8), (types.int16, I16),
-                                   (types.int64, I64)))
+                                   (types.int32, I32), (types.int64, I64)))
 
 
 @intrinsic
