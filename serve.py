@@ -35,7 +35,7 @@ max_num_batched_tokens = 0  # tokens of one step: more reads prompts faster, few
                             # the size of the model
 kv_memory = 0.5       # on CUDA: the share of the free memory that the cache takes, if n_blocks is 0
 decoder = 'auto'      # what computes a step: eager, cpu, gpu; auto is the fastest there is
-weights = 'float32'   # how they are read: float32, or rounded to bfloat16 or int8, which is faster; on CUDA float32
+weights = 'float32'   # how they are read: float32, or rounded: bfloat16, int8 or int4, which is faster; on CUDA float32
                       # leaves them as they are in the file
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is

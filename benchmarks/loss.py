@@ -110,7 +110,7 @@ def compare(model, text, n_rows=32):
     shift = dict(when_full='shift')
     cases = (('float32', 0, {}), ('float32', 0, shift), ('float32', 0, shift | dict(keep=3 * size // 4)),
              ('float32', 0, shift | dict(keep=size // 4)), ('bfloat16', 0, {}), ('int8', 0, {}),
-             ('float32', 8, {}), ('float32', 4, {}))
+             ('int4', 0, {}), ('float32', 8, {}), ('float32', 4, {}))
     for weights, kv_bits, policy in tqdm(cases, desc='policies and widths', leave=False, disable=None):
         cache = kvcache.make_cache(model, 'tuple', n_rows, kv_bits, decode.best(model, n_rows, weights))
         nll, context = negative_log_likelihoods(model, tokens, cache, skip=size, **policy)

@@ -77,9 +77,9 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
         'auto': on a CPU the numba one, on CUDA the Triton one, or the graph where Triton is missing, elsewhere the
         eager one. 'auto' is eager for models that the other decoders do not know, and stderr says so; and on a CPU for
         batches above LARGEST_BATCH.
-    weights: 'float32', 'bfloat16', 'int8' or 'int4', how the numba decoder reads them. On CUDA 'float32' leaves them in the
-        model's dtype, and 'int8' is for the Triton decoder. threads: how many the numba decoder uses; None or 0 lets it
-        choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
+    weights: 'float32', 'bfloat16', 'int8' or 'int4', how the numba decoder reads them. On CUDA 'float32' leaves them in
+        the model's dtype, and 'int8' is for the Triton decoder. threads: how many the numba decoder uses; None or 0
+        lets it choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
 
     Raises ValueError for a decoder that does not exist or does not work here, and for settings that it does not have.
     """

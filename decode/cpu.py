@@ -36,8 +36,8 @@ class CPUDecoder:
     writes the same tuples as a model in float32, in place, so the two can take turns on one cache at any step;
     kv_cache=None begins a cache, and cache_pos may be an integer tensor (B,).
 
-    weights: 'float32', 'bfloat16' or 'int8', the type in which they are read. They are packed into a copy of 4, 2 or 1
-        bytes a weight; the model and its checkpoint stay as they are.
+    weights: 'float32', 'bfloat16', 'int8' or 'int4', the type in which they are read. They are packed into a copy of 4,
+        2, 1 or 0.5625 bytes a weight (1 in lm_head); the model and its checkpoint stay as they are.
     threads: how many; by default up to torch's number, as many as a few timed steps show to be fastest, see `choice`.
 
     Several threads may use one decoder: their steps take turns. After a fork the child's decoder works too, with

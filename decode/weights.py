@@ -22,6 +22,7 @@ from decode.kernel.vectors import LANES, padded
 
 MADV_PAGEOUT = 21
 ROWS_AT_ONCE = 2**12  # of a matrix that is packed: the numbers on the way take memory too
+LARGEST = -7, -7.5, -8, -8.5, -9, -9.5  # what the largest number of a group is divided into, see `quantise_groups`
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8, 'int4': np.uint32}  # types of the panels
 padded = padded.py_func
 
@@ -99,12 +100,24 @@ def quantise(w):
 def quantise_groups(w):
     """
     int4 weights: w (rows, K) -> (whole (rows, K) in -8 ... 7 as float32, scale (rows, K / WEIGHT_GROUP), bfloat16
-    numbers as float32), w = whole * scale of its group.
+    numbers as float32), w = whole * scale of its group, rounded to the nearest.
+
+    The number with the largest magnitude of a group becomes -8 in llama.cpp's Q4_0. Here each of LARGEST is tried. For
+    the whole numbers that it gives, the scale with the least squared error is (w . whole) / (whole . whole), and the
+    error is w . w less (w . whole)^2 / (whole . whole).
     """
     groups = w.unflatten(1, (-1, WEIGHT_GROUP))
-    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
-    scale = (largest / -8).bfloat16().float()
-    whole = (groups / scale.where(scale != 0, 1)).round().clamp(-8, 7).nan_to_num()
+    low, high = groups.aminmax(dim=2, keepdim=True)
+    largest = high.where(high > -low, low)
+    scale, most = 0 * largest, torch.zeros_like(largest)  # 0, or NaN if a number is NaN or infinite
+    for to in LARGEST:
+        whole = (groups * (to / largest)).round_().clamp_(-8, 7)
+        product, square = (torch.linalg.vecdot(v, whole).unsqueeze(2) for v in (groups, whole))
+        explained = (product / largest).square() / square  # as a part of largest^2, which may be too small for a float
+        better = explained > most
+        scale, most = torch.where(better, product / square, scale), torch.where(better, explained, most)
+    scale = scale.bfloat16().float()
+    whole = (groups / scale.where(scale != 0, 1)).round_().clamp_(-8, 7).nan_to_num_()
     return whole.flatten(1), scale.squeeze(2)
 
 
@@ -186,11 +199,12 @@ class PackedWeights:
             if bias is not None:
                 self.bias[row:row + len(bias)] = bias.float()
             lm_head = number == len(self.table) - 1
+            weights = 'int8' if lm_head and self.weights == 'int4' else self.weights
             for first in range(0, n, ROWS_AT_ONCE):
                 part = w[first:first + ROWS_AT_ONCE].float()
                 n_rows = padded(min(n - first, ROWS_AT_ONCE), SHEET * LANES)
                 part = F.pad(part, (0, K - w.size(1), 0, n_rows - len(part)))
-                scale = self.pack_rows(part, at + first * K, 'int8' if lm_head and self.weights == 'int4' else self.weights)
+                scale = self.pack_rows(part, at + first * K, weights)
                 if scale is not None:
                     self.scale[row + first:row + min(n, first + n_rows)] = scale[:n - first]
         self.eps[0] = self.model.transformer.ln_f.eps

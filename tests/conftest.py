@@ -56,7 +56,7 @@ def sizes(quick, full_size):
     return full_size if full else quick
 
 
-WEIGHTS = ('float32', 'int8', 'bfloat16')  # of the CPU decoder
+WEIGHTS = ('float32', 'int8', 'bfloat16', 'int4')  # of the CPU decoder
 
 # one torch thread here and in the scripts: beside a busy core, two threads wait for each other most of the time
 os.environ['OMP_NUM_THREADS'] = '1'

@@ -138,7 +138,7 @@ def test_loss_mode(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / 'loss.json').read_text())
     rows = figures['policies']['rows']
-    rounded = [('bfloat16', 0), ('int8', 0), ('float32', 8), ('float32', 4)]
+    rounded = [('bfloat16', 0), ('int8', 0), ('int4', 0), ('float32', 8), ('float32', 4)]
     assert [(row['weights'], row['kv_bits']) for row in rows] == [('float32', 0)] * 4 + rounded
     assert [row['kv_bytes_a_token'] for row in rows[-3:]] == [2 * 2 * 16 * 4, 2 * 2 * (16 + 2 * 4), 2 * 2 * (8 + 2 * 4)]
     assert len(figures['by_context']['rows'][0]['nats']) == 16 and is_png(tmp_path / 'loss.png')

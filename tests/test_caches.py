@@ -5,7 +5,7 @@ cache, and on the compiled step they have the bits that each text gives alone.
 import pytest
 import torch
 from cache_machine import MODELS, N_SEQ, VOCAB, Machine, cache_of, check, model_of
-from conftest import sizes
+from conftest import WEIGHTS, sizes
 from oracle import Oracle
 
 import decode
@@ -57,7 +57,7 @@ def test_in_float64_every_cache_gives_the_logits_of_a_text_without_a_cache(kind,
 @pytest.mark.parametrize('kind', KINDS)
 def test_on_the_compiled_step_every_token_has_the_bits_that_its_text_gives_alone(kind, model):
     for seed in seeds(kind, model, sizes(1, 9)):
-        weights, m = ('float32', 'bfloat16', 'int8')[seed % 3], model_of(model, seed)
+        weights, m = WEIGHTS[(seed // 100 + seed) % len(WEIGHTS)], model_of(model, seed)
         decoder = CPUDecoder(m, weights, min(2, n_cores()))
         alone, n_compared = Alone(CPUDecoder(m, weights, 1)), []
 

@@ -17,14 +17,14 @@ def test_best_is_the_one_place_that_picks_a_decoder():
     assert 'int8' in name(decode.LARGEST_BATCH + 1, weights='int8') and name(1, name='compiled').startswith('torch.')
     for settings, message in (
             (dict(name='fast'), "decoder must be auto, eager, cpu, gpu, graph or compiled, not 'fast'"),
-            (dict(weights='int4'), "weights must be float32, bfloat16 or int8, not 'int4'"),
+            (dict(weights='int2'), "weights must be float32, bfloat16, int8 or int4, not 'int2'"),
             (dict(threads=-1), 'threads must be positive'), (dict(threads=10 ** 6), 'threads=1000000 cannot be had'),
             (dict(name='eager', weights='int8'), 'weights=int8 is for the cpu decoder: leave decoder=eager out'),
             (dict(name='graph'), 'decoder=graph is for CUDA, but the device is cpu: use device=cuda'),
             (dict(name='compiled', threads=2), 'threads=2 is for the cpu decoder: leave decoder=compiled out')):
         with pytest.raises(ValueError, match=re.escape(message)):
             decode.best(f32(8), 1, **settings)
-    for wrong in (dict(weights='int4'), dict(threads=0), dict(threads=10 ** 6)):
+    for wrong in (dict(weights='int2'), dict(threads=0), dict(threads=10 ** 6)):
         with pytest.raises(ValueError):
             CPUDecoder(f32(8), **wrong)
     for settings in (dict(name='cpu'), dict(weights='int8'), dict(threads=1)):

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import WEIGHTS, sizes
 from example_models import f32
 from hypothesis import given
@@ -15,7 +16,8 @@ from ways import DECODERS, WAYS, decoder_of, without_compilers  # noqa: F401  (a
 import decode
 from decode import cpu
 from decode.cpu import CPUDecoder
-from decode.weights import quantise
+from decode.kernel.layout import WEIGHT_GROUP
+from decode.weights import quantise, quantise_groups
 from model import GPT, GPTConfig, LayerKVCache
 
 BLOCK = 16
@@ -215,12 +217,36 @@ def test_int8_rounds_to_the_nearest():
     assert ((whole * scale[:, None] - w).abs() <= scale[:, None] * 0.5001).all()
 
 
+@torch.no_grad()
+def test_int4_rounds_to_the_nearest_and_better_than_q4_0():
+    w = torch.randn(60, 96) * torch.logspace(-36, 34, 60)[:, None]
+    w[3, :WEIGHT_GROUP] = 0
+    groups = w.double().unflatten(1, (-1, WEIGHT_GROUP))
+    whole, scale = (v.double() for v in quantise_groups(w))
+    whole, scale = whole.unflatten(1, (-1, WEIGHT_GROUP)), scale[..., None]
+    assert torch.equal(whole, whole.round().clamp(-8, 7)) and torch.equal(scale, scale.bfloat16().double())
+    error, beyond = (whole * scale - groups).abs(), groups.abs() - 7 * scale.abs()
+    assert (error <= beyond.clamp(min=scale.abs() * 0.5001)).all()  # what is beyond 7 or -8 steps is that
+    assert (error <= 0.3 * groups.abs().amax(dim=2, keepdim=True)).all()
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+    q4_0 = ((groups * (-8 / largest)).round().clamp(-8, 7).nan_to_num() * (largest / -8) - groups) / largest
+    of_group, of_q4_0 = ((v.nan_to_num() ** 2).sum(dim=2) for v in (error / largest, q4_0))
+    assert (of_group <= 1.01 * of_q4_0).all() and of_group.mean() < 0.92 * of_q4_0.mean()
+    for value in (float('nan'), float('inf'), -float('inf')):
+        w[5, 40] = value
+        assert quantise_groups(w)[1][5].isnan().tolist() == [False, True, False]
+
+
 def rounded(w, weights):
+    if weights == 'int4':
+        whole, scale = quantise_groups(F.pad(w, (0, -w.size(1) % WEIGHT_GROUP)))
+        return (whole * scale.repeat_interleave(WEIGHT_GROUP, 1))[:, :w.size(1)]
     whole, scale = quantise(w)
     return w.bfloat16().float() if weights == 'bfloat16' else whole * scale[:, None]
 
 
-@pytest.mark.parametrize('weights, worst', [('bfloat16', 1e-5), ('int8', 0.05)])  # int8 rounds inputs of matmuls too
+# int8 and int4 round inputs of matmuls too
+@pytest.mark.parametrize('weights, worst', [('bfloat16', 1e-5), ('int8', 0.05), ('int4', 0.05)])
 @torch.no_grad()
 def test_rounded_weights_are_what_a_model_of_rounded_weights_computes(weights, worst):
     """Against the float32 model given the very weights that they stand for. Embeddings are not rounded."""
@@ -229,6 +255,7 @@ def test_rounded_weights_are_what_a_model_of_rounded_weights_computes(weights, w
         if name.endswith(('attn.c_attn.weight', 'c_proj.weight', 'c_fc.weight')):
             p.copy_(rounded(p, weights))
     x = other.hidden_states(idx, torch.arange(idx.size(1)))[0][:, -1:]
-    logits, expected = CPUDecoder(model, weights)(idx, None)[0], x @ rounded(model.lm_head.weight, weights).t()
+    head = rounded(model.lm_head.weight, 'int8' if weights == 'int4' else weights)
+    logits, expected = CPUDecoder(model, weights)(idx, None)[0], x @ head.t()
     assert (logits - expected).abs().max() < worst * expected.abs().max()
     assert not torch.equal(logits, CPUDecoder(model)(idx, None)[0])

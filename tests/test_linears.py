@@ -15,7 +15,7 @@ from numba import njit
 
 from decode import weights as weights_of_decoder
 from decode.kernel import layout
-from decode.kernel.layout import FIRST_PANEL, GROUP, SHEET, SUMMED_ROWS, WEIGHT_GROUP
+from decode.kernel.layout import FIRST_PANEL, FIRST_WEIGHT, GROUP, SHEET, SUMMED_ROWS, WEIGHT_GROUP
 from decode.kernel.linears import (
     ADD,
     CLAIMED,
@@ -97,6 +97,17 @@ class Packed:
                            out.data_ptr(), out.size(1), *panels, thread, n_threads) for thread in range(n_threads)]
         return out
 
+    def int4_weights(self, number):
+        """What is packed in int4, (n, k) in float64, read weight by weight as linears.py says."""
+        (n, k), at = self.linears[number][0].shape, self.packed.table[number, FIRST_WEIGHT]
+        K, (row, i) = padded(k, GROUP), np.indices((n, k))
+        sheet, panel, lane, group, j = row // (SHEET * LANES), row // LANES % SHEET, row % LANES, i // GROUP, i % GROUP
+        first = at // GROUP * 9 + ((sheet * (K // GROUP) + group) * 9 * SHEET + panel) * LANES + lane
+        scale = self.packed.panels[first] >> 16 * (j // WEIGHT_GROUP) & 0xffff
+        scale = (scale << 16).astype(np.uint32).view(np.float32)
+        bits = self.packed.panels[first + (1 + j // 8) * SHEET * LANES] >> 8 * (j % 4) + 4 * (j // 4 % 2) & 15
+        return torch.from_numpy((bits.astype(np.float64) - 8) * scale)
+
     def expected(self, number, x):
         """x @ w + b in float64 and the bound of its rounding error, with the weights and inputs that are multiplied."""
         w, bias = self.linears[number]
@@ -107,8 +118,7 @@ class Packed:
             whole, scale = quantise(w)
             w = whole.double() * scale.double()[:, None]
         elif self.weights == 'int4':
-            whole, scale = quantise_groups(F.pad(w, (0, -w.size(1) % WEIGHT_GROUP)))
-            w = (whole.double() * scale.double().repeat_interleave(WEIGHT_GROUP, 1))[:, :w.size(1)]
+            w = self.int4_weights(number)
         if self.weights in ('int8', 'int4'):
             groups = F.pad(x, (0, -x.size(1) % GROUP)).float().unflatten(1, (-1, GROUP))
             peak, largest = groups.abs().amax(dim=2, keepdim=True), torch.tensor(127.0)
@@ -170,6 +180,14 @@ def check_finite(weights, shapes):
 def test_a_row_has_the_same_bits_alone_and_among_others_and_what_is_not_finite_is_noticed(weights):
     check(weights, SHAPES)
     check_finite(weights, SHAPES)
+
+
+def test_int4_packs_what_was_rounded():
+    packed = Packed('int4', SHAPES[:4])
+    for number, (w, _) in enumerate(packed.linears):
+        whole, scale = quantise_groups(F.pad(w, (0, -w.size(1) % GROUP)))
+        expected = (whole.double() * scale.double().repeat_interleave(WEIGHT_GROUP, 1))[:, :w.size(1)]
+        assert torch.equal(packed.int4_weights(number), expected)
 
 
 def test_a_nan_stays_in_its_row():

@@ -19,12 +19,13 @@ class LlamaCpp(Engine):
 
     Its GELU is the tanh approximation, from a table of float16, and its keys and values are float16 by default (float32
     makes it slower), so its tokens need not be ours. int8 is Q8_0: blocks of 32 with a scale each, inputs likewise.
+    int4 is what llama.cpp's own program makes as Q4_0: its lm_head has 6 or 8 bits.
     kv: its keys and values, float32, float16 or q8_0.
     The batch is filled and read as in https://github.com/ggml-org/llama.cpp/blob/master/examples/batched/batched.cpp
     """
     name = 'llama.cpp'
     packages = {'llama_cpp': 'llama-cpp-python', 'gguf': 'gguf'}
-    ways = {'float32': [{}], 'int8': [{}]}
+    ways = {'float32': [{}], 'int8': [{}], 'int4': [{}]}
     same_tokens = False
     model = context = log_callback = None
 
@@ -109,11 +110,19 @@ class LlamaCpp(Engine):
         return np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), (self.rows, self.config.vocab_size))
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def folder_with_gguf(model, weights):
-    """A temporary folder with the model as the file GGUF. The last two are kept: engines map the same file."""
+    """A temporary folder with the model as the file GGUF. The last three are kept: engines map the same file."""
     folder = tempfile.TemporaryDirectory()
-    to_gguf(model, os.path.join(folder.name, GGUF), {'float32': 'f32', 'int8': 'q8_0'}[weights])
+    path = os.path.join(folder.name, GGUF)
+    to_gguf(model, path, 'q8_0' if weights == 'int8' else 'f32')
+    if weights == 'int4':
+        import llama_cpp
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0
+        if llama_cpp.llama_model_quantize(path.encode(), f'{path}.q4_0'.encode(), ctypes.byref(params)):
+            raise ValueError("llama.cpp could not quantise the GGUF file that was made for it")
+        os.replace(f'{path}.q4_0', path)
     return folder
 
 

@@ -31,7 +31,7 @@ class Decoder(NoCache):
     """The cache, and the fastest decoder for the batch."""
     name = 'cache + decoder'
     packages = {'decode.cpu': 'numba'}
-    ways = {'float32': [{}], 'bfloat16': [{}], 'int8': [{}]}
+    ways = {'float32': [{}], 'bfloat16': [{}], 'int8': [{}], 'int4': [{}]}
 
     def __init__(self, model, weights='float32', threads=1):
         super().__init__(model, weights, threads)

@@ -45,7 +45,7 @@ OURS = NoCache, Cache, Decoder
 PEERS = HuggingFace, CTranslate2, LlamaCpp, OnnxRuntime
 KEYS = [(Pages, 'float32'), (Pages, 'bfloat16'), (Pages, 'int8'),
         (LlamaCpp, 'float32'), (LlamaCpp, 'float16'), (LlamaCpp, 'q8_0')]  # types of keys and values of long_context
-BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1}
+BYTES = {'float32': 4, 'bfloat16': 2, 'int8': 1, 'int4': 0.5625}
 WARM_UP = 32       # tokens of a prompt that are fed before a timed run
 MUCH_SLOWER = 1.5  # a way to run an engine that takes so many times the time of another one is not tried again
 N_NEW, N_WARM = 16, 2  # tokens of a round of long_context and per_weight, and before them

@@ -16,10 +16,10 @@ rows are multiplied at once nor on the threads.
 
 With int8 weights the inputs are rounded to int8 too, GROUP of them to a scale, as llama.cpp does for its Q8_0.
 
-With int4 weights as well. WEIGHT_GROUP weights of an output share a scale, a bfloat16, so a vector of scales has both
-of a GROUP. A vector of weights has 8 inputs of each output, 8 more than the weight in 4 bits each: byte j has input j in
-its lower half and input 4 + j in its upper half. So one mask, and one shift and a mask, give what the dot product
-instruction takes. lm_head is in int8.
+With int4 weights too. WEIGHT_GROUP weights of an output share a scale, a bfloat16: a vector of scales has both of a
+GROUP. A vector of weights has those of 8 inputs for each output, plus 8, so that they are 0 ... 15. Its byte j has the
+weight of input j in the lower half and that of input 4 + j in the upper half: a mask, and a shift and a mask, give what
+the dot product instruction takes. lm_head is in int8.
 
 The sums of several rows and panels are a tile, each in a register, to which one loop over the inputs adds. The code of
 a tile is emitted with its loops over rows and panels unrolled, so LLVM sees a straight line of instructions.
@@ -89,7 +89,7 @@ INT4_VECTORS = 1 + GROUP // 8  # of int4 weights, for GROUP inputs
 # sums and what is added to them fit the registers, 32 with AVX-512 and 16 elsewhere. And how many rows a tile has at
 # most where there are several.
 TILES = {F32: (4, 4, 4, 4, 4, 4, 2, 2), I16: (4, 4, 4, 4, 4), I8: (4, 4, 4, 4, 2, 2, 2, 2),
-         I32: (4, 4, 4, 4, 2, 2, 2, 2)}
+         I32: (4, 4, 2, 2, 2, 2, 2, 2)}
 ONE_OF_SEVERAL = {F32: 6, I16: 5, I8: 8, I32: 8}
 if LANES == 8:
     TILES = {F32: (4, 4, 2, 2, 2, 2), I16: (4, 4, 2, 2), I8: (4, 4, 2), I32: (4, 4, 2)}
@@ -352,8 +352,8 @@ def sum_groups(rounded, at, K, starts, start_at):
 @njit
 def prepare_rows(w, x, n_rows, K, scratch):
     """
-    Before `linear` is called: for int8 and int4 weights w, round the rows of x, (n_rows, K), to int8 in the scratch. The
-    dot product instruction takes unsigned numbers on one side: for int8 weights those are the inputs plus 128.
+    Before `linear` is called: for int8 and int4 weights w, round the rows of x, (n_rows, K), to int8 in the scratch.
+    The dot product instruction takes unsigned numbers on one side: for int8 weights those are the inputs, plus 128.
     """
     inputs = inputs_per_vector(w)
     if inputs >= 4:

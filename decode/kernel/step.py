@@ -369,8 +369,8 @@ def step(like, memory_at, sizes_at, n_threads, post_at, thread, seen):
     or why the next step was not done, see layout.py. A step writes the keys and values of its N rows, and the logits
     (W, vocab_size) of the rows that are wanted.
 
-    like: an array of the type of the weights: float32, uint16 (bfloat16), int8 or uint32 (int4). memory_at, sizes_at: the
-    addresses of the two tables of layout.py. post_at: the address of the workers' lines.
+    like: an array of the type of the weights: float32, uint16 (bfloat16), int8 or uint32 (int4). memory_at, sizes_at:
+    the addresses of the two tables of layout.py. post_at: the address of the workers' lines.
 
     With another thread it is the loop of that worker, which has seen so many steps; memory, sizes and n_threads then
     come with each step that is posted. (One function for both, so that the step is compiled once.)
