@@ -154,7 +154,7 @@ def test_peers_mode(tmp_path):
     assert caches == {(engine.name, kind) for engine, kind in race.KEYS if not engine.missing()}
     turns = {(row['engine'], row['weights'], row['kept'], row['new']) for row in parts['second_turn']['rows']}
     assert turns == {(engine.name, weights, 8, race.N_SAID) for engine in (Pages, LlamaCpp) if not engine.missing()
-                     for weights in ('float32', 'int8')}
+                     for weights in ('float32', 'int8', 'int4')}
     steps = parts['per_weight']['rows']
     assert [(row['batch'], row['weights']) for row in steps] == [(B, weights) for B in (1, 3) for weights in Pages.ways]
     assert all(row['own_step_s'] > 0 and row['llama_over_own'] > 0 for row in steps)
