@@ -6,6 +6,7 @@ How much the tests try, and fixtures: a copy of the repository to run scripts in
 import os
 import pydoc_data.topics
 import shutil
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     global full
     full = config.getoption('--full')
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it for what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # no deadline: on a busy machine an example may take any time. In continuous integration the examples are the same
     # in each run
     hypothesis.settings.register_profile('nanogpt', deadline=None, max_examples=sizes(25, 100),

@@ -172,13 +172,13 @@ HOWS = [dict(), dict(temperature=0.5), dict(temperature=3.0), dict(temperature=0
 
 @pytest.mark.parametrize('vocab_size', [1, 2, 65, 1000, 4097])
 def test_tokens_equal_those_of_the_cpu(vocab_size):
-    hows = HOWS[vocab_size % 2::2] if sizes(True, False) else HOWS * 5
+    hows = HOWS[vocab_size % 2::2] if sizes(True, False) else HOWS * 2
     logits = rows_of(len(hows), vocab_size, seed=vocab_size)
     logits[::3] = np.round(logits[::3])
     assert check_draws(logits, hows) <= len(hows) // 100
 
 
-@pytest.mark.parametrize('vocab_size', sizes([700], [127, 129, 513, 700, 2000]))
+@pytest.mark.parametrize('vocab_size', sizes([700], [127, 513, 2000]))
 def test_tokens_equal_those_of_the_cpu_with_few_lanes(small_blocks, vocab_size):
     test_tokens_equal_those_of_the_cpu(vocab_size)
 
@@ -197,7 +197,7 @@ WAYS = st.fixed_dictionaries({}, optional=dict(
     min_p=st.sampled_from([0.0, 1e-3, 0.03, 1.0]) | st.floats(0, 1, **REALS)))
 
 
-@settings(max_examples=sizes(5, 100))
+@settings(max_examples=sizes(5, 40))
 @given(rows=st.lists(st.tuples(st.sampled_from(sorted(KINDS)), WAYS), min_size=8, max_size=8),
        seed=st.integers(0, 2**32 - 1))
 def test_rows_of_any_shape(rows, seed):
@@ -209,7 +209,7 @@ def test_rows_of_any_shape(rows, seed):
 def test_rows_of_each_kind(small_blocks):
     kinds = list(KINDS)[::sizes(4, 1)]
     logits = np.stack([KINDS[kind](row) for kind, row in zip(kinds, rows_of(len(kinds), 700).astype(np.float64))])
-    for top_p in sizes([0.5], [0.01, 0.3, 0.5, 0.9, 0.999]):
+    for top_p in sizes([0.5], [0.01, 0.5, 0.999]):
         check_draws(logits.astype(np.float32), [dict(top_p=top_p, top_k=600)] * len(kinds))
 
 
@@ -233,7 +233,7 @@ def test_zeros_of_both_signs_are_equal(small_blocks):
 
 def test_draws_follow_the_distribution(small_blocks):
     """Of probabilities 10, 60 and 30 percent."""
-    n = sizes(100, 2000)
+    n = sizes(100, 1000)
     logits = np.log(np.array([[0.1, 0.6, 0.3]] * n, np.float32))
     tokens = draw(logits, *state_of(3, [{}] * n, seeds=range(1000, 1000 + n)))
     counts = np.bincount(tokens, minlength=3)
