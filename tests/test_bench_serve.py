@@ -227,7 +227,7 @@ def test_the_soak_compares_answers(ours, monkeypatch):
     folder, server = ours
 
     class Same:  # the server that runs already, in the place of new ones
-        def __init__(self, *settings):
+        def __init__(self, *settings, device):
             pass
 
         def __enter__(self):
