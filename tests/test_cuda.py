@@ -212,7 +212,7 @@ def test_graphs_hold_no_cache_and_are_not_kept_for_ever():
         if n >= 40:
             gc.collect()
             used.append(torch.cuda.memory_allocated() - sum(layer.k_cache.nbytes * 2 for c in kept for layer in c))
-    # 32 recordings come and go together: a later generation takes no more than an earlier one
+    # up to 32 recordings are forgotten together: later ones take no more memory than earlier ones
     assert len(decoder.recordings) <= 32 and max(used[30:]) < max(used[:30]) + 2**23
 
 

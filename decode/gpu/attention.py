@@ -20,9 +20,9 @@ __all__ = 'attend', 'embed', 'store', 'turn'
 def attend(q, y, parts, kv, inputs, geometry):
     g, columns, R = geometry, geometry.columns, len(q)
     shared = g.n_head // g.n_kv_head  # queries of a head of keys
-    # Several queries of 16 bits are a matrix, of at least 16 rows. With one query there is nothing for tensor cores to
-    # reuse, and they do not multiply float32: then each query has a program. It loads to registers and never waits for
-    # other warps, where the programs of matrices load tiles ahead to shared memory
+    # A program multiplies several queries of 16 bits as a matrix, padded to 16 rows, on tensor cores. These do not
+    # multiply float32, and one query alone reuses no key. In both cases each query has a program of its own, which
+    # loads keys to registers and has no barrier in its loop
     one = shared == 1 or q.dtype == torch.float32
     padded = max(16, triton.next_power_of_2(g.head_dim))
     attend_kernel[R, g.n_head if one else g.n_kv_head, columns.n_splits](

@@ -43,7 +43,7 @@ def change_kernel(logits, settings, numbers, left, min_tokens, stops, bias_token
     inside = i < tl.where(tl.load(left + row) > 0, V, 0)  # nothing of a row that has ended
     at = row.to(tl.int64) * V + i
     v = tl.load(logits + at, inside, other=0.0)
-    # several programs may write this 1; nothing reads it in this launch
+    # Several programs may write the same 1. No program of this launch reads it
     tl.store(broken + row, 1, tl.max((v < INFINITY).to(tl.int32) ^ 1, 0) > 0)
 
     row_biases, row_stops = bias_tokens + row * MOST_BIASES, stops + row * MOST_STOPS
@@ -232,7 +232,8 @@ def threshold(row, few, how, target, V: tl.constexpr, BLOCK: tl.constexpr):
         weights += tl.where(c >= level, of_c, 0.0) + tl.where(d >= level, of_d, 0.0)
         is_enough = tl.sum(weights.to(tl.float64), 0) >= target
         low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle - 1)
-    # All logits above the largest d are among the few. If the threshold of the few is not, that of all may be higher
+    # The few contain every logit above the largest d. So the threshold of the few is that of all if it is above this d;
+    # otherwise it is a lower bound, and the search goes on over the whole row
     high = rank(tl.max(d, 0))
     while low < high:
         middle = high - (high - low) // 2

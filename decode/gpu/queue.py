@@ -6,7 +6,8 @@ from decode.graphs import captured
 
 class Queue:
     """
-    On CUDA: the current stream of a device. Recordings share memory and a stream, as no two run at the same time.
+    The current stream of a CUDA device. All recordings share one pool of memory and one stream, because no two of them
+    run at the same time.
 
     A pool of memory ends with the last graph that was recorded in it, and must not be used again: see `forget`.
     """

@@ -37,7 +37,7 @@ class SlotTable:
         if self.window:
             known &= until - first <= self.columns.ring
         if (until < ends).any() or not known.all():
-            # those of some later positions too, where the runs have them, for the next steps
+            # the slots of later positions are written too, if the runs have them: the next steps then write none
             reach = np.array([each.next[0] if each.next else 0 for each in runs])
             ends = np.maximum(ends, np.minimum(reach, np.minimum(starts + AHEAD, self.max_positions)))
             for entry in entries:

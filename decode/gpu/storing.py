@@ -1,5 +1,6 @@
 """
-What a step on a GPU writes before it attends: embeddings, angles, queries, and the keys and values of the new tokens.
+The kernels of a GPU step that run before attention: they write embeddings, angles, queries, and the keys and values of
+the new tokens.
 
 The functions are those of `plain`, which says what they compute, as launches of Triton kernels. A program computes one
 row, or a part of it, so that no row depends on another. Padding rows read and write no slots; their x is zero.
@@ -53,7 +54,7 @@ def turn_kernel(angles, positions, frequencies, FARTHEST: tl.constexpr, KINDS: t
 def store(qkv, q, angles, layer, kv, inputs, geometry):
     g, columns = geometry, geometry.columns
     q_norm, k_norm, padded = layer.q_norm, layer.k_norm, triton.next_power_of_2(g.head_dim)
-    # without fused multiply-adds, so that the rotation has plain's bits, and with it the codes of int8
+    # fused multiply-adds are off: the rotation then has the bits of plain.store, and so do the int8 codes
     store_kernel[len(qkv), g.n_head + 2 * g.n_kv_head](
         qkv, q, angles, q_norm and q_norm.weight, k_norm and k_norm.weight, kv.k, kv.v, kv.k_scale, kv.v_scale,
         inputs.positions, inputs.sequences, inputs.slot_table, inputs.slot_table.stride(0), g.slot_stride // g.head_dim,
