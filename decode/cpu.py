@@ -16,7 +16,7 @@ from decode.changes import Watch
 from decode.choice import ThreadChoice
 from decode.kernel import layout
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
-from decode.kernel.step import check, step, team_for
+from decode.kernel.step import PART_ON, check, step, team_for
 from decode.kernel.threads import LINE, aligned, n_cores, one_torch_thread
 from decode.process import after_fork, step_lock
 from decode.static import with_length
@@ -166,7 +166,7 @@ class CPUDecoder:
                 m.next_tokens.check(input_ids)
                 tables.ask_for(m.next_tokens, 1 if choice and choice.is_trial else m.next_tokens.n_steps)
             began = time.perf_counter_ns()
-            refused = step(*team.like, *tables.addresses, n_threads, team.address, 0, 0)
+            refused = step(*tables.addresses, n_threads, team.address)
             self.ended(refused, choice, began, began, m.next_tokens)
             tables.step = m if m.next_tokens is None else None
 
@@ -180,7 +180,9 @@ class CPUDecoder:
         return tables
 
     def tables_of(self, packed, n_rows, n_seq):
-        return StepTables(packed, self.arrays, n_rows, n_seq, min(n_rows, CHUNK), self.n_threads)
+        tables = StepTables(packed, self.arrays, n_rows, n_seq, min(n_rows, CHUNK), self.n_threads)
+        tables.memory[layout.PART] = PART_ON[self.weights].address
+        return tables
 
     def run_rows(self, N, tokens, logits, m, n_threads):
         """
@@ -211,7 +213,7 @@ class CPUDecoder:
             tables.memory[LOGITS] = logits + 4 * self.vocab_size * int(first)
             team, n, choice = self.team_and_threads(end - row, n_threads)
             began = time.perf_counter_ns()
-            refused = step(*team.like, *tables.addresses, n, team.address, 0, 0)
+            refused = step(*tables.addresses, n, team.address)
             self.ended(refused, choice, began, 0)  # 0: a prefill always follows a pause
 
     def team_and_threads(self, n_rows, n_threads):

@@ -45,6 +45,7 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  WANTED,        # int64 (W,): rows, ascending
  LOGITS,        # float32 (W, vocab_size)
  DRAW, DRAW_DATA,  # the function that draws tokens, and its first argument, see metadata.NextTokens
+ PART,          # the C function for weights of their type, see step.part_on
  ATTENTION,     # the C function for keys and values of their type, see attention.py
  KV_ARRAYS,     # int64 (n_layer, 4): the addresses of each layer's keys, values and their scales
  WRITTEN,       # uint8 (n_slots,): zeros between two steps
@@ -70,7 +71,7 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  Y,             # float32 (rows, n_head * head_dim padded): what attention gives
  FF,            # float32 (rows, n_inner padded): the MLP's hidden layer
  ANGLES,        # float32 (rows, 4, head_dim / 2): cos and sin of each row's rotation, and of its rotation for sinks
- SCRATCH) = range(39)  # from here on N_SCRATCH addresses for each thread
+ SCRATCH) = range(40)  # from here on N_SCRATCH addresses for each thread
 
 # the columns of SEQUENCES: the first of a sequence's OFFSETS; how many of them are of sinks; the position of the next
 FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)

@@ -21,11 +21,11 @@ import math
 from collections import namedtuple
 
 import numpy as np
-from numba import int64, njit, typeof
+from numba import int64, njit
 
 from decode.kernel import layout
 from decode.kernel.attention import ATTENTION_ON, heads_of, load_stored_first, own_entry
-from decode.kernel.building import call_c, keep_on_disk
+from decode.kernel.building import CFunction, call_c, keep_on_disk
 from decode.kernel.layout import GROUP, LINEARS_PER_LAYER
 from decode.kernel.linears import (
     ADD,
@@ -247,7 +247,7 @@ def keep_wanted(thread, n_threads, memory, sizes):
             store(x, i * C_p + j, load(x, wanted[i] * C_p + j))
 
 
-@njit(inline='always')  # into `step`, its only caller: compiled by itself it would be optimised twice
+@njit(inline='always')  # into `part_on`, its only caller: compiled by itself it would be optimised twice
 def gpt_step(thread, n_threads, like, memory_at, sizes_at):
     """The part of a step that thread number `thread` of n_threads computes; see the top of this file."""
     memory, sizes = longs_at(memory_at), longs_at(sizes_at)
@@ -361,45 +361,65 @@ def go_on(memory, sizes):
     return sizes[layout.ENDED] == 0 and sizes[layout.N_DRAWN] < sizes[layout.N_STEPS]
 
 
-@keep_on_disk
-@njit(nogil=True)
-def step(like, memory_at, sizes_at, n_threads, post_at, thread, seen):
+def part_on(dtype):
     """
-    With thread 0 one step, or several, see `draw`, on the caller's thread and n_threads - 1 `Workers`. Returns 0,
-    or why the next step was not done, see layout.py. A step writes the keys and values of its N rows, and the logits
-    (W, vocab_size) of the rows that are wanted.
-
-    like: an array of the type of the weights: float32, uint16 (bfloat16), int8 or uint32 (int4). memory_at, sizes_at:
-    the addresses of the two tables of layout.py. post_at: the address of the workers' lines.
-
-    With another thread it is the loop of that worker, which has seen so many steps; memory, sizes and n_threads then
-    come with each step that is posted. (One function for both, so that the step is compiled once.)
+    What one thread does in a step on weights of this type, float32, uint16 (bfloat16), int8 or uint32 (int4): a C
+    function (memory_at, sizes_at, thread, n_threads, 0) -> 0.
     """
-    post, mine = longs_at(post_at), longs_at(post_at + thread * LINE * 8)
-    if thread != 0 and claim(mine, RUNNING) != 0:
-        return 0
-    while True:
-        if thread == 0:
-            refused = check_step(longs_at(memory_at), longs_at(sizes_at))
-            if refused != 0:
-                return refused
-            post_step(memory_at, sizes_at, n_threads, post_at)
-        else:
-            seen += 1
-            wait_until(mine, seen, SPIN_IDLE)
-            if observe(mine, STOP):
-                return 0
-            n_threads, memory_at, sizes_at = post[POSTED_THREADS], post[POSTED_MEMORY], post[POSTED_SIZES]
+    like = np.zeros(0, dtype)
+
+    def part_of_step(memory_at, sizes_at, thread, n_threads, _):
         gpt_step(thread, n_threads, like, memory_at, sizes_at)
         draw(thread, n_threads, longs_at(memory_at), longs_at(sizes_at))
-        if thread == 0:
-            if n_threads > 1:
-                wait_until(post, n_threads - 1, SPIN)
-            if not go_on(longs_at(memory_at), longs_at(sizes_at)):
-                return 0
-        else:
-            claim(post, 0)
-            wake(post)
+        return 0
+    return CFunction(part_of_step)
+
+
+PART_ON = {weights: part_on(dtype) for weights, dtype in WEIGHTS.items()}
+
+
+@njit
+def run_part(memory_at, sizes_at, thread, n_threads):
+    call_c(longs_at(memory_at)[layout.PART], memory_at, sizes_at, thread, n_threads, 0)
+
+
+@keep_on_disk
+@njit(nogil=True)
+def step(memory_at, sizes_at, n_threads, post_at):
+    """
+    One step, or several, see `draw`, on the caller's thread and n_threads - 1 `Workers`. Returns 0, or why the next
+    step was not done, see layout.py. A step writes the keys and values of its N rows, and the logits (W, vocab_size) of
+    the rows that are wanted.
+
+    memory_at, sizes_at: the addresses of the two tables of layout.py. post_at: the address of the workers' lines.
+    """
+    while True:
+        refused = check_step(longs_at(memory_at), longs_at(sizes_at))
+        if refused != 0:
+            return refused
+        post_step(memory_at, sizes_at, n_threads, post_at)
+        run_part(memory_at, sizes_at, 0, n_threads)
+        if n_threads > 1:
+            wait_until(longs_at(post_at), n_threads - 1, SPIN)
+        if not go_on(longs_at(memory_at), longs_at(sizes_at)):
+            return 0
+
+
+@keep_on_disk
+@njit(nogil=True)
+def work(post_at, thread, seen):
+    """The loop of a worker, which has seen so many steps; see `threads.Workers`."""
+    post, mine = longs_at(post_at), longs_at(post_at + thread * LINE * 8)
+    if claim(mine, RUNNING) != 0:
+        return 0
+    while True:
+        seen += 1
+        wait_until(mine, seen, SPIN_IDLE)
+        if observe(mine, STOP):
+            return 0
+        run_part(post[POSTED_MEMORY], post[POSTED_SIZES], thread, post[POSTED_THREADS])
+        claim(post, 0)
+        wake(post)
 
 
 @keep_on_disk
@@ -409,19 +429,19 @@ def check(memory_at, sizes_at):
     return check_step(longs_at(memory_at), longs_at(sizes_at))
 
 
-workers = {}  # {type of weights: the Workers of all steps on them}
+workers = Workers(work)  # of the steps of all decoders, which take turns
 
 
 def team_for(weights, dtype, n_threads):
     """
-    The `Workers` for weights, a key of `WEIGHTS`. Their step, and attention for keys and values of a dtype of `KINDS`,
-    are compiled or loaded from disk.
+    The `Workers`. A step on weights, a key of `WEIGHTS`, and attention for keys and values of a dtype of `KINDS`, are
+    compiled or loaded from disk.
     """
-    if weights not in workers:
-        like = np.zeros(0, WEIGHTS[weights])
-        step.compile((typeof(like), *[int64] * 6))
+    if not step.signatures:
+        step.compile((int64,) * 4)
+        work.compile((int64,) * 3)
         check.compile((int64, int64))
-        workers[weights] = Workers(step, (like,))
-    ATTENTION_ON[KINDS[dtype]].compiled  # noqa: B018 (it is compiled here)
-    workers[weights].ready(n_threads)
-    return workers[weights]
+    PART_ON[weights].compiled  # noqa: B018 (it is compiled here)
+    ATTENTION_ON[KINDS[dtype]].compiled  # noqa: B018
+    workers.ready(n_threads)
+    return workers

@@ -172,15 +172,15 @@ class Workers:
     Threads 1, 2, ... of a step; thread 0 is the caller's own. They are started when they are first needed, wait
     between steps, and end with the process.
 
-    loop: compiled, without Python's lock, (*like, 0, 0, 0, address of post, thread, steps seen) -> 0. It computes the
-        part of thread number `thread` in each step that is posted, until STOP is set in its line. It returns at once
-        where a thread of that number is running already.
+    loop: compiled, without Python's lock, (address of post, thread, steps seen) -> 0. It computes the part of thread
+        number `thread` in each step that is posted, until STOP is set in its line. It returns at once where a thread of
+        that number is running already.
     post: int64 (threads, LINE). Line 0 counts how many threads have finished the step. Line t counts the steps posted
         to thread t.
     """
 
-    def __init__(self, loop, like):
-        self.loop, self.like = loop, like
+    def __init__(self, loop):
+        self.loop = loop
         self.forget()
         teams.append(self)
 
@@ -199,7 +199,7 @@ class Workers:
             return 1
         if self.n_ready < n_threads:
             for number in range(self.n_ready, n_threads):
-                args = *self.like, 0, 0, 0, self.address, number, int(self.post[number, 0])
+                args = self.address, number, int(self.post[number, 0])
                 thread = threading.Thread(target=self.loop, args=args, name=f'decode {number}', daemon=True)
                 self.threads.append(thread)
                 try:
