@@ -39,14 +39,15 @@ class StepsAhead:
         a sequence draws the stop token that had not ended. live, ended: the row of each in the batch, and a bool.
         """
         B = len(sequences)
-        n = min(self.n_steps, most, max(1, MOST_NOISE // (B * self.vocab_size)))
+        n = max(self.n_steps, 1 + self.cache.executor.n_proposals(B, together=True))
+        n = min(n, most, max(1, MOST_NOISE // (B * self.vocab_size)))
         noise = self.draw_noise(n, sequences, live)
         tokens = np.empty((n + 1, B), np.int64)
         tokens[0] = newest.flatten()
         began = nanoseconds()
         described, arrays = self.table(B, ended, noise)
         described[table.UNTIL] = began + int(1e9 * PAUSE)
-        steps = NextTokens(table.DRAW, described, tokens, (arrays, noise))
+        steps = NextTokens(table.DRAW, described, tokens, (arrays, noise), texts=[s.tokens for s in sequences])
         try:
             self.cache.decode_steps([s.handle for s in sequences], steps)
         finally:

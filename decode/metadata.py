@@ -210,22 +210,28 @@ class NextTokens:
     `draw` says how tokens are drawn. stop_soon, until: no step begins once stop_soon[0] is 1, or after this time, in
     nanoseconds of `kernel.threads.nanoseconds`; `draw` knows both.
     tokens: int64 (n + 1, B), contiguous, for n steps at most. Row 0 is given; row i + 1 is drawn behind step i.
-    limits: int64 (B,), how many tokens each sequence may draw, for an executor that `ends_rows`; others end with the
-    first of them. n_drawn: how many rows were drawn so far; those that ends_rows writes have -1 behind the last token
-    of a sequence that has ended before the others. ended: was the last step one that no other follows?
+    limits: int64 (B,), how many tokens each sequence may draw, for an executor that `ends_rows`: sequences may then
+    draw different numbers of tokens. Other executors end with the first of them, and so do all if limits is None.
+    n_drawn: how many rows were drawn so far; they have -1 behind the last token of a sequence that has drawn fewer.
+    ended: was the last step one that no other follows?
+    texts: the tokens of each sequence with the newest, lists that may be kept to be recognised; for `decode.drafts`.
+    logits: float32 (n, B, vocab_size) for those of all steps, or None. With it an executor makes several steps in a
+    call only if it can write them.
+    n_written: in a cache, so many tokens of each sequence were written, at most; some may have been given up.
     n_steps: the largest number of steps of the next call. A call makes one step, and draws nothing, if it has more
     sequences than one pass takes, if `wanted` names rows, or if the executor is PyTorch's.
     """
-    __slots__ = ('draw', 'data', 'kept', 'drawings', 'stop_soon', 'until', 'tokens', 'limits', 'n_drawn', 'ended',
-                 'n_steps')
+    __slots__ = ('draw', 'data', 'kept', 'drawings', 'stop_soon', 'until', 'tokens', 'limits', 'texts', 'logits',
+                 'n_drawn', 'n_written', 'ended', 'n_steps')
 
-    def __init__(self, draw, data, tokens, kept=None, drawings=None, stop_soon=(0,), until=2**63 - 1, limits=None):
+    def __init__(self, draw, data, tokens, kept=None, drawings=None, stop_soon=(0,), until=2**63 - 1, limits=None,
+                 texts=None):
         if tokens.dtype != np.int64 or tokens.ndim != 2 or len(tokens) < 2 or not tokens.flags.c_contiguous:
             raise ValueError(f"tokens must be a contiguous int64 array (n + 1, B) for n >= 1 steps, not {tokens.dtype} "
                              f"{tokens.shape} with strides {tokens.strides}: make it with np.empty")
         self.draw, self.data, self.kept, self.drawings, self.stop_soon = draw, data, kept, drawings, stop_soon
-        self.until, self.tokens, self.limits = until, tokens, limits
-        self.n_drawn, self.ended, self.n_steps = 0, False, 1
+        self.until, self.tokens, self.limits, self.texts, self.logits = until, tokens, limits, texts, None
+        self.n_drawn, self.n_written, self.ended, self.n_steps = 0, 0, False, 1
 
     @property
     def n_left(self):

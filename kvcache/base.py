@@ -54,7 +54,7 @@ class Decoding:
     def limits(self, next_tokens):
         """(how many tokens each sequence has room for, of those that it may draw, int64 (B,); the largest of these)."""
         room = [min(record.room, self.max_positions) - record.length for record in self.records]
-        limits = np.minimum(room, next_tokens.n_left if next_tokens.limits is None else next_tokens.limits)
+        limits = np.minimum(room, next_tokens.limits)
         return limits, min(int(limits.max()), next_tokens.n_left)
 
     def goes_on(self, handles, starts, tokens):
@@ -196,6 +196,9 @@ class BaseCache:
         """The tokens ids, an int64 tensor or array (sum(counts),), are in the cache now, so many of each sequence."""
         for record, n in zip(records, counts):
             record.length += n
+
+    def wrote(self, records, n):
+        """An executor has written the keys and values of n tokens of each sequence, of which it may give up some."""
 
     def recover(self):
         """Make the cache agree with its records, after an operation has raised."""
@@ -432,11 +435,14 @@ class BaseCache:
             self.make_room(d.records, d.ones)
             d.look()
         next_tokens.n_steps = min(len(tokens) - 1, d.left)
-        if self.ends_rows:
+        if self.ends_rows and next_tokens.limits is not None:
             next_tokens.limits, next_tokens.n_steps = d.limits(next_tokens)
         metadata, d.positions = InputMetadata(d.ones, d.metadata.runs, None, next_tokens), d.positions + 1
         ids = torch.from_numpy(tokens[0]).to(self.device)
-        logits = self.executor.execute_model(ids, d.positions, self.arrays, metadata)
+        try:
+            logits = self.executor.execute_model(ids, d.positions, self.arrays, metadata)
+        finally:
+            self.wrote(d.records, next_tokens.n_written)
         if not self.arrays.finite:
             raise NotNumbers
         if not next_tokens.n_drawn:
@@ -447,7 +453,7 @@ class BaseCache:
             self.added(d.records, counts, fed.ravel())
             d.positions, d.left = d.positions + n - 1, d.left - n
             self.decoding = d
-        else:  # some have ended before the others
+        else:  # some have drawn fewer than others
             self.added(d.records, counts, fed[np.arange(n) < np.array(counts)[:, None]])
         return logits
 

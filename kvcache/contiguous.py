@@ -39,9 +39,11 @@ class ContiguousCache(BaseCache):
 
     def added(self, records, counts, ids):
         super().added(records, counts, ids)
-        if self.window:
-            for record in records:
-                record.reached = max(record.reached, record.length)
+        self.wrote(records, 0)
+
+    def wrote(self, records, n):
+        for record in records if self.window else ():
+            record.reached = max(record.reached, record.length + n)
 
     def cut(self, record, n):
         # the slots behind a sequence's end are hidden by their positions, and written before they are read

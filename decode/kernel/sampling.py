@@ -10,6 +10,8 @@ function of the sample's seed and of how many tokens it has generated, so a samp
 again draws the same tokens. Weights are float32, as torch's softmax computes them, and so are the sums of CHUNK or
 BLOCK of them. Sums of those are float64.
 
+`VERIFY` draws the tokens behind a chunk whose tokens were proposed, see `decode.speculative`.
+
 Where a table has noise, the draw is that of `model.sample_token` instead: the largest of the weights over exponential
 noise, which torch's generators have drawn.
 
@@ -68,6 +70,8 @@ WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
  N_THREADS,    # how many threads have scratch; others draw nothing
  UNTIL,        # nanoseconds of `clock`. No step begins after this time
  N_TABLE) = range(15)
+
+TAKE_BACK, TOGETHER = 1, 2  # bits of how `verify_tokens` draws
 
 # indices of the int64 entry of CHANGES, which says what is done to the logits of a sample
 (COUNTS,       # the address of int64 (vocab_size,): how often each token was generated; 0 without penalties
@@ -385,6 +389,50 @@ def change(row, n, changes, settings, number, stops, n_stops):
             row[t] -= frequency * counts[t] + presence
 
 
+@njit
+def next_token(table, i, row, scratch):
+    """Draw the next token of sample i from a row of logits. scratch: the address of the thread's."""
+    V, number = table[VOCAB_SIZE], longs_at(table[NUMBERS])[i]
+    settings, changes = doubles_at(table[SETTINGS] + 8 * N_SETTINGS * i), longs_at(table[CHANGES] + 8 * N_CHANGES * i)
+    if changes[COUNTS] != 0 or changes[N_BIASES] != 0 or number < changes[MIN_TOKENS]:
+        own, (stops, n_stops) = floats_at(scratch + 8 * V * CHANGED), stops_of(table, i)
+        for t in range(V):  # samples of one prompt may share a row
+            own[t] = row[t]
+        change(own, V, changes, settings, number, stops, n_stops)
+        row = own
+    noise_at = table[NOISE]
+    if noise_at != 0:
+        noise_at += 4 * V * (table[N_SAMPLES] * number + i)
+    token = drawn(row, V, settings, uniform(longs_at(table[SEEDS])[i], number), noise_at, scratch)
+    count_token(table, i, token, 1)
+    return token
+
+
+@njit
+def count_token(table, i, token, n):
+    """Sample i has drawn this token, n = 1; or has not, n = -1."""
+    longs_at(table[NUMBERS])[i] += n
+    counts = longs_at(table[CHANGES] + 8 * N_CHANGES * i)[COUNTS]
+    if counts != 0:
+        longs_at(counts)[token] += n
+
+
+@njit
+def stops_of(table, i):
+    """The tokens that end sample i, and how many these are."""
+    starts = longs_at(table[STOP_STARTS])
+    return longs_at(table[STOPS] + 8 * starts[i]), starts[i + 1] - starts[i]
+
+
+@njit
+def is_stop(table, i, token):
+    stops, n_stops = stops_of(table, i)
+    for s in range(n_stops):
+        if stops[s] == token:
+            return True
+    return False
+
+
 def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     """
     Draw tokens for the samples of a table from logits float32 (W, vocab_size). This thread draws for the samples
@@ -392,35 +440,55 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     STOP_SOON is set, or if it is late.
     """
     table, tokens, ended = longs_at(table_at), longs_at(tokens_at), False
-    V, rows, seeds, numbers = table[VOCAB_SIZE], longs_at(table[ROWS]), longs_at(table[SEEDS]), longs_at(table[NUMBERS])
-    n_threads, starts = min(n_threads, table[N_THREADS]), longs_at(table[STOP_STARTS])
+    V, rows, n_threads = table[VOCAB_SIZE], longs_at(table[ROWS]), min(n_threads, table[N_THREADS])
     if thread >= n_threads:
         return 1
-    scratch = table[SCRATCH] + 8 * V * N_SCRATCH * thread
     for i in range(thread, table[N_SAMPLES], n_threads):
-        row, settings = floats_at(logits_at + 4 * V * rows[i]), doubles_at(table[SETTINGS] + 8 * N_SETTINGS * i)
-        changes = longs_at(table[CHANGES] + 8 * N_CHANGES * i)
-        stops, n_stops = longs_at(table[STOPS] + 8 * starts[i]), starts[i + 1] - starts[i]
-        if changes[COUNTS] != 0 or changes[N_BIASES] != 0 or numbers[i] < changes[MIN_TOKENS]:
-            own = floats_at(scratch + 8 * V * CHANGED)  # samples of one prompt may share a row
-            for t in range(V):
-                own[t] = row[t]
-            change(own, V, changes, settings, numbers[i], stops, n_stops)
-            row = own
-        noise_at = table[NOISE]
-        if noise_at != 0:
-            noise_at += 4 * V * (table[N_SAMPLES] * numbers[i] + i)
-        token = drawn(row, V, settings, uniform(seeds[i], numbers[i]), noise_at, scratch)
-        tokens[i] = token
-        numbers[i] += 1
-        if changes[COUNTS] != 0:
-            longs_at(changes[COUNTS])[token] += 1
-        for s in range(n_stops):
-            ended |= stops[s] == token
+        tokens[i] = next_token(table, i, floats_at(logits_at + 4 * V * rows[i]),
+                               table[SCRATCH] + 8 * V * N_SCRATCH * thread)
+        ended |= is_stop(table, i, tokens[i])
     return 0 if ended or observe(longs_at(table[STOP_SOON]), 0) != 0 or clock() >= table[UNTIL] else 1
 
 
-DRAW = CFunction(draw_tokens)
+def verify_tokens(table_at, logits_at, tokens_at, n, how):
+    """
+    Draw up to n tokens of each sample from logits float32 (N_SAMPLES, n, vocab_size), which were computed behind its
+    newest token and n - 1 proposals. A sample draws on while what it has drawn is what was proposed: the logits behind
+    any other token are not those of its text.
+
+    tokens: int64 (n + 1, N_SAMPLES). Row 0 has the newest tokens, the next n - 1 rows have the proposals. Rows 1 to n
+    get the tokens that are drawn, and -1 behind the last of a sample. how: TAKE_BACK if `draw_tokens` has drawn the
+    proposals, from other logits: they are taken back first. TOGETHER if all samples are to draw as many tokens as the
+    one that draws fewest. Returns the most tokens of a sample; the same number negative if a token ends its sample.
+    """
+    table, tokens, most, ended = longs_at(table_at), longs_at(tokens_at), 0, False
+    B, V = table[N_SAMPLES], table[VOCAB_SIZE]
+    for i in range(B):
+        for j in range(1, n):
+            if how & TAKE_BACK:
+                count_token(table, i, tokens[j * B + i], -1)
+        tokens[n * B + i] = 0
+    for j in range(1, n + 1):
+        parts = False  # does a sample draw another token than was proposed?
+        for i in range(B):
+            if tokens[j * B + i] < 0:
+                continue
+            token, most = next_token(table, i, floats_at(logits_at + 4 * V * (n * i + j - 1)), table[SCRATCH]), j
+            ends = is_stop(table, i, token)
+            if ends or token != tokens[j * B + i]:
+                parts = True
+                for later in range(j + 1, n + 1):
+                    tokens[later * B + i] = -1
+            tokens[j * B + i] = token
+            ended |= ends
+        if parts and how & TOGETHER:
+            for later in range((j + 1) * B, (n + 1) * B):
+                tokens[later] = -1
+            break
+    return -most if ended else most
+
+
+DRAW, VERIFY = CFunction(draw_tokens), CFunction(verify_tokens)
 
 
 def table_of(vocab_size, arrays):
