@@ -172,6 +172,13 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None):
     return model.to(device).eval(), tokenizer, folder
 
 
+def load_draft(draft, gpt):
+    """The model that a setting `draft` names: a folder with a ckpt.pt, or what `load_model` takes as init_from."""
+    is_run = os.path.exists(os.path.join(draft, 'ckpt.pt'))
+    model = load_model(*('resume', draft) if is_run else (draft, ''), gpt)[0]
+    return model if model.lm_head.weight.dtype is torch.bfloat16 else model.float()
+
+
 def tokenizer_of(checkpoint):
     """The tokenizer in the checkpoint. An old checkpoint has none: then that of its data folder, or else GPT-2's."""
     if checkpoint.get('tokenizer'):

@@ -54,6 +54,9 @@ kv_bits = 0           # keep them in 8 or 4 bits instead of as they are
 decoder = 'auto'      # what computes a cached step: eager, cpu, gpu, graph, compiled; auto is the fastest there is
 weights = 'float32'   # how they are read: float32, or rounded: bfloat16, int8, int4, which is faster; on CUDA int8 only
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
+speculate = 'auto'    # the same tokens, sooner: off; int4, int8 (fewer bits) or ngram (the text) propose tokens, which
+                      # the model computes together; auto is int4 or off, whichever is faster
+draft = ''            # or another model proposes them: a folder with ckpt.pt, or what init_from takes
 seed = 1337           # of the first sample, the next has the next; the same seed gives the same sample
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'        # float32, bfloat16 or float16; auto goes by the device
@@ -168,8 +171,8 @@ def check_decoder(dev):
         raise ValueError(f"kv_bits must be 0 (as they are), 8 or 4, not {kv_bits}")
     which = 'compiled' if compile else decoder
     cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache != 'tuple') + [f'kv_bits={kv_bits}'] * (kv_bits > 0))
-    decode.check_choice(which, weights, threads, dev, pick_dtype(dtype, dev), cache, kv_bits)
-    needs_cache = decode.asked_of_the_kernel(weights, threads) or cache
+    decode.check_choice(which, weights, threads, dev, pick_dtype(dtype, dev), cache, kv_bits, speculate, draft)
+    needs_cache = decode.asked_of_the_kernel(weights, threads, speculate, draft) or cache
     if which not in ('auto', 'eager'):
         needs_cache = f'decoder={which}'
     if needs_cache and not use_cache:
@@ -183,27 +186,35 @@ def pick_decoder(model, n_rows, dev):
     if (
         not use_cache
         or which == 'auto'
-        and weights == 'float32'
-        and not threads
+        and not decode.asked_of_the_kernel(weights, threads, speculate, draft)
         and (mixed or debug_kv_model.tracing() or in_cache and (dev == 'mps' or kv_bits == 4))
     ):
         which = 'eager'  # the other decoders have no mixed precision on a CPU, and no trace
-    step = decode.best(model, n_rows, weights, threads, which)
+    step = decode.best(model, n_rows, weights, threads, which, speculate, draft and load_draft())
     name, how = step.name, dict(decoder=step)
     if in_cache:
         cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits, step)
-        if cache.executor is not step and (which in ('cpu', 'gpu') or weights != 'float32' or threads):
+        if cache.executor is not step and (
+                which in ('cpu', 'gpu') or decode.asked_of_the_kernel(weights, threads, speculate, draft)):
             raise ValueError(f"this decoder does not read a cache of kv_bits={kv_bits} with heads of "
                              f"{model.config.head_dim} channels, which must be a multiple of 32: leave kv_bits out, or "
-                             "decoder, weights and threads")
+                             "decoder, weights, threads, speculate and draft")
         step, name, how = cache.executor, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB", dict(cache=cache)
     print(f"decoder: {name}", file=sys.stderr)
     if not in_cache and (not use_cache or debug_kv_model.tracing() and which == 'eager'):
         return {}
-    if type(step).__name__ == 'CPUDecoder':
+    if hasattr(step, 'torch_on_one_thread'):
         # torch's threads would spin between two operations on the cores that the decoder needs
         torch.set_num_threads(1)
     return how
+
+
+def load_draft():
+    """The `ModelDraft` of the setting `draft`."""
+    from decode.drafts import ModelDraft
+    model = checkpoint.load_draft(draft, plain_model)
+    reader = decode.best(model, decode.DRAFTED_SEQUENCES, 'int8')
+    return ModelDraft(kvcache.make_cache(model, 'tuple', decode.DRAFTED_SEQUENCES, decoder=reader), draft)
 
 
 def read_prompts():

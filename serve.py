@@ -38,6 +38,9 @@ decoder = 'auto'      # what computes a step: eager, cpu, gpu; auto is the faste
 weights = 'float32'   # how they are read: float32, or rounded: bfloat16, int8 or int4, which is faster; on CUDA float32
                       # leaves them as they are in the file
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
+speculate = 'auto'    # the same tokens, sooner: off; int4, int8 (fewer bits) or ngram (the text) propose tokens, which
+                      # the model computes together; auto is int4 or off, whichever is faster
+draft = ''            # or another model proposes them: a folder with ckpt.pt, or what init_from takes
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 
 
@@ -50,7 +53,7 @@ def main(config):
 
 
 def load():
-    return load_engine(init_from, out_dir, name, device, decoder, weights, threads, kv_memory,
+    return load_engine(init_from, out_dir, name, device, decoder, weights, threads, kv_memory, speculate, draft,
                        n_blocks=n_blocks or None, page_size=page_size,
                        max_num_batched_tokens=max_num_batched_tokens or None, max_queue=max_queue)
 

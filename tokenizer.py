@@ -395,7 +395,8 @@ class TextStream:
     token_bytes: the bytes of each token id, a list, or `WholeTexts`, to share them.
     stop: strings that end the text. The one whose last character comes first ends it, and of two that end at the same
     character the longer one, so that the text does not depend on where one token ends and the next begins. stopped: has
-    a stop string come? Then every later piece is ''.
+    a stop string come? Then every later piece is ''. n_pushed: how many tokens have come, up to that one, if there
+    are stop strings.
     """
 
     def __init__(self, token_bytes, stop=()):
@@ -404,6 +405,7 @@ class TextStream:
         self.whole, self.bytes_of = token_bytes, token_bytes.token_bytes
         self.stop, self.stopped = tuple(filter(None, stop)), False
         self.decoder, self.held = codecs.getincrementaldecoder('utf-8')('replace'), ''
+        self.n_pushed = 0
         self.in_character = False  # are there bytes of a character that has not ended?
 
     def push(self, *tokens):
@@ -417,6 +419,7 @@ class TextStream:
     def _push(self, token):
         if self.stopped:
             return ''
+        self.n_pushed += 1
         piece = None if self.in_character else self.whole[token]
         if piece is None:
             piece = self.decoder.decode(self.bytes_of(token))

@@ -17,6 +17,8 @@ manager for a loop of steps, and `refresh()`, after which a sequence goes on wit
     static, graphs, compiled      a step of fixed shapes: recorded as a CUDA graph, or given to torch.compile
     changes      which models the decoders know, and whether one has changed
     ahead        several steps in one call, drawn by torch's generators
+    speculative  the CPU decoder with drafts: the same tokens in fewer steps
+    drafts       who proposes them: fewer bits, the text, another model
     process      Ctrl-C and forks in the middle of a step
     kernel/      what numba compiles: a whole step of a GPT on the CPU
     gpu/         the executor on Triton kernels, for CUDA
@@ -29,16 +31,21 @@ from decode.eager import EagerDecoder
 
 NAMES = 'auto', 'eager', 'cpu', 'gpu', 'graph', 'compiled'
 WEIGHTS = 'float32', 'bfloat16', 'int8', 'int4'
+SPECULATE = 'auto', 'off', 'int4', 'int8', 'ngram'
 MODEL_DTYPES = torch.float32, torch.bfloat16  # of the models that the CPU decoder reads
 LARGEST_BATCH = 256  # up to here PyTorch's matmuls were slower for every batch measured: see bench.py --mode=peers
+DRAFTED_BYTES = 2**24  # of weights: with fewer, a step takes about as long as the Python code of a round with drafts
+DRAFTED_SEQUENCES = 8  # of a call: with more, the rows of a chunk cost nearly as much as single steps
 
 
-def check_choice(name='auto', weights='float32', threads=None, device='cpu', dtype='float32', cache='', kv_bits=0):
+def check_choice(name='auto', weights='float32', threads=None, device='cpu', dtype='float32', cache='', kv_bits=0,
+                 speculate='off', draft=''):
     """
     ValueError for settings of `best` that do not exist or do not go together; needs no model.
 
     device, dtype: of the model, such as 'cpu' or 'cuda:1', and 'bfloat16'. cache, kv_bits: where keys and values are,
     in words, such as 'kv_cache=paged', and in how many bits, if they are not the model's tuples in the model's dtype.
+    draft: the name of another model that proposes tokens, see `drafts.ModelDraft`.
     """
     if name not in NAMES:
         raise ValueError(f"decoder must be auto, eager, cpu, gpu, graph or compiled, not {name!r}")
@@ -46,8 +53,14 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
         raise ValueError(f"weights must be float32, bfloat16, int8 or int4, not {weights!r}")
     if threads is not None and threads < 0:
         raise ValueError(f"threads must be positive, or 0 to let the decoder choose, not {threads}")
-    on_cuda, of_kernel = device.startswith('cuda'), asked_of_the_kernel(weights, threads)
-    if on_cuda and name in ('auto', 'gpu') and weights == 'int8' and not threads:
+    if speculate not in SPECULATE:
+        raise ValueError(f"speculate must be {', '.join(SPECULATE)}, not {speculate!r}")
+    if draft and speculate != 'auto':
+        raise ValueError(f"draft={draft} says who proposes tokens, and so does speculate={speculate}: leave one out")
+    if speculate in WEIGHTS and WEIGHTS.index(speculate) <= WEIGHTS.index(weights):
+        raise ValueError(f"speculate={speculate} is for weights with more bits, not for weights={weights}")
+    on_cuda, of_kernel = device.startswith('cuda'), asked_of_the_kernel(weights, threads, speculate, draft)
+    if on_cuda and name in ('auto', 'gpu') and of_kernel == 'weights=int8':
         of_kernel = ''  # the GPU decoder has such weights too
     asked = ' and '.join([f'decoder={name}'] * (name not in ('auto', 'eager')) + [of_kernel] * bool(of_kernel))
     if of_kernel and name in ('eager', 'gpu', 'graph', 'compiled'):
@@ -64,12 +77,14 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
         raise ValueError(f"{asked}: this decoder does not read keys and values in 4 bits; leave {asked} out")
 
 
-def asked_of_the_kernel(weights, threads):
+def asked_of_the_kernel(weights, threads, speculate='off', draft=''):
     """The settings that only the CPU decoder has, as text, if they are not at their defaults."""
-    return ' and '.join([f'weights={weights}'] * (weights != 'float32') + [f'threads={threads}'] * bool(threads))
+    return ' and '.join([f'weights={weights}'] * (weights != 'float32') + [f'threads={threads}'] * bool(threads)
+                        + [f'speculate={speculate}'] * (speculate not in ('auto', 'off'))
+                        + [f'draft={draft}'] * bool(draft))
 
 
-def best(model, batch_size, weights='float32', threads=None, name='auto'):
+def best(model, batch_size, weights='float32', threads=None, name='auto', speculate='off', draft=None):
     """
     The decoder `name` for a model, or with 'auto' the fastest one for this many sequences at once on its device.
 
@@ -80,20 +95,24 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
     weights: 'float32', 'bfloat16', 'int8' or 'int4', how the numba decoder reads them. On CUDA 'float32' leaves them in
         the model's dtype, and 'int8' is for the Triton decoder. threads: how many the numba decoder uses; None or 0
         lets it choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
+    speculate: who proposes tokens to the numba decoder, see `speculative`: 'int4' or 'int8', the same weights in fewer
+        bits; 'ngram', the text; 'off', nobody. 'auto' is int4 for float32 and bfloat16 weights of DRAFTED_BYTES or
+        more and up to DRAFTED_SEQUENCES sequences. draft: a `drafts.ModelDraft`, which takes the place of these.
 
     Raises ValueError for a decoder that does not exist or does not work here, and for settings that it does not have.
     """
-    device, asked = str(next(model.parameters()).device), asked_of_the_kernel(weights, threads)
-    check_choice(name, weights, threads, device)
+    device, of_draft = str(next(model.parameters()).device), draft.name if draft else ''
+    asked = asked_of_the_kernel(weights, threads, speculate, of_draft)
+    check_choice(name, weights, threads, device, speculate=speculate, draft=of_draft)
     if name != 'auto':
-        return made(name, model, weights, threads)
+        return made(name, model, batch_size, weights, threads, speculate, draft)
     if device == 'cpu':
         kinds = ['cpu'] if asked or batch_size <= LARGEST_BATCH else []
     else:
         kinds = ['gpu', 'graph'] if device.startswith('cuda') else []
     for kind in kinds:
         try:
-            return made(kind, model, weights, threads)
+            return made(kind, model, batch_size, weights, threads, speculate, draft)
         except ValueError as e:
             if asked:
                 raise ValueError(f"{asked} cannot be had: {e}") from e
@@ -101,7 +120,7 @@ def best(model, batch_size, weights='float32', threads=None, name='auto'):
     return EagerDecoder(model)
 
 
-def made(kind, model, weights, threads):
+def made(kind, model, batch_size, weights, threads, speculate, draft):
     """The decoder of this kind. Imported here, because numba and Triton take a second to import."""
     if kind == 'eager':
         return EagerDecoder(model)
@@ -115,5 +134,11 @@ def made(kind, model, weights, threads):
         from decode.gpu.decoder import GPUDecoder
         return GPUDecoder(model, weights)
     from decode.cpu import CPUDecoder
-    return CPUDecoder(model, weights, threads or None)
-
+    from decode.speculative import SpeculativeDecoder
+    if speculate == 'auto' and not draft:
+        n_bytes = sum(p.numel() for p in model.parameters()) * (4 if weights == 'float32' else 2)
+        pays = weights in ('float32', 'bfloat16') and n_bytes >= DRAFTED_BYTES and batch_size <= DRAFTED_SEQUENCES
+        speculate = 'int4' if pays else 'off'
+    if speculate == 'off':
+        return CPUDecoder(model, weights, threads or None)
+    return SpeculativeDecoder(model, draft or speculate, weights, threads or None)

@@ -13,6 +13,17 @@ from decode.metadata import InputMetadata, NextTokens
 LONGEST, SHORTEST = 4, 2  # n-grams of the text that are looked for
 
 
+def made(draft, decoder):
+    """The draft of a decoder: 'int4', 'int8', 'ngram', or a `ModelDraft`, which must have the decoder's vocabulary."""
+    if isinstance(draft, str):
+        return NgramDraft() if draft == 'ngram' else PackedDraft(decoder, draft)
+    vocab_size = draft.cache.model.config.vocab_size
+    if vocab_size != decoder.vocab_size:
+        raise ValueError(f"draft={draft.name} has a vocabulary of {vocab_size}, and the model one of "
+                         f"{decoder.vocab_size}: take a draft with the tokenizer of the model")
+    return draft
+
+
 class PackedDraft:
     """
     The model of a decoder with its weights in `weights`, int8 or int4, over the same cache: it reads the keys and values
@@ -95,7 +106,7 @@ class Ngrams:
 class ModelDraft:
     """
     Another model with the same vocabulary, usually a smaller one. cache: a `kvcache.base.BaseCache` of it, with a
-    compiled step, for at least MOST_SEQUENCES sequences. Its sequences follow the texts of the calls, whatever becomes
+    compiled step, for at least DRAFTED_SEQUENCES sequences. Its sequences follow the texts of the calls, whatever becomes
     of these in the cache of the model itself. A text that is too long for it is cut to its end.
 
     known: {id of the list of a text: its `Followed`}. It ends with those of the last call.

@@ -15,12 +15,12 @@ from collections import deque
 import numpy as np
 import torch
 
+from decode import DRAFTED_SEQUENCES, drafts
 from decode.cpu import CPUDecoder
 from decode.kernel.sampling import TAKE_BACK, TOGETHER, VERIFY
 from decode.metadata import InputMetadata
 from decode.process import step_lock
 
-MOST_SEQUENCES = 8   # of a call that speculates: with more, the rows of a chunk cost nearly as much as single steps
 MOST_PROPOSALS = 15  # of a sequence in a round
 FIRST_PROPOSALS, TRIAL_ROUNDS = 4, 4  # of a trial
 GAIN = 1.03          # drafts are used where they are expected to be so many times faster than plain steps
@@ -35,17 +35,17 @@ class SpeculativeDecoder(CPUDecoder):
     A `CPUDecoder` whose calls of several steps, see `metadata.NextTokens`, are made with the proposals of a draft where
     that is faster. All else is as there, and so are the logits, the tokens, and the keys and values of these.
 
-    make_draft: a function of this decoder that makes its draft, one of `drafts`. paces: {(number of sequences, do they
-    draw together?): `Pace`}.
+    draft: 'int4', 'int8' or 'ngram', see `drafts`, or a `drafts.ModelDraft`. paces: {(number of sequences, do they draw
+    together?): `Pace`}. ValueError if the draft has another vocabulary.
 
     Sequences of one call may draw different numbers of tokens, unless their `NextTokens` have no limits.
     """
     ends_rows = True
 
-    def __init__(self, model, make_draft, weights='float32', threads=None):
+    def __init__(self, model, draft, weights='float32', threads=None):
         self.draft, self.paces = None, {}
         super().__init__(model, weights, threads)
-        self.draft = make_draft(self)
+        self.draft = drafts.made(draft, self)
         VERIFY.compiled  # noqa: B018 (it is compiled here)
         self.name += f", drafts by {self.draft.name}"
 
@@ -62,7 +62,7 @@ class SpeculativeDecoder(CPUDecoder):
 
     def n_proposals(self, batch_size, together=False):
         """How many tokens of each of so many sequences the next round is to propose."""
-        return self.pace(batch_size, together).k if batch_size <= MOST_SEQUENCES else 0
+        return self.pace(batch_size, together).k if batch_size <= DRAFTED_SEQUENCES else 0
 
     def run(self, input_ids, input_positions, kv_caches, input_metadata, logits, n_threads=None):
         new, B = input_metadata.next_tokens, len(input_metadata.runs)
@@ -70,12 +70,12 @@ class SpeculativeDecoder(CPUDecoder):
             super().run(input_ids, input_positions, kv_caches, input_metadata, logits, n_threads)
             return
         with step_lock:
-            pace = self.pace(B, new.limits is None) if B <= MOST_SEQUENCES else None
+            pace = self.pace(B, new.limits is None) if B <= DRAFTED_SEQUENCES else None
             most = new.n_steps if new.limits is None else min(new.n_steps, int(new.limits.min()))
             k = pace.k if pace and not pace.times_plain else 0
             if min(k, most - 1) > 0:
                 new.check(input_ids)
-                Rounds(self, kv_caches, input_metadata, np.array(input_positions), n_threads).make(pace, logits)
+                Rounds(self, kv_caches, input_metadata, np.array(input_positions), n_threads).make(pace, k, logits)
                 return
             new.n_steps = 1 if k or pace and pace.times_plain or new.logits is not None else most
             began, n_before = time.perf_counter_ns(), new.n_drawn
@@ -104,13 +104,16 @@ class Rounds:
         if not self.together:
             self.limits = np.minimum(self.limits, self.new.limits)
 
-    def make(self, pace, logits):
-        """Make rounds until a sequence ends, the call is late, or too few tokens are left. Writes the last logits."""
+    def make(self, pace, k, logits):
+        """
+        Make rounds, the first with k proposals, until a sequence ends, the call is late, or too few tokens are left.
+        Writes the last logits.
+        """
         new, ended = self.new, False
         new.tokens[self.first + 1:self.first + new.n_steps + 1] = -1
         newest = new.tokens[self.first].copy()
         while not ended:
-            k = min(pace.k, int((self.limits - self.drawn).min()) - 1)
+            k = min(k, int((self.limits - self.drawn).min()) - 1)
             if k < 1 or self.drawn.any() and (new.is_late() or pace.times_plain):
                 break
             new.n_written = max(new.n_written, int(self.drawn.max()) + k + 1)
@@ -126,7 +129,7 @@ class Rounds:
                     new.logits[first - 1:first - 1 + n, i] = of_rows[i, :n]
             self.drawn += counts
             self.positions += counts
-            new.n_drawn, new.ended = self.first + int(self.drawn.max()), ended
+            new.n_drawn, new.ended, k = self.first + int(self.drawn.max()), ended, pace.k
 
     def round(self, pace, k, newest):
         """

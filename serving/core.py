@@ -39,6 +39,7 @@ class EngineCore:
         self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
         self.scheduler, self.sampler = Scheduler(cache, budget), Sampler(self.vocab_size)
         self.stats = Stats(self.scheduler)
+        self.n_proposals = getattr(cache.executor, 'n_proposals', lambda batch_size: 0)
 
     def begin(self, live):
         """
@@ -83,18 +84,21 @@ class EngineCore:
         """
         Run up to n_steps decode steps of a plan in one call. They end soon after a sample has ended, when `stop_soon`
         is called, and after the `pause` between two chunks of a stream. Then their tokens are added to the samples and
-        delivered together. Stop strings are looked for after each step, and log probabilities are of one step's logits.
+        delivered together. With stop strings or log probabilities a call is one step, or one round of proposals.
         """
         samples, rows = [sample for sample, _ in plan], range(len(plan))
         scored = any([sample.request.params.logprobs is not None for sample in samples])
         if scored or any([sample.text.stop for sample in samples]):
-            n_steps = 1
+            n_steps = min(n_steps, 1 + self.n_proposals(len(samples)))
         until = nanoseconds() + int(1e9 * pause(len({sample.live for sample in samples})))
         steps = self.sampler.several(n_steps, until, [sample.tokens[-1] for sample in samples], rows,
                                      [sample.drawing for sample in samples],
-                                     np.array([sample.n_end - len(sample.tokens) for sample in samples]))
+                                     np.array([sample.n_end - len(sample.tokens) for sample in samples]),
+                                     [sample.tokens for sample in samples])
         if scored:
             steps.drawings = None  # a device that draws changes the logits
+            if n_steps > 1:
+                steps.logits = np.empty((n_steps, len(samples), self.vocab_size), np.float32)
         drawn = error = None
         try:
             logits = self.cache.decode_steps([sample.handle for sample in samples], steps)
@@ -112,9 +116,11 @@ class EngineCore:
         self.stats.steps += steps.n_drawn
         self.stats.computed_tokens += sum(counts)
         self.scheduler.commit_steps(plan, counts, steps.n_drawn)
+        of_samples = [None] * len(samples)
         if scored:
-            logits = logits.float().cpu().numpy()
-        self.add_drawn(samples, rows, drawn, logits, {})
+            of_steps = logits.float().cpu().numpy()[None] if steps.logits is None else steps.logits
+            of_samples = [of_steps[:n, i] for i, n in enumerate(counts)]
+        self.add_drawn(samples, drawn, of_samples, {})
 
     def step(self, plan):
         """Run one step of a plan. If there are too few blocks the newest sample gives way, and nothing is computed."""
@@ -192,7 +198,7 @@ class EngineCore:
         samples, rows, drawn = [sample for sample, _ in drawing], [row for _, row in drawing], []
         if samples:
             drawn = [[token] for token in self.sampler.draw(logits, rows, [sample.drawing for sample in samples])]
-        self.add_drawn(samples, rows, drawn, logits, given)
+        self.add_drawn(samples, drawn, [logits[row:row + 1] for row in rows], given)
 
     def score(self, sample, n, logits):
         """Note the log probabilities of the prompt's tokens behind the next n ones, by the logits (n, vocab_size)."""
@@ -203,18 +209,19 @@ class EngineCore:
             k = sample.request.params.logprobs or 0
             sample.scored += self.sampler.logprobs(logits[:len(targets)], targets, k)
 
-    def add_drawn(self, samples, rows, drawn, logits, given):
+    def add_drawn(self, samples, drawn, of_samples, given):
         """
-        Add the tokens of some steps to the samples that drew them, and deliver them. drawn: a list of tokens of each
-        sample. logits, rows: of the last step. given: {Live: `Output`s that it gets before these}.
+        Add the tokens of some steps to the samples that drew them, and deliver them. drawn: a list of n tokens of each
+        sample. of_samples: the logits (n, vocab_size) from which they were drawn, for samples with log probabilities.
+        given: {Live: `Output`s that it gets before these}.
         """
         now = time.monotonic()
-        for sample, row, new in zip(samples, rows, drawn):
+        for sample, logits, new in zip(samples, of_samples, drawn):
             if sample.finished:  # with another one of its request, see below
                 continue
             live = sample.live
             try:
-                output = self.add(sample, new, logits, row, now)
+                output = self.add(sample, new, logits, now)
             except Exception as e:  # of its text
                 given.pop(live, None)
                 self.end(live, 'error', f"{type(e).__name__}: {e}")
@@ -226,24 +233,26 @@ class EngineCore:
         for live, outputs in given.items():
             self.deliver(live, outputs)
 
-    def add(self, sample, new, logits, row, now):
+    def add(self, sample, new, logits, now):
         """
-        Add new tokens to a sample. Only the last may end it. Log probabilities come with a single new token, from its
-        row of the logits. Returns their `Output`.
+        Add n new tokens to a sample, up to the one that ends it. logits: (n, vocab_size), for log probabilities.
+        Returns their `Output`.
         """
         tokens, stream, n_logprobs, reason, logprobs = (
             sample.tokens, sample.text, sample.request.params.logprobs, None, None)
-        tokens += new
         if sample.first_time is None:
             sample.first_time = now
         stops = new[-1] in sample.stop_ids
         text = stream.push(*(new[:-1] if stops else new))
+        if stream.stopped:
+            del new[stream.n_pushed - (len(tokens) - sample.n_prompt):]
+        tokens += new
         if stream.stopped or stops:
             reason = 'stop'
         elif len(tokens) == sample.n_end:
             reason = 'length'
         if n_logprobs is not None:
-            logprobs = self.sampler.logprobs(logits[row:row + 1], new, n_logprobs)
+            logprobs = self.sampler.logprobs(logits[:len(new)], new, n_logprobs)
         if reason:
             text += stream.finish()
             self.finish(sample, reason)

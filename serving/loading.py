@@ -12,6 +12,7 @@ import checkpoint
 import decode
 import model as plain_model
 from device import pick_device
+from kvcache import make_cache
 from kvcache.storage import BITS
 from serving.api import Served
 from serving.engine import Engine
@@ -21,12 +22,13 @@ BUDGET = 2048  # tokens of a step on CUDA
 
 
 def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder='auto', weights='float32', threads=0,
-                kv_memory=0.5, **settings):
+                kv_memory=0.5, speculate='off', draft='', **settings):
     """
     (an `Engine` that was started, what is `Served`).
 
     init_from, out_dir: see `checkpoint.load_model`. name: of the model in the API, by default that of its folder.
-    decoder, weights, threads: see `decode.best`; on CUDA weights='bfloat16' converts the model. kv_memory: on CUDA, the
+    decoder, weights, threads, speculate: see `decode.best`; on CUDA weights='bfloat16' converts the model. draft: see
+    `checkpoint.load_draft`. kv_memory: on CUDA, the
     share of the free memory that the pool takes. settings: further arguments of `Engine`. ValueError if there is no
     such model or decoder.
 
@@ -39,7 +41,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     on_cuda = dev.startswith('cuda')
     # on CUDA bfloat16 is a dtype of the model, in which it computes
     decode.check_choice(decoder, 'float32' if on_cuda and weights == 'bfloat16' else weights, threads, dev,
-                        cache="a server's cache of blocks")
+                        cache="a server's cache of blocks", speculate=speculate, draft=draft)
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev)
     if on_cuda and weights == 'bfloat16':
         model, weights = model.bfloat16(), 'float32'
@@ -47,7 +49,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     if not (compiled and (on_cuda or model.lm_head.weight.dtype in decode.MODEL_DTYPES)):
         model.float()
     if compiled:
-        step = decode.best(model, 1, weights, threads, decoder)
+        step = decode.best(model, 1, weights, threads, decoder, speculate, draft and load_draft(draft))
         print(f"decoder: {step.name}", file=sys.stderr)
     if on_cuda:
         settings = planned(model, step, kv_memory, **settings)
@@ -65,6 +67,14 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL)
     return engine, served
+
+
+def load_draft(draft):
+    """The `ModelDraft` of the setting `draft`."""
+    from decode.drafts import ModelDraft
+    model = checkpoint.load_draft(draft, plain_model)
+    reader = decode.best(model, decode.DRAFTED_SEQUENCES, 'int8')
+    return ModelDraft(make_cache(model, 'tuple', decode.DRAFTED_SEQUENCES, decoder=reader), draft)
 
 
 def planned(model, step, kv_memory, n_blocks=None, page_size=16, max_num_batched_tokens=None, **settings):

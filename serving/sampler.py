@@ -70,11 +70,11 @@ class Sampler:
             d.n_generated += 1
         return tokens.tolist()
 
-    def several(self, n_steps, until, newest, rows, drawings, limits=None):
+    def several(self, n_steps, until, newest, rows, drawings, limits=None, texts=None):
         """
         `NextTokens` for up to n_steps steps in which each `Drawing` draws from its row of the logits. newest: the last
-        token of each. until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. limits: how many
-        tokens each may draw, see there. When the steps are done, the caller gives the result to `drawn_by`. After a
+        token of each. until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. limits, texts: how
+        many tokens each may draw, see there. When the steps are done, the caller gives the result to `drawn_by`. After a
         failure it restores each `Drawing` instead.
         """
         if self.uncounted or (rows, drawings) != (self.rows, self.drawings):
@@ -82,7 +82,7 @@ class Sampler:
         self.uncounted = True
         tokens = np.empty((n_steps + 1, len(newest)), np.int64)
         tokens[0], self.table[table.UNTIL] = newest, until
-        return NextTokens(DRAW, self.table, tokens, self.arrays, drawings, self.stop_soon, until, limits)
+        return NextTokens(DRAW, self.table, tokens, self.arrays, drawings, self.stop_soon, until, limits, texts)
 
     def drawn_by(self, next_tokens):
         """Note the tokens that the steps of `several` have drawn. Returns a list of them for each `Drawing`."""
