@@ -8,6 +8,7 @@ How fast, measured here and now.
     python bench.py --mode=peers             the same weights in other engines: a table and a PNG
                                              (pip install -r requirements-peers.txt)
     python bench.py --mode=caches            the caches of kvcache/ on the compiled step; --only=steps,joining for parts
+    python bench.py --mode=drafts            one text with drafts and without: the same tokens, sooner or not
     python bench.py --mode=serve             our server and llama-server under load (pip install -r
                                              requirements-serve.txt; benchmarks/serve/servers.py builds llama-server)
     python bench.py --mode=gpu               the step on a GPU, beside other ways and the speed of its memory (make gpu)
@@ -35,7 +36,7 @@ from benchmarks.harness import Asked, describe_machine, draw, run_parts
 from benchmarks.shapes import GPTS, SHAPES
 from device import pick_device, pick_dtype
 
-mode = 'train'            # train, generate, peers, caches, serve, gpu, memory, loss, positions, endless, recall or busy
+mode = 'train'            # train, generate, peers, caches, drafts, serve, gpu, memory, loss, positions, endless, recall, busy
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode.
                           # In peers mode also smollm2 and qwen0.5b, the shapes of SmolLM2-135M and Qwen2.5-0.5B
 batch_size = 12           # rows of a training step
@@ -65,7 +66,7 @@ OUT = 'out-bench'
 # the arguments of `harness.draw`.
 MODES = dict(train='train_step', generate='generate', memory='memory', loss='loss',
              positions='experiments.positions', endless='experiments.endless', recall='experiments.recall',
-             busy='experiments.busy', peers='peers', caches='caches', serve='serve', gpu='gpu')
+             busy='experiments.busy', peers='peers', caches='caches', drafts='drafts', serve='serve', gpu='gpu')
 
 
 def main(config):

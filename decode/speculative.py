@@ -9,6 +9,7 @@ to k + 1 tokens, and no draft changes one.
 
 `drafts` says who proposes. `Pace` says how many tokens, by timing; it is 0 where plain steps are faster.
 """
+import math
 import time
 from collections import deque
 
@@ -170,7 +171,7 @@ class Pace:
         self.k, self.plain, self.draft, self.chunks = 0, Recent(), Recent(), {}
         self.accepted, self.tried, self.offered, self.asked = 0.0, 0.0, 0.0, 0.0
         self.trial = self.n_rounds = self.n_failed = 0  # rounds left of a trial; since a plain step; trials without gain
-        self.rest, self.cost = 0, 0.0  # nanoseconds of plain steps until the next trial; what this one has cost
+        self.rest, self.n_drawn = 0, 0.0  # nanoseconds of plain steps until the next trial; tokens that this one has drawn
 
     @property
     def times_plain(self):
@@ -185,7 +186,7 @@ class Pace:
             return
         self.rest -= ns
         if self.rest <= 0 and len(self.plain.values) > 1:
-            self.k, self.trial, self.cost = FIRST_PROPOSALS, TRIAL_ROUNDS, 0.0
+            self.k, self.trial, self.n_drawn = FIRST_PROPOSALS, TRIAL_ROUNDS + 1, 0.0
 
     def record_round(self, k, n, n_drawn, ns_draft, ns_chunk, ended=False):
         """
@@ -193,7 +194,10 @@ class Pace:
         ended: has a sequence ended? Then fewer could be accepted than were proposed.
         """
         self.n_rounds += 1
-        self.cost += ns_draft + ns_chunk - n_drawn * self.plain.median()
+        if self.trial > TRIAL_ROUNDS:  # the first round waits for memory and caches
+            self.trial -= 1
+            return
+        self.n_drawn += n_drawn
         self.chunks.setdefault(n + 1, Recent()).add(ns_chunk)
         self.asked, self.offered = MEMORY * self.asked + 1, MEMORY * self.offered + (n > 0)
         if n:
@@ -202,30 +206,37 @@ class Pace:
             self.accepted, self.tried = MEMORY * self.accepted + accepted, MEMORY * self.tried + accepted
             self.tried += accepted < n and not ended
         self.trial = max(0, self.trial - 1)
-        if not self.trial:
+        if not self.trial or (n + 1) * self.plain.usual() < ns_draft + ns_chunk:  # too slow whatever is accepted
             self.decide()
 
     def decide(self):
         k = max(range(1, MOST_PROPOSALS + 1), key=self.speed)
-        if self.speed(k) * self.plain.median() >= GAIN:
+        if self.speed(k) * self.plain.usual() >= GAIN:
             self.k, self.n_failed = k, 0
             return
-        self.rest = SHARE * max(self.cost, self.plain.median()) * min(2**self.n_failed, LATEST)
+        k, plain = FIRST_PROPOSALS, self.plain.usual()
+        cost = (TRIAL_ROUNDS - self.trial) * (k * self.draft.usual() + self.of_chunk(k + 1)) - self.n_drawn * plain
+        self.rest = SHARE * max(cost, plain) * min(2**self.n_failed, LATEST)
         self.k, self.n_failed = 0, self.n_failed + 1
 
     def speed(self, k):
         """The tokens of a sequence in a nanosecond that are expected of rounds with k proposals."""
         share, offers = self.accepted / max(self.tried, 1), self.offered / self.asked
         n_accepted = sum(share**j for j in range(1, k + 1))
-        ns = offers * (k * self.draft.median() + self.of_chunk(k + 1)) + (1 - offers) * self.of_chunk(1)
+        ns = offers * (k * self.draft.usual() + self.of_chunk(k + 1)) + (1 - offers) * self.of_chunk(1)
         return (1 + offers * n_accepted) / ns
 
     def of_chunk(self, n):
-        """The nanoseconds of a chunk of n tokens of each sequence; of sizes without three measurements by others."""
-        known = {1: self.plain.median()} | {size: r.median() for size, r in self.chunks.items() if len(r.values) > 2}
+        """
+        The nanoseconds of a chunk of n tokens of each sequence: of sizes without three measurements by others, and no
+        more than those of a longer one.
+        """
+        known = {1: self.plain.usual()} | {size: r.usual() for size, r in self.chunks.items() if len(r.values) > 2}
         if len(known) == 1 and n > 1:
-            known |= {size: r.median() for size, r in self.chunks.items()}
-        sizes = sorted(known)
+            known |= {size: r.usual() for size, r in self.chunks.items()}
+        sizes, least = sorted(known), math.inf
+        for size in reversed(sizes):
+            least = known[size] = min(least, known[size])
         if n in known or len(sizes) == 1:
             return known.get(n, known[1])
         after = next((i for i, size in enumerate(sizes) if size > n), len(sizes) - 1)
@@ -234,7 +245,7 @@ class Pace:
 
 
 class Recent:
-    """The median of the last five values; 0 without any."""
+    """The lower quartile of the last five values, which others have disturbed least; 0 without any."""
 
     def __init__(self):
         self.values = deque(maxlen=5)
@@ -242,6 +253,6 @@ class Recent:
     def add(self, value):
         self.values.append(value)
 
-    def median(self):
+    def usual(self):
         ordered = sorted(self.values)
-        return ordered[(len(ordered) - 1) // 2] if ordered else 0.0
+        return ordered[(len(ordered) - 1) // 4] if ordered else 0.0

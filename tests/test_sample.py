@@ -242,3 +242,13 @@ def test_the_identity_script_finds_a_broken_decoder(tmp_path, monkeypatch, capsy
 def test_the_identity_script_traced(trained):
     done = run(trained, 'test_kv_cache.py', '--repeats=1', '--new_tokens=12', '--device=cpu', KV_DEBUG='1')
     assert 'SUCCESS' in done.stdout and '[KVDBG][Attn L1] using cache T_k=7' in done.stderr and '!!!' not in done.stderr
+
+
+def test_drafts_change_no_sample(trained):
+    settings = ('--num_samples=2', '--max_new_tokens=60', '--weights=bfloat16')
+    plain = sample(trained, *settings, '--speculate=off')
+    assert 'drafts' not in plain.stderr and sample(trained, *settings).stdout == plain.stdout
+    for draft, name in (('--speculate=int4', 'int4 weights'), ('--speculate=ngram', 'n-grams of the text'),
+                        ('--draft=out', 'out')):
+        done = sample(trained, *settings, draft, *['--kv_cache=paged'] * (name == 'out'))
+        assert done.stdout == plain.stdout and f'drafts by {name}' in done.stderr
