@@ -55,7 +55,7 @@ class StepsAhead:
         seconds = 1e-9 * (nanoseconds() - began)
         if seconds >= PAUSE:
             self.n_steps = max(1, steps.n_drawn)
-        elif steps.n_drawn == self.n_steps and seconds < PAUSE / 2:
+        elif 2 * steps.n_drawn > n and seconds < PAUSE / 2:
             self.n_steps = min(2 * n, MOST_STEPS)
         return list(torch.from_numpy(tokens[1:steps.n_drawn + 1, :, None]))
 

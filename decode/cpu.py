@@ -230,7 +230,7 @@ class CPUDecoder:
         if n_threads is None:
             n_threads = self.n_threads
             if not self.fixed and n_threads > 1:
-                choice = self.choices.get(n_rows.bit_length()) or self.choice(n_rows)
+                choice = self.choice(n_rows)
                 n_threads = choice.n
         n_threads = min(n_threads, self.n_threads)
         return team, n_threads if n_threads <= team.n_ready else team.ready(n_threads), choice
@@ -274,6 +274,8 @@ class CPUDecoder:
     def choice(self, n_rows):
         """The `ThreadChoice` for steps of about so many rows, shared by all decoders of this shape."""
         size = n_rows.bit_length()
+        if size in self.choices:
+            return self.choices[size]
         key = self.shape, self.weights, self.n_threads, size
         if key not in choices:
             # for 8 rows, reading the weights is half of the work

@@ -24,7 +24,7 @@ from decode.process import step_lock
 
 MOST_PROPOSALS = 15  # of a sequence in a round
 FIRST_PROPOSALS, TRIAL_ROUNDS = 4, 4  # of a trial
-GAIN = 1.03          # drafts are used where they are expected to be so many times faster than plain steps
+GAIN = 1.08          # drafts are used where they are expected to be so many times faster than plain steps
 SHARE = 60           # after a trial that has shown no gain, plain steps take so many times what it has cost
 LATEST = 16          # at most so many times longer, after several such trials
 ROUNDS = 64          # after so many rounds one plain step is timed
@@ -76,6 +76,7 @@ class SpeculativeDecoder(CPUDecoder):
             k = pace.k if pace and not pace.times_plain else 0
             if min(k, most - 1) > 0:
                 new.check(input_ids)
+                n_threads = n_threads or self.choice(B).best
                 Rounds(self, kv_caches, input_metadata, np.array(input_positions), n_threads).make(pace, k, logits)
                 return
             new.n_steps = 1 if k or pace and pace.times_plain or new.logits is not None else most
@@ -93,11 +94,13 @@ class SpeculativeDecoder(CPUDecoder):
 
 class Rounds:
     """
-    The rounds of one call of a `SpeculativeDecoder`. positions: int64 (B,), of the newest tokens. drawn: int64 (B,),
-    how many tokens each sequence has drawn in this call.
+    The rounds of one call of a `SpeculativeDecoder`. positions: int64 (B,), of the newest tokens. n_threads: those of
+    plain steps, since a worker that has slept is slow for some milliseconds. drawn: int64 (B,), how many tokens each
+    sequence has drawn in this call.
     """
 
     def __init__(self, decoder, kv_caches, metadata, positions, n_threads):
+        self.began = time.perf_counter_ns()  # the round that is made
         self.decoder, self.kv, self.runs, self.new = decoder, kv_caches, metadata.runs, metadata.next_tokens
         self.positions, self.n_threads, self.first = positions, n_threads, self.new.n_drawn
         self.drawn, self.together = np.zeros(len(positions), np.int64), self.new.limits is None
@@ -114,11 +117,12 @@ class Rounds:
         new.tokens[self.first + 1:self.first + new.n_steps + 1] = -1
         newest = new.tokens[self.first].copy()
         while not ended:
-            k = min(k, int((self.limits - self.drawn).min()) - 1)
-            if k < 1 or self.drawn.any() and (new.is_late() or pace.times_plain):
+            most = int((self.limits - self.drawn).min()) - 1
+            if min(k, most) < 1 or self.drawn.any() and (most < k or new.is_late() or pace.times_plain):
                 break
+            k = min(k, most)
             new.n_written = max(new.n_written, int(self.drawn.max()) + k + 1)
-            tokens, of_rows, ended = self.round(pace, k, newest)
+            tokens, of_rows, ended, ns_draft = self.round(k, newest)
             if not self.kv.finite:
                 return
             counts = (tokens[1:] >= 0).sum(0)
@@ -130,29 +134,30 @@ class Rounds:
                     new.logits[first - 1:first - 1 + n, i] = of_rows[i, :n]
             self.drawn += counts
             self.positions += counts
-            new.n_drawn, new.ended, k = self.first + int(self.drawn.max()), ended, pace.k
+            new.n_drawn, new.ended = self.first + int(self.drawn.max()), ended
+            now = time.perf_counter_ns()
+            pace.record_round(k, len(tokens) - 2, counts.mean(), ns_draft, now - self.began - ns_draft, ended)
+            self.began, k = now, pace.k
 
-    def round(self, pace, k, newest):
+    def round(self, k, newest):
         """
         (tokens, int64 (n + 1, B), as `kernel.sampling.verify_tokens` leaves them; the logits of the chunk, float32
-        (B, n, vocab_size); has a sequence ended?)
+        (B, n, vocab_size); has a sequence ended?; the nanoseconds that the draft took)
         """
         began, new, B = time.perf_counter_ns(), self.new, len(newest)
         tokens = np.empty((k + 2, B), np.int64)
         tokens[0] = newest
         n = 1 + self.decoder.draft.propose(tokens[:k + 1], self)
-        proposed = time.perf_counter_ns()
+        ns_draft = time.perf_counter_ns() - began
         chunk, positions = torch.from_numpy(tokens[:n].T.ravel()), (self.positions[:, None] + np.arange(n)).ravel()
         logits = torch.empty(B, n, self.decoder.vocab_size, device='cpu')
         metadata = InputMetadata([n] * B, self.runs, np.arange(B * n))
         self.decoder.run_plain(chunk, positions, self.kv, metadata, logits, self.n_threads)
         if not self.kv.finite:
-            return tokens, logits, False
+            return tokens, logits, False, ns_draft
         how = TAKE_BACK * self.decoder.draft.draws | TOGETHER * self.together
         most = VERIFY.call(new.data.ctypes.data, logits.data_ptr(), tokens.ctypes.data, n, how)
-        now, tokens = time.perf_counter_ns(), tokens[:n + 1]
-        pace.record_round(k, n - 1, (tokens[1:] >= 0).sum() / B, proposed - began, now - proposed, most < 0)
-        return tokens, logits, most < 0
+        return tokens[:n + 1], logits, most < 0, ns_draft
 
 
 class Pace:
@@ -168,9 +173,11 @@ class Pace:
     """
 
     def __init__(self):
-        self.k, self.plain, self.draft, self.chunks = 0, Recent(), Recent(), {}
+        self.k, self.plain, self.draft = 0, Recent(), Recent()
+        self.chunks, self.sizes = {}, set()  # sizes: those that were measured since the last plain step
         self.accepted, self.tried, self.offered, self.asked = 0.0, 0.0, 0.0, 0.0
         self.trial = self.n_rounds = self.n_failed = 0  # rounds left of a trial; since a plain step; trials without gain
+        self.ns = self.given = 0.0  # of the last rounds: nanoseconds, and tokens of a sequence
         self.rest, self.n_drawn = 0, 0.0  # nanoseconds of plain steps until the next trial; tokens that this one has drawn
 
     @property
@@ -182,11 +189,14 @@ class Pace:
         """n_steps plain steps have taken so long."""
         self.plain.add(ns / n_steps)
         self.n_rounds = 0
-        if self.k:
+        if self.k:  # what was measured long ago may be wrong by now
+            self.chunks = {size: self.chunks[size] for size in self.sizes}
+            self.sizes.clear()
             return
         self.rest -= ns
         if self.rest <= 0 and len(self.plain.values) > 1:
             self.k, self.trial, self.n_drawn = FIRST_PROPOSALS, TRIAL_ROUNDS + 1, 0.0
+            self.ns = self.given = 0.0
 
     def record_round(self, k, n, n_drawn, ns_draft, ns_chunk, ended=False):
         """
@@ -198,7 +208,9 @@ class Pace:
             self.trial -= 1
             return
         self.n_drawn += n_drawn
+        self.ns, self.given = MEMORY * self.ns + ns_draft + ns_chunk, MEMORY * self.given + n_drawn
         self.chunks.setdefault(n + 1, Recent()).add(ns_chunk)
+        self.sizes.add(n + 1)
         self.asked, self.offered = MEMORY * self.asked + 1, MEMORY * self.offered + (n > 0)
         if n:
             self.draft.add(ns_draft / n)
@@ -210,11 +222,11 @@ class Pace:
             self.decide()
 
     def decide(self):
-        k = max(range(1, MOST_PROPOSALS + 1), key=self.speed)
-        if self.speed(k) * self.plain.usual() >= GAIN:
+        k, plain = max(range(1, MOST_PROPOSALS + 1), key=self.speed), self.plain.usual()
+        if self.speed(k) * plain >= GAIN and (self.trial or self.given * plain > self.ns):
             self.k, self.n_failed = k, 0
             return
-        k, plain = FIRST_PROPOSALS, self.plain.usual()
+        k = FIRST_PROPOSALS
         cost = (TRIAL_ROUNDS - self.trial) * (k * self.draft.usual() + self.of_chunk(k + 1)) - self.n_drawn * plain
         self.rest = SHARE * max(cost, plain) * min(2**self.n_failed, LATEST)
         self.k, self.n_failed = 0, self.n_failed + 1
