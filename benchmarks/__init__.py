@@ -6,6 +6,7 @@ What is measured, and how. `bench.py` runs all but the scripts.
     memory         peak memory of generation
     loss           the cost of dropped context and rounded numbers, in nats
     caches         the caches of kvcache/ on the compiled step, in parts
+    drafts         one text with drafts and without
     gpu            the engine and a step on a GPU
     peers/         the same weights in other engines: decoding, prefills, long contexts
     serve/         our server and llama-server under load, in parts

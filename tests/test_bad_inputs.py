@@ -49,6 +49,7 @@ SAMPLE = [
     ('--when_full=roll', 'learned positions end at block_size'),
     ('--when_full=shift --keep=99', 'n_keep=0 and keep=99 tokens of a full context'),
     ('--keep=10', 'takes when_full=crop, without keep and n_keep, or shift'),
+    ('--draft=nowhere', 'neither gpt2'),
     ('--kv_bits=8 --weights=int8', 'this decoder does not read a cache of kv_bits=8 with heads of 8 channels'),
 ]
 SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
@@ -73,6 +74,9 @@ SAMPLE_BEFORE_A_MODEL = [  # found out where there is no model
     ('--threads=-1', 'threads must be positive'),
     ('--weights=int2', 'weights must be float32, bfloat16, int8 or int4'),
     ('--weights=int8 --decoder=eager', 'weights=int8 is for the cpu decoder: leave decoder=eager out'),
+    ('--speculate=int2', 'speculate must be auto, off, int4, int8, ngram'),
+    ('--speculate=int4 --use_cache=False', 'speculate=int4 works on the cache: leave use_cache=False out'),
+    ('--draft=out --speculate=int4', 'draft=out says who proposes tokens, and so does speculate=int4: leave one out'),
     ('--weights=int8 --use_cache=False', 'weights=int8 works on the cache: leave use_cache=False out'),
     ('--weights=int8 --dtype=bfloat16', 'but not dtype=bfloat16'),
     ('--kv_cache=pages', 'kv_cache must be tuple, streams, unified, paged'),

@@ -146,6 +146,13 @@ def test_loss_mode(trained, tmp_path):
     assert all(abs(row['difference']) < 0.1 for row in rows)
 
 
+def test_drafts_mode(trained):
+    figures, _ = bench(trained, '--mode=drafts', '--shape=S', '--lengths=20', '--repeats=1')
+    shapes, trained_rows = figures['shapes']['rows'], figures['trained']['rows']
+    assert len(shapes) == 2 * 7 and len(trained_rows) == 2 * 4
+    assert all(row['same_tokens'] and row['tok_per_s'] > 0 for row in shapes + trained_rows)
+
+
 def test_caches_mode(repo):
     figures, _ = bench(repo, '--mode=caches', '--shape=S', '--batches=2', '--lengths=40')
     steps, joining, requests, (shared,) = (figures[part]['rows'] for part in (
