@@ -22,8 +22,8 @@ from model import GPT
 
 CPU_ONLY = "drafts are for the CPU decoder, whose times are measured"
 SAMPLINGS = {'greedy': dict(temperature=0), 'sampled': dict(temperature=0.8, top_k=200)}
-PIECES = 4                # texts that a trained model goes on with, one after the other
-SHARES = 0.8, 0.9, 0.95   # of proposals that are accepted, if those before them were
+PIECES = 4  # texts that a trained model goes on with, one after the other
+SHARES = 0.8, 0.9, 0.95, 0.98  # of proposals that are accepted, if those before them were
 
 
 class Replaced(PackedDraft):

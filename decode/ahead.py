@@ -15,6 +15,7 @@ from decode.metadata import NextTokens
 PAUSE = 0.04          # seconds that a call takes at most, but for its last step
 MOST_STEPS = 64       # of a call
 MOST_NOISE = 2**24    # numbers of noise of a call
+BETWEEN_STATES = 2**12  # numbers of noise between two states of the generators that are kept, at least
 
 
 class StepsAhead:
@@ -31,7 +32,7 @@ class StepsAhead:
         self.settings = [float(temperature), top_k or 0, 1.0 if top_p is None else top_p, 0.0, 0.0, 0.0, 1.0]
         self.scratch, self.n_steps = np.empty((n_cores(), table.N_SCRATCH, self.vocab_size)), 4
         self.generator = generator or torch.default_generator
-        self.n_noise, self.again = 0, None  # of the last call: steps that have noise; draws that of its first n again
+        self.n_noise, self.again = 0, None  # of the last call: steps that have noise; sets the generators behind n
 
     def draw(self, sequences, live, newest, ended, most):
         """
@@ -65,17 +66,20 @@ class StepsAhead:
         if self.settings[0] == 0:
             return None
         own = [s.generator for s in sequences]
-        before = [(g, g.get_state()) for g in (own if own[0] is not None else [self.generator])]
-        noise = torch.empty(n, len(sequences), self.vocab_size)
+        generators = own if own[0] is not None else [self.generator]
+        noise, states = torch.empty(n, len(sequences), self.vocab_size), []
+        every = max(1, BETWEEN_STATES // noise[0].numel())
+        for step, of_step in enumerate(noise):
+            if step % every == 0:
+                states.append([g.get_state() for g in generators])
+            self.noise(of_step, sequences, live)
 
         def again(n):
-            for generator, state in before:
+            for generator, state in zip(generators, states[n // every]):
                 generator.set_state(state)
-            for of_step in noise[:n]:
+            for of_step in noise[n - n % every:n]:
                 self.noise(of_step, sequences, live)
         self.again = again
-        for of_step in noise:
-            self.noise(of_step, sequences, live)
         return noise
 
     def set_back(self, n):

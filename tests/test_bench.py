@@ -149,7 +149,7 @@ def test_loss_mode(trained, tmp_path):
 def test_drafts_mode(trained):
     figures, _ = bench(trained, '--mode=drafts', '--shape=S', '--lengths=20', '--repeats=1')
     shapes, trained_rows = figures['shapes']['rows'], figures['trained']['rows']
-    assert len(shapes) == 2 * 7 and len(trained_rows) == 2 * 4
+    assert len(shapes) == 2 * 9 and len(trained_rows) == 2 * 4
     assert all(row['same_tokens'] and row['tok_per_s'] > 0 for row in shapes + trained_rows)
 
 
