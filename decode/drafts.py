@@ -26,8 +26,8 @@ def made(draft, decoder):
 
 class PackedDraft:
     """
-    The model of a decoder with its weights in `weights`, int8 or int4, over the same cache: it reads the keys and values
-    that the model has computed, and writes its own for the proposals, over which the model then writes.
+    The model of a decoder with its weights in `weights`, int8 or int4, over the same cache: it reads the keys and
+    values that the model has computed, and writes its own for the proposals, over which the model then writes.
     """
     draws = True
 
@@ -106,8 +106,8 @@ class Ngrams:
 class ModelDraft:
     """
     Another model with the same vocabulary, usually a smaller one. cache: a `kvcache.base.BaseCache` of it, with a
-    compiled step, for at least DRAFTED_SEQUENCES sequences. Its sequences follow the texts of the calls, whatever becomes
-    of these in the cache of the model itself. A text that is too long for it is cut to its end.
+    compiled step, for at least DRAFTED_SEQUENCES sequences. Its sequences follow the texts of the calls, whatever
+    becomes of these in the cache of the model itself. A text that is too long for it is cut to its end.
 
     known: {id of the list of a text: its `Followed`}. It ends with those of the last call.
     """
@@ -156,7 +156,7 @@ class ModelDraft:
         return each
 
     def new_handle(self):
-        """The handle of a new sequence; if there is no room, that of the text that was followed longest ago is freed."""
+        """The handle of a new sequence. Where there is no room, that of the text that was followed least lately ends."""
         if len(self.known) == self.cache.n_seq:
             self.cache.free(self.known.pop(next(iter(self.known))).handle)
         return self.cache.new()

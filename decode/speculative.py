@@ -176,9 +176,9 @@ class Pace:
         self.k, self.plain, self.draft = 0, Recent(), Recent()
         self.chunks, self.sizes = {}, set()  # sizes: those that were measured since the last plain step
         self.accepted, self.tried, self.offered, self.asked = 0.0, 0.0, 0.0, 0.0
-        self.trial = self.n_rounds = self.n_failed = 0  # rounds left of a trial; since a plain step; trials without gain
+        self.trial = self.n_rounds = self.n_failed = 0  # rounds left of a trial; since a plain step; failed trials
         self.ns = self.given = 0.0  # of the last rounds: nanoseconds, and tokens of a sequence
-        self.rest, self.n_drawn = 0, 0.0  # nanoseconds of plain steps until the next trial; tokens that this one has drawn
+        self.rest, self.n_drawn = 0, 0.0  # nanoseconds of plain steps until the next trial; tokens drawn in this one
 
     @property
     def times_plain(self):

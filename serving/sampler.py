@@ -74,8 +74,8 @@ class Sampler:
         """
         `NextTokens` for up to n_steps steps in which each `Drawing` draws from its row of the logits. newest: the last
         token of each. until: when the last step may begin, in nanoseconds of `threads.nanoseconds`. limits, texts: how
-        many tokens each may draw, see there. When the steps are done, the caller gives the result to `drawn_by`. After a
-        failure it restores each `Drawing` instead.
+        many tokens each may draw, and the texts, see there. When the steps are done, the caller gives the result to
+        `drawn_by`. After a failure it restores each `Drawing` instead.
         """
         if self.uncounted or (rows, drawings) != (self.rows, self.drawings):
             self.describe(rows, drawings)

@@ -7,8 +7,8 @@ import torch
 from conftest import sizes
 from drafting import AnyDraft, Speculating
 from small_engine import BYTES, V, alone, finished, run, submit
-from test_same_bits import model_of as shape_of
 from test_same_bits import SHAPES
+from test_same_bits import model_of as shape_of
 from test_speculation import model_of
 
 from decode.cpu import CPUDecoder

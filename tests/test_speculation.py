@@ -354,7 +354,7 @@ def test_the_pace_is_never_much_slower_than_plain_steps_and_near_the_best(plain,
         return plain + (n - 1) * of_row + 5e4
     n, pace = 6000, Pace()
     ns = Machine(plain, draft, chunk, share).run(n, pace)
-    best = min(((k * draft + chunk(k + 1)) / sum(share**j for j in range(k + 1)) for k in range(1, 16)))
+    best = min((k * draft + chunk(k + 1)) / sum(share**j for j in range(k + 1)) for k in range(1, 16))
     assert ns < n * plain / .97
     assert ns < 1.12 * n * min(plain, best)
 
