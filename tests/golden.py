@@ -97,6 +97,7 @@ FLOATS = {
 ROUNDED = {
     'cpu bfloat16': (90, with_decoder('cpu', 'bfloat16', threads=1)),
     'cpu int8': (90, with_decoder('cpu', 'int8', threads=1)),
+    'cpu int4': (90, with_decoder('cpu', 'int4', threads=1)),
 } | {f'{kind} cache, {bits} bits': (30, with_cache(kind, bits)) for kind in KINDS for bits in (8, 4)}
 WAYS = ['plain', *FLOATS, *ROUNDED, 'compiled']
 SHAPES = (dict(), dict(bias=False, n_head=4), dict(n_layer=3, n_embd=48, n_head=3))
