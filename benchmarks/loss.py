@@ -3,8 +3,11 @@ How well a model predicts a text when context is dropped, or weights or the cach
 
     python bench.py --mode=loss
 
-The model is the newest out*/ckpt.pt, the text the validation split of its data set.
+The model is the newest out*/ckpt.pt, the text the validation split of its data set. The part `weights` takes all
+out*/ckpt.pt, one after the other.
 """
+import os
+
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -14,6 +17,8 @@ import decode
 import kvcache
 import model as gpt
 from benchmarks.harness import Panel, Part
+from benchmarks.peers.llamacpp import LlamaCpp
+from benchmarks.peers.ours import Pages
 from generation import advance, make_sequences
 from inputs import as_int64
 from kvcache.contiguous import cache_for
@@ -22,9 +27,14 @@ from training.batches import Batches
 PICTURE, CPU_ONLY = 'loss_by_context.png', "losses are measured"
 
 
-def model_and_text(asked):
-    """(the model of the newest checkpoint, its validation text, int64 (N,)). ValueError if there is no checkpoint."""
-    path = (checkpoints.newest_first() or ['out/ckpt.pt'])[0]
+def paths():
+    """Those of all checkpoints, the newest first; of one that is not there if there is none, so that loading says so."""
+    return checkpoints.newest_first() or ['out/ckpt.pt']
+
+
+def model_and_text(asked, path=''):
+    """(the model of a checkpoint, by default the newest, its validation text, int64 (N,)). ValueError without one."""
+    path = path or paths()[0]
     checkpoint = checkpoints.load(path)
     model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).eval()
     data_dir = 'data/' + checkpoint['config']['dataset']
@@ -125,8 +135,49 @@ def compare(model, text, n_rows=32):
     return results
 
 
+def weights(asked):
+    for path in paths():
+        rows = compare_weights(*model_and_text(asked, path))
+        yield [dict(model=os.path.dirname(path), **row) for row in rows]
+
+
+@torch.inference_mode()
+def compare_weights(model, text, n_most=2**17):
+    """
+    The loss of a text (N,), of at most n_most tokens, with weights in fewer bits: in our decoder, and in llama.cpp, if
+    it is installed and can have them. llama.cpp too keeps keys and values in float32 here.
+
+    The text is cut into rows of block_size tokens, or of window + 1, and each is predicted from those before it in its
+    row. Returns a dict a case. difference: to our float32, in nats, with the standard error of its mean over the rows;
+    percent: of our float32.
+    """
+    c, results, reference = model.config, [], None
+    size = c.window + 1 if c.window else c.block_size
+    rows = text[:n_most].unfold(0, size + 1, size)  # the last token of a row is the first of the next
+    cases = [(Pages, width) for width in decode.WEIGHTS] + [(LlamaCpp, width) for width in LlamaCpp.ways]
+    for engine, width in tqdm(cases, desc='weights', leave=False, disable=None):
+        try:
+            if why := engine.missing():
+                raise ValueError(why)
+            all_logits = engine(model, width, torch.get_num_threads(), 'float32').all_logits
+        except ValueError as e:
+            tqdm.write(f"not compared: {engine.name}, {width} ({e})")
+            continue
+        nll = torch.stack([F.cross_entropy(all_logits(row[:-1]), row[1:]) for row in rows]).double()
+        reference = nll if reference is None else reference
+        difference = nll - reference
+        results.append(dict(
+            engine='ours' if engine is Pages else engine.name, weights=width, tokens=len(rows) * size,
+            nll=nll.mean().item(), difference=difference.mean().item(),
+            standard_error=difference.std().item() / len(rows) ** 0.5,
+            percent=100 * (difference.mean() / reference.mean()).item()))
+    return results
+
+
 def picture(figures, machine):
     """Loss against the tokens of context, and a line for each policy at its mean loss."""
+    if not {'policies', 'by_context'} <= set(figures):
+        return None
     by_context, = (row['nats'] for row in figures['by_context']['rows'])
     n = len(by_context)
     lines = [(range(1, n + 1), by_context, 'a token, by the number of tokens before it', {})]
@@ -142,5 +193,7 @@ def picture(figures, machine):
 PARTS = dict(
     policies=Part(policies, 4, "policies for a full context, and numbers in fewer bits", (
         'weights kv_bits kv_bytes_a_token when_full keep tokens mean_context nll difference standard_error')),
+    weights=Part(weights, 3, "weights in fewer bits, of each checkpoint; llama.cpp's int8 is q8_0, its int4 q4_0",
+                 'model engine weights tokens nll difference standard_error percent'),
     by_context=Part(by_context, 1, "nats a token, by the number of tokens before it", 'nats'),
 )

@@ -144,6 +144,9 @@ def test_loss_mode(trained, tmp_path):
     assert len(figures['by_context']['rows'][0]['nats']) == 16 and is_png(tmp_path / 'loss.png')
     assert rows[0]['difference'] == 0 and rows[0]['mean_context'] == 16 and 11.5 < rows[1]['mean_context'] < 12.5
     assert all(abs(row['difference']) < 0.1 for row in rows)
+    of_weights = figures['weights']['rows']
+    assert {row['model'] for row in of_weights} == {'out'} and [row['weights'] for row in of_weights][:4] == [
+        'float32', 'bfloat16', 'int8', 'int4']
 
 
 def test_drafts_mode(trained):

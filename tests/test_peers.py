@@ -7,9 +7,12 @@ import pytest
 import torch
 from conftest import ROOT, run
 
+import decode
+from benchmarks import loss
 from benchmarks.peers import race
 from benchmarks.peers.engine import Engine
 from benchmarks.peers.llamacpp import LlamaCpp
+from benchmarks.peers.onnx import in_4_bits
 from benchmarks.peers.ours import Pages
 from benchmarks.peers.race import PEERS
 from benchmarks.shapes import LLAMA, LLAMAS
@@ -120,6 +123,45 @@ def test_a_text_goes_on_from_an_earlier_position(engine, kv):
     assert torch.equal(engine.begin(prompts[:1]), want[:1, 0])
     if kv == 'float32' and engine.same_tokens:
         assert torch.equal(tokens, want[:, 1:])
+
+
+@pytest.mark.parametrize('engine, exact', [(Pages, 1e-4), (LlamaCpp, 0.02)], ids=lambda x: getattr(x, 'name', ''))
+def test_logits_of_a_whole_text(engine, exact):
+    """Also after a longer text, and after several rows; llama.cpp has another GELU."""
+    model = tiny(n_embd=64)
+    engine = built(engine, model, kv='float32')
+    engine.begin(torch.randint(50, (3, 6)))
+    for T in (24, 1, 11):
+        tokens = torch.randint(50, (T,))
+        with torch.inference_mode():
+            want = model(tokens[None], tokens[None])[0][0]
+        assert (engine.all_logits(tokens) - want).abs().max() < exact
+
+
+def test_four_bits_are_rounded_as_in_q4_0():
+    """Beside gguf's own Q4_0, whose scales are float16."""
+    gguf = pytest.importorskip('gguf')
+    w = torch.randn(6, 256, generator=torch.Generator().manual_seed(0)).numpy()
+    w[0], w[1, 0] = 0, 9
+    whole, scale = in_4_bits(w)
+    assert whole.shape == (6, 8, 32) and scale.shape == (6, 8) and whole.min() == -8 and whole.max() <= 7
+    q4_0 = gguf.GGMLQuantizationType.Q4_0
+    theirs = gguf.dequantize(gguf.quantize(w, q4_0), q4_0)
+    assert abs((whole * scale[..., None]).reshape(w.shape) - theirs).max() < 0.01
+
+
+def test_loss_of_weights_in_fewer_bits():
+    """The same rows in every engine; the loss of our float32 is that of the model, whose weights decide the others'."""
+    model, text = tiny(n_embd=64, noise=0.3), torch.randint(50, (24 * 30 + 5,))
+    rows = loss.compare_weights(model, text)
+    want = loss.nats(model, text[:24 * 30 + 1].unfold(0, 25, 24)).double().mean().item()
+    assert [(row['engine'], row['weights']) for row in rows][:4] == [('ours', w) for w in decode.WEIGHTS]
+    assert len(rows) == 4 + 3 * (not LlamaCpp.missing()) and {row['tokens'] for row in rows} == {24 * 30}
+    assert rows[0]['difference'] == rows[0]['percent'] == 0 and abs(rows[0]['nll'] - want) < 1e-5
+    for row in rows:
+        bound = 0.01 if row['weights'] != 'int4' else 0.2
+        assert abs(row['nll'] - want - row['difference']) < 1e-5 and abs(row['difference']) < bound
+        assert abs(row['percent'] - 100 * row['difference'] / want) < 1e-3
 
 
 def test_a_missing_package_is_named():

@@ -83,6 +83,16 @@ class LlamaCpp(Engine):
             self.decode(batch)
             return torch.from_numpy(self.logits().argmax(axis=1))
 
+    def all_logits(self, tokens):
+        """Read tokens (T,) in place of all that was read before. Returns the logits after each, (T, vocab_size)."""
+        if self.rows != 1:
+            self.make_context(1)
+        self.forget_from(0)
+        with Batch(self.lib, [0] * len(tokens)) as batch:
+            batch.token[:], batch.pos[:], batch.wanted[:] = tokens.numpy(), np.arange(len(tokens)), 1
+            self.decode(batch)
+            return torch.from_numpy(self.logits(len(tokens)).copy())
+
     def forget_from(self, start):
         for i in range(self.rows):
             self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.context), i, start, -1)
@@ -105,9 +115,9 @@ class LlamaCpp(Engine):
         if self.lib.llama_decode(self.context, batch.batch) != 0:
             raise ValueError(f"llama.cpp could not decode {batch.batch.n_tokens} tokens")
 
-    def logits(self):
-        """The logits of the last `decode`, (B, vocab_size)."""
-        return np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), (self.rows, self.config.vocab_size))
+    def logits(self, n=0):
+        """The logits of the last `decode`, (n, vocab_size); n: how many it was asked for, by default one of each row."""
+        return np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), (n or self.rows, self.config.vocab_size))
 
 
 @lru_cache(maxsize=3)

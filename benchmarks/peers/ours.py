@@ -65,6 +65,12 @@ class Pages(Engine):
             return torch.cat([self.cache.step([handle], [start], row[None]).argmax(dim=-1)
                               for handle, row in zip(self.handles, tokens)])
 
+    def all_logits(self, tokens):
+        """Read tokens (T,) in place of all that was read before. Returns the logits after each, (T, vocab_size)."""
+        if len(self.handles) != 1:
+            self.begin(tokens[None, :1])
+        return self.cache.step(self.handles, [0], tokens[None], wanted=range(len(tokens)))
+
     def go_on(self, newest, start, n_new):
         """The (B, n_new) tokens after newest (B,), which is fed at position `start`. What was there is overwritten."""
         tokens = []
