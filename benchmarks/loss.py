@@ -28,7 +28,7 @@ PICTURE, CPU_ONLY = 'loss_by_context.png', "losses are measured"
 
 
 def paths():
-    """Those of all checkpoints, the newest first; of one that is not there if there is none, so that loading says so."""
+    """Those of all checkpoints, the newest first; without any, of one that is missing, so that loading says so."""
     return checkpoints.newest_first() or ['out/ckpt.pt']
 
 

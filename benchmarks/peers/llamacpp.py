@@ -116,7 +116,7 @@ class LlamaCpp(Engine):
             raise ValueError(f"llama.cpp could not decode {batch.batch.n_tokens} tokens")
 
     def logits(self, n=0):
-        """The logits of the last `decode`, (n, vocab_size); n: how many it was asked for, by default one of each row."""
+        """The logits of the last `decode`, (n, vocab_size); n: how many it was asked for, else one of each row."""
         return np.ctypeslib.as_array(self.lib.llama_get_logits(self.context), (n or self.rows, self.config.vocab_size))
 
 

@@ -155,7 +155,7 @@ def onnx_graph(model, bits=32, by='block', lm_head=32):
     layer k<layer> and v<layer> (B, n_head, block_size, head_dim). Out: logits (B, 1, vocab_size) of the last position,
     and the caches, new_k<layer> and new_v<layer>. T > 1 on a warm cache is for B = 1 only.
     bits, lm_head: 32, 8 or 4, of the weights of the blocks and of lm_head. by: in 8 bits, a scale for each 'block' or
-    'row'. The operators need heads whose size is a multiple of 8, and an n_embd that is one of 16 in 8 bits, of 32 in 4.
+    'row'. The operators need heads whose size is a multiple of 8, an n_embd that is one of 16 in 8 bits, of 32 in 4.
     """
     c, t = model.config, model.transformer
     g, how = Graph(), dict(bits=bits, by=by)
