@@ -142,7 +142,7 @@ def weights(asked):
 
 
 @torch.inference_mode()
-def compare_weights(model, text, n_most=2**17):
+def compare_weights(model, text, n_most=2**15):
     """
     The loss of a text (N,), of at most n_most tokens, with weights in fewer bits: in our decoder, and in llama.cpp, if
     it is installed and can have them. llama.cpp too keeps keys and values in float32 here.
@@ -159,7 +159,7 @@ def compare_weights(model, text, n_most=2**17):
         try:
             if why := engine.missing():
                 raise ValueError(why)
-            all_logits = engine(model, width, torch.get_num_threads(), 'float32').all_logits
+            all_logits = engine(model, width, 1, 'float32').all_logits
         except ValueError as e:
             tqdm.write(f"not compared: {engine.name}, {width} ({e})")
             continue
