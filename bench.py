@@ -36,8 +36,8 @@ from benchmarks.harness import Asked, describe_machine, draw, run_parts
 from benchmarks.shapes import GPTS, SHAPES
 from device import pick_device, pick_dtype
 
-mode = 'train'            # train, generate, peers, caches, drafts, serve, gpu, memory, loss, positions, endless, recall or
-                          # busy
+mode = 'train'            # train, generate, peers, caches, drafts, serve, gpu, memory, loss, positions, endless, recall
+                          # or busy
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode.
                           # In peers mode also smollm2 and qwen0.5b, the shapes of SmolLM2-135M and Qwen2.5-0.5B
 batch_size = 12           # rows of a training step

@@ -156,7 +156,7 @@ class ModelDraft:
         return each
 
     def new_handle(self):
-        """The handle of a new sequence. Where there is no room, that of the text that was followed least lately ends."""
+        """The handle of a new sequence. If all are in use, that of the text followed longest ago is freed."""
         if len(self.known) == self.cache.n_seq:
             self.cache.free(self.known.pop(next(iter(self.known))).handle)
         return self.cache.new()
