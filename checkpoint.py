@@ -227,5 +227,5 @@ def fitted_moments(p, state):
         of_floats = is_dense(moment) and moment.is_floating_point()
         if not of_floats or moment.shape[1:] != p.shape[1:] or len(moment) < len(p):
             raise ValueError(f"{name} is {tuple(moment.shape)}, and its parameter {tuple(p.shape)}")
-        fitted[name] = moment[:len(p)]
+        fitted[name] = moment if len(moment) == len(p) else moment[:len(p)]
     return fitted

@@ -6,7 +6,6 @@ import time
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -24,20 +23,6 @@ def pick_device(name='auto'):
         raise ValueError(f"device {name} was asked for, but torch finds {', '.join(here)} here ({n_cuda} cuda): use "
                          "device=auto")
     return name
-
-
-def join_processes(device, backend, world_size):
-    """The device of this process. One of several that torchrun started takes a GPU of its own and joins the group."""
-    if backend not in ('auto', 'nccl', 'gloo'):
-        raise ValueError(f"backend must be auto, nccl or gloo, not {backend!r}")
-    dev = pick_device(device)
-    if world_size == 1:
-        return dev
-    if dev == 'cuda':
-        dev = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(dev)
-    dist.init_process_group(backend if backend != 'auto' else 'nccl' if dev.startswith('cuda') else 'gloo')
-    return dev
 
 
 def pick_dtype(name, device):

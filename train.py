@@ -4,6 +4,7 @@ Train a GPT: from scratch, from GPT-2's weights, or on from where a run stopped.
     python train.py config/train_shakespeare_char.py
     python train.py config/train_shakespeare_char.py --init_from=resume
     torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py
+    torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py --parallel=fsdp
 
 Ctrl-C and SIGTERM save and stop; a second one stops at once. out_dir gets ckpt.pt, log.csv and loss.png.
 """
@@ -19,11 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint as checkpoints
 import tokenizer as tokenizers
-from device import autocast, choose_threads, default_peak_flops, join_processes, pick_device, pick_dtype, synchronize
+from device import autocast, choose_threads, default_peak_flops, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
 from training.batches import Batches, open_tokens, prepare
-from training.checkpointer import SHAPE, Checkpointer, load_furthest, restore_rng, resume_optimizer, settle_shape
+from training.checkpointer import (SHAPE, Checkpointer, is_restarted, load_furthest, restore_rng, resume_optimizer,
+                                   settle_shape)
 from training.log import Log, start_wandb
+from training.parallel import check_way, first_says, is_lost_process, join_processes, leave, shard
 from training.stopping import StopRequest
 
 out_dir = 'out'                # where ckpt.pt, log.csv and loss.png go
@@ -70,7 +73,8 @@ decay_lr = True                # a cosine from learning_rate down to min_lr?
 warmup_iters = 2000            # steps to get up to learning_rate
 lr_decay_iters = 600000        # steps to get down to min_lr, about max_iters
 min_lr = 6e-5                  # about learning_rate / 10
-backend = 'auto'               # of DDP: nccl, gloo; auto is nccl on cuda and gloo elsewhere
+parallel = 'ddp'               # of several processes: ddp, each has the model; fsdp, each has a part of it
+backend = 'auto'               # of their group: nccl, gloo; auto is nccl on cuda and gloo elsewhere
 device = 'auto'                # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'                 # float32, bfloat16 or float16 (with loss scaling); auto goes by the device
 compile = True                 # torch.compile the model; on a CPU it is no faster, and left out
@@ -84,18 +88,21 @@ def main(config):
     check_settings(world_size)
     stop = StopRequest()
     log = Log(stop, silent=not master)
-    checkpointer = Checkpointer(out_dir, resume=init_from == 'resume', writes=master and not eval_only)
-    dev = join_processes(device, backend, world_size)
-    torch.manual_seed(seed + rank)
+    checkpointer = checkpointer_of(parallel)(out_dir, resume=init_from == 'resume', writes=master and not eval_only)
+    dev = join_processes(device, backend, parallel, world_size)
+    go_on_after_a_restart(checkpointer, log.say)
+    torch.manual_seed(seed if parallel == 'fsdp' else seed + rank)
     torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
 
     data_dir, vocab_size, tokenizer_state = load_data(master, world_size, log.say)
     raw_model, resumed = build_model(config, data_dir, vocab_size, tokenizer_state, dev, log.say)
+    if parallel == 'fsdp':
+        shard(raw_model, dev, pick_dtype(dtype, dev), compile and dev != 'cpu')
     optimizer, scaler = build_optimizer(config, raw_model, resumed, dev, log.say)
     amp = autocast(dev, pick_dtype(dtype, dev))
     train_batches, eval_batches = build_batches(data_dir, raw_model.config.vocab_size, dev)
     first_iter, best_val_loss = resumed.get('iter_num', 0), float(resumed.get('best_val_loss', math.inf))
-    if dev == 'cpu' and world_size == 1 and not eval_only and ('threads' in resumed or first_iter < max_iters):
+    if dev == 'cpu' and world_size == 1 and parallel == 'ddp' and not eval_only and ('threads' in resumed or first_iter < max_iters):
         choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
     eval_model, model = wrap_model(raw_model, dev, world_size, log.say)
     restore_rng(resumed.get('rng'))
@@ -108,8 +115,10 @@ def main(config):
             open_log(log, checkpointer, config, iter_num)
         while iter_num <= max_iters or eval_only:
             lr = set_lr(optimizer, iter_num)
-            if master and (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only):
-                losses = estimate_loss(eval_model, eval_batches, amp, stop)
+            # a sharded model runs in all processes at once, and they share the batches; a whole one in the first process
+            shared = world_size if parallel == 'fsdp' else 1
+            if (master or shared > 1) and (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only):
+                losses = estimate_loss(eval_model, eval_batches, amp, stop, shared)
                 best_val_loss = report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss)
             if stop.agreed(world_size, dev):
                 checkpointer.save_interrupted(log, iter_num, best_val_loss, first_iter, always_save_checkpoint)
@@ -123,8 +132,15 @@ def main(config):
             iter_num += 1
     except FloatingPointError as e:
         raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: {e}; {checkpointer.last_good()}") from e
+    except RuntimeError as e:
+        if world_size == 1 or not is_lost_process(e):
+            raise
+        raise ValueError(f"iteration {iter_num}: another process of this run has ended, or cannot be reached; "
+                         f"{checkpointer.last_good()}; to go on, add --init_from=resume") from e
     finally:
         log.close()
+    if parallel == 'fsdp':
+        leave()
     if world_size > 1:
         del model  # DDP would end the group while it holds Python's lock, which gloo's threads may wait for
         dist.destroy_process_group()
@@ -141,6 +157,24 @@ def check_settings(world_size):
     if init_from == 'scratch':
         new_config(1)
     pick_dtype(dtype, pick_device(device))
+    check_way(parallel, pick_device(device))
+
+
+def checkpointer_of(way):
+    """The class of the checkpoints of a run that is parallel in this way."""
+    if way == 'ddp':
+        return Checkpointer
+    from training.shards import ShardedCheckpointer  # here because it imports much of torch.distributed
+    return ShardedCheckpointer
+
+
+def go_on_after_a_restart(checkpointer, say):
+    """If torchrun has restarted this run, after it has saved, go on from what it saved, whatever init_from is."""
+    global init_from
+    if first_says(is_restarted(out_dir)) and init_from != 'resume':
+        init_from, checkpointer.ckpt_is_ours = 'resume', True
+        say(f"torchrun restarted this run (time {os.environ['TORCHELASTIC_RESTART_COUNT']}): it goes on from its last "
+            "checkpoint")
 
 
 def new_config(vocab_size):
@@ -195,6 +229,10 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
     resumed, source = {}, init_from
     if init_from == 'scratch':
         model = GPT(new_config(vocab_size))
+    elif init_from == 'resume' and parallel == 'fsdp':
+        from training.shards import build_furthest
+        model, resumed, source = build_furthest(out_dir, GPT, GPTConfig, block_size, dropout=dropout)
+        say(f"resuming {source} at iteration {resumed['iter_num']}")
     elif init_from == 'resume':
         resumed, source = load_furthest(out_dir, dev)
         model = checkpoints.build(resumed, GPT, GPTConfig, dropout=dropout)
@@ -215,7 +253,9 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
     if block_size < positions:
         say(f"block_size {block_size}: the model's {positions} positions are cut to that")
         model.crop_block_size(block_size)
-    model.to(dev).train()
+    model.train()
+    if parallel == 'ddp':  # else each process will take its part
+        model.to(dev)
     say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {dev}")
     return model, resumed
 
@@ -225,6 +265,9 @@ def build_optimizer(config, model, resumed, dev, say):
     kind = dev.split(':')[0]
     scaler = torch.amp.GradScaler(kind, enabled=pick_dtype(dtype, dev) == 'float16')
     optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), kind)
+    if resumed and parallel == 'fsdp':
+        from training.shards import read_into
+        read_into(model, optimizer, resumed)
     if resumed:
         resume_optimizer(config, optimizer, scaler, resumed, say)
     return optimizer, scaler
@@ -240,9 +283,11 @@ def build_batches(data_dir, model_vocab_size, dev):
 def wrap_model(raw_model, dev, world_size, say):
     """
     (the model for evaluation, the model for training). Both are compiled if asked; the second averages gradients over
-    the processes.
+    the processes. A sharded model does both by itself.
     """
     model = raw_model
+    if parallel == 'fsdp':
+        return model, model
     if compile and not dev.startswith('cpu'):
         say("compiling the model (about a minute)")
         model = torch.compile(model)
@@ -276,21 +321,25 @@ def open_log(log, checkpointer, config, iter_num):
 
 
 @torch.no_grad()
-def estimate_loss(model, batches, amp, stop):
+def estimate_loss(model, batches, amp, stop, world_size):
     """
     {split: the mean loss over eval_iters batches}, over the same batches every time. None if asked to stop meanwhile.
-    FloatingPointError if a loss is not finite.
+    FloatingPointError if a loss is not finite. world_size: how many processes call this, and take turns.
     """
+    rank = configurator.rank() if world_size > 1 else 0
     model.eval()
     losses = {}
     for split in batches:
         total = torch.zeros((), device=batches[split].device)
-        for step in range(eval_iters):
-            if stop.asked:
+        for step in range(rank, eval_iters + rank, world_size):  # as often in each process
+            if stop.agreed(world_size, total.device):
                 model.train()
                 return None
             with amp:
-                total += model(*batches[split](step))[1]
+                loss = model(*batches[split](min(step, eval_iters - 1)))[1]
+            total += loss if step < eval_iters else 0.0
+        if world_size > 1:
+            dist.all_reduce(total)
         losses[split] = total.item() / eval_iters
     model.train()
     for split, loss in losses.items():
@@ -319,14 +368,15 @@ def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world
     One update of the weights. Returns the mean loss of gradient_accumulation_steps batches, which the processes share
     out. FloatingPointError, before the weights are changed, if it is not finite.
     """
-    if world_size > 1:  # dropout: different in each process, the same in a resumed run
+    if world_size > 1 or parallel == 'fsdp':  # dropout: different in each process, the same in a resumed run
         torch.manual_seed(hash((seed, iter_num, rank)))
     micro_steps = gradient_accumulation_steps // world_size
     loss_sum = torch.zeros((), device=batches.device)
     for micro_step in range(micro_steps):
         x, y = batches(iter_num * gradient_accumulation_steps + micro_step * world_size + rank)
-        last = micro_step == micro_steps - 1  # gradients are averaged over the processes in the last backward pass
-        with nullcontext() if world_size == 1 or last else model.no_sync():
+        # gradients are averaged over the processes in the last backward pass; with fsdp in each, and only parts are kept
+        last = micro_step == micro_steps - 1
+        with nullcontext() if world_size == 1 or last or parallel == 'fsdp' else model.no_sync():
             with amp:
                 loss = model(x, y)[1] / micro_steps
             scaler.scale(loss).backward()

@@ -5,9 +5,10 @@ import os
 import torch
 
 import checkpoint as checkpoints
-from whole_file import lock_folder
+from whole_file import lock_folder, replacing
 
 INTERRUPTED = 'ckpt_interrupted.pt'
+RUN = '.torchrun'  # in out_dir: which run of torchrun saved the checkpoint there
 # what the weights were trained with; block_size may be cropped, and dropout is free
 SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias', 'position', 'rope_theta', 'n_kv_head', 'window', 'n_sink', 'gelu',
          'norm', 'norm_eps', 'mlp', 'n_inner', 'head_dim', 'tied', 'qkv_bias', 'qk_norm', 'rope_scaling')
@@ -20,11 +21,15 @@ class Checkpointer:
 
     resume: whether the ckpt.pt that is in out_dir, if any, belongs to this run; writes: whether this process saves at
     all. If it does, out_dir is locked, now if it exists and otherwise by `take_folder`; a second run in it is refused.
+
+    A subclass may keep checkpoints of another form, and save in all processes at once: what it must define is from
+    `names` to `remove_leftovers`.
     """
+    names = 'ckpt.pt', INTERRUPTED
 
     def __init__(self, out_dir, resume, writes):
         self.out_dir, self.ckpt_is_ours, self.writes, self.lock = out_dir, resume, writes, None
-        self.path, self.interrupted = os.path.join(out_dir, 'ckpt.pt'), os.path.join(out_dir, INTERRUPTED)
+        self.path, self.interrupted = (os.path.join(out_dir, name) for name in self.names)
         if writes and os.path.isdir(out_dir):
             self.take_folder()
 
@@ -32,8 +37,10 @@ class Checkpointer:
         """Make and lock out_dir, if that was not done before. ValueError if another process has locked it."""
         os.makedirs(self.out_dir, exist_ok=True)
         self.lock = self.lock or lock_folder(self.out_dir)
-        for leftover in glob.glob(glob.escape(self.path) + '.*.tmp'):  # of a run that was killed while it saved
-            os.remove(leftover)
+        self.remove_leftovers()
+        run = os.path.join(self.out_dir, RUN)
+        if n_restarts() == 0 and os.path.exists(run):
+            os.remove(run)
 
     def track(self, model, optimizer, scaler, config, tokenizer_state):
         """Store the objects that every checkpoint is made from."""
@@ -41,24 +48,55 @@ class Checkpointer:
         self.config, self.tokenizer_state = config, tokenizer_state
 
     def contents(self, iter_num, best_val_loss):
-        """The dict that is saved. FloatingPointError if the weights are not finite."""
-        if not all(p.isfinite().all() for p in self.model.parameters()):
-            raise FloatingPointError("the weights are not finite and were not saved")
+        """What is saved besides tensors."""
         return {
-            'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
             'model_args': checkpoints.model_args(self.model.config),
             'iter_num': iter_num, 'best_val_loss': best_val_loss,
             'config': dict(self.config), 'tokenizer': self.tokenizer_state, 'scaler': self.scaler.state_dict(),
+        }
+
+    @property
+    def saves(self):
+        """Does this process take part in saving?"""
+        return self.writes
+
+    def agreed(self, value):
+        """What all processes that save go by, where they may see different values."""
+        return value
+
+    def exists(self, path):
+        """Is there a checkpoint at path?"""
+        return os.path.exists(path)
+
+    def write(self, path, iter_num, best_val_loss):
+        """Save the state of the run to path. FloatingPointError if the weights are not finite."""
+        if not all(p.isfinite().all() for p in self.model.parameters()):
+            raise FloatingPointError("the weights are not finite and were not saved")
+        checkpoints.save({
+            'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
+            **self.contents(iter_num, best_val_loss),
             'rng': {'torch': torch.get_rng_state(), 'cuda': cuda_rng_states()},
             'threads': torch.get_num_threads(),
-        }
+        }, path)
+
+    def remove(self, path):
+        """Remove the checkpoint at path, if there is one."""
+        if os.path.exists(path):
+            os.remove(path)
+
+    def remove_leftovers(self):
+        """Remove what a run left that was killed while it saved."""
+        for leftover in glob.glob(glob.escape(self.path) + '.*.tmp'):
+            os.remove(leftover)
 
     def save(self, iter_num, best_val_loss):
         """Save to ckpt.pt, and return its path."""
-        checkpoints.save(self.contents(iter_num, best_val_loss), self.path)
+        self.write(self.path, iter_num, best_val_loss)
+        if 'TORCHELASTIC_RUN_ID' in os.environ and not self.ckpt_is_ours and self.writes:
+            with replacing(os.path.join(self.out_dir, RUN), 'w') as f:
+                f.write(os.environ['TORCHELASTIC_RUN_ID'])
         self.ckpt_is_ours = True
-        if os.path.exists(self.interrupted):  # it is older, or belongs to a run whose ckpt.pt was just replaced
-            os.remove(self.interrupted)
+        self.remove(self.interrupted)  # it is older, or belongs to a run whose ckpt.pt was just replaced
         return self.path
 
     def save_interrupted(self, log, iter_num, best_val_loss, first_iter, replace):
@@ -66,17 +104,18 @@ class Checkpointer:
         Save the state of a run that was asked to stop, if this process saves at all, and say where it is. To ckpt.pt if
         there is none, or if it belongs to this run and may be replaced; else to ckpt_interrupted.pt.
         """
-        if not self.writes:
+        if not self.saves:
             return
-        log.bar.close()
+        if log.bar is not None:
+            log.bar.close()
         if iter_num == first_iter:
             log.say(f"stopped at iteration {iter_num}, before an iteration was done: there is nothing to save")
             return
         text = f"saved to {self.interrupted}; to go on, add --init_from=resume"
-        if not os.path.exists(self.path) or self.ckpt_is_ours and replace:
+        if not self.agreed(self.exists(self.path)) or self.ckpt_is_ours and replace:
             text = f"saved to {self.save(iter_num, best_val_loss)}; to go on, add --init_from=resume"
         else:
-            checkpoints.save(self.contents(iter_num, best_val_loss), self.interrupted)
+            self.write(self.interrupted, iter_num, best_val_loss)
             if not self.ckpt_is_ours:
                 text += f" and first move it over {self.path}, which is of an earlier run"
         log.say(f"stopped at iteration {iter_num}, {text}")
@@ -84,9 +123,23 @@ class Checkpointer:
 
     def last_good(self):
         """A text that names the last good checkpoint."""
-        if os.path.exists(self.path):
+        if self.exists(self.path):
             return f"the last good checkpoint is {self.path}"
         return "there is no checkpoint yet"
+
+
+def n_restarts():
+    """How often torchrun has restarted this run, which it does up to --max-restarts times."""
+    return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
+
+
+def is_restarted(out_dir):
+    """Has torchrun restarted this run, after the run has saved a checkpoint in out_dir?"""
+    run = os.path.join(out_dir, RUN)
+    if n_restarts() == 0 or not os.path.exists(run):
+        return False
+    with open(run) as f:
+        return f.read() == os.environ.get('TORCHELASTIC_RUN_ID')
 
 
 def cuda_rng_states():

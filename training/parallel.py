@@ -1,0 +1,113 @@
+"""
+Several processes, one model: with ddp each process has the whole model, with fsdp a part of each of its tensors.
+
+Both give the losses of one process, since all of them share the batches of an optimizer step. FSDP2 is described in
+arXiv:2411.00284 and in the documentation of torch.distributed.fsdp.fully_shard.
+"""
+import os
+import re
+import sys
+
+import torch
+import torch.distributed as dist
+
+from device import DTYPES, pick_device
+
+WAYS = 'ddp', 'fsdp'
+
+
+def check_way(way, device):
+    """ValueError unless `way` is one of WAYS and can be had on this device, in this process."""
+    if way not in WAYS:
+        raise ValueError(f"parallel must be {' or '.join(WAYS)}, not {way!r}")
+    if way == 'fsdp' and 'RANK' not in os.environ:
+        raise ValueError("parallel=fsdp shares a model out among the processes that torchrun starts, and it did not "
+                         "start this one: torchrun --standalone --nproc_per_node=2 train.py --parallel=fsdp")
+    if way == 'fsdp' and device == 'mps':
+        raise ValueError("parallel=fsdp needs device cpu or cuda, not mps")
+
+
+def join_processes(device, backend, way, world_size):
+    """The device of this process. One of several that torchrun started takes a GPU of its own and joins the group."""
+    if backend not in ('auto', 'nccl', 'gloo'):
+        raise ValueError(f"backend must be auto, nccl or gloo, not {backend!r}")
+    dev = pick_device(device)
+    if world_size == 1 and way == 'ddp':
+        return dev
+    if dev == 'cuda':
+        dev = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(dev)
+    dist.init_process_group(backend if backend != 'auto' else 'nccl' if dev.startswith('cuda') else 'gloo')
+    return dev
+
+
+def shard(model, device, dtype, compile):
+    """
+    Leave to each process its rows of each tensor of a GPT, on its device. All processes call this, with equal models.
+
+    A block's matrices are gathered when it runs, forward or backward, and freed behind it. Their gradients are averaged
+    over the processes, in float32, and each process keeps those of its rows: so an optimizer that is made afterwards has
+    a part of the state too. With dtype bfloat16 or float16 the matrices are gathered in it. Everything else (norms,
+    embeddings, and lm_head, which may be the same tensor) is gathered in float32, once a pass: so norms and the residual
+    stream are computed as with autocast alone. compile: whether to compile attention and MLPs.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a second: only where it is used
+    mesh = init_device_mesh(device.split(':')[0], (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if dtype != 'float32':
+        policy = MixedPrecisionPolicy(DTYPES[dtype], torch.float32, cast_forward_inputs=False)
+    for block in model.transformer.h:
+        matrices = [block.attn, block.mlp]  # one group: gathered before the first one runs, freed behind the last one
+        if compile:
+            for module in matrices:
+                module.compile()
+        fully_shard(matrices, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh)
+
+
+def first_says(value):
+    """The value of process 0, in all processes. value: what pickle can take."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def all_say(value):
+    """[the value of each process], in all processes."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agree(error):
+    """
+    Raise ValueError with the first text that is not None, in all processes. error: what is wrong in this one, or None.
+    A process that failed alone would leave the others waiting for it.
+    """
+    for text in all_say(error):
+        if text is not None:
+            raise ValueError(text)
+
+
+def is_lost_process(e):
+    """Does this exception of torch say that another process cannot be reached any more?"""
+    lost = r'connection (closed|reset)|broken pipe|timed out|remote process exited|nccl'
+    return isinstance(e, RuntimeError) and bool(isinstance(e, dist.DistError) or re.search(lost, str(e).lower()))
+
+
+def leave():
+    """
+    End this process, with success, when all others are here too. Does not return where a model is sharded on a CPU:
+    its tensors keep the group alive, and Python's end would stop a thread of gloo that waits for Python's lock, which
+    aborts the process (about one in ten did).
+    """
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
