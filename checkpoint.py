@@ -40,6 +40,10 @@ def load(path, device='cpu'):
     of a checkpoint.
     """
     if not os.path.isfile(path):
+        folder = os.path.dirname(path)
+        if os.path.isfile(os.path.join(folder, 'ckpt', 'index.json')):
+            raise ValueError(f"{folder} has a checkpoint of --parallel=fsdp, and no {path}: to make one of it, run "
+                             f"python export.py --to=ckpt --out_dir={folder}")
         raise ValueError(f"no checkpoint {path}: train one first, with "
                          "python train.py config/train_shakespeare_char.py")
     with open(path, 'rb') as f:

@@ -15,6 +15,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 import zlib
 from dataclasses import fields
 
@@ -29,6 +30,9 @@ from device import meta_model
 from training.checkpointer import Checkpointer
 from training.parallel import agree, all_say, first_says
 from whole_file import replacing
+
+# what converts a checkpoint in one process means to
+warnings.filterwarnings('ignore', 'torch.distributed is disabled', UserWarning)
 
 FOLDER, INTERRUPTED, INDEX = 'ckpt', 'ckpt_interrupted', 'index.json'
 SHARDS = re.compile(r'\d{8,}-[0-9a-f]{8}')  # the name of a folder of shards: the iteration, and a random number
