@@ -185,7 +185,7 @@ def flip_a_byte(folder, shard):
     (lambda folder, shard: shard.write_bytes(shard.read_bytes()[:-100]), 'is damaged'),
     (lambda folder, shard: shutil.copy(shard, shard.parent / 'more.safetensors'), 'does not name'),
     (lambda folder, shard: (folder / 'index.json').write_text('{'), 'cannot be read'),
-    (lambda folder, shard: (folder / 'index.json').unlink(), 'no sharded checkpoint'),
+    (lambda folder, shard: (folder / 'index.json').unlink(), 'has a ckpt.pt'),
     (break_index(lambda index: index.update(shards='../elsewhere')), 'no name that train.py gives'),
     (break_index(lambda index: index.update(files={'../x.safetensors': [0, 0]})), 'names without a folder'),
     (break_index(lambda index: index.pop('tensors')), 'must have'),

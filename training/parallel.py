@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from device import DTYPES, pick_device
+from training.checkpointer import n_restarts
 
 WAYS = 'ddp', 'fsdp'
 
@@ -37,7 +38,13 @@ def join_processes(device, backend, way, world_size):
     if dev == 'cuda':
         dev = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(dev)
-    dist.init_process_group(backend if backend != 'auto' else 'nccl' if dev.startswith('cuda') else 'gloo')
+    backend = backend if backend != 'auto' else 'nccl' if dev.startswith('cuda') else 'gloo'
+    if not n_restarts():
+        dist.init_process_group(backend)
+    else:  # torchrun's store still has the addresses of the processes before: in a part of its own they are not found
+        store, rank, size = next(dist.rendezvous('env://'))
+        store = dist.PrefixStore(f'restart {n_restarts()}', store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     return dev
 
 

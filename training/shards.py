@@ -31,9 +31,6 @@ from training.checkpointer import Checkpointer
 from training.parallel import agree, all_say, first_says
 from whole_file import replacing
 
-# what converts a checkpoint in one process means to
-warnings.filterwarnings('ignore', 'torch.distributed is disabled', UserWarning)
-
 FOLDER, INTERRUPTED, INDEX = 'ckpt', 'ckpt_interrupted', 'index.json'
 SHARDS = re.compile(r'\d{8,}-[0-9a-f]{8}')  # the name of a folder of shards: the iteration, and a random number
 DTYPES = {str(dtype).removeprefix('torch.'): dtype
@@ -71,8 +68,10 @@ def write(folder, contents, tensors):
     shards, (rank, _) = os.path.join(folder, name), rank_and_size()
     own, error = {}, None
     try:
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(shards, save_distributed=True),
-                 no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():  # torch warns that one process has no group
+            warnings.simplefilter('ignore', UserWarning)
+            dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(shards, save_distributed=True),
+                     no_dist=not dist.is_initialized())
         own = {file: size_and_crc(os.path.join(shards, file))
                for file in sorted(glob.glob(f'shard-{rank + 1:05d}-*.safetensors', root_dir=shards))}
     except (CheckpointException, OSError, RuntimeError) as e:
@@ -180,7 +179,9 @@ def read(folder, index, tensors):
     check_files(folder, index)
     reader = HuggingFaceStorageReader(os.path.join(folder, index['shards']))
     try:
-        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():  # torch warns that one process has no group
+            warnings.simplefilter('ignore', UserWarning)
+            dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except (CheckpointException, Exception) as e:  # a header that says something else than index.json
         raise ValueError(f"{folder} cannot be read ({reason_of(e)}): it is damaged; use another copy") from e
 
