@@ -5,7 +5,7 @@ starcoder2 for rope, mpt for alibi; and the families of Llama's kind.
     python export.py                         the newest out*/ckpt.pt to <its folder>/hf, for transformers, vLLM, TGI
     python export.py --to=gguf --type=q8_0   to <its folder>/model.gguf, for llama.cpp
     python export.py --init_from=gpt2 --path=gpt2-folder
-    python export.py --to=ckpt               of a run with --parallel=fsdp: out/ckpt becomes out/ckpt.pt, for all scripts
+    python export.py --to=ckpt               of a run with --parallel=fsdp: out/ckpt becomes out/ckpt.pt
     python export.py --to=shards             the way back, to go on with it
 
 What was written and how to serve it goes to stderr.

@@ -102,7 +102,8 @@ def main(config):
     amp = autocast(dev, pick_dtype(dtype, dev))
     train_batches, eval_batches = build_batches(data_dir, raw_model.config.vocab_size, dev)
     first_iter, best_val_loss = resumed.get('iter_num', 0), float(resumed.get('best_val_loss', math.inf))
-    if dev == 'cpu' and world_size == 1 and parallel == 'ddp' and not eval_only and ('threads' in resumed or first_iter < max_iters):
+    alone = world_size == 1 and parallel == 'ddp'
+    if dev == 'cpu' and alone and not eval_only and ('threads' in resumed or first_iter < max_iters):
         choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
     eval_model, model = wrap_model(raw_model, dev, world_size, log.say)
     restore_rng(resumed.get('rng'))
@@ -115,7 +116,7 @@ def main(config):
             open_log(log, checkpointer, config, iter_num)
         while iter_num <= max_iters or eval_only:
             lr = set_lr(optimizer, iter_num)
-            # a sharded model runs in all processes at once, and they share the batches; a whole one in the first process
+            # a sharded model runs in all processes at once, and they share the batches; a whole one in the first
             shared = world_size if parallel == 'fsdp' else 1
             if (master or shared > 1) and (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only):
                 losses = estimate_loss(eval_model, eval_batches, amp, stop, shared)
@@ -374,7 +375,7 @@ def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world
     loss_sum = torch.zeros((), device=batches.device)
     for micro_step in range(micro_steps):
         x, y = batches(iter_num * gradient_accumulation_steps + micro_step * world_size + rank)
-        # gradients are averaged over the processes in the last backward pass; with fsdp in each, and only parts are kept
+        # gradients are averaged over the processes in the last backward pass; with fsdp in each, as only parts are kept
         last = micro_step == micro_steps - 1
         with nullcontext() if world_size == 1 or last or parallel == 'fsdp' else model.no_sync():
             with amp:

@@ -113,7 +113,7 @@ OTHERS = [
     ('debug_kv_model.py', '--x', 'this is no script; to trace a model, run KV_DEBUG=1 python sample.py'),
     ('test_kv_cache.py', '--new_tokens=0', 'at least 1'),
     ('test_kv_cache.py', '--decoder=fast', 'decoder must be auto, eager, cpu, gpu, graph or compiled'),
-    ('export.py', '--to=onnx', "to must be hf, or gguf with type f32 or q8_0, not 'onnx'"),
+    ('export.py', '--to=onnx', "to must be hf, ckpt, shards, or gguf with type f32 or q8_0, not 'onnx'"),
     ('export.py', '--type=q8_0', "not 'hf' with 'q8_0'"),
     ('export.py', '--out_dir=nowhere', 'no checkpoint nowhere/ckpt.pt'),
     ('export.py', '--to=gguf --path=new', 'pip install gguf'),

@@ -1,4 +1,4 @@
-"""--parallel=fsdp: the losses of one process, checkpoints for any number of processes, lost processes, damaged folders."""
+"""--parallel=fsdp: the losses of one process, checkpoints for any number of processes, lost processes, damage."""
 import json
 import os
 import shutil
@@ -148,8 +148,8 @@ def test_a_checkpoint_there_and_back_has_the_same_tensors(sharded):
     for number, state in before['optimizer']['state'].items():
         assert same(state, after['optimizer']['state'][number])
     assert before['optimizer']['param_groups'] == after['optimizer']['param_groups']
-    assert {key: before[key] for key in ('model_args', 'iter_num', 'best_val_loss', 'config', 'tokenizer', 'scaler')} == {
-        key: after[key] for key in after if key not in ('model', 'optimizer')}
+    for key in 'model_args', 'iter_num', 'best_val_loss', 'config', 'tokenizer', 'scaler':
+        assert before[key] == after[key]
 
 
 def test_nothing_in_a_sharded_checkpoint_is_a_pickle(sharded):

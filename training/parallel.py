@@ -53,10 +53,10 @@ def shard(model, device, dtype, compile):
     Leave to each process its rows of each tensor of a GPT, on its device. All processes call this, with equal models.
 
     A block's matrices are gathered when it runs, forward or backward, and freed behind it. Their gradients are averaged
-    over the processes, in float32, and each process keeps those of its rows: so an optimizer that is made afterwards has
-    a part of the state too. With dtype bfloat16 or float16 the matrices are gathered in it. Everything else (norms,
-    embeddings, and lm_head, which may be the same tensor) is gathered in float32, once a pass: so norms and the residual
-    stream are computed as with autocast alone. compile: whether to compile attention and MLPs.
+    over the processes, in float32, and each process keeps those of its rows. So an optimizer that is made afterwards
+    has a part of the state too. With dtype bfloat16 or float16 the matrices are gathered in it. Everything else (norms,
+    embeddings, and lm_head, which may be the same tensor) is gathered in float32, once a pass. So norms and the
+    residual stream are computed as with autocast alone. compile: whether to compile attention and MLPs.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a second: only where it is used

@@ -311,7 +311,8 @@ def to_shards(out_dir, GPT, GPTConfig):
         raise ValueError(f"{out_dir}/ckpt.pt has no optimizer state: a run cannot go on from it")
     weights = dict(checkpoints.build(checkpoint, GPT, GPTConfig).named_parameters())
     optimizer = checkpoint['optimizer']
-    contents = {key: value for key, value in checkpoint.items() if key in ('model_args', 'config', 'tokenizer', 'scaler')}
+    kept = 'model_args', 'config', 'tokenizer', 'scaler'
+    contents = {key: value for key, value in checkpoint.items() if key in kept}
     contents |= {'iter_num': checkpoint.get('iter_num', 0), 'optimizer': {'param_groups': optimizer['param_groups']},
                  'best_val_loss': float(checkpoint.get('best_val_loss', math.inf))}
     write(folder, contents, named_tensors(weights, optimizer['state']))
