@@ -20,6 +20,7 @@ from formats.weights import check_weights, is_dense, once
 from whole_file import replacing
 
 ZIP_START = b'PK\x03\x04'
+HYPER = 'lr', 'betas', 'momentum', 'eps', 'weight_decay'  # of a group of an optimizer; Muon's has no betas
 SIZES = ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size')  # every checkpoint's model_args must have these
 
 
@@ -193,11 +194,11 @@ def tokenizer_of(checkpoint):
 
 def restore_optimizer(optimizer, saved):
     """
-    Load a checkpoint's optimizer state (the dict of AdamW.state_dict) into an optimizer of the same parameters.
+    Load a checkpoint's optimizer state (a state_dict) into an optimizer of the same kind and the same parameters.
 
-    Moments that have more rows than their parameter are cut to its rows: block_size was cropped. Only lr, betas, eps
-    and weight_decay of its groups are loaded: how a step is computed (fused, ...) depends on the device. ValueError if
-    the state does not fit, or is of another variant of AdamW.
+    Moments that have more rows than their parameter are cut to its rows: block_size was cropped. Only the numbers in
+    HYPER of its groups are loaded: how a step is computed (fused, ...) depends on the device. ValueError if the state
+    does not fit, or is of another variant of AdamW.
     """
     own = optimizer.state_dict()
     try:
@@ -207,15 +208,17 @@ def restore_optimizer(optimizer, saved):
             raise ValueError(f"it is of {saved_sizes} parameters, but the model has {sizes}")
         if any(group.get('amsgrad') or group.get('maximize') for group in groups):
             raise ValueError("it has amsgrad or maximize, which AdamW here has not")
-        params = [p for group in optimizer.param_groups for p in group['params']]
-        for i, (p, index) in enumerate(zip(params, [index for group in groups for index in group['params']])):
+        params = [(p, 'betas' in group) for group in optimizer.param_groups for p in group['params']]
+        indices = [index for group in groups for index in group['params']]
+        for i, ((p, adamw), index) in enumerate(zip(params, indices)):
             if saved['state'].get(index) is not None:  # a parameter that has had no step has no moments
-                state[i] = fitted_moments(p, saved['state'][index])
-        hyper = [{name: group[name] for name in ('lr', 'betas', 'eps', 'weight_decay')} for group in groups]
+                state[i] = fitted_moments(p, saved['state'][index], adamw)
+        hyper = [{name: theirs[name] for name in HYPER if name in mine}
+                 for mine, theirs in zip(own['param_groups'], groups)]
         for group in hyper:
-            lr, (beta1, beta2), eps, weight_decay = group.values()
-            if not all(type(number) in (int, float) for number in (lr, beta1, beta2, eps, weight_decay)):
-                raise TypeError("lr, betas, eps and weight_decay must be numbers")
+            beta1, beta2 = group.get('betas', (0.0, 0.0))
+            if not all(type(number) in (int, float) for number in (*(group | dict(betas=beta1)).values(), beta2)):
+                raise TypeError(f"{', '.join(group)} must be numbers")
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
         raise ValueError(f"the checkpoint's optimizer state does not fit the model, and cannot be resumed: "
                          f"{type(e).__name__}, {e}") from e
@@ -223,10 +226,10 @@ def restore_optimizer(optimizer, saved):
         mine | theirs for mine, theirs in zip(own['param_groups'], hyper)]})
 
 
-def fitted_moments(p, state):
-    """The saved state of parameter p, with the rows that p has. ValueError if it does not fit."""
-    fitted = {'step': torch.as_tensor(state['step'], dtype=torch.float32).reshape(())}
-    for name in ('exp_avg', 'exp_avg_sq'):
+def fitted_moments(p, state, adamw):
+    """The saved state of parameter p, of AdamW or else of Muon, with p's rows. ValueError if it does not fit."""
+    fitted = {'step': torch.as_tensor(state['step'], dtype=torch.float32).reshape(())} if adamw else {}
+    for name in ('exp_avg', 'exp_avg_sq') if adamw else ('momentum_buffer',):
         moment = state[name]
         of_floats = is_dense(moment) and moment.is_floating_point()
         if not of_floats or moment.shape[1:] != p.shape[1:] or len(moment) < len(p):

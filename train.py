@@ -26,6 +26,7 @@ from training.batches import Batches, open_tokens, prepare
 from training.checkpointer import (SHAPE, Checkpointer, is_restarted, load_furthest, restore_rng, resume_optimizer,
                                    settle_shape)
 from training.log import Log, start_wandb
+from training.optimizer import check_optimizer, make_optimizer
 from training.parallel import check_way, first_says, is_lost_process, join_processes, leave, shard
 from training.stopping import StopRequest
 
@@ -63,13 +64,18 @@ tied = True                    # is lm_head the token embedding?
 qkv_bias = False               # biases of queries, keys and values where bias is False, as in Qwen2
 qk_norm = False                # norms of each head's queries and keys, as in Qwen3
 rope_scaling = ()              # of rotary positions, Llama 3's: factor, low_freq_factor, high_freq_factor, block_size
+optimizer = 'adamw'            # or muon: Muon for the matrices of the blocks, AdamW for the rest
 learning_rate = 6e-4           # of AdamW, at its highest
+muon_lr = 0.02                 # of Muon, at its highest; it rises and falls as AdamW's does
+muon_weight_decay = 0.0        # of Muon's matrices
 max_iters = 600000             # optimizer steps in all
 weight_decay = 1e-1            # of matrices and embeddings
 beta1 = 0.9                    # of AdamW
 beta2 = 0.95                   # of AdamW
 grad_clip = 1.0                # the norm gradients are clipped to, 0.0 for none
-decay_lr = True                # a cosine from learning_rate down to min_lr?
+decay_lr = True                # does the learning rate fall?
+lr_schedule = 'cosine'         # down to min_lr; or wsd: stable, then linearly down to zero
+cooldown_frac = 0.2            # of lr_decay_iters: the last part, in which wsd goes down
 warmup_iters = 2000            # steps to get up to learning_rate
 lr_decay_iters = 600000        # steps to get down to min_lr, about max_iters
 min_lr = 6e-5                  # about learning_rate / 10
@@ -152,6 +158,7 @@ def check_settings(world_size):
                              'eval_interval', 'log_interval')
     configurator.check_range(globals(), 0, math.inf, 'max_iters', 'seed', 'learning_rate', 'min_lr', 'weight_decay',
                              'grad_clip', 'peak_flops')
+    check_optimizer(globals())
     if gradient_accumulation_steps % world_size:
         raise ValueError(f"gradient_accumulation_steps {gradient_accumulation_steps} must be divisible by the "
                          f"{world_size} processes")
@@ -187,16 +194,22 @@ def set_lr(optimizer, it):
     """Set the learning rate of iteration `it`, and return it."""
     lr = get_lr(it)
     for group in optimizer.param_groups:
-        group['lr'] = lr
+        group['lr'] = lr if 'betas' in group else lr * (muon_lr / learning_rate)
     return lr
 
 
 def get_lr(it):
-    """Linear warmup, then a cosine from learning_rate down to min_lr at lr_decay_iters."""
+    """
+    Linear warmup, then nanoGPT's cosine from learning_rate down to min_lr at lr_decay_iters. Or warmup, stable, decay
+    (wsd, arXiv:2404.06395): learning_rate, and in the last cooldown_frac of lr_decay_iters linearly down to zero
+    (arXiv:2405.18392; train_gpt.py of github.com/KellerJordan/modded-nanogpt).
+    """
     if not decay_lr:
         return learning_rate
     if it < warmup_iters:
         return learning_rate * (it + 1) / (warmup_iters + 1)
+    if lr_schedule == 'wsd':
+        return learning_rate * min(1.0, max(0, lr_decay_iters - it) / (cooldown_frac * lr_decay_iters))
     if it >= lr_decay_iters:
         return min_lr
     progress = (it - warmup_iters) / (lr_decay_iters - warmup_iters)
@@ -262,10 +275,10 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
 
 
 def build_optimizer(config, model, resumed, dev, say):
-    """(AdamW, gradient scaler), with their states of the checkpoint if there is one. The scaler is for float16 only."""
+    """(optimizer, gradient scaler), with their states of the checkpoint if there is one. The scaler is for float16."""
     kind = dev.split(':')[0]
     scaler = torch.amp.GradScaler(kind, enabled=pick_dtype(dtype, dev) == 'float16')
-    optimizer = model.configure_optimizers(weight_decay, learning_rate, (beta1, beta2), kind)
+    optimizer = make_optimizer(model, kind, config)
     if resumed and parallel == 'fsdp':
         from training.shards import read_into
         read_into(model, optimizer, resumed)

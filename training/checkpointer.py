@@ -177,27 +177,36 @@ def settle_shape(config, model_config, source, say):
 
 def resume_optimizer(config, optimizer, scaler, resumed, say):
     """
-    Load the checkpoint's moments and loss scale. weight_decay and the betas are the checkpoint's, unless a config file
+    Load the checkpoint's moments and loss scale. Weight decays and the betas are the checkpoint's, unless a config file
     or the command line gives them. ValueError if the checkpoint does not fit the optimizer.
     """
     if 'optimizer' not in resumed:
         raise ValueError("the checkpoint has no optimizer state: it cannot be resumed")
+    before = resumed.get('config', {}).get('optimizer', 'adamw')
+    if before != config['optimizer']:
+        raise ValueError(f"optimizer is {config['optimizer']}, but the run before had {before}: resume it with "
+                         f"--optimizer={before}")
     checkpoints.restore_optimizer(optimizer, resumed['optimizer'])
     if resumed.get('scaler'):
         try:
             scaler.load_state_dict(resumed['scaler'])
         except (RuntimeError, KeyError, TypeError) as e:
             raise ValueError(f"the checkpoint's scaler state cannot be loaded ({e}): use another copy") from e
-    decaying = optimizer.param_groups[0]
-    saved = dict(zip(('weight_decay', 'beta1', 'beta2'), (decaying['weight_decay'], *decaying['betas'])))
+    adamw = [group for group in optimizer.param_groups if 'betas' in group]
+    muon = [group for group in optimizer.param_groups if 'momentum' in group]
+    saved = dict(zip(('weight_decay', 'beta1', 'beta2'), (adamw[0]['weight_decay'], *adamw[0]['betas'])))
+    if muon:
+        saved['muon_weight_decay'] = muon[0]['weight_decay']
     for name in saved:
         if name not in config.given:
             config[name] = saved[name]
         elif config[name] != saved[name]:
             say(f"{name} is {config[name]} from here on ({config.given[name]}); the run before had {saved[name]}")
-    decaying['weight_decay'] = config['weight_decay']
-    for group in optimizer.param_groups:
+    adamw[0]['weight_decay'] = config['weight_decay']
+    for group in adamw:
         group['betas'] = config['beta1'], config['beta2']
+    for group in muon:
+        group['weight_decay'] = config['muon_weight_decay']
 
 
 def restore_rng(rng):

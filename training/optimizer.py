@@ -1,0 +1,78 @@
+"""The optimizer of a run: AdamW, or Muon for the hidden matrices and AdamW for the rest."""
+import math
+
+import torch
+
+import configurator
+
+OPTIMIZERS = 'adamw', 'muon'
+SCHEDULES = 'cosine', 'wsd'
+
+
+class MuonAdamW(torch.optim.Optimizer):
+    """
+    `torch.optim.Muon` for hidden matrices and `torch.optim.AdamW` for all other parameters, in one optimizer: one list
+    of groups and one state dict. AdamW's groups come first. A group has `momentum` if it is Muon's, else `betas`.
+
+    Muon: Jordan and others, https://kellerjordan.github.io/posts/muon, and muon.py of github.com/KellerJordan/Muon,
+    which torch follows. It adds up gradients with momentum, and moves a matrix by the orthogonal matrix nearest to the
+    sum, times lr * sqrt(max(1, rows / columns)): every direction moves alike. At scale: arXiv:2502.16982.
+
+    hidden: Muon's groups, dicts of params, lr and weight_decay; all params are matrices, else ValueError.
+    others: AdamW's groups; betas: of AdamW.
+    """
+
+    def __init__(self, hidden, others, betas, fused):
+        self.adamw, self.muon = torch.optim.AdamW(others, betas=betas, fused=fused), torch.optim.Muon(hidden)
+        super().__init__([*self.adamw.param_groups, *self.muon.param_groups], {})
+        self.share()
+
+    def share(self):
+        """Let both optimizers work on the groups and the state of this one."""
+        self.adamw.state = self.muon.state = self.state
+        self.adamw.param_groups = [group for group in self.param_groups if 'betas' in group]
+        self.muon.param_groups = [group for group in self.param_groups if 'momentum' in group]
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)  # makes new groups and a new state
+        self.share()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.adamw.step()
+        self.muon.step()
+
+
+def check_optimizer(settings):
+    """ValueError unless the settings of train.py about the optimizer and its learning rates make sense."""
+    for name, known in (('optimizer', OPTIMIZERS), ('lr_schedule', SCHEDULES)):
+        if settings[name] not in known:
+            raise ValueError(f"{name} must be {' or '.join(known)}, not {settings[name]!r}")
+    configurator.check_range(settings, 0, math.inf, 'muon_lr', 'muon_weight_decay')
+    if not 0 < settings['cooldown_frac'] <= 1:
+        raise ValueError(f"cooldown_frac must be more than 0 and at most 1, not {settings['cooldown_frac']}")
+    if settings['optimizer'] == 'muon' and settings['learning_rate'] == 0:
+        raise ValueError("learning_rate must be more than 0 with optimizer=muon: muon_lr goes by the same schedule")
+
+
+def hidden_matrices(model):
+    """The parameters that Muon takes: the matrices of a GPT's blocks. The embeddings and lm_head are not of them."""
+    return [p for p in model.transformer.h.parameters() if p.requires_grad and p.dim() == 2]
+
+
+def make_optimizer(model, kind, settings):
+    """
+    The optimizer that the settings of train.py describe, for a GPT on a device of this kind ('cpu', 'cuda', ...).
+
+    AdamW's groups are those of `GPT.configure_optimizers`, without what Muon takes.
+    """
+    learning_rate, betas = settings['learning_rate'], (settings['beta1'], settings['beta2'])
+    adamw = model.configure_optimizers(settings['weight_decay'], learning_rate, betas, kind)
+    if settings['optimizer'] == 'adamw':
+        return adamw
+    hidden = hidden_matrices(model)
+    taken = {id(p) for p in hidden}
+    others = [dict(params=[p for p in group['params'] if id(p) not in taken], lr=learning_rate,
+                   weight_decay=group['weight_decay']) for group in adamw.param_groups]
+    of_muon = dict(params=hidden, lr=settings['muon_lr'], weight_decay=settings['muon_weight_decay'])
+    return MuonAdamW([of_muon], others, betas, adamw.defaults['fused'])
