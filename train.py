@@ -25,6 +25,7 @@ from model import GPT, GPTConfig
 from training.batches import Batches, open_tokens, prepare
 from training.checkpointer import (SHAPE, Checkpointer, is_restarted, load_furthest, restore_rng, resume_optimizer,
                                    settle_shape)
+from training.cpu import use_onednn
 from training.log import Log, start_wandb
 from training.optimizer import check_optimizer, make_optimizer
 from training.parallel import check_way, first_says, is_lost_process, join_processes, leave, shard
@@ -84,6 +85,7 @@ backend = 'auto'               # of their group: nccl, gloo; auto is nccl on cud
 device = 'auto'                # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'                 # float32, bfloat16 or float16 (with loss scaling); auto goes by the device
 compile = True                 # torch.compile the model; on a CPU it is no faster, and left out
+onednn = False                 # on a CPU: products by oneDNN in float32 too, faster on AMD; last bits differ
 seed = 1337                    # of the weights, the data order and dropout
 peak_flops = 0.0               # what MFU is relative to; 0 looks the device up
 
@@ -104,6 +106,8 @@ def main(config):
     raw_model, resumed = build_model(config, data_dir, vocab_size, tokenizer_state, dev, log.say)
     if parallel == 'fsdp':
         shard(raw_model, dev, pick_dtype(dtype, dev), compile and dev != 'cpu')
+    elif onednn and dev == 'cpu':
+        use_onednn(raw_model, pick_dtype(dtype, dev))
     optimizer, scaler = build_optimizer(config, raw_model, resumed, dev, log.say)
     amp = autocast(dev, pick_dtype(dtype, dev))
     train_batches, eval_batches = build_batches(data_dir, raw_model.config.vocab_size, dev)

@@ -2,6 +2,7 @@
 The parts of train.py.
 
     batches        training batches from a token file; a function of the seed and the iteration
+    cpu            matrix products by oneDNN
     optimizer      AdamW, or Muon with AdamW
     log            printed lines, progress bar, log.csv, loss.png, Weights & Biases
     stopping       Ctrl-C and SIGTERM
