@@ -86,7 +86,11 @@ def test_a_run_leaves_checkpoint_log_and_curve(trained):
     assert 'input.txt' in out and 'iter 19: loss' in out and 'step 20: train loss' in out
 
 
-@pytest.mark.parametrize('settings', [(), ('--gradient_accumulation_steps=3',), ('--dtype=float16',)])
+WSD = '--lr_schedule=wsd', '--cooldown_frac=0.8', '--lr_decay_iters=20'
+
+
+@pytest.mark.parametrize('settings', [(), ('--gradient_accumulation_steps=3',), ('--dtype=float16',),
+                                      ('--optimizer=muon', *WSD), ('--optimizer=muon', '--dtype=float16')])
 def test_resume_is_exact(repo, settings):
     """With dropout on: 20 iterations in one go, and 10 + 10. With float16, so is the state of the loss scale."""
     assert train(repo, '--out_dir=a', *settings).returncode == 0
@@ -207,7 +211,9 @@ def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
 @pytest.mark.parametrize('settings', [
     ('--gradient_accumulation_steps=4', '--max_iters=8', '--eval_interval=8'),
     ('--gradient_accumulation_steps=2', '--max_iters=4', '--eval_interval=4', '--position=rope', '--window=6',
-     '--n_sink=2', '--n_kv_head=1')])
+     '--n_sink=2', '--n_kv_head=1'),
+    ('--gradient_accumulation_steps=2', '--max_iters=4', '--eval_interval=4', '--optimizer=muon', '--muon_lr=1e-3',
+     '--lr_schedule=wsd', '--mlp=swiglu')])
 def test_two_processes_compute_what_one_does(repo, settings):
     one = train(repo, *settings, '--dropout=0.0', '--out_dir=one')
     assert one.returncode == 0, one.stderr

@@ -1,0 +1,204 @@
+"""What a training run can choose: the optimizer, the schedule of the learning rate, oneDNN's products on a CPU."""
+import copy
+
+import pytest
+import torch
+from conftest import TINY, run
+
+import checkpoint as checkpoints
+import train
+from model import GPT, GPTConfig
+from training.cpu import Linear, use_onednn
+from training.optimizer import check_optimizer, make_optimizer
+
+SETTINGS = dict(optimizer='muon', learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, muon_lr=0.02,
+                muon_weight_decay=0.3, lr_schedule='cosine', cooldown_frac=0.2)
+
+
+def small(**settings):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**dict(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=8) | settings))
+
+
+def steps(model, optimizer, n):
+    for i in range(n):
+        tokens = (torch.arange(9) * (i + 2)).remainder(11)[None]
+        model(tokens[:, :-1], tokens[:, 1:])[1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def names_of(model, group):
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(p)].removeprefix('transformer.').removeprefix('h.0.') for p in group['params']}
+
+
+def test_each_parameter_is_in_the_group_where_it_belongs():
+    model = small(bias=True, mlp='swiglu', tied=False, qk_norm=True)
+    decaying, others, muon = make_optimizer(model, 'cpu', SETTINGS).param_groups
+    matrices = {'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_gate', 'mlp.c_proj'}
+    assert names_of(model, muon) == {f'{name}.weight' for name in matrices}
+    assert names_of(model, decaying) == {'wte.weight', 'wpe.weight', 'lm_head.weight'}
+    assert names_of(model, others) == {f'{name}.bias' for name in matrices} | {
+        f'{norm}.{kind}' for norm in ('ln_1', 'ln_2', 'ln_f') for kind in ('weight', 'bias')} | {
+        'attn.q_norm.weight', 'attn.k_norm.weight'}
+    assert [(g['lr'], g['weight_decay']) for g in (decaying, others, muon)] == [(1e-2, 0.1), (1e-2, 0.0), (0.02, 0.3)]
+
+
+def test_a_step_is_that_of_torchs_muon_and_torchs_adamw():
+    """Each parameter alone in an optimizer of torch, with the same gradients."""
+    model, twin = small(), small()
+    optimizer = make_optimizer(model, 'cpu', SETTINGS)
+    muon = {name for name, p in twin.transformer.h.named_parameters() if p.dim() == 2}
+    alone = [torch.optim.Muon([p], lr=0.02, weight_decay=0.3) if name.removeprefix('transformer.h.') in muon
+             else torch.optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1 * (p.dim() >= 2), fused=True)
+             for name, p in twin.named_parameters()]
+    for i in range(3):
+        tokens = (torch.arange(9) * (i + 2)).remainder(11)[None]
+        for each in (model, twin):
+            each(tokens[:, :-1], tokens[:, 1:])[1].backward()
+        for each in (optimizer, *alone):
+            each.step()
+            each.zero_grad()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_muon_moves_every_direction_of_a_matrix_alike():
+    """By a singular value decomposition in float64. The iteration brings singular values near to 1, not to 1."""
+    model = small(n_embd=16)
+    settings = SETTINGS | dict(muon_weight_decay=0.0)
+    optimizer, p = make_optimizer(model, 'cpu', settings), model.transformer.h[0].mlp.c_fc.weight
+    before = p.detach().double()
+    p.grad = torch.randn(p.shape)
+    optimizer.step()
+    moved = (before - p.detach().double()) / (0.02 * 2)  # 2: the root of rows over columns
+    u, _, vh = torch.linalg.svd(p.grad.double(), full_matrices=False)
+    along = u.T @ moved @ vh.T
+    assert along.diag().min() > 0.6 and along.diag().max() < 1.3
+    assert (along - along.diag().diag()).abs().max() < 0.05
+
+
+def test_the_state_of_both_is_one_and_goes_on():
+    model = small()
+    optimizer = make_optimizer(model, 'cpu', SETTINGS)
+    steps(model, optimizer, 2)
+    twin = small()
+    twin.load_state_dict(model.state_dict())
+    resumed = make_optimizer(twin, 'cpu', SETTINGS | dict(muon_lr=1.0, learning_rate=1.0))
+    checkpoints.restore_optimizer(resumed, copy.deepcopy(optimizer.state_dict()))
+    steps(model, optimizer, 2)
+    steps(twin, resumed, 2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize('damage, message', [
+    (lambda s: s['param_groups'].pop(), 'is of .* parameters'),
+    (lambda s: s['param_groups'][2].update(momentum='x'), 'must be numbers'),
+    (lambda s: s['state'][s['param_groups'][2]['params'][0]].pop('momentum_buffer'), 'momentum_buffer'),
+    (lambda s: s['state'][s['param_groups'][2]['params'][0]].update(momentum_buffer=torch.ones(3, 8)), r'is \(3, 8\)')])
+def test_a_state_that_does_not_fit_is_refused_in_words(damage, message):
+    model = small()
+    optimizer = make_optimizer(model, 'cpu', SETTINGS)
+    steps(model, optimizer, 1)
+    saved = optimizer.state_dict()
+    damage(saved)
+    with pytest.raises(ValueError, match=f"does not fit the model, and cannot be resumed: .*{message}"):
+        checkpoints.restore_optimizer(make_optimizer(model, 'cpu', SETTINGS), saved)
+
+
+@pytest.mark.parametrize('settings, message', [
+    (dict(optimizer='sgd'), "optimizer must be adamw or muon, not 'sgd'"),
+    (dict(lr_schedule='linear'), "lr_schedule must be cosine or wsd, not 'linear'"),
+    (dict(muon_lr=-1.0), 'muon_lr must be at least 0, not -1.0'),
+    (dict(muon_weight_decay=float('nan')), 'muon_weight_decay must be at least 0, not nan'),
+    (dict(cooldown_frac=0.0), 'cooldown_frac must be more than 0 and at most 1, not 0.0'),
+    (dict(cooldown_frac=1.1), 'cooldown_frac must be more than 0 and at most 1, not 1.1'),
+    (dict(learning_rate=0.0), 'learning_rate must be more than 0 with optimizer=muon')])
+def test_what_is_refused(settings, message):
+    check_optimizer(SETTINGS)
+    with pytest.raises(ValueError, match=message):
+        check_optimizer(SETTINGS | settings)
+
+
+def test_a_run_with_muon_is_not_resumed_with_adamw(repo):
+    muon, short = ('--optimizer=muon',), ('--max_iters=2', '--eval_interval=2')
+    done = run(repo, 'train.py', *TINY, *muon, *short)
+    assert done.returncode == 0, done.stderr
+    done = run(repo, 'train.py', *TINY, '--init_from=resume')
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
+        'train.py: error: optimizer is adamw, but the run before had muon: resume it with --optimizer=muon')
+    done = run(repo, 'train.py', *TINY, *muon, '--init_from=resume', '--max_iters=3', '--muon_weight_decay=0.5')
+    assert 'muon_weight_decay is 0.5 from here on (command line); the run before had 0.0' in done.stdout
+    groups = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['optimizer']['param_groups']
+    assert [group['weight_decay'] for group in groups] == [0.1, 0.0, 0.5]
+
+
+@pytest.fixture
+def schedule(monkeypatch):
+    """A function that sets settings of train.py, and returns its learning rate by iteration."""
+    def settings(**changed):
+        for name, value in dict(learning_rate=1.0, min_lr=0.1, warmup_iters=4, lr_decay_iters=24, **changed).items():
+            monkeypatch.setattr(train, name, value)
+        return train.get_lr
+    return settings
+
+
+def test_warmup_stable_decay(schedule):
+    lr = schedule(lr_schedule='wsd', cooldown_frac=0.25)
+    assert [lr(it) for it in (0, 1, 3)] == [0.2, 0.4, 0.8]
+    assert [lr(it) for it in (4, 10, 18)] == [1.0, 1.0, 1.0]  # the last quarter, 6 iterations, begins at 18
+    assert [lr(it) for it in (19, 21, 23, 24, 30)] == [pytest.approx(x) for x in (5 / 6, 3 / 6, 1 / 6, 0, 0)]
+    assert schedule(lr_schedule='wsd', decay_lr=False)(23) == 1.0
+
+
+def test_nanogpts_cosine(schedule):
+    lr = schedule()
+    assert [lr(it) for it in (0, 3, 4, 14, 24, 30)] == [0.2, 0.8, 1.0, pytest.approx(0.55), 0.1, 0.1]
+
+
+def test_muons_learning_rate_goes_by_the_schedule(schedule, monkeypatch):
+    schedule(lr_schedule='wsd', cooldown_frac=0.25)
+    monkeypatch.setattr(train, 'muon_lr', 0.02)
+    optimizer = make_optimizer(small(), 'cpu', SETTINGS)
+    for it, factor in ((0, 0.2), (10, 1.0), (21, 0.5)):
+        assert train.set_lr(optimizer, it) == pytest.approx(factor)
+        assert [g['lr'] for g in optimizer.param_groups] == [pytest.approx(x * factor) for x in (1.0, 1.0, 0.02)]
+
+
+@pytest.mark.parametrize('bias', [False, True])
+def test_products_by_onednn_are_those_of_float64(bias):
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(3, 5, 24), torch.randn(40, 24), torch.randn(3, 5, 40)
+    given = [x, weight] + [torch.randn(40)] * bias
+    ours, judge = ([t.detach().to(dtype).requires_grad_() for t in given] for dtype in (torch.float32, torch.float64))
+    y, expected = Linear.apply(*ours, *[None] * (not bias)), torch.nn.functional.linear(*judge)
+    y.backward(grad)
+    expected.backward(grad.double())
+    for a, b in zip((y, *(t.grad for t in ours)), (expected, *(t.grad for t in judge)), strict=True):
+        assert torch.allclose(a.double(), b, atol=1e-5)
+
+
+@pytest.mark.parametrize('dtype, most', [('float32', 1e-5), ('bfloat16', 3e-2)])
+def test_a_model_that_uses_onednn_has_the_same_gradients(dtype, most):
+    kind = dict(bias=True, position='alibi', mlp='swiglu', n_embd=32)
+    model, plain = small(**kind), small(**kind)
+    use_onednn(model, dtype)
+    tokens = torch.randint(11, (4, 9))
+    with torch.autocast('cpu', torch.bfloat16, enabled=dtype == 'bfloat16'):
+        loss = model(tokens[:, :-1], tokens[:, 1:])[1]
+    loss.backward()
+    plain(tokens[:, :-1], tokens[:, 1:])[1].backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (a.grad - b.grad).norm() <= most * b.grad.norm()
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_training_with_onednn_resumes_exactly(repo, dtype):
+    settings = '--onednn=True', f'--dtype={dtype}', '--optimizer=muon', '--eval_interval=3'
+    for command in (('--out_dir=a', '--max_iters=6'), ('--out_dir=b', '--max_iters=3'),
+                    ('--out_dir=b', '--max_iters=6', '--init_from=resume')):
+        done = run(repo, 'train.py', *TINY, *settings, *command)
+        assert done.returncode == 0, done.stderr
+    a, b = (checkpoints.load(str(repo / folder / 'ckpt.pt'))['model'] for folder in 'ab')
+    assert all(torch.equal(a[name], b[name]) for name in a)
