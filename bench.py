@@ -17,6 +17,7 @@ How fast, measured here and now.
     python bench.py --mode=positions         trains small models with each kind of positions, and compares them in nats
     python bench.py --mode=endless           one long text through a rolling cache: nats, time and memory to the end
     python bench.py --mode=recall            what a model with a window remembers, by distance
+    python bench.py --mode=recipes           what each setting of a fast training run brings in equal seconds, in nats
     python bench.py --mode=busy              decoding beside 0, 1 and 2 processes that keep the cores busy
 
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run. Pictures go to out-bench/.
@@ -36,8 +37,8 @@ from benchmarks.harness import Asked, describe_machine, draw, run_parts
 from benchmarks.shapes import GPTS, SHAPES
 from device import pick_device, pick_dtype
 
-mode = 'train'            # train, generate, peers, caches, drafts, serve, gpu, memory, loss, positions, endless, recall
-                          # or busy
+mode = 'train'            # train, recipes, generate, peers, caches, drafts, serve, gpu, memory, loss, positions,
+                          # endless, recall or busy
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode.
                           # In peers mode also smollm2 and qwen0.5b, the shapes of SmolLM2-135M and Qwen2.5-0.5B
 batch_size = 12           # rows of a training step
@@ -55,8 +56,8 @@ requests = 0              # of each load in serve mode; 0 goes by the part
 max_seconds = 2.0         # of one timed run in peers mode, about: slow engines generate fewer tokens
 json = ''                 # a file for the figures; parts and shapes that are not run stay in it
 png = 'auto'              # and one for their picture; auto is a name in out-bench/, '' is none
-iterations = 0            # of the models that positions, endless and recall train; 0 is 2,000, and for recall 500
-seeds = 3                 # models of each kind in positions mode, with the seeds `seed`, seed + 1, ...
+iterations = 0            # of the models that positions, recipes, endless and recall train; 0 is 2,000, for recall 500
+seeds = 3                 # models of each kind in positions and recipes mode, with the seeds `seed`, seed + 1, ...
 seed = 1337               # of weights and data
 device = 'auto'           # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'            # float32, bfloat16 or float16; auto goes by the device
@@ -65,7 +66,7 @@ OUT = 'out-bench'
 # A module has PARTS, see `harness.Part`. It may have CPU_ONLY, what is measured on a CPU alone; check(asked), which
 # raises ValueError and returns what is written beside the rows; and PICTURE, a file, with picture(figures, machine),
 # the arguments of `harness.draw`.
-MODES = dict(train='train_step', generate='generate', memory='memory', loss='loss',
+MODES = dict(train='train_step', recipes='recipes', generate='generate', memory='memory', loss='loss',
              positions='experiments.positions', endless='experiments.endless', recall='experiments.recall',
              busy='experiments.busy', peers='peers', caches='caches', drafts='drafts', serve='serve', gpu='gpu')
 

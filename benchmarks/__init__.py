@@ -2,6 +2,7 @@
 What is measured, and how. `bench.py` runs all but the scripts.
 
     train_step     time of a training iteration
+    recipes        what a setting brings to training in equal seconds
     generate       tokens a second, with the cache and without
     memory         peak memory of generation
     loss           the cost of dropped context and rounded numbers, in nats
