@@ -6,6 +6,7 @@ import torch
 from conftest import TINY, run
 
 import checkpoint as checkpoints
+import decode
 import train
 from model import GPT, GPTConfig
 from training.cpu import Linear, use_onednn
@@ -202,3 +203,21 @@ def test_training_with_onednn_resumes_exactly(repo, dtype):
         assert done.returncode == 0, done.stderr
     a, b = (checkpoints.load(str(repo / folder / 'ckpt.pt'))['model'] for folder in 'ab')
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_fast_config_trains_a_model_that_is_sampled_and_exported_as_any_other(repo):
+    done = run(repo, 'train.py', 'config/train_shakespeare_char_fast.py', '--device=cpu', '--dtype=float32',
+               '--max_iters=3', '--eval_interval=3', '--eval_iters=1', '--batch_size=2', '--block_size=32',
+               '--n_layer=2', '--n_head=2', '--n_embd=16')
+    assert done.returncode == 0, done.stderr
+    out = repo / 'out-shakespeare-char-fast'
+    saved = checkpoints.load(str(out / 'ckpt.pt'))
+    assert len(saved['optimizer']['param_groups']) == 3 and saved['model_args']['position'] == 'rope'
+    model = checkpoints.build(saved, GPT, GPTConfig).eval()
+    ways = dict(), dict(use_cache=True), dict(use_cache=True, decoder=decode.best(model, 1, name='cpu'))
+    plain, *others = (model.generate(torch.tensor([[1]]), 40, temperature=0, **way) for way in ways)
+    assert all(torch.equal(plain, other) for other in others)
+    exported = run(repo, 'export.py', f'--out_dir={out}')
+    assert exported.returncode == 0, exported.stderr
+    again = GPT.from_pretrained(str(out / 'hf')).eval()
+    assert torch.equal(plain, again.generate(torch.tensor([[1]]), 40, temperature=0))
