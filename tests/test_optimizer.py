@@ -115,6 +115,7 @@ def test_a_state_that_does_not_fit_is_refused_in_words(damage, message):
     (dict(muon_weight_decay=float('nan')), 'muon_weight_decay must be at least 0, not nan'),
     (dict(cooldown_frac=0.0), 'cooldown_frac must be more than 0 and at most 1, not 0.0'),
     (dict(cooldown_frac=1.1), 'cooldown_frac must be more than 0 and at most 1, not 1.1'),
+    (dict(parallel='fsdp'), 'optimizer=muon needs whole matrices'),
     (dict(learning_rate=0.0), 'learning_rate must be more than 0 with optimizer=muon')])
 def test_what_is_refused(settings, message):
     check_optimizer(SETTINGS)

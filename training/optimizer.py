@@ -53,6 +53,9 @@ def check_optimizer(settings):
         raise ValueError(f"cooldown_frac must be more than 0 and at most 1, not {settings['cooldown_frac']}")
     if settings['optimizer'] == 'muon' and settings['learning_rate'] == 0:
         raise ValueError("learning_rate must be more than 0 with optimizer=muon: muon_lr goes by the same schedule")
+    if settings.get('parallel') == 'fsdp' and settings['optimizer'] == 'muon':
+        raise ValueError("optimizer=muon needs whole matrices, and parallel=fsdp divides them: use parallel=ddp, or "
+                         "optimizer=adamw")
 
 
 def hidden_matrices(model):
