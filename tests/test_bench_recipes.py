@@ -50,7 +50,7 @@ def test_each_recipe_has_the_seconds_of_nanogpts_run(small, monkeypatch, tmp_pat
     left, right = recipes.picture(figures, '')['panels']
     xs, ys, name, _ = left.lines[1]
     assert name == 'the recipe' and xs[-1] == pytest.approx(1.2) and ys == recipe['curve'][1]
-    assert right.lines[1][0][-1] == 12 * 12 * 16
+    assert right.lines[1][0][-1] == 12 * 24 * 16
 
 
 def test_steps_are_timed_in_turns(small):
