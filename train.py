@@ -23,8 +23,15 @@ import tokenizer as tokenizers
 from device import autocast, choose_threads, default_peak_flops, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
 from training.batches import Batches, open_tokens, prepare
-from training.checkpointer import (SHAPE, Checkpointer, is_restarted, load_furthest, restore_rng, resume_optimizer,
-                                   settle_shape)
+from training.checkpointer import (
+    SHAPE,
+    Checkpointer,
+    is_restarted,
+    load_furthest,
+    restore_rng,
+    resume_optimizer,
+    settle_shape,
+)
 from training.cpu import use_onednn
 from training.log import Log, start_wandb
 from training.optimizer import check_optimizer, make_optimizer
