@@ -40,7 +40,7 @@ class StepsAhead:
         a sequence draws the stop token that had not ended. live, ended: the row of each in the batch, and a bool.
         """
         B = len(sequences)
-        n = max(self.n_steps, 1 + self.cache.executor.n_proposals(B, together=True))
+        n = max(self.n_steps, 1 + self.cache.n_proposals(B, together=True))
         n = min(n, most, max(1, MOST_NOISE // (B * self.vocab_size)))
         noise = self.draw_noise(n, sequences, live)
         tokens = np.empty((n + 1, B), np.int64)

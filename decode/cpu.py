@@ -96,10 +96,6 @@ class CPUDecoder:
         if self.watch is None or self.model.config != self.tables.packed.config or not self.watch.unchanged():
             self.refresh()
 
-    def n_proposals(self, batch_size, together=False):
-        """How many tokens of each sequence are proposed at a time, see `decode.speculative`."""
-        return 0
-
     @staticmethod
     def reads(kv_caches):
         """Can `execute_model` read these `KVArrays`?"""

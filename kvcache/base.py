@@ -220,6 +220,10 @@ class BaseCache:
         """Can the sequences of a call of several steps end one by one? See `decode.metadata.NextTokens`."""
         return getattr(self.executor, 'ends_rows', False)
 
+    def n_proposals(self, batch_size, together=False):
+        """How many tokens of each sequence the next call of several steps proposes, see `decode.speculative`."""
+        return getattr(self.executor, 'n_proposals', lambda *of_batch: 0)(batch_size, together)
+
     def length(self, handle):
         """How many tokens of a sequence are in the cache."""
         return self.record(handle).length

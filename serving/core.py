@@ -39,7 +39,6 @@ class EngineCore:
         self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
         self.scheduler, self.sampler = Scheduler(cache, budget), Sampler(self.vocab_size)
         self.stats = Stats(self.scheduler)
-        self.n_proposals = getattr(cache.executor, 'n_proposals', lambda batch_size: 0)
 
     def begin(self, live):
         """
@@ -89,7 +88,7 @@ class EngineCore:
         samples, rows = [sample for sample, _ in plan], range(len(plan))
         scored = any([sample.request.params.logprobs is not None for sample in samples])
         if scored or any([sample.text.stop for sample in samples]):
-            n_steps = min(n_steps, 1 + self.n_proposals(len(samples)))
+            n_steps = min(n_steps, 1 + self.cache.n_proposals(len(samples)))
         until = nanoseconds() + int(1e9 * pause(len({sample.live for sample in samples})))
         steps = self.sampler.several(n_steps, until, [sample.tokens[-1] for sample in samples], rows,
                                      [sample.drawing for sample in samples],

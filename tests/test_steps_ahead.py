@@ -154,3 +154,14 @@ def test_a_failed_call_leaves_generators_and_cache(monkeypatch, calls):
     for _ in range(1 + sum(calls)):
         torch.empty(1, V).exponential_(generator=expected)
     assert torch.equal(of.get_state(), expected.get_state())
+
+
+def test_a_cache_whose_steps_go_over_to_pytorch(one_by_one):
+    """Keys in int8 that were shifted are turned when they are read, which the compiled step does not do."""
+    m, executors = model_of('rope', n_embd=128), []
+
+    def tokens():
+        cache = kvcache.make_cache(m, 'unified', 1, 8, CPUDecoder(m, threads=1))
+        drawn = stream(m, [[1, 2, 3]], 80, 0, use_cache=True, cache=cache, when_full='shift')
+        return [(int(token), executors.append(cache.executor.name)) for token in drawn]
+    assert tokens() == one_by_one(tokens) and len({*executors}) == 2
