@@ -47,8 +47,9 @@ class StepsAhead:
         tokens[0] = newest.flatten()
         began = nanoseconds()
         described, arrays = self.table(B, ended, noise)
-        described[table.UNTIL] = began + int(1e9 * PAUSE)
-        steps = NextTokens(table.DRAW, described, tokens, (arrays, noise), texts=[s.tokens for s in sequences])
+        described[table.UNTIL] = until = began + int(1e9 * PAUSE)
+        steps = NextTokens(table.DRAW, described, tokens, (arrays, noise), until=until,
+                           texts=[s.tokens for s in sequences])
         try:
             self.cache.decode_steps([s.handle for s in sequences], steps)
         finally:
@@ -57,7 +58,7 @@ class StepsAhead:
         if seconds >= PAUSE:
             self.n_steps = max(1, steps.n_drawn)
         elif 2 * steps.n_drawn > n and seconds < PAUSE / 2:
-            self.n_steps = min(2 * n, MOST_STEPS)
+            self.n_steps = max(self.n_steps, min(2 * n, MOST_STEPS))
         return list(torch.from_numpy(tokens[1:steps.n_drawn + 1, :, None]))
 
     def draw_noise(self, n, sequences, live):

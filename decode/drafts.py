@@ -37,7 +37,7 @@ class PackedDraft:
 
     def propose(self, tokens, rounds):
         B = tokens.shape[1]
-        drawn = NextTokens(rounds.new.draw, rounds.new.data, tokens)
+        drawn = NextTokens(rounds.new.draw, rounds.data, tokens)
         drawn.n_steps = len(tokens) - 1
         logits = torch.empty(B, self.decoder.vocab_size, device='cpu')
         self.decoder.run(torch.from_numpy(tokens[0]), rounds.positions, rounds.kv,
@@ -62,9 +62,8 @@ class NgramDraft:
     def propose(self, tokens, rounds):
         k, found, known = len(tokens) - 1, [], {}
         for i, text in enumerate(rounds.new.texts or ()):
-            n = int(rounds.drawn[i])
             known[id(text)] = ngrams = self.texts.get(id(text)) or Ngrams(text)
-            found.append(ngrams.after(rounds.new.tokens[rounds.first + 1:rounds.first + n + 1, i].tolist(), k))
+            found.append(ngrams.after(rounds.drawn_since(i), k))
         self.texts = known
         n = max(map(len, found), default=0)
         for i, proposals in enumerate(found):
@@ -106,8 +105,9 @@ class Ngrams:
 class ModelDraft:
     """
     Another model with the same vocabulary, usually a smaller one. cache: a `kvcache.base.BaseCache` of it, with a
-    compiled step, for at least DRAFTED_SEQUENCES sequences. Its sequences follow the texts of the calls, whatever
-    becomes of these in the cache of the model itself. A text that is too long for it is cut to its end.
+    compiled step, for DRAFTED_SEQUENCES sequences or more: it proposes nothing for more texts than it has room for. Its
+    sequences follow the texts of the calls, whatever becomes of these in the cache of the model itself. A text that is
+    too long for it is cut to its end. Where its cache refuses a step, it proposes nothing and begins its texts anew.
 
     known: {id of the list of a text: its `Followed`}. It ends with those of the last call.
     """
@@ -120,17 +120,18 @@ class ModelDraft:
         """Its weights are compared when a sequence of its cache begins."""
 
     def propose(self, tokens, rounds):
-        k, followed = len(tokens) - 1, []
-        for i, text in enumerate(rounds.new.texts or ()):
-            n = int(rounds.drawn[i])
-            drawn = rounds.new.tokens[rounds.first + 1:rounds.first + n + 1, i].tolist()
-            followed.append(self.follow(text, drawn, k))
-        if not all(followed):
+        texts, drawn = rounds.new.texts or (), NextTokens(rounds.new.draw, rounds.data, tokens)
+        if not 0 < len(texts) <= self.cache.n_seq:
             return 0
-        drawn = NextTokens(rounds.new.draw, rounds.new.data, tokens)
-        self.cache.decode_steps([each.handle for each in followed], drawn)
-        for i, each in enumerate(followed):
-            each.tokens += tokens[:drawn.n_drawn, i].tolist()
+        try:
+            followed = [self.follow(text, rounds.drawn_since(i), len(tokens) - 1) for i, text in enumerate(texts)]
+            if all(followed):
+                self.cache.decode_steps([each.handle for each in followed], drawn)
+                for i, each in enumerate(followed):
+                    each.tokens += tokens[:drawn.n_drawn, i].tolist()
+        except ValueError:  # its cache has no room, its window has passed what it needs, or its logits are not numbers
+            while self.known:
+                self.cache.free(self.known.popitem()[1].handle)
         return drawn.n_drawn
 
     def follow(self, text, drawn, k):

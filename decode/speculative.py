@@ -18,7 +18,7 @@ import torch
 
 from decode import DRAFTED_SEQUENCES, drafts
 from decode.cpu import CPUDecoder
-from decode.kernel.sampling import TAKE_BACK, TOGETHER, VERIFY
+from decode.kernel.sampling import DRAW, TAKE_BACK, TOGETHER, UNTIL, VERIFY
 from decode.metadata import InputMetadata
 from decode.process import step_lock
 
@@ -71,12 +71,12 @@ class SpeculativeDecoder(CPUDecoder):
             super().run(input_ids, input_positions, kv_caches, input_metadata, logits, n_threads)
             return
         with step_lock:
-            pace = self.pace(B, new.limits is None) if B <= DRAFTED_SEQUENCES else None
+            pace = self.pace(B, new.limits is None) if B <= DRAFTED_SEQUENCES and new.draw is DRAW else None
             most = new.n_steps if new.limits is None else min(new.n_steps, int(new.limits.min()))
             k = pace.k if pace and not pace.times_plain else 0
             if min(k, most - 1) > 0:
                 new.check(input_ids)
-                n_threads = n_threads or self.choice(B).best
+                n_threads = n_threads or (self.n_threads if self.fixed else self.choice(B).best)
                 Rounds(self, kv_caches, input_metadata, np.array(input_positions), n_threads).make(pace, k, logits)
                 return
             new.n_steps = 1 if k or pace and pace.times_plain or new.logits is not None else most
@@ -96,13 +96,15 @@ class Rounds:
     """
     The rounds of one call of a `SpeculativeDecoder`. positions: int64 (B,), of the newest tokens. n_threads: those of
     plain steps, since a worker that has slept is slow for some milliseconds. drawn: int64 (B,), how many tokens each
-    sequence has drawn in this call.
+    sequence has drawn in this call. data: of `NextTokens`, for a draft, whose steps may begin at any time.
     """
 
     def __init__(self, decoder, kv_caches, metadata, positions, n_threads):
         self.began = time.perf_counter_ns()  # the round that is made
         self.decoder, self.kv, self.runs, self.new = decoder, kv_caches, metadata.runs, metadata.next_tokens
         self.positions, self.n_threads, self.first = positions, n_threads, self.new.n_drawn
+        self.data = self.new.data.copy()
+        self.data[UNTIL] = 2**63 - 1
         self.drawn, self.together = np.zeros(len(positions), np.int64), self.new.limits is None
         self.limits = np.full(len(positions), self.new.n_steps)
         if not self.together:
@@ -139,6 +141,10 @@ class Rounds:
             pace.record_round(k, len(tokens) - 2, counts.mean(), ns_draft, now - self.began - ns_draft, ended)
             self.began, k = now, pace.k
 
+    def drawn_since(self, i):
+        """The tokens that sequence i has drawn behind its text, see `NextTokens.texts`, a list."""
+        return self.new.tokens[1:self.first + int(self.drawn[i]) + 1, i].tolist()
+
     def round(self, k, newest):
         """
         (tokens, int64 (n + 1, B), as `kernel.sampling.verify_tokens` leaves them; the logits of the chunk, float32
@@ -153,10 +159,13 @@ class Rounds:
         logits = torch.empty(B, n, self.decoder.vocab_size, device='cpu')
         metadata = InputMetadata([n] * B, self.runs, np.arange(B * n))
         self.decoder.run_plain(chunk, positions, self.kv, metadata, logits, self.n_threads)
-        if not self.kv.finite:
-            return tokens, logits, False, ns_draft
+        broken = None if self.kv.finite else ~logits.isfinite().all(dim=-1).numpy()
+        if broken is not None:
+            logits[broken] = 0.0
         how = TAKE_BACK * self.decoder.draft.draws | TOGETHER * self.together
         most = VERIFY.call(new.data.ctypes.data, logits.data_ptr(), tokens.ctypes.data, n, how)
+        if broken is not None:  # behind a proposal that was rejected they are nobody's
+            self.kv.finite = not broken[(tokens[1:n + 1] >= 0).T].any()
         return tokens[:n + 1], logits, most < 0, ns_draft
 
 

@@ -165,16 +165,16 @@ def test_a_sequence_goes_back_behind_proposals_that_were_rejected(model, kind):
     assert n_back > 4 and any(n_drawn < n + 1 for _, n, n_drawn, _ in decoder.rounds)
 
 
-def steps_of(cache, handle, text, n):
+def steps_of(cache, handle, text, n, until=2**62, draw=table.DRAW):
     """The greedy tokens of one call of up to n steps, behind the newest token of a text in a cache."""
     from decode.ahead import StepsAhead
     ahead = StepsAhead(cache, 0, None, None, None, None, None)
     newest = np.array([[5]])
     described, arrays = ahead.table(1, [False], None)
-    described[table.UNTIL] = 2**62
+    described[table.UNTIL] = until
     tokens = np.empty((n + 1, 1), np.int64)
     tokens[0] = newest
-    steps = NextTokens(table.DRAW, described, tokens, arrays, texts=[[*text, 5]])
+    steps = NextTokens(draw, described, tokens, arrays, until=until, texts=[[*text, 5]])
     cache.decode_steps([handle], steps)
     return tokens[:steps.n_drawn + 1, 0].tolist()
 
@@ -259,14 +259,15 @@ def test_an_interrupt_and_an_error_between_draft_and_verification(error):
 
 def test_execute_model_may_be_called_again_for_rows_that_are_left():
     m = model_of('rope')
-    decoder, plain = Speculating(m, 'int8'), CPUDecoder(m, threads=1)
+    itself = ModelDraft(kvcache.make_cache(m, 'tuple', 1, decoder=CPUDecoder(m, threads=1)), 'itself')
+    decoder, plain = Speculating(m, itself), CPUDecoder(m, threads=1)
     cache = kvcache.make_cache(m, 'tuple', 1, decoder=decoder)
     handle = cache.new()
     cache.step([handle], [0], [torch.tensor([1, 2])])
     ahead = plain.steps_ahead(cache, 0, None, None, None, None, None)
     described, arrays = ahead.table(1, [False], None)
     described[table.UNTIL] = 2**62
-    steps = NextTokens(table.DRAW, described, np.full((31, 1), 3), arrays)
+    steps = NextTokens(table.DRAW, described, np.full((31, 1), 3), arrays, texts=[[1, 2, 3]])
     record = cache.records[handle]
     while steps.n_left:
         steps.n_steps = min(7, steps.n_left)
@@ -275,7 +276,66 @@ def test_execute_model_may_be_called_again_for_rows_that_are_left():
                                        InputMetadata([1], [record.runs], None, steps))
     text = [1, 2, *steps.tokens[:, 0].tolist()]
     assert text == generate(m, [[1, 2, 3]], 30, 0, use_cache=True, decoder=plain)[0]
+    rounds = [(n, n_drawn) for _, n, n_drawn, _ in decoder.rounds]
+    assert len(rounds) > 4 and all(n and n_drawn == n + 1 for n, n_drawn in rounds)
     assert torch.equal(logits, plain(torch.tensor([text[:-1]]), None)[0][0])
+
+
+def test_a_proposal_behind_which_logits_are_not_numbers():
+    """Nobody asks for these if the proposal is rejected; a text in which the token comes is refused as ever."""
+    m = model_of('qwen window')  # whose lm_head has weights of its own
+    text = generate(m, [[1, 2, 3]], 30, 0, use_cache=True, decoder=CPUDecoder(m, threads=1))[0]
+    other = next(token for token in range(V) if token not in text)
+    proposed = AnyDraft(V)
+    proposed.random = type('Always', (), dict(integers=lambda *_: token))
+    for token in (other, text[15]):
+        with torch.no_grad():
+            m.transformer.wte.weight[token] = math.nan
+        decoder, plain = Speculating(m, proposed), CPUDecoder(m, threads=1)
+        if token == other:
+            check_same(m, decoder, [[1, 2, 3]], 30, plain, temperature=0)
+            assert decoder.rounds
+        else:
+            for each in (decoder, plain):
+                with pytest.raises(ValueError, match='not numbers'):
+                    run(m, each, [[1, 2, 3]], 30, temperature=0)
+
+
+@pytest.mark.parametrize('draft', ['float32', 'model'])
+def test_proposals_are_made_whenever_a_call_is_to_end(draft):
+    """A call that is late ends behind a round, which has all of its proposals."""
+    m = model_of('rope')
+    decoder = Speculating(m, draft if draft == 'float32' else ModelDraft(
+        kvcache.make_cache(m, 'tuple', 3, decoder=CPUDecoder(m, threads=1)), 'itself'))
+    decoder.k = 4
+    cache = kvcache.make_cache(m, 'tuple', 1, decoder=decoder)
+    handle = cache.new()
+    cache.step([handle], [0], [torch.tensor([1, 2])])
+    assert len(steps_of(cache, handle, [1, 2], 20, until=1)) == 1 + 5
+    assert [n for _, n, _, _ in decoder.rounds] == [4]
+
+
+def test_rounds_take_the_threads_that_were_asked_for():
+    if n_cores() < 2:
+        pytest.skip("takes two cores")
+    m, taken = model_of('rope'), []
+    decoder = Speculating(m, AnyDraft(V, lambda rounds: taken.append(rounds.n_threads)), threads=2)
+    run(m, decoder, [[1]], 20)
+    assert {*taken} == {2}
+
+
+def test_another_function_that_draws_is_called_without_drafts():
+    m, other = model_of('rope'), table.CFunction(table.draw_tokens)
+    decoder = Speculating(m, AnyDraft(V))
+    found = []
+    for draw in (table.DRAW, other):
+        cache = kvcache.make_cache(m, 'tuple', 1, decoder=decoder)
+        handle, n_rounds = cache.new(), len(decoder.rounds)
+        cache.step([handle], [0], [torch.tensor([1, 2])])
+        found.append(steps_of(cache, handle, [1, 2], 20, draw=draw)[:10])
+        assert (len(decoder.rounds) > n_rounds) is (draw is table.DRAW)
+    n = min(map(len, found))
+    assert n > 1 and found[0][:n] == found[1][:n]
 
 
 # who proposes
@@ -297,6 +357,28 @@ def test_ngrams_are_those_of_a_search(text, n_drawn, k, n_lost):
     kept = drawn[:max(0, len(drawn) - n_lost)]
     text += [*kept, 1, 2]
     assert ngrams.after([], k) == searched(text)
+
+
+def test_a_draft_whose_cache_refuses_a_step_proposes_nothing():
+    """More texts than it has sequences; no room; no texts; weights that are broken for one of the tokens."""
+    m, small, prompts = model_of('rope', block_size=100), model_of('rope', 7, n_layer=1), [[1, 2, 3], [4, 5], [6, 7]]
+    broken, reader = model_of('rope', 7, n_layer=1, tied=False), CPUDecoder(small, threads=1)
+    with torch.no_grad():
+        broken.transformer.wte.weight[7] = math.nan
+    for cache, some in ((kvcache.make_cache(small, 'tuple', 2, decoder=reader), False),
+                        (kvcache.paged.PagedCache(small, 7, 4, decoder=reader), True),
+                        (kvcache.make_cache(broken, 'tuple', 3, decoder=CPUDecoder(broken, threads=1)), True)):
+        decoder = Speculating(m, ModelDraft(cache, 'another model'))
+        check_same(m, decoder, prompts, 60)
+        numbers = [n for _, n, _, _ in decoder.rounds]
+        assert 0 in numbers and any(numbers) is some
+        assert decoder.draft.propose(np.zeros((3, 1), np.int64), Nobody()) == 0
+
+
+class Nobody:
+    """The `Rounds` of a call without texts."""
+    data = np.zeros(table.N_TABLE, np.int64)
+    new = NextTokens(table.DRAW, data, np.zeros((2, 1), np.int64))
 
 
 def test_auto_takes_int4_for_large_models_and_few_sequences(monkeypatch):
