@@ -169,6 +169,8 @@ def check_decoder(dev):
         raise ValueError(f"kv_cache must be {', '.join(kvcache.KINDS)}, not {kv_cache!r}")
     if kv_bits not in (0, 8, 4):
         raise ValueError(f"kv_bits must be 0 (as they are), 8 or 4, not {kv_bits}")
+    if chat and (draft or speculate not in ('auto', 'off')):
+        raise ValueError("chat=True draws one token after the other: leave speculate and draft out")
     which = 'compiled' if compile else decoder
     cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache != 'tuple') + [f'kv_bits={kv_bits}'] * (kv_bits > 0))
     decode.check_choice(which, weights, threads, dev, pick_dtype(dtype, dev), cache, kv_bits, speculate, draft)
@@ -190,7 +192,7 @@ def pick_decoder(model, n_rows, dev):
         and (mixed or debug_kv_model.tracing() or in_cache and (dev == 'mps' or kv_bits == 4))
     ):
         which = 'eager'  # the other decoders have no mixed precision on a CPU, and no trace
-    step = decode.best(model, n_rows, weights, threads, which, speculate, draft and load_draft())
+    step = decode.best(model, n_rows, weights, threads, which, 'off' if chat else speculate, draft and load_draft())
     name, how = step.name, dict(decoder=step)
     if in_cache:
         cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits, step)

@@ -56,7 +56,8 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
     if speculate not in SPECULATE:
         raise ValueError(f"speculate must be {', '.join(SPECULATE)}, not {speculate!r}")
     if draft and speculate != 'auto':
-        raise ValueError(f"draft={draft} says who proposes tokens, and so does speculate={speculate}: leave one out")
+        raise ValueError(f"draft={draft} and speculate={speculate} both say who proposes tokens: "
+                         "a draft takes speculate=auto")
     if speculate in WEIGHTS and WEIGHTS.index(speculate) <= WEIGHTS.index(weights):
         raise ValueError(f"speculate={speculate} is for weights with more bits, not for weights={weights}")
     on_cuda, of_kernel = device.startswith('cuda'), asked_of_the_kernel(weights, threads, speculate, draft)
@@ -97,7 +98,8 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
         lets it choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
     speculate: who proposes tokens to the numba decoder, see `speculative`: 'int4' or 'int8', the same weights in fewer
         bits; 'ngram', the text; 'off', nobody. 'auto' is int4 for float32 and bfloat16 weights of DRAFTED_BYTES or
-        more and up to DRAFTED_SEQUENCES sequences. draft: a `drafts.ModelDraft`, which takes the place of these.
+        more and up to DRAFTED_SEQUENCES sequences. draft: a `drafts.ModelDraft`, which takes the place of what 'auto'
+        would choose.
 
     Raises ValueError for a decoder that does not exist or does not work here, and for settings that it does not have.
     """

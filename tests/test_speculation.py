@@ -258,7 +258,7 @@ def test_an_interrupt_and_an_error_between_draft_and_verification(error):
 
 
 def test_execute_model_may_be_called_again_for_rows_that_are_left():
-    m = model_of('rope')
+    m = model_of('learned')
     itself = ModelDraft(kvcache.make_cache(m, 'tuple', 1, decoder=CPUDecoder(m, threads=1)), 'itself')
     decoder, plain = Speculating(m, itself), CPUDecoder(m, threads=1)
     cache = kvcache.make_cache(m, 'tuple', 1, decoder=decoder)
@@ -393,7 +393,7 @@ def test_auto_takes_int4_for_large_models_and_few_sequences(monkeypatch):
     for how, words in ((dict(speculate='int9'), 'speculate must be auto, off, int4, int8, ngram'),
                        (dict(speculate='int8', weights='int8'), 'more bits'),
                        (dict(speculate='ngram', name='eager'), 'for the cpu decoder: leave decoder=eager out'),
-                       (dict(speculate='off', draft=draft_of('model', m)), 'leave one out')):
+                       (dict(speculate='off', draft=draft_of('model', m)), 'a draft takes speculate=auto')):
         with pytest.raises(ValueError, match=words):
             decode.best(m, 1, **how)
     other = model_of('rope', vocab_size=V + 1)
