@@ -157,11 +157,9 @@ def main(config):
                          f"{checkpointer.last_good()}; to go on, add --init_from=resume") from e
     finally:
         log.close()
-    if parallel == 'fsdp':
-        leave()
-    if world_size > 1:
+    if world_size > 1 or parallel == 'fsdp':
         del model  # DDP would end the group while it holds Python's lock, which gloo's threads may wait for
-        dist.destroy_process_group()
+        leave()
 
 
 def check_settings(world_size):

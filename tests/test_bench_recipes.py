@@ -1,4 +1,6 @@
 """bench.py --mode=recipes counts iterations and seconds correctly, and its loops train. The speeds are not tested."""
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import run
@@ -21,7 +23,7 @@ def small(repo, monkeypatch):
     monkeypatch.setattr(recipes, 'NANOGPT', recipes.NANOGPT | dict(n_layer=1, n_head=2, n_embd=16, block_size=16))
     monkeypatch.setattr(recipes, 'RECIPES', {name: recipes.RECIPES[name] for name in ('nanoGPT', 'the recipe')})
     monkeypatch.setattr(recipes, 'N_STEPS', 2)
-    monkeypatch.setattr(recipes.subprocess, 'run', lambda command, **_: run(repo, *command[1:]))  # is forked
+    monkeypatch.setattr(recipes, 'subprocess', SimpleNamespace(run=lambda command, **_: run(repo, *command[1:])))
 
 
 def test_the_loops_compute_what_train_does(small):

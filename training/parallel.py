@@ -109,9 +109,9 @@ def is_lost_process(e):
 
 def leave():
     """
-    End this process, with success, when all others are here too. Does not return where a model is sharded on a CPU:
-    its tensors keep the group alive, and Python's end would stop a thread of gloo that waits for Python's lock, which
-    aborts the process (about one in ten did).
+    End this process, with success, when all others are here too. Does not return: Python's end would stop a thread of
+    gloo that waits for Python's lock, which aborts the process (about one in ten did with sharded models, whose tensors
+    keep the group alive, and some after a restart).
     """
     dist.barrier()
     dist.destroy_process_group()
