@@ -104,7 +104,7 @@ OTHERS = [
     ('bench.py', '--mode=peers --shape=S --lengths=500', 'do not fit into block_size 128'),
     ('bench.py', '--mode=caches --only=steps,none', "not 'steps,none'"),
     ('bench.py', '--mode=caches --only=steps --shape=S --lengths=126', 'a context of 126 leaves no'),
-    ('bench.py', '--mode=loss --only=steps', 'the parts of loss mode are policies, by_context'),
+    ('bench.py', '--mode=loss --only=steps', 'the parts of loss mode are policies, weights, by_context'),
     ('bench.py', '--mode=recall --seeds=0', 'seeds must be at least 1, not 0'),
     ('bench.py', '--mode=recall --iterations=-1', 'iterations must be at least 0, not -1'),
     ('bench.py', '--mode=recall --dtype=bfloat16', 'on a CPU in float32'),
