@@ -1,5 +1,5 @@
 """
-Speculative decoding (arXiv:2211.17192) whose tokens are those of plain decoding, bit for bit.
+Speculative decoding (arXiv:2211.17192). Its tokens are exactly those of plain decoding.
 
 A draft proposes the next k tokens of each sequence. One step of the model computes them all as a chunk, behind the
 newest token: k + 1 rows of logits, which have the same bits as those of k + 1 single steps. From these rows the model

@@ -1,5 +1,5 @@
 """
-Several processes, one model: with ddp each process has the whole model, with fsdp a part of each of its tensors.
+Several processes train one model. With ddp each process has the whole model, with fsdp a part of each of its tensors.
 
 Both give the losses of one process, since all of them share the batches of an optimizer step. FSDP2 is described in
 arXiv:2411.00284 and in the documentation of torch.distributed.fsdp.fully_shard.
@@ -25,7 +25,8 @@ def check_way(way, device):
         raise ValueError("parallel=fsdp shares a model out among the processes that torchrun starts, and it did not "
                          "start this one: torchrun --standalone --nproc_per_node=2 train.py --parallel=fsdp")
     if way == 'fsdp' and device == 'mps':
-        raise ValueError("parallel=fsdp needs device cpu or cuda, not mps")
+        raise ValueError("parallel=fsdp needs device cpu or cuda, not mps: use one of these, or "
+                         "parallel=ddp")
 
 
 def join_processes(device, backend, way, world_size):

@@ -134,7 +134,8 @@ def read_index(folder):
         if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in kinds.items()):
             raise ValueError(f"it must have {', '.join(kinds)}")
         if not SHARDS.fullmatch(index['shards']):
-            raise ValueError(f"its shards are {index['shards'][:50]!r}, which is no name that train.py gives")
+            raise ValueError(f"its shards are {index['shards'][:50]!r}, which is "
+                             "no name that train.py gives: use another copy")
         for name, (dtype, *shape) in index['tensors'].items():
             if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
                 raise ValueError(f"{name} is described as {[dtype, *shape]}")
@@ -308,7 +309,8 @@ def to_shards(out_dir, GPT, GPTConfig):
     """Write the sharded checkpoint, of one shard, of the ckpt.pt in out_dir. Returns (its path, its iteration)."""
     checkpoint, folder = checkpoints.load(os.path.join(out_dir, 'ckpt.pt')), os.path.join(out_dir, FOLDER)
     if 'optimizer' not in checkpoint:
-        raise ValueError(f"{out_dir}/ckpt.pt has no optimizer state: a run cannot go on from it")
+        raise ValueError(f"{out_dir}/ckpt.pt has no optimizer state, which a run needs to go on: "
+                         "take a ckpt.pt that train.py has written")
     weights = dict(checkpoints.build(checkpoint, GPT, GPTConfig).named_parameters())
     optimizer = checkpoint['optimizer']
     kept = 'model_args', 'config', 'tokenizer', 'scaler'
