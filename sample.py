@@ -192,7 +192,8 @@ def pick_decoder(model, n_rows, dev):
         and (mixed or debug_kv_model.tracing() or in_cache and (dev == 'mps' or kv_bits == 4))
     ):
         which = 'eager'  # the other decoders have no mixed precision on a CPU, and no trace
-    step = decode.best(model, n_rows, weights, threads, which, 'off' if chat else speculate, draft and load_draft())
+    proposer = draft and decode.draft_of(checkpoint.load_draft(draft, plain_model), draft, kvcache.make_cache)
+    step = decode.best(model, n_rows, weights, threads, which, 'off' if chat else speculate, proposer)
     name, how = step.name, dict(decoder=step)
     if in_cache:
         cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits, step)
@@ -209,14 +210,6 @@ def pick_decoder(model, n_rows, dev):
         # torch's threads would spin between two operations on the cores that the decoder needs
         torch.set_num_threads(1)
     return how
-
-
-def load_draft():
-    """The `ModelDraft` of the setting `draft`."""
-    from decode.drafts import ModelDraft
-    model = checkpoint.load_draft(draft, plain_model)
-    reader = decode.best(model, decode.DRAFTED_SEQUENCES, 'int8')
-    return ModelDraft(kvcache.make_cache(model, 'tuple', decode.DRAFTED_SEQUENCES, decoder=reader), draft)
 
 
 def read_prompts():

@@ -123,6 +123,13 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
     return EagerDecoder(model)
 
 
+def draft_of(model, name, make_cache):
+    """The `drafts.ModelDraft` of a model that a setting `draft` names. make_cache: `kvcache.make_cache`."""
+    from decode.drafts import ModelDraft
+    reader = best(model, DRAFTED_SEQUENCES, 'int8')
+    return ModelDraft(make_cache(model, 'tuple', DRAFTED_SEQUENCES, decoder=reader), name)
+
+
 def made(kind, model, batch_size, weights, threads, speculate, draft):
     """The decoder of this kind. Imported here, because numba and Triton take a second to import."""
     if kind == 'eager':

@@ -87,10 +87,6 @@ class SpeculativeDecoder(CPUDecoder):
             if new.logits is not None and new.n_drawn > n_before:
                 new.logits[n_before] = logits
 
-    def run_plain(self, *step):
-        """`CPUDecoder.run`: one step without drafts."""
-        super().run(*step)
-
 
 class Rounds:
     """
@@ -158,7 +154,7 @@ class Rounds:
         chunk, positions = torch.from_numpy(tokens[:n].T.ravel()), (self.positions[:, None] + np.arange(n)).ravel()
         logits = torch.empty(B, n, self.decoder.vocab_size, device='cpu')
         metadata = InputMetadata([n] * B, self.runs, np.arange(B * n))
-        self.decoder.run_plain(chunk, positions, self.kv, metadata, logits, self.n_threads)
+        self.decoder.run(chunk, positions, self.kv, metadata, logits, self.n_threads)
         broken = None if self.kv.finite else ~logits.isfinite().all(dim=-1).numpy()
         if broken is not None:
             logits[broken] = 0.0

@@ -28,9 +28,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
 
     init_from, out_dir: see `checkpoint.load_model`. name: of the model in the API, by default that of its folder.
     decoder, weights, threads, speculate: see `decode.best`; on CUDA weights='bfloat16' converts the model. draft: see
-    `checkpoint.load_draft`. kv_memory: on CUDA, the
-    share of the free memory that the pool takes. settings: further arguments of `Engine`. ValueError if there is no
-    such model or decoder.
+    `checkpoint.load_draft`. kv_memory: on CUDA, the share of the free memory that the pool takes. settings: further
+    arguments of `Engine`. ValueError if there is no such model or decoder.
 
     It sets two things of the process, which serves one model until it ends:
     - Later garbage collections leave out what there is now: torch's objects take 0.1 s, in which all samples wait.
@@ -49,7 +48,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     if not (compiled and (on_cuda or model.lm_head.weight.dtype in decode.MODEL_DTYPES)):
         model.float()
     if compiled:
-        step = decode.best(model, 1, weights, threads, decoder, speculate, draft and load_draft(draft))
+        proposer = draft and decode.draft_of(checkpoint.load_draft(draft, plain_model), draft, make_cache)
+        step = decode.best(model, 1, weights, threads, decoder, speculate, proposer)
         print(f"decoder: {step.name}", file=sys.stderr)
     if on_cuda:
         settings = planned(model, step, kv_memory, **settings)
@@ -67,14 +67,6 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL)
     return engine, served
-
-
-def load_draft(draft):
-    """The `ModelDraft` of the setting `draft`."""
-    from decode.drafts import ModelDraft
-    model = checkpoint.load_draft(draft, plain_model)
-    reader = decode.best(model, decode.DRAFTED_SEQUENCES, 'int8')
-    return ModelDraft(make_cache(model, 'tuple', decode.DRAFTED_SEQUENCES, decoder=reader), draft)
 
 
 def planned(model, step, kv_memory, n_blocks=None, page_size=16, max_num_batched_tokens=None, **settings):
