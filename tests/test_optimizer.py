@@ -9,6 +9,7 @@ import checkpoint as checkpoints
 import decode
 import train
 from model import GPT, GPTConfig
+from training import cpu
 from training.cpu import Linear, use_onednn
 from training.optimizer import check_optimizer, make_optimizer
 
@@ -193,6 +194,23 @@ def test_a_model_that_uses_onednn_has_the_same_gradients(dtype, most):
     plain(tokens[:, :-1], tokens[:, 1:])[1].backward()
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert (a.grad - b.grad).norm() <= most * b.grad.norm()
+
+
+@pytest.mark.parametrize('part_rows', [1, 7, 16, 50])
+def test_the_loss_in_parts_is_that_of_all_logits(part_rows, monkeypatch):
+    """Targets of -1 do not count in either; one part is the model's own computation."""
+    monkeypatch.setattr(cpu, 'PART_BYTES', part_rows * 4 * 11)
+    model, plain = small(), small().double()
+    use_onednn(model, 'float32')
+    idx, targets = torch.randint(11, (4, 8)), torch.randint(-1, 11, (4, 8))
+    logits, loss, _ = model(idx, targets)
+    expected = plain(idx, targets)[1]
+    assert (logits is None) == (part_rows < 32) and loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    loss.backward()
+    expected.backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(a.grad.double(), b.grad, atol=1e-6)
+    assert model(idx)[0].shape == (4, 1, 11)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
