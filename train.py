@@ -111,10 +111,10 @@ def main(config):
 
     data_dir, vocab_size, tokenizer_state = load_data(master, world_size, log.say)
     raw_model, resumed = build_model(config, data_dir, vocab_size, tokenizer_state, dev, log.say)
+    if onednn and dev == 'cpu':
+        use_onednn(raw_model, pick_dtype(dtype, dev))
     if parallel == 'fsdp':
         shard(raw_model, dev, pick_dtype(dtype, dev), compile and dev != 'cpu')
-    elif onednn and dev == 'cpu':
-        use_onednn(raw_model, pick_dtype(dtype, dev))
     optimizer, scaler = build_optimizer(config, raw_model, resumed, dev, log.say)
     amp = autocast(dev, pick_dtype(dtype, dev))
     train_batches, eval_batches = build_batches(data_dir, raw_model.config.vocab_size, dev)

@@ -60,7 +60,7 @@ def nats(model, rows):
     """
     losses, T = [], rows.size(1) - 1
     rolling = 0 < model.config.window < T
-    for part in rows.split(max(1, 2**22 // T**2)):
+    for part in rows.split(max(1, min(2**22 // T**2, 2**28 // (T * model.config.vocab_size)))):
         x, y = part[:, :-1], part[:, 1:]
         logits = model(x, y, kv_cache=model.empty_cache(len(x)) if rolling else None)[0]
         losses.append(F.cross_entropy(logits.transpose(1, 2), y, reduction='none'))

@@ -1,19 +1,25 @@
 """
 What a setting brings to training in equal seconds: each change of the recipe alone, all together, and nanoGPT's run.
 
-    python bench.py --mode=recipes --json=recipes.json          (--only=steps, rates or losses for a part)
+    OMP_NUM_THREADS=1 python bench.py --mode=recipes --json=recipes.json   (--only=steps, char, larger, words or docs)
 
-All train nanoGPT's model for a CPU (4 layers of 128 channels, a context of 64) by train.py, in folders of their own;
-runs that are there already are not made again. nanoGPT's command has 2,000 iterations. Every other recipe has as many
-as take the same seconds: they are computed from the time of an iteration, measured in turns, so that other programs on
-the machine do not change them. The loss is that of the whole validation text, in nats a character.
+All models are trained by train.py, in folders of their own; runs that are there already are not made again. nanoGPT's
+run has a number of iterations, see TASKS. Every other recipe has as many as take the same seconds: they are computed
+from the time of an iteration, measured in turns, so that other programs on the machine do not change them. (For the
+same reason all trainings use oneDNN, which changes last bits only, and saves half of the time.) Learning rates of both
+sides are swept with one seed; the best of nanoGPT's and the best of the recipe's train with all seeds. The loss is in
+nats a token, of the whole validation text, or of its first VALIDATION tokens.
 """
 import csv
+import math
 import os
 import statistics
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,70 +27,97 @@ import torch
 import checkpoint as checkpoints
 import device as devices
 import tokenizer as tokenizers
-from benchmarks.experiments.positions import DATA, validation_text
 from benchmarks.harness import Case, Panel, Part, describe_machine, read_json, take_turns
 from benchmarks.loss import nats
 from model import GPT, GPTConfig
-from training.batches import Batches, prepare
+from training.batches import Batches, open_tokens, prepare
 from training.cpu import use_onednn
 from training.optimizer import make_optimizer
 
 PICTURE, CPU_ONLY = 'recipes.png', "the models are trained"
 FOLDER = os.path.join('out-bench', 'recipes')
-ITERATIONS = 2000  # of nanoGPT's run
-N_STEPS = 10  # iterations of a timed run
-GOAL = 1.88  # nats: what nanoGPT's README gives for its command
+TIMED = 0.5  # seconds of a timed run, at least
+NANOGPT_RATE, BEST = 'nanoGPT, 0.001', 'nanoGPT, best rate'
 CURVE = 20  # evaluations of a run
+VALIDATION = 2**17  # tokens, at most
 
-# train.py's settings: nanoGPT's, and what each recipe changes of them
+# train.py's settings: nanoGPT's for a CPU, and what each recipe changes of them
 NANOGPT = dict(block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128, dropout=0.0, bias=False,
                learning_rate=1e-3, min_lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.99, warmup_iters=100)
-TUNED = dict(learning_rate=6e-3)  # the best of `rates`
+RATES = [dict(learning_rate=rate) for rate in (1e-3, 3e-3, 6e-3, 1e-2)]
 FAST = dict(onednn=True, dtype='bfloat16')
 MUON = dict(optimizer='muon', learning_rate=1e-2, muon_lr=0.01)
-WSD = dict(lr_schedule='wsd', cooldown_frac=0.4)
 ROPE = dict(position='rope')
+CHANGES = {
+    'oneDNN': dict(onednn=True),
+    'oneDNN, bfloat16': FAST,
+    'Muon': MUON,
+    'rope': ROPE,
+    'wsd': dict(lr_schedule='wsd', cooldown_frac=0.4),
+    'rms, swiglu': dict(norm='rms', mlp='swiglu', n_inner=344),
+    'qk_norm': dict(qk_norm=True),
+    'untied': dict(tied=False),
+    'batch of 24': dict(batch_size=24),
+}
+RECIPE_RATES = [dict(learning_rate=rate, muon_lr=muon_lr)
+                for rate, muon_lr in ((6e-3, 0.01), (1e-2, 0.005), (1e-2, 0.01), (1e-2, 0.02))]
+
+
+class Task(NamedTuple):
+    """
+    What is trained. data: a folder of data/. nanogpt: the settings of nanoGPT's run, which has so many iterations.
+    recipe: what the recipe changes; changes: {name: settings} that are measured alone, at nanoGPT's best rate.
+    goal: a loss, to which the seconds are measured.
+    """
+    data: str
+    nanogpt: dict
+    iterations: int
+    recipe: dict
+    changes: dict
+    goal: float = -math.inf
+
+    @property
+    def timed(self):
+        """{name: settings} whose iterations are timed. A learning rate does not change the time."""
+        return {'nanoGPT': {}} | self.changes | {'the recipe': self.recipe}
+
+    @property
+    def vocab_size(self):
+        """See `train.load_data`."""
+        state = tokenizers.state_of_dataset(self.data)
+        return 50304 if state['kind'] == 'gpt2' else len(state['chars'])
+
+
 RECIPE = FAST | MUON | ROPE | dict(batch_size=24)
-LLAMA = dict(norm='rms', mlp='swiglu', n_inner=344)
-RECIPES = {
-    'nanoGPT': {},
-    'nanoGPT, best rate': TUNED,
-    '+ oneDNN': TUNED | dict(onednn=True),
-    '+ oneDNN, bfloat16': TUNED | FAST,
-    '+ muon': TUNED | MUON,
-    '+ wsd': TUNED | WSD,
-    '+ rope': TUNED | ROPE,
-    '+ rms, swiglu': TUNED | LLAMA,
-    '+ qk_norm': TUNED | dict(qk_norm=True),
-    '+ untied': TUNED | dict(tied=False),
-    '+ batch of 24': TUNED | dict(batch_size=24),
-    'the recipe': RECIPE,
-}
-RATES = {
-    **{f'nanoGPT, rate {rate:g}': dict(learning_rate=rate) for rate in (1e-3, 3e-3, 6e-3, 1e-2)},
-    **{f'the recipe, rate of Muon {rate:g}': RECIPE | dict(muon_lr=rate) for rate in (0.005, 0.01, 0.02)},
-    **{f'the recipe, rate of AdamW {rate:g}': RECIPE | dict(learning_rate=rate) for rate in (3e-3, 1e-2)},
-}
+TASKS = dict(
+    char=Task('data/shakespeare_char', NANOGPT, 2000, RECIPE, CHANGES, 1.88),  # the loss that nanoGPT's README gives
+    larger=Task('data/shakespeare_char', NANOGPT | dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=4),
+                500, RECIPE | dict(batch_size=8), {}),
+    words=Task('data/shakespeare', NANOGPT, 300, RECIPE, {}),
+    docs=Task('data/docstrings', NANOGPT, 300, RECIPE,
+              {name: CHANGES[name] for name in ('oneDNN, bfloat16', 'Muon', 'rope', 'qk_norm', 'untied')}),
+)
 
 
-def model_of(settings):
-    """A new model with the shape that the settings have, and a vocabulary for DATA."""
+def model_of(task, settings):
+    """A new model with the shape that the settings have, and a vocabulary for the data of the task."""
     shape = {f.name: settings[f.name] for f in fields(GPTConfig) if f.name in settings}
-    return GPT(GPTConfig(vocab_size=len(tokenizers.state_of_dataset(DATA)['chars']), **shape))
+    return GPT(GPTConfig(vocab_size=task.vocab_size, **shape))
 
 
-def our_step(settings, seed):
-    """A function that runs iteration k as train.py does with these settings."""
-    s = NANOGPT | dict(optimizer='adamw', muon_lr=0.0, muon_weight_decay=0.0, dtype='float32', onednn=False) | settings
+def our_step(task, settings, seed):
+    """A function that runs the next iteration as train.py does with these settings, and returns its loss."""
+    own = dict(optimizer='adamw', muon_lr=0.0, muon_weight_decay=0.0, dtype='float32', onednn=False)
+    s = task.nanogpt | own | settings
     torch.manual_seed(seed)
-    model = model_of(s)
+    model = model_of(task, s)
     if s['onednn']:
         use_onednn(model, s['dtype'])
-    optimizer, amp = make_optimizer(model, 'cpu', s), devices.autocast('cpu', s['dtype'])
-    batches = Batches(DATA, 'train', s['batch_size'], s['block_size'], model.config.vocab_size, 'cpu', seed)
+    optimizer, amp, numbers = make_optimizer(model, 'cpu', s), devices.autocast('cpu', s['dtype']), count()
+    batches = Batches(task.data, 'train', s['batch_size'], s['block_size'], task.vocab_size, 'cpu', seed)
 
-    def step(k):
-        x, y = batches(k)
+    def step():
+        x, y = batches(next(numbers))
         with amp:
             loss = model(x, y)[1]
         loss.backward()
@@ -96,27 +129,27 @@ def our_step(settings, seed):
     return step
 
 
-def nanogpt_step(seed):
+def nanogpt_step(task, seed):
     """
-    A function that runs iteration k as nanoGPT's train.py does on a CPU, written from what it does: it opens the file
+    A function that runs an iteration as nanoGPT's train.py does on a CPU, written from what it does: it opens the file
     of tokens for each batch and stacks the rows, its AdamW is fused on CUDA only, and it reads the loss at each
     logged iteration. The model's operations are those of model.py.
     """
-    s = NANOGPT
+    s = task.nanogpt
     torch.manual_seed(seed)
-    model = model_of(s)
+    model = model_of(task, s)
     groups = [dict(params=[p for p in model.parameters() if p.dim() >= 2], weight_decay=s['weight_decay']),
               dict(params=[p for p in model.parameters() if p.dim() < 2], weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=s['learning_rate'], betas=(s['beta1'], s['beta2']))
     scaler, T = torch.amp.GradScaler('cpu', enabled=False), s['block_size']
 
     def get_batch():
-        data = np.memmap(os.path.join(DATA, 'train.bin'), dtype=np.uint16, mode='r')
+        data = np.memmap(os.path.join(task.data, 'train.bin'), dtype=np.uint16, mode='r')
         starts = torch.randint(len(data) - T, (s['batch_size'],))
         return (torch.stack([torch.from_numpy(data[i + skip:i + skip + T].astype(np.int64)) for i in starts])
                 for skip in (0, 1))
 
-    def step(k):
+    def step():
         for group in optimizer.param_groups:
             group['lr'] = s['learning_rate']
         x, y = get_batch()
@@ -131,42 +164,48 @@ def nanogpt_step(seed):
     return step
 
 
-def case(name, step):
-    def several(first):
-        for k in range(first, first + N_STEPS):
-            step(k)
-    return Case(dict(recipe=name), several, lambda n: n * N_STEPS, per=N_STEPS)
+def steps_of(name, asked):
+    """Rows of a task: the time of an iteration of nanoGPT's loop, and of each recipe; over: nanoGPT's over it."""
+    task = TASKS[name]
+    if not os.path.exists(os.path.join(task.data, 'train.bin')):
+        prepare(task.data)
+    torch.set_float32_matmul_precision('high')  # as train.py does
+    cases = [Case(dict(task=name, recipe="nanoGPT's loop"), nanogpt_step(task, asked.seed))]
+    cases += [Case(dict(task=name, recipe=recipe), our_step(task, settings, asked.seed))
+              for recipe, settings in task.timed.items()]
+    first, *_ = measured = take_turns(cases, asked.repeats, f'iterations, {name}', TIMED)
+    return [m.row(iteration_s=m.seconds, nanogpt_over=first.over(m)) for m in measured]
 
 
 def steps(asked):
-    """The time of an iteration: nanoGPT's, and that of each recipe in RECIPES and RATES; over: nanoGPT's over it."""
-    if not os.path.exists(os.path.join(DATA, 'train.bin')):
-        prepare(DATA)
-    torch.set_float32_matmul_precision('high')  # as train.py does
-    cases = [case("nanoGPT's loop", nanogpt_step(asked.seed))]
-    cases += [case(name, our_step(settings, asked.seed)) for name, settings in RECIPES.items()]
-    first, *_ = measured = take_turns(cases, asked.repeats, 'iterations')
-    yield [m.row(iteration_s=m.seconds, nanogpt_over=first.over(m)) for m in measured]
+    """See `steps_of`."""
+    for name in TASKS:
+        yield steps_of(name, asked)
 
 
-def iterations_of(asked):
-    """{recipe: how many iterations take as long as nanoGPT's run}, and the seconds of one, by `steps`."""
+def iterations_of(name, asked):
+    """{recipe: (how many iterations take as long as nanoGPT's run, the seconds of one)} of a task, by `steps`."""
     before = read_json(asked.json).get('steps', {})
-    rows = before['rows'] if before.get('machine') == describe_machine('cpu') else next(steps(asked))
+    rows = [row for row in before.get('rows', []) if row['task'] == name]
+    if not rows or before['machine'] != describe_machine('cpu'):
+        rows = steps_of(name, asked)
     seconds = {row['recipe']: row['iteration_s'] for row in rows}
-    n = asked.iterations or ITERATIONS
+    n = asked.iterations or TASKS[name].iterations
     return {name: (max(1, round(n * seconds["nanoGPT's loop"] / s)), s) for name, s in seconds.items()}
 
 
-def train(settings, seed, iterations):
+def train(task, settings, seed, iterations):
     """Train by train.py, unless that was done before. Returns the folder. ValueError if train.py fails."""
-    asked = NANOGPT | settings | dict(seed=seed, max_iters=iterations, lr_decay_iters=iterations)
-    changed = '-'.join(f'{name}={value}' for name, value in settings.items() if NANOGPT.get(name) != value)
-    folder = os.path.join(FOLDER, f'{changed or "nanogpt"}-{seed}-{iterations}')
+    dataset = os.path.basename(task.data)
+    changed = '-'.join(f'{name}={value}' for name, value in settings.items() if task.nanogpt.get(name) != value)
+    shape = '-'.join(str(task.nanogpt[name]) for name in ('n_layer', 'n_embd', 'block_size', 'batch_size'))
+    folder = os.path.join(FOLDER, f'{dataset}-{shape}-{changed or "nanogpt"}-{seed}-{iterations}')
     path = os.path.join(folder, 'ckpt.pt')
     if not os.path.exists(path) or checkpoints.load(path)['iter_num'] < iterations:
-        asked |= dict(out_dir=folder, eval_interval=max(1, iterations // CURVE), eval_iters=50, device='cpu',
-                      always_save_checkpoint=True)
+        asked = task.nanogpt | settings | dict(
+            seed=seed, max_iters=iterations, lr_decay_iters=iterations, out_dir=folder, device='cpu', dataset=dataset,
+            eval_interval=max(1, iterations // CURVE), eval_iters=max(10, iterations // 40), onednn=True,
+            always_save_checkpoint=True)
         command = [sys.executable, 'train.py', 'config/train_shakespeare_char.py',
                    *(f'--{name}={value}' for name, value in asked.items())]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -191,71 +230,83 @@ def seconds_to(loss, iterations, losses, iteration_s):
     return None
 
 
-def tokens_of(settings):
-    """Tokens of an iteration."""
-    s = NANOGPT | settings
-    return s['batch_size'] * s['block_size']
-
-
-def row_of(name, settings, seeds, iterations, iteration_s):
+def row_of(task, name, settings, seeds, iterations, iteration_s):
     """
-    A row: val, the loss of the whole validation text, of each seed; its mean and standard error; to_goal, the median
-    seconds to GOAL; curve: iterations, and the mean losses over the seeds.
+    A row: val, the loss of the validation text, of each seed; its mean and standard error; to_goal, the median seconds
+    to the goal of the task; curve: iterations, and the mean losses over the seeds on some batches of the text.
     """
-    folders = [train(settings, seed, iterations) for seed in seeds]
+    folders = [train(task, settings, seed, iterations) for seed in seeds]
     models = [checkpoints.build(checkpoints.load(os.path.join(f, 'ckpt.pt')), GPT, GPTConfig).eval() for f in folders]
-    curves = [curve(folder) for folder in folders]
-    c = models[0].config
-    pieces = validation_text(c.block_size + 1).unfold(0, c.block_size + 1, c.block_size)
-    val = [nats(model, pieces).mean().item() for model in models]
+    curves, T, s = [curve(folder) for folder in folders], models[0].config.block_size, task.nanogpt | settings
+    tokens = torch.from_numpy(open_tokens(task.data, 'val', T)[:VALIDATION].astype(np.int64))
+    val = [nats(model, tokens.unfold(0, T + 1, T)).mean().item() for model in models]
     error = statistics.stdev(val) / len(val) ** 0.5 if len(val) > 1 else None
-    reached = [seconds_to(GOAL, *points, iteration_s) for points in curves]
+    reached = [seconds_to(task.goal, *points, iteration_s) for points in curves]
     ns, losses = curves[0][0], [statistics.mean(column) for column in zip(*(losses for _, losses in curves))]
     return dict(recipe=name, settings={k: str(v) for k, v in settings.items()}, iterations=iterations,
-                iteration_ms=1e3 * iteration_s, tokens=iterations * tokens_of(settings),
-                val=val, mean=statistics.mean(val), standard_error=error,
+                iteration_ms=1e3 * iteration_s, tokens=iterations * s['batch_size'] * s['block_size'], val=val,
+                mean=statistics.mean(val), standard_error=error,
                 to_goal=None if None in reached else statistics.median(reached), curve=[ns, losses])
 
 
-def losses(asked):
-    """Each recipe in the seconds of nanoGPT's run; one change alone (+) has one seed. See `row_of`."""
+def losses(name, asked):
+    """The rows of a task, see `row_of`: learning rates, each change alone, the recipe."""
+    task, times = TASKS[name], iterations_of(name, asked)
     seeds = range(asked.seed, asked.seed + asked.seeds)
-    for name, (iterations, iteration_s) in iterations_of(asked).items():
-        if name in RECIPES:
-            yield [row_of(name, RECIPES[name], seeds[:1] if name[0] == '+' else seeds, iterations, iteration_s)]
+
+    def row(recipe, settings, timed, seeds=seeds[:1]):
+        return row_of(task, recipe, settings, seeds, *times[timed])
+
+    def sweep(recipe, rates):
+        """Yields the rows with each of the rates. Returns the settings of the best one."""
+        swept = []
+        for rate in rates:
+            settings = task.timed[recipe] | rate
+            of_rate = ', '.join(f'{rate[name]:g}' for name in ('learning_rate', 'muon_lr') if name in rate)
+            swept.append((row(f'{recipe}, {of_rate}', settings, recipe), settings))
+            yield [swept[-1][0]]
+        return min(swept, key=lambda each: each[0]['mean'])[1]
+
+    best = yield from sweep('nanoGPT', RATES)
+    yield [row(BEST, best, 'nanoGPT', seeds)]
+    for change, settings in task.changes.items():
+        yield [row(f'+ {change}', best | settings, change)]
+    best = yield from sweep('the recipe', RECIPE_RATES)
+    yield [row('the recipe', best, 'the recipe', seeds)]
 
 
-def rates(asked):
-    """nanoGPT's settings and the recipe with other learning rates, one seed each, in the same seconds."""
-    iterations = iterations_of(asked)
-    for name, settings in RATES.items():
-        yield [row_of(name, settings, [asked.seed], *iterations[name.split(',')[0]])]
+def panel(title, rows, unit, ylabel='validation loss, nats a token'):
+    """The curves of the rows, with those of single changes dashed. unit: seconds or tokens, the x axis."""
+    lines = []
+    for i, row in enumerate(sorted(rows, key=lambda row: row['recipe'].startswith('+'))):
+        ns, losses = row['curve']
+        each = row['iteration_ms'] / 1e3 if unit == 'seconds' else row['tokens'] / row['iterations']
+        how = dict(lw=1, ls='--') if row['recipe'].startswith('+') else dict(lw=2)
+        lines.append(([n * each for n in ns], losses, row['recipe'], dict(how, color=f'C{i % 10}')))
+    lowest, highest = min(line[1][-1] for line in lines), max(line[1][-1] for line in lines)
+    return Panel(title, lines, axes=dict(xlabel=unit, ylabel=ylabel, ylim=(
+        lowest - 0.1, highest + 1.5 * (highest - lowest) + 0.1)))
 
 
 def picture(figures, machine):
-    """The arguments of `harness.draw`: loss by seconds and by tokens. None if `losses` was not run."""
-    if 'losses' not in figures:
-        return None
-    rows = figures['losses']['rows']
-    drawn = [row for row in rows if not row['recipe'].startswith('+')] + [
-        row for row in rows if row['recipe'].startswith('+')]
-    panels = []
-    for title, label in (('equal seconds', 'seconds of training'), ('equal tokens', 'tokens')):
-        lines = []
-        for i, row in enumerate(drawn):
-            ns, values = row['curve']
-            unit = row['iteration_ms'] / 1e3 if label != 'tokens' else row['tokens'] / row['iterations']
-            how = dict(lw=1, ls='--') if row['recipe'].startswith('+') else dict(lw=2)
-            lines.append(([n * unit for n in ns], values, row['recipe'], dict(how, color=f'C{i % 10}')))
-        panels.append(Panel(title, lines, axes=dict(xlabel=label, ylabel='validation loss, nats a character',
-                                                    ylim=(1.5, 2.6))))
-    n_seeds = len(rows[0]['val'])
-    return dict(panels=panels, title=f"{figures['losses']['machine']}; seeds: {n_seeds}", size=(7, 5))
+    """The arguments of `harness.draw`: loss by seconds and by tokens, and of other tasks by seconds. None without."""
+    panels, of = [], None
+    for name in TASKS:
+        if name in figures:
+            of = figures[name]
+            rows = [row for row in of['rows'] if ', 0.' not in row['recipe'] or row['recipe'] == NANOGPT_RATE]
+            panels.append(panel(f'{name}, equal seconds', rows, 'seconds'))
+            if name == 'char':
+                panels.append(panel(f'{name}, by tokens', rows, 'tokens'))
+    return dict(panels=panels, title=of['machine'], columns=2, size=(7, 5)) if panels else None
 
 
 COLUMNS = 'recipe iterations iteration_ms tokens mean standard_error val to_goal'
 PARTS = dict(
-    steps=Part(steps, 1, "an iteration", 'recipe iteration_s nanogpt_over'),
-    rates=Part(rates, 20, "learning rates of both sides, one seed", COLUMNS),
-    losses=Part(losses, 75, "each recipe in the same seconds", COLUMNS),
+    steps=Part(steps, 4, "an iteration", 'task recipe iteration_s nanogpt_over'),
+    **{name: Part(partial(losses, name), minutes, f"{title}, each recipe in the same seconds", COLUMNS)
+       for name, minutes, title in (
+           ('char', 40, "characters, 4 layers of 128 channels"), ('larger', 80, "characters, 6 layers of 384 channels"),
+           ('words', 40, "words of Shakespeare, 4 layers of 128 channels"),
+           ('docs', 60, "words of docstrings, 4 layers of 128 channels"))},
 )

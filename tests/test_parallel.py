@@ -111,7 +111,8 @@ def test_a_restarted_run_goes_on_from_its_own_checkpoint_only(tmp_path, monkeypa
 @pytest.mark.skipif(not sizes(False, True), reason="in test-all")
 @pytest.mark.parametrize('settings', [
     ('--position=rope', '--window=6', '--n_sink=2', '--n_kv_head=1', '--norm=rms', '--mlp=swiglu'),
-    ('--tied=False', '--bias=True', '--qk_norm=True', '--position=rope'), ('--dtype=bfloat16',), ('--dtype=float16',)])
+    ('--tied=False', '--bias=True', '--qk_norm=True', '--position=rope'), ('--dtype=bfloat16',), ('--dtype=float16',),
+    ('--onednn=True', '--tied=False'), ('--dtype=bfloat16', '--onednn=True')])
 def test_other_models_and_dtypes_train_as_with_one_process(repo, settings):
     assert train(repo, *SETTINGS, *settings, '--out_dir=one').returncode == 0
     train_in_two_processes(repo, *FSDP, *settings, '--out_dir=two')
