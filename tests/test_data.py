@@ -120,6 +120,23 @@ def test_the_real_tinyshakespeare_has_the_known_counts(empty):
 
 
 @pytest.mark.skipif(not os.path.isdir(TIKTOKEN_CACHE), reason="GPT-2's byte pairs are not here")
+def test_docstrings_of_installed_packages(empty):
+    """Those with several lines, once each; a file of another Python is passed over."""
+    package = empty / 'mine'
+    package.mkdir()
+    (package / '__init__.py').write_text('"""One\nfor all."""\n\n\ndef f():\n    """Same\n    text."""\n')
+    (package / 'more.py').write_text('def g():\n    """Same\n    text."""\n\n\nclass A:\n    """A line."""\n')
+    (package / 'newer.py').write_text('"""Not\nread."""\ndef f(:')
+    settings = dict(PYTHONPATH=str(empty), TIKTOKEN_CACHE_DIR=TIKTOKEN_CACHE)
+    done = run(empty, 'data/docstrings/prepare.py', '--packages=mine', **settings)
+    assert f"{len('One.for all....Same.text.')} characters from docstrings of mine" in done.stdout, done.stderr
+    for packages, message in (('nowhere', "no package 'nowhere'"), ('../mine', "no package '../mine'"),
+                              ('json.decoder', 'there is no package')):
+        done = run(empty, 'data/docstrings/prepare.py', f'--packages={packages}', **settings)
+        assert done.returncode == 2 and message in done.stderr and 'Traceback' not in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(not os.path.isdir(TIKTOKEN_CACHE), reason="GPT-2's byte pairs are not here")
 def test_gpt2_byte_pairs(monkeypatch):
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', TIKTOKEN_CACHE)
     bpe = tokenizers.from_state({'kind': 'gpt2'})

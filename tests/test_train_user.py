@@ -107,7 +107,7 @@ def test_a_failure_of_several_processes_is_said_once_and_last(repo):
 
 
 @pytest.mark.parametrize('script', ['train.py', 'data/shakespeare_char/prepare.py', 'data/shakespeare/prepare.py',
-                                    'data/openwebtext/prepare.py'])
+                                    'data/docstrings/prepare.py', 'data/openwebtext/prepare.py'])
 def test_without_torch_a_script_says_what_to_do(script):
     """python -S sees no site-packages."""
     done = subprocess.run([sys.executable, '-S', os.path.join(ROOT, script)], capture_output=True, text=True)

@@ -27,13 +27,13 @@ packages = 'torch,numpy,sympy,networkx'  # whose docstrings
 
 
 def main(config):
-    folder, found = os.path.dirname(os.path.abspath(__file__)), set()
+    folder, tokenizer, found = os.path.dirname(os.path.abspath(__file__)), GPT2Tokenizer(), set()
     for path in tqdm([path for name in packages.split(',') for path in sources(name)], unit='file', disable=None):
         found |= docstrings(path)
     text = '\n\n\n'.join(sorted(found, key=lambda text: hashlib.sha256(text.encode()).digest()))
     if not text:
         raise ValueError(f"packages={packages} have no docstrings: name packages that are written in Python")
-    prepare_text.write_dataset(folder, text, GPT2Tokenizer(), f'docstrings of {packages}')
+    prepare_text.write_dataset(folder, text, tokenizer, f'docstrings of {packages}')
 
 
 def sources(package):
