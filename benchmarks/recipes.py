@@ -93,10 +93,11 @@ class Task(NamedTuple):
 RECIPE = FAST | MUON | ROPE | WARMUP | dict(batch_size=24)
 TASKS = dict(
     char=Task('data/shakespeare_char', NANOGPT, 2000, RECIPE, CHANGES, 1.88),  # the loss that nanoGPT's README gives
-    larger=Task('data/shakespeare_char', NANOGPT | dict(n_layer=6, n_head=6, n_embd=384, block_size=256, batch_size=4),
-                500, RECIPE | dict(batch_size=8), {}),
-    words=Task('data/shakespeare', NANOGPT, 300, RECIPE, {}),
-    docs=Task('data/docstrings', NANOGPT, 300, RECIPE,
+    # in short runs nanoGPT has the shorter warmup too
+    larger=Task('data/shakespeare_char', NANOGPT | WARMUP | dict(n_layer=6, n_head=6, n_embd=384, block_size=256,
+                                                                 batch_size=4), 500, RECIPE | dict(batch_size=8), {}),
+    words=Task('data/shakespeare', NANOGPT | WARMUP, 200, RECIPE, {}),
+    docs=Task('data/docstrings', NANOGPT | WARMUP, 200, RECIPE,
               {name: CHANGES[name] for name in ('oneDNN, bfloat16', 'Muon', 'rope', 'batch of 24')}),
 )
 

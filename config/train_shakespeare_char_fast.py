@@ -17,6 +17,7 @@ muon_lr = 0.01  # 0.005 and 0.02 are no better
 if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
     batch_size = 24  # Muon's step takes as long as 6 rows
     learning_rate = 1e-2
+    warmup_iters = 20
     max_iters = 1500
     lr_decay_iters = 1500
     onednn = True

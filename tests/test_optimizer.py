@@ -240,3 +240,13 @@ def test_the_fast_config_trains_a_model_that_is_sampled_and_exported_as_any_othe
     assert exported.returncode == 0, exported.stderr
     again = GPT.from_pretrained(str(out / 'hf')).eval()
     assert torch.equal(plain, again.generate(torch.tensor([[1]]), 40, temperature=0))
+
+
+def test_the_fast_config_of_gpt2_is_that_of_nanogpt_with_the_recipe(repo):
+    done = run(repo, 'train.py', 'config/train_gpt2_fast.py', '--device=cpu', '--dataset=shakespeare_char',
+               '--wandb_log=False', '--gradient_accumulation_steps=2', '--max_iters=1', '--eval_interval=1',
+               '--eval_iters=1', '--batch_size=2', '--block_size=32', '--n_layer=1', '--n_head=2', '--n_embd=16')
+    assert done.returncode == 0, done.stderr
+    saved = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))
+    assert len(saved['optimizer']['param_groups']) == 3 and saved['model_args']['position'] == 'rope'
+    assert saved['config']['max_iters'] == 1 and saved['config']['lr_decay_iters'] == 600000

@@ -1,0 +1,12 @@
+# GPT-2 124M on OpenWebText, by those steps of the recipe that have lowered the loss of small models on words, see
+# docs/TRAINING.md (`bench.py --mode=recipes --only=docs`). It was not measured with a model of this size
+#   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py
+import pathlib
+
+exec(pathlib.Path(__file__).with_name('train_gpt2.py').read_text())  # what follows is different from it
+
+wandb_run_name = 'gpt2-124M-fast'
+
+position = 'rope'
+optimizer = 'muon'
+muon_lr = 0.01
