@@ -19,6 +19,7 @@ import configurator  # before torch: it says so in one line where torch is missi
 import checkpoint
 import model as plain_model
 from formats import to_gguf, to_huggingface
+from whole_file import lock_folder
 
 to = 'hf'             # hf, a folder in Hugging Face format; gguf, a file for llama.cpp; ckpt or shards
 type = 'f32'          # of the numbers in a gguf: f32, or q8_0, 8 bits in blocks of 32
@@ -57,6 +58,7 @@ def convert(folder):
     if init_from != 'resume' or path:
         raise ValueError(f"to={to} works on the checkpoint in out_dir: leave out init_from and path")
     from training import shards  # here because it imports much of torch.distributed
+    lock = lock_folder(folder) if os.path.isdir(folder) else None  # noqa: F841 (held until the end)
     target, iter_num = (shards.to_ckpt if to == 'ckpt' else shards.to_shards)(folder, plain_model.GPT,
                                                                              plain_model.GPTConfig)
     say(f"{target}: iteration {iter_num}, with the state of the optimizer")

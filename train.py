@@ -92,7 +92,7 @@ backend = 'auto'               # of their group: nccl, gloo; auto is nccl on cud
 device = 'auto'                # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'                 # float32, bfloat16 or float16 (with loss scaling); auto goes by the device
 compile = True                 # torch.compile the model; on a CPU it is no faster, and left out
-onednn = False                 # on a CPU: products by oneDNN in float32 too, faster on AMD; last bits differ
+onednn = False                 # on a CPU: all products by oneDNN, and the loss in parts: faster; last bits differ
 seed = 1337                    # of the weights, the data order and dropout
 peak_flops = 0.0               # what MFU is relative to; 0 looks the device up
 

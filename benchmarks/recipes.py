@@ -44,7 +44,7 @@ VALIDATION = 2**17  # tokens, at most
 # train.py's settings: nanoGPT's for a CPU, and what each recipe changes of them
 NANOGPT = dict(block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128, dropout=0.0, bias=False,
                learning_rate=1e-3, min_lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.99, warmup_iters=100)
-RATES = [dict(learning_rate=rate) for rate in (1e-3, 3e-3, 6e-3, 1e-2)]
+RATES = [dict(learning_rate=rate) for rate in (3e-4, 6e-4, 1e-3, 3e-3, 6e-3, 1e-2)]
 FAST = dict(onednn=True, dtype='bfloat16')
 MUON = dict(optimizer='muon', learning_rate=1e-2, muon_lr=0.01)
 ROPE = dict(position='rope')
@@ -62,22 +62,23 @@ CHANGES = {
     'batch of 24': dict(batch_size=24),
 }
 RECIPE_RATES = [dict(learning_rate=rate, muon_lr=muon_lr)
-                for rate, muon_lr in ((6e-3, 0.01), (1e-2, 0.01), (1e-2, 0.005), (1e-2, 0.02))]
+                for rate, muon_lr in ((3e-3, 0.01), (6e-3, 0.01), (1e-2, 0.01), (1e-2, 0.005), (1e-2, 0.02))]
 
 
 class Task(NamedTuple):
     """
     What is trained. data: a folder of data/. nanogpt: the settings of nanoGPT's run, which has so many iterations.
     recipe: what the recipe changes; changes: {name: settings} that are measured alone, at nanoGPT's best rate.
-    goal: a loss, to which the seconds are measured. rates: of the recipe, that are swept.
+    rates, recipe_rates: those that are swept. goal: a loss, to which the seconds are measured.
     """
     data: str
     nanogpt: dict
     iterations: int
     recipe: dict
     changes: dict
+    rates: list = RATES[2:]
+    recipe_rates: list = RECIPE_RATES[1:3]
     goal: float = -math.inf
-    rates: list = RECIPE_RATES[:2]
 
     @property
     def timed(self):
@@ -93,11 +94,12 @@ class Task(NamedTuple):
 
 RECIPE = FAST | MUON | ROPE | WARMUP | dict(batch_size=24)
 TASKS = dict(
-    char=Task('data/shakespeare_char', NANOGPT, 2000, RECIPE, CHANGES,
-              1.88, RECIPE_RATES),  # the loss that nanoGPT's README gives
+    char=Task('data/shakespeare_char', NANOGPT, 2000, RECIPE, CHANGES, recipe_rates=RECIPE_RATES[1:],
+              goal=1.88),  # the loss that nanoGPT's README gives
     # in short runs nanoGPT has the shorter warmup too
     larger=Task('data/shakespeare_char', NANOGPT | WARMUP | dict(n_layer=6, n_head=6, n_embd=384, block_size=256,
-                                                                 batch_size=4), 500, RECIPE | dict(batch_size=8), {}),
+                                                                 batch_size=4), 500, RECIPE | dict(batch_size=8), {},
+                RATES[:4], RECIPE_RATES[:2]),
     words=Task('data/shakespeare', NANOGPT | WARMUP, 200, RECIPE, {}),
     docs=Task('data/docstrings', NANOGPT | WARMUP, 200, RECIPE,
               {name: CHANGES[name] for name in ('oneDNN, bfloat16', 'Muon', 'rope', 'batch of 24')}),
@@ -199,23 +201,30 @@ def iterations_of(name, asked):
     return {name: (max(1, round(n * seconds["nanoGPT's loop"] / s)), s) for name, s in seconds.items()}
 
 
+def is_trained(folder, asked):
+    """Is the checkpoint of a folder that of a finished run with these settings?"""
+    path = os.path.join(folder, 'ckpt.pt')
+    saved = checkpoints.load(path) if os.path.exists(path) else dict(iter_num=0, config={})
+    return saved['iter_num'] == asked['max_iters'] and asked.items() <= saved['config'].items()
+
+
 def train(task, settings, seed, iterations):
     """Train by train.py, unless that was done before. Returns the folder. ValueError if train.py fails."""
     dataset = os.path.basename(task.data)
     changed = '-'.join(f'{name}={value}' for name, value in settings.items() if task.nanogpt.get(name) != value)
     shape = '-'.join(str(task.nanogpt[name]) for name in ('n_layer', 'n_embd', 'block_size', 'batch_size'))
     folder = os.path.join(FOLDER, f'{dataset}-{shape}-{changed or "nanogpt"}-{seed}-{iterations}')
-    path = os.path.join(folder, 'ckpt.pt')
-    if not os.path.exists(path) or checkpoints.load(path)['iter_num'] < iterations:
-        asked = task.nanogpt | settings | dict(
-            seed=seed, max_iters=iterations, lr_decay_iters=iterations, out_dir=folder, device='cpu', dataset=dataset,
-            eval_interval=max(1, iterations // CURVE), eval_iters=max(10, iterations // 40), onednn=True,
-            always_save_checkpoint=True)
+    asked = task.nanogpt | settings | dict(
+        seed=seed, max_iters=iterations, lr_decay_iters=iterations, out_dir=folder, device='cpu', dataset=dataset,
+        eval_interval=max(1, iterations // CURVE), eval_iters=max(10, iterations // 40), onednn=True,
+        always_save_checkpoint=True)
+    if not is_trained(folder, asked):
         command = [sys.executable, 'train.py', 'config/train_shakespeare_char.py',
                    *(f'--{name}={value}' for name, value in asked.items())]
         done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise ValueError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1]}")
+        if done.returncode or not is_trained(folder, asked):
+            reason = (done.stderr.strip() or 'it was stopped').splitlines()[-1]
+            raise ValueError(f"{' '.join(command)} failed: {reason}")
     return folder
 
 
@@ -272,11 +281,11 @@ def losses(name, asked):
             yield [swept[-1][0]]
         return min(swept, key=lambda each: each[0]['mean'])[1]
 
-    best = yield from sweep('nanoGPT', RATES)
+    best = yield from sweep('nanoGPT', task.rates)
     yield [row(BEST, best, 'nanoGPT', seeds)]
     for change, settings in task.changes.items():
         yield [row(f'+ {change}', best | settings, change)]
-    best = yield from sweep('the recipe', task.rates)
+    best = yield from sweep('the recipe', task.recipe_rates)
     yield [row('the recipe', best, 'the recipe', seeds)]
 
 

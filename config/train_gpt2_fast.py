@@ -5,6 +5,7 @@ import pathlib
 
 exec(pathlib.Path(__file__).with_name('train_gpt2.py').read_text())  # what follows is different from it
 
+out_dir = 'out-gpt2-fast'
 wandb_run_name = 'gpt2-124M-fast'
 
 position = 'rope'

@@ -4,9 +4,10 @@ import os
 import shutil
 import socket
 
+import filelock
 import pytest
 import torch
-from conftest import TINY, run, sizes, start
+from conftest import ROOT, TINY, run, sizes, start
 from test_train import log, rows, same, train, train_in_two_processes, wait_until
 
 import checkpoint as checkpoints
@@ -151,6 +152,23 @@ def test_a_checkpoint_there_and_back_has_the_same_tensors(sharded):
     assert before['optimizer']['param_groups'] == after['optimizer']['param_groups']
     for key in 'model_args', 'iter_num', 'best_val_loss', 'config', 'tokenizer', 'scaler':
         assert before[key] == after[key]
+
+
+def test_what_is_further_along_is_not_replaced(sharded, monkeypatch):
+    """ckpt.pt or ckpt, or ckpt_interrupted.pt, which a resumed run would take."""
+    ckpt, interrupted = str(sharded / 'ckpt.pt'), str(sharded / 'ckpt_interrupted.pt')
+    saved = checkpoints.load(ckpt)
+    checkpoints.save(saved | {'iter_num': 21}, interrupted)
+    with pytest.raises(ValueError, match='ckpt_interrupted.pt is at iteration 21, .* which is at 20: move'):
+        shards.to_ckpt(str(sharded), GPT, GPTConfig)
+    assert shards.to_shards(str(sharded), GPT, GPTConfig)[1] == 21
+    os.remove(interrupted)
+    with pytest.raises(ValueError, match='ckpt is at iteration 21, .* which is at 20: move'):
+        shards.to_shards(str(sharded), GPT, GPTConfig)
+    assert shards.to_ckpt(str(sharded), GPT, GPTConfig)[1] == 21
+    with filelock.FileLock(sharded / '.lock'):
+        done = run(sharded, os.path.join(ROOT, 'export.py'), '--to=shards', f'--out_dir={sharded}')
+    assert_one_line(done, 'another process is training in')
 
 
 def test_nothing_in_a_sharded_checkpoint_is_a_pickle(sharded):

@@ -123,9 +123,9 @@ class Checkpointer:
 
     def last_good(self):
         """A text that names the last good checkpoint."""
-        if self.exists(self.path):
-            return f"the last good checkpoint is {self.path}"
-        return "there is no checkpoint yet"
+        if self.writes and not self.ckpt_is_ours or not self.exists(self.path):
+            return "this run has saved no checkpoint yet"
+        return f"the last good checkpoint is {self.path}"
 
 
 def n_restarts():

@@ -49,6 +49,12 @@ def check_optimizer(settings):
         if settings[name] not in known:
             raise ValueError(f"{name} must be {' or '.join(known)}, not {settings[name]!r}")
     configurator.check_range(settings, 0, math.inf, 'muon_lr', 'muon_weight_decay')
+    configurator.check_range(settings, 0, math.inf, 'warmup_iters')
+    wsd = settings['decay_lr'] and settings['lr_schedule'] == 'wsd'
+    configurator.check_range(settings, 1 if wsd else 0, math.inf, 'lr_decay_iters')
+    if wsd and settings['max_iters'] > settings['lr_decay_iters']:
+        raise ValueError(f"lr_schedule=wsd has a learning rate of 0 from lr_decay_iters={settings['lr_decay_iters']} "
+                         f"on, and max_iters is {settings['max_iters']}: give --lr_decay_iters={settings['max_iters']}")
     if not 0 < settings['cooldown_frac'] <= 1:
         raise ValueError(f"cooldown_frac must be more than 0 and at most 1, not {settings['cooldown_frac']}")
     if settings['optimizer'] == 'muon' and settings['learning_rate'] == 0:
@@ -59,7 +65,7 @@ def check_optimizer(settings):
 
 
 def hidden_matrices(model):
-    """The parameters that Muon takes: the matrices of a GPT's blocks. The embeddings and lm_head are not of them."""
+    """The parameters that Muon takes: the matrices of a GPT's blocks, without the embeddings and lm_head."""
     return [p for p in model.transformer.h.parameters() if p.requires_grad and p.dim() == 2]
 
 

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 
 import checkpoint as checkpoints
 from device import meta_model
+from training import checkpointer
 from training.checkpointer import Checkpointer
 from training.parallel import agree, all_say, first_says
 from whole_file import replacing
@@ -291,10 +292,23 @@ class ShardedCheckpointer(Checkpointer):
             remove_leftovers(self.path)
 
 
+def check_older(path, iter_num, new_iter_num):
+    """ValueError if the checkpoint at path, of iteration iter_num, is further along than the one that replaces it."""
+    if iter_num > new_iter_num:
+        raise ValueError(f"{path} is at iteration {iter_num}, further along than the one that would replace it, which "
+                         f"is at {new_iter_num}: move {path} away first if it is not needed")
+
+
 def to_ckpt(out_dir, GPT, GPTConfig):
-    """Write the ckpt.pt of the sharded checkpoint in out_dir. Returns (its path, its iteration)."""
+    """
+    Write the ckpt.pt of the sharded checkpoint in out_dir, which is locked. Returns (its path, its iteration).
+    ValueError if there is one that is further along.
+    """
     index, folder = load_furthest(out_dir)
     checkpoint, path = index['checkpoint'], os.path.join(out_dir, 'ckpt.pt')
+    if os.path.exists(path):
+        before, before_path = checkpointer.load_furthest(out_dir, 'cpu')
+        check_older(before_path, before.get('iter_num', 0), checkpoint['iter_num'])
     model = build(folder, index, lambda config: meta_model(GPT, config), GPTConfig)
     tensors = {name: torch.zeros(shape, dtype=DTYPES[dtype]) for name, (dtype, *shape) in index['tensors'].items()}
     read(folder, index, tensors)
@@ -306,11 +320,18 @@ def to_ckpt(out_dir, GPT, GPTConfig):
 
 
 def to_shards(out_dir, GPT, GPTConfig):
-    """Write the sharded checkpoint, of one shard, of the ckpt.pt in out_dir. Returns (its path, its iteration)."""
-    checkpoint, folder = checkpoints.load(os.path.join(out_dir, 'ckpt.pt')), os.path.join(out_dir, FOLDER)
+    """
+    Write the sharded checkpoint, of one shard, of the ckpt.pt in out_dir, which is locked. Returns (its path, its
+    iteration). ValueError if there is one that is further along.
+    """
+    checkpoint, path = checkpointer.load_furthest(out_dir, 'cpu')
+    folder = os.path.join(out_dir, FOLDER)
     if 'optimizer' not in checkpoint:
-        raise ValueError(f"{out_dir}/ckpt.pt has no optimizer state, which a run needs to go on: "
-                         "take a ckpt.pt that train.py has written")
+        raise ValueError(f"{path} has no optimizer state, which a run needs to go on: take a ckpt.pt that train.py has "
+                         "written")
+    if exists(folder):
+        before, before_folder = load_furthest(out_dir)
+        check_older(before_folder, before['checkpoint'].get('iter_num', 0), checkpoint.get('iter_num', 0))
     weights = dict(checkpoints.build(checkpoint, GPT, GPTConfig).named_parameters())
     optimizer = checkpoint['optimizer']
     kept = 'model_args', 'config', 'tokenizer', 'scaler'

@@ -1,11 +1,10 @@
 """
-English without a network: the docstrings of torch and of what is installed with it, 14 MB, as GPT-2's byte pairs.
-Writes train.bin, val.bin and meta.json to this folder.
+English without a download: the docstrings of torch and of what is installed with it, 14 MB, as GPT-2's byte pairs
+(which tiktoken downloads once). Writes train.bin, val.bin and meta.json to this folder.
 
     python data/docstrings/prepare.py
 
-A docstring that several functions have is taken once. Their order is that of their hashes, so that both splits have
-the same kinds of text.
+Equal docstrings are taken once. Their order is that of their hashes, so that both splits have the same kinds of text.
 """
 import ast
 import hashlib
