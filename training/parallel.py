@@ -1,8 +1,8 @@
 """
 Several processes train one model. With ddp each process has the whole model, with fsdp a part of each of its tensors.
 
-Both give the losses of one process, since all of them share the batches of an optimizer step. FSDP2 is described in
-arXiv:2411.00284 and in the documentation of torch.distributed.fsdp.fully_shard.
+All processes share the batches of an optimizer step. So in float32, without dropout, both give the losses of one
+process. FSDP2 is described in arXiv:2411.00284 and in the documentation of torch.distributed.fsdp.fully_shard.
 """
 import os
 import re
