@@ -2,7 +2,7 @@
 #            under 6 minutes on a laptop
 # make serve: the API and the page for the newest run; trains one first if there is none
 # make test: everything that must hold, each claim at a small size: about 5 minutes on 2 cores
-# make test-all: the same at full size: about 25 minutes
+# make test-all: the same at full size: about 28 minutes
 # make gpu: the tests and figures that need a GPU
 PYTHON ?= python3
 

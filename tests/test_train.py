@@ -227,7 +227,7 @@ def test_two_processes_compute_what_one_does(repo, settings):
 
 def test_two_processes_end(repo):
     """Without DDP's reference to the group: with it, one process in three waited for ever for a thread of gloo."""
-    for _ in range(sizes(3, 30)):
+    for _ in range(sizes(3, 12)):
         train_in_two_processes(repo, '--gradient_accumulation_steps=2', '--max_iters=1')
 
 
