@@ -23,7 +23,7 @@ def small(repo, monkeypatch):
     monkeypatch.chdir(repo)
     nanogpt = recipes.NANOGPT | dict(n_layer=1, n_head=2, n_embd=16, block_size=16)
     task = recipes.TASKS['char']._replace(nanogpt=nanogpt, iterations=3, changes=dict(rope=recipes.ROPE),
-                                           rates=recipes.RATES[2:4], recipe_rates=recipes.RECIPE_RATES[2:4])
+                                           left_out=('rope',), rates=recipes.RATES[2:4], recipe_rates=recipes.RECIPE_RATES[2:4])
     monkeypatch.setattr(recipes, 'TASKS', dict(char=task))
     monkeypatch.setattr(recipes, 'TIMED', 0.01)
     monkeypatch.setattr(recipes, 'subprocess', SimpleNamespace(run=lambda command, **_: run(repo, *command[1:])))
@@ -46,30 +46,30 @@ def test_the_loops_compute_what_train_does(small):
 
 
 def test_each_recipe_has_the_seconds_of_nanogpts_run(small, monkeypatch):
-    seconds = {"nanoGPT's loop": 0.4, 'nanoGPT': 0.2, 'rope': 0.3, 'the recipe': 0.1}
+    seconds = {"nanoGPT's loop": 0.4, 'nanoGPT': 0.2, 'rope': 0.3, 'the recipe': 0.1, 'the recipe + rope': 0.1}
     rows = [dict(recipe=name, iteration_s=s) for name, s in seconds.items()]
     monkeypatch.setattr(recipes, 'steps_of', lambda name, asked: rows)
     figures = harness.run_parts(asked_for('char'), recipes.PARTS)
     rows = figures['char']['rows']
-    assert [row['iterations'] for row in rows] == [6, 6, 6, 4, 12, 12, 12]
-    assert [len(row['val']) for row in rows] == [1, 1, 2, 1, 1, 1, 2]
-    for first, second, best in (rows[:3], rows[4:]):  # the first seed of the best is that of the lower rate
+    assert [row['iterations'] for row in rows] == [6, 6, 6, 4, 12, 12, 12, 12]
+    assert [len(row['val']) for row in rows] == [1, 1, 2, 1, 1, 1, 2, 1]
+    for first, second, best in (rows[:3], rows[4:7]):  # the first seed of the best is that of the lower rate
         assert best['val'][0] == min(first['mean'], second['mean'])
         assert best['settings'] == min(first, second, key=lambda row: row['mean'])['settings']
-    for row in rows[2::4]:
+    for row in (rows[2], rows[6]):
         assert row['standard_error'] == pytest.approx(abs(row['val'][0] - row['val'][1]) / 2)
         assert row['mean'] == pytest.approx(sum(row['val']) / 2) and row['curve'][0][-1] == row['iterations']
         assert row['to_goal'] is None
     assert rows[3]['settings'] == rows[2]['settings'] | {'position': 'rope'}
     left, right = recipes.picture(figures, '')['panels']
     xs, ys, name, _ = left.lines[2]
-    assert name == 'the recipe' and xs[-1] == pytest.approx(1.2) and ys == rows[-1]['curve'][1]
+    assert name == 'the recipe' and xs[-1] == pytest.approx(1.2) and ys == rows[-2]['curve'][1]
     assert right.lines[2][0][-1] == 12 * 24 * 16
 
 
 def test_steps_are_timed_in_turns(small):
     rows, = recipes.steps(asked_for('steps'))
-    assert [row['recipe'] for row in rows] == ["nanoGPT's loop", 'nanoGPT', 'rope', 'the recipe']
+    assert [row['recipe'] for row in rows] == ["nanoGPT's loop", 'nanoGPT', 'rope', 'the recipe', 'the recipe + rope']
     assert all(row['iteration_s'] > 0 for row in rows) and rows[0]['nanogpt_over'] == 1
     torch.set_float32_matmul_precision('highest')
 
