@@ -23,7 +23,8 @@ def small(repo, monkeypatch):
     monkeypatch.chdir(repo)
     nanogpt = recipes.NANOGPT | dict(n_layer=1, n_head=2, n_embd=16, block_size=16)
     task = recipes.TASKS['char']._replace(nanogpt=nanogpt, iterations=3, changes=dict(rope=recipes.ROPE),
-                                           left_out=('rope',), rates=recipes.RATES[2:4], recipe_rates=recipes.RECIPE_RATES[2:4])
+                                           left_out=('rope',),
+                                           rates=recipes.RATES[2:4], recipe_rates=recipes.RECIPE_RATES[2:4])
     monkeypatch.setattr(recipes, 'TASKS', dict(char=task))
     monkeypatch.setattr(recipes, 'TIMED', 0.01)
     monkeypatch.setattr(recipes, 'subprocess', SimpleNamespace(run=lambda command, **_: run(repo, *command[1:])))
