@@ -13,7 +13,7 @@ wandb_run_name = 'mini-gpt-fast'
 
 position = 'rope'
 optimizer = 'muon'
-muon_lr = 0.01  # 0.005 and 0.02 are no better
+muon_lr = 0.02
 
 if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
     print("the recipe: batches of 24, 1500 iterations", file=sys.stderr)
