@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, run, sizes
 
 from benchmarks import caches, harness
 from benchmarks.generate import fed_tokens
@@ -214,6 +214,7 @@ def test_a_commit_is_unpacked(repo):
     assert run(repo, '-c', script, '.', 'nowhere').stdout == '.\n'
 
 
+@pytest.mark.skipif(sizes(True, False), reason="keeps all cores busy: in make test-all")
 def test_a_choice_of_threads_is_compared_beside_neighbours(repo):
     figures, _ = bench(repo, '--mode=busy', '--shape=S', '--batches=1')
     quiet, *_ = rows = figures['neighbours']['rows']

@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, run, sizes
 
 import decode
 from benchmarks import loss
@@ -172,7 +172,9 @@ def test_a_missing_package_is_named():
 
 def test_peers_mode(tmp_path):
     # not a copy of the script: the compiled decode step is on disk beside the original
-    done = run(tmp_path, os.path.join(ROOT, 'bench.py'), '--mode=peers', '--shape=S', '--batches=1,3', '--lengths=8',
+    batches = sizes([3], [1, 3])
+    done = run(tmp_path, os.path.join(ROOT, 'bench.py'), '--mode=peers', '--shape=S',
+               '--batches=' + ','.join(map(str, batches)), '--lengths=8',
                '--repeats=2', '--max_seconds=0.02', '--json=b.json', '--png=b.png')
     assert done.returncode == 0, done.stderr
     parts = json.loads((tmp_path / 'b.json').read_text())
@@ -183,7 +185,7 @@ def test_peers_mode(tmp_path):
     for engine in race.OURS + race.PEERS:
         why = engine.missing()
         assert figures['missing'].get(engine.name, '') == why and engine.name in done.stdout
-        assert all(((B, engine.name, weights) in named) == (not why) for B in (1, 3) for weights in engine.ways)
+        assert all(((B, engine.name, weights) in named) == (not why) for B in batches for weights in engine.ways)
     for row in rows:
         assert row['tok_per_s'] > 0 and row['of_floor'] > 0 and len(row['runs_s']) == 2 and 1 <= row['new_tokens'] <= 8
         near = row['first_difference'] is None or abs(row['gap']) < race.NEAR_TIE
@@ -198,7 +200,8 @@ def test_peers_mode(tmp_path):
     assert turns == {(engine.name, weights, 8, race.N_SAID) for engine in (Pages, LlamaCpp) if not engine.missing()
                      for weights in ('float32', 'int8', 'int4')}
     steps = parts['per_weight']['rows']
-    assert [(row['batch'], row['weights']) for row in steps] == [(B, weights) for B in (1, 3) for weights in Pages.ways]
+    assert [(row['batch'], row['weights']) for row in steps] == [
+        (B, weights) for B in batches for weights in Pages.ways]
     assert all(row['own_step_s'] > 0 and row['llama_over_own'] > 0 for row in steps)
     assert (tmp_path / 'b.png').read_bytes().startswith(b'\x89PNG')
 
