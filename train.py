@@ -22,7 +22,7 @@ import checkpoint as checkpoints
 import tokenizer as tokenizers
 from device import autocast, choose_threads, default_peak_flops, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
-from training.batches import Batches, open_tokens, prepare
+from training.batches import Batches, open_tokens, prepare, vocab_size_of
 from training.checkpointer import (
     SHAPE,
     Checkpointer,
@@ -238,13 +238,9 @@ def load_data(master, world_size, say):
     for split in ('train', 'val'):
         open_tokens(data_dir, split, block_size)
     meta, tokenizer_state = tokenizers.read_meta(data_dir), tokenizers.state_of_dataset(data_dir)
-    if tokenizer_state['kind'] == 'gpt2':
-        vocab_size = 50304  # GPT-2's 50257, padded to a multiple of 64: matrix products are faster
-    else:
-        vocab_size = meta.get('vocab_size') or len(tokenizer_state['chars'])
     say(f"data: {data_dir}, {meta.get('source', 'source unknown')}; "
         f"tokens per iteration: {gradient_accumulation_steps * batch_size * block_size:,}")
-    return data_dir, vocab_size, tokenizer_state
+    return data_dir, vocab_size_of(data_dir), tokenizer_state
 
 
 def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):

@@ -14,6 +14,7 @@ What is measured, and how. `bench.py` runs all but the scripts.
     experiments/   models that are trained with other positions, endless texts, recall; busy neighbours
 
     harness, shapes      how all of it is timed, printed, drawn and written; the models that are measured
+    trained              models that train.py trains, each once
     old_and_new          a script: a commit or another work tree and this one, timed in turns
     timed_tree           what old_and_new runs in each of the two
 

@@ -14,8 +14,6 @@ import csv
 import math
 import os
 import statistics
-import subprocess
-import sys
 from dataclasses import fields
 from functools import partial
 from itertools import count
@@ -26,11 +24,11 @@ import torch
 
 import checkpoint as checkpoints
 import device as devices
-import tokenizer as tokenizers
 from benchmarks.harness import Case, Panel, Part, describe_machine, read_json, take_turns
 from benchmarks.loss import nats
+from benchmarks.trained import train_once
 from model import GPT, GPTConfig
-from training.batches import Batches, open_tokens, prepare
+from training.batches import Batches, open_tokens, prepare, vocab_size_of
 from training.cpu import use_onednn
 from training.optimizer import make_optimizer
 
@@ -41,7 +39,7 @@ NANOGPT_RATE, BEST = 'nanoGPT, 0.001', 'nanoGPT, best rate'
 CURVE = 20  # evaluations of a run
 VALIDATION = 2**17  # tokens, at most
 
-# train.py's settings: nanoGPT's for a CPU, and what each recipe changes of them
+# settings of train.py: nanoGPT's for a CPU, and the changes of each recipe
 NANOGPT = dict(block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128, dropout=0.0, bias=False,
                learning_rate=1e-3, min_lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.99, warmup_iters=100)
 RATES = [dict(learning_rate=rate) for rate in (3e-4, 6e-4, 1e-3, 3e-3, 6e-3, 1e-2)]
@@ -68,9 +66,9 @@ RECIPE_RATES = [dict(learning_rate=rate, muon_lr=muon_lr)
 class Task(NamedTuple):
     """
     What is trained. data: a folder of data/. nanogpt: the settings of nanoGPT's run, which has so many iterations.
-    recipe: what the recipe changes; changes: {name: settings} that are measured alone, at nanoGPT's best rate, and
-    those of `left_out` also on top of the recipe.
-    rates, recipe_rates: those that are swept. goal: a loss, to which the seconds are measured.
+    recipe: what the recipe changes; changes: {name: settings} that are measured alone, at nanoGPT's best rate;
+    left_out: names of those that are also measured on top of the recipe. rates, recipe_rates: those that are swept.
+    goal: a loss; each run is measured until it reaches that.
     """
     data: str
     nanogpt: dict
@@ -88,18 +86,12 @@ class Task(NamedTuple):
         return {'nanoGPT': {}} | self.changes | {'the recipe': self.recipe} | {
             f'the recipe + {name}': self.recipe | self.changes[name] for name in self.left_out}
 
-    @property
-    def vocab_size(self):
-        """See `train.load_data`."""
-        state = tokenizers.state_of_dataset(self.data)
-        return 50304 if state['kind'] == 'gpt2' else len(state['chars'])
-
 
 RECIPE = FAST | MUON | ROPE | WARMUP | dict(batch_size=24)
 TASKS = dict(
     char=Task('data/shakespeare_char', NANOGPT, 2000, RECIPE, CHANGES, recipe_rates=RECIPE_RATES[1:],
               left_out=('wsd', 'rms, swiglu', 'qk_norm', 'untied'), goal=1.88),  # the loss that nanoGPT's README gives
-    # in short runs nanoGPT has the shorter warmup too
+    # the other runs are short, so nanoGPT's settings have the shorter warmup as well
     larger=Task('data/shakespeare_char', NANOGPT | WARMUP | dict(n_layer=6, n_head=6, n_embd=384, block_size=256,
                                                                  batch_size=4), 500, RECIPE | dict(batch_size=8), {},
                 RATES[:4], RECIPE_RATES[:2]),
@@ -112,7 +104,7 @@ TASKS = dict(
 def model_of(task, settings):
     """A new model with the shape that the settings have, and a vocabulary for the data of the task."""
     shape = {f.name: settings[f.name] for f in fields(GPTConfig) if f.name in settings}
-    return GPT(GPTConfig(vocab_size=task.vocab_size, **shape))
+    return GPT(GPTConfig(vocab_size=vocab_size_of(task.data), **shape))
 
 
 def our_step(task, settings, seed):
@@ -124,7 +116,7 @@ def our_step(task, settings, seed):
     if s['onednn']:
         use_onednn(model, s['dtype'])
     optimizer, amp, numbers = make_optimizer(model, 'cpu', s), devices.autocast('cpu', s['dtype']), count()
-    batches = Batches(task.data, 'train', s['batch_size'], s['block_size'], task.vocab_size, 'cpu', seed)
+    batches = Batches(task.data, 'train', s['batch_size'], s['block_size'], model.config.vocab_size, 'cpu', seed)
 
     def step():
         x, y = batches(next(numbers))
@@ -204,30 +196,15 @@ def iterations_of(name, asked):
     return {name: (max(1, round(n * seconds["nanoGPT's loop"] / s)), s) for name, s in seconds.items()}
 
 
-def is_trained(folder, asked):
-    """Is the checkpoint of a folder that of a finished run with these settings?"""
-    path = os.path.join(folder, 'ckpt.pt')
-    saved = checkpoints.load(path) if os.path.exists(path) else dict(iter_num=0, config={})
-    return saved['iter_num'] == asked['max_iters'] and asked.items() <= saved['config'].items()
-
-
 def train(task, settings, seed, iterations):
-    """Train by train.py, unless that was done before. Returns the folder. ValueError if train.py fails."""
+    """Train by `train_once`. Returns the folder."""
     dataset = os.path.basename(task.data)
     changed = '-'.join(f'{name}={value}' for name, value in settings.items() if task.nanogpt.get(name) != value)
     shape = '-'.join(str(task.nanogpt[name]) for name in ('n_layer', 'n_embd', 'block_size', 'batch_size'))
     folder = os.path.join(FOLDER, f'{dataset}-{shape}-{changed or "nanogpt"}-{seed}-{iterations}')
-    asked = task.nanogpt | settings | dict(
-        seed=seed, max_iters=iterations, lr_decay_iters=iterations, out_dir=folder, device='cpu', dataset=dataset,
-        eval_interval=max(1, iterations // CURVE), eval_iters=max(10, iterations // 40), onednn=True,
-        always_save_checkpoint=True)
-    if not is_trained(folder, asked):
-        command = [sys.executable, 'train.py', 'config/train_shakespeare_char.py',
-                   *(f'--{name}={value}' for name, value in asked.items())]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode or not is_trained(folder, asked):
-            reason = (done.stderr.strip() or 'it was stopped').splitlines()[-1]
-            raise ValueError(f"{' '.join(command)} failed: {reason}")
+    train_once(folder, task.nanogpt | settings | dict(
+        seed=seed, max_iters=iterations, lr_decay_iters=iterations, device='cpu', dataset=dataset, onednn=True,
+        eval_interval=max(1, iterations // CURVE), eval_iters=max(10, iterations // 40)))
     return folder
 
 
@@ -294,7 +271,7 @@ def losses(name, asked):
         yield [row(f'the recipe + {change}', best | task.changes[change], f'the recipe + {change}')]
 
 
-def panel(title, rows, unit, ylabel='validation loss, nats a token'):
+def panel(title, rows, unit):
     """The curves of the rows, with those of one change dashed. unit: seconds or tokens, the x axis."""
     lines = []
     for i, row in enumerate(sorted(rows, key=lambda row: '+' in row['recipe'])):
@@ -303,22 +280,21 @@ def panel(title, rows, unit, ylabel='validation loss, nats a token'):
         how = dict(lw=1, ls='--') if '+' in row['recipe'] else dict(lw=2)
         lines.append(([n * each for n in ns], losses, row['recipe'], dict(how, color=f'C{i % 10}')))
     lowest, highest = min(line[1][-1] for line in lines), max(line[1][-1] for line in lines)
-    return Panel(title, lines, axes=dict(xlabel=unit, ylabel=ylabel, ylim=(
-        lowest - 0.1, highest + 1.5 * (highest - lowest) + 0.1)))
+    return Panel(title, lines, axes=dict(
+        xlabel=unit, ylabel='validation loss, nats a token',
+        ylim=(lowest - 0.1, highest + 1.5 * (highest - lowest) + 0.1)))
 
 
 def picture(figures, machine):
     """The arguments of `harness.draw`: loss by seconds and by tokens, and of other tasks by seconds. None without."""
-    panels, of = [], None
-    for name in TASKS:
-        if name in figures:
-            of = figures[name]
-            rows = [row for row in of['rows'] if row['recipe'] == NANOGPT_RATE or not (
-                ', 0.' in row['recipe'] or row['recipe'].startswith('the recipe +'))]
-            panels.append(panel(f'{name}, equal seconds', rows, 'seconds'))
-            if name == 'char':
-                panels.append(panel(f'{name}, by tokens', rows, 'tokens'))
-    return dict(panels=panels, title=of['machine'], columns=2, size=(7, 5)) if panels else None
+    panels, measured = [], [name for name in TASKS if name in figures]
+    for name in measured:
+        rows = [row for row in figures[name]['rows'] if row['recipe'] == NANOGPT_RATE or not (
+            ', 0.' in row['recipe'] or row['recipe'].startswith('the recipe +'))]
+        panels.append(panel(f'{name}, equal seconds', rows, 'seconds'))
+        if name == 'char':
+            panels.append(panel(f'{name}, by tokens', rows, 'tokens'))
+    return dict(panels=panels, title=figures[measured[0]]['machine'], columns=2, size=(7, 5)) if panels else None
 
 
 COLUMNS = 'recipe iterations iteration_ms tokens mean standard_error val to_goal'

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import torch
 
-import tokenizer as tokenizers
 from benchmarks.harness import Case, Part, take_turns
 from benchmarks.shapes import SHAPES
 from device import autocast, default_peak_flops, synchronize
 from model import GPT
-from training.batches import Batches
+from training.batches import Batches, vocab_size_of
 
 N_STEPS = 10  # iterations of the warm-up, and of each timed run
 TRACE = os.path.join('out-bench', 'trace')
@@ -53,8 +52,7 @@ def time_shape(asked, name, data_dir):
 def config_for(name, data_dir, block_size, bias):
     """The configuration of a shape, with a vocabulary that holds the tokens of the data set."""
     shape = SHAPES[name]
-    chars = tokenizers.state_of_dataset(data_dir).get('chars', '') if data_dir else ''
-    vocab_size = 50304 if data_dir and not chars else max(shape.vocab_size, len(chars))
+    vocab_size = max(shape.vocab_size, vocab_size_of(data_dir)) if data_dir else shape.vocab_size
     return replace(shape, bias=bias, block_size=block_size or shape.block_size, vocab_size=vocab_size)
 
 

@@ -1,5 +1,5 @@
-# GPT-2 124M on OpenWebText, by those steps of the recipe that have lowered the loss of small models on words, see
-# docs/TRAINING.md (`bench.py --mode=recipes --only=docs`). It was not measured with a model of this size
+# GPT-2 124M on OpenWebText, with rotary positions and Muon, which lowered the loss of small models on words, see
+# docs/TRAINING.md (the recipe). No model of this size was measured
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py
 import pathlib
 

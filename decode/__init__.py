@@ -59,8 +59,8 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
         raise ValueError(f"draft={draft} and speculate={speculate} both say who proposes tokens: "
                          "a draft takes speculate=auto")
     if speculate in WEIGHTS and WEIGHTS.index(speculate) <= WEIGHTS.index(weights):
-        raise ValueError(f"speculate={speculate} is for weights with more bits, but weights={weights} came: take "
-                         "speculate=ngram or off, or other weights")
+        raise ValueError(f"speculate={speculate} needs weights with more bits, but weights={weights} came: "
+                         "take speculate=ngram or off, or weights with more bits")
     on_cuda, of_kernel = device.startswith('cuda'), asked_of_the_kernel(weights, threads, speculate, draft)
     if on_cuda and name in ('auto', 'gpu') and of_kernel == 'weights=int8':
         of_kernel = ''  # the GPU decoder has such weights too

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import run, sizes
 
-from benchmarks import harness, shapes
+from benchmarks import harness, shapes, trained
 from benchmarks.experiments import endless, positions, recall
 from benchmarks.shapes import cache_bytes
 from model import GPT, GPTConfig
@@ -23,8 +23,7 @@ KINDS = [*positions.MODELS]
 def tiny(kind, **more):
     """A small model of a kind of `positions.MODELS`, with a window of 5 instead of 32."""
     torch.manual_seed(3)
-    found = (setting.lstrip('-').split('=') for setting in positions.MODELS[kind])
-    found = {name: {'32': 5}.get(value, int(value) if value.isdecimal() else value) for name, value in found}
+    found = {name: 5 if value == 32 else value for name, value in positions.MODELS[kind].items()}
     args = dict(block_size=BLOCK, vocab_size=11, n_layer=2, n_head=4, n_embd=16, bias=False)
     return GPT(GPTConfig(**args | found | more)).double().eval()
 
@@ -228,7 +227,7 @@ def test_the_recall_task_is_trained_and_drawn(monkeypatch):
 
 def test_models_are_trained_once_by_train_py(repo, monkeypatch):
     monkeypatch.chdir(repo)
-    monkeypatch.setattr(positions, 'subprocess', SimpleNamespace(run=lambda command, **how: run(repo, *command[1:])))
+    monkeypatch.setattr(trained, 'subprocess', SimpleNamespace(run=lambda command, **how: run(repo, *command[1:])))
     name = 'rope, window 32, 4 sinks'
     folder = positions.train(name, 4, 1)
     written = os.path.getmtime(os.path.join(folder, 'ckpt.pt'))
@@ -238,7 +237,7 @@ def test_models_are_trained_once_by_train_py(repo, monkeypatch):
     n = len(positions.validation_text(1000))
     with pytest.raises(ValueError, match=f'has {n:,} characters, and {n + 1:,} are needed: prepare tinyshakespeare'):
         positions.validation_text(n + 1)
-    monkeypatch.setitem(positions.MODELS, 'wrong', ('--window=64',))
+    monkeypatch.setitem(positions.MODELS, 'wrong', dict(window=64))
     with pytest.raises(ValueError, match='failed: train.py: error: window 64 and n_sink 0 must be less than'):
         positions.train('wrong', 4, 1)
 

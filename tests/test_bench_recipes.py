@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import run
 
-from benchmarks import harness, recipes
+from benchmarks import harness, recipes, trained
 from benchmarks.harness import Asked
 from benchmarks.loss import nats
 
@@ -27,7 +27,7 @@ def small(repo, monkeypatch):
                                            rates=recipes.RATES[2:4], recipe_rates=recipes.RECIPE_RATES[2:4])
     monkeypatch.setattr(recipes, 'TASKS', dict(char=task))
     monkeypatch.setattr(recipes, 'TIMED', 0.01)
-    monkeypatch.setattr(recipes, 'subprocess', SimpleNamespace(run=lambda command, **_: run(repo, *command[1:])))
+    monkeypatch.setattr(trained, 'subprocess', SimpleNamespace(run=lambda command, **_: run(repo, *command[1:])))
     return task
 
 

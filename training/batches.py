@@ -19,6 +19,14 @@ def prepare(folder):
         raise ValueError(f"{script} failed: its message is above")
 
 
+def vocab_size_of(folder):
+    """The vocabulary of a model for a data folder: that of its tokens, or GPT-2's, 50,304."""
+    state = tokenizers.state_of_dataset(folder)
+    if state['kind'] == 'gpt2':
+        return 50304  # GPT-2's 50257, padded to a multiple of 64: matrix products are faster
+    return tokenizers.read_meta(folder).get('vocab_size') or len(state['chars'])
+
+
 def token_file(folder, split):
     return os.path.join(folder, split + '.bin')
 

@@ -48,8 +48,7 @@ def check_optimizer(settings):
     for name, known in (('optimizer', OPTIMIZERS), ('lr_schedule', SCHEDULES)):
         if settings[name] not in known:
             raise ValueError(f"{name} must be {' or '.join(known)}, not {settings[name]!r}")
-    configurator.check_range(settings, 0, math.inf, 'muon_lr', 'muon_weight_decay')
-    configurator.check_range(settings, 0, math.inf, 'warmup_iters')
+    configurator.check_range(settings, 0, math.inf, 'muon_lr', 'muon_weight_decay', 'warmup_iters')
     wsd = settings['decay_lr'] and settings['lr_schedule'] == 'wsd'
     configurator.check_range(settings, 1 if wsd else 0, math.inf, 'lr_decay_iters')
     if wsd and settings['max_iters'] > settings['lr_decay_iters']:

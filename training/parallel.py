@@ -25,8 +25,7 @@ def check_way(way, device):
         raise ValueError("parallel=fsdp shares a model out among the processes that torchrun starts, and it did not "
                          "start this one: torchrun --standalone --nproc_per_node=2 train.py --parallel=fsdp")
     if way == 'fsdp' and device == 'mps':
-        raise ValueError("parallel=fsdp needs device cpu or cuda, not mps: use one of these, or "
-                         "parallel=ddp")
+        raise ValueError("parallel=fsdp needs device cpu or cuda, not mps: use one of these, or parallel=ddp")
 
 
 def join_processes(device, backend, way, world_size):

@@ -135,8 +135,8 @@ def read_index(folder):
         if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in kinds.items()):
             raise ValueError(f"it must have {', '.join(kinds)}")
         if not SHARDS.fullmatch(index['shards']):
-            raise ValueError(f"its shards are {index['shards'][:50]!r}, which is "
-                             "no name that train.py gives: use another copy")
+            raise ValueError(f"its shards are {index['shards'][:50]!r}, which is no name that "
+                             "train.py gives: use another copy")
         for name, (dtype, *shape) in index['tensors'].items():
             if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
                 raise ValueError(f"{name} is described as {[dtype, *shape]}")
@@ -301,7 +301,7 @@ def check_older(path, iter_num, new_iter_num):
 
 def to_ckpt(out_dir, GPT, GPTConfig):
     """
-    Write the ckpt.pt of the sharded checkpoint in out_dir, which is locked. Returns (its path, its iteration).
+    Write the ckpt.pt of the sharded checkpoint in out_dir. Returns (its path, its iteration). The caller locks out_dir.
     ValueError if there is one that is further along.
     """
     index, folder = load_furthest(out_dir)
@@ -321,8 +321,8 @@ def to_ckpt(out_dir, GPT, GPTConfig):
 
 def to_shards(out_dir, GPT, GPTConfig):
     """
-    Write the sharded checkpoint, of one shard, of the ckpt.pt in out_dir, which is locked. Returns (its path, its
-    iteration). ValueError if there is one that is further along.
+    Write the sharded checkpoint, of one shard, of the ckpt.pt in out_dir. Returns (its path, its iteration). The caller
+    locks out_dir. ValueError if there is one that is further along.
     """
     checkpoint, path = checkpointer.load_furthest(out_dir, 'cpu')
     folder = os.path.join(out_dir, FOLDER)

@@ -9,8 +9,6 @@ the loss within block_size, by position far past it, of all of the text as one s
 without a window and is cut to one. Speed and memory are measured by endless.py.
 """
 import os
-import subprocess
-import sys
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +18,7 @@ import checkpoint as checkpoints
 from benchmarks.harness import Panel, Part
 from benchmarks.loss import nats
 from benchmarks.shapes import cache_bytes
+from benchmarks.trained import train_once
 from model import GPT, GPTConfig
 from training.batches import open_tokens, prepare
 
@@ -28,19 +27,18 @@ DATA = os.path.join('data', 'shakespeare_char')
 
 FOLDER = os.path.join('out-bench', 'positions')  # not out*/ckpt.pt, where sample.py looks for the newest model
 MODELS = {
-    'learned': (),
-    'rope': ('--position=rope',),
-    'alibi': ('--position=alibi',),
-    'none': ('--position=none',),
-    'rope, 2 kv heads': ('--position=rope', '--n_kv_head=2'),
-    'rope, 1 kv head': ('--position=rope', '--n_kv_head=1'),
-    'rope, window 32': ('--position=rope', '--window=32'),
-    'rope, window 32, 4 sinks': ('--position=rope', '--window=32', '--n_sink=4'),
+    'learned': {},
+    'rope': dict(position='rope'),
+    'alibi': dict(position='alibi'),
+    'none': dict(position='none'),
+    'rope, 2 kv heads': dict(position='rope', n_kv_head=2),
+    'rope, 1 kv head': dict(position='rope', n_kv_head=1),
+    'rope, window 32': dict(position='rope', window=32),
+    'rope, window 32, 4 sinks': dict(position='rope', window=32, n_sink=4),
 }
 # the README's command for a CPU, with the last model kept and not the one that did best on a few batches
-COMMON = ('config/train_shakespeare_char.py', '--device=cpu', '--block_size=64', '--batch_size=12', '--n_layer=4',
-          '--n_head=4', '--n_embd=128', '--dropout=0.0', '--learning_rate=3e-3', '--min_lr=1e-4', '--warmup_iters=100',
-          '--eval_iters=20', '--always_save_checkpoint=True')
+COMMON = dict(device='cpu', block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128, dropout=0.0,
+              learning_rate=3e-3, min_lr=1e-4, warmup_iters=100, eval_iters=20)
 CUTS = [(window, n_sink) for window in (32, 60) for n_sink in (0, 1, 4)]  # of the rope model that has no window
 EDGES = (0, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)  # of bins of positions
 ITERATIONS = 2000  # of the training of each
@@ -53,16 +51,10 @@ def folder_of(name, seed):
 
 
 def train(name, seed, iterations):
-    """Train a model of MODELS by train.py, unless it is trained already. Returns its folder."""
+    """Train a model of MODELS by `train_once`. Returns its folder."""
     folder = folder_of(name, seed)
-    path = os.path.join(folder, 'ckpt.pt')
-    if not os.path.exists(path) or checkpoints.load(path)['iter_num'] < iterations:
-        print(f"training {name}, seed {seed}", flush=True)
-        command = [sys.executable, 'train.py', *COMMON, *MODELS[name], f'--seed={seed}', f'--out_dir={folder}',
-                   *(f'--{setting}={iterations}' for setting in ('max_iters', 'lr_decay_iters', 'eval_interval'))]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise ValueError(f"{' '.join(command)} failed: {done.stderr.strip().splitlines()[-1]}")
+    train_once(folder, COMMON | MODELS[name] | dict(seed=seed, max_iters=iterations, lr_decay_iters=iterations,
+                                                    eval_interval=iterations))
     return folder
 
 
