@@ -223,7 +223,8 @@ def describe_machine(device):
         what = torch.cuda.get_device_name(device)
     else:
         capability = torch.backends.cpu.get_cpu_capability()
-        what = f"{platform.machine()} {capability}, {torch.get_num_threads()} threads"
+        name = torch.cpu.get_capabilities().get('cpu_name', platform.machine())
+        what = f"{name} ({platform.machine()} {capability}), {torch.get_num_threads()} threads"
     return f"torch {torch.__version__}, {device}, {what}"
 
 
