@@ -32,7 +32,7 @@ from training.checkpointer import (
     resume_optimizer,
     settle_shape,
 )
-from training.cpu import use_onednn
+from training.cpu import keep_freed_memory, use_onednn
 from training.log import Log, start_wandb
 from training.optimizer import check_optimizer, make_optimizer
 from training.parallel import check_way, first_says, is_lost_process, join_processes, leave, shard
@@ -111,6 +111,8 @@ def main(config):
 
     data_dir, vocab_size, tokenizer_state = load_data(master, world_size, log.say)
     raw_model, resumed = build_model(config, data_dir, vocab_size, tokenizer_state, dev, log.say)
+    if dev == 'cpu':
+        keep_freed_memory()
     if onednn and dev == 'cpu':
         use_onednn(raw_model, pick_dtype(dtype, dev))
     if parallel == 'fsdp':

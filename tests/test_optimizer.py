@@ -1,9 +1,10 @@
 """What a training run can choose: the optimizer, the schedule of the learning rate, oneDNN's products on a CPU."""
 import copy
+import platform
 
 import pytest
 import torch
-from conftest import TINY, run
+from conftest import ROOT, TINY, run
 
 import checkpoint as checkpoints
 import decode
@@ -237,6 +238,26 @@ def test_gradients_of_many_parts_are_as_exact_as_those_of_one():
         return [((a.grad - b.grad).norm() / b.grad.norm()).item() for a, b in zip(given, exact)]
     of_one, of_many = errors(512), errors(2)
     assert max(of_one + of_many) < 5e-3 and of_many[1] < 1.2 * of_one[1]
+
+
+KEPT = """
+import sys, torch
+from benchmarks.harness import process_bytes
+from training.cpu import keep_freed_memory
+if sys.argv[1] == 'keep':
+    keep_freed_memory()
+before = process_bytes()
+tensors = [torch.ones(2**18) for _ in range(64)]
+del tensors
+print((process_bytes() - before) / 2**20)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason="needs glibc")
+def test_memory_of_an_iteration_stays_for_the_next():
+    """64 MB are allocated in tensors of 1 MB, and freed. The process has them still, or not."""
+    plain, kept = (float(run(ROOT, '-c', KEPT, how).stdout) for how in ('plain', 'keep'))
+    assert plain < 16 and kept > 48
 
 
 def test_onednn_is_for_two_dtypes(repo):
