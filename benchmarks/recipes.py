@@ -95,7 +95,7 @@ TASKS = dict(
     larger=Task('data/shakespeare_char', NANOGPT | WARMUP | dict(n_layer=6, n_head=6, n_embd=384, block_size=256,
                                                                  batch_size=4), 500, RECIPE | dict(batch_size=8), {},
                 RATES[:4], RECIPE_RATES[:2]),
-    words=Task('data/shakespeare', NANOGPT | WARMUP, 200, RECIPE, {}),
+    words=Task('data/shakespeare', NANOGPT | WARMUP, 200, RECIPE, {}, RATES[1:5]),  # a short text: lower rates
     docs=Task('data/docstrings', NANOGPT | WARMUP, 200, RECIPE,
               {name: CHANGES[name] for name in ('oneDNN, bfloat16', 'Muon', 'rope', 'batch of 24')}),
 )
@@ -288,13 +288,16 @@ def panel(title, rows, unit):
 def picture(figures, machine):
     """The arguments of `harness.draw`: loss by seconds and by tokens, and of other tasks by seconds. None without."""
     panels, measured = [], [name for name in TASKS if name in figures]
+    machines = {name: figures[name]['machine'] for name in measured}
+    one = len({*machines.values()}) == 1
     for name in measured:
+        of_machine = '' if one else '\n' + machines[name]
         rows = [row for row in figures[name]['rows'] if row['recipe'] == NANOGPT_RATE or not (
             ', 0.' in row['recipe'] or row['recipe'].startswith('the recipe +'))]
-        panels.append(panel(f'{name}, equal seconds', rows, 'seconds'))
+        panels.append(panel(f'{name}, equal seconds' + of_machine, rows, 'seconds'))
         if name == 'char':
-            panels.append(panel(f'{name}, by tokens', rows, 'tokens'))
-    return dict(panels=panels, title=figures[measured[0]]['machine'], columns=2, size=(7, 5)) if panels else None
+            panels.append(panel(f'{name}, by tokens' + of_machine, rows, 'tokens'))
+    return dict(panels=panels, title=machines[measured[0]] if one else '', columns=2, size=(7, 5)) if panels else None
 
 
 COLUMNS = 'recipe iterations iteration_ms tokens mean standard_error val to_goal'
