@@ -288,16 +288,13 @@ def panel(title, rows, unit):
 def picture(figures, machine):
     """The arguments of `harness.draw`: loss by seconds and by tokens, and of other tasks by seconds. None without."""
     panels, measured = [], [name for name in TASKS if name in figures]
-    machines = {name: figures[name]['machine'] for name in measured}
-    one = len({*machines.values()}) == 1
     for name in measured:
-        of_machine = '' if one else '\n' + machines[name]
         rows = [row for row in figures[name]['rows'] if row['recipe'] == NANOGPT_RATE or not (
             ', 0.' in row['recipe'] or row['recipe'].startswith('the recipe +'))]
-        panels.append(panel(f'{name}, equal seconds' + of_machine, rows, 'seconds'))
+        panels.append(panel(f'{name}, equal seconds', rows, 'seconds'))
         if name == 'char':
-            panels.append(panel(f'{name}, by tokens' + of_machine, rows, 'tokens'))
-    return dict(panels=panels, title=machines[measured[0]] if one else '', columns=2, size=(7, 5)) if panels else None
+            panels.append(panel(f'{name}, by tokens', rows, 'tokens'))
+    return dict(panels=panels, title=figures[measured[0]]['machine'], columns=2, size=(7, 5)) if panels else None
 
 
 COLUMNS = 'recipe iterations iteration_ms tokens mean standard_error val to_goal'
