@@ -49,6 +49,12 @@ def llama(path):
                            type_v=0)
 
 
+def uses_amx():
+    """Was llama.cpp built for Intel's AMX?"""
+    import llama_cpp
+    return b'AMX_INT8 = 1' in llama_cpp.llama_print_system_info()
+
+
 NAMES = {'token_embd': 'transformer.wte', 'position_embd': 'transformer.wpe', 'output_norm': 'transformer.ln_f',
          'attn_norm': 'ln_1', 'attn_qkv': 'attn.c_attn', 'attn_output': 'attn.c_proj', 'ffn_norm': 'ln_2',
          'ffn_up': 'mlp.c_fc', 'ffn_down': 'mlp.c_proj'}
@@ -165,6 +171,8 @@ def test_llama_cpp_computes_the_same_but_for_its_gelu(tmp_path, config, type, bo
     model = gpt(**config)
     assert formats.to_gguf(model, tmp_path / 'model.gguf', type) == 'none'
     theirs = llama(tmp_path / 'model.gguf')
+    if type == 'q8_0' and uses_amx():
+        pytest.skip("llama.cpp with AMX crashes on quantised weights: github.com/ggml-org/llama.cpp/issues/20824")
     n = config.get('window', config['block_size'])
     idx = torch.randint(config['vocab_size'], (1, n))
     theirs.eval(idx[0].tolist())
