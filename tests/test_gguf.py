@@ -28,6 +28,7 @@ from torch.testing import assert_close
 
 import checkpoint as checkpoints
 import formats
+from benchmarks.peers.llamacpp import uses_amx
 from model import GPT, GPTConfig
 from tokenizer import CharTokenizer
 
@@ -45,14 +46,12 @@ class LlamaGELU(torch.nn.Module):
 def llama(path):
     """The model in llama.cpp, with keys and values in float32; its logits are in scores (n_ctx, vocab_size)."""
     llama_cpp = pytest.importorskip('llama_cpp', reason="llama-cpp-python is not installed")
-    return llama_cpp.Llama(str(path), n_ctx=0, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False, type_k=0,
-                           type_v=0)
-
-
-def uses_amx():
-    """Was llama.cpp built for Intel's AMX?"""
-    import llama_cpp
-    return b'AMX_INT8 = 1' in llama_cpp.llama_print_system_info()
+    params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = not uses_amx()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama_cpp.llama_cpp, 'llama_model_default_params', lambda: params)
+        return llama_cpp.Llama(str(path), n_ctx=0, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False,
+                               type_k=0, type_v=0)
 
 
 NAMES = {'token_embd': 'transformer.wte', 'position_embd': 'transformer.wpe', 'output_norm': 'transformer.ln_f',
@@ -171,8 +170,6 @@ def test_llama_cpp_computes_the_same_but_for_its_gelu(tmp_path, config, type, bo
     model = gpt(**config)
     assert formats.to_gguf(model, tmp_path / 'model.gguf', type) == 'none'
     theirs = llama(tmp_path / 'model.gguf')
-    if type == 'q8_0' and uses_amx():
-        pytest.skip("llama.cpp with AMX crashes on quantised weights: github.com/ggml-org/llama.cpp/issues/20824")
     n = config.get('window', config['block_size'])
     idx = torch.randint(config['vocab_size'], (1, n))
     theirs.eval(idx[0].tolist())

@@ -13,6 +13,15 @@ from formats import to_gguf
 GGUF = 'model.gguf'
 
 
+def uses_amx():
+    """
+    Was llama.cpp built for Intel's AMX? It then crashes on weights that it arranges for AMX
+    (https://github.com/ggml-org/llama.cpp/issues/20824), so it must not arrange any.
+    """
+    import llama_cpp
+    return b'AMX_INT8 = 1' in llama_cpp.llama_print_system_info()
+
+
 class LlamaCpp(Engine):
     """
     llama.cpp, by the C interface under llama-cpp-python: one llama_decode a step, with a sequence for each row.
@@ -40,7 +49,9 @@ class LlamaCpp(Engine):
             llama_cpp.llama_log_set(LlamaCpp.log_callback, ctypes.c_void_p())
             llama_cpp.llama_backend_init()
         path = os.path.join(folder_with_gguf(model, weights).name, GGUF)
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_model_default_params()
+        params.use_extra_bufts = not uses_amx()
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), params)
         if not self.model:
             raise ValueError("llama.cpp could not load the GGUF file that was made for it")
 
