@@ -6,9 +6,9 @@ What a setting brings to training in equal seconds: each change of the recipe al
 All models are trained by train.py, in folders of their own; runs that are there already are not made again. nanoGPT's
 run has a number of iterations, see TASKS. Every other recipe has as many as take the same seconds: they are computed
 from the time of an iteration, measured in turns, so that other programs on the machine do not change them. (For the
-same reason all trainings use oneDNN, which changes last bits only, and saves half of the time.) Learning rates of both
-sides are swept with one seed; the best of nanoGPT's and the best of the recipe's train with all seeds. The loss is in
-nats a token, of the whole validation text, or of its first VALIDATION tokens.
+same reason all trainings use oneDNN: it changes last bits only, and halves the time on AMD's processors.) Learning
+rates of both sides are swept with one seed; the best of nanoGPT's and the best of the recipe's train with all seeds.
+The loss is in nats a token, of the whole validation text, or of its first VALIDATION tokens.
 """
 import csv
 import math
@@ -39,7 +39,7 @@ NANOGPT_RATE, BEST = 'nanoGPT, 0.001', 'nanoGPT, best rate'
 CURVE = 20  # evaluations of a run
 VALIDATION = 2**17  # tokens, at most
 
-# settings of train.py: nanoGPT's for a CPU, and the changes of each recipe
+# these are settings of train.py: those of nanoGPT for a CPU, and what each recipe changes
 NANOGPT = dict(block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128, dropout=0.0, bias=False,
                learning_rate=1e-3, min_lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.99, warmup_iters=100)
 RATES = [dict(learning_rate=rate) for rate in (3e-4, 6e-4, 1e-3, 3e-3, 6e-3, 1e-2)]
@@ -91,7 +91,7 @@ RECIPE = FAST | MUON | ROPE | WARMUP | dict(batch_size=24)
 TASKS = dict(
     char=Task('data/shakespeare_char', NANOGPT, 2000, RECIPE, CHANGES, recipe_rates=RECIPE_RATES[1:],
               left_out=('wsd', 'rms, swiglu', 'qk_norm', 'untied'), goal=1.88),  # the loss that nanoGPT's README gives
-    # the other runs are short, so nanoGPT's settings have the shorter warmup as well
+    # the runs below are short, so nanoGPT's settings get the shorter warmup too
     larger=Task('data/shakespeare_char', NANOGPT | WARMUP | dict(n_layer=6, n_head=6, n_embd=384, block_size=256,
                                                                  batch_size=4), 500, RECIPE | dict(batch_size=8), {},
                 RATES[:4], RECIPE_RATES[:2]),

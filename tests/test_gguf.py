@@ -28,7 +28,7 @@ from torch.testing import assert_close
 
 import checkpoint as checkpoints
 import formats
-from benchmarks.peers.llamacpp import uses_amx
+from benchmarks.peers.llamacpp import model_params
 from model import GPT, GPTConfig
 from tokenizer import CharTokenizer
 
@@ -46,8 +46,7 @@ class LlamaGELU(torch.nn.Module):
 def llama(path):
     """The model in llama.cpp, with keys and values in float32; its logits are in scores (n_ctx, vocab_size)."""
     llama_cpp = pytest.importorskip('llama_cpp', reason="llama-cpp-python is not installed")
-    params = llama_cpp.llama_model_default_params()
-    params.use_extra_bufts = not uses_amx()
+    params = model_params()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama_cpp.llama_cpp, 'llama_model_default_params', lambda: params)
         return llama_cpp.Llama(str(path), n_ctx=0, n_threads=1, n_threads_batch=1, logits_all=True, verbose=False,

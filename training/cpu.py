@@ -1,9 +1,9 @@
 """
-The training step on a CPU: memory that stays, matrix products by oneDNN, and the loss in parts.
+The training step on a CPU: it keeps freed memory, oneDNN multiplies matrices, and the loss is computed in parts.
 
 torch multiplies float32 matrices by MKL, which on processors that are not Intel's uses half of the width of their
 vectors: on an AMD EPYC (Zen 5) oneDNN is 2.2 times as fast. The sums are rounded in another order. On Intel's
-processors MKL is the faster one (up to 1.6 times, on a Xeon with AMX), and stays.
+processors MKL is faster than oneDNN (up to 1.6 times, on a Xeon with AMX), and torch keeps using it.
 
 The logits of 1,536 tokens and a vocabulary of 50,304 take 309 MB, and their gradient as many again. `PartedLoss`
 computes loss and gradient of a part that stays in the processor's caches, and then those of the next one. Forward and
@@ -75,11 +75,11 @@ def in_float32(attend):
 
 class PartedLoss(torch.autograd.Function):
     """
-    The mean cross entropy of the logits x weight^T, with the gradients of x and weight.
+    Computes the mean cross entropy of the logits x weight^T, and the gradients of x and weight.
 
     x (N, C) and weight (vocab_size, C), float32; targets (N,), int64, where -1 is not scored. rows: of x, in a part.
     dtype: of the products. The gradient of weight is summed over the parts in float32. gradients: are they needed?
-    It follows the fused linear cross entropy of Liger Kernel (arXiv:2410.10989).
+    The method is the fused linear cross entropy of Liger Kernel (arXiv:2410.10989).
     """
 
     @staticmethod
@@ -106,7 +106,7 @@ class PartedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_weight, n = ctx.saved_tensors
-        # contiguous: the sum with the embedding's gradient takes 100 ms if one of them is transposed
+        # autograd adds this to the embedding's gradient, which takes 100 ms if one of the two is transposed
         return grad_x * (grad / n), grad_weight.t().contiguous().mul_(grad / n), None, None, None, None
 
 
@@ -126,7 +126,7 @@ def in_parts(model, dtype):
 
 def use_onednn(model, dtype):
     """
-    Let a GPT on a CPU compute products by oneDNN, unless MKL is as fast, and losses in parts. In bfloat16 torch takes
+    Let a GPT on a CPU compute products by oneDNN, unless MKL is faster, and losses in parts. In bfloat16 torch takes
     oneDNN by itself, and attention is computed in float32. ValueError for float16, and if this torch has no oneDNN.
     """
     if dtype == 'float16':

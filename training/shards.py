@@ -135,8 +135,7 @@ def read_index(folder):
         if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in kinds.items()):
             raise ValueError(f"it must have {', '.join(kinds)}")
         if not SHARDS.fullmatch(index['shards']):
-            raise ValueError(f"its shards are {index['shards'][:50]!r}, which is no name that "
-                             "train.py gives: use another copy")
+            raise ValueError(f"its shards are {index['shards'][:50]!r}, no name that train.py gives")
         for name, (dtype, *shape) in index['tensors'].items():
             if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
                 raise ValueError(f"{name} is described as {[dtype, *shape]}")

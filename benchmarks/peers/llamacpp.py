@@ -13,13 +13,15 @@ from formats import to_gguf
 GGUF = 'model.gguf'
 
 
-def uses_amx():
+def model_params():
     """
-    Was llama.cpp built for Intel's AMX? It then crashes on weights that it arranges for AMX
-    (https://github.com/ggml-org/llama.cpp/issues/20824), so it must not arrange any.
+    llama.cpp's default parameters of a model, but if it was built for Intel's AMX, it must not arrange weights for it:
+    it crashes on them (https://github.com/ggml-org/llama.cpp/issues/20824).
     """
     import llama_cpp
-    return b'AMX_INT8 = 1' in llama_cpp.llama_print_system_info()
+    params = llama_cpp.llama_model_default_params()
+    params.use_extra_bufts = b'AMX_INT8 = 1' not in llama_cpp.llama_print_system_info()
+    return params
 
 
 class LlamaCpp(Engine):
@@ -49,9 +51,7 @@ class LlamaCpp(Engine):
             llama_cpp.llama_log_set(LlamaCpp.log_callback, ctypes.c_void_p())
             llama_cpp.llama_backend_init()
         path = os.path.join(folder_with_gguf(model, weights).name, GGUF)
-        params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = not uses_amx()
-        self.model = llama_cpp.llama_model_load_from_file(path.encode(), params)
+        self.model = llama_cpp.llama_model_load_from_file(path.encode(), model_params())
         if not self.model:
             raise ValueError("llama.cpp could not load the GGUF file that was made for it")
 
