@@ -26,8 +26,8 @@ from training.batches import Batches, open_tokens, prepare, vocab_size_of
 from training.checkpointer import (
     SHAPE,
     Checkpointer,
-    is_restarted,
     load_furthest,
+    n_restarts,
     restore_rng,
     resume_optimizer,
     settle_shape,
@@ -92,7 +92,7 @@ backend = 'auto'               # of their group: nccl, gloo; auto is nccl on cud
 device = 'auto'                # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'                 # float32, bfloat16 or float16 (with loss scaling); auto goes by the device
 compile = True                 # torch.compile the model; on a CPU it is no faster, and left out
-onednn = False                 # on a CPU: all products by oneDNN, and the loss in parts: faster; last bits differ
+onednn = False                 # on a CPU: oneDNN where it is faster, the loss in parts; last bits differ
 seed = 1337                    # of the weights, the data order and dropout
 peak_flops = 0.0               # what MFU is relative to; 0 looks the device up
 
@@ -104,6 +104,20 @@ def main(config):
     stop = StopRequest()
     log = Log(stop, silent=not master)
     checkpointer = checkpointer_of(parallel)(out_dir, resume=init_from == 'resume', writes=master and not eval_only)
+    try:
+        train(config, world_size, rank, stop, log, checkpointer)
+        if world_size > 1 or parallel == 'fsdp':
+            leave()  # now that the model is gone: DDP would end the group while it holds Python's lock
+    except RuntimeError as e:
+        if world_size == 1 or not is_lost_process(e):
+            raise
+        raise ValueError("another process of this run has ended, or cannot be reached; "
+                         + checkpointer.last_good()) from e
+
+
+def train(config, world_size, rank, stop, log, checkpointer):
+    """Train with the settings of this module, as process `rank` of `world_size`."""
+    master = rank == 0
     dev = join_processes(device, backend, parallel, world_size)
     go_on_after_a_restart(checkpointer, log.say)
     torch.manual_seed(seed if parallel == 'fsdp' else seed + rank)
@@ -151,17 +165,10 @@ def main(config):
             log.advance()
             iter_num += 1
     except FloatingPointError as e:
-        raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: {e}; {checkpointer.last_good()}") from e
-    except RuntimeError as e:
-        if world_size == 1 or not is_lost_process(e):
-            raise
-        raise ValueError(f"iteration {iter_num}: another process of this run has ended, or cannot be reached; "
-                         f"{checkpointer.last_good()}; to go on, add --init_from=resume") from e
+        raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: {e}; try a lower --learning_rate; "
+                         + checkpointer.last_good()) from e
     finally:
         log.close()
-    if world_size > 1 or parallel == 'fsdp':
-        del model  # DDP would end the group while it holds Python's lock, which gloo's threads may wait for
-        leave()
 
 
 def check_settings(world_size):
@@ -190,7 +197,8 @@ def checkpointer_of(way):
 def go_on_after_a_restart(checkpointer, say):
     """If torchrun has restarted this run, after it has saved, go on from what it saved, whatever init_from is."""
     global init_from
-    if first_says(is_restarted(out_dir)) and init_from != 'resume':
+    checkpointer.run_name = first_says(checkpointer.run_name)
+    if first_says(n_restarts() > 0 and checkpointer.has_saved()) and init_from != 'resume':
         init_from, checkpointer.ckpt_is_ours = 'resume', True
         say(f"torchrun restarted this run (time {os.environ['TORCHELASTIC_RESTART_COUNT']}): it goes on from its last "
             "checkpoint")

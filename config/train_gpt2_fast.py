@@ -1,6 +1,6 @@
 # GPT-2 124M on OpenWebText, with rotary positions and Muon. Both lowered the loss of small models on words, see
 # docs/TRAINING.md (the recipe). The loss of a model of this size was not measured
-#   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py
+#   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py --wandb_log=False
 import pathlib
 
 exec(pathlib.Path(__file__).with_name('train_gpt2.py').read_text())  # what follows is different from it

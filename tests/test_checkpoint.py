@@ -302,5 +302,6 @@ def test_what_a_killed_run_left_is_removed_by_the_next_run_and_nothing_else(tmp_
         (tmp_path / name).write_text('mine')
     subprocess.run([sys.executable, '-c', KILLED, ROOT, str(path)])
     assert len(set(os.listdir(tmp_path)) - others) == 1 and path.read_text() == 'mine'
+    (tmp_path / 'ckpt_interrupted.pt.0123456789ab.tmp').write_text('half of a state')
     Checkpointer(str(tmp_path), resume=False, writes=True)
     assert set(os.listdir(tmp_path)) == others | {'.lock'}

@@ -263,6 +263,13 @@ def test_onednn_is_for_two_dtypes(repo):
     assert done.returncode == 2 and 'not float16: give --onednn=False' in done.stderr.splitlines()[-1]
 
 
+def test_onednn_needs_a_processor_that_multiplies_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', lambda: False)
+    with pytest.raises(ValueError, match='give --dtype=float32'):
+        use_onednn(small(), 'bfloat16')
+    use_onednn(small(), 'float32')
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_training_with_onednn_resumes_exactly(repo, dtype):
     settings = '--onednn=True', f'--dtype={dtype}', '--optimizer=muon', '--eval_interval=3'

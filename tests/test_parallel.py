@@ -96,17 +96,34 @@ def test_torchrun_restarts_a_run_that_lost_a_process_and_it_goes_on_by_itself(re
 
 
 def test_a_restarted_run_goes_on_from_its_own_checkpoint_only(tmp_path, monkeypatch):
-    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'mine')
+    folder, written, path = tmp_path / 'out', tmp_path / 'out' / '.torchrun', tmp_path / 'out' / 'ckpt.pt'
+    assert not checkpointer.Checkpointer(str(folder), resume=False, writes=True).run_name  # without torchrun
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')  # as torchrun names all runs by default
     monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
-    assert not checkpointer.is_restarted(tmp_path)
-    (tmp_path / '.torchrun').write_text('another')
-    assert not checkpointer.is_restarted(tmp_path)
-    (tmp_path / '.torchrun').write_text('mine')
-    assert checkpointer.is_restarted(tmp_path)
-    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '0')
-    assert not checkpointer.is_restarted(tmp_path)
-    checkpointer.Checkpointer(str(tmp_path), resume=False, writes=True)  # the first start forgets the run before
-    assert not (tmp_path / '.torchrun').exists()
+    ours = checkpointer.Checkpointer(str(folder), resume=False, writes=False)
+    assert not ours.has_saved()
+    folder.mkdir()
+    path.write_text('a checkpoint')
+    written.write_text('none 1')
+    assert not ours.has_saved() and ours.last_good() == 'this run has saved no checkpoint yet'
+    written.write_text(f'none {os.getppid()}')
+    assert ours.has_saved() and ours.last_good().startswith(f'the last good checkpoint is {path}')
+    checkpointer.Checkpointer(str(folder), resume=False, writes=True).lock.release()
+    assert written.exists()
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '0')  # the first start forgets the run before
+    checkpointer.Checkpointer(str(folder), resume=False, writes=True)
+    assert not written.exists()
+
+
+@pytest.mark.parametrize('device, backend, gpus, message', [
+    ('cpu', 'nccl', 0, '--backend=gloo'), ('cuda', 'nccl', 1, '--nproc_per_node=1'),
+    ('cuda:0', 'auto', 2, '--device=cuda,'), ('cpu', 'mpi', 0, 'auto, nccl or gloo')])
+def test_devices_that_the_processes_cannot_have_are_refused(device, backend, gpus, message, monkeypatch):
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    monkeypatch.setattr(parallel, 'pick_device', lambda name: name)
+    monkeypatch.setattr(torch.cuda, 'device_count', lambda: gpus)
+    with pytest.raises(ValueError, match=message):
+        parallel.join_processes(device, backend, 'ddp', 2)
 
 
 @pytest.mark.skipif(not sizes(False, True), reason="in test-all")
@@ -171,6 +188,14 @@ def test_what_is_further_along_is_not_replaced(sharded, monkeypatch):
     assert_one_line(done, 'another process is training in')
 
 
+def test_a_run_with_muon_is_not_made_into_shards_which_could_not_go_on(sharded):
+    path = str(sharded / 'ckpt.pt')
+    saved = checkpoints.load(path)
+    checkpoints.save(saved | {'config': saved['config'] | {'optimizer': 'muon'}}, path)
+    with pytest.raises(ValueError, match='optimizer=muon, which needs whole matrices'):
+        shards.to_shards(str(sharded), GPT, GPTConfig)
+
+
 def test_nothing_in_a_sharded_checkpoint_is_a_pickle(sharded):
     names = [name for _, _, files in os.walk(sharded / 'ckpt') for name in files]
     assert sorted(name.rpartition('.')[2] for name in names) == ['json', 'safetensors']
@@ -179,6 +204,9 @@ def test_nothing_in_a_sharded_checkpoint_is_a_pickle(sharded):
 def test_a_save_replaces_the_one_before_and_what_killed_ones_left(sharded):
     (sharded / 'ckpt' / '00000030-0123abcd').mkdir()
     (sharded / 'ckpt' / 'index.json.ab.tmp').write_text('{')
+    (sharded / 'ckpt_interrupted' / '00000030-0123abcd').mkdir(parents=True)
+    shards.ShardedCheckpointer(str(sharded), resume=True, writes=True).lock.release()
+    assert not list((sharded / 'ckpt_interrupted').iterdir())
     shards.to_shards(str(sharded), GPT, GPTConfig)
     name = shards.read_index(str(sharded / 'ckpt'))['shards']
     assert sorted(os.listdir(sharded / 'ckpt')) == sorted([name, 'index.json'])
@@ -247,7 +275,8 @@ def test_what_does_not_go_together_is_one_line(repo, trained):
 
 
 def test_what_says_that_a_process_is_lost():
-    assert parallel.is_lost_process(RuntimeError('[gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]'))
+    for text in ('[gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]', 'connect: No route to host'):
+        assert parallel.is_lost_process(RuntimeError(text))
     assert parallel.is_lost_process(torch.distributed.DistBackendError('NCCL communicator was aborted'))
     assert not parallel.is_lost_process(RuntimeError('mat1 and mat2 shapes cannot be multiplied'))
     assert not parallel.is_lost_process(ValueError('connection closed'))

@@ -179,17 +179,21 @@ def test_an_interruption_never_costs_the_best_model(repo):
     assert best['iter_num'] <= interrupted['iter_num']
     resumed = train(repo, '--init_from=resume', f"--max_iters={interrupted['iter_num'] + 1}", *settings)
     assert f"at iteration {interrupted['iter_num']}" in resumed.stdout or best['iter_num'] == interrupted['iter_num']
-    # nor does a second one, nor an interrupted run that has nothing to do with it
-    whole = (repo / 'out' / 'ckpt.pt').read_bytes()
-    for init_from in ('resume', 'scratch'):
+    # nor does a second one, nor an interrupted run that has nothing to do with it, which keeps the other's state too
+    whole, state = (repo / 'out' / 'ckpt.pt').read_bytes(), repo / 'out' / 'ckpt_interrupted.pt'
+    for init_from, says in (('resume', 'saved to out/ckpt_interrupted.pt'), ('scratch', 'not saved: out/ckpt_interr'),
+                            ('scratch', 'first move it over out/ckpt.pt, which is of an earlier run')):
+        before = state.exists() and state.read_bytes()
         (repo / 'out' / 'log.csv').unlink()
         process = start_training(repo, '--max_iters=1000000', *settings[:1], '--eval_interval=1000000',
                                  f'--init_from={init_from}')
         wait_for_rows(process, repo / 'out', 3)
         out, _ = stopped(process, signal.SIGINT)
-        assert 'ckpt_interrupted.pt' in out
+        assert says in out
         assert (repo / 'out' / 'ckpt.pt').read_bytes() == whole
-    assert 'earlier run' in out
+        assert (state.read_bytes() == before) == says.startswith('not saved')
+        if says.startswith('not saved'):
+            state.unlink()
 
 
 def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
@@ -221,8 +225,29 @@ def test_two_processes_compute_what_one_does(repo, settings):
     for a, b in zip(log(repo / 'one'), log(repo / 'two'), strict=True):
         for column in ('batch_loss', 'train_loss', 'val_loss'):
             assert a[column] == b[column] == '' or float(a[column]) == pytest.approx(float(b[column]), abs=2e-5), (a, b)
-    a, b = weights(repo / 'one' / 'ckpt.pt'), weights(repo / 'two' / 'ckpt.pt')
-    assert all(torch.allclose(a[k], b[k], atol=1e-4) for k in a)
+    a, b = (checkpoints.load(str(repo / name / 'ckpt.pt')) for name in ('one', 'two'))
+    assert all(torch.allclose(w, b['model'][name], atol=1e-4) for name, w in a['model'].items())
+    assert 'threads' in a and 'threads' not in b  # torchrun gives each process one, which one alone should not keep
+
+
+DIES_EARLY = """
+import os, runpy, sys
+sys.path.insert(0, '.')
+from training import batches
+if os.environ['RANK'] == '1':
+    batches.open_tokens = lambda *args: os._exit(1)  # behind a barrier, before the model is built
+sys.argv = sys.argv[1:]
+runpy.run_path('train.py', run_name='__main__')
+"""
+
+
+def test_a_process_that_is_lost_before_the_first_iteration_is_one_line(repo):
+    assert train(repo, '--max_iters=1').returncode == 0
+    (repo / 'dies_early.py').write_text(DIES_EARLY)
+    first, _ = in_two_processes(repo, 'dies_early.py', 'train.py', *TINY, '--gradient_accumulation_steps=2')
+    last = first.stderr.strip().splitlines()[-1]
+    assert first.returncode == 2 and 'Traceback' not in first.stderr and 'another process of this run' in last
+    assert 'has saved no checkpoint' in last and '--init_from' not in last  # the one in out is of another run
 
 
 def test_two_processes_end(repo):

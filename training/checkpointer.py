@@ -3,12 +3,13 @@ import glob
 import os
 
 import torch
+import torch.distributed as dist
 
 import checkpoint as checkpoints
 from whole_file import lock_folder, replacing
 
 INTERRUPTED = 'ckpt_interrupted.pt'
-RUN = '.torchrun'  # in out_dir: which run of torchrun saved the checkpoint there
+RUN = '.torchrun'  # in out_dir: the `run_name` that the checkpoint there was saved with
 # what the weights were trained with; block_size may be cropped, and dropout is free
 SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias', 'position', 'rope_theta', 'n_kv_head', 'window', 'n_sink', 'gelu',
          'norm', 'norm_eps', 'mlp', 'n_inner', 'head_dim', 'tied', 'qkv_bias', 'qk_norm', 'rope_scaling')
@@ -22,14 +23,15 @@ class Checkpointer:
     resume: whether the ckpt.pt that is in out_dir, if any, belongs to this run; writes: whether this process saves at
     all. If it does, out_dir is locked, now if it exists and otherwise by `take_folder`; a second run in it is refused.
 
-    A subclass may keep checkpoints of another form, and save in all processes at once: what it must define is from
-    `names` to `remove_leftovers`.
+    A subclass may keep checkpoints of another form, and save in all processes at once. It defines `names`, `saves`,
+    `agreed`, `exists`, `write`, `remove` and `remove_leftovers`.
     """
     names = 'ckpt.pt', INTERRUPTED
 
     def __init__(self, out_dir, resume, writes):
         self.out_dir, self.ckpt_is_ours, self.writes, self.lock = out_dir, resume, writes, None
         self.path, self.interrupted = (os.path.join(out_dir, name) for name in self.names)
+        self.run_name = run_name()
         if writes and os.path.isdir(out_dir):
             self.take_folder()
 
@@ -76,7 +78,7 @@ class Checkpointer:
             'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
             **self.contents(iter_num, best_val_loss),
             'rng': {'torch': torch.get_rng_state(), 'cuda': cuda_rng_states()},
-            'threads': torch.get_num_threads(),
+            **({} if dist.is_initialized() else {'threads': torch.get_num_threads()}),  # torchrun gives a process one
         }, path)
 
     def remove(self, path):
@@ -86,23 +88,27 @@ class Checkpointer:
 
     def remove_leftovers(self):
         """Remove what a run left that was killed while it saved."""
-        for leftover in glob.glob(glob.escape(self.path) + '.*.tmp'):
-            os.remove(leftover)
+        for path in self.path, self.interrupted:
+            for leftover in glob.glob(glob.escape(path) + '.*.tmp'):
+                os.remove(leftover)
 
     def save(self, iter_num, best_val_loss):
         """Save to ckpt.pt, and return its path."""
+        if not self.ckpt_is_ours:
+            self.remove(self.interrupted)  # first: it is of the run whose ckpt.pt is replaced, and may be further along
         self.write(self.path, iter_num, best_val_loss)
-        if 'TORCHELASTIC_RUN_ID' in os.environ and not self.ckpt_is_ours and self.writes:
+        if self.run_name and not self.ckpt_is_ours and self.writes:
             with replacing(os.path.join(self.out_dir, RUN), 'w') as f:
-                f.write(os.environ['TORCHELASTIC_RUN_ID'])
+                f.write(self.run_name)
         self.ckpt_is_ours = True
-        self.remove(self.interrupted)  # it is older, or belongs to a run whose ckpt.pt was just replaced
+        self.remove(self.interrupted)  # it is older
         return self.path
 
     def save_interrupted(self, log, iter_num, best_val_loss, first_iter, replace):
         """
         Save the state of a run that was asked to stop, if this process saves at all, and say where it is. To ckpt.pt if
-        there is none, or if it belongs to this run and may be replaced; else to ckpt_interrupted.pt.
+        there is none, or if it belongs to this run and may be replaced; else to ckpt_interrupted.pt, unless that is the
+        state of an earlier run.
         """
         if not self.saves:
             return
@@ -114,6 +120,9 @@ class Checkpointer:
         text = f"saved to {self.interrupted}; to go on, add --init_from=resume"
         if not self.agreed(self.exists(self.path)) or self.ckpt_is_ours and replace:
             text = f"saved to {self.save(iter_num, best_val_loss)}; to go on, add --init_from=resume"
+        elif not self.ckpt_is_ours and self.agreed(self.exists(self.interrupted)):
+            text = (f"not saved: {self.interrupted} and {self.path} are of an earlier run; to go on with that one, add "
+                    "--init_from=resume, or give a new run another --out_dir")
         else:
             self.write(self.interrupted, iter_num, best_val_loss)
             if not self.ckpt_is_ours:
@@ -122,24 +131,32 @@ class Checkpointer:
         log.save_picture(last=True)
 
     def last_good(self):
-        """A text that names the last good checkpoint."""
-        if self.writes and not self.ckpt_is_ours or not self.exists(self.path):
+        """A text that names the last good checkpoint of this run. It needs no other process."""
+        if not (self.ckpt_is_ours or self.has_saved()) or not self.exists(self.path):
             return "this run has saved no checkpoint yet"
-        return f"the last good checkpoint is {self.path}"
+        return f"the last good checkpoint is {self.path}: to go on from it, add --init_from=resume"
+
+    def has_saved(self):
+        """Has this run of torchrun, before a restart or in process 0, saved the checkpoint in out_dir?"""
+        path = os.path.join(self.out_dir, RUN)
+        if not self.run_name or not os.path.exists(path):
+            return False
+        with open(path) as f:
+            return f.read() == self.run_name
+
+
+def run_name():
+    """
+    A name of this run of torchrun, the same after a restart, or '' if torchrun did not start this process. The id alone
+    is 'none' unless --standalone or --rdzv-id is given, so the process of torchrun is part of the name.
+    """
+    run_id = os.environ.get('TORCHELASTIC_RUN_ID')
+    return f'{run_id} {os.getppid()}' if run_id else ''
 
 
 def n_restarts():
     """How often torchrun has restarted this run, which it does up to --max-restarts times."""
     return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
-
-
-def is_restarted(out_dir):
-    """Has torchrun restarted this run, after the run has saved a checkpoint in out_dir?"""
-    run = os.path.join(out_dir, RUN)
-    if n_restarts() == 0 or not os.path.exists(run):
-        return False
-    with open(run) as f:
-        return f.read() == os.environ.get('TORCHELASTIC_RUN_ID')
 
 
 def cuda_rng_states():
@@ -181,7 +198,8 @@ def resume_optimizer(config, optimizer, scaler, resumed, say):
     or the command line gives them. ValueError if the checkpoint does not fit the optimizer.
     """
     if 'optimizer' not in resumed:
-        raise ValueError("the checkpoint has no optimizer state: it cannot be resumed")
+        raise ValueError("the checkpoint has no optimizer state, which a run needs to go on: take a ckpt.pt that "
+                         "train.py has written")
     before = resumed.get('config', {}).get('optimizer', 'adamw')
     if before != config['optimizer']:
         raise ValueError(f"optimizer is {config['optimizer']}, but the run before had {before}: resume it with "
@@ -221,4 +239,4 @@ def restore_rng(rng):
         if len(rng['cuda']) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all([state.cpu() for state in rng['cuda']])
     except (RuntimeError, TypeError, KeyError, AttributeError) as e:
-        raise ValueError(f"the checkpoint's rng is no state of torch's generator: {e}") from e
+        raise ValueError(f"the checkpoint's rng is no state of torch's generator ({e}): use another copy") from e

@@ -26,8 +26,8 @@ def keep_freed_memory():
     """
     Let glibc keep what an iteration frees for the next one. By default it gives most of that back to the system, and
     the next iteration waits for cleared pages: 8 % of the time of a small model (median of 8 pairs of runs, from -2 to
-    18 %). Tensors of more than 32 MB are given back as before, because between others they would leave gaps. Other C
-    libraries stay as they are.
+    18 %). Tensors of more than 32 MB are still given back: if they were kept, they would leave gaps. Other C libraries
+    stay as they are.
     """
     if platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL(None)
@@ -127,12 +127,16 @@ def in_parts(model, dtype):
 def use_onednn(model, dtype):
     """
     Let a GPT on a CPU compute products by oneDNN, unless MKL is faster, and losses in parts. In bfloat16 torch takes
-    oneDNN by itself, and attention is computed in float32. ValueError for float16, and if this torch has no oneDNN.
+    oneDNN by itself, and attention is computed in float32. ValueError for float16, if this torch has no oneDNN, and for
+    bfloat16 if oneDNN cannot multiply in it on this processor.
     """
     if dtype == 'float16':
         raise ValueError(f"onednn=True is for dtype=float32 and bfloat16, not {dtype}: give --onednn=False")
     if not torch.backends.mkldnn.is_available():
         raise ValueError("onednn=True, but this torch was built without oneDNN: give --onednn=False")
+    if dtype == 'bfloat16' and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        raise ValueError("onednn=True with dtype=bfloat16 needs a processor with AVX-512 or better: give "
+                         "--dtype=float32")
     by_mkl = mkl_is_fast()
     for module in model.modules():
         if dtype == 'float32' and not by_mkl and isinstance(module, nn.Linear):

@@ -36,12 +36,21 @@ def join_processes(device, backend, way, world_size):
     if world_size == 1 and way == 'ddp':
         return dev
     if dev == 'cuda':
-        dev = f"cuda:{os.environ['LOCAL_RANK']}"
+        local_rank, n_gpus = int(os.environ['LOCAL_RANK']), torch.cuda.device_count()
+        if local_rank >= n_gpus:
+            raise ValueError(f"torchrun started more processes on this node than it has GPUs, {n_gpus}: give "
+                             f"--nproc_per_node={n_gpus}")
+        dev = f'cuda:{local_rank}'
         torch.cuda.set_device(dev)
+    elif dev.startswith('cuda') and world_size > 1:
+        raise ValueError(f"device={dev} is one GPU, and there are {world_size} processes: give --device=cuda, and each "
+                         "process takes its own")
+    elif backend == 'nccl' and not dev.startswith('cuda'):
+        raise ValueError(f"backend=nccl is for GPUs, and the device is {dev}: give --backend=gloo")
     backend = backend if backend != 'auto' else 'nccl' if dev.startswith('cuda') else 'gloo'
     if not n_restarts():
         dist.init_process_group(backend)
-    else:  # torchrun's store still has the addresses of the processes before: in a part of its own they are not found
+    else:  # torchrun's store still has the addresses of the processes before the restart: another prefix hides them
         store, rank, size = next(dist.rendezvous('env://'))
         store = dist.PrefixStore(f'restart {n_restarts()}', store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -54,9 +63,10 @@ def shard(model, device, dtype, compile):
 
     A block's matrices are gathered when it runs, forward or backward, and freed behind it. Their gradients are averaged
     over the processes, in float32, and each process keeps those of its rows. So an optimizer that is made afterwards
-    has a part of the state too. With dtype bfloat16 or float16 the matrices are gathered in it. Everything else (norms,
-    embeddings, and lm_head, which may be the same tensor) is gathered in float32, once a pass. So norms and the
-    residual stream are computed as with autocast alone. compile: whether to compile attention and MLPs.
+    has a part of the state too. With dtype bfloat16 or float16 the matrices are gathered in it, and so are the norms of
+    queries and keys, which are inside of attention. Everything else (norms, embeddings, and lm_head, which may be the
+    same tensor) is gathered in float32, once a pass. So norms and the residual stream are computed as with autocast
+    alone. compile: whether to compile attention and MLPs.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a second: only where it is used
@@ -103,7 +113,7 @@ def agree(error):
 
 def is_lost_process(e):
     """Does this exception of torch say that another process cannot be reached any more?"""
-    lost = r'connection (closed|reset)|broken pipe|timed out|remote process exited|nccl'
+    lost = r'connection (closed|reset)|no route to host|broken pipe|timed out|timeout|remote process exited|nccl'
     return isinstance(e, RuntimeError) and bool(isinstance(e, dist.DistError) or re.search(lost, str(e).lower()))
 
 

@@ -127,7 +127,7 @@ def read_index(folder):
     """
     path = os.path.join(folder, INDEX)
     if not os.path.isfile(path):
-        raise ValueError(f"no {path}: {folder} is no sharded checkpoint")
+        raise ValueError(f"no {path}: {folder} is no sharded checkpoint; train one first, with --parallel=fsdp")
     try:
         with open(path, encoding='utf-8') as f:
             index = json.load(f)
@@ -284,11 +284,14 @@ class ShardedCheckpointer(Checkpointer):
 
     def remove(self, path):
         if self.writes and os.path.isdir(path):
+            if exists(path):
+                os.remove(os.path.join(path, INDEX))  # first: without it the folder is no checkpoint
             shutil.rmtree(path)
 
     def remove_leftovers(self):
-        if os.path.isdir(self.path):
-            remove_leftovers(self.path)
+        for path in self.path, self.interrupted:
+            if os.path.isdir(path):
+                remove_leftovers(path)
 
 
 def check_older(path, iter_num, new_iter_num):
@@ -328,6 +331,9 @@ def to_shards(out_dir, GPT, GPTConfig):
     if 'optimizer' not in checkpoint:
         raise ValueError(f"{path} has no optimizer state, which a run needs to go on: take a ckpt.pt that train.py has "
                          "written")
+    if checkpoint.get('config', {}).get('optimizer') == 'muon':
+        raise ValueError(f"{path} is of a run with optimizer=muon, which needs whole matrices: go on without "
+                         "--parallel=fsdp")
     if exists(folder):
         before, before_folder = load_furthest(out_dir)
         check_older(before_folder, before['checkpoint'].get('iter_num', 0), checkpoint.get('iter_num', 0))
