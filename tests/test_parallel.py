@@ -97,7 +97,8 @@ def test_torchrun_restarts_a_run_that_lost_a_process_and_it_goes_on_by_itself(re
 
 def test_a_restarted_run_goes_on_from_its_own_checkpoint_only(tmp_path, monkeypatch):
     folder, written, path = tmp_path / 'out', tmp_path / 'out' / '.torchrun', tmp_path / 'out' / 'ckpt.pt'
-    assert not checkpointer.Checkpointer(str(folder), resume=False, writes=True).run_name  # without torchrun
+    assert not checkpointer.Checkpointer(str(folder), resume=False, writes=True).run_name  # of one process
+    monkeypatch.setenv('RANK', '0')
     monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')  # as torchrun names all runs by default
     monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
     ours = checkpointer.Checkpointer(str(folder), resume=False, writes=False)

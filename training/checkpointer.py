@@ -94,14 +94,12 @@ class Checkpointer:
 
     def save(self, iter_num, best_val_loss):
         """Save to ckpt.pt, and return its path."""
-        if not self.ckpt_is_ours:
-            self.remove(self.interrupted)  # first: it is of the run whose ckpt.pt is replaced, and may be further along
         self.write(self.path, iter_num, best_val_loss)
         if self.run_name and not self.ckpt_is_ours and self.writes:
             with replacing(os.path.join(self.out_dir, RUN), 'w') as f:
                 f.write(self.run_name)
         self.ckpt_is_ours = True
-        self.remove(self.interrupted)  # it is older
+        self.remove(self.interrupted)  # it is older, or belongs to a run whose ckpt.pt was just replaced
         return self.path
 
     def save_interrupted(self, log, iter_num, best_val_loss, first_iter, replace):
@@ -137,7 +135,7 @@ class Checkpointer:
         return f"the last good checkpoint is {self.path}: to go on from it, add --init_from=resume"
 
     def has_saved(self):
-        """Has this run of torchrun, before a restart or in process 0, saved the checkpoint in out_dir?"""
+        """Has this run of several processes, before a restart or in process 0, saved the checkpoint in out_dir?"""
         path = os.path.join(self.out_dir, RUN)
         if not self.run_name or not os.path.exists(path):
             return False
@@ -147,11 +145,10 @@ class Checkpointer:
 
 def run_name():
     """
-    A name of this run of torchrun, the same after a restart, or '' if torchrun did not start this process. The id alone
-    is 'none' unless --standalone or --rdzv-id is given, so the process of torchrun is part of the name.
+    A name of this run of several processes, the same after a restart by torchrun; '' if this process runs alone.
+    torchrun's id alone is 'none' unless --standalone or --rdzv-id is given, so torchrun's process is part of the name.
     """
-    run_id = os.environ.get('TORCHELASTIC_RUN_ID')
-    return f'{run_id} {os.getppid()}' if run_id else ''
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()}" if 'RANK' in os.environ else ''
 
 
 def n_restarts():
