@@ -111,7 +111,8 @@ def main(config):
     except RuntimeError as e:
         if world_size == 1 or not is_lost_process(e):
             raise
-        raise ValueError("another process of this run has ended, or cannot be reached; "
+        reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
+        raise ValueError(f"another process of this run has ended, or cannot be reached ({reason}); "
                          + checkpointer.last_good()) from e
 
 
@@ -165,8 +166,8 @@ def train(config, world_size, rank, stop, log, checkpointer):
             log.advance()
             iter_num += 1
     except FloatingPointError as e:
-        raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: {e}; try a lower --learning_rate; "
-                         + checkpointer.last_good()) from e
+        advice = '' if eval_only else 'try lower learning rates; '
+        raise ValueError(f"iteration {iter_num}, lr {lr:.2e}: {e}; {advice}{checkpointer.last_good()}") from e
     finally:
         log.close()
 
@@ -345,6 +346,9 @@ def open_log(log, checkpointer, config, iter_num):
         log.wandb = start_wandb(wandb_project, wandb_run_name, dict(config))
     if not eval_only:
         checkpointer.take_folder()
+        if checkpointer.has_no_place():
+            log.say(f"{out_dir} has a checkpoint and the state of an interrupted run: both stay until this run saves, "
+                    "and if it is stopped before that, it is not saved")
         log.open_files(out_dir, iter_num, max_iters)
     log.start_clock(iter_num)
 

@@ -105,6 +105,7 @@ def test_a_restarted_run_goes_on_from_its_own_checkpoint_only(tmp_path, monkeypa
     assert not ours.has_saved()
     folder.mkdir()
     path.write_text('a checkpoint')
+    assert checkpointer.run_name() == f'none {os.getppid()}'
     written.write_text('none 1')
     assert not ours.has_saved() and ours.last_good() == 'this run has saved no checkpoint yet'
     written.write_text(f'none {os.getppid()}')
@@ -279,5 +280,6 @@ def test_what_says_that_a_process_is_lost():
     for text in ('[gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]', 'connect: No route to host'):
         assert parallel.is_lost_process(RuntimeError(text))
     assert parallel.is_lost_process(torch.distributed.DistBackendError('NCCL communicator was aborted'))
+    assert not parallel.is_lost_process(RuntimeError("Distributed package doesn't have NCCL built in"))
     assert not parallel.is_lost_process(RuntimeError('mat1 and mat2 shapes cannot be multiplied'))
     assert not parallel.is_lost_process(ValueError('connection closed'))

@@ -118,9 +118,8 @@ class Checkpointer:
         text = f"saved to {self.interrupted}; to go on, add --init_from=resume"
         if not self.agreed(self.exists(self.path)) or self.ckpt_is_ours and replace:
             text = f"saved to {self.save(iter_num, best_val_loss)}; to go on, add --init_from=resume"
-        elif not self.ckpt_is_ours and self.agreed(self.exists(self.interrupted)):
-            text = (f"not saved: {self.interrupted} and {self.path} are of an earlier run; to go on with that one, add "
-                    "--init_from=resume, or give a new run another --out_dir")
+        elif self.agreed(self.has_no_place()):
+            text = f"not saved: {self.path} and {self.interrupted} are of earlier runs; give this one another --out_dir"
         else:
             self.write(self.interrupted, iter_num, best_val_loss)
             if not self.ckpt_is_ours:
@@ -128,11 +127,16 @@ class Checkpointer:
         log.say(f"stopped at iteration {iter_num}, {text}")
         log.save_picture(last=True)
 
+    def has_no_place(self):
+        """Are both files of earlier runs? Then the state of this run has no place until it replaces ckpt.pt."""
+        return not self.ckpt_is_ours and self.exists(self.path) and self.exists(self.interrupted)
+
     def last_good(self):
         """A text that names the last good checkpoint of this run. It needs no other process."""
         if not (self.ckpt_is_ours or self.has_saved()) or not self.exists(self.path):
             return "this run has saved no checkpoint yet"
-        return f"the last good checkpoint is {self.path}: to go on from it, add --init_from=resume"
+        newest = self.interrupted if self.exists(self.interrupted) else self.path
+        return f"the last good checkpoint is {newest}: to go on from it, add --init_from=resume"
 
     def has_saved(self):
         """Has this run of several processes, before a restart or in process 0, saved the checkpoint in out_dir?"""
@@ -146,9 +150,12 @@ class Checkpointer:
 def run_name():
     """
     A name of this run of several processes, the same after a restart by torchrun; '' if this process runs alone.
-    torchrun's id alone is 'none' unless --standalone or --rdzv-id is given, so torchrun's process is part of the name.
+    torchrun's id is 'none' unless --standalone or --rdzv-id is given; the name then has the process of torchrun too.
     """
-    return f"{os.environ.get('TORCHELASTIC_RUN_ID', '')} {os.getppid()}" if 'RANK' in os.environ else ''
+    if 'RANK' not in os.environ:
+        return ''
+    run_id = os.environ.get('TORCHELASTIC_RUN_ID', 'none')
+    return run_id if run_id != 'none' else f'none {os.getppid()}'
 
 
 def n_restarts():

@@ -136,8 +136,8 @@ def use_onednn(model, dtype):
     if not torch.backends.mkldnn.is_available():
         raise ValueError("onednn=True, but this torch was built without oneDNN: give --onednn=False")
     if dtype == 'bfloat16' and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        raise ValueError("onednn=True with dtype=bfloat16 needs a processor with AVX-512 or better: give "
-                         "--dtype=float32")
+        raise ValueError("onednn=True with dtype=bfloat16 needs a processor that multiplies bfloat16 numbers: "
+                         "give --dtype=float32")
     by_mkl = mkl_is_fast()
     for module in model.modules():
         if dtype == 'float32' and not by_mkl and isinstance(module, nn.Linear):

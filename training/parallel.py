@@ -42,9 +42,9 @@ def join_processes(device, backend, way, world_size):
                              f"--nproc_per_node={n_gpus}")
         dev = f'cuda:{local_rank}'
         torch.cuda.set_device(dev)
-    elif dev.startswith('cuda') and world_size > 1:
-        raise ValueError(f"device={dev} is one GPU, and there are {world_size} processes: give --device=cuda, and each "
-                         "process takes its own")
+    elif dev.startswith('cuda') and int(os.environ.get('LOCAL_WORLD_SIZE', world_size)) > 1:
+        raise ValueError(f"device={dev} is one GPU, which the processes of this node would share: give --device=cuda, "
+                         "and each process takes its own")
     elif backend == 'nccl' and not dev.startswith('cuda'):
         raise ValueError(f"backend=nccl is for GPUs, and the device is {dev}: give --backend=gloo")
     backend = backend if backend != 'auto' else 'nccl' if dev.startswith('cuda') else 'gloo'
@@ -114,7 +114,9 @@ def agree(error):
 def is_lost_process(e):
     """Does this exception of torch say that another process cannot be reached any more?"""
     lost = r'connection (closed|reset)|no route to host|broken pipe|timed out|timeout|remote process exited|nccl'
-    return isinstance(e, RuntimeError) and bool(isinstance(e, dist.DistError) or re.search(lost, str(e).lower()))
+    text = str(e).lower()
+    found = isinstance(e, dist.DistError) or re.search(lost, text)
+    return isinstance(e, RuntimeError) and bool(found) and 'built in' not in text  # "doesn't have NCCL built in"
 
 
 def leave():
