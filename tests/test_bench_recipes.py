@@ -68,6 +68,16 @@ def test_each_recipe_has_the_seconds_of_nanogpts_run(small, monkeypatch):
     assert right.lines[2][0][-1] == 12 * 24 * 16
 
 
+def test_times_are_measured_again_where_the_figures_lack_a_recipe_or_are_of_another_machine(small, monkeypatch):
+    rows = [dict(task='char', recipe=name, iteration_s=0.5) for name in ("nanoGPT's loop", *small.timed)]
+    measured = [row | dict(iteration_s=0.1) for row in rows]
+    monkeypatch.setattr(recipes, 'steps_of', lambda name, asked: measured)
+    here = harness.describe_machine('cpu')
+    for kept, machine, seconds in ((rows, here, 0.5), (rows[:-1], here, 0.1), ([], here, 0.1), (rows, 'another', 0.1)):
+        monkeypatch.setattr(recipes, 'read_json', lambda path: dict(steps=dict(rows=kept, machine=machine)))
+        assert recipes.iterations_of('char', asked_for('char'))['the recipe + rope'] == (3, seconds)
+
+
 def test_steps_are_timed_in_turns(small):
     rows, = recipes.steps(asked_for('steps'))
     assert [row['recipe'] for row in rows] == ["nanoGPT's loop", 'nanoGPT', 'rope', 'the recipe', 'the recipe + rope']
