@@ -35,7 +35,7 @@ from training.checkpointer import (
 from training.cpu import keep_freed_memory, use_onednn
 from training.log import Log, start_wandb
 from training.optimizer import check_optimizer, make_optimizer
-from training.parallel import check_way, first_says, is_lost_process, join_processes, leave, shard
+from training.parallel import check_way, first_line, first_says, is_lost_process, join_processes, leave, shard
 from training.stopping import StopRequest
 
 out_dir = 'out'                # where ckpt.pt, log.csv and loss.png go
@@ -106,13 +106,12 @@ def main(config):
     checkpointer = checkpointer_of(parallel)(out_dir, resume=init_from == 'resume', writes=master and not eval_only)
     try:
         train(config, world_size, rank, stop, log, checkpointer)
-        if world_size > 1 or parallel == 'fsdp':
-            leave()  # now that the model is gone: DDP would end the group while it holds Python's lock
+        if dist.is_initialized():
+            leave()  # train() has freed the DDP model, which would end the group with Python's lock held
     except RuntimeError as e:
         if world_size == 1 or not is_lost_process(e):
             raise
-        reason = (str(e).splitlines() or [type(e).__name__])[0][:200]
-        raise ValueError(f"another process of this run has ended, or cannot be reached ({reason}); "
+        raise ValueError(f"another process of this run has ended, or cannot be reached ({first_line(e)}); "
                          + checkpointer.last_good()) from e
 
 
@@ -136,7 +135,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
     amp = autocast(dev, pick_dtype(dtype, dev))
     train_batches, eval_batches = build_batches(data_dir, raw_model.config.vocab_size, dev)
     first_iter, best_val_loss = resumed.get('iter_num', 0), float(resumed.get('best_val_loss', math.inf))
-    alone = world_size == 1 and parallel == 'ddp'
+    alone = not dist.is_initialized()
     if dev == 'cpu' and alone and not eval_only and ('threads' in resumed or first_iter < max_iters):
         choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
     eval_model, model = wrap_model(raw_model, dev, world_size, log.say)
@@ -198,10 +197,10 @@ def checkpointer_of(way):
 def go_on_after_a_restart(checkpointer, say):
     """If torchrun has restarted this run, after it has saved, go on from what it saved, whatever init_from is."""
     global init_from
-    checkpointer.run_name = first_says(checkpointer.run_name)
-    if first_says(n_restarts() > 0 and checkpointer.has_saved()) and init_from != 'resume':
+    checkpointer.run_name, saved = first_says((checkpointer.run_name, n_restarts() > 0 and checkpointer.has_saved()))
+    if saved and init_from != 'resume':
         init_from, checkpointer.ckpt_is_ours = 'resume', True
-        say(f"torchrun restarted this run (time {os.environ['TORCHELASTIC_RESTART_COUNT']}): it goes on from its last "
+        say(f"torchrun restarted this run (time {n_restarts()}): it goes on from its last "
             "checkpoint")
 
 
@@ -347,8 +346,8 @@ def open_log(log, checkpointer, config, iter_num):
     if not eval_only:
         checkpointer.take_folder()
         if checkpointer.has_no_place():
-            log.say(f"{out_dir} has a checkpoint and the state of an interrupted run: both stay until this run saves, "
-                    "and if it is stopped before that, it is not saved")
+            log.say(f"{out_dir} has a checkpoint and an interrupted state of earlier runs: both stay until this run "
+                    "saves, and a stop before that saves nothing")
         log.open_files(out_dir, iter_num, max_iters)
     log.start_clock(iter_num)
 
@@ -401,7 +400,7 @@ def optimizer_step(model, optimizer, scaler, amp, batches, iter_num, rank, world
     One update of the weights. Returns the mean loss of gradient_accumulation_steps batches, which the processes share
     out. FloatingPointError, before the weights are changed, if it is not finite.
     """
-    if world_size > 1 or parallel == 'fsdp':  # dropout: different in each process, the same in a resumed run
+    if dist.is_initialized():  # dropout: different in each process, the same in a resumed run
         torch.manual_seed(hash((seed, iter_num, rank)))
     micro_steps = gradient_accumulation_steps // world_size
     loss_sum = torch.zeros((), device=batches.device)

@@ -5,10 +5,10 @@ What a setting brings to training in equal seconds: each change of the recipe al
 
 All models are trained by train.py, in folders of their own; runs that are there already are not made again. nanoGPT's
 run has a number of iterations, see TASKS. Every other recipe has as many as take the same seconds: they are computed
-from the time of an iteration, measured in turns, so that other programs on the machine do not change them. (For the
-same reason all trainings use oneDNN: it changes last bits only, and halves the time on AMD's processors.) Learning
+from the time of an iteration, measured in turns, so that other programs on the machine do not change them. (Trainings
+are not timed, so all use oneDNN, which changes last bits only, and halves the time on AMD's processors.) Learning
 rates of both sides are swept with one seed; the best of nanoGPT's and the best of the recipe's train with all seeds.
-The loss is in nats a token, of the whole validation text, or of its first VALIDATION tokens.
+The loss is in nats a token, over the validation text, at most its first VALIDATION tokens.
 """
 import csv
 import math
@@ -22,11 +22,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-import checkpoint as checkpoints
 import device as devices
 from benchmarks.harness import Case, Panel, Part, describe_machine, read_json, take_turns
 from benchmarks.loss import nats
-from benchmarks.trained import train_once
+from benchmarks.trained import load_trained, train_once
 from model import GPT, GPTConfig
 from training.batches import Batches, open_tokens, prepare, vocab_size_of
 from training.cpu import use_onednn
@@ -35,11 +34,11 @@ from training.optimizer import make_optimizer
 PICTURE, CPU_ONLY = 'recipes.png', "the models are trained"
 FOLDER = os.path.join('out-bench', 'recipes')
 TIMED = 0.5  # seconds of a timed run, at least
-NANOGPT_RATE, BEST = 'nanoGPT, 0.001', 'nanoGPT, best rate'
+NANOGPT_RATE = 'nanoGPT, 0.001'
 CURVE = 20  # evaluations of a run
 VALIDATION = 2**17  # tokens, at most
 
-# these are settings of train.py: those of nanoGPT for a CPU, and what each recipe changes
+# settings of train.py: NANOGPT has nanoGPT's for a CPU, the others are changes to them
 NANOGPT = dict(block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128, dropout=0.0, bias=False,
                learning_rate=1e-3, min_lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.99, warmup_iters=100)
 RATES = [dict(learning_rate=rate) for rate in (3e-4, 6e-4, 1e-3, 3e-3, 6e-3, 1e-2)]
@@ -95,7 +94,7 @@ TASKS = dict(
     larger=Task('data/shakespeare_char', NANOGPT | WARMUP | dict(n_layer=6, n_head=6, n_embd=384, block_size=256,
                                                                  batch_size=4), 500, RECIPE | dict(batch_size=8), {},
                 RATES[:4], RECIPE_RATES[:2]),
-    words=Task('data/shakespeare', NANOGPT | WARMUP, 200, RECIPE, {}, RATES[1:5]),  # a short text: lower rates
+    words=Task('data/shakespeare', NANOGPT | WARMUP, 200, RECIPE, {}, RATES[1:5]),  # lower: the text is short
     docs=Task('data/docstrings', NANOGPT | WARMUP, 200, RECIPE,
               {name: CHANGES[name] for name in ('oneDNN, bfloat16', 'Muon', 'rope', 'batch of 24')}),
 )
@@ -187,13 +186,13 @@ def steps(asked):
 
 def iterations_of(name, asked):
     """{recipe: (how many iterations take as long as nanoGPT's run, the seconds of one)} of a task, by `steps`."""
-    before = read_json(asked.json).get('steps', {})
+    task, before = TASKS[name], read_json(asked.json).get('steps', {})
     rows = [row for row in before.get('rows', []) if row['task'] == name]
-    if not {*TASKS[name].timed} <= {row['recipe'] for row in rows} or before['machine'] != describe_machine('cpu'):
+    if not task.timed.keys() <= {row['recipe'] for row in rows} or before['machine'] != describe_machine('cpu'):
         rows = steps_of(name, asked)
     seconds = {row['recipe']: row['iteration_s'] for row in rows}
-    n = asked.iterations or TASKS[name].iterations
-    return {name: (max(1, round(n * seconds["nanoGPT's loop"] / s)), s) for name, s in seconds.items()}
+    in_all = (asked.iterations or task.iterations) * seconds["nanoGPT's loop"]
+    return {recipe: (max(1, round(in_all / s)), s) for recipe, s in seconds.items()}
 
 
 def train(task, settings, seed, iterations):
@@ -230,7 +229,7 @@ def row_of(task, name, settings, seeds, iterations, iteration_s):
     to the goal of the task; curve: iterations, and the mean losses over the seeds on some batches of the text.
     """
     folders = [train(task, settings, seed, iterations) for seed in seeds]
-    models = [checkpoints.build(checkpoints.load(os.path.join(f, 'ckpt.pt')), GPT, GPTConfig).eval() for f in folders]
+    models = [load_trained(folder) for folder in folders]
     curves, T, s = [curve(folder) for folder in folders], models[0].config.block_size, task.nanogpt | settings
     tokens = torch.from_numpy(open_tokens(task.data, 'val', T)[:VALIDATION].astype(np.int64))
     val = [nats(model, tokens.unfold(0, T + 1, T)).mean().item() for model in models]
@@ -262,7 +261,7 @@ def losses(name, asked):
         return min(swept, key=lambda each: each[0]['mean'])[1]
 
     best = yield from sweep('nanoGPT', task.rates)
-    yield [row(BEST, best, 'nanoGPT', seeds)]
+    yield [row('nanoGPT, best rate', best, 'nanoGPT', seeds)]
     for change, settings in task.changes.items():
         yield [row(f'+ {change}', best | settings, change)]
     best = yield from sweep('the recipe', task.recipe_rates)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import checkpoint as checkpoints
+from model import GPT, GPTConfig
 
 
 def train_once(folder, settings):
@@ -21,6 +22,11 @@ def train_once(folder, settings):
     if done.returncode or not is_trained(folder, settings):
         reason = (done.stderr.strip() or 'it was stopped').splitlines()[-1]
         raise ValueError(f"{' '.join(command)} failed: {reason}")
+
+
+def load_trained(folder):
+    """The model that `train_once` has trained in a folder, in eval mode."""
+    return checkpoints.build(checkpoints.load(os.path.join(folder, 'ckpt.pt')), GPT, GPTConfig).eval()
 
 
 def is_trained(folder, settings):

@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 
 import checkpoint as checkpoints
+from tokenizer import read_text
 from whole_file import lock_folder, replacing
 
 INTERRUPTED = 'ckpt_interrupted.pt'
-RUN = '.torchrun'  # in out_dir: the `run_name` that the checkpoint there was saved with
+RUN = '.torchrun'  # in out_dir: the `run_name` of the run that saved the checkpoint there
 # what the weights were trained with; block_size may be cropped, and dropout is free
 SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias', 'position', 'rope_theta', 'n_kv_head', 'window', 'n_sink', 'gelu',
          'norm', 'norm_eps', 'mlp', 'n_inner', 'head_dim', 'tied', 'qkv_bias', 'qk_norm', 'rope_scaling')
@@ -31,7 +32,7 @@ class Checkpointer:
     def __init__(self, out_dir, resume, writes):
         self.out_dir, self.ckpt_is_ours, self.writes, self.lock = out_dir, resume, writes, None
         self.path, self.interrupted = (os.path.join(out_dir, name) for name in self.names)
-        self.run_name = run_name()
+        self.run_name, self.run_file = run_name(), os.path.join(out_dir, RUN)
         if writes and os.path.isdir(out_dir):
             self.take_folder()
 
@@ -39,10 +40,10 @@ class Checkpointer:
         """Make and lock out_dir, if that was not done before. ValueError if another process has locked it."""
         os.makedirs(self.out_dir, exist_ok=True)
         self.lock = self.lock or lock_folder(self.out_dir)
-        self.remove_leftovers()
-        run = os.path.join(self.out_dir, RUN)
-        if n_restarts() == 0 and os.path.exists(run):
-            os.remove(run)
+        for path in self.path, self.interrupted:
+            self.remove_leftovers(path)
+        if n_restarts() == 0 and os.path.exists(self.run_file):
+            os.remove(self.run_file)
 
     def track(self, model, optimizer, scaler, config, tokenizer_state):
         """Store the objects that every checkpoint is made from."""
@@ -78,7 +79,7 @@ class Checkpointer:
             'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
             **self.contents(iter_num, best_val_loss),
             'rng': {'torch': torch.get_rng_state(), 'cuda': cuda_rng_states()},
-            **({} if dist.is_initialized() else {'threads': torch.get_num_threads()}),  # torchrun gives a process one
+            **({} if dist.is_initialized() else {'threads': torch.get_num_threads()}),  # torchrun sets it to 1
         }, path)
 
     def remove(self, path):
@@ -86,17 +87,16 @@ class Checkpointer:
         if os.path.exists(path):
             os.remove(path)
 
-    def remove_leftovers(self):
-        """Remove what a run left that was killed while it saved."""
-        for path in self.path, self.interrupted:
-            for leftover in glob.glob(glob.escape(path) + '.*.tmp'):
-                os.remove(leftover)
+    def remove_leftovers(self, path):
+        """Remove what a run left that was killed while it saved to path."""
+        for leftover in glob.glob(glob.escape(path) + '.*.tmp'):
+            os.remove(leftover)
 
     def save(self, iter_num, best_val_loss):
         """Save to ckpt.pt, and return its path."""
         self.write(self.path, iter_num, best_val_loss)
         if self.run_name and not self.ckpt_is_ours and self.writes:
-            with replacing(os.path.join(self.out_dir, RUN), 'w') as f:
+            with replacing(self.run_file, 'w') as f:
                 f.write(self.run_name)
         self.ckpt_is_ours = True
         self.remove(self.interrupted)  # it is older, or belongs to a run whose ckpt.pt was just replaced
@@ -104,9 +104,9 @@ class Checkpointer:
 
     def save_interrupted(self, log, iter_num, best_val_loss, first_iter, replace):
         """
-        Save the state of a run that was asked to stop, if this process saves at all, and say where it is. To ckpt.pt if
-        there is none, or if it belongs to this run and may be replaced; else to ckpt_interrupted.pt, unless that is the
-        state of an earlier run.
+        Save the state of a run that was asked to stop, if this process saves at all, and say where: in ckpt.pt if
+        there is none, or if ckpt.pt belongs to this run and may be replaced; else in ckpt_interrupted.pt. If both are
+        of earlier runs, nothing is saved.
         """
         if not self.saves:
             return
@@ -115,42 +115,39 @@ class Checkpointer:
         if iter_num == first_iter:
             log.say(f"stopped at iteration {iter_num}, before an iteration was done: there is nothing to save")
             return
-        text = f"saved to {self.interrupted}; to go on, add --init_from=resume"
+        go_on = "; to go on, add --init_from=resume"
         if not self.agreed(self.exists(self.path)) or self.ckpt_is_ours and replace:
-            text = f"saved to {self.save(iter_num, best_val_loss)}; to go on, add --init_from=resume"
+            text = f"saved to {self.save(iter_num, best_val_loss)}{go_on}"
         elif self.agreed(self.has_no_place()):
-            text = f"not saved: {self.path} and {self.interrupted} are of earlier runs; give this one another --out_dir"
+            text = f"not saved: {self.path} and {self.interrupted} are of earlier runs; use another --out_dir"
         else:
             self.write(self.interrupted, iter_num, best_val_loss)
+            text = f"saved to {self.interrupted}{go_on}"
             if not self.ckpt_is_ours:
                 text += f" and first move it over {self.path}, which is of an earlier run"
         log.say(f"stopped at iteration {iter_num}, {text}")
         log.save_picture(last=True)
 
     def has_no_place(self):
-        """Are both files of earlier runs? Then the state of this run has no place until it replaces ckpt.pt."""
+        """Are both files of earlier runs? Then an interruption saves nothing until this run replaces ckpt.pt."""
         return not self.ckpt_is_ours and self.exists(self.path) and self.exists(self.interrupted)
 
     def last_good(self):
-        """A text that names the last good checkpoint of this run. It needs no other process."""
-        if not (self.ckpt_is_ours or self.has_saved()) or not self.exists(self.path):
-            return "this run has saved no checkpoint yet"
-        newest = self.interrupted if self.exists(self.interrupted) else self.path
-        return f"the last good checkpoint is {newest}: to go on from it, add --init_from=resume"
+        """A text that names the last good checkpoint of this run, found without the other processes."""
+        if (self.ckpt_is_ours or self.has_saved()) and self.exists(self.path):
+            newest = self.interrupted if self.exists(self.interrupted) else self.path
+            return f"the last good checkpoint is {newest}: to go on from it, add --init_from=resume"
+        return "this run has saved no checkpoint yet"
 
     def has_saved(self):
-        """Has this run of several processes, before a restart or in process 0, saved the checkpoint in out_dir?"""
-        path = os.path.join(self.out_dir, RUN)
-        if not self.run_name or not os.path.exists(path):
-            return False
-        with open(path) as f:
-            return f.read() == self.run_name
+        """Did this run of several processes save the checkpoint in out_dir, before a restart or in process 0?"""
+        return os.path.exists(self.run_file) and read_text(self.run_file) == self.run_name
 
 
 def run_name():
     """
     A name of this run of several processes, the same after a restart by torchrun; '' if this process runs alone.
-    torchrun's id is 'none' unless --standalone or --rdzv-id is given; the name then has the process of torchrun too.
+    It is torchrun's id. Without --standalone or --rdzv-id that is 'none', and the number of torchrun's process follows.
     """
     if 'RANK' not in os.environ:
         return ''
@@ -196,15 +193,20 @@ def settle_shape(config, model_config, source, say):
         config[name] = fixed
 
 
+def optimizer_of(checkpoint, path='the checkpoint'):
+    """The optimizer whose state a checkpoint has: adamw or muon. ValueError if it has no such state."""
+    if 'optimizer' not in checkpoint:
+        raise ValueError(f"{path} has no optimizer state, so it cannot be resumed: use a ckpt.pt that train.py has "
+                         "written")
+    return checkpoint.get('config', {}).get('optimizer', 'adamw')
+
+
 def resume_optimizer(config, optimizer, scaler, resumed, say):
     """
     Load the checkpoint's moments and loss scale. Weight decays and the betas are the checkpoint's, unless a config file
     or the command line gives them. ValueError if the checkpoint does not fit the optimizer.
     """
-    if 'optimizer' not in resumed:
-        raise ValueError("the checkpoint has no optimizer state, which a run needs to go on: take a ckpt.pt that "
-                         "train.py has written")
-    before = resumed.get('config', {}).get('optimizer', 'adamw')
+    before = optimizer_of(resumed)
     if before != config['optimizer']:
         raise ValueError(f"optimizer is {config['optimizer']}, but the run before had {before}: resume it with "
                          f"--optimizer={before}")

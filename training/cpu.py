@@ -4,12 +4,12 @@ The training step on a CPU: it keeps freed memory, oneDNN multiplies matrices, a
 torch multiplies float32 matrices by MKL, which on processors that are not Intel's uses half of the width of their
 vectors: on an AMD EPYC (Zen 5) oneDNN is 2.2 times as fast. The sums are rounded in another order. On Intel's
 processors MKL is faster than oneDNN (up to 1.6 times, on a Xeon with AMX), and the linears of the model keep using it.
-In the loss in parts the two differ by 5 % there, and oneDNN is used everywhere.
+The loss in parts uses oneDNN on every processor: its time with MKL differs by 5 % on that Xeon.
 
 The logits of 1,536 tokens and a vocabulary of 50,304 take 309 MB, and their gradient as many again. `PartedLoss`
-computes loss and gradient of a part that stays in the processor's caches, and then those of the next one. Forward and
-backward pass of a small model then take 0.56 s instead of 0.96 s in bfloat16, and 0.87 s instead of 1.2 s in float32
-(one thread of an Intel Xeon with AMX), and on the EPYC a quarter and four tenths of the time.
+computes loss and gradient of a part that stays in the processor's caches, and then those of the next one. On one thread
+of that Xeon, forward and backward pass of a small model take 0.56 s instead of 0.96 s in bfloat16, and 0.87 s instead
+of 1.2 s in float32. On the EPYC they take a quarter of the time in bfloat16, and four tenths in float32.
 """
 import ctypes
 import platform
@@ -25,10 +25,10 @@ PART_BYTES = 3 * 2**23  # of the float32 logits of a part; a quarter and four ti
 
 def keep_freed_memory():
     """
-    Let glibc keep what an iteration frees for the next one. By default it gives most of that back to the system, and
-    the next iteration waits for cleared pages: 8 % of the time of a small model (median of 8 pairs of runs, from -2 to
-    18 %). Tensors of more than 32 MB are still given back: if they were kept, they would leave gaps. Other C libraries
-    stay as they are.
+    Let glibc keep freed memory for the next iteration. By default it gives most of that back to the system, and the
+    next iteration waits for cleared pages: 8 % of the time of a small model (median of 8 pairs of runs, from -2 to
+    18 %). Tensors of more than 32 MB are still given back, because they would leave gaps. Other C libraries are not
+    changed.
     """
     if platform.libc_ver()[0] == 'glibc':
         libc = ctypes.CDLL(None)
@@ -76,7 +76,7 @@ def in_float32(attend):
 
 class PartedLoss(torch.autograd.Function):
     """
-    Computes the mean cross entropy of the logits x weight^T, and the gradients of x and weight.
+    Computes the mean cross entropy of the logits x @ weight.T, and the gradients of x and weight.
 
     x (N, C) and weight (vocab_size, C), float32; targets (N,), int64, where -1 is not scored. rows: of x, in a part.
     dtype: of the products. The gradient of weight is summed over the parts in float32. gradients: are they needed?
@@ -107,7 +107,7 @@ class PartedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_weight, n = ctx.saved_tensors
-        # autograd adds this to the embedding's gradient, which takes 100 ms if one of the two is transposed
+        # contiguous: autograd adds it to the embedding's gradient, which takes 100 ms if one is transposed
         return grad_x * (grad / n), grad_weight.t().contiguous().mul_(grad / n), None, None, None, None
 
 
@@ -127,17 +127,16 @@ def in_parts(model, dtype):
 
 def use_onednn(model, dtype):
     """
-    Let a GPT on a CPU compute its linears by oneDNN, unless MKL is faster, and losses in parts. In bfloat16 torch takes
-    oneDNN by itself, and attention is computed in float32. ValueError for float16, if this torch has no oneDNN, and for
-    bfloat16 if oneDNN cannot multiply in it on this processor.
+    Let a GPT on a CPU compute losses in parts, and its linears by oneDNN, unless MKL is faster. In bfloat16 torch takes
+    oneDNN by itself, and attention is computed in float32. ValueError for float16, for a torch without oneDNN, and for
+    bfloat16 on a processor for which oneDNN has no bfloat16.
     """
     if dtype == 'float16':
         raise ValueError(f"onednn=True is for dtype=float32 and bfloat16, not {dtype}: give --onednn=False")
     if not torch.backends.mkldnn.is_available():
         raise ValueError("onednn=True, but this torch was built without oneDNN: give --onednn=False")
     if dtype == 'bfloat16' and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        raise ValueError("onednn=True with dtype=bfloat16 needs a processor that multiplies bfloat16 numbers: "
-                         "give --dtype=float32")
+        raise ValueError("onednn=True, but oneDNN has no bfloat16 for this processor: give --dtype=float32")
     by_mkl = mkl_is_fast()
     for module in model.modules():
         if dtype == 'float32' and not by_mkl and isinstance(module, nn.Linear):

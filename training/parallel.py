@@ -35,19 +35,20 @@ def join_processes(device, backend, way, world_size):
     dev = pick_device(device)
     if world_size == 1 and way == 'ddp':
         return dev
+    on_gpu = dev.startswith('cuda')
+    if backend == 'auto':
+        backend = 'nccl' if on_gpu else 'gloo'
+    elif backend == 'nccl' and not on_gpu:
+        raise ValueError(f"backend=nccl needs device cuda, not {dev}: give --backend=gloo")
     if dev == 'cuda':
         local_rank, n_gpus = int(os.environ['LOCAL_RANK']), torch.cuda.device_count()
         if local_rank >= n_gpus:
-            raise ValueError(f"torchrun started more processes on this node than it has GPUs, {n_gpus}: give "
-                             f"--nproc_per_node={n_gpus}")
+            raise ValueError(f"this node has more processes than GPUs ({n_gpus}): give --nproc_per_node={n_gpus}")
         dev = f'cuda:{local_rank}'
         torch.cuda.set_device(dev)
-    elif dev.startswith('cuda') and int(os.environ.get('LOCAL_WORLD_SIZE', world_size)) > 1:
-        raise ValueError(f"device={dev} is one GPU, which the processes of this node would share: give --device=cuda, "
-                         "and each process takes its own")
-    elif backend == 'nccl' and not dev.startswith('cuda'):
-        raise ValueError(f"backend=nccl is for GPUs, and the device is {dev}: give --backend=gloo")
-    backend = backend if backend != 'auto' else 'nccl' if dev.startswith('cuda') else 'gloo'
+    elif on_gpu and int(os.environ.get('LOCAL_WORLD_SIZE', world_size)) > 1:
+        raise ValueError(f"device={dev} is one GPU, but this node has several processes: give --device=cuda, which "
+                         "is another GPU for each")
     if not n_restarts():
         dist.init_process_group(backend)
     else:  # torchrun's store still has the addresses of the processes before the restart: another prefix hides them
@@ -63,10 +64,10 @@ def shard(model, device, dtype, compile):
 
     A block's matrices are gathered when it runs, forward or backward, and freed behind it. Their gradients are averaged
     over the processes, in float32, and each process keeps those of its rows. So an optimizer that is made afterwards
-    has a part of the state too. With dtype bfloat16 or float16 the matrices are gathered in it, and so are the norms of
-    queries and keys, which are inside of attention. Everything else (norms, embeddings, and lm_head, which may be the
-    same tensor) is gathered in float32, once a pass. So norms and the residual stream are computed as with autocast
-    alone. compile: whether to compile attention and MLPs.
+    has a part of the state too. With dtype bfloat16 or float16 the matrices are gathered in that dtype, and so are the
+    norms of queries and keys (parts of attention). Everything else (other norms, embeddings, and lm_head, which may be
+    the same tensor) is gathered in float32, once a pass. So other norms and the residual stream are computed as with
+    autocast alone. compile: whether to compile attention and MLPs.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # a second: only where it is used
@@ -113,10 +114,14 @@ def agree(error):
 
 def is_lost_process(e):
     """Does this exception of torch say that another process cannot be reached any more?"""
-    lost = r'connection (closed|reset)|no route to host|broken pipe|timed out|timeout|remote process exited|nccl'
-    text = str(e).lower()
-    found = isinstance(e, dist.DistError) or re.search(lost, text)
-    return isinstance(e, RuntimeError) and bool(found) and 'built in' not in text  # "doesn't have NCCL built in"
+    lost = (r'connection (closed|reset)|no route to host|broken pipe|timed out|timeout|remote process exited|'
+            r'nccl(?! built in)')  # "doesn't have NCCL built in"
+    return isinstance(e, dist.DistError) or isinstance(e, RuntimeError) and bool(re.search(lost, str(e).lower()))
+
+
+def first_line(e):
+    """The first line of the text of an exception, or its type if it has no text."""
+    return (str(e).splitlines() or [type(e).__name__])[0][:200]
 
 
 def leave():

@@ -29,7 +29,7 @@ import checkpoint as checkpoints
 from device import meta_model
 from training import checkpointer
 from training.checkpointer import Checkpointer
-from training.parallel import agree, all_say, first_says
+from training.parallel import agree, all_say, first_line, first_says
 from whole_file import replacing
 
 FOLDER, INTERRUPTED, INDEX = 'ckpt', 'ckpt_interrupted', 'index.json'
@@ -108,7 +108,7 @@ def reason_of(e):
     """The first line of an exception, for one of torch.distributed.checkpoint of the first process that failed."""
     if isinstance(e, CheckpointException):
         e = next(iter(e.failures.values()))[0]
-    return (str(e).splitlines() or [type(e).__name__])[0][:200]
+    return first_line(e)
 
 
 def remove_leftovers(folder):
@@ -127,7 +127,7 @@ def read_index(folder):
     """
     path = os.path.join(folder, INDEX)
     if not os.path.isfile(path):
-        raise ValueError(f"no {path}: {folder} is no sharded checkpoint; train one first, with --parallel=fsdp")
+        raise ValueError(f"there is no {path}, which a sharded checkpoint has: train one with --parallel=fsdp")
     try:
         with open(path, encoding='utf-8') as f:
             index = json.load(f)
@@ -135,7 +135,8 @@ def read_index(folder):
         if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in kinds.items()):
             raise ValueError(f"it must have {', '.join(kinds)}")
         if not SHARDS.fullmatch(index['shards']):
-            raise ValueError(f"its shards are {index['shards'][:50]!r}, no name that train.py gives")
+            raise ValueError(f"its shards are {index['shards'][:50]!r}, which is no name that train.py gives, "
+                             "such as 00000010-0123abcd")
         for name, (dtype, *shape) in index['tensors'].items():
             if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
                 raise ValueError(f"{name} is described as {[dtype, *shape]}")
@@ -288,10 +289,9 @@ class ShardedCheckpointer(Checkpointer):
                 os.remove(os.path.join(path, INDEX))  # first: without it the folder is no checkpoint
             shutil.rmtree(path)
 
-    def remove_leftovers(self):
-        for path in self.path, self.interrupted:
-            if os.path.isdir(path):
-                remove_leftovers(path)
+    def remove_leftovers(self, path):
+        if os.path.isdir(path):
+            remove_leftovers(path)
 
 
 def check_older(path, iter_num, new_iter_num):
@@ -328,12 +328,9 @@ def to_shards(out_dir, GPT, GPTConfig):
     """
     checkpoint, path = checkpointer.load_furthest(out_dir, 'cpu')
     folder = os.path.join(out_dir, FOLDER)
-    if 'optimizer' not in checkpoint:
-        raise ValueError(f"{path} has no optimizer state, which a run needs to go on: take a ckpt.pt that train.py has "
-                         "written")
-    if checkpoint.get('config', {}).get('optimizer') == 'muon':
-        raise ValueError(f"{path} is of a run with optimizer=muon, which needs whole matrices: go on without "
-                         "--parallel=fsdp")
+    if checkpointer.optimizer_of(checkpoint, path) == 'muon':
+        raise ValueError(f"{path} was saved with optimizer=muon, which needs whole matrices, not shards: resume it "
+                         "without --parallel=fsdp")
     if exists(folder):
         before, before_folder = load_furthest(out_dir)
         check_older(before_folder, before['checkpoint'].get('iter_num', 0), checkpoint.get('iter_num', 0))

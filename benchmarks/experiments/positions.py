@@ -14,12 +14,10 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-import checkpoint as checkpoints
 from benchmarks.harness import Panel, Part
 from benchmarks.loss import nats
 from benchmarks.shapes import cache_bytes
-from benchmarks.trained import train_once
-from model import GPT, GPTConfig
+from benchmarks.trained import load_trained, train_once
 from training.batches import open_tokens, prepare
 
 PICTURE, CPU_ONLY = 'positions.png', "the models are trained and measured"
@@ -60,7 +58,7 @@ def train(name, seed, iterations):
 
 def load(name, seed):
     """A trained model, in eval mode."""
-    return checkpoints.build(checkpoints.load(os.path.join(folder_of(name, seed), 'ckpt.pt')), GPT, GPTConfig).eval()
+    return load_trained(folder_of(name, seed))
 
 
 def validation_text(least):

@@ -15,8 +15,8 @@ GGUF = 'model.gguf'
 
 def model_params():
     """
-    llama.cpp's default parameters of a model, but if it was built for Intel's AMX, it must not arrange weights for it:
-    it crashes on them (https://github.com/ggml-org/llama.cpp/issues/20824).
+    llama.cpp's default parameters of a model. In builds for Intel's AMX, weights are not rearranged for AMX, because
+    llama.cpp crashes on such weights (https://github.com/ggml-org/llama.cpp/issues/20824).
     """
     import llama_cpp
     params = llama_cpp.llama_model_default_params()
