@@ -254,7 +254,7 @@ print((process_bytes() - before) / 2**20)
 
 @pytest.mark.skipif(platform.libc_ver()[0] != 'glibc', reason="needs glibc")
 def test_memory_of_an_iteration_stays_for_the_next():
-    """64 MB are allocated in tensors of 1 MB, and freed. By default the process would have none of it then."""
+    """The process keeps 64 MB that were freed in tensors of 1 MB. By default glibc may give them back."""
     assert float(run(ROOT, '-c', KEPT).stdout) > 48
 
 

@@ -112,7 +112,7 @@ def test_a_restarted_run_goes_on_from_its_own_checkpoint_only(tmp_path, monkeypa
     assert ours.has_saved() and ours.last_good().startswith(f'the last good checkpoint is {path}')
     checkpointer.Checkpointer(str(folder), resume=False, writes=True).lock.release()
     assert written.exists()
-    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '0')  # the first start forgets the run before
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '0')  # the first start removes an earlier run's name
     checkpointer.Checkpointer(str(folder), resume=False, writes=True)
     assert not written.exists()
 

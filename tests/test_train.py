@@ -179,7 +179,7 @@ def test_an_interruption_never_costs_the_best_model(repo):
     assert best['iter_num'] <= interrupted['iter_num']
     resumed = train(repo, '--init_from=resume', f"--max_iters={interrupted['iter_num'] + 1}", *settings)
     assert f"at iteration {interrupted['iter_num']}" in resumed.stdout or best['iter_num'] == interrupted['iter_num']
-    # nor does a second one, nor an interrupted run that has nothing to do with it, which keeps the other's state too
+    # a second interruption leaves ckpt.pt as it is, and so does another run, which also leaves the interrupted state
     whole, state = (repo / 'out' / 'ckpt.pt').read_bytes(), repo / 'out' / 'ckpt_interrupted.pt'
     for init_from, says in (('resume', 'saved to out/ckpt_interrupted.pt'), ('scratch', 'not saved: out/ckpt.pt and'),
                             ('scratch', 'first move it over out/ckpt.pt, which is of an earlier run')):
@@ -227,7 +227,7 @@ def test_two_processes_compute_what_one_does(repo, settings):
             assert a[column] == b[column] == '' or float(a[column]) == pytest.approx(float(b[column]), abs=2e-5), (a, b)
     a, b = (checkpoints.load(str(repo / name / 'ckpt.pt')) for name in ('one', 'two'))
     assert all(torch.allclose(w, b['model'][name], atol=1e-4) for name, w in a['model'].items())
-    assert 'threads' in a and 'threads' not in b  # torchrun gives each process one, which one alone should not keep
+    assert 'threads' in a and 'threads' not in b  # torchrun sets it to 1
 
 
 DIES_EARLY = """
@@ -248,7 +248,7 @@ def test_a_process_that_is_lost_before_the_first_iteration_is_one_line(repo):
     first, _ = in_two_processes(repo, 'dies_early.py', 'train.py', *TINY, '--gradient_accumulation_steps=2')
     last = first.stderr.strip().splitlines()[-1]
     assert first.returncode == 2 and 'Traceback' not in first.stderr and 'another process of this run' in last
-    assert 'has saved no checkpoint' in last and '--init_from' not in last  # the one in out is of another run
+    assert 'has saved no checkpoint' in last and '--init_from' not in last  # the checkpoint in out is of another run
 
 
 def test_two_processes_end(repo):
