@@ -200,8 +200,7 @@ def go_on_after_a_restart(checkpointer, say):
     checkpointer.run_name, saved = first_says((checkpointer.run_name, n_restarts() > 0 and checkpointer.has_saved()))
     if saved and init_from != 'resume':
         init_from, checkpointer.ckpt_is_ours = 'resume', True
-        say(f"torchrun restarted this run (time {n_restarts()}): it goes on from its last "
-            "checkpoint")
+        say(f"torchrun restarted this run (time {n_restarts()}): it goes on from its last checkpoint")
 
 
 def new_config(vocab_size):
