@@ -30,7 +30,12 @@ def save(checkpoint, path):
         with replacing(path) as f:
             torch.save(checkpoint, f)
     except (OSError, RuntimeError) as e:  # torch's zip writer raises RuntimeError when the disk is full
-        raise OSError(f"{path} could not be written, is the disk full? ({str(e).splitlines()[0]})") from e
+        raise OSError(f"{path} could not be written, is the disk full? ({first_line(e)})") from e
+
+
+def first_line(e):
+    """The first line of the text of an exception, at most 200 characters; its type if it has no text."""
+    return (str(e).splitlines() or [type(e).__name__])[0][:200]
 
 
 def load(path, device='cpu'):
@@ -55,8 +60,8 @@ def load(path, device='cpu'):
         except MemoryError:
             raise
         except Exception as e:  # zip errors, unpickling errors, EOFError and others: all mean that the file is damaged
-            reason = str(e).splitlines()[0] if isinstance(e, ValueError) else type(e).__name__
-            raise ValueError(f"{path} cannot be read ({reason[:200]}): it is damaged, or holds more than tensors and "
+            reason = first_line(e) if isinstance(e, ValueError) else type(e).__name__
+            raise ValueError(f"{path} cannot be read ({reason}): it is damaged, or holds more than tensors and "
                              "plain values; use another copy, or train again") from e
     try:
         check_contents(checkpoint)

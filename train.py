@@ -27,7 +27,6 @@ from training.checkpointer import (
     SHAPE,
     Checkpointer,
     load_furthest,
-    n_restarts,
     restore_rng,
     resume_optimizer,
     settle_shape,
@@ -35,7 +34,7 @@ from training.checkpointer import (
 from training.cpu import keep_freed_memory, use_onednn
 from training.log import Log, start_wandb
 from training.optimizer import check_optimizer, make_optimizer
-from training.parallel import check_way, first_line, first_says, is_lost_process, join_processes, leave, shard
+from training.parallel import check_way, first_says, is_lost_process, join_processes, leave, n_restarts, shard
 from training.stopping import StopRequest
 
 out_dir = 'out'                # where ckpt.pt, log.csv and loss.png go
@@ -107,11 +106,11 @@ def main(config):
     try:
         train(config, world_size, rank, stop, log, checkpointer)
         if dist.is_initialized():
-            leave()  # train() has freed the DDP model, which would end the group with Python's lock held
+            leave()  # not in train(): a DDP model that is still alive ends the group while it holds Python's lock
     except RuntimeError as e:
         if world_size == 1 or not is_lost_process(e):
             raise
-        raise ValueError(f"another process of this run has ended, or cannot be reached ({first_line(e)}); "
+        raise ValueError(f"another process of this run has ended, or cannot be reached ({checkpoints.first_line(e)}); "
                          + checkpointer.last_good()) from e
 
 
@@ -200,7 +199,7 @@ def go_on_after_a_restart(checkpointer, say):
     checkpointer.run_name, saved = first_says((checkpointer.run_name, n_restarts() > 0 and checkpointer.has_saved()))
     if saved and init_from != 'resume':
         init_from, checkpointer.ckpt_is_ours = 'resume', True
-        say(f"torchrun restarted this run (time {n_restarts()}): it goes on from its last checkpoint")
+        say(f"torchrun restarted this run (restart {n_restarts()}): it goes on from its last checkpoint")
 
 
 def new_config(vocab_size):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 import checkpoint as checkpoints
 from tokenizer import read_text
+from training.parallel import n_restarts, run_name
 from whole_file import lock_folder, replacing
 
 INTERRUPTED = 'ckpt_interrupted.pt'
@@ -64,7 +65,7 @@ class Checkpointer:
         return self.writes
 
     def agreed(self, value):
-        """What all processes that save go by, where they may see different values."""
+        """One value for all processes that save, each of which may have seen another."""
         return value
 
     def exists(self, path):
@@ -79,7 +80,8 @@ class Checkpointer:
             'model': self.model.state_dict(), 'optimizer': self.optimizer.state_dict(),
             **self.contents(iter_num, best_val_loss),
             'rng': {'torch': torch.get_rng_state(), 'cuda': cuda_rng_states()},
-            **({} if dist.is_initialized() else {'threads': torch.get_num_threads()}),  # torchrun sets it to 1
+            # torchrun gives each of several processes one thread, and a later run of one process should not keep that
+            **({} if dist.is_initialized() else {'threads': torch.get_num_threads()}),
         }, path)
 
     def remove(self, path):
@@ -96,7 +98,7 @@ class Checkpointer:
         """Save to ckpt.pt, and return its path."""
         self.write(self.path, iter_num, best_val_loss)
         if self.run_name and not self.ckpt_is_ours and self.writes:
-            with replacing(self.run_file, 'w') as f:
+            with replacing(self.run_file, 'w', encoding='utf-8') as f:
                 f.write(self.run_name)
         self.ckpt_is_ours = True
         self.remove(self.interrupted)  # it is older, or belongs to a run whose ckpt.pt was just replaced
@@ -115,16 +117,17 @@ class Checkpointer:
         if iter_num == first_iter:
             log.say(f"stopped at iteration {iter_num}, before an iteration was done: there is nothing to save")
             return
-        go_on = "; to go on, add --init_from=resume"
         if not self.agreed(self.exists(self.path)) or self.ckpt_is_ours and replace:
-            text = f"saved to {self.save(iter_num, best_val_loss)}{go_on}"
+            text = f"saved to {self.save(iter_num, best_val_loss)}; to go on, add --init_from=resume"
         elif self.agreed(self.has_no_place()):
             text = f"not saved: {self.path} and {self.interrupted} are of earlier runs; use another --out_dir"
         else:
             self.write(self.interrupted, iter_num, best_val_loss)
-            text = f"saved to {self.interrupted}{go_on}"
+            text = f"saved to {self.interrupted}; to go on, "
             if not self.ckpt_is_ours:
-                text += f" and first move it over {self.path}, which is of an earlier run"
+                text += (f"first move it over {self.path}, which is of an earlier run and must be removed before that, "
+                         "and ")
+            text += "add --init_from=resume"
         log.say(f"stopped at iteration {iter_num}, {text}")
         log.save_picture(last=True)
 
@@ -140,24 +143,8 @@ class Checkpointer:
         return "this run has saved no checkpoint yet"
 
     def has_saved(self):
-        """Did this run of several processes save the checkpoint in out_dir, before a restart or in process 0?"""
+        """Is the checkpoint in out_dir of this run of several processes? (Saved by process 0, or before a restart.)"""
         return os.path.exists(self.run_file) and read_text(self.run_file) == self.run_name
-
-
-def run_name():
-    """
-    A name of this run of several processes, the same after a restart by torchrun; '' if this process runs alone.
-    It is torchrun's id. Without --standalone or --rdzv-id that is 'none', and the number of torchrun's process follows.
-    """
-    if 'RANK' not in os.environ:
-        return ''
-    run_id = os.environ.get('TORCHELASTIC_RUN_ID', 'none')
-    return run_id if run_id != 'none' else f'none {os.getppid()}'
-
-
-def n_restarts():
-    """How often torchrun has restarted this run, which it does up to --max-restarts times."""
-    return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
 
 
 def cuda_rng_states():

@@ -4,9 +4,9 @@ The training step on a CPU: it keeps freed memory, oneDNN multiplies matrices, a
 torch multiplies float32 matrices by MKL, which on processors that are not Intel's uses half of the width of their
 vectors: on an AMD EPYC (Zen 5) oneDNN is 2.2 times as fast. The sums are rounded in another order. On Intel's
 processors MKL is faster than oneDNN (up to 1.6 times, on a Xeon with AMX), and the linears of the model keep using it.
-The loss in parts uses oneDNN on every processor: its time with MKL differs by 5 % on that Xeon.
+The loss in parts uses oneDNN on every processor: with MKL its time differs by only 5 % on that Xeon.
 
-The logits of 1,536 tokens and a vocabulary of 50,304 take 309 MB, and their gradient as many again. `PartedLoss`
+The logits of 1,536 tokens and a vocabulary of 50,304 take 309 MB, and their gradient as much again. `PartedLoss`
 computes loss and gradient of a part that stays in the processor's caches, and then those of the next one. On one thread
 of that Xeon, forward and backward pass of a small model take 0.56 s instead of 0.96 s in bfloat16, and 0.87 s instead
 of 1.2 s in float32. On the EPYC they take a quarter of the time in bfloat16, and four tenths in float32.
@@ -107,7 +107,7 @@ class PartedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_weight, n = ctx.saved_tensors
-        # contiguous: autograd adds it to the embedding's gradient, which takes 100 ms if one is transposed
+        # contiguous: autograd adds it to the embedding's gradient, and adding a transposed matrix takes 100 ms
         return grad_x * (grad / n), grad_weight.t().contiguous().mul_(grad / n), None, None, None, None
 
 
@@ -136,7 +136,8 @@ def use_onednn(model, dtype):
     if not torch.backends.mkldnn.is_available():
         raise ValueError("onednn=True, but this torch was built without oneDNN: give --onednn=False")
     if dtype == 'bfloat16' and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        raise ValueError("onednn=True, but oneDNN has no bfloat16 for this processor: give --dtype=float32")
+        raise ValueError("onednn=True and dtype=bfloat16, but oneDNN cannot multiply bfloat16 numbers on this "
+                         "processor: give --dtype=float32")
     by_mkl = mkl_is_fast()
     for module in model.modules():
         if dtype == 'float32' and not by_mkl and isinstance(module, nn.Linear):

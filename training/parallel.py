@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from device import DTYPES, pick_device
-from training.checkpointer import n_restarts
 
 WAYS = 'ddp', 'fsdp'
 
@@ -28,6 +27,22 @@ def check_way(way, device):
         raise ValueError("parallel=fsdp needs device cpu or cuda, not mps: use one of these, or parallel=ddp")
 
 
+def run_name():
+    """
+    A name of this run of several processes, the same after a restart by torchrun; '' if this process runs alone.
+    It is torchrun's id. Where that is 'none' (neither --standalone nor --rdzv-id), torchrun's process id follows it.
+    """
+    if 'RANK' not in os.environ:
+        return ''
+    run_id = os.environ.get('TORCHELASTIC_RUN_ID', 'none')
+    return run_id if run_id != 'none' else f'none {os.getppid()}'
+
+
+def n_restarts():
+    """How often torchrun has restarted this run, which it does up to --max-restarts times."""
+    return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
+
+
 def join_processes(device, backend, way, world_size):
     """The device of this process. One of several that torchrun started takes a GPU of its own and joins the group."""
     if backend not in ('auto', 'nccl', 'gloo'):
@@ -35,20 +50,22 @@ def join_processes(device, backend, way, world_size):
     dev = pick_device(device)
     if world_size == 1 and way == 'ddp':
         return dev
-    on_gpu = dev.startswith('cuda')
+    on_cuda = dev.startswith('cuda')
     if backend == 'auto':
-        backend = 'nccl' if on_gpu else 'gloo'
-    elif backend == 'nccl' and not on_gpu:
+        backend = 'nccl' if on_cuda else 'gloo'
+    elif backend == 'nccl' and not on_cuda:
         raise ValueError(f"backend=nccl needs device cuda, not {dev}: give --backend=gloo")
     if dev == 'cuda':
         local_rank, n_gpus = int(os.environ['LOCAL_RANK']), torch.cuda.device_count()
-        if local_rank >= n_gpus:
-            raise ValueError(f"this node has more processes than GPUs ({n_gpus}): give --nproc_per_node={n_gpus}")
+        n_processes = max(local_rank + 1, int(os.environ.get('LOCAL_WORLD_SIZE', 1)))
+        if n_processes > n_gpus:
+            raise ValueError(f"this node has {n_processes} processes, but {n_gpus} GPUs: give "
+                             f"--nproc_per_node={n_gpus}")
         dev = f'cuda:{local_rank}'
         torch.cuda.set_device(dev)
-    elif on_gpu and int(os.environ.get('LOCAL_WORLD_SIZE', world_size)) > 1:
-        raise ValueError(f"device={dev} is one GPU, but this node has several processes: give --device=cuda, which "
-                         "is another GPU for each")
+    elif on_cuda and int(os.environ.get('LOCAL_WORLD_SIZE', world_size)) > 1:
+        raise ValueError(f"device={dev} is one GPU, but this node has several processes: give --device=cuda, with "
+                         "which each process takes a GPU of its own")
     if not n_restarts():
         dist.init_process_group(backend)
     else:  # torchrun's store still has the addresses of the processes before the restart: another prefix hides them
@@ -62,9 +79,9 @@ def shard(model, device, dtype, compile):
     """
     Leave to each process its rows of each tensor of a GPT, on its device. All processes call this, with equal models.
 
-    A block's matrices are gathered when it runs, forward or backward, and freed behind it. Their gradients are averaged
-    over the processes, in float32, and each process keeps those of its rows. So an optimizer that is made afterwards
-    has a part of the state too. With dtype bfloat16 or float16 the matrices are gathered in that dtype, and so are the
+    A block's matrices are gathered when it runs, forward or backward, and then freed. Their gradients are averaged over
+    the processes, in float32, and each process keeps those of its rows. So an optimizer that is made afterwards has a
+    part of the state too. With dtype bfloat16 or float16 the matrices are gathered in that dtype, and so are the
     norms of queries and keys (parts of attention). Everything else (other norms, embeddings, and lm_head, which may be
     the same tensor) is gathered in float32, once a pass. So other norms and the residual stream are computed as with
     autocast alone. compile: whether to compile attention and MLPs.
@@ -76,7 +93,7 @@ def shard(model, device, dtype, compile):
     if dtype != 'float32':
         policy = MixedPrecisionPolicy(DTYPES[dtype], torch.float32, cast_forward_inputs=False)
     for block in model.transformer.h:
-        matrices = [block.attn, block.mlp]  # one group: gathered before the first one runs, freed behind the last one
+        matrices = [block.attn, block.mlp]  # one group: gathered before the first one runs, freed after the last one
         if compile:
             for module in matrices:
                 module.compile()
@@ -117,11 +134,6 @@ def is_lost_process(e):
     lost = (r'connection (closed|reset)|no route to host|broken pipe|timed out|timeout|remote process exited|'
             r'nccl(?! built in)')  # "doesn't have NCCL built in"
     return isinstance(e, dist.DistError) or isinstance(e, RuntimeError) and bool(re.search(lost, str(e).lower()))
-
-
-def first_line(e):
-    """The first line of the text of an exception, or its type if it has no text."""
-    return (str(e).splitlines() or [type(e).__name__])[0][:200]
 
 
 def leave():

@@ -29,7 +29,7 @@ import checkpoint as checkpoints
 from device import meta_model
 from training import checkpointer
 from training.checkpointer import Checkpointer
-from training.parallel import agree, all_say, first_line, first_says
+from training.parallel import agree, all_say, first_says
 from whole_file import replacing
 
 FOLDER, INTERRUPTED, INDEX = 'ckpt', 'ckpt_interrupted', 'index.json'
@@ -105,10 +105,10 @@ def size_and_crc(path):
 
 
 def reason_of(e):
-    """The first line of an exception, for one of torch.distributed.checkpoint of the first process that failed."""
+    """`first_line` of an exception; of a CheckpointException, that of the first process that failed."""
     if isinstance(e, CheckpointException):
         e = next(iter(e.failures.values()))[0]
-    return first_line(e)
+    return checkpoints.first_line(e)
 
 
 def remove_leftovers(folder):
@@ -127,7 +127,7 @@ def read_index(folder):
     """
     path = os.path.join(folder, INDEX)
     if not os.path.isfile(path):
-        raise ValueError(f"there is no {path}, which a sharded checkpoint has: train one with --parallel=fsdp")
+        raise ValueError(f"no {path}, so {folder} is not a sharded checkpoint: train one first, with --parallel=fsdp")
     try:
         with open(path, encoding='utf-8') as f:
             index = json.load(f)
@@ -135,11 +135,12 @@ def read_index(folder):
         if not isinstance(index, dict) or any(not isinstance(index.get(key), kind) for key, kind in kinds.items()):
             raise ValueError(f"it must have {', '.join(kinds)}")
         if not SHARDS.fullmatch(index['shards']):
-            raise ValueError(f"its shards are {index['shards'][:50]!r}, which is no name that train.py gives, "
-                             "such as 00000010-0123abcd")
+            raise ValueError(f"its shards are {index['shards'][:50]!r}, no name that train.py gives (they are like "
+                             "00000010-0123abcd)")
         for name, (dtype, *shape) in index['tensors'].items():
             if dtype not in DTYPES or not all(type(n) is int and n >= 0 for n in shape):
-                raise ValueError(f"{name} is described as {[dtype, *shape]}")
+                raise ValueError(f"{name} is described as {[dtype, *shape]}, not as a dtype and sizes, such as "
+                                 "['float32', 4, 4]")
         if any(os.path.basename(file) != file for file in index['files']):
             raise ValueError("its files must be names without a folder")
         contents = index['checkpoint']
