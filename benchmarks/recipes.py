@@ -7,8 +7,8 @@ All models are trained by train.py, in folders of their own; runs that are there
 run has a number of iterations, see TASKS. Every other recipe has as many as take the same seconds: they are computed
 from the time of an iteration, measured in turns, so that other programs on the machine do not change them. (Trainings
 are not timed, so all use oneDNN, which changes last bits only, and halves the time on AMD's processors.) Learning
-rates of both sides are swept with one seed; the best of nanoGPT's and the best of the recipe's train with all seeds.
-The loss is in nats a token, over the validation text, at most its first VALIDATION tokens.
+rates of both sides are swept with one seed; models are trained with all seeds at the best rate of each side.
+The loss is the mean over the first VALIDATION tokens of the validation text, or all if it has less, in nats a token.
 """
 import csv
 import math
@@ -34,11 +34,10 @@ from training.optimizer import make_optimizer
 PICTURE, CPU_ONLY = 'recipes.png', "the models are trained"
 FOLDER = os.path.join('out-bench', 'recipes')
 TIMED = 0.5  # seconds of a timed run, at least
-NANOGPT_RATE = 'nanoGPT, 0.001'
 CURVE = 20  # evaluations of a run
 VALIDATION = 2**17  # tokens, at most
 
-# settings of train.py: NANOGPT has nanoGPT's for a CPU, the others are changes to them
+# settings of train.py: NANOGPT has those of nanoGPT for a CPU, the others change some of them
 NANOGPT = dict(block_size=64, batch_size=12, n_layer=4, n_head=4, n_embd=128, dropout=0.0, bias=False,
                learning_rate=1e-3, min_lr=1e-4, weight_decay=0.1, beta1=0.9, beta2=0.99, warmup_iters=100)
 RATES = [dict(learning_rate=rate) for rate in (3e-4, 6e-4, 1e-3, 3e-3, 6e-3, 1e-2)]
@@ -64,10 +63,10 @@ RECIPE_RATES = [dict(learning_rate=rate, muon_lr=muon_lr)
 
 class Task(NamedTuple):
     """
-    What is trained. data: a folder of data/. nanogpt: the settings of nanoGPT's run, which has so many iterations.
+    What is trained. data: a folder of data/. nanogpt, iterations: nanoGPT's settings, and how many iterations it has.
     recipe: what the recipe changes; changes: {name: settings} that are measured alone, at nanoGPT's best rate;
     left_out: names of those that are also measured on top of the recipe. rates, recipe_rates: those that are swept.
-    goal: a loss; each run is measured until it reaches that.
+    goal: a loss; a row has the seconds until its runs reach it.
     """
     data: str
     nanogpt: dict
@@ -94,7 +93,7 @@ TASKS = dict(
     larger=Task('data/shakespeare_char', NANOGPT | WARMUP | dict(n_layer=6, n_head=6, n_embd=384, block_size=256,
                                                                  batch_size=4), 500, RECIPE | dict(batch_size=8), {},
                 RATES[:4], RECIPE_RATES[:2]),
-    words=Task('data/shakespeare', NANOGPT | WARMUP, 200, RECIPE, {}, RATES[1:5]),  # lower: the text is short
+    words=Task('data/shakespeare', NANOGPT | WARMUP, 200, RECIPE, {}, RATES[1:5]),  # lower rates: the text is short
     docs=Task('data/docstrings', NANOGPT | WARMUP, 200, RECIPE,
               {name: CHANGES[name] for name in ('oneDNN, bfloat16', 'Muon', 'rope', 'batch of 24')}),
 )
@@ -288,7 +287,7 @@ def picture(figures, machine):
     """The arguments of `harness.draw`: loss by seconds and by tokens, and of other tasks by seconds. None without."""
     panels, measured = [], [name for name in TASKS if name in figures]
     for name in measured:
-        rows = [row for row in figures[name]['rows'] if row['recipe'] == NANOGPT_RATE or not (
+        rows = [row for row in figures[name]['rows'] if row['recipe'] == 'nanoGPT, 0.001' or not (
             ', 0.' in row['recipe'] or row['recipe'].startswith('the recipe +'))]
         panels.append(panel(f'{name}, equal seconds', rows, 'seconds'))
         if name == 'char':

@@ -1,5 +1,5 @@
-# GPT-2 124M on OpenWebText, with rotary positions and Muon. Both lower the loss of small models of words, see
-# docs/TRAINING.md (the recipe). Their effect at this size was not measured
+# GPT-2 124M on OpenWebText, with rotary positions and Muon. Both lower the loss of small models on words, see
+# docs/TRAINING.md (the recipe). They have not been measured at this size
 #   torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_fast.py --wandb_log=False
 import pathlib
 

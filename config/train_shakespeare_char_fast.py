@@ -16,7 +16,7 @@ muon_lr = 0.02
 
 if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
     print("the recipe: batches of 24 instead of 12, 1500 iterations instead of 2000", file=sys.stderr)
-    batch_size = 24  # large: Muon's step takes as long as 7 rows
+    batch_size = 24  # larger: Muon's step takes as long as 7 rows, however many rows a batch has
     learning_rate = 1e-2
     warmup_iters = 20
     max_iters = 1500

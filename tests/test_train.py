@@ -179,7 +179,7 @@ def test_an_interruption_never_costs_the_best_model(repo):
     assert best['iter_num'] <= interrupted['iter_num']
     resumed = train(repo, '--init_from=resume', f"--max_iters={interrupted['iter_num'] + 1}", *settings)
     assert f"at iteration {interrupted['iter_num']}" in resumed.stdout or best['iter_num'] == interrupted['iter_num']
-    # a second interruption leaves ckpt.pt as it is, and so does another run, which also leaves the interrupted state
+    # ckpt.pt stays the same when this run is interrupted again, and when a new run is; so does that run's old state
     whole, state = (repo / 'out' / 'ckpt.pt').read_bytes(), repo / 'out' / 'ckpt_interrupted.pt'
     for init_from, says in (('resume', 'saved to out/ckpt_interrupted.pt'), ('scratch', 'not saved: out/ckpt.pt and'),
                             ('scratch', 'first move it over out/ckpt.pt, which is of an earlier run')):
@@ -227,7 +227,7 @@ def test_two_processes_compute_what_one_does(repo, settings):
             assert a[column] == b[column] == '' or float(a[column]) == pytest.approx(float(b[column]), abs=2e-5), (a, b)
     a, b = (checkpoints.load(str(repo / name / 'ckpt.pt')) for name in ('one', 'two'))
     assert all(torch.allclose(w, b['model'][name], atol=1e-4) for name, w in a['model'].items())
-    assert 'threads' in a and 'threads' not in b  # torchrun sets it to 1
+    assert 'threads' in a and 'threads' not in b  # torchrun gives each process one: that is not kept
 
 
 DIES_EARLY = """
