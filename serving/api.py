@@ -4,7 +4,7 @@ legacy completions and chat completions (https://platform.openai.com/docs/api-re
 """
 import difflib
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal
 
@@ -191,13 +191,15 @@ def named(error, known):
 class Served:
     """
     The model that is served: its name, its tokenizer, the bytes of each token id (a list of vocab_size), and the most
-    tokens that a request may have with its answer.
+    tokens that a request may have with its answer. defaults: of the sampling fields that a body leaves out, see
+    `formats.pretrained.generation_defaults`.
     """
     name: str
     tokenizer: object
     token_bytes: list
     max_tokens: int
     created: int = 0
+    defaults: dict = field(default_factory=dict)
 
     def check_name(self, model):
         """APIError 404 unless the model is this one, or not named."""

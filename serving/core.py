@@ -29,12 +29,15 @@ class Live:
 
 class EngineCore:
     """
-    cache: a `PagedCache`. bytes_of: the bytes of a token id. end_tokens: the tokens that end a text. budget:
-    the most tokens of a step. ended: called with a `Live` when all of its samples have ended.
+    cache: a `PagedCache`. bytes_of: the bytes of a token id. end_tokens: the tokens that end a text. special_ids: those
+    without a text in an answer. budget: the most tokens of a step. ended: called with a `Live` when all of its samples
+    have ended.
     """
 
-    def __init__(self, cache, bytes_of, end_tokens, budget, ended):
-        self.cache, self.text_of_token, self.end_tokens, self.ended = cache, WholeTexts(bytes_of), end_tokens, ended
+    def __init__(self, cache, bytes_of, end_tokens, special_ids, budget, ended):
+        self.cache, self.end_tokens, self.ended = cache, end_tokens, ended
+        self.all_texts = WholeTexts(bytes_of)
+        self.texts = WholeTexts(lambda token: b'' if token in special_ids else bytes_of(token))
         self.version = None  # of the cache's weights when the samples that run were computed
         self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
         self.scheduler, self.sampler = Scheduler(cache, budget), Sampler(self.vocab_size)
@@ -48,7 +51,9 @@ class EngineCore:
         """
         request, p = live.request, live.request.params
         stop_ids = {*p.stop_token_ids, *(() if p.ignore_eos else self.end_tokens)}
-        made = [(Drawing(request, i, stop_ids, self.vocab_size), TextStream(self.text_of_token, request.stop))
+        texts = self.texts if request.skip_special else self.all_texts
+        made = [(Drawing(request, i, stop_ids, self.vocab_size),
+                 TextStream(texts, request.stop, p.min_tokens, request.include_stop, request.strip))
                 for i in range(request.n)]
         live.samples = self.scheduler.submit(request)
         for sample, (sample.drawing, sample.text) in zip(live.samples, made):
@@ -242,7 +247,7 @@ class EngineCore:
         if sample.first_time is None:
             sample.first_time = now
         stops = new[-1] in sample.stop_ids
-        text = stream.push(*(new[:-1] if stops else new))
+        text = stream.push(*(new[:-1] if stops and not sample.request.include_stop else new))
         if stream.stopped:
             del new[stream.n_pushed - (len(tokens) - sample.n_prompt):]
         tokens += new

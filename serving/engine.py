@@ -35,8 +35,9 @@ class Draining(QueueFull):
 class Engine:
     """
     model, decoder: a GPT, and what `decode.best` makes of it. token_bytes: the bytes of each token id, a list or a
-    function. end_tokens: those that end a text. n_blocks, page_size, type_kv: of the pool, see `PagedCache`; by default
-    N_BLOCKS, or as many as a sequence can take, but no more than MEMORY bytes. max_num_batched_tokens: the most tokens
+    function. end_tokens: those that end a text. special_ids: those that are not part of a text, unless a request asks.
+    n_blocks, page_size, type_kv: of the pool, see `PagedCache`; by default N_BLOCKS, or as many as a sequence can take,
+    but no more than MEMORY bytes. max_num_batched_tokens: the most tokens
     of a step, which all samples wait for; by default 64 to 512, fewer for larger models. max_queue: how many requests
     may wait.
 
@@ -48,14 +49,14 @@ class Engine:
     """
 
     def __init__(self, model, decoder, token_bytes, end_tokens=(), n_blocks=None, page_size=16,
-                 max_num_batched_tokens=None, max_queue=1024, type_kv='float32'):
+                 max_num_batched_tokens=None, max_queue=1024, type_kv='float32', special_ids=()):
         model.eval()
         check_ids('end_tokens', end_tokens, model.config.vocab_size)
         n_blocks = n_blocks or default_n_blocks(model.config, page_size)
         self.decoder, self.cache = decoder, PagedCache(model, n_blocks, page_size, type_kv, decoder)
         bytes_of = token_bytes if callable(token_bytes) else token_bytes.__getitem__
         budget = max_num_batched_tokens or max(64, min(512, WORK // sum(p.numel() for p in model.parameters())))
-        self.core = EngineCore(self.cache, bytes_of, end_tokens, budget, self.ended)
+        self.core = EngineCore(self.cache, bytes_of, end_tokens, special_ids, budget, self.ended)
         self.scheduler, self.stats = self.core.scheduler, self.core.stats
         self.snapshots = Snapshots(self.scheduler, self.stats, bytes_of)
         self.vocab_size, self.max_queue = model.config.vocab_size, max_queue

@@ -73,7 +73,9 @@ class Request:
     were generated before.
 
     prompt: token ids. max_tokens: of each sample; 0 computes the prompt only. stop: strings that end a sample, which
-    are not a part of its text. cache_salt: only requests with the same one share what is remembered.
+    are a part of its text with include_stop only, as its stop token is. skip_special: special tokens have no text.
+    strip: leave out the blank with which a text begins. cache_salt: only requests with the same one share what is
+    remembered.
     deliver: called in the engine's thread with a list of `Output`s, at most once a step; it must return at once.
 
     ValueError on values that make no sense.
@@ -87,6 +89,9 @@ class Request:
     stop: tuple = ()
     cache_salt: str = ''
     deliver: Callable = field(default=lambda outputs: None, repr=False)
+    include_stop: bool = False
+    skip_special: bool = True
+    strip: bool = False
 
     def __post_init__(self):
         if not self.prompt:
