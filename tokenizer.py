@@ -11,7 +11,8 @@ import json
 import os
 import pickle
 import re
-from functools import cached_property
+from collections import deque
+from functools import cached_property, lru_cache
 
 from chat.template import ChatTemplate
 
@@ -22,17 +23,22 @@ END_OF_TEXT = '<|endoftext|>'  # in GPT-2 and those that follow it: gpt_bigcode,
 class Tokenizer:
     """
     What all tokenizers share: the text of ids. token_bytes: the bytes of each id, a list. A model may have more ids
-    than its tokenizer; beyond: the bytes of each of those.
+    than its tokenizer; beyond: the bytes of each of those. special_ids: ids whose text is not a part of an answer, such
+    as those of the tokens that begin and end a turn. strips: does a text begin without the blank of its first token?
     """
     end_of_text, beyond, chat_template = None, b'', None
+    special_ids, strips = frozenset(), False
 
     @property
     def end_tokens(self):
         return () if self.end_of_text is None else (self.end_of_text,)
 
-    def bytes_of_tokens(self, n=0):
-        """The bytes of each id, a list of at least n, for a `TextStream`."""
-        return self.token_bytes + [self.beyond] * (n - self.vocab_size)
+    def bytes_of_tokens(self, n=0, skip_special=False):
+        """The bytes of each id, a list of at least n, for a `TextStream`. skip_special: none for special_ids."""
+        table = self.token_bytes + [self.beyond] * (n - self.vocab_size)
+        for i in self.special_ids if skip_special else ():
+            table[i] = b''
+        return table
 
     def decode(self, ids):
         """The text of ids."""
@@ -57,7 +63,7 @@ class CharTokenizer(Tokenizer):
     def of_text(cls, text):
         return cls(sorted(set(text)))
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens=True):
         """The ids of the characters. ValueError if some have no id: it names them."""
         try:
             return [self.ids[c] for c in text]
@@ -81,8 +87,9 @@ class GPT2Tokenizer(Tokenizer):
             raise ValueError(f"GPT-2's byte pairs could not be downloaded ({type(e).__name__}): connect to the "
                              "internet once, or set TIKTOKEN_CACHE_DIR to a folder that has them") from e
         self.vocab_size, self.end_of_text = self.bpe.n_vocab, self.bpe.eot_token
+        self.special_ids = frozenset([self.end_of_text])
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens=True):
         """The ids of the text. <|endoftext|> in it becomes the one token of that name."""
         return self.bpe.encode(text, allowed_special={END_OF_TEXT})
 
@@ -125,24 +132,23 @@ class JSONTokenizer(Tokenizer):
         self.end_of_text = self.library.token_to_id(END_OF_TEXT)
         self.end_tokens = super().end_tokens if end_tokens is None else tuple(end_tokens)
         self.special_tokens = special_tokens or {}
+        added = self.library.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.begins = self.library.encode('').ids  # what stands before each text: a BOS token, or nothing
         if chat_template is not None:
             self.chat_template = ChatTemplate(chat_template, self.special_tokens)
 
-    def encode(self, text):
+    def conversation(self, messages, /, **variables):
+        """The ids of what `ChatTemplate.render` makes of a conversation, and its ValueError."""
+        return self.encode(self.chat_template.render(messages, **variables), add_special_tokens=False)
+
+    def encode(self, text, add_special_tokens=True):
         """
         The ids of the text, behind a BOS token if the tokenizer adds one. The name of a special token, such as
-        <|endoftext|>, becomes that token.
+        <|endoftext|>, becomes that token. Other threads run meanwhile.
         """
-        return self.ids_of(text)
-
-    def conversation(self, messages):
-        """The ids of a conversation, up to where the next answer begins. ValueError of `ChatTemplate.render`."""
-        return self.ids_of(self.chat_template.render(messages), add_special_tokens=False)
-
-    def ids_of(self, text, **how):
-        try:
-            return self.library.encode(text, **how).ids
+        try:  # encode of the library holds Python's lock, encode_batch does not
+            return self.library.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:  # of the library, which takes no lone surrogates
             raise ValueError("characters that are no Unicode (lone surrogates): leave them out") from None
 
@@ -387,6 +393,39 @@ class WholeTexts(dict):
         return text
 
 
+@lru_cache(maxsize=16)
+def states_of(stop):
+    """
+    The automaton of Aho and Corasick that finds stop strings, a tuple, in a text. A state is the longest end of the
+    text with which a stop string begins; state 0 is ''. Returns four lists by state: {character: next state}; the state
+    of the longest shorter end, where to look for a character that is not there; the length; and the length of the
+    longest stop string that is complete there, or 0.
+    """
+    follow, shorter, length, complete = [{}], [0], [0], [0]
+    for s in stop:
+        state = 0
+        for c in s:
+            if c not in follow[state]:
+                follow[state][c] = len(follow)
+                follow.append({})
+                shorter.append(0)
+                length.append(length[state] + 1)
+                complete.append(0)
+            state = follow[state][c]
+        complete[state] = len(s)
+    states = deque(follow[0].values())
+    while states:  # in the order of their lengths
+        state = states.popleft()
+        complete[state] = complete[state] or complete[shorter[state]]
+        for c, after in follow[state].items():
+            end = shorter[state]
+            while end and c not in follow[end]:
+                end = shorter[end]
+            shorter[after] = follow[end].get(c, 0)
+            states.append(after)
+    return follow, shorter, length, complete
+
+
 class TextStream:
     """
     The text of one sample. `push(*tokens)` returns what may be sent now; joined, with `finish()` at the end, this is
@@ -394,23 +433,27 @@ class TextStream:
 
     token_bytes: the bytes of each token id, a list, or `WholeTexts`, to share them.
     stop: strings that end the text. The one whose last character comes first ends it, and of two that end at the same
-    character the longer one, so that the text does not depend on where one token ends and the next begins. stopped: has
-    a stop string come? Then every later piece is ''. n_pushed: how many tokens have come, up to that one, if there
-    are stop strings.
+    character the longer one, so that the text does not depend on where one token ends and the next begins. A character
+    of the first min_tokens tokens ends no text. include_stop: the stop string stays in the text. strip: the text begins
+    without the first blank, if it has one there.
+
+    stopped: has a stop string come? Then every later piece is ''. n_pushed: how many tokens have come, up to that one,
+    if there are stop strings.
     """
 
-    def __init__(self, token_bytes, stop=()):
+    def __init__(self, token_bytes, stop=(), min_tokens=0, include_stop=False, strip=False):
         if not isinstance(token_bytes, WholeTexts):
             token_bytes = WholeTexts(token_bytes.__getitem__)
         self.whole, self.bytes_of = token_bytes, token_bytes.token_bytes
         self.stop, self.stopped = tuple(filter(None, stop)), False
-        self.decoder, self.held = codecs.getincrementaldecoder('utf-8')('replace'), ''
+        self.min_tokens, self.include_stop, self.strip = min_tokens, include_stop, strip
+        self.decoder, self.held, self.state = codecs.getincrementaldecoder('utf-8')('replace'), deque(), 0
         self.n_pushed = 0
         self.in_character = False  # are there bytes of a character that has not ended?
 
     def push(self, *tokens):
         """The text that may be sent now that these tokens have come."""
-        if not self.stop and not self.in_character:
+        if not (self.stop or self.in_character or self.strip):
             pieces = [self.whole[token] for token in tokens]
             if None not in pieces:
                 return ''.join(pieces)
@@ -424,33 +467,41 @@ class TextStream:
         if piece is None:
             piece = self.decoder.decode(self.bytes_of(token))
             self.in_character = bool(self.decoder.getstate()[0])
-        if not self.stop:
-            return piece
-        text = self._up_to_stop(piece)
-        if self.stopped:
-            return text
-        n_held = self._length_of_a_begun_stop(text)
-        self.held = text[len(text) - n_held:]
-        return text[:len(text) - n_held]
+        return self._up_to_stop(piece)
 
     def finish(self):
         """The text that was held back, after the last token. Bytes of an incomplete character become one U+FFFD."""
         if self.stopped:
             return ''
-        text = self._up_to_stop(self.decoder.decode(b'', final=True))
-        self.held = ''
+        text = self._up_to_stop(self.decoder.decode(b'', final=True)) + ''.join(self.held)
+        self.held.clear()
         return text
 
     def _up_to_stop(self, piece):
-        """What is held with this piece behind it, up to the first stop string in it, if there is one."""
-        text, self.held = self.held + piece, ''
-        ends = [(start + len(s), start) for s in self.stop if (start := text.find(s)) >= 0]
-        if not ends:
-            return text
-        self.stopped = True
-        return text[:min(ends)[1]]
-
-    def _length_of_a_begun_stop(self, text):
-        """The length of the longest end of text with which a stop string begins."""
-        return max((n for s in self.stop for n in range(1, min(len(s) - 1, len(text)) + 1) if text.endswith(s[:n])),
-                   default=0)
+        """
+        What may be sent of the held characters and this piece: up to the stop string that is complete in it, or else
+        without the longest end with which a stop string begins, which is held.
+        """
+        if self.strip and piece:
+            piece, self.strip = piece.removeprefix(' '), False
+        if not self.stop:
+            return piece
+        follow, shorter, length, complete = states_of(self.stop)
+        state, held, searched = self.state, self.held, self.n_pushed > self.min_tokens
+        for c in piece:
+            held.append(c)
+            while state and c not in follow[state]:
+                state = shorter[state]
+            state = follow[state].get(c, 0)
+            if searched and complete[state]:
+                self.stopped = True
+                n_sent = len(held) - (0 if self.include_stop else complete[state])
+                break
+        else:
+            while state and not follow[state]:  # complete, but not searched
+                state = shorter[state]
+            self.state, n_sent = state, len(held) - length[state]
+        text = ''.join([held.popleft() for _ in range(n_sent)])
+        if self.stopped:
+            held.clear()
+        return text

@@ -18,6 +18,7 @@ import threading
 SECONDS = 2.0           # of a rendering, at most
 MEMORY = 2**29          # bytes of the process, at most
 MOST_TEXT = 2**24       # characters of a rendered conversation, at most
+MARK = 'END_OF_THE_FINAL_MESSAGE '  # behind the content of a message that is continued
 
 
 class ChatTemplate:
@@ -31,15 +32,26 @@ class ChatTemplate:
         self.pid = self.process = self.lock = None
         self.ask()
 
-    def render(self, messages):
+    def render(self, messages, /, continue_final_message=False, **variables):
         """
         The text of a conversation, up to where the next answer of the assistant begins. messages: a list of dicts with
-        role and content. ValueError, with what the template says, if it does not take this conversation.
+        role and content. variables: what the template finds beside them, such as add_generation_prompt (by default
+        True), documents and enable_thinking. continue_final_message: the text ends with the last message's content,
+        for an answer that goes on with it. ValueError, with what the template says, if it does not take this.
         """
-        return self.ask(messages)
+        if not continue_final_message:
+            return self.ask(variables | dict(messages=messages))
+        if not messages or not isinstance(messages[-1].get('content'), str):
+            raise ValueError("continue_final_message needs a last message whose content is a text")
+        *others, last = messages
+        marked = self.ask(variables | dict(messages=[*others, last | dict(content=last['content'] + MARK)]))
+        text, mark, _ = marked.rpartition(MARK.strip())
+        if not mark:
+            raise ValueError("the chat template leaves out the last message, so that it cannot be continued")
+        return text if marked[len(text):].startswith(MARK) else text.rstrip()  # some take blanks from both ends
 
-    def ask(self, messages=None):
-        """Have the process compile the template, if it is a new one, and render messages, unless they are None."""
+    def ask(self, variables=None):
+        """Have the process compile the template, if it is a new one, and render it, unless variables are None."""
         if self.pid != os.getpid():  # after a fork the process answers the parent
             self.pid, self.process, self.lock = os.getpid(), None, threading.Lock()
         with self.lock:
@@ -47,7 +59,7 @@ class ChatTemplate:
                 self.process = subprocess.Popen([sys.executable, '-I', __file__], text=True, encoding='utf-8',
                                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
                 self.answer(dict(source=self.source, special_tokens=self.special_tokens), "cannot be read")
-            return None if messages is None else self.answer(messages, "does not take this conversation")
+            return None if variables is None else self.answer(variables, "does not take this conversation")
 
     def answer(self, question, refused):
         """The answer to a question, see `serve`. ValueError if there is none, or an error, which `refused` explains."""
@@ -136,8 +148,8 @@ def serve():
                 special_tokens, template = question['special_tokens'], compiled(question['source'])
                 text = ''
             else:
-                text = template.render(messages=question, tools=None, documents=None, add_generation_prompt=True,
-                                       **special_tokens)
+                defaults = dict(tools=None, documents=None, add_generation_prompt=True)
+                text = template.render(defaults | special_tokens | question)
             if len(text) > MOST_TEXT:
                 raise ValueError(f"its text has {len(text):,} characters, and {MOST_TEXT:,} are allowed")
             answer = 'text', text

@@ -1,5 +1,6 @@
 """Reading a folder in Hugging Face format: config.json and safetensors files, one or several."""
 import os
+import sys
 from functools import cached_property
 
 import torch
@@ -13,6 +14,9 @@ from tokenizer import read_json
 
 GPT2_NAMES = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'
 MASKS = '.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq'  # no weights: old versions of transformers saved them
+DEFAULTS = dict(  # of a draw: its type, the smallest and the largest value
+    temperature=(float, 0, 1e6), top_k=(int, -1, 2**31 - 1), top_p=(float, 1e-6, 1), min_p=(float, 0, 1),
+    repetition_penalty=(float, 0.01, 100))
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
@@ -121,6 +125,26 @@ class Files:
             raise ValueError(f"{name} is of {w.dtype}, but weights must be of float32, bfloat16, float16 or float64: "
                              "use the model before it was quantised")
         return w
+
+
+def generation_defaults(folder):
+    """
+    The settings of a draw that the generation_config.json of a folder in Hugging Face format names, a dict of those in
+    DEFAULTS; stderr says which of them cannot be used. {} without the file, or if it cannot be read.
+    """
+    path, defaults = os.path.join(folder, 'generation_config.json'), {}
+    try:
+        given = read_json(path) if os.path.exists(path) else {}
+    except ValueError as e:
+        print(f"{path} cannot be read ({e}): its settings are left out", file=sys.stderr)
+        return {}
+    for name, (kind, least, most) in DEFAULTS.items():
+        value = given.get(name)
+        if type(value) in (int, kind) and least <= value <= most:
+            defaults[name] = kind(value)
+        elif value is not None:
+            print(f"{path}: {name} must be from {least} to {most}, not {value!r:.40}: it is left out", file=sys.stderr)
+    return defaults
 
 
 def shards(index, names):
