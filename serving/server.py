@@ -9,6 +9,8 @@ import random
 import socket
 import sys
 import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -40,6 +42,8 @@ from serving.stats import FORMAT
 
 MAX_BODY = 4 * 2**20  # bytes of a request
 LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
+THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # of the pool for work of each kind
+MOST_IN_POOL = 256  # calls of a kind that run or wait
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
 KEEP_ALIVE = 75   # seconds that an idle connection is kept: longer than clients keep theirs, so that they close it
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'page.html')
@@ -58,6 +62,8 @@ class Service:
         self.load, self.api_key = load, api_key
         self.engine = self.served = self.bell = self.error = None
         self.draining, self.mailboxes = False, set()
+        self.pools = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
+        self.n_in_pool = Counter()
 
     def start_loading(self, loaded):
         """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
@@ -100,6 +106,20 @@ class Service:
         body = parsed(endpoint.body, await read(request))
         self.served.check_name(body.model)
         return await endpoint.handler(self, body)
+
+    async def in_pool(self, kind, function):
+        """
+        What a function returns that may take long, called in a thread of the pool of its kind, see THREADS. APIError
+        429 where MOST_IN_POOL of this kind run or wait.
+        """
+        if self.n_in_pool[kind] >= MOST_IN_POOL:
+            raise APIError(429, f"{MOST_IN_POOL} requests wait for a thread ({kind}), and no more may: try again later",
+                           code='queue_full', headers={'retry-after': '1'})
+        self.n_in_pool[kind] += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.pools[kind], function)
+        finally:
+            self.n_in_pool[kind] -= 1
 
     def submit(self, requests, mailbox):
         """Submit all requests or none. APIError where the queue is full, or one of them can never fit."""
