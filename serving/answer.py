@@ -15,12 +15,18 @@ from serving.api import APIError
 from serving.request import pause
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf
+LARGE = 4096    # token ids and log probabilities; an answer with more of them is written in another thread
+SILENCE = 10.0  # seconds after which a stream without news gets a comment, so that nobody closes the connection
 DONE = b'data: [DONE]\n\n'
+LINE_ENDS = [(character.encode(), b'\\u%04x' % ord(character)) for character in '\u2028\u2029\u0085']
 
 
 def event(fields):
-    """The bytes of one event of a stream."""
-    return b'data: %s\n\n' % orjson.dumps(fields)
+    """The bytes of one event of a stream. Some clients end a line at each of LINE_ENDS, so these are escaped."""
+    data = orjson.dumps(fields)
+    for character, escaped in LINE_ENDS:
+        data = data.replace(character, escaped)
+    return b'data: %s\n\n' % data
 
 
 def name_of_token(token_bytes):
@@ -87,7 +93,8 @@ class TextChoice(Choice):
     def taken_logprobs(self):
         """
         OpenAI's legacy object: for each token its text, its logprob, the likeliest tokens beside it, and the number of
-        characters of the prompt and the sample that come before it.
+        characters of the prompt and the sample that come before it. Where several of the likeliest have the same text,
+        all but the first of them are named token_id:7.
         """
         tokens, token_logprobs, top_logprobs, offsets = [], [], [], []
         for token, score in self.scores:
@@ -101,8 +108,11 @@ class TextChoice(Choice):
                 continue
             token_logprobs.append(max(score.logprob, LEAST_LOGPROB))
             likeliest = score.top if token in dict(score.top) else [*score.top, (token, score.logprob)]
-            top_logprobs.append({name_of_token(self.served.token_bytes[i]): max(value, LEAST_LOGPROB)
-                                 for i, value in likeliest})
+            named = {}
+            for i, value in likeliest:
+                name = name_of_token(self.served.token_bytes[i])
+                named[f'token_id:{i}' if name in named else name] = max(value, LEAST_LOGPROB)
+            top_logprobs.append(named)
         return {'tokens': tokens, 'token_logprobs': token_logprobs, 'top_logprobs': top_logprobs,
                 'text_offset': offsets}
 
@@ -111,7 +121,7 @@ class ChatChoice(Choice):
     """A sample of a conversation: a message of the assistant."""
 
     def content(self):
-        role = {} if self.begun and self.body.stream else {'role': 'assistant'}
+        role = {} if self.begun and self.body.stream else {'role': 'assistant', 'refusal': None}
         return {'delta' if self.body.stream else 'message': {**role, 'content': self.text}}
 
     def taken_logprobs(self):
@@ -130,7 +140,7 @@ class Completion:
     choice, kind, kind_of_chunk = TextChoice, 'text_completion', 'text_completion'
 
     def __init__(self, id, body, served, requests):
-        self.body, self.requests, self.n_cached, self.error = body, requests, 0, None
+        self.id, self.body, self.requests, self.n_cached, self.error = id, body, requests, 0, None
         self.head = {'id': id, 'object': self.kind_of_chunk if body.stream else self.kind, 'created': int(time.time()),
                      'model': served.name}
         self.choices = [self.choice(number * body.n + i, request.prompt, body, served)
@@ -155,6 +165,12 @@ class Completion:
     @property
     def done(self):
         return self.error is not None or all(choice.finish_reason for choice in self.choices)
+
+    @property
+    def is_large(self):
+        """Are there so many token ids and log probabilities that writing them as JSON takes long?"""
+        n = sum(len(choice.scores) * (1 + (self.body.params.logprobs or 0)) for choice in self.choices)
+        return n + self.body.return_token_ids * sum(len(choice.prompt) for choice in self.choices) > LARGE
 
     def usage(self):
         """Tokens of the prompts, each counted once, and of the samples."""
@@ -278,21 +294,35 @@ class Answer:
         """Send the answer as one object when all of it is there."""
         while not self.completion.done:
             await self.receive()
-        await JSON(self.completion.object())(scope, receive, send)
+        headers = {'x-request-id': self.completion.id}
+        await (await self.written(lambda: JSON(self.completion.object(), headers=headers)))(scope, receive, send)
+
+    async def written(self, write):
+        """What a function returns that writes JSON, which is called in another thread where it takes long."""
+        if not self.completion.is_large:
+            return write()
+        return await asyncio.get_running_loop().run_in_executor(self.service.pools['answer'], write)
 
     async def stream(self, scope, receive, send):
         """Send the answer as it comes. `send` waits while the client reads slowly, and outputs gather meanwhile."""
         headers = [(b'content-type', b'text/event-stream; charset=utf-8'), (b'cache-control', b'no-cache'),
-                   (b'x-accel-buffering', b'no')]
+                   (b'x-accel-buffering', b'no'), (b'x-request-id', self.completion.id.encode())]
         await send({'type': 'http.response.start', 'status': 200, 'headers': headers})
+        loop = asyncio.get_running_loop()
+        sent = loop.time()
         while True:
+            timer = loop.call_later(SILENCE, self.mailbox.news.set)
             await self.receive()
-            chunks, done = self.completion.chunks(), self.completion.done
+            timer.cancel()
+            chunks, done = await self.written(self.completion.chunks), self.completion.done
+            if not chunks and loop.time() - sent >= SILENCE:
+                chunks = b': waiting\n\n'
             if chunks:
                 await send({'type': 'http.response.body', 'body': chunks, 'more_body': not done})
+                sent = loop.time()
             if done:
                 return
-            asyncio.get_running_loop().call_later(pause(len(self.service.mailboxes)), self.mailbox.listen)
+            loop.call_later(pause(len(self.service.mailboxes)), self.mailbox.listen)
 
 
 async def disconnect(receive):

@@ -9,19 +9,56 @@ from functools import cached_property
 from typing import Annotated, Literal
 
 import orjson
-from pydantic import AfterValidator, Field, ValidationError, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, WrapValidator, model_validator
 
-from serving.request import MOST_LOGPROBS, Request, SamplingFields, SamplingParams, Strict, TokenId
+from serving.request import (
+    MOST_LOGPROBS,
+    MOST_TOKENS,
+    Lenient,
+    Request,
+    SamplingFields,
+    SamplingParams,
+    Strict,
+    TokenId,
+    Whole,
+)
 
-MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_MESSAGES = 128, 128, 4, 2048  # of one body
-TYPES = {401: 'authentication_error', 429: 'rate_limit_error', 500: 'server_error', 503: 'service_unavailable'}
-UNSUPPORTED = {
-    'best_of': "ask for n samples, with logprobs to compare them, and choose one",
-    'suffix': "this model continues a text, and cannot fill in the middle of one",
-    'response_format': "this server does not constrain the form of a text: give an example of it in the prompt",
+MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_MESSAGES = 128, 128, 256, 2048  # of one body
+MOST_STOP_CHARACTERS = 2**16  # of all stop strings of a body
+MOST_ENTRIES = 2**20          # of one answer: token ids and log probabilities, some 60 bytes each
+TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_error', 500: 'server_error',
+         503: 'service_unavailable'}
+FUNCTIONS = "this server calls no functions: describe them in a message, and read the answer as text"
+FORM = "this server does not constrain the form of a text: give an example of it in the prompt"
+UNSUPPORTED = {  # what asks for something that is not here; a body with several of them is told of the first one here
+    'tools': FUNCTIONS, 'functions': FUNCTIONS, 'response_format': FORM, 'structured_outputs': FORM, 'guided_': FORM,
+    'json_schema': FORM, 'grammar': FORM,
     'messages': "POST them to /v1/chat/completions",
-    'tools': "this server calls no functions: describe them in a message",
+    'prompt': "POST it to /v1/completions",
+    'modalities': "this model reads and writes text only",
     'audio': "this model reads and writes text only",
+    'web_search_options': "this server searches nothing: write what is known in a message",
+    'suffix': "this model continues a text, and cannot fill in the middle of one",
+    'best_of': "ask for n samples, with logprobs to compare them, and choose one",
+    'use_beam_search': "this server draws samples: ask for n of them, with logprobs to compare them",
+    'store': "this server keeps no answers",
+    'reasoning_effort': "name what the template knows in chat_template_kwargs, enable_thinking for example",
+    'chat_template': "the template of the model's own files is used",
+    'prompt_logprobs': "echo with logprobs scores a prompt",
+    'repeat_penalty': "its name is repetition_penalty here",
+    'n_predict': "its name is max_tokens here",
+    'max_new_tokens': "its name is max_tokens here",
+    'tool_choice': FUNCTIONS, 'function_call': FUNCTIONS,
+}
+IGNORED = {'user', 'metadata', 'verbosity', 'parallel_tool_calls', 'prompt_cache_key', 'prompt_cache_retention',
+           'safety_identifier', 'spaces_between_special_tokens', 'cache_prompt', 'prediction'}  # they change no token
+NOTHING = {  # the values with which a field asks for nothing
+    'tools': ([],), 'functions': ([],), 'response_format': ({'type': 'text'},), 'modalities': (['text'],),
+    'stop': ('', []), 'suffix': ('',), 'store': (False,), 'service_tier': ('auto', 'default'), 'seed': (-1,),
+    'reasoning_effort': ('none',), 'use_beam_search': (False,), 'early_stopping': (False,), 'length_penalty': (1,),
+    'repeat_penalty': (1,), 'typical_p': (1,), 'tfs_z': (1,), 'mirostat': (0,), 'priority': (0,), 'logit_bias': ([],),
+    'chat_template_kwargs': ({},), 'documents': ([],), 'bad_words': ([],), 'echo': (False,),
+    'return_tokens_as_token_ids': (False,), 'continue_final_message': (False,), 'prompt_logprobs': (False,),
 }
 
 
@@ -62,6 +99,20 @@ def list_of(kind, **limits):
     return Annotated[list[kind], Field(fail_fast=True, **limits)]
 
 
+def checked_stops(stops):
+    """Stop strings without empty ones."""
+    n = sum(map(len, stops))
+    if n > MOST_STOP_CHARACTERS:
+        raise ValueError(f"stop has {n:,} characters in all, and at most {MOST_STOP_CHARACTERS:,} are allowed: give "
+                         "shorter ones")
+    return [stop for stop in stops if stop]
+
+
+def number_of_likeliest(logprobs):
+    """The legacy logprobs: true asks for one token beside each, as in vLLM, and false for none."""
+    return {True: 1, False: None}[logprobs] if type(logprobs) is bool else logprobs
+
+
 Text = Annotated[str, Field(min_length=1)]
 Tokens = list_of(TokenId, min_length=1)
 Prompts = Annotated[
@@ -69,9 +120,8 @@ Prompts = Annotated[
     | list_of(Tokens, min_length=1, max_length=MOST_PROMPTS), AfterValidator(listed),
     says("prompt should be a text, a list of token ids, or a list of such texts or lists, at most "
          f"{MOST_PROMPTS}; each should have at least one token, for example a newline")]
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Stops = Annotated[Stop | list_of(Stop, max_length=MOST_STOPS), AfterValidator(listed),
-                  says(f"stop should be a text of 1 to 1000 characters, or a list of at most {MOST_STOPS} of them")]
+Stops = Annotated[str | list_of(str, max_length=MOST_STOPS), AfterValidator(checked_stops), AfterValidator(listed),
+                  says(f"stop should be a text, or a list of at most {MOST_STOPS} texts")]
 
 
 class Body(Strict):
@@ -81,25 +131,31 @@ class Body(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = Field(False, description="end the stream with a chunk that has the usage and no choices")
+    include_obfuscation: bool = Field(False, description="has no effect")
+    continuous_usage_stats: Literal[False] = False
 
 
 class GenerationBody(Body, SamplingFields):
     """What the bodies of completions and of chat completions share."""
-    n: int = Field(1, ge=1, le=MOST_SAMPLES, description="samples of each prompt")
-    seed: int | None = Field(None, ge=0, lt=2**63, description="sample i of a prompt draws with seed + i")
+    n: Whole = Field(1, ge=1, le=MOST_SAMPLES, description="samples of each prompt")
+    seed: Whole | None = Field(None, ge=0, lt=2**63, description="sample i of a prompt draws with seed + i")
     stop: Stops = Field(default_factory=list)
+    include_stop_str_in_output: bool = Field(False, description="what ends a sample is a part of its text")
+    skip_special_tokens: bool = Field(True, description="special tokens, <|im_end|> for example, have no text")
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     return_token_ids: bool = Field(False, description="add token_ids and prompt_token_ids to the choices")
     cache_salt: str = Field('', max_length=256, description="prompts share blocks with those of the same salt only")
-    user: str = Field('', description="has no effect")
 
 
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
     prompt: Prompts
-    max_tokens: int = Field(16, ge=0)
+    max_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS, description="by default 16, if there is room for them")
+    logprobs: Annotated[SamplingFields.model_fields['logprobs'].annotation, BeforeValidator(number_of_likeliest)] = (
+        Field(None, ge=0, le=MOST_LOGPROBS))
     echo: bool = Field(False, description="with logprobs, the prompt is scored; max_tokens may then be 0")
+    add_special_tokens: bool = Field(True, description="a BOS token before each text, if the tokenizer adds one")
 
     @property
     def prompt_logprobs(self):
@@ -112,30 +168,88 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class TextPart(Strict):
-    type: Literal['text']
+class TextPart(Lenient):
+    type: Literal['text', 'input_text', 'output_text']
     text: str
 
 
-class Message(Strict):
-    """A message of a conversation. The texts of several parts follow each other on lines of their own."""
-    role: Literal['system', 'user', 'assistant']
-    content: Annotated[str | list[TextPart], says("content should be a text, or a list of parts of the type text")]
-    name: str = Field('', description="has no effect")
+def text_of(content, _):
+    """The text of a message's content. The texts of several parts follow each other on lines of their own."""
+    if type(content) is list:
+        texts = []
+        for part in content:
+            kind = part.get('type') if type(part) is dict else None
+            text = part.get('refusal' if kind == 'refusal' else 'text') if kind in PARTS else None
+            if type(text) is not str:
+                raise ValueError(f"content has a part of type {shown(kind)}, but this model reads text only: each part "
+                                 'should be {"type": "text", "text": ...}')
+            texts.append(text)
+        return '\n'.join(texts)
+    if type(content) is not str:
+        raise ValueError(f"content should be a text, or a list of parts of the type text, not {shown(content)}")
+    return content
+
+
+PARTS = 'text', 'input_text', 'output_text', 'refusal'
+
+
+class Message(Lenient):
+    """
+    A message of a conversation. What a client adds to it is ignored (name, refusal, reasoning_content, annotations, for
+    example), so the message of an answer can be sent back as it is.
+    """
+    role: Literal['system', 'developer', 'user', 'assistant']
+    content: Annotated[str | list[TextPart], WrapValidator(text_of)]
+
+    @model_validator(mode='before')
+    @classmethod
+    def without_functions(cls, message):
+        if type(message) is not dict:
+            return message
+        if message.get('role') in ('tool', 'function') or message.get('tool_calls') or message.get('function_call'):
+            raise ValueError(FUNCTIONS)
+        if message.get('role') == 'assistant' and message.get('content') is None:  # of one that refused, or was cut
+            return message | {'content': ''}
+        return message
 
     def plain(self):
         """The message as templates know it."""
-        text = self.content if type(self.content) is str else '\n'.join(part.text for part in self.content)
-        return {'role': self.role, 'content': text}
+        return {'role': 'system' if self.role == 'developer' else self.role, 'content': self.content}
 
 
-class ChatBody(GenerationBody):
+class ConversationFields(Strict):
+    """How a conversation becomes the text of a prompt."""
+    add_generation_prompt: bool | None = Field(None, description="end the prompt where an answer begins; by default "
+                                                                 "true, unless a message is continued")
+    continue_final_message: bool = Field(False, description="go on with the last message, of the assistant")
+    chat_template_kwargs: dict = Field(default_factory=dict, description="more variables of the chat template, "
+                                                                         "enable_thinking for example")
+    documents: list[dict] = Field(default_factory=list, description="given to the chat template")
+
+    @property
+    def variables(self):
+        """What the template is given beside the messages. ValueError, which begins with the field that is wrong."""
+        if self.continue_final_message and (self.add_generation_prompt or self.messages[-1].role != 'assistant'):
+            raise ValueError("continue_final_message goes on with the assistant's last message: end messages with one, "
+                             "and leave add_generation_prompt out")
+        if reserved := {'self', 'messages', 'tools'} & self.chat_template_kwargs.keys():
+            raise ValueError(f"chat_template_kwargs has {', '.join(sorted(reserved))}, which the server gives to the "
+                             "template itself: leave it out")
+        given = dict(add_generation_prompt=not self.continue_final_message if self.add_generation_prompt is None
+                     else self.add_generation_prompt, continue_final_message=self.continue_final_message)
+        return self.chat_template_kwargs | given | (dict(documents=self.documents) if self.documents else {})
+
+
+class ChatBody(GenerationBody, ConversationFields):
     """The body of POST /v1/chat/completions."""
     messages: list_of(Message, min_length=1, max_length=MOST_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=0, description="by default as many as there is room for")
-    max_tokens: int | None = Field(None, ge=0, description="the older name of max_completion_tokens")
+    max_completion_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS,
+                                                description="by default as many as there is room for")
+    max_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS,
+                                     description="the older name of max_completion_tokens")
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS, description="with logprobs")
+    top_logprobs: Whole = Field(0, ge=0, le=MOST_LOGPROBS, description="with logprobs")
+    add_special_tokens: Literal[False] = Field(False, description="the template writes them")
 
     @property
     def params(self):
@@ -144,47 +258,87 @@ class ChatBody(GenerationBody):
         return SamplingParams(**fields, logprobs=self.top_logprobs if self.logprobs else None)
 
 
-class TokenizeBody(Body):
-    """The body of POST /tokenize."""
-    prompt: str
+class TokenizeBody(Body, ConversationFields):
+    """The body of POST /tokenize: a prompt, or messages."""
+    prompt: str | None = None
+    messages: list_of(Message, min_length=1, max_length=MOST_MESSAGES) | None = None
+    add_special_tokens: bool | None = Field(None, description="of a prompt, by default true")
+    return_token_strs: bool = Field(False, description="add token_strs, the text of each token")
 
 
 class DetokenizeBody(Body):
     """The body of POST /detokenize."""
-    tokens: list[TokenId]
+    tokens: list_of(TokenId)
 
 
-def parsed(kind, data):
-    """The body of this kind in the bytes of a request. APIError 400, which names the field, if it is not one."""
+def parsed(kind, data, defaults=None):
+    """
+    The body of this kind in the bytes of a request. A field that is null, or asks for nothing, is left out; those of
+    `defaults`, sampling fields, take the place of fields that are left out. APIError 400, which names the first field
+    that is wrong.
+    """
     try:
         fields = orjson.loads(data)
     except orjson.JSONDecodeError as e:
         raise APIError(400, f"the body should be a JSON object: {e}", code='invalid_json') from None
     if type(fields) is not dict:
         raise APIError(400, f"the body should be a JSON object, not {data[:20].decode('utf-8', 'replace')!r}")
-    known = kind.model_fields.keys()
-    fields = {name: value for name, value in fields.items() if value is not None or name not in known | UNSUPPORTED}
+    fields, known = asked_for(fields), kind.model_fields.keys()
+    if unknown := [name for name in fields if name not in known]:
+        order = [*UNSUPPORTED]
+        raise unknown_field(min(unknown, key=lambda name: order.index(general(name)) if general(name) in order
+                                else len(order)), known)
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate((defaults or {} if issubclass(kind, GenerationBody) else {}) | fields)
     except ValidationError as e:
         raise named(e.errors(include_url=False)[0], known) from None
 
 
+def asked_for(fields):
+    """The fields of a body that ask for something."""
+    fields = {name: value for name, value in fields.items()
+              if value is not None and name not in IGNORED and value not in NOTHING.get(name, ())}
+    functions, choices = {'tools', 'functions'}, [fields.get('tool_choice'), fields.get('function_call')]
+    left_out = {'best_of'} if fields.get('best_of') == fields.get('n', 1) else set()
+    if 'none' in choices or 'auto' in choices and not functions & fields.keys():
+        left_out |= {*functions, 'tool_choice', 'function_call'}
+    return {name: value for name, value in fields.items() if name not in left_out}
+
+
+def general(name):
+    """The name by which UNSUPPORTED knows a field: vLLM has several that begin with guided_."""
+    return 'guided_' if name.startswith('guided_') else name
+
+
+def unknown_field(name, known):
+    """The APIError for a field that is not among the known ones."""
+    near = difflib.get_close_matches(name, known, n=1) if len(name) <= 40 else ()
+    advice = UNSUPPORTED.get(general(name))
+    if advice is None:
+        advice = f"this is not a field here: {f'did you mean {near[0]}?' if near else 'leave it out'}"
+    return APIError(400, f"{name[:60]}: {advice}", name[:60], 'unknown_field')
+
+
+def shown(value):
+    """A value of JSON for an error, in at most some 60 characters, whatever its size and depth."""
+    if type(value) in (list, dict):
+        return f"a list of {len(value):,}" if type(value) is list else f"an object of {len(value):,}"
+    text = repr(value[:46] if type(value) is str else value)
+    return text if len(text) <= 60 else text[:45] + '...'
+
+
 def named(error, known):
     """The APIError of one of pydantic's errors. known: the fields that there are."""
-    param = '.'.join(str(part) for part in error['loc'] if part != '[key]')  # that it is of a name in an object
-    value = repr(error['input'])
-    value = value if len(value) <= 60 else value[:45] + '...'
-    if error['type'] == 'extra_forbidden':
-        near = difflib.get_close_matches(param, known, n=1) if len(error['loc']) == 1 else ()
-        advice = UNSUPPORTED.get(param) or (f"did you mean {near[0]}?" if near else "leave it out")
-        return APIError(400, f"{param} is not a field here: {advice}", param, 'unknown_field')
+    param = '.'.join(str(part)[:60] for part in error['loc'])
+    if error['type'] == 'extra_forbidden':  # in an object within the body
+        return APIError(400, f"{param}: this is not a field here: leave it out", param, 'unknown_field')
     if error['type'] == 'missing':
         return APIError(400, f"{param} is missing: the body must have it", param, 'missing_field')
-    if error['type'] == 'value_error':  # of a function above
-        return invalid(param, str(error['ctx']['error']))
     message = error['msg'].replace('Input', param, 1)
-    return invalid(param, f"{message if param in message else param + ': ' + message}, not {value}")
+    if error['type'] == 'value_error':  # of a function above
+        message = str(error['ctx']['error'])
+        return invalid(param, message if message.startswith(param.split('.')[-1]) else f"{param}: {message}")
+    return invalid(param, f"{message if param in message else param + ': ' + message}, not {shown(error['input'])}")
 
 
 @dataclass(frozen=True)
@@ -212,36 +366,83 @@ class Served:
         """A longer text has more than max_tokens. Reading all of it would only take time."""
         return self.max_tokens * max(map(len, self.token_bytes))
 
-    def encode(self, text):
+    def check_length(self, field, n_characters):
+        """APIError 400 for a text that is certainly too long."""
+        if n_characters > self.most_characters:
+            raise too_long(f"{field} has {n_characters:,} characters, which are more than the context of "
+                           f"{self.max_tokens:,} tokens: the largest prompt has {self.max_tokens - 1:,} tokens", field)
+
+    def encode(self, text, add_special_tokens=True):
         """Token ids of a prompt's text. APIError 400 if it is very long or has characters that the tokenizer lacks."""
-        if len(text) > self.most_characters:
-            raise too_long(f"prompt has {len(text):,} characters, which are more than {self.max_tokens:,} tokens")
+        self.check_length('prompt', len(text))
         try:
-            return self.tokenizer.encode(text)
+            return self.tokenizer.encode(text, add_special_tokens)
         except ValueError as e:
             raise invalid('prompt', f"prompt has {e}") from None
 
-    def conversation(self, messages):
+    def conversation(self, body):
         """
-        Token ids of a conversation, a list of `Message`s. APIError 404 if the model has no chat template, 400 if the
-        template does not take this conversation, or if it is very long.
+        Token ids of the conversation in a `ChatBody` or `TokenizeBody`. APIError 404 if the model has no chat template,
+        400 if the template does not take this conversation, or if it is very long.
         """
         if self.tokenizer.chat_template is None:
             raise APIError(404, "this model has no chat, because its tokenizer has no chat template: write the "
                                 "conversation as a prompt, and POST it to /v1/completions")
-        messages = [message.plain() for message in messages]
-        n = sum(len(message['content']) for message in messages)
-        if n > self.most_characters:
-            raise too_long(f"messages have {n:,} characters, which are more than {self.max_tokens:,} tokens")
+        messages = [message.plain() for message in body.messages]
+        self.check_length('messages', sum(len(message['content']) for message in messages))
         try:
-            return self.tokenizer.conversation(messages)
+            variables = body.variables
+        except ValueError as e:  # it begins with the name of the field
+            raise invalid(str(e).split()[0], str(e)) from None
+        try:
+            return self.tokenizer.conversation(messages, **variables)
         except ValueError as e:
             raise invalid('messages', str(e)) from None
 
 
-def too_long(message):
+def too_long(message, param='prompt'):
     """The APIError for what is longer than the model's context or the pool of blocks."""
-    return APIError(400, message, 'prompt', 'context_length_exceeded')
+    return APIError(400, message, param, 'context_length_exceeded')
+
+
+def n_new_tokens(body, served, n_prompt):
+    """
+    How many tokens a sample of a prompt of n_prompt tokens may have: as many as the body asks for, or else 16, in a
+    conversation as many as there is room for. APIError 400 if the context is too short for them.
+    """
+    is_chat = isinstance(body, ChatBody)
+    asked, room = body.max_completion_tokens if is_chat else None, served.max_tokens - n_prompt
+    asked = body.max_tokens if asked is None else asked
+    if room < (asked != 0):
+        raise too_long(f"the prompt has {n_prompt:,} tokens, and the context is {served.max_tokens:,} tokens: the "
+                       f"largest prompt is {served.max_tokens - 1:,} tokens", 'messages' if is_chat else 'prompt')
+    if asked is None:
+        per_token = entries_per_token(body) * body.n
+        most = MOST_ENTRIES // per_token if per_token else room
+        return min(room, max(1, most - n_prompt) if is_chat else 16)
+    if asked > room:
+        raise too_long(f"the prompt has {n_prompt:,} tokens and max_tokens is {asked:,}: together "
+                       f"{n_prompt + asked:,}, but the context is {served.max_tokens:,} tokens: the largest "
+                       f"max_tokens here is {room:,}", 'max_tokens')
+    return asked
+
+
+def entries_per_token(body):
+    """How many token ids and log probabilities an answer has for each token of a sample."""
+    params = body.params
+    return body.return_token_ids + (0 if params.logprobs is None else params.logprobs + 1)
+
+
+def check_entries(body, requests):
+    """APIError 400 for an answer that would be very large."""
+    of_prompt, echo = entries_per_token(body), getattr(body, 'echo', False)
+    if not echo:
+        of_prompt = int(body.return_token_ids)
+    n = sum(body.n * (len(request.prompt) * (of_prompt + echo) + request.max_tokens * entries_per_token(body))
+            for request in requests)
+    if n > MOST_ENTRIES:
+        raise invalid('n', f"n times the tokens of all prompts and samples, with their log probabilities, is {n:,}, "
+                           f"and an answer may have {MOST_ENTRIES:,}: ask for fewer samples, tokens or logprobs")
 
 
 def requests_of(body, served, id, delivers):
@@ -253,22 +454,23 @@ def requests_of(body, served, id, delivers):
     """
     if body.stream_options.include_usage and not body.stream:
         raise invalid('stream_options', "stream_options is for streams: add stream, or leave it out")
-    n_new = body.max_tokens
-    if isinstance(body, ChatBody):
-        prompts = [served.conversation(body.messages)]
-        n_new = n_new if body.max_completion_tokens is None else body.max_completion_tokens
-        n_new = max(0, served.max_tokens - len(prompts[0])) if n_new is None else n_new
+    is_chat, strip = isinstance(body, ChatBody), False
+    if is_chat:
         if body.top_logprobs and not body.logprobs:
             raise invalid('top_logprobs', "top_logprobs needs logprobs: add it, or leave both out")
+        prompts, strip = [served.conversation(body)], served.tokenizer.strips and not body.continue_final_message
     else:
-        prompts = [served.encode(prompt) if type(prompt) is str else prompt for prompt in body.prompt]
+        prompts = [served.encode(prompt, body.add_special_tokens) if type(prompt) is str else prompt
+                   for prompt in body.prompt]
     seeds = [random.randrange(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     try:
-        requests = [Request(f'{id}-{i}', tokens, n_new, body.params, seed, body.n, tuple(body.stop), body.cache_salt,
-                            deliver)
+        requests = [Request(f'{id}-{i}', tokens, n_new_tokens(body, served, len(tokens)), body.params, seed, body.n,
+                            tuple(body.stop), body.cache_salt, deliver, body.include_stop_str_in_output,
+                            body.skip_special_tokens, strip)
                     for i, (tokens, seed, deliver) in enumerate(zip(prompts, seeds, delivers))]
         for request in requests:
             request.check_tokens(len(served.token_bytes))
     except ValueError as e:  # it begins with the name of the field
         raise invalid(str(e).split()[0], str(e)) from None
+    check_entries(body, requests)
     return requests

@@ -26,7 +26,7 @@ USAGE = object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COU
 CHOICE = object_of(index=COUNT, text=TEXT, logprobs=either(LOGPROBS),
                    finish_reason={'enum': ['stop', 'length', None]})
 SCORE = dict(token=TEXT, logprob=NUMBER, bytes=list_of(COUNT))
-MESSAGE = object_of(role={'const': 'assistant'}, content=TEXT)
+MESSAGE = object_of(role={'const': 'assistant'}, content=TEXT, refusal=NULL)
 CHAT_CHOICE = object_of(index=COUNT, message=MESSAGE, finish_reason={'enum': ['stop', 'length', None]},
                         logprobs=either(object_of(refusal=NULL, content=list_of(
                             object_of(**SCORE, top_logprobs=list_of(object_of(**SCORE)))))))
@@ -39,7 +39,7 @@ SCHEMAS = {
     'Models': object_of(object={'const': 'list'}, data=list_of(object_of(
         id=TEXT, object={'const': 'model'}, created=COUNT, owned_by=TEXT, max_model_len=COUNT,
         chat={'type': 'boolean'}))),
-    'Tokens': object_of(tokens=list_of(COUNT), count=COUNT, max_model_len=COUNT),
+    'Tokens': object_of(tokens=list_of(COUNT), count=COUNT, max_model_len=COUNT, token_strs=either(list_of(TEXT))),
     'Text': object_of(prompt=TEXT),
     'Cache': {'type': 'object'},
     'Health': object_of(status={'const': 'ok'}),

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MOST_LOGPROBS = 20  # tokens besides the sampled one
+MOST_TOKENS, MOST_BIASES = 2**31, 2**16  # of a request
 PAUSE, LONGEST_PAUSE = 0.04, 0.2  # seconds between two chunks of a stream, at least and at most
 CHUNKS = 400  # the number of chunks that all streams together write in a second: each chunk takes time from the model
 
@@ -18,6 +19,25 @@ def checked_temperature(temperature):
     return temperature
 
 
+def whole(number):
+    """A float without a fraction as an int: some clients write 5.0."""
+    return int(number) if type(number) is float and number.is_integer() and abs(number) < 2**63 else number
+
+
+def checked_biases(biases):
+    """A dict of biases itself. ValueError for the first one that is wrong: pydantic would collect all of them."""
+    if type(biases) is dict:
+        if len(biases) > MOST_BIASES:
+            raise ValueError(f"logit_bias has {len(biases):,} tokens, and at most {MOST_BIASES:,} are allowed: give "
+                             "fewer")
+        for token, bias in biases.items():
+            if not str(token)[:20].isdecimal() or type(bias) not in (int, float) or not -100 <= bias <= 100:
+                raise ValueError("logit_bias should have token ids as names and numbers from -100 to 100 as values, "
+                                 f"but {str(token)[:20]!r} is not so")
+    return biases
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
 TokenId = Annotated[int, Field(ge=0)]
 NamedTokenId = Annotated[int, Field(ge=0, strict=False)]  # the names in a JSON object are texts
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -27,22 +47,35 @@ class Strict(BaseModel):
     """An object that has these fields and no others, each of the type it says."""
     model_config = ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
 
+    @model_validator(mode='before')
+    @classmethod
+    def without_nulls(cls, fields):
+        """null is a field left out."""
+        if type(fields) is dict and None in fields.values():
+            return {name: value for name, value in fields.items() if value is not None}
+        return fields
+
+
+class Lenient(Strict):
+    """An object that may have other fields too, which are ignored."""
+    model_config = ConfigDict(extra='ignore')
+
 
 class SamplingFields(Strict):
     """The fields of `SamplingParams` that the body of the API has too."""
     temperature: Annotated[float, AfterValidator(checked_temperature)] = Field(
         1.0, ge=0, description="0 takes the likeliest token each time")
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=2**31, description="draw from the k likeliest tokens; 0 and -1 draw from all")
+    top_k: Whole = Field(0, ge=-1, lt=2**31, description="draw from the k likeliest tokens; 0 and -1 draw from all")
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: Whole = Field(0, ge=0, lt=MOST_TOKENS)
     ignore_eos: bool = False
-    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    logit_bias: dict[NamedTokenId, Bias] = Field(default_factory=dict)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128)
+    logprobs: Whole | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    logit_bias: Annotated[dict[NamedTokenId, Bias], BeforeValidator(checked_biases)] = Field(default_factory=dict)
+    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128, fail_fast=True)
 
 
 class SamplingParams(SamplingFields):

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from serving.answer import JSON, Answer, Bell, ChatCompletion, Completion, Mailbox
+from serving.answer import JSON, Answer, Bell, ChatCompletion, Completion, Mailbox, name_of_token
 from serving.api import (
     APIError,
     ChatBody,
@@ -103,7 +103,7 @@ class Service:
         if endpoint.body is None:
             return await endpoint.handler(self)
         self.check_ready()
-        body = parsed(endpoint.body, await read(request))
+        body = parsed(endpoint.body, await read(request), self.served.defaults)
         self.served.check_name(body.model)
         return await endpoint.handler(self, body)
 
@@ -213,23 +213,24 @@ async def no_answer(request, e):
 async def completions(service, body):
     """Continue prompts"""
     long = sum(map(len, body.prompt)) > LONG_TEXT
-    return await generate(service, body, 'cmpl', len(body.prompt), Completion, in_thread=long)
+    return await generate(service, body, 'cmpl', len(body.prompt), Completion, 'tokens' if long else None)
 
 
 async def chat(service, body):
     """Answer in a conversation"""
-    return await generate(service, body, 'chatcmpl', 1, ChatCompletion, in_thread=True)  # a template may take long
+    return await generate(service, body, 'chatcmpl', 1, ChatCompletion, 'template')
 
 
-async def generate(service, body, prefix, n_prompts, kind, in_thread):
-    """The `Answer` to a body, of this kind, whose requests are submitted. in_thread: make these in another thread."""
+async def generate(service, body, prefix, n_prompts, kind, pool):
+    """The `Answer` to a body, of this kind, whose requests are submitted. pool: make these in it, see `in_pool`."""
     id, mailbox = f'{prefix}-{random.getrandbits(96):024x}', Mailbox(service.bell, listening=body.stream)
     delivers = [partial(mailbox.put, number) for number in range(n_prompts)]
-    make = partial(requests_of, body, service.served, id, delivers)
-    requests = await asyncio.to_thread(make) if in_thread else make()
-    answer = Answer(service, kind(id, body, service.served, requests), mailbox)
-    service.submit(requests, mailbox)
-    return answer
+
+    def make():
+        return kind(id, body, service.served, requests_of(body, service.served, id, delivers))
+    completion = await service.in_pool(pool, make) if pool else make()
+    service.submit(completion.requests, mailbox)
+    return Answer(service, completion, mailbox)
 
 
 async def models(service):
@@ -254,10 +255,17 @@ async def metrics(service):
 
 
 async def tokenize(service, body):
-    """The tokens of a text"""
-    encode = partial(service.served.encode, body.prompt)
-    tokens = await asyncio.to_thread(encode) if len(body.prompt) > LONG_TEXT else encode()
-    return JSON({'tokens': tokens, 'count': len(tokens), 'max_model_len': service.served.max_tokens})
+    """The tokens of a text or of a conversation"""
+    served = service.served
+    if body.messages is not None:
+        tokens = await service.in_pool('template', partial(served.conversation, body))
+    elif body.prompt is None:
+        raise invalid('prompt', "prompt is missing: the body must have it, or messages")
+    else:
+        encode = partial(served.encode, body.prompt, body.add_special_tokens is not False)
+        tokens = await service.in_pool('tokens', encode)
+    names = [name_of_token(served.token_bytes[token]) for token in tokens] if body.return_token_strs else None
+    return JSON({'tokens': tokens, 'count': len(tokens), 'max_model_len': served.max_tokens, 'token_strs': names})
 
 
 async def detokenize(service, body):
@@ -266,7 +274,7 @@ async def detokenize(service, body):
         check_ids('tokens', body.tokens, len(service.served.token_bytes))
     except ValueError as e:
         raise invalid('tokens', str(e)) from None
-    return JSON({'prompt': service.served.tokenizer.decode(body.tokens)})
+    return JSON({'prompt': await service.in_pool('tokens', partial(service.served.tokenizer.decode, body.tokens))})
 
 
 async def cache(service):

@@ -51,12 +51,13 @@ def events(data):
     (dict(max_tokens=True), 'max_tokens'), (dict(temperature=-1), 'temperature'),
     (dict(temperature=1e-31), 'temperature'),
     (dict(top_p=0), 'top_p'), (dict(top_p=1.1), 'top_p'), (dict(top_k=-2), 'top_k'), (dict(top_k=2**40), 'top_k'),
-    (dict(min_p=2), 'min_p'), (dict(n=0), 'n'), (dict(n=129), 'n'), (dict(seed=-1), 'seed'), (dict(seed=2**63), 'seed'),
-    (dict(stop=['a'] * 5), 'stop'), (dict(stop=''), 'stop'), (dict(stop=[1]), 'stop'), (dict(stop='a' * 1001), 'stop'),
+    (dict(min_p=2), 'min_p'), (dict(n=0), 'n'), (dict(n=129), 'n'), (dict(seed=-2), 'seed'), (dict(seed=2**63), 'seed'),
+    (dict(stop=['a'] * 257), 'stop'), (dict(stop=[1]), 'stop'), (dict(stop='a' * 70_000), 'stop'),
+    (dict(max_tokens=2**31), 'max_tokens'), (dict(min_tokens=2**63), 'min_tokens'),
     (dict(stop_token_ids=[31]), 'stop_token_ids'), (dict(stop_token_ids=['a']), 'stop_token_ids.0'),
-    (dict(logprobs=21), 'logprobs'), (dict(logprobs=True), 'logprobs'), (dict(echo=1), 'echo'),
-    (dict(logit_bias={'a': 1}), 'logit_bias.a'), (dict(logit_bias={'31': 1}), 'logit_bias'),
-    (dict(logit_bias={'1': 101}), 'logit_bias.1'), (dict(logit_bias=[1]), 'logit_bias'),
+    (dict(logprobs=21), 'logprobs'), (dict(logprobs='1'), 'logprobs'), (dict(echo=1), 'echo'),
+    (dict(logit_bias={'a': 1}), 'logit_bias'), (dict(logit_bias={'31': 1}), 'logit_bias'),
+    (dict(logit_bias={'1': 101}), 'logit_bias'), (dict(logit_bias=[1]), 'logit_bias'),
     (dict(presence_penalty=3), 'presence_penalty'), (dict(frequency_penalty=-3), 'frequency_penalty'),
     (dict(repetition_penalty=0), 'repetition_penalty'), (dict(min_tokens=17), 'min_tokens'),
     (dict(stream=1), 'stream'), (dict(stream_options={'include_usage': True}), 'stream_options'),
@@ -77,7 +78,7 @@ def test_a_near_name_is_suggested_and_refusals_say_what_to_do():
     messages = {}
     for field in ('max_token', 'best_of', 'zzz'):
         with pytest.raises(APIError) as caught:
-            completion_body(**{field: 1})
+            completion_body(**{field: 2})
         messages[field] = str(caught.value)
     assert messages['max_token'].endswith('did you mean max_tokens?') and 'n samples' in messages['best_of']
     assert messages['zzz'].endswith('leave it out')

@@ -68,7 +68,7 @@ def test_a_conversation_of_ten_turns_on_a_pool_that_just_holds_it():
         for turn, text in enumerate(answers):
             answer = ask(client, messages[:2 * turn + 1], max_completion_tokens=4)
             usage = answer['usage']
-            assert answer['choices'][0]['message'] == dict(role='assistant', content=text)
+            assert answer['choices'][0]['message'] == dict(role='assistant', content=text, refusal=None)
             # all full blocks of the prompt before
             assert before - before % PAGE <= usage['prompt_tokens_details']['cached_tokens'] < usage['prompt_tokens']
             before = usage['prompt_tokens']
@@ -117,7 +117,7 @@ def test_the_openai_client_streams_and_scores_what_it_gets_at_once(chat):
         assert create(**how | dict(messages=[SYSTEM, one_text])).choices[0].message.content == pieces[0]
         for score in scores[0]:
             assert len(score.top_logprobs) == 3 and bytes(score.bytes) in TOKENIZER.token_bytes
-        with pytest.raises(openai.BadRequestError, match='role'):
+        with pytest.raises(openai.BadRequestError, match='calls no functions'):
             create(model='chat', messages=[dict(role='tool', content='x')])
         with pytest.raises(openai.NotFoundError):
             create(model='gpt-4', messages=[SYSTEM])
@@ -138,7 +138,7 @@ def test_a_stream_ends_as_the_answer_does(chat):
     (dict(messages=[SYSTEM], top_logprobs=3), 'top_logprobs'),
     (dict(messages=[SYSTEM], logprobs=True, top_logprobs=21), 'top_logprobs'),
     (dict(messages=[SYSTEM], max_completion_tokens=-1), 'max_completion_tokens'),
-    (dict(messages=[SYSTEM], tools=[]), 'tools'), (dict(messages=[SYSTEM], prompt='x'), 'prompt'),
+    (dict(messages=[SYSTEM], tools=[{}]), 'tools'), (dict(messages=[SYSTEM], prompt='x'), 'prompt'),
 ])
 def test_an_error_names_the_field(chat, fields, param):
     response = chat[0].post('/v1/chat/completions', json=fields)
