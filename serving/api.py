@@ -285,9 +285,8 @@ def parsed(kind, data, defaults=None):
         raise APIError(400, f"the body should be a JSON object, not {data[:20].decode('utf-8', 'replace')!r}")
     fields, known = asked_for(fields), kind.model_fields.keys()
     if unknown := [name for name in fields if name not in known]:
-        order = [*UNSUPPORTED]
-        raise unknown_field(min(unknown, key=lambda name: order.index(general(name)) if general(name) in order
-                                else len(order)), known)
+        rank = {name: i for i, name in enumerate(UNSUPPORTED)}
+        raise unknown_field(min(unknown, key=lambda name: rank.get(general(name), len(rank))), known)
     try:
         return kind.model_validate((defaults or {} if issubclass(kind, GenerationBody) else {}) | fields)
     except ValidationError as e:
@@ -315,8 +314,9 @@ def unknown_field(name, known):
     near = difflib.get_close_matches(name, known, n=1) if len(name) <= 40 else ()
     advice = UNSUPPORTED.get(general(name))
     if advice is None:
-        advice = f"this is not a field here: {f'did you mean {near[0]}?' if near else 'leave it out'}"
-    return APIError(400, f"{name[:60]}: {advice}", name[:60], 'unknown_field')
+        advice = f"did you mean {near[0]}?" if near else "leave it out"
+        return APIError(400, f"{name[:60]} is not a field here: {advice}", name[:60], 'unknown_field')
+    return APIError(400, f"{name}: {advice}", name, 'unsupported_field')
 
 
 def shown(value):
@@ -331,7 +331,7 @@ def named(error, known):
     """The APIError of one of pydantic's errors. known: the fields that there are."""
     param = '.'.join(str(part)[:60] for part in error['loc'])
     if error['type'] == 'extra_forbidden':  # in an object within the body
-        return APIError(400, f"{param}: this is not a field here: leave it out", param, 'unknown_field')
+        return APIError(400, f"{param} is not a field here: leave it out", param, 'unknown_field')
     if error['type'] == 'missing':
         return APIError(400, f"{param} is missing: the body must have it", param, 'missing_field')
     message = error['msg'].replace('Input', param, 1)

@@ -1,18 +1,22 @@
 """The bodies of the API: what becomes of a good one, and which field an error names. The JSON of answers."""
 import json
 import math
+import re
+from dataclasses import replace
 
 import pytest
 from conftest import SERVING, needs
 
 needs(*SERVING)
 
+import httpx
 import orjson
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from small_engine import CHARS, served_by
 
-from serving.answer import DONE, Completion
+from serving.answer import DONE, Completion, event
 from serving.api import APIError, CompletionBody, DetokenizeBody, TokenizeBody, parsed, requests_of
 from serving.request import Logprobs, Output
 
@@ -84,6 +88,106 @@ def test_a_near_name_is_suggested_and_refusals_say_what_to_do():
     assert messages['zzz'].endswith('leave it out')
 
 
+@pytest.mark.parametrize('fields', [
+    dict(tools=[]), dict(functions=[]), dict(tool_choice='none'), dict(tool_choice='auto'),
+    dict(tools=[dict(type='function')], tool_choice='none'), dict(response_format=dict(type='text')), dict(stop=''),
+    dict(stop=[]), dict(stop=['']), dict(store=False), dict(metadata=dict(a='b')), dict(user='me'),
+    dict(service_tier='auto'), dict(parallel_tool_calls=True), dict(modalities=['text']), dict(reasoning_effort='none'),
+    dict(verbosity='low'), dict(prompt_cache_key='k'), dict(safety_identifier='s'), dict(best_of=1),
+    dict(suffix=''), dict(logprobs=False), dict(skip_special_tokens=True),
+    dict(use_beam_search=False), dict(chat_template_kwargs={}), dict(repeat_penalty=1.0), dict(stream_options={}),
+    dict(stream_options=dict(include_usage=None)), dict(nobody_knows=None, tools=None, audio=None, prediction=None),
+    dict(add_special_tokens=True), dict(include_stop_str_in_output=False), dict(logit_bias=[])], ids=str)
+def test_what_asks_for_nothing_passes(fields):
+    assert str(requests(seed=3, **fields)) == str(requests(seed=3))
+
+
+def test_values_of_other_types_that_mean_the_same():
+    assert completion_body(n=3, best_of=3).n == 3 and completion_body(logprobs=True).logprobs == 1
+    assert len({requests(seed=-1)[0].seed for _ in range(4)}) == 4
+    assert requests(max_tokens=5.0, top_k=2.0, n=2.0, min_tokens=1.0)[0].max_tokens == 5
+
+
+@pytest.mark.parametrize('fields, param, said', [
+    (dict(tool_choice='auto', parallel_tool_calls=False, tools=[dict(type='function')]), 'tools', 'calls no functions'),
+    (dict(function_call='auto', functions=[{}]), 'functions', 'calls no functions'),
+    (dict(aaa=1, response_format=dict(type='json_object')), 'response_format', 'does not constrain the form'),
+    (dict(guided_json={}, aaa=1, tool_choice='required'), 'guided_json', 'does not constrain the form'),
+    (dict(structured_outputs={}), 'structured_outputs', 'does not constrain'), (dict(store=True), 'store', 'keeps no'),
+    (dict(grammar='x'), 'grammar', 'does not constrain'), (dict(best_of=2), 'best_of', 'n samples'),
+    (dict(n=3, best_of=2), 'best_of', 'n samples'), (dict(use_beam_search=True), 'use_beam_search', 'draws samples'),
+    (dict(repeat_penalty=1.1), 'repeat_penalty', 'repetition_penalty'), (dict(suffix='a'), 'suffix', 'the middle'),
+    (dict(modalities=['text', 'audio']), 'modalities', 'text only'), (dict(zzzz=False), 'zzzz', 'leave it out')])
+def test_what_asks_for_something_else_is_named_first_in_a_sentence_of_its_own(fields, param, said):
+    with pytest.raises(APIError) as caught:
+        completion_body(**dict(sorted(fields.items())))
+    assert caught.value.status == 400 and caught.value.param == param and said in str(caught.value)
+
+
+@pytest.mark.parametrize('data', [
+    b'{"x": %s%s}' % (b'[' * 1000, b']' * 1000), b'{"prompt": %s%s}' % (b'[' * 900, b']' * 900),
+    b'{"%s": 1}' % (b'a' * 2**22), b'{"prompt": "a", "logit_bias": {"%s": 1}}' % (b'a' * 2**22),
+    b'{"prompt": "a", "temperature": "%s"}' % (b'a' * 2**22),
+    b'{"prompt": "a", "stop_token_ids": [%s1]}' % (b'-1,' * 2**20),
+    b'{%s}' % b','.join(b'"%d": 1' % i for i in range(300_000)),
+    b'{"prompt": "a", "stream_options": {%s}}' % b','.join(b'"%d": 1' % i for i in range(2))], ids=range(8))
+def test_an_error_is_short_whatever_came(data):
+    with pytest.raises(APIError) as caught:
+        parsed(CompletionBody, data)
+    assert caught.value.status == 400 and len(str(caught.value)) < 300 and len(caught.value.param or '') < 100
+
+
+def test_the_first_wrong_entry_ends_a_check(monkeypatch):
+    """pydantic would go on, and keep an error for each of them."""
+    looked_at = []
+    monkeypatch.setattr('serving.request.type', lambda x: looked_at.append(x) or type(x), raising=False)
+    with pytest.raises(APIError):
+        completion_body(logit_bias={f'x{i}': 1 for i in range(1000)})
+    assert len(looked_at) < 20
+    with pytest.raises(ValidationError) as caught:
+        DetokenizeBody.model_validate(dict(tokens=[-1] * 1000))
+    assert caught.value.error_count() == 1
+
+
+@pytest.mark.parametrize('n_prompt, max_tokens, expected', [
+    (3, None, 16), (60, None, 4), (63, None, 1), (64, None, '63'), (64, 0, 0), (64, 1, '63'), (60, 4, 4), (60, 5, '4'),
+    (65, 0, '63'), (1, 2**31 - 1, '63')])
+def test_a_length_that_does_not_fit_is_told_the_largest_that_does(n_prompt, max_tokens, expected):
+    fields = dict(prompt=[1] * n_prompt) | (dict(max_tokens=max_tokens) if max_tokens is not None else {})
+    if type(expected) is int:
+        assert requests(**fields)[0].max_tokens == expected
+        return
+    with pytest.raises(APIError) as caught:
+        requests(**fields)
+    assert caught.value.code == 'context_length_exceeded' and 'is 0' not in str(caught.value)
+    assert re.search(rf'largest (prompt|max_tokens here) is {expected}\b', str(caught.value))
+
+
+def test_an_answer_has_a_bound():
+    """8 KB of body asked for 518 MB."""
+    assert requests(prompt=['a'] * 128, n=128, max_tokens=60)
+    for fields in (dict(logprobs=20), dict(return_token_ids=True, logprobs=0),
+                   dict(echo=True, max_tokens=0, logprobs=20)):
+        with pytest.raises(APIError, match='ask for fewer') as caught:
+            requests(**dict(prompt=['a' * 4] * 128, n=128, max_tokens=60) | fields)
+        assert caught.value.status == 400
+
+
+def test_defaults_of_the_model_take_the_place_of_what_is_left_out():
+    """Null is left out too; a body of another kind has none of these fields."""
+    defaults = dict(temperature=0.1, top_p=0.5, top_k=2)
+    body = parsed(CompletionBody, b'{"prompt": "a", "temperature": null, "top_k": 7}', defaults)
+    assert (body.temperature, body.top_p, body.top_k) == (0.1, 0.5, 7)
+    assert parsed(TokenizeBody, b'{"prompt": "a"}', defaults).prompt == 'a'
+
+
+def test_stop_strings_of_any_number_and_length():
+    stops = [f'{i}' * 2000 for i in range(10)] + [chr(200 + i) for i in range(40)]
+    request, = requests(stop=stops, min_tokens=3, include_stop_str_in_output=True, skip_special_tokens=False)
+    assert request.stop == tuple(stops) and request.include_stop and not request.skip_special
+    assert not requests()[0].include_stop and requests()[0].skip_special and not requests()[0].strip
+
+
 VALUES = [None, True, False, 0, -1, 1, 2**31, 2**63 - 1, 2**63, 2**64, -2**63, 1e308, -1e308, 1e-320, 0.5, '', 'a', 'Q',
           '\x00', '€😀', 'a' * 5000, [], [[]], [None], [1], [1, 'a'], ['a'] * 200, [[1], ['a']], [2**62], {}, {'a': 1},
           {'1': 1}, {'1': 'a'}, {'include_usage': 1}, [[[[[]]]]], {'': {}}, '-1', 'Infinity', [1.5], [-1], [True]]
@@ -132,6 +236,23 @@ def test_other_bodies():
     assert parsed(TokenizeBody, b'{"prompt": ""}').prompt == ''
     with pytest.raises(APIError, match=r"tokens\.1"):
         parsed(DetokenizeBody, b'{"tokens": [1, -1]}')
+
+
+def test_lines_of_a_stream_end_where_its_events_do():
+    """httpx ends a line at U+2028, U+2029 and U+0085 as well."""
+    data = event(dict(text='a\u2028b\u2029c\u0085d€😀'))
+    lines = [*httpx.Response(200, content=data).iter_lines()]
+    assert len(lines) == 2 and orjson.loads(lines[0].removeprefix('data: ')) == dict(text='a\u2028b\u2029c\u0085d€😀')
+
+
+def test_likeliest_tokens_of_the_same_text_are_all_named():
+    """The first of them keeps its text: it is the likeliest one."""
+    served = replace(SERVED, token_bytes=[b'a', b'a', b'\xe2', b'\xe2', b'b'])
+    body = completion_body(logprobs=4)
+    a = Completion('x', body, served, requests_of(body, SERVED, 'x', [None]))
+    a.add(0, [Output(0, [1], 'a', [Logprobs(1, -3., 5, [(0, -.5), (4, -1.), (2, -1.5), (3, -2.)])], 'length')])
+    logprobs = a.object()['choices'][0]['logprobs']
+    assert logprobs['top_logprobs'] == [{'a': -.5, 'b': -1., 'bytes:\\xe2': -1.5, 'token_id:3': -2., 'token_id:1': -3.}]
 
 
 def test_stream_is_openais_bytes():
