@@ -8,9 +8,11 @@ tokenizer again.
 """
 import codecs
 import json
+import math
 import os
 import pickle
 import re
+import sys
 from collections import deque
 from functools import cached_property, lru_cache
 
@@ -18,16 +20,19 @@ from chat.template import ChatTemplate
 
 GPT2 = {'kind': 'gpt2'}
 END_OF_TEXT = '<|endoftext|>'  # in GPT-2 and those that follow it: gpt_bigcode, starcoder2, mpt
+ROLES = 'bos_token', 'eos_token', 'unk_token', 'pad_token'
 
 
 class Tokenizer:
     """
     What all tokenizers share: the text of ids. token_bytes: the bytes of each id, a list. A model may have more ids
     than its tokenizer; beyond: the bytes of each of those. special_ids: ids whose text is not a part of an answer, such
-    as those of the tokens that begin and end a turn. strips: does a text begin without the blank of its first token?
+    as those of the tokens that begin and end a turn. added_ids: special_ids, and those of other tokens that were added
+    to a vocabulary. strips: does a text begin without the blank of its first token? n_rows: how many ids the model has.
     """
     end_of_text, beyond, chat_template = None, b'', None
-    special_ids, strips = frozenset(), False
+    special_ids = added_ids = frozenset()
+    strips, n_rows = False, math.inf
 
     @property
     def end_tokens(self):
@@ -87,7 +92,7 @@ class GPT2Tokenizer(Tokenizer):
             raise ValueError(f"GPT-2's byte pairs could not be downloaded ({type(e).__name__}): connect to the "
                              "internet once, or set TIKTOKEN_CACHE_DIR to a folder that has them") from e
         self.vocab_size, self.end_of_text = self.bpe.n_vocab, self.bpe.eot_token
-        self.special_ids = frozenset([self.end_of_text])
+        self.special_ids = self.added_ids = frozenset([self.end_of_text])
 
     def encode(self, text, add_special_tokens=True):
         """The ids of the text. <|endoftext|> in it becomes the one token of that name."""
@@ -105,18 +110,20 @@ class JSONTokenizer(Tokenizer):
     """
     The tokenizer of a tokenizer.json, by the tokenizers library.
 
-    json: the contents of the file, a string. end_tokens: ids, by default that of <|endoftext|>. special_tokens:
-    {'bos_token': text, ...}. chat_template: a template's source, see `chat.template.ChatTemplate`.
+    json: the contents of the file, a string. end_tokens: ids, by default that of <|endoftext|>; that of the eos_token
+    is one in any case, and so is the token with which the chat template ends an answer. special_tokens:
+    {'bos_token': text, ...}. chat_template: a template's source, see `chat.template.ChatTemplate`. file_ids: {name of a
+    file: {'bos_token_id': id, ...}} as in the folder that it is from, for an export.
 
     ValueError if the library cannot read json, and if the text of some tokens depends on those before them: texts are
     printed token by token here. This is so for all decoders but ByteLevel (GPT-2, StarCoder, MPT, Llama 3, Qwen), Fuse
     (one id per character), and SentencePiece's with bytes (Llama 2, Mistral). Of the last one, a text begins without
     the blank that its first token has.
     """
-    end_tokens = ()
 
-    def __init__(self, json, end_tokens=None, special_tokens=None, chat_template=None):
+    def __init__(self, json, end_tokens=None, special_tokens=None, chat_template=None, file_ids=None):
         import tokenizers
+        os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # of several texts; it warns at each fork
         try:
             self.library = tokenizers.Tokenizer.from_str(json)
         except Exception as e:  # the library raises plain Exceptions
@@ -130,13 +137,44 @@ class JSONTokenizer(Tokenizer):
             raise ValueError("the tokenizer.json has no tokens: is the download complete?")
         self.vocab_size = max(ids) + 1  # some ids may be unused
         self.end_of_text = self.library.token_to_id(END_OF_TEXT)
-        self.end_tokens = super().end_tokens if end_tokens is None else tuple(end_tokens)
-        self.special_tokens = special_tokens or {}
+        self.special_tokens, self.file_ids = special_tokens or {}, file_ids or {}
+        ends = [*(super().end_tokens if end_tokens is None else end_tokens),
+                self.library.token_to_id(self.special_tokens.get('eos_token', ''))]
+        self.ends = tuple(dict.fromkeys(i for i in ends if i is not None))
         added = self.library.get_added_tokens_decoder()
+        self.added_ids = frozenset(added)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.begins = self.library.encode('').ids  # what stands before each text: a BOS token, or nothing
         if chat_template is not None:
             self.chat_template = ChatTemplate(chat_template, self.special_tokens)
+
+    @cached_property
+    def end_tokens(self):
+        """Without those that the model has no row for. stderr names them."""
+        ends = tuple(dict.fromkeys([*self.ends, *self.ends_of_turns()]))
+        if beyond := [i for i in ends if not 0 <= i < min(self.n_rows, self.vocab_size)]:
+            print(f"the model's files name end tokens that it does not have: {', '.join(map(str, beyond))} of "
+                  f"{min(self.n_rows, self.vocab_size):,} tokens; they are left out", file=sys.stderr)
+        return tuple(i for i in ends if i not in beyond)
+
+    def ends_of_turns(self):
+        """
+        The added tokens, such as <|im_end|>, that the chat template writes behind an answer, a set. stderr says so
+        where it does not write one.
+        """
+        answer, found, turns = 'Kx7q.', set(), [dict(role='user', content='?'), dict(role='assistant', content='Kx7q.')]
+        for messages in (turns, [*turns, turns[0]]) if self.chat_template else ():
+            try:
+                behind = self.chat_template.render(messages, add_generation_prompt=False).rpartition(answer)[2]
+            except ValueError as e:
+                print(f"how an answer ends is not known from the chat template: {e}", file=sys.stderr)
+                break
+            for i in self.library.encode(behind, add_special_tokens=False).ids:
+                text = self.library.id_to_token(i) if i in self.added_ids else self.token_bytes[i]
+                if text.strip():
+                    found |= {i} & self.added_ids
+                    break
+        return found
 
     def conversation(self, messages, /, **variables):
         """The ids of what `ChatTemplate.render` makes of a conversation, and its ValueError."""
@@ -145,17 +183,21 @@ class JSONTokenizer(Tokenizer):
     def encode(self, text, add_special_tokens=True):
         """
         The ids of the text, behind a BOS token if the tokenizer adds one. The name of a special token, such as
-        <|endoftext|>, becomes that token. Other threads run meanwhile.
+        <|endoftext|>, becomes that token. Other threads run meanwhile. ValueError if the model has no row for one.
         """
         try:  # encode of the library holds Python's lock, encode_batch does not
-            return self.library.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+            ids = self.library.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:  # of the library, which takes no lone surrogates
             raise ValueError("characters that are no Unicode (lone surrogates): leave them out") from None
+        if self.vocab_size > self.n_rows and max(ids, default=0) >= self.n_rows:
+            raise ValueError(f"the token {self.library.id_to_token(max(ids))!r} (id {max(ids)}), but the model has "
+                             f"{self.n_rows:,} tokens: leave it out")
+        return ids
 
     @cached_property
     def token_bytes(self):
         names = [self.library.id_to_token(i) or '' for i in range(self.vocab_size)]
-        for i in {*self.begins} - {*self.end_tokens}:  # <s>, for example, but not <|endoftext|>
+        for i in {*self.begins} - {*self.ends}:  # <s>, for example, but not <|endoftext|>
             names[i] = ''
         return list(map(BYTES_OF[self.decoder], names))
 
@@ -164,9 +206,11 @@ class JSONTokenizer(Tokenizer):
         return text.removeprefix(' ') if self.strips else text
 
     def state(self):
-        state = {'kind': 'json', 'json': self.json, 'end_tokens': list(self.end_tokens)}
+        state = {'kind': 'json', 'json': self.json, 'end_tokens': list(self.ends)}
         if self.special_tokens:
             state['special_tokens'] = self.special_tokens
+        if self.file_ids:
+            state['file_ids'] = self.file_ids
         if self.chat_template:
             state['chat_template'] = self.chat_template.source
         return state
@@ -225,6 +269,8 @@ def check_state(state):
     ids, special_tokens = state.get('end_tokens', []), state.get('special_tokens', {})
     if not are_ids(ids):
         raise ValueError(f"end_tokens of a tokenizer must be token ids, not {str(ids)[:50]}")
+    if not isinstance(state.get('file_ids', {}), dict):
+        raise ValueError(f"file_ids of a tokenizer must be a dict, not {str(state['file_ids'])[:50]}")
     if not isinstance(special_tokens, dict) or not all(isinstance(text, str) for text in special_tokens.values()):
         raise ValueError(f"special_tokens of a tokenizer must be texts, not {str(special_tokens)[:50]}")
     if not isinstance(state.get('chat_template', ''), str):
@@ -232,8 +278,8 @@ def check_state(state):
 
 
 def are_ids(ids):
-    """Is this a list of token ids?"""
-    return isinstance(ids, list) and all(type(i) is int and i >= 0 for i in ids)
+    """Is this a list of integers? Some files have -1 for no token."""
+    return isinstance(ids, list) and all(type(i) is int for i in ids)
 
 
 def from_state(state):
@@ -244,7 +290,7 @@ def from_state(state):
     if state['kind'] == 'gpt2':
         return GPT2Tokenizer()
     if state['kind'] == 'json':
-        names = 'end_tokens', 'special_tokens', 'chat_template'
+        names = 'end_tokens', 'special_tokens', 'chat_template', 'file_ids'
         return JSONTokenizer(state['json'], **{name: state[name] for name in names if name in state})
     raise ValueError(f"the kind of a tokenizer must be char, gpt2 or json, not {state['kind']!r}: these tokens have no "
                      "text")
@@ -259,14 +305,15 @@ def state_of_dataset(folder):
     if 'kind' in meta:
         return {k: meta[k] for k in ('kind', 'chars') if k in meta}
     if os.path.exists(path):
-        return {'kind': 'json', 'json': read_text(path)} | state_beside(folder)
+        return {'kind': 'json'} | state_of_folder(folder)
     return {'kind': 'unknown'} if 'vocab_size' in meta or not is_gpt2(folder) else GPT2
 
 
-def state_beside(folder):
+def state_of_folder(folder):
     """
-    What the files beside a tokenizer.json say of a tokenizer, as in a state: tokenizer_config.json, generation_config
-    .json, config.json and chat_template.jinja, all of which may be absent. ValueError if one of them is damaged.
+    What the files of a folder say of a tokenizer, as in a state: tokenizer.json, and those that may be beside it,
+    tokenizer_config.json, special_tokens_map.json, added_tokens.json, chat_template.jinja, chat_template.json,
+    generation_config.json and config.json. ValueError if one of them is damaged.
     """
     def read(name):
         path = os.path.join(folder, name)
@@ -274,12 +321,19 @@ def state_beside(folder):
             return read_json(path) if os.path.exists(path) else {}
         except ValueError as e:
             raise ValueError(f"{path} cannot be read ({e}): is the download complete?") from e
-    tokenizer_config, state = read('tokenizer_config.json'), {}
-    named = {name: text.get('content') if isinstance(text, dict) else text for name, text in tokenizer_config.items()
-             if name in ('bos_token', 'eos_token', 'unk_token', 'pad_token')}
-    if special_tokens := {name: text for name, text in named.items() if isinstance(text, str)}:
+    config = read('special_tokens_map.json') | read('tokenizer_config.json')
+    named = {role: text_of(token) for role, token in config.items() if text_of(token) and role.endswith('_token')}
+    special = [*named.values()]
+    for name in ('additional_special_tokens', 'extra_special_tokens'):
+        special += filter(None, map(text_of, config[name] if isinstance(config.get(name), list) else ()))
+    added = config.get('added_tokens_decoder') or {i: dict(content=text)
+                                                   for text, i in read('added_tokens.json').items()}
+    state = {'json': with_added_tokens(read_text(os.path.join(folder, 'tokenizer.json')), added, special)}
+    if special_tokens := {role: text for role, text in named.items() if role in ROLES}:
         state['special_tokens'] = special_tokens
-    template, path = tokenizer_config.get('chat_template'), os.path.join(folder, 'chat_template.jinja')
+    template, path = config.get('chat_template'), os.path.join(folder, 'chat_template.jinja')
+    if template is None:
+        template = read('chat_template.json').get('chat_template')
     if isinstance(template, list):  # several by name; others than the default one are for tools, for example
         by_name = [each for each in template if isinstance(each, dict)]
         template = next((each.get('template') for each in by_name if each.get('name') == 'default'), None)
@@ -288,14 +342,51 @@ def state_beside(folder):
     if template is not None:
         state['chat_template'] = template
     for file in ('generation_config.json', 'config.json'):
-        ends = read(file).get('eos_token_id')
-        if ends is not None:
-            state['end_tokens'] = ends if isinstance(ends, list) else [ends]
-            if not are_ids(state['end_tokens']):
+        ids = {name: i for name, i in read(file).items() if name[:-3] in ROLES and i is not None}
+        if 'eos_token_id' in ids:
+            ends = ids['eos_token_id'] if isinstance(ids['eos_token_id'], list) else [ids['eos_token_id']]
+            if not are_ids(ends):
                 raise ValueError(f"{folder}/{file}: eos_token_id must be a token id or a list of them, not "
-                                 f"{ends!r:.50}")
-            return state
+                                 f"{ids['eos_token_id']!r:.50}")
+            state['end_tokens'] = list(dict.fromkeys(state.get('end_tokens', []) + ends))
+        if ids:
+            state.setdefault('file_ids', {})[file] = ids
     return state
+
+
+def text_of(token):
+    """The text of a token in tokenizer_config.json, where it may be a dict. None if it is neither."""
+    text = token.get('content') if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def with_added_tokens(tokenizer_json, added, special):
+    """
+    A tokenizer.json, a text, with the tokens that the files beside it add, as transformers adds them. added: {id: what
+    tokenizer_config.json says of a token, or its content alone}. special: texts of special tokens. ValueError if these
+    are damaged.
+    """
+    if not added and not special:
+        return tokenizer_json
+    import tokenizers
+    try:
+        known = {token['content']: token for token in json.loads(tokenizer_json).get('added_tokens') or ()}
+        new, texts = {}, [dict(content=text) for text in special]
+        for token in [token for _, token in sorted(added.items(), key=lambda pair: int(pair[0]))] + texts:
+            text = token['content']
+            if len(token) == 1 and (text in known or text in new):
+                continue
+            token = token | dict(special=token.get('special', False) or text in special)
+            if known.get(text) != known.get(text, {}) | token:
+                new[text] = tokenizers.AddedToken(**token)
+        if not new:
+            return tokenizer_json
+        library = tokenizers.Tokenizer.from_str(tokenizer_json)
+        library.add_tokens([*new.values()])
+        return library.to_str()
+    except Exception as e:  # the library raises plain Exceptions
+        raise ValueError(f"tokenizer.json, or a token that the files beside it add, cannot be read ({e}): is the "
+                         "download complete?") from e
 
 
 def is_gpt2(folder):

@@ -5,7 +5,8 @@ Chat templates: the Jinja program in the files of a tokenizer that writes a conv
     template.render([dict(role='user', content='Hello')])        '<s>[INST] Hello [/INST]'
 
 A template is a program that a stranger has written. It runs in Jinja's sandbox, and in a process of its own, which has
-no other task and is ended when a rendering takes longer than SECONDS or more than MEMORY. What templates find beside
+no other task and is ended when a rendering takes longer than SECONDS or more than MEMORY. It is started, and the
+template compiled, when it is first needed. What templates find beside
 their messages is what transformers gives them: https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 import json
@@ -14,8 +15,11 @@ import signal
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 
-SECONDS = 2.0           # of a rendering, at most
+SECONDS = 2.0           # of the processor for a rendering, at most
+LONGEST = 10.0          # seconds of a rendering on a machine that is busy with others, at most
+START = 120.0           # seconds until the process is ready, at most
 MEMORY = 2**29          # bytes of the process, at most
 MOST_TEXT = 2**24       # characters of a rendered conversation, at most
 MARK = 'END_OF_THE_FINAL_MESSAGE '  # behind the content of a message that is continued
@@ -24,23 +28,24 @@ MARK = 'END_OF_THE_FINAL_MESSAGE '  # behind the content of a message that is co
 class ChatTemplate:
     """
     source: the template. special_tokens: {'bos_token': text, ...}, by whose names a template can use them. Several
-    threads may use a template. ValueError if Jinja cannot read it.
+    threads may use a template.
     """
 
     def __init__(self, source, special_tokens=None):
         self.source, self.special_tokens = source, special_tokens or {}
         self.pid = self.process = self.lock = None
-        self.ask()
 
     def render(self, messages, /, continue_final_message=False, **variables):
         """
         The text of a conversation, up to where the next answer of the assistant begins. messages: a list of dicts with
         role and content. variables: what the template finds beside them, such as add_generation_prompt (by default
         True), documents and enable_thinking. continue_final_message: the text ends with the last message's content,
-        for an answer that goes on with it. ValueError, with what the template says, if it does not take this.
+        for an answer that goes on with it. ValueError, with what Jinja or the template says, if the template cannot be
+        read, or does not take this.
         """
         if not continue_final_message:
             return self.ask(variables | dict(messages=messages))
+        variables['add_generation_prompt'] = False
         if not messages or not isinstance(messages[-1].get('content'), str):
             raise ValueError("continue_final_message needs a last message whose content is a text")
         *others, last = messages
@@ -50,24 +55,33 @@ class ChatTemplate:
             raise ValueError("the chat template leaves out the last message, so that it cannot be continued")
         return text if marked[len(text):].startswith(MARK) else text.rstrip()  # some take blanks from both ends
 
-    def ask(self, variables=None):
-        """Have the process compile the template, if it is a new one, and render it, unless variables are None."""
+    def ask(self, variables):
+        """Have the process render the template. A new process compiles it first."""
         if self.pid != os.getpid():  # after a fork the process answers the parent
             self.pid, self.process, self.lock = os.getpid(), None, threading.Lock()
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                self.process = subprocess.Popen([sys.executable, '-I', __file__], text=True, encoding='utf-8',
+                # -I leaves out what a user can put before the standard library, and with it where jinja2 may be
+                specs = filter(None, map(find_spec, ('jinja2', 'markupsafe')))
+                folders = [os.path.dirname(os.path.dirname(spec.origin)) for spec in specs if spec.origin]
+                self.process = subprocess.Popen([sys.executable, '-I', __file__, *folders], text=True, encoding='utf-8',
                                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-                self.answer(dict(source=self.source, special_tokens=self.special_tokens), "cannot be read")
-            return None if variables is None else self.answer(variables, "does not take this conversation")
+                try:
+                    self.answer(None, "cannot be used", START)
+                    self.answer(dict(source=self.source, special_tokens=self.special_tokens), "cannot be read")
+                except ValueError:
+                    self.close()
+                    raise
+            return self.answer(variables, "does not take this conversation")
 
-    def answer(self, question, refused):
+    def answer(self, question, refused, seconds=LONGEST):
         """The answer to a question, see `serve`. ValueError if there is none, or an error, which `refused` explains."""
-        timer = threading.Timer(SECONDS, self.process.kill)
+        process, late = self.process, threading.Event()
+        timer = threading.Timer(seconds, lambda: (late.set(), process.kill()))
         timer.start()
         try:
-            print(json.dumps(question), file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
+            print(json.dumps(question), file=process.stdin, flush=True)
+            line = process.stdout.readline()
         except BrokenPipeError:
             line = ''
         except BaseException:  # an answer that nobody has read must not be taken for the next one
@@ -76,9 +90,14 @@ class ChatTemplate:
         finally:
             timer.cancel()
         if not line.endswith('\n'):
+            ended = -process.wait()
             self.close()
-            raise ValueError(f"the chat template took longer than {SECONDS:.0f} s, or more than {MEMORY >> 20} MB: "
-                             "shorten the conversation, or use another template")
+            if late.is_set() or ended == getattr(signal, 'SIGPROF', None):
+                raise ValueError(f"the chat template took longer than {seconds if late.is_set() else SECONDS:.0f} s: "
+                                 "shorten the conversation, or use another template")
+            how = signal.Signals(ended).name if ended > 0 else f"exit code {-ended}"
+            raise ValueError(f"the process of the chat template was ended ({how}), perhaps because the machine or its "
+                             f"own {MEMORY >> 20} MB had no memory left: try again, or shorten the conversation")
         kind, text = json.loads(line)
         if kind == 'error':
             raise ValueError(f"the chat template {refused}: {text}")
@@ -131,20 +150,24 @@ def compiled(source):
 def serve():
     """
     Answer each line of standard input, JSON, by a line: ['text', what was rendered] or ['error', why not]. The first
-    line has the template, the others a conversation each.
+    line asks whether the process is ready, the second has the template, the others the variables of a rendering each.
     """
+    sys.path += sys.argv[1:]
     try:
         import resource
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     except (ImportError, ValueError, OSError):
         pass  # Windows has no limit of memory, and macOS not this one
     template, special_tokens = None, {}
-    limit = getattr(signal, 'alarm', bool)  # it ends the process, also where nobody is left who would
     for line in sys.stdin:
-        limit(int(SECONDS) + 2)
         question = json.loads(line)
+        if question is not None and hasattr(signal, 'setitimer'):
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor; it ends the process
         try:
-            if template is None:
+            if question is None:
+                import jinja2  # noqa: F401 (it takes long)
+                text = ''
+            elif template is None:
                 special_tokens, template = question['special_tokens'], compiled(question['source'])
                 text = ''
             else:
@@ -155,7 +178,8 @@ def serve():
             answer = 'text', text
         except Exception as e:  # a template can raise anything
             answer = 'error', f"{type(e).__name__}: {e}"[:300]
-        limit(0)
+        if hasattr(signal, 'setitimer'):
+            signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answer), flush=True)
 
 

@@ -215,5 +215,7 @@ def test_a_child_has_a_process_of_its_own():
 
 @pytest.mark.parametrize('source', ["{% if %}", "{{ x", "{% endfor %}", "{% unknown %}"])
 def test_a_broken_template_is_one_line(source):
-    with pytest.raises(ValueError, match="^the chat template cannot be read: TemplateSyntaxError: .*$"):
-        ChatTemplate(source)
+    template = ChatTemplate(source)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="^the chat template cannot be read: TemplateSyntaxError: .*$"):
+            template.render([])
