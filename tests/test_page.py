@@ -112,6 +112,10 @@ class Page:
         self['#message'].send_keys(Keys.CONTROL, 'a')
         self['#message'].send_keys(text, Keys.ENTER)
 
+    def press(self, name):
+        """Press the button with this name for a screen reader."""
+        self[f'[aria-label="{name}"]'].click()
+
     def turns(self):
         """The conversation that is shown, as messages of the API."""
         return [dict(role=role, content=pre.get_property('textContent')) for turn in self.all('.turn')
@@ -120,7 +124,8 @@ class Page:
     def answer(self, messages, **fields):
         """What the API answers, a message."""
         body = {'messages': messages, 'temperature': .8, 'max_completion_tokens': 20, 'seed': 1337, **fields}
-        return self.client.post('/v1/chat/completions', json=body).json()['choices'][0]['message']
+        message = self.client.post('/v1/chat/completions', json=body).json()['choices'][0]['message']
+        return {name: message[name] for name in ('role', 'content')}
 
     def is_answered(self, messages, **fields):
         """Once the page has its answer, is that the API's answer to these messages, and is no more shown?"""
@@ -148,7 +153,8 @@ def test_types_and_reads_the_stream(page):
     page.engine.allow(float('inf'))
     page.wait(page.finished)
     assert page.samples() == page.answers(seed=5, n=3, max_tokens=40)
-    assert [note.text for note in page.all('.sample footer span:first-child')] == ['40 tokens'] * 3
+    assert [note.text for note in page.all('.sample footer span:first-child')] == [
+        '40 tokens, cut by the limit'] * 3
     first, rate = (float(figure.text.split()[0].replace(',', '')) for figure in page.all('#speed .figure b'))
     assert first > 0 and rate > 0 and len({e.location['y'] for e in page.all('.sample')}) < 3
 
@@ -315,8 +321,9 @@ def test_a_server_with_a_key_asks_for_it(browser):
         page = Page(browser, client, engine)
         browser.get(str(client.base_url))
         page.wait(lambda: page['#key'].is_displayed() and 'needs its API key' in page.text('#status'))
-        page.fill(key='secret', prompt=PROMPT, max_tokens=5)
+        page.fill(key='secret')
         page.wait(lambda: page.text('#status') == 'connected')
+        page.fill(prompt=PROMPT, max_tokens=5)
         page['#go'].click()
         page.wait(lambda: page.samples() and page.finished() and not page.text('#error'))
         assert all(len(text) == len(PROMPT) + 5 for text in page.samples())
@@ -360,7 +367,8 @@ def test_the_second_turn_finds_the_blocks_of_the_first(chat):
     assert chat.is_answered(said)
     found, of = (int(chat.all('.found')[1].text.split()[i]) for i in (0, 2))
     assert of == len(chat.tokenizer.conversation(said)) and first // 4 * 4 <= found < of
-    assert [note.text for note in chat.all('.turn footer span:first-child')] == ['20 tokens'] * 2
+    assert [note.text for note in chat.all('.turn footer span:first-child')] == [
+        '20 tokens, cut by the limit'] * 2
 
 
 def test_a_turn_is_stopped_edited_and_repeated(chat):
@@ -376,7 +384,7 @@ def test_a_turn_is_stopped_edited_and_repeated(chat):
     assert chat.is_answered(said)  # the part of an answer that has come is sent
 
     whole = chat.turns()
-    chat.all('.asked button')[0].click()
+    chat.press('Edit turn 1')
     assert chat['#message'].get_property('value') == 'one' and len(chat.all('.turn.replaced')) == 2
     chat['#message'].send_keys(Keys.ESCAPE)
     assert chat['#message'].get_property('value') == '' and not chat.all('.turn.replaced') and chat.turns() == whole
@@ -390,10 +398,10 @@ def test_a_turn_is_stopped_edited_and_repeated(chat):
 
     chat['#message'].send_keys('a draft')
     for seed in (1338, 1339):
-        chat.all('.turn footer button')[1].click()
+        chat.press('Repeat turn 2')
         assert chat.is_answered(said, seed=seed) and chat['#message'].get_property('value') == 'a draft'
     chat.fill(system='be brief', message='')
-    chat.all('.turn footer button')[0].click()
+    chat.press('Repeat turn 1')
     chat.wait(chat.finished)
     assert chat.turns() == [said[0], chat.answer([dict(role='system', content='be brief'), said[0]], seed=1338)]
     chat['#clear'].click()
@@ -428,12 +436,13 @@ def test_a_chat_with_the_keyboard_and_a_reload(chat):
 
     chat['#modes label'].click()
     names = []
-    for _ in range(14):
+    for _ in range(15):
         ActionChains(chat.browser).send_keys(Keys.TAB).perform()
         active = chat.browser.switch_to.active_element
         names.append(active.get_attribute('id') or active.accessible_name)
-    assert names == ['turns', 'Edit turn 1', 'Repeat turn 1', 'Edit turn 2', 'Repeat turn 2', 'message', 'go', 'clear',
-                     'temperature', 'top_p', 'seed', 'max_tokens', 'system', 'pool']
+    assert names == ['turns', 'Edit turn 1', 'Repeat turn 1', 'Edit turn 2', 'Go on with answer 2',
+                     'Repeat turn 2', 'message', 'go', 'clear', 'temperature', 'top_p', 'seed', 'max_tokens', 'system',
+                     'pool']
 
     chat['#modes label'].click()
     ActionChains(chat.browser).send_keys(Keys.ARROW_RIGHT).perform()
