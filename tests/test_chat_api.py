@@ -9,9 +9,11 @@ from conftest import SERVING, needs
 needs(*SERVING)
 
 import torch
-from example_models import LLAMA, chat_tokenizer, gpt
+from example_models import LLAMA, TEXT, chat_tokenizer, gpt, sentencepiece_tokenizer
 from serving_process import serving
+from small_engine import Stepping
 from test_api import events
+from toy_kernel import toy_model
 
 import decode
 from serving.api import Served
@@ -31,8 +33,9 @@ def model():
 @contextmanager
 def chatting(model, n_blocks=64, tokenizer=TOKENIZER):
     """(a client of a chat model's server, its engine)"""
-    tokens = tokenizer.bytes_of_tokens(300)
-    engine = Engine(model, decode.best(model, 1, threads=1), tokens, tokenizer.end_tokens, n_blocks, PAGE)
+    tokens = tokenizer.bytes_of_tokens(model.config.vocab_size)
+    engine = Engine(model, decode.best(model, 1, threads=1), tokens, tokenizer.end_tokens, n_blocks, PAGE,
+                    special_ids=tokenizer.special_ids)
     engine.start()
     with serving(engine, served=Served('chat', tokenizer, tokens, n_blocks * PAGE)) as client:
         yield client, engine
@@ -154,3 +157,190 @@ def test_a_template_that_refuses_or_loops_is_an_error_of_the_request(model):
             response = client.post('/v1/chat/completions', json=dict(messages=[SYSTEM] * n))
             assert response.status_code == 400 and said in response.json()['error']['message']
         assert client.post('/v1/completions', json=dict(prompt='Héllo', max_tokens=3)).status_code == 200
+
+
+def test_the_message_of_an_answer_can_be_sent_back_as_it_is(chat, model):
+    """With all that the openai client's model_dump() adds to it, and a developer's message as the system's."""
+    openai = pytest.importorskip('openai', reason="openai is not installed")
+    client, _ = chat
+    developer, user = SYSTEM | dict(role='developer'), dict(role='user', content='Héllo')
+    with openai.OpenAI(base_url=f'{client.base_url}/v1', api_key='-', max_retries=0) as ours:
+        how = dict(model='chat', temperature=0, max_tokens=9)
+        first = ours.chat.completions.create(messages=[developer, user], **how).choices[0].message
+        assert first.content == alone(model, [SYSTEM, user], 9) and first.refusal is None
+        said = [developer, user, first.model_dump() | dict(reasoning_content='hm', annotations=[]), user]
+        again = ours.chat.completions.create(messages=said, **how).choices[0].message
+    assert again.content == alone(model, [SYSTEM, user, dict(role='assistant', content=first.content), user], 9)
+
+
+@pytest.mark.parametrize('message, same', [
+    (dict(role='user', content=[dict(type='input_text', text='a'), dict(type='text', text='b', cache_control={})]),
+     dict(role='user', content='a\nb')),
+    (dict(role='assistant', content=[dict(type='refusal', refusal='no')]), dict(role='assistant', content='no')),
+    (dict(role='assistant', content=None, refusal='no'), dict(role='assistant', content='')),
+    (dict(role='assistant'), dict(role='assistant', content='')),
+    (dict(role='assistant', content='a', refusal=None, tool_calls=None, function_call=None, audio=None,
+          tool_call_id=None, annotations=None), dict(role='assistant', content='a')),
+    (dict(role='user', content='a', name='me', id=3), dict(role='user', content='a'))], ids=str)
+def test_messages_as_clients_write_them(chat, message, same):
+    client, _ = chat
+    user = dict(role='user', content='Héllo')
+    both = [client.post('/tokenize', json=dict(messages=[user, each, user])).json() for each in (message, same)]
+    assert both[0] == both[1] and both[0]['tokens'] == TOKENIZER.conversation([user, same, user])
+
+
+@pytest.mark.parametrize('message, param, said', [
+    (dict(role='tool', tool_call_id='x'), 'messages.1', 'calls no functions'),
+    (dict(role='assistant', content=None, tool_calls=[dict(id='x')]), 'messages.1', 'calls no functions'),
+    (dict(role='user', content=[dict(type='image_url', image_url='x')]), 'messages.1.content', "'image_url'"),
+    (dict(role='user', content=3), 'messages.1.content', 'should be a text'),
+    (dict(role='robot', content=3), 'messages.1.role', "'robot'"), ('hi', 'messages.1', 'messages.1')], ids=str)
+def test_an_error_of_a_message_names_the_first_thing_that_is_wrong(chat, message, param, said):
+    response = chat[0].post('/v1/chat/completions', json=dict(messages=[SYSTEM, message]))
+    error = response.json()['error']
+    assert response.status_code == 400 and error['param'] == param and said in error['message'], error
+
+
+def test_the_last_message_is_continued_where_asked(chat, model):
+    """With the tokens that one text of both would have had."""
+    client, _ = chat
+    said = [dict(role='user', content='Héllo'), dict(role='assistant', content='According to ')]
+    prompt = TOKENIZER.encode(CHAT_PREFIX + 'According to ')
+    drawn = model.generate(torch.tensor([prompt]), 9, temperature=0)[0, len(prompt):].tolist()
+    for fields in (dict(), dict(add_generation_prompt=False)):
+        answer = ask(client, said, max_tokens=9, continue_final_message=True, return_token_ids=True, **fields)
+        choice, = answer['choices']
+        assert choice['prompt_token_ids'] == prompt and choice['token_ids'] == drawn[:len(choice['token_ids'])]
+    for fields in (dict(messages=said[:1]), dict(messages=said, add_generation_prompt=True)):
+        refused = client.post('/v1/chat/completions', json=dict(continue_final_message=True) | fields)
+        assert refused.status_code == 400 and refused.json()['error']['param'] == 'continue_final_message'
+
+
+CHAT_PREFIX = '<|im_start|>user\nHéllo<|im_end|>\n<|im_start|>assistant\n'
+
+
+def test_variables_of_the_template(model):
+    source = TOKENIZER.chat_template.source + (
+        "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+        "{% for d in documents or [] %}{{ d.title }}{% endfor %}")
+    tokenizer = from_state(TOKENIZER.state() | dict(chat_template=source))
+    said = dict(messages=[dict(role='user', content='Héllo')])
+    with chatting(model, tokenizer=tokenizer) as (client, _):
+        def text(**fields):
+            answer = client.post('/tokenize', json=said | fields)
+            assert answer.status_code == 200, answer.text
+            return tokenizer.decode(answer.json()['tokens'])
+        assert text() == text(chat_template_kwargs=dict(enable_thinking=True)) == CHAT_PREFIX
+        assert text(chat_template_kwargs=dict(enable_thinking=False)) == CHAT_PREFIX + '<think></think>'
+        assert text(documents=[dict(title='T', text='x')]) == CHAT_PREFIX + 'T'
+        assert text(add_generation_prompt=False) == CHAT_PREFIX.removesuffix('<|im_start|>assistant\n')
+        for name in ('messages', 'self', 'tools'):
+            refused = client.post('/v1/chat/completions', json=said | dict(chat_template_kwargs={name: 1}))
+            assert refused.status_code == 400 and refused.json()['error']['param'] == 'chat_template_kwargs'
+
+
+def test_special_tokens_are_not_part_of_an_answer(chat):
+    """They are drawn, and counted; skip_special_tokens=false shows them."""
+    client, _ = chat
+    said, bias = [dict(role='user', content='Héllo')], dict(ignore_eos=True, max_tokens=3)
+    for fields, texts in ((bias | dict(logit_bias={2: 100}), ('', '<|im_end|>' * 3)),
+                          (bias | dict(logit_bias={1: 100}), ('', '<|im_start|>' * 3)),
+                          (dict(logit_bias={2: 100}, max_tokens=3), ('', ''))):
+        for skip, text in zip((True, False), texts):
+            answer = ask(client, said, skip_special_tokens=skip, **fields)
+            assert answer['choices'][0]['message']['content'] == text
+            assert answer['usage']['completion_tokens'] == (3 if 'ignore_eos' in fields else 1)
+    fields = dict(prompt=CHAT_PREFIX, temperature=0, max_tokens=3, logit_bias={1: 100})
+    for skip, text in ((True, ''), (False, '<|im_start|>' * 3)):
+        answer = client.post('/v1/completions', json=fields | dict(skip_special_tokens=skip)).json()
+        assert answer['choices'][0]['text'] == text
+
+
+def test_min_tokens_holds_back_stop_strings_and_a_stop_string_can_stay(chat):
+    client, _ = chat
+    fields = dict(prompt='Héllo', temperature=0, max_tokens=58, ignore_eos=True, return_token_ids=True)
+    ids = client.post('/v1/completions', json=fields).json()['choices'][0]['token_ids']
+    before, text = [TOKENIZER.library.decode(part, skip_special_tokens=True) for part in (ids[:50], ids)]
+    stop = next(c for c in text[len(before):] if c in before and c.isascii())
+    for include in (False, True):
+        held = dict(stop=[stop, 'never', ''], min_tokens=50, include_stop_str_in_output=include)
+        choice = client.post('/v1/completions', json=fields | held).json()['choices'][0]
+        assert choice['text'] == text[:text.index(stop, len(before)) + include]
+        assert len(choice['token_ids']) > 50 and choice['finish_reason'] == 'stop'
+
+
+def test_a_prompt_of_the_whole_context_is_an_error_as_a_longer_one_is(chat):
+    client, _ = chat
+    for more, status in ((-1, 200), (0, 400), (1, 400), (50, 400)):
+        content = ''.join('abcdefgh'[i % 8] + ' ' for i in range(2000))
+        low, high = 0, len(content)
+        while low < high:  # the longest beginning that fits
+            middle = (low + high + 1) // 2
+            length = len(TOKENIZER.conversation([dict(role='user', content=content[:middle])]))
+            low, high = (middle, high) if length <= 256 + more else (low, middle - 1)
+        messages = [dict(role='user', content=content[:low])]
+        assert len(TOKENIZER.conversation(messages)) == 256 + more
+        response = client.post('/v1/chat/completions', json=dict(messages=messages))
+        assert response.status_code == status, response.text
+        if status == 400:
+            error = response.json()['error']
+            assert f'{256 + more} tokens' in error['message'] and 'largest prompt is 255' in error['message']
+            assert error['code'] == 'context_length_exceeded'
+
+
+def test_tokens_with_and_without_what_the_tokenizer_adds_and_their_texts():
+    tokenizer = sentencepiece_tokenizer(TEXT, end_tokens=[2])
+    with chatting(gpt(**LLAMA | dict(vocab_size=400)), tokenizer=tokenizer) as (client, _):
+        answer = client.post('/tokenize', json=dict(prompt='Hi', return_token_strs=True)).json()
+        assert answer['tokens'] == tokenizer.library.encode('Hi').ids and answer['tokens'][0] == 1
+        assert ''.join(answer['token_strs']) == ' Hi'
+        bare = client.post('/tokenize', json=dict(prompt='Hi', add_special_tokens=False)).json()
+        assert bare['tokens'] == answer['tokens'][1:] and bare['token_strs'] is None
+        for add, n in ((True, len(answer['tokens'])), (False, len(bare['tokens']))):
+            fields = dict(prompt='Hi', max_tokens=1, add_special_tokens=add)
+            assert client.post('/v1/completions', json=fields).json()['usage']['prompt_tokens'] == n
+
+
+def test_an_answer_begins_without_the_blank_that_a_tokenizer_puts_there():
+    """In a conversation; a completion keeps it. So the prompt of the next turn has the tokens that were drawn."""
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}[assistant]"
+    tokenizer = sentencepiece_tokenizer(TEXT, end_tokens=[2], chat_template=template)
+    blank = next(i for i, piece in enumerate(tokenizer.token_bytes) if piece.startswith(b' ') and len(piece) > 1)
+    text = tokenizer.token_bytes[blank].decode()
+    with chatting(gpt(**LLAMA | dict(vocab_size=400)), tokenizer=tokenizer) as (client, _):
+        fields = dict(max_tokens=2, logit_bias={blank: 100})
+        for stream in (False, True):
+            body = fields | dict(messages=[dict(role='user', content='Hi')], stream=stream)
+            answer = client.post('/v1/chat/completions', json=body)
+            assert answer.status_code == 200, answer.text
+            choices = [e['choices'][0] for e in events(answer.content)[:-1]] if stream else answer.json()['choices']
+            pieces = [choice['delta' if stream else 'message']['content'] for choice in choices]
+            assert ''.join(pieces) == (text * 2).removeprefix(' ')
+        assert client.post('/v1/completions', json=fields | dict(prompt='Hi')).json()['choices'][0]['text'] == text * 2
+
+
+def test_the_id_of_an_answer_is_in_its_headers_before_the_first_token(chat):
+    client, _ = chat
+    fields = dict(messages=[SYSTEM], max_tokens=2)
+    whole = client.post('/v1/chat/completions', json=fields)
+    assert whole.headers['x-request-id'] == whole.json()['id']
+    streamed = client.post('/v1/chat/completions', json=fields | dict(stream=True))
+    assert streamed.headers['x-request-id'] == events(streamed.content)[0]['id']
+
+
+def test_a_stream_without_news_has_comments(monkeypatch):
+    """Proxies and clients close a connection on which nothing comes. The openai client reads over them."""
+    openai = pytest.importorskip('openai', reason="openai is not installed")
+    monkeypatch.setattr('serving.answer.SILENCE', 0.05)
+    engine = Stepping(toy_model())
+    engine.allow(0)
+    engine.start()
+    with serving(engine) as client, openai.OpenAI(base_url=f'{client.base_url}/v1', api_key='-') as ours:
+        threading.Timer(0.4, engine.allow, [float('inf')]).start()
+        with client.stream('POST', '/v1/completions', json=dict(prompt='abc', stream=True, max_tokens=2)) as response:
+            lines = [*response.iter_lines()]
+        assert lines[0] == ': waiting' and lines[2] == ': waiting' and lines[-2] == 'data: [DONE]'
+        assert 2 < lines.count(': waiting') < 12
+        engine.allow(0)
+        threading.Timer(0.3, engine.allow, [float('inf')]).start()
+        assert len([*ours.completions.create(model='', prompt='abc', stream=True, max_tokens=2)]) >= 1
