@@ -162,7 +162,7 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None):
 
     The tokenizer of a folder is the one in its meta.json, which export.py writes, or its tokenizer.json. Without both
     it is GPT-2's for a gpt2, and an error for others. ValueError if there is no such model, or if the tokenizer has
-    more tokens than the model.
+    more tokens than the model. Only tokens that were added to it may be more: stderr says so, and it refuses them.
     """
     if init_from != 'resume':
         model = gpt.GPT.from_pretrained(init_from, dtype=dtype)
@@ -177,15 +177,33 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None):
         model, tokenizer = build(checkpoint, gpt.GPT, gpt.GPTConfig), tokenizer_of(checkpoint)
         what, folder = f"{path}: iteration {checkpoint.get('iter_num', '?')}", os.path.dirname(path)
     check_vocabulary(model, tokenizer)
+    tokenizer.n_rows = n = model.config.vocab_size
+    if tokenizer.vocab_size > n:
+        print(f"the tokenizer has {tokenizer.vocab_size:,} tokens, and the model {n:,}: texts with "
+              f"{tokenizer.decode(range(n, tokenizer.vocab_size))[:60]!r} are refused", file=sys.stderr)
     n_params, block_size = model.get_num_params(), model.config.block_size
     print(f"{what}, {n_params / 1e6:.2f}M parameters, block_size {block_size}", file=sys.stderr)
     return model.to(device).eval(), tokenizer, folder
 
 
-def load_draft(draft, gpt):
-    """The model that a setting `draft` names: a folder with a ckpt.pt, or what `load_model` takes as init_from."""
+def load_draft(draft, gpt, target=None, tokenizer=None):
+    """
+    The model that a setting `draft` names: a folder with a ckpt.pt, or what `load_model` takes as init_from. It gets as
+    many rows of the vocabulary as target, for which it drafts: rows beyond its own are its last one again. ValueError
+    if ids have other texts in its tokenizer than in that of the target.
+    """
     is_run = os.path.exists(os.path.join(draft, 'ckpt.pt'))
-    model = load_model(*('resume', draft) if is_run else (draft, ''), gpt)[0]
+    model, its_tokenizer, _ = load_model(*('resume', draft) if is_run else (draft, ''), gpt)
+    if tokenizer and not tokenizers.same_ids(tokenizer, its_tokenizer):
+        raise ValueError(f"draft={draft} has another tokenizer than the model: take a draft with the model's")
+    if target and model.config.vocab_size != target.config.vocab_size:
+        n = model.config.vocab_size = target.config.vocab_size
+        for part in (model.transformer.wte, model.lm_head):
+            w = part.weight.detach()
+            w = w[:n] if len(w) >= n else torch.cat([w, w[-1:].expand(n - len(w), -1)])
+            part.weight = torch.nn.Parameter(w)
+        if model.config.tied:
+            model.transformer.wte.weight = model.lm_head.weight
     return model if model.lm_head.weight.dtype is torch.bfloat16 else model.float()
 
 

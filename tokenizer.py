@@ -132,10 +132,9 @@ class JSONTokenizer(Tokenizer):
         self.library.no_truncation()  # a file may ask for both, for training
         self.library.no_padding()
         self.json = json
-        ids = self.library.get_vocab(with_added_tokens=True).values()
-        if not ids:
+        if not self.library.get_vocab(with_added_tokens=False):
             raise ValueError("the tokenizer.json has no tokens: is the download complete?")
-        self.vocab_size = max(ids) + 1  # some ids may be unused
+        self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # some ids may be unused
         self.end_of_text = self.library.token_to_id(END_OF_TEXT)
         self.special_tokens, self.file_ids = special_tokens or {}, file_ids or {}
         ends = [*(super().end_tokens if end_tokens is None else end_tokens),
@@ -258,6 +257,13 @@ def byte_level_alphabet():
 BYTE_LEVEL = {c: byte for byte, c in enumerate(byte_level_alphabet())}
 
 
+def same_ids(a, b):
+    """Do two tokenizers give the same texts to the same ids? Tokens that were added to them may differ."""
+    tables = [{i: text for i, text in enumerate(tokenizer.token_bytes) if text and i not in tokenizer.added_ids}
+              for tokenizer in (a, b)]
+    return tables[0] == tables[1]
+
+
 def check_state(state):
     """ValueError unless state has the form of a tokenizer's `state()`. Its kind may be an unknown one."""
     if not isinstance(state, dict) or not isinstance(state.get('kind'), str):
@@ -335,12 +341,15 @@ def state_of_folder(folder):
     if template is None:
         template = read('chat_template.json').get('chat_template')
     if isinstance(template, list):  # several by name; others than the default one are for tools, for example
-        by_name = [each for each in template if isinstance(each, dict)]
-        template = next((each.get('template') for each in by_name if each.get('name') == 'default'), None)
+        template = {each.get('name'): each.get('template') for each in template if isinstance(each, dict)}
+    if isinstance(template, dict):
+        template = template.get('default')
     if os.path.exists(path):
         template = read_text(path)
-    if template is not None:
+    if isinstance(template, str):
         state['chat_template'] = template
+    elif template is not None:
+        print(f"{folder}: the chat template must be a text, not {template!r:.40}: it is left out", file=sys.stderr)
     for file in ('generation_config.json', 'config.json'):
         ids = {name: i for name, i in read(file).items() if name[:-3] in ROLES and i is not None}
         if 'eos_token_id' in ids:
@@ -385,8 +394,8 @@ def with_added_tokens(tokenizer_json, added, special):
         library.add_tokens([*new.values()])
         return library.to_str()
     except Exception as e:  # the library raises plain Exceptions
-        raise ValueError(f"tokenizer.json, or a token that the files beside it add, cannot be read ({e}): is the "
-                         "download complete?") from e
+        raise ValueError("the tokenizer.json cannot be read, or not with the tokens that the files beside it add "
+                         f"({e}): is the download complete?") from e
 
 
 def is_gpt2(folder):

@@ -39,7 +39,9 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None):
         config = GPTConfig(**config_args(hf) | override_args)
     except ValueError as e:
         raise ValueError(f"{folder}/config.json: {e}") from e
-    weights = files.weights
+    weights, (embedding,) = files.weights, HUGGING_FACE[hf['model_type']].of('transformer.wte.weight')
+    if config.tied and embedding not in weights and 'lm_head.weight' in weights:  # some files have it under this name
+        weights[embedding] = weights['lm_head.weight']
     try:
         if not config.bias and config.norm == 'layer':  # the layer norms of a starcoder2 have one in any case
             config.bias = any(files.read(name).any() for name in weights if name.endswith('norm.bias'))

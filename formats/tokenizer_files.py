@@ -5,14 +5,12 @@ from tokenizer import END_OF_TEXT, CharTokenizer, JSONTokenizer, byte_level_alph
 
 
 def check_vocabulary(model, tokenizer):
-    """ValueError if a tokenizer, or None, has more tokens than the model."""
+    """ValueError if a tokenizer, or None, has more tokens than the model, other than those that were added to it."""
     n = model.config.vocab_size
-    if tokenizer is not None and tokenizer.vocab_size > n:
+    beyond = [] if tokenizer is None else range(n, tokenizer.vocab_size)
+    if any(i not in tokenizer.added_ids and tokenizer.token_bytes[i] for i in beyond):
         raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model a vocab_size of {n}: they do "
                          "not belong together")
-    if tokenizer is not None and max(tokenizer.end_tokens, default=0) >= n:
-        raise ValueError(f"the tokenizer ends a text with token {max(tokenizer.end_tokens)}, but the model has a "
-                         f"vocab_size of {n}: set eos_token_id in generation_config.json or config.json")
 
 
 def stand_in(tokenizer):
