@@ -4,7 +4,8 @@ Settings of a script: plain variables at its top, each with a comment, overridde
     python train.py config/train_shakespeare_char.py --batch_size=32
 
 A config file is Python that assigns some of the same names; it may `exec` another one. Files are applied in order, then
-every --key=value, wherever it stands. An unknown name or a value of another type is an error, and --help lists all
+every --key=value, wherever it stands; of a boolean, --key is --key=True. The values of settings whose names end with
+key, such as api_key, are shown nowhere. An unknown name or a value of another type is an error, and --help lists all
 settings. A script ends with `configurator.run(main)`.
 
 A script imports this module before all others, with `import configurator  # isort: skip`. If torch is not installed,
@@ -17,10 +18,12 @@ import io
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
 import tokenize
+import traceback
 import types
 
 from tokenizer import read_text
@@ -43,6 +46,8 @@ def run(main):
     Errors that a user can cause (ValueError, a file that cannot be read or written, too little memory) end the script
     with one line on stderr and exit code 2. Ctrl-C ends it with exit code 130. Under torchrun only process 0 prints.
     """
+    if hasattr(sys.stdout, 'reconfigure'):  # characters that its encoding lacks become ?
+        sys.stdout.reconfigure(errors='replace')
     namespace = main.__globals__
     script = os.path.basename(namespace['__file__'])
     try:
@@ -133,6 +138,9 @@ def override(namespace, argv):
     """
     settings = find_settings(namespace)
     files = [arg for arg in argv if not arg.startswith('-')]
+    for arg in argv[:-1]:
+        if re.fullmatch(r'(?i)-+[\w-]*key=?', arg):  # what follows may be the key
+            raise ValueError(f"settings are written --key=value, without blanks: {arg.rstrip('=')}=*** (see --help)")
     changes = {}  # {name: (value, 'command line' or the file)}
     for path in files:
         for name, value in _read_file(path, {k: namespace[k] for k in settings}).items():
@@ -143,14 +151,16 @@ def override(namespace, argv):
     for arg in argv:
         if arg.startswith('-'):
             name, equals, text = arg.lstrip('-').partition('=')
+            if not equals and type(namespace.get(name)) is bool and name in settings:
+                equals, text = '=', 'True'
             if not equals or not arg.startswith('--'):
-                raise ValueError(f"settings are written --key=value, not {_short(arg)} (see --help)")
+                raise ValueError(f"settings are written --key=value, not {_short(_hidden(arg))} (see --help)")
             _known(name, settings, 'command line')
             value = _checked(name, _parse(text, namespace[name]), namespace, settings, 'command line')
             changes[name] = (value, 'command line')
     for name, (value, where) in changes.items():
         if value != namespace[name] and rank() == 0:  # process 0 prints for all
-            print(f"{name} = {value!r} (default {namespace[name]!r}; {where})", file=sys.stderr)
+            print(f"{name} = {_shown(name, value)} (default {_shown(name, namespace[name])}; {where})", file=sys.stderr)
         namespace[name] = value
     return Settings({name: namespace[name] for name in settings}, {name: where for name, (_, where) in changes.items()})
 
@@ -172,7 +182,7 @@ def find_settings(namespace):
 
 def describe(namespace, settings):
     """The text of --help: the script's own docstring, then each setting with its default and its comment."""
-    rows = [(f"--{name}={namespace[name]!r}", comment) for name, comment in settings.items()]
+    rows = [(f"--{name}={_shown(name, namespace[name])}", comment) for name, comment in settings.items()]
     width = min(40, max(len(row[0]) for row in rows))
     lines = [f"  {left:<{width}}  {comment}".rstrip() for left, comment in rows]
     return (namespace.get('__doc__') or '').strip() + '\n\n' + '\n'.join(lines)
@@ -190,7 +200,20 @@ def _known(name, settings, where):
     if name not in settings:
         near = difflib.get_close_matches(name, settings, n=1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
-        raise ValueError(f"unknown setting {_short(name)} ({where}): {hint}")
+        raise ValueError(f"unknown setting {_short(_hidden(name))} ({where}): {hint}")
+
+
+SECRET = re.compile(r'(?i)key$')
+
+
+def _shown(name, value):
+    """repr(value), or *** if it is a key."""
+    return "'***'" if value and SECRET.search(name) else repr(value)
+
+
+def _hidden(arg):
+    """An argument of the command line without what may be a key in it."""
+    return re.sub(r'(?i)(key[^\w]*).+', r'\1***', arg, flags=re.DOTALL)
 
 
 class Assigned(dict):
@@ -207,14 +230,15 @@ class Assigned(dict):
 
 def _read_file(path, defaults):
     if not os.path.isfile(path):
-        raise ValueError(f"no config file {_short(path)} (settings are written --key=value)")
+        raise ValueError(f"no config file {_short(_hidden(path))} (settings are written --key=value)")
     assigned = Assigned(defaults, __file__=path)
     try:
         exec(compile(read_text(path), path, 'exec'), assigned, assigned)
     except SystemExit as e:
         raise ValueError(f"{path} calls sys.exit({e.code!r}), but a config file only assigns settings") from e
     except Exception as e:
-        raise ValueError(f"{path}: {type(e).__name__}: {e}") from e
+        line = (traceback.extract_tb(e.__traceback__)[-1].line or '') + (getattr(e, 'text', None) or '')
+        raise ValueError(f"{path}: {type(e).__name__}: {'in a line with a key' if 'key' in line else e}") from e
     return {k: v for k, v in assigned.items()
             if k in assigned.names and k[0] != '_' and not isinstance(v, (types.ModuleType, types.FunctionType))}
 
@@ -235,7 +259,8 @@ def _checked(name, value, namespace, settings, where):
     if wanted is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     if type(value) is not wanted:
-        raise ValueError(f"{name} must be {wanted.__name__}, not {_short(value)} ({where})")
+        came = f"a {type(value).__name__}" if SECRET.search(name) else _short(value)
+        raise ValueError(f"{name} must be {wanted.__name__}, not {came} ({where})")
     if wanted is int and not -2**63 <= value < 2**63:  # the range of torch and numpy
         raise ValueError(f"{name} must fit in 64 bits, but it is {_short(value)} ({where})")
     return value

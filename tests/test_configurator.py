@@ -1,7 +1,11 @@
 """Config files and --key=value."""
 import json
+import os
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +18,7 @@ steps = 10          # how many
 rate = 1e-3         # how fast
 name = 'gpt'        # what it is called
 loud = False        # say so?
+api_key = ''        # a secret
 odd = '#'           # a hash in a string, and one in front of this
 _private = 3
 CONSTANT = 4
@@ -35,14 +40,14 @@ def script(tmp_path, monkeypatch):
 
 
 def test_defaults(script, capsys):
-    assert configurator.override(script, []) == dict(steps=10, rate=1e-3, name='gpt', loud=False, odd='#')
+    assert configurator.override(script, []) == dict(steps=10, rate=1e-3, name='gpt', loud=False, api_key='', odd='#')
     assert capsys.readouterr() == ('', '')
 
 
 @pytest.mark.parametrize('arg, name, value', [
     ('--steps=3', 'steps', 3), ('--rate=2e-4', 'rate', 2e-4), ('--rate=1', 'rate', 1.0), ('--loud=True', 'loud', True),
     ('--name=a=b=c', 'name', 'a=b=c'), ('--name=', 'name', ''), ('--name=12', 'name', '12'),
-    ('--name=--x', 'name', '--x'), ('--steps=-1', 'steps', -1),
+    ('--name=--x', 'name', '--x'), ('--steps=-1', 'steps', -1), ('--loud', 'loud', True),
 ])
 def test_the_command_line(script, capsys, arg, name, value):
     config = configurator.override(script, [arg])
@@ -54,7 +59,7 @@ def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, c
     (tmp_path / 'c.py').write_text('import time\nsteps = 2 * 21\nrate = 1\nname = "at " + str(time.time() > 0)\n'
                                    'if steps > 3:\n    loud = True\n')
     config = configurator.override(script, ['--steps=7', 'c.py'])
-    assert config == dict(steps=7, rate=1.0, name='at True', loud=True, odd='#')
+    assert config == dict(steps=7, rate=1.0, name='at True', loud=True, api_key='', odd='#')
     assert 'loud = True (default False; c.py)' in capsys.readouterr().err
 
 
@@ -63,6 +68,7 @@ def test_a_file_and_the_command_line_wins_wherever_it_stands(script, tmp_path, c
     (['--steps=1.5'], 'steps must be int'),
     (['--loud=1'], 'loud must be bool'), (['--loud=yes'], 'loud must be bool'),
     (['--rate=fast'], 'rate must be float'), (['--steps'], '--key=value'), (['-steps=3'], '--key=value'),
+    (['--name'], '--key=value'), (['-loud'], '--key=value'), (['--louder'], '--key=value'),
     (['nothing.py'], "no config file 'nothing.py'"), (['typo.py'], 'typo.py.*did you mean steps'),
     (['broken.py'], 'broken.py: SyntaxError'), (['dies.py'], 'dies.py: ZeroDivisionError'),
     (['latin.py'], 'latin.py is not UTF-8 text'),
@@ -89,7 +95,7 @@ def test_help_lists_every_setting_with_default_and_comment(script, capsys):
     assert stop.value.code == 0 and out.startswith('What the script does.')
     assert [line.split() for line in out.splitlines() if line.startswith('  --')] == [
         ['--steps=10', 'how', 'many'], ['--rate=0.001', 'how', 'fast'], ["--name='gpt'", 'what', 'it', 'is', 'called'],
-        ['--loud=False', 'say', 'so?'],
+        ['--loud=False', 'say', 'so?'], ["--api_key=''", 'a', 'secret'],
         ["--odd='#'", 'a', 'hash', 'in', 'a', 'string,', 'and', 'one', 'in', 'front', 'of', 'this']]
 
 
@@ -133,6 +139,23 @@ def test_what_was_given_and_by_whom_is_kept(script, tmp_path):
     assert config.given == {'steps': 'c.py', 'rate': 'command line', 'loud': 'command line'}
 
 
+@pytest.mark.parametrize('argv', [
+    '--api_key=sesame', '--api_key=sesame --help', 'key.py', 'key.py --help', '--api_key sesame', '--api_key= sesame',
+    '-api_key=sesame', '-api_key sesame', 'api_key=sesame', '--api-key=sesame', '--api_keysesame', '--api_keysesame=',
+    '--api_key -sesame', 'list.py', 'number.py', 'bare.py', 'wrong.py', 'torn.py', '--API_KEY=sesame'])
+def test_a_key_is_shown_nowhere(script, tmp_path, capsys, argv):
+    for name, value in dict(key="'sesame'", list="['sesame', 'b']", number="{'sesame': 3}", bare='sesame',
+                            wrong="int('sesame')", torn="'sesame").items():
+        (tmp_path / f'{name}.py').write_text(f'api_key = {value}\n')
+    said = ''
+    try:
+        configurator.override(script, argv.split())
+    except (ValueError, SystemExit) as e:
+        said = str(e)
+    out, err = capsys.readouterr()
+    assert 'sesame' not in (said + out + err) and said + out + err
+
+
 @pytest.fixture
 def run_and_fail(script, monkeypatch):
     """A function of an exception: `configurator.run` of a script whose main raises it."""
@@ -171,3 +194,13 @@ def test_errors_end_in_one_line(run_and_fail, capsys, error, code, line):
 def test_a_bug_of_ours_keeps_its_traceback(run_and_fail):
     with pytest.raises(RuntimeError):
         run_and_fail(RuntimeError('shapes cannot be multiplied'))
+
+
+def test_a_terminal_that_lacks_characters_gets_others(tmp_path):
+    (tmp_path / 'script.py').write_text("import configurator\nn = 1\n\n\ndef main(config):\n"
+                                        "    print('5 \u20ac \\ud800')\n\n\nconfigurator.run(main)\n", 'utf-8')
+    for encoding, said in (('ascii', b'5 ? ?\n'), ('latin-1', b'5 ? ?\n'), ('cp1252', b'5 \x80 ?\n'),
+                           ('utf-8', '5 \u20ac ?\n'.encode())):
+        done = subprocess.run([sys.executable, str(tmp_path / 'script.py')], capture_output=True,
+                              env=os.environ | dict(PYTHONIOENCODING=encoding, PYTHONPATH=ROOT))
+        assert (done.returncode, done.stdout, done.stderr) == (0, said, b'')
