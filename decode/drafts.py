@@ -11,6 +11,7 @@ from decode.cpu import CPUDecoder
 from decode.metadata import InputMetadata, NextTokens
 
 LONGEST, SHORTEST = 4, 2  # n-grams of the text that are looked for
+FIRST_POSITIONS = 256     # of each text, in the first cache of another model
 
 
 def made(draft, decoder):
@@ -108,13 +109,15 @@ class ModelDraft:
     compiled step, for DRAFTED_SEQUENCES sequences or more: it proposes nothing for more texts than it has room for. Its
     sequences follow the texts of the calls, whatever becomes of these in the cache of the model itself. A text that is
     too long for it is cut to its end. Where its cache refuses a step, it proposes nothing and begins its texts anew.
+    cache_of: a function of a number of positions: a cache of it for texts of so many, which takes the place of a cache
+    that is too small; None if `cache` has room for all.
 
     known: {id of the list of a text: its `Followed`}. It ends with those of the last call.
     """
     draws = True
 
-    def __init__(self, cache, name):
-        self.cache, self.name, self.known = cache, name, {}
+    def __init__(self, cache, name, cache_of=None):
+        self.cache, self.name, self.cache_of, self.known = cache, name, cache_of, {}
 
     def refresh(self):
         """Its weights are compared when a sequence of its cache begins."""
@@ -124,6 +127,7 @@ class ModelDraft:
         if not 0 < len(texts) <= self.cache.n_seq:
             return 0
         try:
+            self.make_room(max(len(text) + len(rounds.drawn_since(i)) for i, text in enumerate(texts)) + len(tokens))
             followed = [self.follow(text, rounds.drawn_since(i), len(tokens) - 1) for i, text in enumerate(texts)]
             if all(followed):
                 self.cache.decode_steps([each.handle for each in followed], drawn)
@@ -133,6 +137,13 @@ class ModelDraft:
             while self.known:
                 self.cache.free(self.known.popitem()[1].handle)
         return drawn.n_drawn
+
+    def make_room(self, n):
+        """Begin all texts anew in a larger cache if one of n tokens has no room in this one."""
+        most = self.cache.model.config.max_positions
+        if self.cache_of and most < min(n, self.cache.executor.model.config.max_positions):
+            self.cache = self.cache_of(max(n, 2 * most))
+            self.known.clear()
 
     def follow(self, text, drawn, k):
         """

@@ -15,10 +15,11 @@ Keys and values of many sequences, for one model.
 """
 from functools import partial
 
+from kvcache.base import shortened
 from kvcache.contiguous import ContiguousCache
 from kvcache.llamacpp.sequences import CellSequences
 from kvcache.paged import PagedCache, n_blocks_for
-from kvcache.storage import BITS
+from kvcache.storage import BITS, check_memory
 
 __all__ = ['KINDS', 'make_cache']
 
@@ -33,15 +34,16 @@ KINDS = {
 }
 
 
-def make_cache(model, kind, n_seq, bits=0, decoder=None):
+def make_cache(model, kind, n_seq, bits=0, decoder=None, n_positions=None):
     """
-    A cache with room for n_seq sequences of block_size tokens each, or of any lengths if the model has a window and no
-    learned positions; a paged one has room for more sequences if they are shorter.
+    A cache with room for n_seq sequences of n_positions tokens each, by default block_size, or of any lengths if the
+    model has a window and no learned positions; a paged one has room for more sequences if they are shorter.
 
     kind: one of `KINDS`. bits: 0 stores keys and values as the decoder or the model computes them, 8 and 4 quantise
     them. decoder: of this model, as `decode.best` makes it; if it has a step that reads such a cache, each step of the
     cache is one call of it, and if not, the model runs in PyTorch. The cache's `name` says which. Raises ValueError on
-    other values, if the model's dtype cannot be stored, and if the decoder is for another model.
+    other values, if the model's dtype cannot be stored, if the decoder is for another model, and if the memory that is
+    free does not suffice.
     """
     if kind not in list(KINDS) or bits not in (0, 8, 4):
         raise ValueError(f"a cache is {', '.join(KINDS)} in 0 (unquantised), 8 or 4 bits; not {kind!r} in {bits!r}")
@@ -52,4 +54,6 @@ def make_cache(model, kind, n_seq, bits=0, decoder=None):
     if type_kv not in BITS:
         raise ValueError(f"a cache stores numbers as {', '.join(BITS)}, and the model is {type_kv}: "
                          "convert it, or pass bits=8")
+    model = shortened(model, n_positions)
+    check_memory(model, n_seq, type_kv)
     return KINDS[kind](model, n_seq, type_kv, decoder)

@@ -6,9 +6,11 @@ What the caches for sequences have in common: records of sequences, operations o
     logits = cache.step([handle], [len(tokens)], [next_token])
     cache.free(handle)
 """
+import copy
 import functools
 import math
 import weakref
+from dataclasses import replace
 from operator import add
 from threading import Lock, get_ident
 
@@ -128,8 +130,9 @@ class BaseCache:
     before that. A sequence can then be cut only to a length whose next token sees nothing that is gone. After a step
     that failed, a sequence for which that is not so has no tokens.
 
-    model: a GPT. n_seq: the largest number of sequences. records: {handle: `Record`}. layers: the `storage.Layer`s.
-    type_kv: how keys and values are stored, see `storage.Rows`.
+    model: a GPT, or for a small cache one that is `shortened`; the decoder may be that of the GPT. n_seq: the largest
+    number of sequences. records: {handle: `Record`}. layers: the `storage.Layer`s. type_kv: how keys and values are
+    stored, see `storage.Rows`.
     decoder: of the model, see `decode.best`. If it has `execute_model` and reads keys and values as they are stored
     here, it is the `executor` of the steps; if not, that is a `decode.EagerDecoder`. name: what sample.py prints.
 
@@ -139,7 +142,7 @@ class BaseCache:
     record_type, keeps_shifts = Record, False
 
     def __init__(self, model, n_seq, layers, kind, type_kv, decoder=None):
-        if decoder is not None and getattr(decoder, 'model', model) is not model:
+        if not is_for(decoder, model):
             raise ValueError("the decoder and the cache are for two different models: make both for one model")
         self.model, self.n_seq, self.layers, self.type_kv = model, n_seq, layers, type_kv
         self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
@@ -471,6 +474,26 @@ class BaseCache:
     def nbytes(self):
         """Bytes of the stored keys and values; the `Scratch` memory comes on top."""
         return sum(layer.nbytes() for layer in self.layers)
+
+
+def shortened(model, n):
+    """
+    The same weights with a context of n positions, each of which sees all before it: for a cache that takes no more
+    memory. The model itself if n is None, or if its own cache is no larger.
+    """
+    c = model.config
+    if n is None or n >= (c.n_sink + c.window if c.window else c.block_size):
+        return model
+    model = copy.copy(model)
+    model.config = replace(c, block_size=n, window=0, n_sink=0)
+    return model
+
+
+def is_for(decoder, model):
+    """Is a decoder, or None, for this model, or for the one that was shortened to it?"""
+    whole = getattr(decoder, 'model', model)
+    return whole is model or (getattr(whole, 'transformer', None) is model.transformer
+                              and shortened(whole, model.config.block_size).config == model.config)
 
 
 def checked_step(cache, handles, starts, tokens):

@@ -8,6 +8,7 @@ How numbers are stored: floats unchanged, int8 and int4 in groups that share a s
 Numbers are quantised once, when they are written. Reading, sharing and copying them leaves their codes unchanged.
 """
 import math
+from pathlib import Path
 
 import torch
 
@@ -188,6 +189,33 @@ class Layer:
             if turning is not None and stored is self.k.data:
                 rows = turning(rows)
             stored[:, target.to(stored.device)] = rows
+
+
+def free_memory(device):
+    """Bytes that can still be had on a device, of the machine or of the control group; inf where nobody says."""
+    if device.type == 'cuda':
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
+            device)
+    try:
+        free = 1024 * next(int(line.split()[1]) for line in Path('/proc/meminfo').read_text('utf-8').splitlines()
+                           if line.startswith('MemAvailable'))
+    except (OSError, StopIteration):
+        return math.inf
+    try:  # of a container
+        most, used = (Path('/sys/fs/cgroup', f'memory.{name}').read_text('utf-8') for name in ('max', 'current'))
+        return min(free, int(most) - int(used))
+    except (OSError, ValueError):  # "max" is no limit
+        return free
+
+
+def check_memory(model, n_seq, type_kv):
+    """ValueError if a cache for n_seq sequences of a model takes more memory than is free."""
+    c, device = model.config, model.lm_head.weight.device
+    n_bytes = n_seq * c.n_slots * 2 * c.n_layer * c.n_kv_head * c.head_dim * BITS[type_kv] // 8
+    if n_bytes > (free := free_memory(device)):
+        raise ValueError(f"keys and values of {n_seq:,} sequence{'s' * (n_seq > 1)} of {c.n_slots:,} tokens take "
+                         f"{n_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of memory are free: take "
+                         f"{'a smaller batch_size, ' * (n_seq > 1)}fewer max_new_tokens, or kv_bits=8 or 4")
 
 
 def make_layers(model, n_slots, type_kv):
