@@ -5,16 +5,18 @@ Sample from a trained model, or from GPT-2.
     python sample.py --num_samples=1 --start="To be"        one sample, streamed as it is drawn
     python sample.py --init_from=gpt2 --start=FILE:prompts.txt --split=lines       every line of a file, in one batch
     python sample.py --weights=int8 --when_full=shift       the fastest settings; other tokens, see docs/SAMPLING.md
-    python sample.py --init_from=FOLDER --chat=True         talk with a chat model, such as SmolLM2-135M-Instruct
+    python sample.py --init_from=FOLDER --chat              talk with a chat model, such as SmolLM2-135M-Instruct
 
 The samples go to stdout, everything else to stderr. KV_DEBUG=1 traces the cache.
 """
+import json
 import math
 import re
 import signal
 import sys
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import configurator  # before torch: it says so in one line where torch is missing
 
@@ -30,13 +32,14 @@ import kvcache
 import model as plain_model
 from chat.conversation import Conversation, talk
 from device import autocast, pick_device, pick_dtype, synchronize
+from formats.pretrained import generation_defaults
 from kvcache.contiguous import cache_for
 from tokenizer import TextStream, read_text
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
 out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
 start = '\n'          # the prompt, or FILE:path to read it from a file
-split = ''            # lines: each line of the prompt is a prompt of its own
+split = ''            # lines: each line of the prompt, up to its \n or \r\n, is a prompt of its own
 num_samples = 10      # how many to draw, of each prompt
 batch_size = 64       # how many of them at once, at the most
 max_new_tokens = 500  # of each sample
@@ -61,7 +64,13 @@ seed = 1337           # of the first sample, the next has the next; the same see
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'        # float32, bfloat16 or float16; auto goes by the device
 compile = False       # the same as decoder=compiled
-chat = False          # talk with a chat model: Ctrl-C ends an answer, Ctrl-D the conversation
+chat = False          # talk with a chat model; start, if it is given, is the first message
+system = ''           # with chat: what the model is told before everything that is said
+template_kwargs = ''  # with chat: what the chat template finds, as JSON: '{"enable_thinking": false}'
+generation_config = ''  # with chat: settings of the draw that are not given are those of the model's
+                      # generation_config.json; none: those of this file
+
+FIRST_POSITIONS = 1024  # of the first cache of a conversation
 
 
 def main(config):
@@ -78,69 +87,100 @@ def main(config):
     if dev.startswith('cuda') and on_kernels:
         model.to(getattr(torch, pick_dtype(dtype, dev)))  # the kernels compute in the dtype of the weights
     if chat:
-        return chat_with(model, tokenizer, dev)
+        return chat_with(model, tokenizer, dev, texts if 'start' in config.given else (), config.given)
     end, token_bytes = unescaped_stop(tokenizer), tokenizer.bytes_of_tokens(model.config.vocab_size)
     prompts = [tokenizer.encode(text) for text in texts]
     say_what_is_cut(prompts, model.config)
     full = dict(when_full=None if when_full == 'auto' else when_full, keep=keep or None, n_keep=n_keep)
     if when_full == 'roll' and model.config.max_positions != math.inf:
         model, full = generation.rolling(model, keep or None, n_keep), {}
+    n = max(map(len, prompts)) + max_new_tokens
+    if n < min(model.config.n_slots, model.config.block_size):  # no context is ever full
+        generation.make_sequences(model, prompts, **full)  # for its errors
+        model.crop_block_size(n)
+        full = {}
     prompts = [prompt for prompt in prompts for _ in range(num_samples)]
-    how = pick_decoder(model, min(batch_size, len(prompts)), dev) | full
+    how = pick_decoder(model, tokenizer, min(batch_size, len(prompts)), dev) | full
 
-    n_drawn, t0 = 0, time.perf_counter()
+    n_drawn = 0
     live = len(prompts) == 1 and gpt is plain_model  # the lines of a trace would come in the middle of the text
     no_bar = True if live or gpt is debug_kv_model else None  # None: no bar where stderr is no terminal
     with (autocast(dev, pick_dtype(dtype, dev)),
           tqdm(total=len(prompts) * max_new_tokens, unit='tok', disable=no_bar) as bar):
+        if gpt is plain_model:  # a few steps that are not counted, in which kernels are compiled, or read from disk
+            for _ in sample_batch(model, [prompts[0][:1]] * min(batch_size, len(prompts)), 0, how, dev, 4):
+                pass
+        t0 = time.perf_counter()
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first:first + batch_size]
             streams = [TextStream(token_bytes, [end]) for _ in batch]
             samples = [shown(prompt, tokenizer, model.config.max_positions) for prompt in batch]
             if live:
                 print(samples[0], end='', flush=True)
-            for tokens in sample_batch(model, batch, first, how, dev):
-                for row, token in enumerate(tokens.flatten().tolist()):
-                    piece = streams[row].push(token)
-                    if live:
-                        print(piece, end='', flush=True)
-                    else:
-                        samples[row] += piece
-                n_drawn += len(batch)
-                bar.update(len(batch))
-                if all(text.stopped for text in streams):
-                    break
-            if live:
-                print(streams[0].finish())
-            else:
-                with bar.external_write_mode():
-                    for sample, text in zip(samples, streams):
-                        print(sample + text.finish() + '\n---------------' * (len(prompts) > 1), flush=True)
+            n_before = n_drawn
+            try:
+                for tokens in sample_batch(model, batch, first, how, dev):
+                    n_drawn += len(batch)
+                    for row, token in enumerate(tokens.flatten().tolist()):
+                        piece = streams[row].push(token)
+                        if live:
+                            print(piece, end='', flush=True)
+                        else:
+                            samples[row] += piece
+                    bar.update(len(batch))
+                    if all(text.stopped for text in streams):
+                        break
+            finally:  # what is drawn is printed, whatever ends the run
+                if live:
+                    print(streams[0].finish())
+                elif n_drawn > n_before:
+                    with bar.external_write_mode():
+                        for sample, text in zip(samples, streams):
+                            print(sample + text.finish() + '\n---------------' * (len(prompts) > 1), flush=True)
     synchronize(dev)
     dt = time.perf_counter() - t0
     print(f"{n_drawn:,} tokens in {dt:.2f} s: {n_drawn / dt:,.0f} tok/s "
           f"({'with' if use_cache else 'without'} the cache, {dev})", file=sys.stderr)
 
 
-def chat_with(model, tokenizer, dev):
-    """Talk with a chat model in the terminal."""
-    how = pick_decoder(model, 1, dev)
-    cache = how.get('cache') or cache_for(model, 1, how.get('decoder'))
+def chat_with(model, tokenizer, dev, first, given):
+    """Talk with a chat model in the terminal. first: the first messages. given: the names of settings that are set."""
+    draw = dict(temperature=temperature, top_k=top_k, top_p=top_p)
+    of_file = {} if generation_config == 'none' else generation_defaults(init_from)
+    of_file = {name: value for name, value in of_file.items() if name not in given}
+    draw |= of_file
+    print(f"sampling: {', '.join(f'{name}={value}' for name, value in draw.items())}"
+          f"{' (generation_config.json; --generation_config=none leaves it out)' * bool(of_file)}", file=sys.stderr)
+    draw['top_k'] = max(0, draw['top_k']) or None
+    how = pick_decoder(model, tokenizer, 1, dev)
+    cache_of = how.get('cache_of') or partial(cache_for, model, 1, how.get('decoder'))
     generator = torch.Generator(dev).manual_seed(seed)
     with autocast(dev, pick_dtype(dtype, dev)), getattr(how.get('decoder'), 'torch_on_one_thread', nullcontext)():
-        talk(Conversation(model, tokenizer, cache, temperature=temperature, top_k=top_k or None, top_p=top_p,
-                          generator=generator), max_new_tokens)
+        talk(Conversation(model, tokenizer, cache_of(FIRST_POSITIONS), cache_of, system, of_template(), **draw,
+                          generator=generator), max_new_tokens, first)
 
 
-def sample_batch(model, batch, first, how, dev):
+def of_template():
+    """`template_kwargs` as a dict. ValueError if it is not JSON of one."""
+    try:
+        variables = json.loads(template_kwargs or '{}')
+    except (ValueError, RecursionError):
+        variables = None
+    if not isinstance(variables, dict):
+        raise ValueError("template_kwargs must be a JSON object, such as '{\"enable_thinking\": false}', not "
+                         f"{template_kwargs!r:.60}")
+    return variables
+
+
+def sample_batch(model, batch, first, how, dev, n=None):
     """
     Yield the tokens (B, 1) of a batch of prompts, whose first row is sample number `first`. how: further arguments of
-    `stream`.
+    `stream`. n: how many tokens, if fewer than max_new_tokens.
     """
     same = all(prompt == batch[0] for prompt in batch)  # then it is read once for all samples
     source = debug_kv_model if debug_kv_model.tracing() else generation
-    return source.stream(model, batch[:1] if same else batch, max_new_tokens, temperature, top_k or None, top_p,
-                         use_cache, num_samples=len(batch) if same else 1,
+    return source.stream(model, batch[:1] if same else batch, min(max_new_tokens, n or max_new_tokens), temperature,
+                         top_k or None, top_p, use_cache, num_samples=len(batch) if same else 1,
                          generator=[torch.Generator(dev).manual_seed(seed + first + row) for row in range(len(batch))],
                          **how)
 
@@ -149,6 +189,9 @@ def check_settings(dev):
     """ValueError, in the words of the settings, for what is wrong whatever the model is. dev: the device picked."""
     configurator.check_range(globals(), 1, 10**6, 'num_samples', 'batch_size')
     configurator.check_range(globals(), 0, math.inf, 'max_new_tokens', 'seed', 'keep', 'n_keep')
+    if generation_config not in ('', 'none'):
+        raise ValueError(f"generation_config must be none, or left out, not {generation_config!r}")
+    of_template()
     if split not in ('', 'lines'):
         raise ValueError(f"split must be lines, or left out, not {split!r}")
     if top_k < 0:
@@ -181,7 +224,7 @@ def check_decoder(dev):
         raise ValueError(f"{needs_cache} works on the cache: leave use_cache=False out")
 
 
-def pick_decoder(model, n_rows, dev):
+def pick_decoder(model, tokenizer, n_rows, dev):
     """The arguments of `stream` for the decoder or cache that was asked for; stderr is told which it is."""
     which, mixed = 'compiled' if compile else decoder, dev == 'cpu' and pick_dtype(dtype, dev) != 'float32'
     in_cache = (kv_cache, kv_bits) != ('tuple', 0)
@@ -192,17 +235,21 @@ def pick_decoder(model, n_rows, dev):
         and (mixed or debug_kv_model.tracing() or in_cache and (dev == 'mps' or kv_bits == 4))
     ):
         which = 'eager'  # the other decoders have no mixed precision on a CPU, and no trace
-    proposer = draft and decode.draft_of(checkpoint.load_draft(draft, plain_model), draft, kvcache.make_cache)
+    proposer = draft and decode.draft_of(checkpoint.load_draft(draft, plain_model, model, tokenizer), draft,
+                                         kvcache.make_cache, min(n_rows, decode.DRAFTED_SEQUENCES))
     step = decode.best(model, n_rows, weights, threads, which, 'off' if chat else speculate, proposer)
     name, how = step.name, dict(decoder=step)
     if in_cache:
-        cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits, step)
+        cache_of = partial(kvcache.make_cache, model, kv_cache, n_rows, kv_bits, step)
+        cache = cache_of(FIRST_POSITIONS if chat else None)
         if cache.executor is not step and (
                 which in ('cpu', 'gpu') or decode.asked_of_the_kernel(weights, threads, speculate, draft)):
             raise ValueError(f"this decoder does not read a cache of kv_bits={kv_bits} with heads of "
                              f"{model.config.head_dim} channels, which must be a multiple of 32: leave kv_bits out, or "
                              "decoder, weights, threads, speculate and draft")
         step, name, how = cache.executor, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB", dict(cache=cache)
+        if chat:
+            how = dict(cache_of=cache_of)
     print(f"decoder: {name}", file=sys.stderr)
     if not in_cache and (not use_cache or debug_kv_model.tracing() and which == 'eager'):
         return {}
@@ -214,8 +261,8 @@ def pick_decoder(model, n_rows, dev):
 
 def read_prompts():
     """The texts of the prompts: `start`, or the file it names; with split=lines each line, without the empty ones."""
-    text = read_text(start[5:]) if start.startswith('FILE:') else start
-    texts = [line for line in text.splitlines() if line.strip()] if split else [text]
+    text = read_text(start[5:], '' if split else None) if start.startswith('FILE:') else start
+    texts = [line for line in re.split('\r?\n', text) if line.strip()] if split else [text]
     if not any(texts):
         raise ValueError("the prompt is empty: give --start some text, or leave it out to begin with a newline")
     return texts

@@ -457,10 +457,10 @@ def read_json(path):
     return content
 
 
-def read_text(path):
-    """The text of a UTF-8 file, without a byte order mark. ValueError if its bytes are not UTF-8."""
+def read_text(path, newline=None):
+    """The text of a UTF-8 file, without a byte order mark. newline: as of `open`. ValueError if it is not UTF-8."""
     try:
-        with open(path, encoding='utf-8-sig') as f:
+        with open(path, encoding='utf-8-sig', newline=newline) as f:
             return f.read()
     except UnicodeDecodeError as e:
         raise ValueError(f"{path} is not UTF-8 text ({e.reason} at byte {e.start})") from e

@@ -1,4 +1,5 @@
 """A conversation with a chat model, whose keys and values are kept from turn to turn."""
+import re
 import sys
 import time
 
@@ -7,24 +8,40 @@ import torch
 from model import sample_token
 from tokenizer import TextStream
 
+HELP = """/help           these lines
+/clear          forget what was said
+/system TEXT    tell the model TEXT before everything that is said; without TEXT: nothing
+/exit           end the conversation, as Ctrl-D does
+Lines that are pasted together are one message. Arrow keys edit it and bring back earlier ones. Ctrl-C ends an answer.
+"""
+
 
 class Conversation:
     """
     model, tokenizer: a chat model and its tokenizer, which has a chat_template. cache: a `kvcache.base.BaseCache` of
-    the model, with room for one sequence. how: the temperature, top_k, top_p and generator of `sample_token`.
+    the model, with room for one sequence. cache_of: a function of a number of positions: a cache for so many, which
+    takes the place of a cache that is too small; None if `cache` has room for the whole context. variables: of the chat
+    template, see `ChatTemplate.render`. repetition_penalty, min_p: as in requests to serve.py. how: the temperature,
+    top_k, top_p and generator of `sample_token`.
 
-    messages: what was said so far, dicts with role and content. n_kept, n_new: how many tokens of the last prompt were
-    in the cache already, and how many were computed. ValueError if the model has no chat template.
+    system: the system message, '' for none. messages: what was said so far behind it, dicts with role and content.
+    n_kept, n_new, n_drawn: how many tokens of the last prompt were in the cache already, how many were computed, and
+    how many its answer has. cut: why the answer ended, if the model has not ended it. ValueError if the model has no
+    chat template.
     """
 
-    def __init__(self, model, tokenizer, cache, **how):
+    def __init__(self, model, tokenizer, cache, cache_of=None, system='', variables=None, repetition_penalty=1.0,
+                 min_p=0.0, **how):
         if tokenizer.chat_template is None:
             raise ValueError("this model has no chat, because its tokenizer has no chat template: leave out --chat, "
                              "and write the beginning of a text as --start")
-        self.model, self.tokenizer, self.cache, self.how = model, tokenizer, cache, how
-        self.token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)
+        self.model, self.tokenizer, self.cache, self.cache_of, self.how = model, tokenizer, cache, cache_of, how
+        self.system, self.variables = system, variables or {}
+        self.repetition_penalty, self.min_p = repetition_penalty, min_p
+        self.token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size, skip_special=True)
         self.handle, self.tokens, self.messages = cache.new(), [], []  # tokens: whose keys and values are in the cache
-        self.n_kept = self.n_new = 0
+        self.n_kept = self.n_new = self.n_drawn = 0
+        self.cut = ''
 
     @torch.inference_mode()
     def answer(self, text, max_new_tokens):
@@ -34,20 +51,29 @@ class Conversation:
         with the conversation as before, if it has grown beyond the context.
         """
         messages = [*self.messages, dict(role='user', content=text)]
-        prompt, most = self.tokenizer.conversation(messages), self.model.config.max_positions
+        system, most = [dict(role='system', content=self.system)] * bool(self.system), self.model.config.max_positions
+        prompt = self.tokenizer.conversation([*system, *messages], **self.variables)
         if len(prompt) >= most:
             raise ValueError(f"the conversation has {len(prompt):,} tokens, and the model's context {most:,}: begin a "
-                             "new one")
+                             "new one (/clear), or say less")
+        self.make_room(min(len(prompt) + max_new_tokens, most))
         self.keep_beginning_of(prompt)
-        drawn, stream, said = [], TextStream(self.token_bytes), ''
+        drawn, stream, said = [], TextStream(self.token_bytes, strip=self.tokenizer.strips), ''
+        self.cut, self.n_drawn = '', 0
         try:
             new = prompt[len(self.tokens):]
-            while len(drawn) < max_new_tokens and len(prompt) + len(drawn) <= most:
-                logits = self.feed(new)
-                token = int(sample_token(logits, **self.how))
+            while True:
+                if len(drawn) == max_new_tokens:
+                    self.cut = f"after max_new_tokens={max_new_tokens:,}: ask the model to go on"
+                    break
+                if len(prompt) + len(drawn) > most:
+                    self.cut = f"at the end of the model's context of {most:,} tokens: /clear begins a new conversation"
+                    break
+                token = int(sample_token(self.changed(self.feed(new), prompt + drawn), **self.how))
                 if token in self.tokenizer.end_tokens:
                     break
                 drawn.append(token)
+                self.n_drawn += 1
                 new = [token]
                 said += (piece := stream.push(token))
                 yield piece
@@ -56,6 +82,13 @@ class Conversation:
         finally:
             self.tokens = (prompt + drawn)[:self.cache.length(self.handle)]  # after Ctrl-C, all but the last perhaps
             self.messages = [*messages, dict(role='assistant', content=said)]
+
+    def make_room(self, n):
+        """Begin the conversation anew in a larger cache if n tokens have no room in this one."""
+        room = self.cache.model.config.max_positions
+        if self.cache_of and room < n:
+            self.cache = self.cache_of(max(n, 2 * room))
+            self.handle, self.tokens = self.cache.new(), []
 
     def keep_beginning_of(self, prompt):
         """Cut the sequence in the cache to the tokens with which the prompt begins, but not all of the prompt."""
@@ -75,27 +108,85 @@ class Conversation:
         return self.cache.step([self.handle], [start], torch.tensor([tokens], device=device)).float()
 
 
-def talk(conversation, max_new_tokens):
+    def changed(self, logits, tokens):
+        """The logits (1, vocab_size) behind these tokens, after repetition_penalty and min_p."""
+        if self.repetition_penalty != 1:
+            seen = torch.tensor(sorted({*tokens}), device=logits.device)
+            of_seen, penalty = logits[:, seen], self.repetition_penalty
+            logits = logits.index_copy(1, seen, torch.where(of_seen > 0, of_seen / penalty, of_seen * penalty))
+        if self.min_p and self.how['temperature']:
+            p = torch.softmax(logits / self.how['temperature'], -1)
+            logits = logits.masked_fill(p < self.min_p * p.max(), -float('inf'))
+        return logits
+
+
+def edits_lines():
     """
-    Read what the user says line by line from standard input, and print the answers as they come. Ctrl-C ends an answer,
-    Ctrl-D (the end of the input) the conversation.
+    Let `input` edit lines, remember them, and take lines that are pasted together as one. Is standard input a terminal
+    where this can be had?
     """
-    while True:
+    if not sys.stdin.isatty() or not sys.stdout.isatty():
+        return False
+    try:
+        import readline
+    except ImportError:
+        return False
+    readline.parse_and_bind('set enable-bracketed-paste on')
+    return True
+
+
+def read_message(edits):
+    """What the user says, '' if it cannot be read; None at the end of the input."""
+    if not edits:
         print('> ', end='', file=sys.stderr, flush=True)
-        try:
-            text = input()
-        except EOFError:
-            return print(file=sys.stderr)
-        except KeyboardInterrupt:
-            print(" (Ctrl-D ends the conversation)", file=sys.stderr)
+    try:
+        return input('> ' if edits else '')
+    except EOFError:
+        print(file=sys.stderr)
+        return None
+    except KeyboardInterrupt:
+        print(" (Ctrl-D ends the conversation)", file=sys.stderr)
+    except UnicodeDecodeError as e:
+        print(f"this line is not UTF-8 ({e.reason}): write it again", file=sys.stderr)
+    return ''
+
+
+def obey(command, conversation):
+    """Do what a line that begins with / says. Returns False at the end of the conversation."""
+    name, _, text = command.partition(' ')
+    if name == '/clear':
+        conversation.messages = []
+    elif name == '/system':
+        conversation.system = text.strip()
+    elif name != '/exit':
+        print(HELP if name == '/help' else f"there is no command {name}: /help names those that there are\n", end='',
+              file=sys.stderr)
+    return name != '/exit'
+
+
+def talk(conversation, max_new_tokens, first=()):
+    """
+    Read what the user says from standard input, a message a line, and print the answers as they come. first: messages
+    that come before. Ctrl-C ends an answer, Ctrl-D (the end of the input) the conversation; see HELP.
+    """
+    c, first = conversation, list(first)
+    if edits := edits_lines():
+        print("Write a message. /help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation.",
+              file=sys.stderr)
+    while True:
+        if first:
+            print(f"> {(text := first.pop(0))}", file=sys.stderr)
+        elif (text := read_message(edits)) is None:
+            return
+        if re.fullmatch(r'/[a-z]+( .*)?', text):
+            if not obey(text, c):
+                return
             continue
-        except UnicodeDecodeError as e:
-            print(f"this line is not UTF-8 ({e.reason}): write it again", file=sys.stderr)
+        if not text.strip():
             continue
-        began, n_drawn = time.perf_counter(), 0
+        began = time.perf_counter()
         try:
-            for piece in conversation.answer(text, max_new_tokens):
-                n_drawn += 1
+            for piece in c.answer(text, max_new_tokens):
                 print(piece, end='', flush=True)
         except KeyboardInterrupt:
             pass
@@ -103,6 +194,7 @@ def talk(conversation, max_new_tokens):
             print(e, file=sys.stderr)
             continue
         print(flush=True)
-        c, seconds = conversation, time.perf_counter() - began
+        if c.cut:
+            print(f"[the answer was cut {c.cut}]", file=sys.stderr)
         print(f"[of the conversation {c.n_kept:,} tokens were in the cache and {c.n_new:,} were computed; "
-              f"{n_drawn:,} pieces in {seconds:.1f} s]", file=sys.stderr)
+              f"{c.n_drawn:,} new tokens in {time.perf_counter() - began:.1f} s]", file=sys.stderr)
