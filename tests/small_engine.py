@@ -144,11 +144,11 @@ def spelled(letter, n):
     return ''.join(CHARS[(first + k) % len(CHARS)] for k in range(n))
 
 
-def drawing_engine(tokenizer=LETTERS):
+def drawing_engine(tokenizer=LETTERS, **how):
     """An engine, started, with a model in PyTorch of random weights."""
     torch.manual_seed(0)
     config = GPTConfig(block_size=256, vocab_size=tokenizer.vocab_size, n_layer=1, n_head=2, n_embd=16)
-    engine = Stepping(GPT(config), tokenizer=tokenizer)
+    engine = Stepping(GPT(config), tokenizer=tokenizer, **how)
     engine.start()
     return engine
 

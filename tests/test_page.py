@@ -1,6 +1,8 @@
 """The page in a browser, headless Chromium, with a real engine on a small model that steps when a test lets it."""
 import os
 import shutil
+import socket
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -48,10 +50,13 @@ def page(browser):
 
 
 @pytest.fixture
-def chat(browser):
-    """The page of a model whose tokenizer, chat.tokenizer, has a chat template."""
+def chat(browser, request):
+    """
+    The page of a model whose tokenizer, chat.tokenizer, has a chat template. A test's parameter: of so many tokens that
+    a step reads at most.
+    """
     tokenizer = JSONTokenizer(json_tokenizer(TEXT).json, chat_template=TEMPLATE)
-    engine = drawing_engine(tokenizer)
+    engine = drawing_engine(tokenizer, max_num_batched_tokens=getattr(request, 'param', None))
     for page in opened(browser, engine, served_by(engine, tokenizer=tokenizer)):
         page.tokenizer = tokenizer
         page.fill(max_tokens=20)
@@ -96,6 +101,21 @@ class Page:
             field.clear()
             field.send_keys(str(value))
 
+    def paste(self, name, text):
+        """Replace the text of a field, at once."""
+        self.browser.execute_script('arguments[0].value = arguments[1]; arguments[0].dispatchEvent(new Event("input"))',
+                                    self['#' + name], text)
+
+    def focused(self):
+        """The id of the element that has the keyboard."""
+        return self.browser.switch_to.active_element.get_attribute('id')
+
+    def visible(self, selector):
+        """Is all of this element in the window?"""
+        return self[selector].is_displayed() and self.browser.execute_script("""
+            const {top, bottom, left, right} = document.querySelector(arguments[0]).getBoundingClientRect()
+            return top >= 0 && left >= 0 && bottom <= innerHeight && right <= innerWidth""", selector)
+
     def finished(self):
         return self['#go'].is_enabled()
 
@@ -122,7 +142,7 @@ class Page:
                 for role, pre in zip(('user', 'assistant'), turn.find_elements(By.CSS_SELECTOR, 'pre'), strict=True)]
 
     def answer(self, messages, **fields):
-        """What the API answers, a message."""
+        """What the API answers, a message of the assistant."""
         body = {'messages': messages, 'temperature': .8, 'max_completion_tokens': 20, 'seed': 1337, **fields}
         message = self.client.post('/v1/chat/completions', json=body).json()['choices'][0]['message']
         return {name: message[name] for name in ('role', 'content')}
@@ -154,7 +174,7 @@ def test_types_and_reads_the_stream(page):
     page.wait(page.finished)
     assert page.samples() == page.answers(seed=5, n=3, max_tokens=40)
     assert [note.text for note in page.all('.sample footer span:first-child')] == [
-        '40 tokens, cut by the limit'] * 3
+        '40 tokens, cut off'] * 3
     first, rate = (float(figure.text.split()[0].replace(',', '')) for figure in page.all('#speed .figure b'))
     assert first > 0 and rate > 0 and len({e.location['y'] for e in page.all('.sample')}) < 3
 
@@ -276,11 +296,11 @@ def test_a_narrow_and_a_dark_chat(chat, width, scheme):
 
 
 @contextmanager
-def shown(page, width, scheme):
+def shown(page, width, scheme='light', height=800):
     """In a window of this width, in light or dark colours."""
     try:
         page.browser.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', {
-            'width': width, 'height': 800, 'deviceScaleFactor': 1, 'mobile': width < 500})
+            'width': width, 'height': height, 'deviceScaleFactor': 1, 'mobile': width < 500})
         page.browser.execute_cdp_cmd('Emulation.setEmulatedMedia', {
             'features': [{'name': 'prefers-color-scheme', 'value': scheme}]})
         yield
@@ -312,7 +332,15 @@ def test_an_error_is_shown(page):
     page.fill(prompt='Q')
     page['#go'].click()
     page.wait(lambda: 'never saw' in page.text('#error'))
-    assert page.finished()
+    assert page.finished() and not page.samples()  # a refused prompt leaves no empty boxes
+    page.fill(prompt=PROMPT, max_tokens=5)
+    page['#go'].click()
+    page.wait(lambda: page.samples() and page.finished())
+    whole = page.samples()
+    page.fill(prompt='Q')
+    page['#go'].click()
+    page.wait(lambda: page.text('#error') and page.finished())
+    assert page.samples() == whole == page.answers(seed=1337, n=2, max_tokens=5)
 
 
 def test_a_server_with_a_key_asks_for_it(browser):
@@ -368,7 +396,7 @@ def test_the_second_turn_finds_the_blocks_of_the_first(chat):
     found, of = (int(chat.all('.found')[1].text.split()[i]) for i in (0, 2))
     assert of == len(chat.tokenizer.conversation(said)) and first // 4 * 4 <= found < of
     assert [note.text for note in chat.all('.turn footer span:first-child')] == [
-        '20 tokens, cut by the limit'] * 2
+        '20 tokens, cut off'] * 2
 
 
 def test_a_turn_is_stopped_edited_and_repeated(chat):
@@ -452,3 +480,244 @@ def test_a_chat_with_the_keyboard_and_a_reload(chat):
     chat.open()
     chat.wait(lambda: chat['#modes'].is_displayed())
     assert chat['#prompt'].is_displayed() and chat.turns() == before
+
+
+@pytest.mark.parametrize('width, height', [(1280, 900), (390, 844)])
+def test_an_error_stands_where_one_looks(chat, width, height):
+    """Also behind a paste that is too long, which fills its field; it goes with New chat, and with the mode."""
+    with shown(chat, width, height=height):
+        for text in ('one', 'two', 'three'):
+            chat.say(text)
+            chat.wait(chat.finished)
+        for act, left in (('#modes label:last-child', 6), ('#modes label', 6), ('#clear', 0)):
+            chat.paste('message', 'a word\n' * 500)
+            chat.paste('prompt', 'a word\n' * 500)
+            chat['#go'].click()
+            chat.wait(lambda: chat.text('#error') and chat.finished())
+            assert 'largest prompt' in chat.text('#error') and chat.visible('#error') and chat.visible('#go')
+            assert chat.text('#error')[0].isupper()
+            check_look(chat, 'light', '#error')
+            chat[act].click()
+            assert not chat.text('#error') and not chat['#error'].is_displayed() and len(chat.turns()) == left
+
+
+@pytest.mark.parametrize('chat', [32], indirect=True)
+def test_an_answer_says_how_much_of_its_prompt_is_read(chat):
+    chat.engine.allow(0)
+    message = 'a rather long message, ' * 6
+    chat.say(message)
+    n = len(chat.tokenizer.conversation([dict(role='user', content=message)]))
+    chat.wait(lambda: chat.engine.live)
+    assert chat.text('.turn footer span') == 'waiting' and n > 3 * 32
+    for k in range(1, n // 32):
+        chat.engine.step()
+        chat.wait(lambda: chat.text('.turn footer span') == f'reading {32 * k} of {n} tokens')
+        assert chat.client.get('/cache').json()['running'][0]['computed'] == 32 * k
+        assert chat.text('#running li span').startswith('this page') and not chat.turns()[1]['content']
+    chat.engine.allow(float('inf'))
+    assert chat.is_answered([dict(role='user', content=message)])
+    assert chat.text('.turn footer span') == '20 tokens, cut off'
+
+
+def test_an_answer_that_was_cut_goes_on(chat):
+    """It becomes the beginning of what the API says behind it; one that cannot go on stays as it is."""
+    goes_on = dict(continue_final_message=True, add_generation_prompt=False)
+    chat.say('one')
+    assert chat.is_answered([dict(role='user', content='one')])
+    for n in (20, 40):
+        asked, part = chat.turns()
+        more = chat.answer([asked, part], seed=1337 + n, **goes_on)['content']
+        chat.press('Go on with answer 1')
+        chat.wait(chat.finished)
+        assert chat.turns() == [asked, {**part, 'content': part['content'] + more}] and more
+        assert chat.text('.turn footer span') == f'{n + 20} tokens, cut off' and chat.focused() == 'message'
+    whole = chat.turns()
+    chat.fill(max_tokens=250)
+    chat.press('Go on with answer 1')
+    chat.wait(lambda: chat.text('#error') and chat.finished())
+    assert chat.turns() == whole and chat.text('.turn footer span') == '60 tokens, cut off'
+    chat.fill(max_tokens=20)
+    chat.say('two')
+    chat.wait(chat.finished)
+    assert [more.is_displayed() for more in chat.all('.more')] == [False, True]  # the first has a turn behind it
+
+
+def test_a_sample_that_was_cut_goes_on(page):
+    page.fill(prompt=PROMPT, seed=3, n=2, max_tokens=10)
+    page['#go'].click()
+    page.wait(lambda: page.samples() and page.finished())
+    first, second = page.samples()
+    page.press('Go on with sample 2')
+    page.wait(page.finished)
+    assert page.samples() == [first, *page.answers(prompt=second, seed=3 + 1 + 10, max_tokens=10)]
+    assert [note.text for note in page.all('.sample footer span:first-child')] == [
+        '10 tokens, cut off', '20 tokens, cut off']
+    kept = page.samples()
+    page.open()
+    page.wait(page['#samples'].is_displayed)
+    assert page.samples() == kept and page.all('.sample footer span')[0].text == '10 tokens, cut off'
+    page.press('Go on with sample 1')
+    page.wait(page.finished)
+    assert page.samples() == [*page.answers(prompt=first, seed=3 + 10, max_tokens=10), kept[1]]
+
+
+def test_what_is_removed_can_be_had_again(chat):
+    """After New chat, Repeat and Edit, once each, also behind a reload; and the other way round."""
+    for text in ('one', 'two', 'three'):
+        chat.say(text)
+        chat.wait(chat.finished)
+    whole = chat.turns()
+    assert not chat['#undo'].is_displayed()
+    chat['#message'].send_keys('a draft')
+    chat['#clear'].click()
+    assert not chat.turns() and chat.text('#removed span') == '3 turns removed'
+    chat['#undo'].click()
+    assert chat.turns() == whole and not chat['#undo'].is_displayed()
+
+    chat.press('Repeat turn 2')
+    chat.wait(chat.finished)
+    repeated = chat.turns()
+    assert len(repeated) == 4 and repeated[3] != whole[3] and chat.text('#removed span') == '2 turns removed'
+    for turns in (whole, repeated, whole):
+        chat['#undo'].click()
+        assert chat.turns() == turns and chat['#message'].get_property('value') == 'a draft'
+
+    chat.press('Edit turn 1')
+    assert chat['#message'].get_property('value') == 'one'
+    chat.press('Edit turn 2')
+    chat.press('Cancel turn 2')
+    assert chat['#message'].get_property('value') == 'a draft'
+    chat.press('Edit turn 1')
+    chat.say('uno')
+    assert chat.is_answered([dict(role='user', content='uno')])
+    assert chat['#message'].get_property('value') == 'a draft'
+    chat.fill(max_tokens=255)
+    chat.press('Repeat turn 1')
+    chat.wait(lambda: chat.text('#error') and chat.finished())  # a refused one removes nothing
+    assert chat.turns()[0]['content'] == 'uno' and chat.text('#removed span') == '3 turns removed'
+    chat.open()
+    chat.wait(chat['#message'].is_displayed)
+    assert chat['#message'].get_property('value') == 'a draft'
+    chat['#undo'].click()
+    assert chat.turns() == whole and not chat.text('#error')
+
+
+def test_blanks_are_no_message(chat):
+    for text in ('   ', ' \n\t '):
+        chat.paste('message', text)
+        chat['#message'].send_keys(Keys.ENTER)
+        assert not chat.turns() and chat.finished() and not chat.engine.live
+    chat.say('one')
+    assert chat.is_answered([dict(role='user', content='one')])
+
+
+class Relay:
+    """A port that passes bytes to another one and back, until it is cut."""
+
+    def __init__(self, port):
+        self.to, self.sockets = port, []
+        self.open()
+
+    def open(self, port=0):
+        self.listener = socket.create_server(('127.0.0.1', port))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, args=(self.listener,), daemon=True).start()
+
+    def accept(self, listener):
+        while True:
+            try:
+                ends = [listener.accept()[0], socket.create_connection(('127.0.0.1', self.to))]
+            except OSError:
+                return
+            self.sockets += ends
+            for pair in (ends, ends[::-1]):
+                threading.Thread(target=self.copy, args=pair, daemon=True).start()
+
+    def copy(self, source, target):
+        try:
+            while data := source.recv(65536):
+                target.sendall(data)
+        except OSError:
+            pass
+        target.close()
+
+    def cut(self):
+        for each in (self.listener, *self.sockets):
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            each.close()
+        self.sockets = []
+
+
+def test_a_server_that_is_gone(chat):
+    """What has come stays, the pane shows nothing old, the errors are the page's own; and then it is back."""
+    relay = Relay(chat.client.base_url.port)
+    chat.browser.get(f'http://127.0.0.1:{relay.port}/')
+    chat.wait(lambda: chat.text('#status') == 'connected')
+    chat.fill(max_tokens=20)
+    chat.engine.allow(5)
+    chat.say('one')
+    chat.wait(lambda: chat.turns() and chat.turns()[1]['content'] and chat.text('#n-running') == '1')
+    relay.cut()
+    chat.wait(lambda: chat.text('#status') == 'not connected' and chat.finished())
+    assert 'connection to the server was lost' in chat.text('#error') and chat.visible('#error')
+    assert chat.text('#n-running') == '–' and not chat.all('#running li') and chat.text('#size') == 'not connected'
+    assert chat.text('.turn footer span') == '5 tokens, not finished' and chat['.more'].is_displayed()
+    chat.say('two')
+    chat.wait(lambda: 'cannot be reached' in chat.text('#error') and chat.finished())
+    assert 'fetch' not in chat.text('#error') and chat.visible('#error')
+    assert len(chat.turns()) == 2 and chat['#message'].get_property('value') == 'two'
+    relay.open(relay.port)
+    chat.wait(lambda: chat.text('#status') == 'connected')
+    chat.engine.allow(float('inf'))
+    said = [*chat.turns(), dict(role='user', content='two')]
+    chat['#go'].click()
+    assert chat.is_answered(said) and chat.text('#n-running') != '–' and not chat.text('#error')
+    relay.cut()
+
+
+def test_while_a_chat_model_loads(browser):
+    """Nothing can be written yet; then the chat is there, and the keyboard is in its field."""
+    tokenizer = JSONTokenizer(json_tokenizer(TEXT).json, chat_template=TEMPLATE)
+    engine, there = drawing_engine(tokenizer), threading.Event()
+    with serving(engine, load=lambda: there.wait() and (engine, served_by(engine, tokenizer=tokenizer))) as client:
+        page = Page(browser, client, engine)
+        browser.get(str(client.base_url))
+        page.wait(lambda: 'being loaded' in page.text('#loading'))
+        assert page.text('#status') == 'loading the model' and page['#loading'].is_displayed()
+        assert not any(field.is_displayed() for field in page.all('textarea, input, button'))
+        there.set()
+        page.wait(lambda: page.text('#status') == 'connected')
+        assert page.focused() == 'message' and page['#go'].text == 'Send'
+        assert not page['#prompt'].is_displayed() and not page['#loading'].is_displayed()
+        browser.get('about:blank')
+
+
+def test_fields_have_the_names_of_their_labels(chat):
+    """As the browser tells them to a screen reader; a click on the label gives the field the keyboard."""
+    chat.open()
+    assert chat.focused() == 'message'
+    names = {'message': 'Message', 'temperature': 'Temperature', 'top_p': 'Top p', 'seed': 'Seed',
+             'max_tokens': 'Tokens', 'system': 'System message'}
+    for mode, more in (('chat', {}), ('continue', {'prompt': 'Prompt', 'n': 'Samples'})):
+        chat[f'#modes label:has([value={mode}])'].click()
+        for name, label in (names | more).items():
+            if chat['#' + name].is_displayed():
+                assert chat['#' + name].accessible_name == label
+                chat[f'label[for={name}]'].click()
+                assert chat.focused() == name
+    assert [chat['#' + name].aria_role for name in ('temperature', 'top_p', 'n')] == ['slider', 'slider', 'spinbutton']
+
+
+def test_after_stop_the_keyboard_is_in_the_field(chat):
+    for mode, field in (('chat', 'message'), ('continue', 'prompt')):
+        chat[f'#modes label:has([value={mode}])'].click()
+        chat.engine.allow(3)
+        chat['#' + field].send_keys('one')
+        chat['#go'].click()
+        chat.wait(lambda: chat.engine.live and chat['#stop'].is_enabled())
+        chat['#stop'].click()
+        chat.wait(lambda: chat.finished() and not chat.engine.live)
+        assert chat.focused() == field
