@@ -1,7 +1,9 @@
 """Tokenizers in the files of other projects: tokenizer.json, and the vocabulary in a GGUF file."""
 import json
 
-from tokenizer import END_OF_TEXT, CharTokenizer, JSONTokenizer, byte_level_alphabet
+from tokenizer import END_OF_TEXT, ROLES, CharTokenizer, JSONTokenizer, byte_level_alphabet
+
+PAD = '<|pad|>'
 
 
 def check_vocabulary(model, tokenizer):
@@ -27,17 +29,27 @@ def huggingface_tokenizer(tokenizer):
     """The contents of tokenizer.json and tokenizer_config.json, which transformers and tokenizers read."""
     if isinstance(tokenizer, JSONTokenizer):
         special_tokens = tokenizer.special_tokens
-        if not special_tokens and tokenizer.end_of_text is not None:
-            special_tokens = dict.fromkeys(('bos_token', 'eos_token', 'unk_token'), END_OF_TEXT)
+        if not special_tokens and not tokenizer.file_ids and tokenizer.end_of_text is not None:
+            special_tokens = dict.fromkeys(ROLES, END_OF_TEXT)
         template = dict(chat_template=tokenizer.chat_template.source) if tokenizer.chat_template else {}
         return json.loads(tokenizer.json), dict(tokenizer_class='PreTrainedTokenizerFast') | special_tokens | template
     if isinstance(tokenizer, CharTokenizer):
-        return dict(  # each character is a word
-            version='1.0', added_tokens=[], normalizer=None, post_processor=None,
+        # Each character is a word. A batch is filled up with PAD, a second name of a character, because the model has
+        # no row for more; `save_pretrained` of transformers keeps only one of them. The one that is added last is the
+        # text of the id: PAD is a special token, and these are left out of texts. <|endoftext|> has no row: it is only
+        # named, and never drawn.
+        first = '\n' if '\n' in tokenizer.ids else tokenizer.chars[0]
+        vocab = tokenizer.ids | {PAD: tokenizer.ids[first], END_OF_TEXT: tokenizer.vocab_size}
+        added = [dict(id=vocab[text], content=text, special=text != first, normalized=False, single_word=False,
+                      lstrip=False, rstrip=False) for text in (END_OF_TEXT, PAD, first)]
+        return dict(
+            version='1.0', normalizer=None, post_processor=None, added_tokens=added,
             pre_tokenizer=dict(type='Split', pattern=dict(Regex=r'[\s\S]'), behavior='Isolated', invert=False),
             decoder=dict(type='Fuse'),
-            model=dict(type='WordLevel', vocab=tokenizer.ids, unk_token=tokenizer.chars[stand_in(tokenizer)]),
-        ), dict(tokenizer_class='PreTrainedTokenizerFast')
+            model=dict(type='WordLevel', vocab=vocab, unk_token=tokenizer.chars[stand_in(tokenizer)]),
+        ), dict(tokenizer_class='PreTrainedTokenizerFast', bos_token=PAD, pad_token=PAD, eos_token=END_OF_TEXT,
+                padding_side='left', added_tokens_decoder={i: {name: token[name] for name in token if name != 'id'}
+                                                           for i, token in enumerate(added)})
     tokens, merges = byte_pairs(tokenizer.bpe)
     end = tokens[tokenizer.end_of_text]
     byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=True)
@@ -46,7 +58,7 @@ def huggingface_tokenizer(tokenizer):
         added_tokens=[dict(id=tokenizer.end_of_text, content=end, special=True, normalized=False, single_word=False,
                            lstrip=False, rstrip=False)],
         model=dict(type='BPE', vocab={text: i for i, text in enumerate(tokens)}, merges=merges),
-    ), dict(tokenizer_class='GPT2Tokenizer', bos_token=end, eos_token=end, unk_token=end, add_prefix_space=False)
+    ), dict(tokenizer_class='GPT2Tokenizer', **dict.fromkeys(ROLES, end), add_prefix_space=False, padding_side='left')
 
 
 def add_gguf_tokenizer(writer, tokenizer, vocab_size):

@@ -10,6 +10,7 @@ from example_models import (
     ALIBI,
     EASY,
     HARD,
+    LLAMA,
     LLAMA3,
     MISTRAL,
     QWEN2,
@@ -26,7 +27,9 @@ from example_models import (
 )
 from torch.testing import assert_close
 
+import checkpoint
 import formats
+import model as plain_model
 import tokenizer as tokenizers
 from formats import tokenizer_files
 from model import GPT
@@ -146,8 +149,57 @@ def test_characters_in_hugging_faces_tokenizer(tmp_path):
     # a character the model has never seen becomes a space, in the text and at its ends
     unknown = theirs('žlo\t日')['input_ids']
     assert unknown == ours.encode(' lo\t日') and theirs.decode(unknown, skip_special_tokens=True) == ' lo\t日'
-    assert not theirs.all_special_tokens  # the space is not one of them: they are left out of a decoded text
+    # characters are none of them: they are left out of a decoded text
+    assert set(theirs.all_special_tokens) == {'<|pad|>', '<|endoftext|>'}
     assert tokenizers.from_state(tokenizers.state_of_dataset(tmp_path / 'hf')).chars == ours.chars
+
+
+@pytest.mark.parametrize('config', [EASY, LLAMA])
+def test_batches_of_characters(tmp_path, config):
+    """A batch is filled up, from the left, with an id that the model has, and each answer is as the one alone."""
+    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+    ours = CharTokenizer.of_text('\n !<|end>abcdefox€')
+    formats.to_huggingface(gpt(**config | dict(vocab_size=ours.vocab_size)), tmp_path / 'hf', ours)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    batch, n = theirs(['a', 'b\n'], padding=True), ours.vocab_size
+    assert batch['attention_mask'] == [[0, 1], [1, 1]] and [ids[-1] for ids in batch['input_ids']] == [
+        *ours.encode('a'), *ours.encode('\n')]
+    assert max(map(max, batch['input_ids'])) < n and theirs.pad_token_id < n
+    # lm-eval needs these: what a text begins with where it has no context, and a text that ends one
+    assert theirs.bos_token_id < n and theirs.decode(theirs.eos_token_id) == '<|endoftext|>'
+    assert theirs.decode(range(n), skip_special_tokens=True) == ''.join(ours.chars)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf')
+    pipeline, how = transformers.pipeline('text-generation', model=model, tokenizer=theirs), dict(
+        max_new_tokens=12, do_sample=False)
+    texts = ['a\n b', 'foo!\n\nbad', 'x']
+    alone = [pipeline([text], **how)[0] for text in texts]
+    assert pipeline(texts, batch_size=2, **how) == alone
+    assert all(len(answer[0]['generated_text']) == len(text) + 12 for answer, text in zip(alone, texts))
+
+
+def test_an_imported_model_goes_out_with_the_ids_it_came_with(tmp_path):
+    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+    content = json.loads(json_tokenizer(TEXT, 300, ['<|endoftext|>', '<s>', '<|im_end|>', '<pad>']).json)
+    formats.to_huggingface(gpt(**UNTIED | dict(vocab_size=305)), tmp_path / 'in')
+    config = json.loads((tmp_path / 'in' / 'config.json').read_text())
+    added = {'300': dict(content='<tool>', special=False), '301': dict(content='<|x|>', special=True)}
+    for name, of_file in {
+        'config.json': config | dict(bos_token_id=0, eos_token_id=0), 'tokenizer.json': content,
+        'generation_config.json': dict(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=3, temperature=0.5),
+        'tokenizer_config.json': dict(bos_token='<s>', eos_token='<|im_end|>', pad_token='<pad>',
+                                      added_tokens_decoder=added, tokenizer_class='PreTrainedTokenizerFast'),
+    }.items():
+        (tmp_path / 'in' / name).write_text(json.dumps(of_file), encoding='utf-8')
+    model, ours, _ = checkpoint.load_model(str(tmp_path / 'in'), '', plain_model)
+    formats.to_huggingface(model, tmp_path / 'out', tokenizers.from_state(ours.state()))
+
+    def facts(folder):
+        theirs, c = transformers.AutoTokenizer.from_pretrained(folder), transformers.AutoConfig.from_pretrained(folder)
+        g = transformers.GenerationConfig.from_pretrained(folder)
+        return (theirs.special_tokens_map, {i: str(token) for i, token in theirs.added_tokens_decoder.items()},
+                sorted(theirs.all_special_ids), theirs('<tool><s> a<|x|>')['input_ids'], c.bos_token_id, c.eos_token_id,
+                c.pad_token_id, g.bos_token_id, g.eos_token_id, g.pad_token_id)
+    assert facts(tmp_path / 'out') == facts(tmp_path / 'in')
 
 
 def test_unknown_characters_where_there_is_no_space(tmp_path):
