@@ -25,6 +25,7 @@ import time
 import tokenize
 import traceback
 import types
+from contextlib import suppress
 
 from tokenizer import read_text
 
@@ -46,8 +47,8 @@ def run(main):
     Errors that a user can cause (ValueError, a file that cannot be read or written, too little memory) end the script
     with one line on stderr and exit code 2. Ctrl-C ends it with exit code 130. Under torchrun only process 0 prints.
     """
-    if hasattr(sys.stdout, 'reconfigure'):  # characters that its encoding lacks become ?
-        sys.stdout.reconfigure(errors='replace')
+    with suppress(AttributeError, OSError):  # where it is another object, or a file of another kind
+        sys.stdout.reconfigure(errors='replace')  # characters that its encoding lacks become ?
     namespace = main.__globals__
     script = os.path.basename(namespace['__file__'])
     try:
