@@ -502,7 +502,9 @@ def test_an_error_stands_where_one_looks(chat, width, height):
 
 
 @pytest.mark.parametrize('chat', [32], indirect=True)
-def test_an_answer_says_how_much_of_its_prompt_is_read(chat):
+def test_an_answer_says_how_much_of_its_prompt_is_read(chat, monkeypatch):
+    """Also while the stream has comments. If it is stopped there, the message comes back."""
+    monkeypatch.setattr('serving.answer.SILENCE', .1)
     chat.engine.allow(0)
     message = 'a rather long message, ' * 6
     chat.say(message)
@@ -514,7 +516,11 @@ def test_an_answer_says_how_much_of_its_prompt_is_read(chat):
         chat.wait(lambda: chat.text('.turn footer span') == f'reading {32 * k} of {n} tokens')
         assert chat.client.get('/cache').json()['running'][0]['computed'] == 32 * k
         assert chat.text('#running li span').startswith('this page') and not chat.turns()[1]['content']
+    chat['#stop'].click()
+    chat.wait(chat.finished)
+    assert not chat.turns() and chat['#message'].get_property('value') == message and not chat.text('#error')
     chat.engine.allow(float('inf'))
+    chat['#go'].click()
     assert chat.is_answered([dict(role='user', content=message)])
     assert chat.text('.turn footer span') == '20 tokens, cut off'
 
