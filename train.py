@@ -22,7 +22,7 @@ import checkpoint as checkpoints
 import tokenizer as tokenizers
 from device import autocast, choose_threads, default_peak_flops, pick_device, pick_dtype, synchronize
 from model import GPT, GPTConfig
-from training.batches import Batches, open_tokens, prepare, vocab_size_of
+from training.batches import Batches, check_tokenizer, open_tokens, prepare, vocab_size_of
 from training.checkpointer import (
     SHAPE,
     Checkpointer,
@@ -123,7 +123,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
     torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
 
     data_dir, vocab_size, tokenizer_state = load_data(master, world_size, log.say)
-    raw_model, resumed = build_model(config, data_dir, vocab_size, tokenizer_state, dev, log.say)
+    raw_model, resumed, tokenizer_state = build_model(config, data_dir, vocab_size, tokenizer_state, dev, log.say)
     if dev == 'cpu':
         keep_freed_memory()
     if onednn and dev == 'cpu':
@@ -252,7 +252,10 @@ def load_data(master, world_size, say):
 
 
 def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
-    """(the model that init_from names, on the device; the checkpoint that the run is resumed from, or {})."""
+    """
+    (the model that init_from names, on the device; the checkpoint that the run is resumed from, or {}; the state of its
+    tokenizer). ValueError if the data have another tokenizer.
+    """
     resumed, source = {}, init_from
     if init_from == 'scratch':
         model = GPT(new_config(vocab_size))
@@ -266,6 +269,9 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
         say(f"resuming {source} at iteration {resumed.get('iter_num', 0)}")
     else:
         model = GPT.from_pretrained(init_from, dict(dropout=dropout), torch.float32)
+        tokenizer_state = check_tokenizer(tokenizers.state_of_dataset(init_from), tokenizer_state, init_from, data_dir)
+    if resumed.get('tokenizer'):
+        tokenizer_state = check_tokenizer(resumed['tokenizer'], tokenizer_state, source, data_dir)
     positions = model.config.block_size
     if positions < block_size:
         raise ValueError(f"block_size {block_size} is more than the {positions} positions the model has: set it to "
@@ -273,9 +279,6 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
     if model.config.window and model.config.window + model.config.n_sink >= block_size:
         raise ValueError(f"block_size {block_size} must be more than what the model's tokens see, a window of "
                          f"{model.config.window} and {model.config.n_sink} sinks: set it to {positions}, for example")
-    if resumed.get('tokenizer', tokenizer_state) != tokenizer_state:
-        raise ValueError(f"{data_dir} has another tokenizer than the data that this model was trained on: prepare "
-                         "the same text again, or train a new model")
     settle_shape(config, model.config, source, say)
     if block_size < positions:
         say(f"block_size {block_size}: the model's {positions} positions are cut to that")
@@ -284,7 +287,7 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
     if parallel == 'ddp':  # else each process will take its part
         model.to(dev)
     say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {dev}")
-    return model, resumed
+    return model, resumed, tokenizer_state
 
 
 def build_optimizer(config, model, resumed, dev, say):

@@ -8,6 +8,7 @@ import runpy
 import shutil
 import struct
 import sys
+import tempfile
 import threading
 import types
 
@@ -22,7 +23,7 @@ import prepare_text
 
 import tokenizer as tokenizers
 from tokenizer import CharTokenizer, TextStream
-from training.batches import Batches
+from training.batches import Batches, check_tokenizer, open_tokens, vocab_size_of
 
 TEXT = 'To be, or not to be: that is the question.\n' * 50
 TIKTOKEN_CACHE = os.path.join(os.path.dirname(os.path.dirname(SHARED_TEXT)), 'tiktoken_cache')
@@ -269,3 +270,86 @@ def test_openwebtext_is_written_in_order_with_an_end_after_each_document(repo, m
     bpe = tokenizers.GPT2Tokenizer()
     tokens = np.fromfile(repo / 'data' / 'openwebtext' / 'train.bin', dtype=np.uint16).tolist()
     assert bpe.bpe.decode(tokens) == ''.join(f'document {i} ' * 3 + '<|endoftext|>' for i in range(5))
+
+
+@pytest.mark.parametrize('tokens, dtype, named, says', [
+    (range(60000), 'uint32', None, '"dtype": "uint32" into '), (range(0, 2**17, 2), 'int32', None, 'of 4 bytes'),
+    (range(90), 'int64', None, 'of 8 bytes'), (range(70000, 71000), 'int64', None, 'of 8 bytes'),
+    (range(90), 'int64', 'uint32', 'of 8 bytes'), (range(90), 'npy', 'uint16', 'is a .npy file')])
+def test_ids_of_another_dtype_are_refused_and_it_is_named(tmp_path, tokens, dtype, named, says):
+    path = tmp_path / 'train.bin'
+    if dtype == 'npy':
+        with open(path, 'wb') as f:
+            np.save(f, np.array(tokens, dtype='uint16'))
+    else:
+        np.array(tokens, dtype=dtype).tofile(path)
+    (tmp_path / 'meta.json').write_text(json.dumps({'dtype': named} if named else {}))
+    with pytest.raises(ValueError, match='train.bin .*' + says):
+        Batches(str(tmp_path), 'train', 1, 8, 2**20, 'cpu')
+
+
+@given(st.lists(st.integers(0, 65535), min_size=33, max_size=200))
+def test_ids_of_two_bytes_are_taken_for_nothing_else(tokens):
+    """Also where every second one is 0, if meta.json says uint16, as the scripts here write it."""
+    with tempfile.TemporaryDirectory() as folder:
+        np.array(tokens, dtype='uint16').tofile(f'{folder}/train.bin')
+        high = np.array(tokens[1:len(tokens) // 4 * 4:2])
+        if high.max() < 16:
+            with open(f'{folder}/meta.json', 'w') as f:
+                f.write('{"dtype": "uint16"}')
+        assert list(open_tokens(folder, 'train', 8)) == tokens
+
+
+def byte_level_json(n, added=(), template=None):
+    """A tokenizer.json of byte-level BPE with n tokens, by the tokenizers library, and added ones."""
+    tokenizers_library = pytest.importorskip('tokenizers')
+    library = tokenizers_library.Tokenizer(tokenizers_library.models.BPE())
+    library.pre_tokenizer = tokenizers_library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers_library.decoders.ByteLevel()
+    alphabet = tokenizers_library.pre_tokenizers.ByteLevel.alphabet()
+    library.train_from_iterator([TEXT], tokenizers_library.trainers.BpeTrainer(
+        vocab_size=n, initial_alphabet=sorted(alphabet), show_progress=False))
+    library.add_special_tokens([*added])
+    return library.to_str()
+
+
+def test_what_is_another_tokenizer_and_what_is_none():
+    """Added tokens, end tokens and templates make none; other merges, letters or an order of letters do."""
+    def state(n=270, **others):
+        return {'kind': 'json', 'json': byte_level_json(n, others.pop('added', ()))} | others
+    same = [(state(), json.loads(json.dumps(state() | {'json': json.dumps(json.loads(state()['json']), indent=1)}))),
+            (state(added=['<|im_end|>'], end_tokens=[270], chat_template='{{ messages }}'), state()),
+            (tokenizers.GPT2, tokenizers.GPT2), (tokenizers.GPT2, {'kind': 'unknown'}),
+            ({'kind': 'char', 'chars': 'ab'}, {'kind': 'char', 'chars': 'ab'})]
+    for model, data in same:
+        assert check_tokenizer(model, data, 'm', 'd') == model
+    other = [(state(), state(280), '270 tokens', '280 tokens'), (state(), tokenizers.GPT2, '270 tokens', "GPT-2's"),
+             (tokenizers.GPT2, {'kind': 'char', 'chars': 'ab'}, "GPT-2's byte", '2 characters'),
+             (state(), {'kind': 'char', 'chars': 'ab'}, '270 tokens', '2 characters'),
+             ({'kind': 'char', 'chars': 'ab'}, {'kind': 'char', 'chars': 'aé'}, '2 characters:', "'é' among them"),
+             ({'kind': 'char', 'chars': 'ab'}, {'kind': 'char', 'chars': 'ba'}, '2 characters:', 'another order')]
+    for model, data, ours, theirs in other:
+        with pytest.raises(ValueError, match=f'^d has another tokenizer, .*{theirs}.*, than m, .*{ours}'):
+            check_tokenizer(model, data, 'm', 'd')
+
+
+def test_a_folder_with_a_tokenizer_json_has_its_vocabulary(tmp_path):
+    """Whatever its meta.json leaves out, and one line if it is cut."""
+    text = byte_level_json(270, ['<|im_end|>'])
+    (tmp_path / 'tokenizer.json').write_text(text)
+    assert vocab_size_of(str(tmp_path)) == 271
+    for meta in ('{}', '{"dtype": "uint16"}', '{"source": "x"}'):
+        (tmp_path / 'meta.json').write_text(meta)
+        assert vocab_size_of(str(tmp_path)) == 271
+    (tmp_path / 'meta.json').write_text('{"vocab_size": 320}')
+    assert vocab_size_of(str(tmp_path)) == 320
+    for length in (0, 1, 100, len(text) - 1):
+        (tmp_path / 'tokenizer.json').write_text(text[:length])
+        with pytest.raises(ValueError, match='tokenizer.json.* cannot be read'):
+            vocab_size_of(str(tmp_path))
+    os.remove(tmp_path / 'tokenizer.json')
+    (tmp_path / 'meta.json').write_text('{}')
+    assert vocab_size_of(str(tmp_path)) == 50304  # as without a meta.json: GPT-2's
+    (tmp_path / 'config.json').write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match='has no tokenizer: put its tokenizer.json there'):
+        vocab_size_of(str(tmp_path))

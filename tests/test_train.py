@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENVIRONMENT, TINY, run, sizes, start_training
+from test_data import byte_level_json
 
 import checkpoint as checkpoints
 
@@ -313,10 +314,48 @@ def test_resuming_with_a_shorter_window(repo):
 
 def test_resuming_on_another_vocabulary_is_refused(repo):
     assert train(repo, '--max_iters=10').returncode == 0
-    meta = json.loads((repo / 'data' / 'shakespeare_char' / 'meta.json').read_text())
-    (repo / 'data' / 'shakespeare_char' / 'meta.json').write_text(json.dumps(meta | {'chars': meta['chars'][::-1]}))
-    done = train(repo, '--init_from=resume')
-    assert done.returncode == 2 and 'another tokenizer' in done.stderr
+    path = repo / 'data' / 'shakespeare_char' / 'meta.json'
+    meta = json.loads(path.read_text())
+    path.write_text(json.dumps(meta | {'chars': meta['chars'][::-1]}))
+    assert_other_tokenizer(train(repo, '--init_from=resume'), 'characters in another order, than out/ckpt.pt')
+    path.write_text(json.dumps({'kind': 'gpt2', 'dtype': 'uint16'}))
+    n = len(meta['chars'])
+    assert_other_tokenizer(train(repo, '--init_from=resume'), f"GPT-2's byte pairs, than out/ckpt.pt, {n} characters")
+
+
+def assert_other_tokenizer(done, *texts):
+    last = done.stderr.strip().splitlines()[-1]
+    assert done.returncode == 2 and 'Traceback' not in done.stderr and 'iter 0' not in done.stdout, done.stderr
+    assert 'has another tokenizer, ' in last and all(text in last for text in texts), last
+
+
+def test_a_pretrained_model_trains_on_data_of_its_tokenizer_only(repo):
+    """A llama of transformers with a tokenizer of the tokenizers library; its chat template comes to the checkpoint."""
+    transformers = pytest.importorskip('transformers')
+    config = transformers.LlamaConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
+                                      num_attention_heads=2, max_position_embeddings=16, tie_word_embeddings=True)
+    transformers.LlamaForCausalLM(config).save_pretrained(repo / 'llama')
+    text = byte_level_json(270, ['<|im_end|>'])
+    (repo / 'llama' / 'tokenizer.json').write_text(text)
+    (repo / 'llama' / 'chat_template.jinja').write_text('{{ messages }}<|im_end|>')
+    settings = '--init_from=llama', '--max_iters=1'
+    n = len(json.loads((repo / 'data' / 'shakespeare_char' / 'meta.json').read_text())['chars'])
+    ours = 'than llama, a tokenizer.json of 271 tokens'
+    assert_other_tokenizer(train(repo, *settings), f'{n} characters, {ours}')
+    folder = repo / 'data' / 'mine'
+    folder.mkdir()
+    for split in ('train', 'val'):
+        np.random.default_rng(0).integers(0, 270, 500, dtype=np.uint16).tofile(folder / f'{split}.bin')
+    assert_other_tokenizer(train(repo, *settings, '--dataset=mine'), f"GPT-2's byte pairs, {ours}")
+    (folder / 'tokenizer.json').write_text(byte_level_json(269))
+    assert_other_tokenizer(train(repo, *settings, '--dataset=mine'), f'a tokenizer.json of 269 tokens, {ours}')
+    (folder / 'tokenizer.json').write_text(byte_level_json(270))
+    done = train(repo, *settings, '--dataset=mine')
+    assert done.returncode == 0, done.stderr
+    assert checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['tokenizer']['chat_template'] == '{{ messages }}<|im_end|>'
+    done = train(repo, '--dataset=mine', '--out_dir=new', '--max_iters=1')  # case 4: no meta.json at all
+    assert done.returncode == 0, done.stderr
+    assert checkpoints.load(str(repo / 'new' / 'ckpt.pt'))['model_args']['vocab_size'] == 270
 
 
 def test_uint32_tokens_and_a_vocabulary_of_ones_own(repo):

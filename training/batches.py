@@ -1,4 +1,4 @@
-"""Batches for training out of a file of token ids. A batch depends on the seed, the split and the step alone."""
+"""Token files, their tokenizers, and batches of them, which depend on the seed, the split and the step alone."""
 import os
 import subprocess
 import sys
@@ -20,11 +20,57 @@ def prepare(folder):
 
 
 def vocab_size_of(folder):
-    """The vocabulary of a model for a data folder: that of its tokens, or GPT-2's, 50,304."""
+    """The vocabulary of a model for a data folder: that of its tokens, or GPT-2's, 50,304. ValueError without one."""
     state = tokenizers.state_of_dataset(folder)
     if state['kind'] == 'gpt2':
         return 50304  # GPT-2's 50257, padded to a multiple of 64: matrix products are faster
-    return tokenizers.read_meta(folder).get('vocab_size') or len(state['chars'])
+    size = tokenizers.read_meta(folder).get('vocab_size')
+    if state['kind'] != 'unknown':
+        try:  # also where the size is known: a checkpoint gets this tokenizer
+            return max(tokenizers.from_state(state).vocab_size, size or 0)
+        except ValueError as e:
+            raise ValueError(f"{folder}: {e}") from e
+    if size is None:
+        raise ValueError(f"{folder} has no tokenizer: put its tokenizer.json there, or vocab_size into its meta.json")
+    return size
+
+
+def check_tokenizer(model, data, model_from, data_from):
+    """
+    The state of the tokenizer to train with: that of the model. ValueError, which names both, if texts get other ids
+    from that of the data. Chat templates, end tokens and tokens that were added may differ. model, data: states of
+    tokenizers; that of ids without a text, 'unknown', goes with all.
+    """
+    if model['kind'] == 'unknown' or data['kind'] == 'unknown':
+        return data if model['kind'] == 'unknown' else model
+    if model == data or same_tokenizer(model, data):
+        return model
+    ours, theirs = describe_tokenizer(model), describe_tokenizer(data)
+    if ours == theirs and data['kind'] == 'char':
+        more = ''.join(sorted({*data['chars']} - {*model['chars']}))
+        theirs += f" with {more[:20]!r} among them" if more else " in another order"
+    raise ValueError(f"{data_from} has another tokenizer, {theirs}, than {model_from}, {ours}: prepare the text with "
+                     "the model's tokenizer, whose tokenizer.json belongs into the folder, or train a new model")
+
+
+def same_tokenizer(a, b):
+    """Do the tokenizers of two states, which differ, give the same ids to texts?"""
+    kinds = {a['kind'], b['kind']}
+    if len(kinds) == 1 and 'json' not in kinds or kinds == {'char', 'gpt2'}:
+        return False
+    if 'gpt2' in kinds:  # whose byte pairs may not be on this machine
+        tokenizer = tokenizers.from_state(a if a['kind'] == 'json' else b)
+        n_learned, ids = tokenizer.vocab_size - len(tokenizer.added_ids), tokenizer.encode('Hello world', False)
+        return n_learned == 50256 and ids == [15496, 995]
+    return tokenizers.same_ids(tokenizers.from_state(a), tokenizers.from_state(b))
+
+
+def describe_tokenizer(state):
+    """A tokenizer's state in words."""
+    if state['kind'] == 'gpt2':
+        return "GPT-2's byte pairs"
+    n = tokenizers.from_state(state).vocab_size
+    return f"{n:,} characters" if state['kind'] == 'char' else f"a tokenizer.json of {n:,} tokens"
 
 
 def token_file(folder, split):
@@ -35,18 +81,43 @@ def open_tokens(folder, split, block_size):
     """
     The token ids of a split, as a memory map of its file (`split`.bin: uint16, or the dtype in meta.json).
 
-    ValueError if the file is missing, if its size is not a whole number of tokens, or if it is shorter than one row
-    of a batch, which takes block_size + 1 tokens.
+    ValueError if the file is missing, if its size is not a whole number of tokens, if it is shorter than one row of a
+    batch, which takes block_size + 1 tokens, or if its ids are of another dtype.
     """
     path = token_file(folder, split)
-    dtype = np.dtype(tokenizers.read_meta(folder).get('dtype', 'uint16'))
+    named = tokenizers.read_meta(folder).get('dtype')
+    dtype = np.dtype(named or 'uint16')
     if not os.path.isfile(path):
         raise ValueError(f"no {path}: run python {os.path.join(folder, 'prepare.py')}")
+    check_dtype(path, named)
     n_bytes = os.path.getsize(path)
     if n_bytes % dtype.itemsize or n_bytes // dtype.itemsize <= block_size:
         raise ValueError(f"{path} has {n_bytes / dtype.itemsize:g} tokens ({dtype}), but one row takes block_size + 1 "
                          f"= {block_size + 1}: prepare more text or lower block_size")
     return np.memmap(path, dtype=dtype, mode='r')
+
+
+def check_dtype(path, named):
+    """
+    ValueError if a file is a .npy file, or if the ids at its beginning have more bytes than those of the dtype that
+    meta.json names, or None. uint16, where it is named, is believed.
+    """
+    with open(path, 'rb') as f:
+        start = f.read(1 << 16)
+    rewrite = f"write them with ids.astype(np.uint16).tofile('{path}'), or uint32 if an id is above 65,535"
+    if start.startswith(b'\x93NUMPY'):
+        raise ValueError(f"{path} is a .npy file, but must hold the ids alone: {rewrite}")
+    parts = np.frombuffer(start[:len(start) // 8 * 8], dtype='<u2').reshape(-1, 4)  # of numbers of 8 bytes
+    if named == 'uint16' or len(parts) < 8:
+        return
+    low, high = (parts[:, :2], parts[:, 2:]) if named else (parts[:, ::2], parts[:, 1::2])
+    # the upper halves of larger numbers are zeros, or small if the vocabulary has up to a million tokens
+    if high.max() == 0 < low.max() or not named and high.max() < 16 and low.max() >= 4096:
+        if not parts[:, 2:].any():
+            raise ValueError(f"{path} holds ids of 8 bytes (int64), not {named or 'uint16'}: {rewrite}, and name that "
+                             "dtype in meta.json")
+        raise ValueError(f"{path} holds ids of 4 bytes, and without a dtype in meta.json they are read as uint16: put "
+                         f'"dtype": "uint32" into {os.path.dirname(path)}/meta.json (or "uint16", if they are that)')
 
 
 class Batches:
@@ -77,7 +148,8 @@ class Batches:
         starts = rng.integers(len(self.tokens) - len(self.row) + 1, size=(self.batch_size, 1))
         tokens = self.tokens[starts + self.row]  # all rows in one indexing operation
         if tokens.max() >= self.vocab_size:
-            raise ValueError(f"{self.path} has token {tokens.max()}, but the model's vocab_size is {self.vocab_size}")
+            raise ValueError(f"{self.path} has token {tokens.max()}, but the model's vocab_size is {self.vocab_size}: "
+                             "prepare the data for this model, and name the dtype of the file in meta.json")
         tokens = torch.from_numpy(tokens.astype(np.int64))
         if self.device.startswith('cuda'):
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
