@@ -2,6 +2,11 @@
 All caches, executors and kinds of models under random operations: the logits are those of a float64 judge that has no
 cache, and on the compiled step they have the bits that each text gives alone.
 """
+import itertools
+import math
+import os
+from functools import partial
+
 import pytest
 import torch
 from cache_machine import MODELS, N_SEQ, VOCAB, Machine, cache_of, check, model_of
@@ -13,6 +18,8 @@ import kvcache
 from decode import cpu
 from decode.cpu import CPUDecoder
 from decode.kernel.threads import n_cores
+from kvcache import storage
+from kvcache.contiguous import cache_for
 from model import GPT, GPTConfig
 
 KINDS = sorted(kvcache.KINDS)
@@ -255,3 +262,41 @@ def test_a_long_prompt_of_a_long_context_needs_no_list_for_each_of_its_tokens():
     decoder = CPUDecoder(m, threads=1)
     decoder(torch.randint(VOCAB, (1, 700)), None)
     assert sum(array.nbytes for array in decoder.tables.arrays.values()) < 2**25
+
+
+@pytest.mark.parametrize('window', [0, 9])
+@pytest.mark.parametrize('kind', kvcache.KINDS)
+def test_a_small_cache_computes_what_a_whole_one_does(kind, window):
+    """For texts of up to n positions, with the decoder of the model or without one; longer ones are refused."""
+    m = model_of('rope', window=window)
+    for decoder, n in itertools.product((None, CPUDecoder(m, threads=1)), (8, 9, 30)):
+        whole, small = (kvcache.make_cache(m, kind, 2, 0, decoder, n_positions) for n_positions in (None, n))
+        text, logits = torch.randint(m.config.vocab_size, (1, n)), []
+        for cache in (whole, small):
+            seq = cache.new()
+            logits.append([cache.step([seq], [a], text[:, a:b]) for a, b in ((0, 5), (5, 6), (6, 7), (7, n))])
+        assert all(map(torch.equal, *logits))
+        assert small.nbytes() <= whole.nbytes() and (small.model is m) == (n >= (window or m.config.block_size))
+        if small.model is not m:
+            with pytest.raises(ValueError):
+                small.step([seq], [n], torch.tensor([[1] * 16]))
+    with pytest.raises(ValueError, match='two different models'):
+        kvcache.make_cache(model_of('rope', window=4), kind, 2, 0, decoder, 8)
+
+
+def test_free_memory_is_that_of_the_machine():
+    free = storage.free_memory(torch.device('cpu'))
+    assert 2**20 < free <= os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') or free == math.inf
+
+
+@pytest.mark.parametrize('bits', [0, 8])
+def test_a_cache_that_does_not_fit_is_not_made(bits, monkeypatch):
+    m = model_of('rope')
+    n_bytes = 4 * 40 * 2 * m.config.n_layer * m.config.n_kv_head * m.config.head_dim * (1 if bits else 4)
+    makers = [partial(kvcache.make_cache, m, kind, 4, bits) for kind in KINDS] + [partial(cache_for, m, 4)] * (not bits)
+    for make in makers:
+        monkeypatch.setattr(storage, 'free_memory', lambda device: n_bytes)
+        make()
+        monkeypatch.setattr(storage, 'free_memory', lambda device: n_bytes - 1)
+        with pytest.raises(ValueError, match='4 sequences of 40 tokens take .* GB, and .* GB of memory are free: take'):
+            make()

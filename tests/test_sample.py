@@ -1,13 +1,17 @@
 """sample.py and test_kv_cache.py as scripts, on the small trained run."""
 import os
 import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 from conftest import ENVIRONMENT, ROOT, TIMEOUT, run, sizes, start
+from example_models import LLAMA, chat_tokenizer, gpt
 
 import test_kv_cache
 import tokenizer as tokenizers
+from formats.huggingface import to_huggingface
 
 
 def sample(folder, *settings, **env):
@@ -252,3 +256,73 @@ def test_drafts_change_no_sample(trained):
                         ('--draft=out', 'out')):
         done = sample(trained, *settings, draft, *['--kv_cache=paged'] * (name == 'out'))
         assert done.stdout == plain.stdout and f'drafts by {name}' in done.stderr
+
+
+MEASURED = """
+import importlib, resource, sys
+import configurator, sample
+common, *runs = sys.argv[1:]
+for settings in runs:
+    sys.argv = ['sample.py', *common.split(), *settings.split()]
+    importlib.reload(sample)
+    configurator.run(sample.main)
+    print('MB:', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope='module')
+def long_context(tmp_path_factory):
+    """A chat model in Hugging Face format, with a context that takes 512 MiB of keys and values."""
+    path = tmp_path_factory.mktemp('long') / 'model'
+    to_huggingface(gpt(**LLAMA | dict(block_size=2**16, n_layer=4, n_kv_head=4, head_dim=64)), path, chat_tokenizer())
+    return path
+
+
+def test_memory_follows_the_request(long_context):
+    runs = ['--num_samples=1', '--num_samples=64', '--decoder=eager', '--kv_cache=paged', '--kv_cache=streams',
+            '--kv_cache=unified', '--speculate=int8', f'--draft={long_context} --num_samples=2', '--chat --start=Hello']
+    done = run(ROOT, '-c', MEASURED, f'--init_from={long_context} --max_new_tokens=5 --device=cpu', *runs)
+    peaks = [int(line.split()[1]) for line in done.stderr.splitlines() if line.startswith('MB:')]
+    assert len(peaks) == len(runs), done.stderr
+    assert peaks[-1] - peaks[0] < 250, peaks
+
+
+def test_what_does_not_fit_says_how_much_it_is(long_context):
+    """64 samples that fill the context take 34 GB; where there is so much memory, more of them do."""
+    n = max(64, os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') >> 29)
+    done = run(ROOT, 'sample.py', f'--init_from={long_context}', f'--num_samples={n}', f'--batch_size={n}',
+               '--max_new_tokens=100000', '--device=cpu')
+    assert done.returncode == 2 and 'Traceback' not in done.stderr, done.stderr
+    assert f'of {n:,} sequences of 65,536 tokens take {n * 0.536871:,.1f} GB, and ' in done.stderr, done.stderr
+    assert 'smaller batch_size' in done.stderr.splitlines()[-1]
+
+
+def test_a_stdout_without_the_characters_of_a_sample_loses_none(long_context):
+    done = run(ROOT, 'sample.py', '--device=cpu', f'--init_from={long_context}', '--num_samples=4', '--temperature=3.0',
+               '--max_new_tokens=60', PYTHONIOENCODING='ascii')  # half of the tokens are bytes of other characters
+    assert done.returncode == 0 and done.stdout.isascii() and done.stdout.count('---------------\n') == 4
+    assert done.stdout.count('?') > 40
+
+
+def test_what_is_drawn_is_printed_when_a_run_is_ended(trained):
+    process = start(trained, 'sample.py', '--device=cpu', '--num_samples=2', '--max_new_tokens=100000000',
+                    '--start=The ')
+    while 'decoder:' not in process.stderr.readline():
+        pass
+    time.sleep(1.5)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=TIMEOUT)
+    texts = out.split('\n---------------\n')
+    assert process.returncode == 130 and len(texts) == 3 and all(len(text) > 20 for text in texts[:2])
+
+
+def test_lines_end_where_files_end_them(trained, tmp_path):
+    (tmp_path / 'prompts.txt').write_bytes('a:\fz:\r\nb\vc\x85d\u2028e\rf\n\ng'.encode())
+    import sample
+    texts, before = [], sample.start
+    try:
+        sample.start, sample.split = f'FILE:{tmp_path}/prompts.txt', 'lines'
+        texts = sample.read_prompts()
+    finally:
+        sample.start, sample.split = before, ''
+    assert texts == ['a:\fz:', 'b\vc\x85d\u2028e\rf', 'g']

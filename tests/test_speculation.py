@@ -453,3 +453,31 @@ def test_the_pace_notices_when_proposals_become_worse():
     machine.share = .95
     machine.run(4000, pace)
     assert pace.k > 4
+
+
+def test_the_cache_of_another_model_grows_with_the_texts():
+    m = model_of('rope', block_size=700)
+    sizes, reader = [], CPUDecoder(m, threads=1)
+
+    def cache_of(n):
+        sizes.append(n)
+        return kvcache.make_cache(m, 'tuple', 2, decoder=reader, n_positions=n)
+    draft = ModelDraft(cache_of(16), 'itself', cache_of)
+    decoder = Speculating(m, draft)
+    decoder.k = 5
+    check_same(m, decoder, [[1, 2], [3]], 600)
+    assert sizes[0] == 16 and sizes[-1] >= 600 and len(sizes) <= 8
+    assert all(n_drawn == n + 1 for _, n, n_drawn, _ in decoder.rounds)  # it is always right, also in a new cache
+    whole = kvcache.make_cache(m, 'tuple', 2, decoder=reader)
+    assert draft.cache.nbytes() <= whole.nbytes()
+
+
+def test_a_draft_that_has_no_memory_to_grow_proposes_nothing():
+    def refused(n):
+        raise ValueError('no memory')
+    m = model_of('rope', block_size=200)
+    cache = kvcache.make_cache(m, 'tuple', 2, decoder=CPUDecoder(m, threads=1), n_positions=64)
+    decoder = Speculating(m, ModelDraft(cache, 'itself', refused))
+    check_same(m, decoder, [[1, 2]], 150)
+    n_offered = [n for _, n, _, _ in decoder.rounds]
+    assert n_offered[0] > 0 == n_offered[-1]
