@@ -547,6 +547,7 @@ class TextStream:
         self.whole, self.bytes_of = token_bytes, token_bytes.token_bytes
         self.stop, self.stopped = tuple(filter(None, stop)), False
         self.min_tokens, self.include_stop, self.strip = min_tokens, include_stop, strip
+        self.states = states_of(self.stop)
         self.decoder, self.held, self.state = codecs.getincrementaldecoder('utf-8')('replace'), deque(), 0
         self.n_pushed = 0
         self.in_character = False  # are there bytes of a character that has not ended?
@@ -586,7 +587,7 @@ class TextStream:
             piece, self.strip = piece.removeprefix(' '), False
         if not self.stop:
             return piece
-        follow, shorter, length, complete = states_of(self.stop)
+        follow, shorter, length, complete = self.states
         state, held, searched = self.state, self.held, self.n_pushed > self.min_tokens
         for c in piece:
             held.append(c)

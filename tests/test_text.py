@@ -1,4 +1,6 @@
 """Text of token streams: UTF-8 is never cut in half and stop strings are never sent, however the tokens fall."""
+import codecs
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -46,6 +48,55 @@ def test_stop_never_leaks(tokens, stop):
     expected, end = up_to_stop(b''.join(tokens).decode('utf-8', 'replace'), stop)
     assert ''.join(sent) == expected and stopped == (end is not None)
     assert not any(s in ''.join(sent) for s in stop)
+
+
+def found(text, stop, n_free):
+    """(end, start) of the first stop string in a text that ends behind n_free characters: by str.find, all of them."""
+    ends = []
+    for s in stop:
+        start = text.find(s)
+        while 0 <= start <= n_free - len(s):
+            start = text.find(s, start + 1)
+        if start >= 0:
+            ends.append((start + len(s), start))
+    return min(ends, default=None)
+
+
+short = st.one_of(st.text('ab ', max_size=3).map(str.encode), st.sampled_from([b'\xe2', b'\x82\xac', b'\xff']))
+
+
+@given(st.lists(short, max_size=14), st.lists(st.text('ab \ufffd', min_size=1, max_size=6), max_size=5),
+       st.integers(0, 9), st.booleans(), st.booleans())
+@example([b'aab', b'b'], ['abb', 'b'], 0, True, False)
+@example([b'ab', b'ab', b'a', b'b'], ['abab', 'ba'], 2, False, False)
+@example([b'', b' ', b' a'], [' a'], 0, False, True)
+def test_stop_strings_are_where_find_says(tokens, stop, min_tokens, include, strip):
+    stream = TextStream(tokens, stop, min_tokens, include, strip)
+    sent = ''.join([stream.push(i) for i in range(len(tokens))]) + stream.finish()
+    text = b''.join(tokens).decode('utf-8', 'replace')
+    decoder = codecs.getincrementaldecoder('utf-8')('replace')
+    n_free = len(decoder.decode(b''.join(tokens[:min_tokens]), final=len(tokens) <= min_tokens))
+    if strip and text.startswith(' '):
+        text, n_free = text[1:], n_free - 1
+    at = found(text, stop, n_free)
+    assert stream.stopped == (at is not None)
+    assert sent == (text if at is None else text[:at[0] if include else at[1]])
+
+
+def test_stop_strings_of_any_length_take_a_constant_time_for_a_character():
+    """What is read of the automaton, not seconds: each character that comes is one more step, and a step back is one
+    that was made before."""
+    text = 'a' * 4000 + 'b'
+    stop = ['a' * n + 'b' * 2 for n in (997, 998, 999)] + ['a' * 1000 + 'c']
+    stream, steps = TextStream([text[i:i + 4].encode() for i in range(0, len(text), 4)], stop), []
+
+    class Counting(list):
+        def __getitem__(self, state):
+            steps.append(state)
+            return super().__getitem__(state)
+    stream.states = tuple(map(Counting, stream.states))
+    sent = ''.join([stream.push(i) for i in range(1001)])
+    assert sent + stream.finish() == text and len(sent) == 4001 - 1000 and len(steps) < 10 * len(text)
 
 
 @given(pieces, stops)
