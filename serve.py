@@ -3,13 +3,19 @@ Serve a trained model to many at once: the OpenAI completions API, and a page th
 
     python serve.py                                         the newest out*/ckpt.pt, at http://127.0.0.1:8000/
     python serve.py --init_from=gpt2 --weights=int8         GPT-2, with rounded weights, which is faster
-    python serve.py --host=0.0.0.0 --api_key=SECRET         for other machines too
+    python serve.py --host=0.0.0.0 --api_key=FILE:key.txt   for other machines too
 
     curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "ROMEO:", "max_tokens": 100}'
 
 Ctrl-C or SIGTERM lets the requests that run finish, a second one ends at once.
 """
 import math
+import signal
+import time
+
+if __name__ == '__main__':  # until the server listens there is nothing to save: Ctrl-C needs no traceback of an import
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+_began = time.monotonic()
 
 import configurator  # before torch: it says so in one line where torch is missing
 
@@ -18,16 +24,18 @@ configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', '
                                 "run `make serve`, or `pip install -r requirements-serve.txt`")
 
 from serving.loading import load_engine
-from serving.server import Service, run
+from serving.server import Service, read_key, run
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
 out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
 name = ''             # of the model in the API; by default that of its folder
 host = '127.0.0.1'    # the address to listen at: 0.0.0.0 for all of this machine's
 port = 8000           # 0 takes any that is free
-api_key = ''          # the key that requests must have; without one anybody who reaches the port may ask
-cors_origin = ''      # pages of this origin may read the answers, * for all; by default only the server's own page
-max_queue = 256       # requests that wait; more are told to come back later
+api_key = ''          # the key that requests must have, or FILE:path; by default API_KEY of the environment; without
+                      # one anybody who reaches the port may ask
+cors_origin = ''      # pages of these origins (a,b) may read the answers, * for all; by default the server's own page
+allowed_hosts = ''    # names of this server in addresses (a,b), * for all; localhost and IP addresses always are
+max_queue = 1024      # samples that wait; more are told to come back later
 drain = 30.0          # seconds that running requests have to finish, once the server is told to stop
 n_blocks = 0          # of the cache; 0 takes 1,024, or as many as 1 GiB holds, on CUDA what kv_memory says
 page_size = 16        # tokens of a block
@@ -41,6 +49,7 @@ threads = 0           # of the cpu decoder; 0 lets the decoder choose
 speculate = 'auto'    # the same tokens, sooner: off; int4, int8 (fewer bits) or ngram (the text) propose tokens, which
                       # the model computes together; auto is int4 or off, whichever is faster
 draft = ''            # or another model proposes them: a folder with ckpt.pt, or what init_from takes
+generation_config = ''  # none: requests begin with the API's defaults, not with those of generation_config.json
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 
 
@@ -49,12 +58,15 @@ def main(config):
     configurator.check_range(config, 0, math.inf, 'drain', 'n_blocks', 'max_num_batched_tokens')
     configurator.check_range(config, 0, 65535, 'port')
     configurator.check_range(config, 0.01, 0.99, 'kv_memory')
-    run(Service(load, api_key), host, port, drain, cors_origin)
+    if not host.strip():
+        raise ValueError("host must be an address to listen at, such as 127.0.0.1, or 0.0.0.0 for all, not empty")
+    key = read_key(api_key if 'api_key' in config.given else None)
+    run(Service(load, key, cors_origin, f'{allowed_hosts},{host}'), host, port, drain, _began)
 
 
 def load():
     return load_engine(init_from, out_dir, name, device, decoder, weights, threads, kv_memory, speculate, draft,
-                       n_blocks=n_blocks or None, page_size=page_size,
+                       generation_config, n_blocks=n_blocks or None, page_size=page_size,
                        max_num_batched_tokens=max_num_batched_tokens or None, max_queue=max_queue)
 
 

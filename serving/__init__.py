@@ -11,6 +11,7 @@ which others are served.
     loading      model, decoder and tokenizer of a checkpoint
     api          the bodies of the OpenAI completions API, and its errors
     answer       the answer to a body: outputs from the engine's thread become what the client reads
+    connection   a client's connection, and what it may cost
     server       the Starlette app, with page.html
     openapi      what is answered at an address, and the description of all for programs
     ray_app      several servers behind Ray Serve

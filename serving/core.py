@@ -295,7 +295,9 @@ class EngineCore:
 
     def end(self, live, reason, error=None):
         """End all samples of a request that go on, with the text that was held back."""
-        outputs = []
+        outputs = [] if live.samples else [Output(i, [], finish_reason=reason, error=error)
+                                           for i in range(live.request.n)]
+        live.n_left -= len(outputs)  # those of a request that could not begin
         for sample in live.samples:
             if not sample.finished:
                 self.finish(sample, reason)

@@ -37,15 +37,16 @@ class Engine:
     model, decoder: a GPT, and what `decode.best` makes of it. token_bytes: the bytes of each token id, a list or a
     function. end_tokens: those that end a text. special_ids: those that are not part of a text, unless a request asks.
     n_blocks, page_size, type_kv: of the pool, see `PagedCache`; by default N_BLOCKS, or as many as a sequence can take,
-    but no more than MEMORY bytes. max_num_batched_tokens: the most tokens
-    of a step, which all samples wait for; by default 64 to 512, fewer for larger models. max_queue: how many requests
-    may wait.
+    but no more than MEMORY bytes. max_num_batched_tokens: the most tokens of a step, which all samples wait for; by
+    default 64 to 512, fewer for larger models. max_queue: how many samples may wait for their first step; those of a
+    request wait together.
 
     The tokens and log probabilities of a sample are those that it has alone, with a compiled step bit for bit, whoever
     else is served, whatever is remembered, and whenever it was preempted. When a sequence begins after the weights have
     changed, all keys and values are computed again with the new ones, and each sample goes on behind its tokens.
 
-    stats: see `stats.Stats`. Any thread may call `start`, `submit`, `abort`, `drain`, `stop` and `state`.
+    stats: see `stats.Stats`. dead: has the thread ended without `stop`? Any thread may call `start`, `submit`, `abort`,
+    `drain`, `stop` and `state`.
     """
 
     def __init__(self, model, decoder, token_bytes, end_tokens=(), n_blocks=None, page_size=16,
@@ -61,7 +62,7 @@ class Engine:
         self.snapshots = Snapshots(self.scheduler, self.stats, bytes_of)
         self.vocab_size, self.max_queue = model.config.vocab_size, max_queue
         self.condition, self.inbox, self.live = threading.Condition(), deque(), {}  # live: {request id: Live}
-        self.draining = self.stopping = False
+        self.draining = self.stopping = self.dead = False
         self.thread, self.looked_at = None, float('-inf')
         self.idle, self.snapshot = True, self.snapshots.take()  # idle: is the thread waiting, or not there?
 
@@ -81,9 +82,10 @@ class Engine:
                 raise Draining("the server is stopping and takes no requests: send it again later")
             if request.id in self.live:
                 raise ValueError(f"there is a request with the id {request.id!r} already: give each one its own")
-            n_queued = len(self.inbox) + len(self.scheduler.waiting)
-            if n_queued >= self.max_queue:
-                raise QueueFull(f"{n_queued} requests are waiting, and at most {self.max_queue} may: try again later")
+            n_queued = sum([live.request.n for live in self.live.values() if waits(live)])
+            if n_queued + request.n > self.max_queue:
+                raise QueueFull(f"{n_queued:,} samples are waiting, this request has {request.n:,}, and at most "
+                                f"{self.max_queue:,} may wait: try again later")
             live = self.live[request.id] = Live(request)
             self.ask_for([(self.core.begin, live)])
 
@@ -146,7 +148,7 @@ class Engine:
                         self.end_all('error', f"the engine failed: {e}")
         finally:
             with self.condition:
-                self.draining = self.stopping = True
+                self.dead, self.draining, self.stopping = not self.stopping, True, True
             self.end_all('abort')
             self.idle = True
 
@@ -175,7 +177,10 @@ class Engine:
         while self.inbox:
             operation, live = self.inbox.popleft()
             if self.live.get(live.request.id) is live:  # it has not ended
-                operation(live)
+                try:
+                    operation(live)
+                except Exception as e:  # of this request alone
+                    self.core.end(live, 'error', f"{type(e).__name__}: {e}")
 
     def abort_now(self, live):
         self.core.end(live, 'abort')
@@ -191,6 +196,11 @@ class Engine:
         with self.condition:
             self.live.pop(live.request.id, None)
             self.condition.notify_all()
+
+
+def waits(live):
+    """Has no sample of a `Live` begun? One that has begun and was preempted waits only to go on."""
+    return not live.samples or live.samples[0].n_cached is None
 
 
 def default_n_blocks(config, page_size):

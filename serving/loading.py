@@ -12,6 +12,7 @@ import checkpoint
 import decode
 import model as plain_model
 from device import pick_device
+from formats.pretrained import generation_defaults
 from kvcache import make_cache
 from kvcache.storage import BITS
 from serving.api import Served
@@ -22,20 +23,23 @@ BUDGET = 2048  # tokens of a step on CUDA
 
 
 def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder='auto', weights='float32', threads=0,
-                kv_memory=0.5, speculate='off', draft='', **settings):
+                kv_memory=0.5, speculate='off', draft='', generation_config='', **settings):
     """
     (an `Engine` that was started, what is `Served`).
 
     init_from, out_dir: see `checkpoint.load_model`. name: of the model in the API, by default that of its folder.
     decoder, weights, threads, speculate: see `decode.best`; on CUDA weights='bfloat16' converts the model. draft: see
-    `checkpoint.load_draft`. kv_memory: on CUDA, the share of the free memory that the pool takes. settings: further
-    arguments of `Engine`. ValueError if there is no such model or decoder.
+    `checkpoint.load_draft`. kv_memory: on CUDA, the share of the free memory that the pool takes. generation_config:
+    'none' leaves out what the model's generation_config.json says of draws. settings: further arguments of `Engine`.
+    ValueError if there is no such model or decoder.
 
     It sets two things of the process, which serves one model until it ends:
     - Later garbage collections leave out what there is now: torch's objects take 0.1 s, in which all samples wait.
     - The engine waits at most SWITCH_INTERVAL for Python's lock, which the event loop may have. (With the default of
       5 ms the first token of short prompts to S came a fifth later.)
     """
+    if generation_config not in ('', 'none'):
+        raise ValueError(f"generation_config must be none, or left out, not {generation_config!r}")
     dev, step = pick_device(device), None
     on_cuda = dev.startswith('cuda')
     # on CUDA bfloat16 is a dtype of the model, in which it computes
@@ -48,7 +52,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     if not (compiled and (on_cuda or model.lm_head.weight.dtype in decode.MODEL_DTYPES)):
         model.float()
     if compiled:
-        proposer = draft and decode.draft_of(checkpoint.load_draft(draft, plain_model), draft, make_cache)
+        proposer = draft and decode.draft_of(checkpoint.load_draft(draft, plain_model, model, tokenizer), draft,
+                                             make_cache)
         step = decode.best(model, 1, weights, threads, decoder, speculate, proposer)
         print(f"decoder: {step.name}", file=sys.stderr)
     if on_cuda:
@@ -61,8 +66,12 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         print(f"memory: graphs {(free - torch.cuda.mem_get_info(dev)[0]) / 1e9:.2f} GB", file=sys.stderr)
     engine.start()
     name = name or os.path.basename(os.path.abspath(folder if init_from == 'resume' else init_from))
-    served = Served(name, tokenizer, token_bytes,
-                    min(model.config.max_positions, engine.cache.n_seq * engine.cache.page_size), int(time.time()))
+    defaults = {} if generation_config == 'none' else generation_defaults(init_from)
+    if defaults:
+        print(f"sampling defaults: {', '.join(f'{key} {value}' for key, value in defaults.items())} (of "
+              "generation_config.json; --generation_config=none turns them off)", file=sys.stderr)
+    served = Served(name, tokenizer, token_bytes, min(model.config.max_positions, engine.cache.n_seq
+                                                      * engine.cache.page_size), int(time.time()), defaults)
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL)

@@ -18,6 +18,7 @@ def list_of(schema):
     return {'type': 'array', 'items': schema}
 
 
+VERSION = '1'  # of the API
 TEXT, NUMBER, COUNT, NULL = {'type': 'string'}, {'type': 'number'}, {'type': 'integer', 'minimum': 0}, {'type': 'null'}
 LOGPROBS = object_of(tokens=list_of(TEXT), token_logprobs=list_of(either(NUMBER)), text_offset=list_of(COUNT),
                      top_logprobs=list_of(either({'type': 'object', 'additionalProperties': NUMBER})))
@@ -30,24 +31,28 @@ MESSAGE = object_of(role={'const': 'assistant'}, content=TEXT, refusal=NULL)
 CHAT_CHOICE = object_of(index=COUNT, message=MESSAGE, finish_reason={'enum': ['stop', 'length', None]},
                         logprobs=either(object_of(refusal=NULL, content=list_of(
                             object_of(**SCORE, top_logprobs=list_of(object_of(**SCORE)))))))
+MODEL = object_of(id=TEXT, object={'const': 'model'}, created=COUNT, owned_by=TEXT, max_model_len=COUNT,
+                  chat={'type': 'boolean'}, sampling_defaults={'type': 'object', 'additionalProperties': NUMBER})
 SCHEMAS = {
     'Error': object_of(error=object_of(message=TEXT, type=TEXT, param=either(TEXT), code=either(TEXT))),
     'Completion': object_of(id=TEXT, object={'const': 'text_completion'}, created=COUNT, model=TEXT,
                             choices=list_of(CHOICE), usage=USAGE),
     'ChatCompletion': object_of(id=TEXT, object={'const': 'chat.completion'}, created=COUNT, model=TEXT,
                                 choices=list_of(CHAT_CHOICE), usage=USAGE),
-    'Models': object_of(object={'const': 'list'}, data=list_of(object_of(
-        id=TEXT, object={'const': 'model'}, created=COUNT, owned_by=TEXT, max_model_len=COUNT,
-        chat={'type': 'boolean'}))),
+    'Model': MODEL,
+    'Models': object_of(object={'const': 'list'}, data=list_of(MODEL)),
+    'Version': object_of(version=TEXT),
+    'TokenizerInfo': object_of(tokenizer_class=TEXT),
     'Tokens': object_of(tokens=list_of(COUNT), count=COUNT, max_model_len=COUNT, token_strs=either(list_of(TEXT))),
     'Text': object_of(prompt=TEXT),
     'Cache': {'type': 'object'},
     'Health': object_of(status={'const': 'ok'}),
     'Description': {'type': 'object'},
 }
-REASONS = {400: "a field is wrong: param names it", 401: "the API key is missing or wrong", 404: "another model",
-           413: "the body is too large", 429: "the queue is full: see Retry-After", 500: "a bug, or the engine failed",
-           503: "the server is loading its model, or stopping"}
+REASONS = {400: "a field is wrong: param names it", 401: "the API key is missing or wrong",
+           403: "a foreign Host or Origin", 404: "another model", 413: "the body is too large",
+           415: "the body is compressed", 429: "the queue is full: see Retry-After",
+           500: "a bug, or the engine failed", 503: "the server is loading its model, or stopping"}
 
 
 class Endpoint(NamedTuple):
@@ -67,13 +72,15 @@ class Endpoint(NamedTuple):
     def operation(self, has_key):
         """One operation of the description."""
         needs_key, answer = self.key and has_key, self.answer
-        errors = *self.errors, *(400, 404, 413) * (self.body is not None), *(401,) * needs_key
+        errors = *self.errors, *(400, 404, 413, 415) * (self.body is not None), *(401,) * needs_key, 403
         responses = {str(status): {'description': REASONS[status], 'content': json_of('Error')} for status in errors}
         content = json_of(answer) if answer in SCHEMAS else {answer: {'schema': TEXT}}
         if answer in ('Completion', 'ChatCompletion'):
             content['text/event-stream'] = {'schema': object_of(data=TEXT)}  # an event
         responses['200'] = {'description': "as asked", 'content': content}
         described = {'summary': self.handler.__doc__, 'responses': responses}
+        if '{id' in self.path:
+            described['parameters'] = [{'name': 'id', 'in': 'path', 'required': True, 'schema': TEXT}]
         if self.body:
             described['requestBody'] = {'required': True, 'content': json_of(self.body.__name__)}
         if needs_key:
@@ -93,5 +100,7 @@ def openapi(endpoints, has_key):
     components = {'schemas': schemas | SCHEMAS}
     if has_key:
         components['securitySchemes'] = {'key': {'type': 'http', 'scheme': 'bearer'}}
-    return {'openapi': '3.1.0', 'info': {'title': "nanoGPT's completions", 'version': '1'}, 'components': components,
-            'paths': {endpoint.path: {endpoint.method.lower(): endpoint.operation(has_key)} for endpoint in endpoints}}
+    paths = {endpoint.path.replace(':path', ''): {endpoint.method.lower(): endpoint.operation(has_key)}
+             for endpoint in endpoints}
+    return {'openapi': '3.1.0', 'info': {'title': "nanoGPT's completions", 'version': VERSION},
+            'components': components, 'paths': paths}

@@ -12,18 +12,22 @@ import os
 from ray import serve
 
 from serving.loading import load_engine
-from serving.server import Service, make_app
+from serving.server import Service, make_app, read_key
+
+NUMBERS = ('num_replicas', 'num_cpus', 'threads', 'kv_memory', 'n_blocks', 'page_size', 'max_num_batched_tokens',
+           'max_queue')
 
 
 def app(arguments):
     """The application of Ray Serve, from a dict of arguments, whose values may be text."""
-    settings = {name: value_of(value) for name, value in arguments.items()}
+    settings = {name: value_of(value) if name in NUMBERS else os.path.expanduser(value)
+                for name, value in arguments.items()}
     num_replicas, num_cpus = settings.pop('num_replicas', 1), settings.pop('num_cpus', 1)
-    api_key = str(settings.pop('api_key', ''))
+    how = read_key(settings.pop('api_key', None)), settings.pop('cors_origin', ''), settings.pop('allowed_hosts', '')
 
     def build():  # called in each replica
         loaded = load_engine(**settings)
-        return make_app(Service(lambda: loaded, api_key))
+        return make_app(Service(lambda: loaded, *how))
 
     replica = serve.deployment(name='nanogpt', num_replicas=num_replicas, ray_actor_options={'num_cpus': num_cpus},
                                max_ongoing_requests=settings.get('max_queue', 1024))
@@ -31,8 +35,8 @@ def app(arguments):
 
 
 def value_of(text):
-    """The value of an argument from a command line: a Python literal, or the text itself."""
+    """The number in a text, or what else it may be, for `Engine` to refuse."""
     try:
         return ast.literal_eval(text) if isinstance(text, str) else text
     except (ValueError, SyntaxError):
-        return os.path.expanduser(text)
+        return text

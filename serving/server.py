@@ -4,25 +4,29 @@ the engine has a thread of its own.
 """
 import asyncio
 import hmac
+import ipaddress
+import json
 import os
 import random
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from formats.tokenizer_files import huggingface_tokenizer
 from serving.answer import JSON, Answer, Bell, ChatCompletion, Completion, Mailbox, name_of_token
 from serving.api import (
     APIError,
@@ -35,8 +39,9 @@ from serving.api import (
     requests_of,
     too_long,
 )
+from serving.connection import IDLE, Connection, most_connections
 from serving.engine import QueueFull
-from serving.openapi import Endpoint, openapi
+from serving.openapi import VERSION, Endpoint, openapi
 from serving.request import Output, check_ids
 from serving.stats import FORMAT
 
@@ -45,7 +50,10 @@ LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its ow
 THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # of the pool for work of each kind
 MOST_IN_POOL = 256  # calls of a kind that run or wait
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
-KEEP_ALIVE = 75   # seconds that an idle connection is kept: longer than clients keep theirs, so that they close it
+BACKLOG, ACCEPTED = 2048, 16  # connections that the system keeps, and that are accepted at a time
+INSTEAD = {'/v1/responses': "POST messages to /v1/chat/completions instead, or a prompt to /v1/completions",
+           '/v1/embeddings': "it makes no embeddings: /v1/completions and /v1/chat/completions write texts"}
+FORWARDED = 'forwarded', 'via', 'x-real-ip', 'x-forwarded'  # beginnings of the names of headers that proxies add
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'page.html')
 PAGE_HEADERS = {'content-security-policy': "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                                            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -55,13 +63,18 @@ PAGE_HEADERS = {'content-security-policy': "default-src 'none'; style-src 'unsaf
 class Service:
     """
     What the app serves: an engine and its model, once they are loaded. load: a function that returns both, a started
-    `Engine` and a `Served`. error: what load raised. draining: are no more requests taken?
+    `Engine` and a `Served`. cors_origin: origins whose pages may read the answers, with commas between them, or * for
+    all; by default only the server's own page may. allowed_hosts: names of the server in addresses, likewise, besides
+    localhost and all IP addresses. error: what load raised. draining: are no more requests taken?
     """
 
-    def __init__(self, load, api_key=''):
+    def __init__(self, load, api_key='', cors_origin='', allowed_hosts=''):
         self.load, self.api_key = load, api_key
+        self.keys = [api_key.encode('utf-8', 'surrogateescape'), api_key.encode('latin-1', 'backslashreplace')]
+        self.origins = [origin.strip().rstrip('/') for origin in cors_origin.split(',') if origin.strip()]
+        self.hosts = {'localhost', *map(host_of, self.origins), *map(host_of, allowed_hosts.split(','))} - {''}
         self.engine = self.served = self.bell = self.error = None
-        self.draining, self.mailboxes = False, set()
+        self.draining, self.mailboxes, self.preparing = False, set(), set()  # preparing: tasks before `submit`
         self.pools = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
         self.n_in_pool = Counter()
 
@@ -77,35 +90,67 @@ class Service:
         threading.Thread(target=load, name='load', daemon=True).start()
 
     def check_loaded(self):
-        """APIError 503 unless there is a model. It may be draining."""
+        """APIError 503 unless there is a model whose engine runs. It may be draining."""
         if self.engine is None:
             raise APIError(503, "the model is being loaded: try again later", code='loading',
                            headers={'retry-after': '5'})
+        if self.engine.dead:
+            raise APIError(503, "the engine has ended, and the server ends too: it must be started again", code='dead')
 
     def check_ready(self):
         """APIError 503 unless requests are taken."""
         if self.draining:
-            raise APIError(503, "the server is stopping: try again later", code='draining',
-                           headers={'retry-after': '5'})
+            raise stopping()
         self.check_loaded()
 
     def check_key(self, request):
         """APIError 401 unless the request has the key, where there is one."""
-        given = request.headers.get('authorization', '')
-        if self.api_key and not hmac.compare_digest(given.encode(), f'Bearer {self.api_key}'.encode()):
-            raise APIError(401, "this server needs its API key: send the header Authorization: Bearer KEY",
-                           code='invalid_api_key', headers={'www-authenticate': 'Bearer'})
+        scheme, _, given = request.headers.get('authorization', '').strip().partition(' ')
+        given = given.strip().encode('latin-1')  # as it came: Starlette has decoded it so
+        if not self.api_key or scheme.lower() == 'bearer' and any(hmac.compare_digest(given, k) for k in self.keys):
+            return
+        is_there = scheme.lower() == 'bearer' and given
+        raise APIError(401, "the API key that came is not this server's: send the right one" if is_there else
+                       "this server needs its API key: send the header Authorization: Bearer KEY",
+                       code='invalid_api_key', headers={'www-authenticate': 'Bearer'})
+
+    def check_names(self, request):
+        """
+        APIError 403 if the request names another server than this one (a stranger's name may lead here: DNS rebinding),
+        or comes from a page of another origin.
+        """
+        for header, setting in (('host', 'allowed_hosts'), ('origin', 'cors_origin')):
+            value = request.headers.get(header, '')
+            if value and not self.knows(host_of(value)):
+                raise APIError(403, f"{header.title()} {value[:100]!r} is foreign here, and refused: "
+                                    f"serve.py --{setting}= allows it", code=f'foreign_{header}')
+
+    def knows(self, host):
+        """Is this an IP address, localhost, or a name in cors_origin or allowed_hosts?"""
+        try:
+            return bool(self.hosts & {host, '*'} or host.endswith('.localhost') or ipaddress.ip_address(host))
+        except ValueError:
+            return False
 
     async def respond(self, endpoint, request):
         """The response of an `Endpoint` to a request."""
         if endpoint.key:
             self.check_key(request)
+        if not self.api_key or endpoint.handler is cache:
+            self.check_names(request)
         if endpoint.body is None:
-            return await endpoint.handler(self)
+            return await endpoint.handler(self, request)
         self.check_ready()
-        body = parsed(endpoint.body, await read(request), self.served.defaults)
-        self.served.check_name(body.model)
-        return await endpoint.handler(self, body)
+        task = asyncio.current_task()
+        self.preparing.add(task)
+        try:
+            body = parsed(endpoint.body, await read(request))
+            self.served.check_name(body.model)
+            return await endpoint.handler(self, body)
+        except asyncio.CancelledError:  # see `drain`
+            raise stopping() from None
+        finally:
+            self.preparing.discard(task)
 
     async def in_pool(self, kind, function):
         """
@@ -124,6 +169,10 @@ class Service:
     def submit(self, requests, mailbox):
         """Submit all requests or none. APIError where the queue is full, or one of them can never fit."""
         self.check_ready()
+        n, most = sum(request.n for request in requests), self.engine.max_queue
+        if n > most:
+            raise invalid('n', f"this asks for {n:,} samples, prompts times n, and at most {most:,} may wait: ask for "
+                               "fewer at a time")
         for i, request in enumerate(requests):
             try:
                 self.engine.submit(request)
@@ -145,6 +194,8 @@ class Service:
     async def drain(self, seconds):
         """Take no more requests, let those that run finish within this time, and abort the others."""
         self.draining = True
+        for task in self.preparing:
+            task.cancel()
         if self.engine is None:
             return
         await asyncio.to_thread(self.engine.drain, seconds)
@@ -152,8 +203,32 @@ class Service:
             mailbox.put(0, [Output(0, [], finish_reason='abort')])
 
 
+def stopping():
+    """The APIError for a request that comes too late."""
+    return APIError(503, "the server is stopping: try again later", code='draining', headers={'retry-after': '5'})
+
+
+def host_of(address):
+    """The name or IP address of a Host or an Origin, in lower case. '' if there is none."""
+    try:
+        return (urlsplit('//' + address.strip().rpartition('://')[2]).hostname or '').rstrip('.')
+    except ValueError:
+        return ''
+
+
+def is_local(request):
+    """Does a request come from this machine, and, as far as its headers say, not through a proxy?"""
+    try:
+        loopback = ipaddress.ip_address(request.client.host if request.client else '').is_loopback
+    except ValueError:
+        return False
+    return loopback and not any(name.startswith(FORWARDED) for name in request.headers)
+
+
 async def read(request):
-    """The bytes of a request's body. APIError 413 if they are more than MAX_BODY."""
+    """The bytes of a request's body. APIError 413 if they are more than MAX_BODY, 415 if they are compressed."""
+    if (encoding := request.headers.get('content-encoding', '').strip().lower()) not in ('', 'identity'):
+        raise APIError(415, f"the body is encoded ({encoding[:40]!r}): send plain JSON, without Content-Encoding")
     length, data = request.headers.get('content-length', ''), bytearray()
     if not length.isdecimal() or int(length) <= MAX_BODY:
         async for part in request.stream():
@@ -166,27 +241,30 @@ async def read(request):
                    headers={'connection': 'close'})
 
 
-def make_app(service, cors_origin='', loaded=lambda: None):
+def make_app(service, loaded=lambda: None):
     """
-    The Starlette app of a `Service`. It begins to load the model when it starts, and stops the engine when it ends.
-
-    cors_origin: the origin whose pages may read the answers, or * for all; by default only the server's own page may.
-    loaded: called when the model is loaded, or could not be.
+    The ASGI app of a `Service`. It begins to load the model when it starts, and stops the engine when it ends. loaded:
+    called when the model is loaded, or could not be.
     """
     @asynccontextmanager
     async def lifespan(app):
         service.bell = Bell(asyncio.get_running_loop())
         service.start_loading(loaded)
         yield
+        for pool in service.pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
         if service.engine is not None:
             await asyncio.to_thread(service.engine.stop)
 
     routes = [Route(endpoint.path, partial(service.respond, endpoint), methods=[endpoint.method])
               for endpoint in ENDPOINTS]
-    middleware = [Middleware(CORSMiddleware, allow_origins=[cors_origin], allow_methods=['GET', 'POST'],
-                             allow_headers=['authorization', 'content-type'])] * bool(cors_origin)
     handlers = {APIError: error_answer, HTTPException: http_error, ClientDisconnect: no_answer, Exception: server_error}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=lifespan)
+    app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+    app.router.redirect_slashes = False  # it would send the client to the Host that it named
+    if not service.origins:
+        return app
+    return CORSMiddleware(app, allow_origins=service.origins, allow_methods=['GET', 'POST'], allow_headers=['*'],
+                          expose_headers=['retry-after', 'x-request-id'])
 
 
 async def error_answer(request, e):
@@ -195,8 +273,12 @@ async def error_answer(request, e):
 
 async def http_error(request, e):
     """An address that does not exist, or does with another method."""
-    message = (f"this server does not answer {request.method} {request.url.path[:100]}: GET /openapi.json lists what "
-               "it answers")
+    path = request.scope['path'].rstrip('/')  # request.url would read the Host, which may be no host
+    near = {f'/v1{path}', path, path.removeprefix('/v1')} & {endpoint.path for endpoint in ENDPOINTS}
+    advice = INSTEAD.get(path) or "GET /openapi.json lists what it answers"
+    if near and e.status_code == 404:
+        advice = f"did you mean {near.pop()}?"
+    message = f"this server does not answer {request.method} {path[:100]}: {advice}"
     return JSON(APIError(e.status_code, message).json(), e.status_code, e.headers)
 
 
@@ -233,22 +315,47 @@ async def generate(service, body, prefix, n_prompts, kind, pool):
     return Answer(service, completion, mailbox)
 
 
-async def models(service):
-    """The model that is served"""
+def described(service):
+    """The model that is served, as an object of the API."""
     service.check_loaded()
     served = service.served
-    model = {'id': served.name, 'object': 'model', 'created': served.created, 'owned_by': 'nanogpt',
-             'max_model_len': served.max_tokens, 'chat': served.tokenizer.chat_template is not None}
-    return JSON({'object': 'list', 'data': [model]})
+    return {'id': served.name, 'object': 'model', 'created': served.created, 'owned_by': 'nanogpt',
+            'max_model_len': served.max_tokens, 'chat': served.tokenizer.chat_template is not None,
+            'sampling_defaults': served.defaults}
 
 
-async def health(service):
+async def models(service, request):
+    """The model that is served"""
+    return JSON({'object': 'list', 'data': [described(service)]})
+
+
+async def model(service, request):
+    """The model of this name"""
+    described_one = described(service)
+    service.served.check_name(request.path_params['id'] or '/')
+    return JSON(described_one)
+
+
+async def version(service, request):
+    """The version of the API"""
+    return JSON({'version': VERSION})
+
+
+async def tokenizer_info(service, request):
+    """The tokenizer_config.json of the tokenizer"""
+    service.check_loaded()
+    def text():
+        return json.dumps(huggingface_tokenizer(service.served.tokenizer)[1])
+    return Response(await service.in_pool('tokens', text), media_type='application/json')
+
+
+async def health(service, request):
     """Does the server take requests?"""
     service.check_ready()
     return JSON({'status': 'ok'})
 
 
-async def metrics(service):
+async def metrics(service, request):
     """Counters and histograms for Prometheus"""
     service.check_loaded()
     return Response(service.engine.stats.text(), headers={'content-type': FORMAT})
@@ -277,18 +384,21 @@ async def detokenize(service, body):
     return JSON({'prompt': await service.in_pool('tokens', partial(service.served.tokenizer.decode, body.tokens))})
 
 
-async def cache(service):
+async def cache(service, request):
     """The pool of blocks and the requests, as the page shows them"""
     service.check_loaded()
-    return JSON(service.engine.state(), headers={'cache-control': 'no-store'})
+    state = service.engine.state()
+    if not (service.api_key or is_local(request)):  # anybody's prompts are shown to nobody else
+        state = state | {'blocks': [block | {'text': ''} for block in state['blocks']]}
+    return JSON(state, headers={'cache-control': 'no-store'})
 
 
-async def description(service):
+async def description(service, request):
     """This description"""
     return JSON(openapi(ENDPOINTS, bool(service.api_key)))
 
 
-async def page(service):
+async def page(service, request):
     """The page"""
     with open(PAGE, encoding='utf-8') as f:
         return HTMLResponse(f.read(), headers=PAGE_HEADERS)
@@ -298,10 +408,14 @@ ENDPOINTS = [
     Endpoint('POST', '/v1/completions', completions, 'Completion', (429, 500, 503), body=CompletionBody),
     Endpoint('POST', '/v1/chat/completions', chat, 'ChatCompletion', (429, 500, 503), body=ChatBody),
     Endpoint('GET', '/v1/models', models, 'Models'),
+    Endpoint('GET', '/v1/models/{id:path}', model, 'Model', (404, 503)),
     Endpoint('POST', '/tokenize', tokenize, 'Tokens', body=TokenizeBody),
     Endpoint('POST', '/detokenize', detokenize, 'Text', body=DetokenizeBody),
+    Endpoint('GET', '/tokenizer_info', tokenizer_info, 'TokenizerInfo', (429, 503)),
     Endpoint('GET', '/cache', cache, 'Cache'),
     Endpoint('GET', '/health', health, 'Health', key=False),
+    Endpoint('GET', '/ping', health, 'Health', key=False),
+    Endpoint('GET', '/version', version, 'Version', (), key=False),
     Endpoint('GET', '/metrics', metrics, 'text/plain', key=False),
     Endpoint('GET', '/openapi.json', description, 'Description', (), key=False),
     Endpoint('GET', '/', page, 'text/html', (), key=False),
@@ -311,26 +425,37 @@ ENDPOINTS = [
 class Process(uvicorn.Server):
     """
     uvicorn, but for how it ends: the first SIGTERM or SIGINT drains within drain_seconds, a second one ends at once.
+    address: of the API. began: when the process did, time.monotonic().
     """
 
-    def __init__(self, config, service, drain_seconds):
+    def __init__(self, config, service, drain_seconds, address='', began=None):
         super().__init__(config)
         self.service, self.drain_seconds, self.loop, self.drainer = service, drain_seconds, None, None
+        self.address, self.began = address, began or time.monotonic()
 
     async def serve(self, sockets=None):
         self.loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has set it to ACCEPTED, which it accepts before it makes any connection
+
+    async def on_tick(self, counter):
+        self.should_exit |= self.service.engine is not None and self.service.engine.dead
+        return await super().on_tick(counter)
+
     def handle_exit(self, sig, frame):
         if self.service.draining or self.service.error:
             os._exit(128 + sig)
         self.service.draining = True
-        print(f"stopping: requests that run have {self.drain_seconds:g} s to finish; a second signal ends at once",
-              file=sys.stderr)
         self.loop.call_soon_threadsafe(self.begin_drain)
 
     def begin_drain(self):
         self.drainer = asyncio.ensure_future(self.drain())
+        print(f"stopping: requests that run have {self.drain_seconds:g} s to finish; a second signal ends at once",
+              file=sys.stderr)
 
     async def drain(self):
         try:
@@ -340,31 +465,81 @@ class Process(uvicorn.Server):
 
     def loaded(self):
         """Called in the thread that loads the model: without one there is nothing to serve."""
-        self.should_exit = self.should_exit or self.service.error is not None
+        if self.service.error is not None:
+            self.should_exit = True
+            return
+        served = self.service.served
+        chat = ", /v1/chat/completions" * (served.tokenizer.chat_template is not None)
+        print(f"the API of {served.name!r} at {self.address}v1: /v1/completions{chat}\n"
+              f"ready in {time.monotonic() - self.began:.1f} s", file=sys.stderr)
+
+
+class Stderr:
+    """Standard error, whose reader may end before the server does: what it cannot take is lost, and nothing raised."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def write(self, text):
+        with suppress(OSError, ValueError):
+            self.stream.write(text)
+
+    def flush(self):
+        with suppress(OSError, ValueError):
+            self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def read_key(given=None):
+    """
+    The API key, a text: what is given, or API_KEY in the environment if nothing is; of FILE:path, what is in the file.
+    ValueError, which does not show the key, if no header can have it.
+    """
+    key = given
+    if given is None and (key := os.environ.get('API_KEY', '')):
+        print("requests need the API key that API_KEY in the environment says", file=sys.stderr)
+    if key.startswith('FILE:'):
+        with open(os.path.expanduser(key[5:]), encoding='utf-8', errors='surrogateescape') as f:
+            if not (key := f.read().strip()):
+                raise ValueError(f"{f.name} is empty: it must hold the API key")
+    if key.split() not in ([], [key]):
+        raise ValueError("the API key must be one word, without blanks")
+    return key
 
 
 def listen(host, port):
     """A listening socket. port: 0 takes any that is free. OSError if the port cannot be had."""
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as e:
-        raise OSError(f"port {port} of {host} cannot be had ({e.strerror or e}): choose another --port") from e
+        another = '--host, an address of this machine' if isinstance(e, socket.gaierror) else '--port'
+        raise OSError(f"port {port} of {host} cannot be had ({e.strerror or e}): choose another {another}") from e
     # asyncio sets this option only on sockets that it makes itself. Without it the system sends the body of a response
     # only after the client has acknowledged the headers, about 40 ms later.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
-def run(service, host, port, drain_seconds, cors_origin=''):
-    """Serve until a signal comes, and print the address. OSError if the port cannot be had; what loading raised."""
+def run(service, host, port, drain_seconds, began=None):
+    """
+    Serve until a signal comes, and print the address. began: see `Process`. OSError if the port cannot be had; what
+    loading raised; SystemExit if the engine ends by itself.
+    """
+    sys.stderr = Stderr(sys.stderr)
     listener = listen(host, port)
     name = f'[{host}]' if ':' in host else host
-    print(f"the page: http://{name}:{listener.getsockname()[1]}/   the API: /v1/completions", file=sys.stderr)
+    address = f'http://{name}:{listener.getsockname()[1]}/'
+    print(f"the page: {address}   (the model is being loaded)", file=sys.stderr)
     config = uvicorn.Config(None, log_level='warning', access_log=False, lifespan='on', ws='none', server_header=False,
-                            timeout_graceful_shutdown=CLOSING, timeout_keep_alive=KEEP_ALIVE)
-    process = Process(config, service, drain_seconds)
-    config.app = make_app(service, cors_origin, process.loaded)
+                            http=Connection, limit_concurrency=most_connections() + 1, backlog=ACCEPTED,
+                            timeout_graceful_shutdown=CLOSING, timeout_keep_alive=IDLE, proxy_headers=False)
+    process = Process(config, service, drain_seconds, address, began)
+    config.app = make_app(service, process.loaded)
     process.run([listener])
     if service.error is not None:
         raise service.error
+    if service.engine is not None and service.engine.dead:
+        sys.exit("serve.py: error: the engine ended by itself: what stands above says why")
