@@ -144,7 +144,7 @@ class Service:
         task = asyncio.current_task()
         self.preparing.add(task)
         try:
-            body = parsed(endpoint.body, await read(request))
+            body = parsed(endpoint.body, await read(request), self.served.defaults)
             self.served.check_name(body.model)
             return await endpoint.handler(self, body)
         except asyncio.CancelledError:  # see `drain`
