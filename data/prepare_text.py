@@ -39,7 +39,7 @@ def download():
     try:
         response = requests.get(URL, timeout=10)
         response.raise_for_status()
-    except requests.RequestException as e:
+    except Exception as e:  # requests raises others too, for settings of a proxy or of certificates
         raise ConnectionError(f"{URL} could not be downloaded ({type(e).__name__})") from e
     got = hashlib.sha256(response.content).hexdigest()
     if got != SHA256:

@@ -259,6 +259,9 @@ def test_openwebtext_is_written_in_order_with_an_end_after_each_document(repo, m
         def with_format(self, _):
             return self
 
+        def select_columns(self, name):
+            return self
+
         def __getitem__(self, key):
             return [row[key] for row in self] if isinstance(key, str) else super().__getitem__(key)
     documents = Rows({'text': f'document {i} ' * 3} for i in range(5))
@@ -270,6 +273,32 @@ def test_openwebtext_is_written_in_order_with_an_end_after_each_document(repo, m
     bpe = tokenizers.GPT2Tokenizer()
     tokens = np.fromfile(repo / 'data' / 'openwebtext' / 'train.bin', dtype=np.uint16).tolist()
     assert bpe.bpe.decode(tokens) == ''.join(f'document {i} ' * 3 + '<|endoftext|>' for i in range(5))
+
+
+@pytest.mark.parametrize('error', [
+    RuntimeError('Dataset scripts are no longer supported\nopenwebtext.py'), ConnectionError('no network'),
+    KeyError('x'), Exception(''), OSError(28, 'No space left on device'), None])
+def test_whatever_ends_the_download_of_openwebtext_is_one_line(repo, error, monkeypatch, capsys):
+    """None: the data set has no split `train`."""
+    def load_dataset(source, num_proc):
+        if error:
+            raise error
+        return {'test': []}
+    monkeypatch.setitem(sys.modules, 'datasets', types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr(tokenizers, 'GPT2Tokenizer', object)  # whose byte pairs may not be here
+    monkeypatch.setattr(sys, 'argv', ['prepare.py'])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(repo / 'data' / 'openwebtext' / 'prepare.py'), run_name='__main__')
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and message.count('\n') == 1, message
+    assert message.startswith('prepare.py: error: Skylion007/openwebtext could not be downloaded ('), message
+
+
+@pytest.mark.parametrize('name, value', [('REQUESTS_CA_BUNDLE', '/nowhere'), ('HTTPS_PROXY', 'http://[::1')])
+def test_a_wrong_setting_of_the_network_is_as_no_network(empty, name, value, monkeypatch, capsys):
+    monkeypatch.setenv(name, value)
+    prepare_here(empty, 'https://127.0.0.1:1/input.txt', monkeypatch)
+    assert '!! USING A STAND-IN' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('tokens, dtype, named, says', [

@@ -47,7 +47,7 @@ def docstrings(path):
     """The docstrings of a Python file that have several lines; none if it is for another version of Python."""
     try:
         nodes = ast.walk(ast.parse(path.read_bytes()))
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError):  # also of null bytes
         return set()
     found = {ast.get_docstring(node) or '' for node in nodes
              if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))}

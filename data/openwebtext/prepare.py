@@ -35,8 +35,14 @@ def main(config):
         from datasets import load_dataset
     except ImportError as e:
         raise ValueError("OpenWebText needs the datasets package: pip install datasets") from e
+    configurator.check_range(globals(), 1, 1024, 'num_proc')
+    GPT2Tokenizer()  # an error about its byte pairs comes now, not after the download
     folder = os.path.dirname(os.path.abspath(__file__))
-    documents = load_dataset(source, num_proc=num_proc)['train']
+    try:
+        documents = load_dataset(source, num_proc=num_proc)['train'].select_columns('text')
+    except Exception as e:  # of the network, of the disk, of the hub, or of the files it has
+        raise ValueError(f"{source} could not be downloaded ({type(e).__name__}: {' '.join(str(e).split())[:200]}): "
+                         "connect to the internet, look for free disk (60 GB), and run this again") from e
     splits = documents.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
     for split, name in (('test', 'val'), ('train', 'train')):
         encoded = splits[split].map(tokenize, remove_columns=['text'], desc=f'tokenizing {name}', num_proc=num_proc)
