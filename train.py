@@ -34,7 +34,16 @@ from training.checkpointer import (
 from training.cpu import keep_freed_memory, use_onednn
 from training.log import Log, start_wandb
 from training.optimizer import check_optimizer, make_optimizer
-from training.parallel import check_way, first_says, is_lost_process, join_processes, leave, n_restarts, shard
+from training.parallel import (
+    check_way,
+    first_says,
+    is_lost_process,
+    join_processes,
+    leave,
+    n_restarts,
+    shard,
+    what_is_lost,
+)
 from training.stopping import StopRequest
 
 out_dir = 'out'                # where ckpt.pt, log.csv and loss.png go
@@ -110,8 +119,7 @@ def main(config):
     except RuntimeError as e:
         if world_size == 1 or not is_lost_process(e):
             raise
-        raise ValueError(f"another process of this run has ended, or cannot be reached ({checkpoints.first_line(e)}); "
-                         + checkpointer.last_good()) from e
+        raise ValueError(f"{what_is_lost(e)} ({checkpoints.first_line(e)}); {checkpointer.last_good()}") from e
 
 
 def train(config, world_size, rank, stop, log, checkpointer):

@@ -283,3 +283,6 @@ def test_what_says_that_a_process_is_lost():
     assert not parallel.is_lost_process(RuntimeError("Distributed package doesn't have NCCL built in"))
     assert not parallel.is_lost_process(RuntimeError('mat1 and mat2 shapes cannot be multiplied'))
     assert not parallel.is_lost_process(ValueError('connection closed'))
+    assert 'has ended' in parallel.what_is_lost(RuntimeError('Connection closed by peer [::1]'))
+    for text in ('Timed out waiting 1800000ms for recv operation to complete', 'Wait timeout after 600000 ms'):
+        assert 'not answered in time' in parallel.what_is_lost(RuntimeError(text))  # nobody is said to have ended

@@ -252,6 +252,31 @@ def test_a_process_that_is_lost_before_the_first_iteration_is_one_line(repo):
     assert 'has saved no checkpoint' in last and '--init_from' not in last  # the checkpoint in out is of another run
 
 
+EVALUATES_LONG = """
+import datetime, os, runpy, sys, time
+sys.path.insert(0, '.')
+import torch.distributed.distributed_c10d as c10d
+c10d.default_pg_timeout = datetime.timedelta(seconds=2)  # torch's limit, 30 minutes, scaled
+from training.batches import Batches
+draw = Batches.__call__
+def draw_late(self, step):
+    if self.key[0] == 1338 and step == 0 and os.environ['RANK'] == '0':
+        time.sleep(3)  # of the evaluations, in one of the two processes
+    return draw(self, step)
+Batches.__call__ = draw_late
+sys.argv = sys.argv[1:]
+runpy.run_path('train.py', run_name='__main__')
+"""
+
+
+def test_an_evaluation_that_is_longer_than_the_limit_of_torch_ends_no_run(repo):
+    train_in_two_processes(repo, '--gradient_accumulation_steps=2', '--max_iters=1', '--out_dir=try')  # or skip
+    (repo / 'evaluates_long.py').write_text(EVALUATES_LONG)
+    done = in_two_processes(repo, 'evaluates_long.py', 'train.py', *TINY, '--gradient_accumulation_steps=2',
+                            '--max_iters=1', '--eval_interval=1000')
+    assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
+
+
 def test_two_processes_end(repo):
     """Without DDP's reference to the group: with it, one process in three waited for ever for a thread of gloo."""
     for _ in range(sizes(3, 12)):

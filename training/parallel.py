@@ -7,6 +7,7 @@ process. FSDP2 is described in arXiv:2411.00284 and in the documentation of torc
 import os
 import re
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from device import DTYPES, pick_device
 
 WAYS = 'ddp', 'fsdp'
+# how long a process waits for the others: the first one may prepare data, evaluate or save for hours meanwhile. (By
+# default it is 30 minutes, with nccl 10.) One that has ended is noticed at once, as its connections are closed
+PATIENCE = timedelta(days=365)
 
 
 def check_way(way, device):
@@ -66,12 +70,11 @@ def join_processes(device, backend, way, world_size):
     elif on_cuda and int(os.environ.get('LOCAL_WORLD_SIZE', world_size)) > 1:
         raise ValueError(f"device={dev} is one GPU, but this node has several processes: give --device=cuda, with "
                          "which each process takes a GPU of its own")
-    if not n_restarts():
-        dist.init_process_group(backend)
-    else:  # torchrun's store still has the addresses of the processes before the restart: another prefix hides them
-        store, rank, size = next(dist.rendezvous('env://'))
-        store = dist.PrefixStore(f'restart {n_restarts()}', store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    store, rank, size = next(dist.rendezvous('env://'))
+    store.set_timeout(PATIENCE)  # in it the others wait for the first collective operation of nccl
+    # torchrun's store still has the addresses of the processes before a restart: another prefix hides them
+    store = dist.PrefixStore(f'restart {n_restarts()}', store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     return dev
 
 
@@ -134,6 +137,13 @@ def is_lost_process(e):
     lost = (r'connection (closed|reset)|no route to host|broken pipe|timed out|timeout|remote process exited|'
             r'nccl(?! built in)')  # "doesn't have NCCL built in"
     return isinstance(e, dist.DistError) or isinstance(e, RuntimeError) and bool(re.search(lost, str(e).lower()))
+
+
+def what_is_lost(e):
+    """What an exception says for which `is_lost_process` is true, in words: after a timeout nobody need have ended."""
+    late = re.search('timed out|timeout', str(e).lower())
+    return ("the other processes of this run have not answered in time" if late else
+            "another process of this run has ended, or cannot be reached")
 
 
 def leave():
