@@ -111,10 +111,11 @@ class Page:
         return self.browser.switch_to.active_element.get_attribute('id')
 
     def visible(self, selector):
-        """Is all of this element in the window?"""
+        """Is all of this element in the window, and nothing before it?"""
         return self[selector].is_displayed() and self.browser.execute_script("""
-            const {top, bottom, left, right} = document.querySelector(arguments[0]).getBoundingClientRect()
-            return top >= 0 && left >= 0 && bottom <= innerHeight && right <= innerWidth""", selector)
+            const element = document.querySelector(arguments[0])
+            const {top, bottom, left, right} = element.getBoundingClientRect(), middle = (left + right) / 2
+            return [top + 1, bottom - 1].every(y => element.contains(document.elementFromPoint(middle, y)))""", selector)
 
     def finished(self):
         return self['#go'].is_enabled()
@@ -489,6 +490,7 @@ def test_an_error_stands_where_one_looks(chat, width, height):
         for text in ('one', 'two', 'three'):
             chat.say(text)
             chat.wait(chat.finished)
+        assert chat.visible('.turn:last-child .more')
         for act, left in (('#modes label:last-child', 6), ('#modes label', 6), ('#clear', 0)):
             chat.paste('message', 'a word\n' * 500)
             chat.paste('prompt', 'a word\n' * 500)
