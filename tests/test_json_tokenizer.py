@@ -1,13 +1,16 @@
 """The tokenizer of a tokenizer.json, against the tokenizers library, and where it is found."""
 import json
 import random
+import threading
+import time
 
 import pytest
 import torch
-from example_models import TEXT, UNTIED, gpt, json_tokenizer, sentencepiece_tokenizer
+from example_models import CHAT, TEXT, UNTIED, gpt, json_tokenizer, sentencepiece_tokenizer
 
 import checkpoint
 import formats
+import model as plain_model
 import tokenizer as tokenizers
 from tokenizer import CharTokenizer, JSONTokenizer, TextStream
 
@@ -183,3 +186,118 @@ def test_a_tokenizer_goes_through_checkpoints_and_folders(tmp_path, ends):
 def test_what_is_no_unicode_is_refused():
     with pytest.raises(ValueError, match='lone surrogates'):
         json_tokenizer(TEXT).encode('a\ud800')
+
+
+NAMES = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<pad>']
+LAST = ("{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}{% if not loop.last %} <|im_end|>{% endif %}"
+        "{% endfor %}")
+
+
+def folder_with(folder, **files):
+    """A folder with a tokenizer.json of NAMES and 300 ids, and these .json files beside it."""
+    folder.mkdir(exist_ok=True)
+    for name, content in dict(tokenizer=json.loads(json_tokenizer(TEXT, 300, NAMES).json), **files).items():
+        (folder / f'{name}.json').write_text(json.dumps(content), encoding='utf-8')
+    return folder
+
+
+def tokenizer_of(folder):
+    return tokenizers.from_state(json.loads(json.dumps(tokenizers.state_of_dataset(folder))))
+
+
+@pytest.mark.parametrize('config, generation_config, tokenizer_config, ends', [
+    (dict(eos_token_id=0), dict(eos_token_id=0), dict(eos_token='<|im_end|>'), {0, 2}),
+    (dict(eos_token_id=0), dict(eos_token_id=[3]), {}, {0, 3}),
+    ({}, {}, dict(eos_token='<|im_end|>'), {0, 2}),            # <|endoftext|> is one where no file says another
+    (dict(eos_token_id=3), {}, dict(chat_template=CHAT), {2, 3}),  # a base model that was trained further, to chat
+    (dict(eos_token_id=3), {}, dict(chat_template=LAST), {2, 3}),
+    (dict(eos_token_id=3), {}, dict(chat_template="{{ messages[0].content }} <pad> Kx7q."), {3}),
+    (dict(eos_token_id=3), {}, dict(chat_template='{{ messages[5].content.x }}'), {3}),
+    (dict(eos_token_id=[3, 300, -1]), dict(eos_token_id=999), {}, {3}),
+])
+def test_an_answer_ends_at_what_the_files_and_the_template_say_together(tmp_path, capsys, config, generation_config,
+                                                                        tokenizer_config, ends):
+    ours = tokenizer_of(folder_with(tmp_path, config=config, generation_config=generation_config,
+                                    tokenizer_config=tokenizer_config))
+    assert {*ours.end_tokens} == ends and ours.end_tokens is ours.end_tokens
+    said = capsys.readouterr().err
+    assert said.count('\n') == (999 in generation_config.values()) + ('x }}' in str(tokenizer_config))
+    assert ('999, 300, -1 of 300 tokens; they are left out' in said) == (999 in generation_config.values())
+
+
+def flags(text, **changes):
+    return dict(content=text, lstrip=False, rstrip=False, single_word=False, normalized=False, special=True) | changes
+
+
+@pytest.mark.parametrize('files', [
+    dict(tokenizer_config=dict(eos_token='<|im_end|>', pad_token='[PAD]', added_tokens_decoder={
+        '300': flags('<|user|>'), '301': flags('<|end|>'), '302': flags('<think>', special=False)})),
+    dict(tokenizer_config=dict(added_tokens_decoder={  # their order, blanks beside them, and no others than these
+        '1000': flags('<b>'), '301': flags('<a>', lstrip=True), '99': flags('<c>', rstrip=True)})),
+    dict(tokenizer_config=dict(eos_token='<|end|>', additional_special_tokens=['<x>', '<y>'], image_token='<b>')),
+    dict(tokenizer_config=dict(eos_token='<|end|>', added_tokens_decoder={'0': flags('<|endoftext|>', special=False)})),
+    dict(tokenizer_config=dict(eos_token='<pad>', added_tokens_decoder={'3': flags('<pad>', special=False)})),
+    dict(tokenizer_config={}, added_tokens={'<|end|>': 301, '<|user|>': 300, '<pad>': 3},
+         special_tokens_map=dict(eos_token='<|end|>')),
+])
+def test_tokens_of_the_files_beside_it_are_those_of_transformers(tmp_path, files):
+    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+    files['tokenizer_config']['tokenizer_class'] = 'PreTrainedTokenizerFast'
+    ours, theirs = tokenizer_of(folder_with(tmp_path, **files)), transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = 'a <|endoftext|> b<|user|>user\nhi<|end|> <a> <b> <c> <x><y><think> the<pad> [PAD]<|im_end|>'
+    assert ours.encode(text) == theirs(text)['input_ids'] and ours.vocab_size == len(theirs)
+    assert ours.special_ids == {i for i, token in theirs.added_tokens_decoder.items() if token.special}
+    assert {*ours.end_tokens} >= {i for i in [theirs.eos_token_id] if i is not None}
+
+
+def test_special_tokens_have_no_text_in_an_answer(tmp_path):
+    """The text of all ids without the special ones is that of the library; so are ids without what stands before."""
+    ours = tokenizer_of(folder_with(tmp_path, tokenizer_config=dict(added_tokens_decoder={
+        '300': flags('<think>', special=False)})))
+    ids = ours.encode('a<|im_start|>b <think><|im_end|> c<|endoftext|>')
+    assert ours.special_ids == {0, 1, 2, 3} and ours.added_ids == {0, 1, 2, 3, 300}
+    for skip in (False, True):
+        stream = TextStream(ours.bytes_of_tokens(310, skip_special=skip))
+        assert stream.push(*ids) + stream.finish() == ours.library.decode(ids, skip_special_tokens=skip)
+    llama = sentencepiece_tokenizer(HOUSES)
+    assert llama.strips and not ours.strips
+    assert llama.encode('the', add_special_tokens=False) == llama.encode('the')[1:] == llama.library.encode(
+        'the', add_special_tokens=False).ids
+    stream = TextStream(llama.bytes_of_tokens(), strip=llama.strips)
+    ids = llama.encode(' the house')
+    assert ''.join([stream.push(i) for i in ids]) + stream.finish() == llama.library.decode(ids[1:])
+
+
+def test_more_added_tokens_than_the_model_has_rows(tmp_path, capsys):
+    """As transformers and vLLM do, the model is loaded; a text with such a token is refused, and it ends nothing."""
+    folder = folder_with(tmp_path / 'hf', tokenizer_config=dict(pad_token='[PAD]', eos_token='<|eot|>'))
+    beside = {path.name: path.read_bytes() for path in folder.glob('tokenizer*')}
+    formats.to_huggingface(gpt(**UNTIED | dict(vocab_size=300)), tmp_path / 'model')
+    for name, content in beside.items():
+        (tmp_path / 'model' / name).write_bytes(content)
+    _, ours, _ = checkpoint.load_model(str(tmp_path / 'model'), '', plain_model)
+    said = capsys.readouterr().err
+    assert said.count('\n') == 2
+    assert "the tokenizer has 302 tokens, and the model 300: texts with '[PAD]<|eot|>' are refused" in said
+    assert ours.end_tokens == (0,) and 'end tokens that it does not have: 301' in capsys.readouterr().err
+    assert ours.encode('a <pad>') and max(ours.encode(LONG)) < 300
+    with pytest.raises(ValueError, match=r"^the token '\[PAD\]' \(id 300\), but the model has 300"):
+        ours.encode('a [PAD]')
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    """Python's lock is free: another thread goes on in the middle of it, not only before and behind it."""
+    ours, times, done = json_tokenizer(TEXT), [], threading.Event()
+
+    def tick():
+        while not done.wait(0.002):
+            times.append(time.perf_counter())
+    text, thread = 'ab ' * 300_000, threading.Thread(target=tick)
+    thread.start()
+    began = time.perf_counter()
+    ours.encode(text)
+    ended = time.perf_counter()
+    done.set()
+    thread.join()
+    middle = began + (ended - began) / 4, began + (ended - began) / 2
+    assert any(middle[0] < t < middle[1] for t in times)
