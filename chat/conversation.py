@@ -1,4 +1,5 @@
 """A conversation with a chat model, whose keys and values are kept from turn to turn."""
+import os
 import re
 import sys
 import time
@@ -135,6 +136,18 @@ def edits_lines():
     return True
 
 
+def answers_to():
+    """
+    The file for answers: standard output. Where that is none, but the others are a terminal (`| tee answers`), its
+    descriptor becomes the terminal, because `input` edits lines there only.
+    """
+    if not sys.stdin.isatty() or not sys.stderr.isatty() or sys.stdout.isatty():
+        return sys.stdout
+    answers = open(os.dup(1), 'w', encoding=sys.stdout.encoding, errors='replace')
+    os.dup2(2, 1)
+    return answers
+
+
 def read_message(edits):
     """What the user says, '' if it cannot be read; None at the end of the input."""
     if not edits:
@@ -169,7 +182,7 @@ def talk(conversation, max_new_tokens, first=()):
     Read what the user says from standard input, a message a line, and print the answers as they come. first: messages
     that come before. Ctrl-C ends an answer, Ctrl-D (the end of the input) the conversation; see HELP.
     """
-    c, first = conversation, list(first)
+    c, first, answers = conversation, list(first), answers_to()
     if edits := edits_lines():
         print("Write a message. /help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation.",
               file=sys.stderr)
@@ -187,13 +200,13 @@ def talk(conversation, max_new_tokens, first=()):
         began = time.perf_counter()
         try:
             for piece in c.answer(text, max_new_tokens):
-                print(piece, end='', flush=True)
+                print(piece, end='', file=answers, flush=True)
         except KeyboardInterrupt:
             pass
         except ValueError as e:
             print(e, file=sys.stderr)
             continue
-        print(flush=True)
+        print(file=answers, flush=True)
         if c.cut:
             print(f"[the answer was cut {c.cut}]", file=sys.stderr)
         print(f"[of the conversation {c.n_kept:,} tokens were in the cache and {c.n_new:,} were computed; "
