@@ -4,6 +4,7 @@ import shutil
 import socket
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from conftest import SERVING, needs
@@ -115,7 +116,8 @@ class Page:
         return self[selector].is_displayed() and self.browser.execute_script("""
             const element = document.querySelector(arguments[0])
             const {top, bottom, left, right} = element.getBoundingClientRect(), middle = (left + right) / 2
-            return [top + 1, bottom - 1].every(y => element.contains(document.elementFromPoint(middle, y)))""", selector)
+            return [top + 1, bottom - 1].every(y => element.contains(document.elementFromPoint(middle, y)))
+            """, selector)
 
     def finished(self):
         return self['#go'].is_enabled()
@@ -687,10 +689,11 @@ def test_a_server_that_is_gone(chat):
 
 
 def test_while_a_chat_model_loads(browser):
-    """Nothing can be written yet; then the chat is there, and the keyboard is in its field."""
+    """Nothing can be written yet; then the chat is there with the model's defaults, and the keyboard in its field."""
     tokenizer = JSONTokenizer(json_tokenizer(TEXT).json, chat_template=TEMPLATE)
     engine, there = drawing_engine(tokenizer), threading.Event()
-    with serving(engine, load=lambda: there.wait() and (engine, served_by(engine, tokenizer=tokenizer))) as client:
+    served = replace(served_by(engine, tokenizer=tokenizer), defaults={'temperature': .3, 'top_k': 5})
+    with serving(engine, load=lambda: there.wait() and (engine, served)) as client:
         page = Page(browser, client, engine)
         browser.get(str(client.base_url))
         page.wait(lambda: 'being loaded' in page.text('#loading'))
@@ -700,6 +703,7 @@ def test_while_a_chat_model_loads(browser):
         page.wait(lambda: page.text('#status') == 'connected')
         assert page.focused() == 'message' and page['#go'].text == 'Send'
         assert not page['#prompt'].is_displayed() and not page['#loading'].is_displayed()
+        assert page['#temperature'].get_property('value') == '0.3' and page.text('output[for=temperature]') == '0.30'
         browser.get('about:blank')
 
 
