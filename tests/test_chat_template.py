@@ -1,10 +1,17 @@
 """Chat templates, held against transformers' `apply_chat_template`, and templates that do what they must not."""
+import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
+import threading
 import time
+import venv
+from importlib.util import find_spec
 
 import pytest
+from conftest import ROOT
 
 from chat import template as chat_template
 from chat.template import ChatTemplate
@@ -133,6 +140,44 @@ def test_the_text_is_that_of_transformers(name):
     assert (n_refused > 0) == (name == 'mistral')
 
 
+THINKS = """\
+{% for m in messages %}<{{ m.role }}>{{ m.content | trim if trims else m.content }}{{ eos_token }}{% endfor %}\
+{% for d in documents or [] %}[{{ d.title }}]{% endfor %}\
+{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking %}<think></think>\
+{% endif %}{% endif %}{{ tools }}"""
+
+
+VARIABLES = [{}, dict(enable_thinking=False), dict(enable_thinking=True), dict(add_generation_prompt=False),
+             dict(documents=[dict(title='a', text='b')], enable_thinking=False), dict(eos_token='!'),
+             dict(continue_final_message=True), dict(continue_final_message=True, trims=True)]
+
+
+@pytest.mark.parametrize('source', [THINKS, SMOLLM2, MISTRAL])
+def test_variables_reach_the_template_as_from_transformers(source):
+    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+    tokenizers = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, 'a')), **SPECIAL)
+    theirs.chat_template, ours = source, ChatTemplate(source, SPECIAL)
+    for variables, content in itertools.product(VARIABLES, ("According to ", " a\n", "x", "")):
+        continued = 'continue_final_message' in variables
+        messages = [dict(role='user', content='Hi'), dict(role='assistant', content=content)]
+        messages += [] if continued else [dict(role='user', content='Bye')]
+        expected = theirs.apply_chat_template(messages, tokenize=False,
+                                              **dict(add_generation_prompt=not continued) | variables)
+        assert ours.render(messages, **variables) == expected
+    assert ours.render(messages, self=1, messages=2, continue_final_message=True) == expected
+
+
+def test_what_cannot_be_continued_is_one_line():
+    template = ChatTemplate("{{ messages[0].content }}")
+    for messages in ([], [dict(role='assistant', content=None)]):
+        with pytest.raises(ValueError, match="^continue_final_message needs a last message whose content is a text$"):
+            template.render(messages, continue_final_message=True)
+    with pytest.raises(ValueError, match="^the chat template leaves out the last message"):
+        template.render([dict(content='a'), dict(content='b')], continue_final_message=True)
+
+
 def test_a_hand_written_conversation():
     messages = [dict(role='system', content='Be brief.'), dict(role='user', content=' Hi '),
                 dict(role='assistant', content='Yes?'), dict(role='user', content='Bye')]
@@ -198,6 +243,43 @@ def test_an_interrupted_rendering_is_nobody_elses_answer():
     template.process.kill()
     template.process.wait()
     assert template.render([dict(content='third')]) == 'third'
+
+
+def test_a_process_that_is_killed_was_not_slow():
+    template = ChatTemplate("{% if messages %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+                            "{% endfor %}{% endif %}")
+    assert template.render([]) == ''
+    threading.Timer(0.1, template.process.kill).start()
+    with pytest.raises(ValueError, match=r"^the process of the chat template was ended \(SIGKILL\), perhaps because"):
+        template.render([dict(role='user', content='x')])
+    assert template.render([]) == ''
+
+
+def test_the_limit_begins_when_the_process_is_ready(tmp_path, monkeypatch):
+    """On a busy machine Python takes long to start."""
+    slow = tmp_path / 'python'
+    slow.write_text(f'#!/bin/sh\nsleep 1.5\nexec {sys.executable} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, 'executable', str(slow))
+    monkeypatch.setattr(chat_template, 'LONGEST', 1.2)
+    monkeypatch.setattr(chat_template, 'SECONDS', 1.2)
+    assert ChatTemplate("{{ messages[0].content }}").render([dict(content='a')]) == 'a'
+
+
+def test_jinja2_may_be_anywhere(tmp_path):
+    """Another Python, without jinja2, to which PYTHONPATH names it; and one to which nothing does."""
+    venv.create(tmp_path / 'venv')
+    (tmp_path / 'packages').mkdir()
+    for package in ('jinja2', 'markupsafe'):
+        (tmp_path / 'packages' / package).symlink_to(os.path.dirname(find_spec(package).origin))
+    (tmp_path / 'packages' / 'json.py').write_text('raise Exception("this is not the standard library")')
+    call = "from chat.template import ChatTemplate; print(ChatTemplate('{{ messages[0] + 1 }}').render([1]))"
+    missing = "the chat template cannot be used: ModuleNotFoundError: No module named 'jinja2'"
+    for path, said in (([tmp_path / 'packages'], ''), ([], missing)):
+        code = f"import json, sys; sys.path += {list(map(str, path))}; {call}"
+        done = subprocess.run([tmp_path / 'venv' / 'bin' / 'python', '-c', code], cwd=ROOT, capture_output=True,
+                              text=True, timeout=60)
+        assert (done.stdout == '2\n', said in done.stderr) == (not said, True), done.stderr
 
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason="there is no fork here")
