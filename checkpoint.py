@@ -186,17 +186,17 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None):
     return model.to(device).eval(), tokenizer, folder
 
 
-def load_draft(draft, gpt, target=None, tokenizer=None):
+def load_draft(draft, gpt, target, tokenizer):
     """
     The model that a setting `draft` names: a folder with a ckpt.pt, or what `load_model` takes as init_from. It gets as
-    many rows of the vocabulary as target, for which it drafts: rows beyond its own are its last one again. ValueError
-    if ids have other texts in its tokenizer than in that of the target.
+    many rows of the vocabulary as target, the model for which it drafts: rows beyond its own are its last one again.
+    ValueError if ids have other texts in its tokenizer than in that of the target.
     """
     is_run = os.path.exists(os.path.join(draft, 'ckpt.pt'))
     model, its_tokenizer, _ = load_model(*('resume', draft) if is_run else (draft, ''), gpt)
-    if tokenizer and not tokenizers.same_ids(tokenizer, its_tokenizer):
+    if not tokenizers.same_ids(tokenizer, its_tokenizer):
         raise ValueError(f"draft={draft} has another tokenizer than the model: take a draft with the model's")
-    if target and model.config.vocab_size != target.config.vocab_size:
+    if model.config.vocab_size != target.config.vocab_size:
         n = model.config.vocab_size = target.config.vocab_size
         for part in (model.transformer.wte, model.lm_head):
             w = part.weight.detach()

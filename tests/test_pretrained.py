@@ -11,6 +11,7 @@ from example_models import (
     ALIBI,
     EASY,
     HARD,
+    LLAMA,
     LLAMA3,
     QWEN2,
     QWEN3,
@@ -26,7 +27,9 @@ import checkpoint
 import formats
 import model as plain_model
 from formats.families import config_args
+from formats.pretrained import generation_defaults
 from model import GPT, GPTConfig
+from tokenizer import CharTokenizer
 
 STARCODER2_3B = dict(
     model_type='starcoder2', hidden_size=3072, intermediate_size=12288, num_hidden_layers=30, num_attention_heads=24,
@@ -477,6 +480,76 @@ BAD_FOLDERS = [  # what is changed in a folder that is good, what the line has t
     (changed('tokenizer.json', added_tokens=[], model=dict(type='BPE', vocab={}, merges=[])),
      'the tokenizer.json has no tokens'),
 ]
+
+
+@pytest.mark.parametrize('change, said', [
+    (changed('tokenizer_config.json', chat_template='{% for message in messages %}{{ message }}'),
+     'the chat template cannot be read: '),
+    (changed('tokenizer_config.json', chat_template=['{{', dict(name='default', template='{{ a')]),
+     'the chat template cannot be read: '),
+    (written('chat_template.jinja', '{{ messages'), 'the chat template cannot be read: '),
+    (changed('tokenizer_config.json', chat_template=3), 'the chat template must be a text, not 3: it is left out'),
+    (changed('generation_config.json', eos_token_id=[0, 300, -1]), '300, -1 of 300 tokens; they are left out'),
+])
+def test_what_a_model_can_do_without_is_one_line_and_it_loads(good_folder, tmp_path, capsys, change, said):
+    shutil.copytree(good_folder, tmp_path / 'hf')
+    change(tmp_path / 'hf')
+    tokenizer = checkpoint.load_model(str(tmp_path / 'hf'), '', plain_model)[1]
+    assert tokenizer.end_tokens == (0,) and tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    err = capsys.readouterr().err
+    assert said in err and err.count('\n') == 2  # the other one names the model
+
+
+@pytest.mark.parametrize('config', [LLAMA, EASY])
+def test_a_tied_embedding_may_have_the_name_of_the_head(tmp_path, config):
+    from safetensors.torch import load_file, save_file
+    model = gpt(**config)
+    formats.to_huggingface(model, tmp_path / 'hf')
+    path = tmp_path / 'hf' / 'model.safetensors'
+    weights = load_file(path)
+    name, = (name for name in weights if name.endswith(('wte.weight', 'embed_tokens.weight')))
+    save_file({'lm_head.weight' if each == name else each: w for each, w in weights.items()}, path)
+    back, idx = GPT.from_pretrained(str(tmp_path / 'hf')).eval(), torch.randint(config['vocab_size'], (2, 9))
+    assert torch.equal(logits(back, idx), logits(model, idx))
+    save_file({each: w for each, w in weights.items() if each != name}, path)
+    with pytest.raises(ValueError, match='is missing'):
+        GPT.from_pretrained(str(tmp_path / 'hf'))
+
+
+@pytest.mark.parametrize('given, expected, said', [
+    (dict(temperature=0.1, top_p=0.5, top_k=2), dict(temperature=0.1, top_k=2, top_p=0.5), ''),
+    (dict(min_p=0, repetition_penalty=1.1, max_new_tokens=5, do_sample=False, temperature=None),
+     dict(min_p=0.0, repetition_penalty=1.1), ''),
+    (dict(temperature=-1, top_p=0.9), dict(top_p=0.9), 'temperature must be from 0 to'),
+    (dict(top_k=2.5, top_p=True, min_p=float('nan')), {}, 'min_p must be from 0 to 1, not nan: it is left out'),
+    ([1], {}, 'cannot be read (it must hold a dict'), (None, {}, ''),
+])
+def test_sampling_defaults_of_a_folder(tmp_path, capsys, given, expected, said):
+    if given is not None:
+        (tmp_path / 'generation_config.json').write_text(json.dumps(given))
+    defaults = generation_defaults(str(tmp_path))
+    assert defaults == expected and {name: type(value) for name, value in defaults.items()} == {
+        name: int if name == 'top_k' else float for name in expected}
+    err = capsys.readouterr().err
+    assert said in err and bool(said) == bool(err) and 'ignored' not in err
+    assert generation_defaults('gpt2') == generation_defaults('resume') == {}
+
+
+@pytest.mark.parametrize('n_draft, n', [(300, 320), (320, 300), (300, 300)])
+def test_a_draft_has_the_tokenizer_of_its_model_however_its_rows_are_padded(tmp_path, n_draft, n):
+    """Its logits of the ids that both have stay the same, those of others are no larger than its last one's."""
+    tokenizer, idx = json_tokenizer(TEXT), torch.randint(300, (1, 9))
+    for tied in (True, False):
+        draft, target = gpt(**UNTIED | dict(vocab_size=n_draft, tied=tied)), gpt(**UNTIED | dict(vocab_size=n))
+        formats.to_huggingface(draft, tmp_path / 'draft', tokenizer)
+        loaded = checkpoint.load_draft(str(tmp_path / 'draft'), plain_model, target, tokenizer)
+        assert loaded.config.vocab_size == n and (loaded.lm_head.weight is loaded.transformer.wte.weight) == tied
+        theirs, ours = logits(loaded, idx), logits(draft, idx)
+        assert theirs.shape == (1, 9, n) and torch.equal(theirs[..., :min(n, n_draft)], ours[..., :n])
+        assert torch.equal(theirs[..., n_draft:], ours[..., -1:].expand(1, 9, max(0, n - n_draft)))
+    for other in (json_tokenizer(TEXT * 2 + 'abab' * 50), CharTokenizer(map(chr, range(40, 340)))):
+        with pytest.raises(ValueError, match='^draft=.* has another tokenizer than the model: take'):
+            checkpoint.load_draft(str(tmp_path / 'draft'), plain_model, target, other)
 
 
 def shorter_embedding(folder):
