@@ -493,7 +493,7 @@ def test_an_error_stands_where_one_looks(chat, width, height):
             chat.say(text)
             chat.wait(chat.finished)
         assert chat.visible('.turn:last-child .more')
-        for act, left in (('#modes label:last-child', 6), ('#modes label', 6), ('#clear', 0)):
+        for act, left in (('#modes label:last-child', 6), ('#modes label', 6), ('#clear', 0), ('#clear', 0)):
             chat.paste('message', 'a word\n' * 500)
             chat.paste('prompt', 'a word\n' * 500)
             chat['#go'].click()
