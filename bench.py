@@ -35,7 +35,7 @@ import torch
 
 from benchmarks.harness import Asked, describe_machine, draw, run_parts
 from benchmarks.shapes import GPTS, SHAPES
-from device import pick_device, pick_dtype
+from device import pick_device, pick_dtype, share_cores
 
 mode = 'train'            # train, recipes, generate, peers, caches, drafts, serve, gpu, memory, loss, positions,
                           # endless, recall or busy
@@ -80,6 +80,8 @@ def main(config):
     dt = pick_dtype(dtype, dev)
     if cpu_only and (dev, dt) != ('cpu', 'float32'):
         raise ValueError(f"{cpu_only} on a CPU in float32: leave device and dtype at auto")
+    if dev == 'cpu':
+        share_cores()
     asked = Asked(dev, dt, None if shape == 'auto' else shape.split(','),
                   numbers('batches', batches), numbers('lengths', lengths), only.split(',') if only else None, config)
     beside, machine = module.check(asked) if hasattr(module, 'check') else {}, describe_machine(dev)

@@ -1,7 +1,10 @@
-"""The device and dtype that device='auto' and dtype='auto' mean in every script, and the number of CPU threads."""
+"""The device and dtype that device='auto' and dtype='auto' mean in every script; CPU threads, and how they wait."""
+import ctypes
 import os
 import re
 import statistics
+import sys
+import threading
 import time
 from contextlib import nullcontext
 
@@ -139,6 +142,57 @@ def choose_threads(step, before, say):
         threads, medians = fastest_threads(step)
         times = ', '.join(f"{n}: {1e3 * t:.1f} ms" for n, t in medians.items())
         say(f"threads: {threads}" + (f" of {most}, by timing ({times})" if times else ""))
+
+
+def share_cores(seconds=0.5):
+    """
+    From now on torch's threads wait for each other asleep while other processes need their cores, and spinning else.
+
+    GNU's OpenMP, which torch has on Linux, spins for some milliseconds, and that is fastest on cores that nobody else
+    needs. Beside another process the scheduler may give one core to two threads, one of which then spins until its time
+    is over, in each of the hundreds of operations of an iteration: it took 40 times as long. While there are more
+    threads of OpenMP than cores it hardly spins (see GOMP_SPINCOUNT in its documentation). So threads without work are
+    started and ended here, by a thread that looks every so many seconds how busy the cores are. Results stay the same.
+
+    Nothing is done where OMP_WAIT_POLICY or GOMP_SPINCOUNT is set, nor for other OpenMPs: LLVM's yields its core.
+    """
+    if sys.platform != 'linux' or {'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys():
+        return
+    try:
+        openmp = ctypes.CDLL('libgomp.so.1', mode=os.RTLD_NOLOAD)  # that of torch, if it has this one
+        cores = os.sched_getaffinity(0)
+        used_by_others(cores)
+    except (OSError, ValueError):
+        return
+
+    def hold(released):
+        openmp.GOMP_parallel(ctypes.CDLL(None).getpid, None, len(cores) + 1, 0)  # each thread calls it, and then waits
+        released.wait()
+
+    def watch():
+        released, used, then = None, used_by_others(cores), time.monotonic()
+        while True:
+            time.sleep(seconds)
+            before, used, since, then = used, used_by_others(cores), then, time.monotonic()
+            free = len(cores) - (used - before) / (then - since)
+            if (free < torch.get_num_threads() - 0.25) == (released is not None):
+                continue
+            if released:
+                released.set()  # the thread ends, and those of its own with it
+                released = None
+            else:
+                released = threading.Event()
+                threading.Thread(target=hold, args=[released], daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def used_by_others(cores):
+    """Seconds of these cores that other processes, and other machines on the same processor, have used so far."""
+    with open('/proc/stat') as f:
+        rows = [line.split() for line in f if line.startswith('cpu')]
+    ticks = sum(int(row[i]) for row in rows if row[0][3:].isdigit() and int(row[0][3:]) in cores
+                for i in (1, 2, 3, 6, 7, 8))  # user, nice, system, irq, softirq, steal
+    return ticks / os.sysconf('SC_CLK_TCK') - sum(os.times()[:2])
 
 
 class NoValues(TorchFunctionMode):

@@ -26,7 +26,7 @@ import debug_kv_model
 import decode
 import model as plain_model
 import tokenizer as tokenizers
-from device import fastest_threads, pick_device, synchronize
+from device import fastest_threads, pick_device, share_cores, synchronize
 
 prompt = 'First '  # six characters, all of which Shakespeare has
 new_tokens = 200   # to draw in each way
@@ -141,6 +141,8 @@ def main(config):
     if model.config.block_size > window:
         model.crop_block_size(window)
     ways, idx = ways_to_draw(model), torch.tensor([prompt_ids(model, tokenizer)], device=dev)
+    if dev == 'cpu':
+        share_cores()
     if dev == 'cpu' and 'OMP_NUM_THREADS' not in os.environ:  # beside other programs one thread may be faster
         fastest_threads(lambda: model.generate(idx, 8), limit=30)
     drawn, n_inside = compare(model, idx, new_tokens, ways, dev), model.config.block_size - idx.size(1)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint as checkpoints
 import tokenizer as tokenizers
-from device import autocast, choose_threads, default_peak_flops, pick_device, pick_dtype, synchronize
+from device import autocast, choose_threads, default_peak_flops, pick_device, pick_dtype, share_cores, synchronize
 from model import GPT, GPTConfig
 from training.batches import Batches, check_tokenizer, open_tokens, prepare, vocab_size_of
 from training.checkpointer import (
@@ -134,6 +134,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
     raw_model, resumed, tokenizer_state = build_model(config, data_dir, vocab_size, tokenizer_state, dev, log.say)
     if dev == 'cpu':
         keep_freed_memory()
+        share_cores()
     if onednn and dev == 'cpu':
         use_onednn(raw_model, pick_dtype(dtype, dev))
     if parallel == 'fsdp':

@@ -1,6 +1,11 @@
 """The number of threads is chosen by timing, here with a clock of the test; FLOPS of devices."""
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -118,3 +123,62 @@ def test_flops_of_a_device(threads):
     torch.set_num_threads(2)
     assert four == 2 * device.default_peak_flops(torch.device('cpu')) > 1e10
     assert device.default_peak_flops('meta') is None
+
+
+WAITS = """
+import os, sys, threading, time
+sys.path.insert(0, '.')
+import torch
+import device
+torch.set_num_threads(2)
+x, since, used, rate = torch.ones(1 << 17), time.monotonic(), 0.0, 0.0
+
+def used_by_others(cores):
+    global since, used
+    used, since = used + rate * (time.monotonic() - since), time.monotonic()
+    return used
+
+def seconds_of_waiting():  # of the processor, in a time in which almost nothing is computed
+    start = time.process_time()
+    for _ in range(40):
+        x.sin()
+        time.sleep(0.005)
+    return time.process_time() - start
+
+device.used_by_others = used_by_others
+device.share_cores(seconds=0.05)
+results = []
+for rate in (0.0, len(os.sched_getaffinity(0)), 0.0):
+    time.sleep(0.4)
+    results.append(seconds_of_waiting())
+print(*results)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists('/proc/stat'), reason="only where GNU's OpenMP is")
+def test_torchs_threads_spin_alone_and_sleep_beside_other_processes():
+    """By what waiting costs, which other programs on this machine do not change."""
+    def seconds(**env):
+        env = {k: v for k, v in os.environ.items() if k not in ('OMP_WAIT_POLICY', 'GOMP_SPINCOUNT')} | env
+        done = subprocess.run([sys.executable, '-c', WAITS], cwd=ROOT, capture_output=True, text=True, env=env)
+        assert done.returncode == 0, done.stderr
+        return [*map(float, done.stdout.split())]
+    alone, beside, again = seconds()
+    if alone < 0.05:
+        pytest.skip("torch's threads do not spin here")
+    assert beside < 0.5 * alone and again > 2 * beside, (alone, beside, again)
+    alone, beside, again = seconds(GOMP_SPINCOUNT='1000000000')  # what the user has set stays
+    assert beside > 0.7 * alone
+
+
+def test_what_other_processes_use_is_counted():
+    cores = set(range(os.cpu_count()))
+    if not os.path.exists('/proc/stat'):
+        pytest.skip('no /proc/stat')
+
+    def used_while(run):
+        before = device.used_by_others(cores)
+        run()
+        return device.used_by_others(cores) - before
+    busy = [sys.executable, '-c', "import time\nwhile time.process_time() < 0.5: pass"]
+    assert used_while(lambda: subprocess.run(busy)) > 0.4
