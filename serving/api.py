@@ -364,13 +364,13 @@ class Served:
     @cached_property
     def most_characters(self):
         """A longer text has more than max_tokens. Reading all of it would only take time."""
-        return self.max_tokens * max(map(len, self.token_bytes))
+        return max(2**16, self.max_tokens * max(map(len, self.token_bytes)))
 
     def check_length(self, field, n_characters):
         """APIError 400 for a text that is certainly too long."""
         if n_characters > self.most_characters:
-            raise too_long(f"{field} has {n_characters:,} characters, which are more than the context of "
-                           f"{self.max_tokens:,} tokens: the largest prompt has {self.max_tokens - 1:,} tokens", field)
+            raise too_long(f"{field}: {n_characters:,} characters are more than the context of {self.max_tokens:,} "
+                           f"tokens: the largest prompt is {self.max_tokens - 1:,} tokens", field)
 
     def encode(self, text, add_special_tokens=True):
         """Token ids of a prompt's text. APIError 400 if it is very long or has characters that the tokenizer lacks."""
