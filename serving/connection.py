@@ -72,8 +72,8 @@ class Connection(HttpToolsProtocol):
         cycle = self.cycle
         if not self.pipeline and (not cycle or cycle.response_complete or not cycle.response_started):
             answer = JSON(APIError(status, message).json(), status, {'connection': 'close'})
-            head = [b'HTTP/1.1 %d\r\n' % status, *(b'%s: %s\r\n' % header for header in answer.raw_headers), b'\r\n']
-            self.transport.write(b''.join(head) + answer.body)
+            head = [BEGINNING, b'%d \r\n' % status, *(b'%s: %s\r\n' % header for header in answer.raw_headers)]
+            self.transport.write(b''.join([*head, b'\r\n', answer.body]))
         if cycle:
             cycle.disconnected = True
         self.transport.close()

@@ -50,7 +50,7 @@ LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its ow
 THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # of the pool for work of each kind
 MOST_IN_POOL = 256  # calls of a kind that run or wait
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
-BACKLOG, ACCEPTED = 2048, 16  # connections that the system keeps, and that are accepted at a time
+BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
 INSTEAD = {'/v1/responses': "POST messages to /v1/chat/completions instead, or a prompt to /v1/completions",
            '/v1/embeddings': "it makes no embeddings: /v1/completions and /v1/chat/completions write texts"}
 FORWARDED = 'forwarded', 'via', 'x-real-ip', 'x-forwarded'  # beginnings of the names of headers that proxies add
@@ -110,7 +110,7 @@ class Service:
         if not self.api_key or scheme.lower() == 'bearer' and any(hmac.compare_digest(given, k) for k in self.keys):
             return
         is_there = scheme.lower() == 'bearer' and given
-        raise APIError(401, "the API key that came is not this server's: send the right one" if is_there else
+        raise APIError(401, "the API key that came is wrong: send this server's" if is_there else
                        "this server needs its API key: send the header Authorization: Bearer KEY",
                        code='invalid_api_key', headers={'www-authenticate': 'Bearer'})
 
@@ -278,13 +278,14 @@ async def http_error(request, e):
     advice = INSTEAD.get(path) or "GET /openapi.json lists what it answers"
     if near and e.status_code == 404:
         advice = f"did you mean {near.pop()}?"
-    message = f"this server does not answer {request.method} {path[:100]}: {advice}"
+    message = f"this server does not answer {request.method} {request.scope['path'][:100]}: {advice}"
     return JSON(APIError(e.status_code, message).json(), e.status_code, e.headers)
 
 
 async def server_error(request, e):
-    """A bug. Starlette raises the exception again, so that its traceback is logged."""
-    return JSON(APIError(500, f"the server failed with {type(e).__name__}: its log says where").json(), 500)
+    """A bug. Starlette raises the exception again: uvicorn logs its traceback, and ends the connection."""
+    error = APIError(500, f"the server failed with {type(e).__name__}: its log says where")
+    return JSON(error.json(), 500, {'connection': 'close'})
 
 
 async def no_answer(request, e):
@@ -533,7 +534,7 @@ def run(service, host, port, drain_seconds, began=None):
     name = f'[{host}]' if ':' in host else host
     address = f'http://{name}:{listener.getsockname()[1]}/'
     print(f"the page: {address}   (the model is being loaded)", file=sys.stderr)
-    config = uvicorn.Config(None, log_level='warning', access_log=False, lifespan='on', ws='none', server_header=False,
+    config = uvicorn.Config(None, log_level='error', access_log=False, lifespan='on', ws='none', server_header=False,
                             http=Connection, limit_concurrency=most_connections() + 1, backlog=ACCEPTED,
                             timeout_graceful_shutdown=CLOSING, timeout_keep_alive=IDLE, proxy_headers=False)
     process = Process(config, service, drain_seconds, address, began)

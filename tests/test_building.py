@@ -90,6 +90,11 @@ def run_adders(script, *names, by=None, **env):
     return [line for line in (done.stdout + done.stderr).splitlines() if line != building.NOTICE]
 
 
+def test_says_when_it_compiles(script):
+    first, second = (run(script.parent, script.name, 'add_one').stderr for _ in range(2))
+    assert building.NOTICE in first and building.NOTICE not in second
+
+
 @pytest.mark.parametrize('by_forks', [False, pytest.param(True, marks=pytest.mark.skipif(
     not hasattr(os, 'fork'), reason="this system does not fork"))])
 def test_a_process_that_loads_the_code_of_two_others_runs_the_right_functions(script, by_forks):

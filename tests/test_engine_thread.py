@@ -147,6 +147,17 @@ def test_a_defect_of_the_engine_ends_its_requests_and_not_the_thread(served, mon
     assert submit(engine, 'b').wait().reasons == ['length']
 
 
+def test_what_a_request_raises_ends_it_alone(served):
+    engine, kernel = served
+    other = submit(engine, 'a')
+    kernel.wait()
+    wrong = Client(Request('b', [1], 4, SamplingParams(), n=2, stop=(5,)))  # whatever no check has found
+    engine.submit(wrong.request)
+    kernel.go_on()
+    assert wrong.wait().reasons == ['error'] * 2 and 'Error' in wrong.error
+    assert other.wait().reasons == ['length'] and submit(engine, 'b').wait().reasons == ['length']
+
+
 def test_the_state_shows_the_pool(served, monkeypatch):
     engine, kernel = served
     monkeypatch.setattr('serving.core.pause', lambda n_streams: 0)  # a plan has one step

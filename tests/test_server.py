@@ -9,6 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from conftest import SERVING, needs
@@ -21,11 +24,14 @@ from conftest import ENVIRONMENT, ROOT, TIMEOUT, sizes
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 from serving_process import serving
-from small_engine import drawing_engine, served_by, spelled, spelling_engine
+from small_engine import CHARS, drawing_engine, served_by, spelled, spelling_engine
+from starlette.requests import Request
 from test_api import events
 
 import generation
-from serving.server import ENDPOINTS, Service, make_app
+from serving.api import APIError
+from serving.server import ENDPOINTS, Service, make_app, read_key
+from tokenizer import CharTokenizer
 
 TEXT = 'the quick brown fox jumps over the lazy dog.'
 
@@ -147,12 +153,77 @@ def test_the_openai_client(engine):
 def test_the_key_guards_all_that_tells_of_requests(engine):
     with serving(engine, api_key='secret') as client:
         for method, path in (('POST', '/v1/completions'), ('GET', '/v1/models'), ('GET', '/cache'),
-                             ('POST', '/tokenize'), ('POST', '/detokenize')):
+                             ('GET', '/v1/models/toy'), ('GET', '/tokenizer_info'), ('POST', '/tokenize'),
+                             ('POST', '/detokenize')):
             for headers in ({}, {'authorization': 'Bearer wrong'}, {'authorization': 'secret'},
-                            {'authorization': b'Bearer \xe9'}):
-                assert refused(client.request(method, path, headers=headers), 401)['type'] == 'authentication_error'
+                            {'authorization': b'Bearer \xe9'}, {'authorization': 'Bearer'}):
+                error = refused(client.request(method, path, headers=headers), 401)
+                assert error['type'] == 'authentication_error' and 'secret' not in str(error)
+                is_there = headers.get('authorization', '') in ('Bearer wrong', b'Bearer \xe9')
+                assert ('needs its API key' in error['message']) == (not is_there)
             assert client.request(method, path, headers={'authorization': 'Bearer secret'}).status_code != 401
         assert [client.get(path).status_code for path in ('/', '/health', '/metrics', '/openapi.json')] == [200] * 4
+
+
+def test_keys_of_any_letters(monkeypatch, tmp_path):
+    """As bytes of UTF-8, which curl sends, and of Latin-1, which requests sends; `bearer` in any case."""
+    euro, plain = Service(None, 'schlüssel€'), Service(None, 'schlüssel')
+    for key, service in (('schlüssel€'.encode(), euro), ('schlüssel'.encode(), plain),
+                         ('schlüssel'.encode('latin-1'), plain)):
+        for scheme in (b'bearer ', b'BEARER  '):
+            service.check_key(Request({'type': 'http', 'headers': [(b'authorization', scheme + key)]}))
+            with pytest.raises(APIError, match="not this server's"):
+                service.check_key(Request({'type': 'http', 'headers': [(b'authorization', scheme + key[:-1])]}))
+    (tmp_path / 'key').write_text('€1\n')
+    assert read_key('FILE:' + str(tmp_path / 'key')) == '€1' and read_key('') == '' == read_key()
+    monkeypatch.setenv('API_KEY', 'of the environment')
+    with pytest.raises(ValueError, match='without blanks') as caught:
+        read_key()
+    assert 'of the' not in str(caught.value) and read_key('given') == 'given'
+
+
+def test_names_and_pages_of_others_are_refused():
+    """Without a key everywhere, which DNS rebinding would reach; /cache in any case."""
+    foreign = [{'host': 'evil.example'}, {'host': 'evil.example:8000'}, {'host': 'localhost.evil.example'},
+               {'host': '['}, {'origin': 'http://evil.example'}, {'origin': 'null'}, {'host': '127.0.0.1.evil'}]
+    own = [{}, {'host': 'localhost:1'}, {'host': '[::1]:80'}, {'host': '10.1.2.3'}, {'host': 'LLM.lan:80'},
+           {'origin': 'http://127.0.0.1:3000'}, {'origin': 'https://app.example'}, {'origin': 'http://localhost'}]
+    names = dict(cors_origin='https://app.example, https://b.example', allowed_hosts='llm.lan')
+    for key, paths in (('', ('/v1/models', '/cache', '/', '/metrics')), ('secret', ('/cache',))):
+        with serving(spelling_engine(), api_key=key, **names) as client:
+            for path in paths:
+                client.headers['authorization'] = f'Bearer {key or "any"}'
+                for headers in foreign:
+                    error = refused(client.get(path, headers=headers), 403)
+                    assert '--cors_origin' in error['message'] or '--allowed_hosts' in error['message']
+                assert {client.get(path, headers=headers).status_code for headers in own} == {200}
+            assert client.get('/v1/models', headers=foreign[0]).status_code == (200 if key else 403)
+            assert refused(client.get('/nowhere', headers=foreign[3]), 404)
+    with serving(spelling_engine(), allowed_hosts='*') as client:
+        assert {client.get('/cache', headers=headers).status_code for headers in foreign} == {200}
+
+
+def test_prompts_are_shown_to_the_machine_itself_or_behind_the_key(drawing):
+    ask(drawing, seed=1)
+
+    def texts(client, **headers):
+        return ''.join(block['text'] for block in client.get('/cache', headers=headers).json()['blocks'])
+    drawing.service.engine.until(lambda: TEXT[:4] in texts(drawing))
+    for header in ('x-forwarded-for', 'forwarded', 'via', 'x-real-ip'):
+        assert not texts(drawing, **{header: '127.0.0.1'})
+    away = httpx.ASGITransport(app=make_app(drawing.service), client=('192.0.2.1', 1))
+
+    async def cache():
+        async with httpx.AsyncClient(transport=away, base_url='http://192.0.2.2') as client:
+            return (await client.get('/cache')).json()
+    import anyio
+    state = anyio.run(cache)
+    assert len(state['blocks']) == 96 and not any(block['text'] for block in state['blocks'])
+    engine = spelling_engine()
+    with serving(engine, api_key='secret') as client:
+        bearer = {'authorization': 'Bearer secret'}
+        client.post('/v1/completions', json={'prompt': 'abcdefgh'}, headers=bearer)
+        engine.until(lambda: 'abcd' in texts(client, **bearer, **{'x-forwarded-for': '1.2.3.4'}))
 
 
 def test_tokenize_and_detokenize(engine):
@@ -188,6 +259,24 @@ def test_metrics(drawing):
     assert observed[name] - after[name] == pytest.approx(.208)
 
 
+def test_what_clients_ask_besides(engine):
+    """The addresses of vLLM; a model whose name has a slash; what stands elsewhere."""
+    served = served_by(engine, name='someone/toy')
+    with serving(engine, served) as client:
+        listed, = client.get('/v1/models').json()['data']
+        assert listed['sampling_defaults'] == {} and client.get('/v1/models/someone/toy').json() == listed
+        assert client.get('/v1/models/someone%2Ftoy').json() == listed
+        for path in ('/v1/models/toy', '/v1/models/'):
+            assert refused(client.get(path), 404)['code'] == 'model_not_found'
+        assert set(client.get('/version').json()) == {'version'} and client.get('/ping').json() == {'status': 'ok'}
+        assert client.get('/tokenizer_info').json()['tokenizer_class'] == 'PreTrainedTokenizerFast'
+        for path, word in (('/v1/responses', '/v1/chat/completions'), ('/v1/embeddings', 'no embeddings'),
+                           ('/chat/completions', 'mean /v1/chat/completions'), ('/v1/v1/models', 'mean /v1/models')):
+            assert word in refused(client.post(path, json={}), 404)['message']
+        for path in ('/health/', '/v1/models/someone/toy/'):  # no redirect to a Host that the client has named
+            assert refused(client.get(path, headers={'host': 'localhost:9'}), 404)
+
+
 def test_addresses_that_do_not_exist(engine):
     with serving(engine) as client:
         assert '/openapi.json' in refused(client.get('/v2'), 404)['message']
@@ -203,6 +292,10 @@ def test_a_body_that_is_too_large_is_413(engine, monkeypatch):
         assert refused(client.post('/v1/completions', content=at_the_limit + b' '), 413)
         parts = iter([at_the_limit, b' ' * 10])  # without a content-length
         assert refused(client.post('/v1/completions', content=parts), 413)
+        for encoding in ('gzip', 'br', 'GZIP, identity'):
+            response = client.post('/tokenize', content=b'{}', headers={'content-encoding': encoding})
+            assert 'Content-Encoding' in refused(response, 415)['message']
+        assert refused(client.post('/tokenize', content=b'{}', headers={'content-encoding': 'identity'}), 400)
         assert client.get('/health').status_code == 200
 
 
@@ -218,7 +311,9 @@ def test_a_full_queue_is_429_and_takes_none_of_a_list(engine):
             assert refused(client.post('/v1/completions', json=dict(prompt='a', n=3)), 429)
             engine.until(lambda: len(engine.live) == 1)
             assert engine.stats.steps == 0 and engine.stats.finished == {'abort': 2}
-            engine.step(3)  # what has begun does not wait
+            engine.step(3)
+            with engine.steps:
+                engine.scheduler.preempt_newest()  # what has begun does not wait in the queue
             assert client.post('/v1/completions', json=dict(prompt=['a'] * 2, n=2, max_tokens=0)).status_code == 200
             engine.allow(float('inf'))
             assert read_all(waits)[0] == 200
@@ -256,9 +351,18 @@ def test_cors_is_off_unless_asked(engine):
     with serving(engine) as client:
         assert client.options('/v1/completions', headers=origin).status_code == 405
         assert 'access-control-allow-origin' not in client.get('/health', headers=origin).headers
-    with serving(spelling_engine(), cors_origin='http://other') as client:
-        assert client.options('/v1/completions', headers=origin).status_code == 200
-        assert client.get('/health', headers=origin).headers['access-control-allow-origin'] == 'http://other'
+    with serving(spelling_engine(), cors_origin='http://one, http://other/') as client:
+        asked = 'authorization,content-type,x-stainless-os,x-stainless-lang,openai-organization'
+        preflight = client.options('/v1/completions', headers=origin | {'access-control-request-headers': asked})
+        assert preflight.status_code == 200 and preflight.headers['access-control-allow-headers'] == asked
+        client.service.engine.state = lambda: 1 / 0
+        for path, status in (('/health', 200), ('/nowhere', 404), ('/cache', 500)):  # errors too
+            response = client.get(path, headers=origin)
+            assert response.status_code == status and response.headers['access-control-allow-origin'] == 'http://other'
+            assert {*response.headers['access-control-expose-headers'].split(', ')} == {'retry-after', 'x-request-id'}
+        stranger = origin | {'origin': 'http://stranger'}
+        assert client.options('/v1/completions', headers=stranger).status_code == 400
+        assert 'access-control-allow-origin' not in client.get('/health', headers=stranger).headers
 
 
 def test_the_page_loads_nothing_from_elsewhere(engine):
@@ -357,7 +461,93 @@ def read_all(connection):
             chunks.append(rest[:int(size, 16)])
             rest = rest[int(size, 16) + 2:]
         body = b''.join(chunks)
-    return int(head.split()[1]), body
+    return int(head.split()[1]), body.replace(b':\n\n', b'')  # without comments
+
+
+def heads(body, version='1.1'):
+    """The bytes of a request for completions."""
+    data = json.dumps(body).encode()
+    return f'POST /v1/completions HTTP/{version}\r\nContent-Length: {len(data)}\r\n\r\n'.encode() + data
+
+
+def connected(client, data=b''):
+    connection = socket.create_connection((client.base_url.host, client.base_url.port), timeout=20)
+    connection.sendall(data)
+    return connection
+
+
+@pytest.mark.parametrize('stream', [True, False])
+def test_a_client_that_sends_no_more_gets_its_answer(engine, stream):
+    """Also where it waits for long, and in HTTP/1.0, which has no chunks: there the connection ends a stream."""
+    engine.allow(0)
+    with serving(engine) as client:
+        for version in ('1.1', '1.0'):
+            with connected(client, heads(dict(prompt='a', max_tokens=5, stream=stream), version)) as connection:
+                connection.shutdown(socket.SHUT_WR)
+                engine.until(lambda: engine.live)
+                for _ in range(5):
+                    engine.step()
+                    time.sleep(.03)  # so that it is looked for
+                status, answer = read_all(connection)
+            if stream:
+                texts = [chunk['choices'][0]['text'] for chunk in events(answer)[:-1]]
+                assert status == 200 and ''.join(texts) == spelled('a', 5)
+            else:
+                assert status == 200 and json.loads(answer)['choices'][0]['text'] == spelled('a', 5)
+        with connected(client, heads(dict(prompt='a', stream=True), '1.0')) as connection:
+            engine.allow(float('inf'))
+            assert b'chunked' not in connection.recv(1000).lower()
+
+
+def test_connections_that_wait_are_closed(engine, monkeypatch):
+    """Idle ones, half of a head, half of a body: none of them keeps its place. A stream is not cut, however slow."""
+    for name in ('HEAD', 'BODY', 'IDLE'):
+        monkeypatch.setattr(f'serving.connection.{name}', .3)
+    engine.allow(0)
+    with serving(engine) as client:
+        slow = connected(client, heads(dict(prompt='a', max_tokens=2, stream=True)))
+        waiting = {'nothing': b'', 'head': b'GET / HTTP/1.1\r\nHost: loc', 'body': heads(dict(prompt='a'))[:-3],
+                   'next': b'GET /version HTTP/1.1\r\n\r\n', 'next head': b'GET /version HTTP/1.1\r\n\r\nGET',
+                   'refused': b'POST /nowhere HTTP/1.1\r\nContent-Length: 9\r\n\r\n{'}
+        waiting = {name: connected(client, data) for name, data in waiting.items()}
+        answers = {name: read_all(connection)[0] if name != 'nothing' else connection.recv(1)
+                   for name, connection in waiting.items()}
+        assert answers == {'nothing': b'', 'head': 408, 'body': 408, 'next': 200, 'next head': 200, 'refused': 404}
+        engine.allow(float('inf'))
+        slow.sendall(b'')
+        slow.shutdown(socket.SHUT_WR)
+        assert events(read_all(slow)[1])[-1] == b'[DONE]'
+        for connection in (slow, *waiting.values()):
+            connection.close()
+
+
+def test_a_reader_that_reads_nothing_is_cut_and_a_slow_one_is_not(monkeypatch):
+    monkeypatch.setattr('serving.connection.READER', .5)
+    engine = spelling_engine(block_size=2000, n_blocks=8000, max_queue=16)
+    body = dict(prompt='a', n=8, max_tokens=1000, stream=True, logprobs=5)
+    with serving(engine) as client, post(client, body, 4096) as never, post(client, body, 4096) as slow:
+        data = b''
+        while part := slow.recv(2**14):
+            data += part
+            time.sleep(.02)
+        assert b'[DONE]' in data[-100:] and len(data) > 2**19
+        with pytest.raises(OSError):
+            while never.recv(2**20):
+                pass
+            raise OSError("it ended before its end")
+
+
+def test_heads_have_a_limit(engine):
+    """It is refused before its end comes, and before the key is looked at; what is no request is a JSON error too."""
+    with serving(engine, api_key='secret') as client:
+        with connected(client, b'GET / HTTP/1.1\r\nX: ') as connection, pytest.raises(OSError):
+            for _ in range(200):  # 20 MB
+                connection.sendall(b'a' * 100_000)
+        for data in (b'\x16\x03\x01\x02\r\n\r\n', b'GET\r\n\r\n', b'GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n'):
+            with connected(client, data) as connection:
+                status, answer = read_all(connection)
+            assert status == 400 and 'HTTP/1.1' in json.loads(answer)['error']['message']
+        assert client.get('/health').status_code == 200
 
 
 def test_disconnect_within_the_body():
@@ -388,6 +578,33 @@ def test_slow_reader_stalls_nobody():
         texts[choice['index']] += choice['text']
     assert status == 200 and chunks[-1] == b'[DONE]' and len(chunks) < n and len(answer) > 2**19
     assert texts == [spelled('a', n)] * 8
+
+
+def test_templates_that_take_long_delay_no_others(monkeypatch):
+    """They have a thread of their own, with 429 in front; a server that ends does not wait for it."""
+    monkeypatch.setattr('serving.server.MOST_IN_POOL', 2)
+    monkeypatch.setattr('serving.server.LONG_TEXT', 1)
+    chat, go_on = dict(messages=[dict(role='user', content='a')]), threading.Event()
+
+    class Chat(CharTokenizer):
+        chat_template = 'slow'
+
+        def conversation(self, messages, **variables):
+            go_on.wait(20)
+            return [0]
+    engine = spelling_engine()
+    with serving(engine, served_by(engine, tokenizer=Chat(CHARS))) as client, ThreadPoolExecutor(2) as pool:
+        chats = [pool.submit(client.post, '/v1/chat/completions', json=chat) for _ in range(2)]
+        engine.until(lambda: client.service.n_in_pool['template'] == 2)
+        response = client.post('/v1/chat/completions', json=chat)
+        assert refused(response, 429)['code'] == 'queue_full' and response.headers['retry-after']
+        assert client.post('/tokenize', json=dict(prompt='ab')).json()['tokens'] == [0, 1]
+        assert client.post('/v1/completions', json=dict(prompt='ab', max_tokens=2)).status_code == 200
+        client.process.handle_exit(signal.SIGTERM, None)
+        assert {refused(each.result(), 503)['code'] for each in chats} == {'draining'}
+        client.thread.join(20)
+        assert not client.thread.is_alive()
+        go_on.set()
 
 
 def test_drain_then_exit():
@@ -436,38 +653,85 @@ def test_a_model_that_cannot_be_loaded_ends_the_server():
 
 
 SCRIPT = """
-import sys
+import sys, time
 from serving.server import Service, run
-from small_engine import served_by, spelling_engine
-engine = spelling_engine(n_allowed=0)
+from small_engine import CHARS, served_by, spelling_engine
+def fail(texts):
+    for text in texts:
+        if text == [CHARS.index('z')]:
+            raise FloatingPointError("of one step")
+        if text == [CHARS.index('q')]:
+            sys.exit()
+        time.sleep(.1 * (text[0] < 5))
+engine = spelling_engine(n_allowed=int(sys.argv[1]))
+engine.decoder.fails = fail
 run(Service(lambda: (engine, served_by(engine))), '127.0.0.1', 0, 600)
 """
 
 
-@pytest.mark.parametrize('signals, code', [(1, 0), (2, 128 + signal.SIGTERM)])
-def test_a_second_signal_ends_at_once(signals, code):
-    """The real signals, to a process whose only request never ends: the drain would take 10 minutes."""
-    process = subprocess.Popen([sys.executable, '-c', SCRIPT], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-                               env=ENVIRONMENT | {'PYTHONPATH': f'{ROOT}:{ROOT}/tests'})
+@contextmanager
+def script(n_allowed):
+    """(A process with SCRIPT, a client of it once it is ready)."""
+    process = subprocess.Popen([sys.executable, '-c', SCRIPT, str(n_allowed)], cwd=ROOT, stderr=subprocess.PIPE,
+                               text=True, env=ENVIRONMENT | {'PYTHONPATH': f'{ROOT}:{ROOT}/tests'})
     try:
         address = process.stderr.readline().split()[2]
-        while httpx.get(f'{address}health').status_code != 200:  # loading
-            pass
-        host, port = address.removeprefix('http://').rstrip('/').split(':')
-        with socket.create_connection((host, int(port))) as connection:
-            if signals == 2:
-                body = b'{"prompt": "a", "stream": true}'
-                connection.sendall(b'POST /v1/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n' % len(body)
-                                   + body)
-                assert b'200 OK' in connection.recv(100)
-            for _ in range(signals):
-                process.send_signal(signal.SIGTERM)
-                assert signals == 1 or any(line.startswith('stopping') for line in process.stderr) or True
-            assert process.wait(TIMEOUT) == code
+        assert any(line.startswith('ready in') for line in process.stderr)
+        with httpx.Client(base_url=address, timeout=60) as client:
+            yield process, client
     finally:
         process.kill()
         process.stderr.close()
         process.wait()
+
+
+def test_a_closed_terminal_loses_no_request():
+    """`serve.py 2>&1 | tee` and Ctrl-C: stderr has no reader. An engine that failed goes on, and so does what runs."""
+    with script(10**9) as (process, client):
+        process.stderr.close()
+        assert client.post('/v1/completions', json=dict(prompt='z')).status_code == 500
+        assert client.post('/v1/completions', json=dict(prompt='k', max_tokens=2)).status_code == 200
+        assert client.get('/health').status_code == 200
+        with client.stream('POST', '/v1/completions', json=dict(prompt='a', max_tokens=9, stream=True)) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith('data: ')
+            process.send_signal(signal.SIGINT)
+            assert 'data: [DONE]' in [*lines]
+        assert process.wait(TIMEOUT) == 0
+
+
+def test_an_engine_that_ends_ends_the_process():
+    with script(10**9) as (process, client):
+        assert client.post('/v1/completions', json=dict(prompt='q')).status_code == 503
+        assert process.wait(TIMEOUT) == 1 and 'the engine ended' in process.stderr.read().splitlines()[-1]
+
+
+def test_what_is_not_complete_ends_with_the_server():
+    """Bodies that have not come and requests that wait for a thread are told so at once, without a traceback."""
+    with script(0) as (process, client):
+        half, idle = connected(client, heads(dict(prompt='a'))[:-3]), connected(client, b'POST / HTT')
+        assert client.get('/health').status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert read_all(half)[0] == 503 and idle.recv(9) == b'' and process.wait(TIMEOUT) == 0
+        assert [line for line in process.stderr if not line.startswith('stopping')] == []
+
+
+def test_a_dead_engine_is_not_healthy(engine):
+    with serving(engine) as client:
+        engine.dead = True
+        assert refused(client.get('/health'), 503)['code'] == 'dead'
+        client.thread.join(20)
+        assert not client.thread.is_alive()
+
+
+def test_a_second_signal_ends_at_once():
+    """The real signals, to a process whose only request never ends: the drain would take 10 minutes."""
+    with script(0) as (process, client), connected(client, heads(dict(prompt='a', stream=True))) as connection:
+        assert b'200 OK' in connection.recv(100)
+        process.send_signal(signal.SIGTERM)
+        assert any(line.startswith('stopping') for line in process.stderr)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
 
 
 # what nobody would send on purpose: each gets a JSON error, none a 500; the API is as its description says

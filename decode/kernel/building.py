@@ -7,7 +7,6 @@ import hashlib
 import itertools
 import secrets
 import sys
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from numba.core.ccallback import CFunc
 from decode.kernel.vectors import I64, instruction
 from decode.process import after_fork
 
-NOTICE = "compiling the decode step for this machine; the next start finds it on disk ..."
+NOTICE = "compiling the decode step for this machine, which takes a minute; the next start finds it on disk ..."
 LONGEST_WAIT = 300  # seconds for another process that compiles the same; then this one compiles it too
 N_ARGUMENTS = 5     # of a `CFunction`
 
@@ -73,7 +72,10 @@ class SharedCache(FunctionCache):
 
     def load_overload(self, sig, target_context):
         self._cache_file = self.file_for(sig)
-        return super().load_overload(sig, target_context)
+        loaded = super().load_overload(sig, target_context)
+        if loaded is None:
+            say(NOTICE)
+        return loaded
 
     def save_overload(self, sig, data):
         self._cache_file = self.file_for(sig)
@@ -113,14 +115,8 @@ def keep_on_disk(function):
     compile_alone = function.compile
 
     def compile(*sig):
-        notice = threading.Timer(1.5, say, [NOTICE])
-        notice.daemon = True
-        notice.start()
-        try:
-            with cache.lock(sig):
-                return compile_alone(*sig)
-        finally:
-            notice.cancel()
+        with cache.lock(sig):
+            return compile_alone(*sig)
     function.compile = compile
     return function
 
