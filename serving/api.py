@@ -4,6 +4,7 @@ legacy completions and chat completions (https://platform.openai.com/docs/api-re
 """
 import difflib
 import random
+import re
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal
@@ -334,11 +335,13 @@ def named(error, known):
         return APIError(400, f"{param} is not a field here: leave it out", param, 'unknown_field')
     if error['type'] == 'missing':
         return APIError(400, f"{param} is missing: the body must have it", param, 'missing_field')
-    message = error['msg'].replace('Input', param, 1)
+    message = re.sub('^(Input|List|String) ', f'{param} ', error['msg']).replace(' after validation', '')
     if error['type'] == 'value_error':  # of a function above
         message = str(error['ctx']['error'])
         return invalid(param, message if message.startswith(param.split('.')[-1]) else f"{param}: {message}")
-    return invalid(param, f"{message if param in message else param + ': ' + message}, not {shown(error['input'])}")
+    if ', not ' not in message:
+        message += f", not {shown(error['input'])}"
+    return invalid(param, message if param in message else f"{param}: {message}")
 
 
 @dataclass(frozen=True)
