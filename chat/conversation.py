@@ -3,6 +3,7 @@ import os
 import re
 import sys
 import time
+from contextlib import contextmanager
 
 import torch
 
@@ -108,7 +109,6 @@ class Conversation:
         start = self.cache.length(self.handle)
         return self.cache.step([self.handle], [start], torch.tensor([tokens], device=device)).float()
 
-
     def changed(self, logits, tokens):
         """The logits (1, vocab_size) behind these tokens, after repetition_penalty and min_p."""
         if self.repetition_penalty != 1:
@@ -146,6 +146,26 @@ def answers_to():
     answers = open(os.dup(1), 'w', encoding=sys.stdout.encoding, errors='replace')
     os.dup2(2, 1)
     return answers
+
+
+@contextmanager
+def typed_later(edits):
+    """
+    While an answer is printed, what is typed or pasted waits for `input`, unseen. A terminal that collects lines would
+    cut them at 4,095 characters.
+    """
+    if not edits:
+        yield
+        return
+    import termios
+    *modes, local, in_speed, out_speed, keys = before = termios.tcgetattr(0)
+    local &= ~(termios.ICANON | termios.ECHO)
+    try:
+        termios.tcsetattr(0, termios.TCSADRAIN, [*modes, local, in_speed, out_speed, keys])
+        print('\033[?2004h', end='', flush=True)  # a paste is still marked as one
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 def read_message(edits):
@@ -199,8 +219,9 @@ def talk(conversation, max_new_tokens, first=()):
             continue
         began = time.perf_counter()
         try:
-            for piece in c.answer(text, max_new_tokens):
-                print(piece, end='', file=answers, flush=True)
+            with typed_later(edits):
+                for piece in c.answer(text, max_new_tokens):
+                    print(piece, end='', file=answers, flush=True)
         except KeyboardInterrupt:
             pass
         except ValueError as e:

@@ -5,6 +5,7 @@ import re
 import select
 import signal
 import sys
+import time
 from functools import partial
 
 import pytest
@@ -174,8 +175,15 @@ class Terminal:
 
     def type(self, text):
         self.until('> ')
+        self.write(text)
+
+    def write(self, text):
         while text:  # a terminal takes some thousand bytes at once
-            text = text[os.write(self.fd, text[:512].encode()):]
+            readable, writable, _ = select.select([self.fd], [self.fd], [], 120)
+            if readable:
+                self.said += os.read(self.fd, 2**16).decode('utf-8', 'replace')
+            elif writable:
+                text = text[os.write(self.fd, text[:512].encode()):]
 
     def prompt_length(self):
         """The tokens of the last prompt, as its status line says."""
@@ -201,6 +209,12 @@ def test_a_terminal(folder):
             t.type('/clear\r')
             t.type(keys)
             assert t.prompt_length() == length(said), said[:20]
+        t.type('/clear\r')
+        t.type('y' * 1000 + '\r')
+        t.write('\x1b[200~z\r' + 'z' * 5000 + '\x1b[201~\r')  # while it answers
+        said = dict(role='user', content='y' * 1000), dict(role='assistant', content='')
+        both = tokenizer.conversation([system, *said, dict(role='user', content='z\n' + 'z' * 5000)])
+        assert t.prompt_length() == length('y' * 1000) and 0 <= t.prompt_length() - len(both) <= 8
         t.type('\r')
         t.type('/hepl\r')
         t.until('no command /hepl')
@@ -210,7 +224,9 @@ def test_a_terminal(folder):
         t.type('/system\r')
         t.type('the cat\r')
         assert t.prompt_length() == len(tokenizer.conversation([dict(role='user', content='the cat')]))
-        t.type('\x03')
+        t.until('> ')
+        time.sleep(0.5)  # a signal between the prompt and the wait for a key is noticed at the next key
+        t.write('\x03')
         t.until('Ctrl-D ends')
         t.type('/exit\r')
         assert os.waitpid(t.pid, 0)[1] == 0
