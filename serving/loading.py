@@ -46,14 +46,16 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     decode.check_choice(decoder, 'float32' if on_cuda and weights == 'bfloat16' else weights, threads, dev,
                         cache="a server's cache of blocks", speculate=speculate, draft=draft)
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev)
+    if dev == 'cpu' and init_from != 'resume':
+        copy_weights(model)
     if on_cuda and weights == 'bfloat16':
         model, weights = model.bfloat16(), 'float32'
     compiled = (dev == 'cpu' or on_cuda) and decoder != 'eager'
     if not (compiled and (on_cuda or model.lm_head.weight.dtype in decode.MODEL_DTYPES)):
         model.float()
     if compiled:
-        proposer = draft and decode.draft_of(checkpoint.load_draft(draft, plain_model, model, tokenizer), draft,
-                                             make_cache)
+        proposer = draft and decode.draft_of(
+            copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer)), draft, make_cache)
         step = decode.best(model, 1, weights, threads, decoder, speculate, proposer)
         print(f"decoder: {step.name}", file=sys.stderr)
     if on_cuda:
@@ -76,6 +78,16 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL)
     return engine, served
+
+
+def copy_weights(model):
+    """
+    Copy a model's weights into memory. Some are memory-mapped, and whoever cut the file later would end the process,
+    whichever request it serves. Returns the model.
+    """
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+    return model
 
 
 def planned(model, step, kv_memory, n_blocks=None, page_size=16, max_num_batched_tokens=None, **settings):

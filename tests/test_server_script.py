@@ -1,13 +1,16 @@
 """serve.py as a user runs it: the address it prints, an answer, the end, and one line for each mistake."""
 import signal
 import socket
+import subprocess
+import sys
 
+import pytest
 from conftest import SERVING, needs
 
 needs(*SERVING)
 
 import httpx
-from conftest import TIMEOUT, run, start
+from conftest import ENVIRONMENT, TIMEOUT, run, start
 
 import checkpoint
 import generation
@@ -17,14 +20,18 @@ SMALL = ('--port=0', '--decoder=eager', '--n_blocks=16', '--page_size=4', '--dev
 
 
 def test_serves_the_newest_run(trained):
-    """Greedy, as `generate` continues the prompt; SIGTERM ends it with exit code 0."""
-    process = start(trained, 'serve.py', *SMALL)
+    """
+    Greedy, as `generate` continues the prompt; SIGTERM ends it with exit code 0. It says where the page and the API
+    are, and shows its key nowhere.
+    """
+    process = start(trained, 'serve.py', *SMALL, '--host=localhost', '--api_key=geheim7')
     try:
-        lines = iter(process.stderr.readline, '')
-        address = next(line.split()[2] for line in lines if line.startswith('the page:'))
-        with httpx.Client(base_url=address, timeout=60) as client:
-            while client.get('/health').status_code == 503:
-                pass
+        lines = []
+        while not lines or not lines[-1].startswith('ready in'):
+            lines.append(process.stderr.readline())
+        address = next(line.split()[2] for line in lines if line.startswith('the page: http://localhost:'))
+        assert f"the API of 'out' at {address}v1: /v1/completions\n" in lines
+        with httpx.Client(base_url=address, timeout=60, headers={'authorization': 'bearer geheim7'}) as client:
             (served,) = client.get('/v1/models').json()['data']
             assert (served['id'], served['max_model_len']) == ('out', 16)
             body = {'prompt': 'for', 'max_tokens': 13, 'temperature': 0, 'echo': True}
@@ -32,12 +39,33 @@ def test_serves_the_newest_run(trained):
             assert '<title>' in client.get('/').text and client.get('/cache').json()['n_blocks'] == 16
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT) == 0
+        assert 'geheim7' not in ''.join(lines) + process.stderr.read() + process.stdout.read()
     finally:
         process.kill()
         process.communicate()
     model, tokenizer, _ = checkpoint.load_model('resume', str(trained / 'out'), plain_model)
     (tokens,) = generation.generate(model, [tokenizer.encode('for')], 13, temperature=0)
     assert text == tokenizer.decode(tokens)
+
+
+@pytest.mark.parametrize('setting, said', [
+    ('--host=', 'host must be an address'), ('--host=nowhere.invalid', 'choose another --host'),
+    ('--api_key=FILE:/nowhere', 'No such file'), ('--api_key=geheim 7', 'without blanks'),
+    ('--generation_config=vllm', 'generation_config must be none')])
+def test_settings_that_make_no_sense(trained, setting, said):
+    done = run(trained, 'serve.py', '--port=0', '--device=cpu', setting)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and said in last and 'Traceback' not in done.stderr and 'geheim' not in done.stderr
+
+
+def test_interrupted_while_it_is_loaded(trained):
+    """Ctrl-C in the middle of the imports: no traceback of them."""
+    process = subprocess.Popen([sys.executable, '-X', 'importtime', 'serve.py'], cwd=trained, stderr=subprocess.PIPE,
+                               text=True, env=ENVIRONMENT)
+    next(line for line in process.stderr if line.endswith(' numpy.version\n'))
+    process.send_signal(signal.SIGINT)
+    assert 'Traceback' not in process.stderr.read() and process.wait(TIMEOUT) == -signal.SIGINT
+    process.stderr.close()
 
 
 def test_a_port_in_use(trained):
