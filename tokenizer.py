@@ -113,7 +113,8 @@ class JSONTokenizer(Tokenizer):
     json: the contents of the file, a string. end_tokens: ids, by default that of <|endoftext|>; that of the eos_token
     is one in any case, and so is the token with which the chat template ends an answer. special_tokens:
     {'bos_token': text, ...}. chat_template: a template's source, see `chat.template.ChatTemplate`. file_ids: {name of a
-    file: {'bos_token_id': id, ...}} as in the folder that it is from, for an export.
+    file: {'bos_token_id': id, ...}} as in the folder that it is from, for an export. added_tokens: those that other
+    files add, as transformers adds them: dicts as in tokenizer.json, or texts of special tokens.
 
     ValueError if the library cannot read json, and if the text of some tokens depends on those before them: texts are
     printed token by token here. This is so for all decoders but ByteLevel (GPT-2, StarCoder, MPT, Llama 3, Qwen), Fuse
@@ -121,17 +122,25 @@ class JSONTokenizer(Tokenizer):
     the blank that its first token has.
     """
 
-    def __init__(self, json, end_tokens=None, special_tokens=None, chat_template=None, file_ids=None):
+    def __init__(self, json, end_tokens=None, special_tokens=None, chat_template=None, file_ids=None, added_tokens=()):
         import tokenizers
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # of several texts; it warns at each fork
         try:
             self.library = tokenizers.Tokenizer.from_str(json)
+            new = {token.content: {} for token in self.library.get_added_tokens_decoder().values()}
+            for token in added_tokens:
+                fields = token if isinstance(token, dict) else dict(content=token)
+                text = fields['content']
+                if text not in new or len(fields) > 1:
+                    new[text] = fields | dict(special=fields.get('special', False) or text in added_tokens)
+            n_new = self.library.add_tokens([tokenizers.AddedToken(**token) for token in new.values() if token])
         except Exception as e:  # the library raises plain Exceptions
-            raise ValueError(f"the tokenizer.json cannot be read ({e}): is the download complete?") from e
+            raise ValueError("the tokenizer.json cannot be read, or a token that the files beside it add "
+                             f"({e}): is the download complete?") from e
         self.decoder, self.strips = decoder_of(json)
         self.library.no_truncation()  # a file may ask for both, for training
         self.library.no_padding()
-        self.json = json
+        self.json, self.added_tokens = json, list(added_tokens) if n_new else []
         if not self.library.get_vocab(with_added_tokens=False):
             raise ValueError("the tokenizer.json has no tokens: is the download complete?")
         self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # some ids may be unused
@@ -151,28 +160,26 @@ class JSONTokenizer(Tokenizer):
     def end_tokens(self):
         """Without those that the model has no row for. stderr names them."""
         ends = tuple(dict.fromkeys([*self.ends, *self.ends_of_turns()]))
-        if beyond := [i for i in ends if not 0 <= i < min(self.n_rows, self.vocab_size)]:
-            print(f"the model's files name end tokens that it does not have: {', '.join(map(str, beyond))} of "
-                  f"{min(self.n_rows, self.vocab_size):,} tokens; they are left out", file=sys.stderr)
-        return tuple(i for i in ends if i not in beyond)
+        n = min(self.n_rows, self.vocab_size)
+        if beyond := [i for i in ends if not 0 <= i < n]:
+            print(f"end tokens are left out that the model does not have: {', '.join(map(str, beyond))} of {n:,}",
+                  file=sys.stderr)
+        return tuple(i for i in ends if 0 <= i < n)
 
     def ends_of_turns(self):
         """
         The added tokens, such as <|im_end|>, that the chat template writes behind an answer, a set. stderr says so
         where it does not write one.
         """
-        answer, found, turns = 'Kx7q.', set(), [dict(role='user', content='?'), dict(role='assistant', content='Kx7q.')]
+        found, turns = set(), [dict(role='user', content='?'), dict(role='assistant', content='Kx7q.')]
         for messages in (turns, [*turns, turns[0]]) if self.chat_template else ():
             try:
-                behind = self.chat_template.render(messages, add_generation_prompt=False).rpartition(answer)[2]
+                text = self.chat_template.render(messages, add_generation_prompt=False)
             except ValueError as e:
                 print(f"how an answer ends is not known from the chat template: {e}", file=sys.stderr)
                 break
-            for i in self.library.encode(behind, add_special_tokens=False).ids:
-                text = self.library.id_to_token(i) if i in self.added_ids else self.token_bytes[i]
-                if text.strip():
-                    found |= {i} & self.added_ids
-                    break
+            ids = self.library.encode(text.rpartition('Kx7q.')[2], add_special_tokens=False).ids
+            found |= {next((i for i in ids if self.token_bytes[i].strip()), None)} & self.added_ids
         return found
 
     def conversation(self, messages, /, **variables):
@@ -210,6 +217,8 @@ class JSONTokenizer(Tokenizer):
             state['special_tokens'] = self.special_tokens
         if self.file_ids:
             state['file_ids'] = self.file_ids
+        if self.added_tokens:
+            state['added_tokens'] = self.added_tokens
         if self.chat_template:
             state['chat_template'] = self.chat_template.source
         return state
@@ -275,8 +284,9 @@ def check_state(state):
     ids, special_tokens = state.get('end_tokens', []), state.get('special_tokens', {})
     if not are_ids(ids):
         raise ValueError(f"end_tokens of a tokenizer must be token ids, not {str(ids)[:50]}")
-    if not isinstance(state.get('file_ids', {}), dict):
-        raise ValueError(f"file_ids of a tokenizer must be a dict, not {str(state['file_ids'])[:50]}")
+    for key, kind in (('file_ids', dict), ('added_tokens', list)):
+        if not isinstance(state.get(key, kind()), kind):
+            raise ValueError(f"{key} of a tokenizer must be a {kind.__name__}, not {str(state[key])[:50]}")
     if not isinstance(special_tokens, dict) or not all(isinstance(text, str) for text in special_tokens.values()):
         raise ValueError(f"special_tokens of a tokenizer must be texts, not {str(special_tokens)[:50]}")
     if not isinstance(state.get('chat_template', ''), str):
@@ -296,7 +306,7 @@ def from_state(state):
     if state['kind'] == 'gpt2':
         return GPT2Tokenizer()
     if state['kind'] == 'json':
-        names = 'end_tokens', 'special_tokens', 'chat_template', 'file_ids'
+        names = 'end_tokens', 'special_tokens', 'chat_template', 'file_ids', 'added_tokens'
         return JSONTokenizer(state['json'], **{name: state[name] for name in names if name in state})
     raise ValueError(f"the kind of a tokenizer must be char, gpt2 or json, not {state['kind']!r}: these tokens have no "
                      "text")
@@ -311,15 +321,15 @@ def state_of_dataset(folder):
     if 'kind' in meta:
         return {k: meta[k] for k in ('kind', 'chars') if k in meta}
     if os.path.exists(path):
-        return {'kind': 'json'} | state_of_folder(folder)
+        return {'kind': 'json', 'json': read_text(path)} | state_beside(folder)
     return {'kind': 'unknown'} if 'vocab_size' in meta or not is_gpt2(folder) else GPT2
 
 
-def state_of_folder(folder):
+def state_beside(folder):
     """
-    What the files of a folder say of a tokenizer, as in a state: tokenizer.json, and those that may be beside it,
-    tokenizer_config.json, special_tokens_map.json, added_tokens.json, chat_template.jinja, chat_template.json,
-    generation_config.json and config.json. ValueError if one of them is damaged.
+    What the files beside a tokenizer.json say of a tokenizer, as in a state: tokenizer_config.json, special_tokens_map
+    .json, added_tokens.json, generation_config.json, config.json, chat_template.jinja and chat_template.json, all of
+    which may be absent. ValueError if one of them is damaged.
     """
     def read(name):
         path = os.path.join(folder, name)
@@ -327,15 +337,18 @@ def state_of_folder(folder):
             return read_json(path) if os.path.exists(path) else {}
         except ValueError as e:
             raise ValueError(f"{path} cannot be read ({e}): is the download complete?") from e
-    config = read('special_tokens_map.json') | read('tokenizer_config.json')
-    named = {role: text_of(token) for role, token in config.items() if text_of(token) and role.endswith('_token')}
-    special = [*named.values()]
-    for name in ('additional_special_tokens', 'extra_special_tokens'):
-        special += filter(None, map(text_of, config[name] if isinstance(config.get(name), list) else ()))
-    added = config.get('added_tokens_decoder') or {i: dict(content=text)
-                                                   for text, i in read('added_tokens.json').items()}
-    state = {'json': with_added_tokens(read_text(os.path.join(folder, 'tokenizer.json')), added, special)}
-    if special_tokens := {role: text for role, text in named.items() if role in ROLES}:
+    config, state = read('special_tokens_map.json') | read('tokenizer_config.json'), {}
+    named = {name: token.get('content') if isinstance(token, dict) else token for name, token in config.items()}
+    named = {name: text for name, text in named.items() if name.endswith('_token') and isinstance(text, str)}
+    others = config.get('additional_special_tokens') or config.get('extra_special_tokens')
+    added = config.get('added_tokens_decoder') or {
+        str(i): dict(content=text) for text, i in read('added_tokens.json').items()}
+    if not isinstance(added, dict) or not all(i.isdecimal() for i in added):
+        raise ValueError(f"{folder}: added_tokens_decoder and added_tokens.json must name ids, not {added!r:.50}")
+    added = [added[i] for i in sorted(added, key=int)] + [*named.values(), *(others if type(others) is list else ())]
+    if added:
+        state['added_tokens'] = added
+    if special_tokens := {name: text for name, text in named.items() if name in ROLES}:
         state['special_tokens'] = special_tokens
     template, path = config.get('chat_template'), os.path.join(folder, 'chat_template.jinja')
     if template is None:
@@ -361,41 +374,6 @@ def state_of_folder(folder):
         if ids:
             state.setdefault('file_ids', {})[file] = ids
     return state
-
-
-def text_of(token):
-    """The text of a token in tokenizer_config.json, where it may be a dict. None if it is neither."""
-    text = token.get('content') if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
-
-
-def with_added_tokens(tokenizer_json, added, special):
-    """
-    A tokenizer.json, a text, with the tokens that the files beside it add, as transformers adds them. added: {id: what
-    tokenizer_config.json says of a token, or its content alone}. special: texts of special tokens. ValueError if these
-    are damaged.
-    """
-    if not added and not special:
-        return tokenizer_json
-    import tokenizers
-    try:
-        known = {token['content']: token for token in json.loads(tokenizer_json).get('added_tokens') or ()}
-        new, texts = {}, [dict(content=text) for text in special]
-        for token in [token for _, token in sorted(added.items(), key=lambda pair: int(pair[0]))] + texts:
-            text = token['content']
-            if len(token) == 1 and (text in known or text in new):
-                continue
-            token = token | dict(special=token.get('special', False) or text in special)
-            if known.get(text) != known.get(text, {}) | token:
-                new[text] = tokenizers.AddedToken(**token)
-        if not new:
-            return tokenizer_json
-        library = tokenizers.Tokenizer.from_str(tokenizer_json)
-        library.add_tokens([*new.values()])
-        return library.to_str()
-    except Exception as e:  # the library raises plain Exceptions
-        raise ValueError("the tokenizer.json cannot be read, or not with the tokens that the files beside it add "
-                         f"({e}): is the download complete?") from e
 
 
 def is_gpt2(folder):
@@ -507,10 +485,8 @@ def states_of(stop):
         for c in s:
             if c not in follow[state]:
                 follow[state][c] = len(follow)
-                follow.append({})
-                shorter.append(0)
-                length.append(length[state] + 1)
-                complete.append(0)
+                for column, value in zip((follow, shorter, length, complete), ({}, 0, length[state] + 1, 0)):
+                    column.append(value)
             state = follow[state][c]
         complete[state] = len(s)
     states = deque(follow[0].values())

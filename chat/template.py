@@ -15,11 +15,12 @@ import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 from importlib.util import find_spec
 
 SECONDS = 2.0           # of the processor for a rendering, at most
 LONGEST = 10.0          # seconds of a rendering on a machine that is busy with others, at most
-START = 120.0           # seconds until the process is ready, at most
+START = 120.0           # seconds until it has started and compiled a template, at most
 MEMORY = 2**29          # bytes of the process, at most
 MOST_TEXT = 2**24       # characters of a rendered conversation, at most
 MARK = 'END_OF_THE_FINAL_MESSAGE '  # behind the content of a message that is continued
@@ -67,8 +68,7 @@ class ChatTemplate:
                 self.process = subprocess.Popen([sys.executable, '-I', __file__, *folders], text=True, encoding='utf-8',
                                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
                 try:
-                    self.answer(None, "cannot be used", START)
-                    self.answer(dict(source=self.source, special_tokens=self.special_tokens), "cannot be read")
+                    self.answer(dict(source=self.source, special_tokens=self.special_tokens), "cannot be read", START)
                 except ValueError:
                     self.close()
                     raise
@@ -150,7 +150,7 @@ def compiled(source):
 def serve():
     """
     Answer each line of standard input, JSON, by a line: ['text', what was rendered] or ['error', why not]. The first
-    line asks whether the process is ready, the second has the template, the others the variables of a rendering each.
+    line has the template, the others the variables of a rendering each.
     """
     sys.path += sys.argv[1:]
     try:
@@ -159,15 +159,13 @@ def serve():
     except (ImportError, ValueError, OSError):
         pass  # Windows has no limit of memory, and macOS not this one
     template, special_tokens = None, {}
+    limit = partial(signal.setitimer, signal.ITIMER_PROF) if hasattr(signal, 'setitimer') else bool
     for line in sys.stdin:
         question = json.loads(line)
-        if question is not None and hasattr(signal, 'setitimer'):
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of the processor; it ends the process
         try:
-            if question is None:
-                import jinja2  # noqa: F401 (it takes long)
-                text = ''
-            elif template is None:
+            import jinja2  # noqa: F401 (it takes long, and none of the template's time)
+            limit(SECONDS)  # then it ends the process
+            if template is None:
                 special_tokens, template = question['special_tokens'], compiled(question['source'])
                 text = ''
             else:
@@ -178,8 +176,7 @@ def serve():
             answer = 'text', text
         except Exception as e:  # a template can raise anything
             answer = 'error', f"{type(e).__name__}: {e}"[:300]
-        if hasattr(signal, 'setitimer'):
-            signal.setitimer(signal.ITIMER_PROF, 0)
+        limit(0)
         print(json.dumps(answer), flush=True)
 
 

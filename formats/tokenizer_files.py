@@ -32,7 +32,8 @@ def huggingface_tokenizer(tokenizer):
         if not special_tokens and not tokenizer.file_ids and tokenizer.end_of_text is not None:
             special_tokens = dict.fromkeys(ROLES, END_OF_TEXT)
         template = dict(chat_template=tokenizer.chat_template.source) if tokenizer.chat_template else {}
-        return json.loads(tokenizer.json), dict(tokenizer_class='PreTrainedTokenizerFast') | special_tokens | template
+        content = json.loads(tokenizer.library.to_str() if tokenizer.added_tokens else tokenizer.json)
+        return content, dict(tokenizer_class='PreTrainedTokenizerFast') | special_tokens | template
     if isinstance(tokenizer, CharTokenizer):
         # Each character is a word. A batch is filled up with PAD, a second name of a character, because the model has
         # no row for more; `save_pretrained` of transformers keeps only one of them. The one that is added last is the

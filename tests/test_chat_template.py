@@ -274,7 +274,7 @@ def test_jinja2_may_be_anywhere(tmp_path):
         (tmp_path / 'packages' / package).symlink_to(os.path.dirname(find_spec(package).origin))
     (tmp_path / 'packages' / 'json.py').write_text('raise Exception("this is not the standard library")')
     call = "from chat.template import ChatTemplate; print(ChatTemplate('{{ messages[0] + 1 }}').render([1]))"
-    missing = "the chat template cannot be used: ModuleNotFoundError: No module named 'jinja2'"
+    missing = "the chat template cannot be read: ModuleNotFoundError: No module named 'jinja2'"
     for path, said in (([tmp_path / 'packages'], ''), ([], missing)):
         code = f"import json, sys; sys.path += {list(map(str, path))}; {call}"
         done = subprocess.run([tmp_path / 'venv' / 'bin' / 'python', '-c', code], cwd=ROOT, capture_output=True,

@@ -473,8 +473,8 @@ BAD_FOLDERS = [  # what is changed in a folder that is good, what the line has t
     *[(changed('generation_config.json', eos_token_id=end), line) for end, line in (
         ('</s>', "generation_config.json: eos_token_id must be a token id or a list of them, not '</s>'"),
         (True, 'not True'), ([[0]], 'not [[0]]'))],
-    (changed('tokenizer_config.json', added_tokens_decoder={'0': '</s>'}), 'that the files beside it add'),
-    (changed('tokenizer_config.json', added_tokens_decoder={'x': dict(content='a')}), 'the files beside it add'),
+    (changed('tokenizer_config.json', added_tokens_decoder={'0': '</s>'}), 'a token that the files beside it add'),
+    (changed('tokenizer_config.json', added_tokens_decoder={'x': dict(content='a')}), 'must name ids, not'),
     (changed('tokenizer.json', decoder=dict(type='WordPiece', prefix='##', cleanup=True)),
      'the decoder of the tokenizer.json is WordPiece'),
     (changed('tokenizer.json', added_tokens=[], model=dict(type='BPE', vocab={}, merges=[])),
@@ -489,7 +489,7 @@ BAD_FOLDERS = [  # what is changed in a folder that is good, what the line has t
      'the chat template cannot be read: '),
     (written('chat_template.jinja', '{{ messages'), 'the chat template cannot be read: '),
     (changed('tokenizer_config.json', chat_template=3), 'the chat template must be a text, not 3: it is left out'),
-    (changed('generation_config.json', eos_token_id=[0, 300, -1]), '300, -1 of 300 tokens; they are left out'),
+    (changed('generation_config.json', eos_token_id=[0, 300, -1]), 'that the model does not have: 300, -1 of 300'),
 ])
 def test_what_a_model_can_do_without_is_one_line_and_it_loads(good_folder, tmp_path, capsys, change, said):
     shutil.copytree(good_folder, tmp_path / 'hf')
