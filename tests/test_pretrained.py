@@ -473,7 +473,7 @@ BAD_FOLDERS = [  # what is changed in a folder that is good, what the line has t
     *[(changed('generation_config.json', eos_token_id=end), line) for end, line in (
         ('</s>', "generation_config.json: eos_token_id must be a token id or a list of them, not '</s>'"),
         (True, 'not True'), ([[0]], 'not [[0]]'))],
-    (changed('tokenizer_config.json', added_tokens_decoder={'0': '</s>'}), 'a token that the files beside it add'),
+    (changed('tokenizer_config.json', added_tokens_decoder={'0': 7}), 'a token that the files beside it add'),
     (changed('tokenizer_config.json', added_tokens_decoder={'x': dict(content='a')}), 'must name ids, not'),
     (changed('tokenizer.json', decoder=dict(type='WordPiece', prefix='##', cleanup=True)),
      'the decoder of the tokenizer.json is WordPiece'),
