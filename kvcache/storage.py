@@ -15,6 +15,8 @@ import torch
 BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8, 'int4': 4}
 GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; fewer in narrow heads
 SMALLEST_SCALE = 1e-5
+ALWAYS_FREE = 2**27  # bytes; whether there are so many is not asked, which would take 0.05 ms
+CONTROL_GROUP = Path('/sys/fs/cgroup')  # of a container, on Linux
 
 
 def quantise(x, bits, group):
@@ -201,9 +203,10 @@ def free_memory(device):
                            if line.startswith('MemAvailable'))
     except (OSError, StopIteration):
         return math.inf
-    try:  # of a container
-        most, used = (Path('/sys/fs/cgroup', f'memory.{name}').read_text('utf-8') for name in ('max', 'current'))
-        return min(free, int(most) - int(used))
+    try:
+        most, used, stat = ((CONTROL_GROUP / f'memory.{name}').read_text('utf-8') for name in ('max', 'current', 'stat'))
+        of_files = sum(int(line.split()[1]) for line in stat.splitlines() if line.split()[0].endswith('active_file'))
+        return min(free, int(most) - int(used) + of_files)  # what was read from files is given up where it is needed
     except (OSError, ValueError):  # "max" is no limit
         return free
 
@@ -212,7 +215,7 @@ def check_memory(model, n_seq, type_kv):
     """ValueError if a cache for n_seq sequences of a model takes more memory than is free."""
     c, device = model.config, model.lm_head.weight.device
     n_bytes = n_seq * c.n_slots * 2 * c.n_layer * c.n_kv_head * c.head_dim * BITS[type_kv] // 8
-    if n_bytes > (free := free_memory(device)):
+    if n_bytes > ALWAYS_FREE and n_bytes > (free := free_memory(device)):
         raise ValueError(f"keys and values of {n_seq:,} sequence{'s' * (n_seq > 1)} of {c.n_slots:,} tokens take "
                          f"{n_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of memory are free: take "
                          f"{'a smaller batch_size, ' * (n_seq > 1)}fewer max_new_tokens, or kv_bits=8 or 4")

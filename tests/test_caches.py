@@ -284,8 +284,15 @@ def test_a_small_cache_computes_what_a_whole_one_does(kind, window):
         kvcache.make_cache(model_of('rope', window=4), kind, 2, 0, decoder, 8)
 
 
-def test_free_memory_is_that_of_the_machine():
+def test_free_memory_is_that_of_the_machine_or_of_the_container(tmp_path, monkeypatch):
     free = storage.free_memory(torch.device('cpu'))
+    monkeypatch.setattr(storage, 'CONTROL_GROUP', tmp_path)
+    (tmp_path / 'memory.current').write_text('700000\n')
+    (tmp_path / 'memory.stat').write_text('anon 400000\nfile 300000\ninactive_file 200000\nactive_file 90000\n')
+    for most, expected in (('max', free), ('1000000', 590000)):
+        (tmp_path / 'memory.max').write_text(most + '\n')
+        found = storage.free_memory(torch.device('cpu'))
+        assert found == expected or expected == free and abs(found - free) < 0.3 * free
     assert 2**20 < free <= os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') or free == math.inf
 
 
@@ -293,6 +300,7 @@ def test_free_memory_is_that_of_the_machine():
 def test_a_cache_that_does_not_fit_is_not_made(bits, monkeypatch):
     m = model_of('rope')
     n_bytes = 4 * 40 * 2 * m.config.n_layer * m.config.n_kv_head * m.config.head_dim * (1 if bits else 4)
+    monkeypatch.setattr(storage, 'ALWAYS_FREE', 0)
     makers = [partial(kvcache.make_cache, m, kind, 4, bits) for kind in KINDS] + [partial(cache_for, m, 4)] * (not bits)
     for make in makers:
         monkeypatch.setattr(storage, 'free_memory', lambda device: n_bytes)
