@@ -3,6 +3,7 @@ The HTTP side: what is served at which address, and how the process starts and e
 the engine has a thread of its own.
 """
 import asyncio
+import errno
 import hmac
 import ipaddress
 import json
@@ -516,7 +517,7 @@ def listen(host, port):
     try:
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as e:
-        another = '--host, an address of this machine' if isinstance(e, socket.gaierror) else '--port'
+        another = '--port' if e.errno in (errno.EADDRINUSE, errno.EACCES) else '--host, an address of this machine'
         raise OSError(f"port {port} of {host} cannot be had ({e.strerror or e}): choose another {another}") from e
     # asyncio sets this option only on sockets that it makes itself. Without it the system sends the body of a response
     # only after the client has acknowledged the headers, about 40 ms later.
