@@ -204,7 +204,7 @@ def free_memory(device):
     except (OSError, StopIteration):
         return math.inf
     try:
-        most, used, stat = ((CONTROL_GROUP / f'memory.{name}').read_text('utf-8') for name in ('max', 'current', 'stat'))
+        most, used, stat = (CONTROL_GROUP.joinpath('memory.' + each).read_text() for each in ('max', 'current', 'stat'))
         of_files = sum(int(line.split()[1]) for line in stat.splitlines() if line.split()[0].endswith('active_file'))
         return min(free, int(most) - int(used) + of_files)  # what was read from files is given up where it is needed
     except (OSError, ValueError):  # "max" is no limit
