@@ -213,12 +213,9 @@ class JSONTokenizer(Tokenizer):
 
     def state(self):
         state = {'kind': 'json', 'json': self.json, 'end_tokens': list(self.ends)}
-        if self.special_tokens:
-            state['special_tokens'] = self.special_tokens
-        if self.file_ids:
-            state['file_ids'] = self.file_ids
-        if self.added_tokens:
-            state['added_tokens'] = self.added_tokens
+        for name in ('special_tokens', 'file_ids', 'added_tokens'):
+            if getattr(self, name):
+                state[name] = getattr(self, name)
         if self.chat_template:
             state['chat_template'] = self.chat_template.source
         return state
@@ -284,13 +281,11 @@ def check_state(state):
     ids, special_tokens = state.get('end_tokens', []), state.get('special_tokens', {})
     if not are_ids(ids):
         raise ValueError(f"end_tokens of a tokenizer must be token ids, not {str(ids)[:50]}")
-    for key, kind in (('file_ids', dict), ('added_tokens', list)):
+    for key, kind in (('file_ids', dict), ('added_tokens', list), ('chat_template', str)):
         if not isinstance(state.get(key, kind()), kind):
             raise ValueError(f"{key} of a tokenizer must be a {kind.__name__}, not {str(state[key])[:50]}")
     if not isinstance(special_tokens, dict) or not all(isinstance(text, str) for text in special_tokens.values()):
         raise ValueError(f"special_tokens of a tokenizer must be texts, not {str(special_tokens)[:50]}")
-    if not isinstance(state.get('chat_template', ''), str):
-        raise ValueError(f"chat_template of a tokenizer must be a text, not {str(state['chat_template'])[:50]}")
 
 
 def are_ids(ids):

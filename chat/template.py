@@ -5,9 +5,9 @@ Chat templates: the Jinja program in the files of a tokenizer that writes a conv
     template.render([dict(role='user', content='Hello')])        '<s>[INST] Hello [/INST]'
 
 A template is a program that a stranger has written. It runs in Jinja's sandbox, and in a process of its own, which has
-no other task and is ended when a rendering takes longer than SECONDS or more than MEMORY. It is started, and the
-template compiled, when it is first needed. What templates find beside
-their messages is what transformers gives them: https://huggingface.co/docs/transformers/chat_templating_writing.
+no other task, starts when it is first needed, and is ended when a rendering takes longer than SECONDS or more than
+MEMORY. What templates find beside their messages is what transformers gives them:
+https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 import json
 import os
