@@ -1,4 +1,5 @@
 """serve.py as a user runs it: the address it prints, an answer, the end, and one line for each mistake."""
+import os
 import signal
 import socket
 import subprocess
@@ -10,9 +11,12 @@ from conftest import SERVING, needs
 needs(*SERVING)
 
 import httpx
+import torch
 from conftest import ENVIRONMENT, TIMEOUT, run, start
+from example_models import LLAMA, chat_tokenizer
 
 import checkpoint
+import formats
 import generation
 import model as plain_model
 
@@ -46,6 +50,29 @@ def test_serves_the_newest_run(trained):
     model, tokenizer, _ = checkpoint.load_model('resume', str(trained / 'out'), plain_model)
     (tokens,) = generation.generate(model, [tokenizer.encode('for')], 13, temperature=0)
     assert text == tokenizer.decode(tokens)
+
+
+def test_serves_a_chat_model_whose_file_is_cut_meanwhile(trained, tmp_path):
+    """It says which APIs there are and what draws begin with. A file that is written anew in place ends nothing."""
+    torch.manual_seed(0)
+    formats.to_huggingface(plain_model.GPT(plain_model.GPTConfig(**LLAMA)), tmp_path, chat_tokenizer())
+    (tmp_path / 'generation_config.json').write_text('{"temperature": 0.5, "top_k": 2, "eos_token_id": 2}')
+    process = start(trained, 'serve.py', *SMALL, f'--init_from={tmp_path}', '--name=someone/toy')
+    try:
+        lines = []
+        while not lines or not lines[-1].startswith('ready in'):
+            lines.append(process.stderr.readline())
+        assert any('/v1/completions, /v1/chat/completions' in line for line in lines)
+        assert any(line.startswith('sampling defaults: temperature 0.5, top_k 2 ') for line in lines)
+        address = next(line.split()[2] for line in lines if line.startswith('the page:'))
+        model = httpx.get(f'{address}v1/models/someone/toy').json()
+        assert model['sampling_defaults'] == {'temperature': 0.5, 'top_k': 2} and model['chat']
+        os.truncate(tmp_path / 'model.safetensors', 1000)
+        body = dict(messages=[dict(role='user', content='Hello')], max_tokens=4)
+        assert httpx.post(f'{address}v1/chat/completions', json=body, timeout=60).status_code == 200
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize('setting, said', [
