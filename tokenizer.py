@@ -27,8 +27,8 @@ class Tokenizer:
     """
     What all tokenizers share: the text of ids. token_bytes: the bytes of each id, a list. A model may have more ids
     than its tokenizer; beyond: the bytes of each of those. special_ids: ids whose text is not a part of an answer, such
-    as those of the tokens that begin and end a turn. added_ids: special_ids, and those of other tokens that were added
-    to a vocabulary. strips: does a text begin without the blank of its first token? n_rows: how many ids the model has.
+    as those of the tokens that begin and end a turn. added_ids: of all tokens that a file adds to its vocabulary.
+    strips: does a text begin without the blank of its first token? n_rows: how many ids the model has.
     """
     end_of_text, beyond, chat_template = None, b'', None
     special_ids = added_ids = frozenset()
@@ -92,7 +92,7 @@ class GPT2Tokenizer(Tokenizer):
             raise ValueError(f"GPT-2's byte pairs could not be downloaded ({type(e).__name__}): connect to the "
                              "internet once, or set TIKTOKEN_CACHE_DIR to a folder that has them") from e
         self.vocab_size, self.end_of_text = self.bpe.n_vocab, self.bpe.eot_token
-        self.special_ids = self.added_ids = frozenset([self.end_of_text])
+        self.special_ids = frozenset([self.end_of_text])
 
     def encode(self, text, add_special_tokens=True):
         """The ids of the text. <|endoftext|> in it becomes the one token of that name."""
@@ -265,9 +265,10 @@ BYTE_LEVEL = {c: byte for byte, c in enumerate(byte_level_alphabet())}
 
 def same_ids(a, b):
     """Do two tokenizers give the same texts to the same ids? Tokens that were added to them may differ."""
-    tables = [{i: text for i, text in enumerate(tokenizer.token_bytes) if text and i not in tokenizer.added_ids}
-              for tokenizer in (a, b)]
-    return tables[0] == tables[1]
+    def learned(tokenizer):
+        added = tokenizer.added_ids | tokenizer.special_ids
+        return {i: text for i, text in enumerate(tokenizer.token_bytes) if text and i not in added}
+    return learned(a) == learned(b)
 
 
 def check_state(state):
@@ -466,7 +467,7 @@ class WholeTexts(dict):
         return text
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=8)  # long ones take megabytes
 def states_of(stop):
     """
     The automaton of Aho and Corasick that finds stop strings, a tuple, in a text. A state is the longest end of the
