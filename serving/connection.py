@@ -1,17 +1,14 @@
 """The connection of a client: uvicorn's, with bounds on how many there are, how long they wait, and what a head has."""
+import os
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serving.answer import JSON
 from serving.api import APIError
-
-try:
-    import resource
-except ImportError:  # Windows has no limit of open files
-    resource = None
 
 HEAD, BODY = 30, 120  # seconds for the head of a request, from its first byte on, and for its body
 IDLE = 75             # seconds between two requests: longer than clients keep a connection, so that they close it
@@ -24,7 +21,7 @@ BEGINNING = b'HTTP/1.1 '  # of each answer
 
 def most_connections():
     """MOST, or fewer where the system allows fewer open files (ulimit -n)."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else -1
+    files = os.sysconf('SC_OPEN_MAX') if hasattr(os, 'sysconf') else -1  # Windows has no limit
     return MOST if files < 0 else max(4, min(MOST, files - FILES))
 
 
@@ -136,25 +133,17 @@ class Connection(HttpToolsProtocol):
             return
         if not cycle.response_started:
             self.transport.write(BEGINNING[n:n + 1])
-            cycle.transport = Begun(self.transport, n + 1)
+            cycle.transport = SimpleNamespace(write=partial(self.write_rest, n + 1), close=self.transport.close,
+                                              is_closing=self.transport.is_closing)
         elif not self.flow.write_paused:
             self.transport.write(b'3\r\n:\n\n\r\n' if cycle.chunked_encoding else b':\n\n')
         if n + 1 < len(PROBES):
             self.loop.call_later(PROBES[n + 1], self.probe, n + 1)
 
-
-class Begun:
-    """A transport to which n bytes of what comes next were written already."""
-
-    def __init__(self, transport, n):
-        self.transport, self.n = transport, n
-
-    def write(self, data):
-        self.transport.write(data[self.n:])
-        self.n = 0
-
-    def __getattr__(self, name):
-        return getattr(self.transport, name)
+    def write_rest(self, n, data):
+        """Write an answer of which n bytes were sent already."""
+        self.cycle.transport = self.transport
+        self.transport.write(data[n:])
 
 
 async def send_unchunked(cycle, send, message):

@@ -107,13 +107,11 @@ class Service:
     def check_key(self, request):
         """APIError 401 unless the request has the key, where there is one."""
         scheme, _, given = request.headers.get('authorization', '').strip().partition(' ')
-        given = given.strip().encode('latin-1')  # as it came: Starlette has decoded it so
-        if not self.api_key or scheme.lower() == 'bearer' and any(hmac.compare_digest(given, k) for k in self.keys):
-            return
-        is_there = scheme.lower() == 'bearer' and given
-        raise APIError(401, "the API key that came is wrong: send this server's" if is_there else
-                       "this server needs its API key: send the header Authorization: Bearer KEY",
-                       code='invalid_api_key', headers={'www-authenticate': 'Bearer'})
+        given = given.strip().encode('latin-1') if scheme.lower() == 'bearer' else b''  # Starlette has decoded it so
+        if self.api_key and not any(hmac.compare_digest(given, key) for key in self.keys):
+            raise APIError(401, "the API key that came is wrong: send this server's" if given else
+                           "this server needs its API key: send the header Authorization: Bearer KEY",
+                           code='invalid_api_key', headers={'www-authenticate': 'Bearer'})
 
     def check_names(self, request):
         """
@@ -219,11 +217,8 @@ def host_of(address):
 
 def is_local(request):
     """Does a request come from this machine, and, as far as its headers say, not through a proxy?"""
-    try:
-        loopback = ipaddress.ip_address(request.client.host if request.client else '').is_loopback
-    except ValueError:
-        return False
-    return loopback and not any(name.startswith(FORWARDED) for name in request.headers)
+    host = request.client.host if request.client else None
+    return host in ('127.0.0.1', '::1') and not any(name.startswith(FORWARDED) for name in request.headers)
 
 
 async def read(request):
@@ -476,22 +471,12 @@ class Process(uvicorn.Server):
               f"ready in {time.monotonic() - self.began:.1f} s", file=sys.stderr)
 
 
-class Stderr:
-    """Standard error, whose reader may end before the server does: what it cannot take is lost, and nothing raised."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def write(self, text):
+def outlive_reader(stream):
+    """Let a stream whose reader may end before the server lose what it cannot write, and raise nothing for it."""
+    def lossy(method, *args):
         with suppress(OSError, ValueError):
-            self.stream.write(text)
-
-    def flush(self):
-        with suppress(OSError, ValueError):
-            self.stream.flush()
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
+            return method(*args)
+    stream.write, stream.flush = partial(lossy, stream.write), partial(lossy, stream.flush)
 
 
 def read_key(given=None):
@@ -530,7 +515,7 @@ def run(service, host, port, drain_seconds, began=None):
     Serve until a signal comes, and print the address. began: see `Process`. OSError if the port cannot be had; what
     loading raised; SystemExit if the engine ends by itself.
     """
-    sys.stderr = Stderr(sys.stderr)
+    outlive_reader(sys.stderr)
     listener = listen(host, port)
     name = f'[{host}]' if ':' in host else host
     address = f'http://{name}:{listener.getsockname()[1]}/'
