@@ -160,7 +160,7 @@ class JSONTokenizer(Tokenizer):
     def end_tokens(self):
         """Without those that the model has no row for. stderr names them."""
         ends = tuple(dict.fromkeys([*self.ends, *self.ends_of_turns()]))
-        n = min(self.n_rows, self.vocab_size)
+        n = self.vocab_size if self.n_rows == math.inf else self.n_rows
         if beyond := [i for i in ends if not 0 <= i < n]:
             print(f"end tokens are left out that the model does not have: {', '.join(map(str, beyond))} of {n:,}",
                   file=sys.stderr)

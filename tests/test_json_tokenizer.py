@@ -280,6 +280,10 @@ def test_more_added_tokens_than_the_model_has_rows(tmp_path, capsys):
     assert said.count('\n') == 2
     assert "the tokenizer has 302 tokens, and the model 300: texts with '[PAD]<|eot|>' are refused" in said
     assert ours.end_tokens == (0,) and 'the model does not have: 301 of 300' in capsys.readouterr().err
+    ours = tokenizer_of(folder_with(tmp_path / 'hf', config=dict(eos_token_id=305)))
+    ours.n_rows = 310  # a model with more rows may end with one of those
+    assert ours.end_tokens == (305, 301)
+    ours = checkpoint.load_model(str(tmp_path / 'model'), '', plain_model)[1]
     assert ours.encode('a <pad>') and max(ours.encode(LONG)) < 300
     with pytest.raises(ValueError, match=r"^the token '\[PAD\]' \(id 300\), but the model has 300"):
         ours.encode('a [PAD]')
