@@ -360,8 +360,8 @@ def state_beside(folder):
     elif template is not None:
         print(f"{folder}: the chat template must be a text, not {template!r:.40}: it is left out", file=sys.stderr)
     for file in ('generation_config.json', 'config.json'):
-        ids = {name: i for name, i in read(file).items() if name[:-3] in ROLES and i is not None}
-        if 'eos_token_id' in ids:
+        ids = {name: i for name, i in read(file).items() if name[:-3] in ROLES}
+        if ids.get('eos_token_id') is not None:
             ends = ids['eos_token_id'] if isinstance(ids['eos_token_id'], list) else [ids['eos_token_id']]
             if not are_ids(ends):
                 raise ValueError(f"{folder}/{file}: eos_token_id must be a token id or a list of them, not "
