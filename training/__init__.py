@@ -1,7 +1,7 @@
 """
 The parts of train.py.
 
-    batches        training batches from a token file; a function of the seed and the iteration
+    batches        token files, their tokenizers, and batches; a function of the seed and the iteration
     cpu            the training step on a CPU: memory that is kept, oneDNN, the loss in parts
     optimizer      AdamW, or Muon with AdamW
     log            printed lines, progress bar, log.csv, loss.png, Weights & Biases
