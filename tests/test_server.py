@@ -6,12 +6,10 @@ is compared with the model without cache.
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import pytest
 from conftest import SERVING, needs
@@ -20,7 +18,7 @@ needs(*SERVING)
 
 import httpx
 import torch
-from conftest import ENVIRONMENT, ROOT, TIMEOUT, sizes
+from conftest import ROOT, TIMEOUT, sizes, start
 from hypothesis import HealthCheck, given, settings
 from prometheus_client.parser import text_string_to_metric_families
 from serving_process import serving
@@ -529,7 +527,7 @@ def test_a_reader_that_reads_nothing_is_cut_and_a_slow_one_is_not(monkeypatch):
         data = b''
         while part := slow.recv(2**14):
             data += part
-            time.sleep(.02)
+            time.sleep(.01)
         assert b'[DONE]' in data[-100:] and len(data) > 2**19
         with pytest.raises(OSError):
             while never.recv(2**20):
@@ -652,8 +650,9 @@ def test_a_model_that_cannot_be_loaded_ends_the_server():
         assert not client.thread.is_alive() and isinstance(client.service.error, ValueError)
 
 
-SCRIPT = """
+SCRIPT = f"""
 import sys, time
+sys.path[:0] = {ROOT!r}, {ROOT + '/tests'!r}
 from serving.server import Service, run
 from small_engine import CHARS, served_by, spelling_engine
 def fail(texts):
@@ -669,51 +668,50 @@ run(Service(lambda: (engine, served_by(engine))), '127.0.0.1', 0, 600)
 """
 
 
-@contextmanager
-def script(n_allowed):
-    """(A process with SCRIPT, a client of it once it is ready)."""
-    process = subprocess.Popen([sys.executable, '-c', SCRIPT, str(n_allowed)], cwd=ROOT, stderr=subprocess.PIPE,
-                               text=True, env=ENVIRONMENT | {'PYTHONPATH': f'{ROOT}:{ROOT}/tests'})
-    try:
-        address = process.stderr.readline().split()[2]
-        assert any(line.startswith('ready in') for line in process.stderr)
-        with httpx.Client(base_url=address, timeout=60) as client:
-            yield process, client
-    finally:
-        process.kill()
-        process.stderr.close()
-        process.wait()
+@pytest.fixture
+def script(tmp_path):
+    """A function that starts SCRIPT: (the process, a client of it, ready). Its engine makes so many steps."""
+    (tmp_path / 'server.py').write_text(SCRIPT)
+    with ExitStack() as stack:
+        def started(n_steps):
+            process = start(tmp_path, 'server.py', n_steps)
+            stack.callback(lambda: (process.kill(), process.stderr.close(), process.stdout.close(), process.wait()))
+            address = process.stderr.readline().split()[2]
+            while not process.stderr.readline().startswith('ready in'):
+                pass
+            return process, stack.enter_context(httpx.Client(base_url=address, timeout=60))
+        yield started
 
 
-def test_a_closed_terminal_loses_no_request():
+def test_a_closed_terminal_loses_no_request(script):
     """`serve.py 2>&1 | tee` and Ctrl-C: stderr has no reader. An engine that failed goes on, and so does what runs."""
-    with script(10**9) as (process, client):
-        process.stderr.close()
-        assert client.post('/v1/completions', json=dict(prompt='z')).status_code == 500
-        assert client.post('/v1/completions', json=dict(prompt='k', max_tokens=2)).status_code == 200
-        assert client.get('/health').status_code == 200
-        with client.stream('POST', '/v1/completions', json=dict(prompt='a', max_tokens=9, stream=True)) as answer:
-            lines = answer.iter_lines()
-            assert next(lines).startswith('data: ')
-            process.send_signal(signal.SIGINT)
-            assert 'data: [DONE]' in [*lines]
-        assert process.wait(TIMEOUT) == 0
+    process, client = script(10**9)
+    process.stderr.close()
+    assert client.post('/v1/completions', json=dict(prompt='z')).status_code == 500
+    assert client.post('/v1/completions', json=dict(prompt='k', max_tokens=2)).status_code == 200
+    assert client.get('/health').status_code == 200
+    with client.stream('POST', '/v1/completions', json=dict(prompt='a', max_tokens=9, stream=True)) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith('data: ')
+        process.send_signal(signal.SIGINT)
+        assert 'data: [DONE]' in [*lines]
+    assert process.wait(TIMEOUT) == 0
 
 
-def test_an_engine_that_ends_ends_the_process():
-    with script(10**9) as (process, client):
-        assert client.post('/v1/completions', json=dict(prompt='q')).status_code == 503
-        assert process.wait(TIMEOUT) == 1 and 'the engine ended' in process.stderr.read().splitlines()[-1]
+def test_an_engine_that_ends_ends_the_process(script):
+    process, client = script(10**9)
+    assert client.post('/v1/completions', json=dict(prompt='q')).status_code == 503
+    assert process.wait(TIMEOUT) == 1 and 'the engine ended' in process.stderr.read().splitlines()[-1]
 
 
-def test_what_is_not_complete_ends_with_the_server():
-    """Bodies that have not come and requests that wait for a thread are told so at once, without a traceback."""
-    with script(0) as (process, client):
-        half, idle = connected(client, heads(dict(prompt='a'))[:-3]), connected(client, b'POST / HTT')
-        assert client.get('/health').status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert read_all(half)[0] == 503 and idle.recv(9) == b'' and process.wait(TIMEOUT) == 0
-        assert [line for line in process.stderr if not line.startswith('stopping')] == []
+def test_what_is_not_complete_ends_with_the_server(script):
+    """Bodies that have not come are told so at once; no traceback."""
+    process, client = script(0)
+    half, idle = connected(client, heads(dict(prompt='a'))[:-3]), connected(client, b'POST / HTT')
+    assert client.get('/health').status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert read_all(half)[0] == 503 and idle.recv(9) == b'' and process.wait(TIMEOUT) == 0
+    assert [line for line in process.stderr if not line.startswith('stopping')] == []
 
 
 def test_a_dead_engine_is_not_healthy(engine):
@@ -724,9 +722,10 @@ def test_a_dead_engine_is_not_healthy(engine):
         assert not client.thread.is_alive()
 
 
-def test_a_second_signal_ends_at_once():
+def test_a_second_signal_ends_at_once(script):
     """The real signals, to a process whose only request never ends: the drain would take 10 minutes."""
-    with script(0) as (process, client), connected(client, heads(dict(prompt='a', stream=True))) as connection:
+    process, client = script(0)
+    with connected(client, heads(dict(prompt='a', stream=True))) as connection:
         assert b'200 OK' in connection.recv(100)
         process.send_signal(signal.SIGTERM)
         assert any(line.startswith('stopping') for line in process.stderr)
