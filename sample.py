@@ -163,13 +163,12 @@ def chat_with(model, tokenizer, dev, first, given):
 def of_template():
     """`template_kwargs` as a dict. ValueError if it is not JSON of one."""
     try:
-        variables = json.loads(template_kwargs or '{}')
+        if isinstance(variables := json.loads(template_kwargs or '{}'), dict):
+            return variables
     except (ValueError, RecursionError):
-        variables = None
-    if not isinstance(variables, dict):
-        raise ValueError("template_kwargs must be a JSON object, such as '{\"enable_thinking\": false}', not "
-                         f"{template_kwargs!r:.60}")
-    return variables
+        pass
+    raise ValueError(f"template_kwargs must be a JSON object, such as '{{\"enable_thinking\": false}}', not "
+                     f"{template_kwargs!r:.60}")
 
 
 def sample_batch(model, batch, first, how, dev, n=None):

@@ -1,9 +1,9 @@
 """A conversation with a chat model, whose keys and values are kept from turn to turn."""
-import os
 import re
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
 
 import torch
 
@@ -63,22 +63,18 @@ class Conversation:
         drawn, stream, said = [], TextStream(self.token_bytes, strip=self.tokenizer.strips), ''
         self.cut, self.n_drawn = '', 0
         try:
-            new = prompt[len(self.tokens):]
-            while True:
-                if len(drawn) == max_new_tokens:
-                    self.cut = f"after max_new_tokens={max_new_tokens:,}: ask the model to go on"
-                    break
-                if len(prompt) + len(drawn) > most:
-                    self.cut = f"at the end of the model's context of {most:,} tokens: /clear begins a new conversation"
-                    break
+            new, room = prompt[len(self.tokens):], most - len(prompt) + 1
+            while len(drawn) < min(max_new_tokens, room):
                 token = int(sample_token(self.changed(self.feed(new), prompt + drawn), **self.how))
                 if token in self.tokenizer.end_tokens:
                     break
                 drawn.append(token)
-                self.n_drawn += 1
-                new = [token]
+                new, self.n_drawn = [token], len(drawn)
                 said += (piece := stream.push(token))
                 yield piece
+            else:
+                self.cut = (f"after max_new_tokens={max_new_tokens:,}: ask the model to go on" if max_new_tokens <= room
+                            else f"at the end of the context of {most:,} tokens: /clear begins a new conversation")
             said += (piece := stream.finish())
             yield piece
         finally:
@@ -122,46 +118,25 @@ class Conversation:
 
 
 def edits_lines():
-    """
-    Let `input` edit lines, remember them, and take lines that are pasted together as one. Is standard input a terminal
-    where this can be had?
-    """
-    if not sys.stdin.isatty() or not sys.stdout.isatty():
+    """Let `input` edit lines, and take what is pasted as one. Is standard input a terminal where this can be had?"""
+    if not (sys.stdin.isatty() and sys.stdout.isatty() and find_spec('readline')):
         return False
-    try:
-        import readline
-    except ImportError:
-        return False
+    import readline
     readline.parse_and_bind('set enable-bracketed-paste on')
     return True
 
 
-def answers_to():
-    """
-    The file for answers: standard output. Where that is none, but the others are a terminal (`| tee answers`), its
-    descriptor becomes the terminal, because `input` edits lines there only.
-    """
-    if not sys.stdin.isatty() or not sys.stderr.isatty() or sys.stdout.isatty():
-        return sys.stdout
-    answers = open(os.dup(1), 'w', encoding=sys.stdout.encoding, errors='replace')
-    os.dup2(2, 1)
-    return answers
-
-
 @contextmanager
-def typed_later(edits):
+def typed_later():
     """
     While an answer is printed, what is typed or pasted waits for `input`, unseen. A terminal that collects lines would
     cut them at 4,095 characters.
     """
-    if not edits:
-        yield
-        return
     import termios
-    *modes, local, in_speed, out_speed, keys = before = termios.tcgetattr(0)
-    local &= ~(termios.ICANON | termios.ECHO)
+    before = termios.tcgetattr(0)
+    during = [*before[:3], before[3] & ~(termios.ICANON | termios.ECHO), *before[4:]]
     try:
-        termios.tcsetattr(0, termios.TCSADRAIN, [*modes, local, in_speed, out_speed, keys])
+        termios.tcsetattr(0, termios.TCSADRAIN, during)
         print('\033[?2004h', end='', flush=True)  # a paste is still marked as one
         yield
     finally:
@@ -202,7 +177,7 @@ def talk(conversation, max_new_tokens, first=()):
     Read what the user says from standard input, a message a line, and print the answers as they come. first: messages
     that come before. Ctrl-C ends an answer, Ctrl-D (the end of the input) the conversation; see HELP.
     """
-    c, first, answers = conversation, list(first), answers_to()
+    c, first = conversation, list(first)
     if edits := edits_lines():
         print("Write a message. /help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation.",
               file=sys.stderr)
@@ -211,23 +186,22 @@ def talk(conversation, max_new_tokens, first=()):
             print(f"> {(text := first.pop(0))}", file=sys.stderr)
         elif (text := read_message(edits)) is None:
             return
-        if re.fullmatch(r'/[a-z]+( .*)?', text):
-            if not obey(text, c):
-                return
-            continue
-        if not text.strip():
+        is_command = re.fullmatch(r'/[a-z]+( .*)?', text)
+        if is_command and not obey(text, c):
+            return
+        if is_command or not text.strip():
             continue
         began = time.perf_counter()
         try:
-            with typed_later(edits):
+            with typed_later() if edits else nullcontext():
                 for piece in c.answer(text, max_new_tokens):
-                    print(piece, end='', file=answers, flush=True)
+                    print(piece, end='', flush=True)
         except KeyboardInterrupt:
             pass
         except ValueError as e:
             print(e, file=sys.stderr)
             continue
-        print(file=answers, flush=True)
+        print(flush=True)
         if c.cut:
             print(f"[the answer was cut {c.cut}]", file=sys.stderr)
         print(f"[of the conversation {c.n_kept:,} tokens were in the cache and {c.n_new:,} were computed; "

@@ -1,4 +1,5 @@
 """Conversations whose cache is kept: held against the model that reads all of each conversation anew."""
+import io
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from example_models import CHAT, LLAMA, TEXT, chat_tokenizer, gpt, json_tokenize
 
 import decode
 import kvcache
-from chat.conversation import Conversation
+from chat.conversation import Conversation, talk
 from formats.huggingface import to_huggingface
 from kvcache.contiguous import cache_for
 from tokenizer import JSONTokenizer
@@ -74,7 +75,12 @@ def test_a_conversation_beyond_the_context_is_refused_and_stays():
     with pytest.raises(ValueError, match="and the model's context 256: begin a new one"):
         ''.join(c.answer('long ' * 300, 5))
     assert c.messages == before
+    c.messages.clear()
     assert len(''.join(c.answer('Héllo', 10**6))) and c.cache.length(c.handle) <= 256
+    c.messages.clear()
+    c.tokenizer.end_tokens = ()
+    ''.join(c.answer('Héllo', 10**6))
+    assert c.cut.startswith('at the end of the context of 256 tokens') and c.cache.length(c.handle) == 256
 
 
 def test_a_model_without_a_template_has_no_chat():
@@ -143,6 +149,20 @@ def test_special_tokens_and_the_first_blank_are_no_part_of_an_answer(monkeypatch
     saying(monkeypatch, c, [*words[:1], 1, *words[1:], 2])
     assert tokenizer.token_bytes[words[0]].startswith(b' ')
     assert ''.join(c.answer('and', 20)) == 'a small' == c.messages[-1]['content']
+
+
+def test_a_pipe(monkeypatch, capsys):
+    """Each line is a message, an empty one is none; those that are given come first; /exit ends it."""
+    c = conversation('tuples')
+    monkeypatch.setattr('sys.stdin', io.StringIO('hi\n\n  \n/system Be brief.\nthere\n/nope\n/ or /x?\n/exit\nno\n'))
+    talk(c, 3, ['first', '/clear'])
+    out, err = capsys.readouterr()
+    assert [m['content'] for m in c.messages if m['role'] == 'user'] == ['hi', 'there', '/ or /x?']
+    assert c.system == 'Be brief.' and out.count('\n') >= 4 and '> first\n' in err and 'no command /nope' in err
+    assert err.count('the answer was cut after max_new_tokens=3: ask the model to go on') == 4
+    monkeypatch.setattr('sys.stdin', io.StringIO('/clear\nlast'))
+    talk(c, 3)
+    assert [m['content'] for m in c.messages if m['role'] == 'user'] == ['last']
 
 
 # a real process on a terminal, as people meet it
