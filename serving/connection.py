@@ -1,5 +1,6 @@
 """The connection of a client: uvicorn's, with bounds on how many there are, how long they wait, and what a head has."""
 import os
+import re
 import sys
 import time
 from functools import partial
@@ -17,6 +18,7 @@ MOST_HEAD = 2**16     # bytes of a head, besides those that came with its first 
 MOST, FILES = 1000, 48  # connections; open files that are left for all else
 PROBES = 0, .02, .1, .5, 2.5, 12, 60, 300, 900  # seconds between two bytes of BEGINNING, see `probe`
 BEGINNING = b'HTTP/1.1 '  # of each answer
+UPGRADE = re.compile(rb'\r\nupgrade:', re.IGNORECASE)  # to HTTP/2, as Java asks for: httptools would drop the body
 
 
 def most_connections():
@@ -81,6 +83,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data):
         if self.n_head is not None:
             self.n_head += len(data)
+            data = UPGRADE.sub(b'\r\nignored:', data)
         super().data_received(data)
         if self.n_head and self.n_head > MOST_HEAD and not self.transport.is_closing():
             self.refuse(431, f"the head of a request may have {MOST_HEAD:,} bytes: send fewer headers")

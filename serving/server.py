@@ -121,8 +121,9 @@ class Service:
         for header, setting in (('host', 'allowed_hosts'), ('origin', 'cors_origin')):
             value = request.headers.get(header, '')
             if value and not self.knows(host_of(value)):
-                raise APIError(403, f"{header.title()} {value[:100]!r} is foreign here, and refused: "
-                                    f"serve.py --{setting}= allows it", code=f'foreign_{header}')
+                allowed = host_of(value) if header == 'host' else value
+                raise APIError(403, f"{header.title()} {value[:100]!r} is foreign here, and refused: if it is yours, "
+                                    f"start serve.py with --{setting}={allowed[:100]}", code=f'foreign_{header}')
 
     def knows(self, host):
         """Is this an IP address, localhost, or a name in cors_origin or allowed_hosts?"""
@@ -259,8 +260,10 @@ def make_app(service, loaded=lambda: None):
     app.router.redirect_slashes = False  # it would send the client to the Host that it named
     if not service.origins:
         return app
-    return CORSMiddleware(app, allow_origins=service.origins, allow_methods=['GET', 'POST'], allow_headers=['*'],
+    cors = CORSMiddleware(app, allow_origins=service.origins, allow_methods=['GET', 'POST'], allow_headers=['*'],
                           expose_headers=['retry-after', 'x-request-id'])
+    cors.allow_private_network = True  # from pages on the internet; older versions of Starlette do not ask
+    return cors
 
 
 async def error_answer(request, e):

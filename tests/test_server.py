@@ -535,6 +535,34 @@ def test_a_reader_that_reads_nothing_is_cut_and_a_slow_one_is_not(monkeypatch):
             raise OSError("it ended before its end")
 
 
+def test_who_asks_for_another_protocol_gets_this_one(engine):
+    """Java's client and curl --http2 do, also with a body, which must not be lost."""
+    head = b'HTTP/1.1\r\nConnection: close, Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk'
+    with serving(engine) as client:
+        with connected(client, heads(dict(prompt='a', max_tokens=3)).replace(b'HTTP/1.1', head)) as connection:
+            status, answer = read_all(connection)
+    assert status == 200 and json.loads(answer)['choices'][0]['text'] == spelled('a', 3)
+
+
+def test_connections_have_a_limit(script):
+    """That of open files is not reached: those behind it are told so, and stderr has one line and no traceback."""
+    process, client = script(10**9, 64)
+    connections = [connected(client) for _ in range(150)]
+    answers = []
+    for connection in connections:
+        connection.settimeout(.05 if len(answers) < 30 else .01)
+        try:
+            answers.append(connection.recv(1000))
+        except TimeoutError:
+            answers.append(None)
+        connection.close()
+    assert 8 < answers.count(None) < 30 and sum(b'503' in (answer or b'') for answer in answers) > 100
+    assert client.post('/v1/completions', json=dict(prompt='k', max_tokens=2)).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    said = [line for line in process.stderr if not line.startswith('stopping')]
+    assert len(said) == 1 and 'the most that there may be' in said[0] and process.wait(TIMEOUT) == 0
+
+
 def test_heads_have_a_limit(engine):
     """It is refused before its end comes, and before the key is looked at; what is no request is a JSON error too."""
     with serving(engine, api_key='secret') as client:
@@ -662,6 +690,9 @@ def fail(texts):
         if text == [CHARS.index('q')]:
             sys.exit()
         time.sleep(.1 * (text[0] < 5))
+if len(sys.argv) > 2:
+    import resource
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)
 engine = spelling_engine(n_allowed=int(sys.argv[1]))
 engine.decoder.fails = fail
 run(Service(lambda: (engine, served_by(engine))), '127.0.0.1', 0, 600)
@@ -670,11 +701,14 @@ run(Service(lambda: (engine, served_by(engine))), '127.0.0.1', 0, 600)
 
 @pytest.fixture
 def script(tmp_path):
-    """A function that starts SCRIPT: (the process, a client of it, ready). Its engine makes so many steps."""
+    """
+    A function that starts SCRIPT: (the process, a client of it, ready). Its engine makes so many steps, and it may open
+    so many files.
+    """
     (tmp_path / 'server.py').write_text(SCRIPT)
     with ExitStack() as stack:
-        def started(n_steps):
-            process = start(tmp_path, 'server.py', n_steps)
+        def started(n_steps, *n_files):
+            process = start(tmp_path, 'server.py', n_steps, *n_files)
             stack.callback(lambda: (process.kill(), process.stderr.close(), process.stdout.close(), process.wait()))
             address = process.stderr.readline().split()[2]
             while not process.stderr.readline().startswith('ready in'):
