@@ -132,14 +132,10 @@ class Files:
 def generation_defaults(folder):
     """
     The settings of a draw that the generation_config.json of a folder in Hugging Face format names, a dict of those in
-    DEFAULTS; stderr says which of them cannot be used. {} without the file, or if it cannot be read.
+    DEFAULTS; stderr says which of them cannot be used. {} without the file. ValueError if it cannot be read.
     """
     path, defaults = os.path.join(folder, 'generation_config.json'), {}
-    try:
-        given = read_json(path) if os.path.exists(path) else {}
-    except ValueError as e:
-        print(f"{path} cannot be read ({e}): its settings are left out", file=sys.stderr)
-        return {}
+    given = read_downloaded(path) if os.path.exists(path) else {}
     for name, (kind, least, most) in DEFAULTS.items():
         value = given.get(name)
         if type(value) in (int, kind) and least <= value <= most:
