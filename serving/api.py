@@ -25,7 +25,7 @@ from serving.request import (
 )
 
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_MESSAGES = 128, 128, 256, 2048  # of one body
-MOST_STOP_CHARACTERS = 2**16  # of all stop strings of a body
+MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
 MOST_ENTRIES = 2**20          # of one answer: token ids and log probabilities, some 60 bytes each
 TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_error', 500: 'server_error',
          503: 'service_unavailable'}

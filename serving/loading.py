@@ -60,7 +60,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         print(f"decoder: {step.name}", file=sys.stderr)
     if on_cuda:
         settings = planned(model, step, kv_memory, **settings)
-    token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)
+    token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)[:model.config.vocab_size]
     engine = Engine(model, step, token_bytes, tokenizer.end_tokens, special_ids=tokenizer.special_ids, **settings)
     if hasattr(step, 'prepare'):
         free, _ = torch.cuda.mem_get_info(dev)
