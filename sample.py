@@ -133,7 +133,7 @@ def main(config):
             finally:  # what is drawn is printed, whatever ends the run
                 if live:
                     print(streams[0].finish())
-                elif n_drawn > n_before:
+                elif n_drawn > n_before or not max_new_tokens:
                     with bar.external_write_mode():
                         for sample, text in zip(samples, streams):
                             print(sample + text.finish() + '\n---------------' * (len(prompts) > 1), flush=True)
