@@ -49,7 +49,7 @@ from serving.stats import FORMAT
 MAX_BODY = 4 * 2**20  # bytes of a request
 LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
 THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # of the pool for work of each kind
-MOST_IN_POOL = 256  # calls of a kind that run or wait
+MOST_IN_POOL, PATIENCE = 256, 10  # calls of a kind that run or wait, and for how many seconds
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
 BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
 INSTEAD = {'/v1/responses': "POST messages to /v1/chat/completions instead, or a prompt to /v1/completions",
@@ -155,14 +155,20 @@ class Service:
     async def in_pool(self, kind, function):
         """
         What a function returns that may take long, called in a thread of the pool of its kind, see THREADS. APIError
-        429 where MOST_IN_POOL of this kind run or wait.
+        429 where MOST_IN_POOL of this kind run or wait, or if no thread was free for PATIENCE.
         """
+        full, asked = APIError(429, f"too many requests wait for a thread ({kind}): try again later", code='queue_full',
+                               headers={'retry-after': '1'}), time.monotonic()
+
+        def in_time():
+            if time.monotonic() > asked + PATIENCE:
+                raise full
+            return function()
         if self.n_in_pool[kind] >= MOST_IN_POOL:
-            raise APIError(429, f"{MOST_IN_POOL} requests wait for a thread ({kind}), and no more may: try again later",
-                           code='queue_full', headers={'retry-after': '1'})
+            raise full
         self.n_in_pool[kind] += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self.pools[kind], function)
+            return await asyncio.get_running_loop().run_in_executor(self.pools[kind], in_time)
         finally:
             self.n_in_pool[kind] -= 1
 

@@ -3,6 +3,7 @@ The server over HTTP: its addresses, its refusals and its answers; clients that 
 process; bodies that nobody would send on purpose. Some engines step when a test says so; that with a model in PyTorch
 is compared with the model without cache.
 """
+import asyncio
 import json
 import signal
 import socket
@@ -631,6 +632,17 @@ def test_templates_that_take_long_delay_no_others(monkeypatch):
         client.thread.join(20)
         assert not client.thread.is_alive()
         go_on.set()
+
+
+def test_nobody_waits_long_for_a_thread(monkeypatch):
+    monkeypatch.setattr('serving.server.PATIENCE', .05)
+
+    async def ask_thrice():
+        service = Service(None)
+        return await asyncio.gather(*[service.in_pool('template', lambda: time.sleep(.2)) for _ in range(3)],
+                                    return_exceptions=True)
+    first, *others = asyncio.run(ask_thrice())
+    assert first is None and [e.status for e in others] == [429, 429]
 
 
 def test_drain_then_exit():
