@@ -148,13 +148,11 @@ def share_cores(seconds=0.5):
     """
     From now on torch's threads wait for each other asleep while other processes need their cores, and spinning else.
 
-    GNU's OpenMP, which torch has on Linux, spins for some milliseconds, and that is fastest on cores that nobody else
-    needs. Beside another process the scheduler may give one core to two threads, one of which then spins until its time
-    is over, in each of the hundreds of operations of an iteration: it took 40 times as long. While there are more
-    threads of OpenMP than cores it hardly spins (see GOMP_SPINCOUNT in its documentation). So threads without work are
-    started and ended here, by a thread that looks every so many seconds how busy the cores are. Results stay the same.
-
-    Nothing is done where OMP_WAIT_POLICY or GOMP_SPINCOUNT is set, nor for other OpenMPs: LLVM's yields its core.
+    GNU's OpenMP spins for milliseconds, which is fastest on cores that nobody else needs. Beside another process two
+    threads may get one core, and then one spins until its slice of time is over, in each of the hundreds of operations
+    of an iteration. It hardly spins while there are more threads than cores (its documentation of GOMP_SPINCOUNT): so
+    threads without work are started and ended, by one that looks every so many seconds. Results stay the same. Nothing
+    is done for other OpenMPs, nor where OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
     """
     if sys.platform != 'linux' or {'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys():
         return
@@ -175,14 +173,12 @@ def share_cores(seconds=0.5):
             time.sleep(seconds)
             before, used, since, then = used, used_by_others(cores), then, time.monotonic()
             free = len(cores) - (used - before) / (then - since)
-            if (free < torch.get_num_threads() - 0.25) == (released is not None):
-                continue
-            if released:
-                released.set()  # the thread ends, and those of its own with it
-                released = None
-            else:
+            needed = free < torch.get_num_threads() - 0.25
+            if needed and not released:
                 released = threading.Event()
                 threading.Thread(target=hold, args=[released], daemon=True).start()
+            elif released and not needed:
+                released = released.set()  # None; the thread ends, and those of its own with it
     threading.Thread(target=watch, daemon=True).start()
 
 

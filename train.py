@@ -34,16 +34,7 @@ from training.checkpointer import (
 from training.cpu import keep_freed_memory, use_onednn
 from training.log import Log, start_wandb
 from training.optimizer import check_optimizer, make_optimizer
-from training.parallel import (
-    check_way,
-    first_says,
-    is_lost_process,
-    join_processes,
-    leave,
-    n_restarts,
-    shard,
-    what_is_lost,
-)
+from training.parallel import check_way, first_says, join_processes, leave, n_restarts, shard, what_is_lost
 from training.stopping import StopRequest
 
 out_dir = 'out'                # where ckpt.pt, log.csv and loss.png go
@@ -117,9 +108,9 @@ def main(config):
         if dist.is_initialized():
             leave()  # not in train(): a DDP model that is still alive ends the group while it holds Python's lock
     except RuntimeError as e:
-        if world_size == 1 or not is_lost_process(e):
+        if world_size == 1 or not (lost := what_is_lost(e)):
             raise
-        raise ValueError(f"{what_is_lost(e)} ({checkpoints.first_line(e)}); {checkpointer.last_good()}") from e
+        raise ValueError(f"{lost} ({checkpoints.first_line(e)}); {checkpointer.last_good()}") from e
 
 
 def train(config, world_size, rank, stop, log, checkpointer):

@@ -278,11 +278,11 @@ def test_what_does_not_go_together_is_one_line(repo, trained):
 
 def test_what_says_that_a_process_is_lost():
     for text in ('[gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]', 'connect: No route to host'):
-        assert parallel.is_lost_process(RuntimeError(text))
-    assert parallel.is_lost_process(torch.distributed.DistBackendError('NCCL communicator was aborted'))
-    assert not parallel.is_lost_process(RuntimeError("Distributed package doesn't have NCCL built in"))
-    assert not parallel.is_lost_process(RuntimeError('mat1 and mat2 shapes cannot be multiplied'))
-    assert not parallel.is_lost_process(ValueError('connection closed'))
+        assert parallel.what_is_lost(RuntimeError(text))
+    assert parallel.what_is_lost(torch.distributed.DistBackendError('NCCL communicator was aborted'))
+    assert not parallel.what_is_lost(RuntimeError("Distributed package doesn't have NCCL built in"))
+    assert not parallel.what_is_lost(RuntimeError('mat1 and mat2 shapes cannot be multiplied'))
+    assert not parallel.what_is_lost(ValueError('connection closed'))
     assert 'has ended' in parallel.what_is_lost(RuntimeError('Connection closed by peer [::1]'))
     for text in ('Timed out waiting 1800000ms for recv operation to complete', 'Wait timeout after 600000 ms'):
         assert 'not answered in time' in parallel.what_is_lost(RuntimeError(text))  # nobody is said to have ended

@@ -132,18 +132,15 @@ def agree(error):
             raise ValueError(text)
 
 
-def is_lost_process(e):
-    """Does this exception of torch say that another process cannot be reached any more?"""
+def what_is_lost(e):
+    """What an exception of torch says of other processes that cannot be reached any more, in words; None for others."""
+    text = str(e).lower()
     lost = (r'connection (closed|reset)|no route to host|broken pipe|timed out|timeout|remote process exited|'
             r'nccl(?! built in)')  # "doesn't have NCCL built in"
-    return isinstance(e, dist.DistError) or isinstance(e, RuntimeError) and bool(re.search(lost, str(e).lower()))
-
-
-def what_is_lost(e):
-    """What an exception says for which `is_lost_process` is true, in words: after a timeout nobody need have ended."""
-    late = re.search('timed out|timeout', str(e).lower())
-    return ("the other processes of this run have not answered in time" if late else
-            "another process of this run has ended, or cannot be reached")
+    if isinstance(e, dist.DistError) or isinstance(e, RuntimeError) and re.search(lost, text):
+        if re.search('timed out|timeout', text):  # nobody need have ended
+            return "the other processes of this run have not answered in time"
+        return "another process of this run has ended, or cannot be reached"
 
 
 def leave():
