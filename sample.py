@@ -31,7 +31,7 @@ import generation
 import kvcache
 import model as plain_model
 from chat.conversation import Conversation, talk
-from device import autocast, pick_device, pick_dtype, synchronize
+from device import autocast, pick_device, pick_dtype, share_cores, synchronize
 from formats.pretrained import generation_defaults
 from kvcache.contiguous import cache_for
 from tokenizer import TextStream, read_text
@@ -76,6 +76,8 @@ FIRST_POSITIONS = 1024  # of the first cache of a conversation
 def main(config):
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # as quiet as Ctrl-C
     dev = pick_device(device)
+    if dev == 'cpu':
+        share_cores()
     check_settings(dev)
     texts = read_prompts()
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
