@@ -5,8 +5,8 @@ Chat templates: the Jinja program in the files of a tokenizer that writes a conv
     template.render([dict(role='user', content='Hello')])        '<s>[INST] Hello [/INST]'
 
 A template is a program that a stranger has written. It runs in Jinja's sandbox, and in a process of its own, which has
-no other task, starts when it is first needed, and is ended when a rendering takes longer than SECONDS or more than
-MEMORY. What templates find beside their messages is what transformers gives them:
+no other task, starts when it is first needed, and ends when a rendering takes more than SECONDS or MEMORY. What
+templates find beside their messages is what transformers gives them:
 https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 import json
@@ -15,12 +15,9 @@ import signal
 import subprocess
 import sys
 import threading
-from functools import partial
-from importlib.util import find_spec
+from functools import lru_cache
 
-SECONDS = 2.0           # of the processor for a rendering, at most
-LONGEST = 10.0          # seconds of a rendering on a machine that is busy with others, at most
-START = 120.0           # seconds until it has started and compiled a template, at most
+SECONDS = 2.0           # of the processor for a rendering, at most; Windows has no such limit
 MEMORY = 2**29          # bytes of the process, at most
 MOST_TEXT = 2**24       # characters of a rendered conversation, at most
 MARK = 'END_OF_THE_FINAL_MESSAGE '  # behind the content of a message that is continued
@@ -46,62 +43,52 @@ class ChatTemplate:
         """
         if not continue_final_message:
             return self.ask(variables | dict(messages=messages))
-        variables['add_generation_prompt'] = False
-        if not messages or not isinstance(messages[-1].get('content'), str):
+        *others, last = messages or [{}]
+        if not isinstance(last.get('content'), str):
             raise ValueError("continue_final_message needs a last message whose content is a text")
-        *others, last = messages
-        marked = self.ask(variables | dict(messages=[*others, last | dict(content=last['content'] + MARK)]))
+        marked = self.ask(variables | dict(messages=[*others, last | dict(content=last['content'] + MARK)],
+                                           add_generation_prompt=False))
         text, mark, _ = marked.rpartition(MARK.strip())
         if not mark:
             raise ValueError("the chat template leaves out the last message, so that it cannot be continued")
         return text if marked[len(text):].startswith(MARK) else text.rstrip()  # some take blanks from both ends
 
     def ask(self, variables):
-        """Have the process render the template. A new process compiles it first."""
+        """Have the process render the template."""
         if self.pid != os.getpid():  # after a fork the process answers the parent
             self.pid, self.process, self.lock = os.getpid(), None, threading.Lock()
+        variables = dict(tools=None, documents=None, add_generation_prompt=True) | self.special_tokens | variables
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                # -I leaves out what a user can put before the standard library, and with it where jinja2 may be
-                specs = filter(None, map(find_spec, ('jinja2', 'markupsafe')))
-                folders = [os.path.dirname(os.path.dirname(spec.origin)) for spec in specs if spec.origin]
-                self.process = subprocess.Popen([sys.executable, '-I', __file__, *folders], text=True, encoding='utf-8',
-                                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-                try:
-                    self.answer(dict(source=self.source, special_tokens=self.special_tokens), "cannot be read", START)
-                except ValueError:
-                    self.close()
-                    raise
-            return self.answer(variables, "does not take this conversation")
+                # -I leaves out what can stand before the standard library; jinja2 may be anywhere behind it
+                self.process = subprocess.Popen([sys.executable, '-I', __file__, *sys.path], text=True,
+                                                encoding='utf-8', stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                                start_new_session=True)
+            kind, text = json.loads(self.answer(json.dumps([self.source, variables])))
+        if kind == 'error':
+            raise ValueError(f"the chat template {text}")
+        return text
 
-    def answer(self, question, refused, seconds=LONGEST):
-        """The answer to a question, see `serve`. ValueError if there is none, or an error, which `refused` explains."""
-        process, late = self.process, threading.Event()
-        timer = threading.Timer(seconds, lambda: (late.set(), process.kill()))
-        timer.start()
+    def answer(self, question):
+        """The line with which the process answers a line, see `serve`. ValueError if it ends instead."""
         try:
-            print(json.dumps(question), file=process.stdin, flush=True)
-            line = process.stdout.readline()
+            print(question, file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
         except BrokenPipeError:
             line = ''
         except BaseException:  # an answer that nobody has read must not be taken for the next one
             self.close()
             raise
-        finally:
-            timer.cancel()
-        if not line.endswith('\n'):
-            ended = -process.wait()
-            self.close()
-            if late.is_set() or ended == getattr(signal, 'SIGPROF', None):
-                raise ValueError(f"the chat template took longer than {seconds if late.is_set() else SECONDS:.0f} s: "
-                                 "shorten the conversation, or use another template")
-            how = signal.Signals(ended).name if ended > 0 else f"exit code {-ended}"
-            raise ValueError(f"the process of the chat template was ended ({how}), perhaps because the machine or its "
-                             f"own {MEMORY >> 20} MB had no memory left: try again, or shorten the conversation")
-        kind, text = json.loads(line)
-        if kind == 'error':
-            raise ValueError(f"the chat template {refused}: {text}")
-        return text
+        if line.endswith('\n'):
+            return line
+        ended = -self.process.wait()
+        self.close()
+        if ended == getattr(signal, 'SIGPROF', None):
+            raise ValueError(f"the chat template took longer than {SECONDS:.0f} s: shorten the conversation, or use "
+                             "another template")
+        how = signal.Signals(ended).name if ended > 0 else f"exit code {-ended}"
+        raise ValueError(f"the process of the chat template was ended ({how}), perhaps because the machine or its own "
+                         f"{MEMORY >> 20} MB had no memory left: try again, or shorten the conversation")
 
     def close(self):
         """End the process. A later rendering starts another one."""
@@ -117,6 +104,7 @@ class ChatTemplate:
 
 # from here on: the process that renders
 
+@lru_cache(maxsize=1)
 def compiled(source):
     """The template of a source, in an environment as transformers makes it."""
     from datetime import datetime
@@ -149,8 +137,8 @@ def compiled(source):
 
 def serve():
     """
-    Answer each line of standard input, JSON, by a line: ['text', what was rendered] or ['error', why not]. The first
-    line has the template, the others the variables of a rendering each.
+    Answer each line of standard input, JSON of a template and its variables, by a line: ['text', what was rendered] or
+    ['error', why not].
     """
     sys.path += sys.argv[1:]
     try:
@@ -158,26 +146,26 @@ def serve():
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     except (ImportError, ValueError, OSError):
         pass  # Windows has no limit of memory, and macOS not this one
-    template, special_tokens = None, {}
-    limit = partial(signal.setitimer, signal.ITIMER_PROF) if hasattr(signal, 'setitimer') else bool
     for line in sys.stdin:
-        question = json.loads(line)
+        (source, variables), refused = json.loads(line), "cannot be read"
         try:
             import jinja2  # noqa: F401 (it takes long, and none of the template's time)
-            limit(SECONDS)  # then it ends the process
-            if template is None:
-                special_tokens, template = question['special_tokens'], compiled(question['source'])
-                text = ''
-            else:
-                defaults = dict(tools=None, documents=None, add_generation_prompt=True)
-                text = template.render(defaults | special_tokens | question)
+            limit(SECONDS)
+            template, refused = compiled(source), "does not take this conversation"
+            text = template.render(variables)
             if len(text) > MOST_TEXT:
                 raise ValueError(f"its text has {len(text):,} characters, and {MOST_TEXT:,} are allowed")
             answer = 'text', text
         except Exception as e:  # a template can raise anything
-            answer = 'error', f"{type(e).__name__}: {e}"[:300]
+            answer = 'error', f"{refused}: {type(e).__name__}: {e}"[:300]
         limit(0)
         print(json.dumps(answer), flush=True)
+
+
+def limit(seconds):
+    """Let SIGPROF end this process after so many seconds of the processor; 0 takes this back."""
+    if hasattr(signal, 'setitimer'):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 if __name__ == '__main__':

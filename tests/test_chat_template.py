@@ -261,7 +261,6 @@ def test_the_limit_begins_when_the_process_is_ready(tmp_path, monkeypatch):
     slow.write_text(f'#!/bin/sh\nsleep 1.5\nexec {sys.executable} "$@"\n')
     slow.chmod(0o755)
     monkeypatch.setattr(sys, 'executable', str(slow))
-    monkeypatch.setattr(chat_template, 'LONGEST', 1.2)
     monkeypatch.setattr(chat_template, 'SECONDS', 1.2)
     assert ChatTemplate("{{ messages[0].content }}").render([dict(content='a')]) == 'a'
 
