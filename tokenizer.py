@@ -8,12 +8,10 @@ tokenizer again.
 """
 import codecs
 import json
-import math
 import os
 import pickle
 import re
 import sys
-from collections import deque
 from functools import cached_property, lru_cache
 
 from chat.template import ChatTemplate
@@ -28,11 +26,11 @@ class Tokenizer:
     What all tokenizers share: the text of ids. token_bytes: the bytes of each id, a list. A model may have more ids
     than its tokenizer; beyond: the bytes of each of those. special_ids: ids whose text is not a part of an answer, such
     as those of the tokens that begin and end a turn. added_ids: of all tokens that a file adds to its vocabulary.
-    strips: does a text begin without the blank of its first token? n_rows: how many ids the model has.
+    strips: does a text begin without the blank of its first token?
     """
     end_of_text, beyond, chat_template = None, b'', None
     special_ids = added_ids = frozenset()
-    strips, n_rows = False, math.inf
+    strips = False
 
     @property
     def end_tokens(self):
@@ -113,8 +111,8 @@ class JSONTokenizer(Tokenizer):
     json: the contents of the file, a string. end_tokens: ids, by default that of <|endoftext|>; that of the eos_token
     is one in any case, and so is the token with which the chat template ends an answer. special_tokens:
     {'bos_token': text, ...}. chat_template: a template's source, see `chat.template.ChatTemplate`. file_ids: {name of a
-    file: {'bos_token_id': id, ...}} as in the folder that it is from, for an export. added_tokens: those that other
-    files add, as transformers adds them: dicts as in tokenizer.json, or texts of special tokens.
+    file: {'bos_token_id': id, ...}}, for an export. added_tokens: those that other files add, as transformers adds
+    them: dicts as in tokenizer.json, or texts of special tokens. n_rows: how many ids the model has.
 
     ValueError if the library cannot read json, and if the text of some tokens depends on those before them: texts are
     printed token by token here. This is so for all decoders but ByteLevel (GPT-2, StarCoder, MPT, Llama 3, Qwen), Fuse
@@ -144,6 +142,7 @@ class JSONTokenizer(Tokenizer):
         if not self.library.get_vocab(with_added_tokens=False):
             raise ValueError("the tokenizer.json has no tokens: is the download complete?")
         self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # some ids may be unused
+        self.n_rows = self.vocab_size
         self.end_of_text = self.library.token_to_id(END_OF_TEXT)
         self.special_tokens, self.file_ids = special_tokens or {}, file_ids or {}
         ends = [*(super().end_tokens if end_tokens is None else end_tokens),
@@ -159,28 +158,23 @@ class JSONTokenizer(Tokenizer):
     @cached_property
     def end_tokens(self):
         """Without those that the model has no row for. stderr names them."""
-        ends = tuple(dict.fromkeys([*self.ends, *self.ends_of_turns()]))
-        n = self.vocab_size if self.n_rows == math.inf else self.n_rows
-        if beyond := [i for i in ends if not 0 <= i < n]:
-            print(f"end tokens are left out that the model does not have: {', '.join(map(str, beyond))} of {n:,}",
+        ends = tuple(dict.fromkeys([*self.ends, *(self.ends_of_turns() if self.chat_template else ())]))
+        known = tuple(i for i in ends if 0 <= i < self.n_rows)
+        if beyond := [str(i) for i in ends if i not in known]:
+            print(f"end tokens are left out that the model does not have: {', '.join(beyond)} of {self.n_rows:,}",
                   file=sys.stderr)
-        return tuple(i for i in ends if 0 <= i < n)
+        return known
 
     def ends_of_turns(self):
-        """
-        The added tokens, such as <|im_end|>, that the chat template writes behind an answer, a set. stderr says so
-        where it does not write one.
-        """
-        found, turns = set(), [dict(role='user', content='?'), dict(role='assistant', content='Kx7q.')]
-        for messages in (turns, [*turns, turns[0]]) if self.chat_template else ():
-            try:
-                text = self.chat_template.render(messages, add_generation_prompt=False)
-            except ValueError as e:
-                print(f"how an answer ends is not known from the chat template: {e}", file=sys.stderr)
-                break
-            ids = self.library.encode(text.rpartition('Kx7q.')[2], add_special_tokens=False).ids
-            found |= {next((i for i in ids if self.token_bytes[i].strip()), None)} & self.added_ids
-        return found
+        """The added token, such as <|im_end|>, that the chat template writes behind an answer, a set of at most one."""
+        question = dict(role='user', content='?')
+        try:
+            text = self.chat_template.render([question, dict(role='assistant', content='Kx7q.'), question])
+        except ValueError as e:
+            print(f"how an answer ends is not known from the chat template: {e}", file=sys.stderr)
+            return set()
+        ids = self.library.encode(text.rpartition('Kx7q.')[2], add_special_tokens=False).ids
+        return {next((i for i in ids if self.token_bytes[i].strip()), None)} & self.added_ids
 
     def conversation(self, messages, /, **variables):
         """The ids of what `ChatTemplate.render` makes of a conversation, and its ValueError."""
@@ -279,14 +273,13 @@ def check_state(state):
         if state['kind'] == kind and not isinstance(state.get(key), str):
             raise ValueError(f"a tokenizer's state of kind {kind!r} must have {key}, a string, not "
                              f"{str(state.get(key))[:50]!r}")
-    ids, special_tokens = state.get('end_tokens', []), state.get('special_tokens', {})
-    if not are_ids(ids):
-        raise ValueError(f"end_tokens of a tokenizer must be token ids, not {str(ids)[:50]}")
-    for key, kind in (('file_ids', dict), ('added_tokens', list), ('chat_template', str)):
+    for key, kind in dict(special_tokens=dict, chat_template=str, file_ids=dict, added_tokens=list).items():
         if not isinstance(state.get(key, kind()), kind):
             raise ValueError(f"{key} of a tokenizer must be a {kind.__name__}, not {str(state[key])[:50]}")
-    if not isinstance(special_tokens, dict) or not all(isinstance(text, str) for text in special_tokens.values()):
-        raise ValueError(f"special_tokens of a tokenizer must be texts, not {str(special_tokens)[:50]}")
+    if not are_ids(state.get('end_tokens', [])):
+        raise ValueError(f"end_tokens of a tokenizer must be token ids, not {str(state['end_tokens'])[:50]}")
+    if not all(isinstance(text, str) for text in state.get('special_tokens', {}).values()):
+        raise ValueError(f"special_tokens of a tokenizer must be texts, not {str(state['special_tokens'])[:50]}")
 
 
 def are_ids(ids):
@@ -341,34 +334,31 @@ def state_beside(folder):
         str(i): dict(content=text) for text, i in read('added_tokens.json').items()}
     if not isinstance(added, dict) or not all(i.isdecimal() for i in added):
         raise ValueError(f"{folder}: added_tokens_decoder and added_tokens.json must name ids, not {added!r:.50}")
-    added = [added[i] for i in sorted(added, key=int)] + [*named.values(), *(others if type(others) is list else ())]
-    if added:
+    others = others if isinstance(others, list) else []
+    if added := [*(added[i] for i in sorted(added, key=int)), *named.values(), *others]:
         state['added_tokens'] = added
     if special_tokens := {name: text for name, text in named.items() if name in ROLES}:
         state['special_tokens'] = special_tokens
     template, path = config.get('chat_template'), os.path.join(folder, 'chat_template.jinja')
-    if template is None:
+    if os.path.exists(path):
+        template = read_text(path)
+    elif template is None:
         template = read('chat_template.json').get('chat_template')
     if isinstance(template, list):  # several by name; others than the default one are for tools, for example
         template = {each.get('name'): each.get('template') for each in template if isinstance(each, dict)}
     if isinstance(template, dict):
         template = template.get('default')
-    if os.path.exists(path):
-        template = read_text(path)
     if isinstance(template, str):
         state['chat_template'] = template
     elif template is not None:
         print(f"{folder}: the chat template must be a text, not {template!r:.40}: it is left out", file=sys.stderr)
     for file in ('generation_config.json', 'config.json'):
-        ids = {name: i for name, i in read(file).items() if name[:-3] in ROLES}
-        if ids.get('eos_token_id') is not None:
-            ends = ids['eos_token_id'] if isinstance(ids['eos_token_id'], list) else [ids['eos_token_id']]
-            if not are_ids(ends):
-                raise ValueError(f"{folder}/{file}: eos_token_id must be a token id or a list of them, not "
-                                 f"{ids['eos_token_id']!r:.50}")
-            state['end_tokens'] = list(dict.fromkeys(state.get('end_tokens', []) + ends))
-        if ids:
+        if ids := {name: i for name, i in read(file).items() if name[:-3] in ROLES}:
             state.setdefault('file_ids', {})[file] = ids
+        if (ends := ids.get('eos_token_id')) is not None:
+            if not are_ids(several := ends if isinstance(ends, list) else [ends]):
+                raise ValueError(f"{folder}/{file}: eos_token_id must be a token id or a list of them, not {ends!r:.40}")
+            state['end_tokens'] = list(dict.fromkeys(state.get('end_tokens', []) + several))
     return state
 
 
@@ -478,16 +468,15 @@ def states_of(stop):
     follow, shorter, length, complete = [{}], [0], [0], [0]
     for s in stop:
         state = 0
-        for c in s:
+        for n, c in enumerate(s, 1):
             if c not in follow[state]:
                 follow[state][c] = len(follow)
-                for column, value in zip((follow, shorter, length, complete), ({}, 0, length[state] + 1, 0)):
+                for column, value in ((follow, {}), (shorter, 0), (length, n), (complete, 0)):
                     column.append(value)
             state = follow[state][c]
         complete[state] = len(s)
-    states = deque(follow[0].values())
-    while states:  # in the order of their lengths
-        state = states.popleft()
+    states = list(follow[0].values())
+    for state in states:  # it grows: the states in the order of their lengths
         complete[state] = complete[state] or complete[shorter[state]]
         for c, after in follow[state].items():
             end = shorter[state]
@@ -520,7 +509,7 @@ class TextStream:
         self.stop, self.stopped = tuple(filter(None, stop)), False
         self.min_tokens, self.include_stop, self.strip = min_tokens, include_stop, strip
         self.states = states_of(self.stop)
-        self.decoder, self.held, self.state = codecs.getincrementaldecoder('utf-8')('replace'), deque(), 0
+        self.decoder, self.held, self.state = codecs.getincrementaldecoder('utf-8')('replace'), '', 0
         self.n_pushed = 0
         self.in_character = False  # are there bytes of a character that has not ended?
 
@@ -546,8 +535,7 @@ class TextStream:
         """The text that was held back, after the last token. Bytes of an incomplete character become one U+FFFD."""
         if self.stopped:
             return ''
-        text = self._up_to_stop(self.decoder.decode(b'', final=True)) + ''.join(self.held)
-        self.held.clear()
+        text, self.held = self._up_to_stop(self.decoder.decode(b'', final=True)) + self.held, ''
         return text
 
     def _up_to_stop(self, piece):
@@ -560,21 +548,14 @@ class TextStream:
         if not self.stop:
             return piece
         follow, shorter, length, complete = self.states
-        state, held, searched = self.state, self.held, self.n_pushed > self.min_tokens
-        for c in piece:
-            held.append(c)
+        state, text, searched = self.state, self.held + piece, self.n_pushed > self.min_tokens
+        for n, c in enumerate(piece, len(self.held) + 1):
             while state and c not in follow[state]:
                 state = shorter[state]
             state = follow[state].get(c, 0)
             if searched and complete[state]:
-                self.stopped = True
-                n_sent = len(held) - (0 if self.include_stop else complete[state])
-                break
-        else:
-            while state and not follow[state]:  # complete, but not searched
-                state = shorter[state]
-            self.state, n_sent = state, len(held) - length[state]
-        text = ''.join([held.popleft() for _ in range(n_sent)])
-        if self.stopped:
-            held.clear()
-        return text
+                self.stopped, self.held = True, ''
+                return text[:n if self.include_stop else n - complete[state]]
+        self.state, n_sent = state, len(text) - length[state]
+        self.held = text[n_sent:]
+        return text[:n_sent]
