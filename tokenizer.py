@@ -357,7 +357,8 @@ def state_beside(folder):
             state.setdefault('file_ids', {})[file] = ids
         if (ends := ids.get('eos_token_id')) is not None:
             if not are_ids(several := ends if isinstance(ends, list) else [ends]):
-                raise ValueError(f"{folder}/{file}: eos_token_id must be a token id or a list of them, not {ends!r:.40}")
+                raise ValueError(f"{folder}/{file}: eos_token_id must be a token id or a list of them, not "
+                                 f"{ends!r:.50}")
             state['end_tokens'] = list(dict.fromkeys(state.get('end_tokens', []) + several))
     return state
 
