@@ -186,9 +186,11 @@ class Completion:
 
     def chunks(self):
         """The events of what has come since the last call, an event for each choice, and the end of the stream."""
-        asked = self.body.stream_options.include_usage
-        no_usage = {'usage': None} if asked else {}
-        events = [event({**self.head, 'choices': [choice.take()], **no_usage})
+        options = self.body.stream_options
+        asked, usage = options.include_usage, {}
+        if asked:
+            usage = {'usage': self.usage() if options.continuous_usage_stats else None}
+        events = [event({**self.head, 'choices': [choice.take()], **usage})
                   for choice in self.choices if choice.has_news()]
         if self.error:
             events.append(event(self.error.json()))

@@ -5,8 +5,10 @@ legacy completions and chat completions (https://platform.openai.com/docs/api-re
 import difflib
 import random
 import re
+from codecs import BOM_UTF8
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import NoneType
 from typing import Annotated, Literal
 
 import orjson
@@ -31,11 +33,13 @@ TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_
          503: 'service_unavailable'}
 FUNCTIONS = "this server calls no functions: describe them in a message, and read the answer as text"
 FORM = "this server does not constrain the form of a text: give an example of it in the prompt"
+TEMPLATE = "give it to the chat template: chat_template_kwargs, {\"enable_thinking\": false} for example"
 UNSUPPORTED = {  # what asks for something that is not here; a body with several of them is told of the first one here
     'tools': FUNCTIONS, 'functions': FUNCTIONS, 'response_format': FORM, 'structured_outputs': FORM, 'guided_': FORM,
     'json_schema': FORM, 'grammar': FORM,
     'messages': "POST them to /v1/chat/completions",
     'prompt': "POST it to /v1/completions",
+    'content': "its name is prompt here",
     'modalities': "this model reads and writes text only",
     'audio': "this model reads and writes text only",
     'web_search_options': "this server searches nothing: write what is known in a message",
@@ -43,24 +47,25 @@ UNSUPPORTED = {  # what asks for something that is not here; a body with several
     'best_of': "ask for n samples, with logprobs to compare them, and choose one",
     'use_beam_search': "this server draws samples: ask for n of them, with logprobs to compare them",
     'store': "this server keeps no answers",
-    'reasoning_effort': "name what the template knows in chat_template_kwargs, enable_thinking for example",
+    'service_tier': "this server has one tier: leave it out",
+    'reasoning_effort': TEMPLATE, 'reasoning': TEMPLATE, 'thinking': TEMPLATE, 'enable_thinking': TEMPLATE,
     'chat_template': "the template of the model's own files is used",
     'prompt_logprobs': "echo with logprobs scores a prompt",
     'repeat_penalty': "its name is repetition_penalty here",
-    'n_predict': "its name is max_tokens here",
-    'max_new_tokens': "its name is max_tokens here",
+    'n_predict': "its name is max_tokens here", 'max_new_tokens': "its name is max_tokens here",
+    'max_completion_tokens': "its name is max_tokens here",
     'tool_choice': FUNCTIONS, 'function_call': FUNCTIONS,
 }
-IGNORED = {'user', 'metadata', 'verbosity', 'parallel_tool_calls', 'prompt_cache_key', 'prompt_cache_retention',
-           'safety_identifier', 'spaces_between_special_tokens', 'cache_prompt', 'prediction'}  # they change no token
-NOTHING = {  # the values with which a field asks for nothing
-    'tools': ([],), 'functions': ([],), 'response_format': ({'type': 'text'},), 'modalities': (['text'],),
-    'stop': ('', []), 'suffix': ('',), 'store': (False,), 'service_tier': ('auto', 'default'), 'seed': (-1,),
-    'reasoning_effort': ('none',), 'use_beam_search': (False,), 'early_stopping': (False,), 'length_penalty': (1,),
-    'repeat_penalty': (1,), 'typical_p': (1,), 'tfs_z': (1,), 'mirostat': (0,), 'priority': (0,), 'logit_bias': ([],),
-    'chat_template_kwargs': ({},), 'documents': ([],), 'bad_words': ([],), 'echo': (False,),
-    'return_tokens_as_token_ids': (False,), 'continue_final_message': (False,), 'prompt_logprobs': (False,),
+IGNORED = {  # they change no token
+    'user', 'metadata', 'verbosity', 'parallel_tool_calls', 'prompt_cache_key', 'prompt_cache_retention', 'usage',
+    'safety_identifier', 'spaces_between_special_tokens', 'cache_prompt', 'prediction', 'include_reasoning',
+    'timings_per_token', 'repeat_last_n', 'mirostat_tau', 'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent'}
+NOTHING = {  # the values with which a field asks for nothing, besides 0, false and empty ones
+    'response_format': {'type': 'text'}, 'modalities': ['text'], 'service_tier': 'auto', 'seed': -1, 'max_tokens': -1,
+    'max_completion_tokens': -1, 'reasoning_effort': 'none', 'length_penalty': 1, 'repeat_penalty': 1, 'typical_p': 1,
+    'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'truncate_prompt_tokens': -1, 'logit_bias': [],
 }
+ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs'}
 
 
 class APIError(Exception):
@@ -114,15 +119,15 @@ def number_of_likeliest(logprobs):
     return {True: 1, False: None}[logprobs] if type(logprobs) is bool else logprobs
 
 
-Text = Annotated[str, Field(min_length=1)]
 Tokens = list_of(TokenId, min_length=1)
 Prompts = Annotated[
-    Text | Tokens | list_of(Text, min_length=1, max_length=MOST_PROMPTS)
+    str | Tokens | list_of(str, min_length=1, max_length=MOST_PROMPTS)
     | list_of(Tokens, min_length=1, max_length=MOST_PROMPTS), AfterValidator(listed),
     says("prompt should be a text, a list of token ids, or a list of such texts or lists, at most "
          f"{MOST_PROMPTS}; each should have at least one token, for example a newline")]
-Stops = Annotated[str | list_of(str, max_length=MOST_STOPS), AfterValidator(checked_stops), AfterValidator(listed),
-                  says(f"stop should be a text, or a list of at most {MOST_STOPS} texts")]
+Stops = Annotated[str | list_of(str, max_length=MOST_STOPS), AfterValidator(listed),
+                  says(f"stop should be a text, or a list of at most {MOST_STOPS} texts"),
+                  AfterValidator(checked_stops)]
 
 
 class Body(Strict):
@@ -133,13 +138,13 @@ class Body(Strict):
 class StreamOptions(Strict):
     include_usage: bool = Field(False, description="end the stream with a chunk that has the usage and no choices")
     include_obfuscation: bool = Field(False, description="has no effect")
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = Field(False, description="with include_usage, each chunk has the usage so far")
 
 
 class GenerationBody(Body, SamplingFields):
     """What the bodies of completions and of chat completions share."""
     n: Whole = Field(1, ge=1, le=MOST_SAMPLES, description="samples of each prompt")
-    seed: Whole | None = Field(None, ge=0, lt=2**63, description="sample i of a prompt draws with seed + i")
+    seed: Whole | None = Field(None, ge=-2**63, lt=2**63, description="sample i of a prompt draws with seed + i")
     stop: Stops = Field(default_factory=list)
     include_stop_str_in_output: bool = Field(False, description="what ends a sample is a part of its text")
     skip_special_tokens: bool = Field(True, description="special tokens, <|im_end|> for example, have no text")
@@ -182,12 +187,12 @@ def text_of(content, _):
             kind = part.get('type') if type(part) is dict else None
             text = part.get('refusal' if kind == 'refusal' else 'text') if kind in PARTS else None
             if type(text) is not str:
-                raise ValueError(f"content has a part of type {shown(kind)}, but this model reads text only: each part "
-                                 'should be {"type": "text", "text": ...}')
+                raise ValueError(f"a part of type {shown(kind)} came, but this model reads text only: each part should "
+                                 'be {"type": "text", "text": "..."}')
             texts.append(text)
         return '\n'.join(texts)
     if type(content) is not str:
-        raise ValueError(f"content should be a text, or a list of parts of the type text, not {shown(content)}")
+        raise ValueError(f"it should be a text, or a list of parts of the type text, not {shown(content)}")
     return content
 
 
@@ -225,7 +230,8 @@ class ConversationFields(Strict):
     continue_final_message: bool = Field(False, description="go on with the last message, of the assistant")
     chat_template_kwargs: dict = Field(default_factory=dict, description="more variables of the chat template, "
                                                                          "enable_thinking for example")
-    documents: list[dict] = Field(default_factory=list, description="given to the chat template")
+    documents: list_of(dict, max_length=MOST_MESSAGES) = Field(default_factory=list,
+                                                               description="given to the chat template")
 
     @property
     def variables(self):
@@ -236,8 +242,9 @@ class ConversationFields(Strict):
         if reserved := {'self', 'messages', 'tools'} & self.chat_template_kwargs.keys():
             raise ValueError(f"chat_template_kwargs has {', '.join(sorted(reserved))}, which the server gives to the "
                              "template itself: leave it out")
-        given = dict(add_generation_prompt=not self.continue_final_message if self.add_generation_prompt is None
-                     else self.add_generation_prompt, continue_final_message=self.continue_final_message)
+        given = dict(continue_final_message=self.continue_final_message)
+        if self.add_generation_prompt is not None:
+            given['add_generation_prompt'] = self.add_generation_prompt
         return self.chat_template_kwargs | given | (dict(documents=self.documents) if self.documents else {})
 
 
@@ -278,31 +285,57 @@ def parsed(kind, data, defaults=None):
     `defaults`, sampling fields, take the place of fields that are left out. APIError 400, which names the first field
     that is wrong.
     """
+    if not data.strip():
+        raise APIError(400, "the body is empty, but should be a JSON object", code='invalid_json')
     try:
-        fields = orjson.loads(data)
+        fields = orjson.loads(data.removeprefix(BOM_UTF8))
     except orjson.JSONDecodeError as e:
-        raise APIError(400, f"the body should be a JSON object: {e}", code='invalid_json') from None
+        raise APIError(400, f"the body should be a JSON object in UTF-8: {e}", code='invalid_json') from None
     if type(fields) is not dict:
         raise APIError(400, f"the body should be a JSON object, not {data[:20].decode('utf-8', 'replace')!r}")
-    fields, known = asked_for(fields), kind.model_fields.keys()
-    if unknown := [name for name in fields if name not in known]:
-        rank = {name: i for i, name in enumerate(UNSUPPORTED)}
-        raise unknown_field(min(unknown, key=lambda name: rank.get(general(name), len(rank))), known)
+    known = kind.model_fields.keys()
     try:
+        fields = asked_for(without_nulls(fields), known)
+        if unknown := [name for name in fields if name not in known]:
+            rank = {name: i for i, name in enumerate(UNSUPPORTED)}
+            raise unknown_field(min(unknown, key=lambda name: rank.get(general(name), len(rank))), known)
         return kind.model_validate((defaults or {} if issubclass(kind, GenerationBody) else {}) | fields)
     except ValidationError as e:
         raise named(e.errors(include_url=False)[0], known) from None
+    except RecursionError:
+        raise APIError(400, "the body is nested too deeply: send plain values", code='invalid_json') from None
 
 
-def asked_for(fields):
-    """The fields of a body that ask for something."""
-    fields = {name: value for name, value in fields.items()
-              if value is not None and name not in IGNORED and value not in NOTHING.get(name, ())}
+def without_nulls(fields):
+    """An object of JSON without the fields that are null, at any depth, and lists of texts without nulls."""
+    kept = {}
+    for name, value in fields.items():
+        if type(value) is dict:
+            value = without_nulls(value)
+        elif type(value) is list and value and type(value[0]) in (dict, str, NoneType) and len(value) <= MOST_MESSAGES:
+            value = [without_nulls(each) if type(each) is dict else each for each in value if each is not None]
+        if value is not None:
+            kept[name] = value
+    return kept
+
+
+def asked_for(fields, known):
+    """The fields of a body that ask for something. known: the fields that there are."""
     functions, choices = {'tools', 'functions'}, [fields.get('tool_choice'), fields.get('function_call')]
-    left_out = {'best_of'} if fields.get('best_of') == fields.get('n', 1) else set()
-    if 'none' in choices or 'auto' in choices and not functions & fields.keys():
+    left_out = IGNORED | {name for name, value in fields.items() if name in NOTHING and value == NOTHING[name]}
+    # a field with a nearly known name may be a known one, misspelled
+    left_out |= {name for name, value in fields.items() if not value and name not in known | ASK_WHEN_EMPTY
+                 and not near(name, known, 0.85)}
+    if fields.get('best_of') == fields.get('n', 1):
+        left_out.add('best_of')
+    if 'none' in choices or 'auto' in choices and not (functions - left_out) & fields.keys():
         left_out |= {*functions, 'tool_choice', 'function_call'}
     return {name: value for name, value in fields.items() if name not in left_out}
+
+
+def near(name, known, cutoff):
+    """The known field whose name is the most like this one, or ''."""
+    return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), '') if len(name) <= 40 else ''
 
 
 def general(name):
@@ -312,19 +345,18 @@ def general(name):
 
 def unknown_field(name, known):
     """The APIError for a field that is not among the known ones."""
-    near = difflib.get_close_matches(name, known, n=1) if len(name) <= 40 else ()
     advice = UNSUPPORTED.get(general(name))
     if advice is None:
-        advice = f"did you mean {near[0]}?" if near else "leave it out"
+        advice = f"did you mean {alike}?" if (alike := near(name, known, 0.75)) else "leave it out"
         return APIError(400, f"{name[:60]} is not a field here: {advice}", name[:60], 'unknown_field')
-    return APIError(400, f"{name}: {advice}", name, 'unsupported_field')
+    return APIError(400, f"{name[:60]}: {advice}", name[:60], 'unsupported_field')
 
 
 def shown(value):
     """A value of JSON for an error, in at most some 60 characters, whatever its size and depth."""
     if type(value) in (list, dict):
         return f"a list of {len(value):,}" if type(value) is list else f"an object of {len(value):,}"
-    text = repr(value[:46] if type(value) is str else value)
+    text = repr(value[:46]) if type(value) is str else orjson.dumps(value).decode()
     return text if len(text) <= 60 else text[:45] + '...'
 
 
@@ -335,10 +367,11 @@ def named(error, known):
         return APIError(400, f"{param} is not a field here: leave it out", param, 'unknown_field')
     if error['type'] == 'missing':
         return APIError(400, f"{param} is missing: the body must have it", param, 'missing_field')
-    message = re.sub('^(Input|List|String) ', f'{param} ', error['msg']).replace(' after validation', '')
+    message = re.sub('^(Input|List|String|Dictionary) ', f'{param} ', error['msg']).replace(' after validation', '')
+    message = re.sub(r'a valid dictionary( or instance of \w+)?', 'an object', message)
     if error['type'] == 'value_error':  # of a function above
         message = str(error['ctx']['error'])
-        return invalid(param, message if message.startswith(param.split('.')[-1]) else f"{param}: {message}")
+        return invalid(param, message if message.startswith(param) else f"{param}: {message}")
     if ', not ' not in message:
         message += f", not {shown(error['input'])}"
     return invalid(param, message if param in message else f"{param}: {message}")
@@ -399,6 +432,8 @@ class Served:
             raise invalid(str(e).split()[0], str(e)) from None
         try:
             return self.tokenizer.conversation(messages, **variables)
+        except RecursionError:
+            raise invalid('documents', "documents or chat_template_kwargs are nested too deeply") from None
         except ValueError as e:
             raise invalid('messages', str(e)) from None
 
@@ -418,11 +453,11 @@ def n_new_tokens(body, served, n_prompt):
     asked = body.max_tokens if asked is None else asked
     if room < (asked != 0):
         raise too_long(f"the prompt has {n_prompt:,} tokens, and the context is {served.max_tokens:,} tokens: the "
-                       f"largest prompt is {served.max_tokens - 1:,} tokens", 'messages' if is_chat else 'prompt')
+                       f"largest prompt is {served.max_tokens - (asked != 0):,} tokens",
+                       'messages' if is_chat else 'prompt')
     if asked is None:
-        per_token = entries_per_token(body) * body.n
-        most = MOST_ENTRIES // per_token if per_token else room
-        return min(room, max(1, most - n_prompt) if is_chat else 16)
+        most = MOST_ENTRIES // max(1, entries_per_token(body) * body.n) - n_prompt
+        return min(room, max(1, most)) if is_chat else min(room, 16)
     if asked > room:
         raise too_long(f"the prompt has {n_prompt:,} tokens and max_tokens is {asked:,}: together "
                        f"{n_prompt + asked:,}, but the context is {served.max_tokens:,} tokens: the largest "

@@ -38,6 +38,7 @@ class EngineCore:
         self.cache, self.end_tokens, self.ended = cache, end_tokens, ended
         self.all_texts = WholeTexts(bytes_of)
         self.texts = WholeTexts(lambda token: b'' if token in special_ids else bytes_of(token))
+        self.special_ids = {self.all_texts[token]: token for token in special_ids}  # {text: id}
         self.version = None  # of the cache's weights when the samples that run were computed
         self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
         self.scheduler, self.sampler = Scheduler(cache, budget), Sampler(self.vocab_size)
@@ -50,7 +51,8 @@ class EngineCore:
         scored, from the second on; and first_time: when its first token was drawn.
         """
         request, p = live.request, live.request.params
-        stop_ids = {*p.stop_token_ids, *(() if p.ignore_eos else self.end_tokens)}
+        stop_ids = {*p.stop_token_ids, *(() if p.ignore_eos else self.end_tokens),
+                    *(self.special_ids[text] for text in request.stop if text in self.special_ids)}
         texts = self.texts if request.skip_special else self.all_texts
         made = [(Drawing(request, i, stop_ids, self.vocab_size),
                  TextStream(texts, request.stop, p.min_tokens, request.include_stop, request.strip))

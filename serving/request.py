@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 MOST_LOGPROBS = 20  # tokens besides the sampled one
 MOST_TOKENS, MOST_BIASES = 2**31, 2**16  # of a request
@@ -47,14 +47,6 @@ class Strict(BaseModel):
     """An object that has these fields and no others, each of the type it says."""
     model_config = ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
 
-    @model_validator(mode='before')
-    @classmethod
-    def without_nulls(cls, fields):
-        """null is a field left out."""
-        if type(fields) is dict and None in fields.values():
-            return {name: value for name, value in fields.items() if value is not None}
-        return fields
-
 
 class Lenient(Strict):
     """An object that may have other fields too, which are ignored."""
@@ -65,7 +57,8 @@ class SamplingFields(Strict):
     """The fields of `SamplingParams` that the body of the API has too."""
     temperature: Annotated[float, AfterValidator(checked_temperature)] = Field(
         1.0, ge=0, description="0 takes the likeliest token each time")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: Annotated[float, AfterValidator(lambda p: p or 1e-9)] = Field(1.0, ge=0, le=1, description="0 takes the "
+                                                                         "likeliest token each time")
     top_k: Whole = Field(0, ge=-1, lt=2**31, description="draw from the k likeliest tokens; 0 and -1 draw from all")
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)

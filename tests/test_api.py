@@ -51,11 +51,12 @@ def events(data):
     (dict(prompt=[1, True]), 'prompt'), (dict(prompt={}), 'prompt'), (dict(prompt=None), 'prompt'),
     (dict(prompt=['a'] * 129), 'prompt'), (dict(prompt='Q'), 'prompt'), (dict(prompt=[31]), 'prompt'),
     (dict(prompt=[-1]), 'prompt'), (dict(prompt=3), 'prompt'), (dict(prompt=[1.5]), 'prompt'),
-    (dict(max_tokens=-1), 'max_tokens'), (dict(max_tokens='5'), 'max_tokens'), (dict(max_tokens=5.5), 'max_tokens'),
+    (dict(max_tokens=-2), 'max_tokens'), (dict(max_tokens='5'), 'max_tokens'), (dict(max_tokens=5.5), 'max_tokens'),
     (dict(max_tokens=True), 'max_tokens'), (dict(temperature=-1), 'temperature'),
     (dict(temperature=1e-31), 'temperature'),
-    (dict(top_p=0), 'top_p'), (dict(top_p=1.1), 'top_p'), (dict(top_k=-2), 'top_k'), (dict(top_k=2**40), 'top_k'),
-    (dict(min_p=2), 'min_p'), (dict(n=0), 'n'), (dict(n=129), 'n'), (dict(seed=-2), 'seed'), (dict(seed=2**63), 'seed'),
+    (dict(top_p=-0.1), 'top_p'), (dict(top_p=1.1), 'top_p'), (dict(top_k=-2), 'top_k'), (dict(top_k=2**40), 'top_k'),
+    (dict(min_p=2), 'min_p'), (dict(n=0), 'n'), (dict(n=129), 'n'), (dict(seed=2**63), 'seed'),
+    (dict(seed=-2**63 - 1), 'seed'),
     (dict(stop=['a'] * 257), 'stop'), (dict(stop=[1]), 'stop'), (dict(stop='a' * 70_000), 'stop'),
     (dict(max_tokens=2**31), 'max_tokens'), (dict(min_tokens=2**63), 'min_tokens'),
     (dict(stop_token_ids=[31]), 'stop_token_ids'), (dict(stop_token_ids=['a']), 'stop_token_ids.0'),
@@ -66,8 +67,8 @@ def events(data):
     (dict(repetition_penalty=0), 'repetition_penalty'), (dict(min_tokens=17), 'min_tokens'),
     (dict(stream=1), 'stream'), (dict(stream_options={'include_usage': True}), 'stream_options'),
     (dict(stream=True, stream_options={'x': 1}), 'stream_options.x'), (dict(cache_salt='a' * 257), 'cache_salt'),
-    (dict(best_of=2), 'best_of'), (dict(suffix='a'), 'suffix'), (dict(response_format={}), 'response_format'),
-    (dict(messages=[]), 'messages'), (dict(max_token=3), 'max_token'), (dict(model=3), 'model'),
+    (dict(best_of=2), 'best_of'), (dict(suffix='a'), 'suffix'), (dict(response_format={'a': 1}), 'response_format'),
+    (dict(messages=[{}]), 'messages'), (dict(max_token=3), 'max_token'), (dict(model=3), 'model'),
 ])
 def test_errors_name_the_field(fields, param):
     with pytest.raises(APIError) as caught:
@@ -97,7 +98,11 @@ def test_a_near_name_is_suggested_and_refusals_say_what_to_do():
     dict(suffix=''), dict(logprobs=False), dict(skip_special_tokens=True),
     dict(use_beam_search=False), dict(chat_template_kwargs={}), dict(repeat_penalty=1.0), dict(stream_options={}),
     dict(stream_options=dict(include_usage=None)), dict(nobody_knows=None, tools=None, audio=None, prediction=None),
-    dict(add_special_tokens=True), dict(include_stop_str_in_output=False), dict(logit_bias=[])], ids=str)
+    dict(add_special_tokens=True), dict(include_stop_str_in_output=False), dict(logit_bias=[]), dict(grammar=''),
+    dict(guided_choice=[], guided_json={}, structured_outputs=dict(json=None)), dict(stop=[None]), dict(max_tokens=-1),
+    dict(response_format=dict(type='text', json_schema=None)), dict(logit_bias={'5': None}),
+    dict(usage=dict(include=True)), dict(dry_multiplier=0, mirostat=0, mirostat_tau=5, n_probs=0, id_slot=-1),
+    dict(samplers=[], top_a=0, typical_p=1.0)], ids=str)
 def test_what_asks_for_nothing_passes(fields):
     assert str(requests(seed=3, **fields)) == str(requests(seed=3))
 
@@ -106,18 +111,25 @@ def test_values_of_other_types_that_mean_the_same():
     assert completion_body(n=3, best_of=3).n == 3 and completion_body(logprobs=True).logprobs == 1
     assert len({requests(seed=-1)[0].seed for _ in range(4)}) == 4
     assert requests(max_tokens=5.0, top_k=2.0, n=2.0, min_tokens=1.0)[0].max_tokens == 5
+    assert requests(stop='ab')[0].stop == requests(stop=['ab', None, ''])[0].stop == ('ab',)
+    assert requests(seed=-5)[0].seed == -5 and 0 < requests(top_p=0)[0].params.top_p < 1e-6
+    assert parsed(CompletionBody, b'\xef\xbb\xbf{"prompt": "a"}').prompt == ['a']
 
 
 @pytest.mark.parametrize('fields, param, said', [
     (dict(tool_choice='auto', parallel_tool_calls=False, tools=[dict(type='function')]), 'tools', 'calls no functions'),
     (dict(function_call='auto', functions=[{}]), 'functions', 'calls no functions'),
     (dict(aaa=1, response_format=dict(type='json_object')), 'response_format', 'does not constrain the form'),
-    (dict(guided_json={}, aaa=1, tool_choice='required'), 'guided_json', 'does not constrain the form'),
-    (dict(structured_outputs={}), 'structured_outputs', 'does not constrain'), (dict(store=True), 'store', 'keeps no'),
+    (dict(guided_json={'a': 1}, aaa=1, tool_choice='required'), 'guided_json', 'does not constrain the form'),
+    (dict(structured_outputs={'a': 1}), 'structured_outputs', 'not constrain'), (dict(store=True), 'store', 'keeps no'),
     (dict(grammar='x'), 'grammar', 'does not constrain'), (dict(best_of=2), 'best_of', 'n samples'),
     (dict(n=3, best_of=2), 'best_of', 'n samples'), (dict(use_beam_search=True), 'use_beam_search', 'draws samples'),
     (dict(repeat_penalty=1.1), 'repeat_penalty', 'repetition_penalty'), (dict(suffix='a'), 'suffix', 'the middle'),
-    (dict(modalities=['text', 'audio']), 'modalities', 'text only'), (dict(zzzz=False), 'zzzz', 'leave it out')])
+    (dict(modalities=['text', 'audio']), 'modalities', 'text only'), (dict(zzzz=1), 'zzzz', 'leave it out'),
+    (dict(temprature=0), 'temprature', 'did you mean temperature'),
+    (dict(prompt_logprobs=0), 'prompt_logprobs', 'echo'),
+    (dict(max_completion_tokens=5), 'max_completion_tokens', 'max_tokens'), (dict(think=1, thinking=True), 'thinking',
+                                                                             'chat_template_kwargs')])
 def test_what_asks_for_something_else_is_named_first_in_a_sentence_of_its_own(fields, param, said):
     with pytest.raises(APIError) as caught:
         completion_body(**dict(sorted(fields.items())))
@@ -126,11 +138,12 @@ def test_what_asks_for_something_else_is_named_first_in_a_sentence_of_its_own(fi
 
 @pytest.mark.parametrize('data', [
     b'{"x": %s%s}' % (b'[' * 1000, b']' * 1000), b'{"prompt": %s%s}' % (b'[' * 900, b']' * 900),
+    b'{"best_of": %s%s, "n": %s%s, "prompt": "a"}' % (b'[' * 990, b']' * 990, b'[' * 990, b']' * 990),
     b'{"%s": 1}' % (b'a' * 2**22), b'{"prompt": "a", "logit_bias": {"%s": 1}}' % (b'a' * 2**22),
     b'{"prompt": "a", "temperature": "%s"}' % (b'a' * 2**22),
     b'{"prompt": "a", "stop_token_ids": [%s1]}' % (b'-1,' * 2**20),
     b'{%s}' % b','.join(b'"%d": 1' % i for i in range(300_000)),
-    b'{"prompt": "a", "stream_options": {%s}}' % b','.join(b'"%d": 1' % i for i in range(2))], ids=range(8))
+    b'{"prompt": "a", "stream_options": {%s}}' % b','.join(b'"%d": 1' % i for i in range(2)), b' '], ids=range(10))
 def test_an_error_is_short_whatever_came(data):
     with pytest.raises(APIError) as caught:
         parsed(CompletionBody, data)
@@ -151,7 +164,7 @@ def test_the_first_wrong_entry_ends_a_check(monkeypatch):
 
 @pytest.mark.parametrize('n_prompt, max_tokens, expected', [
     (3, None, 16), (60, None, 4), (63, None, 1), (64, None, '63'), (64, 0, 0), (64, 1, '63'), (60, 4, 4), (60, 5, '4'),
-    (65, 0, '63'), (1, 2**31 - 1, '63')])
+    (65, 0, '64'), (1, 2**31 - 1, '63')])
 def test_a_length_that_does_not_fit_is_told_the_largest_that_does(n_prompt, max_tokens, expected):
     fields = dict(prompt=[1] * n_prompt) | (dict(max_tokens=max_tokens) if max_tokens is not None else {})
     if type(expected) is int:

@@ -140,7 +140,7 @@ def test_a_stream_ends_as_the_answer_does(chat):
     (dict(messages=[dict(role='user', content=[dict(type='image_url', image_url='x')])]), 'messages.0.content'),
     (dict(messages=[SYSTEM], top_logprobs=3), 'top_logprobs'),
     (dict(messages=[SYSTEM], logprobs=True, top_logprobs=21), 'top_logprobs'),
-    (dict(messages=[SYSTEM], max_completion_tokens=-1), 'max_completion_tokens'),
+    (dict(messages=[SYSTEM], max_completion_tokens=-2), 'max_completion_tokens'),
     (dict(messages=[SYSTEM], tools=[{}]), 'tools'), (dict(messages=[SYSTEM], prompt='x'), 'prompt'),
 ])
 def test_an_error_names_the_field(chat, fields, param):
@@ -194,7 +194,8 @@ def test_messages_as_clients_write_them(chat, message, same):
     (dict(role='assistant', content=None, tool_calls=[dict(id='x')]), 'messages.1', 'calls no functions'),
     (dict(role='user', content=[dict(type='image_url', image_url='x')]), 'messages.1.content', "'image_url'"),
     (dict(role='user', content=3), 'messages.1.content', 'should be a text'),
-    (dict(role='robot', content=3), 'messages.1.role', "'robot'"), ('hi', 'messages.1', 'messages.1')], ids=str)
+    (dict(role='robot', content=3), 'messages.1.role', "'robot'"), ('hi', 'messages.1', 'an object'),
+    (dict(role='user', content=[dict(type='text')]), 'messages.1.content', "'text'")], ids=str)
 def test_an_error_of_a_message_names_the_first_thing_that_is_wrong(chat, message, param, said):
     response = chat[0].post('/v1/chat/completions', json=dict(messages=[SYSTEM, message]))
     error = response.json()['error']
@@ -233,7 +234,8 @@ def test_variables_of_the_template(model):
         assert text() == text(chat_template_kwargs=dict(enable_thinking=True)) == CHAT_PREFIX
         assert text(chat_template_kwargs=dict(enable_thinking=False)) == CHAT_PREFIX + '<think></think>'
         assert text(documents=[dict(title='T', text='x')]) == CHAT_PREFIX + 'T'
-        assert text(add_generation_prompt=False) == CHAT_PREFIX.removesuffix('<|im_start|>assistant\n')
+        off = dict(add_generation_prompt=False)
+        assert text(chat_template_kwargs=off) == text(**off) == CHAT_PREFIX.removesuffix('<|im_start|>assistant\n')
         for name in ('messages', 'self', 'tools'):
             refused = client.post('/v1/chat/completions', json=said | dict(chat_template_kwargs={name: 1}))
             assert refused.status_code == 400 and refused.json()['error']['param'] == 'chat_template_kwargs'
@@ -286,6 +288,38 @@ def test_a_prompt_of_the_whole_context_is_an_error_as_a_longer_one_is(chat):
             error = response.json()['error']
             assert f'{256 + more} tokens' in error['message'] and 'largest prompt is 255' in error['message']
             assert error['code'] == 'context_length_exceeded'
+
+
+@pytest.mark.parametrize('n_words', [1, 30, 60, 100])
+def test_an_answer_has_all_the_room_there_is(chat, n_words):
+    """Where a body does not say how long it may be."""
+    for fields in (dict(), dict(logprobs=True, n=2)):
+        answer = ask(chat[0], [dict(role='user', content='a ' * n_words)], ignore_eos=True, **fields)
+        n = answer['usage']['completion_tokens'] // len(answer['choices'])
+        assert n + answer['usage']['prompt_tokens'] == 256 and answer['choices'][0]['finish_reason'] == 'length'
+
+
+def test_a_special_token_can_be_a_stop_string(chat):
+    """It has no text in which it could be found."""
+    for fields in (dict(stop=['never', '<|im_start|>']), dict(stop='<|im_start|>', skip_special_tokens=False)):
+        answer = ask(chat[0], [SYSTEM], logit_bias={1: 100}, max_tokens=9, **fields)
+        choice, = answer['choices']
+        assert (choice['message']['content'], choice['finish_reason']) == ('', 'stop')
+
+
+def test_each_chunk_has_the_usage_where_asked(chat):
+    options = dict(include_usage=True, continuous_usage_stats=True)
+    fields = dict(messages=[SYSTEM], max_tokens=5, ignore_eos=True, stream=True, stream_options=options)
+    found = events(chat[0].post('/v1/chat/completions', json=fields).content)[:-1]
+    counts = [event['usage']['completion_tokens'] for event in found]
+    assert counts == sorted(counts) and counts[-1] == 5 and counts[0] > 0
+
+
+def test_what_is_nested_too_deeply_is_refused(chat):
+    for name, deep in (('documents', '[{"a": %s%s}]'), ('chat_template_kwargs', '{"a": %s%s}')):
+        body = f'{{"messages": [{{"role": "user", "content": "a"}}], "{name}": {deep % ("[" * 990, "]" * 990)}}}'
+        response = chat[0].post('/v1/chat/completions', content=body)
+        assert response.status_code == 400 and 'nested too deeply' in response.json()['error']['message']
 
 
 def test_tokens_with_and_without_what_the_tokenizer_adds_and_their_texts():
