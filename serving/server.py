@@ -40,7 +40,7 @@ from serving.api import (
     requests_of,
     too_long,
 )
-from serving.connection import IDLE, Connection, most_connections
+from serving.connection import IDLE, Connection
 from serving.engine import QueueFull
 from serving.openapi import VERSION, Endpoint, openapi
 from serving.request import Output, check_ids
@@ -370,10 +370,10 @@ async def metrics(service, request):
 async def tokenize(service, body):
     """The tokens of a text or of a conversation"""
     served = service.served
+    if (body.messages is None) == (body.prompt is None):
+        raise invalid('prompt', "prompt or messages: the body must have one of them")
     if body.messages is not None:
         tokens = await service.in_pool('template', partial(served.conversation, body))
-    elif body.prompt is None:
-        raise invalid('prompt', "prompt is missing: the body must have it, or messages")
     else:
         encode = partial(served.encode, body.prompt, body.add_special_tokens is not False)
         tokens = await service.in_pool('tokens', encode)
@@ -450,6 +450,9 @@ class Process(uvicorn.Server):
 
     async def on_tick(self, counter):
         self.should_exit |= self.service.engine is not None and self.service.engine.dead
+        if counter % 10 == 0:  # of ticks of 0.1 s
+            for connection in [*self.server_state.connections]:
+                connection.check()
         return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
@@ -530,8 +533,8 @@ def run(service, host, port, drain_seconds, began=None):
     address = f'http://{name}:{listener.getsockname()[1]}/'
     print(f"the page: {address}   (the model is being loaded)", file=sys.stderr)
     config = uvicorn.Config(None, log_level='error', access_log=False, lifespan='on', ws='none', server_header=False,
-                            http=Connection, limit_concurrency=most_connections() + 1, backlog=ACCEPTED,
-                            timeout_graceful_shutdown=CLOSING, timeout_keep_alive=IDLE, proxy_headers=False)
+                            http=Connection, backlog=ACCEPTED, timeout_graceful_shutdown=CLOSING,
+                            timeout_keep_alive=IDLE, proxy_headers=False)
     process = Process(config, service, drain_seconds, address, began)
     config.app = make_app(service, process.loaded)
     process.run([listener])
