@@ -452,6 +452,8 @@ def read_all(connection):
     data = b''
     while part := connection.recv(65536):
         data += part
+    while data.startswith(b'HTTP/1.1 100 '):  # a client skips interim answers
+        data = data.partition(b'\r\n\r\n')[2]
     head, _, body = data.partition(b'\r\n\r\n')
     if b'chunked' in head:
         chunks, rest = [], body
