@@ -17,6 +17,7 @@ import sys
 import time
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 
 import configurator  # before torch: it says so in one line where torch is missing
 
@@ -110,8 +111,7 @@ def main(config):
     with (autocast(dev, pick_dtype(dtype, dev)),
           tqdm(total=len(prompts) * max_new_tokens, unit='tok', disable=no_bar) as bar):
         if gpt is plain_model:  # a few steps that are not counted, in which kernels are compiled, or read from disk
-            for _ in sample_batch(model, [prompts[0][:1]] * min(batch_size, len(prompts)), 0, how, dev, 4):
-                pass
+            list(islice(sample_batch(model, [prompts[0][:1]] * min(batch_size, len(prompts)), 0, how, dev), 4))
         t0 = time.perf_counter()
         for first in range(0, len(prompts), batch_size):
             batch = prompts[first:first + batch_size]
@@ -119,7 +119,6 @@ def main(config):
             samples = [shown(prompt, tokenizer, model.config.max_positions) for prompt in batch]
             if live:
                 print(samples[0], end='', flush=True)
-            n_before = n_drawn
             try:
                 for tokens in sample_batch(model, batch, first, how, dev):
                     n_drawn += len(batch)
@@ -135,7 +134,7 @@ def main(config):
             finally:  # what is drawn is printed, whatever ends the run
                 if live:
                     print(streams[0].finish())
-                elif n_drawn > n_before or not max_new_tokens:
+                elif n_drawn or not max_new_tokens:
                     with bar.external_write_mode():
                         for sample, text in zip(samples, streams):
                             print(sample + text.finish() + '\n---------------' * (len(prompts) > 1), flush=True)
@@ -147,10 +146,9 @@ def main(config):
 
 def chat_with(model, tokenizer, dev, first, given):
     """Talk with a chat model in the terminal. first: the first messages. given: the names of settings that are set."""
-    draw = dict(temperature=temperature, top_k=top_k, top_p=top_p)
     of_file = {} if generation_config == 'none' else generation_defaults(init_from)
     of_file = {name: value for name, value in of_file.items() if name not in given}
-    draw |= of_file
+    draw = dict(temperature=temperature, top_k=top_k, top_p=top_p) | of_file
     print(f"sampling: {', '.join(f'{name}={value}' for name, value in draw.items())}"
           f"{' (generation_config.json; --generation_config=none leaves it out)' * bool(of_file)}", file=sys.stderr)
     draw['top_k'] = max(0, draw['top_k']) or None
@@ -173,15 +171,15 @@ def of_template():
                      f"{template_kwargs!r:.60}")
 
 
-def sample_batch(model, batch, first, how, dev, n=None):
+def sample_batch(model, batch, first, how, dev):
     """
     Yield the tokens (B, 1) of a batch of prompts, whose first row is sample number `first`. how: further arguments of
-    `stream`. n: how many tokens, if fewer than max_new_tokens.
+    `stream`.
     """
     same = all(prompt == batch[0] for prompt in batch)  # then it is read once for all samples
     source = debug_kv_model if debug_kv_model.tracing() else generation
-    return source.stream(model, batch[:1] if same else batch, min(max_new_tokens, n or max_new_tokens), temperature,
-                         top_k or None, top_p, use_cache, num_samples=len(batch) if same else 1,
+    return source.stream(model, batch[:1] if same else batch, max_new_tokens, temperature, top_k or None, top_p,
+                         use_cache, num_samples=len(batch) if same else 1,
                          generator=[torch.Generator(dev).manual_seed(seed + first + row) for row in range(len(batch))],
                          **how)
 
@@ -248,9 +246,8 @@ def pick_decoder(model, tokenizer, n_rows, dev):
             raise ValueError(f"this decoder does not read a cache of kv_bits={kv_bits} with heads of "
                              f"{model.config.head_dim} channels, which must be a multiple of 32: leave kv_bits out, or "
                              "decoder, weights, threads, speculate and draft")
-        step, name, how = cache.executor, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB", dict(cache=cache)
-        if chat:
-            how = dict(cache_of=cache_of)
+        step, name = cache.executor, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB"
+        how = dict(cache_of=cache_of) if chat else dict(cache=cache)
     print(f"decoder: {name}", file=sys.stderr)
     if not in_cache and (not use_cache or debug_kv_model.tracing() and which == 'eager'):
         return {}
