@@ -22,28 +22,25 @@ class Conversation:
     """
     model, tokenizer: a chat model and its tokenizer, which has a chat_template. cache: a `kvcache.base.BaseCache` of
     the model, with room for one sequence. cache_of: a function of a number of positions: a cache for so many, which
-    takes the place of a cache that is too small; None if `cache` has room for the whole context. variables: of the chat
-    template, see `ChatTemplate.render`. repetition_penalty, min_p: as in requests to serve.py. how: the temperature,
-    top_k, top_p and generator of `sample_token`.
+    takes the place of one that is too small; None if `cache` has room for the whole context. system: the system
+    message, '' for none. variables: of the chat template, see `ChatTemplate.render`. repetition_penalty, min_p: as in
+    requests to serve.py. how: the temperature, top_k, top_p and generator of `sample_token`.
 
-    system: the system message, '' for none. messages: what was said so far behind it, dicts with role and content.
-    n_kept, n_new, n_drawn: how many tokens of the last prompt were in the cache already, how many were computed, and
-    how many its answer has. cut: why the answer ended, if the model has not ended it. ValueError if the model has no
-    chat template.
+    messages: what was said behind the system message, dicts with role and content. n_kept, n_new, n_drawn: how many
+    tokens of the last prompt were in the cache already, how many were computed, and how many its answer has. cut: why
+    the answer ended, if the model has not ended it. ValueError if the model has no chat template.
     """
 
-    def __init__(self, model, tokenizer, cache, cache_of=None, system='', variables=None, repetition_penalty=1.0,
+    def __init__(self, model, tokenizer, cache, cache_of=None, system='', variables=(), repetition_penalty=1.0,
                  min_p=0.0, **how):
         if tokenizer.chat_template is None:
             raise ValueError("this model has no chat, because its tokenizer has no chat template: leave out --chat, "
                              "and write the beginning of a text as --start")
         self.model, self.tokenizer, self.cache, self.cache_of, self.how = model, tokenizer, cache, cache_of, how
-        self.system, self.variables = system, variables or {}
-        self.repetition_penalty, self.min_p = repetition_penalty, min_p
+        self.system, self.variables, self.repetition_penalty, self.min_p = system, variables, repetition_penalty, min_p
         self.token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size, skip_special=True)
         self.handle, self.tokens, self.messages = cache.new(), [], []  # tokens: whose keys and values are in the cache
-        self.n_kept = self.n_new = self.n_drawn = 0
-        self.cut = ''
+        self.n_kept, self.n_new, self.n_drawn, self.cut = 0, 0, 0, ''
 
     @torch.inference_mode()
     def answer(self, text, max_new_tokens):
@@ -54,7 +51,7 @@ class Conversation:
         """
         messages = [*self.messages, dict(role='user', content=text)]
         system, most = [dict(role='system', content=self.system)] * bool(self.system), self.model.config.max_positions
-        prompt = self.tokenizer.conversation([*system, *messages], **self.variables)
+        prompt = self.tokenizer.conversation([*system, *messages], **dict(self.variables))
         if len(prompt) >= most:
             raise ValueError(f"the conversation has {len(prompt):,} tokens, and the model's context {most:,}: begin a "
                              "new one (/clear), or say less")
@@ -106,11 +103,10 @@ class Conversation:
         return self.cache.step([self.handle], [start], torch.tensor([tokens], device=device)).float()
 
     def changed(self, logits, tokens):
-        """The logits (1, vocab_size) behind these tokens, after repetition_penalty and min_p."""
+        """Logits (1, vocab_size), those behind these tokens, after repetition_penalty and min_p."""
         if self.repetition_penalty != 1:
-            seen = torch.tensor(sorted({*tokens}), device=logits.device)
-            of_seen, penalty = logits[:, seen], self.repetition_penalty
-            logits = logits.index_copy(1, seen, torch.where(of_seen > 0, of_seen / penalty, of_seen * penalty))
+            of_seen, penalty, logits = logits[:, tokens], self.repetition_penalty, logits.clone()
+            logits[:, tokens] = torch.where(of_seen > 0, of_seen / penalty, of_seen * penalty)
         if self.min_p and self.how['temperature']:
             p = torch.softmax(logits / self.how['temperature'], -1)
             logits = logits.masked_fill(p < self.min_p * p.max(), -float('inf'))
@@ -133,43 +129,34 @@ def typed_later():
     cut them at 4,095 characters.
     """
     import termios
+    import tty
     before = termios.tcgetattr(0)
-    during = [*before[:3], before[3] & ~(termios.ICANON | termios.ECHO), *before[4:]]
     try:
-        termios.tcsetattr(0, termios.TCSADRAIN, during)
+        tty.setcbreak(0, termios.TCSADRAIN)
         print('\033[?2004h', end='', flush=True)  # a paste is still marked as one
         yield
     finally:
         termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
-def read_message(edits):
-    """What the user says, '' if it cannot be read; None at the end of the input."""
-    if not edits:
-        print('> ', end='', file=sys.stderr, flush=True)
-    try:
-        return input('> ' if edits else '')
-    except EOFError:
-        print(file=sys.stderr)
-        return None
-    except KeyboardInterrupt:
-        print(" (Ctrl-D ends the conversation)", file=sys.stderr)
-    except UnicodeDecodeError as e:
-        print(f"this line is not UTF-8 ({e.reason}): write it again", file=sys.stderr)
-    return ''
-
-
-def obey(command, conversation):
-    """Do what a line that begins with / says. Returns False at the end of the conversation."""
-    name, _, text = command.partition(' ')
-    if name == '/clear':
-        conversation.messages = []
-    elif name == '/system':
-        conversation.system = text.strip()
-    elif name != '/exit':
-        print(HELP if name == '/help' else f"there is no command {name}: /help names those that there are\n", end='',
-              file=sys.stderr)
-    return name != '/exit'
+def messages_of(user, edits):
+    """What is said: the messages of the list `user`, then those read from standard input, a message a line."""
+    for text in user:
+        print(f"> {text}", file=sys.stderr)
+        yield text
+    while True:
+        if not edits:
+            print('> ', end='', file=sys.stderr, flush=True)
+        try:
+            text = input('> ' if edits else '')
+        except EOFError:
+            return print(file=sys.stderr)
+        except KeyboardInterrupt:
+            print(" (Ctrl-D ends the conversation)", file=sys.stderr)
+        except UnicodeDecodeError as e:
+            print(f"this line is not UTF-8 ({e.reason}): write it again", file=sys.stderr)
+        else:
+            yield text
 
 
 def talk(conversation, max_new_tokens, first=()):
@@ -177,32 +164,35 @@ def talk(conversation, max_new_tokens, first=()):
     Read what the user says from standard input, a message a line, and print the answers as they come. first: messages
     that come before. Ctrl-C ends an answer, Ctrl-D (the end of the input) the conversation; see HELP.
     """
-    c, first = conversation, list(first)
-    if edits := edits_lines():
+    c, edits = conversation, edits_lines()
+    if edits:
         print("Write a message. /help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation.",
               file=sys.stderr)
-    while True:
-        if first:
-            print(f"> {(text := first.pop(0))}", file=sys.stderr)
-        elif (text := read_message(edits)) is None:
+    for text in messages_of(first, edits):
+        command, _, rest = text.partition(' ')
+        if command == '/exit':
             return
-        is_command = re.fullmatch(r'/[a-z]+( .*)?', text)
-        if is_command and not obey(text, c):
-            return
-        if is_command or not text.strip():
-            continue
-        began = time.perf_counter()
-        try:
-            with typed_later() if edits else nullcontext():
-                for piece in c.answer(text, max_new_tokens):
-                    print(piece, end='', flush=True)
-        except KeyboardInterrupt:
-            pass
-        except ValueError as e:
-            print(e, file=sys.stderr)
-            continue
-        print(flush=True)
-        if c.cut:
-            print(f"[the answer was cut {c.cut}]", file=sys.stderr)
-        print(f"[of the conversation {c.n_kept:,} tokens were in the cache and {c.n_new:,} were computed; "
-              f"{c.n_drawn:,} new tokens in {time.perf_counter() - began:.1f} s]", file=sys.stderr)
+        if command == '/clear':
+            c.messages = []
+        elif command == '/system':
+            c.system = rest.strip()
+        elif command == '/help':
+            print(HELP, end='', file=sys.stderr)
+        elif re.fullmatch('/[a-z]+', command):
+            print(f"there is no command {command}: /help names those that there are", file=sys.stderr)
+        elif text.strip():
+            began = time.perf_counter()
+            try:
+                with typed_later() if edits else nullcontext():
+                    for piece in c.answer(text, max_new_tokens):
+                        print(piece, end='', flush=True)
+            except KeyboardInterrupt:
+                pass
+            except ValueError as e:
+                print(e, file=sys.stderr)
+                continue
+            print(flush=True)
+            if c.cut:
+                print(f"[the answer was cut {c.cut}]", file=sys.stderr)
+            print(f"[of the conversation {c.n_kept:,} tokens were in the cache and {c.n_new:,} were computed; "
+                  f"{c.n_drawn:,} new tokens in {time.perf_counter() - began:.1f} s]", file=sys.stderr)
