@@ -23,7 +23,6 @@ import signal
 import sys
 import time
 import tokenize
-import traceback
 import types
 from contextlib import suppress
 
@@ -155,7 +154,7 @@ def override(namespace, argv):
             if not equals and type(namespace.get(name)) is bool and name in settings:
                 equals, text = '=', 'True'
             if not equals or not arg.startswith('--'):
-                raise ValueError(f"settings are written --key=value, not {_short(_hidden(arg))} (see --help)")
+                raise ValueError(f"settings are written --key=value, not {_short(arg)} (see --help)")
             _known(name, settings, 'command line')
             value = _checked(name, _parse(text, namespace[name]), namespace, settings, 'command line')
             changes[name] = (value, 'command line')
@@ -201,20 +200,12 @@ def _known(name, settings, where):
     if name not in settings:
         near = difflib.get_close_matches(name, settings, n=1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
-        raise ValueError(f"unknown setting {_short(_hidden(name))} ({where}): {hint}")
+        raise ValueError(f"unknown setting {_short(name)} ({where}): {hint}")
 
 
-SECRET = re.compile(r'(?i)key$')
-
-
-def _shown(name, value):
+def _shown(name, value, show=repr):
     """repr(value), or *** if it is a key."""
-    return "'***'" if value and SECRET.search(name) else repr(value)
-
-
-def _hidden(arg):
-    """An argument of the command line without what may be a key in it."""
-    return re.sub(r'(?i)(key[^\w]*).+', r'\1***', arg, flags=re.DOTALL)
+    return '***' if value and re.search('(?i)key$', name) else show(value)
 
 
 class Assigned(dict):
@@ -231,15 +222,14 @@ class Assigned(dict):
 
 def _read_file(path, defaults):
     if not os.path.isfile(path):
-        raise ValueError(f"no config file {_short(_hidden(path))} (settings are written --key=value)")
-    assigned = Assigned(defaults, __file__=path)
+        raise ValueError(f"no config file {_short(path)} (settings are written --key=value)")
+    assigned, source = Assigned(defaults, __file__=path), read_text(path)
     try:
-        exec(compile(read_text(path), path, 'exec'), assigned, assigned)
+        exec(compile(source, path, 'exec'), assigned, assigned)
     except SystemExit as e:
         raise ValueError(f"{path} calls sys.exit({e.code!r}), but a config file only assigns settings") from e
     except Exception as e:
-        line = (traceback.extract_tb(e.__traceback__)[-1].line or '') + (getattr(e, 'text', None) or '')
-        raise ValueError(f"{path}: {type(e).__name__}: {'in a line with a key' if 'key' in line else e}") from e
+        raise ValueError(f"{path}: {type(e).__name__}: {'in a file with a key' if 'key' in source.lower() else e}") from e
     return {k: v for k, v in assigned.items()
             if k in assigned.names and k[0] != '_' and not isinstance(v, (types.ModuleType, types.FunctionType))}
 
@@ -260,16 +250,17 @@ def _checked(name, value, namespace, settings, where):
     if wanted is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     if type(value) is not wanted:
-        came = f"a {type(value).__name__}" if SECRET.search(name) else _short(value)
-        raise ValueError(f"{name} must be {wanted.__name__}, not {came} ({where})")
+        raise ValueError(f"{name} must be {wanted.__name__}, not {_shown(name, value, _short)} ({where})")
     if wanted is int and not -2**63 <= value < 2**63:  # the range of torch and numpy
         raise ValueError(f"{name} must fit in 64 bits, but it is {_short(value)} ({where})")
     return value
 
 
 def _short(value):
-    """repr(value), shortened so that it fits in a line."""
+    """repr(value), shortened so that it fits in a line, without what may be a key in it."""
     if type(value) is int and abs(value) >= 2**63:
         return f"a number of {value.bit_length()} bits"
+    if isinstance(value, str):
+        value = re.sub(r'(?i)(key\W*).+', r'\1***', value, flags=re.DOTALL)
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:45]}... ({len(text)} characters)"
