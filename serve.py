@@ -11,11 +11,9 @@ Ctrl-C or SIGTERM lets the requests that run finish, a second one ends at once.
 """
 import math
 import signal
-import time
 
 if __name__ == '__main__':  # until the server listens there is nothing to save: Ctrl-C needs no traceback of an import
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-_began = time.monotonic()
 
 import configurator  # before torch: it says so in one line where torch is missing
 
@@ -61,7 +59,7 @@ def main(config):
     if not host.strip():
         raise ValueError("host must be an address to listen at, such as 127.0.0.1, or 0.0.0.0 for all, not empty")
     key = read_key(api_key if 'api_key' in config.given else None)
-    run(Service(load, key, cors_origin, f'{allowed_hosts},{host}'), host, port, drain, _began)
+    run(Service(load, key, cors_origin, f'{allowed_hosts},{host}'), host, port, drain)
 
 
 def load():

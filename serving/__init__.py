@@ -16,3 +16,6 @@ which others are served.
     openapi      what is answered at an address, and the description of all for programs
     ray_app      several servers behind Ray Serve
 """
+import time
+
+BEGAN = time.monotonic()  # before torch is imported, which takes seconds

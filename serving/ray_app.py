@@ -20,7 +20,7 @@ NUMBERS = ('num_replicas', 'num_cpus', 'threads', 'kv_memory', 'n_blocks', 'page
 
 def app(arguments):
     """The application of Ray Serve, from a dict of arguments, whose values may be text."""
-    settings = {name: value_of(value) if name in NUMBERS else os.path.expanduser(value)
+    settings = {name: ast.literal_eval(str(value)) if name in NUMBERS else os.path.expanduser(value)
                 for name, value in arguments.items()}
     num_replicas, num_cpus = settings.pop('num_replicas', 1), settings.pop('num_cpus', 1)
     how = read_key(settings.pop('api_key', None)), settings.pop('cors_origin', ''), settings.pop('allowed_hosts', '')
@@ -32,11 +32,3 @@ def app(arguments):
     replica = serve.deployment(name='nanogpt', num_replicas=num_replicas, ray_actor_options={'num_cpus': num_cpus},
                                max_ongoing_requests=settings.get('max_queue', 1024))
     return replica(serve.ingress(build)()).bind()
-
-
-def value_of(text):
-    """The number in a text, or what else it may be, for `Engine` to refuse."""
-    try:
-        return ast.literal_eval(text) if isinstance(text, str) else text
-    except (ValueError, SyntaxError):
-        return text

@@ -3,21 +3,20 @@ The HTTP side: what is served at which address, and how the process starts and e
 the engine has a thread of its own.
 """
 import asyncio
+import difflib
 import errno
 import hmac
-import ipaddress
 import json
 import os
 import random
+import re
 import socket
 import sys
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -28,6 +27,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from formats.tokenizer_files import huggingface_tokenizer
+from serving import BEGAN
 from serving.answer import JSON, Answer, Bell, ChatCompletion, Completion, Mailbox, name_of_token
 from serving.api import (
     APIError,
@@ -49,7 +49,7 @@ from serving.stats import FORMAT
 MAX_BODY = 4 * 2**20  # bytes of a request
 LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
 THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # of the pool for work of each kind
-MOST_IN_POOL, PATIENCE = 256, 10  # calls of a kind that run or wait, and for how many seconds
+PATIENCE = 10     # seconds that a request may wait for a thread
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
 BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
 INSTEAD = {'/v1/responses': "POST messages to /v1/chat/completions instead, or a prompt to /v1/completions",
@@ -65,19 +65,21 @@ class Service:
     """
     What the app serves: an engine and its model, once they are loaded. load: a function that returns both, a started
     `Engine` and a `Served`. cors_origin: origins whose pages may read the answers, with commas between them, or * for
-    all; by default only the server's own page may. allowed_hosts: names of the server in addresses, likewise, besides
-    localhost and all IP addresses. error: what load raised. draining: are no more requests taken?
+    all; by default only the server's own page may. allowed_hosts: names of the server, likewise, besides localhost and
+    all IP addresses. error: what load raised. draining: are no more requests taken?
     """
 
     def __init__(self, load, api_key='', cors_origin='', allowed_hosts=''):
         self.load, self.api_key = load, api_key
         self.keys = [api_key.encode('utf-8', 'surrogateescape'), api_key.encode('latin-1', 'backslashreplace')]
         self.origins = [origin.strip().rstrip('/') for origin in cors_origin.split(',') if origin.strip()]
-        self.hosts = {'localhost', *map(host_of, self.origins), *map(host_of, allowed_hosts.split(','))} - {''}
+        names = [re.escape(name.strip().rpartition('://')[2].partition(':')[0]).replace(r'\*', '.*')
+                 for name in ['localhost', '*.localhost', *self.origins, *allowed_hosts.split(',')] if name]
+        addresses = r'[\d.]+', r'\[[\da-f:.]+\]'  # IP addresses
+        self.known = re.compile(rf'([a-z-]+://)?({"|".join([*addresses, *names])})\.?(:\d*)?', re.IGNORECASE)
         self.engine = self.served = self.bell = self.error = None
         self.draining, self.mailboxes, self.preparing = False, set(), set()  # preparing: tasks before `submit`
         self.pools = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
-        self.n_in_pool = Counter()
 
     def start_loading(self, loaded):
         """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
@@ -115,22 +117,14 @@ class Service:
 
     def check_names(self, request):
         """
-        APIError 403 if the request names another server than this one (a stranger's name may lead here: DNS rebinding),
+        APIError 403 if a request names another server than this one (a stranger's name may lead here: DNS rebinding),
         or comes from a page of another origin.
         """
         for header, setting in (('host', 'allowed_hosts'), ('origin', 'cors_origin')):
             value = request.headers.get(header, '')
-            if value and not self.knows(host_of(value)):
-                allowed = host_of(value) if header == 'host' else value
+            if value and not self.known.fullmatch(value):
                 raise APIError(403, f"{header.title()} {value[:100]!r} is foreign here, and refused: if it is yours, "
-                                    f"start serve.py with --{setting}={allowed[:100]}", code=f'foreign_{header}')
-
-    def knows(self, host):
-        """Is this an IP address, localhost, or a name in cors_origin or allowed_hosts?"""
-        try:
-            return bool(self.hosts & {host, '*'} or host.endswith('.localhost') or ipaddress.ip_address(host))
-        except ValueError:
-            return False
+                                    f"start serve.py with --{setting}={value[:100]}", code=f'foreign_{header}')
 
     async def respond(self, endpoint, request):
         """The response of an `Endpoint` to a request."""
@@ -141,8 +135,7 @@ class Service:
         if endpoint.body is None:
             return await endpoint.handler(self, request)
         self.check_ready()
-        task = asyncio.current_task()
-        self.preparing.add(task)
+        self.preparing.add(task := asyncio.current_task())
         try:
             body = parsed(endpoint.body, await read(request), self.served.defaults)
             self.served.check_name(body.model)
@@ -155,22 +148,16 @@ class Service:
     async def in_pool(self, kind, function):
         """
         What a function returns that may take long, called in a thread of the pool of its kind, see THREADS. APIError
-        429 where MOST_IN_POOL of this kind run or wait, or if no thread was free for PATIENCE.
+        429 if none was free for PATIENCE.
         """
-        full, asked = APIError(429, f"too many requests wait for a thread ({kind}): try again later", code='queue_full',
-                               headers={'retry-after': '1'}), time.monotonic()
+        asked = time.monotonic()
 
         def in_time():
             if time.monotonic() > asked + PATIENCE:
-                raise full
+                raise APIError(429, f"too many requests wait for a thread ({kind}): try again later", code='queue_full',
+                               headers={'retry-after': '1'})
             return function()
-        if self.n_in_pool[kind] >= MOST_IN_POOL:
-            raise full
-        self.n_in_pool[kind] += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self.pools[kind], in_time)
-        finally:
-            self.n_in_pool[kind] -= 1
+        return await asyncio.get_running_loop().run_in_executor(self.pools[kind], in_time)
 
     def submit(self, requests, mailbox):
         """Submit all requests or none. APIError where the queue is full, or one of them can never fit."""
@@ -214,20 +201,6 @@ def stopping():
     return APIError(503, "the server is stopping: try again later", code='draining', headers={'retry-after': '5'})
 
 
-def host_of(address):
-    """The name or IP address of a Host or an Origin, in lower case. '' if there is none."""
-    try:
-        return (urlsplit('//' + address.strip().rpartition('://')[2]).hostname or '').rstrip('.')
-    except ValueError:
-        return ''
-
-
-def is_local(request):
-    """Does a request come from this machine, and, as far as its headers say, not through a proxy?"""
-    host = request.client.host if request.client else None
-    return host in ('127.0.0.1', '::1') and not any(name.startswith(FORWARDED) for name in request.headers)
-
-
 async def read(request):
     """The bytes of a request's body. APIError 413 if they are more than MAX_BODY, 415 if they are compressed."""
     if (encoding := request.headers.get('content-encoding', '').strip().lower()) not in ('', 'identity'):
@@ -264,12 +237,11 @@ def make_app(service, loaded=lambda: None):
     handlers = {APIError: error_answer, HTTPException: http_error, ClientDisconnect: no_answer, Exception: server_error}
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False  # it would send the client to the Host that it named
-    if not service.origins:
-        return app
-    cors = CORSMiddleware(app, allow_origins=service.origins, allow_methods=['GET', 'POST'], allow_headers=['*'],
-                          expose_headers=['retry-after', 'x-request-id'])
-    cors.allow_private_network = True  # from pages on the internet; older versions of Starlette do not ask
-    return cors
+    if service.origins:
+        app = CORSMiddleware(app, allow_origins=service.origins, allow_methods=['GET', 'POST'], allow_headers=['*'],
+                             expose_headers=['retry-after', 'x-request-id'])
+        app.allow_private_network = True  # from pages on the internet; older versions of Starlette do not ask
+    return app
 
 
 async def error_answer(request, e):
@@ -278,12 +250,12 @@ async def error_answer(request, e):
 
 async def http_error(request, e):
     """An address that does not exist, or does with another method."""
-    path = request.scope['path'].rstrip('/')  # request.url would read the Host, which may be no host
-    near = {f'/v1{path}', path, path.removeprefix('/v1')} & {endpoint.path for endpoint in ENDPOINTS}
-    advice = INSTEAD.get(path) or "GET /openapi.json lists what it answers"
-    if near and e.status_code == 404:
-        advice = f"did you mean {near.pop()}?"
-    message = f"this server does not answer {request.method} {request.scope['path'][:100]}: {advice}"
+    path = request.scope['path'][:100]  # request.url would read the Host, which may be no host
+    advice = INSTEAD.get(path.rstrip('/'), "GET /openapi.json lists what it answers")
+    near = difflib.get_close_matches(path, [endpoint.path for endpoint in ENDPOINTS], 1)
+    if near and e.status_code == 404 and path.rstrip('/') not in INSTEAD:
+        advice = f"did you mean {near[0]}?"
+    message = f"this server does not answer {request.method} {path}: {advice}"
     return JSON(APIError(e.status_code, message).json(), e.status_code, e.headers)
 
 
@@ -350,9 +322,8 @@ async def version(service, request):
 async def tokenizer_info(service, request):
     """The tokenizer_config.json of the tokenizer"""
     service.check_loaded()
-    def text():
-        return json.dumps(huggingface_tokenizer(service.served.tokenizer)[1])
-    return Response(await service.in_pool('tokens', text), media_type='application/json')
+    _, config = await service.in_pool('tokens', partial(huggingface_tokenizer, service.served.tokenizer))
+    return Response(json.dumps(config), media_type='application/json')  # its numbers may be too large for orjson
 
 
 async def health(service, request):
@@ -393,8 +364,9 @@ async def detokenize(service, body):
 async def cache(service, request):
     """The pool of blocks and the requests, as the page shows them"""
     service.check_loaded()
-    state = service.engine.state()
-    if not (service.api_key or is_local(request)):  # anybody's prompts are shown to nobody else
+    state, local = service.engine.state(), request.client is not None and request.client.host in ('127.0.0.1', '::1')
+    if not service.api_key and (not local or any(name.startswith(FORWARDED) for name in request.headers)):
+        # whoever has no key sees no prompts, except on this machine and without a proxy
         state = state | {'blocks': [block | {'text': ''} for block in state['blocks']]}
     return JSON(state, headers={'cache-control': 'no-store'})
 
@@ -431,13 +403,13 @@ ENDPOINTS = [
 class Process(uvicorn.Server):
     """
     uvicorn, but for how it ends: the first SIGTERM or SIGINT drains within drain_seconds, a second one ends at once.
-    address: of the API. began: when the process did, time.monotonic().
+    address: of the API.
     """
 
-    def __init__(self, config, service, drain_seconds, address='', began=None):
+    def __init__(self, config, service, drain_seconds, address=''):
         super().__init__(config)
-        self.service, self.drain_seconds, self.loop, self.drainer = service, drain_seconds, None, None
-        self.address, self.began = address, began or time.monotonic()
+        self.service, self.drain_seconds, self.address = service, drain_seconds, address
+        self.loop = self.drainer = None
 
     async def serve(self, sockets=None):
         self.loop = asyncio.get_running_loop()
@@ -459,14 +431,11 @@ class Process(uvicorn.Server):
         if self.service.draining or self.service.error:
             os._exit(128 + sig)
         self.service.draining = True
-        self.loop.call_soon_threadsafe(self.begin_drain)
-
-    def begin_drain(self):
-        self.drainer = asyncio.ensure_future(self.drain())
-        print(f"stopping: requests that run have {self.drain_seconds:g} s to finish; a second signal ends at once",
-              file=sys.stderr)
+        self.drainer = asyncio.run_coroutine_threadsafe(self.drain(), self.loop)
 
     async def drain(self):
+        print(f"stopping: requests that run have {self.drain_seconds:g} s to finish; a second signal ends at once",
+              file=sys.stderr)
         try:
             await self.service.drain(self.drain_seconds)
         finally:
@@ -480,7 +449,7 @@ class Process(uvicorn.Server):
         served = self.service.served
         chat = ", /v1/chat/completions" * (served.tokenizer.chat_template is not None)
         print(f"the API of {served.name!r} at {self.address}v1: /v1/completions{chat}\n"
-              f"ready in {time.monotonic() - self.began:.1f} s", file=sys.stderr)
+              f"ready in {time.monotonic() - BEGAN:.1f} s", file=sys.stderr)
 
 
 def outlive_reader(stream):
@@ -494,17 +463,16 @@ def outlive_reader(stream):
 def read_key(given=None):
     """
     The API key, a text: what is given, or API_KEY in the environment if nothing is; of FILE:path, what is in the file.
-    ValueError, which does not show the key, if no header can have it.
+    ValueError, which does not show the key, if it is not one word.
     """
-    key = given
-    if given is None and (key := os.environ.get('API_KEY', '')):
+    key = named = os.environ.get('API_KEY', '') if given is None else given
+    if named.startswith('FILE:'):
+        with open(os.path.expanduser(named[5:]), encoding='utf-8', errors='surrogateescape') as f:
+            key = f.read().strip()
+    if named and key.split() != [key]:
+        raise ValueError("the API key, or what is in its file, must be one word, without blanks")
+    if named and given is None:
         print("requests need the API key that API_KEY in the environment says", file=sys.stderr)
-    if key.startswith('FILE:'):
-        with open(os.path.expanduser(key[5:]), encoding='utf-8', errors='surrogateescape') as f:
-            if not (key := f.read().strip()):
-                raise ValueError(f"{f.name} is empty: it must hold the API key")
-    if key.split() not in ([], [key]):
-        raise ValueError("the API key must be one word, without blanks")
     return key
 
 
@@ -522,10 +490,10 @@ def listen(host, port):
     return listener
 
 
-def run(service, host, port, drain_seconds, began=None):
+def run(service, host, port, drain_seconds):
     """
-    Serve until a signal comes, and print the address. began: see `Process`. OSError if the port cannot be had; what
-    loading raised; SystemExit if the engine ends by itself.
+    Serve until a signal comes, and print the address. OSError if the port cannot be had; what loading raised;
+    SystemExit if the engine ends by itself.
     """
     outlive_reader(sys.stderr)
     listener = listen(host, port)
@@ -535,7 +503,7 @@ def run(service, host, port, drain_seconds, began=None):
     config = uvicorn.Config(None, log_level='error', access_log=False, lifespan='on', ws='none', server_header=False,
                             http=Connection, backlog=ACCEPTED, timeout_graceful_shutdown=CLOSING,
                             timeout_keep_alive=IDLE, proxy_headers=False)
-    process = Process(config, service, drain_seconds, address, began)
+    process = Process(config, service, drain_seconds, address)
     config.app = make_app(service, process.loaded)
     process.run([listener])
     if service.error is not None:
