@@ -196,12 +196,11 @@ def load_draft(draft, gpt, target, tokenizer):
     model, its_tokenizer, _ = load_model(*('resume', draft) if is_run else (draft, ''), gpt)
     if not tokenizers.same_ids(tokenizer, its_tokenizer):
         raise ValueError(f"draft={draft} has another tokenizer than the model: take a draft with the model's")
-    if model.config.vocab_size != target.config.vocab_size:
-        n = model.config.vocab_size = target.config.vocab_size
+    n, own = target.config.vocab_size, model.config.vocab_size
+    if n != own:
+        model.config.vocab_size, rows = n, torch.arange(n).clamp(max=own - 1)
         for part in (model.transformer.wte, model.lm_head):
-            w = part.weight.detach()
-            w = w[:n] if len(w) >= n else torch.cat([w, w[-1:].expand(n - len(w), -1)])
-            part.weight = torch.nn.Parameter(w)
+            part.weight = torch.nn.Parameter(part.weight.detach()[rows])
         if model.config.tied:
             model.transformer.wte.weight = model.lm_head.weight
     return model if model.lm_head.weight.dtype is torch.bfloat16 else model.float()

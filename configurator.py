@@ -229,7 +229,8 @@ def _read_file(path, defaults):
     except SystemExit as e:
         raise ValueError(f"{path} calls sys.exit({e.code!r}), but a config file only assigns settings") from e
     except Exception as e:
-        raise ValueError(f"{path}: {type(e).__name__}: {'in a file with a key' if 'key' in source.lower() else e}") from e
+        what = 'in a file with a key' if 'key' in source.lower() else e
+        raise ValueError(f"{path}: {type(e).__name__}: {what}") from e
     return {k: v for k, v in assigned.items()
             if k in assigned.names and k[0] != '_' and not isinstance(v, (types.ModuleType, types.FunctionType))}
 

@@ -125,9 +125,7 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
 
 
 def draft_of(model, name, make_cache, n_seq=DRAFTED_SEQUENCES):
-    """
-    The `drafts.ModelDraft` of a model that a setting `draft` names, for n_seq texts. make_cache: `kvcache.make_cache`.
-    """
+    """The `drafts.ModelDraft` of a model that a setting `draft` names, for n_seq texts. make_cache: of `kvcache`."""
     from decode.drafts import FIRST_POSITIONS, ModelDraft
     cache_of = partial(make_cache, model, 'tuple', n_seq, 0, best(model, n_seq, 'int8'))
     return ModelDraft(cache_of(FIRST_POSITIONS), name, cache_of)

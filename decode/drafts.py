@@ -109,8 +109,7 @@ class ModelDraft:
     compiled step, for DRAFTED_SEQUENCES sequences or more: it proposes nothing for more texts than it has room for. Its
     sequences follow the texts of the calls, whatever becomes of these in the cache of the model itself. A text that is
     too long for it is cut to its end. Where its cache refuses a step, it proposes nothing and begins its texts anew.
-    cache_of: a function of a number of positions: a cache of it for texts of so many, which takes the place of a cache
-    that is too small; None if `cache` has room for all.
+    cache_of: a function of a number of positions: a cache for so many, which takes the place of one that is too small.
 
     known: {id of the list of a text: its `Followed`}. It ends with those of the last call.
     """

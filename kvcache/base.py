@@ -130,9 +130,8 @@ class BaseCache:
     before that. A sequence can then be cut only to a length whose next token sees nothing that is gone. After a step
     that failed, a sequence for which that is not so has no tokens.
 
-    model: a GPT, or for a small cache one that is `shortened`; the decoder may be that of the GPT. n_seq: the largest
-    number of sequences. records: {handle: `Record`}. layers: the `storage.Layer`s. type_kv: how keys and values are
-    stored, see `storage.Rows`.
+    model: a GPT, or one that is `shortened`. n_seq: the largest number of sequences. records: {handle: `Record`}.
+    layers: the `storage.Layer`s. type_kv: how keys and values are stored, see `storage.Rows`.
     decoder: of the model, see `decode.best`. If it has `execute_model` and reads keys and values as they are stored
     here, it is the `executor` of the steps; if not, that is a `decode.EagerDecoder`. name: what sample.py prints.
 
@@ -477,10 +476,7 @@ class BaseCache:
 
 
 def shortened(model, n):
-    """
-    The same weights with a context of n positions, each of which sees all before it: for a cache that takes no more
-    memory. The model itself if n is None, or if its own cache is no larger.
-    """
+    """The same weights with a context of n positions, for a small cache; the model if n is None or saves nothing."""
     c = model.config
     if n is None or n >= (c.n_sink + c.window if c.window else c.block_size):
         return model

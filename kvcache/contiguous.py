@@ -118,14 +118,15 @@ def cache_for(model, n_seq, decoder=None, n_positions=None):
     n_positions tokens of each sequence, by default block_size; a decoder of fixed shapes has room for block_size.
     ValueError if the memory that is free does not suffice.
     """
-    eager, whole = isinstance(decoder, EagerDecoder), model
-    if eager or decoder is None or hasattr(decoder, 'execute_model'):
+    if decoder is None or hasattr(decoder, 'execute_model'):
         model = shortened(model, n_positions)
-    compiled = hasattr(decoder, 'execute_model') and not eager
+    compiled = hasattr(decoder, 'execute_model') and not isinstance(decoder, EagerDecoder)
     check_memory(model, n_seq, 'float32' if compiled else str(model.lm_head.weight.dtype).removeprefix('torch.'))
     if compiled:
         return ContiguousCache(model, n_seq, decoder=decoder)
-    return TupleCache(model, n_seq, EagerDecoder(model) if eager and model is not whole else decoder)
+    if isinstance(decoder, EagerDecoder) and decoder.model is not model:
+        decoder = EagerDecoder(model)
+    return TupleCache(model, n_seq, decoder)
 
 
 class TupleLayer:

@@ -8,6 +8,8 @@ How numbers are stored: floats unchanged, int8 and int4 in groups that share a s
 Numbers are quantised once, when they are written. Reading, sharing and copying them leaves their codes unchanged.
 """
 import math
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -196,19 +198,15 @@ class Layer:
 def free_memory(device):
     """Bytes that can still be had on a device, of the machine or of the control group; inf where nobody says."""
     if device.type == 'cuda':
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(
-            device)
-    try:
-        free = 1024 * next(int(line.split()[1]) for line in Path('/proc/meminfo').read_text('utf-8').splitlines()
-                           if line.startswith('MemAvailable'))
-    except (OSError, StopIteration):
-        return math.inf
-    try:
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = math.inf
+    with suppress(OSError, TypeError, ValueError):  # other systems have no such files, and "max" is no limit
+        free = 1024 * int(re.search(r'MemAvailable: +(\d+)', Path('/proc/meminfo').read_text())[1])
         most, used, stat = (CONTROL_GROUP.joinpath('memory.' + each).read_text() for each in ('max', 'current', 'stat'))
-        of_files = sum(int(line.split()[1]) for line in stat.splitlines() if line.split()[0].endswith('active_file'))
-        return min(free, int(most) - int(used) + of_files)  # what was read from files is given up where it is needed
-    except (OSError, ValueError):  # "max" is no limit
-        return free
+        of_files = sum(map(int, re.findall(r'active_file (\d+)', stat)))  # given up where they are needed
+        free = min(free, int(most) - int(used) + of_files)
+    return free
 
 
 def check_memory(model, n_seq, type_kv):
