@@ -29,8 +29,7 @@ out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ck
 name = ''             # of the model in the API; by default that of its folder
 host = '127.0.0.1'    # the address to listen at: 0.0.0.0 for all of this machine's
 port = 8000           # 0 takes any that is free
-api_key = ''          # the key that requests must have, or FILE:path; by default API_KEY of the environment; without
-                      # one anybody who reaches the port may ask
+api_key = ''          # that requests must have, or FILE:path; by default API_KEY of the environment, or anybody may ask
 cors_origin = ''      # pages of these origins (a,b) may read the answers, * for all; by default the server's own page
 allowed_hosts = ''    # names of this server in addresses (a,b), * for all; localhost and IP addresses always are
 max_queue = 1024      # samples that wait; more are told to come back later

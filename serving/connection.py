@@ -15,35 +15,29 @@ HEAD, BODY = 30, 120  # seconds for the head of a request and for its body
 IDLE = 75             # seconds between two requests: longer than clients keep a connection, so that they close it
 READER = 300          # seconds in which a client must have read some of what waits for it
 MOST_HEAD = 2**16     # bytes of a head
-MOST, FILES = 1000, 48  # connections; open files that are left for all else
+FILES = os.sysconf('SC_OPEN_MAX') if hasattr(os, 'sysconf') else -1  # that may be open; Windows has no limit
+MOST = 1000 if FILES < 0 else max(4, min(1000, FILES - 48))  # connections; some files are left for all else
 PROBES = .02, 60      # seconds to the first probe of a client that sends no more, and at most between two of them
-UPGRADE = re.compile(rb'\r\nupgrade:', re.IGNORECASE)  # to HTTP/2, as Java asks for: httptools would drop the body
-
-
-def most_connections():
-    """MOST, or fewer where the system allows fewer open files (ulimit -n)."""
-    files = os.sysconf('SC_OPEN_MAX') if hasattr(os, 'sysconf') else -1  # Windows has no limit
-    return MOST if files < 0 else max(4, min(MOST, files - FILES))
 
 
 class Connection(HttpToolsProtocol):
     """
-    n_head: bytes of the next head that have come; None while a body comes. state, since: what `check` found last, and
-    when it was new.
+    n_head: bytes of the next head that have come; None within a body. state, since: what `check` found last, and when
+    it was new.
     """
     told = False  # does stderr say that there are too many?
 
     def connection_made(self, transport):
         super().connection_made(transport)
         self.n_head, self.state, self.since = 0, None, 0.0
-        if len(self.connections) > (most := most_connections()):
+        if len(self.connections) > MOST:
             if not Connection.told:
-                print(f"there are {most} connections, the most that there may be: others are refused", file=sys.stderr)
+                print(f"there are {MOST} connections, the most that there may be: others are refused", file=sys.stderr)
             Connection.told = True
             self.refuse(503, "the server has as many connections as it may have: try again later")
 
     def check(self):
-        """Called once a second: close the connection if its client has let it wait for too long."""
+        """`Process` calls it once a second: close the connection if its client has let it wait for too long."""
         cycle, n_left = self.cycle, self.transport.get_write_buffer_size()
         if n_left:
             seconds = READER
@@ -81,7 +75,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data):
         if self.n_head is not None:
             self.n_head += len(data)
-            data = UPGRADE.sub(b'\r\nignored:', data)
+            data = re.sub(rb'(?i)\r\nupgrade:', b'\r\nignored:', data)  # to HTTP/2: the body would be lost
         super().data_received(data)
         if (self.n_head or 0) > MOST_HEAD and not self.transport.is_closing():
             self.refuse(431, f"the head of a request may have {MOST_HEAD:,} bytes: send fewer headers")
@@ -105,10 +99,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     def probe(self, seconds):
-        """
-        Is a client that sends no more still there? If not, its system refuses what is sent, and sending more fails. So
-        it is sent what clients skip: an interim answer, or in a stream a comment.
-        """
+        """Send what clients skip. If this one is gone, its system refuses it, and the next sending fails."""
         cycle = self.cycle
         if cycle.response_complete or self.transport.is_closing():
             return

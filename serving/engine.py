@@ -82,7 +82,8 @@ class Engine:
                 raise Draining("the server is stopping and takes no requests: send it again later")
             if request.id in self.live:
                 raise ValueError(f"there is a request with the id {request.id!r} already: give each one its own")
-            n_queued = sum([live.request.n for live in self.live.values() if waits(live)])
+            n_queued = sum([live.request.n for live in self.live.values()  # who was preempted has begun
+                            if not live.samples or live.samples[0].n_cached is None])
             if n_queued + request.n > self.max_queue:
                 raise QueueFull(f"{n_queued:,} samples are waiting, this request has {request.n:,}, and at most "
                                 f"{self.max_queue:,} may wait: try again later")
@@ -196,11 +197,6 @@ class Engine:
         with self.condition:
             self.live.pop(live.request.id, None)
             self.condition.notify_all()
-
-
-def waits(live):
-    """Has no sample of a `Live` begun? One that has begun and was preempted waits only to go on."""
-    return not live.samples or live.samples[0].n_cached is None
 
 
 def default_n_blocks(config, page_size):

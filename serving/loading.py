@@ -54,8 +54,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     if not (compiled and (on_cuda or model.lm_head.weight.dtype in decode.MODEL_DTYPES)):
         model.float()
     if compiled:
-        proposer = draft and decode.draft_of(
-            copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer)), draft, make_cache)
+        proposer = draft and checkpoint.load_draft(draft, plain_model, model, tokenizer)
+        proposer = draft and decode.draft_of(copy_weights(proposer), draft, make_cache)
         step = decode.best(model, 1, weights, threads, decoder, speculate, proposer)
         print(f"decoder: {step.name}", file=sys.stderr)
     if on_cuda:
@@ -70,10 +70,10 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     name = name or os.path.basename(os.path.abspath(folder if init_from == 'resume' else init_from))
     defaults = {} if generation_config == 'none' else generation_defaults(init_from)
     if defaults:
-        print(f"sampling defaults: {', '.join(f'{key} {value}' for key, value in defaults.items())} (of "
-              "generation_config.json; --generation_config=none turns them off)", file=sys.stderr)
-    served = Served(name, tokenizer, token_bytes, min(model.config.max_positions, engine.cache.n_seq
-                                                      * engine.cache.page_size), int(time.time()), defaults)
+        print(f"sampling defaults: {', '.join(f'{key} {value}' for key, value in defaults.items())} "
+              "(--generation_config=none: without them)", file=sys.stderr)
+    max_tokens = min(model.config.max_positions, engine.cache.n_seq * engine.cache.page_size)
+    served = Served(name, tokenizer, token_bytes, max_tokens, int(time.time()), defaults)
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL)
@@ -81,10 +81,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
 
 
 def copy_weights(model):
-    """
-    Copy a model's weights into memory. Some are memory-mapped, and whoever cut the file later would end the process,
-    whichever request it serves. Returns the model.
-    """
+    """The model with its weights copied into memory: whoever cuts a file that is mapped ends the process."""
     for weight in model.parameters():
         weight.data = weight.data.clone()
     return model

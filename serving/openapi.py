@@ -31,23 +31,19 @@ MESSAGE = object_of(role={'const': 'assistant'}, content=TEXT, refusal=NULL)
 CHAT_CHOICE = object_of(index=COUNT, message=MESSAGE, finish_reason={'enum': ['stop', 'length', None]},
                         logprobs=either(object_of(refusal=NULL, content=list_of(
                             object_of(**SCORE, top_logprobs=list_of(object_of(**SCORE)))))))
-MODEL = object_of(id=TEXT, object={'const': 'model'}, created=COUNT, owned_by=TEXT, max_model_len=COUNT,
-                  chat={'type': 'boolean'}, sampling_defaults={'type': 'object', 'additionalProperties': NUMBER})
 SCHEMAS = {
     'Error': object_of(error=object_of(message=TEXT, type=TEXT, param=either(TEXT), code=either(TEXT))),
     'Completion': object_of(id=TEXT, object={'const': 'text_completion'}, created=COUNT, model=TEXT,
                             choices=list_of(CHOICE), usage=USAGE),
     'ChatCompletion': object_of(id=TEXT, object={'const': 'chat.completion'}, created=COUNT, model=TEXT,
                                 choices=list_of(CHAT_CHOICE), usage=USAGE),
-    'Model': MODEL,
-    'Models': object_of(object={'const': 'list'}, data=list_of(MODEL)),
-    'Version': object_of(version=TEXT),
-    'TokenizerInfo': object_of(tokenizer_class=TEXT),
+    'Model': object_of(id=TEXT, object={'const': 'model'}, created=COUNT, owned_by=TEXT, max_model_len=COUNT,
+                       chat={'type': 'boolean'}, sampling_defaults={'type': 'object', 'additionalProperties': NUMBER}),
+    'Models': object_of(object={'const': 'list'}, data=list_of({'$ref': '#/components/schemas/Model'})),
     'Tokens': object_of(tokens=list_of(COUNT), count=COUNT, max_model_len=COUNT, token_strs=either(list_of(TEXT))),
     'Text': object_of(prompt=TEXT),
-    'Cache': {'type': 'object'},
     'Health': object_of(status={'const': 'ok'}),
-    'Description': {'type': 'object'},
+    'Object': {'type': 'object'},
 }
 REASONS = {400: "a field is wrong: param names it", 401: "the API key is missing or wrong",
            403: "a foreign Host or Origin", 404: "another model", 413: "the body is too large",

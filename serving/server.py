@@ -3,7 +3,6 @@ The HTTP side: what is served at which address, and how the process starts and e
 the engine has a thread of its own.
 """
 import asyncio
-import difflib
 import errno
 import hmac
 import json
@@ -54,7 +53,6 @@ CLOSING = 5       # seconds that a slow reader has for the rest of its answer, o
 BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
 INSTEAD = {'/v1/responses': "POST messages to /v1/chat/completions instead, or a prompt to /v1/completions",
            '/v1/embeddings': "it makes no embeddings: /v1/completions and /v1/chat/completions write texts"}
-FORWARDED = 'forwarded', 'via', 'x-real-ip', 'x-forwarded'  # beginnings of the names of headers that proxies add
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'page.html')
 PAGE_HEADERS = {'content-security-policy': "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
                                            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -95,15 +93,14 @@ class Service:
     def check_loaded(self):
         """APIError 503 unless there is a model whose engine runs. It may be draining."""
         if self.engine is None:
-            raise APIError(503, "the model is being loaded: try again later", code='loading',
-                           headers={'retry-after': '5'})
+            raise APIError(503, "the model is being loaded: try again later", code='loading')
         if self.engine.dead:
             raise APIError(503, "the engine has ended, and the server ends too: it must be started again", code='dead')
 
     def check_ready(self):
         """APIError 503 unless requests are taken."""
         if self.draining:
-            raise stopping()
+            raise APIError(503, "the server is stopping: try again later", code='draining')
         self.check_loaded()
 
     def check_key(self, request):
@@ -116,10 +113,7 @@ class Service:
                            code='invalid_api_key', headers={'www-authenticate': 'Bearer'})
 
     def check_names(self, request):
-        """
-        APIError 403 if a request names another server than this one (a stranger's name may lead here: DNS rebinding),
-        or comes from a page of another origin.
-        """
+        """APIError 403 if a request names another server (DNS rebinding), or comes from a page of another origin."""
         for header, setting in (('host', 'allowed_hosts'), ('origin', 'cors_origin')):
             value = request.headers.get(header, '')
             if value and not self.known.fullmatch(value):
@@ -141,21 +135,18 @@ class Service:
             self.served.check_name(body.model)
             return await endpoint.handler(self, body)
         except asyncio.CancelledError:  # see `drain`
-            raise stopping() from None
+            self.check_ready()
+            raise
         finally:
             self.preparing.discard(task)
 
     async def in_pool(self, kind, function):
-        """
-        What a function returns that may take long, called in a thread of the pool of its kind, see THREADS. APIError
-        429 if none was free for PATIENCE.
-        """
+        """What a function returns, called in a thread of this kind. APIError 429 if none was free for PATIENCE."""
         asked = time.monotonic()
 
         def in_time():
             if time.monotonic() > asked + PATIENCE:
-                raise APIError(429, f"too many requests wait for a thread ({kind}): try again later", code='queue_full',
-                               headers={'retry-after': '1'})
+                raise APIError(429, f"too many requests wait for a thread ({kind}): try again later", code='queue_full')
             return function()
         return await asyncio.get_running_loop().run_in_executor(self.pools[kind], in_time)
 
@@ -173,7 +164,7 @@ class Service:
                 for submitted in requests[:i]:
                     self.engine.abort(submitted.id)
                 if isinstance(e, QueueFull):
-                    raise APIError(429, str(e), code='queue_full', headers={'retry-after': '1'}) from None
+                    raise APIError(429, str(e), code='queue_full') from None
                 raise too_long(str(e)) from None
         self.mailboxes.add(mailbox)
 
@@ -196,25 +187,17 @@ class Service:
             mailbox.put(0, [Output(0, [], finish_reason='abort')])
 
 
-def stopping():
-    """The APIError for a request that comes too late."""
-    return APIError(503, "the server is stopping: try again later", code='draining', headers={'retry-after': '5'})
-
-
 async def read(request):
     """The bytes of a request's body. APIError 413 if they are more than MAX_BODY, 415 if they are compressed."""
     if (encoding := request.headers.get('content-encoding', '').strip().lower()) not in ('', 'identity'):
         raise APIError(415, f"the body is encoded ({encoding[:40]!r}): send plain JSON, without Content-Encoding")
-    length, data = request.headers.get('content-length', ''), bytearray()
-    if not length.isdecimal() or int(length) <= MAX_BODY:
-        async for part in request.stream():
-            data += part
-            if len(data) > MAX_BODY:
-                break
-        else:
-            return bytes(data)
-    raise APIError(413, f"the body has more than {MAX_BODY:,} bytes, the most that this server reads",
-                   headers={'connection': 'close'})
+    data = bytearray()
+    async for part in request.stream():
+        data += part
+        if len(data) > MAX_BODY:
+            raise APIError(413, f"the body has more than {MAX_BODY:,} bytes, the most that this server reads",
+                           headers={'connection': 'close'})
+    return bytes(data)
 
 
 def make_app(service, loaded=lambda: None):
@@ -240,21 +223,17 @@ def make_app(service, loaded=lambda: None):
     if service.origins:
         app = CORSMiddleware(app, allow_origins=service.origins, allow_methods=['GET', 'POST'], allow_headers=['*'],
                              expose_headers=['retry-after', 'x-request-id'])
-        app.allow_private_network = True  # from pages on the internet; older versions of Starlette do not ask
     return app
 
 
 async def error_answer(request, e):
-    return JSON(e.json(), e.status, e.headers)
+    return JSON(e.json(), e.status, {'retry-after': '2'} if e.status in (429, 503) else e.headers)
 
 
 async def http_error(request, e):
     """An address that does not exist, or does with another method."""
     path = request.scope['path'][:100]  # request.url would read the Host, which may be no host
-    advice = INSTEAD.get(path.rstrip('/'), "GET /openapi.json lists what it answers")
-    near = difflib.get_close_matches(path, [endpoint.path for endpoint in ENDPOINTS], 1)
-    if near and e.status_code == 404 and path.rstrip('/') not in INSTEAD:
-        advice = f"did you mean {near[0]}?"
+    advice = INSTEAD.get(path, "those of OpenAI begin with /v1, and GET /openapi.json lists all addresses")
     message = f"this server does not answer {request.method} {path}: {advice}"
     return JSON(APIError(e.status_code, message).json(), e.status_code, e.headers)
 
@@ -293,25 +272,17 @@ async def generate(service, body, prefix, n_prompts, kind, pool):
     return Answer(service, completion, mailbox)
 
 
-def described(service):
-    """The model that is served, as an object of the API."""
-    service.check_loaded()
-    served = service.served
-    return {'id': served.name, 'object': 'model', 'created': served.created, 'owned_by': 'nanogpt',
-            'max_model_len': served.max_tokens, 'chat': served.tokenizer.chat_template is not None,
-            'sampling_defaults': served.defaults}
-
-
 async def models(service, request):
     """The model that is served"""
-    return JSON({'object': 'list', 'data': [described(service)]})
-
-
-async def model(service, request):
-    """The model of this name"""
-    described_one = described(service)
-    service.served.check_name(request.path_params['id'] or '/')
-    return JSON(described_one)
+    service.check_loaded()
+    served, name = service.served, request.path_params.get('id')
+    model = {'id': served.name, 'object': 'model', 'created': served.created, 'owned_by': 'nanogpt',
+             'max_model_len': served.max_tokens, 'chat': served.tokenizer.chat_template is not None,
+             'sampling_defaults': served.defaults}
+    if name is None:
+        return JSON({'object': 'list', 'data': [model]})
+    served.check_name(name or '/')
+    return JSON(model)
 
 
 async def version(service, request):
@@ -365,8 +336,8 @@ async def cache(service, request):
     """The pool of blocks and the requests, as the page shows them"""
     service.check_loaded()
     state, local = service.engine.state(), request.client is not None and request.client.host in ('127.0.0.1', '::1')
-    if not service.api_key and (not local or any(name.startswith(FORWARDED) for name in request.headers)):
-        # whoever has no key sees no prompts, except on this machine and without a proxy
+    proxied = any(name.startswith(('forwarded', 'via', 'x-real-ip', 'x-forwarded')) for name in request.headers)
+    if not service.api_key and (proxied or not local):  # anybody's prompts are shown to nobody else
         state = state | {'blocks': [block | {'text': ''} for block in state['blocks']]}
     return JSON(state, headers={'cache-control': 'no-store'})
 
@@ -386,16 +357,16 @@ ENDPOINTS = [
     Endpoint('POST', '/v1/completions', completions, 'Completion', (429, 500, 503), body=CompletionBody),
     Endpoint('POST', '/v1/chat/completions', chat, 'ChatCompletion', (429, 500, 503), body=ChatBody),
     Endpoint('GET', '/v1/models', models, 'Models'),
-    Endpoint('GET', '/v1/models/{id:path}', model, 'Model', (404, 503)),
+    Endpoint('GET', '/v1/models/{id:path}', models, 'Model', (404, 503)),
     Endpoint('POST', '/tokenize', tokenize, 'Tokens', body=TokenizeBody),
     Endpoint('POST', '/detokenize', detokenize, 'Text', body=DetokenizeBody),
-    Endpoint('GET', '/tokenizer_info', tokenizer_info, 'TokenizerInfo', (429, 503)),
-    Endpoint('GET', '/cache', cache, 'Cache'),
+    Endpoint('GET', '/tokenizer_info', tokenizer_info, 'Object', (429, 503)),
+    Endpoint('GET', '/cache', cache, 'Object'),
     Endpoint('GET', '/health', health, 'Health', key=False),
     Endpoint('GET', '/ping', health, 'Health', key=False),
-    Endpoint('GET', '/version', version, 'Version', (), key=False),
+    Endpoint('GET', '/version', version, 'Object', (), key=False),
     Endpoint('GET', '/metrics', metrics, 'text/plain', key=False),
-    Endpoint('GET', '/openapi.json', description, 'Description', (), key=False),
+    Endpoint('GET', '/openapi.json', description, 'Object', (), key=False),
     Endpoint('GET', '/', page, 'text/html', (), key=False),
 ]
 
@@ -411,24 +382,21 @@ class Process(uvicorn.Server):
         self.service, self.drain_seconds, self.address = service, drain_seconds, address
         self.loop = self.drainer = None
 
-    async def serve(self, sockets=None):
-        self.loop = asyncio.get_running_loop()
-        await super().serve(sockets)
-
     async def startup(self, sockets=None):
+        self.loop = asyncio.get_running_loop()
         await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(BACKLOG)  # asyncio has set it to ACCEPTED, which it accepts before it makes any connection
+        sockets[0].listen(BACKLOG)  # asyncio has set it to ACCEPTED, which it accepts before it makes any connection
 
     async def on_tick(self, counter):
-        self.should_exit |= self.service.engine is not None and self.service.engine.dead
+        engine, error = self.service.engine, self.service.error
+        self.should_exit |= error is not None or engine is not None and engine.dead
         if counter % 10 == 0:  # of ticks of 0.1 s
             for connection in [*self.server_state.connections]:
                 connection.check()
         return await super().on_tick(counter)
 
     def handle_exit(self, sig, frame):
-        if self.service.draining or self.service.error:
+        if self.service.draining or self.service.error or self.loop is None:
             os._exit(128 + sig)
         self.service.draining = True
         self.drainer = asyncio.run_coroutine_threadsafe(self.drain(), self.loop)
@@ -442,11 +410,9 @@ class Process(uvicorn.Server):
             self.should_exit = True
 
     def loaded(self):
-        """Called in the thread that loads the model: without one there is nothing to serve."""
-        if self.service.error is not None:
-            self.should_exit = True
+        """Say what there is, in the thread that loads the model. Without one, `on_tick` ends the process."""
+        if (served := self.service.served) is None:
             return
-        served = self.service.served
         chat = ", /v1/chat/completions" * (served.tokenizer.chat_template is not None)
         print(f"the API of {served.name!r} at {self.address}v1: /v1/completions{chat}\n"
               f"ready in {time.monotonic() - BEGAN:.1f} s", file=sys.stderr)
@@ -461,10 +427,7 @@ def outlive_reader(stream):
 
 
 def read_key(given=None):
-    """
-    The API key, a text: what is given, or API_KEY in the environment if nothing is; of FILE:path, what is in the file.
-    ValueError, which does not show the key, if it is not one word.
-    """
+    """The key that is given, or API_KEY in the environment; FILE:path is read. A ValueError does not show the key."""
     key = named = os.environ.get('API_KEY', '') if given is None else given
     if named.startswith('FILE:'):
         with open(os.path.expanduser(named[5:]), encoding='utf-8', errors='surrogateescape') as f:
@@ -491,10 +454,7 @@ def listen(host, port):
 
 
 def run(service, host, port, drain_seconds):
-    """
-    Serve until a signal comes, and print the address. OSError if the port cannot be had; what loading raised;
-    SystemExit if the engine ends by itself.
-    """
+    """Serve until a signal comes. OSError without the port; what loading raised; SystemExit if the engine has ended."""
     outlive_reader(sys.stderr)
     listener = listen(host, port)
     name = f'[{host}]' if ':' in host else host

@@ -270,7 +270,7 @@ def test_what_clients_ask_besides(engine):
         assert set(client.get('/version').json()) == {'version'} and client.get('/ping').json() == {'status': 'ok'}
         assert client.get('/tokenizer_info').json()['tokenizer_class'] == 'PreTrainedTokenizerFast'
         for path, word in (('/v1/responses', '/v1/chat/completions'), ('/v1/embeddings', 'no embeddings'),
-                           ('/chat/completions', 'mean /v1/chat/completions'), ('/v1/v1/models', 'mean /v1/models')):
+                           ('/chat/completions', 'begin with /v1')):
             assert word in refused(client.post(path, json={}), 404)['message']
         for path in ('/health/', '/v1/models/someone/toy/'):  # no redirect to a Host that the client has named
             assert refused(client.get(path, headers={'host': 'localhost:9'}), 404)
@@ -642,7 +642,6 @@ def test_nobody_waits_long_for_a_thread(monkeypatch):
                                     return_exceptions=True)
     first, *others = asyncio.run(ask_thrice())
     assert first is None and [(e.status, e.code) for e in others] == [(429, 'queue_full')] * 2
-    assert all(int(e.headers['retry-after']) > 0 for e in others)
 
 
 def test_drain_then_exit():
@@ -692,6 +691,9 @@ def test_a_model_that_cannot_be_loaded_ends_the_server():
 
 SCRIPT = f"""
 import sys, time
+if len(sys.argv) > 2:
+    import resource
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)
 sys.path[:0] = {ROOT!r}, {ROOT + '/tests'!r}
 from serving.server import Service, run
 from small_engine import CHARS, served_by, spelling_engine
@@ -702,9 +704,6 @@ def fail(texts):
         if text == [CHARS.index('q')]:
             sys.exit()
         time.sleep(.1 * (text[0] < 5))
-if len(sys.argv) > 2:
-    import resource
-    resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[2]),) * 2)
 engine = spelling_engine(n_allowed=int(sys.argv[1]))
 engine.decoder.fails = fail
 run(Service(lambda: (engine, served_by(engine))), '127.0.0.1', 0, 600)
