@@ -34,7 +34,6 @@ import model as plain_model
 from chat.conversation import Conversation, talk
 from device import autocast, pick_device, pick_dtype, share_cores, synchronize
 from formats.pretrained import generation_defaults
-from kvcache.contiguous import cache_for
 from tokenizer import TextStream, read_text
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
@@ -153,11 +152,10 @@ def chat_with(model, tokenizer, dev, first, given):
           f"{' (generation_config.json; --generation_config=none leaves it out)' * bool(of_file)}", file=sys.stderr)
     draw['top_k'] = max(0, draw['top_k']) or None
     how = pick_decoder(model, tokenizer, 1, dev)
-    cache_of = how.get('cache_of') or partial(cache_for, model, 1, how.get('decoder'))
     generator = torch.Generator(dev).manual_seed(seed)
-    with autocast(dev, pick_dtype(dtype, dev)), getattr(how.get('decoder'), 'torch_on_one_thread', nullcontext)():
-        talk(Conversation(model, tokenizer, cache_of(FIRST_POSITIONS), cache_of, system, of_template(), **draw,
-                          generator=generator), max_new_tokens, first)
+    with autocast(dev, pick_dtype(dtype, dev)), getattr(how['cache'].executor, 'torch_on_one_thread', nullcontext)():
+        talk(Conversation(model, tokenizer, **how, system=system, variables=of_template(), generator=generator, **draw),
+             max_new_tokens, first)
 
 
 def of_template():
@@ -214,7 +212,8 @@ def check_decoder(dev):
     if chat and (draft or speculate not in ('auto', 'off')):
         raise ValueError("chat=True draws one token after the other: leave speculate and draft out")
     which = 'compiled' if compile else decoder
-    cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache != 'tuple') + [f'kv_bits={kv_bits}'] * (kv_bits > 0))
+    cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache != 'tuple') + [f'kv_bits={kv_bits}'] * (kv_bits > 0)
+                         + ['chat=True'] * chat)
     decode.check_choice(which, weights, threads, dev, pick_dtype(dtype, dev), cache, kv_bits, speculate, draft)
     needs_cache = decode.asked_of_the_kernel(weights, threads, speculate, draft) or cache
     if which not in ('auto', 'eager'):
@@ -226,7 +225,7 @@ def check_decoder(dev):
 def pick_decoder(model, tokenizer, n_rows, dev):
     """The arguments of `stream` for the decoder or cache that was asked for; stderr is told which it is."""
     which, mixed = 'compiled' if compile else decoder, dev == 'cpu' and pick_dtype(dtype, dev) != 'float32'
-    in_cache = (kv_cache, kv_bits) != ('tuple', 0)
+    in_cache = chat or (kv_cache, kv_bits) != ('tuple', 0)
     if (
         not use_cache
         or which == 'auto'
@@ -247,7 +246,7 @@ def pick_decoder(model, tokenizer, n_rows, dev):
                              f"{model.config.head_dim} channels, which must be a multiple of 32: leave kv_bits out, or "
                              "decoder, weights, threads, speculate and draft")
         step, name = cache.executor, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB"
-        how = dict(cache_of=cache_of) if chat else dict(cache=cache)
+        how = dict(cache=cache, cache_of=cache_of) if chat else dict(cache=cache)
     print(f"decoder: {name}", file=sys.stderr)
     if not in_cache and (not use_cache or debug_kv_model.tracing() and which == 'eager'):
         return {}

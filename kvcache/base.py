@@ -141,7 +141,7 @@ class BaseCache:
     record_type, keeps_shifts = Record, False
 
     def __init__(self, model, n_seq, layers, kind, type_kv, decoder=None):
-        if not is_for(decoder, model):
+        if getattr(decoder, 'model', model) not in (model, getattr(model, 'whole', model)):
             raise ValueError("the decoder and the cache are for two different models: make both for one model")
         self.model, self.n_seq, self.layers, self.type_kv = model, n_seq, layers, type_kv
         self.device, self.dtype = model.lm_head.weight.device, model.lm_head.weight.dtype
@@ -477,19 +477,12 @@ class BaseCache:
 
 def shortened(model, n):
     """The same weights with a context of n positions, for a small cache; the model if n is None or saves nothing."""
-    c = model.config
+    c, whole = model.config, model
     if n is None or n >= (c.n_sink + c.window if c.window else c.block_size):
         return model
-    model = copy.copy(model)
-    model.config = replace(c, block_size=n, window=0, n_sink=0)
+    model = copy.copy(whole)
+    model.config, model.__dict__['whole'] = replace(c, block_size=n, window=0, n_sink=0), whole
     return model
-
-
-def is_for(decoder, model):
-    """Is a decoder, or None, for this model, or for the one that was shortened to it?"""
-    whole = getattr(decoder, 'model', model)
-    return whole is model or (getattr(whole, 'transformer', None) is model.transformer
-                              and shortened(whole, model.config.block_size).config == model.config)
 
 
 def checked_step(cache, handles, starts, tokens):

@@ -6,7 +6,7 @@ import torch
 
 from decode.eager import EagerDecoder, check_step
 from decode.metadata import Runs
-from kvcache.base import BaseCache, are_numbers, shortened, turning
+from kvcache.base import BaseCache, are_numbers, turning
 from kvcache.records import RowRecord
 from kvcache.storage import check_memory, make_layers
 from positions import sequence_runs
@@ -112,21 +112,14 @@ class TupleCache(ContiguousCache):
         self.free_rows = list(range(len(order), self.n_seq))[::-1]
 
 
-def cache_for(model, n_seq, decoder=None, n_positions=None):
+def cache_for(model, n_seq, decoder=None):
     """
-    The cache in which a decoder is fastest: of tuples, which PyTorch reads as views, unless it is compiled. For
-    n_positions tokens of each sequence, by default block_size; a decoder of fixed shapes has room for block_size.
-    ValueError if the memory that is free does not suffice.
+    The cache in which a decoder is fastest: of tuples, which PyTorch reads as views, unless it is compiled. ValueError
+    if the memory that is free does not suffice.
     """
-    if decoder is None or hasattr(decoder, 'execute_model'):
-        model = shortened(model, n_positions)
     compiled = hasattr(decoder, 'execute_model') and not isinstance(decoder, EagerDecoder)
     check_memory(model, n_seq, 'float32' if compiled else str(model.lm_head.weight.dtype).removeprefix('torch.'))
-    if compiled:
-        return ContiguousCache(model, n_seq, decoder=decoder)
-    if isinstance(decoder, EagerDecoder) and decoder.model is not model:
-        decoder = EagerDecoder(model)
-    return TupleCache(model, n_seq, decoder)
+    return ContiguousCache(model, n_seq, decoder=decoder) if compiled else TupleCache(model, n_seq, decoder)
 
 
 class TupleLayer:
