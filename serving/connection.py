@@ -17,7 +17,6 @@ READER = 300          # seconds in which a client must have read some of what wa
 MOST_HEAD = 2**16     # bytes of a head
 FILES = os.sysconf('SC_OPEN_MAX') if hasattr(os, 'sysconf') else -1  # that may be open; Windows has no limit
 MOST = 1000 if FILES < 0 else max(4, min(1000, FILES - 48))  # connections; some files are left for all else
-PROBES = .02, 60      # seconds to the first probe of a client that sends no more, and at most between two of them
 
 
 class Connection(HttpToolsProtocol):
@@ -95,7 +94,7 @@ class Connection(HttpToolsProtocol):
         if not self.cycle or self.cycle.response_complete or self.n_head is None:
             return False
         self.cycle.keep_alive = False
-        self.loop.call_later(PROBES[0], self.probe, PROBES[0])
+        self.loop.call_later(.02, self.probe, .02)  # an answer that comes at once needs no probe
         return True
 
     def probe(self, seconds):
@@ -106,7 +105,7 @@ class Connection(HttpToolsProtocol):
         if not self.pipeline and not self.flow.write_paused:
             comment = b'3\r\n:\n\n\r\n' if cycle.chunked_encoding else b':\n\n'
             self.transport.write(comment if cycle.response_started else b'HTTP/1.1 100 Continue\r\n\r\n')
-        self.loop.call_later(seconds, self.probe, min(2 * seconds, PROBES[1]))
+        self.loop.call_later(seconds, self.probe, min(2 * seconds, 60))
 
 
 async def send_unchunked(cycle, send, message):

@@ -38,8 +38,7 @@ class Engine:
     function. end_tokens: those that end a text. special_ids: those that are not part of a text, unless a request asks.
     n_blocks, page_size, type_kv: of the pool, see `PagedCache`; by default N_BLOCKS, or as many as a sequence can take,
     but no more than MEMORY bytes. max_num_batched_tokens: the most tokens of a step, which all samples wait for; by
-    default 64 to 512, fewer for larger models. max_queue: how many samples may wait for their first step; those of a
-    request wait together.
+    default 64 to 512, fewer for larger models. max_queue: the most samples whose requests wait for their first step.
 
     The tokens and log probabilities of a sample are those that it has alone, with a compiled step bit for bit, whoever
     else is served, whatever is remembered, and whenever it was preempted. When a sequence begins after the weights have

@@ -30,8 +30,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     init_from, out_dir: see `checkpoint.load_model`. name: of the model in the API, by default that of its folder.
     decoder, weights, threads, speculate: see `decode.best`; on CUDA weights='bfloat16' converts the model. draft: see
     `checkpoint.load_draft`. kv_memory: on CUDA, the share of the free memory that the pool takes. generation_config:
-    'none' leaves out what the model's generation_config.json says of draws. settings: further arguments of `Engine`.
-    ValueError if there is no such model or decoder.
+    'none' leaves out the file of that name. settings: of `Engine`. ValueError if there is no such model or decoder.
 
     It sets two things of the process, which serves one model until it ends:
     - Later garbage collections leave out what there is now: torch's objects take 0.1 s, in which all samples wait.

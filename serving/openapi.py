@@ -75,7 +75,7 @@ class Endpoint(NamedTuple):
             content['text/event-stream'] = {'schema': object_of(data=TEXT)}  # an event
         responses['200'] = {'description': "as asked", 'content': content}
         described = {'summary': self.handler.__doc__, 'responses': responses}
-        if '{id' in self.path:
+        if '{id}' in self.path:
             described['parameters'] = [{'name': 'id', 'in': 'path', 'required': True, 'schema': TEXT}]
         if self.body:
             described['requestBody'] = {'required': True, 'content': json_of(self.body.__name__)}
@@ -96,7 +96,6 @@ def openapi(endpoints, has_key):
     components = {'schemas': schemas | SCHEMAS}
     if has_key:
         components['securitySchemes'] = {'key': {'type': 'http', 'scheme': 'bearer'}}
-    paths = {endpoint.path.replace(':path', ''): {endpoint.method.lower(): endpoint.operation(has_key)}
-             for endpoint in endpoints}
     return {'openapi': '3.1.0', 'info': {'title': "nanoGPT's completions", 'version': VERSION},
-            'components': components, 'paths': paths}
+            'components': components,
+            'paths': {endpoint.path: {endpoint.method.lower(): endpoint.operation(has_key)} for endpoint in endpoints}}

@@ -73,8 +73,7 @@ class Service:
         self.origins = [origin.strip().rstrip('/') for origin in cors_origin.split(',') if origin.strip()]
         names = [re.escape(name.strip().rpartition('://')[2].partition(':')[0]).replace(r'\*', '.*')
                  for name in ['localhost', '*.localhost', *self.origins, *allowed_hosts.split(',')] if name]
-        addresses = r'[\d.]+', r'\[[\da-f:.]+\]'  # IP addresses
-        self.known = re.compile(rf'([a-z-]+://)?({"|".join([*addresses, *names])})\.?(:\d*)?', re.IGNORECASE)
+        self.known = re.compile(rf'([a-z-]+://)?([\d.]+|\[[\da-f:.]+\]|{"|".join(names)})\.?(:\d*)?', re.IGNORECASE)
         self.engine = self.served = self.bell = self.error = None
         self.draining, self.mailboxes, self.preparing = False, set(), set()  # preparing: tasks before `submit`
         self.pools = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
@@ -215,8 +214,8 @@ def make_app(service, loaded=lambda: None):
         if service.engine is not None:
             await asyncio.to_thread(service.engine.stop)
 
-    routes = [Route(endpoint.path, partial(service.respond, endpoint), methods=[endpoint.method])
-              for endpoint in ENDPOINTS]
+    routes = [Route(endpoint.path.replace('{id}', '{id:path}'), partial(service.respond, endpoint),
+                    methods=[endpoint.method]) for endpoint in ENDPOINTS]
     handlers = {APIError: error_answer, HTTPException: http_error, ClientDisconnect: no_answer, Exception: server_error}
     app = Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
     app.router.redirect_slashes = False  # it would send the client to the Host that it named
@@ -232,8 +231,8 @@ async def error_answer(request, e):
 
 async def http_error(request, e):
     """An address that does not exist, or does with another method."""
-    path = request.scope['path'][:100]  # request.url would read the Host, which may be no host
-    advice = INSTEAD.get(path, "those of OpenAI begin with /v1, and GET /openapi.json lists all addresses")
+    path = request.scope['path'][:100]  # request.url reads the Host, which may be none
+    advice = INSTEAD.get(path, "OpenAI's addresses begin with /v1, and GET /openapi.json lists all")
     message = f"this server does not answer {request.method} {path}: {advice}"
     return JSON(APIError(e.status_code, message).json(), e.status_code, e.headers)
 
@@ -357,7 +356,7 @@ ENDPOINTS = [
     Endpoint('POST', '/v1/completions', completions, 'Completion', (429, 500, 503), body=CompletionBody),
     Endpoint('POST', '/v1/chat/completions', chat, 'ChatCompletion', (429, 500, 503), body=ChatBody),
     Endpoint('GET', '/v1/models', models, 'Models'),
-    Endpoint('GET', '/v1/models/{id:path}', models, 'Model', (404, 503)),
+    Endpoint('GET', '/v1/models/{id}', models, 'Model', (404, 503)),
     Endpoint('POST', '/tokenize', tokenize, 'Tokens', body=TokenizeBody),
     Endpoint('POST', '/detokenize', detokenize, 'Text', body=DetokenizeBody),
     Endpoint('GET', '/tokenizer_info', tokenizer_info, 'Object', (429, 503)),
