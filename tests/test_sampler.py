@@ -216,7 +216,7 @@ def test_logprobs_equal_the_models():
 
 
 @pytest.mark.parametrize('wrong', [dict(temperature=-1), dict(temperature=math.nan), dict(temperature=math.inf),
-                                   dict(top_p=0), dict(top_p=1.1), dict(min_p=2), dict(logprobs=21),
+                                   dict(top_p=-0.1), dict(top_p=1.1), dict(min_p=2), dict(logprobs=21),
                                    dict(presence_penalty=3), dict(repetition_penalty=0), dict(min_tokens=-1),
                                    dict(logit_bias={1: math.nan})], ids=str)
 def test_bad_settings_name_the_field(wrong):
