@@ -122,11 +122,9 @@ def main(config):
                 for tokens in sample_batch(model, batch, first, how, dev):
                     n_drawn += len(batch)
                     for row, token in enumerate(tokens.flatten().tolist()):
-                        piece = streams[row].push(token)
+                        samples[row] += (piece := streams[row].push(token))
                         if live:
                             print(piece, end='', flush=True)
-                        else:
-                            samples[row] += piece
                     bar.update(len(batch))
                     if all(text.stopped for text in streams):
                         break

@@ -317,8 +317,8 @@ def state_of_dataset(folder):
 def state_beside(folder):
     """
     What the files beside a tokenizer.json say of a tokenizer, as in a state: tokenizer_config.json, special_tokens_map
-    .json, added_tokens.json, generation_config.json, config.json, chat_template.jinja and chat_template.json, all of
-    which may be absent. ValueError if one of them is damaged.
+    .json, generation_config.json, config.json, chat_template.jinja and chat_template.json, all of which may be absent.
+    ValueError if one of them is damaged.
     """
     def read(name):
         path = os.path.join(folder, name)
@@ -328,17 +328,14 @@ def state_beside(folder):
             raise ValueError(f"{path} cannot be read ({e}): is the download complete?") from e
     config, state = read('special_tokens_map.json') | read('tokenizer_config.json'), {}
     named = {name: token.get('content') if isinstance(token, dict) else token for name, token in config.items()}
-    named = {name: text for name, text in named.items() if name.endswith('_token') and isinstance(text, str)}
-    others = config.get('additional_special_tokens') or config.get('extra_special_tokens')
-    added = config.get('added_tokens_decoder') or {
-        str(i): dict(content=text) for text, i in read('added_tokens.json').items()}
+    named = {name: text for name, text in named.items() if name in ROLES and isinstance(text, str)}
+    added = config.get('added_tokens_decoder') or {}
     if not isinstance(added, dict) or not all(i.isdecimal() for i in added):
-        raise ValueError(f"{folder}: added_tokens_decoder and added_tokens.json must name ids, not {added!r:.50}")
-    others = others if isinstance(others, list) else []
-    if added := [*(added[i] for i in sorted(added, key=int)), *named.values(), *others]:
+        raise ValueError(f"{folder}/tokenizer_config.json: added_tokens_decoder must name ids, not {added!r:.50}")
+    if added := [*(added[i] for i in sorted(added, key=int)), *named.values()]:
         state['added_tokens'] = added
-    if special_tokens := {name: text for name, text in named.items() if name in ROLES}:
-        state['special_tokens'] = special_tokens
+    if named:
+        state['special_tokens'] = named
     template, path = config.get('chat_template'), os.path.join(folder, 'chat_template.jinja')
     if os.path.exists(path):
         template = read_text(path)

@@ -36,9 +36,8 @@ def huggingface_tokenizer(tokenizer):
         return content, dict(tokenizer_class='PreTrainedTokenizerFast') | special_tokens | template
     if isinstance(tokenizer, CharTokenizer):
         # Each character is a word. A batch is filled up with PAD, a second name of a character, because the model has
-        # no row for more; `save_pretrained` of transformers keeps only one of them. The one that is added last is the
-        # text of the id: PAD is a special token, and these are left out of texts. <|endoftext|> has no row: it is only
-        # named, and never drawn.
+        # no row for more. Of two tokens with one id the last one is its text. <|endoftext|>, also without a row, is
+        # only named.
         first = '\n' if '\n' in tokenizer.ids else tokenizer.chars[0]
         vocab = tokenizer.ids | {PAD: tokenizer.ids[first], END_OF_TEXT: tokenizer.vocab_size}
         added = [dict(id=vocab[text], content=text, special=text != first, normalized=False, single_word=False,

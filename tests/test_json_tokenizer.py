@@ -234,11 +234,9 @@ def flags(text, **changes):
         '300': flags('<|user|>'), '301': flags('<|end|>'), '302': flags('<think>', special=False)})),
     dict(tokenizer_config=dict(added_tokens_decoder={  # their order, blanks beside them, and no others than these
         '1000': flags('<b>'), '301': flags('<a>', lstrip=True), '99': flags('<c>', rstrip=True)})),
-    dict(tokenizer_config=dict(eos_token='<|end|>', additional_special_tokens=['<x>', '<y>'], image_token='<b>')),
     dict(tokenizer_config=dict(eos_token='<|end|>', added_tokens_decoder={'0': flags('<|endoftext|>', special=False)})),
     dict(tokenizer_config=dict(eos_token='<pad>', added_tokens_decoder={'3': flags('<pad>', special=False)})),
-    dict(tokenizer_config={}, added_tokens={'<|end|>': 301, '<|user|>': 300, '<pad>': 3},
-         special_tokens_map=dict(eos_token='<|end|>')),
+    dict(tokenizer_config={}, special_tokens_map=dict(eos_token='<|end|>')),
 ])
 def test_tokens_of_the_files_beside_it_are_those_of_transformers(tmp_path, files):
     transformers = pytest.importorskip('transformers', reason="transformers is not installed")
