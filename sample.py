@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
 
 import configurator  # before torch: it says so in one line where torch is missing
@@ -236,15 +235,13 @@ def pick_decoder(model, tokenizer, n_rows, dev):
     step = decode.best(model, n_rows, weights, threads, which, 'off' if chat else speculate, proposer)
     name, how = step.name, dict(decoder=step)
     if in_cache:
-        cache_of = partial(kvcache.make_cache, model, kv_cache, n_rows, kv_bits, step)
-        cache = cache_of(FIRST_POSITIONS if chat else None)
+        cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits, step, FIRST_POSITIONS if chat else None)
         if cache.executor is not step and (
                 which in ('cpu', 'gpu') or decode.asked_of_the_kernel(weights, threads, speculate, draft)):
             raise ValueError(f"this decoder does not read a cache of kv_bits={kv_bits} with heads of "
                              f"{model.config.head_dim} channels, which must be a multiple of 32: leave kv_bits out, or "
                              "decoder, weights, threads, speculate and draft")
-        step, name = cache.executor, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB"
-        how = dict(cache=cache, cache_of=cache_of) if chat else dict(cache=cache)
+        step, name, how = cache.executor, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB", dict(cache=cache)
     print(f"decoder: {name}", file=sys.stderr)
     if not in_cache and (not use_cache or debug_kv_model.tracing() and which == 'eager'):
         return {}

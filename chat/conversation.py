@@ -21,22 +21,20 @@ Lines that are pasted together are one message. Arrow keys edit it and bring bac
 class Conversation:
     """
     model, tokenizer: a chat model and its tokenizer, which has a chat_template. cache: a `kvcache.base.BaseCache` of
-    the model, with room for one sequence. cache_of: a function of a number of positions: a cache for so many, which
-    takes the place of one that is too small; None if `cache` has room for the whole context. system: the system
-    message, '' for none. variables: of the chat template, see `ChatTemplate.render`. repetition_penalty, min_p: as in
-    requests to serve.py. how: the temperature, top_k, top_p and generator of `sample_token`.
+    the model, with room for one sequence, which grows. system: the system message, '' for none. variables: of the chat
+    template, see `ChatTemplate.render`. repetition_penalty, min_p: as in requests to serve.py. how: the temperature,
+    top_k, top_p and generator of `sample_token`.
 
     messages: what was said behind the system message, dicts with role and content. n_kept, n_new, n_drawn: how many
     tokens of the last prompt were in the cache already, how many were computed, and how many its answer has. cut: why
     the answer ended, if the model has not ended it. ValueError if the model has no chat template.
     """
 
-    def __init__(self, model, tokenizer, cache, cache_of=None, system='', variables=(), repetition_penalty=1.0,
-                 min_p=0.0, **how):
+    def __init__(self, model, tokenizer, cache, system='', variables=(), repetition_penalty=1.0, min_p=0.0, **how):
         if tokenizer.chat_template is None:
             raise ValueError("this model has no chat, because its tokenizer has no chat template: leave out --chat, "
                              "and write the beginning of a text as --start")
-        self.model, self.tokenizer, self.cache, self.cache_of, self.how = model, tokenizer, cache, cache_of, how
+        self.model, self.tokenizer, self.cache, self.how = model, tokenizer, cache, how
         self.system, self.variables, self.repetition_penalty, self.min_p = system, variables, repetition_penalty, min_p
         self.token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size, skip_special=True)
         self.handle, self.tokens, self.messages = cache.new(), [], []  # tokens: whose keys and values are in the cache
@@ -55,7 +53,8 @@ class Conversation:
         if len(prompt) >= most:
             raise ValueError(f"the conversation has {len(prompt):,} tokens, and the model's context {most:,}: begin a "
                              "new one (/clear), or say less")
-        self.make_room(min(len(prompt) + max_new_tokens, most))
+        if (cache := self.cache.with_room(min(len(prompt) + max_new_tokens, most))) is not self.cache:
+            self.cache, self.handle, self.tokens = cache, cache.new(), []
         self.keep_beginning_of(prompt)
         drawn, stream, said = [], TextStream(self.token_bytes, strip=self.tokenizer.strips), ''
         self.cut, self.n_drawn = '', 0
@@ -77,13 +76,6 @@ class Conversation:
         finally:
             self.tokens = (prompt + drawn)[:self.cache.length(self.handle)]  # after Ctrl-C, all but the last perhaps
             self.messages = [*messages, dict(role='assistant', content=said)]
-
-    def make_room(self, n):
-        """Begin the conversation anew in a larger cache if n tokens have no room in this one."""
-        room = self.cache.model.config.max_positions
-        if self.cache_of and room < n:
-            self.cache = self.cache_of(max(n, 2 * room))
-            self.handle, self.tokens = self.cache.new(), []
 
     def keep_beginning_of(self, prompt):
         """Cut the sequence in the cache to the tokens with which the prompt begins, but not all of the prompt."""

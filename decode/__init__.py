@@ -24,7 +24,6 @@ manager for a loop of steps, and `refresh()`, after which a sequence goes on wit
     gpu/         the executor on Triton kernels, for CUDA
 """
 import sys
-from functools import partial
 
 import torch
 
@@ -127,8 +126,7 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
 def draft_of(model, name, make_cache, n_seq=DRAFTED_SEQUENCES):
     """The `drafts.ModelDraft` of a model that a setting `draft` names, for n_seq texts. make_cache: of `kvcache`."""
     from decode.drafts import FIRST_POSITIONS, ModelDraft
-    cache_of = partial(make_cache, model, 'tuple', n_seq, 0, best(model, n_seq, 'int8'))
-    return ModelDraft(cache_of(FIRST_POSITIONS), name, cache_of)
+    return ModelDraft(make_cache(model, 'tuple', n_seq, 0, best(model, n_seq, 'int8'), FIRST_POSITIONS), name)
 
 
 def made(kind, model, batch_size, weights, threads, speculate, draft):

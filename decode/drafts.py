@@ -109,14 +109,13 @@ class ModelDraft:
     compiled step, for DRAFTED_SEQUENCES sequences or more: it proposes nothing for more texts than it has room for. Its
     sequences follow the texts of the calls, whatever becomes of these in the cache of the model itself. A text that is
     too long for it is cut to its end. Where its cache refuses a step, it proposes nothing and begins its texts anew.
-    cache_of: a function of a number of positions: a cache for so many, which takes the place of one that is too small.
 
     known: {id of the list of a text: its `Followed`}. It ends with those of the last call.
     """
     draws = True
 
-    def __init__(self, cache, name, cache_of=None):
-        self.cache, self.name, self.cache_of, self.known = cache, name, cache_of, {}
+    def __init__(self, cache, name):
+        self.cache, self.name, self.known = cache, name, {}
 
     def refresh(self):
         """Its weights are compared when a sequence of its cache begins."""
@@ -126,7 +125,9 @@ class ModelDraft:
         if not 0 < len(texts) <= self.cache.n_seq:
             return 0
         try:
-            self.make_room(max(len(text) + len(rounds.drawn_since(i)) for i, text in enumerate(texts)) + len(tokens))
+            n = max(len(text) + len(rounds.drawn_since(i)) for i, text in enumerate(texts)) + len(tokens)
+            if (cache := self.cache.with_room(n)) is not self.cache:
+                self.cache, self.known = cache, {}
             followed = [self.follow(text, rounds.drawn_since(i), len(tokens) - 1) for i, text in enumerate(texts)]
             if all(followed):
                 self.cache.decode_steps([each.handle for each in followed], drawn)
@@ -136,13 +137,6 @@ class ModelDraft:
             while self.known:
                 self.cache.free(self.known.popitem()[1].handle)
         return drawn.n_drawn
-
-    def make_room(self, n):
-        """Begin all texts anew in a larger cache if one of n tokens has no room in this one."""
-        most = self.cache.model.config.max_positions
-        if self.cache_of and most < min(n, self.cache.executor.model.config.max_positions):
-            self.cache = self.cache_of(max(n, 2 * most))
-            self.known.clear()
 
     def follow(self, text, drawn, k):
         """

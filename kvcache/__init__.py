@@ -54,6 +54,8 @@ def make_cache(model, kind, n_seq, bits=0, decoder=None, n_positions=None):
     if type_kv not in BITS:
         raise ValueError(f"a cache stores numbers as {', '.join(BITS)}, and the model is {type_kv}: "
                          "convert it, or pass bits=8")
-    model = shortened(model, n_positions)
-    check_memory(model, n_seq, type_kv)
-    return KINDS[kind](model, n_seq, type_kv, decoder)
+    small = shortened(model, n_positions)
+    check_memory(small, n_seq, type_kv)
+    cache = KINDS[kind](small, n_seq, type_kv, decoder)
+    cache.of_positions = partial(make_cache, model, kind, n_seq, bits, decoder)
+    return cache

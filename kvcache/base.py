@@ -470,6 +470,11 @@ class BaseCache:
         for layer in self.layers:
             layer.zero()
 
+    def with_room(self, n):
+        """This cache, or where n tokens are more than the `shortened` model has, a larger one without sequences."""
+        room = self.model.config.max_positions
+        return self.of_positions(max(n, 2 * room)) if room < n and hasattr(self.model, 'whole') else self
+
     def nbytes(self):
         """Bytes of the stored keys and values; the `Scratch` memory comes on top."""
         return sum(layer.nbytes() for layer in self.layers)

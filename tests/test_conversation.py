@@ -93,24 +93,23 @@ def test_a_model_without_a_template_has_no_chat():
 @pytest.mark.parametrize('kind', ['cpu', 'eager', *kvcache.KINDS])
 def test_the_cache_grows_with_the_conversation(kind, window):
     model, tokenizer = gpt(**LLAMA, window=window), chat_tokenizer()
-    step, sizes = decode.best(model, 1, threads=1) if kind != 'eager' else decode.EagerDecoder(model), []
-
-    def cache_of(n):
-        sizes.append(n)
-        return kvcache.make_cache(model, kind if kind in kvcache.KINDS else 'tuple', 1, 0, step, n)
-    whole, c = cache_of(256).nbytes(), Conversation(model, tokenizer, cache_of(16), cache_of, temperature=0)
+    step = decode.best(model, 1, threads=1) if kind != 'eager' else decode.EagerDecoder(model)
+    cache_of = partial(kvcache.make_cache, model, kind if kind in kvcache.KINDS else 'tuple', 1, 0, step)
+    whole, c = cache_of(256).nbytes(), Conversation(model, tokenizer, cache_of(16), temperature=0)
     assert c.cache.nbytes() <= whole / 8 or window
+    caches = {c.cache: c.cache.model.config.block_size}
     for text in SAID:
         _, drawn = read_anew(c, text, 9)
         assert ''.join(c.answer(text, 9)) == tokenizer.decode(drawn)
-    assert 3 <= len(sizes) <= 6 and sizes[-1] <= 512 and c.cache.nbytes() <= whole
+        caches[c.cache] = c.cache.model.config.block_size
+    assert 2 <= len(caches) <= 5 and max(caches.values()) <= 512 and c.cache.nbytes() <= whole
 
 
 def test_the_template_gets_the_system_message_and_its_variables():
     import jinja2
     template = CHAT.replace('assistant\n', 'assistant\n{% if not enable_thinking %}(no){% endif %}')
     tokenizer, model = JSONTokenizer(chat_tokenizer().state()['json'], [2], {}, template), gpt(**LLAMA)
-    c = Conversation(model, tokenizer, cache_for(model, 1), None, 'Be brief.', dict(enable_thinking=False),
+    c = Conversation(model, tokenizer, cache_for(model, 1), 'Be brief.', dict(enable_thinking=False),
                      temperature=0)
     ''.join(c.answer('Héllo', 3))
     expected = jinja2.Template(template).render(

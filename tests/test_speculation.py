@@ -455,20 +455,21 @@ def test_the_pace_notices_when_proposals_become_worse():
     assert pace.k > 4
 
 
-def test_the_cache_of_another_model_grows_with_the_texts():
+def test_the_cache_of_another_model_grows_with_the_texts(monkeypatch):
     m = model_of('rope', block_size=700)
-    sizes, reader = [], CPUDecoder(m, threads=1)
+    sizes, reader, made = [], CPUDecoder(m, threads=1), kvcache.make_cache
 
-    def cache_of(n):
-        sizes.append(n)
-        return kvcache.make_cache(m, 'tuple', 2, decoder=reader, n_positions=n)
-    draft = ModelDraft(cache_of(16), 'itself', cache_of)
+    def make_cache(*args):
+        sizes.append(args[-1])
+        return made(*args)
+    monkeypatch.setattr(kvcache, 'make_cache', make_cache)
+    draft = ModelDraft(kvcache.make_cache(m, 'tuple', 2, 0, reader, 16), 'itself')
     decoder = Speculating(m, draft)
     decoder.k = 5
     check_same(m, decoder, [[1, 2], [3]], 600)
     assert sizes[0] == 16 and sizes[-1] >= 600 and len(sizes) <= 8
     assert all(n_drawn == n + 1 for _, n, n_drawn, _ in decoder.rounds)  # it is always right, also in a new cache
-    whole = kvcache.make_cache(m, 'tuple', 2, decoder=reader)
+    whole = made(m, 'tuple', 2, decoder=reader)
     assert draft.cache.nbytes() <= whole.nbytes()
 
 
@@ -477,7 +478,8 @@ def test_a_draft_that_has_no_memory_to_grow_proposes_nothing():
         raise ValueError('no memory')
     m = model_of('rope', block_size=200)
     cache = kvcache.make_cache(m, 'tuple', 2, decoder=CPUDecoder(m, threads=1), n_positions=64)
-    decoder = Speculating(m, ModelDraft(cache, 'itself', refused))
+    cache.of_positions = refused
+    decoder = Speculating(m, ModelDraft(cache, 'itself'))
     check_same(m, decoder, [[1, 2]], 150)
     n_offered = [n for _, n, _, _ in decoder.rounds]
     assert n_offered[0] > 0 == n_offered[-1]
