@@ -81,7 +81,7 @@ class Engine:
                 raise Draining("the server is stopping and takes no requests: send it again later")
             if request.id in self.live:
                 raise ValueError(f"there is a request with the id {request.id!r} already: give each one its own")
-            n_queued = sum([live.request.n for live in self.live.values()  # who was preempted has begun
+            n_queued = sum([live.request.n for live in self.live.values()  # a preempted one has begun
                             if not live.samples or live.samples[0].n_cached is None])
             if n_queued + request.n > self.max_queue:
                 raise QueueFull(f"{n_queued:,} samples are waiting, this request has {request.n:,}, and at most "

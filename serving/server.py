@@ -336,7 +336,7 @@ async def cache(service, request):
     service.check_loaded()
     state, local = service.engine.state(), request.client is not None and request.client.host in ('127.0.0.1', '::1')
     proxied = any(name.startswith(('forwarded', 'via', 'x-real-ip', 'x-forwarded')) for name in request.headers)
-    if not service.api_key and (proxied or not local):  # anybody's prompts are shown to nobody else
+    if not service.api_key and (proxied or not local):  # texts of prompts need the key or this machine
         state = state | {'blocks': [block | {'text': ''} for block in state['blocks']]}
     return JSON(state, headers={'cache-control': 'no-store'})
 
