@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import islice
 
 import configurator  # before torch: it says so in one line where torch is missing
@@ -157,11 +157,9 @@ def chat_with(model, tokenizer, dev, first, given):
 
 def of_template():
     """`template_kwargs` as a dict. ValueError if it is not JSON of one."""
-    try:
+    with suppress(ValueError, RecursionError):
         if isinstance(variables := json.loads(template_kwargs or '{}'), dict):
             return variables
-    except (ValueError, RecursionError):
-        pass
     raise ValueError(f"template_kwargs must be a JSON object, such as '{{\"enable_thinking\": false}}', not "
                      f"{template_kwargs!r:.60}")
 

@@ -145,9 +145,7 @@ class JSONTokenizer(Tokenizer):
         self.n_rows = self.vocab_size
         self.end_of_text = self.library.token_to_id(END_OF_TEXT)
         self.special_tokens, self.file_ids = special_tokens or {}, file_ids or {}
-        ends = [*(super().end_tokens if end_tokens is None else end_tokens),
-                self.library.token_to_id(self.special_tokens.get('eos_token', ''))]
-        self.ends = tuple(dict.fromkeys(i for i in ends if i is not None))
+        self.ends = super().end_tokens if end_tokens is None else tuple(end_tokens)
         added = self.library.get_added_tokens_decoder()
         self.added_ids = frozenset(added)
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -158,23 +156,26 @@ class JSONTokenizer(Tokenizer):
     @cached_property
     def end_tokens(self):
         """Without those that the model has no row for. stderr names them."""
-        ends = tuple(dict.fromkeys([*self.ends, *(self.ends_of_turns() if self.chat_template else ())]))
+        eos = self.library.token_to_id(self.special_tokens.get('eos_token', ''))
+        ends = dict.fromkeys([*self.ends, eos, self.end_of_a_turn() if self.chat_template else None])
+        ends.pop(None, None)
         known = tuple(i for i in ends if 0 <= i < self.n_rows)
         if beyond := [str(i) for i in ends if i not in known]:
             print(f"end tokens are left out that the model does not have: {', '.join(beyond)} of {self.n_rows:,}",
                   file=sys.stderr)
         return known
 
-    def ends_of_turns(self):
-        """The added token, such as <|im_end|>, that the chat template writes behind an answer, a set of at most one."""
+    def end_of_a_turn(self):
+        """The added token, such as <|im_end|>, that the chat template writes behind an answer, or None."""
         question = dict(role='user', content='?')
         try:
             text = self.chat_template.render([question, dict(role='assistant', content='Kx7q.'), question])
         except ValueError as e:
             print(f"how an answer ends is not known from the chat template: {e}", file=sys.stderr)
-            return set()
+            return None
         ids = self.library.encode(text.rpartition('Kx7q.')[2], add_special_tokens=False).ids
-        return {next((i for i in ids if self.token_bytes[i].strip()), None)} & self.added_ids
+        first = next((i for i in ids if self.token_bytes[i].strip()), None)
+        return first if first in self.added_ids else None
 
     def conversation(self, messages, /, **variables):
         """The ids of what `ChatTemplate.render` makes of a conversation, and its ValueError."""
@@ -537,10 +538,7 @@ class TextStream:
         return text
 
     def _up_to_stop(self, piece):
-        """
-        What may be sent of the held characters and this piece: up to the stop string that is complete in it, or else
-        without the longest end with which a stop string begins, which is held.
-        """
+        """What may be sent of what is held and this piece: up to a stop string. An end that may begin one is held."""
         if self.strip and piece:
             piece, self.strip = piece.removeprefix(' '), False
         if not self.stop:
