@@ -70,10 +70,13 @@ class Service:
     def __init__(self, load, api_key='', cors_origin='', allowed_hosts=''):
         self.load, self.api_key = load, api_key
         self.keys = [api_key.encode('utf-8', 'surrogateescape'), api_key.encode('latin-1', 'backslashreplace')]
-        self.origins = [origin.strip().rstrip('/') for origin in cors_origin.split(',') if origin.strip()]
+        origins = [origin.strip() for origin in cors_origin.split(',') if origin.strip()]
+        self.origins = [origin if origin.endswith('://') else origin.rstrip('/') for origin in origins]
+        allowed = [*self.origins, *filter(None, allowed_hosts.split(','))]
         names = [re.escape(name.strip().rpartition('://')[2].partition(':')[0]).replace(r'\*', '.*')
-                 for name in ['localhost', '*.localhost', *self.origins, *allowed_hosts.split(',')] if name]
+                 for name in ['localhost', '*.localhost', *allowed] if name != '*']
         self.known = re.compile(rf'([a-z-]+://)?([\d.]+|\[[\da-f:.]+\]|{"|".join(names)})\.?(:\d*)?', re.IGNORECASE)
+        self.all_known = '*' in allowed
         self.engine = self.served = self.bell = self.error = None
         self.draining, self.mailboxes, self.preparing = False, set(), set()  # preparing: tasks before `submit`
         self.pools = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
@@ -115,7 +118,7 @@ class Service:
         """APIError 403 if a request names another server (DNS rebinding), or comes from a page of another origin."""
         for header, setting in (('host', 'allowed_hosts'), ('origin', 'cors_origin')):
             value = request.headers.get(header, '')
-            if value and not self.known.fullmatch(value):
+            if value and not (self.all_known or self.known.fullmatch(value)):
                 raise APIError(403, f"{header.title()} {value[:100]!r} is foreign here, and refused: if it is yours, "
                                     f"start serve.py with --{setting}={value[:100]}", code=f'foreign_{header}')
 
@@ -336,7 +339,9 @@ async def cache(service, request):
     service.check_loaded()
     state, local = service.engine.state(), request.client is not None and request.client.host in ('127.0.0.1', '::1')
     proxied = any(name.startswith(('forwarded', 'via', 'x-real-ip', 'x-forwarded')) for name in request.headers)
-    if not service.api_key and (proxied or not local):  # texts of prompts need the key or this machine
+    named = [request.headers.get(name) for name in ('host', 'origin')]  # with * for all, those of strangers come here
+    strange = any(name and not service.known.fullmatch(name) for name in named)
+    if not service.api_key and (strange or proxied or not local):  # texts of prompts need the key or this machine
         state = state | {'blocks': [block | {'text': ''} for block in state['blocks']]}
     return JSON(state, headers={'cache-control': 'no-store'})
 

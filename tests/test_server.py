@@ -198,8 +198,16 @@ def test_names_and_pages_of_others_are_refused():
                 assert {client.get(path, headers=headers).status_code for headers in own} == {200}
             assert client.get('/v1/models', headers=foreign[0]).status_code == (200 if key else 403)
             assert refused(client.get('/nowhere', headers=foreign[3]), 404)
-    with serving(spelling_engine(), allowed_hosts='*') as client:
-        assert {client.get('/cache', headers=headers).status_code for headers in foreign} == {200}
+    engine = spelling_engine()
+    with serving(engine, cors_origin='*') as client:
+        client.post('/v1/completions', json={'prompt': 'abcdefgh'})
+        engine.until(lambda: 'abcd' in client.get('/cache').text)
+        for headers in foreign:  # all may come, and do not read what others have asked
+            response = client.get('/cache', headers=headers)
+            assert response.status_code == 200 and 'abcd' not in response.text
+    with serving(spelling_engine(), cors_origin='file://') as client:  # of a page in an app
+        response = client.get('/v1/models', headers={'origin': 'file://'})
+        assert response.status_code == 200 and response.headers['access-control-allow-origin'] == 'file://'
 
 
 def test_prompts_are_shown_to_the_machine_itself_or_behind_the_key(drawing):
