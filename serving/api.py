@@ -27,6 +27,7 @@ from serving.request import (
 )
 
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_MESSAGES = 128, 128, 256, 2048  # of one body
+MOST_FIELDS = 256             # of a body, known or not
 MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
 MOST_ENTRIES = 2**20          # of one answer: token ids and log probabilities, some 60 bytes each
 TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_error', 500: 'server_error',
@@ -293,6 +294,10 @@ def parsed(kind, data, defaults=None):
         raise APIError(400, f"the body should be a JSON object in UTF-8: {e}", code='invalid_json') from None
     if type(fields) is not dict:
         raise APIError(400, f"the body should be a JSON object, not {data[:20].decode('utf-8', 'replace')!r}")
+    for of_names in (fields, fields.get('stream_options')):
+        if type(of_names) is dict and len(of_names) > MOST_FIELDS:
+            raise APIError(400, f"an object of the body has {len(of_names):,} fields, and at most {MOST_FIELDS} are "
+                                "allowed: send those that the server knows", code='unknown_field')
     known = kind.model_fields.keys()
     try:
         fields = asked_for(without_nulls(fields), known)
