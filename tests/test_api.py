@@ -143,7 +143,8 @@ def test_what_asks_for_something_else_is_named_first_in_a_sentence_of_its_own(fi
     b'{"prompt": "a", "temperature": "%s"}' % (b'a' * 2**22),
     b'{"prompt": "a", "stop_token_ids": [%s1]}' % (b'-1,' * 2**20),
     b'{%s}' % b','.join(b'"%d": 0' % i for i in range(300_000)),
-    b'{"prompt": "a", "stream_options": {%s}}' % b','.join(b'"%d": 1' % i for i in range(300_000)), b' '], ids=range(10))
+    b'{"prompt": "a", "stream_options": {%s}}' % b','.join(b'"%d": 1' % i for i in range(300_000)), b' '],
+    ids=range(10))
 def test_an_error_is_short_whatever_came(data):
     with pytest.raises(APIError) as caught:
         parsed(CompletionBody, data)
