@@ -12,7 +12,8 @@ import os
 import pickle
 import re
 import sys
-from functools import cached_property, lru_cache
+from bisect import bisect_left
+from functools import cached_property
 
 from chat.template import ChatTemplate
 
@@ -456,36 +457,6 @@ class WholeTexts(dict):
         return text
 
 
-@lru_cache(maxsize=8)  # long ones take megabytes
-def states_of(stop):
-    """
-    The automaton of Aho and Corasick that finds stop strings, a tuple, in a text. A state is the longest end of the
-    text with which a stop string begins; state 0 is ''. Returns four lists by state: {character: next state}; the state
-    of the longest shorter end, where to look for a character that is not there; the length; and the length of the
-    longest stop string that is complete there, or 0.
-    """
-    follow, shorter, length, complete = [{}], [0], [0], [0]
-    for s in stop:
-        state = 0
-        for n, c in enumerate(s, 1):
-            if c not in follow[state]:
-                follow[state][c] = len(follow)
-                for column, value in ((follow, {}), (shorter, 0), (length, n), (complete, 0)):
-                    column.append(value)
-            state = follow[state][c]
-        complete[state] = len(s)
-    states = list(follow[0].values())
-    for state in states:  # it grows: the states in the order of their lengths
-        complete[state] = complete[state] or complete[shorter[state]]
-        for c, after in follow[state].items():
-            end = shorter[state]
-            while end and c not in follow[end]:
-                end = shorter[end]
-            shorter[after] = follow[end].get(c, 0)
-            states.append(after)
-    return follow, shorter, length, complete
-
-
 class TextStream:
     """
     The text of one sample. `push(*tokens)` returns what may be sent now; joined, with `finish()` at the end, this is
@@ -505,11 +476,10 @@ class TextStream:
         if not isinstance(token_bytes, WholeTexts):
             token_bytes = WholeTexts(token_bytes.__getitem__)
         self.whole, self.bytes_of = token_bytes, token_bytes.token_bytes
-        self.stop, self.stopped = tuple(filter(None, stop)), False
+        self.stop, self.stopped = tuple(sorted(filter(None, stop))), False
         self.min_tokens, self.include_stop, self.strip = min_tokens, include_stop, strip
-        self.states = states_of(self.stop)
-        self.decoder, self.held, self.state = codecs.getincrementaldecoder('utf-8')('replace'), '', 0
-        self.n_pushed = 0
+        self.decoder, self.held = codecs.getincrementaldecoder('utf-8')('replace'), ''
+        self.n_pushed, self.first = 0, {s[0] for s in self.stop}
         self.in_character = False  # are there bytes of a character that has not ended?
 
     def push(self, *tokens):
@@ -541,17 +511,21 @@ class TextStream:
         """What may be sent of what is held and this piece: up to a stop string. An end that may begin one is held."""
         if self.strip and piece:
             piece, self.strip = piece.removeprefix(' '), False
-        if not self.stop:
+        if not self.held and self.first.isdisjoint(piece):
             return piece
-        follow, shorter, length, complete = self.states
-        state, text, searched = self.state, self.held + piece, self.n_pushed > self.min_tokens
-        for n, c in enumerate(piece, len(self.held) + 1):
-            while state and c not in follow[state]:
-                state = shorter[state]
-            state = follow[state].get(c, 0)
-            if searched and complete[state]:
+        sent, held, searched = '', self.held, self.n_pushed > self.min_tokens
+        for c in piece:
+            held += c
+            if searched and held.endswith(self.stop):
+                n = max(len(s) for s in self.stop if held.endswith(s))
                 self.stopped, self.held = True, ''
-                return text[:n if self.include_stop else n - complete[state]]
-        self.state, n_sent = state, len(text) - length[state]
-        self.held = text[n_sent:]
-        return text[:n_sent]
+                return sent + (held if self.include_stop else held[:-n])
+            while not self.begins_a_stop(held):  # each character is sent once, so that the time is linear
+                sent, held = sent + held[0], held[1:]
+        self.held = held
+        return sent
+
+    def begins_a_stop(self, text):
+        """Does a stop string begin with this text?"""
+        i = bisect_left(self.stop, text)
+        return any(s.startswith(text) for s in self.stop[i:i + 1])
