@@ -66,10 +66,7 @@ compile = False       # the same as decoder=compiled
 chat = False          # talk with a chat model; start, if it is given, is the first message
 system = ''           # with chat: what the model is told before everything that is said
 template_kwargs = ''  # with chat: what the chat template finds, as JSON: '{"enable_thinking": false}'
-generation_config = ''  # with chat: settings of the draw that are not given are those of the model's
-                      # generation_config.json; none: those of this file
-
-FIRST_POSITIONS = 1024  # of the first cache of a conversation
+generation_config = ''  # with chat: none leaves out what generation_config.json says of the draw
 
 
 def main(config):
@@ -233,7 +230,7 @@ def pick_decoder(model, tokenizer, n_rows, dev):
     step = decode.best(model, n_rows, weights, threads, which, 'off' if chat else speculate, proposer)
     name, how = step.name, dict(decoder=step)
     if in_cache:
-        cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits, step, FIRST_POSITIONS if chat else None)
+        cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits, step, 1024 if chat else None)  # a chat's grows
         if cache.executor is not step and (
                 which in ('cpu', 'gpu') or decode.asked_of_the_kernel(weights, threads, speculate, draft)):
             raise ValueError(f"this decoder does not read a cache of kv_bits={kv_bits} with heads of "

@@ -147,8 +147,7 @@ class JSONTokenizer(Tokenizer):
         self.end_of_text = self.library.token_to_id(END_OF_TEXT)
         self.special_tokens, self.file_ids = special_tokens or {}, file_ids or {}
         self.ends = super().end_tokens if end_tokens is None else tuple(end_tokens)
-        added = self.library.get_added_tokens_decoder()
-        self.added_ids = frozenset(added)
+        self.added_ids = frozenset(added := self.library.get_added_tokens_decoder())
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.begins = self.library.encode('').ids  # what stands before each text: a BOS token, or nothing
         if chat_template is not None:
@@ -260,11 +259,10 @@ BYTE_LEVEL = {c: byte for byte, c in enumerate(byte_level_alphabet())}
 
 
 def same_ids(a, b):
-    """Do two tokenizers give the same texts to the same ids? Tokens that were added to them may differ."""
-    def learned(tokenizer):
-        added = tokenizer.added_ids | tokenizer.special_ids
-        return {i: text for i, text in enumerate(tokenizer.token_bytes) if text and i not in added}
-    return learned(a) == learned(b)
+    """Do two tokenizers give the same texts to the same ids? Tokens that were added to one of them do not count."""
+    added = a.added_ids | a.special_ids | b.added_ids | b.special_ids
+    of_a, of_b = ({i: text for i, text in enumerate(t.token_bytes) if text and i not in added} for t in (a, b))
+    return of_a == of_b
 
 
 def check_state(state):

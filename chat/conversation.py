@@ -2,7 +2,7 @@
 import re
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -106,29 +106,16 @@ class Conversation:
 
 
 def edits_lines():
-    """Let `input` edit lines, and take what is pasted as one. Is standard input a terminal where this can be had?"""
+    """
+    Let `input` edit lines, and take what is pasted as one. Returns a function that sets the terminal to what it is now,
+    or None if standard input is no terminal where this can be had.
+    """
     if not (sys.stdin.isatty() and sys.stdout.isatty() and find_spec('readline')):
-        return False
+        return None
     import readline
-    readline.parse_and_bind('set enable-bracketed-paste on')
-    return True
-
-
-@contextmanager
-def typed_later():
-    """
-    While an answer is printed, what is typed or pasted waits for `input`, unseen. A terminal that collects lines would
-    cut them at 4,095 characters.
-    """
     import termios
-    import tty
-    before = termios.tcgetattr(0)
-    try:
-        tty.setcbreak(0, termios.TCSADRAIN)
-        print('\033[?2004h', end='', flush=True)  # a paste is still marked as one
-        yield
-    finally:
-        termios.tcsetattr(0, termios.TCSADRAIN, before)
+    readline.parse_and_bind('set enable-bracketed-paste on')
+    return partial(termios.tcsetattr, 0, termios.TCSADRAIN, termios.tcgetattr(0))
 
 
 def messages_of(user, edits):
@@ -153,14 +140,15 @@ def messages_of(user, edits):
 
 def talk(conversation, max_new_tokens, first=()):
     """
-    Read what the user says from standard input, a message a line, and print the answers as they come. first: messages
-    that come before. Ctrl-C ends an answer, Ctrl-D (the end of the input) the conversation; see HELP.
+    Read what the user says, see `messages_of`, and print the answers as they come. Ctrl-C ends an answer, Ctrl-D (the
+    end of the input) the conversation; see HELP.
     """
-    c, edits = conversation, edits_lines()
-    if edits:
+    c, restore = conversation, edits_lines()
+    if restore:
+        import tty
         print("Write a message. /help shows the commands, Ctrl-C ends an answer, Ctrl-D the conversation.",
               file=sys.stderr)
-    for text in messages_of(first, edits):
+    for text in messages_of(first, edits=restore):
         command, _, rest = text.partition(' ')
         if command == '/exit':
             return
@@ -175,14 +163,19 @@ def talk(conversation, max_new_tokens, first=()):
         elif text.strip():
             began = time.perf_counter()
             try:
-                with typed_later() if edits else nullcontext():
-                    for piece in c.answer(text, max_new_tokens):
-                        print(piece, end='', flush=True)
+                if restore:  # what is typed now waits unseen; a terminal that collects lines cuts them at 4,095 letters
+                    tty.setcbreak(0, tty.TCSADRAIN)
+                    print('\033[?2004h', end='', flush=True)  # a paste is still marked as one
+                for piece in c.answer(text, max_new_tokens):
+                    print(piece, end='', flush=True)
             except KeyboardInterrupt:
                 pass
             except ValueError as e:
                 print(e, file=sys.stderr)
                 continue
+            finally:
+                if restore:
+                    restore()
             print(flush=True)
             if c.cut:
                 print(f"[the answer was cut {c.cut}]", file=sys.stderr)

@@ -4,10 +4,9 @@ Chat templates: the Jinja program in the files of a tokenizer that writes a conv
     template = ChatTemplate(source, dict(bos_token='<s>', eos_token='</s>'))
     template.render([dict(role='user', content='Hello')])        '<s>[INST] Hello [/INST]'
 
-A template is a program that a stranger has written. It runs in Jinja's sandbox, and in a process of its own, which has
-no other task, starts when it is first needed, and ends when a rendering takes more than SECONDS or MEMORY. What
-templates find beside their messages is what transformers gives them:
-https://huggingface.co/docs/transformers/chat_templating_writing.
+A template is a program that a stranger has written. It runs in Jinja's sandbox, and in a process of its own, which
+starts when it is first needed, and ends when a rendering takes more than SECONDS or MEMORY. What templates find beside
+their messages is what transformers gives them: https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 import json
 import os
@@ -15,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from functools import lru_cache
+from functools import lru_cache, partial
 
 SECONDS = 2.0           # of the processor for a rendering, at most; Windows has no such limit
 MEMORY = 2**29          # bytes of the process, at most
@@ -37,9 +36,8 @@ class ChatTemplate:
         """
         The text of a conversation, up to where the next answer of the assistant begins. messages: a list of dicts with
         role and content. variables: what the template finds beside them, such as add_generation_prompt (by default
-        True), documents and enable_thinking. continue_final_message: the text ends with the last message's content,
-        for an answer that goes on with it. ValueError, with what Jinja or the template says, if the template cannot be
-        read, or does not take this.
+        True). continue_final_message: the text ends with the last message's content. ValueError, with what Jinja or the
+        template says, if the template cannot be read, or does not take this.
         """
         if not continue_final_message:
             return self.ask(variables | dict(messages=messages))
@@ -146,11 +144,12 @@ def serve():
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     except (ImportError, ValueError, OSError):
         pass  # Windows has no limit of memory, and macOS not this one
+    limit = partial(signal.setitimer, signal.ITIMER_PROF) if hasattr(signal, 'setitimer') else lambda seconds: None
     for line in sys.stdin:
         (source, variables), refused = json.loads(line), "cannot be read"
         try:
             import jinja2  # noqa: F401 (it takes long, and none of the template's time)
-            limit(SECONDS)
+            limit(SECONDS)  # then SIGPROF ends this process
             template, refused = compiled(source), "does not take this conversation"
             text = template.render(variables)
             if len(text) > MOST_TEXT:
@@ -160,12 +159,6 @@ def serve():
             answer = 'error', f"{refused}: {type(e).__name__}: {e}"[:300]
         limit(0)
         print(json.dumps(answer), flush=True)
-
-
-def limit(seconds):
-    """Let SIGPROF end this process after so many seconds of the processor; 0 takes this back."""
-    if hasattr(signal, 'setitimer'):
-        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 if __name__ == '__main__':
