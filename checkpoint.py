@@ -189,8 +189,7 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None):
 def load_draft(draft, gpt, target, tokenizer):
     """
     The model that a setting `draft` names: a folder with a ckpt.pt, or what `load_model` takes as init_from. It gets as
-    many rows of the vocabulary as target, the model for which it drafts: rows beyond its own are its last one again.
-    ValueError if ids have other texts in its tokenizer than in that of the target.
+    many rows as target has, its last one several times. ValueError if its tokenizer is not that of the target.
     """
     is_run = os.path.exists(os.path.join(draft, 'ckpt.pt'))
     model, its_tokenizer, _ = load_model(*('resume', draft) if is_run else (draft, ''), gpt)

@@ -106,10 +106,7 @@ class Conversation:
 
 
 def edits_lines():
-    """
-    Let `input` edit lines, and take what is pasted as one. Returns a function that sets the terminal to what it is now,
-    or None if standard input is no terminal where this can be had.
-    """
+    """Let `input` edit lines, and take a paste as one. Returns what sets the terminal back, None if there is none."""
     if not (sys.stdin.isatty() and sys.stdout.isatty() and find_spec('readline')):
         return None
     import readline

@@ -125,8 +125,8 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
 
 def draft_of(model, name, make_cache, n_seq=DRAFTED_SEQUENCES):
     """The `drafts.ModelDraft` of a model that a setting `draft` names, for n_seq texts. make_cache: of `kvcache`."""
-    from decode.drafts import FIRST_POSITIONS, ModelDraft
-    return ModelDraft(make_cache(model, 'tuple', n_seq, 0, best(model, n_seq, 'int8'), FIRST_POSITIONS), name)
+    from decode.drafts import ModelDraft
+    return ModelDraft(make_cache(model, 'tuple', n_seq, 0, best(model, n_seq, 'int8'), 256), name)  # the cache grows
 
 
 def made(kind, model, batch_size, weights, threads, speculate, draft):

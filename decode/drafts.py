@@ -11,7 +11,6 @@ from decode.cpu import CPUDecoder
 from decode.metadata import InputMetadata, NextTokens
 
 LONGEST, SHORTEST = 4, 2  # n-grams of the text that are looked for
-FIRST_POSITIONS = 256     # of each text, in the first cache of another model
 
 
 def made(draft, decoder):

@@ -33,8 +33,7 @@ def to_huggingface(model, folder, tokenizer=None):
     mpt and gpt2 have no grouped heads: the keys' and values' rows are repeated for each head of queries.
 
     The tokenizer gives the same ids, and the id of a space for a character that the model has never seen. meta.json is
-    its `state()`, as in a data folder; a JSONTokenizer needs none. The ids of its bos, eos and pad tokens are those of
-    the folder that it is from, if it is from one.
+    its `state()`, as in a data folder; a JSONTokenizer needs none. The bos, eos and pad ids of an import stay.
     Raises ValueError if transformers has no such model (sinks, a window without rope), if the folder holds other files,
     and if the tokenizer has more tokens than the model.
     """

@@ -35,9 +35,8 @@ def huggingface_tokenizer(tokenizer):
         content = json.loads(tokenizer.library.to_str() if tokenizer.added_tokens else tokenizer.json)
         return content, dict(tokenizer_class='PreTrainedTokenizerFast') | special_tokens | template
     if isinstance(tokenizer, CharTokenizer):
-        # Each character is a word. A batch is filled up with PAD, a second name of a character, because the model has
-        # no row for more. Of two tokens with one id the last one is its text. <|endoftext|>, also without a row, is
-        # only named.
+        # Each character is a word. The model has no more rows: PAD, which fills up a batch, is a second name of one (of
+        # two names the last one is the text of an id), and <|endoftext|> is named, but never drawn.
         first = '\n' if '\n' in tokenizer.ids else tokenizer.chars[0]
         vocab = tokenizer.ids | {PAD: tokenizer.ids[first], END_OF_TEXT: tokenizer.vocab_size}
         added = [dict(id=vocab[text], content=text, special=text != first, normalized=False, single_word=False,

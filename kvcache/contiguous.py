@@ -113,10 +113,7 @@ class TupleCache(ContiguousCache):
 
 
 def cache_for(model, n_seq, decoder=None):
-    """
-    The cache in which a decoder is fastest: of tuples, which PyTorch reads as views, unless it is compiled. ValueError
-    if the memory that is free does not suffice.
-    """
+    """The cache in which a decoder is fastest: of tuples, which PyTorch reads as views, unless it is compiled."""
     compiled = hasattr(decoder, 'execute_model') and not isinstance(decoder, EagerDecoder)
     check_memory(model, n_seq, 'float32' if compiled else str(model.lm_head.weight.dtype).removeprefix('torch.'))
     return ContiguousCache(model, n_seq, decoder=decoder) if compiled else TupleCache(model, n_seq, decoder)
