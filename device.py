@@ -146,13 +146,13 @@ def choose_threads(step, before, say):
 
 def share_cores(seconds=0.5):
     """
-    From now on torch's threads wait for each other asleep while other processes need their cores, and spinning else.
+    From now on, while other processes need the cores of this one, torch's threads sleep instead of spin as they wait.
 
     GNU's OpenMP spins for milliseconds, which is fastest on cores that nobody else needs. Beside another process two
     threads may get one core, and then one spins until its slice of time is over, in each of the hundreds of operations
-    of an iteration. It hardly spins while there are more threads than cores (its documentation of GOMP_SPINCOUNT): so
-    threads without work are started and ended, by one that looks every so many seconds. Results stay the same. Nothing
-    is done for other OpenMPs, nor where OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
+    of an iteration. With more threads than cores it spins only briefly (see its documentation of GOMP_SPINCOUNT). So a
+    daemon thread measures the load every so many seconds, and starts or ends a team of idle threads. Results do not
+    change. Nothing is done for other OpenMPs, nor where OMP_WAIT_POLICY or GOMP_SPINCOUNT is set.
     """
     if sys.platform != 'linux' or {'OMP_WAIT_POLICY', 'GOMP_SPINCOUNT'} & os.environ.keys():
         return
@@ -178,7 +178,8 @@ def share_cores(seconds=0.5):
                 released = threading.Event()
                 threading.Thread(target=hold, args=[released], daemon=True).start()
             elif released and not needed:
-                released = released.set()  # None; the thread ends, and those of its own with it
+                released.set()  # the thread ends, and those of its own with it
+                released = None
     threading.Thread(target=watch, daemon=True).start()
 
 

@@ -313,7 +313,7 @@ class Answer:
         loop = asyncio.get_running_loop()
         sent = loop.time()
         while True:
-            timer = loop.call_later(SILENCE, self.mailbox.news.set)
+            timer = loop.call_later(max(0, sent + SILENCE - loop.time()), self.mailbox.news.set)
             await self.receive()
             timer.cancel()
             chunks, done = await self.written(self.completion.chunks), self.completion.done

@@ -8,7 +8,6 @@ import re
 from codecs import BOM_UTF8
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import NoneType
 from typing import Annotated, Literal
 
 import orjson
@@ -27,7 +26,7 @@ from serving.request import (
 )
 
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_MESSAGES = 128, 128, 256, 2048  # of one body
-MOST_FIELDS = 256             # of a body, known or not
+MOST_FIELDS = 256             # of an object in a body, known or not
 MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
 MOST_ENTRIES = 2**20          # of one answer: token ids and log probabilities, some 60 bytes each
 TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_error', 500: 'server_error',
@@ -64,9 +63,9 @@ IGNORED = {  # they change no token
 NOTHING = {  # the values with which a field asks for nothing, besides 0, false and empty ones
     'response_format': {'type': 'text'}, 'modalities': ['text'], 'service_tier': 'auto', 'seed': -1, 'max_tokens': -1,
     'max_completion_tokens': -1, 'reasoning_effort': 'none', 'length_penalty': 1, 'repeat_penalty': 1, 'typical_p': 1,
-    'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'truncate_prompt_tokens': -1, 'logit_bias': [],
+    'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'n_predict': -1, 'truncate_prompt_tokens': -1, 'logit_bias': [],
 }
-ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs'}
+ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens'}
 
 
 class APIError(Exception):
@@ -107,12 +106,13 @@ def list_of(kind, **limits):
 
 
 def checked_stops(stops):
-    """Stop strings without empty ones."""
+    """Stop strings without empty ones and nulls."""
+    stops = [stop for stop in stops if stop]
     n = sum(map(len, stops))
     if n > MOST_STOP_CHARACTERS:
         raise ValueError(f"stop has {n:,} characters in all, and at most {MOST_STOP_CHARACTERS:,} are allowed: give "
                          "shorter ones")
-    return [stop for stop in stops if stop]
+    return stops
 
 
 def number_of_likeliest(logprobs):
@@ -126,7 +126,7 @@ Prompts = Annotated[
     | list_of(Tokens, min_length=1, max_length=MOST_PROMPTS), AfterValidator(listed),
     says("prompt should be a text, a list of token ids, or a list of such texts or lists, at most "
          f"{MOST_PROMPTS}; each should have at least one token, for example a newline")]
-Stops = Annotated[str | list_of(str, max_length=MOST_STOPS), AfterValidator(listed),
+Stops = Annotated[str | list_of(str | None, max_length=MOST_STOPS), AfterValidator(listed),
                   says(f"stop should be a text, or a list of at most {MOST_STOPS} texts"),
                   AfterValidator(checked_stops)]
 
@@ -158,7 +158,7 @@ class GenerationBody(Body, SamplingFields):
 class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
     prompt: Prompts
-    max_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS, description="by default 16, if there is room for them")
+    max_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS, description="by default 16, or what there is room for")
     logprobs: Annotated[SamplingFields.model_fields['logprobs'].annotation, BeforeValidator(number_of_likeliest)] = (
         Field(None, ge=0, le=MOST_LOGPROBS))
     echo: bool = Field(False, description="with logprobs, the prompt is scored; max_tokens may then be 0")
@@ -175,9 +175,14 @@ class CompletionBody(GenerationBody):
         return self
 
 
-class TextPart(Lenient):
-    type: Literal['text', 'input_text', 'output_text']
-    text: str
+PARTS = {'text': 'text', 'input_text': 'text', 'output_text': 'text', 'refusal': 'refusal'}  # {type: where its text is}
+
+
+class Part(Lenient):
+    """A part of a message. It must have the one of the last two fields that PARTS says."""
+    type: Literal['text', 'input_text', 'output_text', 'refusal']
+    text: str = ''
+    refusal: str = ''
 
 
 def text_of(content, _):
@@ -186,18 +191,16 @@ def text_of(content, _):
         texts = []
         for part in content:
             kind = part.get('type') if type(part) is dict else None
-            text = part.get('refusal' if kind == 'refusal' else 'text') if kind in PARTS else None
-            if type(text) is not str:
+            if type(kind) is not str or kind not in PARTS:
                 raise ValueError(f"a part of type {shown(kind)} came, but this model reads text only: each part should "
                                  'be {"type": "text", "text": "..."}')
-            texts.append(text)
+            texts.append(part.get(PARTS[kind]))
+            if type(texts[-1]) is not str:
+                raise ValueError(f"a part of type {kind!r} should have {PARTS[kind]}, a text, not {shown(texts[-1])}")
         return '\n'.join(texts)
     if type(content) is not str:
         raise ValueError(f"it should be a text, or a list of parts of the type text, not {shown(content)}")
     return content
-
-
-PARTS = 'text', 'input_text', 'output_text', 'refusal'
 
 
 class Message(Lenient):
@@ -206,7 +209,7 @@ class Message(Lenient):
     example), so the message of an answer can be sent back as it is.
     """
     role: Literal['system', 'developer', 'user', 'assistant']
-    content: Annotated[str | list[TextPart], WrapValidator(text_of)]
+    content: Annotated[str | list[Part], WrapValidator(text_of)]
 
     @model_validator(mode='before')
     @classmethod
@@ -240,9 +243,9 @@ class ConversationFields(Strict):
         if self.continue_final_message and (self.add_generation_prompt or self.messages[-1].role != 'assistant'):
             raise ValueError("continue_final_message goes on with the assistant's last message: end messages with one, "
                              "and leave add_generation_prompt out")
-        if reserved := {'self', 'messages', 'tools'} & self.chat_template_kwargs.keys():
-            raise ValueError(f"chat_template_kwargs has {', '.join(sorted(reserved))}, which the server gives to the "
-                             "template itself: leave it out")
+        if reserved := {'self', 'messages', 'tools', 'continue_final_message'} & self.chat_template_kwargs.keys():
+            raise ValueError(f"chat_template_kwargs has {', '.join(sorted(reserved))}: leave it out, or make it a "
+                             "field of the body")
         given = dict(continue_final_message=self.continue_final_message)
         if self.add_generation_prompt is not None:
             given['add_generation_prompt'] = self.add_generation_prompt
@@ -260,7 +263,7 @@ class ChatBody(GenerationBody, ConversationFields):
     top_logprobs: Whole = Field(0, ge=0, le=MOST_LOGPROBS, description="with logprobs")
     add_special_tokens: Literal[False] = Field(False, description="the template writes them")
 
-    @property
+    @cached_property
     def params(self):
         """Its `SamplingParams`."""
         fields = {name: getattr(self, name) for name in SamplingFields.model_fields if name != 'logprobs'}
@@ -294,10 +297,6 @@ def parsed(kind, data, defaults=None):
         raise APIError(400, f"the body should be a JSON object in UTF-8: {e}", code='invalid_json') from None
     if type(fields) is not dict:
         raise APIError(400, f"the body should be a JSON object, not {data[:20].decode('utf-8', 'replace')!r}")
-    for of_names in (fields, fields.get('stream_options')):
-        if type(of_names) is dict and len(of_names) > MOST_FIELDS:
-            raise APIError(400, f"an object of the body has {len(of_names):,} fields, and at most {MOST_FIELDS} are "
-                                "allowed: send those that the server knows", code='unknown_field')
     known = kind.model_fields.keys()
     try:
         fields = asked_for(without_nulls(fields), known)
@@ -312,13 +311,16 @@ def parsed(kind, data, defaults=None):
 
 
 def without_nulls(fields):
-    """An object of JSON without the fields that are null, at any depth, and lists of texts without nulls."""
+    """An object of JSON without the fields that are null, at any depth. APIError 400 if it has very many fields."""
+    if len(fields) > MOST_FIELDS and not next(iter(fields)).isdecimal():  # the names of logit_bias are token ids
+        raise APIError(400, f"an object of the body has {len(fields):,} fields, and at most {MOST_FIELDS} are allowed: "
+                            "send those that the server knows", code='unknown_field')
     kept = {}
     for name, value in fields.items():
         if type(value) is dict:
             value = without_nulls(value)
-        elif type(value) is list and value and type(value[0]) in (dict, str, NoneType) and len(value) <= MOST_MESSAGES:
-            value = [without_nulls(each) if type(each) is dict else each for each in value if each is not None]
+        elif type(value) is list and value and type(value[0]) is dict and len(value) <= MOST_MESSAGES:
+            value = [without_nulls(each) if type(each) is dict else each for each in value]
         if value is not None:
             kept[name] = value
     return kept
@@ -371,7 +373,7 @@ def named(error, known):
     if error['type'] == 'extra_forbidden':  # in an object within the body
         return APIError(400, f"{param} is not a field here: leave it out", param, 'unknown_field')
     if error['type'] == 'missing':
-        return APIError(400, f"{param} is missing: the body must have it", param, 'missing_field')
+        return APIError(400, f"{param} is missing or null: the body must have it", param, 'missing_field')
     message = re.sub('^(Input|List|String|Dictionary) ', f'{param} ', error['msg']).replace(' after validation', '')
     message = re.sub(r'a valid dictionary( or instance of \w+)?', 'an object', message)
     if error['type'] == 'value_error':  # of a function above
@@ -478,11 +480,9 @@ def entries_per_token(body):
 
 def check_entries(body, requests):
     """APIError 400 for an answer that would be very large."""
-    of_prompt, echo = entries_per_token(body), getattr(body, 'echo', False)
-    if not echo:
-        of_prompt = int(body.return_token_ids)
-    n = sum(body.n * (len(request.prompt) * (of_prompt + echo) + request.max_tokens * entries_per_token(body))
-            for request in requests)
+    entries = entries_per_token(body)
+    of_prompt = entries + 1 if getattr(body, 'echo', False) else int(body.return_token_ids)
+    n = body.n * sum(len(request.prompt) * of_prompt + request.max_tokens * entries for request in requests)
     if n > MOST_ENTRIES:
         raise invalid('n', f"n times the tokens of all prompts and samples, with their log probabilities, is {n:,}, "
                            f"and an answer may have {MOST_ENTRIES:,}: ask for fewer samples, tokens or logprobs")

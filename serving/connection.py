@@ -36,7 +36,7 @@ class Connection(HttpToolsProtocol):
             self.refuse(503, "the server has as many connections as it may have: try again later")
 
     def check(self):
-        """`Process` calls it once a second: close the connection if its client has let it wait for too long."""
+        """Called once a second: close the connection if its time limit has passed."""
         cycle, n_left = self.cycle, self.transport.get_write_buffer_size()
         if n_left:
             seconds = READER
@@ -69,7 +69,7 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
     def send_400_response(self, msg):
-        self.refuse(400, "this is no request in HTTP/1.1, or one with TLS: write http:// where no proxy has https://")
+        self.refuse(400, "this is not a valid HTTP/1.1 request: if the address begins with https://, write http://")
 
     def data_received(self, data):
         if self.n_head is not None:
@@ -103,8 +103,10 @@ class Connection(HttpToolsProtocol):
         if cycle.response_complete or self.transport.is_closing():
             return
         if not self.pipeline and not self.flow.write_paused:
-            comment = b'3\r\n:\n\n\r\n' if cycle.chunked_encoding else b':\n\n'
-            self.transport.write(comment if cycle.response_started else b'HTTP/1.1 100 Continue\r\n\r\n')
+            if cycle.chunked_encoding:
+                self.transport.write(b'3\r\n:\n\n\r\n')  # a comment in a stream
+            elif not cycle.response_started and self.scope['http_version'] != '1.0':
+                self.transport.write(b'HTTP/1.1 100 Continue\r\n\r\n')
         self.loop.call_later(seconds, self.probe, min(2 * seconds, 60))
 
 

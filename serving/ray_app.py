@@ -20,8 +20,7 @@ NUMBERS = ('num_replicas', 'num_cpus', 'threads', 'kv_memory', 'n_blocks', 'page
 
 def app(arguments):
     """The application of Ray Serve, from a dict of arguments, whose values may be text."""
-    settings = {name: ast.literal_eval(str(value)) if name in NUMBERS else os.path.expanduser(value)
-                for name, value in arguments.items()}
+    settings = {name: value_of(name, value) for name, value in arguments.items()}
     num_replicas, num_cpus = settings.pop('num_replicas', 1), settings.pop('num_cpus', 1)
     how = read_key(settings.pop('api_key', None)), settings.pop('cors_origin', ''), settings.pop('allowed_hosts', '')
 
@@ -32,3 +31,14 @@ def app(arguments):
     replica = serve.deployment(name='nanogpt', num_replicas=num_replicas, ray_actor_options={'num_cpus': num_cpus},
                                max_ongoing_requests=settings.get('max_queue', 1024))
     return replica(serve.ingress(build)()).bind()
+
+
+def value_of(name, value):
+    """The value of a setting. Ray's YAML makes False of off, None of nothing, and numbers of digits."""
+    if name in NUMBERS:
+        try:
+            return value if type(value) in (int, float) else ast.literal_eval(value)
+        except (ValueError, SyntaxError) as e:
+            raise ValueError(f"{name} must be a number, not {value!r:.40}") from e
+    text = 'off' if value is False else '' if value is None else str(value)
+    return os.path.expanduser(text) if name in ('init_from', 'out_dir', 'draft') else text

@@ -1,6 +1,7 @@
 """
 What a client asks for: a `Request` with its `SamplingParams`. What it gets: `Output`s, and how often it gets them.
 """
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, NamedTuple
@@ -31,7 +32,8 @@ def checked_biases(biases):
             raise ValueError(f"logit_bias has {len(biases):,} tokens, and at most {MOST_BIASES:,} are allowed: give "
                              "fewer")
         for token, bias in biases.items():
-            if not str(token)[:20].isdecimal() or type(bias) not in (int, float) or not -100 <= bias <= 100:
+            is_id = re.fullmatch('[0-9]{1,19}', str(token)[:20])
+            if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
                 raise ValueError("logit_bias should have token ids as names and numbers from -100 to 100 as values, "
                                  f"but {str(token)[:20]!r} is not so")
     return biases
@@ -98,10 +100,10 @@ class Request:
     A prompt and its n samples. Sample i draws with seed + i; a draw is a function of that number and of how many tokens
     were generated before.
 
-    prompt: token ids. max_tokens: of each sample; 0 computes the prompt only. stop: strings that end a sample, which
-    are a part of its text with include_stop only, as its stop token is. skip_special: special tokens have no text.
-    strip: leave out the blank with which a text begins. cache_salt: only requests with the same one share what is
-    remembered.
+    prompt: token ids. max_tokens: of each sample; 0 computes the prompt only. stop: strings that end a sample.
+    include_stop: the stop string or the stop token that ends a sample is a part of its text. skip_special: special
+    tokens have no text. strip: leave out the blank with which a text begins. cache_salt: only requests with the same
+    one share what is remembered.
     deliver: called in the engine's thread with a list of `Output`s, at most once a step; it must return at once.
 
     ValueError on values that make no sense.

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -48,7 +49,8 @@ from serving.stats import FORMAT
 MAX_BODY = 4 * 2**20  # bytes of a request
 LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
 THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # of the pool for work of each kind
-PATIENCE = 10     # seconds that a request may wait for a thread
+PATIENCE, MOST_WAITING = 10, 64  # seconds that a request may wait for a thread; how many may, for each kind
+THIS_MACHINE = r'(localhost|.*\.localhost|127\.[\d.]+|\[::1\])(:\d*)?'
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
 BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
 INSTEAD = {'/v1/responses': "POST messages to /v1/chat/completions instead, or a prompt to /v1/completions",
@@ -64,7 +66,8 @@ class Service:
     What the app serves: an engine and its model, once they are loaded. load: a function that returns both, a started
     `Engine` and a `Served`. cors_origin: origins whose pages may read the answers, with commas between them, or * for
     all; by default only the server's own page may. allowed_hosts: names of the server, likewise, besides localhost and
-    all IP addresses. error: what load raised. draining: are no more requests taken?
+    all IP addresses. hosts: a pattern of all these names. error: what load raised. draining: are no more requests
+    taken?
     """
 
     def __init__(self, load, api_key='', cors_origin='', allowed_hosts=''):
@@ -72,14 +75,13 @@ class Service:
         self.keys = [api_key.encode('utf-8', 'surrogateescape'), api_key.encode('latin-1', 'backslashreplace')]
         origins = [origin.strip() for origin in cors_origin.split(',') if origin.strip()]
         self.origins = [origin if origin.endswith('://') else origin.rstrip('/') for origin in origins]
-        allowed = [*self.origins, *filter(None, allowed_hosts.split(','))]
         names = [re.escape(name.strip().rpartition('://')[2].partition(':')[0]).replace(r'\*', '.*')
-                 for name in ['localhost', '*.localhost', *allowed] if name != '*']
-        self.known = re.compile(rf'([a-z-]+://)?([\d.]+|\[[\da-f:.]+\]|{"|".join(names)})\.?(:\d*)?', re.IGNORECASE)
-        self.all_known = '*' in allowed
+                 for name in ['localhost', '*.localhost', *{*self.origins} - {'*'}, *allowed_hosts.split(',')] if name]
+        self.hosts = re.compile(rf'([\d.]+|\[[\da-f:.]+\]|{"|".join(names)})\.?(:\d*)?', re.IGNORECASE)
         self.engine = self.served = self.bell = self.error = None
         self.draining, self.mailboxes, self.preparing = False, set(), set()  # preparing: tasks before `submit`
         self.pools = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
+        self.waiting = Counter()  # {kind: requests in its pool}
 
     def start_loading(self, loaded):
         """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
@@ -116,11 +118,15 @@ class Service:
 
     def check_names(self, request):
         """APIError 403 if a request names another server (DNS rebinding), or comes from a page of another origin."""
-        for header, setting in (('host', 'allowed_hosts'), ('origin', 'cors_origin')):
-            value = request.headers.get(header, '')
-            if value and not (self.all_known or self.known.fullmatch(value)):
-                raise APIError(403, f"{header.title()} {value[:100]!r} is foreign here, and refused: if it is yours, "
-                                    f"start serve.py with --{setting}={value[:100]}", code=f'foreign_{header}')
+        host, origin = (request.headers.get(header, '') for header in ('host', 'origin'))
+        if host and not self.hosts.fullmatch(host):
+            header, value, setting = 'Host', host, 'allowed_hosts'
+        elif origin and not (is_own_page(host, origin) or {'*', origin} & {*self.origins}):
+            header, value, setting = 'Origin', origin, 'cors_origin'
+        else:
+            return
+        raise APIError(403, f"{header} {value[:100]!r} is foreign here, and refused: if it is yours, start serve.py "
+                            f"with --{setting}={value[:100]}", code=f'foreign_{header.lower()}')
 
     async def respond(self, endpoint, request):
         """The response of an `Endpoint` to a request."""
@@ -143,14 +149,24 @@ class Service:
             self.preparing.discard(task)
 
     async def in_pool(self, kind, function):
-        """What a function returns, called in a thread of this kind. APIError 429 if none was free for PATIENCE."""
+        """
+        What a function returns, called in a thread of this kind. APIError 429 if MOST_WAITING wait for one, or if none
+        was free for PATIENCE.
+        """
+        late = APIError(429, f"too many requests wait for a thread ({kind}): try again later", code='queue_full')
         asked = time.monotonic()
 
         def in_time():
             if time.monotonic() > asked + PATIENCE:
-                raise APIError(429, f"too many requests wait for a thread ({kind}): try again later", code='queue_full')
+                raise late
             return function()
-        return await asyncio.get_running_loop().run_in_executor(self.pools[kind], in_time)
+        if self.waiting[kind] >= MOST_WAITING:
+            raise late
+        self.waiting[kind] += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.pools[kind], in_time)
+        finally:
+            self.waiting[kind] -= 1
 
     def submit(self, requests, mailbox):
         """Submit all requests or none. APIError where the queue is full, or one of them can never fit."""
@@ -187,6 +203,11 @@ class Service:
         await asyncio.to_thread(self.engine.drain, seconds)
         for mailbox in list(self.mailboxes):  # those that are not finished
             mailbox.put(0, [Output(0, [], finish_reason='abort')])
+
+
+def is_own_page(host, origin):
+    """Is an Origin the server itself, whose Host a request names, or another port of this machine?"""
+    return origin.partition('://')[2] == host or re.fullmatch(THIS_MACHINE, origin.partition('://')[2], re.IGNORECASE)
 
 
 async def read(request):
@@ -316,13 +337,15 @@ async def tokenize(service, body):
     served = service.served
     if (body.messages is None) == (body.prompt is None):
         raise invalid('prompt', "prompt or messages: the body must have one of them")
-    if body.messages is not None:
-        tokens = await service.in_pool('template', partial(served.conversation, body))
-    else:
-        encode = partial(served.encode, body.prompt, body.add_special_tokens is not False)
-        tokens = await service.in_pool('tokens', encode)
-    names = [name_of_token(served.token_bytes[token]) for token in tokens] if body.return_token_strs else None
-    return JSON({'tokens': tokens, 'count': len(tokens), 'max_model_len': served.max_tokens, 'token_strs': names})
+
+    def answer():
+        if body.messages is not None:
+            tokens = served.conversation(body)
+        else:
+            tokens = served.encode(body.prompt, body.add_special_tokens is not False)
+        names = [name_of_token(served.token_bytes[token]) for token in tokens] if body.return_token_strs else None
+        return JSON({'tokens': tokens, 'count': len(tokens), 'max_model_len': served.max_tokens, 'token_strs': names})
+    return await service.in_pool('tokens' if body.messages is None else 'template', answer)
 
 
 async def detokenize(service, body):
@@ -339,8 +362,8 @@ async def cache(service, request):
     service.check_loaded()
     state, local = service.engine.state(), request.client is not None and request.client.host in ('127.0.0.1', '::1')
     proxied = any(name.startswith(('forwarded', 'via', 'x-real-ip', 'x-forwarded')) for name in request.headers)
-    named = [request.headers.get(name) for name in ('host', 'origin')]  # with * for all, those of strangers come here
-    strange = any(name and not service.known.fullmatch(name) for name in named)
+    host, origin = (request.headers.get(header, '') for header in ('host', 'origin'))
+    strange = origin and not is_own_page(host, origin) and origin not in service.origins  # which * lets in
     if not service.api_key and (strange or proxied or not local):  # texts of prompts need the key or this machine
         state = state | {'blocks': [block | {'text': ''} for block in state['blocks']]}
     return JSON(state, headers={'cache-control': 'no-store'})
@@ -422,8 +445,8 @@ class Process(uvicorn.Server):
               f"ready in {time.monotonic() - BEGAN:.1f} s", file=sys.stderr)
 
 
-def outlive_reader(stream):
-    """Let a stream whose reader may end before the server lose what it cannot write, and raise nothing for it."""
+def ignore_write_errors(stream):
+    """From now on, writing to this stream raises nothing when its reader has ended: that output is lost."""
     def lossy(method, *args):
         with suppress(OSError, ValueError):
             return method(*args)
@@ -459,7 +482,7 @@ def listen(host, port):
 
 def run(service, host, port, drain_seconds):
     """Serve until a signal comes. OSError without the port; what loading raised; SystemExit if the engine has ended."""
-    outlive_reader(sys.stderr)
+    ignore_write_errors(sys.stderr)
     listener = listen(host, port)
     name = f'[{host}]' if ':' in host else host
     address = f'http://{name}:{listener.getsockname()[1]}/'
