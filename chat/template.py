@@ -17,6 +17,7 @@ import threading
 from functools import lru_cache, partial
 
 SECONDS = 2.0           # of the processor for a rendering, at most; Windows has no such limit
+CLOCK = 60              # seconds of a rendering on a busy machine, at most, with the start of the process
 MEMORY = 2**29          # bytes of the process, at most
 MOST_TEXT = 2**24       # characters of a rendered conversation, at most
 MARK = 'END_OF_THE_FINAL_MESSAGE '  # behind the content of a message that is continued
@@ -69,6 +70,8 @@ class ChatTemplate:
 
     def answer(self, question):
         """The line with which the process answers a line, see `serve`. ValueError if it ends instead."""
+        timer = threading.Timer(CLOCK, self.process.kill)
+        timer.start()
         try:
             print(question, file=self.process.stdin, flush=True)
             line = self.process.stdout.readline()
@@ -77,6 +80,8 @@ class ChatTemplate:
         except BaseException:  # an answer that nobody has read must not be taken for the next one
             self.close()
             raise
+        finally:
+            timer.cancel()
         if line.endswith('\n'):
             return line
         ended = -self.process.wait()
@@ -85,8 +90,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template took longer than {SECONDS:.0f} s: shorten the conversation, or use "
                              "another template")
         how = signal.Signals(ended).name if ended > 0 else f"exit code {-ended}"
-        raise ValueError(f"the process of the chat template was ended ({how}), perhaps because the machine or its own "
-                         f"{MEMORY >> 20} MB had no memory left: try again, or shorten the conversation")
+        raise ValueError(f"the process of the chat template was ended ({how}), perhaps because {MEMORY >> 20} MB, the "
+                         f"memory of the machine or {CLOCK} s did not suffice: try again, or shorten the conversation")
 
     def close(self):
         """End the process. A later rendering starts another one."""

@@ -138,8 +138,8 @@ def generation_defaults(folder):
     given = read_downloaded(path) if os.path.exists(path) else {}
     for name, (kind, least, most) in DEFAULTS.items():
         value = given.get(name)
-        if type(value) in (int, kind) and least <= value <= most:
-            defaults[name] = kind(value)
+        if type(value) in (int, float) and least <= value <= most and kind(value) == value:
+            defaults[name] = kind(0 if 0 < value < 1e-30 else value)  # such a temperature would make infinite logits
         elif value is not None:
             print(f"{path}: {name} must be from {least} to {most}, not {value!r:.40}: it is left out", file=sys.stderr)
     return defaults

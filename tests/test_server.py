@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 from conftest import SERVING, needs
@@ -533,20 +533,20 @@ def test_connections_that_wait_are_closed(engine, monkeypatch):
 
 
 def test_a_reader_that_reads_nothing_is_cut_and_a_slow_one_is_not(monkeypatch):
-    monkeypatch.setattr('serving.connection.READER', .5)
-    engine = spelling_engine(block_size=2000, n_blocks=8000, max_queue=16)
-    body = dict(prompt='a', n=8, max_tokens=1000, stream=True, logprobs=5)
+    monkeypatch.setattr('serving.connection.READER', 2)
+    engine = spelling_engine(block_size=2000, n_blocks=16000, max_queue=64)
+    body = dict(prompt='a', n=16, max_tokens=1500, stream=True, logprobs=20)  # more than the system's buffers hold
     with serving(engine) as client, post(client, body, 4096) as never, post(client, body, 4096) as slow:
         data = b''
-        while part := slow.recv(2**14):
+        while part := slow.recv(2**16):
             data += part
-            time.sleep(.01)
+            time.sleep(.002)
         assert b'[DONE]' in data[-100:] and len(data) > 2**19
         data = b''
         with suppress(OSError):
             while part := never.recv(2**20):
                 data += part
-        assert b'[DONE]' not in data
+        assert b'[DONE]' not in data, len(data)
 
 
 def test_who_asks_for_another_protocol_gets_this_one(engine):
