@@ -36,11 +36,12 @@ class EngineCore:
 
     def __init__(self, cache, bytes_of, end_tokens, special_ids, budget, ended):
         self.cache, self.end_tokens, self.ended = cache, end_tokens, ended
-        self.all_texts = WholeTexts(bytes_of)
-        self.texts = WholeTexts(lambda token: b'' if token in special_ids else bytes_of(token))
-        self.special_ids = {self.all_texts[token]: token for token in special_ids}  # {text: id}
         self.version = None  # of the cache's weights when the samples that run were computed
         self.device, self.vocab_size = cache.model.lm_head.weight.device, cache.model.config.vocab_size
+        self.all_texts = WholeTexts(bytes_of)
+        self.texts = WholeTexts(lambda token: b'' if token in special_ids else bytes_of(token))
+        # {text: id}; a tokenizer may have more of them than the model has rows
+        self.special_ids = {self.all_texts[token]: token for token in special_ids if token < self.vocab_size}
         self.scheduler, self.sampler = Scheduler(cache, budget), Sampler(self.vocab_size)
         self.stats = Stats(self.scheduler)
 

@@ -33,7 +33,7 @@ def model():
 @contextmanager
 def chatting(model, n_blocks=64, tokenizer=TOKENIZER):
     """(a client of a chat model's server, its engine)"""
-    tokens = tokenizer.bytes_of_tokens(model.config.vocab_size)
+    tokens = tokenizer.bytes_of_tokens(model.config.vocab_size)[:model.config.vocab_size]
     engine = Engine(model, decode.best(model, 1, threads=1), tokens, tokenizer.end_tokens, n_blocks, PAGE,
                     special_ids=tokenizer.special_ids)
     engine.start()
@@ -305,6 +305,17 @@ def test_a_special_token_can_be_a_stop_string(chat):
         answer = ask(chat[0], [SYSTEM], logit_bias={1: 100}, max_tokens=9, **fields)
         choice, = answer['choices']
         assert (choice['message']['content'], choice['finish_reason']) == ('', 'stop')
+
+
+def test_a_tokenizer_may_have_special_tokens_that_the_model_lacks(model):
+    tokenizer = from_state(TOKENIZER.state())
+    tokenizer.library.add_special_tokens(['<pad>'])
+    tokenizer = from_state(TOKENIZER.state() | dict(json=tokenizer.library.to_str()))
+    assert 300 in tokenizer.special_ids and model.config.vocab_size == 300
+    with chatting(model, tokenizer=tokenizer) as (client, _):
+        assert ask(client, [SYSTEM], max_tokens=2)['usage']['completion_tokens'] > 0
+        refused = client.post('/v1/completions', json=dict(prompt='a<pad>b'))
+        assert refused.status_code == 400 and refused.json()['error']['param'] == 'prompt'
 
 
 def test_each_chunk_has_the_usage_where_asked(chat):
