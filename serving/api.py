@@ -3,6 +3,7 @@ The objects of the API: what a body may hold, the `Request`s it asks for, and er
 legacy completions and chat completions (https://platform.openai.com/docs/api-reference), with those that vLLM adds.
 """
 import difflib
+import math
 import random
 import re
 from codecs import BOM_UTF8
@@ -310,15 +311,15 @@ def parsed(kind, data, defaults=None):
         raise APIError(400, "the body is nested too deeply: send plain values", code='invalid_json') from None
 
 
-def without_nulls(fields):
-    """An object of JSON without the fields that are null, at any depth. APIError 400 if it has very many fields."""
-    if len(fields) > MOST_FIELDS and not next(iter(fields)).isdecimal():  # the names of logit_bias are token ids
-        raise APIError(400, f"an object of the body has {len(fields):,} fields, and at most {MOST_FIELDS} are allowed: "
+def without_nulls(fields, most=MOST_FIELDS):
+    """An object of JSON without the fields that are null, at any depth. APIError 400 if it has more than so many."""
+    if len(fields) > most:
+        raise APIError(400, f"an object of the body has {len(fields):,} fields, and at most {most} are allowed: "
                             "send those that the server knows", code='unknown_field')
     kept = {}
     for name, value in fields.items():
         if type(value) is dict:
-            value = without_nulls(value)
+            value = without_nulls(value, math.inf if name == 'logit_bias' else MOST_FIELDS)
         elif type(value) is list and value and type(value[0]) is dict and len(value) <= MOST_MESSAGES:
             value = [without_nulls(each) if type(each) is dict else each for each in value]
         if value is not None:
