@@ -49,7 +49,7 @@ from serving.stats import FORMAT
 MAX_BODY = 4 * 2**20  # bytes of a request
 LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
 THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # of the pool for work of each kind
-PATIENCE, MOST_WAITING = 10, 64  # seconds that a request may wait for a thread; how many may, for each kind
+PATIENCE, MOST_WAITING = 10, 512  # seconds that a request may wait for a thread; how many may, for each kind
 THIS_MACHINE = r'(localhost|.*\.localhost|127\.[\d.]+|\[::1\])(:\d*)?'
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
 BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time

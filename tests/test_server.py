@@ -644,8 +644,9 @@ def test_templates_that_take_long_delay_no_others(monkeypatch):
         go_on.set()
 
 
-def test_nobody_waits_long_for_a_thread(monkeypatch):
-    monkeypatch.setattr('serving.server.PATIENCE', .05)
+@pytest.mark.parametrize('bound, value', [('PATIENCE', .05), ('MOST_WAITING', 1)])
+def test_few_wait_for_a_thread_and_nobody_for_long(monkeypatch, bound, value):
+    monkeypatch.setattr(f'serving.server.{bound}', value)
 
     async def ask_thrice():
         service = Service(None)
