@@ -59,7 +59,8 @@ class ChatTemplate:
         variables = dict(tools=None, documents=None, add_generation_prompt=True) | self.special_tokens | variables
         with self.lock:
             if self.process is None or self.process.poll() is not None:
-                # -I leaves out what can stand before the standard library; jinja2 may be anywhere behind it
+                # -I ignores PYTHONPATH, whose modules could replace those of the standard library. The folders of
+                # sys.path come behind it: jinja2 may be in any of them
                 self.process = subprocess.Popen([sys.executable, '-I', __file__, *sys.path], text=True,
                                                 encoding='utf-8', stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                                 start_new_session=True)

@@ -35,8 +35,8 @@ def huggingface_tokenizer(tokenizer):
         content = json.loads(tokenizer.library.to_str() if tokenizer.added_tokens else tokenizer.json)
         return content, dict(tokenizer_class='PreTrainedTokenizerFast') | special_tokens | template
     if isinstance(tokenizer, CharTokenizer):
-        # Each character is a word. The model has no more rows: PAD, which fills up a batch, is a second name of one (of
-        # two names the last one is the text of an id), and <|endoftext|> is named, but never drawn.
+        # Each character is a word. The model has no rows for more tokens. So PAD, which fills up a batch, is a second
+        # name of a character's id (the last name of an id is its text), and no row draws <|endoftext|>.
         first = '\n' if '\n' in tokenizer.ids else tokenizer.chars[0]
         vocab = tokenizer.ids | {PAD: tokenizer.ids[first], END_OF_TEXT: tokenizer.vocab_size}
         added = [dict(id=vocab[text], content=text, special=text != first, normalized=False, single_word=False,

@@ -110,7 +110,7 @@ def check_dtype(path, named):
     if named == 'uint16' or len(parts) < 8:
         return
     low, high = (parts[:, :2], parts[:, 2:]) if named else (parts[:, ::2], parts[:, 1::2])
-    # the upper halves of larger numbers are zeros, or small if the vocabulary has up to a million tokens
+    # of ids with more bytes, the upper halves are zeros, or small numbers where a vocabulary has up to a million tokens
     if high.max() == 0 < low.max() or not named and high.max() < 16 and low.max() >= 4096:
         if not parts[:, 2:].any():
             raise ValueError(f"{path} holds ids of 8 bytes (int64), not {named or 'uint16'}: {rewrite}, and name that "
