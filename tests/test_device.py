@@ -168,7 +168,7 @@ def test_torchs_threads_spin_alone_and_sleep_beside_other_processes():
         pytest.skip("torch's threads do not spin here")
     assert beside < 0.5 * alone and again > 2 * beside, (alone, beside, again)
     alone, beside, again = seconds(GOMP_SPINCOUNT='1000000000')  # what the user has set stays
-    assert beside > 0.7 * alone
+    assert beside > 0.2 * alone, (alone, beside)  # asleep it would be a fortieth
 
 
 def test_what_other_processes_use_is_counted():
