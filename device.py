@@ -146,7 +146,7 @@ def choose_threads(step, before, say):
 
 def share_cores(seconds=0.5):
     """
-    From now on, torch's threads that wait sleep while other processes need the cores, and spin otherwise.
+    From now on, torch's waiting threads sleep while other processes need the cores. Otherwise they spin.
 
     GNU's OpenMP spins for milliseconds, which is fastest on cores that nobody else needs. Beside another process two
     threads may get one core, and then one spins until its slice of time is over, in each of the hundreds of operations

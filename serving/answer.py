@@ -170,7 +170,9 @@ class Completion:
     def is_large(self):
         """Are there so many token ids and log probabilities that writing them as JSON takes long?"""
         n = sum(len(choice.scores) * (1 + (self.body.params.logprobs or 0)) for choice in self.choices)
-        return n + self.body.return_token_ids * sum(len(choice.prompt) for choice in self.choices) > LARGE
+        if self.body.return_token_ids:  # the prompt's are in the first chunk only
+            n += sum(len(choice.prompt) for choice in self.choices if not choice.begun)
+        return n > LARGE
 
     def usage(self):
         """Tokens of the prompts, each counted once, and of the samples."""
