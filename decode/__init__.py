@@ -1,38 +1,34 @@
 """
-Decoders: one step of a model, as fast as the device allows, in the model's place.
+Executors: one step of a model for any sequences, as fast as the device allows.
 
-A decoder is a callable (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache). It reads and writes the same
-tuples as the model, begins a cache when given None, and has a `name`. It may have `torch_on_one_thread()`, a context
-manager for a loop of steps, and `refresh()`, after which a sequence goes on with the weights of now.
+    drawn = executor.execute_model(batch)       # see batch.py
 
-    model.generate(idx, 200, use_cache=True, decoder=decode.best(model, batch_size=len(idx)))
+An executor has a `name`; `hold(layers)`, which gives it the storage of its slots; `refresh()`, after which it goes on
+with the weights of now; and `torch_on_one_thread()`, a context manager for a loop of steps.
 
-    metadata     where keys and values are: what all executors are told
+    batch        one step's work, and what comes of it: what all executors are told
+    draw         the next token: its settings, and what a draw is
     eager        the executor in PyTorch
     direct       the model's own code, called without the work of nn.Module
     cpu          the executor on the compiled step of kernel/
-    tuples       the model's tuples, as executors read them
     weights, tables               the model's weights, packed; what the compiled step is told, as arrays of addresses
     choice       how many threads: found by timing
-    static, graphs, compiled      a step of fixed shapes: recorded as a CUDA graph, or given to torch.compile
-    changes      which models the decoders know, and whether one has changed
-    ahead        several steps in one call, drawn by torch's generators
-    speculative  the CPU decoder with drafts: the same tokens in fewer steps
+    changes      which models the executors know
+    speculative  an executor around an executor: drafts propose tokens, and the same tokens come in fewer steps
     drafts       who proposes them: fewer bits, the text, another model
-    process      Ctrl-C and forks in the middle of a step
     kernel/      what numba compiles: a whole step of a GPT on the CPU
-    gpu/         the executor on Triton kernels, for CUDA
+    gpu/         the executor on Triton kernels for CUDA, and the model's own step as a CUDA graph
 """
 import sys
 
 import torch
 
-from decode.eager import EagerDecoder
+from decode.eager import EagerExecutor
 
 NAMES = 'auto', 'eager', 'cpu', 'gpu', 'graph', 'compiled'
 WEIGHTS = 'float32', 'bfloat16', 'int8', 'int4'
 SPECULATE = 'auto', 'off', 'int4', 'int8', 'ngram'
-MODEL_DTYPES = torch.float32, torch.bfloat16  # of the models that the CPU decoder reads
+MODEL_DTYPES = torch.float32, torch.bfloat16  # of the models that the CPU executor reads
 LARGEST_BATCH = 256  # up to here PyTorch's matmuls were slower for every batch measured: see bench.py --mode=peers
 DRAFTED_BYTES = 2**24  # of weights: with fewer, a step takes about as long as the Python code of a round with drafts
 DRAFTED_SEQUENCES = 8  # of a call: with more, the rows of a chunk cost nearly as much as single steps
@@ -88,66 +84,49 @@ def asked_of_the_kernel(weights, threads, speculate='off', draft=''):
 
 def best(model, batch_size, weights='float32', threads=None, name='auto', speculate='off', draft=None):
     """
-    The decoder `name` for a model, or with 'auto' the fastest one for this many sequences at once on its device.
+    The executor `name` for a model, or with 'auto' the fastest one for this many sequences at once on its device.
 
-    name: 'eager' (PyTorch), 'cpu' (numba), 'gpu' (Triton), 'graph' (a CUDA graph), 'compiled' (torch.compile), or
-        'auto': on a CPU the numba one, on CUDA the Triton one, or the graph where Triton is missing, elsewhere the
-        eager one. 'auto' is eager for models that the other decoders do not know, and stderr says so; and on a CPU for
-        batches above LARGEST_BATCH.
-    weights: 'float32', 'bfloat16', 'int8' or 'int4', how the numba decoder reads them. On CUDA 'float32' leaves them in
-        the model's dtype, and 'int8' is for the Triton decoder. threads: how many the numba decoder uses; None or 0
-        lets it choose by timing a few steps. Where one of the two is given, it is that decoder or a ValueError.
-    speculate: who proposes tokens to the numba decoder, see `speculative`: 'int4' or 'int8', the same weights in fewer
+    name: 'eager' (PyTorch), 'cpu' (numba), 'gpu' (Triton), or 'auto': on a CPU the numba one, elsewhere the eager one.
+        'auto' is eager for models that the numba one does not know, and stderr says so; and for batches above
+        LARGEST_BATCH.
+    weights: 'float32', 'bfloat16', 'int8' or 'int4', how the numba executor reads them; 'int8' is for the Triton one
+        too. threads: how many the numba executor uses; None or 0 lets it choose by timing a few steps. Where one of
+        the two is given, it is that executor or a ValueError.
+    speculate: who proposes tokens to the numba executor, see `speculative`: 'int4' or 'int8', the same weights in fewer
         bits; 'ngram', the text; 'off', nobody. 'auto' is int4 for float32 and bfloat16 weights of DRAFTED_BYTES or
         more and up to DRAFTED_SEQUENCES sequences. draft: a `drafts.ModelDraft`, which takes the place of what 'auto'
         would choose.
 
-    Raises ValueError for a decoder that does not exist or does not work here, and for settings that it does not have.
+    Raises ValueError for an executor that does not exist or does not work here, and for settings that it does not have.
     """
     device, of_draft = str(next(model.parameters()).device), draft.name if draft else ''
     asked = asked_of_the_kernel(weights, threads, speculate, of_draft)
     check_choice(name, weights, threads, device, speculate=speculate, draft=of_draft)
-    if name != 'auto':
-        return made(name, model, batch_size, weights, threads, speculate, draft)
-    if device == 'cpu':
-        kinds = ['cpu'] if asked or batch_size <= LARGEST_BATCH else []
-    else:
-        kinds = ['gpu', 'graph'] if device.startswith('cuda') else []
-    for kind in kinds:
-        try:
-            return made(kind, model, batch_size, weights, threads, speculate, draft)
-        except ValueError as e:
-            if asked:
-                raise ValueError(f"{asked} cannot be had: {e}") from e
-            print(f"decoding {'as a CUDA graph' if kind == 'gpu' else 'eagerly'}: {e}", file=sys.stderr)
-    return EagerDecoder(model)
+    if name == 'gpu':
+        from decode.gpu.executor import GPUExecutor
+        return GPUExecutor(model, weights)
+    if name == 'eager' or name == 'auto' and not asked and (device != 'cpu' or batch_size > LARGEST_BATCH):
+        return EagerExecutor(model)
+    try:
+        return made(model, batch_size, weights, threads, speculate, draft)
+    except ValueError as e:
+        if name == 'cpu':
+            raise
+        if asked:
+            raise ValueError(f"{asked} cannot be had: {e}") from e
+        print(f"decoding eagerly: {e}", file=sys.stderr)
+    return EagerExecutor(model)
 
 
-def draft_of(model, name, make_cache, n_seq=DRAFTED_SEQUENCES):
-    """The `drafts.ModelDraft` of a model that a setting `draft` names, for n_seq texts. make_cache: of `kvcache`."""
-    from decode.drafts import ModelDraft
-    return ModelDraft(make_cache(model, 'tuple', n_seq, 0, best(model, n_seq, 'int8'), 256), name)  # the cache grows
-
-
-def made(kind, model, batch_size, weights, threads, speculate, draft):
-    """The decoder of this kind. Imported here, because numba and Triton take a second to import."""
-    if kind == 'eager':
-        return EagerDecoder(model)
-    if kind == 'compiled':
-        from decode.compiled import CompiledDecoder
-        return CompiledDecoder(model)
-    if kind == 'graph':
-        from decode.graphs import GraphDecoder
-        return GraphDecoder(model)
-    if kind == 'gpu':
-        from decode.gpu.decoder import GPUDecoder
-        return GPUDecoder(model, weights)
-    from decode.cpu import CPUDecoder
-    from decode.speculative import SpeculativeDecoder
+def made(model, batch_size, weights, threads, speculate, draft):
+    """The executor on numba, with a draft if there is one. Imported here: numba takes a second to import."""
+    from decode.cpu import CPUExecutor
     if speculate == 'auto' and not draft:
         n_bytes = sum(p.numel() for p in model.parameters()) * (4 if weights == 'float32' else 2)
         pays = weights in ('float32', 'bfloat16') and n_bytes >= DRAFTED_BYTES and batch_size <= DRAFTED_SEQUENCES
         speculate = 'int4' if pays else 'off'
-    if speculate == 'off':
-        return CPUDecoder(model, weights, threads or None)
-    return SpeculativeDecoder(model, draft or speculate, weights, threads or None)
+    executor = CPUExecutor(model, weights, threads or None)
+    if speculate == 'off' and not draft:
+        return executor
+    from decode.speculative import Drafting
+    return Drafting(executor, draft or speculate)

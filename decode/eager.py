@@ -1,109 +1,133 @@
-"""The executor in PyTorch: the model's own code, called directly (see direct.py), on the weights where they are."""
+"""
+The executor in PyTorch: the model's own code, called directly (see direct.py), on the weights where they are. Its draws
+are those of draw.py, the definition.
+"""
 import math
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from decode.changes import Watch, check_own_forward
+from decode.batch import NotNumbers, Refused, step_slots
+from decode.changes import check_own_forward
 from decode.direct import DirectModel
-from decode.metadata import step_slots
+from decode.draw import draw
 from positions import Keys
 
 NOWHERE = 2**62  # a key position after all others
 
 
-class EagerDecoder:
+class EagerExecutor:
     """
-    A decoder, (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache), that computes what the model computes;
-    and by `execute_model` the same step on any cache.
+    A model's steps wherever the model works: on any device, in any dtype, under autocast.
 
-    It works wherever the model works: on any device, in any dtype, under autocast, for any T. Values of weights are
-    read at each step, so they can change; other changes of the model are seen at the start of a sequence, and after
-    `refresh`. Modules that are not of model.py or torch, or that have hooks, are called as they are, and in training
-    mode all of the model is. `execute_model` refuses a GPT with a `forward` of its own. Raises ValueError on tokens and
-    caches that do not fit the model, with nothing written.
-
-    version: grows when the model has changed since the last sequence began.
+    Modules that are not of model.py or torch, or that have hooks, are called as they are. Values of weights are read at
+    each step; after other changes of the model call `refresh`. layers: the `kvcache.storage.Layer`s of the slots, which
+    `hold` gives it. type_kv: of the keys and values that it computes. ValueError for a GPT with a `forward` of its own.
     """
     name = 'PyTorch, eager'
+    torch_on_one_thread = nullcontext
 
     def __init__(self, model):
-        self.model, self.version = model, 0
-        self.watch, self.direct = Watch(model), DirectModel(model)
+        self.model, self.layers = model, ()
+        self.refresh()
+        of_none = model.empty_cache(0)
+        self.type_kv = str(of_none[0].k_cache.dtype).removeprefix('torch.')
 
     def refresh(self):
-        """Look up the weights anew."""
-        self.version += 1
-        self.direct, self.watch = DirectModel(self.model), Watch(self.model)
+        """Look up the model's modules and weights anew."""
+        self.direct = DirectModel(self.model)
+        if self.model in self.direct.called:
+            check_own_forward(self.model, ['forward'], "pass use_cache=False: then the model is called as it is")
 
-    def notice_changes(self):
-        """`refresh` if the model has changed, see `changes.Watch`. Called at the start of a sequence."""
-        if not self.watch.unchanged():
-            self.refresh()
+    def hold(self, layers):
+        """Let the steps read and write these `kvcache.storage.Layer`s."""
+        self.layers = layers
 
-    @staticmethod
-    def reads(kv_caches):
-        """Can `execute_model` read these `KVArrays`?"""
-        return kv_caches.layers is not None
-
-    def __call__(self, idx, kv_cache):
-        if kv_cache is None:
-            self.notice_changes()
-            idx, _ = self.model.checked_input(idx, None)
-            kv_cache = self.model.empty_cache(len(idx))  # not in inference mode: code outside may write this cache too
-        forward = self.model if self.direct.is_training() else self.direct.forward
+    def execute_model(self, batch):
+        """See `decode.cpu.CPUExecutor.execute_model`. Each call is one step."""
+        check_step(self.model, batch)
+        for source, target, n in batch.copies:
+            for layer in self.layers:
+                layer.copy(source, target, n)
+        rows, parts = batch.rows()
         with torch.inference_mode():
-            logits, _, kv_cache = forward(idx, kv_cache=kv_cache)
-        return logits, kv_cache
+            logits = self.logits_of(batch, rows)
+            if not math.isfinite(logits.sum(dtype=torch.float32)) and not are_numbers(logits):
+                raise NotNumbers
+            return drawn_from(logits, batch, parts)
 
-    def execute_model(self, input_ids, input_positions, kv_caches, input_metadata):
-        """
-        One step of the model for the new tokens of any sequences; the call is vLLM's.
-
-        input_ids: int64 (N,), on the model's device. input_positions: an int64 array (N,). kv_caches: `KVArrays`, in
-        which the keys and values of the new tokens are written. input_metadata: see `metadata.InputMetadata`, without
-        next_tokens.
-
-        Returns the logits of the wanted rows, (W, vocab_size); kv_caches.finite says whether they are numbers. Raises
-        ValueError, with nothing written, on tokens, positions and runs that do not fit the model.
-        """
-        model, m, S = self.model, input_metadata, len(input_metadata.runs)
-        check_step(model, input_ids, input_positions, m)
-        if model in self.direct.called:
-            check_own_forward(model, ['forward'], "leave the cache out: with its own tuples the model is called")
-        counts, device = m.query_lens, input_ids.device
+    def logits_of(self, batch, rows):
+        """The logits of these rows, (W, vocab_size)."""
+        model, counts, S = self.model, batch.counts, len(batch.sequences)
+        device = model.lm_head.weight.device
         T = counts[0] if counts.count(counts[0]) == S else 0  # sequences with as many new tokens each are a batch
-        own, *found = step_slots(model.config, input_positions, m)
+        own, *found = step_slots(model.config, batch)
         where = batch_of(S, *found) if T else rows_of(np.repeat(np.arange(S), counts), *found)
-        layers = layers_of_step(kv_caches.layers, device, own, *where)
-        ids = input_ids.view(S, T) if T else input_ids[None]
-        positions = torch.from_numpy(input_positions).to(device).view(ids.shape)
-        last_only = T > 1 and m.wanted is None
+        layers = layers_of_step(self.layers, device, own, rows_at(batch) if T else None, *where)
+        shape = (S, T) if T else (1, len(batch.tokens))
+        ids, positions = (torch.from_numpy(each).to(device).view(shape) for each in (batch.tokens, batch.positions))
+        last_only = T > 1 and len(rows) == S and (rows == np.cumsum(counts) - 1).all()
+        x, _ = self.direct.model.hidden_states(ids, positions, layers, last_only)
+        x = x.flatten(0, 1)
+        if len(rows) < len(x):
+            x = x[torch.from_numpy(rows).to(device)]
+        return self.direct.model.lm_head(x)
+
+
+class UncachedExecutor:
+    """
+    What generation without a cache is: `counts` are all of each text, and the model computes them from position 0 on.
+    Its pool is `kvcache.NoPool`.
+    """
+    name, layers, torch_on_one_thread = 'PyTorch, without a cache', (), nullcontext
+
+    def __init__(self, model):
+        self.model = model
+
+    def refresh(self):
+        """The model is called as it is."""
+
+    def execute_model(self, batch):
+        """See `decode.cpu.CPUExecutor.execute_model`. Texts of different lengths are computed one by one."""
+        check_step(self.model, batch)
+        _, parts = batch.rows()
+        texts = torch.from_numpy(batch.tokens).to(self.model.lm_head.weight.device).split(batch.counts)
+        together = [texts] if len(set(batch.counts)) == 1 else [[text] for text in texts]
         with torch.inference_mode():
-            x, _ = self.direct.model.hidden_states(ids, positions, layers, last_only)
-            x = x.flatten(0, 1)
-            if m.wanted is not None or not T:
-                wanted = np.cumsum(counts) - 1 if m.wanted is None else m.wanted
-                x = x[torch.from_numpy(wanted).to(device)]
-            logits = self.direct.model.lm_head(x)
-        kv_caches.finite = math.isfinite(logits.sum(dtype=torch.float32))
-        return logits
+            logits = torch.cat([self.model.step(torch.stack(part), None, use_cache=False)[0] for part in together])
+            if not are_numbers(logits[:, 0]):
+                raise NotNumbers
+            return drawn_from(logits[:, 0], batch, parts)
 
 
-def check_step(model, input_ids, input_positions, metadata):
-    """ValueError unless the model is in eval mode, and the tokens are its and as many as the metadata says."""
+def drawn_from(logits, batch, parts):
+    """The `Drawn` of a single step, from the logits and the parts of `Batch.rows`."""
+    drawing = [(s, part.stop - 1) for s, n, part in zip(batch.sequences, batch.n_steps.tolist(), parts) if n]
+    if not drawing:
+        return batch.result([], logits, parts)
+    for s, _ in drawing:
+        s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
+    own = logits if len(drawing) == len(logits) else logits[[row for _, row in drawing]]
+    drawn = draw(own, [s.settings for s, _ in drawing], [s.n_drawn for s, _ in drawing])
+    return batch.result(drawn.tolist(), logits, parts)
+
+
+def are_numbers(logits):
+    """Are there neither NaN nor +inf in logits (B, vocab_size)? -inf is allowed: such a token is never drawn."""
+    return math.isfinite(logits.sum()) or not logits.softmax(dim=-1).isnan().any()
+
+
+def check_step(model, batch):
+    """`Refused` unless the model is in eval mode, and the tokens are its and fit its context."""
     if model.training:
-        raise ValueError("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
-    N = sum(metadata.query_lens)
-    if not N == len(input_ids) == len(input_positions) or min(metadata.query_lens) < 1:
-        raise ValueError(f"{len(input_ids)} tokens at {len(input_positions)} positions came for sequences with "
-                         f"{metadata.query_lens} new ones: give each at least one token, and each token a position")
-    low, high = (int(x) for x in input_ids.aminmax())
-    if low < 0 or high >= model.config.vocab_size:
-        raise ValueError(f"token ids are 0 to {model.config.vocab_size - 1}, not {low} to {high}")
-    if input_positions.max() >= model.config.max_positions:
-        raise ValueError(f"out of context: position {input_positions.max()} of block_size {model.config.block_size}")
+        raise Refused("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
+    low, high, c = int(batch.tokens.min()), int(batch.tokens.max()), model.config
+    if low < 0 or high >= c.vocab_size:
+        raise Refused(f"token ids are 0 to {c.vocab_size - 1}, not {low} to {high}")
+    if batch.positions.max() >= c.max_positions:
+        raise Refused(f"out of context: position {batch.positions.max()} of block_size {c.block_size}")
 
 
 def batch_of(S, seq, position, slot):
@@ -125,11 +149,26 @@ def rows_of(seq_of_token, seq, position, slot):
     return slot[None], position[None], (seq_of_token[:, None] == seq)[None]
 
 
+def rows_at(batch):
+    """
+    (first, stride) if sequence number i of a batch has position p in slot first + i * stride + p; otherwise None. Then
+    keys and values need not be copied to be read.
+    """
+    if any([s.runs.n != 1 or s.runs.table[0, 0] for s in batch.sequences]):
+        return None
+    first = np.array([s.runs.table[0, 1] for s in batch.sequences])
+    strides = np.diff(first)
+    if len(strides) and (strides != strides[0]).any() or len(strides) and strides[0] < 0:
+        return None
+    return int(first[0]), int(strides[0]) if len(strides) else 0
+
+
 class StepLayer(NamedTuple):
     """The cache of one layer during one step, in the place of a `LayerKVCache`: see model.py's `append`."""
-    layer: object        # see `metadata.KVArrays`
+    layer: object        # a `kvcache.storage.Layer`
     own: torch.Tensor    # int64 (N,), the slots of the new tokens
     read: torch.Tensor   # int64 (B, K), the slots of the keys
+    rows: tuple | None   # see `rows_at`
     keys: Keys
 
     @torch.no_grad()
@@ -139,17 +178,20 @@ class StepLayer(NamedTuple):
         next layer may overwrite, their `Keys`, and itself.
         """
         self.layer.write(self.own, k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2))
-        all_k, all_v = self.layer.read(self.read, k.dtype)
+        if self.rows is not None and self.layer.k.data.dtype is k.dtype:
+            all_k, all_v = self.layer.views(*self.rows, *self.read.shape)
+        else:
+            all_k, all_v = self.layer.read(self.read, k.dtype)
         return all_k.to(k.device), all_v.to(k.device), self.keys, self
 
 
-def layers_of_step(layers, device, own, read, position, allowed=None):
+def layers_of_step(layers, device, own, rows, read, position, allowed=None):
     """
-    A `StepLayer` for each layer, of arrays that `step_slots` and the functions above return. device: the model's; a
-    layer may be on another one.
+    A `StepLayer` for each layer, of what `step_slots` and the functions above return. device: the model's; a layer may
+    be on another one.
     """
     own, read = torch.from_numpy(own), torch.from_numpy(read)
     slots = {d: (own.to(d), read.to(d)) for d in {layer.device for layer in layers}}
     allowed = None if allowed is None else torch.from_numpy(allowed).to(device)
     keys = Keys(torch.from_numpy(position).to(device), allowed)
-    return [StepLayer(layer, *slots[layer.device], keys) for layer in layers]
+    return [StepLayer(layer, *slots[layer.device], rows, keys) for layer in layers]

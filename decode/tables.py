@@ -5,13 +5,12 @@ import math
 import numpy as np
 import torch
 
-from decode.kernel import layout
-from decode.kernel.attention import ATTENTION_ON
+from decode.kernel import layout, sampling
+from decode.kernel.attention import ATTENTION_ON, KINDS
 from decode.kernel.layout import GROUP, WEIGHT_GROUP
 from decode.kernel.linears import GELU, GELU_TANH, SWIGLU
-from decode.kernel.threads import aligned
+from decode.kernel.threads import aligned, n_cores
 from decode.kernel.vectors import LANES
-from decode.metadata import KINDS
 from decode.weights import padded
 from positions import alibi_slopes, rotary_frequencies
 
@@ -82,6 +81,29 @@ class PackedModel:
             layout.BFLOAT16_EMBEDDINGS: t.wte.weight.dtype is torch.bfloat16}
 
 
+class KVAddresses:
+    """
+    Where the compiled step finds the keys and values of `kvcache.storage.Layer`s, which must live as long.
+
+    addresses: int64 (n_layer, 4), of keys, of values, and for int8 of the float32 scales of both. written: uint8
+    (n_slots,), in which a step marks the slots that it will write. ValueError for numbers that it does not read: those
+    of 4 or 64 bits, of float16, and of int8 in other groups than KV_GROUP.
+    """
+
+    def __init__(self, layers):
+        first = layers[0].k
+        self.dtype, self.n_slots = first.data.dtype, layers[0].n_slots
+        if self.dtype not in KINDS or first.scale is not None and first.group != layout.KV_GROUP or first.bits == 4:
+            raise ValueError(f"the compiled step does not read keys and values in {first.kind} with heads of "
+                             f"{first.head_dim} channels (int8 takes a multiple of {layout.KV_GROUP}): use "
+                             "decoder=eager, or leave kv_bits out")
+        self.slot_stride, self.head_stride = first.head_dim, first.head_dim * self.n_slots
+        self.written, self.addresses = aligned(self.n_slots, np.uint8), np.zeros((len(layers), 4), np.int64)
+        for row, layer in zip(self.addresses, layers):
+            of_layer = [t for pair in zip(layer.k.tensors(), layer.v.tensors()) for t in pair]
+            row[:len(of_layer)] = [t.data_ptr() for t in of_layer]
+
+
 class StepTables:
     """
     The tables `memory` and `sizes` of a decoder's steps of up to n_rows tokens of n_seq sequences, n_at_once tokens at
@@ -108,17 +130,11 @@ class StepTables:
         self.positions, self.query_starts, self.wanted, self.runs, self.n_runs, self.refused_at = (
             self.arrays[index] for index in (layout.POSITIONS, layout.QUERY_STARTS, layout.WANTED, layout.RUNS,
                                              layout.N_RUNS, layout.REFUSED_AT))
-        self.kv = None    # the `KVArrays` whose addresses are in memory
-        self.step = None  # the `InputMetadata` of the last step, if the inputs are still those of it
+        self.kv = None  # the `KVAddresses` that are in memory
 
     def bind(self, kv):
-        """Write the addresses of a `KVArrays` where the step reads them. ValueError if they are not for this model."""
-        shape = tuple(self.packed.sizes[index] for index in (layout.N_LAYER, layout.N_KV_HEAD, layout.HEAD_DIM))
-        if kv.shape != shape:
-            raise ValueError(f"kv_caches has (layers, heads, head_dim) {kv.shape}, and the model {shape}: "
-                             "make them for this model")
-        self.kv = self.step = None  # an interrupt from here on leaves no arrays bound
-        self.memory[layout.ATTENTION] = ATTENTION_ON[KINDS[kv.dtype]].address
+        """Have the step read and write at these `KVAddresses`."""
+        self.memory[layout.ATTENTION] = ATTENTION_ON[kv.dtype].address
         self.memory[layout.KV_ARRAYS], self.memory[layout.WRITTEN] = kv.addresses.ctypes.data, kv.written.ctypes.data
         self.sizes[layout.N_SLOTS], self.sizes[layout.SLOT_STRIDE] = kv.n_slots, kv.slot_stride
         self.sizes[layout.HEAD_STRIDE] = kv.head_stride
@@ -128,16 +144,59 @@ class StepTables:
         """Write the sizes of a step."""
         self.sizes[layout.N_ROWS], self.sizes[layout.N_SEQ], self.sizes[layout.N_WANTED] = n_rows, n_seq, n_wanted
 
-    def ask_for(self, next_tokens, n_steps):
-        """Make the next call one of up to so many steps, see `metadata.NextTokens`."""
-        self.memory[layout.DRAW], self.memory[layout.DRAW_DATA] = next_tokens.draw.address, next_tokens.data.ctypes.data
-        self.sizes[layout.N_DRAWN] = self.sizes[layout.ENDED] = self.sizes[layout.DRAW_NS] = 0
+    def ask_for(self, n_steps):
+        """Make the next call one of up to so many steps with draws; 0: of one step, and nothing is drawn."""
         self.sizes[layout.N_STEPS] = n_steps
+        self.sizes[layout.N_DRAWN] = self.sizes[layout.ENDED] = self.sizes[layout.DRAW_NS] = 0
+        self.sizes[layout.NOT_NUMBERS] = 0
 
-    def note_drawn(self, next_tokens):
-        """Note in the `NextTokens` what a call has drawn. Returns how many rows."""
-        n_drawn = int(self.sizes[layout.N_DRAWN])
-        if n_drawn:
-            next_tokens.n_drawn += n_drawn
-            next_tokens.ended = bool(self.sizes[layout.ENDED])
-        return n_drawn
+
+class DrawTable:
+    """The table of kernel/sampling.py for the sequences of a batch. stop_soon: see `Batch`; one array for all calls."""
+
+    def __init__(self, vocab_size):
+        self.vocab_size, self.settings = vocab_size, []
+        self.scratch = np.empty((n_cores(), sampling.N_SCRATCH, vocab_size))
+
+    def describe(self, sequences, done, stop_soon, until):
+        """
+        Write the table for these sequences, which draw from one row of logits each, and have drawn `done` tokens in
+        this call. Returns its address.
+        """
+        settings = [s.settings for s in sequences]
+        for s in sequences:
+            if s.settings.penalised and not done:
+                s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
+        if settings != self.settings or any([s.penalised for s in settings]):  # the same objects have the same settings
+            starts = np.cumsum([0, *[len(s.stops) for s in settings]])
+            changes = np.zeros((len(settings), sampling.N_CHANGES), np.int64)
+            for row, s in zip(changes, settings):
+                if s.counts is not None:
+                    row[sampling.COUNTS], row[sampling.IN_PROMPT] = s.counts.ctypes.data, s.in_prompt.ctypes.data
+                if len(s.biases):
+                    row[sampling.N_BIASES] = len(s.biases)
+                    row[sampling.BIAS_TOKENS], row[sampling.BIASES] = s.bias_tokens.ctypes.data, s.biases.ctypes.data
+                row[sampling.MIN_TOKENS] = s.min_tokens
+            self.arrays = {
+                sampling.SETTINGS: np.array([s.values for s in settings], np.float64),
+                sampling.SEEDS: np.array([s.seed for s in settings], np.uint64), sampling.CHANGES: changes,
+                sampling.STOP_STARTS: starts,
+                sampling.STOPS: np.array([token for s in settings for token in s.stops], np.int64),
+                sampling.ROWS: np.arange(len(settings)), sampling.NUMBERS: np.zeros(len(settings), np.int64),
+                sampling.SCRATCH: self.scratch}
+            self.table, self.settings = sampling.table_of(self.vocab_size, self.arrays), settings
+        self.arrays[sampling.NUMBERS][:] = [s.n_drawn + done for s in sequences]
+        self.arrays[sampling.STOP_SOON] = stop_soon
+        self.table[sampling.STOP_SOON], self.table[sampling.UNTIL] = stop_soon.ctypes.data, until
+        for s in settings:
+            s.n_counted = -1  # until the call has ended well: the compiled draw counts as it goes
+        return self.table.ctypes.data
+
+    def draw(self, sequences, logits):
+        """The next token of each sequence, a list, from logits float32 (S, vocab_size), contiguous."""
+        tokens = np.empty(len(sequences), np.int64)
+        table = self.describe(sequences, 0, np.zeros(1, np.int64), 2**63 - 1)
+        sampling.DRAW.call(table, logits.data_ptr(), tokens.ctypes.data, 0, 1)
+        for s in sequences:
+            s.settings.n_counted = s.n_drawn + 1
+        return tokens.tolist()

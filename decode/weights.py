@@ -38,18 +38,18 @@ def check_model(model):
     embeddings = {model.get_parameter(f'transformer.{name}.weight').dtype for name in ('wte', 'wpe')
                   if name in model.transformer}
     if len(embeddings) > 1:
-        raise ValueError(f"the CPU decoder expects embeddings of one dtype: {REFUSED}")
+        raise ValueError(f"the CPU executor expects embeddings of one dtype: {REFUSED}")
     c, blocks = model.config, model.transformer.h
     of_heads = [norm for b in blocks for norm in (b.attn.q_norm, b.attn.k_norm)] if c.qk_norm else []
     if len({norm.eps for norm in norms_of(model) + of_heads}) > 1:
-        raise ValueError(f"the CPU decoder expects one eps for all norms, and this model has several: {REFUSED}")
+        raise ValueError(f"the CPU executor expects one eps for all norms, and this model has several: {REFUSED}")
     for i, block in enumerate(blocks if c.mlp == 'swiglu' else ()):
         if (block.mlp.c_gate.bias is None) != (block.mlp.c_fc.bias is None):
-            raise ValueError("the CPU decoder expects biases of both c_gate and c_fc, or of neither, but block "
+            raise ValueError("the CPU executor expects biases of both c_gate and c_fc, or of neither, but block "
                              f"{i} has one of them: {REFUSED}")
     for name, p in model.named_parameters():
         if p.dtype not in MODEL_DTYPES or p.device.type != 'cpu' or not p.is_contiguous():
-            raise ValueError("the CPU decoder reads contiguous weights in float32 or bfloat16 on the CPU, but "
+            raise ValueError("the CPU executor reads contiguous weights in float32 or bfloat16 on the CPU, but "
                              f"{name} is {p.dtype} on {p.device} with strides {p.stride()}: {REFUSED}")
 
 

@@ -1,31 +1,26 @@
 """
-A pool of blocks: which block holds which tokens of which sequence. After vLLM's block manager (arXiv:2309.06180).
+The pool of pages: in which slots the positions of each sequence lie. After vLLM's block manager (arXiv:2309.06180).
 
-A sequence is a list of blocks, its block table. Position p is in block table[p // page_size], at offset p % page_size.
+A sequence is a list of pages, its block table. Position p is in page table[p // page_size], at offset p % page_size.
 
-References to blocks are counted, so that sequences can share them: forks of one prompt, and prompts that begin alike.
-For that, full blocks are remembered by all tokens up to their end, also when no sequence uses them, until their space
-is needed. A sequence that writes to a shared block gets a copy of it first. Pure Python, without keys and values.
+References to pages are counted, so that sequences can share them: forks of one prompt, and prompts that begin alike.
+For that, full pages are remembered by all tokens up to their end, also when no sequence uses them, until their space
+is needed. A sequence that writes to a shared page gets a copy of it first. Pure Python, without keys and values.
 
-If the model has a window, blocks that no later token of a sequence sees are freed, and None is in their places in the
-block table. A beginning is found again if the blocks are remembered that the token behind it sees.
+If the model has a window, pages that no later token of a sequence sees are freed, and None is in their places in the
+block table. A beginning is found again if the pages are remembered that the token behind it sees.
 """
 from collections import OrderedDict
 
-
-class OutOfBlocks(ValueError):
-    """There are not enough free blocks. The operation of the `BlockManager` that raises this has changed nothing."""
-
-    def __init__(self, n, n_free):
-        super().__init__(f"{n} blocks are needed and {n_free} are free: free a sequence, or use a larger pool")
+from decode.batch import Runs
 
 
 class Prefix:
     """
-    The tokens of a full block and of all blocks before it. Prefixes are equal if all their tokens are; equal hashes do
+    The tokens of a full page and of all pages before it. Prefixes are equal if all their tokens are; equal hashes do
     not suffice.
 
-    tokens: a tuple of page_size ids. parent: the Prefix of the block before, or None.
+    tokens: a tuple of page_size ids. parent: the Prefix of the page before, or None.
     """
     __slots__ = ('parent', 'tokens', 'hash')
 
@@ -44,240 +39,230 @@ class Prefix:
         return True
 
 
-class BlockManager:
+class BlockPool:
     """
-    n_blocks blocks of page_size slots each, and the tables of sequences, which are in their `records.BlockRecord`s.
-    window, n_sink: of the model.
+    n_pages pages of page_size slots each. window, n_sink: of the model.
 
-    references: the number of tables that each block is in. free: the blocks in no table; those that are remembered are
-    used last. prefix_of: the `Prefix` of each full block that is remembered, or None. block_with: {Prefix: block}, the
-    inverse. epoch: how often everything was forgotten.
+    It keeps of each sequence: n_computed, for so many positions keys and values are stored; table, its pages in order,
+    None for those that a window has passed, also pages for later positions; runs, its `decode.batch.Runs`; room, the
+    position up to which it can be written as it is; prefixes, the `Prefix` of each of its first pages, as many as are
+    known; and salt. It reads of it `tokens`, and `whole`: is token number p at position p?
+
+    references: the number of tables that each page is in. free: the pages in no table; those that are remembered are
+    used last. prefix_of: the `Prefix` of each full page that is remembered, or None. page_with: {Prefix: page}, the
+    inverse. copies: (source, target, n) of slots, which the next step must copy first.
     """
 
-    def __init__(self, n_blocks, page_size, window=0, n_sink=0):
-        if min(n_blocks, page_size) < 1:
-            raise ValueError(f"a pool needs at least 1 block of at least 1 slot, not {n_blocks} blocks of {page_size}")
-        self.page_size, self.window, self.n_sink = page_size, window, n_sink
-        self.references = [0] * n_blocks
-        self.free = OrderedDict.fromkeys(range(n_blocks))
-        self.prefix_of, self.block_with, self.epoch = [None] * n_blocks, {}, 0
+    def __init__(self, n_pages, page_size=16, window=0, n_sink=0):
+        if min(n_pages, page_size) < 1:
+            raise ValueError(f"a pool needs at least 1 page of at least 1 slot, not {n_pages} pages of {page_size}")
+        self.n_pages, self.page_size, self.window, self.n_sink = n_pages, page_size, window, n_sink
+        self.most_sequences, self.n_slots = n_pages, n_pages * page_size
+        self.reset()
 
-    def begin(self, record, tokens):
-        """
-        Give an empty sequence the remembered blocks with which its tokens begin. Returns how many of the tokens these
-        hold. They fill whole blocks, and are never all of the tokens: the last one must be computed, for its logits.
-        """
-        self.trim(record, 0)  # what was reserved for it
-        for block in (table := self.cached_blocks(tokens, record.salt)):
-            if block is not None:
-                self.acquire(block)
-        record.table, record.epoch, record.prefixes = table, self.epoch, []
-        record.runs, record.room, record.length = None, 0, len(table) * self.page_size
-        record.tokens = list(tokens[:record.length])
-        return record.length
+    def reset(self):
+        """Forget all sequences and all that is remembered."""
+        self.references, self.prefix_of = [0] * self.n_pages, [None] * self.n_pages
+        self.free_pages, self.page_with, self.copies = OrderedDict.fromkeys(range(self.n_pages)), {}, []
 
-    def root(self, salt):
-        """The `Prefix` before the first block of a sequence with this salt."""
-        return Prefix(None, ('salt', salt)) if salt else None
+    @property
+    def n_free(self):
+        """How many pages are in no table. Some may be remembered."""
+        return len(self.free_pages)
 
-    def cached_blocks(self, tokens, salt=''):
+    def begin(self, sequence, tokens=(), salt=''):
         """
-        The block table of the beginning of tokens, as long as one is remembered, but not of all tokens. It has the
-        blocks that the token behind it sees, and None for the others.
+        Begin a sequence with the remembered pages with which these tokens begin. Returns how many of the tokens these
+        hold. They fill whole pages, and are never all of the tokens: the last one must be computed, for its logits.
+        salt: only sequences with an equal one share pages (vLLM's cache_salt).
         """
-        table, prefix = [], self.root(salt)
+        table, prefixes = self.remembered(tokens, salt)
+        for page in table:
+            if page is not None:
+                self.acquire(page)
+        s = sequence
+        s.table, s.prefixes, s.salt, s.runs, s.room = table, prefixes, salt, Runs(), 0
+        s.n_computed = len(table) * self.page_size
+        self.look_up(s)
+        return s.n_computed
+
+    def remembered(self, tokens, salt=''):
+        """
+        (the block table, the prefixes) of the beginning of tokens, as long as one is remembered, but not of all tokens.
+        The table has the pages that the token behind it sees, and None for the others.
+        """
+        table, prefixes, prefix = [], [], root(salt)
         for start in range(0, len(tokens) - self.page_size, self.page_size):
-            mine = Prefix(prefix, tuple(tokens[start:start + self.page_size]))
-            block = self.block_with.get(mine)
-            if block is None and (not self.window or start < self.n_sink):
+            prefix = Prefix(prefix, tuple(tokens[start:start + self.page_size]))
+            page = self.page_with.get(prefix)
+            if page is None and (not self.window or start < self.n_sink):
                 break
-            table.append(block)
-            prefix = mine if block is None else self.prefix_of[block]
+            table.append(page)
+            prefix = prefix if page is None else self.prefix_of[page]
+            prefixes.append(prefix)
         while not self.complete(table, len(table) * self.page_size):
             table.pop()
-        sinks, recent = self.needed(len(table) * self.page_size)
-        return [block if i in sinks or i in recent else None for i, block in enumerate(table)]
+        sinks, recent = self.seen(len(table) * self.page_size)
+        table = [page if i in sinks or i in recent else None for i, page in enumerate(table)]
+        return table, prefixes[:len(table)]
 
-    def needed(self, n):
+    def seen(self, n):
         """
-        The numbers of the blocks that the token at position n sees, of the n positions before it: a range for those
-        with sinks, and a range for the others.
+        The numbers of the pages that the token at position n sees, of the n positions before it: a range for those with
+        sinks, and a range for the others.
         """
         size = self.page_size
         n_first = -(-min(self.n_sink, n) // size)
-        seen = max(self.n_sink, n - self.window + 1) if self.window else 0
-        return range(n_first), range(max(n_first, seen // size), -(-n // size))
+        first = max(self.n_sink, n - self.window + 1) if self.window else 0
+        return range(n_first), range(max(n_first, first // size), -(-n // size))
 
     def complete(self, table, n):
-        """Does a table have the blocks that the token at position n sees, of the n positions before it?"""
-        return not self.window or all(table[i] is not None for numbers in self.needed(n) for i in numbers)
+        """Does a table have the pages that the token at position n sees, of the n positions before it?"""
+        return not self.window or all(table[i] is not None for numbers in self.seen(n) for i in numbers)
 
-    def passed(self, record):
-        """The numbers of the blocks of a sequence that its next token does not see, in descending order."""
-        table, (sinks, recent), numbers = record.table, self.needed(record.length), []
-        own = record.length // self.page_size  # of the next token; it and those behind it are for later tokens
+    def extend(self, sequence, n):
+        """
+        Slots for n more positions of a sequence. Pages that its next token does not see are freed first. If its last
+        page is shared, it is replaced by a copy. Returns whether there were enough pages; if not, nothing has changed.
+        """
+        s, size = sequence, self.page_size
+        if s.n_computed + n <= s.room:
+            return True
+        last, n_new = s.n_computed // size, max(0, -(-(s.n_computed + n) // size) - len(s.table))
+        shared = last < len(s.table) and self.references[s.table[last]] > 1
+        passed = self.passed(s)
+        if n_new + shared - sum(self.references[s.table[i]] == 1 for i in passed) > self.n_free:
+            return False
+        for i in passed:
+            self.release(s.table[i])
+            s.table[i] = None
+        if shared:
+            source, s.table[last] = s.table[last], self.acquire()
+            self.copies.append((source * size, s.table[last] * size, s.n_computed % size))
+            self.release(source)
+        elif last < len(s.table):
+            self.forget(s.table[last])  # a full page that was cut will be written again
+        n_before = len(s.table)
+        s.table += [self.acquire() for _ in range(n_new)]
+        self.look_up(s, 0 if shared or passed else n_before)
+        return True
+
+    def will_grow(self, sequence):
+        """Will a sequence need another page, if it goes on to its end?"""
+        return min(sequence.n_end - 1, sequence.max_positions) > len(sequence.table) * self.page_size
+
+    def passed(self, sequence):
+        """The numbers of the pages of a sequence that its next token does not see, in descending order."""
+        if not self.window:
+            return []
+        table, (sinks, recent), numbers = sequence.table, self.seen(sequence.n_computed), []
+        own = sequence.n_computed // self.page_size  # of the next token; it and those behind it are for later tokens
         for i in range(min(len(table), recent.start, own) - 1, sinks.stop - 1, -1):
             if table[i] is None:  # and so are all before it
                 break
             numbers.append(i)
         return numbers
 
-    def acquire(self, block=None):
-        """Count one more reference to a block. None takes the first of the free ones, and forgets its content."""
-        if block is None:
-            block, _ = self.free.popitem(last=False)
-            self.forget(block)
-        else:
-            self.free.pop(block, None)
-        self.references[block] += 1
-        return block
+    def look_up(self, sequence, first=0):
+        """Write the runs of the pages of a sequence from number `first` on, and its room."""
+        s, size = sequence, self.page_size
+        if first == 0:
+            s.runs = Runs()
+        for i, page in enumerate(s.table[first:], first):
+            if page is not None:
+                s.runs.append(i * size, page * size, size)
+        s.room = len(s.table) * size
+        if self.window:  # or until the window has passed another page
+            s.room = min(s.room, (self.seen(s.n_computed)[1].start + 1) * size + self.window - 1)
 
-    def release(self, block):
-        """Count one reference less. A block without any is free: used last if it is remembered, else first."""
-        self.references[block] -= 1
-        if self.references[block] == 0:
-            self.free[block] = None
-            self.free.move_to_end(block, last=self.prefix_of[block] is not None)
-
-    def forget(self, block):
-        """Do not remember the content of a block any more."""
-        prefix, self.prefix_of[block] = self.prefix_of[block], None
-        if prefix is not None:
-            del self.block_with[prefix]
-
-    def n_missing(self, record, n):
-        """
-        How many free blocks n more positions of a sequence take, a copy of a shared block included; negative if the
-        window frees more than are taken.
-        """
-        n_freed = sum(self.references[record.table[i]] == 1 for i in self.passed(record)) if self.window else 0
-        return self.n_new(record, n) + (n > 0 and self.is_shared(record)) - n_freed
-
-    def n_new(self, record, n):
-        """By how many blocks n more positions make the table of a sequence longer, which may have some for them."""
-        return max(0, -(-(record.length + n) // self.page_size) - len(record.table))
-
-    def is_shared(self, record):
-        """Is the block of the next position of a sequence in other tables too?"""
-        last = record.length // self.page_size
-        return last < len(record.table) and self.references[record.table[last]] > 1
-
-    def extend(self, record, n, copy=None):
-        """
-        Blocks for n more positions of a sequence. Blocks that the next token does not see are freed first. If the last
-        block is shared and will be written, it is replaced by a copy: copy(source, target) copies the content of a
-        block. `OutOfBlocks`, with nothing changed, if there are too few.
-        """
-        table, last, n_missing = record.table, record.length // self.page_size, self.n_missing(record, n)
-        if n_missing > len(self.free):
-            raise OutOfBlocks(n_missing, len(self.free))
-        self.free_passed(record)
-        if n > 0 and self.is_shared(record):
-            source, table[last] = table[last], self.acquire()
-            record.runs = None
-            if copy:
-                copy(source, table[last])
-            self.release(source)
-        elif last < len(table) and n > 0:
-            self.forget(table[last])  # a full block that was truncated will be overwritten
-        table += [self.acquire() for _ in range(self.n_new(record, n))]
-
-    def free_passed(self, record):
-        """
-        Free the blocks of a sequence that its next token does not see. A step does so for all of its sequences first:
-        then there are the blocks that `n_missing` counts, whichever sequence is extended first.
-        """
-        for i in self.passed(record) if self.window else ():
-            record.runs, record.room = None, 0
-            self.release(record.table[i])
-            record.table[i] = None
-
-    def remember(self, record):
-        """Remember the full blocks of a sequence by its tokens: other sequences that begin alike may share them."""
-        if record.epoch != self.epoch:
+    def computed(self, sequence, n):
+        """n more positions of a sequence are stored. Its full pages are remembered by its tokens."""
+        s, size = sequence, self.page_size
+        s.n_computed += n
+        if not s.whole:
             return
-        for i in range(len(record.prefixes), record.length // self.page_size):
-            block = record.table[i]
-            mine = None if block is None else self.prefix_of[block]
+        for i in range(len(s.prefixes), s.n_computed // size):
+            page = s.table[i]
+            mine = None if page is None else self.prefix_of[page]
             if mine is None:
-                parent = record.prefixes[-1] if i else self.root(record.salt)
-                mine = Prefix(parent, tuple(record.tokens[i * self.page_size:(i + 1) * self.page_size]))
-                if mine in self.block_with:  # two sequences have computed the same; one block of them is remembered
-                    mine = self.prefix_of[self.block_with[mine]]
-                elif block is not None:
-                    self.prefix_of[block], self.block_with[mine] = mine, block
-            record.prefixes.append(mine)
+                parent = s.prefixes[-1] if i else root(s.salt)
+                mine = Prefix(parent, tuple(s.tokens[i * size:(i + 1) * size]))
+                if mine in self.page_with:  # two sequences have computed the same; one page of them is remembered
+                    mine = self.prefix_of[self.page_with[mine]]
+                elif page is not None:
+                    self.prefix_of[page], self.page_with[mine] = mine, page
+            s.prefixes.append(mine)
 
-    def fork(self, record, new):
-        """Give a new sequence all tokens of another one, in the same blocks."""
-        new.table = record.table[:-(-record.length // self.page_size)]  # not what it has for later tokens
-        for block in new.table:
-            if block is not None:
-                self.acquire(block)
-        new.tokens, new.length, new.epoch = record.tokens[:record.length], record.length, record.epoch
-        new.prefixes = record.prefixes[:]
-        record.room = 0  # its last block is shared now
+    def fork(self, sequence, new):
+        """Give a new sequence all positions of another one, in the same pages."""
+        s = sequence
+        new.table = s.table[:-(-s.n_computed // self.page_size)]  # not what it has for later positions
+        for page in new.table:
+            if page is not None:
+                self.acquire(page)
+        new.n_computed, new.prefixes, new.salt = s.n_computed, s.prefixes[:], s.salt
+        self.look_up(new)
+        s.room = new.room = s.n_computed  # the last page is shared now
 
-    def truncate(self, record, n):
-        """Keep the first n positions of a sequence, which has the blocks that the token at position n sees."""
-        del record.tokens[n:], record.prefixes[n // self.page_size:]
-        record.length = n
-        self.trim(record, n)
-
-    def trim(self, record, n):
-        """Release the blocks behind the first n positions of a sequence, the last one first."""
+    def cut(self, sequence, n):
+        """
+        Keep the first n positions of a sequence, and no slots of later ones; none at all if the window has passed what
+        the next token would see. Returns how many are kept.
+        """
+        s = sequence
+        n = n if n == 0 or self.complete(s.table, n) else 0
         n_kept = -(-n // self.page_size)
-        for block in reversed(record.table[n_kept:]):
-            if block is not None:
-                self.release(block)
-        del record.table[n_kept:]
-        record.runs, record.room = None, 0
+        for page in reversed(s.table[n_kept:]):
+            if page is not None:
+                self.release(page)
+        del s.table[n_kept:], s.prefixes[n // self.page_size:]
+        s.n_computed = n
+        self.look_up(s)
+        s.room = n  # the last page may be remembered as a full one
+        return n
 
-    def renew(self, record, start, length):
-        """
-        Keep the first `length` positions of a sequence, of which those from start on are to be written anew, and are
-        not what was computed from its tokens: blocks with such positions that are shared are replaced by free ones, and
-        none of them is remembered, now or later. The caller copies what is in the first of them before start.
-        """
-        table, first, n = record.table, start // self.page_size, -(-length // self.page_size)
-        shared = [i for i in range(first, n) if self.references[table[i]] > 1]
-        n_free = len(self.free) + sum(self.references[block] == 1 for block in table[n:])
-        if len(shared) > n_free:
-            raise OutOfBlocks(len(shared), n_free)
-        record.epoch = None
-        self.trim(record, length)
-        for i in range(first, n):
-            if i in shared:
-                self.release(table[i])
-                table[i] = self.acquire()
-            else:
-                self.forget(table[i])
+    def free(self, sequence):
+        """Free all pages of a sequence."""
+        self.cut(sequence, 0)
 
-    def reset(self):
-        """Forget the content of all blocks: the weights have changed, and no later sequence may share it."""
-        for block in range(len(self.references)):
-            self.forget(block)
-        self.epoch += 1
+    def acquire(self, page=None):
+        """Count one more reference to a page. None takes the first of the free ones, and forgets its content."""
+        if page is None:
+            page, _ = self.free_pages.popitem(last=False)
+            self.forget(page)
+        else:
+            self.free_pages.pop(page, None)
+        self.references[page] += 1
+        return page
 
-    def recover(self, records):
-        """
-        Make everything agree with the tables of these sequences, all that there are, after an exception has ended an
-        operation. The content of full blocks is not forgotten.
-        """
-        self.references = [0] * len(self.references)
-        for record in records:
-            del record.table[-(-record.length // self.page_size):]
-            del record.tokens[record.length:]
-            record.runs, record.room, record.prefixes = None, 0, []
-            for block in record.table:
-                if block is not None:
-                    self.references[block] += 1
-        blocks = dict.fromkeys([*self.free, *range(len(self.references))])  # those that were free keep their order
-        free = [block for block in blocks if self.references[block] == 0]
-        self.free = OrderedDict.fromkeys(sorted(free, key=lambda block: self.prefix_of[block] is not None))
-        self.block_with = {prefix: block for block, prefix in enumerate(self.prefix_of) if prefix is not None}
+    def release(self, page):
+        """Count one reference less. A page without any is free: used last if it is remembered, else first."""
+        self.references[page] -= 1
+        if self.references[page] == 0:
+            self.free_pages[page] = None
+            self.free_pages.move_to_end(page, last=self.prefix_of[page] is not None)
 
-    def slots(self, record, start, end):
-        """The slots of positions start to end - 1 of a sequence."""
-        size = self.page_size
-        return [record.table[p // size] * size + p % size for p in range(start, end)]
+    def forget(self, page):
+        """Do not remember the content of a page any more."""
+        prefix, self.prefix_of[page] = self.prefix_of[page], None
+        if prefix is not None:
+            del self.page_with[prefix]
+
+    def take_copies(self):
+        """The copies that the next step must make first, a list, which is empty then."""
+        copies, self.copies = self.copies, []
+        return copies
+
+
+def root(salt):
+    """The `Prefix` before the first page of a sequence with this salt."""
+    return Prefix(None, ('salt', salt)) if salt else None
+
+
+def pages_for(config, page_size):
+    """The largest number of pages that a sequence of a model needs, and one without end if the model has a window."""
+    if not config.window:
+        return -(-config.block_size // page_size)
+    # a chunk of window + 1 tokens and the window - 1 before it, which begin anywhere in a page
+    n = -(-config.n_sink // page_size) + (2 * config.window - 2) // page_size + 2
+    return min(n, -(-config.max_positions // page_size)) if config.position == 'learned' else n

@@ -178,6 +178,12 @@ class Layer:
         """
         return self.k.read(slots, dtype, self.scratch, 'k'), self.v.read(slots, dtype, self.scratch, 'v')
 
+    def views(self, first, stride, S, K):
+        """The floats in slots first + i * stride + j for i < S and j < K: views (S, n_head, K, head_dim)."""
+        strides = stride * self.head_dim, self.n_slots * self.head_dim, self.head_dim, 1
+        shape, at = (S, self.n_head, K, self.head_dim), first * self.head_dim
+        return self.k.data.as_strided(shape, strides, at), self.v.data.as_strided(shape, strides, at)
+
     def copy(self, source, target, n):
         """Copy n slots from slot `source` on to those from slot `target` on, in their stored form."""
         for stored in self.tensors():
@@ -209,14 +215,13 @@ def free_memory(device):
     return free
 
 
-def check_memory(model, n_seq, type_kv):
-    """ValueError if a cache for n_seq sequences of a model takes more memory than is free."""
+def check_memory(model, n_slots, type_kv):
+    """ValueError if so many slots for a model take more memory than is free."""
     c, device = model.config, model.lm_head.weight.device
-    n_bytes = n_seq * c.n_slots * 2 * c.n_layer * c.n_kv_head * c.head_dim * BITS[type_kv] // 8
+    n_bytes = n_slots * 2 * c.n_layer * c.n_kv_head * c.head_dim * BITS[type_kv] // 8
     if n_bytes > ALWAYS_FREE and n_bytes > (free := free_memory(device)):
-        raise ValueError(f"keys and values of {n_seq:,} sequence{'s' * (n_seq > 1)} of {c.n_slots:,} tokens take "
-                         f"{n_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of memory are free: take "
-                         f"{'a smaller batch_size, ' * (n_seq > 1)}fewer max_new_tokens, or kv_bits=8 or 4")
+        raise ValueError(f"keys and values of {n_slots:,} tokens take {n_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "
+                         "of memory are free: take a smaller batch_size, fewer max_new_tokens, or kv_bits=8 or 4")
 
 
 def make_layers(model, n_slots, type_kv):

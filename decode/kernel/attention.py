@@ -12,6 +12,7 @@ import math
 from collections import namedtuple
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 
@@ -201,7 +202,8 @@ def attention_on(dtype):
     return CFunction(layer_attention)
 
 
-ATTENTION_ON = {dtype: attention_on(dtype) for dtype in (np.float32, np.uint16, np.int8)}
+KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}  # of keys and values, as numba sees them
+ATTENTION_ON = {dtype: attention_on(kind) for dtype, kind in KINDS.items()}
 
 
 @njit

@@ -5,6 +5,7 @@ and C functions, which compiled code calls by their addresses and need not be co
 import functools
 import hashlib
 import itertools
+import os
 import secrets
 import sys
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.ccallback import CFunc
 
 from decode.kernel.vectors import I64, instruction
-from decode.process import after_fork
 
 NOTICE = "compiling the decode step for this machine, which takes a minute; the next start finds it on disk ..."
 LONGEST_WAIT = 300  # seconds for another process that compiles the same; then this one compiles it too
@@ -28,7 +28,6 @@ N_ARGUMENTS = 5     # of a `CFunction`
 said = set()  # what this process has said on stderr
 
 
-@after_fork
 def begin_numbers():
     """
     numba numbers the functions that a process compiles, from 1 on, and uses the numbers in the names of machine code.
@@ -39,6 +38,8 @@ def begin_numbers():
 
 
 begin_numbers()
+if hasattr(os, 'register_at_fork'):
+    os.register_at_fork(after_in_child=begin_numbers)
 
 
 def hash_of(*parts):

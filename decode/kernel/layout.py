@@ -31,8 +31,9 @@ KV_GROUP = 32     # numbers of keys and values in int8 that share a scale
  N_DRAWN,        # result: after how many steps tokens were drawn
  ENDED,          # result: how many threads' draws have returned 0
  DRAW_NS,        # result: nanoseconds that the draws took
- # of the cache, see metadata.py
- N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(27)
+ LOGITS_STEP,    # bytes from the logits of a step to those of the next one; 0: each step writes over the last one's
+ # of the stored keys and values: those of head h begin at slot * SLOT_STRIDE + h * HEAD_STRIDE
+ N_SLOTS, SLOT_STRIDE, HEAD_STRIDE, N_SIZES) = range(28)
 
 LEARNED, ROPE, ALIBI, NONE = range(4)
 
@@ -40,11 +41,11 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
 (TOKENS,        # int64 (N,), or (N_STEPS + 1, N): one row is written behind each step
  POSITIONS,     # int64 (N,)
  QUERY_STARTS,  # int64 (S + 1,): the first row of each sequence, and N
- RUNS,          # int64 (S,): the address of each sequence's table of runs, see metadata.py
+ RUNS,          # int64 (S,): the address of each sequence's table of runs, see `decode.batch.Runs`
  N_RUNS,        # int64 (S,)
  WANTED,        # int64 (W,): rows, ascending
  LOGITS,        # float32 (W, vocab_size)
- DRAW, DRAW_DATA,  # the function that draws tokens, and its first argument, see metadata.NextTokens
+ DRAW, DRAW_DATA,  # the function that draws tokens, and its first argument, see sampling.py
  PART,          # the C function for weights of their type, see step.part_on
  ATTENTION,     # the C function for keys and values of their type, see attention.py
  KV_ARRAYS,     # int64 (n_layer, 4): the addresses of each layer's keys, values and their scales

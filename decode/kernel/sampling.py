@@ -1,19 +1,12 @@
 """
-The next token of each sample of a step, drawn from its row of logits.
+The next token of each sample of a step, drawn from its row of logits: the compiled twin of decode/draw.py.
 
-`DRAW` is called by the threads of the model's compiled step, after each step; see `decode.metadata.NextTokens`. It
-first applies the biases, the min_tokens and the penalties of the sample to its logits. A row of 50,000 numbers is read
-a few times and never sorted as a whole.
-
-A draw is the inverse of the cumulative distribution in the order of token ids, at one uniform number. That number is a
-function of the sample's seed and of how many tokens it has generated, so a sample that is preempted and computed
-again draws the same tokens. Weights are float32, as torch's softmax computes them, and so are the sums of CHUNK or
-BLOCK of them. Sums of those are float64.
+`DRAW` is called by the threads of the model's compiled step, after each step. It first applies the biases, the
+min_tokens and the penalties of the sample to its logits. A row of 50,000 numbers is read a few times and never sorted
+as a whole. Weights are float32, as torch's softmax computes them, and so are the sums of BLOCK of them. Sums of those
+are float64.
 
 `VERIFY` draws the tokens behind a chunk whose tokens were proposed, see `decode.speculative`.
-
-Where a table has noise, the draw is that of `model.sample_token` instead: the largest of the weights over exponential
-noise, which torch's generators have drawn.
 
 Rows are pointers here, with their length n beside them: numba compiles these in half of the time that arrays take.
 """
@@ -22,7 +15,7 @@ import math
 import numpy as np
 from numba import njit, uint64
 
-from decode.kernel.building import CFunction, keep_on_disk
+from decode.kernel.building import CFunction
 from decode.kernel.threads import clock, observe
 from decode.kernel.vectors import (
     LANES,
@@ -44,8 +37,8 @@ from decode.kernel.vectors import (
     zero_below,
 )
 
-CHUNK = 64  # tokens whose largest logit is known, and whose weights are added up together
-BLOCK = 4 * CHUNK  # tokens whose weights are added up together where the sums of chunks are not needed
+CHUNK = 64  # tokens whose largest logit is known
+BLOCK = 256  # tokens whose weights are added up together
 FEW, N_NARROWINGS = 256, 7  # `border` stops at an interval with at most FEW tokens, or after N_NARROWINGS passes
 # columns of a sample's settings
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = range(8)
@@ -65,13 +58,12 @@ WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
  STOPS,        # int64
  SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
  STOP_SOON,    # int64. Another thread sets it to 1; then no step follows
- NOISE,        # float32 (steps, N_SAMPLES, vocab_size), of the tokens by their number; or 0
  # numbers
  N_THREADS,    # how many threads have scratch; others draw nothing
  UNTIL,        # nanoseconds of `clock`. No step begins after this time
- N_TABLE) = range(15)
+ N_TABLE) = range(14)
 
-TAKE_BACK, TOGETHER = 1, 2  # bits of how `verify_tokens` draws
+GOLDEN = uint64(0x9E3779B97F4A7C15)
 
 # indices of the int64 entry of CHANGES, which says what is done to the logits of a sample
 (COUNTS,       # the address of int64 (vocab_size,): how often each token was generated; 0 without penalties
@@ -90,10 +82,9 @@ def mixed(x):
 
 
 @njit
-def uniform(seed, n):
-    """The uniform number in [0, 1) for token n of a sample: number n of the splitmix64 sequence of a mixed seed."""
-    x = mixed(mixed(uint64(seed) + uint64(0x9E3779B97F4A7C15)) + uint64(n + 1) * uint64(0x9E3779B97F4A7C15))
-    return np.float64(x >> uint64(11)) * 2.0**-53
+def noise_key(seed, number):
+    """See `noise_key` of decode/draw.py."""
+    return mixed(mixed(uint64(seed) + GOLDEN) + uint64(number + 1) * GOLDEN)
 
 
 @njit
@@ -295,58 +286,30 @@ def keep_top_p(row, weights, n, largest, factor, top_p, values, masses):
 
 
 @njit
-def at_share(weights, n, share, sums):
+def largest_over_noise(weights, tokens, chooses, n, key):
     """
-    The first index at which the cumulative weight is more than this share of all. Sums have one fixed order; those of
-    chunks are written to `sums`.
+    The first index whose weight over its noise is largest. chooses: are indices those of `tokens`? Noise is
+    -log(u) >= 1 - u, so few logarithms are needed.
     """
-    total = 0.0
-    for start in range(0, n, CHUNK):
-        v, end = constant(0.0), min(n, start + CHUNK)
-        for i in range(start, end, LANES):
-            v = v + load_until(weights, i, end)
-        sums[start // CHUNK] = sum_lanes(v)
-        total += sums[start // CHUNK]
-    target, before, last = share * total, 0.0, 0
-    for start in range(0, n, CHUNK):
-        if before + sums[start // CHUNK] <= target:
-            before += sums[start // CHUNK]
-            continue
-        for i in range(start, min(n, start + CHUNK)):
-            before += weights[i]
-            if before > target:
-                return i
-    for i in range(n):  # rounding: the target is the whole
-        if weights[i] > 0.0:
-            last = i
-    return last
-
-
-@njit
-def largest_over(noise, weights, tokens, chooses, n):
-    """
-    The first index whose weight over its noise is largest; noise has a number for each token, the others one for each
-    index. chooses: are indices those of `tokens`?
-    """
-    largest, found = np.float32(-1.0), 0
+    largest, found = -1.0, 0
     for i in range(n):
         if weights[i] > 0.0:
-            x = weights[i] / noise[tokens[i] if chooses else i]
-            if x > largest:
-                largest, found = x, i
+            x = mixed(key + uint64(tokens[i] + 1 if chooses else i + 1) * GOLDEN)
+            u, weight = (np.float64(x >> uint64(12)) + 0.5) * 2.0**-52, np.float64(weights[i])
+            if weight > largest * (1.0 - u):
+                score = weight / -math.log(u)
+                if score > largest:
+                    largest, found = score, i
     return found
 
 
 @njit
-def drawn(row, n, settings, share, noise_at, scratch):
-    """
-    The token of a row at this share of the probability that its settings leave, or by the noise at this address, if it
-    is not 0. scratch: the address of the thread's.
-    """
+def drawn(row, n, settings, key, scratch):
+    """The token of a row that its settings and the noise of this key draw. scratch: the address of the thread's."""
     temperature, top_k, top_p, min_p = settings[TEMPERATURE], settings[TOP_K], settings[TOP_P], settings[MIN_P]
     weights, values, ranked, masses = (floats_at(scratch + 8 * n * WEIGHTS), floats_at(scratch + 8 * n * VALUES),
                                        floats_at(scratch + 8 * n * RANKED), floats_at(scratch + 8 * n * MASSES))
-    tokens, sums = longs_at(scratch + 8 * n * TOKENS), doubles_at(scratch + 8 * n * MASSES)
+    tokens = longs_at(scratch + 8 * n * TOKENS)
     largest = find_peaks(row, n, weights)
     if temperature == 0.0 or not abs(largest) < math.inf:  # infinite, or NaN: a penalty can make a logit infinite
         return first_of(row, n, weights, largest)
@@ -362,10 +325,7 @@ def drawn(row, n, settings, share, noise_at, scratch):
                 weights[i] = 0.0
     if top_p < 1.0:
         keep_top_p(row, weights, n, largest, factor, top_p, ranked, masses)
-    if noise_at != 0:
-        i = largest_over(floats_at(noise_at), weights, tokens, chooses, n)
-    else:
-        i = at_share(weights, n, share, sums)
+    i = largest_over_noise(weights, tokens, chooses, n, key)
     return tokens[i] if chooses else i
 
 
@@ -400,10 +360,7 @@ def next_token(table, i, row, scratch):
             own[t] = row[t]
         change(own, V, changes, settings, number, stops, n_stops)
         row = own
-    noise_at = table[NOISE]
-    if noise_at != 0:
-        noise_at += 4 * V * (table[N_SAMPLES] * number + i)
-    token = drawn(row, V, settings, uniform(longs_at(table[SEEDS])[i], number), noise_at, scratch)
+    token = drawn(row, V, settings, noise_key(longs_at(table[SEEDS])[i], number), scratch)
     count_token(table, i, token, 1)
     return token
 
@@ -450,41 +407,35 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     return 0 if ended or observe(longs_at(table[STOP_SOON]), 0) != 0 or clock() >= table[UNTIL] else 1
 
 
-def verify_tokens(table_at, logits_at, tokens_at, n, how):
+def verify_tokens(table_at, logits_at, tokens_at, n, take_back):
     """
     Draw up to n tokens of each sample from logits float32 (N_SAMPLES, n, vocab_size), which were computed behind its
     newest token and n - 1 proposals. A sample draws on while what it has drawn is what was proposed: the logits behind
     any other token are not those of its text.
 
     tokens: int64 (n + 1, N_SAMPLES). Row 0 has the newest tokens, the next n - 1 rows have the proposals. Rows 1 to n
-    get the tokens that are drawn, and -1 behind the last of a sample. how: TAKE_BACK if `draw_tokens` has drawn the
-    proposals, from other logits: they are taken back first. TOGETHER if all samples are to draw as many tokens as the
-    one that draws fewest. Returns the most tokens of a sample; the same number negative if a token ends its sample.
+    get the tokens that are drawn, and -1 behind the last of a sample. take_back: 1 if `draw_tokens` has drawn the
+    proposals, from other logits: they are taken back first. Returns the most tokens of a sample; the same number
+    negative if a token ends its sample.
     """
     table, tokens, most, ended = longs_at(table_at), longs_at(tokens_at), 0, False
     B, V = table[N_SAMPLES], table[VOCAB_SIZE]
     for i in range(B):
         for j in range(1, n):
-            if how & TAKE_BACK:
+            if take_back:
                 count_token(table, i, tokens[j * B + i], -1)
         tokens[n * B + i] = 0
     for j in range(1, n + 1):
-        parts = False  # does a sample draw another token than was proposed?
         for i in range(B):
             if tokens[j * B + i] < 0:
                 continue
             token, most = next_token(table, i, floats_at(logits_at + 4 * V * (n * i + j - 1)), table[SCRATCH]), j
             ends = is_stop(table, i, token)
             if ends or token != tokens[j * B + i]:
-                parts = True
                 for later in range(j + 1, n + 1):
                     tokens[later * B + i] = -1
             tokens[j * B + i] = token
             ended |= ends
-        if parts and how & TOGETHER:
-            for later in range((j + 1) * B, (n + 1) * B):
-                tokens[later] = -1
-            break
     return -most if ended else most
 
 
@@ -498,35 +449,3 @@ def table_of(vocab_size, arrays):
     for index, array in arrays.items():
         table[index] = array.ctypes.data
     return table
-
-
-@keep_on_disk
-@njit(nogil=True)
-def log_probabilities(logits, tokens, scratch, logprobs, ranks, top, top_logprobs):
-    """
-    Of each row of logits: the log probability of its token, the token's rank (1 for the likeliest), and as many of the
-    likeliest tokens as `top` has columns, with theirs; of equal ones the first comes first.
-    """
-    V, k, weights = logits.shape[1], top.shape[1], floats_at(scratch.ctypes.data)
-    for i in range(len(tokens)):
-        row = floats_at(logits[i].ctypes.data)
-        largest = find_peaks(row, V, weights)
-        exponentials(row, V, largest, np.float32(1.0), weights)
-        total = 0.0
-        for t in range(V):
-            total += weights[t]
-        log_total, own = np.float64(largest) + np.log(total), row[tokens[i]]
-        rank, n = 1, 0
-        for t in range(V):
-            x = row[t]
-            rank += x > own
-            if n < k or k and x > row[top[i, k - 1]]:
-                at = n if n < k else k - 1
-                while at and x > row[top[i, at - 1]]:
-                    top[i, at] = top[i, at - 1]
-                    at -= 1
-                top[i, at] = t
-                n = min(n + 1, k)
-        for j in range(k):
-            top_logprobs[i, j] = row[top[i, j]] - log_total
-        logprobs[i], ranks[i] = own - log_total, rank

@@ -2,7 +2,7 @@
 One step of a GPT on the CPU: the new tokens of any sequences in, logits out, keys and values written where they belong.
 
 The new tokens of all sequences are rows on one axis: a prompt, a part of one, or the next token. Where the keys and
-values of each sequence lie is in metadata.py, all other arrays are in layout.py.
+values of each sequence lie is in its `decode.batch.Runs`, all other arrays are in layout.py.
 
 Before it writes anything, a step checks all that it was given and lists the slots that it will read. All addresses of
 keys and values come from this list. Each sequence has one entry for each key that its new tokens see, in the order of
@@ -68,7 +68,6 @@ from decode.kernel.vectors import (
     shorts_at,
     store,
 )
-from decode.metadata import KINDS
 from decode.weights import WEIGHTS
 
 POSTED_THREADS, POSTED_MEMORY, POSTED_SIZES = 2, 3, 4  # in line 0 of threads.Workers.post: the step that is posted
@@ -354,6 +353,7 @@ def go_on(memory, sizes):
         return False
     positions, n_rows = longs_at(memory[layout.POSITIONS]), sizes[layout.N_ROWS]
     memory[layout.TOKENS] += 8 * n_rows
+    memory[layout.LOGITS] += sizes[layout.LOGITS_STEP]
     for r in range(n_rows):
         positions[r] += 1
     sizes[layout.N_DRAWN] += 1
@@ -434,7 +434,7 @@ workers = Workers(work)  # of the steps of all decoders, which take turns
 
 def team_for(weights, dtype, n_threads):
     """
-    The `Workers`. A step on weights, a key of `WEIGHTS`, and attention for keys and values of a dtype of `KINDS`, are
+    The `Workers`. A step on weights, a key of `WEIGHTS`, and attention for keys and values of a dtype of torch, are
     compiled or loaded from disk.
     """
     if not step.signatures:
@@ -442,6 +442,6 @@ def team_for(weights, dtype, n_threads):
         work.compile((int64,) * 3)
         check.compile((int64, int64))
     PART_ON[weights].compiled  # noqa: B018 (it is compiled here)
-    ATTENTION_ON[KINDS[dtype]].compiled  # noqa: B018
+    ATTENTION_ON[dtype].compiled  # noqa: B018
     workers.ready(n_threads)
     return workers

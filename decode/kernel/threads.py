@@ -20,7 +20,6 @@ from numba import njit, types
 from numba.core import cgutils
 
 from decode.kernel.vectors import I32, I64, address, call, instruction
-from decode.process import after_fork, step_lock
 
 LINE = 8  # int64 in a cache line of 64 bytes
 SPIN = 50_000  # nanoseconds that a thread spins at a barrier before it sleeps
@@ -164,13 +163,10 @@ def aligned(shape, dtype):
     return raw[start:start + size].view(dtype).reshape(shape)
 
 
-teams = []  # all `Workers`
-
-
 class Workers:
     """
     Threads 1, 2, ... of a step; thread 0 is the caller's own. They are started when they are first needed, wait
-    between steps, and end with the process.
+    between steps, and end with the process. lock: one step at a time.
 
     loop: compiled, without Python's lock, (address of post, thread, steps seen) -> 0. It computes the part of thread
         number `thread` in each step that is posted, until STOP is set in its line. It returns at once where a thread of
@@ -182,11 +178,15 @@ class Workers:
     def __init__(self, loop):
         self.loop = loop
         self.forget()
-        teams.append(self)
+        atexit.register(self.stop)
+        if hasattr(os, 'register_at_fork'):
+            os.register_at_fork(after_in_child=self.forget)
 
     def forget(self):
-        """Begin again without threads, in the child of a fork."""
-        self.n_ready, self.threads, self.stopped = 1, [], False
+        """Begin again without threads, in the child of a fork. torch's threads are not there either."""
+        if getattr(self, 'threads', None) is not None:
+            torch.set_num_threads(1)
+        self.lock, self.n_ready, self.threads, self.stopped = threading.RLock(), 1, [], False
         self.post = aligned((max(n_cores(), os.cpu_count() or 1), LINE), np.int64)
         self.address = self.post.ctypes.data
 
@@ -214,57 +214,10 @@ class Workers:
 
     def stop(self):
         """End the threads, before the memory that they read is freed."""
-        self.stopped, self.n_ready = True, 1
-        self.post[1:, STOP] = 1
-        self.post[1:, 0] += 1
-        for thread in self.threads:
-            if thread.ident is not None:
-                thread.join(1)
-
-
-class OneTorchThread:
-    """
-    From the first `enter` to the last `leave`, of any threads, torch computes on one thread; then on as many as before.
-    """
-
-    def __init__(self):
-        self.forget()
-
-    def forget(self):
-        self.lock, self.uses, self.before = threading.Lock(), 0, None
-
-    def number(self):
-        """How many threads torch uses when this is not in use."""
-        return self.before if self.uses else torch.get_num_threads()
-
-    def enter(self):
         with self.lock:
-            self.before = self.number()
-            self.uses += 1
-        torch.set_num_threads(1)
-
-    def leave(self):
-        with self.lock:
-            if self.uses:  # 0 in a child that was forked after `enter`
-                self.uses -= 1
-                torch.set_num_threads(self.before)
-
-
-one_torch_thread = OneTorchThread()
-
-
-@after_fork
-def forget_threads():
-    """The child of a fork has neither the workers nor torch's threads."""
-    if teams:
-        torch.set_num_threads(1)
-        one_torch_thread.forget()
-        for team in teams:
-            team.forget()
-
-
-@atexit.register
-def stop_workers():
-    with step_lock:
-        for team in teams:
-            team.stop()
+            self.stopped, self.n_ready = True, 1
+            self.post[1:, STOP] = 1
+            self.post[1:, 0] += 1
+            for thread in self.threads:
+                if thread.ident is not None:
+                    thread.join(1)

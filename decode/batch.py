@@ -1,0 +1,172 @@
+"""
+One step's work, as an executor is given it, and what comes of it.
+
+    drawn = executor.execute_model(batch)
+
+The call is vLLM's. A `Batch` has the new tokens of any sequences one after the other on one axis: prompts, parts of
+prompts, and single tokens. Where the keys and values of a sequence lie is said by its `Runs`. A slot holds the keys and
+values of one position in all layers; which slot is in which page or cell is known to the pool alone.
+"""
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+
+class NotNumbers(ValueError):
+    """The logits of a step are NaN or infinite."""
+
+    def __init__(self):
+        super().__init__("the model's logits are not numbers: its weights are broken")
+
+
+class Refused(ValueError):
+    """A batch that does not fit the model or the slots. It is raised before the first write."""
+
+
+class Runs:
+    """
+    The slots of one sequence in the order of its positions: rows of int64 (position, slot, n), which say that the n
+    positions from `position` on lie in the slots from `slot` on, side by side.
+
+    Positions ascend, and may be missing where no new token sees them. A run may be longer than the sequence is so far.
+    `table[:n]` are the rows, `address` is where they begin in memory.
+    """
+    __slots__ = 'table', 'n', 'address', 'next'  # next: (position, slot) that would extend the last run, or None
+
+    def __init__(self, rows=()):
+        self.n, self.next = 0, None
+        self.grow(4)
+        for row in rows:
+            self.append(*row)
+
+    def grow(self, n):
+        table = np.zeros((n, 3), np.int64)
+        if self.n:
+            table[:self.n] = self.table[:self.n]
+        self.table, self.address = table, table.__array_interface__['data'][0]  # sooner than table.ctypes.data
+
+    def append(self, position, slot, n=1):
+        """Add n positions at the end. They extend the last run if they go on where it ends."""
+        if (position, slot) == self.next:
+            self.table[self.n - 1, 2] += n
+        else:
+            if self.n == len(self.table):
+                self.grow(2 * self.n)
+            self.table[self.n] = position, slot, n
+            self.n += 1
+        self.next = position + n, slot + n
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """
+    sequences: those of the step, each once. Executors read of each: `runs`, its `Runs`, with slots for the positions of
+        its new tokens and of all that these see; `tokens`, its text, a list; `n_drawn`, how many of these were drawn;
+        `settings`, its `draw.DrawSettings`.
+    counts: how many new tokens each brings, at least 1, a list (S,).
+    tokens: the new tokens, int64 (N,). positions: theirs, int64 (N,); those of a sequence are consecutive.
+    n_steps: int64 (S,). How many tokens each sequence may draw in this call; 0 where its last token is not the last of
+        its text. More than 1 only if every sequence brings one token: what is drawn is then the next step's token, and
+        there are slots for all of them.
+    scored: for each sequence, are the logits of all of its new tokens wanted? A list. Then n_steps is at most 1.
+    kept: for each sequence, are the logits wanted from which its tokens are drawn? A list.
+    copies: (source, target, n) of slots, which are copied before anything else, in this order.
+    until: no step begins after this time of `now`. stop_soon: none begins once stop_soon[0] is not 0; another thread
+        may set it.
+    """
+    sequences: list
+    counts: list
+    tokens: np.ndarray
+    positions: np.ndarray
+    n_steps: np.ndarray
+    scored: list
+    kept: list
+    copies: list = ()
+    until: int = 2**63 - 1
+    stop_soon: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
+
+    @property
+    def decodes(self):
+        """Does each sequence bring one token and draw at least one?"""
+        return len(self.tokens) == len(self.counts) and self.n_steps.min() > 0 and not any(self.scored)
+
+    def is_late(self):
+        """May no other step of this call begin?"""
+        return bool(self.stop_soon[0]) or now() >= self.until
+
+    def rows(self):
+        """
+        The rows, of N, whose logits a single step computes, int64 (W,); and for each sequence where its own are among
+        them, a slice. The last one of a sequence that draws is the one it draws from.
+        """
+        rows, parts, first = [], [], 0
+        for count, n, scored in zip(self.counts, self.n_steps.tolist(), self.scored):
+            own = range(first if scored else first + count - (n > 0), first + count)
+            parts.append(slice(len(rows), len(rows) + len(own)))
+            rows += own
+            first += count
+        return np.array(rows, np.int64), parts
+
+    def result(self, drawn, logits, parts):
+        """
+        The `Drawn` of a single step. drawn: the token of each sequence that draws, a list. logits: a tensor of the rows
+        and `parts` of `rows`.
+        """
+        tokens = iter(drawn)
+        return [Drawn([next(tokens)] if n else [], logits[part] if scored or kept and n else None)
+                for n, scored, kept, part in zip(self.n_steps.tolist(), self.scored, self.kept, parts)]
+
+
+@dataclass(slots=True)
+class Drawn:
+    """
+    What a call gives a sequence. tokens: those it drew, a list. logits: float32 (n, vocab_size) that were wanted: of
+    its new tokens, or those from which the tokens were drawn; None if none were wanted. first: the position of its
+    first new token.
+    """
+    tokens: list
+    logits: torch.Tensor | None = None
+    first: int = 0
+
+
+def now():
+    """Nanoseconds since some moment, as `clock` of decode/kernel/threads.py counts them."""
+    return time.clock_gettime_ns(time.CLOCK_MONOTONIC) if hasattr(time, 'CLOCK_MONOTONIC') else time.monotonic_ns()
+
+
+def step_slots(config, batch):
+    """
+    The slots of a batch as arrays: (own, seq, position, slot). own: int64 (N,), the slot of each new token. The others
+    are int64 (K,), all keys that the new tokens see, their own included: the number of the sequence in this batch, in
+    ascending order, the position, the slot. `Refused` if a sequence has no slot for a position that is seen.
+    """
+    n_new, tables = np.array(batch.counts), [s.runs.table[:s.runs.n] for s in batch.sequences]
+    last = n_new.cumsum() - 1
+    end = batch.positions[last] + 1
+    first = np.maximum(end - n_new - config.window + 1, config.n_sink) if config.window else np.zeros_like(end)
+    of_run = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    position, slot, n = np.concatenate(tables).T
+    parts = [(np.maximum(position, first[of_run]), np.minimum(position + n, end[of_run]))]
+    if config.n_sink:
+        parts.insert(0, (position, np.minimum(np.minimum(position + n, config.n_sink), end[of_run])))
+    found = []
+    for low, high in parts:
+        n_keys = np.maximum(high - low, 0)
+        step = np.arange(n_keys.sum()) - np.repeat(n_keys.cumsum() - n_keys, n_keys)  # 0, 1, ... within each run
+        found.append((np.repeat(of_run, n_keys), np.repeat(low, n_keys) + step,
+                      np.repeat(slot + low - position, n_keys) + step))
+    seq, position, slot = (np.concatenate(each) for each in zip(*found)) if len(found) > 1 else found[0]
+    if len(found) > 1:
+        order = seq.argsort(kind='stable')
+        seq, position, slot = seq[order], position[order], slot[order]
+    n_keys = np.bincount(seq, minlength=len(tables))
+    n_seen = end - first + np.minimum(config.n_sink, first)
+    if (n_keys != n_seen).any():
+        number = int((n_keys != n_seen).argmax())
+        raise Refused(f"sequence number {number} of this batch has slots for {n_keys[number]} of {n_seen[number]} "
+                      "positions that its new tokens see: its runs must have all of them")
+    # the new tokens' own positions are the last ones of each sequence
+    own = np.repeat(n_keys.cumsum() - 1 - last, n_new) + np.arange(len(batch.tokens))
+    return slot[own], seq, position, slot

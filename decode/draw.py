@@ -1,0 +1,192 @@
+"""
+The next token of each sequence, drawn from its logits. `draw` is the definition; decode/kernel/sampling.py and
+decode/gpu/drawing.py are compiled twins of it.
+
+A draw takes the largest of weight / noise, where the noise is exponential: that draws token i with probability
+weight i / sum of weights (the Gumbel-max trick, as `model.sample_token` does it). The noise is a hash of the sample's
+seed, of how many tokens the sample has drawn before, and of the token id. So a sample draws the same tokens in any
+batch, on any device, and when it is computed again; and models that differ by rounding draw the same tokens but where
+the two largest are nearly equal.
+"""
+import math
+
+import numpy as np
+import torch
+
+# columns of a sample's settings, in this order
+NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'presence_penalty', 'frequency_penalty', 'repetition_penalty')
+DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
+                repetition_penalty=1.0)
+GOLDEN = 0x9E3779B97F4A7C15
+LEAST_WEIGHT = -87.0  # weights below e ** -87 of the largest are 0
+
+
+class DrawSettings:
+    """
+    How one sample draws.
+
+    values: the numbers of NAMES: temperature divides the logits, 0 takes the largest. top_k keeps the k largest and
+    ties with the k-th, 0 keeps all. min_p keeps those with at least this share of the largest probability. top_p keeps
+    the fewest that hold this much probability. presence_penalty and frequency_penalty are subtracted from the logit of
+    a token that was drawn, once and for each time. repetition_penalty divides the positive logits of all tokens of
+    prompt and sample, and multiplies the negative ones.
+    seed: of the noise. stops: token ids that end the sample, ascending; they are not drawn before min_tokens others.
+    bias_tokens, biases: int64 and float64 (n,), numbers that are added to logits.
+    penalised: does it have penalties? Then there are, once it draws, counts: int64 (vocab_size,), how often each token
+    was drawn, and in_prompt: uint8 (vocab_size,), 1 for the tokens of the prompt, a list.
+    """
+    __slots__ = ('vocab_size', 'values', 'seed', 'stops', 'min_tokens', 'bias_tokens', 'biases', 'penalised', 'prompt',
+                 'counts', 'in_prompt', 'n_counted')
+
+    def __init__(self, vocab_size, seed=0, stops=(), min_tokens=0, logit_bias=(), prompt=(), **values):
+        values = DEFAULTS | values
+        values['top_k'] = min(max(values['top_k'] or 0, 0), vocab_size)
+        self.values = tuple(float(values[name]) for name in NAMES)
+        self.seed, self.stops, self.min_tokens = seed % 2**64, sorted(stops), min_tokens if stops else 0
+        biases = dict(logit_bias)
+        self.bias_tokens, self.biases = np.array([*biases], np.int64), np.array([*biases.values()], np.float64)
+        self.vocab_size, self.penalised, self.prompt = vocab_size, self.values[4:] != (0.0, 0.0, 1.0), prompt
+        self.counts, self.in_prompt, self.n_counted = None, None, 0
+
+    def count(self, drawn):
+        """Let `counts` be of these tokens, which the sample has drawn so far, a list."""
+        if self.penalised and (self.counts is None or self.n_counted != len(drawn)):
+            self.counts = np.bincount(np.array(drawn, np.int64), minlength=self.vocab_size)
+            if self.in_prompt is None:
+                self.in_prompt = np.zeros(self.vocab_size, np.uint8)
+                self.in_prompt[list(self.prompt)] = 1
+        self.n_counted = len(drawn)
+
+    @property
+    def changes_logits(self):
+        """May logits be changed before a draw?"""
+        return self.penalised or len(self.biases) > 0 or self.min_tokens > 0
+
+
+def draw(logits, settings, numbers):
+    """
+    The next token of each row, int64 (B,): logits (B, vocab_size), the `DrawSettings` of each row, and the number of
+    its token, which counts those that the sample has drawn from 0 on. `counts` of the settings are of the tokens before
+    it.
+    """
+    logits = logits.float()
+    if any([s.changes_logits for s in settings]):
+        logits = torch.stack([changed(row, *of) for row, *of in zip(logits, settings, numbers)])
+    shapes = [s.values[:4] for s in settings]
+    if shapes.count(shapes[0]) == len(shapes):
+        return draw_alike(logits, *shapes[0], [s.seed for s in settings], numbers)
+    return torch.cat([draw_alike(row[None], *shape, [s.seed], [number])
+                      for row, shape, s, number in zip(logits, shapes, settings, numbers)])
+
+
+def changed(row, settings, number):
+    """Logits (vocab_size,) after biases, min_tokens and penalties, in this order, which is vLLM's."""
+    s, row = settings, row.clone()
+    if len(s.biases):
+        at = torch.from_numpy(s.bias_tokens).to(row.device)
+        row[at] += torch.from_numpy(s.biases).to(row)
+    if number < s.min_tokens:
+        row[s.stops] = -math.inf
+    if s.penalised:
+        presence, frequency, repetition = s.values[4:]
+        counts, in_prompt = torch.from_numpy(s.counts).to(row.device), torch.from_numpy(s.in_prompt).to(row.device)
+        seen = (counts > 0) | (in_prompt > 0)
+        row = torch.where(seen, torch.where(row > 0, row / repetition, row * repetition), row)
+        row = torch.where(counts > 0, row - (frequency * counts + presence).to(row), row)
+    return row
+
+
+def draw_alike(logits, temperature, top_k, top_p, min_p, seeds, numbers):
+    """`draw` for rows with the same settings, whose logits are changed already."""
+    largest = logits.max(dim=-1, keepdim=True).values
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    tokens = torch.arange(logits.size(-1), device=logits.device).expand(logits.shape)
+    if 0 < top_k < logits.size(-1):
+        logits, tokens = kept_by_top_k(logits, int(top_k))
+    exponents = (logits - largest) * max(1.0 / temperature, 1e-30)
+    weights = exponents.exp().masked_fill_(exponents < LEAST_WEIGHT, 0.0)
+    if min_p > 0:
+        weights.masked_fill_(weights < min_p, 0.0)
+    if top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+        masses = weights.gather(-1, order).double()
+        before = masses.cumsum(dim=-1) - masses
+        outside = before >= top_p * masses.sum(dim=-1, keepdim=True)
+        outside[:, 0] = False
+        weights.masked_fill_(torch.zeros_like(outside).scatter_(-1, order, outside), 0.0)
+    best = (weights.double() / exponential_noise(seeds, numbers, tokens)).argmax(dim=-1, keepdim=True)
+    # a penalty can make a logit infinite
+    best = torch.where(largest.isfinite(), best, logits.argmax(dim=-1, keepdim=True))
+    return tokens.gather(-1, best).squeeze(-1)
+
+
+def kept_by_top_k(logits, k):
+    """The logits (B, n) that are at least the k-th largest of their row, and their token ids, in ascending order."""
+    kth = logits.topk(k).values[:, -1:]
+    kept = logits >= kth
+    n = int(kept.sum(dim=-1).max())
+    tokens = kept.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[:, :n] if n < logits.size(-1) else (
+        torch.arange(n, device=logits.device).expand(logits.shape))
+    found = logits.gather(-1, tokens)
+    return found.masked_fill(found < kth, -math.inf), tokens
+
+
+def exponential_noise(seeds, numbers, tokens):
+    """
+    The noise of tokens (B, n), float64: row b is of the sample with seed b and of its token number b. It is the
+    logarithm of a number between 0 and 1 of 52 bits, which splitmix64 makes of the three.
+    """
+    where = 'cpu' if tokens.device.type == 'mps' else tokens.device  # mps has no float64
+    keys = torch.tensor([noise_key(seed, number) for seed, number in zip(seeds, numbers)], device=where)
+    x = mixed(keys[:, None] + (tokens.to(where) + 1) * signed(GOLDEN))
+    return -((shifted(x, 12) + 0.5) * 2.0**-52).log().to(tokens.device)
+
+
+def noise_key(seed, number):
+    """What is the same in the noise of all tokens: an int64 as Python's int."""
+    x = mixed_int(mixed_int((seed + GOLDEN) % 2**64) + (number + 1) * GOLDEN)
+    return signed(x)
+
+
+def signed(x):
+    """The 64 bits of a whole number as those of an int64."""
+    return (x + 2**63) % 2**64 - 2**63
+
+
+def mixed_int(x):
+    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    x %= 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def mixed(x):
+    """`mixed_int` of the bits of an int64 tensor."""
+    x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
+    return x ^ shifted(x, 31)
+
+
+def shifted(x, n):
+    """The bits of an int64 tensor moved down by n, with zeros above them."""
+    return (x >> n) & (2**(64 - n) - 1)
+
+
+def log_probabilities(logits, tokens, k):
+    """
+    Of each row of logits (n, vocab_size) and its token: (log probability, rank from 1 on, the k likeliest tokens, their
+    log probabilities), lists (n,), (n,), (n, k) and (n, k); of equal ones the first comes first.
+    """
+    logits = logits.double()
+    totals = logits.logsumexp(dim=-1, keepdim=True)
+    own = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
+    ranks, top = (1 + (logits > own).sum(dim=-1)).tolist(), []
+    if k := min(k, logits.size(-1)):
+        for row, kth in zip(logits, logits.topk(k).values[:, -1]):
+            among = (row >= kth).nonzero().squeeze(-1)
+            top.append(among[row[among].sort(descending=True, stable=True).indices[:k]])
+    likeliest = torch.stack(top) if top else torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+    values = (logits.gather(-1, likeliest) - totals).tolist()
+    return (own - totals).squeeze(-1).tolist(), ranks, likeliest.tolist(), values

@@ -1,0 +1,273 @@
+"""
+The engine: one loop. The scheduler says which tokens of which sequences come next, the pool gives them slots, the
+executor computes and draws, the sequences get their tokens.
+
+    engine = Engine(model)
+    for number, tokens in engine.stream([[1, 2, 3], [4]], 100, temperature=0.8):    # tokens of a prompt, as they come
+        ...
+
+One thread calls it.
+"""
+import os
+import sys
+from threading import get_ident
+
+import numpy as np
+
+from decode.batch import Refused, now
+from decode.draw import DrawSettings
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+from kvcache import BlockPool, check_memory, make_layers, pages_for
+
+PAUSE = 0.04  # seconds that a call of several steps takes at most
+PAGE_SIZE = 16
+N_PAGES, MEMORY = 1024, 2**30  # of a pool, by default; bytes of keys and values
+
+
+class Engine:
+    """
+    model: a GPT in eval mode. executor: of the model, see `decode.best`; by default the one in PyTorch. pool: of
+    `kvcache`; by default one of pages with 2**30 bytes at most. budget: the most tokens of a step, which all sequences
+    wait for. kv_bits: 0 stores keys and values as the executor computes them, 8 and 4 round them.
+
+    The tokens and logits of a sequence are those that it has alone, with a compiled executor bit for bit, whoever else
+    runs, whatever is remembered, and whenever it was preempted. Tokens are the only record. After an exception inside
+    of a step, after an interrupt, and when weights have changed, all keys and values are computed again.
+
+    pause: seconds that a call of several steps takes at most. stop_soon: another thread may set stop_soon[0] to 1;
+    then the present call is over soon.
+    """
+
+    def __init__(self, model, executor=None, pool=None, budget=2048, most_running=256, kv_bits=0):
+        if executor is None:
+            from decode.eager import EagerExecutor
+            executor = EagerExecutor(model)
+        self.model, self.executor, self.pool = model, executor, pool or default_pool(model.config)
+        n_slots = getattr(self.pool, 'n_slots', 0)
+        if n_slots:
+            type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
+            check_memory(model, n_slots, type_kv)
+            executor.hold(make_layers(model, n_slots, type_kv))
+        self.scheduler = Scheduler(self.pool, budget, most_running)
+        self.pause, self.stop_soon = PAUSE, np.zeros(8, np.int64)  # a cache line: a thread sets it
+        self.weights, self.pid, self.thread, self.unfinished = weights_of(model), os.getpid(), None, False
+        self.over = []  # sequences that have ended without a step
+
+    def add(self, prompt, max_new_tokens, n=1, seed=0, stops=(), min_tokens=0, logit_bias=(), salt='', scores=False,
+            logprobs=False, owner=None, when_full=None, keep=None, n_keep=0, **values):
+        """
+        Begin n sequences that continue a prompt, a list of token ids. Returns them. Number i draws with seed + i.
+
+        stops, min_tokens, logit_bias, values: see `decode.draw.DrawSettings`; salt, scores, logprobs, owner: see
+        `Sequence`. when_full: what becomes of a context of block_size tokens that gets another one.
+            'crop': the last block_size tokens, as in nanoGPT. Each token then costs a full pass.
+            'shift': the first n_keep tokens of the prompt and the last `keep`, by default half of block_size; they are
+            computed again at their new positions, which makes room for more tokens at one step each.
+            None: 'crop'. A model with a window and without learned positions has no full context, and takes None only.
+        ValueError if the prompt or the settings make no sense, or do not fit the model or the pool.
+        """
+        self.check_caller()
+        c = self.model.config
+        checked_prompt(prompt, c.vocab_size)
+        n_kept, keep = context_of(c, when_full, keep, n_keep, len(prompt))
+        self.check_room(prompt, max_new_tokens, n)
+        self.notice_changes()
+        sequences = [
+            Sequence(prompt, DrawSettings(c.vocab_size, seed + i, stops, min_tokens, logit_bias, prompt, **values),
+                     max_new_tokens, c.max_positions, n_kept, keep, salt, scores and i == 0, logprobs, owner)
+            for i in range(n)]
+        if max_new_tokens == 0 and not (scores and len(prompt) > 1):  # nothing of them is to be computed
+            for s in sequences:
+                s.ended = 'length'
+            self.over += sequences
+        else:
+            self.scheduler.add(sequences)
+        return sequences
+
+    def check_room(self, prompt, max_new_tokens, n):
+        """ValueError if a sequence can never fit into the pool."""
+        c, page_size = self.model.config, self.pool.page_size
+        if page_size:
+            n_tokens = min(len(prompt) + max(0, max_new_tokens - 1), c.max_positions)  # the last one is not computed
+            n_pages = min(-(-n_tokens // page_size), pages_for(c, page_size))
+            if n_pages > self.pool.n_pages:
+                raise ValueError(f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones take {n_pages} pages "
+                                 f"of {page_size} slots, and the pool has {self.pool.n_pages}: ask for fewer, or make "
+                                 "a larger pool")
+
+    def step(self):
+        """
+        One call of the executor. Returns [(sequence, its `decode.batch.Drawn`)]; a sequence that has ended says why.
+        """
+        self.check_caller()
+        self.thread = get_ident()
+        try:
+            if self.unfinished:  # an exception has ended the step before, at any place
+                self.reset()
+            self.unfinished = True
+            over, self.over = [(s, None) for s in self.over], []
+            batch = self.scheduler.next(now() + int(1e9 * self.pause), self.stop_soon)
+            results = over + (self.run(batch) if batch else [])
+            self.unfinished = False
+            return results
+        finally:
+            self.thread = None
+
+    def run(self, batch):
+        """What `step` returns of a batch."""
+        try:
+            drawn = self.executor.execute_model(batch)
+        except Exception as error:
+            return self.recover(batch, error)
+        results = []
+        for s, count, of_s in zip(batch.sequences, batch.counts, drawn):
+            of_s.first = s.n_computed
+            s.extend(of_s.tokens)
+            self.pool.computed(s, count + max(0, len(of_s.tokens) - 1))
+            if len(s.tokens) == s.n_end and s.n_computed >= s.length - 1:
+                s.ended = s.ended or 'length'  # of a prompt that is only to be computed
+            if of_s.tokens or s.ended:
+                self.scheduler.settle(s)
+            if s.ended:
+                self.scheduler.remove(s)
+            results.append((s, of_s))
+        return results
+
+    def recover(self, batch, error):
+        """
+        A step has failed. Its sequences are tried again in halves, then one by one; one that fails alone ends with its
+        error. Returns what `step` returns of it.
+        """
+        suspects, ended = batch.sequences, []
+        print(f"a step of {len(suspects)} sequences failed: {error!r}", file=sys.stderr)
+        if not isinstance(error, Refused):  # it may have written
+            self.reset()
+        if len(suspects) == 1:
+            s = suspects[0]
+            s.ended, s.error = 'error', error
+            self.scheduler.remove(s)
+            return [(s, None)]
+        for s in suspects:
+            s.n_failed += 1
+        n = 1 if max(s.n_failed for s in suspects) > 1 else -(-len(suspects) // 2)
+        self.scheduler.wait_again([suspects[i:i + n] for i in range(0, len(suspects), n)])
+        return ended
+
+    def reset(self):
+        """Forget all keys and values, and the numbers in them: a mask does not hide an infinity."""
+        self.pool.reset()
+        for layer in self.executor.layers:
+            layer.zero()
+        self.scheduler.wait_again()
+
+    def end(self, sequence, reason, n_tokens=None):
+        """End a sequence that goes on, behind its first n_tokens. Its slots are free."""
+        if n_tokens is not None:
+            del sequence.tokens[n_tokens:]
+        if not sequence.ended:
+            sequence.ended = reason
+            self.scheduler.remove(sequence)
+
+    def notice_changes(self):
+        """Let the executor read the weights anew if they have changed; then all keys and values are computed again."""
+        if (weights := weights_of(self.model)) != self.weights:
+            self.executor.refresh()
+            self.weights = weights
+            self.reset()
+
+    def check_caller(self):
+        """ValueError in the child of a fork, and in another thread than the one that is inside of a step."""
+        if self.pid != os.getpid():
+            raise ValueError("this engine was made before a fork, in another process: make an engine in this process")
+        if self.thread is not None:
+            raise ValueError("a step of this engine runs, and one thread at a time may call it: wait until it returns, "
+                             "or make another engine")
+
+    def stream(self, prompts, max_new_tokens, n=1, seed=0, **settings):
+        """
+        Continue prompts, lists of token ids. Yields (number, tokens) as tokens come: sample i of prompt p is number
+        p * n + i, and draws with seed + number. settings: of `add`. What a caller does not take is not computed.
+        """
+        number_of, going = {}, []
+        try:
+            for p, prompt in enumerate(prompts):
+                for s in self.add(prompt, max_new_tokens, n, seed + p * n, **settings):
+                    number_of[s] = len(number_of)
+                    going.append(s)
+            while any(not s.ended for s in going):
+                for s, drawn in self.step():
+                    if s.error:
+                        raise s.error
+                    if s in number_of and drawn and drawn.tokens:
+                        yield number_of[s], drawn.tokens
+        finally:
+            for s in going:
+                self.end(s, 'abort')
+
+    def generate(self, prompts, max_new_tokens, n=1, seed=0, **settings):
+        """`stream`, collected: a list of token ids for each sample, behind its prompt, up to what has ended it."""
+        texts = [list(prompt) for prompt in prompts for _ in range(n)]
+        with self.executor.torch_on_one_thread():
+            for number, tokens in self.stream(prompts, max_new_tokens, n, seed, **settings):
+                texts[number] += tokens
+        return texts
+
+
+def weights_of(model):
+    """What changes with the weights: the address of each, and torch's counter of its changes."""
+    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
+
+
+def checked_prompt(prompt, vocab_size):
+    """ValueError unless a prompt has tokens, all of a vocabulary."""
+    try:
+        ids = np.array(prompt)
+    except ValueError:
+        ids = np.array(0)
+    if ids.ndim != 1 or not len(ids) or ids.dtype.kind not in 'iu':
+        raise ValueError("a prompt must be a list of at least one token id: begin with a newline, for example; not "
+                         f"{str(prompt):.60}")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(f"a prompt must be of token ids within the vocabulary of {vocab_size}, and this one has "
+                         f"{ids.min()} to {ids.max()}")
+
+
+def context_of(config, when_full, keep, n_keep, n_prompt):
+    """(n_keep, keep) of a `Sequence`. ValueError if these do not fit a model."""
+    c = config
+    endless = c.max_positions != c.block_size
+    if when_full not in (None, 'crop', 'shift') or endless and when_full:
+        raise ValueError(f"when_full must be {'left out for a model without a full context' if endless else 'crop or'}"
+                         f"{'' if endless else ' shift'}, not {when_full!r}")
+    if when_full != 'shift':
+        if keep is not None or n_keep:
+            raise ValueError(f"keep={keep} and n_keep={n_keep} say what is left of a full context: pass "
+                             "when_full='shift' with them")
+        return 0, c.max_positions
+    kept = min(n_keep, n_prompt)
+    last = keep or max(1, min(c.block_size // 2, c.block_size - kept))
+    if last < 1 or kept < 0 or kept + last > c.block_size:
+        raise ValueError(f"n_keep={kept} and keep={last} tokens of a full context, of these at least 1, must fit in "
+                         f"{c.block_size}")
+    return kept, last
+
+
+def default_pool(config):
+    """A pool of N_PAGES pages, or as many as a sequence can take, with MEMORY bytes at most."""
+    c = config
+    n_bytes = PAGE_SIZE * c.n_layer * 2 * c.n_kv_head * c.head_dim * 4
+    n_pages = max(1, min(max(N_PAGES, pages_for(c, PAGE_SIZE)), MEMORY // n_bytes))
+    return BlockPool(n_pages, PAGE_SIZE, c.window, c.n_sink)
+
+
+def pool_for(config, n_sequences, n_tokens):
+    """
+    A pool for so many sequences of up to n_tokens tokens each, which all run at once. A page is as large as a sequence
+    where that has an end: then the keys and values of a sequence are side by side.
+    """
+    c = config
+    n_tokens = min(n_tokens, c.max_positions)
+    if c.window:
+        return BlockPool(n_sequences * pages_for(c, PAGE_SIZE), PAGE_SIZE, c.window, c.n_sink)
+    return BlockPool(n_sequences, n_tokens)

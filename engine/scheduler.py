@@ -1,0 +1,206 @@
+"""
+Who is in the next step. There are no phases: a sequence has tokens, of which so many are computed, and each step lets
+computed catch up. After vLLM's scheduler. Pure Python.
+"""
+from bisect import insort
+from collections import deque
+
+import numpy as np
+
+from decode.batch import Batch
+
+MOST_STEPS = 64  # of a call, for which slots are reserved
+
+
+class Scheduler:
+    """
+    pool: nothing else begins or frees its sequences. budget: the largest number of tokens that a step computes.
+    most_running: sequences at a time. at_once: the most tokens of one sequence in a step.
+
+    The oldest sequences come first. Each that runs gets one token of a step; what is left of the budget goes to those
+    that lack more, in order of age, so that a long prompt holds up no other. When there are too few slots, the newest
+    sequence gives its own up and waits again; its tokens are computed anew later. So the oldest one always advances.
+    A sequence begins to run if there are slots for all of its tokens, and a page beside them for each that runs and
+    will need one.
+
+    running, waiting: the oldest first. Siblings are in neither before they begin. n_preempted; n_looked_up and n_found,
+    the tokens of prompts that were looked for and found in remembered pages: how many so far.
+    trials: groups of sequences that run alone, one group after the other, since a step with them has failed.
+    """
+
+    def __init__(self, pool, budget, most_running):
+        if budget < 1:
+            raise ValueError(f"a step must be allowed to compute at least 1 token, not {budget}")
+        self.pool, self.budget, self.most_running = pool, budget, min(most_running, pool.most_sequences)
+        self.at_once = pool.window + 1 if pool.window else budget
+        self.running, self.waiting, self.trials = [], deque(), deque()
+        self.n_added = self.n_preempted = self.n_looked_up = self.n_found = 0
+        self.refused = None  # when a sequence found no room: (the sequence, free pages, how many ran)
+
+    def add(self, sequences):
+        """Sequences of one prompt wait behind all others; all but the first of them begin as forks of the first."""
+        for i, s in enumerate(sequences):
+            s.rank = self.n_added, i
+        self.n_added += 1
+        if self.pool.page_size == 0:  # nothing is kept that could be shared
+            self.waiting.extend(sequences)
+            return
+        sequences[0].siblings = sequences[1:]
+        self.waiting.append(sequences[0])
+
+    def remove(self, sequence):
+        """A sequence has ended: its slots are free."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.pool.free(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        for sibling in sequence.siblings:
+            if not sibling.ended:
+                insort(self.waiting, sibling)
+        sequence.siblings = []
+        self.settle(sequence)
+
+    def settle(self, sequence):
+        """A sequence has drawn a token, or ended: if it was tried, it has passed."""
+        if self.trials and sequence in self.trials[0]:
+            sequence.n_failed = 0
+            self.trials[0].remove(sequence)
+            if not self.trials[0]:
+                self.trials.popleft()
+
+    def wait_again(self, groups=()):
+        """All slots are lost: all that run wait again. groups: those that shall run alone first, lists of sequences."""
+        for s in self.running:
+            s.forget()
+            insort(self.waiting, s)
+        self.running, self.refused = [], None
+        self.trials = deque([*groups, *list(self.trials)[bool(groups and self.trials):]])
+
+    def next(self, until, stop_soon):
+        """The next `Batch`, None if there is nothing to compute. until, stop_soon: see there."""
+        self.admit()
+        self.fork_siblings()
+        plan, spare = [], self.budget - len(self.running)
+        for s in self.running[:self.budget]:  # the oldest first: none of those before it gives way to it
+            if s not in self.running:
+                break
+            if s.n_computed >= s.length:  # the context was cut: its tokens have other positions
+                self.pool.cut(s, 0)
+            n = min(self.lacks(s), 1 + max(0, spare), self.at_once)
+            if not self.make_room(s, n):
+                break
+            spare -= n - 1
+            plan.append((s, n))
+        return self.batch_of(plan, until, stop_soon) if plan else None
+
+    @staticmethod
+    def lacks(sequence):
+        """
+        How many tokens of a sequence are to be computed before it can draw, or before its siblings can begin. The last
+        one of a prompt behind which nothing is drawn is not computed.
+        """
+        s = sequence
+        draws_later = s.siblings or len(s.tokens) == s.n_end
+        return max(1, s.length - s.n_computed - bool(draws_later))
+
+    def batch_of(self, plan, until, stop_soon):
+        """The `Batch` of these sequences and so many new tokens of each: a list of pairs."""
+        sequences, counts = map(list, zip(*plan))
+        n_steps = [int(s.n_computed + n == s.length and len(s.tokens) < s.n_end and not s.siblings) for s, n in plan]
+        scored = [s.scores and s.n_computed < s.n_prompt - 1 and not s.n_drawn for s in sequences]
+        if len(plan) == len(self.running) == sum(counts) == sum(n_steps) and not any(scored):
+            n_steps = self.steps_ahead(sequences)
+        tokens = [token for s, n in plan for token in s.uncomputed(n)]
+        positions = np.concatenate([np.arange(s.n_computed, s.n_computed + n) for s, n in plan]) if (
+            len(tokens) > len(plan)) else np.array([s.n_computed for s in sequences])
+        return Batch(sequences, counts, np.array(tokens, np.int64), positions, np.array(n_steps), scored,
+                     [s.logprobs for s in sequences], self.pool.take_copies(), until, stop_soon)
+
+    def steps_ahead(self, sequences):
+        """How many tokens each of these sequences may draw in the next call, and has slots for: a list."""
+        wanted = [s.most_steps() for s in sequences]
+        most = min(MOST_STEPS, self.at_once if self.pool.window else MOST_STEPS)
+        if self.waiting:
+            most = min(most, self.pool.page_size)  # slots ahead are not worth more than a sequence that waits
+        while most > 1 and not all([self.pool.extend(s, min(n, most)) for s, n in zip(sequences, wanted)]):
+            most //= 2
+        return [min(n, most) for n in wanted]
+
+    def make_room(self, sequence, n):
+        """
+        Slots for n more tokens of a sequence; the newest gives way if there are too few. Returns False if that is the
+        sequence itself.
+        """
+        while not self.pool.extend(sequence, n):
+            if not self.trim():
+                newest = self.running[-1]
+                self.preempt(newest)
+                if newest is sequence:
+                    return False
+        return True
+
+    def trim(self):
+        """Free the slots that running sequences have for later tokens. Returns whether there were any."""
+        n_free = self.pool.n_free
+        for s in self.running:
+            self.pool.cut(s, s.n_computed)
+        return self.pool.n_free > n_free
+
+    def preempt(self, sequence):
+        """Free the slots of a sequence that runs. It waits until there is room to compute all of its tokens again."""
+        self.running.remove(sequence)
+        self.pool.free(sequence)
+        insort(self.waiting, sequence)
+        self.n_preempted += 1
+
+    def fork_siblings(self):
+        """The siblings of sequences whose prompts are computed up to the last token begin."""
+        for s in [s for s in self.running if s.siblings and s.n_computed >= s.length - 1]:
+            siblings, s.siblings = s.siblings, []
+            for sibling in siblings:
+                if len(self.running) < self.most_running:
+                    self.pool.fork(s, sibling)
+                    sibling.n_found = s.n_found
+                    insort(self.running, sibling)
+                else:
+                    insort(self.waiting, sibling)
+
+    def admit(self):
+        """Begin sequences that wait, in order, while there is room; while there are trials, only those of the first."""
+        waiting = [s for s in self.trials[0] if s in self.waiting] if self.trials else self.waiting
+        while waiting and len(self.running) < self.most_running:
+            s = waiting[0]
+            if not self.begin(s):
+                if not self.running or self.running[-1] < s:
+                    return
+                self.preempt(self.running[-1])  # a sibling that could not be forked is older than those that came later
+                continue
+            self.waiting.remove(s)
+            if waiting is not self.waiting:
+                waiting.remove(s)
+            insort(self.running, s)
+
+    def begin(self, sequence):
+        """Begin a sequence in the pool. Returns False if there is no room."""
+        s, pool, now = sequence, self.pool, (sequence, self.pool.n_free, len(self.running))
+        if self.refused and s is self.refused[0] and pool.n_free <= self.refused[1] and now[2] >= self.refused[2]:
+            return False
+        for _ in range(2):
+            # nothing is remembered for a new object: a scored prompt is computed from its first token on
+            found = pool.begin(s, s.tokens if s.whole else (), object() if s.scores and not s.n_drawn else s.salt)
+            if pool.extend(s, min(s.length - found, self.at_once) if pool.window else s.length - found) and (
+                    pool.n_free >= sum(map(pool.will_grow, self.running))):
+                break
+            pool.free(s)
+            if not self.trim():
+                self.refused = s, pool.n_free, len(self.running)
+                return False
+        else:
+            return False
+        self.refused = None
+        if s.n_found is None:
+            s.n_found = found
+            self.n_looked_up += s.n_prompt
+            self.n_found += found
+        return True

@@ -1,0 +1,86 @@
+"""A sequence: one text that is being continued. Its tokens are the only record of it."""
+
+
+class Sequence:
+    """
+    tokens: of the prompt, and those that were drawn, a list. n_prompt: of the prompt. n_end: it ends with so many.
+    settings: its `decode.draw.DrawSettings`. ended: None while it goes on, then why not: 'stop', 'length', 'abort' or
+        'error'; error: the exception.
+
+    n_computed: for so many positions of its context the pool has keys and values. What else the pool keeps of it: table
+        (or cells), runs, room, prefixes, salt; see `kvcache.blocks.BlockPool`. n_found: how many tokens of the prompt
+        the pool remembered when the sequence first ran, None before.
+
+    max_positions, n_keep, keep: a context of max_positions tokens that gets another one becomes the first n_keep tokens
+        and the last `keep`. With keep = max_positions that is a window that moves by one token, as in nanoGPT.
+    salt: of the pages that it may share. scores: are the logits of all tokens of the prompt wanted? They are computed
+        then, whatever is remembered. logprobs: are the logits wanted from which its tokens are drawn?
+    siblings: sequences with the same prompt, which begin as forks of this one when all but its last token is computed.
+    rank: the order of arrival; the scheduler prefers the lowest. n_failed: how many steps of it have failed.
+    owner: whom its text is for; the engine does not look at it.
+    """
+    __slots__ = ('tokens', 'n_prompt', 'n_end', 'settings', 'ended', 'error', 'n_computed', 'table', 'cells', 'runs',
+                 'room', 'prefixes', 'n_found', 'max_positions', 'n_keep', 'keep', 'salt', 'scores', 'logprobs',
+                 'siblings', 'rank', 'n_failed', 'owner')
+
+    def __init__(self, prompt, settings, max_new_tokens, max_positions, n_keep=0, keep=None, salt='', scores=False,
+                 logprobs=False, owner=None):
+        self.tokens, self.n_prompt, self.settings = list(prompt), len(prompt), settings
+        self.n_end, self.ended, self.error = self.n_prompt + max_new_tokens, None, None
+        self.max_positions, self.n_keep = max_positions, n_keep
+        self.keep = max_positions if keep is None else keep
+        self.salt, self.scores, self.logprobs, self.owner = salt, scores, logprobs, owner
+        self.siblings, self.rank, self.n_failed, self.n_found = [], (), 0, None
+        self.forget()
+
+    def forget(self):
+        """Nothing of it is computed, and the pool does not know it."""
+        self.n_computed, self.table, self.cells, self.runs, self.room, self.prefixes = 0, [], None, None, 0, []
+
+    def __lt__(self, other):
+        return self.rank < other.rank
+
+    @property
+    def n_drawn(self):
+        """How many tokens were drawn."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def whole(self):
+        """Is its context all of its text, so that token number p is at position p?"""
+        return len(self.tokens) <= self.max_positions
+
+    @property
+    def length(self):
+        """How many tokens the context has."""
+        n, most = len(self.tokens), self.max_positions
+        n_full = max(most, self.n_prompt)  # so many tokens make the first context that is full
+        if n <= n_full:
+            return min(n, most)
+        n_kept = self.n_keep + self.keep
+        return n_kept + (n - n_full - 1) % (most - n_kept + 1)
+
+    def uncomputed(self, n):
+        """The next n tokens of the context, a list."""
+        start = self.n_computed
+        if self.whole:
+            return self.tokens[start:start + n]
+        first = self.tokens[start:self.n_keep]
+        behind = len(self.tokens) - self.length  # position p is token number p + behind
+        start = max(start, self.n_keep) + behind
+        return (first + self.tokens[start:start + n - len(first)])[:n]
+
+    def most_steps(self):
+        """How many tokens can be drawn one after the other, at most, before a context is cut."""
+        return min(self.n_end - len(self.tokens), self.max_positions - self.length + 1)
+
+    def extend(self, new):
+        """Add tokens that were drawn. The last one may end it."""
+        self.tokens += new
+        if new and new[-1] in self.settings.stops:
+            self.ended = 'stop'
+        elif len(self.tokens) >= self.n_end:
+            self.ended = 'length'
+
+    def __repr__(self):
+        return f"Sequence({self.n_computed} of {len(self.tokens)} tokens computed, {self.ended or 'goes on'})"
