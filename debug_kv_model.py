@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 
-import generation
 import model
 from model import GPTConfig, LayerKVCache  # noqa: F401  (the same names as model.py)
 
@@ -44,7 +43,7 @@ def alarm(who, text):
 
 
 def is_placed(layer_cache):
-    """Is this a layer of a cache of kvcache/ (a `decode.eager.StepLayer`), and no tuple of model.py?"""
+    """Is this a layer of a pool's slots (a `decode.eager.StepLayer`), and no tuple of model.py?"""
     return type(layer_cache) not in (tuple, LayerKVCache)
 
 
@@ -123,7 +122,7 @@ class GPT(model.GPT):
         return self.traced(partial(super().step, use_cache=use_cache), idx, kv_cache, use_cache)
 
     def traced(self, step, idx, kv_cache, use_cache=True):
-        """A step of a generation, by the model's own `step` or by a decoder, with its line."""
+        """A step of a generation, by the model's own `step` or another one, with its line."""
         self.step_number += 1
         full = use_cache and idx.size(1) == self.config.block_size
         if tracing():
@@ -138,34 +137,33 @@ class GPT(model.GPT):
             alarm('generate', f"the cache was re-created in the middle of a generation, at step {self.step_number}")
         return logits, new_cache
 
-    def generate(self, *args, decoder=None, **settings):
+    def generate(self, *args, step=None, **settings):
         self.step_number = -1
-        return super().generate(*args, decoder=decoder and partial(self.traced, decoder), **settings)
+        return super().generate(*args, step=step and partial(self.traced, step), **settings)
 
 
-class TracedCache:
-    """A cache of kvcache/ whose steps print a line."""
+class TracedPool:
+    """A pool of kvcache/ whose operations print a line."""
 
-    def __init__(self, cache):
-        self.cache, self.step_number = cache, -1
+    def __init__(self, pool):
+        self.pool = pool
 
     def __getattr__(self, name):
-        return getattr(self.cache, name)
+        found = getattr(self.pool, name)
+        if name not in ('begin', 'extend', 'computed', 'cut', 'fork', 'free', 'reset'):
+            return found
 
-    def step(self, handles, starts, tokens, wanted=None):
-        self.step_number += 1
-        if tracing():
-            T = sorted({len(each) for each in tokens})
-            trace('generate', f"step={self.step_number} sequences={len(handles)} starts={starts[:8]} T={T}")
-        return self.cache.step(handles, starts, tokens, wanted)
-
-
-def stream(traced, *args, decoder=None, cache=None, **settings):
-    """`generation.stream` of a GPT of this file, with a line for each step."""
-    check_layer(traced.config.n_layer)
-    traced.step_number = -1
-    return generation.stream(traced, *args, decoder=decoder and partial(traced.traced, decoder),
-                             cache=cache and TracedCache(cache), **settings)
+        def traced(*args):
+            before = getattr(args[0], 'n_computed', 0) if args else 0
+            result = found(*args)
+            if tracing():
+                rest = [str(arg) for arg in args[1:] if isinstance(arg, int)]
+                runs = getattr(args[0], 'runs', None) if args else None
+                where = [] if runs is None else runs.table[:runs.n].tolist()
+                trace('pool', f"{name}({', '.join(rest)}) n_computed={before} -> {result} "
+                              f"(position, slot, n)={where[:8]}")
+            return result
+        return traced
 
 
 if __name__ == '__main__':

@@ -9,8 +9,8 @@ https://github.com/karpathy/nanoGPT): its checkpoints load here, and the same se
 """
 import copy
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -321,8 +321,8 @@ class GPT(nn.Module):
 
     def step(self, idx, kv_cache, use_cache=True):
         """
-        What a decoder does: idx (B, T) -> (logits (B, 1, vocab_size), kv_cache). kv_cache=None begins a cache. Tokens
-        that fill the window leave no room for a next one: they are computed without the cache, which stays as it is.
+        One step of `generate`: idx (B, T) -> (logits (B, 1, vocab_size), kv_cache). kv_cache=None begins a cache.
+        Tokens that fill the window leave no room for a next one: they are computed without the cache, which stays.
         """
         if not use_cache or idx.size(1) == self.config.max_positions:
             return self(idx, use_cache=False)[0], kv_cache
@@ -330,7 +330,7 @@ class GPT(nn.Module):
         return logits, kv_cache
 
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, use_cache=False, generator=None,
-                 decoder=None):
+                 draw=None, step=None):
         """
         Continue each row of idx (B, T) with max_new_tokens sampled tokens. Returns (B, T + max_new_tokens).
 
@@ -339,24 +339,25 @@ class GPT(nn.Module):
         values, so there each step reads the last block_size tokens, with the cache or without. The tokens are the same.
         A model with a window and without learned positions sees all of the text through it, and goes on without end.
 
-        temperature, top_k, top_p, generator: see `sample_token`. decoder: takes the place of the cached `step`.
-        Raises ValueError on settings that make no sense. For stop tokens, for several threads: see generation.py.
+        temperature, top_k, top_p, generator: see `sample_token`. draw: takes its place: (logits (B, vocab_size), number
+        of the token) -> (B, 1). step: takes the place of `step` with the cache, see decode/gpu/graphs.py.
+        Raises ValueError on settings that make no sense. For stop tokens and prompts of any lengths: see engine/.
         """
         check_sampling(temperature, top_k, top_p)
         idx, c = checked_prompt(self.config, idx), self.config
         n_seen = -c.block_size if c.max_positions == c.block_size else None
-        if max_new_tokens < 0 or decoder and not use_cache:
-            raise ValueError("max_new_tokens must be at least 0, and a decoder needs use_cache=True; not "
-                             f"max_new_tokens={max_new_tokens}, use_cache={use_cache}")
-        step, kv_cache = decoder or (lambda idx, kv_cache: self.step(idx, kv_cache, use_cache)), None
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be at least 0, not {max_new_tokens}")
+        step, kv_cache = step or partial(self.step, use_cache=use_cache), None
+        draw = draw or (lambda logits, number: sample_token(logits, temperature, top_k, top_p, generator))
         training = [m for m in self.modules() if m.training]
         try:
             self.eval()
-            with torch.inference_mode(), getattr(decoder, 'torch_on_one_thread', nullcontext)():
+            with torch.inference_mode():
                 idx_cond = idx[:, n_seen:]
-                for _ in range(max_new_tokens):
+                for number in range(max_new_tokens):
                     logits, kv_cache = step(idx_cond, kv_cache)
-                    idx_next = sample_token(logits.squeeze(1), temperature, top_k, top_p, generator)
+                    idx_next = draw(logits.squeeze(1), number)
                     idx = torch.cat([idx, idx_next], dim=1)
                     if kv_cache and idx.size(1) <= c.max_positions:
                         idx_cond = idx_next
@@ -420,14 +421,14 @@ class GPT(nn.Module):
         return peak_flops and flops_per_token * c.block_size * fwdbwd_per_iter / dt / peak_flops
 
 
-def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None, noise=None):
+def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None):
     """
     The next token of each row: logits (B, vocab_size) -> (B, 1).
 
     temperature: divides the logits; 0 takes the largest. top_k: keep the k largest (and ties with the k-th).
     top_p: keep the fewest that hold this much probability (nucleus sampling, arXiv:1904.09751).
     generator: the torch.Generator to draw from, on the logits' device; torch's global one by default.
-    noise: exponential noise of the logits' shape, if it is drawn already. NaN in the logits is not found here.
+    NaN in the logits is not found here.
     """
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
@@ -444,6 +445,5 @@ def sample_token(logits, temperature=1.0, top_k=None, top_p=None, generator=None
     # torch.multinomial without its checks: the largest of probs / noise, with exponential noise, is token i with
     # probability probs[i]. It draws the same tokens at half the cost
     probs = F.softmax(logits, dim=-1)
-    if noise is None:
-        noise = torch.empty_like(probs).exponential_(generator=generator)
+    noise = torch.empty_like(probs).exponential_(generator=generator)
     return (probs / noise).argmax(dim=-1, keepdim=True)

@@ -15,8 +15,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import nullcontext, suppress
-from itertools import islice
+from contextlib import suppress
 
 import configurator  # before torch: it says so in one line where torch is missing
 
@@ -27,12 +26,14 @@ from tqdm import tqdm
 import checkpoint
 import debug_kv_model
 import decode
-import generation
-import kvcache
 import model as plain_model
 from chat.conversation import Conversation, talk
+from decode.draw import DrawSettings, draw
+from decode.eager import UncachedExecutor
 from device import autocast, pick_device, pick_dtype, share_cores, synchronize
+from engine.engine import PAGE_SIZE, Engine, pool_for
 from formats.pretrained import generation_defaults
+from kvcache import BlockPool, NoPool, pages_for
 from tokenizer import TextStream, read_text
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
@@ -51,9 +52,9 @@ when_full = 'auto'    # of a full context: crop keeps the last block_size tokens
                       # all keys, of which a window is seen; auto is roll for models with a window, crop for others
 keep = 0              # with shift: keep so many of the last tokens instead of half; with roll: the window
 n_keep = 0            # with shift and roll: and the first so many of the prompt
-kv_cache = 'tuple'    # where keys and values live: tuple, streams or unified (llama.cpp's cells), paged (vLLM's blocks)
-kv_bits = 0           # keep them in 8 or 4 bits instead of as they are
-decoder = 'auto'      # what computes a cached step: eager, cpu, gpu, graph, compiled; auto is the fastest there is
+kv_cache = 'blocks'   # where keys and values live: blocks (vLLM's), streams or unified (llama.cpp's cells)
+kv_bits = 0           # keep them in 8 bits instead of as they are
+decoder = 'auto'      # what computes a cached step: eager, cpu, gpu, graph; auto is the fastest there is
 weights = 'float32'   # how they are read: float32, or rounded: bfloat16, int8, int4, which is faster; on CUDA int8 only
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
 speculate = 'auto'    # the same tokens, sooner: off; int4, int8 (fewer bits) or ngram (the text) propose tokens, which
@@ -62,11 +63,13 @@ draft = ''            # or another model proposes them: a folder with ckpt.pt, o
 seed = 1337           # of the first sample, the next has the next; the same seed gives the same sample
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 dtype = 'auto'        # float32, bfloat16 or float16; auto goes by the device
-compile = False       # the same as decoder=compiled
+compile = False       # of nanoGPT; the decoders here are faster
 chat = False          # talk with a chat model; start, if it is given, is the first message
 system = ''           # with chat: what the model is told before everything that is said
 template_kwargs = ''  # with chat: what the chat template finds, as JSON: '{"enable_thinking": false}'
 generation_config = ''  # with chat: none leaves out what generation_config.json says of the draw
+
+BLOCKS, CELLS = ('blocks', 'tuple', 'paged'), ('streams', 'unified')  # of kv_cache; tuple and paged are former names
 
 
 def main(config):
@@ -81,75 +84,177 @@ def main(config):
     model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights)
     if dev == 'cpu' and decoder in ('auto', 'cpu') and model.lm_head.weight.dtype not in decode.MODEL_DTYPES:
         model.float()
-    on_kernels = use_cache and decoder in ('auto', 'gpu') and not compile and not debug_kv_model.tracing()
-    if dev.startswith('cuda') and on_kernels:
+    if decoder == 'gpu':
         model.to(getattr(torch, pick_dtype(dtype, dev)))  # the kernels compute in the dtype of the weights
-    if chat:
-        return chat_with(model, tokenizer, dev, texts if 'start' in config.given else (), config.given)
-    end, token_bytes = unescaped_stop(tokenizer), tokenizer.bytes_of_tokens(model.config.vocab_size)
-    prompts = [tokenizer.encode(text) for text in texts]
-    say_what_is_cut(prompts, model.config)
-    full = dict(when_full=None if when_full == 'auto' else when_full, keep=keep or None, n_keep=n_keep)
-    if when_full == 'roll' and model.config.max_positions != math.inf:
-        model, full = generation.rolling(model, keep or None, n_keep), {}
-    n = max(map(len, prompts)) + max_new_tokens
-    if n < min(model.config.n_slots, model.config.block_size):  # no context is ever full
-        generation.make_sequences(model, prompts, **full)  # for its errors
-        model.crop_block_size(n)
-        full = {}
-    prompts = [prompt for prompt in prompts for _ in range(num_samples)]
-    how = pick_decoder(model, tokenizer, min(batch_size, len(prompts)), dev) | full
-
-    n_drawn = 0
-    live = len(prompts) == 1 and gpt is plain_model  # the lines of a trace would come in the middle of the text
-    no_bar = True if live or gpt is debug_kv_model else None  # None: no bar where stderr is no terminal
-    with (autocast(dev, pick_dtype(dtype, dev)),
-          tqdm(total=len(prompts) * max_new_tokens, unit='tok', disable=no_bar) as bar):
-        if gpt is plain_model:  # a few steps that are not counted, in which kernels are compiled, or read from disk
-            list(islice(sample_batch(model, [prompts[0][:1]] * min(batch_size, len(prompts)), 0, how, dev), 4))
-        t0 = time.perf_counter()
-        for first in range(0, len(prompts), batch_size):
-            batch = prompts[first:first + batch_size]
-            streams = [TextStream(token_bytes, [end]) for _ in batch]
-            samples = [shown(prompt, tokenizer, model.config.max_positions) for prompt in batch]
-            if live:
-                print(samples[0], end='', flush=True)
-            try:
-                for tokens in sample_batch(model, batch, first, how, dev):
-                    n_drawn += len(batch)
-                    for row, token in enumerate(tokens.flatten().tolist()):
-                        samples[row] += (piece := streams[row].push(token))
-                        if live:
-                            print(piece, end='', flush=True)
-                    bar.update(len(batch))
-                    if all(text.stopped for text in streams):
-                        break
-            finally:  # what is drawn is printed, whatever ends the run
-                if live:
-                    print(streams[0].finish())
-                elif n_drawn or not max_new_tokens:
-                    with bar.external_write_mode():
-                        for sample, text in zip(samples, streams):
-                            print(sample + text.finish() + '\n---------------' * (len(prompts) > 1), flush=True)
+    with autocast(dev, pick_dtype(dtype, dev)):
+        if chat:
+            return chat_with(model, tokenizer, dev, texts if 'start' in config.given else (), config.given)
+        prompts = [tokenizer.encode(text) for text in texts]
+        say_what_is_cut(prompts, model.config)
+        model, printed = rolled(model), Printed(model, tokenizer, prompts)
+        by_model = dev.startswith('cuda') and decoder in ('auto', 'graph') or (
+            debug_kv_model.tracing() and kv_cache not in CELLS)
+        try:
+            (sample_by_model if by_model else sample_by_engine)(model, tokenizer, prompts, dev, printed)
+        finally:  # what is drawn is printed, whatever ends the run
+            printed.end()
     synchronize(dev)
-    dt = time.perf_counter() - t0
-    print(f"{n_drawn:,} tokens in {dt:.2f} s: {n_drawn / dt:,.0f} tok/s "
-          f"({'with' if use_cache else 'without'} the cache, {dev})", file=sys.stderr)
+    n, dt = printed.n_drawn, time.perf_counter() - printed.began
+    print(f"{n:,} tokens in {dt:.2f} s: {n / dt:,.0f} tok/s ({'with' if use_cache else 'without'} the cache, {dev})",
+          file=sys.stderr)
+
+
+class Printed:
+    """Samples on stdout: the only one token by token, of several each one when it and all before it have ended."""
+
+    def __init__(self, model, tokenizer, prompts):
+        end, token_bytes = unescaped_stop(tokenizer), tokenizer.bytes_of_tokens(model.config.vocab_size)
+        most, self.n = model.config.max_positions, num_samples * len(prompts)
+        self.texts = [shown(prompt, tokenizer, most) for prompt in prompts for _ in range(num_samples)]
+        self.streams, self.ended = [TextStream(token_bytes, [end]) for _ in self.texts], [False] * self.n
+        self.live = self.n == 1 and not debug_kv_model.tracing()  # a trace would come in the middle of the text
+        self.n_drawn = self.n_printed = 0
+        self.bar, self.began = None, time.perf_counter()
+
+    def begin(self):
+        """From here on the time counts."""
+        self.began, quiet = time.perf_counter(), self.live or debug_kv_model.tracing()
+        self.bar = tqdm(total=self.n * max_new_tokens, unit='tok', disable=True if quiet else None)
+        if self.live:
+            print(self.texts[0], end='', flush=True)
+
+    def add(self, number, tokens, ended):
+        """New tokens of a sample. ended: are they its last ones? Returns whether the text has come to `stop`."""
+        self.n_drawn += len(tokens)
+        self.bar.update(len(tokens))
+        piece, stopped = self.streams[number].push(*tokens), self.streams[number].stopped
+        self.ended[number] = ended or stopped
+        if self.live:
+            print(piece, end='', flush=True)
+        self.texts[number] += piece
+        while not self.live and self.n_printed < self.n and self.ended[self.n_printed]:
+            self.print_next()
+        return stopped
+
+    def print_next(self):
+        """Print the next sample as far as it is."""
+        with self.bar.external_write_mode():
+            text = self.texts[self.n_printed] + self.streams[self.n_printed].finish()
+            print(text + '\n---------------' * (self.n > 1), flush=True)
+        self.n_printed += 1
+
+    def end(self):
+        """Print what is not printed yet, if there is anything."""
+        if self.bar is None:
+            return
+        if self.live:
+            print(self.streams[0].finish())
+        while not self.live and self.n_printed < self.n and (self.n_drawn or not max_new_tokens):
+            self.print_next()
+        self.bar.close()
+
+
+def sample_by_engine(model, tokenizer, prompts, dev, printed):
+    """Draw all samples, as many at a time as batch_size says."""
+    n_rows = min(batch_size, num_samples * len(prompts))
+    pool = pool_of(model.config, n_rows, max(map(len, prompts)) + max_new_tokens)
+    engine, full = engine_for(model, tokenizer, n_rows, pool, dev), {}
+    if when_full in ('crop', 'shift'):
+        full = dict(when_full=when_full, keep=keep or None, n_keep=n_keep)
+    # a few steps that are not counted, in which kernels are compiled, or read from disk
+    engine.generate([prompts[0][:1]], min(4, max_new_tokens), n_rows, **draw_settings())
+    printed.begin()
+    number_of = {}
+    for i, prompt in enumerate(prompts):
+        for s in engine.add(prompt, max_new_tokens, num_samples, seed + i * num_samples, **full, **draw_settings()):
+            number_of[s] = len(number_of)
+    while not all(s.ended for s in number_of):
+        for s, drawn in engine.step():
+            if s.error:
+                raise s.error
+            if drawn and printed.add(number_of[s], drawn.tokens, s.ended):
+                engine.end(s, 'stop')
+
+
+def sample_by_model(model, tokenizer, prompts, dev, printed):
+    """
+    The same by `GPT.generate` with the engine's draw: a trace shows the model's own steps; and on CUDA a step is the
+    model's, recorded as a graph.
+    """
+    step = None
+    if dev.startswith('cuda') and use_cache and decoder in ('auto', 'graph'):
+        from decode.gpu.graphs import GraphStep
+        step = GraphStep(model)
+    print(f"decoder: {step.name if step else 'the model itself'}", file=sys.stderr)
+    printed.begin()
+    for number in range(0, printed.n, batch := min(batch_size, num_samples)):
+        prompt, n = prompts[number // num_samples], min(batch, num_samples - number % num_samples)
+        of_rows = [DrawSettings(model.config.vocab_size, seed + number + row, **draw_settings()) for row in range(n)]
+        idx = torch.tensor([prompt] * n, device=dev)
+        rows = model.generate(idx, max_new_tokens, use_cache=use_cache, step=step,
+                              draw=lambda logits, i: draw(logits, of_rows, [i] * len(of_rows))[:, None])  # noqa: B023
+        for row, tokens in enumerate(rows[:, len(prompt):].tolist()):
+            printed.add(number + row, tokens, True)
+
+
+def draw_settings():
+    """How samples are drawn, as settings of `decode.draw.DrawSettings`."""
+    return dict(temperature=temperature, top_k=top_k, top_p=top_p)
 
 
 def chat_with(model, tokenizer, dev, first, given):
     """Talk with a chat model in the terminal. first: the first messages. given: the names of settings that are set."""
     of_file = {} if generation_config == 'none' else generation_defaults(init_from)
     of_file = {name: value for name, value in of_file.items() if name not in given}
-    draw = dict(temperature=temperature, top_k=top_k, top_p=top_p) | of_file
-    print(f"sampling: {', '.join(f'{name}={value}' for name, value in draw.items())}"
+    how = draw_settings() | of_file
+    print(f"sampling: {', '.join(f'{name}={value}' for name, value in how.items())}"
           f"{' (generation_config.json; --generation_config=none leaves it out)' * bool(of_file)}", file=sys.stderr)
-    draw['top_k'] = max(0, draw['top_k']) or None
-    how = pick_decoder(model, tokenizer, 1, dev)
-    generator = torch.Generator(dev).manual_seed(seed)
-    with autocast(dev, pick_dtype(dtype, dev)), getattr(how['cache'].executor, 'torch_on_one_thread', nullcontext)():
-        talk(Conversation(model, tokenizer, **how, system=system, variables=of_template(), generator=generator, **draw),
-             max_new_tokens, first)
+    c = model.config
+    pool = BlockPool(pages_for(c, PAGE_SIZE), PAGE_SIZE, c.window, c.n_sink)
+    engine = engine_for(model, tokenizer, 1, pool, dev)
+    talk(Conversation(engine, tokenizer, system=system, variables=of_template(), seed=seed, **how), max_new_tokens, first)
+
+
+def engine_for(model, tokenizer, n_rows, pool, dev):
+    """An `Engine` with the executor that was asked for; stderr is told which it is."""
+    if not use_cache:
+        engine = Engine(model, UncachedExecutor(model), NoPool())
+    else:
+        mixed, name = dev == 'cpu' and pick_dtype(dtype, dev) != 'float32', decoder
+        asked = decode.asked_of_the_kernel(weights, threads, speculate, draft)
+        if name == 'auto' and not asked and (mixed or debug_kv_model.tracing()):
+            name = 'eager'  # the executor on numba has no mixed precision, and no trace
+        proposer = draft and decode.draft_of(checkpoint.load_draft(draft, plain_model, model, tokenizer), draft)
+        executor = decode.best(model, n_rows, weights, threads, name, 'off' if chat else speculate, proposer)
+        engine = Engine(model, executor, pool, 512 if chat else 2**14, n_rows, kv_bits)
+    print(f"decoder: {engine.executor.name}", file=sys.stderr)
+    if dev == 'cpu' and use_cache and decoder != 'eager':
+        # torch's threads would spin between two operations on the cores that the compiled step needs
+        torch.set_num_threads(1)
+    return engine
+
+
+def pool_of(config, n_rows, n_tokens):
+    """The pool that kv_cache names, for so many sequences of so many tokens."""
+    if kv_cache in CELLS:
+        from kvcache.llamacpp.pool import CellPool
+        pool = CellPool(config, n_rows, n_tokens, unified=kv_cache == 'unified')
+        return debug_kv_model.TracedPool(pool) if debug_kv_model.tracing() else pool
+    return pool_for(config, n_rows, n_tokens)
+
+
+def rolled(model):
+    """The model, with when_full=roll with a window. ValueError if it cannot roll."""
+    c = model.config
+    if when_full != 'roll' or c.max_positions == math.inf:
+        return model
+    window = keep or c.block_size - n_keep
+    if c.position == 'learned':
+        raise ValueError("when_full=roll keeps keys and values while their positions grow, and learned positions end "
+                         f"at block_size {c.block_size}: use crop or shift, or train with position=rope or alibi")
+    if window < 1 or n_keep + window > c.block_size:
+        raise ValueError(f"n_keep={n_keep} and keep={window} tokens, of these at least 1, must fit in {c.block_size}")
+    return model.with_window(window, n_keep)
 
 
 def of_template():
@@ -159,19 +264,6 @@ def of_template():
             return variables
     raise ValueError(f"template_kwargs must be a JSON object, such as '{{\"enable_thinking\": false}}', not "
                      f"{template_kwargs!r:.60}")
-
-
-def sample_batch(model, batch, first, how, dev):
-    """
-    Yield the tokens (B, 1) of a batch of prompts, whose first row is sample number `first`. how: further arguments of
-    `stream`.
-    """
-    same = all(prompt == batch[0] for prompt in batch)  # then it is read once for all samples
-    source = debug_kv_model if debug_kv_model.tracing() else generation
-    return source.stream(model, batch[:1] if same else batch, max_new_tokens, temperature, top_k or None, top_p,
-                         use_cache, num_samples=len(batch) if same else 1,
-                         generator=[torch.Generator(dev).manual_seed(seed + first + row) for row in range(len(batch))],
-                         **how)
 
 
 def check_settings(dev):
@@ -193,57 +285,24 @@ def check_settings(dev):
 
 def check_decoder(dev):
     """ValueError for a decoder, weights, threads, kv_cache and kv_bits that do not exist or do not go together."""
-    if compile and decoder not in ('auto', 'compiled'):
-        raise ValueError(
-            f"compile=True is decoder=compiled, but decoder={decoder} was given too: leave one of them out"
-        )
-    if kv_cache not in kvcache.KINDS:
-        raise ValueError(f"kv_cache must be {', '.join(kvcache.KINDS)}, not {kv_cache!r}")
-    if kv_bits not in (0, 8, 4):
-        raise ValueError(f"kv_bits must be 0 (as they are), 8 or 4, not {kv_bits}")
-    if chat and (draft or speculate not in ('auto', 'off')):
-        raise ValueError("chat=True draws one token after the other: leave speculate and draft out")
-    which = 'compiled' if compile else decoder
-    cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache != 'tuple') + [f'kv_bits={kv_bits}'] * (kv_bits > 0)
+    if compile or decoder == 'compiled':
+        raise ValueError("torch.compile's decoder is no longer here: leave compile and decoder=compiled out; on a CPU "
+                         "decoder=cpu is faster, on CUDA decoder=graph")
+    if kv_cache not in (*BLOCKS, *CELLS):
+        raise ValueError(f"kv_cache must be blocks, streams or unified, not {kv_cache!r}")
+    if kv_bits not in (0, 8):
+        raise ValueError(f"kv_bits must be 0 (as they are) or 8, not {kv_bits}")
+    if chat and (draft or speculate not in ('auto', 'off') or kv_cache in CELLS):
+        raise ValueError("chat=True has a cache of blocks, and draws one token after the other: leave kv_cache, "
+                         "speculate and draft out")
+    cache = ' and '.join([f'kv_cache={kv_cache}'] * (kv_cache in CELLS) + [f'kv_bits={kv_bits}'] * (kv_bits > 0)
                          + ['chat=True'] * chat)
-    decode.check_choice(which, weights, threads, dev, pick_dtype(dtype, dev), cache, kv_bits, speculate, draft)
+    decode.check_choice(decoder, weights, threads, dev, pick_dtype(dtype, dev), cache, speculate, draft)
     needs_cache = decode.asked_of_the_kernel(weights, threads, speculate, draft) or cache
-    if which not in ('auto', 'eager'):
-        needs_cache = f'decoder={which}'
+    if decoder not in ('auto', 'eager'):
+        needs_cache = f'decoder={decoder}'
     if needs_cache and not use_cache:
         raise ValueError(f"{needs_cache} works on the cache: leave use_cache=False out")
-
-
-def pick_decoder(model, tokenizer, n_rows, dev):
-    """The arguments of `stream` for the decoder or cache that was asked for; stderr is told which it is."""
-    which, mixed = 'compiled' if compile else decoder, dev == 'cpu' and pick_dtype(dtype, dev) != 'float32'
-    in_cache = chat or (kv_cache, kv_bits) != ('tuple', 0)
-    if (
-        not use_cache
-        or which == 'auto'
-        and not decode.asked_of_the_kernel(weights, threads, speculate, draft)
-        and (mixed or debug_kv_model.tracing() or in_cache and (dev == 'mps' or kv_bits == 4))
-    ):
-        which = 'eager'  # the other decoders have no mixed precision on a CPU, and no trace
-    proposer = draft and decode.draft_of(checkpoint.load_draft(draft, plain_model, model, tokenizer), draft,
-                                         kvcache.make_cache, min(n_rows, decode.DRAFTED_SEQUENCES))
-    step = decode.best(model, n_rows, weights, threads, which, 'off' if chat else speculate, proposer)
-    name, how = step.name, dict(decoder=step)
-    if in_cache:
-        cache = kvcache.make_cache(model, kv_cache, n_rows, kv_bits, step, 1024 if chat else None)  # a chat's grows
-        if cache.executor is not step and (
-                which in ('cpu', 'gpu') or decode.asked_of_the_kernel(weights, threads, speculate, draft)):
-            raise ValueError(f"this decoder does not read a cache of kv_bits={kv_bits} with heads of "
-                             f"{model.config.head_dim} channels, which must be a multiple of 32: leave kv_bits out, or "
-                             "decoder, weights, threads, speculate and draft")
-        step, name, how = cache.executor, f"{cache.name}, {cache.nbytes() / 2**20:,.1f} MiB", dict(cache=cache)
-    print(f"decoder: {name}", file=sys.stderr)
-    if not in_cache and (not use_cache or debug_kv_model.tracing() and which == 'eager'):
-        return {}
-    if hasattr(step, 'torch_on_one_thread'):
-        # torch's threads would spin between two operations on the cores that the decoder needs
-        torch.set_num_threads(1)
-    return how
 
 
 def read_prompts():

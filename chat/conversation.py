@@ -1,13 +1,11 @@
-"""A conversation with a chat model, whose keys and values are kept from turn to turn."""
+"""A conversation with a chat model, whose keys and values are remembered from turn to turn."""
 import re
+import signal
 import sys
 import time
 from functools import partial
 from importlib.util import find_spec
 
-import torch
-
-from model import sample_token
 from tokenizer import TextStream
 
 HELP = """/help           these lines
@@ -20,89 +18,62 @@ Lines that are pasted together are one message. Arrow keys edit it and bring bac
 
 class Conversation:
     """
-    model, tokenizer: a chat model and its tokenizer, which has a chat_template. cache: a `kvcache.base.BaseCache` of
-    the model, with room for one sequence, which grows. system: the system message, '' for none. variables: of the chat
-    template, see `ChatTemplate.render`. repetition_penalty, min_p: as in requests to serve.py. how: the temperature,
-    top_k, top_p and generator of `sample_token`.
+    engine: an `engine.Engine` of a chat model; its pool remembers what was said. tokenizer: has a chat_template.
+    system: the system message, '' for none. variables: of the chat template, see `ChatTemplate.render`. seed, how: of
+    the draws, see `decode.draw.DrawSettings`.
 
     messages: what was said behind the system message, dicts with role and content. n_kept, n_new, n_drawn: how many
     tokens of the last prompt were in the cache already, how many were computed, and how many its answer has. cut: why
     the answer ended, if the model has not ended it. ValueError if the model has no chat template.
     """
 
-    def __init__(self, model, tokenizer, cache, system='', variables=(), repetition_penalty=1.0, min_p=0.0, **how):
+    def __init__(self, engine, tokenizer, system='', variables=(), seed=0, **how):
         if tokenizer.chat_template is None:
             raise ValueError("this model has no chat, because its tokenizer has no chat template: leave out --chat, "
                              "and write the beginning of a text as --start")
-        self.model, self.tokenizer, self.cache, self.how = model, tokenizer, cache, how
-        self.system, self.variables, self.repetition_penalty, self.min_p = system, variables, repetition_penalty, min_p
-        self.token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size, skip_special=True)
-        self.handle, self.tokens, self.messages = cache.new(), [], []  # tokens: whose keys and values are in the cache
-        self.n_kept, self.n_new, self.n_drawn, self.cut = 0, 0, 0, ''
+        self.engine, self.tokenizer, self.seed, self.how = engine, tokenizer, seed, how
+        self.system, self.variables = system, variables
+        self.token_bytes = tokenizer.bytes_of_tokens(engine.model.config.vocab_size, skip_special=True)
+        self.messages, self.n_kept, self.n_new, self.n_drawn, self.cut = [], 0, 0, 0, ''
 
-    @torch.inference_mode()
+    def stop(self, *signal_and_frame):
+        """End the answer behind the present call of the executor; also a handler of signals."""
+        self.engine.stop_soon[0] = 1
+
     def answer(self, text, max_new_tokens):
         """
         Yield the pieces of the answer to what the user says. It ends with one of the tokenizer's end_tokens, after
         max_new_tokens, or where the context ends. A caller that stops earlier keeps the part that has come. ValueError,
         with the conversation as before, if it has grown beyond the context.
         """
-        messages = [*self.messages, dict(role='user', content=text)]
-        system, most = [dict(role='system', content=self.system)] * bool(self.system), self.model.config.max_positions
+        messages, most = [*self.messages, dict(role='user', content=text)], self.engine.model.config.max_positions
+        system = [dict(role='system', content=self.system)] * bool(self.system)
         prompt = self.tokenizer.conversation([*system, *messages], **dict(self.variables))
         if len(prompt) >= most:
             raise ValueError(f"the conversation has {len(prompt):,} tokens, and the model's context {most:,}: begin a "
                              "new one (/clear), or say less")
-        if (cache := self.cache.with_room(min(len(prompt) + max_new_tokens, most))) is not self.cache:
-            self.cache, self.handle, self.tokens = cache, cache.new(), []
-        self.keep_beginning_of(prompt)
-        drawn, stream, said = [], TextStream(self.token_bytes, strip=self.tokenizer.strips), ''
-        self.cut, self.n_drawn = '', 0
+        room, stops = most - len(prompt) + 1, self.tokenizer.end_tokens
+        sequence, = self.engine.add(prompt, min(max_new_tokens, room), seed=self.seed, stops=stops, **self.how)
+        stream, said, self.cut = TextStream(self.token_bytes, strip=self.tokenizer.strips), '', ''
+        self.engine.stop_soon[0] = 0
         try:
-            new, room = prompt[len(self.tokens):], most - len(prompt) + 1
-            while len(drawn) < min(max_new_tokens, room):
-                token = int(sample_token(self.changed(self.feed(new), prompt + drawn), **self.how))
-                if token in self.tokenizer.end_tokens:
-                    break
-                drawn.append(token)
-                new, self.n_drawn = [token], len(drawn)
-                said += (piece := stream.push(token))
-                yield piece
-            else:
+            while not sequence.ended and not self.engine.stop_soon[0]:
+                for _, drawn in self.engine.step():
+                    new = drawn.tokens if drawn else []
+                    said += (piece := stream.push(*new[:-1] if sequence.ended == 'stop' else new))
+                    yield piece
+                if sequence.error:
+                    raise sequence.error
+            if sequence.ended == 'length':
                 self.cut = (f"after max_new_tokens={max_new_tokens:,}: ask the model to go on" if max_new_tokens <= room
                             else f"at the end of the context of {most:,} tokens: /clear begins a new conversation")
             said += (piece := stream.finish())
             yield piece
         finally:
-            self.tokens = (prompt + drawn)[:self.cache.length(self.handle)]  # after Ctrl-C, all but the last perhaps
+            self.engine.end(sequence, 'abort')
+            self.n_kept = sequence.n_found or 0
+            self.n_new, self.n_drawn = len(prompt) - self.n_kept, sequence.n_drawn - (sequence.ended == 'stop')
             self.messages = [*messages, dict(role='assistant', content=said)]
-
-    def keep_beginning_of(self, prompt):
-        """Cut the sequence in the cache to the tokens with which the prompt begins, but not all of the prompt."""
-        n = next((i for i, (a, b) in enumerate(zip(self.tokens, prompt[:-1])) if a != b),
-                 min(len(self.tokens), len(prompt) - 1))
-        try:
-            self.cache.truncate(self.handle, n)
-        except ValueError:  # the window has passed what comes before
-            n = 0
-            self.cache.truncate(self.handle, n)
-        self.tokens, self.n_kept, self.n_new = self.tokens[:n], n, len(prompt) - n
-
-    def feed(self, tokens):
-        """The logits (1, vocab_size) behind these tokens, which follow those in the cache."""
-        device = self.model.lm_head.weight.device
-        start = self.cache.length(self.handle)
-        return self.cache.step([self.handle], [start], torch.tensor([tokens], device=device)).float()
-
-    def changed(self, logits, tokens):
-        """Logits (1, vocab_size), those behind these tokens, after repetition_penalty and min_p."""
-        if self.repetition_penalty != 1:
-            of_seen, penalty, logits = logits[:, tokens], self.repetition_penalty, logits.clone()
-            logits[:, tokens] = torch.where(of_seen > 0, of_seen / penalty, of_seen * penalty)
-        if self.min_p and self.how['temperature']:
-            p = torch.softmax(logits / self.how['temperature'], -1)
-            logits = logits.masked_fill(p < self.min_p * p.max(), -float('inf'))
-        return logits
 
 
 def edits_lines():
@@ -158,19 +129,18 @@ def talk(conversation, max_new_tokens, first=()):
         elif re.fullmatch('/[a-z]+', command):
             print(f"there is no command {command}: /help names those that there are", file=sys.stderr)
         elif text.strip():
-            began = time.perf_counter()
+            began, before = time.perf_counter(), signal.signal(signal.SIGINT, c.stop)  # no step is broken off
             try:
                 if restore:  # what is typed now waits unseen; a terminal that collects lines cuts them at 4,095 letters
                     tty.setcbreak(0, tty.TCSADRAIN)
                     print('\033[?2004h', end='', flush=True)  # a paste is still marked as one
                 for piece in c.answer(text, max_new_tokens):
                     print(piece, end='', flush=True)
-            except KeyboardInterrupt:
-                pass
             except ValueError as e:
                 print(e, file=sys.stderr)
                 continue
             finally:
+                signal.signal(signal.SIGINT, before)
                 if restore:
                     restore()
             print(flush=True)

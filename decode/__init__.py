@@ -25,7 +25,7 @@ import torch
 
 from decode.eager import EagerExecutor
 
-NAMES = 'auto', 'eager', 'cpu', 'gpu', 'graph', 'compiled'
+NAMES = 'auto', 'eager', 'cpu', 'gpu', 'graph'
 WEIGHTS = 'float32', 'bfloat16', 'int8', 'int4'
 SPECULATE = 'auto', 'off', 'int4', 'int8', 'ngram'
 MODEL_DTYPES = torch.float32, torch.bfloat16  # of the models that the CPU executor reads
@@ -34,17 +34,17 @@ DRAFTED_BYTES = 2**24  # of weights: with fewer, a step takes about as long as t
 DRAFTED_SEQUENCES = 8  # of a call: with more, the rows of a chunk cost nearly as much as single steps
 
 
-def check_choice(name='auto', weights='float32', threads=None, device='cpu', dtype='float32', cache='', kv_bits=0,
-                 speculate='off', draft=''):
+def check_choice(name='auto', weights='float32', threads=None, device='cpu', dtype='float32', cache='', speculate='off',
+                 draft=''):
     """
     ValueError for settings of `best` that do not exist or do not go together; needs no model.
 
-    device, dtype: of the model, such as 'cpu' or 'cuda:1', and 'bfloat16'. cache, kv_bits: where keys and values are,
-    in words, such as 'kv_cache=paged', and in how many bits, if they are not the model's tuples in the model's dtype.
-    draft: the name of another model that proposes tokens, see `drafts.ModelDraft`.
+    device, dtype: of the model, such as 'cpu' or 'cuda:1', and 'bfloat16'. cache: settings of the cache, in words, such
+    as 'kv_bits=8', which the model's recorded graph does not have. draft: the name of another model that proposes
+    tokens, see `drafts.ModelDraft`.
     """
     if name not in NAMES:
-        raise ValueError(f"decoder must be auto, eager, cpu, gpu, graph or compiled, not {name!r}")
+        raise ValueError(f"decoder must be auto, eager, cpu, gpu or graph, not {name!r}")
     if weights not in WEIGHTS:
         raise ValueError(f"weights must be float32, bfloat16, int8 or int4, not {weights!r}")
     if threads is not None and threads < 0:
@@ -61,7 +61,7 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
     if on_cuda and name in ('auto', 'gpu') and of_kernel == 'weights=int8':
         of_kernel = ''  # the GPU decoder has such weights too
     asked = ' and '.join([f'decoder={name}'] * (name not in ('auto', 'eager')) + [of_kernel] * bool(of_kernel))
-    if of_kernel and name in ('eager', 'gpu', 'graph', 'compiled'):
+    if of_kernel and name in ('eager', 'gpu', 'graph'):
         raise ValueError(f"{of_kernel} is for the cpu decoder: leave decoder={name} out")
     if device != 'cpu' and (of_kernel or name == 'cpu'):
         raise ValueError(f"{asked} is for the CPU, but the device is {device}: use device=cpu, or leave it out")
@@ -69,10 +69,8 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
         raise ValueError(f"decoder={name} is for CUDA, but the device is {device}: use device=cuda, or leave it out")
     if dtype != 'float32' and (of_kernel or name == 'cpu'):
         raise ValueError(f"{asked}: the cpu decoder computes in float32, but not dtype={dtype}; leave dtype out")
-    if cache and name in ('graph', 'compiled'):
-        raise ValueError(f"{cache} is for the cpu and gpu decoders or the model itself: leave {asked} out")
-    if kv_bits == 4 and asked:
-        raise ValueError(f"{asked}: this decoder does not read keys and values in 4 bits; leave {asked} out")
+    if cache and name == 'graph':
+        raise ValueError(f"{cache} is for the other decoders: leave {asked} out")
 
 
 def asked_of_the_kernel(weights, threads, speculate='off', draft=''):

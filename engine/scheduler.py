@@ -31,8 +31,10 @@ class Scheduler:
     def __init__(self, pool, budget, most_running):
         if budget < 1:
             raise ValueError(f"a step must be allowed to compute at least 1 token, not {budget}")
-        self.pool, self.budget, self.most_running = pool, budget, min(most_running, pool.most_sequences)
-        self.at_once = pool.window + 1 if pool.window else budget
+        # without a cache all of a text is computed in one step
+        self.pool, self.budget = pool, budget if pool.page_size else 2**62
+        self.most_running = min(most_running, pool.most_sequences)
+        self.at_once = pool.window + 1 if pool.window else self.budget
         self.running, self.waiting, self.trials = [], deque(), deque()
         self.n_added = self.n_preempted = self.n_looked_up = self.n_found = 0
         self.refused = None  # when a sequence found no room: (the sequence, free pages, how many ran)

@@ -12,6 +12,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8, 'int4': 4}
@@ -68,6 +69,19 @@ class Scratch:
         return self.buffers[key].narrow(0, 0, n).view(shape)
 
 
+def zeros(shape, dtype, device):
+    """
+    Zeros. On a CPU they begin at a cache line, in memory that the system has zeroed: it takes room only when it is
+    written.
+    """
+    if torch.device(device).type != 'cpu':
+        return torch.zeros(shape, dtype=dtype, device=device)
+    n = math.prod(shape) * dtype.itemsize
+    raw = torch.from_numpy(np.zeros(n + 64, np.uint8))
+    start = -raw.data_ptr() % 64
+    return raw[start:start + n].view(dtype).view(shape)
+
+
 class Rows:
     """
     n_slots slots of n_head vectors of head_dim numbers.
@@ -93,12 +107,11 @@ class Rows:
                              "float")
         with torch.inference_mode(False):  # so that they can be written with inference mode on or off
             if transposed:
-                self.data = torch.zeros(n_head, head_dim, n_slots, dtype=dtype, device=device).transpose(1, 2)
+                self.data = zeros((n_head, head_dim, n_slots), dtype, device).transpose(1, 2)
             else:
-                n_stored = head_dim // 2 if self.bits == 4 else head_dim
-                self.data = torch.zeros(n_head, n_slots, n_stored, dtype=dtype, device=device)
+                self.data = zeros((n_head, n_slots, head_dim // 2 if self.bits == 4 else head_dim), dtype, device)
             if self.bits <= 8:
-                self.scale = torch.zeros(n_head, n_slots, head_dim // self.group, dtype=torch.float32, device=device)
+                self.scale = zeros((n_head, n_slots, head_dim // self.group), torch.float32, device)
 
     def tensors(self):
         """What is stored: the data, and for int8 and int4 the scales."""
@@ -220,8 +233,8 @@ def check_memory(model, n_slots, type_kv):
     c, device = model.config, model.lm_head.weight.device
     n_bytes = n_slots * 2 * c.n_layer * c.n_kv_head * c.head_dim * BITS[type_kv] // 8
     if n_bytes > ALWAYS_FREE and n_bytes > (free := free_memory(device)):
-        raise ValueError(f"keys and values of {n_slots:,} tokens take {n_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB "
-                         "of memory are free: take a smaller batch_size, fewer max_new_tokens, or kv_bits=8 or 4")
+        raise ValueError(f"keys and values of {n_slots:,} tokens take {n_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} "
+                         "GB of memory are free: take a smaller batch_size, fewer max_new_tokens, or kv_bits=8 or 4")
 
 
 def make_layers(model, n_slots, type_kv):
