@@ -212,7 +212,8 @@ def chat_with(model, tokenizer, dev, first, given):
     c = model.config
     pool = BlockPool(pages_for(c, PAGE_SIZE), PAGE_SIZE, c.window, c.n_sink)
     engine = engine_for(model, tokenizer, 1, pool, dev)
-    talk(Conversation(engine, tokenizer, system=system, variables=of_template(), seed=seed, **how), max_new_tokens, first)
+    conversation = Conversation(engine, tokenizer, system=system, variables=of_template(), seed=seed, **how)
+    talk(conversation, max_new_tokens, first)
 
 
 def engine_for(model, tokenizer, n_rows, pool, dev):
