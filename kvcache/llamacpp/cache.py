@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 from decode.eager import layers_of_step
-from decode.process import uninterrupted
 from kvcache.llamacpp import state
 from kvcache.llamacpp.cells import EMPTY, Streams, Window
 from kvcache.storage import BITS, Layer, Scratch
@@ -145,10 +144,9 @@ class CellCache(Streams):
 
     def seq_cp(self, source, target, p0=-1, p1=-1):
         a, b = self.stream_of(source), self.stream_of(target)
-        with uninterrupted():
-            super().seq_cp(source, target, p0, p1)
-            for layer in self.own_layers() if a != b else ():
-                layer.copy(a * self.kv_size, b * self.kv_size, self.streams[a].end)
+        super().seq_cp(source, target, p0, p1)
+        for layer in self.own_layers() if a != b else ():
+            layer.copy(a * self.kv_size, b * self.kv_size, self.streams[a].end)
 
     def place(self, batch, device=None):
         """
@@ -181,7 +179,7 @@ class CellCache(Streams):
                 layer = MissingLayer(number)
             layers.append(ReadLayer(layer) if layer in layers else layer)
         own, read = self.slots_of(batch, found).ravel(), self.slots_of(batch, np.arange(n_kv))
-        return layers_of_step(layers, device or self.own_layers()[0].device, own, read, *self.keys(batch, n_kv))
+        return layers_of_step(layers, device or self.own_layers()[0].device, own, None, read, *self.keys(batch, n_kv))
 
     def slots_of(self, batch, cells):
         """The slots of cells, (B, n) or (n,) for all, in the streams of a batch, (B, n)."""
@@ -269,21 +267,6 @@ class CellCache(Streams):
                 data, where = layer.k.data, slots.to(layer.device)
                 data[:, where] = turned(data[:, where], shift, self.frequencies)
             cells.shift[moved] = 0
-
-    def unshare(self, seq, p0=-1, p1=-1):
-        """
-        Give a sequence copies of the cells in [p0, p1) that it shares with others, so that their positions can be
-        changed. `NoSlot` if there is no room, with nothing changed.
-        """
-        cells, base = self.cells_of(seq), self.stream_of(seq) * self.kv_size
-        shared = cells.shared(seq, p0, p1)
-        if not len(shared):
-            return
-        own = cells.find(len(shared))
-        for layer in self.own_layers():
-            layer.move(torch.from_numpy(base + shared), torch.from_numpy(base + own))
-        cells.own(shared, seq, False)
-        cells.write(own, cells.pos[shared], cells.owned_by(seq), shift=cells.shift[shared])
 
     def state_save(self, path, seq=None):
         """Write one sequence, or all, to a file: see `state.save`."""

@@ -26,8 +26,6 @@ from operator import index
 
 import numpy as np
 
-from decode.process import uninterrupted
-
 EMPTY = -1       # the position of a cell that holds nothing
 LARGEST = 2**31  # all positions are below
 COLUMNS = 120    # the width of a picture
@@ -111,17 +109,16 @@ class Cells:
         Let cells hold positions pos (n,) for `owners`, bool (len(seqs), n) or (len(seqs), 1), with keys that must still
         be rotated by shift (n,). Cells without owners become empty, and the head moves back to the first of them.
 
-        Everything that changes cells does it here. An interrupt waits until all of them agree.
+        Everything that changes cells does it here.
         """
-        with uninterrupted():
-            owners = np.broadcast_to(owners, (len(self.seqs), len(cells)))
-            free = ~owners.any(axis=0)
-            emptied = cells[free & (self.pos[cells] != EMPTY)]
-            self.owners[:, cells] = owners
-            self.pos[cells], self.shift[cells] = np.where(free, EMPTY, pos), np.where(free, 0, shift)
-            self.end = max(self.end, int(cells.max(initial=-1)) + 1)
-            self.end = int(self.of(None).max(initial=-1)) + 1
-            self.head = int(emptied.min(initial=self.head))
+        owners = np.broadcast_to(owners, (len(self.seqs), len(cells)))
+        free = ~owners.any(axis=0)
+        emptied = cells[free & (self.pos[cells] != EMPTY)]
+        self.owners[:, cells] = owners
+        self.pos[cells], self.shift[cells] = np.where(free, EMPTY, pos), np.where(free, 0, shift)
+        self.end = max(self.end, int(cells.max(initial=-1)) + 1)
+        self.end = int(self.of(None).max(initial=-1)) + 1
+        self.head = int(emptied.min(initial=self.head))
 
     def write(self, cells, pos, owners, n_sink=0, shift=0):
         """

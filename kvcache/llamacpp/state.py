@@ -15,7 +15,6 @@ import json
 import numpy as np
 import torch
 
-from decode.process import uninterrupted
 from kvcache.llamacpp.cells import LARGEST
 from whole_file import replacing
 
@@ -99,10 +98,9 @@ def fill(cache, stream, part, where, seq):
     """Give the cells that were found in a stream the content of a part: of sequence seq, or of all."""
     cells, owners = cache.streams[stream], part['owners'].numpy().T
     owners = owners if seq is None else cells.owned_by(seq)
-    with uninterrupted():  # no sequence is left with the rows of another one
-        cells.write(where, part['pos'].numpy(), owners, cache.n_sink, part['shift'].numpy())
-        for name, tensor in stored(cache):
-            tensor[:, slots_in(cache, stream, where, tensor)] = part[name].to(tensor.device)
+    cells.write(where, part['pos'].numpy(), owners, cache.n_sink, part['shift'].numpy())
+    for name, tensor in stored(cache):
+        tensor[:, slots_in(cache, stream, where, tensor)] = part[name].to(tensor.device)
 
 
 def check_header(cache, path, header, one):

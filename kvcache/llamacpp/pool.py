@@ -1,0 +1,124 @@
+"""
+The pool whose slots are llama.cpp's cells: cell c of stream s is slot s * kv_size + c. See cells.py.
+
+Any free cell takes any position. In one stream forks share the cells of what they have in common, and a long sequence
+has the room that short ones leave. In streams of their own, forks are copies. No beginning of a prompt is remembered.
+"""
+import numpy as np
+
+from decode.batch import Runs
+from kvcache.llamacpp.cells import Streams
+
+
+class CellPool:
+    """
+    Cells for n_sequences sequences of up to n_tokens tokens of a model of this `config`: one stream for all if unified,
+    or one for each. It has the operations of `kvcache.blocks.BlockPool`, and a page is a cell.
+
+    It keeps of each sequence: cells, its number in the `Streams`; n_computed, runs and room, as there. n_pages: of one
+    stream, the most that a sequence can have. What a window has passed stays until its sequence needs more cells.
+    """
+    page_size = 1
+
+    def __init__(self, config, n_sequences, n_tokens, unified=True):
+        if min(n_sequences, n_tokens) < 1:
+            raise ValueError(f"a pool is for at least 1 sequence of at least 1 token, not {n_sequences} of {n_tokens}")
+        self.window, self.n_sink, self.unified, self.most_sequences = config.window, config.n_sink, unified, n_sequences
+        self.n_pages = min(n_tokens, config.n_slots) * (n_sequences if unified else 1)
+        self.n_slots = self.n_pages * (1 if unified else n_sequences)
+        self.reset()
+
+    def reset(self):
+        """Forget all sequences."""
+        self.streams = Streams(self.n_pages, self.most_sequences, self.unified)
+        self.free_numbers, self.copies = list(range(self.most_sequences))[::-1], []
+
+    @property
+    def n_free(self):
+        """How many cells are free."""
+        return self.n_slots - sum(cells.used() for cells in self.streams.streams)
+
+    def begin(self, sequence, tokens=(), salt=''):
+        """Begin a sequence. Returns how many of these tokens are remembered: none."""
+        s = sequence
+        s.cells, s.runs, s.room, s.n_computed = self.free_numbers.pop(), Runs(), 0, 0
+        return 0
+
+    def extend(self, sequence, n):
+        """
+        Cells for n more positions of a sequence. Those that its window has passed are freed first. Returns whether
+        there were enough; if not, nothing has changed.
+        """
+        s, n_new = sequence, sequence.n_computed + n - sequence.room
+        if n_new <= 0:
+            return True
+        cells = self.streams.cells_of(s.cells)
+        passed = cells.of(s.cells, self.n_sink, self.first_seen(s.n_computed)) if self.window else np.arange(0)
+        n_freed = (cells.owners[:, passed].sum(axis=0) == 1).sum()
+        if n_new > len(cells) - cells.used() + n_freed:
+            return False
+        cells.own(passed, s.cells, False)
+        cells.write(cells.find(n_new), np.arange(s.room, s.room + n_new), cells.owned_by(s.cells))
+        s.room += n_new
+        self.look_up(s)
+        return True
+
+    def will_grow(self, sequence):
+        """Will a sequence need another cell of those that all share, if it goes on to its end?"""
+        return self.unified and min(sequence.n_end - 1, sequence.max_positions) > sequence.room
+
+    def first_seen(self, n):
+        """The first position behind the sinks that the token at position n sees, if there is a window."""
+        return max(self.n_sink, n - self.window + 1)
+
+    def look_up(self, sequence):
+        """Write the runs of a sequence."""
+        base = self.n_pages * self.streams.stream_of(sequence.cells)
+        sequence.runs = Runs(self.streams.cells_of(sequence.cells).runs_of(sequence.cells) + (0, base, 0))
+
+    def computed(self, sequence, n):
+        """n more positions of a sequence are stored."""
+        sequence.n_computed += n
+
+    def cut(self, sequence, n):
+        """
+        Keep the first n positions of a sequence, and no cells of later ones; none at all if the window has passed what
+        the next token would see. Returns how many are kept.
+        """
+        s, cells = sequence, self.streams.cells_of(sequence.cells)
+        if self.window and n > self.first_seen(n):
+            held = cells.pos[cells.of(s.cells, self.n_sink)]  # these positions follow each other
+            n = n if held.min() <= self.first_seen(n) else 0
+        if n < s.room:
+            cells.remove(s.cells, n)
+            s.room = n
+            self.look_up(s)
+        s.n_computed = n
+        return n
+
+    def fork(self, sequence, new):
+        """Give a new sequence all positions of another one: in one stream the same cells, in streams copies of them."""
+        s = sequence
+        self.begin(new)
+        self.streams.seq_cp(s.cells, new.cells)
+        self.streams.seq_rm(new.cells, s.n_computed)  # what it has for later positions
+        new.n_computed = new.room = s.n_computed
+        self.look_up(new)
+        if not self.unified:
+            to_source = self.n_pages * (s.cells - new.cells)
+            self.copies += [(slot + to_source, slot, n) for _, slot, n in new.runs.table[:new.runs.n].tolist()]
+
+    def free(self, sequence):
+        """Free all cells of a sequence."""
+        self.streams.seq_rm(sequence.cells)
+        self.free_numbers.append(sequence.cells)
+        sequence.forget()
+
+    def take_copies(self):
+        """The copies that the next step must make first, a list, which is empty then."""
+        copies, self.copies = self.copies, []
+        return copies
+
+    def __str__(self):
+        """A picture of the cells, see `Cells`."""
+        return str(self.streams)
