@@ -2,7 +2,7 @@
 The step of a GPT on a GPU, as Triton kernels that are recorded as CUDA graphs. The bits of a row's logits depend
 neither on the other rows of its step, nor on how its text was divided into steps.
 
-    decoder      the executor: checks a step, puts its inputs on the device, replays its graphs
+    executor     checks a batch, puts its inputs on the device, replays its graphs
     step         one step: which function follows which
     inputs       what a step reads beside weights, keys and values
     slots, columns    the slot table: which sequence has which row, and where the slot of a position is
@@ -12,4 +12,5 @@ neither on the other rows of its step, nor on how its text was divided into step
     kernels      the same functions, as launches of Triton kernels
     linear, storing, attention, drawing    the kernels
     queue        what the device does one after the other: graphs, copies, events
+    graphs       another step, for `GPT.generate`: the model's own in PyTorch, as a CUDA graph
 """

@@ -1,8 +1,8 @@
 """
 The next token of each row of a step, drawn on the GPU from its logits: two Triton kernels, launched by `draw`.
 
-The meaning is that of `decode.kernel.sampling`. There one thread draws for a sample, here one program: it reads the
-row a few times, BLOCK numbers at a time, and never sorts it. The order of all sums depends on vocab_size only.
+The meaning is that of `decode.draw.draw`: the largest of weight / noise. One program draws for a row: it reads the row
+a few times, BLOCK numbers at a time, and never sorts it. The order of all sums depends on vocab_size only.
 
 A logit is found by halving an interval of `rank`s, whole numbers in the order of the numbers of float32, so what top_k
 and top_p keep is exact. To halve it 32 times without reading the row 32 times, a program holds the four largest logits
@@ -20,7 +20,7 @@ MOST_STOPS, MOST_BIASES, IN_PROMPT = map(tl.constexpr, (table.MOST_STOPS, table.
 BLOCK, WARPS = 4096, 16  # tokens that a program of `draw_kernel` reads at a time
 UNROLL = tl.constexpr(4)  # so many times, if it need not wait in between: one program alone has to hide its latency
 CHANGED, FEW = 1024, tl.constexpr(8)  # tokens of a program of `change_kernel`, and biases or stops it looks at together
-INFINITY = tl.constexpr(float('inf'))
+INFINITY, GOLDEN = tl.constexpr(float('inf')), tl.constexpr(0x9E3779B97F4A7C15)
 
 
 def draw(logits, draws, inputs):
@@ -61,8 +61,8 @@ def change_kernel(logits, settings, numbers, left, min_tokens, stops, bias_token
         v = tl.where(tl.max(of.to(tl.int32), 1) > 0, -INFINITY, v)
 
     settings += row * N_SETTINGS
-    presence, frequency = tl.load(settings + PRESENCE), tl.load(settings + FREQUENCY)
-    repetition = tl.load(settings + REPETITION)
+    presence, frequency = tl.load(settings + PRESENCE).to(tl.float32), tl.load(settings + FREQUENCY).to(tl.float32)
+    repetition = tl.load(settings + REPETITION).to(tl.float32)
     has_penalty = (presence != 0) | (frequency != 0) | (repetition != 1)
     if has_penalty:
         count = tl.load(counts + at, inside, other=0)
@@ -82,8 +82,8 @@ def draw_kernel(logits, settings, seeds, numbers, left, stops, counts, drawn, dr
     result = drawn + at_step.to(tl.int64) * drawn_stride + row
     if may_draw > 0:
         number = tl.load(numbers + row)
-        share = uniform(tl.load(seeds + row), number)
-        token = token_at(logits + row.to(tl.int64) * V, settings + row * N_SETTINGS, share, V, BLOCK)
+        key = noise_key(tl.load(seeds + row), number)
+        token = token_of(logits + row.to(tl.int64) * V, settings + row * N_SETTINGS, key, V, BLOCK)
         row_stops = tl.load(stops + row * MOST_STOPS + tl.arange(0, MOST_STOPS))
         may_draw = tl.where(tl.max((row_stops == token).to(tl.int32), 0) > 0, 0, may_draw - 1)
         count, position = counts + row.to(tl.int64) * V + token, positions + row
@@ -110,37 +110,40 @@ def mixed(x):
 
 
 @triton.jit
-def uniform(seed, n):
-    """The uniform number in [0, 1), float64, of token n of a sample, as `uniform` of `decode.kernel.sampling`."""
-    x = mixed(seed.to(tl.uint64) + 0x9E3779B97F4A7C15) + (n + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
-    return (mixed(x) >> 11).to(tl.float64) * 2.0**-53
+def noise_key(seed, number):
+    """See `noise_key` of `decode.draw`: a uint64."""
+    return mixed(mixed(seed.to(tl.uint64) + GOLDEN) + (number + 1).to(tl.uint64) * GOLDEN)
 
 
 @triton.jit
-def token_at(row, settings, share, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The token at this share of the probability that the settings leave, in the order of token ids."""
+def uniform(key, i):
+    """The number between 0 and 1 of token i, float64, whose logarithm is the noise, see `exponential_noise` there."""
+    return ((mixed(key + (i + 1).to(tl.uint64) * GOLDEN) >> 12).to(tl.float64) + 0.5) * 2.0**-52
+
+
+@triton.jit
+def token_of(row, settings, key, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The token that the settings and the noise of this key draw."""
     temperature, top_k = tl.load(settings + TEMPERATURE), tl.load(settings + TOP_K)
-    top_p, min_p = tl.load(settings + TOP_P), tl.load(settings + MIN_P)
+    top_p, min_p = tl.load(settings + TOP_P), tl.load(settings + MIN_P).to(tl.float32)
     largest, token = largest_of(row, V, BLOCK)
     if (temperature != 0) & (tl.abs(largest) < INFINITY):  # a penalty can make a logit infinite
-        factor = tl.maximum(1.0 / temperature.to(tl.float64), 1e-30).to(tl.float32)
+        factor = tl.maximum(1.0 / temperature, 1e-30).to(tl.float32)
         low, last_equal = tl.full((), -INFINITY, tl.float32), tl.full((), V, tl.int32)
         has_top_k = (top_k > 0) & (top_k < V)
         if has_top_k | (top_p < 1):
             few = largest_of_lanes(row, V, BLOCK)
             if has_top_k:
-                ones = largest, 0.0, 0.0, low, INFINITY, V
-                low = threshold(row, few, ones, top_k.to(tl.float64), V, BLOCK)
+                low = threshold(row, few, (largest, 0.0, 0.0, low, V), top_k, V, BLOCK)
             if top_p < 1:
-                kept = largest, factor, min_p, low, INFINITY, V
-                target = top_p.to(tl.float64) * weight_of(row, kept, V, BLOCK)
+                kept = largest, factor, min_p, low, V
+                target = top_p * weight_of(row, kept, V, BLOCK)
                 low = threshold(row, few, kept, target, V, BLOCK)
-                above = weight_of(row, (largest, factor, min_p, number_at(rank(low) + 1), INFINITY, V), V, BLOCK)
+                above = weight_of(row, (largest, factor, min_p, number_at(rank(low) + 1), V), V, BLOCK)
                 of_each = weigh(low, 0, kept).to(tl.float64)
                 n_equal = tl.maximum(tl.ceil((target - above) / of_each), 1.0)  # so many that are equal to low are kept
-                last_equal = index_at(row, (largest, 0.0, 0.0, low, low, V), n_equal - 1, V, BLOCK)
-        how = largest, factor, min_p, low, INFINITY, last_equal
-        token = index_at(row, how, share * weight_of(row, how, V, BLOCK), V, BLOCK)
+                last_equal = nth_equal(row, low, n_equal, V, BLOCK)
+        token = largest_over_noise(row, (largest, factor, min_p, low, last_equal), key, V, BLOCK)
     return token
 
 
@@ -156,12 +159,12 @@ def read(row, start, V: tl.constexpr, BLOCK: tl.constexpr):
 def weigh(v, i, how):
     """
     The weights of logits v with indices i: e ** ((v - largest) * factor), but 0 if that is below e ** -87 or min_p, or
-    if v is not in [low, high], or if it is equal to low and i is more than last_equal. how: these six.
+    if v is less than low, or if it is equal to low and i is more than last_equal. how: these five.
     """
-    largest, factor, min_p, low, high, last_equal = how
+    largest, factor, min_p, low, last_equal = how
     x = (v - largest) * factor
     weights = tl.where(x < -87.0, 0.0, tl.exp(x))
-    kept = (v >= low) & (v <= high) & ((v > low) | (i <= last_equal)) & (weights >= min_p)
+    kept = (v >= low) & ((v > low) | (i <= last_equal)) & (weights >= min_p)
     return tl.where(kept & (v > -INFINITY), weights, 0.0)
 
 
@@ -223,7 +226,7 @@ def threshold(row, few, how, target, V: tl.constexpr, BLOCK: tl.constexpr):
     """
     a, b, c, d = few
     of_a, of_b, of_c, of_d = weigh(a, 0, how), weigh(b, 0, how), weigh(c, 0, how), weigh(d, 0, how)
-    largest, factor, min_p, lowest, highest, last_equal = how
+    largest, factor, min_p, lowest, last_equal = how
     low, high = rank(lowest), rank(largest)
     while low < high:  # the threshold is at least low, and at most high
         middle = high - (high - low) // 2
@@ -237,26 +240,39 @@ def threshold(row, few, how, target, V: tl.constexpr, BLOCK: tl.constexpr):
     high = rank(tl.max(d, 0))
     while low < high:
         middle = high - (high - low) // 2
-        weight = weight_of(row, (largest, factor, min_p, number_at(middle), INFINITY, V), V, BLOCK)
+        weight = weight_of(row, (largest, factor, min_p, number_at(middle), V), V, BLOCK)
         low, high = tl.where(weight >= target, middle, low), tl.where(weight >= target, high, middle - 1)
     return number_at(low)
 
 
 @triton.jit
-def index_at(row, how, target, V: tl.constexpr, BLOCK: tl.constexpr):
-    """
-    The last index with weight that has at most the weight `target` before it. In other words: the first index at which
-    the cumulative weight is more than the target, or the last one with weight if rounding leaves the target beyond it.
-    """
-    before, block, before_block = tl.full((), 0, tl.float64), 0, tl.full((), 0, tl.float64)
+def nth_equal(row, level, n, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The index of the n-th logit that is equal to level; that of the last one if there are fewer."""
+    before, block, before_block = 0, 0, 0
     for start in range(0, V, BLOCK):
         i, v = read(row, start, V, BLOCK)
-        weight = tl.sum(weigh(v, i, how), 0)
-        is_last = (weight > 0) & (before <= target)
+        count = tl.sum((v == level).to(tl.int32), 0)
+        is_last = (count > 0) & (before < n)
         block, before_block = tl.where(is_last, start, block), tl.where(is_last, before, before_block)
-        before += weight.to(tl.float64)
+        before += count
     i, v = read(row, block, V, BLOCK)
-    weights = weigh(v, i, how)
-    precise = weights.to(tl.float64)
-    sums = before_block + tl.cumsum(precise, 0) - precise
-    return tl.max(tl.where((weights > 0) & (sums <= target), i, 0), 0)
+    numbers = before_block + tl.cumsum((v == level).to(tl.int32), 0)
+    return tl.max(tl.where((v == level) & (numbers <= n), i, 0), 0)
+
+
+@triton.jit
+def largest_over_noise(row, how, key, V: tl.constexpr, BLOCK: tl.constexpr):
+    """
+    The first token whose weight over its noise is largest. Noise is -log(u) >= 1 - u, so few blocks need logarithms.
+    """
+    largest, token = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
+    for start in range(0, V, BLOCK):
+        i, v = read(row, start, V, BLOCK)
+        weights, u = weigh(v, i, how).to(tl.float64), uniform(key, i)
+        is_near = weights > largest * (1.0 - u)
+        if tl.max(is_near.to(tl.int32), 0) > 0:
+            scores = tl.where(is_near, weights / -tl.log(u), 0.0)
+            score = tl.max(scores, 0)
+            token = tl.where(score > largest, tl.min(tl.where(scores == score, i, V), 0), token)
+            largest = tl.maximum(largest, score)
+    return token

@@ -20,11 +20,9 @@ class Landing(NamedTuple):
     broken: np.ndarray
 
 
-def fits(next_tokens, most):
-    """Can the device draw these `NextTokens`? For at most `most` rows, and with limits on what changes logits."""
-    drawings = next_tokens.drawings
-    return drawings is not None and len(drawings) <= most and all(
-        len(d.stops) <= MOST_STOPS and len(d.bias_tokens) <= MOST_BIASES for d in drawings)
+def fits(settings):
+    """Can the device draw by these `decode.draw.DrawSettings`? There are limits on what changes logits."""
+    return len(settings.stops) <= MOST_STOPS and len(settings.bias_tokens) <= MOST_BIASES
 
 
 class DrawTable:
@@ -34,32 +32,33 @@ class DrawTable:
         def empty(*shape, dtype=torch.int32):
             return torch.zeros(shape, dtype=dtype, device=device)
         self.draws = Draws(
-            empty(n_rows, N_SETTINGS, dtype=torch.float32), empty(n_rows, dtype=torch.int64), empty(n_rows),
+            empty(n_rows, N_SETTINGS, dtype=torch.float64), empty(n_rows, dtype=torch.int64), empty(n_rows),
             empty(n_rows), empty(n_rows), empty(n_rows, MOST_STOPS) - 1, empty(n_rows, MOST_BIASES) - 1,
             empty(n_rows, MOST_BIASES, dtype=torch.float32), empty(n_rows, vocab_size),
             empty(MOST_STEPS, n_rows, dtype=torch.int64), empty(n_rows), empty(n_rows))
-        self.queue, self.drawings, self.next_landing = queue, None, 0
+        self.queue, self.settings, self.next_landing = queue, None, 0
         # each landing has memory of its own, which is not written again before it was waited for
         self.landings = [(queue.pinned(MOST_STEPS, n_rows, dtype=torch.int64),
                           queue.pinned(2, n_rows, dtype=torch.int32))
                          for _ in range(N_LANDINGS)]
 
-    def load(self, next_tokens, limits, R):
-        """Have the rows draw as the `NextTokens` say, at most limits (S,) tokens each. The rows up to R are padding."""
-        d, drawings = self.draws, next_tokens.drawings
-        if drawings != self.drawings:
-            self.drawings = None  # until all is written
-            self.write(d.settings, [each.settings for each in drawings], np.float32)
-            self.write(d.seeds, np.array([each.seed for each in drawings], np.uint64).view(np.int64), np.int64)
-            self.write(d.min_tokens, [min(each.min_tokens, 2**31 - 1) for each in drawings], np.int32)
-            self.write(d.stops, padded([each.stops for each in drawings], MOST_STOPS), np.int32)
-            self.write(d.bias_tokens, padded([each.bias_tokens for each in drawings], MOST_BIASES), np.int32)
-            self.write(d.biases, padded([each.biases for each in drawings], MOST_BIASES), np.float32)
-            self.drawings = drawings
-        self.write(d.numbers, [each.n_generated for each in drawings], np.int32)
-        for row, each in enumerate(drawings):
-            if each.counts is not None:
-                counts = each.counts + np.where(each.in_prompt, IN_PROMPT, 0)
+    def load(self, sequences, limits, R):
+        """Have the rows draw as these sequences do, at most limits (S,) tokens each. The rows up to R are padding."""
+        d, settings = self.draws, [s.settings for s in sequences]
+        if settings != self.settings:  # the same objects have the same settings
+            self.settings = None  # until all is written
+            self.write(d.settings, [each.values for each in settings], np.float64)
+            self.write(d.seeds, np.array([each.seed for each in settings], np.uint64).view(np.int64), np.int64)
+            self.write(d.min_tokens, [min(each.min_tokens, 2**31 - 1) for each in settings], np.int32)
+            self.write(d.stops, padded([each.stops for each in settings], MOST_STOPS), np.int32)
+            self.write(d.bias_tokens, padded([each.bias_tokens for each in settings], MOST_BIASES), np.int32)
+            self.write(d.biases, padded([each.biases for each in settings], MOST_BIASES), np.float32)
+            self.settings = settings
+        self.write(d.numbers, [s.n_drawn for s in sequences], np.int32)
+        for row, s in enumerate(sequences):
+            if s.settings.penalised:
+                s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
+                counts = s.settings.counts + np.where(s.settings.in_prompt, IN_PROMPT, 0)
                 d.counts[row] = torch.from_numpy(counts.astype(np.int32))
         d.left[:R] = 0
         self.write(d.left, limits, np.int32)

@@ -1,121 +1,132 @@
 """
-A decode step recorded as a CUDA graph.
+The model's own step in PyTorch as a CUDA graph, for `GPT.generate`.
 
 PyTorch starts a GPU kernel in about 10 us, and a step of a GPT with 12 layers has some 300 of them, most of which run
 for 3 us. A graph starts all of them at once. It repeats the same kernels on the same addresses, so one is recorded for
 each cache, batch size and number of slots that are read. To record a graph takes as long as a few steps.
+
+In a recorded step keys and values are written to the slots of their positions, and attention goes over a fixed number
+of slots with a mask: nothing of it depends on the length of the text. (After gpt-fast's decode_one_token,
+https://github.com/pytorch-labs/gpt-fast. The price is that empty slots are read too; the mask hides them, but they must
+hold numbers, as the zeros of a new cache do.)
 """
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 
-from decode.static import StaticDecoder, step
+from decode.changes import check_unchanged
+from decode.direct import DirectModel
+from decode.gpu.queue import Direct, Queue
 
 FEWEST_SLOTS = 128  # a graph reads so many slots, or twice, four times, ... as many
 MOST = 32  # recordings that are kept; when there would be more, all are forgotten
 
 
-class Recording(NamedTuple):
-    """A graph, its inputs, and the logits (B, 1, vocab_size) that a replay writes."""
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
-    idx: torch.Tensor        # int64 (B, 1)
-    positions: torch.Tensor  # int64 (B, 1)
-
-
-class GraphDecoder(StaticDecoder):
+class GraphStep:
     """
-    The model's step as a CUDA graph.
+    A model's step for `GPT.generate`: (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache). T = 1 is a
+    graph. More tokens are the work of `GPT.step`, and so is all of a model that is traced.
 
     A graph reads the weights where they are, so it sees values that change in place. When a parameter or its memory was
-    replaced, new graphs are recorded. All steps of a process must be on one CUDA stream, since recordings share memory.
+    replaced, new graphs are recorded at the start of the next text. All steps must be on one CUDA stream, since
+    recordings share memory. ValueError for models that are not model.py's GPT, unchanged.
     """
     name = "PyTorch as a CUDA graph"
 
+    def __init__(self, model):
+        device = model.lm_head.weight.device
+        self.model, self.queue = model, Queue(device) if device.type == 'cuda' else Direct()
+        self.refresh()
+
     def refresh(self):
         """Check the model, look up its weights anew, and forget all recordings."""
+        check_unchanged(self.model)
+        self.direct, self.weights = DirectModel(self.model), addresses_of(self.model)
         self.forget()
-        super().refresh()
 
     def forget(self):
         """
         Forget all recordings together, once none of them runs. The end of a graph frees the memory in which cuBLAS
         works on the stream of its recording, and other graphs of that stream would still address it (pytorch#193402).
         """
-        device = next(self.model.parameters()).device
+        device = self.model.lm_head.weight.device
         if device.type == 'cuda':
             torch.cuda.synchronize(device)
         self.recordings = {}
-        # of memory, and of recording: one of each for all graphs, as no two run at the same time
-        self.pool = self.stream = None
+        self.queue.forget()
 
-    def bind(self, caches):
-        self.bound = []  # an interrupt before the end leaves no cache bound
-        self.address = tuple((cache.data_ptr(), cache.stride()) for cache in caches), caches[0].shape, caches[0].dtype
-        super().bind(caches)
-
-    def run(self, idx, cache_pos):
-        n_slots = self.slots_to_read(cache_pos)
+    @torch.inference_mode()
+    def __call__(self, idx, kv_cache):
+        if kv_cache is None and addresses_of(self.model) != self.weights:
+            self.refresh()
+        if kv_cache is None or idx.size(1) != 1 or self.direct.called or (
+                kv_cache[0][2] >= self.model.config.max_positions):  # an error
+            return self.model.step(idx, kv_cache)
+        caches, cache_pos = [cache for layer in kv_cache for cache in layer[:2]], kv_cache[0][2]
+        n_slots = self.slots_to_read(caches[0].size(2), cache_pos)
         amp = torch.get_autocast_dtype('cuda') if torch.is_autocast_enabled('cuda') else None
-        kind = self.address, n_slots, amp
+        kind = tuple(cache.data_ptr() for cache in caches), caches[0].shape, caches[0].dtype, n_slots, amp
         with torch.cuda.device_of(idx):
             if kind not in self.recordings:
                 if len(self.recordings) >= MOST:
                     self.forget()
-                self.recordings[kind] = self.record(idx, cache_pos, n_slots, amp)
+                self.recordings[kind] = self.record(idx, cache_pos, [cache[:, :, :n_slots] for cache in caches], amp)
             recording = self.recordings[kind]
             recording.idx.copy_(idx)
-            fill(recording.positions, cache_pos)
+            recording.positions.fill_(cache_pos)
             recording.graph.replay()
-        return recording.logits
+            return recording.outputs[0].clone(), [(k, v, cache_pos + 1) for k, v, _ in kv_cache]
 
-    def slots_to_read(self, cache_pos):
-        """The number of the first slots that hold all keys up to cache_pos, of few different numbers."""
-        n_slots = self.bound[0].size(2)
+    def slots_to_read(self, n_slots, cache_pos):
+        """The number of the first slots, of n_slots, that hold all keys up to cache_pos: of few different numbers."""
         if self.model.config.window:
             return n_slots
-        last, n = int(cache_pos.max()) if torch.is_tensor(cache_pos) else cache_pos, FEWEST_SLOTS
-        while n <= last:
+        n = FEWEST_SLOTS
+        while n <= cache_pos:
             n *= 2
         return min(n, n_slots)
 
-    def record(self, idx, cache_pos, n_slots, amp):
-        """A `Recording` of the step for tokens such as idx, in the caches that are bound."""
-        static_idx, positions = idx.clone(), torch.empty_like(idx)
-        fill(positions, cache_pos)
-        model, caches = self.direct.model, [cache[:, :, :n_slots] for cache in self.bound]
+    def record(self, idx, cache_pos, caches, amp):
+        """
+        A `Recording` of the step for tokens such as idx. caches: k_cache and v_cache of each layer, one after the
+        other, of the slots that are read.
+        """
+        static_idx, positions, outputs, model = idx.clone(), torch.full_like(idx, cache_pos), [], self.direct.model
+        layers = [StaticSlots(k_cache, v_cache) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
 
-        def of_graph():
+        def step():
             # the weights that autocast casts are cast in the graph: a copy that autocast keeps is freed before long
             with torch.autocast('cuda', amp, cache_enabled=False) if amp else nullcontext():
-                return step(model, static_idx, positions, *caches)
-        if not self.recordings and idx.is_cuda:  # a pool ends with its last graph, also with one that failed
-            self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        return Recording(*captured(of_graph, self.pool, self.stream), static_idx, positions)
+                outputs[:] = [model.lm_head(model.hidden_states(static_idx, positions, layers)[0])]
+        return Recording(self.queue.record(step), static_idx, positions, outputs)
 
 
-def fill(static, x):
-    """Write x, an int or (B,), to a tensor (B, 1)."""
-    static.copy_(x[:, None]) if torch.is_tensor(x) else static.fill_(x)
+class Recording(NamedTuple):
+    """A graph, its inputs, int64 (B, 1), and a list with the logits (B, 1, vocab_size) that a replay writes."""
+    graph: object
+    idx: torch.Tensor
+    positions: torch.Tensor
+    outputs: list
 
 
-def captured(step, pool, stream):
-    """(the graph of step(), what step() returns, which the graph writes). The stream runs the step once before."""
-    graph = torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    try:
-        with torch.cuda.stream(stream):
-            step()  # libraries allocate their memory at a first call, which cannot be recorded
-            stream.synchronize()
-            graph.capture_begin(pool, capture_error_mode='thread_local')
-            try:
-                out = step()
-            except BaseException:
-                with suppress(RuntimeError):  # of what a broken recording has become
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-    finally:
-        torch.cuda.current_stream().wait_stream(stream)
-    return graph, out
+class StaticSlots(NamedTuple):
+    """The cache of one layer with slots (B, n_kv_head, n_slots, head_dim); see model.py's `append`."""
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+
+    def append(self, k, v, positions):
+        """
+        Write k and v (B, n_kv_head, T, head_dim). Returns all slots, in the dtype of k, their `Keys`, in which a slot
+        that is empty has a position after the new tokens', and itself.
+        """
+        k_cache, v_cache = self
+        rows = torch.arange(k.size(0), device=k.device)[:, None]
+        k_cache[rows, :, positions.slots] = k.transpose(1, 2).to(k_cache.dtype)
+        v_cache[rows, :, positions.slots] = v.transpose(1, 2).to(v_cache.dtype)
+        return k_cache.to(k.dtype), v_cache.to(v.dtype), positions.keys_of_slots(k_cache.size(2)), self
+
+
+def addresses_of(model):
+    """Where the weights of a model are."""
+    return [p.data_ptr() for p in model.parameters()]

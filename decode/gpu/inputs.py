@@ -5,10 +5,10 @@ import torch
 
 from decode.gpu.columns import Columns
 
-# columns of the settings of a draw
+# columns of the settings of a draw, as `decode.draw.NAMES`
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = range(8)
 IN_PROMPT = 2**30  # is added to the count of a token that is in the prompt
-MOST_STOPS, MOST_BIASES = 256, 512  # of a sample; one with more draws on the CPU
+MOST_STOPS, MOST_BIASES = 256, 512  # of a sequence; one with more is drawn by PyTorch
 MOST_STEPS = 64    # of a call
 
 
@@ -60,12 +60,13 @@ class Draws(NamedTuple):
     """
     How R rows draw their next tokens.
 
-    settings: float32 (R, N_SETTINGS), as those of `decode.kernel.sampling`. seeds: int64 (R,). numbers: int32 (R,), how
-    many tokens the row's sample has drawn. left: int32 (R,), how many it may draw; with 0 it has ended. min_tokens:
-    int32 (R,). stops: int32 (R, MOST_STOPS), the tokens that end it, then -1. bias_tokens, biases: int32 and float32
-    (R, MOST_BIASES), then -1. counts: int32 (R, vocab_size), how often it has drawn each token, and IN_PROMPT; read and
-    written only if a penalty is set. drawn: int64 (MOST_STEPS, R), the result: row number `step` of it is written, with
-    -1 for rows that have ended. step: int32 (R,), each row's own. broken: int32 (R,), 1 where logits are not numbers.
+    settings: float64 (R, N_SETTINGS), the values of `decode.draw.DrawSettings`. seeds: int64 (R,), their bits. numbers:
+    int32 (R,), how many tokens the row's sequence has drawn. left: int32 (R,), how many it may draw; with 0 it has
+    ended. min_tokens: int32 (R,). stops: int32 (R, MOST_STOPS), the tokens that end it, then -1. bias_tokens, biases:
+    int32 and float32 (R, MOST_BIASES), then -1. counts: int32 (R, vocab_size), how often it has drawn each token, and
+    IN_PROMPT; read and written only if a penalty is set. drawn: int64 (MOST_STEPS, R), the result: row number `step` of
+    it is written, with -1 for rows that have ended. step: int32 (R,), each row's own. broken: int32 (R,), 1 where
+    logits are not numbers.
     """
     settings: torch.Tensor
     seeds: torch.Tensor

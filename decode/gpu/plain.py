@@ -6,12 +6,11 @@ the slot table. A row with sequence -1 is padding: it writes no keys and values,
 results, which are numbers. The bits of these functions depend on R, as those of PyTorch's matmuls do; the bits of the
 kernels do not. These functions cannot be recorded as a graph; the kernels can.
 """
-
 import torch
 import torch.nn.functional as F
 
-from decode.gpu.inputs import FREQUENCY, IN_PROMPT, MIN_P, PRESENCE, REPETITION, TEMPERATURE, TOP_K, TOP_P
-from decode.kernel.sampling import uniform
+from decode.draw import draw_alike
+from decode.gpu.inputs import FREQUENCY, IN_PROMPT, PRESENCE, REPETITION
 from positions import rotary_angles, rotate, visible
 
 
@@ -138,8 +137,7 @@ def read(data, scale, slots, g):
 def draw(logits, draws, inputs):
     """
     Draw the next token of each row that has not ended from logits, float32 (R, vocab_size), which are changed, as
-    `decode.kernel.sampling` draws it. Then the row's token, position, number and count go on; a row that ends becomes
-    padding.
+    `decode.draw.draw` does. Then the row's token, position, number and count go on; a row that ends becomes padding.
     """
     for row in range(len(logits)):
         step, number = int(draws.step[row]), int(draws.numbers[row])
@@ -149,7 +147,8 @@ def draw(logits, draws, inputs):
             continue
         draws.broken[row] |= int(not (logits[row] < torch.inf).all())
         change(logits[row], draws, row)
-        token = drawn(logits[row], draws.settings[row].tolist(), uniform(int(draws.seeds[row]), number))
+        how = draws.settings[row, :PRESENCE].tolist()
+        token = draw_alike(logits[row:row + 1], *how, [int(draws.seeds[row])], [number])
         draws.drawn[step, row] = inputs.tokens[row] = token
         draws.numbers[row] += 1
         draws.counts[row, token] += 1
@@ -171,21 +170,3 @@ def change(logits, draws, row):
         n = counts % IN_PROMPT
         logits -= torch.where(n > 0, settings[FREQUENCY] * n + settings[PRESENCE], 0.0)
 
-
-def drawn(logits, settings, share):
-    """The token at this share of the probability that the settings leave, in the order of token ids."""
-    largest = float(logits.max())
-    if settings[TEMPERATURE] == 0 or not abs(largest) < torch.inf:
-        return int((logits == largest).nonzero()[0, 0]) if largest == largest else 0
-    weights = ((logits - largest) * max(1 / settings[TEMPERATURE], 1e-30)).exp()
-    weights[(logits - largest) * max(1 / settings[TEMPERATURE], 1e-30) < -87] = 0
-    if 0 < settings[TOP_K] < len(logits):
-        weights[logits < logits.topk(int(settings[TOP_K])).values[-1]] = 0
-    weights[weights < settings[MIN_P]] = 0
-    weights = weights.double()
-    if settings[TOP_P] < 1:
-        order = logits.argsort(descending=True, stable=True)
-        before = weights[order].cumsum(0) - weights[order]
-        weights[order[before >= settings[TOP_P] * weights.sum()]] = 0
-    sums = weights.cumsum(0)
-    return int(((sums > share * sums[-1]) & (weights > 0)).nonzero()[0, 0])

@@ -1,7 +1,7 @@
 """What a device does one after the other: recorded steps, copies, and events by which the host waits for them."""
-import torch
+from contextlib import suppress
 
-from decode.graphs import captured
+import torch
 
 
 class Queue:
@@ -20,7 +20,7 @@ class Queue:
         if self.pool is None:
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.device)
         try:
-            return captured(step, self.pool, self.stream)[0]
+            return captured(step, self.pool, self.stream)
         except BaseException:
             self.forget()  # if it was the first recording, its pool has ended
             raise
@@ -43,6 +43,27 @@ class Queue:
 
     def pinned(self, *shape, dtype):
         return torch.empty(shape, dtype=dtype, device='cpu', pin_memory=True)
+
+
+def captured(step, pool, stream):
+    """The CUDA graph of step(). The stream runs the step once before."""
+    graph = torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            step()  # libraries allocate their memory at a first call, which cannot be recorded
+            stream.synchronize()
+            graph.capture_begin(pool, capture_error_mode='thread_local')
+            try:
+                step()
+            except BaseException:
+                with suppress(RuntimeError):  # of what a broken recording has become
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    finally:
+        torch.cuda.current_stream().wait_stream(stream)
+    return graph
 
 
 class Direct:

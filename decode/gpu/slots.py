@@ -4,6 +4,8 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
+from decode.batch import Refused
+
 AHEAD = 64  # later positions of a sequence whose slots are written with those of its new ones
 NOTHING = 2**62, 0  # first and until of a row that has no slots
 
@@ -14,7 +16,7 @@ class SlotTable:
     slots of new positions are written.
 
     rows: {id of a `Runs`: [row, the runs, first, until]}, the least recently used first; the row has the slots of the
-    sinks and of the positions from first to until - 1, with a window of the last `ring` of these. Caches make other
+    sinks and of the positions from first to until - 1, with a window of the last `ring` of these. Pools make other
     `Runs` when slots change; those of later positions are appended.
     """
 
@@ -27,7 +29,7 @@ class SlotTable:
     def update(self, runs, starts, ends):
         """
         Have the slots in the table that tokens at the positions starts to ends - 1 of some sequences see, int64 arrays
-        (S,), S at most n_seq. runs: the `Runs` of each. Returns the row of each, int32 (S,). ValueError if a sequence
+        (S,), S at most n_seq. runs: the `Runs` of each. Returns the row of each, int32 (S,). `Refused` if a sequence
         has no slot for a position that is seen; then nothing is known of these rows.
         """
         entries = [self.entry(each) for each in runs]
@@ -71,7 +73,7 @@ class SlotTable:
             seen, needed = np.bincount(of_run, counts, len(runs)).astype(int), np.maximum(high - low, 0)
             if (seen != needed).any():
                 number = int((seen != needed).argmax())
-                raise ValueError(f"sequence number {number} of this step has slots for {seen[number]} of "
+                raise Refused(f"sequence number {number} of this step has slots for {seen[number]} of "
                                  f"{needed[number]} positions that its new tokens see: its runs must have all of them")
             step = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # 0, 1, ... within each run
             rows = np.array([entry[0] for entry in entries])[np.repeat(of_run, counts)]

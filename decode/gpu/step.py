@@ -6,27 +6,27 @@ so that it is rounded nowhere.
 """
 import torch
 
-from decode.gpu.inputs import Geometry, KVLayer
+from decode.gpu.inputs import Geometry
 from positions import alibi_slopes, rotary_frequencies
 
 
 class Step:
     """
-    The step of a model for up to n_rows rows. weights: `GPUWeights`. columns: of the slot table. kv_caches: the
-    `KVArrays` that it reads and writes. ValueError if these are not for the model, or not for a GPU.
+    The step of a model for up to n_rows rows. weights: `GPUWeights`. columns: of the slot table. layers: a `KVLayer`
+    for each layer, which it reads and writes, of n_slots slots. group: see `Geometry`. ValueError if these are not for
+    the model.
     """
 
-    def __init__(self, functions, weights, columns, kv_caches, n_rows):
+    def __init__(self, functions, weights, columns, layers, n_slots, group, n_rows):
         c, device, dtype = weights.config, weights.wte.device, weights.dtype
-        self.functions, self.weights, self.kv_caches = functions, weights, kv_caches
-        if kv_caches.shape != (c.n_layer, c.n_kv_head, c.head_dim):
-            raise ValueError(f"kv_caches has (layers, heads, head_dim) {kv_caches.shape}, and the model "
-                             f"{(c.n_layer, c.n_kv_head, c.head_dim)}: make them for this model")
-        self.layers = [kv_layer(tensors) for tensors in kv_caches.tensors]
+        self.functions, self.weights, self.layers = functions, weights, layers
+        shape, n_numbers = (c.n_layer, c.n_kv_head * n_slots * c.head_dim), layers[0].k.numel()
+        if shape != (len(layers), n_numbers):
+            raise ValueError(f"there is room for {len(layers)} layers with {n_numbers} numbers of keys each, and the "
+                             f"model has {shape}: make the slots for this model")
         slopes = alibi_slopes(c.n_head, torch.float32, device) if c.position == 'alibi' else None
-        self.geometry = Geometry(c.n_head, c.n_kv_head, c.head_dim, c.window, c.n_sink, columns, slopes,
-                                 kv_caches.slot_stride, kv_caches.head_stride,
-                                 group_of(kv_caches))
+        self.geometry = Geometry(c.n_head, c.n_kv_head, c.head_dim, c.window, c.n_sink, columns, slopes, c.head_dim,
+                                 c.head_dim * n_slots, group)
         kinds = 2 if c.position == 'rope' and c.n_sink else 1
         self.activation = '' if c.mlp == 'swiglu' else 'tanh' if c.gelu == 'tanh' else 'gelu'
 
@@ -62,25 +62,9 @@ class Step:
         """The logits, float32 (R, vocab_size), of R rows of x."""
         self.functions.linear(x[:R], self.logits[:R], self.weights.lm_head, self.weights.ln_f)
 
-    def logits_of(self, inputs):
-        """The logits of all rows."""
-        self.hidden_states(inputs)
-        self.head(self.x, len(inputs.tokens))
-
     def draw(self, inputs, draws):
         """A whole step in which each row draws its next token."""
-        self.logits_of(inputs)
-        self.functions.draw(self.logits[:len(inputs.tokens)], draws, inputs)
-
-
-def group_of(kv_caches):
-    """How many numbers of a head share a scale, 0 if the numbers are not int8."""
-    tensors = kv_caches.tensors[0]
-    return kv_caches.shape[2] // tensors[2].size(-1) if len(tensors) == 4 else 0
-
-
-def kv_layer(tensors):
-    """The `KVLayer` of the tensors of a layer of `KVArrays`."""
-    flat = [t.as_strided((t.untyped_storage().nbytes() // t.element_size() - t.storage_offset(),), (1,))
-            for t in tensors]
-    return KVLayer(*flat) if len(flat) == 4 else KVLayer(*flat, None, None)
+        R = len(inputs.tokens)
+        self.hidden_states(inputs)
+        self.head(self.x, R)
+        self.functions.draw(self.logits[:R], draws, inputs)
