@@ -116,6 +116,18 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
     return EagerExecutor(model)
 
 
+def draft_of(model, name, pool, layers):
+    """
+    The `drafts.ModelDraft` of a model that a setting `draft` names. Its weights are read in int8. pool: a
+    `kvcache.BlockPool` for the texts that it reads; layers: the storage of the pool's slots, in float32.
+    """
+    from decode.cpu import CPUExecutor
+    from decode.drafts import ModelDraft
+    executor = CPUExecutor(model, 'int8')
+    executor.hold(layers)
+    return ModelDraft(executor, pool, name)
+
+
 def made(model, batch_size, weights, threads, speculate, draft):
     """The executor on numba, with a draft if there is one. Imported here: numba takes a second to import."""
     from decode.cpu import CPUExecutor

@@ -1,173 +1,198 @@
 """
 Who proposes tokens for `decode.speculative`: the same model with fewer bits, the text itself, or another model.
 
-A draft has a `name`; `propose(tokens, rounds)`, which writes up to k proposals of each sequence to the rows behind the
-first of tokens, int64 (k + 1, B), and returns how many rows it has written; and `draws`: were they drawn by the
-`NextTokens` of the call, with the noise of their places? rounds: the `speculative.Rounds` of the call.
+A draft has a `name`; `hold(layers)` and `refresh()`, as executors have them; and `propose(batch, k, n_threads)`, which
+returns up to k proposals for each sequence of a batch that decodes, int64 (n, S), as many for each, n = 0 for none.
 """
-import torch
+import numpy as np
 
-from decode.cpu import CPUDecoder
-from decode.metadata import InputMetadata, NextTokens
+from decode.batch import Batch
+from decode.cpu import CPUExecutor
 
 LONGEST, SHORTEST = 4, 2  # n-grams of the text that are looked for
 
 
-def made(draft, decoder):
-    """The draft of a decoder: 'int4', 'int8', 'ngram', or a `ModelDraft`, which must have the decoder's vocabulary."""
+def made(draft, target):
+    """The draft for an executor: 'int4', 'int8', 'ngram', or a `ModelDraft`, which must have the same vocabulary."""
     if isinstance(draft, str):
-        return NgramDraft() if draft == 'ngram' else PackedDraft(decoder, draft)
-    vocab_size = draft.cache.model.config.vocab_size
-    if vocab_size != decoder.vocab_size:
-        raise ValueError(f"draft={draft.name} has a vocabulary of {vocab_size}, and the model one of "
-                         f"{decoder.vocab_size}: take a draft with the tokenizer of the model")
+        return NgramDraft() if draft == 'ngram' else PackedDraft(target, draft)
+    if draft.vocab_size != target.vocab_size:
+        raise ValueError(f"draft={draft.name} has a vocabulary of {draft.vocab_size}, and the model one of "
+                         f"{target.vocab_size}: take a draft with the tokenizer of the model")
     return draft
+
+
+def drawn_by(executor, sequences, tokens, positions, k):
+    """
+    Up to k tokens of each sequence that an executor draws behind these newest ones, int64 (n, S). A proposal that is
+    drawn with the noise of its place is more often what the model draws there.
+    """
+    S = len(sequences)
+    batch = Batch(sequences, [1] * S, tokens, positions, np.full(S, k), [False] * S, [False] * S)
+    return np.array([drawn.tokens for drawn in executor.execute_model(batch)]).T
 
 
 class PackedDraft:
     """
-    The model of a decoder with its weights in `weights`, int8 or int4, over the same cache: it reads the keys and
+    The model of an executor with its weights in `weights`, int8 or int4, over the same slots: it reads the keys and
     values that the model has computed, and writes its own for the proposals, over which the model then writes.
     """
-    draws = True
 
-    def __init__(self, decoder, weights):
-        self.name, self.decoder = f'{weights} weights', CPUDecoder(decoder.model, weights, decoder.n_threads)
-        self.refresh = self.decoder.refresh
+    def __init__(self, target, weights):
+        self.name, self.executor = f'{weights} weights', CPUExecutor(target.model, weights, target.n_threads)
+        self.hold, self.refresh = self.executor.hold, self.executor.refresh
 
-    def propose(self, tokens, rounds):
-        B = tokens.shape[1]
-        drawn = NextTokens(rounds.new.draw, rounds.data, tokens)
-        drawn.n_steps = len(tokens) - 1
-        logits = torch.empty(B, self.decoder.vocab_size, device='cpu')
-        self.decoder.run(torch.from_numpy(tokens[0]), rounds.positions, rounds.kv,
-                         InputMetadata([1] * B, rounds.runs, None, drawn), logits, rounds.n_threads)
-        return drawn.n_drawn
+    def propose(self, batch, k, n_threads):
+        self.executor.n_threads = n_threads
+        return drawn_by(self.executor, batch.sequences, batch.tokens, batch.positions, k)
 
 
 class NgramDraft:
     """
     The text itself: its last n tokens have come before, and what came behind them is proposed; first n = LONGEST is
-    looked for, last SHORTEST. Known as prompt lookup. texts: {id of the list of a text: its `Ngrams`}, of the last
-    call.
+    looked for, last SHORTEST. Known as prompt lookup. texts: {sequence of the last call: its `Ngrams`}.
     """
-    name, draws = 'n-grams of the text', False
+    name = 'n-grams of the text'
 
     def __init__(self):
         self.texts = {}
 
+    def hold(self, layers):
+        """It has no keys and values."""
+
     def refresh(self):
         """The text does not depend on the weights."""
 
-    def propose(self, tokens, rounds):
-        k, found, known = len(tokens) - 1, [], {}
-        for i, text in enumerate(rounds.new.texts or ()):
-            known[id(text)] = ngrams = self.texts.get(id(text)) or Ngrams(text)
-            found.append(ngrams.after(rounds.drawn_since(i), k))
-        self.texts = known
-        n = max(map(len, found), default=0)
-        for i, proposals in enumerate(found):
-            tokens[1:n + 1, i] = tokens[0, i]  # where a text offers fewer
-            tokens[1:len(proposals) + 1, i] = proposals
-        return n
+    def propose(self, batch, k, n_threads):
+        self.texts = {s: self.texts.get(s) or Ngrams(s.tokens) for s in batch.sequences}
+        found = [ngrams.after(k) for ngrams in self.texts.values()]
+        proposals = np.tile(batch.tokens, (max(map(len, found)), 1))  # the newest token where a text offers fewer
+        for column, tokens in zip(proposals.T, found):
+            column[:len(tokens)] = tokens
+        return proposals
 
 
 class Ngrams:
-    """The n-grams of a text, a list that grows. ends: {n-gram: the number of the token behind the last one}."""
+    """
+    The n-grams of a text, a list that grows. ends: {n-gram: the number of the token behind the last one}, of those
+    behind which one of the first n_known tokens stands.
+    """
 
-    def __init__(self, text):
-        self.text, self.tokens, self.ends = text, [], {}
+    def __init__(self, tokens):
+        self.tokens, self.n_known, self.ends = tokens, 0, {}
 
-    def after(self, drawn, k):
-        """Up to k tokens from behind the last n-gram with which the text and the tokens drawn since end."""
-        n = len(self.tokens)
-        start = max(0, n - 2 * LONGEST)
-        new = self.tail(start, drawn)
-        if new[:n - start] != self.tokens[start:]:  # the text is another one
-            self.tokens, self.ends, n, start, new = [], {}, 0, 0, self.tail(0, drawn)
-        for token in new[n - start:]:
-            self.add(token)
+    def after(self, k):
+        """Up to k tokens from behind the last n-gram with which the text ends."""
+        tokens = self.tokens
+        for end in range(self.n_known, len(tokens)):
+            for size in range(SHORTEST, min(LONGEST, end) + 1):
+                self.ends[tuple(tokens[end - size:end])] = end
+        self.n_known = len(tokens)
         for size in range(LONGEST, SHORTEST - 1, -1):
-            at = self.ends.get(tuple(self.tokens[-size:]))
+            at = self.ends.get(tuple(tokens[-size:]))
             if at is not None:
-                return self.tokens[at:at + k]
+                return tokens[at:at + k]
         return []
-
-    def tail(self, start, drawn):
-        return self.text[start:] + drawn[max(0, start - len(self.text)):]
-
-    def add(self, token):
-        for size in range(SHORTEST, min(LONGEST, len(self.tokens)) + 1):
-            self.ends[tuple(self.tokens[-size:])] = len(self.tokens)
-        self.tokens.append(token)
 
 
 class ModelDraft:
     """
-    Another model with the same vocabulary, usually a smaller one. cache: a `kvcache.base.BaseCache` of it, with a
-    compiled step, for DRAFTED_SEQUENCES sequences or more: it proposes nothing for more texts than it has room for. Its
-    sequences follow the texts of the calls, whatever becomes of these in the cache of the model itself. A text that is
-    too long for it is cut to its end. Where its cache refuses a step, it proposes nothing and begins its texts anew.
+    Another model with the same vocabulary, usually a smaller one. executor: of it, on the slots of pool, a
+    `kvcache.BlockPool`; nothing else uses the two. It reads the texts of the calls, whatever becomes of these in the
+    pool of the model itself. Where there is no room for all texts of a call, it proposes nothing.
 
-    known: {id of the list of a text: its `Followed`}. It ends with those of the last call.
+    texts: {sequence of the last call: its `Text`}.
     """
-    draws = True
 
-    def __init__(self, cache, name):
-        self.cache, self.name, self.known = cache, name, {}
+    def __init__(self, executor, pool, name):
+        self.executor, self.pool, self.name, self.vocab_size = executor, pool, name, executor.vocab_size
+        self.texts, self.unfinished = {}, False
+
+    def hold(self, layers):
+        """Its keys and values lie in slots of its own."""
 
     def refresh(self):
-        """Its weights are compared when a sequence of its cache begins."""
+        self.executor.refresh()
+        self.forget()
 
-    def propose(self, tokens, rounds):
-        texts, drawn = rounds.new.texts or (), NextTokens(rounds.new.draw, rounds.data, tokens)
-        if not 0 < len(texts) <= self.cache.n_seq:
-            return 0
-        try:
-            n = max(len(text) + len(rounds.drawn_since(i)) for i, text in enumerate(texts)) + len(tokens)
-            if (cache := self.cache.with_room(n)) is not self.cache:
-                self.cache, self.known = cache, {}
-            followed = [self.follow(text, rounds.drawn_since(i), len(tokens) - 1) for i, text in enumerate(texts)]
-            if all(followed):
-                self.cache.decode_steps([each.handle for each in followed], drawn)
-                for i, each in enumerate(followed):
-                    each.tokens += tokens[:drawn.n_drawn, i].tolist()
-        except ValueError:  # its cache has no room, its window has passed what it needs, or its logits are not numbers
-            while self.known:
-                self.cache.free(self.known.popitem()[1].handle)
-        return drawn.n_drawn
+    def forget(self):
+        """Nothing is computed."""
+        self.pool.reset()
+        self.texts = {}
 
-    def follow(self, text, drawn, k):
+    def propose(self, batch, k, n_threads):
+        if self.unfinished:  # an exception has ended the call before, at any place
+            self.forget()
+        self.unfinished, before = True, self.texts
+        self.texts = {s: before.pop(s, None) or self.begin(s) for s in batch.sequences}
+        for text in before.values():
+            self.pool.free(text)
+        texts, proposals = [*self.texts.values()], np.empty((0, len(batch.sequences)), np.int64)
+        if all([self.follow(text, k) for text in texts]):
+            self.read([text for text in texts if text.unread()])
+            positions = np.array([text.n_computed for text in texts])
+            proposals = drawn_by(self.executor, texts, batch.tokens, positions, k)
+            for text, column in zip(texts, proposals.T):
+                self.pool.computed(text, 1)
+                text.proposed = column.tolist()
+        self.unfinished = False
+        return proposals
+
+    def begin(self, sequence):
+        """The `Text` of a sequence, with the tokens that the pool remembers."""
+        text = Text(sequence)
+        self.pool.begin(text, sequence.tokens, sequence.salt)
+        return text
+
+    def follow(self, text, k):
         """
-        The `Followed` of a text and the tokens drawn since, all but the newest of which are in the cache then, with
-        room for k more. None if the model has no room for so many.
+        Count the proposals that were right as computed, and have slots for all tokens of a text and k proposals.
+        Returns whether there are. A text that is too long for the context begins anew with the half of it that ends it.
         """
-        each = self.known.pop(id(text), None) or Followed(text, self.new_handle())
-        self.known[id(text)] = each
-        most, n = self.cache.model.config.max_positions, len(text) + len(drawn) - 1
-        if n - each.start + k > most:
-            each.start, each.tokens = n - int(most) // 2, []
-        if n - each.start + k > most or n == each.start:
-            return None
-        context = text[each.start:] + drawn
-        n_same = next((i for i, (a, b) in enumerate(zip(each.tokens, context)) if a != b), len(each.tokens))
-        n_same = min(n_same, len(context) - 1)
-        if n_same < len(context) - 1:
-            self.cache.step([each.handle], [n_same], [torch.tensor(context[n_same:-1])])
-        elif n_same < len(each.tokens):
-            self.cache.truncate(each.handle, n_same)
-        each.tokens = context[:-1]
-        return each
+        self.pool.computed(text, text.n_right())
+        n, most = len(text.tokens), self.executor.model.config.max_positions
+        if n - text.start + k - 1 > most:
+            self.pool.free(text)
+            text.start = n - most // 2
+        n_positions = n - text.start + k - 1  # the last proposal needs none
+        return n_positions <= most and self.pool.extend(text, n_positions - text.n_computed)
 
-    def new_handle(self):
-        """The handle of a new sequence. If all are in use, that of the text followed longest ago is freed."""
-        if len(self.known) == self.cache.n_seq:
-            self.cache.free(self.known.pop(next(iter(self.known))).handle)
-        return self.cache.new()
+    def read(self, texts):
+        """Compute the tokens that these texts lack, all but the newest."""
+        if texts:
+            new, nothing = [text.unread() for text in texts], [False] * len(texts)
+            positions = np.concatenate([np.arange(len(of_text)) + text.n_computed for text, of_text in zip(texts, new)])
+            self.executor.execute_model(Batch(texts, [*map(len, new)], np.concatenate(new), positions,
+                                              np.zeros(len(texts), np.int64), nothing, nothing))
+            for text, of_text in zip(texts, new):
+                self.pool.computed(text, len(of_text))
 
 
-class Followed:
-    """A text in the cache of a `ModelDraft`: its tokens from number `start` on are there, a list, with this handle."""
+class Text:
+    """
+    The text of a sequence for a `ModelDraft`: the tokens from number `start` on. It has what executor and pool read of
+    a sequence. proposed: what was proposed last; all but the last one of it are in the slots behind n_computed.
+    """
 
-    def __init__(self, text, handle):
-        self.text, self.handle, self.start, self.tokens = text, handle, 0, []
+    def __init__(self, sequence):
+        self.sequence, self.tokens, self.settings = sequence, sequence.tokens, sequence.settings
+        self.start, self.proposed = 0, []
+
+    @property
+    def n_drawn(self):
+        return self.sequence.n_drawn
+
+    @property
+    def whole(self):
+        """Is token number p at position p?"""
+        return self.start == 0
+
+    def unread(self):
+        """The tokens that are not computed, all but the newest, a list."""
+        return self.tokens[self.start + self.n_computed:-1]
+
+    def n_right(self):
+        """How many of the proposals that were computed were drawn. They are asked for once."""
+        proposed, self.proposed = self.proposed[:-1], []
+        differ = (i for i, (a, b) in enumerate(zip(proposed, self.unread())) if a != b)
+        return next(differ, min(len(proposed), len(self.unread())))

@@ -1,26 +1,24 @@
 """
-Speculative decoding (arXiv:2211.17192). Its tokens are exactly those of plain decoding.
+Speculative decoding (arXiv:2211.17192): an executor around an executor. Its tokens are exactly those of plain decoding.
 
-A draft proposes the next k tokens of each sequence. One step of the model computes them all as a chunk, behind the
-newest token: k + 1 rows of logits, which have the same bits as those of k + 1 single steps. From these rows the model
-draws its own tokens, each with the noise that the token would have had, for as long as what it draws is what was
-proposed. The last token that it draws is not one of the proposals, or stands behind all of them. So each round gives 1
-to k + 1 tokens, and no draft changes one.
+A draft proposes the next k tokens of each sequence. One step of the target, the model's own executor, computes them all
+as a chunk behind the newest token: k + 1 rows of logits, which have the same bits as those of k + 1 single steps. From
+these rows the model draws its own tokens, each with the noise that the token has without a draft, as long as what it
+draws is what was proposed. The last token that it draws is another one than was proposed, or stands behind all
+proposals. So a round gives 1 to k + 1 tokens, and no draft changes one.
 
-`drafts` says who proposes. `Pace` says how many tokens, by timing; it is 0 where plain steps are faster.
+`drafts` says who proposes. `Pace` says how many tokens, by timing.
 """
-import math
 import time
-from collections import deque
+from collections import defaultdict, deque
+from dataclasses import replace
 
 import numpy as np
-import torch
 
 from decode import DRAFTED_SEQUENCES, drafts
-from decode.cpu import CPUDecoder
-from decode.kernel.sampling import DRAW, TAKE_BACK, TOGETHER, UNTIL, VERIFY
-from decode.metadata import InputMetadata
-from decode.process import step_lock
+from decode.batch import Drawn, NotNumbers, Refused
+from decode.kernel.sampling import VERIFY
+from decode.kernel.step import workers
 
 MOST_PROPOSALS = 15  # of a sequence in a round
 FIRST_PROPOSALS, TRIAL_ROUNDS = 4, 4  # of a trial
@@ -31,159 +29,112 @@ ROUNDS = 64          # after so many rounds one plain step is timed
 MEMORY = 0.95        # a round counts so much less for the acceptance than the round behind it
 
 
-class SpeculativeDecoder(CPUDecoder):
+class Drafting:
     """
-    A `CPUDecoder` whose calls of several steps, see `metadata.NextTokens`, are made with the proposals of a draft where
-    that is faster. All else is as there, and so are the logits, the tokens, and the keys and values of these.
+    An executor whose tokens, logits, keys and values are those of the target, a `cpu.CPUExecutor`. A batch that
+    decodes, of up to DRAFTED_SEQUENCES sequences, is a round with proposals where that is faster. All others go to the
+    target.
 
-    draft: 'int4', 'int8' or 'ngram', see `drafts`, or a `drafts.ModelDraft`. paces: {(number of sequences, do they draw
-    together?): `Pace`}. ValueError if the draft has another vocabulary.
-
-    Sequences of one call may draw different numbers of tokens, unless their `NextTokens` have no limits.
+    draft: 'int4', 'int8' or 'ngram', see `drafts`, or a `drafts.ModelDraft`. ValueError if it has another vocabulary.
+    paces: {number of sequences: `Pace`}.
     """
-    ends_rows = True
 
-    def __init__(self, model, draft, weights='float32', threads=None):
-        self.draft, self.paces = None, {}
-        super().__init__(model, weights, threads)
-        self.draft = drafts.made(draft, self)
+    def __init__(self, target, draft):
+        self.target, self.draft, self.paces = target, drafts.made(draft, target), defaultdict(Pace)
+        self.name = f"{target.name}, drafts by {self.draft.name}"
+        self.model, self.type_kv, self.torch_on_one_thread = target.model, target.type_kv, target.torch_on_one_thread
         VERIFY.compiled  # noqa: B018 (it is compiled here)
-        self.name += f", drafts by {self.draft.name}"
+
+    @property
+    def layers(self):
+        return self.target.layers
+
+    def hold(self, layers):
+        """Let the steps of target and draft read and write these `kvcache.storage.Layer`s."""
+        self.target.hold(layers)
+        self.draft.hold(layers)
 
     def refresh(self):
-        super().refresh()
-        if self.draft:
-            self.draft.refresh()
+        """Go on with the weights of now."""
+        self.target.refresh()
+        self.draft.refresh()
 
-    def pace(self, batch_size, together):
-        key = batch_size, together
-        if key not in self.paces:
-            self.paces[key] = Pace()
-        return self.paces[key]
+    def execute_model(self, batch):
+        """See `cpu.CPUExecutor.execute_model`. A call is one round, or plain steps."""
+        if not batch.decodes or len(batch.sequences) > DRAFTED_SEQUENCES:
+            return self.target.execute_model(batch)
+        pace = self.paces[len(batch.sequences)]
+        k = 0 if pace.times_plain else min(pace.k, int(batch.n_steps.min()) - 1)
+        if k > 0:
+            with workers.lock:
+                return self.round(batch, k, pace)
+        began = time.perf_counter_ns()
+        drawn = self.target.execute_model(replace(batch, n_steps=np.ones_like(batch.n_steps)) if pace.k else batch)
+        pace.record_plain(time.perf_counter_ns() - began, max(len(of_one.tokens) for of_one in drawn))
+        return drawn
 
-    def n_proposals(self, batch_size, together=False):
-        """How many tokens of each of so many sequences the next round is to propose."""
-        return self.pace(batch_size, together).k if batch_size <= DRAFTED_SEQUENCES else 0
+    def round(self, batch, k, pace):
+        """What `execute_model` returns of a batch, by up to k proposals for each sequence."""
+        target, began = self.target, time.perf_counter_ns()
+        # as many threads as in plain steps: one that has slept is slow for some milliseconds
+        n_threads = target.n_threads if target.fixed else target.choice(len(batch.sequences)).best
+        try:
+            for source, destination, n in batch.copies:
+                for layer in target.layers:
+                    layer.copy(source, destination, n)
+            proposals = self.draft.propose(batch, k, n_threads)
+            drafted = time.perf_counter_ns()
+            drawn, ended = self.verified(batch, proposals, n_threads)
+        except (NotNumbers, Refused):  # also of a proposal that the model would not have drawn
+            drawn = self.target.execute_model(replace(batch, n_steps=np.ones_like(batch.n_steps)))
+            proposals, drafted, ended = [], began, False
+        n_drawn = sum(len(of_one.tokens) for of_one in drawn) / len(drawn)
+        pace.record_round(k, len(proposals), n_drawn, drafted - began, time.perf_counter_ns() - drafted, ended)
+        return drawn
 
-    def run(self, input_ids, input_positions, kv_caches, input_metadata, logits, n_threads=None):
-        new, B = input_metadata.next_tokens, len(input_metadata.runs)
-        if new is None or len(input_ids) != B or input_metadata.wanted is not None:
-            super().run(input_ids, input_positions, kv_caches, input_metadata, logits, n_threads)
-            return
-        with step_lock:
-            pace = self.pace(B, new.limits is None) if B <= DRAFTED_SEQUENCES and new.draw is DRAW else None
-            most = new.n_steps if new.limits is None else min(new.n_steps, int(new.limits.min()))
-            k = pace.k if pace and not pace.times_plain else 0
-            if min(k, most - 1) > 0:
-                new.check(input_ids)
-                n_threads = n_threads or (self.n_threads if self.fixed else self.choice(B).best)
-                Rounds(self, kv_caches, input_metadata, np.array(input_positions), n_threads).make(pace, k, logits)
-                return
-            new.n_steps = 1 if k or pace and pace.times_plain or new.logits is not None else most
-            began, n_before = time.perf_counter_ns(), new.n_drawn
-            super().run(input_ids, input_positions, kv_caches, input_metadata, logits, n_threads)
-            if pace and new.n_drawn > n_before:
-                pace.record_plain(time.perf_counter_ns() - began, new.n_drawn - n_before)
-            if new.logits is not None and new.n_drawn > n_before:
-                new.logits[n_before] = logits
-
-
-class Rounds:
-    """
-    The rounds of one call of a `SpeculativeDecoder`. positions: int64 (B,), of the newest tokens. n_threads: those of
-    plain steps, since a worker that has slept is slow for some milliseconds. drawn: int64 (B,), how many tokens each
-    sequence has drawn in this call. data: of `NextTokens`, for a draft, whose steps may begin at any time.
-    """
-
-    def __init__(self, decoder, kv_caches, metadata, positions, n_threads):
-        self.began = time.perf_counter_ns()  # the round that is made
-        self.decoder, self.kv, self.runs, self.new = decoder, kv_caches, metadata.runs, metadata.next_tokens
-        self.positions, self.n_threads, self.first = positions, n_threads, self.new.n_drawn
-        self.data = self.new.data.copy()
-        self.data[UNTIL] = 2**63 - 1
-        self.drawn, self.together = np.zeros(len(positions), np.int64), self.new.limits is None
-        self.limits = np.full(len(positions), self.new.n_steps)
-        if not self.together:
-            self.limits = np.minimum(self.limits, self.new.limits)
-
-    def make(self, pace, k, logits):
+    def verified(self, batch, proposals, n_threads):
         """
-        Make rounds, the first with k proposals, until a sequence ends, the call is late, or too few tokens are left.
-        Writes the last logits.
+        The `Drawn` of each sequence of a batch, and whether one has ended. proposals: int64 (n, S). One step computes
+        the logits of n + 1 tokens of each sequence.
         """
-        new, ended = self.new, False
-        new.tokens[self.first + 1:self.first + new.n_steps + 1] = -1
-        newest = new.tokens[self.first].copy()
-        while not ended:
-            most = int((self.limits - self.drawn).min()) - 1
-            if min(k, most) < 1 or self.drawn.any() and (most < k or new.is_late() or pace.times_plain):
-                break
-            k = min(k, most)
-            new.n_written = max(new.n_written, int(self.drawn.max()) + k + 1)
-            tokens, of_rows, ended, ns_draft = self.round(k, newest)
-            if not self.kv.finite:
-                return
-            counts = (tokens[1:] >= 0).sum(0)
-            for i, n in enumerate(counts.tolist()):
-                first = self.first + 1 + int(self.drawn[i])
-                new.tokens[first:first + n, i] = tokens[1:n + 1, i]
-                newest[i], logits[i] = tokens[n, i], of_rows[i, n - 1]
-                if new.logits is not None:
-                    new.logits[first - 1:first - 1 + n, i] = of_rows[i, :n]
-            self.drawn += counts
-            self.positions += counts
-            new.n_drawn, new.ended = self.first + int(self.drawn.max()), ended
-            now = time.perf_counter_ns()
-            pace.record_round(k, len(tokens) - 2, counts.mean(), ns_draft, now - self.began - ns_draft, ended)
-            self.began, k = now, pace.k
-
-    def drawn_since(self, i):
-        """The tokens that sequence i has drawn behind its text, see `NextTokens.texts`, a list."""
-        return self.new.tokens[1:self.first + int(self.drawn[i]) + 1, i].tolist()
-
-    def round(self, k, newest):
-        """
-        (tokens, int64 (n + 1, B), as `kernel.sampling.verify_tokens` leaves them; the logits of the chunk, float32
-        (B, n, vocab_size); has a sequence ended?; the nanoseconds that the draft took)
-        """
-        began, new, B = time.perf_counter_ns(), self.new, len(newest)
-        tokens = np.empty((k + 2, B), np.int64)
-        tokens[0] = newest
-        n = 1 + self.decoder.draft.propose(tokens[:k + 1], self)
-        ns_draft = time.perf_counter_ns() - began
-        chunk, positions = torch.from_numpy(tokens[:n].T.ravel()), (self.positions[:, None] + np.arange(n)).ravel()
-        logits = torch.empty(B, n, self.decoder.vocab_size, device='cpu')
-        metadata = InputMetadata([n] * B, self.runs, np.arange(B * n))
-        self.decoder.run(chunk, positions, self.kv, metadata, logits, self.n_threads)
-        broken = None if self.kv.finite else ~logits.isfinite().all(dim=-1).numpy()
-        if broken is not None:
-            logits[broken] = 0.0
-        how = TAKE_BACK * self.decoder.draft.draws | TOGETHER * self.together
-        most = VERIFY.call(new.data.ctypes.data, logits.data_ptr(), tokens.ctypes.data, n, how)
-        if broken is not None:  # behind a proposal that was rejected they are nobody's
-            self.kv.finite = not broken[(tokens[1:n + 1] >= 0).T].any()
-        return tokens[:n + 1], logits, most < 0, ns_draft
+        target, S, n = self.target, len(batch.sequences), len(proposals) + 1
+        tokens = np.zeros((n + 1, S), np.int64)
+        tokens[0], tokens[1:n] = batch.tokens, proposals
+        chunk, positions = tokens[:n].T.ravel(), (batch.positions[:, None] + np.arange(n)).ravel()
+        logits = target.logits_of(batch, chunk, positions, [n] * S, np.arange(S * n), n_threads).view(S, n, -1)
+        table = target.draws.describe(batch.sequences, 0, batch.stop_soon, batch.until)
+        ended = VERIFY.call(table, logits.data_ptr(), tokens.ctypes.data, n, 0) < 0
+        drawn = []
+        for s, column, rows, kept in zip(batch.sequences, tokens[1:].T, logits, batch.kept):
+            own = column[column >= 0].tolist()
+            s.settings.n_counted = s.n_drawn + len(own)
+            drawn.append(Drawn(own, rows[:len(own)] if kept else None))
+        return drawn, ended
 
 
 class Pace:
     """
-    How many tokens to propose in a round, for a number of sequences.
+    How many tokens to propose in a round, for a number of sequences: k; 0 is plain steps.
 
-    k: so many; 0 for plain steps. It is the number for which the most tokens are expected in a second, by what was
-    measured: plain, the nanoseconds of a plain step; draft, those of a proposal; chunks, {n: those of a chunk of n
-    tokens of each sequence and of what is drawn from it}; the share of proposals that are accepted, if those before
-    them were; and the share of rounds in which there are proposals. Now and then there is a trial: TRIAL_ROUNDS rounds
-    with FIRST_PROPOSALS. If no k is faster than plain steps, the next trial comes after plain steps that take SHARE
-    times what this one has cost.
+    It begins with plain steps, then makes a trial: TRIAL_ROUNDS rounds with FIRST_PROPOSALS, behind one that is not
+    counted, because it waits for memory and caches. From then on the k is taken for which the most tokens are expected
+    in a second. If that is not GAIN times what plain steps give, these follow until they have taken SHARE times what
+    the trial has cost; twice as long after each further trial that fails, LATEST times at most.
+
+    It measures the nanoseconds of a plain step, `plain`; of a proposal, `draft`; and of a chunk of n tokens of each
+    sequence with its draws, `chunks` {n: nanoseconds}. It counts the proposals that were compared with a draw, `tried`,
+    and those that were equal to it, `accepted`; the rounds, `asked`, and those with proposals, `offered`.
     """
 
     def __init__(self):
-        self.k, self.plain, self.draft = 0, Recent(), Recent()
-        self.chunks, self.sizes = {}, set()  # sizes: those that were measured since the last plain step
-        self.accepted, self.tried, self.offered, self.asked = 0.0, 0.0, 0.0, 0.0
-        self.trial = self.n_rounds = self.n_failed = 0  # rounds left of a trial; since a plain step; failed trials
-        self.ns = self.given = 0.0  # of the last rounds: nanoseconds, and tokens of a sequence
-        self.rest, self.n_drawn = 0, 0.0  # nanoseconds of plain steps until the next trial; tokens drawn in this one
+        self.k, self.plain, self.draft, self.chunks = 0, Recent(), Recent(), {}
+        self.accepted = self.tried = self.offered = self.asked = 0.0
+        self.sizes = set()  # of the chunks that were measured since the last plain step
+        self.n_rounds = 0   # since the last plain step
+        self.trial = self.n_failed = 0  # the rounds that are left of a trial; the trials in a row that have failed
+        self.ns = self.given = 0.0      # of the rounds since a trial began: nanoseconds, and tokens of a sequence
+        self.n_drawn = 0.0  # tokens of a sequence that this trial has given
+        self.rest = 0       # nanoseconds of plain steps until the next trial
 
     @property
     def times_plain(self):
@@ -209,7 +160,7 @@ class Pace:
         ended: has a sequence ended? Then fewer could be accepted than were proposed.
         """
         self.n_rounds += 1
-        if self.trial > TRIAL_ROUNDS:  # the first round waits for memory and caches
+        if self.trial > TRIAL_ROUNDS:
             self.trial -= 1
             return
         self.n_drawn += n_drawn
@@ -221,44 +172,37 @@ class Pace:
             self.draft.add(ns_draft / n)
             accepted = n_drawn - 1
             self.accepted, self.tried = MEMORY * self.accepted + accepted, MEMORY * self.tried + accepted
-            self.tried += accepted < n and not ended
+            self.tried += accepted < n and not ended  # the one behind them was not drawn
         self.trial = max(0, self.trial - 1)
         if not self.trial or (n + 1) * self.plain.usual() < ns_draft + ns_chunk:  # too slow whatever is accepted
             self.decide()
 
     def decide(self):
-        k, plain = max(range(1, MOST_PROPOSALS + 1), key=self.speed), self.plain.usual()
-        if self.speed(k) * plain >= GAIN and (self.trial or self.given * plain > self.ns):
-            self.k, self.n_failed = k, 0
+        """Go on with the best k, or with plain steps if it is not expected to be GAIN times as fast as these."""
+        k, plain, chunks = np.arange(1, MOST_PROPOSALS + 1), self.plain.usual(), self.chunk_times()
+        rounds = k * self.draft.usual() + chunks[1:]
+        share, offers = self.accepted / max(self.tried, 1), self.offered / self.asked
+        n_tokens, ns = 1 + offers * np.cumsum(share**k), offers * rounds + (1 - offers) * chunks[0]
+        best = int((n_tokens / ns).argmax())
+        if n_tokens[best] * plain >= GAIN * ns[best] and (self.trial or self.given * plain > self.ns):
+            self.k, self.n_failed = int(k[best]), 0
             return
-        k = FIRST_PROPOSALS
-        cost = (TRIAL_ROUNDS - self.trial) * (k * self.draft.usual() + self.of_chunk(k + 1)) - self.n_drawn * plain
+        cost = (TRIAL_ROUNDS - self.trial) * rounds[FIRST_PROPOSALS - 1] - self.n_drawn * plain
         self.rest = SHARE * max(cost, plain) * min(2**self.n_failed, LATEST)
         self.k, self.n_failed = 0, self.n_failed + 1
 
-    def speed(self, k):
-        """The tokens of a sequence in a nanosecond that are expected of rounds with k proposals."""
-        share, offers = self.accepted / max(self.tried, 1), self.offered / self.asked
-        n_accepted = sum(share**j for j in range(1, k + 1))
-        ns = offers * (k * self.draft.usual() + self.of_chunk(k + 1)) + (1 - offers) * self.of_chunk(1)
-        return (1 + offers * n_accepted) / ns
-
-    def of_chunk(self, n):
+    def chunk_times(self):
         """
-        The nanoseconds of a chunk of n tokens of each sequence: of sizes without three measurements by others, and no
-        more than those of a longer one.
+        The nanoseconds of chunks of 1 to MOST_PROPOSALS + 1 tokens of each sequence, an array. Some of them are known:
+        those of a size that was measured three times, or of any measured size if there is none; and those of one token,
+        by the plain steps. A chunk takes no longer than a larger one. Others lie on the lines between those known.
         """
-        known = {1: self.plain.usual()} | {size: r.usual() for size, r in self.chunks.items() if len(r.values) > 2}
-        if len(known) == 1 and n > 1:
-            known |= {size: r.usual() for size, r in self.chunks.items()}
-        sizes, least = sorted(known), math.inf
-        for size in reversed(sizes):
-            least = known[size] = min(least, known[size])
-        if n in known or len(sizes) == 1:
-            return known.get(n, known[1])
-        after = next((i for i, size in enumerate(sizes) if size > n), len(sizes) - 1)
-        a, b = sizes[after - 1], sizes[after]
-        return max(known[1], known[a] + (n - a) * (known[b] - known[a]) / (b - a))
+        enough = 2 if any(n > 1 and len(times.values) > 2 for n, times in self.chunks.items()) else 0
+        known = {1: self.plain} | {n: times for n, times in self.chunks.items() if len(times.values) > enough}
+        sizes, n = sorted(known), np.arange(1, MOST_PROPOSALS + 2)
+        ns = np.minimum.accumulate([known[size].usual() for size in reversed(sizes)])[::-1]
+        slope = (ns[-1] - ns[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else 0.0  # of the last line
+        return np.interp(n, sizes, ns) + slope * np.maximum(n - sizes[-1], 0)
 
 
 class Recent:
