@@ -195,7 +195,7 @@ class Layer:
         """The floats in slots first + i * stride + j for i < S and j < K: views (S, n_head, K, head_dim)."""
         strides = stride * self.head_dim, self.n_slots * self.head_dim, self.head_dim, 1
         shape, at = (S, self.n_head, K, self.head_dim), first * self.head_dim
-        return self.k.data.as_strided(shape, strides, at), self.v.data.as_strided(shape, strides, at)
+        return tuple(t.as_strided(shape, strides, t.storage_offset() + at) for t in (self.k.data, self.v.data))
 
     def copy(self, source, target, n):
         """Copy n slots from slot `source` on to those from slot `target` on, in their stored form."""
