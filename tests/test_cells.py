@@ -1,22 +1,14 @@
-"""
-Cells and streams by hand: batches, masks, shifts, interrupts, memory; and `CellSequences`. Random operations:
-test_cells_reference.py.
-"""
-import os
+"""Cells and streams by hand: batches, masks, shifts, memory. Random operations: test_cells_reference.py."""
 import tracemalloc
 
 import numpy as np
 import pytest
 import torch
-from interrupts import interrupted
 
-from decode.cpu import CPUDecoder
-from kvcache import make_cache
-from kvcache.llamacpp import cells as cells_module
 from kvcache.llamacpp.cache import CellCache
-from kvcache.llamacpp.cells import EMPTY, Cells, Streams, Window, context_shift
+from kvcache.llamacpp.cells import EMPTY, Streams, Window, context_shift
 from kvcache.storage import Rows
-from model import GPT, GPTConfig
+from model import GPTConfig
 from positions import Positions
 
 
@@ -223,70 +215,6 @@ def test_learned_positions_and_shared_cells_are_not_moved():
     assert positions(c, 0) == [0, 0, 1, 1, 2, 2]
 
 
-# interrupts
-
-OPERATIONS = {
-    'place': lambda c: c.place(c.batch({0: range(6, 9), 1: range(8, 11)} if c.unified else {0: range(6, 9)})),
-    'rm': lambda c: c.seq_rm(0, 2),
-    'rm all': lambda c: c.seq_rm(None),
-    'cp': lambda c: c.seq_cp(0, 2),
-    'keep': lambda c: c.seq_keep(1),
-    'add': lambda c: c.seq_add(0, -1, -1, -2),
-    'clear': lambda c: c.clear(),
-}
-
-
-@pytest.mark.parametrize('unified', [True, False])
-@pytest.mark.parametrize('name', OPERATIONS)
-def test_an_interrupt_leaves_no_cell_taken(name, unified):
-    """At any line of any operation: counts are right, and after all sequences are removed all cells are free."""
-    n, ended = 0, False
-    while not ended:
-        n += 1
-        c = CellCache(1, 1, 8, 16, 3, unified, n_swa=4, swa_type='standard', can_shift=True)
-        for tokens in ({0: range(3), 1: range(3)}, {0: range(3, 6), 1: range(3, 6)}, {1: [6, 7]}):
-            c.place(c.batch(tokens))
-        ended = not interrupted(lambda c=c: OPERATIONS[name](c), n,
-                                lambda code: code.co_filename == os.path.abspath(cells_module.__file__))[0]
-        for cells in c.streams:
-            check_counts(cells)
-        assert ended or name != 'place' or c.seq_pos_max(0) in (5, None)  # taken back
-        c.seq_rm(None)
-        assert all(cells.used() == 0 and not cells.shift.any() for cells in c.streams)
-    assert n > 3
-
-
-# sequences of a model in cells
-
-def rotary_model(**how):
-    torch.manual_seed(0)
-    return GPT(GPTConfig(**(dict(block_size=96, vocab_size=29, n_layer=2, n_head=2, n_embd=64, position='rope') | how))
-               ).eval()
-
-
-@pytest.mark.parametrize('unified', [True, False])
-def test_steps_run_in_pytorch_while_quantised_keys_wait_to_be_turned(unified):
-    """The compiled step does not turn keys when it reads them; those in float32 are turned in place."""
-    m, idx = rotary_model(), torch.arange(20)[None]
-    decoder = CPUDecoder(m, threads=1)
-    for bits in (0, 8):
-        c = make_cache(m, 'unified' if unified else 'streams', 3, bits, decoder)
-        seq, other = c.new(), c.new()
-        c.step([seq, other], [0, 0], torch.cat((idx, idx)))
-        c.shift(seq, 2, 6)
-        assert (c.executor is decoder) == (not bits)
-        fork = c.fork(seq)
-        c.free(seq)
-        with torch.no_grad():
-            m.transformer.h[0].mlp.c_proj.weight.mul_(1.5)
-        fresh = c.new()  # a sequence that begins now makes both executors look at the weights
-        c.step([fork, fresh], [14, 0], [idx[0, :1], idx[0]])
-        c.truncate(fork, 2)  # which are before what was shifted
-        assert c.executor is decoder
-        again = make_cache(m, 'unified' if unified else 'streams', 1, bits, CPUDecoder(m, threads=1))
-        assert torch.equal(c.step([fresh], [0], idx), again.step([again.new()], [0], idx))
-
-
 # the memory that a token needs depends on the cells in use, not on the size of the cache; in bytes, not seconds
 
 MB = 10**6
@@ -319,20 +247,6 @@ def test_a_token_does_not_look_at_cells_that_are_not_in_use(n_seq_max, unified):
     assert size < 40_000  # one bit for each cell would be 16,384, one number 1,048,576
     _, size = peak(lambda: (c.seq_rm(0, 10), c.seq_add(0, 5, -1, -1), c.seq_pos_min(0), c.find_slot(c.batch({0: [9]}))))
     assert size < 40_000
-
-
-@pytest.mark.parametrize('kind', ['unified', 'streams'])
-def test_a_decode_step_of_sequences_does_not_look_at_the_cache(kind, monkeypatch):
-    """Nor does it look for cells, but for once in 64 tokens."""
-    m, searches = GPT(GPTConfig(block_size=32_768, vocab_size=7, n_layer=1, n_head=1, n_embd=8, position='alibi')), []
-    c, ids = make_cache(m.eval(), kind, 4), torch.zeros(2, 1, dtype=torch.long)
-    handles = [c.new(), c.new()]
-    find = Cells.find
-    monkeypatch.setattr(Cells, 'find', lambda *args: searches.append(1) or find(*args))
-    for position in range(130):
-        _, size = peak(lambda position=position: c.step(handles, [position] * 2, ids))
-        assert position == 0 or size < 100_000  # one number for each cell would be 262,144 at least
-    assert len(searches) == 2 * 3
 
 
 @pytest.mark.parametrize('window', [None, 'standard', 'chunked'])

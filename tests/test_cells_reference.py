@@ -307,7 +307,7 @@ TestUnified, TestStreams = machine(True), machine(False, rope_base=100.0)
 TestUnifiedWindow, TestStreamsWindow = machine(True, (3, 'standard', 0)), machine(False, (4, 'standard', 0))
 TestUnifiedChunks, TestStreamsChunks = machine(True, (3, 'chunked', 0)), machine(False, (4, 'chunked', 0))
 TestUnifiedSinks, TestStreamsSinks = machine(True, (2, 'standard', 1)), machine(False, (3, 'standard', 2))
-TestRounded = machine(True, type_k='int8', type_v='int4')
+TestRounded = machine(True, type_k='int8', type_v='int8')
 TestRoundedWindow = machine(False, (4, 'standard', 0), type_k='bfloat16', rope_base=100.0)
 
 

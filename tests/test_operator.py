@@ -5,9 +5,9 @@ import torch
 from conftest import sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_storage import slowly_quantised
 
 from kvcache.openppl import key_value_cache
-from kvcache.storage import quantise
 
 SHAPES = {0: 'TL2HD', 1: 'LT2HD', 2: 'L2THD', 3: 'L2HTD'}
 
@@ -15,17 +15,6 @@ SHAPES = {0: 'TL2HD', 1: 'LT2HD', 2: 'L2THD', 3: 'L2HTD'}
 def empty(layout, max_t, n_layer, n_head, last, dtype):
     sizes = dict(T=max_t, L=n_layer, H=n_head, D=last) | {'2': 2}
     return torch.zeros(*(sizes[axis] for axis in SHAPES[layout]), dtype=dtype)
-
-
-def slowly_quantised(x, bits, group):
-    """One number after the other: (integers, scales), of a row x of floats, in x's precision."""
-    largest, whole, scales = {8: 127, 4: 7}[bits], [], []
-    for start in range(0, len(x), group):
-        part = x[start:start + group]
-        scale = max(max(abs(v) for v in part) / x.dtype.type(largest), x.dtype.type(1e-5))
-        scales.append(scale)
-        whole += [min(largest, max(-largest, int(np.rint(v / scale)))) for v in part]
-    return whole, scales
 
 
 class Reference:
@@ -138,16 +127,6 @@ def test_worked_vector(mode, cachestarts, stored, loaded, layout):
     assert key[:, 0, 0].tolist() == expected
     untouched = [row for row in range(32) if row not in stored]
     assert rows[untouched, 0, 0, 0].tolist() == untouched
-
-
-def test_quantised_by_hand():
-    codes, scale = quantise(torch.tensor([.5, 1.5, 2.5, -127, 0, 0, 0, 0]), 8, 8)
-    assert codes.tolist() == [0, 2, 2, -127, 0, 0, 0, 0] and scale.tolist() == [1]
-    codes, scale = quantise(torch.zeros(8), 8, 8)
-    assert codes.tolist() == [0] * 8 and scale.tolist() == pytest.approx([1e-5])
-    codes, scale = quantise(torch.tensor([7., -7, 1, -1]), 4, 4)
-    # -7 is 1001, -1 is 1111; the low half is first
-    assert codes.tolist() == [7 | 9 << 4, 1 | 15 << 4] and scale.tolist() == [1]
 
 
 GOOD = dict(num_layer=2, layer_idx=1, quant_bit=8, quant_group=4, cache_mode=1, cache_layout=2, page_size=2,

@@ -1,4 +1,4 @@
-"""The content of a cache in a file: what is refused. What is restored: test_cells_reference.py."""
+"""The content of cells in a file: what is refused. What is restored: test_cells_reference.py."""
 import json
 
 import pytest

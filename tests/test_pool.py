@@ -1,0 +1,405 @@
+"""
+Pools of pages and of cells: by hand, and under random operations with a simulated storage, in which each slot holds the
+text whose last token's keys and values it has.
+"""
+from collections import Counter
+
+import pytest
+import torch
+from conftest import sizes
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from test_cells import peak
+from tiny_models import MODELS, model_of
+
+from decode.eager import UncachedExecutor
+from engine.engine import Engine
+from engine.sequence import Sequence
+from kvcache import BlockPool, NoPool, blocks, pages_for
+from kvcache.llamacpp.pool import CellPool
+from model import GPTConfig
+
+CONFIGS = {'no window': GPTConfig(block_size=20), 'window': GPTConfig(block_size=20, position='rope', window=4),
+           'window with sinks': GPTConfig(block_size=20, position='rope', window=7, n_sink=2)}
+
+
+def pages_of(size, spare=3):
+    """Pages for the longest sequence, and some more."""
+    return lambda c: BlockPool(pages_for(c, size) + spare, size, c.window, c.n_sink)
+
+
+POOLS = {'pages of 1': pages_of(1, 12), 'pages of 3': pages_of(3), 'pages of 4': pages_of(4),
+         'pages of 20': pages_of(20), 'unified': lambda c: CellPool(c, 4, 9),
+         'streams': lambda c: CellPool(c, 3, 20, unified=False)}
+
+
+def new(tokens, config=CONFIGS['no window'], salt='', **how):
+    return Sequence(tokens, None, 40, config.max_positions, salt=salt, **how)
+
+
+def context(s):
+    """The tokens at the positions 0, 1, ... of a sequence."""
+    return s.tokens if s.whole else s.tokens[:s.n_keep] + s.tokens[len(s.tokens) - s.length + s.n_keep:]
+
+
+def slots_of(s):
+    """{position: slot}."""
+    rows = s.runs.table[:s.runs.n].tolist()
+    positions = [position + i for position, _, n in rows for i in range(n)]
+    assert positions == sorted(set(positions))
+    return dict(zip(positions, [slot + i for _, slot, n in rows for i in range(n)]))
+
+
+def seen(config, n):
+    """The positions before n that the token at position n sees."""
+    return [p for p in range(n) if not config.window or n - p < config.window or p < config.n_sink]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """
+    Sequences begin, grow, are forked, cut, cropped and freed.
+
+    held: what was computed in each slot, (salt, the tokens up to this one), for keys and values depend on all of them.
+    """
+
+    def __init__(self, kind, config):
+        super().__init__()
+        self.pool, self.config, self.sequences = POOLS[kind](config), config, []
+        self.held = [None] * self.pool.n_slots
+        self.at_once = config.window + 1 if config.window else 99
+
+    def copied(self, copies):
+        """What is held once these copies are made."""
+        held = self.held[:]
+        for source, target, n in copies:
+            held[target:target + n] = held[source:source + n]
+        return held
+
+    def state(self):
+        """All that an operation which finds no room leaves as it is."""
+        pool, of_sequences = self.pool, [
+            (s.n_computed, s.room, s.table[:], s.cells, s.runs.table[:s.runs.n].tolist()) for s in self.sequences]
+        if isinstance(pool, CellPool):
+            return of_sequences, str(pool), pool.copies[:]
+        return of_sequences, pool.references[:], list(pool.free_pages), pool.prefix_of[:], pool.copies[:]
+
+    def any(self, data):
+        return data.draw(st.sampled_from(self.sequences))
+
+    @precondition(lambda self: len(self.sequences) < self.pool.most_sequences)
+    @rule(shared=st.integers(0, 17), own=st.lists(st.integers(50, 52), min_size=1, max_size=8),
+          salt=st.sampled_from(['', '', 'a']), shifts=st.booleans())
+    def begin(self, shared, own, salt, shifts):
+        how = dict(n_keep=1, keep=10) if shifts and not self.config.window else {}
+        s, size = new([*range(shared), *own], self.config, salt, **how), self.pool.page_size
+        n_found = self.pool.begin(s, s.tokens if s.whole else (), salt)
+        assert n_found == s.n_computed < len(s.tokens) and n_found % size == 0
+        assert not n_found or isinstance(self.pool, BlockPool)
+        self.sequences.append(s)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def step(self, data):
+        """As a scheduler does it: slots for new tokens of some sequences, and then all are computed."""
+        batch = []
+        for s in data.draw(st.lists(st.sampled_from(self.sequences), min_size=1, unique=True)):
+            if s.n_computed == s.length:
+                s.tokens.append(data.draw(st.integers(50, 52)))
+            if s.n_computed >= s.length:  # the context was full and was cut
+                assert self.pool.cut(s, 0) == 0
+            n = min(data.draw(st.integers(1, 8)), s.length - s.n_computed, self.at_once)
+            ahead = min(data.draw(st.integers(0, 3)), self.at_once - n, s.max_positions - s.n_computed - n)
+            while s in self.sequences and not self.extends(s, n + ahead):
+                newest = self.sequences.pop()  # it gives its room up, as in a scheduler
+                self.pool.free(newest)
+                batch = [part for part in batch if part[0] is not newest]
+            if s in self.sequences:
+                batch.append((s, n))
+        self.compute(batch)
+
+    def extends(self, s, n):
+        before, n_free, size = self.state(), self.pool.n_free, self.pool.page_size
+        if self.pool.extend(s, n):
+            assert {*seen(self.config, s.n_computed), *range(s.n_computed, s.n_computed + n)} <= {*slots_of(s)}
+            return True
+        assert self.state() == before and n_free < -(-n // size) + 1  # one more, where the last page is shared
+        assert len(self.sequences) > 1, "one sequence alone has room"
+        assert isinstance(self.pool, BlockPool) or self.pool.unified, "each sequence has its own stream"
+        return False
+
+    def compute(self, batch):
+        """The step of (sequence, number of new tokens): copies first, then all read what they see and write."""
+        self.held, written = self.copied(self.pool.take_copies()), []
+        for s, n in batch:
+            slots, text = slots_of(s), context(s)
+            others = {slot for other in self.sequences if other is not s for slot in slots_of(other).values()}
+            for p in seen(self.config, s.n_computed):
+                assert self.held[slots[p]] == (s.salt, *text[:p + 1])
+            for p in range(s.n_computed, s.n_computed + n):
+                assert slots[p] not in others
+                written.append((slots[p], (s.salt, *text[:p + 1])))
+        assert len({slot for slot, _ in written}) == len(written) and not self.pool.copies
+        for slot, text in written:
+            self.held[slot] = text
+        for s, n in batch:
+            before = s.n_computed
+            self.pool.computed(s, n)
+            assert s.n_computed == before + n
+
+    @precondition(lambda self: self.sequences and len(self.sequences) < self.pool.most_sequences)
+    @rule(data=st.data())
+    def fork(self, data):
+        s = self.any(data)
+        forked = new(s.tokens, self.config, s.salt, n_keep=s.n_keep, keep=s.keep)
+        forked.n_prompt = s.n_prompt
+        self.pool.fork(s, forked)
+        assert forked.n_computed == s.n_computed and {*seen(self.config, s.n_computed)} <= {*slots_of(forked)}
+        self.sequences.append(forked)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data(), part=st.floats(0, 1), changes=st.booleans())
+    def cut(self, data, part, changes):
+        """Back to an earlier position, as far as what its token sees is still there; perhaps to go on otherwise."""
+        s = self.any(data)
+        n, had = round(part * s.n_computed), {*slots_of(s)}
+        kept = self.pool.cut(s, n)
+        assert kept == s.n_computed == (n if {*seen(self.config, n)} <= had else 0)
+        if changes and s.whole:
+            s.tokens[max(1, kept):] = [53]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def trim(self, data):
+        """Give up the slots of later positions."""
+        s = self.any(data)
+        n = s.n_computed
+        assert self.pool.cut(s, n) == n == s.room
+        assert max(slots_of(s), default=0) < max(1, -(-n // self.pool.page_size)) * self.pool.page_size
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def free(self, data):
+        s = self.any(data)
+        self.sequences.remove(s)
+        self.pool.free(s)
+
+    @rule()
+    def reset(self):
+        self.pool.reset()
+        self.sequences.clear()
+        self.held = [None] * len(self.held)
+        assert self.pool.n_free == self.pool.n_slots // self.pool.page_size
+
+    @invariant()
+    def each_sequence_has_what_it_has_computed(self):
+        held, size = self.copied(self.pool.copies), self.pool.page_size
+        for s in self.sequences:
+            slots, text = slots_of(s), context(s)
+            for p in seen(self.config, s.n_computed):
+                assert held[slots[p]] == (s.salt, *text[:p + 1])
+            pages = {slot // size for slot in slots.values()}
+            assert len(pages) <= pages_for(self.config, size), "a window's memory does not grow with the text"
+            assert s.room <= len(slots) or self.config.window
+
+    @invariant()
+    def references_and_free_pages_add_up(self):
+        pool, size = self.pool, self.pool.page_size
+        of_each = [{slot // size for slot in slots_of(s).values()} for s in self.sequences]
+        used = Counter(page for pages in of_each for page in pages)
+        assert pool.n_free == pool.n_slots // size - len(used)
+        if isinstance(pool, CellPool):
+            numbers = [s.cells for s in self.sequences]
+            assert sorted(numbers + pool.free_numbers) == list(range(pool.most_sequences))
+            return
+        assert pool.references == [used[page] for page in range(pool.n_pages)]
+        assert {*pool.free_pages} == {*range(pool.n_pages)} - {*used}
+        remembered = [pool.prefix_of[page] is not None for page in pool.free_pages]
+        assert remembered == sorted(remembered), "pages that are remembered are used last"
+
+    @invariant()
+    def what_is_remembered_was_computed_from_these_tokens(self):
+        for prefix, page in getattr(self.pool, 'page_with', {}).items():
+            assert self.pool.prefix_of[page] is prefix
+            parts, size = [], self.pool.page_size
+            while prefix:
+                parts.insert(0, prefix.tokens)
+                prefix = prefix.parent
+            salt = parts.pop(0)[1] if parts[0][:1] == ('salt',) else ''
+            text = sum(parts, ())
+            n = len(text) - size
+            assert self.held[page * size:page * size + size] == [(salt, *text[:n + i + 1]) for i in range(size)]
+
+    def teardown(self):
+        for s in self.sequences:
+            self.pool.free(s)
+        assert self.pool.n_free == self.pool.n_slots // self.pool.page_size
+
+
+@pytest.mark.parametrize('kind', POOLS)
+@pytest.mark.parametrize('config', CONFIGS)
+def test_a_sequence_reads_what_its_own_tokens_have_given(kind, config):
+    run_state_machine_as_test(lambda: PoolMachine(kind, CONFIGS[config]),
+                              settings=settings(max_examples=sizes(15, 150), stateful_step_count=40, deadline=None))
+
+
+def test_sequences_of_the_size_that_a_pool_was_made_for_never_lack_room():
+    for config in CONFIGS.values():
+        at_once, most = config.window + 1 if config.window else 20, 200 if config.window else 20
+        for pool in (BlockPool(3 * pages_for(config, 4), 4, config.window, config.n_sink), CellPool(config, 3, 20),
+                     CellPool(config, 3, 20, unified=False)):
+            sequences = [new([0] * most, config) for _ in range(3)]
+            for s in sequences:
+                pool.begin(s)
+            for i in range(most):
+                for s, n in zip(sequences, (1, 1 + i % at_once, at_once)):
+                    n = min(n, most - s.n_computed)
+                    assert pool.extend(s, n)
+                    pool.computed(s, n)
+
+
+# pages by hand
+
+def add(pool, tokens, salt=''):
+    """A sequence whose tokens are all computed, and how many of them were found."""
+    s = new(tokens, salt=salt)
+    n_found = pool.begin(s, s.tokens, salt)
+    assert pool.extend(s, len(s.tokens) - n_found)
+    pool.computed(s, len(s.tokens) - n_found)
+    return s, n_found
+
+
+def test_prompts_that_begin_alike_share_full_pages():
+    pool = BlockPool(8, 4)
+    a, n_found = add(pool, range(10))
+    assert n_found == 0 and a.table == [0, 1, 2]
+    b, n_found = add(pool, [*range(8), 77, 78])
+    assert n_found == 8 and b.table == [0, 1, 3]
+    c, n_found = add(pool, range(8))
+    assert n_found == 4, "not the second page, since the last token must be computed"
+    d, n_found = add(pool, [9, *range(1, 8)])
+    assert n_found == 0 and pool.references[:4] == [3, 2, 1, 1]
+    for s in (a, b, c, d):
+        pool.free(s)
+    assert pool.references == [0] * 8 and pool.n_free == 8
+    assert add(pool, range(10))[1] == 8, "no sequence used the pages, and they were still remembered"
+
+
+def test_only_what_was_computed_is_found_and_only_with_the_same_salt():
+    pool, s = BlockPool(10, 4), new(range(9))
+    pool.begin(s, s.tokens)
+    assert pool.extend(s, 9) and pool.remembered(s.tokens) == ([], [])
+    pool.computed(s, 7)
+    assert pool.remembered(s.tokens)[0] == [0]
+    pool.computed(s, 2)
+    fork = new(s.tokens)
+    pool.fork(s, fork)
+    assert fork.table == s.table == pool.remembered(s.tokens)[0] + [2]
+    assert add(pool, range(9), salt='a')[1] == 0 and add(pool, range(9), salt='b')[1] == 0
+    assert add(pool, range(9), salt='a')[1] == 8
+
+
+def test_a_pool_without_room_is_refused():
+    for make in (lambda: BlockPool(0, 4), lambda: BlockPool(4, 0), lambda: CellPool(CONFIGS['window'], 0, 4),
+                 lambda: CellPool(CONFIGS['window'], 4, 0)):
+        with pytest.raises(ValueError, match='at least 1'):
+            make()
+
+
+def test_the_same_hash_is_not_the_same_prefix(monkeypatch):
+    monkeypatch.setattr(blocks, 'hash', lambda parts: 0, raising=False)
+    pool = BlockPool(8, 2)
+    # the third also has a page (3, 4), behind another first one
+    for tokens, n in (([1, 2, 3, 4, 9], 0), ([1, 2, 5, 6, 9], 2), ([7, 8, 3, 4, 9], 0)):
+        assert add(pool, tokens)[1] == n
+
+
+def test_the_end_of_a_prompt_is_evicted_first():
+    pool = BlockPool(4, 2)
+    pool.free(add(pool, range(8))[0])
+    assert list(pool.free_pages) == [3, 2, 1, 0]
+    b = new([50, 51, 52, 53])
+    pool.begin(b, b.tokens)
+    assert pool.extend(b, 4) and b.table == [3, 2]
+    pool.free(b)
+    assert list(pool.free_pages) == [3, 2, 1, 0], "pages that are not remembered are used first"
+    assert add(pool, range(8))[1] == 4
+
+
+def test_the_least_recently_used_prompt_is_evicted_first():
+    for prompts, evicted in (((1, 2), 1), ((1, 2, 1), 2)):
+        pool = BlockPool(4, 2)
+        for token in (*prompts, 7):
+            pool.free(add(pool, [token] * 4)[0])
+        assert [token for token in (1, 2, 7) if not pool.remembered([token] * 5)[0]] == [evicted]
+
+
+def test_a_window_needs_its_own_pages_of_a_prefix_and_those_of_the_sinks():
+    tokens, pool = list(range(40, 60)), BlockPool(12, 2, window=4, n_sink=1)
+    s = new(tokens, CONFIGS['window'])
+    pool.begin(s, tokens)
+    for _ in range(4):
+        assert pool.extend(s, 5)
+        pool.computed(s, 5)
+    assert s.table.count(None) > 4
+    pool.free(s)
+
+    def found(n=20):
+        return pool.remembered(tokens[:n])[0]
+    page_of = {prefix.tokens[0]: page for prefix, page in pool.page_with.items()}  # by the first token in it
+    assert found() == [page_of[40], *[None] * 6, page_of[54], page_of[56]]  # the token at 18 sees 15, 16 and 17
+    assert found(5) == [page_of[40], page_of[42]] and found(3) == [page_of[40]]
+    pool.forget(page_of[48])
+    assert found() == [page_of[40], *[None] * 6, page_of[54], page_of[56]] and len(found(13)) == 4
+    pool.forget(page_of[54])
+    assert len(found()) == 7
+    again = new(tokens, CONFIGS['window'])
+    assert pool.begin(again, tokens) == 14 and again.table == [page_of[40], *[None] * 4, page_of[50], page_of[52]]
+    pool.forget(page_of[40])
+    assert found() == []
+
+
+# cells by hand; which cell a token takes: test_cells_reference.py
+
+@pytest.mark.parametrize('unified', [True, False])
+def test_forks_share_cells_in_one_stream_and_are_copies_in_streams(unified):
+    pool, a, b = CellPool(CONFIGS['no window'], 3, 10, unified), new(range(5)), new(range(5))
+    pool.begin(a)
+    assert pool.extend(a, 7)
+    pool.computed(a, 5)
+    pool.fork(a, b)
+    assert str(pool).startswith('slot' if unified else 'stream 0') and ('ab' in str(pool)) == unified
+    assert pool.take_copies() == ([] if unified else [(0, 10, 5)]) and pool.take_copies() == []
+    assert pool.n_free == (30 - 7 if unified else 30 - 7 - 5)
+    assert pool.extend(b, 2)
+    assert slots_of(b) == {p: p + (0 if p < 5 else 2) if unified else p + 10 for p in range(7)}
+
+
+@pytest.mark.parametrize('unified', [True, False])
+def test_a_token_does_not_look_at_cells_that_are_not_in_use(unified):
+    pool = CellPool(GPTConfig(block_size=32_768), 4, 32_768, unified)
+    sequences = [new(range(3)) for _ in range(2)]
+    for s in sequences:
+        pool.begin(s)
+        assert pool.extend(s, 3)
+        pool.computed(s, 3)
+
+    def token():
+        for s in sequences:
+            assert pool.extend(s, 1)
+            pool.computed(s, 1)
+    assert peak(token)[1] < 20_000  # one bit for each cell would be 16,384, one number 1,048,576
+
+
+# pools of an engine
+
+@pytest.mark.parametrize('kind', sizes(['learned', 'rope window sinks'], MODELS))
+def test_an_engine_draws_the_same_tokens_with_every_pool(kind):
+    """Also where there are too few slots for all at once, and where texts go past block_size."""
+    m = model_of(kind, dtype=torch.float64, block_size=20)
+    c, prompts = m.config, [[1, 2, 3], [4], [1, 2, 3, 4, 5, 6, 7]]
+    expected = Engine(m, UncachedExecutor(m), NoPool()).generate(prompts, 20, n=2, temperature=0.8)
+    for pool in (BlockPool(30, 16, c.window, c.n_sink), BlockPool(pages_for(c, 3) + 1, 3, c.window, c.n_sink),
+                 CellPool(c, 4, 9), CellPool(c, 2, 20, unified=False)):
+        assert Engine(m, pool=pool).generate(prompts, 20, n=2, temperature=0.8) == expected
+        assert pool.n_free * pool.page_size == pool.n_slots
