@@ -39,7 +39,7 @@ class Engine:
     then the present call is over soon.
     """
 
-    def __init__(self, model, executor=None, pool=None, budget=2048, most_running=256, kv_bits=0):
+    def __init__(self, model, executor=None, pool=None, budget=2048, most_running=2**30, kv_bits=0):
         if executor is None:
             from decode.eager import EagerExecutor
             executor = EagerExecutor(model)
@@ -49,17 +49,18 @@ class Engine:
             type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
             check_memory(model, n_slots, type_kv)
             executor.hold(make_layers(model, n_slots, type_kv))
-        self.scheduler = Scheduler(self.pool, budget, most_running)
+        self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.pause, self.stop_soon = PAUSE, np.zeros(8, np.int64)  # a cache line: a thread sets it
         self.weights, self.pid, self.thread, self.unfinished = weights_of(model), os.getpid(), None, False
         self.over = []  # sequences that have ended without a step
+        self.n_steps = self.n_computed = 0  # steps made, and tokens whose keys and values they have computed
 
     def add(self, prompt, max_new_tokens, n=1, seed=0, stops=(), min_tokens=0, logit_bias=(), salt='', scores=False,
-            logprobs=False, owner=None, when_full=None, keep=None, n_keep=0, **values):
+            logprobs=False, most_ahead=64, when_full=None, keep=None, n_keep=0, **values):
         """
         Begin n sequences that continue a prompt, a list of token ids. Returns them. Number i draws with seed + i.
 
-        stops, min_tokens, logit_bias, values: see `decode.draw.DrawSettings`; salt, scores, logprobs, owner: see
+        stops, min_tokens, logit_bias, values: see `decode.draw.DrawSettings`; salt, scores, logprobs, most_ahead: see
         `Sequence`. when_full: what becomes of a context of block_size tokens that gets another one.
             'crop': the last block_size tokens, as in nanoGPT. Each token then costs a full pass.
             'shift': the first n_keep tokens of the prompt and the last `keep`, by default half of block_size; they are
@@ -71,11 +72,11 @@ class Engine:
         c = self.model.config
         checked_prompt(prompt, c.vocab_size)
         n_kept, keep = context_of(c, when_full, keep, n_keep, len(prompt))
-        self.check_room(prompt, max_new_tokens, n)
+        self.check_room(prompt, max_new_tokens)
         self.notice_changes()
         sequences = [
             Sequence(prompt, DrawSettings(c.vocab_size, seed + i, stops, min_tokens, logit_bias, prompt, **values),
-                     max_new_tokens, c.max_positions, n_kept, keep, salt, scores and i == 0, logprobs, owner)
+                     max_new_tokens, c.max_positions, n_kept, keep, salt, scores and i == 0, logprobs, most_ahead)
             for i in range(n)]
         if max_new_tokens == 0 and not (scores and len(prompt) > 1):  # nothing of them is to be computed
             for s in sequences:
@@ -85,7 +86,7 @@ class Engine:
             self.scheduler.add(sequences)
         return sequences
 
-    def check_room(self, prompt, max_new_tokens, n):
+    def check_room(self, prompt, max_new_tokens):
         """ValueError if a sequence can never fit into the pool."""
         c, page_size = self.model.config, self.pool.page_size
         if page_size:
@@ -106,10 +107,9 @@ class Engine:
             if self.unfinished:  # an exception has ended the step before, at any place
                 self.reset()
             self.unfinished = True
-            over, self.over = [(s, None) for s in self.over], []
             batch = self.scheduler.next(now() + int(1e9 * self.pause), self.stop_soon)
-            results = over + (self.run(batch) if batch else [])
-            self.unfinished = False
+            results = [(s, None) for s in self.over] + (self.run(batch) if batch else [])
+            self.over, self.unfinished = [], False
             return results
         finally:
             self.thread = None
@@ -120,11 +120,13 @@ class Engine:
             drawn = self.executor.execute_model(batch)
         except Exception as error:
             return self.recover(batch, error)
-        results = []
+        results, self.n_steps = [], self.n_steps + max(1, *[len(of_s.tokens) for of_s in drawn])
         for s, count, of_s in zip(batch.sequences, batch.counts, drawn):
             of_s.first = s.n_computed
             s.extend(of_s.tokens)
-            self.pool.computed(s, count + max(0, len(of_s.tokens) - 1))
+            n = count + max(0, len(of_s.tokens) - 1)
+            self.pool.computed(s, n)
+            self.n_computed += n
             if len(s.tokens) == s.n_end and s.n_computed >= s.length - 1:
                 s.ended = s.ended or 'length'  # of a prompt that is only to be computed
             if of_s.tokens or s.ended:
@@ -139,7 +141,7 @@ class Engine:
         A step has failed. Its sequences are tried again in halves, then one by one; one that fails alone ends with its
         error. Returns what `step` returns of it.
         """
-        suspects, ended = batch.sequences, []
+        suspects = batch.sequences
         print(f"a step of {len(suspects)} sequences failed: {error!r}", file=sys.stderr)
         if not isinstance(error, Refused):  # it may have written
             self.reset()
@@ -150,9 +152,11 @@ class Engine:
             return [(s, None)]
         for s in suspects:
             s.n_failed += 1
+        for s in self.scheduler.running[:]:  # after a `Refused`
+            self.scheduler.preempt(s)
         n = 1 if max(s.n_failed for s in suspects) > 1 else -(-len(suspects) // 2)
         self.scheduler.wait_again([suspects[i:i + n] for i in range(0, len(suspects), n)])
-        return ended
+        return []
 
     def reset(self):
         """Forget all keys and values, and the numbers in them: a mask does not hide an infinity."""
@@ -160,6 +164,11 @@ class Engine:
         for layer in self.executor.layers:
             layer.zero()
         self.scheduler.wait_again()
+
+    @property
+    def is_idle(self):
+        """Is there nothing to do for `step`?"""
+        return not (self.over or self.scheduler.running or self.scheduler.waiting)
 
     def end(self, sequence, reason, n_tokens=None):
         """End a sequence that goes on, behind its first n_tokens. Its slots are free."""
@@ -253,12 +262,12 @@ def context_of(config, when_full, keep, n_keep, n_prompt):
     return kept, last
 
 
-def default_pool(config):
-    """A pool of N_PAGES pages, or as many as a sequence can take, with MEMORY bytes at most."""
+def default_pool(config, n_pages=None, page_size=PAGE_SIZE):
+    """A pool of n_pages pages, by default N_PAGES, or as many as a sequence can take, with MEMORY bytes at most."""
     c = config
-    n_bytes = PAGE_SIZE * c.n_layer * 2 * c.n_kv_head * c.head_dim * 4
-    n_pages = max(1, min(max(N_PAGES, pages_for(c, PAGE_SIZE)), MEMORY // n_bytes))
-    return BlockPool(n_pages, PAGE_SIZE, c.window, c.n_sink)
+    n_bytes = page_size * c.n_layer * 2 * c.n_kv_head * c.head_dim * 4
+    n_pages = n_pages or max(1, min(max(N_PAGES, pages_for(c, page_size)), MEMORY // n_bytes))
+    return BlockPool(n_pages, page_size, c.window, c.n_sink)
 
 
 def pool_for(config, n_sequences, n_tokens):

@@ -9,7 +9,7 @@ import numpy as np
 
 from decode.batch import Batch
 
-MOST_STEPS = 64  # of a call, for which slots are reserved
+MOST_LOGITS = 2**22  # numbers that a call keeps for log probabilities
 
 
 class Scheduler:
@@ -65,11 +65,10 @@ class Scheduler:
 
     def settle(self, sequence):
         """A sequence has drawn a token, or ended: if it was tried, it has passed."""
-        if self.trials and sequence in self.trials[0]:
-            sequence.n_failed = 0
-            self.trials[0].remove(sequence)
-            if not self.trials[0]:
-                self.trials.popleft()
+        sequence.n_failed = 0
+        if self.trials:
+            groups = [[s for s in group if s is not sequence] for group in self.trials]
+            self.trials = deque(filter(None, groups))
 
     def wait_again(self, groups=()):
         """All slots are lost: all that run wait again. groups: those that shall run alone first, lists of sequences."""
@@ -90,7 +89,7 @@ class Scheduler:
             if s.n_computed >= s.length:  # the context was cut: its tokens have other positions
                 self.pool.cut(s, 0)
             n = min(self.lacks(s), 1 + max(0, spare), self.at_once)
-            if not self.make_room(s, n):
+            if not self.make_room(s, n, len(plan)):
                 break
             spare -= n - 1
             plan.append((s, n))
@@ -121,31 +120,34 @@ class Scheduler:
 
     def steps_ahead(self, sequences):
         """How many tokens each of these sequences may draw in the next call, and has slots for: a list."""
-        wanted = [s.most_steps() for s in sequences]
-        most = min(MOST_STEPS, self.at_once if self.pool.window else MOST_STEPS)
+        wanted, most = [s.most_steps() for s in sequences], min(s.most_ahead for s in sequences)
+        if self.pool.window:
+            most = min(most, self.at_once)
+        if any(s.logprobs for s in sequences):
+            most = max(1, min(most, MOST_LOGITS // (len(sequences) * sequences[0].settings.vocab_size)))
         if self.waiting:
             most = min(most, self.pool.page_size)  # slots ahead are not worth more than a sequence that waits
         while most > 1 and not all([self.pool.extend(s, min(n, most)) for s, n in zip(sequences, wanted)]):
             most //= 2
         return [min(n, most) for n in wanted]
 
-    def make_room(self, sequence, n):
+    def make_room(self, sequence, n, n_planned):
         """
         Slots for n more tokens of a sequence; the newest gives way if there are too few. Returns False if that is the
-        sequence itself.
+        sequence itself. The n_planned oldest have what they need for this step.
         """
         while not self.pool.extend(sequence, n):
-            if not self.trim():
+            if not self.trim(n_planned):
                 newest = self.running[-1]
                 self.preempt(newest)
                 if newest is sequence:
                     return False
         return True
 
-    def trim(self):
-        """Free the slots that running sequences have for later tokens. Returns whether there were any."""
+    def trim(self, first=0):
+        """Free the slots that those from running[first] on have for later tokens. Returns whether there were any."""
         n_free = self.pool.n_free
-        for s in self.running:
+        for s in self.running[first:]:
             self.pool.cut(s, s.n_computed)
         return self.pool.n_free > n_free
 

@@ -12,25 +12,29 @@ import checkpoint
 import decode
 import model as plain_model
 from device import pick_device
+from engine import Engine, default_pool
 from formats.pretrained import generation_defaults
-from kvcache import make_cache
-from kvcache.storage import BITS
+from kvcache import BITS
 from serving.api import Served
-from serving.engine import Engine
+from serving.engine_thread import EngineThread
 
 SWITCH_INTERVAL = 0.0003  # seconds
 BUDGET = 2048  # tokens of a step on CUDA
+WORK = 2**33   # weights times tokens of a step, by default: a few tenths of a second on two cores
 
 
 def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder='auto', weights='float32', threads=0,
-                kv_memory=0.5, speculate='off', draft='', generation_config='', **settings):
+                kv_memory=0.5, speculate='off', draft='', generation_config='', n_blocks=None, page_size=16,
+                max_num_batched_tokens=None, max_queue=1024):
     """
-    (an `Engine` that was started, what is `Served`).
+    (an `EngineThread` that was started, what is `Served`).
 
     init_from, out_dir: see `checkpoint.load_model`. name: of the model in the API, by default that of its folder.
     decoder, weights, threads, speculate: see `decode.best`; on CUDA weights='bfloat16' converts the model. draft: see
     `checkpoint.load_draft`. kv_memory: on CUDA, the share of the free memory that the pool takes. generation_config:
-    'none' leaves out the file of that name. settings: of `Engine`. ValueError if there is no such model or decoder.
+    'none' leaves out the file of that name. n_blocks, page_size: of the pool, see `engine.default_pool`.
+    max_num_batched_tokens: the most tokens of a step, which all samples wait for; by default 64 to 512, fewer for
+    larger models. ValueError if there is no such model or decoder.
 
     It sets two things of the process, which serves one model until it ends:
     - Later garbage collections leave out what there is now: torch's objects take 0.1 s, in which all samples wait.
@@ -39,44 +43,46 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     """
     if generation_config not in ('', 'none'):
         raise ValueError(f"generation_config must be none, or left out, not {generation_config!r}")
-    dev, step = pick_device(device), None
+    dev, budget = pick_device(device), max_num_batched_tokens
     on_cuda = dev.startswith('cuda')
     # on CUDA bfloat16 is a dtype of the model, in which it computes
     decode.check_choice(decoder, 'float32' if on_cuda and weights == 'bfloat16' else weights, threads, dev,
-                        cache="a server's cache of blocks", speculate=speculate, draft=draft)
+                        cache="a server's pool", speculate=speculate, draft=draft)
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev)
+    model.eval()
     if dev == 'cpu' and init_from != 'resume':
         copy_weights(model)
     if on_cuda and weights == 'bfloat16':
         model, weights = model.bfloat16(), 'float32'
-    compiled = (dev == 'cpu' or on_cuda) and decoder != 'eager'
-    if not (compiled and (on_cuda or model.lm_head.weight.dtype in decode.MODEL_DTYPES)):
+    if not on_cuda and (decoder == 'eager' or dev != 'cpu' or model.lm_head.weight.dtype not in decode.MODEL_DTYPES):
         model.float()
-    if compiled:
-        proposer = draft and checkpoint.load_draft(draft, plain_model, model, tokenizer)
-        proposer = draft and decode.draft_of(copy_weights(proposer), draft, make_cache)
-        step = decode.best(model, 1, weights, threads, decoder, speculate, proposer)
-        print(f"decoder: {step.name}", file=sys.stderr)
+    proposer = draft and checkpoint.load_draft(draft, plain_model, model, tokenizer)
+    proposer = draft and decode.draft_of(copy_weights(proposer), draft)
+    executor = decode.best(model, 1, weights, threads, 'gpu' if on_cuda and decoder == 'auto' else decoder, speculate,
+                           proposer)
+    print(f"decoder: {executor.name}", file=sys.stderr)
     if on_cuda:
-        settings = planned(model, step, kv_memory, **settings)
-    token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)[:model.config.vocab_size]
-    engine = Engine(model, step, token_bytes, tokenizer.end_tokens, special_ids=tokenizer.special_ids, **settings)
-    if hasattr(step, 'prepare'):
+        n_blocks, budget = blocks_on_cuda(model, executor, kv_memory, n_blocks, page_size), budget or BUDGET
+    budget = budget or max(64, min(512, WORK // sum(p.numel() for p in model.parameters())))
+    engine = Engine(model, executor, default_pool(model.config, n_blocks, page_size), budget)
+    if hasattr(executor, 'prepare'):
         free, _ = torch.cuda.mem_get_info(dev)
-        step.prepare(engine.cache.arrays, partial(tqdm, desc='recording graphs', unit='graph'))
+        executor.prepare(partial(tqdm, desc='recording graphs', unit='graph'))
         print(f"memory: graphs {(free - torch.cuda.mem_get_info(dev)[0]) / 1e9:.2f} GB", file=sys.stderr)
-    engine.start()
+    token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)[:model.config.vocab_size]
+    thread = EngineThread(engine, token_bytes, tokenizer.end_tokens, tokenizer.special_ids, max_queue)
+    thread.start()
     name = name or os.path.basename(os.path.abspath(folder if init_from == 'resume' else init_from))
     defaults = {} if generation_config == 'none' else generation_defaults(init_from)
     if defaults:
         print(f"sampling defaults: {', '.join(f'{key} {value}' for key, value in defaults.items())} "
               "(--generation_config=none: without them)", file=sys.stderr)
-    max_tokens = min(model.config.max_positions, engine.cache.n_seq * engine.cache.page_size)
+    max_tokens = min(model.config.max_positions, engine.pool.n_slots)
     served = Served(name, tokenizer, token_bytes, max_tokens, int(time.time()), defaults)
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    return engine, served
+    return thread, served
 
 
 def copy_weights(model):
@@ -86,14 +92,13 @@ def copy_weights(model):
     return model
 
 
-def planned(model, step, kv_memory, n_blocks=None, page_size=16, max_num_batched_tokens=None, **settings):
-    """The settings of an `Engine` on CUDA, whose pool takes this share of the free memory; stderr says how much."""
-    c, type_kv = model.config, getattr(step, 'type_kv', 'float32')
-    n_bytes = page_size * c.n_layer * 2 * c.n_kv_head * c.head_dim * BITS[type_kv] // 8
+def blocks_on_cuda(model, executor, kv_memory, n_blocks, page_size):
+    """How many blocks a pool on CUDA has, which takes this share of the free memory; stderr says how much."""
+    c = model.config
+    n_bytes = page_size * c.n_layer * 2 * c.n_kv_head * c.head_dim * BITS[executor.type_kv] // 8
     free, _ = torch.cuda.mem_get_info(model.lm_head.weight.device)
     n_blocks = n_blocks or max(1, int(kv_memory * free) // n_bytes)
     print(f"memory: weights {sum(p.nbytes for p in model.parameters()) / 1e9:.2f} GB, pool {n_blocks:,} blocks of "
           f"{page_size} tokens, {n_blocks * n_bytes / 1e9:.2f} GB of {free / 1e9:.2f} GB that are free",
           file=sys.stderr)
-    return dict(n_blocks=n_blocks, page_size=page_size, type_kv=type_kv,
-                max_num_batched_tokens=max_num_batched_tokens or BUDGET, **settings)
+    return n_blocks

@@ -41,7 +41,7 @@ from serving.api import (
     too_long,
 )
 from serving.connection import IDLE, Connection
-from serving.engine import QueueFull
+from serving.engine_thread import QueueFull
 from serving.openapi import VERSION, Endpoint, openapi
 from serving.request import Output, check_ids
 from serving.stats import FORMAT
@@ -64,9 +64,9 @@ PAGE_HEADERS = {'content-security-policy': "default-src 'none'; style-src 'unsaf
 class Service:
     """
     What the app serves: an engine and its model, once they are loaded. load: a function that returns both, a started
-    `Engine` and a `Served`. cors_origin: origins whose pages may read the answers, with commas between them, or * for
-    all; by default only the server's own page may. allowed_hosts: names of the server, likewise, besides localhost and
-    all IP addresses. hosts: a pattern of all these names. error: what load raised. draining: are no more requests
+    `EngineThread` and a `Served`. cors_origin: origins whose pages may read the answers, with commas between them, or *
+    for all; by default only the server's own page may. allowed_hosts: names of the server, likewise, besides localhost
+    and all IP addresses. hosts: a pattern of all these names. error: what load raised. draining: are no more requests
     taken?
     """
 

@@ -35,25 +35,26 @@ SHOWN = ('steps', 'prompt_tokens', 'generated_tokens', 'prefix_hits', 'prefix_qu
 
 class Stats:
     """
-    Counters: see COUNTERS; finished: {finish_reason: samples}. first_token, per_token: histograms of seconds, see
-    HISTOGRAMS. Any thread may read them.
+    Counters of an `engine.Engine` and its thread: see COUNTERS; finished: {finish_reason: samples}. first_token,
+    per_token: histograms of seconds, see HISTOGRAMS. Any thread may read them.
     """
 
-    def __init__(self, scheduler):
-        self.scheduler, self.finished, self.registry = scheduler, Counter(), CollectorRegistry()
-        self.requests = self.prompt_tokens = self.generated_tokens = self.computed_tokens = self.steps = 0
+    def __init__(self, engine):
+        self.engine, self.finished, self.registry = engine, Counter(), CollectorRegistry()
+        self.requests = self.prompt_tokens = self.generated_tokens = 0
         self.first_token, self.per_token = [
             Histogram(f'nanogpt_{name}', help, buckets=SECONDS, registry=self.registry) for name, help in HISTOGRAMS]
         self.registry.register(self)
 
     def read(self):
         """{name: value} of all GAUGES and COUNTERS."""
-        scheduler, blocks = self.scheduler, self.scheduler.cache.blocks
-        references, n_free = blocks.references[:], len(blocks.free)
+        scheduler, pool = self.engine.scheduler, self.engine.pool
+        references, n_free = pool.references[:], pool.n_free
         gauges = {
             'running': len(scheduler.running), 'waiting': len(scheduler.waiting), 'blocks_total': len(references),
             'blocks_used': len(references) - n_free, 'blocks_shared': sum(n > 1 for n in references),
-            'blocks_cached': sum(prefix is not None and not n for prefix, n in zip(blocks.prefix_of, references)),
+            'blocks_cached': sum(prefix is not None and not n for prefix, n in zip(pool.prefix_of, references)),
+            'steps': self.engine.n_steps, 'computed_tokens': self.engine.n_computed,
             'preemptions': scheduler.n_preempted, 'prefix_queries': scheduler.n_looked_up,
             'prefix_hits': scheduler.n_found}
         return gauges | {name: getattr(self, name) for name in COUNTERS if name not in gauges}
@@ -75,7 +76,7 @@ class Stats:
 
 class Snapshots:
     """
-    Makes the dict of `Engine.state`:
+    Makes the dict of `EngineThread.state`:
 
     time: seconds, monotonic. page_size, n_blocks: of the pool.
     blocks: for each block {'samples': which have it, a list of [request id, index]; 'remembered': can it be found?;
@@ -85,32 +86,31 @@ class Snapshots:
     counters: {name: value} of SHOWN.
     """
 
-    def __init__(self, scheduler, stats, bytes_of):
-        self.scheduler, self.stats, self.bytes_of = scheduler, stats, bytes_of
-        self.text_of = {}  # {block: (its Prefix, its text)}
+    def __init__(self, engine, stats, bytes_of):
+        self.engine, self.stats, self.bytes_of = engine, stats, bytes_of
+        self.text_of = {}  # {page: (its Prefix, its text)}
 
     def take(self):
-        cache, values = self.scheduler.cache, self.stats.read()
-        page_size, running = cache.page_size, []
+        pool, values, running = self.engine.pool, self.stats.read(), []
+        page_size = pool.page_size
         shown = [{'samples': [], 'remembered': prefix is not None,
-                  'text': '' if prefix is None else self.text(block, prefix)}
-                 for block, prefix in enumerate(cache.blocks.prefix_of)]
-        for sample in self.scheduler.running:
-            table = cache.records[sample.handle].table
-            running.append(self.shown(sample) | {'blocks': table[:]})
-            for i, block in enumerate(table):
-                if block is not None:
-                    shown[block]['samples'].append([sample.request.id, sample.index])
-                    if not shown[block]['remembered']:
-                        shown[block]['text'] = self.decoded(
-                            sample.tokens[i * page_size:min((i + 1) * page_size, sample.computed)])
-        waiting = [self.shown(sample) | {'blocks': []} for sample in self.scheduler.waiting]
+                  'text': '' if prefix is None else self.text(page, prefix)}
+                 for page, prefix in enumerate(pool.prefix_of)]
+        for s in self.engine.scheduler.running:
+            running.append(self.shown(s) | {'blocks': s.table[:]})
+            for i, page in enumerate(s.table):
+                if page is not None:
+                    shown[page]['samples'].append([s.owner.live.request.id, s.owner.index])
+                    if not shown[page]['remembered']:
+                        shown[page]['text'] = self.decoded(
+                            s.tokens[i * page_size:min((i + 1) * page_size, s.n_computed)])
+        waiting = [self.shown(s) | {'blocks': []} for s in self.engine.scheduler.waiting]
         return {'time': time.monotonic(), 'page_size': page_size, 'n_blocks': len(shown), 'blocks': shown,
                 'running': running, 'waiting': waiting, 'counters': {name: values[name] for name in SHOWN}}
 
-    def shown(self, sample):
-        return {'id': sample.request.id, 'index': sample.index, 'n_prompt': sample.n_prompt,
-                'n_tokens': len(sample.tokens), 'computed': sample.computed}
+    def shown(self, s):
+        return {'id': s.owner.live.request.id, 'index': s.owner.index, 'n_prompt': s.n_prompt,
+                'n_tokens': len(s.tokens), 'computed': s.n_computed}
 
     def text(self, block, prefix):
         of, text = self.text_of.get(block, (None, ''))

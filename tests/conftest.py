@@ -154,10 +154,10 @@ def kernels():
     import torch
 
     from decode.kernel.attention import ATTENTION_ON
+    from decode.kernel.sampling import DRAW
     from decode.kernel.step import team_for
-    from serving.sampler import Sampler
     steps = [lambda weights=weights: team_for(weights, torch.float32, 1) for weights in WEIGHTS]
-    others = [*(lambda each=each: each.compiled for each in ATTENTION_ON.values()), lambda: Sampler(5)]
+    others = [lambda each=each: each.compiled for each in (*ATTENTION_ON.values(), DRAW)]
     worker = int(os.environ['PYTEST_XDIST_WORKER'].removeprefix('gw'))
     for compile_one in steps + others if worker % 2 == 0 else others + steps:
         compile_one()

@@ -3,13 +3,14 @@ import threading
 import time
 
 import torch
-from toy_kernel import NextLetter, toy_model
+from toy_executor import NextLetter, toy_model
 
-from decode.cpu import CPUDecoder
+from decode.cpu import CPUExecutor
+from decode.draw import DrawSettings, draw, log_probabilities
+from engine import Engine, default_pool
 from model import GPT, GPTConfig
-from serving.engine import Engine
+from serving.engine_thread import EngineThread
 from serving.request import Request, SamplingParams
-from serving.sampler import Drawing, Sampler
 from tokenizer import CharTokenizer
 
 V = 29
@@ -37,62 +38,81 @@ class Got:
             self.error = output.error or self.error
 
 
-def submit(engine, id, prompt, max_tokens=8, seed=0, n=1, **how):
+def thread_of(model, executor=None, bytes_of=BYTES, end_tokens=(), n_pages=16, page_size=4, budget=64,
+              kind=EngineThread, **how):
+    """An `EngineThread` that is not started: `run` makes its steps."""
+    engine = Engine(model, executor, default_pool(model.config, n_pages, page_size), budget)
+    return kind(engine, bytes_of, end_tokens, **how)
+
+
+def submit(thread, id, prompt, max_tokens=8, seed=0, n=1, **how):
     more = {name: how.pop(name) for name in ('stop', 'cache_salt') if name in how}
     got = Got(Request(id, prompt, max_tokens, SamplingParams(**how), seed, n, **more))
-    engine.submit(got.request)
+    thread.submit(got.request)
     return got
 
 
-def run(engine):
-    while engine.run_once():
+def run(thread):
+    while thread.run_once():
         pass
-    assert not engine.live and engine.cache.n_free == engine.cache.n_seq
+    assert not thread.live and thread.engine.pool.n_free == thread.engine.pool.n_pages
 
 
-def finished(engine, *args, **how):
-    got = submit(engine, *args, **how)
-    run(engine)
+def finished(thread, *args, **how):
+    got = submit(thread, *args, **how)
+    run(thread)
     return got
 
 
-def alone(decoder, request, stop_ids=()):
-    """The tokens and log probabilities of each sample by the decoder and its own tuple, a token after the other."""
-    sampler, samples = Sampler(decoder.vocab_size), []
+def alone(model, request, stop_ids=()):
+    """
+    The tokens of each sample, and (log probability, rank, likeliest tokens) of each: by the model without a cache, one
+    token after the other, and the draw's definition.
+    """
+    p, samples = request.params, []
+    names = ('temperature', 'top_k', 'top_p', 'min_p', 'presence_penalty', 'frequency_penalty', 'repetition_penalty')
     for i in range(request.n):
-        drawing, cache, tokens, logprobs = Drawing(request, i, stop_ids, decoder.vocab_size), None, [], []
-        for token in request.prompt:
-            logits, cache = decoder(torch.tensor([[token]]), cache)
-        while len(tokens) < request.max_tokens:
-            logits = logits[0].numpy()
-            tokens += sampler.draw(logits, [0], [drawing])
-            logprobs += sampler.logprobs(logits, tokens[-1:], 5)
-            if tokens[-1] in stop_ids:
-                break
-            logits, cache = decoder(torch.tensor([tokens[-1:]]), cache)
-        samples.append((tokens, logprobs))
+        settings = DrawSettings(model.config.vocab_size, request.seed + i, {*stop_ids, *p.stop_token_ids}, p.min_tokens,
+                                p.logit_bias, request.prompt, **{name: getattr(p, name) for name in names})
+        tokens, scores = [], []
+        while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in settings.stops):
+            with torch.inference_mode():
+                logits = model(torch.tensor([request.prompt + tokens]), use_cache=False)[0][0].float()
+            settings.count(tokens)
+            tokens.append(int(draw(logits, [settings], [len(tokens)])))
+            scores.append([found[0] for found in log_probabilities(logits, tokens[-1:], 5)[:3]])
+        samples.append((tokens, scores))
     return samples
 
 
-def tokens_alone(decoder, request, stop_ids=()):
-    return [tokens for tokens, _ in alone(decoder, request, stop_ids)]
+def tokens_alone(model, request, stop_ids=()):
+    return [tokens for tokens, _ in alone(model, request, stop_ids)]
 
 
-def tiny(n_blocks=16, page_size=4, budget=64, **how):
+def assert_alone(model, got, stop_ids=()):
+    """A request was given the tokens, and the log probabilities if it asked for 5, that it has alone."""
+    for tokens, logprobs, (expected, scores) in zip(got.tokens, got.logprobs, alone(model, got.request, stop_ids)):
+        assert tokens == expected, got.request
+        for mine, (logprob, rank, top) in zip(logprobs, scores):
+            assert abs(mine.logprob - logprob) < 1e-4 and mine.rank == rank, got.request
+            assert [token for token, _ in mine.top] == top, got.request
+
+
+def tiny(n_pages=16, page_size=4, budget=64, **how):
+    """(an `EngineThread` on a small model with the compiled step, the model)."""
     torch.manual_seed(1)
     model = GPT(GPTConfig(block_size=64, vocab_size=V, n_layer=2, n_head=2, n_embd=16)).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(4)
-    decoder = CPUDecoder(model, threads=1)
-    return Engine(model, decoder, BYTES, (), n_blocks, page_size, budget, **how), decoder
+    return thread_of(model, CPUExecutor(model, threads=1), BYTES, (), n_pages, page_size, budget, **how), model
 
 
-class Stepping(Engine):
-    """An engine for a server's tests. Its thread makes so many steps as are allowed, or all."""
+class Stepping(EngineThread):
+    """For a server's tests. The thread makes so many steps as are allowed, or all."""
 
-    def __init__(self, model, decoder=None, n_blocks=96, tokenizer=LETTERS, **how):
-        super().__init__(model, decoder, tokenizer.bytes_of_tokens(), tokenizer.end_tokens, n_blocks, 4, **how)
+    def __init__(self, *args, **how):
+        super().__init__(*args, **how)
         self.n_allowed, self.steps = float('inf'), threading.Condition()
 
     def allow(self, n):
@@ -117,7 +137,7 @@ class Stepping(Engine):
     def run_once(self):
         with self.steps:
             self.receive()
-            if self.scheduler.running or self.scheduler.waiting:
+            if not self.engine.is_idle:
                 self.steps.wait_for(lambda: self.n_allowed > 0 or self.inbox or self.stopping, .05)
                 if self.n_allowed <= 0:
                     self.snapshot = self.snapshots.take()
@@ -126,16 +146,22 @@ class Stepping(Engine):
             return super().run_once()
 
 
+def stepping(model, executor=None, tokenizer=LETTERS, n_pages=96, **how):
+    """A `Stepping` with pages of 4."""
+    return thread_of(model, executor, tokenizer.bytes_of_tokens(), tokenizer.end_tokens, n_pages, 4, kind=Stepping,
+                     **how)
+
+
 def spelling_engine(block_size=64, n_allowed=float('inf'), **how):
     """
-    An engine, started, that goes on behind the last letter of a prompt in the order of CHARS, see `spelled`. Up to 4
+    A `Stepping`, started, that goes on behind the last letter of a prompt in the order of CHARS, see `spelled`. Up to 4
     requests may wait.
     """
     model = toy_model(block_size, len(CHARS))
-    engine = Stepping(model, NextLetter(model), **(dict(max_queue=4) | how))
-    engine.allow(n_allowed)
-    engine.start()
-    return engine
+    thread = stepping(model, NextLetter(model), **(dict(max_queue=4) | how))
+    thread.allow(n_allowed)
+    thread.start()
+    return thread
 
 
 def spelled(letter, n):
@@ -145,15 +171,15 @@ def spelled(letter, n):
 
 
 def drawing_engine(tokenizer=LETTERS, **how):
-    """An engine, started, with a model in PyTorch of random weights."""
+    """A `Stepping`, started, with a model in PyTorch of random weights."""
     torch.manual_seed(0)
     config = GPTConfig(block_size=256, vocab_size=tokenizer.vocab_size, n_layer=1, n_head=2, n_embd=16)
-    engine = Stepping(GPT(config), tokenizer=tokenizer, **how)
-    engine.start()
-    return engine
+    thread = stepping(GPT(config).eval(), tokenizer=tokenizer, **how)
+    thread.start()
+    return thread
 
 
-def served_by(engine, name='toy', max_tokens=None, tokenizer=LETTERS):
-    """What is `Served` by an engine; here because api.py needs pydantic."""
+def served_by(thread, name='toy', max_tokens=None, tokenizer=LETTERS):
+    """What is `Served` by a thread; here because api.py needs pydantic."""
     from serving.api import Served
-    return Served(name, tokenizer, tokenizer.bytes_of_tokens(), max_tokens or engine.cache.model.config.block_size)
+    return Served(name, tokenizer, tokenizer.bytes_of_tokens(), max_tokens or thread.engine.model.config.block_size)

@@ -1,58 +1,47 @@
 """
-Random requests, samples, steps, aborts, failures and new weights against an engine on the toy kernel, with tiny pools.
-Each token is compared with the one that its sample draws alone, computed without cache, when it is delivered.
+Random requests, samples, steps, aborts, failures and new weights against the engine and its thread on the toy executor,
+with tiny pools. Each token is compared with the one that its sample draws alone, computed without a cache, when it is
+delivered.
 """
 import contextlib
-import functools
 import io
 import sys
 
 import numpy as np
 import pytest
+import torch
 from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from toy_kernel import TOKEN, ToyKernel, begin_with_nan, chain_of, lengths_of, logits_of_chain, toy_model
+from small_engine import thread_of
+from toy_executor import TOKEN, ToyExecutor, chain_of, change_weights, logits_of_chain, toy_model
 
-from serving import core
-from serving.engine import Engine
+from decode.draw import NAMES, DrawSettings, draw, log_probabilities
+from serving import engine_thread
 from serving.request import Request, SamplingParams, pause
-from serving.sampler import Drawing, Sampler
 from tokenizer import TextStream
 
-V, BAD, EOS = 12, 11, 7  # BAD: a token that makes the kernel fail
+V, BAD, EOS = 12, 11, 7  # BAD: a token that makes a step fail
 BYTES = [bytes([byte]) for byte in b'abcdefgh'] + [b'\xe2\x82', b'\xac', b'ab', b'!']
 
-@functools.cache
-def sampler():
-    return Sampler(V)
 
-
-class Toy(ToyKernel):
+class Toy(ToyExecutor):
     """
-    Nobody draws the bad token; a call that has it fails. events: {number of a call: what happens in it}. versions,
-    n_failed: which versions the weights have had, and how many calls have failed, since `begin_step`.
+    Nobody draws the bad token; a call that has it fails. events: {number of a step: what happens in it}. n_failed: how
+    many calls have failed, since the test set it to 0.
     """
 
     def __init__(self, model):
         super().__init__(model)
-        self.events, self.n_calls, self.fails, self.broken = {}, 0, self.fail, False
-        self.begin_step()
-
-    def begin_step(self):
-        self.versions, self.n_failed = {self.version}, 0
+        self.events, self.n_calls, self.fails, self.broken, self.n_failed = {}, 0, self.fail, False, 0
 
     def soon(self, n, event):
-        """This happens in one of the next calls; n = 0 is the very next one."""
+        """This happens in one of the next steps; n = 0 is the very next one."""
         self.events[self.n_calls + n] = event
 
-    def reload(self):
-        self.version += 1
-        self.versions.add(self.version)
-
     def interrupt(self, error):
-        """Without an error, the next logits are not numbers, those of a later call if this one fails."""
+        """Without an error, the next logits are not numbers."""
         self.broken = error is None
         if error:
             self.n_failed += 1
@@ -65,29 +54,33 @@ class Toy(ToyKernel):
             self.n_failed += 1
             raise FloatingPointError("a bad token")
 
-    def one_step(self, *args):
-        logits = super().one_step(*args)
+    def checked(self, logits):
         logits[:, BAD] = -1000
         if self.broken:
             logits, self.broken, self.n_failed = logits * np.nan, False, self.n_failed + 1
-        return logits
+        return super().checked(logits)
 
 
-def alone(kernel, tokens):
-    """The logits (W, V) behind these tokens, for each of the kernel's versions."""
-    logits = np.stack([logits_of_chain(chain_of(tokens, version), V) for version in kernel.versions])
+def alone(executor, tokens):
+    """The logits (1, V) behind these tokens."""
+    logits = torch.from_numpy(logits_of_chain(chain_of(tokens, executor.version), V))[None]
     logits[:, BAD] = -1000
     return logits
+
+
+def score_of(logits, token, k):
+    (logprob,), (rank,), (top,), (values,) = log_probabilities(logits, [token], k)
+    return token, logprob, rank, list(zip(top, values))
 
 
 class Client:
     """What a request gets, and whether that is right."""
 
-    def __init__(self, kernel, request, breaks_after):
-        self.kernel, self.request, self.breaks_after = kernel, request, breaks_after
-        stop_ids = [] if request.params.ignore_eos else [EOS]
-        self.stop_ids = {*request.params.stop_token_ids, *stop_ids}
-        self.drawings = [Drawing(request, i, self.stop_ids, V) for i in range(request.n)]
+    def __init__(self, executor, request, breaks_after):
+        self.executor, self.request, self.breaks_after, p = executor, request, breaks_after, request.params
+        self.stop_ids = {*p.stop_token_ids, *([] if p.ignore_eos else [EOS])}
+        self.settings = [DrawSettings(V, request.seed + i, self.stop_ids, p.min_tokens, p.logit_bias, request.prompt,
+                                      **{name: getattr(p, name) for name in NAMES}) for i in range(request.n)]
         self.tokens, self.texts = [[] for _ in range(request.n)], [''] * request.n
         self.ended, self.n_calls, self.broken = [None] * request.n, 0, False
         self.wrong, request.deliver = None, self.receive
@@ -107,22 +100,19 @@ class Client:
             assert self.ended[output.index] is None, "nothing comes after the end"
             mine = self.tokens[output.index]
             for token, *logprobs in zip(output.token_ids, *([output.logprobs] if output.logprobs else [])):
-                logits, drawing, drawn = alone(self.kernel, r.prompt + mine), self.drawings[output.index], []
-                for row in range(len(logits)):
-                    drawing.restore(mine)
-                    drawn += sampler().draw(logits, [row], [drawing])
-                assert token in drawn
+                logits, how = alone(self.executor, r.prompt + mine), self.settings[output.index]
+                how.count(mine)
+                assert token == int(draw(logits, [how], [len(mine)]))
                 if r.params.logprobs is not None:
-                    assert logprobs in [sampler().logprobs(row[None], [token], r.params.logprobs) for row in logits]
+                    assert [*logprobs] == [score_of(logits, token, r.params.logprobs)]
                 mine.append(token)
             self.texts[output.index] += output.text
             self.ended[output.index] = output.finish_reason
-            # after a failed call the engine runs each sample by itself; a second failure ends the request
-            assert output.finish_reason != 'error' or BAD in r.prompt or self.kernel.n_failed > 1
+            assert output.finish_reason != 'error' or BAD in r.prompt or self.executor.n_failed
             if first and i == 0 and output.finish_reason not in ('error', 'abort'):
                 assert output.n_cached is not None and output.n_cached < len(r.prompt) or r.max_tokens == 0
-                assert (output.prompt_logprobs is not None) == r.params.prompt_logprobs
-                if r.params.prompt_logprobs:
+                assert r.max_tokens == 0 or (output.prompt_logprobs is not None) == r.params.prompt_logprobs
+                if output.prompt_logprobs is not None:
                     self.check_scores(output)
             else:
                 assert i == 0 and first or output.n_cached is None is output.prompt_logprobs
@@ -132,13 +122,11 @@ class Client:
             raise ConnectionError("the client has gone")
 
     def check_scores(self, output):
-        prompt = self.request.prompt
+        prompt, k = self.request.prompt, self.request.params.logprobs or 0
         assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
         assert output.n_cached == 0
         for i in range(1, len(prompt)):
-            k = self.request.params.logprobs or 0
-            assert [output.prompt_logprobs[i]] in [sampler().logprobs(logits[None], [prompt[i]], k)
-                                                   for logits in alone(self.kernel, prompt[:i])]
+            assert output.prompt_logprobs[i] == score_of(alone(self.executor, prompt[:i]), prompt[i], k)
 
     def check_end(self, i):
         """The streamed text is that of all tokens at once; the sample ends for the right reason, and at once."""
@@ -155,17 +143,17 @@ class Client:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(n_blocks=st.integers(5, 14), page_size=st.sampled_from([1, 2, 4, 8]), budget=st.integers(1, 12),
+    @initialize(n_pages=st.integers(5, 14), page_size=st.sampled_from([1, 2, 4, 8]), budget=st.integers(1, 12),
                 how=st.sampled_from([dict(), dict(), dict(window=4, n_sink=2, position='rope'),
                                      dict(window=2, position='alibi')]))
-    def begin(self, n_blocks, page_size, budget, how):
-        model = toy_model(block_size=24, vocab_size=V, **how)
-        n_blocks = n_blocks * 4 // page_size if not how else n_blocks + 12 // page_size
-        self.kernel, self.clients, self.n = Toy(model), {}, 0
-        self.engine = Engine(model, self.kernel, BYTES, (EOS,), n_blocks, page_size, budget)
-        self.cache = self.kernel.cache = self.engine.cache
-        core.pause = lambda n_streams: 1e9  # nothing depends on time
-        begin_with_nan(self.cache)
+    def begin(self, n_pages, page_size, budget, how):
+        self.model = toy_model(block_size=24, vocab_size=V, **how)
+        n_pages = n_pages * 4 // page_size if not how else n_pages + 12 // page_size
+        self.executor, self.clients, self.n = Toy(self.model), {}, 0
+        self.thread = thread_of(self.model, self.executor, BYTES, (EOS,), n_pages, page_size, budget)
+        self.engine = self.thread.engine
+        self.pool = self.executor.pool = self.engine.pool
+        engine_thread.pause = lambda n_streams: 1e9  # nothing depends on time
 
     @rule(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14), max_tokens=st.integers(0, 12),
           n=st.sampled_from([1, 1, 1, 2, 3, 7]), seed=st.integers(0, 3), bad=st.sampled_from([False] * 9 + [True]),
@@ -177,12 +165,12 @@ class EngineMachine(RuleBasedStateMachine):
     def submit(self, prompt, max_tokens, n, seed, bad, stop, salt, breaks_after, how):
         self.n += 1
         request = Request(str(self.n), prompt + [BAD] * bad, max_tokens, SamplingParams(**how), seed, n, stop, salt)
-        client = Client(self.kernel, request, breaks_after)
+        client = Client(self.executor, request, breaks_after)
         try:
-            self.engine.submit(request)
+            self.thread.submit(request)
         except ValueError as e:
-            n_blocks = -(-(len(request.prompt) + max_tokens - 1) // self.cache.page_size)
-            assert 'context' in str(e) or n_blocks > self.cache.n_seq
+            n_pages = -(-(len(request.prompt) + max_tokens - 1) // self.pool.page_size)
+            assert 'context' in str(e) or n_pages > self.pool.n_pages
             return
         self.clients[request.id] = client
 
@@ -191,41 +179,39 @@ class EngineMachine(RuleBasedStateMachine):
         if self.clients:
             request_id = data.draw(st.sampled_from(sorted(self.clients)))
             if soon is None:
-                self.engine.abort(request_id)
+                self.thread.abort(request_id)
             else:
-                self.kernel.soon(soon, lambda: self.engine.abort(request_id))
+                self.executor.soon(soon, lambda: self.thread.abort(request_id))
 
     @rule(times=st.sampled_from([1, 1, 2, 5, 20]))
     def step(self, times):
         for _ in range(times):
-            before, preempted = self.engine.stats.steps, self.engine.scheduler.n_preempted
-            self.kernel.begin_step()
+            before, preempted = self.engine.n_steps, self.engine.scheduler.n_preempted
             with contextlib.redirect_stderr(io.StringIO()) as errors:
                 try:
-                    ran = self.engine.run_once()
+                    ran = self.thread.run_once()
                 except KeyboardInterrupt:
                     ran = print('interrupted', file=sys.stderr) is None
             gave_way = self.engine.scheduler.n_preempted > preempted
-            assert not ran or self.engine.stats.steps > before or gave_way or errors.getvalue()
-            assert ran or not self.engine.live
+            assert not ran or self.engine.n_steps > before or gave_way or errors.getvalue() or not self.thread.live
+            assert ran or not self.thread.live
             self.whole()
 
     @rule(soon=st.sampled_from([0, 0, 1, 3]), error=st.sampled_from([MemoryError, KeyboardInterrupt, None]))
     def fail_once(self, soon, error):
-        self.kernel.soon(soon, lambda: self.kernel.interrupt(error))
+        self.executor.soon(soon, lambda: self.executor.interrupt(error))
 
-    @rule(soon=st.sampled_from([None, 0, 0, 1, 3]))
-    def other_weights(self, soon):
-        if soon is None:
-            self.kernel.reload()
-        else:
-            self.kernel.soon(soon, self.kernel.reload)
+    @rule()
+    def other_weights(self):
+        """They are noticed when a request is added, and no token of before is compared then."""
+        if not self.thread.live:
+            change_weights(self.model)
 
     @rule()
     def change_whether_steps_repeat(self):
-        """A plan is run as often as it can be, or once."""
-        length = 0 if core.pause(1) else 1e9
-        core.pause = lambda n_streams: length
+        """A call makes as many steps as it can, or one."""
+        length = 0 if engine_thread.pause(1) else 1e9
+        engine_thread.pause = lambda n_streams: length
 
     @precondition(lambda self: hasattr(self, 'engine'))
     @invariant()
@@ -233,34 +219,37 @@ class EngineMachine(RuleBasedStateMachine):
         for client in self.clients.values():
             if client.wrong:
                 raise client.wrong
-        blocks, scheduler = self.cache.blocks, self.engine.scheduler
-        tables = [block for record in self.cache.records.values() for block in record.table if block is not None]
-        assert blocks.references == [tables.count(block) for block in range(len(blocks.references))]
-        assert set(blocks.free) == {block for block, n in enumerate(blocks.references) if n == 0}
-        assert {s.handle: s.computed for s in scheduler.running} == lengths_of(self.cache)
-        assert scheduler.running == sorted(scheduler.running)
-        assert all(s.handle is None and s.computed == 0 for s in scheduler.waiting)
-        slots = self.cache.layers[0].k.data.view(len(blocks.references), self.cache.page_size, -1)
-        for block, prefix in enumerate(blocks.prefix_of):  # what can be found has been computed
+        scheduler, pool = self.engine.scheduler, self.pool
+        if self.engine.unfinished:  # an interrupt: the next step begins with a reset
+            return
+        tables = [page for s in scheduler.running for page in s.table if page is not None]
+        assert pool.references == [tables.count(page) for page in range(pool.n_pages)]
+        assert set(pool.free_pages) == {page for page, n in enumerate(pool.references) if n == 0}
+        assert scheduler.running == sorted(scheduler.running) and sorted(scheduler.waiting) == [*scheduler.waiting]
+        assert all(s.n_computed == 0 for s in scheduler.waiting)
+        slots = self.executor.slots.view(pool.n_pages, pool.page_size, -1)
+        for page, prefix in enumerate(pool.prefix_of):  # what can be found has been computed
             if prefix is not None:
-                assert slots[block, :, TOKEN].tolist() == list(prefix.tokens)
-        live = {s for of in self.engine.live.values() for s in of.samples if not s.finished}
+                assert slots[page, :, TOKEN].tolist() == list(prefix.tokens)
+        live = {s for of in self.thread.live.values() for s in of.sequences if not s.ended}
         assert {*scheduler.running, *scheduler.waiting} <= live
 
     def teardown(self):
-        core.pause = pause
-        if hasattr(self, 'engine'):
+        if not hasattr(self, 'engine'):
+            return
+        try:
             for _ in range(2000):
-                self.kernel.begin_step()
                 ran = True
                 with contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(KeyboardInterrupt):
-                    ran = self.engine.run_once()
+                    ran = self.thread.run_once()
                 if not ran:
                     break
                 self.whole()
-            assert not ran and not self.engine.live and not self.cache.records
-            assert self.cache.n_free == self.cache.n_seq
+            assert not ran and not self.thread.live and not self.engine.scheduler.running
+            assert self.pool.n_free == self.pool.n_pages
             assert all(client.broken or all(client.ended) for client in self.clients.values())
+        finally:
+            engine_thread.pause = pause
 
 
 TestEngine = EngineMachine.TestCase
@@ -274,19 +263,12 @@ def test_the_machine_sees_a_wrong_token(n):
     machine = EngineMachine()
     machine.begin(8, 4, 12, {})
     request = Request('1', [1, 2], 8, SamplingParams(ignore_eos=True), seed=5, n=n)
-    client = Client(machine.kernel, request, 0)
-    client.drawings = [Drawing(Request('1', [1, 2], 8, seed=77), i, [], V) for i in range(n)]
-    machine.engine.submit(request)
-    for _ in range(10):
-        machine.engine.run_once()
+    client = Client(machine.executor, request, 0)
+    for how in client.settings:
+        how.seed += 70
+    machine.thread.submit(request)
+    with contextlib.redirect_stderr(io.StringIO()):
+        for _ in range(10):
+            machine.thread.run_once()
+    engine_thread.pause = pause
     assert client.wrong
-
-
-def test_an_interrupt_while_samples_are_tried_by_themselves():
-    """What the machine found: a step without numbers takes all tokens from the cache, and then Ctrl-C comes."""
-    machine = EngineMachine()
-    machine.begin(5, 1, 1, {})
-    machine.fail_once(1, None)
-    machine.fail_once(3, KeyboardInterrupt)
-    machine.submit([0], 2, 2, 0, False, (), '', 0, {})
-    machine.teardown()

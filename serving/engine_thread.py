@@ -1,0 +1,331 @@
+"""
+The thread that owns the engine: it takes requests from an inbox, makes one step after the other, and hands out tokens.
+
+    thread = EngineThread(engine, token_bytes)
+    thread.start()
+    thread.submit(Request('1', [5, 6, 7], deliver=print))
+"""
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+
+from decode.draw import log_probabilities
+from serving.request import Logprobs, Output, check_ids, pause
+from serving.stats import Snapshots, Stats
+from tokenizer import TextStream, WholeTexts
+
+LOOKED_AT = 2.0          # seconds after a call of `state` in which it is kept up to date
+BETWEEN_SNAPSHOTS = 0.1  # seconds, at least
+IDLE = 1.0               # seconds that the thread waits for a request at a time
+AHEAD = 8                # tokens drawn in a call where a stop string may come: those behind it are given up
+
+
+class QueueFull(Exception):
+    """Too many requests are waiting: try again later."""
+
+
+class Draining(QueueFull):
+    """The engine stops, and takes no requests any more."""
+
+
+class Live:
+    """
+    A request that has not ended. sequences: its own, empty before it begins. n_left: so many go on. begun: was anything
+    of it delivered? scored: `Logprobs` of the prompt's tokens so far, from the second on.
+    """
+    __slots__ = 'request', 'sequences', 'n_left', 'begun', 'time', 'scored'
+
+    def __init__(self, request):
+        self.request, self.sequences, self.n_left, self.begun, self.scored = request, [], request.n, False, []
+        self.time = time.monotonic()
+
+
+class Recipient:
+    """Whom the text of a sequence is for: number `index` of a `Live`. stream: a `TextStream`."""
+    __slots__ = 'live', 'index', 'stream', 'first_time', 'over'
+
+    def __init__(self, live, index, stream):
+        self.live, self.index, self.stream, self.first_time, self.over = live, index, stream, None, False
+
+
+class EngineThread:
+    """
+    engine: an `engine.Engine`. token_bytes: the bytes of each token id, a list or a function. end_tokens: those that
+    end a text. special_ids: those that are not part of a text, unless a request asks. max_queue: the most samples whose
+    requests wait for their first step.
+
+    stats: see `stats.Stats`. dead: has the thread ended without `stop`? Any thread may call `start`, `submit`, `abort`,
+    `drain`, `stop` and `state`.
+    """
+
+    def __init__(self, engine, token_bytes, end_tokens=(), special_ids=(), max_queue=1024):
+        self.engine, self.vocab_size = engine, engine.model.config.vocab_size
+        check_ids('end_tokens', end_tokens, self.vocab_size)
+        bytes_of = token_bytes if callable(token_bytes) else token_bytes.__getitem__
+        self.end_tokens, self.all_texts = end_tokens, WholeTexts(bytes_of)
+        self.texts = WholeTexts(lambda token: b'' if token in special_ids else bytes_of(token))
+        # {text: id}; a tokenizer may have more of them than the model has rows
+        self.special_ids = {self.all_texts[token]: token for token in special_ids if token < self.vocab_size}
+        self.stats = Stats(engine)
+        self.snapshots = Snapshots(engine, self.stats, bytes_of)
+        self.max_queue = max_queue
+        self.condition, self.inbox, self.live = threading.Condition(), deque(), {}  # live: {request id: Live}
+        self.draining = self.stopping = self.dead = False
+        self.thread, self.looked_at = None, float('-inf')
+        self.idle, self.snapshot = True, self.snapshots.take()  # idle: is the thread waiting, or not there?
+
+    def start(self):
+        self.thread = threading.Thread(target=self.run, name='engine', daemon=True)
+        self.thread.start()
+
+    def submit(self, request):
+        """
+        Begin a request. `QueueFull` if too many wait, `Draining` if the engine stops; ValueError if the request does
+        not fit the model or can never fit the pool, and if there is one with its id.
+        """
+        request.check_tokens(self.vocab_size)
+        n, most = len(request.prompt) + request.max_tokens, self.engine.model.config.max_positions
+        if n > most:
+            raise ValueError(f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: "
+                             f"together {n}, but the model's context is {most} tokens")
+        self.engine.check_room(request.prompt, request.max_tokens)
+        with self.condition:
+            if self.draining:
+                raise Draining("the server is stopping and takes no requests: send it again later")
+            if request.id in self.live:
+                raise ValueError(f"there is a request with the id {request.id!r} already: give each one its own")
+            n_queued = sum([live.request.n for live in self.live.values()  # a preempted one has begun
+                            if not live.sequences or live.sequences[0].n_found is None])
+            if n_queued + request.n > self.max_queue:
+                raise QueueFull(f"{n_queued:,} samples are waiting, this request has {request.n:,}, and at most "
+                                f"{self.max_queue:,} may wait: try again later")
+            live = self.live[request.id] = Live(request)
+            self.ask_for([(self.begin, live)])
+
+    def abort(self, request_id):
+        """End a request, if it has not ended: its slots are free by the next step."""
+        with self.condition:
+            if request_id in self.live:  # a later request may have this id again
+                self.ask_for([(self.abort_now, self.live[request_id])])
+
+    def drain(self, seconds):
+        """
+        Take no new requests, wait until those that there are have ended, and abort what has not after so many seconds.
+        Returns whether all have ended by themselves.
+        """
+        with self.condition:
+            self.draining = True
+            finished = self.condition.wait_for(lambda: not self.live or self.stopping, seconds)
+            self.ask_for([(self.abort_now, live) for live in self.live.values()])
+            self.condition.wait_for(lambda: not self.live or self.stopping, seconds + IDLE)
+        return finished
+
+    def stop(self):
+        """End the thread after the present step, and abort what has not ended."""
+        with self.condition:
+            self.draining = self.stopping = True
+            self.ask_for([])
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join()
+
+    def ask_for(self, operations):
+        """Have the thread call functions before its next step: pairs (function, `Live`). The lock is held."""
+        self.inbox.extend(operations)
+        self.engine.stop_soon[0] = 1
+        self.condition.notify_all()
+
+    def state(self):
+        """
+        The pool and the queue, a dict, see `stats.Snapshots`: as they are if the engine is idle, otherwise as they
+        were after a recent step. While it is looked at it is kept up to date; the first call may find an old one.
+        """
+        self.looked_at = time.monotonic()
+        with self.condition:
+            if self.idle:
+                self.snapshot = self.snapshots.take()
+        return self.snapshot
+
+    # from here on: the engine's thread
+
+    def run(self):
+        self.idle = False
+        try:
+            with self.engine.executor.torch_on_one_thread():
+                while not self.stopping:
+                    try:
+                        if not self.run_once():
+                            self.wait()
+                    except Exception as e:  # of the engine itself: nothing is known of what it was at
+                        traceback.print_exc(file=sys.stderr)
+                        self.end_all('error', f"the engine failed: {e}")
+        finally:
+            with self.condition:
+                self.dead, self.draining, self.stopping = not self.stopping, True, True
+            self.end_all('abort')
+            self.idle = True
+
+    def wait(self):
+        with self.condition:
+            if not self.inbox and not self.stopping:
+                self.idle = True
+                self.condition.wait(IDLE)
+            self.idle = False
+
+    def run_once(self):
+        """Receive what has come, make a step, and hand out what it gives. Returns whether there was anything to do."""
+        self.receive()
+        if self.engine.is_idle:
+            return False
+        self.engine.pause = pause(len(self.live))
+        self.hand_out(self.engine.step())
+        if self.snapshot['time'] + BETWEEN_SNAPSHOTS < time.monotonic() < self.looked_at + LOOKED_AT:
+            self.snapshot = self.snapshots.take()
+        return True
+
+    def receive(self):
+        """Do what other threads have asked for since the last step, in that order."""
+        self.engine.stop_soon[0] = self.stopping  # before the inbox is read: what comes later sets it again
+        while self.inbox:
+            operation, live = self.inbox.popleft()
+            if self.live.get(live.request.id) is live:  # it has not ended
+                try:
+                    operation(live)
+                except Exception as e:  # of this request alone
+                    self.end(live, 'error', f"{type(e).__name__}: {e}")
+
+    def begin(self, live):
+        """Begin the sequences of a request."""
+        r, p = live.request, live.request.params
+        stop_ids = {*p.stop_token_ids, *(() if p.ignore_eos else self.end_tokens),
+                    *(self.special_ids[text] for text in r.stop if text in self.special_ids)}
+        texts = self.texts if r.skip_special else self.all_texts
+        streams = [TextStream(texts, r.stop, p.min_tokens, r.include_stop, r.strip) for _ in range(r.n)]
+        live.sequences = self.engine.add(
+            r.prompt, r.max_tokens, r.n, r.seed, stop_ids, p.min_tokens, p.logit_bias, r.cache_salt, p.prompt_logprobs,
+            p.logprobs is not None, AHEAD if r.stop else 64, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p,
+            min_p=p.min_p, presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty,
+            repetition_penalty=p.repetition_penalty)
+        for i, (s, stream) in enumerate(zip(live.sequences, streams)):
+            s.owner = Recipient(live, i, stream)
+        self.stats.requests += 1
+        self.stats.prompt_tokens += len(r.prompt)
+
+    def abort_now(self, live):
+        self.end(live, 'abort')
+
+    def hand_out(self, results):
+        """Deliver what a step has given, each request's together."""
+        now, given = time.monotonic(), {}
+        for s, drawn in results:
+            live = s.owner.live
+            if s.owner.over:  # with another one of its request
+                continue
+            try:
+                if s.error:
+                    raise s.error
+                output = self.output_of(s, drawn, now)
+            except Exception as e:
+                given.pop(live, None)
+                self.end(live, 'error', f"{type(e).__name__}: {e}")
+                continue
+            if output:
+                given.setdefault(live, []).append(output)
+        for live, outputs in given.items():
+            self.deliver(live, outputs)
+
+    def output_of(self, s, drawn, now):
+        """The `Output` of a sequence for what a step has given it, or None if that is nothing."""
+        r, stream, new, n_logprobs = s.owner.live.request, s.owner.stream, [], s.owner.live.request.params.logprobs
+        text, reason, logprobs = '', s.ended, None
+        if drawn:
+            new, logits = drawn.tokens, drawn.logits
+            if s.scores and drawn.first < s.n_prompt - 1 and logits is not None and s.n_drawn == len(new):
+                self.score(s, drawn.first, logits)
+            if new and n_logprobs is not None:
+                logprobs = logprobs_of(logits[len(logits) - len(new):], new, n_logprobs)
+        if new:
+            s.owner.first_time = s.owner.first_time or now
+            stops = s.ended == 'stop' and not r.include_stop  # the last token is one that ends it
+            text = stream.push(*(new[:-1] if stops else new))
+            if stream.stopped:
+                n = stream.n_pushed - (s.n_drawn - len(new))
+                del new[n:], (logprobs or [])[n:]
+                self.engine.end(s, 'stop', s.n_prompt + stream.n_pushed)
+                reason = 'stop'
+            self.stats.generated_tokens += len(new)
+        if reason:
+            text += stream.finish()
+            self.finish(s, reason)
+        if new or reason:
+            return Output(s.owner.index, new, text, logprobs, reason)
+
+    def score(self, s, first, logits):
+        """Note the log probabilities of the prompt's tokens behind those from position `first` on, by their logits."""
+        scored = s.owner.live.scored
+        del scored[first:]  # it was computed before, and lost its slots
+        targets = s.tokens[first + 1:min(first + 1 + len(logits), s.n_prompt)]
+        scored += logprobs_of(logits[:len(targets)], targets, s.owner.live.request.params.logprobs or 0)
+
+    def finish(self, s, reason):
+        """A sequence has ended."""
+        s.owner.over, s.owner.live.n_left = True, s.owner.live.n_left - 1
+        self.stats.finished[reason] += 1
+        if s.n_drawn > 1 and s.owner.first_time:
+            self.stats.per_token.observe((time.monotonic() - s.owner.first_time) / (s.n_drawn - 1))
+
+    def deliver(self, live, outputs):
+        """Hand outputs to a request. One that has ended is forgotten. One whose `deliver` raises is ended."""
+        if not live.begun:
+            live.begun, first = True, live.sequences[0] if live.sequences else None
+            if first and first.n_found is not None:
+                if outputs[0].token_ids:
+                    self.stats.first_token.observe(time.monotonic() - live.time)
+                scored = [None, *live.scored] if live.request.params.prompt_logprobs else None
+                outputs[0] = outputs[0]._replace(n_cached=first.n_found, prompt_logprobs=scored)
+        try:
+            live.request.deliver(outputs)
+        except Exception as e:
+            print(f"request {live.request.id} is aborted, nobody takes its tokens: {e!r}", file=sys.stderr)
+            self.end_sequences(live, 'abort')
+            live.n_left = 0
+        if live.n_left == 0:
+            with self.condition:
+                self.live.pop(live.request.id, None)
+                self.condition.notify_all()
+
+    def end_sequences(self, live, reason):
+        """End the sequences of a request that go on. Returns their numbers."""
+        going = [s for s in live.sequences if not s.owner.over]
+        for s in going:
+            self.engine.end(s, reason)
+            self.finish(s, reason)
+        return [s.owner.index for s in going]
+
+    def end(self, live, reason, error=None):
+        """End all sequences of a request that go on."""
+        numbers = self.end_sequences(live, reason) if live.sequences else range(live.request.n)
+        if not live.sequences:  # it could not begin
+            live.n_left = 0
+        self.deliver(live, [Output(i, [], finish_reason=reason, error=error) for i in numbers])
+
+    def end_all(self, reason, error=None):
+        """End all requests that there are, in whatever state the engine is."""
+        with self.condition:
+            self.inbox.clear()
+            all_live = list(self.live.values())
+        for live in all_live:
+            try:
+                self.end(live, reason, error)
+            except Exception:
+                traceback.print_exc(file=sys.stderr)
+                with self.condition:
+                    self.live.pop(live.request.id, None)
+        self.snapshot = self.snapshots.take()
+
+
+def logprobs_of(logits, tokens, k):
+    """A `Logprobs` with the k likeliest tokens for each row of logits and its token."""
+    rows = zip(tokens, *log_probabilities(logits, tokens, k))
+    return [Logprobs(token, logprob, rank, list(zip(top, values))) for token, logprob, rank, top, values in rows]

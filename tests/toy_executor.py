@@ -1,0 +1,162 @@
+"""
+An executor for tests of scheduling: its slots hold tokens in place of keys and values, and it asserts every read.
+
+The logits of a token are a function of all tokens up to it and of the weights, so a sequence that was given anything of
+another one, or old weights, draws other tokens than alone.
+"""
+import math
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+
+from decode.batch import Drawn, NotNumbers
+from decode.draw import draw
+from model import GPT, GPTConfig
+
+MODULUS = 2**24 - 3  # what float32 holds exactly
+TOKEN, POSITION, CHAIN, VERSION = range(4)  # of the numbers that a slot holds
+
+
+def toy_model(block_size=32, vocab_size=11, **how):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(block_size=block_size, vocab_size=vocab_size, n_layer=1, n_head=1, n_embd=8, **how)).eval()
+
+
+def chained(chain, token, version):
+    """The number of a text: of the number of the text before its last token, that token, and the weights."""
+    return (chain * 48271 + token * 7919 + version * 104729 + 1) % MODULUS
+
+
+def logits_of_chain(chain, vocab_size):
+    x = (chain + 1) * np.arange(1, vocab_size + 1, dtype=np.int64) * 2654435761 % 1000003
+    return (x % 1000 / 200).astype(np.float32)
+
+
+def chain_of(tokens, version):
+    chain = 0
+    for token in tokens:
+        chain = chained(chain, token, version)
+    return chain
+
+
+class ToyExecutor:
+    """
+    pool: set it for the assertion that no written slot is in a shared page. fails: called with the new tokens of each
+    step, a list of lists; it may raise. calls: these lists. version: of the weights; `refresh` takes that of the model,
+    which is the first number of its first parameter.
+    """
+    name, type_kv, torch_on_one_thread = 'the toy', 'float32', nullcontext
+
+    def __init__(self, model):
+        self.model, self.pool, self.calls, self.layers = model, None, [], ()
+        self.fails = lambda texts: None
+        self.refresh()
+
+    def refresh(self):
+        self.version = version_of(self.model)
+
+    def hold(self, layers):
+        self.layers, self.slots = layers, layers[0].k.data[0]
+        self.slots.fill_(math.nan)  # nothing may be read before it is written
+
+    def execute_model(self, batch):
+        for source, target, n in batch.copies:
+            self.layers[0].copy(source, target, n)
+        if not batch.decodes:
+            return self.single(batch)
+        tokens, positions, found = batch.tokens.copy(), batch.positions, [[] for _ in batch.sequences]
+        kept, going = [[] for _ in batch.sequences], list(range(len(batch.sequences)))
+        while going:
+            logits = self.one_step([batch.sequences[i] for i in going], [1] * len(going), tokens[going],
+                                   positions[going] + len(found[going[0]]))
+            for i, row in zip(going, logits):
+                token = self.drawn(row[None], batch.sequences[i], found[i])
+                tokens[i] = token
+                found[i].append(token)
+                kept[i].append(row)
+            ended = any(found[i][-1] in batch.sequences[i].settings.stops for i in going)
+            going = [] if ended or batch.is_late() else [i for i in going if len(found[i]) < batch.n_steps[i]]
+        return [Drawn(tokens, torch.stack(rows) if keep else None)
+                for tokens, rows, keep in zip(found, kept, batch.kept)]
+
+    def single(self, batch):
+        logits = self.one_step(batch.sequences, batch.counts, batch.tokens, batch.positions)
+        rows, parts = batch.rows()
+        logits = logits[rows]
+        drawn = [self.drawn(logits[part.stop - 1:part.stop], s, [])
+                 for s, part, n in zip(batch.sequences, parts, batch.n_steps) if n]
+        return batch.result(drawn, logits, parts)
+
+    @staticmethod
+    def drawn(logits, sequence, found):
+        s = sequence
+        s.settings.count(s.tokens[s.n_prompt:] + found)
+        return int(draw(logits, [s.settings], [s.n_drawn + len(found)]))
+
+    def one_step(self, sequences, counts, tokens, positions):
+        """The logits of all new tokens, float32 (N, vocab_size)."""
+        ends = np.cumsum(counts)
+        texts, starts = [part.tolist() for part in np.split(tokens, ends[:-1])], positions[ends - counts].tolist()
+        tables = [{p + i: slot + i for p, slot, n in s.runs.table[:s.runs.n].tolist() for i in range(n)}
+                  for s in sequences]
+        written = {}
+        for i, (text, start, table) in enumerate(zip(texts, starts, tables)):
+            for p in range(start, start + len(text)):
+                assert table[p] not in written, "two sequences write one slot"
+                written[table[p]] = i
+                if self.pool is not None:
+                    references = self.pool.references[table[p] // self.pool.page_size]
+                    assert references == 1, f"a slot is written in a page with {references} references"
+        self.calls.append(texts)
+        rows = []
+        for i, (text, start, table) in enumerate(zip(texts, starts, tables)):
+            rows += self.read_and_write(i, text, start, table, written)
+        self.fails(texts)  # after the writes, as a step that fails in the middle
+        logits = torch.from_numpy(np.stack([logits_of_chain(row, self.model.config.vocab_size) for row in rows]))
+        return self.checked(logits)
+
+    def checked(self, logits):
+        if not logits.isfinite().all():
+            raise NotNumbers
+        return logits
+
+    def read_and_write(self, i, text, start, table, written):
+        c, chains = self.model.config, []
+        for p, token in enumerate(text, start):
+            first = max(c.n_sink, p - c.window + 1) if c.window else 0
+            before = 0
+            for q in [*range(min(c.n_sink, p)), *range(first, p)]:
+                assert written.get(table[q], i) == i, "a sequence reads what another one writes"
+                seen = self.slots[table[q]].tolist()
+                assert seen[POSITION] == q, f"position {q} reads a slot with position {seen[POSITION]}"
+                assert seen[VERSION] == self.version, "a key of old weights is read"
+                if q and (q - 1 >= first or q - 1 < c.n_sink):
+                    assert seen[CHAIN] == chained(before, int(seen[TOKEN]), self.version), "another text is read"
+                before = int(seen[CHAIN])
+            chains.append(chained(before, token, self.version))
+            self.slots[table[p], :4] = torch.tensor([token, p, chains[-1], self.version], dtype=torch.float32)
+        return chains
+
+
+class NextLetter(ToyExecutor):
+    """The likeliest token, by far, is the one behind the last one. A call makes one step, and reads nothing."""
+
+    def execute_model(self, batch):
+        self.fails([part.tolist() for part in np.split(batch.tokens, np.cumsum(batch.counts)[:-1])])
+        (rows, parts), V = batch.rows(), self.model.config.vocab_size
+        ids = torch.from_numpy(batch.tokens)
+        logits = torch.full((len(rows), V), -1000.0).scatter_(1, (ids[rows, None] + 1) % V, 0.0)
+        drawn = [self.drawn(logits[part.stop - 1:part.stop], s, [])
+                 for s, part, n in zip(batch.sequences, parts, batch.n_steps) if n]
+        return batch.result(drawn, logits, parts)
+
+
+def version_of(model):
+    return round(next(model.parameters()).flatten()[0].item() * 100)
+
+
+def change_weights(model):
+    """Give the weights another version, as an optimizer would."""
+    with torch.no_grad():
+        next(model.parameters()).flatten()[0] += 0.01
