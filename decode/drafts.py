@@ -16,20 +16,23 @@ def made(draft, target):
     """The draft for an executor: 'int4', 'int8', 'ngram', or a `ModelDraft`, which must have the same vocabulary."""
     if isinstance(draft, str):
         return NgramDraft() if draft == 'ngram' else PackedDraft(target, draft)
-    if draft.vocab_size != target.vocab_size:
-        raise ValueError(f"draft={draft.name} has a vocabulary of {draft.vocab_size}, and the model one of "
-                         f"{target.vocab_size}: take a draft with the tokenizer of the model")
+    own, of_target = draft.executor.vocab_size, target.vocab_size
+    if own != of_target:
+        raise ValueError(f"draft={draft.name} has a vocabulary of {own}, and the model one of {of_target}: "
+                         "take a draft with the tokenizer of the model")
     return draft
 
 
-def drawn_by(executor, sequences, tokens, positions, k):
+def drawn_by(executor, sequences, new, k):
     """
-    Up to k tokens of each sequence that an executor draws behind these newest ones, int64 (n, S). A proposal that is
-    drawn with the noise of its place is more often what the model draws there.
+    Up to k tokens that an executor draws of each sequence behind new ones, a list of each: int64 (n, S). They are drawn
+    with the noise of their places: so they are more often the tokens that the model itself draws there.
     """
     S = len(sequences)
-    batch = Batch(sequences, [1] * S, tokens, positions, np.full(S, k), [False] * S, [False] * S)
-    return np.array([drawn.tokens for drawn in executor.execute_model(batch)]).T
+    positions = np.concatenate([np.arange(len(of_s)) + s.n_computed for s, of_s in zip(sequences, new)])
+    batch = Batch(sequences, [len(of_s) for of_s in new], np.concatenate(new), positions, np.full(S, k), [False] * S,
+                  [False] * S)
+    return np.array([drawn.tokens for drawn in executor.execute_model(batch)], np.int64).T
 
 
 class PackedDraft:
@@ -44,7 +47,7 @@ class PackedDraft:
 
     def propose(self, batch, k, n_threads):
         self.executor.n_threads = n_threads
-        return drawn_by(self.executor, batch.sequences, batch.tokens, batch.positions, k)
+        return drawn_by(self.executor, batch.sequences, batch.tokens[:, None], k)
 
 
 class NgramDraft:
@@ -105,8 +108,7 @@ class ModelDraft:
     """
 
     def __init__(self, executor, pool, name):
-        self.executor, self.pool, self.name, self.vocab_size = executor, pool, name, executor.vocab_size
-        self.texts, self.unfinished = {}, False
+        self.executor, self.pool, self.name, self.texts, self.unfinished = executor, pool, name, {}, False
 
     def hold(self, layers):
         """Its keys and values lie in slots of its own."""
@@ -128,12 +130,11 @@ class ModelDraft:
         for text in before.values():
             self.pool.free(text)
         texts, proposals = [*self.texts.values()], np.empty((0, len(batch.sequences)), np.int64)
-        if all([self.follow(text, k) for text in texts]):
-            self.read([text for text in texts if text.unread()])
-            positions = np.array([text.n_computed for text in texts])
-            proposals = drawn_by(self.executor, texts, batch.tokens, positions, k)
+        if all([self.has_room(text, k) for text in texts]):
+            if behind := [text for text in texts if text.unread()]:
+                self.compute(behind, [text.unread() for text in behind], 0)
+            proposals = self.compute(texts, batch.tokens[:, None], k)
             for text, column in zip(texts, proposals.T):
-                self.pool.computed(text, 1)
                 text.proposed = column.tolist()
         self.unfinished = False
         return proposals
@@ -144,34 +145,31 @@ class ModelDraft:
         self.pool.begin(text, sequence.tokens, sequence.salt)
         return text
 
-    def follow(self, text, k):
+    def has_room(self, text, k):
         """
-        Count the proposals that were right as computed, and have slots for all tokens of a text and k proposals.
-        Returns whether there are. A text that is too long for the context begins anew with the half of it that ends it.
+        Are there slots for all tokens of a text and k proposals? The proposals that were drawn since are counted as
+        computed before. A text that is too long for the context begins anew with the tokens of half of one.
         """
         self.pool.computed(text, text.n_right())
-        n, most = len(text.tokens), self.executor.model.config.max_positions
+        n, most, text.proposed = len(text.tokens), self.executor.model.config.max_positions, []
         if n - text.start + k - 1 > most:
             self.pool.free(text)
             text.start = n - most // 2
         n_positions = n - text.start + k - 1  # the last proposal needs none
         return n_positions <= most and self.pool.extend(text, n_positions - text.n_computed)
 
-    def read(self, texts):
-        """Compute the tokens that these texts lack, all but the newest."""
-        if texts:
-            new, nothing = [text.unread() for text in texts], [False] * len(texts)
-            positions = np.concatenate([np.arange(len(of_text)) + text.n_computed for text, of_text in zip(texts, new)])
-            self.executor.execute_model(Batch(texts, [*map(len, new)], np.concatenate(new), positions,
-                                              np.zeros(len(texts), np.int64), nothing, nothing))
-            for text, of_text in zip(texts, new):
-                self.pool.computed(text, len(of_text))
+    def compute(self, texts, new, k):
+        """`drawn_by` of texts, whose new tokens are computed then."""
+        proposals = drawn_by(self.executor, texts, new, k)
+        for text, of_text in zip(texts, new):
+            self.pool.computed(text, len(of_text))
+        return proposals
 
 
 class Text:
     """
-    The text of a sequence for a `ModelDraft`: the tokens from number `start` on. It has what executor and pool read of
-    a sequence. proposed: what was proposed last; all but the last one of it are in the slots behind n_computed.
+    The text of a sequence for a `ModelDraft`, from token number `start` on. It has what an executor and a pool read of
+    a sequence. proposed: what was proposed last; all of it but the last one is in the slots behind n_computed.
     """
 
     def __init__(self, sequence):
@@ -184,15 +182,13 @@ class Text:
 
     @property
     def whole(self):
-        """Is token number p at position p?"""
         return self.start == 0
 
     def unread(self):
-        """The tokens that are not computed, all but the newest, a list."""
+        """The tokens that are not computed, a list. The newest one is not among them."""
         return self.tokens[self.start + self.n_computed:-1]
 
     def n_right(self):
-        """How many of the proposals that were computed were drawn. They are asked for once."""
-        proposed, self.proposed = self.proposed[:-1], []
-        differ = (i for i, (a, b) in enumerate(zip(proposed, self.unread())) if a != b)
-        return next(differ, min(len(proposed), len(self.unread())))
+        """How many of the proposals in the slots have been drawn since."""
+        differs = [a != b for a, b in zip(self.proposed[:-1], self.unread())]
+        return [*differs, True].index(True)

@@ -42,17 +42,15 @@ class Drafting:
     def __init__(self, target, draft):
         self.target, self.draft, self.paces = target, drafts.made(draft, target), defaultdict(Pace)
         self.name = f"{target.name}, drafts by {self.draft.name}"
-        self.model, self.type_kv, self.torch_on_one_thread = target.model, target.type_kv, target.torch_on_one_thread
+        self.model, self.layers, self.type_kv = target.model, target.layers, target.type_kv
+        self.torch_on_one_thread = target.torch_on_one_thread
         VERIFY.compiled  # noqa: B018 (it is compiled here)
-
-    @property
-    def layers(self):
-        return self.target.layers
 
     def hold(self, layers):
         """Let the steps of target and draft read and write these `kvcache.storage.Layer`s."""
         self.target.hold(layers)
         self.draft.hold(layers)
+        self.layers = layers
 
     def refresh(self):
         """Go on with the weights of now."""

@@ -1,59 +1,91 @@
-"""Decoders that speculate whatever it costs, and drafts for tests."""
+"""Drafts for tests, executors that make rounds whatever these cost, and what an engine gives its sequences."""
 import random
+from collections import defaultdict
 
 import numpy as np
+import torch
+from example_models import f32
 
-from decode.speculative import Pace, SpeculativeDecoder
+import decode
+from decode.cpu import CPUExecutor
+from decode.speculative import Drafting, Pace
+from kvcache import BlockPool, make_layers
+
+V = 29
+KINDS = {  # every kind of positions, with and without grouped heads, windows and sinks
+    'learned': dict(), 'learned window': dict(window=5, n_sink=1), 'none': dict(position='none', n_kv_head=1),
+    'rope': dict(position='rope', n_kv_head=2), 'rope window sinks': dict(position='rope', window=6, n_sink=3),
+    'alibi': dict(position='alibi', gelu='tanh'), 'none window sinks': dict(position='none', window=20, n_sink=18),
+    'llama': dict(position='rope', n_kv_head=2, norm='rms', mlp='swiglu', n_inner=40, rope_scaling=(8.0, 1.0, 4.0, 16)),
+    'qwen window': dict(position='rope', window=9, norm='rms', mlp='swiglu', head_dim=16, qk_norm=True, tied=False)}
+
+
+def model_of(kind, seed=0, **how):
+    return f32(seed, **(dict(block_size=40, vocab_size=V, n_head=4, n_embd=48) | KINDS[kind] | how))
+
+
+def model_draft(model, n_pages=64, page_size=4):
+    """The `ModelDraft` of a model, with a pool of so many pages."""
+    c = model.config
+    pool = BlockPool(n_pages, page_size, c.window, c.n_sink)
+    return decode.draft_of(model, 'another model', pool, make_layers(model, pool.n_slots, 'float32'))
 
 
 class AnyPace(Pace):
-    """Asks for so many proposals in each round, or for any number up to 6 if most is None; now and then for none."""
+    """Asks for k proposals in each round, or for any number up to 6 if it is None, now and then for none."""
+    times_plain = False
 
     def __init__(self, k=None):
         self.fixed, self.random, self.rounds = k, random.Random(0), []
 
     @property
     def k(self):
-        return self.fixed if self.fixed is not None else self.random.choice((0, 1, 1, 2, 3, 4, 6))
-
-    times_plain = False
+        return self.random.choice((0, 1, 1, 2, 3, 4, 6)) if self.fixed is None else self.fixed
 
     def record_plain(self, ns, n_steps):
         pass
 
     def record_round(self, k, n, n_drawn, ns_draft, ns_chunk, ended=False):
-        self.rounds.append((k, n, n_drawn, ended))
-
-
-class Speculating(SpeculativeDecoder):
-    """A `SpeculativeDecoder` with `AnyPace`. draft: of the class, or an object with `propose` and `draws`."""
-    k = None
-
-    def __init__(self, model, draft='int4', weights='float32', threads=1):
-        super().__init__(model, draft if isinstance(draft, str) or hasattr(draft, 'cache') else 'ngram', weights,
-                         threads)
-        if not isinstance(draft, str):
-            self.draft = draft
-
-    def pace(self, batch_size, together):
-        return self.paces.setdefault((batch_size, together), AnyPace(self.k))
-
-    @property
-    def rounds(self):
-        return [each for pace in self.paces.values() for each in pace.rounds]
+        self.rounds.append((n, n_drawn, ended))
 
 
 class AnyDraft:
-    """Proposes any tokens; calls `then(rounds)` before."""
-    draws, name = False, 'any tokens'
+    """Proposes any tokens, or `token`; calls `then(n_threads)` before."""
+    name = 'any tokens'
 
-    def __init__(self, vocab_size, then=lambda rounds: None):
-        self.random, self.vocab_size, self.then = np.random.default_rng(0), vocab_size, then
+    def __init__(self, token=None, then=lambda n_threads: None):
+        self.random, self.token, self.then = np.random.default_rng(0), token, then
+
+    def hold(self, layers):
+        pass
 
     def refresh(self):
         pass
 
-    def propose(self, tokens, rounds):
-        self.then(rounds)
-        tokens[1:] = self.random.integers(0, self.vocab_size, tokens[1:].shape)
-        return len(tokens) - 1
+    def propose(self, batch, k, n_threads):
+        self.then(n_threads)
+        shape = k, len(batch.sequences)
+        return self.random.integers(0, V, shape) if self.token is None else np.full(shape, self.token)
+
+
+def drafting(model, draft, weights='float32', k=None, threads=1):
+    """(a `Drafting` with `AnyPace`, a function that returns its rounds: proposals, tokens of a sequence, ended?)"""
+    executor = Drafting(CPUExecutor(model, weights, threads), 'ngram' if isinstance(draft, AnyDraft) else draft)
+    executor.paces = defaultdict(lambda: AnyPace(k))
+    if isinstance(draft, AnyDraft):
+        executor.draft = draft
+    return executor, lambda: [each for pace in executor.paces.values() for each in pace.rounds]
+
+
+def given(engine, requests):
+    """
+    Of each sequence of requests (prompt, number of new tokens, settings): its tokens, why it has ended, and the logits
+    that it drew from.
+    """
+    sequences = [s for prompt, n, how in requests for s in engine.add(prompt, n, **how)]
+    logits = {s: [] for s in sequences}
+    while any(not s.ended for s in sequences):
+        for s, drawn in engine.step():
+            if drawn is not None and drawn.logits is not None:
+                logits[s].append(drawn.logits)
+    return [(s.tokens, s.ended, torch.cat(logits[s]).numpy().tobytes() if logits[s] else b'') for s in sequences]
