@@ -65,7 +65,7 @@ class EagerExecutor:
         T = counts[0] if counts.count(counts[0]) == S else 0  # sequences with as many new tokens each are a batch
         own, *found = step_slots(model.config, batch)
         where = batch_of(S, *found) if T else rows_of(np.repeat(np.arange(S), counts), *found)
-        layers = layers_of_step(self.layers, device, own, rows_at(batch) if T else None, *where)
+        layers = layers_of_step(self.layers, device, own, rows_at(batch) if T and not model.config.window else None, *where)
         shape = (S, T) if T else (1, len(batch.tokens))
         ids, positions = (torch.from_numpy(each).to(device).view(shape) for each in (batch.tokens, batch.positions))
         last_only = T > 1 and len(rows) == S and (rows == np.cumsum(counts) - 1).all()

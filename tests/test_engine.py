@@ -1,101 +1,319 @@
-"""The engine on real small models: the tokens and log probabilities of a request are those that it has alone."""
+"""
+The engine: what it gives is what the model gives without a cache, and what each text has alone, whatever runs beside
+it, whichever pool and executor, and whatever has happened before.
+"""
+import multiprocessing
+import os
 import random
+import subprocess
+import sys
+import threading
+from functools import partial
 
 import pytest
 import torch
-from conftest import sizes
-from small_engine import BYTES, V, alone, finished, run, submit, tiny
-from test_same_bits import SHAPES, model_of
+from conftest import ROOT, sizes
+from example_models import f32
+from toy_executor import ToyExecutor, change_weights, toy_model
 
-from decode.cpu import CPUDecoder
-from kvcache.paged import n_blocks_for
-from serving.engine import Engine
+from decode import best
+from decode.batch import NotNumbers
+from decode.cpu import CPUExecutor
+from decode.draw import DrawSettings, draw
+from decode.eager import EagerExecutor, UncachedExecutor
+from engine import Engine, default_pool, pool_for
+from kvcache import BlockPool, NoPool
+from kvcache.llamacpp.pool import CellPool
 
+KINDS = [dict(), dict(position='rope', n_kv_head=1, norm='rms', mlp='swiglu'), dict(position='alibi'),
+         dict(position='none'), dict(position='rope', window=6, n_sink=2), dict(position='learned', window=5)]
 HOWS = [dict(), dict(temperature=0.0), dict(top_k=5), dict(top_p=0.7, temperature=1.5), dict(frequency_penalty=1.0),
-        dict(repetition_penalty=1.5, min_p=0.05)]
+        dict(repetition_penalty=1.5, min_p=0.05), dict(logit_bias={3: 2.0, 7: -9.0}), dict(stops=[2, 5], min_tokens=4)]
 
 
-@pytest.mark.parametrize('how', [dict(), dict(position='rope', n_kv_head=2), dict(position='alibi', window=9),
-                                 dict(position='rope', window=6, n_sink=3)], ids=str)
-@pytest.mark.parametrize('weights', ['float32', 'int8', 'bfloat16'])
-def test_tokens_and_bits_are_those_of_the_request_alone(how, weights):
-    """Random requests, pools, chunks and preemptions; log probabilities are compared for equality."""
-    found = preempted = 0
-    for seed in range(sizes(1, 10)):
+def pools_of(config, n_sequences=3, n_tokens=40):
+    """{name: a pool} of each kind."""
+    c = config
+    return {'pages of 4': BlockPool(60, 4, c.window, c.n_sink), 'one page each': pool_for(c, n_sequences, n_tokens),
+            'streams': CellPool(c, n_sequences, n_tokens, unified=False), 'unified': CellPool(c, n_sequences, n_tokens)}
+
+
+def uncached(model, prompt, n, seed=0, stops=(), min_tokens=0, logit_bias=(), **how):
+    """The tokens that the model alone draws behind a prompt: full passes, and the draw's definition."""
+    settings = DrawSettings(model.config.vocab_size, seed, stops, min_tokens, logit_bias, prompt, **how)
+    text, c = list(prompt), model.config
+    while len(text) < len(prompt) + n and not (len(text) > len(prompt) and text[-1] in settings.stops):
+        seen = text if c.max_positions > c.block_size else text[-c.block_size:]
+        with torch.inference_mode():
+            logits = model(torch.tensor([seen]), use_cache=False)[0][0]
+        settings.count(text[len(prompt):])
+        text.append(int(draw(logits, [settings], [len(text) - len(prompt)])))
+    return text
+
+
+@pytest.mark.parametrize('kind', KINDS, ids=str)
+def test_every_pool_and_executor_gives_what_the_model_gives_without_a_cache(kind):
+    """Prompts of several lengths at once, two samples of each, on beyond the context: the tokens of each alone."""
+    for seed in range(sizes(1, 8)):
+        model, chooser, n_new = f32(seed, block_size=10, **kind), random.Random(seed), sizes(13, 24)
+        prompts = [[chooser.randrange(29) for _ in range(n)] for n in (1, 9, 10, 11, chooser.randint(2, 8))]
+        hows = [chooser.choice(HOWS) for _ in prompts]
+        expected = [uncached(model, prompt, n_new, seed=10 * i + j, **how)
+                    for i, (prompt, how) in enumerate(zip(prompts, hows)) for j in range(2)]
+        for make in (EagerExecutor, partial(CPUExecutor, threads=1)):
+            for name, pool in pools_of(model.config).items():
+                engine = Engine(model, make(model), pool, budget=chooser.choice([3, 20, 100]))
+                sequences = [s for i, (prompt, how) in enumerate(zip(prompts, hows))
+                             for s in engine.add(prompt, n_new, 2, 10 * i, **how)]
+                while not engine.is_idle:
+                    engine.step()
+                assert [s.tokens for s in sequences] == expected, (seed, name, engine.executor.name)
+        engine = Engine(model, UncachedExecutor(model), NoPool())
+        assert engine.generate(prompts, n_new, 2, temperature=0) == [
+            text for prompt in prompts for text in [uncached(model, prompt, n_new, temperature=0)] * 2]
+
+
+def test_what_runs_beside_a_text_changes_no_bit_of_its_logits():
+    """Random pools, budgets and preemptions on the compiled step; the logits are compared for equality."""
+    n_preempted = n_found = 0
+    for seed in range(sizes(6, 60)):
         chooser = random.Random(seed)
-        decoder = CPUDecoder(model_of(SHAPES[seed % 3] | how, seed), weights, 1)
-        block_size, n_logprobs = chooser.choice([4, 8]), random.Random(f"{seed} {how} {weights}").choice([None, 5])
-        n_blocks = n_blocks_for(decoder.model.config, block_size) + chooser.choice([0, 1, 4])
-        engine = Engine(decoder.model, decoder, BYTES, (), n_blocks, block_size, chooser.choice([3, 16, 100]))
-        shared, all_got = [chooser.randrange(V) for _ in range(20)], []
-        for i in range(sizes(10, 30)):
-            prompt = shared[:chooser.choice([0, 8, 15])] + [chooser.randrange(V) for _ in range(chooser.randint(1, 9))]
-            all_got.append(submit(engine, str(i), prompt, chooser.randint(1, 25), i, chooser.choice([1, 1, 3]),
-                                  logprobs=n_logprobs, **chooser.choice(HOWS)))
+        model = f32(seed % 3, block_size=64, **KINDS[seed % len(KINDS)])
+        executor = CPUExecutor(model, chooser.choice(['float32', 'int8']), 1)
+        alone = Engine(model, CPUExecutor(model, executor.weights, 1), default_pool(model.config))
+        page_size = chooser.choice([1, 4, 8])
+        pool = BlockPool(chooser.randint(40, 60) // page_size + 4, page_size, model.config.window, model.config.n_sink)
+        engine, shared = Engine(model, executor, pool, chooser.choice([3, 16, 100])), [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        jobs = [(shared[:chooser.choice([0, 8, 9])] + [chooser.randrange(29) for _ in range(chooser.randint(1, 5))],
+                 chooser.randint(1, 25), chooser.choice(HOWS)) for _ in range(12)]
+        got = {}
+        for i, (prompt, n, how) in enumerate(jobs):
+            s, = engine.add(prompt, n, 1, i, logprobs=True, **how)
+            got[s] = []
             for _ in range(chooser.choice([0, 1, 3])):
-                engine.run_once()
-        run(engine)
-        found, preempted = found + engine.scheduler.n_found, preempted + engine.scheduler.n_preempted
-        for got in all_got:
-            expected = alone(decoder, got.request)
-            if n_logprobs is None:  # then steps of one plan are delivered together
-                assert got.tokens == [tokens for tokens, _ in expected], got.request
-            else:
-                assert list(zip(got.tokens, got.logprobs)) == expected, got.request
-            assert set(got.reasons) == {'length'}
-    assert found and preempted
+                collect(engine, got)
+        while not engine.is_idle:
+            collect(engine, got)
+        n_preempted, n_found = n_preempted + engine.scheduler.n_preempted, n_found + engine.scheduler.n_found
+        assert pool.n_free == pool.n_pages
+        for (s, logits), (i, (prompt, n, how)) in zip(got.items(), enumerate(jobs)):
+            of_one = {alone.add(prompt, n, 1, i, logprobs=True, **how)[0]: []}
+            while not alone.is_idle:
+                collect(alone, of_one)
+            (other, expected), = of_one.items()
+            assert s.tokens == other.tokens and torch.equal(torch.cat(logits), torch.cat(expected)), (seed, i)
+    assert n_preempted and n_found
 
 
-@pytest.mark.parametrize('with_decoder', [True, False])
-def test_greedy_equals_generate_without_cache(with_decoder):
-    model = model_of(SHAPES[1], 3)
-    decoder = CPUDecoder(model, threads=1) if with_decoder else None
-    engine = Engine(model, decoder, BYTES, n_blocks=12, page_size=8, max_num_batched_tokens=10)
-    prompts = [[i, 5, 7, i][:1 + i % 4] for i in range(8)]
-    all_got = [submit(engine, str(i), prompt, 20, temperature=0.0) for i, prompt in enumerate(prompts)]
-    run(engine)
-    for prompt, got in zip(prompts, all_got):
-        expected = model.generate(torch.tensor([prompt]), 20, temperature=0)[0].tolist()
-        assert prompt + got.tokens[0] == expected
+def collect(engine, got):
+    for s, drawn in engine.step():
+        if drawn and drawn.tokens:
+            got[s].append(drawn.logits[len(drawn.logits) - len(drawn.tokens):])
 
 
-def test_stop_tokens_end_a_sample_and_give_no_text():
-    engine, decoder = tiny()
-    whole = finished(engine, 'whole', [3, 1], 20, seed=2)
-    token = whole.tokens[0][6]
-    first = whole.tokens[0].index(token)
-    got = finished(engine, 'stopped', [3, 1], 20, seed=2, stop_token_ids=[token])
-    assert got.reasons == ['stop'] and got.tokens[0] == whole.tokens[0][:first + 1]
-    assert got.text[0] == whole.text[0][:first]
-    later = finished(engine, 'later', [3, 1], 20, seed=2, stop_token_ids=[token], min_tokens=first + 3)
-    assert len(later.tokens[0]) >= first + 3 and token not in later.tokens[0][:first + 3]
-    engine.core.end_tokens = (token,)
-    assert finished(engine, 'eos', [3, 1], 20, seed=2).tokens == got.tokens
-    assert finished(engine, 'no eos', [3, 1], 20, seed=2, ignore_eos=True).tokens == whole.tokens
+@pytest.mark.parametrize('kind', KINDS[:4], ids=str)
+@pytest.mark.parametrize('keep, n_keep', [(None, 0), (5, 0), (3, 4), (1, 15)])
+def test_a_full_context_is_shifted(kind, keep, n_keep):
+    """The kept tokens are computed again at positions 0, 1, ...: a judge that knows nothing of slots."""
+    model = f32(2, block_size=16, **kind)
+    for n_prompt in (1, 7, 16, 20):
+        prompt = [(7 * i) % 29 for i in range(n_prompt)]
+        kept = min(n_keep, n_prompt)
+        last = keep or min(8, 16 - kept)
+        text, context = prompt[:], prompt[:kept] + prompt[kept:][-(16 - kept):] if n_prompt > 16 else prompt[:]
+        for _ in range(40):
+            if len(context) > 16:
+                context = context[:kept] + context[-last:]
+            token = int(model(torch.tensor([context]), use_cache=False)[0].argmax())
+            text.append(token)
+            context.append(token)
+        for make in (EagerExecutor, partial(CPUExecutor, threads=1)):
+            engine = Engine(model, make(model), pool_for(model.config, 1, 16))
+            assert engine.generate([prompt], 40, when_full='shift', keep=keep, n_keep=n_keep, temperature=0) == [text]
 
 
-def test_an_error_in_a_samples_text_spares_others():
-    engine, decoder = tiny()
-    bad, good = submit(engine, 'bad', [1, 2], n=3, stop=(5,)), submit(engine, 'good', [1, 2], 9)
-    run(engine)
-    assert bad.reasons == ['error'] * 3 and 'TypeError' in bad.error
-    assert good.tokens == [tokens for tokens, _ in alone(decoder, good.request)]
+def test_stream_gives_tokens_as_they_come_and_computes_no_more():
+    model = toy_model(block_size=64)
+    executor = ToyExecutor(model)
+    engine = Engine(model, executor, default_pool(model.config, 40, 4))
+    engine.pause = 0  # a step a call
+    texts, stream = {0: [], 1: [], 2: [], 3: []}, engine.stream([[1, 2], [3]], 9, n=2, seed=5)
+    for number, tokens in stream:
+        texts[number] += tokens
+    assert {len(tokens) for tokens in texts.values()} == {9}
+    assert [texts[i] for i in range(4)] == [text[-9:] for text in engine.generate([[1, 2], [3]], 9, n=2, seed=5)]
+    n_calls = len(executor.calls)
+    stream = engine.stream([[4]], 50)
+    next(stream)
+    stream.close()
+    assert len(executor.calls) == n_calls + 1 and engine.is_idle and engine.pool.n_free == 40
+
+
+def test_a_step_that_fails_ends_only_the_sequence_that_fails_alone(capsys):
+    """Halves, then one by one; the others have the tokens that they have without the one that fails."""
+    model = toy_model(block_size=64)
+    prompts = [[i, i + 1, i] for i in range(7)]
+    expected = Engine(model, ToyExecutor(model), default_pool(model.config, 99, 4)).generate(prompts, 12, seed=3)
+    for bad in range(7):
+        executor, tried = ToyExecutor(model), []
+
+        def fails(texts, tried=tried, bad=bad):
+            tried.append(len(texts))
+            if any(text[:3] == prompts[bad] for text in texts):
+                raise FloatingPointError("this one")
+        engine, executor.fails = Engine(model, executor, default_pool(model.config, 99, 4)), fails
+        sequences = [engine.add(prompt, 12, 1, 3 + i)[0] for i, prompt in enumerate(prompts)]
+        while not engine.is_idle:
+            engine.step()
+        assert [s.tokens for i, s in enumerate(sequences) if i != bad] == [
+            text for i, text in enumerate(expected) if i != bad]
+        assert sequences[bad].ended == 'error' and isinstance(sequences[bad].error, FloatingPointError)
+        assert tried[0] == 7 and {s.ended for i, s in enumerate(sequences) if i != bad} == {'length'}
+        assert sum(n > 1 for n in tried[:3]) <= 3 and engine.pool.n_free == 99
+    with pytest.raises(FloatingPointError, match='this one'):
+        engine.generate([prompts[bad]], 5)
+    assert 'a step of 7 sequences failed' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('make', [EagerExecutor, partial(CPUExecutor, threads=1)])
+def test_broken_weights_end_a_run_and_mended_ones_go_on(make):
+    """A NaN in stored keys is gone with the reset: a mask does not hide it."""
+    model = f32(0, block_size=32)
+    expected = Engine(model, make(model)).generate([[1, 2, 3]], 10)
+    engine, p = Engine(model, make(model), default_pool(model.config, 3, 16)), model.transformer.h[1].attn.c_attn.weight
+    before = p.detach().clone()
+    with torch.no_grad():
+        p.fill_(float('inf'))
+    with pytest.raises(NotNumbers):
+        engine.generate([[1, 2, 3]], 10)
+    with torch.no_grad():
+        p.copy_(before)
+    assert engine.generate([[1, 2, 3]], 10) == expected
+
+
+@pytest.mark.parametrize('make', [EagerExecutor, partial(CPUExecutor, threads=1), partial(CPUExecutor, weights='int8')])
+def test_changed_weights_are_noticed_when_a_sequence_is_added(make):
+    model = f32(0, block_size=64)
+    engine = Engine(model, make(model))
+    first = engine.generate([[1] * 20], 10)
+    s, = engine.add([1] * 20, 10)
+    engine.pause = 0
+    engine.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    second = Engine(model, make(model)).generate([[1] * 20], 10)
+    assert engine.generate([[1] * 20], 10) == second != first
+    assert s.ended == 'length' and len(s.tokens) == 30
+
+
+def test_an_interrupt_inside_of_a_step_loses_no_text():
+    model = toy_model(block_size=64)
+    expected = Engine(model, ToyExecutor(model), default_pool(model.config, 40, 4)).generate([[1, 2], [3]], 20)
+    for at in range(1, sizes(12, 30)):
+        executor = ToyExecutor(model)
+        engine = Engine(model, executor, default_pool(model.config, 40, 4))
+
+        def fails(texts, executor=executor, at=at):
+            if len(executor.calls) == at:
+                raise KeyboardInterrupt
+        executor.fails = fails
+        sequences = [engine.add(prompt, 20, 1, i)[0] for i, prompt in enumerate([[1, 2], [3]])]
+        while not engine.is_idle:
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                assert engine.unfinished
+        assert [s.tokens for s in sequences] == expected
+
+
+def test_ctrl_c_comes_between_two_calls_of_the_compiled_step():
+    """A real signal, at many moments; the engine goes on, with the same tokens."""
+    code = '''
+import os, signal, sys, threading, time
+sys.path[:0] = ['tests', '.']
+import torch
+from example_models import f32
+from decode.cpu import CPUExecutor
+from engine import Engine
+model = f32(0, block_size=256)
+engine = Engine(model, CPUExecutor(model, threads=1))
+expected = engine.generate([[1, 2, 3]], 200)
+for moment in range(20):
+    try:
+        threading.Timer(0.001 * moment, os.kill, (os.getpid(), signal.SIGINT)).start()
+        while True:
+            assert engine.generate([[1, 2, 3]], 200) == expected
+    except KeyboardInterrupt:
+        pass
+    assert engine.generate([[1, 2, 3]], 200) == expected
+print('as before')
+'''
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout == 'as before\n', done.stderr
+
+
+def test_another_thread_and_a_forked_child_are_told_so():
+    model, errors = toy_model(block_size=64), []
+    executor = ToyExecutor(model)
+    engine = Engine(model, executor, default_pool(model.config, 40, 4))
+
+    def intrude(texts):
+        thread = threading.Thread(target=lambda: errors.append(pytest.raises(ValueError, engine.step)))
+        thread.start()
+        thread.join()
+    executor.fails = intrude
+    engine.generate([[1]], 1)
+    assert 'one thread at a time' in str(errors[0].value)
+    if not hasattr(os, 'fork'):
+        return
+    context = multiprocessing.get_context('fork')
+    receiving, sending = context.Pipe(False)
+
+    def child():
+        with pytest.raises(ValueError) as error:
+            engine.generate([[1]], 1)
+        sending.send(str(error.value))
+        sending.send(Engine(model, CPUExecutor(model, threads=1)).generate([[1, 2]], 3))
+    process = context.Process(target=child)
+    process.start()
+    assert receiving.poll(60) and 'before a fork' in receiving.recv()
+    assert receiving.poll(60) and len(receiving.recv()[0]) == 5
+    process.join()
 
 
 @pytest.mark.parametrize('wrong, words', [
-    (dict(prompt=[1] * 60), 'together 68'), (dict(prompt=[V]), 'prompt has the token id 29'),
-    (dict(stop_token_ids=[-1]), 'stop_token_ids'), (dict(logit_bias={99: 1.0}), 'logit_bias'),
-    (dict(prompt=[]), 'no tokens'), (dict(n=0), 'n must be'), (dict(min_tokens=9), 'min_tokens'),
-    (dict(prompt=[1] * 30, max_tokens=30), '15 blocks of 4, but the pool has 14')])
-def test_what_can_never_run_is_refused_at_once(wrong, words):
-    engine, _ = tiny(n_blocks=14)
+    (dict(prompt=[]), 'at least one token'), (dict(prompt=[29]), 'vocabulary of 29'), (dict(prompt=[-1]), 'vocabulary'),
+    (dict(prompt=['a']), 'list of'), (dict(prompt=[[1], [2, 3]]), 'list of'), (dict(prompt=[1.5]), 'list of'),
+    (dict(prompt=[1] * 12, max_new_tokens=20), '8 pages of 4 slots, and the pool has 6'),
+    (dict(when_full='roll'), "when_full must be crop or shift"), (dict(keep=3), "when_full='shift'"),
+    (dict(when_full='shift', keep=33), 'must fit in 32'), (dict(when_full='shift', n_keep=32), 'must fit in 32')])
+def test_what_makes_no_sense_is_refused(wrong, words):
+    model = f32(0, block_size=32)
+    engine = Engine(model, EagerExecutor(model), default_pool(model.config, 6, 4))
     with pytest.raises(ValueError, match=words):
-        submit(engine, 'a', **(dict(prompt=[1]) | wrong))
-    assert not engine.live and finished(engine, 'a', [1, 2]).reasons == ['length']
+        engine.add(**(dict(prompt=[1] * 32 if 'n_keep' in wrong else [1], max_new_tokens=2) | wrong))
+    assert engine.is_idle and len(engine.generate([[1, 2]], 4)[0]) == 6
 
 
-@pytest.mark.parametrize('token', [-1, V])
-def test_an_end_token_outside_the_vocabulary_is_refused(token):
-    _, decoder = tiny()
-    with pytest.raises(ValueError, match=f'end_tokens has the token id {token}, and the vocabulary'):
-        Engine(decoder.model, decoder, BYTES, (2, token))
+def test_an_idle_engine_leaves_a_training_model_alone():
+    """The best executor of a model; and a model in training mode is refused, with nothing written."""
+    model = f32(0)
+    engine = Engine(model, best(model, 1))
+    expected = engine.generate([[1, 2]], 5)
+    other = Engine(model, EagerExecutor(model))
+    model.train()
+    with pytest.raises(ValueError, match='training mode'):
+        other.generate([[1, 2]], 5)
+    model.eval()
+    assert other.generate([[1, 2]], 5) == expected
+
+
+def test_weights_of_a_toy_can_be_changed():
+    """The toy's own judge: after `change_weights` an engine draws other tokens."""
+    model = toy_model()
+    engine = Engine(model, ToyExecutor(model), default_pool(model.config, 9, 4))
+    before = engine.generate([[1, 2]], 8)
+    change_weights(model)
+    assert engine.generate([[1, 2]], 8) != before
+
