@@ -65,7 +65,8 @@ class EagerExecutor:
         T = counts[0] if counts.count(counts[0]) == S else 0  # sequences with as many new tokens each are a batch
         own, *found = step_slots(model.config, batch)
         where = batch_of(S, *found) if T else rows_of(np.repeat(np.arange(S), counts), *found)
-        layers = layers_of_step(self.layers, device, own, rows_at(batch) if T and not model.config.window else None, *where)
+        views = rows_at(batch) if T and not model.config.window else None
+        layers = layers_of_step(self.layers, device, own, views, *where)
         shape = (S, T) if T else (1, len(batch.tokens))
         ids, positions = (torch.from_numpy(each).to(device).view(shape) for each in (batch.tokens, batch.positions))
         last_only = T > 1 and len(rows) == S and (rows == np.cumsum(counts) - 1).all()
@@ -154,7 +155,8 @@ def rows_at(batch):
     (first, stride) if sequence number i of a batch has position p in slot first + i * stride + p; otherwise None. Then
     keys and values need not be copied to be read.
     """
-    if any([s.runs.n != 1 or s.runs.table[0, 0] for s in batch.sequences]):
+    K = batch.positions.max() + 1  # so many are read of each
+    if any([s.runs.n != 1 or s.runs.table[0, 0] or s.runs.table[0, 2] < K for s in batch.sequences]):
         return None
     first = np.array([s.runs.table[0, 1] for s in batch.sequences])
     strides = np.diff(first)

@@ -403,3 +403,13 @@ def test_an_engine_draws_the_same_tokens_with_every_pool(kind):
                  CellPool(c, 4, 9), CellPool(c, 2, 20, unified=False)):
         assert Engine(m, pool=pool).generate(prompts, 20, n=2, temperature=0.8) == expected
         assert pool.n_free * pool.page_size == pool.n_slots
+
+
+def test_sequences_side_by_side_whose_lengths_differ(capsys):
+    """The longer one is not read beyond the last slot, in the place of the shorter one."""
+    m = model_of('rope')
+    prompts = [list(range(20)), list(range(9))]
+    expected = [Engine(m).generate([prompt], 6, temperature=0)[0] for prompt in prompts]
+    for pool in (BlockPool(3, 16), CellPool(m.config, 2, 20)):
+        assert Engine(m, pool=pool).generate(prompts, 6, temperature=0) == expected
+    assert not capsys.readouterr().err, "no step has failed"
