@@ -6,8 +6,9 @@ What the code computes, down to the bit, in one file: a change that must not cha
 
 golden.json has:
 
-tokens    what `generate` and `stream` draw, for all kinds of prompts, samplings, full contexts, decoders and caches:
-          {decoder or cache: {case: name of its tokens}}, and `rows`: {name: the tokens of each row}, one letter a token
+tokens    what `GPT.generate` draws ('plain'), and what the engine draws for all kinds of prompts, samplings, full
+          contexts, executors and pools: {way: {case: name of its tokens}}, and `rows`: {name: the tokens of each row},
+          one letter a token
 weights   the bytes of a model's state dict after 50 steps of training, as sha256, by a loop here and by train.py
 machine   on which processor and torch the file was made
 
@@ -21,7 +22,6 @@ import json
 import os
 import platform
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,33 +33,25 @@ sys.path[:0] = [ROOT] if ROOT not in sys.path else []
 
 import torch
 
-import decode
-import kvcache
 import tokenizer
-from generation import generate, stream
+from decode.cpu import CPUExecutor
+from decode.eager import EagerExecutor, UncachedExecutor
+from engine import Engine, pool_for
+from kvcache import BlockPool, NoPool
+from kvcache.llamacpp.pool import CellPool
 from model import GPT, GPTConfig
 from whole_file import replacing
 
 PATH = os.path.join(HERE, 'golden.json')
 
 
-def decoder_of(model, name, rows, weights='float32', threads=None):
-    return dict(decoder=decode.best(model, rows, weights, threads, name))
-
-
-def cache_of(model, kind, rows, bits):
-    return dict(cache=kvcache.make_cache(model, kind, rows, bits))
-
-
 BLOCK, VOCAB = 24, 29
 LETTERS = 'abcdefghijklmnopqrstuvwxyz.,-'  # of the vocabulary, to write tokens down
-STOP = 4
-
 PROMPTS = {
-    'one': torch.tensor([[5, 9, 2]]),
-    'batch': torch.tensor([[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8], [9, 7, 9, 3, 2, 3], [8, 4, 6, 2, 6, 4]]),
-    'full': torch.arange(2 * BLOCK).view(2, BLOCK) % VOCAB,
-    'longer': torch.arange(2 * (BLOCK + 5)).view(2, BLOCK + 5) * 7 % VOCAB,
+    'one': [[5, 9, 2]],
+    'batch': [[3, 1, 4, 1, 5, 9], [2, 6, 5, 3, 5, 8], [9, 7, 9, 3, 2, 3], [8, 4, 6, 2, 6, 4]],
+    'full': [[i % VOCAB for i in range(BLOCK)], [(i + BLOCK) % VOCAB for i in range(BLOCK)]],
+    'longer': [[(7 * i) % VOCAB for i in range(n, n + BLOCK + 5)] for n in (0, BLOCK + 5)],
     'ragged': [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [28, 27], [0] * 20, list(range(BLOCK)), [*range(VOCAB), 3, 1]],
     'list': [[7, 7, 7], [1, 2, 3]],
 }
@@ -68,7 +60,7 @@ SAMPLINGS = {
     'plain': dict(),
     'top_k': dict(temperature=0.8, top_k=7),
     'top_p': dict(temperature=1.3, top_p=0.9),
-    'stop': dict(stop_token=STOP),
+    'stop': dict(stops=[4]),
 }
 WHEN_FULL = {
     'crop': dict(),
@@ -77,29 +69,40 @@ WHEN_FULL = {
 }
 
 
-def with_decoder(*args, **kwargs):
-    return lambda model, rows: dict(use_cache=True, **decoder_of(model, args[0], rows, *args[1:], **kwargs))
+def on_cpu(weights='float32', threads=1):
+    return lambda model: CPUExecutor(model, weights, threads)
 
 
-def with_cache(kind, bits):
-    return lambda model, rows: dict(use_cache=True, **cache_of(model, kind, rows, bits))
+def pages(config, n):
+    return BlockPool(8 * n, 4)
 
 
-KINDS = 'tuple', 'streams', 'unified', 'paged'
-# each way to generate: how many of the 90 cases it is tried with, and its settings of `generate`
+def streams(config, n):
+    return CellPool(config, n, config.block_size, unified=False)
+
+
+def unified(config, n):
+    return CellPool(config, n, config.block_size)
+
+
+# each way to generate: with how many of the 90 cases it is tried, its executor, its pool, kv_bits
 FLOATS = {
-    'uncached': (90, lambda model, rows: dict()),
-    'cached': (90, lambda model, rows: dict(use_cache=True)),
-    'eager': (90, with_decoder('eager')),
-    'cpu float32': (90, with_decoder('cpu', threads=1)),
-    'cpu float32 2 threads': (30, with_decoder('cpu', threads=2)),
-} | {f'{kind} cache, 0 bits': (45, with_cache(kind, 0)) for kind in KINDS}
+    'uncached': (90, UncachedExecutor, lambda config, n: NoPool(), 0),
+    'eager': (90, EagerExecutor, pages, 0),
+    'cpu float32': (90, on_cpu(), pages, 0),
+    'cpu float32 2 threads': (30, on_cpu(threads=2), pages, 0),
+    'one page': (45, on_cpu(), lambda config, n: pool_for(config, n, config.block_size), 0),
+    'streams': (45, on_cpu(), streams, 0),
+    'unified': (45, on_cpu(), unified, 0),
+}
 ROUNDED = {
-    'cpu bfloat16': (90, with_decoder('cpu', 'bfloat16', threads=1)),
-    'cpu int8': (90, with_decoder('cpu', 'int8', threads=1)),
-    'cpu int4': (90, with_decoder('cpu', 'int4', threads=1)),
-} | {f'{kind} cache, {bits} bits': (30, with_cache(kind, bits)) for kind in KINDS for bits in (8, 4)}
-WAYS = ['plain', *FLOATS, *ROUNDED, 'compiled']
+    'cpu bfloat16': (90, on_cpu('bfloat16'), pages, 0),
+    'cpu int8': (90, on_cpu('int8'), pages, 0),
+    'cpu int4': (90, on_cpu('int4'), pages, 0),
+    'pages, 8 bits': (30, EagerExecutor, pages, 8),
+    'streams, 8 bits': (30, EagerExecutor, streams, 8),
+}
+WAYS = ['plain', *FLOATS, *ROUNDED]
 SHAPES = (dict(), dict(bias=False, n_head=4), dict(n_layer=3, n_embd=48, n_head=3))
 
 
@@ -120,43 +123,23 @@ def cases():
 
 
 def run_case(way, name, i, models):
-    """The tokens of a case: a list of rows, those of `generate` without the prompt, or those of `stream`."""
+    """The tokens of a case by the engine: a list of rows, without the prompt."""
     prompt, sampling, when_full = name.split()
-    prompts, samples, seed = PROMPTS[prompt], 1 + i % 2 * 2, 1000 + i
-    rows, model = len(prompts) * samples, models[i // 3 % len(models)]
-    settings = (FLOATS | ROUNDED)[way][1](model, rows)
-    settings |= dict(num_samples=samples, **SAMPLINGS[sampling], **WHEN_FULL[when_full])
-    if i % 5 == 1:
-        settings['generator'] = torch.Generator().manual_seed(seed)
-    elif i % 5 in (2, 4):
-        settings['generator'] = [torch.Generator().manual_seed(seed + row) for row in range(rows)]
-    torch.manual_seed(seed)
-    length = 2 * BLOCK + i % 7
-    if i % 4 in (1, 2):
-        return torch.cat(list(stream(model, prompts, length, **settings)), dim=1).tolist()
-    new = generate(model, prompts, length, **settings)
-    new = new.tolist() if torch.is_tensor(new) else new
-    return [row[len(prompts[i // samples]):] for i, row in enumerate(new)]
+    prompts, n, model = PROMPTS[prompt], 1 + i % 2 * 2, models[i // 3 % len(models)]
+    _, executor, pool, kv_bits = (FLOATS | ROUNDED)[way]
+    engine = Engine(model, executor(model), pool(model.config, n * len(prompts)), kv_bits=kv_bits)
+    new = engine.generate(prompts, 2 * BLOCK + i % 7, n, 1000 + i, **SAMPLINGS[sampling], **WHEN_FULL[when_full])
+    return [row[len(prompts[i // n]):] for i, row in enumerate(new)]
 
 
 def run_plain(i, models, use_cache):
     """The tokens of model.generate itself: a tensor, one generator, contexts that are cropped."""
     settings = [dict(temperature=0), dict(), dict(temperature=0.8, top_k=7), dict(temperature=1.3, top_p=0.9)][i % 4]
-    idx = PROMPTS[('one', 'batch', 'full', 'longer')[i // 4 % 4]]
+    idx = torch.tensor(PROMPTS[('one', 'batch', 'full', 'longer')[i // 4 % 4]])
     torch.manual_seed(i)
     generator = torch.Generator().manual_seed(i) if i % 5 < 2 else None
     new = models[i % len(models)].generate(idx, 2 * BLOCK, use_cache=use_cache, generator=generator, **settings)
     return new[:, idx.size(1):].tolist()
-
-
-def run_compiled(model):
-    """(case, tokens) of one model and its decoders, which compile once a batch size. Needs a C++ compiler."""
-    idx, decoder = PROMPTS['one'], {rows: decoder_of(model, 'compiled', rows) for rows in (1, 3)}
-    for sampling, when_full, samples in itertools.product(SAMPLINGS, WHEN_FULL, (1, 3)):
-        torch.manual_seed(11)
-        new = generate(model, idx, 2 * BLOCK, use_cache=True, num_samples=samples, **decoder[samples],
-                       **SAMPLINGS[sampling], **WHEN_FULL[when_full])
-        yield f'{sampling} {when_full} {samples}', new[:, idx.size(1):].tolist()
 
 
 def tokens(way, part=1):
@@ -165,8 +148,6 @@ def tokens(way, part=1):
     if way == 'plain':
         found = ((f'{i} {"cached" if use_cache else "uncached"}', run_plain(i, models, use_cache))
                  for i in range(0, 32, part) for use_cache in (False, True))
-    elif way == 'compiled':
-        found = run_compiled(models[0])
     else:
         found = ((case, run_case(way, case, i, models)) for case, i in cases()[:(FLOATS | ROUNDED)[way][0]:part])
     for case, rows in found:
@@ -269,9 +250,6 @@ def main():
     start, made, lines = time.perf_counter(), {'machine': machine(), 'weights': weights(), 'tokens': {}, 'rows': {}}, []
     expected = None if write else golden()
     for way in WAYS:
-        if way == 'compiled' and not shutil.which('g++'):
-            print("compiled: left out, because torch.compile on a CPU needs g++")
-            continue
         of_case, rows_of = tokens(way)
         made['tokens'][way] = of_case
         made['rows'] |= rows_of

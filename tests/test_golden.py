@@ -1,6 +1,5 @@
 """Tokens and trained weights are those of golden.json; see golden.py, which writes it."""
 import json
-import shutil
 
 import golden
 import pytest
@@ -13,13 +12,10 @@ elsewhere = pytest.mark.skipif(HERE != THERE, reason=f"bits depend on processor 
 
 
 def marked(way):
-    if way == 'compiled':
-        return pytest.param(way, marks=pytest.mark.skipif(not shutil.which('g++'),
-                                                          reason="torch.compile on a CPU needs a C++ compiler"))
     return pytest.param(way, marks=elsewhere) if way in golden.ROUNDED else way
 
 
-@pytest.mark.parametrize('way', map(marked, sizes([way for way in golden.WAYS if way != 'compiled'], golden.WAYS)))
+@pytest.mark.parametrize('way', map(marked, golden.WAYS))
 def test_tokens(way):
     of_case, rows_of = golden.tokens(way, part=sizes(15, 1))
     assert of_case
