@@ -5,7 +5,6 @@ An executor that knows only model.py's GPT asks `check_unchanged` whether the mo
 """
 import copy
 
-import torch
 import torch.nn as nn
 from torch.nn.modules import module as torch_module
 

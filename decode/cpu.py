@@ -23,6 +23,7 @@ from decode.weights import WEIGHTS, PackedWeights, check_model, padded
 BYTES_A_THREAD = 2**22  # that a step reads: the first guess of how many threads are faster than one
 CHUNK = 256             # rows that are computed at a time; from 128 to 512 the speed of a prefill hardly differs
 
+OF_LOGITS = dict(dtype=torch.float32, device='cpu')  # torch's defaults may be others
 choices = {}  # {(shape, weights, most threads, size of the step): ThreadChoice}, for all executors of that shape
 
 
@@ -119,10 +120,10 @@ class CPUExecutor:
         """
         S, V, most = len(batch.sequences), self.vocab_size, int(batch.n_steps.max())
         tokens, newest, going, done, ended = np.full((most, S), -1), batch.tokens, np.arange(S), 0, False
-        kept = torch.empty(most, S, V) if any(batch.kept) else None
+        kept = torch.empty(most, S, V, **OF_LOGITS) if any(batch.kept) else None
         while len(going) and not ended:
             n = int(batch.n_steps[going].min()) - done
-            logits = torch.empty(n if kept is not None else 1, len(going), V)
+            logits = torch.empty(n if kept is not None else 1, len(going), V, **OF_LOGITS)
             new, ended = self.steps(batch, going, newest, done, n, logits)
             tokens[done:done + len(new), going], newest = new, new[-1]
             if kept is not None:
@@ -184,7 +185,8 @@ class CPUExecutor:
         n_threads: how many compute, by default what `choice` has found.
         """
         N, S, runs = len(tokens), len(counts), [s.runs for s in batch.sequences]
-        logits, tables = torch.empty(len(wanted), self.vocab_size), self.tables_for(N, S)
+        logits = torch.empty(len(wanted), self.vocab_size, **OF_LOGITS)
+        tables = self.tables_for(N, S)
         starts = np.fromiter(accumulate(counts, initial=0), np.int64, S + 1)
         addresses, n_runs = np.array([r.address for r in runs]), np.array([r.n for r in runs])
         tables.ask_for(0)

@@ -66,7 +66,8 @@ class PackedModel:
     def __init__(self, model):
         self.config = c = copy.copy(model.config)
         t = model.transformer
-        self.embeddings = [t.wte.weight, *([t.wpe.weight] if c.position == 'learned' else [])]  # their memory is read
+        # their memory is read, also when the model has got other embeddings
+        self.embeddings = [w.detach() for w in (t.wte.weight, *([t.wpe.weight] if c.position == 'learned' else []))]
         slopes = alibi_slopes(c.n_head, torch.float32).numpy() if c.position == 'alibi' else np.zeros(c.n_head)
         self.arrays = {
             layout.SLOPES: slopes.astype(np.float32),

@@ -1,6 +1,6 @@
 """
-The plain GPT that tests hold model.py against: the same arithmetic written as functions of a state dict, over the
-whole text at once, with explicit distances, a mask and a softmax in place of a fused kernel, and no trace of a cache.
+The judge of everything that computes a GPT: the same arithmetic as functions of a state dict, over the whole text at
+once, with explicit distances, a mask and a softmax in place of a fused kernel, and no trace of a cache.
 """
 import math
 
@@ -59,10 +59,11 @@ def rms(x, weight, eps):
 
 
 def logits(weights, n_head, idx, position='learned', n_kv_head=0, window=0, n_sink=0, rope=(10000.0,), gelu='none',
-           rms_norm=False, norm_eps=1e-5):
+           rms_norm=False, norm_eps=1e-5, source=None):
     """
-    weights: a state dict under nanoGPT's keys; what it has of c_gate, q_norm and k_norm is used. rope: theta, and
-    rope_scaling if there is any. idx (B, T) -> (B, T, vocab_size), differentiable.
+    weights: a state dict under nanoGPT's keys; what it has of c_gate, q_norm and k_norm is used. window: of all layers,
+    or a list. rope: theta, and rope_scaling if there is any. source: for each layer the one whose keys and values it
+    reads, by default its own. idx (B, T) -> (B, T, vocab_size), differentiable.
     """
     def linear(x, name):
         return F.linear(x, weights[name + '.weight'], weights.get(name + '.bias'))
@@ -78,18 +79,21 @@ def logits(weights, n_head, idx, position='learned', n_kv_head=0, window=0, n_si
     x = weights['transformer.wte.weight'][idx]
     if position == 'learned':
         x = x + weights['transformer.wpe.weight'][:T]
-    distance, seen = distances(T, window, n_sink)
     slopes = torch.tensor(alibi_slopes(n_head), dtype=x.dtype)
     n_kv_head = n_kv_head or n_head
     head_dim = weights['transformer.h.0.attn.c_attn.weight'].size(0) // (n_head + 2 * n_kv_head)
     n_layer = 1 + max(int(k.split('.')[2]) for k in weights if k.startswith('transformer.h.'))
+    stored = []
     for layer in range(n_layer):
         h = f'transformer.h.{layer}.'
+        distance, seen = distances(T, window[layer] if isinstance(window, list) else window, n_sink)
         q, k, v = linear(norm(x, h + 'ln_1'), h + 'attn.c_attn').split(
             [n_head * head_dim, n_kv_head * head_dim, n_kv_head * head_dim], dim=-1)
         q, k, v = (t.reshape(B, T, -1, head_dim).permute(0, 2, 1, 3) for t in (q, k, v))
         if h + 'attn.q_norm.weight' in weights:
             q, k = (rms(x, weights[f'{h}attn.{name}.weight'], norm_eps) for x, name in ((q, 'q_norm'), (k, 'k_norm')))
+        stored.append((k, v))
+        k, v = stored[layer if source is None else source[layer]]
         group = torch.arange(n_head) // (n_head // n_kv_head)  # the key head of each query head
         s = scores(q, k[:, group], distance, position, rope, slopes)
         p, v = torch.softmax(s.masked_fill(~seen, -math.inf), dim=-1), v[:, group]
@@ -107,15 +111,12 @@ def logits(weights, n_head, idx, position='learned', n_kv_head=0, window=0, n_si
 
 
 @torch.no_grad()
-def plain(model, idx):
-    """`logits` of one of our models with its weights in float64."""
-    c, weights = model.config, {name: w.double() for name, w in model.state_dict().items()}
-    return logits(weights, c.n_head, idx, c.position, c.n_kv_head, c.window, c.n_sink, rope_of(c), c.gelu,
-                  c.norm == 'rms', c.norm_eps)
-
-
-def rope_of(config):
-    return (config.rope_theta, config.rope_scaling) if config.rope_scaling else (config.rope_theta,)
+def plain(model, idx, weights=None, windows=None, source=None):
+    """`logits` of one of our models in float64. weights, windows: in the place of its own, if they are given."""
+    c, weights = model.config, {name: w.double() for name, w in (weights or model.state_dict()).items()}
+    rope = (c.rope_theta, c.rope_scaling) if c.rope_scaling else (c.rope_theta,)
+    return logits(weights, c.n_head, idx, c.position, c.n_kv_head, windows or c.window, c.n_sink, rope, c.gelu,
+                  c.norm == 'rms', c.norm_eps, source)
 
 
 @torch.no_grad()

@@ -1,0 +1,487 @@
+"""
+Every executor on every kind of model: the logits of one judge in float64 for any split of texts into batches, and of
+the compiled step the same bits, whatever else is in the batch, in whichever slots the keys are, on any number of
+threads. Several steps in a call. What is refused, and what is not a number.
+"""
+import dataclasses
+import itertools
+import math
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import WEIGHTS, sizes
+from plain_gpt import plain
+from tiny_models import MODELS, VOCAB, model_of
+
+from decode import cpu
+from decode.batch import Batch, NotNumbers, Refused, Runs
+from decode.cpu import CPUExecutor
+from decode.draw import DrawSettings, draw
+from decode.eager import EagerExecutor, UncachedExecutor
+from decode.kernel.layout import WEIGHT_GROUP
+from decode.kernel.threads import n_cores
+from decode.weights import quantise, quantise_groups
+from kvcache.storage import Layer, make_layers
+
+N_SLOTS, TWO = 1280, min(2, n_cores())
+WIDTHS = [dict(), dict(n_embd=64), dict(n_embd=24, n_head=4), dict(n_embd=128)]  # channels of a head: 12, 16, 6, 32
+MORE = {'qwen2 sinks': ('llama', dict(qkv_bias=True, bias=False, window=7, n_sink=2)),
+        'alibi window sinks': ('alibi', dict(n_kv_head=1, window=21, n_sink=3))}
+KINDS = {name: (name, {}) for name in MODELS} | MORE
+HOWS = [dict(), dict(temperature=0.0), dict(top_k=5), dict(top_p=0.7, temperature=1.5), dict(frequency_penalty=1.0),
+        dict(repetition_penalty=1.5, min_p=0.05), dict(stops=[3, 4, 5], min_tokens=6), dict(logit_bias={7: 4.0})]
+
+
+class Text:
+    """A sequence, as executors read it."""
+
+    def __init__(self, tokens, **how):
+        self.tokens, self.n_drawn, self.n_computed, self.room, self.runs = list(tokens), 0, 0, 0, Runs()
+        self.settings = DrawSettings(VOCAB, **dict(temperature=0.0, prompt=tokens) | how)
+
+
+class Slots:
+    """
+    Slots that an executor holds, given out as pages of 16, as cells, or as a row for each text. They begin as NaN: what
+    is read must have been written. PyTorch also reads others, which the mask hides; these begin as 1e4.
+    """
+
+    def __init__(self, executor, layout='pages', kind='', seed=0):
+        self.executor, self.layers = executor, make_layers(executor.model, N_SLOTS, kind or executor.type_kv)
+        for t in (t for layer in self.layers for t in layer.tensors() if t.is_floating_point()):
+            t.fill_(math.nan if isinstance(executor, CPUExecutor) else 1e4)
+        executor.hold(self.layers)
+        self.size = dict(pages=16, cells=1, rows=N_SLOTS // 9)[layout]
+        self.free = [*range(0, N_SLOTS - self.size + 1, self.size)]
+        if layout != 'rows':
+            random.Random(seed).shuffle(self.free)
+
+    def batch(self, counts, n_steps=0, scored=False, kept=False, **how):
+        """A batch of {text: so many new tokens}, with slots for all that it may draw."""
+        n_steps = np.broadcast_to(n_steps, len(counts)).astype(np.int64)
+        for text, end in zip(counts, n_steps + [t.n_computed + n for t, n in counts.items()]):
+            while text.room < end:
+                text.runs.append(text.room, self.free.pop(), self.size)
+                text.room += self.size
+        spans = [(text, range(text.n_computed, text.n_computed + n)) for text, n in counts.items()]
+        return Batch([*counts], [*counts.values()], np.array([t.tokens[p] for t, span in spans for p in span]),
+                     np.array([p for _, span in spans for p in span]), n_steps, [scored] * len(counts),
+                     [kept] * len(counts), **how)
+
+    def run(self, counts, n_steps=0, **how):
+        """Execute it, and give the texts what they drew. Returns the `Drawn` of each."""
+        drawn = self.executor.execute_model(self.batch(counts, n_steps, **how))
+        for (text, n), of_text in zip(counts.items(), drawn):
+            text.n_computed += n + max(0, len(of_text.tokens) - 1)
+            text.n_drawn += len(of_text.tokens)
+            text.tokens += of_text.tokens
+        return drawn
+
+    def logits(self, counts):
+        """The logits of all new tokens of each text."""
+        return [each.logits for each in self.run(counts, scored=True)]
+
+
+def texts(n, length, seed=0, **how):
+    chooser = torch.Generator().manual_seed(seed)
+    return [Text(torch.randint(VOCAB, (length,), generator=chooser).tolist(), seed=i, **how) for i in range(n)]
+
+
+def made(way, model, threads=TWO):
+    """An executor, of 'eager float64', 'cpu int8', ... A model of numba's stays in float32."""
+    name, dtype = way.split()
+    return CPUExecutor(model, dtype, threads) if name == 'cpu' else EagerExecutor(model.to(getattr(torch, dtype)))
+
+
+def alone(executor, all_texts, kind=''):
+    """The logits of each text alone, a token a step, in a row of slots, on one thread: (T, vocab_size)."""
+    found, executor.threads_for = [], lambda n_rows: (1, None)
+    for text in all_texts:
+        slots, own = Slots(executor, 'rows', kind), Text(text.tokens)
+        found.append(torch.cat([slots.logits({own: 1})[0] for _ in text.tokens]))
+    executor.threads_for = lambda n_rows: (random.choice([1, TWO]), None)
+    return found
+
+
+def in_any_batches(slots, all_texts, chooser, check):
+    """Feed texts in random parts, in random company, and call check(number, first position, logits)."""
+    while left := {i: len(t.tokens) - t.n_computed for i, t in enumerate(all_texts) if t.n_computed < len(t.tokens)}:
+        some = [i for i in left if chooser.random() < 0.7] or list(left)
+        chooser.shuffle(some)
+        counts = {all_texts[i]: min(left[i], chooser.choice([1, 1, 1, 2, 3, 5, 8, 9, 17, 40])) for i in some}
+        if chooser.random() < 0.3:  # as many of each: to PyTorch these are a batch of rows
+            counts = dict.fromkeys(counts, min(counts.values()))
+        at = [text.n_computed for text in counts]
+        for i, first, logits in zip(some, at, slots.logits(counts)):
+            check(i, first, logits)
+
+
+def rounded(w, weights):
+    """The numbers that rounded weights stand for."""
+    if weights == 'int4':
+        whole, scale = quantise_groups(F.pad(w, (0, -w.size(1) % WEIGHT_GROUP)))
+        return (whole * scale.repeat_interleave(WEIGHT_GROUP, 1))[:, :w.size(1)]
+    whole, scale = quantise(w)
+    return w.bfloat16().float() if weights == 'bfloat16' else whole * scale[:, None]
+
+
+def judged(model, all_texts, weights='float32'):
+    """
+    The judge's logits of texts of one length, (n, T, vocab_size), with the numbers that rounded weights stand for.
+    Embeddings are not rounded, and lm_head beside int4 is int8.
+    """
+    state = dict(model.state_dict())
+    for name, w in state.items() if weights in WEIGHTS[1:] else ():
+        if name.endswith(('c_attn.weight', 'c_proj.weight', 'c_fc.weight', 'c_gate.weight')):
+            state[name] = rounded(w, weights)
+        elif name == 'lm_head.weight':
+            state[name] = rounded(w, 'int8' if weights == 'int4' else weights)
+    return plain(model, torch.tensor([t.tokens for t in all_texts]), state)
+
+
+# the largest difference as a share of the largest logit; int8 and int4 also round the inputs of linears
+WORST = {'eager float64': 1e-10, 'eager float32': 2e-5, 'eager bfloat16': 0.1, 'eager float16': 0.02,
+         'cpu float32': 2e-5, 'cpu bfloat16': 2e-5, 'cpu int8': 0.05, 'cpu int4': 0.05}
+CASES = [(way, kind) for way in WORST for kind in (sizes([*KINDS][::4], KINDS) if way in (
+    'eager float32', 'eager bfloat16', 'eager float16') else KINDS)]
+
+
+@pytest.mark.parametrize('way, kind', CASES)
+def test_the_judges_logits_for_any_split_into_batches_and_the_same_bits(way, kind, monkeypatch):
+    name, how = KINDS[kind]
+    number = list(KINDS).index(kind)
+    for seed, layout in itertools.product(range(sizes(1, 5)), sizes([('pages', 'cells', 'rows')[number % 3]],
+                                                                   ('pages', 'cells', 'rows'))):
+        chooser = random.Random(f'{seed} {layout} {kind}')
+        monkeypatch.setattr(cpu, 'CHUNK', chooser.choice([256, 7]))
+        model = model_of(name, seed, **how | WIDTHS[(number + seed) % 4])
+        executor = made(way, model)
+        all_texts = texts(chooser.choice([2, 5, 9]), min(70, model.config.max_positions), seed)
+        expected = judged(model, all_texts, way.split()[1])
+        scale = expected.abs().max()
+        same = alone(executor, all_texts) if way.startswith('cpu') else None
+
+        def check(i, first, logits, expected=expected, same=same, scale=scale):
+            part = slice(first, first + len(logits))
+            assert (logits.double() - expected[i, part]).abs().max() < WORST[way] * scale, (i, first)
+            assert same is None or torch.equal(logits, same[i][part]), (i, first, len(logits))
+        in_any_batches(Slots(executor, layout, seed=seed), all_texts, chooser, check)
+
+
+@pytest.mark.parametrize('kv, worst', [('bfloat16', 0.02), ('int8', 0.02), ('int4', 0.3)])
+@pytest.mark.parametrize('kind', sizes(['rope', 'alibi window', 'qwen window'], MODELS))
+def test_rounded_keys_and_values(kind, kv, worst):
+    """Both executors store the same numbers, but for those between two others; the compiled step has the same bits."""
+    model = model_of(kind, 1, n_embd=128, head_dim=32)
+    all_texts, eager = texts(5, 40), EagerExecutor(model)
+    slots, expected = Slots(eager, 'rows', kv), judged(model, all_texts)
+    by_torch = [slots.logits({Text(text.tokens): 40})[0] for text in all_texts]
+    scale = expected.abs().max()
+    assert 1e-6 < max((a - b).abs().max() for a, b in zip(by_torch, expected)) / scale < worst
+    if kv == 'int4':
+        with pytest.raises(ValueError, match='does not read keys and values in int4'):
+            CPUExecutor(model).hold(slots.layers)
+        return
+    executor = CPUExecutor(model, threads=TWO)
+    same = alone(executor, all_texts, kv)
+    assert max((a - b).abs().max() for a, b in zip(by_torch, same)) < 5e-3 * scale
+
+    def check(i, first, logits):
+        assert torch.equal(logits, same[i][first:first + len(logits)])
+    in_any_batches(Slots(executor, 'pages', kv), all_texts, random.Random(0), check)
+
+
+@pytest.mark.parametrize('weights', WEIGHTS)
+def test_batches_of_1_to_64(weights):
+    executor, most = CPUExecutor(model_of('learned'), weights, TWO), texts(64, 4)
+    expected = alone(executor, most)
+    for B in sizes((2, 3, 8, 17, 64), range(2, 65)):
+        some, slots = [Text(text.tokens) for text in most[:B]], Slots(executor)
+        for t in range(4):
+            for i, logits in enumerate(slots.logits(dict.fromkeys(some, 1))):
+                assert torch.equal(logits[0], expected[i][t]), (B, i, t)
+
+
+@pytest.mark.parametrize('way', ['eager float64', 'cpu float32', 'cpu int8'])
+def test_copies_run_first_and_in_order(way):
+    """A text goes on in copies of its slots, of which some were copied twice."""
+    executor = made(way, model_of('rope'))
+    text, (source, middle, target) = texts(1, 30)[0], (400, 800, 40)
+    slots = Slots(executor, 'cells')
+    text.runs, text.room = Runs([(0, source, 40)]), 40
+    expected = torch.cat([slots.logits({text: 20})[0], slots.logits({text: 10})[0]])
+    fork = Text(text.tokens)
+    fork.runs, fork.room, fork.n_computed = Runs([(0, target, 40)]), 40, 20
+    copies = [(source, middle, 20), (middle, target, 20)]
+    drawn = executor.execute_model(slots.batch({fork: 10}, scored=True, copies=copies))
+    torch.testing.assert_close(drawn[0].logits, expected[20:], atol=1e-10, rtol=0)
+
+
+def test_rows_that_are_wanted():
+    """Of a batch of parts of prompts, prompts that are scored, and prompts behind which a token is drawn."""
+    for way in ('eager float64', 'cpu float32'):
+        model = model_of('llama')
+        slots, (part, scored, drawing, kept) = Slots(made(way, model)), texts(4, 12)
+        expected = judged(model, (part, scored, drawing, kept))
+        batch = slots.batch({part: 9, scored: 12, drawing: 12, kept: 12}, [0, 1, 1, 1])
+        batch = dataclasses.replace(batch, scored=[False, True, False, False], kept=[False, False, False, True])
+        drawn = slots.executor.execute_model(batch)
+        assert [each.tokens for each in drawn] == [[], *([int(row[-1].argmax())] for row in expected[1:])]
+        assert drawn[0].logits is None and drawn[2].logits is None
+        torch.testing.assert_close(drawn[1].logits.double(), expected[1], atol=1e-4, rtol=0)
+        torch.testing.assert_close(drawn[3].logits.double(), expected[3, -1:], atol=1e-4, rtol=0)
+
+
+def test_without_a_cache():
+    """`UncachedExecutor`: texts of one length or of several, each from position 0 on."""
+    model = model_of('alibi window', dtype=torch.float64)
+    for lengths in ([9, 9, 9], [3, 9, 5]):
+        some = [Text(text.tokens[:n], seed=i, top_k=5) for i, (n, text) in enumerate(zip(lengths, texts(3, 9)))]
+        tokens = np.array([token for text in some for token in text.tokens])
+        batch = Batch(some, lengths, tokens, np.concatenate([np.arange(n) for n in lengths]), np.ones(3, np.int64),
+                      [False] * 3, [True] * 3)
+        for text, drawn in zip(some, UncachedExecutor(model).execute_model(batch)):
+            expected = plain(model, torch.tensor([text.tokens]))[0, -1:]
+            torch.testing.assert_close(drawn.logits, expected, atol=1e-10, rtol=0)
+            assert drawn.tokens == draw(expected, [text.settings], [0]).tolist()
+
+
+@pytest.mark.parametrize('way, kind', [
+    ('cpu float32', 'learned'), ('cpu int8', 'llama'), ('cpu bfloat16', 'rope window sinks'),
+    ('eager float32', 'rope')])
+def test_several_steps_in_a_call_are_those_of_single_ones(way, kind):
+    """
+    Any numbers of steps, in any company: tokens and kept logits have the same bits. A call is over behind the first
+    step in which a text draws one of its stop tokens. Each token is what `draw` makes of its logits.
+    """
+    executor = made(way, model_of(kind, 1))
+    expected = []
+    for i, how in enumerate(HOWS):
+        text, slots, logits = Text([1, 2, 3, 4][:1 + i % 4], seed=i, **dict(temperature=1.0) | how), Slots(executor), []
+        logits.append(slots.run({text: len(text.tokens)}, 1, kept=True)[0].logits)
+        while len(text.tokens) < 38:
+            logits.append(slots.run({text: 1}, 1, kept=True)[0].logits)
+        n = len(text.tokens) - text.n_drawn
+        settings = DrawSettings(VOCAB, seed=i, prompt=text.tokens[:n], **how)
+        for number, row in enumerate(logits):
+            settings.count(text.tokens[n:n + number])
+            assert draw(row, [settings], [number]).tolist() == [text.tokens[n + number]]
+        expected.append((n, text.tokens, logits))
+    for seed in range(sizes(2, 10)):
+        chooser, slots = random.Random(seed), Slots(executor, ('pages', 'cells')[seed % 2])
+        some = [Text(text[:n], seed=i, **dict(temperature=1.0) | how)
+                for i, (how, (n, text, _)) in enumerate(zip(HOWS, expected))]
+        slots.run({text: len(text.tokens) for text in some}, 1)
+        while left := {i: 38 - len(text.tokens) for i, text in enumerate(some) if len(text.tokens) < 38}:
+            ids, kept = chooser.sample(list(left), chooser.randint(1, len(left))), chooser.random() < 0.7
+            n_steps = [min(left[i], chooser.randint(1, 12)) for i in ids]
+            drawn = slots.run(dict.fromkeys([some[i] for i in ids], 1), n_steps, kept=kept)
+            over = min([k + 1 for i, of_text in zip(ids, drawn) for k, token in enumerate(of_text.tokens)
+                        if token in some[i].settings.stops], default=99)
+            for i, n, of_text in zip(ids, n_steps, drawn):
+                assert len(of_text.tokens) == (1 if way.startswith('eager') else min(n, over))
+                assert some[i].tokens == expected[i][1][:len(some[i].tokens)], (i, n)
+                if kept and way.startswith('cpu'):
+                    first = some[i].n_drawn - len(of_text.tokens)
+                    assert torch.equal(of_text.logits, torch.cat(expected[i][2][first:some[i].n_drawn]))
+
+
+def test_a_call_ends_when_it_is_late_or_told_to():
+    """Another thread runs during a call, and ends it."""
+    executor = CPUExecutor(model_of('rope', block_size=4096, n_embd=384), threads=TWO)
+    for how in (dict(until=0), dict(stop_soon=np.ones(1, np.int64))):
+        slots, some = Slots(executor), texts(3, 1)
+        assert [len(each.tokens) for each in slots.run(dict.fromkeys(some, 1), 9, **how)] == [1, 1, 1]
+    slots, text, stop_soon = Slots(executor, 'rows'), texts(1, 1)[0], np.zeros(8, np.int64)
+    text.runs, text.room = Runs([(0, 0, N_SLOTS)]), N_SLOTS
+    timer = threading.Thread(target=lambda: (time.sleep(0.02), stop_soon.__setitem__(0, 1)))
+    timer.start()
+    drawn = slots.run({text: 1}, N_SLOTS, stop_soon=stop_soon)[0].tokens
+    timer.join()
+    assert len(drawn) < N_SLOTS
+
+
+def computed(executor):
+    """(slots, three texts of which 20 of 21 tokens are computed)"""
+    slots, some = Slots(executor), texts(3, 21)
+    slots.run(dict.fromkeys(some, 20))
+    return slots, some
+
+
+def with_runs(text, rows):
+    other = Text(text.tokens)
+    other.runs = Runs(rows)
+    return other
+
+
+def changed(batch, tokens=None, positions=None, runs=None):
+    """A batch whose sequence number 1 has another token, position or runs."""
+    new = {name: getattr(batch, name).copy() for name in ('tokens', 'positions')} | dict(sequences=batch.sequences[:])
+    for name, value in (('tokens', tokens), ('positions', positions)):
+        if value is not None:
+            new[name][1] = value
+    if runs is not None:
+        new['sequences'][1] = with_runs(batch.sequences[1], runs)
+    return dataclasses.replace(batch, **new)
+
+
+BAD = {  # what is wrong with sequence number 1, what is said, and whether PyTorch's executor looks for it
+    'a token': (dict(tokens=VOCAB), 'vocabulary|token ids', True),
+    'a negative token': (dict(tokens=-1), 'vocabulary|token ids', True),
+    'a position beyond the context': (dict(positions=40), 'out of context', True),
+    'a negative position': (dict(positions=-1), 'out of context', False),
+    'a slot that is not there': (dict(runs=[(0, N_SLOTS - 32, 64)]), 'within', False),
+    'a negative slot': (dict(runs=[(0, -1, 64)]), 'within', False),
+    'an empty run': (dict(runs=[(0, 0, 0), (0, 32, 64)]), 'run', False),
+    'a run of many': (dict(runs=[(0, 0, 2**62)]), 'within', False),
+    'positions that go back': (dict(runs=[(8, 0, 16), (0, 32, 16)]), 'order of positions', False),
+    'a position without a slot': (dict(runs=[(0, 0, 16), (17, 32, 16)]), 'slots? for', True),
+    'runs that are too short': (dict(runs=[(0, 0, 20)]), 'slots? for', True),
+    'no runs': (dict(runs=[(39, 0, 1)]), 'slots? for', True)}
+
+
+@pytest.mark.parametrize('bad', BAD)
+@pytest.mark.parametrize('way', ['eager float32', 'cpu float32'])
+def test_a_bad_batch_is_refused_and_nothing_is_written(way, bad, monkeypatch):
+    """One step, several, and a batch that is larger than what is computed at a time."""
+    how, message, of_eager = BAD[bad]
+    if way.startswith('eager') and not of_eager:
+        return
+    for chunk, batch_of in itertools.product((256, 2), (dict(n_steps=1), dict(n_steps=5), dict(scored=True))):
+        monkeypatch.setattr(cpu, 'CHUNK', chunk)
+        slots, some = computed(made(way, model_of('learned')))
+        before = [t.clone() for layer in slots.layers for t in layer.tensors()]
+        good = slots.batch(dict.fromkeys(some, 1), **batch_of)
+        with pytest.raises(Refused, match=message):
+            slots.executor.execute_model(changed(good, **how))
+        after = [t for layer in slots.layers for t in layer.tensors()]
+        assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(before, after))
+        slots.executor.execute_model(good)
+
+
+def test_a_slot_that_two_sequences_write_or_one_reads_is_refused():
+    slots, some = computed(CPUExecutor(model_of('learned')))
+    good, own = slots.batch(dict.fromkeys(some, 1)), int(some[0].runs.table[1, 1]) + 4  # of position 20 of text 0
+    for rows in ([(0, 0, 20), (20, own, 1)], [(0, own - 5, 21)]):
+        with pytest.raises(Refused, match='the slot'):
+            slots.executor.execute_model(changed(good, runs=rows))
+        assert not slots.executor.kv.written.any()
+    slots.executor.execute_model(good)
+
+
+def test_a_model_in_training_mode_is_refused():
+    """Dropout would stay in the keys and values. Numba's executor has none."""
+    for kind in (EagerExecutor, UncachedExecutor):
+        model = model_of('learned', dropout=0.5)
+        executor = kind(model)
+        model.train()
+        batch = Slots(EagerExecutor(model_of('learned'))).batch({Text([1]): 1}, 1)
+        with pytest.raises(Refused, match='model.eval'):
+            executor.execute_model(batch)
+
+
+@pytest.mark.parametrize('how', [dict(type_k='int4', type_v='int4'), dict(type_k='float64', type_v='float64'),
+                                 dict(type_k='int8', type_v='int8')], ids=str)
+def test_storage_that_the_compiled_step_does_not_read(how):
+    """PyTorch's executor does. (12 channels of int8 share a scale.)"""
+    model = model_of('learned')
+    layers = [Layer(64, 4, 12, **how)] * 2
+    EagerExecutor(model).hold(layers)
+    with pytest.raises(ValueError, match='does not read keys and values'):
+        CPUExecutor(model).hold(layers)
+
+
+@pytest.mark.parametrize('way', ['eager float32', *(f'cpu {weights}' for weights in WEIGHTS)])
+@torch.no_grad()
+def test_logits_that_are_not_numbers_and_their_repair(way):
+    """
+    Wherever a number is broken, in one step and in several. Nothing of it stays in what fills up vectors: n_embd is no
+    multiple of their length.
+    """
+    model = model_of('learned', n_embd=20)
+    executor, (text,) = made(way, model, 1), texts(1, 8)
+    expected = Slots(executor).logits({Text(text.tokens): 8})[0]
+    for name, p in model.named_parameters():
+        for broken in (math.nan, math.inf):
+            before = p.clone()
+            p.view(-1)[0 if name != 'transformer.wte.weight' else 20 * text.tokens[3]] = broken
+            executor.refresh()
+            for n_steps in (1, 3) if broken is math.nan else ():
+                own = Text(text.tokens[:8])
+                slots = Slots(executor)
+                with pytest.raises(NotNumbers, match='not numbers'):
+                    slots.run({own: 8}, 1)
+                    slots.run({own: 1}, n_steps)
+            if broken is math.inf:
+                Slots(executor).executor.execute_model(Slots(executor).batch({Text(text.tokens): 8}))
+            p.copy_(before)
+            executor.refresh()
+            assert torch.equal(Slots(executor).logits({Text(text.tokens): 8})[0], expected), f"{broken} in {name}"
+
+
+@pytest.mark.parametrize('weights', WEIGHTS)
+def test_a_nan_in_keys_or_values_reaches_the_logits_of_its_sequence_alone(weights):
+    slots, some = computed(CPUExecutor(model_of('learned'), weights))
+    slot = int(some[0].runs.table[0, 1]) + 3
+    for stored in (slots.layers[0].v.data, slots.layers[1].k.data):
+        before = stored[1, slot, 2].item()
+        stored[1, slot, 2] = math.nan
+        with pytest.raises(NotNumbers):
+            slots.executor.execute_model(slots.batch({some[0]: 1}, 1))
+        slots.executor.execute_model(slots.batch({some[1]: 1}, 1))
+        stored[1, slot, 2] = before
+    slots.executor.execute_model(slots.batch({some[0]: 1}, 1))
+
+
+def test_far_from_zero_both_gelus_are_right():
+    """Their inputs are as large as 20 here, where the two differ by up to 5e-4 and overflow would show."""
+    for gelu in ('none', 'tanh'):
+        model = model_of('learned', gelu=gelu)
+        with torch.no_grad():
+            for block in model.transformer.h:
+                block.mlp.c_fc.weight.mul_(10)
+        some = texts(2, 16)
+        for text, expected in zip(some, judged(model, some)):
+            logits = Slots(CPUExecutor(model)).logits({text: 16})[0]
+            assert (logits - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_autocast():
+    """An executor that is made under autocast stores keys and values in autocast's dtype."""
+    model, (text,) = model_of('learned'), texts(1, 9)
+    with torch.autocast('cpu', torch.bfloat16):
+        executor = EagerExecutor(model)
+        logits = Slots(executor).logits({text: 9})[0]
+    assert executor.type_kv == 'bfloat16' and logits.dtype is torch.bfloat16
+    expected = judged(model, [text])[0]
+    assert 1e-6 < (logits - expected).abs().max() / expected.abs().max() < 0.05
+
+
+@pytest.mark.parametrize('default', [torch.float64, torch.bfloat16, 'meta'], ids=str)
+def test_torchs_defaults_do_not_get_into_a_step(default):
+    """Set before an executor was made, or after."""
+    def logits(executors):
+        return [Slots(executor, kind=kind).run({Text([1, 2, 3], top_p=0.9): 3}, 1, kept=True)[0].logits
+                for executor in executors for kind in ('', 'int8')]
+
+    def executors():
+        model = model_of('llama', n_embd=128)
+        return EagerExecutor(model), CPUExecutor(model)
+    kept, before = executors(), torch.get_default_dtype()
+    expected = logits(kept)
+    try:
+        if default == 'meta':
+            torch.set_default_device('meta')
+            found = logits(kept)
+        else:
+            torch.set_default_dtype(default)
+            found = logits(kept)
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_default_device(None)
+    assert all(map(torch.equal, found, expected))
