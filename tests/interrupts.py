@@ -3,14 +3,11 @@ import linecache
 import signal
 import sys
 
-from decode.process import step_lock
-
 
 def interrupted(work, n, is_traced):
     """
     Run work, and send SIGINT to this process at the n-th event in functions for whose code object is_traced(code) is
-    true. An event is a line, or the beginning of a call. Returns (was there one?, what work returned, or None if a
-    KeyboardInterrupt came).
+    true. An event is a line, or the beginning of a call. Returns whether there was one.
 
     Lines with a `with` or a `try` are no events: at the end of the block of a `with`, a trace function runs before
     `__exit__`, and Python handles no signal there (https://bugs.python.org/issue29988); a `try` itself does nothing.
@@ -32,11 +29,10 @@ def interrupted(work, n, is_traced):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.settrace(trace)
     try:
-        result = work()
-        return left[0] <= 0, result
+        work()
+        return left[0] <= 0
     except KeyboardInterrupt:
-        return True, None
+        return True
     finally:
         sys.settrace(None)
         signal.signal(signal.SIGINT, before)
-        assert not step_lock._is_owned(), "the interrupt has left the lock of steps taken"

@@ -1,0 +1,296 @@
+"""
+Models that change while an executor exists, and models that are no plain GPT. An executor has the weights of the moment
+when it was made or refreshed; what numba's does not run it refuses; PyTorch's calls what is not of model.py as it is.
+"""
+import copy
+import itertools
+
+import pytest
+import torch
+from conftest import WEIGHTS
+from plain_gpt import plain
+from test_executors import Slots, Text
+from tiny_models import model_of
+
+import decode
+from decode.batch import Refused
+from decode.cpu import CPUExecutor
+from decode.eager import EagerExecutor, UncachedExecutor
+from model import GPT, MLP, Block
+
+IDX = torch.tensor([[1, 2, 3, 5, 8, 13, 21]])
+
+
+def tiny(seed=0, **how):
+    return model_of('learned', seed, n_head=2, n_embd=16, bias=True, **how)
+
+
+def logits_of(executor):
+    """Of IDX, (T, vocab_size)."""
+    return Slots(executor).logits({Text(IDX[0].tolist()): IDX.size(1)})[0]
+
+
+@torch.no_grad()
+def by_model(model):
+    return model(IDX, IDX)[0][0]
+
+
+def optimizer_step(model):
+    optimizer = model.configure_optimizers(0.0, 0.1, (0.9, 0.95), 'cpu')
+    model(IDX, IDX)[1].backward()
+    optimizer.step()
+
+
+def in_place(of, change):
+    def apply(model):
+        with torch.no_grad():
+            change(of(model))
+    return apply
+
+
+def of_c_fc(model):
+    return model.transformer.h[1].mlp.c_fc.weight
+
+
+def new_parts(model):
+    C = 16
+    for h in model.transformer.h:
+        h.ln_1, h.mlp.c_fc = torch.nn.LayerNorm(C, bias=False), torch.nn.Linear(C, 4 * C, bias=False)
+        h.attn.c_attn = torch.nn.Linear(C, 3 * C)
+
+
+EMBEDDINGS = {  # changes of these too, whose memory every step reads
+    'optimizer': optimizer_step,
+    'load_state_dict': lambda m: m.load_state_dict(tiny(5).state_dict()),
+    'a position': in_place(lambda m: m.transformer.wpe.weight, lambda w: w[0].add_(1))}
+VALUES = EMBEDDINGS | {
+    'one matrix through data': lambda m: of_c_fc(m).data.mul_(1.5),
+    'one matrix through numpy': lambda m: of_c_fc(m).detach().numpy().__imul__(1.5),
+    'one value in place': in_place(of_c_fc, lambda w: w[0, 1].add_(1)),
+    'a norm': in_place(lambda m: m.transformer.ln_f.weight, lambda w: w[3].add_(1)),
+    'a bias': in_place(lambda m: m.transformer.h[0].attn.c_attn.bias, lambda w: w[2].sub_(1))}
+OBJECTS = {  # changes of parameters and modules
+    'assign': lambda m: m.load_state_dict(tiny(5).state_dict(), assign=True),
+    'other memory': lambda m: [setattr(p, 'data', 1.5 * p.data) for p in m.parameters()],
+    'there and back': lambda m: m.bfloat16().float(),
+    'a parameter': lambda m: setattr(m.transformer.ln_f, 'weight', torch.nn.Parameter(m.transformer.ln_f.weight * 2)),
+    'no bias': lambda m: setattr(m.transformer.h[1].mlp.c_proj, 'bias', None),
+    'linears and norms': new_parts,
+    'a block': lambda m: m.transformer.h.__setitem__(1, Block(m.config).eval()),
+    'blocks reversed': lambda m: setattr(m.transformer, 'h', torch.nn.ModuleList(list(m.transformer.h)[::-1])),
+    'the transformer': lambda m: setattr(m, 'transformer', tiny(7).transformer),
+    'eps': lambda m: [setattr(module, 'eps', 0.1) for module in m.modules() if isinstance(module, torch.nn.LayerNorm)],
+    'gelu': lambda m: [setattr(m.config, 'gelu', 'tanh'),
+                       *(setattr(h.mlp, 'gelu', torch.nn.GELU('tanh')) for h in m.transformer.h)]}
+
+
+@pytest.mark.parametrize('change', VALUES | OBJECTS)
+def test_an_executor_has_the_weights_of_its_last_refresh(change):
+    for weights in WEIGHTS:
+        model = tiny(4)
+        executor = CPUExecutor(model, weights)
+        before = logits_of(executor)
+        (VALUES | OBJECTS)[change](model)
+        if change not in EMBEDDINGS:
+            assert torch.equal(logits_of(executor), before)
+        executor.refresh()
+        after = logits_of(executor)
+        assert torch.equal(after, logits_of(CPUExecutor(model, weights))) and not torch.equal(after, before)
+        if weights == 'float32':
+            torch.testing.assert_close(after, by_model(model), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('change', VALUES | OBJECTS)
+def test_pytorchs_executor_reads_values_as_they_are_and_objects_when_it_is_refreshed(change):
+    model = tiny(4)
+    executor = EagerExecutor(model)
+    before = logits_of(executor)
+    (VALUES | OBJECTS)[change](model)
+    if change in OBJECTS:
+        executor.refresh()
+    assert not executor.direct.called and not torch.equal(logits_of(executor), before)
+    torch.testing.assert_close(logits_of(executor), by_model(model), atol=1e-4, rtol=1e-4)
+
+
+class OtherMLP(torch.nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.c_fc, self.c_proj = mlp.c_fc, mlp.c_proj
+
+    def forward(self, x):
+        return self.c_proj(torch.relu(self.c_fc(x)))
+
+
+class Twice(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+    @property
+    def weight(self):  # the model asks its lm_head for the device
+        return self.inner.weight
+
+
+class Doubled(GPT):
+    def hidden_states(self, idx, *args, **how):
+        x, kv_cache = super().hidden_states(idx, *args, **how)
+        return 2 * x, kv_cache
+
+
+class Scaled(GPT):
+    def forward(self, *args, **how):
+        logits, *others = super().forward(*args, **how)
+        return 2 * logits, *others
+
+
+def widen(model):
+    model.transformer.h[0].mlp.c_fc = torch.nn.Linear(16, 96)
+    model.transformer.h[0].mlp.c_proj = torch.nn.Linear(96, 16)
+
+
+UNKNOWN = {  # after these the config and the weights do not say what the model computes
+    'a hook': lambda m: m.transformer.h[0].register_forward_hook(lambda module, args, out: (out[0] + 1, out[1])),
+    'a pre-hook': lambda m: m.transformer.h[1].mlp.c_fc.register_forward_pre_hook(lambda module, x: (x[0] * 2,)),
+    'another linear': lambda m: setattr(m.transformer.h[0].attn, 'c_proj', Twice(m.transformer.h[0].attn.c_proj)),
+    'another lm_head': lambda m: setattr(m, 'lm_head', Twice(m.lm_head)),
+    'weight norm': lambda m: torch.nn.utils.parametrizations.weight_norm(m.transformer.h[0].mlp.c_fc),
+    'another mlp': lambda m: setattr(m.transformer.h[0], 'mlp', OtherMLP(m.transformer.h[0].mlp)),
+    'a forward': lambda m: setattr(m.transformer.h[0].mlp, 'forward', lambda x: x),
+    'wider': widen,
+    'relu': lambda m: setattr(m.transformer.h[0].mlp, 'gelu', torch.nn.ReLU()),
+    'another gelu': lambda m: setattr(m.transformer.h[0].mlp, 'gelu', torch.nn.GELU(approximate='tanh')),
+    'double': lambda m: m.double(),
+    'other hidden states': lambda m: setattr(m, '__class__', Doubled)}
+
+
+@pytest.mark.parametrize('change', UNKNOWN)
+def test_what_numbas_executor_does_not_run_it_refuses_and_pytorchs_calls(change, capsys):
+    """When it is made and when it is refreshed. `decode.best` then takes PyTorch's, and says so."""
+    model = tiny()
+    executors = CPUExecutor(model), EagerExecutor(model)
+    UNKNOWN[change](model)
+    for refused in (executors[0].refresh, lambda: CPUExecutor(model)):
+        with pytest.raises(ValueError, match='executor'):
+            refused()
+    with pytest.raises(ValueError, match='int8'):
+        decode.best(model, 1, weights='int8')
+    assert decode.best(model, 1).name == 'PyTorch, eager' and 'decoding eagerly' in capsys.readouterr().err
+    executors[1].refresh()
+    for executor in (executors[1], EagerExecutor(model)):
+        torch.testing.assert_close(logits_of(executor), by_model(model), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize('change', ['another class', 'a hook on the model'])
+@torch.no_grad()
+def test_a_forward_of_its_own_is_run_without_a_cache(change):
+    """It may compute logits from anything, and no executor can give it keys and values."""
+    model = tiny()
+    executor = EagerExecutor(model)
+    if change == 'another class':
+        model.__class__ = Scaled
+    else:
+        model.register_forward_hook(lambda module, args, out: (2 * out[0], *out[1:]))
+    for refused in (executor.refresh, lambda: EagerExecutor(model)):
+        with pytest.raises(ValueError, match='pass use_cache=False'):
+            refused()
+    text = Text(IDX[0].tolist())
+    batch = Slots(EagerExecutor(tiny())).batch({text: 7}, 1, kept=True)
+    drawn = UncachedExecutor(model).execute_model(batch)[0]
+    assert torch.equal(drawn.logits, 2 * tiny()(IDX, use_cache=False)[0][0])
+
+
+def global_hook():
+    return torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: 2 * out if type(module) is torch.nn.Linear else None).remove
+
+
+def patched_class():
+    before, MLP.forward = MLP.forward, lambda self, x: x
+    return lambda: setattr(MLP, 'forward', before)
+
+
+@pytest.mark.parametrize('spoil', [global_hook, patched_class])
+def test_hooks_of_all_modules_and_a_forward_that_was_put_into_a_class(spoil):
+    model = tiny()
+    executor, before = EagerExecutor(model), by_model(model)
+    undo = spoil()
+    try:
+        with pytest.raises(ValueError, match='does not run'):
+            CPUExecutor(model)
+        if spoil is global_hook:  # which the model itself has too
+            with pytest.raises(ValueError, match="global hooks: pass use_cache=False"):
+                executor.refresh()
+        else:
+            executor.refresh()
+            torch.testing.assert_close(logits_of(executor), by_model(model))
+        assert not torch.equal(by_model(model), before)
+    finally:
+        undo()
+    CPUExecutor(model)
+
+
+def test_a_context_that_became_shorter_and_a_model_of_another_shape():
+    model = tiny()
+    executor, expected = CPUExecutor(model), logits_of(CPUExecutor(model))
+    model.crop_block_size(7)
+    executor.refresh()
+    assert torch.equal(logits_of(executor), expected)
+    with pytest.raises(Refused, match='out of context'):
+        Slots(executor).logits({Text([1] * 8): 8})
+    model.config.n_layer = 1
+    model.transformer.h = model.transformer.h[:1]
+    with pytest.raises(ValueError, match='make a new one'):
+        executor.refresh()
+
+
+def test_what_makes_no_difference():
+    """Buffers of any dtype; a model that was made in inference mode; a shared norm."""
+    expected = logits_of(CPUExecutor(tiny()))
+    with torch.inference_mode():
+        made_there = tiny()
+    for buffer in (torch.ones(9, 9, dtype=torch.bool), torch.zeros((), dtype=torch.int64), torch.ones(3).double()):
+        made_there.register_buffer('mask', buffer)
+        assert torch.equal(logits_of(CPUExecutor(made_there)), expected)
+        torch.testing.assert_close(logits_of(EagerExecutor(made_there)), expected)
+
+
+@pytest.mark.parametrize('kind', ['learned', 'llama'])
+def test_a_model_in_bfloat16_is_read_as_it_is(kind):
+    """Numba's executor computes in float32 with the model's bfloat16 weights; PyTorch's in bfloat16."""
+    model = model_of(kind, dtype=torch.bfloat16)
+    expected = plain(model, IDX)[0]
+    for executor, worst in ((CPUExecutor(model), 2e-5), (EagerExecutor(model), 0.1)):
+        assert (logits_of(executor) - expected).abs().max() < worst * expected.abs().max()
+    assert torch.equal(logits_of(CPUExecutor(model)), logits_of(CPUExecutor(copy.deepcopy(model).float())))
+
+
+@pytest.mark.parametrize('mixed', ['embeddings', 'eps', 'device'])
+def test_models_that_numbas_executor_cannot_pack(mixed):
+    model = tiny()
+    if mixed == 'embeddings':
+        model.transformer.wpe.bfloat16()
+    elif mixed == 'eps':
+        model.transformer.h[1].ln_1.eps = 0.1
+    else:
+        model = model.to('meta')
+    with pytest.raises(ValueError, match='use decoder=eager'):
+        CPUExecutor(model)
+
+
+def test_one_query_as_two_products():
+    """What CUDA takes for float32, here in float64 against torch's attention: masks of all shapes, keys as views."""
+    torch.manual_seed(0)
+    B, n_head, K, head_dim = 3, 4, 9, 8
+    q = torch.randn(B, 1, n_head, head_dim, dtype=torch.float64).transpose(1, 2)
+    seen = torch.rand(B, n_head, 1, K) < 0.7
+    seen[..., 0] = True
+    masks = (seen, seen[:, :1], seen[0], seen[0, 0], torch.randn(B, n_head, 1, K).double(),
+             torch.zeros(seen[0].shape).double().masked_fill(~seen[0], -float('inf')))
+    for n_kv_head, mask in itertools.product((4, 2, 1), masks):
+        k, v = (torch.randn(B, n_kv_head, 2 * K, head_dim, dtype=torch.float64)[:, :, :K] for _ in range(2))
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q, k.repeat_interleave(n_head // n_kv_head, dim=1), v.repeat_interleave(n_head // n_kv_head, dim=1), mask)
+        torch.testing.assert_close(decode.direct.attend_one(q, k, v, mask), expected, atol=1e-12, rtol=1e-12)

@@ -1,0 +1,192 @@
+"""
+Which executor `decode.best` takes; how many threads numba's finds to be the fastest; its process: interrupts at any
+time, forks, its end.
+"""
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from conftest import ROOT, sizes
+from interrupts import interrupted
+from test_executors import TWO, Slots, Text, texts
+from tiny_models import model_of
+
+import decode
+from decode.choice import TRIAL, ThreadChoice
+from decode.cpu import CPUExecutor
+from decode.eager import EagerExecutor
+
+
+def test_best_is_the_one_place_that_picks_an_executor():
+    model = model_of('learned')
+
+    def name(*args, **settings):
+        return decode.best(model, *args, **settings).name
+    assert name(1).startswith('numba') and name(1, name='cpu', threads=1).endswith('1 thread')
+    assert name(decode.LARGEST_BATCH + 1) == name(1, name='eager') == 'PyTorch, eager'
+    assert 'int8' in name(decode.LARGEST_BATCH + 1, weights='int8')
+    for settings, message in (
+            (dict(name='fast'), "decoder must be auto, eager, cpu, gpu or graph, not 'fast'"),
+            (dict(weights='int2'), "weights must be float32, bfloat16, int8 or int4, not 'int2'"),
+            (dict(threads=-1), 'threads must be positive'), (dict(threads=10 ** 6), 'threads=1000000 cannot be had'),
+            (dict(name='eager', weights='int8'), 'weights=int8 is for the cpu decoder: leave decoder=eager out'),
+            (dict(name='graph'), 'decoder=graph is for CUDA, but the device is cpu: use device=cuda')):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            decode.best(model, 1, **settings)
+    for wrong in (dict(weights='int2'), dict(threads=0), dict(threads=10 ** 6)):
+        with pytest.raises(ValueError):
+            CPUExecutor(model, **wrong)
+    for settings in (dict(name='cpu'), dict(weights='int8'), dict(threads=1)):
+        with pytest.raises(ValueError, match='is for the CPU, but the device is meta'):
+            decode.best(model_of('learned').to('meta'), 1, **settings)
+    assert decode.best(model_of('learned').to('meta'), 1).name == 'PyTorch, eager'
+
+
+def simulate(choice, n_steps, seconds):
+    """Steps that take seconds(n threads, step number); returns the number of threads of each step."""
+    used = []
+    for step in range(n_steps):
+        used.append(choice.n)
+        choice.record(int(1e9 * seconds(choice.n, step)))
+    return used
+
+
+def test_the_fastest_number_of_threads_is_chosen_and_chosen_again():
+    choice = ThreadChoice([4, 2, 1])
+    used = simulate(choice, 20_000, lambda n, step: {4: 80e-6, 2: 50e-6, 1: 100e-6}[n])
+    assert used[0] == 4 and used[1000:].count(2) > 0.95 * len(used[1000:])
+    # a neighbour comes: two threads wait for each other. Within a tenth of a second one goes on alone
+    used = simulate(choice, 2_000, lambda n, step: {4: 9e-3, 2: 3e-3, 1: 150e-6}[n])
+    assert used[100:].count(1) > 0.95 * len(used[100:])
+    # it goes: within some seconds there are two again
+    used = simulate(choice, 40_000, lambda n, step: {4: 80e-6, 2: 50e-6, 1: 100e-6}[n])
+    assert used[-1000:].count(2) > 900
+
+
+def test_work_between_steps_is_no_pause():
+    """Steps of 3 ms, or 4 ms on one thread, and behind each group of them 30 ms of draws."""
+    choice, now, used = ThreadChoice([1, 2]), 0, []
+    for _ in range(3000):
+        used.append(choice.n)
+        steps, draws = 7_000_000 + 3_000_000 * (choice.n == 1), 30_000_000
+        choice.record(steps, now, 2, draws)
+        now += steps + draws + 1_000_000
+    assert used[20:].count(2) > 0.9 * len(used[20:])
+    slow = [choice.n]
+    for _ in range(300):  # beside a neighbour two threads are slow: soon one computes
+        steps, draws = 40_000_000 if choice.n == 2 else 10_000_000, 30_000_000
+        choice.record(steps, now, 2, draws)
+        now += steps + draws + 1_000_000
+        slow.append(choice.n)
+    assert slow[20:].count(1) > 0.9 * len(slow[20:])
+
+
+def test_trials_cost_little_even_when_each_step_is_long():
+    """Sixteen cores and steps of 12 ms at best: slow numbers get one step, and rounds are rare."""
+    candidates, best = [16, 8, 4, 2, 1], 12e-3
+    choice, total = ThreadChoice(candidates), []
+    simulate(choice, 1000, lambda n, step: total.append(best * 16 / n) or total[-1])
+    assert sum(total) < 1.12 * 1000 * best
+
+
+def test_a_context_that_grows_asks_for_no_round():
+    choice = ThreadChoice([2, 1])
+    used = simulate(choice, 3000, lambda n, step: (1e-4 + 3e-7 * step) * (1 if n == 2 else 2))
+    assert used.count(1) * 2e-4 < 20 * TRIAL / 1e9
+
+
+def test_torch_has_one_thread_inside_of_a_loop_of_steps():
+    executor, before = CPUExecutor(model_of('learned')), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with pytest.raises(OSError), executor.torch_on_one_thread():
+            assert torch.get_num_threads() == 1
+            raise OSError
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+FOLDER = os.path.dirname(decode.__file__) + os.sep
+
+
+@pytest.mark.parametrize('kind', [EagerExecutor, CPUExecutor])
+def test_after_ctrl_c_at_any_line_an_executor_works_as_before(kind):
+    """In steps of several kinds, and while it is refreshed, after which it is refreshed again."""
+    model, (text,) = model_of('llama'), texts(1, 12)
+    executor, n = kind(model), 0
+    expected = Slots(executor).logits({Text(text.tokens): 12})[0]
+
+    def work():
+        own, slots = Text(text.tokens[:9], frequency_penalty=1.0), Slots(executor)
+        executor.refresh()
+        slots.run({own: 9}, 1)
+        slots.run({own: 1}, 4)
+        slots.logits({Text([1] * 20): 20})
+
+    def in_decode(code):
+        return code.co_filename.startswith(FOLDER) and f'{os.sep}kernel{os.sep}' not in code.co_filename
+    while interrupted(work, n := n + sizes(23, 1), in_decode):
+        executor.refresh()
+        own, slots = Text(text.tokens), Slots(executor)
+        found = torch.cat([*slots.logits({own: 10}), *slots.logits({own: 1}), *slots.logits({own: 1})])
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert n > 100
+
+
+@pytest.mark.skipif(not hasattr(os, 'fork'), reason="this system has no fork")
+def test_executors_in_the_child_of_a_fork():
+    """One that was made before, and a new one; also while a step runs in another thread of the parent."""
+    model, (text,), done = model_of('llama'), texts(1, 30), threading.Event()
+    executor = CPUExecutor(model, threads=TWO)
+    expected = Slots(executor).logits({Text(text.tokens): 30})[0]
+
+    def go_on():
+        while not done.is_set():
+            Slots(executor).logits({Text(text.tokens): 30})
+    for n_forks, background in ((1, None), (sizes(4, 40), threading.Thread(target=go_on))):
+        if background:
+            background.start()
+        try:
+            for _ in range(n_forks):
+                pid = os.fork()
+                if pid == 0:
+                    code = 1
+                    try:
+                        for each in (executor, CPUExecutor(model, threads=TWO)):
+                            code |= 2 * (not torch.equal(Slots(each).logits({Text(text.tokens): 30})[0], expected))
+                        code &= 2
+                    finally:
+                        os._exit(code)
+                end = time.monotonic() + 60
+                while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+                    time.sleep(0.01)
+                assert found == (pid, 0), found
+        finally:
+            done.set()
+    background.join()
+
+
+def test_the_process_ends_while_a_daemon_thread_computes():
+    code = """
+import sys, threading, time
+sys.path[:0] = 'tests', '.'
+from test_executors import CPUExecutor, Slots, model_of, texts
+executor = CPUExecutor(model_of('learned'), threads=2)
+def on_and_on():
+    while True:
+        slots, some = Slots(executor), texts(2, 3)
+        slots.run(dict.fromkeys(some, 3), 1)
+        slots.run(dict.fromkeys(some, 1), 30)
+threading.Thread(target=on_and_on, daemon=True).start()
+time.sleep(0.3)
+"""
+    for _ in range(sizes(1, 3) if TWO > 1 else 0):
+        done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, timeout=120, capture_output=True, text=True)
+        # Python ends daemon threads where they ask for its lock, and torch's C++ may abort at that; it must not hang
+        assert done.returncode in (0, -6), done.stderr
