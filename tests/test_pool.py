@@ -24,13 +24,13 @@ CONFIGS = {'no window': GPTConfig(block_size=20), 'window': GPTConfig(block_size
            'window with sinks': GPTConfig(block_size=20, position='rope', window=7, n_sink=2)}
 
 
-def pages_of(size, spare=3):
+def pages_of(size, spare):
     """Pages for the longest sequence, and some more."""
     return lambda c: BlockPool(pages_for(c, size) + spare, size, c.window, c.n_sink)
 
 
-POOLS = {'pages of 1': pages_of(1, 12), 'pages of 3': pages_of(3), 'pages of 4': pages_of(4),
-         'pages of 20': pages_of(20), 'unified': lambda c: CellPool(c, 4, 9),
+POOLS = {'pages of 1': pages_of(1, 4), 'pages of 3': pages_of(3, 1), 'pages of 4': pages_of(4, 2),
+         'pages of 20': pages_of(20, 3), 'unified': lambda c: CellPool(c, 4, 9),
          'streams': lambda c: CellPool(c, 3, 20, unified=False)}
 
 
@@ -99,13 +99,19 @@ class PoolMachine(RuleBasedStateMachine):
         self.sequences.append(s)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data())
+    @rule(data=st.data(), n=st.integers(1, 4))
+    def steps(self, data, n):
+        for _ in range(n):
+            if self.sequences:
+                self.step(data)
+
     def step(self, data):
         """As a scheduler does it: slots for new tokens of some sequences, and then all are computed."""
         batch = []
         for s in data.draw(st.lists(st.sampled_from(self.sequences), min_size=1, unique=True)):
             if s.n_computed == s.length:
-                s.tokens.append(data.draw(st.integers(50, 52)))
+                drawn = data.draw(st.lists(st.integers(50, 52), min_size=1, max_size=6))
+                s.tokens += drawn[:max(1, min(6, s.max_positions - s.length))]
             if s.n_computed >= s.length:  # the context was full and was cut
                 assert self.pool.cut(s, 0) == 0
             n = min(data.draw(st.integers(1, 8)), s.length - s.n_computed, self.at_once)
@@ -158,15 +164,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.sequences.append(forked)
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), part=st.floats(0, 1), changes=st.booleans())
-    def cut(self, data, part, changes):
+    @rule(data=st.data(), part=st.floats(0, 1), other=st.lists(st.integers(50, 52), max_size=6))
+    def cut(self, data, part, other):
         """Back to an earlier position, as far as what its token sees is still there; perhaps to go on otherwise."""
         s = self.any(data)
         n, had = round(part * s.n_computed), {*slots_of(s)}
         kept = self.pool.cut(s, n)
         assert kept == s.n_computed == (n if {*seen(self.config, n)} <= had else 0)
-        if changes and s.whole:
-            s.tokens[max(1, kept):] = [53]
+        if other and s.whole and kept + 6 < s.max_positions:
+            s.tokens[max(1, kept):] = other
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
@@ -184,8 +190,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.sequences.remove(s)
         self.pool.free(s)
 
-    @rule()
-    def reset(self):
+    @rule(really=st.sampled_from([False] * 9 + [True]))
+    def reset(self, really):
+        if not really:
+            return
         self.pool.reset()
         self.sequences.clear()
         self.held = [None] * len(self.held)
