@@ -69,6 +69,8 @@ def draw(logits, settings, numbers):
     its token, which counts those that the sample has drawn from 0 on. `counts` of the settings are of the tokens before
     it.
     """
+    if logits.device.type == 'mps':  # it has no float64
+        return draw(logits.cpu(), settings, numbers).to(logits.device)
     logits = logits.float()
     if any([s.changes_logits for s in settings]):
         logits = torch.stack([changed(row, *of) for row, *of in zip(logits, settings, numbers)])
@@ -137,10 +139,9 @@ def exponential_noise(seeds, numbers, tokens):
     The noise of tokens (B, n), float64: row b is of the sample with seed b and of its token number b. It is the
     logarithm of a number between 0 and 1 of 52 bits, which splitmix64 makes of the three.
     """
-    where = 'cpu' if tokens.device.type == 'mps' else tokens.device  # mps has no float64
-    keys = torch.tensor([noise_key(seed, number) for seed, number in zip(seeds, numbers)], device=where)
-    x = mixed(keys[:, None] + (tokens.to(where) + 1) * signed(GOLDEN))
-    return -((shifted(x, 12) + 0.5) * 2.0**-52).log().to(tokens.device)
+    keys = torch.tensor([noise_key(seed, number) for seed, number in zip(seeds, numbers)], device=tokens.device)
+    x = mixed(keys[:, None] + (tokens + 1) * signed(GOLDEN))
+    return -((shifted(x, 12).double() + 0.5) * 2.0**-52).log()
 
 
 def noise_key(seed, number):
