@@ -180,14 +180,21 @@ def log_probabilities(logits, tokens, k):
     Of each row of logits (n, vocab_size) and its token: (log probability, rank from 1 on, the k likeliest tokens, their
     log probabilities), lists (n,), (n,), (n, k) and (n, k); of equal ones the first comes first.
     """
-    logits = logits.double()
-    totals = logits.logsumexp(dim=-1, keepdim=True)
-    own = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None])
-    ranks, top = (1 + (logits > own).sum(dim=-1)).tolist(), []
-    if k := min(k, logits.size(-1)):
-        for row, kth in zip(logits, logits.topk(k).values[:, -1]):
-            among = (row >= kth).nonzero().squeeze(-1)
-            top.append(among[row[among].sort(descending=True, stable=True).indices[:k]])
-    likeliest = torch.stack(top) if top else torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-    values = (logits.gather(-1, likeliest) - totals).tolist()
-    return (own - totals).squeeze(-1).tolist(), ranks, likeliest.tolist(), values
+    largest = logits.amax(dim=-1, keepdim=True)
+    totals = largest.double() + (logits - largest).exp().sum(dim=-1, keepdim=True).double().log()
+    own, top = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]), likeliest(logits, k)
+    ranks = 1 + (logits > own).sum(dim=-1)
+    values = logits.gather(-1, top) - totals
+    return (own - totals).squeeze(-1).tolist(), ranks.tolist(), top.tolist(), values.tolist()
+
+
+def likeliest(logits, k):
+    """The k largest of each row of logits (n, vocab_size), int64 (n, k); of equal ones the first comes first."""
+    values, tokens = logits.topk(min(k + 1, logits.size(-1)))
+    tokens = tokens[:, :k].sort(dim=-1).values
+    order = logits.gather(-1, tokens).sort(dim=-1, descending=True, stable=True).indices
+    tokens = tokens.gather(-1, order)
+    if 0 < k < values.size(-1):
+        for i in (values[:, k - 1] == values[:, k]).nonzero().flatten().tolist():  # topk has any of those equal ones
+            tokens[i] = logits[i].sort(descending=True, stable=True).indices[:k]
+    return tokens

@@ -107,9 +107,12 @@ class Engine:
             if self.unfinished:  # an exception has ended the step before, at any place
                 self.reset()
             self.unfinished = True
-            batch = self.scheduler.next(now() + int(1e9 * self.pause), self.stop_soon)
-            results = [(s, None) for s in self.over] + (self.run(batch) if batch else [])
-            self.over, self.unfinished = [], False
+            if self.over:
+                results, self.over = [(s, None) for s in self.over], []
+            else:
+                batch = self.scheduler.next(now() + int(1e9 * self.pause), self.stop_soon)
+                results = self.run(batch) if batch else []
+            self.unfinished = False
             return results
         finally:
             self.thread = None

@@ -1,4 +1,5 @@
 """The server with an engine that a test gives it, on a free port, in a thread of this process."""
+import socket
 import threading
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ def serving(engine, served=None, drain_seconds=5, load=None, **settings):
     service = Service(load or (lambda: (engine, served or served_by(engine))), **settings)
     ready = threading.Event()
     listener = listen('127.0.0.1', 0)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**14)  # what nobody reads waits in the server, and soon
     address = f'http://127.0.0.1:{listener.getsockname()[1]}'
     process = Process(uvicorn.Config(None, log_level='warning', access_log=False, timeout_graceful_shutdown=1,
                                      http=Connection, proxy_headers=False), service, drain_seconds)

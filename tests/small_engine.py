@@ -137,7 +137,7 @@ class Stepping(EngineThread):
     def run_once(self):
         with self.steps:
             self.receive()
-            if not self.engine.is_idle:
+            if not (self.engine.is_idle or self.engine.over):
                 self.steps.wait_for(lambda: self.n_allowed > 0 or self.inbox or self.stopping, .05)
                 if self.n_allowed <= 0:
                     self.snapshot = self.snapshots.take()

@@ -11,13 +11,11 @@ needs(*SERVING)
 import torch
 from example_models import LLAMA, TEXT, chat_tokenizer, gpt, sentencepiece_tokenizer
 from serving_process import serving
-from small_engine import Stepping
+from small_engine import spelling_engine, thread_of
 from test_api import events
-from toy_kernel import toy_model
 
-import decode
+from decode.cpu import CPUExecutor
 from serving.api import Served
-from serving.engine import Engine
 from tokenizer import from_state
 
 TOKENIZER = chat_tokenizer()
@@ -31,14 +29,14 @@ def model():
 
 
 @contextmanager
-def chatting(model, n_blocks=64, tokenizer=TOKENIZER):
-    """(a client of a chat model's server, its engine)"""
+def chatting(model, n_pages=64, tokenizer=TOKENIZER):
+    """(a client of a chat model's server, its pool)"""
     tokens = tokenizer.bytes_of_tokens(model.config.vocab_size)[:model.config.vocab_size]
-    engine = Engine(model, decode.best(model, 1, threads=1), tokens, tokenizer.end_tokens, n_blocks, PAGE,
-                    special_ids=tokenizer.special_ids)
-    engine.start()
-    with serving(engine, served=Served('chat', tokenizer, tokens, n_blocks * PAGE)) as client:
-        yield client, engine
+    thread = thread_of(model, CPUExecutor(model, threads=1), tokens, tokenizer.end_tokens, n_pages, PAGE,
+                       special_ids=tokenizer.special_ids)
+    thread.start()
+    with serving(thread, served=Served('chat', tokenizer, tokens, n_pages * PAGE)) as client:
+        yield client, thread.engine.pool
 
 
 @pytest.fixture
@@ -66,8 +64,8 @@ def test_a_conversation_of_ten_turns_on_a_pool_that_just_holds_it():
         messages.append(dict(role='user', content=f'{turn}?'))
         answers.append(alone(model, messages, 4))
         messages.append(dict(role='assistant', content=answers[-1]))
-    n_blocks, before = -(-(len(TOKENIZER.conversation(messages[:-1])) + 3) // PAGE), 0
-    with chatting(model, n_blocks) as (client, engine):
+    n_pages, before = -(-(len(TOKENIZER.conversation(messages[:-1])) + 3) // PAGE), 0
+    with chatting(model, n_pages) as (client, pool):
         for turn, text in enumerate(answers):
             answer = ask(client, messages[:2 * turn + 1], max_completion_tokens=4)
             usage = answer['usage']
@@ -75,13 +73,13 @@ def test_a_conversation_of_ten_turns_on_a_pool_that_just_holds_it():
             # all full blocks of the prompt before
             assert before - before % PAGE <= usage['prompt_tokens_details']['cached_tokens'] < usage['prompt_tokens']
             before = usage['prompt_tokens']
-        assert usage['prompt_tokens'] + 3 > (n_blocks - 1) * PAGE and engine.cache.n_free == n_blocks
+        assert usage['prompt_tokens'] + 3 > (n_pages - 1) * PAGE and pool.n_free == n_pages
         refused = client.post('/v1/chat/completions', json=dict(messages=[*messages, messages[0]], max_tokens=4))
         assert refused.status_code == 400 and refused.json()['error']['code'] == 'context_length_exceeded'
 
 
 def test_two_conversations_at_once_share_the_blocks_of_their_system_message(chat, model):
-    client, engine = chat
+    client, pool = chat
     both = [[SYSTEM, dict(role='user', content=text)] for text in ('Héllo', 'wörld')]
     n_shared = len(TOKENIZER.conversation([SYSTEM])) // PAGE
     gate = threading.Barrier(2)
@@ -90,12 +88,12 @@ def test_two_conversations_at_once_share_the_blocks_of_their_system_message(chat
         gate.wait()
         return ask(client, messages, max_tokens=20)
     ask(client, both[0], max_tokens=1)  # its system message is remembered from here on
-    with ThreadPoolExecutor(2) as pool:
-        answers = [*pool.map(answer, both)]
+    with ThreadPoolExecutor(2) as threads:
+        answers = [*threads.map(answer, both)]
     for messages, got in zip(both, answers):
         assert got['choices'][0]['message']['content'] == alone(model, messages, 20)
         assert got['usage']['prompt_tokens_details']['cached_tokens'] >= (n_shared - 6) * PAGE
-    assert engine.cache.n_free == 64
+    assert pool.n_free == 64
 
 
 def test_the_openai_client_streams_and_scores_what_it_gets_at_once(chat):
@@ -377,9 +375,7 @@ def test_a_stream_without_news_has_comments(monkeypatch):
     """Proxies and clients close a connection on which nothing comes. The openai client reads over them."""
     openai = pytest.importorskip('openai', reason="openai is not installed")
     monkeypatch.setattr('serving.answer.SILENCE', 0.05)
-    engine = Stepping(toy_model())
-    engine.allow(0)
-    engine.start()
+    engine = spelling_engine(n_allowed=0)
     with serving(engine) as client, openai.OpenAI(base_url=f'{client.base_url}/v1', api_key='-') as ours:
         threading.Timer(0.4, engine.allow, [float('inf')]).start()
         with client.stream('POST', '/v1/completions', json=dict(prompt='abc', stream=True, max_tokens=2)) as response:

@@ -186,14 +186,14 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(times=st.sampled_from([1, 1, 2, 5, 20]))
     def step(self, times):
         for _ in range(times):
-            before, preempted = self.engine.n_steps, self.engine.scheduler.n_preempted
+            before, preempted, n = self.engine.n_steps, self.engine.scheduler.n_preempted, len(self.thread.live)
             with contextlib.redirect_stderr(io.StringIO()) as errors:
                 try:
                     ran = self.thread.run_once()
                 except KeyboardInterrupt:
                     ran = print('interrupted', file=sys.stderr) is None
             gave_way = self.engine.scheduler.n_preempted > preempted
-            assert not ran or self.engine.n_steps > before or gave_way or errors.getvalue() or not self.thread.live
+            assert not ran or self.engine.n_steps > before or gave_way or errors.getvalue() or len(self.thread.live) < n
             assert ran or not self.thread.live
             self.whole()
 

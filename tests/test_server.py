@@ -27,7 +27,6 @@ from small_engine import CHARS, drawing_engine, served_by, spelled, spelling_eng
 from starlette.requests import Request
 from test_api import events
 
-import generation
 from serving.api import APIError
 from serving.server import ENDPOINTS, Service, make_app, read_key
 from tokenizer import CharTokenizer
@@ -96,7 +95,7 @@ def test_streamed_samples_are_the_unstreamed(drawing):
 @torch.no_grad()
 def logprobs_of(client, text):
     """The model's own log probability of each token of a text, from the second on."""
-    chars, model = client.service.served.tokenizer.chars, client.service.engine.cache.model
+    chars, model = client.service.served.tokenizer.chars, client.service.engine.engine.model
     tokens = torch.tensor([[*map(chars.index, text)]])
     logits = model(tokens, targets=tokens)[0][0]
     return torch.log_softmax(logits, -1)[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist()
@@ -110,8 +109,8 @@ def test_logprobs_and_greedy_tokens_are_the_models(drawing):
         assert len(found) == 20 + len(TEXT) * echo and found[echo:] == pytest.approx(expected[echo:], abs=1e-5)
         assert not echo or found[0] is None
     choice = ask(drawing, max_tokens=30, temperature=0, return_token_ids=True)['choices'][0]
-    model = drawing.service.engine.cache.model
-    (tokens,) = generation.generate(model, [choice['prompt_token_ids']], 30, temperature=0)
+    model = drawing.service.engine.engine.model
+    tokens = model.generate(torch.tensor([choice['prompt_token_ids']]), 30, temperature=0)[0].tolist()
     assert choice['token_ids'] == tokens[len(TEXT):]
 
 
@@ -319,10 +318,11 @@ def test_a_full_queue_is_429_and_takes_none_of_a_list(engine):
             assert '4 samples are waiting, this request has 1' in error['message']
             assert refused(client.post('/v1/completions', json=dict(prompt='a', n=3)), 429)
             engine.until(lambda: len(engine.live) == 1)
-            assert engine.stats.steps == 0 and engine.stats.finished == {'abort': 2}
+            assert engine.engine.n_steps == 0 and engine.stats.finished == {'abort': 2}
             engine.step(3)
             with engine.steps:
-                engine.scheduler.preempt_newest()  # what has begun does not wait in the queue
+                scheduler = engine.engine.scheduler
+                scheduler.preempt(scheduler.running[-1])  # what has begun does not wait in the queue
             assert client.post('/v1/completions', json=dict(prompt=['a'] * 2, n=2, max_tokens=0)).status_code == 200
             engine.allow(float('inf'))
             assert read_all(waits)[0] == 200
@@ -333,7 +333,7 @@ def test_a_full_queue_is_429_and_takes_none_of_a_list(engine):
 
 def test_what_can_never_fit_is_400():
     """Neither the model's context of 64 nor the pool of 32 tokens; of a list, none is begun."""
-    engine = spelling_engine(n_blocks=8)
+    engine = spelling_engine(n_pages=8)
     with serving(engine) as client:
         for prompt, n, word in (('a', 40, '8'), ('a', 64, '64'), ([1] * 64, 1, '64'), (['a', 'a' * 60], 5, '64')):
             error = refused(client.post('/v1/completions', json={'prompt': prompt, 'max_tokens': n}), 400)
@@ -348,7 +348,7 @@ def test_an_engine_that_fails_says_so_in_the_stream_and_outside(engine):
     with serving(engine) as client:
         with client.stream('POST', '/v1/completions', json=dict(prompt='a', stream=True)) as answer:
             engine.step()
-            engine.decoder.fails = fail
+            engine.engine.executor.fails = fail
             engine.allow(float('inf'))
             *_, error, done = events(answer.read())
         assert 'not finite' in error['error']['message'] and done == b'[DONE]'
@@ -440,7 +440,7 @@ def test_disconnect_frees_the_blocks(drawing, n_steps, stream):
         engine.allow(float('inf'))
         status, answer = read_all(stays)
     assert status == 200 and b'"finish_reason":"length"' in answer
-    engine.until(lambda: not engine.live and engine.cache.n_free == 96)
+    engine.until(lambda: not engine.live and engine.engine.pool.n_free == 96)
 
 
 # connections and signals: raw sockets, because HTTP clients hide when they go away and how they read
@@ -534,14 +534,14 @@ def test_connections_that_wait_are_closed(engine, monkeypatch):
 
 def test_a_reader_that_reads_nothing_is_cut_and_a_slow_one_is_not(monkeypatch):
     monkeypatch.setattr('serving.connection.READER', 2)
-    engine = spelling_engine(block_size=2000, n_blocks=16000, max_queue=64)
-    body = dict(prompt='a', n=16, max_tokens=1500, stream=True, logprobs=20)  # more than the system's buffers hold
+    engine = spelling_engine(block_size=600, n_pages=1200, max_queue=8)
+    body = dict(prompt='a', n=4, max_tokens=500, stream=True, logprobs=20)  # more than the system's buffers hold
     with serving(engine) as client, post(client, body, 4096) as never, post(client, body, 4096) as slow:
         data = b''
         while part := slow.recv(2**16):
             data += part
             time.sleep(.002)
-        assert b'[DONE]' in data[-100:] and len(data) > 2**19
+        assert b'[DONE]' in data[-100:] and len(data) > 2**18
         data = b''
         with suppress(OSError):
             while part := never.recv(2**20):
@@ -605,19 +605,19 @@ def test_slow_reader_stalls_nobody():
     from begin to end. Then the slow one reads: its text is whole, in few chunks.
     """
     n = 1000
-    engine = spelling_engine(block_size=2 * n, n_blocks=8 * n // 2, max_queue=8)
-    body = dict(prompt='a', n=8, max_tokens=n, stream=True, logprobs=5)
+    engine = spelling_engine(block_size=2 * n, n_pages=n)
+    body = dict(prompt='a', n=2, max_tokens=n, stream=True, logprobs=20)
     with serving(engine) as client, post(client, body, receive_buffer=4096) as slow:
-        engine.until(lambda: engine.stats.finished == {'length': 8})
+        engine.until(lambda: engine.stats.finished == {'length': 2})
         quick = client.post('/v1/completions', json=dict(prompt='d', max_tokens=50)).json()
         assert quick['choices'][0]['text'] == spelled('d', 50)
         status, answer = read_all(slow)
-    chunks, texts = events(answer), [''] * 8
+    chunks, texts = events(answer), [''] * 2
     for chunk in chunks[:-1]:
         (choice,) = chunk['choices']
         texts[choice['index']] += choice['text']
-    assert status == 200 and chunks[-1] == b'[DONE]' and len(chunks) < n and len(answer) > 2**19
-    assert texts == [spelled('a', n)] * 8
+    assert status == 200 and chunks[-1] == b'[DONE]' and len(chunks) < n and len(answer) > 2**18
+    assert texts == [spelled('a', n)] * 2
 
 
 def test_templates_that_take_long_delay_no_others(monkeypatch):
@@ -717,7 +717,7 @@ def fail(texts):
             sys.exit()
         time.sleep(.1 * (text[0] < 5))
 engine = spelling_engine(n_allowed=int(sys.argv[1]))
-engine.decoder.fails = fail
+engine.engine.executor.fails = fail
 run(Service(lambda: (engine, served_by(engine))), '127.0.0.1', 0, 600)
 """
 

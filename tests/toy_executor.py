@@ -147,8 +147,11 @@ class NextLetter(ToyExecutor):
         (rows, parts), V = batch.rows(), self.model.config.vocab_size
         ids = torch.from_numpy(batch.tokens)
         logits = torch.full((len(rows), V), -1000.0).scatter_(1, (ids[rows, None] + 1) % V, 0.0)
-        drawn = [self.drawn(logits[part.stop - 1:part.stop], s, [])
-                 for s, part, n in zip(batch.sequences, parts, batch.n_steps) if n]
+        drawing = [(part.stop - 1, s) for s, part, n in zip(batch.sequences, parts, batch.n_steps) if n]
+        for _, s in drawing:
+            s.settings.count(s.tokens[s.n_prompt:])
+        drawn = draw(logits[[row for row, _ in drawing]], [s.settings for _, s in drawing],
+                     [s.n_drawn for _, s in drawing]).tolist() if drawing else []
         return batch.result(drawn, logits, parts)
 
 
