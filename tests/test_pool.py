@@ -293,6 +293,19 @@ def test_prompts_that_begin_alike_share_full_pages():
     assert add(pool, range(10))[1] == 8, "no sequence used the pages, and they were still remembered"
 
 
+def test_ten_samples_of_a_prompt_hold_its_full_pages_once():
+    pool, first = BlockPool(32, 16), new(range(100))
+    pool.begin(first, first.tokens)
+    assert pool.extend(first, 99)
+    pool.computed(first, 99)
+    samples = [first, *(new(range(100)) for _ in range(9))]
+    for s in samples[1:]:
+        pool.fork(first, s)
+    assert pool.n_free == 32 - 7 and all([pool.extend(s, 2) for s in samples])
+    assert pool.n_free == 32 - 16 and len(pool.take_copies()) == 9, "the last one has its page to itself"
+    assert {page for s in samples for page in s.table[:6]} == {*first.table[:6]}
+
+
 def test_only_what_was_computed_is_found_and_only_with_the_same_salt():
     pool, s = BlockPool(10, 4), new(range(9))
     pool.begin(s, s.tokens)

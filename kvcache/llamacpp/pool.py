@@ -57,10 +57,14 @@ class CellPool:
         n_freed = (cells.owners[:, passed].sum(axis=0) == 1).sum()
         if n_new > len(cells) - cells.used() + n_freed:
             return False
-        cells.own(passed, s.cells, False)
-        cells.write(cells.find(n_new), np.arange(s.room, s.room + n_new), cells.owned_by(s.cells))
+        if len(passed):
+            cells.own(passed, s.cells, False)
+            self.look_up(s)
+        found = cells.find(n_new)
+        cells.write(found, np.arange(s.room, s.room + n_new), cells.owned_by(s.cells))
+        for position, slot in enumerate((self.first_slot(s) + found).tolist(), s.room):
+            s.runs.append(position, slot)
         s.room += n_new
-        self.look_up(s)
         return True
 
     def will_grow(self, sequence):
@@ -73,8 +77,12 @@ class CellPool:
 
     def look_up(self, sequence):
         """Write the runs of a sequence."""
-        base = self.n_pages * self.streams.stream_of(sequence.cells)
-        sequence.runs = Runs(self.streams.cells_of(sequence.cells).runs_of(sequence.cells) + (0, base, 0))
+        s = sequence
+        s.runs = Runs(self.streams.cells_of(s.cells).runs_of(s.cells) + (0, self.first_slot(s), 0))
+
+    def first_slot(self, sequence):
+        """The slot of the first cell of a sequence's stream."""
+        return self.n_pages * self.streams.stream_of(sequence.cells)
 
     def computed(self, sequence, n):
         """n more positions of a sequence are stored."""
@@ -105,7 +113,7 @@ class CellPool:
         new.n_computed = new.room = s.n_computed
         self.look_up(new)
         if not self.unified:
-            to_source = self.n_pages * (s.cells - new.cells)
+            to_source = self.first_slot(s) - self.first_slot(new)
             self.copies += [(slot + to_source, slot, n) for _, slot, n in new.runs.table[:new.runs.n].tolist()]
 
     def free(self, sequence):
