@@ -116,6 +116,25 @@ def compiled(source):
     return environment.from_string(source)
 
 
+def rendered(template, variables):
+    """
+    The text. A template that leaves out what is a text, and shows what is a list of parts, gets each content as such a
+    list: [{"type": "text", "text": content}]. Models that read images too have such templates.
+    """
+    def shows(content):
+        try:
+            return 'Kx7q' in template.render(variables | dict(messages=[dict(role='user', content=content)]))
+        except Exception:
+            return False
+
+    def parts(content):
+        return [dict(type='text', text=content)] if isinstance(content, str) else content
+    if not shows('Kx7q') and shows(parts('Kx7q')):
+        messages = [message | dict(content=parts(message.get('content'))) for message in variables['messages']]
+        variables = variables | dict(messages=messages)
+    return template.render(variables)
+
+
 def serve():
     """
     Answer each line of standard input, JSON of a template, its variables and its seconds, by a line: ['text', what was
@@ -134,7 +153,7 @@ def serve():
             import jinja2.sandbox  # noqa: F401 (it takes long, and none of the template's time)
             limit(seconds)  # then SIGPROF ends this process
             template, refused = compiled(source), "does not take this conversation"
-            text = template.render(variables)
+            text = rendered(template, variables)
             if len(text) > len(line) + MOST_TEXT:
                 raise ValueError(f"its text has {len(text):,} characters, and {len(line) + MOST_TEXT:,} are allowed")
             answer = 'text', text

@@ -360,6 +360,36 @@ def test_memory_has_a_limit():
         ChatTemplate(f"{{{{ ('x' * {chat_template.MEMORY}) | length }}}}").render([])
 
 
+PARTS = """\
+{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}\
+{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+SELECTED = """\
+{% for m in messages %}<{{ m.role }}>{{ m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') \
+| join }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+EITHER = """\
+{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}\
+({{ part.text }}){% endfor %}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.mark.parametrize('source', [PARTS, SELECTED, EITHER])
+def test_a_template_for_lists_of_parts_gets_them(source):
+    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+    tokenizers = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, 'a')), **SPECIAL)
+    for seed in range(20):
+        texts = conversation(random.Random(seed))
+        parts = [message | dict(content=[dict(type='text', text=message['content'])]) for message in texts]
+        expected = theirs.apply_chat_template(texts if source == EITHER else parts, chat_template=source,
+                                              tokenize=False, add_generation_prompt=True)
+        assert ChatTemplate(source).render(texts) == expected
+        assert ChatTemplate(source).render(parts) == theirs.apply_chat_template(
+            parts, chat_template=source, tokenize=False, add_generation_prompt=True)
+        texts[-1]['role'], parts[-1]['role'] = 'assistant', 'assistant'
+    continued = ChatTemplate(source).render(texts, continue_final_message=True)
+    assert continued.endswith('<assistant>' + texts[-1]['content'])
+
+
 def test_an_interrupted_rendering_is_nobody_elses_answer():
     template = ChatTemplate("{% for i in range(900) %}{% for j in range(900) %}{% endfor %}{% endfor %}"
                             "{{ messages[0].content }}")
