@@ -5,8 +5,8 @@ Chat templates: the Jinja program in the files of a tokenizer that writes a conv
     template.render([dict(role='user', content='Hello')])        '<s>[INST] Hello [/INST]'
 
 A template is a program that a stranger has written. It runs in Jinja's sandbox, in a process that has no other task,
-starts when it is first needed, renders one template after the other, and ends when one takes more than SECONDS. What
-templates find beside their messages is what transformers gives them:
+can open no file, starts when it is first needed, renders one template after the other, and ends when one takes more
+than SECONDS. What templates find beside their messages is what transformers gives them:
 https://huggingface.co/docs/transformers/chat_templating_writing.
 
 Why a process: a single call, [x, x] == [y, y] of lists that are nested 64 deep for example, takes years and holds
@@ -16,7 +16,9 @@ import json
 import signal
 import subprocess
 import sys
+from datetime import datetime
 from functools import lru_cache, partial
+from importlib import import_module
 
 SECONDS = 2.0           # of the processor for a rendering, at most; Windows has no such limit
 MEMORY = 2**29          # bytes of the process, at most; Windows and macOS have no such limit
@@ -85,11 +87,14 @@ def ask(source, variables):
 
 # from here on: the process that renders
 
+# what Jinja would import when a template first needs it: by then the process can open no file
+LATE = ('jinja2.ext', 'jinja2.sandbox', 'jinja2.debug', 'jinja2.constants', 'encodings.unicode_escape', 'html',
+        'pprint', 'textwrap', 'unicodedata')
+
+
 @lru_cache(maxsize=1)
 def compiled(source):
     """The template of a source, in an environment as transformers makes it."""
-    from datetime import datetime
-
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -135,22 +140,29 @@ def rendered(template, variables):
     return template.render(variables)
 
 
+def confine():
+    """Import all that rendering needs, then take from this process more memory, files, connections and programs."""
+    for module in LATE:
+        import_module(module)
+    try:
+        import resource
+        for limit, most in {resource.RLIMIT_NPROC: 0, resource.RLIMIT_NOFILE: 3, resource.RLIMIT_AS: MEMORY}.items():
+            resource.setrlimit(limit, (most, most))
+    except (ImportError, ValueError, OSError):
+        pass  # Windows has no limits, and macOS none of memory
+
+
 def serve():
     """
     Answer each line of standard input, JSON of a template, its variables and its seconds, by a line: ['text', what was
     rendered] or ['error', why not].
     """
     sys.path += sys.argv[1:]
-    try:
-        import resource
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    except (ImportError, ValueError, OSError):
-        pass  # Windows has no limit of memory, and macOS not this one
     limit = partial(signal.setitimer, signal.ITIMER_PROF) if hasattr(signal, 'setitimer') else lambda seconds: None
     for line in sys.stdin:
         (source, variables, seconds), refused = json.loads(line), "cannot be read"
         try:
-            import jinja2.sandbox  # noqa: F401 (it takes long, and none of the template's time)
+            confine()  # the imports take long, and none of the template's time
             limit(seconds)  # then SIGPROF ends this process
             template, refused = compiled(source), "does not take this conversation"
             text = rendered(template, variables)

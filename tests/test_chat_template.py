@@ -1,4 +1,5 @@
 """Chat templates, held against transformers' `apply_chat_template`, and templates that do what they must not."""
+import errno
 import itertools
 import os
 import random
@@ -13,6 +14,9 @@ from importlib.util import find_spec
 
 import pytest
 from conftest import ROOT
+from jinja2.defaults import DEFAULT_FILTERS
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.tests import TESTS
 
 from chat import template as chat_template
 from chat.template import ChatTemplate
@@ -358,6 +362,33 @@ def test_a_hostile_template_is_an_error_in_a_line_and_others_do_not_notice(tmp_p
 def test_memory_has_a_limit():
     with pytest.raises(ValueError, match="does not take this conversation: MemoryError"):
         ChatTemplate(f"{{{{ ('x' * {chat_template.MEMORY}) | length }}}}").render([])
+
+
+def test_the_process_of_templates_can_open_nothing():
+    """What breaks out of Jinja's sandbox finds no files, connections and programs."""
+    code = ("import socket, subprocess; from chat import template; template.confine()\n"
+            "for take in (lambda: open('/etc/hostname'), socket.socket, lambda: subprocess.run('true')):\n"
+            "    try: take()\n"
+            "    except OSError as e: print(e.errno)")
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(errno.EMFILE)] * 3, done.stderr
+
+
+def test_what_jinja_imports_late_is_there():
+    """All filters and tests do in a process that can open nothing what they do in another one."""
+    environment = ImmutableSandboxedEnvironment()
+    sources = [f"{{{{ '<b>ab\\t\\N{{BULLET}}' | {name} }}}}" for name in DEFAULT_FILTERS
+               if name not in ('tojson', 'random')]
+    for source in sources + [f"{{{{ 'ab' is {name} }}}}" for name in TESTS]:
+        try:
+            expected = environment.from_string(source).render()
+        except Exception as e:
+            with pytest.raises(ValueError, match=type(e).__name__):
+                ChatTemplate(source).render([])
+        else:
+            at = re.compile('0x[0-9a-f]+')  # of a generator
+            assert at.sub('', ChatTemplate(source).render([])) == at.sub('', expected)
+    assert len(ChatTemplate("{{ lipsum(n=1) }}").render([])) > 99
 
 
 PARTS = """\
