@@ -4,23 +4,28 @@ Chat templates: the Jinja program in the files of a tokenizer that writes a conv
     template = ChatTemplate(source, dict(bos_token='<s>', eos_token='</s>'))
     template.render([dict(role='user', content='Hello')])        '<s>[INST] Hello [/INST]'
 
-A template is a program that a stranger has written. It runs in Jinja's sandbox, and in a process of its own, which
-starts when it is first needed, and ends when a rendering takes more than SECONDS or MEMORY. What templates find beside
-their messages is what transformers gives them: https://huggingface.co/docs/transformers/chat_templating_writing.
+A template is a program that a stranger has written. It runs in Jinja's sandbox, in a process that has no other task,
+can open no file, starts when it is first needed, renders one template after the other, and ends when one takes more
+than SECONDS. What templates find beside their messages is what transformers gives them:
+https://huggingface.co/docs/transformers/chat_templating_writing.
+
+Why a process: a single call, [x, x] == [y, y] of lists that are nested 64 deep for example, takes years and holds
+Python's lock, so nothing in the same process can end it. A rendering costs 0.1 ms more than without it.
 """
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
+from datetime import datetime
 from functools import lru_cache, partial
+from importlib import import_module
 
 SECONDS = 2.0           # of the processor for a rendering, at most; Windows has no such limit
-CLOCK = 60              # seconds of a rendering on a busy machine, at most, with the start of the process
-MEMORY = 2**29          # bytes of the process, at most
-MOST_TEXT = 2**24       # characters of a rendered conversation, at most
+MEMORY = 2**29          # bytes of the process, at most; Windows and macOS have no such limit
+MOST_TEXT = 2**20       # characters of a text beyond those of the question, at most: a tokenizer is slow with more
 MARK = 'END_OF_THE_FINAL_MESSAGE '  # behind the content of a message that is continued
+
+waiting = []            # processes that wait for a question
 
 
 class ChatTemplate:
@@ -31,7 +36,6 @@ class ChatTemplate:
 
     def __init__(self, source, special_tokens=None):
         self.source, self.special_tokens = source, special_tokens or {}
-        self.pid = self.process = self.lock = None
 
     def render(self, messages, /, continue_final_message=False, **variables):
         """
@@ -40,79 +44,57 @@ class ChatTemplate:
         True). continue_final_message: the text ends with the last message's content. ValueError, with what Jinja or the
         template says, if the template cannot be read, or does not take this.
         """
+        variables = dict(tools=None, documents=None, add_generation_prompt=True) | self.special_tokens | variables
         if not continue_final_message:
-            return self.ask(variables | dict(messages=messages))
+            return ask(self.source, variables | dict(messages=messages))
         *others, last = messages or [{}]
         if not isinstance(last.get('content'), str):
             raise ValueError("continue_final_message needs a last message whose content is a text")
-        marked = self.ask(variables | dict(messages=[*others, last | dict(content=last['content'] + MARK)],
-                                           add_generation_prompt=False))
+        marked = ask(self.source, variables | dict(messages=[*others, last | dict(content=last['content'] + MARK)],
+                                                   add_generation_prompt=False))
         text, mark, _ = marked.rpartition(MARK.strip())
         if not mark:
             raise ValueError("the chat template leaves out the last message, so that it cannot be continued")
         return text if marked[len(text):].startswith(MARK) else text.rstrip()  # some take blanks from both ends
 
-    def ask(self, variables):
-        """Have the process render the template."""
-        if self.pid != os.getpid():  # after a fork the process answers the parent
-            self.pid, self.process, self.lock = os.getpid(), None, threading.Lock()
-        variables = dict(tools=None, documents=None, add_generation_prompt=True) | self.special_tokens | variables
-        with self.lock:
-            if self.process is None or self.process.poll() is not None:
-                # -I ignores PYTHONPATH, whose modules could replace those of the standard library. The folders of
-                # sys.path come behind it: jinja2 may be in any of them
-                self.process = subprocess.Popen([sys.executable, '-I', __file__, *sys.path], text=True,
-                                                encoding='utf-8', stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                                start_new_session=True)
-            kind, text = json.loads(self.answer(json.dumps([self.source, variables])))
-        if kind == 'error':
-            raise ValueError(f"the chat template {text}")
-        return text
 
-    def answer(self, question):
-        """The line with which the process answers a line, see `serve`. ValueError if it ends instead."""
-        timer = threading.Timer(CLOCK, self.process.kill)
-        timer.start()
-        try:
-            print(question, file=self.process.stdin, flush=True)
-            line = self.process.stdout.readline()
-        except BrokenPipeError:
-            line = ''
-        except BaseException:  # an answer that nobody has read must not be taken for the next one
-            self.close()
-            raise
-        finally:
-            timer.cancel()
-        if line.endswith('\n'):
-            return line
-        ended = -self.process.wait()
-        self.close()
-        if ended == getattr(signal, 'SIGPROF', None):
-            raise ValueError(f"the chat template took longer than {SECONDS:.0f} s: shorten the conversation, or use "
-                             "another template")
-        how = signal.Signals(ended).name if ended > 0 else f"exit code {-ended}"
-        raise ValueError(f"the process of the chat template was ended ({how}), perhaps because {MEMORY >> 20} MB, the "
-                         f"memory of the machine or {CLOCK} s did not suffice: try again, or shorten the conversation")
-
-    def close(self):
-        """End the process. A later rendering starts another one."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
-
-    def __del__(self):
-        if getattr(self, 'process', None) is not None and self.pid == os.getpid():
-            self.process.kill()
+def ask(source, variables):
+    """The text that a process renders. ValueError, with what it says, if it renders none, or ends."""
+    question, kind = json.dumps([source, variables, SECONDS]), 'ended'
+    if not waiting or (process := waiting.pop()).poll() is not None:  # poll says so, too, of a process of the parent's
+        # -I ignores PYTHONPATH, whose modules could replace those of the standard library. The folders of sys.path come
+        # behind it: jinja2 may be in any of them. Ctrl-C does not reach a new session
+        process = subprocess.Popen([sys.executable, '-I', __file__, *sys.path], text=True, encoding='utf-8',
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        print(question, file=process.stdin, flush=True)
+        kind, text = json.loads(process.stdout.readline())
+    except (BrokenPipeError, json.JSONDecodeError):
+        pass
+    finally:
+        if kind != 'ended':
+            waiting.append(process)
+        else:  # or this was interrupted, and its answer must not be taken for that to another question
+            process.kill()
+            process.communicate()
+    if kind == 'ended':
+        raise ValueError(f"the chat template took longer than {SECONDS:.0f} s of the processor, or something else "
+                         f"ended its process ({process.returncode}): shorten the conversation, or use another template")
+    if kind == 'error':
+        raise ValueError(f"the chat template {text}")
+    return text
 
 
 # from here on: the process that renders
 
+# what Jinja would import when a template first needs it: by then the process can open no file
+LATE = ('jinja2.ext', 'jinja2.sandbox', 'jinja2.debug', 'jinja2.constants', 'encodings.unicode_escape', 'html',
+        'pprint', 'textwrap', 'unicodedata')
+
+
 @lru_cache(maxsize=1)
 def compiled(source):
     """The template of a source, in an environment as transformers makes it."""
-    from datetime import datetime
-
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -139,30 +121,57 @@ def compiled(source):
     return environment.from_string(source)
 
 
-def serve():
+def rendered(template, variables):
     """
-    Answer each line of standard input, JSON of a template and its variables, by a line: ['text', what was rendered] or
-    ['error', why not].
+    The text. A template that leaves out what is a text, and shows what is a list of parts, gets each content as such a
+    list: [{"type": "text", "text": content}]. Models that read images too have such templates.
     """
-    sys.path += sys.argv[1:]
+    def shows(content):
+        try:
+            return 'Kx7q' in template.render(variables | dict(messages=[dict(role='user', content=content)]))
+        except Exception:
+            return False
+
+    def parts(content):
+        return [dict(type='text', text=content)] if isinstance(content, str) else content
+    if not shows('Kx7q') and shows(parts('Kx7q')):
+        messages = [message | dict(content=parts(message.get('content'))) for message in variables['messages']]
+        variables = variables | dict(messages=messages)
+    return template.render(variables)
+
+
+def confine():
+    """Import all that rendering needs, then take from this process more memory, files, connections and programs."""
+    for module in LATE:
+        import_module(module)
     try:
         import resource
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        for limit, most in {resource.RLIMIT_NPROC: 0, resource.RLIMIT_NOFILE: 3, resource.RLIMIT_AS: MEMORY}.items():
+            resource.setrlimit(limit, (most, most))
     except (ImportError, ValueError, OSError):
-        pass  # Windows has no limit of memory, and macOS not this one
+        pass  # Windows has no limits, and macOS none of memory
+
+
+def serve():
+    """
+    Answer each line of standard input, JSON of a template, its variables and its seconds, by a line: ['text', what was
+    rendered] or ['error', why not].
+    """
+    sys.path += sys.argv[1:]
     limit = partial(signal.setitimer, signal.ITIMER_PROF) if hasattr(signal, 'setitimer') else lambda seconds: None
     for line in sys.stdin:
-        (source, variables), refused = json.loads(line), "cannot be read"
+        (source, variables, seconds), refused = json.loads(line), "cannot be read"
         try:
-            import jinja2  # noqa: F401 (it takes long, and none of the template's time)
-            limit(SECONDS)  # then SIGPROF ends this process
+            confine()  # the imports take long, and none of the template's time
+            limit(seconds)  # then SIGPROF ends this process
             template, refused = compiled(source), "does not take this conversation"
-            text = template.render(variables)
-            if len(text) > MOST_TEXT:
-                raise ValueError(f"its text has {len(text):,} characters, and {MOST_TEXT:,} are allowed")
+            text = rendered(template, variables)
+            if len(text) > len(line) + MOST_TEXT:
+                raise ValueError(f"its text has {len(text):,} characters, and {len(line) + MOST_TEXT:,} are allowed")
             answer = 'text', text
         except Exception as e:  # a template can raise anything
-            answer = 'error', f"{refused}: {type(e).__name__}: {e}"[:300]
+            said = f"{refused}: {type(e).__name__}: {e}"[:300]
+            answer = 'error', ''.join(letter if letter.isprintable() else ' ' for letter in said)
         limit(0)
         print(json.dumps(answer), flush=True)
 

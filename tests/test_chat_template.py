@@ -1,17 +1,22 @@
 """Chat templates, held against transformers' `apply_chat_template`, and templates that do what they must not."""
+import errno
 import itertools
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 import venv
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
 from conftest import ROOT
+from jinja2.defaults import DEFAULT_FILTERS
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.tests import TESTS
 
 from chat import template as chat_template
 from chat.template import ChatTemplate
@@ -185,45 +190,235 @@ def test_a_hand_written_conversation():
         '<s>[INST] Be brief.\n\n Hi [/INST] Yes?</s>[INST] Bye[/INST]')
 
 
-ESCAPES = [  # each names an object that leads out of the sandbox
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ messages.__init__.__globals__ }}",
-    "{{ raise_exception.__globals__ }}",
-    "{{ strftime_now.__closure__ }}",
-    "{{ lipsum.__globals__['os'].popen('id').read() }}",
-    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "{{ (messages | attr('__class__')) }}",
-    "{{ '{0.__class__.__mro__}'.format('') }}",
-    "{{ self._TemplateReference__context.cycler.__init__.__globals__ }}",
-    "{{ messages.append(messages) }}",
-    "{% include '/etc/passwd' %}",
-    "{% import 'os' as os %}",
-]
+HOSTILE = dict(  # kind: templates, one on a line
+    loops=r"""
+{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
+{% set m = messages * 999 %}{% for a in m %}{% for b in m %}{% for c in m %}{% endfor %}{% endfor %}{% endfor %}
+{% for i in range(99999) if range(99999) | sum < 0 %}{% endfor %}
+{% for i in range(99999) %}{% if 'x' in range(99999) | list %}{% endif %}{% endfor %}
+{% for c in 'x' * 99999 %}{% for d in 'y' * 99999 %}{% endfor %}{% endfor %}
+{% set c, r = cycler(1, 2), range(99999) %}{% for i in r %}{% for j in r if c.next() > 2 %}{% endfor %}{% endfor %}
+{% for i in range(99999) %}{{ (range(99999) | map('string') | select | list | length) * 0 }}{% endfor %}
+{% macro f() %}{% for i in range(99999) %}{{ caller() }}{% endfor %}{% endmacro %}{% call f() %}{{ f() }}{% endcall %}
+{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(64) }}""",
+    recursion=r"""
+{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}
+{% macro f() %}{{ g() }}{% endmacro %}{% macro g() %}{{ f() }}{% endmacro %}{{ f() }}
+{% macro f() %}{% call f() %}{{ caller() }}{% endcall %}{% endmacro %}{{ f() }}
+{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}
+{% block a %}{{ self.a() }}{% endblock %}
+{{ ((((9999 times)))) }}
+{{ not not 9999 times 1 }}
+{{ 1 + 1 + 9999 times 1 }}
+NESTED{{ n.x }}
+NESTED{{ n.x | tojson }}
+NESTED{{ n.x == [n.x] }}
+{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = n.x | select %}{% endfor %}{{ n.x | list }}""",
+    texts=r"""
+{{ 'x' * 10 ** 10 }}
+{{ 'x' * 2 ** 25 }}
+{{ ('x' * 10 ** 6) * 10 ** 6 }}
+{{ 'x'.ljust(10 ** 12) }}
+{{ 'x'.zfill(2 ** 33) }}
+{{ '\t'.expandtabs(2 ** 30) | length }}
+{{ 'x' | center(10 ** 11) }}
+{{ ('x\n' * 9999) | indent(10 ** 6) }}
+{{ ('x ' * 9999) | wordwrap(1, wrapstring='y' * 10 ** 6) }}
+{{ ('x' * 10 ** 5) | replace('x', 'y' * 10 ** 5) }}
+{{ ('x' * 10 ** 5).replace('', 'y' * 10 ** 5) }}
+{{ ('x' * 10 ** 5).translate({120: 'y' * 10 ** 6}) }}
+{{ ('x' * 10 ** 5) | join('y' * 10 ** 6) }}
+{{ ('y' * 10 ** 6).join('x' * 10 ** 5) }}
+{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}
+{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}
+{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}{{ n.x }}
+{% set n = namespace(x='') %}{% for i in range(9999) %}{% set n.x = n.x + 'y' * 99999 %}{% endfor %}{{ n.x }}
+{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}
+{% for i in range(99999) %}{{ messages }}{% endfor %}""",
+    formats=r"""
+{{ '%9999999999d' % 1 }}
+{{ '%*d' % (2 ** 31 - 2, 1) }}
+{{ '%.2147483000f' % 1.0 }}
+{{ '%2000000000s' | format('x') }}
+{{ '{:>9999999999}'.format(1) }}
+{{ '{0:{1}}'.format('x', 2 ** 33) }}
+{{ '{x:99999999999}'.format_map({'x': 1}) }}
+{{ strftime_now('%c' * 10 ** 7) | length }}
+{{ messages | tojson(indent=10 ** 10) }}""",
+    numbers=r"""
+{{ (9 ** (9 ** (8 + messages | length))) | string | length }}
+{{ 2 ** (2 ** 40) }}
+{{ 3 ** (10 ** 8) % 7 }}
+{{ 1.5 | round(10 ** 9, 'ceil') }}
+{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x ** 3 %}{% endfor %}""",
+    lists=r"""
+{{ range(10 ** 12) | list }}
+{{ (range(99999) | list) * 99999 }}
+{{ ([0] * 10 ** 10) | length }}
+{{ range(99999) | batch(10 ** 10, 'x') | list }}
+{{ messages | slice(10 ** 10) | list }}
+{% for i in range(999) %}{{ ((range(99999) | list) * 9) | sort(reverse=true) | unique | list | length }}{% endfor %}
+{{ ([[0] * 999] * 9999) | sum(start=[]) | length }}
+{{ lipsum(n=10 ** 7) }}
+{{ lipsum(n=1, min=10 ** 9, max=10 ** 9 + 1) }}
+DOUBLED{{ n.x }}
+DOUBLED{{ n.x | tojson }}
+DOUBLED{{ n.x | pprint }}
+DOUBLED{{ n.x == n.y }}
+DOUBLED{{ [n.x, n.y] | sort }}
+DOUBLED{{ [n.x, n.y] | unique | list }}""",
+    errors=r"""
+{{ raise_exception('x' * 10 ** 8) }}
+{{ raise_exception('one\ntwo\x1b[31m\r\nthree') }}
+{{ messages['x' * 10 ** 7].foo }}
+{{ {}['x' * 10 ** 5]() }}
+{{ messages | string | nothing }}
+{{ 1 // 0 }}""",
+    files=r"""
+{% include '/etc/passwd' %}
+{% import 'os' as os %}{{ os }}
+{% from 'os' import system %}{{ system('id > FILE') }}
+{% extends '/etc/passwd' %}
+{% include messages %}
+{% include ['a', '/etc/passwd'] ignore missing %}""",
+    escapes=r"""
+{{ ''.__class__.__mro__[1].__subclasses__() }}
+{{ ''['__class__']['__mro__'][1]['__subclasses__']() }}
+{{ '' | attr('__class__') | attr('__mro__') }}
+{{ '' | attr(['_', '_class_', '_'] | join) }}
+{{ ['']  | map(attribute='__class__') | list }}
+{{ [''] | groupby('__class__') | list }}
+{{ '{0.__class__.__mro__}'.format('') }}
+{{ '{x.__class__.__mro__}'.format_map({'x': ''}) }}
+{{ ('{0.__class__.__mro__}' | attr('format'))('') }}
+{% set f = '{0.__class__.__mro__}'.format %}{{ ['']  | map(f) | list }}
+{{ '{0.__class__.__mro__}' | safe | attr('format')('') }}
+{{ messages.__init__.__globals__ }}
+{{ raise_exception.__globals__ }}
+{{ strftime_now.__closure__[0].cell_contents }}
+{{ strftime_now.__globals__.sys.modules.os.system('id > FILE') }}
+{{ lipsum.__globals__['os'].popen('id > FILE').read() }}
+{{ cycler.__init__.__globals__.os.popen('id > FILE').read() }}
+{{ joiner.__init__.__globals__.os.popen('id > FILE').read() }}
+{{ namespace.__init__.__globals__.os.popen('id > FILE').read() }}
+{{ self.__init__.__globals__.__builtins__.open('/etc/passwd').read() }}
+{{ self._TemplateReference__context.cycler.__init__.__globals__ }}
+{{ dict.mro()[1].__subclasses__() }}
+{{ dict.__base__.__subclasses__() }}
+{% macro f() %}{% endmacro %}{{ f.__call__.__func__.__globals__.sys.modules.os.system('id > FILE') }}
+{% macro f() %}{% endmacro %}{{ f._func.__globals__.environment }}
+{% for m in messages %}{{ loop.__class__.__init__.__globals__ }}{% endfor %}
+{{ (messages | map('upper')).gi_frame.f_back.f_globals }}
+{{ (messages | select).gi_code.co_consts }}
+{% set n = namespace(__class__=dict) %}{{ n.__class__.__mro__ }}
+{% set n = namespace() %}{% set n.__call__ = lipsum.__globals__ %}{{ n() }}
+{{ namespace(unsafe_callable=false, __call__=''.__class__)() }}
+{{ url_for.__globals__ }}{{ request.application.__globals__ }}{{ get_flashed_messages.__globals__ }}
+{{ config.__class__.__init__.__globals__['os'].popen('id > FILE').read() }}
+{{ x.__init__.__globals__ }}{{ undefined.__class__.__mro__ }}
+{{ messages.append(messages) }}{{ messages[0].update(a=1) }}
+{% set x = messages.clear() %}{% set x = messages.pop() %}""",
+    works=r"""
+{{ ('http://' * 10 ** 6) | urlize }}
+{{ ('a@' * 10 ** 5) | urlize }}
+{{ ('<!--' * 10 ** 5) | striptags }}
+{{ ('a-' * 10 ** 7) | title | length }}
+{{ ('x ' * 10 ** 7) | wordcount }}
+{{ ('x' * 10 ** 7) | wordwrap(1) | length }}
+{{ ('\xe4' * 10 ** 7).encode('idna') }}
+{{ ('ab' * 10 ** 6 + 'c') in ('ab' * 10 ** 7) }}
+{{ ('9' * 10 ** 6) | int * 2 }}
+{{ strftime_now('%999999999Y') | length }}""")
+SHORT = {  # what stands for what in them
+    'DOUBLED': "{% set n = namespace(x='a', y='a') %}{% for i in range(64) %}{% set n.x = [n.x, n.x] %}"
+               "{% set n.y = [n.y, n.y] %}{% endfor %}",
+    'NESTED': "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}",
+    '((((9999 times))))': '(' * 9999 + ')' * 9999, 'not not 9999 times': 'not ' * 9999,
+    '1 + 1 + 9999 times': '1 + ' * 9999}
 
 
-@pytest.mark.parametrize('source', ESCAPES)
-def test_a_template_does_not_leave_its_sandbox(source):
+@pytest.mark.parametrize('kind, source', [
+    pytest.param(kind, line, id=f'{kind}-{i}') for kind, lines in HOSTILE.items()
+    for i, line in enumerate(lines.strip().splitlines())])
+def test_a_hostile_template_is_an_error_in_a_line_and_others_do_not_notice(tmp_path, monkeypatch, kind, source):
+    monkeypatch.setattr(chat_template, 'SECONDS', 0.2)
+    for short, long in SHORT.items():
+        source = source.replace(short, long)
+    said, text = '', ''
     try:
-        text = ChatTemplate(source).render([dict(role='user', content='x')])
+        text = ChatTemplate(source.replace('FILE', str(tmp_path / 'made'))).render([dict(role='user', content='x')])
     except ValueError as e:
-        text = str(e)
-    assert text == '' or "does not take this conversation" in text
+        said = str(e)
+        assert re.match('the chat template (cannot be read|does not take this conversation|took longer than)', said)
+        assert said.isprintable() and len(said) < 400
+    assert said or kind == 'works' or kind in ('files', 'escapes') and not re.sub(r'Undefined|\W', '', text)
+    assert len(text) < 2 * chat_template.MOST_TEXT and not list(tmp_path.iterdir())
+    assert 'root:' not in text + said and '<class' not in text + said
+    assert ChatTemplate("{{ messages[0].content }}").render([dict(content='a')]) == 'a'
+    assert len(chat_template.waiting) == 1
 
 
-@pytest.mark.parametrize('source', [
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-    "{{ 'x' * 10 ** 10 }}", "{{ 'x'.ljust(10 ** 12) }}",
-    "{{ (9 ** (9 ** (8 + messages | length))) | string | length }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ 'x' * 2 ** 25 }}",
-])
-def test_what_takes_too_much_is_an_error_and_the_next_conversation_is_rendered(source):
-    template = ChatTemplate("{% if messages %}" + source + "{% endif %}")
-    began = time.monotonic()
-    with pytest.raises(ValueError, match="the chat template"):
-        template.render([dict(role='user', content='x')])
-    assert time.monotonic() - began < 10 * chat_template.SECONDS
-    assert template.render([]) == ''
+@pytest.mark.skipif(sys.platform != 'linux', reason="this system does not limit memory")
+def test_memory_has_a_limit():
+    with pytest.raises(ValueError, match="does not take this conversation: MemoryError"):
+        ChatTemplate(f"{{{{ ('x' * {chat_template.MEMORY}) | length }}}}").render([])
+
+
+def test_the_process_of_templates_can_open_nothing():
+    """What breaks out of Jinja's sandbox finds no files, connections and programs."""
+    code = ("import socket, subprocess; from chat import template; template.confine()\n"
+            "for take in (lambda: open('/etc/hostname'), socket.socket, lambda: subprocess.run('true')):\n"
+            "    try: take()\n"
+            "    except OSError as e: print(e.errno)")
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [str(errno.EMFILE)] * 3, done.stderr
+
+
+def test_what_jinja_imports_late_is_there():
+    """All filters and tests do in a process that can open nothing what they do in another one."""
+    environment = ImmutableSandboxedEnvironment()
+    sources = [f"{{{{ '<b>ab\\t\\N{{BULLET}}' | {name} }}}}" for name in DEFAULT_FILTERS
+               if name not in ('tojson', 'random')]
+    for source in sources + [f"{{{{ 'ab' is {name} }}}}" for name in TESTS]:
+        try:
+            expected = environment.from_string(source).render()
+        except Exception as e:
+            with pytest.raises(ValueError, match=type(e).__name__):
+                ChatTemplate(source).render([])
+        else:
+            at = re.compile('0x[0-9a-f]+')  # of a generator
+            assert at.sub('', ChatTemplate(source).render([])) == at.sub('', expected)
+    assert len(ChatTemplate("{{ lipsum(n=1) }}").render([])) > 99
+
+
+PARTS = """\
+{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}\
+{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+SELECTED = """\
+{% for m in messages %}<{{ m.role }}>{{ m['content'] | selectattr('type', 'equalto', 'text') | map(attribute='text') \
+| join }}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+EITHER = """\
+{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}\
+({{ part.text }}){% endfor %}{% endif %}</s>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+
+
+@pytest.mark.parametrize('source', [PARTS, SELECTED, EITHER])
+def test_a_template_for_lists_of_parts_gets_them(source):
+    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+    tokenizers = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, 'a')), **SPECIAL)
+    for seed in range(20):
+        texts = conversation(random.Random(seed))
+        parts = [message | dict(content=[dict(type='text', text=message['content'])]) for message in texts]
+        expected = theirs.apply_chat_template(texts if source == EITHER else parts, chat_template=source,
+                                              tokenize=False, add_generation_prompt=True)
+        assert ChatTemplate(source).render(texts) == expected
+        assert ChatTemplate(source).render(parts) == theirs.apply_chat_template(
+            parts, chat_template=source, tokenize=False, add_generation_prompt=True)
+        texts[-1]['role'], parts[-1]['role'] = 'assistant', 'assistant'
+    continued = ChatTemplate(source).render(texts, continue_final_message=True)
+    assert continued.endswith('<assistant>' + texts[-1]['content'])
 
 
 def test_an_interrupted_rendering_is_nobody_elses_answer():
@@ -232,6 +427,7 @@ def test_an_interrupted_rendering_is_nobody_elses_answer():
 
     def interrupt(signum, frame):
         raise KeyboardInterrupt
+    ChatTemplate('').render([])  # now there is a process
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.01)
     try:
@@ -240,29 +436,27 @@ def test_an_interrupted_rendering_is_nobody_elses_answer():
     finally:
         signal.signal(signal.SIGALRM, before)
     assert template.render([dict(content='second')]) == 'second'
-    template.process.kill()
-    template.process.wait()
+    (process,) = chat_template.waiting
+    process.kill()
+    process.wait()
     assert template.render([dict(content='third')]) == 'third'
 
 
-def test_a_process_that_is_killed_was_not_slow():
-    template = ChatTemplate("{% if messages %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
-                            "{% endfor %}{% endif %}")
+def test_a_process_that_is_killed_is_an_error_and_the_next_one_renders():
+    template = ChatTemplate("{% if messages | length > 1 %}{% for i in range(99999) %}{% for j in range(99999) %}"
+                            "{% endfor %}{% endfor %}{% endif %}")
     assert template.render([]) == ''
-    threading.Timer(0.1, template.process.kill).start()
-    with pytest.raises(ValueError, match=r"^the process of the chat template was ended \(SIGKILL\), perhaps because"):
-        template.render([dict(role='user', content='x')])
+    threading.Timer(0.1, chat_template.waiting[-1].kill).start()
+    with pytest.raises(ValueError, match=r"something else ended its process \(-9\): shorten the conversation"):
+        template.render([dict(role='user', content='x')] * 2)
     assert template.render([]) == ''
 
 
-def test_the_limit_begins_when_the_process_is_ready(tmp_path, monkeypatch):
-    """On a busy machine Python takes long to start."""
-    slow = tmp_path / 'python'
-    slow.write_text(f'#!/bin/sh\nsleep 1.5\nexec {sys.executable} "$@"\n')
-    slow.chmod(0o755)
-    monkeypatch.setattr(sys, 'executable', str(slow))
-    monkeypatch.setattr(chat_template, 'SECONDS', 1.2)
-    assert ChatTemplate("{{ messages[0].content }}").render([dict(content='a')]) == 'a'
+def test_threads_do_not_get_each_others_answers():
+    template = ChatTemplate("{{ messages[0].content }}")
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda i: template.render([dict(content=str(i))]), range(400)))
+    assert texts == list(map(str, range(400))) and len(chat_template.waiting) <= 4
 
 
 def test_jinja2_may_be_anywhere(tmp_path):
@@ -284,6 +478,7 @@ def test_jinja2_may_be_anywhere(tmp_path):
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason="there is no fork here")
 def test_a_child_has_a_process_of_its_own():
     template, (reading, writing) = ChatTemplate("{{ messages[0].content }}"), os.pipe()
+    assert template.render([dict(content='before')]) == 'before'
     child = os.fork()
     texts = [template.render([dict(content=f'{child == 0} {i}')]) for i in range(200)]
     right = texts == [f'{child == 0} {i}' for i in range(200)]
