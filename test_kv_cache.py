@@ -1,9 +1,9 @@
 """
 Does the cache give the same tokens, and how much sooner?
 
-    python test_kv_cache.py     draws 200 tokens without the cache, with it, and with it and the fastest decoder;
-                                compares the tokens, and prints how many come in a second
-    python test_kv_cache.py --decoder=graph     the same with another decoder
+    python test_kv_cache.py     draws 200 tokens by the model without the cache, with it, and by the engine; compares
+                                the tokens, and prints how many come in a second
+    python test_kv_cache.py --decoder=eager     the same with another decoder
     pytest test_kv_cache.py     the comparison of the model's two ways, over 50 seeds and five prompt lengths
 
 The script takes the newest out*/ckpt.pt in the current folder that was trained on Shakespeare. Without one it says so
@@ -26,14 +26,16 @@ import debug_kv_model
 import decode
 import model as plain_model
 import tokenizer as tokenizers
+from decode.draw import DrawSettings, draw
 from device import fastest_threads, pick_device, share_cores, synchronize
+from engine import Engine, pool_for
 
 prompt = 'First '  # six characters, all of which Shakespeare has
 new_tokens = 200   # to draw in each way
 window = 128       # a longer context window is cropped to this, so that the tokens go past it
 temperature = 0.8  # as sample.py
 top_k = 200        # as sample.py
-decoder = 'auto'   # of the third way: eager, cpu, graph, compiled; auto is the fastest there is
+decoder = 'auto'   # of the engine: eager, cpu, gpu; auto is the fastest there is
 seed = 1337        # of the draws, the same in each way
 repeats = 5        # runs of each way, taking turns; the median counts
 device = 'auto'    # cpu, cuda, mps
@@ -62,13 +64,51 @@ def load_model(dev):
     return gpt.GPT(config).to(dev).eval(), None
 
 
+class ByModel:
+    """`GPT.generate` with the engine's draw, with the cache or without."""
+
+    def __init__(self, model, use_cache):
+        self.model, self.use_cache = model, use_cache
+
+    def generate(self, tokens, n):
+        settings = [DrawSettings(self.model.config.vocab_size, seed, temperature=temperature, top_k=top_k)]
+        idx = torch.tensor([tokens], device=self.model.lm_head.weight.device)
+        return self.model.generate(idx, n, use_cache=self.use_cache, draw=lambda logits, number: draw(
+            logits, settings, [number])[:, None])[0].tolist()
+
+    def logits_after(self, tokens, n_prompt):
+        """The logits (vocab_size,) after tokens, of which n_prompt are the prompt's, computed as `generate` does."""
+        model, idx = self.model, torch.tensor([tokens], device=self.model.lm_head.weight.device)
+        seen = idx if model.config.max_positions == math.inf else idx[:, -model.config.block_size:]
+        n_first = n_prompt if self.use_cache and seen.size(1) == len(tokens) else seen.size(1)
+        kv_cache = None
+        with torch.inference_mode():
+            for chunk in [seen[:, :n_first], *(seen[:, i:i + 1] for i in range(n_first, seen.size(1)))]:
+                logits, kv_cache = model.step(chunk, kv_cache, self.use_cache)
+        return logits[0, -1]
+
+
+class ByEngine:
+    """The engine with the executor that `decoder` names."""
+
+    def __init__(self, model):
+        self.executor = decode.best(model, 1, name=decoder)
+        self.engine = Engine(model, self.executor, pool_for(model.config, 1, len(prompt) + new_tokens))
+
+    def generate(self, tokens, n):
+        return self.engine.generate([tokens], n, seed=seed, temperature=temperature, top_k=top_k)[0]
+
+    def logits_after(self, tokens, n_prompt):
+        self.engine.add(tokens, 1, logprobs=True)
+        return [drawn for _, drawn in self.engine.step() if drawn.tokens][0].logits[-1]
+
+
 def ways_to_draw(model):
-    """{name: arguments of `generate`}. A trace (KV_DEBUG=1) shows the model's own steps, and has no decoder."""
-    ways = {'without cache': dict(use_cache=False), 'with cache': dict(use_cache=True)}
+    """{name: way}. A trace (KV_DEBUG=1) shows the model's own steps alone."""
+    ways = {'without cache': ByModel(model, False), 'with cache': ByModel(model, True)}
     if decoder != 'auto' or not debug_kv_model.tracing():
-        step = decode.best(model, 1, name=decoder)
-        print(f"decoder: {step.name}")
-        ways['with cache and decoder'] = dict(use_cache=True, decoder=step)
+        ways['the engine'] = ByEngine(model)
+        print(f"decoder: {ways['the engine'].executor.name}")
     return ways
 
 
@@ -80,39 +120,27 @@ def prompt_ids(model, tokenizer):
     return tokenizer.encode(prompt)
 
 
-def compare(model, idx, n, ways, dev):
-    """{way: (tokens (T,), seconds)} of n new tokens behind idx (1, T): medians of runs that take turns."""
+def compare(ids, n, ways, dev):
+    """{way: (tokens, seconds)} of n new tokens behind ids: medians of runs that take turns."""
     seconds, tokens = {way: [] for way in ways}, {}
     for repeat in range(1 + repeats):  # the first warms up
-        for way, how in ways.items():
+        for name, way in ways.items():
             time.sleep(PAUSE)
-            torch.manual_seed(seed)
             synchronize(dev)
             t0 = time.perf_counter()
-            tokens[way] = model.generate(idx, n, temperature, top_k, **how)[0]
+            tokens[name] = way.generate(ids, n)
             synchronize(dev)
-            seconds[way] += [time.perf_counter() - t0] if repeat else []
-    return {way: (tokens[way], statistics.median(seconds[way])) for way in ways}
+            seconds[name] += [time.perf_counter() - t0] if repeat else []
+    return {name: (tokens[name], statistics.median(seconds[name])) for name in ways}
 
 
-def logits_after(model, tokens, n_prompt, use_cache, decoder=None):
-    """The logits (vocab_size,) after tokens (T,), computed as `generate` does in one of the ways."""
-    seen = tokens[None] if model.config.max_positions == math.inf else tokens[None, -model.config.block_size:]
-    n_first = n_prompt if use_cache and seen.size(1) == len(tokens) else seen.size(1)
-    kv_cache = None
-    with torch.inference_mode():
-        for chunk in [seen[:, :n_first], *(seen[:, i:i + 1] for i in range(n_first, seen.size(1)))]:
-            logits, kv_cache = decoder(chunk, kv_cache) if decoder else model.step(chunk, kv_cache, use_cache)
-    return logits[0, -1]
-
-
-def report_difference(model, tokenizer, n_prompt, ways, name, plain, cached):
+def report_difference(tokenizer, n_prompt, ways, name, plain, cached):
     """Print where the tokens of the way `name` leave those without the cache, and how far apart the logits are."""
-    where = int((plain != cached).nonzero()[0])
-    logits = [logits_after(model, plain[:where], n_prompt, **ways[way]) for way in ('without cache', name)]
+    where = next((i for i, (a, b) in enumerate(zip(plain, cached)) if a != b), min(len(plain), len(cached)))
+    logits = [ways[way].logits_after(plain[:where], n_prompt) for way in ('without cache', name)]
 
     def show(tokens):
-        tokens = tokens[where:where + 40].tolist()
+        tokens = tokens[where:where + 40]
         return repr(tokenizer.decode(tokens)) if tokenizer else tokens
     print(f"✘ FAILURE: outputs differ from position {where} on")
     print(f"  {'without cache':<22}   {show(plain)}\n  {name:<22}   {show(cached)}")
@@ -140,22 +168,22 @@ def main(config):
     model, tokenizer = load_model(dev)
     if model.config.block_size > window:
         model.crop_block_size(window)
-    ways, idx = ways_to_draw(model), torch.tensor([prompt_ids(model, tokenizer)], device=dev)
+    ways, ids = ways_to_draw(model), prompt_ids(model, tokenizer)
     if dev == 'cpu':
         share_cores()
     if dev == 'cpu' and 'OMP_NUM_THREADS' not in os.environ:  # beside other programs one thread may be faster
-        fastest_threads(lambda: model.generate(idx, 8), limit=30)
-    drawn, n_inside = compare(model, idx, new_tokens, ways, dev), model.config.block_size - idx.size(1)
+        fastest_threads(lambda: ways['without cache'].generate(ids, 8), limit=30)
+    drawn, n_inside = compare(ids, new_tokens, ways, dev), model.config.block_size - len(ids)
     plain, differing = drawn['without cache'][0], []
     for way, (tokens, _) in drawn.items():
-        if not torch.equal(plain, tokens):
+        if plain != tokens:
             differing.append(way)
-            report_difference(model, tokenizer, idx.size(1), ways, way, plain, tokens)
+            report_difference(tokenizer, len(ids), ways, way, plain, tokens)
     if differing:
         sys.exit(1)
     columns = {f'{new_tokens:,} tokens': (new_tokens, drawn)}
     if 0 < n_inside < new_tokens:
-        columns = {f'{n_inside:,} within block_size': (n_inside, compare(model, idx, n_inside, ways, dev)),
+        columns = {f'{n_inside:,} within block_size': (n_inside, compare(ids, n_inside, ways, dev)),
                    f'{new_tokens:,}, past it': (new_tokens, drawn)}
     print_speeds(columns)
     print(f"✔ SUCCESS: outputs are identical ({len(plain)} tokens, in each of the {len(ways)} ways"
@@ -171,7 +199,7 @@ def test_same_tokens_with_and_without_the_cache(pytestconfig):
     option of tests/conftest.py, which pytest does not read when it is given this file alone.
     """
     seeds = range(50 if pytestconfig.getoption('full', True) else 8)
-    for T, draw, batch in itertools.product([1, 6, BLOCK - 1, BLOCK, BLOCK + 1], [0.0, 0.8], [1, 4]):
+    for T, temperature, batch in itertools.product([1, 6, BLOCK - 1, BLOCK, BLOCK + 1], [0.0, 0.8], [1, 4]):
         for s in seeds:
             torch.manual_seed(s)
             config = plain_model.GPTConfig(block_size=BLOCK, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
@@ -180,8 +208,8 @@ def test_same_tokens_with_and_without_the_cache(pytestconfig):
             outputs = []
             for use_cache in (False, True):
                 torch.manual_seed(1000 + s)
-                outputs.append(model.generate(idx, 2 * BLOCK, temperature=draw, top_k=20, use_cache=use_cache))
-            assert torch.equal(*outputs), f"prompt of {T}, temperature {draw}, batch {batch}, seed {s}"
+                outputs.append(model.generate(idx, 2 * BLOCK, temperature=temperature, top_k=20, use_cache=use_cache))
+            assert torch.equal(*outputs), f"prompt of {T}, temperature {temperature}, batch {batch}, seed {s}"
             assert outputs[0].shape == (batch, T + 2 * BLOCK)
 
 
