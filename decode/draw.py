@@ -13,6 +13,8 @@ import math
 import numpy as np
 import torch
 
+from inputs import check_sampling
+
 # columns of a sample's settings, in this order
 NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'presence_penalty', 'frequency_penalty', 'repetition_penalty')
 DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
@@ -40,6 +42,7 @@ class DrawSettings:
 
     def __init__(self, vocab_size, seed=0, stops=(), min_tokens=0, logit_bias=(), prompt=(), **values):
         values = DEFAULTS | values
+        check_values(**values)
         values['top_k'] = min(max(values['top_k'] or 0, 0), vocab_size)
         self.values = tuple(float(values[name]) for name in NAMES)
         self.seed, self.stops, self.min_tokens = seed % 2**64, sorted(stops), min_tokens if stops else 0
@@ -61,6 +64,17 @@ class DrawSettings:
     def changes_logits(self):
         """May logits be changed before a draw?"""
         return self.penalised or len(self.biases) > 0 or self.min_tokens > 0
+
+
+def check_values(temperature, top_k, top_p, min_p, repetition_penalty, **penalties):
+    """ValueError unless numbers of NAMES make sense; a top_k of None, 0 or -1 keeps all."""
+    check_sampling(temperature, None if top_k in (None, 0, -1) else top_k, top_p)
+    if not 0 <= min_p <= 1 or not 0 < repetition_penalty < math.inf:
+        raise ValueError(f"min_p must be from 0 to 1 and repetition_penalty positive, not {min_p} and "
+                         f"{repetition_penalty}")
+    for name, value in penalties.items():
+        if not math.isfinite(value):
+            raise ValueError(f"{name} must be a number, not {value}")
 
 
 def draw(logits, settings, numbers):

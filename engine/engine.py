@@ -70,7 +70,10 @@ class Engine:
         """
         self.check_caller()
         c = self.model.config
-        checked_prompt(prompt, c.vocab_size)
+        prompt = checked_prompt(prompt, c.vocab_size)
+        if type(max_new_tokens) is not int or max_new_tokens < 0 or type(n) is not int or n < 1:
+            raise ValueError(f"max_new_tokens must be an integer from 0 on and n one from 1 on, not {max_new_tokens!r} "
+                             f"and {n!r}")
         n_kept, keep = context_of(c, when_full, keep, n_keep, len(prompt))
         self.check_room(prompt, max_new_tokens)
         self.notice_changes()
@@ -201,18 +204,19 @@ class Engine:
         Continue prompts, lists of token ids. Yields (number, tokens) as tokens come: sample i of prompt p is number
         p * n + i, and draws with seed + number. settings: of `add`. What a caller does not take is not computed.
         """
-        number_of, going = {}, []
+        going, given = [], []  # given: how many tokens of each the caller has
         try:
             for p, prompt in enumerate(prompts):
-                for s in self.add(prompt, max_new_tokens, n, seed + p * n, **settings):
-                    number_of[s] = len(number_of)
-                    going.append(s)
-            while any(not s.ended for s in going):
-                for s, drawn in self.step():
+                going += self.add(prompt, max_new_tokens, n, seed + p * n, **settings)
+            given = [s.n_prompt for s in going]
+            while not all([s.ended for s in going]):
+                self.step()  # it may give tokens to other streams too, and theirs may give some to this one
+                for number, s in enumerate(going):
                     if s.error:
                         raise s.error
-                    if s in number_of and drawn and drawn.tokens:
-                        yield number_of[s], drawn.tokens
+                    if len(s.tokens) > given[number]:
+                        new, given[number] = s.tokens[given[number]:], len(s.tokens)
+                        yield number, new
         finally:
             for s in going:
                 self.end(s, 'abort')
@@ -232,7 +236,7 @@ def weights_of(model):
 
 
 def checked_prompt(prompt, vocab_size):
-    """ValueError unless a prompt has tokens, all of a vocabulary."""
+    """The tokens of a prompt as a list. ValueError unless there are some, all of a vocabulary."""
     try:
         ids = np.array(prompt)
     except ValueError:
@@ -243,6 +247,7 @@ def checked_prompt(prompt, vocab_size):
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(f"a prompt must be of token ids within the vocabulary of {vocab_size}, and this one has "
                          f"{ids.min()} to {ids.max()}")
+    return ids.tolist()
 
 
 def context_of(config, when_full, keep, n_keep, n_prompt):
