@@ -13,8 +13,9 @@ class Sequence:
 
     max_positions, n_keep, keep: a context of max_positions tokens that gets another one becomes the first n_keep tokens
         and the last `keep`. With keep = max_positions that is a window that moves by one token, as in nanoGPT.
-    most_ahead: how many tokens it draws in a call at most. salt: of the pages that it may share. scores: are the logits of all tokens of the prompt wanted? They are computed
-        then, whatever is remembered. logprobs: are the logits wanted from which its tokens are drawn?
+    most_ahead: how many tokens it draws in a call at most. salt: of the pages that it may share.
+    scores: are the logits of all tokens of the prompt wanted? They are computed then, whatever is remembered. logprobs:
+        are the logits wanted from which its tokens are drawn?
     siblings: sequences with the same prompt, which begin as forks of this one when all but its last token is computed.
     rank: the order of arrival; the scheduler prefers the lowest. n_failed: how many steps of it have failed.
     owner: whom its text is for; others set it, and the engine does not look at it.

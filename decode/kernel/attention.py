@@ -202,7 +202,8 @@ def attention_on(dtype):
     return CFunction(layer_attention)
 
 
-KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}  # of keys and values, as numba sees them
+# the types of keys and values, as numba sees them
+KINDS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.int8: np.int8}
 ATTENTION_ON = {dtype: attention_on(kind) for dtype, kind in KINDS.items()}
 
 
