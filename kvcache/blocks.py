@@ -172,8 +172,6 @@ class BlockPool:
             if page is not None:
                 s.runs.append(i * size, page * size, size)
         s.room = len(s.table) * size
-        if self.window:  # or until the window has passed another page
-            s.room = min(s.room, (self.seen(s.n_computed)[1].start + 1) * size + self.window - 1)
 
     def computed(self, sequence, n):
         """n more positions of a sequence are stored. Its full pages are remembered by its tokens."""

@@ -122,7 +122,10 @@ class PoolMachine(RuleBasedStateMachine):
                 batch = [part for part in batch if part[0] is not newest]
             if s in self.sequences:
                 batch.append((s, n))
-        self.compute(batch)
+        if data.draw(st.integers(0, 19)) == 19:
+            self.fail()
+        else:
+            self.compute(batch)
 
     def extends(self, s, n):
         before, n_free, size = self.state(), self.pool.n_free, self.pool.page_size
@@ -190,14 +193,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.sequences.remove(s)
         self.pool.free(s)
 
-    @rule(really=st.sampled_from([False] * 9 + [True]))
-    def reset(self, really):
-        if not really:
-            return
+    def fail(self):
+        """The step has raised: all is lost, and all begin anew."""
         self.pool.reset()
-        self.sequences.clear()
         self.held = [None] * len(self.held)
         assert self.pool.n_free == self.pool.n_slots // self.pool.page_size
+        for s in self.sequences:
+            s.forget()
+            assert self.pool.begin(s, s.tokens if s.whole else (), s.salt) == 0
 
     @invariant()
     def each_sequence_has_what_it_has_computed(self):
