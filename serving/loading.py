@@ -14,7 +14,7 @@ import model as plain_model
 from device import pick_device
 from engine import Engine, default_pool
 from formats.pretrained import generation_defaults
-from kvcache import BITS
+from kvcache import BITS, check_memory, make_layers
 from serving.api import Served
 from serving.engine_thread import EngineThread
 
@@ -56,8 +56,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         model, weights = model.bfloat16(), 'float32'
     if not on_cuda and (decoder == 'eager' or dev != 'cpu' or model.lm_head.weight.dtype not in decode.MODEL_DTYPES):
         model.float()
-    proposer = draft and checkpoint.load_draft(draft, plain_model, model, tokenizer)
-    proposer = draft and decode.draft_of(copy_weights(proposer), draft)
+    proposer = draft and drafting(copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer)), draft)
     executor = decode.best(model, 1, weights, threads, 'gpu' if on_cuda and decoder == 'auto' else decoder, speculate,
                            proposer)
     print(f"decoder: {executor.name}", file=sys.stderr)
@@ -90,6 +89,13 @@ def copy_weights(model):
     for weight in model.parameters():
         weight.data = weight.data.clone()
     return model
+
+
+def drafting(model, name):
+    """The `decode.drafts.ModelDraft` of a model that a setting `draft` names, with a pool of its own."""
+    pool = default_pool(model.config)
+    check_memory(model, pool.n_slots, 'float32')
+    return decode.draft_of(model, name, pool, make_layers(model, pool.n_slots, 'float32'))
 
 
 def blocks_on_cuda(model, executor, kv_memory, n_blocks, page_size):

@@ -57,7 +57,7 @@ def chat(browser, request):
     a step reads at most.
     """
     tokenizer = JSONTokenizer(json_tokenizer(TEXT).json, chat_template=TEMPLATE)
-    engine = drawing_engine(tokenizer, max_num_batched_tokens=getattr(request, 'param', None))
+    engine = drawing_engine(tokenizer, budget=getattr(request, 'param', 64))
     for page in opened(browser, engine, served_by(engine, tokenizer=tokenizer)):
         page.tokenizer = tokenizer
         page.fill(max_tokens=20)
@@ -189,7 +189,7 @@ def test_stops(page):
     page.wait(lambda: page.samples() and len(page.samples()[0]) > len(PROMPT))
     page['#stop'].click()
     page.wait(lambda: page.finished() and not page.engine.live)
-    assert page.text('.sample footer span').endswith('tokens, stopped') and not page.text('#error')
+    assert page.text('.sample footer span').endswith(', stopped') and not page.text('#error')
     page.wait(lambda: page.squares() == kinds(page.client.get('/cache').json()))
     assert not {'used', 'shared'} & set(page.squares())
 
@@ -217,7 +217,7 @@ def test_works_with_the_keyboard(page):
 def test_squares_agree_with_the_cache(page):
     """While three samples with one prompt wait for their next step; a block and a request say what they have."""
     page.fill(prompt=PROMPT, n=3, max_tokens=50)
-    page.engine.allow(25)
+    page.engine.allow(26)  # the first one computes the prompt
     page['#go'].click()
     page.wait(lambda: page.client.get('/cache').json()['counters']['generated_tokens'] == 3 * 25)
     page.wait(lambda: page.squares() == kinds(page.client.get('/cache').json()))
@@ -408,7 +408,7 @@ def test_a_turn_is_stopped_edited_and_repeated(chat):
     chat.wait(lambda: chat.turns() and chat.turns()[1]['content'])
     chat['#stop'].click()
     chat.wait(lambda: chat.finished() and not chat.engine.live)
-    assert chat.text('.turn footer span').endswith('tokens, stopped') and not chat.text('#error')
+    assert chat.text('.turn footer span').endswith(', stopped') and not chat.text('#error')
     chat.engine.allow(float('inf'))
     said = [*chat.turns(), dict(role='user', content='two')]
     chat.say('two')
@@ -457,7 +457,7 @@ def test_a_chat_with_the_keyboard_and_a_reload(chat):
     assert chat.is_answered([dict(role='user', content='a\nb')])
     chat.engine.allow(5)
     chat.say('two')
-    chat.wait(lambda: len(chat.turns()) == 4 and chat.turns()[3]['content'])
+    chat.wait(lambda: len(chat.turns()) == 4 and chat.all('.turn footer')[1].text.startswith('5 tokens'))
     before, found = chat.turns(), chat.text('.found')
     chat.open()
     chat.wait(lambda: chat['#turns'].is_displayed())

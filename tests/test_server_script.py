@@ -17,7 +17,6 @@ from example_models import LLAMA, chat_tokenizer
 
 import checkpoint
 import formats
-import generation
 import model as plain_model
 
 SMALL = ('--port=0', '--decoder=eager', '--n_blocks=16', '--page_size=4', '--device=cpu')
@@ -48,7 +47,7 @@ def test_serves_the_newest_run(trained):
         process.kill()
         process.communicate()
     model, tokenizer, _ = checkpoint.load_model('resume', str(trained / 'out'), plain_model)
-    (tokens,) = generation.generate(model, [tokenizer.encode('for')], 13, temperature=0)
+    tokens = model.generate(torch.tensor([tokenizer.encode('for')]), 13, temperature=0)[0].tolist()
     assert text == tokenizer.decode(tokens)
 
 
