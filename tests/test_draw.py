@@ -36,7 +36,8 @@ def changed(row, sample):
     if len(sample.drawn) < how.get('min_tokens', 0):
         for token in how['stops']:
             row[token] = -math.inf
-    for token in {*sample.prompt, *sample.drawn} if any(how[name] != value for name, value in PENALTIES.items()) else ():
+    is_penalised = any(how[name] != value for name, value in PENALTIES.items())
+    for token in {*sample.prompt, *sample.drawn} if is_penalised else ():
         r, n = how['repetition_penalty'], sample.drawn.count(token)
         row[token] = row[token] / r if row[token] > 0 else row[token] * r
         row[token] -= n * how['frequency_penalty'] + (n > 0) * how['presence_penalty']
@@ -117,8 +118,8 @@ def any_sample(chooser, vocab_size, seed):
         return chooser.choice(values) if chooser.random() < share else values[0]
     how = dict(seed=seed, temperature=maybe([1.0, 0.0, 0.3, 0.7, 1.5, 3.0, 1e-6, 1e5]),
                top_k=maybe([0, 1, 3, 9, 40, 100]), min_p=maybe([0.0, 0.03, 0.1]),
-               top_p=maybe([1.0, 1e-9, 0.1, 0.5, 0.9, 0.95, 0.999, 1 - 1e-12]), presence_penalty=maybe([0.0, 1.0, -0.5]),
-               frequency_penalty=maybe([0.0, 0.5]), repetition_penalty=maybe([1.0, 1.3, 0.8]))
+               top_p=maybe([1.0, 1e-9, 0.1, 0.5, 0.9, 0.95, 0.999, 1 - 1e-12]),
+               presence_penalty=maybe([0.0, 1.0, -0.5]), frequency_penalty=maybe([0.0, 0.5]), repetition_penalty=maybe([1.0, 1.3, 0.8]))
     if chooser.random() < 0.3:
         how['logit_bias'] = {chooser.randrange(vocab_size): chooser.choice([-100, -1.5, 0.7, 5]) for _ in range(3)}
     if chooser.random() < 0.3 and vocab_size > 5:
@@ -145,9 +146,10 @@ def test_both_draw_what_numpy_draws():
     assert n >= 200 and 100 * n_close <= n
 
 
-@pytest.mark.parametrize('how', [dict(), dict(temperature=0.5), dict(temperature=3.0), dict(top_k=7), dict(top_p=0.8),
-                                 dict(min_p=0.1), dict(temperature=1.5, top_k=9, top_p=0.9, min_p=0.01),
-                                 dict(frequency_penalty=1.0, repetition_penalty=1.2), dict(logit_bias={3: 2.0})], ids=str)
+@pytest.mark.parametrize('how', [
+    dict(), dict(temperature=0.5), dict(temperature=3.0), dict(top_k=7), dict(top_p=0.8), dict(min_p=0.1),
+    dict(temperature=1.5, top_k=9, top_p=0.9, min_p=0.01), dict(frequency_penalty=1.0, repetition_penalty=1.2),
+    dict(logit_bias={3: 2.0})], ids=str)
 def test_draws_follow_the_distribution(how):
     """A chi-square test over seeds, and over the numbers of one sample's tokens."""
     row, n = rows_of(1, 40, scale=1.5)[0], sizes(4000, 40000)
@@ -156,7 +158,7 @@ def test_draws_follow_the_distribution(how):
     expected = n * probabilities(changed(row, sample), **KEPT | {k: v for k, v in how.items() if k in KEPT})
     logits, of_seeds = torch.from_numpy(row).expand(n, -1), []
     for seed in range(n):
-        of_seeds.append(DrawSettings(40, seed, prompt=[1, 2, 3], **{k: v for k, v in how.items()}))
+        of_seeds.append(DrawSettings(40, seed, prompt=[1, 2, 3], **how))
         of_seeds[-1].counts, of_seeds[-1].in_prompt = sample.settings.counts, sample.settings.in_prompt
     for settings, numbers in ((of_seeds, [2] * n), (of_seeds[:1] * n, range(2, n + 2))):
         found = np.bincount(draw(logits, settings, numbers), minlength=40)

@@ -1,14 +1,18 @@
-"""Generation: nanoGPT's tokens, and the contract of stream and generate."""
+"""`GPT.generate`: nanoGPT's tokens, with the cache and without; what it costs, what it leaves, what it refuses."""
+import gc
+import itertools
+import weakref
+
 import plain_gpt
 import pytest
 import torch
 from conftest import sizes
 from example_models import f32
+from tiny_models import MODELS, VOCAB, model_of
+from torch.utils._python_dispatch import TorchDispatchMode
 
-import decode
-from generation import generate, stream
-from kvcache.contiguous import cache_for
-from model import GPT, GPTConfig, sample_token
+from decode.draw import DrawSettings, draw
+from model import GPT, GPTConfig, LayerKVCache, sample_token
 
 
 @pytest.mark.parametrize('use_cache', [False, True])
@@ -21,155 +25,145 @@ def test_same_seed_same_tokens_as_nanogpt(use_cache, temperature, top_k):
         theirs = plain_gpt.generate(model.state_dict(), 2, 16, idx, 30, temperature, top_k)
         torch.manual_seed(seed)
         assert torch.equal(model.generate(idx, 30, temperature, top_k, use_cache=use_cache), theirs), seed
+
+
+def test_tokens_are_those_without_a_cache():
+    """The matrix of test_kv_cache.py: seeds of weights, prompt and draws for each case, on to twice the window."""
+    for seed in range(sizes(2, 50)):
         torch.manual_seed(seed)
-        assert torch.equal(generate(model, idx, 30, temperature, top_k, use_cache=use_cache), theirs), seed
+        model = GPT(GPTConfig(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32, bias=seed % 2 == 0))
+        for T, temperature, batch in itertools.product([1, 6, 15, 16, 17, 32], [0.0, 0.8], [1, 4]):
+            idx, found = torch.randint(65, (batch, T)), []
+            for use_cache in (False, True):
+                torch.manual_seed(1000 + seed)
+                found.append(model.generate(idx, 32, temperature=temperature, top_k=20, use_cache=use_cache))
+            assert torch.equal(*found) and found[0].shape == (batch, T + 32), (seed, T, temperature, batch)
 
 
-def test_generate_is_stream_collected():
-    model, idx = f32(0), torch.randint(29, (3, 5))
-    torch.manual_seed(0)
-    streamed = list(stream(model, idx, 20, use_cache=True))
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(idx, 20, use_cache=True), torch.cat([idx, *streamed], dim=1))
-    assert all(t.shape == (3, 1) and t.dtype == torch.long for t in streamed)
-    assert torch.equal(model.generate(idx, 0), idx)
+@pytest.mark.parametrize('kind', MODELS)
+def test_every_kind_of_model_past_its_context_or_without_end(kind):
+    for seed, T in enumerate((5, 39, 61)[:sizes(2, 3)]):
+        model, found = model_of(kind, seed, torch.float64), []
+        idx = torch.randint(VOCAB, (2, T))
+        for use_cache in (False, True):
+            torch.manual_seed(seed)
+            found.append(model.generate(idx, sizes(60, 400), top_p=0.95, temperature=0.8, use_cache=use_cache))
+        assert torch.equal(*found)
+        if model.config.max_positions != model.config.block_size:
+            first = plain_gpt.plain(model, found[0][:, :90])[:, -1].argmax(-1)
+            assert torch.equal(model.generate(found[0][:, :90], 1, 0, use_cache=True)[:, -1], first)
 
 
-def test_the_tokens_can_be_trained_on():
-    model, idx = f32(0), torch.randint(29, (1, 5))
-    for tokens in (model.generate(idx, 6, use_cache=True), next(stream(model, idx, 1, use_cache=True))):
-        assert not tokens.is_inference()
-        model(tokens, tokens)[1].backward()
+def test_what_each_token_costs():
+    """A prefill, then one token a step, and none after the last; past the context a whole window, or one for ever."""
+    model, fed = f32(11), []
+    model.register_forward_pre_hook(lambda m, args: fed.append(args[0].shape[1]))
+    model.generate(torch.randint(29, (2, 4)), 20, use_cache=True)
+    assert fed == [4] + [1] * 12 + [16] * 7
+    fed.clear()
+    endless = model_of('rope window sinks')
+    endless.register_forward_pre_hook(lambda m, args: fed.append(args[0].shape[1]))
+    endless.generate(torch.randint(VOCAB, (1, 50)), 200, use_cache=True)
+    assert fed == [50] + [1] * 199
 
 
-def test_a_consumer_may_do_what_it_likes_with_what_it_is_given():
-    model, idx = f32(1), torch.randint(29, (1, 5))
-    expected = model.generate(idx, 25, temperature=0, use_cache=True)[:, 5:]
-    for use_cache in (False, True):
-        got = []
-        for token in stream(model, idx, 25, temperature=0, use_cache=use_cache):
-            got.append(token.clone())
-            token.zero_()
-        assert torch.equal(torch.cat(got, 1), expected)
+class Shapes(TorchDispatchMode):
+    """Collects the shape of every tensor that any operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(t, torch.Tensor):
+                self.seen.add(tuple(t.shape))
+        return out
 
 
-def test_streams_can_take_turns():
-    model = f32(2)
-    a, b = torch.randint(29, (1, 3)), torch.randint(29, (2, 9))
-    pairs = list(zip(*(stream(model, idx, 20, temperature=0, use_cache=True) for idx in (a, b))))
-    assert torch.equal(torch.cat([p[0] for p in pairs], 1), model.generate(a, 20, temperature=0)[:, 3:])
-    assert torch.equal(torch.cat([p[1] for p in pairs], 1), model.generate(b, 20, temperature=0)[:, 9:])
+def test_a_training_step_allocates_no_cache():
+    model, idx = f32(n_layer=3).train(), torch.randint(29, (3, 11))  # 11 < block_size 16: a cache's shape is its own
+    cache = (3, 2, 16, 8)
+    with Shapes() as shapes:
+        model(idx, idx)[1].backward()
+    assert cache not in shapes.seen and (3, 2, 11, 8) in shapes.seen
+    with Shapes() as shapes, torch.no_grad():
+        model.eval()(idx)
+    assert cache in shapes.seen  # the probe does see one
 
 
-def test_modes_and_gradients_are_left_as_they_were():
-    model = f32(3, dropout=0.3)
-    model.train()
-    model.transformer.h[0].eval()
-    modes = [m.training for m in model.modules()]
-    for _ in stream(model, torch.randint(29, (1, 5)), 3, use_cache=True):
-        assert [m.training for m in model.modules()] == modes and torch.is_grad_enabled()
-    with pytest.raises(RuntimeError):
-        list(stream(model, torch.randint(29, (1, 5)), 3, use_cache=True, decoder=broken))
-    assert [m.training for m in model.modules()] == modes and torch.is_grad_enabled()
+def test_one_cache_a_layer_and_nothing_holds_it_afterwards(monkeypatch):
+    made, empty_like = [], LayerKVCache.empty_like
+
+    def recorded(k, n_slots):
+        cache = empty_like(k, n_slots)
+        made.extend([weakref.ref(cache.k_cache), weakref.ref(cache.v_cache)])
+        return cache
+    monkeypatch.setattr(LayerKVCache, 'empty_like', recorded)
+    f32(5).generate(torch.randint(29, (1, 4)), 50, use_cache=True)
+    gc.collect()
+    assert len(made) == 4 and all(ref() is None for ref in made)
 
 
-def broken(idx, kv_cache):
-    raise RuntimeError("the decoder broke")
+def test_nothing_leaks_from_one_call_to_the_next():
+    model, a, b = f32(4), torch.randint(29, (1, 4)), torch.randint(29, (2, 9))
 
-
-def test_a_tensor_of_rows_that_stop_is_filled_with_the_stop_token():
-    """Rows as lists end there: see test_full_context.py."""
-    model, idx = f32(4), torch.randint(29, (6, 3))
-    torch.manual_seed(0)
-    free = model.generate(idx, 40, use_cache=True)
-    stop = free[0, 10].item()
-    torch.manual_seed(0)
-    stopped = generate(model, idx, 40, use_cache=True, stop_token=stop)
-    ends = [row.index(stop) if stop in row else len(row) for row in free[:, 3:].tolist()]
-    assert stopped.shape[1] == min(3 + max(ends) + 1, 43)
-    for row, whole, end in zip(stopped[:, 3:].tolist(), free[:, 3:].tolist(), ends):
-        assert row == whole[:end] + [stop] * (len(row) - end)
-
-
-def test_num_samples_draws_what_a_batch_of_copies_draws():
-    model, idx = f32(5), torch.randint(29, (2, 6))
-    for use_cache in (False, True):
-        torch.manual_seed(1)
-        copies = model.generate(idx.repeat_interleave(3, 0), 20, use_cache=use_cache)
-        torch.manual_seed(1)
-        assert torch.equal(generate(model, idx, 20, use_cache=use_cache, num_samples=3), copies)
-    rows = []
-    model.register_forward_pre_hook(lambda m, args: rows.append(args[0].shape))
-    generate(model, idx, 3, use_cache=True, num_samples=3)
-    assert rows == [(2, 6), (6, 1), (6, 1)]  # each prompt is prefilled once
+    def run(model, idx, use_cache=True):
+        torch.manual_seed(0)
+        return model.generate(idx, 20, use_cache=use_cache)
+    first = run(model, a)
+    run(model, b)
+    assert all(torch.equal(other, first) for other in (run(model, a), run(model, a, False), run(f32(4), a)))
 
 
 def test_a_generator_of_ones_own_leaves_the_global_one_alone():
     model, idx = f32(6), torch.randint(29, (2, 6))
     torch.manual_seed(7)
-    expected = model.generate(idx, 20)
-    state = torch.get_rng_state()
+    expected, state = model.generate(idx, 20), torch.get_rng_state()
     got = model.generate(idx, 20, use_cache=True, generator=torch.Generator().manual_seed(7))
     assert torch.equal(got, expected) and torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_decoder_takes_the_models_place_at_any_step():
-    model, idx, calls = f32(7), torch.randint(29, (2, 6)), []
+def test_another_draw_and_another_step():
+    """draw: of the engine, for example; step: see decode/gpu/graphs.py."""
+    model, idx, numbers = f32(7), torch.randint(29, (2, 6)), []
+    hows, state = [DrawSettings(29, seed, temperature=0.7, top_k=9) for seed in (3, 4)], torch.get_rng_state()
 
-    def decoder(idx, kv_cache):
-        calls.append((tuple(idx.shape), kv_cache is None))
-        logits, _, kv_cache = model(idx, kv_cache=kv_cache, use_cache=True)
-        return logits, [tuple(layer) for layer in kv_cache]  # plain tuples will do
-    got = model.generate(idx, 20, temperature=0, use_cache=True, decoder=decoder)
-    assert torch.equal(got, model.generate(idx, 20, temperature=0))
-    assert calls == [((2, 6), True)] + [((2, 1), False)] * 10 + [((2, 16), False)] * 9
-    with pytest.raises(ValueError, match='use_cache'):
-        model.generate(idx, 20, decoder=decoder)
+    def of_engine(logits, number):
+        numbers.append(number)
+        return draw(logits, hows, [number] * 2)[:, None]
+    cached, without = (model.generate(idx, 25, use_cache=use_cache, draw=of_engine) for use_cache in (True, False))
+    assert torch.equal(cached, without) and numbers == [*range(25)] * 2
+    assert not torch.equal(cached, model.generate(idx, 25, generator=torch.Generator().manual_seed(3)))
+    assert torch.equal(torch.get_rng_state(), state)
+    alone = model.generate(idx[1:], 25, draw=lambda logits, number: draw(logits, hows[1:], [number])[:, None])
+    assert torch.equal(alone, cached[1:])
+    fed = []
 
-
-def test_memory_does_not_grow_with_the_output():
-    """What a step of the stream holds is the window, however many tokens were asked for."""
-    from test_model import Shapes
-    model = f32(8)
-    for use_cache in (False, True):
-        steps = stream(model, torch.randint(29, (1, 3)), 10 ** 12, use_cache=use_cache)
-        seen = []
-        for _ in range(3):
-            with Shapes() as shapes:
-                for _ in range(50):
-                    next(steps)
-            seen.append(shapes.seen)
-        assert seen[1] == seen[2]  # both past the window, the second twice as far
+    def step(idx, kv_cache):
+        fed.append((tuple(idx.shape), kv_cache is None))
+        return model.step(idx, kv_cache)
+    assert torch.equal(model.generate(idx, 20, 0, step=step), model.generate(idx, 20, 0))
+    assert fed == [((2, 6), True)] + [((2, 1), False)] * 10 + [((2, 16), False)] * 9
 
 
-@pytest.mark.parametrize('bad', [
-    *(dict(idx=idx) for idx in (torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long),
-                                torch.zeros(3, dtype=torch.long), torch.tensor([[29]]), torch.tensor([[-1]]),
-                                torch.tensor([[0.5]]))),
-    dict(temperature=-1), dict(temperature=float('nan')), dict(temperature=float('inf')), dict(top_k=0),
-    dict(top_p=0.0), dict(top_p=1.1), dict(max_new_tokens=-1), dict(num_samples=0)])
-def test_what_cannot_be_generated_is_refused_at_the_call(bad):
-    settings = dict(idx=torch.zeros(1, 3, dtype=torch.long), max_new_tokens=5) | bad
-    for function in (stream, generate):
-        with pytest.raises(ValueError):
-            function(f32(9), **settings)
-    if 'num_samples' not in bad:
-        with pytest.raises(ValueError):
-            f32(9).generate(**settings)
+def test_modes_gradients_and_dropout():
+    """It sees to eval mode itself, and leaves all as it was, also after an error. Its tokens can be trained on."""
+    model, idx = f32(10, dropout=0.5), torch.randint(29, (2, 5))
+    model.train()
+    model.transformer.h[0].eval()
+    modes = [m.training for m in model.modules()]
+    found = [model.generate(idx, 20, temperature=0, use_cache=use_cache) for use_cache in (False, True, False, True)]
+    assert all(torch.equal(each, found[0]) for each in found)
 
-
-def test_top_p_keeps_the_smallest_nucleus():
-    probs = torch.tensor([[0.1, 0.5, 0.25, 0.15]])
-    for top_p, kept in ((0.3, {1}), (0.5, {1}), (0.51, {1, 2}), (0.75, {1, 2}), (0.8, {1, 2, 3}),
-                        (0.95, {0, 1, 2, 3}), (1.0, {0, 1, 2, 3})):
-        drawn = {sample_token(probs.log(), top_p=top_p).item() for _ in range(200)}
-        assert drawn == kept, top_p
-
-
-def test_top_k_keeps_ties_and_never_more_than_there_are():
-    logits = torch.tensor([[3.0, 1.0, 3.0, 0.0]])
-    assert {sample_token(logits, top_k=1).item() for _ in range(50)} == {0, 2}
-    assert {sample_token(logits * 0, top_k=99).item() for _ in range(200)} == {0, 1, 2, 3}
+    def broken(idx, kv_cache):
+        raise OSError
+    with pytest.raises(OSError):
+        model.generate(idx, 3, step=broken)
+    assert [m.training for m in model.modules()] == modes and torch.is_grad_enabled()
+    assert not found[0].is_inference() and torch.equal(model.generate(idx, 0), idx)
+    model(found[0][:, :16], found[0][:, :16])[1].backward()
 
 
 def test_the_smallest_window_there_is():
@@ -179,35 +173,32 @@ def test_the_smallest_window_there_is():
     assert torch.equal(model.generate(idx, 5, temperature=0, use_cache=True), model.generate(idx, 5, temperature=0))
 
 
+@pytest.mark.parametrize('bad', [
+    *(dict(idx=idx) for idx in (torch.zeros(1, 0, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long),
+                                torch.zeros(3, dtype=torch.long), torch.tensor([[29]]), torch.tensor([[-1]]),
+                                torch.tensor([[0.5]]), [[1, 2]])),
+    dict(temperature=-1), dict(temperature=float('nan')), dict(temperature=float('inf')), dict(top_k=0),
+    dict(top_p=0.0), dict(top_p=1.1), dict(max_new_tokens=-1)], ids=str)
+def test_what_cannot_be_generated_is_refused_at_the_call(bad):
+    with pytest.raises(ValueError):
+        f32(9).generate(**dict(idx=torch.zeros(1, 3, dtype=torch.long), max_new_tokens=5) | bad)
+
+
 @pytest.mark.parametrize('use_cache', [False, True])
 @pytest.mark.parametrize('temperature', [0.0, 1.0])
 def test_logits_that_are_not_numbers_are_refused(use_cache, temperature):
-    for broken_weight in (float('inf'), float('nan')):
-        model, idx = f32(0), torch.randint(29, (2, 5))
-        model.transformer.ln_f.bias.data[0] = broken_weight
-        for function in (model.generate, lambda *args, **how: generate(model, *args, **how)):
-            with pytest.raises(ValueError, match='not numbers'):
-                function(idx, 3, temperature=temperature, use_cache=use_cache)
-    model = f32(0)
-    model.transformer.wpe.weight.data[5] = float('inf')  # found out when it gets there
-    tokens = stream(model, torch.tensor([[1, 2, 3]]), 9, use_cache=use_cache, temperature=temperature)
-    assert [next(tokens).shape for _ in range(3)] == [(1, 1)] * 3
-    with pytest.raises(ValueError, match='not numbers'):
-        next(tokens)
+    for value, spot in itertools.product((float('inf'), float('nan')), ('ln_f.bias', 'wpe.weight')):
+        model = f32(0)
+        model.transformer.get_parameter(spot).data[-1] = value
+        with pytest.raises(ValueError, match='not numbers'):
+            model.generate(torch.randint(29, (2, 5)), 13, temperature=temperature, use_cache=use_cache)
 
 
-def test_targets_of_another_shape_leave_the_cache_alone():
-    model, idx = f32(1), torch.randint(29, (1, 4))
-    _, _, cache = model(idx)
-    before = [layer.clone() for layer in cache]
-    with pytest.raises(ValueError, match='targets'):
-        model(idx[:, :2], idx[:, :3], kv_cache=cache)
-    assert all(torch.equal(a.k_cache, b.k_cache) for a, b in zip(cache, before))
-
-
-def test_a_shift_after_a_full_prompt_has_one_cache():
-    model, idx = f32(3), torch.randint(29, (2, 16))
-    cache = cache_for(model, 2, decode.best(model, 2, name='cpu'))
-    rows = generate(model, idx, 20, temperature=0, use_cache=True, cache=cache, when_full='shift')
-    assert torch.equal(rows, generate(model, idx, 20, temperature=0, when_full='shift'))
-    assert cache.nbytes() <= sum(layer[i].nbytes for layer in model.empty_cache(2) for i in (0, 1))
+def test_top_p_keeps_the_smallest_nucleus_and_top_k_ties():
+    probs = torch.tensor([[0.1, 0.5, 0.25, 0.15]])
+    for top_p, kept in ((0.3, {1}), (0.5, {1}), (0.51, {1, 2}), (0.75, {1, 2}), (0.8, {1, 2, 3}),
+                        (0.95, {0, 1, 2, 3}), (1.0, {0, 1, 2, 3})):
+        assert {sample_token(probs.log(), top_p=top_p).item() for _ in range(200)} == kept, top_p
+    logits = torch.tensor([[3.0, 1.0, 3.0, 0.0]])
+    assert {sample_token(logits, top_k=1).item() for _ in range(50)} == {0, 2}
+    assert {sample_token(logits * 0, top_k=99).item() for _ in range(200)} == {0, 1, 2, 3}

@@ -11,10 +11,12 @@ import pytest
 import torch
 from conftest import sizes
 from example_models import LLAMA3, UNTIED, f32, llama_like
-from ways import decoder_of
+from test_cells import logits_of
+from test_executors import Slots, Text
 
-import kvcache
-from decode.cpu import CPUDecoder
+from decode.cpu import CPUExecutor
+from decode.eager import EagerExecutor
+from kvcache.llamacpp.cache import CellCache
 from model import GPT, GPTConfig, LayerKVCache, attend
 from positions import Positions, rotate, visible
 
@@ -95,48 +97,31 @@ def test_transformers_agrees_at_each_cached_step(tmp_path, name):
 @pytest.mark.parametrize('seed', range(sizes(12, 72)))
 def test_llamas_family_agrees_at_each_cached_step(tmp_path, seed):
     """
-    Chunks and single tokens on the model's tuples, by the model and by the compiled step, and in each of the caches, by
-    one of the two; past a window and past block_size where that is allowed.
+    Chunks and single tokens, by the model on its tuples and by both executors in pages, cells and rows; past a window
+    and past block_size where that is allowed.
     """
     pytest.importorskip('transformers', reason="transformers is not installed")
     theirs, expected = llama_like(seed)
     theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(str(tmp_path)).eval()
     assert {key: getattr(ours.config, key) for key in expected} == expected
-    length, decoder = 72 if ours.config.window else 48, CPUDecoder(ours)
-    idx = torch.randint(ours.config.vocab_size, (2, length))
+    length = 72 if ours.config.window else 48
+    idx, kv_cache = torch.randint(ours.config.vocab_size, (2, length)), None
     with torch.no_grad():
         whole = theirs(idx).logits
-    steps = {'model': OnTuples(decoder_of('model', ours)), 'cpu': OnTuples(decoder)}
-    for number, kind in enumerate(kvcache.KINDS):
-        steps[kind] = InCache(kvcache.make_cache(ours, kind, 2, decoder=decoder if (seed + number) % 2 else None))
+    slots = [Slots(executor, layout) for executor in (EagerExecutor(ours), CPUExecutor(ours))
+             for layout in ('pages', 'cells', 'rows')[seed % 3:][:2]]
+    of_texts = [[Text(row) for row in idx.tolist()] for _ in slots]
     cuts = [0, 5, 6, *range(10, length + 1)]
     for start, end in zip(cuts, cuts[1:]):
-        for name, step in steps.items():
-            worst = (step(start, idx[:, start:end]) - whole[:, end - 1]).abs().max() / whole.std()
-            assert worst < 1e-5, (name, end, worst)
-
-
-class OnTuples:
-    """A decoder and its cache, as a function (start, tokens (B, T)) -> logits (B, vocab_size)."""
-
-    def __init__(self, decoder):
-        self.decoder, self.kv_cache = decoder, None
-
-    @torch.no_grad()
-    def __call__(self, start, tokens):
-        logits, self.kv_cache = self.decoder(tokens, self.kv_cache)
-        return logits[:, -1]
-
-
-class InCache:
-    """Two sequences in a cache, as the same function."""
-
-    def __init__(self, cache):
-        self.cache, self.handles = cache, [cache.new(), cache.new()]
-
-    def __call__(self, start, tokens):
-        return self.cache.step(self.handles, [start] * 2, tokens)
+        with torch.no_grad():
+            logits, _, kv_cache = ours(idx[:, start:end], kv_cache=kv_cache, use_cache=True)
+        found = [logits[:, -1]]
+        for each, some in zip(slots, of_texts):
+            each.executor.hold(each.layers)
+            found.append(torch.stack([of_text[-1] for of_text in each.logits(dict.fromkeys(some, end - start))]))
+        for each in found:
+            assert (each - whole[:, end - 1]).abs().max() / whole.std() < 1e-5, end
 
 
 @pytest.mark.parametrize('config', [UNTIED, LLAMA3])
@@ -156,9 +141,9 @@ def test_llama_cpp_shifts_its_context_as_our_cells(config, monkeypatch):
     theirs, lengths = LlamaCpp(model, kv='float32'), [0, 0]
     theirs.make_context(2)
     memory = theirs.lib.llama_get_memory(theirs.context)
-    caches = [kvcache.make_cache(model, kind, 2, decoder=decoder)
-              for kind in ('streams', 'unified') for decoder in (None, CPUDecoder(model))]
-    handles = [[cache.new(), cache.new()] for cache in caches]
+    c = model.config
+    caches = [CellCache(c.n_layer, c.n_kv_head, c.head_dim, n_cells, 2, unified, can_shift=True, rope_base=c.rope_theta,
+                        rope_scaling=c.rope_scaling) for unified, n_cells in ((False, 64), (True, 128))]
     with Batch(theirs.lib, range(2)) as batch:
         batch.wanted[:] = 1
         for step in range(sizes(200, 2000)):
@@ -168,17 +153,20 @@ def test_llama_cpp_shifts_its_context_as_our_cells(config, monkeypatch):
                     n_discard = rng.randint(1, (n_past - n_keep) // 2)
                     assert theirs.lib.llama_memory_seq_rm(memory, row, n_keep, n_keep + n_discard)
                     theirs.lib.llama_memory_seq_add(memory, row, n_keep + n_discard, n_past, -n_discard)
-                    for cache, of_texts in zip(caches, handles):
-                        cache.shift(of_texts[row], n_keep, n_discard)
+                    for cache in caches:
+                        cache.seq_rm(row, n_keep, n_keep + n_discard)
+                        cache.seq_add(row, n_keep + n_discard, -1, -n_discard)
                     lengths[row] -= n_discard
                     n_shifts += 1
             tokens = torch.randint(model.config.vocab_size, (2, 1))
             batch.token[:], batch.pos[:] = tokens[:, 0].numpy(), lengths
             theirs.decode(batch)
             expected = torch.tensor(theirs.logits())
-            for cache, of_texts in zip(caches, handles):
-                worst = (cache.step(of_texts, lengths, tokens) - expected).abs().max() / expected.std()
-                assert worst < 5e-5, (cache.name, step, worst)
+            for cache in caches:
+                with torch.no_grad():
+                    logits = logits_of(model, tokens, cache, {row: [n] for row, n in enumerate(lengths)})
+                worst = (logits - expected).abs().max() / expected.std()
+                assert worst < 5e-5, (cache.unified, step, worst)
             lengths = [n + 1 for n in lengths]
     assert n_shifts > sizes(5, 50)
 
@@ -322,12 +310,3 @@ def test_onnx_rotary_cases():
         passed.append(case.name)
     report('RotaryEmbedding', passed, skipped)
     assert 'test_rotary_embedding' in passed and len(passed) >= 5
-
-
-@pytest.mark.parametrize('T_past', [0, 1, 5])
-def test_attention_against_torchs_own_lower_right_bias(T_past):
-    from torch.nn.attention.bias import causal_lower_right
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4 + T_past, 8), torch.randn(2, 3, 4 + T_past, 8)
-    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(4, 4 + T_past))
-    torch.testing.assert_close(attend(q, k, v), theirs)
