@@ -102,12 +102,9 @@ class Drafting:
         logits = target.logits_of(batch, chunk, positions, [n] * S, np.arange(S * n), n_threads).view(S, n, -1)
         table = target.draws.describe(batch.sequences, 0, batch.stop_soon, batch.until)
         ended = VERIFY.call(table, logits.data_ptr(), tokens.ctypes.data, n, 0) < 0
-        drawn = []
-        for s, column, rows, kept in zip(batch.sequences, tokens[1:].T, logits, batch.kept):
-            own = column[column >= 0].tolist()
-            s.settings.n_counted = s.n_drawn + len(own)
-            drawn.append(Drawn(own, rows[:len(own)] if kept else None))
-        return drawn, ended
+        drawn = [column[column >= 0].tolist() for column in tokens[1:].T]
+        return [Drawn(of_one, rows[:len(of_one)] if kept else None)
+                for of_one, rows, kept in zip(drawn, logits, batch.kept)], ended
 
 
 class Pace:

@@ -19,7 +19,7 @@ from decode.kernel.sampling import VERIFY
 from decode.kernel.threads import n_cores
 from decode.speculative import DRAFTED_SEQUENCES, Drafting, Pace
 from decode.tables import DrawTable
-from engine import Engine
+from engine import Engine, Sequence
 from kvcache import BlockPool
 
 DRAFTS = ['int4', 'int8', 'ngram', 'model', 'any']
@@ -74,7 +74,7 @@ def test_weights_and_keys_in_fewer_bits(weights, draft):
 def test_a_draft_that_is_the_model_is_always_right(kind, monkeypatch):
     """
     Its proposals are drawn with the noise of their places. Also where a call is late, when the weights have changed,
-    when all is computed again, and when a step of the draft was interrupted.
+    when a step of the draft was interrupted, and in another engine.
     """
     m = model_of('rope', block_size=120)
     monkeypatch.setattr('decode.cpu.CPUExecutor', lambda model, _, threads=1: CPUExecutor(model, threads=threads))
@@ -83,14 +83,14 @@ def test_a_draft_that_is_the_model_is_always_right(kind, monkeypatch):
     engine.pause = 0
     requests = [(prompt, 90, how | dict(logprobs=False)) for prompt, _, how in REQUESTS]
 
-    def check():
+    def check(engine):
         n_before, got = len(rounds()), given(engine, requests)
         assert got == given(engine_of(m, n_pages=250), requests)
         assert len(rounds()) > n_before + 10 and all(n_drawn == n + 1 for n, n_drawn, ended in rounds() if not ended)
-    check()
+    check(engine)
     with torch.no_grad():
         m.transformer.h[0].mlp.c_fc.weight.mul_(2)
-    check()
+    check(engine)
     drawing, failed = executor.draft.executor.execute_model, []
 
     def fails(batch):
@@ -106,7 +106,8 @@ def test_a_draft_that_is_the_model_is_always_right(kind, monkeypatch):
             engine.step()
     assert failed and not s.ended
     engine.end(s, 'abort')
-    check()
+    check(engine)
+    check(engine_of(m, executor, 250))
 
 
 def test_the_noise_is_shared_and_keeps_the_distribution():
@@ -180,6 +181,36 @@ def test_who_decodes_without_drafts(monkeypatch):
         n_drawn.append(s.n_drawn - sum(n_drawn))
     assert n_drawn[0] == n_drawn[1] == 1 and 1 <= n_drawn[2] <= 4 and s.ended
     assert len(rounds()) == 1 and {*taken} == {n_cores()}
+
+
+def test_another_model_proposes_what_it_does_with_texts_read_anew(monkeypatch):
+    """
+    Texts come and go, and get some of the proposals and then another token. What was read is not read again, but after
+    an interrupt at any place.
+    """
+    m, random, some, n_read = model_of('rope', 7, n_layer=1, block_size=400), np.random.default_rng(0), [], []
+    draft, anew = model_draft(m, 400), model_draft(m, 400)
+    execute_model = draft.executor.execute_model
+    draft.executor.execute_model = lambda batch: n_read.extend(batch.counts) or execute_model(batch)
+    texts = [Sequence(REQUESTS[i][0], DrawSettings(V, seed=i), 400, 400) for i in (0, 1, 1, 3)]
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+    for number in range(60):
+        if number % 4 == 0:
+            some = [texts[i] for i in random.permutation(4)[:random.integers(1, 5)]]
+        batch = SimpleNamespace(sequences=some, tokens=np.array([s.tokens[-1] for s in some]))
+        if number % 10 == 5:
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(BlockPool, 'look_up', interrupted)
+                draft.propose(batch, 30, 1)  # which takes new pages
+        anew.refresh()
+        n_read.clear()
+        proposals = draft.propose(batch, 4, 1)
+        assert max(n_read) == 1 or number % 4 == 0 or number % 10 == 5
+        assert (proposals == anew.propose(batch, 4, 1)).all() and proposals.shape == (4, len(some))
+        for s, column in zip(some, proposals.T):
+            s.tokens += column[:random.integers(0, 5)].tolist() + [int(random.integers(V))]
 
 
 def test_a_draft_without_room_proposes_nothing():
