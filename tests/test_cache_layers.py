@@ -5,7 +5,7 @@ operation changes all or none; gradients; masks.
 import pytest
 import torch
 from example_models import f32
-from oracle import Oracle
+from plain_gpt import plain
 from test_cells import cache, logits_of, put
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -15,10 +15,8 @@ from kvcache.llamacpp.hybrid import HybridCache
 
 
 def exact(m, idx, **how):
-    """Logits (T, vocab_size) of every position of idx (1, T) by the judge, see `Oracle`."""
-    oracle = Oracle(m, **how)
-    oracle.new(0)
-    return torch.stack([oracle.feed(0, [token]) for token in idx[0].tolist()]).float()
+    """Logits (T, vocab_size) of every position of idx (1, T) by the judge, see `plain`."""
+    return plain(m, idx, **how)[0].float()
 
 
 def logits_in_chunks(m, idx, chunks, c):
@@ -42,7 +40,7 @@ def test_a_layer_that_shares_anothers_cache_only_reads_it(chunks):
     c = CellCache(4, 2, 16, 16, 1, layer_reuse=lambda layer: source(layer) if layer > 1 else None)
     assert c.layers[2] is c.layers[1] and c.layers[3] is c.layers[0]
     assert c.memory_breakdown() == {'cpu': 2 * 2 * 16 * 32 * 4}
-    assert torch.allclose(logits_in_chunks(m, idx, chunks, c), exact(m, idx, source=(0, 1, 1, 0)), atol=1e-4)
+    assert torch.allclose(logits_in_chunks(m, idx, chunks, c), exact(m, idx, source=[0, 1, 1, 0]), atol=1e-4)
     with pytest.raises(ValueError, match='share'):
         CellCache(2, 1, 32, 8, 1, layer_reuse=lambda layer: 1 if layer == 0 else None)
 

@@ -30,7 +30,7 @@ def pages_of(size, spare):
 
 
 POOLS = {'pages of 1': pages_of(1, 4), 'pages of 3': pages_of(3, 1), 'pages of 4': pages_of(4, 2),
-         'pages of 20': pages_of(20, 3), 'unified': lambda c: CellPool(c, 4, 9),
+         'pages of 20': pages_of(20, 3), 'unified': lambda c: CellPool(c, 4, 6),
          'streams': lambda c: CellPool(c, 3, 20, unified=False)}
 
 
@@ -197,7 +197,7 @@ class PoolMachine(RuleBasedStateMachine):
         """The step has raised: all is lost, and all begin anew."""
         self.pool.reset()
         self.held = [None] * len(self.held)
-        assert self.pool.n_free == self.pool.n_slots // self.pool.page_size
+        assert self.pool.n_free == self.pool.n_slots // self.pool.page_size and not self.pool.copies
         for s in self.sequences:
             s.forget()
             assert self.pool.begin(s, s.tokens if s.whole else (), s.salt) == 0
