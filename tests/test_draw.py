@@ -119,7 +119,8 @@ def any_sample(chooser, vocab_size, seed):
     how = dict(seed=seed, temperature=maybe([1.0, 0.0, 0.3, 0.7, 1.5, 3.0, 1e-6, 1e5]),
                top_k=maybe([0, 1, 3, 9, 40, 100]), min_p=maybe([0.0, 0.03, 0.1]),
                top_p=maybe([1.0, 1e-9, 0.1, 0.5, 0.9, 0.95, 0.999, 1 - 1e-12]),
-               presence_penalty=maybe([0.0, 1.0, -0.5]), frequency_penalty=maybe([0.0, 0.5]), repetition_penalty=maybe([1.0, 1.3, 0.8]))
+               presence_penalty=maybe([0.0, 1.0, -0.5]), frequency_penalty=maybe([0.0, 0.5]),
+               repetition_penalty=maybe([1.0, 1.3, 0.8]))
     if chooser.random() < 0.3:
         how['logit_bias'] = {chooser.randrange(vocab_size): chooser.choice([-100, -1.5, 0.7, 5]) for _ in range(3)}
     if chooser.random() < 0.3 and vocab_size > 5:

@@ -190,6 +190,33 @@ def test_int4_packs_what_was_rounded():
         assert torch.equal(packed.int4_weights(number), expected)
 
 
+def test_int8_rounds_to_the_nearest():
+    w = torch.randn(40, 64) * torch.logspace(-6, 3, 40)[:, None]
+    w[3] = 0
+    whole, scale = quantise(w)
+    assert whole.abs().max() == 127 and torch.equal(whole, whole.round())
+    assert ((whole * scale[:, None] - w).abs() <= scale[:, None] * 0.5001).all()
+
+
+def test_int4_rounds_to_the_nearest_and_better_than_q4_0():
+    w = torch.randn(60, 96) * torch.logspace(-36, 34, 60)[:, None]
+    w[3, :WEIGHT_GROUP] = 0
+    groups = w.double().unflatten(1, (-1, WEIGHT_GROUP))
+    whole, scale = (v.double() for v in quantise_groups(w))
+    whole, scale = whole.unflatten(1, (-1, WEIGHT_GROUP)), scale[..., None]
+    assert torch.equal(whole, whole.round().clamp(-8, 7)) and torch.equal(scale, scale.bfloat16().double())
+    error, beyond = (whole * scale - groups).abs(), groups.abs() - 7 * scale.abs()
+    assert (error <= beyond.clamp(min=scale.abs() * 0.5001)).all()  # what is beyond 7 or -8 steps is that
+    assert (error <= 0.3 * groups.abs().amax(dim=2, keepdim=True)).all()
+    largest = groups.gather(2, groups.abs().argmax(dim=2, keepdim=True))
+    q4_0 = ((groups * (-8 / largest)).round().clamp(-8, 7).nan_to_num() * (largest / -8) - groups) / largest
+    of_group, of_q4_0 = ((v.nan_to_num() ** 2).sum(dim=2) for v in (error / largest, q4_0))
+    assert (of_group <= 1.01 * of_q4_0).all() and of_group.mean() < 0.92 * of_q4_0.mean()
+    for value in (math.nan, math.inf, -math.inf):
+        w[5, 40] = value
+        assert quantise_groups(w)[1][5].isnan().tolist() == [False, True, False]
+
+
 def test_a_nan_stays_in_its_row():
     for weights in WEIGHTS:
         packed = Packed(weights, SHAPES[2:3])
