@@ -1,18 +1,11 @@
 """Embeddings, angles, the store and attention on a GPU against their functions in PyTorch, and their bits."""
-import json
 import math
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, sizes
-
-if not torch.cuda.is_available():
-    os.environ.setdefault('TRITON_INTERPRET', '1')
-triton = pytest.importorskip('triton', reason="the kernels are written in Triton, which is not installed")
+from conftest import sizes
+from on_triton import DEVICE, QUIET, compiled, compiled_apart
 
 from decode.gpu import attention, columns, plain, storing
 from decode.gpu.columns import Columns
@@ -21,7 +14,7 @@ from decode.gpu.weights import Norm
 from kvcache.storage import Rows
 from positions import alibi_slopes, rotary_frequencies
 
-DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
+pytestmark = QUIET
 MOST_NEW = sizes(2, 3)  # rows of a sequence
 SHAPES = dict(
     learned=dict(n_head=1, head_dim=64),
@@ -44,35 +37,21 @@ def small_tiles(monkeypatch):
 
 
 def geometry_of(n_head, head_dim, n_kv_head=0, position='learned', window=0, n_sink=0, block_size=100, n_slots=1600,
-                kind='float32', layout='rows'):
-    """A `Geometry`, and a `KVLayer` of n_slots slots, all of NaN, in rows of `kvcache.storage` or in tuples."""
-    n_kv_head, n_tables = n_kv_head or n_head, 4
-    if layout == 'rows':
-        layers = [Rows(n_slots, n_kv_head, head_dim, kind) for _ in 'kv']
-        kv, strides, group = [each.data for each in layers], (head_dim, n_slots * head_dim), 0
-        if kind == 'int8':
-            kv, group = [t for tensors in zip(*(each.tensors() for each in layers)) for t in tensors], layers[0].group
-    else:  # slots of a head are in the blocks of all sequences
-        n = -(-n_slots // n_tables)
-        kv = [torch.zeros(n_tables, n_kv_head, n, head_dim, dtype=getattr(torch, kind)) for _ in 'kv']
-        strides, group = (head_dim, n * head_dim), 0
-    for t in kv:
-        t.fill_(torch.nan if t.is_floating_point() else 77)
-    kv = [t.flatten().to(DEVICE) for t in kv]
+                kind='float32'):
+    """A `Geometry`, and a `KVLayer` of n_slots slots, all of NaN, in rows of `kvcache.storage`."""
+    n_kv_head = n_kv_head or n_head
+    k, v = (Rows(n_slots, n_kv_head, head_dim, kind, DEVICE) for _ in 'kv')
+    kv = KVLayer(*(None if t is None else t.fill_(torch.nan if t.is_floating_point() else 77).view(-1)
+                   for t in (k.data, v.data, k.scale, v.scale)))
     config = SimpleNamespace(block_size=block_size, window=window, n_sink=n_sink)
     slopes = alibi_slopes(n_head, torch.float32, DEVICE) if position == 'alibi' else None
-    return Geometry(n_head, n_kv_head, head_dim, window, n_sink, Columns.of(config, MOST_NEW), slopes, *strides,
-                    group), KVLayer(*kv) if len(kv) == 4 else KVLayer(*kv, None, None)
+    return Geometry(n_head, n_kv_head, head_dim, window, n_sink, Columns.of(config, MOST_NEW), slopes, head_dim,
+                    n_slots * head_dim, 0 if k.scale is None else k.group), kv
 
 
-def free_slots(geometry, kv, layout='rows'):
-    """Numbers of slots that do not overlap, in random order."""
-    if layout == 'rows':
-        return torch.randperm(len(kv.k) // geometry.n_kv_head // geometry.head_dim)
-    n = geometry.head_stride // geometry.head_dim
-    first = torch.arange(len(kv.k) // (geometry.n_kv_head * geometry.head_stride)) * geometry.n_kv_head * n
-    slots = (first[:, None] + torch.arange(n)).flatten()
-    return slots[torch.randperm(len(slots))]
+def free_slots(geometry):
+    """Numbers of slots in random order."""
+    return torch.randperm(geometry.head_stride // geometry.head_dim)
 
 
 def rows_of(ends, n_padding=1):
@@ -144,9 +123,9 @@ def copy_of(tensors, dtype=None):
                                for name, t in tensors._asdict().items() if isinstance(t, torch.Tensor)})
 
 
-def check_attend(monkeypatch, rows, dtype=torch.float32, layout='rows', **shape):
-    g, kv = geometry_of(**shape, layout=layout)
-    inputs = filled(rows, g, kv, free_slots(g, kv, layout), {})
+def check_attend(monkeypatch, rows, dtype=torch.float32, **shape):
+    g, kv = geometry_of(**shape)
+    inputs = filled(rows, g, kv, free_slots(g), {})
     kinds = 2 if shape.get('position') == 'rope' and g.n_sink else 1
     q = torch.randn(len(rows), kinds, g.n_head, g.head_dim).to(DEVICE, dtype)
     y, expected = attended(q, kv, inputs, g), torch.zeros(len(rows), g.n_head * g.head_dim, dtype=torch.float64)
@@ -177,11 +156,6 @@ def test_attention_in_other_dtypes(small_tiles, monkeypatch, dtype, kind, shape)
     check_attend(monkeypatch, rows_of(sizes([70], [0, 40, 99])), dtype, kind=kind, **shape)
 
 
-def test_attention_over_a_cache_of_tuples(small_tiles, monkeypatch):
-    torch.manual_seed(0)
-    check_attend(monkeypatch, rows_of([3, 99]), layout='tuples', n_head=2, head_dim=6)
-
-
 @pytest.mark.parametrize('block_size, ends', [(40, [0, 39]), (300, [127, 128, 299])])
 def test_attention_in_tiles_of_their_true_size(monkeypatch, block_size, ends):
     """One split, which writes the result itself, and three, of two tiles each."""
@@ -198,10 +172,10 @@ def test_bits_of_a_row_are_its_own(small_tiles, name, dtype):
     numbers, (g, kv) = {}, geometry_of(**SHAPES[name], kind='float16')
     rows = rows_of(sizes([31, 99], [0, 31, 60, 99]), 2)
     q = torch.randn(len(rows), 2 if name in ('rope_sinks', 'grouped') else 1, g.n_head, g.head_dim).to(DEVICE, dtype)
-    y = attended(q, kv, filled(rows, g, kv, free_slots(g, kv), numbers), g)
+    y = attended(q, kv, filled(rows, g, kv, free_slots(g), numbers), g)
     for r in torch.randperm(len(rows))[:sizes(3, 20)].tolist():
         _, others = geometry_of(**SHAPES[name], kind='float16')
-        alone = filled([rows[r]], g, others, free_slots(g, others), numbers, wider=32)
+        alone = filled([rows[r]], g, others, free_slots(g), numbers, wider=32)
         assert torch.equal(attended(q[r:r + 1].clone(), others, alone, g)[0], y[r]), rows[r]
 
 
@@ -213,7 +187,7 @@ def test_far_positions_have_the_bits_of_near_ones(small_tiles, name):
     distance = math.lcm(g.columns.ring, columns.SPLIT) * (1 + 2**33 // columns.SPLIT)
     rows = [(0, 150), (1, 333), (1, 334)]
     q = torch.randn(len(rows), 2 if name in ('rope_sinks', 'grouped') else 1, g.n_head, g.head_dim, device=DEVICE)
-    inputs = filled(rows, g, kv, free_slots(g, kv), numbers)
+    inputs = filled(rows, g, kv, free_slots(g), numbers)
     far = inputs._replace(positions=inputs.positions + distance)
     assert torch.equal(attended(q, kv, far, g), attended(q, kv, inputs, g))
 
@@ -223,9 +197,9 @@ def test_a_key_that_is_no_number_shows(small_tiles):
     torch.manual_seed(3)
     numbers, (g, kv) = {}, geometry_of(n_head=1, head_dim=8, block_size=60)
     rows = [(0, 40), (1, 40), (2, 40)]
-    filled(rows, g, kv, free_slots(g, kv), numbers)
+    filled(rows, g, kv, free_slots(g), numbers)
     numbers[0, 3][0][0, 2], numbers[2, 35][1][0, 2] = torch.nan, torch.inf
-    y = attended(torch.randn(3, 1, 1, 8, device=DEVICE), kv, filled(rows, g, kv, free_slots(g, kv), numbers), g)
+    y = attended(torch.randn(3, 1, 1, 8, device=DEVICE), kv, filled(rows, g, kv, free_slots(g), numbers), g)
     assert y[0].isnan().all() and y[1].isfinite().all() and y[2].isfinite().sum() == 7
 
 
@@ -239,12 +213,12 @@ if DEVICE == 'cuda':  # the interpreter cuts float32 off to bfloat16, and does n
     STORES += [('bfloat16', 'bfloat16', STORES[3][2]), ('bfloat16', 'int8', STORES[5][2])]
 
 
-def stored(dtype, kind, norm, layout='rows', ends=(0, 30, 2**33 + 7), **shape):
+def stored(dtype, kind, norm, ends=(0, 30, 2**33 + 7), **shape):
     """Arrays and queries that the kernels have written, and those that plain has written, for the same new tokens."""
-    g, kv = geometry_of(**shape, kind=kind, layout=layout)
+    g, kv = geometry_of(**shape, kind=kind)
     kinds = 2 if shape.get('position') == 'rope' and g.n_sink else 1
     rows = rows_of(ends if g.window else [0, 30, 99])
-    tables = free_slots(g, kv, layout)[:3 * g.columns.n_columns].view(3, -1).int()
+    tables = free_slots(g)[:3 * g.columns.n_columns].view(3, -1).int()
     inputs = inputs_of(rows, g, tables)
     qkv = 3 * torch.randn(len(rows), (g.n_head + 2 * g.n_kv_head) * g.head_dim)
     qkv[:, -g.head_dim:] *= torch.rand(len(rows), 1) ** 30  # values so small that the smallest scale is theirs
@@ -270,12 +244,6 @@ def test_stored_bits_are_those_of_plain(dtype, kind, shape):
     assert torch.equal(q, expected_q)
     for written, expected in zip(kv, expected_kv):
         assert written is None or torch.equal(written.nan_to_num(99), expected.nan_to_num(99))
-
-
-def test_store_in_a_cache_of_tuples():
-    torch.manual_seed(4)
-    kv, q, expected_kv, _ = stored(torch.float32, 'float32', None, 'tuples', n_head=2, head_dim=6)
-    assert all(torch.equal(a.nan_to_num(99), b.nan_to_num(99)) for a, b in zip(kv[:2], expected_kv[:2]))
 
 
 @pytest.mark.parametrize('position', ['learned', 'rope'])
@@ -326,50 +294,22 @@ def test_embeddings(dtype, learned, n_embd):
     assert torch.equal(x, expected)
 
 
-class Compiled:
-    """Stands for a kernel: what would launch it compiles it for the GPU `arch`, without one, into `texts`."""
-
-    def __init__(self, kernel, arch, texts):
-        self.kernel, self.arch, self.texts = kernel, arch, texts
-
-    def __getitem__(self, grid):
-        return self.compile
-
-    def compile(self, *args, **options):
-        types = {torch.float32: '*fp32', torch.float64: '*fp64', torch.bfloat16: '*bf16', torch.float16: '*fp16',
-                 torch.int8: '*i8', torch.int32: '*i32', torch.int64: '*i64'}
-        signature, constants, aligned = {}, {}, {}
-        for i, (parameter, value) in enumerate(zip(self.kernel.params, args)):
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name], constants[parameter.name] = 'constexpr', value
-            else:
-                tensor = isinstance(value, torch.Tensor)
-                signature[parameter.name] = types[value.dtype] if tensor else 'i64'
-                if tensor or value % 16 == 0:
-                    aligned[i,] = [['tt.divisibility', 16]]
-        source = triton.compiler.ASTSource(self.kernel, signature, constants, aligned)
-        target = triton.backends.compiler.GPUTarget('cuda', self.arch, 32)
-        compiled = triton.compile(source, target=target, options=options)
-        self.texts.append(dict(name=self.kernel.__name__, ptx=compiled.asm['ptx'], shared=compiled.metadata.shared))
-
-
 def compile_for(arch, dtype, kind, shape):
-    """The kernels of a shape as PTX, [{name, ptx, shared}]; to be called without the interpreter."""
-    dtype, texts = getattr(torch, dtype), []
+    """The kernels of a shape as PTX; to be called without the interpreter."""
+    dtype = getattr(torch, dtype)
     g, kv = geometry_of(**shape, kind=kind)
     inputs = inputs_of([(0, 3)], g, torch.zeros(1, g.columns.n_columns, dtype=torch.int32))
     q = torch.zeros(1, 2, g.n_head, g.head_dim, dtype=dtype)
     weights = SimpleNamespace(wte=torch.zeros(2, 64, dtype=dtype), wpe=torch.zeros(2, 64, dtype=dtype))
     norm = Norm(torch.zeros(g.head_dim, dtype=dtype), None, 1e-5, True)
     angles, (qkv, y) = torch.zeros(1, 2, 2, g.head_dim // 2), torch.zeros(2, 1, 1, dtype=dtype)
-    with pytest.MonkeyPatch.context() as patch:
-        for module, name in KERNELS:
-            patch.setattr(module, name, Compiled(getattr(module, name), arch, texts))
+
+    def launch():
         attention.embed(inputs, weights, torch.zeros(1, 64))
         attention.turn(inputs, torch.zeros(g.head_dim // 2, dtype=torch.float64), 9, angles)
         attention.store(qkv, q, angles, SimpleNamespace(q_norm=norm, k_norm=norm), kv, inputs, g)
         attention.attend(q, y, torch.zeros(1), kv, inputs, g)
-    return texts
+    return compiled(arch, KERNELS, launch)
 
 
 KERNELS = [(storing, 'embed_kernel'), (storing, 'turn_kernel'), (storing, 'store_kernel'),
@@ -387,12 +327,7 @@ COMPILED = [(90, 'bfloat16', 'bfloat16', dict(n_head=12, n_kv_head=2, head_dim=6
 def test_kernels_compile_for_a_gpu():
     """16 bytes a load, no float32 rounded to tf32, and tensor cores for the queries of a group in 16 bits."""
     cases = sizes(COMPILED[:3], COMPILED)
-    code = ('import sys, json, test_gpu_attention as t; '
-            'print(json.dumps([t.compile_for(*case) for case in json.loads(sys.argv[1])]))')
-    run = subprocess.run([sys.executable, '-c', code, json.dumps(cases)], capture_output=True, text=True, cwd=ROOT,
-                         env=ENVIRONMENT | dict(TRITON_INTERPRET='0', PYTHONPATH=f'{ROOT}:{ROOT}/tests'))
-    assert run.returncode == 0, run.stderr
-    for (_, dtype, _, shape), kernels in zip(cases, json.loads(run.stdout)):
+    for (_, dtype, _, shape), kernels in zip(cases, compiled_apart('test_gpu_attention', cases)):
         assert [each['name'] for each in kernels] == [name for _, name in KERNELS]
         store, attend = kernels[2:4]
         assert dtype != 'bfloat16' or 'cvt.rn.bf16' in store['ptx']

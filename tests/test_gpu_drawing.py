@@ -1,62 +1,43 @@
-"""Tokens drawn by the Triton kernels of decode/gpu/drawing.py: those of the CPU's compiled draw, and of plain.draw."""
+"""Tokens drawn by the Triton kernels of decode/gpu/drawing.py: those of decode/draw.py, and the state of plain.draw."""
 import itertools
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, needs, sizes
+from conftest import sizes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from on_triton import DEVICE, QUIET, compiled, compiled_apart, tl, triton
 
-DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
-if DEVICE == 'cpu':
-    os.environ.setdefault('TRITON_INTERPRET', '1')
-triton = pytest.importorskip('triton', reason="triton compiles the kernels of the GPU decoder")
-needs('pydantic')
-
-import triton.language as tl
-
+from decode.draw import GOLDEN, DrawSettings, exponential_noise, mixed_int, noise_key
+from decode.draw import draw as defined
 from decode.gpu import drawing, plain
 from decode.gpu.inputs import IN_PROMPT, MOST_BIASES, MOST_STEPS, MOST_STOPS, N_SETTINGS, Draws, StepInputs
-from decode.kernel.sampling import uniform
-from serving.request import Request, SamplingParams
-from serving.sampler import SETTINGS, Drawing, Sampler
 
-pytestmark = pytest.mark.filterwarnings('ignore:.* encountered in:RuntimeWarning')  # of numpy, in the interpreter
-
-PLAIN = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
-             repetition_penalty=1.0)
-NEAR = 1e-5  # of a border of the distribution: there float32 and float64 may draw different tokens
+pytestmark = QUIET
+NEAR = 1e-5  # of a border of what is kept, or of the largest score: there roundings may draw another token
 
 
-def rounded(how):
-    """Settings as they are on the device, so that both sides read the same numbers."""
-    return {name: float(np.float32(value)) if isinstance(value, float) else value for name, value in how.items()}
+def settings_of(vocab_size, hows, seeds=None):
+    """A `DrawSettings` of each row."""
+    return [DrawSettings(vocab_size, seed, **how) for how, seed in zip(hows, seeds or itertools.count())]
 
 
 def state_of(vocab_size, hows, seeds=None, left=100):
-    """
-    (`Draws`, `StepInputs`) of rows with these settings: fields of `SamplingParams`, prompt, and stops, token ids.
-    """
+    """(`Draws`, `StepInputs`) of rows with these arguments of `DrawSettings`."""
     R, made = len(hows), dict(dtype=torch.int32)
     draws = Draws(
-        torch.zeros(R, N_SETTINGS), torch.tensor([signed(s) for s in (seeds or range(R))]), torch.zeros(R, **made),
+        torch.zeros(R, N_SETTINGS, dtype=torch.float64), torch.zeros(R, dtype=torch.int64), torch.zeros(R, **made),
         torch.full((R,), left, **made), torch.zeros(R, **made), torch.full((R, MOST_STOPS), -1, **made),
         torch.full((R, MOST_BIASES), -1, **made), torch.zeros(R, MOST_BIASES), torch.zeros(R, vocab_size, **made),
         torch.full((MOST_STEPS, R), -7), torch.zeros(R, **made), torch.zeros(R, **made))
-    for row, how in enumerate(hows):
-        how = PLAIN | rounded(how)
-        draws.settings[row] = torch.tensor([how[name] for name in SETTINGS])
-        stops, biases = sorted(how.get('stops', ())), how.get('logit_bias', {})
-        draws.min_tokens[row] = how.get('min_tokens', 0)
-        draws.stops[row, :len(stops)] = torch.tensor(stops, **made)
-        draws.bias_tokens[row, :len(biases)] = torch.tensor(list(biases), **made)
-        draws.biases[row, :len(biases)] = torch.tensor(list(biases.values()), dtype=torch.float32)
-        draws.counts[row, list(how.get('prompt', ()))] = IN_PROMPT
+    for row, s in enumerate(settings_of(vocab_size, hows, seeds)):
+        draws.settings[row], draws.seeds[row] = torch.tensor(s.values), signed(s.seed)
+        draws.min_tokens[row], n = s.min_tokens, len(s.biases)
+        draws.stops[row, :len(s.stops)] = torch.tensor(s.stops, **made)
+        draws.bias_tokens[row, :n], draws.biases[row, :n] = torch.tensor(s.bias_tokens), torch.tensor(s.biases)
+        draws.counts[row, list(s.prompt)] = IN_PROMPT
     inputs = StepInputs(torch.full((R,), 3), torch.arange(R) + 10, torch.arange(R, **made), torch.zeros(R, 1, **made))
     return on_device(draws), on_device(inputs)
 
@@ -68,17 +49,6 @@ def signed(seed):
 
 def on_device(tensors):
     return type(tensors)(*(t.to(DEVICE, copy=True) for t in tensors))
-
-
-def on_cpu(vocab_size, hows, seeds=None):
-    """The `Drawing` of each row on the CPU, for `state_of`."""
-    made = []
-    for how, seed in zip(hows, seeds or itertools.count()):
-        how = rounded(how)
-        stops, prompt = how.pop('stops', ()), list(how.pop('prompt', ())) or [0]
-        request = Request('r', prompt, 1000, SamplingParams(**how), seed)
-        made.append(Drawing(request, 0, stops, vocab_size))
-    return made
 
 
 def rows_of(n, vocab_size, seed=0, scale=3.0):
@@ -97,45 +67,42 @@ def check_same_state(found, expected):
         assert torch.equal(a, b), name
 
 
-def is_near_border(logits, how, share, token):
-    """Would another share, top_p or min_p, NEAR these, draw the token? In float64, by the definitions."""
-    how, x = PLAIN | rounded(how), logits.astype(np.float64)
-    for top_p, min_p in itertools.product((how['top_p'] - NEAR, how['top_p'], how['top_p'] + NEAR),
-                                          (how['min_p'] * (1 - NEAR), how['min_p'], how['min_p'] * (1 + NEAR))):
-        p = np.exp((x - x.max()) / how['temperature'])
+def is_near(logits, s, token):
+    """Would other borders of what is kept, NEAR those of the settings, draw the token? In float64."""
+    x, (temperature, top_k, *borders) = logits.astype(np.float64), s.values[:4]
+    noise = exponential_noise([s.seed], [0], torch.arange(len(x))[None])[0].numpy()
+    for p, m in itertools.product((-NEAR, 0, NEAR), repeat=2):
+        top_p, min_p = borders[0] + p, borders[1] * (1 + m)
+        p = np.exp((x - x.max()) / temperature)
         p[p < min_p] = 0
-        if 0 < how['top_k'] < len(x):
-            p[x < np.sort(x)[-how['top_k']]] = 0
+        if 0 < top_k < len(x):
+            p[x < np.sort(x)[-int(top_k)]] = 0
         order = np.argsort(-x, kind='stable')
         before = np.cumsum(p[order]) - p[order]
         if top_p < 1:
             p[order[before >= top_p * p.sum()]] = 0
-        sums = np.cumsum(p / p.sum())
-        if p[token] > 0 and sums[token] - p[token] / p.sum() - NEAR <= share <= sums[token] + NEAR:
+        scores = p / noise
+        if scores[token] > 0 and scores[token] >= scores.max() * (1 - 10 * NEAR):
             return True
     return False
 
 
 def check_draws(logits, hows):
     """
-    The kernels draw as the CPU and `plain` do, but near borders, and leave the same state. Returns how many tokens
-    differ.
+    The kernels draw as `decode.draw.draw` does, but near borders, and leave the state of `plain`. Returns how many
+    tokens differ.
     """
     R, vocab_size = logits.shape
     draws, inputs = state_of(vocab_size, hows)
-    other_draws, other_inputs = on_device(draws), on_device(inputs)
-    tokens = draw(logits, draws, inputs)
-    changed = torch.tensor(logits, device=DEVICE)
-    plain.draw(changed, other_draws, other_inputs)
-    theirs = Sampler(vocab_size).draw(logits, range(R), on_cpu(vocab_size, hows))
-    for row, of_others in enumerate(zip(other_draws.drawn[0].tolist(), theirs)):
-        if of_others != (tokens[row],) * 2:
-            share, x = uniform(np.uint64(row), 0), changed[row].cpu().numpy()
-            for token in tokens[row], *of_others:
-                assert is_near_border(x, hows[row], share, token), (row, hows[row], tokens[row], of_others)
-    if tokens == other_draws.drawn[0].tolist():
-        check_same_state(draws, other_draws)
-        check_same_state(inputs, other_inputs)
+    others, how = (on_device(draws), on_device(inputs)), settings_of(vocab_size, hows)
+    tokens, theirs = draw(logits, draws, inputs), defined(torch.tensor(logits), how, [0] * R).tolist()
+    for row, (token, other) in enumerate(zip(tokens, theirs)):
+        assert token == other or is_near(logits[row], how[row], token), (row, hows[row], token, other)
+    plain.draw(torch.tensor(logits, device=DEVICE), *others)
+    assert others[0].drawn[0].tolist() == theirs
+    if tokens == theirs:
+        check_same_state(draws, others[0])
+        check_same_state(inputs, others[1])
     return sum(token != other for token, other in zip(tokens, theirs))
 
 
@@ -147,19 +114,24 @@ def small_blocks(monkeypatch):
 
 
 @triton.jit
-def uniform_kernel(seeds, numbers, shares, N: tl.constexpr):
+def uniform_kernel(seeds, numbers, tokens, found, N: tl.constexpr):
     i = tl.arange(0, N)
-    tl.store(shares + i, drawing.uniform(tl.load(seeds + i), tl.load(numbers + i)))
+    key = drawing.noise_key(tl.load(seeds + i), tl.load(numbers + i))
+    tl.store(found + i, drawing.uniform(key, tl.load(tokens + i)))
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 2)), min_size=64, max_size=64))
-@example([(seed, n) for seed in (0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1)
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31 - 2), st.integers(0, 2**18)), min_size=64,
+                max_size=64))
+@example([(seed, n, n % 50257) for seed in (0, 1, 2**31, 2**32, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 1)
           for n in (0, 1, 2, 63, 10**6, 2**30, 2**31 - 3, 2**31 - 2)])
-def test_uniform_numbers_have_the_bits_of_the_cpu(pairs):
-    seeds, numbers = torch.tensor([signed(s) for s, _ in pairs]), torch.tensor([n for _, n in pairs], dtype=torch.int32)
-    shares = torch.zeros(64, dtype=torch.float64, device=DEVICE)
-    uniform_kernel[1,](seeds.to(DEVICE), numbers.to(DEVICE), shares, 64)
-    assert shares.tolist() == [uniform(np.uint64(seed), n) for seed, n in pairs]
+def test_the_numbers_of_the_noise_have_the_bits_of_the_definition(cases):
+    seeds, numbers, tokens = zip(*cases)
+    columns = (torch.tensor(column, dtype=dtype, device=DEVICE) for column, dtype in (
+        ([signed(s) for s in seeds], torch.int64), (numbers, torch.int32), (tokens, torch.int32)))
+    found = torch.zeros(64, dtype=torch.float64, device=DEVICE)
+    uniform_kernel[1,](*columns, found, 64)
+    assert found.tolist() == [((mixed_int(noise_key(seed, n) + (token + 1) * GOLDEN) >> 12) + 0.5) * 2.0**-52
+                              for seed, n, token in cases]
 
 
 HOWS = [dict(), dict(temperature=0.5), dict(temperature=3.0), dict(temperature=0.0), dict(top_k=1), dict(top_k=7),
@@ -171,7 +143,7 @@ HOWS = [dict(), dict(temperature=0.5), dict(temperature=3.0), dict(temperature=0
 
 
 @pytest.mark.parametrize('vocab_size', [1, 2, 65, 1000, 4097])
-def test_tokens_equal_those_of_the_cpu(vocab_size):
+def test_tokens_are_those_of_the_definition(vocab_size):
     hows = HOWS[vocab_size % 2::2] if sizes(True, False) else HOWS * 2
     logits = rows_of(len(hows), vocab_size, seed=vocab_size)
     logits[::3] = np.round(logits[::3])
@@ -179,8 +151,8 @@ def test_tokens_equal_those_of_the_cpu(vocab_size):
 
 
 @pytest.mark.parametrize('vocab_size', sizes([700], [127, 513, 2000]))
-def test_tokens_equal_those_of_the_cpu_with_few_lanes(small_blocks, vocab_size):
-    test_tokens_equal_those_of_the_cpu(vocab_size)
+def test_tokens_are_those_of_the_definition_with_few_lanes(small_blocks, vocab_size):
+    test_tokens_are_those_of_the_definition(vocab_size)
 
 
 KINDS = {'normal': lambda x: x, 'equal': lambda x: x * 0 + 5, 'almost equal': lambda x: x * 1e-3,
@@ -213,22 +185,16 @@ def test_rows_of_each_kind(small_blocks):
         check_draws(logits.astype(np.float32), [dict(top_p=top_p, top_k=600)] * len(kinds))
 
 
-def test_many_equal_logits_at_the_border_of_top_p(small_blocks):
-    """The tokens with value 1 that are kept are the first, so many that top_p is reached: counted by hand."""
-    logits, step = np.zeros((8, 1000), np.float32), 7
-    logits[:, ::step] = 1  # 143 tokens
-    kept = [1, 1, 2, 2, 50, 50, 143, 143]
-    draws, inputs = state_of(1000, [dict(top_p=math.e * (n - 0.5) / (math.e * 143 + 857)) for n in kept])
-    for row, token in enumerate(draw(logits, draws, inputs)):
-        assert token == step * int(uniform(np.uint64(row), 0) * kept[row])
-
-
-def test_zeros_of_both_signs_are_equal(small_blocks):
-    """So the first half of them has half of the probability."""
-    logits = np.zeros((8, 1000), np.float32)
-    logits[:4], logits[4:, ::2] = -0.0, -0.0
-    for row, token in enumerate(draw(logits, *state_of(1000, [dict(top_p=0.5), dict(top_p=0.5, top_k=3)] * 4))):
-        assert token == int(uniform(np.uint64(row), 0) * 500)
+def test_equal_logits_at_the_border_of_top_p(small_blocks):
+    """Kept are the first, so many that top_p is reached: counted by hand. Zeros of both signs are equal."""
+    logits, step = np.zeros((12, 1000), np.float32), 7
+    logits[:8, ::step] = 1  # 143 tokens
+    logits[8:10], logits[10:, ::2] = -0.0, -0.0
+    kept = [list(range(0, step * n, step)) for n in (1, 1, 2, 2, 50, 50, 143, 143)] + [list(range(500))] * 4
+    hows = [dict(top_p=math.e * (len(tokens) - 0.5) / (math.e * 143 + 857)) for tokens in kept[:8]]
+    hows += [dict(top_p=0.5), dict(top_p=0.5, top_k=3)] * 2
+    for row, token in enumerate(draw(logits, *state_of(1000, hows))):
+        assert token == kept[row][int(exponential_noise([row], [0], torch.tensor([kept[row]])).argmin())]
 
 
 def test_draws_follow_the_distribution(small_blocks):
@@ -254,20 +220,23 @@ def test_penalties_over_several_steps(vocab_size):
     """The state that the draws go by stays on the device."""
     n_steps, R = sizes(4, 30), len(CHANGES)
     draws, inputs = state_of(vocab_size, CHANGES)
-    sampler, drawings, others = Sampler(vocab_size), on_cpu(vocab_size, CHANGES), (on_device(draws), on_device(inputs))
+    how, others, texts = settings_of(vocab_size, CHANGES), (on_device(draws), on_device(inputs)), [[] for _ in CHANGES]
     for step in range(n_steps):
         logits = rows_of(R, vocab_size, seed=step // 3)
         changed, expected = (torch.tensor(logits, device=DEVICE) for _ in range(2))
         drawing.draw(changed, draws, inputs)
         plain.draw(expected, *others)
-        live = draws.drawn[step].cpu() >= 0
         torch.testing.assert_close(changed, expected, rtol=1e-6, atol=1e-6)
-        theirs = torch.tensor(sampler.draw(logits, range(R), drawings))
-        assert torch.equal(draws.drawn[step].cpu()[live], theirs[live])
+        for s, tokens in zip(how, texts):
+            s.count(tokens)
+        theirs = defined(torch.tensor(logits), how, [step] * R).tolist()
+        for tokens, mine, other in zip(texts, draws.drawn[step].tolist(), theirs):
+            assert mine in (-1, other)
+            tokens += [mine] * (mine >= 0)
     check_same_state(draws, others[0])
     check_same_state(inputs, others[1])
-    assert all(torch.equal(draws.counts[row].cpu() % IN_PROMPT, torch.from_numpy(drawings[row].counts).int())
-               for row in range(R) if drawings[row].counts is not None)
+    for counts, tokens in zip(draws.counts.cpu() % IN_PROMPT, texts):
+        assert counts.tolist() == np.bincount(tokens, minlength=vocab_size).tolist()
 
 
 def test_lists_that_are_full():
@@ -335,31 +304,17 @@ def test_a_row_does_not_depend_on_the_others():
     assert torch.equal(draws.drawn[:, :R], torch.cat([d.drawn for d, _ in alone], 1))
 
 
-COMPILE = '''
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from decode.gpu import drawing
-
-TYPES = dict(logits='*fp32', settings='*fp32', biases='*fp32', seeds='*i64', drawn='*i64', drawn_stride='i32',
-             tokens='*i64', positions='*i64')
-for kernel, block, warps in (drawing.change_kernel, drawing.CHANGED, 4), (drawing.draw_kernel, drawing.BLOCK,
-                                                                           drawing.WARPS):
-    names = [name for name in kernel.arg_names if name not in ('V', 'BLOCK')]
-    source = triton.compiler.ASTSource(fn=kernel, signature={name: TYPES.get(name, '*i32') for name in names}
-                                       | dict(V='constexpr', BLOCK='constexpr'), constexprs=dict(V=50257, BLOCK=block))
-    target = GPUTarget('cuda', int(sys.argv[1]), 32)
-    print(triton.compile(source, target=target, options=dict(num_warps=warps, enable_fp_fusion=False)).asm['ptx'])
-'''
+def compile_for(arch):
+    """The kernels as PTX; to be called without the interpreter."""
+    state = state_of(50257, [{}])
+    return compiled(arch, [(drawing, 'change_kernel'), (drawing, 'draw_kernel')],
+                    lambda: drawing.draw(torch.zeros(1, 50257), *state))
 
 
-@pytest.mark.parametrize('arch', sizes([90], [80, 90]))
-def test_kernels_compile(arch):
-    """Without a GPU. Seeds are mixed with unsigned shifts and products of 64 bits. No number is flushed to 0."""
-    environment = {name: value for name, value in os.environ.items() if name != 'TRITON_INTERPRET'}
-    done = subprocess.run([sys.executable, '-c', COMPILE, str(arch)], cwd=ROOT, env=environment, capture_output=True,
-                          text=True)
-    assert done.returncode == 0, done.stderr
-    for needed in ('shr.u64', 'mul.lo.s64', 'cvt.rn.f64.u64', 'div.rn.f32', 'div.rn.f64'):
-        assert needed in done.stdout, needed
-    assert not any(flushing in done.stdout for flushing in ('add.ftz', 'sub.ftz', 'setp.ge.ftz', 'max.ftz'))
+def test_kernels_compile_for_a_gpu():
+    """Without one. Seeds are mixed with unsigned shifts and products of 64 bits. No number is flushed to 0."""
+    for kernels in compiled_apart('test_gpu_drawing', sizes([[90]], [[80], [90]])):
+        ptx = '\n'.join(each['ptx'] for each in kernels)
+        for needed in ('shr.u64', 'mul.lo.s64', 'cvt.rn.f64.u64', 'div.rn.f32', 'div.rn.f64'):
+            assert needed in ptx, needed
+        assert not any(flushing in ptx for flushing in ('add.ftz', 'sub.ftz', 'setp.ge.ftz', 'max.ftz'))

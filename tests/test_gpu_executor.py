@@ -1,36 +1,138 @@
 """
-The host side of the GPU decoder: on the CPU, with its functions in PyTorch and steps that are run instead of recorded.
+The host side of the GPU's executor: on the CPU, with its functions in PyTorch and steps that are run instead of
+recorded.
 """
 import random
 
 import numpy as np
 import pytest
 import torch
-from cache_machine import MODELS, Machine, cache_of, model_of
 from conftest import sizes
-from oracle import Oracle
-from small_engine import BYTES, V, alone, run, submit, tokens_alone
+from plain_gpt import plain as exact
 
-import kvcache
-from decode.eager import EagerDecoder
+from decode.batch import Batch, NotNumbers, Refused
+from decode.draw import DrawSettings, draw
+from decode.eager import EagerExecutor
 from decode.gpu import plain
-from decode.gpu.decoder import GPUDecoder
+from decode.gpu.executor import GPUExecutor
 from decode.gpu.inputs import MOST_STEPS
 from decode.gpu.queue import Again, Direct, Queue
-from decode.metadata import InputMetadata
-from generation import generate
-from serving.engine import Engine
-from serving.request import Request, SamplingParams
-from serving.sampler import Drawing, Sampler
+from engine import Engine
+from engine.sequence import Sequence
+from kvcache import BlockPool, make_layers, pages_for
+from kvcache.llamacpp.pool import CellPool
+from model import GPT, GPTConfig
 
-KINDS = sorted(kvcache.KINDS)
+V = 29
+MODELS = {  # every kind of positions, with and without grouped heads, windows and sinks
+    'learned': dict(), 'learned window': dict(window=5, n_sink=1), 'none': dict(position='none', n_kv_head=1),
+    'rope': dict(position='rope', n_kv_head=2), 'rope window sinks': dict(position='rope', window=6, n_sink=3),
+    'alibi': dict(position='alibi', gelu='tanh'), 'alibi window': dict(position='alibi', window=7, n_kv_head=2),
+    'none window sinks': dict(position='none', window=20, n_sink=18),
+    'llama': dict(position='rope', n_kv_head=2, norm='rms', mlp='swiglu', n_inner=40, rope_scaling=(8.0, 1.0, 4.0, 16)),
+    'qwen window': dict(position='rope', window=9, norm='rms', mlp='swiglu', head_dim=16, qk_norm=True, tied=False)}
 HOWS = [dict(), dict(top_p=0.7), dict(top_k=5), dict(frequency_penalty=1.5), dict(temperature=0.0),
-        dict(logit_bias={3: 2.0}), dict(min_tokens=5, stop_token_ids=[1, 2, 3]), dict(stop_token_ids=[1, 2, 3, 4]),
-        dict(logprobs=2), dict(repetition_penalty=1.3, presence_penalty=0.3, min_p=0.05), dict(stop=('abc', 'q'))]
+        dict(logit_bias={3: 2.0}), dict(min_tokens=5, stops=[1, 2, 3]), dict(stops=[1, 2, 3, 4]),
+        dict(repetition_penalty=1.3, presence_penalty=0.3, min_p=0.05)]
+POOLS = dict(pages=lambda c, n=4: BlockPool(8 * pages_for(c, n), n, c.window, c.n_sink),
+             unified=lambda c: CellPool(c, 5, c.block_size),
+             streams=lambda c: CellPool(c, 5, c.block_size, unified=False))
 
 
-def gpu_decoder(model, **how):
-    return GPUDecoder(model, functions=plain, **how)
+def model_of(kind, seed=0, dtype=torch.float32, **how):
+    torch.manual_seed(seed)
+    settings = dict(block_size=40, vocab_size=V, n_layer=2, n_head=4, n_embd=48, bias=seed % 2 == 0) | MODELS[kind]
+    m = GPT(GPTConfig(**(settings | how))).eval()
+    with torch.no_grad():
+        for p in m.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return m.to(dtype)
+
+
+def gpu(model, **how):
+    return GPUExecutor(model, functions=plain, **how)
+
+
+def sequence_of(config, tokens=(), n_drawn=0, **how):
+    """A sequence whose last n_drawn tokens were drawn."""
+    s = Sequence(tokens, DrawSettings(config.vocab_size, **how), 2**31, config.max_positions)
+    s.n_prompt -= n_drawn
+    return s
+
+
+def feed(executor, pool, new, n_steps=None, kept=False, **more):
+    """
+    A call for these new tokens of sequences, {sequence: tokens}, and its result. n_steps: {sequence: how many tokens it
+    may draw}, which are added to it; without, nothing is drawn, and the result has all logits.
+    """
+    for s, tokens in new.items():
+        s.tokens += tokens
+        assert pool.extend(s, len(tokens) + (n_steps.get(s, 1) - 1 if n_steps else 0))
+    positions = [s.n_computed + i for s, tokens in new.items() for i in range(len(tokens))]
+    batch = Batch([*new], [len(tokens) for tokens in new.values()],
+                  np.array([token for tokens in new.values() for token in tokens]), np.array(positions),
+                  np.array([n_steps.get(s, 0) if n_steps else 0 for s in new]), [not n_steps] * len(new),
+                  [kept] * len(new), pool.take_copies(), **more)
+    results = executor.execute_model(batch)
+    for (s, tokens), drawn in zip(new.items(), results):
+        pool.computed(s, len(tokens) + max(0, len(drawn.tokens) - 1))
+        s.tokens += drawn.tokens
+    return results
+
+
+def holding(executor, pool):
+    """The executor with storage for the slots of a pool."""
+    executor.hold(make_layers(executor.model, pool.n_slots, executor.type_kv))
+    return executor
+
+
+def check_random_texts(executor, pool, judge, seed, n, tolerance=2e-4):
+    """Texts that begin, grow, are forked, cut and freed at random: all logits are those of the judge, in float64."""
+    choose, c, texts = random.Random(seed), judge.config, []
+    most = min(c.max_positions, 3 * c.block_size)
+    for _ in range(n):
+        if not texts or len(texts) < 5 and choose.random() < 0.5:
+            texts.append(sequence_of(c))
+            pool.begin(texts[-1])
+        s = choose.choice(texts)
+        action = choose.choice(['feed'] * 4 + ['decode'] * 2 + ['fork', 'cut', 'free'])
+        if action == 'fork' and len(texts) < 5:
+            texts.append(sequence_of(c, s.tokens))
+            pool.fork(s, texts[-1])
+        elif action == 'cut':
+            n_kept = pool.cut(s, choose.randrange(s.n_computed + 1))
+            del s.tokens[n_kept:]
+        elif action == 'free':
+            pool.free(s)
+            texts.remove(s)
+        elif action in ('feed', 'decode'):
+            for _ in range(1 if action == 'feed' else choose.randint(1, 6)):
+                new = {}
+                for s in choose.sample(texts, choose.randint(1, len(texts))):
+                    n_new = choose.choice([1, 1, 2, 5, 16]) if action == 'feed' else 1
+                    n_new = min(n_new, most - s.n_computed, c.window + 1 if c.window else most)
+                    if n_new:
+                        new[s] = [choose.randrange(c.vocab_size) for _ in range(n_new)]
+                for (s, tokens), of_s in zip(new.items(), feed(executor, pool, new) if new else ()):
+                    expected = exact(judge, torch.tensor([s.tokens]))[0, -len(tokens):]
+                    torch.testing.assert_close(of_s.logits.cpu().double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize('kind', MODELS)
+@pytest.mark.parametrize('pool', sizes(['pages', 'unified'], POOLS))
+def test_logits_are_those_of_a_text_without_a_cache(pool, kind):
+    for seed in range(sizes(1, 6)):
+        m = model_of(kind, seed)
+        slots = POOLS[pool](m.config)
+        check_random_texts(holding(gpu(m), slots), slots, m, seed, sizes(25, 150))
+
+
+def test_more_tokens_than_the_largest_graph(monkeypatch):
+    monkeypatch.setattr('decode.gpu.executor.BUCKETS', (1, 2, 4))
+    monkeypatch.setattr(GPUExecutor, 'most_sequences', 4)
+    m = model_of('rope window sinks')
+    slots = POOLS['pages'](m.config)
+    check_random_texts(holding(gpu(m), slots), slots, m, 3, 60)
 
 
 class Late(Direct):
@@ -71,142 +173,168 @@ class LateEvent:
             operation and operation()
 
 
-def late_decoder(model):
-    """A decoder whose calls of several steps run on a late device."""
-    decoder = gpu_decoder(model, queue=Late())
-    several = decoder.several
+def late(model):
+    """An executor whose calls of several steps run on a late device."""
+    executor = gpu(model, queue=Late())
+    several = executor.several
 
-    def late_several(*args):
-        decoder.queue.late = True
+    def late_several(batch):
+        executor.queue.late = True
         try:
-            return several(*args)
+            return several(batch)
         finally:
-            assert not any(decoder.queue.waiting)  # whatever happened: nothing writes any more when blocks are freed
-            decoder.queue.late = False
-    decoder.several = late_several
-    return decoder
+            assert not any(executor.queue.waiting)  # whatever happened: nothing writes any more when pages are freed
+            executor.queue.late = False
+    executor.several = late_several
+    return executor
 
 
-@pytest.mark.parametrize('kind', MODELS)
-def test_tuples_give_the_tokens_of_the_model(kind):
-    m, prompts = model_of(kind), [[1, 2, 3], [4], [0] * 20]
-    expected = generate(m, prompts, 50, temperature=0, use_cache=True)
-    assert generate(m, prompts, 50, temperature=0, use_cache=True, decoder=gpu_decoder(m)) == expected
+def engine_of(executor, n_pages=40, page_size=4, budget=64):
+    c = executor.model.config
+    engine = Engine(executor.model, executor, BlockPool(n_pages, page_size, c.window, c.n_sink), budget)
+    engine.pause = 1e6
+    return engine
 
 
-@pytest.mark.parametrize('model', MODELS)
-@pytest.mark.parametrize('kind', sizes(['paged', 'unified'], KINDS))
-def test_every_cache_gives_the_logits_of_a_text_without_a_cache(kind, model):
-    for seed in range(sizes(1, 6)):
-        m = model_of(model, seed)
-        decoder = gpu_decoder(m)
-        cache = cache_of(kind, m, decoder=decoder)
-        assert cache.executor is decoder
-        machine = Machine(cache, seed, oracle=Oracle(m))
-        machine.run(sizes(30, 150))
-        machine.end()
+def run(engine):
+    """All steps. Returns [[how many tokens each sequence drew]] of the calls."""
+    calls = []
+    while not engine.is_idle:
+        calls.append([len(drawn.tokens) for _, drawn in engine.step() if drawn])
+    assert engine.pool.n_free == engine.pool.n_pages
+    return calls
 
 
-@pytest.mark.parametrize('bits', [0, 8])
-def test_keys_in_int8_and_weights_in_int8(bits):
-    m = model_of('llama', n_embd=128)
-    decoder, prompts = gpu_decoder(m, weights='int8'), [[1, 2, 3], [4]]
-    rounded = model_of('llama', n_embd=128)
-    with torch.no_grad():
-        for layer, block in zip(decoder.packed.layers, rounded.transformer.h):
-            for linear, module in ((layer.c_attn, block.attn.c_attn), (layer.attn_proj, block.attn.c_proj), (
-                    layer.c_fc, block.mlp.c_fc), (layer.c_gate, block.mlp.c_gate), (layer.mlp_proj, block.mlp.c_proj)):
-                module.weight.copy_(linear.weight * linear.scale[:, None])
-        head = decoder.packed.lm_head
-        rounded.lm_head.weight = torch.nn.Parameter(head.weight * head.scale[:, None])
-    caches = [kvcache.make_cache(model, 'paged', 2, bits, step) for model, step in ((m, decoder), (rounded, None))]
-    assert caches[0].executor is decoder
-    first, expected = (generate(model, prompts, 20, temperature=0, use_cache=True, cache=cache)
-                       for model, cache in zip((m, rounded), caches))
-    assert first == expected
+def tokens_alone(model, s):
+    """The tokens of a sequence by whole texts, without a cache, and the definition of a draw."""
+    how, tokens = s.settings, s.tokens[:s.n_prompt]
+    while len(tokens) < s.n_end and not (len(tokens) > s.n_prompt and tokens[-1] in how.stops):
+        device = model.lm_head.weight.device
+        with torch.inference_mode():
+            logits = model.step(torch.tensor([tokens[-model.config.block_size:]], device=device), None, False)[0][:, 0]
+        how.count(tokens[s.n_prompt:])
+        tokens.append(int(draw(logits.float(), [how], [len(tokens) - s.n_prompt])))
+    return tokens
 
 
-def requests(engine, seed, n):
-    choose = random.Random(seed)
-    return [submit(engine, str(i), [choose.randrange(V) for _ in range(choose.randint(1, 9))], choose.randint(5, 30), i,
-                   1 + i % 2, **HOWS[(i + seed) % len(HOWS)]) for i in range(n)]
+def check_alone(model, sequences):
+    for s in sequences:
+        assert s.error is None and s.tokens == tokens_alone(model, s), (s, s.settings.values)
 
 
-def check_all(model, all_got, ignore=()):
-    decoder = EagerDecoder(model)
-    decoder.vocab_size = model.config.vocab_size
-    for got in all_got:
-        if got.request.id not in ignore:
-            expected = tokens_alone(decoder, got.request, got.request.params.stop_token_ids)
-            if not got.request.stop:
-                assert got.tokens == expected, (got.request, got.error)
-            assert all(tokens == more[:len(tokens)] for tokens, more in zip(got.tokens, expected)), got.request
-
-
-@pytest.mark.parametrize('kind', sizes(['llama', 'rope window sinks', 'learned'], MODELS))
-def test_an_engine_draws_on_the_device_what_each_request_draws_alone(kind, monkeypatch):
-    """Samples end one by one in a call of several steps; few blocks, so that some are preempted."""
-    monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9)
-    n_late = 0
+@pytest.mark.parametrize('kind', ['llama', 'learned', *sizes([], [k for k in MODELS if 'window' not in k])])
+def test_an_engine_draws_on_the_device_what_each_sequence_draws_alone(kind):
+    """Sequences end one by one in a call of several steps, or at full contexts; few pages, so some are preempted."""
+    n_late = n_preempted = 0
     for seed in range(sizes(1, 5)):
-        m = model_of(kind, seed)
-        engine = Engine(m, late_decoder(m), BYTES, (), 40, 4, 64)
-        all_got = requests(engine, seed, 30)
-        run(engine)
-        check_all(m, all_got)
-        n_late = max(n_late, engine.decoder.queue.n_late)
-        assert engine.stats.generated_tokens > 2 * engine.stats.steps
-    assert n_late >= 2  # in some calls
+        m, choose, sequences = model_of(kind, seed), random.Random(seed), []
+        engine = engine_of(late(m), 30)
+        for i in range(30):
+            prompt = [choose.randrange(V) for _ in range(choose.randint(1, 9))]
+            sequences += engine.add(prompt, choose.randint(5, 40), 1 + i % 2, i, **HOWS[(i + seed) % len(HOWS)])
+        calls = run(engine)
+        check_alone(m, sequences)
+        n_late = max(n_late, engine.executor.queue.n_late)
+        n_preempted += engine.scheduler.n_preempted
+        assert sum(map(sum, calls)) > 4 * len(calls)
+    assert n_late >= 2 and n_preempted
 
 
-def test_a_call_goes_on_while_some_have_ended(monkeypatch):
-    """One that draws 40 tokens, beside others of 1 to 20: a call has steps behind the end of a sample."""
-    monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9)
+def test_texts_without_end_draw_what_they_draw_alone():
+    """In calls of several steps a window passes the pages of before. A draw may forbid stops for longer than int32."""
+    m, judge = model_of('rope window sinks'), model_of('rope window sinks', block_size=400)
+    engine = engine_of(late(m))
+    sequences = [s for i in range(3) for s in engine.add([i, 2], 100, seed=i)]
+    endless, = engine.add([1, 2], 2**31 - 1, min_tokens=2**31 - 1, stops=[1, 2])
+    while not all(s.ended for s in sequences):
+        engine.step()
+    check_alone(judge, sequences)
+    assert endless.error is None and len(endless.tokens) > 50 and not {1, 2} & {*endless.tokens[2:]}
+
+
+def test_a_call_goes_on_while_some_have_reached_their_end():
+    """One that draws 30 tokens, beside others of 1 to 20."""
     m = model_of('rope')
-    engine, calls = Engine(m, gpu_decoder(m), BYTES, (), 80, 4, 64), []
-    several = engine.decoder.several
-    engine.decoder.several = lambda *args: (several(*args), calls.append(args[-1].next_tokens))[0]
-    all_got = [submit(engine, str(n), [n % V], n, seed=n) for n in (1, 2, 3, 5, 9, 20, 30)]
+    engine = engine_of(late(m), 80)
+    sequences = [s for n in (1, 2, 3, 5, 9, 20, 30) for s in engine.add([n % V], n, seed=n)]
+    calls = run(engine)
+    check_alone(m, sequences)
+    assert any(max(counts) > min(counts) > 0 for counts in calls) and len(calls) < 5
+
+
+def test_a_call_ends_behind_a_stop_at_its_time_and_when_it_is_asked_to():
+    m = model_of('learned')
+    c, pool = m.config, POOLS['pages'](m.config)
+    executor = holding(late(m), pool)
+    for more, stops, expected in (dict(), (), (12, 3)), (dict(until=0), (), (8, 3)), (
+            dict(stop_soon=np.ones(1, np.int64)), (), (8, 3)), (dict(), range(V), (1, 1)):
+        a, b = sequences = [sequence_of(c, temperature=0.0, stops=stops) for _ in 'ab']
+        for s in sequences:
+            pool.begin(s)
+        drawn = feed(executor, pool, {a: [1], b: [2]}, {a: 12, b: 3}, **more)
+        assert tuple(len(of_s.tokens) for of_s in drawn) == expected
+        for s in sequences:
+            pool.free(s)
+
+
+def test_what_the_device_has_no_room_for_is_drawn_by_pytorch(monkeypatch):
+    monkeypatch.setattr('decode.gpu.draws.MOST_STOPS', 3)
+    monkeypatch.setattr('decode.gpu.draws.MOST_BIASES', 2)
+    m = model_of('rope')
+    engine = engine_of(late(m))
+    sequences = [s for i, how in enumerate((dict(stops=[1, 2, 3]), dict(stops=[1, 2, 3, 4], min_tokens=3), dict(), dict(
+        logit_bias={t: t / 5 for t in range(3)}, frequency_penalty=1.0))) for s in engine.add([i], 12, seed=i, **how)]
     run(engine)
-    check_all(m, all_got)
-    assert any(max(new.counts) > min(new.counts) > 0 for new in calls) and len(calls) < 12
+    check_alone(m, sequences)
 
 
-def test_an_abort_and_a_retry_of_a_shared_prefix(monkeypatch):
+def test_logits_from_which_tokens_are_drawn_are_those_before_biases_and_penalties():
+    m, found = model_of('rope'), {}
+    engine = engine_of(late(m))
+    how = dict(logit_bias={3: 4.0}, frequency_penalty=1.5, min_tokens=4, stops=[1, 2])
+    sequences = engine.add([1, 2], 12, 2, 1, logprobs=True, **how) + engine.add([3], 15, frequency_penalty=1.0)
+    while not engine.is_idle:
+        for s, drawn in engine.step():
+            if drawn.logits is not None:
+                found.setdefault(s, []).append(drawn.logits)
+    check_alone(m, sequences)
+    for s in sequences[:2]:
+        expected = exact(m, torch.tensor([s.tokens[:-1]]))[0, s.n_prompt - 1:]
+        torch.testing.assert_close(torch.cat(found[s]).double(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_abort_and_a_retry_of_a_shared_prefix():
     m, prefix = model_of('rope'), [1, 2, 3, 4, 5, 6, 7, 8]
-    engine = Engine(m, late_decoder(m), BYTES, (), 40, 4, 64)
-    first = [submit(engine, name, prefix + [i], 20, seed=i) for i, name in enumerate('abc')]
-    for _ in range(3):
-        engine.run_once()
-    engine.abort('a')
-    engine.abort('b')
-    again = [submit(engine, name, prefix + [i], 20, seed=i) for i, name in enumerate('xy')]
+    engine = engine_of(late(m))
+    a, b, c = (engine.add(prefix + [i], 20, seed=i)[0] for i in range(3))
+    engine.step()
+    engine.step()
+    engine.end(a, 'abort')
+    engine.end(b, 'abort')
+    again = [engine.add(prefix + [i], 20, seed=i)[0] for i in range(2)]
     run(engine)
-    check_all(m, first + again, ignore='ab')
-    assert again[0].first.n_cached == 8
+    check_alone(m, [c, *again])
+    assert again[0].n_found == 8
 
 
 def test_an_interrupt_leaves_nothing_under_way(monkeypatch):
-    """`late_several` asserts it; the engine then computes all samples anew."""
+    """`late` asserts it; the engine then computes all sequences anew."""
     m = model_of('rope')
-    decoder = late_decoder(m)
-    engine = Engine(m, decoder, BYTES, (), 40, 4, 64)
-    all_got = [submit(engine, str(i), [i], 25, seed=i) for i in range(3)]
-    engine.run_once()
-    land, n_landed = decoder.draws.land, []
+    engine = engine_of(late(m))
+    sequences = [s for i in range(3) for s in engine.add([i, 1], 25, seed=i)]
+    land, n_landed = engine.executor.draws.land, []
 
     def interrupted(*args):
         n_landed.append(1)
         if len(n_landed) in (2, 5):
             raise KeyboardInterrupt
         return land(*args)
-    monkeypatch.setattr(decoder.draws, 'land', interrupted)
+    monkeypatch.setattr(engine.executor.draws, 'land', interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            while engine.run_once():
-                pass
+            run(engine)
     run(engine)
-    check_all(m, all_got)
+    check_alone(m, sequences)
 
 
 class Recorded(Queue):
@@ -226,135 +354,55 @@ class Recorded(Queue):
         step()
         if self.fails:
             raise KeyboardInterrupt
-        return Again(step), None
+        return Again(step)
 
 
 @torch.inference_mode()
 def test_no_graph_is_recorded_in_the_pool_of_forgotten_ones(monkeypatch):
-    """PyTorch's allocator refuses it: a pool ends with its last graph. One for each cache, and after an interrupt."""
+    """PyTorch's allocator refuses it: a pool ends with its last graph. One for each storage, and after an interrupt."""
     m, queue = model_of('rope'), Recorded(monkeypatch)
-    decoder = gpu_decoder(m, queue=queue)
+    executor = gpu(m, queue=queue)
     for _ in range(2):
-        decoder.prepare(cache_of('paged', m, decoder=decoder).arrays, lambda graphs: graphs[-3:])
+        holding(executor, POOLS['pages'](m.config)).prepare(lambda graphs: graphs[-3:])
     queue.fails = True
     with pytest.raises(KeyboardInterrupt):
-        decoder.graph('draw', 1)
+        executor.graph('draw', 1)
     queue.fails = False
-    decoder.graph('draw', 1)
+    executor.graph('draw', 1)
     a, b, c = (queue.pools[i] for i in (0, 3, -1))
     assert queue.pools == [a] * 3 + [b] * 4 + [c] and len({a, b, c}) == 3
 
 
 def test_a_recording_after_many_steps_draws_into_no_other_memory(monkeypatch, capsys):
     """The step that is run to be recorded would go on behind the last row of `drawn`."""
-    monkeypatch.setattr('serving.core.pause', lambda n_streams: 1e9)
     m = model_of('rope', block_size=100)
-    engine = Engine(m, gpu_decoder(m, queue=Recorded(monkeypatch)), BYTES, (), 80, 4, 64)
-    all_got = [submit(engine, '0', [0], MOST_STEPS + 1, seed=0)]
+    engine = engine_of(gpu(m, queue=Recorded(monkeypatch)), 80)
+    sequences = engine.add([0], MOST_STEPS)
     run(engine)
-    assert engine.decoder.draws.draws.step[0] == MOST_STEPS
-    all_got += [submit(engine, str(i), [i], 9, seed=i) for i in (1, 2)]
+    assert engine.executor.draws.draws.step[0] == MOST_STEPS
+    sequences += [s for i in (1, 2) for s in engine.add([i], 9, seed=i)]
     run(engine)
-    check_all(m, all_got)
+    check_alone(m, sequences)
     assert not capsys.readouterr().err  # a step that fails is tried again
 
 
 def test_logits_that_are_not_numbers_end_the_call():
     m = model_of('learned')
-    engine = Engine(m, gpu_decoder(m), BYTES, (), 40, 4, 64)
-    good, bad = submit(engine, 'good', [3], 30), submit(engine, 'bad', [4], 30)
-    engine.run_once()
     with torch.no_grad():
         m.transformer.wpe.weight[7] = float('nan')  # of the position of the 7th token that is drawn
+    engine = engine_of(late(m))
+    sequences = engine.add([3], 30) + engine.add([4], 6)
     run(engine)
-    assert good.reasons == bad.reasons == ['error'] and 'not numbers' in good.error
-
-
-def test_a_narrow_step_follows_a_wide_one():
-    """Slots of a sequence at its full context, then of a short one in the same row of the table, and many rows."""
-    m = model_of('learned')
-    cache = kvcache.make_cache(m, 'paged', 8, decoder=gpu_decoder(m))
-    long = cache.new()
-    cache.step([long], [0], torch.arange(40)[None] % V)
-    cache.free(long)
-    texts = torch.randint(V, (8, 30))
-    handles = [cache.new() for _ in texts]
-    for t in range(30):
-        n = 8 if t % 3 else 1 + t % 8
-        for start in range(0, 8, n):
-            some = range(start, min(8, start + n))
-            logits = cache.step([handles[i] for i in some], [t] * len(some), texts[list(some), t:t + 1])
-            expected = m(texts[list(some), :t + 1], use_cache=False)[0][:, 0]
-            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_more_sequences_than_the_largest_graph_and_longer_chunks(monkeypatch):
-    monkeypatch.setattr('decode.gpu.decoder.BUCKETS', (1, 2, 4))
-    m = model_of('rope window sinks')
-    machine = Machine(cache_of('paged', m, decoder=gpu_decoder(m)), 3, oracle=Oracle(m))
-    machine.run(80)
-    machine.end()
-
-
-def test_log_probabilities_are_those_before_biases_and_penalties():
-    m = model_of('rope')
-    engine, decoder = Engine(m, late_decoder(m), BYTES, (), 40, 4, 64), EagerDecoder(m)
-    decoder.vocab_size = V
-    how = dict(logit_bias={3: 4.0}, frequency_penalty=1.5, logprobs=5, min_tokens=4, stop_token_ids=[1, 2])
-    all_got = [submit(engine, 'a', [1, 2], 12, 1, 2, **how), submit(engine, 'b', [3], 15, frequency_penalty=1.0)]
-    run(engine)
-    check_all(m, all_got)
-    for got, (_, expected) in zip(all_got[0].logprobs, alone(decoder, all_got[0].request, [1, 2])):
-        assert len(got) == len(expected) > 3
-        assert all(abs(a.logprob - b.logprob) < 1e-4 and a.rank == b.rank for a, b in zip(got, expected))
-
-
-def test_a_text_goes_back_after_its_slots_were_forgotten():
-    """To a position before the one at which the table has its slots from, and all of them in the same `Runs`."""
-    m, idx = model_of('rope window sinks'), torch.arange(20)[None] % V
-    decoder = gpu_decoder(m)
-    _, cache = decoder(idx[:, :12], None)
-    _, cache = decoder(idx[:, 12:13], cache)
-    decoder.refresh()
-    _, cache = decoder(idx[:, 13:14], cache)
-    back, expected = [(*layer[:2], 9) for layer in cache], EagerDecoder(m)(idx[:, :10], None)[0]
-    torch.testing.assert_close(decoder(idx[:, 9:10], back)[0], expected, atol=1e-4, rtol=1e-4)
-
-
-def test_tokens_are_drawn_once_and_by_sequences_that_may_draw_some():
-    m = model_of('rope')
-    cache = cache_of('paged', m, decoder=gpu_decoder(m))
-    seq, sampler = cache.new(), Sampler(V)
-    cache.step([seq], [0], torch.tensor([[1, 2, 3]]))
-    for n_drawn, limit in ((1, 5), (0, 0)):
-        drawings = [Drawing(Request('a', [1, 2, 3]), 0, (), V)]
-        several = sampler.several(4, 2**62, [4], range(1), drawings, np.array([limit]))
-        several.n_drawn = n_drawn
-        metadata = InputMetadata([1], [cache.records[seq].runs], None, several)
-        with pytest.raises(ValueError, match='make new ones, of sequences that may draw 1 or more'):
-            cache.executor.execute_model(torch.tensor([4]), np.array([3]), cache.arrays, metadata)
-
-
-def test_a_text_fills_the_context_while_others_go_on():
-    """Then there is no position, and no slot, for what follows it."""
-    m = model_of('learned')
-    cache, sampler = cache_of('paged', m, decoder=late_decoder(m)), Sampler(V)
-    seqs = [cache.new(), cache.new()]
-    cache.step(seqs, [0, 0], [torch.arange(37) % V, torch.arange(2)])
-    cache.reserve(seqs, 12, [3, 12])
-    drawings = [Drawing(Request('a', [1], 50), i, (), V) for i in range(2)]
-    several = sampler.several(12, 2**62, [1, 2], range(2), drawings, np.array([12, 12]))
-    cache.decode_steps(seqs, several)
-    assert several.counts[0] == 3 < several.counts[1] and cache.length(seqs[0]) == 40
+    check_alone(m, sequences[1:])
+    assert sequences[0].ended == 'error' and isinstance(sequences[0].error, NotNumbers)
 
 
 def test_settings_that_were_written_in_part_are_written_again(monkeypatch):
     m = model_of('rope')
-    decoder = gpu_decoder(m)
-    sampler = Sampler(V)
-    greedy, hot = (Drawing(Request('a', [1], params=SamplingParams(temperature=t)), 0, (), V) for t in (0.0, 50.0))
-    write, table = decoder.draws.write, decoder.draws
-    table.load(sampler.several(1, 2**62, [1], range(1), [greedy]), np.array([1]), 1)
+    table = gpu(m).draws
+    greedy, hot = (sequence_of(m.config, [1], temperature=t) for t in (0.0, 50.0))
+    write = table.write
+    table.load([greedy], np.array([1]), 1)
 
     def interrupted(target, *args):
         write(target, *args)
@@ -362,54 +410,72 @@ def test_settings_that_were_written_in_part_are_written_again(monkeypatch):
             raise KeyboardInterrupt
     monkeypatch.setattr(table, 'write', interrupted)
     with pytest.raises(KeyboardInterrupt):
-        table.load(sampler.several(1, 2**62, [1], range(1), [hot]), np.array([1]), 1)
+        table.load([hot], np.array([1]), 1)
     monkeypatch.undo()
-    table.load(sampler.several(1, 2**62, [1], range(1), [greedy]), np.array([1]), 1)
-    assert table.draws.settings[0].tolist() == [float(x) for x in greedy.settings]
+    table.load([greedy], np.array([1]), 1)
+    assert table.draws.settings[0].tolist() == [*greedy.settings.values]
 
 
-def test_min_tokens_of_a_text_without_end():
-    m = model_of('rope window sinks')
-    engine = Engine(m, gpu_decoder(m), BYTES, (), 40, 4, 64)
-    got = submit(engine, 'a', [1, 2], 2**31 - 1, min_tokens=2**31 - 1, stop_token_ids=[1, 2])
-    for _ in range(4):
-        engine.run_once()
-    assert got.error is None and len(got.tokens[0]) > 4 and not {1, 2} & {*got.tokens[0]}
+@pytest.mark.parametrize('bits', [0, 8])
+def test_keys_in_int8_and_weights_in_int8(bits):
+    m, rounded = (model_of('llama', n_embd=128) for _ in range(2))
+    executor, prompts = gpu(m, weights='int8'), [[1, 2, 3], [4]]
+    with torch.no_grad():
+        for layer, block in zip(executor.packed.layers, rounded.transformer.h):
+            for linear, module in ((layer.c_attn, block.attn.c_attn), (layer.attn_proj, block.attn.c_proj), (
+                    layer.c_fc, block.mlp.c_fc), (layer.c_gate, block.mlp.c_gate), (layer.mlp_proj, block.mlp.c_proj)):
+                module.weight.copy_(linear.weight * linear.scale[:, None])
+        head = executor.packed.lm_head
+        rounded.lm_head.weight = torch.nn.Parameter(head.weight * head.scale[:, None])
+    first, expected = (Engine(each.model, each, kv_bits=bits).generate(prompts, 20, temperature=0.0)
+                       for each in (executor, EagerExecutor(rounded)))
+    assert first == expected
 
 
-def test_a_cache_at_position_0_begins_sequences_and_one_before_it_is_refused():
-    m, idx = model_of('rope'), torch.tensor([[1]])
-    decoder = gpu_decoder(m, weights='int8')
-    before = decoder(idx, m.empty_cache(1))[0]
+@pytest.mark.parametrize('weights', ['float32', 'int8'])
+def test_changed_weights_are_seen_when_a_sequence_is_added(weights):
+    m = model_of('rope')
+    engine = Engine(m, gpu(m, weights=weights))
+    before = engine.generate([[1, 2, 3]], 20, temperature=0.0)
     with torch.no_grad():
         m.transformer.h[0].mlp.c_fc.weight.mul_(3)
-    cache = m.empty_cache(1)
-    assert not torch.equal(decoder(idx, cache)[0], before)
-    with pytest.raises(ValueError, match='cache_pos'):
-        decoder(idx, [(*layer[:2], -1) for layer in cache])
-
-
-def test_changed_weights_are_seen():
-    m = model_of('rope')
-    for decoder in (gpu_decoder(m), gpu_decoder(m, weights='int8')):
-        idx = torch.tensor([[1, 2, 3]])
-        before, version = decoder(idx, None)[0], decoder.version
-        with torch.no_grad():
-            m.transformer.h[0].mlp.c_fc.weight.mul_(2)
-        after = decoder(idx, None)[0]
-        assert not torch.equal(before, after) and decoder.version > version
-        assert torch.allclose(after, m(idx)[0], atol=1e-4 if decoder.weights == 'float32' else 0.2)
+        m.lm_head.weight.data = m.lm_head.weight.flip(0)
+    after = engine.generate([[1, 2, 3]], 20, temperature=0.0)
+    assert before != after == Engine(m, gpu(m, weights=weights)).generate([[1, 2, 3]], 20, temperature=0.0)
 
 
 def test_what_it_does_not_know_is_refused():
-    m = model_of('rope')
+    m, s = model_of('rope'), sequence_of(model_of('rope').config)
     with pytest.raises(ValueError, match="int8 or in the dtype of the model, not 'bfloat16'"):
-        gpu_decoder(m, weights='bfloat16')
+        gpu(m, weights='bfloat16')
     with pytest.raises(ValueError, match='one dtype, float32, bfloat16 or float16'):
-        gpu_decoder(model_of('rope', dtype=torch.float64))
-    decoder = gpu_decoder(m)
-    assert not decoder.reads(cache_of('paged', m, 4).arrays)
-    assert kvcache.make_cache(m, 'paged', 2, 4, decoder).executor is not decoder
-    m.train()
-    with pytest.raises(ValueError, match='training mode'):
-        decoder(torch.tensor([[1]]), None)
+        gpu(model_of('rope', dtype=torch.float64))
+    executor, pool = gpu(m), POOLS['pages'](m.config)
+    for type_kv in 'int4', 'float64':
+        with pytest.raises(ValueError, match=f'these are {type_kv}'):
+            executor.hold(make_layers(m, 8, type_kv))
+    with pytest.raises(ValueError, match='make the slots for this model'):
+        executor.hold(make_layers(model_of('rope', n_layer=1), 8, 'float32'))
+    pool.begin(s)
+    holding(executor, pool).model.train()
+    with pytest.raises(Refused, match='training mode'):
+        feed(executor, pool, {s: [1]})
+
+
+def test_a_step_without_slots_is_refused_before_it_writes(monkeypatch):
+    """Also where it is several graphs, and the first of them has all its slots. Copies are made."""
+    monkeypatch.setattr('decode.gpu.executor.BUCKETS', (1, 2, 4))
+    monkeypatch.setattr(GPUExecutor, 'most_sequences', 4)
+    m = model_of('rope')
+    pool = POOLS['pages'](m.config)
+    executor, s = holding(gpu(m), pool), sequence_of(m.config)
+    pool.begin(s)
+    for n, n_slots in (3, 2), (20, 10):
+        s.runs.table[0], s.runs.n = (0, 0, n_slots), 1
+        executor.layers[0].k.data[:] = 0
+        executor.layers[0].k.data[:, 50] = 1
+        batch = Batch([s], [n], np.arange(n), np.arange(n), np.zeros(1, np.int64), [False], [False], [(50, 60, 1)])
+        with pytest.raises(Refused, match=f'slots for {n_slots} of {n} positions'):
+            executor.execute_model(batch)
+        stored = executor.layers[0].k.data
+        assert (stored[:, [50, 60]] == 1).all() and stored.sum() == 2 * stored[:, 50].numel()

@@ -3,29 +3,20 @@ The Triton kernel of a linear against float64, the bits of its rows, and what it
 here. Without a GPU the kernel runs in Triton's interpreter, which cuts numbers off to bfloat16 where a GPU rounds them.
 """
 import itertools
-import os
 import re
-import subprocess
-import sys
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ENVIRONMENT, ROOT, sizes
+from conftest import sizes
+from on_triton import DEVICE, TYPES, compiled, compiled_apart, dots_in_order  # noqa: F401 (a fixture)
 
-if not torch.cuda.is_available():
-    os.environ.setdefault('TRITON_INTERPRET', '1')
-triton = pytest.importorskip('triton', reason="the kernels of the GPU decoder need Triton, which comes with torch")
-
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
+from decode.gpu import linear as linears
 from decode.gpu import plain
-from decode.gpu.linear import BLOCK_M, DTYPES, linear, linear_kernel, tiles
+from decode.gpu.linear import DTYPES, linear, tiles
 from decode.gpu.weights import Linear, Norm
 from decode.weights import quantise
 
-DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 NORMS, ENDS = ('', 'layer', 'layer without bias', 'rms'), ('', 'gelu', 'tanh', 'gate')
 
 
@@ -109,18 +100,6 @@ def test_a_sum_by_hand():
     assert out.tolist() == [[109, 284]]  # 100 + (1 - 3) / 2 + 10 and 200 + (4 + 10 + 18) * 2 + 20
 
 
-@pytest.fixture
-def dots_in_order(monkeypatch):
-    """
-    The interpreter multiplies tiles as NumPy does, whose sums depend on where in a tile a row is. Those of a GPU do
-    not, nor do these.
-    """
-    if not isinstance(linear_kernel, triton.JITFunction):
-        def dot(self, a, b, d, *how):
-            return TensorHandle((a.data[:, :, None] * b.data).sum(1, dtype=np.float32) + d.data, d.dtype.scalar)
-        monkeypatch.setattr(InterpreterBuilder, 'create_dot', dot)
-
-
 # the interpreter takes minutes for those of models
 SHAPES = [(384, 1152), (768, 2304), (3072, 768), (768, 50304)] if DEVICE == 'cuda' else sizes(
     [(40, 24)], [(40, 24), (65, 80), (384, 40), (1100, 12)])
@@ -132,7 +111,7 @@ def bits(t):
 
 @pytest.mark.parametrize('dtype, int8', [(torch.float32, False), (torch.bfloat16, False), (torch.float16, True)])
 @pytest.mark.parametrize('shape', SHAPES)
-def test_a_rows_bits_are_those_of_the_row_alone(dots_in_order, dtype, int8, shape):
+def test_a_rows_bits_are_those_of_the_row_alone(dots_in_order, dtype, int8, shape):  # noqa: F811
     n_in, n_out = shape
     rows = random(34, n_in, seed=4)
     how = (linear_of(n_out, n_in, dtype, int8), norm_of('layer', n_in, dtype),
@@ -174,69 +153,39 @@ def test_tiles_are_many_programs():
             assert n_out / tiles(shapes(n_out, 768, dtype, int8))[0]['BLOCK_N'] > 132
 
 
-# The kernel as it is compiled for GPUs. In a process of its own, since Triton here may be the interpreter
-
-TYPES = {torch.float32: 'fp32', torch.bfloat16: 'bf16', torch.float16: 'fp16', torch.int8: 'i8'}
-
-
-def shapes(n_out, n_in, dtype, int8):
+def shapes(n_out, n_in, dtype, int8, bias=False):
     """A `Linear` without numbers."""
-    return Linear(torch.empty(n_out, n_in, dtype=torch.int8 if int8 else dtype, device='meta'),
-                  torch.empty(n_out, device='meta') if int8 else None, None, dtype)
+    def made(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device='meta')
+    scale = made(n_out, dtype=torch.float32) if int8 else None
+    return Linear(made(n_out, n_in, dtype=torch.int8 if int8 else dtype), scale, made(n_out) if bias else None, dtype)
 
 
-def compiled(capability, dtype, int8, kind, n_out, n_in):
-    """The kernel for n_in and addresses that are multiples of 16, as those of models are."""
-    has_norm, stored = kind in ('layer', 'gate'), torch.int8 if int8 else dtype
-    blocks, how = tiles(shapes(n_out, n_in, dtype, int8))
-    pointers = dict(x=torch.float32 if has_norm else dtype, out=dtype if has_norm else torch.float32, weight=stored,
-                    bias=dtype)
-    if has_norm:
-        pointers.update(norm_weight=dtype, norm_bias=dtype)
-    if kind == 'gate':
-        pointers.update(gate_weight=stored, gate_bias=dtype)
-    if int8:
-        pointers.update(scale=torch.float32, **({'gate_scale': torch.float32} if kind == 'gate' else {}))
-    numbers = dict(eps='fp32', n_rows='i32', n_in='i32', n_out='i32')
-    names = linear_kernel.arg_names
-    constants = dict.fromkeys(set(names) - {*pointers, *numbers})
-    constants.update(RMS=False, ACTIVATION='' if has_norm else kind, ADD=not has_norm, DTYPE=DTYPES[dtype],
-                     PRODUCTS=DTYPES[dtype], BLOCK_M=BLOCK_M, **blocks)
-    signature = {name: '*' + TYPES[pointers[name]] if name in pointers else numbers.get(name, 'constexpr')
-                 for name in names}
-    multiples = {(i,): [['tt.divisibility', 16]] for i, name in enumerate(names)
-                 if name in pointers or name == 'n_in' and n_in % 16 == 0}
-    source = triton.compiler.ASTSource(linear_kernel, signature, constants, multiples)
-    return triton.compile(source, target=triton.backends.compiler.GPUTarget('cuda', capability, 32), options=how)
+def compile_for(capability, dtype, int8, kind, n_out, n_in):
+    """The kernel as PTX, for addresses that are multiples of 16, as those of models are."""
+    dtype, has_norm = getattr(torch, dtype), kind in ('layer', 'gate')
+    x, out = (torch.empty(1, n, dtype=torch.float32 if is_float else dtype, device='meta')
+              for n, is_float in ((n_in, has_norm), (n_out, not has_norm)))
+    of = shapes(n_out, n_in, dtype, int8, True)
+    norm = Norm(*torch.empty(2, n_in, dtype=dtype, device='meta'), 1e-5, False) if has_norm else None
+    return compiled(capability, [(linears, 'linear_kernel')], lambda: linear(
+        x, out, of, norm, of if kind == 'gate' else None, '' if has_norm else kind, not has_norm))[0]
 
 
 KINDS = ('gate', 50304, 768), ('gate', 768, 4096), ('layer', 2304, 768), ('gelu', 768, 3072), ('tanh', 65, 12)
-KERNELS = [(capability, dtype, int8, *kind)
-           for capability in (80, 90) for dtype in DTYPES for int8 in (False, True) for kind in KINDS]
-KERNELS = sizes([(90, torch.float32, False, *KINDS[2]), (80, torch.bfloat16, False, *KINDS[0])], KERNELS)
+KERNELS = [(capability, dtype, int8, *kind) for capability in (80, 90) for dtype in ('float32', 'bfloat16', 'float16')
+           for int8 in (False, True) for kind in KINDS]
+KERNELS = sizes([(90, 'float32', False, *KINDS[2]), (80, 'bfloat16', False, *KINDS[0])], KERNELS)
 
 
-COMPILE = """
-import sys, torch, test_gpu_linear
-for i, how in enumerate(eval(sys.argv[2])):
-    kernel = test_gpu_linear.compiled(*how)
-    with open(f'{sys.argv[1]}/{i}', 'w') as f:
-        f.write(f"{kernel.metadata.shared} {kernel.asm['ptx']}")
-"""
-
-
-@pytest.mark.skipif(sys.platform != 'linux', reason="Triton is for Linux")
-def test_the_kernel_is_compiled(tmp_path):
+def test_the_kernel_compiles_for_a_gpu():
     """Without tensor cores that cut off float32, with weights read 16 bytes at a time, in the memory of small cards."""
-    done = subprocess.run([sys.executable, '-c', COMPILE, tmp_path, repr(KERNELS)], capture_output=True, text=True,
-                          env={**ENVIRONMENT, 'TRITON_INTERPRET': '0', 'PYTHONPATH': f'{ROOT}:{ROOT}/tests'})
-    assert done.returncode == 0, done.stderr
-    for i, how in enumerate(KERNELS):
-        shared, ptx = (tmp_path / str(i)).read_text().split(' ', 1)
-        capability, dtype, n_in = how[0], how[1], how[-1]
-        assert int(shared) <= 99 * 1024 and f'.target sm_{capability}' in ptx and 'tf32' not in ptx, how
-        if dtype == torch.float32:
+    for how, kernel in zip(KERNELS, compiled_apart('test_gpu_linear', KERNELS)):
+        (capability, dtype, *_, n_in), ptx = how, kernel['ptx']
+        assert kernel['shared'] <= 99 * 1024 and f'.target sm_{capability}' in ptx and 'tf32' not in ptx, how
+        if dtype == 'float32':
             assert 'fma.rn.f32' in ptx and 'mma' not in ptx, how
         else:
-            assert f"mma.sync.aligned.m16n8k16.row.col.f32.{TYPES[dtype].replace('fp', 'f')}" in ptx, how
+            kind = TYPES[getattr(torch, dtype)].replace('*', '').replace('fp', 'f')
+            assert f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}" in ptx, how
         assert n_in % 16 or re.search(r'cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10', ptx), how
