@@ -171,15 +171,23 @@ class Scheduler:
                     insort(self.waiting, sibling)
 
     def admit(self):
-        """Begin sequences that wait, in order, while there is room; while there are trials, only those of the first."""
+        """
+        Begin sequences that wait, in order, while there is room, and while those that run lack less than a step
+        computes: a later one may find what they compute. While there are trials, only those of the first one begin.
+        """
         waiting = [s for s in self.trials[0] if s in self.waiting] if self.trials else self.waiting
+        lacking = sum(map(self.lacks, self.running)) if waiting else 0
         while waiting and len(self.running) < self.most_running:
             s = waiting[0]
+            if lacking >= self.budget and self.running[-1] < s:
+                return
             if not self.begin(s):
                 if not self.running or self.running[-1] < s:
                     return
+                lacking -= self.lacks(self.running[-1])
                 self.preempt(self.running[-1])  # a sibling that could not be forked is older than those that came later
                 continue
+            lacking += self.lacks(s)
             self.waiting.remove(s)
             if waiting is not self.waiting:
                 waiting.remove(s)

@@ -90,9 +90,13 @@ def tokens_alone(model, request, stop_ids=()):
 
 
 def assert_alone(model, got, stop_ids=()):
-    """A request was given the tokens, and the log probabilities if it asked for 5, that it has alone."""
-    for tokens, logprobs, (expected, scores) in zip(got.tokens, got.logprobs, alone(model, got.request, stop_ids)):
-        assert tokens == expected, got.request
+    """
+    A request was given the tokens, and the log probabilities if it asked for 5, that it has alone, or their beginning
+    if it was aborted.
+    """
+    for tokens, logprobs, reason, (expected, scores) in zip(got.tokens, got.logprobs, got.reasons,
+                                                            alone(model, got.request, stop_ids)):
+        assert tokens == (expected[:len(tokens)] if reason == 'abort' else expected), got.request
         for mine, (logprob, rank, top) in zip(logprobs, scores):
             assert abs(mine.logprob - logprob) < 1e-4 and mine.rank == rank, got.request
             assert [token for token, _ in mine.top] == top, got.request
@@ -105,7 +109,8 @@ def tiny(n_pages=16, page_size=4, budget=64, **how):
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(4)
-    return thread_of(model, CPUExecutor(model, threads=1), BYTES, (), n_pages, page_size, budget, **how), model
+    return thread_of(model, CPUExecutor(model, threads=1), n_pages=n_pages, page_size=page_size, budget=budget,
+                     **how), model
 
 
 class Stepping(EngineThread):

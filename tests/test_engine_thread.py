@@ -1,50 +1,41 @@
 """
-The engine's thread and its inbox: requests in any order, defects, stopping. The server's tests fill the queue and drain
-it, and test_engine_machine.py has failures and aborts at each stage.
+The engine's thread and its inbox: requests in any order, defects, stopping, and how tokens are delivered. The server's
+tests fill the queue and drain it, and test_engine_machine.py has failures and aborts at each stage.
 
-The kernel is the toy. A step can be held in the middle by an event, so that nothing depends on time.
+The executor is the toy. A step can be held in the middle, so that nothing depends on time.
 """
 import random
 import threading
 
 import pytest
 from conftest import sizes
-from small_engine import Got, alone
-from test_same_bits import SHAPES, model_of, threads
-from toy_kernel import ToyKernel, toy_model
+from drafting import AnyDraft, drafting, model_of
+from small_engine import BYTES, Got, V, assert_alone, finished, run, submit, thread_of, tiny
+from toy_executor import ToyExecutor, toy_model
 
-from decode.cpu import CPUDecoder
-from serving.engine import Engine
+from decode.cpu import CPUExecutor
+from decode.kernel.threads import n_cores
 from serving.request import Request, SamplingParams
 
-V = 11
-BYTES = [bytes([97 + i]) for i in range(V)]
 WAIT = 60  # seconds; only a hang takes so long
 
 
-class Held(ToyKernel):
-    """Each call notes that it has begun, and goes on when it may."""
+class Held(ToyExecutor):
+    """Each step notes that it has begun, and goes on when it may."""
 
     def __init__(self, model):
         super().__init__(model)
-        self.began, self.may_go_on = threading.Semaphore(0), threading.Semaphore(0)
-        self.free = False
+        self.began, self.may_go_on, self.free = threading.Semaphore(0), threading.Semaphore(0), False
+        self.fails = self.hold_up
 
-    def one_step(self, *args):
+    def hold_up(self, texts):
         self.began.release()
         if not self.free:
             assert self.may_go_on.acquire(timeout=WAIT)
-        return super().one_step(*args)
 
     def wait(self):
-        """Wait until a call has begun."""
+        """Wait until a step has begun."""
         assert self.began.acquire(timeout=WAIT)
-
-    def step(self, n=1):
-        """Let so many calls go on, and wait for the begin of the next one each time."""
-        for _ in range(n):
-            self.may_go_on.release()
-            self.wait()
 
     def go_on(self):
         self.free = True
@@ -68,119 +59,178 @@ class Client(Got):
 
 @pytest.fixture
 def served():
-    """(engine, kernel): the thread runs, and is stopped afterwards; then every block is free."""
+    """(an `EngineThread`, its executor): the thread runs, and is stopped afterwards; then every page is free."""
     model = toy_model()
-    kernel = Held(model)
-    engine = Engine(model, kernel, BYTES, (), n_blocks=24, page_size=4, max_num_batched_tokens=8, max_queue=4)
-    kernel.cache = engine.cache
-    engine.start()
-    yield engine, kernel
-    kernel.go_on()
-    engine.stop()
-    assert not engine.thread.is_alive() and not engine.live
-    assert engine.cache.n_free == 24 and not engine.cache.records
+    executor = Held(model)
+    thread = thread_of(model, executor, BYTES, (), n_pages=24, budget=8, max_queue=4)
+    executor.pool = thread.engine.pool
+    thread.start()
+    yield thread, executor
+    executor.go_on()
+    thread.stop()
+    assert not thread.thread.is_alive() and not thread.live and thread.engine.pool.n_free == 24
 
 
-def submit(engine, id, prompt=(1, 2, 3), max_tokens=4, n=1, **params):
+def ask(thread, id, prompt=(1, 2, 3), max_tokens=4, n=1, **params):
+    """`submit` while the thread runs."""
     client = Client(Request(id, list(prompt), max_tokens, SamplingParams(**params), n=n))
-    engine.submit(client.request)
+    thread.submit(client.request)
     return client
 
 
 def test_a_soak_gives_each_what_it_gets_alone():
     """Requests, aborts and looks at the state while the thread runs, on a real model with two threads of its kernel."""
-    chooser, decoder = random.Random(0), CPUDecoder(model_of(SHAPES[0]), threads=max(threads))
-    vocab_size, clients = decoder.vocab_size, []
-    engine = Engine(decoder.model, decoder, lambda token: bytes([97 + token % 26]), (), 24, 4, 32, 10**6)
-    engine.start()
+    chooser, model, clients = random.Random(0), model_of('rope'), []
+    thread = thread_of(model, CPUExecutor(model, threads=min(2, n_cores())), n_pages=24, budget=32, max_queue=10**6)
+    thread.start()
     for i in range(sizes(60, 2000)):
-        prompt = [1, 2, 3, 4, 5, 6, 7, 8][:chooser.randrange(9)] + [chooser.randrange(vocab_size) for _ in range(3)]
-        clients.append(submit(engine, str(i), prompt, chooser.randint(1, 30), chooser.choice([1, 1, 3]), logprobs=5,
-                              temperature=chooser.choice([0.0, 1.0])))
+        prompt = [1, 2, 3, 4, 5, 6, 7, 8][:chooser.randrange(9)] + [chooser.randrange(V) for _ in range(3)]
+        clients.append(ask(thread, str(i), prompt, chooser.randint(1, 29), chooser.choice([1, 1, 3]), logprobs=5,
+                           temperature=chooser.choice([0.0, 1.0])))
         if chooser.random() < 0.3:
-            engine.abort(str(chooser.randrange(i + 1)))
-        engine.state()
-    assert engine.drain(10 * WAIT)
-    engine.stop()
-    assert engine.cache.n_free == 24 and not engine.live
+            thread.abort(str(chooser.randrange(i + 1)))
+        thread.state()
+    assert thread.drain(10 * WAIT)
+    thread.stop()
+    assert thread.engine.pool.n_free == 24 and not thread.live
     for client in chooser.sample(clients, sizes(20, 500)):
-        for tokens, logprobs, reason, expected in zip(client.tokens, client.logprobs, client.reasons,
-                                                      alone(decoder, client.request)):
-            assert (tokens, logprobs) == tuple(part[:len(tokens)] for part in expected)
-            assert reason == 'length' and len(tokens) == client.request.max_tokens or reason == 'abort'
+        assert {*client.reasons} <= {'length', 'abort'}
+        assert_alone(model, client)
 
 
 def test_duplicate_request_id(served):
-    engine, kernel = served
-    first = submit(engine, 'a')
-    kernel.wait()
+    thread, executor = served
+    first = ask(thread, 'a')
+    executor.wait()
     with pytest.raises(ValueError, match="'a' already"):
-        submit(engine, 'a')
-    kernel.go_on()
+        ask(thread, 'a')
+    executor.go_on()
     assert first.wait().reasons == ['length']
-    assert submit(engine, 'a').wait().reasons == ['length']
+    assert ask(thread, 'a').wait().reasons == ['length']
 
 
-def test_stop_aborts_what_has_not_ended(served):
-    engine, kernel = served
-    clients = [submit(engine, 'runs', max_tokens=20)]
-    kernel.wait()
-    clients.append(submit(engine, 'waits', max_tokens=20, n=2))
-    thread = threading.Thread(target=engine.stop)
-    thread.start()
-    with engine.condition:
-        assert engine.condition.wait_for(lambda: engine.stopping, WAIT)
-    kernel.go_on()
-    thread.join()
+def test_stop_ends_steps_that_would_repeat_and_aborts_what_has_not_ended(served):
+    thread, executor = served
+    clients = [ask(thread, 'runs', max_tokens=20)]
+    executor.wait()
+    clients.append(ask(thread, 'waits', max_tokens=20, n=2))
+    stopping = threading.Thread(target=thread.stop)
+    stopping.start()
+    with thread.condition:
+        assert thread.condition.wait_for(lambda: thread.stopping, WAIT)
+    executor.go_on()
+    stopping.join()
     assert clients[0].wait().reasons == ['abort'] and clients[1].wait().reasons == ['abort'] * 2
+    assert len(clients[0].tokens[0]) == 1
 
 
 def test_a_defect_of_the_engine_ends_its_requests_and_not_the_thread(served, monkeypatch):
-    engine, kernel = served
-    client = submit(engine, 'a')
-    kernel.wait()
+    thread, executor = served
+    client = ask(thread, 'a')
+    executor.wait()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, 'commit', lambda plan: 1 / 0)
-        kernel.go_on()
-        assert client.wait().reasons == ['error']
-    assert engine.cache.n_free == 24
-    assert submit(engine, 'b').wait().reasons == ['length']
+        patch.setattr(thread.engine.pool, 'computed', lambda s, n: 1 / 0)
+        executor.go_on()
+        assert client.wait().reasons == ['error'] and 'the engine failed' in client.error
+    assert ask(thread, 'b').wait().reasons == ['length']
 
 
 def test_what_a_request_raises_ends_it_alone(served):
-    engine, kernel = served
-    other = submit(engine, 'a')
-    kernel.wait()
+    thread, executor = served
+    other = ask(thread, 'a')
+    executor.wait()
     wrong = Client(Request('b', [1], 4, SamplingParams(), n=2, stop=(5,)))  # whatever no check has found
-    engine.submit(wrong.request)
-    kernel.go_on()
+    thread.submit(wrong.request)
+    executor.go_on()
     assert wrong.wait().reasons == ['error'] * 2 and 'Error' in wrong.error
-    assert other.wait().reasons == ['length'] and submit(engine, 'b').wait().reasons == ['length']
+    assert other.wait().reasons == ['length'] and ask(thread, 'b').wait().reasons == ['length']
 
 
 def test_the_state_shows_the_pool(served, monkeypatch):
-    engine, kernel = served
-    monkeypatch.setattr('serving.core.pause', lambda n_streams: 0)  # a plan has one step
-    two = submit(engine, 'two', range(6), max_tokens=9, n=2)
-    kernel.wait()
-    kernel.step(2)
-    with engine.condition:  # the thread is inside a step: what is shown is from before, and is made anew after it
-        before = engine.state()
-    assert before['running'] == []
-    engine.snapshot['time'], engine.looked_at = float('-inf'), float('inf')
-    kernel.step()
-    state = engine.state()
+    thread, executor = served
+    monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 0)  # a call has one step
+    two = ask(thread, 'two', range(6), max_tokens=9, n=2)
+    executor.wait()
+    for n in range(3):  # the prompt but for its last token, and the first two tokens of each
+        with thread.condition:  # the thread is inside of a step: what is shown is from before, and made anew behind it
+            before = thread.state()
+        assert len(before['running']) == n
+        thread.snapshot['time'], thread.looked_at = float('-inf'), float('inf')
+        executor.may_go_on.release()
+        executor.wait()
+    state = thread.state()
     assert [(s['id'], s['index'], s['n_prompt'], s['n_tokens'], s['computed']) for s in state['running']] == [
-        ('two', 0, 6, 9, 8), ('two', 1, 6, 9, 8)]
+        ('two', 0, 6, 8, 7), ('two', 1, 6, 8, 7)]
     tables = [s['blocks'] for s in state['running']]
-    for block, shown in enumerate(state['blocks']):
-        assert shown['samples'] == [['two', i] for i in range(2) if block in tables[i]]
+    for page, shown in enumerate(state['blocks']):
+        assert shown['samples'] == [['two', i] for i in range(2) if page in tables[i]]
     assert state['blocks'][tables[0][0]]['samples'] == [['two', 0], ['two', 1]]
     assert state['blocks'][tables[0][0]]['text'] == 'abcd' and state['blocks'][tables[0][0]]['remembered']
-    assert state['counters']['blocks_shared'] == 1 and state['counters']['blocks_used'] == 7  # two for each to go on
-    kernel.go_on()
+    used = {page for table in tables for page in table}
+    assert state['counters']['blocks_shared'] == 1 and state['counters']['blocks_used'] == len(used)
+    executor.go_on()
     two.wait()
-    engine.stop()
-    state = engine.state()
+    thread.stop()
+    state = thread.state()
     assert not any(block['samples'] for block in state['blocks']) and not state['running'] and not state['waiting']
     assert state['page_size'] == 4 and state['n_blocks'] == len(state['blocks']) == 24
+
+
+@pytest.mark.parametrize('wrong, words', [
+    (dict(prompt=[1] * 60), 'together 68'), (dict(prompt=[V]), 'prompt has the token id 29'),
+    (dict(stop_token_ids=[-1]), 'stop_token_ids'), (dict(logit_bias={99: 1.0}), 'logit_bias'),
+    (dict(prompt=[]), 'no tokens'), (dict(n=0), 'n must be'), (dict(min_tokens=9), 'min_tokens'),
+    (dict(prompt=[1] * 30, max_tokens=30), '15 pages of 4 slots, and the pool has 14')])
+def test_what_can_never_run_is_refused_at_once(wrong, words):
+    thread, _ = tiny(n_pages=14)
+    with pytest.raises(ValueError, match=words):
+        submit(thread, 'a', **(dict(prompt=[1]) | wrong))
+    assert not thread.live and finished(thread, 'a', [1, 2]).reasons == ['length']
+
+
+@pytest.mark.parametrize('token', [-1, V])
+def test_an_end_token_outside_the_vocabulary_is_refused(token):
+    with pytest.raises(ValueError, match=f'end_tokens has the token id {token}, and the vocabulary'):
+        tiny(end_tokens=(2, token))
+
+
+HOWS = [dict(), dict(temperature=0.0), dict(top_k=5), dict(top_p=0.7, min_p=0.02), dict(frequency_penalty=1.5),
+        dict(logit_bias={3: 2.0}), dict(min_tokens=9, stop_token_ids=[1, 2, 3]), dict(logprobs=5),
+        dict(stop=('ab', 'q')), dict(logprobs=5, prompt_logprobs=True, stop=('b', 'cd', 'xyz'))]
+
+
+def given(got):
+    return got.tokens, got.logprobs, got.text, got.reasons, got.error, got.first.prompt_logprobs
+
+
+def test_what_a_call_of_several_steps_gives_is_delivered_together(monkeypatch):
+    """It is what single steps give, and what rounds with drafts give, with few pages too."""
+    seen, counted, counts = [], [], []
+    for length, draft, n_pages in ((0, False, 80), (1e9, False, 80), (1e9, True, 80), (1e9, False, 16)):
+        monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams, length=length: length)
+        thread, model = tiny(n_pages=n_pages)
+        if draft:
+            executor, _ = drafting(model, AnyDraft())
+            thread = thread_of(model, executor, n_pages=n_pages)
+        all_got = [submit(thread, str(i), [3, i, 1][:1 + i % 3], 25, i, 1 + i % 2, **how) for i, how in enumerate(HOWS)]
+        run(thread)
+        seen.append([given(got) for got in all_got])
+        counted.append((thread.engine.n_steps, thread.engine.n_computed, thread.stats.generated_tokens))
+        counts.append(all_got[1].n_calls)
+    for got in all_got:
+        if not got.request.stop:
+            assert_alone(model, got)
+    assert seen[0] == seen[1] == seen[2] == seen[3] and ['stop'] in [of[3] for of in seen[0]]
+    assert counted[0][2] == counted[1][2] and counts[0] == 25 and counts[1] < 20
+    assert thread.engine.scheduler.n_preempted
+
+
+def test_a_stop_string_costs_few_tokens_behind_it(monkeypatch):
+    monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 1e9)
+    thread, _ = tiny(n_pages=40)
+    text = finished(thread, 'a', [3, 1], 60).text[0]
+    for n in range(4, 40, sizes(7, 1)):
+        n_before = thread.engine.n_computed
+        got = finished(thread, 'b', [3, 1], 60, stop=(text[n:n + 3],))
+        assert got.reasons == ['stop'] and got.text == [text[:text.index(text[n:n + 3])]]
+        assert len(got.tokens[0]) <= n + 3 and thread.engine.n_computed - n_before < n + 3 + 2 + 8

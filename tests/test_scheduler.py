@@ -1,163 +1,170 @@
 """
-The scheduler in an engine on the toy kernel, one step at a time: each test is named after a bug that an engine had.
+The scheduler in an engine on the toy executor, one step at a time: each test is named after a bug that an engine had.
 That each request gets its own tokens, whatever is planned: test_engine_machine.py.
 """
 import pytest
 import torch
-from small_engine import run, submit
-from toy_kernel import ToyKernel, begin_with_nan, toy_model
+from toy_executor import ToyExecutor, toy_model
 
-from serving.engine import Engine
+from engine import Engine, default_pool
 
 V = 11
 
 
-@pytest.fixture(autouse=True)
-def one_step_at_a_time(monkeypatch):
-    monkeypatch.setattr('serving.core.pause', lambda n_streams: 0)
-
-
-def engine_of(n_blocks=16, budget=64):
+def engine_of(n_pages=16, budget=64, most_ahead=1):
     """
-    An engine with blocks of 4. plans: of all steps, [(sample, its tokens that were computed before, how many now)].
-    got: what each request was given.
+    An engine with pages of 4, which draws so many tokens in a call at most. plans: of all steps, [(sequence, its tokens
+    that were computed before, how many now)].
     """
-    kernel = ToyKernel(toy_model(vocab_size=V))
-    engine = Engine(kernel.model, kernel, [b'a'] * V, (), n_blocks, 4, budget)
-    engine.plans, engine.got, kernel.cache, plan = [], [], engine.cache, engine.core.plan
-    begin_with_nan(engine.cache)
+    model = toy_model(vocab_size=V)
+    executor = ToyExecutor(model)
+    engine = Engine(model, executor, default_pool(model.config, n_pages, 4), budget)
+    engine.plans, engine.most_ahead, executor.pool, whole = [], most_ahead, engine.pool, executor.execute_model
 
-    def noted():
-        found, n_steps = plan()
-        engine.plans.append([(sample, sample.computed, n) for sample, n in found])
-        assert sum(n for _, n in found) <= budget and all(n > 0 for _, n in found)
-        return found, n_steps
-    engine.core.plan = noted
+    def noted(batch):
+        engine.plans.append([(s, s.n_computed, n) for s, n in zip(batch.sequences, batch.counts)])
+        assert sum(batch.counts) <= budget and min(batch.counts) > 0
+        return whole(batch)
+    executor.execute_model = noted
     return engine
 
 
 def ask(engine, prompt, max_tokens=4, **how):
-    """The samples of a new request."""
-    engine.got.append(submit(engine, str(len(engine.got)), list(prompt), max_tokens, **how))
-    engine.receive()
-    return engine.live[engine.got[-1].request.id].samples
+    """The sequences of a new request."""
+    return engine.add(list(prompt), max_tokens, most_ahead=engine.most_ahead, **how)
 
 
 def finish(engine):
-    run(engine)
-    assert all(set(got.reasons) == {'length'} for got in engine.got)
+    while not engine.is_idle:
+        engine.step()
+    assert engine.pool.n_free == engine.pool.n_pages
+    assert all(s.ended == 'length' for plan in engine.plans for s, _, _ in plan)
 
 
-def tables_of(engine, samples):
-    return [engine.cache.records[sample.handle].table for sample in samples]
-
-
-def test_uncomputed_blocks_are_not_findable():
+def test_uncomputed_pages_are_not_findable():
     engine = engine_of(budget=6)
     (first,), (second,) = (ask(engine, range(10), max_tokens=2) for _ in range(2))
-    engine.run_once()
-    assert first.computed == 6 and second.handle is None
-    assert len(engine.cache.blocks.cached_blocks(list(range(10)))) == 1
-    engine.run_once()
-    assert second.n_cached == 4, "found when it began: the block that was computed in the step before"
+    engine.step()
+    assert first.n_computed == 6 and second.n_found is None
+    assert len(engine.pool.remembered(list(range(10)))[0]) == 1
+    engine.step()
+    assert second.n_found == 4, "found when it began: the page that was computed in the step before"
     finish(engine)
 
 
 def test_fully_cached_prompt_still_runs_its_last_token():
     engine = engine_of()
     for prompt, n_found in ((range(8), 0), (range(8), 4), (range(9), 8)):
-        sample, = ask(engine, prompt)
-        engine.run_once()
-        assert engine.plans[-1] == [(sample, n_found, len(prompt) - n_found)] and sample.n_cached == n_found
+        s, = ask(engine, prompt)
+        engine.step()
+        assert engine.plans[-1] == [(s, n_found, len(prompt) - n_found)] and s.n_found == n_found
         finish(engine)
 
 
 def test_cache_hit_after_preemption():
-    """What a preempted sample had computed is found again as far as nobody needed its blocks."""
-    engine = engine_of(n_blocks=8)
+    """What a preempted sequence had computed is found again as far as nobody needed its pages."""
+    engine = engine_of(n_pages=8)
     (first,), (second,) = ask(engine, range(4), max_tokens=24), ask(engine, range(9)[::-1], max_tokens=12)
     while not engine.scheduler.n_preempted:
-        assert engine.run_once()
-    assert second.handle is None and second.computed == 0 and len(second.tokens) > 9
+        engine.step()
+    assert second in engine.scheduler.waiting and second.n_computed == 0 and second.n_drawn
     text = second.tokens[:]
-    while second.handle is None:
-        engine.run_once()
+    while second in engine.scheduler.waiting:
+        engine.step()
     assert second.tokens[:len(text)] == text
     finish(engine)
-    assert engine.stats.computed_tokens < len(first.tokens) + len(second.tokens) - 2 + len(text)
+    assert engine.n_computed < len(first.tokens) + len(second.tokens) - 2 + len(text)
 
 
 def test_no_preempt_resume_thrash():
-    """A pool for half of the samples: what is computed more than once is a small part, not each text at each step."""
-    engine = engine_of(n_blocks=12)
+    """A pool for half of the texts: what is computed more than once is a small part, not each text at each step."""
+    engine, sequences = engine_of(n_pages=12), []
     for i in range(12):
-        ask(engine, [i % 7, i % 11, 3, 1, 4], max_tokens=24)
+        sequences += ask(engine, [i % 7, i % 11, 3, 1, 4], max_tokens=24)
     finish(engine)
-    needed = sum(len(got.request.prompt) + 24 - 1 for got in engine.got)
-    assert engine.scheduler.n_preempted and engine.stats.computed_tokens < 1.5 * needed
+    needed = sum(len(s.tokens) - 1 for s in sequences)
+    assert engine.scheduler.n_preempted and engine.n_computed < 1.5 * needed
 
 
-@pytest.mark.parametrize('n_blocks', [8, 9, 13])
-def test_oldest_always_advances(n_blocks):
-    engine, chooser, samples = engine_of(n_blocks, budget=7), torch.Generator().manual_seed(n_blocks), []
+@pytest.mark.parametrize('n_pages', [8, 9, 13])
+def test_oldest_always_advances(n_pages):
+    engine, chooser, sequences = engine_of(n_pages, budget=7), torch.Generator().manual_seed(n_pages), []
     for i in range(14):
         n, max_tokens = (int(torch.randint(1, most, (), generator=chooser)) for most in (15, 18))
-        samples += ask(engine, [i % 11] * n, max_tokens, n=1 + i % 3)
-    while True:
-        waiting = engine.scheduler.waiting
-        left = [sample for sample in samples if not sample.finished and (
-            sample.handle is not None or sample in waiting)]  # forks come with their sample
-        computed = min(left).computed if left else 0
-        if not engine.run_once():
-            break
-        oldest = engine.plans[-1][0][0]
-        assert oldest is min(left) and (oldest.finished or oldest.computed >= computed)
+        sequences += ask(engine, [i % 11] * n, max_tokens, n=1 + i % 3)
+    while not engine.is_idle:
+        scheduler = engine.scheduler
+        oldest = min(s for s in sequences if s in scheduler.running or s in scheduler.waiting)  # forks come with theirs
+        n = oldest.n_computed
+        engine.step()
+        assert engine.plans[-1][0][0] is oldest and (oldest.ended or oldest.n_computed > n or oldest.siblings == [])
     finish(engine)
 
 
 def test_long_prompt_does_not_stall_decoders():
-    """Each sample that draws gets its token in each step; the prompt has the rest of the budget."""
-    engine = engine_of(n_blocks=64, budget=8)
-    short = [sample for i in range(3) for sample in ask(engine, [i], max_tokens=20)]
-    engine.run_once()
+    """Each sequence that draws gets its token in each step; the prompt has the rest of the budget."""
+    engine = engine_of(n_pages=64, budget=8)
+    short = [s for i in range(3) for s in ask(engine, [i], max_tokens=20)]
+    engine.step()
     long, = ask(engine, [1] * 30, max_tokens=2)
-    while len(long.tokens) < 31:
-        lengths, computed = [len(s.tokens) for s in short], long.computed
-        engine.run_once()
-        assert long.computed == min(30, computed + 5)
+    while not long.n_drawn:
+        lengths, computed = [len(s.tokens) for s in short], long.n_computed
+        engine.step()
+        assert long.n_computed == min(30, computed + 5)
         assert [len(s.tokens) for s in short] == [n + 1 for n in lengths]
     finish(engine)
 
 
-def test_samples_share_the_blocks_of_their_prompt():
+def test_samples_share_the_pages_of_their_prompt():
     engine = engine_of()
-    samples = ask(engine, range(9), max_tokens=4, n=3)
-    engine.run_once()
-    tables = tables_of(engine, samples)
-    assert tables[0] == tables[1] == tables[2] and [len(s.tokens) for s in samples] == [10] * 3
-    engine.run_once()
-    tables = tables_of(engine, samples)
+    samples = ask(engine, range(9), n=3)
+    engine.step()  # all but the last token of the prompt, which each sample computes for itself
+    engine.step()
+    tables = [s.table for s in samples]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2] and len({table[2] for table in tables}) == 3
     finish(engine)
-    assert engine.stats.computed_tokens == 9 + 3 * 3
+    assert engine.n_computed == 8 + 3 * 4
 
 
 def test_salt_separates_users():
     engine = engine_of()
     for salt, found in (('', 0), ('a', 0), ('a', 8), ('b', 0), ('', 8)):
-        sample, = ask(engine, range(10), cache_salt=salt)
+        s, = ask(engine, range(10), salt=salt)
         finish(engine)
-        assert sample.n_cached == found
+        assert s.n_found == found
 
 
 def test_scoring_computes_its_whole_prompt():
     engine = engine_of()
     ask(engine, range(10))
     finish(engine)
-    scoring, = ask(engine, range(10), 20, prompt_logprobs=True)
-    engine.run_once()
+    scoring, = ask(engine, range(10), 20, scores=True)
+    engine.step()
     assert engine.plans[-1] == [(scoring, 0, 10)]
     finish(engine)
     other, = ask(engine, range(10))
-    engine.run_once()
-    assert other.n_cached == 8, "others still find what was remembered"
+    engine.step()
+    assert other.n_found == 8, "others still find what was remembered"
+
+
+@pytest.mark.parametrize('n_pages, budget', [(100, 8), (8 * 8 + 1, 64), (8 * 7, 64)])
+def test_steps_repeat_while_others_wait_and_while_pages_are_few(n_pages, budget):
+    engine = engine_of(n_pages, budget, most_ahead=64)
+    first, *_ = [ask(engine, [i], 31, seed=i)[0] for i in range(9)]  # each takes 8 pages in the end
+    finish(engine)
+    assert sum(first in [s for s, _, _ in plan] for plan in engine.plans) < 25
+
+
+@pytest.mark.parametrize('n_prompt, drawn', [(17, (3, 1)), (21, (3, 0))])  # its tokens take 5 pages, or 6
+def test_pages_for_later_steps_keep_no_request_waiting(n_prompt, drawn):
+    """A request comes while another one's steps repeat, and finds the room that it finds behind single steps."""
+    engine = engine_of(n_pages=8, most_ahead=64)
+    a, = ask(engine, [1, 2, 3, 4, 5], 24)
+    engine.step()
+    engine.stop_soon[0] = 1  # the call ends behind its first step
+    engine.step()
+    assert a.n_drawn == 2 and engine.pool.n_free < 6  # two pages for its 6 tokens, and others for later ones
+    b, = ask(engine, [i % V for i in range(n_prompt)], 2)
+    engine.step()
+    assert (a.n_drawn, b.n_drawn) == drawn  # a may take one page more, so b gets 5 of 8
+    finish(engine)
