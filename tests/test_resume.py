@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from conftest import ENVIRONMENT, TINY, sizes, start_training
-from test_train import FOREVER, log, rows, same, stopped, train, wait_for_rows, wait_until, weights
+from test_train import FOREVER, log, rows, same, stopped, train, wait_for_rows, wait_until, weights, with_a_run
 
 import checkpoint as checkpoints
 from configurator import Settings
@@ -20,13 +20,6 @@ from training.resuming import load_furthest, settle_shape
 
 SINKS = '--position=rope', '--window=6', '--n_sink=2', '--n_kv_head=1', '--rope_theta=500'
 WSD = '--lr_schedule=wsd', '--cooldown_frac=0.8', '--lr_decay_iters=20'
-
-
-@pytest.fixture
-def finished(repo, trained):
-    """A repository with a finished run of 20 iterations in out/."""
-    shutil.copytree(trained / 'out', repo / 'out')
-    return repo
 
 
 @pytest.mark.parametrize('settings', [
@@ -199,7 +192,8 @@ def test_the_best_model_stays_and_the_run_goes_on_from_its_end(repo):
     assert (repo / 'out' / 'ckpt.pt').read_bytes() == best == (repo / 'straight' / 'ckpt.pt').read_bytes()
 
 
-def test_a_new_run_that_is_stopped_early_leaves_the_files_of_an_earlier_one(finished):
+def test_a_new_run_that_is_stopped_early_leaves_the_files_of_an_earlier_one(repo, trained):
+    finished = with_a_run(repo, trained)
     shutil.copy(finished / 'out' / 'ckpt.pt', finished / 'out' / 'ckpt_last.pt')
     (finished / 'out' / 'log.csv').unlink()
     before = [(finished / 'out' / name).read_bytes() for name in ('ckpt.pt', 'ckpt_last.pt')]
@@ -332,7 +326,8 @@ def test_a_shorter_block_size_cuts_positions_and_their_moments_and_must_show_the
         "it to 16, for example")
 
 
-def test_resuming_past_max_iters_says_so_and_changes_nothing(finished):
+def test_resuming_past_max_iters_says_so_and_changes_nothing(repo, trained):
+    finished = with_a_run(repo, trained)
     before = (finished / 'out' / 'ckpt.pt').read_bytes(), (finished / 'out' / 'log.csv').read_bytes()
     done = train(finished, '--init_from=resume', '--max_iters=10')
     assert done.returncode == 0 and 'at iteration 20 and max_iters is 10: there is nothing left' in done.stdout
