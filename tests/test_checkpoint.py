@@ -2,13 +2,11 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import ROOT, sizes
+from conftest import sizes
 
 import checkpoint as checkpoints
 from checkpoint import SIZES
@@ -217,23 +215,18 @@ def test_a_weight_under_two_names_is_loaded_only_if_its_values_are_the_same():
             checkpoints.build(changed, GPT, GPTConfig)
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[1])
-from whole_file import replacing
-with replacing(sys.argv[2]) as f:
-    f.write(b'half')
-    f.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_what_a_killed_run_left_is_removed_by_the_next_run_and_nothing_else(tmp_path):
-    path, others = tmp_path / 'ckpt.pt', {'ckpt.pt', 'other.pt.0123456789ab.tmp'}
+def test_what_a_killed_run_left_is_removed_by_the_next_run_and_nothing_else(tmp_path, monkeypatch):
+    def killed(*paths):
+        raise KeyboardInterrupt
+    others = {'ckpt.pt', 'other.pt.0123456789ab.tmp'}
     for name in others:
         (tmp_path / name).write_text('mine')
-    subprocess.run([sys.executable, '-c', KILLED, ROOT, str(path)])
-    assert len(set(os.listdir(tmp_path)) - others) == 1 and path.read_text() == 'mine'
-    (tmp_path / 'ckpt_last.pt.0123456789ab.tmp').write_text('half of a state')
+    with monkeypatch.context() as patched:  # a killed process renames nothing and removes nothing
+        patched.setattr(os, 'replace', killed)
+        patched.setattr(os, 'remove', lambda path: None)
+        for name in ('ckpt.pt', 'ckpt_last.pt'):
+            with pytest.raises(KeyboardInterrupt):
+                checkpoints.save({}, str(tmp_path / name))
+    assert len(set(os.listdir(tmp_path)) - others) == 2 and (tmp_path / 'ckpt.pt').read_text() == 'mine'
     Checkpointer(str(tmp_path), resume=False, writes=True)
     assert set(os.listdir(tmp_path)) == others | {'.lock'}

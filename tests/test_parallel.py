@@ -134,7 +134,7 @@ def test_a_run_goes_on_in_any_number_of_processes_each_with_the_whole_model_or_a
     assert 18 <= len(out) == before['iter_num'] and one[:len(out)] == pytest.approx(out, abs=2e-5)
 
 
-def test_a_divided_model_is_cut_to_a_shorter_block_size(two):
+def test_a_sharded_model_is_cut_to_a_shorter_block_size(two):
     assert train(two, '--max_iters=2', '--position=learned').returncode == 0
     train_in(two, 2, *SETTINGS, '--parallel=fsdp', '--init_from=resume', '--block_size=8', '--max_iters=4')
     saved = checkpoints.load(str(two / 'out' / 'ckpt.pt'))
@@ -204,6 +204,33 @@ def test_a_signal_to_torchrun_and_to_its_workers_saves(two, signum):
     out, err = process.communicate(timeout=300)
     assert 'saved to out/ckpt.pt' in out, out[-1000:] + err[-3000:]
     assert checkpoints.load(str(two / 'out' / 'ckpt.pt'))['iter_num'] > 0
+
+
+KILLED_ONCE = """
+import os, runpy, signal, sys
+sys.path.insert(0, '.')
+from training.batches import Batches
+draw = Batches.__call__
+def draw_or_die(self, step):
+    if self.key[0] == 1337 and step >= 4 * 13 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
+        os.kill(os.getpid(), signal.SIGKILL)
+    return draw(self, step)
+if os.environ['RANK'] == '1':
+    Batches.__call__ = draw_or_die
+sys.argv = sys.argv[1:]
+runpy.run_path('train.py', run_name='__main__')
+"""
+
+
+@pytest.mark.skipif(not sizes(False, True), reason="in test-all")
+def test_torchrun_restarts_a_resumed_run_that_has_lost_a_process(two):
+    assert train(two, *SETTINGS, '--max_iters=1').returncode == 0
+    (two / 'killed_once.py').write_text(KILLED_ONCE)
+    done = run(two, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', '--max-restarts=1',
+               'killed_once.py', 'train.py', *TINY, *SETTINGS, '--parallel=fsdp', '--init_from=resume')
+    assert done.returncode == 0 and 'the last good checkpoint is out/ckpt.pt' in done.stderr, done.stderr[-3000:]
+    assert 'resuming out/ckpt.pt at iteration 10' in done.stdout
+    assert checkpoints.load(str(two / 'out' / 'ckpt.pt'))['iter_num'] == 20
 
 
 def test_a_failure_of_several_processes_is_said_once_and_last(repo):

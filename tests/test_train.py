@@ -159,18 +159,18 @@ def assert_other_tokenizer(done, *texts):
     assert 'has another tokenizer, ' in last and all(text in last for text in texts), last
 
 
-def test_a_pretrained_model_trains_on_data_of_its_tokenizer_only(repo):
-    """A llama of transformers with a tokenizer of the tokenizers library; its chat template comes to the checkpoint."""
+def test_a_pretrained_model_trains_on_data_of_its_tokenizer_only_and_keeps_its_shape(repo):
+    """A starcoder2 of transformers, with a window, a tokenizer.json and a template, which come to the checkpoint."""
     transformers = pytest.importorskip('transformers')
-    config = transformers.LlamaConfig(vocab_size=300, hidden_size=16, intermediate_size=32, num_hidden_layers=2,
-                                      num_attention_heads=2, max_position_embeddings=16, tie_word_embeddings=True)
-    transformers.LlamaForCausalLM(config).save_pretrained(repo / 'llama')
-    text = byte_level_json(270, ['<|im_end|>'])
-    (repo / 'llama' / 'tokenizer.json').write_text(text)
-    (repo / 'llama' / 'chat_template.jinja').write_text('{{ messages }}<|im_end|>')
-    settings = '--init_from=llama', '--max_iters=1'
+    config = transformers.Starcoder2Config(
+        vocab_size=300, hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, sliding_window=7, tie_word_embeddings=True)
+    transformers.Starcoder2ForCausalLM(config).save_pretrained(repo / 'hf')
+    (repo / 'hf' / 'tokenizer.json').write_text(byte_level_json(270, ['<|im_end|>']))
+    (repo / 'hf' / 'chat_template.jinja').write_text('{{ messages }}<|im_end|>')
+    settings = '--init_from=hf', '--max_iters=2', '--eval_interval=2', '--window=0'
     n = len(json.loads((repo / 'data' / 'shakespeare_char' / 'meta.json').read_text())['chars'])
-    ours = 'than llama, a tokenizer.json of 271 tokens'
+    ours = 'than hf, a tokenizer.json of 271 tokens'
     assert_other_tokenizer(train(repo, *settings), f'{n} characters, {ours}')
     folder = repo / 'data' / 'mine'
     folder.mkdir()
@@ -182,29 +182,18 @@ def test_a_pretrained_model_trains_on_data_of_its_tokenizer_only(repo):
     (folder / 'tokenizer.json').write_text(byte_level_json(270))
     done = train(repo, *settings, '--dataset=mine')
     assert done.returncode == 0, done.stderr
-    assert checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['tokenizer']['chat_template'] == '{{ messages }}<|im_end|>'
-    done = train(repo, '--dataset=mine', '--out_dir=new', '--max_iters=1')  # case 4: no meta.json at all
-    assert done.returncode == 0, done.stderr
-    assert checkpoints.load(str(repo / 'new' / 'ckpt.pt'))['model_args']['vocab_size'] == 270
-
-
-def test_finetuning_a_starcoder2_keeps_its_window(repo):
-    transformers = pytest.importorskip('transformers')
-    torch.manual_seed(0)
-    config = transformers.Starcoder2Config(
-        vocab_size=300, hidden_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, sliding_window=7, tie_word_embeddings=True)
-    transformers.Starcoder2ForCausalLM(config).save_pretrained(repo / 'hf')
-    done = train(repo, '--init_from=hf', '--max_iters=2', '--eval_interval=2', '--window=0')
-    assert done.returncode == 0, done.stderr
     assert 'window stays 7, as in the weights of hf: window=0 (command line) has no effect' in done.stdout
-    args = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['model_args']
+    saved = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))
     kept = dict(block_size=16, window=7, position='rope', n_kv_head=2, gelu='tanh')
-    assert kept.items() <= args.items()
-    on = train(repo, '--init_from=resume', '--max_iters=3', '--eval_interval=3')
+    assert saved['tokenizer']['chat_template'] == '{{ messages }}<|im_end|>'
+    assert kept.items() <= saved['model_args'].items()
+    on = train(repo, '--dataset=mine', '--init_from=resume', '--max_iters=3', '--eval_interval=3')
     assert on.returncode == 0 and 'stays' not in on.stdout.replace('n_head stays', ''), on.stderr
-    short = train(repo, '--init_from=hf', '--block_size=7')
+    short = train(repo, *settings, '--dataset=mine', '--block_size=7')
     assert short.returncode == 2 and 'block_size 7 must be more than' in short.stderr.splitlines()[-1]
+    new = train(repo, '--dataset=mine', '--out_dir=new', '--max_iters=1')  # without a meta.json
+    assert new.returncode == 0, new.stderr
+    assert checkpoints.load(str(repo / 'new' / 'ckpt.pt'))['model_args']['vocab_size'] == 270
 
 
 def test_uint32_tokens_and_a_vocabulary_of_ones_own(repo):

@@ -49,7 +49,7 @@ class Checkpointer:
         self.config, self.tokenizer_state = config, tokenizer_state
 
     def state(self, iter_num, best_val_loss):
-        """The contents of a checkpoint. Of a divided model all processes call this, and process 0 gets them."""
+        """The contents of a checkpoint. All processes call this for a sharded model, and process 0 gets them."""
         weights, optimizer = whole(self.model.state_dict()), self.optimizer.state_dict()
         if self.model.config.tied:
             weights['lm_head.weight'] = weights['transformer.wte.weight']  # gathered twice, written once
@@ -66,10 +66,10 @@ class Checkpointer:
 
     def save(self, iter_num, best_val_loss, best):
         """
-        Save the run to ckpt.pt if it is the `best` model, and otherwise to ckpt_last.pt if there is a ckpt.pt. All
-        processes of a divided model call this. FloatingPointError if the weights are not finite.
+        Save the run to ckpt.pt if it is the `best` model or if there is no ckpt.pt, else to ckpt_last.pt. All processes
+        call this for a sharded model. FloatingPointError if the weights are not finite.
 
-        Returns what was done, in words. Where ckpt.pt is of an earlier run, only the best model is saved.
+        Returns what was done, in words. Where ckpt.pt is of an earlier run, nothing but the best model is saved.
         """
         state = self.state(iter_num, best_val_loss)
         if not self.writes:

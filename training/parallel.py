@@ -56,6 +56,8 @@ def join_processes(device, backend, way, world_size):
                          "which each process takes a GPU of its own")
     store, rank, size = next(dist.rendezvous('env://'))
     store.set_timeout(PATIENCE)  # in it the others wait for the first collective operation of nccl
+    # torchrun's store still has the addresses of the processes before a restart: another prefix hides them
+    store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     return dev
 
@@ -88,8 +90,8 @@ def shard(model, device, dtype, compile):
 
 def whole(tensors):
     """
-    {name: tensor} with the tensors of which each process has a part: in process 0 whole, in the memory of the CPU, and
-    in the others None. All processes call this. Tensors that are not divided stay as they are.
+    {name: tensor} with the sharded tensors gathered: whole and in the memory of the CPU in process 0, None in the
+    others. All processes call this. Other tensors stay as they are.
     """
     gathered = dict(tensors)
     for name, x in tensors.items():
@@ -99,8 +101,8 @@ def whole(tensors):
     return gathered
 
 
-def divided_as(p, x):
-    """The tensor x, which all processes have whole: the part of it that this one has of p, if p is divided, else x."""
+def sharded_like(p, x):
+    """The tensor x, which all processes have whole, sharded as the parameter p is; x itself if p is not."""
     if not hasattr(p, 'full_tensor'):
         return x
     from torch.distributed.tensor import distribute_tensor  # here because it imports much of torch.distributed

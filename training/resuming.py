@@ -6,7 +6,7 @@ import torch
 import checkpoint as checkpoints
 from formats.weights import is_dense
 from training.checkpointer import NAMES
-from training.parallel import divided_as
+from training.parallel import sharded_like
 
 # what the weights were trained with; block_size may be cropped, and dropout is free
 SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias', 'position', 'rope_theta', 'n_kv_head', 'window', 'n_sink', 'gelu',
@@ -116,7 +116,7 @@ def fitted_moments(p, state, adamw):
         of_floats = is_dense(moment) and moment.is_floating_point()
         if not of_floats or moment.shape[1:] != p.shape[1:] or len(moment) < len(p):
             raise ValueError(f"{name} is {tuple(moment.shape)}, and its parameter {tuple(p.shape)}")
-        fitted[name] = divided_as(p, moment[:len(p)])
+        fitted[name] = sharded_like(p, moment[:len(p)])
     return fitted
 
 
