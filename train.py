@@ -125,7 +125,9 @@ def train(config, world_size, rank, stop, log, checkpointer):
         shard(raw_model, dev, pick_dtype(dtype, dev), compile and dev != 'cpu')
     optimizer, scaler = build_optimizer(config, raw_model, resumed, dev, log.say)
     amp = autocast(dev, pick_dtype(dtype, dev))
-    train_batches, eval_batches = build_batches(data_dir, raw_model.config.vocab_size, dev)
+    drawn = batch_size, block_size, raw_model.config.vocab_size, dev
+    train_batches = Batches(data_dir, 'train', *drawn, seed)
+    eval_batches = {split: Batches(data_dir, split, *drawn, seed + 1) for split in ('train', 'val')}
     first_iter, best_val_loss = resumed.get('iter_num', 0), float(resumed.get('best_val_loss', math.inf))
     alone = not dist.is_initialized()
     if dev == 'cpu' and alone and not eval_only and ('threads' in resumed or first_iter < max_iters):
@@ -270,13 +272,6 @@ def build_optimizer(config, model, resumed, dev, say):
     if resumed:
         resume_optimizer(config, optimizer, scaler, resumed, say)
     return optimizer, scaler
-
-
-def build_batches(data_dir, model_vocab_size, dev):
-    """(batches to train on, {split: batches to evaluate on}), which are drawn from different seeds."""
-    args = batch_size, block_size, model_vocab_size, dev
-    train_batches = Batches(data_dir, 'train', *args, seed)
-    return train_batches, {split: Batches(data_dir, split, *args, seed + 1) for split in ('train', 'val')}
 
 
 def wrap_model(raw_model, dev, world_size, say):
