@@ -20,7 +20,6 @@ from formats.weights import check_weights, is_dense, once
 from whole_file import replacing
 
 ZIP_START = b'PK\x03\x04'
-HYPER = 'lr', 'betas', 'momentum', 'eps', 'weight_decay'  # of a group of an optimizer; Muon's has no betas
 SIZES = ('n_layer', 'n_head', 'n_embd', 'block_size', 'vocab_size')  # every checkpoint's model_args must have these
 
 
@@ -48,8 +47,8 @@ def load(path, device='cpu'):
     if not os.path.isfile(path):
         folder = os.path.dirname(path)
         if os.path.isfile(os.path.join(folder, 'ckpt', 'index.json')):
-            raise ValueError(f"{folder} has a checkpoint of --parallel=fsdp, and no {path}: to make one of it, run "
-                             f"python export.py --to=ckpt --out_dir={folder}")
+            raise ValueError(f"no checkpoint {path}, and {folder}/ckpt is one of an earlier version, in parts, which "
+                             "this version cannot read: make a ckpt.pt of it with that version's export.py --to=ckpt")
         raise ValueError(f"no checkpoint {path}: train one first, with "
                          "python train.py config/train_shakespeare_char.py")
     with open(path, 'rb') as f:
@@ -211,49 +210,3 @@ def tokenizer_of(checkpoint):
         return tokenizers.from_state(checkpoint['tokenizer'])
     folder = os.path.join('data', str(checkpoint.get('config', {}).get('dataset', '')))
     return tokenizers.from_state(tokenizers.state_of_dataset(folder))
-
-
-def restore_optimizer(optimizer, saved):
-    """
-    Load a checkpoint's optimizer state (a state_dict) into an optimizer of the same kind and the same parameters.
-
-    Moments that have more rows than their parameter are cut to its rows: block_size was cropped. Only the numbers in
-    HYPER of its groups are loaded: how a step is computed (fused, ...) depends on the device. ValueError if the state
-    does not fit, or is of another variant of AdamW.
-    """
-    own = optimizer.state_dict()
-    try:
-        groups, state = saved['param_groups'], {}
-        sizes, saved_sizes = ([len(group['params']) for group in of] for of in (own['param_groups'], groups))
-        if sizes != saved_sizes:
-            raise ValueError(f"it is of {saved_sizes} parameters, but the model has {sizes}")
-        if any(group.get('amsgrad') or group.get('maximize') for group in groups):
-            raise ValueError("it has amsgrad or maximize, which AdamW here has not")
-        params = [(p, 'betas' in group) for group in optimizer.param_groups for p in group['params']]
-        indices = [index for group in groups for index in group['params']]
-        for i, ((p, adamw), index) in enumerate(zip(params, indices)):
-            if saved['state'].get(index) is not None:  # a parameter that has had no step has no moments
-                state[i] = fitted_moments(p, saved['state'][index], adamw)
-        hyper = [{name: theirs[name] for name in HYPER if name in mine}
-                 for mine, theirs in zip(own['param_groups'], groups)]
-        for group in hyper:
-            beta1, beta2 = group.get('betas', (0.0, 0.0))
-            if not all(type(number) in (int, float) for number in (*(group | dict(betas=beta1)).values(), beta2)):
-                raise TypeError(f"{', '.join(group)} must be numbers")
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
-        raise ValueError(f"the checkpoint's optimizer state does not fit the model, and cannot be resumed: "
-                         f"{type(e).__name__}, {e}") from e
-    optimizer.load_state_dict({'state': state, 'param_groups': [
-        mine | theirs for mine, theirs in zip(own['param_groups'], hyper)]})
-
-
-def fitted_moments(p, state, adamw):
-    """The saved state of parameter p, of AdamW or else of Muon, with p's rows. ValueError if it does not fit."""
-    fitted = {'step': torch.as_tensor(state['step'], dtype=torch.float32).reshape(())} if adamw else {}
-    for name in ('exp_avg', 'exp_avg_sq') if adamw else ('momentum_buffer',):
-        moment = state[name]
-        of_floats = is_dense(moment) and moment.is_floating_point()
-        if not of_floats or moment.shape[1:] != p.shape[1:] or len(moment) < len(p):
-            raise ValueError(f"{name} is {tuple(moment.shape)}, and its parameter {tuple(p.shape)}")
-        fitted[name] = moment if len(moment) == len(p) else moment[:len(p)]
-    return fitted

@@ -5,8 +5,6 @@ starcoder2 for rope, mpt for alibi; and the families of Llama's kind.
     python export.py                         the newest out*/ckpt.pt to <its folder>/hf, for transformers, vLLM, TGI
     python export.py --to=gguf --type=q8_0   to <its folder>/model.gguf, for llama.cpp
     python export.py --init_from=gpt2 --path=gpt2-folder
-    python export.py --to=ckpt               of a run with --parallel=fsdp: out/ckpt becomes out/ckpt.pt
-    python export.py --to=shards             the way back, to go on with it
 
 What was written and how to serve it goes to stderr.
 """
@@ -19,21 +17,17 @@ import configurator  # before torch: it says so in one line where torch is missi
 import checkpoint
 import model as plain_model
 from formats import to_gguf, to_huggingface
-from whole_file import lock_folder
 
-to = 'hf'             # hf, a folder in Hugging Face format; gguf, a file for llama.cpp; ckpt or shards
+to = 'hf'             # hf, a folder in Hugging Face format; gguf, a file for llama.cpp
 type = 'f32'          # of the numbers in a gguf: f32, or q8_0, 8 bits in blocks of 32
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
-out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is (for ckpt and shards out)
+out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
 path = ''             # the folder or file to write; by default hf or model.gguf beside ckpt.pt
 
 
 def main(config):
-    if to not in ('hf', 'gguf', 'ckpt', 'shards') or type not in ('f32', 'q8_0') or to != 'gguf' and type == 'q8_0':
-        raise ValueError(f"to must be hf, ckpt, shards, or gguf with type f32 or q8_0, not {to!r} with {type!r}")
-    if to in ('ckpt', 'shards'):
-        convert(out_dir or 'out')
-        return
+    if to not in ('hf', 'gguf') or type not in ('f32', 'q8_0') or to == 'hf' and type == 'q8_0':
+        raise ValueError(f"to must be hf, or gguf with type f32 or q8_0, not {to!r} with {type!r}")
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model)
     if to == 'hf':
         target = path or os.path.join(folder, 'hf')
@@ -51,17 +45,6 @@ def main(config):
             say("llama.cpp may never return from a prompt with a character beyond ASCII that the model has not seen")
         say_limits_of_llama_cpp(model.config)
         say(f"serve it with: llama-server -m {target}")
-
-
-def convert(folder):
-    """Make the ckpt.pt of a sharded checkpoint in a folder, or the sharded checkpoint of a ckpt.pt."""
-    if init_from != 'resume' or path:
-        raise ValueError(f"to={to} works on the checkpoint in out_dir: leave out init_from and path")
-    from training import shards  # here because it imports much of torch.distributed
-    lock = lock_folder(folder) if os.path.isdir(folder) else None  # noqa: F841 (held until the end)
-    target, iter_num = (shards.to_ckpt if to == 'ckpt' else shards.to_shards)(folder, plain_model.GPT,
-                                                                             plain_model.GPTConfig)
-    say(f"{target}: iteration {iter_num}, with the state of the optimizer")
 
 
 def say_limits_of_llama_cpp(config):

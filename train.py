@@ -6,7 +6,7 @@ Train a GPT: from scratch, from GPT-2's weights, or on from where a run stopped.
     torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py
     torchrun --standalone --nproc_per_node=4 train.py config/train_gpt2.py --parallel=fsdp
 
-Ctrl-C and SIGTERM save and stop; a second one stops at once. out_dir gets ckpt.pt, log.csv and loss.png.
+Ctrl-C and SIGTERM save and stop; a second one stops at once. out_dir gets ckpt.pt, ckpt_last.pt, log.csv and loss.png.
 """
 import configurator  # isort: skip
 
@@ -23,26 +23,20 @@ import tokenizer as tokenizers
 from device import autocast, choose_threads, default_peak_flops, pick_device, pick_dtype, share_cores, synchronize
 from model import GPT, GPTConfig
 from training.batches import Batches, check_tokenizer, open_tokens, prepare, vocab_size_of
-from training.checkpointer import (
-    SHAPE,
-    Checkpointer,
-    load_furthest,
-    restore_rng,
-    resume_optimizer,
-    settle_shape,
-)
+from training.checkpointer import Checkpointer
 from training.cpu import keep_freed_memory, use_onednn
 from training.log import Log, start_wandb
 from training.optimizer import check_optimizer, make_optimizer
-from training.parallel import check_way, first_says, join_processes, leave, n_restarts, shard, what_is_lost
+from training.parallel import check_way, join_processes, leave, shard, what_is_lost
+from training.resuming import SHAPE, load_furthest, restore_rng, resume_optimizer, settle_shape
 from training.stopping import StopRequest
 
-out_dir = 'out'                # where ckpt.pt, log.csv and loss.png go
+out_dir = 'out'                # where checkpoints, log.csv and loss.png go
 eval_interval = 2000           # iterations between evaluations, and so between checkpoints
 log_interval = 1               # iterations between rows of the log
 eval_iters = 200               # batches an evaluation averages over
 eval_only = False              # evaluate once, print, and stop
-always_save_checkpoint = True  # at every evaluation; False keeps the best one only
+always_save_checkpoint = True  # as ckpt.pt, at every evaluation; False keeps the best one there
 init_from = 'scratch'          # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
 wandb_log = False              # log to Weights & Biases as well
 wandb_project = 'owt'          # its project there
@@ -102,7 +96,7 @@ def main(config):
     check_settings(world_size)
     stop = StopRequest()
     log = Log(stop, silent=not master)
-    checkpointer = checkpointer_of(parallel)(out_dir, resume=init_from == 'resume', writes=master and not eval_only)
+    checkpointer = Checkpointer(out_dir, resume=init_from == 'resume', writes=master and not eval_only)
     try:
         train(config, world_size, rank, stop, log, checkpointer)
         if dist.is_initialized():
@@ -117,7 +111,6 @@ def train(config, world_size, rank, stop, log, checkpointer):
     """Train with the settings of this module, as process `rank` of `world_size`."""
     master = rank == 0
     dev = join_processes(device, backend, parallel, world_size)
-    go_on_after_a_restart(checkpointer, log.say)
     torch.manual_seed(seed if parallel == 'fsdp' else seed + rank)
     torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
 
@@ -132,7 +125,9 @@ def train(config, world_size, rank, stop, log, checkpointer):
         shard(raw_model, dev, pick_dtype(dtype, dev), compile and dev != 'cpu')
     optimizer, scaler = build_optimizer(config, raw_model, resumed, dev, log.say)
     amp = autocast(dev, pick_dtype(dtype, dev))
-    train_batches, eval_batches = build_batches(data_dir, raw_model.config.vocab_size, dev)
+    drawn = batch_size, block_size, raw_model.config.vocab_size, dev
+    train_batches = Batches(data_dir, 'train', *drawn, seed)
+    eval_batches = {split: Batches(data_dir, split, *drawn, seed + 1) for split in ('train', 'val')}
     first_iter, best_val_loss = resumed.get('iter_num', 0), float(resumed.get('best_val_loss', math.inf))
     alone = not dist.is_initialized()
     if dev == 'cpu' and alone and not eval_only and ('threads' in resumed or first_iter < max_iters):
@@ -154,7 +149,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
                 losses = estimate_loss(eval_model, eval_batches, amp, stop, shared)
                 best_val_loss = report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss)
             if stop.agreed(world_size, dev):
-                checkpointer.save_interrupted(log, iter_num, best_val_loss, first_iter, always_save_checkpoint)
+                checkpointer.stop(log, iter_num, best_val_loss, first_iter)
                 break
             if eval_only or iter_num >= max_iters:
                 break
@@ -183,23 +178,6 @@ def check_settings(world_size):
         new_config(1)
     pick_dtype(dtype, pick_device(device))
     check_way(parallel, pick_device(device))
-
-
-def checkpointer_of(way):
-    """The class of the checkpoints of a run that is parallel in this way."""
-    if way == 'ddp':
-        return Checkpointer
-    from training.shards import ShardedCheckpointer  # here because it imports much of torch.distributed
-    return ShardedCheckpointer
-
-
-def go_on_after_a_restart(checkpointer, say):
-    """If torchrun has restarted this run, after it has saved, go on from what it saved, whatever init_from is."""
-    global init_from
-    checkpointer.run_name, saved = first_says((checkpointer.run_name, n_restarts() > 0 and checkpointer.has_saved()))
-    if saved and init_from != 'resume':
-        init_from, checkpointer.ckpt_is_ours = 'resume', True
-        say(f"torchrun restarted this run (restart {n_restarts()}): it goes on from its last checkpoint")
 
 
 def new_config(vocab_size):
@@ -259,12 +237,8 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
     resumed, source = {}, init_from
     if init_from == 'scratch':
         model = GPT(new_config(vocab_size))
-    elif init_from == 'resume' and parallel == 'fsdp':
-        from training.shards import build_furthest
-        model, resumed, source = build_furthest(out_dir, GPT, GPTConfig, block_size, dropout=dropout)
-        say(f"resuming {source} at iteration {resumed['iter_num']}")
     elif init_from == 'resume':
-        resumed, source = load_furthest(out_dir, dev)
+        resumed, source = load_furthest(out_dir, 'cpu' if parallel == 'fsdp' else dev)
         model = checkpoints.build(resumed, GPT, GPTConfig, dropout=dropout)
         say(f"resuming {source} at iteration {resumed.get('iter_num', 0)}")
     else:
@@ -295,19 +269,9 @@ def build_optimizer(config, model, resumed, dev, say):
     kind = dev.split(':')[0]
     scaler = torch.amp.GradScaler(kind, enabled=pick_dtype(dtype, dev) == 'float16')
     optimizer = make_optimizer(model, kind, config)
-    if resumed and parallel == 'fsdp':
-        from training.shards import read_into
-        read_into(model, optimizer, resumed)
     if resumed:
         resume_optimizer(config, optimizer, scaler, resumed, say)
     return optimizer, scaler
-
-
-def build_batches(data_dir, model_vocab_size, dev):
-    """(batches to train on, {split: batches to evaluate on}), which are drawn from different seeds."""
-    args = batch_size, block_size, model_vocab_size, dev
-    train_batches = Batches(data_dir, 'train', *args, seed)
-    return train_batches, {split: Batches(data_dir, split, *args, seed + 1) for split in ('train', 'val')}
 
 
 def wrap_model(raw_model, dev, world_size, say):
@@ -346,9 +310,9 @@ def open_log(log, checkpointer, config, iter_num):
         log.wandb = start_wandb(wandb_project, wandb_run_name, dict(config))
     if not eval_only:
         checkpointer.take_folder()
-        if checkpointer.has_no_place():
-            log.say(f"{out_dir} has a checkpoint and an interrupted state of earlier runs: both stay until this run "
-                    "saves, and a stop before that saves nothing")
+        if checkpointer.is_of_earlier_run():
+            log.say(f"{checkpointer.best} is of an earlier run: it stays until an evaluation of this run saves, and a "
+                    "stop before that saves nothing")
         log.open_files(out_dir, iter_num, max_iters)
     log.start_clock(iter_num)
 
@@ -383,14 +347,15 @@ def estimate_loss(model, batches, amp, stop, world_size):
 
 def report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss):
     """
-    Report the losses of an evaluation, save a checkpoint if they or the settings ask for one, and start the clock.
-    Returns the best validation loss so far. losses: None if the evaluation was asked to stop.
+    Report the losses of an evaluation, save a checkpoint if they or the settings ask for one or if it is the last one,
+    and start the clock. Returns the best validation loss so far. losses: None if the evaluation was asked to stop.
     """
     if losses:
         log.evaluation(iter_num, lr, losses)
         improved, best_val_loss = losses['val'] < best_val_loss, min(best_val_loss, losses['val'])
-        if iter_num > 0 and (improved or always_save_checkpoint) and not eval_only:
-            log.say(f"saved {checkpointer.save(iter_num, best_val_loss)}")
+        best = improved or always_save_checkpoint
+        if iter_num > 0 and (best or iter_num == max_iters) and not eval_only:
+            log.say(checkpointer.save(iter_num, best_val_loss, best))
         log.save_picture(last=iter_num == max_iters)
     log.start_clock(iter_num)
     return best_val_loss

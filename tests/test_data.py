@@ -95,8 +95,14 @@ def test_a_changed_download_is_refused(empty, server, monkeypatch, capsys):
     assert not (empty / 'data' / 'shakespeare_char' / 'input.txt').exists()
 
 
-@pytest.mark.parametrize('url', ['{server}/missing.txt', 'http://127.0.0.1:1/input.txt'])
-def test_without_an_answer_the_stand_in_is_used_loudly(empty, server, url, monkeypatch, capsys):
+@pytest.mark.parametrize('url, name, value', [
+    ('{server}/missing.txt', '', ''), ('http://127.0.0.1:1/input.txt', '', ''),
+    ('https://127.0.0.1:1/input.txt', 'REQUESTS_CA_BUNDLE', '/nowhere'),
+    ('https://127.0.0.1:1/input.txt', 'HTTPS_PROXY', 'http://[::1')])
+def test_without_an_answer_the_stand_in_is_used_loudly(empty, server, url, name, value, monkeypatch, capsys):
+    """Or with a wrong setting of the network."""
+    if name:
+        monkeypatch.setenv(name, value)
     prepare_here(empty, url.format(server=server[0]), monkeypatch)
     assert '!! USING A STAND-IN' in capsys.readouterr().err
     meta = json.loads((empty / 'data' / 'shakespeare_char' / 'meta.json').read_text())
@@ -163,11 +169,6 @@ def test_unknown_characters_are_named():
     assert CharTokenizer('abc').decode([0, 7]) == 'a\ufffd'
 
 
-def write_meta(folder, content):
-    with open(folder / 'meta.pkl', 'wb') as f:
-        f.write(content)
-
-
 class Evil:
     def __reduce__(self):
         return os.mkdir, ('evil',)
@@ -175,15 +176,16 @@ class Evil:
 
 def test_nanogpts_meta_pkl_is_read_and_nothing_in_it_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_meta(tmp_path, pickle.dumps({'vocab_size': 2, 'itos': {0: 'a', 1: 'b'}, 'stoi': {'a': 0, 'b': 1}}))
+    meta = tmp_path / 'meta.pkl'
+    meta.write_bytes(pickle.dumps({'vocab_size': 2, 'itos': {0: 'a', 1: 'b'}, 'stoi': {'a': 0, 'b': 1}}))
     assert tokenizers.state_of_dataset(tmp_path) == {'kind': 'char', 'chars': 'ab'}
-    write_meta(tmp_path, pickle.dumps({'vocab_size': 3}))  # all that nanoGPT's train.py needs
+    meta.write_bytes(pickle.dumps({'vocab_size': 3}))  # all that nanoGPT's train.py needs
     assert tokenizers.read_meta(tmp_path) == {'vocab_size': 3}
     assert tokenizers.state_of_dataset(tmp_path) == {'kind': 'unknown'}
     wrong = ({'itos': Evil()}, Evil(), ['a'], {'itos': {1: 'a'}}, {'itos': {0: 'ab', 1: 'c'}}, {'itos': os.getcwd})
     too_long = b'\x80\x04\x8e' + struct.pack('<Q', 2**63) + b'a.'
     for content in (b'', b'\x80', b'nonsense', too_long, *map(pickle.dumps, wrong)):
-        write_meta(tmp_path, content)
+        meta.write_bytes(content)
         with pytest.raises(ValueError, match='meta.pkl'):
             tokenizers.read_meta(tmp_path)
     assert not os.path.exists('evil')
@@ -292,13 +294,6 @@ def test_whatever_ends_the_download_of_openwebtext_is_one_line(repo, error, monk
     message = capsys.readouterr().err
     assert end.value.code == 2 and message.count('\n') == 1, message
     assert message.startswith('prepare.py: error: Skylion007/openwebtext could not be downloaded ('), message
-
-
-@pytest.mark.parametrize('name, value', [('REQUESTS_CA_BUNDLE', '/nowhere'), ('HTTPS_PROXY', 'http://[::1')])
-def test_a_wrong_setting_of_the_network_is_as_no_network(empty, name, value, monkeypatch, capsys):
-    monkeypatch.setenv(name, value)
-    prepare_here(empty, 'https://127.0.0.1:1/input.txt', monkeypatch)
-    assert '!! USING A STAND-IN' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('tokens, dtype, named, says', [

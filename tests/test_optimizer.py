@@ -1,5 +1,4 @@
 """What a training run can choose: the optimizer, the schedule of the learning rate, oneDNN's products on a CPU."""
-import copy
 import platform
 
 import pytest
@@ -7,12 +6,12 @@ import torch
 from conftest import ROOT, TINY, run
 
 import checkpoint as checkpoints
-import decode
 import train
 from model import GPT, GPTConfig
 from training import cpu
 from training.cpu import Linear, use_onednn
 from training.optimizer import check_optimizer, make_optimizer
+from training.resuming import restore_optimizer
 
 SETTINGS = dict(optimizer='muon', learning_rate=1e-2, weight_decay=0.1, beta1=0.9, beta2=0.95, muon_lr=0.02,
                 muon_weight_decay=0.3, lr_schedule='cosine', cooldown_frac=0.2, decay_lr=True, warmup_iters=2,
@@ -68,36 +67,27 @@ def test_a_step_is_that_of_torchs_muon_and_torchs_adamw():
         assert torch.equal(a, b)
 
 
-def test_muon_moves_every_direction_of_a_matrix_alike():
-    """By a singular value decomposition in float64. The iteration brings singular values near to 1, not to 1."""
-    model = small(n_embd=16)
-    settings = SETTINGS | dict(muon_weight_decay=0.0)
-    optimizer, p = make_optimizer(model, 'cpu', settings), model.transformer.h[0].mlp.c_fc.weight
-    before = p.detach().double()
-    p.grad = torch.randn(p.shape)
-    optimizer.step()
-    moved = (before - p.detach().double()) / (0.02 * 2)  # 2: the root of rows over columns
-    u, _, vh = torch.linalg.svd(p.grad.double(), full_matrices=False)
-    along = u.T @ moved @ vh.T
-    assert along.diag().min() > 0.6 and along.diag().max() < 1.3
-    assert (along - along.diag().diag()).abs().max() < 0.05
-
-
-def test_the_state_of_both_is_one_and_goes_on():
-    model = small()
-    optimizer = make_optimizer(model, 'cpu', SETTINGS)
-    steps(model, optimizer, 2)
-    twin = small()
-    twin.load_state_dict(model.state_dict())
-    resumed = make_optimizer(twin, 'cpu', SETTINGS | dict(muon_lr=1.0, learning_rate=1.0))
-    checkpoints.restore_optimizer(resumed, copy.deepcopy(optimizer.state_dict()))
-    steps(model, optimizer, 2)
-    steps(twin, resumed, 2)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+def swap_moments(saved):
+    saved['state'][0], saved['state'][1] = saved['state'][1], saved['state'][0]
 
 
 @pytest.mark.parametrize('damage, message', [
+    (lambda s: s.clear(), 'param_groups'),
+    (lambda s: s.update(state=[]), ''),
+    (lambda s: s.update(param_groups=[{}]), 'params'),
     (lambda s: s['param_groups'].pop(), 'is of .* parameters'),
+    (lambda s: s['param_groups'][0]['params'].pop(), 'is of .* parameters'),
+    (lambda s: s['param_groups'][0].update(lr='x'), 'must be numbers'),
+    (lambda s: s['param_groups'][0].update(betas=0.9), ''),
+    (lambda s: s['param_groups'][0]['params'].__setitem__(0, []), ''),
+    (lambda s: s['state'].update({0: 3}), ''),
+    (lambda s: s['state'][0].pop('step'), 'step'),
+    (lambda s: s['state'][0].update(step='x'), ''),
+    (lambda s: s['state'][0].update(exp_avg=3), ''),
+    (lambda s: s['state'][0].update(exp_avg=torch.ones(8, 8).to_sparse()), 'exp_avg is'),
+    (lambda s: s['param_groups'][0].update(amsgrad=True), 'amsgrad'),
+    (swap_moments, 'exp_avg is .* and its parameter'),
+    (lambda s: s['state'][1].update(exp_avg_sq=torch.ones(3, 8)), r'exp_avg_sq is \(3, 8\)'),
     (lambda s: s['param_groups'][2].update(momentum='x'), 'must be numbers'),
     (lambda s: s['state'][s['param_groups'][2]['params'][0]].pop('momentum_buffer'), 'momentum_buffer'),
     (lambda s: s['state'][s['param_groups'][2]['params'][0]].update(momentum_buffer=torch.ones(3, 8)), r'is \(3, 8\)')])
@@ -106,9 +96,10 @@ def test_a_state_that_does_not_fit_is_refused_in_words(damage, message):
     optimizer = make_optimizer(model, 'cpu', SETTINGS)
     steps(model, optimizer, 1)
     saved = optimizer.state_dict()
+    restore_optimizer(make_optimizer(model, 'cpu', SETTINGS), saved)
     damage(saved)
     with pytest.raises(ValueError, match=f"does not fit the model, and cannot be resumed: .*{message}"):
-        checkpoints.restore_optimizer(make_optimizer(model, 'cpu', SETTINGS), saved)
+        restore_optimizer(make_optimizer(model, 'cpu', SETTINGS), saved)
 
 
 @pytest.mark.parametrize('settings, message', [
@@ -258,52 +249,9 @@ def test_memory_of_an_iteration_stays_for_the_next():
     assert float(run(ROOT, '-c', KEPT).stdout) > 48
 
 
-def test_onednn_is_for_two_dtypes(repo):
-    done = run(repo, 'train.py', *TINY, '--onednn=True', '--dtype=float16', '--device=cpu')
-    assert done.returncode == 2 and 'not float16: give --onednn=False' in done.stderr.splitlines()[-1]
-
-
-def test_onednn_needs_a_processor_that_multiplies_in_bfloat16(monkeypatch):
+def test_onednn_is_for_two_dtypes_of_which_the_processor_must_multiply_one(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, '_is_mkldnn_bf16_supported', lambda: False)
-    with pytest.raises(ValueError, match='give --dtype=float32'):
-        use_onednn(small(), 'bfloat16')
+    for dtype, message in (('bfloat16', 'give --dtype=float32'), ('float16', 'not float16: give --onednn=False')):
+        with pytest.raises(ValueError, match=message):
+            use_onednn(small(), dtype)
     use_onednn(small(), 'float32')
-
-
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_training_with_onednn_resumes_exactly(repo, dtype):
-    settings = '--onednn=True', f'--dtype={dtype}', '--optimizer=muon', '--eval_interval=3'
-    for command in (('--out_dir=a', '--max_iters=6'), ('--out_dir=b', '--max_iters=3'),
-                    ('--out_dir=b', '--max_iters=6', '--init_from=resume')):
-        done = run(repo, 'train.py', *TINY, *settings, *command)
-        assert done.returncode == 0, done.stderr
-    a, b = (checkpoints.load(str(repo / folder / 'ckpt.pt'))['model'] for folder in 'ab')
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_the_fast_config_trains_a_model_that_is_sampled_and_exported_as_any_other(repo):
-    done = run(repo, 'train.py', 'config/train_shakespeare_char_fast.py', '--device=cpu', '--dtype=float32',
-               '--max_iters=3', '--eval_interval=3', '--eval_iters=1', '--batch_size=2', '--block_size=32',
-               '--n_layer=2', '--n_head=2', '--n_embd=16')
-    assert done.returncode == 0, done.stderr
-    out = repo / 'out-shakespeare-char-fast'
-    saved = checkpoints.load(str(out / 'ckpt.pt'))
-    assert len(saved['optimizer']['param_groups']) == 3 and saved['model_args']['position'] == 'rope'
-    model = checkpoints.build(saved, GPT, GPTConfig).eval()
-    ways = dict(), dict(use_cache=True), dict(use_cache=True, decoder=decode.best(model, 1, name='cpu'))
-    plain, *others = (model.generate(torch.tensor([[1]]), 40, temperature=0, **way) for way in ways)
-    assert all(torch.equal(plain, other) for other in others)
-    exported = run(repo, 'export.py', f'--out_dir={out}')
-    assert exported.returncode == 0, exported.stderr
-    again = GPT.from_pretrained(str(out / 'hf')).eval()
-    assert torch.equal(plain, again.generate(torch.tensor([[1]]), 40, temperature=0))
-
-
-def test_the_fast_config_of_gpt2_is_that_of_nanogpt_with_the_recipe(repo):
-    done = run(repo, 'train.py', 'config/train_gpt2_fast.py', '--device=cpu', '--dataset=shakespeare_char',
-               '--wandb_log=False', '--gradient_accumulation_steps=2', '--max_iters=1', '--eval_interval=1',
-               '--eval_iters=1', '--batch_size=2', '--block_size=32', '--n_layer=1', '--n_head=2', '--n_embd=16')
-    assert done.returncode == 0, done.stderr
-    saved = checkpoints.load(str(repo / 'out-gpt2-fast' / 'ckpt.pt'))
-    assert len(saved['optimizer']['param_groups']) == 3 and saved['model_args']['position'] == 'rope'
-    assert saved['config']['max_iters'] == 1 and saved['config']['lr_decay_iters'] == 600000

@@ -6,8 +6,8 @@ The parts of train.py.
     optimizer      AdamW, or Muon with AdamW
     log            printed lines, progress bar, log.csv, loss.png, Weights & Biases
     stopping       Ctrl-C and SIGTERM
-    checkpointer   which file is saved when, and what a resumed run takes from it
-    parallel       several processes: what they agree on, and a model of which each has a part
-    shards         the checkpoints of such a model: folders; made into a ckpt.pt, and back
+    checkpointer   the two files of a run: what is in them, and when each is saved
+    resuming       what a resumed run takes from them
+    parallel       several processes, and a model of which each has a part
     plotting       matplotlib, for all pictures of the repository
 """

@@ -31,22 +31,6 @@ def check_way(way, device):
         raise ValueError("parallel=fsdp needs device cpu or cuda, not mps: use one of these, or parallel=ddp")
 
 
-def run_name():
-    """
-    A name of this run of several processes, the same after a restart by torchrun; '' if this process runs alone.
-    It is torchrun's id. Where that is 'none' (neither --standalone nor --rdzv-id), torchrun's process id follows it.
-    """
-    if 'RANK' not in os.environ:
-        return ''
-    run_id = os.environ.get('TORCHELASTIC_RUN_ID', 'none')
-    return run_id if run_id != 'none' else f'none {os.getppid()}'
-
-
-def n_restarts():
-    """How often torchrun has restarted this run, which it does up to --max-restarts times."""
-    return int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0))
-
-
 def join_processes(device, backend, way, world_size):
     """The device of this process. One of several that torchrun started takes a GPU of its own and joins the group."""
     if backend not in ('auto', 'nccl', 'gloo'):
@@ -73,7 +57,7 @@ def join_processes(device, backend, way, world_size):
     store, rank, size = next(dist.rendezvous('env://'))
     store.set_timeout(PATIENCE)  # in it the others wait for the first collective operation of nccl
     # torchrun's store still has the addresses of the processes before a restart: another prefix hides them
-    store = dist.PrefixStore(f'restart {n_restarts()}', store)
+    store = dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     return dev
 
@@ -104,32 +88,25 @@ def shard(model, device, dtype, compile):
     fully_shard(model, mesh=mesh)
 
 
-def first_says(value):
-    """The value of process 0, in all processes. value: what pickle can take."""
-    if not dist.is_initialized():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box)
-    return box[0]
-
-
-def all_say(value):
-    """[the value of each process], in all processes."""
-    if not dist.is_initialized():
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def agree(error):
+def whole(tensors):
     """
-    Raise ValueError with the first text that is not None, in all processes. error: what is wrong in this one, or None.
-    A process that failed alone would leave the others waiting for it.
+    {name: tensor} with the sharded tensors gathered: whole and in the memory of the CPU in process 0, None in the
+    others. All processes call this. Other tensors stay as they are.
     """
-    for text in all_say(error):
-        if text is not None:
-            raise ValueError(text)
+    gathered = dict(tensors)
+    for name, x in tensors.items():
+        if hasattr(x, 'full_tensor'):  # a DTensor
+            x = x.full_tensor()  # one at a time: each process has room for it
+            gathered[name] = x.cpu() if dist.get_rank() == 0 else None
+    return gathered
+
+
+def sharded_like(p, x):
+    """The tensor x, which all processes have whole, sharded as the parameter p is; x itself if p is not."""
+    if not hasattr(p, 'full_tensor'):
+        return x
+    from torch.distributed.tensor import distribute_tensor  # here because it imports much of torch.distributed
+    return distribute_tensor(x, p.device_mesh, p.placements, src_data_rank=None)  # without asking the others
 
 
 def what_is_lost(e):

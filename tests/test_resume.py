@@ -1,0 +1,355 @@
+"""Runs that stop and go on: exact to the bit, whatever stopped them; the two files that they leave; what they take."""
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ENVIRONMENT, TINY, sizes, start_training
+from test_train import FOREVER, log, rows, same, stopped, train, wait_for_rows, wait_until, weights, with_a_run
+
+import checkpoint as checkpoints
+from configurator import Settings
+from model import GPT, GPTConfig
+from training import stopping
+from training.checkpointer import Checkpointer
+from training.resuming import load_furthest, settle_shape
+
+SINKS = '--position=rope', '--window=6', '--n_sink=2', '--n_kv_head=1', '--rope_theta=500'
+WSD = '--lr_schedule=wsd', '--cooldown_frac=0.8', '--lr_decay_iters=20'
+
+
+@pytest.mark.parametrize('settings', [
+    (), ('--gradient_accumulation_steps=3',), ('--dtype=bfloat16',), ('--dtype=float16',), SINKS,
+    ('--optimizer=muon', *WSD), ('--optimizer=muon', '--dtype=float16'), ('--optimizer=muon', '--onednn=True'),
+    ('--dtype=bfloat16', '--onednn=True')])
+def test_resume_is_exact(repo, settings):
+    """With dropout on: 20 iterations in one go, and 10 + 10. With float16, so is the state of the loss scale."""
+    assert train(repo, '--out_dir=a', *settings).returncode == 0
+    assert train(repo, '--out_dir=b', '--max_iters=10', *settings).returncode == 0
+    resumed = train(repo, '--out_dir=b', '--init_from=resume', *settings)
+    assert resumed.returncode == 0 and 'resuming b/ckpt.pt at iteration 10' in resumed.stdout
+    a, b = (checkpoints.load(str(repo / d / 'ckpt.pt')) for d in 'ab')
+    assert same(a['model'], b['model']) and a['scaler'] == b['scaler']
+    for pa, pb in zip(a['optimizer']['state'].values(), b['optimizer']['state'].values(), strict=True):
+        assert same(pa, pb)
+    assert torch.equal(a['rng']['torch'], b['rng']['torch']) and a['best_val_loss'] == b['best_val_loss']
+    columns = ('iter', 'lr', 'batch_loss', 'train_loss', 'val_loss')
+    assert [[r[c] for c in columns] for r in log(repo / 'a')] == [[r[c] for c in columns] for r in log(repo / 'b')]
+
+
+@pytest.mark.parametrize('signum', sizes([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
+def test_a_signal_saves_says_where_and_the_run_goes_on_exactly(repo, signum):
+    """Twice: the first state is ckpt.pt, as there is none, and the second one ckpt_last.pt."""
+    for name, more in (('ckpt.pt', ()), ('ckpt_last.pt', ('--init_from=resume',))):
+        process = start_training(repo, *FOREVER, *more)
+        before = rows(repo / 'out')
+        wait_for_rows(process, repo / 'out', before + 30)
+        assert f'saved to out/{name}; to go on, add --init_from=resume' in stopped(process, signum)[0]
+    n = checkpoints.load(str(repo / 'out' / 'ckpt_last.pt'))['iter_num']
+    assert n > checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['iter_num'] >= 29
+    for more in (('--init_from=resume',), ('--out_dir=straight',)):
+        assert train(repo, *more, f'--max_iters={n + 7}', '--eval_interval=1000000').returncode == 0
+    assert same(weights(repo / 'out' / 'ckpt.pt'), weights(repo / 'straight' / 'ckpt.pt'))
+    assert not (repo / 'out' / 'ckpt_last.pt').exists()
+
+
+@pytest.mark.parametrize('max_iters', sizes([5], [5, 30]))
+def test_a_signal_during_an_evaluation_costs_neither_it_nor_exactness(repo, max_iters):
+    """At iteration 5, which may be the last: the evaluation is done again when the run goes on."""
+    settings = ('--eval_interval=5', f'--max_iters={max_iters}')
+    assert train(repo, *settings[:1], '--max_iters=1').returncode == 0
+    process = start_training(repo, *settings, '--init_from=resume', '--eval_iters=1000000')
+    wait_for_rows(process, repo / 'out', 6)  # the evaluation at 0 and iterations 0 to 4
+    assert 'stopped at iteration 5,' in stopped(process)[0]
+    assert train(repo, *settings, '--init_from=resume').returncode == 0
+    assert train(repo, *settings, '--out_dir=straight').returncode == 0
+    assert same(weights(repo / 'out' / 'ckpt.pt'), weights(repo / 'straight' / 'ckpt.pt'))
+    evaluated, straight = ([r['iter'] for r in log(repo / d) if r['val_loss']] for d in ('out', 'straight'))
+    assert evaluated == straight
+
+
+def test_a_second_signal_exits_at_once(repo):
+    process = start_training(repo, '--max_iters=1000000', '--eval_iters=1000000')  # its evaluation never ends
+    wait_for_rows(process, repo / 'out', 0)
+    process.send_signal(signal.SIGSTOP)  # so that both arrive before it can act on the first
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGCONT)
+    process.communicate(timeout=300)
+    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+
+def test_stopping_before_the_first_iteration_saves_nothing(repo):
+    process = start_training(repo, *FOREVER, '--eval_iters=1000000')  # in the first evaluation for ever
+    wait_for_rows(process, repo / 'out', 0)
+    assert 'nothing to save' in stopped(process, signal.SIGINT)[0]
+    assert not [name for name in os.listdir(repo / 'out') if name.endswith('.pt')]
+
+
+def test_a_sigint_that_is_ignored_at_entry_stays_so_and_sigterm_stops(repo):
+    process = subprocess.Popen([sys.executable, 'train.py', *TINY, *FOREVER], cwd=repo, text=True, env=ENVIRONMENT,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    wait_for_rows(process, repo / 'out', 5)
+    process.send_signal(signal.SIGINT)
+    wait_for_rows(process, repo / 'out', rows(repo / 'out') + 20)
+    out, err = stopped(process)
+    assert 'saved to out/ckpt.pt' in out and 'SIGINT' not in err and 'SIGTERM' in err
+
+
+class Exit(Exception):
+    """Raised in the place of os._exit."""
+
+
+@pytest.fixture
+def request_at(monkeypatch):
+    """
+    A function of (under torchrun?) that returns a StopRequest whose method `at(seconds, signum)` is a signal at that
+    time. It handles no signal of this process.
+    """
+    def make(under_torchrun):
+        monkeypatch.delenv('RANK', raising=False)
+        if under_torchrun:
+            monkeypatch.setenv('RANK', '0')
+        request = stopping.StopRequest()
+
+        def at(seconds, signum):
+            monkeypatch.setattr(stopping.time, 'monotonic', lambda: seconds)
+            request.ask(signum, None)
+        request.at = at
+        return request
+
+    def exit(code):
+        raise Exit(code)
+    monkeypatch.setattr(stopping.signal, 'signal', lambda signum, handler: None)
+    monkeypatch.setattr(stopping.os, '_exit', exit)
+    return make
+
+
+@pytest.mark.parametrize('under_torchrun', [False, True])
+@pytest.mark.parametrize('second', [signal.SIGINT, signal.SIGTERM])
+def test_under_torchrun_the_same_signal_within_two_seconds_is_a_copy(request_at, second, under_torchrun, capsys):
+    """Any other second signal ends the process; one of a run that stops already for another reason is a first one."""
+    request = request_at(under_torchrun)
+    request.asked = True
+    request.at(10.0, signal.SIGINT)
+    assert 'SIGINT: stopping after this iteration' in capsys.readouterr().err
+    is_copy = under_torchrun and second == signal.SIGINT
+    for seconds in (10.01, 11.9) if is_copy else ():
+        request.at(seconds, second)
+    with pytest.raises(Exit, match=str(128 + second)):
+        request.at(12.1 if is_copy else 10.01, second)
+
+
+def test_a_signal_while_processes_agree_stops_the_next_iteration(request_at, monkeypatch):
+    request, seen = request_at(under_torchrun=True), []
+
+    def all_reduce(asked, op):
+        seen.append(asked.item())
+        if len(seen) == 2:
+            request.at(10.0, signal.SIGTERM)
+    monkeypatch.setattr(stopping.dist, 'all_reduce', all_reduce)
+    assert [request.agreed(2, 'cpu') for _ in range(3)] == [False, False, True] and seen == [0.0, 0.0, 1.0]
+
+
+def test_kill_9_at_any_moment_leaves_a_loadable_checkpoint(repo):
+    settings = ('--max_iters=1000000', '--eval_interval=1', '--eval_iters=1', '--n_embd=128')  # saves every iteration
+    saw = 0
+    for delay in sizes((0.013, 0.057), (0.0, 0.013, 0.031, 0.057, 0.111)):
+        (repo / 'out' / 'log.csv').unlink(missing_ok=True)
+        process = start_training(repo, *settings)
+        wait_until(process, (repo / 'out' / 'ckpt.pt').exists)
+        wait_for_rows(process, repo / 'out', 6)
+        time.sleep(delay)
+        process.kill()
+        process.communicate(timeout=300)
+        saw = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['iter_num']
+        assert saw > 0
+    assert train(repo, *settings[2:], '--init_from=resume', f'--max_iters={saw + 2}').returncode == 0
+
+
+def test_the_best_model_stays_and_the_run_goes_on_from_its_end(repo):
+    """
+    With always_save_checkpoint=False, ten good iterations and ten at a rate that spoils the model, in one go or in two.
+    """
+    bad = ('--init_from=resume', '--always_save_checkpoint=False', '--learning_rate=3', '--decay_lr=False',
+           '--eval_interval=5')
+    assert train(repo, '--max_iters=10').returncode == 0
+    best = (repo / 'out' / 'ckpt.pt').read_bytes()
+    shutil.copytree(repo / 'out', repo / 'straight')
+    for command, says in ((('--out_dir=straight', '--max_iters=20'), 'resuming straight/ckpt.pt at iteration 10'),
+                          (('--max_iters=15',), 'resuming out/ckpt.pt at iteration 10'),
+                          (('--max_iters=20',), 'resuming out/ckpt_last.pt at iteration 15')):
+        done = train(repo, *bad, *command)
+        assert done.returncode == 0 and says in done.stdout and 'saved to' in done.stdout, done.stdout + done.stderr
+        assert done.stdout.strip().endswith('/ckpt_last.pt')
+    a, b = (checkpoints.load(str(repo / folder / 'ckpt_last.pt')) for folder in ('straight', 'out'))
+    assert same(a['model'], b['model']) and a['best_val_loss'] == b['best_val_loss'] and b['iter_num'] == 20
+    assert (repo / 'out' / 'ckpt.pt').read_bytes() == best == (repo / 'straight' / 'ckpt.pt').read_bytes()
+
+
+def test_a_new_run_that_is_stopped_early_leaves_the_files_of_an_earlier_one(repo, trained):
+    finished = with_a_run(repo, trained)
+    shutil.copy(finished / 'out' / 'ckpt.pt', finished / 'out' / 'ckpt_last.pt')
+    (finished / 'out' / 'log.csv').unlink()
+    before = [(finished / 'out' / name).read_bytes() for name in ('ckpt.pt', 'ckpt_last.pt')]
+    process = start_training(finished, *FOREVER)
+    wait_for_rows(process, finished / 'out', 3)
+    out, _ = stopped(process, signal.SIGINT)
+    assert 'out/ckpt.pt is of an earlier run: it stays until an evaluation of this run saves' in out
+    assert 'not saved: out/ckpt.pt is of an earlier run; use another --out_dir' in out
+    assert [(finished / 'out' / name).read_bytes() for name in ('ckpt.pt', 'ckpt_last.pt')] == before
+
+
+def checkpointer_in(folder, resume=True):
+    """A Checkpointer of a small run in a folder."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=8, vocab_size=11, n_layer=1, n_head=1, n_embd=8))
+    made = Checkpointer(str(folder), resume, writes=True)
+    made.track(model, torch.optim.AdamW(model.parameters()), torch.amp.GradScaler(enabled=False), {}, {})
+    return made
+
+
+def write(folder, files):
+    """Write {name: iteration} to a folder, as checkpoints."""
+    made = checkpointer_in(folder)
+    for name, iter_num in files.items():
+        checkpoints.save(made.state(iter_num, 1.0), str(folder / name))
+
+
+def iterations(folder):
+    """{name: iteration} of the checkpoints in a folder."""
+    return {path.name: checkpoints.load(str(path))['iter_num'] for path in folder.glob('*.pt')}
+
+
+@pytest.mark.parametrize('before, resume, best, after', [
+    ({}, False, False, {'ckpt.pt': 7}),
+    ({}, False, True, {'ckpt.pt': 7}),
+    ({'ckpt.pt': 8, 'ckpt_last.pt': 9}, False, False, {'ckpt.pt': 8, 'ckpt_last.pt': 9}),
+    ({'ckpt.pt': 8, 'ckpt_last.pt': 9}, False, True, {'ckpt.pt': 7}),
+    ({'ckpt.pt': 5}, True, False, {'ckpt.pt': 5, 'ckpt_last.pt': 7}),
+    ({'ckpt.pt': 5, 'ckpt_last.pt': 6}, True, False, {'ckpt.pt': 5, 'ckpt_last.pt': 7}),
+    ({'ckpt.pt': 5, 'ckpt_last.pt': 6}, True, True, {'ckpt.pt': 7}),
+    ({'ckpt.pt': 5, 'ckpt_interrupted.pt': 6}, True, False, {'ckpt.pt': 5, 'ckpt_last.pt': 7}),
+    ({'ckpt.pt': 5, 'ckpt_interrupted.pt': 6}, True, True, {'ckpt.pt': 7})])
+def test_which_file_a_save_writes_and_which_it_removes(tmp_path, before, resume, best, after):
+    write(tmp_path, before)
+    run_of = checkpointer_in(tmp_path, resume)
+    other = Checkpointer(str(tmp_path), resume, writes=False)  # of another process, which tells where to go on from
+    said, saved = run_of.save(7, 1.0, best), 7 in after.values()
+    assert iterations(tmp_path) == after and said.startswith('saved to ' if saved else 'not saved: ')
+    for each in (run_of, other):
+        newest = tmp_path / max(after, key=after.get)
+        expected = f'is {newest}: to go on from it, add --init_from=resume' if saved else 'this run has saved no'
+        assert expected in each.last_good() and each.is_of_earlier_run() != saved
+
+
+@pytest.mark.parametrize('step, taken', [('replace', 6), ('remove', 7)])
+def test_a_save_that_is_killed_leaves_the_state_before_or_the_new_one(tmp_path, monkeypatch, step, taken):
+    def killed(*paths):
+        raise KeyboardInterrupt
+    write(tmp_path, {'ckpt.pt': 5, 'ckpt_last.pt': 6})
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, step, killed)
+        checkpointer_in(tmp_path).save(7, 1.0, best=True)
+    assert load_furthest(str(tmp_path), 'cpu')[0]['iter_num'] == taken
+    checkpointer_in(tmp_path).save(8, 1.0, best=True)
+    assert iterations(tmp_path) == {'ckpt.pt': 8}
+
+
+@pytest.mark.parametrize('files, name', [
+    ({'ckpt.pt': 5, 'ckpt_last.pt': 6}, 'ckpt_last.pt'), ({'ckpt.pt': 6, 'ckpt_last.pt': 6}, 'ckpt.pt'),
+    ({'ckpt.pt': 5, 'ckpt_interrupted.pt': 6}, 'ckpt_interrupted.pt'), ({'ckpt_last.pt': 6}, 'ckpt_last.pt'),
+    ({'ckpt.pt': 7, 'ckpt_interrupted.pt': 6}, 'ckpt.pt')])
+def test_a_resumed_run_takes_the_file_that_is_further_along(tmp_path, files, name):
+    """Also one with the name that it had in earlier versions."""
+    write(tmp_path, files)
+    loaded, path = load_furthest(str(tmp_path), 'cpu')
+    assert path == str(tmp_path / name) and loaded['iter_num'] == files[name]
+
+
+def test_the_shape_is_that_of_the_checkpoint_and_another_is_said_to_have_no_effect(repo):
+    assert train(repo, '--max_iters=10', *SINKS).returncode == 0
+    expected = dict(position='rope', rope_theta=500.0, n_kv_head=1, window=6, n_sink=2, gelu='none', n_layer=2)
+
+    def resume(*settings):
+        done = train(repo, '--init_from=resume', '--eval_interval=1', *settings)
+        assert done.returncode == 0, done.stderr
+        saved = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))
+        assert expected.items() <= saved['model_args'].items() and expected.items() <= saved['config'].items()
+        return done.stdout, saved
+    out, _ = resume('--max_iters=11')
+    assert 'stays' not in out and 'from here on' not in out
+    out, saved = resume('--max_iters=12', '--position=alibi', '--window=5', '--n_kv_head=0', '--gelu=tanh',
+                        '--n_sink=2', '--n_layer=3', '--n_head=4', '--n_embd=32', '--bias=True', '--weight_decay=0.3',
+                        '--beta1=0.8', '--beta2=0.95')
+    for name, holds, given in (('position', 'rope', 'alibi'), ('window', 6, 5), ('n_kv_head', 1, 0),
+                               ('gelu', 'none', 'tanh'), ('n_layer', 2, 3), ('n_head', 2, 4), ('n_embd', 16, 32),
+                               ('bias', False, True)):
+        assert out.count(f'{name} stays {holds}') == 1 and f'{name}={given} (command line) has no effect' in out
+    assert 'n_sink stays' not in out and 'beta2' not in out
+    assert 'weight_decay is 0.3 from here on (command line); the run before had 0.1' in out
+    assert 'beta1 is 0.8 from here on (command line); the run before had 0.9' in out
+    assert [(g['weight_decay'], *g['betas']) for g in saved['optimizer']['param_groups']] == [(0.3, 0.8, 0.95),
+                                                                                              (0.0, 0.8, 0.95)]
+    out, saved = resume('--max_iters=13')  # not given again: those of the checkpoint
+    assert 'weight_decay' not in out and saved['config']['weight_decay'] == 0.3 and saved['config']['beta1'] == 0.8
+
+
+@pytest.mark.parametrize('given, holds, said', [(0, 4, False), (4, 4, False), (0, 1, True), (1, 1, False),
+                                                (2, 1, True)])
+def test_no_heads_of_keys_mean_as_many_as_queries(given, holds, said):
+    fixed, lines = GPTConfig(n_head=4, n_kv_head=holds), []
+    config = Settings(vars(fixed) | dict(n_kv_head=given), {'n_kv_head': 'command line'})
+    settle_shape(config, fixed, 'ckpt.pt', lines.append)
+    assert config['n_kv_head'] == holds and len(lines) == said
+    if said:
+        assert lines[0].startswith(f'n_kv_head stays 1, as in the weights of ckpt.pt: n_kv_head={given}')
+
+
+def test_a_shorter_block_size_cuts_positions_and_their_moments_and_must_show_the_window(repo):
+    assert train(repo, '--max_iters=10').returncode == 0
+    done = train(repo, '--init_from=resume', '--block_size=8', '--max_iters=12', '--eval_interval=12')
+    assert done.returncode == 0, done.stderr
+    saved = checkpoints.load(str(repo / 'out' / 'ckpt.pt'))
+    assert saved['model_args']['block_size'] == 8
+    moments = [s['exp_avg'].shape for s in saved['optimizer']['state'].values()]
+    assert saved['model']['transformer.wpe.weight'].shape == (8, 16) and (8, 16) in moments and (16, 16) in moments
+    assert train(repo, '--max_iters=1', *SINKS).returncode == 0
+    short = train(repo, '--init_from=resume', '--block_size=8')
+    assert short.returncode == 2 and short.stderr.strip().splitlines()[-1] == (
+        "train.py: error: block_size 8 must be more than what the model's tokens see, a window of 6 and 2 sinks: set "
+        "it to 16, for example")
+
+
+def test_resuming_past_max_iters_says_so_and_changes_nothing(repo, trained):
+    finished = with_a_run(repo, trained)
+    before = (finished / 'out' / 'ckpt.pt').read_bytes(), (finished / 'out' / 'log.csv').read_bytes()
+    done = train(finished, '--init_from=resume', '--max_iters=10')
+    assert done.returncode == 0 and 'at iteration 20 and max_iters is 10: there is nothing left' in done.stdout
+    assert before == ((finished / 'out' / 'ckpt.pt').read_bytes(), (finished / 'out' / 'log.csv').read_bytes())
+
+
+def train_on_any_number_of_threads(repo, folder, *settings, **env):
+    """train.py where OMP_NUM_THREADS is what env says, or not set. Returns (stdout, weights, threads)."""
+    env = {k: v for k, v in os.environ.items() if k != 'OMP_NUM_THREADS'} | env
+    command = [sys.executable, '-W', 'error::ResourceWarning', 'train.py', *TINY, '--eval_interval=2',
+               f'--out_dir={folder}', *settings]
+    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and 'ResourceWarning' not in done.stderr, done.stderr  # no file is left open
+    saved = checkpoints.load(str(repo / folder / 'ckpt.pt'))
+    return done.stdout, saved['model'], saved['threads']
+
+
+def test_timing_threads_changes_no_result_and_a_resumed_run_keeps_their_number(repo):
+    """With dropout, which the timed iterations draw as well."""
+    out, timed, threads = train_on_any_number_of_threads(repo, 'timed', '--max_iters=4')
+    assert f'threads: {threads}' in out
+    out, given, again = train_on_any_number_of_threads(repo, 'given', '--max_iters=2', OMP_NUM_THREADS=str(threads))
+    assert again == threads and 'threads:' not in out
+    out, given, again = train_on_any_number_of_threads(repo, 'given', '--max_iters=4', '--init_from=resume')
+    assert again == threads and 'as in the run before' in out and same(timed, given)
