@@ -5,7 +5,7 @@ What the engine does on a GPU, on the machine that runs this.
     python bench.py --mode=gpu --only=engine --shape=L --dtype=float32
 
     engine    tokens of 1, 32 and 256 sequences at once, without HTTP: beside int8 weights, the same kernels with a
-              vendor's matmul, PyTorch's steps, and the time in which the memory is read once
+              vendor's matmul, and PyTorch's steps
     start     from an empty process to the first answer, graphs included
     clients, soak     the server over HTTP, see serve/loads.py
 
@@ -13,7 +13,6 @@ The models have random weights, in bfloat16 unless --dtype says otherwise.
 """
 import subprocess
 import sys
-import time
 
 import torch
 
@@ -22,9 +21,8 @@ from benchmarks.ours import generated, gpu_decoder, served, weight_bytes
 from benchmarks.serve import loads
 from benchmarks.serve.servers import ROOT
 from benchmarks.shapes import cache_bytes, model_of
-from device import synchronize
 
-BATCHES = 1, 32, 256
+BATCHES, N_PROMPT = (1, 32, 256), 16
 
 
 def check(asked):
@@ -36,8 +34,8 @@ def check(asked):
 
 def engine(asked):
     """
-    A round serves B sequences with prompts of 16 tokens and answers of half a context, drawn at temperature 0.8.
-    of_floor: the time in which the weights and half of the contexts are read once, over that of a step.
+    A round serves B sequences with prompts of N_PROMPT tokens and answers of half a context, at most 256 tokens, drawn
+    at temperature 0.8. gb_per_s: what a step reads a second if it reads weights, keys and values once.
     """
     for name in asked.shapes or ('M', 'L', 'qwen0.5b'):
         model = model_of(name, asked.bias).to(asked.device, getattr(torch, asked.dtype))
@@ -46,26 +44,13 @@ def engine(asked):
                    f"{asked.dtype}, a vendor's matmul": gpu_decoder(model, vendor=True)}
         for B in asked.batches or BATCHES:
             cases = [Case(dict(shape=name, batch=B, step=of, bytes=weight_bytes(decoder)),
-                          served(model, decoder, B, 16, n_new), per=n_new) for of, decoder in kernels.items()]
+                          served(model, decoder, B, N_PROMPT, n_new), per=n_new) for of, decoder in kernels.items()]
             cases += [Case(dict(shape=name, batch=B, step=step, bytes=weight_bytes(kernels[asked.dtype])),
                            generated(model, step, B, n_new), per=n_new) for step in ('graph', 'eager')]
             first, *_ = measured = take_turns(cases, asked.repeats, f'{name}, {B}')
-            read, context = copied_per_second(asked.device), cache_bytes(model.config, B, number) / 2
+            context = cache_bytes(model.config, B, number) * (N_PROMPT + n_new / 2) / model.config.block_size
             yield [m.row(us=1e6 * m.seconds, tok_per_s=B / m.seconds, over_kernels=m.over(first),
-                         of_floor=(m.case.labels['bytes'] + context) / read / m.seconds) for m in measured]
-
-
-def copied_per_second(device):
-    """Bytes that the device's memory reads and writes a second, by the best of 5 copies."""
-    source = torch.empty(2**30, dtype=torch.uint8, device=device)
-    target, best = torch.empty_like(source), float('inf')
-    for _ in range(5):
-        synchronize(device)
-        began = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        best = min(best, time.perf_counter() - began)
-    return 2 * source.nbytes / best
+                         gb_per_s=(m.case.labels['bytes'] + context) / m.seconds / 1e9) for m in measured]
 
 
 def start(asked):
@@ -78,7 +63,7 @@ def start(asked):
 
 
 PARTS = dict(
-    engine=Part(engine, 7, "the engine without HTTP", 'shape batch step us tok_per_s of_floor over_kernels'),
+    engine=Part(engine, 7, "the engine without HTTP", 'shape batch step us tok_per_s gb_per_s over_kernels'),
     start=Part(start, 1, "from the start of a process to the first answer", 'shape seconds'),
     **loads.PARTS,
 )

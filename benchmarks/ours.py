@@ -85,11 +85,10 @@ def served(model, decoder, B, n_prompt, n_new):
     A function that serves B requests at once, without HTTP: prompts of n_prompt tokens, and n_new tokens drawn at
     temperature 0.8 by the step itself. It returns how many tokens have come.
     """
-    from kvcache.paged import n_blocks_for
     from serving.engine import Engine as Serving
     from serving.request import Request, SamplingParams
     prompts = [random_tokens(model, n_prompt, seed=i).tolist() for i in range(B)]
-    engine = Serving(model, decoder, [b' '] * model.config.vocab_size, n_blocks=B * n_blocks_for(model.config, 16),
+    engine = Serving(model, decoder, [b' '] * model.config.vocab_size, n_blocks=B * -(-(n_prompt + n_new) // 16),
                      type_kv=getattr(decoder, 'type_kv', 'float32'), max_num_batched_tokens=2048)
     if hasattr(decoder, 'prepare'):
         decoder.prepare(engine.cache.arrays)

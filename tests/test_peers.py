@@ -12,7 +12,7 @@ from benchmarks.ours import Ours
 from benchmarks.peers import race
 from benchmarks.peers.engine import Engine
 from benchmarks.peers.llamacpp import LlamaCpp
-from benchmarks.peers.onnx import in_4_bits
+from benchmarks.peers.onnx import rounded
 from benchmarks.peers.race import PEERS
 from benchmarks.shapes import LLAMA, LLAMAS
 from model import GPT, GPTConfig
@@ -115,16 +115,14 @@ def test_logits_of_a_whole_text(engine, exact):
         assert (made.all_logits(tokens) - want).abs().max() < exact
 
 
-def test_four_bits_are_rounded_as_in_q4_0():
-    """Beside gguf's own Q4_0, whose scales are float16."""
-    gguf = pytest.importorskip('gguf')
+def test_no_weight_is_rounded_by_more_than_half_a_step():
     w = torch.randn(6, 256, generator=torch.Generator().manual_seed(0)).numpy()
     w[0], w[1, 0] = 0, 9
-    whole, scale = in_4_bits(w)
-    assert whole.shape == (6, 8, 32) and scale.shape == (6, 8) and whole.min() == -8 and whole.max() <= 7
-    q4_0 = gguf.GGMLQuantizationType.Q4_0
-    theirs = gguf.dequantize(gguf.quantize(w, q4_0), q4_0)
-    assert abs((whole * scale[..., None]).reshape(w.shape) - theirs).max() < 0.01
+    for size, bits, most in ((32, 4, 7), (128, 8, 127), (256, 8, 127)):
+        whole, scale = rounded(w, size, bits)
+        assert whole.shape == (6, 256 // size, size) and abs(whole).max() == most and not whole[0].any()
+        steps = abs((whole * scale[..., None]).reshape(w.shape) - w).reshape(whole.shape) / scale[..., None]
+        assert steps.max() < 0.501 and (abs(whole[1:]).max(axis=-1) == most).all()
 
 
 def test_loss_of_fewer_bits():

@@ -107,13 +107,13 @@ class Graph:
             self.lines += [f'{y} = {product}'] if bias == NONE else [f'{y}_0 = {product}', f'{y} = Add({y}_0, {bias})']
             return
         if bits == 8 and by == 'row':
-            whole, scale = in_8_bits(w, K)
+            whole, scale = rounded(w, K, bits)
             weight = self.constant(y + '_w', whole.reshape(N, K).T.astype(np.int8))
             scale = self.constant(y + '_scale', scale.ravel())
             self.lines.append(f'{y} = com.microsoft.DynamicQuantizeMatMul({x}, {weight}, {scale}, {NONE}, {bias})')
             return
         size = 32 if bits == 4 else next(n for n in (128, 64, 32, 16) if K % n == 0)
-        whole, scale = in_4_bits(w) if bits == 4 else in_8_bits(w, size)
+        whole, scale = rounded(w, size, bits)
         scale = self.constant(y + '_scale', scale)
         stored = (whole + 2**(bits - 1)).astype(np.uint8)
         if bits == 4:
@@ -123,19 +123,14 @@ class Graph:
                           f'{NONE}, {NONE}, {bias})')
 
 
-def in_8_bits(w, size):
-    """w (N, K) -> (whole (N, K / size, size) in -127 ... 127, scale (N, K / size)), w = whole * scale of its block."""
+def rounded(w, size, bits):
+    """
+    w (N, K) -> (whole (N, K / size, size), scale (N, K / size)), w = whole * scale of its block. whole: in -127 ... 127
+    for 8 bits, -7 ... 7 for 4.
+    """
     blocks = w.reshape(len(w), -1, size)
-    scale = np.abs(blocks).max(axis=-1).clip(1e-30) / 127
+    scale = np.abs(blocks).max(axis=-1).clip(1e-30) / (2**(bits - 1) - 1)
     return np.round(blocks / scale[..., None]), scale
-
-
-def in_4_bits(w):
-    """As `in_8_bits` with blocks of 32, in -8 ... 7 by Q4_0's rule: a block's number of largest magnitude is -8."""
-    blocks = w.reshape(len(w), -1, 32)
-    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)
-    scale = np.where(largest == 0, 1, largest / -8).astype(np.float32)
-    return np.round(blocks / scale).clip(-8, 7), scale[..., 0]
 
 
 def onnx_model(model, bits=32, by='block', lm_head=32):

@@ -144,9 +144,3 @@ def missing(llama_server):
     if not llama_server:
         return "give its path with --llama_server=PATH; benchmarks/serve/servers.py says how to build it"
     return '' if os.access(llama_server, os.X_OK) else f"there is no program {llama_server}"
-
-
-def version(llama_server):
-    """What llama-server says of its version and its compiler, in one line."""
-    said = subprocess.run([llama_server, '--version'], capture_output=True, text=True, timeout=20)
-    return ' '.join((said.stdout + said.stderr).split())
