@@ -146,12 +146,22 @@ def test_gpu_mode_measures_a_gpu_alone(repo):
     assert done.returncode == 2 and 'use a machine with a GPU' in done.stderr
 
 
-def test_what_gpu_mode_calls_generates_so_many_tokens():
-    """On a CPU, by PyTorch's step."""
+def test_gpu_mode_with_the_same_step_in_pytorch_on_a_cpu(monkeypatch):
+    pytest.importorskip('pydantic')
+    from decode.gpu import plain
+    from decode.gpu.decoder import GPUDecoder
     torch.manual_seed(0)
     model = model_with_varied_text(GPTConfig(block_size=40, vocab_size=11, n_layer=1, n_head=2, n_embd=16))
-    pytest.importorskip('pydantic')
-    serve = ours.served(model, decode.best(model, 1, name='eager'), 3, 5, 7)
-    assert serve() == serve() == 3 * 7
-    ours.generated(model, 'eager', 2, 4)()
+    monkeypatch.setattr(gpu, 'model_of', lambda name, bias: model)
+    monkeypatch.setattr(gpu, 'gpu_decoder', lambda model, weights='float32', vendor=False: GPUDecoder(
+        model, weights, plain))
+    monkeypatch.setattr(gpu, 'generated', lambda model, step, *sizes: ours.generated(model, 'eager', *sizes))
+    monkeypatch.setattr(gpu, 'BATCHES', (1, 3))
+    asked = SimpleNamespace(shapes=['M'], batches=None, bias=False, device='cpu', dtype='float32', repeats=1)
+    one, three = gpu.engine(asked)
+    assert [row['step'] for row in one] == ['float32', 'int8', "float32, a vendor's matmul", 'graph', 'eager']
+    assert {row['batch'] for row in three} == {3} and all(row['gb_per_s'] > 0 for row in one + three)
+    assert one[0]['over_kernels'] == 1 and one[1]['bytes'] < one[0]['bytes']
+    served = ours.served(model, GPUDecoder(model, 'float32', plain), 3, 5, 7)
+    assert served() == served() == 3 * 7, "tokens of a round"
     ours.first_answer('S', 'cpu', 'float32')
