@@ -39,7 +39,6 @@ batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
 bias = False              # in linears and layer norms?
 real_data = True          # train on a prepared data set if there is one, else on random tokens
-profile = False           # a torch.profiler trace of the training step, written to out-bench/trace/
 compile = True            # torch.compile the model for training; on a CPU it is no faster, and left out
 lengths = 'auto'          # new tokens after a prompt of 6, as 10,50, or tokens of context; auto goes by the mode
 batches = 'auto'          # rows or clients at once; auto is 1 for generate, else goes by the part

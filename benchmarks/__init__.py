@@ -13,6 +13,5 @@ What is measured, and how. `bench.py` runs it.
     harness        how all of it is timed, printed and written
     shapes         the models that are measured
 
-results/ has measured rows, figures/ the pictures of the documents. Some are of experiments that are no longer in the
-tree: docs/BENCHMARKS.md names the commit that has their code.
+results/ has measured rows, figures/ pictures. docs/BENCHMARKS.md names the commit with the code of those without one.
 """

@@ -20,21 +20,14 @@ from device import DTYPES, autocast, synchronize
 LENGTHS = 10, 50, 122, 128, 200, 500
 
 
-def fed_tokens(n, block_size, use_cache):
+def counted(n, block_size):
     """
-    How many positions are computed to generate n tokens after a prompt of PROMPT tokens.
-
-    Without a cache each token costs its whole context: about n * n / 2 until the context is full.
+    The speed-up by the number of positions that are computed for n tokens after a prompt of PROMPT tokens. Without a
+    cache each token costs its whole context, with it one position until the context is full.
     """
     context = [min(PROMPT + i, block_size) for i in range(n)]
-    if not use_cache:
-        return sum(context)
-    return context[0] + sum(1 if PROMPT + i <= block_size else block_size for i in range(1, n))
-
-
-def counted(n, block_size):
-    """The speed-up by the number of positions alone."""
-    return fed_tokens(n, block_size, False) / fed_tokens(n, block_size, True)
+    fed = [PROMPT, *(1 if PROMPT + i <= block_size else block_size for i in range(1, n))]
+    return sum(context) / sum(fed)
 
 
 def lengths(asked):
@@ -52,8 +45,8 @@ def lengths(asked):
             first, *_ = measured = take_turns(
                 [Case(labels | dict(way=way), timed(draw, n, asked), per=B * n) for way, draw in of.items()
                  if way != 'shift' or PROMPT + n > size], asked.repeats, f'{name}: {B} x {n}')
-            yield [m.row(tok_per_s=1 / m.seconds, speedup=first.over(m), same_tokens=(
-                None if m.case.labels['way'] == 'shift' else torch.equal(m.result, first.result))) for m in measured]
+            yield [m.row(tok_per_s=1 / m.seconds, speedup=first.over(m), same_tokens=None if way == 'shift' else
+                         torch.equal(m.results[-1], first.results[-1])) for way, m in zip(of, measured)]
 
 
 def ways(model, B):

@@ -50,11 +50,6 @@ class Measured:
     def seconds(self):
         return statistics.median(self.runs)
 
-    @property
-    def result(self):
-        """What the last step has returned."""
-        return self.results[-1]
-
     def over(self, other):
         """The time of this case over that of another one: the median of the ratios within each round."""
         return statistics.median(a / b for a, b in zip(self.runs, other.runs))
@@ -147,7 +142,9 @@ def run_parts(asked, parts, **measured_on):
             rows += [row for row in before['rows'] if row.get('shape') not in ran]
             rows.sort(key=lambda row: [None, *SHAPES].index(row.get('shape')))
         figures[name] = dict(measured_on, rows=rows)
-        write_json(asked.json, figures)
+        if asked.json:
+            with replacing(asked.json, 'w') as f:
+                json.dump(figures, f, indent=1)
 
 
 def describe_machine(device):
@@ -170,15 +167,8 @@ def process_bytes(pid='self'):
         return None
 
 
-def write_json(path, figures):
-    """Write figures to the file `path`; '' writes nothing."""
-    if path:
-        with replacing(path, 'w') as f:
-            json.dump(figures, f, indent=1)
-
-
 def read_json(path):
-    """What `write_json` has written to the file `path`; {} if there is none."""
+    """What `run_parts` has written to the file `path`; {} if there is none."""
     if not path or not os.path.exists(path):
         return {}
     with open(path) as f:

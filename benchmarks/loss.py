@@ -41,17 +41,11 @@ def models_and_texts(asked):
 
 @torch.inference_mode()
 def nats(model, rows):
-    """
-    The loss of each token of rows (B, T + 1), given all tokens of its row before it: (B, T).
-
-    A model whose positions do not end reads rows of any length. What exceeds its window goes through its cache.
-    """
+    """The loss of each token of rows (B, T + 1), given all tokens of its row before it: (B, T)."""
     losses, T = [], rows.size(1) - 1
-    rolling = 0 < model.config.window < T
     for part in rows.split(max(1, min(2**22 // T**2, 2**28 // (T * model.config.vocab_size)))):
         x, y = part[:, :-1], part[:, 1:]
-        logits = model(x, y, kv_cache=model.empty_cache(len(x)) if rolling else None)[0]
-        losses.append(F.cross_entropy(logits.transpose(1, 2), y, reduction='none'))
+        losses.append(F.cross_entropy(model(x, y)[0].transpose(1, 2), y, reduction='none'))
     return torch.cat(losses)
 
 

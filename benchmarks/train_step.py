@@ -9,13 +9,12 @@ from dataclasses import replace
 import torch
 
 from benchmarks.harness import Case, Part, take_turns
-from benchmarks.shapes import config_of
+from benchmarks.shapes import SHAPES
 from device import autocast, default_peak_flops, synchronize
 from model import GPT
 from training.batches import Batches, vocab_size_of
 
 N_STEPS = 10  # iterations of the warm-up, and of each timed run
-TRACE = os.path.join('out-bench', 'trace')
 
 
 def iterations(asked):
@@ -29,9 +28,9 @@ def iterations(asked):
 
 def time_shape(asked, name, data_dir):
     """A row. data_dir: a prepared data set, or None for random tokens."""
-    B, device, config = asked.batch_size, asked.device, config_of(name, asked.bias)
+    B, device, config = asked.batch_size, asked.device, SHAPES[name]
     vocab_size = max(config.vocab_size, vocab_size_of(data_dir)) if data_dir else config.vocab_size
-    config = replace(config, block_size=asked.block_size or config.block_size, vocab_size=vocab_size)
+    config = replace(config, bias=asked.bias, block_size=asked.block_size or config.block_size, vocab_size=vocab_size)
     model = GPT(config).to(device)
     optimizer = model.configure_optimizers(weight_decay=1e-2, learning_rate=1e-4, betas=(0.9, 0.95),
                                            device_type=device.split(':')[0])
@@ -51,10 +50,8 @@ def time_shape(asked, name, data_dir):
     labels = dict(shape=name, block_size=config.block_size, batch=B, data=data_dir or 'random tokens')
     case = Case(labels, several, lambda n: n * N_STEPS, per=N_STEPS)
     m, = take_turns([case], asked.repeats, f'{name} training')
-    if asked.profile:
-        write_trace(step)
     mfu = model.estimate_mfu(B, m.seconds, default_peak_flops(torch.device(device)))
-    return m.row(iteration_s=m.seconds, tok_per_s=B * config.block_size / m.seconds, mfu=mfu, loss=m.result)
+    return m.row(iteration_s=m.seconds, tok_per_s=B * config.block_size / m.seconds, mfu=mfu, loss=m.results[-1])
 
 
 def iteration(forward, optimizer, batches, amp):
@@ -71,16 +68,6 @@ def iteration(forward, optimizer, batches, amp):
         optimizer.zero_grad(set_to_none=True)
         return loss.item()
     return step
-
-
-def write_trace(step):
-    """Profile five iterations into the folder TRACE, for TensorBoard, and print the slowest operations."""
-    from torch.profiler import tensorboard_trace_handler
-    os.makedirs(TRACE, exist_ok=True)
-    with torch.profiler.profile(on_trace_ready=tensorboard_trace_handler(TRACE), record_shapes=True) as prof:
-        for k in range(5):
-            step(k)
-    print(prof.key_averages().table(sort_by='self_cpu_time_total', row_limit=15) + f"\n{TRACE}")
 
 
 PARTS = dict(train=Part(iterations, 1, "a training iteration",

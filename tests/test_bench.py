@@ -12,7 +12,7 @@ from conftest import ROOT, run
 
 import decode
 from benchmarks import gpu, harness, ours
-from benchmarks.generate import fed_tokens
+from benchmarks.generate import counted
 from benchmarks.harness import Case, Part, take_turns
 from benchmarks.shapes import cache_bytes, model_with_varied_text
 from model import GPT, GPTConfig
@@ -47,7 +47,7 @@ def test_cases_take_turns_and_medians_count(monkeypatch):
     assert calls == [(0, 'b'), (0, 'a'), (1, 'a'), (1, 'b'), (2, 'b'), (2, 'a'), (3, 'a'), (3, 'b')]
     assert (a.runs, b.runs, a.seconds, b.seconds) == ([1, 3, 2], [0.5, 1, 2], 2, 1)
     assert a.over(b) == 2 and b.over(a) == 0.5, "the median of 2, 3 and 1"
-    assert a.results == [('a', 1), ('a', 2), ('a', 3)] and a.result == ('a', 3)
+    assert a.results == [('a', 1), ('a', 2), ('a', 3)]
     assert a.row(x=1) == dict(name='a', x=1, runs_s=[1, 3, 2])
 
 
@@ -91,11 +91,8 @@ def test_one_file_imports_the_engine():
 
 
 def test_positions_computed():
-    assert fed_tokens(1, 128, True) == fed_tokens(1, 128, False) == 6
-    assert fed_tokens(3, 128, False) == 6 + 7 + 8 and fed_tokens(3, 128, True) == 6 + 1 + 1
-    assert fed_tokens(200, 128, False) == sum(range(6, 128)) + 78 * 128
-    assert fed_tokens(200, 128, True) == 6 + 122 + 77 * 128
-    assert round(fed_tokens(200, 128, False) / fed_tokens(200, 128, True), 2) == 1.81
+    assert counted(1, 128) == 1 and counted(3, 128) == (6 + 7 + 8) / (6 + 1 + 1)
+    assert counted(200, 128) == (sum(range(6, 128)) + 78 * 128) / (6 + 122 + 77 * 128) == 18_097 / 9_984
 
 
 @pytest.mark.parametrize('window, n_sink', [(0, 0), (5, 0), (5, 3)])
@@ -123,10 +120,10 @@ def test_generate_mode_is_the_default(repo):
 
 
 def test_train_mode_on_real_and_on_random_tokens(repo):
-    real, = bench(repo, '--mode=train', '--batch_size=2', '--profile=True')['train']['rows']
+    real, = bench(repo, '--mode=train', '--batch_size=2')['train']['rows']
     random, = bench(repo, '--mode=train', '--batch_size=2', '--real_data=False', '--block_size=16')['train']['rows']
     assert (real['data'], random['data']) == ('data/shakespeare_char', 'random tokens')
-    assert random['block_size'] == 16 and (repo / 'out-bench' / 'trace').is_dir()
+    assert random['block_size'] == 16 and random['loss'] < 6 and real['tok_per_s'] > 0
 
 
 def test_loss_mode(trained, tmp_path):

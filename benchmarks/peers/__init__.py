@@ -1,4 +1,1 @@
-"""
-Other engines with the same weights, an adapter each (hugging_face, ctranslate, llamacpp, onnx); `engine` says what all
-of them have, `race` measures them in turns with ours: pip install -r requirements-peers.txt
-"""
+"""Other engines with the same weights, an adapter each, and `race`, which measures them in turns with ours."""

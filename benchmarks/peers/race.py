@@ -87,7 +87,7 @@ def race(asked, name, B, T, n_new, engines):
         exact = same_tokens[m.case.labels['engine']] and weights == 'float32'
         rows.append(m.row(seconds=m.seconds, tok_per_s=B * n_new / m.seconds, should_be_ours=exact,
                           gb_per_s=model.get_num_params() * BYTES[weights] * n_new / m.seconds / 1e9,
-                          **compare(model, idx, m.result)))
+                          **compare(model, idx, m.results[-1])))
     for row in rows:
         row['tokens'] = verdict(row)
         others = [other['tok_per_s'] for other in rows

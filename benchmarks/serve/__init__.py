@@ -1,4 +1,1 @@
-"""
-Our server and llama-server as processes (servers), many clients in one process (client), and what is measured with them
-(loads): pip install -r requirements-serve.txt
-"""
+"""Our server and llama-server as processes, many clients in one process, and `loads`, what is measured with them."""

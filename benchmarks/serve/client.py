@@ -12,7 +12,7 @@ import re
 import socket
 import statistics
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -58,11 +58,10 @@ class Answer:
         return [token for choices in chunks for choice in choices for token in choice.get('token_ids', ())]
 
 
-@dataclass
-class Load:
+class Load(NamedTuple):
     """The answers of one load, and the seconds it took."""
-    answers: list = field(default_factory=list)
-    seconds: float = 0.0
+    answers: list
+    seconds: float
 
     @property
     def tok_per_s(self):
@@ -70,14 +69,24 @@ class Load:
         return sum(a.n_tokens for a in self.answers if not a.error) / self.seconds
 
 
-async def ask_one(server, body, ask):
-    """The `Answer` of a `servers.Server` to one request, on a connection of its own. body: `server.body(ask)`."""
-    answer = Answer(ask, time.perf_counter())
-    try:
-        await asyncio.wait_for(read_stream(server.port, body, answer), TIMEOUT)
-    except (OSError, asyncio.TimeoutError) as e:
-        answer.error = f'{type(e).__name__} {e}'
-    return answer
+async def closed_loop(server, asks, n_clients):
+    """
+    The `Load` of n_clients of a `servers.Server` that each send their next request, on a connection of its own, when
+    they have the answer to the one before. They take the asks in order.
+    """
+    answers, todo = [], iter([(ask, server.body(ask)) for ask in asks])
+
+    async def client():
+        for ask, body in todo:
+            answer = Answer(ask, time.perf_counter())
+            try:
+                await asyncio.wait_for(read_stream(server.port, body, answer), TIMEOUT)
+            except (OSError, asyncio.TimeoutError) as e:
+                answer.error = f'{type(e).__name__} {e}'
+            answers.append(answer)
+    began = time.perf_counter()
+    await asyncio.gather(*[client() for _ in range(n_clients)])
+    return Load(answers, time.perf_counter() - began)
 
 
 async def read_stream(port, body, answer):
@@ -119,22 +128,6 @@ def finish(answer, data):
         answer.error = data[-200:].decode('utf-8', 'replace') or 'no answer'
     elif answer.n_tokens != answer.ask.n_new:
         answer.error = f'{answer.n_tokens} tokens instead of {answer.ask.n_new}'
-
-
-async def closed_loop(server, asks, n_clients):
-    """
-    The `Load` of n_clients that each send their next request when they have the answer to the one before. They take the
-    asks in order.
-    """
-    load, todo = Load(), iter([(ask, server.body(ask)) for ask in asks])
-
-    async def client():
-        for ask, body in todo:
-            load.answers.append(await ask_one(server, body, ask))
-    began = time.perf_counter()
-    await asyncio.gather(*[client() for _ in range(n_clients)])
-    load.seconds = time.perf_counter() - began
-    return load
 
 
 def figures(loads):

@@ -71,7 +71,7 @@ def models(asked, shapes):
     """Yields (shape, config, folder with its model's files, weights) for each shape and kind of weights."""
     for name in asked.shapes or shapes:
         model = model_of(name, asked.bias)
-        with weights_on_disk(model) as folder:
+        with weights_on_disk(model, not missing(asked.llama_server)) as folder:
             for weights in ('float32', 'int8') if asked.device == 'cpu' else ('bfloat16', 'float32', 'int8'):
                 yield name, model.config, folder, weights
 
@@ -145,16 +145,15 @@ def soak(name, config, folder, weights, n_clients, n, device='cpu'):
         alone = asyncio.run(closed_loop(ours, [ask._replace(salt=str(i)) for i, ask in enumerate(chosen)], 1)).answers
     answer_to, failed = {id(a.ask): a for a in answers}, [a.error for a in answers if a.error not in ('', 'left')]
     different = [a for ask, a in zip(chosen, alone) if a.error or a.token_ids != answer_to[id(ask)].token_ids]
-    known = None not in resident
     return dict(shape=name, weights=weights, requests=n, clients=n_clients, failed=len(failed), error=failed[:1],
                 blocks_used=max(used), resident=resident, compared=len(chosen), different=len(different),
-                flat=resident[-1] <= FLAT * resident[TURNS // 5 - 1] if known else None, preemptions=preemptions,
-                prefix_hits=hits)
+                flat=None if None in resident else resident[-1] <= FLAT * resident[TURNS // 5 - 1],
+                preemptions=preemptions, prefix_hits=hits)
 
 
 PARTS = dict(
     clients=Part(clients, 60, "clients that wait for their answers", 'server weights shape clients tok_per_s first_ms '
                  'per_token_ms failed error over_llama'),
-    soak=Part(soaked, 6, "soak", 'shape weights requests failed error blocks_used resident flat compared different '
+    soak=Part(soaked, 6, "soak", 'shape weights requests failed error blocks_used flat compared different '
               'preemptions prefix_hits'),
 )

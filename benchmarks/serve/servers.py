@@ -31,18 +31,15 @@ SETTINGS = {'temperature': 0, 'ignore_eos': True, 'stream': True, 'stream_option
 
 
 @contextmanager
-def weights_on_disk(model):
-    """A folder with the model as ckpt.pt and as GGUF in float32 and q8_0, and a character for each token."""
+def weights_on_disk(model, for_llama_server):
+    """A folder with the model as ckpt.pt, a character for each token, and for llama-server as GGUF_TYPES."""
     first = 33 if model.config.vocab_size <= 94 else 161  # printable ones
     tokenizer = CharTokenizer([chr(first + i) for i in range(model.config.vocab_size)])
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save({'model': model.state_dict(), 'model_args': checkpoint.model_args(model.config),
                          'tokenizer': tokenizer.state()}, os.path.join(folder, 'ckpt.pt'))
-        try:
-            for weights, kind in GGUF_TYPES.items():
-                to_gguf(model, os.path.join(folder, f'{weights}.gguf'), kind, tokenizer)
-        except ValueError as e:
-            print(f"no GGUF file: {e}", file=sys.stderr)
+        for weights, kind in GGUF_TYPES.items() if for_llama_server else ():
+            to_gguf(model, os.path.join(folder, f'{weights}.gguf'), kind, tokenizer)
         yield folder
 
 
