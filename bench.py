@@ -10,8 +10,8 @@ How fast, measured here and now.
     python bench.py --mode=serve             our server with several clients, beside llama-server, and a soak (pip
                                              install -r requirements-serve.txt; benchmarks/serve/servers.py builds
                                              llama-server)
-    python bench.py --mode=gpu               the step on a GPU, beside other ways and the speed of its memory (make gpu)
-    python bench.py --mode=loss              what rounding and a shifted context cost a trained model, in nats
+    python bench.py --mode=gpu               the engine on a GPU, beside PyTorch's steps (make gpu)
+    python bench.py --mode=loss              what numbers in fewer bits cost a trained model, in nats
     python bench.py --mode=recipes           what each setting of a fast training run brings in equal seconds, in nats
 
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run. Nothing outside of this folder
