@@ -79,7 +79,7 @@ def models(asked, shapes):
 def clients(asked):
     """llama-server runs with one thread and with one for each core, as two servers."""
     on_cpu = asked.device == 'cpu'
-    counts = [] if missing(asked.llama_server) else sorted({1, torch.get_num_threads()})
+    counts = [] if not on_cpu or missing(asked.llama_server) else sorted({1, torch.get_num_threads()})
     for name, config, folder, weights in models(asked, 'SML' if on_cpu else 'M'):
         most = longest(mixed(config, 1000, 0))
         for C in asked.batches or (CLIENTS if on_cpu else [32]):
