@@ -1,22 +1,17 @@
 """
-What is measured, and how. `bench.py` runs all but the scripts.
+What is measured, and how. `bench.py` runs it.
 
+    generate       tokens a second without a cache, with it, and as sample.py draws them
     train_step     time of a training iteration
     recipes        what a setting brings to training in equal seconds
-    generate       tokens a second, with the cache and without
-    memory         peak memory of generation
-    loss           the cost of dropped context and rounded numbers, in nats
-    caches         the caches of kvcache/ on the compiled step, in parts
-    drafts         one text with drafts and without
-    gpu            the engine and a step on a GPU
-    peers/         the same weights in other engines: decoding, prefills, long contexts
-    serve/         our server and llama-server under load, in parts
-    experiments/   models that are trained with other positions, endless texts, recall; busy neighbours
+    loss           what rounded numbers and a shifted context cost, in nats
+    gpu            the engine and its step on a GPU
+    peers/         the same weights in other engines: decoding and prefills
+    serve/         our server and llama-server with several clients; a soak
 
-    harness, shapes      how all of it is timed, printed, drawn and written; the models that are measured
-    trained              models that train.py trains, each once
-    old_and_new          a script: a commit or another work tree and this one, timed in turns
-    timed_tree           what old_and_new runs in each of the two
+    ours           how a benchmark makes and calls our own engine: the only file that imports it
+    harness        how all of it is timed, printed and written
+    shapes         the models that are measured
 
-results/ has the measured rows, figures/ the pictures of the documents and what draws those that show no measurement.
+results/ has measured rows, figures/ pictures. docs/BENCHMARKS.md names the commit with the code of those without one.
 """

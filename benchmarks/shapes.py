@@ -24,11 +24,6 @@ PROMPT = 6  # tokens before the generated ones
 WITHIN_WINDOW = {'S': 122, 'M': 200, 'L': 50, 'smollm2': 50, 'qwen0.5b': 50}
 
 
-def config_of(name, bias):
-    """The configuration of a shape, with or without bias."""
-    return replace(SHAPES[name], bias=bias)
-
-
 def cache_bytes(config, batch_size, number=4):
     """Bytes of the keys and values of a cache. number: bytes of one number."""
     c = config
@@ -43,7 +38,7 @@ def random_tokens(model, *shape, seed=0):
 @lru_cache(maxsize=1)
 def model_of(name, bias):
     """`model_with_varied_text` of a shape; the last one is kept."""
-    return model_with_varied_text(config_of(name, bias))
+    return model_with_varied_text(replace(SHAPES[name], bias=bias))
 
 
 def model_with_varied_text(config):

@@ -5,11 +5,11 @@ import tempfile
 
 import torch
 
-from benchmarks.peers.engine import GPT2Engine
+from benchmarks.peers.engine import Engine
 from benchmarks.peers.hugging_face import HuggingFace, in_transformers
 
 
-class CTranslate2(GPT2Engine):
+class CTranslate2(Engine):
     """
     CTranslate2, by its own converter from transformers.
 
@@ -19,6 +19,7 @@ class CTranslate2(GPT2Engine):
     name = 'CTranslate2'
     packages = {'ctranslate2': 'ctranslate2', **HuggingFace.packages}
     ways = {'float32': [{}], 'int8': [{}]}
+    families = 'gpt2',
 
     def __init__(self, model, weights='float32', threads=1):
         if torch.backends.cpu.get_cpu_capability() == 'AVX512':

@@ -22,8 +22,9 @@ class Engine:
     packages: {module: the package to install for it}; `missing` says whether they are there. ways: {weights: list of
     keyword arguments}, the variants that the race tries for these weights, each with one thread and with all.
     same_tokens: in float32 its arithmetic differs from ours by rounding only, so that its tokens should be ours.
+    families: of the models that its adapter here builds; () is all. chooses_threads: it chooses their number itself.
     """
-    name, packages, ways, same_tokens = '', {}, {'float32': [{}]}, True
+    name, packages, ways, same_tokens, families, chooses_threads = '', {}, {'float32': [{}]}, True, (), False
 
     @classmethod
     def missing(cls):
@@ -40,24 +41,13 @@ class Engine:
     @classmethod
     def refuses(cls, config):
         """Why this engine cannot run a model of this configuration; '' if it can."""
-        return ''
+        family = family_of(config)
+        if not cls.families or family in cls.families:
+            return ''
+        return f"its adapter here builds {' and '.join(cls.families)}, and this is a {family}"
 
     def __init__(self, model, weights='float32', threads=1):
         self.config, self.threads = model.config, threads
-
-
-class GPT2Engine(Engine):
-    """An engine whose adapter here builds models of GPT-2's kind only."""
-
-    @classmethod
-    def refuses(cls, config):
-        family = family_of(config)
-        return '' if family == 'gpt2' else f"its adapter here builds a gpt2, and this is a {family}"
-
-
-def array(p):
-    """A parameter as a float32 array."""
-    return p.detach().float().cpu().numpy()
 
 
 @contextmanager

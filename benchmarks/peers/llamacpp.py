@@ -31,7 +31,7 @@ class LlamaCpp(Engine):
     Its GELU is the tanh approximation, from a table of float16, and its keys and values are float16 by default (float32
     makes it slower), so its tokens need not be ours. int8 is Q8_0: blocks of 32 with a scale each, inputs likewise.
     int4 is what llama.cpp's own program makes as Q4_0: its lm_head has 6 or 8 bits.
-    kv: its keys and values, float32, float16 or q8_0.
+    kv: its keys and values, float32 or float16.
     The batch is filled and read as in https://github.com/ggml-org/llama.cpp/blob/master/examples/batched/batched.cpp
     """
     name = 'llama.cpp'
@@ -44,8 +44,7 @@ class LlamaCpp(Engine):
         super().__init__(model, weights, threads)
         import llama_cpp
         self.lib, self.rows = llama_cpp, 0
-        self.kv = {'float32': llama_cpp.GGML_TYPE_F32, 'float16': llama_cpp.GGML_TYPE_F16,
-                   'q8_0': llama_cpp.GGML_TYPE_Q8_0}[kv]
+        self.kv = {'float32': llama_cpp.GGML_TYPE_F32, 'float16': llama_cpp.GGML_TYPE_F16}[kv]
         if not LlamaCpp.log_callback:  # kept by the class: C may call it while any engine exists
             LlamaCpp.log_callback = llama_cpp.llama_log_callback(lambda level, text, data: None)
             llama_cpp.llama_log_set(LlamaCpp.log_callback, ctypes.c_void_p())
@@ -69,58 +68,45 @@ class LlamaCpp(Engine):
         n_tokens = B * self.config.block_size
         params.n_seq_max, params.n_ctx, params.n_batch = B, n_tokens, n_tokens
         params.n_threads = params.n_threads_batch = self.threads
-        params.type_k = params.type_v = self.kv  # in fewer bits they need its flash attention, which it then uses
+        params.type_k = params.type_v = self.kv
         self.context, self.rows = self.lib.llama_init_from_model(self.model, params), B
         if not self.context:
             raise ValueError(f"llama.cpp has no memory for {B} sequences of {self.config.block_size} tokens")
 
     def generate(self, prompts, n_new):
-        first = self.begin(prompts)
-        return torch.cat([first[:, None], self.go_on(first, prompts.size(1), n_new - 1)], dim=1)
-
-    def begin(self, prompts):
-        """Read prompts (B, T), in place of all that was read before. Returns the token after each, (B,)."""
-        if len(prompts) != self.rows:
-            self.make_context(len(prompts))
-        return self.read(prompts, 0)
-
-    def read(self, tokens, start):
-        """Read tokens (B, T) at positions from `start`, in place of what was there. Returns the next of each, (B,)."""
-        B, T = tokens.shape
-        self.forget_from(start)
+        """Read prompts (B, T) in place of all that was read before, then one token a step: (B, n_new)."""
+        B, T = prompts.shape
+        self.begin(B)
+        out = np.empty((B, n_new), np.int64)
         with Batch(self.lib, np.repeat(np.arange(B), T).tolist()) as batch:
-            batch.token[:], batch.pos[:] = tokens.numpy().ravel(), np.tile(np.arange(start, start + T), B)
-            batch.wanted[:] = batch.pos == start + T - 1
+            batch.token[:], batch.pos[:] = prompts.numpy().ravel(), np.tile(np.arange(T), B)
+            batch.wanted[:] = batch.pos == T - 1
             self.decode(batch)
-            return torch.from_numpy(self.logits().argmax(axis=1))
+        out[:, 0] = self.logits().argmax(axis=1)
+        with Batch(self.lib, range(B)) as batch:
+            batch.wanted[:], logits = 1, None
+            for step in range(1, n_new):
+                batch.token[:], batch.pos[:] = out[:, step - 1], T + step - 1
+                self.decode(batch)
+                # the logits of each step are at the same place; asking for them waits for them
+                logits = self.logits() if step == 1 else self.lib.llama_get_logits(self.context) and logits
+                out[:, step] = logits.argmax(axis=1)
+        return torch.from_numpy(out)
 
     def all_logits(self, tokens):
         """Read tokens (T,) in place of all that was read before. Returns the logits after each, (T, vocab_size)."""
-        if self.rows != 1:
-            self.make_context(1)
-        self.forget_from(0)
+        self.begin(1)
         with Batch(self.lib, [0] * len(tokens)) as batch:
             batch.token[:], batch.pos[:], batch.wanted[:] = tokens.numpy(), np.arange(len(tokens)), 1
             self.decode(batch)
             return torch.from_numpy(self.logits(len(tokens)).copy())
 
-    def forget_from(self, start):
-        for i in range(self.rows):
-            self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.context), i, start, -1)
-
-    def go_on(self, newest, start, n_new):
-        """The (B, n_new) tokens after newest (B,), which is fed at position `start`. What was there is overwritten."""
-        B, logits, out = len(newest), None, np.empty((len(newest), n_new), np.int64)
-        self.forget_from(start)
-        with Batch(self.lib, range(B)) as batch:
-            batch.token[:], batch.wanted[:] = newest.numpy(), 1
-            for step in range(n_new):
-                batch.pos[:] = start + step
-                self.decode(batch)
-                # the logits of each step are at the same place; asking for them waits for them
-                logits = self.logits() if step == 0 else self.lib.llama_get_logits(self.context) and logits
-                batch.token[:] = out[:, step] = logits.argmax(axis=1)
-        return torch.from_numpy(out)
+    def begin(self, B):
+        """A context for B sequences that holds nothing."""
+        if B != self.rows:
+            self.make_context(B)
+        for row in range(B):
+            self.lib.llama_memory_seq_rm(self.lib.llama_get_memory(self.context), row, 0, -1)
 
     def decode(self, batch):
         if self.lib.llama_decode(self.context, batch.batch) != 0:

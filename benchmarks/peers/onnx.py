@@ -6,14 +6,14 @@ Operators: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperat
 import numpy as np
 import torch
 
-from benchmarks.peers.engine import GPT2Engine, array
+from benchmarks.peers.engine import Engine
 
-FUSED = 'com.microsoft'  # the domain of ONNX Runtime's own operators; '' is that of ONNX
+NONE = '""'  # an input or an output that is left out
 
 
-class OnnxRuntime(GPT2Engine):
+class OnnxRuntime(Engine):
     """
-    See `onnx_graph`. One graph runs the prompt and each token.
+    See `onnx_model`. One graph runs the prompt and each token.
 
     The caches that go in and those that come out are bound to the same memory, so GroupQueryAttention writes in place
     and nothing is copied from step to step. numpy finds the largest logit, faster than the operator ArgMax.
@@ -23,6 +23,7 @@ class OnnxRuntime(GPT2Engine):
     name = 'ONNX Runtime'
     packages = {'onnxruntime': 'onnxruntime', 'onnx': 'onnx'}
     ways = {'float32': [{}], 'int8': [dict(by='block'), dict(by='row')], 'int4': [dict(lm_head=8), dict(lm_head=4)]}
+    families = 'gpt2',
 
     def __init__(self, model, weights='float32', threads=1, by='block', lm_head=8):
         super().__init__(model, weights, threads)
@@ -31,21 +32,18 @@ class OnnxRuntime(GPT2Engine):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads, options.log_severity_level = threads, 3
         bits = {'float32': 32, 'int8': 8, 'int4': 4}[weights]
-        graph = onnx_graph(model, bits, by, max(bits, lm_head))
-        self.session = onnxruntime.InferenceSession(graph.SerializeToString(), options,
-                                                    providers=['CPUExecutionProvider'])
+        self.session = onnxruntime.InferenceSession(
+            onnx_model(model, bits, by, max(bits, lm_head)).SerializeToString(), options,
+            providers=['CPUExecutionProvider'])
         self.caches, self.rows = {}, 0
 
     def make_caches(self, B):
         """Caches for B rows, by the names of the graph's inputs. They are not cleared: unwritten rows are not read."""
-        c = self.config
-        shape = B, c.n_head, c.block_size, c.n_embd // c.n_head
-        self.caches = {f'{kind}{layer}': self.array_in_place(np.zeros(shape, np.float32))
-                       for layer in range(c.n_layer) for kind in 'kv'}
-        self.rows = B
+        c, self.rows = self.config, B
+        self.caches = {name: self.array_in_place(np.zeros((B, c.n_head, c.block_size, c.head_dim), np.float32))
+                       for name in cache_names(c)}
 
     def generate(self, prompts, n_new):
-        prompts = np.ascontiguousarray(prompts)
         B, T = prompts.shape
         if B != self.rows:
             self.make_caches(B)
@@ -57,7 +55,8 @@ class OnnxRuntime(GPT2Engine):
         for name, cache in self.caches.items():
             binding.bind_ortvalue_input(name, cache)
             binding.bind_ortvalue_output('new_' + name, cache)
-        for name, values in dict(ids=prompts, pos=np.arange(T)[None], newest=newest, total=total).items():
+        for name, values in dict(ids=np.ascontiguousarray(prompts), pos=np.arange(T)[None], newest=newest,
+                                 total=total).items():
             binding.bind_ortvalue_input(name, self.array_in_place(values))
         binding.bind_ortvalue_output('logits', self.array_in_place(logits))
         for step in range(n_new):
@@ -73,81 +72,68 @@ class OnnxRuntime(GPT2Engine):
         return torch.from_numpy(out)
 
 
+def cache_names(c):
+    return [f'{kind}{layer}' for layer in range(c.n_layer) for kind in 'kv']
+
+
 class Graph:
-    """The nodes and constants of a graph that is being built. Methods add to it and return names of values."""
+    """The lines of a graph that is being written, `output = Operator<attribute>(input, ...)`, and its constants."""
 
     def __init__(self):
-        self.nodes, self.constants = [], {}
+        self.lines, self.constants = [], []
 
     def constant(self, name, values):
+        """The name of a new constant with these values; `NONE` for None."""
         from onnx import numpy_helper
-        self.constants[name] = numpy_helper.from_array(np.ascontiguousarray(values), name)
+        if values is None:
+            return NONE
+        if isinstance(values, torch.Tensor):
+            values = values.detach().float().cpu().numpy()
+        self.constants.append(numpy_helper.from_array(np.ascontiguousarray(values), name))
         return name
 
-    def parameter(self, name, p):
-        """A constant with the values of a parameter; '', an input that is left out, for None."""
-        return '' if p is None else self.constant(name, array(p))
+    def add_and_norm(self, h, total, x, y, y_bias, norm):
+        """total = x + y + y_bias, and h, its layer norm."""
+        weight, bias = self.constant(h + '_weight', norm.weight), self.constant(h + '_bias', norm.bias)
+        self.lines.append(f'{h}, {NONE}, {NONE}, {total} = com.microsoft.SkipLayerNormalization<epsilon: float = '
+                          f'{norm.eps:f}>({x}, {y}, {weight}, {bias}, {y_bias})')
 
-    def node(self, kind, inputs, outputs, domain=FUSED, **attributes):
-        from onnx import helper
-        self.nodes.append(helper.make_node(kind, inputs, outputs, domain=domain, **attributes))
-
-    def op(self, kind, *inputs, n_outputs=1, domain=FUSED, **attributes):
-        """A node with new names for its outputs: the name, or a list of n_outputs names."""
-        outputs = [f'{kind}_{len(self.nodes)}_{i}' for i in range(n_outputs)]
-        self.node(kind, inputs, outputs, domain, **attributes)
-        return outputs[0] if n_outputs == 1 else outputs
-
-    def linear(self, x, name, module, bias=None, bits=32, by='block'):
-        """x @ weight.T + bias, in so many bits. bias: the module's, or None to leave it out."""
-        w, bias = array(module.weight), self.parameter(name + '.bias', bias)  # (N, K)
-        if bits == 32:
-            y = self.op('MatMul', x, self.constant(name, w.T), domain='')
-            return self.op('Add', y, bias, domain='') if bias else y
+    def linear(self, y, x, module, bits, by, bias=None):
+        """y = x @ weight.T + bias, in so many bits."""
+        w, bias = module.weight.detach().float().cpu().numpy(), self.constant(y + '_bias', bias)  # (N, K)
         N, K = w.shape
+        if bits == 32:
+            product = f'MatMul({x}, {self.constant(y + "_w", w.T)})'
+            self.lines += [f'{y} = {product}'] if bias == NONE else [f'{y}_0 = {product}', f'{y} = Add({y}_0, {bias})']
+            return
         if bits == 8 and by == 'row':
-            whole, scale = in_8_bits(w, K)
-            weight = self.constant(name, whole.reshape(N, K).T.astype(np.int8))
-            return self.op('DynamicQuantizeMatMul', x, weight, self.constant(name + '.scale', scale.ravel()), '', bias)
+            whole, scale = rounded(w, K, bits)
+            weight = self.constant(y + '_w', whole.reshape(N, K).T.astype(np.int8))
+            scale = self.constant(y + '_scale', scale.ravel())
+            self.lines.append(f'{y} = com.microsoft.DynamicQuantizeMatMul({x}, {weight}, {scale}, {NONE}, {bias})')
+            return
         size = 32 if bits == 4 else next(n for n in (128, 64, 32, 16) if K % n == 0)
-        whole, scale = in_4_bits(w) if bits == 4 else in_8_bits(w, size)
+        whole, scale = rounded(w, size, bits)
+        scale = self.constant(y + '_scale', scale)
         stored = (whole + 2**(bits - 1)).astype(np.uint8)
         if bits == 4:
             stored = stored[..., ::2] | stored[..., 1::2] << 4
-        # accuracy_level 4: multiply in 8 bits
-        return self.op('MatMulNBits', x, self.constant(name, stored), self.constant(name + '.scale', scale), '', '',
-                       bias, bits=bits, block_size=size, K=K, N=N, accuracy_level=4)
-
-    def add_and_norm(self, x, y, y_bias, name, norm):
-        """(x + y + y_bias, its layer norm)."""
-        weight, bias = self.parameter(name + '.weight', norm.weight), self.parameter(name + '.bias', norm.bias)
-        h, _, _, x = self.op('SkipLayerNormalization', x, y, weight, bias, y_bias, n_outputs=4, epsilon=norm.eps)
-        return x, h
-
-    def attention(self, qkv, layer, n_head):
-        """Attention over the cache of a layer, which is written in place."""
-        y = f'y{layer}'
-        self.node('GroupQueryAttention', [qkv, '', '', f'k{layer}', f'v{layer}', 'newest', 'total'],
-                  [y, f'new_k{layer}', f'new_v{layer}'], num_heads=n_head, kv_num_heads=n_head)
-        return y
+        how = f'K={K}, N={N}, bits={bits}, block_size={size}, accuracy_level=4'  # 4: multiply in 8 bits
+        self.lines.append(f'{y} = com.microsoft.MatMulNBits<{how}>({x}, {self.constant(y + "_w", stored)}, {scale}, '
+                          f'{NONE}, {NONE}, {bias})')
 
 
-def in_8_bits(w, size):
-    """w (N, K) -> (whole (N, K / size, size) in -127 ... 127, scale (N, K / size)), w = whole * scale of its block."""
+def rounded(w, size, bits):
+    """
+    w (N, K) -> (whole (N, K / size, size), scale (N, K / size)), w = whole * scale of its block. whole: in -127 ... 127
+    for 8 bits, -7 ... 7 for 4.
+    """
     blocks = w.reshape(len(w), -1, size)
-    scale = np.abs(blocks).max(axis=-1).clip(1e-30) / 127
+    scale = np.abs(blocks).max(axis=-1).clip(1e-30) / (2**(bits - 1) - 1)
     return np.round(blocks / scale[..., None]), scale
 
 
-def in_4_bits(w):
-    """As `in_8_bits` with blocks of 32, in -8 ... 7 by Q4_0's rule: a block's number of largest magnitude is -8."""
-    blocks = w.reshape(len(w), -1, 32)
-    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)
-    scale = np.where(largest == 0, 1, largest / -8).astype(np.float32)
-    return np.round(blocks / scale).clip(-8, 7), scale[..., 0]
-
-
-def onnx_graph(model, bits=32, by='block', lm_head=32):
+def onnx_model(model, bits=32, by='block', lm_head=32):
     """
     The model as an ONNX ModelProto for ONNX Runtime on a CPU.
 
@@ -157,40 +143,34 @@ def onnx_graph(model, bits=32, by='block', lm_head=32):
     bits, lm_head: 32, 8 or 4, of the weights of the blocks and of lm_head. by: in 8 bits, a scale for each 'block' or
     'row'. The operators need heads whose size is a multiple of 8, an n_embd that is one of 16 in 8 bits, of 32 in 4.
     """
-    c, t = model.config, model.transformer
-    g, how = Graph(), dict(bits=bits, by=by)
-    x = g.op('Gather', g.parameter('wte', t.wte.weight), 'ids', domain='')  # (B, T, C)
-    y, y_bias = g.op('Gather', g.parameter('wpe', t.wpe.weight), 'pos', domain=''), ''  # (1, T, C)
-    for l, block in enumerate(t.h):
-        attn, mlp = block.attn, block.mlp
-        x, h = g.add_and_norm(x, y, y_bias, f'{l}.ln_1', block.ln_1)
-        y = g.attention(g.linear(h, f'{l}.attn.c_attn', attn.c_attn, attn.c_attn.bias, **how), l, c.n_head)
-        y = g.linear(y, f'{l}.attn.c_proj', attn.c_proj, **how)  # its bias is added with the residual
-        x, h = g.add_and_norm(x, y, g.parameter(f'{l}.attn.c_proj.bias', attn.c_proj.bias), f'{l}.ln_2', block.ln_2)
-        h = g.linear(h, f'{l}.mlp.c_fc', mlp.c_fc, **how)
-        if mlp.c_fc.bias is None:
-            h = g.op('Gelu', h)  # the exact one, as is BiasGelu
-        else:
-            h = g.op('BiasGelu', h, g.parameter(f'{l}.mlp.c_fc.bias', mlp.c_fc.bias))
-        y = g.linear(h, f'{l}.mlp.c_proj', mlp.c_proj, **how)
-        y_bias = g.parameter(f'{l}.mlp.c_proj.bias', mlp.c_proj.bias)
-    _, h = g.add_and_norm(x, y, y_bias, 'ln_f', t.ln_f)
-    h = g.op('Gather', h, g.constant('last', np.array([-1])), domain='', axis=1)  # (B, 1, C)
-    g.node('Identity', [g.linear(h, 'lm_head', model.lm_head, bits=lm_head, by=by)], ['logits'], domain='')
-    return model_proto(g, c)
-
-
-def model_proto(g, c):
-    """The graph g as a ModelProto, with the inputs and outputs of a GPT of configuration c."""
-    from onnx import TensorProto, helper
-    tensor = helper.make_tensor_value_info
-    caches = [f'{kind}{l}' for l in range(c.n_layer) for kind in 'kv']
-    shape = 'B', c.n_head, c.block_size, c.n_embd // c.n_head
-    inputs = [tensor('ids', TensorProto.INT64, ('B', 'T')), tensor('pos', TensorProto.INT64, (1, 'T')),
-              tensor('newest', TensorProto.INT32, ('B',)), tensor('total', TensorProto.INT32, ())]
-    inputs += [tensor(name, TensorProto.FLOAT, shape) for name in caches]
-    outputs = [tensor('logits', TensorProto.FLOAT, ('B', 1, c.vocab_size))]
-    outputs += [tensor('new_' + name, TensorProto.FLOAT, shape) for name in caches]
-    graph = helper.make_graph(g.nodes, 'gpt', inputs, outputs, list(g.constants.values()))
-    opsets = [helper.make_opsetid('', 17), helper.make_opsetid(FUSED, 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    from onnx import parser
+    c, t, g = model.config, model.transformer, Graph()
+    g.lines += [f"x = Gather({g.constant('wte', t.wte.weight)}, ids)",  # (B, T, C)
+                f"y = Gather({g.constant('wpe', t.wpe.weight)}, pos)"]  # (1, T, C)
+    x, y, y_bias = 'x', 'y', NONE
+    for layer, block in enumerate(t.h):
+        attn, mlp, at = block.attn, block.mlp, f'layer{layer}_'
+        g.add_and_norm(at + 'h1', at + 'x1', x, y, y_bias, block.ln_1)
+        g.linear(at + 'qkv', at + 'h1', attn.c_attn, bits, by, attn.c_attn.bias)
+        g.lines.append(f'{at}a, new_k{layer}, new_v{layer} = com.microsoft.GroupQueryAttention<num_heads={c.n_head}, '
+                       f'kv_num_heads={c.n_head}>({at}qkv, {NONE}, {NONE}, k{layer}, v{layer}, newest, total)')
+        g.linear(at + 'y1', at + 'a', attn.c_proj, bits, by)  # its bias is added with the residual
+        y_bias = g.constant(at + 'y1_bias', attn.c_proj.bias)
+        g.add_and_norm(at + 'h2', at + 'x2', at + 'x1', at + 'y1', y_bias, block.ln_2)
+        g.linear(at + 'm', at + 'h2', mlp.c_fc, bits, by)
+        m_bias = g.constant(at + 'm_bias', mlp.c_fc.bias)
+        gelu = f'Gelu({at}m)' if m_bias == NONE else f'BiasGelu({at}m, {m_bias})'  # both are the exact one
+        g.lines.append(f'{at}g = com.microsoft.{gelu}')
+        g.linear(at + 'y2', at + 'g', mlp.c_proj, bits, by)
+        x, y, y_bias = at + 'x2', at + 'y2', g.constant(at + 'y2_bias', mlp.c_proj.bias)
+    g.add_and_norm('h', NONE, x, y, y_bias, t.ln_f)
+    g.lines.append(f"last_h = Gather<axis=1>(h, {g.constant('last', np.array([-1]))})")  # (B, 1, C)
+    g.linear('logits', 'last_h', model.lm_head, lm_head, by)
+    cache = f'float[B,{c.n_head},{c.block_size},{c.head_dim}] '
+    inputs = ['int64[B,T] ids', 'int64[1,T] pos', 'int32[B] newest', 'int32[] total',
+              *(cache + name for name in cache_names(c))]
+    outputs = [f'float[B,1,{c.vocab_size}] logits', *(f'{cache}new_{name}' for name in cache_names(c))]
+    proto = parser.parse_model('<ir_version: 10, opset_import: ["": 17, "com.microsoft": 1]>\n'
+                               f"gpt ({', '.join(inputs)}) => ({', '.join(outputs)})\n{{ {chr(10).join(g.lines)} }}")
+    proto.graph.initializer.extend(g.constants)
+    return proto

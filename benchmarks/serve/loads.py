@@ -1,176 +1,159 @@
 """
-Loads of our server and llama-server, in turns.
+Loads of our server and llama-server, in turns, and a soak of ours.
 
-    python bench.py --mode=serve --only=closed --shape=S --batches=16,64 --llama_server=PATH
+    python bench.py --mode=serve --only=clients --shape=S --batches=16,64 --llama_server=PATH
 
-    closed      so many clients, each of which sends its next request when it has its answer; prompts have 16 to 48
+    clients     so many of them, each of which sends its next request when it has its answer; prompts have 16 to 48
                 tokens and answers 26 to 77, all different
-    arrivals    requests come at the times and with the lengths of a real trace, whatever has been answered
-    prefix      prompts of half the window whose first 0, 50 or 90 % are common to all, and short answers
-    faults      closed loops: in the first all clients read their answers, in the second 30 % of them go away and 10 %
-                read slowly
-
-Each is a function of (shape, config, weights, servers, number of clients, number of requests or 0 for its own,
-repeats), which returns rows. servers: ours, and llama-server if it is there.
+    soak        10,000 requests to ours: half of the prompts begin like others, half of the answers are drawn with a
+                seed, and 10 % of the clients go away. Are all blocks free then, is its memory as before, and are 500
+                answers, chosen at random, those of a new server that has nothing else to do?
 """
 import asyncio
-import math
+import random
+import signal
 import statistics
-from dataclasses import replace
-from functools import partial
+import subprocess
+import sys
+from contextlib import ExitStack
 
-from benchmarks.harness import Case, Part, take_turns
-from benchmarks.serve.client import closed_loop, figures, open_loop, over, ttft
-from benchmarks.serve.servers import Ours, beside, blocks_left, models
-from benchmarks.serve.workloads import from_trace, longest, mixed, trace, with_faults, with_prefix
+import torch
 
+import configurator
+from benchmarks.harness import Case, Part, process_bytes, take_turns
+from benchmarks.serve.client import Ask, closed_loop, figures
+from benchmarks.serve.servers import LlamaServer, Ours, missing, weights_on_disk
+from benchmarks.shapes import model_of
+
+CPU_ONLY = "the servers are compared"  # gpu mode measures ours on a GPU
+PROMPT, NEW = 0.25, 0.4   # of the window, the mean lengths; single lengths are 0.5 to 1.5 of these
+MOST = 128                # tokens that stand for the window, if it has more: M and L take too long otherwise
+CLIENTS = 1, 4, 16, 64
 EACH, FEWEST = {'S': 16, 'M': 4, 'L': 2}, 4  # requests of a client, and of all at least
-SHARES, N_NEW = (0.0, 0.5, 0.9), 16  # of prefix: the common part of the prompts, and tokens of the answers
-# of arrivals
-LOAD = 0.8               # of a server's capacity, that requests come at
-ENOUGH = 5.0             # seconds of the closed loop that measures the capacity, about
-SECONDS = 20.0           # of an open loop, about
-REQUESTS = 50, 2000      # of an open loop, at least and at most
+
+# of the soak
+SOAK_CLIENTS, SOAK_REQUESTS = 32, 10_000
+COMPARED, LEAVING = 0.05, 0.1  # of the requests
+TURNS = 10                     # after each of which memory and blocks are looked at
+PREFIXES = 8                   # beginnings that prompts share
+FLAT = 1.05                    # memory at the end, over that after a fifth of the requests, at most
 
 
-def case_of(name, server, weights, load, setup=None, **labels):
-    """A `Case` whose result is the `Load` of a coroutine: load(what setup has returned for a round)."""
-    return Case(dict(shape=name, server=server.name, weights=weights, threads=server.threads, **labels),
-                lambda given: asyncio.run(load(given)), setup)
+def check(asked):
+    """Returns what is written beside the rows. ValueError for lengths."""
+    configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', 'prometheus_client'),
+                                    "pip install -r requirements-serve.txt")
+    if asked.lengths:
+        raise ValueError("each part of serve mode has lengths of its own: leave lengths at auto")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are ended too
+    if why := missing(asked.llama_server):
+        print(f"not compared: llama-server ({why})")
+        return dict(bias=asked.bias, missing={'llama-server': why})
+    said = subprocess.run([asked.llama_server, '--version'], capture_output=True, text=True, timeout=20)
+    return dict(bias=asked.bias, versions={'llama-server': ' '.join((said.stdout + said.stderr).split())})
 
 
-def closed(name, config, weights, servers, C, n_requests, repeats):
-    """over_llama: the median over the rounds of our tokens/s over those of llama-server."""
-    n = n_requests or max(FEWEST, EACH[name] * C)
+def mixed(config, n, seed):
+    """n `Ask`s of different lengths, each uniform between half and one and a half times its mean."""
+    rng, window = random.Random(seed), min(config.block_size, MOST)
 
+    def length(share):
+        return max(1, round(window * share * rng.uniform(0.5, 1.5)))
+    return [Ask([rng.randrange(config.vocab_size) for _ in range(length(PROMPT))], length(NEW)) for _ in range(n)]
+
+
+def longest(asks):
+    """Tokens of the longest prompt with its answer."""
+    return max(len(ask.prompt) + ask.n_new for ask in asks)
+
+
+def models(asked, shapes):
+    """Yields (shape, config, folder with its model's files, weights) for each shape and kind of weights."""
+    for name in asked.shapes or shapes:
+        model = model_of(name, asked.bias)
+        with weights_on_disk(model, not missing(asked.llama_server)) as folder:
+            for weights in ('float32', 'int8') if asked.device == 'cpu' else ('bfloat16', 'float32', 'int8'):
+                yield name, model.config, folder, weights
+
+
+def clients(asked):
+    """llama-server runs with one thread and with one for each core, as two servers."""
+    on_cpu = asked.device == 'cpu'
+    counts = [] if not on_cpu or missing(asked.llama_server) else sorted({1, torch.get_num_threads()})
+    for name, config, folder, weights in models(asked, 'SML' if on_cpu else 'M'):
+        most = longest(mixed(config, 1000, 0))
+        for C in asked.batches or (CLIENTS if on_cpu else [32]):
+            n = asked.requests or max(FEWEST, (EACH[name] if on_cpu else 64) * C)
+            with ExitStack() as up:
+                servers = [up.enter_context(server) for server in (
+                    Ours(folder, weights, C * most, device=asked.device),
+                    *(LlamaServer(asked.llama_server, folder, weights, C, most, threads) for threads in counts))]
+                yield in_turns(name, config, weights, servers, C, n, asked.repeats)
+
+
+def in_turns(name, config, weights, servers, C, n, repeats):
+    """
+    A row for each server, with rounds of n requests of C clients. over_llama: the median over the rounds of our tokens
+    a second over those of llama-server, by the better of its numbers of threads.
+    """
     def setup(round_):  # other prompts for each number of clients and round: ours would remember them
         return mixed(config, n if round_ else C, seed=1000 * C + round_)
-    measured = take_turns([case_of(name, server, weights, partial(closed_loop, server, n_clients=C), setup, clients=C)
-                           for server in servers], repeats, f'{name}, {weights}: {C} clients')
-    rows = [m.case.labels | figures(m.results) for m in measured]
-    rows[0]['over_llama'] = over(*measured) if len(measured) > 1 else None
+    cases = [Case(dict(shape=name, server=server.name, weights=weights, clients=C),
+                  lambda asks, server=server: asyncio.run(closed_loop(server, asks, C)), setup) for server in servers]
+    ours, *others = rows = [m.case.labels | figures(m.results)
+                            for m in take_turns(cases, repeats, f'{name}, {weights}: {C} clients')]
+    ratios = [[a / b for a, b in zip(ours['runs_tok_per_s'], other['runs_tok_per_s'])]
+              for other in others if all(other['runs_tok_per_s'])]
+    ours['over_llama'] = min(map(statistics.median, ratios), default=None)
     return rows
 
 
-def prefix(name, config, weights, servers, C, n_requests, repeats):
-    """
-    Each round has new prompts, of which every client sends one before the load that is measured: the common part is
-    known. ttft_over_none: the median over the rounds of the ratio of the median times to the first token.
-    """
-    n = n_requests or max(FEWEST, EACH[name] * C)
-
-    def begin(server, share, round_):
-        asks = with_prefix(config, C + n, share, N_NEW, seed=1000 * round_ + round(100 * share))
-        asyncio.run(closed_loop(server, asks[:C], C))
-        return asks[C:]
-    cases = [case_of(name, server, weights, partial(closed_loop, server, n_clients=C), partial(begin, server, share),
-                     clients=C, share=share, case=f'{share:.0%}') for server in servers for share in SHARES]
-    measured = take_turns(cases, repeats, f'{name}, {weights}: prefixes')
-    none = {m.case.labels['server']: m for m in measured if not m.case.labels['share']}
-    return [m.case.labels | figures(m.results) | dict(
-        ttft_over_none=over(m, none[m.case.labels['server']], partial(ttft, p=50))) for m in measured]
+def soaked(asked):
+    for name, config, folder, weights in models(asked, 'S' if asked.device == 'cpu' else 'M'):
+        yield [soak(name, config, folder, weights, max(asked.batches or [SOAK_CLIENTS]),
+                    asked.requests or SOAK_REQUESTS, asked.device)]
 
 
-def faults(name, config, weights, servers, C, n_requests, repeats):
-    """
-    The figures are of the clients that read their whole answer at once. blocks_used: of our pool, after all rounds:
-    more than 0 are lost.
-    """
-    n = n_requests or 8 * C
-
-    def setup(faulty, round_):
-        asks = mixed(config, n, 2 * round_ + faulty)
-        return with_faults(asks, round_) if faulty else asks
-
-    async def load(server, asks):
-        whole = await closed_loop(server, asks, C)
-        return replace(whole, answers=[a for a in whole.answers if not a.ask.slow])
-    cases = [case_of(name, server, weights, partial(load, server), partial(setup, faulty), clients=C, faults=faulty)
-             for server in servers for faulty in (False, True)]
-    measured = take_turns(cases, repeats, f'{name}, {weights}: faults')
-    used = {servers[0].name: blocks_left(servers[0])}
-    return [m.case.labels | figures(m.results) | dict(blocks_used=used.get(m.case.labels['server'])) for m in measured]
+def asks_of_all_kinds(config, n, seed):
+    """n requests: with common prefixes and without, greedy and drawn, of clients that stay and that leave."""
+    rng, asks = random.Random(seed), []
+    prefixes = [[rng.randrange(config.vocab_size) for _ in range(rng.randrange(4, 60))] for _ in range(PREFIXES)]
+    for i, ask in enumerate(mixed(config, n, seed)):
+        prompt = ask.prompt
+        if rng.random() < 0.5:
+            prompt = (rng.choice(prefixes) + prompt)[:config.block_size - ask.n_new]
+        asks.append(ask._replace(prompt=prompt, seed=i if rng.random() < 0.5 else None,
+                                 leaves=rng.randrange(3) if rng.random() < LEAVING else None))
+    return asks
 
 
-async def capacity(server, config, requests, n_clients, n_requests, part, seed):
-    """
-    Requests a second of a closed loop: of n_requests, or of as many as take about ENOUGH. part: of the trace, the one
-    that the open loop has, since some parts have longer prompts than others.
-    """
-    n = n_requests or 2 * n_clients
-    load = await closed_loop(server, from_trace(config, requests, n, part, seed)[0], n_clients)
-    if not n_requests and load.seconds < ENOUGH:
-        n = max(n, math.ceil(n / load.seconds * ENOUGH))
-        load = await closed_loop(server, from_trace(config, requests, n, part, seed + 1)[0], n_clients)
-    return n / load.seconds
-
-
-def arrivals(name, config, weights, servers, n_clients, n_requests, repeats):
-    """
-    Times are scaled so that requests come at LOAD of a server's capacity, which is the rate of a closed loop with
-    requests of the same trace. It is measured before each open loop, since the speed of a machine with neighbours
-    changes within minutes. Each server gets LOAD of its own capacity, and ours also LOAD of llama-server's.
-
-    capacities: requests a second, measured before each round. rate: LOAD of their median. p99_ttft_s: the 99th
-    percentile of the time to the first token in each round. p99_over_llama: the median over the rounds of ours over
-    llama-server's at LOAD of its own capacity. (A percentile over all rounds would be that of the round in which the
-    machine was slowest, because the queue grows there.)
-    """
-    (source, requests), ours = trace(), servers[0]
-    at = [(server, server) for server in servers] + [(ours, of) for of in servers[1:]]
-    capacities = {pair: [] for pair in at}
-
-    def setup(pair, seed, round_):
-        """Each round has another part of the trace. No other case has its seed: a server remembers prompts."""
-        measured = asyncio.run(capacity(pair[1], config, requests, n_clients, n_requests, round_, seed + 10 * round_))
-        if round_:  # round 0 is not counted
-            capacities[pair].append(measured)
-        rate, (fewest, most) = LOAD * measured, REQUESTS
-        n = n_requests or int(min(most, max(fewest, rate * SECONDS if round_ else 0)))
-        asks, times = from_trace(config, requests, n, round_, seed + 10 * round_ + 2)
-        return asks, [t / rate for t in times]
-    cases = [case_of(name, pair[0], weights, lambda given, server=pair[0]: open_loop(server, *given),
-                     partial(setup, pair, 10**6 * number), trace=source,
-                     case='its capacity' if pair[0] is pair[1] else f"{pair[1].name}'s")
-             for number, pair in enumerate(at)]
-    measured = take_turns(cases, repeats, f'{name}, {weights}: arrivals')
-    p99, rows = partial(ttft, p=99), []
-    for m, pair in zip(measured, at):
-        rows.append(m.case.labels | dict(capacities=capacities[pair], rate=LOAD * statistics.median(capacities[pair]))
-                    | figures(m.results) | dict(p99_ttft_s=[p99(load) for load in m.results]))
-        if pair[0] is ours and len(servers) > 1:
-            rows[-1]['p99_over_llama'] = over(m, measured[1], p99)
-    return rows
-
-
-def part(load, minutes, title, figure, shapes, clients, longest_of, room=1):
-    """
-    The `Part` of a load, for these shapes and numbers of clients. figure: the last one of its tables.
-    longest_of(config): tokens of the longest request with its answer. room: how many of these our pool has for each
-    client.
-    """
-    def rows(asked):
-        for name, config, folder, weights in models(asked.shapes or shapes, asked.bias):
-            for C in asked.batches or clients:
-                most = longest_of(config)
-                with (Ours(folder, weights, room * C * most) as ours,
-                      beside(ours, asked.llama_server, config, folder, weights, C, most) as servers):
-                    yield load(name, config, weights, servers, C, asked.requests, asked.repeats)
-    names = ('server weights threads shape clients case faults rate tok_per_s requests_per_s goodput ttft_ms '
-             'per_token_ms end_to_end_ms client_cpu failed error ')
-    return Part(rows, minutes, title, names + figure)
-
-
-def longest_mixed(config):
-    return longest(mixed(config, 1000, 0))
+def soak(name, config, folder, weights, n_clients, n, device='cpu'):
+    """A row. different: answers that are not those of the request alone. resident: bytes after each turn."""
+    asks = asks_of_all_kinds(config, n, seed=0)
+    staying = [ask for ask in asks if ask.leaves is None]
+    chosen = random.Random(1).sample(staying, min(len(staying), max(1, round(COMPARED * n))))
+    answers, resident, used = [], [], []
+    # room for two thirds of the clients' longest requests, so that some samples lose their blocks on the way
+    with Ours(folder, weights, max(1, 2 * n_clients // 3) * longest(asks), device=device) as ours:
+        for turn in range(TURNS):
+            some = asks[turn * n // TURNS:(turn + 1) * n // TURNS]
+            answers += asyncio.run(closed_loop(ours, some, n_clients)).answers
+            used.append(ours.blocks_left())
+            resident.append(process_bytes(pid=ours.process.pid))
+        preemptions, hits = int(ours.metric('preemptions_total')), int(ours.metric('prefix_hits_total'))
+    with Ours(folder, weights, longest(asks), device=device) as ours:
+        alone = asyncio.run(closed_loop(ours, [ask._replace(salt=str(i)) for i, ask in enumerate(chosen)], 1)).answers
+    answer_to, failed = {id(a.ask): a for a in answers}, [a.error for a in answers if a.error not in ('', 'left')]
+    different = [a for ask, a in zip(chosen, alone) if a.error or a.token_ids != answer_to[id(ask)].token_ids]
+    return dict(shape=name, weights=weights, requests=n, clients=n_clients, failed=len(failed), error=failed[:1],
+                blocks_used=max(used), resident=resident, compared=len(chosen), different=len(different),
+                flat=None if None in resident else resident[-1] <= FLAT * resident[TURNS // 5 - 1],
+                preemptions=preemptions, prefix_hits=hits)
 
 
 PARTS = dict(
-    closed=part(closed, 45, "closed loops", 'over_llama', 'SML', (1, 4, 16, 64), longest_mixed),
-    arrivals=part(arrivals, 50, f"arrivals at {LOAD:.0%} of the capacity", 'p99_over_llama', 'SML', (32,),
-                  lambda config: config.block_size),
-    # ours also remembers prompts that were answered: twice the tokens, as a server has more memory than load
-    prefix=part(prefix, 35, "prompts with a common prefix", 'ttft_over_none', 'SML', (8,),
-                lambda config: longest(with_prefix(config, 1, 0, N_NEW, 0)), room=2),
-    faults=part(faults, 6, "clients that go away or read slowly", 'blocks_used', 'SM', (16,), longest_mixed),
+    clients=Part(clients, 60, "clients that wait for their answers", 'server weights shape clients tok_per_s first_ms '
+                 'per_token_ms failed error over_llama'),
+    soak=Part(soaked, 6, "soak", 'shape weights requests failed error blocks_used flat compared different '
+              'preemptions prefix_hits'),
 )
