@@ -17,7 +17,7 @@ import sys
 import torch
 
 from benchmarks.harness import Case, Part, take_turns
-from benchmarks.ours import generated, gpu_decoder, served, weight_bytes
+from benchmarks.ours import generated, gpu_executor, served, weight_bytes
 from benchmarks.serve import loads
 from benchmarks.serve.servers import ROOT
 from benchmarks.shapes import cache_bytes, model_of
@@ -40,11 +40,11 @@ def engine(asked):
     for name in asked.shapes or ('M', 'L', 'qwen0.5b'):
         model = model_of(name, asked.bias).to(asked.device, getattr(torch, asked.dtype))
         n_new, number = min(256, model.config.block_size // 2), model.lm_head.weight.element_size()
-        kernels = {asked.dtype: gpu_decoder(model), 'int8': gpu_decoder(model, 'int8'),
-                   f"{asked.dtype}, a vendor's matmul": gpu_decoder(model, vendor=True)}
+        kernels = {asked.dtype: gpu_executor(model), 'int8': gpu_executor(model, 'int8'),
+                   f"{asked.dtype}, a vendor's matmul": gpu_executor(model, vendor=True)}
         for B in asked.batches or BATCHES:
-            cases = [Case(dict(shape=name, batch=B, step=of, bytes=weight_bytes(decoder)),
-                          served(model, decoder, B, N_PROMPT, n_new), per=n_new) for of, decoder in kernels.items()]
+            cases = [Case(dict(shape=name, batch=B, step=of, bytes=weight_bytes(executor)),
+                          served(model, executor, B, N_PROMPT, n_new), per=n_new) for of, executor in kernels.items()]
             cases += [Case(dict(shape=name, batch=B, step=step, bytes=weight_bytes(kernels[asked.dtype])),
                            generated(model, step, B, n_new), per=n_new) for step in ('graph', 'eager')]
             first, *_ = measured = take_turns(cases, asked.repeats, f'{name}, {B}')

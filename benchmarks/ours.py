@@ -1,9 +1,9 @@
 """
-Our own engine, as benchmarks use it. No other file of benchmarks/ imports generation.py, decode/, kvcache/ or serving/.
+Our own engine, as benchmarks use it. No other file of benchmarks/ imports engine/, kvcache/ or decode/.
 
     NoCache, Cache     `GPT.generate`, without the cache and with it, as engines that are compared with others
     Ours               what sample.py and serve.py run, as one of them
-    gpu_decoder, served, generated, first_answer      what `bench.py --mode=gpu` measures
+    gpu_executor, served, generated, first_answer     what `bench.py --mode=gpu` measures
 """
 from functools import lru_cache
 from types import SimpleNamespace
@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import torch
 
 import decode
-import generation
-import kvcache
-from benchmarks.peers.engine import Engine, torch_threads
+from benchmarks.peers.engine import Engine as Peer
+from benchmarks.peers.engine import torch_threads
 from benchmarks.shapes import model_of, random_tokens
 from device import synchronize
+from engine import Engine, pool_for
 
 
-class NoCache(Engine):
+class NoCache(Peer):
     """`GPT.generate` of model.py: a full pass for every token."""
     name, use_cache = 'no cache', False
 
@@ -37,9 +37,9 @@ class Cache(NoCache):
     name, use_cache = 'cache', True
 
 
-class Ours(Engine):
+class Ours(Peer):
     """
-    The engine that sample.py and serve.py run, with the fastest step for the number of sequences.
+    The engine that sample.py and serve.py run, with the fastest executor for the number of sequences.
 
     threads: None lets it choose by timing. kv: keys and values in float32, bfloat16 or int8, for `all_logits`.
     """
@@ -49,68 +49,67 @@ class Ours(Engine):
 
     def __init__(self, model, weights='float32', threads=None, kv='float32'):
         super().__init__(model, weights, threads)
-        self.model, self.kv = model, kv
-        self.decoder = lru_cache(lambda B: decode.best(model, B, weights, threads))
+        self.model, self.kv_bits = model, 8 if kv == 'int8' else 0
+        self.executor = lru_cache(lambda n: decode.best(model, n, weights, threads))
+        self.engine = lru_cache(maxsize=1)(
+            lambda n, n_tokens: Engine(model, self.executor(n), pool_for(model.config, n, n_tokens), 2**14, n))
 
     def generate(self, prompts, n_new, num_samples=1, **how):
         """The tokens behind prompts (B, T): (B * num_samples, n_new). how: of a full context, as sample.py has it."""
         B, T = prompts.shape
-        return generation.generate(self.model, prompts, n_new, temperature=0, use_cache=True, num_samples=num_samples,
-                                   decoder=self.decoder(B * num_samples), **how)[:, T:]
+        engine = self.engine(B * num_samples, T + n_new)
+        texts = engine.generate(prompts.tolist(), n_new, num_samples, temperature=0, **how)
+        return torch.tensor([text[T:] for text in texts])
 
     def all_logits(self, tokens):
         """The logits after each of tokens (T,), (T, vocab_size)."""
-        cache = kvcache.KINDS['paged'](self.model, 1, self.kv, self.decoder(1))
-        return cache.step([cache.new()], [0], tokens[None], wanted=range(len(tokens)))
+        pool = pool_for(self.model.config, 1, len(tokens) + 1)
+        engine = Engine(self.model, self.executor(1), pool, kv_bits=self.kv_bits)
+        engine.add(tokens.tolist(), 1, scores=True, logprobs=True)
+        rows = []
+        while not engine.is_idle:
+            rows += [drawn.logits for _, drawn in engine.step() if drawn and drawn.logits is not None]
+        return torch.cat(rows)
 
 
-def gpu_decoder(model, weights='float32', vendor=False):
+def gpu_executor(model, weights='float32', vendor=False):
     """The step on a GPU. vendor: with the matmuls that PyTorch calls, whose bits depend on the number of rows."""
     from decode.gpu import plain
-    from decode.gpu.decoder import GPUDecoder, kernels
+    from decode.gpu.executor import GPUExecutor, kernels
     functions = None
     if vendor:
         functions = SimpleNamespace(**{name: getattr(kernels(), name) for name in kernels().__all__}
                                     | dict(linear=plain.linear))
-    return GPUDecoder(model, weights, functions)
+    return GPUExecutor(model, weights, functions)
 
 
-def weight_bytes(decoder):
-    """Bytes of weights that a step of a `gpu_decoder` reads."""
-    return decoder.packed.nbytes()
+def weight_bytes(executor):
+    """Bytes of weights that a step of a `gpu_executor` reads."""
+    return executor.packed.nbytes()
 
 
-def served(model, decoder, B, n_prompt, n_new):
+def served(model, executor, B, n_prompt, n_new):
     """
     A function that serves B requests at once, without HTTP: prompts of n_prompt tokens, and n_new tokens drawn at
     temperature 0.8 by the step itself. It returns how many tokens have come.
     """
-    from serving.engine import Engine as Serving
-    from serving.request import Request, SamplingParams
     prompts = [random_tokens(model, n_prompt, seed=i).tolist() for i in range(B)]
-    engine = Serving(model, decoder, [b' '] * model.config.vocab_size, n_blocks=B * -(-(n_prompt + n_new) // 16),
-                     type_kv=getattr(decoder, 'type_kv', 'float32'), max_num_batched_tokens=2048)
-    if hasattr(decoder, 'prepare'):
-        decoder.prepare(engine.cache.arrays)
-    drawn = SamplingParams(temperature=0.8, ignore_eos=True)
-
-    def serve():
-        outputs = []
-        for i, prompt in enumerate(prompts):
-            engine.submit(Request(str(i), prompt, n_new, drawn, seed=i, deliver=outputs.extend))
-        while engine.run_once():
-            pass
-        return sum(len(output.token_ids) for output in outputs)
-    return serve
+    engine = Engine(model, executor, pool_for(model.config, B, n_prompt + n_new))
+    if hasattr(executor, 'prepare'):
+        executor.prepare()
+    return lambda: sum(len(text) - n_prompt for text in engine.generate(prompts, n_new, temperature=0.8))
 
 
 def generated(model, step, B, n_new):
-    """A function that draws n_new tokens for B sequences by another step: 'eager', or 'graph', a CUDA graph of it."""
-    decoder, device = decode.best(model, B, name=step), model.lm_head.weight.device
+    """A function that draws n_new tokens for B sequences by `GPT.generate`: step is 'eager', or 'graph' for its graph."""
+    device, own = model.lm_head.weight.device, None
     idx = random_tokens(model, B, 1).to(device)
+    if step == 'graph':
+        from decode.gpu.graphs import GraphStep
+        own = GraphStep(model)
 
     def run():
-        generation.generate(model, idx, n_new, temperature=0.8, use_cache=True, decoder=decoder)
+        model.generate(idx, n_new, temperature=0.8, use_cache=True, step=own)
         synchronize(str(device))
     return run
 
@@ -118,4 +117,4 @@ def generated(model, step, B, n_new):
 def first_answer(shape, device, dtype):
     """A model from random weights to its first answer, with all that a server prepares before."""
     model = model_of(shape, False).to(device, getattr(torch, dtype))
-    served(model, decode.best(model, 1), 1, 3, 1)()
+    served(model, decode.best(model, 1, name='gpu' if device.startswith('cuda') else 'auto'), 1, 3, 1)()
