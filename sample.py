@@ -33,7 +33,8 @@ from decode.eager import UncachedExecutor
 from device import autocast, pick_device, pick_dtype, share_cores, synchronize
 from engine.engine import PAGE_SIZE, Engine, pool_for
 from formats.pretrained import generation_defaults
-from kvcache import BlockPool, NoPool, pages_for
+from kvcache import BlockPool, NoPool, check_memory, make_layers, pages_for
+from kvcache.storage import free_memory
 from tokenizer import TextStream, read_text
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
@@ -82,22 +83,26 @@ def main(config):
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
     of_weights = torch.float32 if dtype == 'float32' else None
     model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights)
+    debug_kv_model.check_layer(model.config.n_layer)
     if dev == 'cpu' and decoder in ('auto', 'cpu') and model.lm_head.weight.dtype not in decode.MODEL_DTYPES:
         model.float()
-    if decoder == 'gpu':
+    if on_kernels(dev):
         model.to(getattr(torch, pick_dtype(dtype, dev)))  # the kernels compute in the dtype of the weights
     with autocast(dev, pick_dtype(dtype, dev)):
         if chat:
             return chat_with(model, tokenizer, dev, texts if 'start' in config.given else (), config.given)
-        prompts = [tokenizer.encode(text) for text in texts]
-        say_what_is_cut(prompts, model.config)
-        model, printed = rolled(model), Printed(model, tokenizer, prompts)
-        by_model = dev.startswith('cuda') and decoder in ('auto', 'graph') or (
-            debug_kv_model.tracing() and kv_cache not in CELLS)
-        try:
-            (sample_by_model if by_model else sample_by_engine)(model, tokenizer, prompts, dev, printed)
-        finally:  # what is drawn is printed, whatever ends the run
-            printed.end()
+        print_samples(model, tokenizer, texts, dev)
+
+
+def print_samples(model, tokenizer, texts, dev):
+    """Print the samples of all prompts, and on stderr how long it took."""
+    prompts = [tokenizer.encode(text) for text in texts]
+    say_what_is_cut(prompts, model.config)
+    model, printed = rolled(model), Printed(model, tokenizer, prompts)
+    try:
+        (sample_by_model if by_model(dev) else sample_by_engine)(model, tokenizer, prompts, dev, printed)
+    finally:  # what is drawn is printed, whatever ends the run
+        printed.end()
     synchronize(dev)
     n, dt = printed.n_drawn, time.perf_counter() - printed.began
     print(f"{n:,} tokens in {dt:.2f} s: {n / dt:,.0f} tok/s ({'with' if use_cache else 'without'} the cache, {dev})",
@@ -154,26 +159,38 @@ class Printed:
         self.bar.close()
 
 
+def by_model(dev):
+    """
+    Does `GPT.generate` draw the samples? On CUDA the model's recorded graph is the default; and a trace shows the
+    model's own steps. Neither has the settings that are an engine's.
+    """
+    asked = decode.asked_of_the_kernel(weights, threads, speculate, draft)
+    of_engine = asked or kv_cache in CELLS or kv_bits or when_full == 'shift'
+    by_graph, traced = dev.startswith('cuda') and decoder in ('auto', 'graph'), debug_kv_model.tracing()
+    return not of_engine and (by_graph or traced and decoder in ('auto', 'eager'))
+
+
 def sample_by_engine(model, tokenizer, prompts, dev, printed):
     """Draw all samples, as many at a time as batch_size says."""
     n_rows = min(batch_size, num_samples * len(prompts))
-    pool = pool_of(model.config, n_rows, max(map(len, prompts)) + max_new_tokens)
-    engine, full = engine_for(model, tokenizer, n_rows, pool, dev), {}
+    n_tokens = max(map(len, prompts)) + max_new_tokens
+    pool, full, number_of = pool_of(model.config, n_rows, n_tokens), {}, {}
+    engine = engine_for(model, tokenizer, n_rows, n_tokens, pool, dev)
     if when_full in ('crop', 'shift'):
         full = dict(when_full=when_full, keep=keep or None, n_keep=n_keep)
-    # a few steps that are not counted, in which kernels are compiled, or read from disk
-    engine.generate([prompts[0][:1]], min(4, max_new_tokens), n_rows, **draw_settings())
-    printed.begin()
-    number_of = {}
-    for i, prompt in enumerate(prompts):
-        for s in engine.add(prompt, max_new_tokens, num_samples, seed + i * num_samples, **full, **draw_settings()):
-            number_of[s] = len(number_of)
-    while not all(s.ended for s in number_of):
-        for s, drawn in engine.step():
-            if s.error:
-                raise s.error
-            if drawn and printed.add(number_of[s], drawn.tokens, s.ended):
-                engine.end(s, 'stop')
+    with engine.executor.torch_on_one_thread():
+        if not debug_kv_model.tracing():  # a few steps that are not counted, in which kernels are compiled, or read
+            engine.generate([prompts[0][:1]], min(4, max_new_tokens), n_rows, **draw_settings())
+        printed.begin()
+        for i, prompt in enumerate(prompts):
+            for s in engine.add(prompt, max_new_tokens, num_samples, seed + i * num_samples, **full, **draw_settings()):
+                number_of[s] = len(number_of)
+        while not all(s.ended for s in number_of):
+            for s, drawn in engine.step():
+                if s.error:
+                    raise s.error
+                if drawn and printed.add(number_of[s], drawn.tokens, s.ended):
+                    engine.end(s, 'stop')
 
 
 def sample_by_model(model, tokenizer, prompts, dev, printed):
@@ -187,14 +204,32 @@ def sample_by_model(model, tokenizer, prompts, dev, printed):
         step = GraphStep(model)
     print(f"decoder: {step.name if step else 'the model itself'}", file=sys.stderr)
     printed.begin()
-    for number in range(0, printed.n, batch := min(batch_size, num_samples)):
-        prompt, n = prompts[number // num_samples], min(batch, num_samples - number % num_samples)
-        of_rows = [DrawSettings(model.config.vocab_size, seed + number + row, **draw_settings()) for row in range(n)]
-        idx = torch.tensor([prompt] * n, device=dev)
-        rows = model.generate(idx, max_new_tokens, use_cache=use_cache, step=step,
-                              draw=lambda logits, i: draw(logits, of_rows, [i] * len(of_rows))[:, None])  # noqa: B023
-        for row, tokens in enumerate(rows[:, len(prompt):].tolist()):
-            printed.add(number + row, tokens, True)
+    for number, prompt in enumerate(prompts):
+        for row in range(0, num_samples, batch_size):
+            rows = range(number * num_samples + row, number * num_samples + min(row + batch_size, num_samples))
+            with suppress(AllEnded):
+                model.generate(torch.tensor([prompt] * len(rows), device=dev), max_new_tokens, use_cache=use_cache,
+                               draw=DrawAndPrint(rows, model.config.vocab_size, printed), step=step)
+
+
+class AllEnded(Exception):
+    """No row of a batch goes on."""
+
+
+class DrawAndPrint:
+    """A `draw` of `GPT.generate` for the samples with these numbers. `AllEnded` where each has come to `stop`."""
+
+    def __init__(self, numbers, vocab_size, printed):
+        self.numbers, self.printed = numbers, printed
+        self.settings = [DrawSettings(vocab_size, seed + number, **draw_settings()) for number in numbers]
+
+    def __call__(self, logits, i):
+        if all(self.printed.ended[number] for number in self.numbers):
+            raise AllEnded
+        tokens = draw(logits, self.settings, [i] * len(self.numbers))
+        for number, token in zip(self.numbers, tokens.tolist()):
+            self.printed.add(number, [token], i + 1 == max_new_tokens)
+        return tokens[:, None]
 
 
 def draw_settings():
@@ -209,39 +244,65 @@ def chat_with(model, tokenizer, dev, first, given):
     how = draw_settings() | of_file
     print(f"sampling: {', '.join(f'{name}={value}' for name, value in how.items())}"
           f"{' (generation_config.json; --generation_config=none leaves it out)' * bool(of_file)}", file=sys.stderr)
-    c = model.config
-    pool = BlockPool(pages_for(c, PAGE_SIZE), PAGE_SIZE, c.window, c.n_sink)
-    engine = engine_for(model, tokenizer, 1, pool, dev)
+    engine = engine_for(model, tokenizer, 1, model.config.block_size, pool_of_chat(model, dev), dev)
     conversation = Conversation(engine, tokenizer, system=system, variables=of_template(), seed=seed, **how)
-    talk(conversation, max_new_tokens, first)
+    with engine.executor.torch_on_one_thread():
+        talk(conversation, max_new_tokens, first)
 
 
-def engine_for(model, tokenizer, n_rows, pool, dev):
-    """An `Engine` with the executor that was asked for; stderr is told which it is."""
+def engine_for(model, tokenizer, n_rows, n_tokens, pool, dev):
+    """
+    An `Engine` for so many sequences of so many tokens, with the executor that was asked for; stderr is told which it
+    is.
+    """
     if not use_cache:
         engine = Engine(model, UncachedExecutor(model), NoPool())
     else:
-        mixed, name = dev == 'cpu' and pick_dtype(dtype, dev) != 'float32', decoder
-        asked = decode.asked_of_the_kernel(weights, threads, speculate, draft)
-        if name == 'auto' and not asked and (mixed or debug_kv_model.tracing()):
-            name = 'eager'  # the executor on numba has no mixed precision, and no trace
-        proposer = draft and decode.draft_of(checkpoint.load_draft(draft, plain_model, model, tokenizer), draft)
-        executor = decode.best(model, n_rows, weights, threads, name, 'off' if chat else speculate, proposer)
+        asked, name = decode.asked_of_the_kernel(weights, threads, speculate, draft), decoder
+        if name == 'auto' and not asked and dev == 'cpu' and (
+                pick_dtype(dtype, dev) != 'float32' or kv_bits and model.config.head_dim % 32
+                or debug_kv_model.tracing()):
+            name = 'eager'  # the executor on numba has no mixed precision, no such groups of 8 bits, and no trace
+        proposer = draft and draft_for(model, tokenizer, n_rows, n_tokens)
+        executor = decode.best(model, n_rows, weights, threads, 'gpu' if on_kernels(dev) else name,
+                               'off' if chat else speculate, proposer)
         engine = Engine(model, executor, pool, 512 if chat else 2**14, n_rows, kv_bits)
     print(f"decoder: {engine.executor.name}", file=sys.stderr)
-    if dev == 'cpu' and use_cache and decoder != 'eager':
-        # torch's threads would spin between two operations on the cores that the compiled step needs
-        torch.set_num_threads(1)
     return engine
+
+
+def on_kernels(dev):
+    """Are the steps those of the kernels for CUDA?"""
+    return decoder == 'gpu' or dev.startswith('cuda') and decoder == 'auto' and weights == 'int8'
+
+
+def draft_for(model, tokenizer, n_rows, n_tokens):
+    """The `decode.drafts.ModelDraft` that `draft` names, with slots for so many sequences of so many tokens."""
+    proposer = checkpoint.load_draft(draft, plain_model, model, tokenizer)
+    pool = pool_for(proposer.config, min(n_rows, decode.DRAFTED_SEQUENCES), n_tokens)
+    check_memory(proposer, pool.n_slots, 'float32')
+    return decode.draft_of(proposer, draft, pool, make_layers(proposer, pool.n_slots, 'float32'))
 
 
 def pool_of(config, n_rows, n_tokens):
     """The pool that kv_cache names, for so many sequences of so many tokens."""
     if kv_cache in CELLS:
         from kvcache.llamacpp.pool import CellPool
-        pool = CellPool(config, n_rows, n_tokens, unified=kv_cache == 'unified')
-        return debug_kv_model.TracedPool(pool) if debug_kv_model.tracing() else pool
-    return pool_for(config, n_rows, n_tokens)
+        return traced(CellPool(config, n_rows, n_tokens, unified=kv_cache == 'unified'))
+    return traced(pool_for(config, n_rows, n_tokens))
+
+
+def pool_of_chat(model, dev):
+    """A pool for a whole context, or as much of it as half of the free memory holds; it takes memory as it is used."""
+    c = model.config
+    n_bytes = PAGE_SIZE * c.n_layer * 2 * c.n_kv_head * c.head_dim * 4
+    n_pages = max(1, int(min(pages_for(c, PAGE_SIZE), free_memory(torch.device(dev)) / 2 / n_bytes)))
+    return traced(BlockPool(n_pages, PAGE_SIZE, c.window, c.n_sink))
+
+
+def traced(pool):
+    """A pool whose operations print a line if KV_DEBUG is on."""
+    return debug_kv_model.TracedPool(pool) if debug_kv_model.tracing() else pool
 
 
 def rolled(model):
@@ -281,6 +342,9 @@ def check_settings(dev):
     plain_model.check_sampling(temperature, top_k or None, top_p)
     if when_full not in ('auto', 'crop', 'shift', 'roll'):
         raise ValueError(f"when_full must be auto, crop, shift or roll, not {when_full!r}")
+    if (keep or n_keep) and when_full not in ('shift', 'roll'):
+        raise ValueError(f"keep={keep} and n_keep={n_keep} say what is left of a full context: give when_full=shift or "
+                         "roll with them")
     check_decoder(dev)
 
 
@@ -293,6 +357,8 @@ def check_decoder(dev):
         raise ValueError(f"kv_cache must be blocks, streams or unified, not {kv_cache!r}")
     if kv_bits not in (0, 8):
         raise ValueError(f"kv_bits must be 0 (as they are) or 8, not {kv_bits}")
+    if decoder == 'graph' and when_full == 'shift':
+        raise ValueError("when_full=shift is for the other decoders: leave decoder=graph out")
     if chat and (draft or speculate not in ('auto', 'off') or kv_cache in CELLS):
         raise ValueError("chat=True has a cache of blocks, and draws one token after the other: leave kv_cache, "
                          "speculate and draft out")

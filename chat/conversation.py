@@ -46,6 +46,7 @@ class Conversation:
         max_new_tokens, or where the context ends. A caller that stops earlier keeps the part that has come. ValueError,
         with the conversation as before, if it has grown beyond the context.
         """
+        self.engine.stop_soon[0] = 0
         messages, most = [*self.messages, dict(role='user', content=text)], self.engine.model.config.max_positions
         system = [dict(role='system', content=self.system)] * bool(self.system)
         prompt = self.tokenizer.conversation([*system, *messages], **dict(self.variables))
@@ -55,7 +56,6 @@ class Conversation:
         room, stops = most - len(prompt) + 1, self.tokenizer.end_tokens
         sequence, = self.engine.add(prompt, min(max_new_tokens, room), seed=self.seed, stops=stops, **self.how)
         stream, said, self.cut = TextStream(self.token_bytes, strip=self.tokenizer.strips), '', ''
-        self.engine.stop_soon[0] = 0
         try:
             while not sequence.ended and not self.engine.stop_soon[0]:
                 for _, drawn in self.engine.step():

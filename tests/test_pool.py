@@ -269,6 +269,15 @@ def test_sequences_of_the_size_that_a_pool_was_made_for_never_lack_room():
                     pool.computed(s, n)
 
 
+def test_who_has_all_that_it_will_need_does_not_grow():
+    config = CONFIGS['no window']
+    for pool, grows in ((BlockPool(4, 8), True), (CellPool(config, 2, 20), True), (CellPool(config, 2, 20, False), False)):
+        s = Sequence(range(5), None, 8, 20)  # 12 positions are written: nothing follows the last token
+        pool.begin(s)
+        assert pool.extend(s, 5) and pool.will_grow(s) == grows
+        assert pool.extend(s, 12) and not pool.will_grow(s)
+
+
 # pages by hand
 
 def add(pool, tokens, salt=''):
