@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_cells import peak
 from tiny_models import MODELS, model_of
 
-from decode.eager import UncachedExecutor
+from decode.batch import Refused
+from decode.eager import EagerExecutor, UncachedExecutor
 from engine.engine import Engine
 from engine.sequence import Sequence
 from kvcache import BlockPool, NoPool, blocks, pages_for
@@ -270,8 +271,8 @@ def test_sequences_of_the_size_that_a_pool_was_made_for_never_lack_room():
 
 
 def test_who_has_all_that_it_will_need_does_not_grow():
-    config = CONFIGS['no window']
-    for pool, grows in ((BlockPool(4, 8), True), (CellPool(config, 2, 20), True), (CellPool(config, 2, 20, False), False)):
+    unified, streams = (CellPool(CONFIGS['no window'], 2, 20, unified) for unified in (True, False))
+    for pool, grows in ((BlockPool(4, 8), True), (unified, True), (streams, False)):
         s = Sequence(range(5), None, 8, 20)  # 12 positions are written: nothing follows the last token
         pool.begin(s)
         assert pool.extend(s, 5) and pool.will_grow(s) == grows
@@ -427,15 +428,36 @@ def test_a_token_does_not_look_at_cells_that_are_not_in_use(unified):
 # pools of an engine
 
 @pytest.mark.parametrize('kind', sizes(['learned', 'rope window sinks'], MODELS))
-def test_an_engine_draws_the_same_tokens_with_every_pool(kind):
+def test_an_engine_draws_the_same_tokens_with_every_pool(kind, capsys):
     """Also where there are too few slots for all at once, and where texts go past block_size."""
     m = model_of(kind, dtype=torch.float64, block_size=20)
     c, prompts = m.config, [[1, 2, 3], [4], [1, 2, 3, 4, 5, 6, 7]]
     expected = Engine(m, UncachedExecutor(m), NoPool()).generate(prompts, 20, n=2, temperature=0.8)
-    for pool in (BlockPool(30, 16, c.window, c.n_sink), BlockPool(pages_for(c, 3) + 1, 3, c.window, c.n_sink),
-                 CellPool(c, 4, 9), CellPool(c, 2, 20, unified=False)):
+    small = [BlockPool(pages_for(c, 3) + spare, 3, c.window, c.n_sink) for spare in range(3)]
+    for pool in (BlockPool(30, 16, c.window, c.n_sink), *small, CellPool(c, 4, 9), CellPool(c, 2, 20, unified=False)):
         assert Engine(m, pool=pool).generate(prompts, 20, n=2, temperature=0.8) == expected
         assert pool.n_free * pool.page_size == pool.n_slots
+    assert not capsys.readouterr().err, "no step has failed"
+
+
+class AtMostTwo(EagerExecutor):
+    """An executor that refuses more than two sequences at a time."""
+
+    def execute_model(self, batch):
+        if len(batch.sequences) > 2:
+            raise Refused("this is for two sequences at a time")
+        return super().execute_model(batch)
+
+
+@pytest.mark.parametrize('kind', ['pages of 3', 'unified', 'streams'])
+def test_sequences_of_a_step_that_was_refused_give_their_slots_back(kind):
+    m = model_of('rope', block_size=20)
+    prompts, expected = [[1, 2, 3], [4], [5, 6]], []
+    for prompt in prompts:
+        expected += Engine(m).generate([prompt], 5, temperature=0)
+    engine = Engine(m, AtMostTwo(m), POOLS[kind](m.config))
+    assert engine.generate(prompts, 5, temperature=0) == expected
+    assert engine.pool.n_free * engine.pool.page_size == engine.pool.n_slots
 
 
 def test_sequences_side_by_side_whose_lengths_differ(capsys):
