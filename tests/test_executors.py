@@ -173,6 +173,35 @@ def test_the_judges_logits_for_any_split_into_batches_and_the_same_bits(way, kin
         in_any_batches(Slots(executor, layout, seed=seed), all_texts, chooser, check)
 
 
+SLIDING = [dict(position=position, n_kv_head=n_kv_head, window=window, n_sink=n_sink)
+           for position, n_kv_head, (window, n_sink) in itertools.product(
+               ('rope', 'alibi', 'none'), (4, 2, 1), ((1, 0), (5, 0), (13, 0), (5, 2), (1, 1), (7, 3)))]
+
+
+@pytest.mark.parametrize('case', sizes(random.Random(0).sample(SLIDING, 6), SLIDING), ids=lambda c: ' '.join(
+    map(str, c.values())))
+def test_models_that_slide_on_texts_of_many_contexts(case):
+    """The model with its ring and both executors, in any chunks, on texts of 20 x block_size."""
+    model = model_of('learned', 1, torch.float64, block_size=16, **case)
+    all_texts = texts(2, sizes(6, 20) * 16)
+    idx, cache, start = torch.tensor([text.tokens for text in all_texts]), None, 0
+    expected, chooser = plain(model, idx), random.Random(0)
+
+    def check(i, first, logits, worst=1e-10):
+        part = expected[i, first:first + len(logits)]
+        assert (logits - part).abs().max() < worst * expected.abs().max(), (i, first)
+    with torch.no_grad():
+        while start < idx.size(1):
+            new = idx[:, start:start + chooser.choice([1, 1, 2, 9, 40])]
+            logits, _, cache = model(new, new, cache, use_cache=True)
+            for i, of_row in enumerate(logits):
+                check(i, start, of_row)
+            start += new.size(1)
+    in_any_batches(Slots(EagerExecutor(model), 'cells'), all_texts, chooser, check)
+    in_any_batches(Slots(CPUExecutor(model.float(), threads=TWO)), texts(2, idx.size(1)), chooser,
+                   lambda *found: check(*found, worst=2e-5))
+
+
 @pytest.mark.parametrize('kv, worst', [('bfloat16', 0.02), ('int8', 0.02), ('int4', 0.3)])
 @pytest.mark.parametrize('kind', sizes(['rope', 'alibi window', 'qwen window'], MODELS))
 def test_rounded_keys_and_values(kind, kv, worst):
