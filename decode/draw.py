@@ -194,6 +194,7 @@ def log_probabilities(logits, tokens, k):
     Of each row of logits (n, vocab_size) and its token: (log probability, rank from 1 on, the k likeliest tokens, their
     log probabilities), lists (n,), (n,), (n, k) and (n, k); of equal ones the first comes first.
     """
+    logits = (logits.cpu() if logits.device.type == 'mps' else logits).float()  # mps has no float64
     largest = logits.amax(dim=-1, keepdim=True)
     totals = largest.double() + (logits - largest).exp().sum(dim=-1, keepdim=True).double().log()
     own, top = logits.gather(-1, torch.tensor(tokens, device=logits.device)[:, None]), likeliest(logits, k)

@@ -276,14 +276,17 @@ def test_the_largest_and_infinite_logits():
             assert tokens == [1] * 9
 
 
-def test_log_probabilities():
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_log_probabilities(dtype):
     logits = rows_of(5, 3000)
     logits[2, 10:14] = 40
+    if dtype is torch.bfloat16:
+        logits = torch.from_numpy(logits).bfloat16().float().numpy()
     tokens, x = [3, 5, 12, 700, int(logits[4].argmax())], logits.astype(np.float64)
     expected = x - x.max(1, keepdims=True)
     expected -= np.log(np.exp(expected).sum(1, keepdims=True))
     for k in (0, 1, 5, 3000, 9999):
-        found = log_probabilities(torch.from_numpy(logits), tokens, k)
+        found = log_probabilities(torch.from_numpy(logits).to(dtype), tokens, k)
         for row, of_row, token, logprob, rank, top, values in zip(logits, expected, tokens, *found):
             order = np.argsort(-row, kind='stable')[:k]
             assert abs(logprob - of_row[token]) < 1e-6 and rank == 1 + (row > row[token]).sum()
