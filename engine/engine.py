@@ -51,7 +51,8 @@ class Engine:
             executor.hold(make_layers(model, n_slots, type_kv))
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.pause, self.stop_soon = PAUSE, np.zeros(8, np.int64)  # a cache line: a thread sets it
-        self.weights, self.pid, self.thread, self.unfinished = weights_of(model), os.getpid(), None, False
+        self.tables = [m._parameters for m in model.modules()]  # model.parameters() takes a millisecond
+        self.weights, self.pid, self.thread, self.unfinished = weights_of(self.tables), os.getpid(), None, False
         self.over = []  # sequences that have ended without a step
         self.n_steps = self.n_computed = 0  # steps made, and tokens whose keys and values they have computed
 
@@ -186,7 +187,7 @@ class Engine:
 
     def notice_changes(self):
         """Let the executor read the weights anew if they have changed; then all keys and values are computed again."""
-        if (weights := weights_of(self.model)) != self.weights:
+        if (weights := weights_of(self.tables)) != self.weights:
             self.executor.refresh()
             self.weights = weights
             self.reset()
@@ -230,9 +231,10 @@ class Engine:
         return texts
 
 
-def weights_of(model):
-    """What changes with the weights: the address of each, and torch's counter of its changes."""
-    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()]
+def weights_of(tables):
+    """What changes with the weights in dicts {name: weight}: their addresses, and torch's counter of their changes."""
+    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for table in tables for p in table.values()
+            if p is not None]
 
 
 def checked_prompt(prompt, vocab_size):
