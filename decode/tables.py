@@ -88,13 +88,13 @@ class KVAddresses:
 
     addresses: int64 (n_layer, 4), of keys, of values, and for int8 of the float32 scales of both. written: uint8
     (n_slots,), in which a step marks the slots that it will write. ValueError for numbers that it does not read: those
-    of 4 or 64 bits, of float16, and of int8 in other groups than KV_GROUP.
+    of 64 bits, of float16, and of int8 in other groups than KV_GROUP.
     """
 
     def __init__(self, layers):
         first = layers[0].k
         self.dtype, self.n_slots = first.data.dtype, layers[0].n_slots
-        if self.dtype not in KINDS or first.scale is not None and first.group != layout.KV_GROUP or first.bits == 4:
+        if self.dtype not in KINDS or first.scale is not None and first.group != layout.KV_GROUP:
             raise ValueError(f"the compiled step does not read keys and values in {first.kind} with heads of "
                              f"{first.head_dim} channels (int8 takes a multiple of {layout.KV_GROUP}): use "
                              "decoder=eager, or leave kv_bits out")

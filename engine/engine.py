@@ -29,7 +29,7 @@ class Engine:
     """
     model: a GPT in eval mode. executor: of the model, see `decode.best`; by default the one in PyTorch. pool: of
     `kvcache`; by default one of pages with 2**30 bytes at most. budget: the most tokens of a step, which all sequences
-    wait for. kv_bits: 0 stores keys and values as the executor computes them, 8 and 4 round them.
+    wait for. kv_bits: 0 stores keys and values as the executor computes them, 8 rounds them.
 
     The tokens and logits of a sequence are those that it has alone, with a compiled executor bit for bit, whoever else
     runs, whatever is remembered, and whenever it was preempted. Tokens are the only record. After an exception inside

@@ -3,7 +3,7 @@ Pools: in which slots the positions of sequences lie. And the storage of these s
 
     blocks       pages of slots, shared between sequences that begin alike (vLLM)
     none         nothing is kept: generation without a cache
-    storage      rows of numbers: floats, int8, int4
+    storage      rows of numbers: floats, int8
     llamacpp/    llama.cpp's cells and streams as a pool, and its caches to be read and compared
     openppl      OpenPPL's cache as one function
 

@@ -1,5 +1,5 @@
 """
-How numbers are stored: floats unchanged, int8 and int4 in groups that share a scale.
+How numbers are stored: floats unchanged, int8 in groups that share a scale. OpenPPL's operator has 4 bits, too.
 
     codes, scale = quantise(x, bits, group)         x = codes * scale, to half a scale
     x = dequantise(codes, scale, bits)
@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8, 'int4': 4}
+BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8}
 GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; fewer in narrow heads
 SMALLEST_SCALE = 1e-5
 ALWAYS_FREE = 2**27  # bytes; whether there are so many is not asked, which would take 0.05 ms
@@ -77,9 +77,9 @@ def zeros(shape, dtype, device):
     if torch.device(device).type != 'cpu':
         return torch.zeros(shape, dtype=dtype, device=device)
     n = math.prod(shape) * dtype.itemsize
-    raw = torch.from_numpy(np.zeros(n + 64, np.uint8))
-    start = -raw.data_ptr() % 64
-    return raw[start:start + n].view(dtype).view(shape)
+    raw = np.zeros(n + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return torch.from_numpy(raw[start:start + n]).view(dtype).view(shape)
 
 
 class Rows:
@@ -87,39 +87,35 @@ class Rows:
     n_slots slots of n_head vectors of head_dim numbers.
 
     kind: a key of `BITS`. data: (n_head, n_slots, head_dim), because attention reads one head at a time, and a head's
-    numbers of slots that follow each other are side by side; for 4 bits two numbers share a byte. scale: float32
-    (n_head, n_slots, head_dim / group) for int8 and int4, otherwise None. transposed: the channels of a head are side
-    by side in memory instead of its slots' numbers; for floats only. All numbers begin as zeros: a NaN that was never
-    written would reach attention's output through the mask. Raises ValueError on what cannot be stored.
+    numbers of slots that follow each other are side by side. scale: float32 (n_head, n_slots, head_dim / group) for
+    int8, otherwise None. transposed: the channels of a head are side by side in memory instead of its slots' numbers;
+    for floats only. All numbers begin as zeros: a NaN that was never written would reach attention's output through
+    the mask. Raises ValueError on what cannot be stored.
     """
 
     def __init__(self, n_slots, n_head, head_dim, kind='float32', device='cpu', transposed=False):
         if kind not in BITS:
             raise ValueError(f"numbers are stored as {', '.join(BITS)}, not {kind!r}")
-        self.kind, self.bits, self.head_dim, self.scale = kind, BITS[kind], head_dim, None
+        self.kind, self.head_dim, self.scale, dtype = kind, head_dim, None, getattr(torch, kind)
         common = math.gcd(head_dim, GROUP)
         self.group = common if common >= 8 else head_dim
-        dtype = getattr(torch, kind) if self.bits > 8 else torch.int8 if self.bits == 8 else torch.uint8
-        if self.bits == 4 and head_dim % 2:
-            raise ValueError(f"int4 stores numbers in pairs, and a head has {head_dim}: use int8")
-        if self.bits <= 8 and transposed:
-            raise ValueError(f"{kind} cannot be transposed, a group would be spread over {self.group} slots: use a "
-                             "float")
+        if kind == 'int8' and transposed:
+            raise ValueError(f"int8 cannot be transposed, a group would be spread over {self.group} slots: use a float")
         with torch.inference_mode(False):  # so that they can be written with inference mode on or off
             if transposed:
                 self.data = zeros((n_head, head_dim, n_slots), dtype, device).transpose(1, 2)
             else:
-                self.data = zeros((n_head, n_slots, head_dim // 2 if self.bits == 4 else head_dim), dtype, device)
-            if self.bits <= 8:
+                self.data = zeros((n_head, n_slots, head_dim), dtype, device)
+            if kind == 'int8':
                 self.scale = zeros((n_head, n_slots, head_dim // self.group), torch.float32, device)
 
     def tensors(self):
-        """What is stored: the data, and for int8 and int4 the scales."""
+        """What is stored: the data, and for int8 the scales."""
         return [self.data] if self.scale is None else [self.data, self.scale]
 
     def write(self, slots, x):
         """Write x (n_head, n, head_dim) to slots (n,)."""
-        new = [x] if self.scale is None else quantise(x.float(), self.bits, self.group)
+        new = [x] if self.scale is None else quantise(x.float(), 8, self.group)
         for stored, x in zip(self.tensors(), new):
             if stored.is_contiguous():
                 stored.index_copy_(1, slots, x.to(stored))
@@ -144,7 +140,7 @@ class Rows:
         if self.scale is not None:
             shape = (*floats.shape[:-1], self.head_dim)
             out = scratch.tensor((name, 'widened'), shape, self.scale.dtype, floats.device)
-            floats = dequantise(*stored, self.bits, out)
+            floats = dequantise(*stored, 8, out)
         if floats.dtype is not dtype:
             floats = scratch.tensor(name, floats.shape, dtype, floats.device).copy_(floats)
         return floats
@@ -201,17 +197,6 @@ class Layer:
         """Copy n slots from slot `source` on to those from slot `target` on, in their stored form."""
         for stored in self.tensors():
             stored[:, target:target + n] = stored[:, source:source + n]
-
-    def move(self, source, target, turning=None):
-        """
-        Copy slots source (n,) to slots target (n,), in their stored form; the two may overlap. turning: a function of
-        the stored keys (n_head, n, head_dim), or None.
-        """
-        for stored in self.tensors():
-            rows = stored[:, source.to(stored.device)]
-            if turning is not None and stored is self.k.data:
-                rows = turning(rows)
-            stored[:, target.to(stored.device)] = rows
 
 
 def free_memory(device):
