@@ -43,7 +43,7 @@ class Choice:
     def __init__(self, index, prompt, body, served):
         self.index, self.prompt, self.body, self.served = index, prompt, body, served
         self.text, self.tokens, self.scores = '', [], []
-        self.scored = body.params.logprobs is not None
+        self.scored = body.n_logprobs is not None
         self.finish_reason, self.n_tokens, self.begun, self.ended = None, 0, False, False
 
     def add(self, output):
@@ -169,7 +169,7 @@ class Completion:
     @property
     def is_large(self):
         """Are there so many token ids and log probabilities that writing them as JSON takes long?"""
-        n = sum(len(choice.scores) * (1 + (self.body.params.logprobs or 0)) for choice in self.choices)
+        n = sum(len(choice.scores) * (1 + (self.body.n_logprobs or 0)) for choice in self.choices)
         if self.body.return_token_ids:  # the prompt's are in the first chunk only
             n += sum(len(choice.prompt) for choice in self.choices if not choice.begun)
         return n > LARGE

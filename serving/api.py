@@ -12,20 +12,22 @@ from functools import cached_property
 from typing import Annotated, Literal
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, WrapValidator, model_validator
-
-from serving.request import (
-    MOST_LOGPROBS,
-    MOST_TOKENS,
-    Lenient,
-    Request,
-    SamplingFields,
-    SamplingParams,
-    Strict,
-    TokenId,
-    Whole,
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    model_validator,
 )
 
+from decode.draw import NAMES
+from serving.request import Request
+
+MOST_LOGPROBS = 20  # tokens besides the drawn one
+MOST_TOKENS, MOST_BIASES = 2**31, 2**16  # of a request
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_MESSAGES = 128, 128, 256, 2048  # of one body
 MOST_FIELDS = 256             # of an object in a body, known or not
 MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
@@ -121,6 +123,47 @@ def number_of_likeliest(logprobs):
     return {True: 1, False: None}[logprobs] if type(logprobs) is bool else logprobs
 
 
+def checked_temperature(temperature):
+    if 0 < temperature <= 1e-30:
+        raise ValueError("temperature should be 0 (greedy) or above 1e-30: a smaller one makes infinite logits")
+    return temperature
+
+
+def whole(number):
+    """A float without a fraction as an int: some clients write 5.0."""
+    return int(number) if type(number) is float and number.is_integer() and abs(number) < 2**63 else number
+
+
+def checked_biases(biases):
+    """A dict of biases itself. ValueError for the first one that is wrong: pydantic would collect all of them."""
+    if type(biases) is dict:
+        if len(biases) > MOST_BIASES:
+            raise ValueError(f"logit_bias has {len(biases):,} tokens, and at most {MOST_BIASES:,} are allowed: give "
+                             "fewer")
+        for token, bias in biases.items():
+            is_id = re.fullmatch('[0-9]{1,19}', str(token)[:20])
+            if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
+                raise ValueError("logit_bias should have token ids as names and numbers from -100 to 100 as values, "
+                                 f"but {str(token)[:20]!r} is not so")
+    return biases
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+TokenId = Annotated[int, Field(ge=0)]
+NamedTokenId = Annotated[int, Field(ge=0, strict=False)]  # the names in a JSON object are texts
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Strict(BaseModel):
+    """An object that has these fields and no others, each of the type it says."""
+    model_config = ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
+
+
+class Lenient(Strict):
+    """An object that may have other fields too, which are ignored."""
+    model_config = ConfigDict(extra='ignore')
+
+
 Tokens = list_of(TokenId, min_length=1)
 Prompts = Annotated[
     str | Tokens | list_of(str, min_length=1, max_length=MOST_PROMPTS)
@@ -143,8 +186,21 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = Field(False, description="with include_usage, each chunk has the usage so far")
 
 
-class GenerationBody(Body, SamplingFields):
-    """What the bodies of completions and of chat completions share."""
+class GenerationBody(Body):
+    """What the bodies of completions and of chat completions share: how samples are drawn, and what of them is sent."""
+    temperature: Annotated[float, AfterValidator(checked_temperature)] = Field(
+        1.0, ge=0, description="0 takes the likeliest token each time")
+    top_p: Annotated[float, AfterValidator(lambda p: p or 1e-9)] = Field(1.0, ge=0, le=1, description="0 takes the "
+                                                                         "likeliest token each time")
+    top_k: Whole = Field(0, ge=-1, lt=2**31, description="draw from the k likeliest tokens; 0 and -1 draw from all")
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    min_tokens: Whole = Field(0, ge=0, lt=MOST_TOKENS)
+    logit_bias: Annotated[dict[NamedTokenId, Bias], BeforeValidator(checked_biases)] = Field(default_factory=dict)
+    stop_token_ids: list_of(TokenId, max_length=128) = Field(default_factory=list)
+    ignore_eos: bool = False
     n: Whole = Field(1, ge=1, le=MOST_SAMPLES, description="samples of each prompt")
     seed: Whole | None = Field(None, ge=-2**63, lt=2**63, description="sample i of a prompt draws with seed + i")
     stop: Stops = Field(default_factory=list)
@@ -160,20 +216,14 @@ class CompletionBody(GenerationBody):
     """The body of POST /v1/completions."""
     prompt: Prompts
     max_tokens: Whole | None = Field(None, ge=0, lt=MOST_TOKENS, description="by default 16, or what there is room for")
-    logprobs: Annotated[SamplingFields.model_fields['logprobs'].annotation, BeforeValidator(number_of_likeliest)] = (
-        Field(None, ge=0, le=MOST_LOGPROBS))
+    logprobs: Annotated[Whole | None, BeforeValidator(number_of_likeliest)] = Field(None, ge=0, le=MOST_LOGPROBS)
     echo: bool = Field(False, description="with logprobs, the prompt is scored; max_tokens may then be 0")
     add_special_tokens: bool = Field(True, description="a BOS token before each text, if the tokenizer adds one")
 
     @property
-    def prompt_logprobs(self):
-        """See `SamplingParams`."""
-        return self.echo and self.logprobs is not None
-
-    @property
-    def params(self):
-        """Its `SamplingParams`."""
-        return self
+    def n_logprobs(self):
+        """The `logprobs` of its requests."""
+        return self.logprobs
 
 
 PARTS = {'text': 'text', 'input_text': 'text', 'output_text': 'text', 'refusal': 'refusal'}  # {type: where its text is}
@@ -264,11 +314,10 @@ class ChatBody(GenerationBody, ConversationFields):
     top_logprobs: Whole = Field(0, ge=0, le=MOST_LOGPROBS, description="with logprobs")
     add_special_tokens: Literal[False] = Field(False, description="the template writes them")
 
-    @cached_property
-    def params(self):
-        """Its `SamplingParams`."""
-        fields = {name: getattr(self, name) for name in SamplingFields.model_fields if name != 'logprobs'}
-        return SamplingParams(**fields, logprobs=self.top_logprobs if self.logprobs else None)
+    @property
+    def n_logprobs(self):
+        """The `logprobs` of its requests."""
+        return self.top_logprobs if self.logprobs else None
 
 
 class TokenizeBody(Body, ConversationFields):
@@ -475,8 +524,7 @@ def n_new_tokens(body, served, n_prompt):
 
 def entries_per_token(body):
     """How many token ids and log probabilities an answer has for each token of a sample."""
-    params = body.params
-    return body.return_token_ids + (0 if params.logprobs is None else params.logprobs + 1)
+    return body.return_token_ids + (0 if body.n_logprobs is None else body.n_logprobs + 1)
 
 
 def check_entries(body, requests):
@@ -507,11 +555,14 @@ def requests_of(body, served, id, delivers):
         prompts = [served.encode(prompt, body.add_special_tokens) if type(prompt) is str else prompt
                    for prompt in body.prompt]
     seeds = [random.randrange(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
+    shared = dict(
+        n=body.n, draw={name: getattr(body, name) for name in (*NAMES, 'min_tokens', 'logit_bias')},
+        stop=tuple(body.stop), stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos, logprobs=body.n_logprobs,
+        prompt_logprobs=not is_chat and body.echo and body.logprobs is not None, cache_salt=body.cache_salt,
+        include_stop=body.include_stop_str_in_output, skip_special=body.skip_special_tokens, strip=strip)
     try:
-        requests = [Request(f'{id}-{i}', tokens, n_new_tokens(body, served, len(tokens)), body.params, seed, body.n,
-                            tuple(body.stop), body.cache_salt, deliver, body.include_stop_str_in_output,
-                            body.skip_special_tokens, strip)
-                    for i, (tokens, seed, deliver) in enumerate(zip(prompts, seeds, delivers))]
+        requests = [Request(f'{id}-{i}', prompt, n_new_tokens(body, served, len(prompt)), seed, deliver=deliver,
+                            **shared) for i, (prompt, seed, deliver) in enumerate(zip(prompts, seeds, delivers))]
         for request in requests:
             request.check_tokens(len(served.token_bytes))
     except ValueError as e:  # it begins with the name of the field

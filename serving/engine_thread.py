@@ -197,16 +197,14 @@ class EngineThread:
 
     def begin(self, live):
         """Begin the sequences of a request."""
-        r, p = live.request, live.request.params
-        stop_ids = {*p.stop_token_ids, *(() if p.ignore_eos else self.end_tokens),
+        r = live.request
+        stop_ids = {*r.stop_token_ids, *(() if r.ignore_eos else self.end_tokens),
                     *(self.special_ids[text] for text in r.stop if text in self.special_ids)}
         texts = self.texts if r.skip_special else self.all_texts
-        streams = [TextStream(texts, r.stop, p.min_tokens, r.include_stop, r.strip) for _ in range(r.n)]
+        streams = [TextStream(texts, r.stop, r.min_tokens, r.include_stop, r.strip) for _ in range(r.n)]
         live.sequences = self.engine.add(
-            r.prompt, r.max_tokens, r.n, r.seed, stop_ids, p.min_tokens, p.logit_bias, r.cache_salt, p.prompt_logprobs,
-            p.logprobs is not None, AHEAD if r.stop else 64, temperature=p.temperature, top_k=p.top_k, top_p=p.top_p,
-            min_p=p.min_p, presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty,
-            repetition_penalty=p.repetition_penalty)
+            r.prompt, r.max_tokens, r.n, r.seed, stop_ids, salt=r.cache_salt, scores=r.prompt_logprobs,
+            logprobs=r.logprobs is not None, most_ahead=AHEAD if r.stop else 64, **r.draw)
         for i, (s, stream) in enumerate(zip(live.sequences, streams)):
             s.owner = Recipient(live, i, stream)
         self.stats.requests += 1
@@ -237,7 +235,7 @@ class EngineThread:
 
     def output_of(self, s, drawn, now):
         """The `Output` of a sequence for what a step has given it, or None if that is nothing."""
-        r, stream, new, n_logprobs = s.owner.live.request, s.owner.stream, [], s.owner.live.request.params.logprobs
+        r, stream, new, n_logprobs = s.owner.live.request, s.owner.stream, [], s.owner.live.request.logprobs
         text, reason, logprobs = '', s.ended, None
         if drawn:
             new, logits = drawn.tokens, drawn.logits
@@ -266,7 +264,7 @@ class EngineThread:
         scored = s.owner.live.scored
         del scored[first:]  # it was computed before, and lost its slots
         targets = s.tokens[first + 1:min(first + 1 + len(logits), s.n_prompt)]
-        scored += logprobs_of(logits[:len(targets)], targets, s.owner.live.request.params.logprobs or 0)
+        scored += logprobs_of(logits[:len(targets)], targets, s.owner.live.request.logprobs or 0)
 
     def finish(self, s, reason):
         """A sequence has ended."""
@@ -282,7 +280,7 @@ class EngineThread:
             if first and first.n_found is not None:
                 if outputs[0].token_ids:
                     self.stats.first_token.observe(time.monotonic() - live.time)
-                scored = [None, *live.scored] if live.request.params.prompt_logprobs else None
+                scored = [None, *live.scored] if live.request.prompt_logprobs else None
                 outputs[0] = outputs[0]._replace(n_cached=first.n_found, prompt_logprobs=scored)
         try:
             live.request.deliver(outputs)

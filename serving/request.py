@@ -1,109 +1,26 @@
-"""
-What a client asks for: a `Request` with its `SamplingParams`. What it gets: `Output`s, and how often it gets them.
-"""
-import re
+"""What a client asks for: a `Request`. What it gets: `Output`s, and how often it gets them."""
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-
-MOST_LOGPROBS = 20  # tokens besides the sampled one
-MOST_TOKENS, MOST_BIASES = 2**31, 2**16  # of a request
 PAUSE, LONGEST_PAUSE = 0.04, 0.2  # seconds between two chunks of a stream, at least and at most
 CHUNKS = 400  # the number of chunks that all streams together write in a second: each chunk takes time from the model
-
-
-def checked_temperature(temperature):
-    if 0 < temperature <= 1e-30:
-        raise ValueError("temperature should be 0 (greedy) or above 1e-30: a smaller one makes infinite logits")
-    return temperature
-
-
-def whole(number):
-    """A float without a fraction as an int: some clients write 5.0."""
-    return int(number) if type(number) is float and number.is_integer() and abs(number) < 2**63 else number
-
-
-def checked_biases(biases):
-    """A dict of biases itself. ValueError for the first one that is wrong: pydantic would collect all of them."""
-    if type(biases) is dict:
-        if len(biases) > MOST_BIASES:
-            raise ValueError(f"logit_bias has {len(biases):,} tokens, and at most {MOST_BIASES:,} are allowed: give "
-                             "fewer")
-        for token, bias in biases.items():
-            is_id = re.fullmatch('[0-9]{1,19}', str(token)[:20])
-            if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
-                raise ValueError("logit_bias should have token ids as names and numbers from -100 to 100 as values, "
-                                 f"but {str(token)[:20]!r} is not so")
-    return biases
-
-
-Whole = Annotated[int, BeforeValidator(whole)]
-TokenId = Annotated[int, Field(ge=0)]
-NamedTokenId = Annotated[int, Field(ge=0, strict=False)]  # the names in a JSON object are texts
-Bias = Annotated[float, Field(ge=-100, le=100)]
-
-
-class Strict(BaseModel):
-    """An object that has these fields and no others, each of the type it says."""
-    model_config = ConfigDict(extra='forbid', strict=True, allow_inf_nan=False)
-
-
-class Lenient(Strict):
-    """An object that may have other fields too, which are ignored."""
-    model_config = ConfigDict(extra='ignore')
-
-
-class SamplingFields(Strict):
-    """The fields of `SamplingParams` that the body of the API has too."""
-    temperature: Annotated[float, AfterValidator(checked_temperature)] = Field(
-        1.0, ge=0, description="0 takes the likeliest token each time")
-    top_p: Annotated[float, AfterValidator(lambda p: p or 1e-9)] = Field(1.0, ge=0, le=1, description="0 takes the "
-                                                                         "likeliest token each time")
-    top_k: Whole = Field(0, ge=-1, lt=2**31, description="draw from the k likeliest tokens; 0 and -1 draw from all")
-    min_p: float = Field(0.0, ge=0, le=1)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
-    min_tokens: Whole = Field(0, ge=0, lt=MOST_TOKENS)
-    ignore_eos: bool = False
-    logprobs: Whole | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    logit_bias: Annotated[dict[NamedTokenId, Bias], BeforeValidator(checked_biases)] = Field(default_factory=dict)
-    stop_token_ids: list[TokenId] = Field(default_factory=list, max_length=128, fail_fast=True)
-
-
-class SamplingParams(SamplingFields):
-    """
-    How the tokens of a sample are drawn, and when they end. The name and the fields are those of vLLM.
-
-    temperature divides the logits; 0 takes the largest. top_k: keep the k largest, 0 or -1 for all. top_p: keep the
-    fewest that hold this much probability. min_p: keep those with at least this share of the largest probability; it
-    comes first, then top_k, then top_p.
-    presence_penalty, frequency_penalty: subtracted from the logit of a token that was generated, once and for each
-    time. repetition_penalty: divides the positive logits of all tokens of prompt and sample, multiplies the negative.
-    min_tokens: so many tokens are generated before one of the stop tokens can be drawn. ignore_eos: the engine's
-    end_tokens end nothing.
-    logprobs: None, or how many of the likeliest tokens are reported beside each one that was drawn. Log probabilities
-    are those of the model, before all of the above.
-    logit_bias: {token id: number that is added to its logit}. stop_token_ids: further tokens that end a sample.
-    prompt_logprobs: report them for each token of the prompt also. Such a request computes every logit that it reports.
-
-    ValueError (of pydantic) on values that make no sense.
-    """
-    prompt_logprobs: bool = False
 
 
 @dataclass(eq=False)
 class Request:
     """
-    A prompt and its n samples. Sample i draws with seed + i; a draw is a function of that number and of how many tokens
-    were generated before.
+    A prompt and its n samples. Sample i draws with seed + i.
 
-    prompt: token ids. max_tokens: of each sample; 0 computes the prompt only. stop: strings that end a sample.
-    include_stop: the stop string or the stop token that ends a sample is a part of its text. skip_special: special
-    tokens have no text. strip: leave out the blank with which a text begins. cache_salt: only requests with the same
-    one share what is remembered.
+    prompt: token ids. max_tokens: of each sample; 0 computes the prompt only. draw: how they are drawn, settings of
+    `decode.draw.DrawSettings` by name, also min_tokens and logit_bias; what is left out has its default.
+    stop: strings that end a sample. stop_token_ids: further tokens that end one; with ignore_eos the engine's
+    end_tokens end nothing. include_stop: the stop string or the stop token that ends a sample is a part of its text.
+    skip_special: special tokens have no text. strip: leave out the blank with which a text begins.
+    logprobs: None, or how many of the likeliest tokens are reported beside each one that was drawn. Log probabilities
+    are those of the model, before anything is done to its logits. prompt_logprobs: report them for each token of the
+    prompt also; it is computed from its first token on then.
+    cache_salt: only requests with the same one share what is remembered.
     deliver: called in the engine's thread with a list of `Output`s, at most once a step; it must return at once.
 
     ValueError on values that make no sense.
@@ -111,10 +28,14 @@ class Request:
     id: str
     prompt: list
     max_tokens: int = 16
-    params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 0
     n: int = 1
+    draw: dict = field(default_factory=dict)
     stop: tuple = ()
+    stop_token_ids: list = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
     cache_salt: str = ''
     deliver: Callable = field(default=lambda outputs: None, repr=False)
     include_stop: bool = False
@@ -126,13 +47,18 @@ class Request:
             raise ValueError("prompt has no tokens: it must have at least one, for example a newline")
         if self.n < 1:
             raise ValueError(f"n must be at least 1, not {self.n}")
-        if self.params.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.params.min_tokens}")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.min_tokens}")
+
+    @property
+    def min_tokens(self):
+        """So many tokens are drawn before one of the stop tokens can be, or a stop string ends a text."""
+        return self.draw.get('min_tokens', 0)
 
     def check_tokens(self, vocab_size):
         """ValueError unless all token ids are in a vocabulary. It begins with the name of the field."""
-        for name, ids in (('prompt', self.prompt), ('stop_token_ids', self.params.stop_token_ids),
-                          ('logit_bias', self.params.logit_bias)):
+        for name, ids in (('prompt', self.prompt), ('stop_token_ids', self.stop_token_ids),
+                          ('logit_bias', self.draw.get('logit_bias', ()))):
             check_ids(name, ids, vocab_size)
 
 

@@ -6,11 +6,11 @@ import torch
 from toy_executor import NextLetter, toy_model
 
 from decode.cpu import CPUExecutor
-from decode.draw import DrawSettings, draw, log_probabilities
+from decode.draw import NAMES, DrawSettings, draw, log_probabilities
 from engine import Engine, default_pool
 from model import GPT, GPTConfig
 from serving.engine_thread import EngineThread
-from serving.request import Request, SamplingParams
+from serving.request import Request
 from tokenizer import CharTokenizer
 
 V = 29
@@ -45,9 +45,14 @@ def thread_of(model, executor=None, bytes_of=BYTES, end_tokens=(), n_pages=16, p
     return kind(engine, bytes_of, end_tokens, **how)
 
 
+def request_of(id, prompt, max_tokens=8, seed=0, n=1, **how):
+    """A `Request` with settings of its own, and of its draws."""
+    of_draw = {name: how.pop(name) for name in (*NAMES, 'min_tokens', 'logit_bias') if name in how}
+    return Request(id, prompt, max_tokens, seed, n, of_draw, **how)
+
+
 def submit(thread, id, prompt, max_tokens=8, seed=0, n=1, **how):
-    more = {name: how.pop(name) for name in ('stop', 'cache_salt') if name in how}
-    got = Got(Request(id, prompt, max_tokens, SamplingParams(**how), seed, n, **more))
+    got = Got(request_of(id, prompt, max_tokens, seed, n, **how))
     thread.submit(got.request)
     return got
 
@@ -69,11 +74,10 @@ def alone(model, request, stop_ids=()):
     The tokens of each sample, and (log probability, rank, likeliest tokens) of each: by the model without a cache, one
     token after the other, and the draw's definition.
     """
-    p, samples = request.params, []
-    names = ('temperature', 'top_k', 'top_p', 'min_p', 'presence_penalty', 'frequency_penalty', 'repetition_penalty')
+    samples = []
     for i in range(request.n):
-        settings = DrawSettings(model.config.vocab_size, request.seed + i, {*stop_ids, *p.stop_token_ids}, p.min_tokens,
-                                p.logit_bias, request.prompt, **{name: getattr(p, name) for name in names})
+        settings = DrawSettings(model.config.vocab_size, request.seed + i, {*stop_ids, *request.stop_token_ids},
+                                prompt=request.prompt, **request.draw)
         tokens, scores = [], []
         while len(tokens) < request.max_tokens and not (tokens and tokens[-1] in settings.stops):
             with torch.inference_mode():

@@ -113,7 +113,7 @@ def test_values_of_other_types_that_mean_the_same():
     assert len({requests(seed=-1)[0].seed for _ in range(4)}) == 4
     assert requests(max_tokens=5.0, top_k=2.0, n=2.0, min_tokens=1.0)[0].max_tokens == 5
     assert requests(stop='ab')[0].stop == requests(stop=['ab', None, ''])[0].stop == ('ab',)
-    assert requests(seed=-5)[0].seed == -5 and 0 < requests(top_p=0)[0].params.top_p < 1e-6
+    assert requests(seed=-5)[0].seed == -5 and 0 < requests(top_p=0)[0].draw['top_p'] < 1e-6
     assert parsed(CompletionBody, b'\xef\xbb\xbf{"prompt": "a"}').prompt == ['a']
 
 
@@ -234,16 +234,16 @@ def test_a_body_becomes_requests():
                              logprobs=3, echo=True, cache_salt='me', user='somebody', stop_token_ids=[4], min_tokens=2)
     assert (first.prompt, second.prompt, first.n, first.seed, second.seed) == ([0, 1], [2], 2, 5, 5)
     assert first.stop == ('x',) and first.cache_salt == 'me' and first.max_tokens == 16 and first.id != second.id
-    assert first.params.logit_bias == {3: -1.0, 11: 2.5} and first.params.top_k == -1
-    assert first.params.prompt_logprobs and first.params.logprobs == 3 and first.params.min_tokens == 2
-    assert not requests(logprobs=3)[0].params.prompt_logprobs and not requests(echo=True)[0].params.prompt_logprobs
+    assert first.draw['logit_bias'] == {3: -1.0, 11: 2.5} and first.draw['top_k'] == -1
+    assert first.prompt_logprobs and first.logprobs == 3 and first.min_tokens == 2
+    assert not requests(logprobs=3)[0].prompt_logprobs and not requests(echo=True)[0].prompt_logprobs
     assert requests(prompt=[3, 4])[0].prompt == [3, 4] and requests(prompt=[[3], [4]])[1].prompt == [4]
 
 
 def test_null_is_the_default_and_a_seed_is_drawn():
     drawn = [requests(temperature=None, stop=None, seed=None, logit_bias=None, suffix=None)[0] for _ in range(8)]
-    assert drawn[0].params.temperature == 1.0 and drawn[0].stop == () and len({r.seed for r in drawn}) == 8
-    assert all(0 <= r.seed < 2**63 for r in drawn) and drawn[0].params.logit_bias == {}
+    assert drawn[0].draw['temperature'] == 1.0 and drawn[0].stop == () and len({r.seed for r in drawn}) == 8
+    assert all(0 <= r.seed < 2**63 for r in drawn) and drawn[0].draw['logit_bias'] == {}
 
 
 def test_other_bodies():

@@ -14,12 +14,12 @@ from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from small_engine import thread_of
+from small_engine import request_of, thread_of
 from toy_executor import TOKEN, ToyExecutor, chain_of, change_weights, logits_of_chain, toy_model
 
-from decode.draw import NAMES, DrawSettings, draw, log_probabilities
+from decode.draw import DrawSettings, draw, log_probabilities
 from serving import engine_thread
-from serving.request import Request, SamplingParams, pause
+from serving.request import pause
 from tokenizer import TextStream
 
 V, BAD, EOS = 12, 11, 7  # BAD: a token that makes a step fail
@@ -77,10 +77,10 @@ class Client:
     """What a request gets, and whether that is right."""
 
     def __init__(self, executor, request, breaks_after):
-        self.executor, self.request, self.breaks_after, p = executor, request, breaks_after, request.params
-        self.stop_ids = {*p.stop_token_ids, *([] if p.ignore_eos else [EOS])}
-        self.settings = [DrawSettings(V, request.seed + i, self.stop_ids, p.min_tokens, p.logit_bias, request.prompt,
-                                      **{name: getattr(p, name) for name in NAMES}) for i in range(request.n)]
+        self.executor, self.request, self.breaks_after = executor, request, breaks_after
+        self.stop_ids = {*request.stop_token_ids, *([] if request.ignore_eos else [EOS])}
+        self.settings = [DrawSettings(V, request.seed + i, self.stop_ids, prompt=request.prompt, **request.draw)
+                         for i in range(request.n)]
         self.tokens, self.texts = [[] for _ in range(request.n)], [''] * request.n
         self.ended, self.n_calls, self.broken = [None] * request.n, 0, False
         self.wrong, request.deliver = None, self.receive
@@ -103,15 +103,15 @@ class Client:
                 logits, how = alone(self.executor, r.prompt + mine), self.settings[output.index]
                 how.count(mine)
                 assert token == int(draw(logits, [how], [len(mine)]))
-                if r.params.logprobs is not None:
-                    assert [*logprobs] == [score_of(logits, token, r.params.logprobs)]
+                if r.logprobs is not None:
+                    assert [*logprobs] == [score_of(logits, token, r.logprobs)]
                 mine.append(token)
             self.texts[output.index] += output.text
             self.ended[output.index] = output.finish_reason
             assert output.finish_reason != 'error' or BAD in r.prompt or self.executor.n_failed
             if first and i == 0 and output.finish_reason not in ('error', 'abort'):
                 assert output.n_cached is not None and output.n_cached < len(r.prompt) or r.max_tokens == 0
-                assert r.max_tokens == 0 or (output.prompt_logprobs is not None) == r.params.prompt_logprobs
+                assert r.max_tokens == 0 or (output.prompt_logprobs is not None) == r.prompt_logprobs
                 if output.prompt_logprobs is not None:
                     self.check_scores(output)
             else:
@@ -122,7 +122,7 @@ class Client:
             raise ConnectionError("the client has gone")
 
     def check_scores(self, output):
-        prompt, k = self.request.prompt, self.request.params.logprobs or 0
+        prompt, k = self.request.prompt, self.request.logprobs or 0
         assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(prompt)
         assert output.n_cached == 0
         for i in range(1, len(prompt)):
@@ -164,7 +164,7 @@ class EngineMachine(RuleBasedStateMachine):
                                dict(frequency_penalty=1.0, ignore_eos=True), dict(stop_token_ids=[1, 2])]))
     def submit(self, prompt, max_tokens, n, seed, bad, stop, salt, breaks_after, how):
         self.n += 1
-        request = Request(str(self.n), prompt + [BAD] * bad, max_tokens, SamplingParams(**how), seed, n, stop, salt)
+        request = request_of(str(self.n), prompt + [BAD] * bad, max_tokens, seed, n, stop=stop, cache_salt=salt, **how)
         client = Client(self.executor, request, breaks_after)
         try:
             self.thread.submit(request)
@@ -262,7 +262,7 @@ def test_the_machine_sees_a_wrong_token(n):
     """The judge itself: a client whose samples get a token of another seed raises."""
     machine = EngineMachine()
     machine.begin(8, 4, 12, {})
-    request = Request('1', [1, 2], 8, SamplingParams(ignore_eos=True), seed=5, n=n)
+    request = request_of('1', [1, 2], 8, 5, n, ignore_eos=True)
     client = Client(machine.executor, request, 0)
     for how in client.settings:
         how.seed += 70

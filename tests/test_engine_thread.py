@@ -10,12 +10,11 @@ import threading
 import pytest
 from conftest import sizes
 from drafting import AnyDraft, drafting, model_of
-from small_engine import BYTES, Got, V, assert_alone, finished, run, submit, thread_of, tiny
+from small_engine import BYTES, Got, V, assert_alone, finished, request_of, run, submit, thread_of, tiny
 from toy_executor import ToyExecutor, toy_model
 
 from decode.cpu import CPUExecutor
 from decode.kernel.threads import n_cores
-from serving.request import Request, SamplingParams
 
 WAIT = 60  # seconds; only a hang takes so long
 
@@ -73,7 +72,7 @@ def served():
 
 def ask(thread, id, prompt=(1, 2, 3), max_tokens=4, n=1, **params):
     """`submit` while the thread runs."""
-    client = Client(Request(id, list(prompt), max_tokens, SamplingParams(**params), n=n))
+    client = Client(request_of(id, list(prompt), max_tokens, n=n, **params))
     thread.submit(client.request)
     return client
 
@@ -139,7 +138,7 @@ def test_what_a_request_raises_ends_it_alone(served):
     thread, executor = served
     other = ask(thread, 'a')
     executor.wait()
-    wrong = Client(Request('b', [1], 4, SamplingParams(), n=2, stop=(5,)))  # whatever no check has found
+    wrong = Client(request_of('b', [1], 4, n=2, stop=(5,)))  # whatever no check has found
     thread.submit(wrong.request)
     executor.go_on()
     assert wrong.wait().reasons == ['error'] * 2 and 'Error' in wrong.error
