@@ -132,8 +132,8 @@ class GPT(model.GPT):
                 f"{kv_cache is not None and not full} cache_full={full} idx_cond.shape={tuple(idx.shape)}",
             )
         logits, new_cache = step(idx, kv_cache)
-        if tracing() and kv_cache and new_cache and any(new[0].data_ptr() != old[0].data_ptr()
-                                          for new, old in zip(new_cache, kv_cache)):
+        if tracing() and kv_cache and new_cache and any(
+                new[0].data_ptr() != old[0].data_ptr() for new, old in zip(new_cache, kv_cache)):
             alarm('generate', f"the cache was re-created in the middle of a generation, at step {self.step_number}")
         return logits, new_cache
 

@@ -1,7 +1,8 @@
-"""Conversations whose cache is kept: held against the model that reads all of each conversation anew."""
+"""Conversations whose keys and values are remembered: beside the model that reads all anew, and beside the server."""
 import io
 import json
 import os
+import random
 import re
 import select
 import signal
@@ -11,146 +12,186 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, run
+import torch.nn.functional as F
+from conftest import ENVIRONMENT, ROOT, SERVING, needs, run, sizes
 from example_models import CHAT, LLAMA, TEXT, chat_tokenizer, gpt, json_tokenizer, sentencepiece_tokenizer
 
-import decode
-import kvcache
 from chat.conversation import Conversation, talk
+from decode.cpu import CPUExecutor
+from decode.draw import DrawSettings, changed, draw
+from decode.eager import EagerExecutor
+from engine import Engine
 from formats.huggingface import to_huggingface
-from kvcache.contiguous import cache_for
+from kvcache import BlockPool
 from tokenizer import JSONTokenizer
 
 SAID = ['Héllo', 'tabs \\ and "quotes"', '', 'wörld ' * 12, '日本 🙂']
+PAGE = 4
 
 
-def conversation(kind, window=0):
-    model, tokenizer = gpt(**LLAMA, window=window), chat_tokenizer()
-    step = decode.best(model, 1)
-    cache = cache_for(model, 1, step) if kind == 'tuples' else kvcache.make_cache(model, kind, 1, 0, step)
-    return Conversation(model, tokenizer, cache, temperature=0)
+def engine_of(model, executor=EagerExecutor):
+    c = model.config
+    return Engine(model, executor(model), BlockPool(256, PAGE, c.window, c.n_sink), budget=50, most_running=1)
+
+
+def conversation(executor=EagerExecutor, window=0, **how):
+    return Conversation(engine_of(gpt(**LLAMA, window=window), executor), chat_tokenizer(), **dict(temperature=0) | how)
 
 
 def read_anew(c, text, n):
-    """The tokens of an answer by the model without a cache."""
+    """(the prompt, the tokens of an answer, and the one that ends it) by the model without a cache."""
     prompt = c.tokenizer.conversation([*c.messages, dict(role='user', content=text)])
-    drawn = c.model.generate(torch.tensor([prompt]), n, temperature=0)[0, len(prompt):].tolist()
-    return prompt, drawn[:drawn.index(2)] if 2 in drawn else drawn
+    drawn = c.engine.model.generate(torch.tensor([prompt]), n, temperature=0)[0, len(prompt):].tolist()
+    return prompt, *((drawn[:drawn.index(2)], [2]) if 2 in drawn else (drawn, []))
 
 
 @pytest.mark.parametrize('window', [0, 24])
-@pytest.mark.parametrize('kind', ['tuples', *kvcache.KINDS])
-def test_each_turn_says_what_the_model_says_that_reads_all_anew(kind, window):
-    c, before = conversation(kind, window), []
+@pytest.mark.parametrize('executor', [EagerExecutor, CPUExecutor])
+def test_each_turn_says_what_the_model_says_that_reads_all_anew(executor, window):
+    c, before = conversation(executor, window), []
     for text in SAID:
-        prompt, drawn = read_anew(c, text, 9)
+        prompt, drawn, end = read_anew(c, text, 9)
         assert ''.join(c.answer(text, 9)) == c.tokenizer.decode(drawn) == c.messages[-1]['content']
-        assert c.n_kept + c.n_new == len(prompt) and c.tokens == (prompt + drawn)[:c.cache.length(c.handle)]
-        # what was said before is kept, up to where its text has other tokens than were drawn
-        assert window or c.n_kept >= len(before)
-        before = prompt
-    assert [m['role'] for m in c.messages] == ['user', 'assistant'] * len(SAID)
+        assert (c.n_kept + c.n_new, c.n_drawn) == (len(prompt), len(drawn))
+        # what was computed before is found, in whole pages, up to where the text of now has other tokens
+        n_found = len(os.path.commonprefix([before, prompt[:-1]])) // PAGE * PAGE
+        assert c.n_kept == n_found or window and c.n_kept < n_found
+        before = (prompt + drawn + end)[:-1]
+    assert [m['role'] for m in c.messages] == ['user', 'assistant'] * len(SAID) and c.n_kept > 50
 
 
-@pytest.mark.parametrize('kind', ['tuples', *kvcache.KINDS])
-@pytest.mark.parametrize('stop', ['close', KeyboardInterrupt])
-def test_an_answer_that_is_ended_early_is_kept_as_far_as_it_came(kind, stop):
-    c = conversation(kind)
+@pytest.mark.parametrize('ending', ['close', KeyboardInterrupt, 'stop'])
+def test_an_answer_that_is_ended_early_is_kept_as_far_as_it_came(ending):
+    c = conversation()
     answer = c.answer('Héllo', 20)
     heard = ''.join(next(answer) for _ in range(4))
-    if stop == 'close':
+    if ending == 'close':
         answer.close()
+    elif ending == 'stop':
+        c.stop()
+        assert not ''.join(answer)
     else:
         with pytest.raises(KeyboardInterrupt):
             answer.throw(KeyboardInterrupt)
-    assert c.messages[-1]['content'] == heard
-    _, drawn = read_anew(c, 'and then', 6)
-    assert ''.join(c.answer('and then', 6)) == c.tokenizer.decode(drawn)
+    assert c.messages[-1]['content'] == heard and c.engine.pool.n_free == 256
+    _, drawn, _ = read_anew(c, 'and then', 6)
+    assert ''.join(c.answer('and then', 6)) == c.tokenizer.decode(drawn) and c.n_kept >= 8
+
+
+class PressesCtrlC(EagerExecutor):
+    """Ctrl-C comes inside of the 4th step."""
+    n_steps = 0
+
+    def logits_of(self, batch, rows):
+        self.n_steps += 1
+        if self.n_steps == 4:
+            signal.raise_signal(signal.SIGINT)
+        return super().logits_of(batch, rows)
+
+
+def test_ctrl_c_ends_an_answer_and_nothing_is_computed_again(monkeypatch, capsys):
+    c, before = conversation(PressesCtrlC), signal.getsignal(signal.SIGINT)
+    c.tokenizer.end_tokens = ()
+    monkeypatch.setattr('sys.stdin', io.StringIO('there\n'))
+    talk(c, 20, ['first ' * 6])
+    (n_first, n), (_, m) = re.findall('and ([0-9]+) were computed; ([0-9]+) new tokens', capsys.readouterr().err)
+    assert (n, m) == ('3', '20') and c.n_kept >= int(n_first) // PAGE * PAGE > 20
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_server_and_a_conversation_say_the_same_with_the_same_seed():
+    needs(*SERVING)
+    from serving_process import serving
+    from small_engine import served_by, thread_of
+    model, tokenizer = gpt(**LLAMA), chat_tokenizer()
+    thread = thread_of(model, CPUExecutor(model, threads=1), tokenizer.bytes_of_tokens(300), tokenizer.end_tokens, 256,
+                       PAGE, special_ids=tokenizer.special_ids)
+    thread.start()
+    with serving(thread, served_by(thread, tokenizer=tokenizer)) as client:
+        for case in range(sizes(5, 50)):
+            rng = random.Random(case)
+            how = dict(temperature=rng.choice([0.0, 0.5, 1.0, 2.0]), top_k=rng.choice([0, 5, 50]), seed=case,
+                       top_p=rng.choice([0.5, 1.0]), min_p=rng.choice([0.0, 0.05]),
+                       repetition_penalty=rng.choice([1.0, 1.3]))
+            c = conversation(CPUExecutor, system=rng.choice(['', 'Be brief.']), **how)
+            for text in rng.sample(SAID, 2):
+                system = [dict(role='system', content=c.system)] * bool(c.system)
+                body = how | dict(messages=[*system, *c.messages, dict(role='user', content=text)], max_tokens=20)
+                answer = client.post('/v1/chat/completions', json=body)
+                assert answer.status_code == 200, answer.text
+                assert ''.join(c.answer(text, 20)) == answer.json()['choices'][0]['message']['content'], (case, how)
 
 
 def test_a_conversation_beyond_the_context_is_refused_and_stays():
-    c = conversation('tuples')
+    c = conversation()
     ''.join(c.answer('Héllo', 5))
     before = list(c.messages)
     with pytest.raises(ValueError, match="and the model's context 256: begin a new one"):
         ''.join(c.answer('long ' * 300, 5))
     assert c.messages == before
     c.messages.clear()
-    assert len(''.join(c.answer('Héllo', 10**6))) and c.cache.length(c.handle) <= 256
-    c.messages.clear()
     c.tokenizer.end_tokens = ()
     ''.join(c.answer('Héllo', 10**6))
-    assert c.cut.startswith('at the end of the context of 256 tokens') and c.cache.length(c.handle) == 256
+    assert c.cut.startswith('at the end of the context of 256 tokens') and c.n_new + c.n_kept + c.n_drawn == 257
 
 
 def test_a_model_without_a_template_has_no_chat():
-    model = gpt(**LLAMA)
     with pytest.raises(ValueError, match='no chat template'):
-        Conversation(model, json_tokenizer(TEXT), cache_for(model, 1))
+        Conversation(engine_of(gpt(**LLAMA)), json_tokenizer(TEXT))
 
 
-@pytest.mark.parametrize('window', [0, 60])
-@pytest.mark.parametrize('kind', ['cpu', 'eager', *kvcache.KINDS])
-def test_the_cache_grows_with_the_conversation(kind, window):
-    model, tokenizer = gpt(**LLAMA, window=window), chat_tokenizer()
-    step = decode.best(model, 1, threads=1) if kind != 'eager' else decode.EagerDecoder(model)
-    cache_of = partial(kvcache.make_cache, model, kind if kind in kvcache.KINDS else 'tuple', 1, 0, step)
-    whole, c = cache_of(256).nbytes(), Conversation(model, tokenizer, cache_of(16), temperature=0)
-    assert c.cache.nbytes() <= whole / 8 or window
-    caches = {c.cache: c.cache.model.config.block_size}
-    for text in SAID:
-        _, drawn = read_anew(c, text, 9)
-        assert ''.join(c.answer(text, 9)) == tokenizer.decode(drawn)
-        caches[c.cache] = c.cache.model.config.block_size
-    assert 2 <= len(caches) <= 5 and max(caches.values()) <= 512 and c.cache.nbytes() <= whole
+class Saying(EagerExecutor):
+    """A model that draws these tokens. fed: what it has read."""
+    tokens, fed = (), ()
+
+    def logits_of(self, batch, rows):
+        self.fed = [*self.fed, *batch.tokens.tolist()]
+        (new, *self.tokens) = self.tokens if len(rows) else (0, *self.tokens)
+        return F.one_hot(torch.tensor([new] * len(rows)), self.model.config.vocab_size).float()
 
 
 def test_the_template_gets_the_system_message_and_its_variables():
     import jinja2
     template = CHAT.replace('assistant\n', 'assistant\n{% if not enable_thinking %}(no){% endif %}')
-    tokenizer, model = JSONTokenizer(chat_tokenizer().state()['json'], [2], {}, template), gpt(**LLAMA)
-    c = Conversation(model, tokenizer, cache_for(model, 1), 'Be brief.', dict(enable_thinking=False),
-                     temperature=0)
+    tokenizer = JSONTokenizer(chat_tokenizer().state()['json'], [2], {}, template)
+    engine = engine_of(gpt(**LLAMA), Saying)
+    c = Conversation(engine, tokenizer, 'Be brief.', dict(enable_thinking=False), temperature=0)
+    engine.executor.tokens = [2]
     ''.join(c.answer('Héllo', 3))
     expected = jinja2.Template(template).render(
         messages=[dict(role='system', content='Be brief.'), dict(role='user', content='Héllo')],
         enable_thinking=False, add_generation_prompt=True)
-    assert '(no)' in expected and tokenizer.decode(c.tokens).startswith(expected)
+    assert '(no)' in expected and tokenizer.decode(engine.executor.fed) == expected
     assert [m['role'] for m in c.messages] == ['user', 'assistant']
 
 
 def test_penalty_and_min_p_are_those_of_transformers():
     processors = pytest.importorskip('transformers.generation.logits_process')
-    model = gpt(**LLAMA)
-    c = Conversation(model, chat_tokenizer(), cache_for(model, 1), repetition_penalty=1.3, min_p=0.2, temperature=0.7)
     torch.manual_seed(0)
     logits, tokens = 3 * torch.randn(1, 300), [5, 7, 5, 299]
+    settings = [DrawSettings(300, seed, prompt=tokens[:3], repetition_penalty=1.3, min_p=0.2, temperature=0.7)
+                for seed in range(300)]
     theirs = processors.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([tokens]), logits.clone())
-    theirs = processors.MinPLogitsWarper(0.2)(None, theirs / 0.7)
-    torch.testing.assert_close(c.changed(logits, tokens) / 0.7, theirs)
+    for each in settings:
+        each.count(tokens[3:])
+    torch.testing.assert_close(changed(logits[0], settings[0], 1), theirs[0])
+    kept = processors.MinPLogitsWarper(0.2)(None, theirs / 0.7)[0].isfinite().nonzero().flatten().tolist()
+    assert set(draw(logits.expand(300, -1), settings, [1] * 300).tolist()) == set(kept) and len(kept) > 1
 
 
-def saying(monkeypatch, c, *answers):
-    """Let a model draw these tokens, answer by answer."""
-    drawn = iter([token for answer in answers for token in answer])
-    feed = c.feed
-    monkeypatch.setattr(c, 'feed', lambda new: torch.where(
-        torch.arange(feed(new).size(1)) == next(drawn), 1.0, 0.0)[None])
-
-
-def test_special_tokens_and_the_first_blank_are_no_part_of_an_answer(monkeypatch):
+def test_special_tokens_and_the_first_blank_are_no_part_of_an_answer():
     state = sentencepiece_tokenizer('a small text, and a small one').state()
     tokenizer = JSONTokenizer(state['json'], [2], {}, "{% for m in messages %}{{ m.content }}{% endfor %}</s>")
-    model = gpt(**LLAMA | dict(vocab_size=tokenizer.vocab_size))
-    c, words = Conversation(model, tokenizer, cache_for(model, 1), temperature=0), tokenizer.encode('a small')[1:]
-    saying(monkeypatch, c, [*words[:1], 1, *words[1:], 2])
+    engine = engine_of(gpt(**LLAMA | dict(vocab_size=tokenizer.vocab_size)), Saying)
+    c, words = Conversation(engine, tokenizer, temperature=0), tokenizer.encode('a small')[1:]
+    engine.executor.tokens = [*words[:1], 1, *words[1:], 2]
     assert tokenizer.token_bytes[words[0]].startswith(b' ')
-    assert ''.join(c.answer('and', 20)) == 'a small' == c.messages[-1]['content']
+    assert ''.join(c.answer('and', 20)) == 'a small' == c.messages[-1]['content'] and c.n_drawn == len(words) + 1
 
 
 def test_a_pipe(monkeypatch, capsys):
     """Each line is a message, an empty one is none; those that are given come first; /exit ends it."""
-    c = conversation('tuples')
+    c = conversation()
     monkeypatch.setattr('sys.stdin', io.StringIO('hi\n\n  \n/system Be brief.\nthere\n/nope\n/ or /x?\n/exit\nno\n'))
     talk(c, 3, ['first', '/clear'])
     out, err = capsys.readouterr()

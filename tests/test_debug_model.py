@@ -3,12 +3,12 @@ import pytest
 import torch
 
 import debug_kv_model
-import decode
-import kvcache
 import model as plain_model
-from generation import generate
+from engine import Engine, pool_for
+from kvcache.llamacpp.pool import CellPool
 
 CONFIG = dict(block_size=128, vocab_size=65, n_layer=2, n_head=2, n_embd=16)
+IDX = torch.tensor([[1, 2, 3, 4, 5, 6]])
 
 
 def pair():
@@ -19,12 +19,17 @@ def pair():
     return models
 
 
-IDX = torch.tensor([[1, 2, 3, 4, 5, 6]])
+@pytest.fixture
+def traced(monkeypatch):
+    monkeypatch.setenv('KV_DEBUG', '1')  # after import
+    return pair()[1]
 
 
-def test_the_trace_of_two_steps(monkeypatch, capsys):
-    traced = pair()[1]
-    monkeypatch.setenv('KV_DEBUG', '1')  # after import, after construction
+def alarms(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if '!!!' in line]
+
+
+def test_the_trace_of_two_steps(traced, monkeypatch, capsys):
     monkeypatch.setenv('KV_DEBUG_LAYER', '0')
     traced.generate(IDX, 2, use_cache=True)
     assert capsys.readouterr().err.splitlines() == [
@@ -57,101 +62,78 @@ def test_the_trace_of_a_ring(monkeypatch, capsys):
         '[KVDBG][Attn L1] using cache T_k=6', '[KVDBG][Attn L1] mask T_q=3 T_k=6']
 
 
-@pytest.mark.parametrize('kind', kvcache.KINDS)
-def test_the_trace_of_a_cache(monkeypatch, capsys, kind):
-    """The lines of its layers come from the model's own code, which the decoder in PyTorch calls."""
-    plain, traced = pair()
-    monkeypatch.setenv('KV_DEBUG', '1')
+@pytest.mark.parametrize('pool_of', [pool_for, CellPool])
+def test_the_trace_of_a_pool(traced, monkeypatch, capsys, pool_of):
+    """The lines of its layers come from the model's own code, which the executor in PyTorch calls."""
     monkeypatch.setenv('KV_DEBUG_LAYER', '1')
-    cache, prompts = kvcache.make_cache(traced, kind, 2, decoder=decode.EagerDecoder(traced)), [[1, 2, 3], [4, 5]]
-    tokens = torch.cat([*debug_kv_model.stream(traced, prompts, 3, use_cache=True, cache=cache, temperature=0)], 1)
-    assert tokens.tolist() == [row[-3:] for row in generate(plain, prompts, 3, temperature=0)]
+    engine = Engine(traced, pool=debug_kv_model.TracedPool(pool_of(traced.config, 2, 6)))
+    plain, prompts = pair()[0], [[1, 2, 3], [4, 5]]
+    texts = engine.generate(prompts, 3, temperature=0)
     lines = capsys.readouterr().err.splitlines()
-    assert '[KVDBG][generate] step=1 sequences=2 starts=[3, 2] T=[1]' in lines
-    assert '[KVDBG][Attn L1] placed 5 rows, mask T_q=5 T_k=5' in lines
-    assert '[KVDBG][Attn L1] placed 2 rows, mask T_q=1 T_k=4' in lines and not alarms(capsys)
+    assert texts == [plain.generate(torch.tensor([prompt]), 3, temperature=0)[0].tolist() for prompt in prompts]
+    for line in ('[pool] begin() n_computed=0 -> 0 (position, slot, n)=[]',
+                 '[pool] extend(3) n_computed=0 -> True (position, slot, n)=[[0, 0, ',
+                 '[pool] computed(3) n_computed=0', '[Attn L1] placed 5 rows, mask T_q=5 T_k=5',
+                 '[Attn L1] placed 2 rows, mask T_q=1 T_k=4'):
+        assert any(found.startswith('[KVDBG]' + line) for found in lines), line
+    assert not any('!!!' in line for line in lines)
+    monkeypatch.delenv('KV_DEBUG')
+    engine.generate([[1, 2, 3]], 1)
+    assert capsys.readouterr().err == ''
 
 
-@pytest.mark.parametrize('value', [None, '0', ''])
-def test_silent_when_off(monkeypatch, capsys, value):
+@pytest.mark.parametrize('value', [None, '0', '', '1'])
+def test_same_tokens_and_same_state_dict_and_silent_when_off(monkeypatch, capsys, value):
     monkeypatch.delenv('KV_DEBUG', raising=False)
     if value is not None:
         monkeypatch.setenv('KV_DEBUG', value)
-    pair()[1].generate(IDX, 10, use_cache=True)
-    assert capsys.readouterr() == ('', '')
-
-
-@pytest.mark.parametrize('on', ['0', '1'])
-def test_same_tokens_and_same_state_dict(monkeypatch, on):
-    monkeypatch.setenv('KV_DEBUG', on)
     plain, traced = pair()
     assert list(plain.state_dict()) == list(traced.state_dict())
     for use_cache in (False, True):
         outputs = []
         for model in (plain, traced):
             torch.manual_seed(1)
-            outputs.append(generate(model, IDX, 130, use_cache=use_cache, num_samples=2))
+            outputs.append(model.generate(IDX, 130, use_cache=use_cache))
         assert torch.equal(*outputs)
+    assert bool(capsys.readouterr().err) == (value == '1')
 
 
-def test_long_prompts_and_batches_stay_readable(monkeypatch, capsys):
-    traced = pair()[1]
-    monkeypatch.setenv('KV_DEBUG', '1')
+def test_long_prompts_and_batches_stay_readable(traced, capsys):
     traced.generate(torch.randint(65, (8, 128)), 2, use_cache=True)
     err = capsys.readouterr().err
     assert 'pos[0]=0 pos[-1]=127' in err and 'cache_full=True idx_cond.shape=(8, 128)' in err
-    assert max(map(len, err.splitlines())) < 130
-    assert '!!!' not in err
+    assert max(map(len, err.splitlines())) < 130 and '!!!' not in err
 
 
-def alarms(capsys):
-    return [line for line in capsys.readouterr().err.splitlines() if '!!!' in line]
-
-
-def test_alarm_layers_disagree(monkeypatch, capsys):
-    traced = pair()[1]
-    monkeypatch.setenv('KV_DEBUG', '1')
+def test_alarm_layers_disagree_and_an_error_stays_the_same_error(traced, capsys):
     _, _, cache = traced(IDX)
     with pytest.raises(ValueError):
         traced(IDX[:, :1], kv_cache=[cache[0], cache[1]._replace(cache_pos=3)])
     assert any('differs between layers: [6, 3]' in line for line in alarms(capsys))
-
-
-def test_an_error_stays_the_same_error(monkeypatch):
-    monkeypatch.setenv('KV_DEBUG', '1')
-    for model in pair():
+    for model in (*pair(), traced):
         with pytest.raises(ValueError, match='0 layers'):
             model(IDX, kv_cache=[])
 
 
-def test_alarm_nan_in_keys(monkeypatch, capsys):
-    traced = pair()[1]
-    monkeypatch.setenv('KV_DEBUG', '1')
+def test_alarm_nan_in_keys(traced, capsys):
     with torch.no_grad():
         traced.transformer.h[1].attn.c_attn.weight[16:32] = float('nan')
     traced(IDX)
     assert any('[Attn L1]' in line and 'NaN in the keys' in line for line in alarms(capsys))
 
 
-def test_alarm_cache_recreated_in_the_middle(monkeypatch, capsys):
-    plain, traced = pair()
-    monkeypatch.setenv('KV_DEBUG', '1')
-
+def test_alarm_cache_recreated_in_the_middle(traced, capsys):
     def forgetful(idx, kv_cache):  # as caches that grow by torch.cat do
-        logits, _, kv_cache = plain(idx, kv_cache=kv_cache, use_cache=True)
+        logits, _, kv_cache = pair()[0](idx, kv_cache=kv_cache, use_cache=True)
         return logits, [layer.clone() for layer in kv_cache]
-    traced.generate(IDX, 3, use_cache=True, decoder=forgetful)
+    traced.generate(IDX, 3, use_cache=True, step=forgetful)
     assert [line.split('at ')[1] for line in alarms(capsys) if 're-created' in line] == ['step 1', 'step 2']
-    generate(traced, IDX, 3, use_cache=True, num_samples=2)  # the copies made after the prefill are meant
+    traced.generate(IDX, 3, use_cache=True)
     assert not alarms(capsys)
 
 
 @pytest.mark.parametrize('layer', ['first', '2', '99'])
-def test_layer_must_be_one_of_the_model(monkeypatch, layer):
-    traced = pair()[1]
-    monkeypatch.setenv('KV_DEBUG', '1')
+def test_layer_must_be_one_of_the_model(traced, monkeypatch, layer):
     monkeypatch.setenv('KV_DEBUG_LAYER', layer)
     with pytest.raises(ValueError, match=f'KV_DEBUG_LAYER must be .*{layer}'):
         traced.generate(IDX, 1, use_cache=True)
-    with pytest.raises(ValueError, match=f'KV_DEBUG_LAYER must be .*{layer}'):
-        debug_kv_model.stream(traced, [[1]], 1, decoder=decode.best(traced, 1))  # it prints steps only, of all layers
