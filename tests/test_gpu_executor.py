@@ -127,12 +127,31 @@ def test_logits_are_those_of_a_text_without_a_cache(pool, kind):
         check_random_texts(holding(gpu(m), slots), slots, m, seed, sizes(25, 150))
 
 
-def test_more_tokens_than_the_largest_graph(monkeypatch):
+@pytest.fixture
+def small_graphs(monkeypatch):
     monkeypatch.setattr('decode.gpu.executor.BUCKETS', (1, 2, 4))
     monkeypatch.setattr(GPUExecutor, 'most_sequences', 4)
+
+
+def test_more_tokens_than_the_largest_graph(small_graphs):
     m = model_of('rope window sinks')
     slots = POOLS['pages'](m.config)
     check_random_texts(holding(gpu(m), slots), slots, m, 3, 60)
+
+
+def test_a_text_goes_back_after_its_slots_were_forgotten():
+    """To a position before the one at which the table has its slots from, and all of them in the same `Runs`."""
+    m = model_of('rope window sinks')
+    pool, text = POOLS['pages'](m.config, 40), [i % V for i in range(14)]
+    executor, s = holding(gpu(m), pool), sequence_of(m.config)
+    pool.begin(s)
+    feed(executor, pool, {s: text[:12]})
+    executor.refresh()
+    feed(executor, pool, {s: text[12:13]})
+    s.tokens, s.n_computed = text[:9], 9
+    found, = feed(executor, pool, {s: text[9:10]})
+    expected = exact(m, torch.tensor([s.tokens]))[0, -1:]
+    torch.testing.assert_close(found.logits.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 class Late(Direct):
@@ -224,7 +243,10 @@ def check_alone(model, sequences):
 
 @pytest.mark.parametrize('kind', ['llama', 'learned', *sizes([], [k for k in MODELS if 'window' not in k])])
 def test_an_engine_draws_on_the_device_what_each_sequence_draws_alone(kind):
-    """Sequences end one by one in a call of several steps, or at full contexts; few pages, so some are preempted."""
+    """
+    Sequences end one by one in a call of several steps, or at full contexts, or are aborted while others begin as they
+    did; few pages, so some are preempted.
+    """
     n_late = n_preempted = 0
     for seed in range(sizes(1, 5)):
         m, choose, sequences = model_of(kind, seed), random.Random(seed), []
@@ -232,6 +254,10 @@ def test_an_engine_draws_on_the_device_what_each_sequence_draws_alone(kind):
         for i in range(30):
             prompt = [choose.randrange(V) for _ in range(choose.randint(1, 9))]
             sequences += engine.add(prompt, choose.randint(5, 40), 1 + i % 2, i, **HOWS[(i + seed) % len(HOWS)])
+        engine.step()
+        aborted = sequences.pop(0)
+        engine.end(aborted, 'abort')
+        sequences += engine.add(aborted.tokens[:aborted.n_prompt], 20, seed=5)
         calls = run(engine)
         check_alone(m, sequences)
         n_late = max(n_late, engine.executor.queue.n_late)
@@ -301,20 +327,6 @@ def test_logits_from_which_tokens_are_drawn_are_those_before_biases_and_penaltie
     for s in sequences[:2]:
         expected = exact(m, torch.tensor([s.tokens[:-1]]))[0, s.n_prompt - 1:]
         torch.testing.assert_close(torch.cat(found[s]).double(), expected, atol=1e-4, rtol=1e-4)
-
-
-def test_an_abort_and_a_retry_of_a_shared_prefix():
-    m, prefix = model_of('rope'), [1, 2, 3, 4, 5, 6, 7, 8]
-    engine = engine_of(late(m))
-    a, b, c = (engine.add(prefix + [i], 20, seed=i)[0] for i in range(3))
-    engine.step()
-    engine.step()
-    engine.end(a, 'abort')
-    engine.end(b, 'abort')
-    again = [engine.add(prefix + [i], 20, seed=i)[0] for i in range(2)]
-    run(engine)
-    check_alone(m, [c, *again])
-    assert again[0].n_found == 8
 
 
 def test_an_interrupt_leaves_nothing_under_way(monkeypatch):
@@ -462,10 +474,8 @@ def test_what_it_does_not_know_is_refused():
         feed(executor, pool, {s: [1]})
 
 
-def test_a_step_without_slots_is_refused_before_it_writes(monkeypatch):
+def test_a_step_without_slots_is_refused_before_it_writes(small_graphs):
     """Also where it is several graphs, and the first of them has all its slots. Copies are made."""
-    monkeypatch.setattr('decode.gpu.executor.BUCKETS', (1, 2, 4))
-    monkeypatch.setattr(GPUExecutor, 'most_sequences', 4)
     m = model_of('rope')
     pool = POOLS['pages'](m.config)
     executor, s = holding(gpu(m), pool), sequence_of(m.config)

@@ -155,8 +155,7 @@ class GPUExecutor:
             if not math.isfinite(logits.sum()) and not are_numbers(logits):
                 raise NotNumbers
             drawing = [(s, part.stop - 1) for s, n, part in zip(batch.sequences, batch.n_steps.tolist(), parts) if n]
-            drawn = self.drawn([s for s, _ in drawing], logits[[row for _, row in drawing]]) if drawing else []
-            return batch.result(drawn, logits, parts)
+            return batch.result(self.drawn(drawing, logits), logits, parts)
 
     def graph(self, kind, R):
         """
@@ -247,21 +246,20 @@ class GPUExecutor:
             raise
         return [Drawn(column[column >= 0].tolist()) for column in tokens.T]
 
-    def drawn(self, sequences, logits):
-        """The next token of each sequence, a list, from its row of logits (S, vocab_size)."""
-        tokens = np.zeros(len(sequences), np.int64)
-        here = [i for i, s in enumerate(sequences) if fits(s.settings)]
+    def drawn(self, drawing, logits):
+        """The next tokens, a list, of sequences that draw from these rows of logits: (sequence, row)."""
+        tokens, here = {}, [pair for pair in drawing if fits(pair[0].settings)]
         for start in range(0, len(here), self.most_sequences):
-            some = here[start:start + self.most_sequences]
-            n = len(some)
-            self.draws.load([sequences[i] for i in some], np.ones(n, np.int64), n)
-            self.functions.draw(logits[some], self.draws.draws.rows(n), self.inputs.rows(n))  # of a copy of the logits
-            tokens[some] = self.draws.draws.drawn[0, :n].cpu()
-        for i in sorted({*range(len(sequences))} - {*here}):
-            s = sequences[i]
-            s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
-            tokens[i] = int(draw(logits[i:i + 1], [s.settings], [s.n_drawn]))
-        return tokens.tolist()
+            sequences, rows = zip(*here[start:start + self.most_sequences])
+            n, own = len(rows), logits[list(rows)]  # a copy, which is changed
+            self.draws.load(sequences, np.ones(n, np.int64), n)
+            self.functions.draw(own, self.draws.draws.rows(n), self.inputs.rows(n))
+            tokens |= zip(sequences, self.draws.draws.drawn[0, :n].tolist())
+        for s, row in drawing:
+            if s not in tokens:
+                s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
+                tokens[s] = int(draw(logits[row:row + 1], [s.settings], [s.n_drawn]))
+        return [tokens[s] for s, _ in drawing]
 
 
 def bucket(n):
