@@ -92,6 +92,12 @@ class Batch:
         """Does each sequence bring one token and draw at least one?"""
         return len(self.tokens) == len(self.counts) and self.n_steps.min() > 0 and not any(self.scored)
 
+    def copy(self, layers):
+        """Make the copies, in these `kvcache.storage.Layer`s."""
+        for source, target, n in self.copies:
+            for layer in layers:
+                layer.copy(source, target, n)
+
     def is_late(self):
         """May no other step of this call begin?"""
         return bool(self.stop_soon[0]) or now() >= self.until

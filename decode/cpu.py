@@ -101,9 +101,7 @@ class CPUExecutor:
         fit the model, the slots or each other; `NotNumbers` if logits are broken.
         """
         with workers.lock:
-            for source, target, n in batch.copies:
-                for layer in self.layers:
-                    layer.copy(source, target, n)
+            batch.copy(self.layers)
             if batch.decodes and len(batch.tokens) <= CHUNK:
                 return self.several(batch)
             rows, parts = batch.rows()

@@ -48,9 +48,7 @@ class EagerExecutor:
     def execute_model(self, batch):
         """See `decode.cpu.CPUExecutor.execute_model`. Each call is one step."""
         check_step(self.model, batch)
-        for source, target, n in batch.copies:
-            for layer in self.layers:
-                layer.copy(source, target, n)
+        batch.copy(self.layers)
         rows, parts = batch.rows()
         with torch.inference_mode():
             logits = self.logits_of(batch, rows)

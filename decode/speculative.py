@@ -77,9 +77,7 @@ class Drafting:
         # as many threads as in plain steps: one that has slept is slow for some milliseconds
         n_threads = target.n_threads if target.fixed else target.choice(len(batch.sequences)).best
         try:
-            for source, destination, n in batch.copies:
-                for layer in target.layers:
-                    layer.copy(source, destination, n)
+            batch.copy(target.layers)
             proposals = self.draft.propose(batch, k, n_threads)
             drafted = time.perf_counter_ns()
             drawn, ended = self.verified(batch, proposals, n_threads)

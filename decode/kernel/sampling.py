@@ -361,17 +361,10 @@ def next_token(table, i, row, scratch):
         change(own, V, changes, settings, number, stops, n_stops)
         row = own
     token = drawn(row, V, settings, noise_key(longs_at(table[SEEDS])[i], number), scratch)
-    count_token(table, i, token, 1)
+    longs_at(table[NUMBERS])[i] += 1
+    if changes[COUNTS] != 0:
+        longs_at(changes[COUNTS])[token] += 1
     return token
-
-
-@njit
-def count_token(table, i, token, n):
-    """Sample i has drawn this token, n = 1; or has not, n = -1."""
-    longs_at(table[NUMBERS])[i] += n
-    counts = longs_at(table[CHANGES] + 8 * N_CHANGES * i)[COUNTS]
-    if counts != 0:
-        longs_at(counts)[token] += n
 
 
 @njit
@@ -407,23 +400,19 @@ def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     return 0 if ended or observe(longs_at(table[STOP_SOON]), 0) != 0 or clock() >= table[UNTIL] else 1
 
 
-def verify_tokens(table_at, logits_at, tokens_at, n, take_back):
+def verify_tokens(table_at, logits_at, tokens_at, n, _):
     """
     Draw up to n tokens of each sample from logits float32 (N_SAMPLES, n, vocab_size), which were computed behind its
     newest token and n - 1 proposals. A sample draws on while what it has drawn is what was proposed: the logits behind
     any other token are not those of its text.
 
     tokens: int64 (n + 1, N_SAMPLES). Row 0 has the newest tokens, the next n - 1 rows have the proposals. Rows 1 to n
-    get the tokens that are drawn, and -1 behind the last of a sample. take_back: 1 if `draw_tokens` has drawn the
-    proposals, from other logits: they are taken back first. Returns the most tokens of a sample; the same number
-    negative if a token ends its sample.
+    get the tokens that are drawn, and -1 behind the last of a sample. Returns the most tokens of a sample; the same
+    number negative if a token ends its sample.
     """
     table, tokens, most, ended = longs_at(table_at), longs_at(tokens_at), 0, False
     B, V = table[N_SAMPLES], table[VOCAB_SIZE]
     for i in range(B):
-        for j in range(1, n):
-            if take_back:
-                count_token(table, i, tokens[j * B + i], -1)
         tokens[n * B + i] = 0
     for j in range(1, n + 1):
         for i in range(B):
