@@ -41,8 +41,7 @@ test-all: lint
 
 # with the python3 and the torch of a machine with a GPU, and pytest, hypothesis and the packages of requirements-serve.txt
 gpu:
-	$(PYTHON) -m pytest -n 0 --full tests/test_cuda.py tests/test_gpu_linear.py tests/test_gpu_attention.py \
-		tests/test_gpu_drawing.py tests/test_gpu_kernels.py tests/test_gpu_device.py
+	$(PYTHON) -m pytest -n 0 --full tests/test_cuda.py tests/test_gpu_*.py
 	$(PYTHON) bench.py --mode=gpu --json=out-bench/gpu.json
 
 lint: .venv/dev.stamp
