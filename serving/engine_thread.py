@@ -26,28 +26,24 @@ class QueueFull(Exception):
     """Too many requests are waiting: try again later."""
 
 
-class Draining(QueueFull):
-    """The engine stops, and takes no requests any more."""
-
-
 class Live:
     """
-    A request that has not ended. sequences: its own, empty before it begins. n_left: so many go on. begun: was anything
-    of it delivered? scored: `Logprobs` of the prompt's tokens so far, from the second on.
+    A request that has not ended. sequences: its own, empty before it begins. going: the numbers of its samples that go
+    on. begun: was anything of it delivered? scored: `Logprobs` of the prompt's tokens so far, from the second on.
     """
-    __slots__ = 'request', 'sequences', 'n_left', 'begun', 'time', 'scored'
+    __slots__ = 'request', 'sequences', 'going', 'begun', 'time', 'scored'
 
     def __init__(self, request):
-        self.request, self.sequences, self.n_left, self.begun, self.scored = request, [], request.n, False, []
-        self.time = time.monotonic()
+        self.request, self.sequences, self.going, self.begun = request, [], {*range(request.n)}, False
+        self.scored, self.time = [], time.monotonic()
 
 
-class Recipient:
-    """Whom the text of a sequence is for: number `index` of a `Live`. stream: a `TextStream`."""
-    __slots__ = 'live', 'index', 'stream', 'first_time', 'over'
+class Sample:
+    """The owner of a sequence: sample number `index` of a `Live`. stream: a `TextStream`."""
+    __slots__ = 'live', 'index', 'stream', 'first_time'
 
     def __init__(self, live, index, stream):
-        self.live, self.index, self.stream, self.first_time, self.over = live, index, stream, None, False
+        self.live, self.index, self.stream, self.first_time = live, index, stream, None
 
 
 class EngineThread:
@@ -82,8 +78,8 @@ class EngineThread:
 
     def submit(self, request):
         """
-        Begin a request. `QueueFull` if too many wait, `Draining` if the engine stops; ValueError if the request does
-        not fit the model or can never fit the pool, and if there is one with its id.
+        Begin a request. `QueueFull` if too many wait or the engine stops; ValueError if the request does not fit the
+        model or can never fit the pool, and if there is one with its id.
         """
         request.check_tokens(self.vocab_size)
         n, most = len(request.prompt) + request.max_tokens, self.engine.model.config.max_positions
@@ -93,7 +89,7 @@ class EngineThread:
         self.engine.check_room(request.prompt, request.max_tokens)
         with self.condition:
             if self.draining:
-                raise Draining("the server is stopping and takes no requests: send it again later")
+                raise QueueFull("the server is stopping and takes no requests: send it again later")
             if request.id in self.live:
                 raise ValueError(f"there is a request with the id {request.id!r} already: give each one its own")
             n_queued = sum([live.request.n for live in self.live.values()  # a preempted one has begun
@@ -206,7 +202,7 @@ class EngineThread:
             r.prompt, r.max_tokens, r.n, r.seed, stop_ids, salt=r.cache_salt, scores=r.prompt_logprobs,
             logprobs=r.logprobs is not None, most_ahead=AHEAD if r.stop else 64, **r.draw)
         for i, (s, stream) in enumerate(zip(live.sequences, streams)):
-            s.owner = Recipient(live, i, stream)
+            s.owner = Sample(live, i, stream)
         self.stats.requests += 1
         self.stats.prompt_tokens += len(r.prompt)
 
@@ -218,7 +214,7 @@ class EngineThread:
         now, given = time.monotonic(), {}
         for s, drawn in results:
             live = s.owner.live
-            if s.owner.over:  # with another one of its request
+            if s.owner.index not in live.going:  # it has ended with another one of its request
                 continue
             try:
                 if s.error:
@@ -235,16 +231,16 @@ class EngineThread:
 
     def output_of(self, s, drawn, now):
         """The `Output` of a sequence for what a step has given it, or None if that is nothing."""
-        r, stream, new, n_logprobs = s.owner.live.request, s.owner.stream, [], s.owner.live.request.logprobs
-        text, reason, logprobs = '', s.ended, None
+        sample, r, new, text, reason, logprobs = s.owner, s.owner.live.request, [], '', s.ended, None
+        stream = sample.stream
         if drawn:
             new, logits = drawn.tokens, drawn.logits
             if s.scores and drawn.first < s.n_prompt - 1 and logits is not None and s.n_drawn == len(new):
                 self.score(s, drawn.first, logits)
-            if new and n_logprobs is not None:
-                logprobs = logprobs_of(logits[len(logits) - len(new):], new, n_logprobs)
+            if new and r.logprobs is not None:
+                logprobs = logprobs_of(logits[len(logits) - len(new):], new, r.logprobs)
         if new:
-            s.owner.first_time = s.owner.first_time or now
+            sample.first_time = sample.first_time or now
             stops = s.ended == 'stop' and not r.include_stop  # the last token is one that ends it
             text = stream.push(*(new[:-1] if stops else new))
             if stream.stopped:
@@ -255,23 +251,19 @@ class EngineThread:
             self.stats.generated_tokens += len(new)
         if reason:
             text += stream.finish()
-            self.finish(s, reason)
+            sample.live.going.remove(sample.index)
+            self.stats.finished[reason] += 1
+            if s.n_drawn > 1:
+                self.stats.per_token.observe((now - sample.first_time) / (s.n_drawn - 1))
         if new or reason:
-            return Output(s.owner.index, new, text, logprobs, reason)
+            return Output(sample.index, new, text, logprobs, reason)
 
     def score(self, s, first, logits):
         """Note the log probabilities of the prompt's tokens behind those from position `first` on, by their logits."""
-        scored = s.owner.live.scored
-        del scored[first:]  # it was computed before, and lost its slots
+        live = s.owner.live
+        del live.scored[first:]  # it was computed before, and lost its slots
         targets = s.tokens[first + 1:min(first + 1 + len(logits), s.n_prompt)]
-        scored += logprobs_of(logits[:len(targets)], targets, s.owner.live.request.logprobs or 0)
-
-    def finish(self, s, reason):
-        """A sequence has ended."""
-        s.owner.over, s.owner.live.n_left = True, s.owner.live.n_left - 1
-        self.stats.finished[reason] += 1
-        if s.n_drawn > 1 and s.owner.first_time:
-            self.stats.per_token.observe((time.monotonic() - s.owner.first_time) / (s.n_drawn - 1))
+        live.scored += logprobs_of(logits[:len(targets)], targets, live.request.logprobs or 0)
 
     def deliver(self, live, outputs):
         """Hand outputs to a request. One that has ended is forgotten. One whose `deliver` raises is ended."""
@@ -286,26 +278,24 @@ class EngineThread:
             live.request.deliver(outputs)
         except Exception as e:
             print(f"request {live.request.id} is aborted, nobody takes its tokens: {e!r}", file=sys.stderr)
-            self.end_sequences(live, 'abort')
-            live.n_left = 0
-        if live.n_left == 0:
+            self.give_up(live, 'abort')
+        if not live.going:
             with self.condition:
                 self.live.pop(live.request.id, None)
                 self.condition.notify_all()
 
-    def end_sequences(self, live, reason):
-        """End the sequences of a request that go on. Returns their numbers."""
-        going = [s for s in live.sequences if not s.owner.over]
-        for s in going:
+    def give_up(self, live, reason):
+        """End the samples of a request that go on. Returns their numbers."""
+        numbers = sorted(live.going)
+        live.going.clear()
+        for s in live.sequences:
             self.engine.end(s, reason)
-            self.finish(s, reason)
-        return [s.owner.index for s in going]
+        self.stats.finished[reason] += len(numbers)
+        return numbers
 
     def end(self, live, reason, error=None):
-        """End all sequences of a request that go on."""
-        numbers = self.end_sequences(live, reason) if live.sequences else range(live.request.n)
-        if not live.sequences:  # it could not begin
-            live.n_left = 0
+        """End a request, and say so."""
+        numbers = self.give_up(live, reason)
         self.deliver(live, [Output(i, [], finish_reason=reason, error=error) for i in numbers])
 
     def end_all(self, reason, error=None):

@@ -7,23 +7,26 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 SECONDS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100)  # the buckets of histograms
 FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # that `generate_latest` writes
-GAUGES = {
-    'running': "Samples that have blocks",
-    'waiting': "Samples that wait for blocks, those that were preempted included",
-    'blocks_total': "Blocks of the pool",
-    'blocks_used': "Blocks that a sample has",
-    'blocks_shared': "Blocks that several samples have",
-    'blocks_cached': "Blocks that no sample has, and that are remembered",
+GAUGES = {  # {name: (what it is, its value by a `Stats`)}
+    'running': ("Samples that have blocks", lambda stats: len(stats.scheduler.running)),
+    'waiting': ("Samples that wait for blocks, those that were preempted included",
+                lambda stats: len(stats.scheduler.waiting)),
+    'blocks_total': ("Blocks of the pool", lambda stats: stats.pool.n_pages),
+    'blocks_used': ("Blocks that a sample has", lambda stats: stats.pool.n_pages - stats.pool.n_free),
+    'blocks_shared': ("Blocks that several samples have", lambda stats: sum(n > 1 for n in stats.pool.references)),
+    'blocks_cached': ("Blocks that no sample has, and that are remembered", lambda stats: sum(
+        prefix is not None and not n for prefix, n in zip(stats.pool.prefix_of, stats.pool.references))),
 }
 COUNTERS = {
-    'requests': "Requests received",
-    'steps': "Steps of the model",
-    'prompt_tokens': "Tokens of the prompts received",
-    'generated_tokens': "Tokens drawn",
-    'computed_tokens': "Tokens whose keys and values were computed",
-    'prefix_queries': "Tokens of prompts that were looked for in remembered blocks",
-    'prefix_hits': "Tokens of prompts that were found in remembered blocks",
-    'preemptions': "Samples that lost their blocks, to be computed again",
+    'requests': ("Requests received", lambda stats: stats.requests),
+    'steps': ("Steps of the model", lambda stats: stats.engine.n_steps),
+    'prompt_tokens': ("Tokens of the prompts received", lambda stats: stats.prompt_tokens),
+    'generated_tokens': ("Tokens drawn", lambda stats: stats.generated_tokens),
+    'computed_tokens': ("Tokens whose keys and values were computed", lambda stats: stats.engine.n_computed),
+    'prefix_queries': ("Tokens of prompts that were looked for in remembered blocks",
+                       lambda stats: stats.scheduler.n_looked_up),
+    'prefix_hits': ("Tokens of prompts that were found in remembered blocks", lambda stats: stats.scheduler.n_found),
+    'preemptions': ("Samples that lost their blocks, to be computed again", lambda stats: stats.scheduler.n_preempted),
 }
 HISTOGRAMS = (
     ('time_to_first_token_seconds', "From a request to its first token"),
@@ -40,31 +43,19 @@ class Stats:
     """
 
     def __init__(self, engine):
-        self.engine, self.finished, self.registry = engine, Counter(), CollectorRegistry()
+        self.engine, self.scheduler, self.pool = engine, engine.scheduler, engine.pool
+        self.finished, self.registry = Counter(), CollectorRegistry()
         self.requests = self.prompt_tokens = self.generated_tokens = 0
         self.first_token, self.per_token = [
             Histogram(f'nanogpt_{name}', help, buckets=SECONDS, registry=self.registry) for name, help in HISTOGRAMS]
         self.registry.register(self)
 
-    def read(self):
-        """{name: value} of all GAUGES and COUNTERS."""
-        scheduler, pool = self.engine.scheduler, self.engine.pool
-        references, n_free = pool.references[:], pool.n_free
-        gauges = {
-            'running': len(scheduler.running), 'waiting': len(scheduler.waiting), 'blocks_total': len(references),
-            'blocks_used': len(references) - n_free, 'blocks_shared': sum(n > 1 for n in references),
-            'blocks_cached': sum(prefix is not None and not n for prefix, n in zip(pool.prefix_of, references)),
-            'steps': self.engine.n_steps, 'computed_tokens': self.engine.n_computed,
-            'preemptions': scheduler.n_preempted, 'prefix_queries': scheduler.n_looked_up,
-            'prefix_hits': scheduler.n_found}
-        return gauges | {name: getattr(self, name) for name in COUNTERS if name not in gauges}
-
     def collect(self):
         """For prometheus_client: all that is counted."""
-        values, finished = self.read(), CounterMetricFamily('nanogpt_finished', "Samples that ended", labels=['reason'])
         for kind, metrics in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-            for name, help in metrics.items():
-                yield kind(f'nanogpt_{name}', help, values[name])
+            for name, (help, value) in metrics.items():
+                yield kind(f'nanogpt_{name}', help, value(self))
+        finished = CounterMetricFamily('nanogpt_finished', "Samples that ended", labels=['reason'])
         for reason, n in dict(self.finished).items():
             finished.add_metric([reason], n)
         yield finished
@@ -91,8 +82,8 @@ class Snapshots:
         self.text_of = {}  # {page: (its Prefix, its text)}
 
     def take(self):
-        pool, values, running = self.engine.pool, self.stats.read(), []
-        page_size = pool.page_size
+        pool, page_size, running = self.engine.pool, self.engine.pool.page_size, []
+        counters = {name: value(self.stats) for name, (_, value) in (GAUGES | COUNTERS).items() if name in SHOWN}
         shown = [{'samples': [], 'remembered': prefix is not None,
                   'text': '' if prefix is None else self.text(page, prefix)}
                  for page, prefix in enumerate(pool.prefix_of)]
@@ -106,7 +97,7 @@ class Snapshots:
                             s.tokens[i * page_size:min((i + 1) * page_size, s.n_computed)])
         waiting = [self.shown(s) | {'blocks': []} for s in self.engine.scheduler.waiting]
         return {'time': time.monotonic(), 'page_size': page_size, 'n_blocks': len(shown), 'blocks': shown,
-                'running': running, 'waiting': waiting, 'counters': {name: values[name] for name in SHOWN}}
+                'running': running, 'waiting': waiting, 'counters': counters}
 
     def shown(self, s):
         return {'id': s.owner.live.request.id, 'index': s.owner.index, 'n_prompt': s.n_prompt,
