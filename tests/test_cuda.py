@@ -1,7 +1,7 @@
 """On CUDA: the model, the engine and the model's recorded step give logits and tokens of the CPU's float32 model."""
 import pytest
 import torch
-from test_gpu_executor import MODELS, V, model_of
+from tiny_models import MODELS, VOCAB, model_of
 
 import decode
 from decode.gpu.graphs import GraphStep
@@ -11,7 +11,7 @@ from kvcache.llamacpp.pool import CellPool
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 BLOCK = 40
-PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [0] * 20, [i % V for i in range(BLOCK)], [3, 2, 1]]
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [0] * 20, [i % VOCAB for i in range(BLOCK)], [3, 2, 1]]
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def close(got, expected):
 @torch.no_grad()
 def test_logits_are_those_of_the_cpu(name):
     cpu, cuda = models(name)
-    idx = torch.randint(V, (2, BLOCK))
+    idx = torch.randint(VOCAB, (2, BLOCK))
     expected, cache, end = cpu(idx, idx)[0], None, 0
     close(cuda(idx.cuda(), idx.cuda())[0], expected)
     for n in (5, 1, 1, 9, 1, BLOCK - 17):

@@ -8,7 +8,8 @@ from conftest import needs, sizes
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 needs('triton')
 
-from test_gpu_executor import MODELS, POOLS, check_random_texts, engine_of, feed, holding, model_of, run, sequence_of
+from test_gpu_executor import POOLS, check_random_texts, engine_of, feed, holding, run, sequence_of
+from tiny_models import MODELS, model_of
 
 import decode
 from benchmarks.shapes import GPTS, model_with_varied_text

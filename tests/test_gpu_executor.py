@@ -9,6 +9,8 @@ import pytest
 import torch
 from conftest import sizes
 from plain_gpt import plain as exact
+from tiny_models import MODELS, model_of
+from tiny_models import VOCAB as V
 
 from decode.batch import Batch, NotNumbers, Refused
 from decode.draw import DrawSettings, draw
@@ -21,32 +23,13 @@ from engine import Engine
 from engine.sequence import Sequence
 from kvcache import BlockPool, make_layers, pages_for
 from kvcache.llamacpp.pool import CellPool
-from model import GPT, GPTConfig
 
-V = 29
-MODELS = {  # every kind of positions, with and without grouped heads, windows and sinks
-    'learned': dict(), 'learned window': dict(window=5, n_sink=1), 'none': dict(position='none', n_kv_head=1),
-    'rope': dict(position='rope', n_kv_head=2), 'rope window sinks': dict(position='rope', window=6, n_sink=3),
-    'alibi': dict(position='alibi', gelu='tanh'), 'alibi window': dict(position='alibi', window=7, n_kv_head=2),
-    'none window sinks': dict(position='none', window=20, n_sink=18),
-    'llama': dict(position='rope', n_kv_head=2, norm='rms', mlp='swiglu', n_inner=40, rope_scaling=(8.0, 1.0, 4.0, 16)),
-    'qwen window': dict(position='rope', window=9, norm='rms', mlp='swiglu', head_dim=16, qk_norm=True, tied=False)}
 HOWS = [dict(), dict(top_p=0.7), dict(top_k=5), dict(frequency_penalty=1.5), dict(temperature=0.0),
         dict(logit_bias={3: 2.0}), dict(min_tokens=5, stops=[1, 2, 3]), dict(stops=[1, 2, 3, 4]),
         dict(repetition_penalty=1.3, presence_penalty=0.3, min_p=0.05)]
 POOLS = dict(pages=lambda c, n=4: BlockPool(8 * pages_for(c, n), n, c.window, c.n_sink),
              unified=lambda c: CellPool(c, 5, c.block_size),
              streams=lambda c: CellPool(c, 5, c.block_size, unified=False))
-
-
-def model_of(kind, seed=0, dtype=torch.float32, **how):
-    torch.manual_seed(seed)
-    settings = dict(block_size=40, vocab_size=V, n_layer=2, n_head=4, n_embd=48, bias=seed % 2 == 0) | MODELS[kind]
-    m = GPT(GPTConfig(**(settings | how))).eval()
-    with torch.no_grad():
-        for p in m.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return m.to(dtype)
 
 
 def gpu(model, **how):

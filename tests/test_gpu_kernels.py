@@ -11,7 +11,8 @@ import torch
 from conftest import ROOT, sizes
 from on_triton import DEVICE, QUIET, dots_in_order  # noqa: F401 (a fixture)
 from plain_gpt import plain as exact
-from test_gpu_executor import MODELS, check_alone, engine_of, feed, holding, model_of, run, sequence_of
+from test_gpu_executor import check_alone, engine_of, feed, holding, run, sequence_of
+from tiny_models import MODELS, model_of
 
 from decode.gpu.executor import GPUExecutor
 from kvcache import BlockPool

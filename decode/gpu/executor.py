@@ -141,9 +141,7 @@ class GPUExecutor:
         sequence has more stop tokens or biases than a draw on the device takes.
         """
         with self.on_device():
-            for source, target, n in batch.copies:
-                for layer in self.layers:
-                    layer.copy(source, target, n)
+            batch.copy(self.layers)
             check_step(self.model, batch)
             if len(batch.tokens) > self.most_sequences:  # a step of several graphs is checked before the first one
                 step_slots(self.packed.config, batch)
