@@ -168,7 +168,7 @@ def test_the_template_gets_the_system_message_and_its_variables():
 def test_penalty_and_min_p_are_those_of_transformers():
     processors = pytest.importorskip('transformers.generation.logits_process')
     torch.manual_seed(0)
-    logits, tokens = 3 * torch.randn(1, 300), [5, 7, 5, 299]
+    logits, tokens = torch.randn(1, 300), [5, 7, 5, 299]
     settings = [DrawSettings(300, seed, prompt=tokens[:3], repetition_penalty=1.3, min_p=0.2, temperature=0.7)
                 for seed in range(300)]
     theirs = processors.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([tokens]), logits.clone())
