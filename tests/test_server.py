@@ -542,6 +542,7 @@ def test_a_reader_that_reads_nothing_is_cut_and_a_slow_one_is_not(monkeypatch):
             data += part
             time.sleep(.002)
         assert b'[DONE]' in data[-100:] and len(data) > 2**18
+        engine.until(lambda: not client.service.mailboxes)
         data = b''
         with suppress(OSError):
             while part := never.recv(2**20):
