@@ -8,8 +8,6 @@ import copy
 import torch.nn as nn
 from torch.nn.modules import module as torch_module
 
-from device import meta_model
-
 REFUSED = "use decoder=eager, the executor in PyTorch"
 
 
@@ -47,6 +45,7 @@ def check_unchanged(model):
         raise ValueError(f"the executor expects the GPT of model.py, not {type(model).__name__}: {REFUSED}")
     config = copy.copy(model.config)
     config.bias = True
+    from device import meta_model  # imported here: whoever reads the executor in PyTorch needs no device.py
     plain = meta_model(gpts_of(model)[0], config)
     found, expected = (dict(each.named_modules(remove_duplicate=False)) for each in (model, plain))
     for name in sorted({*found, *expected} - {''}):

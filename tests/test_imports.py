@@ -1,5 +1,6 @@
 """
-The shape of the house: arrows go one way (scripts -> generation -> model -> torch), functions stay short.
+The shape of the house: arrows go one way (scripts -> serving -> engine -> kvcache, decode -> positions, inputs), and
+functions stay short.
 
 decode/, kvcache/ and training/ are handed a model, and import neither it nor anything above it.
 """
@@ -7,12 +8,13 @@ import ast
 import glob
 import os
 import sys
+from importlib.util import find_spec
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SERVING, run
 
 SCRIPTS = {'train', 'sample', 'bench', 'export', 'serve', 'test_kv_cache'}
-WINGS = {'decode', 'kvcache', 'training', 'serving', 'benchmarks'}
+WINGS = {'decode', 'kvcache', 'engine', 'training', 'serving', 'benchmarks'}
 MODELS = {'model', 'debug_kv_model'}
 MODULES = {os.path.basename(path)[:-3] for path in glob.glob(os.path.join(ROOT, '*.py'))}
 OURS = MODULES | WINGS | {'formats', 'chat'}
@@ -22,16 +24,16 @@ FILES = sorted({os.path.relpath(path, ROOT) for folder in FOLDERS
 
 # what each may not import, of ours: a wing (all of its files) or a module
 NOT_TO_IMPORT = {
-    'decode': OURS - {'decode', 'positions', 'device'},
-    'kvcache': MODELS | SCRIPTS | {'generation', 'training', 'serving', 'benchmarks'},
-    'training': MODELS | SCRIPTS | {'generation', 'decode', 'kvcache', 'serving', 'benchmarks'},
+    'decode': OURS - {'decode', 'positions', 'inputs', 'device'},
+    'kvcache': OURS - {'kvcache', 'decode', 'positions', 'inputs', 'whole_file'},
+    'engine': OURS - {'engine', 'kvcache', 'decode', 'inputs'},
+    'training': MODELS | SCRIPTS | WINGS - {'training'},
     'serving': SCRIPTS | {'training', 'benchmarks'},
     'benchmarks': SCRIPTS,
-    'generation': OURS - {'model', 'inputs', 'kvcache', 'decode'},
-    'formats': MODELS | SCRIPTS | WINGS | {'generation'},
-    'chat': SCRIPTS | WINGS | {'generation', 'debug_kv_model'},
-    'debug_kv_model': OURS - {'model', 'generation'},
-    **{module: MODELS | SCRIPTS | WINGS | {'generation'} for module in MODULES - MODELS - SCRIPTS - {'generation'}},
+    'formats': MODELS | SCRIPTS | WINGS,
+    'chat': MODELS | SCRIPTS | WINGS,
+    'debug_kv_model': OURS - {'model'},
+    **{module: MODELS | SCRIPTS | WINGS for module in MODULES - MODELS - SCRIPTS},
     **{script: SCRIPTS - {script} for script in SCRIPTS},
 }
 
@@ -47,15 +49,20 @@ def tree_of(path):
         return ast.parse(f.read())
 
 
-def imports(path, top_level_only=False):
-    """Names of the top-level packages and modules that a file imports: anywhere, or when it is imported itself."""
-    tree, found = tree_of(path), set()
+def modules_in(tree, top_level_only=False):
+    """The names, with their dots, of the modules that a file imports: anywhere, or when it is imported itself."""
+    found = set()
     for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split('.')[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            found.add(node.module.split('.')[0])
+            found |= {node.module, *(f'{node.module}.{alias.name}' for alias in node.names)}
     return found
+
+
+def imports(path, top_level_only=False):
+    """Names of the top-level packages and modules that a file imports."""
+    return {name.split('.')[0] for name in modules_in(tree_of(path), top_level_only)}
 
 
 def test_model_needs_torch_and_the_standard_library_only():
@@ -72,52 +79,60 @@ def test_arrows_go_one_way(name):
             assert not imports(path) & NOT_TO_IMPORT[name], path
 
 
-def test_caches_and_generation_know_no_compiled_step():
-    """They take what says where keys and values are, the executor in PyTorch, and what keeps interrupts out."""
-    for path in ['generation.py', *(path for path in FILES if path.startswith('kvcache' + os.sep))]:
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split('.')[0] == 'decode':
-                assert node.module in ('decode.eager', 'decode.metadata', 'decode.process'), path
-            elif isinstance(node, ast.Import):
-                assert all(alias.name.split('.')[0] != 'decode' for alias in node.names), path
+def test_pools_and_the_engine_know_no_compiled_step():
+    """They know what says where keys and values are, settings of draws, and at the most the executor in PyTorch."""
+    for path in FILES:
+        if path.startswith(('kvcache' + os.sep, 'engine' + os.sep)):
+            of_decode = [name for name in modules_in(tree_of(path)) if name.split('.')[0] == 'decode']
+            assert all(name.startswith(('decode.batch', 'decode.draw', 'decode.eager')) for name in of_decode), path
 
 
-@pytest.mark.parametrize('name', ['request', 'scheduler', 'api'])
-def test_what_serving_decides_without_a_model_needs_no_torch(name):
-    """Scheduling and the API's objects can be read and tested by themselves; nothing they import has torch."""
-    path = f'serving/{name}.py'
-    if path not in FILES:
-        pytest.skip(f"there is no {path}")
-    todo, seen = [path], set()
-    while todo:
-        path = todo.pop()
-        seen.add(path)
-        tree = tree_of(path)
-        assert not imports(path, top_level_only=True) & {'torch', 'numba', 'kvcache', 'decode', 'model'}, path
-        named = [node.module for node in tree.body if isinstance(node, ast.ImportFrom) and node.module]
-        ours = [module.replace('.', '/') + '.py' for module in named if module.split('.')[0] == 'serving']
-        todo += [of for of in ours if of in FILES and of not in seen]
+LOADED = """
+import importlib, os, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+for name, module in sys.modules.items():
+    if name == 'numba' or (getattr(module, '__file__', None) or '').startswith(os.getcwd() + os.sep):
+        print(name)
+"""
 
 
-def test_at_most_sixteen_files_at_the_top():
+def loaded_by(*names):
+    """The modules of ours, and numba, that are loaded when these are imported."""
+    done = run(ROOT, '-c', LOADED, *names)
+    assert done.returncode == 0, done.stderr
+    return [name for name in done.stdout.split() if not name.startswith('__')]
+
+
+def test_the_engine_is_a_few_files():
+    loaded = loaded_by('engine')
+    assert 8 < len(loaded) <= 16 and 'numba' not in loaded, loaded
+
+
+def test_what_is_there_to_be_compared_is_loaded_by_name_only():
+    """kvcache/llamacpp and openppl.py are reading matter: what samples or serves imports them inside of a function."""
+    serving = ['serving.loading', 'serving.server'] * all(map(find_spec, SERVING))
+    loaded = loaded_by('sample', 'test_kv_cache', 'decode.cpu', 'decode.speculative', 'engine', *serving)
+    assert len(loaded) > 25
+    assert not [name for name in loaded if name.startswith(('kvcache.llamacpp', 'kvcache.openppl'))]
+
+
+def test_at_most_sixteen_files_at_the_top_and_none_is_named_after_nothing():
     assert len(MODULES) <= 16, sorted(MODULES)
-
-
-def test_no_file_is_named_after_nothing():
     vague = {'utils', 'util', 'helpers', 'helper', 'common', 'misc', 'manager'}
     assert not [path for path in FILES if vague & set(os.path.basename(path)[:-3].split('_'))]
 
 
-@pytest.mark.parametrize('path', FILES)
-def test_functions_and_the_model_are_short(path):
-    with open(os.path.join(ROOT, path), encoding='utf-8') as f:
-        n_lines = sum(1 for _ in f)
-    assert n_lines <= LONGEST_FILES.get(path, n_lines), f"{path} has {n_lines} lines"
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            n_lines = node.end_lineno - node.lineno + 1
-            most, *_ = LONGER_FUNCTIONS.get((path, node.name), (FUNCTION_LINES,))
-            assert n_lines <= most, f"{node.name} has {n_lines} lines"
+def test_functions_and_the_model_are_short():
+    for path in FILES:
+        with open(os.path.join(ROOT, path), encoding='utf-8') as f:
+            n_lines = sum(1 for _ in f)
+        assert n_lines <= LONGEST_FILES.get(path, n_lines), f"{path} has {n_lines} lines"
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                n_lines = node.end_lineno - node.lineno + 1
+                most, *_ = LONGER_FUNCTIONS.get((path, node.name), (FUNCTION_LINES,))
+                assert n_lines <= most, f"{path}: {node.name} has {n_lines} lines"
 
 
 def test_the_traced_model_copies_nothing():
