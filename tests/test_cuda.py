@@ -1,12 +1,12 @@
 """On CUDA: the model, the engine and the model's recorded step give logits and tokens of the CPU's float32 model."""
 import pytest
 import torch
+from test_gpu_executor import POOLS
 from tiny_models import MODELS, VOCAB, model_of
 
 import decode
 from decode.gpu.graphs import GraphStep
 from engine import Engine
-from kvcache.llamacpp.pool import CellPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -64,8 +64,8 @@ def test_the_engine_gives_the_tokens_of_the_cpu(name, executor):
     made = decode.best(cuda, 6, name=executor)
     for full in (dict(), dict(when_full='shift'))[:1 if cpu.config.max_positions != BLOCK else 2]:
         expected = Engine(cpu).generate(PROMPTS, 2 * BLOCK, temperature=0.0, **full)
-        for pool in None, CellPool(cpu.config, 6, BLOCK), CellPool(cpu.config, 6, BLOCK, unified=False):
-            got = Engine(cuda, made, pool).generate(PROMPTS, 2 * BLOCK, temperature=0.0, **full)
+        for pool in POOLS.values():
+            got = Engine(cuda, made, pool(cpu.config)).generate(PROMPTS, 2 * BLOCK, temperature=0.0, **full)
             assert got == expected
     texts = [Engine(m, of, kv_bits=8).generate(PROMPTS, BLOCK, temperature=0.0)
              for m, of in ((cpu, None), (cuda, made))]
