@@ -1,4 +1,6 @@
 """
+What the next tokens are of: one loop over sequences, for whoever has a model.
+
     sequence     one text that is being continued
     scheduler    who is in the next step
     engine       the loop: add, step; stream and generate

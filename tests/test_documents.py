@@ -62,7 +62,7 @@ def test_a_command_has_settings_that_exist(document, script, arguments, monkeypa
 def test_a_link_leads_somewhere(document):
     folder = os.path.dirname(document)
     for name, anchor in re.findall(r'\]\((?!https?:)([^)#]*)#?([^)]*)\)', text_of(document)):
-        path = os.path.normpath(os.path.join(folder, name)) if name else document
+        path = os.path.normpath(os.path.join(folder, name.strip())) if name else document
         assert os.path.exists(os.path.join(ROOT, path)), name
         if anchor:
             headings = re.findall(r'^#+ (.+)$', text_of(path), re.M)
@@ -123,7 +123,7 @@ def test_every_module_and_package_is_in_the_readme():
 def test_the_docstring_of_a_package_lists_its_files(package):
     """A line for each, or for some with commas between, which begins with the name; folders with a slash."""
     docstring = ast.get_docstring(ast.parse(text_of(f'{package}/__init__.py')))
-    lines = re.findall(r'^ {4}(\w+/?(?:, \w+/?)*)(?: {2,}| +)\S', docstring, re.M)
+    lines = re.findall(r'^ {4}(\w+/?(?:, \w+/?)*) +(?!=)\S', docstring, re.M)
     listed = [name for line in lines for name in line.split(', ')]
     files = {name[:-3] for name in os.listdir(os.path.join(ROOT, package)) if name.endswith('.py')} - {'__init__'}
     files |= {name + '/' for name in os.listdir(os.path.join(ROOT, package))
