@@ -4,6 +4,7 @@ time, forks, its end.
 """
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -166,6 +167,9 @@ def test_executors_in_the_child_of_a_fork():
                 end = time.monotonic() + 60
                 while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
                     time.sleep(0.01)
+                if found == (0, 0):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
                 assert found == (pid, 0), found
         finally:
             done.set()
