@@ -167,7 +167,13 @@ def kinds(state):
 
 
 def test_types_and_reads_the_stream(page):
-    """Samples stream side by side, and have the texts that the API gives for the same seed."""
+    """
+    Samples stream side by side, and have the texts that the API gives for the same seed. A model without a template has
+    no chat.
+    """
+    assert page.client.get('/v1/models').json()['data'][0]['chat'] is False
+    assert page['#prompt'].is_displayed() and page['#n'].is_displayed() and page['#go'].text == 'Continue'
+    assert not any(element.is_displayed() for element in page.all('[data-mode=chat], #modes, #modes *'))
     page.fill(prompt=PROMPT, seed=5, n=3, max_tokens=40)
     page.engine.allow(20)
     page['#go'].click()
@@ -180,18 +186,6 @@ def test_types_and_reads_the_stream(page):
         '40 tokens, cut off'] * 3
     first, rate = (float(figure.text.split()[0].replace(',', '')) for figure in page.all('#speed .figure b'))
     assert first > 0 and rate > 0 and len({e.location['y'] for e in page.all('.sample')}) < 3
-
-
-def test_stops(page):
-    page.fill(prompt=PROMPT, max_tokens=150)
-    page.engine.allow(20)
-    page['#go'].click()
-    page.wait(lambda: page.samples() and len(page.samples()[0]) > len(PROMPT))
-    page['#stop'].click()
-    page.wait(lambda: page.finished() and not page.engine.live)
-    assert page.text('.sample footer span').endswith(', stopped') and not page.text('#error')
-    page.wait(lambda: page.squares() == kinds(page.client.get('/cache').json()))
-    assert not {'used', 'shared'} & set(page.squares())
 
 
 def test_works_with_the_keyboard(page):
@@ -279,23 +273,19 @@ def test_a_reload_in_mid_stream(page):
 
 @pytest.mark.parametrize('width', [390, 1280])
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
-def test_narrow_and_dark(page, width, scheme):
+def test_narrow_and_dark(chat, width, scheme):
     """Nothing is wider than the window, and text stands out from its background (WCAG: a contrast of 4.5)."""
-    with shown(page, width, scheme):
-        page.fill(prompt=PROMPT, n=2, max_tokens=30)
-        page['#go'].click()
-        page.wait(lambda: page.samples() and page.finished())
-        check_look(page, scheme, 'label[for=prompt]', '.soft', '.sample pre', '.sample .given', '.sample footer',
-                   '#inspector', '#go')
-
-
-@pytest.mark.parametrize('width, scheme', [(390, 'light'), (1280, 'dark'), (390, 'dark')])
-def test_a_narrow_and_a_dark_chat(chat, width, scheme):
     with shown(chat, width, scheme):
         chat.say('a word of more than its line: ' + 'x' * 80)
         chat.wait(chat.finished)
         check_look(chat, scheme, '#modes label', '#modes label:last-child', '.asked pre', '.asked button',
                    '.sample pre', '.sample footer', '.found', 'label[for=message]', '#clear')
+        chat['#modes label:last-child'].click()
+        chat.fill(prompt=PROMPT, n=2, max_tokens=30)
+        chat['#go'].click()
+        chat.wait(lambda: len(chat.all('#samples .sample')) == 2 and chat.finished())
+        check_look(chat, scheme, 'label[for=prompt]', '#samples .sample pre', '#samples .given',
+                   '#samples .sample footer', '#inspector', '#go')
 
 
 @contextmanager
@@ -370,12 +360,6 @@ def test_blocks_that_were_never_seen_in_use_stand_out(page):
     assert colours['remembered'] != colours['free']
 
 
-def test_a_model_without_a_template_has_no_chat(page):
-    assert page.client.get('/v1/models').json()['data'][0]['chat'] is False
-    assert page['#prompt'].is_displayed() and page['#n'].is_displayed() and page['#go'].text == 'Continue'
-    assert not any(element.is_displayed() for element in page.all('[data-mode=chat], #modes, #modes *'))
-
-
 def test_the_second_turn_finds_the_blocks_of_the_first(chat):
     """Turns stream, have the texts that the API gives for the same messages, and say what they found."""
     said = [dict(role='user', content='what is <b>a king</b>?')]
@@ -439,7 +423,11 @@ def test_a_turn_is_stopped_edited_and_repeated(chat):
     assert not chat.turns()
 
 
-def test_a_message_that_is_refused_comes_back(chat):
+def test_a_message_that_is_refused_comes_back_and_blanks_are_none(chat):
+    for text in ('   ', ' \n\t '):
+        chat.paste('message', text)
+        chat['#message'].send_keys(Keys.ENTER)
+        assert not chat.turns() and chat.finished() and not chat.engine.live
     chat.say('one')
     chat.wait(chat.finished)
     whole = chat.turns()
@@ -612,15 +600,6 @@ def test_what_is_removed_can_be_had_again(chat):
     assert chat.turns() == whole and not chat.text('#error')
 
 
-def test_blanks_are_no_message(chat):
-    for text in ('   ', ' \n\t '):
-        chat.paste('message', text)
-        chat['#message'].send_keys(Keys.ENTER)
-        assert not chat.turns() and chat.finished() and not chat.engine.live
-    chat.say('one')
-    assert chat.is_answered([dict(role='user', content='one')])
-
-
 class Relay:
     """A port that passes bytes to another one and back, until it is cut."""
 
@@ -723,13 +702,15 @@ def test_fields_have_the_names_of_their_labels(chat):
     assert [chat['#' + name].aria_role for name in ('temperature', 'top_p', 'n')] == ['slider', 'slider', 'spinbutton']
 
 
-def test_after_stop_the_keyboard_is_in_the_field(chat):
-    for mode, field in (('chat', 'message'), ('continue', 'prompt')):
+def test_stop_frees_the_blocks_and_gives_the_field_the_keyboard(chat):
+    for mode, field, note in (('chat', 'message', '.turn footer span'), ('continue', 'prompt', '.sample footer span')):
         chat[f'#modes label:has([value={mode}])'].click()
         chat.engine.allow(3)
         chat['#' + field].send_keys('one')
         chat['#go'].click()
-        chat.wait(lambda: chat.engine.live and chat['#stop'].is_enabled())
+        chat.wait(lambda: chat.engine.live and chat['#stop'].is_enabled() and 'token' in chat.text(note))  # noqa: B023
         chat['#stop'].click()
         chat.wait(lambda: chat.finished() and not chat.engine.live)
-        assert chat.focused() == field
+        assert chat.focused() == field and chat.text(note).endswith(', stopped') and not chat.text('#error')
+        chat.wait(lambda: chat.squares() == kinds(chat.client.get('/cache').json()))
+        assert not {'used', 'shared'} & set(chat.squares())
