@@ -152,6 +152,9 @@ def test_characters_in_hugging_faces_tokenizer(tmp_path):
     # characters are none of them: they are left out of a decoded text
     assert set(theirs.all_special_tokens) == {'<|pad|>', '<|endoftext|>'}
     assert tokenizers.from_state(tokenizers.state_of_dataset(tmp_path / 'hf')).chars == ours.chars
+    # where there is no space, it becomes the first character
+    formats.to_huggingface(gpt(**HARD | dict(vocab_size=3)), tmp_path / 'hf', CharTokenizer('abc'))
+    assert AutoTokenizer.from_pretrained(tmp_path / 'hf')('bxc')['input_ids'] == [1, 0, 2]
 
 
 @pytest.mark.parametrize('config', [EASY, LLAMA])
@@ -201,13 +204,6 @@ def test_an_imported_model_goes_out_with_the_ids_it_came_with(tmp_path, ids):
                 sorted(theirs.all_special_ids), theirs('<tool><s> a<|x|>')['input_ids'], c.bos_token_id, c.eos_token_id,
                 c.pad_token_id, g.bos_token_id, g.eos_token_id, g.pad_token_id)
     assert facts(tmp_path / 'out') == facts(tmp_path / 'in')
-
-
-def test_unknown_characters_where_there_is_no_space(tmp_path):
-    pytest.importorskip('transformers', reason="transformers is not installed")
-    from transformers import AutoTokenizer
-    formats.to_huggingface(gpt(**HARD | dict(vocab_size=3)), tmp_path / 'hf', CharTokenizer('abc'))
-    assert AutoTokenizer.from_pretrained(tmp_path / 'hf')('bxc')['input_ids'] == [1, 0, 2]
 
 
 @needs_byte_pairs

@@ -6,13 +6,12 @@ import sys
 
 import pytest
 import torch
-from conftest import run, sizes
+from conftest import run
 from example_models import (
     ALIBI,
     EASY,
     HARD,
     LLAMA,
-    LLAMA3,
     QWEN2,
     QWEN3,
     ROPE,
@@ -130,25 +129,20 @@ ATTENTION = MPT_7B['attn_config']
 REFUSED = [  # config.json, what is changed in it, what the line has to say
     # no Llama at all; mixtures of experts; layers that run beside one another; multimodal
     *[(LLAMA_3_2_1B, dict(model_type=name), f"model_type is '{name}', but only gpt2, gpt_bigcode, starcoder2, mpt")
-      for name in ('bert', 'mixtral', 'qwen3_moe', 'gpt_neox', 'cohere', 'mllama')],
+      for name in ('bert', 'mixtral', 'cohere')],
     (GPT2, dict(n_layer='12'), "n_layer must be a positive integer up to 16,777,216, not '12'"),
     (GPT2, dict(model_type=[]), 'model_type is []'),
     (GPT2, dict(vocab_size=True), 'vocab_size must be a positive integer up to 16,777,216, not True'),
     (GPT2, dict(vocab_size=2**62), 'vocab_size must be a positive integer up to 16,777,216'),
-    (GPT2, dict(n_positions=2**62), 'n_positions must be a positive integer up to 16,777,216'),
-    (GPT2, dict(n_embd=12 * 2**62), 'n_embd must be a positive integer up to 16,777,216'),
     (GPT2, dict(n_layer=10**6), 'n_layer must be a positive integer up to 4,096'),
     (GPT2, dict(activation_function='relu'), "activation_function is 'relu'"),
     (GPT2, dict(scale_attn_by_inverse_layer_idx=True), 'scale_attn_by_inverse_layer_idx is True'),
     (GPT2, dict(scale_attn_weights=False), 'scale_attn_weights is False'),
-    (GPT2, dict(add_cross_attention=True), 'add_cross_attention is True'),
     (GPT2, dict(quantization_config={'bits': 4}), 'quantization_config is'),
-    (SANTACODER, dict(activation_function='gelu_fast'), "activation_function is 'gelu_fast'"),
     (STARCODER2_3B, dict(hidden_act='silu'), "hidden_act is 'silu'"),
     (STARCODER2_3B, dict(norm_type='rms_norm'), "norm_type is 'rms_norm'"),
     (STARCODER2_3B, dict(mlp_type='gated'), "mlp_type is 'gated'"),
     (STARCODER2_3B, dict(sliding_window='all'), 'sliding_window must be'),
-    (STARCODER2_3B, dict(rope_scaling=dict(type='linear', factor=2.0)), "rope_scaling.type is 'linear'"),
     (STARCODER2_3B, dict(rope_parameters=dict(rope_type='yarn')), "rope_parameters.rope_type is 'yarn'"),
     (STARCODER2_3B, dict(rope_parameters=dict(partial_rotary_factor=0.5)), 'partial_rotary_factor is 0.5'),
     (STARCODER2_3B, dict(num_key_value_heads=5), 'n_head 24 must be divisible by n_kv_head 5'),
@@ -160,23 +154,16 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
     (MPT_7B, dict(attn_config=ATTENTION | dict(attn_type='grouped_query_attention')), 'attn_config.attn_type is'),
     (MPT_7B, dict(attn_config=ATTENTION | dict(prefix_lm=True)), 'attn_config.prefix_lm is True'),
     (MPT_7B, dict(expansion_ratio='4'), 'expansion_ratio must be an integer'),
-    (MPT_7B, dict(d_model=1), 'n_embd 1 must be divisible by n_head 32'),
     (MPT_7B, dict(logit_scale='inv_sqrt_d_model'), "logit_scale is 'inv_sqrt_d_model'"),
-    (MPT_7B, dict(norm_type='rmsnorm'), "norm_type is 'rmsnorm'"),
     *[(hf, dict(rope_scaling={key: kind, 'factor': 4.0}), f"rope_scaling.{key} is '{kind}'")
-      for hf, key, kind in ((LLAMA_3_2_1B, 'type', 'linear'), (LLAMA_3_2_1B, 'rope_type', 'dynamic'),
-                            (MISTRAL_7B, 'rope_type', 'longrope'), (QWEN2_05B, 'type', 'yarn'),
-                            (QWEN3_06B, 'rope_type', 'yarn'))],
+      for hf, key, kind in ((LLAMA_3_2_1B, 'type', 'linear'), (QWEN3_06B, 'rope_type', 'yarn'))],
     (QWEN3_06B, dict(rope_parameters=dict(rope_type='yarn', rope_theta=1e6)), "rope_parameters.rope_type is 'yarn'"),
-    (QWEN2_05B, dict(rope_scaling='yarn'), "rope_scaling must be a dict or null, not 'yarn'"),
     (LLAMA_3_2_1B, dict(rope_scaling=[8.0, 1.0, 4.0]), 'rope_scaling must be a dict or null, not [8.0, 1.0, 4.0]'),
     (LLAMA_3_2_1B, dict(rope_scaling=dict(rope_type='llama3')), 'rope_scaling must be () or (factor,'),
     (LLAMA_3_2_1B, dict(rope_scaling=LLAMA_3_2_1B['rope_scaling'] | dict(factor='32')), 'rope_scaling must be () or'),
     (LLAMA_3_2_1B, dict(rope_theta='500000'), "rope_theta must be at least 1 and at most 1e"),
     (LLAMA_3_2_1B, dict(attention_bias=True), 'mlp_bias is False'),
-    (LLAMA_3_2_1B, {'attention_bias': True, 'mlp_bias': None}, 'mlp_bias is None'),
     (LLAMA_3_2_1B, dict(mlp_bias=True), 'mlp_bias is True'),
-    (LLAMA_3_2_1B, dict(hidden_act='gelu'), "hidden_act is 'gelu'"),
     (LLAMA_3_2_1B, dict(layer_types=['full_attention', 'sliding_attention'] * 8), '(layer_types)'),
     (QWEN2_05B, dict(layer_types=['linear_attention'] * 24), 'layer_types must be a list'),
     (QWEN2_05B, dict(layer_types=7), 'layer_types must be a list'),
@@ -186,13 +173,9 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
     (QWEN3_06B, dict(head_dim=127), 'rotary positions turn pairs of channels, and a head has 127'),
     (QWEN3_06B, dict(tie_word_embeddings='yes'), "tied must be True or False, not 'yes'"),
     (MISTRAL_7B, dict(sliding_window=-1), 'sliding_window must be a number of positions'),
-    (MISTRAL_7B, dict(hidden_size=2**62), 'hidden_size must be a positive integer up to 16,777,216'),
-    (MISTRAL_7B, dict(intermediate_size=2**62), 'intermediate_size must be a positive integer up to 16,777,216'),
     (MISTRAL_7B, dict(head_dim=2**62), 'head_dim must be an integer from 0 to 16,777,216'),
     (MISTRAL_7B, dict(num_key_value_heads=2**62), 'n_kv_head must be an integer from 0 to 16,777,216'),
-    (MISTRAL_7B, dict(num_hidden_layers=10**6), 'n_layer must be a positive integer up to 4,096'),
     (MISTRAL_7B, dict(rms_norm_eps=0), 'norm_eps must be between 0 and 1, not 0'),
-    (MISTRAL_7B, dict(quantization_config=dict(quant_method='awq')), "quantization_config is {'quant_method': 'awq'}"),
 ]
 
 
@@ -249,13 +232,9 @@ def test_what_is_no_folder_of_a_model_is_refused(tmp_path):
     exported(tmp_path, EASY)
     with pytest.raises(ValueError, match='dropout'):
         GPT.from_pretrained(str(tmp_path), dict(n_layer=3))
-    pointer = 'version https://git-lfs.github.com/spec/v1'
-    for name, content in (('model.safetensors', pointer), ('config.json', 'half a {')):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(ValueError, match='cannot be read'):
-            GPT.from_pretrained(str(tmp_path))
-    with pytest.raises(ValueError, match='neither'):
-        GPT.from_pretrained(str(tmp_path / 'nowhere'))
+    (tmp_path / 'model.safetensors').write_text('version https://git-lfs.github.com/spec/v1')  # a pointer
+    with pytest.raises(ValueError, match='cannot be read'):
+        GPT.from_pretrained(str(tmp_path))
 
 
 def test_names_without_the_base_of_their_family(tmp_path):
@@ -280,19 +259,15 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         (ROPE, lambda w: w | {'model.embed_tokens.weight': torch.ones(127, 48)}, r'embed_tokens.weight is \(127, 48\)'),
         (EASY, lambda w: {k: v for k, v in w.items() if 'wpe' not in k}, 'wpe.weight is missing'),
         (ALIBI, lambda w: w | {'transformer.wpe.weight': torch.ones(24, 48)}, 'no place for: wpe.weight'),
-        (ALIBI, lambda w: w | {'transformer.blocks.0.attn.q_ln.weight': torch.ones(48)}, 'attn.q_ln.weight'),
         (ROPE, lambda w: {k: v for k, v in w.items() if 'layers.1.mlp.c_fc' not in k}, r'lacks .*layers.1.mlp.c_fc'),
-        (ROPE, lambda w: w | {'model.norm.weight': torch.ones(47)}, 'do not fit its config.json.*ln_f.weight'),
         (ROPE, lambda w: w | {'model.layers.0.self_attn.k_proj.weight': torch.ones(16, 47)}, 'do not fit'),
         (EASY, lambda w: {k: v.to(torch.float8_e4m3fn) if k.endswith('c_fc.weight') else v for k, v in w.items()},
          'is of torch.float8_e4m3fn'),
         (UNTIED, lambda w: {k: v for k, v in w.items() if k != 'lm_head.weight'}, 'lacks the weights lm_head.weight'),
-        (UNTIED, lambda w: w | {'lm_head.weight': torch.ones(127, 48)}, 'do not fit its config.json.*lm_head.weight'),
         (UNTIED, lambda w: {k: v for k, v in w.items() if 'layers.1.mlp.gate' not in k}, 'lacks .*1.mlp.gate_proj'),
         (UNTIED, lambda w: w | {'model.layers.0.self_attn.o_proj.bias': torch.ones(48)}, 'no place .*0.self_attn.o_'),
         (UNTIED, lambda w: w | {'model.layers.1.self_attn.k_proj.weight': torch.ones(8, 48)}, 'do not .*1.attn.c_attn'),
         (UNTIED, lambda w: w | {'model.layers.0.self_attn.rotary_emb.inv_freq': torch.ones(4)}, None),
-        (LLAMA3, lambda w: w | {'lm_head.weight': torch.randn(128, 48)}, 'lm_head.weight is not embed_tokens.weight'),
         (QWEN2, lambda w: {k: v for k, v in w.items() if '0.self_attn.v_proj.b' not in k}, 'lacks .*v_proj.bias'),
         (QWEN3, lambda w: {k: v for k, v in w.items() if '1.self_attn.q_norm' not in k}, 'lacks .*1.self_attn.q_norm'),
         (QWEN3, lambda w: w | {'model.layers.0.self_attn.k_norm.weight': torch.ones(48)}, 'do not fit.*0.attn.k_norm'),
@@ -451,22 +426,14 @@ BAD_FOLDERS = [  # what is changed in a folder that is good, what the line has t
     (cut('generation_config.json'), 'generation_config.json cannot be read'),
     (written('config.json', '[]'), 'config.json cannot be read (ValueError: it must hold a dict'),
     (lambda folder: os.remove(folder / 'config.json'), 'is neither gpt2, gpt2-medium'),
-    (lambda folder: os.remove(folder / 'model.safetensors'), 'is neither gpt2, gpt2-medium'),
     (lambda folder: os.remove(folder / 'tokenizer.json'), 'hf has no tokenizer.json: these tokens have no text'),
-    (written('model.safetensors.index.json', '{"metadata": {}}'), 'index.json has no weight_map'),
-    (written('model.safetensors.index.json', '{"weight_map": {"lm_head.weight": "model-2.safetensors"}}'),
-     'lacks model-2.safetensors, which model.safetensors.index.json names'),
     # what the config alone says is said before weights are read
     *[(both(cut('model.safetensors'), changed('config.json', **change)), line) for change, line in (
         (dict(model_type='mixtral'), "config.json: model_type is 'mixtral'"),
         (dict(hidden_act='gelu'), "config.json: hidden_act is 'gelu'"),
-        (dict(num_hidden_layers=10**6), 'config.json: n_layer must be'),
-        (dict(model_type='starcoder2', use_bias=False, num_hidden_layers=10**6, hidden_act='gelu'),
-         'config.json: n_layer must be'),
         (dict(rope_parameters=dict(rope_type='yarn')), "config.json: rope_parameters.rope_type is 'yarn'"))],
     (changed('config.json', num_hidden_layers=3), 'n_layer is 3, but the weights have 2 layers'),
     (changed('config.json', vocab_size=2**24), '(16777216, 48), but embed_tokens.weight is (300, 48)'),
-    (changed('config.json', num_attention_heads=2**24, head_dim=2**24), 'do not fit its config.json'),
     (changed('config.json', intermediate_size=2**24), 'do not fit its config.json'),
     (both(changed('config.json', vocab_size=299), lambda folder: shorter_embedding(folder)),
      'the tokenizer has 300 tokens, but the model a vocab_size of 299'),
@@ -577,11 +544,9 @@ def test_a_bad_folder_is_one_line(good_folder, tmp_path, change, line):
     assert line in str(refused.value) and '\n' not in str(refused.value) and len(str(refused.value)) < 600
 
 
-@pytest.mark.parametrize('change, line', BAD_FOLDERS[::sizes(8, 1)])
-def test_and_sampling_from_it_ends_with_exit_code_2(repo, good_folder, change, line):
+def test_and_sampling_from_it_ends_with_exit_code_2(repo, good_folder):
     shutil.copytree(good_folder, repo / 'hf')
-    change(repo / 'hf')
+    cut('model.safetensors')(repo / 'hf')
     done = run(repo, 'sample.py', '--init_from=hf', '--device=cpu')
-    *settings, last = done.stderr.splitlines()
-    assert done.returncode == 2 and not done.stdout and last.startswith('sample.py: error: ') and line in last
-    assert [text.split(' = ')[0] for text in settings] == ['init_from', 'device']
+    assert done.returncode == 2 and not done.stdout and done.stderr.count('\n') == 3  # of them two are the settings
+    assert done.stderr.splitlines()[-1].startswith('sample.py: error: ')
