@@ -197,11 +197,10 @@ def test_stop_ends_each_sample_there(trained):
     assert traced.stdout == meant.stdout
 
 
-@pytest.mark.parametrize('typed, meant', [(r'\n\n', '\n\n'), (r'a\tb', 'a\tb'), (r'\\n', r'\n'), (r'\d', r'\d'),
-                                          ('', '')])
-def test_what_stop_is_read_as(typed, meant, monkeypatch):
-    monkeypatch.setattr(script, 'stop', typed)
-    assert script.unescaped_stop(CharTokenizer(map(chr, range(128)))) == meant
+def test_what_stop_is_read_as(monkeypatch):
+    for typed, meant in {r'\n\n': '\n\n', r'a\tb': 'a\tb', r'\\n': r'\n', r'\d': r'\d', '': ''}.items():
+        monkeypatch.setattr(script, 'stop', typed)
+        assert script.unescaped_stop(CharTokenizer(map(chr, range(128)))) == meant
 
 
 def test_settings_of_the_draw_at_their_ends(trained):
@@ -214,20 +213,18 @@ def test_settings_of_the_draw_at_their_ends(trained):
 
 
 @pytest.mark.parametrize('decoder, n', [('auto', 1), ('eager', 2)])
-def test_torch_has_one_thread_while_the_kernel_decodes(monkeypatch, decoder, n):
+def test_torch_has_one_thread_while_the_kernel_decodes(monkeypatch, capsys, decoder, n):
     found = []
 
     class Printed(script.Printed):
         def begin(self):
             super().begin()
             found.append(torch.get_num_threads())
+    model, before = gpt(**LLAMA | dict(vocab_size=LETTERS.vocab_size)), torch.get_num_threads()
     monkeypatch.setattr(script, 'Printed', Printed)
-    monkeypatch.setattr(script, 'decoder', decoder)
-    monkeypatch.setattr(script, 'max_new_tokens', 2)
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        script.print_samples(gpt(**LLAMA | dict(vocab_size=LETTERS.vocab_size)), LETTERS, ['a'], 'cpu')
+        printed_by_script(model, ['a'], monkeypatch, capsys, decoder=decoder, max_new_tokens=2)
         assert found == [n] and torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
@@ -263,6 +260,16 @@ def test_what_is_drawn_is_printed_when_a_run_is_ended(trained):
     out, _ = process.communicate(timeout=TIMEOUT)
     texts = out.split(LINE)
     assert process.returncode == 130 and len(texts) == 3 and all(len(text) > 20 for text in texts[:2])
+
+
+@pytest.mark.parametrize('kv_cache', ['blocks', 'streams', 'unified'])
+def test_keys_and_values_are_as_large_as_the_request(monkeypatch, kv_cache):
+    model = gpt(**LLAMA | dict(block_size=8192))
+    monkeypatch.setattr(script, 'kv_cache', kv_cache)
+    engine = script.engine_for(model, None, 3, 15, script.pool_of(model.config, 3, 15), 'cpu')
+    # of 3 samples of 15 tokens: 2 layers of keys and values of 2 heads with 8 channels, 4 bytes each
+    assert sum(t.nbytes for layer in engine.executor.layers for t in (layer.k.data, layer.v.data)) == (
+        3 * 15 * 2 * 2 * 2 * 8 * 4)
 
 
 MEASURED = """
@@ -312,9 +319,12 @@ def test_what_does_not_fit_says_how_much_it_is(long_context):
 # test_kv_cache.py
 
 @pytest.mark.parametrize('where', ['trained', 'untrained', 'traced'])
-def test_the_identity_script(trained, repo, where):
-    env = dict(KV_DEBUG='1') if where == 'traced' else {}
-    done = run(repo if where == 'untrained' else trained, 'test_kv_cache.py', '--repeats=1', '--device=cpu', **env)
+def test_the_identity_script(trained, tmp_path, where):
+    """It takes the checkpoint of the current folder."""
+    if where != 'untrained':
+        shutil.copytree(trained / 'out', tmp_path / 'out')
+    done = run(tmp_path, os.path.join(ROOT, 'test_kv_cache.py'), '--repeats=1', '--device=cpu',
+               **dict(KV_DEBUG='1') if where == 'traced' else {})
     assert done.returncode == 0, done.stderr
     for said in ('SUCCESS: outputs are identical (206 tokens', 'speedup', 'tok/s', 'with cache'):
         assert said in done.stdout
@@ -323,13 +333,6 @@ def test_the_identity_script(trained, repo, where):
     assert ('!! no checkpoint trained on Shakespeare' in done.stderr) == (where == 'untrained')
     assert ('[KVDBG][Attn L1] using cache T_k=7' in done.stderr) == (where == 'traced') != ('the engine' in done.stdout)
     assert '!!!' not in done.stderr
-
-
-def test_the_identity_script_takes_the_checkpoint_of_the_current_folder(trained, tmp_path):
-    shutil.copytree(trained / 'out', tmp_path / 'out')
-    done = run(tmp_path, os.path.join(ROOT, 'test_kv_cache.py'), '--repeats=1', '--new_tokens=20', '--device=cpu')
-    assert done.returncode == 0 and done.stdout.startswith('model: out/ckpt.pt')
-    assert 'RANDOM' not in done.stdout + done.stderr
 
 
 def test_the_identity_script_finds_a_broken_cache(repo):
