@@ -124,27 +124,43 @@ def test_the_openai_client_streams_and_scores_what_it_gets_at_once(chat):
             create(model='gpt-4', messages=[SYSTEM])
 
 
-def test_a_stream_ends_as_the_answer_does(chat):
-    client, _ = chat
-    fields = dict(messages=[dict(role='user', content='Héllo')], temperature=0, max_tokens=9, stream=True)
-    found = events(client.post('/v1/chat/completions', json=fields).content)
-    assert found[-1] == b'[DONE]' and found[-2]['choices'][0]['finish_reason'] in ('stop', 'length')
-    assert ['role' in event['choices'][0]['delta'] for event in found[:-1]] == [True] + [False] * (len(found) - 2)
-
-
-@pytest.mark.parametrize('fields, param', [
-    (dict(messages=[]), 'messages'), (dict(messages='hi'), 'messages'), (dict(), 'messages'),
-    (dict(messages=[dict(role='user')]), 'messages.0.content'),
-    (dict(messages=[dict(role='user', content=[dict(type='image_url', image_url='x')])]), 'messages.0.content'),
-    (dict(messages=[SYSTEM], top_logprobs=3), 'top_logprobs'),
-    (dict(messages=[SYSTEM], logprobs=True, top_logprobs=21), 'top_logprobs'),
-    (dict(messages=[SYSTEM], max_completion_tokens=-2), 'max_completion_tokens'),
-    (dict(messages=[SYSTEM], tools=[{}]), 'tools'), (dict(messages=[SYSTEM], prompt='x'), 'prompt'),
-])
-def test_an_error_names_the_field(chat, fields, param):
+@pytest.mark.parametrize('fields, param, said', [
+    (dict(messages=[]), 'messages', 'messages'), (dict(messages='hi'), 'messages', 'messages'),
+    (dict(), 'messages', 'messages'), (dict(messages=[dict(role='user')]), 'messages.0.content', 'content'),
+    (dict(messages=[SYSTEM], top_logprobs=3), 'top_logprobs', 'needs logprobs'),
+    (dict(messages=[SYSTEM], logprobs=True, top_logprobs=21), 'top_logprobs', '20'),
+    (dict(messages=[SYSTEM], max_completion_tokens=-2), 'max_completion_tokens', '-2'),
+    (dict(messages=[SYSTEM], tools=[{}]), 'tools', 'calls no functions'),
+    (dict(messages=[SYSTEM], prompt='x'), 'prompt', '/v1/completions'),
+    *[(dict(messages=[SYSTEM, message]), param, said) for message, param, said in [
+        (dict(role='tool', tool_call_id='x'), 'messages.1', 'calls no functions'),
+        (dict(role='assistant', content=None, tool_calls=[dict(id='x')]), 'messages.1', 'calls no functions'),
+        (dict(role='user', content=[dict(type='image_url', image_url='x')]), 'messages.1.content', "'image_url'"),
+        (dict(role='user', content=3), 'messages.1.content', 'should be a text'),
+        (dict(role='robot', content=3), 'messages.1.role', "'robot'"), ('hi', 'messages.1', 'an object'),
+        (dict(role='user', content=[dict(type='text')]), 'messages.1.content', "'text'")]]], ids=str)
+def test_an_error_names_the_first_thing_that_is_wrong(chat, fields, param, said):
     response = chat[0].post('/v1/chat/completions', json=fields)
     error = response.json()['error']
-    assert response.status_code == 400 and error['param'] == param and param.split('.')[-1] in error['message'], error
+    assert response.status_code == 400 and error['param'] == param and said in error['message'], error
+
+
+def test_a_stream(chat):
+    """
+    It ends as the answer does. Its first chunk has the role, each has the usage where asked; the id of an answer is in
+    its headers, before the first token.
+    """
+    client, options = chat[0], dict(include_usage=True, continuous_usage_stats=True)
+    fields = dict(messages=[dict(role='user', content='Héllo')], temperature=0, max_tokens=5, ignore_eos=True)
+    whole = client.post('/v1/chat/completions', json=fields)
+    assert whole.headers['x-request-id'] == whole.json()['id']
+    streamed = client.post('/v1/chat/completions', json=fields | dict(stream=True, stream_options=options))
+    *found, last, done = events(streamed.content)
+    assert streamed.headers['x-request-id'] == found[0]['id'] and done == b'[DONE]' and last['choices'] == []
+    assert found[-1]['choices'][0]['finish_reason'] == whole.json()['choices'][0]['finish_reason'] == 'length'
+    assert ['role' in event['choices'][0]['delta'] for event in found] == [True] + [False] * (len(found) - 1)
+    counts = [event['usage']['completion_tokens'] for event in found]
+    assert counts == sorted(counts) and counts[-1] == 5 and counts[0] > 0
 
 
 def test_a_template_that_refuses_or_loops_is_an_error_of_the_request(model):
@@ -187,19 +203,6 @@ def test_messages_as_clients_write_them(chat, message, same):
     assert both[0] == both[1] and both[0]['tokens'] == TOKENIZER.conversation([user, same, user])
 
 
-@pytest.mark.parametrize('message, param, said', [
-    (dict(role='tool', tool_call_id='x'), 'messages.1', 'calls no functions'),
-    (dict(role='assistant', content=None, tool_calls=[dict(id='x')]), 'messages.1', 'calls no functions'),
-    (dict(role='user', content=[dict(type='image_url', image_url='x')]), 'messages.1.content', "'image_url'"),
-    (dict(role='user', content=3), 'messages.1.content', 'should be a text'),
-    (dict(role='robot', content=3), 'messages.1.role', "'robot'"), ('hi', 'messages.1', 'an object'),
-    (dict(role='user', content=[dict(type='text')]), 'messages.1.content', "'text'")], ids=str)
-def test_an_error_of_a_message_names_the_first_thing_that_is_wrong(chat, message, param, said):
-    response = chat[0].post('/v1/chat/completions', json=dict(messages=[SYSTEM, message]))
-    error = response.json()['error']
-    assert response.status_code == 400 and error['param'] == param and said in error['message'], error
-
-
 def test_the_last_message_is_continued_where_asked(chat, model):
     """With the tokens that one text of both would have had."""
     client, _ = chat
@@ -240,7 +243,7 @@ def test_variables_of_the_template(model):
 
 
 def test_special_tokens_are_not_part_of_an_answer(chat):
-    """They are drawn, and counted; skip_special_tokens=false shows them."""
+    """They are drawn, and counted; skip_special_tokens=false shows them. One can be a stop string, without a text."""
     client, _ = chat
     said, bias = [dict(role='user', content='Héllo')], dict(ignore_eos=True, max_tokens=3)
     for fields, texts in ((bias | dict(logit_bias={2: 100}), ('', '<|im_end|>' * 3)),
@@ -254,6 +257,9 @@ def test_special_tokens_are_not_part_of_an_answer(chat):
     for skip, text in ((True, ''), (False, '<|im_start|>' * 3)):
         answer = client.post('/v1/completions', json=fields | dict(skip_special_tokens=skip)).json()
         assert answer['choices'][0]['text'] == text
+    for fields in (dict(stop=['never', '<|im_start|>']), dict(stop='<|im_start|>', skip_special_tokens=False)):
+        choice, = ask(client, [SYSTEM], logit_bias={1: 100}, max_tokens=9, **fields)['choices']
+        assert (choice['message']['content'], choice['finish_reason']) == ('', 'stop')
 
 
 def test_min_tokens_holds_back_stop_strings_and_a_stop_string_can_stay(chat):
@@ -297,14 +303,6 @@ def test_an_answer_has_all_the_room_there_is(chat, n_words):
         assert n + answer['usage']['prompt_tokens'] == 256 and answer['choices'][0]['finish_reason'] == 'length'
 
 
-def test_a_special_token_can_be_a_stop_string(chat):
-    """It has no text in which it could be found."""
-    for fields in (dict(stop=['never', '<|im_start|>']), dict(stop='<|im_start|>', skip_special_tokens=False)):
-        answer = ask(chat[0], [SYSTEM], logit_bias={1: 100}, max_tokens=9, **fields)
-        choice, = answer['choices']
-        assert (choice['message']['content'], choice['finish_reason']) == ('', 'stop')
-
-
 def test_a_tokenizer_may_have_special_tokens_that_the_model_lacks(model):
     tokenizer = from_state(TOKENIZER.state())
     tokenizer.library.add_special_tokens(['<pad>'])
@@ -314,14 +312,6 @@ def test_a_tokenizer_may_have_special_tokens_that_the_model_lacks(model):
         assert ask(client, [SYSTEM], max_tokens=2)['usage']['completion_tokens'] > 0
         refused = client.post('/v1/completions', json=dict(prompt='a<pad>b'))
         assert refused.status_code == 400 and refused.json()['error']['param'] == 'prompt'
-
-
-def test_each_chunk_has_the_usage_where_asked(chat):
-    options = dict(include_usage=True, continuous_usage_stats=True)
-    fields = dict(messages=[SYSTEM], max_tokens=5, ignore_eos=True, stream=True, stream_options=options)
-    found = events(chat[0].post('/v1/chat/completions', json=fields).content)[:-1]
-    counts = [event['usage']['completion_tokens'] for event in found]
-    assert counts == sorted(counts) and counts[-1] == 5 and counts[0] > 0
 
 
 def test_what_is_nested_too_deeply_is_refused(chat):
@@ -360,15 +350,6 @@ def test_an_answer_begins_without_the_blank_that_a_tokenizer_puts_there():
             pieces = [choice['delta' if stream else 'message']['content'] for choice in choices]
             assert ''.join(pieces) == (text * 2).removeprefix(' ')
         assert client.post('/v1/completions', json=fields | dict(prompt='Hi')).json()['choices'][0]['text'] == text * 2
-
-
-def test_the_id_of_an_answer_is_in_its_headers_before_the_first_token(chat):
-    client, _ = chat
-    fields = dict(messages=[SYSTEM], max_tokens=2)
-    whole = client.post('/v1/chat/completions', json=fields)
-    assert whole.headers['x-request-id'] == whole.json()['id']
-    streamed = client.post('/v1/chat/completions', json=fields | dict(stream=True))
-    assert streamed.headers['x-request-id'] == events(streamed.content)[0]['id']
 
 
 def test_a_stream_without_news_has_comments(monkeypatch):
