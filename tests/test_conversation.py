@@ -34,8 +34,8 @@ def engine_of(model, executor=EagerExecutor):
     return Engine(model, executor(model), BlockPool(256, PAGE, c.window, c.n_sink), budget=50, most_running=1)
 
 
-def conversation(executor=EagerExecutor, window=0, **how):
-    return Conversation(engine_of(gpt(**LLAMA, window=window), executor), chat_tokenizer(), **dict(temperature=0) | how)
+def conversation(executor=EagerExecutor, window=0):
+    return Conversation(engine_of(gpt(**LLAMA, window=window), executor), chat_tokenizer(), temperature=0)
 
 
 def read_anew(c, text, n):
@@ -104,22 +104,26 @@ def test_the_server_and_a_conversation_say_the_same_with_the_same_seed():
     from serving_process import serving
     from small_engine import served_by, thread_of
     model, tokenizer = gpt(**LLAMA), chat_tokenizer()
+    tokenizer.end_tokens = 2, *range(30, 60)  # also some that have a text
     thread = thread_of(model, CPUExecutor(model, threads=1), tokenizer.bytes_of_tokens(300), tokenizer.end_tokens, 256,
                        PAGE, special_ids=tokenizer.special_ids)
     thread.start()
+    n_ended = 0
     with serving(thread, served_by(thread, tokenizer=tokenizer)) as client:
         for case in range(sizes(5, 50)):
             rng = random.Random(case)
             how = dict(temperature=rng.choice([0.0, 0.5, 1.0, 2.0]), top_k=rng.choice([0, 5, 50]), seed=case,
                        top_p=rng.choice([0.5, 1.0]), min_p=rng.choice([0.0, 0.05]),
                        repetition_penalty=rng.choice([1.0, 1.3]))
-            c = conversation(CPUExecutor, system=rng.choice(['', 'Be brief.']), **how)
+            c = Conversation(engine_of(model, CPUExecutor), tokenizer, system=rng.choice(['', 'Be brief.']), **how)
             for text in rng.sample(SAID, 2):
                 system = [dict(role='system', content=c.system)] * bool(c.system)
                 body = how | dict(messages=[*system, *c.messages, dict(role='user', content=text)], max_tokens=20)
                 answer = client.post('/v1/chat/completions', json=body)
                 assert answer.status_code == 200, answer.text
                 assert ''.join(c.answer(text, 20)) == answer.json()['choices'][0]['message']['content'], (case, how)
+                n_ended += c.n_drawn < 20
+    assert n_ended > 1
 
 
 def test_a_conversation_beyond_the_context_is_refused_and_stays():
