@@ -221,8 +221,10 @@ class EngineThread:
                     raise s.error
                 output = self.output_of(s, drawn, now)
             except Exception as e:
-                given.pop(live, None)
-                self.end(live, 'error', f"{type(e).__name__}: {e}")
+                if live in given:  # of samples that may have ended
+                    self.deliver(live, given.pop(live))
+                if live.going:
+                    self.end(live, 'error', f"{type(e).__name__}: {e}")
                 continue
             if output:
                 given.setdefault(live, []).append(output)

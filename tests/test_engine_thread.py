@@ -108,7 +108,8 @@ def test_duplicate_request_id(served):
     assert ask(thread, 'a').wait().reasons == ['length']
 
 
-def test_stop_ends_steps_that_would_repeat_and_aborts_what_has_not_ended(served):
+def test_stop_ends_steps_that_would_repeat_and_aborts_what_has_not_ended(served, monkeypatch):
+    monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 1e9)
     thread, executor = served
     clients = [ask(thread, 'runs', max_tokens=20)]
     executor.wait()
@@ -121,6 +122,19 @@ def test_stop_ends_steps_that_would_repeat_and_aborts_what_has_not_ended(served)
     stopping.join()
     assert clients[0].wait().reasons == ['abort'] and clients[1].wait().reasons == ['abort'] * 2
     assert len(clients[0].tokens[0]) == 1
+
+
+def test_an_abort_ends_steps_that_would_repeat(served, monkeypatch):
+    monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 1e9)
+    thread, executor = served
+    client = ask(thread, 'a', max_tokens=20)
+    for _ in range(3):  # the prompt, and two steps of the call behind it
+        executor.wait()
+        executor.may_go_on.release()
+    executor.wait()
+    thread.abort('a')
+    executor.go_on()
+    assert client.wait().reasons == ['abort'] and len(client.tokens[0]) == 4
 
 
 def test_a_defect_of_the_engine_ends_its_requests_and_not_the_thread(served, monkeypatch):
@@ -145,6 +159,18 @@ def test_what_a_request_raises_ends_it_alone(served):
     assert other.wait().reasons == ['length'] and ask(thread, 'b').wait().reasons == ['length']
 
 
+def test_what_a_text_raises_ends_its_request_alone():
+    """One of its samples raises in the call in which others end; each of them has one end."""
+    thread, model = tiny()
+    first = [tokens[0] for tokens in finished(thread, 'a', [3, 1], 4, n=3).tokens]
+    thread = thread_of(model, CPUExecutor(model, threads=1), lambda token: BYTES[token] if token != first[2] else 1 / 0)
+    got, other = submit(thread, 'a', [3, 1], 4, n=3), submit(thread, 'b', [3, 1], 1)
+    run(thread)
+    assert [*map(len, got.tokens)] == [4, 4, 0] and got.n_calls == 2
+    assert got.reasons == ['length', 'length', 'error'] and 'ZeroDivisionError' in got.error
+    assert other.reasons == ['length']
+
+
 def test_the_state_shows_the_pool(served, monkeypatch):
     thread, executor = served
     monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 0)  # a call has one step
@@ -165,6 +191,7 @@ def test_the_state_shows_the_pool(served, monkeypatch):
         assert shown['samples'] == [['two', i] for i in range(2) if page in tables[i]]
     assert state['blocks'][tables[0][0]]['samples'] == [['two', 0], ['two', 1]]
     assert state['blocks'][tables[0][0]]['text'] == 'abcd' and state['blocks'][tables[0][0]]['remembered']
+    assert state['blocks'][tables[0][1]]['text'][:-1] == 'ef' and not state['blocks'][tables[0][1]]['remembered']
     used = {page for table in tables for page in table}
     assert state['counters']['blocks_shared'] == 1 and state['counters']['blocks_used'] == len(used)
     executor.go_on()

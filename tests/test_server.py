@@ -304,8 +304,8 @@ def test_a_full_queue_is_429_and_takes_none_of_a_list(engine):
             error = refused(response, 429)
             assert error['code'] == 'queue_full' and int(response.headers['retry-after']) > 0
             assert '4 samples are waiting, this request has 1' in error['message']
-            assert refused(client.post('/v1/completions', json=dict(prompt='a', n=3)), 429)
             engine.until(lambda: len(engine.live) == 1)
+            assert refused(client.post('/v1/completions', json=dict(prompt='a', n=3)), 429)
             assert engine.engine.n_steps == 0 and engine.stats.finished == {'abort': 2}
             engine.step(3)
             with engine.steps:
