@@ -256,7 +256,7 @@ def engine_for(model, tokenizer, n_rows, n_tokens, pool, dev):
     is.
     """
     if not use_cache:
-        engine = Engine(model, UncachedExecutor(model), NoPool())
+        engine = Engine(model, UncachedExecutor(model), NoPool(), most_running=n_rows)
     else:
         asked, name = decode.asked_of_the_kernel(weights, threads, speculate, draft), decoder
         if name == 'auto' and not asked and dev == 'cpu' and (

@@ -100,6 +100,8 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
     device, of_draft = str(next(model.parameters()).device), draft.name if draft else ''
     asked = asked_of_the_kernel(weights, threads, speculate, of_draft)
     check_choice(name, weights, threads, device, speculate=speculate, draft=of_draft)
+    if name == 'graph':
+        raise ValueError("decoder=graph is a step of GPT.generate, which sample.py calls on CUDA: use gpu or eager")
     if name == 'gpu':
         from decode.gpu.executor import GPUExecutor
         return GPUExecutor(model, weights)

@@ -51,6 +51,7 @@ class CPUExecutor:
         check_model(model)
         c, self.model, self.weights, self.packed_weights = model.config, model, weights, PackedWeights(model, weights)
         self.n_threads, self.fixed = threads or min(torch.get_num_threads(), most), threads is not None
+        self.most_threads = self.n_threads  # of the tables
         self.name = (f"numba on the CPU, {weights} weights, {'' if self.fixed or self.n_threads == 1 else 'up to '}"
                      f"{self.n_threads} thread{'s' * (self.n_threads > 1)}")
         self.vocab_size, self.shape, self.choices = c.vocab_size, shape_of(c), {}
@@ -165,14 +166,15 @@ class CPUExecutor:
 
     def tables_for(self, n_rows, n_seq):
         """The tables, with room for so many rows and sequences, and with the addresses of the slots."""
-        if n_rows > self.tables.n_rows or n_seq > self.tables.n_seq:
-            self.tables = self.tables_of(self.tables.packed, padded(n_rows, 8), padded(n_seq, 8))
+        t = self.tables
+        if n_rows > t.n_rows or n_seq > t.n_seq:
+            self.tables = self.tables_of(t.packed, max(t.n_rows, padded(n_rows, 8)), max(t.n_seq, padded(n_seq, 8)))
         if self.tables.kv is not self.kv:
             self.tables.bind(self.kv)
         return self.tables
 
     def tables_of(self, packed, n_rows, n_seq):
-        tables = StepTables(packed, self.arrays, n_rows, n_seq, min(n_rows, CHUNK), self.n_threads)
+        tables = StepTables(packed, self.arrays, n_rows, n_seq, min(n_rows, CHUNK), self.most_threads)
         tables.memory[layout.PART] = PART_ON[self.weights].address
         return tables
 
@@ -205,7 +207,7 @@ class CPUExecutor:
             tables.set_sizes(end - row, b - a, last - first)
             tables.memory[TOKENS] = tokens.ctypes.data + 8 * row
             tables.memory[LOGITS] = logits.data_ptr() + 4 * self.vocab_size * int(first)
-            n, choice = (n_threads, None) if n_threads else self.threads_for(end - row)
+            n, choice = (workers.ready(n_threads), None) if n_threads else self.threads_for(end - row)
             began = time.perf_counter_ns()
             self.ended(step(*tables.addresses, n, workers.address), choice, began, 0)  # a prefill follows a pause
         return logits

@@ -41,12 +41,18 @@ class DrawSettings:
                  'counts', 'in_prompt', 'n_counted')
 
     def __init__(self, vocab_size, seed=0, stops=(), min_tokens=0, logit_bias=(), prompt=(), **values):
+        if unknown := values.keys() - DEFAULTS.keys():
+            raise ValueError(f"there is no setting {', '.join(sorted(unknown))}: a draw has {', '.join(NAMES)}")
         values = DEFAULTS | values
+        values['top_p'] = 1.0 if values['top_p'] is None else values['top_p']
         check_values(**values)
         values['top_k'] = min(max(values['top_k'] or 0, 0), vocab_size)
         self.values = tuple(float(values[name]) for name in NAMES)
         self.seed, self.stops, self.min_tokens = seed % 2**64, sorted(stops), min_tokens if stops else 0
         biases = dict(logit_bias)
+        for token in (*self.stops, *biases):
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"token ids are 0 to {vocab_size - 1}, and a stop or a bias is for {token}")
         self.bias_tokens, self.biases = np.array([*biases], np.int64), np.array([*biases.values()], np.float64)
         self.vocab_size, self.penalised, self.prompt = vocab_size, self.values[4:] != (0.0, 0.0, 1.0), prompt
         self.counts, self.in_prompt, self.n_counted = None, None, 0
@@ -66,15 +72,14 @@ class DrawSettings:
         return self.penalised or len(self.biases) > 0 or self.min_tokens > 0
 
 
-def check_values(temperature, top_k, top_p, min_p, repetition_penalty, **penalties):
+def check_values(temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty):
     """ValueError unless numbers of NAMES make sense; a top_k of None, 0 or -1 keeps all."""
     check_sampling(temperature, None if top_k in (None, 0, -1) else top_k, top_p)
     if not 0 <= min_p <= 1 or not 0 < repetition_penalty < math.inf:
         raise ValueError(f"min_p must be from 0 to 1 and repetition_penalty positive, not {min_p} and "
                          f"{repetition_penalty}")
-    for name, value in penalties.items():
-        if not math.isfinite(value):
-            raise ValueError(f"{name} must be a number, not {value}")
+    if not math.isfinite(presence_penalty) or not math.isfinite(frequency_penalty):
+        raise ValueError(f"penalties must be numbers, not {presence_penalty} and {frequency_penalty}")
 
 
 def draw(logits, settings, numbers):
@@ -150,8 +155,8 @@ def kept_by_top_k(logits, k):
 
 def exponential_noise(seeds, numbers, tokens):
     """
-    The noise of tokens (B, n), float64: row b is of the sample with seed b and of its token number b. It is the
-    logarithm of a number between 0 and 1 of 52 bits, which splitmix64 makes of the three.
+    The noise of tokens (B, n), float64: row b is of the sample with seed b and of its token number b. It is minus
+    the logarithm of a number between 0 and 1 of 52 bits, which splitmix64 makes of the three.
     """
     keys = torch.tensor([noise_key(seed, number) for seed, number in zip(seeds, numbers)], device=tokens.device)
     x = mixed(keys[:, None] + (tokens + 1) * signed(GOLDEN))

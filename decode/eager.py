@@ -62,7 +62,7 @@ class EagerExecutor:
         device = model.lm_head.weight.device
         T = counts[0] if counts.count(counts[0]) == S else 0  # sequences with as many new tokens each are a batch
         own, *found = step_slots(model.config, batch)
-        where = batch_of(S, *found) if T else rows_of(np.repeat(np.arange(S), counts), *found)
+        where = padded_keys(S, *found) if T else packed_keys(np.repeat(np.arange(S), counts), *found)
         views = rows_at(batch) if T and not model.config.window else None
         layers = layers_of_step(self.layers, device, own, views, *where)
         shape = (S, T) if T else (1, len(batch.tokens))
@@ -129,7 +129,7 @@ def check_step(model, batch):
         raise Refused(f"out of context: position {batch.positions.max()} of block_size {c.block_size}")
 
 
-def batch_of(S, seq, position, slot):
+def padded_keys(S, seq, position, slot):
     """Of `step_slots`: the slots that are read, (S, K), and the position of each; short sequences have NOWHERE."""
     n_keys = np.bincount(seq, minlength=S)
     K = int(n_keys.max())
@@ -141,7 +141,7 @@ def batch_of(S, seq, position, slot):
     return slots, positions, None
 
 
-def rows_of(seq_of_token, seq, position, slot):
+def packed_keys(seq_of_token, seq, position, slot):
     """
     The same for tokens that are one row of a batch over the keys of all: (1, K), and which are allowed, (1, N, K).
     """

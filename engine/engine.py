@@ -33,7 +33,8 @@ class Engine:
 
     The tokens and logits of a sequence are those that it has alone, with a compiled executor bit for bit, whoever else
     runs, whatever is remembered, and whenever it was preempted. Tokens are the only record. After an exception inside
-    of a step, after an interrupt, and when weights have changed, all keys and values are computed again.
+    of a step, after an interrupt, and when a sequence is added after weights have changed, all keys and values are
+    computed again.
 
     pause: seconds that a call of several steps takes at most. stop_soon: another thread may set stop_soon[0] to 1;
     then the present call is over soon.
@@ -49,6 +50,7 @@ class Engine:
             type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
             check_memory(model, n_slots, type_kv)
             executor.hold(make_layers(model, n_slots, type_kv))
+        self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.pause, self.stop_soon = PAUSE, np.zeros(8, np.int64)  # a cache line: a thread sets it
         self.tables = [m._parameters for m in model.modules()]  # model.parameters() takes a millisecond
@@ -77,6 +79,8 @@ class Engine:
                              f"and {n!r}")
         n_kept, keep = context_of(c, when_full, keep, n_keep, len(prompt))
         self.check_room(prompt, max_new_tokens)
+        if scores and not self.pool.page_size:
+            raise ValueError("scores=True needs a cache: make the engine with another pool than NoPool")
         self.notice_changes()
         sequences = [
             Sequence(prompt, DrawSettings(c.vocab_size, seed + i, stops, min_tokens, logit_bias, prompt, **values),
@@ -103,12 +107,13 @@ class Engine:
 
     def step(self):
         """
-        One call of the executor. Returns [(sequence, its `decode.batch.Drawn`)]; a sequence that has ended says why.
+        One call of the executor, which is one step of the model or several. Returns [(sequence, its
+        `decode.batch.Drawn`)]; a sequence that has ended says why, and has None if the call has given it nothing.
         """
         self.check_caller()
         self.thread = get_ident()
         try:
-            if self.unfinished:  # an exception has ended the step before, at any place
+            if self.unfinished:  # an exception has ended the step or the reset before, at any place
                 self.reset()
             self.unfinished = True
             if self.over:
@@ -152,6 +157,8 @@ class Engine:
         print(f"a step of {len(suspects)} sequences failed: {error!r}", file=sys.stderr)
         if not isinstance(error, Refused):  # it may have written
             self.reset()
+        for s in self.scheduler.running[:]:  # after a `Refused`
+            self.scheduler.preempt(s)
         if len(suspects) == 1:
             s = suspects[0]
             s.ended, s.error = 'error', error
@@ -159,18 +166,18 @@ class Engine:
             return [(s, None)]
         for s in suspects:
             s.n_failed += 1
-        for s in self.scheduler.running[:]:  # after a `Refused`
-            self.scheduler.preempt(s)
         n = 1 if max(s.n_failed for s in suspects) > 1 else -(-len(suspects) // 2)
-        self.scheduler.wait_again([suspects[i:i + n] for i in range(0, len(suspects), n)])
+        self.scheduler.try_alone([suspects[i:i + n] for i in range(0, len(suspects), n)])
         return []
 
     def reset(self):
         """Forget all keys and values, and the numbers in them: a mask does not hide an infinity."""
+        self.unfinished = True
         self.pool.reset()
         for layer in self.executor.layers:
             layer.zero()
         self.scheduler.wait_again()
+        self.unfinished = False
 
     @property
     def is_idle(self):
@@ -193,7 +200,12 @@ class Engine:
             self.reset()
 
     def check_caller(self):
-        """ValueError in the child of a fork, and in another thread than the one that is inside of a step."""
+        """
+        ValueError in the child of a fork, inside of a step, and if the executor has the slots of an engine made later.
+        """
+        if self.executor.layers is not self.layers:
+            raise ValueError("another engine was made with the executor of this one, which serves one engine: make an "
+                             "executor for each")
         if self.pid != os.getpid():
             raise ValueError("this engine was made before a fork, in another process: make an engine in this process")
         if self.thread is not None:

@@ -23,9 +23,11 @@ class Scheduler:
     A sequence begins to run if there are slots for all of its tokens, and a page beside them for each that runs and
     will need one.
 
-    running, waiting: the oldest first. Siblings are in neither before they begin. n_preempted; n_looked_up and n_found,
-    the tokens of prompts that were looked for and found in remembered pages: how many so far.
-    trials: groups of sequences that run alone, one group after the other, since a step with them has failed.
+    going: all sequences that have not ended, in order of age. running, waiting: of these, also by age; siblings are in
+    neither before they begin. n_preempted; n_looked_up and n_found, the tokens of prompts that were looked for and
+    found in remembered pages: how many so far.
+    trials: groups of sequences, since a step with them has failed: as long as there are any, steps are of those of the
+    first group alone.
     """
 
     def __init__(self, pool, budget, most_running):
@@ -35,7 +37,7 @@ class Scheduler:
         self.pool, self.budget = pool, budget if pool.page_size else 2**62
         self.most_running = min(most_running, pool.most_sequences)
         self.at_once = pool.window + 1 if pool.window else self.budget
-        self.running, self.waiting, self.trials = [], deque(), deque()
+        self.going, self.running, self.waiting, self.trials = {}, [], deque(), deque()  # going: {sequence: None}
         self.n_added = self.n_preempted = self.n_looked_up = self.n_found = 0
         self.refused = None  # when a sequence found no room: (the sequence, free pages, how many ran)
 
@@ -43,6 +45,7 @@ class Scheduler:
         """Sequences of one prompt wait behind all others; all but the first of them begin as forks of the first."""
         for i, s in enumerate(sequences):
             s.rank = self.n_added, i
+            self.going[s] = None
         self.n_added += 1
         if self.pool.page_size == 0:  # nothing is kept that could be shared
             self.waiting.extend(sequences)
@@ -52,6 +55,7 @@ class Scheduler:
 
     def remove(self, sequence):
         """A sequence has ended: its slots are free."""
+        self.going.pop(sequence, None)
         if sequence in self.running:
             self.running.remove(sequence)
             self.pool.free(sequence)
@@ -70,20 +74,27 @@ class Scheduler:
             groups = [[s for s in group if s is not sequence] for group in self.trials]
             self.trials = deque(filter(None, groups))
 
-    def wait_again(self, groups=()):
-        """All slots are lost: all that run wait again. groups: those that shall run alone first, lists of sequences."""
-        for s in self.running:
+    def wait_again(self):
+        """All slots are lost, and an interrupt may have left any list as it was: all that go on wait again."""
+        self.going = {s: None for s in self.going if not s.ended}
+        for s in self.going:
+            s.siblings = []
             s.forget()
-            insort(self.waiting, s)
-        self.running, self.refused = [], None
-        self.trials = deque([*groups, *list(self.trials)[bool(groups and self.trials):]])
+        self.running, self.waiting, self.refused = [], deque(self.going), None
+
+    def try_alone(self, groups):
+        """Sequences of a step that has failed are tried in these groups. Those of the first trial are among them."""
+        if self.trials:
+            self.trials.popleft()
+        self.trials.extendleft(reversed(groups))
 
     def next(self, until, stop_soon):
         """The next `Batch`, None if there is nothing to compute. until, stop_soon: see there."""
         self.admit()
         self.fork_siblings()
         plan, spare = [], self.budget - len(self.running)
-        for s in self.running[:self.budget]:  # the oldest first: none of those before it gives way to it
+        tried = [s for s in self.running if s in self.trials[0]] if self.trials else self.running
+        for s in tried[:self.budget]:  # the oldest first: none of those before it gives way to it
             if s not in self.running:
                 break
             if s.n_computed >= s.length:  # the context was cut: its tokens have other positions
@@ -126,7 +137,7 @@ class Scheduler:
         if any(s.logprobs for s in sequences):
             most = max(1, min(most, MOST_LOGITS // (len(sequences) * sequences[0].settings.vocab_size)))
         if self.waiting:
-            most = min(most, self.pool.page_size)  # slots ahead are not worth more than a sequence that waits
+            most = min(most, max(1, self.pool.page_size))  # slots ahead are not worth more than a sequence that waits
         while most > 1 and not all([self.pool.extend(s, min(n, most)) for s, n in zip(sequences, wanted)]):
             most //= 2
         return [min(n, most) for n in wanted]
@@ -138,11 +149,16 @@ class Scheduler:
         """
         while not self.pool.extend(sequence, n):
             if not self.trim(n_planned):
-                newest = self.running[-1]
-                self.preempt(newest)
-                if newest is sequence:
+                victim = self.who_gives_way()
+                self.preempt(victim)
+                if victim is sequence:
                     return False
         return True
+
+    def who_gives_way(self):
+        """The newest that runs; while there are trials, the newest that is not tried, if there is one."""
+        others = [s for s in self.running if s not in self.trials[0]] if self.trials else []
+        return (others or self.running)[-1]
 
     def trim(self, first=0):
         """Free the slots that those from running[first] on have for later tokens. Returns whether there were any."""
@@ -161,7 +177,7 @@ class Scheduler:
     def fork_siblings(self):
         """The siblings of sequences whose prompts are computed up to the last token begin."""
         for s in [s for s in self.running if s.siblings and s.n_computed >= s.length - 1]:
-            siblings, s.siblings = s.siblings, []
+            siblings, s.siblings = [sibling for sibling in s.siblings if not sibling.ended], []
             for sibling in siblings:
                 if len(self.running) < self.most_running:
                     self.pool.fork(s, sibling)
@@ -182,10 +198,11 @@ class Scheduler:
             if lacking >= self.budget and self.running[-1] < s:
                 return
             if not self.begin(s):
-                if not self.running or self.running[-1] < s:
+                victim = self.who_gives_way() if self.running else None
+                if victim is None or victim < s and (not self.trials or victim in self.trials[0]):
                     return
-                lacking -= self.lacks(self.running[-1])
-                self.preempt(self.running[-1])  # a sibling that could not be forked is older than those that came later
+                lacking -= self.lacks(victim)
+                self.preempt(victim)  # a sibling that could not be forked is older than those that came later
                 continue
             lacking += self.lacks(s)
             self.waiting.remove(s)
@@ -195,12 +212,14 @@ class Scheduler:
 
     def begin(self, sequence):
         """Begin a sequence in the pool. Returns False if there is no room."""
-        s, pool, now = sequence, self.pool, (sequence, self.pool.n_free, len(self.running))
-        if self.refused and s is self.refused[0] and pool.n_free <= self.refused[1] and now[2] >= self.refused[2]:
-            return False
-        for _ in range(2):
-            # nothing is remembered for a new object: a scored prompt is computed from its first token on
-            found = pool.begin(s, s.tokens if s.whole else (), object() if s.scores and not s.n_drawn else s.salt)
+        s, pool = sequence, self.pool
+        if self.refused:
+            refused, n_free, n_running = self.refused
+            if s is refused and pool.n_free <= n_free and len(self.running) >= n_running:
+                return False
+        while True:
+            # a scored prompt is computed from its first token on
+            found = pool.begin(s, s.tokens if s.whole and (s.n_drawn or not s.scores) else (), s.salt)
             if pool.extend(s, min(s.length - found, self.at_once) if pool.window else s.length - found) and (
                     pool.n_free >= sum(map(pool.will_grow, self.running))):
                 break
@@ -208,8 +227,6 @@ class Scheduler:
             if not self.trim():
                 self.refused = s, pool.n_free, len(self.running)
                 return False
-        else:
-            return False
         self.refused = None
         if s.n_found is None:
             s.n_found = found

@@ -1,14 +1,14 @@
 """
 The pool of pages: in which slots the positions of each sequence lie. After vLLM's block manager (arXiv:2309.06180).
 
-A sequence is a list of pages, its block table. Position p is in page table[p // page_size], at offset p % page_size.
+A sequence is a list of pages, its page table. Position p is in page table[p // page_size], at offset p % page_size.
 
 References to pages are counted, so that sequences can share them: forks of one prompt, and prompts that begin alike.
 For that, full pages are remembered by all tokens up to their end, also when no sequence uses them, until their space
 is needed. A sequence that writes to a shared page gets a copy of it first. Pure Python, without keys and values.
 
 If the model has a window, pages that no later token of a sequence sees are freed, and None is in their places in the
-block table. A beginning is found again if the pages are remembered that the token behind it sees.
+page table. A beginning is found again if the pages are remembered that the token behind it sees.
 """
 from collections import OrderedDict
 
@@ -48,7 +48,7 @@ class BlockPool:
     position up to which it can be written as it is; prefixes, the `Prefix` of each of its first pages, as many as are
     known; and salt. It reads of it `tokens`, and `whole`: is token number p at position p?
 
-    references: the number of tables that each page is in. free: the pages in no table; those that are remembered are
+    references: the number of tables that each page is in. free_pages: those in no table; those that are remembered are
     used last. prefix_of: the `Prefix` of each full page that is remembered, or None. page_with: {Prefix: page}, the
     inverse. copies: (source, target, n) of slots, which the next step must copy first.
     """
@@ -88,7 +88,7 @@ class BlockPool:
 
     def remembered(self, tokens, salt=''):
         """
-        (the block table, the prefixes) of the beginning of tokens, as long as one is remembered, but not of all tokens.
+        (the page table, the prefixes) of the beginning of tokens, as long as one is remembered, but not of all tokens.
         The table has the pages that the token behind it sees, and None for the others.
         """
         table, prefixes, prefix = [], [], root(salt)

@@ -3,8 +3,8 @@
 
 class NoPool:
     """
-    It has the operations of `blocks.BlockPool`, and always room. n_computed of a sequence stays 0. most_sequences: of
-    a step.
+    It has the operations of `blocks.BlockPool` but `fork`, and always room. n_computed of a sequence stays 0.
+    most_sequences: of a step.
     """
     page_size, window, n_free, most_sequences = 0, 0, 2**62, 2**20
 
