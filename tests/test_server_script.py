@@ -18,14 +18,15 @@ from example_models import LLAMA, chat_tokenizer
 import checkpoint
 import formats
 import model as plain_model
+from engine import Engine
 
 SMALL = ('--port=0', '--decoder=eager', '--n_blocks=16', '--page_size=4', '--device=cpu')
 
 
 def test_serves_the_newest_run(trained):
     """
-    Greedy, as `generate` continues the prompt; SIGTERM ends it with exit code 0. It says where the page and the API
-    are, and shows its key nowhere.
+    With the tokens that the model draws without a cache, greedy, and those of the engine for a seed; SIGTERM ends it
+    with exit code 0. It says where the page and the API are, and shows its key nowhere.
     """
     process = start(trained, 'serve.py', *SMALL, '--host=localhost', '--api_key=geheim7')
     try:
@@ -38,7 +39,8 @@ def test_serves_the_newest_run(trained):
             (served,) = client.get('/v1/models').json()['data']
             assert (served['id'], served['max_model_len']) == ('out', 16)
             body = {'prompt': 'for', 'max_tokens': 13, 'temperature': 0, 'echo': True}
-            text = client.post('/v1/completions', json=body).json()['choices'][0]['text']
+            text, drawn = [client.post('/v1/completions', json=body | how).json()['choices'][0]['text']
+                           for how in (dict(), dict(temperature=0.8, top_k=20, seed=7))]
             assert '<title>' in client.get('/').text and client.get('/cache').json()['n_blocks'] == 16
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT) == 0
@@ -49,6 +51,8 @@ def test_serves_the_newest_run(trained):
     model, tokenizer, _ = checkpoint.load_model('resume', str(trained / 'out'), plain_model)
     tokens = model.generate(torch.tensor([tokenizer.encode('for')]), 13, temperature=0)[0].tolist()
     assert text == tokenizer.decode(tokens)
+    tokens, = Engine(model).generate([tokenizer.encode('for')], 13, seed=7, temperature=0.8, top_k=20)
+    assert drawn == tokenizer.decode(tokens)
 
 
 def test_serves_a_chat_model_whose_file_is_cut_meanwhile(trained, tmp_path):
