@@ -101,7 +101,7 @@ def served(model, executor, B, n_prompt, n_new):
 
 
 def generated(model, step, B, n_new):
-    """A function that draws n_new tokens for B sequences by `GPT.generate`; step: 'eager', or 'graph', which records it."""
+    """A function that draws n_new tokens for B sequences by `GPT.generate`; step: 'eager' or 'graph', its record."""
     device, own = model.lm_head.weight.device, None
     idx = random_tokens(model, B, 1).to(device)
     if step == 'graph':

@@ -59,7 +59,7 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
                          "take speculate=ngram or off, or weights with more bits")
     on_cuda, of_kernel = device.startswith('cuda'), asked_of_the_kernel(weights, threads, speculate, draft)
     if on_cuda and name in ('auto', 'gpu') and of_kernel == 'weights=int8':
-        of_kernel = ''  # the GPU decoder has such weights too
+        of_kernel = ''  # the GPU's executor has such weights too
     asked = ' and '.join([f'decoder={name}'] * (name not in ('auto', 'eager')) + [of_kernel] * bool(of_kernel))
     if of_kernel and name in ('eager', 'gpu', 'graph'):
         raise ValueError(f"{of_kernel} is for the cpu decoder: leave decoder={name} out")
@@ -74,7 +74,7 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
 
 
 def asked_of_the_kernel(weights, threads, speculate='off', draft=''):
-    """The settings that only the CPU decoder has, as text, if they are not at their defaults."""
+    """The settings that only the executor on numba has, as text, if they are not at their defaults."""
     return ' and '.join([f'weights={weights}'] * (weights != 'float32') + [f'threads={threads}'] * bool(threads)
                         + [f'speculate={speculate}'] * (speculate not in ('auto', 'off'))
                         + [f'draft={draft}'] * bool(draft))

@@ -2,7 +2,7 @@
 A model's own code without the work of nn.Module around it, for the steps in PyTorch.
 
 A decoded token of a small model goes through some sixty modules, and most of the time goes into Python: calling an
-nn.Module takes 1.5 us, looking up its weight 0.8 us. Here both are done once for each sequence, and no code of the
+nn.Module takes 1.5 us, looking up its weight 0.8 us. Here both are done once for each `refresh`, and no code of the
 model is written again: its classes run, and torch's modules become torch's functions.
 """
 from functools import partial
@@ -18,26 +18,16 @@ class DirectModel:
     """
     A model's own code on its parameters and modules at the moment when this was made. Values of weights may change.
 
-    model: its `hidden_states` and `lm_head` are called directly, as in eval mode (see `is_training`). forward: the
-    model's, called in the same way. called: the modules that are called as they are, because they are not of model.py
-    or torch, or were changed. It may be the model itself.
+    model: its `hidden_states` and `lm_head` are called directly, as in eval mode. called: the modules that are called
+    as they are, because they are not of model.py or torch, or were changed. It may be the model itself.
     """
 
     def __init__(self, model):
-        # nn.Dropout calls its rate p, attention calls it dropout
-        self.with_dropout = [vars(m) for m in model.modules() if 'p' in vars(m) or 'dropout' in vars(m)]
         if has_own_forward(model):
-            self.model, self.forward, self.called = model, model, [model]
+            self.model, self.called = model, [model]
             return
         self.called = []
         self.model = self.opened(model, gpts_of(model)[-1].__module__)
-        # both look for weights in modules, where the opened model has functions
-        vars(self.model).update(checked_input=model.checked_input, empty_cache=model.empty_cache)
-        self.forward = self.model.forward
-
-    def is_training(self):
-        """Is a part of the model in training mode, which may apply dropout?"""
-        return any([variables['training'] for variables in self.with_dropout])
 
     def opened(self, module, home):
         """An object of the module's class that has the module's variables, and functions in the place of its parts."""

@@ -145,8 +145,9 @@ def test_gpu_mode_measures_a_gpu_alone(repo):
 
 def test_gpu_mode_with_the_same_step_in_pytorch_on_a_cpu(monkeypatch):
     pytest.importorskip('pydantic')
-    from decode.gpu import plain
     from decode.gpu.decoder import GPUDecoder
+
+    from decode.gpu import plain
     torch.manual_seed(0)
     model = model_with_varied_text(GPTConfig(block_size=40, vocab_size=11, n_layer=1, n_head=2, n_embd=16))
     monkeypatch.setattr(gpu, 'model_of', lambda name, bias: model)

@@ -56,7 +56,7 @@ class GPUWeights:
         self.dtype, t = model.lm_head.weight.dtype, model.transformer
         for name, p in model.named_parameters():
             if p.dtype not in DTYPES or p.dtype is not self.dtype or not p.is_contiguous():
-                raise ValueError(f"the GPU decoder reads contiguous weights of one dtype, float32, bfloat16 or "
+                raise ValueError(f"the GPU executor reads contiguous weights of one dtype, float32, bfloat16 or "
                                  f"float16, but {name} is {p.dtype} with strides {p.stride()}: {REFUSED}")
         linear = rounded_linear if weights == 'int8' else linear_of
         self.config = copy.copy(model.config)
@@ -91,7 +91,7 @@ def linear_of(module):
 
 
 def rounded_linear(module):
-    """A linear in int8 with a scale for each row, as the CPU decoder rounds it."""
+    """A linear in int8 with a scale for each row, as the CPU's executor rounds it."""
     if module is None:
         return None
     whole, scale = quantise(module.weight.detach().float())

@@ -429,7 +429,7 @@ def check(memory_at, sizes_at):
     return check_step(longs_at(memory_at), longs_at(sizes_at))
 
 
-workers = Workers(work)  # of the steps of all decoders, which take turns
+workers = Workers(work)  # of the steps of all executors, which take turns
 
 
 def team_for(weights, dtype, n_threads):

@@ -72,11 +72,6 @@ def clock(builder):
     return builder.add(builder.mul(seconds, I64(10 ** 9)), nanoseconds)
 
 
-def nanoseconds():
-    """What `clock` returns in compiled code."""
-    return 0 if CLOCK_MONOTONIC is None else time.clock_gettime_ns(CLOCK_MONOTONIC)
-
-
 @instruction(types.void)
 def sleep(builder, counter, value, microseconds):
     """Sleep while counter[0] is `value`, LONGEST_SLEEP at most; without futexes, for so many microseconds"""
