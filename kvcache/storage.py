@@ -219,7 +219,7 @@ def check_memory(model, n_slots, type_kv):
     n_bytes = n_slots * 2 * c.n_layer * c.n_kv_head * c.head_dim * BITS[type_kv] // 8
     if n_bytes > ALWAYS_FREE and n_bytes > (free := free_memory(device)):
         raise ValueError(f"keys and values of {n_slots:,} tokens take {n_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} "
-                         "GB of memory are free: take a smaller batch_size, fewer max_new_tokens, or kv_bits=8")
+                         "GB of memory are free: take a smaller batch_size, max_new_tokens or n_blocks, or kv_bits=8")
 
 
 def make_layers(model, n_slots, type_kv):
