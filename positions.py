@@ -81,22 +81,6 @@ def ring_slots(positions, config):
     return in_ring + (positions - in_ring) * (positions < c.n_sink)
 
 
-def sequence_runs(base, config, start=0):
-    """
-    Where a sequence has its slots, if they begin at `base`: rows (position, slot, n) of `decode.metadata.Runs`. Without
-    a window: all of block_size. With one: the sinks, and 2 * window positions from the first that the token at `start`
-    sees.
-    """
-    c = config
-    if not c.window:
-        return [(0, base, c.n_slots)]
-    first = max(c.n_sink, start - c.window + 1)
-    slot = ring_slots(first, c)
-    n = c.n_slots - slot  # up to the end of the ring
-    parts = (0, base, c.n_sink), (first, base + slot, n), (first + n, base + c.n_sink, slot - c.n_sink)
-    return [part for part in parts if part[2]]
-
-
 def positions_in_ring(last, n, config):
     """
     The position in each of the first n slots when `last`, int64 (..., 1), is the newest, int64 (n,) or (..., n). A slot

@@ -113,6 +113,8 @@ class Engine:
         self.check_caller()
         self.thread = get_ident()
         try:
+            if self.weights is None:
+                self.notice_changes()
             if self.unfinished:  # an exception has ended the step or the reset before, at any place
                 self.reset()
             self.unfinished = True
@@ -195,6 +197,7 @@ class Engine:
     def notice_changes(self):
         """Let the executor read the weights anew if they have changed; then all keys and values are computed again."""
         if (weights := weights_of(self.tables)) != self.weights:
+            self.weights = None  # after an interrupt the next call refreshes again
             self.executor.refresh()
             self.weights = weights
             self.reset()
