@@ -22,7 +22,7 @@ from training.batches import Batches
 CPU_ONLY = "losses are measured"
 MOST = 2**15  # tokens of the text
 CASES = [  # (engine, weights, keys and values)
-    *((Ours, weights, 'float32') for weights in Ours.ways), (Ours, 'float32', 'bfloat16'), (Ours, 'float32', 'int8'),
+    *((Ours, weights, 'float32') for weights in Ours.ways), (Ours, 'float32', 'int8'),
     *((LlamaCpp, weights, 'float32') for weights in LlamaCpp.ways)]
 
 

@@ -14,6 +14,7 @@ import decode
 from benchmarks.peers.engine import Engine as Peer
 from benchmarks.peers.engine import torch_threads
 from benchmarks.shapes import model_of, random_tokens
+from decode.eager import EagerExecutor
 from device import synchronize
 from engine import Engine, pool_for
 
@@ -41,7 +42,7 @@ class Ours(Peer):
     """
     The engine that sample.py and serve.py run, with the fastest executor for the number of sequences.
 
-    threads: None lets it choose by timing. kv: keys and values in float32, bfloat16 or int8, for `all_logits`.
+    threads: None lets it choose by timing. kv: keys and values in float32 or int8, for `all_logits`.
     """
     name, chooses_threads = 'ours', True
     packages = {'decode.cpu': 'numba'}
@@ -64,7 +65,9 @@ class Ours(Peer):
     def all_logits(self, tokens):
         """The logits after each of tokens (T,), (T, vocab_size)."""
         pool = pool_for(self.model.config, 1, len(tokens) + 1)
-        engine = Engine(self.model, self.executor(1), pool, kv_bits=self.kv_bits)
+        on_kernel = not self.kv_bits or self.model.config.head_dim % 32 == 0
+        executor = self.executor(1) if on_kernel else EagerExecutor(self.model)
+        engine = Engine(self.model, executor, pool, kv_bits=self.kv_bits)
         engine.add(tokens.tolist(), 1, scores=True, logprobs=True)
         rows = []
         while not engine.is_idle:

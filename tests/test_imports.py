@@ -92,7 +92,8 @@ import importlib, os, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
 for name, module in sys.modules.items():
-    if name == 'numba' or (getattr(module, '__file__', None) or '').startswith(os.getcwd() + os.sep):
+    path = getattr(module, '__file__', None) or ''
+    if name == 'numba' or path.startswith(os.getcwd() + os.sep) and 'site-packages' not in path:
         print(name)
 """
 
