@@ -132,7 +132,7 @@ def test_loss_mode(trained, tmp_path):
     rows = json.loads((tmp_path / 'loss.json').read_text())['bits']['rows']
     assert {row['model'] for row in rows} == {'out'}
     assert [(row['weights'], row['kv']) for row in rows if row['engine'] == 'ours'][:5] == [
-        *((weights, 'float32') for weights in decode.WEIGHTS), ('float32', 'bfloat16')]
+        *((weights, 'float32') for weights in decode.WEIGHTS), ('float32', 'int8')]
     assert rows[0]['difference'] == 0 and all(abs(row['difference']) < 0.1 for row in rows)
 
 
