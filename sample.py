@@ -33,7 +33,7 @@ from decode.eager import UncachedExecutor
 from device import autocast, pick_device, pick_dtype, share_cores, synchronize
 from engine.engine import PAGE_SIZE, Engine, pool_for
 from formats.pretrained import generation_defaults
-from kvcache import BlockPool, NoPool, check_memory, make_layers, pages_for
+from kvcache import BlockPool, NoPool, bytes_of_slots, make_layers, pages_for
 from kvcache.storage import free_memory
 from tokenizer import TextStream, read_text
 
@@ -263,7 +263,10 @@ def engine_for(model, tokenizer, n_rows, n_tokens, pool, dev):
                 pick_dtype(dtype, dev) != 'float32' or kv_bits and model.config.head_dim % 32
                 or debug_kv_model.tracing()):
             name = 'eager'  # the executor on numba has no mixed precision, no such groups of 8 bits, and no trace
-        proposer = draft and draft_for(model, tokenizer, n_rows, n_tokens)
+        proposer = draft and checkpoint.load_draft(draft, plain_model, model, tokenizer)
+        of_draft = draft and pool_for(proposer.config, min(n_rows, decode.DRAFTED_SEQUENCES), n_tokens)
+        proposer = draft and decode.draft_of(proposer, draft, of_draft,
+                                             make_layers(proposer, of_draft.n_slots, 'float32'))
         executor = decode.best(model, n_rows, weights, threads, 'gpu' if on_kernels(dev) else name,
                                'off' if chat else speculate, proposer)
         engine = Engine(model, executor, pool, 512 if chat else 2**14, n_rows, kv_bits)
@@ -274,14 +277,6 @@ def engine_for(model, tokenizer, n_rows, n_tokens, pool, dev):
 def on_kernels(dev):
     """Are the steps those of the kernels for CUDA?"""
     return decoder == 'gpu' or dev.startswith('cuda') and decoder == 'auto' and weights == 'int8'
-
-
-def draft_for(model, tokenizer, n_rows, n_tokens):
-    """The `decode.drafts.ModelDraft` that `draft` names, with slots for so many sequences of so many tokens."""
-    proposer = checkpoint.load_draft(draft, plain_model, model, tokenizer)
-    pool = pool_for(proposer.config, min(n_rows, decode.DRAFTED_SEQUENCES), n_tokens)
-    check_memory(proposer, pool.n_slots, 'float32')
-    return decode.draft_of(proposer, draft, pool, make_layers(proposer, pool.n_slots, 'float32'))
 
 
 def pool_of(config, n_rows, n_tokens):
@@ -295,8 +290,8 @@ def pool_of(config, n_rows, n_tokens):
 def pool_of_chat(model, dev):
     """A pool for a whole context, or as much of it as half of the free memory holds; it takes memory as it is used."""
     c = model.config
-    n_bytes = PAGE_SIZE * c.n_layer * 2 * c.n_kv_head * c.head_dim * 4
-    n_pages = max(1, int(min(pages_for(c, PAGE_SIZE), free_memory(torch.device(dev)) / 2 / n_bytes)))
+    free = free_memory(torch.device(dev)) / 2
+    n_pages = max(1, int(min(pages_for(c, PAGE_SIZE), free / bytes_of_slots(c, PAGE_SIZE))))
     return traced(BlockPool(n_pages, PAGE_SIZE, c.window, c.n_sink))
 
 

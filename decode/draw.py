@@ -3,8 +3,8 @@ The next token of each sequence, drawn from its logits. `draw` is the definition
 decode/gpu/drawing.py are compiled twins of it.
 
 A draw takes the largest of weight / noise, where the noise is exponential: that draws token i with probability
-weight i / sum of weights (the Gumbel-max trick, as `model.sample_token` does it). The noise is a hash of the sample's
-seed, of how many tokens the sample has drawn before, and of the token id. So a sample draws the same tokens in any
+weight i / sum of weights (the Gumbel-max trick, as `model.sample_token` does it). The noise is a hash of the seed
+of a sequence, of how many tokens it has drawn before, and of the token id. So a sequence draws the same tokens in any
 batch, on any device, and when it is computed again; and models that differ by rounding draw the same tokens but where
 the two largest are nearly equal.
 """
@@ -15,24 +15,24 @@ import torch
 
 from inputs import check_sampling
 
-# columns of a sample's settings, in this order
+# columns of the settings of a sequence, in this order
 NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'presence_penalty', 'frequency_penalty', 'repetition_penalty')
 DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
                 repetition_penalty=1.0)
-GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
 LEAST_WEIGHT = -87.0  # weights below e ** -87 of the largest are 0
 
 
 class DrawSettings:
     """
-    How one sample draws.
+    How one sequence draws.
 
     values: the numbers of NAMES: temperature divides the logits, 0 takes the largest. top_k keeps the k largest and
     ties with the k-th, 0 keeps all. min_p keeps those with at least this share of the largest probability. top_p keeps
     the fewest that hold this much probability. presence_penalty and frequency_penalty are subtracted from the logit of
     a token that was drawn, once and for each time. repetition_penalty divides the positive logits of all tokens of
-    prompt and sample, and multiplies the negative ones.
-    seed: of the noise. stops: token ids that end the sample, ascending; they are not drawn before min_tokens others.
+    the sequence, and multiplies the negative ones.
+    seed: of the noise. stops: token ids that end the sequence, ascending; they are not drawn before min_tokens others.
     bias_tokens, biases: int64 and float64 (n,), numbers that are added to logits.
     penalised: does it have penalties? Then there are, once it draws, counts: int64 (vocab_size,), how often each token
     was drawn, and in_prompt: uint8 (vocab_size,), 1 for the tokens of the prompt, a list.
@@ -58,7 +58,7 @@ class DrawSettings:
         self.counts, self.in_prompt, self.n_counted = None, None, 0
 
     def count(self, drawn):
-        """Let `counts` be of these tokens, which the sample has drawn so far, a list."""
+        """Let `counts` be of these tokens, which the sequence has drawn so far, a list."""
         if self.penalised and (self.counts is None or self.n_counted != len(drawn)):
             self.counts = np.bincount(np.array(drawn, np.int64), minlength=self.vocab_size)
             if self.in_prompt is None:
@@ -85,8 +85,8 @@ def check_values(temperature, top_k, top_p, min_p, presence_penalty, frequency_p
 def draw(logits, settings, numbers):
     """
     The next token of each row, int64 (B,): logits (B, vocab_size), the `DrawSettings` of each row, and the number of
-    its token, which counts those that the sample has drawn from 0 on. `counts` of the settings are of the tokens before
-    it.
+    its token, which counts those that its sequence has drawn, from 0 on. `counts` of the settings are of the tokens
+    before it.
     """
     if logits.device.type == 'mps':  # it has no float64
         return draw(logits.cpu(), settings, numbers).to(logits.device)
@@ -137,8 +137,8 @@ def draw_alike(logits, temperature, top_k, top_p, min_p, seeds, numbers):
         outside[:, 0] = False
         weights.masked_fill_(torch.zeros_like(outside).scatter_(-1, order, outside), 0.0)
     best = (weights.double() / exponential_noise(seeds, numbers, tokens)).argmax(dim=-1, keepdim=True)
-    # a penalty can make a logit infinite
-    best = torch.where(largest.isfinite(), best, logits.argmax(dim=-1, keepdim=True))
+    if not largest.isfinite().all():  # a penalty can make a logit infinite
+        best = torch.where(largest.isfinite(), best, logits.argmax(dim=-1, keepdim=True))
     return tokens.gather(-1, best).squeeze(-1)
 
 
@@ -146,52 +146,32 @@ def kept_by_top_k(logits, k):
     """The logits (B, n) that are at least the k-th largest of their row, and their token ids, in ascending order."""
     kth = logits.topk(k).values[:, -1:]
     kept = logits >= kth
-    n = int(kept.sum(dim=-1).max())
-    tokens = kept.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[:, :n] if n < logits.size(-1) else (
-        torch.arange(n, device=logits.device).expand(logits.shape))
+    counts = kept.sum(dim=-1)
+    n = int(counts.max())
+    if (counts == n).all():
+        tokens = kept.nonzero()[:, 1].view(-1, n)
+    else:  # equal logits at the border
+        tokens = kept.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[:, :n]
     found = logits.gather(-1, tokens)
     return found.masked_fill(found < kth, -math.inf), tokens
 
 
 def exponential_noise(seeds, numbers, tokens):
     """
-    The noise of tokens (B, n), float64: row b is of the sample with seed b and of its token number b. It is minus
+    The noise of tokens (B, n), float64: row b is of the sequence with seed b and of its token number b. It is minus
     the logarithm of a number between 0 and 1 of 52 bits, which splitmix64 makes of the three.
     """
-    keys = torch.tensor([noise_key(seed, number) for seed, number in zip(seeds, numbers)], device=tokens.device)
-    x = mixed(keys[:, None] + (tokens + 1) * signed(GOLDEN))
-    return -((shifted(x, 12).double() + 0.5) * 2.0**-52).log()
-
-
-def noise_key(seed, number):
-    """What is the same in the noise of all tokens: an int64 as Python's int."""
-    x = mixed_int(mixed_int((seed + GOLDEN) % 2**64) + (number + 1) * GOLDEN)
-    return signed(x)
-
-
-def signed(x):
-    """The 64 bits of a whole number as those of an int64."""
-    return (x + 2**63) % 2**64 - 2**63
-
-
-def mixed_int(x):
-    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
-    x %= 2**64
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
-    return x ^ (x >> 31)
+    seeds, numbers = np.array([seed % 2**64 for seed in seeds], np.uint64), np.array(numbers, np.uint64)
+    keys = mixed(mixed(seeds + GOLDEN) + (numbers + ONE) * GOLDEN)
+    x = mixed(keys[:, None] + (tokens.cpu().numpy().astype(np.uint64) + ONE) * GOLDEN)
+    return torch.from_numpy(-np.log(((x >> np.uint64(12)) + 0.5) * 2.0**-52)).to(tokens.device)
 
 
 def mixed(x):
-    """`mixed_int` of the bits of an int64 tensor."""
-    x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
-    return x ^ shifted(x, 31)
-
-
-def shifted(x, n):
-    """The bits of an int64 tensor moved down by n, with zeros above them."""
-    return (x >> n) & (2**(64 - n) - 1)
+    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def log_probabilities(logits, tokens, k):

@@ -17,8 +17,8 @@ import numpy as np
 from decode.batch import Refused, now
 from decode.draw import DrawSettings
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence
-from kvcache import BlockPool, check_memory, make_layers, pages_for
+from engine.sequence import MOST_AHEAD, Sequence
+from kvcache import BlockPool, bytes_of_slots, make_layers, pages_for
 
 PAUSE = 0.04  # seconds that a call of several steps takes at most
 PAGE_SIZE = 16
@@ -48,7 +48,6 @@ class Engine:
         n_slots = getattr(self.pool, 'n_slots', 0)
         if n_slots:
             type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
-            check_memory(model, n_slots, type_kv)
             executor.hold(make_layers(model, n_slots, type_kv))
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
@@ -59,7 +58,7 @@ class Engine:
         self.n_steps = self.n_computed = 0  # steps made, and tokens whose keys and values they have computed
 
     def add(self, prompt, max_new_tokens, n=1, seed=0, stops=(), min_tokens=0, logit_bias=(), salt='', scores=False,
-            logprobs=False, most_ahead=64, when_full=None, keep=None, n_keep=0, **values):
+            logprobs=False, most_ahead=MOST_AHEAD, when_full=None, keep=None, n_keep=0, **values):
         """
         Begin n sequences that continue a prompt, a list of token ids. Returns them. Number i draws with seed + i.
 
@@ -290,8 +289,7 @@ def context_of(config, when_full, keep, n_keep, n_prompt):
 def default_pool(config, n_pages=None, page_size=PAGE_SIZE):
     """A pool of n_pages pages, by default N_PAGES, or as many as a sequence can take, with MEMORY bytes at most."""
     c = config
-    n_bytes = page_size * c.n_layer * 2 * c.n_kv_head * c.head_dim * 4
-    n_pages = n_pages or max(1, min(max(N_PAGES, pages_for(c, page_size)), MEMORY // n_bytes))
+    n_pages = n_pages or max(1, min(max(N_PAGES, pages_for(c, page_size)), MEMORY // bytes_of_slots(c, page_size)))
     return BlockPool(n_pages, page_size, c.window, c.n_sink)
 
 

@@ -1,5 +1,7 @@
 """A sequence: one text that is being continued. Its tokens are the only record of it."""
 
+MOST_AHEAD = 64  # tokens that a sequence draws in a call
+
 
 class Sequence:
     """
@@ -25,7 +27,7 @@ class Sequence:
                  'siblings', 'rank', 'n_failed', 'owner', 'most_ahead')
 
     def __init__(self, prompt, settings, max_new_tokens, max_positions, n_keep=0, keep=None, salt='', scores=False,
-                 logprobs=False, most_ahead=64):
+                 logprobs=False, most_ahead=MOST_AHEAD):
         self.tokens, self.n_prompt, self.settings = list(prompt), len(prompt), settings
         self.n_end, self.ended, self.error = self.n_prompt + max_new_tokens, None, None
         self.max_positions, self.n_keep = max_positions, n_keep

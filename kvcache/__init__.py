@@ -11,6 +11,6 @@ A pool has begin, extend, computed, cut, fork, free and reset; see `blocks.Block
 """
 from kvcache.blocks import BlockPool, pages_for
 from kvcache.none import NoPool
-from kvcache.storage import BITS, check_memory, make_layers
+from kvcache.storage import bytes_of_slots, make_layers
 
-__all__ = ['BITS', 'BlockPool', 'NoPool', 'check_memory', 'make_layers', 'pages_for']
+__all__ = ['BlockPool', 'NoPool', 'bytes_of_slots', 'make_layers', 'pages_for']

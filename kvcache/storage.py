@@ -213,17 +213,23 @@ def free_memory(device):
     return free
 
 
+def bytes_of_slots(config, n, type_kv='float32'):
+    """Bytes of n slots in all layers of a model, without the scales of int8."""
+    c = config
+    return n * 2 * c.n_layer * c.n_kv_head * c.head_dim * BITS[type_kv] // 8
+
+
 def check_memory(model, n_slots, type_kv):
     """ValueError if so many slots for a model take more memory than is free."""
-    c, device = model.config, model.lm_head.weight.device
-    n_bytes = n_slots * 2 * c.n_layer * c.n_kv_head * c.head_dim * BITS[type_kv] // 8
+    device, n_bytes = model.lm_head.weight.device, bytes_of_slots(model.config, n_slots, type_kv)
     if n_bytes > ALWAYS_FREE and n_bytes > (free := free_memory(device)):
         raise ValueError(f"keys and values of {n_slots:,} tokens take {n_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} "
                          "GB of memory are free: take a smaller batch_size, max_new_tokens or n_blocks, or kv_bits=8")
 
 
 def make_layers(model, n_slots, type_kv):
-    """A `Layer` of n_slots slots for each layer of a model, on its device."""
+    """A `Layer` of n_slots slots for each layer of a model, on its device. ValueError if memory is short."""
+    check_memory(model, n_slots, type_kv)
     c, scratch = model.config, Scratch()
     return [Layer(n_slots, c.n_kv_head, c.head_dim, type_kv, type_kv, model.lm_head.weight.device, scratch=scratch)
             for _ in range(c.n_layer)]

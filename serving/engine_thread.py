@@ -12,6 +12,7 @@ import traceback
 from collections import deque
 
 from decode.draw import log_probabilities
+from engine.sequence import MOST_AHEAD
 from serving.request import Logprobs, Output, check_ids, pause
 from serving.stats import Snapshots, Stats
 from tokenizer import TextStream, WholeTexts
@@ -200,7 +201,7 @@ class EngineThread:
         streams = [TextStream(texts, r.stop, r.min_tokens, r.include_stop, r.strip) for _ in range(r.n)]
         live.sequences = self.engine.add(
             r.prompt, r.max_tokens, r.n, r.seed, stop_ids, salt=r.cache_salt, scores=r.prompt_logprobs,
-            logprobs=r.logprobs is not None, most_ahead=AHEAD if r.stop else 64, **r.draw)
+            logprobs=r.logprobs is not None, most_ahead=AHEAD if r.stop else MOST_AHEAD, **r.draw)
         for i, (s, stream) in enumerate(zip(live.sequences, streams)):
             s.owner = Sample(live, i, stream)
         self.stats.requests += 1

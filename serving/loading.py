@@ -14,7 +14,7 @@ import model as plain_model
 from device import pick_device
 from engine import Engine, default_pool
 from formats.pretrained import generation_defaults
-from kvcache import BITS, check_memory, make_layers
+from kvcache import bytes_of_slots, make_layers
 from serving.api import Served
 from serving.engine_thread import EngineThread
 
@@ -56,7 +56,9 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         model, weights = model.bfloat16(), 'float32'
     if not on_cuda and (decoder == 'eager' or dev != 'cpu' or model.lm_head.weight.dtype not in decode.MODEL_DTYPES):
         model.float()
-    proposer = draft and drafting(copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer)), draft)
+    proposer = draft and copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer))
+    pool = draft and default_pool(proposer.config)
+    proposer = draft and decode.draft_of(proposer, draft, pool, make_layers(proposer, pool.n_slots, 'float32'))
     executor = decode.best(model, 1, weights, threads, 'gpu' if on_cuda and decoder == 'auto' else decoder, speculate,
                            proposer)
     print(f"decoder: {executor.name}", file=sys.stderr)
@@ -91,17 +93,9 @@ def copy_weights(model):
     return model
 
 
-def drafting(model, name):
-    """The `decode.drafts.ModelDraft` of a model that a setting `draft` names, with a pool of its own."""
-    pool = default_pool(model.config)
-    check_memory(model, pool.n_slots, 'float32')
-    return decode.draft_of(model, name, pool, make_layers(model, pool.n_slots, 'float32'))
-
-
 def blocks_on_cuda(model, executor, kv_memory, n_blocks, page_size):
     """How many blocks a pool on CUDA has, which takes this share of the free memory; stderr says how much."""
-    c = model.config
-    n_bytes = page_size * c.n_layer * 2 * c.n_kv_head * c.head_dim * BITS[executor.type_kv] // 8
+    n_bytes = bytes_of_slots(model.config, page_size, executor.type_kv)
     free, _ = torch.cuda.mem_get_info(model.lm_head.weight.device)
     n_blocks = n_blocks or max(1, int(kv_memory * free) // n_bytes)
     print(f"memory: weights {sum(p.nbytes for p in model.parameters()) / 1e9:.2f} GB, pool {n_blocks:,} blocks of "

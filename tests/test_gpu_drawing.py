@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from on_triton import DEVICE, QUIET, compiled, compiled_apart, tl, triton
 
-from decode.draw import GOLDEN, DrawSettings, exponential_noise, mixed_int, noise_key
+from decode.draw import DrawSettings, exponential_noise
 from decode.draw import draw as defined
 from decode.gpu import drawing, plain
 from decode.gpu.inputs import IN_PROMPT, MOST_BIASES, MOST_STEPS, MOST_STOPS, N_SETTINGS, Draws, StepInputs
@@ -40,6 +40,21 @@ def state_of(vocab_size, hows, seeds=None, left=100):
         draws.counts[row, list(s.prompt)] = IN_PROMPT
     inputs = StepInputs(torch.full((R,), 3), torch.arange(R) + 10, torch.arange(R, **made), torch.zeros(R, 1, **made))
     return on_device(draws), on_device(inputs)
+
+
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def mixed_int(x):
+    """The finaliser of splitmix64 on Python's numbers."""
+    x %= 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+def noise_key(seed, number):
+    return mixed_int(mixed_int(seed + GOLDEN) + (number + 1) * GOLDEN)
 
 
 def signed(seed):

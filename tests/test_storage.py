@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny_models import model_of
 
 from engine.engine import Engine
-from kvcache import check_memory, make_layers, storage
+from kvcache import make_layers, storage
 from kvcache.storage import Layer, Rows, dequantise, quantise
 
 FLOATS = 'float64', 'float32', 'float16', 'bfloat16'
@@ -146,7 +146,7 @@ def test_slots_that_do_not_fit_are_refused(kind, n_bytes, monkeypatch):
     n_bytes *= 160 * 2 * c.n_layer * c.n_kv_head * c.head_dim
     monkeypatch.setattr(storage, 'ALWAYS_FREE', 0)
     monkeypatch.setattr(storage, 'free_memory', lambda device: n_bytes)
-    check_memory(m, 160, kind)
+    storage.check_memory(m, 160, kind)
     monkeypatch.setattr(storage, 'free_memory', lambda device: n_bytes - 1)
     with pytest.raises(ValueError, match='160 tokens take .* GB, and .* GB of memory are free: take'):
-        check_memory(m, 160, kind)
+        storage.check_memory(m, 160, kind)

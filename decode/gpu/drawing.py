@@ -111,7 +111,7 @@ def mixed(x):
 
 @triton.jit
 def noise_key(seed, number):
-    """See `noise_key` of `decode.draw`: a uint64."""
+    """What is the same in the noise of all tokens, a uint64; see `exponential_noise` of `decode.draw`."""
     return mixed(mixed(seed.to(tl.uint64) + GOLDEN) + (number + 1).to(tl.uint64) * GOLDEN)
 
 

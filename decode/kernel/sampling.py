@@ -83,7 +83,7 @@ def mixed(x):
 
 @njit
 def noise_key(seed, number):
-    """See `noise_key` of decode/draw.py."""
+    """What is the same in the noise of all tokens, see `exponential_noise` of decode/draw.py."""
     return mixed(mixed(uint64(seed) + GOLDEN) + uint64(number + 1) * GOLDEN)
 
 
