@@ -181,6 +181,7 @@ class Scheduler:
             for sibling in siblings:
                 if len(self.running) < self.most_running:
                     self.pool.fork(s, sibling)
+                    self.pool.extend(sibling, 1)  # it gets the copy, so that the pages of siblings follow each other
                     sibling.n_found = s.n_found
                     insort(self.running, sibling)
                 else:
