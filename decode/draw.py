@@ -52,7 +52,8 @@ class DrawSettings:
         biases = dict(logit_bias)
         for token in (*self.stops, *biases):
             if not 0 <= token < vocab_size:
-                raise ValueError(f"token ids are 0 to {vocab_size - 1}, and a stop or a bias is for {token}")
+                raise ValueError(f"token ids are 0 to {vocab_size - 1}, and a stop or a bias is for {token}: "
+                                 "leave it out")
         self.bias_tokens, self.biases = np.array([*biases], np.int64), np.array([*biases.values()], np.float64)
         self.vocab_size, self.penalised, self.prompt = vocab_size, self.values[4:] != (0.0, 0.0, 1.0), prompt
         self.counts, self.in_prompt, self.n_counted = None, None, 0

@@ -110,7 +110,8 @@ class StepTables:
     The tables `memory` and `sizes` of an executor's steps of up to n_rows tokens of n_seq sequences, n_at_once tokens
     at a time. arrays: {index into memory: array}, those of the weights and the threads.
 
-    An object keeps all arrays alive whose addresses it has, so an executor replaces it whole, for larger steps too.
+    The tables hold addresses of arrays, and this object keeps those arrays alive. An executor that needs larger tables
+    makes a new object.
     """
 
     def __init__(self, packed, arrays, n_rows, n_seq, n_at_once, n_threads):

@@ -6,7 +6,7 @@ executor computes and draws, the sequences get their tokens.
     for number, tokens in engine.stream([[1, 2, 3], [4]], 100, temperature=0.8):    # tokens of a prompt, as they come
         ...
 
-One thread calls it.
+An engine is called by one thread at a time: a call that finds another one running is a ValueError.
 """
 import os
 import sys

@@ -144,7 +144,7 @@ class EngineThread:
                 self.snapshot = self.snapshots.take()
         return self.snapshot
 
-    # from here on: the engine's thread
+    # the methods below run in the thread that calls the engine
 
     def run(self):
         self.idle = False

@@ -125,10 +125,7 @@ def conversation(rng):
 
 @pytest.mark.parametrize('name', TEMPLATES)
 def test_the_text_is_that_of_transformers(name):
-    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
-    tokenizers = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, 'a')), **SPECIAL)
+    theirs = their_tokenizer()
     theirs.chat_template = TEMPLATES[name]
     ours, n_refused = ChatTemplate(TEMPLATES[name], SPECIAL), 0
     for seed in range(60):
@@ -157,12 +154,17 @@ VARIABLES = [{}, dict(enable_thinking=False), dict(enable_thinking=True), dict(a
              dict(continue_final_message=True), dict(continue_final_message=True, trims=True)]
 
 
-@pytest.mark.parametrize('source', [THINKS, SMOLLM2, MISTRAL])
-def test_variables_reach_the_template_as_from_transformers(source):
+def their_tokenizer():
+    """A tokenizer of transformers with the special tokens SPECIAL, whose chat template is still to be given."""
     transformers = pytest.importorskip('transformers', reason="transformers is not installed")
     tokenizers = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
-    theirs = transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, 'a')), **SPECIAL)
+
+
+@pytest.mark.parametrize('source', [THINKS, SMOLLM2, MISTRAL])
+def test_variables_reach_the_template_as_from_transformers(source):
+    theirs = their_tokenizer()
     theirs.chat_template, ours = source, ChatTemplate(source, SPECIAL)
     for variables, content in itertools.product(VARIABLES, ("According to ", " a\n", "x", "")):
         continued = 'continue_final_message' in variables
@@ -404,10 +406,7 @@ EITHER = """\
 
 @pytest.mark.parametrize('source', [PARTS, SELECTED, EITHER])
 def test_a_template_for_lists_of_parts_gets_them(source):
-    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
-    tokenizers = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
-    theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, 'a')), **SPECIAL)
+    theirs = their_tokenizer()
     for seed in range(20):
         texts = conversation(random.Random(seed))
         parts = [message | dict(content=[dict(type='text', text=message['content'])]) for message in texts]

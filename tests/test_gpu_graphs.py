@@ -1,5 +1,6 @@
 """
-What the model's own step is recorded for as a CUDA graph, and when anew. Without CUDA a replay runs the step again.
+CUDA graphs of the model's own step: which steps are recorded, and what makes a recording invalid. Without CUDA, a
+stand-in for the replay runs the step again.
 """
 import copy
 import gc

@@ -22,7 +22,7 @@ NAMES = 'ckpt.pt', 'ckpt_last.pt', 'ckpt_interrupted.pt'
 
 class Checkpointer:
     """
-    Saves a run. The files of an earlier run in out_dir stay until the first evaluation of this run that saves.
+    Saves a run. The first evaluation of this run that saves replaces the files of an earlier run in out_dir.
 
     resume: whether the files in out_dir, if any, belong to this run; writes: whether this process writes files. If it
     does, out_dir is locked, now if it exists and otherwise by `take_folder`; a second run in it is refused.

@@ -31,7 +31,7 @@ MOST = 128                # tokens that stand for the window, if it has more: M 
 CLIENTS = 1, 4, 16, 64
 EACH, FEWEST = {'S': 16, 'M': 4, 'L': 2}, 4  # requests of a client, and of all at least
 
-# of the soak
+# the soak: many requests, clients that leave, and memory that must not grow
 SOAK_CLIENTS, SOAK_REQUESTS = 32, 10_000
 COMPARED, LEAVING = 0.05, 0.1  # of the requests
 TURNS = 10                     # after each of which memory and blocks are looked at

@@ -96,7 +96,7 @@ class GraphStep:
         layers = [StaticSlots(k_cache, v_cache) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
 
         def step():
-            # the weights that autocast casts are cast in the graph: a copy that autocast keeps is freed before long
+            # no cache of autocast: it would free its copies of the weights, and the graph would read freed memory
             with torch.autocast('cuda', amp, cache_enabled=False) if amp else nullcontext():
                 outputs[:] = [model.lm_head(model.hidden_states(static_idx, positions, layers)[0])]
         return Recording(self.queue.record(step), static_idx, positions, outputs)
