@@ -43,7 +43,7 @@ def alarm(who, text):
 
 
 def is_placed(layer_cache):
-    """Is this a layer of a pool's slots (a `decode.eager.StepLayer`), and no tuple of model.py?"""
+    """Is this a layer of a pool's slots, see `decode.eager`, and no tuple of model.py?"""
     return type(layer_cache) not in (tuple, LayerKVCache)
 
 
@@ -68,7 +68,8 @@ class CausalSelfAttention(model.CausalSelfAttention):
             trace(who, f"no cache T={T}")
             return trace(who, f"mask T_q={T} T_k={T}")
         if is_placed(new_cache):
-            return trace(who, f"placed {len(new_cache.own)} rows, mask T_q={T} T_k={new_cache.keys.pos.size(-1)}")
+            n_rows, n_keys = positions.q_pos.numel(), getattr(new_cache, 'n_keys', None) or new_cache.read.size(1)
+            return trace(who, f"placed {n_rows} rows, mask T_q={T} T_k={n_keys}")
         start, end, max_ctx = old_cache[2], new_cache.cache_pos, new_cache.k_cache.size(2)
         written, n_seen = None, end
         if isinstance(start, int):

@@ -120,12 +120,12 @@ def changed(row, settings, number):
 
 def draw_alike(logits, temperature, top_k, top_p, min_p, seeds, numbers):
     """`draw` for rows with the same settings, whose logits are changed already."""
-    largest = logits.max(dim=-1, keepdim=True).values
     if temperature == 0:
         return logits.argmax(dim=-1)
-    tokens = torch.arange(logits.size(-1), device=logits.device).expand(logits.shape)
+    every_logit, tokens, largest = logits, np.arange(logits.size(-1))[None], logits.amax(dim=-1, keepdim=True)
     if 0 < top_k < logits.size(-1):
         logits, tokens = kept_by_top_k(logits, int(top_k))
+        tokens = tokens.cpu().numpy()
     exponents = (logits - largest) * max(1.0 / temperature, 1e-30)
     weights = exponents.exp().masked_fill_(exponents < LEAST_WEIGHT, 0.0)
     if min_p > 0:
@@ -137,10 +137,12 @@ def draw_alike(logits, temperature, top_k, top_p, min_p, seeds, numbers):
         outside = before >= top_p * masses.sum(dim=-1, keepdim=True)
         outside[:, 0] = False
         weights.masked_fill_(torch.zeros_like(outside).scatter_(-1, order, outside), 0.0)
-    best = (weights.double() / exponential_noise(seeds, numbers, tokens)).argmax(dim=-1, keepdim=True)
-    if not largest.isfinite().all():  # a penalty can make a logit infinite
-        best = torch.where(largest.isfinite(), best, logits.argmax(dim=-1, keepdim=True))
-    return tokens.gather(-1, best).squeeze(-1)
+    # in NumPy, whose calls take a third of the time of torch's
+    best = (weights.cpu().numpy() / exponential_noise(seeds, numbers, tokens)).argmax(axis=-1)
+    drawn = torch.from_numpy(tokens[np.arange(len(tokens)), best]).to(logits.device)
+    if not math.isfinite(largest.sum()):  # a penalty can make a logit infinite
+        drawn = torch.where(largest[:, 0].isfinite(), drawn, every_logit.argmax(dim=-1))
+    return drawn
 
 
 def kept_by_top_k(logits, k):
@@ -159,13 +161,14 @@ def kept_by_top_k(logits, k):
 
 def exponential_noise(seeds, numbers, tokens):
     """
-    The noise of tokens (B, n), float64: row b is of the sequence with seed b and of its token number b. It is minus
-    the logarithm of a number between 0 and 1 of 52 bits, which splitmix64 makes of the three.
+    The noise of tokens, integers (B, n) or (1, n), as float64 (B, n): row b is of the sequence with seed b and of its
+    token number b. It is minus the logarithm of a number between 0 and 1 of 52 bits, which splitmix64 makes of the
+    three.
     """
     seeds, numbers = np.array([seed % 2**64 for seed in seeds], np.uint64), np.array(numbers, np.uint64)
     keys = mixed(mixed(seeds + GOLDEN) + (numbers + ONE) * GOLDEN)
-    x = mixed(keys[:, None] + (tokens.cpu().numpy().astype(np.uint64) + ONE) * GOLDEN)
-    return torch.from_numpy(-np.log(((x >> np.uint64(12)) + 0.5) * 2.0**-52)).to(tokens.device)
+    x = mixed(keys[:, None] + (np.asarray(tokens).astype(np.uint64) + ONE) * GOLDEN)
+    return -np.log(((x >> np.uint64(12)) + 0.5) * 2.0**-52)
 
 
 def mixed(x):

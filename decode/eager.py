@@ -43,7 +43,7 @@ class EagerExecutor:
 
     def hold(self, layers):
         """Let the steps read and write these `kvcache.storage.Layer`s."""
-        self.layers = layers
+        self.layers, self.where = layers, None  # see `rows_at`
 
     def execute_model(self, batch):
         """See `decode.cpu.CPUExecutor.execute_model`. Each call is one step."""
@@ -52,27 +52,41 @@ class EagerExecutor:
         rows, parts = batch.rows()
         with torch.inference_mode():
             logits = self.logits_of(batch, rows)
-            if not math.isfinite(logits.sum(dtype=torch.float32)) and not are_numbers(logits):
+            if not are_numbers(logits):
                 raise NotNumbers
             return drawn_from(logits, batch, parts)
 
     def logits_of(self, batch, rows):
         """The logits of these rows, (W, vocab_size)."""
-        model, counts, S = self.model, batch.counts, len(batch.sequences)
-        device = model.lm_head.weight.device
+        model, counts, S = self.direct.model, batch.counts, len(batch.sequences)
+        device = self.model.lm_head.weight.device
         T = counts[0] if counts.count(counts[0]) == S else 0  # sequences with as many new tokens each are a batch
-        own, *found = step_slots(model.config, batch)
-        where = padded_keys(S, *found) if T else packed_keys(np.repeat(np.arange(S), counts), *found)
-        views = rows_at(batch) if T and not model.config.window else None
-        layers = layers_of_step(self.layers, device, own, views, *where)
+        layers = self.views_of(batch, T)
+        if layers is None:
+            own, *found = step_slots(self.model.config, batch)
+            where = padded_keys(S, *found) if T else packed_keys(np.repeat(np.arange(S), counts), *found)
+            layers = layers_of_step(self.layers, device, own, *where)
         shape = (S, T) if T else (1, len(batch.tokens))
         ids, positions = (torch.from_numpy(each).to(device).view(shape) for each in (batch.tokens, batch.positions))
         last_only = T > 1 and len(rows) == S and (rows == np.cumsum(counts) - 1).all()
-        x, _ = self.direct.model.hidden_states(ids, positions, layers, last_only)
+        x, _ = model.hidden_states(ids, positions, layers, last_only)
         x = x.flatten(0, 1)
         if len(rows) < len(x):
             x = x[torch.from_numpy(rows).to(device)]
-        return self.direct.model.lm_head(x)
+        return model.lm_head(x)
+
+    def views_of(self, batch, T):
+        """A `LayerView` for each layer, if the sequences lie side by side and bring T new tokens each, or None."""
+        if not T or self.model.config.window or self.layers[0].k.scale is not None:
+            return None
+        where = rows_at(batch)
+        if where is None:
+            return None
+        if where != self.where:
+            self.where, self.views = where, [layer.views(*where) for layer in self.layers]
+        ends = batch.positions[T - 1::T]
+        n_keys = int(ends.max()) + 1
+        return [LayerView(*views, n_keys, ends.min() + 1 < n_keys) for views in self.views]
 
 
 class UncachedExecutor:
@@ -115,7 +129,7 @@ def drawn_from(logits, batch, parts):
 
 def are_numbers(logits):
     """Are there neither NaN nor +inf in logits (B, vocab_size)? -inf is allowed: such a token is never drawn."""
-    return math.isfinite(logits.sum()) or not logits.softmax(dim=-1).isnan().any()
+    return math.isfinite(logits.sum(dtype=torch.float32)) or not logits.softmax(dim=-1).isnan().any()
 
 
 def check_step(model, batch):
@@ -150,17 +164,41 @@ def packed_keys(seq_of_token, seq, position, slot):
 
 def rows_at(batch):
     """
-    (first, stride) if sequence number i of a batch has position p in slot first + i * stride + p; otherwise None. Then
-    keys and values need not be copied to be read.
+    (first, stride, S, K) if each sequence i of a batch, of S, has position p in slot first + i * stride + p, for all p
+    < K; otherwise None.
     """
-    K = batch.positions.max() + 1  # so many are read of each
-    if any([s.runs.n != 1 or s.runs.table[0, 0] or s.runs.table[0, 2] < K for s in batch.sequences]):
+    runs = [s.runs for s in batch.sequences]
+    if any([r.n != 1 or r.table[0, 0] for r in runs]):
         return None
-    first = np.array([s.runs.table[0, 1] for s in batch.sequences])
-    strides = np.diff(first)
-    if len(strides) and (strides != strides[0]).any() or len(strides) and strides[0] < 0:
+    first, K = [int(r.table[0, 1]) for r in runs], int(min([r.table[0, 2] for r in runs]))
+    stride = first[1] - first[0] if len(first) > 1 else 0
+    if stride < 0 or any([b - a != stride for a, b in zip(first, first[1:])]) or K <= batch.positions.max():
         return None
-    return int(first[0]), int(strides[0]) if len(strides) else 0
+    return first[0], stride, len(first), K
+
+
+class LayerView(NamedTuple):
+    """
+    The cache of one layer during one step of sequences that lie side by side, in the place of a `LayerKVCache`: see
+    model.py's `append`. Nothing is copied.
+    """
+    k_cache: torch.Tensor  # (S, n_kv_head, K, head_dim), position p of each sequence in row p
+    v_cache: torch.Tensor
+    n_keys: int            # positions of the longest sequence with its new tokens
+    is_ragged: bool        # do the sequences differ in length?
+
+    def append(self, k, v, positions):
+        """As `StepLayer.append`."""
+        n, T, keys = self.n_keys, k.size(2), None
+        if self.is_ragged:
+            keys = positions.keys_of_slots(n)
+            for cache, new in ((self.k_cache, k), (self.v_cache, v)):
+                rows = torch.arange(len(new), device=new.device)[:, None]
+                cache[rows, :, positions.slots] = new.transpose(1, 2).to(cache.dtype)
+        else:
+            self.k_cache.narrow(2, n - T, T).copy_(k)
+            self.v_cache.narrow(2, n - T, T).copy_(v)
+        return self.k_cache.narrow(2, 0, n).to(k.dtype), self.v_cache.narrow(2, 0, n).to(k.dtype), keys, self
 
 
 class StepLayer(NamedTuple):
@@ -168,7 +206,6 @@ class StepLayer(NamedTuple):
     layer: object        # a `kvcache.storage.Layer`
     own: torch.Tensor    # int64 (N,), the slots of the new tokens
     read: torch.Tensor   # int64 (B, K), the slots of the keys
-    rows: tuple | None   # see `rows_at`
     keys: Keys
 
     @torch.no_grad()
@@ -178,14 +215,11 @@ class StepLayer(NamedTuple):
         next layer may overwrite, their `Keys`, and itself.
         """
         self.layer.write(self.own, k.transpose(0, 1).flatten(1, 2), v.transpose(0, 1).flatten(1, 2))
-        if self.rows is not None and self.layer.k.data.dtype is k.dtype:
-            all_k, all_v = self.layer.views(*self.rows, *self.read.shape)
-        else:
-            all_k, all_v = self.layer.read(self.read, k.dtype)
+        all_k, all_v = self.layer.read(self.read, k.dtype)
         return all_k.to(k.device), all_v.to(k.device), self.keys, self
 
 
-def layers_of_step(layers, device, own, rows, read, position, allowed=None):
+def layers_of_step(layers, device, own, read, position, allowed=None):
     """
     A `StepLayer` for each layer, of what `step_slots` and the functions above return. device: the model's; a layer may
     be on another one.
@@ -194,4 +228,4 @@ def layers_of_step(layers, device, own, rows, read, position, allowed=None):
     slots = {d: (own.to(d), read.to(d)) for d in {layer.device for layer in layers}}
     allowed = None if allowed is None else torch.from_numpy(allowed).to(device)
     keys = Keys(torch.from_numpy(position).to(device), allowed)
-    return [StepLayer(layer, *slots[layer.device], rows, keys) for layer in layers]
+    return [StepLayer(layer, *slots[layer.device], keys) for layer in layers]

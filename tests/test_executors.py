@@ -440,7 +440,10 @@ def test_logits_that_are_not_numbers_and_their_repair(way):
             before = p.clone()
             p.view(-1)[0 if name != 'transformer.wte.weight' else 20 * text.tokens[3]] = broken
             executor.refresh()
-            for n_steps in (1, 3) if broken is math.nan else ():
+            # PyTorch's attention gives zeros for a query that is NaN, in the model as in its executor
+            numbers = way == 'eager float32' and not model(torch.tensor([text.tokens]))[0].isnan().any()
+            assert not numbers or name.endswith('c_attn.weight')
+            for n_steps in (1, 3) if broken is math.nan and not numbers else ():
                 own = Text(text.tokens[:8])
                 slots = Slots(executor)
                 with pytest.raises(NotNumbers, match='not numbers'):

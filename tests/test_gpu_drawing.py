@@ -85,7 +85,7 @@ def check_same_state(found, expected):
 def is_near(logits, s, token):
     """Would other borders of what is kept, NEAR those of the settings, draw the token? In float64."""
     x, (temperature, top_k, *borders) = logits.astype(np.float64), s.values[:4]
-    noise = exponential_noise([s.seed], [0], torch.arange(len(x))[None])[0].numpy()
+    noise = exponential_noise([s.seed], [0], np.arange(len(x))[None])[0]
     for p, m in itertools.product((-NEAR, 0, NEAR), repeat=2):
         top_p, min_p = borders[0] + p, borders[1] * (1 + m)
         p = np.exp((x - x.max()) / temperature)

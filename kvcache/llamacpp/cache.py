@@ -179,7 +179,7 @@ class CellCache(Streams):
                 layer = MissingLayer(number)
             layers.append(ReadLayer(layer) if layer in layers else layer)
         own, read = self.slots_of(batch, found).ravel(), self.slots_of(batch, np.arange(n_kv))
-        return layers_of_step(layers, device or self.own_layers()[0].device, own, None, read, *self.keys(batch, n_kv))
+        return layers_of_step(layers, device or self.own_layers()[0].device, own, read, *self.keys(batch, n_kv))
 
     def slots_of(self, batch, cells):
         """The slots of cells, (B, n) or (n,) for all, in the streams of a batch, (B, n)."""
