@@ -143,6 +143,12 @@ class GPT(model.GPT):
         return super().generate(*args, step=step and partial(self.traced, step), **settings)
 
 
+def rows_of(sequence=None, *rest):
+    """The rows (position, slot, n) of a sequence's `Runs`, a list."""
+    runs = getattr(sequence, 'runs', None)
+    return [] if runs is None else runs.table[:runs.n].tolist()
+
+
 class TracedPool:
     """A pool of kvcache/ whose operations print a line."""
 
@@ -155,12 +161,11 @@ class TracedPool:
             return found
 
         def traced(*args):
-            before = getattr(args[0], 'n_computed', 0) if args else 0
-            result = found(*args)
-            if tracing():
+            before, rows = getattr(args[0], 'n_computed', 0) if args else 0, rows_of(*args)
+            result, where = found(*args), rows_of(*args)
+            # an `extend` that finds slots ahead changes nothing
+            if tracing() and not (name == 'extend' and result and where == rows):
                 rest = [str(arg) for arg in args[1:] if isinstance(arg, int)]
-                runs = getattr(args[0], 'runs', None) if args else None
-                where = [] if runs is None else runs.table[:runs.n].tolist()
                 trace('pool', f"{name}({', '.join(rest)}) n_computed={before} -> {result} "
                               f"(position, slot, n)={where[:8]}")
             return result

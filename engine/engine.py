@@ -10,7 +10,6 @@ An engine is called by one thread at a time: a call that finds another one runni
 """
 import os
 import sys
-from threading import get_ident
 
 import numpy as np
 
@@ -53,7 +52,7 @@ class Engine:
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.pause, self.stop_soon = PAUSE, np.zeros(8, np.int64)  # a cache line: a thread sets it
         self.tables = [m._parameters for m in model.modules()]  # model.parameters() takes a millisecond
-        self.weights, self.pid, self.thread, self.unfinished = weights_of(self.tables), os.getpid(), None, False
+        self.weights, self.pid, self.is_running, self.unfinished = weights_of(self.tables), os.getpid(), False, False
         self.over = []  # sequences that have ended without a step
         self.n_steps = self.n_computed = 0  # steps made, and tokens whose keys and values they have computed
 
@@ -110,7 +109,7 @@ class Engine:
         `decode.batch.Drawn`)]; a sequence that has ended says why, and has None if the call has given it nothing.
         """
         self.check_caller()
-        self.thread = get_ident()
+        self.is_running = True
         try:
             if self.weights is None:
                 self.notice_changes()
@@ -125,7 +124,7 @@ class Engine:
             self.unfinished = False
             return results
         finally:
-            self.thread = None
+            self.is_running = False
 
     def run(self, batch):
         """What `step` returns of a batch."""
@@ -210,7 +209,7 @@ class Engine:
                              "executor for each")
         if self.pid != os.getpid():
             raise ValueError("this engine was made before a fork, in another process: make an engine in this process")
-        if self.thread is not None:
+        if self.is_running:
             raise ValueError("a step of this engine runs, and one thread at a time may call it: wait until it returns, "
                              "or make another engine")
 

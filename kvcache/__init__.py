@@ -7,7 +7,20 @@ Pools: in which slots the positions of sequences lie. And the storage of these s
     llamacpp/    llama.cpp's cells and streams as a pool, and its caches to be read and compared
     openppl      OpenPPL's cache as one function
 
-A pool has begin, extend, computed, cut, fork, free and reset; see `blocks.BlockPool`. One thread owns it, the engine's.
+A pool is what the engine's scheduler asks for slots; one thread owns it. See `blocks.BlockPool`.
+
+    begin(sequence, tokens, salt)   begin with what is remembered of these tokens; returns of how many
+    extend(sequence, n)             slots for n more positions; returns whether there was room
+    computed(sequence, n)           n more positions are stored
+    fork(sequence, new)             a new sequence has all positions of another one
+    cut(sequence, n)                keep the first n positions; returns how many are kept
+    free(sequence)                  keep none
+    reset()                         forget all sequences and all that is remembered
+    take_copies()                   copies of slots that the next step makes first
+    will_grow(sequence)             will it need more room before it ends?
+    n_pages, page_size, n_slots     pages; slots of each, 0 where nothing is kept; slots in all
+    n_free                          pages that no sequence has
+    most_sequences, window          of a step; of the model
 """
 from kvcache.blocks import BlockPool, pages_for
 from kvcache.none import NoPool

@@ -440,10 +440,9 @@ def test_logits_that_are_not_numbers_and_their_repair(way):
             before = p.clone()
             p.view(-1)[0 if name != 'transformer.wte.weight' else 20 * text.tokens[3]] = broken
             executor.refresh()
-            # PyTorch's attention gives zeros for a query that is NaN, in the model as in its executor
-            numbers = way == 'eager float32' and not model(torch.tensor([text.tokens]))[0].isnan().any()
-            assert not numbers or name.endswith('c_attn.weight')
-            for n_steps in (1, 3) if broken is math.nan and not numbers else ():
+            # of a query that is NaN, PyTorch's attention makes zeros, in the model as in its executor
+            zeros = way == 'eager float32' and 'c_attn' in name and model(torch.tensor([text.tokens]))[0].isfinite().all()
+            for n_steps in (1, 3) if broken is math.nan and not zeros else ():
                 own = Text(text.tokens[:8])
                 slots = Slots(executor)
                 with pytest.raises(NotNumbers, match='not numbers'):
