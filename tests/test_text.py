@@ -2,52 +2,23 @@
 import codecs
 
 import pytest
-from hypothesis import example, given
+from conftest import sizes
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from serving.answer import name_of_token
 from tokenizer import CharTokenizer, TextStream, byte_level_alphabet
 
 # few letters, so that stop strings come up; characters of one to four bytes; bytes that are no UTF-8
-pieces = st.lists(st.one_of(st.text('ab€😀\ufffd', min_size=1).map(str.encode),
-                            st.binary(min_size=1, max_size=3),
-                            st.sampled_from([b'\xe2', b'\x82\xac', b'\xf0\x9f', b'\x98\x80', b'\xff', b''])),
-                  max_size=12)
-stops = st.lists(st.text('ab€😀\ufffd', min_size=1, max_size=4), max_size=4)
+pieces = st.lists(st.one_of(st.one_of(st.text('ab', max_size=3), st.text('a €😀\ufffd', max_size=2)).map(str.encode),
+                            st.sampled_from([b'\xe2', b'\x82\xac', b'\xf0\x9f', b'\x98\x80', b'\xff'])), max_size=14)
+stops = st.lists(st.one_of(st.text('ab', min_size=1, max_size=3), st.text('ab €\ufffd', min_size=1, max_size=5)),
+                 max_size=5)
 
 
-def streamed(tokens, stop=()):
-    """(the pieces sent, was it stopped, the number of the token that stopped it)"""
-    text, sent = TextStream(tokens, stop), []
-    for i in range(len(tokens)):
-        sent.append(text.push(i))
-        if text.stopped:
-            return sent, True, i
-    return [*sent, text.finish()], text.stopped, len(tokens)
-
-
-def up_to_stop(text, stop):
-    """The definition: read character by character, and end where one of the stop strings is complete."""
-    for end in range(1, len(text) + 1):
-        found = [s for s in stop if text[:end].endswith(s)]
-        if found:
-            return text[:end - len(max(found, key=len))], end
-    return text, None
-
-
-@given(pieces)
-def test_utf8_split_over_tokens(tokens):
-    assert ''.join(streamed(tokens)[0]) == b''.join(tokens).decode('utf-8', 'replace')
-
-
-@given(pieces, stops)
-@example([b'a', b'\xe2'], ['\ufffd'])
-@example([b'aab', b'b'], ['abb', 'b'])
-def test_stop_never_leaks(tokens, stop):
-    sent, stopped, _ = streamed(tokens, stop)
-    expected, end = up_to_stop(b''.join(tokens).decode('utf-8', 'replace'), stop)
-    assert ''.join(sent) == expected and stopped == (end is not None)
-    assert not any(s in ''.join(sent) for s in stop)
+def text_of(tokens, final=True):
+    """The text of bytes at once. Without `final`, as far as its characters have ended."""
+    return codecs.getincrementaldecoder('utf-8')('replace').decode(b''.join(tokens), final)
 
 
 def found(text, stop, n_free):
@@ -62,25 +33,39 @@ def found(text, stop, n_free):
     return min(ends, default=None)
 
 
-short = st.one_of(st.text('ab ', max_size=3).map(str.encode), st.sampled_from([b'\xe2', b'\x82\xac', b'\xff']))
+@settings(max_examples=sizes(200, 2000))
+@given(pieces, stops, st.integers(0, 9), st.booleans(), st.booleans(), st.integers(1, 4))
+@example([b'aab', b'b'], ['abb', 'b'], 0, False, False, 2)
+@example([b'ab', b'ab', b'a', b'b'], ['abab', 'ba'], 2, False, False, 1)
+@example([b'', b' ', b' a'], [' a'], 0, False, True, 3)
+@example([b'a', b'\xe2'], ['\ufffd'], 0, False, False, 1)
+def test_a_text_is_that_of_its_bytes_up_to_the_first_stop_string(tokens, stop, min_tokens, include, strip, n):
+    """
+    By str.find, token by token and n at once: the token that completes a stop string stops, nothing is sent that
+    is taken back, and only what may begin a stop string is held.
+    """
+    one, several = (TextStream(tokens, stop, min_tokens, include, strip) for _ in range(2))
 
-
-@given(st.lists(short, max_size=14), st.lists(st.text('ab \ufffd', min_size=1, max_size=6), max_size=5),
-       st.integers(0, 9), st.booleans(), st.booleans())
-@example([b'aab', b'b'], ['abb', 'b'], 0, True, False)
-@example([b'ab', b'ab', b'a', b'b'], ['abab', 'ba'], 2, False, False)
-@example([b'', b' ', b' a'], [' a'], 0, False, True)
-def test_stop_strings_are_where_find_says(tokens, stop, min_tokens, include, strip):
-    stream = TextStream(tokens, stop, min_tokens, include, strip)
-    sent = ''.join([stream.push(i) for i in range(len(tokens))]) + stream.finish()
-    text = b''.join(tokens).decode('utf-8', 'replace')
-    decoder = codecs.getincrementaldecoder('utf-8')('replace')
-    n_free = len(decoder.decode(b''.join(tokens[:min_tokens]), final=len(tokens) <= min_tokens))
-    if strip and text.startswith(' '):
-        text, n_free = text[1:], n_free - 1
-    at = found(text, stop, n_free)
-    assert stream.stopped == (at is not None)
-    assert sent == (text if at is None else text[:at[0] if include else at[1]])
+    def expected(n, final):
+        """(the text that the first n tokens have, where its stop string is)"""
+        text = text_of(tokens[:n], final)
+        n_free = len(text_of(tokens[:min_tokens], final=final and n <= min_tokens))
+        if strip and text.startswith(' '):
+            text, n_free = text[1:], n_free - 1
+        at = found(text, stop, n_free)
+        return text if at is None else text[:at[0] if include else at[1]], at
+    sent, n_pushed = '', 0
+    while n_pushed < len(tokens):
+        together = range(n_pushed, min(n_pushed + n, len(tokens)))
+        before, n_pushed = sent, together.stop
+        for i in together:
+            sent += one.push(i)
+            text, at = expected(i + 1, final=False)
+            assert one.stopped == (at is not None) and text.startswith(sent)
+            assert len(text) - len(sent) <= (0 if at else max(map(len, stop), default=0))
+        assert before + several.push(*together) == sent and several.stopped == one.stopped
+    text, at = expected(len(tokens), final=True)
+    assert sent + one.finish() == text == sent + several.finish() and one.stopped == (at is not None)
 
 
 def test_stop_strings_of_any_length_take_a_constant_time_for_a_character():
@@ -93,45 +78,6 @@ def test_stop_strings_of_any_length_take_a_constant_time_for_a_character():
     stream.begins_a_stop = lambda text: steps.append(text) or begins_a_stop(text)
     sent = ''.join([stream.push(i) for i in range(1001)])
     assert sent + stream.finish() == text and len(sent) == 4001 - 1000 and len(steps) < 10 * len(text)
-
-
-@given(pieces, stops)
-def test_what_was_sent_stays_sent(tokens, stop):
-    """Each prefix of the pieces is a prefix of the whole text, and only what may begin a stop string is held back."""
-    text, sent = TextStream(tokens, stop), ''
-    for i in range(len(tokens)):
-        sent += text.push(i)
-        if text.stopped:
-            break
-        so_far = b''.join(tokens[:i + 1])
-        whole = so_far.decode('utf-8', 'replace')
-        assert whole.startswith(sent)
-        assert len(whole) - len(sent) <= max([len(s) - 1 for s in stop], default=0) + 1  # 1: an incomplete character
-
-
-@given(pieces, stops, st.data())
-def test_several_tokens_at_once_are_the_same_as_one_by_one(tokens, stop, data):
-    one, several, i = TextStream(tokens, stop), TextStream(tokens, stop), 0
-    while i < len(tokens):
-        n = data.draw(st.integers(1, len(tokens) - i))
-        assert several.push(*range(i, i + n)) == ''.join([one.push(j) for j in range(i, i + n)])
-        assert several.stopped == one.stopped
-        i += n
-    assert several.finish() == one.finish()
-
-
-@given(st.text('ab€😀', min_size=1, max_size=8), st.data())
-def test_the_step_that_completes_a_stop_stops(text, data):
-    """Whole characters: `stopped` is set by the very token that has the last byte of the stop string."""
-    stop = [text[data.draw(st.integers(0, len(text) - 1)):]]
-    tokens = [bytes([byte]) for byte in text.encode()]
-    _, end = up_to_stop(text, stop)
-    assert streamed(tokens, stop)[1:] == (True, len(text[:end].encode()) - 1)
-
-
-def test_after_a_stop_nothing_comes():
-    text = TextStream([b'x', b'.'], ['.'])
-    assert [text.push(i) for i in (0, 1, 0, 0)] == ['x', '', '', ''] and text.finish() == '' and text.stopped
 
 
 def test_bytes_of_characters():
