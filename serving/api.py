@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 import orjson
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -30,7 +31,6 @@ MOST_LOGPROBS = 20  # tokens besides the drawn one
 MOST_TOKENS, MOST_BIASES = 2**31, 2**16  # of a request
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_MESSAGES = 128, 128, 256, 2048  # of one body
 MOST_FIELDS = 256             # of an object in a body, known or not
-MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
 MOST_ENTRIES = 2**20          # of one answer: token ids and log probabilities, some 60 bytes each
 TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_error', 500: 'server_error',
          503: 'service_unavailable'}
@@ -38,8 +38,9 @@ FUNCTIONS = "this server calls no functions: describe them in a message, and rea
 FORM = "this server does not constrain the form of a text: give an example of it in the prompt"
 TEMPLATE = "give it to the chat template: chat_template_kwargs, {\"enable_thinking\": false} for example"
 UNSUPPORTED = {  # what asks for something that is not here; a body with several of them is told of the first one here
-    'tools': FUNCTIONS, 'functions': FUNCTIONS, 'response_format': FORM, 'structured_outputs': FORM, 'guided_': FORM,
-    'json_schema': FORM, 'grammar': FORM,
+    'tools': FUNCTIONS, 'functions': FUNCTIONS, 'response_format': FORM, 'structured_outputs': FORM,
+    'guided_json': FORM, 'guided_regex': FORM, 'guided_choice': FORM, 'guided_grammar': FORM, 'json_schema': FORM,
+    'grammar': FORM,
     'messages': "POST them to /v1/chat/completions",
     'prompt': "POST it to /v1/completions",
     'content': "its name is prompt here",
@@ -108,25 +109,9 @@ def list_of(kind, **limits):
     return Annotated[list[kind], Field(fail_fast=True, **limits)]
 
 
-def checked_stops(stops):
-    """Stop strings without empty ones and nulls."""
-    stops = [stop for stop in stops if stop]
-    n = sum(map(len, stops))
-    if n > MOST_STOP_CHARACTERS:
-        raise ValueError(f"stop has {n:,} characters in all, and at most {MOST_STOP_CHARACTERS:,} are allowed: give "
-                         "shorter ones")
-    return stops
-
-
 def number_of_likeliest(logprobs):
     """The legacy logprobs: true asks for one token beside each, as in vLLM, and false for none."""
     return {True: 1, False: None}[logprobs] if type(logprobs) is bool else logprobs
-
-
-def checked_temperature(temperature):
-    if 0 < temperature <= 1e-30:
-        raise ValueError("temperature should be 0 (greedy) or above 1e-30: a smaller one makes infinite logits")
-    return temperature
 
 
 def whole(number):
@@ -135,22 +120,19 @@ def whole(number):
 
 
 def checked_biases(biases):
-    """A dict of biases itself. ValueError for the first one that is wrong: pydantic would collect all of them."""
+    """{token id: bias}. ValueError for the first one that is wrong: pydantic would collect all of them."""
     if type(biases) is dict:
-        if len(biases) > MOST_BIASES:
-            raise ValueError(f"logit_bias has {len(biases):,} tokens, and at most {MOST_BIASES:,} are allowed: give "
-                             "fewer")
         for token, bias in biases.items():
             is_id = re.fullmatch('[0-9]{1,19}', str(token)[:20])
             if not is_id or type(bias) not in (int, float) or not -100 <= bias <= 100:
                 raise ValueError("logit_bias should have token ids as names and numbers from -100 to 100 as values, "
                                  f"but {str(token)[:20]!r} is not so")
+        return {int(token): bias for token, bias in biases.items()}
     return biases
 
 
 Whole = Annotated[int, BeforeValidator(whole)]
 TokenId = Annotated[int, Field(ge=0)]
-NamedTokenId = Annotated[int, Field(ge=0, strict=False)]  # the names in a JSON object are texts
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -172,7 +154,7 @@ Prompts = Annotated[
          f"{MOST_PROMPTS}; each should have at least one token, for example a newline")]
 Stops = Annotated[str | list_of(str | None, max_length=MOST_STOPS), AfterValidator(listed),
                   says(f"stop should be a text, or a list of at most {MOST_STOPS} texts"),
-                  AfterValidator(checked_stops)]
+                  AfterValidator(lambda stops: [stop for stop in stops if stop])]
 
 
 class Body(Strict):
@@ -188,7 +170,7 @@ class StreamOptions(Strict):
 
 class GenerationBody(Body):
     """What the bodies of completions and of chat completions share: how samples are drawn, and what of them is sent."""
-    temperature: Annotated[float, AfterValidator(checked_temperature)] = Field(
+    temperature: Annotated[float, AfterValidator(lambda t: t if t > 1e-30 else 0.0)] = Field(  # no infinite logits
         1.0, ge=0, description="0 takes the likeliest token each time")
     top_p: Annotated[float, AfterValidator(lambda p: p or 1e-9)] = Field(1.0, ge=0, le=1, description="0 takes the "
                                                                          "likeliest token each time")
@@ -198,7 +180,8 @@ class GenerationBody(Body):
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     min_tokens: Whole = Field(0, ge=0, lt=MOST_TOKENS)
-    logit_bias: Annotated[dict[NamedTokenId, Bias], BeforeValidator(checked_biases)] = Field(default_factory=dict)
+    logit_bias: Annotated[dict[TokenId, Bias], BeforeValidator(checked_biases)] = Field(default_factory=dict,
+                                                                                        max_length=MOST_BIASES)
     stop_token_ids: list_of(TokenId, max_length=128) = Field(default_factory=list)
     ignore_eos: bool = False
     n: Whole = Field(1, ge=1, le=MOST_SAMPLES, description="samples of each prompt")
@@ -226,32 +209,20 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-PARTS = {'text': 'text', 'input_text': 'text', 'output_text': 'text', 'refusal': 'refusal'}  # {type: where its text is}
-
-
 class Part(Lenient):
-    """A part of a message. It must have the one of the last two fields that PARTS says."""
+    """A part of a message."""
     type: Literal['text', 'input_text', 'output_text', 'refusal']
-    text: str = ''
-    refusal: str = ''
+    text: str = Field(validation_alias=AliasChoices('text', 'refusal'))
 
 
-def text_of(content, _):
+def text_of(content, validate):
     """The text of a message's content. The texts of several parts follow each other on lines of their own."""
-    if type(content) is list:
-        texts = []
-        for part in content:
-            kind = part.get('type') if type(part) is dict else None
-            if type(kind) is not str or kind not in PARTS:
-                raise ValueError(f"a part of type {shown(kind)} came, but this model reads text only: each part should "
-                                 'be {"type": "text", "text": "..."}')
-            texts.append(part.get(PARTS[kind]))
-            if type(texts[-1]) is not str:
-                raise ValueError(f"a part of type {kind!r} should have {PARTS[kind]}, a text, not {shown(texts[-1])}")
-        return '\n'.join(texts)
-    if type(content) is not str:
-        raise ValueError(f"it should be a text, or a list of parts of the type text, not {shown(content)}")
-    return content
+    try:
+        content = validate(content)
+    except ValidationError as e:  # the first error says that it is no str, the next one what is wrong with the list
+        raise ValueError('this model reads text only: content should be a text, or a list of parts {"type": "text", '
+                         f'"text": "..."}}, not {shown(e.errors()[1]["input"])}') from None
+    return content if type(content) is str else '\n'.join(part.text for part in content)
 
 
 class Message(Lenient):
@@ -260,7 +231,7 @@ class Message(Lenient):
     example), so the message of an answer can be sent back as it is.
     """
     role: Literal['system', 'developer', 'user', 'assistant']
-    content: Annotated[str | list[Part], WrapValidator(text_of)]
+    content: Annotated[str | list_of(Part), WrapValidator(text_of)]
 
     @model_validator(mode='before')
     @classmethod
@@ -352,7 +323,7 @@ def parsed(kind, data, defaults=None):
         fields = asked_for(without_nulls(fields), known)
         if unknown := [name for name in fields if name not in known]:
             rank = {name: i for i, name in enumerate(UNSUPPORTED)}
-            raise unknown_field(min(unknown, key=lambda name: rank.get(general(name), len(rank))), known)
+            raise unknown_field(min(unknown, key=lambda name: rank.get(name, len(rank))), known)
         return kind.model_validate((defaults or {} if issubclass(kind, GenerationBody) else {}) | fields)
     except ValidationError as e:
         raise named(e.errors(include_url=False)[0], known) from None
@@ -395,14 +366,9 @@ def near(name, known, cutoff):
     return next(iter(difflib.get_close_matches(name, known, 1, cutoff)), '') if len(name) <= 40 else ''
 
 
-def general(name):
-    """The name by which UNSUPPORTED knows a field: vLLM has several that begin with guided_."""
-    return 'guided_' if name.startswith('guided_') else name
-
-
 def unknown_field(name, known):
     """The APIError for a field that is not among the known ones."""
-    advice = UNSUPPORTED.get(general(name))
+    advice = UNSUPPORTED.get(name)
     if advice is None:
         advice = f"did you mean {alike}?" if (alike := near(name, known, 0.75)) else "leave it out"
         return APIError(400, f"{name[:60]} is not a field here: {advice}", name[:60], 'unknown_field')

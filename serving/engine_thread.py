@@ -80,9 +80,8 @@ class EngineThread:
     def submit(self, request):
         """
         Begin a request. `QueueFull` if too many wait or the engine stops; ValueError if the request does not fit the
-        model or can never fit the pool, and if there is one with its id.
+        model's context or can never fit the pool, and if there is one with its id.
         """
-        request.check_tokens(self.vocab_size)
         n, most = len(request.prompt) + request.max_tokens, self.engine.model.config.max_positions
         if n > most:
             raise ValueError(f"the prompt has {len(request.prompt)} tokens and max_tokens is {request.max_tokens}: "
@@ -105,7 +104,7 @@ class EngineThread:
         """End a request, if it has not ended: its slots are free by the next step."""
         with self.condition:
             if request_id in self.live:  # a later request may have this id again
-                self.ask_for([(self.abort_now, self.live[request_id])])
+                self.ask_for([(self.end, self.live[request_id], 'abort')])
 
     def drain(self, seconds):
         """
@@ -115,7 +114,7 @@ class EngineThread:
         with self.condition:
             self.draining = True
             finished = self.condition.wait_for(lambda: not self.live or self.stopping, seconds)
-            self.ask_for([(self.abort_now, live) for live in self.live.values()])
+            self.ask_for([(self.end, live, 'abort') for live in self.live.values()])
             self.condition.wait_for(lambda: not self.live or self.stopping, seconds + IDLE)
         return finished
 
@@ -128,7 +127,7 @@ class EngineThread:
             self.thread.join()
 
     def ask_for(self, operations):
-        """Have the thread call functions before its next step: pairs (function, `Live`). The lock is held."""
+        """Have the thread call functions before its next step: (function, `Live`, more arguments). The lock is held."""
         self.inbox.extend(operations)
         self.engine.stop_soon[0] = 1
         self.condition.notify_all()
@@ -185,10 +184,10 @@ class EngineThread:
         """Do what other threads have asked for since the last step, in that order."""
         self.engine.stop_soon[0] = self.stopping  # before the inbox is read: what comes later sets it again
         while self.inbox:
-            operation, live = self.inbox.popleft()
+            operation, live, *more = self.inbox.popleft()
             if self.live.get(live.request.id) is live:  # it has not ended
                 try:
-                    operation(live)
+                    operation(live, *more)
                 except Exception as e:  # of this request alone
                     self.end(live, 'error', f"{type(e).__name__}: {e}")
 
@@ -207,9 +206,6 @@ class EngineThread:
         self.stats.requests += 1
         self.stats.prompt_tokens += len(r.prompt)
 
-    def abort_now(self, live):
-        self.end(live, 'abort')
-
     def hand_out(self, results):
         """Deliver what a step has given, each request's together."""
         now, given = time.monotonic(), {}
@@ -217,17 +213,9 @@ class EngineThread:
             live = s.owner.live
             if s.owner.index not in live.going:  # it has ended with another one of its request
                 continue
-            try:
-                if s.error:
-                    raise s.error
-                output = self.output_of(s, drawn, now)
-            except Exception as e:
-                if live in given:  # of samples that may have ended
-                    self.deliver(live, given.pop(live))
-                if live.going:
-                    self.end(live, 'error', f"{type(e).__name__}: {e}")
-                continue
-            if output:
+            if s.error:
+                self.end(live, 'error', f"{type(s.error).__name__}: {s.error}")
+            elif output := self.output_of(s, drawn, now):
                 given.setdefault(live, []).append(output)
         for live, outputs in given.items():
             self.deliver(live, outputs)
@@ -288,21 +276,22 @@ class EngineThread:
                 self.condition.notify_all()
 
     def give_up(self, live, reason):
-        """End the samples of a request that go on. Returns their numbers."""
-        numbers = sorted(live.going)
+        """End the samples of a request that go on."""
+        self.stats.finished[reason] += len(live.going)
         live.going.clear()
         for s in live.sequences:
             self.engine.end(s, reason)
-        self.stats.finished[reason] += len(numbers)
-        return numbers
 
     def end(self, live, reason, error=None):
-        """End a request, and say so."""
-        numbers = self.give_up(live, reason)
-        self.deliver(live, [Output(i, [], finish_reason=reason, error=error) for i in numbers])
+        """End a request, and say so, in whatever state the engine is."""
+        outputs = [Output(i, [], finish_reason=reason, error=error) for i in sorted(live.going)]
+        try:
+            self.give_up(live, reason)
+        finally:
+            self.deliver(live, outputs)
 
     def end_all(self, reason, error=None):
-        """End all requests that there are, in whatever state the engine is."""
+        """End all requests that there are."""
         with self.condition:
             self.inbox.clear()
             all_live = list(self.live.values())
@@ -311,8 +300,6 @@ class EngineThread:
                 self.end(live, reason, error)
             except Exception:
                 traceback.print_exc(file=sys.stderr)
-                with self.condition:
-                    self.live.pop(live.request.id, None)
         self.snapshot = self.snapshots.take()
 
 

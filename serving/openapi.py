@@ -45,41 +45,35 @@ SCHEMAS = {
     'Health': object_of(status={'const': 'ok'}),
     'Object': {'type': 'object'},
 }
-REASONS = {400: "a field is wrong: param names it", 401: "the API key is missing or wrong",
-           403: "a foreign Host or Origin", 404: "another model", 413: "the body is too large",
-           415: "the body is compressed", 429: "the queue is full: see Retry-After",
-           500: "a bug, or the engine failed", 503: "the server is loading its model, or stopping"}
 
 
 class Endpoint(NamedTuple):
     """
     What is answered at an address. handler: called with the `Service` and, if there is one, the body; its docstring is
-    the summary. answer: the name of one of SCHEMAS, or a content type. errors: those besides the errors of all bodies
-    and of the key. key: does it need the API key, where there is one?
+    the summary. answer: the name of one of SCHEMAS, or a content type. key: does it need the API key, where there is
+    one?
     """
     method: str
     path: str
     handler: Callable
     answer: str
-    errors: tuple = (503,)
     key: bool = True
     body: type | None = None
 
     def operation(self, has_key):
         """One operation of the description."""
-        needs_key, answer = self.key and has_key, self.answer
-        errors = *self.errors, *(400, 404, 413, 415) * (self.body is not None), *(401,) * needs_key, 403
-        responses = {str(status): {'description': REASONS[status], 'content': json_of('Error')} for status in errors}
+        answer = self.answer
         content = json_of(answer) if answer in SCHEMAS else {answer: {'schema': TEXT}}
         if answer in ('Completion', 'ChatCompletion'):
             content['text/event-stream'] = {'schema': object_of(data=TEXT)}  # an event
-        responses['200'] = {'description': "as asked", 'content': content}
-        described = {'summary': self.handler.__doc__, 'responses': responses}
+        described = {'summary': self.handler.__doc__,
+                     'responses': {'200': {'description': "as asked", 'content': content},
+                                   'default': {'description': "why not", 'content': json_of('Error')}}}
         if '{id}' in self.path:
             described['parameters'] = [{'name': 'id', 'in': 'path', 'required': True, 'schema': TEXT}]
         if self.body:
             described['requestBody'] = {'required': True, 'content': json_of(self.body.__name__)}
-        if needs_key:
+        if self.key and has_key:
             described['security'] = [{'key': []}]
         return described
 
@@ -93,9 +87,7 @@ def openapi(endpoints, has_key):
     """The description of endpoints, a dict. has_key: do requests need an API key?"""
     bodies = [(endpoint.body, 'validation') for endpoint in endpoints if endpoint.body]
     schemas = models_json_schema(bodies, ref_template='#/components/schemas/{model}')[1]['$defs']
-    components = {'schemas': schemas | SCHEMAS}
-    if has_key:
-        components['securitySchemes'] = {'key': {'type': 'http', 'scheme': 'bearer'}}
     return {'openapi': '3.1.0', 'info': {'title': "nanoGPT's completions", 'version': VERSION},
-            'components': components,
+            'components': {'schemas': schemas | SCHEMAS,
+                           'securitySchemes': {'key': {'type': 'http', 'scheme': 'bearer'}}},
             'paths': {endpoint.path: {endpoint.method.lower(): endpoint.operation(has_key)} for endpoint in endpoints}}

@@ -45,8 +45,6 @@ class Request:
     def __post_init__(self):
         if not self.prompt:
             raise ValueError("prompt has no tokens: it must have at least one, for example a newline")
-        if self.n < 1:
-            raise ValueError(f"n must be at least 1, not {self.n}")
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens, {self.max_tokens}, not {self.min_tokens}")
 

@@ -13,17 +13,17 @@ import socket
 import sys
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import uvicorn
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from formats.tokenizer_files import huggingface_tokenizer
@@ -38,18 +38,17 @@ from serving.api import (
     invalid,
     parsed,
     requests_of,
-    too_long,
 )
 from serving.connection import IDLE, Connection
 from serving.engine_thread import QueueFull
 from serving.openapi import VERSION, Endpoint, openapi
 from serving.request import Output, check_ids
-from serving.stats import FORMAT
 
+FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # that `generate_latest` writes
 MAX_BODY = 4 * 2**20  # bytes of a request
 LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
 THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # of the pool for work of each kind
-PATIENCE, MOST_WAITING = 10, 512  # seconds that a request may wait for a thread; how many may, for each kind
+PATIENCE = 10     # seconds that a request may wait for a thread
 THIS_MACHINE = r'(localhost|.*\.localhost|127\.[\d.]+|\[::1\])(:\d*)?'
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
 BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
@@ -81,7 +80,6 @@ class Service:
         self.engine = self.served = self.bell = self.error = None
         self.draining, self.mailboxes, self.preparing = False, set(), set()  # preparing: tasks before `submit`
         self.pools = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
-        self.waiting = Counter()  # {kind: requests in its pool}
 
     def start_loading(self, loaded):
         """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
@@ -149,27 +147,17 @@ class Service:
             self.preparing.discard(task)
 
     async def in_pool(self, kind, function):
-        """
-        What a function returns, called in a thread of this kind. APIError 429 if MOST_WAITING wait for one, or if none
-        was free for PATIENCE.
-        """
-        late = APIError(429, f"too many requests wait for a thread ({kind}): try again later", code='queue_full')
+        """What a function returns, called in a thread of this kind. APIError 429 if none was free for PATIENCE."""
         asked = time.monotonic()
 
         def in_time():
             if time.monotonic() > asked + PATIENCE:
-                raise late
+                raise APIError(429, f"too many requests wait for a thread ({kind}): try again later", code='queue_full')
             return function()
-        if self.waiting[kind] >= MOST_WAITING:
-            raise late
-        self.waiting[kind] += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self.pools[kind], in_time)
-        finally:
-            self.waiting[kind] -= 1
+        return await asyncio.get_running_loop().run_in_executor(self.pools[kind], in_time)
 
     def submit(self, requests, mailbox):
-        """Submit all requests or none. APIError where the queue is full, or one of them can never fit."""
+        """Submit all requests or none. APIError where the queue is full."""
         self.check_ready()
         n, most = sum(request.n for request in requests), self.engine.max_queue
         if n > most:
@@ -178,12 +166,10 @@ class Service:
         for i, request in enumerate(requests):
             try:
                 self.engine.submit(request)
-            except (QueueFull, ValueError) as e:
+            except QueueFull as e:
                 for submitted in requests[:i]:
                     self.engine.abort(submitted.id)
-                if isinstance(e, QueueFull):
-                    raise APIError(429, str(e), code='queue_full') from None
-                raise too_long(str(e)) from None
+                raise APIError(429, str(e), code='queue_full') from None
         self.mailboxes.add(mailbox)
 
     def end(self, completion, mailbox):
@@ -329,7 +315,7 @@ async def health(service, request):
 async def metrics(service, request):
     """Counters and histograms for Prometheus"""
     service.check_loaded()
-    return Response(service.engine.stats.text(), headers={'content-type': FORMAT})
+    return Response(generate_latest(service.engine.stats.registry), headers={'content-type': FORMAT})
 
 
 async def tokenize(service, body):
@@ -376,25 +362,24 @@ async def description(service, request):
 
 async def page(service, request):
     """The page"""
-    with open(PAGE, encoding='utf-8') as f:
-        return HTMLResponse(f.read(), headers=PAGE_HEADERS)
+    return FileResponse(PAGE, headers=PAGE_HEADERS)
 
 
 ENDPOINTS = [
-    Endpoint('POST', '/v1/completions', completions, 'Completion', (429, 500, 503), body=CompletionBody),
-    Endpoint('POST', '/v1/chat/completions', chat, 'ChatCompletion', (429, 500, 503), body=ChatBody),
+    Endpoint('POST', '/v1/completions', completions, 'Completion', body=CompletionBody),
+    Endpoint('POST', '/v1/chat/completions', chat, 'ChatCompletion', body=ChatBody),
     Endpoint('GET', '/v1/models', models, 'Models'),
-    Endpoint('GET', '/v1/models/{id}', models, 'Model', (404, 503)),
+    Endpoint('GET', '/v1/models/{id}', models, 'Model'),
     Endpoint('POST', '/tokenize', tokenize, 'Tokens', body=TokenizeBody),
     Endpoint('POST', '/detokenize', detokenize, 'Text', body=DetokenizeBody),
-    Endpoint('GET', '/tokenizer_info', tokenizer_info, 'Object', (429, 503)),
+    Endpoint('GET', '/tokenizer_info', tokenizer_info, 'Object'),
     Endpoint('GET', '/cache', cache, 'Object'),
     Endpoint('GET', '/health', health, 'Health', key=False),
     Endpoint('GET', '/ping', health, 'Health', key=False),
-    Endpoint('GET', '/version', version, 'Object', (), key=False),
+    Endpoint('GET', '/version', version, 'Object', key=False),
     Endpoint('GET', '/metrics', metrics, 'text/plain', key=False),
-    Endpoint('GET', '/openapi.json', description, 'Object', (), key=False),
-    Endpoint('GET', '/', page, 'text/html', (), key=False),
+    Endpoint('GET', '/openapi.json', description, 'Object', key=False),
+    Endpoint('GET', '/', page, 'text/html', key=False),
 ]
 
 

@@ -2,11 +2,10 @@
 import time
 from collections import Counter
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 SECONDS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 25, 50, 100)  # the buckets of histograms
-FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # that `generate_latest` writes
 GAUGES = {  # {name: (what it is, its value by a `Stats`)}
     'running': ("Samples that have blocks", lambda stats: len(stats.scheduler.running)),
     'waiting': ("Samples that wait for blocks, those that were preempted included",
@@ -28,18 +27,12 @@ COUNTERS = {
     'prefix_hits': ("Tokens of prompts that were found in remembered blocks", lambda stats: stats.scheduler.n_found),
     'preemptions': ("Samples that lost their blocks, to be computed again", lambda stats: stats.scheduler.n_preempted),
 }
-HISTOGRAMS = (
-    ('time_to_first_token_seconds', "From a request to its first token"),
-    ('time_per_token_seconds', "Mean time of the tokens of a sample after its first one"),
-)
-SHOWN = ('steps', 'prompt_tokens', 'generated_tokens', 'prefix_hits', 'prefix_queries', 'preemptions', 'blocks_used',
-         'blocks_shared', 'blocks_cached')  # on the page
 
 
 class Stats:
     """
     Counters of an `engine.Engine` and its thread: see COUNTERS; finished: {finish_reason: samples}. first_token,
-    per_token: histograms of seconds, see HISTOGRAMS. Any thread may read them.
+    per_token: histograms of seconds. registry: of prometheus_client, with all of them. Any thread may read them.
     """
 
     def __init__(self, engine):
@@ -47,7 +40,9 @@ class Stats:
         self.finished, self.registry = Counter(), CollectorRegistry()
         self.requests = self.prompt_tokens = self.generated_tokens = 0
         self.first_token, self.per_token = [
-            Histogram(f'nanogpt_{name}', help, buckets=SECONDS, registry=self.registry) for name, help in HISTOGRAMS]
+            Histogram(f'nanogpt_{name}_seconds', what, buckets=SECONDS, registry=self.registry) for name, what in (
+                ('time_to_first_token', "From a request to its first token"),
+                ('time_per_token', "Mean time of the tokens of a sample after its first one"))]
         self.registry.register(self)
 
     def collect(self):
@@ -60,10 +55,6 @@ class Stats:
             finished.add_metric([reason], n)
         yield finished
 
-    def text(self):
-        """What Prometheus reads, in its text format."""
-        return generate_latest(self.registry)
-
 
 class Snapshots:
     """
@@ -74,7 +65,7 @@ class Snapshots:
     'text': of the tokens in it}.
     running, waiting: samples by age, {'id': of the request, 'index', 'n_prompt': tokens of the prompt, 'n_tokens': with
     its own, 'computed': how many are in the cache, 'blocks': its block table, with None for blocks behind the window}.
-    counters: {name: value} of SHOWN.
+    counters: {name: value} of GAUGES and COUNTERS.
     """
 
     def __init__(self, engine, stats, bytes_of):
@@ -83,7 +74,7 @@ class Snapshots:
 
     def take(self):
         pool, page_size, running = self.engine.pool, self.engine.pool.page_size, []
-        counters = {name: value(self.stats) for name, (_, value) in (GAUGES | COUNTERS).items() if name in SHOWN}
+        counters = {name: value(self.stats) for name, (_, value) in (GAUGES | COUNTERS).items()}
         shown = [{'samples': [], 'remembered': prefix is not None,
                   'text': '' if prefix is None else self.text(page, prefix)}
                  for page, prefix in enumerate(pool.prefix_of)]
