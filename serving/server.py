@@ -72,8 +72,7 @@ class Service:
     def __init__(self, load, api_key='', cors_origin='', allowed_hosts=''):
         self.load, self.api_key = load, api_key
         self.keys = [api_key.encode('utf-8', 'surrogateescape'), api_key.encode('latin-1', 'backslashreplace')]
-        origins = [origin.strip() for origin in cors_origin.split(',') if origin.strip()]
-        self.origins = [origin if origin.endswith('://') else origin.rstrip('/') for origin in origins]
+        self.origins = [origin.strip().rstrip('/') for origin in cors_origin.split(',') if origin.strip()]
         names = [re.escape(name.strip().rpartition('://')[2].partition(':')[0]).replace(r'\*', '.*')
                  for name in ['localhost', '*.localhost', *{*self.origins} - {'*'}, *allowed_hosts.split(',')] if name]
         self.hosts = re.compile(rf'([\d.]+|\[[\da-f:.]+\]|{"|".join(names)})\.?(:\d*)?', re.IGNORECASE)

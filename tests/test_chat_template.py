@@ -8,9 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import venv
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 
 import pytest
 from conftest import ROOT
@@ -27,30 +25,6 @@ SMOLLM2 = """\
 {% endif %}\
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
-
-QWEN = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n# Tools\\n' }}
-    {%- for tool in tools %}
-        {{- tool | tojson }}
-    {%- endfor %}
-{%- else %}
-    {%- if messages[0]['role'] == 'system' %}
-        {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-    {%- else %}
-        {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\\n' }}
-    {%- endif %}
-{%- endif %}
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or
-           (message.role == "assistant" and not message.tool_calls) %}
-        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 
 LLAMA = """\
 {{- bos_token }}
@@ -108,10 +82,9 @@ OTHERS = """{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}
    {# blanks before a block go, and the line break behind it #}
    {% set n = loop.index %}
 {{ [m.content, n] | tojson(indent=2) }} {{ m.content.split(' ')[-1] | upper }}{% endfor %}"""
-TEMPLATES = dict(smollm2=SMOLLM2, qwen=QWEN, llama=LLAMA, mistral=MISTRAL, others=OTHERS)
+TEMPLATES = dict(smollm2=SMOLLM2, llama=LLAMA, mistral=MISTRAL, others=OTHERS)
 SPECIAL = dict(bos_token='<s>', eos_token='</s>')
-WORDS = ["Hello", " there ", "\n", "<|im_end|>", "{{ bos_token }}", "{% raw %}", "ä∂🙂",
-         '"quoted"', '<b>&amp;</b>',
+WORDS = ["Hello", " there ", "\n", "<|im_end|>", "{{ bos_token }}", "{% raw %}", "ä∂🙂", '"quoted"', '<b>&amp;</b>',
          "\\n", "\t"]
 
 
@@ -185,147 +158,96 @@ def test_what_cannot_be_continued_is_one_line():
         template.render([dict(content='a'), dict(content='b')], continue_final_message=True)
 
 
-def test_a_hand_written_conversation():
-    messages = [dict(role='system', content='Be brief.'), dict(role='user', content=' Hi '),
-                dict(role='assistant', content='Yes?'), dict(role='user', content='Bye')]
-    assert ChatTemplate(MISTRAL, SPECIAL).render(messages) == (
-        '<s>[INST] Be brief.\n\n Hi [/INST] Yes?</s>[INST] Bye[/INST]')
-
-
 HOSTILE = dict(  # kind: templates, one on a line
     loops=r"""
 {% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}
 {% set m = messages * 999 %}{% for a in m %}{% for b in m %}{% for c in m %}{% endfor %}{% endfor %}{% endfor %}
-{% for i in range(99999) if range(99999) | sum < 0 %}{% endfor %}
-{% for i in range(99999) %}{% if 'x' in range(99999) | list %}{% endif %}{% endfor %}
 {% for c in 'x' * 99999 %}{% for d in 'y' * 99999 %}{% endfor %}{% endfor %}
-{% set c, r = cycler(1, 2), range(99999) %}{% for i in r %}{% for j in r if c.next() > 2 %}{% endfor %}{% endfor %}
 {% for i in range(99999) %}{{ (range(99999) | map('string') | select | list | length) * 0 }}{% endfor %}
 {% macro f() %}{% for i in range(99999) %}{{ caller() }}{% endfor %}{% endmacro %}{% call f() %}{{ f() }}{% endcall %}
 {% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(64) }}""",
     recursion=r"""
 {% macro f() %}{{ f() }}{% endmacro %}{{ f() }}
-{% macro f() %}{{ g() }}{% endmacro %}{% macro g() %}{{ f() }}{% endmacro %}{{ f() }}
-{% macro f() %}{% call f() %}{{ caller() }}{% endcall %}{% endmacro %}{{ f() }}
 {% for m in messages recursive %}{{ loop(messages) }}{% endfor %}
 {% block a %}{{ self.a() }}{% endblock %}
 {{ ((((9999 times)))) }}
-{{ not not 9999 times 1 }}
 {{ 1 + 1 + 9999 times 1 }}
 NESTED{{ n.x }}
 NESTED{{ n.x | tojson }}
-NESTED{{ n.x == [n.x] }}
 {% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = n.x | select %}{% endfor %}{{ n.x | list }}""",
     texts=r"""
 {{ 'x' * 10 ** 10 }}
 {{ 'x' * 2 ** 25 }}
-{{ ('x' * 10 ** 6) * 10 ** 6 }}
 {{ 'x'.ljust(10 ** 12) }}
-{{ 'x'.zfill(2 ** 33) }}
 {{ '\t'.expandtabs(2 ** 30) | length }}
 {{ 'x' | center(10 ** 11) }}
-{{ ('x\n' * 9999) | indent(10 ** 6) }}
 {{ ('x ' * 9999) | wordwrap(1, wrapstring='y' * 10 ** 6) }}
 {{ ('x' * 10 ** 5) | replace('x', 'y' * 10 ** 5) }}
-{{ ('x' * 10 ** 5).replace('', 'y' * 10 ** 5) }}
 {{ ('x' * 10 ** 5).translate({120: 'y' * 10 ** 6}) }}
-{{ ('x' * 10 ** 5) | join('y' * 10 ** 6) }}
-{{ ('y' * 10 ** 6).join('x' * 10 ** 5) }}
 {% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}
-{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}
-{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x %}{{ n.x }}{{ n.x }}{% endset %}{% endfor %}{{ n.x }}
 {% set n = namespace(x='') %}{% for i in range(9999) %}{% set n.x = n.x + 'y' * 99999 %}{% endfor %}{{ n.x }}
-{% for i in range(99999) %}{{ 'x' * 9999 }}{% endfor %}
 {% for i in range(99999) %}{{ messages }}{% endfor %}""",
     formats=r"""
 {{ '%9999999999d' % 1 }}
 {{ '%*d' % (2 ** 31 - 2, 1) }}
-{{ '%.2147483000f' % 1.0 }}
-{{ '%2000000000s' | format('x') }}
 {{ '{:>9999999999}'.format(1) }}
-{{ '{0:{1}}'.format('x', 2 ** 33) }}
-{{ '{x:99999999999}'.format_map({'x': 1}) }}
 {{ strftime_now('%c' * 10 ** 7) | length }}
 {{ messages | tojson(indent=10 ** 10) }}""",
     numbers=r"""
 {{ (9 ** (9 ** (8 + messages | length))) | string | length }}
-{{ 2 ** (2 ** 40) }}
-{{ 3 ** (10 ** 8) % 7 }}
 {{ 1.5 | round(10 ** 9, 'ceil') }}
 {% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x ** 3 %}{% endfor %}""",
     lists=r"""
 {{ range(10 ** 12) | list }}
 {{ (range(99999) | list) * 99999 }}
-{{ ([0] * 10 ** 10) | length }}
 {{ range(99999) | batch(10 ** 10, 'x') | list }}
 {{ messages | slice(10 ** 10) | list }}
 {% for i in range(999) %}{{ ((range(99999) | list) * 9) | sort(reverse=true) | unique | list | length }}{% endfor %}
 {{ ([[0] * 999] * 9999) | sum(start=[]) | length }}
 {{ lipsum(n=10 ** 7) }}
-{{ lipsum(n=1, min=10 ** 9, max=10 ** 9 + 1) }}
 DOUBLED{{ n.x }}
 DOUBLED{{ n.x | tojson }}
-DOUBLED{{ n.x | pprint }}
 DOUBLED{{ n.x == n.y }}
-DOUBLED{{ [n.x, n.y] | sort }}
 DOUBLED{{ [n.x, n.y] | unique | list }}""",
     errors=r"""
 {{ raise_exception('x' * 10 ** 8) }}
 {{ raise_exception('one\ntwo\x1b[31m\r\nthree') }}
 {{ messages['x' * 10 ** 7].foo }}
-{{ {}['x' * 10 ** 5]() }}
-{{ messages | string | nothing }}
-{{ 1 // 0 }}""",
+{{ 1 // 0 }}
+{% if %}
+{{ x
+{% endfor %}
+{% unknown %}""",
     files=r"""
 {% include '/etc/passwd' %}
 {% import 'os' as os %}{{ os }}
 {% from 'os' import system %}{{ system('id > FILE') }}
 {% extends '/etc/passwd' %}
-{% include messages %}
 {% include ['a', '/etc/passwd'] ignore missing %}""",
     escapes=r"""
 {{ ''.__class__.__mro__[1].__subclasses__() }}
-{{ ''['__class__']['__mro__'][1]['__subclasses__']() }}
 {{ '' | attr('__class__') | attr('__mro__') }}
-{{ '' | attr(['_', '_class_', '_'] | join) }}
 {{ ['']  | map(attribute='__class__') | list }}
-{{ [''] | groupby('__class__') | list }}
 {{ '{0.__class__.__mro__}'.format('') }}
-{{ '{x.__class__.__mro__}'.format_map({'x': ''}) }}
 {{ ('{0.__class__.__mro__}' | attr('format'))('') }}
 {% set f = '{0.__class__.__mro__}'.format %}{{ ['']  | map(f) | list }}
-{{ '{0.__class__.__mro__}' | safe | attr('format')('') }}
 {{ messages.__init__.__globals__ }}
-{{ raise_exception.__globals__ }}
 {{ strftime_now.__closure__[0].cell_contents }}
 {{ strftime_now.__globals__.sys.modules.os.system('id > FILE') }}
 {{ lipsum.__globals__['os'].popen('id > FILE').read() }}
-{{ cycler.__init__.__globals__.os.popen('id > FILE').read() }}
-{{ joiner.__init__.__globals__.os.popen('id > FILE').read() }}
 {{ namespace.__init__.__globals__.os.popen('id > FILE').read() }}
 {{ self.__init__.__globals__.__builtins__.open('/etc/passwd').read() }}
 {{ self._TemplateReference__context.cycler.__init__.__globals__ }}
 {{ dict.mro()[1].__subclasses__() }}
-{{ dict.__base__.__subclasses__() }}
 {% macro f() %}{% endmacro %}{{ f.__call__.__func__.__globals__.sys.modules.os.system('id > FILE') }}
-{% macro f() %}{% endmacro %}{{ f._func.__globals__.environment }}
 {% for m in messages %}{{ loop.__class__.__init__.__globals__ }}{% endfor %}
 {{ (messages | map('upper')).gi_frame.f_back.f_globals }}
-{{ (messages | select).gi_code.co_consts }}
 {% set n = namespace(__class__=dict) %}{{ n.__class__.__mro__ }}
 {% set n = namespace() %}{% set n.__call__ = lipsum.__globals__ %}{{ n() }}
-{{ namespace(unsafe_callable=false, __call__=''.__class__)() }}
-{{ url_for.__globals__ }}{{ request.application.__globals__ }}{{ get_flashed_messages.__globals__ }}
-{{ config.__class__.__init__.__globals__['os'].popen('id > FILE').read() }}
-{{ x.__init__.__globals__ }}{{ undefined.__class__.__mro__ }}
-{{ messages.append(messages) }}{{ messages[0].update(a=1) }}
-{% set x = messages.clear() %}{% set x = messages.pop() %}""",
+{{ messages.append(messages) }}{{ messages[0].update(a=1) }}""",
     works=r"""
 {{ ('http://' * 10 ** 6) | urlize }}
-{{ ('a@' * 10 ** 5) | urlize }}
 {{ ('<!--' * 10 ** 5) | striptags }}
-{{ ('a-' * 10 ** 7) | title | length }}
-{{ ('x ' * 10 ** 7) | wordcount }}
 {{ ('x' * 10 ** 7) | wordwrap(1) | length }}
 {{ ('\xe4' * 10 ** 7).encode('idna') }}
 {{ ('ab' * 10 ** 6 + 'c') in ('ab' * 10 ** 7) }}
@@ -458,22 +380,6 @@ def test_threads_do_not_get_each_others_answers():
     assert texts == list(map(str, range(400))) and len(chat_template.waiting) <= 4
 
 
-def test_jinja2_may_be_anywhere(tmp_path):
-    """Another Python, without jinja2, to which PYTHONPATH names it; and one to which nothing does."""
-    venv.create(tmp_path / 'venv')
-    (tmp_path / 'packages').mkdir()
-    for package in ('jinja2', 'markupsafe'):
-        (tmp_path / 'packages' / package).symlink_to(os.path.dirname(find_spec(package).origin))
-    (tmp_path / 'packages' / 'json.py').write_text('raise Exception("this is not the standard library")')
-    call = "from chat.template import ChatTemplate; print(ChatTemplate('{{ messages[0] + 1 }}').render([1]))"
-    missing = "the chat template cannot be read: ModuleNotFoundError: No module named 'jinja2'"
-    for path, said in (([tmp_path / 'packages'], ''), ([], missing)):
-        code = f"import json, sys; sys.path += {list(map(str, path))}; {call}"
-        done = subprocess.run([tmp_path / 'venv' / 'bin' / 'python', '-c', code], cwd=ROOT, capture_output=True,
-                              text=True, timeout=60)
-        assert (done.stdout == '2\n', said in done.stderr) == (not said, True), done.stderr
-
-
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason="there is no fork here")
 def test_a_child_has_a_process_of_its_own():
     template, (reading, writing) = ChatTemplate("{{ messages[0].content }}"), os.pipe()
@@ -486,11 +392,3 @@ def test_a_child_has_a_process_of_its_own():
         os._exit(0)
     os.waitpid(child, 0)
     assert right and os.read(reading, 9) == b'yes'
-
-
-@pytest.mark.parametrize('source', ["{% if %}", "{{ x", "{% endfor %}", "{% unknown %}"])
-def test_a_broken_template_is_one_line(source):
-    template = ChatTemplate(source)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="^the chat template cannot be read: TemplateSyntaxError: .*$"):
-            template.render([])

@@ -206,9 +206,6 @@ def test_names_and_pages_of_others_are_refused():
         for headers in foreign:  # all may come, and pages of others do not read what was asked here
             response = client.get('/cache', headers=headers)
             assert response.status_code == 200 and ('abcd' in response.text) == ('host' in headers)
-    with serving(spelling_engine(), cors_origin='file://') as client:  # of a page in an app
-        response = client.get('/v1/models', headers={'origin': 'file://'})
-        assert response.status_code == 200 and response.headers['access-control-allow-origin'] == 'file://'
 
 
 def test_prompts_are_shown_to_the_machine_itself_or_behind_the_key(drawing):
@@ -319,16 +316,6 @@ def test_a_full_queue_is_429_and_takes_none_of_a_list(engine):
                 assert error['param'] == 'n' and 'at most 4' in error['message']
 
 
-def test_what_can_never_fit_is_400():
-    """Neither the model's context of 64 nor the pool of 32 tokens; of a list, none is begun."""
-    engine = spelling_engine(n_pages=8)
-    with serving(engine) as client:
-        for prompt, n, word in (('a', 40, '8'), ('a', 64, '64'), ([1] * 64, 1, '64'), (['a', 'a' * 60], 5, '64')):
-            error = refused(client.post('/v1/completions', json={'prompt': prompt, 'max_tokens': n}), 400)
-            assert error['code'] == 'context_length_exceeded' and word in error['message']
-        engine.until(lambda: not engine.live)
-
-
 def test_an_engine_that_fails_says_so_in_the_stream_and_outside(engine):
     def fail(texts):
         raise FloatingPointError("numbers that are not finite")
@@ -410,16 +397,27 @@ def test_disconnect_frees_the_blocks(drawing, n_steps, stream):
 
 # connections and signals: raw sockets, because HTTP clients hide when they go away and how they read
 
-def post(client, body, receive_buffer=None):
-    """A raw connection that has sent this body to /v1/completions."""
+def heads(body, version='1.1'):
+    """The bytes of a request for completions."""
+    data = json.dumps(body).encode()
+    head = f'POST /v1/completions HTTP/{version}\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n'
+    return head.encode() + data
+
+
+def connected(client, data=b'', receive_buffer=None):
+    """A raw connection that has sent these bytes."""
     connection = socket.socket()
+    connection.settimeout(20)
     if receive_buffer:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.connect((client.base_url.host, client.base_url.port))
-    data = json.dumps(body).encode()
-    connection.sendall(b'POST /v1/completions HTTP/1.1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n' % len(data)
-                       + data)
+    connection.sendall(data)
     return connection
+
+
+def post(client, body, receive_buffer=None):
+    """A raw connection that has sent this body to /v1/completions, and is closed behind the answer."""
+    return connected(client, heads(body), receive_buffer)
 
 
 def read_all(connection):
@@ -427,8 +425,6 @@ def read_all(connection):
     data = b''
     while part := connection.recv(65536):
         data += part
-    while data.startswith(b'HTTP/1.1 100 '):  # a client skips interim answers
-        data = data.partition(b'\r\n\r\n')[2]
     head, _, body = data.partition(b'\r\n\r\n')
     if b'chunked' in head:
         chunks, rest = [], body
@@ -437,42 +433,15 @@ def read_all(connection):
             chunks.append(rest[:int(size, 16)])
             rest = rest[int(size, 16) + 2:]
         body = b''.join(chunks)
-    return int(head.split()[1]), body.replace(b':\n\n', b'')  # without comments
+    return int(head.split()[1]), body
 
 
-def heads(body, version='1.1'):
-    """The bytes of a request for completions."""
-    data = json.dumps(body).encode()
-    return f'POST /v1/completions HTTP/{version}\r\nContent-Length: {len(data)}\r\n\r\n'.encode() + data
-
-
-def connected(client, data=b''):
-    connection = socket.create_connection((client.base_url.host, client.base_url.port), timeout=20)
-    connection.sendall(data)
-    return connection
-
-
-@pytest.mark.parametrize('stream', [True, False])
-def test_a_client_that_sends_no_more_gets_its_answer(engine, stream):
-    """Also where it waits for long, and in HTTP/1.0, which has no chunks: there the connection ends a stream."""
-    engine.allow(0)
-    with serving(engine) as client:
-        for version in ('1.1', '1.0'):
-            with connected(client, heads(dict(prompt='a', max_tokens=5, stream=stream), version)) as connection:
-                connection.shutdown(socket.SHUT_WR)
-                engine.until(lambda: engine.live)
-                for _ in range(5):
-                    engine.step()
-                    time.sleep(.03)  # so that it is looked for
-                status, answer = read_all(connection)
-            if stream:
-                texts = [chunk['choices'][0]['text'] for chunk in events(answer)[:-1]]
-                assert status == 200 and ''.join(texts) == spelled('a', 5)
-            else:
-                assert status == 200 and json.loads(answer)['choices'][0]['text'] == spelled('a', 5)
-        with connected(client, heads(dict(prompt='a', stream=True), '1.0')) as connection:
-            engine.allow(float('inf'))
-            assert b'chunked' not in connection.recv(1000).lower()
+def test_http_1_0_has_no_chunks(engine):
+    """The connection ends a stream."""
+    with serving(engine) as client, connected(client, heads(dict(prompt='a', stream=True), '1.0')) as connection:
+        status, answer = read_all(connection)
+    assert status == 200 and events(answer)[-1] == b'[DONE]'
+    assert ''.join(event['choices'][0]['text'] for event in events(answer)[:-1]) == spelled('a', 16)
 
 
 def test_connections_that_wait_are_closed(engine, monkeypatch):
@@ -481,7 +450,7 @@ def test_connections_that_wait_are_closed(engine, monkeypatch):
         monkeypatch.setattr(f'serving.connection.{name}', .3)
     engine.allow(0)
     with serving(engine) as client:
-        slow = connected(client, heads(dict(prompt='a', max_tokens=2, stream=True)))
+        slow = post(client, dict(prompt='a', max_tokens=2, stream=True))
         waiting = {'nothing': b'', 'head': b'GET / HTTP/1.1\r\nHost: loc', 'body': heads(dict(prompt='a'))[:-3],
                    'next': b'GET /version HTTP/1.1\r\n\r\n', 'next head': b'GET /version HTTP/1.1\r\n\r\nGET',
                    'refused': b'POST /nowhere HTTP/1.1\r\nContent-Length: 9\r\n\r\n{'}
@@ -490,8 +459,6 @@ def test_connections_that_wait_are_closed(engine, monkeypatch):
                    for name, connection in waiting.items()}
         assert answers == {'nothing': b'', 'head': 408, 'body': 408, 'next': 200, 'next head': 200, 'refused': 404}
         engine.allow(float('inf'))
-        slow.sendall(b'')
-        slow.shutdown(socket.SHUT_WR)
         assert events(read_all(slow)[1])[-1] == b'[DONE]'
         for connection in (slow, *waiting.values()):
             connection.close()
@@ -603,9 +570,8 @@ def test_templates_that_take_long_delay_no_others(monkeypatch):
         go_on.set()
 
 
-@pytest.mark.parametrize('bound, value', [('PATIENCE', .05), ('MOST_WAITING', 1)])
-def test_few_wait_for_a_thread_and_nobody_for_long(monkeypatch, bound, value):
-    monkeypatch.setattr(f'serving.server.{bound}', value)
+def test_nobody_waits_for_a_thread_for_long(monkeypatch):
+    monkeypatch.setattr('serving.server.PATIENCE', .05)
 
     async def ask_thrice():
         service = Service(None)
@@ -746,18 +712,10 @@ def test_a_second_signal_ends_at_once(script):
         assert process.wait(TIMEOUT) == 128 + signal.SIGTERM
 
 
-# what nobody would send on purpose: each gets a JSON error, none a 500; the API is as its description says
+# what nobody would send on purpose gets a JSON error; the API is as its description says
 
-TEXTS = [b'', b'{', b'}', b'null', b'[]', b'"a"', b'"', b'{"prompt": NaN}', b'{"prompt": "\\ud800"}', b'\x00',
-         b'\xff\xfe', b'{"prompt": "\xff"}', b'[' * 100_000, b'{"prompt": ' * 10_000, b'{"n": 1e999, "prompt": "a"}',
-         b'{"prompt": "a"} {}', b'{"prompt": "a", "max_tokens": 99999999999999999999999999999}']
-
-
-def test_what_is_no_json_object_gets_a_json_error(engine):
+def test_an_address_that_does_not_exist_is_an_error_of_the_api(engine):
     with serving(engine) as client:
-        for data in TEXTS:
-            message = refused(client.post('/v1/completions', content=data), 400)['message']
-            assert 0 < len(message) < 500 and 'Traceback' not in message, data
         for path in ('/%ff', '/v1/completions/', '//', '/cache/../cache', '/v1/completions?x=1'):
             response = client.get(path, follow_redirects=False)
             assert response.status_code < 500 and (response.status_code < 400 or response.json()['error'])
@@ -782,7 +740,7 @@ def test_the_description_is_true():
                 if mode is schemathesis.GenerationMode.NEGATIVE and not operation.body:
                     continue
 
-                @settings(max_examples=sizes(20, 200), suppress_health_check=list(HealthCheck))
+                @settings(max_examples=sizes(8, 200), suppress_health_check=list(HealthCheck))
                 @given(operation.as_strategy(generation_mode=mode))
                 def call(case):
                     if mode is schemathesis.GenerationMode.POSITIVE and isinstance(case.body, dict):
