@@ -380,6 +380,14 @@ def test_threads_do_not_get_each_others_answers():
     assert texts == list(map(str, range(400))) and len(chat_template.waiting) <= 4
 
 
+def test_modules_of_other_folders_do_not_replace_those_of_the_standard_library(tmp_path, monkeypatch):
+    """jinja2 may be in any folder that this process looks in."""
+    (tmp_path / 'html.py').write_text('raise Exception("this is not the standard library")')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(chat_template, 'waiting', [])
+    assert ChatTemplate("{{ messages[0] + 1 }}").render([1]) == '2'
+
+
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason="there is no fork here")
 def test_a_child_has_a_process_of_its_own():
     template, (reading, writing) = ChatTemplate("{{ messages[0].content }}"), os.pipe()
