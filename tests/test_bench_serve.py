@@ -5,6 +5,8 @@ import math
 import os
 import stat
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,8 +15,9 @@ from conftest import SERVING, needs
 needs(*SERVING)
 
 import torch
-from conftest import ROOT, sizes
-from standin_server import BROKEN, SHORT, StandIn
+from conftest import sizes
+from serving_process import serving
+from small_engine import spelling_engine
 
 from benchmarks.serve import client, loads, servers
 from benchmarks.serve.client import Answer, Ask, Load, closed_loop
@@ -22,52 +25,64 @@ from benchmarks.shapes import model_with_varied_text
 from model import GPTConfig
 
 TINY = GPTConfig(block_size=64, vocab_size=65, n_layer=1, n_head=2, n_embd=32)
+SHORT = 'short'  # the salt of an `Ask` whose server is asked for a token too few
 
 
-def with_standin(play):
-    """Run the coroutine play(a StandIn)."""
-    async def whole():
-        standin = await StandIn().start()
-        async with standin.server:
-            return await play(standin)
-    return asyncio.run(whole())
+class Here(servers.Ours):
+    """A server of this process, whose `engine` steps when the test says so, and draws the letter behind the last."""
+
+    def __init__(self, engine, port):
+        self.engine, self.port = engine, port
+
+    def body(self, ask):
+        return super().body(ask._replace(n_new=ask.n_new - (ask.salt == SHORT)))
+
+
+@contextmanager
+def here():
+    engine = spelling_engine(n_allowed=0)
+    with serving(engine) as http:
+        yield Here(engine, http.base_url.port)
+
+
+def loaded(server, asks, n_clients, meanwhile=lambda: None):
+    """The `Load` of these asks. The engine steps when `meanwhile`, which is called while they wait, has returned."""
+    with ThreadPoolExecutor(1) as pool:
+        load = pool.submit(asyncio.run, closed_loop(server, asks, n_clients))
+        meanwhile()
+        server.engine.allow(float('inf'))
+        return load.result()
 
 
 def test_a_closed_loop_has_so_many_clients():
-    async def play(standin):
-        return standin, await closed_loop(standin, [Ask([9, i], 3 + i) for i in range(7)], 2)
-    standin, load = with_standin(play)
-    assert standin.most == 2 and [body['prompt'][1] for body in standin.bodies] == list(range(7))
+    with here() as server:
+        load = loaded(server, [Ask([9, i], 3 + i) for i in range(7)], 2,
+                      lambda: server.engine.until(lambda: len(server.engine.live) == 2))
+        assert server.engine.stats.requests == 7
     by_prompt = sorted(load.answers, key=lambda a: a.ask.prompt)
     assert [(a.n_tokens, a.error) for a in by_prompt] == [(3 + i, '') for i in range(7)]
-    assert [a.token_ids for a in by_prompt] == [list(range(i, 2 * i + 3)) for i in range(7)]
+    assert [a.token_ids for a in by_prompt] == [list(range(i + 1, 2 * i + 4)) for i in range(7)]
     assert all(0 < a.began < a.first <= a.end <= a.began + load.seconds for a in load.answers)
 
 
 def test_answers_that_are_wrong_are_failures():
-    async def play(standin):
-        load = await closed_loop(standin, [Ask([9, 0], 4), Ask([BROKEN, 0], 4), Ask([SHORT, 0], 4)], 1)
-        standin.server.close()
-        await standin.server.wait_closed()
-        return load, await closed_loop(standin, [Ask([9, 0], 4)], 1)
-    load, without_server = with_standin(play)
-    fine, broken, short = load.answers
-    assert fine.error == '' and 'broken' in broken.error and short.error == '3 tokens instead of 4'
-    assert 'ConnectionRefused' in without_server.answers[0].error
+    with here() as server:
+        load = loaded(server, [Ask([9, 0], 4), Ask([99, 0], 4), Ask([9, 0], 4, salt=SHORT)], 1)
+    fine, refused, short = load.answers
+    assert fine.error == '' and 'token id 99' in refused.error and short.error == '3 tokens instead of 4'
+    assert 'ConnectionRefused' in asyncio.run(closed_loop(server, [Ask([9, 0], 4)], 1)).answers[0].error
     row = client.figures([load])
     assert (row['requests'], row['failed']) == (3, 2) and math.isclose(row['tok_per_s'], 4 / load.seconds)
 
 
 def test_clients_that_leave():
-    async def play(standin):
-        standin.gate.clear()
-        waits = asyncio.ensure_future(closed_loop(standin, [Ask([9, 1], 5), Ask([9, 2], 5, leaves=1)], 2))
-        while [9, 2] not in standin.gone:  # it has left when the headers had come
-            await asyncio.sleep(0)
-        standin.gate.set()
-        return standin, await waits, await closed_loop(standin, [Ask([9, 4], 5, 0)], 1)
-    standin, first, second = with_standin(play)
-    assert [(a.ask.prompt[1], a.error) for a in first.answers] == [(2, 'left'), (1, '')] and standin.gone == [[9, 2]]
+    with here() as server:
+        ended = server.engine.stats.finished
+        first = loaded(server, [Ask([9, 1], 5), Ask([9, 2], 5, leaves=1)], 2,  # when the headers have come
+                       lambda: server.engine.until(lambda: ended['abort'] == 1))
+        second = loaded(server, [Ask([9, 4], 5, 0)], 1)
+        assert first.answers[1].token_ids == [2, 3, 4, 5, 6]
+    assert [(a.ask.prompt[1], a.error) for a in first.answers] == [(2, 'left'), (1, '')]
     assert [(a.ask.prompt[1], a.n_tokens, a.error) for a in second.answers] == [(4, 0, 'left')]
     assert (client.figures([first])['requests'], client.figures([first])['failed']) == (2, 0)
 
@@ -106,10 +121,16 @@ def test_ours_is_compared_with_the_better_number_of_threads(monkeypatch):
 
 
 def test_llama_server_has_the_slots_and_the_context_of_a_load(tmp_path):
-    """A stand-in for it, which has its arguments."""
+    """A stand-in for it, which has its arguments, and answers that it is well."""
     binary = tmp_path / 'llama-server'
     assert 'no program' in servers.missing(str(binary)) and '--llama_server' in servers.missing('')
-    binary.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/standin_server.py "$@"\n')
+    binary.write_text(f"""#!{sys.executable}
+import sys
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+open(sys.argv[sys.argv.index('-m') + 1]).close()
+SimpleHTTPRequestHandler.do_GET = lambda self: self.send_response(200) or self.end_headers()
+HTTPServer(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1])), SimpleHTTPRequestHandler).serve_forever()
+""")
     binary.chmod(binary.stat().st_mode | stat.S_IXUSR)
     assert servers.missing(str(binary)) == ''
     pytest.importorskip('gguf')
@@ -118,8 +139,7 @@ def test_llama_server_has_the_slots_and_the_context_of_a_load(tmp_path):
         assert {*os.listdir(folder)} == {'ckpt.pt', 'float32.gguf', 'int8.gguf'}
         arguments = theirs.process.args
         assert [arguments[arguments.index(name) + 1] for name in ('-np', '-c', '--threads')] == ['4', '2048', '2']
-        load = asyncio.run(closed_loop(theirs, loads.mixed(TINY, 3, 0), 2))
-        assert theirs.name == 'llama-server, 2 threads' and not any(answer.error for answer in load.answers)
+        assert theirs.name == 'llama-server, 2 threads' and json.loads(theirs.body(Ask([1], 2)))['top_k'] == 1
     assert theirs.process.poll() is not None
     with pytest.raises(ValueError, match='(?s)llama-server, 1 thread does not start.*FileNotFound'), \
             servers.LlamaServer(str(binary), str(tmp_path), 'float32', 4, 300, 1):
