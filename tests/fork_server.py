@@ -42,9 +42,9 @@ def default_sigint():
 
 
 class Script:
-    """A script that has been started: what the tests use of subprocess.Popen. stdout, stderr: files, or None."""
+    """A script that has been started: what the tests use of subprocess.Popen. stdout, stderr: files."""
 
-    def __init__(self, connection, stdout=None, stderr=None):
+    def __init__(self, connection, stdout, stderr):
         self.connection, self.stdout, self.stderr, self.returncode = connection, stdout, stderr, None
         self.pid = int(connection.recv(N_DIGITS))
 
@@ -68,18 +68,14 @@ class Script:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self, timeout=None):
-        """(all that it writes to stdout, to stderr), when it has ended. TimeoutError after so many seconds."""
+        """(all that it writes to stdout, to stderr), when it has ended; TimeoutError, and killed, after so long."""
         with self.stdout, self.stderr, ThreadPoolExecutor(2) as pool:
             texts = [pool.submit(f.read) for f in (self.stdout, self.stderr)]
-            self.wait_or_kill(timeout)
+            try:
+                self.wait(timeout)
+            finally:
+                self.kill()
             return tuple(text.result() for text in texts)
-
-    def wait_or_kill(self, timeout):
-        """As `wait`. A script that does not end in time is killed."""
-        try:
-            return self.wait(timeout)
-        finally:
-            self.kill()
 
 
 class ForkServer:
@@ -94,34 +90,21 @@ class ForkServer:
             self.process = subprocess.Popen([sys.executable, __file__, str(listener.fileno())], env=env,
                                             pass_fds=[listener.fileno()], stdin=subprocess.PIPE)
 
-    def ask_for(self, folder, script, args, env, out, err):
-        """A connection to a new process of `python script args...` in folder. out, err: files that it writes to."""
-        connection = socket.socket(socket.AF_UNIX)
-        with tempfile.TemporaryFile() as request:
+    def start(self, folder, script, args, env):
+        """A `Script`, `python script args...` in folder, with text pipes. env: variables to add to the server's."""
+        connection, (out, out_end), (err, err_end) = socket.socket(socket.AF_UNIX), os.pipe(), os.pipe()
+        with tempfile.TemporaryFile() as request, open(out_end, 'wb'), open(err_end, 'wb'):
             request.write(json.dumps([str(folder), script, args, env]).encode())
             request.seek(0)
             connection.connect(self.address)
-            socket.send_fds(connection, [b'run'], [f.fileno() for f in (request, out, err)])
-        return connection
-
-    def start(self, folder, script, args, env):
-        """A `Script`, `python script args...` in folder, with text pipes. env: variables to add to the server's."""
-        (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        with open(out_end, 'wb') as to_out, open(err_end, 'wb') as to_err:
-            connection = self.ask_for(folder, script, args, env, to_out, to_err)
+            socket.send_fds(connection, [b'run'], [request.fileno(), out_end, err_end])
         return Script(connection, open(out, encoding='utf-8'), open(err, encoding='utf-8'))
 
     def run(self, folder, script, args, env, timeout):
-        """
-        The subprocess.CompletedProcess of `python script args...` in folder, with stdout and stderr as text.
-
-        env: variables to add to those of the server. timeout: seconds after which it is killed, with a TimeoutError.
-        """
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            returncode = Script(self.ask_for(folder, script, args, env, out, err)).wait_or_kill(timeout)
-            for f in (out, err):
-                f.seek(0)
-            return subprocess.CompletedProcess([script, *args], returncode, out.read().decode(), err.read().decode())
+        """The subprocess.CompletedProcess of a script, see `start`, when it has ended. timeout: see `communicate`."""
+        process = self.start(folder, script, args, env)
+        out, err = process.communicate(timeout)
+        return subprocess.CompletedProcess([script, *args], process.returncode, out, err)
 
     def close(self):
         self.process.stdin.close()
@@ -165,6 +148,8 @@ def serve(listener):
     for stream, fd in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
         os.dup2(fd, stream)
         os.close(fd)
+    sys.stdout = open(1, 'w', encoding='utf-8', closefd=False)  # the server's may be that of a file, which can seek
+    sys.stderr = open(2, 'w', 1, 'utf-8', 'backslashreplace', closefd=False)
     return order
 
 
