@@ -26,63 +26,28 @@ SMOLLM2 = """\
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 
-LLAMA = """\
-{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- set date_string = strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" %}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{{- "Cutting Knowledge Date: December 2023\\n" }}
-{{- "Today Date: " + date_string + "\\n\\n" }}
-{{- system_message }}
-{{- "<|eot_id|>" }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {{- message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}
-"""
-
 MISTRAL = """\
-{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}
-    {%- set loop_messages = messages[1:] %}
-{%- else %}
-    {%- set loop_messages = messages %}
-{%- endif %}
 {{- bos_token }}
-{%- for message in loop_messages %}
+{%- for message in messages %}
     {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
         {{- raise_exception('roles must alternate: user, assistant, user, ...') }}
     {%- endif %}
     {%- if message["role"] == "user" %}
-        {%- if loop.first and system_message is defined %}
-            {{- "[INST] " + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
-        {%- else %}
-            {{- "[INST] " + message["content"] + "[/INST]" }}
-        {%- endif %}
-    {%- elif message["role"] == "assistant" %}
+        {{- "[INST] " + message["content"] + "[/INST]" }}
+    {%- else %}
         {%- generation %}
         {{- " " + message["content"] + eos_token }}
         {%- endgeneration %}
-    {%- else %}
-        {{- raise_exception('only user and assistant roles are supported') }}
     {%- endif %}
 {%- endfor %}
 """
-OTHERS = """{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m | tojson }}
+OTHERS = """{{- bos_token }} {{ strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 2024" }}
+{%- if messages[0]['role'] == 'system' %}{% set messages = messages[1:] %}{% endif %}
+{% for m in messages %}{% if loop.index > 3 %}{% break %}{% endif %}{{ m | tojson }}
    {# blanks before a block go, and the line break behind it #}
    {% set n = loop.index %}
-{{ [m.content, n] | tojson(indent=2) }} {{ m.content.split(' ')[-1] | upper }}{% endfor %}"""
-TEMPLATES = dict(smollm2=SMOLLM2, llama=LLAMA, mistral=MISTRAL, others=OTHERS)
+{{ [m.content, n] | tojson(indent=2) }} {{ (m.content | trim).split(' ')[-1] | upper }}{% endfor %}"""
+TEMPLATES = dict(smollm2=SMOLLM2, mistral=MISTRAL, others=OTHERS)
 SPECIAL = dict(bos_token='<s>', eos_token='</s>')
 WORDS = ["Hello", " there ", "\n", "<|im_end|>", "{{ bos_token }}", "{% raw %}", "ä∂🙂", '"quoted"', '<b>&amp;</b>',
          "\\n", "\t"]
@@ -342,35 +307,29 @@ def test_a_template_for_lists_of_parts_gets_them(source):
     assert continued.endswith('<assistant>' + texts[-1]['content'])
 
 
-def test_an_interrupted_rendering_is_nobody_elses_answer():
-    template = ChatTemplate("{% for i in range(900) %}{% for j in range(900) %}{% endfor %}{% endfor %}"
-                            "{{ messages[0].content }}")
+def test_a_rendering_that_is_interrupted_or_killed_is_nobody_elses_answer():
+    looping = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+    text = ChatTemplate("{{ messages[0].content }}")
 
     def interrupt(signum, frame):
         raise KeyboardInterrupt
-    ChatTemplate('').render([])  # now there is a process
+    assert text.render([dict(content='first')]) == 'first'  # now there is a process
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
         with pytest.raises(KeyboardInterrupt):
-            template.render([dict(content='first')])
+            looping.render([])
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert template.render([dict(content='second')]) == 'second'
-    (process,) = chat_template.waiting
-    process.kill()
-    process.wait()
-    assert template.render([dict(content='third')]) == 'third'
-
-
-def test_a_process_that_is_killed_is_an_error_and_the_next_one_renders():
-    template = ChatTemplate("{% if messages | length > 1 %}{% for i in range(99999) %}{% for j in range(99999) %}"
-                            "{% endfor %}{% endfor %}{% endif %}")
-    assert template.render([]) == ''
+    assert text.render([dict(content='second')]) == 'second'
     threading.Timer(0.1, chat_template.waiting[-1].kill).start()
     with pytest.raises(ValueError, match=r"something else ended its process \(-9\): shorten the conversation"):
-        template.render([dict(role='user', content='x')] * 2)
-    assert template.render([]) == ''
+        looping.render([])
+    assert text.render([dict(content='third')]) == 'third'
+    (process,) = chat_template.waiting
+    process.kill()  # while it waits
+    process.wait()
+    assert text.render([dict(content='fourth')]) == 'fourth'
 
 
 def test_threads_do_not_get_each_others_answers():

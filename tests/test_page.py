@@ -258,8 +258,7 @@ def test_a_reload_in_mid_stream(page):
     assert page.samples() == page.answers(seed=9, max_tokens=120)
 
 
-@pytest.mark.parametrize('width', [390, 1280])
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize('width, scheme', [(390, 'dark'), (1280, 'light')])
 def test_narrow_and_dark(chat, width, scheme):
     """Nothing is wider than the window, and text stands out from its background (WCAG: a contrast of 4.5)."""
     with shown(chat, width, scheme):

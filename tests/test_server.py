@@ -231,15 +231,6 @@ def test_prompts_are_shown_to_the_machine_itself_or_behind_the_key(drawing):
         engine.until(lambda: 'abcd' in texts(client, **bearer, **{'x-forwarded-for': '1.2.3.4'}))
 
 
-def test_tokenize_and_detokenize(engine):
-    with serving(engine) as client:
-        assert client.post('/tokenize', json={'prompt': 'ab€'}).json() == {
-            'tokens': [0, 1, 28], 'count': 3, 'max_model_len': 64, 'token_strs': None}
-        assert client.post('/detokenize', json={'tokens': [0, 1, 28]}).json() == {'prompt': 'ab€'}
-        assert refused(client.post('/tokenize', json={'prompt': 'Q'}), 400)['param'] == 'prompt'
-        assert refused(client.post('/detokenize', json={'tokens': [31]}), 400)['param'] == 'tokens'
-
-
 def test_metrics(drawing):
     """An observation is counted once, however often the metrics are read."""
     engine = drawing.service.engine
@@ -257,7 +248,7 @@ def test_metrics(drawing):
 
 
 def test_what_clients_ask_besides(engine):
-    """The addresses of vLLM; a model whose name has a slash; what stands elsewhere."""
+    """The addresses of vLLM; a model whose name has a slash; what stands elsewhere, or nowhere."""
     served = served_by(engine, name='someone/toy')
     with serving(engine, served) as client:
         listed, = client.get('/v1/models').json()['data']
@@ -270,6 +261,13 @@ def test_what_clients_ask_besides(engine):
         for path, word in (('/v1/responses', '/v1/chat/completions'), ('/v1/embeddings', 'no embeddings'),
                            ('/chat/completions', 'begin with /v1')):
             assert word in refused(client.post(path, json={}), 404)['message']
+        assert client.post('/tokenize', json={'prompt': 'ab€'}).json() == {
+            'tokens': [0, 1, 28], 'count': 3, 'max_model_len': 64, 'token_strs': None}
+        assert client.post('/detokenize', json={'tokens': [0, 1, 28]}).json() == {'prompt': 'ab€'}
+        assert refused(client.post('/tokenize', json={'prompt': 'Q'}), 400)['param'] == 'prompt'
+        assert refused(client.post('/detokenize', json={'tokens': [31]}), 400)['param'] == 'tokens'
+        for path in ('/%ff', '/v1/completions/', '//', '/cache/../cache', '/v1/completions?x=1'):
+            assert client.get(path).status_code in (200, 404, 405)
         for path in ('/health/', '/v1/models/someone/toy/'):  # no redirect to a Host that the client has named
             assert refused(client.get(path, headers={'host': 'localhost:9'}), 404)
         assert '/openapi.json' in refused(client.get('/v2'), 404)['message']
@@ -581,22 +579,6 @@ def test_nobody_waits_for_a_thread_for_long(monkeypatch):
     assert first is None and [(e.status, e.code) for e in others] == [(429, 'queue_full')] * 2
 
 
-def test_drain_then_exit():
-    """From the first signal on nothing new is taken; what runs is finished; then the server ends."""
-    engine = spelling_engine(n_allowed=0)
-    with serving(engine, drain_seconds=60) as client:
-        with client.stream('POST', '/v1/completions', json=dict(prompt='a', max_tokens=5, stream=True)) as answer:
-            client.process.handle_exit(signal.SIGTERM, None)
-            assert client.get('/health').json()['error']['code'] == 'draining'
-            refused = client.post('/v1/completions', json={'prompt': 'a'})
-            assert refused.status_code == 503 and refused.headers['retry-after']
-            engine.allow(5)
-            chunks = events(answer.read())
-        assert ''.join(chunk['choices'][0]['text'] for chunk in chunks[:-1]) == spelled('a', 5)
-        client.thread.join(20)
-        assert not client.thread.is_alive() and not engine.thread.is_alive() and engine.stats.finished == {'length': 1}
-
-
 @pytest.mark.parametrize('stream', [True, False])
 def test_a_drain_has_a_limit(stream):
     engine, answers = spelling_engine(n_allowed=0), []
@@ -618,12 +600,7 @@ def test_a_drain_has_a_limit(stream):
         assert answers[0].status_code == 503
 
 
-def test_a_model_that_cannot_be_loaded_and_an_engine_that_has_ended_end_the_server(engine):
-    def load():
-        raise ValueError("no checkpoint")
-    with serving(None, load=load) as client:
-        client.thread.join(20)
-        assert not client.thread.is_alive() and isinstance(client.service.error, ValueError)
+def test_an_engine_that_has_ended_ends_the_server(engine):
     with serving(engine) as client:
         engine.dead = True
         assert refused(client.get('/health'), 503)['code'] == 'dead'
@@ -671,7 +648,10 @@ def script(tmp_path):
 
 
 def test_a_closed_terminal_loses_no_request(script):
-    """`serve.py 2>&1 | tee` and Ctrl-C: stderr has no reader. An engine that failed goes on, and so does what runs."""
+    """
+    `serve.py 2>&1 | tee` and Ctrl-C: stderr has no reader. An engine that failed goes on, and so does what runs, while
+    nothing new is taken; then the process ends.
+    """
     process, client = script(10**9)
     process.stderr.close()
     assert client.post('/v1/completions', json=dict(prompt='z')).status_code == 500
@@ -681,7 +661,12 @@ def test_a_closed_terminal_loses_no_request(script):
         lines = answer.iter_lines()
         assert next(lines).startswith('data: ')
         process.send_signal(signal.SIGINT)
-        assert 'data: [DONE]' in [*lines]
+        while (health := client.get('/health')).status_code == 200:
+            pass
+        assert refused(health, 503)['code'] == 'draining'
+        assert refused(client.post('/v1/completions', json={'prompt': 'a'}), 503)['code'] == 'draining'
+        lines = [*lines]
+        assert 'data: [DONE]' in lines and '"finish_reason":"length"' in lines[-4]
     assert process.wait(TIMEOUT) == 0
 
 
@@ -714,13 +699,6 @@ def test_a_second_signal_ends_at_once(script):
 
 # what nobody would send on purpose gets a JSON error; the API is as its description says
 
-def test_an_address_that_does_not_exist_is_an_error_of_the_api(engine):
-    with serving(engine) as client:
-        for path in ('/%ff', '/v1/completions/', '//', '/cache/../cache', '/v1/completions?x=1'):
-            response = client.get(path, follow_redirects=False)
-            assert response.status_code < 500 and (response.status_code < 400 or response.json()['error'])
-
-
 # the description cannot say which tokens and characters there are, and which fields go together
 FITTING = dict(model='toy', prompt='ab', max_tokens=20, min_tokens=2, logit_bias={'3': 1}, stop_token_ids=[3],
                stream_options={}, tokens=[1, 2], temperature=1, top_k=3, repetition_penalty=1)
@@ -740,7 +718,8 @@ def test_the_description_is_true():
                 if mode is schemathesis.GenerationMode.NEGATIVE and not operation.body:
                     continue
 
-                @settings(max_examples=sizes(8, 200), suppress_health_check=list(HealthCheck))
+                @settings(max_examples=sizes(8, 200) if operation.body else 2,
+                          suppress_health_check=list(HealthCheck))
                 @given(operation.as_strategy(generation_mode=mode))
                 def call(case):
                     if mode is schemathesis.GenerationMode.POSITIVE and isinstance(case.body, dict):
