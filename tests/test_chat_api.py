@@ -39,7 +39,7 @@ def chatting(model, n_pages=64, tokenizer=TOKENIZER):
         yield client, thread.engine.pool
 
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def chat(model):
     with chatting(model) as both:
         yield both

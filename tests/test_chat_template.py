@@ -11,7 +11,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, sizes
 from jinja2.defaults import DEFAULT_FILTERS
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.tests import TESTS
@@ -228,7 +228,7 @@ SHORT = {  # what stands for what in them
 
 @pytest.mark.parametrize('kind, source', [
     pytest.param(kind, line, id=f'{kind}-{i}') for kind, lines in HOSTILE.items()
-    for i, line in enumerate(lines.strip().splitlines())])
+    for i, line in enumerate(lines.strip().splitlines()[::sizes(2, 1)])])
 def test_a_hostile_template_is_an_error_in_a_line_and_others_do_not_notice(tmp_path, monkeypatch, kind, source):
     monkeypatch.setattr(chat_template, 'SECONDS', 0.2)
     for short, long in SHORT.items():
