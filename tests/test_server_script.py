@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 from conftest import SERVING, needs
@@ -23,21 +24,31 @@ from engine import Engine
 SMALL = ('--port=0', '--decoder=eager', '--n_blocks=16', '--page_size=4', '--device=cpu')
 
 
+@contextmanager
+def served(trained, *settings):
+    """(the process of serve.py, the lines that it has said when it is ready, the address of its page)"""
+    process = start(trained, 'serve.py', *SMALL, *settings)
+    try:
+        lines = []
+        while not lines or not lines[-1].startswith('ready in'):
+            lines.append(process.stderr.readline())
+        yield process, lines, next(line.split()[2] for line in lines if line.startswith('the page: '))
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_serves_the_newest_run(trained):
     """
     With the tokens that the model draws without a cache, greedy, and those of the engine for a seed; SIGTERM ends it
     with exit code 0. It says where the page and the API are, and shows its key nowhere.
     """
-    process = start(trained, 'serve.py', *SMALL, '--host=localhost', '--api_key=geheim7')
-    try:
-        lines = []
-        while not lines or not lines[-1].startswith('ready in'):
-            lines.append(process.stderr.readline())
-        address = next(line.split()[2] for line in lines if line.startswith('the page: http://localhost:'))
+    with served(trained, '--host=localhost', '--api_key=geheim7') as (process, lines, address):
+        assert address.startswith('http://localhost:')
         assert f"the API of 'out' at {address}v1: /v1/completions\n" in lines
         with httpx.Client(base_url=address, timeout=60, headers={'authorization': 'bearer geheim7'}) as client:
-            (served,) = client.get('/v1/models').json()['data']
-            assert (served['id'], served['max_model_len']) == ('out', 16)
+            (model,) = client.get('/v1/models').json()['data']
+            assert (model['id'], model['max_model_len']) == ('out', 16)
             body = {'prompt': 'for', 'max_tokens': 13, 'temperature': 0, 'echo': True}
             text, drawn = [client.post('/v1/completions', json=body | how).json()['choices'][0]['text']
                            for how in (dict(), dict(temperature=0.8, top_k=20, seed=7))]
@@ -45,9 +56,6 @@ def test_serves_the_newest_run(trained):
         process.send_signal(signal.SIGTERM)
         assert process.wait(TIMEOUT) == 0
         assert 'geheim7' not in ''.join(lines) + process.stderr.read() + process.stdout.read()
-    finally:
-        process.kill()
-        process.communicate()
     model, tokenizer, _ = checkpoint.load_model('resume', str(trained / 'out'), plain_model)
     tokens = model.generate(torch.tensor([tokenizer.encode('for')]), 13, temperature=0)[0].tolist()
     assert text == tokenizer.decode(tokens)
@@ -56,26 +64,22 @@ def test_serves_the_newest_run(trained):
 
 
 def test_serves_a_chat_model_whose_file_is_cut_meanwhile(trained, tmp_path):
-    """It says which APIs there are and what draws begin with. A file that is written anew in place ends nothing."""
+    """
+    It says which APIs there are, what draws begin with, and how much a pool holds that is smaller than the context. A
+    file that is written anew in place ends nothing.
+    """
     torch.manual_seed(0)
     formats.to_huggingface(plain_model.GPT(plain_model.GPTConfig(**LLAMA)), tmp_path, chat_tokenizer())
     (tmp_path / 'generation_config.json').write_text('{"temperature": 0.5, "top_k": 2, "eos_token_id": 2}')
-    process = start(trained, 'serve.py', *SMALL, f'--init_from={tmp_path}', '--name=someone/toy')
-    try:
-        lines = []
-        while not lines or not lines[-1].startswith('ready in'):
-            lines.append(process.stderr.readline())
+    with served(trained, f'--init_from={tmp_path}', '--name=someone/toy') as (_, lines, address):
         assert any('/v1/completions, /v1/chat/completions' in line for line in lines)
         assert any(line.startswith('sampling defaults: temperature 0.5, top_k 2 ') for line in lines)
-        address = next(line.split()[2] for line in lines if line.startswith('the page:'))
         model = httpx.get(f'{address}v1/models/someone/toy').json()
         assert model['sampling_defaults'] == {'temperature': 0.5, 'top_k': 2} and model['chat']
+        assert model['max_model_len'] == 16 * 4 < LLAMA['block_size']
         os.truncate(tmp_path / 'model.safetensors', 1000)
         body = dict(messages=[dict(role='user', content='Hello')], max_tokens=4)
         assert httpx.post(f'{address}v1/chat/completions', json=body, timeout=60).status_code == 200
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.parametrize('setting, said', [
