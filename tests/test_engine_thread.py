@@ -187,6 +187,13 @@ def test_the_state_shows_the_pool(served, monkeypatch):
     assert state['page_size'] == 4 and state['n_blocks'] == len(state['blocks']) == 24
 
 
+def test_the_text_of_a_block_changes_with_its_tokens():
+    thread, _ = tiny(n_pages=4)
+    for token in (1, 2):  # the second prompt takes pages of the first
+        finished(thread, 'a', [token] * 12, 1)
+        assert [block['text'] for block in thread.state()['blocks']].count(BYTES[token].decode() * 4) == 3
+
+
 @pytest.mark.parametrize('wrong, words', [
     (dict(prompt=[1] * 60), 'together 68'), (dict(prompt=[]), 'no tokens'), (dict(min_tokens=9), 'min_tokens'),
     (dict(prompt=[1] * 30, max_tokens=30), '15 pages of 4 slots, and the pool has 14')])
