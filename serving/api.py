@@ -31,6 +31,7 @@ MOST_LOGPROBS = 20  # tokens besides the drawn one
 MOST_TOKENS, MOST_BIASES = 2**31, 2**16  # of a request
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_MESSAGES = 128, 128, 256, 2048  # of one body
 MOST_FIELDS = 256             # of an object in a body, known or not
+MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
 MOST_ENTRIES = 2**20          # of one answer: token ids and log probabilities, some 60 bytes each
 TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_error', 500: 'server_error',
          503: 'service_unavailable'}
@@ -109,6 +110,16 @@ def list_of(kind, **limits):
     return Annotated[list[kind], Field(fail_fast=True, **limits)]
 
 
+def checked_stops(stops):
+    """Stop strings without empty ones and nulls."""
+    stops = [stop for stop in stops if stop]
+    n = sum(map(len, stops))
+    if n > MOST_STOP_CHARACTERS:
+        raise ValueError(f"stop has {n:,} characters in all, and at most {MOST_STOP_CHARACTERS:,} are allowed: give "
+                         "shorter ones")
+    return stops
+
+
 def number_of_likeliest(logprobs):
     """The legacy logprobs: true asks for one token beside each, as in vLLM, and false for none."""
     return {True: 1, False: None}[logprobs] if type(logprobs) is bool else logprobs
@@ -154,7 +165,7 @@ Prompts = Annotated[
          f"{MOST_PROMPTS}; each should have at least one token, for example a newline")]
 Stops = Annotated[str | list_of(str | None, max_length=MOST_STOPS), AfterValidator(listed),
                   says(f"stop should be a text, or a list of at most {MOST_STOPS} texts"),
-                  AfterValidator(lambda stops: [stop for stop in stops if stop])]
+                  AfterValidator(checked_stops)]
 
 
 class Body(Strict):

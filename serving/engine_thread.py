@@ -213,9 +213,17 @@ class EngineThread:
             live = s.owner.live
             if s.owner.index not in live.going:  # it has ended with another one of its request
                 continue
-            if s.error:
-                self.end(live, 'error', f"{type(s.error).__name__}: {s.error}")
-            elif output := self.output_of(s, drawn, now):
+            try:
+                if s.error:
+                    raise s.error
+                output = self.output_of(s, drawn, now)
+            except Exception as e:
+                if live in given:  # of samples that may have ended
+                    self.deliver(live, given.pop(live))
+                if live.going:
+                    self.end(live, 'error', f"{type(e).__name__}: {e}")
+                continue
+            if output:
                 given.setdefault(live, []).append(output)
         for live, outputs in given.items():
             self.deliver(live, outputs)

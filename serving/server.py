@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -48,7 +49,7 @@ FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # that `generate_latest` wr
 MAX_BODY = 4 * 2**20  # bytes of a request
 LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
 THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # of the pool for work of each kind
-PATIENCE = 10     # seconds that a request may wait for a thread
+PATIENCE, MOST_WAITING = 10, 512  # seconds that a request may wait for a thread; how many may, for each kind
 THIS_MACHINE = r'(localhost|.*\.localhost|127\.[\d.]+|\[::1\])(:\d*)?'
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
 BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
@@ -79,6 +80,7 @@ class Service:
         self.engine = self.served = self.bell = self.error = None
         self.draining, self.mailboxes, self.preparing = False, set(), set()  # preparing: tasks before `submit`
         self.pools = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
+        self.waiting = Counter()  # {kind: requests in its pool}
 
     def start_loading(self, loaded):
         """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
@@ -146,14 +148,24 @@ class Service:
             self.preparing.discard(task)
 
     async def in_pool(self, kind, function):
-        """What a function returns, called in a thread of this kind. APIError 429 if none was free for PATIENCE."""
+        """
+        What a function returns, called in a thread of this kind. APIError 429 if MOST_WAITING wait for one, or if none
+        was free for PATIENCE.
+        """
+        late = APIError(429, f"too many requests wait for a thread ({kind}): try again later", code='queue_full')
         asked = time.monotonic()
 
         def in_time():
             if time.monotonic() > asked + PATIENCE:
-                raise APIError(429, f"too many requests wait for a thread ({kind}): try again later", code='queue_full')
+                raise late
             return function()
-        return await asyncio.get_running_loop().run_in_executor(self.pools[kind], in_time)
+        if self.waiting[kind] >= MOST_WAITING:
+            raise late
+        self.waiting[kind] += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self.pools[kind], in_time)
+        finally:
+            self.waiting[kind] -= 1
 
     def submit(self, requests, mailbox):
         """Submit all requests or none. APIError where the queue is full."""

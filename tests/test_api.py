@@ -53,7 +53,8 @@ def events(data):
     (dict(temperature=-1), 'temperature'), (dict(top_p=-0.1), 'top_p'), (dict(top_p=1.1), 'top_p'),
     (dict(top_k=-2), 'top_k'), (dict(top_k=2**40), 'top_k'), (dict(min_p=2), 'min_p'), (dict(n=0), 'n'),
     (dict(n=129), 'n'), (dict(seed=2**63), 'seed'), (dict(seed=-2**63 - 1), 'seed'), (dict(stop=['a'] * 257), 'stop'),
-    (dict(stop=[1]), 'stop'), (dict(min_tokens=2**63), 'min_tokens'), (dict(min_tokens=17), 'min_tokens'),
+    (dict(stop=[1]), 'stop'), (dict(stop=['a' * 2**15, 'b']), 'stop'),
+    (dict(min_tokens=2**63), 'min_tokens'), (dict(min_tokens=17), 'min_tokens'),
     (dict(stop_token_ids=[31]), 'stop_token_ids'), (dict(stop_token_ids=['a']), 'stop_token_ids.0'),
     (dict(logprobs=21), 'logprobs'), (dict(logprobs='1'), 'logprobs'), (dict(echo=1), 'echo'),
     *((dict(logit_bias=value), 'logit_bias') for value in (

@@ -156,6 +156,18 @@ def test_what_a_request_raises_ends_it_alone(served):
     assert other.wait().reasons == ['length'] and ask(thread, 'b').wait().reasons == ['length']
 
 
+def test_what_a_text_raises_ends_its_request_alone():
+    """One of its samples raises in the call in which others end; each of them has one end."""
+    thread, model = tiny()
+    first = [tokens[0] for tokens in finished(thread, 'a', [3, 1], 4, n=3).tokens]
+    thread = thread_of(model, CPUExecutor(model, threads=1), lambda token: BYTES[token] if token != first[2] else 1 / 0)
+    got, other = submit(thread, 'a', [3, 1], 4, n=3), submit(thread, 'b', [3, 1], 1)
+    run(thread)
+    assert [*map(len, got.tokens)] == [4, 4, 0] and got.n_calls == 2
+    assert got.reasons == ['length', 'length', 'error'] and 'ZeroDivisionError' in got.error
+    assert other.reasons == ['length']
+
+
 def test_the_state_shows_the_pool(served, monkeypatch):
     thread, executor = served
     monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 0)  # a call has one step

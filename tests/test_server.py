@@ -423,6 +423,8 @@ def read_all(connection):
     data = b''
     while part := connection.recv(65536):
         data += part
+    while data.startswith(b'HTTP/1.1 100 '):  # a client skips interim answers
+        data = data.partition(b'\r\n\r\n')[2]
     head, _, body = data.partition(b'\r\n\r\n')
     if b'chunked' in head:
         chunks, rest = [], body
@@ -431,15 +433,30 @@ def read_all(connection):
             chunks.append(rest[:int(size, 16)])
             rest = rest[int(size, 16) + 2:]
         body = b''.join(chunks)
-    return int(head.split()[1]), body
+    return int(head.split()[1]), body.replace(b':\n\n', b'')  # without comments
 
 
-def test_http_1_0_has_no_chunks(engine):
-    """The connection ends a stream."""
-    with serving(engine) as client, connected(client, heads(dict(prompt='a', stream=True), '1.0')) as connection:
-        head, _, answer = b''.join(iter(lambda: connection.recv(65536), b'')).partition(b'\r\n\r\n')
-    assert b' 200 ' in head and b'chunked' not in head.lower() and events(answer)[-1] == b'[DONE]'
-    assert ''.join(event['choices'][0]['text'] for event in events(answer)[:-1]) == spelled('a', 16)
+@pytest.mark.parametrize('stream', [True, False])
+def test_a_client_that_sends_no_more_gets_its_answer(engine, stream):
+    """Also where it waits for long, and in HTTP/1.0, which has no chunks: there the connection ends a stream."""
+    engine.allow(0)
+    with serving(engine) as client:
+        for version in ('1.1', '1.0'):
+            with connected(client, heads(dict(prompt='a', max_tokens=5, stream=stream), version)) as connection:
+                connection.shutdown(socket.SHUT_WR)
+                engine.until(lambda: engine.live)
+                for _ in range(5):
+                    engine.step()
+                    time.sleep(.03)  # so that it is looked for
+                status, answer = read_all(connection)
+            if stream:
+                texts = [chunk['choices'][0]['text'] for chunk in events(answer)[:-1]]
+                assert status == 200 and ''.join(texts) == spelled('a', 5)
+            else:
+                assert status == 200 and json.loads(answer)['choices'][0]['text'] == spelled('a', 5)
+        with connected(client, heads(dict(prompt='a', stream=True), '1.0')) as connection:
+            engine.allow(float('inf'))
+            assert b'chunked' not in connection.recv(1000).lower()
 
 
 def test_connections_that_wait_are_closed(engine, monkeypatch):
@@ -568,8 +585,9 @@ def test_templates_that_take_long_delay_no_others(monkeypatch):
         go_on.set()
 
 
-def test_nobody_waits_for_a_thread_for_long(monkeypatch):
-    monkeypatch.setattr('serving.server.PATIENCE', .05)
+@pytest.mark.parametrize('bound, value', [('PATIENCE', .05), ('MOST_WAITING', 1)])
+def test_few_wait_for_a_thread_and_nobody_for_long(monkeypatch, bound, value):
+    monkeypatch.setattr(f'serving.server.{bound}', value)
 
     async def ask_thrice():
         service = Service(None)
