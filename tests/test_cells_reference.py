@@ -13,10 +13,10 @@ import torch
 from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from test_cells import TOLERANCE, cache, check_counts, rotated, store
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from test_cells import TOLERANCE, cache, rotated
 
-from kvcache.llamacpp.cells import EMPTY, NoSlot, Streams, context_shift
+from kvcache.llamacpp.cells import EMPTY, NoSlot, context_shift
 
 SIZE, N_SEQ = 10, 3
 
@@ -29,15 +29,14 @@ class OneCell:
 class OneStream:
     """Cells one by one, and the head: find_slot, apply_ubatch, seq_rm and seq_add as llama-kv-cache.cpp has them."""
 
-    def __init__(self, window, kind, n_sink):
-        self.cells, self.head = [OneCell() for _ in range(SIZE)], 0
-        self.window, self.kind, self.n_sink = window, kind, n_sink
+    def __init__(self, window, kind):
+        self.cells, self.head, self.window, self.kind = [OneCell() for _ in range(SIZE)], 0, window, kind
 
     def last(self, seq):
         return max((cell.pos for cell in self.cells if seq in cell.owners), default=None)
 
     def passed(self, pos, now):
-        if self.kind == 'none' or pos < self.n_sink:
+        if self.kind == 'none':
             return False
         return now - pos >= self.window if self.kind == 'standard' else pos // self.window < now // self.window
 
@@ -69,7 +68,7 @@ class OneStream:
                 lost[seq] = max(lost.get(seq, -1), cell.pos)
             cell.pos, cell.owners, cell.shift, cell.token = pos, set(owners), shift, token
         for seq, pos in lost.items():
-            self.remove(seq, self.n_sink, pos + 1)
+            self.remove(seq, -1, pos + 1)
         if numbers:
             self.head = numbers[-1] + 1
 
@@ -108,15 +107,16 @@ class OneStream:
 
 class CellsMachine(RuleBasedStateMachine):
     """The value in a cell is the number of its token; the key is computed from it, and turned by its position."""
-    unified, type_k, type_v, rope_base, window = True, 'float32', 'float32', 10000.0, (0, 'none', 0)
     seqs, ends = st.integers(0, N_SEQ - 1), st.sampled_from([-1, -1, *range(SIZE + 1)])
 
-    def __init__(self):
-        super().__init__()
-        n_swa, kind, n_sink = self.window
-        self.cache = cache(SIZE, N_SEQ, unified=self.unified, type_k=self.type_k, type_v=self.type_v, can_shift=True,
-                           rope_base=self.rope_base, n_swa=n_swa, swa_type=kind, n_sink=n_sink)
-        self.naive, self.n_tokens = [OneStream(*self.window) for _ in self.cache.streams], 0
+    @initialize(unified=st.booleans(), types=st.sampled_from([('float32', 'float32')] * 4 + [
+        ('int8', 'int8'), ('bfloat16', 'float32')]), rope_base=st.sampled_from([100.0, 10000.0]),
+        window=st.sampled_from([(0, 'none'), (3, 'standard'), (4, 'standard'), (3, 'chunked'), (4, 'chunked')]))
+    def begin(self, unified, types, rope_base, window):
+        (self.type_k, type_v), (n_swa, kind), self.unified, self.rope_base = types, window, unified, rope_base
+        self.cache = cache(SIZE, N_SEQ, unified=unified, type_k=self.type_k, type_v=type_v, can_shift=True,
+                           rope_base=rope_base, n_swa=n_swa, swa_type=kind)
+        self.naive, self.n_tokens = [OneStream(*window) for _ in self.cache.streams], 0
         self.folder = tempfile.TemporaryDirectory()
 
     def of(self, seq):
@@ -277,10 +277,12 @@ class CellsMachine(RuleBasedStateMachine):
             assert cells.pos.tolist() == [EMPTY if cell.pos is None else cell.pos for cell in naive.cells]
             assert cells.shift.tolist() == [cell.shift for cell in naive.cells]
             assert [set(cells.owners_of(number)) for number in range(SIZE)] == [cell.owners for cell in naive.cells]
-            check_counts(cells)
+            used = [number for number, cell in enumerate(naive.cells) if cell.pos is not None]
+            assert (cells.used(), cells.end) == (len(used), max(used, default=-1) + 1)
             for seq in cells.seqs:
                 mine = [cell.pos for cell in naive.cells if seq in cell.owners]
-                assert (cells.pos_min(seq), cells.pos_max(seq)) == (min(mine, default=None), max(mine, default=None))
+                assert (self.cache.seq_pos_min(seq), self.cache.seq_pos_max(seq)) == (
+                    min(mine, default=None), max(mine, default=None))
         keys, values = self.cache.get_k(1, SIZE), self.cache.get_v(1, SIZE)
         self.turned()
         for naive, k, v in zip(self.naive, keys, values):
@@ -297,50 +299,5 @@ class CellsMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def machine(unified, window=(0, 'none', 0), **how):
-    kind = type('Machine', (CellsMachine,), dict(unified=unified, window=window, **how)).TestCase
-    kind.settings = settings(max_examples=sizes(15, 60), stateful_step_count=50, deadline=None)
-    return kind
-
-
-TestUnified, TestStreams = machine(True), machine(False, rope_base=100.0)
-TestUnifiedWindow, TestStreamsWindow = machine(True, (3, 'standard', 0)), machine(False, (4, 'standard', 0))
-TestUnifiedChunks, TestStreamsChunks = machine(True, (3, 'chunked', 0)), machine(False, (4, 'chunked', 0))
-TestUnifiedSinks, TestStreamsSinks = machine(True, (2, 'standard', 1)), machine(False, (3, 'standard', 2))
-TestRounded = machine(True, type_k='int8', type_v='int8')
-TestRoundedWindow = machine(False, (4, 'standard', 0), type_k='bfloat16', rope_base=100.0)
-
-
-@pytest.mark.parametrize('unified', [True, False])
-def test_numbers_that_are_no_integers_are_refused(unified):
-    streams = Streams(8, 3, unified, can_shift=True)
-    store(streams, {0: range(4)})
-    before = str(streams)
-    for refused in (lambda: streams.seq_rm(True), lambda: streams.seq_rm(0, 1.0), lambda: streams.seq_rm(0, 0, 2.5),
-                    lambda: streams.seq_rm(None, 0.0), lambda: streams.seq_rm(0, None),
-                    lambda: streams.seq_rm(np.True_), lambda: streams.seq_cp(0, True),
-                    lambda: streams.seq_cp(0, 1, 0.0), lambda: streams.seq_cp(False, 1),
-                    lambda: streams.seq_keep(True), lambda: streams.seq_add(0, 1.0, -1, 1), lambda: streams.seq_rm('0'),
-                    lambda: streams.seq_add(0, -1, 2.0, 1), lambda: streams.seq_add(0, -1, -1, True),
-                    lambda: streams.seq_add(0, -1, -1, 2**70), lambda: streams.seq_div(0, -1, -1, 2.0),
-                    lambda: streams.seq_div(0, 0.5, -1, 2), lambda: streams.seq_pos_max(True),
-                    lambda: streams.batch({True: [4]}), lambda: streams.batch({0: [True]}),
-                    lambda: streams.batch({0: 4})):
-        with pytest.raises(ValueError):
-            refused()
-    assert str(streams) == before
-    streams.seq_rm(np.int32(0), np.int64(3), 2**70)
-    assert streams.seq_pos_max(0) == 2
-    for dtype in (np.int8, np.uint8, np.int32):
-        assert streams.batch({0: np.array([127], dtype)}).positions.tolist() == [[127]]
-
-
-def test_sequences_that_diverge_inside_a_batch_share_no_more_tokens():
-    """As with two batches: a sequence would own a position that was computed from another's tokens."""
-    streams = Streams(16, 3)
-    for tokens in ({0: [0, 1], (0, 1): [2]}, {(0, 1): [0], 0: [1], 1: [1], (1, 0): [2]}, {(0, 1): [0, 1], (1, 2): [2]}):
-        with pytest.raises(ValueError, match='diverged'):
-            streams.batch(tokens)
-    store(streams, {(0, 1): [0], (1, 0): [1], 2: [0, 1]})
-    assert [streams.seq_pos_max(seq) for seq in range(3)] == [1, 1, 1]
-    store(streams, {(0, 1): [2], 0: [3], 1: [3, 4]})
+TestCells = CellsMachine.TestCase
+TestCells.settings = settings(max_examples=sizes(100, 600), stateful_step_count=50, deadline=None)

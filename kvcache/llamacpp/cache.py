@@ -17,7 +17,7 @@ Follows llama.cpp's src/llama-kv-cache.cpp, as it is since August 2025:
     get_n_kv, n_pad                 the same names
     update, CellLayer.turned        update, build_graph_shift (K-shift)
     layer_filter, layer_reuse       the callbacks filter and reuse
-    state_save, state_load          state_write, state_read; see state.py
+    state_save, state_load          state_write, state_read: `save` and `load` of state.py
     memory_breakdown, clear         the same names
 """
 from collections import Counter
@@ -68,15 +68,11 @@ class ReadLayer:
 
 
 class MissingLayer:
-    """Stands for a layer without a cache."""
+    """Stands for a layer without a cache: it raises the ValueError of `CellCache.layer_of` when it is used."""
     device = torch.device('cpu')
 
-    def __init__(self, number):
-        self.number = number
-
-    def write(self, slots, k, v):
-        raise ValueError(f"layer {self.number} has no cache here: replace its entry in the list by that of a cache "
-                         "that has one")
+    def __init__(self, cache, number):
+        self.write = lambda slots, k, v: cache.layer_of(number)
 
 
 class CellCache(Streams):
@@ -84,7 +80,7 @@ class CellCache(Streams):
     n_layer: layers of the model. n_head_kv, head_dim: heads of keys and values, and channels of each.
     kv_size, n_seq_max, unified: see `Streams`. type_k, type_v: how keys and values are stored, see `Rows`.
     n_pad: the number of cells that are attended over is a multiple of this, or kv_size.
-    n_swa, swa_type, n_sink: size, kind and sinks of a `Window`; kind 'none' for no window.
+    n_swa, swa_type: size and kind of a `Window`; kind 'none' for no window.
     v_trans: values transposed, see `Rows`. device: of keys and values; one for all, or a function of the layer.
     layer_filter: a function of the layer: does it have a cache? Layers without one raise ValueError when used.
     layer_reuse: a function of the layer: an earlier layer whose keys and values it reads instead of its own, or None.
@@ -94,14 +90,14 @@ class CellCache(Streams):
 
     def __init__(self, n_layer, n_head_kv, head_dim, kv_size, n_seq_max, unified=True, type_k='float32',
                  type_v='float32', n_pad=1, n_swa=0, swa_type='none', v_trans=False, device='cpu', layer_filter=None,
-                 layer_reuse=None, can_shift=False, rope_base=10000.0, rope_scaling=(), n_sink=0):
+                 layer_reuse=None, can_shift=False, rope_base=10000.0, rope_scaling=()):
         sizes = dict(n_layer=n_layer, n_head_kv=n_head_kv, head_dim=head_dim, kv_size=kv_size, n_seq_max=n_seq_max,
                      n_pad=n_pad)
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
-        window = None if swa_type == 'none' else Window(n_swa, swa_type, n_sink)
-        super().__init__(kv_size, n_seq_max, unified, window, can_shift)
+        super().__init__(kv_size, n_seq_max, unified, Window(n_swa, swa_type) if swa_type != 'none' else None,
+                         can_shift)
         self.n_head_kv, self.head_dim, self.n_pad = n_head_kv, head_dim, n_pad
         self.rope_base, self.rope_scaling, self.frequencies = rope_base if can_shift else None, rope_scaling, None
         if self.rope_base is not None:
@@ -133,7 +129,7 @@ class CellCache(Streams):
 
     def layer_of(self, number):
         if not 0 <= number < len(self.layers) or self.layers[number] is None:
-            raise ValueError(f"layer {number} has no cache here: ask the cache that has it")
+            raise ValueError(f"layer {number} has no cache here: take it from the cache that has it")
         return self.layers[number]
 
     def clear(self):
@@ -176,7 +172,7 @@ class CellCache(Streams):
         n_kv, layers = self.get_n_kv(batch), []
         for number, layer in enumerate(self.layers):
             if layer is None:
-                layer = MissingLayer(number)
+                layer = MissingLayer(self, number)
             layers.append(ReadLayer(layer) if layer in layers else layer)
         own, read = self.slots_of(batch, found).ravel(), self.slots_of(batch, np.arange(n_kv))
         return layers_of_step(layers, device or self.own_layers()[0].device, own, read, *self.keys(batch, n_kv))
@@ -268,13 +264,7 @@ class CellCache(Streams):
                 data[:, where] = turned(data[:, where], shift, self.frequencies)
             cells.shift[moved] = 0
 
-    def state_save(self, path, seq=None):
-        """Write one sequence, or all, to a file: see `state.save`."""
-        state.save(self, path, seq)
-
-    def state_load(self, path, seq=None):
-        """Read a file of `state_save`, as one sequence or as the whole content of the cache: see `state.load`."""
-        state.load(self, path, seq)
+    state_save, state_load = state.save, state.load
 
     def memory_breakdown(self):
         """A Counter {device: bytes} of the stored keys and values; the memory of the layers' `Scratch` comes on top."""

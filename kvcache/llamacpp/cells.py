@@ -12,7 +12,7 @@ August 2025 (its pull request 15467 gave the files these names):
 
     here                                            there
     Cells, used, end, shift                         llama_kv_cells, get_used, used_max_p1, shift
-    Cells.put, move                                 pos_set and seq_add, pos_add and pos_div
+    Cells.put, Streams.move                         pos_set and seq_add, pos_add and pos_div
     Window.hides                                    is_masked_swa
     Batch, and the cells that find_slot returns     llama_ubatch, slot_info
     find_slot, apply, prepare                       find_slot, apply_ubatch, prepare
@@ -26,9 +26,8 @@ from operator import index
 
 import numpy as np
 
-EMPTY = -1       # the position of a cell that holds nothing
-LARGEST = 2**31  # all positions are below
-COLUMNS = 120    # the width of a picture
+EMPTY = -1     # the position of a cell that holds nothing
+COLUMNS = 120  # the width of a picture
 
 
 class NoSlot(ValueError):
@@ -73,18 +72,13 @@ class Cells:
 
     def of(self, seq, p0=-1, p1=-1):
         """The cells of a sequence (None: of any) with a position in [p0, p1), in ascending order."""
-        p0, p1, pos = integer('p0', p0), integer('p1', p1), self.pos[:self.end]
+        pos = self.pos[:self.end]
         mine = pos != EMPTY if seq is None else self.owners[self.row(seq), :self.end]
         if p0 > 0:
             mine = mine & (pos >= p0)
         if p1 >= 0:
             mine = mine & (pos < p1)
         return np.flatnonzero(mine)
-
-    def shared(self, seq, p0=-1, p1=-1):
-        """The cells of a sequence with a position in [p0, p1) that other sequences own too."""
-        mine = self.of(seq, p0, p1)
-        return mine[self.owners[:, mine].sum(axis=0) > 1]
 
     def owners_of(self, cell):
         """The sequences that own a cell, a list."""
@@ -93,16 +87,6 @@ class Cells:
     def owned_by(self, *seqs):
         """bool (len(self.seqs), 1): the owners of a cell that only these sequences own."""
         return np.isin(self.seqs, seqs)[:, None]
-
-    def pos_min(self, seq):
-        """The first position of a sequence, or None."""
-        mine = self.pos[self.of(seq)]
-        return int(mine.min()) if len(mine) else None
-
-    def pos_max(self, seq):
-        """The last position of a sequence, or None."""
-        mine = self.pos[self.of(seq)]
-        return int(mine.max()) if len(mine) else None
 
     def put(self, cells, pos, owners, shift=0):
         """
@@ -120,17 +104,16 @@ class Cells:
         self.end = int(self.of(None).max(initial=-1)) + 1
         self.head = int(emptied.min(initial=self.head))
 
-    def write(self, cells, pos, owners, n_sink=0, shift=0):
+    def write(self, cells, pos, owners, shift=0):
         """
         `put` tokens into cells that `find` has found, whatever they held. The head is behind the last of them.
 
-        A sequence that loses a position like this loses all earlier ones but the first n_sink too, so that its other
-        positions have no hole. If it loses its last position, which can happen behind a window of 1, its next token may
-        have any position.
+        A sequence that loses a position like this loses all earlier ones too, so that its other positions have no hole.
+        If it loses its last position, which can happen behind a window of 1, its next token may have any position.
         """
         held = cells[self.pos[cells] != EMPTY]
         for row in np.flatnonzero(self.owners[:, held].any(axis=1)):
-            self.remove(self.seqs[row], n_sink, int(self.pos[held[self.owners[row, held]]].max()) + 1)
+            self.remove(self.seqs[row], p1=self.pos[held[self.owners[row, held]]].max() + 1)
         self.put(cells, pos, owners, shift)
         self.head = int(cells[-1]) + 1
 
@@ -146,14 +129,6 @@ class Cells:
             self.put(self.of(None, p0, p1), EMPTY, False)
         else:
             self.own(self.of(seq, p0, p1), seq, False)
-
-    def move(self, cells, pos):
-        """
-        Give new positions, int64 (n,), to cells, whose keys must then be rotated. Cells whose position is below 0 are
-        emptied, and returned.
-        """
-        self.put(cells, pos, self.owners[:, cells] & (pos >= 0), self.shift[cells] + pos - self.pos[cells])
-        return cells[pos < 0]
 
     def usable(self, window, stop):
         """
@@ -223,21 +198,20 @@ class Cells:
 class Window:
     """
     Sliding-window attention. kind 'standard': a token sees the last n_swa positions, its own included. 'chunked': it
-    sees its chunk of n_swa positions, up to its own. It also sees the first n_sink positions.
+    sees its chunk of n_swa positions, up to its own.
 
     A window hides old positions and does not change them. A shift changes positions.
     """
 
-    def __init__(self, n_swa, kind, n_sink=0):
-        if kind not in ('standard', 'chunked') or n_swa < 1 or n_sink < 0:
-            raise ValueError(f"a window is 'standard' or 'chunked', of at least 1 position, with 0 sinks or more; not "
-                             f"{kind!r} of {n_swa} with {n_sink}")
-        self.n_swa, self.kind, self.n_sink = n_swa, kind, n_sink
+    def __init__(self, n_swa, kind):
+        if kind not in ('standard', 'chunked') or n_swa < 1:
+            raise ValueError("a window is 'standard' or 'chunked', of at least 1 position, not "
+                             f"{kind!r} of {n_swa}")
+        self.n_swa, self.kind = n_swa, kind
 
     def hides(self, p0, p1):
         """Is position p0 too early for a token at p1 to see? Arrays broadcast."""
-        hidden = p0 < (p1 - self.n_swa + 1 if self.kind == 'standard' else p1 // self.n_swa * self.n_swa)
-        return hidden & (p0 >= self.n_sink) if self.n_sink else hidden
+        return p0 < (p1 - self.n_swa + 1 if self.kind == 'standard' else p1 // self.n_swa * self.n_swa)
 
 
 @dataclass(frozen=True)
@@ -265,7 +239,7 @@ class Streams:
 
     def __init__(self, kv_size, n_seq_max, unified=True, window=None, can_shift=False):
         self.kv_size, self.n_seq_max, self.unified = kv_size, n_seq_max, unified
-        self.window, self.can_shift, self.n_sink = window, can_shift, window.n_sink if window else 0
+        self.window, self.can_shift = window, can_shift
         ranges = [range(n_seq_max)] if unified else [range(seq, seq + 1) for seq in range(n_seq_max)]
         self.shift = np.zeros(len(ranges) * kv_size, dtype=np.int64)
         self.streams = [Cells(kv_size, seqs, self.shift[i * kv_size:(i + 1) * kv_size])
@@ -273,7 +247,7 @@ class Streams:
 
     def stream_of(self, seq):
         """The number of the stream that a sequence is in."""
-        if not isinstance(seq, (int, np.integer)) or isinstance(seq, bool) or not 0 <= seq < self.n_seq_max:
+        if isinstance(seq, bool) or seq not in range(self.n_seq_max):
             raise ValueError(f"sequences are numbered 0 to {self.n_seq_max - 1}, not {seq!r}")
         return 0 if self.unified else int(seq)
 
@@ -290,21 +264,22 @@ class Streams:
         """
         parts = [np.asarray(positions) for positions in tokens.values()]
         counts = [part.size for part in parts]
+        if not tokens or min(counts) < 1 or () in tokens:
+            raise ValueError(f"sequences {list(tokens)} bring {counts} tokens, and a batch needs at least one of each: "
+                             "leave out sequences without new tokens, and tokens without a sequence")
         if not self.unified and (len(set(counts)) > 1 or any(isinstance(seqs, tuple) for seqs in tokens)):
             raise ValueError(f"sequences {list(tokens)} bring {counts} tokens, and separate streams take the same "
                              "number of each, and none for several of them: split the batch")
-        if not tokens or min(counts) < 1:
-            raise ValueError(f"sequences {list(tokens)} bring {counts} tokens, and a batch needs at least one of each: "
-                             "leave out sequences without new tokens")
-        positions = joined(parts)
+        joined = np.concatenate(parts)
+        positions = joined.astype(np.int64)
+        if joined.dtype.kind not in 'iu' or positions.min() < 0:
+            raise ValueError(f"positions are integers from 0 on, not {joined.tolist()}")
         spans, first, after, earlier, start = [], {}, {}, {}, 0
         for seqs, n in zip(tokens, counts):
             part = positions[start:start + n]
             if (np.diff(part) != 1).any():
                 raise ValueError(f"positions {part.tolist()} do not follow each other: each must be one "
                                  "more than the one before")
-            if seqs == ():
-                raise ValueError(f"the tokens at positions {part.tolist()} are for no sequence: name at least one")
             seqs = seqs if isinstance(seqs, tuple) else (seqs,)
             for seq in seqs:
                 self.stream_of(seq)
@@ -327,9 +302,7 @@ class Streams:
         """
         for seq, position in batch.first.items():
             last = self.seq_pos_max(seq)
-            # a window of 1 lets all positions but the sinks be written over
-            lost = self.n_sink and self.window.n_swa == 1 and last is not None and last < self.n_sink <= position
-            check_next(seq, None if last is None or lost else last + 1, position)
+            check_next(seq, None if last is None else last + 1, position)
         for seqs, _, _ in batch.spans:
             if len(seqs) > 1:
                 owners = self.streams[0].owners[list(seqs), :self.streams[0].end]
@@ -345,7 +318,7 @@ class Streams:
             spans = batch.spans if self.unified else batch.spans[i:i + 1]
             owners = np.concatenate([np.repeat(cells.owned_by(*seqs), stop - start, axis=1)
                                      for seqs, start, stop in spans], axis=1)
-            cells.write(numbers, positions, owners, self.n_sink)
+            cells.write(numbers, positions, owners)
 
     def prepare(self, batches):
         """What `find_slot` returns for each of several batches, stored one after the other. Changes nothing."""
@@ -413,64 +386,60 @@ class Streams:
         Add shift to positions. Positions that would be below 0 are removed. The keys are rotated before they are next
         used. The next search for cells begins at the first cell that became free, or at 0.
         """
-        shift = min(max(integer('shift', shift), -LARGEST), LARGEST)  # further than all positions, within int64
+        shift = index(shift)
         if shift and p1 != max(p0, 0):
             freed = self.move(seq, p0, p1, lambda pos: pos + shift)
             self.cells_of(seq).head = int(freed[0]) if len(freed) else 0
 
     def seq_div(self, seq, p0, p1, divisor):
         """Divide positions, rounding down."""
-        divisor = min(integer('divisor', divisor), LARGEST)
-        if divisor < 1:
+        if index(divisor) < 1:
             raise ValueError(f"positions are divided by at least 1, not {divisor}")
         self.move(seq, p0, p1, lambda pos: pos // divisor)
 
     def move(self, seq, p0, p1, moved):
         """
-        Change positions of a sequence to moved(positions). Returns the cells that became free. ValueError if a position
-        would be LARGEST or more.
+        Change positions of a sequence to moved(positions). Keys must then be rotated. Cells whose position would be
+        below 0 are emptied, and returned.
         """
         cells = self.cells_of(seq)
         mine = cells.of(seq, p0, p1)
         old = cells.pos[mine]
         new = moved(old)
-        if new.max(initial=0) >= LARGEST:
-            raise ValueError(f"positions of sequence {seq} would be more than {LARGEST - 1}: move them by less")
-        if (new == old).all():
-            return mine[:0]
-        self.check_movable(seq, p0, p1)
-        return cells.move(mine, new)
+        if (new != old).any():
+            self.check_movable(seq, p0, p1)
+            cells.put(mine, new, cells.owners[:, mine] & (new >= 0), cells.shift[mine] + new - old)
+        return mine[new < 0]
 
     def check_movable(self, seq, p0=-1, p1=-1):
         """ValueError if these positions of a sequence cannot be changed."""
         if not self.can_shift:
             raise ValueError("these positions cannot be changed, the model has learned positions, which are part of "
                              "its keys and values: compute the tokens again at their new positions")
-        if len(self.cells_of(seq).shared(seq, p0, p1)):  # a cell has one position, for all of its owners
+        cells = self.cells_of(seq)
+        if (cells.owners[:, cells.of(seq, p0, p1)].sum(axis=0) > 1).any():  # a cell has one position for all its owners
             raise ValueError(f"sequence {seq} shares cells with another, which would be moved with it: "
                              "remove or copy one of them first")
 
     def seq_pos_min(self, seq):
         """The first position of a sequence, or None if it has none."""
-        return self.cells_of(seq).pos_min(seq)
+        pos = self.positions_of(seq)
+        return int(pos.min()) if len(pos) else None
 
     def seq_pos_max(self, seq):
         """The last position of a sequence, or None if it has none."""
-        return self.cells_of(seq).pos_max(seq)
+        pos = self.positions_of(seq)
+        return int(pos.max()) if len(pos) else None
+
+    def positions_of(self, seq):
+        """The positions of a sequence, int64 (n,), in the order of its cells."""
+        cells = self.cells_of(seq)
+        return cells.pos[cells.of(seq)]
 
     def __str__(self):
         """A picture of the cells of each stream, see `Cells`."""
         many = len(self.streams) > 1
         return '\n'.join(f'stream {n}\n{cells}' if many else str(cells) for n, cells in enumerate(self.streams))
-
-
-def joined(parts):
-    """Several arrays of positions as one, int64 (n,). ValueError if they are not positions."""
-    if all(part.ndim == 1 and part.dtype.kind in 'iu' for part in parts):
-        positions = np.concatenate(parts)
-        if 0 <= positions.min() and positions.max() < LARGEST:
-            return positions.astype(np.int64)
-    raise ValueError(f"positions are integers from 0 to {LARGEST - 1}, not {[part.tolist() for part in parts]}")
 
 
 def check_next(seq, expected, position):
@@ -483,16 +452,6 @@ def diverged(seqs):
     return ValueError(f"sequences {list(seqs)} have diverged and cannot share a token: give each its own")
 
 
-def integer(name, value):
-    """value as an int, or ValueError."""
-    try:
-        if not isinstance(value, bool):
-            return index(value)
-    except TypeError:
-        pass
-    raise ValueError(f"{name} must be an integer, not {value!r}")
-
-
 def context_shift(cache, seq, n_keep=0):
     """
     Make room in a full sequence: keep its first n_keep positions, remove the older half of the rest, and move the
@@ -501,10 +460,9 @@ def context_shift(cache, seq, n_keep=0):
     Example: with n_keep=2, of positions 0 ... 7 those at 0 1 5 6 7 remain, at 0 1 2 3 4. The positions that are removed
     or kept may be shared with other sequences. Those that move may not.
     """
-    n_keep = integer('n_keep', n_keep)
     last = cache.seq_pos_max(seq)
     n_past = 0 if last is None else last + 1
-    n_discard = (n_past - n_keep) // 2
+    n_discard = (n_past - index(n_keep)) // 2
     if n_keep < 0 or n_discard < 1:
         raise ValueError(f"sequence {seq} has {n_past} positions, of which {n_keep} cannot be kept and others removed: "
                          f"n_keep must be 0 to {max(0, n_past - 2)}")

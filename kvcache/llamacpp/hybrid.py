@@ -65,11 +65,6 @@ class HybridCache:
         placed = [cache.layers_for(batch, cells, device) for cache, cells in zip(self.caches, found)]
         return [placed[number][layer] for layer, number in enumerate(self.number_of)]
 
-    def clear(self):
-        """Remove all sequences, and set all keys and values to zero."""
-        for cache in self.caches:
-            cache.clear()
-
     def on_all_caches(self, name, *args, **how):
         """Call a method of all caches, if a trial on each of them raises nothing."""
         for cache in self.caches:
@@ -78,17 +73,14 @@ class HybridCache:
         for cache in self.caches:
             getattr(cache, name)(*args, **how)
 
-    # see `Streams`
+    # see `Streams` and `CellCache.clear`
+    clear = partialmethod(on_all_caches, 'clear')
+    check_movable = partialmethod(on_all_caches, 'check_movable')
     seq_rm = partialmethod(on_all_caches, 'seq_rm')
     seq_cp = partialmethod(on_all_caches, 'seq_cp')
     seq_keep = partialmethod(on_all_caches, 'seq_keep')
     seq_add = partialmethod(on_all_caches, 'seq_add')
     seq_div = partialmethod(on_all_caches, 'seq_div')
-
-    def check_movable(self, seq, p0=-1, p1=-1):
-        """ValueError if these positions of a sequence cannot be changed."""
-        for cache in self.caches:
-            cache.check_movable(seq, p0, p1)
 
     def seq_pos_min(self, seq):
         """

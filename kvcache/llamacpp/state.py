@@ -2,9 +2,8 @@
 The content of a `CellCache` in a safetensors file: positions, owners, and keys and values in their stored form.
 
 A file of all sequences has all cells. A file of one sequence has the positions that its last token sees through the
-window, sinks included, or all positions if there is no window. Keys in float32 whose positions were changed are rotated
-before they are saved. Keys in fewer bits are saved as they were written, with the shift by which they must still be
-rotated.
+window, or all positions if there is no window. Keys in float32 whose positions were changed are rotated before they are
+saved. Keys in fewer bits are saved as they were written, with the shift by which they must still be rotated.
 
 Follows state_write and state_read of llama.cpp's src/llama-kv-cache.cpp, as they are since August 2025: `save` and
 `load` are these for one sequence or for all, `fill` is state_read_meta and state_read_data. The format of the file is
@@ -15,7 +14,6 @@ import json
 import numpy as np
 import torch
 
-from kvcache.llamacpp.cells import LARGEST
 from whole_file import replacing
 
 FORMAT, VERSION = 'kvcache-state', 4
@@ -26,8 +24,7 @@ def settings(cache, one):
     own, window = cache.own_layers(), cache.window
     found = dict(version=VERSION, layers=[None if layer is None else own.index(layer) for layer in cache.layers],
                  n_head_kv=cache.n_head_kv, head_dim=cache.head_dim, type_k=own[0].k.kind, type_v=own[0].v.kind,
-                 rope_base=cache.rope_base,
-                 window=[window.kind, window.n_swa, *[window.n_sink] * (window.n_sink > 0)] if window else None)
+                 rope_base=cache.rope_base, window=[window.kind, window.n_swa] if window else None)
     if cache.rope_scaling:
         found['rope_scaling'] = list(cache.rope_scaling)
     return found if one else found | dict(n_seq_max=cache.n_seq_max, unified=cache.unified)
@@ -59,7 +56,7 @@ def save(cache, path, seq=None):
         cells = cache.streams[s]
         mine = cells.of(seq)
         if seq is not None and len(mine) and cache.window:
-            mine = mine[~cache.window.hides(cells.pos[mine], cells.pos_max(seq))]
+            mine = mine[~cache.window.hides(cells.pos[mine], cache.seq_pos_max(seq))]
         owners = cells.owners[:, mine] if seq is None else np.ones((1, len(mine)), dtype=bool)
         for name, array in (('pos', cells.pos[mine]), ('shift', cells.shift[mine]), ('owners', owners.T)):
             tensors[f'{part}.{name}'] = torch.from_numpy(np.ascontiguousarray(array))
@@ -98,7 +95,7 @@ def fill(cache, stream, part, where, seq):
     """Give the cells that were found in a stream the content of a part: of sequence seq, or of all."""
     cells, owners = cache.streams[stream], part['owners'].numpy().T
     owners = owners if seq is None else cells.owned_by(seq)
-    cells.write(where, part['pos'].numpy(), owners, cache.n_sink, part['shift'].numpy())
+    cells.write(where, part['pos'].numpy(), owners, part['shift'].numpy())
     for name, tensor in stored(cache):
         tensor[:, slots_in(cache, stream, where, tensor)] = part[name].to(tensor.device)
 
@@ -128,12 +125,10 @@ def checked_part(cache, path, tensors, part, n_owners):
         if tensor is None or tensor.dtype != dtype or tensor.shape != shape:
             came = 'missing' if tensor is None else f'{tensor.dtype} {tuple(tensor.shape)}'
             raise ValueError(f"{path} is damaged: {part}.{name} is {came}, not {dtype} {tuple(shape)}: save it again")
-    if ((found['pos'] < 0) | (found['pos'] >= LARGEST)).any() or not found['owners'].any(dim=1).all():
-        raise ValueError(f"{path} is damaged, it has cells without position or owner: save it again")
-    if not all(found[name].isfinite().all() for name in expected):
-        raise ValueError(f"{path} is damaged, its keys or values are not numbers: save it again")
-    if found['shift'].any() and not cache.can_shift:
-        raise ValueError(f"{path} is damaged, it has shifted keys in a cache that cannot shift: save it again")
+    if ((found['pos'] < 0).any() or not found['owners'].any(dim=1).all() or found['shift'].any() and not cache.can_shift
+            or not all(found[name].isfinite().all() for name in expected)):
+        raise ValueError(f"{path} is damaged, it has cells without position or owner, shifts in a cache that cannot "
+                         "shift, or keys and values that are no numbers: save it again")
     return found
 
 
