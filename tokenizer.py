@@ -20,6 +20,7 @@ from chat.template import ChatTemplate
 GPT2 = {'kind': 'gpt2'}
 END_OF_TEXT = '<|endoftext|>'  # in GPT-2 and those that follow it: gpt_bigcode, starcoder2, mpt
 ROLES = 'bos_token', 'eos_token', 'unk_token', 'pad_token'
+FIELDS = dict(chars=str, json=str, end_tokens=list, special_tokens=dict, chat_template=str, added_tokens=list)
 
 
 class Tokenizer:
@@ -111,9 +112,9 @@ class JSONTokenizer(Tokenizer):
 
     json: the contents of the file, a string. end_tokens: ids, by default that of <|endoftext|>; that of the eos_token
     is one in any case, and so is the token with which the chat template ends an answer. special_tokens:
-    {'bos_token': text, ...}. chat_template: a template's source, see `chat.template.ChatTemplate`. file_ids: {name of a
-    file: {'bos_token_id': id, ...}}, for an export. added_tokens: those that other files add, as transformers adds
-    them: dicts as in tokenizer.json, or texts of special tokens. n_rows: how many ids the model has.
+    {'bos_token': text, ...}. chat_template: a template's source, see `chat.template.ChatTemplate`. added_tokens: those
+    that other files add, as transformers adds them: dicts as in tokenizer.json, or texts of special tokens; they become
+    a part of `json`. n_rows: how many ids the model has.
 
     ValueError if the library cannot read json, and if the text of some tokens depends on those before them: texts are
     printed token by token here. This is so for all decoders but ByteLevel (GPT-2, StarCoder, MPT, Llama 3, Qwen), Fuse
@@ -121,7 +122,7 @@ class JSONTokenizer(Tokenizer):
     the blank that its first token has.
     """
 
-    def __init__(self, json, end_tokens=None, special_tokens=None, chat_template=None, file_ids=None, added_tokens=()):
+    def __init__(self, json, end_tokens=None, special_tokens=None, chat_template=None, added_tokens=()):
         import tokenizers
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # of several texts; it warns at each fork
         try:
@@ -139,13 +140,13 @@ class JSONTokenizer(Tokenizer):
         self.decoder, self.strips = decoder_of(json)
         self.library.no_truncation()  # a file may ask for both, for training
         self.library.no_padding()
-        self.json, self.added_tokens = json, list(added_tokens) if n_new else []
+        self.json = self.library.to_str() if n_new else json
         if not self.library.get_vocab(with_added_tokens=False):
             raise ValueError("the tokenizer.json has no tokens: is the download complete?")
         self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # some ids may be unused
         self.n_rows = self.vocab_size
         self.end_of_text = self.library.token_to_id(END_OF_TEXT)
-        self.special_tokens, self.file_ids = special_tokens or {}, file_ids or {}
+        self.special_tokens = special_tokens or {}
         self.ends = super().end_tokens if end_tokens is None else tuple(end_tokens)
         self.added_ids = frozenset(added := self.library.get_added_tokens_decoder())
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -208,9 +209,8 @@ class JSONTokenizer(Tokenizer):
 
     def state(self):
         state = {'kind': 'json', 'json': self.json, 'end_tokens': list(self.ends)}
-        for name in ('special_tokens', 'file_ids', 'added_tokens'):
-            if getattr(self, name):
-                state[name] = getattr(self, name)
+        if self.special_tokens:
+            state['special_tokens'] = self.special_tokens
         if self.chat_template:
             state['chat_template'] = self.chat_template.source
         return state
@@ -266,20 +266,19 @@ def same_ids(a, b):
 
 
 def check_state(state):
-    """ValueError unless state has the form of a tokenizer's `state()`. Its kind may be an unknown one."""
+    """ValueError unless state has the form of a tokenizer's `state()`, see FIELDS. Its kind may be an unknown one."""
     if not isinstance(state, dict) or not isinstance(state.get('kind'), str):
         raise ValueError(f"a tokenizer's state must be a dict with its kind, a string, not {str(state)[:50]!r}")
-    for kind, key in (('char', 'chars'), ('json', 'json')):
-        if state['kind'] == kind and not isinstance(state.get(key), str):
-            raise ValueError(f"a tokenizer's state of kind {kind!r} must have {key}, a string, not "
-                             f"{str(state.get(key))[:50]!r}")
-    for key, kind in dict(special_tokens=dict, chat_template=str, file_ids=dict, added_tokens=list).items():
+    for key, kind in (('char', 'chars'), ('json', 'json')):
+        if state['kind'] == key and kind not in state:
+            raise ValueError(f"a tokenizer's state of kind {key!r} must have {kind}, a string")
+    for key, kind in FIELDS.items():
         if not isinstance(state.get(key, kind()), kind):
             raise ValueError(f"{key} of a tokenizer must be a {kind.__name__}, not {str(state[key])[:50]}")
-    if not are_ids(state.get('end_tokens', [])):
-        raise ValueError(f"end_tokens of a tokenizer must be token ids, not {str(state['end_tokens'])[:50]}")
-    if not all(isinstance(text, str) for text in state.get('special_tokens', {}).values()):
-        raise ValueError(f"special_tokens of a tokenizer must be texts, not {str(state['special_tokens'])[:50]}")
+    ends, named = state.get('end_tokens', []), state.get('special_tokens', {})
+    if not are_ids(ends) or not all(isinstance(text, str) for text in named.values()):
+        raise ValueError("end_tokens of a tokenizer must be token ids, and special_tokens texts, not "
+                         f"{str(ends)[:50]} and {str(named)[:50]}")
 
 
 def are_ids(ids):
@@ -295,8 +294,7 @@ def from_state(state):
     if state['kind'] == 'gpt2':
         return GPT2Tokenizer()
     if state['kind'] == 'json':
-        names = 'end_tokens', 'special_tokens', 'chat_template', 'file_ids', 'added_tokens'
-        return JSONTokenizer(state['json'], **{name: state[name] for name in names if name in state})
+        return JSONTokenizer(**{name: state[name] for name in FIELDS if name in state and name != 'chars'})
     raise ValueError(f"the kind of a tokenizer must be char, gpt2 or json, not {state['kind']!r}: these tokens have no "
                      "text")
 
@@ -350,9 +348,7 @@ def state_beside(folder):
     elif template is not None:
         print(f"{folder}: the chat template must be a text, not {template!r:.40}: it is left out", file=sys.stderr)
     for file in ('generation_config.json', 'config.json'):
-        if ids := {name: i for name, i in read(file).items() if name[:-3] in ROLES}:
-            state.setdefault('file_ids', {})[file] = ids
-        if (ends := ids.get('eos_token_id')) is not None:
+        if (ends := read(file).get('eos_token_id')) is not None:
             if not are_ids(several := ends if isinstance(ends, list) else [ends]):
                 raise ValueError(f"{folder}/{file}: eos_token_id must be a token id or a list of them, not "
                                  f"{ends!r:.50}")

@@ -32,10 +32,7 @@ def config_args(hf):
     missing = sorted(key for key in SIZES[family].values() if key not in hf)
     if missing:
         raise ValueError(f"it is not a {family}'s: it lacks {', '.join(missing)}")
-    args = {field: hf[key] for field, key in SIZES[family].items()}
-    for field, key in SIZES[family].items():
-        if type(args[field]) is not int or not 1 <= args[field] <= 2**24:
-            raise ValueError(f"{key} must be a positive integer up to {2**24:,}, not {args[field]!r:.40}")
+    args = {field: typed(hf, key, int) for field, key in SIZES[family].items()}
     expect(hf, quantization_config=(None,))
     read = {'gpt2': gpt2, 'gpt_bigcode': gpt_bigcode, 'starcoder2': starcoder2, 'mpt': mpt}.get(family, llama)
     tied = hf.get('tie_word_embeddings', read is not llama)
@@ -49,6 +46,14 @@ def expect(hf, prefix='', **allowed):
         if value not in values:
             raise ValueError(f"{prefix}{key} is {value!r}, which a GPT here cannot represent: it must be "
                              f"{' or '.join(map(repr, values))}")
+
+
+def typed(hf, key, kind, default=None):
+    """hf[key], or the default where it is absent or null. ValueError unless it is of this type."""
+    value = default if hf.get(key) is None else hf[key]
+    if type(value) is not kind:
+        raise ValueError(f"{key} must be of type {kind.__name__}, not {value!r:.100}")
+    return value
 
 
 def gelu_of(hf, key, default):
@@ -91,16 +96,12 @@ def llama(hf, args):
 
 def window_of_llama(hf, args):
     """The window of all layers, or 0. mistral has one by default, qwen2 and qwen3 if use_sliding_window says so."""
-    kinds, first = hf.get('layer_types'), hf.get('max_window_layers', 28)
-    if kinds is not None and (not isinstance(kinds, list) or not all(
-            kind in ('full_attention', 'sliding_attention') for kind in kinds)):
-        raise ValueError("layer_types must be a list of full_attention and sliding_attention, or null, not "
-                         f"{str(kinds)[:100]}")
-    family, windowed = hf['model_type'], {kind == 'sliding_attention' for kind in kinds or ()}
+    kinds, first = typed(hf, 'layer_types', list, []), typed(hf, 'max_window_layers', int, 28)
+    if not all(kind in ('full_attention', 'sliding_attention') for kind in kinds):
+        raise ValueError(f"layer_types must be full_attention or sliding_attention, not {str(kinds)[:100]}")
+    family, windowed = hf['model_type'], {kind == 'sliding_attention' for kind in kinds}
     is_qwen = family.startswith('qwen')
     if is_qwen and not windowed:
-        if type(first) is not int:
-            raise ValueError(f"max_window_layers must be a number of layers, not {first!r}")
         windowed = {first <= 0, first < args['n_layer']}  # has the first layer a window, has the last one?
     has_window = hf.get('use_sliding_window') if is_qwen else family == 'mistral'
     window = window_of(dict(sliding_window=4096) | hf, args) if has_window else 0
@@ -111,9 +112,7 @@ def window_of_llama(hf, args):
 
 
 def window_of(hf, args):
-    window = hf.get('sliding_window') or 0
-    if type(window) is not int or window < 0:
-        raise ValueError(f"sliding_window must be a number of positions or null, not {window!r}")
+    window = typed(hf, 'sliding_window', int, 0)
     return window if window < args['block_size'] else 0  # a larger one hides nothing within block_size
 
 
@@ -122,9 +121,7 @@ def rotary(hf, args):
     n_kv_head = dict(mistral=8, qwen2=32, qwen3=32).get(hf['model_type'], args['n_head'])
     values = {}
     for key in ('rope_scaling', 'rope_parameters'):
-        given = hf.get(key) or {}
-        if not isinstance(given, dict):
-            raise ValueError(f"{key} must be a dict or null, not {given!r}")
+        given = typed(hf, key, dict, {})
         for kind in ('rope_type', 'type'):
             expect(given, f'{key}.', **{kind: ('default', 'llama3')})
         expect(given, f'{key}.', partial_rotary_factor=(1.0,))
@@ -138,18 +135,14 @@ def rotary(hf, args):
 
 
 def mpt(hf, args):
-    attention = hf.get('attn_config') or {}
-    if not isinstance(attention, dict):
-        raise ValueError(f"attn_config must be a dict or null, not {attention!r}")
+    attention = typed(hf, 'attn_config', dict, {})
     expect(hf, logit_scale=(None,), no_bias=(True, False), norm_type=('low_precision_layernorm', 'layernorm'))
-    ratio = hf.get('expansion_ratio', 4)
-    if type(ratio) is not int or not 1 <= ratio <= 1024:
-        raise ValueError(f"expansion_ratio must be an integer from 1 to 1,024, not {str(ratio)[:50]}")
     expect(attention, 'attn_config.', alibi=(True,), alibi_bias_max=(8,), attn_type=('multihead_attention',),
            clip_qkv=(None, 0), qk_ln=(False,), qk_gn=(False,), prefix_lm=(False,), rope=(False,),
-           softmax_scale=(None, (args['n_embd'] / args['n_head']) ** -0.5), sliding_window_size=(-1,))
-    return dict(position='alibi', bias=not hf.get('no_bias', True), gelu='none',
-                n_inner=ratio * args['n_embd'], norm_eps=hf.get('layer_norm_epsilon', 1e-5))
+           softmax_scale=(None, (args['n_embd'] / max(1, args['n_head'])) ** -0.5), sliding_window_size=(-1,))
+    n_inner = typed(hf, 'expansion_ratio', int, 4) * args['n_embd']
+    return dict(position='alibi', bias=not hf.get('no_bias', True), gelu='none', n_inner=n_inner,
+                norm_eps=hf.get('layer_norm_epsilon', 1e-5))
 
 
 def family_of(config):

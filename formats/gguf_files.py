@@ -2,9 +2,9 @@
 import os
 
 from formats.families import family_of
-from formats.names import GGUF
+from formats.names import HUGGING_FACE
 from formats.tokenizer_files import add_gguf_tokenizer, check_vocabulary
-from formats.weights import heads_of, weights_with_biases
+from formats.weights import named_weights
 from positions import rotary_frequencies
 from whole_file import replacing
 
@@ -47,24 +47,22 @@ def to_gguf(model, path, type='f32', tokenizer=None):
     if os.path.exists(path) and not is_gguf(path):
         raise ValueError(f"{path} exists and is no GGUF file: remove it, or choose another path")
     quantised = gguf.GGMLQuantizationType[type.upper()]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], c.n_layer)
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with replacing(path) as f:
         writer = gguf.GGUFWriter(f.name, architecture)  # it opens the temporary file by its name, once more
         add_config(writer, c, type)
         kind = add_gguf_tokenizer(writer, tokenizer, c.vocab_size)
-        for name, w in weights_with_biases(model).items():
+        for name, of_family, w in named_weights(model, HUGGING_FACE[family]):
             if architecture == 'mpt' and not c.bias and name.endswith('.bias'):
                 continue  # the others need them
-            names = GGUF[architecture].of(name)
-            for their_name, part in zip(names, heads_of(w, c) if len(names) > 1 else [w]):
-                part = part.float()
-                if architecture == 'llama' and ('.attn_q.' in their_name or '.attn_k.' in their_name):
-                    part = pairs_side_by_side(part, c.head_dim)
-                part = part.numpy()
-                if part.ndim == 2 and not their_name.startswith('position_embd'):
-                    writer.add_tensor(their_name, gguf.quantize(part, quantised), raw_dtype=quantised)
-                else:
-                    writer.add_tensor(their_name, part)
+            their_name, w = names.get_name(of_family, ('.weight', '.bias')), w.float()
+            if architecture == 'llama' and ('.attn_q.' in their_name or '.attn_k.' in their_name):
+                w = pairs_side_by_side(w, c.head_dim)
+            if w.dim() == 2 and not their_name.startswith('position_embd'):
+                writer.add_tensor(their_name, gguf.quantize(w.numpy(), quantised), raw_dtype=quantised)
+            else:
+                writer.add_tensor(their_name, w.numpy())
         try:
             writer.write_header_to_file()
             writer.write_kv_data_to_file()

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from formats.families import LLAMA3, family_of
+from formats.families import LLAMA3, SIZES, family_of
 from formats.names import CONV1D, HUGGING_FACE
 from formats.tokenizer_files import check_vocabulary, huggingface_tokenizer
-from formats.weights import heads_of, weights_with_biases, with_all_heads
+from formats.weights import named_weights, with_all_heads
 from tokenizer import JSONTokenizer
 
 HF_FILES = {'config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json',
@@ -26,14 +26,13 @@ def to_huggingface(model, folder, tokenizer=None):
     transformers computes the same logits from it, and GPT.from_pretrained gets the same bits back:
 
     norm=rms, mlp=swiglu and rope: llama, or with a window mistral, with biases of q, k and v qwen2, with norms of
-    queries and keys qwen3. Other models with
-    rope: starcoder2, with its window as sliding_window.
+    queries and keys qwen3. Other models with rope: starcoder2, with its window as sliding_window.
     alibi: mpt, which has no biases (all of the model's must be zero), and the exact GELU.
     learned and none: gpt2. For none the positions are zeros, and biases that bias=False leaves out are zeros.
     mpt and gpt2 have no grouped heads: the keys' and values' rows are repeated for each head of queries.
 
     The tokenizer gives the same ids, and the id of a space for a character that the model has never seen. meta.json is
-    its `state()`, as in a data folder; a JSONTokenizer needs none. The bos, eos and pad ids of an import stay.
+    its `state()`, as in a data folder; a JSONTokenizer needs none.
     Raises ValueError if transformers has no such model (sinks, a window without rope), if the folder holds other files,
     and if the tokenizer has more tokens than the model.
     """
@@ -43,11 +42,8 @@ def to_huggingface(model, folder, tokenizer=None):
     ends = [] if tokenizer is None else list(tokenizer.end_tokens)
     end = ends[0] if len(ends) == 1 else ends or None
     begins = getattr(tokenizer, 'begins', None) or ends  # GPT-2's texts begin with the token that ends them
-    ids = getattr(tokenizer, 'file_ids', {}) or {
-        'config.json': dict(eos_token_id=end, bos_token_id=begins[0] if begins else None),
-        'generation_config.json': {} if end is None else dict(eos_token_id=end)}
-    files = {'config.json': huggingface_config(model, family) | ids.get('config.json', {}) | dict(
-        vocab_size=model.config.vocab_size, tie_word_embeddings=model.config.tied,
+    files = {'config.json': huggingface_config(model, family) | dict(
+        eos_token_id=end, bos_token_id=begins[0] if begins else None, tie_word_embeddings=model.config.tied,
         torch_dtype=str(model.lm_head.weight.dtype).removeprefix('torch.'))}
     if tokenizer is not None:
         files['tokenizer.json'], files['tokenizer_config.json'] = huggingface_tokenizer(tokenizer)
@@ -57,8 +53,8 @@ def to_huggingface(model, folder, tokenizer=None):
                                                model_input_names=['input_ids', 'attention_mask'])
         if not isinstance(tokenizer, JSONTokenizer):
             files['meta.json'] = tokenizer.state()
-        if ids.get('generation_config.json'):
-            files['generation_config.json'] = ids['generation_config.json']
+        if ends:
+            files['generation_config.json'] = dict(eos_token_id=end)
     with replacing_folder(folder, HF_FILES) as new:
         for name, content in files.items():
             with open(os.path.join(new, name), 'w', encoding='utf-8') as f:
@@ -74,8 +70,8 @@ def to_huggingface(model, folder, tokenizer=None):
 
 def huggingface_weights(model, family):
     """{name: tensor} of a model, as its family has them. ValueError if the family has no place for its biases."""
-    c, names, weights = model.config, HUGGING_FACE[family], {}
-    for name, w in weights_with_biases(model).items():
+    c, weights = model.config, {}
+    for name, their_name, w in named_weights(model, HUGGING_FACE[family]):
         if family == 'mpt' and name.endswith('.bias'):
             if w.any():
                 raise ValueError(f"{name} is not zero, but transformers' ALiBi models (mpt) have no biases: train "
@@ -83,54 +79,49 @@ def huggingface_weights(model, family):
             continue
         if family == 'starcoder2' and not c.bias and name.endswith('.bias') and '.ln_' not in name:
             continue  # use_bias is False there, and the layer norms have one in any case
-        parts = [w]
-        if '.c_attn.' in name:
-            parts = heads_of(w, c) if len(names.of(name)) > 1 else [with_all_heads(w, c)]
-        for their_name, part in zip(names.full(name), parts):
-            transposed = family == 'gpt2' and name.endswith(CONV1D)
-            part = part.t() if transposed else part.clone() if len(parts) > 1 else part
-            weights[their_name] = part.contiguous()
+        if family in ('gpt2', 'mpt') and '.c_attn.' in name:
+            w = with_all_heads(w, c)
+        if family == 'gpt2' and name.endswith(CONV1D):
+            w = w.t()
+        weights[their_name] = w.contiguous()
     return weights
 
 
 def huggingface_config(model, family):
-    """The part of config.json that the family has in words of its own."""
+    """What config.json says of the model, in the words of its family."""
     c, eps = model.config, model.config.norm_eps
+    name = 'GPT2LMHeadModel' if family == 'gpt2' else f'{family.capitalize()}ForCausalLM'
+    shared = dict(model_type=family, architectures=[name]) | {
+        key: getattr(c, field) for field, key in SIZES[family].items()}
     if family == 'gpt2':
-        return dict(model_type='gpt2', architectures=['GPT2LMHeadModel'],
-                    activation_function={'none': 'gelu', 'tanh': 'gelu_new'}[c.gelu], n_positions=c.block_size,
-                    n_ctx=c.block_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd, n_inner=c.n_inner,
-                    layer_norm_epsilon=eps,
-                    resid_pdrop=c.dropout, embd_pdrop=c.dropout, attn_pdrop=c.dropout)
+        return shared | dict(activation_function={'none': 'gelu', 'tanh': 'gelu_new'}[c.gelu], n_ctx=c.block_size,
+                             n_inner=c.n_inner, layer_norm_epsilon=eps,
+                             resid_pdrop=c.dropout, embd_pdrop=c.dropout, attn_pdrop=c.dropout)
     if c.position == 'rope':
         kind, scaling = ('llama3', dict(zip(LLAMA3, c.rope_scaling))) if c.rope_scaling else ('default', {})
-        shared = dict(max_position_embeddings=c.block_size, num_hidden_layers=c.n_layer, num_attention_heads=c.n_head,
-                      num_key_value_heads=c.n_kv_head, hidden_size=c.n_embd, intermediate_size=c.n_inner,
-                      rope_theta=c.rope_theta,  # where transformers before 5 has it
-                      rope_parameters=dict(rope_type=kind, rope_theta=c.rope_theta) | scaling,
-                      attention_dropout=c.dropout, sliding_window=c.window or None)
+        shared |= dict(num_key_value_heads=c.n_kv_head, intermediate_size=c.n_inner,
+                       rope_theta=c.rope_theta,  # where transformers before 5 has it
+                       rope_parameters=dict(rope_type=kind, rope_theta=c.rope_theta) | scaling,
+                       attention_dropout=c.dropout, sliding_window=c.window or None)
         if c.rope_scaling:
             shared['rope_scaling'] = dict(rope_type=kind) | scaling
         if family == 'starcoder2':
             return shared | dict(
-                model_type='starcoder2', architectures=['Starcoder2ForCausalLM'], use_bias=c.bias, norm_epsilon=eps,
-                hidden_act={'none': 'gelu', 'tanh': 'gelu_pytorch_tanh'}[c.gelu], residual_dropout=c.dropout,
-                embedding_dropout=c.dropout)
+                use_bias=c.bias, norm_epsilon=eps, hidden_act={'none': 'gelu', 'tanh': 'gelu_pytorch_tanh'}[c.gelu],
+                residual_dropout=c.dropout, embedding_dropout=c.dropout)
         return shared | dict(
-            model_type=family, architectures=[f'{family.capitalize()}ForCausalLM'], hidden_act='silu', rms_norm_eps=eps,
-            head_dim=c.head_dim, attention_bias=c.bias, mlp_bias=c.bias, use_sliding_window=c.window > 0,
-            max_window_layers=0 if c.window else c.n_layer)
+            hidden_act='silu', rms_norm_eps=eps, head_dim=c.head_dim, attention_bias=c.bias, mlp_bias=c.bias,
+            use_sliding_window=c.window > 0, max_window_layers=0 if c.window else c.n_layer)
     if c.n_inner % c.n_embd:
         raise ValueError(f"n_inner {c.n_inner}, but in transformers' ALiBi models (mpt) it is a multiple of n_embd "
                          f"{c.n_embd}: export to gguf")
     if c.gelu != 'none':
         raise ValueError(f"gelu={c.gelu}, but transformers' ALiBi models (mpt) have the exact GELU: train with "
                          "--gelu=none, or export to gguf")
-    return dict(model_type='mpt', architectures=['MptForCausalLM'], max_seq_len=c.block_size, n_layers=c.n_layer,
-                n_heads=c.n_head, d_model=c.n_embd, expansion_ratio=c.n_inner // c.n_embd, no_bias=True,
-                learned_pos_emb=False,
-                layer_norm_epsilon=eps, resid_pdrop=c.dropout, emb_pdrop=c.dropout, norm_type='low_precision_layernorm',
-                attn_config=dict(alibi=True, alibi_bias_max=8, attn_type='multihead_attention', attn_impl='torch'))
+    return shared | dict(
+        expansion_ratio=c.n_inner // c.n_embd, no_bias=True, learned_pos_emb=False, layer_norm_epsilon=eps,
+        resid_pdrop=c.dropout, emb_pdrop=c.dropout, norm_type='low_precision_layernorm',
+        attn_config=dict(alibi=True, alibi_bias_max=8, attn_type='multihead_attention', attn_impl='torch'))
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""The names that other projects give to the weights of a GPT, and what they do to its matrices."""
+"""
+The names that the families of transformers give to the weights of a GPT, and what they do to its matrices. The gguf
+library knows the names in a GGUF file by these.
+"""
 from typing import NamedTuple
 
 CONV1D = 'c_attn.weight', 'c_proj.weight', 'c_fc.weight'  # GPT-2's own files have these as (in, out)
@@ -6,24 +9,24 @@ CONV1D = 'c_attn.weight', 'c_proj.weight', 'c_fc.weight'  # GPT-2's own files ha
 
 class Names(NamedTuple):
     """
-    The names of one project.
+    The names of one family.
 
     parts: {our name of a part: theirs, or theirs in the order of our rows if the part is several matrices there}.
-    layers: what stands before the number of a layer. base: what may stand before a name, but not before head: lm_head.
+    layers: what stands before the number of a layer. base: what may stand before a name other than that of lm_head,
+    which is the same everywhere.
     """
     parts: dict
     layers: str
-    base: str = ''
-    head: str = 'lm_head.weight'
+    base: str
 
     def full(self, name):
         """`of`, with what stands before the names in files."""
-        return [their_name if their_name == self.head else self.base + their_name for their_name in self.of(name)]
+        return [self.base * (name != 'lm_head.weight') + their_name for their_name in self.of(name)]
 
     def of(self, name):
         """transformer.h.0.mlp.c_fc.weight -> ['layers.0.mlp.c_fc.weight'], without `base`."""
         if name == 'lm_head.weight':
-            return [self.head]
+            return [name]
         *path, kind = name.removeprefix('transformer.').split('.')
         layer = ''
         if path[0] == 'h':
@@ -53,14 +56,4 @@ HUGGING_FACE = {
         'wte': 'wte', 'ln_f': 'norm_f', 'ln_1': 'norm_1', 'attn.c_attn': 'attn.Wqkv', 'attn.c_proj': 'attn.out_proj',
         'ln_2': 'norm_2', 'mlp.c_fc': 'ffn.up_proj', 'mlp.c_proj': 'ffn.down_proj',
     }, 'blocks', 'transformer.'),
-}
-GGUF_PARTS = {
-    'wte': 'token_embd', 'wpe': 'position_embd', 'ln_f': 'output_norm', 'ln_1': 'attn_norm', 'attn.c_attn': 'attn_qkv',
-    'attn.q_norm': 'attn_q_norm', 'attn.k_norm': 'attn_k_norm', 'attn.c_proj': 'attn_output', 'ln_2': 'ffn_norm',
-    'mlp.c_fc': 'ffn_up', 'mlp.c_gate': 'ffn_gate', 'mlp.c_proj': 'ffn_down',
-}
-SEPARATE = Names(GGUF_PARTS | {'attn.c_attn': ('attn_q', 'attn_k', 'attn_v')}, 'blk', head='output.weight')
-GGUF = {
-    **dict.fromkeys(('gpt2', 'mpt'), Names(GGUF_PARTS, 'blk', head='output.weight')),
-    **dict.fromkeys(('starcoder2', 'llama', 'mistral', 'qwen2', 'qwen3'), SEPARATE),
 }

@@ -29,11 +29,10 @@ def huggingface_tokenizer(tokenizer):
     """The contents of tokenizer.json and tokenizer_config.json, which transformers and tokenizers read."""
     if isinstance(tokenizer, JSONTokenizer):
         special_tokens = tokenizer.special_tokens
-        if not special_tokens and not tokenizer.file_ids and tokenizer.end_of_text is not None:
+        if not special_tokens and tokenizer.end_of_text is not None:
             special_tokens = dict.fromkeys(ROLES, END_OF_TEXT)
         template = dict(chat_template=tokenizer.chat_template.source) if tokenizer.chat_template else {}
-        content = json.loads(tokenizer.library.to_str() if tokenizer.added_tokens else tokenizer.json)
-        return content, dict(tokenizer_class='PreTrainedTokenizerFast') | special_tokens | template
+        return json.loads(tokenizer.json), dict(tokenizer_class='PreTrainedTokenizerFast') | special_tokens | template
     if isinstance(tokenizer, CharTokenizer):
         # Each character is a word. The model has no rows for more tokens. So PAD, which fills up a batch, is a second
         # name of a character's id (the last name of an id is its text), and no row draws <|endoftext|>.

@@ -60,6 +60,18 @@ def with_all_heads(w, config):
                             for x in kv])
 
 
+def named_weights(model, names):
+    """
+    Yields (our name, their name, tensor) of `weights_with_biases`; c_attn in three parts where it is three matrices
+    there.
+    """
+    for name, w in weights_with_biases(model).items():
+        theirs = names.full(name)
+        parts = [part.clone() for part in heads_of(w, model.config)] if len(theirs) > 1 else [w]
+        for their_name, part in zip(theirs, parts):
+            yield name, their_name, part
+
+
 def weights_with_biases(model):
     """
     The model's state dict on the CPU, without a tied lm_head, with zeros as the positions of position='none', and with
