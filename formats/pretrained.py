@@ -43,6 +43,8 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None):
     if config.tied and embedding not in weights and 'lm_head.weight' in weights:  # some files have it under this name
         weights[embedding] = weights['lm_head.weight']
     try:
+        if not config.bias and config.norm == 'layer':  # the layer norms of a starcoder2 have one in any case
+            config.bias = any(files.read(name).any() for name in weights if name.endswith('norm.bias'))
         check_weights(config, HUGGING_FACE[hf['model_type']], weights)
         model = meta_model(GPT, config)
         model.load_state_dict(state_dict_of(model, hf, files, dtype), assign=True)
@@ -59,8 +61,11 @@ def state_dict_of(model, hf, files, dtype):
     names, state_dict, used = HUGGING_FACE[family], {}, {'lm_head.weight'}
     first, = names.of('transformer.wte.weight')
     dtype = dtype or files.read(first).dtype
-    for name in model.state_dict():
+    for name, shape in ((name, w.shape) for name, w in model.state_dict().items()):
         theirs = names.of(name if name != 'lm_head.weight' or not c.tied else 'transformer.wte.weight')
+        if family == 'starcoder2' and name.endswith('.bias') and not hf.get('use_bias', True) and '.ln_' not in name:
+            state_dict[name] = torch.zeros(shape, dtype=dtype)
+            continue
         used.update(theirs)
         parts = [files.read(their_name).to(dtype) for their_name in theirs]
         w = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -69,9 +74,8 @@ def state_dict_of(model, hf, files, dtype):
         if family == 'gpt_bigcode' and c.n_kv_head == c.n_head and '.c_attn.' in name:  # there q, k, v of each head
             w = w.unflatten(0, (c.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
         state_dict[name] = w.contiguous()
-    # the layer norms of a starcoder2 have biases in any case, which must be zero where the model has none
     others = sorted(name for name in set(files.weights) - used if not name.endswith(MASKS)
-                    and not (name.endswith('norm.bias') and not files.read(name).any()))
+                    and not (c.bias is False and c.norm == 'layer' and name.endswith('norm.bias')))
     if others:
         raise ValueError(f"a GPT here has no place for: {', '.join(others[:3])}{' ...' * (len(others) > 3)} "
                          f"({len(others)})")

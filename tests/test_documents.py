@@ -59,7 +59,7 @@ def test_a_command_has_settings_that_exist(document, script, arguments, monkeypa
 
 
 @pytest.mark.parametrize('document', DOCUMENTS)
-def test_a_link_leads_somewhere(document):
+def test_links_lead_somewhere_and_files_that_are_named_exist(document):
     folder = os.path.dirname(document)
     for name, anchor in re.findall(r'\]\((?!https?:)([^)#]*)#?([^)]*)\)', text_of(document)):
         path = os.path.normpath(os.path.join(folder, name.strip())) if name else document
@@ -68,10 +68,6 @@ def test_a_link_leads_somewhere(document):
             headings = re.findall(r'^#+ (.+)$', text_of(path), re.M)
             anchors = {re.sub(r'[^\w\- ]', '', heading.lower()).replace(' ', '-') for heading in headings}
             assert anchor in anchors, f"{path}#{anchor}"
-
-
-@pytest.mark.parametrize('document', DOCUMENTS)
-def test_a_file_that_is_named_exists(document):
     files = set(re.findall(r'\b(?:[\w-]+/)+\w+\.(?:py|json|png|txt)\b', text_of(document)))
     made = {path for path in files if path.startswith(('out', 'data/'))}  # by a command, or out of the user's text
     assert not {path for path in files - made if not os.path.exists(os.path.join(ROOT, path))}

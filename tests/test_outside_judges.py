@@ -3,6 +3,7 @@ Outside judges: models of transformers with the same weights, llama.cpp's contex
 RotaryEmbedding cases of the ONNX operator suite.
 """
 import functools
+import importlib
 import random
 import warnings
 
@@ -62,55 +63,38 @@ JUDGES = {  # name: (a model of transformers, what it is in the fields of our co
 }
 
 
-@pytest.mark.parametrize('name', JUDGES)
-def test_transformers_agrees_at_each_cached_step(tmp_path, name):
-    """Its weights through from_pretrained, our logits through our cache, token by token, far past a window."""
-    pytest.importorskip('transformers', reason="transformers is not installed")
+@functools.cache
+def judge(name):
+    """A model of transformers with drawn weights, and what it is in the fields of our config."""
+    if isinstance(name, int):
+        return llama_like(name)
     torch.manual_seed(0)
     make, expected = JUDGES[name]
     theirs = make().eval()
     with torch.no_grad():
         for p in theirs.parameters():
             p.add_(torch.randn_like(p) * 0.1)
-    theirs.save_pretrained(tmp_path)
-    ours = GPT.from_pretrained(str(tmp_path)).eval()
-    assert {key: getattr(ours.config, key) for key in expected} == expected
-    length = 72 if ours.config.window else 24  # the rolling cache of a window moves its rows every `window` tokens
-    idx, kv_cache, past = torch.randint(50, (2, length)), None, None
-    cuts = [0, 5, 6, *range(10, length + 1)]
-    their_cache_works = ours.config.window != 1  # transformers 5 keeps keys[-window + 1:], which are all if window is 1
-    with torch.no_grad():
-        whole = theirs(idx).logits
-        assert whole.std() > 0.5  # not all the same
-        for start, end in zip(cuts, cuts[1:]):
-            logits, _, kv_cache = ours(idx[:, start:end], kv_cache=kv_cache, use_cache=True)
-            torch.testing.assert_close(logits[:, -1], whole[:, end - 1], rtol=1e-5, atol=1e-5)
-            if their_cache_works:
-                out = theirs(idx[:, start:end], past_key_values=past, use_cache=True)
-                past = out.past_key_values
-                torch.testing.assert_close(logits[:, -1], out.logits[:, -1], rtol=1e-5, atol=1e-5)
-    greedy = theirs.generate(idx[:, :5], attention_mask=torch.ones(2, 5), max_new_tokens=length - 5, do_sample=False,
-                             pad_token_id=0, eos_token_id=None, use_cache=their_cache_works)
-    assert torch.equal(ours.generate(idx[:, :5], length - 5, temperature=0, use_cache=True), greedy)
+    return theirs, expected
 
 
-@pytest.mark.parametrize('seed', range(sizes(12, 72)))
-def test_llamas_family_agrees_at_each_cached_step(tmp_path, seed):
+@pytest.mark.parametrize('number, name', enumerate([*JUDGES, *range(sizes(12, 72))]))
+def test_transformers_agrees_at_each_cached_step(tmp_path, number, name):
     """
-    Chunks and single tokens, by the model on its tuples and by both executors in pages, cells and rows; past a window
-    and past block_size where that is allowed.
+    Its weights through from_pretrained; chunks and single tokens, by the model on its tuples and by both executors in
+    pages, cells and rows; past a window, and past block_size where that is allowed. test_huggingface.py: its generate.
     """
     pytest.importorskip('transformers', reason="transformers is not installed")
-    theirs, expected = llama_like(seed)
+    theirs, expected = judge(name)
     theirs.save_pretrained(tmp_path)
     ours = GPT.from_pretrained(str(tmp_path)).eval()
     assert {key: getattr(ours.config, key) for key in expected} == expected
-    length = 72 if ours.config.window else 48
+    length = 72 if ours.config.window else ours.config.block_size
     idx, kv_cache = torch.randint(ours.config.vocab_size, (2, length)), None
     with torch.no_grad():
         whole = theirs(idx).logits
+    assert whole.std() > 0.5  # not all the same
     slots = [Slots(executor, layout) for executor in (EagerExecutor(ours), CPUExecutor(ours))
-             for layout in ('pages', 'cells', 'rows')[seed % 3:][:2]]
+             for layout in ('pages', 'cells', 'rows')[number % 3:][:2]]
     of_texts = [[Text(row) for row in idx.tolist()] for _ in slots]
     cuts = [0, 5, 6, *range(10, length + 1)]
     for start, end in zip(cuts, cuts[1:]):
@@ -171,18 +155,14 @@ def test_llama_cpp_shifts_its_context_as_our_cells(config, monkeypatch):
     assert n_shifts > sizes(5, 50)
 
 
-@functools.cache
-def all_onnx_cases():
-    pytest.importorskip('onnx', reason="onnx is not installed")
-    from onnx.backend.test.case.node import collect_testcases
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        return collect_testcases()  # of one operator it collects the first time only
-
-
 def onnx_cases(operator):
     """The cases of an operator, without those that express it by others."""
-    return [c for c in all_onnx_cases() if c.model.graph.node[0].op_type == operator and 'expanded' not in c.name]
+    pytest.importorskip('onnx', reason="onnx is not installed")
+    from onnx.backend.test.case import node
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        importlib.import_module(f'{node.__name__}.{operator.lower()}')  # adds its cases to the list of all
+    return [c for c in node._NodeTestCases if c.model.graph.node[0].op_type == operator and 'expanded' not in c.name]
 
 
 def attributes_of(node):

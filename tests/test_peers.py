@@ -40,21 +40,20 @@ def built(engine, *args, **way):
     return engine(*args, **way)
 
 
-@pytest.mark.parametrize('threads', [1, 2])
-@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('bias, n_head, n_embd, threads', [  # heads of 16, 32 and 128 channels
+    (True, 2, 32, 1), (False, 2, 64, 1), (True, 1, 128, 1), (False, 1, 128, 1), (True, 2, 32, 2)])
 @pytest.mark.parametrize('engine', [kind for kind in race.ENGINES if kind.same_tokens], ids=lambda kind: kind.name)
-def test_the_same_tokens(engine, bias, threads):
-    for n_head, n_embd in ((2, 32), (2, 64), (1, 128)):  # heads of 16, 32 and 128 channels
-        model = tiny(bias, n_head, n_embd)
-        made = built(engine, model, threads=threads)
-        for shape in ((1, 5), (3, 5), (2, 1), (1, 24)):
-            prompts = torch.randint(50, shape)
-            n_new = 25 - prompts.size(1)  # up to the last position of the window
-            want = expected(model, prompts, n_new)
-            assert torch.equal(made.generate(prompts, n_new), want)
-            assert torch.equal(made.generate(prompts, n_new), want)  # again, on the caches of the first call
-        turned = torch.randint(50, (5, 3)).t()  # not contiguous
-        assert torch.equal(made.generate(turned, 4), expected(model, turned, 4))
+def test_the_same_tokens(engine, bias, n_head, n_embd, threads):
+    model = tiny(bias, n_head, n_embd)
+    made = built(engine, model, threads=threads)
+    for shape in ((1, 5), (3, 5), (2, 1), (1, 24)) if threads == 1 else ((3, 20),):  # two threads wait for each other
+        prompts = torch.randint(50, shape)
+        n_new = 25 - prompts.size(1)  # up to the last position of the window
+        want = expected(model, prompts, n_new)
+        assert torch.equal(made.generate(prompts, n_new), want)
+        assert torch.equal(made.generate(prompts, n_new), want)  # again, on the caches of the first call
+    turned = torch.randint(50, (5, 3)).t()  # not contiguous
+    assert torch.equal(made.generate(turned, 4), expected(model, turned, 4))
 
 
 @pytest.mark.parametrize('weights', ['float32', 'int8'])
@@ -141,12 +140,6 @@ def test_loss_of_fewer_bits():
     assert all(row['difference'] for row in rows[1:]), "each of them rounds"
 
 
-def test_a_missing_package_is_named():
-    class Missing(Engine):
-        name, packages = 'Missing', {'os': 'python', 'no_such_module': 'no-such-package'}
-    assert Missing.missing() == 'pip install no-such-package'
-
-
 def test_peers_mode(tmp_path):
     # not a copy of the script: the compiled decode step is on disk beside the original
     batches = sizes([3], [1, 3])
@@ -183,12 +176,13 @@ def test_the_llamas_have_the_weights_of_their_models():
     assert counts == {'smollm2': 134_515_008, 'qwen0.5b': 494_032_768}
 
 
-def test_the_slower_ways_to_run_an_engine_are_left_out(monkeypatch):
+def test_a_missing_package_is_named_and_the_slower_ways_to_run_an_engine_are_left_out(monkeypatch):
     now = 0.0
     monkeypatch.setattr(race.time, 'perf_counter', lambda: now)
     monkeypatch.setattr(race.torch, 'get_num_threads', lambda: 3)
 
     class Ways(Engine):
+        packages = {'os': 'python', 'no_such_module': 'no-such-package'}
         ways = {'float32': [dict(by='row'), dict(by='block')]}
 
         def __init__(self, model, weights, threads, by):
@@ -198,6 +192,7 @@ def test_the_slower_ways_to_run_an_engine_are_left_out(monkeypatch):
         def generate(self, prompts, n):
             nonlocal now
             now += self.cost
+    assert Ways.missing() == 'pip install no-such-package'
     engine, how = race.fastest_way(Ways, 'float32', None, torch.zeros(1, 40), 4)
     assert engine.cost == 1.0 and how == 'threads 1, by block'
     Ways.chooses_threads = True

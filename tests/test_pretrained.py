@@ -242,8 +242,6 @@ def test_other_names_of_weights(tmp_path, config, change):
     (EASY, lambda w: {k: v for k, v in w.items() if 'wpe' not in k}, 'wpe.weight is missing'),
     (LLAMA, lambda w: {k: v for k, v in w.items() if 'embed' not in k}, 'embed_tokens.weight is missing'),
     (ALIBI, lambda w: w | {'transformer.wpe.weight': torch.ones(24, 48)}, 'no place for: wpe.weight'),
-    # use_bias=False has no effect on the layer norms of a starcoder2: their biases must be zero
-    (ROPE, lambda w: w | {'model.norm.bias': torch.ones(48)}, 'no place for: norm.bias'),
     (EASY, lambda w: {k: v.to(torch.float8_e4m3fn) if k.endswith('c_fc.weight') else v for k, v in w.items()},
      'is of torch.float8_e4m3fn'),
     (UNTIED, lambda w: {k: v for k, v in w.items() if k != 'lm_head.weight'}, 'lacks the weights lm_head.weight'),
