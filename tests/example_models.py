@@ -4,6 +4,7 @@ import os
 import random
 
 import pytest
+import tokenizers
 import torch
 from conftest import SHARED_TEXT
 
@@ -118,7 +119,6 @@ def chat_tokenizer(text=TEXT, vocab_size=300):
 
 def json_tokenizer(text, vocab_size=300, special_tokens=('<|endoftext|>',)):
     """A tokenizer as those of StarCoder2 and MPT: byte pairs of a text, and <|endoftext|>, in a tokenizer.json."""
-    tokenizers = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
     library = tokenizers.Tokenizer(tokenizers.models.BPE())
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -134,22 +134,21 @@ def sentencepiece_tokenizer(text, **how):
     A tokenizer as those of Llama 2 and Mistral: byte pairs of characters, U+2581 for a blank, with one at the beginning
     of each text; <0x..> for the bytes of other characters; and <s> before each text.
     """
-    library = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
     special_tokens, of_bytes = ['<unk>', '<s>', '</s>'], [f'<0x{byte:02X}>' for byte in range(256)]
-    trained = library.Tokenizer(library.models.BPE())
-    trained.normalizer = library.normalizers.Sequence([library.normalizers.Prepend('\u2581'),
-                                                       library.normalizers.Replace(' ', '\u2581')])
-    trained.train_from_iterator([text], library.trainers.BpeTrainer(
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend('\u2581'),
+                                                       tokenizers.normalizers.Replace(' ', '\u2581')])
+    trained.train_from_iterator([text], tokenizers.trainers.BpeTrainer(
         vocab_size=80, special_tokens=special_tokens, limit_alphabet=30, show_progress=False))
     model = json.loads(trained.to_str())['model']
     pieces = [name for name in model['vocab'] if name not in special_tokens]
     vocab = {name: i for i, name in enumerate(special_tokens + of_bytes + pieces)}
-    ours = library.Tokenizer(library.models.BPE(vocab, [tuple(pair) for pair in model['merges']], unk_token='<unk>',
-                                                fuse_unk=True, byte_fallback=True))
+    ours = tokenizers.Tokenizer(tokenizers.models.BPE(
+        vocab, [tuple(pair) for pair in model['merges']], unk_token='<unk>', fuse_unk=True, byte_fallback=True))
     ours.normalizer = trained.normalizer
     ours.add_special_tokens(special_tokens)
-    ours.post_processor = library.processors.TemplateProcessing('<s> $A', special_tokens=[('<s>', 1)])
-    ours.decoder = library.decoders.Sequence([
-        library.decoders.Replace('\u2581', ' '), library.decoders.ByteFallback(), library.decoders.Fuse(),
-        library.decoders.Strip(' ', 1, 0)])
+    ours.post_processor = tokenizers.processors.TemplateProcessing('<s> $A', special_tokens=[('<s>', 1)])
+    ours.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace('\u2581', ' '), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(),
+        tokenizers.decoders.Strip(' ', 1, 0)])
     return JSONTokenizer(ours.to_str(), **how)

@@ -99,17 +99,17 @@ def test_llama_cpp_computes_the_same_as_llamas_family(tmp_path, case):
     assert (torch.tensor(theirs.scores[:n]) - ours).abs().max() < 2e-4 * ours.std()
 
 
-@pytest.mark.parametrize('config', [ROPE, QWEN2, QWEN3])
-def test_rope_scaling_is_llamas_alone(tmp_path, config):
-    """llama.cpp loads no other file with rope_freqs.weight."""
-    with pytest.raises(ValueError, match='has no rope_scaling: export with --to=hf'):
-        formats.to_gguf(gpt(**config | dict(rope_scaling=(8.0, 1.0, 4.0, 32))), tmp_path / 'model.gguf')
-    assert not os.listdir(tmp_path)
-
-
-def test_a_tokenizer_json_is_refused(tmp_path):
-    with pytest.raises(ValueError, match='convert_hf_to_gguf.py'):
-        formats.to_gguf(gpt(**ROPE | dict(vocab_size=300)), tmp_path / 'model.gguf', tokenizer=json_tokenizer(TEXT))
+@pytest.mark.parametrize('config, how, line', [
+    # llama.cpp loads no other file with rope_freqs.weight than a llama's
+    *[(config | dict(rope_scaling=(8.0, 1.0, 4.0, 32)), {}, 'has no rope_scaling: export with --to=hf')
+      for config in (ROPE, QWEN2, QWEN3)],
+    (ROPE | dict(vocab_size=300), dict(tokenizer='of a tokenizer.json'), 'convert_hf_to_gguf.py'),
+    (HARD, dict(type='q8_0'), 'n_embd 21'), (HARD, dict(type='q4_0'), 'f32 or q8_0'),
+])
+def test_what_llama_cpp_cannot_read_is_refused(tmp_path, config, how, line):
+    how = how | dict(tokenizer=json_tokenizer(TEXT)) if 'tokenizer' in how else how
+    with pytest.raises(ValueError, match=line):
+        formats.to_gguf(gpt(**config), tmp_path / 'model.gguf', **how)
     assert not os.listdir(tmp_path)
 
 
@@ -185,7 +185,3 @@ def test_gguf_is_written_over_a_gguf_only(tmp_path):
     for _ in range(2):
         formats.to_gguf(gpt(**HARD), tmp_path / 'new' / 'model.gguf')
     assert os.listdir(tmp_path / 'new') == ['model.gguf']
-    with pytest.raises(ValueError, match='n_embd 21'):
-        formats.to_gguf(gpt(**HARD), tmp_path / 'other.gguf', 'q8_0')
-    with pytest.raises(ValueError, match='f32 or q8_0'):
-        formats.to_gguf(gpt(**HARD), tmp_path / 'other.gguf', 'q4_0')

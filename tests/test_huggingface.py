@@ -35,6 +35,8 @@ from formats import tokenizer_files
 from model import GPT
 from tokenizer import CharTokenizer
 
+transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+
 WINDOW = ROPE | dict(window=5)
 CASES = [  # config, the family that computes the same
     (HARD, 'gpt2'),
@@ -69,11 +71,9 @@ CASES = [  # config, the family that computes the same
 
 @pytest.mark.parametrize('config, family', CASES)
 def test_transformers_computes_the_same_and_it_is_read_back(tmp_path, config, family):
-    pytest.importorskip('transformers', reason="transformers is not installed")
-    from transformers import AutoModelForCausalLM
     model = gpt(**config)
     assert formats.to_huggingface(model, tmp_path / 'hf') == family
-    theirs, loading = AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', output_loading_info=True)
+    theirs, loading = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / 'hf', output_loading_info=True)
     assert not any(loading.values()), loading
     assert theirs.config.model_type == family
     block_size, endless = config['block_size'], 'window' in config  # past it only a window model is trained to go
@@ -137,15 +137,13 @@ def test_alibi_with_biases_of_zero_is_an_mpt(tmp_path):
 
 
 def test_characters_in_hugging_faces_tokenizer(tmp_path):
-    pytest.importorskip('transformers', reason="transformers is not installed")
-    from transformers import AutoTokenizer, GPT2Config
     ours = CharTokenizer.of_text(TEXT)
     formats.to_huggingface(gpt(**HARD | dict(vocab_size=ours.vocab_size + 3)), tmp_path / 'hf', ours)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / 'hf')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
     assert set(theirs(TEXT)) == {'input_ids', 'attention_mask'}  # GPT-2 would add the embeddings of token_type_ids
     assert theirs(TEXT)['input_ids'] == ours.encode(TEXT) and theirs.decode(ours.encode(TEXT)) == TEXT
     # no character ends a text: GPT-2's 50256 by default
-    assert GPT2Config.from_pretrained(tmp_path / 'hf').eos_token_id is None
+    assert transformers.GPT2Config.from_pretrained(tmp_path / 'hf').eos_token_id is None
     # a character the model has never seen becomes a space, in the text and at its ends
     unknown = theirs('žlo\t日')['input_ids']
     assert unknown == ours.encode(' lo\t日') and theirs.decode(unknown, skip_special_tokens=True) == ' lo\t日'
@@ -154,13 +152,12 @@ def test_characters_in_hugging_faces_tokenizer(tmp_path):
     assert tokenizers.from_state(tokenizers.state_of_dataset(tmp_path / 'hf')).chars == ours.chars
     # where there is no space, it becomes the first character
     formats.to_huggingface(gpt(**HARD | dict(vocab_size=3)), tmp_path / 'hf', CharTokenizer('abc'))
-    assert AutoTokenizer.from_pretrained(tmp_path / 'hf')('bxc')['input_ids'] == [1, 0, 2]
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')('bxc')['input_ids'] == [1, 0, 2]
 
 
 @pytest.mark.parametrize('config', [EASY, LLAMA])
 def test_batches_of_characters(tmp_path, config):
     """A batch is filled up, from the left, with an id that the model has, and each answer is as the one alone."""
-    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
     ours = CharTokenizer.of_text('\n !<|end>abcdefox€')
     formats.to_huggingface(gpt(**config | dict(vocab_size=ours.vocab_size)), tmp_path / 'hf', ours)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')
@@ -181,7 +178,6 @@ def test_batches_of_characters(tmp_path, config):
 
 
 def test_an_imported_tokenizer_goes_out_as_it_came(tmp_path):
-    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
     content = json.loads(json_tokenizer(TEXT, 300, ['<|endoftext|>', '<s>', '<|im_end|>', '<pad>']).json)
     formats.to_huggingface(gpt(**UNTIED | dict(vocab_size=305)), tmp_path / 'in')
     added = {'300': dict(content='<tool>', special=False), '301': dict(content='<|x|>', special=True)}
@@ -204,12 +200,11 @@ def test_an_imported_tokenizer_goes_out_as_it_came(tmp_path):
 
 @needs_byte_pairs
 def test_byte_pairs_in_hugging_faces_tokenizer(tmp_path, monkeypatch):
-    pytest.importorskip('transformers', reason="transformers is not installed")
-    from transformers import AutoTokenizer, GPT2TokenizerFast
     ours = bpe(monkeypatch)
     formats.to_huggingface(gpt(**EASY | dict(vocab_size=50304)), tmp_path / 'hf', ours)
     text = TEXT + '<|endoftext|>' + (open(SHARED_TEXT).read()[:10000] if os.path.exists(SHARED_TEXT) else '')
-    for theirs in (AutoTokenizer.from_pretrained(tmp_path / 'hf'), GPT2TokenizerFast.from_pretrained(tmp_path / 'hf')):
+    for auto in (transformers.AutoTokenizer, transformers.GPT2TokenizerFast):
+        theirs = auto.from_pretrained(tmp_path / 'hf')
         assert theirs(text, truncation=False)['input_ids'] == ours.encode(text)
         assert theirs.decode(ours.encode(text)) == text
         assert theirs.eos_token_id == 50256 and theirs.decode([15496, 50300]) == 'Hello'
@@ -217,7 +212,6 @@ def test_byte_pairs_in_hugging_faces_tokenizer(tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_json_stays_as_it_is(tmp_path):
-    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
     ours, text = json_tokenizer(TEXT), TEXT + '<|endoftext|>other words'
     formats.to_huggingface(gpt(**ROPE | dict(vocab_size=ours.vocab_size)), tmp_path / 'hf', ours)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'hf')

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 from example_models import CHAT, TEXT, UNTIED, gpt, json_tokenizer, sentencepiece_tokenizer
+from tokenizers import Tokenizer
 
 import checkpoint
 import formats
@@ -18,10 +19,9 @@ LONG = TEXT + '<|endoftext|>' + ' unheard of: Ωμέγα, \U0001f9ff, \u0301, \t
 
 
 def test_ids_and_text_are_the_librarys(tmp_path):
-    library = pytest.importorskip('tokenizers', reason="tokenizers is not installed")
     ours = json_tokenizer(TEXT)
     (tmp_path / 'tokenizer.json').write_text(ours.json, encoding='utf-8')
-    theirs = library.Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
+    theirs = Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
     ids = ours.encode(LONG)
     assert ids == theirs.encode(LONG, add_special_tokens=False).ids and ours.decode(ids) == LONG
     assert ours.vocab_size == theirs.get_vocab_size() == 300

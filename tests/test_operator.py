@@ -1,4 +1,6 @@
 """The KeyValueCache operator compared with a dictionary of tokens, for all of its arguments."""
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -23,17 +25,15 @@ class Reference:
     is returned}.
     """
 
-    def __init__(self, bits, group, cache_dtype, scale_dtype):
-        self.bits, self.group, self.cache_dtype, self.scale_dtype = bits, group, cache_dtype, scale_dtype
-        self.rows, self.whole = {}, {}
+    def __init__(self, bits, group, kept):
+        self.bits, self.group, self.kept, self.rows = bits, group, kept, {}
 
     def write(self, at, x):
         if self.bits == 0:
-            self.rows[at] = x.astype(self.cache_dtype).astype(x.dtype)
+            self.rows[at] = x.astype(self.kept).astype(x.dtype)
             return
         whole, scales = slowly_quantised(x, self.bits, self.group)
-        self.whole[at] = whole
-        scales = np.array(scales, dtype=self.scale_dtype).astype(np.float32).repeat(self.group)
+        scales = np.array(scales, dtype=self.kept).astype(np.float32).repeat(self.group)
         self.rows[at] = (np.array(whole, dtype=np.float32) * scales).astype(x.dtype)
 
 
@@ -75,18 +75,16 @@ def test_the_operator_is_a_dictionary_of_tokens(case):
     dtype = {0: getattr(torch, np.dtype(case['kept']).name), 8: torch.int8, 4: torch.uint8}[bits]
     cache = empty(layout, max_t, L, H, last, dtype)
     scale = empty(layout, max_t, L, H, Dh // group, getattr(torch, np.dtype(case['kept']).name)) if bits else None
-    reference = Reference(bits, group, case['kept'], case['kept'])
+    reference = Reference(bits, group, case['kept'])
     start = np.zeros(B, dtype=np.int64)
     for step in steps:
         seqstarts = np.concatenate([[0], np.cumsum(step)])
         kvstarts = seqstarts + np.concatenate([[0], np.cumsum(start)])
         for layer in range(L):
             k, v = (rng.normal(0, 2, (seqstarts[-1], H, Dh)).astype(case['dtype']) for _ in range(2))
-            for b in range(B):
+            for b, h, (kind, x) in itertools.product(range(B), range(H), enumerate((k, v))):
                 for t in range(step[b]):
-                    for h in range(H):
-                        for kind, x in enumerate((k, v)):
-                            reference.write((b, start[b] + t, layer, kind, h), x[seqstarts[b] + t, h])
+                    reference.write((b, start[b] + t, layer, kind, h), x[seqstarts[b] + t, h])
             out = key_value_cache(
                 *map(torch.from_numpy, (k, v, seqstarts, kvstarts, cachestarts, start)), 4, int(kvstarts[-1]),
                 cache, scale,
@@ -95,11 +93,10 @@ def test_the_operator_is_a_dictionary_of_tokens(case):
                 cache_layout=layout, page_size=page)
             for kind in range(2):
                 assert out[kind].shape == (kvstarts[-1], H * case['repeat'], Dh)
-                for b in range(B):
+                for b, h in itertools.product(range(B), range(H * case['repeat'])):
                     for t in range(start[b] + step[b]):
-                        for h in range(H * case['repeat']):
-                            expected = reference.rows[b, t, layer, kind, h // case['repeat']]
-                            assert np.array_equal(out[kind][kvstarts[b] + t, h].numpy(), expected)
+                        expected = reference.rows[b, t, layer, kind, h // case['repeat']]
+                        assert np.array_equal(out[kind][kvstarts[b] + t, h].numpy(), expected)
         start = start + step
 
 

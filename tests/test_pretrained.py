@@ -339,13 +339,6 @@ def test_a_folder_with_a_tokenizer_json_is_sampled_from_and_exported_again(tmp_p
     assert Engine(loaded.float()).generate([ids], 60, temperature=0) == [expected]
 
 
-def test_a_folder_of_another_family_without_a_tokenizer_has_no_text(tmp_path):
-    """GPT-2's tokenizer is the default of gpt2 folders only: an mpt has enough rows for its ids, and other texts."""
-    exported(tmp_path / 'hf', ALIBI)
-    with pytest.raises(ValueError, match='these tokens have no text'):
-        checkpoint.load_model(str(tmp_path / 'hf'), '', plain_model)
-
-
 def cut(name):
     """Of a file, the first half."""
     return lambda folder: os.truncate(folder / name, os.path.getsize(folder / name) // 2)
