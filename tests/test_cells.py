@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache.llamacpp.cache import CellCache
-from kvcache.llamacpp.cells import Streams, Window, context_shift
+from kvcache.llamacpp.cells import NoSlot, Streams, Window, context_shift
 from kvcache.storage import Rows
 from model import GPTConfig
 from positions import Positions
@@ -59,6 +59,15 @@ def test_masks(kind, seen):
     assert np.flatnonzero(mask[0, 0, 1]).tolist() == [5, 7]
     assert Window(4, 'chunked').hides(np.arange(8), 6).tolist() == [True] * 4 + [False] * 4
     assert Window(4, 'standard').hides(np.arange(8), 6).tolist() == [True] * 3 + [False] * 5
+
+
+def test_a_cell_that_a_window_has_passed_is_free_if_it_has_one_owner():
+    c = cache(kv_size=4, n_swa=1, swa_type='standard')
+    put(c, {(0, 1): [0, 1]})
+    put(c, {0: [2, 3]})
+    assert c.find_slot(c.batch({0: [4]})).tolist() == [[2]]
+    with pytest.raises(NoSlot):
+        c.find_slot(c.batch({0: [4, 5, 6]}))
 
 
 def test_n_kv_is_padded_and_views_are_not_copies():

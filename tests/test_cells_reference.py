@@ -13,7 +13,7 @@ import torch
 from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from test_cells import TOLERANCE, cache, rotated
 
 from kvcache.llamacpp.cells import EMPTY, NoSlot, context_shift
@@ -107,16 +107,15 @@ class OneStream:
 
 class CellsMachine(RuleBasedStateMachine):
     """The value in a cell is the number of its token; the key is computed from it, and turned by its position."""
-    seqs, ends = st.integers(0, N_SEQ - 1), st.sampled_from([-1, -1, *range(SIZE + 1)])
+    unified, type_k, type_v, rope_base, window = True, 'float32', 'float32', 10000.0, (0, 'none')
+    seqs, ends = st.integers(0, N_SEQ - 1), st.sampled_from([-1, -1, -1, -1, *range(SIZE + 1)])
 
-    @initialize(unified=st.booleans(), types=st.sampled_from([('float32', 'float32')] * 4 + [
-        ('int8', 'int8'), ('bfloat16', 'float32')]), rope_base=st.sampled_from([100.0, 10000.0]),
-        window=st.sampled_from([(0, 'none'), (3, 'standard'), (4, 'standard'), (3, 'chunked'), (4, 'chunked')]))
-    def begin(self, unified, types, rope_base, window):
-        (self.type_k, type_v), (n_swa, kind), self.unified, self.rope_base = types, window, unified, rope_base
-        self.cache = cache(SIZE, N_SEQ, unified=unified, type_k=self.type_k, type_v=type_v, can_shift=True,
-                           rope_base=rope_base, n_swa=n_swa, swa_type=kind)
-        self.naive, self.n_tokens = [OneStream(*window) for _ in self.cache.streams], 0
+    def __init__(self):
+        super().__init__()
+        n_swa, kind = self.window
+        self.cache = cache(SIZE, N_SEQ, unified=self.unified, type_k=self.type_k, type_v=self.type_v, can_shift=True,
+                           rope_base=self.rope_base, n_swa=n_swa, swa_type=kind)
+        self.naive, self.n_tokens = [OneStream(*self.window) for _ in self.cache.streams], 0
         self.folder = tempfile.TemporaryDirectory()
 
     def of(self, seq):
@@ -137,9 +136,13 @@ class CellsMachine(RuleBasedStateMachine):
         """Keys (n, 1, 32) of tokens before they are turned, none larger than 1."""
         return torch.sin(torch.as_tensor(tokens, dtype=torch.float64)[:, None, None] * torch.arange(1, 33)).float()
 
-    @rule(seq=seqs, other=st.none() | seqs, n=st.integers(1, 5))
-    def append(self, seq, other, n):
-        """n tokens for a sequence, and for another one if it is given."""
+    @rule(seq=seqs, other=st.none() | seqs, counts=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    def append(self, seq, other, counts):
+        """Batches of so many tokens for a sequence, and for another one if it is given."""
+        for n in counts:
+            self.append_batch(seq, other, n)
+
+    def append_batch(self, seq, other, n):
         runs = {}
         for s in {seq, seq if other is None else other}:
             start = -1 if (last := self.of(s).last(s)) is None else last
@@ -299,5 +302,14 @@ class CellsMachine(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-TestCells = CellsMachine.TestCase
-TestCells.settings = settings(max_examples=sizes(100, 600), stateful_step_count=50, deadline=None)
+def machine(unified, window=(0, 'none'), **how):
+    kind = type('Machine', (CellsMachine,), dict(unified=unified, window=window, **how)).TestCase
+    kind.settings = settings(max_examples=sizes(15, 60), stateful_step_count=40, deadline=None)
+    return kind
+
+
+TestUnified, TestStreams = machine(True), machine(False, rope_base=100.0)
+TestUnifiedWindow, TestStreamsWindow = machine(True, (2, 'standard')), machine(False, (4, 'standard'))
+TestUnifiedChunks, TestStreamsChunks = machine(True, (3, 'chunked')), machine(False, (4, 'chunked'))
+TestRounded = machine(True, type_k='int8', type_v='int8')
+TestRoundedWindow = machine(False, (3, 'standard'), type_k='bfloat16', rope_base=100.0)
