@@ -7,6 +7,7 @@ import torch
 
 from kvcache.llamacpp.cache import CellCache
 from kvcache.llamacpp.cells import NoSlot, Streams, Window, context_shift
+from kvcache.llamacpp.hybrid import HybridCache
 from kvcache.storage import Rows
 from model import GPTConfig
 from positions import Positions
@@ -215,6 +216,13 @@ def test_positions_that_are_not_moved():
         with pytest.raises((ValueError, TypeError)):
             refused()
     assert (str(c), str(learned)) == before
+    of_layers = [cache(can_shift=True, layer_filter=lambda layer, own=own: layer == own) for own in (0, 1)]
+    both = HybridCache(*of_layers)
+    store(both, {0: range(4)})
+    of_layers[1].seq_cp(0, 1)
+    with pytest.raises(ValueError, match='shares'):  # the second cache refuses, and the first one has not changed
+        both.seq_add(0, 0, -1, 1)
+    assert positions(of_layers[0], 0) == [0, 1, 2, 3]
 
 
 # the memory that a token needs depends on the cells in use, not on the size of the cache; in bytes, not seconds

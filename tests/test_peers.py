@@ -1,6 +1,7 @@
 """Other engines compute the same model: those with our arithmetic give our tokens, with bias and without."""
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,14 +141,15 @@ def test_loss_of_fewer_bits():
     assert all(row['difference'] for row in rows[1:]), "each of them rounds"
 
 
-def test_peers_mode(tmp_path):
+def test_peers_mode(tmp_path, monkeypatch):
     # not a copy of the script: the compiled decode step is on disk beside the original
     batches = sizes([3], [1, 3])
     done = run(tmp_path, os.path.join(ROOT, 'bench.py'), '--mode=peers', '--shape=S',
-               '--batches=' + ','.join(map(str, batches)), '--lengths=8', '--repeats=2', '--json=b.json')
+               '--batches=' + ','.join(map(str, batches)), '--lengths=8', '--repeats=2', '--json=b.json',
+               *sizes(['--only=decoding'], []))
     assert done.returncode == 0, done.stderr
-    parts = json.loads((tmp_path / 'b.json').read_text())
-    figures, rows = parts['decoding'], parts['decoding']['rows']
+    figures = json.loads((tmp_path / 'b.json').read_text())['decoding']
+    rows = figures['rows']
     named = {(row['batch'], row['engine'], row['weights']) for row in rows}
     assert len(named) == len(rows) and {row['repeats'] for row in rows} == {2}
     for engine in race.ENGINES:
@@ -163,10 +165,11 @@ def test_peers_mode(tmp_path):
             other[key] == row[key] for key in ('batch', 'weights'))]
         assert row.get('over_others') == (
             row['tok_per_s'] / max(others) if others and row['engine'] == 'ours' else None)
-    prefills = parts['prefill']['rows']
-    assert {(row['batch'], row['engine'], row['weights']) for row in prefills} == {
-        (B, engine, weights) for B, engine, weights in named if engine != 'no cache'}
-    assert all(row['new_tokens'] == 1 and row['prompt'] == 8 for row in prefills)
+    monkeypatch.setattr(race, 'ENGINES', (race.NoCache, race.Cache, Ours))
+    prefills, = race.prefill(SimpleNamespace(shapes=['S'], batches=[3], lengths=[8], repeats=1, bias=False))
+    assert [(row['engine'], row['weights']) for row in prefills] == [
+        ('cache', 'float32'), *(('ours', weights) for weights in Ours.ways)]
+    assert all((row['new_tokens'], row['prompt'], row['batch']) == (1, 8, 3) for row in prefills)
 
 
 def test_the_llamas_have_the_weights_of_their_models():
