@@ -279,7 +279,8 @@ class CellsMachine(RuleBasedStateMachine):
             assert cells.head == naive.head
             assert cells.pos.tolist() == [EMPTY if cell.pos is None else cell.pos for cell in naive.cells]
             assert cells.shift.tolist() == [cell.shift for cell in naive.cells]
-            assert [set(cells.owners_of(number)) for number in range(SIZE)] == [cell.owners for cell in naive.cells]
+            assert [{cells.seqs[row] for row in np.flatnonzero(of_cell)} for of_cell in cells.owners.T] == [
+                cell.owners for cell in naive.cells]
             used = [number for number, cell in enumerate(naive.cells) if cell.pos is not None]
             assert (cells.used(), cells.end) == (len(used), max(used, default=-1) + 1)
             for seq in cells.seqs:

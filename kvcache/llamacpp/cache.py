@@ -91,11 +91,6 @@ class CellCache(Streams):
     def __init__(self, n_layer, n_head_kv, head_dim, kv_size, n_seq_max, unified=True, type_k='float32',
                  type_v='float32', n_pad=1, n_swa=0, swa_type='none', v_trans=False, device='cpu', layer_filter=None,
                  layer_reuse=None, can_shift=False, rope_base=10000.0, rope_scaling=()):
-        sizes = dict(n_layer=n_layer, n_head_kv=n_head_kv, head_dim=head_dim, kv_size=kv_size, n_seq_max=n_seq_max,
-                     n_pad=n_pad)
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, not {size}")
         super().__init__(kv_size, n_seq_max, unified, Window(n_swa, swa_type) if swa_type != 'none' else None,
                          can_shift)
         self.n_head_kv, self.head_dim, self.n_pad = n_head_kv, head_dim, n_pad

@@ -80,10 +80,6 @@ class Cells:
             mine = mine & (pos < p1)
         return np.flatnonzero(mine)
 
-    def owners_of(self, cell):
-        """The sequences that own a cell, a list."""
-        return [self.seqs[row] for row in np.flatnonzero(self.owners[:, cell])]
-
     def owned_by(self, *seqs):
         """bool (len(self.seqs), 1): the owners of a cell that only these sequences own."""
         return np.isin(self.seqs, seqs)[:, None]
@@ -182,8 +178,8 @@ class Cells:
             pos   0   1   .   2
             seq   ab  ab      a
         """
-        names = [''.join(chr(97 + seq) if seq < 26 else f'({seq})' for seq in self.owners_of(cell))
-                 for cell in range(len(self))]
+        letters = [chr(97 + seq) if seq < 26 else f'({seq})' for seq in self.seqs]
+        names = [''.join(letter for letter, owns in zip(letters, of_cell) if owns) for of_cell in self.owners.T]
         lines = dict(slot=range(len(self)), pos=['.' if p == EMPTY else p for p in self.pos], seq=names)
         width = max(len(str(value)) for values in lines.values() for value in values) + 2
         n, parts = (COLUMNS - 6) // width, []
