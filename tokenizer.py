@@ -20,7 +20,8 @@ from chat.template import ChatTemplate
 GPT2 = {'kind': 'gpt2'}
 END_OF_TEXT = '<|endoftext|>'  # in GPT-2 and those that follow it: gpt_bigcode, starcoder2, mpt
 ROLES = 'bos_token', 'eos_token', 'unk_token', 'pad_token'
-FIELDS = dict(chars=str, json=str, end_tokens=list, special_tokens=dict, chat_template=str, added_tokens=list)
+FIELDS = dict(chars=str, json=str, end_tokens=list, special_tokens=dict, chat_template=str, file_ids=dict,
+              added_tokens=list)
 
 
 class Tokenizer:
@@ -112,9 +113,10 @@ class JSONTokenizer(Tokenizer):
 
     json: the contents of the file, a string. end_tokens: ids, by default that of <|endoftext|>; that of the eos_token
     is one in any case, and so is the token with which the chat template ends an answer. special_tokens:
-    {'bos_token': text, ...}. chat_template: a template's source, see `chat.template.ChatTemplate`. added_tokens: those
-    that other files add, as transformers adds them: dicts as in tokenizer.json, or texts of special tokens; they become
-    a part of `json`. n_rows: how many ids the model has.
+    {'bos_token': text, ...}. chat_template: a template's source, see `chat.template.ChatTemplate`. file_ids: {name of a
+    file: {'bos_token_id': id, ...}}, for an export. added_tokens: those that other files add, as transformers adds
+    them: dicts as in tokenizer.json, or texts of special tokens; they become a part of `json`. n_rows: how many ids the
+    model has.
 
     ValueError if the library cannot read json, and if the text of some tokens depends on those before them: texts are
     printed token by token here. This is so for all decoders but ByteLevel (GPT-2, StarCoder, MPT, Llama 3, Qwen), Fuse
@@ -122,7 +124,7 @@ class JSONTokenizer(Tokenizer):
     the blank that its first token has.
     """
 
-    def __init__(self, json, end_tokens=None, special_tokens=None, chat_template=None, added_tokens=()):
+    def __init__(self, json, end_tokens=None, special_tokens=None, chat_template=None, file_ids=None, added_tokens=()):
         import tokenizers
         os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')  # of several texts; it warns at each fork
         try:
@@ -146,7 +148,7 @@ class JSONTokenizer(Tokenizer):
         self.vocab_size = max(self.library.get_vocab(with_added_tokens=True).values()) + 1  # some ids may be unused
         self.n_rows = self.vocab_size
         self.end_of_text = self.library.token_to_id(END_OF_TEXT)
-        self.special_tokens = special_tokens or {}
+        self.special_tokens, self.file_ids = special_tokens or {}, file_ids or {}
         self.ends = super().end_tokens if end_tokens is None else tuple(end_tokens)
         self.added_ids = frozenset(added := self.library.get_added_tokens_decoder())
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -209,8 +211,9 @@ class JSONTokenizer(Tokenizer):
 
     def state(self):
         state = {'kind': 'json', 'json': self.json, 'end_tokens': list(self.ends)}
-        if self.special_tokens:
-            state['special_tokens'] = self.special_tokens
+        for name in ('special_tokens', 'file_ids'):
+            if getattr(self, name):
+                state[name] = getattr(self, name)
         if self.chat_template:
             state['chat_template'] = self.chat_template.source
         return state
@@ -348,7 +351,9 @@ def state_beside(folder):
     elif template is not None:
         print(f"{folder}: the chat template must be a text, not {template!r:.40}: it is left out", file=sys.stderr)
     for file in ('generation_config.json', 'config.json'):
-        if (ends := read(file).get('eos_token_id')) is not None:
+        if ids := {name: i for name, i in read(file).items() if name[:-3] in ROLES}:
+            state.setdefault('file_ids', {})[file] = ids
+        if (ends := ids.get('eos_token_id')) is not None:
             if not are_ids(several := ends if isinstance(ends, list) else [ends]):
                 raise ValueError(f"{folder}/{file}: eos_token_id must be a token id or a list of them, not "
                                  f"{ends!r:.50}")

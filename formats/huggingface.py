@@ -32,7 +32,7 @@ def to_huggingface(model, folder, tokenizer=None):
     mpt and gpt2 have no grouped heads: the keys' and values' rows are repeated for each head of queries.
 
     The tokenizer gives the same ids, and the id of a space for a character that the model has never seen. meta.json is
-    its `state()`, as in a data folder; a JSONTokenizer needs none.
+    its `state()`, as in a data folder; a JSONTokenizer needs none. The bos, eos and pad ids of an import stay.
     Raises ValueError if transformers has no such model (sinks, a window without rope), if the folder holds other files,
     and if the tokenizer has more tokens than the model.
     """
@@ -42,8 +42,11 @@ def to_huggingface(model, folder, tokenizer=None):
     ends = [] if tokenizer is None else list(tokenizer.end_tokens)
     end = ends[0] if len(ends) == 1 else ends or None
     begins = getattr(tokenizer, 'begins', None) or ends  # GPT-2's texts begin with the token that ends them
-    files = {'config.json': huggingface_config(model, family) | dict(
-        eos_token_id=end, bos_token_id=begins[0] if begins else None, tie_word_embeddings=model.config.tied,
+    ids = getattr(tokenizer, 'file_ids', {}) or {
+        'config.json': dict(eos_token_id=end, bos_token_id=begins[0] if begins else None),
+        'generation_config.json': {} if end is None else dict(eos_token_id=end)}
+    files = {'config.json': huggingface_config(model, family) | ids.get('config.json', {}) | dict(
+        tie_word_embeddings=model.config.tied,
         torch_dtype=str(model.lm_head.weight.dtype).removeprefix('torch.'))}
     if tokenizer is not None:
         files['tokenizer.json'], files['tokenizer_config.json'] = huggingface_tokenizer(tokenizer)
@@ -53,8 +56,8 @@ def to_huggingface(model, folder, tokenizer=None):
                                                model_input_names=['input_ids', 'attention_mask'])
         if not isinstance(tokenizer, JSONTokenizer):
             files['meta.json'] = tokenizer.state()
-        if ends:
-            files['generation_config.json'] = dict(eos_token_id=end)
+        if ids.get('generation_config.json'):
+            files['generation_config.json'] = ids['generation_config.json']
     with replacing_folder(folder, HF_FILES) as new:
         for name, content in files.items():
             with open(os.path.join(new, name), 'w', encoding='utf-8') as f:

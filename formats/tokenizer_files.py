@@ -29,7 +29,7 @@ def huggingface_tokenizer(tokenizer):
     """The contents of tokenizer.json and tokenizer_config.json, which transformers and tokenizers read."""
     if isinstance(tokenizer, JSONTokenizer):
         special_tokens = tokenizer.special_tokens
-        if not special_tokens and tokenizer.end_of_text is not None:
+        if not special_tokens and not tokenizer.file_ids and tokenizer.end_of_text is not None:
             special_tokens = dict.fromkeys(ROLES, END_OF_TEXT)
         template = dict(chat_template=tokenizer.chat_template.source) if tokenizer.chat_template else {}
         return json.loads(tokenizer.json), dict(tokenizer_class='PreTrainedTokenizerFast') | special_tokens | template

@@ -212,7 +212,7 @@ def test_a_body_becomes_requests():
     assert first.prompt_logprobs and first.logprobs == 3 and first.min_tokens == 2
     assert not requests(logprobs=3)[0].prompt_logprobs and not requests(echo=True)[0].prompt_logprobs
     assert requests(prompt=[3, 4])[0].prompt == [3, 4] and requests(prompt=[[3], [4]])[1].prompt == [4]
-    stops = [f'{i}' * 600 for i in range(50)]  # of any number and length
+    stops = [f'{i}' * 300 for i in range(50)]  # of any number and length
     other, = requests(stop=stops, include_stop_str_in_output=True, skip_special_tokens=False)
     assert other.stop == tuple(stops) and other.include_stop and not other.skip_special
     assert not first.include_stop and first.skip_special and not first.strip

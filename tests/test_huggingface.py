@@ -177,12 +177,15 @@ def test_batches_of_characters(tmp_path, config):
     assert all(len(answer[0]['generated_text']) == len(text) + 12 for answer, text in zip(alone, texts))
 
 
-def test_an_imported_tokenizer_goes_out_as_it_came(tmp_path):
+@pytest.mark.parametrize('ids', [dict(bos_token_id=0, eos_token_id=0), dict(bos_token_id=None, eos_token_id=None)])
+def test_an_imported_model_goes_out_with_the_ids_it_came_with(tmp_path, ids):
     content = json.loads(json_tokenizer(TEXT, 300, ['<|endoftext|>', '<s>', '<|im_end|>', '<pad>']).json)
     formats.to_huggingface(gpt(**UNTIED | dict(vocab_size=305)), tmp_path / 'in')
+    config = json.loads((tmp_path / 'in' / 'config.json').read_text())
     added = {'300': dict(content='<tool>', special=False), '301': dict(content='<|x|>', special=True)}
     for name, of_file in {
-        'tokenizer.json': content, 'generation_config.json': dict(eos_token_id=[2, 0], temperature=0.5),
+        'config.json': config | ids, 'tokenizer.json': content,
+        'generation_config.json': dict(bos_token_id=1, eos_token_id=[2, 0], pad_token_id=3, temperature=0.5),
         'tokenizer_config.json': dict(bos_token='<s>', eos_token='<|im_end|>', pad_token='<pad>',
                                       added_tokens_decoder=added, tokenizer_class='PreTrainedTokenizerFast'),
     }.items():
@@ -191,10 +194,11 @@ def test_an_imported_tokenizer_goes_out_as_it_came(tmp_path):
     formats.to_huggingface(model, tmp_path / 'out', tokenizers.from_state(ours.state()))
 
     def facts(folder):
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        theirs, c = transformers.AutoTokenizer.from_pretrained(folder), transformers.AutoConfig.from_pretrained(folder)
+        g = transformers.GenerationConfig.from_pretrained(folder)
         return (theirs.special_tokens_map, {i: str(token) for i, token in theirs.added_tokens_decoder.items()},
-                sorted(theirs.all_special_ids), theirs('<tool><s> a<|x|>')['input_ids'],
-                transformers.GenerationConfig.from_pretrained(folder).eos_token_id)
+                sorted(theirs.all_special_ids), theirs('<tool><s> a<|x|>')['input_ids'], c.bos_token_id, c.eos_token_id,
+                c.pad_token_id, g.bos_token_id, g.eos_token_id, g.pad_token_id)
     assert facts(tmp_path / 'out') == facts(tmp_path / 'in')
 
 
