@@ -13,6 +13,7 @@ import configurator  # isort: skip
 import math
 import os
 from contextlib import nullcontext
+from dataclasses import fields
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,8 @@ from training.checkpointer import Checkpointer
 from training.cpu import keep_freed_memory, use_onednn
 from training.log import Log, start_wandb
 from training.optimizer import check_optimizer, make_optimizer
-from training.parallel import check_way, join_processes, leave, shard, what_is_lost
-from training.resuming import SHAPE, load_furthest, restore_rng, resume_optimizer, settle_shape
+from training.parallel import check_way, is_of_lost_process, join_processes, leave, shard
+from training.resuming import load_furthest, restore, settle_decays, settle_shape
 from training.stopping import StopRequest
 
 out_dir = 'out'                # where checkpoints, log.csv and loss.png go
@@ -102,51 +103,54 @@ def main(config):
         if dist.is_initialized():
             leave()  # not in train(): a DDP model that is still alive ends the group while it holds Python's lock
     except RuntimeError as e:
-        if world_size == 1 or not (lost := what_is_lost(e)):
+        if world_size == 1 or not is_of_lost_process(e):
             raise
-        raise ValueError(f"{lost} ({checkpoints.first_line(e)}); {checkpointer.last_good()}") from e
+        raise ValueError(f"another process of this run has ended, or cannot be reached ({checkpoints.first_line(e)}); "
+                         f"{checkpointer.last_good()}") from e
 
 
 def train(config, world_size, rank, stop, log, checkpointer):
     """Train with the settings of this module, as process `rank` of `world_size`."""
     master = rank == 0
     dev = join_processes(device, backend, parallel, world_size)
+    dt = pick_dtype(dtype, dev)
     torch.manual_seed(seed if parallel == 'fsdp' else seed + rank)
     torch.set_float32_matmul_precision('high')  # tf32 where there is tf32; sampling does without, to be exact
 
-    data_dir, vocab_size, tokenizer_state = load_data(master, world_size, log.say)
-    raw_model, resumed, tokenizer_state = build_model(config, data_dir, vocab_size, tokenizer_state, dev, log.say)
+    data_dir = check_data(master, world_size, log.say)
+    raw_model, resumed, tokenizer_state = build_model(config, data_dir, dev, log.say)
     if dev == 'cpu':
         keep_freed_memory()
         share_cores()
     if onednn and dev == 'cpu':
-        use_onednn(raw_model, pick_dtype(dtype, dev))
+        use_onednn(raw_model, dt)
     if parallel == 'fsdp':
-        shard(raw_model, dev, pick_dtype(dtype, dev), compile and dev != 'cpu')
-    optimizer, scaler = build_optimizer(config, raw_model, resumed, dev, log.say)
-    amp = autocast(dev, pick_dtype(dtype, dev))
+        shard(raw_model, dev, dt, compile and dev != 'cpu')
+    if resumed:
+        settle_decays(config, resumed, log.say)
+    optimizer = make_optimizer(raw_model, dev.split(':')[0], config)
+    scaler = torch.amp.GradScaler(dev.split(':')[0], enabled=dt == 'float16')
+    amp = autocast(dev, dt)
     drawn = batch_size, block_size, raw_model.config.vocab_size, dev
     train_batches = Batches(data_dir, 'train', *drawn, seed)
     eval_batches = {split: Batches(data_dir, split, *drawn, seed + 1) for split in ('train', 'val')}
-    first_iter, best_val_loss = resumed.get('iter_num', 0), float(resumed.get('best_val_loss', math.inf))
-    alone = not dist.is_initialized()
-    if dev == 'cpu' and alone and not eval_only and ('threads' in resumed or first_iter < max_iters):
+    if dev == 'cpu' and not dist.is_initialized() and not eval_only:
         choose_threads(lambda: trial(raw_model, optimizer, amp, train_batches), resumed.get('threads'), log.say)
     eval_model, model = wrap_model(raw_model, dev, world_size, log.say)
-    restore_rng(resumed.get('rng'))
+    if resumed:
+        restore(resumed, optimizer, scaler)
+    iter_num = first_iter = resumed.get('iter_num', 0)
+    best_val_loss = float(resumed.get('best_val_loss', math.inf))
     resumed.clear()  # frees memory: its tensors were copied into the model and the optimizer
     checkpointer.track(raw_model, optimizer, scaler, config, tokenizer_state)
-
-    iter_num = first_iter
     try:
         if master:
             open_log(log, checkpointer, config, iter_num)
         while iter_num <= max_iters or eval_only:
             lr = set_lr(optimizer, iter_num)
-            # a sharded model runs in all processes at once, and they share the batches; a whole one in the first
-            shared = world_size if parallel == 'fsdp' else 1
-            if (master or shared > 1) and (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only):
-                losses = estimate_loss(eval_model, eval_batches, amp, stop, shared)
+            evaluators = world_size if parallel == 'fsdp' else 1  # a sharded model runs in all processes at once
+            if rank < evaluators and (iter_num % eval_interval == 0 or iter_num == max_iters or eval_only):
+                losses = estimate_loss(eval_model, eval_batches, amp, lambda: stop.agreed(evaluators, dev))
                 best_val_loss = report_and_save(log, checkpointer, iter_num, lr, losses, best_val_loss)
             if stop.agreed(world_size, dev):
                 checkpointer.stop(log, iter_num, best_val_loss, first_iter)
@@ -156,7 +160,7 @@ def train(config, world_size, rank, stop, log, checkpointer):
             loss = optimizer_step(model, optimizer, scaler, amp, train_batches, iter_num, rank, world_size)
             if master and iter_num % log_interval == 0:
                 log_iteration(log, raw_model, iter_num, lr, loss, dev, world_size)
-            log.advance()
+            log.bar.update()
             iter_num += 1
     except FloatingPointError as e:
         advice = '' if eval_only else 'try lower learning rates; '
@@ -182,7 +186,8 @@ def check_settings(world_size):
 
 def new_config(vocab_size):
     """The GPTConfig that the settings describe. ValueError if they do not go together."""
-    return GPTConfig(vocab_size=vocab_size, **{name: globals()[name] for name in ('block_size', 'dropout', *SHAPE)})
+    named = {f.name: globals()[f.name] for f in fields(GPTConfig) if f.name != 'vocab_size'}
+    return GPTConfig(vocab_size=vocab_size, **named)
 
 
 def set_lr(optimizer, it):
@@ -211,10 +216,9 @@ def get_lr(it):
     return min_lr + 0.5 * (1.0 + math.cos(math.pi * progress)) * (learning_rate - min_lr)
 
 
-def load_data(master, world_size, say):
+def check_data(master, world_size, say):
     """
-    (the data folder, the vocabulary size it needs, the state of its tokenizer). A missing character data set is
-    prepared first. ValueError if a token file is missing or too short.
+    The data folder. A missing character data set is prepared first. ValueError if a token file is missing or too short.
     """
     data_dir = os.path.join('data', dataset)
     if master and dataset.endswith('_char') and not os.path.exists(os.path.join(data_dir, 'train.bin')):
@@ -223,17 +227,17 @@ def load_data(master, world_size, say):
         dist.barrier()
     for split in ('train', 'val'):
         open_tokens(data_dir, split, block_size)
-    meta, tokenizer_state = tokenizers.read_meta(data_dir), tokenizers.state_of_dataset(data_dir)
-    say(f"data: {data_dir}, {meta.get('source', 'source unknown')}; "
+    say(f"data: {data_dir}, {tokenizers.read_meta(data_dir).get('source', 'source unknown')}; "
         f"tokens per iteration: {gradient_accumulation_steps * batch_size * block_size:,}")
-    return data_dir, vocab_size_of(data_dir), tokenizer_state
+    return data_dir
 
 
-def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
+def build_model(config, data_dir, dev, say):
     """
     (the model that init_from names, on the device; the checkpoint that the run is resumed from, or {}; the state of its
     tokenizer). ValueError if the data have another tokenizer.
     """
+    vocab_size, tokenizer_state = vocab_size_of(data_dir), tokenizers.state_of_dataset(data_dir)
     resumed, source = {}, init_from
     if init_from == 'scratch':
         model = GPT(new_config(vocab_size))
@@ -262,16 +266,6 @@ def build_model(config, data_dir, vocab_size, tokenizer_state, dev, say):
         model.to(dev)
     say(f"model: {model.get_num_params() / 1e6:.2f}M parameters, on {dev}")
     return model, resumed, tokenizer_state
-
-
-def build_optimizer(config, model, resumed, dev, say):
-    """(optimizer, gradient scaler), with their states of the checkpoint if there is one. The scaler is for float16."""
-    kind = dev.split(':')[0]
-    scaler = torch.amp.GradScaler(kind, enabled=pick_dtype(dtype, dev) == 'float16')
-    optimizer = make_optimizer(model, kind, config)
-    if resumed:
-        resume_optimizer(config, optimizer, scaler, resumed, say)
-    return optimizer, scaler
 
 
 def wrap_model(raw_model, dev, world_size, say):
@@ -318,25 +312,21 @@ def open_log(log, checkpointer, config, iter_num):
 
 
 @torch.no_grad()
-def estimate_loss(model, batches, amp, stop, world_size):
+def estimate_loss(model, batches, amp, is_to_stop):
     """
     {split: the mean loss over eval_iters batches}, over the same batches every time. None if asked to stop meanwhile.
-    FloatingPointError if a loss is not finite. world_size: how many processes call this, and take turns.
+    FloatingPointError if a loss is not finite.
     """
-    rank = configurator.rank() if world_size > 1 else 0
     model.eval()
     losses = {}
     for split in batches:
         total = torch.zeros((), device=batches[split].device)
-        for step in range(rank, eval_iters + rank, world_size):  # as often in each process
-            if stop.agreed(world_size, total.device):
+        for step in range(eval_iters):
+            if is_to_stop():
                 model.train()
                 return None
             with amp:
-                loss = model(*batches[split](min(step, eval_iters - 1)))[1]
-            total += loss if step < eval_iters else 0.0
-        if world_size > 1:
-            dist.all_reduce(total)
+                total += model(*batches[split](step))[1]
         losses[split] = total.item() / eval_iters
     model.train()
     for split, loss in losses.items():

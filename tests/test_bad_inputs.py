@@ -2,7 +2,6 @@
 import json
 import shutil
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -31,7 +30,7 @@ TRAIN = [  # settings, what the line has to say
     ('--init_from=resume --out_dir=damaged', 'damaged/ckpt.pt cannot be read'),
     ('--init_from=resume --out_dir=weightsonly', 'no optimizer state'),
     ('--init_from=resume --out_dir=badmoments', 'exp_avg is (3,), and its parameter'),
-    ('--init_from=resume --out_dir=badrng', "no state of torch's generator"),
+    ('--init_from=resume --out_dir=badrng', 'the rng state of the checkpoint does not fit'),
     ('--dataset=openwebtext --n_layer=300 --n_embd=1536', 'no data/openwebtext/train.bin'),  # before a model is built
     ('--init_from=gpt3', 'neither gpt2, gpt2-medium'),
     ('--out_dir=train.py', 'File exists'),
@@ -126,6 +125,28 @@ BAD = [  # each run of train.py has a folder of its own, since a second run in o
 ]
 
 
+# runs many scripts, one after the other, as `python script settings...` would, in one process that imports modules once
+DRIVER = """
+import io, json, runpy, sys, traceback
+from contextlib import redirect_stderr
+
+ended = []
+for script, *settings in json.load(open('cases.json')):
+    err, sys.argv, sys.path[0] = io.StringIO(), [script, *settings], script.rpartition('/')[0] or '.'
+    with redirect_stderr(err):
+        try:
+            runpy.run_path(script, run_name='__main__')
+            code = 0
+        except SystemExit as e:
+            code = e.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+    ended.append((code, err.getvalue()))
+json.dump(ended, open('ended.json', 'w'))
+"""
+
+
 def test_every_bad_input_ends_in_one_clear_line(repo, trained):
     shutil.copytree(trained / 'out', repo / 'out')
     for name in ('damaged', 'weightsonly', 'badmoments', 'badrng', 'notours', 'emptyfolder', 'data/torn',
@@ -149,16 +170,15 @@ def test_every_bad_input_ends_in_one_clear_line(repo, trained):
     (repo / 'data' / 'toolarge' / 'meta.json').write_text(json.dumps({'kind': 'char', 'chars': 'abc'}))
     (repo / 'gguf.py').write_text("raise ImportError")  # as if it were not installed
 
-    def attempt(case):
-        script, settings, _ = case
-        return case, run(repo, script, *settings, CUDA_VISIBLE_DEVICES='')  # on a GPU other errors come first
-    first, unclear = attempt(BAD[0]), []  # in this thread: it may be the first script, and start the fork server
-    with ThreadPoolExecutor(2) as pool:
-        for (script, settings, line), done in [first, *pool.map(attempt, BAD[1:])]:
-            last = ([''] + done.stderr.strip().splitlines())[-1]
-            clear = line in last and last.startswith(script.split('/')[-1] + ': error: ') and len(last) < 500
-            if done.returncode != 2 or not clear or 'Traceback' in done.stderr:
-                unclear.append(f"{script} {settings}, exit code {done.returncode}: {done.stderr[-2000:]}")
+    (repo / 'driver.py').write_text(DRIVER)
+    (repo / 'cases.json').write_text(json.dumps([[script, *settings] for script, settings, _ in BAD]))
+    done, unclear = run(repo, 'driver.py', CUDA_VISIBLE_DEVICES=''), []  # on a GPU other errors come first
+    assert done.returncode == 0, done.stderr
+    for (script, settings, line), (code, err) in zip(BAD, json.loads((repo / 'ended.json').read_text()), strict=True):
+        last = ([''] + err.strip().splitlines())[-1]
+        clear = line in last and last.startswith(script.split('/')[-1] + ': error: ') and len(last) < 500
+        if code != 2 or not clear or 'Traceback' in err:
+            unclear.append(f"{script} {settings}, exit code {code}: {err[-2000:]}")
     assert not unclear, '\n'.join(unclear)
     assert (repo / 'out' / 'ckpt.pt').read_bytes() == whole and not (repo / 'new').exists()
     assert not any((repo / f'out-{i}').exists() for i, (_, line) in enumerate(TRAIN) if line.startswith('no data/'))

@@ -17,7 +17,6 @@ from test_data import byte_level_json
 
 import checkpoint as checkpoints
 from model import GPT, GPTConfig
-from training.log import Log
 
 FOREVER = '--max_iters=1000000', '--eval_interval=1000000'
 
@@ -129,8 +128,7 @@ def test_what_happens_after_the_reader_has_left_is_said_on_stderr(repo):
     process.stdout.close()
     err = process.stderr.read()
     process.stderr.close()
-    assert process.wait(timeout=300) == 0 and 'nobody reads the output any more' in err
-    assert 'stopped at iteration' in err and 'saved to out/ckpt.pt' in err
+    assert process.wait(timeout=300) == 0 and 'stopped at iteration' in err and 'saved to out/ckpt.pt' in err
 
 
 @pytest.mark.parametrize('script', ['train.py', 'data/shakespeare_char/prepare.py', 'data/shakespeare/prepare.py',
@@ -212,18 +210,6 @@ def test_a_missing_character_data_set_is_prepared(repo):
         os.remove(repo / 'data' / 'shakespeare_char' / name)
     done = train(repo, '--max_iters=1')
     assert done.returncode == 0 and 'running data/shakespeare_char/prepare.py' in done.stdout, done.stderr
-
-
-def test_slow_iterations_are_said_once_on_stderr(capsys):
-    """Five in a row, as beside another program; one that takes long, as a sleeping laptop has it, is passed over."""
-    log = Log(None)
-    for dt in [0.04, 0.03, 1.0, *[0.03] * 5, *[0.14] * 9, *[0.2, 0.2, 0.2, 0.2, 0.03]]:
-        log.say_if_slow(dt)
-    assert not capsys.readouterr().err
-    for dt in [1.7] * 20 + [0.03] + [1.7] * 20:
-        log.say_if_slow(dt)
-    said, = capsys.readouterr().err.splitlines()
-    assert 'takes 1,700 ms now and took 30 before' in said and 'OMP_NUM_THREADS' in said
 
 
 @pytest.mark.parametrize('config, settings, args', [

@@ -9,5 +9,4 @@ The parts of train.py.
     checkpointer   the two files of a run: what is in them, and when each is saved
     resuming       what a resumed run takes from them
     parallel       several processes, and a model of which each has a part
-    plotting       matplotlib, for all pictures of the repository
 """

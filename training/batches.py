@@ -103,20 +103,18 @@ def check_dtype(path, named):
     """
     with open(path, 'rb') as f:
         start = f.read(1 << 16)
-    rewrite = f"write them with ids.astype(np.uint16).tofile('{path}'), or uint32 if an id is above 65,535"
+    advice = (f"write them with ids.astype(np.uint16).tofile('{path}'), or put their \"dtype\", uint16 or uint32, into "
+              f"{os.path.dirname(path)}/meta.json")
     if start.startswith(b'\x93NUMPY'):
-        raise ValueError(f"{path} is a .npy file, but must hold the ids alone: {rewrite}")
+        raise ValueError(f"{path} is a .npy file, but must hold the ids alone: {advice}")
     parts = np.frombuffer(start[:len(start) // 8 * 8], dtype='<u2').reshape(-1, 4)  # of numbers of 8 bytes
     if named == 'uint16' or len(parts) < 8:
         return
     low, high = (parts[:, :2], parts[:, 2:]) if named else (parts[:, ::2], parts[:, 1::2])
     # of ids with more bytes, the upper halves are zeros, or small numbers where a vocabulary has up to a million tokens
     if high.max() == 0 < low.max() or not named and high.max() < 16 and low.max() >= 4096:
-        if not parts[:, 2:].any():
-            raise ValueError(f"{path} holds ids of 8 bytes (int64), not {named or 'uint16'}: {rewrite}, and name that "
-                             "dtype in meta.json")
-        raise ValueError(f"{path} holds ids of 4 bytes, and without a dtype in meta.json they are read as uint16: put "
-                         f'"dtype": "uint32" into {os.path.dirname(path)}/meta.json (or "uint16", if they are that)')
+        n_bytes = 4 if parts[:, 2:].any() else 8
+        raise ValueError(f"{path} seems to hold ids of {n_bytes} bytes, and is read as {named or 'uint16'}: {advice}")
 
 
 class Batches:

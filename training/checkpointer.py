@@ -16,8 +16,7 @@ import checkpoint as checkpoints
 from training.parallel import whole
 from whole_file import lock_folder
 
-# the third is what earlier versions called ckpt_last.pt: it is read, and removed when it is no longer needed
-NAMES = 'ckpt.pt', 'ckpt_last.pt', 'ckpt_interrupted.pt'
+NAMES = 'ckpt.pt', 'ckpt_last.pt'
 
 
 class Checkpointer:
@@ -30,7 +29,7 @@ class Checkpointer:
 
     def __init__(self, out_dir, resume, writes):
         self.out_dir, self.writes, self.lock = out_dir, writes, None
-        self.best, self.last, self.old_last = (os.path.join(out_dir, name) for name in NAMES)
+        self.best, self.last = (os.path.join(out_dir, name) for name in NAMES)
         self.of_earlier_run = None if resume else file_at(self.best)
         if writes and os.path.isdir(out_dir):
             self.take_folder()
@@ -80,9 +79,8 @@ class Checkpointer:
             return f"not saved: {self.best} is of an earlier run"
         path = self.best if best or not os.path.exists(self.best) else self.last
         checkpoints.save(state, path)
-        for older in {self.last, self.old_last} - {path}:
-            if os.path.exists(older):
-                os.remove(older)
+        if path == self.best and os.path.exists(self.last):
+            os.remove(self.last)
         return f"saved to {path}"
 
     def is_of_earlier_run(self):
@@ -91,8 +89,7 @@ class Checkpointer:
 
     def stop(self, log, iter_num, best_val_loss, first_iter):
         """Save the state of a run that was asked to stop, and say where."""
-        if log.bar is not None:
-            log.bar.close()
+        log.bar.close()
         if iter_num == first_iter:
             log.say(f"stopped at iteration {iter_num}, before an iteration was done: there is nothing to save")
             return

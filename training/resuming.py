@@ -1,17 +1,14 @@
 """What a resumed run takes from its checkpoint: the weights, the shape, the optimizer's state, the generators'."""
 import os
+from contextlib import contextmanager
 
 import torch
 
 import checkpoint as checkpoints
-from formats.weights import is_dense
 from training.checkpointer import NAMES
 from training.parallel import sharded_like
 
-# what the weights were trained with; block_size may be cropped, and dropout is free
-SHAPE = ('n_layer', 'n_head', 'n_embd', 'bias', 'position', 'rope_theta', 'n_kv_head', 'window', 'n_sink', 'gelu',
-         'norm', 'norm_eps', 'mlp', 'n_inner', 'head_dim', 'tied', 'qkv_bias', 'qk_norm', 'rope_scaling')
-HYPER = 'lr', 'betas', 'momentum', 'eps', 'weight_decay'  # of a group of an optimizer; Muon's has no betas
+NO_SHAPE = 'vocab_size', 'block_size', 'dropout'  # fields of a GPTConfig that are the data's, may be cropped, are free
 
 
 def load_furthest(out_dir, device):
@@ -31,105 +28,89 @@ def settle_shape(config, model_config, source, say):
     """
     c = model_config
     of_zero = dict(n_kv_head=c.n_head, head_dim=c.n_embd // c.n_head, n_inner=4 * c.n_embd)  # what 0 means
-    for name in SHAPE:
-        fixed, asked = getattr(c, name), config[name] or of_zero.get(name, config[name])
+    for name, fixed in vars(c).items():
+        if name in NO_SHAPE:
+            continue
+        asked = config[name] or of_zero.get(name, config[name])
         if name in config.given and asked != fixed:
             say(f"{name} stays {fixed}, as in the weights of {source}: {name}={config[name]} ({config.given[name]}) "
                 "has no effect")
         config[name] = fixed
 
 
-def resume_optimizer(config, optimizer, scaler, resumed, say):
+def settle_decays(config, resumed, say):
     """
-    Load the checkpoint's moments and loss scale. Weight decays and the betas are the checkpoint's, unless a config file
-    or the command line gives them. ValueError if the checkpoint does not fit the optimizer.
+    Put the weight decays and the betas of a checkpoint into the settings, unless a config file or the command line
+    gives them: then say what they were. ValueError if the checkpoint has no optimizer, or another one.
     """
     if 'optimizer' not in resumed:
         raise ValueError("the checkpoint has no optimizer state, so it cannot be resumed: use a ckpt.pt that train.py "
                          "has written")
-    before = resumed.get('config', {}).get('optimizer', 'adamw')
-    if before != config['optimizer']:
-        raise ValueError(f"optimizer is {config['optimizer']}, but the run before had {before}: resume it with "
-                         f"--optimizer={before}")
-    restore_optimizer(optimizer, resumed['optimizer'])
-    if resumed.get('scaler'):
-        try:
-            scaler.load_state_dict(resumed['scaler'])
-        except (RuntimeError, KeyError, TypeError) as e:
-            raise ValueError(f"the checkpoint's scaler state cannot be loaded ({e}): use another copy") from e
-    adamw = [group for group in optimizer.param_groups if 'betas' in group]
-    muon = [group for group in optimizer.param_groups if 'momentum' in group]
-    saved = dict(zip(('weight_decay', 'beta1', 'beta2'), (adamw[0]['weight_decay'], *adamw[0]['betas'])))
-    if muon:
-        saved['muon_weight_decay'] = muon[0]['weight_decay']
-    for name in saved:
+    kind = resumed.get('config', {}).get('optimizer', 'adamw')
+    if kind != config['optimizer']:
+        raise ValueError(f"optimizer is {config['optimizer']}, but the run before had {kind}: resume it with "
+                         f"--optimizer={kind}")
+    with of_checkpoint('optimizer'):
+        groups = resumed['optimizer']['param_groups']
+        saved = dict(zip(('weight_decay', 'beta1', 'beta2'), (groups[0]['weight_decay'], *groups[0]['betas'])))
+        if kind == 'muon':
+            saved['muon_weight_decay'] = groups[-1]['weight_decay']
+    for name, before in saved.items():
         if name not in config.given:
-            config[name] = saved[name]
-        elif config[name] != saved[name]:
-            say(f"{name} is {config[name]} from here on ({config.given[name]}); the run before had {saved[name]}")
-    adamw[0]['weight_decay'] = config['weight_decay']
-    for group in adamw:
-        group['betas'] = config['beta1'], config['beta2']
-    for group in muon:
-        group['weight_decay'] = config['muon_weight_decay']
+            config[name] = before
+        elif config[name] != before:
+            say(f"{name} is {config[name]} from here on ({config.given[name]}); the run before had {before}")
+
+
+@contextmanager
+def of_checkpoint(name):
+    """Inside, an error that a state of a checkpoint causes becomes a ValueError, which has its name."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as e:
+        raise ValueError(f"the {name} state of the checkpoint does not fit, so it cannot be resumed "
+                         f"({type(e).__name__}, {e}): use another copy") from e
+
+
+def restore(resumed, optimizer, scaler):
+    """
+    Load the optimizer's moments, the loss scale and the states of torch's generators from a checkpoint. ValueError if
+    they do not fit.
+    """
+    with of_checkpoint('optimizer'):
+        restore_optimizer(optimizer, resumed['optimizer'])
+    with of_checkpoint('scaler'):
+        if resumed.get('scaler'):
+            scaler.load_state_dict(resumed['scaler'])
+    with of_checkpoint('rng'):
+        if rng := resumed.get('rng'):  # nanoGPT has none
+            torch.set_rng_state(rng['torch'].cpu())
+            if len(rng['cuda']) == torch.cuda.device_count():
+                torch.cuda.set_rng_state_all([state.cpu() for state in rng['cuda']])
 
 
 def restore_optimizer(optimizer, saved):
     """
-    Load a checkpoint's optimizer state (a state_dict) into an optimizer of the same kind and the same parameters.
-
-    Moments that have more rows than their parameter are cut to its rows: block_size was cropped. Only the numbers in
-    HYPER of its groups are loaded: how a step is computed (fused, ...) depends on the device. ValueError if the state
-    does not fit, or is of another variant of AdamW.
+    Load the moments of a checkpoint (saved, a state_dict) into an optimizer of the same kind and the same parameters.
+    Its groups stay as the settings have made them. Moments that have more rows than their parameter are cut to its
+    rows: block_size was cropped.
     """
-    own = optimizer.state_dict()
-    try:
-        groups, state = saved['param_groups'], {}
-        sizes, saved_sizes = ([len(group['params']) for group in of] for of in (own['param_groups'], groups))
-        if sizes != saved_sizes:
-            raise ValueError(f"it is of {saved_sizes} parameters, but the model has {sizes}")
-        if any(group.get('amsgrad') or group.get('maximize') for group in groups):
-            raise ValueError("it has amsgrad or maximize, which AdamW here has not")
-        params = [(p, 'betas' in group) for group in optimizer.param_groups for p in group['params']]
-        indices = [index for group in groups for index in group['params']]
-        for i, ((p, adamw), index) in enumerate(zip(params, indices)):
-            if saved['state'].get(index) is not None:  # a parameter that has had no step has no moments
-                state[i] = fitted_moments(p, saved['state'][index], adamw)
-        hyper = [{name: theirs[name] for name in HYPER if name in mine}
-                 for mine, theirs in zip(own['param_groups'], groups)]
-        for group in hyper:
-            beta1, beta2 = group.get('betas', (0.0, 0.0))
-            if not all(type(number) in (int, float) for number in (*(group | dict(betas=beta1)).values(), beta2)):
-                raise TypeError(f"{', '.join(group)} must be numbers")
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
-        raise ValueError(f"the checkpoint's optimizer state does not fit the model, and cannot be resumed: "
-                         f"{type(e).__name__}, {e}") from e
-    optimizer.load_state_dict({'state': state, 'param_groups': [
-        mine | theirs for mine, theirs in zip(own['param_groups'], hyper)]})
+    own, state = optimizer.state_dict(), {}
+    sizes, saved_sizes = ([len(group['params']) for group in of['param_groups']] for of in (own, saved))
+    if sizes != saved_sizes:
+        raise ValueError(f"it is of {saved_sizes} parameters, but the model has {sizes}")
+    params = [p for group in optimizer.param_groups for p in group['params']]
+    indices = [index for group in saved['param_groups'] for index in group['params']]
+    for i, (p, index) in enumerate(zip(params, indices)):
+        if index in saved['state']:  # a parameter that has had no step has no moments
+            state[i] = {name: fitted(name, moment, p) for name, moment in saved['state'][index].items()}
+    optimizer.load_state_dict({'state': state, 'param_groups': own['param_groups']})
 
 
-def fitted_moments(p, state, adamw):
-    """The saved state of parameter p, of AdamW or else of Muon, with p's rows. ValueError if it does not fit."""
-    fitted = {'step': torch.as_tensor(state['step'], dtype=torch.float32).reshape(())} if adamw else {}
-    for name in ('exp_avg', 'exp_avg_sq') if adamw else ('momentum_buffer',):
-        moment = state[name]
-        of_floats = is_dense(moment) and moment.is_floating_point()
-        if not of_floats or moment.shape[1:] != p.shape[1:] or len(moment) < len(p):
-            raise ValueError(f"{name} is {tuple(moment.shape)}, and its parameter {tuple(p.shape)}")
-        fitted[name] = sharded_like(p, moment[:len(p)])
-    return fitted
-
-
-def restore_rng(rng):
-    """
-    Set torch's generators to the states in a checkpoint, if it has some. ValueError if they are not states of these
-    generators.
-    """
-    if rng is None:
-        return
-    try:
-        torch.set_rng_state(rng['torch'].cpu())
-        if len(rng['cuda']) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all([state.cpu() for state in rng['cuda']])
-    except (RuntimeError, TypeError, KeyError, AttributeError) as e:
-        raise ValueError(f"the checkpoint's rng is no state of torch's generator ({e}): use another copy") from e
+def fitted(name, moment, p):
+    """A number or a moment of the saved state of a parameter p, with p's rows. ValueError if it does not fit."""
+    if name == 'step':
+        return torch.as_tensor(moment, dtype=torch.float32)
+    if moment.shape[1:] != p.shape[1:] or len(moment) < len(p):
+        raise ValueError(f"{name} is {tuple(moment.shape)}, and its parameter {tuple(p.shape)}")
+    return sharded_like(p, moment[:len(p)])
