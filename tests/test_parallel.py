@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import ENVIRONMENT, TINY, run, sizes, start
-from test_train import log, rows, same, train, wait_for_rows, wait_until
+from test_train import changed_train, log, rows, same, train, wait_for_rows, wait_until
 
 import checkpoint as checkpoints
 from training import parallel
@@ -144,45 +144,32 @@ def test_a_sharded_model_is_cut_to_a_shorter_block_size(two):
 
 
 DIES_EARLY = """
-import os, runpy, sys
-sys.path.insert(0, '.')
 from training import batches
 if os.environ['RANK'] == '1':
     batches.open_tokens = lambda *args: os._exit(1)  # behind a barrier, before the model is built
-sys.argv = sys.argv[1:]
-runpy.run_path('train.py', run_name='__main__')
 """
 
 
 def test_a_process_that_is_lost_before_the_first_iteration_is_one_line(two):
     assert train(two, '--max_iters=1').returncode == 0
-    (two / 'dies_early.py').write_text(DIES_EARLY)
-    first, _ = in_processes(two, 2, 'dies_early.py', 'train.py', *TINY, '--gradient_accumulation_steps=2')
+    first, _ = in_processes(two, 2, changed_train(two, DIES_EARLY), *TINY, '--gradient_accumulation_steps=2')
     last = first.stderr.strip().splitlines()[-1]
     assert first.returncode == 2 and 'Traceback' not in first.stderr and 'another process of this run' in last
     assert 'has saved no checkpoint' in last and '--init_from' not in last  # the checkpoint in out is of another run
 
 
 EVALUATES_LONG = """
-import datetime, os, runpy, sys, time
-sys.path.insert(0, '.')
+import datetime
 import torch.distributed.distributed_c10d as c10d
+from training.log import Log
 c10d.default_pg_timeout = datetime.timedelta(seconds=1)  # torch's limit, 30 minutes, scaled
-import train
-evaluate = train.estimate_loss
-def evaluate_late(*args):
-    time.sleep(1.5)
-    return evaluate(*args)
-sys.argv = sys.argv[1:]
-import configurator
-train.estimate_loss = evaluate_late
-configurator.run(train.main)
+report = Log.evaluation
+Log.evaluation = lambda *args: time.sleep(1.5) or report(*args)
 """
 
 
 def test_an_evaluation_that_is_longer_than_the_limit_of_torch_ends_no_run(two):
-    (two / 'evaluates_long.py').write_text(EVALUATES_LONG)
-    done = in_processes(two, 2, 'evaluates_long.py', 'train.py', *TINY, '--gradient_accumulation_steps=2',
+    done = in_processes(two, 2, changed_train(two, EVALUATES_LONG), *TINY, '--gradient_accumulation_steps=2',
                         '--max_iters=1', '--eval_interval=1000')
     assert [each.returncode for each in done] == [0, 0], done[0].stderr + done[1].stderr
 
@@ -191,12 +178,9 @@ def test_an_evaluation_that_is_longer_than_the_limit_of_torch_ends_no_run(two):
 def test_a_signal_to_torchrun_and_to_its_workers_saves(two, signum):
     """As a terminal or a job scheduler sends it; torchrun forwards its own copy to the workers."""
     settings = [*TINY, '--max_iters=1000000', '--eval_interval=1000000', '--gradient_accumulation_steps=2']
-    script = ("import os, sys, runpy; open(f'worker{os.environ[\"RANK\"]}', 'w').write(str(os.getpid())); "
-              "sys.path.insert(0, '.'); sys.argv = sys.argv[1:]; runpy.run_path('train.py', run_name='__main__')")
-    (two / 'worker.py').write_text(script)
+    script = changed_train(two, "open(f'worker{os.environ[\"RANK\"]}', 'w').write(str(os.getpid()))")
     process = subprocess.Popen(
-        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'worker.py', 'train.py',
-         *settings], cwd=two, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', script, *settings], cwd=two, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         env=ENVIRONMENT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     wait_for_rows(process, two / 'out', 5)
     workers = [int((two / f'worker{rank}').read_text()) for rank in range(2)]
@@ -208,8 +192,6 @@ def test_a_signal_to_torchrun_and_to_its_workers_saves(two, signum):
 
 
 KILLED_ONCE = """
-import os, runpy, signal, sys
-sys.path.insert(0, '.')
 from training.batches import Batches
 draw = Batches.__call__
 def draw_or_die(self, step):
@@ -218,17 +200,14 @@ def draw_or_die(self, step):
     return draw(self, step)
 if os.environ['RANK'] == '1':
     Batches.__call__ = draw_or_die
-sys.argv = sys.argv[1:]
-runpy.run_path('train.py', run_name='__main__')
 """
 
 
 @pytest.mark.skipif(not sizes(False, True), reason="in test-all")
 def test_torchrun_restarts_a_resumed_run_that_has_lost_a_process(two):
     assert train(two, *SETTINGS, '--max_iters=1').returncode == 0
-    (two / 'killed_once.py').write_text(KILLED_ONCE)
     done = run(two, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', '--max-restarts=1',
-               'killed_once.py', 'train.py', *TINY, *SETTINGS, '--parallel=fsdp', '--init_from=resume')
+               changed_train(two, KILLED_ONCE), *TINY, *SETTINGS, '--parallel=fsdp', '--init_from=resume')
     assert done.returncode == 0 and 'the last good checkpoint is out/ckpt.pt' in done.stderr, done.stderr[-3000:]
     assert 'resuming out/ckpt.pt at iteration 10' in done.stdout
     assert checkpoints.load(str(two / 'out' / 'ckpt.pt'))['iter_num'] == 20
@@ -260,11 +239,9 @@ def test_a_way_that_one_process_cannot_go_is_refused(way, message, monkeypatch):
 
 
 def test_what_says_that_a_process_is_lost():
-    for text in ('[gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]', 'connect: No route to host'):
-        assert 'has ended' in parallel.what_is_lost(RuntimeError(text))
-    assert parallel.what_is_lost(torch.distributed.DistBackendError('NCCL communicator was aborted'))
-    for error in (RuntimeError("Distributed package doesn't have NCCL built in"), ValueError('connection closed'),
-                  RuntimeError('mat1 and mat2 shapes cannot be multiplied')):
-        assert not parallel.what_is_lost(error)
-    for text in ('Timed out waiting 1800000ms for recv operation to complete', 'Wait timeout after 600000 ms'):
-        assert 'not answered in time' in parallel.what_is_lost(RuntimeError(text))  # nobody is said to have ended
+    for error in (RuntimeError('[gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]'),
+                  RuntimeError('connect: No route to host'), RuntimeError('Wait timeout after 600000 ms'),
+                  torch.distributed.DistBackendError('NCCL communicator was aborted')):
+        assert parallel.is_of_lost_process(error)
+    for text in ("Distributed package doesn't have NCCL built in", 'mat1 and mat2 shapes cannot be multiplied'):
+        assert not parallel.is_of_lost_process(RuntimeError(text))

@@ -2,20 +2,19 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, TINY, sizes, start_training
-from test_train import FOREVER, log, rows, same, stopped, train, wait_for_rows, wait_until, weights, with_a_run
+from conftest import TINY, run, sizes, start, start_training
+from test_train import FOREVER, changed_train, log, rows, same, stopped, train, wait_for_rows, wait_until, with_a_run
 
 import checkpoint as checkpoints
 from configurator import Settings
 from model import GPT, GPTConfig
 from training import stopping
 from training.checkpointer import Checkpointer
+from training.log import Log
 from training.resuming import load_furthest, settle_shape
 
 SINKS = '--position=rope', '--window=6', '--n_sink=2', '--n_kv_head=1', '--rope_theta=500'
@@ -53,7 +52,7 @@ def test_a_signal_saves_says_where_and_the_run_goes_on_exactly(repo, signum):
     assert n > checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['iter_num'] >= 29
     for more in (('--init_from=resume',), ('--out_dir=straight',)):
         assert train(repo, *more, f'--max_iters={n + 7}', '--eval_interval=1000000').returncode == 0
-    assert same(weights(repo / 'out' / 'ckpt.pt'), weights(repo / 'straight' / 'ckpt.pt'))
+    assert same(*(checkpoints.load(str(repo / d / 'ckpt.pt'))['model'] for d in ('out', 'straight')))
     assert not (repo / 'out' / 'ckpt_last.pt').exists()
 
 
@@ -67,33 +66,14 @@ def test_a_signal_during_an_evaluation_costs_neither_it_nor_exactness(repo, max_
     assert 'stopped at iteration 5,' in stopped(process)[0]
     assert train(repo, *settings, '--init_from=resume').returncode == 0
     assert train(repo, *settings, '--out_dir=straight').returncode == 0
-    assert same(weights(repo / 'out' / 'ckpt.pt'), weights(repo / 'straight' / 'ckpt.pt'))
+    assert same(*(checkpoints.load(str(repo / d / 'ckpt.pt'))['model'] for d in ('out', 'straight')))
     evaluated, straight = ([r['iter'] for r in log(repo / d) if r['val_loss']] for d in ('out', 'straight'))
     assert evaluated == straight
 
 
-def test_a_second_signal_exits_at_once(repo):
-    process = start_training(repo, '--max_iters=1000000', '--eval_iters=1000000')  # its evaluation never ends
-    wait_for_rows(process, repo / 'out', 0)
-    process.send_signal(signal.SIGSTOP)  # so that both arrive before it can act on the first
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGCONT)
-    process.communicate(timeout=300)
-    assert process.returncode in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-
-
-def test_stopping_before_the_first_iteration_saves_nothing(repo):
-    process = start_training(repo, *FOREVER, '--eval_iters=1000000')  # in the first evaluation for ever
-    wait_for_rows(process, repo / 'out', 0)
-    assert 'nothing to save' in stopped(process, signal.SIGINT)[0]
-    assert not [name for name in os.listdir(repo / 'out') if name.endswith('.pt')]
-
-
 def test_a_sigint_that_is_ignored_at_entry_stays_so_and_sigterm_stops(repo):
-    process = subprocess.Popen([sys.executable, 'train.py', *TINY, *FOREVER], cwd=repo, text=True, env=ENVIRONMENT,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+    script = changed_train(repo, 'signal.signal(signal.SIGINT, signal.SIG_IGN)')
+    process = start(repo, script, *TINY, *FOREVER)
     wait_for_rows(process, repo / 'out', 5)
     process.send_signal(signal.SIGINT)
     wait_for_rows(process, repo / 'out', rows(repo / 'out') + 20)
@@ -233,9 +213,7 @@ def iterations(folder):
     ({'ckpt.pt': 8, 'ckpt_last.pt': 9}, False, True, {'ckpt.pt': 7}),
     ({'ckpt.pt': 5}, True, False, {'ckpt.pt': 5, 'ckpt_last.pt': 7}),
     ({'ckpt.pt': 5, 'ckpt_last.pt': 6}, True, False, {'ckpt.pt': 5, 'ckpt_last.pt': 7}),
-    ({'ckpt.pt': 5, 'ckpt_last.pt': 6}, True, True, {'ckpt.pt': 7}),
-    ({'ckpt.pt': 5, 'ckpt_interrupted.pt': 6}, True, False, {'ckpt.pt': 5, 'ckpt_last.pt': 7}),
-    ({'ckpt.pt': 5, 'ckpt_interrupted.pt': 6}, True, True, {'ckpt.pt': 7})])
+    ({'ckpt.pt': 5, 'ckpt_last.pt': 6}, True, True, {'ckpt.pt': 7})])
 def test_which_file_a_save_writes_and_which_it_removes(tmp_path, before, resume, best, after):
     write(tmp_path, before)
     run_of = checkpointer_in(tmp_path, resume)
@@ -246,6 +224,11 @@ def test_which_file_a_save_writes_and_which_it_removes(tmp_path, before, resume,
         newest = tmp_path / max(after, key=after.get)
         expected = f'is {newest}: to go on from it, add --init_from=resume' if saved else 'this run has saved no'
         assert expected in each.last_good() and each.is_of_earlier_run() != saved
+
+
+def test_stopping_before_the_first_iteration_saves_nothing(tmp_path, capsys):
+    checkpointer_in(tmp_path).stop(Log(None), 5, 1.0, first_iter=5)
+    assert 'nothing to save' in capsys.readouterr().out and iterations(tmp_path) == {}
 
 
 @pytest.mark.parametrize('step, taken', [('replace', 6), ('remove', 7)])
@@ -263,10 +246,8 @@ def test_a_save_that_is_killed_leaves_the_state_before_or_the_new_one(tmp_path, 
 
 @pytest.mark.parametrize('files, name', [
     ({'ckpt.pt': 5, 'ckpt_last.pt': 6}, 'ckpt_last.pt'), ({'ckpt.pt': 6, 'ckpt_last.pt': 6}, 'ckpt.pt'),
-    ({'ckpt.pt': 5, 'ckpt_interrupted.pt': 6}, 'ckpt_interrupted.pt'), ({'ckpt_last.pt': 6}, 'ckpt_last.pt'),
-    ({'ckpt.pt': 7, 'ckpt_interrupted.pt': 6}, 'ckpt.pt')])
+    ({'ckpt.pt': 7, 'ckpt_last.pt': 6}, 'ckpt.pt'), ({'ckpt_last.pt': 6}, 'ckpt_last.pt')])
 def test_a_resumed_run_takes_the_file_that_is_further_along(tmp_path, files, name):
-    """Also one with the name that it had in earlier versions."""
     write(tmp_path, files)
     loaded, path = load_furthest(str(tmp_path), 'cpu')
     assert path == str(tmp_path / name) and loaded['iter_num'] == files[name]
@@ -300,15 +281,13 @@ def test_the_shape_is_that_of_the_checkpoint_and_another_is_said_to_have_no_effe
     assert 'weight_decay' not in out and saved['config']['weight_decay'] == 0.3 and saved['config']['beta1'] == 0.8
 
 
-@pytest.mark.parametrize('given, holds, said', [(0, 4, False), (4, 4, False), (0, 1, True), (1, 1, False),
-                                                (2, 1, True)])
-def test_no_heads_of_keys_mean_as_many_as_queries(given, holds, said):
-    fixed, lines = GPTConfig(n_head=4, n_kv_head=holds), []
-    config = Settings(vars(fixed) | dict(n_kv_head=given), {'n_kv_head': 'command line'})
-    settle_shape(config, fixed, 'ckpt.pt', lines.append)
-    assert config['n_kv_head'] == holds and len(lines) == said
-    if said:
-        assert lines[0].startswith(f'n_kv_head stays 1, as in the weights of ckpt.pt: n_kv_head={given}')
+def test_no_heads_of_keys_mean_as_many_as_queries():
+    for given, holds, says in ((0, 4, []), (4, 4, []), (1, 1, []), (0, 1, ['n_kv_head=0']), (2, 1, ['n_kv_head=2'])):
+        fixed, lines = GPTConfig(n_head=4, n_kv_head=holds), []
+        config = Settings(vars(fixed) | dict(n_kv_head=given), {'n_kv_head': 'command line'})
+        settle_shape(config, fixed, 'ckpt.pt', lines.append)
+        assert config['n_kv_head'] == holds and lines == [
+            f'n_kv_head stays 1, as in the weights of ckpt.pt: {each} (command line) has no effect' for each in says]
 
 
 def test_a_shorter_block_size_cuts_positions_and_their_moments_and_must_show_the_window(repo):
@@ -334,22 +313,30 @@ def test_resuming_past_max_iters_says_so_and_changes_nothing(repo, trained):
     assert before == ((finished / 'out' / 'ckpt.pt').read_bytes(), (finished / 'out' / 'log.csv').read_bytes())
 
 
-def train_on_any_number_of_threads(repo, folder, *settings, **env):
-    """train.py where OMP_NUM_THREADS is what env says, or not set. Returns (stdout, weights, threads)."""
-    env = {k: v for k, v in os.environ.items() if k != 'OMP_NUM_THREADS'} | env
-    command = [sys.executable, '-W', 'error::ResourceWarning', 'train.py', *TINY, '--eval_interval=2',
-               f'--out_dir={folder}', *settings]
-    done = subprocess.run(command, cwd=repo, capture_output=True, text=True, env=env)
-    assert done.returncode == 0 and 'ResourceWarning' not in done.stderr, done.stderr  # no file is left open
-    saved = checkpoints.load(str(repo / folder / 'ckpt.pt'))
-    return done.stdout, saved['model'], saved['threads']
+# torch has two threads, and the user has set as many as the first argument says, or none
+THREADS = """
+import torch
+given = sys.argv.pop(1)
+del os.environ['OMP_NUM_THREADS']
+if given:
+    os.environ['OMP_NUM_THREADS'] = given
+torch.set_num_threads(int(given or 2))
+"""
 
 
 def test_timing_threads_changes_no_result_and_a_resumed_run_keeps_their_number(repo):
     """With dropout, which the timed iterations draw as well."""
-    out, timed, threads = train_on_any_number_of_threads(repo, 'timed', '--max_iters=4')
-    assert f'threads: {threads}' in out
-    out, given, again = train_on_any_number_of_threads(repo, 'given', '--max_iters=2', OMP_NUM_THREADS=str(threads))
+    script = changed_train(repo, THREADS)
+
+    def train_on(given, folder, *settings):
+        """(stdout, weights, threads) of a run for which the user has given a number of threads, or ''."""
+        done = run(repo, script, given, *TINY, '--eval_interval=2', f'--out_dir={folder}', *settings)
+        assert done.returncode == 0, done.stderr
+        saved = checkpoints.load(str(repo / folder / 'ckpt.pt'))
+        return done.stdout, saved['model'], saved['threads']
+    out, timed, threads = train_on('', 'timed', '--max_iters=4')
+    assert f'threads: {threads} of 2, by timing' in out
+    out, _, again = train_on(str(threads), 'given', '--max_iters=2')
     assert again == threads and 'threads:' not in out
-    out, given, again = train_on_any_number_of_threads(repo, 'given', '--max_iters=4', '--init_from=resume')
+    out, given, again = train_on('', 'given', '--max_iters=4', '--init_from=resume')
     assert again == threads and 'as in the run before' in out and same(timed, given)
