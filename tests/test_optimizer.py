@@ -9,7 +9,7 @@ import checkpoint as checkpoints
 import train
 from model import GPT, GPTConfig
 from training import cpu
-from training.cpu import Linear, use_onednn
+from training.cpu import use_onednn
 from training.optimizer import check_optimizer, make_optimizer
 from training.resuming import restore
 
@@ -23,46 +23,25 @@ def small(**settings):
     return GPT(GPTConfig(**dict(block_size=8, vocab_size=11, n_layer=1, n_head=2, n_embd=8) | settings))
 
 
-def steps(model, optimizer, n):
+def steps(model, n, *optimizers):
     for i in range(n):
         tokens = (torch.arange(9) * (i + 2)).remainder(11)[None]
         model(tokens[:, :-1], tokens[:, 1:])[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def names_of(model, group):
-    names = {id(p): name for name, p in model.named_parameters()}
-    return {names[id(p)].removeprefix('transformer.').removeprefix('h.0.') for p in group['params']}
-
-
-def test_each_parameter_is_in_the_group_where_it_belongs():
-    model = small(bias=True, mlp='swiglu', tied=False, qk_norm=True)
-    decaying, others, muon = make_optimizer(model, 'cpu', SETTINGS).param_groups
-    matrices = {'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_gate', 'mlp.c_proj'}
-    assert names_of(model, muon) == {f'{name}.weight' for name in matrices}
-    assert names_of(model, decaying) == {'wte.weight', 'wpe.weight', 'lm_head.weight'}
-    assert names_of(model, others) == {f'{name}.bias' for name in matrices} | {
-        f'{norm}.{kind}' for norm in ('ln_1', 'ln_2', 'ln_f') for kind in ('weight', 'bias')} | {
-        'attn.q_norm.weight', 'attn.k_norm.weight'}
-    assert [(g['lr'], g['weight_decay']) for g in (decaying, others, muon)] == [(1e-2, 0.1), (1e-2, 0.0), (0.02, 0.3)]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_a_step_is_that_of_torchs_muon_and_torchs_adamw():
-    """Each parameter alone in an optimizer of torch, with the same gradients."""
-    model, twin = small(), small()
+    """Each parameter alone in an optimizer of torch, with the same gradients: Muon has the matrices of the blocks."""
+    model, twin = (small(bias=True, mlp='swiglu', tied=False, qk_norm=True) for _ in range(2))
     optimizer = make_optimizer(model, 'cpu', SETTINGS)
-    muon = {name for name, p in twin.transformer.h.named_parameters() if p.dim() == 2}
-    alone = [torch.optim.Muon([p], lr=0.02, weight_decay=0.3) if name.removeprefix('transformer.h.') in muon
+    alone = [torch.optim.Muon([p], lr=0.02, weight_decay=0.3) if '.h.' in name and p.dim() == 2
              else torch.optim.AdamW([p], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1 * (p.dim() >= 2), fused=True)
              for name, p in twin.named_parameters()]
-    for i in range(3):
-        tokens = (torch.arange(9) * (i + 2)).remainder(11)[None]
-        for each in (model, twin):
-            each(tokens[:, :-1], tokens[:, 1:])[1].backward()
-        for each in (optimizer, *alone):
-            each.step()
-            each.zero_grad()
+    steps(model, 3, optimizer)
+    steps(twin, 3, *alone)
+    assert len(alone) == 21 == sum(len(group['params']) for group in optimizer.param_groups)
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -80,7 +59,7 @@ def test_a_step_is_that_of_torchs_muon_and_torchs_adamw():
 def test_a_state_that_does_not_fit_is_refused_in_words(damage, message):
     model = small()
     optimizer = make_optimizer(model, 'cpu', SETTINGS)
-    steps(model, optimizer, 1)
+    steps(model, 1, optimizer)
     resumed = dict(optimizer=optimizer.state_dict())
     restore(resumed, make_optimizer(model, 'cpu', SETTINGS), None)
     damage(resumed['optimizer'])
@@ -159,32 +138,20 @@ def test_muons_learning_rate_goes_by_the_schedule(schedule, monkeypatch):
 
 
 @pytest.mark.parametrize('bias', [False, True])
-def test_products_by_onednn_are_those_of_float64(bias):
-    torch.manual_seed(0)
-    x, weight, grad = torch.randn(3, 5, 24), torch.randn(40, 24), torch.randn(3, 5, 40)
-    given = [x, weight] + [torch.randn(40)] * bias
-    ours, judge = ([t.detach().to(dtype).requires_grad_() for t in given] for dtype in (torch.float32, torch.float64))
-    y, expected = Linear.apply(*ours, *[None] * (not bias)), torch.nn.functional.linear(*judge)
-    y.backward(grad)
-    expected.backward(grad.double())
-    for a, b in zip((y, *(t.grad for t in ours)), (expected, *(t.grad for t in judge)), strict=True):
-        assert torch.allclose(a.double(), b, atol=1e-5)
-
-
 @pytest.mark.parametrize('dtype, by_mkl, most', [('float32', False, 1e-5), ('float32', True, 1e-5),
                                                  ('bfloat16', False, 3e-2)])
-def test_a_model_that_uses_onednn_has_the_same_gradients(dtype, by_mkl, most, monkeypatch):
+def test_a_model_that_uses_onednn_has_the_gradients_of_float64(dtype, by_mkl, most, bias, monkeypatch):
     monkeypatch.setattr(cpu, 'mkl_is_fast', lambda: by_mkl)
-    kind = dict(bias=True, position='alibi', mlp='swiglu', n_embd=32)
-    model, plain = small(**kind), small(**kind)
+    kind = dict(bias=bias, position='alibi', mlp='swiglu', n_embd=32)
+    model, judge = small(**kind), small(**kind).double()
     use_onednn(model, dtype)
     assert ('forward' in vars(model.lm_head)) == (dtype == 'float32' and not by_mkl)
     tokens = torch.randint(11, (4, 9))
     with torch.autocast('cpu', torch.bfloat16, enabled=dtype == 'bfloat16'):
         loss = model(tokens[:, :-1], tokens[:, 1:])[1]
     loss.backward()
-    plain(tokens[:, :-1], tokens[:, 1:])[1].backward()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+    judge(tokens[:, :-1], tokens[:, 1:])[1].backward()
+    for a, b in zip(model.parameters(), judge.parameters(), strict=True):
         assert (a.grad - b.grad).norm() <= most * b.grad.norm()
 
 

@@ -2,13 +2,11 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, TINY, run, sizes, start
+from conftest import TINY, run, sizes, start
 from test_train import changed_train, log, rows, same, train, wait_for_rows, wait_until
 
 import checkpoint as checkpoints
@@ -179,9 +177,7 @@ def test_a_signal_to_torchrun_and_to_its_workers_saves(two, signum):
     """As a terminal or a job scheduler sends it; torchrun forwards its own copy to the workers."""
     settings = [*TINY, '--max_iters=1000000', '--eval_interval=1000000', '--gradient_accumulation_steps=2']
     script = changed_train(two, "open(f'worker{os.environ[\"RANK\"]}', 'w').write(str(os.getpid()))")
-    process = subprocess.Popen(
-        [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', script, *settings], cwd=two, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=ENVIRONMENT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    process = start(two, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', script, *settings)
     wait_for_rows(process, two / 'out', 5)
     workers = [int((two / f'worker{rank}').read_text()) for rank in range(2)]
     for pid in [*workers, process.pid]:
