@@ -68,56 +68,41 @@ def synchronize(device):
         torch.mps.synchronize()
 
 
-def fastest(run, candidates, rounds=5, seconds=2.0, margin=0.1):
+def fastest_threads(step, rounds=5, seconds=2.0, limit=1.0, margin=0.1):
     """
-    (choice, medians): the candidate for which run(candidate) takes the least time, and the median seconds of each.
+    Set torch to the number of CPU threads with which step() is fastest: its own number, half of it, and so on to 1.
+    Returns (threads, {threads: median seconds}).
 
-    Every round runs every candidate once, so that other programs on the machine slow all candidates down alike. The
-    first candidate is kept unless another one is faster by more than `margin`, a fraction. Along the list of
-    candidates the time is expected to fall and then to rise: after a candidate that takes twice the best time so far,
-    no later one is tried. No new round begins after `seconds`.
+    Every round tries every number once, so that other programs on the machine slow all of them down alike. No new round
+    begins after `seconds`. Torch's own number is kept unless another one is faster by more than `margin`, a fraction.
+    With fewer threads the time is expected to fall and then to rise: after a number that takes twice the best time so
+    far, no smaller one is tried. Nothing is tried, and the second is {}, if torch has one thread only, or if a step
+    takes more than `limit` seconds: such a step is large enough for all threads.
     """
-    times, end = {}, time.perf_counter() + seconds
-    for round_ in range(rounds + 1):
-        for candidate in candidates if round_ == 0 else list(times):
-            start = time.perf_counter()
-            run(candidate)
-            taken = time.perf_counter() - start
-            if round_ == 0 and times and taken > 2 * min(min(t) for t in times.values()):
-                break
-            times.setdefault(candidate, []).append(taken)
-        if time.perf_counter() > end:
-            break
-    # the first run is not counted: it also wakes threads and fills caches
-    medians = {candidate: statistics.median(t[1:] or t) for candidate, t in times.items()}
-    first, best = candidates[0], min(medians, key=medians.get)
-    return (best if medians[best] < (1 - margin) * medians[first] else first), medians
+    threads = most = torch.get_num_threads()
+    times = {}
 
-
-def fastest_threads(step, limit=1.0):
-    """
-    Set torch to the number of CPU threads with which step() is fastest. Tried are torch's own number and its halves,
-    down to 1.
-
-    Returns (threads, {threads: median seconds}). Nothing is tried, and the second is {}, if torch has one thread only,
-    or if a step takes more than `limit` seconds: such a step is large enough for all threads.
-    """
-    most = torch.get_num_threads()
-    start = time.perf_counter()
-    if most > 1:
+    def timed(n):
+        torch.set_num_threads(n)
+        start = time.perf_counter()
         step()
-    if most == 1 or time.perf_counter() - start > limit:
+        return time.perf_counter() - start
+    if most == 1 or timed(most) > limit:
         return most, {}
-    candidates = [most]
-    while candidates[-1] > 1:
-        candidates.append(candidates[-1] // 2)
-
-    def run(threads):
-        torch.set_num_threads(threads)
-        step()
-    threads, medians = most, {}
+    end = time.perf_counter() + seconds
     try:
-        threads, medians = fastest(run, candidates)
+        for round_ in range(rounds + 1):
+            for n in list(times) if round_ else [most >> halvings for halvings in range(most.bit_length())]:
+                taken = timed(n)
+                if round_ == 0 and times and taken > 2 * min(min(t) for t in times.values()):
+                    break
+                times.setdefault(n, []).append(taken)
+            if time.perf_counter() > end:
+                break
+        # the first time is not counted: it also wakes threads and fills caches
+        medians = {n: statistics.median(t[1:] or t) for n, t in times.items()}
+        best = min(medians, key=medians.get)
+        threads = best if medians[best] < (1 - margin) * medians[most] else most
     finally:
         torch.set_num_threads(threads)
     return threads, medians

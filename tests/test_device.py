@@ -13,62 +13,73 @@ import device
 
 
 class Clock:
-    """time.perf_counter for device.py: a candidate takes what `cost` says, times a factor for a busy machine."""
+    """time.perf_counter for device.py: a step takes what `cost` says of torch's number of threads, times a factor."""
 
     def __init__(self, cost):
         self.now, self.cost, self.runs = 0.0, cost, []
+        torch.set_num_threads(max(cost))
 
-    def run(self, candidate, factor=1.0):
-        self.runs.append(candidate)
-        self.now += self.cost[candidate] * factor
+    def step(self, factor=1.0):
+        self.runs.append(torch.get_num_threads())
+        self.now += self.cost[torch.get_num_threads()] * factor
 
     def __call__(self):
         return self.now
 
 
-def choose(monkeypatch, clock, *args, **kwargs):
-    monkeypatch.setattr(device.time, 'perf_counter', clock)
-    return device.fastest(clock.run, *args, **kwargs)
+@pytest.fixture
+def fastest(monkeypatch):
+    """A function of costs {threads: seconds} and settings: (the clock, what `fastest_threads` returns)."""
+    def choose(cost, **settings):
+        clock = Clock(cost)
+        monkeypatch.setattr(device.time, 'perf_counter', clock)
+        return clock, *device.fastest_threads(clock.step, **settings)
+    before = torch.get_num_threads()
+    yield choose
+    torch.set_num_threads(before)
 
 
-def test_the_fastest_is_chosen_but_the_first_is_kept_where_it_is_as_good(monkeypatch):
-    choice, medians = choose(monkeypatch, Clock({8: 0.03, 4: 0.02, 2: 0.025}), [8, 4, 2])
-    assert choice == 4 and medians == pytest.approx({8: 0.03, 4: 0.02, 2: 0.025})
-    assert choose(monkeypatch, Clock({2: 0.0105, 1: 0.01}), [2, 1])[0] == 2
-    assert choose(monkeypatch, Clock({2: 0.012, 1: 0.01}), [2, 1])[0] == 1
+def test_the_fastest_is_chosen_but_torchs_own_number_is_kept_where_it_is_as_good(fastest):
+    clock, threads, medians = fastest({4: 0.03, 2: 0.02, 1: 0.025})
+    assert threads == torch.get_num_threads() == 2 and medians == pytest.approx(clock.cost)
+    assert fastest({2: 0.0105, 1: 0.01})[1] == 2
+    assert fastest({2: 0.012, 1: 0.01})[1] == 1
 
 
-def test_candidates_take_turns_and_the_hopeless_are_not_tried_again(monkeypatch):
-    clock = Clock({8: 0.01, 4: 0.015, 2: 0.04, 1: 100.0})
-    choice, medians = choose(monkeypatch, clock, [8, 4, 2, 1], rounds=2)
-    assert choice == 8 and set(medians) == {8, 4} and clock.runs == [8, 4, 2, 8, 4, 8, 4]
+def test_numbers_take_turns_and_the_hopeless_are_not_tried_again(fastest):
+    clock, threads, medians = fastest({8: 0.01, 4: 0.015, 2: 0.04, 1: 100.0}, rounds=2)
+    assert threads == 8 and set(medians) == {8, 4} and clock.runs == [8, 8, 4, 2, 8, 4, 8, 4]
+    clock, *found = fastest({4: 1.5})  # a long step
+    assert found == [4, {}] and clock.runs == [4]
 
 
-def test_no_round_begins_after_the_time_is_up(monkeypatch):
-    clock = Clock({2: 0.9, 1: 1.0})
-    choose(monkeypatch, clock, [2, 1], rounds=50, seconds=5.0)
-    assert clock.now < 5.0 + 1.9 and clock.runs == [2, 1] * 3
+def test_no_round_begins_after_the_time_is_up(fastest):
+    clock, *_ = fastest({2: 0.9, 1: 1.0}, rounds=50, seconds=5.0)
+    assert clock.now < 0.9 + 5.0 + 1.9 and clock.runs == [2] + [2, 1] * 3
 
 
-@given(st.lists(st.floats(0.01, 0.1), min_size=1, max_size=5),
+@given(st.lists(st.floats(0.01, 0.1), min_size=1, max_size=4),
        st.lists(st.floats(1.0, 3.0), min_size=1, max_size=20), st.integers(0, 5))
 def test_another_program_that_slows_whole_rounds_down_changes_no_choice(costs, factors, first_busy):
-    """All candidates of a round are slowed down alike, in any of the rounds."""
-    clock = Clock(dict(enumerate(costs)))
+    """All numbers of a round are slowed down alike, in any of the rounds."""
+    before = torch.get_num_threads()
+    clock = Clock({2 ** (len(costs) - 1 - i): cost for i, cost in enumerate(costs)})
 
-    def run(candidate):
-        round_ = clock.runs.count(candidate)
-        clock.run(candidate, factors[(round_ + first_busy) % len(factors)])
+    def step():
+        round_ = clock.runs[1:].count(torch.get_num_threads())
+        clock.step(factors[(round_ + first_busy) % len(factors)])
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(device.time, 'perf_counter', clock)
-        choice, medians = device.fastest(run, list(clock.cost), seconds=1e9)
-    best = min(medians, key=clock.cost.get)
+        threads, medians = device.fastest_threads(step, seconds=1e9)
+    torch.set_num_threads(before)
+    best = min(medians or clock.cost, key=clock.cost.get)
     if abs(clock.cost[best] - 0.9 * costs[0]) > 1e-6:
-        assert clock.cost[choice] == pytest.approx(clock.cost[best] if clock.cost[best] < 0.9 * costs[0] else costs[0])
+        assert clock.cost[threads] == pytest.approx(clock.cost[best] if clock.cost[best] < 0.9 * costs[0] else costs[0])
 
 
 @pytest.fixture
-def threads():
+def threads(monkeypatch):
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -76,25 +87,16 @@ def threads():
 
 
 def test_threads_by_timing(monkeypatch, threads):
-    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     said, clock = [], Clock({4: 0.03, 2: 0.01, 1: 0.013})
     monkeypatch.setattr(device.time, 'perf_counter', clock)
-    device.choose_threads(lambda: clock.run(torch.get_num_threads()), None, said.append)
+    device.choose_threads(clock.step, None, said.append)
     assert torch.get_num_threads() == 2 and said == ['threads: 2 of 4, by timing (4: 30.0 ms, 2: 10.0 ms, 1: 13.0 ms)']
-
-
-def test_a_long_step_takes_all_threads_after_one_try(monkeypatch, threads):
-    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
-    clock = Clock({4: 1.5})
-    monkeypatch.setattr(device.time, 'perf_counter', clock)
-    assert device.fastest_threads(lambda: clock.run(torch.get_num_threads())) == (4, {}) and clock.runs == [4]
 
 
 def test_the_run_before_and_the_user_decide_without_timing(monkeypatch, threads):
     def never():
         raise AssertionError("nothing is to be timed")
     said = []
-    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     device.choose_threads(never, 1, said.append)
     assert torch.get_num_threads() == 1 and said == ['threads: 1 of 4, as in the run before']
     torch.set_num_threads(4)

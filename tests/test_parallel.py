@@ -47,12 +47,24 @@ def train_in(repo, size, *settings):
     return done[0].stdout
 
 
-@pytest.fixture
-def two(repo):
-    """The repository, where two processes can be a group: some sandboxes forbid what gloo needs, and torch aborts."""
-    (repo / 'bare.py').write_text(BARE)
-    if failed := [each.stderr for each in in_processes(repo, 2, 'bare.py') if each.returncode]:
+def torchrun(repo):
+    """The beginning of a command that is torchrun with two processes, as a script: only its workers load torch."""
+    (repo / 'torchrun.py').write_text('from torch.distributed.run import main\nmain()\n')
+    return 'torchrun.py', '--standalone', '--nproc_per_node=2'
+
+
+@pytest.fixture(scope='module')
+def gloo(tmp_path_factory):
+    """Skips tests where two processes cannot be a group: some sandboxes forbid what gloo needs, and torch aborts."""
+    folder = tmp_path_factory.mktemp('gloo')
+    (folder / 'bare.py').write_text(BARE)
+    if failed := [each.stderr for each in in_processes(folder, 2, 'bare.py') if each.returncode]:
         pytest.skip(f"two processes of torch and gloo alone do not run here: {failed[0].strip().splitlines()[0]}")
+
+
+@pytest.fixture
+def two(repo, gloo):
+    """The repository, for two processes."""
     return repo
 
 
@@ -118,7 +130,8 @@ def test_a_run_goes_on_in_any_number_of_processes_each_with_the_whole_model_or_a
     for process in killed:
         process.communicate(timeout=300)
     before = checkpoints.load(str(two / 'out' / 'ckpt.pt'))
-    for size, way, n in ((2, 'fsdp', 0), (1, 'fsdp', 2), (0, 'ddp', 2), (2, 'ddp', 2), (0, 'ddp', 0), (2, 'fsdp', 2)):
+    hops = (2, 'fsdp', 0), (1, 'fsdp', 2), (0, 'ddp', 2), (2, 'ddp', 2), (0, 'ddp', 0), (2, 'fsdp', 2)
+    for size, way, n in sizes(hops[::2] + hops[-1:], hops):
         settings = *SETTINGS, '--init_from=resume', f'--parallel={way}', f"--max_iters={before['iter_num'] + n}"
         said = train_in(two, size, *settings) if size else train(two, *settings).stdout
         after = checkpoints.load(str(two / 'out' / 'ckpt.pt'))
@@ -177,7 +190,7 @@ def test_a_signal_to_torchrun_and_to_its_workers_saves(two, signum):
     """As a terminal or a job scheduler sends it; torchrun forwards its own copy to the workers."""
     settings = [*TINY, '--max_iters=1000000', '--eval_interval=1000000', '--gradient_accumulation_steps=2']
     script = changed_train(two, "open(f'worker{os.environ[\"RANK\"]}', 'w').write(str(os.getpid()))")
-    process = start(two, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', script, *settings)
+    process = start(two, *torchrun(two), script, *settings)
     wait_for_rows(process, two / 'out', 5)
     workers = [int((two / f'worker{rank}').read_text()) for rank in range(2)]
     for pid in [*workers, process.pid]:
@@ -202,16 +215,15 @@ if os.environ['RANK'] == '1':
 @pytest.mark.skipif(not sizes(False, True), reason="in test-all")
 def test_torchrun_restarts_a_resumed_run_that_has_lost_a_process(two):
     assert train(two, *SETTINGS, '--max_iters=1').returncode == 0
-    done = run(two, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', '--max-restarts=1',
-               changed_train(two, KILLED_ONCE), *TINY, *SETTINGS, '--parallel=fsdp', '--init_from=resume')
+    done = run(two, *torchrun(two), '--max-restarts=1', changed_train(two, KILLED_ONCE), *TINY, *SETTINGS,
+               '--parallel=fsdp', '--init_from=resume')
     assert done.returncode == 0 and 'the last good checkpoint is out/ckpt.pt' in done.stderr, done.stderr[-3000:]
     assert 'resuming out/ckpt.pt at iteration 10' in done.stdout
     assert checkpoints.load(str(two / 'out' / 'ckpt.pt'))['iter_num'] == 20
 
 
 def test_a_failure_of_several_processes_is_said_once_and_last(repo):
-    done = run(repo, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py', *TINY,
-               '--gradient_accumulation_steps=3')
+    done = run(repo, *torchrun(repo), 'train.py', *TINY, '--gradient_accumulation_steps=3')
     assert done.returncode and done.stderr.count('train.py: error: ') == 1
     assert 'must be divisible by the 2 processes' in '\n'.join(done.stderr.strip().splitlines()[-5:]), done.stderr
 
