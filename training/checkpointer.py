@@ -58,7 +58,9 @@ class Checkpointer:
             'model_args': checkpoints.model_args(self.model.config),
             'iter_num': iter_num, 'best_val_loss': best_val_loss,
             'config': dict(self.config), 'tokenizer': self.tokenizer_state, 'scaler': self.scaler.state_dict(),
-            'rng': {'torch': torch.get_rng_state(), 'cuda': cuda_rng_states()},
+            # of GPUs only where this process has used one: asking would start them
+            'rng': {'torch': torch.get_rng_state(),
+                    'cuda': torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []},
             # torchrun gives each of several processes one thread, and a later run of one process should not keep that
             **({} if dist.is_initialized() else {'threads': torch.get_num_threads()}),
         }
@@ -112,8 +114,3 @@ def file_at(path):
         return None
     of_file = os.stat(path)
     return of_file.st_mtime_ns, of_file.st_ino
-
-
-def cuda_rng_states():
-    """The state of each GPU's generator; none if this process has not used a GPU, which asking would start."""
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
