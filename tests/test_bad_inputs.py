@@ -151,27 +151,24 @@ json.dump(ended, open('ended.json', 'w'))
 
 def test_every_bad_input_ends_in_one_clear_line(repo, trained):
     shutil.copytree(trained / 'out', repo / 'out')
-    for name in ('damaged', 'weightsonly', 'badmoments', 'badrng', 'notours', 'emptyfolder', 'data/torn',
-                 'data/toolarge'):
-        (repo / name).mkdir()
+    (repo / 'emptyfolder').mkdir()
     whole = (repo / 'out' / 'ckpt.pt').read_bytes()
-    (repo / 'damaged' / 'ckpt.pt').write_bytes(whole[:-2000])
-    checkpoint = torch.load(repo / 'out' / 'ckpt.pt', weights_only=True)
-    torch.save({k: v for k, v in checkpoint.items() if k != 'optimizer'}, repo / 'weightsonly' / 'ckpt.pt')
-    checkpoint['optimizer']['state'][0]['exp_avg'] = torch.ones(3)
-    torch.save(checkpoint, repo / 'badmoments' / 'ckpt.pt')
-    checkpoint = torch.load(repo / 'out' / 'ckpt.pt', weights_only=True)
-    checkpoint['rng']['torch'] = torch.ones(3, dtype=torch.uint8)
-    torch.save(checkpoint, repo / 'badrng' / 'ckpt.pt')
-    torch.save([1, 2], repo / 'notours' / 'ckpt.pt')
-    (repo / 'binary.txt').write_bytes(b'\xff\xfe\x00\x80')
-    (repo / 'empty.txt').write_text('')
-    for split in ('train', 'val'):
-        (repo / 'data' / 'torn' / f'{split}.bin').write_bytes(b'123')
-        (repo / 'data' / 'toolarge' / f'{split}.bin').write_bytes(b'\x00\x09' * 100)
-    (repo / 'data' / 'toolarge' / 'meta.json').write_text(json.dumps({'kind': 'char', 'chars': 'abc'}))
-    (repo / 'gguf.py').write_text("raise ImportError")  # as if it were not installed
-
+    for path, content in {
+            'damaged/ckpt.pt': whole[:-2000], 'binary.txt': b'\xff\xfe\x00\x80', 'empty.txt': b'',
+            'gguf.py': b'raise ImportError',  # as if it were not installed
+            **{f'data/torn/{split}.bin': b'123' for split in ('train', 'val')},
+            **{f'data/toolarge/{split}.bin': b'\x00\x09' * 100 for split in ('train', 'val')},
+            'data/toolarge/meta.json': b'{"kind": "char", "chars": "abc", "dtype": "uint16"}'}.items():
+        (repo / path).parent.mkdir(exist_ok=True)
+        (repo / path).write_bytes(content)
+    for name, change in dict(
+            weightsonly=lambda c: c.pop('optimizer'), notours=lambda c: c.pop('model_args'),
+            badmoments=lambda c: c['optimizer']['state'][0].update(exp_avg=torch.ones(3)),
+            badrng=lambda c: c['rng'].update(torch=torch.ones(3, dtype=torch.uint8))).items():
+        checkpoint = torch.load(repo / 'out' / 'ckpt.pt', weights_only=True)
+        change(checkpoint)
+        (repo / name).mkdir()
+        torch.save(checkpoint, repo / name / 'ckpt.pt')
     (repo / 'driver.py').write_text(DRIVER)
     (repo / 'cases.json').write_text(json.dumps([[script, *settings] for script, settings, _ in BAD]))
     done, unclear = run(repo, 'driver.py', CUDA_VISIBLE_DEVICES=''), []  # on a GPU other errors come first

@@ -28,33 +28,37 @@ class Clock:
 
 
 @pytest.fixture
-def fastest(monkeypatch):
-    """A function of costs {threads: seconds} and settings: (the clock, what `fastest_threads` returns)."""
-    def choose(cost, **settings):
+def timed(monkeypatch):
+    """A function of costs {threads: seconds}: the clock of device.py then. Torch has the most of these threads."""
+    def make(cost):
         clock = Clock(cost)
         monkeypatch.setattr(device.time, 'perf_counter', clock)
-        return clock, *device.fastest_threads(clock.step, **settings)
+        return clock
+    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
     before = torch.get_num_threads()
-    yield choose
+    yield make
     torch.set_num_threads(before)
 
 
-def test_the_fastest_is_chosen_but_torchs_own_number_is_kept_where_it_is_as_good(fastest):
-    clock, threads, medians = fastest({4: 0.03, 2: 0.02, 1: 0.025})
-    assert threads == torch.get_num_threads() == 2 and medians == pytest.approx(clock.cost)
-    assert fastest({2: 0.0105, 1: 0.01})[1] == 2
-    assert fastest({2: 0.012, 1: 0.01})[1] == 1
+def test_the_fastest_is_chosen_but_torchs_own_number_is_kept_where_it_is_as_good(timed):
+    said, clock = [], timed({4: 0.03, 2: 0.01, 1: 0.013})
+    device.choose_threads(clock.step, None, said.append)
+    assert torch.get_num_threads() == 2 and said == ['threads: 2 of 4, by timing (4: 30.0 ms, 2: 10.0 ms, 1: 13.0 ms)']
+    assert device.fastest_threads(timed({2: 0.0105, 1: 0.01}).step)[0] == 2
+    assert device.fastest_threads(timed({2: 0.012, 1: 0.01}).step)[0] == 1
 
 
-def test_numbers_take_turns_and_the_hopeless_are_not_tried_again(fastest):
-    clock, threads, medians = fastest({8: 0.01, 4: 0.015, 2: 0.04, 1: 100.0}, rounds=2)
-    assert threads == 8 and set(medians) == {8, 4} and clock.runs == [8, 8, 4, 2, 8, 4, 8, 4]
-    clock, *found = fastest({4: 1.5})  # a long step
-    assert found == [4, {}] and clock.runs == [4]
+def test_numbers_take_turns_and_the_hopeless_are_not_tried_again(timed):
+    clock = timed({8: 0.01, 4: 0.015, 2: 0.04, 1: 100.0})
+    threads, medians = device.fastest_threads(clock.step, rounds=2)
+    assert threads == 8 and medians == pytest.approx({8: 0.01, 4: 0.015}) and clock.runs == [8, 8, 4, 2, 8, 4, 8, 4]
+    clock = timed({4: 1.5})  # a long step
+    assert device.fastest_threads(clock.step) == (4, {}) and clock.runs == [4]
 
 
-def test_no_round_begins_after_the_time_is_up(fastest):
-    clock, *_ = fastest({2: 0.9, 1: 1.0}, rounds=50, seconds=5.0)
+def test_no_round_begins_after_the_time_is_up(timed):
+    clock = timed({2: 0.9, 1: 1.0})
+    device.fastest_threads(clock.step, rounds=50, seconds=5.0)
     assert clock.now < 0.9 + 5.0 + 1.9 and clock.runs == [2] + [2, 1] * 3
 
 
@@ -78,33 +82,20 @@ def test_another_program_that_slows_whole_rounds_down_changes_no_choice(costs, f
 
 
 @pytest.fixture
-def threads(monkeypatch):
-    monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
-    before = torch.get_num_threads()
+def threads(timed):
     torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_threads_by_timing(monkeypatch, threads):
-    said, clock = [], Clock({4: 0.03, 2: 0.01, 1: 0.013})
-    monkeypatch.setattr(device.time, 'perf_counter', clock)
-    device.choose_threads(clock.step, None, said.append)
-    assert torch.get_num_threads() == 2 and said == ['threads: 2 of 4, by timing (4: 30.0 ms, 2: 10.0 ms, 1: 13.0 ms)']
 
 
 def test_the_run_before_and_the_user_decide_without_timing(monkeypatch, threads):
-    def never():
-        raise AssertionError("nothing is to be timed")
     said = []
-    device.choose_threads(never, 1, said.append)
+    device.choose_threads(pytest.fail, 1, said.append)
     assert torch.get_num_threads() == 1 and said == ['threads: 1 of 4, as in the run before']
     torch.set_num_threads(4)
-    device.choose_threads(never, 64, said.append)  # of a larger machine
+    device.choose_threads(pytest.fail, 64, said.append)  # of a larger machine
     assert torch.get_num_threads() == 4 and 'the run before had 64' in said[-1]
     monkeypatch.setenv('OMP_NUM_THREADS', '4')
-    device.choose_threads(never, None, said.append)
-    device.choose_threads(never, 4, said.append)
+    device.choose_threads(pytest.fail, None, said.append)
+    device.choose_threads(pytest.fail, 4, said.append)
     assert torch.get_num_threads() == 4 and len(said) == 2
 
 

@@ -144,14 +144,11 @@ def test_without_torch_a_script_says_what_to_do(script):
 
 
 def test_resuming_on_another_vocabulary_is_refused(repo):
-    assert train(repo, '--max_iters=10').returncode == 0
+    assert train(repo, '--max_iters=1').returncode == 0
     path = repo / 'data' / 'shakespeare_char' / 'meta.json'
     meta = json.loads(path.read_text())
     path.write_text(json.dumps(meta | {'chars': meta['chars'][::-1]}))
     assert_other_tokenizer(train(repo, '--init_from=resume'), 'characters in another order, than out/ckpt.pt')
-    path.write_text(json.dumps({'kind': 'gpt2', 'dtype': 'uint16'}))
-    n = len(meta['chars'])
-    assert_other_tokenizer(train(repo, '--init_from=resume'), f"GPT-2's byte pairs, than out/ckpt.pt, {n} characters")
 
 
 def assert_other_tokenizer(done, *texts):
@@ -195,17 +192,6 @@ def test_a_pretrained_model_trains_on_data_of_its_tokenizer_only_and_keeps_its_s
     new = train(repo, '--dataset=mine', '--out_dir=new', '--max_iters=1')  # without a meta.json
     assert new.returncode == 0, new.stderr
     assert checkpoints.load(str(repo / 'new' / 'ckpt.pt'))['model_args']['vocab_size'] == 270
-
-
-def test_uint32_tokens_and_a_vocabulary_of_ones_own(repo):
-    folder = repo / 'data' / 'mine'
-    folder.mkdir()
-    for split in ('train', 'val'):
-        np.random.default_rng(0).integers(60000, 70000, 500, dtype=np.uint32).tofile(folder / f'{split}.bin')
-    (folder / 'meta.json').write_text('{"vocab_size": 70000, "dtype": "uint32"}')
-    done = train(repo, '--dataset=mine', '--max_iters=2')
-    assert done.returncode == 0, done.stderr
-    assert checkpoints.load(str(repo / 'out' / 'ckpt.pt'))['model_args']['vocab_size'] == 70000
 
 
 def test_a_missing_character_data_set_is_prepared(repo):
