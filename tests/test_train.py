@@ -126,9 +126,13 @@ def test_what_happens_after_the_reader_has_left_is_said_on_stderr(repo):
     process.stdout.readline()
     wait_for_rows(process, repo / 'out', 3)
     process.stdout.close()
-    err = process.stderr.read()
-    process.stderr.close()
-    assert process.wait(timeout=300) == 0 and 'stopped at iteration' in err and 'saved to out/ckpt.pt' in err
+    try:
+        code = process.wait(timeout=60)
+    finally:
+        process.kill()
+    with process.stderr as f:
+        err = f.read()
+    assert code == 0 and 'stopped at iteration' in err and 'saved to out/ckpt.pt' in err
 
 
 @pytest.mark.parametrize('script', ['train.py', 'data/shakespeare_char/prepare.py', 'data/shakespeare/prepare.py',
