@@ -105,7 +105,7 @@ def main(config):
     except RuntimeError as e:
         if world_size == 1 or not is_of_lost_process(e):
             raise
-        raise ValueError(f"another process of this run has ended, or cannot be reached ({checkpoints.first_line(e)}); "
+        raise ValueError(f"another process of this run has ended, or does not answer ({checkpoints.first_line(e)}); "
                          f"{checkpointer.last_good()}") from e
 
 

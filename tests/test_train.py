@@ -17,6 +17,7 @@ from test_data import byte_level_json
 
 import checkpoint as checkpoints
 from model import GPT, GPTConfig
+from training.log import Log
 
 FOREVER = '--max_iters=1000000', '--eval_interval=1000000'
 
@@ -246,3 +247,15 @@ def test_a_compiled_training_step_is_the_step(kind, backend):
     assert losses[2:] == pytest.approx(losses[:2], abs=1e-5) and losses[1] < losses[0]
     for (name, p), q in zip(model.named_parameters(), twin.parameters()):
         assert torch.allclose(p, q, atol=1e-3), name  # AdamW's first step divides each gradient by itself
+
+
+def test_slow_iterations_are_said_once_on_stderr(capsys):
+    """Five in a row, as beside another program; one that takes long, as a sleeping laptop has it, is passed over."""
+    log = Log(None)
+    for dt in [0.04, 0.03, 1.0, *[0.03] * 5, *[0.14] * 9, *[0.2, 0.2, 0.2, 0.2, 0.03]]:
+        log.say_if_slow(dt)
+    assert not capsys.readouterr().err
+    for dt in [1.7] * 20 + [0.03] + [1.7] * 20:
+        log.say_if_slow(dt)
+    said, = capsys.readouterr().err.splitlines()
+    assert 'takes 1,700 ms now and took 30 before' in said and 'OMP_NUM_THREADS' in said

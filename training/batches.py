@@ -81,25 +81,42 @@ def open_tokens(folder, split, block_size):
     The token ids of a split, as a memory map of its file (`split`.bin: uint16, or the dtype in meta.json).
 
     ValueError if the file is missing, if its size is not a whole number of tokens, if it is shorter than one row of a
-    batch, which takes block_size + 1 tokens, or if without a named dtype its ids have more than two bytes: then the
-    upper halves of ids are zeros, or small numbers where a vocabulary has up to a million tokens.
+    batch, which takes block_size + 1 tokens, or if its ids are of another dtype.
     """
     path = token_file(folder, split)
     named = tokenizers.read_meta(folder).get('dtype')
     dtype = np.dtype(named or 'uint16')
     if not os.path.isfile(path):
         raise ValueError(f"no {path}: run python {os.path.join(folder, 'prepare.py')}")
+    check_dtype(path, named)
     n_bytes = os.path.getsize(path)
     if n_bytes % dtype.itemsize or n_bytes // dtype.itemsize <= block_size:
         raise ValueError(f"{path} has {n_bytes / dtype.itemsize:g} tokens ({dtype}), but one row takes block_size + 1 "
                          f"= {block_size + 1}: prepare more text or lower block_size")
-    tokens = np.memmap(path, dtype=dtype, mode='r')
-    low, high = tokens[:2**15:2], tokens[1:2**15:2]
-    if not named and (high.max() == 0 < low.max() or high.max() < 16 and low.max() >= 4096):
-        raise ValueError(f"{path} seems to hold ids of 4 or 8 bytes, and is read as uint16: write them with "
-                         f"ids.astype(np.uint16).tofile('{path}'), or put their dtype (\"dtype\": \"uint16\" or "
-                         f"\"uint32\") into {folder}/meta.json")
-    return tokens
+    return np.memmap(path, dtype=dtype, mode='r')
+
+
+def check_dtype(path, named):
+    """
+    ValueError if a file is a .npy file, or if the ids at its beginning have more bytes than those of the dtype that
+    meta.json names, or None. uint16, where it is named, is believed.
+    """
+    with open(path, 'rb') as f:
+        start = f.read(1 << 16)
+    rewrite = f"write them with ids.astype(np.uint16).tofile('{path}'), or uint32 if an id is above 65,535"
+    if start.startswith(b'\x93NUMPY'):
+        raise ValueError(f"{path} is a .npy file, but must hold the ids alone: {rewrite}")
+    parts = np.frombuffer(start[:len(start) // 8 * 8], dtype='<u2').reshape(-1, 4)  # of numbers of 8 bytes
+    if named == 'uint16' or len(parts) < 8:
+        return
+    low, high = (parts[:, :2], parts[:, 2:]) if named else (parts[:, ::2], parts[:, 1::2])
+    # of ids with more bytes, the upper halves are zeros, or small numbers where a vocabulary has up to a million tokens
+    if high.max() == 0 < low.max() or not named and high.max() < 16 and low.max() >= 4096:
+        if not parts[:, 2:].any():
+            raise ValueError(f"{path} holds ids of 8 bytes (int64), not {named or 'uint16'}: {rewrite}, and name that "
+                             "dtype in meta.json")
+        raise ValueError(f"{path} holds ids of 4 bytes, and without a dtype in meta.json they are read as uint16: put "
+                         f'"dtype": "uint32" into {os.path.dirname(path)}/meta.json (or "uint16", if they are that)')
 
 
 class Batches:

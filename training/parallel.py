@@ -110,7 +110,7 @@ def sharded_like(p, x):
 
 
 def is_of_lost_process(e):
-    """Does a RuntimeError of torch say that another process has ended, or cannot be reached?"""
+    """Does a RuntimeError of torch say that another process has ended, or does not answer?"""
     lost = (r'connection (closed|reset)|no route to host|broken pipe|timed out|timeout|remote process exited|'
             r'nccl(?! built in)')  # "doesn't have NCCL built in"
     return isinstance(e, dist.DistError) or bool(re.search(lost, str(e).lower()))
