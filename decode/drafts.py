@@ -102,7 +102,8 @@ class ModelDraft:
     """
     Another model with the same vocabulary, usually a smaller one. executor: of it, on the slots of pool, a
     `kvcache.BlockPool`; nothing else uses the two. It reads the texts of the calls, whatever becomes of these in the
-    pool of the model itself. Where there is no room for all texts of a call, it proposes nothing.
+    pool of the model itself. Where there is no room for all texts of a call, or one fills its context, it proposes
+    nothing.
 
     texts: {sequence of the last call: its `Text`}.
     """
@@ -147,15 +148,12 @@ class ModelDraft:
 
     def has_room(self, text, k):
         """
-        Are there slots for all tokens of a text and k proposals? The proposals that were drawn since are counted as
-        computed before. A text that is too long for the context begins anew with the tokens of half of one.
+        Are there positions and slots for all tokens of a text and k proposals? The proposals that were drawn since are
+        counted as computed before.
         """
         self.pool.computed(text, text.n_right())
-        n, most, text.proposed = len(text.tokens), self.executor.model.config.max_positions, []
-        if n - text.start + k - 1 > most:
-            self.pool.free(text)
-            text.start = n - most // 2
-        n_positions = n - text.start + k - 1  # the last proposal needs none
+        text.proposed, n_positions = [], len(text.tokens) + k - 1  # the last proposal needs none
+        most = self.executor.model.config.max_positions
         return n_positions <= most and self.pool.extend(text, n_positions - text.n_computed)
 
     def compute(self, texts, new, k):
@@ -168,25 +166,21 @@ class ModelDraft:
 
 class Text:
     """
-    The text of a sequence for a `ModelDraft`, from token number `start` on. It has what an executor and a pool read of
-    a sequence. proposed: what was proposed last; all of it but the last one is in the slots behind n_computed.
+    The text of a sequence for a `ModelDraft`. It has what an executor and a pool read of a sequence. proposed: what was
+    proposed last; all of it but the last one is in the slots behind n_computed.
     """
+    whole = True
 
     def __init__(self, sequence):
-        self.sequence, self.tokens, self.settings = sequence, sequence.tokens, sequence.settings
-        self.start, self.proposed = 0, []
+        self.sequence, self.tokens, self.settings, self.proposed = sequence, sequence.tokens, sequence.settings, []
 
     @property
     def n_drawn(self):
         return self.sequence.n_drawn
 
-    @property
-    def whole(self):
-        return self.start == 0
-
     def unread(self):
         """The tokens that are not computed, a list. The newest one is not among them."""
-        return self.tokens[self.start + self.n_computed:-1]
+        return self.tokens[self.n_computed:-1]
 
     def n_right(self):
         """How many of the proposals in the slots have been drawn since."""

@@ -184,8 +184,7 @@ class DrawTable:
                 sampling.SEEDS: np.array([s.seed for s in settings], np.uint64), sampling.CHANGES: changes,
                 sampling.STOP_STARTS: starts,
                 sampling.STOPS: np.array([token for s in settings for token in s.stops], np.int64),
-                sampling.ROWS: np.arange(len(settings)), sampling.NUMBERS: np.zeros(len(settings), np.int64),
-                sampling.SCRATCH: self.scratch}
+                sampling.NUMBERS: np.zeros(len(settings), np.int64), sampling.SCRATCH: self.scratch}
             self.table, self.settings = sampling.table_of(self.vocab_size, self.arrays), settings
         self.arrays[sampling.NUMBERS][:] = [s.n_drawn + done for s in sequences]
         self.arrays[sampling.STOP_SOON] = stop_soon

@@ -4,10 +4,6 @@ A model's weights in the order in which the compiled step reads them.
 The model stays as it is, in a file if it is memory-mapped. The packed copy takes 4, 2, 1 or 0.5625 bytes a weight:
 float32, bfloat16, int8 or int4. In int4 lm_head is int8, because its rounding errors reach the logits unmixed.
 """
-import ctypes
-import re
-import sys
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -20,7 +16,6 @@ from decode.kernel.linears import INT4_VECTORS
 from decode.kernel.threads import aligned
 from decode.kernel.vectors import LANES, padded
 
-MADV_PAGEOUT = 21
 ROWS_AT_ONCE = 2**12  # of a matrix that is packed: the numbers on the way take memory too
 LARGEST = -7, -7.5, -8, -8.5, -9, -9.5  # what the largest number of a group is divided into, see `quantise_groups`
 WEIGHTS = {'float32': np.float32, 'bfloat16': np.uint16, 'int8': np.int8, 'int4': np.uint32}  # types of the panels
@@ -138,21 +133,6 @@ def pack_groups(out, w):
     sheets.view(torch.uint8).unflatten(-1, (LANES, -1))[:, :, 1:] = (lower | upper << 4).permute(0, 3, 4, 1, 2, 5)
 
 
-def page_out(tensors):
-    """
-    Take those of the tensors that are memory-mapped safetensors files out of memory. They are read from their files
-    again when they are used, and what was written to them stays. On other systems than Linux this does nothing.
-    """
-    if sys.platform != 'linux':
-        return
-    used = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors]
-    with open('/proc/self/maps') as maps:
-        files = re.findall(r'^([0-9a-f]+)-([0-9a-f]+) .*\.safetensors$', maps.read(), re.M)
-    for start, end in [(int(start, 16), int(end, 16)) for start, end in files]:
-        if any(start <= first and last <= end for first, last in used):
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_PAGEOUT)
-
-
 class PackedWeights:
     """
     A model's weights as the compiled step reads them. `fill` copies them, and does so again after they have changed.
@@ -218,7 +198,6 @@ class PackedWeights:
         for of_layer, block in zip(self.head_norm_weight, self.model.transformer.h if c.qk_norm else ()):
             for weight, norm in zip(of_layer, (block.attn.q_norm, block.attn.k_norm)):
                 weight[:c.head_dim] = norm.weight.float()
-        page_out([p.detach() for p in self.model.parameters()])
 
     def pack_rows(self, w, at, weights):
         """Pack whole sheets of rows, w (rows, K), from weight number `at` on. Returns the scales of int8 rows."""

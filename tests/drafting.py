@@ -4,24 +4,12 @@ from collections import defaultdict
 
 import numpy as np
 import torch
-from example_models import f32
+from tiny_models import VOCAB, model_of  # noqa: F401 (model_of is for those who import from here)
 
 import decode
 from decode.cpu import CPUExecutor
 from decode.speculative import Drafting, Pace
 from kvcache import BlockPool, make_layers
-
-V = 29
-KINDS = {  # every kind of positions, with and without grouped heads, windows and sinks
-    'learned': dict(), 'learned window': dict(window=5, n_sink=1), 'none': dict(position='none', n_kv_head=1),
-    'rope': dict(position='rope', n_kv_head=2), 'rope window sinks': dict(position='rope', window=6, n_sink=3),
-    'alibi': dict(position='alibi', gelu='tanh'), 'none window sinks': dict(position='none', window=20, n_sink=18),
-    'llama': dict(position='rope', n_kv_head=2, norm='rms', mlp='swiglu', n_inner=40, rope_scaling=(8.0, 1.0, 4.0, 16)),
-    'qwen window': dict(position='rope', window=9, norm='rms', mlp='swiglu', head_dim=16, qk_norm=True, tied=False)}
-
-
-def model_of(kind, seed=0, **how):
-    return f32(seed, **(dict(block_size=40, vocab_size=V, n_head=4, n_embd=48) | KINDS[kind] | how))
 
 
 def model_draft(model, n_pages=64, page_size=4):
@@ -65,7 +53,7 @@ class AnyDraft:
     def propose(self, batch, k, n_threads):
         self.then(n_threads)
         shape = k, len(batch.sequences)
-        return self.random.integers(0, V, shape) if self.token is None else np.full(shape, self.token)
+        return self.random.integers(0, VOCAB, shape) if self.token is None else np.full(shape, self.token)
 
 
 def drafting(model, draft, weights='float32', k=None, threads=1):

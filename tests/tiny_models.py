@@ -1,4 +1,4 @@
-"""Tiny models of every kind: positions, grouped heads, windows, sinks, families."""
+"""Tiny models of every kind (positions, grouped heads, windows, sinks, families), and how tokens are drawn."""
 import torch
 
 from model import GPT, GPTConfig
@@ -11,6 +11,10 @@ MODELS = {
     'none window sinks': dict(position='none', window=20, n_sink=18),
     'llama': dict(position='rope', n_kv_head=2, norm='rms', mlp='swiglu', n_inner=40, rope_scaling=(8.0, 1.0, 4.0, 16)),
     'qwen window': dict(position='rope', window=9, norm='rms', mlp='swiglu', head_dim=16, qk_norm=True, tied=False)}
+
+# settings of draws, each of which draws other tokens
+HOWS = [dict(), dict(temperature=0.0), dict(top_k=5), dict(top_p=0.7, temperature=1.5), dict(frequency_penalty=1.0),
+        dict(repetition_penalty=1.5, min_p=0.05), dict(stops=[3, 4, 5], min_tokens=6), dict(logit_bias={7: 4.0})]
 
 
 def model_of(kind, seed=0, dtype=torch.float32, **how):

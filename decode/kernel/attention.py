@@ -63,7 +63,7 @@ from decode.kernel.vectors import (
     zeros,
 )
 
-# the keys and values of a layer, and the float32 scales of both if they are int8; see metadata.py
+# the keys and values of a layer, and the float32 scales of both if they are int8; see kvcache/storage.py
 LayerKV = namedtuple('LayerKV', 'k v k_scale v_scale')
 
 # where a key or value is: at offsets[key] + head

@@ -1,8 +1,8 @@
 """
-The next token of each sample of a step, drawn from its row of logits: the compiled twin of decode/draw.py.
+The next token of each sequence of a step, drawn from its row of logits: the compiled twin of decode/draw.py.
 
 `DRAW` is called by the threads of the model's compiled step, after each step. It first applies the biases, the
-min_tokens and the penalties of the sample to its logits. A row of 50,000 numbers is read a few times and never sorted
+min_tokens and the penalties of the sequence to its logits. A row of 50,000 numbers is read a few times and never sorted
 as a whole. Weights are float32, as torch's softmax computes them, and so are the sums of BLOCK of them. Sums of those
 are float64.
 
@@ -40,33 +40,33 @@ from decode.kernel.vectors import (
 CHUNK = 64  # tokens whose largest logit is known
 BLOCK = 256  # tokens whose weights are added up together
 FEW, N_NARROWINGS = 256, 7  # `border` stops at an interval with at most FEW tokens, or after N_NARROWINGS passes
-# columns of a sample's settings
+# columns of the settings of a sequence, as in NAMES of decode/draw.py
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = range(8)
 # rows of the scratch, float64 (N_SCRATCH, vocab_size); most of them are used as float32 or int64
 WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
 
-# indices of the int64 table that describes the samples of a step
-(N_SAMPLES, VOCAB_SIZE,
- # addresses of arrays with one entry for each sample. The entry is an int64 unless the line names another type
- ROWS,         # the row of its logits
+# indices of the int64 table that describes the sequences of a step, in the order of their rows of logits
+(N_SEQUENCES, VOCAB_SIZE,
+ # addresses of arrays with one entry for each sequence. The entry is an int64 unless the line names another type
  SETTINGS,     # float64 (N_SETTINGS,)
  SEEDS,
- NUMBERS,      # how many tokens it has generated
+ NUMBERS,      # how many tokens it has drawn
  CHANGES,      # (N_CHANGES,), see below
- STOP_STARTS,  # where its stop tokens begin in STOPS, and behind the last sample where they end
- # addresses of arrays that all samples share
+ STOP_STARTS,  # where its stop tokens begin in STOPS, and behind the last sequence where they end
+ # addresses of arrays that all sequences share
  STOPS,        # int64
  SCRATCH,      # float64 (N_THREADS, N_SCRATCH, vocab_size)
  STOP_SOON,    # int64. Another thread sets it to 1; then no step follows
  # numbers
  N_THREADS,    # how many threads have scratch; others draw nothing
  UNTIL,        # nanoseconds of `clock`. No step begins after this time
- N_TABLE) = range(14)
+ N_TABLE) = range(13)
 
-GOLDEN = uint64(0x9E3779B97F4A7C15)
+GOLDEN = uint64(0x9E3779B97F4A7C15)  # of the noise, as in decode/draw.py
+LEAST_WEIGHT = -87.0  # weights below e ** -87 of the largest are 0, as there
 
-# indices of the int64 entry of CHANGES, which says what is done to the logits of a sample
-(COUNTS,       # the address of int64 (vocab_size,): how often each token was generated; 0 without penalties
+# indices of the int64 entry of CHANGES, which says what is done to the logits of a sequence
+(COUNTS,       # the address of int64 (vocab_size,): how often each token was drawn; 0 without penalties
  IN_PROMPT,    # the address of uint8 (vocab_size,): 1 for the tokens of the prompt
  N_BIASES, BIAS_TOKENS, BIASES,  # n_biases, and the addresses of int64 and float64 (n_biases,)
  MIN_TOKENS,   # so many tokens are drawn before a stop token can be
@@ -89,11 +89,11 @@ def noise_key(seed, number):
 
 @njit
 def exponentials(values, n, largest, factor, weights):
-    """weights[i] = exp((values[i] - largest) * factor), float32; 0 below e ** -87."""
+    """weights[i] = exp((values[i] - largest) * factor), float32; 0 below e ** LEAST_WEIGHT."""
     top, times = splat(largest), splat(factor)
     for i in range(0, n, LANES):
         v = (load_until(values, i, n) - top) * times
-        store_until(weights, i, zero_below(v, constant(-87.0), exp(v)), n)
+        store_until(weights, i, zero_below(v, constant(LEAST_WEIGHT), exp(v)), n)
 
 
 @njit
@@ -135,7 +135,7 @@ def threshold(values, masses, n, target):
     low, high, before, x = 0, n, 0.0, uint64(0)
     while True:
         # the median of three values at random places: fixed places would be slow where logits rise and then fall
-        x, n = mixed(x + uint64(0x9E3779B97F4A7C15)), high - low
+        x, n = mixed(x + GOLDEN), high - low
         i, j, k = np.int64(x >> uint64(1)) % n, np.int64(x >> uint64(21)) % n, np.int64(x >> uint64(41)) % n
         a, b, c = values[low + i], values[low + j], values[low + k]
         pivot = max(min(a, b), min(max(a, b), c))
@@ -331,7 +331,7 @@ def drawn(row, n, settings, key, scratch):
 
 @njit
 def change(row, n, changes, settings, number, stops, n_stops):
-    """Apply biases, min_tokens and penalties to a sample's n logits, in place, in the order of vLLM."""
+    """Apply biases, min_tokens and penalties to the n logits of a sequence, in place, in the order of vLLM."""
     tokens, biases = longs_at(changes[BIAS_TOKENS]), doubles_at(changes[BIASES])
     for i in range(changes[N_BIASES]):
         row[tokens[i]] += biases[i]
@@ -351,12 +351,12 @@ def change(row, n, changes, settings, number, stops, n_stops):
 
 @njit
 def next_token(table, i, row, scratch):
-    """Draw the next token of sample i from a row of logits. scratch: the address of the thread's."""
+    """Draw the next token of sequence i from a row of logits. scratch: the address of the thread's."""
     V, number = table[VOCAB_SIZE], longs_at(table[NUMBERS])[i]
     settings, changes = doubles_at(table[SETTINGS] + 8 * N_SETTINGS * i), longs_at(table[CHANGES] + 8 * N_CHANGES * i)
     if changes[COUNTS] != 0 or changes[N_BIASES] != 0 or number < changes[MIN_TOKENS]:
         own, (stops, n_stops) = floats_at(scratch + 8 * V * CHANGED), stops_of(table, i)
-        for t in range(V):  # samples of one prompt may share a row
+        for t in range(V):  # the row stays: its logits may be wanted
             own[t] = row[t]
         change(own, V, changes, settings, number, stops, n_stops)
         row = own
@@ -369,7 +369,7 @@ def next_token(table, i, row, scratch):
 
 @njit
 def stops_of(table, i):
-    """The tokens that end sample i, and how many these are."""
+    """The tokens that end sequence i, and how many these are."""
     starts = longs_at(table[STOP_STARTS])
     return longs_at(table[STOPS] + 8 * starts[i]), starts[i + 1] - starts[i]
 
@@ -385,33 +385,32 @@ def is_stop(table, i, token):
 
 def draw_tokens(table_at, logits_at, tokens_at, thread, n_threads):
     """
-    Draw tokens for the samples of a table from logits float32 (W, vocab_size). This thread draws for the samples
-    thread, thread + n_threads, ... Returns 1 if another step may follow; 0 if one of its tokens ends its sample, if
-    STOP_SOON is set, or if it is late.
+    Draw tokens for the sequences of a table from logits float32 (N_SEQUENCES, vocab_size). This thread draws for the
+    sequences thread, thread + n_threads, ... Returns 1 if another step may follow; 0 if one of its tokens ends its
+    sequence, if STOP_SOON is set, or if it is late.
     """
     table, tokens, ended = longs_at(table_at), longs_at(tokens_at), False
-    V, rows, n_threads = table[VOCAB_SIZE], longs_at(table[ROWS]), min(n_threads, table[N_THREADS])
+    V, n_threads = table[VOCAB_SIZE], min(n_threads, table[N_THREADS])
     if thread >= n_threads:
         return 1
-    for i in range(thread, table[N_SAMPLES], n_threads):
-        tokens[i] = next_token(table, i, floats_at(logits_at + 4 * V * rows[i]),
-                               table[SCRATCH] + 8 * V * N_SCRATCH * thread)
+    for i in range(thread, table[N_SEQUENCES], n_threads):
+        tokens[i] = next_token(table, i, floats_at(logits_at + 4 * V * i), table[SCRATCH] + 8 * V * N_SCRATCH * thread)
         ended |= is_stop(table, i, tokens[i])
     return 0 if ended or observe(longs_at(table[STOP_SOON]), 0) != 0 or clock() >= table[UNTIL] else 1
 
 
 def verify_tokens(table_at, logits_at, tokens_at, n, _):
     """
-    Draw up to n tokens of each sample from logits float32 (N_SAMPLES, n, vocab_size), which were computed behind its
-    newest token and n - 1 proposals. A sample draws on while what it has drawn is what was proposed: the logits behind
-    any other token are not those of its text.
+    Draw up to n tokens of each sequence from logits float32 (N_SEQUENCES, n, vocab_size), which were computed behind
+    its newest token and n - 1 proposals. A sequence draws on while what it has drawn is what was proposed: the logits
+    behind any other token are not those of its text.
 
-    tokens: int64 (n + 1, N_SAMPLES). Row 0 has the newest tokens, the next n - 1 rows have the proposals. Rows 1 to n
-    get the tokens that are drawn, and -1 behind the last of a sample. Returns the most tokens of a sample; the same
-    number negative if a token ends its sample.
+    tokens: int64 (n + 1, N_SEQUENCES). Row 0 has the newest tokens, the next n - 1 rows have the proposals. Rows 1 to n
+    get the tokens that are drawn, and -1 behind the last of a sequence. Returns the most tokens of a sequence; the same
+    number negative if a token ends its sequence.
     """
     table, tokens, most, ended = longs_at(table_at), longs_at(tokens_at), 0, False
-    B, V = table[N_SAMPLES], table[VOCAB_SIZE]
+    B, V = table[N_SEQUENCES], table[VOCAB_SIZE]
     for i in range(B):
         tokens[n * B + i] = 0
     for j in range(1, n + 1):
@@ -432,9 +431,9 @@ DRAW, VERIFY = CFunction(draw_tokens), CFunction(verify_tokens)
 
 
 def table_of(vocab_size, arrays):
-    """The table of samples that the arrays, {index: array}, describe. They must live as long as the table is used."""
+    """The table of sequences that the arrays, {index: array}, describe. They must live as long as the table is used."""
     table = np.zeros(N_TABLE, np.int64)
-    table[N_SAMPLES], table[VOCAB_SIZE], table[N_THREADS] = len(arrays[SEEDS]), vocab_size, len(arrays[SCRATCH])
+    table[N_SEQUENCES], table[VOCAB_SIZE], table[N_THREADS] = len(arrays[SEEDS]), vocab_size, len(arrays[SCRATCH])
     for index, array in arrays.items():
         table[index] = array.ctypes.data
     return table

@@ -12,7 +12,7 @@ sinks, and FIRST_POSITION is 0.
 The whole step is one function, `gpt_step`, which every thread runs from top to bottom. The threads share the heads of
 attention and the rows of the weight matrices. At a barrier they wait for each other where one needs the results of the
 others: four times a layer. Starting and joining threads for each matmul would cost a small model more than its
-arithmetic. In a call of several steps they also share the samples whose next tokens are drawn.
+arithmetic. In a call of several steps they also share the sequences whose next tokens are drawn.
 
 The logits of a token have the same bits whatever else is in the step: every sum has one order, which depends on the
 token's position alone, and no thread takes part in the sum of another.

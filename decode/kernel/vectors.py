@@ -291,7 +291,7 @@ def lanes_from(builder, n):
 
 @instruction(types.float32)
 def sum_lanes(builder, v):
-    """The sum of the lanes, folded in halves: the order in which `tiles.sum_each` adds those of each vector"""
+    """The sum of the lanes, folded in halves: the order in which `sum_each` adds those of each vector"""
     width = LANES
     while width > 1:
         width //= 2
