@@ -76,18 +76,17 @@ def noise_of(seed, number, tokens):
     return np.array([-math.log(((hashed(key + (token + 1) * golden) >> 12) + 0.5) * 2.0**-52) for token in tokens])
 
 
-def is_drawn(token, row, sample):
-    """(is this token what the sample draws?, is it so but for rounding?) row: float32 logits."""
+def drawn_by_numpy(row, sample):
+    """The token that a sample draws, and all that it draws but for rounding. row: float32 logits."""
     row, how = changed(row, sample), {name: sample.how.get(name, value) for name, value in KEPT.items()}
-    found = []
-    for slack in (0.0, 1e-5, -1e-5):
-        p = probabilities(row, **how, slack=slack)
-        tokens = p.nonzero()[0].tolist()
+    of_slack = [probabilities(row, **how, slack=slack) for slack in (0.0, 1e-5, -1e-5)]
+    tokens, scores, close = np.max(of_slack, axis=0).nonzero()[0], np.full(len(row), -math.inf), set()
+    noise = np.log(noise_of(sample.how.get('seed', 0), len(sample.drawn), tokens.tolist()))
+    for p in reversed(of_slack):
         with np.errstate(divide='ignore'):
-            scores = np.log(p[tokens]) - np.log(noise_of(sample.how.get('seed', 0), len(sample.drawn), tokens))
-        best = scores.argmax()
-        found += [tokens[best] == token, token in tokens and scores[best] - scores[tokens.index(token)] < CLOSE]
-    return found[0], any(found)
+            scores[tokens] = np.log(p[tokens]) - noise
+        close |= {*(scores > scores.max() - CLOSE).nonzero()[0].tolist()}
+    return int(scores.argmax()), close
 
 
 def both(rows, samples):
@@ -138,11 +137,9 @@ def test_both_draw_what_numpy_draws():
         rows = SHAPES[shape](rows_of(count, vocab_size, number)).astype(np.float32)
         samples = [any_sample(chooser, vocab_size, seed) for seed in range(number, number + count)]
         for row, sample, *tokens in zip(rows, samples, *both(rows, samples)):
-            for token in tokens:
-                exactly, nearly = is_drawn(token, row, sample)
-                assert nearly, (vocab_size, shape, sample.how, tokens)
-                n_close += not exactly
-            n, n_close = n + 1, n_close + (tokens[0] != tokens[1])
+            expected, close = drawn_by_numpy(row, sample)
+            assert {*tokens} <= close, (vocab_size, shape, sample.how, tokens)
+            n, n_close = n + 1, n_close + (tokens != [expected, expected])
     print(f"{n_close} that are close among {n} draws")
     assert n >= 200 and 100 * n_close <= n
 
@@ -207,12 +204,6 @@ def test_a_draw_is_a_function_of_its_row_settings_seed_and_number():
     for s, texts in zip(settings, alone):
         s.count(texts[0][:2])
     assert draw(torch.from_numpy(rows), settings, [2] * 64).tolist() == [texts[0][2] for texts in alone]
-
-
-def test_samples_of_one_row_have_seeds_of_their_own():
-    rows = np.repeat(rows_of(1, 1000, scale=0.1), 8, axis=0)
-    for tokens in both(rows, [Sample(1000, seed=5 + i) for i in range(8)]):
-        assert len(set(tokens)) > 4
 
 
 @pytest.mark.parametrize('n_threads', [1, 2, 3, 7, 99])

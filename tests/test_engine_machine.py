@@ -8,7 +8,6 @@ import io
 import sys
 
 import numpy as np
-import pytest
 import torch
 from conftest import sizes
 from hypothesis import settings
@@ -255,20 +254,3 @@ class EngineMachine(RuleBasedStateMachine):
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=sizes(60, 1000), stateful_step_count=sizes(40, 100), deadline=None,
                                report_multiple_bugs=False)
-
-
-@pytest.mark.parametrize('n', [1, 3])
-def test_the_machine_sees_a_wrong_token(n):
-    """The judge itself: a client whose samples get a token of another seed raises."""
-    machine = EngineMachine()
-    machine.begin(8, 4, 12, {})
-    request = request_of('1', [1, 2], 8, 5, n, ignore_eos=True)
-    client = Client(machine.executor, request, 0)
-    for how in client.settings:
-        how.seed += 70
-    machine.thread.submit(request)
-    with contextlib.redirect_stderr(io.StringIO()):
-        for _ in range(10):
-            machine.thread.run_once()
-    engine_thread.pause = pause
-    assert client.wrong

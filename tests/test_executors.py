@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import WEIGHTS, sizes
 from plain_gpt import plain
-from tiny_models import MODELS, VOCAB, model_of
+from tiny_models import HOWS, MODELS, VOCAB, model_of
 
 from decode import cpu
 from decode.batch import Batch, NotNumbers, Refused, Runs
@@ -33,8 +33,6 @@ WIDTHS = [dict(), dict(n_embd=64), dict(n_embd=24, n_head=4), dict(n_embd=128)] 
 MORE = {'qwen2 sinks': ('llama', dict(qkv_bias=True, bias=False, window=7, n_sink=2)),
         'alibi window sinks': ('alibi', dict(n_kv_head=1, window=21, n_sink=3))}
 KINDS = {name: (name, {}) for name in MODELS} | MORE
-HOWS = [dict(), dict(temperature=0.0), dict(top_k=5), dict(top_p=0.7, temperature=1.5), dict(frequency_penalty=1.0),
-        dict(repetition_penalty=1.5, min_p=0.05), dict(stops=[3, 4, 5], min_tokens=6), dict(logit_bias={7: 4.0})]
 
 
 class Text:
@@ -468,19 +466,6 @@ def test_a_nan_in_keys_or_values_reaches_the_logits_of_its_sequence_alone(weight
         slots.executor.execute_model(slots.batch({some[1]: 1}, 1))
         stored[1, slot, 2] = before
     slots.executor.execute_model(slots.batch({some[0]: 1}, 1))
-
-
-def test_far_from_zero_both_gelus_are_right():
-    """Their inputs are as large as 20 here, where the two differ by up to 5e-4 and overflow would show."""
-    for gelu in ('none', 'tanh'):
-        model = model_of('learned', gelu=gelu)
-        with torch.no_grad():
-            for block in model.transformer.h:
-                block.mlp.c_fc.weight.mul_(10)
-        some = texts(2, 16)
-        for text, expected in zip(some, judged(model, some)):
-            logits = Slots(CPUExecutor(model)).logits({text: 16})[0]
-            assert (logits - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
 def test_autocast():

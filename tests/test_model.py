@@ -1,13 +1,10 @@
-"""model.py against the judge, without its cache: logits, gradients, attention, and which settings make no GPT."""
-import math
-
+"""model.py against the judge, without its cache: logits, gradients, and which settings make no GPT."""
 import plain_gpt
 import pytest
 import torch
 from tiny_models import MODELS, VOCAB, model_of
 
-from model import GPT, GPTConfig, attend
-from positions import Positions
+from model import GPT, GPTConfig
 
 
 def tiny(seed=0, **changes):
@@ -112,33 +109,3 @@ def test_a_training_step_saves_no_more_for_backward_than_without_cache_code():
         logits = model.lm_head(model.transformer.ln_f(x)).view(-1, 31)
         torch.nn.functional.cross_entropy(logits, idx.view(-1), ignore_index=-1)
     assert saved_bytes(lambda: model(idx, idx)) <= saved_bytes(without_cache_code)
-
-
-def test_attention_itself_refuses_what_does_not_fit():
-    model = tiny().eval()
-    attn = model.transformer.h[0].attn
-
-    def positions(start, end):
-        return Positions(model.config, torch.arange(start, end), torch.float32)
-    _, cache = attn(torch.randn(2, 15, 16), positions(0, 15), model.empty_cache(2)[0])
-    for x in (torch.randn(2, 2, 16), torch.randn(1, 1, 16), torch.randn(3, 1, 16)):
-        with pytest.raises(ValueError):
-            attn(x, positions(15, 15 + x.size(1)), cache)
-    y, cache = attn(torch.randn(2, 1, 16), positions(15, 16), cache)
-    assert y.shape == (2, 1, 16) and cache.cache_pos == 16
-    with pytest.raises(ValueError, match='16 .* 1 .* 16'):
-        attn(torch.randn(2, 1, 16), positions(15, 16), cache)
-    assert attn(torch.randn(2, 3, 16), positions(0, 3))[1] is None
-
-
-@pytest.mark.parametrize('T_past', [0, 1, 5])
-def test_attend_against_torchs_lower_right_bias_and_with_a_mask(T_past):
-    from torch.nn.attention.bias import causal_lower_right
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4 + T_past, 8), torch.randn(2, 3, 4 + T_past, 8)
-    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(4, 4 + T_past))
-    torch.testing.assert_close(attend(q, k, v), theirs)
-    sees_all = attend(q, k, v, mask=torch.ones(4, 4 + T_past, dtype=torch.bool))
-    torch.testing.assert_close(sees_all, torch.softmax(q @ k.mT / math.sqrt(8), -1) @ v)
-    torch.testing.assert_close(attend(q, k, v)[:, :, -1], sees_all[:, :, -1])
-    assert not torch.allclose(attend(q, k, v)[:, :, 0], sees_all[:, :, 0])

@@ -12,6 +12,7 @@ import torch
 
 from decode.batch import Drawn, NotNumbers
 from decode.draw import draw
+from decode.eager import drawn_from
 from model import GPT, GPTConfig
 
 MODULUS = 2**24 - 3  # what float32 holds exactly
@@ -83,10 +84,7 @@ class ToyExecutor:
     def single(self, batch):
         logits = self.one_step(batch.sequences, batch.counts, batch.tokens, batch.positions)
         rows, parts = batch.rows()
-        logits = logits[rows]
-        drawn = [self.drawn(logits[part.stop - 1:part.stop], s, [])
-                 for s, part, n in zip(batch.sequences, parts, batch.n_steps) if n]
-        return batch.result(drawn, logits, parts)
+        return drawn_from(logits[rows], batch, parts)
 
     @staticmethod
     def drawn(logits, sequence, found):
@@ -147,12 +145,7 @@ class NextLetter(ToyExecutor):
         (rows, parts), V = batch.rows(), self.model.config.vocab_size
         ids = torch.from_numpy(batch.tokens)
         logits = torch.full((len(rows), V), -1000.0).scatter_(1, (ids[rows, None] + 1) % V, 0.0)
-        drawing = [(part.stop - 1, s) for s, part, n in zip(batch.sequences, parts, batch.n_steps) if n]
-        for _, s in drawing:
-            s.settings.count(s.tokens[s.n_prompt:])
-        drawn = draw(logits[[row for row, _ in drawing]], [s.settings for _, s in drawing],
-                     [s.n_drawn for _, s in drawing]).tolist() if drawing else []
-        return batch.result(drawn, logits, parts)
+        return drawn_from(logits, batch, parts)
 
 
 def version_of(model):
