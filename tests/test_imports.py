@@ -89,33 +89,24 @@ def test_pools_and_the_engine_know_no_compiled_step():
 
 LOADED = """
 import importlib, os, sys
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-for name, module in sys.modules.items():
-    path = getattr(module, '__file__', None) or ''
-    if name == 'numba' or path.startswith(os.getcwd() + os.sep) and 'site-packages' not in path:
-        print(name)
+for names in sys.argv[1:]:
+    for name in names.split():
+        importlib.import_module(name)
+    paths = {name: getattr(module, '__file__', None) or '' for name, module in sys.modules.items()}
+    print(*[name for name, path in paths.items() if not name.startswith('__') and (name == 'numba'
+            or path.startswith(os.getcwd() + os.sep) and 'site-packages' not in path)])
 """
 
 
-def loaded_by(*names):
-    """The modules of ours, and numba, that are loaded when these are imported."""
-    done = run(ROOT, '-c', LOADED, *names)
-    assert done.returncode == 0, done.stderr
-    return [name for name in done.stdout.split() if not name.startswith('__')]
-
-
-def test_the_engine_is_a_few_files():
-    loaded = loaded_by('engine')
-    assert 8 < len(loaded) <= 16 and 'numba' not in loaded, loaded
-
-
-def test_what_is_there_to_be_compared_is_loaded_by_name_only():
+def test_the_engine_is_a_few_files_and_what_is_there_to_be_compared_is_loaded_by_name_only():
     """kvcache/llamacpp and openppl.py are reading matter: what samples or serves imports them inside of a function."""
-    serving = ['serving.loading', 'serving.server'] * all(map(find_spec, SERVING))
-    loaded = loaded_by('sample', 'test_kv_cache', 'decode.cpu', 'decode.speculative', 'engine', *serving)
-    assert len(loaded) > 25
-    assert not [name for name in loaded if name.startswith(('kvcache.llamacpp', 'kvcache.openppl'))]
+    serving = 'serving.loading serving.server' if all(map(find_spec, SERVING)) else ''
+    done = run(ROOT, '-c', LOADED, 'engine', f'sample test_kv_cache decode.cpu decode.speculative {serving}')
+    assert done.returncode == 0, done.stderr
+    of_engine, of_all = (line.split() for line in done.stdout.splitlines())
+    assert 8 < len(of_engine) <= 16 and 'numba' not in of_engine, of_engine
+    assert len(of_all) > 25
+    assert not [name for name in of_all if name.startswith(('kvcache.llamacpp', 'kvcache.openppl'))]
 
 
 def test_at_most_sixteen_files_at_the_top_and_none_is_named_after_nothing():
