@@ -9,7 +9,6 @@ from conftest import sizes
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from test_cells import peak
 
 from engine.sequence import Sequence
 from kvcache import BlockPool, blocks, pages_for
@@ -376,19 +375,3 @@ def test_forks_share_cells_in_one_stream_and_are_copies_in_streams(unified):
     assert pool.n_free == (30 - 7 if unified else 30 - 7 - 5)
     assert pool.extend(b, 2)
     assert slots_of(b) == {p: p + (0 if p < 5 else 2) if unified else p + 10 for p in range(7)}
-
-
-@pytest.mark.parametrize('unified', [True, False])
-def test_a_token_does_not_look_at_cells_that_are_not_in_use(unified):
-    pool = CellPool(GPTConfig(block_size=32_768), 4, 32_768, unified)
-    sequences = [new(range(3)) for _ in range(2)]
-    for s in sequences:
-        pool.begin(s)
-        assert pool.extend(s, 3)
-        pool.computed(s, 3)
-
-    def token():
-        for s in sequences:
-            assert pool.extend(s, 1)
-            pool.computed(s, 1)
-    assert peak(token)[1] < 20_000  # one bit for each cell would be 16,384, one number 1,048,576

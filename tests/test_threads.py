@@ -101,18 +101,6 @@ def test_a_context_that_grows_asks_for_no_round():
     assert used.count(1) * 2e-4 < 20 * TRIAL / 1e9
 
 
-def test_torch_has_one_thread_inside_of_a_loop_of_steps():
-    executor, before = CPUExecutor(model_of('learned')), torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        with pytest.raises(OSError), executor.torch_on_one_thread():
-            assert torch.get_num_threads() == 1
-            raise OSError
-        assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-
-
 def interrupted(work, n, is_traced):
     """
     Run work, and send SIGINT to this process at the n-th event in functions for whose code object is_traced(code) is
