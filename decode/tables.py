@@ -86,9 +86,8 @@ class KVAddresses:
     """
     Where the compiled step finds the keys and values of `kvcache.storage.Layer`s, which must live as long.
 
-    addresses: int64 (n_layer, 4), of keys, of values, and for int8 of the float32 scales of both. written: uint8
-    (n_slots,), in which a step marks the slots that it will write. ValueError for numbers that it does not read: those
-    of 64 bits, of float16, and of int8 in other groups than KV_GROUP.
+    addresses: int64 (n_layer, 4), of keys, of values, and for int8 of the float32 scales of both. ValueError for
+    numbers that it does not read: those of 64 bits, of float16, and of int8 in other groups than KV_GROUP.
     """
 
     def __init__(self, layers):
@@ -99,7 +98,7 @@ class KVAddresses:
                              f"{first.head_dim} channels (int8 takes a multiple of {layout.KV_GROUP}): use "
                              "decoder=eager, or leave kv_bits out")
         self.slot_stride, self.head_stride = first.head_dim, first.head_dim * self.n_slots
-        self.written, self.addresses = aligned(self.n_slots, np.uint8), np.zeros((len(layers), 4), np.int64)
+        self.addresses = np.zeros((len(layers), 4), np.int64)
         for row, layer in zip(self.addresses, layers):
             of_layer = [t for pair in zip(layer.k.tensors(), layer.v.tensors()) for t in pair]
             row[:len(of_layer)] = [t.data_ptr() for t in of_layer]
@@ -137,7 +136,7 @@ class StepTables:
     def bind(self, kv):
         """Have the step read and write at these `KVAddresses`."""
         self.memory[layout.ATTENTION] = ATTENTION_ON[kv.dtype].address
-        self.memory[layout.KV_ARRAYS], self.memory[layout.WRITTEN] = kv.addresses.ctypes.data, kv.written.ctypes.data
+        self.memory[layout.KV_ARRAYS] = kv.addresses.ctypes.data
         self.sizes[layout.N_SLOTS], self.sizes[layout.SLOT_STRIDE] = kv.n_slots, kv.slot_stride
         self.sizes[layout.HEAD_STRIDE] = kv.head_stride
         self.kv = kv

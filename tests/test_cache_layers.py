@@ -76,14 +76,6 @@ def test_a_forward_pass_brings_slots_and_keys_to_each_layers_device():
         assert c.place(batch, 'cuda:0')[0].keys.pos.device.type == 'cuda'
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a second device, CUDA")
-@torch.inference_mode()
-def test_layers_on_two_devices_give_what_layers_on_one_give():
-    m, idx = deep_model()
-    c = CellCache(4, 2, 16, 16, 1, device=lambda layer: ('cpu', 'cuda')[layer % 2])
-    assert torch.allclose(logits_in_chunks(m, idx, [5, 1, 4, 3], c), exact(m, idx), atol=1e-4)
-
-
 def test_no_gradients_go_through_a_cache():
     m, idx = deep_model()
     for kind, unified in (('float32', True), ('int8', True), ('float32', False)):

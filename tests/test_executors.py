@@ -265,20 +265,6 @@ def test_rows_that_are_wanted(monkeypatch):
         torch.testing.assert_close(drawn[3].logits.double(), expected[3, -1:], atol=1e-4, rtol=0)
 
 
-def test_without_a_cache():
-    """`UncachedExecutor`: texts of one length or of several, each from position 0 on."""
-    model = model_of('alibi window', dtype=torch.float64)
-    for lengths in ([9, 9, 9], [3, 9, 5]):
-        some = [Text(text.tokens[:n], seed=i, top_k=5) for i, (n, text) in enumerate(zip(lengths, texts(3, 9)))]
-        tokens = np.array([token for text in some for token in text.tokens])
-        batch = Batch(some, lengths, tokens, np.concatenate([np.arange(n) for n in lengths]), np.ones(3, np.int64),
-                      [False] * 3, [True] * 3)
-        for text, drawn in zip(some, UncachedExecutor(model).execute_model(batch)):
-            expected = plain(model, torch.tensor([text.tokens]))[0, -1:]
-            torch.testing.assert_close(drawn.logits, expected, atol=1e-10, rtol=0)
-            assert drawn.tokens == draw(expected, [text.settings], [0]).tolist()
-
-
 @pytest.mark.parametrize('way, kind', [
     ('cpu float32', 'learned'), ('cpu int8', 'llama'), ('cpu bfloat16', 'rope window sinks'),
     ('eager float32', 'rope')])
@@ -390,16 +376,6 @@ def test_a_bad_batch_is_refused_and_nothing_is_written(way, bad, monkeypatch):
         after = [t for layer in slots.layers for t in layer.tensors()]
         assert all(torch.equal(a.nan_to_num(9), b.nan_to_num(9)) for a, b in zip(before, after))
         slots.executor.execute_model(good)
-
-
-def test_a_slot_that_two_sequences_write_or_one_reads_is_refused():
-    slots, some = computed(CPUExecutor(model_of('learned')))
-    good, own = slots.batch(dict.fromkeys(some, 1)), int(some[0].runs.table[1, 1]) + 4  # of position 20 of text 0
-    for rows in ([(0, 0, 20), (20, own, 1)], [(0, own - 5, 21)]):
-        with pytest.raises(Refused, match='the slot'):
-            slots.executor.execute_model(changed(good, runs=rows))
-        assert not slots.executor.kv.written.any()
-    slots.executor.execute_model(good)
 
 
 def test_a_model_in_training_mode_is_refused():

@@ -49,7 +49,6 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  PART,          # the C function for weights of their type, see step.part_on
  ATTENTION,     # the C function for keys and values of their type, see attention.py
  KV_ARRAYS,     # int64 (n_layer, 4): the addresses of each layer's keys, values and their scales
- WRITTEN,       # uint8 (n_slots,): zeros between two steps
  OFFSETS,       # int64: slot * slot_stride of all keys that each sequence sees, in the order of positions, see step.py
  SEQUENCES,     # int64 (S, N_SEQUENCE_COLUMNS): where those of each sequence are
  SEQ_OF_ROW,    # int64 (N,)
@@ -72,7 +71,7 @@ LEARNED, ROPE, ALIBI, NONE = range(4)
  Y,             # float32 (rows, n_head * head_dim padded): what attention gives
  FF,            # float32 (rows, n_inner padded): the MLP's hidden layer
  ANGLES,        # float32 (rows, 4, head_dim / 2): cos and sin of each row's rotation, and of its rotation for sinks
- SCRATCH) = range(40)  # from here on N_SCRATCH addresses for each thread
+ SCRATCH) = range(39)  # from here on N_SCRATCH addresses for each thread
 
 # the columns of SEQUENCES: the first of a sequence's OFFSETS; how many of them are of sinks; the position of the next
 FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
@@ -88,7 +87,7 @@ FIRST_OFFSET, N_SINKS, FIRST_POSITION, N_SEQUENCE_COLUMNS = range(4)
  N_SCRATCH) = range(8)
 
 # why a step is refused
-BAD_TOKEN, BAD_POSITION, BAD_RUNS, NO_SLOT, WRITTEN_TWICE, WRITTEN_BY_ANOTHER = range(1, 7)
+BAD_TOKEN, BAD_POSITION, BAD_RUNS, NO_SLOT = range(1, 5)
 
 # the linears of a layer, in order; lm_head comes after the last layer
 QUERIES, KEYS_VALUES, ATTENTION_PROJECTION, MLP_HIDDEN, MLP_PROJECTION, LINEARS_PER_LAYER = range(6)

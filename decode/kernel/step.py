@@ -24,7 +24,7 @@ import numpy as np
 from numba import int64, njit
 
 from decode.kernel import layout
-from decode.kernel.attention import ATTENTION_ON, heads_of, load_stored_first, own_entry
+from decode.kernel.attention import ATTENTION_ON, heads_of, load_stored_first
 from decode.kernel.building import CFunction, call_c, keep_on_disk
 from decode.kernel.layout import GROUP, LINEARS_PER_LAYER
 from decode.kernel.linears import (
@@ -98,25 +98,20 @@ def check_step(memory, sizes):
         if refused:
             return refused
         at += n
-    refused = mark_written(memory, sizes) or find_overlap(memory, sizes)
-    written, slots = bytes_at(memory[layout.WRITTEN]), longs_at(memory[layout.OFFSETS])
-    for row in range(sizes[layout.N_ROWS]):
-        written[slots[own_entry(memory, row)]] = 0
-    if not refused:
-        for i in range(at):
-            slots[i] *= sizes[layout.SLOT_STRIDE]
-    return refused
+    return 0
 
 
 @njit
 def list_slots(memory, sizes, seq, at):
     """
-    Write the slots of a sequence to OFFSETS from `at` on, and its row of SEQUENCES. Returns (refused, how many).
+    Write where the slots of a sequence begin to OFFSETS from `at` on, and its row of SEQUENCES. Returns (refused, how
+    many).
     """
     starts, positions = longs_at(memory[layout.QUERY_STARTS]), longs_at(memory[layout.POSITIONS])
-    of_row, slots = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.OFFSETS])
+    of_row, offsets = longs_at(memory[layout.SEQ_OF_ROW]), longs_at(memory[layout.OFFSETS])
     refused_at = longs_at(memory[layout.REFUSED_AT])
-    window, n_sink, n_slots = sizes[layout.WINDOW], sizes[layout.N_SINK], sizes[layout.N_SLOTS]
+    window, n_sink = sizes[layout.WINDOW], sizes[layout.N_SINK]
+    n_slots, stride = sizes[layout.N_SLOTS], sizes[layout.SLOT_STRIDE]
     first_row, end_row = starts[seq], starts[seq + 1]
     start = positions[first_row]
     end = start + end_row - first_row
@@ -142,45 +137,11 @@ def list_slots(memory, sizes, seq, at):
         while run_position <= position < min(last_end, end):
             stop = min(last_end, n_sinks if position < n_sinks else end)
             for p in range(position, stop):
-                slots[at + n] = run_slot + p - run_position
+                offsets[at + n] = (run_slot + p - run_position) * stride
                 n += 1
             position = max(stop, first) if stop >= n_sinks else stop
     refused_at[1] = position
     return (layout.NO_SLOT if position < end else 0), n
-
-
-@njit
-def mark_written(memory, sizes):
-    """Mark the slots that are written. WRITTEN_TWICE if one is written twice."""
-    written, slots, refused = bytes_at(memory[layout.WRITTEN]), longs_at(memory[layout.OFFSETS]), 0
-    refused_at = longs_at(memory[layout.REFUSED_AT])
-    for row in range(sizes[layout.N_ROWS]):
-        slot = slots[own_entry(memory, row)]
-        if written[slot]:
-            refused_at[0] = longs_at(memory[layout.SEQ_OF_ROW])[row]
-            refused_at[1] = longs_at(memory[layout.POSITIONS])[row]
-            refused = layout.WRITTEN_TWICE
-        written[slot] = 1
-    return refused
-
-
-@njit
-def find_overlap(memory, sizes):
-    """WRITTEN_BY_ANOTHER if a slot that is written holds a key that a sequence has already."""
-    written, slots = bytes_at(memory[layout.WRITTEN]), longs_at(memory[layout.OFFSETS])
-    starts, refused_at = longs_at(memory[layout.QUERY_STARTS]), longs_at(memory[layout.REFUSED_AT])
-    table = longs_at(memory[layout.SEQUENCES])
-    for seq in range(sizes[layout.N_SEQ]):
-        of_sequence = seq * layout.N_SEQUENCE_COLUMNS
-        first, n_sinks = table[of_sequence + layout.FIRST_OFFSET], table[of_sequence + layout.N_SINKS]
-        for i in range(first, own_entry(memory, starts[seq])):
-            if written[slots[i]]:
-                position = i - first
-                if position >= n_sinks:
-                    position += table[of_sequence + layout.FIRST_POSITION] - n_sinks
-                refused_at[0], refused_at[1] = seq, position
-                return layout.WRITTEN_BY_ANOTHER
-    return 0
 
 
 @njit
