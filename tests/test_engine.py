@@ -2,6 +2,7 @@
 The engine: what it gives is what the model gives without a cache, and what each text has alone, whatever runs beside
 it, whichever pool and executor, and whatever has happened before.
 """
+import contextlib
 import multiprocessing
 import os
 import random
@@ -185,20 +186,47 @@ def test_a_step_that_fails_ends_only_the_sequence_that_fails_alone(error, capsys
     assert 'a step of 7 sequences failed' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize('error', [Refused, KeyboardInterrupt])
+def test_copies_of_a_step_that_was_not_made_are_made_again(error, capsys):
+    """It ended before its copies on write. The samples of a prompt go on from their own tokens; no other step fails."""
+    model = toy_model(block_size=64)
+
+    def engine_of():
+        return Engine(model, ToyExecutor(model), default_pool(model.config, 40, 4))
+    expected = engine_of().generate([[1, 2, 3, 4, 5, 6, 7]], 9, n=3)
+    for at in range(6):
+        engine, left = engine_of(), [at]
+        whole, engine.pause = engine.executor.execute_model, 0
+
+        def refuses(batch, whole=whole, left=left):
+            left[0] -= 1
+            if left[0] == -1 and len(batch.sequences) > 1:
+                raise error("not this time")
+            return whole(batch)
+        engine.executor.execute_model = refuses
+        sequences = engine.add([1, 2, 3, 4, 5, 6, 7], 9, n=3)
+        while not engine.is_idle:
+            with contextlib.suppress(KeyboardInterrupt):
+                engine.step()
+        assert [s.tokens for s in sequences] == expected
+        assert capsys.readouterr().err.count('failed') == (error is Refused and at > 0)
+
+
 @pytest.mark.parametrize('make', [EagerExecutor, partial(CPUExecutor, threads=1)])
-def test_broken_weights_end_a_run_and_mended_ones_go_on(make):
+def test_broken_weights_end_a_run_and_mended_ones_go_on(make, capsys):
     """A NaN in stored keys is gone with the reset: a mask does not hide it."""
-    model = f32(0, block_size=32)
-    expected = Engine(model, make(model)).generate([[1, 2, 3]], 10)
-    engine, p = Engine(model, make(model), default_pool(model.config, 3, 16)), model.transformer.h[1].attn.c_attn.weight
+    model, prompts = f32(0, block_size=32), [[1, 2, 3], [4] * 9]  # side by side, PyTorch reads as much of both
+    expected = Engine(model, make(model)).generate(prompts, 10)
+    engine, p = Engine(model, make(model), pool_for(model.config, 2, 32)), model.transformer.h[1].attn.c_attn.weight
     before = p.detach().clone()
     with torch.no_grad():
         p.fill_(float('inf'))
     with pytest.raises(NotNumbers):
-        engine.generate([[1, 2, 3]], 10)
+        engine.generate([[5] * 20] * 2, 10)
     with torch.no_grad():
         p.copy_(before)
-    assert engine.generate([[1, 2, 3]], 10) == expected
+    capsys.readouterr()
+    assert engine.generate(prompts, 10) == expected and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize('make', [EagerExecutor, partial(CPUExecutor, threads=1), partial(CPUExecutor, weights='int8')])
