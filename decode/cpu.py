@@ -246,13 +246,7 @@ class CPUExecutor:
         if why == layout.BAD_RUNS:
             raise Refused(f"the runs of {seq} must be in the order of positions and within {self.kv.n_slots} slots, "
                           f"and the run at position {position} is not")
-        if why == layout.NO_SLOT:
-            raise Refused(f"{seq} has no slot for position {position}, which its new tokens see")
-        if why == layout.WRITTEN_TWICE:
-            raise Refused(f"the slot for position {position} of {seq} is also that of another new token: give each "
-                          "new token a slot of its own")
-        raise Refused(f"the slot of position {position} of {seq} is one that another sequence writes in this step: "
-                      "give new tokens slots that no sequence reads")
+        raise Refused(f"{seq} has no slot for position {position}, which its new tokens see")
 
     def choice(self, n_rows):
         """The `ThreadChoice` for steps of about so many rows, shared by all executors of this shape."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 BITS = {'float64': 64, 'float32': 32, 'float16': 16, 'bfloat16': 16, 'int8': 8}
-GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; fewer in narrow heads
+KV_GROUP = 32  # numbers that share a scale in `Rows`, as in llama.cpp's Q8_0; fewer in narrow heads
 SMALLEST_SCALE = 1e-5
 ALWAYS_FREE = 2**27  # bytes; whether there are so many is not asked, which would take 0.05 ms
 CONTROL_GROUP = Path('/sys/fs/cgroup')  # of a container, on Linux
@@ -97,7 +97,7 @@ class Rows:
         if kind not in BITS:
             raise ValueError(f"numbers are stored as {', '.join(BITS)}, not {kind!r}")
         self.kind, self.head_dim, self.scale, dtype = kind, head_dim, None, getattr(torch, kind)
-        common = math.gcd(head_dim, GROUP)
+        common = math.gcd(head_dim, KV_GROUP)
         self.group = common if common >= 8 else head_dim
         if kind == 'int8' and transposed:
             raise ValueError(f"int8 cannot be transposed, a group would be spread over {self.group} slots: use a float")

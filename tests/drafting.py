@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import numpy as np
 import torch
-from tiny_models import VOCAB, model_of  # noqa: F401 (model_of is for those who import from here)
+from tiny_models import VOCAB
 
 import decode
 from decode.cpu import CPUExecutor

@@ -9,8 +9,9 @@ import threading
 
 import pytest
 from conftest import sizes
-from drafting import AnyDraft, drafting, model_of
+from drafting import AnyDraft, drafting
 from small_engine import BYTES, Got, V, assert_alone, finished, request_of, run, submit, thread_of, tiny
+from tiny_models import model_of
 from toy_executor import ToyExecutor, toy_model
 
 from decode.cpu import CPUExecutor
