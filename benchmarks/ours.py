@@ -9,6 +9,7 @@ from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
+import torch.nn.functional as F
 
 import decode
 from benchmarks.peers.engine import Engine as Peer
@@ -77,13 +78,24 @@ class Ours(Peer):
 
 def gpu_executor(model, weights='float32', vendor=False):
     """The step on a GPU. vendor: with the matmuls that PyTorch calls, whose bits depend on the number of rows."""
-    from decode.gpu import plain
     from decode.gpu.executor import GPUExecutor, kernels
-    functions = None
-    if vendor:
-        functions = SimpleNamespace(**{name: getattr(kernels(), name) for name in kernels().__all__}
-                                    | dict(linear=plain.linear))
+    functions = SimpleNamespace(**vars(kernels()) | dict(linear=vendor_linear)) if vendor else None
     return GPUExecutor(model, weights, functions)
+
+
+def vendor_linear(x, out, linear, norm=None, gate=None, activation='', add=False):
+    """What `decode.gpu.linear.linear` computes, of weights that are not rounded to int8."""
+    if norm is not None:
+        weight, bias = (None if t is None else t.to(x) for t in (norm.weight, norm.bias))
+        x = (F.rms_norm(x, weight.shape, weight, norm.eps) if norm.rms else
+             F.layer_norm(x, weight.shape, weight, bias, norm.eps))
+    x = x.to(linear.dtype)
+    y = F.linear(x, linear.weight, linear.bias)
+    if gate is not None:
+        y = F.silu(F.linear(x, gate.weight, gate.bias)) * y
+    elif activation:
+        y = F.gelu(y, approximate='tanh' if activation == 'tanh' else 'none')
+    out.add_(y) if add else out.copy_(y)
 
 
 def weight_bytes(executor):

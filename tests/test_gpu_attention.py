@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import sizes
+from decode.gpu.columns import Columns
+from decode.gpu.inputs import Geometry, KVLayer, StepInputs
 from on_triton import DEVICE, QUIET, compiled, compiled_apart
 
 from decode.gpu import attention, columns, plain, storing
-from decode.gpu.columns import Columns
-from decode.gpu.inputs import Geometry, KVLayer, StepInputs
 from decode.gpu.weights import Norm
 from kvcache.storage import Rows
 from positions import alibi_slopes, rotary_frequencies

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import sizes
+from decode.gpu.inputs import IN_PROMPT, MOST_BIASES, MOST_STEPS, MOST_STOPS, N_SETTINGS, Draws, StepInputs
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from on_triton import DEVICE, QUIET, compiled, compiled_apart, tl, triton
@@ -13,7 +14,6 @@ from on_triton import DEVICE, QUIET, compiled, compiled_apart, tl, triton
 from decode.draw import DrawSettings, exponential_noise
 from decode.draw import draw as defined
 from decode.gpu import drawing, plain
-from decode.gpu.inputs import IN_PROMPT, MOST_BIASES, MOST_STEPS, MOST_STOPS, N_SETTINGS, Draws, StepInputs
 
 pytestmark = QUIET
 NEAR = 1e-5  # of a border of what is kept, or of the largest score: there roundings may draw another token

@@ -5,20 +5,21 @@ recorded.
 import random
 
 import numpy as np
+import plain_gpu
 import pytest
 import torch
 from conftest import sizes
 from plain_gpt import plain as exact
+from plain_gpu import Again, Direct
 from tiny_models import MODELS, model_of
 from tiny_models import VOCAB as V
 
 from decode.batch import Batch, NotNumbers, Refused
 from decode.draw import DrawSettings, draw
 from decode.eager import EagerExecutor
-from decode.gpu import plain
+from decode.gpu.draws import MOST_STEPS
 from decode.gpu.executor import GPUExecutor
-from decode.gpu.inputs import MOST_STEPS
-from decode.gpu.queue import Again, Direct, Queue
+from decode.gpu.queue import Queue
 from engine import Engine
 from engine.sequence import Sequence
 from kvcache import BlockPool, make_layers, pages_for
@@ -32,8 +33,8 @@ POOLS = dict(pages=lambda c, n=4: BlockPool(8 * pages_for(c, n), n, c.window, c.
              streams=lambda c: CellPool(c, 5, c.n_slots, unified=False))
 
 
-def gpu(model, **how):
-    return GPUExecutor(model, functions=plain, **how)
+def gpu(model, weights='float32', queue=None):
+    return GPUExecutor(model, weights, plain_gpu, queue or Direct())
 
 
 def sequence_of(config, tokens=(), n_drawn=0, **how):

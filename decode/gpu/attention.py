@@ -1,5 +1,5 @@
 """
-Attention of a step on a GPU over keys and values in slots: `attend`, see `plain`, as launches of two Triton kernels.
+Attention of a step on a GPU over keys and values in slots, as launches of two Triton kernels.
 
 The keys that a row sees are divided into splits of SPLIT positions, so that a few rows keep the whole GPU busy. A
 program attends over the keys of one split, TILE at a time, with a running maximum of the scores (arXiv:2205.14135),
@@ -11,13 +11,16 @@ import torch
 import triton
 import triton.language as tl
 
-from decode.gpu.columns import SPLIT, TILE
-from decode.gpu.storing import embed, group_size, store, turn
-
-__all__ = 'attend', 'embed', 'store', 'turn'
+from decode.gpu.slots import SPLIT, TILE
+from decode.gpu.storing import group_size
 
 
 def attend(q, y, parts, kv, inputs, geometry):
+    """
+    y (R, n_head * head_dim): attention of each row's queries, see `storing.store`, over the keys and values of its
+    sequence up to its own position, through the window if there is one. Zeros for padding. parts: float32 (R, n_splits,
+    n_head, head_dim + 2), written if there are several splits.
+    """
     g, columns, R = geometry, geometry.columns, len(q)
     shared = g.n_head // g.n_kv_head  # queries of a head of keys
     # A program multiplies several queries of 16 bits as a matrix, padded to 16 rows, on tensor cores. These do not

@@ -11,32 +11,35 @@ of each of BLOCK lanes: lane l has the tokens l, l + BLOCK, ... The logits it do
 import triton
 import triton.language as tl
 
-from decode.gpu import inputs as table
+from decode.gpu import draws as table
 
-TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, N_SETTINGS = map(tl.constexpr, (
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, BIASED, N_SETTINGS = map(tl.constexpr, (
     table.TEMPERATURE, table.TOP_K, table.TOP_P, table.MIN_P, table.PRESENCE, table.FREQUENCY, table.REPETITION,
-    table.N_SETTINGS))
-MOST_STOPS, MOST_BIASES, IN_PROMPT = map(tl.constexpr, (table.MOST_STOPS, table.MOST_BIASES, table.IN_PROMPT))
+    table.BIASED, table.N_SETTINGS))
+IS_STOP, IN_PROMPT = tl.constexpr(table.IS_STOP), tl.constexpr(table.IN_PROMPT)
 BLOCK, WARPS = 4096, 16  # tokens that a program of `draw_kernel` reads at a time
 UNROLL = tl.constexpr(4)  # so many times, if it need not wait in between: one program alone has to hide its latency
-CHANGED, FEW = 1024, tl.constexpr(8)  # tokens of a program of `change_kernel`, and biases or stops it looks at together
+CHANGED = 1024  # tokens of a program of `change_kernel`
 INFINITY, GOLDEN = tl.constexpr(float('inf')), tl.constexpr(0x9E3779B97F4A7C15)
 
 
 def draw(logits, draws, inputs):
-    """See plain.py."""
+    """
+    Draw the next token of each row that has not ended from logits, float32 (R, vocab_size), which are changed. Then the
+    row's token, position, number and mark go on; a row that ends becomes padding. draws, inputs: `Draws`, `StepInputs`.
+    """
     (R, V), d = logits.shape, draws
     change_kernel[R, triton.cdiv(V, CHANGED)](
-        logits, d.settings, d.numbers, d.left, d.min_tokens, d.stops, d.bias_tokens, d.biases, d.counts, d.broken,
-        V, CHANGED, num_warps=4, enable_fp_fusion=False)
+        logits, d.settings, d.numbers, d.left, d.min_tokens, d.biases, d.marks, d.broken, V, CHANGED, num_warps=4,
+        enable_fp_fusion=False)
     draw_kernel[R,](
-        logits, d.settings, d.seeds, d.numbers, d.left, d.stops, d.counts, d.drawn, d.drawn.stride(0), d.step,
-        inputs.tokens, inputs.positions, inputs.sequences, V, BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+        logits, d.settings, d.seeds, d.numbers, d.left, d.marks, d.drawn, d.drawn.stride(0), d.step, inputs.tokens,
+        inputs.positions, inputs.sequences, V, BLOCK, num_warps=WARPS, enable_fp_fusion=False)
 
 
 @triton.jit
-def change_kernel(logits, settings, numbers, left, min_tokens, stops, bias_tokens, biases, counts, broken,
-                  V: tl.constexpr, BLOCK: tl.constexpr):
+def change_kernel(logits, settings, numbers, left, min_tokens, biases, marks, broken, V: tl.constexpr,
+                  BLOCK: tl.constexpr):
     """Apply biases, min_tokens and penalties to BLOCK logits of a row, in place, in this order. Note broken ones."""
     row = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -46,36 +49,28 @@ def change_kernel(logits, settings, numbers, left, min_tokens, stops, bias_token
     # Several programs may write the same 1. No program of this launch reads it
     tl.store(broken + row, 1, tl.max((v < INFINITY).to(tl.int32) ^ 1, 0) > 0)
 
-    row_biases, row_stops = bias_tokens + row * MOST_BIASES, stops + row * MOST_STOPS
-    n_biases = tl.sum((tl.load(row_biases + tl.arange(0, MOST_BIASES)) >= 0).to(tl.int32), 0)
-    n_stops = tl.sum((tl.load(row_stops + tl.arange(0, MOST_STOPS)) >= 0).to(tl.int32), 0)
-    n_stops = tl.where(tl.load(numbers + row) < tl.load(min_tokens + row), n_stops, 0)
-    for first in range(0, n_biases, FEW):
-        j = first + tl.arange(0, FEW)
-        bias = tl.load(biases + row * MOST_BIASES + j, j < n_biases, other=0.0)
-        of = i[:, None] == tl.load(row_biases + j, j < n_biases, other=-1)[None, :]
-        v += tl.sum(tl.where(of, bias[None, :], 0.0), 1)  # a token has one bias: the others add zeros
-    for first in range(0, n_stops, FEW):
-        j = first + tl.arange(0, FEW)
-        of = i[:, None] == tl.load(row_stops + j, j < n_stops, other=-1)[None, :]
-        v = tl.where(tl.max(of.to(tl.int32), 1) > 0, -INFINITY, v)
-
     settings += row * N_SETTINGS
     presence, frequency = tl.load(settings + PRESENCE).to(tl.float32), tl.load(settings + FREQUENCY).to(tl.float32)
     repetition = tl.load(settings + REPETITION).to(tl.float32)
-    has_penalty = (presence != 0) | (frequency != 0) | (repetition != 1)
-    if has_penalty:
-        count = tl.load(counts + at, inside, other=0)
-        v = tl.where(count > 0, tl.where(v > 0, tl.div_rn(v, tl.zeros_like(v) + repetition), v * repetition), v)
-        n = count % IN_PROMPT
-        v -= tl.where(n > 0, frequency * n + presence, 0.0)
-    if has_penalty | (n_biases + n_stops > 0):
+    is_biased, has_penalty = tl.load(settings + BIASED) != 0, (presence != 0) | (frequency != 0) | (repetition != 1)
+    may_not_stop = tl.load(numbers + row) < tl.load(min_tokens + row)
+    if is_biased:
+        v += tl.load(biases + at, inside, other=0.0)
+    if has_penalty | may_not_stop:
+        mark = tl.load(marks + at, inside, other=0)
+        v = tl.where(may_not_stop & ((mark & IS_STOP) != 0), -INFINITY, v)
+        if has_penalty:
+            count, in_prompt = mark & (IS_STOP - 1), (mark & IN_PROMPT) != 0
+            repeated = tl.where(v > 0, tl.div_rn(v, tl.zeros_like(v) + repetition), v * repetition)
+            v = tl.where(in_prompt | (count > 0), repeated, v)
+            v -= tl.where(count > 0, frequency * count + presence, 0.0)
+    if is_biased | has_penalty | may_not_stop:
         tl.store(logits + at, v, inside)
 
 
 @triton.jit
-def draw_kernel(logits, settings, seeds, numbers, left, stops, counts, drawn, drawn_stride, step, tokens, positions,
-                sequences, V: tl.constexpr, BLOCK: tl.constexpr):
+def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stride, step, tokens, positions, sequences,
+                V: tl.constexpr, BLOCK: tl.constexpr):
     """Draw the token of one row, and let the row's state go on."""
     row = tl.program_id(0)
     may_draw, at_step = tl.load(left + row), tl.load(step + row)
@@ -84,14 +79,13 @@ def draw_kernel(logits, settings, seeds, numbers, left, stops, counts, drawn, dr
         number = tl.load(numbers + row)
         key = noise_key(tl.load(seeds + row), number)
         token = token_of(logits + row.to(tl.int64) * V, settings + row * N_SETTINGS, key, V, BLOCK)
-        row_stops = tl.load(stops + row * MOST_STOPS + tl.arange(0, MOST_STOPS))
-        may_draw = tl.where(tl.max((row_stops == token).to(tl.int32), 0) > 0, 0, may_draw - 1)
-        count, position = counts + row.to(tl.int64) * V + token, positions + row
-        new_count, new_position = tl.load(count) + 1, tl.load(position) + 1
+        mark, position = marks + row.to(tl.int64) * V + token, positions + row
+        old_mark, new_position = tl.load(mark), tl.load(position) + 1
+        may_draw = tl.where((old_mark & IS_STOP) != 0, 0, may_draw - 1)
         tl.debug_barrier()  # all warps have read the state that one of them writes now
         tl.store(result, token.to(tl.int64))
         tl.store(numbers + row, number + 1)
-        tl.store(count, new_count)
+        tl.store(mark, old_mark + 1)
         tl.store(tokens + row, token.to(tl.int64))
         tl.store(position, new_position)
         tl.store(left + row, may_draw)

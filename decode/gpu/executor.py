@@ -8,19 +8,17 @@ import math
 from collections import deque
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from decode.batch import Drawn, NotNumbers, Runs, step_slots
-from decode.draw import draw
 from decode.eager import are_numbers, check_step
-from decode.gpu.columns import Columns
-from decode.gpu.draws import N_LANDINGS, DrawTable, fits
-from decode.gpu.inputs import MOST_STEPS, KVLayer, StepInputs
-from decode.gpu.queue import Direct, Queue
-from decode.gpu.slots import AHEAD, SlotTable
-from decode.gpu.step import Step
+from decode.gpu.draws import MOST_STEPS, N_LANDINGS, DrawTable
+from decode.gpu.queue import Queue
+from decode.gpu.slots import AHEAD, Columns, SlotTable
+from decode.gpu.step import KVLayer, Step, StepInputs
 from decode.gpu.weights import GPUWeights
 
 BUCKETS = 1, 2, 4, 8, 16, 32, 64, 128, 256  # numbers of rows of a graph
@@ -37,7 +35,7 @@ class GPUExecutor:
     A model's steps on a GPU.
 
     weights: 'float32' leaves them in the model's dtype, where they are; 'int8' copies them, rounded to int8 with a
-        scale a row. functions: the module of the kernels, or `plain`. queue: see queue.py.
+        scale a row. functions: of `kernels`, or others that compute the same. queue: see queue.py.
     layers: the `kvcache.storage.Layer`s of the slots, which `hold` gives it. type_kv: of the keys and values that it
         computes. most_sequences: of a call of several steps.
 
@@ -55,7 +53,7 @@ class GPUExecutor:
                              "model with model.to(...)")
         device = model.lm_head.weight.device
         self.model, self.weights, self.functions, self.layers = model, weights, functions or kernels(), ()
-        self.queue = queue or (Queue(device) if device.type == 'cuda' else Direct())
+        self.queue = queue or Queue(device)
         self.refresh()
         self.type_kv = str(self.packed.dtype).removeprefix('torch.')
         self.name = f"Triton on {self.device.type}, {'int8' if weights == 'int8' else self.type_kv} weights"
@@ -67,15 +65,14 @@ class GPUExecutor:
         ValueError unless the kernels, as they are compiled for this device, compute what the model computes, for a few
         tokens. They are compiled here.
         """
+        if any(module.training for module in self.model.modules()):
+            raise ValueError("the model is in training mode, and its dropout is not compared: call model.eval() first")
         c = self.packed.config
         tokens = np.arange(min(3, c.block_size)) % c.vocab_size
         n, like = len(tokens), dict(dtype=self.packed.dtype, device=self.device)
         layers = [KVLayer(*(torch.zeros(c.n_kv_head * n * c.head_dim, **like) for _ in 'kv'), None, None)
                   for _ in range(c.n_layer)]
-        training = [module for module in self.model.modules() if module.training]
         try:
-            for module in training:
-                module.training = False
             with self.on_device():
                 self.step = Step(self.functions, self.packed, self.slots.columns, layers, n, 0, self.most_sequences)
                 logits = self.logits_of(tokens, np.arange(n), [Runs([(0, 0, n)])], [n], np.array([n - 1]))
@@ -87,8 +84,6 @@ class GPUExecutor:
         except Exception as e:  # of a compiler, or of a device that a kernel does not fit
             raise ValueError(f"the Triton kernels do not run here: {type(e).__name__}: {str(e)[:200]}") from e
         finally:
-            for module in training:
-                module.training = True
             self.bind()
         if not off <= LARGEST_DIFFERENCE[self.packed.dtype] + (self.weights == 'int8'):
             raise ValueError(f"the logits of the Triton kernels differ from the model's by {off:.2g} of their standard "
@@ -137,23 +132,23 @@ class GPUExecutor:
 
     def execute_model(self, batch):
         """
-        See `decode.cpu.CPUExecutor.execute_model`. A batch that decodes is several steps, unless logits are wanted or a
-        sequence has more stop tokens or biases than a draw on the device takes.
+        See `decode.cpu.CPUExecutor.execute_model`. A batch that decodes is several steps, unless logits are wanted.
         """
         with self.on_device():
             batch.copy(self.layers)
             check_step(self.model, batch)
             if len(batch.tokens) > self.most_sequences:  # a step of several graphs is checked before the first one
                 step_slots(self.packed.config, batch)
-            elif batch.decodes and not any(batch.kept) and all([fits(s.settings) for s in batch.sequences]):
+            elif batch.decodes and not any(batch.kept):
                 return self.several(batch)
             rows, parts = batch.rows()
             runs = [s.runs for s in batch.sequences]
             logits = self.logits_of(batch.tokens, batch.positions, runs, batch.counts, rows)
             if not math.isfinite(logits.sum()) and not are_numbers(logits):
                 raise NotNumbers
-            drawing = [(s, part.stop - 1) for s, n, part in zip(batch.sequences, batch.n_steps.tolist(), parts) if n]
-            return batch.result(self.drawn(drawing, logits), logits, parts)
+            drawing = [i for i, n in enumerate(batch.n_steps.tolist()) if n]
+            own = logits[[parts[i].stop - 1 for i in drawing]]  # a copy, which is changed
+            return batch.result(self.drawn([batch.sequences[i] for i in drawing], own), logits, parts)
 
     def graph(self, kind, R):
         """
@@ -244,20 +239,16 @@ class GPUExecutor:
             raise
         return [Drawn(column[column >= 0].tolist()) for column in tokens.T]
 
-    def drawn(self, drawing, logits):
-        """The next tokens, a list, of sequences that draw from these rows of logits: (sequence, row)."""
-        tokens, here = {}, [pair for pair in drawing if fits(pair[0].settings)]
-        for start in range(0, len(here), self.most_sequences):
-            sequences, rows = zip(*here[start:start + self.most_sequences])
-            n, own = len(rows), logits[list(rows)]  # a copy, which is changed
-            self.draws.load(sequences, np.ones(n, np.int64), n)
-            self.functions.draw(own, self.draws.draws.rows(n), self.inputs.rows(n))
-            tokens |= zip(sequences, self.draws.draws.drawn[0, :n].tolist())
-        for s, row in drawing:
-            if s not in tokens:
-                s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
-                tokens[s] = int(draw(logits[row:row + 1], [s.settings], [s.n_drawn]))
-        return [tokens[s] for s, _ in drawing]
+    def drawn(self, sequences, logits):
+        """The next token of each sequence, a list, drawn from its row of logits, which are changed."""
+        tokens = []
+        for start in range(0, len(sequences), self.most_sequences):
+            some = sequences[start:start + self.most_sequences]
+            n = len(some)
+            self.draws.load(some, np.ones(n, np.int64), n)
+            self.functions.draw(logits[start:start + n], self.draws.draws.rows(n), self.inputs.rows(n))
+            tokens += self.draws.draws.drawn[0, :n].tolist()
+        return tokens
 
 
 def bucket(n):
@@ -272,9 +263,10 @@ def kv_layer(layer):
 
 
 def kernels():
-    """The module of the kernels. ValueError where there is no Triton."""
+    """The functions of a step, as launches of Triton kernels. ValueError where there is no Triton."""
     try:
-        from decode.gpu import kernels
+        from decode.gpu import attention, drawing, linear, storing
     except ImportError as e:
         raise ValueError(f"the GPU executor needs Triton, which torch's CUDA wheels for Linux bring: {e}") from e
-    return kernels
+    return SimpleNamespace(embed=storing.embed, turn=storing.turn, store=storing.store, attend=attention.attend,
+                           linear=linear.linear, draw=drawing.draw)

@@ -17,7 +17,7 @@ import torch
 
 from decode.changes import check_unchanged
 from decode.direct import DirectModel
-from decode.gpu.queue import Direct, Queue
+from decode.gpu.queue import Queue
 
 FEWEST_SLOTS = 128  # a graph reads so many slots, or twice, four times, ... as many
 MOST = 32  # recordings that are kept; when there would be more, all are forgotten
@@ -34,9 +34,8 @@ class GraphStep:
     """
     name = "PyTorch as a CUDA graph"
 
-    def __init__(self, model):
-        device = model.lm_head.weight.device
-        self.model, self.queue = model, Queue(device) if device.type == 'cuda' else Direct()
+    def __init__(self, model, queue=None):
+        self.model, self.queue = model, queue or Queue(model.lm_head.weight.device)
         self.refresh()
 
     def refresh(self):

@@ -64,31 +64,3 @@ def captured(step, pool, stream):
     finally:
         torch.cuda.current_stream().wait_stream(stream)
     return graph
-
-
-class Direct:
-    """Without CUDA: everything is done at once."""
-
-    def record(self, step):
-        return Again(step)
-
-    def land(self, pairs):
-        for target, source in pairs:
-            target.copy_(source)
-        return self
-
-    def synchronize(self):
-        """Nothing is left to wait for."""
-
-    def forget(self):
-        """There is no memory of graphs."""
-
-    def pinned(self, *shape, dtype):
-        return torch.empty(shape, dtype=dtype, device='cpu')
-
-
-class Again:
-    """In the place of a graph: a replay runs the step again."""
-
-    def __init__(self, replay):
-        self.replay = replay

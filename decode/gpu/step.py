@@ -1,20 +1,67 @@
 """
-One step of a GPT on a GPU: which function follows which, on tensors that are allocated once.
+One step of a GPT on a GPU: which function follows which, on tensors that are allocated once and keep their addresses.
 
-`functions` is the module `kernels`, or `plain`. Activations are of the model's dtype; the residual stream x is float32,
-so that it is rounded nowhere.
+R rows are new tokens. A row with sequence -1 is padding: it writes no keys and values, sees none, and nothing reads its
+results, which are numbers. Activations are of the model's dtype; the residual stream x is float32, so that it is
+rounded nowhere.
 """
+from typing import NamedTuple
+
 import torch
 
-from decode.gpu.inputs import Geometry
+from decode.gpu.slots import Columns
 from positions import alibi_slopes, rotary_frequencies
+
+
+class StepInputs(NamedTuple):
+    """
+    tokens, positions: int64 (R,). sequences: int32 (R,), the row of the slot table of each new token's sequence, -1 for
+    padding. slot_table: int32 (S, n_columns), see `Columns`.
+    """
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    sequences: torch.Tensor
+    slot_table: torch.Tensor
+
+    def rows(self, n):
+        """Of the first n rows."""
+        return StepInputs(self.tokens[:n], self.positions[:n], self.sequences[:n], self.slot_table)
+
+
+class KVLayer(NamedTuple):
+    """
+    The keys and values of one layer, in the dtype in which they are stored. Those of a head are at slot * slot_stride +
+    head * head_stride in k and v, which are views of one dimension; both strides are multiples of head_dim. The scales
+    of int8, float32, are those of `group` numbers each, at the same places divided by it; None otherwise.
+    """
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+
+
+class Geometry(NamedTuple):
+    """
+    What attention and the store of keys and values go by. window, n_sink: of the model. slopes: float32 (n_head,) of
+    ALiBi, or None. group: numbers of a head that share a scale in int8, 0 for other types.
+    """
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    window: int
+    n_sink: int
+    columns: Columns
+    slopes: torch.Tensor | None
+    slot_stride: int
+    head_stride: int
+    group: int
 
 
 class Step:
     """
-    The step of a model for up to n_rows rows. weights: `GPUWeights`. columns: of the slot table. layers: a `KVLayer`
-    for each layer, which it reads and writes, of n_slots slots. group: see `Geometry`. ValueError if these are not for
-    the model.
+    The step of a model for up to n_rows rows. functions: of `executor.kernels`, or others that compute the same.
+    weights: `GPUWeights`. columns: of the slot table. layers: a `KVLayer` for each layer, which it reads and writes, of
+    n_slots slots. group: see `Geometry`. ValueError if these are not for the model.
     """
 
     def __init__(self, functions, weights, columns, layers, n_slots, group, n_rows):

@@ -2,8 +2,7 @@
 The kernels of a GPU step that run before attention: they write embeddings, angles, queries, and the keys and values of
 the new tokens.
 
-The functions are those of `plain`, which says what they compute, as launches of Triton kernels. A program computes one
-row, or a part of it, so that no row depends on another. Padding rows read and write no slots; their x is zero.
+A program computes one row, or a part of it, so that no row depends on another.
 """
 import triton
 import triton.language as tl
@@ -12,6 +11,7 @@ CHANNELS = 1024  # of a program of `embed`
 
 
 def embed(inputs, weights, x):
+    """x, float32 (R, n_embd): the embeddings of the tokens, with those of learned positions; zeros for padding."""
     R, n_embd = x.shape
     embed_kernel[R, triton.cdiv(n_embd, CHANNELS)](
         x, weights.wte, weights.wpe, inputs.tokens, inputs.positions, inputs.sequences, n_embd, CHANNELS,
@@ -31,6 +31,10 @@ def embed_kernel(x, wte, wpe, tokens, positions, sequences, N: tl.constexpr, CHA
 
 
 def turn(inputs, frequencies, farthest, angles):
+    """
+    angles, float32 (R, kinds, 2, head_dim / 2): cosines and sines of the positions; of the second kind, for queries
+    that meet sinks, of positions of at most `farthest`. frequencies: float64 (head_dim / 2,).
+    """
     R, kinds, _, n_pairs = angles.shape
     turn_kernel[R,](angles, inputs.positions, frequencies, farthest, kinds, n_pairs, triton.next_power_of_2(n_pairs),
                     num_warps=1, enable_fp_fusion=False)
@@ -52,9 +56,14 @@ def turn_kernel(angles, positions, frequencies, FARTHEST: tl.constexpr, KINDS: t
 
 
 def store(qkv, q, angles, layer, kv, inputs, geometry):
+    """
+    Write the queries of a layer to q (R, kinds, n_head, head_dim), and its keys and values to their slots. qkv: (R,
+    (n_head + 2 * n_kv_head) * head_dim), of the model's dtype, as q. Behind the norms of queries and keys, both are
+    turned by angles, see `turn`; None if the model has no rotary positions: q then has one kind. layer: its weights.
+    """
     g, columns = geometry, geometry.columns
     q_norm, k_norm, padded = layer.q_norm, layer.k_norm, triton.next_power_of_2(g.head_dim)
-    # fused multiply-adds are off: the rotation then has the bits of plain.store, and so do the int8 codes
+    # fused multiply-adds are off: the rotation then has the bits of PyTorch's, and so do the int8 codes
     store_kernel[len(qkv), g.n_head + 2 * g.n_kv_head](
         qkv, q, angles, q_norm and q_norm.weight, k_norm and k_norm.weight, kv.k, kv.v, kv.k_scale, kv.v_scale,
         inputs.positions, inputs.sequences, inputs.slot_table, inputs.slot_table.stride(0), g.slot_stride // g.head_dim,

@@ -1,0 +1,165 @@
+"""
+The functions of a step of decode/gpu/ in PyTorch, with sums in float64: the judge of the kernels, and their stand-in
+where the host's side of the executor is tested. `Direct` stands for the queue of a device.
+"""
+import torch
+import torch.nn.functional as F
+
+from decode.draw import NAMES, DrawSettings
+from decode.draw import draw as defined
+from decode.gpu.draws import BIASED, IN_PROMPT, IS_STOP
+from kvcache.storage import quantise
+from positions import rotary_angles, rotate, visible
+
+
+def embed(inputs, weights, x):
+    real = (inputs.sequences >= 0).nonzero()[:, 0]  # a sample that ended may have no next position
+    x.zero_()
+    x[real] = F.embedding(inputs.tokens[real], weights.wte).float()
+    if weights.wpe is not None:
+        x[real] += F.embedding(inputs.positions[real], weights.wpe).float()
+
+
+def turn(inputs, frequencies, farthest, angles):
+    for kind, positions in enumerate((inputs.positions, inputs.positions.clamp(max=farthest))[:angles.size(1)]):
+        radians = rotary_angles(positions, frequencies)
+        angles[:, kind, 0], angles[:, kind, 1] = radians.cos(), radians.sin()
+
+
+def normed(x, norm):
+    weight, bias = (None if t is None else t.double() for t in (norm.weight, norm.bias))
+    if norm.rms:
+        return F.rms_norm(x.double(), weight.shape, weight, norm.eps)
+    return F.layer_norm(x.double(), weight.shape, weight, bias, norm.eps)
+
+
+def linear(x, out, linear, norm=None, gate=None, activation='', add=False):
+    x = x if norm is None else normed(x, norm)
+    y = product(x, linear)
+    if gate is not None:
+        y = F.silu(product(x, gate)) * y
+    elif activation:
+        y = F.gelu(y, approximate='tanh' if activation == 'tanh' else 'none')
+    out.add_(y) if add else out.copy_(y)
+
+
+def product(x, linear):
+    """float64 (R, n_out). The numbers of x are rounded to the linear's dtype; those of int8 are whole numbers in it."""
+    y = F.linear(x.to(linear.dtype).double(), linear.weight.double())
+    y = y if linear.scale is None else y * linear.scale.double()
+    return y if linear.bias is None else y + linear.bias.double()
+
+
+def store(qkv, q, angles, layer, kv, inputs, geometry):
+    g, R = geometry, len(qkv)
+    queries, keys, values = qkv.view(R, -1, g.head_dim).float().split([g.n_head, g.n_kv_head, g.n_kv_head], dim=1)
+    if layer.q_norm is not None:
+        queries, keys = normed(queries, layer.q_norm).float(), normed(keys, layer.k_norm).float()
+    for kind in range(q.size(1)):
+        q[:, kind] = queries if angles is None else rotate(queries, *angles[:, kind, :, None].unbind(1))
+    if angles is not None:
+        keys = rotate(keys, *angles[:, 0, :, None].unbind(1))
+    rows = (inputs.sequences >= 0).nonzero()[:, 0]
+    slots = inputs.slot_table[inputs.sequences[rows].long(), g.columns.column(inputs.positions[rows], g.n_sink)]
+    for new, data, scale in (keys, kv.k, kv.k_scale), (values, kv.v, kv.v_scale):
+        new = new[rows].to(q.dtype)
+        codes, scales = (new, None) if scale is None else quantise(new.float(), 8, g.group)
+        data[places(slots, g, g.head_dim)] = codes.to(data.dtype)
+        if scale is not None:
+            scale[places(slots, g, g.head_dim // g.group)] = scales
+
+
+def places(slots, g, n):
+    """Where the n numbers or scales of each head in slots (K,) are, int64 (K, n_kv_head, n)."""
+    at = slots.long()[:, None] * g.slot_stride + torch.arange(g.n_kv_head, device=slots.device) * g.head_stride
+    return at[..., None] // (g.head_dim // n) + torch.arange(n, device=slots.device)
+
+
+def attend(q, y, parts, kv, inputs, geometry):
+    g = geometry
+    y.zero_()
+    for row, sequence in enumerate(inputs.sequences.tolist()):
+        if sequence < 0:
+            continue
+        position, seen = inputs.positions[row], seen_at(inputs.positions[row], g)
+        slots = inputs.slot_table[sequence, g.columns.column(seen, g.n_sink)]
+        k, v = (read(data, scale, slots, g).to(q.dtype).double().repeat_interleave(g.n_head // g.n_kv_head, 1)
+                for data, scale in ((kv.k, kv.k_scale), (kv.v, kv.v_scale)))
+        of_key = torch.where(seen < g.n_sink, q.size(1) - 1, 0)
+        scores = torch.einsum('khd,khd->hk', q[row, of_key].double(), k) * g.head_dim ** -0.5
+        if g.slopes is not None:
+            farthest = torch.where(seen < g.n_sink, g.n_sink + g.window - 1, position)
+            scores -= g.slopes[:, None] * (position.clamp(max=farthest) - seen)
+        y[row] = torch.einsum('hk,khd->hd', scores.softmax(-1), v).flatten().to(y.dtype)
+
+
+def seen_at(position, g):
+    """The positions of the keys that a row at `position` sees."""
+    keys = torch.arange(int(position) + 1, device=position.device)
+    return keys[visible(position, keys, g.window, g.n_sink)]
+
+
+def read(data, scale, slots, g):
+    """What is stored in slots (K,), float32 (K, n_kv_head, head_dim)."""
+    rows = data[places(slots, g, g.head_dim)].float()
+    if scale is None:
+        return rows
+    return (rows.unflatten(-1, (-1, g.group)) * scale[places(slots, g, g.head_dim // g.group)][..., None]).flatten(-2)
+
+
+def draw(logits, draws, inputs):
+    """As `decode.draw.draw` does, which is the definition."""
+    for row in range(len(logits)):
+        step, number, left = (int(t[row]) for t in (draws.step, draws.numbers, draws.left))
+        draws.step[row] += 1
+        draws.drawn[step, row] = -1
+        if not left:
+            continue
+        draws.broken[row] |= int(not (logits[row] < torch.inf).all())
+        settings = settings_of(draws, row)
+        token = draws.drawn[step, row] = inputs.tokens[row] = int(defined(logits[row:row + 1], [settings], [number]))
+        draws.numbers[row] += 1
+        draws.marks[row, token] += 1
+        inputs.positions[row] += 1
+        draws.left[row] = 0 if token in settings.stops else left - 1
+        if not draws.left[row]:
+            inputs.sequences[row] = -1
+
+
+def settings_of(draws, row):
+    """The `DrawSettings` that a row of `Draws` stands for."""
+    marks, values = draws.marks[row].cpu(), draws.settings[row].tolist()
+    biases = draws.biases[row].tolist() if values[BIASED] else []
+    found = DrawSettings(len(marks), int(draws.seeds[row]), (marks & IS_STOP).nonzero()[:, 0].tolist(),
+                         int(draws.min_tokens[row]), enumerate(biases),
+                         **dict(zip(NAMES, values)) | dict(top_k=int(values[1])))
+    found.counts, found.in_prompt = (marks & (IS_STOP - 1)).numpy(), ((marks & IN_PROMPT) > 0).numpy()
+    return found
+
+
+class Direct:
+    """A queue without CUDA, see queue.py: everything is done at once, and a graph runs its step again."""
+
+    def record(self, step):
+        return Again(step)
+
+    def land(self, pairs):
+        for target, source in pairs:
+            target.copy_(source)
+        return self
+
+    def synchronize(self):
+        """Nothing is left to wait for."""
+
+    def forget(self):
+        """There is no memory of graphs."""
+
+    def pinned(self, *shape, dtype):
+        return torch.empty(shape, dtype=dtype, device='cpu')
+
+
+class Again:
+    """In the place of a graph."""
+
+    def __init__(self, replay):
+        self.replay = replay
