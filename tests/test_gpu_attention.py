@@ -43,6 +43,11 @@ def geometry_of(n_head, head_dim, n_kv_head=0, position='learned', window=0, n_s
                     n_slots * head_dim, 0 if kind != 'int8' else rows[0].group), kv
 
 
+def on_cpu(t):
+    """A copy of a tensor, or None."""
+    return t if t is None else t.to('cpu', copy=True)
+
+
 def rows_of(ends, n_padding=1):
     """Of sequences whose last positions are `ends`: (sequence, position) of up to MOST_NEW rows each, and padding."""
     firsts = [max(0, end - int(torch.randint(MOST_NEW, ()))) for end in ends]
@@ -192,11 +197,13 @@ def test_stored_bits_are_those_of_plain(dtype, kind, shape, norm):
     norms = [Norm(torch.randn(g.head_dim).to(DEVICE, dtype), None, 1e-5, True) if norm else None for _ in 'qk']
     q, layer = torch.zeros(R, kinds, g.n_head, g.head_dim, dtype=dtype, device=DEVICE), SimpleNamespace(
         q_norm=norms[0], k_norm=norms[1])
-    expected = q.clone(), KVLayer(*(None if t is None else t.clone() for t in kv))
-    plain_gpu.store(qkv, expected[0], angles, layer, expected[1], inputs, g)
+    expected = on_cpu(q), KVLayer(*map(on_cpu, kv))
+    plain_gpu.store(on_cpu(qkv), expected[0], on_cpu(angles), SimpleNamespace(**{
+        name: each and Norm(on_cpu(each.weight), *each[1:]) for name, each in vars(layer).items()}), expected[1],
+        StepInputs(*map(on_cpu, inputs)), g)  # on the CPU: on a GPU PyTorch does not divide by 127
     storing.store(qkv, q, angles, layer, kv, inputs, g)
-    near = 1e-5 * norm
-    for found, other in zip((q[inputs.sequences >= 0], *kv), (expected[0][inputs.sequences >= 0], *expected[1])):
+    near, real = 1e-5 * norm, on_cpu(inputs.sequences) >= 0
+    for found, other in zip((on_cpu(q)[real], *map(on_cpu, kv)), (expected[0][real], *expected[1])):
         assert found is None or torch.allclose(found.double(), other.double(), rtol=near, atol=near)
 
 

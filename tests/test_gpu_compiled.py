@@ -84,16 +84,17 @@ def compiled(cases):
     """What `compile_for` returns for each of the cases, in another process."""
     code = ('import json, sys, test_gpu_compiled; '
             'print(json.dumps([test_gpu_compiled.compile_for(*case) for case in json.loads(sys.argv[1])]))')
+    own = dict(TRITON_INTERPRET='0', PYTHONPATH=os.pathsep.join([ROOT, f'{ROOT}/tests']))
     run = subprocess.run([sys.executable, '-c', code, json.dumps(cases)], capture_output=True, text=True, cwd=ROOT,
-                         env=ENVIRONMENT | dict(TRITON_INTERPRET='0', PYTHONPATH=os.pathsep.join([ROOT, f'{ROOT}/tests'])))
+                         env=ENVIRONMENT | own)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 
 
 def test_the_kernels_of_a_step_compile_for_gpus():
     """
-    No float32 is rounded to tf32; tensor cores multiply 16 bits; weights come 16 bytes at a time; a block needs no more
-    memory than any GPU since 2020 has. To draw, 64 bits are multiplied and shifted unsigned, and nothing is flushed to 0.
+    No float32 is rounded to tf32. Tensor cores multiply 16 bits. Weights come 16 bytes at a time. A block needs no more
+    memory than any GPU since 2020 has. A draw multiplies and shifts 64 bits unsigned, and flushes nothing to 0.
     """
     cases = sizes(CASES, CASES + MORE)
     for case, kernels in zip(cases, compiled(cases)):
@@ -106,7 +107,8 @@ def test_the_kernels_of_a_step_compile_for_gpus():
             is_linear, wide = name == 'linear_kernel', how.get('n_embd', 768) % 16 == 0
             multiplied = dtype != 'float32' and (is_linear or name == 'attend_kernel' and 'n_kv_head' in how)
             kind = dtype.replace('bfloat', 'bf').replace('float', 'f')
-            assert (f'mma.sync.aligned.m16n8k16.row.col.f32.{kind}' in ptx) == ('mma' in ptx) == multiplied, (case, name)
+            on_tensor_cores = f'mma.sync.aligned.m16n8k16.row.col.f32.{kind}' in ptx
+            assert on_tensor_cores == ('mma' in ptx) == multiplied, (case, name)
             if is_linear and wide:
                 assert re.search(r'cp\.async\.cg\.shared\.global \[[^]]*\], \[[^]]*\], 0x10', ptx), case
             if is_linear and dtype == 'float32':

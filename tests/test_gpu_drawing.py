@@ -40,8 +40,9 @@ def state_of(vocab_size, hows, seeds=None, left=100):
     return table.draws, on_device(inputs)
 
 
-def on_device(tensors):
-    return type(tensors)(*(t.to(DEVICE, copy=True) for t in tensors))
+def on_device(tensors, device=DEVICE):
+    """A copy."""
+    return type(tensors)(*(t.to(device, copy=True) for t in tensors))
 
 
 def rows_of(n, vocab_size, seed=0, scale=3.0):
@@ -51,14 +52,14 @@ def rows_of(n, vocab_size, seed=0, scale=3.0):
 def draw(logits, draws, inputs, by=drawing.draw):
     """The tokens that are drawn from a copy of logits, an array."""
     steps = draws.step.tolist()
-    by(torch.tensor(logits, device=DEVICE), draws, inputs)
+    by(torch.tensor(logits, device=draws.drawn.device), draws, inputs)
     return [int(draws.drawn[step, row]) for row, step in enumerate(steps)]
 
 
 def check_same(*pairs):
     for found, expected in pairs:
         for name, a, b in zip(type(found)._fields, found, expected):
-            assert torch.equal(a, b), name
+            assert torch.equal(a.cpu(), b), name
 
 
 def is_near(logits, s, token):
@@ -84,7 +85,7 @@ def is_near(logits, s, token):
 def check_draws(logits, hows, block):
     """The kernels draw as the definition does, but near borders, and leave its state. How many tokens differ?"""
     how, state = settings_of(logits.shape[1], hows), state_of(logits.shape[1], hows)
-    others = [on_device(each) for each in state]
+    others = [on_device(each, 'cpu') for each in state]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing, 'BLOCK', block[0])
         patch.setattr(drawing, 'WARPS', block[1])
@@ -173,7 +174,8 @@ def test_changed_logits_over_several_steps(vocab_size):
     """The state that the draws go by stays on the device. A row ends at a stop, or with the last token that it has."""
     R = len(CHANGES)
     draws, inputs = state_of(vocab_size, CHANGES, left=[100] * (R - 2) + [2, 0])
-    how, others, texts = settings_of(vocab_size, CHANGES), [on_device(draws), on_device(inputs)], [[] for _ in CHANGES]
+    how, others = settings_of(vocab_size, CHANGES), [on_device(each, 'cpu') for each in (draws, inputs)]
+    texts = [[] for _ in CHANGES]
     for step in range(sizes(4, 30)):
         logits = rows_of(R, vocab_size, seed=step // 3)
         found, going = torch.tensor(logits, device=DEVICE), (draws.left > 0).tolist()
@@ -199,7 +201,7 @@ def test_broken_logits_mark_their_row_only():
     logits[7, 5] = 2e37  # the penalty makes it infinite, and it is drawn
     draws, inputs = state_of(3000, hows)
     draws.broken[0] = 1
-    others = on_device(draws), on_device(inputs)
+    others = on_device(draws, 'cpu'), on_device(inputs, 'cpu')
     tokens, theirs = draw(logits, draws, inputs), draw(logits, *others, by=draw_plainly)
     assert draws.broken.tolist() == others[0].broken.tolist() == [1, 1, 1, 0, 1, 0, 1, 0]
     assert tokens[7] == 5 and all(0 <= token < 3000 for token in tokens)
