@@ -58,8 +58,9 @@ def rows_of(ends, n_padding=1):
 def inputs_of(rows, g, table=None):
     """`StepInputs` of rows, by default with slots in random order."""
     sequences, positions = zip(*rows)
-    n = max(1, *sequences, 0) + 1
-    table = torch.randperm(g.head_stride // g.head_dim)[:n * g.columns.n_columns].view(n, -1) if table is None else table
+    if table is None:
+        n = max(0, *sequences) + 1
+        table = torch.randperm(g.head_stride // g.head_dim)[:n * g.columns.n_columns].view(n, -1)
     return StepInputs(torch.zeros(len(rows), dtype=torch.int64, device=DEVICE), torch.tensor(positions, device=DEVICE),
                       torch.tensor(sequences, dtype=torch.int32, device=DEVICE), table.to(DEVICE, torch.int32))
 

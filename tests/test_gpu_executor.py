@@ -4,6 +4,7 @@ recorded.
 """
 import random
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import plain_gpu
@@ -21,6 +22,7 @@ from decode.eager import EagerExecutor
 from decode.gpu.draws import MOST_STEPS
 from decode.gpu.executor import GPUExecutor
 from decode.gpu.queue import Queue
+from decode.weights import quantise
 from engine import Engine
 from engine.sequence import Sequence
 from kvcache import BlockPool, make_layers, pages_for
@@ -119,14 +121,14 @@ def test_logits_are_those_of_a_text_without_a_cache(pool, kind):
 
 @pytest.fixture
 def small_graphs(monkeypatch):
+    """A step of more tokens than the largest graph has rows."""
     monkeypatch.setattr('decode.gpu.executor.BUCKETS', (1, 2, 4))
     monkeypatch.setattr(GPUExecutor, 'most_sequences', 4)
 
 
-def test_more_tokens_than_the_largest_graph(small_graphs):
-    m = model_of('rope window sinks')
-    slots = POOLS['pages'](m.config)
-    check_random_texts(holding(gpu(m), slots), slots, m, 3, 60)
+@pytest.mark.usefixtures('small_graphs')
+def test_logits_of_several_graphs_are_those_of_a_text_without_a_cache():
+    test_logits_are_those_of_a_text_without_a_cache('pages', 'rope window sinks')
 
 
 class Late(Direct):
@@ -360,36 +362,25 @@ def test_logits_that_are_not_numbers_end_the_call():
 
 def test_settings_that_were_written_in_part_are_written_again(monkeypatch):
     m = model_of('rope')
-    table = gpu(m).draws
+    table, one = gpu(m).draws, np.array([1])
     greedy, hot = (sequence_of(m.config, [1], temperature=t) for t in (0.0, 50.0))
-    write = table.write
-    table.load([greedy], np.array([1]), 1)
-
-    def interrupted(target, *args):
-        write(target, *args)
-        if target is table.draws.settings:
-            raise KeyboardInterrupt
-    monkeypatch.setattr(table, 'write', interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        table.load([hot], np.array([1]), 1)
-    monkeypatch.undo()
-    table.load([greedy], np.array([1]), 1)
-    assert table.draws.settings[0].tolist() == [*greedy.settings.values, 0]
+    table.load([greedy], one, 1)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(table, 'put', Mock(side_effect=KeyboardInterrupt))
+        table.load([hot], one, 1)
+    table.load([greedy], one, 1)
+    assert table.draws.settings[0, 0] == 0
 
 
 @pytest.mark.parametrize('bits', [0, 8])
 def test_keys_in_int8_and_weights_in_int8(bits):
     m, rounded = (model_of('llama', n_embd=128) for _ in range(2))
-    executor, prompts = gpu(m, weights='int8'), [[1, 2, 3], [4]]
-    with torch.no_grad():
-        for layer, block in zip(executor.packed.layers, rounded.transformer.h):
-            for linear, module in ((layer.c_attn, block.attn.c_attn), (layer.attn_proj, block.attn.c_proj), (
-                    layer.c_fc, block.mlp.c_fc), (layer.c_gate, block.mlp.c_gate), (layer.mlp_proj, block.mlp.c_proj)):
-                module.weight.copy_(linear.weight * linear.scale[:, None])
-        head = executor.packed.lm_head
-        rounded.lm_head.weight = torch.nn.Parameter(head.weight * head.scale[:, None])
-    first, expected = (Engine(each.model, each, kv_bits=bits).generate(prompts, 20, temperature=0.0)
-                       for each in (executor, EagerExecutor(rounded)))
+    for module in rounded.modules():
+        if isinstance(module, torch.nn.Linear):
+            whole, scale = quantise(module.weight.detach())
+            module.weight = torch.nn.Parameter(whole * scale[:, None])
+    first, expected = (Engine(each.model, each, kv_bits=bits).generate([[1, 2, 3], [4]], 20, temperature=0.0)
+                       for each in (gpu(m, 'int8'), EagerExecutor(rounded)))
     assert first == expected
 
 
