@@ -29,7 +29,7 @@ from kvcache import BlockPool, make_layers, pages_for
 from kvcache.llamacpp.pool import CellPool
 
 HOWS = [dict(), dict(top_p=0.7), dict(top_k=5), dict(frequency_penalty=1.5), dict(temperature=0.0),
-        dict(logit_bias={3: 2.0}), dict(min_tokens=5, stops=[1, 2, 3]), dict(stops=[1, 2, 3, 4]),
+        dict(logit_bias={3: 2.0}), dict(min_tokens=5, stops=[1, 2, 3]), dict(stops=[1, 2, 3, 4], presence_penalty=0.5),
         dict(repetition_penalty=1.3, presence_penalty=0.3, min_p=0.05)]
 POOLS = dict(pages=lambda c, n=4: BlockPool(8 * pages_for(c, n), n, c.window, c.n_sink),
              unified=lambda c: CellPool(c, 5, c.n_slots),
