@@ -74,10 +74,7 @@ def holding(executor, pool):
 
 
 def check_random_texts(executor, pool, judge, seed, n, tolerance=2e-4):
-    """
-    Texts that begin, grow, are forked, cut and freed at random, with an executor that forgets their slots now and then:
-    all logits are those of the judge, in float64.
-    """
+    """Texts that begin, grow, are forked, cut and freed at random: all logits are those of the judge, in float64."""
     choose, c, texts = random.Random(seed), judge.config, []
     most = min(c.max_positions, 3 * c.block_size)
     for _ in range(n):
@@ -85,7 +82,7 @@ def check_random_texts(executor, pool, judge, seed, n, tolerance=2e-4):
             texts.append(sequence_of(c))
             pool.begin(texts[-1])
         s = choose.choice(texts)
-        action = choose.choice(['feed'] * 4 + ['decode'] * 2 + ['fork', 'cut', 'free', 'refresh'])
+        action = choose.choice(['feed'] * 4 + ['decode'] * 2 + ['fork', 'cut', 'free'])
         if action == 'fork' and len(texts) < 5:
             texts.append(sequence_of(c, s.tokens))
             pool.fork(s, texts[-1])
@@ -95,8 +92,6 @@ def check_random_texts(executor, pool, judge, seed, n, tolerance=2e-4):
         elif action == 'free':
             pool.free(s)
             texts.remove(s)
-        elif action == 'refresh':
-            executor.refresh()
         elif action in ('feed', 'decode'):
             for _ in range(1 if action == 'feed' else choose.randint(1, 6)):
                 new = {}
@@ -129,6 +124,21 @@ def small_graphs(monkeypatch):
 @pytest.mark.usefixtures('small_graphs')
 def test_logits_of_several_graphs_are_those_of_a_text_without_a_cache():
     test_logits_are_those_of_a_text_without_a_cache('pages', 'rope window sinks')
+
+
+def test_a_text_goes_back_after_its_slots_were_forgotten():
+    """To a position before the one at which the table has its slots from, and all of them in the same `Runs`."""
+    m = model_of('rope window sinks')
+    pool, text = POOLS['pages'](m.config, 40), [i % V for i in range(14)]
+    executor, s = holding(gpu(m), pool), sequence_of(m.config)
+    pool.begin(s)
+    feed(executor, pool, {s: text[:12]})
+    executor.refresh()
+    feed(executor, pool, {s: text[12:13]})
+    s.tokens, s.n_computed = text[:9], 9
+    found, = feed(executor, pool, {s: text[9:10]})
+    expected = exact(m, torch.tensor([s.tokens]))[0, -1:]
+    torch.testing.assert_close(found.logits.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 class Late(Direct):
