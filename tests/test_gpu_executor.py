@@ -265,11 +265,11 @@ def test_a_call_ends_behind_a_stop_at_its_time_and_when_it_is_asked_to():
     c, pool = m.config, POOLS['pages'](m.config)
     executor = holding(late(m), pool)
     for more, stops, expected in (dict(), (), (12, 3)), (dict(until=0), (), (8, 3)), (
-            dict(stop_soon=np.ones(1, np.int64)), (), (8, 3)), (dict(), range(V), (1, 1)):
-        a, b = sequences = [sequence_of(c, temperature=0.0, stops=stops) for _ in 'ab']
+            dict(stop_soon=np.ones(1, np.int64)), (), (8, 3)), (dict(), range(V), (8, 1)):
+        a, b = sequences = [sequence_of(c, temperature=0.0, stops=of) for of in ((), stops)]
         for s in sequences:
             pool.begin(s)
-        drawn = feed(executor, pool, {a: [1], b: [2]}, {a: 12, b: 3}, **more)
+        drawn = feed(executor, pool, {a: [1], b: [2]}, {a: 12, b: 12 if stops else 3}, **more)
         assert tuple(len(of_s.tokens) for of_s in drawn) == expected
         for s in sequences:
             pool.free(s)
@@ -280,13 +280,14 @@ def test_logits_from_which_tokens_are_drawn_are_those_before_biases_and_penaltie
     engine = engine_of(late(m))
     how = dict(logit_bias={3: 4.0}, frequency_penalty=1.5, min_tokens=4, stops=[1, 2])
     sequences = engine.add([1, 2], 12, 2, 1, logprobs=True, **how) + engine.add([3], 15, frequency_penalty=1.0)
+    scored, = engine.add([5, 6, 7], 3, logprobs=True, scores=True, **how)
     while not engine.is_idle:
         for s, drawn in engine.step():
             if drawn.logits is not None:
                 found.setdefault(s, []).append(drawn.logits)
-    check_alone(m, sequences)
-    for s in sequences[:2]:
-        expected = exact(m, torch.tensor([s.tokens[:-1]]))[0, s.n_prompt - 1:]
+    check_alone(m, [*sequences, scored])
+    for s in (*sequences[:2], scored):
+        expected = exact(m, torch.tensor([s.tokens[:-1]]))[0, 0 if s is scored else s.n_prompt - 1:]
         torch.testing.assert_close(torch.cat(found[s]).double(), expected, atol=1e-4, rtol=1e-4)
 
 
@@ -370,16 +371,20 @@ def test_logits_that_are_not_numbers_end_the_call():
     assert sequences[0].ended == 'error' and isinstance(sequences[0].error, NotNumbers)
 
 
-def test_settings_that_were_written_in_part_are_written_again(monkeypatch):
-    m = model_of('rope')
-    table, one = gpu(m).draws, np.array([1])
-    greedy, hot = (sequence_of(m.config, [1], temperature=t) for t in (0.0, 50.0))
-    table.load([greedy], one, 1)
+def test_settings_take_the_place_of_those_before(monkeypatch):
+    """Also of those that were written in part. Nothing of them stays."""
+    m, one = model_of('rope'), np.array([1])
+    a, b = (sequence_of(m.config, [1], temperature=t, stops=[t], min_tokens=t, logit_bias={9 + t: t}) for t in (1, 2))
+    used = gpu(m).draws
+    used.load([a], one, 1)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(table, 'put', Mock(side_effect=KeyboardInterrupt))
-        table.load([hot], one, 1)
-    table.load([greedy], one, 1)
-    assert table.draws.settings[0, 0] == 0
+        patch.setattr(used, 'put', Mock(side_effect=KeyboardInterrupt))
+        used.load([b], one, 1)
+    for s in a, b:
+        new = gpu(m).draws
+        for table in used, new:
+            table.load([s], one, 1)
+        assert all(map(torch.equal, used.draws, new.draws))
 
 
 @pytest.mark.parametrize('bits', [0, 8])
