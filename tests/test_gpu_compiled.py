@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, ROOT, needs, sizes
+from conftest import ENVIRONMENT, ROOT, sizes
+from on_triton import triton
 from plain_gpu import Direct
 
 from kvcache.storage import make_layers
 from model import GPT, GPTConfig
 
-needs('triton')
 TYPES = {torch.float32: '*fp32', torch.float64: '*fp64', torch.bfloat16: '*bf16', torch.float16: '*fp16',
          torch.int8: '*i8', torch.int32: '*i32', torch.int64: '*i64'}
 KERNELS = [('storing', 'embed_kernel'), ('storing', 'turn_kernel'), ('storing', 'store_kernel'),
@@ -34,7 +34,6 @@ def compile_for(arch, dtype, weights, kv, how):
     """[{name, ptx, shared}] of the kernels that a step of such a model launches. Without the interpreter."""
     import importlib
 
-    import triton
     from triton.backends.compiler import GPUTarget
 
     from decode.gpu.executor import GPUExecutor, kernels
