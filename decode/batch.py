@@ -70,8 +70,8 @@ class Batch:
     n_steps: int64 (S,). How many tokens each sequence may draw in this call; 0 where its last token is not the last of
         its text. More than 1 only if every sequence brings one token: what is drawn is then the next step's token, and
         there are slots for all of them.
-    scored: for each sequence, are the logits of all of its new tokens wanted? A list. Then n_steps is at most 1.
-    kept: for each sequence, are the logits wanted from which its tokens are drawn? A list.
+    scores: for each sequence, are the logits of all of its new tokens wanted? A list. Then n_steps is at most 1.
+    logprobs: for each sequence, are the logits wanted from which its tokens are drawn? A list.
     copies: (source, target, n) of slots, which are copied before anything else, in this order.
     until: no step begins after this time of `now`. stop_soon: none begins once stop_soon[0] is not 0; another thread
         may set it.
@@ -81,8 +81,8 @@ class Batch:
     tokens: np.ndarray
     positions: np.ndarray
     n_steps: np.ndarray
-    scored: list
-    kept: list
+    scores: list
+    logprobs: list
     copies: list = ()
     until: int = 2**63 - 1
     stop_soon: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -90,7 +90,7 @@ class Batch:
     @property
     def decodes(self):
         """Does each sequence bring one token and draw at least one?"""
-        return len(self.tokens) == len(self.counts) and self.n_steps.min() > 0 and not any(self.scored)
+        return len(self.tokens) == len(self.counts) and self.n_steps.min() > 0 and not any(self.scores)
 
     def copy(self, layers):
         """Make the copies, in these `kvcache.storage.Layer`s."""
@@ -108,8 +108,8 @@ class Batch:
         them, a slice. The last one of a sequence that draws is the one it draws from.
         """
         rows, parts, first = [], [], 0
-        for count, n, scored in zip(self.counts, self.n_steps.tolist(), self.scored):
-            own = range(first if scored else first + count - (n > 0), first + count)
+        for count, n, scores in zip(self.counts, self.n_steps.tolist(), self.scores):
+            own = range(first if scores else first + count - (n > 0), first + count)
             parts.append(slice(len(rows), len(rows) + len(own)))
             rows += own
             first += count
@@ -121,8 +121,8 @@ class Batch:
         and `parts` of `rows`.
         """
         tokens = iter(drawn)
-        return [Drawn([next(tokens)] if n else [], logits[part] if scored or kept and n else None)
-                for n, scored, kept, part in zip(self.n_steps.tolist(), self.scored, self.kept, parts)]
+        return [Drawn([next(tokens)] if n else [], logits[part] if scores or logprobs and n else None)
+                for n, scores, logprobs, part in zip(self.n_steps.tolist(), self.scores, self.logprobs, parts)]
 
 
 @dataclass(slots=True)

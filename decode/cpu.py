@@ -119,7 +119,7 @@ class CPUExecutor:
         """
         S, V, most = len(batch.sequences), self.vocab_size, int(batch.n_steps.max())
         tokens, newest, going, done, ended = np.full((most, S), -1), batch.tokens, np.arange(S), 0, False
-        kept = torch.empty(most, S, V, **OF_LOGITS) if any(batch.kept) else None
+        kept = torch.empty(most, S, V, **OF_LOGITS) if any(batch.logprobs) else None
         while len(going) and not ended:
             n = int(batch.n_steps[going].min()) - done
             logits = torch.empty(n if kept is not None else 1, len(going), V, **OF_LOGITS)
@@ -134,7 +134,7 @@ class CPUExecutor:
         for s, of_s in zip(batch.sequences, found):
             s.settings.n_counted = s.n_drawn + len(of_s)
         return [Drawn(of_s, kept[:len(of_s), i] if keep else None)
-                for i, (of_s, keep) in enumerate(zip(found, batch.kept))]
+                for i, (of_s, keep) in enumerate(zip(found, batch.logprobs))]
 
     def steps(self, batch, going, newest, done, n, logits):
         """

@@ -102,7 +102,7 @@ class Drafting:
         ended = VERIFY.call(table, logits.data_ptr(), tokens.ctypes.data, n, 0) < 0
         drawn = [column[column >= 0].tolist() for column in tokens[1:].T]
         return [Drawn(of_one, rows[:len(of_one)] if kept else None)
-                for of_one, rows, kept in zip(drawn, logits, batch.kept)], ended
+                for of_one, rows, kept in zip(drawn, logits, batch.logprobs)], ended
 
 
 class Pace:

@@ -120,13 +120,13 @@ class Scheduler:
         """The `Batch` of these sequences and so many new tokens of each: a list of pairs."""
         sequences, counts = map(list, zip(*plan))
         n_steps = [int(s.n_computed + n == s.length and len(s.tokens) < s.n_end and not s.siblings) for s, n in plan]
-        scored = [s.scores and s.n_computed < s.n_prompt - 1 and not s.n_drawn for s in sequences]
-        if len(plan) == len(self.running) == sum(counts) == sum(n_steps) and not any(scored):
+        scores = [s.scores and s.n_computed < s.n_prompt - 1 and not s.n_drawn for s in sequences]
+        if len(plan) == len(self.running) == sum(counts) == sum(n_steps) and not any(scores):
             n_steps = self.steps_ahead(sequences)
         tokens = [token for s, n in plan for token in s.uncomputed(n)]
         positions = np.concatenate([np.arange(s.n_computed, s.n_computed + n) for s, n in plan]) if (
             len(tokens) > len(plan)) else np.array([s.n_computed for s in sequences])
-        return Batch(sequences, counts, np.array(tokens, np.int64), positions, np.array(n_steps), scored,
+        return Batch(sequences, counts, np.array(tokens, np.int64), positions, np.array(n_steps), scores,
                      [s.logprobs for s in sequences], self.pool.take_copies(), until, stop_soon)
 
     def steps_ahead(self, sequences):

@@ -163,7 +163,7 @@ def test_a_forward_of_its_own_is_run_without_a_cache(change):
         with pytest.raises(ValueError, match='pass use_cache=False'):
             refused()
     text = Text(IDX[0].tolist())
-    batch = Slots(EagerExecutor(tiny())).batch({text: 7}, 1, kept=True)
+    batch = Slots(EagerExecutor(tiny())).batch({text: 7}, 1, logprobs=True)
     drawn = UncachedExecutor(model).execute_model(batch)[0]
     assert torch.equal(drawn.logits, 2 * tiny()(IDX, use_cache=False)[0][0])
 

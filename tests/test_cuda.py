@@ -131,7 +131,7 @@ def test_rows_have_their_bits_in_batches_of_all_sizes():
             pool.begin(s)
         for n in chunks:
             new = {s: texts[row][start:start + n] for s, row in zip(sequences, rows)}
-            out, start = feed(executor, pool, new, dict.fromkeys(sequences, 1), kept=True), start + n
+            out, start = feed(executor, pool, new, dict.fromkeys(sequences, 1), logprobs=True), start + n
             for s in sequences:
                 s.tokens.pop()  # what was drawn
         for s in sequences:

@@ -59,7 +59,7 @@ class Slots:
         if layout != 'rows':
             random.Random(seed).shuffle(self.free)
 
-    def batch(self, counts, n_steps=0, scored=False, kept=False, **how):
+    def batch(self, counts, n_steps=0, scores=False, logprobs=False, **how):
         """A batch of {text: so many new tokens}, with slots for all that it may draw."""
         n_steps = np.broadcast_to(n_steps, len(counts)).astype(np.int64)
         for text, end in zip(counts, n_steps + [t.n_computed + n for t, n in counts.items()]):
@@ -68,8 +68,8 @@ class Slots:
                 text.room += self.size
         spans = [(text, range(text.n_computed, text.n_computed + n)) for text, n in counts.items()]
         return Batch([*counts], [*counts.values()], np.array([t.tokens[p] for t, span in spans for p in span]),
-                     np.array([p for _, span in spans for p in span]), n_steps, [scored] * len(counts),
-                     [kept] * len(counts), **how)
+                     np.array([p for _, span in spans for p in span]), n_steps, [scores] * len(counts),
+                     [logprobs] * len(counts), **how)
 
     def run(self, counts, n_steps=0, **how):
         """Execute it, and give the texts what they drew. Returns the `Drawn` of each."""
@@ -82,7 +82,7 @@ class Slots:
 
     def logits(self, counts):
         """The logits of all new tokens of each text."""
-        return [each.logits for each in self.run(counts, scored=True)]
+        return [each.logits for each in self.run(counts, scores=True)]
 
 
 def texts(n, length, seed=0, **how):
@@ -245,7 +245,7 @@ def test_copies_run_first_and_in_order(way):
     fork = Text(text.tokens)
     fork.runs, fork.room, fork.n_computed = Runs([(0, target, 40)]), 40, 20
     copies = [(source, middle, 20), (middle, target, 20)]
-    drawn = executor.execute_model(slots.batch({fork: 10}, scored=True, copies=copies))
+    drawn = executor.execute_model(slots.batch({fork: 10}, scores=True, copies=copies))
     torch.testing.assert_close(drawn[0].logits, expected[20:], atol=1e-10, rtol=0)
 
 
@@ -257,7 +257,7 @@ def test_rows_that_are_wanted(monkeypatch):
         slots, (part, scored, drawing, kept) = Slots(made(way, model)), texts(4, 12)
         expected = judged(model, (part, scored, drawing, kept))
         batch = slots.batch({part: 9, scored: 12, drawing: 12, kept: 12}, [0, 1, 1, 1])
-        batch = dataclasses.replace(batch, scored=[False, True, False, False], kept=[False, False, False, True])
+        batch = dataclasses.replace(batch, scores=[False, True, False, False], logprobs=[False, False, False, True])
         drawn = slots.executor.execute_model(batch)
         assert [each.tokens for each in drawn] == [[], *([int(row[-1].argmax())] for row in expected[1:])]
         assert drawn[0].logits is None and drawn[2].logits is None
@@ -270,16 +270,16 @@ def test_rows_that_are_wanted(monkeypatch):
     ('eager float32', 'rope')])
 def test_several_steps_in_a_call_are_those_of_single_ones(way, kind):
     """
-    Any numbers of steps, in any company: tokens and kept logits have the same bits. A call is over behind the first
+    Any numbers of steps, in any company: tokens and wanted logits have the same bits. A call is over behind the first
     step in which a text draws one of its stop tokens. Each token is what `draw` makes of its logits.
     """
     executor = made(way, model_of(kind, 1))
     expected = []
     for i, how in enumerate(HOWS):
         text, slots, logits = Text([1, 2, 3, 4][:1 + i % 4], seed=i, **dict(temperature=1.0) | how), Slots(executor), []
-        logits.append(slots.run({text: len(text.tokens)}, 1, kept=True)[0].logits)
+        logits.append(slots.run({text: len(text.tokens)}, 1, logprobs=True)[0].logits)
         while len(text.tokens) < 38:
-            logits.append(slots.run({text: 1}, 1, kept=True)[0].logits)
+            logits.append(slots.run({text: 1}, 1, logprobs=True)[0].logits)
         n = len(text.tokens) - text.n_drawn
         settings = DrawSettings(VOCAB, seed=i, prompt=text.tokens[:n], **how)
         for number, row in enumerate(logits):
@@ -294,7 +294,7 @@ def test_several_steps_in_a_call_are_those_of_single_ones(way, kind):
         while left := {i: 38 - len(text.tokens) for i, text in enumerate(some) if len(text.tokens) < 38}:
             ids, kept = chooser.sample(list(left), chooser.randint(1, len(left))), chooser.random() < 0.7
             n_steps = [min(left[i], chooser.randint(1, 12)) for i in ids]
-            drawn = slots.run(dict.fromkeys([some[i] for i in ids], 1), n_steps, kept=kept)
+            drawn = slots.run(dict.fromkeys([some[i] for i in ids], 1), n_steps, logprobs=kept)
             over = min([k + 1 for i, of_text in zip(ids, drawn) for k, token in enumerate(of_text.tokens)
                         if token in some[i].settings.stops], default=99)
             for i, n, of_text in zip(ids, n_steps, drawn):
@@ -366,7 +366,7 @@ def test_a_bad_batch_is_refused_and_nothing_is_written(way, bad, monkeypatch):
     how, message, of_eager = BAD[bad]
     if way.startswith('eager') and not of_eager:
         return
-    for chunk, batch_of in itertools.product((256, 1), (dict(n_steps=1), dict(n_steps=5), dict(scored=True))):
+    for chunk, batch_of in itertools.product((256, 1), (dict(n_steps=1), dict(n_steps=5), dict(scores=True))):
         monkeypatch.setattr(cpu, 'CHUNK', chunk)
         slots, some = computed(made(way, model_of('learned')))
         before = [t.clone() for layer in slots.layers for t in layer.tensors()]
@@ -459,7 +459,7 @@ def test_autocast():
 def test_torchs_defaults_do_not_get_into_a_step(default):
     """Set before an executor was made, or after."""
     def logits(executors):
-        return [Slots(executor, kind=kind).run({Text([1, 2, 3], top_p=0.9): 3}, 1, kept=True)[0].logits
+        return [Slots(executor, kind=kind).run({Text([1, 2, 3], top_p=0.9): 3}, 1, logprobs=True)[0].logits
                 for executor in executors for kind in ('', 'int8')]
 
     def executors():

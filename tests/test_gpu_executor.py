@@ -47,7 +47,7 @@ def sequence_of(config, tokens=(), n_drawn=0, **how):
     return s
 
 
-def feed(executor, pool, new, n_steps=None, kept=False, **more):
+def feed(executor, pool, new, n_steps=None, logprobs=False, **more):
     """
     A call for these new tokens of sequences, {sequence: tokens}, and its result. n_steps: {sequence: how many tokens it
     may draw}, which are added to it; without, nothing is drawn, and the result has all logits.
@@ -59,7 +59,7 @@ def feed(executor, pool, new, n_steps=None, kept=False, **more):
     batch = Batch([*new], [len(tokens) for tokens in new.values()],
                   np.array([token for tokens in new.values() for token in tokens]), np.array(positions),
                   np.array([n_steps.get(s, 0) if n_steps else 0 for s in new]), [not n_steps] * len(new),
-                  [kept] * len(new), pool.take_copies(), **more)
+                  [logprobs] * len(new), pool.take_copies(), **more)
     results = executor.execute_model(batch)
     for (s, tokens), drawn in zip(new.items(), results):
         pool.computed(s, len(tokens) + max(0, len(drawn.tokens) - 1))

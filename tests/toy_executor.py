@@ -79,7 +79,7 @@ class ToyExecutor:
             ended = any(found[i][-1] in batch.sequences[i].settings.stops for i in going)
             going = [] if ended or batch.is_late() else [i for i in going if len(found[i]) < batch.n_steps[i]]
         return [Drawn(tokens, torch.stack(rows) if keep else None)
-                for tokens, rows, keep in zip(found, kept, batch.kept)]
+                for tokens, rows, keep in zip(found, kept, batch.logprobs)]
 
     def single(self, batch):
         logits = self.one_step(batch.sequences, batch.counts, batch.tokens, batch.positions)

@@ -138,7 +138,7 @@ class GPUExecutor:
             check_step(self.model, batch)
             if len(batch.tokens) > self.most_sequences:  # a step of several graphs is checked before the first one
                 step_slots(self.packed.config, batch)
-            elif batch.decodes and not any(batch.kept):
+            elif batch.decodes and not any(batch.logprobs):
                 return self.several(batch)
             rows, parts = batch.rows()
             runs = [s.runs for s in batch.sequences]
