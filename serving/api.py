@@ -4,8 +4,8 @@ legacy completions and chat completions (https://platform.openai.com/docs/api-re
 """
 import difflib
 import math
-import random
 import re
+import secrets
 from codecs import BOM_UTF8
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -531,7 +531,7 @@ def requests_of(body, served, id, delivers):
     else:
         prompts = [served.encode(prompt, body.add_special_tokens) if type(prompt) is str else prompt
                    for prompt in body.prompt]
-    seeds = [random.randrange(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
+    seeds = [secrets.randbelow(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     shared = dict(
         n=body.n, draw={name: getattr(body, name) for name in (*NAMES, 'min_tokens', 'logit_bias')},
         stop=tuple(body.stop), stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos, logprobs=body.n_logprobs,

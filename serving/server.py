@@ -7,8 +7,8 @@ import errno
 import hmac
 import json
 import os
-import random
 import re
+import secrets
 import socket
 import sys
 import threading
@@ -282,7 +282,7 @@ async def chat(service, body):
 
 async def generate(service, body, prefix, n_prompts, kind, pool):
     """The `Answer` to a body, of this kind, whose requests are submitted. pool: make these in it, see `in_pool`."""
-    id, mailbox = f'{prefix}-{random.getrandbits(96):024x}', Mailbox(service.bell, listening=body.stream)
+    id, mailbox = f'{prefix}-{secrets.token_hex(12)}', Mailbox(service.bell, listening=body.stream)
     delivers = [partial(mailbox.put, number) for number in range(n_prompts)]
 
     def make():
