@@ -107,6 +107,8 @@ class Batch:
         The rows, of N, whose logits a single step computes, int64 (W,); and for each sequence where its own are among
         them, a slice. The last one of a sequence that draws is the one it draws from.
         """
+        if self.decodes:
+            return np.arange(len(self.counts)), [slice(i, i + 1) for i in range(len(self.counts))]
         rows, parts, first = [], [], 0
         for count, n, scores in zip(self.counts, self.n_steps.tolist(), self.scores):
             own = range(first if scores else first + count - (n > 0), first + count)

@@ -19,7 +19,7 @@ from inputs import check_sampling
 NAMES = ('temperature', 'top_k', 'top_p', 'min_p', 'presence_penalty', 'frequency_penalty', 'repetition_penalty')
 DEFAULTS = dict(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
                 repetition_penalty=1.0)
-GOLDEN, ONE = np.uint64(0x9E3779B97F4A7C15), np.uint64(1)
+GOLDEN, MULTIPLIERS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # of splitmix64
 LEAST_WEIGHT = -87.0  # weights below e ** -87 of the largest are 0
 
 
@@ -165,17 +165,25 @@ def exponential_noise(seeds, numbers, tokens):
     token number b. It is minus the logarithm of a number between 0 and 1 of 52 bits, which splitmix64 makes of the
     three.
     """
-    seeds, numbers = np.array([seed % 2**64 for seed in seeds], np.uint64), np.array(numbers, np.uint64)
-    keys = mixed(mixed(seeds + GOLDEN) + (numbers + ONE) * GOLDEN)
-    x = mixed(keys[:, None] + (np.asarray(tokens).astype(np.uint64) + ONE) * GOLDEN)
+    # integers of Python are mixed sooner than arrays, where there are few
+    keys = np.array([mixed(mixed(seed + GOLDEN) + (number + 1) * GOLDEN) for seed, number in zip(seeds, numbers)],
+                    np.uint64)
+    x = keys[:, None] + (np.asarray(tokens).astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(MULTIPLIERS[0])
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(MULTIPLIERS[1])
+    x ^= x >> np.uint64(31)
     return -np.log(((x >> np.uint64(12)) + 0.5) * 2.0**-52)
 
 
 def mixed(x):
-    """The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    """
+    The finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014), of an
+    integer whose lowest 64 bits count.
+    """
+    x &= 2**64 - 1
+    x = (x ^ x >> 30) * MULTIPLIERS[0] & 2**64 - 1
+    x = (x ^ x >> 27) * MULTIPLIERS[1] & 2**64 - 1
+    return x ^ x >> 31
 
 
 def log_probabilities(logits, tokens, k):

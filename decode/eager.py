@@ -79,14 +79,14 @@ class EagerExecutor:
         """A `LayerView` for each layer, if the sequences lie side by side and bring T new tokens each, or None."""
         if not T or self.model.config.window or self.layers[0].k.scale is not None:
             return None
-        where = rows_at(batch)
-        if where is None:
+        lengths = (batch.positions[T - 1::T] + 1).tolist()
+        n_keys, where = max(lengths), rows_at(batch)
+        if where is None or where[3] < n_keys:
             return None
         if where != self.where:
             self.where, self.views = where, [layer.views(*where) for layer in self.layers]
-        ends = batch.positions[T - 1::T]
-        n_keys = int(ends.max()) + 1
-        return [LayerView(*views, n_keys, ends.min() + 1 < n_keys) for views in self.views]
+        is_ragged = min(lengths) < n_keys
+        return [LayerView(*views, n_keys, is_ragged) for views in self.views]
 
 
 class UncachedExecutor:
@@ -136,7 +136,8 @@ def check_step(model, batch):
     """`Refused` unless the model is in eval mode, and the tokens are its and fit its context."""
     if model.training:
         raise Refused("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
-    low, high, c = int(batch.tokens.min()), int(batch.tokens.max()), model.config
+    ids, c = batch.tokens.tolist(), model.config  # sooner than NumPy's min and max, where there are few
+    low, high = min(ids), max(ids)
     if low < 0 or high >= c.vocab_size:
         raise Refused(f"token ids are 0 to {c.vocab_size - 1}, not {low} to {high}")
     if batch.positions.max() >= c.max_positions:
@@ -172,7 +173,7 @@ def rows_at(batch):
         return None
     first, K = [int(r.table[0, 1]) for r in runs], int(min([r.table[0, 2] for r in runs]))
     stride = first[1] - first[0] if len(first) > 1 else 0
-    if stride < 0 or any([b - a != stride for a, b in zip(first, first[1:])]) or K <= batch.positions.max():
+    if stride < 0 or any([b - a != stride for a, b in zip(first, first[1:])]):
         return None
     return first[0], stride, len(first), K
 
