@@ -30,13 +30,14 @@ class QueueFull(Exception):
 class Live:
     """
     A request that has not ended. sequences: its own, empty before it begins. going: the numbers of its samples that go
-    on. begun: was anything of it delivered? scored: `Logprobs` of the prompt's tokens so far, from the second on.
+    on. begun: was anything of it delivered? outputs: what is not delivered yet; delivered: when the last ones were.
+    scored: `Logprobs` of the prompt's tokens so far, from the second on.
     """
-    __slots__ = 'request', 'sequences', 'going', 'begun', 'time', 'scored'
+    __slots__ = 'request', 'sequences', 'going', 'begun', 'time', 'scored', 'outputs', 'delivered'
 
     def __init__(self, request):
         self.request, self.sequences, self.going, self.begun = request, [], {*range(request.n)}, False
-        self.scored, self.time = [], time.monotonic()
+        self.scored, self.outputs, self.time, self.delivered = [], [], time.monotonic(), float('-inf')
 
 
 class Sample:
@@ -207,7 +208,10 @@ class EngineThread:
         self.stats.prompt_tokens += len(r.prompt)
 
     def hand_out(self, results):
-        """Deliver what a step has given, each request's together."""
+        """
+        Deliver what a step has given, each request's together; if it goes on and was given something just before,
+        behind a later step: each delivery costs the event loop as much as some steps of a small model.
+        """
         now, given = time.monotonic(), {}
         for s, drawn in results:
             live = s.owner.live
@@ -218,15 +222,17 @@ class EngineThread:
                     raise s.error
                 output = self.output_of(s, drawn, now)
             except Exception as e:
-                if live in given:  # of samples that may have ended
-                    self.deliver(live, given.pop(live))
+                if live.outputs:  # of samples that may have ended
+                    self.deliver(live)
                 if live.going:
                     self.end(live, 'error', f"{type(e).__name__}: {e}")
                 continue
             if output:
-                given.setdefault(live, []).append(output)
-        for live, outputs in given.items():
-            self.deliver(live, outputs)
+                live.outputs.append(output)
+                given[live] = None
+        for live in given:
+            if live.outputs and (not live.going or now >= live.delivered + self.engine.pause / 2):
+                self.deliver(live)
 
     def output_of(self, s, drawn, now):
         """The `Output` of a sequence for what a step has given it, or None if that is nothing."""
@@ -264,8 +270,9 @@ class EngineThread:
         targets = s.tokens[first + 1:min(first + 1 + len(logits), s.n_prompt)]
         live.scored += logprobs_of(logits[:len(targets)], targets, live.request.logprobs or 0)
 
-    def deliver(self, live, outputs):
-        """Hand outputs to a request. One that has ended is forgotten. One whose `deliver` raises is ended."""
+    def deliver(self, live):
+        """Hand its outputs to a request. One that has ended is forgotten. One whose `deliver` raises is ended."""
+        outputs, live.outputs, live.delivered = live.outputs, [], time.monotonic()
         if not live.begun:
             live.begun, first = True, live.sequences[0] if live.sequences else None
             if first and first.n_found is not None:
@@ -292,11 +299,11 @@ class EngineThread:
 
     def end(self, live, reason, error=None):
         """End a request, and say so, in whatever state the engine is."""
-        outputs = [Output(i, [], finish_reason=reason, error=error) for i in sorted(live.going)]
+        live.outputs += [Output(i, [], finish_reason=reason, error=error) for i in sorted(live.going)]
         try:
             self.give_up(live, reason)
         finally:
-            self.deliver(live, outputs)
+            self.deliver(live)
 
     def end_all(self, reason, error=None):
         """End all requests that there are."""
