@@ -1,7 +1,7 @@
 # make demo: data, training, samples, and tokens a second without the cache, with it, and with the fastest decoder:
 #            under 6 minutes on a laptop
 # make serve: the API and the page for the newest run; trains one first if there is none
-# make test: everything that must hold, each claim at a small size: 5 to 7 minutes on 2 cores
+# make test: everything that must hold, each claim at a small size: 4 to 6 minutes on 2 cores
 # make test-all: the same at full size: 30 to 45 minutes on 2 cores
 # make gpu: the tests and figures that need a GPU
 PYTHON ?= python3

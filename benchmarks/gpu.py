@@ -17,7 +17,7 @@ import sys
 import torch
 
 from benchmarks.harness import Case, Part, take_turns
-from benchmarks.ours import generated, gpu_executor, served, weight_bytes
+from benchmarks.ours import generated, gpu_executor, served
 from benchmarks.serve import loads
 from benchmarks.serve.servers import ROOT
 from benchmarks.shapes import cache_bytes, model_of
@@ -43,9 +43,9 @@ def engine(asked):
         kernels = {asked.dtype: gpu_executor(model), 'int8': gpu_executor(model, 'int8'),
                    f"{asked.dtype}, a vendor's matmul": gpu_executor(model, vendor=True)}
         for B in asked.batches or BATCHES:
-            cases = [Case(dict(shape=name, batch=B, step=of, bytes=weight_bytes(executor)),
+            cases = [Case(dict(shape=name, batch=B, step=of, bytes=executor.packed.nbytes()),
                           served(model, executor, B, N_PROMPT, n_new), per=n_new) for of, executor in kernels.items()]
-            cases += [Case(dict(shape=name, batch=B, step=step, bytes=weight_bytes(kernels[asked.dtype])),
+            cases += [Case(dict(shape=name, batch=B, step=step, bytes=kernels[asked.dtype].packed.nbytes()),
                            generated(model, step, B, n_new), per=n_new) for step in ('graph', 'eager')]
             first, *_ = measured = take_turns(cases, asked.repeats, f'{name}, {B}')
             context = cache_bytes(model.config, B, number) * (N_PROMPT + n_new / 2) / model.config.block_size

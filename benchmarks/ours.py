@@ -98,11 +98,6 @@ def vendor_linear(x, out, linear, norm=None, gate=None, activation='', add=False
     out.add_(y) if add else out.copy_(y)
 
 
-def weight_bytes(executor):
-    """Bytes of weights that a step of a `gpu_executor` reads."""
-    return executor.packed.nbytes()
-
-
 def served(model, executor, B, n_prompt, n_new):
     """
     A function that serves B requests at once, without HTTP: prompts of n_prompt tokens, and n_new tokens drawn at
