@@ -68,7 +68,7 @@ class EngineThread:
         self.special_ids = {self.all_texts[token]: token for token in special_ids if token < self.vocab_size}
         self.stats = Stats(engine)
         self.snapshots = Snapshots(engine, self.stats, bytes_of)
-        self.max_queue = max_queue
+        self.max_queue, self.is_drafted = max_queue, hasattr(engine.executor, 'draft')
         self.condition, self.inbox, self.live = threading.Condition(), deque(), {}  # live: {request id: Live}
         self.draining = self.stopping = self.dead = False
         self.thread, self.looked_at = None, float('-inf')
@@ -209,10 +209,10 @@ class EngineThread:
 
     def hand_out(self, results):
         """
-        Deliver what a step has given, each request's together; if it goes on and was given something just before,
-        behind a later step: each delivery costs the event loop as much as some steps of a small model.
+        Deliver what a step has given, each request's together. With drafts a call is one round, of few tokens. Then
+        they are delivered behind a later one, if the last delivery was just before: it costs as much as some steps.
         """
-        now, given = time.monotonic(), {}
+        now, given, pause = time.monotonic(), {}, self.engine.pause / 2 if self.is_drafted else 0.0
         for s, drawn in results:
             live = s.owner.live
             if s.owner.index not in live.going:  # it has ended with another one of its request
@@ -231,7 +231,7 @@ class EngineThread:
                 live.outputs.append(output)
                 given[live] = None
         for live in given:
-            if live.outputs and (not live.going or now >= live.delivered + self.engine.pause / 2):
+            if live.outputs and (not live.going or now >= live.delivered + pause):
                 self.deliver(live)
 
     def output_of(self, s, drawn, now):

@@ -92,7 +92,7 @@ def test_transformers_agrees_at_each_cached_step(tmp_path, number, name):
     idx, kv_cache = torch.randint(ours.config.vocab_size, (2, length)), None
     with torch.no_grad():
         whole = theirs(idx).logits
-    assert whole.std() > 0.5  # not all the same
+    assert whole.std() > 0.1  # not all the same
     slots = [Slots(executor, layout) for executor in (EagerExecutor(ours), CPUExecutor(ours))
              for layout in ('pages', 'cells', 'rows')[number % 3:][:2]]
     of_texts = [[Text(row) for row in idx.tolist()] for _ in slots]
