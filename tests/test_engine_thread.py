@@ -254,6 +254,16 @@ def test_what_a_call_of_several_steps_gives_is_delivered_together(monkeypatch):
     assert thread.engine.scheduler.n_preempted
 
 
+def test_rounds_of_drafts_are_delivered_together(monkeypatch):
+    """The first one and the last one at once, those between when half of a pause is over."""
+    monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 1e9)
+    model = model_of('learned')
+    plain, drafted = thread_of(model, CPUExecutor(model, threads=1)), thread_of(model, drafting(model, AnyDraft())[0])
+    for seed in range(5):
+        got = finished(drafted, str(seed), [3, seed], 25, seed, n=2)
+        assert got.tokens == finished(plain, str(seed), [3, seed], 25, seed, n=2).tokens and got.n_calls <= 4
+
+
 def test_a_stop_string_costs_few_tokens_behind_it(monkeypatch):
     monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 1e9)
     thread, _ = tiny(n_pages=40)
