@@ -44,15 +44,18 @@ class ThreadChoice:
         """True while a number is timed for the first time in a round: steps are recorded one by one then."""
         return self.n not in self.trials and len(self.candidates) > 1
 
+    def is_first(self, began):
+        """Is a step that begins at this time the first of all, or the first after a pause?"""
+        return self.cold or began > self.ended + PAUSE
+
     def record(self, ns, began=0, n_steps=1, others=0):
         """
         ns: the nanoseconds that n_steps steps took; others: the nanoseconds of other work between the steps; began:
         when they began, on any clock, or 0. The first step of all and the first after a pause are not counted: they
         wait for memory, caches and sleeping threads.
         """
-        paused, self.ended = began > self.ended + PAUSE, began + ns + others
-        if self.cold or paused:
-            self.cold = False
+        is_first, self.ended, self.cold = self.is_first(began), began + ns + others, False
+        if is_first:
             return
         self.steps += n_steps
         self.ns += ns

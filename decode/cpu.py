@@ -156,8 +156,9 @@ class CPUExecutor:
         ended = False
         while made < n and not ended:
             n_threads, choice = self.threads_for(R)
-            tables.ask_for(1 if choice and choice.is_trial else n - made)
             began = time.perf_counter_ns()
+            # a step that is timed alone, or not at all, is a call of its own
+            tables.ask_for(1 if choice and (choice.is_trial or choice.is_first(began)) else n - made)
             refused = step(*tables.addresses, n_threads, workers.address)
             made += (n_drawn := int(tables.sizes[layout.N_DRAWN]))
             self.ended(refused, choice, began, began, n_drawn)
