@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from decode.batch import Drawn, NotNumbers, Refused
-from decode.choice import ThreadChoice
+from decode.choice import PAUSE, ThreadChoice
 from decode.kernel import layout
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
 from decode.kernel.sampling import DRAW
@@ -58,7 +58,7 @@ class CPUExecutor:
         self.arrays = self.packed_weights.arrays() | {
             layout.BARRIER: aligned(LINE, np.int64),
             layout.CLAIMS: aligned((c.n_layer * LINEARS_PER_LAYER + 1, LINE), np.int64)}
-        self.layers, self.draws = (), DrawTable(c.vocab_size)
+        self.layers, self.draws, self.last = (), DrawTable(c.vocab_size), 0  # last: when the last step ended
         self.refresh()
         team_for(self.weights, torch.float32, self.n_threads)
         DRAW.compiled  # noqa: B018 (it is compiled here)
@@ -216,6 +216,8 @@ class CPUExecutor:
     def threads_for(self, n_rows):
         """How many threads the next call of the kernel takes, and the `ThreadChoice` that says so."""
         n_threads, choice = self.n_threads, None
+        if n_threads > 1 and time.perf_counter_ns() > self.last + PAUSE:
+            workers.spread()
         if not self.fixed and n_threads > 1:
             choice = self.choice(n_rows)
             n_threads = choice.n
@@ -226,7 +228,8 @@ class CPUExecutor:
         What follows a call of the kernel. n_drawn: after how many steps tokens were drawn. began: in nanoseconds;
         after_pause: see `ThreadChoice.record`. `Refused` or `NotNumbers` if it was so.
         """
-        ns, ns_drawing = time.perf_counter_ns() - began, int(self.tables.sizes[layout.DRAW_NS])
+        self.last = time.perf_counter_ns()
+        ns, ns_drawing = self.last - began, int(self.tables.sizes[layout.DRAW_NS])
         if self.tables.sizes[layout.NOT_NUMBERS]:
             raise NotNumbers
         self.refuse(refused)

@@ -21,6 +21,8 @@ import decode
 from decode.choice import TRIAL, ThreadChoice
 from decode.cpu import CPUExecutor
 from decode.eager import EagerExecutor
+from decode.kernel.step import workers
+from decode.kernel.threads import n_cores
 
 
 def test_best_is_the_one_place_that_picks_an_executor():
@@ -216,3 +218,15 @@ time.sleep(0.3)
         done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, timeout=120, capture_output=True, text=True)
         # Python ends daemon threads where they ask for its lock, and torch's C++ may abort at that; it must not hang
         assert done.returncode in (0, -6), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, 'sched_setaffinity') or n_cores() < 2, reason="threads cannot be kept off a core")
+def test_threads_are_kept_off_the_callers_core():
+    """By the step behind a pause; the caller may run anywhere, as before."""
+    executor, before = CPUExecutor(model_of('learned'), threads=2), os.sched_getaffinity(0)
+    Slots(executor).logits({Text([1, 2, 3]): 3})
+    worker = workers.threads[0].native_id
+    os.sched_setaffinity(worker, before)
+    executor.last = 0
+    Slots(executor).logits({Text([1, 2, 3]): 3})
+    assert len(os.sched_getaffinity(worker)) == len(before) - 1 and os.sched_getaffinity(0) == before
