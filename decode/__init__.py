@@ -101,7 +101,7 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
     asked = asked_of_the_kernel(weights, threads, speculate, of_draft)
     check_choice(name, weights, threads, device, speculate=speculate, draft=of_draft)
     if name == 'graph':
-        raise ValueError("decoder=graph is a step of GPT.generate, which sample.py calls on CUDA: use gpu or eager")
+        raise ValueError("decoder=graph is for sample.py on CUDA, which calls GPT.generate with it: use gpu or eager")
     if name == 'gpu':
         from decode.gpu.executor import GPUExecutor
         return GPUExecutor(model, weights)

@@ -136,7 +136,7 @@ def check_step(model, batch):
     """`Refused` unless the model is in eval mode, and the tokens are its and fit its context."""
     if model.training:
         raise Refused("the model is in training mode, and dropout would stay in the cache: call model.eval() first")
-    ids, c = batch.tokens.tolist(), model.config  # sooner than NumPy's min and max, where there are few
+    ids, c = batch.tokens.tolist(), model.config  # for a few tokens, a list is faster than an array
     low, high = min(ids), max(ids)
     if low < 0 or high >= c.vocab_size:
         raise Refused(f"token ids are 0 to {c.vocab_size - 1}, not {low} to {high}")

@@ -205,8 +205,8 @@ class Engine:
         ValueError in the child of a fork, inside of a step, and if the executor has the slots of an engine made later.
         """
         if self.executor.layers is not self.layers:
-            raise ValueError("another engine was made with the executor of this one, which serves one engine: make an "
-                             "executor for each")
+            raise ValueError("a later engine has taken the executor of this one, and an executor works for one engine: "
+                             "make an executor for each")
         if self.pid != os.getpid():
             raise ValueError("this engine was made before a fork, in another process: make an engine in this process")
         if self.is_running:

@@ -126,7 +126,7 @@ BAD = [  # each run of train.py has a folder of its own, since a second run in o
 ]
 
 
-# runs many scripts, one after the other, as `python script settings...` would, in one process that imports modules once
+# This runs many scripts in one process, one after the other, so that modules are imported once.
 DRIVER = """
 import io, json, os, runpy, sys, traceback
 from contextlib import redirect_stderr

@@ -100,7 +100,7 @@ def test_llama_cpp_computes_the_same_as_llamas_family(tmp_path, case):
 
 
 @pytest.mark.parametrize('config, how, line', [
-    # llama.cpp loads no other file with rope_freqs.weight than a llama's
+    # llama.cpp loads rope_freqs.weight from files of the llama architecture only
     *[(config | dict(rope_scaling=(8.0, 1.0, 4.0, 32)), {}, 'has no rope_scaling: export with --to=hf')
       for config in (ROPE, QWEN2, QWEN3)],
     (ROPE | dict(vocab_size=300), dict(tokenizer='of a tokenizer.json'), 'convert_hf_to_gguf.py'),

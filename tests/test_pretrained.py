@@ -145,7 +145,7 @@ REFUSED = [  # config.json, what is changed in it, what the line has to say
     (LLAMA_3_2_1B, dict(layer_types=['full_attention', 'sliding_attention'] * 8), '(layer_types)'),
     (QWEN2_05B, dict(layer_types=['linear_attention'] * 24), 'layer_types must be full_attention or'),
     (QWEN2_05B, dict(use_sliding_window=True, max_window_layers=12, sliding_window=99), 'max_window_layers is 12'),
-    # what is of another type, or no size of a model
+    # values of another type, and sizes that no model has
     *[(hf, {key: value}, f'{key} must be of type {kind}, not {value!r}') for hf, key, value, kind in (
         (GPT2, 'n_layer', '12', 'int'), (GPT2, 'vocab_size', True, 'int'),
         (STARCODER2_3B, 'sliding_window', 'all', 'int'), (MPT_7B, 'expansion_ratio', '4', 'int'),

@@ -1,5 +1,5 @@
 """
-Attention of a step on a GPU over keys and values in slots, as launches of two Triton kernels.
+Attention on a GPU: two Triton kernels, which read the keys and values of one step from their slots.
 
 The keys that a row sees are divided into splits of SPLIT positions, so that a few rows keep the whole GPU busy. A
 program attends over the keys of one split, TILE at a time, with a running maximum of the scores (arXiv:2205.14135),

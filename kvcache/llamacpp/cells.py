@@ -201,7 +201,7 @@ class Window:
 
     def __init__(self, n_swa, kind):
         if kind not in ('standard', 'chunked') or n_swa < 1:
-            raise ValueError("a window is 'standard' or 'chunked', of at least 1 position, not "
+            raise ValueError("a window must be 'standard' or 'chunked', and of at least 1 position, not "
                              f"{kind!r} of {n_swa}")
         self.n_swa, self.kind = n_swa, kind
 
