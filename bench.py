@@ -7,11 +7,13 @@ How fast, measured here and now.
     python bench.py --mode=train             a training step, as nanoGPT's bench.py
     python bench.py --mode=peers             the same weights in other engines: decoding and prefills
                                              (pip install -r requirements-peers.txt)
+    python bench.py --mode=peers --init_from=SmolLM2-135M-Instruct      with the weights of a real model
     python bench.py --mode=serve             our server with several clients, beside llama-server, and a soak (pip
                                              install -r requirements-serve.txt; benchmarks/serve/servers.py builds
                                              llama-server)
     python bench.py --mode=gpu               the engine on a GPU, beside PyTorch's steps (make gpu)
     python bench.py --mode=loss              what numbers in fewer bits cost a trained model, in nats
+    python bench.py --mode=loss --init_from=SmolLM2-135M-Instruct --text=KV_CACHE.md,docs/TRAINING.md
     python bench.py --mode=recipes           what each setting of a fast training run brings in equal seconds, in nats
 
 Medians of `repeats` runs after a warm-up; what is compared takes turns within one run. Nothing outside of this folder
@@ -35,6 +37,8 @@ from device import pick_device, pick_dtype, share_cores
 mode = 'generate'         # generate, train, peers, serve, loss, gpu or recipes
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode.
                           # In peers mode also smollm2 and qwen0.5b, the shapes of SmolLM2-135M and Qwen2.5-0.5B
+init_from = ''            # of peers and loss: a trained model, as in sample.py, in place of the shapes and checkpoints
+text = ''                 # with init_from, of loss: files whose text is predicted, with commas between
 batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
 bias = False              # in linears and layer norms?
@@ -74,7 +78,7 @@ def main(config):
     if dev == 'cpu':
         share_cores()
     asked = SimpleNamespace(**config | dict(
-        device=dev, dtype=dt, shapes=None if shape == 'auto' else shape.split(','),
+        device=dev, dtype=dt, shapes=[init_from] if init_from else None if shape == 'auto' else shape.split(','),
         batches=numbers('batches', batches), lengths=numbers('lengths', lengths)))
     beside = module.check(asked) if hasattr(module, 'check') else {}
     print(f"{describe_machine(dev)}, {dt}")
@@ -88,6 +92,12 @@ def check_settings():
     if mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     known = SHAPES if mode == 'peers' else GPTS
+    if (init_from or text) and mode not in ('peers', 'loss'):
+        raise ValueError(f"init_from and text are for peers and loss mode: leave them out in {mode} mode")
+    if init_from and shape != 'auto':
+        raise ValueError("init_from takes the place of the shapes: leave one of them out")
+    if mode == 'loss' and bool(init_from) != bool(text):
+        raise ValueError("a model of init_from predicts files of text, and needs both: --init_from=... --text=FILE,...")
     if shape != 'auto' and set(shape.split(',')) - set(known):
         raise ValueError(f"shape must be auto or any of {', '.join(known)} in {mode} mode, not {shape!r}")
     configurator.check_range(globals(), 1, math.inf, 'repeats', 'batch_size', 'seeds')

@@ -125,7 +125,7 @@ class GPT(model.GPT):
     def traced(self, step, idx, kv_cache, use_cache=True):
         """A step of a generation, by the model's own `step` or another one, with its line."""
         self.step_number += 1
-        full = use_cache and idx.size(1) == self.config.block_size
+        full = use_cache and idx.size(1) == self.config.max_positions
         if tracing():
             trace(
                 'generate',

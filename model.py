@@ -1,5 +1,5 @@
 """
-A GPT and its KV cache, the whole of it, in one file.
+A GPT and its KV cache in one file. (Masks, and the angles of rotary positions, are in positions.py.)
 
 From top to bottom: the configuration, the cache of one layer, attention over it, the block, the GPT, and a plain
 `generate`. Shapes are in the margin: B sequences, T new tokens, C = n_embd channels.
@@ -25,7 +25,7 @@ from positions import Positions, visible
 @dataclass
 class GPTConfig:
     """The shape of a GPT. Raises ValueError on a shape that cannot be built."""
-    block_size: int = 1024   # positions in the context window, and slots in the cache
+    block_size: int = 1024   # positions in the context window; without `window` so many slots in the cache
     vocab_size: int = 50304  # GPT-2's 50257, padded to a multiple of 64 because matmuls like that
     n_layer: int = 12
     n_head: int = 12
@@ -262,10 +262,6 @@ class GPT(nn.Module):
         k = w.new_empty(batch_size, c.n_kv_head, 0, c.head_dim, dtype=dtype)
         return [LayerKVCache.empty_like(k, c.n_slots) for _ in range(c.n_layer)]
 
-    def checked_cache_pos(self, cache_pos, B, T):
-        """See `inputs.checked_cache_pos`."""
-        return inputs.checked_cache_pos(self.config, self.lm_head.weight.device, cache_pos, B, T)
-
     def checked_input(self, idx, kv_cache):
         """See `inputs.checked_input`."""
         return inputs.checked_input(self.config, self.lm_head.weight.device, idx, kv_cache)
@@ -363,7 +359,6 @@ class GPT(nn.Module):
                         idx_cond = idx_next
                     else:  # all that the model sees again, from position 0 on
                         idx_cond = idx[:, n_seen:]
-                        kv_cache = kv_cache and [(k, v, 0) for k, v, _ in kv_cache]
         finally:
             for module in training:
                 module.training = True

@@ -140,7 +140,8 @@ def run_parts(asked, parts, **measured_on):
         before, ran = figures.get(name, {}), {row.get('shape') for row in rows}
         if measured_on.items() <= before.items():
             rows += [row for row in before['rows'] if row.get('shape') not in ran]
-            rows.sort(key=lambda row: [None, *SHAPES].index(row.get('shape')))
+            order = [None, *SHAPES, *sorted({row['shape'] for row in rows if row.get('shape')} - SHAPES.keys())]
+            rows.sort(key=lambda row: order.index(row.get('shape')))
         figures[name] = dict(measured_on, rows=rows)
         if asked.json:
             with replacing(asked.json, 'w') as f:

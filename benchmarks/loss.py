@@ -4,6 +4,7 @@ How well a trained model predicts a text when weights, or keys and values, have 
     python bench.py --mode=loss
 
 The models are those of all out*/ckpt.pt, the text is the validation split of the data set that a model was trained on.
+Or they are given: `init_from` says a model, `text` the files.
 llama.cpp is compared with its own numbers, if it is installed and can have the model.
 """
 import os
@@ -17,6 +18,8 @@ import model as gpt
 from benchmarks.harness import Part
 from benchmarks.ours import Ours
 from benchmarks.peers.llamacpp import LlamaCpp
+from benchmarks.shapes import label, trained
+from tokenizer import read_text
 from training.batches import Batches
 
 CPU_ONLY = "losses are measured"
@@ -28,15 +31,20 @@ CASES = [  # (engine, weights, keys and values)
 
 def models_and_texts(asked):
     """
-    Yields (path, model, its validation text, int64 (N,)). Without a checkpoint the ValueError is that of a missing one.
+    Yields (name, model, its text, int64 (N,)). Without a checkpoint the ValueError is that of a missing one.
     """
+    if asked.init_from:
+        model, tokenizer = trained(asked.init_from)
+        text = '\n'.join(read_text(path) for path in asked.text.split(','))
+        yield label(asked.init_from), model, torch.tensor(tokenizer.encode(text)[:MOST])
+        return
     for path in checkpoints.newest_first() or ['out/ckpt.pt']:
         checkpoint = checkpoints.load(path)
         model = checkpoints.build(checkpoint, gpt.GPT, gpt.GPTConfig).eval()
         data_dir = 'data/' + checkpoint['config']['dataset']
         text = Batches(data_dir, 'val', 1, model.config.block_size, model.config.vocab_size, asked.device).tokens
         print(f"{path} on {data_dir}/val.bin, block_size {model.config.block_size}")
-        yield path, model, torch.from_numpy(text[:MOST].astype('int64'))
+        yield os.path.dirname(path), model, torch.from_numpy(text[:MOST].astype('int64'))
 
 
 @torch.inference_mode()
@@ -50,8 +58,8 @@ def nats(model, rows):
 
 
 def bits(asked):
-    for path, model, text in models_and_texts(asked):
-        yield [dict(model=os.path.dirname(path), **row) for row in compare_bits(model, text)]
+    for name, model, text in models_and_texts(asked):
+        yield [dict(model=name, **row) for row in compare_bits(model, text)]
 
 
 @torch.inference_mode()

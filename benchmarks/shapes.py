@@ -1,9 +1,12 @@
 """The models that are measured: GPT-2's kind in three shapes, two llamas, with random weights; the memory of caches."""
+import os
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
+import checkpoint
+import model as gpt
 from model import GPT, GPTConfig
 
 GPTS = {
@@ -37,8 +40,20 @@ def random_tokens(model, *shape, seed=0):
 
 @lru_cache(maxsize=1)
 def model_of(name, bias):
-    """`model_with_varied_text` of a shape; the last one is kept."""
-    return model_with_varied_text(replace(SHAPES[name], bias=bias))
+    """`model_with_varied_text` of a shape, or else the `trained` model of this name; the last one is kept."""
+    return model_with_varied_text(replace(SHAPES[name], bias=bias)) if name in SHAPES else trained(name)[0]
+
+
+def trained(init_from):
+    """(The model that sample.py's init_from names, its tokenizer), in float32, its context at most L's."""
+    model, tokenizer, _ = checkpoint.load_model(init_from, '', gpt, dtype=torch.float32)
+    model.crop_block_size(min(model.config.block_size, SHAPES['L'].block_size))
+    return model, tokenizer
+
+
+def label(name):
+    """What rows call a shape, or the model of a path."""
+    return name if name in SHAPES else os.path.basename(name.rstrip('/'))
 
 
 def model_with_varied_text(config):

@@ -1,5 +1,5 @@
 """
-One step's work, as an executor is given it, and what comes of it.
+The work of one call of an executor, and what comes of it.
 
     drawn = executor.execute_model(batch)
 
@@ -15,14 +15,14 @@ import torch
 
 
 class NotNumbers(ValueError):
-    """The logits of a step are NaN or infinite."""
+    """The logits of a step are NaN or infinite. (PyTorch's executor takes -inf: such a token is never drawn.)"""
 
     def __init__(self):
         super().__init__("the model's logits are not numbers: its weights are broken")
 
 
 class Refused(ValueError):
-    """A batch that does not fit the model or the slots. It is raised before the first write."""
+    """A batch that does not fit the model or the slots. It is raised before a key or a value is written."""
 
 
 class Runs:
@@ -62,7 +62,7 @@ class Runs:
 @dataclass(frozen=True, eq=False)
 class Batch:
     """
-    sequences: those of the step, each once. Executors read of each: `runs`, its `Runs`, with slots for the positions of
+    sequences: those of the call, each once. Executors read of each: `runs`, its `Runs`, with slots for the positions of
         its new tokens and of all that these see; `tokens`, its text, a list; `n_drawn`, how many of these were drawn;
         `settings`, its `draw.DrawSettings`.
     counts: how many new tokens each brings, at least 1, a list (S,).
@@ -72,7 +72,8 @@ class Batch:
         there are slots for all of them.
     scores: for each sequence, are the logits of all of its new tokens wanted? A list. Then n_steps is at most 1.
     logprobs: for each sequence, are the logits wanted from which its tokens are drawn? A list.
-    copies: (source, target, n) of slots, which are copied before anything else, in this order.
+    copies: (source, target, n) of slots, which are copied before anything else, in this order: the targets are in pages
+        that nobody reads yet.
     until: no step begins after this time of `now`. stop_soon: none begins once stop_soon[0] is not 0; another thread
         may set it.
     """
@@ -130,9 +131,9 @@ class Batch:
 @dataclass(slots=True)
 class Drawn:
     """
-    What a call gives a sequence. tokens: those it drew, a list. logits: float32 (n, vocab_size) that were wanted: of
-    its new tokens, or those from which the tokens were drawn; None if none were wanted. first: the position of its
-    first new token.
+    What a call gives a sequence. tokens: those it drew, a list. logits: float32 (n, vocab_size) that were wanted:
+    behind the tokens that it brought, or those from which its tokens were drawn; None if none were wanted. first: the
+    position of the first token that it brought.
     """
     tokens: list
     logits: torch.Tensor | None = None

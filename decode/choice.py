@@ -51,8 +51,8 @@ class ThreadChoice:
     def record(self, ns, began=0, n_steps=1, others=0):
         """
         ns: the nanoseconds that n_steps steps took; others: the nanoseconds of other work between the steps; began:
-        when they began, on any clock, or 0. The first step of all and the first after a pause are not counted: they
-        wait for memory, caches and sleeping threads.
+        when they began, on any clock. The first step of all and the first after a pause are not counted: they wait for
+        memory, caches and sleeping threads. With began=0 there is no pause before them.
         """
         is_first, self.ended, self.cold = self.is_first(began), began + ns + others, False
         if is_first:

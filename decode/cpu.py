@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from decode.batch import Drawn, NotNumbers, Refused
-from decode.choice import PAUSE, ThreadChoice
+from decode.choice import ThreadChoice
 from decode.kernel import layout
 from decode.kernel.layout import LINEARS_PER_LAYER, LOGITS, TOKENS
 from decode.kernel.sampling import DRAW
@@ -20,7 +20,7 @@ from decode.kernel.threads import LINE, aligned, n_cores
 from decode.tables import DrawTable, KVAddresses, PackedModel, StepTables
 from decode.weights import WEIGHTS, PackedWeights, check_model, padded
 
-BYTES_A_THREAD = 2**22  # that a step reads: the first guess of how many threads are faster than one
+BYTES_A_THREAD = 2**22  # of weights, for which the first guess takes one more thread
 CHUNK = 256             # rows that are computed at a time; from 128 to 512 the speed of a prefill hardly differs
 
 OF_LOGITS = dict(dtype=torch.float32, device='cpu')  # torch's defaults may be others
@@ -58,7 +58,7 @@ class CPUExecutor:
         self.arrays = self.packed_weights.arrays() | {
             layout.BARRIER: aligned(LINE, np.int64),
             layout.CLAIMS: aligned((c.n_layer * LINEARS_PER_LAYER + 1, LINE), np.int64)}
-        self.layers, self.draws, self.last = (), DrawTable(c.vocab_size), 0  # last: when the last step ended
+        self.layers, self.draws = (), DrawTable(c.vocab_size)
         self.refresh()
         team_for(self.weights, torch.float32, self.n_threads)
         DRAW.compiled  # noqa: B018 (it is compiled here)
@@ -161,7 +161,7 @@ class CPUExecutor:
             tables.ask_for(1 if choice and (choice.is_trial or choice.is_first(began)) else n - made)
             refused = step(*tables.addresses, n_threads, workers.address)
             made += (n_drawn := int(tables.sizes[layout.N_DRAWN]))
-            self.ended(refused, choice, began, began, n_drawn)
+            self.after_call(refused, choice, began, n_drawn)
             ended = bool(tables.sizes[layout.ENDED])
         return tokens[1:made + 1], ended
 
@@ -210,31 +210,30 @@ class CPUExecutor:
             tables.memory[LOGITS] = logits.data_ptr() + 4 * self.vocab_size * int(first)
             n, choice = (workers.ready(n_threads), None) if n_threads else self.threads_for(end - row)
             began = time.perf_counter_ns()
-            self.ended(step(*tables.addresses, n, workers.address), choice, began, 0)  # a prefill follows a pause
+            # a prefill counts, though it follows a pause
+            self.after_call(step(*tables.addresses, n, workers.address), choice, began, counts=True)
         return logits
 
     def threads_for(self, n_rows):
         """How many threads the next call of the kernel takes, and the `ThreadChoice` that says so."""
         n_threads, choice = self.n_threads, None
-        if n_threads > 1 and time.perf_counter_ns() > self.last + PAUSE:
-            workers.spread()
         if not self.fixed and n_threads > 1:
             choice = self.choice(n_rows)
             n_threads = choice.n
-        return n_threads if n_threads <= workers.n_ready else workers.ready(n_threads), choice
+        return workers.ready(n_threads), choice
 
-    def ended(self, refused, choice, began, after_pause, n_drawn=0):
+    def after_call(self, refused, choice, began, n_drawn=0, counts=False):
         """
-        What follows a call of the kernel. n_drawn: after how many steps tokens were drawn. began: in nanoseconds;
-        after_pause: see `ThreadChoice.record`. `Refused` or `NotNumbers` if it was so.
+        What follows a call of the kernel that began at this time, in nanoseconds. n_drawn: after how many steps tokens
+        were drawn. counts: does its time count behind a pause too? `Refused` or `NotNumbers` if it was so.
         """
-        self.last = time.perf_counter_ns()
-        ns, ns_drawing = self.last - began, int(self.tables.sizes[layout.DRAW_NS])
+        workers.ended = time.perf_counter_ns()
+        ns, ns_drawing = workers.ended - began, int(self.tables.sizes[layout.DRAW_NS])
         if self.tables.sizes[layout.NOT_NUMBERS]:
             raise NotNumbers
         self.refuse(refused)
         if choice is not None:
-            choice.record(ns - ns_drawing, after_pause, max(1, n_drawn), ns_drawing)
+            choice.record(ns - ns_drawing, 0 if counts else began, max(1, n_drawn), ns_drawing)
 
     def refuse(self, why):
         """Raise `Refused` for what kernel/step.py has found, unless it is nothing."""

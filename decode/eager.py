@@ -43,7 +43,7 @@ class EagerExecutor:
 
     def hold(self, layers):
         """Let the steps read and write these `kvcache.storage.Layer`s."""
-        self.layers, self.where = layers, None  # see `rows_at`
+        self.layers, self.where = layers, None  # where the views of the last step are, see `rows_at`
 
     def execute_model(self, batch):
         """See `decode.cpu.CPUExecutor.execute_model`. Each call is one step."""

@@ -24,7 +24,7 @@ padded = padded.py_func
 
 def check_model(model):
     """
-    ValueError unless the model is model.py's GPT, unchanged, with float32 weights on the CPU.
+    ValueError unless the model is model.py's GPT, unchanged, with weights in float32 or bfloat16 on the CPU.
 
     The compiled step reads the weights and runs no code of the model's. So modules of other classes, hooks, replaced
     `forward` functions and weights of other shapes than the config says are refused.

@@ -1,5 +1,5 @@
 """
-What the next tokens are of: one loop over sequences, for whoever has a model.
+Generation: which tokens of which sequences each call of an executor computes.
 
     sequence     one text that is being continued
     scheduler    who is in the next step

@@ -32,11 +32,11 @@ class Engine:
 
     The tokens and logits of a sequence are those that it has alone, with a compiled executor bit for bit, whoever else
     runs, whatever is remembered, and whenever it was preempted. Tokens are the only record. After an exception inside
-    of a step, after an interrupt, and when a sequence is added after weights have changed, all keys and values are
-    computed again.
+    of a step other than `Refused`, after an interrupt, and when a sequence is added after weights have changed, all
+    keys and values are computed again.
 
     pause: seconds that a call of several steps takes at most. stop_soon: another thread may set stop_soon[0] to 1;
-    then the present call is over soon.
+    then the present call is over soon, and so is each later one until that thread, or the caller, sets it back to 0.
     """
 
     def __init__(self, model, executor=None, pool=None, budget=2048, most_running=2**30, kv_bits=0):
@@ -141,10 +141,10 @@ class Engine:
             self.n_computed += n
             if len(s.tokens) == s.n_end and s.n_computed >= s.length - 1:
                 s.ended = s.ended or 'length'  # of a prompt that is only to be computed
-            if of_s.tokens or s.ended:
-                self.scheduler.settle(s)
             if s.ended:
                 self.scheduler.remove(s)
+            elif of_s.tokens:
+                self.scheduler.settle(s)
             results.append((s, of_s))
         return results
 
@@ -157,7 +157,7 @@ class Engine:
         print(f"a step of {len(suspects)} sequences failed: {error!r}", file=sys.stderr)
         if not isinstance(error, Refused):  # it may have written
             self.reset()
-        for s in self.scheduler.running[:]:  # after a `Refused`
+        for s in self.scheduler.running[:]:  # after a `Refused`: its copies may not have been made
             self.scheduler.preempt(s)
         if len(suspects) == 1:
             s = suspects[0]
@@ -167,17 +167,16 @@ class Engine:
         for s in suspects:
             s.n_failed += 1
         n = 1 if max(s.n_failed for s in suspects) > 1 else -(-len(suspects) // 2)
-        self.scheduler.try_alone([suspects[i:i + n] for i in range(0, len(suspects), n)])
+        self.scheduler.try_apart([suspects[i:i + n] for i in range(0, len(suspects), n)])
         return []
 
     def reset(self):
-        """Forget all keys and values, and the numbers in them: a mask does not hide an infinity."""
+        """Forget all keys and values. Slots become zeros, because a mask adds to scores and hides no infinite key."""
         self.unfinished = True
         self.pool.reset()
         for layer in self.executor.layers:
             layer.zero()
         self.scheduler.wait_again()
-        self.unfinished = False
 
     @property
     def is_idle(self):
@@ -199,6 +198,7 @@ class Engine:
             self.executor.refresh()
             self.weights = weights
             self.reset()
+            self.unfinished = False
 
     def check_caller(self):
         """
@@ -237,11 +237,11 @@ class Engine:
 
     def generate(self, prompts, max_new_tokens, n=1, seed=0, **settings):
         """`stream`, collected: a list of token ids for each sample, behind its prompt, up to what has ended it."""
-        texts = [list(prompt) for prompt in prompts for _ in range(n)]
+        token_lists = [list(prompt) for prompt in prompts for _ in range(n)]
         with self.executor.torch_on_one_thread():
             for number, tokens in self.stream(prompts, max_new_tokens, n, seed, **settings):
-                texts[number] += tokens
-        return texts
+                token_lists[number] += tokens
+        return token_lists
 
 
 def weights_of(tables):

@@ -17,17 +17,17 @@ class Scheduler:
     pool: nothing else begins or frees its sequences. budget: the largest number of tokens that a step computes.
     most_running: sequences at a time. at_once: the most tokens of one sequence in a step.
 
-    The oldest sequences come first. Each that runs gets one token of a step; what is left of the budget goes to those
-    that lack more, in order of age, so that a long prompt holds up no other. When there are too few slots, the newest
-    sequence gives its own up and waits again; its tokens are computed anew later. So the oldest one always advances.
-    A sequence begins to run if there are slots for all of its tokens, and a page beside them for each that runs and
-    will need one.
+    The oldest sequences come first. Each that runs gets one token of a step, as far as the budget goes; what is left of
+    it goes to those that lack more, in order of age, so that a long prompt holds up no other. When there are too few
+    slots, the newest sequence gives its own up and waits again; its tokens are computed anew later. So the oldest one
+    always advances. A sequence begins to run if there are slots for all of its tokens (with a window: for the first
+    step), and a page beside them for each that runs and will need one.
 
     going: all sequences that have not ended, in order of age. running, waiting: of these, also by age; siblings are in
     neither before they begin. n_preempted; n_looked_up and n_found, the tokens of prompts that were looked for and
     found in remembered pages: how many so far.
-    trials: groups of sequences, since a step with them has failed: as long as there are any, steps are of those of the
-    first group alone.
+    trials: groups of the sequences of a step that has failed, which are tried apart: as long as there are any, a step
+    is of the first group alone.
     """
 
     def __init__(self, pool, budget, most_running):
@@ -82,7 +82,7 @@ class Scheduler:
             s.forget()
         self.running, self.waiting, self.refused = [], deque(self.going), None
 
-    def try_alone(self, groups):
+    def try_apart(self, groups):
         """Sequences of a step that has failed are tried in these groups. Those of the first trial are among them."""
         if self.trials:
             self.trials.popleft()
@@ -113,14 +113,15 @@ class Scheduler:
         one of a prompt behind which nothing is drawn is not computed.
         """
         s = sequence
-        draws_later = s.siblings or len(s.tokens) == s.n_end
-        return max(1, s.length - s.n_computed - bool(draws_later))
+        last_waits = s.siblings or len(s.tokens) == s.n_end
+        return max(1, s.length - s.n_computed - bool(last_waits))
 
     def batch_of(self, plan, until, stop_soon):
         """The `Batch` of these sequences and so many new tokens of each: a list of pairs."""
         sequences, counts = map(list, zip(*plan))
         n_steps = [int(s.n_computed + n == s.length and len(s.tokens) < s.n_end and not s.siblings) for s, n in plan]
         scores = [s.scores and s.n_computed < s.n_prompt - 1 and not s.n_drawn for s in sequences]
+        # all that run are in the step, bring one token, and draw
         if len(plan) == len(self.running) == sum(counts) == sum(n_steps) and not any(scores):
             n_steps = self.steps_ahead(sequences)
         tokens = [token for s, n in plan for token in s.uncomputed(n)]

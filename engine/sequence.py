@@ -55,7 +55,10 @@ class Sequence:
 
     @property
     def length(self):
-        """How many tokens the context has."""
+        """
+        How many tokens the context has. A full one is cut to n_keep + keep tokens when the next token comes, grows
+        until it is full, and is cut again.
+        """
         n, most = len(self.tokens), self.max_positions
         n_full = max(most, self.n_prompt)  # so many tokens make the first context that is full
         if n <= n_full:

@@ -10,7 +10,8 @@ Pools: in which slots the positions of sequences lie. And the storage of these s
 A pool is what the engine's scheduler asks for slots; one thread owns it. See `blocks.BlockPool`.
 
     begin(sequence, tokens, salt)   begin with what is remembered of these tokens; returns of how many
-    extend(sequence, n)             slots for n more positions; returns whether there was room
+    extend(sequence, n)             slots for the next n positions behind those that are stored; returns whether there
+                                    was room. Slots that are there count: a second call changes nothing
     computed(sequence, n)           n more positions are stored
     fork(sequence, new)             a new sequence has all positions of another one
     cut(sequence, n)                keep the first n positions; returns how many are kept
@@ -18,9 +19,10 @@ A pool is what the engine's scheduler asks for slots; one thread owns it. See `b
     reset()                         forget all sequences and all that is remembered
     take_copies()                   copies of slots that the next step makes first
     will_grow(sequence)             will it need more room before it ends?
-    n_pages, page_size, n_slots     pages; slots of each, 0 where nothing is kept; slots in all
+    n_pages, page_size, n_slots     pages (of cells: those of one stream); slots of each, 0 where nothing is kept; slots
+                                    in all
     n_free                          pages that no sequence has
-    most_sequences, window          of a step; of the model
+    most_sequences, window          the most that run at a time; of the model
 """
 from kvcache.blocks import BlockPool, pages_for
 from kvcache.none import NoPool

@@ -70,6 +70,7 @@ class EngineThread:
         self.snapshots = Snapshots(engine, self.stats, bytes_of)
         self.max_queue, self.is_drafted = max_queue, hasattr(engine.executor, 'draft')
         self.condition, self.inbox, self.live = threading.Condition(), deque(), {}  # live: {request id: Live}
+        self.undelivered = {}  # {Live with outputs: None}
         self.draining = self.stopping = self.dead = False
         self.thread, self.looked_at = None, float('-inf')
         self.idle, self.snapshot = True, self.snapshots.take()  # idle: is the thread waiting, or not there?
@@ -209,10 +210,10 @@ class EngineThread:
 
     def hand_out(self, results):
         """
-        Deliver what a step has given, each request's together. With drafts a call is one round, of few tokens. Then
-        they are delivered behind a later one, if the last delivery was just before: it costs as much as some steps.
+        Deliver what a step has given, each request's together. A delivery costs as much as some steps, and with drafts
+        a step gives few tokens: then outputs wait until half a pause has passed since the last delivery.
         """
-        now, given, pause = time.monotonic(), {}, self.engine.pause / 2 if self.is_drafted else 0.0
+        now, pause = time.monotonic(), self.engine.pause / 2 if self.is_drafted else 0.0
         for s, drawn in results:
             live = s.owner.live
             if s.owner.index not in live.going:  # it has ended with another one of its request
@@ -229,10 +230,12 @@ class EngineThread:
                 continue
             if output:
                 live.outputs.append(output)
-                given[live] = None
-        for live in given:
+                self.undelivered[live] = None
+        for live in list(self.undelivered):
             if live.outputs and (not live.going or now >= live.delivered + pause):
                 self.deliver(live)
+            if not live.outputs:
+                del self.undelivered[live]
 
     def output_of(self, s, drawn, now):
         """The `Output` of a sequence for what a step has given it, or None if that is nothing."""

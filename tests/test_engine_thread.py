@@ -262,6 +262,12 @@ def test_rounds_of_drafts_are_delivered_together(monkeypatch):
     for seed in range(5):
         got = finished(drafted, str(seed), [3, seed], 25, seed, n=2)
         assert got.tokens == finished(plain, str(seed), [3, seed], 25, seed, n=2).tokens and got.n_calls <= 4
+    got = submit(drafted, 'held', [3, 1], 25)
+    for _ in range(4):
+        drafted.run_once()
+    drafted.engine.pause, n_calls = 0, got.n_calls  # the pause is over, and the step gave nothing: it was preempted
+    drafted.hand_out([])
+    assert got.n_calls == n_calls + 1
 
 
 def test_a_stop_string_costs_few_tokens_behind_it(monkeypatch):

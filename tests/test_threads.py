@@ -227,6 +227,6 @@ def test_threads_are_kept_off_the_callers_core():
     Slots(executor).logits({Text([1, 2, 3]): 3})
     worker = workers.threads[0].native_id
     os.sched_setaffinity(worker, before)
-    executor.last = 0
+    workers.ended = 0
     Slots(executor).logits({Text([1, 2, 3]): 3})
     assert len(os.sched_getaffinity(worker)) == len(before) - 1 and os.sched_getaffinity(0) == before

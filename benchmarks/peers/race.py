@@ -20,7 +20,7 @@ from benchmarks.peers.ctranslate import CTranslate2
 from benchmarks.peers.hugging_face import HuggingFace
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.peers.onnx import OnnxRuntime
-from benchmarks.shapes import PROMPT, SHAPES, WITHIN_WINDOW, model_of, random_tokens
+from benchmarks.shapes import PROMPT, SHAPES, WITHIN_WINDOW, label, model_of, random_tokens
 
 CPU_ONLY = "the peers are compared, beginning with float32 weights,"
 PEERS = HuggingFace, CTranslate2, LlamaCpp, OnnxRuntime
@@ -50,7 +50,7 @@ def check(asked):
 def decoding(asked):
     for name in asked.shapes or SHAPES:
         for B in asked.batches or BATCHES.get(name, (1, 8)):
-            yield race(asked, name, B, PROMPT, max(asked.lengths or [WITHIN_WINDOW[name]]), ENGINES)
+            yield race(asked, name, B, PROMPT, max(asked.lengths or [WITHIN_WINDOW.get(name, 50)]), ENGINES)
 
 
 def prefill(asked):
@@ -77,7 +77,8 @@ def race(asked, name, B, T, n_new, engines):
             able += [(kind, weights) for weights in kind.ways]
     for kind, weights in tqdm(able, desc=f'{name}: building, trying', leave=False, disable=None):
         engine, how = fastest_way(kind, weights, model, idx, n_new)
-        labels = dict(shape=name, batch=B, prompt=T, engine=kind.name, weights=weights, how=how, new_tokens=n_new)
+        labels = dict(shape=label(name), batch=B, prompt=T, engine=kind.name, weights=weights, how=how,
+                      new_tokens=n_new)
         # threads of the last engine may still spin, and its weights fill the cache: a warm-up
         cases.append(Case(labels, lambda engine: engine.generate(idx, n_new), lambda _, engine=engine: (
             engine.generate(idx[:, :WARM_UP], min(8, n_new)), engine)[1]))

@@ -210,8 +210,8 @@ ATTENTION_ON = {dtype: attention_on(kind) for dtype, kind in KINDS.items()}
 @njit
 def heads_of(sizes, thread, n_threads):
     """
-    The heads (from, to) of queries that a thread computes, and the heads of keys and values that these read; two
-    threads may compute one of them, and write the same bits.
+    The heads (from, to) of queries that a thread computes, and the heads of keys and values that these read;
+    several threads may compute one of them, and write the same bits.
     """
     group = sizes[N_HEAD] // sizes[N_KV_HEAD]
     first, end = share(sizes[N_HEAD], thread, n_threads)
@@ -286,8 +286,8 @@ def prepare_queries(memory, sizes, layer, heads):
 def write_keys_values(memory, sizes, layer, kv_heads, stored, prepared):
     """
     Store the new keys and values of kv_heads = (from, to) of all rows, keys behind their norm and turned to their
-    positions. prepared: where a key becomes so, head_dim numbers; two threads may store the same head, so that it must
-    stay as it is in KV.
+    positions. prepared: where a key becomes so, head_dim numbers; several threads may store the same head, so that it
+    must stay as it is in KV.
     """
     weight, eps = floats_at(memory[layout.HEAD_NORM_WEIGHT]), floats_at(memory[layout.EPS])[0]
     head_dim, head_p = sizes[HEAD_DIM], padded(sizes[HEAD_DIM], LANES)

@@ -85,7 +85,7 @@ def thread_scratch(memory, thread):
 
 @njit
 def check_step(memory, sizes):
-    """Check the step and make its list of slots. Returns 0, or why the step is refused; then nothing has changed."""
+    """Check the step and make its list of slots. Returns 0, or why it is refused; then no key or value is written."""
     tokens, vocab_size = longs_at(memory[layout.TOKENS]), sizes[layout.VOCAB_SIZE]
     at, refused_at = np.int64(0), longs_at(memory[layout.REFUSED_AT])
     for row in range(sizes[layout.N_ROWS]):

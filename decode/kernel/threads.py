@@ -21,6 +21,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 
+from decode.choice import PAUSE
 from decode.kernel.vectors import I32, I64, address, call, instruction
 
 LINE = 8  # int64 in a cache line of 64 bytes
@@ -170,6 +171,7 @@ class Workers:
         that number is running already.
     post: int64 (threads, LINE). Line 0 counts how many threads have finished the step. Line t counts the steps posted
         to thread t.
+    ended: when the last step ended, which the caller sets, in nanoseconds of `time.perf_counter_ns`.
     """
 
     def __init__(self, loop):
@@ -183,7 +185,7 @@ class Workers:
         """Begin again without threads, in the child of a fork. torch's threads are not there either."""
         if getattr(self, 'threads', None) is not None:
             torch.set_num_threads(1)
-        self.lock, self.n_ready, self.threads, self.stopped = threading.RLock(), 1, [], False
+        self.lock, self.n_ready, self.threads, self.stopped, self.ended = threading.RLock(), 1, [], False, 0
         self.post = aligned((max(n_cores(), os.cpu_count() or 1), LINE), np.int64)
         self.address = self.post.ctypes.data
 
@@ -192,8 +194,10 @@ class Workers:
         How many threads can share a step, the caller's included, n_threads at most. Starts those that are missing, and
         waits up to `patience` seconds for them.
         """
-        if self.stopped:
+        if self.stopped or n_threads == 1:
             return 1
+        if time.perf_counter_ns() > self.ended + PAUSE:
+            self.spread()
         if self.n_ready < n_threads:
             for number in range(self.n_ready, n_threads):
                 args = self.address, number, int(self.post[number, 0])
