@@ -15,8 +15,10 @@ from benchmarks.peers.engine import Engine
 from benchmarks.peers.llamacpp import LlamaCpp
 from benchmarks.peers.onnx import rounded
 from benchmarks.peers.race import PEERS
-from benchmarks.shapes import LLAMA, LLAMAS
+from benchmarks.shapes import LLAMA, LLAMAS, label, model_of
+from formats import to_huggingface
 from model import GPT, GPTConfig
+from tokenizer import CharTokenizer
 
 
 def tiny(bias=True, n_head=2, n_embd=32, noise=0.1, **kind):
@@ -139,6 +141,21 @@ def test_loss_of_fewer_bits():
         assert abs(row['nll'] - want - row['difference']) < 1e-5 and abs(row['difference']) < bound
         assert abs(row['percent'] - 100 * row['difference'] / want) < 1e-3
     assert all(row['difference'] for row in rows[1:]), "each of them rounds"
+
+
+def test_a_trained_model_takes_the_place_of_shapes(tmp_path):
+    """Its weights and its tokens of the given text; rows call it by its folder."""
+    model, text = tiny(), 'bcd\nxyz' * 9
+    to_huggingface(model, str(tmp_path / 'own'), CharTokenizer([*sorted({*text}), *map(chr, range(200, 200 + 43))]))
+    (tmp_path / 'a.txt').write_text(text[:5])
+    (tmp_path / 'b.txt').write_text(text[5:])
+    asked = SimpleNamespace(init_from=str(tmp_path / 'own'), text=f"{tmp_path / 'a.txt'},{tmp_path / 'b.txt'}")
+    (name, same, tokens), = loss.models_and_texts(asked)
+    assert name == 'own' and label(asked.init_from) == 'own' and label('S') == 'S'
+    joined = text[:5] + '\n' + text[5:]
+    assert [sorted({*text})[token] for token in tokens.tolist()] == [*joined]
+    assert torch.equal(model(tokens[None, :24])[0], model_of(asked.init_from, False)(tokens[None, :24])[0])
+    assert torch.equal(model(tokens[None, :24])[0], same(tokens[None, :24])[0])
 
 
 def test_peers_mode(tmp_path, monkeypatch):
