@@ -35,6 +35,7 @@ from engine.engine import PAGE_SIZE, Engine, pool_for
 from formats.pretrained import generation_defaults
 from kvcache import BlockPool, NoPool, bytes_of_slots, make_layers, pages_for
 from kvcache.storage import free_memory
+from serving.constraints import Vocabulary, compiled
 from tokenizer import TextStream, read_text
 
 init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
@@ -69,6 +70,9 @@ chat = False          # talk with a chat model; start, if it is given, is the fi
 system = ''           # with chat: what the model is told before everything that is said
 template_kwargs = ''  # with chat: what the chat template finds, as JSON: '{"enable_thinking": false}'
 generation_config = ''  # with chat: none leaves out what generation_config.json says of the draw
+json_schema = ''      # each sample is JSON of the schema in this file (pip install llguidance)
+regex = ''            # or matches this regular expression as a whole
+grammar = ''          # or the grammar in this file, in llguidance's Lark or llama.cpp's GBNF
 
 BLOCKS, CELLS = ('blocks', 'tuple', 'paged'), ('streams', 'unified')  # of kv_cache; tuple and paged are former names
 
@@ -165,7 +169,7 @@ def by_model(dev):
     model's own steps. Neither has the settings that are an engine's.
     """
     asked = decode.asked_of_the_kernel(weights, threads, speculate, draft)
-    of_engine = asked or kv_cache in CELLS or kv_bits or when_full == 'shift'
+    of_engine = asked or kv_cache in CELLS or kv_bits or when_full == 'shift' or json_schema or regex or grammar
     by_graph, traced = dev.startswith('cuda') and decoder in ('auto', 'graph'), debug_kv_model.tracing()
     return not of_engine and (by_graph or traced and decoder in ('auto', 'eager'))
 
@@ -174,22 +178,25 @@ def sample_by_engine(model, tokenizer, prompts, dev, printed):
     """Draw all samples, as many at a time as batch_size says."""
     n_rows = min(batch_size, num_samples * len(prompts))
     n_tokens = max(map(len, prompts)) + max_new_tokens
-    pool, full, number_of = pool_of(model.config, n_rows, n_tokens), {}, {}
+    pool, how, number_of = pool_of(model.config, n_rows, n_tokens), draw_settings(), {}
     engine = engine_for(model, tokenizer, n_rows, n_tokens, pool, dev)
     if when_full in ('crop', 'shift'):
-        full = dict(when_full=when_full, keep=keep or None, n_keep=n_keep)
+        how |= dict(when_full=when_full, keep=keep or None, n_keep=n_keep)
+    if constraint := constraint_of(model, tokenizer):
+        how |= dict(constraint=constraint, stops=tokenizer.end_tokens)
     with engine.executor.torch_on_one_thread():
         if not debug_kv_model.tracing():  # a few steps that are not counted, in which kernels are compiled, or read
             engine.generate([prompts[0][:1]], min(4, max_new_tokens), n_rows, **draw_settings())
         printed.begin()
         for i, prompt in enumerate(prompts):
-            for s in engine.add(prompt, max_new_tokens, num_samples, seed + i * num_samples, **full, **draw_settings()):
+            for s in engine.add(prompt, max_new_tokens, num_samples, seed + i * num_samples, **how):
                 number_of[s] = len(number_of)
         while not all(s.ended for s in number_of):
             for s, drawn in engine.step():
                 if s.error:
                     raise s.error
-                if drawn and printed.add(number_of[s], drawn.tokens, s.ended):
+                new = drawn.tokens if drawn else []
+                if printed.add(number_of[s], new[:-1] if s.ended == 'stop' else new, s.ended):
                     engine.end(s, 'stop')
 
 
@@ -237,6 +244,17 @@ def draw_settings():
     return dict(temperature=temperature, top_k=top_k, top_p=top_p)
 
 
+def constraint_of(model, tokenizer):
+    """What json_schema, regex or grammar asks for, a `serving.constraints.Constraint`, or None."""
+    for kind, given in dict(json_schema=json_schema, regex=regex, grammar=grammar).items():
+        if given:
+            try:
+                return compiled(kind, given if kind == 'regex' else read_text(given),
+                                Vocabulary(tokenizer, model.config.vocab_size))
+            except ValueError as e:
+                raise ValueError(f"{kind}: {e}") from e
+
+
 def chat_with(model, tokenizer, dev, first, given):
     """Talk with a chat model in the terminal. first: the first messages. given: the names of settings that are set."""
     of_file = {} if generation_config == 'none' else generation_defaults(init_from)
@@ -244,8 +262,10 @@ def chat_with(model, tokenizer, dev, first, given):
     how = draw_settings() | of_file
     print(f"sampling: {', '.join(f'{name}={value}' for name, value in how.items())}"
           f"{' (generation_config.json; --generation_config=none leaves it out)' * bool(of_file)}", file=sys.stderr)
+    constraint = constraint_of(model, tokenizer)
     engine = engine_for(model, tokenizer, 1, model.config.block_size, pool_of_chat(model, dev), dev)
-    conversation = Conversation(engine, tokenizer, system=system, variables=of_template(), seed=seed, **how)
+    conversation = Conversation(engine, tokenizer, system=system, variables=of_template(), seed=seed,
+                                constraint=constraint, **how)
     with engine.executor.torch_on_one_thread():
         talk(conversation, max_new_tokens, first)
 
@@ -330,6 +350,10 @@ def check_settings(dev):
     if generation_config not in ('', 'none'):
         raise ValueError(f"generation_config must be none, or left out, not {generation_config!r}")
     of_template()
+    if len(forms := [name for name in ('json_schema', 'regex', 'grammar') if globals()[name]]) > 1:
+        raise ValueError(f"{' and '.join(forms)} each say what form a sample has: give one of them")
+    if forms and decoder == 'graph':
+        raise ValueError(f"{forms[0]} is for the other decoders: leave decoder=graph out")
     if split not in ('', 'lines'):
         raise ValueError(f"split must be lines, or left out, not {split!r}")
     if top_k < 0:

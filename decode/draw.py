@@ -34,11 +34,13 @@ class DrawSettings:
     the sequence, and multiplies the negative ones.
     seed: of the noise. stops: token ids that end the sequence, ascending; they are not drawn before min_tokens others.
     bias_tokens, biases: int64 and float64 (n,), numbers that are added to logits.
+    allowed: None, or a bitmap, int64 (vocab_size // 64 + 1,): only tokens t whose bit t % 64 of number t // 64 is 1
+    are drawn. Whoever constrains the text writes it before each draw, in place.
     penalised: does it have penalties? Then there are, once it draws, counts: int64 (vocab_size,), how often each token
     was drawn, and in_prompt: uint8 (vocab_size,), 1 for the tokens of the prompt, a list.
     """
     __slots__ = ('vocab_size', 'values', 'seed', 'stops', 'min_tokens', 'bias_tokens', 'biases', 'penalised', 'prompt',
-                 'counts', 'in_prompt', 'n_counted')
+                 'counts', 'in_prompt', 'n_counted', 'allowed')
 
     def __init__(self, vocab_size, seed=0, stops=(), min_tokens=0, logit_bias=(), prompt=(), **values):
         if unknown := values.keys() - DEFAULTS.keys():
@@ -56,7 +58,7 @@ class DrawSettings:
                                  "leave it out")
         self.bias_tokens, self.biases = np.array([*biases], np.int64), np.array([*biases.values()], np.float64)
         self.vocab_size, self.penalised, self.prompt = vocab_size, self.values[4:] != (0.0, 0.0, 1.0), prompt
-        self.counts, self.in_prompt, self.n_counted = None, None, 0
+        self.counts, self.in_prompt, self.n_counted, self.allowed = None, None, 0, None
 
     def count(self, drawn):
         """Let `counts` be of these tokens, which the sequence has drawn so far, a list."""
@@ -70,7 +72,11 @@ class DrawSettings:
     @property
     def changes_logits(self):
         """May logits be changed before a draw?"""
-        return self.penalised or len(self.biases) > 0 or self.min_tokens > 0
+        return self.penalised or len(self.biases) > 0 or self.min_tokens > 0 or self.allowed is not None
+
+    def forbidden(self):
+        """Which tokens `allowed` leaves out, bool (vocab_size,)."""
+        return np.unpackbits(self.allowed.view(np.uint8), count=self.vocab_size, bitorder='little') == 0
 
 
 def check_values(temperature, top_k, top_p, min_p, presence_penalty, frequency_penalty, repetition_penalty):
@@ -102,8 +108,10 @@ def draw(logits, settings, numbers):
 
 
 def changed(row, settings, number):
-    """Logits (vocab_size,) after biases, min_tokens and penalties, in this order, which is vLLM's."""
+    """Logits (vocab_size,) after what is allowed, biases, min_tokens and penalties, in this order, which is vLLM's."""
     s, row = settings, row.clone()
+    if s.allowed is not None:
+        row[torch.from_numpy(s.forbidden()).to(row.device)] = -math.inf
     if len(s.biases):
         at = torch.from_numpy(s.bias_tokens).to(row.device)
         row[at] += torch.from_numpy(s.biases).to(row)

@@ -32,8 +32,8 @@ MEMORY = 0.95        # a round counts so much less for the acceptance than the r
 class Drafting:
     """
     An executor whose tokens, logits, keys and values are those of the target, a `cpu.CPUExecutor`. A batch that
-    decodes, of up to DRAFTED_SEQUENCES sequences, is a round with proposals where that is faster. All others go to the
-    target.
+    decodes, of up to DRAFTED_SEQUENCES sequences without constraints, is a round with proposals where that is
+    faster. All others go to the target.
 
     draft: 'int4', 'int8' or 'ngram', see `drafts`, or a `drafts.ModelDraft`. ValueError if it has another vocabulary.
     paces: {number of sequences: `Pace`}.
@@ -59,7 +59,8 @@ class Drafting:
 
     def execute_model(self, batch):
         """See `cpu.CPUExecutor.execute_model`. A call is one round, or plain steps."""
-        if not batch.decodes or len(batch.sequences) > DRAFTED_SEQUENCES:
+        if not batch.decodes or len(batch.sequences) > DRAFTED_SEQUENCES or any(
+                s.settings.allowed is not None for s in batch.sequences):
             return self.target.execute_model(batch)
         pace = self.paces[len(batch.sequences)]
         k = 0 if pace.times_plain else min(pace.k, int(batch.n_steps.min()) - 1)

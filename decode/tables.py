@@ -178,6 +178,8 @@ class DrawTable:
                     row[sampling.N_BIASES] = len(s.biases)
                     row[sampling.BIAS_TOKENS], row[sampling.BIASES] = s.bias_tokens.ctypes.data, s.biases.ctypes.data
                 row[sampling.MIN_TOKENS] = s.min_tokens
+                if s.allowed is not None:
+                    row[sampling.ALLOWED] = s.allowed.ctypes.data
             self.arrays = {
                 sampling.SETTINGS: np.array([s.values for s in settings], np.float64),
                 sampling.SEEDS: np.array([s.seed for s in settings], np.uint64), sampling.CHANGES: changes,

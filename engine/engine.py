@@ -20,6 +20,7 @@ from engine.sequence import MOST_AHEAD, Sequence
 from kvcache import BlockPool, bytes_of_slots, make_layers, pages_for
 
 PAUSE = 0.04  # seconds that a call of several steps takes at most
+MASK_PAUSE = 0.001  # likewise, while a sequence waits for the mask of its next token
 PAGE_SIZE = 16
 N_PAGES, MEMORY = 1024, 2**30  # of a pool, by default; bytes of keys and values
 
@@ -57,11 +58,13 @@ class Engine:
         self.n_steps = self.n_computed = 0  # steps made, and tokens whose keys and values they have computed
 
     def add(self, prompt, max_new_tokens, n=1, seed=0, stops=(), min_tokens=0, logit_bias=(), salt='', scores=False,
-            logprobs=False, most_ahead=MOST_AHEAD, when_full=None, keep=None, n_keep=0, **values):
+            logprobs=False, most_ahead=MOST_AHEAD, constraint=None, when_full=None, keep=None, n_keep=0,
+            **values):
         """
         Begin n sequences that continue a prompt, a list of token ids. Returns them. Number i draws with seed + i.
 
         stops, min_tokens, logit_bias, values: see `decode.draw.DrawSettings`; salt, scores, logprobs, most_ahead: see
+        `Sequence`. constraint: None, or what says which tokens may come next, of which each sequence gets its own, see
         `Sequence`. when_full: what becomes of a context of block_size tokens that gets another one.
             'crop': the last block_size tokens, as in nanoGPT. Each token then costs a full pass.
             'shift': the first n_keep tokens of the prompt and the last `keep`, by default half of block_size; they are
@@ -84,6 +87,9 @@ class Engine:
             Sequence(prompt, DrawSettings(c.vocab_size, seed + i, stops, min_tokens, logit_bias, prompt, **values),
                      max_new_tokens, c.max_positions, n_kept, keep, salt, scores and i == 0, logprobs, most_ahead)
             for i in range(n)]
+        for s in sequences if constraint else ():
+            s.constraint = constraint.for_sample(s.settings.stops)
+            s.settings.allowed = s.constraint.allowed
         if max_new_tokens == 0 and not (scores and len(prompt) > 1):  # nothing of them is to be computed
             for s in sequences:
                 s.ended = 'length'
@@ -116,10 +122,13 @@ class Engine:
             if self.unfinished:  # an exception has ended the step or the reset before, at any place
                 self.reset()
             self.unfinished = True
+            self.constrain()
             if self.over:
                 results, self.over = [(s, None) for s in self.over], []
             else:
-                batch = self.scheduler.next(now() + int(1e9 * self.pause), self.stop_soon)
+                waits = any([s.constraint for s in self.scheduler.running])
+                pause = min(self.pause, MASK_PAUSE) if waits else self.pause
+                batch = self.scheduler.next(now() + int(1e9 * pause), self.stop_soon)
                 results = self.run(batch) if batch else []
             self.unfinished = False
             return results
@@ -147,6 +156,25 @@ class Engine:
                 self.scheduler.settle(s)
             results.append((s, of_s))
         return results
+
+    def constrain(self):
+        """
+        Let constraints follow what was drawn, and have them write which tokens may come next, side by side. A sequence
+        ends where nothing may, or where its constraint says that it has failed.
+        """
+        # only those that run have drawn; behind a `reset` all wait
+        behind = [s for s in self.scheduler.running or self.scheduler.going
+                  if s.constraint and s.constraint.n_taken != s.n_drawn]
+        if not behind:
+            return
+        for s in behind:
+            s.constraint.take(s.tokens[s.n_prompt:])
+        behind[0].constraint.write([s.constraint for s in behind])
+        for s in behind:
+            if s.constraint.is_complete:
+                s.error = s.constraint.error
+                self.end(s, 'error' if s.error else 'stop')
+                self.over.append(s)
 
     def recover(self, batch, error):
         """

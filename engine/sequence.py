@@ -20,11 +20,13 @@ class Sequence:
         are the logits wanted from which its tokens are drawn?
     siblings: sequences with the same prompt, which begin as forks of this one when all but its last token is computed.
     rank: the order of arrival; the scheduler prefers the lowest. n_failed: how many steps of it have failed.
+    constraint: None, or what says which tokens may come next, see `serving.constraints.Constraint`. It follows the
+        tokens that were drawn.
     owner: whom its text is for; others set it, and the engine does not look at it.
     """
     __slots__ = ('tokens', 'n_prompt', 'n_end', 'settings', 'ended', 'error', 'n_computed', 'table', 'cells', 'runs',
                  'room', 'prefixes', 'n_found', 'max_positions', 'n_keep', 'keep', 'salt', 'scores', 'logprobs',
-                 'siblings', 'rank', 'n_failed', 'owner', 'most_ahead')
+                 'siblings', 'rank', 'n_failed', 'owner', 'most_ahead', 'constraint')
 
     def __init__(self, prompt, settings, max_new_tokens, max_positions, n_keep=0, keep=None, salt='', scores=False,
                  logprobs=False, most_ahead=MOST_AHEAD):
@@ -33,7 +35,7 @@ class Sequence:
         self.max_positions, self.n_keep = max_positions, n_keep
         self.keep = max_positions if keep is None else keep
         self.salt, self.scores, self.logprobs, self.owner, self.most_ahead = salt, scores, logprobs, None, most_ahead
-        self.siblings, self.rank, self.n_failed, self.n_found = [], (), 0, None
+        self.siblings, self.rank, self.n_failed, self.n_found, self.constraint = [], (), 0, None, None
         self.forget()
 
     def forget(self):
@@ -77,8 +79,10 @@ class Sequence:
         return (first + self.tokens[start:start + n - len(first)])[:n]
 
     def most_steps(self):
-        """How many tokens can be drawn one after the other, at most, before a context is cut."""
-        return min(self.n_end - len(self.tokens), self.max_positions - self.length + 1)
+        """
+        How many tokens can be drawn one after the other, at most, before a context is cut, or a mask is made anew.
+        """
+        return 1 if self.constraint else min(self.n_end - len(self.tokens), self.max_positions - self.length + 1)
 
     def extend(self, new):
         """Add tokens that were drawn. The last one may end it."""

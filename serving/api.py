@@ -25,23 +25,23 @@ from pydantic import (
 )
 
 from decode.draw import NAMES
+from serving.constraints import Vocabulary, compiled
 from serving.request import Request
 
 MOST_LOGPROBS = 20  # tokens besides the drawn one
 MOST_TOKENS, MOST_BIASES = 2**31, 2**16  # of a request
-MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_MESSAGES = 128, 128, 256, 2048  # of one body
+MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_CHOICES, MOST_MESSAGES = 128, 128, 256, 4096, 2048  # of one body
 MOST_FIELDS = 256             # of an object in a body, known or not
 MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
 MOST_ENTRIES = 2**20          # of one answer: token ids and log probabilities, some 60 bytes each
 TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_error', 500: 'server_error',
          503: 'service_unavailable'}
 FUNCTIONS = "this server calls no functions: describe them in a message, and read the answer as text"
-FORM = "this server does not constrain the form of a text: give an example of it in the prompt"
+FORM = "response_format and structured_outputs say what form a text has"
 TEMPLATE = "give it to the chat template: chat_template_kwargs, {\"enable_thinking\": false} for example"
 UNSUPPORTED = {  # what asks for something that is not here; a body with several of them is told of the first one here
-    'tools': FUNCTIONS, 'functions': FUNCTIONS, 'response_format': FORM, 'structured_outputs': FORM,
-    'guided_json': FORM, 'guided_regex': FORM, 'guided_choice': FORM, 'guided_grammar': FORM, 'json_schema': FORM,
-    'grammar': FORM,
+    'tools': FUNCTIONS, 'functions': FUNCTIONS, 'json_schema': FORM, 'grammar': FORM, 'guided_json': FORM,
+    'guided_regex': FORM, 'guided_choice': FORM, 'guided_grammar': FORM, 'guided_decoding_backend': FORM,
     'messages': "POST them to /v1/chat/completions",
     'prompt': "POST it to /v1/completions",
     'content': "its name is prompt here",
@@ -71,6 +71,8 @@ NOTHING = {  # the values with which a field asks for nothing, besides 0, false 
     'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'n_predict': -1, 'truncate_prompt_tokens': -1, 'logit_bias': [],
 }
 ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens'}
+GUIDED = {f'guided_{name}': name for name in ('json', 'regex', 'choice', 'grammar')}  # older names in vLLM
+AS_IT_IS = {'schema', 'json', 'guided_json'}  # fields in which null means something
 
 
 class APIError(Exception):
@@ -142,6 +144,14 @@ def checked_biases(biases):
     return biases
 
 
+def text_of_schema(schema):
+    """A JSON schema as text."""
+    try:
+        return schema if type(schema) is str else orjson.dumps(schema).decode()
+    except TypeError:
+        raise ValueError("the schema is nested too deeply") from None
+
+
 Whole = Annotated[int, BeforeValidator(whole)]
 TokenId = Annotated[int, Field(ge=0)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -179,6 +189,50 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool = Field(False, description="with include_usage, each chunk has the usage so far")
 
 
+Schema = Annotated[str | dict, says("should be a JSON schema, an object or its text"), AfterValidator(text_of_schema)]
+
+
+class SchemaFormat(Strict):
+    name: str = Field('', max_length=256, description="has no effect")
+    description: str = Field('', description="has no effect")
+    schema_: Schema = Field(alias='schema')
+    strict: bool = Field(False, description="has no effect: a schema always holds")
+
+
+class ResponseFormat(Strict):
+    """The form of the texts, as OpenAI names it."""
+    type: Literal['text', 'json_object', 'json_schema']
+    json_schema: SchemaFormat | None = None
+
+    @model_validator(mode='after')
+    def with_schema(self):
+        if (self.type == 'json_schema') != (self.json_schema is not None):
+            raise ValueError("response_format has json_schema where its type is json_schema, and nowhere else")
+        return self
+
+    def forms(self):
+        """{field: (kind, text) of `constraints.compiled`}."""
+        if self.type == 'json_schema':
+            return {'json_schema.schema': ('json_schema', self.json_schema.schema_)}
+        return {'type': ('json_object', '')} if self.type == 'json_object' else {}
+
+
+class StructuredOutputs(Strict):
+    """The form of the texts, as vLLM names it."""
+    json_: Schema | None = Field(None, alias='json')
+    regex: str | None = None
+    choice: list_of(str, min_length=1, max_length=MOST_CHOICES) | None = None
+    grammar: str | None = Field(None, description="in llguidance's kind of Lark, or in llama.cpp's GBNF")
+    json_object: bool = False
+
+    def forms(self):
+        """{field: (kind, text) of `constraints.compiled`}."""
+        found = {'json': ('json_schema', self.json_), 'regex': ('regex', self.regex),
+                 'grammar': ('grammar', self.grammar), 'choice': ('choice', self.choice and tuple(self.choice)),
+                 'json_object': ('json_object', '' if self.json_object else None)}
+        return {field: form for field, form in found.items() if form[1] is not None}
+
+
 class GenerationBody(Body):
     """What the bodies of completions and of chat completions share: how samples are drawn, and what of them is sent."""
     temperature: Annotated[float, AfterValidator(lambda t: t if t > 1e-30 else 0.0)] = Field(  # no infinite logits
@@ -204,6 +258,14 @@ class GenerationBody(Body):
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     return_token_ids: bool = Field(False, description="add token_ids and prompt_token_ids to the choices")
     cache_salt: str = Field('', max_length=256, description="prompts share blocks with those of the same salt only")
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+
+    @property
+    def forms(self):
+        """What says the form of the texts: {field: (kind, text) of `constraints.compiled`}."""
+        return {f'{name}.{field}': form for name in ('response_format', 'structured_outputs') if getattr(self, name)
+                for field, form in getattr(self, name).forms().items()}
 
 
 class CompletionBody(GenerationBody):
@@ -332,6 +394,8 @@ def parsed(kind, data, defaults=None):
     known = kind.model_fields.keys()
     try:
         fields = asked_for(without_nulls(fields), known)
+        if 'structured_outputs' in known - fields.keys() and (older := GUIDED.keys() & fields.keys()):
+            fields['structured_outputs'] = {GUIDED[name]: fields.pop(name) for name in older}
         if unknown := [name for name in fields if name not in known]:
             rank = {name: i for i, name in enumerate(UNSUPPORTED)}
             raise unknown_field(min(unknown, key=lambda name: rank.get(name, len(rank))), known)
@@ -349,7 +413,7 @@ def without_nulls(fields, most=MOST_FIELDS):
                             "send those that the server knows", code='unknown_field')
     kept = {}
     for name, value in fields.items():
-        if type(value) is dict:
+        if type(value) is dict and name not in AS_IT_IS:
             value = without_nulls(value, math.inf if name == 'logit_bias' else MOST_FIELDS)
         elif type(value) is list and value and type(value[0]) is dict and len(value) <= MOST_MESSAGES:
             value = [without_nulls(each) if type(each) is dict else each for each in value]
@@ -430,6 +494,21 @@ class Served:
         if model not in ('', self.name):
             raise APIError(404, f"there is no model {model[:100]!r} here: the one that is served is {self.name!r}",
                            'model', 'model_not_found')
+
+    @cached_property
+    def vocabulary(self):
+        """For `constraints.compiled`. ValueError where llguidance is not installed."""
+        return Vocabulary(self.tokenizer, len(self.token_bytes))
+
+    def constraint(self, forms):
+        """The `Constraint` of the `forms` of a body, or None. APIError 400 for several, or one that cannot be had."""
+        if len(forms) > 1:
+            raise invalid(min(forms), f"{' and '.join(forms)} each say what form a text has: give one of them")
+        for name, (kind, text) in forms.items():
+            try:
+                return compiled(kind, text, self.vocabulary)
+            except ValueError as e:
+                raise invalid(name, f"{name}: {e}") from None
 
     @cached_property
     def most_characters(self):
@@ -531,12 +610,14 @@ def requests_of(body, served, id, delivers):
     else:
         prompts = [served.encode(prompt, body.add_special_tokens) if type(prompt) is str else prompt
                    for prompt in body.prompt]
+    constraint = served.constraint(body.forms)
     seeds = [secrets.randbelow(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     shared = dict(
         n=body.n, draw={name: getattr(body, name) for name in (*NAMES, 'min_tokens', 'logit_bias')},
         stop=tuple(body.stop), stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos, logprobs=body.n_logprobs,
         prompt_logprobs=not is_chat and body.echo and body.logprobs is not None, cache_salt=body.cache_salt,
-        include_stop=body.include_stop_str_in_output, skip_special=body.skip_special_tokens, strip=strip)
+        include_stop=body.include_stop_str_in_output, skip_special=body.skip_special_tokens, constraint=constraint,
+        strip=strip and constraint is None)  # the text is that of the form
     try:
         requests = [Request(f'{id}-{i}', prompt, n_new_tokens(body, served, len(prompt)), seed, deliver=deliver,
                             **shared) for i, (prompt, seed, deliver) in enumerate(zip(prompts, seeds, delivers))]

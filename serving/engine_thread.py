@@ -202,7 +202,8 @@ class EngineThread:
         streams = [TextStream(texts, r.stop, r.min_tokens, r.include_stop, r.strip) for _ in range(r.n)]
         live.sequences = self.engine.add(
             r.prompt, r.max_tokens, r.n, r.seed, stop_ids, salt=r.cache_salt, scores=r.prompt_logprobs,
-            logprobs=r.logprobs is not None, most_ahead=AHEAD if r.stop else MOST_AHEAD, **r.draw)
+            logprobs=r.logprobs is not None, most_ahead=AHEAD if r.stop else MOST_AHEAD, constraint=r.constraint,
+            **r.draw)
         for i, (s, stream) in enumerate(zip(live.sequences, streams)):
             s.owner = Sample(live, i, stream)
         self.stats.requests += 1

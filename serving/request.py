@@ -20,6 +20,7 @@ class Request:
     logprobs: None, or how many of the likeliest tokens are reported beside each one that was drawn. Log probabilities
     are those of the model, before anything is done to its logits. prompt_logprobs: report them for each token of the
     prompt also; it is computed from its first token on then.
+    constraint: None, or the form of the texts, a `constraints.Constraint`.
     cache_salt: only requests with the same one share what is remembered.
     deliver: called in the engine's thread with a list of `Output`s, at most once a step; it must return at once.
 
@@ -41,6 +42,7 @@ class Request:
     include_stop: bool = False
     skip_special: bool = True
     strip: bool = False
+    constraint: object | None = None
 
     def __post_init__(self):
         if not self.prompt:

@@ -47,7 +47,7 @@ from serving.request import Output, check_ids
 
 FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # that `generate_latest` writes
 MAX_BODY = 4 * 2**20  # bytes of a request
-LONG_TEXT = 2000  # characters; a longer text is tokenized in a thread of its own
+LONG_TEXT = 2000  # characters; a longer text is tokenized, and a form compiled, in a thread of its own
 THREADS = {'template': 1, 'tokens': 2, 'answer': 1}  # of the pool for work of each kind
 PATIENCE, MOST_WAITING = 10, 512  # seconds that a request may wait for a thread; how many may, for each kind
 THIS_MACHINE = r'(localhost|.*\.localhost|127\.[\d.]+|\[::1\])(:\d*)?'
@@ -271,7 +271,7 @@ async def no_answer(request, e):
 
 async def completions(service, body):
     """Continue prompts"""
-    long = sum(map(len, body.prompt)) > LONG_TEXT
+    long = sum(map(len, body.prompt)) > LONG_TEXT or body.forms
     return await generate(service, body, 'cmpl', len(body.prompt), Completion, 'tokens' if long else None)
 
 

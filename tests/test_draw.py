@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import sizes
+from toy_executor import bitmap
 
 from decode.draw import DrawSettings, draw, exponential_noise, log_probabilities
 from decode.kernel.sampling import DRAW, threshold
@@ -22,15 +23,18 @@ PENALTIES = dict(presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty
 class Sample:
     """What draws need of a sequence. how: of `DrawSettings`."""
 
-    def __init__(self, vocab_size, prompt=(1,), drawn=(), **how):
-        self.tokens, self.n_drawn, self.how = [*prompt, *drawn], len(drawn), how
+    def __init__(self, vocab_size, prompt=(1,), drawn=(), allowed=None, **how):
+        self.tokens, self.n_drawn, self.how = [*prompt, *drawn], len(drawn), how | dict(allowed=allowed)
         self.settings = DrawSettings(vocab_size, prompt=prompt, **how)
+        self.settings.allowed = allowed if allowed is None else bitmap(allowed, vocab_size)
         self.prompt, self.drawn = list(prompt), list(drawn)
 
 
 def changed(row, sample):
-    """Logits after biases, min_tokens and penalties, float64."""
+    """Logits after what is allowed, biases, min_tokens and penalties, float64."""
     how, row = KEPT | PENALTIES | sample.how, [float(x) for x in row]
+    if how['allowed'] is not None:
+        row = [x if token in how['allowed'] else -math.inf for token, x in enumerate(row)]
     for token, bias in dict(how.get('logit_bias', ())).items():
         row[token] += bias
     if len(sample.drawn) < how.get('min_tokens', 0):
@@ -124,6 +128,9 @@ def any_sample(chooser, vocab_size, seed):
         how['logit_bias'] = {chooser.randrange(vocab_size): chooser.choice([-100, -1.5, 0.7, 5]) for _ in range(3)}
     if chooser.random() < 0.3 and vocab_size > 5:
         how |= dict(stops=chooser.sample(range(vocab_size), 3), min_tokens=chooser.choice([2, 9]))
+    if chooser.random() < 0.4:
+        n = min(vocab_size, chooser.choice([1, 3, 40, vocab_size - 1]))
+        how['allowed'] = {*chooser.sample(range(vocab_size), n)}
     prompt, drawn = ([chooser.randrange(vocab_size) for _ in range(n)] for n in (3, chooser.choice([0, 1, 6])))
     return Sample(vocab_size, prompt, drawn, **how)
 

@@ -15,9 +15,10 @@ import torch
 from conftest import sizes
 from example_models import f32
 from tiny_models import HOWS
-from toy_executor import ToyExecutor, toy_model
+from toy_executor import ToyConstraint, ToyExecutor, bitmap, may_follow, toy_model
 
-from decode.batch import NotNumbers, Refused
+import decode
+from decode.batch import NotNumbers, Refused, now
 from decode.cpu import CPUExecutor
 from decode.draw import DrawSettings, draw
 from decode.eager import EagerExecutor, UncachedExecutor
@@ -37,7 +38,7 @@ def pools_of(config, n_sequences=3, n_tokens=40):
             'streams': CellPool(c, n_sequences, n_tokens, unified=False), 'unified': CellPool(c, n_sequences, n_tokens)}
 
 
-def uncached(model, prompt, n, seed=0, stops=(), min_tokens=0, logit_bias=(), **how):
+def uncached(model, prompt, n, seed=0, stops=(), min_tokens=0, logit_bias=(), constraint=None, **how):
     """The tokens that the model alone draws behind a prompt: full passes, and the draw's definition."""
     settings = DrawSettings(model.config.vocab_size, seed, stops, min_tokens, logit_bias, prompt, **how)
     text, c = list(prompt), model.config
@@ -46,6 +47,11 @@ def uncached(model, prompt, n, seed=0, stops=(), min_tokens=0, logit_bias=(), **
         with torch.inference_mode():
             logits = model(torch.tensor([seen]), use_cache=False)[0][0]
         settings.count(text[len(prompt):])
+        if constraint:
+            allowed = may_follow(text[len(prompt):], model.config.vocab_size, constraint.most, settings.stops)
+            settings.allowed = bitmap(allowed, model.config.vocab_size)
+            if not allowed:
+                break
         text.append(int(draw(logits, [settings], [len(text) - len(prompt)])))
     return text
 
@@ -299,3 +305,47 @@ def test_what_makes_no_sense_is_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
         engine.add(**(dict(prompt=[1] * 32 if 'n_keep' in wrong else [1], max_new_tokens=2) | wrong))
     assert engine.is_idle and len(engine.generate([[1, 2]], 4)[0]) == 6
+
+
+@pytest.mark.parametrize('speculate', ['off', 'int4'])
+def test_constrained_sequences_beside_others(speculate, monkeypatch):
+    """
+    Each draws what it draws alone, with few pages as well, and after interrupts at any place. Others make several steps
+    in a call in which a constrained one makes its only one; such calls are short.
+    """
+    monkeypatch.setattr('engine.engine.MASK_PAUSE', 9.0)
+    interrupts = []
+
+    def fails(drawn):
+        if len(interrupts) < 2 and len(drawn) == 2 + 3 * len(interrupts):
+            interrupts.append(drawn[-1])
+            raise KeyboardInterrupt
+    model = f32(block_size=60)
+    prompts = [[1, 2, 3], [4], list(range(9))]
+    hows = [how | dict(stops=[20, 21]) for how in (dict(), dict(temperature=0.0), dict(top_k=5, min_tokens=6),
+                                                   dict(top_p=0.7, frequency_penalty=1.0), dict(logprobs=True))]
+    requests = [(prompt, 30, how | dict(seed=i, constraint=constraint))
+                for i, how in enumerate(hows) for prompt in prompts
+                for constraint in (None, ToyConstraint(29, 25), ToyConstraint(29, 7, fails=fails))]
+    expected = [uncached(model, prompt, n, **{k: v for k, v in how.items() if k != 'logprobs'})
+                for prompt, n, how in requests]
+    executor = decode.best(model, 1, threads=1, speculate=speculate)
+    for n_pages in (999, 40):
+        engine, alone, several = Engine(model, executor, BlockPool(n_pages, 4)), set(), 0
+        sequences = [s for prompt, n, how in requests for s in engine.add(prompt, n, **how)]
+        while not engine.is_idle:
+            with contextlib.suppress(KeyboardInterrupt):
+                drawn = [(s, len(of_s.tokens)) for s, of_s in engine.step() if of_s]
+                alone |= {n for s, n in drawn if s.constraint}
+                several += (any(s.constraint for s, _ in drawn) and any(n > 1 for _, n in drawn)
+                            and not any(s.constraint for s, n in drawn if n > 1))
+        assert [s.tokens for s in sequences] == expected and alone <= {0, 1} and several > 3
+        assert {s.ended for s in sequences} == {'stop', 'length'} and len(interrupts) == 2
+        assert n_pages == 999 or engine.scheduler.n_preempted > 0
+    seen, executing = [], executor.execute_model
+    monkeypatch.setattr('engine.engine.MASK_PAUSE', 0.001)
+    monkeypatch.setattr(executor, 'execute_model', lambda batch: seen.append(batch.until - now()) or executing(batch))
+    for constraint in (None, ToyConstraint(29)):
+        engine.generate([[1]], 5, constraint=constraint)
+        assert max(seen[1:]) <= 0.001 * 1e9 if constraint else max(seen) > 0.01 * 1e9
+        seen.clear()

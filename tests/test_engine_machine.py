@@ -14,7 +14,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from small_engine import request_of, thread_of
-from toy_executor import TOKEN, ToyExecutor, chain_of, change_weights, logits_of_chain, toy_model
+from toy_executor import (
+    TOKEN,
+    ToyConstraint,
+    ToyExecutor,
+    bitmap,
+    chain_of,
+    change_weights,
+    logits_of_chain,
+    may_follow,
+    toy_model,
+)
 
 from decode.draw import DrawSettings, draw, log_probabilities
 from serving import engine_thread
@@ -100,6 +110,8 @@ class Client:
             mine = self.tokens[output.index]
             for token, *logprobs in zip(output.token_ids, *([output.logprobs] if output.logprobs else [])):
                 logits, how = alone(self.executor, r.prompt + mine), self.settings[output.index]
+                if r.constraint:
+                    how.allowed = bitmap(may_follow(mine, V, r.constraint.most, self.stop_ids), V)
                 how.count(mine)
                 assert token == int(draw(logits, [how], [len(mine)]))
                 if r.logprobs is not None:
@@ -134,6 +146,8 @@ class Client:
         pieces = [at_once.push(token) for token in tokens if token not in self.stop_ids]
         expected = 'stop' if at_once.stopped or tokens and tokens[-1] in self.stop_ids else (
             'length' if len(tokens) == r.max_tokens else None)
+        if r.constraint and expected is None and reason and len(tokens) == r.constraint.most:
+            expected = 'stop'
         assert reason == expected or reason in ('abort', 'error') and (expected is None or r.max_tokens == 0)
         if reason in ('stop', 'length'):
             assert self.texts[i] == ''.join(pieces) + at_once.finish()
@@ -160,7 +174,9 @@ class EngineMachine(RuleBasedStateMachine):
           breaks_after=st.sampled_from([0] * 9 + [1, 3]),
           how=st.sampled_from([dict(), dict(), dict(temperature=0.0), dict(top_k=3), dict(logprobs=2),
                                dict(prompt_logprobs=True), dict(prompt_logprobs=True, logprobs=1, ignore_eos=True),
-                               dict(frequency_penalty=1.0, ignore_eos=True), dict(stop_token_ids=[1, 2])]))
+                               dict(frequency_penalty=1.0, ignore_eos=True), dict(stop_token_ids=[1, 2]),
+                               dict(constraint=ToyConstraint(V)), dict(constraint=ToyConstraint(V, 9), logprobs=1),
+                               dict(constraint=ToyConstraint(V, 7), ignore_eos=True)]))
     def submit(self, prompt, max_tokens, n, seed, bad, stop, salt, breaks_after, how):
         self.n += 1
         request = request_of(str(self.n), prompt + [BAD] * bad, max_tokens, seed, n, stop=stop, cache_salt=salt, **how)
@@ -185,16 +201,20 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(times=st.sampled_from([1, 1, 2, 5, 20]))
     def step(self, times):
         for _ in range(times):
-            before, preempted, n = self.engine.n_steps, self.engine.scheduler.n_preempted, len(self.thread.live)
+            before, preempted, n = self.engine.n_steps, self.engine.scheduler.n_preempted, self.n_going()
             with contextlib.redirect_stderr(io.StringIO()) as errors:
                 try:
                     ran = self.thread.run_once()
                 except KeyboardInterrupt:
                     ran = print('interrupted', file=sys.stderr) is None
             gave_way = self.engine.scheduler.n_preempted > preempted
-            assert not ran or self.engine.n_steps > before or gave_way or errors.getvalue() or len(self.thread.live) < n
+            assert not ran or self.engine.n_steps > before or gave_way or errors.getvalue() or self.n_going() < n
             assert ran or not self.thread.live
             self.whole()
+
+    def n_going(self):
+        """Samples that have not ended."""
+        return sum(len(live.going) for live in self.thread.live.values())
 
     @rule(soon=st.sampled_from([0, 0, 1, 3]), error=st.sampled_from([MemoryError, KeyboardInterrupt, None]))
     def fail_once(self, soon, error):

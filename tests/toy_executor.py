@@ -156,3 +156,52 @@ def change_weights(model):
     """Give the weights another version, as an optimizer would."""
     with torch.no_grad():
         next(model.parameters()).flatten()[0] += 0.01
+
+
+class ToyConstraint:
+    """
+    For a sequence's `constraint`: what may follow some tokens says `may_follow`. It asserts that its sequence has drawn
+    nothing else, and that it takes each token once. fails: called with the drawn tokens; it may raise.
+    """
+
+    def __init__(self, vocab_size, most=4, ends=(), fails=lambda drawn: None):
+        self.vocab_size, self.most, self.ends, self.fails = vocab_size, most, ends, fails
+        self.allowed, self.n_taken, self.taken = np.zeros(vocab_size // 64 + 1, np.int64), 0, []
+        self.is_complete, self.error = False, None
+
+    def for_sample(self, ends):
+        new = ToyConstraint(self.vocab_size, self.most, ends, self.fails)
+        new.write([new])
+        return new
+
+    def take(self, drawn):
+        if self.n_taken is None:
+            self.taken = []
+        for token in drawn[len(self.taken):]:
+            assert token in may_follow(self.taken, self.vocab_size, self.most, self.ends)
+            self.taken.append(token)
+        self.n_taken = None
+        self.fails(drawn)
+        assert self.taken == drawn
+
+    @staticmethod
+    def write(constraints):
+        for c in constraints:
+            allowed = may_follow(c.taken, c.vocab_size, c.most, c.ends)
+            c.allowed[:] = bitmap(allowed, c.vocab_size)
+            c.is_complete, c.n_taken = not allowed, len(c.taken)
+
+
+def may_follow(drawn, vocab_size, most, ends):
+    """Two of three tokens, by the sum of those before; tokens that end a text if the sum is even; at most so many."""
+    total = sum(drawn)
+    return set() if len(drawn) == most else {t for t in range(vocab_size) if (t + total) % 3 and t not in ends} | (
+        set() if total % 2 else {*ends})
+
+
+def bitmap(tokens, vocab_size):
+    """`DrawSettings.allowed` for these tokens."""
+    words = [0] * (vocab_size // 64 + 1)
+    for t in tokens:
+        words[t // 64] |= 1 << t % 64
+    return np.array(words, np.uint64).view(np.int64)

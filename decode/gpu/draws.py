@@ -75,7 +75,8 @@ class DrawTable:
         d, settings = self.draws, [s.settings for s in sequences]
         if settings != self.settings:  # the same objects have the same settings
             self.settings = None  # until all is written
-            self.write(d.settings, [[*each.values, len(each.biases) > 0] for each in settings], np.float64)
+            self.write(d.settings, [[*each.values, len(each.biases) > 0 or each.allowed is not None]
+                                     for each in settings], np.float64)
             self.write(d.seeds, np.array([each.seed for each in settings], np.uint64).view(np.int64), np.int64)
             self.write(d.min_tokens, [min(each.min_tokens, 2**31 - 1) for each in settings], np.int32)
             self.put(d.marks, [each.stops for each in settings], [[IS_STOP] * len(each.stops) for each in settings])
@@ -88,6 +89,10 @@ class DrawTable:
                 marks = s.settings.counts + np.where(s.settings.in_prompt, IN_PROMPT, 0)
                 marks[s.settings.stops] += IS_STOP
                 d.marks[row] = torch.from_numpy(marks.astype(np.int32))
+            if s.settings.allowed is not None:
+                biases = np.where(s.settings.forbidden(), -np.inf, 0.0)
+                biases[s.settings.bias_tokens] += s.settings.biases
+                d.biases[row] = torch.from_numpy(biases).to(d.biases)
         d.left[:R] = 0
         self.write(d.left, limits, np.int32)
         d.step[:R], d.broken[:R] = 0, 0

@@ -1,10 +1,10 @@
 """
 The next token of each sequence of a step, drawn from its row of logits: the compiled twin of decode/draw.py.
 
-`DRAW` is called by the threads of the model's compiled step, after each step. It first applies the biases, the
-min_tokens and the penalties of the sequence to its logits. A row of 50,000 numbers is read a few times and never sorted
-as a whole. Weights are float32, as torch's softmax computes them, and so are the sums of BLOCK of them. Sums of those
-are float64.
+`DRAW` is called by the threads of the model's compiled step, after each step. It first applies what is
+allowed, the biases, the min_tokens and the penalties of the sequence to its logits. A row of 50,000 numbers is read a
+few times and never sorted as a whole. Weights are float32, as torch's softmax computes them, and so are the sums of
+BLOCK of them. Sums of those are float64.
 
 `VERIFY` draws the tokens behind a chunk whose tokens were proposed, see `decode.speculative`.
 
@@ -64,13 +64,15 @@ WEIGHTS, TOKENS, VALUES, RANKED, MASSES, CHANGED, N_SCRATCH = range(7)
 
 GOLDEN = uint64(0x9E3779B97F4A7C15)  # of the noise, as in decode/draw.py
 LEAST_WEIGHT = -87.0  # weights below e ** -87 of the largest are 0, as there
+LOWEST = np.finfo(np.float32).min  # of the logits of tokens that can be drawn: -inf is less
 
 # indices of the int64 entry of CHANGES, which says what is done to the logits of a sequence
 (COUNTS,       # the address of int64 (vocab_size,): how often each token was drawn; 0 without penalties
  IN_PROMPT,    # the address of uint8 (vocab_size,): 1 for the tokens of the prompt
  N_BIASES, BIAS_TOKENS, BIASES,  # n_biases, and the addresses of int64 and float64 (n_biases,)
  MIN_TOKENS,   # so many tokens are drawn before a stop token can be
- N_CHANGES) = range(7)
+ ALLOWED,      # the address of int64 (vocab_size // 64 + 1,), a bit for each token that may be drawn; 0 if all may
+ N_CHANGES) = range(8)
 
 
 @njit
@@ -176,11 +178,11 @@ def gather(row, n, peaks, least, tokens, values):
 @njit
 def gather_top_k(row, n, peaks, k, tokens, values, masses):
     """`gather` for the k largest logits, and those that are equal to the smallest of them."""
-    least, n_chunks = np.float32(-math.inf), -(-n // CHUNK)
+    least, n_chunks = LOWEST, -(-n // CHUNK)
     if k <= n_chunks:  # each of the k largest peaks is a logit, so the k-th largest logit is no smaller
         for c in range(n_chunks):
             values[c], masses[c] = peaks[c], 1.0
-        least = threshold(values, masses, n_chunks, k)[0]
+        least = max(least, threshold(values, masses, n_chunks, k)[0])
     found = gather(row, n, peaks, least, tokens, values)
     for i in range(found):
         masses[i] = 1.0
@@ -330,6 +332,19 @@ def drawn(row, n, settings, key, scratch):
 
 
 @njit
+def copy_allowed(row, n, allowed, own):
+    """own = the n logits, with -inf in the place of those whose bits in a bitmap are 0."""
+    for start in range(0, n, 64):
+        bits, end = uint64(allowed[start // 64]), min(n, start + 64)
+        if bits == 0:  # of most structures nearly all are
+            for t in range(start, end):
+                own[t] = -math.inf
+        else:
+            for t in range(start, end):
+                own[t] = row[t] if (bits >> uint64(t - start)) & uint64(1) else np.float32(-math.inf)
+
+
+@njit
 def change(row, n, changes, settings, number, stops, n_stops):
     """Apply biases, min_tokens and penalties to the n logits of a sequence, in place, in the order of vLLM."""
     tokens, biases = longs_at(changes[BIAS_TOKENS]), doubles_at(changes[BIASES])
@@ -354,10 +369,13 @@ def next_token(table, i, row, scratch):
     """Draw the next token of sequence i from a row of logits. scratch: the address of the thread's."""
     V, number = table[VOCAB_SIZE], longs_at(table[NUMBERS])[i]
     settings, changes = doubles_at(table[SETTINGS] + 8 * N_SETTINGS * i), longs_at(table[CHANGES] + 8 * N_CHANGES * i)
-    if changes[COUNTS] != 0 or changes[N_BIASES] != 0 or number < changes[MIN_TOKENS]:
+    if changes[COUNTS] != 0 or changes[N_BIASES] != 0 or number < changes[MIN_TOKENS] or changes[ALLOWED] != 0:
         own, (stops, n_stops) = floats_at(scratch + 8 * V * CHANGED), stops_of(table, i)
-        for t in range(V):  # the row stays: its logits may be wanted
-            own[t] = row[t]
+        if changes[ALLOWED] != 0:
+            copy_allowed(row, V, longs_at(changes[ALLOWED]), own)
+        else:
+            for t in range(V):  # the row stays: its logits may be wanted
+                own[t] = row[t]
         change(own, V, changes, settings, number, stops, n_stops)
         row = own
     token = drawn(row, V, settings, noise_key(longs_at(table[SEEDS])[i], number), scratch)

@@ -1,0 +1,152 @@
+"""
+What the text of a sample must be: JSON of a schema, a regular expression, one of several texts, or a grammar.
+
+    constraint = compiled('regex', '[0-9]+', Vocabulary(tokenizer, model.config.vocab_size))
+    engine.generate([prompt], 20, constraint=constraint)
+
+The library llguidance (https://github.com/guidance-ai/llguidance) computes which tokens may come next: those behind
+which the text can still become one of the form, whatever the vocabulary. A sample ends when its text is complete and
+nothing may follow. Where it may end or go on, the tokens that end the sample are allowed too.
+"""
+import json
+import re
+from functools import lru_cache
+
+import numpy as np
+
+KINDS = 'json_schema', 'json_object', 'regex', 'choice', 'grammar'
+MOST_CHARACTERS = 2**17  # of a schema, an expression, a grammar, or all choices
+# JSON allows any blanks between its parts, and a small model may write them without end
+BLANKS = r'[ \n]{1,40}'
+# the library lets the model choose how it divides what can only come so, like all else into tokens
+OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+
+
+class Vocabulary:
+    """
+    The tokens of a model for llguidance, which calls this object a tokenizer: tokens, the bytes of each id. Special
+    tokens have no text. It ends a text with an id behind the last one, `end`, in whose place `Constraint` allows those
+    that end a sample. ValueError where the library is not installed.
+    """
+    is_tokenizer_wrapper, eos_token_id, bos_token_id = True, None, None
+
+    def __init__(self, tokenizer, n_rows):
+        try:
+            import llguidance
+        except ImportError as e:
+            raise ValueError("the form of a text needs the library llguidance: pip install llguidance") from e
+        self.end, self.end_bit = n_rows, bitmap([n_rows], n_rows)
+        self.special_token_ids = [i for i in tokenizer.special_ids if i < n_rows]
+        self.tokens = tokenizer.bytes_of_tokens()[:n_rows]
+        self.tokens += [b''] * (n_rows - len(self.tokens))  # what a tokenizer does not know cannot come
+        self.library = llguidance.LLTokenizer(self)
+        self.executor = llguidance.LLExecutor()
+
+    def __call__(self, text):
+        """The library divides no text into tokens, see OPTIONS."""
+        raise NotImplementedError
+
+
+class Constraint:
+    """
+    Which tokens of a sample may come next. beginning: llguidance's matcher behind no token. ends: the tokens that end
+    the sample, allowed where the text may end.
+
+    allowed: a bitmap, see `decode.draw.DrawSettings`, behind n_taken drawn tokens of the sample; None if that is not
+    known.
+    is_complete: may nothing follow? error: a ValueError, where that is because the library gave up, or the vocabulary
+    lacks what would have to follow.
+    """
+
+    def __init__(self, vocabulary, beginning, ends=()):
+        self.vocabulary, self.beginning, self.matcher = vocabulary, beginning, None
+        self.allowed, self.ends = bitmap([], vocabulary.end), bitmap(ends, vocabulary.end)
+        self.n_taken, self.n_new, self.is_complete, self.error = None, 0, False, None
+
+    def for_sample(self, ends):
+        """The constraint of another sample."""
+        new = Constraint(self.vocabulary, self.beginning, ends)
+        new.take(())
+        new.write([new])
+        return new
+
+    def take(self, drawn):
+        """Take the tokens that are new among all that the sample has drawn. `write` comes next."""
+        known, self.n_taken = self.n_taken, None  # an exception may come at any place: then all are taken again
+        if known is None:
+            self.matcher, known = self.beginning.deep_copy(), 0
+        self.matcher.consume_tokens(list(drawn[known:]))
+        self.n_new = len(drawn)
+
+    @staticmethod
+    def write(constraints):
+        """Write `allowed` of several samples side by side."""
+        from llguidance.numpy import fill_next_token_bitmask_par
+        vocabulary = constraints[0].vocabulary
+        rows = np.empty((len(constraints), vocabulary.end // 32 + 1), np.int32)
+        fill_next_token_bitmask_par(vocabulary.executor, [(c.matcher, i) for i, c in enumerate(constraints)], rows)
+        for c, row in zip(constraints, rows):
+            c.allowed.view(np.int32)[:len(row)] = row
+            may_end = (c.allowed & vocabulary.end_bit).any()
+            c.allowed &= ~vocabulary.end_bit
+            if c.matcher.is_error():
+                c.error = ValueError(f"the text cannot go on in its form: {line_of(c.matcher.get_error())}")
+            c.is_complete = bool(c.error) or not c.allowed.any()
+            if may_end:
+                c.allowed |= c.ends
+            c.n_taken = c.n_new
+
+
+def bitmap(tokens, n):
+    """A bitmap of these tokens, int64 (n // 64 + 1,)."""
+    bits = np.zeros(64 * (n // 64 + 1), np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder='little').view(np.int64)
+
+
+@lru_cache(maxsize=16)
+def compiled(kind, text, vocabulary):
+    """
+    The `Constraint` of a kind of KINDS. text: a JSON schema as text, a regular expression (Rust's, which the whole text
+    matches), texts to choose from, a tuple, or a grammar (llguidance's kind of Lark, or llama.cpp's GBNF). ValueError,
+    with what the library says, for a form that it does not take, or no text of which this vocabulary can write.
+    """
+    import llguidance
+    n = len(text) if kind != 'choice' else sum(map(len, text))
+    if n > MOST_CHARACTERS:
+        raise ValueError(f"it has {n:,} characters, and at most {MOST_CHARACTERS:,} are allowed: give a shorter one")
+    grammar = json.dumps({'grammars': [{'lark_grammar': lark_of(kind, text) + OPTIONS}]})
+    limits = llguidance.LLParserLimits(max_lexer_states=30_000, verbose_errors=False)
+    matcher = llguidance.LLMatcher(vocabulary.library, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        said = line_of(matcher.get_error())
+        raise ValueError(said if kind == 'grammar' else re.sub(r'^(at )?\d+\(\d+\): ', '', said))
+    constraint = Constraint(vocabulary, matcher)
+    if (first := constraint.for_sample(())).is_complete:
+        raise first.error or ValueError("no text but the empty one has this form")
+    return constraint
+
+
+def lark_of(kind, text):
+    """A form as a grammar of llguidance."""
+    from llguidance import regex_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
+    if kind == 'grammar':
+        return any_to_lark(text)
+    if kind == 'regex':
+        return f"start: /{regex_to_lark(text)}/" if text else 'start: ""'
+    if kind == 'choice':
+        return "start: " + ' | '.join(json.dumps(each, ensure_ascii=False) for each in text)
+    try:
+        schema = json.loads(text) if kind == 'json_schema' else {'type': 'object'}
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"the schema is no JSON: {e}") from None
+    if type(schema) is not dict:
+        raise ValueError(f"the schema must be a JSON object, not {text[:40]}")
+    options = {'whitespace_pattern': BLANKS} | schema.get('x-guidance', {})
+    return f"start: %json {json.dumps(schema | {'x-guidance': options})}"
+
+
+def line_of(message):
+    """What the library says, in one line, without the grammar that it shows behind it."""
+    return ' '.join(re.split(r'\n *\d+ \| ', message)[0].split()).removesuffix(' <non-verbose/>')[:300]

@@ -1,0 +1,367 @@
+"""
+Texts that have a form (JSON of a schema, an expression, a choice, a grammar): the masks against every token tried one
+by one, answers against jsonschema and others, the server's fields, and sample.py beside the server.
+"""
+import json
+import random
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import SERVING, needs, sizes
+
+needs(*SERVING, 'llguidance', 'regex', 'jsonschema')
+
+import jsonschema
+import numpy as np
+import regex
+from example_models import LLAMA, chat_tokenizer, gpt
+from serving_process import serving
+from small_engine import LETTERS, served_by, thread_of
+from test_chat_api import TOKENIZER, ask, chatting
+from test_sample import printed_by_script
+
+import sample as script
+from chat.conversation import Conversation
+from decode.cpu import CPUExecutor
+from engine import Engine, default_pool
+from serving.constraints import MOST_CHARACTERS, Vocabulary, compiled
+
+BLANKS = r'[ \n]{0,40}'
+OBJECT = {'type': 'object', 'properties': {'a': {'enum': ['x', 'yy', 3]}, 'é': {'type': 'boolean'},
+                                           'c': {'type': 'null'}},
+          'required': ['a', 'é'], 'additionalProperties': False}
+LIST = {'type': 'array', 'items': {'type': 'integer', 'minimum': 1, 'maximum': 99}, 'maxItems': 2}
+NESTED = 'start: "(" start ")" | WORD\nWORD: /[ab]+/'
+
+
+def by_regex(pattern):
+    """A judge of texts: (can a text of the form begin so? is it one?)."""
+    expression = regex.compile(pattern)
+
+    def judge(text):
+        return expression.fullmatch(text, partial=True) is not None, expression.fullmatch(text) is not None
+    return judge
+
+
+def by_counting(text):
+    """The judge of NESTED."""
+    found = re.fullmatch(r'(\(*)([ab]*)(\)*)', text)
+    if not found or found[3] and not found[2] or len(found[3]) > len(found[1]):
+        return False, False
+    return True, bool(found[2]) and len(found[1]) == len(found[3])
+
+
+def json_pattern(*parts):
+    """Parts of JSON with blanks between them."""
+    return BLANKS.join(parts)
+
+
+FORMS = {
+    'digits': ('regex', '[0-9]{2,4}(-[a-c]+)?', by_regex('[0-9]{2,4}(-[a-c]+)?')),
+    'characters of several bytes': ('regex', '(é|日本|🙂x| )+', by_regex('(é|日本|🙂x| )+')),
+    'choice': ('choice', ('yes', 'no', 'no "way"\n', '日', ' no'), by_regex('yes|no|no "way"\n|日| no')),
+    'object': ('json_schema', json.dumps(OBJECT), by_regex(json_pattern(
+        r'\{', '"a"', ':', '("x"|"yy"|3)', ',', '"é"', ':', '(true|false)(', ',', '"c"', ':', 'null)?', r'\}'))),
+    'array': ('json_schema', json.dumps(LIST), by_regex(json_pattern(
+        r'\[', '([1-9][0-9]?(', ',', '[1-9][0-9]?)?)?', r'\]'))),
+    'nested': ('grammar', NESTED, by_counting),
+    'GBNF': ('grammar', 'root ::= "(" root ")" | word\nword ::= [ab]+', by_counting),
+}
+ALPHABET = 'é日本🙂'
+
+
+def made_up(n=300, n_known=290):
+    """A tokenizer whose tokens are any bytes, some of them twice, some empty, some special."""
+    rng = random.Random(0)
+    pieces = [bytes([i]) for i in range(128)] + [part for c in ALPHABET for part in (c.encode(), c.encode()[:1],
+                                                                                     c.encode()[1:], c.encode()[:2])]
+    tokens = pieces + [b''.join(rng.choices(pieces, k=rng.randint(2, 4))) for _ in range(n_known - len(pieces) - 30)]
+    tokens += rng.choices(tokens, k=20) + [b'', b'no', b'"a', b'": ', b'((', b'))', b'{"', b'<end>', b'yes', b'12']
+    return SimpleNamespace(bytes_of_tokens=lambda: tokens, special_ids={n_known - 3, n_known - 2, n_known + 5}), n
+
+
+VOCABULARIES = {'byte pairs': (TOKENIZER, 300), 'made up': made_up()}
+END = {'byte pairs': 2, 'made up': 288}
+
+
+def bits(allowed, n):
+    return {t for t in range(n) if allowed[t // 64] >> (t % 64) & 1}
+
+
+@pytest.mark.parametrize('kind', VOCABULARIES)
+@pytest.mark.parametrize('form', FORMS)
+def test_masks_are_those_found_by_trying_every_token(form, kind):
+    (how, text, judge), (tokenizer, n), end = FORMS[form], VOCABULARIES[kind], END[kind]
+    tokens, rng, n_states, n_ends = tokenizer.bytes_of_tokens(), random.Random(1), 0, 0
+    template = compiled(how, text, Vocabulary(tokenizer, n))
+
+    def begins(data):
+        try:
+            return judge(data.decode())[0]
+        except UnicodeDecodeError as e:  # it may end in the middle of a character
+            head, tail = data[:e.start].decode(), data[e.start:]
+            return any(c.encode().startswith(tail) and judge(head + c)[0] for c in ALPHABET)
+
+    def is_whole(data):
+        try:
+            return judge(data.decode())[1]
+        except UnicodeDecodeError:
+            return False
+    while n_states < sizes(40, 400):
+        constraint, drawn, data = template.for_sample([end]), [], b''
+        while len(drawn) < 30:
+            expected = {t for t, new in enumerate(tokens[:n]) if new and t not in tokenizer.special_ids
+                        and begins(data + new)}
+            whole, n_states = is_whole(data), n_states + 1
+            assert constraint.is_complete == (not expected) and bool(constraint.error) == (not expected and not whole)
+            n_ends += whole
+            if not expected:
+                break
+            assert bits(constraint.allowed, n) == expected | ({end} if whole else set()), (drawn, data)
+            drawn.append(rng.choice(sorted(expected)))
+            data += tokens[drawn[-1]]
+            constraint.take(drawn)
+            constraint.write([constraint])
+    assert n_ends > 0
+
+
+def any_schema(rng, depth=0):
+    """A schema whose texts are short."""
+    kinds = ['string', 'enum', 'integer', 'number', 'boolean', 'null', 'const']
+    kind = rng.choice(kinds + ['array', 'object', 'anyOf', 'object', 'pattern'] if depth < 2 else kinds)
+    if depth == 0 and rng.random() < 0.5:
+        kind = 'object'
+    low = rng.randint(-50, 50)
+    match kind:
+        case 'string':
+            n = rng.randint(0, 3)
+            return dict(type='string', minLength=n, maxLength=n + rng.randint(0, 5))
+        case 'pattern':
+            patterns = '^[a-f]{1,5}$', '^(ab|cd)+$', '^[0-9]{3}-[A-Z]{2}$'
+            return dict(type='string', pattern=rng.choice([*patterns]), maxLength=9)
+        case 'enum':
+            values = ['a', 'b "c"', 'é', 1, 2.5, True, None, [1, 2], {'k': 'v'}]
+            return dict(enum=rng.sample(values, rng.randint(1, 5)))
+        case 'const':
+            return dict(const=rng.choice(['fixed', 17, {'a': [None, 1]}]))
+        case 'integer':
+            return dict(type='integer', minimum=low, maximum=low + rng.randint(0, 300))
+        case 'number':
+            return dict(type='number', exclusiveMinimum=low, maximum=low + rng.randint(1, 9))
+        case 'array':
+            n = rng.randint(0, 2)
+            return dict(type='array', items=any_schema(rng, depth + 1), minItems=n, maxItems=n + rng.randint(0, 2))
+        case 'anyOf':
+            return dict(anyOf=[any_schema(rng, depth + 1) for _ in range(rng.randint(1, 3))])
+        case 'object':
+            names = rng.sample(['name', 'age', 'é', 'a b', 'x"y', 'list'], rng.randint(1, 3))
+            return dict(type='object', properties={name: any_schema(rng, depth + 1) for name in names},
+                        required=rng.sample(names, rng.randint(0, len(names))), additionalProperties=False)
+    return dict(type=kind)
+
+
+def test_answers_follow_drawn_schemas():
+    """At temperature 1.5, by a model that knows nothing: each answer that ends by itself is valid."""
+    n, rng, tokenizer = sizes(60, 500), random.Random(0), chat_tokenizer()
+    model = gpt(**LLAMA | dict(block_size=400))
+    engine = Engine(model, CPUExecutor(model, threads=1), default_pool(model.config, 4096))
+    schemas, vocabulary = [any_schema(rng) for _ in range(n)], Vocabulary(tokenizer, 300)
+    constraints = [compiled('json_schema', json.dumps(schema), vocabulary) for schema in schemas]
+    sequences = [engine.add([5, 6, 7], 300, seed=i, temperature=1.5, stops=[2], constraint=constraint)[0]
+                 for i, constraint in enumerate(constraints)]
+    while not engine.is_idle:
+        engine.step()
+    assert {s.ended for s in sequences} <= {'stop', 'length'}
+    ended = [(s, schema) for s, schema in zip(sequences, schemas) if s.ended == 'stop']
+    for s, schema in ended:
+        jsonschema.validate(json.loads(tokenizer.decode([t for t in s.tokens[3:] if t != 2])), schema)
+    print(f"{len(ended)} of {n} ended by themselves")
+    assert len(ended) >= 0.8 * n
+
+
+@pytest.fixture(scope='module')
+def chat():
+    with chatting(gpt(**LLAMA | dict(block_size=512)), 128) as (client, pool):
+        yield client
+
+
+HI = [dict(role='user', content='Hi')]
+PERSON = dict(type='object', properties=dict(age=dict(type='integer', minimum=0, maximum=120), ok=dict(type='boolean')),
+              required=['age', 'ok'], additionalProperties=False)
+
+
+@pytest.mark.parametrize('fields, check', [
+    (dict(response_format=dict(type='json_object')), lambda text: type(json.loads(text)) is dict),
+    (dict(response_format=dict(type='json_schema', json_schema=dict(name='p', schema=PERSON, strict=True))),
+     lambda text: jsonschema.validate(json.loads(text), PERSON) is None),
+    (dict(structured_outputs=dict(json=PERSON)), lambda text: jsonschema.validate(json.loads(text), PERSON) is None),
+    (dict(guided_json=json.dumps(PERSON)), lambda text: jsonschema.validate(json.loads(text), PERSON) is None),
+    (dict(structured_outputs=dict(json=dict(const=None))), lambda text: text == 'null'),
+    (dict(structured_outputs=dict(regex='[A-F]{3}[0-9]?')), lambda text: re.fullmatch('[A-F]{3}[0-9]?', text)),
+    (dict(guided_regex='[A-F]{3}'), lambda text: re.fullmatch('[A-F]{3}', text)),
+    (dict(structured_outputs=dict(choice=['up', 'down'])), ['up', 'down'].__contains__),
+    (dict(guided_choice=['up', 'down']), ['up', 'down'].__contains__),
+    (dict(structured_outputs=dict(grammar=NESTED)), lambda text: by_counting(text)[1]),
+    (dict(guided_grammar=NESTED), lambda text: by_counting(text)[1])], ids=str)
+def test_the_server_gives_texts_of_the_form(chat, fields, check):
+    """In chats and completions, several samples, streamed or not; what is cut off ends with length."""
+    how = dict(temperature=1.5, seed=4, n=3, max_tokens=200) | fields
+    choices = ask(chat, HI, **how)['choices']
+    texts = [(choice['message']['content'], choice['finish_reason']) for choice in choices]
+    answer = chat.post('/v1/completions', json=dict(prompt=['Hi', 'Ho']) | how)
+    assert answer.status_code == 200, answer.text
+    texts += [(choice['text'], choice['finish_reason']) for choice in answer.json()['choices']]
+    ended = [text for text, reason in texts if reason == 'stop']
+    assert len(texts) == 9 and {reason for _, reason in texts} <= {'stop', 'length'}
+    assert all(check(text) for text in ended) and len(ended) >= (1 if 'json_object' in str(fields) else 5)
+    with chat.stream('POST', '/v1/chat/completions', json=dict(messages=HI, stream=True) | how | dict(n=1)) as stream:
+        chunks = [json.loads(line[6:]) for line in stream.iter_lines() if line.startswith('data: {')]
+    deltas = [chunk['choices'][0] for chunk in chunks]
+    assert ''.join(each['delta'].get('content') or '' for each in deltas) == texts[0][0]
+    assert deltas[-1]['finish_reason'] == texts[0][1]
+
+
+@pytest.mark.parametrize('fields, param, said', [
+    (dict(response_format=dict(type='json_schema')), 'response_format', 'json_schema'),
+    (dict(response_format=dict(type='xml')), 'response_format.type', 'json_object'),
+    (dict(response_format=dict(type='json_schema', json_schema=dict(name='a'))), 'response_format.json_schema.schema',
+     'missing'),
+    (dict(response_format=dict(type='json_schema', json_schema=dict(name='a', schema={'if': {}}))),
+     'response_format.json_schema.schema', 'if'),
+    (dict(structured_outputs=dict(json={'type': 'no type'})), 'structured_outputs.json', 'no type'),
+    (dict(structured_outputs=dict(json={'properties': {'a': {'format': 'no-format'}}})), 'structured_outputs.json',
+     'no-format'),
+    (dict(structured_outputs=dict(json='{')), 'structured_outputs.json', 'JSON'),
+    (dict(structured_outputs=dict(json='[]')), 'structured_outputs.json', 'object'),
+    (dict(structured_outputs=dict(json=3)), 'structured_outputs.json', 'schema'),
+    (dict(structured_outputs=dict(json={'a': json.loads('[' * 300 + ']' * 300)})), 'structured_outputs.json', 'deeply'),
+    (dict(structured_outputs=dict(regex='[a')), 'structured_outputs.regex', 'regex'),
+    (dict(structured_outputs=dict(regex='(?=a)b')), 'structured_outputs.regex', 'look'),
+    (dict(structured_outputs=dict(regex='')), 'structured_outputs.regex', 'empty'),
+    (dict(structured_outputs=dict(regex='a' * (MOST_CHARACTERS + 1))), 'structured_outputs.regex', 'characters'),
+    (dict(structured_outputs=dict(choice=[1])), 'structured_outputs.choice.0', 'string'),
+    (dict(structured_outputs=dict(choice=[''])), 'structured_outputs.choice', 'empty'),
+    (dict(guided_grammar='start: nothing'), 'structured_outputs.grammar', 'nothing'),
+    (dict(structured_outputs=dict(grammar='start: "a"\nstart2: (')), 'structured_outputs.grammar', '2(10)'),
+    (dict(structured_outputs=dict(regex='a', choice=['b'])), 'structured_outputs.choice', 'give one'),
+    (dict(structured_outputs=dict(regex='a'), response_format=dict(type='json_object')), 'response_format.type',
+     'give one'),
+    (dict(structured_outputs=dict(regex='a'), guided_regex='a'), 'guided_regex', 'structured_outputs'),
+    (dict(structured_outputs=dict(lark='a')), 'structured_outputs.lark', 'leave it out')],
+    ids=lambda value: str(value)[:60])
+def test_a_form_that_cannot_be_had_is_refused_by_its_field(chat, fields, param, said):
+    for path, more in (('chat/completions', dict(messages=HI)), ('completions', dict(prompt='a'))):
+        answer = chat.post(f'/v1/{path}', json=more | fields)
+        error = answer.json()['error']
+        assert answer.status_code == 400 and error['param'] == param and said in error['message'], error
+        assert '\n' not in error['message'] and len(error['message']) < 500
+
+
+def test_without_the_library(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, 'llguidance', None)
+        with chatting(gpt(**LLAMA)) as (client, _):
+            answer = client.post('/v1/completions', json=dict(prompt='a', structured_outputs=dict(regex='a')))
+            assert answer.status_code == 400 and 'pip install llguidance' in answer.json()['error']['message']
+            assert client.post('/v1/completions', json=dict(prompt='a', max_tokens=2)).status_code == 200
+
+
+def test_the_openai_client_parses_what_it_gets(chat):
+    openai = pytest.importorskip('openai', reason="openai is not installed")
+    from pydantic import BaseModel, Field
+
+    class Tag(BaseModel):
+        kind: str = Field(max_length=4)
+        weight: int | None = Field(ge=0, le=9)
+
+    class Page(BaseModel):
+        done: bool
+        tags: list[Tag] = Field(max_length=2)
+    with openai.OpenAI(base_url=f'{chat.base_url}/v1', api_key='-', max_retries=0) as ours:
+        answer = ours.chat.completions.parse(model='chat', messages=HI, response_format=Page, n=4, temperature=1.2,
+                                             seed=1, max_tokens=300)
+        assert all(type(choice.message.parsed) is Page for choice in answer.choices)
+        with pytest.raises(openai.LengthFinishReasonError):
+            ours.chat.completions.parse(model='chat', messages=HI, response_format=Page, max_tokens=2)
+
+
+def test_the_script_prints_the_text_that_the_server_gives(monkeypatch, capsys, tmp_path):
+    """A vocabulary of characters without a token that ends a text: a text ends where nothing may follow."""
+    model = gpt(**LLAMA | dict(vocab_size=LETTERS.vocab_size, block_size=64))
+    thread = thread_of(model, CPUExecutor(model, threads=1), LETTERS.bytes_of_tokens(), n_pages=96)
+    thread.start()
+    grammar = tmp_path / 'grammar.lark'
+    grammar.write_text('start: "b" start "d" | "€😀"\n', encoding='utf-8')
+    how = dict(temperature=9.0, top_k=0, top_p=1.0)
+    with serving(thread, served_by(thread, tokenizer=LETTERS)) as client:
+        for form, settings in ((dict(regex='[a-c]{3,5}( z)?😀'), dict(regex='[a-c]{3,5}( z)?😀')),
+                               (dict(grammar=grammar.read_text(encoding='utf-8')), dict(grammar=str(grammar)))):
+            body = dict(prompt='be', n=3, seed=7, max_tokens=30, structured_outputs=form) | how
+            answer = client.post('/v1/completions', json=body).json()
+            texts = [choice['text'] for choice in answer['choices']]
+            assert {choice['finish_reason'] for choice in answer['choices']} == {'stop'} and len({*texts}) > 1
+            for more in (dict(), dict(decoder='eager'), dict(use_cache=False), dict(speculate='ngram'),
+                         dict(batch_size=1), dict(traced=True)):
+                printed = printed_by_script(model, ['be'], monkeypatch, capsys, num_samples=3, seed=7,
+                                            max_new_tokens=30, **settings, **how, **more)
+                assert printed == ''.join(f'be{text}\n---------------\n' for text in texts), more
+        refused = client.post('/v1/completions', json=dict(prompt='be', response_format=dict(type='json_object')))
+        assert refused.status_code == 400 and refused.json()['error']['param'] == 'response_format.type'
+    for settings in (dict(regex='a', grammar='b'), dict(regex='a', decoder='graph')):
+        with pytest.raises(ValueError, match='regex'), monkeypatch.context() as patch:
+            for name, value in settings.items():
+                patch.setattr(script, name, value)
+            script.check_settings('cpu')
+
+
+def test_a_conversation_has_answers_of_a_form():
+    model, pattern = gpt(**LLAMA), '[a-f]{2}( [a-f]{2})*'
+    constraint = compiled('regex', pattern, Vocabulary(TOKENIZER, 300))
+    engine = Engine(model, CPUExecutor(model, threads=1))
+    conversation = Conversation(engine, TOKENIZER, temperature=1.5, constraint=constraint)
+    for text in ('Hi', 'And?'):
+        assert re.fullmatch(pattern, ''.join(conversation.answer(text, 40))) or conversation.cut
+        assert conversation.n_drawn > 0
+    assert engine.is_idle
+
+
+def test_what_no_vocabulary_of_ours_can_write_ends_with_an_error():
+    """The characters that would have to follow are no tokens. Nothing else comes in their place."""
+    vocabulary = Vocabulary(LETTERS, LETTERS.vocab_size)
+    with pytest.raises(ValueError, match='form|text'):
+        compiled('regex', '[0-9]', vocabulary)
+    model = gpt(**LLAMA | dict(vocab_size=LETTERS.vocab_size))
+    s, = Engine(model).add([1], 9, constraint=compiled('regex', 'ab[0-9]', vocabulary))
+    engine = Engine(model)
+    s, other = engine.add([1], 9, constraint=compiled('regex', 'ab[0-9]', vocabulary)) + engine.add([1], 9)
+    while not engine.is_idle:
+        engine.step()
+    assert s.ended == 'error' and 'form' in str(s.error) and LETTERS.decode(s.tokens[1:]) == 'ab'
+    assert other.ended == 'length'
+
+
+def test_bounds_of_what_comes_from_outside():
+    """Forms that would take long, or much memory, or end other parsers: refused, or served within seconds."""
+    vocabulary, rng = Vocabulary(TOKENIZER, 300), np.random.default_rng(0)
+    bad = [('regex', '(' * 40000 + 'a' + ')' * 40000), ('regex', '(((a{1,999}){1,999}){1,999}){1,999}'),
+           ('regex', '(.*a){60}' + '.' * 60), ('grammar', 'start: ' + '(' * 40000 + '"a"' + ')' * 40000),
+           ('grammar', 'root ::= ' + '(' * 40000 + '"a"' + ')' * 40000), ('grammar', 'start: start'), ('grammar', ''),
+           ('grammar', 'start: %json ' + '{"items": ' * 5000 + '{}' + '}' * 5000),
+           ('json_schema', '{"items": ' * 9000 + '{}' + '}' * 9000), ('json_schema', '{"$ref": "#"}'),
+           ('json_schema', json.dumps({'enum': rng.integers(0, 10**9, 9000).tolist()})),
+           ('json_schema', json.dumps({'type': 'array', 'items': {'type': 'array', 'minItems': 10**6},
+                                       'minItems': 10**6})),
+           ('json_schema', '{"$ref": "https://example.com/schema.json"}'), ('choice', ('ab' * 60000,))]
+    for kind, text in bad:
+        try:
+            constraint = compiled(kind, text, vocabulary).for_sample([2])
+        except ValueError as e:
+            assert '\n' not in str(e) and len(str(e)) < 400
+            continue
+        drawn = []
+        while not constraint.is_complete and len(drawn) < 20:
+            drawn.append(min(bits(constraint.allowed, 300) - {2}))
+            constraint.take(drawn)
+            constraint.write([constraint])
