@@ -60,14 +60,28 @@ class ChatTemplate:
 
 def ask(source, variables):
     """The text that a process renders. ValueError, with what it says, if it renders none, or ends."""
-    question, kind = json.dumps([source, variables, SECONDS]), 'ended'
+    kind, text = answer_of(__file__, waiting, [source, variables], SECONDS)
+    if kind == 'ended':
+        raise ValueError(f"the chat template took longer than {SECONDS:.0f} s of the processor, or something else "
+                         f"ended its process ({text}): shorten the conversation, or use another template")
+    if kind == 'error':
+        raise ValueError(f"the chat template {text}")
+    return text
+
+
+def answer_of(program, waiting, question, seconds):
+    """
+    What a process answers, see `serve`: ('text', a text), ('error', why not), or ('ended', its exit code). program: the
+    file that it runs. waiting: a list of its processes that wait for a question. question: what JSON can hold, a list.
+    """
+    line, kind = json.dumps([*question, seconds]), 'ended'
     if not waiting or (process := waiting.pop()).poll() is not None:  # poll says so, too, of a process of the parent's
         # -I ignores PYTHONPATH, whose modules could replace those of the standard library. The folders of sys.path come
         # behind it: jinja2 may be in any of them. Ctrl-C does not reach a new session
-        process = subprocess.Popen([sys.executable, '-I', __file__, *sys.path], text=True, encoding='utf-8',
+        process = subprocess.Popen([sys.executable, '-I', program, *sys.path], text=True, encoding='utf-8',
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
     try:
-        print(question, file=process.stdin, flush=True)
+        print(line, file=process.stdin, flush=True)
         kind, text = json.loads(process.stdout.readline())
     except (BrokenPipeError, json.JSONDecodeError):
         pass
@@ -77,12 +91,7 @@ def ask(source, variables):
         else:  # or this was interrupted, and its answer must not be taken for that to another question
             process.kill()
             process.communicate()
-    if kind == 'ended':
-        raise ValueError(f"the chat template took longer than {SECONDS:.0f} s of the processor, or something else "
-                         f"ended its process ({process.returncode}): shorten the conversation, or use another template")
-    if kind == 'error':
-        raise ValueError(f"the chat template {text}")
-    return text
+    return (kind, text) if kind != 'ended' else (kind, process.returncode)
 
 
 # from here on: the process that renders
@@ -140,9 +149,9 @@ def rendered(template, variables):
     return template.render(variables)
 
 
-def confine():
-    """Import all that rendering needs, then take from this process more memory, files, connections and programs."""
-    for module in LATE:
+def confine(late=LATE):
+    """Import all that answers need, then take from this process more memory, files, connections and programs."""
+    for module in late:
         import_module(module)
     try:
         import resource
@@ -152,29 +161,35 @@ def confine():
         pass  # Windows has no limits, and macOS none of memory
 
 
-def serve():
+def answer(source, variables):
+    """('text', what was rendered) or ('error', why not)."""
+    refused, most = "cannot be read", MOST_TEXT + len(json.dumps([source, variables]))
+    try:
+        template, refused = compiled(source), "does not take this conversation"
+        text = rendered(template, variables)
+        if len(text) > most:
+            raise ValueError(f"its text has {len(text):,} characters, and {most:,} are allowed")
+        return 'text', text
+    except Exception as e:  # a template can raise anything
+        said = f"{refused}: {type(e).__name__}: {e}"[:300]
+        return 'error', ''.join(letter if letter.isprintable() else ' ' for letter in said)
+
+
+def serve(answer, late=LATE):
     """
-    Answer each line of standard input, JSON of a template, its variables and its seconds, by a line: ['text', what was
-    rendered] or ['error', why not].
+    Answer each line of standard input, JSON of a question and the seconds that it may take, by a line: JSON of what
+    `answer(*question)` returns. late: modules that it needs.
     """
-    sys.path += sys.argv[1:]
     limit = partial(signal.setitimer, signal.ITIMER_PROF) if hasattr(signal, 'setitimer') else lambda seconds: None
     for line in sys.stdin:
-        (source, variables, seconds), refused = json.loads(line), "cannot be read"
-        try:
-            confine()  # the imports take long, and none of the template's time
-            limit(seconds)  # then SIGPROF ends this process
-            template, refused = compiled(source), "does not take this conversation"
-            text = rendered(template, variables)
-            if len(text) > len(line) + MOST_TEXT:
-                raise ValueError(f"its text has {len(text):,} characters, and {len(line) + MOST_TEXT:,} are allowed")
-            answer = 'text', text
-        except Exception as e:  # a template can raise anything
-            said = f"{refused}: {type(e).__name__}: {e}"[:300]
-            answer = 'error', ''.join(letter if letter.isprintable() else ' ' for letter in said)
+        *question, seconds = json.loads(line)
+        confine(late)  # the imports take long, and none of the question's time
+        limit(seconds)  # then SIGPROF ends this process
+        answered = answer(*question)
         limit(0)
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answered), flush=True)
 
 
 if __name__ == '__main__':
-    serve()
+    sys.path += sys.argv[1:]
+    serve(answer)

@@ -5,7 +5,8 @@ Many requests, one engine (see engine/). The tokens of a request do not depend o
     engine_thread  a thread around the engine, with an inbox
     stats          counters, and the pool's state for the page
     loading        model, executor and tokenizer of a checkpoint
-    constraints    what form a text has: which tokens may come next
+    grammars       what form a text has, as a grammar
+    constraints    which tokens may come next in a text of a form
     api            the bodies of the OpenAI completions API, and its errors
     answer         the answer to a body: outputs from the engine's thread become what the client reads
     connection     a client's connection, and what it may cost

@@ -4,22 +4,16 @@ What the text of a sample must be: JSON of a schema, a regular expression, one o
     constraint = compiled('regex', '[0-9]+', Vocabulary(tokenizer, model.config.vocab_size))
     engine.generate([prompt], 20, constraint=constraint)
 
-The library llguidance (https://github.com/guidance-ai/llguidance) computes which tokens may come next: those behind
-which the text can still become one of the form, whatever the vocabulary. A sample ends when its text is complete and
-nothing may follow. Where it may end or go on, the tokens that end the sample are allowed too.
+The library llguidance, see grammars.py, computes which tokens may come next: those behind which the text can still
+become one of the form, whatever the vocabulary. A sample ends when its text is complete and nothing may follow. Where
+it may end or go on, the tokens that end the sample are allowed too.
 """
-import json
 import re
 from functools import lru_cache
 
 import numpy as np
 
-KINDS = 'json_schema', 'json_object', 'regex', 'choice', 'grammar'
-MOST_CHARACTERS = 2**17  # of a schema, an expression, a grammar, or all choices
-# JSON allows any blanks between its parts, and a small model may write them without end
-BLANKS = r'[ \n]{1,40}'
-# the library lets the model choose how it divides what can only come so, like all else into tokens
-OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+from serving.grammars import grammar_of
 
 
 class Vocabulary:
@@ -43,7 +37,7 @@ class Vocabulary:
         self.executor = llguidance.LLExecutor()
 
     def __call__(self, text):
-        """The library divides no text into tokens, see OPTIONS."""
+        """The library divides no text into tokens, see `grammars.OPTIONS`."""
         raise NotImplementedError
 
 
@@ -107,17 +101,12 @@ def bitmap(tokens, n):
 @lru_cache(maxsize=16)
 def compiled(kind, text, vocabulary):
     """
-    The `Constraint` of a kind of KINDS. text: a JSON schema as text, a regular expression (Rust's, which the whole text
-    matches), texts to choose from, a tuple, or a grammar (llguidance's kind of Lark, or llama.cpp's GBNF). ValueError,
-    with what the library says, for a form that it does not take, or no text of which this vocabulary can write.
+    The `Constraint` of a form, see `grammars.grammar_of`. ValueError, with what the library says, for one that it does
+    not take, or no text of which this vocabulary can write.
     """
     import llguidance
-    n = len(text) if kind != 'choice' else sum(map(len, text))
-    if n > MOST_CHARACTERS:
-        raise ValueError(f"it has {n:,} characters, and at most {MOST_CHARACTERS:,} are allowed: give a shorter one")
-    grammar = json.dumps({'grammars': [{'lark_grammar': lark_of(kind, text) + OPTIONS}]})
     limits = llguidance.LLParserLimits(max_lexer_states=30_000, verbose_errors=False)
-    matcher = llguidance.LLMatcher(vocabulary.library, grammar, log_level=0, limits=limits)
+    matcher = llguidance.LLMatcher(vocabulary.library, grammar_of(kind, text), log_level=0, limits=limits)
     if matcher.is_error():
         said = line_of(matcher.get_error())
         raise ValueError(said if kind == 'grammar' else re.sub(r'^(at )?\d+\(\d+\): ', '', said))
@@ -125,26 +114,6 @@ def compiled(kind, text, vocabulary):
     if (first := constraint.for_sample(())).is_complete:
         raise first.error or ValueError("no text but the empty one has this form")
     return constraint
-
-
-def lark_of(kind, text):
-    """A form as a grammar of llguidance."""
-    from llguidance import regex_to_lark
-    from llguidance.gbnf_to_lark import any_to_lark
-    if kind == 'grammar':
-        return any_to_lark(text)
-    if kind == 'regex':
-        return f"start: /{regex_to_lark(text)}/" if text else 'start: ""'
-    if kind == 'choice':
-        return "start: " + ' | '.join(json.dumps(each, ensure_ascii=False) for each in text)
-    try:
-        schema = json.loads(text) if kind == 'json_schema' else {'type': 'object'}
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"the schema is no JSON: {e}") from None
-    if type(schema) is not dict:
-        raise ValueError(f"the schema must be a JSON object, not {text[:40]}")
-    options = {'whitespace_pattern': BLANKS} | schema.get('x-guidance', {})
-    return f"start: %json {json.dumps(schema | {'x-guidance': options})}"
 
 
 def line_of(message):

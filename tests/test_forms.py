@@ -26,7 +26,8 @@ import sample as script
 from chat.conversation import Conversation
 from decode.cpu import CPUExecutor
 from engine import Engine, default_pool
-from serving.constraints import MOST_CHARACTERS, Vocabulary, compiled
+from serving import grammars
+from serving.constraints import Vocabulary, compiled
 
 BLANKS = r'[ \n]{0,40}'
 OBJECT = {'type': 'object', 'properties': {'a': {'enum': ['x', 'yy', 3]}, 'é': {'type': 'boolean'},
@@ -233,14 +234,15 @@ def test_the_server_gives_texts_of_the_form(chat, fields, check):
     (dict(structured_outputs=dict(json={'type': 'no type'})), 'structured_outputs.json', 'no type'),
     (dict(structured_outputs=dict(json={'properties': {'a': {'format': 'no-format'}}})), 'structured_outputs.json',
      'no-format'),
-    (dict(structured_outputs=dict(json='{')), 'structured_outputs.json', 'JSON'),
+    (dict(structured_outputs=dict(json='{')), 'structured_outputs.json', 'cannot be read'),
     (dict(structured_outputs=dict(json='[]')), 'structured_outputs.json', 'object'),
     (dict(structured_outputs=dict(json=3)), 'structured_outputs.json', 'schema'),
     (dict(structured_outputs=dict(json={'a': json.loads('[' * 300 + ']' * 300)})), 'structured_outputs.json', 'deeply'),
     (dict(structured_outputs=dict(regex='[a')), 'structured_outputs.regex', 'regex'),
     (dict(structured_outputs=dict(regex='(?=a)b')), 'structured_outputs.regex', 'look'),
     (dict(structured_outputs=dict(regex='')), 'structured_outputs.regex', 'empty'),
-    (dict(structured_outputs=dict(regex='a' * (MOST_CHARACTERS + 1))), 'structured_outputs.regex', 'characters'),
+    (dict(structured_outputs=dict(regex='a' * (grammars.MOST_CHARACTERS + 1))), 'structured_outputs.regex',
+     'characters'),
     (dict(structured_outputs=dict(choice=[1])), 'structured_outputs.choice.0', 'string'),
     (dict(structured_outputs=dict(choice=[''])), 'structured_outputs.choice', 'empty'),
     (dict(guided_grammar='start: nothing'), 'structured_outputs.grammar', 'nothing'),
@@ -342,9 +344,16 @@ def test_what_no_vocabulary_of_ours_can_write_ends_with_an_error():
     assert other.ended == 'length'
 
 
-def test_bounds_of_what_comes_from_outside():
-    """Forms that would take long, or much memory, or end other parsers: refused, or served within seconds."""
+def test_bounds_of_what_comes_from_outside(monkeypatch):
+    """Forms that take long, or much memory, or end the process: refused, or served within seconds."""
+    monkeypatch.setattr(grammars, 'SECONDS', 0.5)
     vocabulary, rng = Vocabulary(TOKENIZER, 300), np.random.default_rng(0)
+    chain = {f'd{i}': dict(type='array', items={'$ref': f'#/$defs/d{i + 1}'}) for i in range(2000)}
+    for schema in ({'type': 'integer', 'multipleOf': 4_000_007, 'maximum': 10**18},
+                   {'$ref': '#/$defs/d0', '$defs': chain | dict(d2000={})},
+                   dict(type='object', properties={f'p{i}': dict(type='string') for i in range(4000)})):
+        with pytest.raises(ValueError, match=r'ended the process \(-\d+\): give a simpler one'):
+            compiled('json_schema', json.dumps(schema), vocabulary)
     bad = [('regex', '(' * 40000 + 'a' + ')' * 40000), ('regex', '(((a{1,999}){1,999}){1,999}){1,999}'),
            ('regex', '(.*a){60}' + '.' * 60), ('grammar', 'start: ' + '(' * 40000 + '"a"' + ')' * 40000),
            ('grammar', 'root ::= ' + '(' * 40000 + '"a"' + ')' * 40000), ('grammar', 'start: start'), ('grammar', ''),

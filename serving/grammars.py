@@ -1,0 +1,82 @@
+"""
+What form a text has, as a grammar for llguidance (https://github.com/guidance-ai/llguidance).
+
+Some grammars take minutes to compile, such as `multipleOf` 4,000,007, and a chain of 2,000 references ends the process.
+So each is first compiled in a process that has no other task, see chat/template.py, and again where that went well.
+"""
+import json
+import sys
+
+if __name__ == '__main__':  # the process that compiles
+    sys.path += sys.argv[1:]
+
+# isort: split
+from chat.template import answer_of, serve
+
+KINDS = 'json_schema', 'json_object', 'regex', 'choice', 'grammar'
+MOST_CHARACTERS = 2**17  # of a schema, an expression, a grammar, or all choices
+SECONDS = 2.0            # of the processor, for compiling one
+STACK = 2**22            # bytes, for compiling one: a thread has 2**23, or more
+# between the parts of JSON: it allows any blanks, and a small model may write them without end
+BLANKS = r'[ \n]{1,40}'
+# the library divides nothing into tokens by itself: how, the model chooses, as everywhere
+OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+
+waiting = []             # processes that wait for a question
+
+
+def grammar_of(kind, text):
+    """
+    The grammar of a kind of KINDS, a text that llguidance reads. text: a JSON schema as text, a regular expression
+    (Rust's, which the whole text matches), texts to choose from, a tuple, or a grammar (llguidance's kind of Lark, or
+    llama.cpp's GBNF). ValueError where it cannot be read, or is compiled too slowly; what else is wrong is not found.
+    """
+    n = len(text) if kind != 'choice' else sum(map(len, text))
+    if n > MOST_CHARACTERS:
+        raise ValueError(f"it has {n:,} characters, and at most {MOST_CHARACTERS:,} are allowed: give a shorter one")
+    answered, said = answer_of(__file__, waiting, [kind, text], SECONDS)
+    if answered == 'ended':
+        raise ValueError(f"compiling it took longer than {SECONDS:.0f} s of the processor, or something else ended the "
+                         f"process ({said}): give a simpler one")
+    if answered == 'error':
+        raise ValueError(said)
+    return said
+
+
+# from here on: the process that compiles
+
+def lark_of(kind, text):
+    """The same, as Lark."""
+    from llguidance import regex_to_lark
+    from llguidance.gbnf_to_lark import any_to_lark
+    if kind == 'grammar':
+        return any_to_lark(text)
+    if kind == 'regex':
+        return f"start: /{regex_to_lark(text)}/" if text else 'start: ""'
+    if kind == 'choice':
+        return "start: " + ' | '.join(json.dumps(each, ensure_ascii=False) for each in text)
+    schema = json.loads(text) if kind == 'json_schema' else {'type': 'object'}
+    if type(schema) is not dict:
+        raise ValueError(f"the schema must be a JSON object, not {text[:40]}")
+    options = {'whitespace_pattern': BLANKS} | schema.get('x-guidance', {})
+    return f"start: %json {json.dumps(schema | {'x-guidance': options})}"
+
+
+def answer(kind, text):
+    """('text', the grammar) or ('error', why not), once the grammar was compiled for single bytes."""
+    from llguidance import LLMatcher, LLTokenizer
+    try:
+        import resource
+        resource.setrlimit(resource.RLIMIT_STACK, (STACK, resource.RLIM_INFINITY))
+    except (ImportError, ValueError, OSError):
+        pass  # Windows has no such limit
+    try:
+        grammar = json.dumps({'grammars': [{'lark_grammar': lark_of(kind, text) + OPTIONS}]})
+    except (ValueError, RecursionError) as e:
+        return 'error', f"it cannot be read: {e}"[:300]
+    LLMatcher(LLTokenizer('byte'), grammar, log_level=0).compute_bitmask()
+    return 'text', grammar
+
+
+if __name__ == '__main__':
+    serve(answer, ['llguidance', 'llguidance.gbnf_to_lark'])
