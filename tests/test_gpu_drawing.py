@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from on_triton import DEVICE, QUIET, tl, triton
 from plain_gpu import Direct
 from plain_gpu import draw as draw_plainly
+from toy_executor import bitmap
 
 from decode.draw import DrawSettings, changed, exponential_noise
+from decode.draw import draw as draw_of_definition
 from decode.gpu import drawing
 from decode.gpu.draws import IS_STOP, Draws, DrawTable
 from decode.gpu.step import StepInputs
@@ -227,3 +229,22 @@ def test_a_row_does_not_depend_on_the_others():
             drawing.draw(each[row:row + 1], *alone[row])
     assert torch.equal(together, each) and draws.drawn[:, R:].eq(-7).all() and not draws.step[R:].any()
     assert torch.equal(draws.drawn[:, :R], torch.cat([d.drawn for d, _ in alone], 1))
+
+
+def test_only_allowed_tokens_are_drawn():
+    """A bitmap is a bias of minus infinity, beside others, and made anew for each load; the next sequence has none."""
+    logits, rng, table = rows_of(3, 200), np.random.default_rng(1), DrawTable(3, 200, DEVICE, Direct())
+    settings = settings_of(200, [dict(), dict(top_k=5, logit_bias={7: 90.0, 8: 90.0}), dict(temperature=0.0)])
+    inputs = on_device(StepInputs(torch.full((3,), 3), torch.arange(3), torch.arange(3, dtype=torch.int32),
+                                  torch.zeros(3, 1, dtype=torch.int32)))
+    for n in (1, 3, 60):
+        for s in settings[:2]:
+            s.allowed = bitmap({7, *rng.choice(200, n).tolist()}, 200)
+        table.load([SimpleNamespace(settings=s, n_drawn=n, tokens=[]) for s in settings], np.ones(3, np.int64), 3)
+        changed_rows = torch.stack([changed(row, s, n) for row, s in zip(torch.tensor(logits), settings)])
+        biases = torch.where(torch.tensor([[True], [True], [False]]), table.draws.biases.cpu(), 0.0)
+        assert torch.equal(torch.tensor(logits) + biases, changed_rows) and changed_rows.isneginf().any()
+        assert draw(logits, table.draws, inputs) == draw_of_definition(torch.tensor(logits), settings, [n] * 3).tolist()
+    settings[:2] = settings_of(200, [dict(), dict()])
+    table.load([SimpleNamespace(settings=s, n_drawn=0, tokens=[]) for s in settings], np.ones(3, np.int64), 3)
+    assert draw(logits, table.draws, inputs) == draw_of_definition(torch.tensor(logits), settings, [0] * 3).tolist()
