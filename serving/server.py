@@ -55,10 +55,15 @@ CLOSING = 5       # seconds that a slow reader has for the rest of its answer, o
 BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
 INSTEAD = {'/v1/responses': "POST messages to /v1/chat/completions instead, or a prompt to /v1/completions",
            '/v1/embeddings': "it makes no embeddings: /v1/completions and /v1/chat/completions write texts"}
-PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'page.html')
-PAGE_HEADERS = {'content-security-policy': "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+FOLDER = os.path.dirname(os.path.abspath(__file__))
+# files whose names have their versions
+VENDORED = [f'/vendor/{name}' for name in sorted(os.listdir(f'{FOLDER}/vendor')) if name.endswith('.js')]
+PAGE = {'/': 'text/html', '/page.css': 'text/css', **dict.fromkeys(('/page.js', *VENDORED), 'text/javascript')}
+PAGE_HEADERS = {'content-security-policy': "default-src 'none'; style-src 'self'; script-src 'self'; "
                                            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-                                           "frame-ancestors 'none'", 'cache-control': 'no-cache'}
+                                           "frame-ancestors 'none'; require-trusted-types-for 'script'; "
+                                           "trusted-types dompurify",
+                'x-content-type-options': 'nosniff', 'referrer-policy': 'no-referrer', 'x-dns-prefetch-control': 'off'}
 
 
 class Service:
@@ -372,8 +377,11 @@ async def description(service, request):
 
 
 async def page(service, request):
-    """The page"""
-    return FileResponse(PAGE, headers=PAGE_HEADERS)
+    """The page, and the files that it loads"""
+    path = request.scope['path']
+    age = 'public, max-age=31536000, immutable' if path in VENDORED else 'no-cache'
+    return FileResponse(FOLDER + ('/page.html' if path == '/' else path), media_type=PAGE[path],
+                        headers=PAGE_HEADERS | {'cache-control': age})
 
 
 ENDPOINTS = [
@@ -390,7 +398,7 @@ ENDPOINTS = [
     Endpoint('GET', '/version', version, 'Object', key=False),
     Endpoint('GET', '/metrics', metrics, 'text/plain', key=False),
     Endpoint('GET', '/openapi.json', description, 'Object', key=False),
-    Endpoint('GET', '/', page, 'text/html', key=False),
+    *(Endpoint('GET', path, page, kind, key=False) for path, kind in PAGE.items()),
 ]
 
 

@@ -5,6 +5,7 @@ is compared with the model without cache.
 """
 import asyncio
 import json
+import re
 import signal
 import socket
 import threading
@@ -360,9 +361,15 @@ def test_health_while_loading_and_while_busy():
         for method, path in (('GET', '/health'), ('GET', '/v1/models'), ('POST', '/v1/completions'), ('GET', '/cache')):
             response = client.request(method, path)
             assert refused(response, 503)['code'] == 'loading' and response.headers['retry-after']
-        page = client.get('/')
-        assert page.headers['content-type'].startswith('text/html') and "default-src 'none'" in str(page.headers)
-        assert not any(word in page.text for word in ('http:', 'https:', 'src="', 'href="/', '@import', 'url('))
+        loads = re.findall(r'(?:src|href)="([^"]+)"', client.get('/').text)[1:]  # behind the icon, which is in the page
+        kinds = dict(html='text/html', css='text/css', js='text/javascript')
+        assert [path for path in loads if path.startswith('vendor/')] == loads[1:3] and len(loads) == 4
+        for path in ('', *loads):  # they ask nobody else, and nothing that an answer brings can run
+            file, vendored = client.get('/' + path), path.startswith('vendor/')
+            assert file.headers['content-type'].startswith(kinds[(path or '.html').rpartition('.')[2]] + ';')
+            assert "default-src 'none'" in str(file.headers) and 'unsafe' not in str(file.headers)
+            assert ('immutable' in file.headers['cache-control']) == vendored
+            assert vendored or not re.search(r'https?:|@import|url\(|<style| style=| on\w+=', file.text)
         assert client.get('/openapi.json').status_code == 200
         load.set()
         while client.get('/health').status_code == 503:
