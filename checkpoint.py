@@ -14,7 +14,7 @@ from dataclasses import fields
 import torch
 
 import tokenizer as tokenizers
-from formats import check_vocabulary
+from formats import check_vocabulary, from_pretrained, tokenizer_state
 from formats.names import GPT2
 from formats.weights import check_weights, is_dense, once
 from whole_file import replacing
@@ -139,27 +139,26 @@ def build(checkpoint, GPT, GPTConfig, **override_args):
     return model
 
 
-def load_model(init_from, out_dir, gpt, device='cpu', dtype=None):
+def load_model(init_from, out_dir, gpt, device='cpu', dtype=None, lazy=False):
     """
     (model in eval mode on device, its tokenizer, the folder where files made from it belong), and a line on stderr that
     says what was loaded.
 
-    init_from: 'resume' loads out_dir/ckpt.pt, or the newest out*/ckpt.pt if out_dir is ''. Anything else is passed to
-        GPT.from_pretrained: the name of a GPT-2, or a folder in Hugging Face format.
+    init_from: 'resume' loads out_dir/ckpt.pt, or the newest out*/ckpt.pt if out_dir is ''. Anything else is a model of
+        another project: a name on the hub, the name of a GPT-2, a folder in Hugging Face format or a GGUF file.
     gpt: the module whose GPT and GPTConfig are used, model or debug_kv_model.
-    dtype: of the weights of a folder; None keeps that of its files.
+    dtype, lazy: of the weights of such a model, see `formats.from_pretrained`.
 
     The tokenizer of a folder is the one in its meta.json, which export.py writes, or its tokenizer.json. Without both
     it is GPT-2's for a gpt2, and an error for others. ValueError if there is no such model, or if the tokenizer has
     more tokens than the model. Only tokens that were added to it may be more: stderr says so, and it refuses them.
     """
     if init_from != 'resume':
-        model = gpt.GPT.from_pretrained(init_from, dtype=dtype)
-        state = tokenizers.state_of_dataset(init_from)
+        model, state = from_pretrained(gpt.GPT, gpt.GPTConfig, init_from, {}, dtype, lazy), tokenizer_state(init_from)
         if state['kind'] == 'unknown':
             raise ValueError(f"{init_from} has no tokenizer.json: these tokens have no text")
         tokenizer = tokenizers.from_state(state)
-        what, folder = init_from, out_dir or 'out-' + os.path.basename(os.path.abspath(init_from))
+        what, folder = init_from, out_dir or 'out-' + name_of(init_from)
     else:
         path = os.path.join(out_dir, 'ckpt.pt') if out_dir else (newest_first() or ['out/ckpt.pt'])[0]
         checkpoint = load(path, device)
@@ -172,7 +171,12 @@ def load_model(init_from, out_dir, gpt, device='cpu', dtype=None):
               f"{tokenizer.decode(range(n, tokenizer.vocab_size))[:60]!r} are refused", file=sys.stderr)
     n_params, block_size = model.get_num_params(), model.config.block_size
     print(f"{what}, {n_params / 1e6:.2f}M parameters, block_size {block_size}", file=sys.stderr)
-    return model.to(device).eval(), tokenizer, folder
+    return (model if device == 'cpu' else model.to(device)).eval(), tokenizer, folder
+
+
+def name_of(init_from):
+    """The name of a model of another project: that of its folder, or of its file without .gguf."""
+    return os.path.basename(os.path.abspath(init_from)).removesuffix('.gguf')
 
 
 def load_draft(draft, gpt, target, tokenizer):

@@ -108,7 +108,7 @@ def _error(script, message):
     return 2
 
 
-PACKAGES = 'torch', 'numpy', 'numba', 'filelock', 'tiktoken', 'tokenizers', 'tqdm', 'safetensors'
+PACKAGES = 'torch', 'numpy', 'numba', 'filelock', 'tiktoken', 'tokenizers', 'tqdm', 'safetensors', 'huggingface_hub'
 
 
 def check_installation(packages=PACKAGES, advice=None):

@@ -20,7 +20,8 @@ from formats import to_gguf, to_huggingface
 
 to = 'hf'             # hf, a folder in Hugging Face format; gguf, a file for llama.cpp
 type = 'f32'          # of the numbers in a gguf: f32, or q8_0, 8 bits in blocks of 32
-init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
+init_from = 'resume'  # resume (from out_dir), owner/name of a model on the hub, gpt2 (-medium, -large, -xl), a folder
+                      # in Hugging Face format, or a GGUF file
 out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
 path = ''             # the folder or file to write; by default hf or model.gguf beside ckpt.pt
 

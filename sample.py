@@ -38,7 +38,8 @@ from kvcache.storage import free_memory
 from serving.constraints import Vocabulary, compiled
 from tokenizer import TextStream, read_text
 
-init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
+init_from = 'resume'  # resume (from out_dir), owner/name of a model on the hub, gpt2 (-medium, -large, -xl), a folder
+                      # in Hugging Face format, or a GGUF file
 out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
 start = '\n'          # the prompt, or FILE:path to read it from a file
 split = ''            # lines: each line of the prompt, up to its \n or \r\n, is a prompt of its own
@@ -86,7 +87,8 @@ def main(config):
     texts = read_prompts()
     gpt = debug_kv_model if debug_kv_model.tracing() else plain_model
     of_weights = torch.float32 if dtype == 'float32' else None
-    model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights)
+    lazy = dev == 'cpu' and weights != 'float32'  # they are packed, and read by nothing else
+    model, tokenizer, _ = checkpoint.load_model(init_from, out_dir, gpt, dev, of_weights, lazy)
     debug_kv_model.check_layer(model.config.n_layer)
     if dev == 'cpu' and decoder in ('auto', 'cpu') and model.lm_head.weight.dtype not in decode.MODEL_DTYPES:
         model.float()

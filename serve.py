@@ -24,7 +24,8 @@ configurator.check_installation(('starlette', 'uvicorn', 'pydantic', 'orjson', '
 from serving.loading import load_engine
 from serving.server import Service, read_key, run
 
-init_from = 'resume'  # resume (from out_dir), gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
+init_from = 'resume'  # resume (from out_dir), owner/name of a model on the hub, gpt2 (-medium, -large, -xl), a folder
+                      # in Hugging Face format, or a GGUF file
 out_dir = ''          # where ckpt.pt is; by default wherever the newest out*/ckpt.pt is
 name = ''             # of the model in the API; by default that of its folder
 host = '127.0.0.1'    # the address to listen at: 0.0.0.0 for all of this machine's

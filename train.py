@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint as checkpoints
+import formats
 import tokenizer as tokenizers
 from device import autocast, choose_threads, default_peak_flops, pick_device, pick_dtype, share_cores, synchronize
 from model import GPT, GPTConfig
@@ -38,7 +39,8 @@ log_interval = 1               # iterations between rows of the log
 eval_iters = 200               # batches an evaluation averages over
 eval_only = False              # evaluate once, print, and stop
 always_save_checkpoint = True  # as ckpt.pt, at every evaluation; False keeps the best one there
-init_from = 'scratch'          # scratch, resume, gpt2, gpt2-medium, gpt2-large, gpt2-xl or a Hugging Face folder
+init_from = 'scratch'          # scratch, resume, owner/name of a model on the hub, gpt2 (-medium, -large, -xl), a
+                               # folder in Hugging Face format, or a GGUF file
 wandb_log = False              # log to Weights & Biases as well
 wandb_project = 'owt'          # its project there
 wandb_run_name = 'gpt2'        # its name there
@@ -247,7 +249,7 @@ def build_model(config, data_dir, dev, say):
         say(f"resuming {source} at iteration {resumed.get('iter_num', 0)}")
     else:
         model = GPT.from_pretrained(init_from, dict(dropout=dropout), torch.float32)
-        tokenizer_state = check_tokenizer(tokenizers.state_of_dataset(init_from), tokenizer_state, init_from, data_dir)
+        tokenizer_state = check_tokenizer(formats.tokenizer_state(init_from), tokenizer_state, init_from, data_dir)
     if resumed.get('tokenizer'):
         tokenizer_state = check_tokenizer(resumed['tokenizer'], tokenizer_state, source, data_dir)
     positions = model.config.block_size

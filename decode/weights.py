@@ -43,14 +43,20 @@ def check_model(model):
             raise ValueError("the CPU executor expects biases of both c_gate and c_fc, or of neither, but block "
                              f"{i} has one of them: {REFUSED}")
     for name, p in model.named_parameters():
-        if p.dtype not in MODEL_DTYPES or p.device.type != 'cpu' or not p.is_contiguous():
+        on_cpu = p.device.type == 'cpu' or hasattr(p, 'read')  # or it will be: see `loaded`
+        if p.dtype not in MODEL_DTYPES or not on_cpu or not p.is_contiguous():
             raise ValueError("the CPU executor reads contiguous weights in float32 or bfloat16 on the CPU, but "
                              f"{name} is {p.dtype} on {p.device} with strides {p.stride()}: {REFUSED}")
 
 
-def linears_of(model):
+def loaded(p):
+    """A parameter, or if it is on the device meta what it has in a file, which is read now and kept by nobody."""
+    return p.read() if p.is_meta else p
+
+
+def linears_of(model, loaded=loaded):
     """
-    (weight (rows, K), bias (rows) or None) of every linear, in the order of layout.py.
+    (weight (rows, K), bias (rows) or None) of every linear, in the order of layout.py. One after the other is loaded.
 
     c_attn is two linears: the queries of all heads, then the keys and values of each head. The rows of every head are
     padded to a multiple of LANES, so that each thread can compute some of the heads. c_gate and c_fc are one linear:
@@ -59,22 +65,22 @@ def linears_of(model):
     c = model.config
     pad = padded(c.head_dim, LANES) - c.head_dim
     for block in model.transformer.h:
-        weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
+        weight, bias = loaded(block.attn.c_attn.weight), block.attn.c_attn.bias
         heads = F.pad(weight.unflatten(0, (-1, c.head_dim)), (0, 0, 0, pad))  # (heads, head_dim padded, C)
         biases = None if bias is None else F.pad(bias.unflatten(0, (-1, c.head_dim)), (0, pad))
         yield heads[:c.n_head].flatten(0, 1), None if bias is None else biases[:c.n_head].flatten()
         k_and_v = heads[c.n_head:].unflatten(0, (2, -1)).transpose(0, 1)  # (n_kv_head, 2, ...)
         yield k_and_v.flatten(0, 2), None if bias is None else biases[c.n_head:].unflatten(0, (2, -1)).transpose(
             0, 1).flatten()
-        yield block.attn.c_proj.weight, block.attn.c_proj.bias
+        yield loaded(block.attn.c_proj.weight), block.attn.c_proj.bias
         mlp = block.mlp
         if c.mlp == 'swiglu':
-            yield in_turns(mlp.c_gate.weight, mlp.c_fc.weight), (
+            yield in_turns(loaded(mlp.c_gate.weight), loaded(mlp.c_fc.weight)), (
                 None if mlp.c_fc.bias is None else in_turns(mlp.c_gate.bias, mlp.c_fc.bias))
         else:
-            yield mlp.c_fc.weight, mlp.c_fc.bias
-        yield mlp.c_proj.weight, mlp.c_proj.bias
-    yield model.lm_head.weight, None
+            yield loaded(mlp.c_fc.weight), mlp.c_fc.bias
+        yield loaded(mlp.c_proj.weight), mlp.c_proj.bias
+    yield loaded(model.lm_head.weight), None
 
 
 def in_turns(gate, up):
@@ -146,7 +152,7 @@ class PackedWeights:
     def __init__(self, model, weights):
         self.model, self.weights = model, weights
         with torch.no_grad():
-            shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model)]
+            shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model, lambda p: p)]
         self.table = aligned((len(shapes), layout.N_COLUMNS), np.int64)
         size = rows = 0
         for number, (row, (n, K)) in enumerate(zip(self.table, shapes)):

@@ -1,18 +1,21 @@
-"""Reading a folder in Hugging Face format: config.json and safetensors files, one or several."""
+"""Reading a folder in Hugging Face format, config.json and safetensors files, or a GGUF file."""
 import os
 import sys
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from safetensors import safe_open
 
 from device import meta_model
 from formats.families import config_args
+from formats.from_gguf import GGUFFile
+from formats.gguf_files import is_gguf
+from formats.gguf_tokenizer import gguf_tokenizer
+from formats.hub import GPT2_NAMES, local_path
 from formats.names import CONV1D, HUGGING_FACE
 from formats.weights import check_weights, once
-from tokenizer import read_json
+from tokenizer import GPT2, read_json, state_of_dataset
 
-GPT2_NAMES = 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'
 MASKS = '.attn.bias', '.attn.masked_bias', 'rotary_emb.inv_freq'  # no weights: old versions of transformers saved them
 DEFAULTS = dict(  # of a draw: its type, the smallest and the largest value
     temperature=(float, 0, 1e6), top_k=(int, -1, 2**31 - 1), top_p=(float, 1e-6, 1), min_p=(float, 0, 1),
@@ -20,60 +23,70 @@ DEFAULTS = dict(  # of a draw: its type, the smallest and the largest value
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 
 
-def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None):
+def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=False):
     """
-    A GPT with the weights of a folder in Hugging Face format (of a family of families.py), which is downloaded first
-    when model_type is a GPT-2's name.
+    A GPT with the weights of a folder in Hugging Face format (of a family of families.py) or of a GGUF file. A model of
+    the hub, by its name, is downloaded first, see `hub.local_path`.
 
     GPT, GPTConfig: the classes of model.py, or of a model that inherits from it. override_args may set dropout. dtype:
-    of the weights; None keeps that of the files. Weights that are the same here and there are not copied: they stay
-    memory-mapped in the files, and are read when they are first used.
-    Raises ValueError, in one line, if there is no such folder, if it cannot be read, and for all in it that a GPT here
+    of the weights; None keeps that of the files, and for a GGUF file's rounded numbers is float32. Weights that are the
+    same here and in a folder are not copied: they stay memory-mapped, and are read when they are first used.
+    lazy: matrices other than embeddings are on the device meta, and their `read()` reads them; embeddings of a GGUF
+    file's rounded numbers are bfloat16. So a model that is packed is at no moment in memory as a whole.
+    Raises ValueError, in one line, if there is no such model, if it cannot be read, and for all in it that a GPT here
     cannot represent.
     """
     if set(override_args) - {'dropout'}:
         raise ValueError(f"only dropout can be overridden in pretrained weights, not {', '.join(override_args)}")
-    folder = download_gpt2(model_type) if model_type in GPT2_NAMES and not os.path.isdir(model_type) else model_type
-    files, hf = Files(folder), read_downloaded(os.path.join(folder, 'config.json'))
+    path = local_path(model_type)
+    files = GGUFFile(path) if is_gguf(path) else Files(path)
     try:
+        hf = files.config
         config = GPTConfig(**config_args(hf) | override_args)
     except ValueError as e:
-        raise ValueError(f"{folder}/config.json: {e}") from e
+        raise ValueError(f"{files.where}: {e}") from e
     weights, (embedding,) = files.weights, HUGGING_FACE[hf['model_type']].of('transformer.wte.weight')
     if config.tied and embedding not in weights and 'lm_head.weight' in weights:  # some files have it under this name
         weights[embedding] = weights['lm_head.weight']
     try:
         if not config.bias and config.norm == 'layer':  # the layer norms of a starcoder2 have one in any case
-            config.bias = any(files.read(name).any() for name in weights if name.endswith('norm.bias'))
+            config.bias = any(files.read(name, torch.float32).any() for name in weights if name.endswith('norm.bias'))
         check_weights(config, HUGGING_FACE[hf['model_type']], weights)
-        model = meta_model(GPT, config)
-        model.load_state_dict(state_dict_of(model, hf, files, dtype), assign=True)
+        model, dtype = meta_model(GPT, config), dtype or weights[embedding].dtype
+        if lazy and dtype is not torch.bfloat16:  # the other one that is packed
+            dtype = torch.float32
+        state_dict = state_dict_of(model, files, dtype, lazy)
+        model.load_state_dict(state_dict, assign=True)
     except (ValueError, RuntimeError) as e:  # RuntimeError of torch, where shapes do not fit
-        raise ValueError(f"the weights of {folder} do not fit its config.json: {' '.join(str(e).split())[:300]}") from e
+        raise ValueError(f"the weights do not fit {files.where}: {' '.join(str(e).split())[:300]}") from e
+    for name, w in state_dict.items():
+        if w.is_meta:
+            model.get_parameter(name).read = w.read
     if config.tied:
         model.transformer.wte.weight = model.lm_head.weight
     return model
 
 
-def state_dict_of(model, hf, files, dtype):
+def state_dict_of(model, files, dtype, lazy):
     """The state dict of a model from the weights in files, which must all be used. ValueError says which do not fit."""
-    family, c = hf['model_type'], model.config
+    family, c = files.config['model_type'], model.config
     names, state_dict, used = HUGGING_FACE[family], {}, {'lm_head.weight'}
-    first, = names.of('transformer.wte.weight')
-    dtype = dtype or files.read(first).dtype
     for name, shape in ((name, w.shape) for name, w in model.state_dict().items()):
         theirs = names.of(name if name != 'lm_head.weight' or not c.tied else 'transformer.wte.weight')
-        if family == 'starcoder2' and name.endswith('.bias') and not hf.get('use_bias', True) and '.ln_' not in name:
+        if (family == 'starcoder2' and name.endswith('.bias') and not files.config.get('use_bias', True)
+                and '.ln_' not in name):
             state_dict[name] = torch.zeros(shape, dtype=dtype)
             continue
         used.update(theirs)
-        parts = [files.read(their_name).to(dtype) for their_name in theirs]
-        w = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if family == 'gpt2' and name.endswith(CONV1D):
-            w = w.t()
-        if family == 'gpt_bigcode' and c.n_kv_head == c.n_head and '.c_attn.' in name:  # there q, k, v of each head
-            w = w.unflatten(0, (c.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
-        state_dict[name] = w.contiguous()
+        if missing := [their_name for their_name in theirs if their_name not in files.weights]:
+            raise ValueError(f"it lacks the weights {missing[0]}: is the download complete?")
+        is_embedding = name.endswith(('wte.weight', 'wpe.weight')) or c.tied and name == 'lm_head.weight'
+        if lazy and len(shape) == 2 and not is_embedding:
+            state_dict[name] = joined([files.weights[each].to('meta', dtype) for each in theirs], name, family, c)
+            state_dict[name].read = partial(read_joined, files, theirs, dtype, name, c)
+        else:
+            of_embedding = torch.bfloat16 if lazy and is_embedding and files.is_rounded else dtype
+            state_dict[name] = read_joined(files, theirs, of_embedding, name, c)
     others = sorted(name for name in set(files.weights) - used if not name.endswith(MASKS)
                     and not (c.bias is False and c.norm == 'layer' and name.endswith('norm.bias')))
     if others:
@@ -82,17 +95,43 @@ def state_dict_of(model, hf, files, dtype):
     return state_dict
 
 
+def read_joined(files, theirs, dtype, name, config):
+    return joined([files.read(each, dtype) for each in theirs], name, files.config['model_type'], config)
+
+
+def joined(parts, name, family, config):
+    """Our weights `name` from those that a family has in their place."""
+    w = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if family == 'gpt2' and name.endswith(CONV1D):
+        w = w.t()
+    if family == 'gpt_bigcode' and config.n_kv_head == config.n_head and '.c_attn.' in name:  # q, k, v of each head
+        w = w.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return w.contiguous()
+
+
+def tokenizer_state(model_type):
+    """The state of the tokenizer of what `from_pretrained` reads; of a GPT-2's name, that is GPT-2's."""
+    path = local_path(model_type)
+    if not is_gguf(path):
+        return GPT2 if path != model_type and model_type.partition('@')[0] in GPT2_NAMES else state_of_dataset(path)
+    try:
+        return gguf_tokenizer(GGUFFile(path).fields)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from e
+
+
 class Files:
     """
     The safetensors files of a folder, of which none is opened before `weights` are asked for. ValueError if the folder
     has none, or not all of those that its index names.
     """
+    is_rounded = False
 
     def __init__(self, folder):
         names = sorted(f for f in os.listdir(folder) if f.endswith('.safetensors')) if os.path.isdir(folder) else []
         if not names or not os.path.exists(os.path.join(folder, 'config.json')):
             raise ValueError(f"{folder!r} is neither {', '.join(GPT2_NAMES)} nor a folder with config.json and "
-                             "*.safetensors")
+                             "*.safetensors, nor a GGUF file, nor owner/name of a model on the hub")
         index = os.path.join(folder, 'model.safetensors.index.json')
         if os.path.exists(index):
             listed, there = read_downloaded(index).get('weight_map'), names
@@ -104,7 +143,8 @@ class Files:
                                  f"{os.path.basename(index)} names: is the download complete?")
         elif 'model.safetensors' in names:
             names = ['model.safetensors']
-        self.folder, self.names = folder, names
+        self.folder, self.names, self.where = folder, names, os.path.join(folder, 'config.json')
+        self.config = read_downloaded(self.where)
 
     @cached_property
     def weights(self):
@@ -124,23 +164,21 @@ class Files:
         except ValueError as e:
             raise ValueError(f"{self.folder}: {e}") from e
 
-    def read(self, name):
-        """A tensor. ValueError if there is none of this name, or not of numbers that can be used."""
-        if name not in self.weights:
-            raise ValueError(f"it lacks the weights {name}: is the download complete?")
+    def read(self, name, dtype):
+        """A tensor. ValueError if it is not of numbers that can be used."""
         w = self.weights[name]
         if w.dtype not in DTYPES:
             raise ValueError(f"{name} is of {w.dtype}, but weights must be of float32, bfloat16, float16 or float64: "
                              "use the model before it was quantised")
-        return w
+        return w.to(dtype)
 
 
-def generation_defaults(folder):
+def generation_defaults(model_type):
     """
-    The settings of a draw that the generation_config.json of a folder in Hugging Face format names, a dict of those in
+    The settings of a draw that the generation_config.json of what `from_pretrained` reads names, a dict of those in
     DEFAULTS; stderr says which of them cannot be used. {} without the file. ValueError if it cannot be read.
     """
-    path, defaults = os.path.join(folder, 'generation_config.json'), {}
+    path, defaults = os.path.join(local_path(model_type), 'generation_config.json'), {}
     given = read_downloaded(path) if os.path.exists(path) else {}
     for name, (kind, least, most) in DEFAULTS.items():
         value = given.get(name)
@@ -161,15 +199,3 @@ def read_downloaded(path):
         return read_json(path)
     except (OSError, ValueError) as e:
         raise unreadable(path, e) from e
-
-
-def download_gpt2(name):
-    """The folder of GPT-2's files, downloaded or from the cache of huggingface_hub. ValueError where neither works."""
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as e:
-        raise ValueError(f"downloading {name} needs huggingface_hub: pip install transformers") from e
-    try:
-        return snapshot_download('openai-community/' + name, allow_patterns=['config.json', 'model.safetensors'])
-    except Exception as e:  # it has some thirty kinds of error
-        raise ValueError(f"{name} could not be downloaded ({type(e).__name__}): connect, or pass a local folder") from e

@@ -1,6 +1,5 @@
 """A model from disk, ready to be served."""
 import gc
-import os
 import sys
 import time
 from functools import partial
@@ -48,7 +47,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     # on CUDA bfloat16 is a dtype of the model, in which it computes
     decode.check_choice(decoder, 'float32' if on_cuda and weights == 'bfloat16' else weights, threads, dev,
                         cache="a server's pool", speculate=speculate, draft=draft)
-    model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev)
+    lazy = dev == 'cpu' and weights != 'float32'  # they are packed, and read by nothing else
+    model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, lazy=lazy)
     model.eval()
     if dev == 'cpu' and init_from != 'resume':
         copy_weights(model)
@@ -73,7 +73,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     token_bytes = tokenizer.bytes_of_tokens(model.config.vocab_size)[:model.config.vocab_size]
     thread = EngineThread(engine, token_bytes, tokenizer.end_tokens, tokenizer.special_ids, max_queue)
     thread.start()
-    name = name or os.path.basename(os.path.abspath(folder if init_from == 'resume' else init_from))
+    name = name or checkpoint.name_of(folder if init_from == 'resume' else init_from)
     defaults = {} if generation_config == 'none' else generation_defaults(init_from)
     if defaults:
         print(f"sampling defaults: {', '.join(f'{key} {value}' for key, value in defaults.items())} "
@@ -89,7 +89,8 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
 def copy_weights(model):
     """The model with its weights copied into memory: whoever cuts a file that is mapped ends the process."""
     for weight in model.parameters():
-        weight.data = weight.data.clone()
+        if not weight.is_meta:
+            weight.data = weight.data.clone()
     return model
 
 

@@ -69,6 +69,7 @@ TIMEOUT = 1200  # seconds that a script may take; a loaded machine is slow, and 
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SHARED_TEXT = os.path.join(ROOT, '..', 'shared', 'data', 'tinyshakespeare', 'input.txt')
+REAL = os.path.join(ROOT, 'data', 'real', 'SmolLM2-135M-Instruct.Q4_1.gguf')
 
 TINY = ['--device=cpu', '--dataset=shakespeare_char', '--n_layer=2', '--n_head=2', '--n_embd=16', '--block_size=16',
         '--batch_size=4', '--gradient_accumulation_steps=1', '--eval_iters=2', '--warmup_iters=2',
@@ -165,7 +166,8 @@ def kernels():
 
 def copy_code(folder):
     """Copy all of the code to a folder; what is compiled of it is in one place for all copies. Returns the folder."""
-    not_code = shutil.ignore_patterns('.*', 'out*', 'tests', '*.bin', '*.json', '*.txt', '*.png', '*.md', '__pycache__')
+    not_code = shutil.ignore_patterns('.*', 'out*', 'tests', '__pycache__', '*.bin', '*.gguf', '*.json', '*.txt',
+                                      '*.png', '*.md')
     shutil.copytree(ROOT, folder, ignore=not_code, dirs_exist_ok=True)
     compiled, link = (os.path.join(at, 'decode', 'kernel', '__pycache__') for at in (ROOT, folder))
     os.makedirs(compiled, exist_ok=True)
@@ -193,6 +195,14 @@ def trained(tmp_path_factory):
             assert done.returncode == 0, done.stderr
             finished.write_text(done.stdout)
     return folder
+
+
+@pytest.fixture(scope='session')
+def real_model():
+    """The path of SmolLM2-135M-Instruct, a GGUF file of q4_1. Tests that need it are skipped where it is not."""
+    if not os.path.exists(REAL):
+        pytest.skip("no real model in data/real: `make real` downloads it")
+    return REAL
 
 
 @pytest.fixture

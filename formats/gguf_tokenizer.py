@@ -1,0 +1,112 @@
+"""
+The tokenizer in a GGUF file, as the state of one of tokenizer.py.
+
+Sources: src/llama-vocab.cpp in https://github.com/ggml-org/llama.cpp, and generate_merges of transformers.
+"""
+import json
+
+from formats.families import expect
+from tokenizer import ROLES
+
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens
+IDS = 'bos_token_id', 'eos_token_id', 'unknown_token_id', 'padding_token_id'  # of ROLES
+LONGEST = 2**10  # characters of a token
+WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LATER_WORDS = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+               r"\s+(?!\S)|\s+")
+LLAMA3 = 'llama-bpe', 'llama3', 'llama-v3', 'smaug-bpe'
+RULES = {  # of tokenizer.ggml.pre: what a text is split by, one after the other, before pairs are merged
+    **dict.fromkeys(('gpt-2', 'mpt', 'phi-2'), [WORDS]),
+    **dict.fromkeys(('smollm', 'starcoder', 'refact', 'codeshell'), [r'\p{N}', WORDS]),
+    **dict.fromkeys(('qwen2', 'deepseek-r1-qwen'), [LATER_WORDS % '']),
+    **dict.fromkeys(LLAMA3, [LATER_WORDS % '{1,3}']),
+    'default': [r'[\p{P}\$\+<=>\^~\|]+', WORDS, r'\p{N}+', '[0-9][0-9][0-9]'],
+}
+
+
+def gguf_tokenizer(fields):
+    """
+    The state of the tokenizer that the fields of a GGUF file describe: a JSONTokenizer for the kinds 'gpt2' (byte
+    pairs) and 'llama' (SentencePiece), a CharTokenizer for 'rwkv' with single characters, as export.py writes it.
+    ValueError, which names it, for another kind or a rule that is not known.
+    """
+    given = {key.removeprefix('tokenizer.ggml.'): value for key, value in fields.items() if 'tokenizer.ggml.' in key}
+    kind, tokens = given.get('model', 'none'), given.get('tokens', [])
+    if kind in ('none', 'no_vocab'):
+        return {'kind': 'unknown'}
+    expect(given, 'tokenizer.ggml.', model=('gpt2', 'llama', 'rwkv'), remove_extra_whitespaces=(False,))
+    types = given.get('token_type', [1] * len(tokens))
+    if not tokens or len(types) != len(tokens) or not all(isinstance(text, str) and len(text) <= LONGEST
+                                                          for text in tokens):
+        raise ValueError(f"its tokenizer.ggml.tokens must be texts of at most {LONGEST:,} characters, each with a type")
+    if kind == 'rwkv':
+        chars = [text if not text.isascii() else text.encode().decode('unicode_escape')
+                 for text, type in zip(tokens, types) if type != UNUSED]
+        if any(len(char) != 1 for char in chars):
+            raise ValueError("its tokens, of the kind 'rwkv', must be single characters")
+        return {'kind': 'char', 'chars': ''.join(chars)}
+    vocab = {text: i for i, (text, type) in enumerate(zip(tokens, types)) if type != UNUSED}
+    ids = {role: given[key] for role, key in zip(ROLES, IDS) if given.get(key) in range(len(tokens))}
+    content = byte_pairs(given, vocab) if kind == 'gpt2' else sentencepiece(given, vocab, tokens, ids)
+    flags = dict(single_word=False, lstrip=False, rstrip=False, normalized=False)
+    content['added_tokens'] = [dict(id=i, content=text, special=types[i] == CONTROL, **flags)
+                               for text, i in vocab.items() if types[i] in (CONTROL, USER_DEFINED)]
+    adds_bos = given.get('add_bos_token', kind == 'llama' or given.get('pre') in LLAMA3)
+    around = [ids.get('bos_token') if adds_bos else None, ids.get('eos_token') if given.get('add_eos_token') else None]
+    content['post_processor'] = template(around, tokens) if around != [None, None] else None
+    ends = [i for i in (given.get('eos_token_id'), given.get('eot_token_id')) if i in range(len(tokens))]
+    state = dict(kind='json', json=json.dumps(content), end_tokens=[*dict.fromkeys(ends)],
+                 special_tokens={role: tokens[i] for role, i in ids.items()},
+                 file_ids={'config.json': {f'{role}_id': i for role, i in ids.items()}})
+    if isinstance(fields.get('tokenizer.chat_template'), str):
+        state['chat_template'] = fields['tokenizer.chat_template']
+    return state
+
+
+def byte_pairs(given, vocab):
+    """The tokenizer.json of byte pairs as those of GPT-2, with the rule that the file names."""
+    rule = given.get('pre', 'default')
+    if rule not in [*RULES]:
+        raise ValueError(f"tokenizer.ggml.pre is {rule!r}, a rule that is not known here: use the model's folder in "
+                         "Hugging Face format")
+    splits = [dict(type='Split', pattern=dict(Regex=regex), behavior='Isolated', invert=False) for regex in RULES[rule]]
+    byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)
+    return dict(
+        version='1.0', decoder=byte_level,
+        normalizer=dict(type='NFC') if rule == 'qwen2' else None,  # as Qwen's own; llama.cpp leaves it out
+        pre_tokenizer=dict(type='Sequence', pretokenizers=[*splits, byte_level]),
+        model=dict(type='BPE', vocab=vocab, merges=given.get('merges', []), ignore_merges=rule in LLAMA3))
+
+
+def sentencepiece(given, vocab, tokens, ids):
+    """
+    The tokenizer.json of a SentencePiece vocabulary: of all pairs of tokens that together are one, the pair of the one
+    with the highest score is merged first.
+    """
+    scores = given.get('scores', [])
+    if len(scores) != len(tokens):
+        raise ValueError(f"it has {len(tokens)} tokens, but {len(scores)} scores of them")
+    merges = [(scores[i], k, [text[:k], text[k:]]) for text, i in vocab.items() for k in range(1, len(text))
+              if text[:k] in vocab and text[k:] in vocab]
+    merges.sort(key=lambda merge: (-merge[0], -merge[1]))
+    blank, prefix = '\u2581', given.get('add_space_prefix', True)
+    before = [dict(type='Prepend', prepend=blank)] if prefix else []
+    behind = [dict(type='Strip', content=' ', start=1, stop=0)] if prefix else []
+    return dict(
+        version='1.0', pre_tokenizer=None,
+        normalizer=dict(type='Sequence', normalizers=[
+            *before, dict(type='Replace', pattern=dict(String=' '), content=blank)]),
+        decoder=dict(type='Sequence', decoders=[
+            dict(type='Replace', pattern=dict(String=blank), content=' '), dict(type='ByteFallback'), dict(type='Fuse'),
+            *behind]),
+        model=dict(type='BPE', vocab=vocab, merges=[pair for _, _, pair in merges], byte_fallback=True, fuse_unk=True,
+                   unk_token=tokens[ids['unk_token']] if 'unk_token' in ids else None))
+
+
+def template(around, tokens):
+    """The part of a tokenizer.json that puts tokens before and behind a text. around: two ids, or None."""
+    before, behind = ([dict(SpecialToken=dict(id=tokens[i], type_id=0))] if i is not None else [] for i in around)
+    single = [*before, dict(Sequence=dict(id='A', type_id=0)), *behind]
+    return dict(type='TemplateProcessing', single=single, pair=single + [dict(Sequence=dict(id='B', type_id=0))],
+                special_tokens={tokens[i]: dict(id=tokens[i], ids=[i], tokens=[tokens[i]])
+                                for i in around if i is not None})

@@ -1,0 +1,448 @@
+"""
+formats/from_gguf.py and gguf_tokenizer.py, against those who write such files and those who read them: the gguf
+library, llama.cpp and transformers; with drawn models of each family, and with a real one.
+"""
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import unicodedata
+
+import numpy as np
+import pytest
+import torch
+from conftest import ENVIRONMENT, ROOT, run, sizes
+from example_models import (
+    CHAT,
+    EASY,
+    HARD,
+    LLAMA,
+    LLAMA3,
+    QWEN2,
+    QWEN3,
+    ROPE,
+    TEXT,
+    UNTIED,
+    gpt,
+    json_tokenizer,
+    logits,
+    sentencepiece_tokenizer,
+)
+from test_gguf import llama
+
+import checkpoint
+import formats
+import model as plain_model
+import tokenizer as tokenizers
+from decode.weights import PackedWeights
+from formats.from_gguf import GGUFFile
+from formats.huggingface import huggingface_weights
+from model import GPT, GPTConfig
+from tokenizer import CharTokenizer, byte_level_alphabet
+
+gguf = pytest.importorskip('gguf', reason="gguf is not installed")
+F32 = gguf.GGMLQuantizationType.F32
+full_only = pytest.mark.skipif('not config.getoption("--full")', reason="a part of make test-all")
+
+
+def rewrite(path, fields=(), tensors=()):
+    """
+    Write a GGUF file again with the gguf library: with other fields, of which None takes one out, and other tensors
+    {name: (numbers, kind), or None}.
+    """
+    old = GGUFFile(str(path))
+    tensors = {name: (old.numbers(name, torch.float32).numpy(), F32) for name in old.tensors} | dict(tensors)
+    fields = old.fields | dict(fields)
+    writer = gguf.GGUFWriter(path, fields.pop('general.architecture'))
+    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+           list: writer.add_array}
+    for key, value in fields.items():
+        if value is not None:
+            add[type(value)](key, value)
+    for name, of_name in tensors.items():
+        if of_name is not None:
+            writer.add_tensor(name, of_name[0], raw_dtype=of_name[1])
+    for part in ('header_to_file', 'kv_data_to_file', 'tensors_to_file'):
+        getattr(writer, 'write_' + part)()
+    writer.close()
+
+
+def load(path, **how):
+    return formats.from_pretrained(GPT, GPTConfig, str(path), {}, **how).eval()
+
+
+TANH = dict(gelu='tanh', bias=True)  # llama.cpp's GELU, which a file does not name
+FAMILIES = [  # config, the architecture in the file
+    (HARD | TANH, 'gpt2'), (EASY | TANH, 'gpt2'), (EASY | TANH | dict(n_kv_head=1), 'gpt2'),
+    (ROPE | TANH, 'starcoder2'), (ROPE | TANH | dict(n_kv_head=3), 'starcoder2'),
+    (UNTIED, 'llama'), (UNTIED | dict(tied=True, n_kv_head=0), 'llama'),
+    (UNTIED | dict(bias=True, head_dim=12), 'llama'),
+    (LLAMA3, 'llama'), (LLAMA3 | dict(rope_scaling=(32.0, 1.0, 4.0, 64), head_dim=16), 'llama'),
+    (QWEN2, 'qwen2'), (QWEN2 | dict(tied=False), 'qwen2'),
+    (QWEN3, 'qwen3'), (QWEN3 | dict(tied=True, n_inner=37), 'qwen3'),
+]
+
+
+@pytest.mark.parametrize('config, architecture', FAMILIES)
+def test_what_we_write_is_read_back_to_the_bit(tmp_path, config, architecture):
+    model = gpt(**config)
+    formats.to_gguf(model, tmp_path / 'model.gguf')
+    back = GPT.from_pretrained(str(tmp_path / 'model.gguf')).eval()
+    assert GGUFFile(str(tmp_path / 'model.gguf')).fields['general.architecture'] == architecture
+    assert vars(back.config) == vars(model.config)
+    theirs, ours = back.state_dict(), model.state_dict()
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in ours)
+    assert (back.lm_head.weight is back.transformer.wte.weight) == config.get('tied', True)
+
+
+@pytest.mark.parametrize('config, architecture', [(UNTIED, 'llama'), (QWEN2, 'qwen2'), (QWEN3, 'qwen3'),
+                                                  (ROPE | TANH, 'starcoder2')])
+def test_a_window_that_a_file_names(tmp_path, config, architecture):
+    formats.to_gguf(gpt(**config), tmp_path / 'model.gguf')
+    rewrite(tmp_path / 'model.gguf', {f'{architecture}.attention.sliding_window': 7})
+    back, model = load(tmp_path / 'model.gguf'), gpt(**config | dict(window=7))
+    assert back.config == model.config
+    idx = torch.arange(24)[None]
+    assert torch.equal(logits(back, idx), logits(model, idx))
+
+
+BLOCKS = dict(LLAMA, n_embd=256, n_inner=512, n_head=2, n_kv_head=2, head_dim=128)  # all kinds have 256 numbers at most
+
+
+@pytest.mark.parametrize('kind', 'F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL TQ2_0'.split())
+def test_each_type_of_numbers(tmp_path, monkeypatch, kind):
+    """Also where a matrix is read in parts, of which the last one is shorter. llama.cpp computes the same."""
+    monkeypatch.setattr('formats.from_gguf.ROWS_AT_ONCE', 100)
+    path, kind, tensors = tmp_path / 'model.gguf', gguf.GGMLQuantizationType[kind], {}
+    formats.to_gguf(gpt(**BLOCKS), path)
+    source, draw = GGUFFile(str(path)), np.random.default_rng(0)
+    for name, tensor in source.tensors.items():
+        if len(tensor.shape) == 2:
+            w = source.numbers(name, torch.float32).numpy()
+            try:
+                tensors[name] = gguf.quantize(w, kind), kind
+            except NotImplementedError:  # the library only reads these: drawn bytes, whose scales are small
+                n_in_block, n_bytes = gguf.GGML_QUANT_SIZES[kind]
+                blocks = draw.integers(0, 256, (w.size // n_in_block, n_bytes), np.uint8)
+                for at in dict(Q2_K=(-4, -2), Q3_K=(-2,), Q6_K=(-2,)).get(kind.name, (0, 2)):
+                    blocks[:, at:at + 2 or None] = np.float16([1e-4]).view(np.uint8)
+                tensors[name] = blocks.reshape(len(w), -1), kind
+    rewrite(path, tensors=tensors)
+    model, dtype = load(path), torch.bfloat16 if kind.name == 'BF16' else torch.float32
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    for name, part in {'token_embd': model.transformer.wte, 'blk.1.ffn_down': model.transformer.h[1].mlp.c_proj,
+                       'blk.0.ffn_gate': model.transformer.h[0].mlp.c_gate}.items():
+        expected = torch.from_numpy(gguf.dequantize(*tensors[name + '.weight']))
+        assert torch.equal(part.weight, expected.to(dtype)), name
+    theirs, idx = llama(path), torch.randint(300, (1, 24))
+    theirs.eval(idx[0].tolist())
+    ours, scores = logits(model.float(), idx)[0], torch.tensor(theirs.scores[:24])
+    bound = dict(F16=0.01, BF16=0.04).get(kind.name, 0.2)  # it rounds activations too: to 8 bits beside blocks
+    assert (ours - scores).std() < bound * scores.std()
+
+
+@pytest.mark.parametrize('config, weights', [(UNTIED, 'int8'), (LLAMA, 'int4'), (QWEN2, 'bfloat16'),
+                                             (HARD | TANH, 'int8'), (ROPE | TANH, 'int8')])
+@pytest.mark.parametrize('write', [formats.to_gguf, formats.to_huggingface])
+def test_matrices_that_are_read_when_they_are_packed(tmp_path, config, weights, write):
+    path = str(tmp_path / ('model.gguf' if write is formats.to_gguf else 'hf'))
+    write(gpt(**config), path)
+    eager, lazy = load(path), load(path, lazy=True)
+    assert {name for name, p in lazy.named_parameters() if p.is_meta} == {
+        name for name, p in eager.named_parameters() if p.dim() == 2 and 'wte' not in name and 'wpe' not in name
+        and (name != 'lm_head.weight' or not config.get('tied', True))}
+    packed = [PackedWeights(model, weights) for model in (eager, lazy)]
+    for each in packed:
+        each.fill()
+    ours, theirs = (each.arrays() for each in packed)
+    assert all(np.array_equal(ours[index], theirs[index]) for index in ours)
+
+
+# what is refused, and what is damaged
+
+REFUSED = [  # fields and tensors of a llama that are changed, what the line has to say
+    ({'general.architecture': 'mamba'}, {}, "general.architecture is 'mamba', but only llama, qwen2, qwen3, gpt2"),
+    ({'general.type': 'adapter'}, {}, "general.type is 'adapter'"), ({'split.count': 3}, {}, 'split.count is 3'),
+    *[({f'llama.{key}': value}, {}, f'llama.{key} is {value!r}') for key, value in (
+        ('expert_count', 8), ('rope.scaling.type', 'yarn'), ('rope.scaling.factor', 4.0), ('rope.dimension_count', 4),
+        ('attention.value_length', 4), ('attention.causal', False), ('logit_scale', 2.0))],
+    ({'llama.attention.head_count': [2, 4]}, {}, 'attention.head_count must be of type int, not [2, 4]'),
+    ({'llama.block_count': None}, {}, 'block_count must be of type int, not None'),
+    ({'llama.block_count': 10**6}, {}, 'n_layer must be a positive integer up to 4,096'),
+    ({'llama.block_count': 3}, {}, 'n_layer is 3, but the weights have 2 layers'),
+    ({'llama.rope.freq_base': 'x'}, {}, 'rope.freq_base must be of type float'),
+    ({'llama.attention.layer_norm_rms_epsilon': None}, {}, 'norm_eps must be between 0 and 1, not None'),
+    ({}, {'rope_freqs.weight': (np.float32([1, 2, 3, 7]), F32)}, 'rope_freqs.weight are not those of Llama 3'),
+    ({}, {'token_embd.weight': None}, 'it lacks the weights token_embd.weight'),
+    ({}, {'blk.1.ffn_up.weight': None}, 'it lacks the weights layers.1.mlp.up_proj.weight'),
+    ({}, {'blk.0.attn_sinks.weight': (np.float32([1]), F32)}, 'no place for: blk.0.attn_sinks.weight'),
+    ({}, {'blk.0.ffn_up.weight': (np.ones((56, 32), np.int32), gguf.GGMLQuantizationType.I32)}, 'of type I32'),
+    ({}, {'blk.0.ffn_up.weight': (np.ones((57, 32), np.float32), F32)}, 'size mismatch'),
+    ({'tokenizer.ggml.model': 't5'}, {}, "tokenizer.ggml.model is 't5'"),
+    ({'tokenizer.ggml.pre': 'unheard-of'}, {}, "tokenizer.ggml.pre is 'unheard-of', a rule that is not known here"),
+    ({'tokenizer.ggml.tokens': [7]}, {}, 'tokenizer.ggml.tokens must be texts'),
+]
+
+
+@pytest.fixture(scope='module')
+def small(tmp_path_factory):
+    """The bytes of a small llama with a tokenizer."""
+    path = tmp_path_factory.mktemp('small') / 'model.gguf'
+    write_with_tokenizer(path, json_tokenizer(TEXT, 300), {'tokenizer.ggml.pre': 'gpt-2'})
+    return path.read_bytes()
+
+
+@pytest.mark.parametrize('fields, tensors, line', REFUSED)
+def test_what_cannot_be_represented_is_refused_by_name(small, tmp_path, fields, tensors, line):
+    (tmp_path / 'model.gguf').write_bytes(small)
+    rewrite(tmp_path / 'model.gguf', fields, tensors)
+    with pytest.raises(ValueError) as refused:
+        checkpoint.load_model(str(tmp_path / 'model.gguf'), '', plain_model)
+    assert line in str(refused.value) and 'model.gguf' in str(refused.value) and '\n' not in str(refused.value)
+
+
+def test_what_the_header_says_is_refused_before_weights_are_read(small, tmp_path, monkeypatch):
+    (tmp_path / 'model.gguf').write_bytes(small)
+    rewrite(tmp_path / 'model.gguf', {'llama.expert_count': 8})
+    monkeypatch.setattr(GGUFFile, 'numbers', lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match='expert_count'):
+        load(tmp_path / 'model.gguf')
+
+
+def test_a_damaged_file_is_one_line(small, tmp_path):
+    path, rng = tmp_path / 'model.gguf', random.Random(0)
+    for cut in (0, 3, 4, 11, 24, *(rng.randrange(len(small)) for _ in range(sizes(20, 200))), len(small) - 1):
+        path.write_bytes(small[:cut])
+        with pytest.raises(ValueError) as refused:
+            load(path)
+        assert '\n' not in str(refused.value) and 'model.gguf' in str(refused.value)
+    header = small.index(b'blk.0.attn_norm')
+    for _ in range(sizes(60, 1000)):  # a byte that is another one: it is refused in a line, or it is a model
+        at = rng.randrange(header)
+        path.write_bytes(small[:at] + bytes([rng.randrange(256)]) + small[at + 1:])
+        try:
+            checkpoint.load_model(str(path), '', plain_model)
+        except ValueError as e:
+            assert '\n' not in str(e)
+
+
+# tokenizers
+
+SCRIPTS = [(0x20, 0x7e), (0x20, 0x7e), (0x30, 0x39), (0xa0, 0x24f), (0x370, 0x3ff), (0x400, 0x4ff), (0x531, 0x586),
+           (0x5d0, 0x5ea), (0x620, 0x669), (0x900, 0x97f), (0x980, 0x9fe), (0xb80, 0xbff), (0xe01, 0xe5b),
+           (0xf00, 0xfbc), (0x10a0, 0x10ff), (0x1100, 0x11ff), (0x1200, 0x137c), (0x1780, 0x17f9), (0x1e00, 0x1fff),
+           (0x2010, 0x205e), (0x2070, 0x218b), (0x2190, 0x23ff), (0x2460, 0x24ff), (0x3000, 0x30ff), (0x4e00, 0x9fa5),
+           (0xac00, 0xd7a3), (0xff01, 0xff9f), (0x10330, 0x1034a), (0x1d400, 0x1d7ff), (0x1f300, 0x1f64f),
+           (0x20000, 0x2a6d6)]
+BETWEEN = [' ', '  ', '   ', '\n', '\n\n', ' \n ', '\t', '\r\n', "'s", "'LL", "don't", ' 12', '3456', '  7', ' x',
+           '...', '<|im_end|>', '<|endoftext|>', '\u00a0', '\u3000', 'e\u0301', '👩\u200d👧', '$+=', 'http://a.b/c?d=1']
+
+
+def texts(n, seed=0):
+    """n texts of letters, marks, numbers and signs of all scripts, between blanks, line ends and contractions."""
+    rng = random.Random(seed)
+    for _ in range(n):
+        parts = []
+        for _ in range(rng.randint(1, 6)):
+            first, last = rng.choice(SCRIPTS)
+            letters = (chr(rng.randint(first, last)) for _ in range(rng.randint(1, 8)))
+            parts += [''.join(c for c in letters if unicodedata.category(c) not in ('Cn', 'Cs', 'Co')),
+                      rng.choice(BETWEEN)]
+        yield ''.join(parts)
+
+
+WIDE = TEXT + ''.join(texts(300, seed=1))
+
+
+def write_with_tokenizer(path, tokenizer, fields=(), **config):
+    """Write a small llama with a tokenizer, as llama.cpp's converter writes it. Returns what is read of it."""
+    formats.to_gguf(gpt(**LLAMA | dict(vocab_size=tokenizer.vocab_size + 4) | config), path)
+    content = json.loads(tokenizer.json)
+    added = {token['id']: token for token in content['added_tokens']}
+    names = {i: text for text, i in content['model']['vocab'].items()} | {i: t['content'] for i, t in added.items()}
+    tokens = [names.get(i, f'[PAD{i}]') for i in range(tokenizer.vocab_size + 4)]
+    types = [(3 if added[i]['special'] else 4) if i in added else 1 if i in names else 5 for i in range(len(tokens))]
+    merges, of_kind = [''.join(pair) for pair in content['model']['merges']], {}
+    if content['decoder']['type'] == 'ByteLevel':
+        of_kind = {'tokenizer.ggml.merges': [' '.join(pair) for pair in content['model']['merges']]}
+    else:
+        types = [6 if text.startswith('<0x') else 2 if text == '<unk>' else type for text, type in zip(tokens, types)]
+        ranks = {text: -float(i) for i, text in enumerate(merges)}
+        of_kind = {'tokenizer.ggml.scores': [ranks.get(text, -1e6) for text in tokens]}
+    rewrite(path, {'tokenizer.ggml.model': 'gpt2' if 'tokenizer.ggml.merges' in of_kind else 'llama',
+                   'tokenizer.ggml.tokens': tokens, 'tokenizer.ggml.token_type': types} | of_kind | dict(fields))
+    return tokenizers.from_state(formats.tokenizer_state(str(path)))
+
+
+def assert_llama_cpp_makes_the_same_ids(path, ours, n, changed=str):
+    theirs = llama(path)
+    for text in map(changed, texts(n)):
+        ids = ours.encode(text)
+        assert ids == theirs.tokenize(text.encode(), special=True), repr(text)
+        assert ours.decode(ids[len(ours.begins):]) == text
+
+
+@pytest.mark.parametrize('rule', ['gpt-2', 'smollm', 'starcoder', 'qwen2', 'llama-bpe', 'default', None])
+def test_llama_cpp_splits_texts_by_the_same_rules(tmp_path, rule):
+    path = tmp_path / 'model.gguf'
+    ours = write_with_tokenizer(path, json_tokenizer(WIDE, 900), {
+        'tokenizer.ggml.pre': rule, 'tokenizer.ggml.bos_token_id': 0, 'tokenizer.ggml.eos_token_id': 0})
+    assert ours.begins == [0] * (rule == 'llama-bpe') and ours.end_tokens == (0,)
+    # the tokenizer of Qwen puts characters together, which llama.cpp does not
+    nfc = (lambda text: unicodedata.normalize('NFC', text)) if rule == 'qwen2' else str
+    assert_llama_cpp_makes_the_same_ids(path, ours, sizes(150, 5000), nfc)
+
+
+@pytest.mark.parametrize('prefix', [True, False])
+def test_llama_cpp_makes_the_same_of_sentencepiece(tmp_path, prefix):
+    path = tmp_path / 'model.gguf'
+    tokenizer = sentencepiece_tokenizer(WIDE.replace('<|', ''))  # names of special tokens
+    ours = write_with_tokenizer(path, tokenizer, {
+        'tokenizer.ggml.add_space_prefix': prefix, 'tokenizer.ggml.bos_token_id': 1, 'tokenizer.ggml.eos_token_id': 2,
+        'tokenizer.ggml.unknown_token_id': 0})
+    assert ours.begins == [1] and ours.end_tokens == (2,) and ours.strips == prefix
+    assert_llama_cpp_makes_the_same_ids(path, ours, sizes(150, 5000))
+    for text in ('a</s>b <s> c', '</s>', '</s></s> x', ' a', '  a', ''):
+        assert ours.encode(text) == llama(path).tokenize(text.encode(), special=True), text
+
+
+def test_what_else_a_file_says_of_its_tokenizer(tmp_path):
+    names = ['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<pad>', '<s>']
+    fields = {f'tokenizer.ggml.{name}_token_id': i for name, i in dict(bos=4, eos=0, eot=2, padding=3).items()}
+    path = tmp_path / 'model.gguf'
+    write_with_tokenizer(path, json_tokenizer(TEXT, 300, names), fields | {
+        'tokenizer.ggml.pre': 'gpt-2', 'tokenizer.chat_template': CHAT, 'tokenizer.ggml.add_bos_token': True})
+    model, ours, folder = checkpoint.load_model(str(path), '', plain_model)
+    assert folder == 'out-model' and ours.end_tokens == (0, 2) and ours.special_ids == {0, 1, 2, 3, 4}
+    assert ours.special_tokens == dict(bos_token=names[4], eos_token=names[0], pad_token=names[3])
+    assert ours.decode(ours.conversation([dict(role='user', content='Hé')])) == (
+        '<|im_start|>user\nHé<|im_end|>\n<|im_start|>assistant\n')
+    formats.to_huggingface(model, tmp_path / 'hf', ours)
+    assert json.loads((tmp_path / 'hf' / 'config.json').read_text())['eos_token_id'] == 0
+    back, again, _ = checkpoint.load_model(str(tmp_path / 'hf'), '', plain_model)
+    assert again.encode('Hé<|im_end|>') == ours.encode('Hé<|im_end|>') and ours.encode('Hé')[0] == 4
+    assert torch.equal(back.lm_head.weight, model.lm_head.weight)
+
+
+def test_our_characters_are_read_back(tmp_path):
+    ours = CharTokenizer.of_text(TEXT)
+    formats.to_gguf(gpt(**EASY | dict(vocab_size=ours.vocab_size + 3)), tmp_path / 'model.gguf', tokenizer=ours)
+    assert checkpoint.load_model(str(tmp_path / 'model.gguf'), '', plain_model)[1].chars == ours.chars
+
+
+# the scripts
+
+def test_the_scripts_take_a_file(small, repo):
+    (repo / 'model.gguf').write_bytes(small)
+    settings = '--init_from=model.gguf', '--device=cpu'
+    sampled = [run(repo, 'sample.py', *settings, '--num_samples=1', '--max_new_tokens=8', '--start=Hé', *more)
+               for more in ([], ['--weights=int8'], ['--weights=int8', '--speculate=ngram'])]
+    assert [done.returncode for done in sampled] == [0, 0, 0], sampled
+    assert sampled[0].stdout.startswith('Hé') and sampled[1].stdout == sampled[2].stdout
+    exported = run(repo, 'export.py', '--init_from=model.gguf')
+    assert exported.returncode == 0 and 'out-model/hf, a llama' in exported.stderr, exported.stderr
+    refused = run(repo, 'train.py', *settings, '--dataset=shakespeare_char', '--block_size=16')
+    assert refused.returncode == 2 and 'has another tokenizer' in refused.stderr, refused.stderr
+
+
+# memory
+
+QWEN2_05B = dict(block_size=32768, vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_inner=4864,
+                 bias=False, position='rope', norm='rms', mlp='swiglu', qkv_bias=True)
+SERVED = """
+import resource, sys
+from serving.loading import load_engine
+thread, served = load_engine(sys.argv[1], weights='int8', device='cpu')
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, len(served.tokenizer.encode('Hello world')))
+thread.stop()
+"""
+
+
+@full_only
+def test_half_a_billion_weights_are_served_in_less_than_1_2_gb(tmp_path):
+    """A file of the size of Qwen2.5-0.5B in q8_0, with as many tokens and merges."""
+    letters = byte_level_alphabet()
+    pairs = [a + b for a, b in itertools.product(letters, letters)]
+    triples = [a + b for a, b in itertools.islice(itertools.product(pairs, letters), 151643 - 256 - len(pairs))]
+    merges = [f'{text[:-1]} {text[-1]}' for text in pairs + triples]
+    model = GPT(GPTConfig(**QWEN2_05B))
+    formats.to_gguf(model, tmp_path / 'model.gguf', 'q8_0')
+    source = GGUFFile(str(tmp_path / 'model.gguf'))
+    blocks = {name: (np.fromfile(source.path, np.uint8, t.row_bytes * t.shape[0], offset=t.start)
+                     .reshape(t.shape[0], -1), t.kind) for name, t in source.tensors.items() if len(t.shape) == 2}
+    del model
+    rewrite(tmp_path / 'model.gguf', {'tokenizer.ggml.model': 'gpt2', 'tokenizer.ggml.pre': 'qwen2',
+                                      'tokenizer.ggml.tokens': letters + pairs + triples,
+                                      'tokenizer.ggml.merges': merges}, blocks)
+    done = subprocess.run([sys.executable, '-c', SERVED, tmp_path / 'model.gguf'], cwd=ROOT, env=ENVIRONMENT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[0]) < 1.2, done.stdout
+
+
+# a real model
+
+@pytest.fixture(scope='module')
+def real(real_model):
+    """SmolLM2-135M-Instruct: its model, its tokenizer."""
+    return checkpoint.load_model(real_model, '', plain_model)[:2]
+
+
+QUESTIONS = ['What is the capital of France?', 'Write a haiku about the sea.', 'Why is the sky blue?',
+             'List three prime numbers.', 'Translate "good morning" into Spanish.']
+
+
+@full_only
+def test_a_real_models_weights_tokenizer_and_template_are_those_that_transformers_reads(real, real_model):
+    transformers = pytest.importorskip('transformers', reason="transformers is not installed")
+    model, tokenizer = real
+    where = dict(pretrained_model_name_or_path=os.path.dirname(real_model), gguf_file=os.path.basename(real_model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).state_dict()
+    ours = huggingface_weights(model, 'llama')
+    assert ours.keys() == theirs.keys() - {'lm_head.weight'}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    del theirs
+    theirs = transformers.AutoTokenizer.from_pretrained(**where)
+    assert tokenizer.chat_template.source == theirs.chat_template
+    said = [dict(role='system', content='Be brief.'), dict(role='user', content='Hé'),
+            dict(role='assistant', content='x')]
+    for n in (2, 3):
+        assert tokenizer.chat_template.render(said[:n]) == theirs.apply_chat_template(
+            said[:n], tokenize=False, add_generation_prompt=True)
+    for text in texts(10_000):
+        if '  7' not in text:
+            assert tokenizer.encode(text) == theirs(text)['input_ids'], repr(text)
+
+
+@pytest.mark.parametrize('type, spread, tie', [
+    ('q4_1', 0.1, 0.5),  # of the file; llama.cpp rounds the activations to 8 bits
+    pytest.param('f32', 1e-3, 0.01, marks=full_only),  # the same weights, written by us
+])
+def test_llama_cpp_computes_and_says_the_same_with_a_real_model(real, real_model, tmp_path, type, spread, tie):
+    """Each of its greedy tokens is ours, or is as likely but for `tie`; the logits differ by a part of their spread."""
+    model, tokenizer = real
+    if type == 'f32':
+        formats.to_gguf(model, tmp_path / 'model.gguf')
+    theirs, n, n_same = llama(tmp_path / 'model.gguf' if type == 'f32' else real_model), 0, 0
+    for question in QUESTIONS[:sizes(2, 5)]:
+        ids = tokenizer.conversation([dict(role='user', content=question)])
+        tokens = list(ids)
+        for token in theirs.generate(ids, temp=0, repeat_penalty=1):
+            tokens.append(token)
+            if len(tokens) == len(ids) + sizes(24, 100) or token in tokenizer.end_tokens:
+                break
+        ours, scores = logits(model, torch.tensor([tokens]))[0, :-1], torch.tensor(theirs.scores[:len(tokens) - 1])
+        assert (ours - scores).std() < spread * scores.std()
+        behind = (ours.amax(-1) - ours.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0])[len(ids) - 1:]
+        assert behind.max() < tie
+        n, n_same = n + len(behind), n_same + int((behind == 0).sum())
+    assert n_same > 0.9 * n if type == 'q4_1' else n_same == n
+
+
+def test_llama_cpp_makes_the_same_tokens_with_a_real_model(real, real_model):
+    model, tokenizer = real
+    theirs = llama(real_model)
+    for text in texts(sizes(500, 10_000)):
+        assert tokenizer.encode(text) == theirs.tokenize(text.encode(), add_bos=False, special=True), repr(text)
