@@ -20,7 +20,7 @@ from engine.sequence import MOST_AHEAD, Sequence
 from kvcache import BlockPool, bytes_of_slots, make_layers, pages_for
 
 PAUSE = 0.04  # seconds that a call of several steps takes at most
-MASK_PAUSE = 0.001  # likewise, while a sequence waits for the mask of its next token
+MASK_PAUSE = 0.0005  # likewise, while a sequence waits for the mask of its next token
 PAGE_SIZE = 16
 N_PAGES, MEMORY = 1024, 2**30  # of a pool, by default; bytes of keys and values
 

@@ -16,7 +16,7 @@ needs(*SERVING, 'llguidance', 'regex', 'jsonschema')
 import jsonschema
 import numpy as np
 import regex
-from example_models import LLAMA, chat_tokenizer, gpt
+from example_models import LLAMA, chat_tokenizer, gpt, sentencepiece_tokenizer
 from serving_process import serving
 from small_engine import LETTERS, served_by, thread_of
 from test_chat_api import TOKENIZER, ask, chatting
@@ -316,6 +316,44 @@ def test_the_script_prints_the_text_that_the_server_gives(monkeypatch, capsys, t
             for name, value in settings.items():
                 patch.setattr(script, name, value)
             script.check_settings('cpu')
+
+
+def test_the_model_may_end_a_text_where_it_may_end(chat, monkeypatch, capsys):
+    """By its own token, which is no part of the text, but of the tokens, with its share."""
+    model, how, ends = gpt(**LLAMA | dict(block_size=512)), dict(temperature=1.5, seed=3), 0
+    body = dict(prompt='Hi', n=8, max_tokens=40, structured_outputs=dict(regex='[a-f ]+'), return_token_ids=True) | how
+    choices = chat.post('/v1/completions', json=body | dict(logit_bias={2: 6})).json()['choices']
+    for choice in choices:
+        ends += choice['token_ids'][-1] == 2
+        assert re.fullmatch('[a-f ]+', choice['text']) and 2 not in choice['token_ids'][:-1]
+        assert (choice['finish_reason'] == 'stop') == (choice['token_ids'][-1] == 2)
+    assert ends > 2
+    printed = printed_by_script(model, ['Hi'], monkeypatch, capsys, tokenizer=TOKENIZER, num_samples=8, top_k=0,
+                                max_new_tokens=40, regex='[a-f ]+', **how)
+    texts = [choice['text'] for choice in chat.post('/v1/completions', json=body).json()['choices']]
+    assert printed == ''.join(f'Hi{text}\n---------------\n' for text in texts)
+
+
+def test_a_blank_at_the_beginning_is_a_part_of_the_form():
+    """In other chats such a tokenizer's texts begin without it."""
+    tokenizer = sentencepiece_tokenizer('ab ba abba ' * 9, end_tokens=[2], special_tokens=dict(eos_token='</s>'),
+                                        chat_template='{{ messages[0].content }}')
+    with chatting(gpt(**LLAMA | dict(vocab_size=tokenizer.vocab_size)), tokenizer=tokenizer) as (client, _):
+        answer = ask(client, HI, structured_outputs=dict(choice=[' ab', ' ba']), max_tokens=9)
+        assert answer['choices'][0]['message']['content'] in (' ab', ' ba')
+
+
+def test_a_constraint_that_was_interrupted_takes_all_tokens_again():
+    form = compiled('regex', '[a-f]{2}-[0-9]*', Vocabulary(TOKENIZER, 300))
+    ids, constraint, other = TOKENIZER.encode('ab-12'), form.for_sample([2]), form.for_sample([2])
+    for n in range(1, len(ids) + 1):
+        constraint.take(ids[:n])
+        if n % 2:  # this time nothing comes between
+            constraint.take(ids[:n])
+        constraint.write([constraint])
+        other.take(ids[:n])
+        other.write([other])
+        assert not constraint.error and (constraint.allowed == other.allowed).all() and constraint.n_taken == n
 
 
 def test_a_conversation_has_answers_of_a_form():

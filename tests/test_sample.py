@@ -87,7 +87,7 @@ def server():
         yield model, client
 
 
-def printed_by_script(model, texts, monkeypatch, capsys, traced=False, **settings):
+def printed_by_script(model, texts, monkeypatch, capsys, traced=False, tokenizer=LETTERS, **settings):
     """What sample.py prints with these settings."""
     with monkeypatch.context() as patch:
         for name, value in settings.items():
@@ -98,7 +98,7 @@ def printed_by_script(model, texts, monkeypatch, capsys, traced=False, **setting
             model.load_state_dict(of_model)
         script.check_settings('cpu')
         capsys.readouterr()
-        script.print_samples(model, LETTERS, texts, 'cpu')
+        script.print_samples(model, tokenizer, texts, 'cpu')
         return capsys.readouterr().out
 
 
