@@ -210,12 +210,6 @@ class ResponseFormat(Strict):
             raise ValueError("response_format has json_schema where its type is json_schema, and nowhere else")
         return self
 
-    def forms(self):
-        """{field: (kind, text) of `constraints.compiled`}."""
-        if self.type == 'json_schema':
-            return {'json_schema.schema': ('json_schema', self.json_schema.schema_)}
-        return {'type': ('json_object', '')} if self.type == 'json_object' else {}
-
 
 class StructuredOutputs(Strict):
     """The form of the texts, as vLLM names it."""
@@ -224,13 +218,6 @@ class StructuredOutputs(Strict):
     choice: list_of(str, min_length=1, max_length=MOST_CHOICES) | None = None
     grammar: str | None = Field(None, description="in llguidance's kind of Lark, or in llama.cpp's GBNF")
     json_object: bool = False
-
-    def forms(self):
-        """{field: (kind, text) of `constraints.compiled`}."""
-        found = {'json': ('json_schema', self.json_), 'regex': ('regex', self.regex),
-                 'grammar': ('grammar', self.grammar), 'choice': ('choice', self.choice and tuple(self.choice)),
-                 'json_object': ('json_object', '' if self.json_object else None)}
-        return {field: form for field, form in found.items() if form[1] is not None}
 
 
 class GenerationBody(Body):
@@ -264,8 +251,14 @@ class GenerationBody(Body):
     @property
     def forms(self):
         """What says the form of the texts: {field: (kind, text) of `constraints.compiled`}."""
-        return {f'{name}.{field}': form for name in ('response_format', 'structured_outputs') if getattr(self, name)
-                for field, form in getattr(self, name).forms().items()}
+        r, s = self.response_format or ResponseFormat(type='text'), self.structured_outputs or StructuredOutputs()
+        found = {'response_format.type': ('json_object', '' if r.type == 'json_object' else None),
+                 'response_format.json_schema.schema': ('json_schema', r.json_schema and r.json_schema.schema_),
+                 'structured_outputs.json_object': ('json_object', '' if s.json_object else None),
+                 'structured_outputs.json': ('json_schema', s.json_), 'structured_outputs.regex': ('regex', s.regex),
+                 'structured_outputs.choice': ('choice', s.choice and tuple(s.choice)),
+                 'structured_outputs.grammar': ('grammar', s.grammar)}
+        return {field: form for field, form in found.items() if form[1] is not None}
 
 
 class CompletionBody(GenerationBody):

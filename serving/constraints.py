@@ -8,6 +8,7 @@ The library llguidance, see grammars.py, computes which tokens may come next: th
 become one of the form, whatever the vocabulary. A sample ends when its text is complete and nothing may follow. Where
 it may end or go on, the tokens that end the sample are allowed too.
 """
+import os
 import re
 from functools import lru_cache
 
@@ -34,7 +35,7 @@ class Vocabulary:
         self.tokens = tokenizer.bytes_of_tokens()[:n_rows]
         self.tokens += [b''] * (n_rows - len(self.tokens))  # what a tokenizer does not know cannot come
         self.library = llguidance.LLTokenizer(self)
-        self.executor = llguidance.LLExecutor()
+        self.executor = llguidance.LLExecutor(os.cpu_count())
 
     def __call__(self, text):
         """The library divides no text into tokens, see `grammars.OPTIONS`."""
@@ -46,10 +47,9 @@ class Constraint:
     Which tokens of a sample may come next. beginning: llguidance's matcher behind no token. ends: the tokens that end
     the sample, allowed where the text may end.
 
-    allowed: a bitmap, see `decode.draw.DrawSettings`, behind n_taken drawn tokens of the sample; None if that is not
-    known.
-    is_complete: may nothing follow? error: a ValueError, where that is because the library gave up, or the vocabulary
-    lacks what would have to follow.
+    allowed: a bitmap, see `decode.draw.DrawSettings`, behind so many drawn tokens of the sample: n_taken, or None where
+    it is not written yet. is_complete: may nothing follow? error: a ValueError, where that is because the library gave
+    up, or the vocabulary lacks what would have to follow.
     """
 
     def __init__(self, vocabulary, beginning, ends=()):
@@ -105,7 +105,7 @@ def compiled(kind, text, vocabulary):
     not take, or no text of which this vocabulary can write.
     """
     import llguidance
-    limits = llguidance.LLParserLimits(max_lexer_states=30_000, verbose_errors=False)
+    limits = llguidance.LLParserLimits(max_lexer_states=20_000, verbose_errors=False)
     matcher = llguidance.LLMatcher(vocabulary.library, grammar_of(kind, text), log_level=0, limits=limits)
     if matcher.is_error():
         said = line_of(matcher.get_error())
