@@ -352,16 +352,17 @@ def test_the_scripts_take_a_file(small, repo):
 QWEN2_05B = dict(block_size=32768, vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_inner=4864,
                  bias=False, position='rope', norm='rms', mlp='swiglu', qkv_bias=True)
 SERVED = """
-import resource, sys
+import re, sys
 from serving.loading import load_engine
 thread, served = load_engine(sys.argv[1], weights='int8', device='cpu')
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, len(served.tokenizer.encode('Hello world')))
+print(int(re.search('VmHWM:[^0-9]*([0-9]+) kB', open('/proc/self/status').read())[1]) / 2**20)
 thread.stop()
 """
 
 
 @full_only
-def test_half_a_billion_weights_are_served_in_less_than_1_2_gb(tmp_path):
+@pytest.mark.skipif(sys.platform != 'linux', reason="needs /proc/self/status")
+def test_half_a_billion_weights_are_served_in_less_than_1_2_gib(tmp_path):
     """A file of the size of Qwen2.5-0.5B in q8_0, with as many tokens and merges."""
     letters = byte_level_alphabet()
     pairs = [a + b for a, b in itertools.product(letters, letters)]
@@ -379,7 +380,7 @@ def test_half_a_billion_weights_are_served_in_less_than_1_2_gb(tmp_path):
     done = subprocess.run([sys.executable, '-c', SERVED, tmp_path / 'model.gguf'], cwd=ROOT, env=ENVIRONMENT,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[0]) < 1.2, done.stdout
+    assert float(done.stdout) < 1.2
 
 
 # a real model
