@@ -31,6 +31,7 @@ from example_models import (
     sentencepiece_tokenizer,
 )
 from test_gguf import llama
+from tokenizers import pre_tokenizers
 
 import checkpoint
 import formats
@@ -400,7 +401,10 @@ def test_a_real_models_weights_tokenizer_and_template_are_those_that_transformer
     transformers = pytest.importorskip('transformers', reason="transformers is not installed")
     model, tokenizer = real
     where = dict(pretrained_model_name_or_path=os.path.dirname(real_model), gguf_file=os.path.basename(real_model))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).state_dict()
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    with torch.device('meta'):  # AutoModel.from_pretrained would need accelerate, and then call this
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(**where))
+    theirs = load_gguf_checkpoint(real_model, return_tensors=True, model_to_load=theirs)['tensors']
     ours = huggingface_weights(model, 'llama')
     assert ours.keys() == theirs.keys() - {'lm_head.weight'}
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -412,9 +416,11 @@ def test_a_real_models_weights_tokenizer_and_template_are_those_that_transformer
     for n in (2, 3):
         assert tokenizer.chat_template.render(said[:n]) == theirs.apply_chat_template(
             said[:n], tokenize=False, add_generation_prompt=True)
+    # it does not know the rule smollm, by which digits are alone: so as the model's own tokenizer.json has it
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     for text in texts(10_000):
-        if '  7' not in text:
-            assert tokenizer.encode(text) == theirs(text)['input_ids'], repr(text)
+        assert tokenizer.encode(text) == theirs(text)['input_ids'], repr(text)
 
 
 @pytest.mark.parametrize('type, spread, tie', [
