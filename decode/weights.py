@@ -54,6 +54,11 @@ def loaded(p):
     return p.read() if p.is_meta else p
 
 
+def shape_of(p):
+    """A matrix of p's shape in little memory. (The first operation on the device meta takes a second and 0.1 GB.)"""
+    return torch.empty(p.shape, dtype=torch.int8)
+
+
 def linears_of(model, loaded=loaded):
     """
     (weight (rows, K), bias (rows) or None) of every linear, in the order of layout.py. One after the other is loaded.
@@ -85,8 +90,9 @@ def linears_of(model, loaded=loaded):
 
 def in_turns(gate, up):
     """LANES rows of gate, LANES rows of up, and so on, both padded with zeros to whole LANES."""
-    pad = (0, 0) * (gate.dim() - 1) + (0, padded(len(gate), LANES) - len(gate))
-    return torch.stack([F.pad(w, pad).unflatten(0, (-1, LANES)) for w in (gate, up)], 1).flatten(0, 2)
+    if n := padded(len(gate), LANES) - len(gate):  # F.pad copies in any case
+        gate, up = (F.pad(w, (0, 0) * (w.dim() - 1) + (0, n)) for w in (gate, up))
+    return torch.stack([w.unflatten(0, (-1, LANES)) for w in (gate, up)], 1).flatten(0, 2)
 
 
 def quantise(w):
@@ -152,7 +158,7 @@ class PackedWeights:
     def __init__(self, model, weights):
         self.model, self.weights = model, weights
         with torch.no_grad():
-            shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model, lambda p: p)]
+            shapes = [(padded(len(w), LANES), padded(w.size(1), GROUP)) for w, _ in linears_of(model, shape_of)]
         self.table = aligned((len(shapes), layout.N_COLUMNS), np.int64)
         size = rows = 0
         for number, (row, (n, K)) in enumerate(zip(self.table, shapes)):

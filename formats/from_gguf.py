@@ -29,7 +29,7 @@ NUMBERS = {number: np.dtype(kind) for number, kind in enumerate('u1 i1 <u2 <i2 <
     10: np.dtype('<u8'), 11: np.dtype('<i8'), 12: np.dtype('<f8')}
 FLOAT32, TEXT, ARRAY = 6, 8, 9  # types of fields, as those of NUMBERS
 FREQUENCIES, EMBEDDING = 'rope_freqs.weight', 'token_embd.weight'
-ROWS_AT_ONCE = 2**12  # of a matrix: what the library needs on the way is several times as large
+ROWS_AT_ONCE = 2**9  # of a matrix: what the library needs on the way is several times as large
 
 
 class Tensor(NamedTuple):
@@ -178,6 +178,7 @@ class GGUFFile:
 
     @cached_property
     def weights(self):
+        self.fields = {key: value for key, value in self.fields.items() if type(value) is not list}  # tokens, merges
         of_names = {name: theirs for theirs, name in self.names.items()}
         shapes = {of_names.get(name, name): tensor.shape for name, tensor in self.tensors.items()
                   if name != FREQUENCIES}

@@ -82,7 +82,11 @@ def state_dict_of(model, files, dtype, lazy):
             raise ValueError(f"it lacks the weights {missing[0]}: is the download complete?")
         is_embedding = name.endswith(('wte.weight', 'wpe.weight')) or c.tied and name == 'lm_head.weight'
         if lazy and len(shape) == 2 and not is_embedding:
-            state_dict[name] = joined([files.weights[each].to('meta', dtype) for each in theirs], name, family, c)
+            rows, columns = zip(*(files.weights[each].shape for each in theirs))
+            shape = sum(rows), *{*columns}  # of one number of columns, or it does not fit
+            if family == 'gpt2' and name.endswith(CONV1D):
+                shape = shape[::-1]
+            state_dict[name] = torch.empty(shape, dtype=dtype, device='meta')
             state_dict[name].read = partial(read_joined, files, theirs, dtype, name, c)
         else:
             of_embedding = torch.bfloat16 if lazy and is_embedding and files.is_rounded else dtype

@@ -31,6 +31,7 @@ from example_models import (
     sentencepiece_tokenizer,
 )
 from test_gguf import llama
+from tokenizers import pre_tokenizers
 
 import checkpoint
 import formats
@@ -352,16 +353,17 @@ def test_the_scripts_take_a_file(small, repo):
 QWEN2_05B = dict(block_size=32768, vocab_size=151936, n_layer=24, n_head=14, n_kv_head=2, n_embd=896, n_inner=4864,
                  bias=False, position='rope', norm='rms', mlp='swiglu', qkv_bias=True)
 SERVED = """
-import resource, sys
+import re, sys
 from serving.loading import load_engine
 thread, served = load_engine(sys.argv[1], weights='int8', device='cpu')
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, len(served.tokenizer.encode('Hello world')))
+print(int(re.search('VmHWM:[^0-9]*([0-9]+) kB', open('/proc/self/status').read())[1]) / 2**20)
 thread.stop()
 """
 
 
 @full_only
-def test_half_a_billion_weights_are_served_in_less_than_1_2_gb(tmp_path):
+@pytest.mark.skipif(sys.platform != 'linux', reason="needs /proc/self/status")
+def test_half_a_billion_weights_are_served_in_less_than_1_2_gib(tmp_path):
     """A file of the size of Qwen2.5-0.5B in q8_0, with as many tokens and merges."""
     letters = byte_level_alphabet()
     pairs = [a + b for a, b in itertools.product(letters, letters)]
@@ -379,7 +381,7 @@ def test_half_a_billion_weights_are_served_in_less_than_1_2_gb(tmp_path):
     done = subprocess.run([sys.executable, '-c', SERVED, tmp_path / 'model.gguf'], cwd=ROOT, env=ENVIRONMENT,
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout.split()[0]) < 1.2, done.stdout
+    assert float(done.stdout) < 1.2
 
 
 # a real model
@@ -399,7 +401,10 @@ def test_a_real_models_weights_tokenizer_and_template_are_those_that_transformer
     transformers = pytest.importorskip('transformers', reason="transformers is not installed")
     model, tokenizer = real
     where = dict(pretrained_model_name_or_path=os.path.dirname(real_model), gguf_file=os.path.basename(real_model))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).state_dict()
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    with torch.device('meta'):  # AutoModel.from_pretrained would need accelerate, and then call this
+        theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(**where))
+    theirs = load_gguf_checkpoint(real_model, return_tensors=True, model_to_load=theirs)['tensors']
     ours = huggingface_weights(model, 'llama')
     assert ours.keys() == theirs.keys() - {'lm_head.weight'}
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -411,9 +416,11 @@ def test_a_real_models_weights_tokenizer_and_template_are_those_that_transformer
     for n in (2, 3):
         assert tokenizer.chat_template.render(said[:n]) == theirs.apply_chat_template(
             said[:n], tokenize=False, add_generation_prompt=True)
+    # it does not know the rule smollm, by which digits are alone: so as the model's own tokenizer.json has it
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     for text in texts(10_000):
-        if '  7' not in text:
-            assert tokenizer.encode(text) == theirs(text)['input_ids'], repr(text)
+        assert tokenizer.encode(text) == theirs(text)['input_ids'], repr(text)
 
 
 @pytest.mark.parametrize('type, spread, tie', [
