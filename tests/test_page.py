@@ -343,7 +343,9 @@ def shown(page, width, scheme='light', height=800):
 
 
 def check_look(page, scheme, *selectors):
-    assert page.browser.execute_script('return document.documentElement.scrollWidth <= innerWidth')
+    assert page.browser.execute_script("""
+        return [...document.querySelectorAll('html, section, #turns, .sample, .code')].every(
+          element => element.scrollWidth <= element.clientWidth)""")
     for selector in selectors:
         ink, paper = page.browser.execute_script("""
             let element = document.querySelector(arguments[0]), ink = getComputedStyle(element).color
@@ -469,6 +471,7 @@ def f(x):
 
 A heading, underlined
 ---------------------
+Then
 - the last
 """
 
@@ -503,8 +506,10 @@ def test_an_answer_is_markdown(chat):
             getSelection().setBaseAndExtent(text.firstChild.firstChild, 2, code.firstChild, 8)
             document.querySelector('#turns').scrollTop = 40""")
         selected = chat.browser.execute_script('return String(getSelection())')
-        for start in range(cut, len(MARKDOWN), 5):
-            chat.speak(MARKDOWN[start:start + 5])
+        end = MARKDOWN.index('- the last') + 1
+        chat.speak(*MARKDOWN[cut:end])
+        assert seen()[-1] == ['p', 'Then', '']  # and no heading
+        chat.speak(*MARKDOWN[end:])
         assert chat.browser.execute_script("return document.querySelector('#turns').scrollTop") == 40
         assert chat.browser.execute_script('return String(getSelection())') == selected
     chat.speak(end='stop')
@@ -572,7 +577,7 @@ def test_hostile_markdown_is_text(chat):
 
 
 @pytest.mark.parametrize('text', sizes(['>' * 10**4 + 'x', 'word ' * 2 * 10**5], [
-    '>' * 10**4 + 'x', '- ' * 10**4 + 'x', '1. ' * 10**4, '[' * 10**4, '![a](' * 4000, '*a ' * 10**4, '**a_' * 10**4,
+    '>' * 10**4 + 'x', '- ' * 10**4 + 'x', '1. ' * 10**4, '[' * 10**4, '![a](' * 4000, '*a ' * 10**4, '**a_' * 4500,
     'x `' * 10**4, '<a ' * 10**4, '| a ' * 4000 + '|\n' + '|-' * 4000 + '|\n', '~~~\n' + 'a line\n' * 10**4,
     'word ' * 2 * 10**5, f'some *words* and {"more " * 18}\n\n' * 10**4]), ids=lambda text: text[:6])
 def test_an_answer_may_be_of_any_size_and_depth(chat, text):
@@ -601,7 +606,7 @@ def test_chats_are_kept_renamed_exported_and_deleted(chat, tmp_path):
     second = chat.turns()
     chat['#shelf summary'].send_keys(Keys.ENTER)
     chat.wait(lambda: names() == ['another <i>question</i>', 'the first question'])
-    chat.fill(system='')
+    chat.paste('system', 'another')
     for name, keys, then in (('the first question', ('A name', Keys.ESCAPE), 'the first question'),
                              ('the first question', ('A name', Keys.ENTER), 'A name')):
         chat.press('Rename ' + name)
@@ -623,19 +628,21 @@ def test_chats_are_kept_renamed_exported_and_deleted(chat, tmp_path):
     chat['#undo'].send_keys(Keys.ENTER)
     assert chat.turns() == first and names() == ['A name', 'another <i>question</i>']
 
+    chat.press('Rename A name')
+    chat.browser.switch_to.active_element.send_keys('A name of now', Keys.ENTER)
     one = chat.browser.current_window_handle
     chat.browser.switch_to.new_window('tab')
     try:
         chat.open()
         chat['#shelf summary'].click()
-        chat.wait(lambda: names() == ['A name', 'another <i>question</i>'])
+        chat.wait(lambda: names() == ['A name of now', 'another <i>question</i>'])
         assert not chat.turns()
         chat.press('Delete another <i>question</i>')
-        assert chat.text('#removed span') == 'another <i>question</i> removed' and names() == ['A name']
+        assert chat.text('#removed span') == 'another <i>question</i> removed' and names() == ['A name of now']
     finally:
         chat.browser.close()
         chat.browser.switch_to.window(one)
-    chat.wait(lambda: names() == ['A name'])
+    chat.wait(lambda: names() == ['A name of now'])
 
 
 @pytest.mark.parametrize('why, refuse', [
