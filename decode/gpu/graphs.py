@@ -3,12 +3,8 @@ The model's own step in PyTorch as a CUDA graph, for `GPT.generate`.
 
 PyTorch starts a GPU kernel in about 10 us, and a step of a GPT with 12 layers has some 300 of them, most of which run
 for 3 us. A graph starts all of them at once. It repeats the same kernels on the same addresses, so one is recorded for
-each cache, batch size and number of slots that are read. To record a graph takes as long as a few steps.
-
-In a recorded step keys and values are written to the slots of their positions, and attention goes over a fixed number
-of slots with a mask: nothing of it depends on the length of the text. (After gpt-fast's decode_one_token,
-https://github.com/pytorch-labs/gpt-fast. The price is that empty slots are read too; the mask hides them, but they must
-hold numbers, as the zeros of a new cache do.)
+each cache, batch size and number of slots that are read: attention goes over all of these with a mask. (After
+https://github.com/pytorch-labs/gpt-fast. Empty slots are read too, and must hold numbers.)
 """
 from contextlib import nullcontext
 from typing import NamedTuple
