@@ -35,8 +35,8 @@ def store(qkv, q, angles, attn, kv, inputs, geometry):
 
 def places(slots, g, n):
     """Where the n numbers or scales of each head in slots (K,) are, int64 (K, n_kv_head, n)."""
-    at = slots.long()[:, None] * g.slot_stride + torch.arange(g.n_kv_head, device=slots.device) * g.head_stride
-    return at[..., None] // (g.head_dim // n) + torch.arange(n, device=slots.device)
+    at = slots.long()[:, None] + torch.arange(g.n_kv_head, device=slots.device) * g.n_slots
+    return at[..., None] * n + torch.arange(n, device=slots.device)
 
 
 def attend(q, y, parts, kv, inputs, geometry):

@@ -28,7 +28,7 @@ def attended(rows, n_head, head_dim, n_kv_head=0, alibi=False, window=0, n_sink=
         each.data.copy_(torch.randn(each.data.shape, generator=chooser))
     columns = Columns.of(SimpleNamespace(block_size=block_size, window=window, n_sink=n_sink), 3)
     slopes = alibi_slopes(n_head, torch.float32, DEVICE) if alibi else None
-    g = Geometry(n_head, n_kv_head, head_dim, window, n_sink, columns, slopes, head_dim, n_slots * head_dim, 0)
+    g = Geometry(n_head, n_kv_head, head_dim, window, n_sink, columns, slopes, n_slots, 0)
     table = (531 * torch.arange(3)[:, None] + 7 * torch.arange(columns.n_columns)) % n_slots
     sequences, positions = (torch.tensor(each, device=DEVICE) for each in zip(*rows))
     inputs = SimpleNamespace(positions=positions + far * (positions >= 0) * math.lcm(columns.ring or 1, slots.SPLIT),

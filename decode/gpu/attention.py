@@ -2,11 +2,10 @@
 Attention on a GPU: two Triton kernels, which read the keys and values of one step from their slots.
 
 The keys that a row sees are divided into splits, so that a few rows keep the whole GPU busy. A split is attended TILE
-keys at a time, with a running maximum of the scores (arXiv:2205.14135), and the second kernel adds up the splits of a
-row. Tiles and splits begin at multiples of their size in absolute position, the size of a split follows from the row's
-position, and splits are added in ascending order. So the bits of a row depend on its position and its own keys alone,
-however many programs there are, and a short text costs the same in a long context. The sinks of a window are a split of
-their own, the first. Keys and values that a row does not see are not loaded: they may be NaN.
+keys at a time, with a running maximum of the scores (arXiv:2205.14135). The second kernel adds up the splits of a row.
+Tiles and splits begin at multiples of their size, which follows from the row's position, and splits are added in
+ascending order. So the bits of a row depend on its position and its own keys alone, and a short text costs the same in
+a long context. The sinks of a window are the first split. Keys and values that are not seen may be NaN.
 """
 import torch
 import triton
@@ -26,44 +25,41 @@ def attend(q, y, parts, kv, inputs, geometry):
     """
     g, columns, R = geometry, geometry.columns, len(q)
     shared = g.n_head // g.n_kv_head  # queries of a head of keys
-    # A program multiplies several queries of 16 bits as a matrix, padded to 16 rows, on tensor cores. These do not
-    # multiply float32, and one query alone reuses no key. In both cases each query has a program of its own, which
-    # loads keys to registers and has no barrier in its loop
+    # Several queries of 16 bits are a matrix for tensor cores, padded to 16 rows. Of float32, which these do not
+    # multiply, and of one alone, which reuses no key, each has a program without a barrier in its loop
     one = shared == 1 or q.dtype == torch.float32
     padded, n_heads = max(16, triton.next_power_of_2(g.head_dim)), g.n_head if one else g.n_kv_head
     n_programs = min(columns.n_splits, max(1, PROGRAMS // (R * n_heads)))
     of_splits = dict(WINDOW=g.window, N_SINK=g.n_sink, SPLIT=SPLIT, SPLITS=SPLITS, N_SPLITS=columns.n_splits)
     attend_kernel[R, n_heads, n_programs](
         q, parts, kv.k, kv.v, kv.k_scale, kv.v_scale, inputs.positions, inputs.sequences, inputs.slot_table, g.slopes,
-        inputs.slot_table.stride(0), g.slot_stride // g.head_dim, g.head_stride // g.head_dim, g.n_head, shared,
-        1 if one else shared, 1 if one else max(16, triton.next_power_of_2(shared)), g.head_dim, padded, q.size(1),
-        g.head_dim ** -0.5, columns.sinks, columns.ring, g.group, group_size(g, padded), TILE, 1 if one else 3,
-        **of_splits, num_warps=8 if one else 4, enable_fp_fusion=True)
+        inputs.slot_table.stride(0), g.n_slots, g.n_head, shared, 1 if one else shared,
+        1 if one else max(16, triton.next_power_of_2(shared)), g.head_dim, padded, q.size(1), g.head_dim ** -0.5,
+        columns.sinks, columns.ring, g.group, group_size(g, padded), TILE, 1 if one else 3, **of_splits,
+        num_warps=8 if one else 4, enable_fp_fusion=True)
     add_kernel[R, g.n_head](y, parts, inputs.positions, inputs.sequences, g.n_head, g.head_dim, padded, **of_splits,
                             num_warps=1, enable_fp_fusion=True)
 
 
-# The strides are those of a cache, in heads of D numbers. One kernel is compiled for all caches, so that bits are the
-# same in each
-@triton.jit(do_not_specialize=['slot_stride', 'head_stride'])
-def attend_kernel(q, parts, k, v, k_scale, v_scale, positions, sequences, slot_table, slopes, table_stride, slot_stride,
-                  head_stride, N_HEAD: tl.constexpr, SHARED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit(do_not_specialize=['n_slots'])  # one kernel is compiled for all caches, so that bits are the same in each
+def attend_kernel(q, parts, k, v, k_scale, v_scale, positions, sequences, slot_table, slopes, table_stride, n_slots,
+                  N_HEAD: tl.constexpr, SHARED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
                   D: tl.constexpr, PADDED: tl.constexpr, KINDS: tl.constexpr, SCALE: tl.constexpr, SINKS: tl.constexpr,
                   RING: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr,
                   STAGES: tl.constexpr, WINDOW: tl.constexpr, N_SINK: tl.constexpr, SPLIT: tl.constexpr,
                   SPLITS: tl.constexpr, N_SPLITS: tl.constexpr):
     """
-    Some splits of a row for QUERIES of the SHARED query heads of a head of keys, padded to ROWS. Results go to parts.
-
-    Lanes have a largest score, a sum of weights and sums of values each. With a matrix of queries a lane is a query;
-    with one, lane i is key i of each tile, and lanes meet behind the last tile.    """
+    Parts of some splits of a row, for QUERIES of the SHARED query heads of a head of keys, padded to ROWS. Lanes have a
+    largest score, a sum of weights and sums of values each. With a matrix of queries a lane is a query; with one, lane
+    i is key i of each tile, and lanes meet behind the last tile.
+    """
     row, channels = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
     heads = tl.program_id(1) * QUERIES + tl.arange(0, ROWS)
     mine = tl.arange(0, ROWS) < QUERIES
     numbers = mine[:, None] & (channels < D)[None, :]
     LANES: tl.constexpr = TILE if ROWS == 1 else ROWS
-    of_head = (tl.program_id(1) * QUERIES // SHARED).to(tl.int64) * head_stride * D
+    of_head = (tl.program_id(1) * QUERIES // SHARED).to(tl.int64) * n_slots
     if slopes is not None:
         slope = tl.load(slopes + heads, mine, 0)[:, None]
 
@@ -84,7 +80,7 @@ def attend_kernel(q, parts, k, v, k_scale, v_scale, positions, sequences, slot_t
             if RING > 0:
                 column = tl.where(of_sinks, first, SINKS + first % RING)
             slots = tl.load(slot_table + sequence * table_stride + column + tl.arange(0, TILE), seen, 0).to(tl.int64)
-            at = slots * slot_stride * D + of_head
+            at = (of_head + slots) * D
             key = read(k, k_scale, at, seen, D, PADDED, GROUP, GROUP_SIZE).to(q.dtype.element_ty)
             value = read(v, v_scale, at, seen, D, PADDED, GROUP, GROUP_SIZE).to(q.dtype.element_ty)
             if ROWS == 1:
@@ -135,10 +131,7 @@ def splits_of(position, sequence, split, WINDOW: tl.constexpr, N_SINK: tl.conste
 
 @triton.jit
 def read(data, scale, at, seen, D: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """
-    A tile of keys or values, (TILE, PADDED), from data + at, those of int8 times their scales, in float32. What is not
-    seen is 0, and so are channels from D on. GROUP numbers, or GROUP_SIZE with their padding, share a scale.
-    """
+    """A tile of keys or values (TILE, PADDED) from data + at, those of int8 times their scales; 0 where not seen."""
     channels = tl.arange(0, PADDED)
     x = tl.load(data + at[:, None] + channels[None, :], seen[:, None] & (channels < D)[None, :], 0)
     if scale is not None:

@@ -25,10 +25,8 @@ from decode.gpu.tables import MOST_STEPS, N_LANDINGS, CallTable
 BUCKETS = 8, 64, 128, 192, 256  # numbers of rows of a graph: multiples of HEIGHT, and few
 AT_ONCE = 4     # steps that are launched before the host looks at what an earlier group of as many has drawn
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of models
-STORED = *DTYPES, torch.int8  # types of keys and values
 
-# The memory in which cuBLAS adds up parts of sums: how much it has may decide its algorithm, and by default that
-# depends on the GPU. It is read at the first product
+# cuBLAS adds up parts of sums in this memory, and how much it has may decide its algorithm. Read at the first product
 os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
 
 
@@ -43,8 +41,7 @@ class GPUExecutor:
     The bits of a row's logits, and what is drawn from them, depend neither on the other rows of a step nor on how its
     text is divided into steps; `check.buckets_of` tries that on the device. After a change of the model call `refresh`.
 
-    Raises ValueError on a model that is not model.py's GPT in one dtype of three, and where the kernels do not run or
-    compute something else.
+    ValueError on a model that is not model.py's GPT in one of DTYPES, and where kernels compute something else.
     """
     torch_on_one_thread, most_sequences, height = nullcontext, BUCKETS[-1], HEIGHT
 
@@ -75,12 +72,6 @@ class GPUExecutor:
 
     def hold(self, layers):
         """Let the steps read and write these `kvcache.storage.Layer`s, or none. ValueError if they cannot."""
-        for stored in (t for layer in layers for t in layer.tensors()):
-            first = layers[0].k
-            if stored.device != self.device or not stored.is_contiguous() or first.data.dtype not in STORED:
-                raise ValueError(f"the GPU executor reads contiguous keys and values on {self.device} in float32, "
-                                 f"bfloat16, float16 or int8, and these are {first.kind} on {stored.device} with "
-                                 f"strides {stored.stride()}: use decoder=eager")
         self.layers = layers
         self.bind()
 
@@ -98,15 +89,12 @@ class GPUExecutor:
     @contextmanager
     def on_device(self):
         """For what computes on the executor's device, which need not be the current one, in the model's dtype."""
-        with torch.inference_mode(), torch.cuda.device_of(self.table.memory), torch.autocast(self.device.type,
-                                                                                             enabled=False):
+        autocast = torch.autocast(self.device.type, enabled=False)
+        with torch.inference_mode(), torch.cuda.device_of(self.table.memory), autocast:
             yield
 
     def execute_model(self, batch):
-        """
-        See `decode.cpu.CPUExecutor.execute_model`. A batch that decodes is several steps, unless logits are wanted.
-        Logits stay on the device.
-        """
+        """See `decode.cpu.CPUExecutor.execute_model`. A call for logits, which stay on the device, is one step."""
         with self.on_device():
             batch.copy(self.layers)
             check_step(self.model, batch)
@@ -123,14 +111,11 @@ class GPUExecutor:
             return batch.result(self.drawn([batch.sequences[i] for i in drawing], own), logits, parts)
 
     def bucket(self, n):
-        """The number of rows of the graph that n rows take."""
+        """The number of rows of the graph for n rows."""
         return next(R for R in self.buckets if R >= n)
 
     def graph(self, kind, R):
-        """
-        The graph of a function of R rows: 'layers', 'head', or 'draw', which is both and draws the next tokens too. It
-        may have to be recorded, so it is asked for before the inputs are sent.
-        """
+        """Of R rows: 'layers', 'head', or 'draw', which is both and a draw. To record one spoils the inputs."""
         if (kind, R) not in self.graphs:
             step, inputs, layers = self.step, self.table.inputs.rows(R), [KVLayer.of(each) for each in self.layers]
             run = {'layers': lambda: step.hidden_states(inputs, layers), 'draw': lambda: step.draw(inputs, layers),
@@ -149,9 +134,8 @@ class GPUExecutor:
 
     def load(self, sequences, counts, tokens, positions, n_steps=1, wanted=()):
         """
-        Have all that a step of these tokens reads on the device, behind the next `send`. counts: how many of them each
-        sequence brings, an array. n_steps: an array or an int, how many steps follow each other. Returns the `Row` of
-        each sequence. `Refused` if a slot is missing.
+        Have the slots on the device, and the inputs of a step behind the next `send`. counts: how many of the tokens
+        each sequence brings; n_steps: how many steps follow each other. Returns each `Row`. `Refused` without a slot.
         """
         rows, ends = self.rows(sequences), counts.cumsum()
         self.slots.update(rows, positions[ends - counts], positions[ends - 1] + n_steps)
@@ -159,10 +143,7 @@ class GPUExecutor:
         return rows
 
     def logits_of(self, sequences, tokens, positions, counts, wanted):
-        """
-        The logits of the rows `wanted`, float32 (W, vocab_size), of one step of sequences which bring so many of the
-        new tokens each. It may be several graphs one after the other.
-        """
+        """Float32 (W, vocab_size) of the rows `wanted` of one step, which may be several graphs one after the other."""
         most, N = self.most_sequences, len(tokens)
         starts = np.fromiter(accumulate(counts, initial=0), np.int64, len(counts) + 1)
         logits = torch.empty(len(wanted), self.config.vocab_size, dtype=torch.float32, device=self.device)
@@ -182,10 +163,7 @@ class GPUExecutor:
         return logits
 
     def several(self, batch):
-        """
-        `execute_model` for a batch that decodes: steps follow each other on the device. The host launches some of them
-        ahead, and launches no more when a token has ended a sequence, or when the call is late.
-        """
+        """Steps of a batch that decodes: the host launches some ahead, but none behind an end, or when it is late."""
         S, limits = len(batch.sequences), np.minimum(batch.n_steps, MOST_STEPS)
         n_steps, graph = int(limits.max()), self.graph('draw', self.bucket(S))
         rows = self.load(batch.sequences, np.ones(S, np.int64), batch.tokens, batch.positions, limits)

@@ -6,8 +6,8 @@ for 3 us. A graph starts all of them at once. It repeats the same kernels on the
 each cache, batch size and number of slots that are read: attention goes over all of these with a mask. (After
 https://github.com/pytorch-labs/gpt-fast. Empty slots are read too, and must hold numbers.)
 """
+from collections import namedtuple
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 
@@ -41,10 +41,7 @@ class GraphStep:
         self.forget()
 
     def forget(self):
-        """
-        Forget all recordings together, once none of them runs. The end of a graph frees the memory in which cuBLAS
-        works on the stream of its recording, and other graphs of that stream would still address it (pytorch#193402).
-        """
+        """Forget all recordings, once none runs: the end of one frees memory that others use (pytorch#193402)."""
         device = self.model.lm_head.weight.device
         if device.type == 'cuda':
             torch.cuda.synchronize(device)
@@ -83,10 +80,7 @@ class GraphStep:
         return min(n, n_slots)
 
     def record(self, idx, cache_pos, caches, amp):
-        """
-        A `Recording` of the step for tokens such as idx. caches: k_cache and v_cache of each layer, one after the
-        other, of the slots that are read.
-        """
+        """A `Recording` of the step for tokens such as idx. caches: k_cache and v_cache of each layer in turn."""
         static_idx, positions, outputs, model = idx.clone(), torch.full_like(idx, cache_pos), [], self.direct.model
         layers = [StaticSlots(k_cache, v_cache) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
 
@@ -97,18 +91,12 @@ class GraphStep:
         return Recording(self.queue.record(step), static_idx, positions, outputs)
 
 
-class Recording(NamedTuple):
-    """A graph, its inputs, int64 (B, 1), and a list with the logits (B, 1, vocab_size) that a replay writes."""
-    graph: object
-    idx: torch.Tensor
-    positions: torch.Tensor
-    outputs: list
+# a graph, its inputs, int64 (B, 1), and a list with the logits (B, 1, vocab_size) that a replay writes
+Recording = namedtuple('Recording', 'graph idx positions outputs')
 
 
-class StaticSlots(NamedTuple):
+class StaticSlots(namedtuple('StaticSlots', 'k_cache v_cache')):
     """The cache of one layer with slots (B, n_kv_head, n_slots, head_dim); see model.py's `append`."""
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
 
     def append(self, k, v, positions):
         """

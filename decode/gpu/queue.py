@@ -1,4 +1,4 @@
-"""What a device does one after the other: recorded steps, copies, and events by which the host waits for them."""
+"""What a device does one after the other: recorded steps, copies, and events for which the host waits."""
 from contextlib import suppress
 
 import numpy as np

@@ -1,7 +1,4 @@
-"""
-The slot table of a GPU step: which of its rows has the slots of which sequence, up to which position, and in which
-columns.
-"""
+"""The slot table of a GPU step: which sequence has which row, and which of its slots are in which columns."""
 from collections import OrderedDict, namedtuple
 
 import numpy as np
@@ -52,9 +49,9 @@ def up_to(n, multiple):
 
 class Row:
     """
-    A row of the tables on the device, and what they have there of a sequence: the slots of its `Runs`, of the sinks and
-    of the positions from first to until - 1, with a window the last `ring` of these; the marks and biases of its
-    `DrawSettings`; and in the marks how often it has drawn which token, of n_counted tokens, -1 if that is not known.
+    A row of the tables on the device, and what is there of a sequence: the slots of its `Runs` for the sinks and the
+    positions from first to until - 1, with a window the last `ring` of these; the marks and biases of its settings; and
+    in the marks how often it has drawn which token, of n_counted tokens, -1 if that is not known.
     """
     __slots__ = 'number', 'sequence', 'runs', 'first', 'until', 'settings', 'n_counted'
 
@@ -75,16 +72,12 @@ class Rows:
 
     def __call__(self, sequences):
         """The `Row` of each of up to n sequences."""
-        return [self.row(s) for s in sequences]
-
-    def row(self, sequence):
-        key = id(sequence)
-        if key not in self.of:
-            row = self.free.pop() if self.free else self.of.popitem(last=False)[1]
-            row.give(sequence)
-            self.of[key] = row
-        self.of.move_to_end(key)
-        return self.of[key]
+        for s in sequences:
+            if id(s) not in self.of:
+                self.of[id(s)] = self.free.pop() if self.free else self.of.popitem(last=False)[1]
+                self.of[id(s)].give(s)
+            self.of.move_to_end(id(s))
+        return [self.of[id(s)] for s in sequences]
 
 
 class SlotTable:
@@ -100,9 +93,8 @@ class SlotTable:
 
     def update(self, rows, starts, ends):
         """
-        Have the slots in the table that tokens at the positions starts to ends - 1 of some sequences see, int64 arrays
-        (S,). rows: the `Row` of each. `Refused` if a sequence has no slot for a position that is seen; then nothing is
-        known of these rows.
+        Have the slots in the table that tokens at the positions starts to ends - 1 see, int64 (S,), of the sequences
+        with these `Row`s. `Refused` if a position that is seen has no slot; then nothing is known of these rows.
         """
         for row in rows:
             if row.runs is not row.sequence.runs:

@@ -1,12 +1,11 @@
 """
-One step of a GPT on a GPU: which function follows which. Embeddings, norms, linears and activations are PyTorch's;
-attention, the store of keys and values, and draws are Triton kernels.
+One step of a GPT on a GPU: PyTorch's functions, and Triton kernels that store keys and values, attend and draw.
 
 R rows are new tokens. A row with sequence -1 is padding: it writes no keys and values, sees none, and nothing reads its
 results. Activations are of the model's dtype; the residual stream x is float32, so that it is rounded nowhere.
 
-A linear takes HEIGHT rows at a time, so that the library sees products of one shape only, and takes one algorithm for
-them. Then the bits of a row depend neither on its place nor on how many others there are.
+A linear takes HEIGHT rows at a time: then the library sees products of one shape, and takes one algorithm for them, so
+the bits of a row depend neither on its place nor on how many others there are.
 """
 from collections import namedtuple
 
@@ -21,9 +20,8 @@ HEIGHT = 64
 
 class KVLayer(namedtuple('KVLayer', 'k v k_scale v_scale')):
     """
-    The keys and values of one layer, in the dtype in which they are stored. Those of a head are at slot * slot_stride +
-    head * head_stride in k and v, which are views of one dimension; both strides are multiples of head_dim. The scales
-    of int8, float32, are those of `group` numbers each, at the same places divided by it; None otherwise.
+    The keys and values of one layer, as they are stored (n_kv_head, n_slots, head_dim), in views of one dimension. The
+    scales of int8, float32, are those of `group` numbers each, at the same places divided by it; None otherwise.
     """
     __slots__ = ()
 
@@ -34,12 +32,10 @@ class KVLayer(namedtuple('KVLayer', 'k v k_scale v_scale')):
         return cls(*(None if t is None else t.view(-1) for t in stored))
 
 
-class Geometry(namedtuple('Geometry', 'n_head n_kv_head head_dim window n_sink columns slopes slot_stride head_stride '
-                                      'group')):
+class Geometry(namedtuple('Geometry', 'n_head n_kv_head head_dim window n_sink columns slopes n_slots group')):
     """
     What attention and the store of keys and values go by. window, n_sink: of the model. columns: of the slot table.
-    slopes: float32 (n_head,) of ALiBi, or None. slot_stride, head_stride: see `KVLayer`. group: numbers of a head that
-    share a scale in int8, 0 for other types.
+    slopes: float32 (n_head,) of ALiBi, or None. n_slots, group: see `KVLayer`; group is 0 for other types than int8.
     """
     __slots__ = ()
 
@@ -61,8 +57,8 @@ class Step:
             raise ValueError(f"there is room for {len(layers)} layers with {n_numbers} numbers of keys each, and the "
                              f"model has {shape}: make the slots for this model")
         slopes = alibi_slopes(c.n_head, torch.float32, device) if c.position == 'alibi' else None
-        self.geometry = Geometry(c.n_head, c.n_kv_head, c.head_dim, c.window, c.n_sink, columns, slopes, c.head_dim,
-                                 c.head_dim * layers[0].n_slots, 0 if first.scale is None else first.group)
+        self.geometry = Geometry(c.n_head, c.n_kv_head, c.head_dim, c.window, c.n_sink, columns, slopes,
+                                 layers[0].n_slots, 0 if first.scale is None else first.group)
         self.frequencies = rotary_frequencies(c.head_dim, c.rope_theta, c.rope_scaling).to(device)
         # a norm of float32 takes weights of float32
         self.norms = {norm: [p if p is None else p.detach().float() for p in (norm.weight, getattr(norm, 'bias', None))]
@@ -118,8 +114,7 @@ class Step:
 
     def angles(self, positions):
         """
-        Of rotary positions: cosines and sines, float32 (R, kinds, 2, head_dim / 2). Queries that meet sinks are of a
-        second kind, of positions that are not further away. None for other positions.
+        Rotary cosines and sines, float32 (R, kinds, 2, head_dim / 2), or None. Queries of the second kind meet sinks.
         """
         c = self.config
         if c.position != 'rope':

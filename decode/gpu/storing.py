@@ -19,25 +19,19 @@ def store(qkv, q, angles, attn, kv, inputs, geometry):
     # fused multiply-adds are off: the rotation then has the bits of PyTorch's, and so do the int8 codes
     store_kernel[len(qkv), g.n_head + 2 * g.n_kv_head](
         qkv, q, angles, *norms, kv.k, kv.v, kv.k_scale, kv.v_scale, inputs.positions, inputs.sequences,
-        inputs.slot_table, inputs.slot_table.stride(0), g.slot_stride // g.head_dim, g.head_stride // g.head_dim,
-        q_norm.eps if q_norm else 0.0, g.n_head, g.n_kv_head, g.head_dim, padded, q.size(1), g.n_sink, columns.sinks,
-        columns.ring, g.group, group_size(g, padded), num_warps=1, enable_fp_fusion=False)
+        inputs.slot_table, inputs.slot_table.stride(0), g.n_slots, q_norm.eps if q_norm else 0.0, g.n_head, g.n_kv_head,
+        g.head_dim, padded, q.size(1), g.n_sink, columns.sinks, columns.ring, g.group, group_size(g, padded),
+        num_warps=1, enable_fp_fusion=False)
 
 
 def group_size(geometry, padded):
-    """Numbers that share a scale in a head that is padded to a power of two; 0 for other types than int8."""
-    g = geometry
-    if g.group == g.head_dim:
-        return padded
-    if g.group and (g.head_dim % g.group or g.group & (g.group - 1)):
-        raise ValueError(f"groups of {g.group} numbers must be a power of two and divide head_dim {g.head_dim}, or be "
-                         "all of it")
-    return g.group
+    """Numbers that share a scale in int8: a power of two, or all of a head, which is padded to one; 0 for others."""
+    return padded if geometry.group == geometry.head_dim else geometry.group
 
 
-@triton.jit(do_not_specialize=['slot_stride', 'head_stride'])  # in heads of D numbers: one kernel for all caches
+@triton.jit(do_not_specialize=['n_slots'])  # one kernel for all caches
 def store_kernel(qkv, q, angles, q_norm, k_norm, k, v, k_scale, v_scale, positions, sequences, slot_table, table_stride,
-                 slot_stride, head_stride, EPS: tl.constexpr, N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr,
+                 n_slots, EPS: tl.constexpr, N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr,
                  D: tl.constexpr, PADDED: tl.constexpr, KINDS: tl.constexpr, N_SINK: tl.constexpr, SINKS: tl.constexpr,
                  RING: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr):
     """One head of a row of qkv: of its queries, its keys, or its values."""
@@ -55,11 +49,11 @@ def store_kernel(qkv, q, angles, q_norm, k_norm, k, v, k_scale, v_scale, positio
             to = q + ((row * KINDS + kind) * N_HEAD + head) * D + channels
             tl.store(to, query.to(q.dtype.element_ty), channels < D)
     elif head < N_HEAD + N_KV_HEAD:
-        at = (slot * slot_stride + (head - N_HEAD) * head_stride) * D
+        at = ((head - N_HEAD) * n_slots + slot) * D
         key = head_of(x, k_norm, angles, row * KINDS, EPS, D, PADDED).to(q.dtype.element_ty)
         write(key.to(tl.float32), k, k_scale, at, sequence >= 0, D, PADDED, GROUP, GROUP_SIZE)
     else:
-        at = (slot * slot_stride + (head - N_HEAD - N_KV_HEAD) * head_stride) * D
+        at = ((head - N_HEAD - N_KV_HEAD) * n_slots + slot) * D
         value = head_of(x, None, None, row, EPS, D, PADDED)
         write(value, v, v_scale, at, sequence >= 0, D, PADDED, GROUP, GROUP_SIZE)
 

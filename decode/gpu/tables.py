@@ -79,10 +79,7 @@ class CallTable:
         host['sequences'][:n], host['sequences'][n:] = np.repeat([row.number for row in rows], counts), -1
 
     def draw(self, rows, limits):
-        """
-        The next `send` is of rows that draw as the sequences of these `Row`s do, at most limits (S,) tokens each. Marks
-        and biases that are not on the device are written.
-        """
+        """The next `send` is of rows that draw as these `Row`s' sequences do, at most limits (S,) tokens each."""
         host, n, settings = self.host, len(rows), [row.sequence.settings for row in rows]
         if settings != self.settings:  # the same objects have the same settings
             self.settings = None  # until all is written
@@ -124,8 +121,8 @@ class CallTable:
 
     def land(self, first, end, S):
         """
-        Begin to read what the steps first to end - 1 of this call have drawn for S rows. Returns (an event, drawn int64
-        (n, S), left and broken behind the last of the steps, int32 (2, S)): arrays that are filled once it is reached.
+        (an event; what the steps first to end - 1 of this call have drawn for S rows, int64 (n, S); left and broken
+        behind the last of them, int32 (2, S)): arrays that are filled once the event is reached.
         """
         drawn, of_rows = self.landings[self.next_landing]
         self.next_landing, n, i = (self.next_landing + 1) % N_LANDINGS, end - first, self.inputs
