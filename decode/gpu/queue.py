@@ -33,7 +33,7 @@ class Queue:
         return tensor.pin_memory()
 
     def put(self, table, at, values):
-        """Begin to write an array of numbers at places of a tensor of the device, integers (n,). One copy."""
+        """Begin to write numbers at places of a tensor of the device, both lists or arrays (n,). One copy."""
         both = self.pinned(torch.from_numpy(np.stack((at, values), dtype=np.float64)))
         both = both.to(table.device, non_blocking=True)
         table.view(-1)[both[0].long()] = both[1].to(table.dtype)

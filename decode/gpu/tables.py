@@ -90,34 +90,24 @@ class CallTable:
         host['sequences'][:n], host['sequences'][n:] = [row.number for row in rows], -1
         host['numbers'][:n] = [row.sequence.n_drawn for row in rows]
         host['left'][:n], host['left'][n:] = limits, 0
-        self.bias([row for row in rows if row.settings is not row.sequence.settings])
-        for row, s in [(row, row.sequence) for row in rows]:
-            if s.settings.penalised and row.n_counted != s.n_drawn:
-                s.settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
-                marks = s.settings.counts + np.where(s.settings.in_prompt, IN_PROMPT, 0)
-                marks[s.settings.stops] += IS_STOP
+        for row, s, settings in [(row, row.sequence, row.sequence.settings) for row in rows]:
+            if row.settings is not settings:
+                self.write(self.inputs.marks[row.number], settings.stops, [IS_STOP] * len(settings.stops))
+                self.write(self.inputs.biases[row.number], settings.bias_tokens, settings.biases)
+                row.settings, row.n_counted = settings, -1
+            if settings.penalised and row.n_counted != s.n_drawn:
+                settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
+                marks = settings.counts + np.where(settings.in_prompt, IN_PROMPT, 0)
+                marks[settings.stops] += IS_STOP
                 marks = self.queue.pinned(torch.from_numpy(marks.astype(np.int32)))
                 self.inputs.marks[row.number].copy_(marks, non_blocking=True)
             row.n_counted = -1  # until the call has ended well: the device counts as it goes
 
-    def bias(self, rows):
-        """Write the stops and biases of the sequences of these `Row`s. What a token has not is 0."""
-        numbers, settings = [row.number for row in rows], [row.sequence.settings for row in rows]
-        biased = [i for i, each in enumerate(settings) if len(each.biases)]
-        self.replace(self.inputs.marks, numbers, [each.stops for each in settings],
-                     [[IS_STOP] * len(each.stops) for each in settings])
-        self.replace(self.inputs.biases, [numbers[i] for i in biased], [settings[i].bias_tokens for i in biased],
-                     [settings[i].biases for i in biased])
-        for row in rows:
-            row.settings, row.n_counted = row.sequence.settings, -1
-
-    def replace(self, table, numbers, tokens, values):
-        """Set the values of these tokens in rows of a table (n_rows, vocab_size), lists of lists, and 0 for others."""
-        for number in numbers:
-            table[number] = 0
-        if numbers:
-            at = np.repeat(numbers, [len(each) for each in tokens]) * table.size(1)
-            self.queue.put(table, at + np.concatenate(tokens), np.concatenate(values))
+    def write(self, table_row, tokens, values):
+        """Set the values of these tokens in a row of a table (vocab_size,), and 0 for all others."""
+        table_row.zero_()
+        if len(tokens):
+            self.queue.put(table_row, tokens, values)
 
     def land(self, first, end, S):
         """
