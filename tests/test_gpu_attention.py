@@ -54,7 +54,7 @@ def test_bits_of_a_row_are_its_own(name, dtype, monkeypatch):
         assert torch.equal(attended([row], **how | dict(block_size=(100, 128, 390)[i % 3]))[0][0], y[i]), row
     if name != 'learned':
         rows = [(0, 150), (1, 333), (1, 334)]
-        assert torch.equal(attended(rows, **how, far=1 + 2**33 // slots.SPLIT)[0], attended(rows, **how)[0])
+        assert torch.equal(attended(rows, **how, far=2**33 // 7)[0], attended(rows, **how)[0])
 
 
 def test_work_grows_with_the_text_and_not_with_the_context(monkeypatch):

@@ -136,6 +136,8 @@ def test_tokens_are_those_of_the_definition(vocab_size, block):
     hows = HOWS[vocab_size % 2::2] if sizes(True, False) else HOWS * 2
     logits = rows_of(len(hows), vocab_size, seed=vocab_size)
     logits[::3] = np.round(logits[::3])
+    for i in [i for i, how in enumerate(hows) if how.get('temperature') == 0]:
+        logits[i] = np.sign(logits[i])
     assert check_draws(logits, hows, block) <= len(hows) // 100
 
 

@@ -32,6 +32,10 @@ class Queue:
         """A copy that a device can read and write while the host goes on. Its memory is used again when it has."""
         return tensor.pin_memory()
 
+    def send(self, target, source):
+        """Begin to copy a tensor of the host, which may change at once, to one of the device."""
+        target.copy_(self.pinned(source.to(target.dtype)), non_blocking=True)
+
     def put(self, table, at, values):
         """Begin to write numbers at places of a tensor of the device, both lists or arrays (n,). One copy."""
         both = self.pinned(torch.from_numpy(np.stack((at, values), dtype=np.float64)))

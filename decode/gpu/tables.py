@@ -70,7 +70,7 @@ class CallTable:
 
     def send(self):
         """Write what is in `host` to the device. The host may change it at once."""
-        self.memory.copy_(self.queue.pinned(self.host_memory), non_blocking=True)
+        self.queue.send(self.memory, self.host_memory)
 
     def step(self, rows, counts, tokens, positions, wanted=()):
         """The next `send` is of a step of sequences with these `Row`s, which bring so many of the tokens each."""
@@ -83,7 +83,7 @@ class CallTable:
         host, n, settings = self.host, len(rows), [row.sequence.settings for row in rows]
         if settings != self.settings:  # the same objects have the same settings
             self.settings = None  # until all is written
-            host['settings'][:n] = [[*each.values, len(each.biases) > 0] for each in settings]
+            host['settings'][:n] = [[*s.values, len(s.biases) > 0 or s.allowed is not None] for s in settings]
             host['seeds'][:n] = np.array([each.seed for each in settings], np.uint64).view(np.int64)
             host['min_tokens'][:n] = [min(each.min_tokens, 2**31 - 1) for each in settings]
             self.settings = settings
@@ -99,8 +99,11 @@ class CallTable:
                 settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
                 marks = settings.counts + np.where(settings.in_prompt, IN_PROMPT, 0)
                 marks[settings.stops] += IS_STOP
-                marks = self.queue.pinned(torch.from_numpy(marks.astype(np.int32)))
-                self.inputs.marks[row.number].copy_(marks, non_blocking=True)
+                self.queue.send(self.inputs.marks[row.number], torch.from_numpy(marks))
+            if settings.allowed is not None:  # a bitmap, which is another one for each draw
+                biases = np.where(settings.forbidden(), -np.inf, 0.0)
+                biases[settings.bias_tokens] += settings.biases
+                self.queue.send(self.inputs.biases[row.number], torch.from_numpy(biases))
             row.n_counted = -1  # until the call has ended well: the device counts as it goes
 
     def write(self, table_row, tokens, values):
