@@ -58,7 +58,7 @@ n_keep = 0            # with shift and roll: and the first so many of the prompt
 kv_cache = 'blocks'   # where keys and values live: blocks (vLLM's), streams or unified (llama.cpp's cells)
 kv_bits = 0           # keep them in 8 bits instead of as they are
 decoder = 'auto'      # what computes a cached step: eager, cpu, gpu, graph; auto is the fastest there is
-weights = 'float32'   # how they are read: float32, or rounded: bfloat16, int8, int4, which is faster; on CUDA int8 only
+weights = 'float32'   # how they are read: float32, or rounded: bfloat16, int8, int4, which is faster on a CPU
 threads = 0           # of the cpu decoder; 0 lets the decoder choose
 speculate = 'auto'    # the same tokens, sooner: off; int4, int8 (fewer bits) or ngram (the text) propose tokens, which
                       # the model computes together; auto is int4 or off, whichever is faster
@@ -92,7 +92,7 @@ def main(config):
     debug_kv_model.check_layer(model.config.n_layer)
     if dev == 'cpu' and decoder in ('auto', 'cpu') and model.lm_head.weight.dtype not in decode.MODEL_DTYPES:
         model.float()
-    if on_kernels(dev):
+    if decoder == 'gpu':
         model.to(getattr(torch, pick_dtype(dtype, dev)))  # the kernels compute in the dtype of the weights
     with autocast(dev, pick_dtype(dtype, dev)):
         if chat:
@@ -289,16 +289,10 @@ def engine_for(model, tokenizer, n_rows, n_tokens, pool, dev):
         of_draft = draft and pool_for(proposer.config, min(n_rows, decode.DRAFTED_SEQUENCES), n_tokens)
         proposer = draft and decode.draft_of(proposer, draft, of_draft,
                                              make_layers(proposer, of_draft.n_slots, 'float32'))
-        executor = decode.best(model, n_rows, weights, threads, 'gpu' if on_kernels(dev) else name,
-                               'off' if chat else speculate, proposer)
+        executor = decode.best(model, n_rows, weights, threads, name, 'off' if chat else speculate, proposer)
         engine = Engine(model, executor, pool, 512 if chat else 2**14, n_rows, kv_bits)
     print(f"decoder: {engine.executor.name}", file=sys.stderr)
     return engine
-
-
-def on_kernels(dev):
-    """Are the steps those of the kernels for CUDA?"""
-    return decoder == 'gpu' or dev.startswith('cuda') and decoder == 'auto' and weights == 'int8'
 
 
 def pool_of(config, n_rows, n_tokens):

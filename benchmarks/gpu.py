@@ -4,8 +4,8 @@ What the engine does on a GPU, on the machine that runs this.
     python bench.py --mode=gpu --json=out-bench/gpu.json
     python bench.py --mode=gpu --only=engine --shape=L --dtype=float32
 
-    engine    tokens of 1, 32 and 256 sequences at once, without HTTP: beside int8 weights, the same kernels with a
-              vendor's matmul, and PyTorch's steps
+    engine    tokens of 1, 32 and 256 sequences at once, without HTTP: beside the same step with products of all rows as
+              they come, and PyTorch's steps
     start     from an empty process to the first answer, graphs included
     clients, soak     the server over HTTP, see serve/loads.py
 
@@ -20,7 +20,7 @@ from benchmarks.harness import Case, Part, take_turns
 from benchmarks.ours import generated, gpu_executor, served
 from benchmarks.serve import loads
 from benchmarks.serve.servers import ROOT
-from benchmarks.shapes import cache_bytes, model_of
+from benchmarks.shapes import model_of
 
 BATCHES, N_PROMPT = (1, 32, 256), 16
 
@@ -39,18 +39,25 @@ def engine(asked):
     """
     for name in asked.shapes or ('M', 'L', 'qwen0.5b'):
         model = model_of(name, asked.bias).to(asked.device, getattr(torch, asked.dtype))
-        n_new, number = min(256, model.config.block_size // 2), model.lm_head.weight.element_size()
-        kernels = {asked.dtype: gpu_executor(model), 'int8': gpu_executor(model, 'int8'),
-                   f"{asked.dtype}, a vendor's matmul": gpu_executor(model, vendor=True)}
+        n_new = min(256, model.config.block_size // 2)
+        executors = {'gpu': gpu_executor(model), 'gpu, rows as they come': gpu_executor(model, as_they_come=True)}
         for B in asked.batches or BATCHES:
-            cases = [Case(dict(shape=name, batch=B, step=of, bytes=executor.packed.nbytes()),
-                          served(model, executor, B, N_PROMPT, n_new), per=n_new) for of, executor in kernels.items()]
-            cases += [Case(dict(shape=name, batch=B, step=step, bytes=kernels[asked.dtype].packed.nbytes()),
-                           generated(model, step, B, n_new), per=n_new) for step in ('graph', 'eager')]
+            cases = [Case(dict(shape=name, batch=B, step=step), served(model, executor, B, N_PROMPT, n_new), per=n_new)
+                     for step, executor in executors.items()]
+            cases += [Case(dict(shape=name, batch=B, step=step), generated(model, step, B, n_new), per=n_new)
+                      for step in ('graph', 'eager')]
             first, *_ = measured = take_turns(cases, asked.repeats, f'{name}, {B}')
-            context = cache_bytes(model.config, B, number) * (N_PROMPT + n_new / 2) / model.config.block_size
-            yield [m.row(us=1e6 * m.seconds, tok_per_s=B / m.seconds, over_kernels=m.over(first),
-                         gb_per_s=(m.case.labels['bytes'] + context) / m.seconds / 1e9) for m in measured]
+            n_bytes = step_bytes(model, B, N_PROMPT + n_new / 2)
+            yield [m.row(us=1e6 * m.seconds, tok_per_s=B / m.seconds, over_gpu=m.over(first),
+                         gb_per_s=n_bytes / m.seconds / 1e9) for m in measured]
+
+
+def step_bytes(model, B, n_keys):
+    """Bytes of weights, without embeddings, and of the keys and values of B sequences with n_keys of them each."""
+    c, linears = model.config, [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    number = model.lm_head.weight.element_size()
+    return sum(p.nbytes for m in linears for p in m.parameters()) + int(
+        2 * c.n_layer * c.n_kv_head * c.head_dim * number * B * n_keys)
 
 
 def start(asked):
@@ -63,7 +70,7 @@ def start(asked):
 
 
 PARTS = dict(
-    engine=Part(engine, 7, "the engine without HTTP", 'shape batch step us tok_per_s gb_per_s over_kernels'),
+    engine=Part(engine, 7, "the engine without HTTP", 'shape batch step us tok_per_s gb_per_s over_gpu'),
     start=Part(start, 1, "from the start of a process to the first answer", 'shape seconds'),
     **loads.PARTS,
 )

@@ -6,10 +6,8 @@ Our own engine, as benchmarks use it. No other file of benchmarks/ imports engin
     gpu_executor, served, generated, first_answer     what `bench.py --mode=gpu` measures
 """
 from functools import lru_cache
-from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 
 import decode
 from benchmarks.peers.engine import Engine as Peer
@@ -76,26 +74,13 @@ class Ours(Peer):
         return torch.cat(rows)
 
 
-def gpu_executor(model, weights='float32', vendor=False):
-    """The step on a GPU. vendor: with the matmuls that PyTorch calls, whose bits depend on the number of rows."""
-    from decode.gpu.executor import GPUExecutor, kernels
-    functions = SimpleNamespace(**vars(kernels()) | dict(linear=vendor_linear)) if vendor else None
-    return GPUExecutor(model, weights, functions)
-
-
-def vendor_linear(x, out, linear, norm=None, gate=None, activation='', add=False):
-    """What `decode.gpu.linear.linear` computes, of weights that are not rounded to int8."""
-    if norm is not None:
-        weight, bias = (None if t is None else t.to(x) for t in (norm.weight, norm.bias))
-        x = (F.rms_norm(x, weight.shape, weight, norm.eps) if norm.rms else
-             F.layer_norm(x, weight.shape, weight, bias, norm.eps))
-    x = x.to(linear.dtype)
-    y = F.linear(x, linear.weight, linear.bias)
-    if gate is not None:
-        y = F.silu(F.linear(x, gate.weight, gate.bias)) * y
-    elif activation:
-        y = F.gelu(y, approximate='tanh' if activation == 'tanh' else 'none')
-    out.add_(y) if add else out.copy_(y)
+def gpu_executor(model, as_they_come=False):
+    """The step on a GPU. as_they_come: with products of all rows at once, whose bits depend on how many they are."""
+    from decode.gpu.executor import GPUExecutor
+    executor = GPUExecutor(model)
+    if as_they_come:
+        executor.buckets, executor.height = (1, 2, 4, 8, 16, 32, 64, 128, 256), 256
+    return executor
 
 
 def served(model, executor, B, n_prompt, n_new):

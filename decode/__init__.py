@@ -20,7 +20,7 @@ proposes its tokens.
     speculative  an executor around an executor: drafts propose tokens, and the same tokens come in fewer steps
     drafts       who proposes them: fewer bits, the text, another model
     kernel/      what numba compiles: a whole step of a GPT on the CPU
-    gpu/         the executor on Triton kernels for CUDA, and the model's own step as a CUDA graph
+    gpu/         the executor for CUDA, with Triton kernels, and the model's own step as a CUDA graph
 """
 import sys
 
@@ -61,8 +61,6 @@ def check_choice(name='auto', weights='float32', threads=None, device='cpu', dty
         raise ValueError(f"speculate={speculate} needs weights with more bits, but weights={weights} came: "
                          "take speculate=ngram or off, or weights with more bits")
     on_cuda, of_kernel = device.startswith('cuda'), asked_of_the_kernel(weights, threads, speculate, draft)
-    if on_cuda and name in ('auto', 'gpu') and of_kernel == 'weights=int8':
-        of_kernel = ''  # the GPU's executor has such weights too
     asked = ' and '.join([f'decoder={name}'] * (name not in ('auto', 'eager')) + [of_kernel] * bool(of_kernel))
     if of_kernel and name in ('eager', 'gpu', 'graph'):
         raise ValueError(f"{of_kernel} is for the cpu decoder: leave decoder={name} out")
@@ -87,12 +85,13 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
     """
     The executor `name` for a model, or with 'auto' the fastest one for this many sequences at once on its device.
 
-    name: 'eager' (PyTorch), 'cpu' (numba), 'gpu' (Triton), or 'auto': on a CPU the numba one, elsewhere the eager one.
+    name: 'eager' (PyTorch), 'cpu' (numba), 'gpu' (Triton), or 'auto': on a CPU the numba one, elsewhere the eager one
+        (on CUDA too, until the Triton kernels have run there).
         'auto' is eager for models that the numba one does not know, and stderr says so; and for batches above
         LARGEST_BATCH.
-    weights: 'float32', 'bfloat16', 'int8' or 'int4', how the numba executor reads them; 'int8' is for the Triton one
-        too. threads: how many the numba executor uses; None or 0 lets it choose by timing a few steps. Where one of
-        the two is given, it is that executor or a ValueError.
+    weights: 'float32', 'bfloat16', 'int8' or 'int4', how the numba executor reads them. threads: how many it
+        uses; None or 0 lets it choose by timing a few steps. Where one of the two is given, it is that executor or a
+        ValueError.
     speculate: who proposes tokens to the numba executor, see `speculative`: 'int4' or 'int8', the same weights in fewer
         bits; 'ngram', the text; 'off', nobody. 'auto' is int4 for float32 and bfloat16 weights of DRAFTED_BYTES or
         more and up to DRAFTED_SEQUENCES sequences. draft: a `drafts.ModelDraft`, which takes the place of what 'auto'
@@ -107,7 +106,7 @@ def best(model, batch_size, weights='float32', threads=None, name='auto', specul
         raise ValueError("decoder=graph is for sample.py on CUDA, which calls GPT.generate with it: use gpu or eager")
     if name == 'gpu':
         from decode.gpu.executor import GPUExecutor
-        return GPUExecutor(model, weights)
+        return GPUExecutor(model)
     if name == 'eager' or name == 'auto' and not asked and (device != 'cpu' or batch_size > LARGEST_BATCH):
         return EagerExecutor(model)
     try:

@@ -10,6 +10,7 @@ An engine is called by one thread at a time: a call that finds another one runni
 """
 import os
 import sys
+import weakref
 
 import numpy as np
 
@@ -49,6 +50,7 @@ class Engine:
         if n_slots:
             type_kv = f'int{kv_bits}' if kv_bits else executor.type_kv
             executor.hold(make_layers(model, n_slots, type_kv))
+            weakref.finalize(self, let_go, executor, executor.layers).atexit = False
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.pause, self.stop_soon = PAUSE, np.zeros(8, np.int64)  # a cache line: a thread sets it
@@ -270,6 +272,12 @@ class Engine:
             for number, tokens in self.stream(prompts, max_new_tokens, n, seed, **settings):
                 token_lists[number] += tokens
         return token_lists
+
+
+def let_go(executor, layers):
+    """An executor does not keep the keys and values of an engine that is gone."""
+    if executor.layers is layers:
+        executor.layers = ()
 
 
 def weights_of(tables):

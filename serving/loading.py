@@ -64,8 +64,7 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
     proposer = draft and copy_weights(checkpoint.load_draft(draft, plain_model, model, tokenizer))
     pool = draft and default_pool(proposer.config)
     proposer = draft and decode.draft_of(proposer, draft, pool, make_layers(proposer, pool.n_slots, 'float32'))
-    executor = decode.best(model, 1, weights, threads, 'gpu' if on_cuda and decoder == 'auto' else decoder, speculate,
-                           proposer)
+    executor = decode.best(model, 1, weights, threads, decoder, speculate, proposer)
     print(f"decoder: {executor.name}", file=sys.stderr)
     if on_cuda:
         n_blocks, budget = blocks_on_cuda(model, executor, kv_memory, n_blocks, page_size), budget or BUDGET

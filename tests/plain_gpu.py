@@ -1,60 +1,24 @@
 """
-The functions of a step of decode/gpu/ in PyTorch, with sums in float64: the judge of the kernels, and their stand-in
-where the host's side of the executor is tested. `Direct` stands for the queue of a device.
+The functions of a step of decode/gpu/ that are Triton kernels, in PyTorch with sums in float64: the judge of the
+kernels, and their stand-in where the rest of the step is tested. `Direct` stands for the queue of a device.
 """
 import torch
 import torch.nn.functional as F
 
 from decode.draw import NAMES, DrawSettings
 from decode.draw import draw as defined
-from decode.gpu.draws import BIASED, IN_PROMPT, IS_STOP
+from decode.gpu.queue import Queue
+from decode.gpu.tables import BIASED, IN_PROMPT, IS_STOP
 from kvcache.storage import quantise
-from positions import rotary_angles, rotate, visible
+from positions import rotate, visible
 
 
-def embed(inputs, weights, x):
-    real = (inputs.sequences >= 0).nonzero()[:, 0]  # a sample that ended may have no next position
-    x.zero_()
-    x[real] = F.embedding(inputs.tokens[real], weights.wte).float()
-    if weights.wpe is not None:
-        x[real] += F.embedding(inputs.positions[real], weights.wpe).float()
-
-
-def turn(inputs, frequencies, farthest, angles):
-    for kind, positions in enumerate((inputs.positions, inputs.positions.clamp(max=farthest))[:angles.size(1)]):
-        radians = rotary_angles(positions, frequencies)
-        angles[:, kind, 0], angles[:, kind, 1] = radians.cos(), radians.sin()
-
-
-def normed(x, norm):
-    weight, bias = (None if t is None else t.double() for t in (norm.weight, norm.bias))
-    if norm.rms:
-        return F.rms_norm(x.double(), weight.shape, weight, norm.eps)
-    return F.layer_norm(x.double(), weight.shape, weight, bias, norm.eps)
-
-
-def linear(x, out, linear, norm=None, gate=None, activation='', add=False):
-    x = x if norm is None else normed(x, norm)
-    y = product(x, linear)
-    if gate is not None:
-        y = F.silu(product(x, gate)) * y
-    elif activation:
-        y = F.gelu(y, approximate='tanh' if activation == 'tanh' else 'none')
-    out.add_(y) if add else out.copy_(y)
-
-
-def product(x, linear):
-    """float64 (R, n_out). The numbers of x are rounded to the linear's dtype; those of int8 are whole numbers in it."""
-    y = F.linear(x.to(linear.dtype).double(), linear.weight.double())
-    y = y if linear.scale is None else y * linear.scale.double()
-    return y if linear.bias is None else y + linear.bias.double()
-
-
-def store(qkv, q, angles, layer, kv, inputs, geometry):
+def store(qkv, q, angles, attn, kv, inputs, geometry):
     g, R = geometry, len(qkv)
     queries, keys, values = qkv.view(R, -1, g.head_dim).float().split([g.n_head, g.n_kv_head, g.n_kv_head], dim=1)
-    if layer.q_norm is not None:
-        queries, keys = normed(queries, layer.q_norm).float(), normed(keys, layer.k_norm).float()
+    if hasattr(attn, 'q_norm'):
+        queries, keys = (F.rms_norm(x.double(), [g.head_dim], norm.weight.double(), norm.eps).float()
+                         for x, norm in ((queries, attn.q_norm), (keys, attn.k_norm)))
     for kind in range(q.size(1)):
         q[:, kind] = queries if angles is None else rotate(queries, *angles[:, kind, :, None].unbind(1))
     if angles is not None:
@@ -71,8 +35,8 @@ def store(qkv, q, angles, layer, kv, inputs, geometry):
 
 def places(slots, g, n):
     """Where the n numbers or scales of each head in slots (K,) are, int64 (K, n_kv_head, n)."""
-    at = slots.long()[:, None] * g.slot_stride + torch.arange(g.n_kv_head, device=slots.device) * g.head_stride
-    return at[..., None] // (g.head_dim // n) + torch.arange(n, device=slots.device)
+    at = slots.long()[:, None] + torch.arange(g.n_kv_head, device=slots.device) * g.n_slots
+    return at[..., None] * n + torch.arange(n, device=slots.device)
 
 
 def attend(q, y, parts, kv, inputs, geometry):
@@ -107,41 +71,48 @@ def read(data, scale, slots, g):
     return (rows.unflatten(-1, (-1, g.group)) * scale[places(slots, g, g.head_dim // g.group)][..., None]).flatten(-2)
 
 
-def draw(logits, draws, inputs):
+def draw(logits, inputs):
     """As `decode.draw.draw` does, which is the definition."""
     for row in range(len(logits)):
-        step, number, left = (int(t[row]) for t in (draws.step, draws.numbers, draws.left))
-        draws.step[row] += 1
-        draws.drawn[step, row] = -1
+        step, number, left, sequence = (int(getattr(inputs, name)[row])
+                                        for name in ('step', 'numbers', 'left', 'sequences'))
+        inputs.step[row] += 1
+        inputs.drawn[step, row] = -1
         if not left:
             continue
-        draws.broken[row] |= int(not (logits[row] < torch.inf).all())
-        settings = settings_of(draws, row)
-        token = draws.drawn[step, row] = inputs.tokens[row] = int(defined(logits[row:row + 1], [settings], [number]))
-        draws.numbers[row] += 1
-        draws.marks[row, token] += 1
+        inputs.broken[row] |= int(not (logits[row] < torch.inf).all())
+        settings = settings_of(inputs, row)
+        token = inputs.drawn[step, row] = inputs.tokens[row] = int(defined(logits[row:row + 1], [settings], [number]))
+        inputs.numbers[row] += 1
+        inputs.marks[sequence, token] += 1
         inputs.positions[row] += 1
-        draws.left[row] = 0 if token in settings.stops else left - 1
-        if not draws.left[row]:
+        inputs.left[row] = 0 if token in settings.stops else left - 1
+        if not inputs.left[row]:
             inputs.sequences[row] = -1
 
 
-def settings_of(draws, row):
-    """The `DrawSettings` that a row of `Draws` stands for."""
-    marks, values = draws.marks[row].cpu(), draws.settings[row].tolist()
-    biases = draws.biases[row].tolist() if values[BIASED] else []
-    found = DrawSettings(len(marks), int(draws.seeds[row]), (marks & IS_STOP).nonzero()[:, 0].tolist(),
-                         int(draws.min_tokens[row]), enumerate(biases),
+def settings_of(inputs, row):
+    """The `DrawSettings` that a row stands for."""
+    sequence, values = inputs.sequences[row], inputs.settings[row].tolist()
+    marks, biases = inputs.marks[sequence].cpu(), inputs.biases[sequence].tolist() if values[BIASED] else []
+    found = DrawSettings(len(marks), int(inputs.seeds[row]), (marks & IS_STOP).nonzero()[:, 0].tolist(),
+                         int(inputs.min_tokens[row]), enumerate(biases),
                          **dict(zip(NAMES, values)) | dict(top_k=int(values[1])))
     found.counts, found.in_prompt = (marks & (IS_STOP - 1)).numpy(), ((marks & IN_PROMPT) > 0).numpy()
     return found
 
 
-class Direct:
-    """A queue without CUDA, see queue.py: everything is done at once, and a graph runs its step again."""
+class Direct(Queue):
+    """A queue without CUDA: everything is done at once, and a graph runs its step again."""
+
+    def __init__(self):
+        super().__init__('cpu')
 
     def record(self, step):
         return Again(step)
+
+    def pinned(self, tensor):
+        return tensor.clone()
 
     def land(self, pairs):
         for target, source in pairs:
@@ -151,15 +122,14 @@ class Direct:
     def synchronize(self):
         """Nothing is left to wait for."""
 
-    def forget(self):
-        """There is no memory of graphs."""
-
-    def pinned(self, *shape, dtype):
-        return torch.empty(shape, dtype=dtype, device='cpu')
-
 
 class Again:
     """In the place of a graph."""
 
     def __init__(self, replay):
         self.replay = replay
+
+
+def linear_by_row(step, x, linear):
+    """In the place of `Step.linear`, where a library on a CPU has other bits for few rows than for many."""
+    return torch.stack([linear(row) for row in x])

@@ -11,11 +11,13 @@ import threading
 import time
 
 import numpy as np
+import plain_gpu
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import WEIGHTS, sizes
 from plain_gpt import plain
+from plain_gpu import Direct
 from tiny_models import HOWS, MODELS, VOCAB, model_of
 
 from decode import cpu
@@ -23,6 +25,7 @@ from decode.batch import Batch, NotNumbers, Refused, Runs
 from decode.cpu import CPUExecutor
 from decode.draw import DrawSettings, draw
 from decode.eager import EagerExecutor, UncachedExecutor
+from decode.gpu.executor import BUCKETS, GPUExecutor
 from decode.kernel.layout import WEIGHT_GROUP
 from decode.kernel.threads import n_cores
 from decode.weights import quantise, quantise_groups
@@ -49,13 +52,13 @@ class Slots:
     is read must have been written. PyTorch also reads others, which the mask hides; these begin as 1e4.
     """
 
-    def __init__(self, executor, layout='pages', kind='', seed=0):
-        self.executor, self.layers = executor, make_layers(executor.model, N_SLOTS, kind or executor.type_kv)
+    def __init__(self, executor, layout='pages', kind='', seed=0, n_slots=N_SLOTS):
+        self.executor, self.layers = executor, make_layers(executor.model, n_slots, kind or executor.type_kv)
         for t in (t for layer in self.layers for t in layer.tensors() if t.is_floating_point()):
-            t.fill_(math.nan if isinstance(executor, CPUExecutor) else 1e4)
+            t.fill_(1e4 if isinstance(executor, EagerExecutor) else math.nan)
         executor.hold(self.layers)
-        self.size = dict(pages=16, cells=1, rows=N_SLOTS // 9)[layout]
-        self.free = [*range(0, N_SLOTS - self.size + 1, self.size)]
+        self.size = dict(pages=16, cells=1, rows=n_slots // 9)[layout]
+        self.free = [*range(0, n_slots - self.size + 1, self.size)]
         if layout != 'rows':
             random.Random(seed).shuffle(self.free)
 
@@ -91,8 +94,12 @@ def texts(n, length, seed=0, **how):
 
 
 def made(way, model, threads=TWO):
-    """An executor, of 'eager float64', 'cpu int8', ... A model of numba's stays in float32."""
+    """An executor, of 'eager float64', 'cpu int8', 'gpu float32' ... A model of numba's stays in float32."""
     name, dtype = way.split()
+    if name == 'gpu':
+        executor = GPUExecutor(model, plain_gpu, Direct())
+        executor.buckets = BUCKETS[1:]  # the library here has other bits for few rows
+        return executor
     return CPUExecutor(model, dtype, threads) if name == 'cpu' else EagerExecutor(model.to(getattr(torch, dtype)))
 
 
@@ -144,7 +151,7 @@ def judged(model, all_texts, weights='float32'):
 
 # the largest difference as a share of the largest logit; int8 and int4 also round the inputs of linears
 WORST = {'eager float64': 1e-10, 'eager float32': 2e-5, 'eager bfloat16': 0.1, 'eager float16': 0.02,
-         'cpu float32': 2e-5, 'cpu bfloat16': 2e-5, 'cpu int8': 0.05, 'cpu int4': 0.05}
+         'cpu float32': 2e-5, 'cpu bfloat16': 2e-5, 'cpu int8': 0.05, 'cpu int4': 0.05, 'gpu float32': 2e-5}
 CASES = [(way, kind) for way in WORST for kind in (sizes([*KINDS][::4], KINDS) if way in (
     'eager float32', 'eager bfloat16', 'eager float16') else KINDS)]
 
@@ -157,12 +164,13 @@ def test_the_judges_logits_for_any_split_into_batches_and_the_same_bits(way, kin
                                                                    ('pages', 'cells', 'rows'))):
         chooser = random.Random(f'{seed} {layout} {kind}')
         monkeypatch.setattr(cpu, 'CHUNK', chooser.choice([256, 7]))
+        monkeypatch.setattr(GPUExecutor, 'most_sequences', chooser.choice([256, 64]))
         model = model_of(name, seed, **how | WIDTHS[(number + seed) % 4])
         executor = made(way, model)
         all_texts = texts(chooser.choice([2, 5, 9]), min(70, model.config.max_positions), seed)
         expected = judged(model, all_texts, way.split()[1])
         scale = expected.abs().max()
-        same = alone(executor, all_texts) if way.startswith('cpu') else None
+        same = None if way.startswith('eager') else alone(executor, all_texts)
 
         def check(i, first, logits, expected=expected, same=same, scale=scale):
             part = slice(first, first + len(logits))
@@ -210,6 +218,8 @@ def test_rounded_keys_and_values(kind, kv, worst):
     by_torch = [slots.logits({Text(text.tokens): 40})[0] for text in all_texts]
     scale = expected.abs().max()
     assert 1e-6 < max((a - b).abs().max() for a, b in zip(by_torch, expected)) / scale < worst
+    by_gpu = alone(made('gpu float32', model), all_texts, kv)
+    assert max((a - b).abs().max() for a, b in zip(by_torch, by_gpu)) < 5e-3 * scale
     if kv == 'float16':
         with pytest.raises(ValueError, match='does not read keys and values in float16'):
             CPUExecutor(model).hold(slots.layers)
@@ -234,7 +244,7 @@ def test_batches_of_1_to_64(weights):
                 assert torch.equal(logits[0], expected[i][t]), (B, i, t)
 
 
-@pytest.mark.parametrize('way', ['eager float64', 'cpu float32', 'cpu int8'])
+@pytest.mark.parametrize('way', ['eager float64', 'cpu float32', 'cpu int8', 'gpu float32'])
 def test_copies_run_first_and_in_order(way):
     """A text goes on in copies of its slots, of which some were copied twice."""
     executor = made(way, model_of('rope'))
@@ -251,8 +261,9 @@ def test_copies_run_first_and_in_order(way):
 
 def test_rows_that_are_wanted(monkeypatch):
     """Of a batch of parts of prompts, prompts that are scored, and prompts behind which a token is drawn."""
-    for way, chunk in (('eager float64', 256), ('cpu float32', 256), ('cpu float32', 5)):
+    for way, chunk in itertools.product(('eager float64', 'cpu float32', 'gpu float32'), (256, 5)):
         monkeypatch.setattr(cpu, 'CHUNK', chunk)
+        monkeypatch.setattr(GPUExecutor, 'most_sequences', chunk)
         model = model_of('llama')
         slots, (part, scored, drawing, kept) = Slots(made(way, model)), texts(4, 12)
         expected = judged(model, (part, scored, drawing, kept))
@@ -267,7 +278,7 @@ def test_rows_that_are_wanted(monkeypatch):
 
 @pytest.mark.parametrize('way, kind', [
     ('cpu float32', 'learned'), ('cpu int8', 'llama'), ('cpu bfloat16', 'rope window sinks'),
-    ('eager float32', 'rope')])
+    ('eager float32', 'rope'), ('gpu float32', 'rope window sinks')])
 def test_several_steps_in_a_call_are_those_of_single_ones(way, kind):
     """
     Any numbers of steps, in any company: tokens and wanted logits have the same bits. A call is over behind the first
@@ -298,9 +309,10 @@ def test_several_steps_in_a_call_are_those_of_single_ones(way, kind):
             over = min([k + 1 for i, of_text in zip(ids, drawn) for k, token in enumerate(of_text.tokens)
                         if token in some[i].settings.stops], default=99)
             for i, n, of_text in zip(ids, n_steps, drawn):
-                assert len(of_text.tokens) == (1 if way.startswith('eager') else min(n, over))
+                alone_or_not = 1 if way.startswith('eager') or kept and way.startswith('gpu') else min(n, over)
+                assert len(of_text.tokens) == alone_or_not or way.startswith('gpu') and over < len(of_text.tokens) <= n
                 assert some[i].tokens == expected[i][1][:len(some[i].tokens)], (i, n)
-                if kept and way.startswith('cpu'):
+                if kept and not way.startswith('eager'):
                     first = some[i].n_drawn - len(of_text.tokens)
                     assert torch.equal(of_text.logits, torch.cat(expected[i][2][first:some[i].n_drawn]))
 
@@ -344,7 +356,7 @@ def changed(batch, tokens=None, positions=None, runs=None):
     return dataclasses.replace(batch, **new)
 
 
-BAD = {  # what is wrong with sequence number 1, what is said, and whether PyTorch's executor looks for it
+BAD = {  # what is wrong with sequence number 1, what is said, and whether others than numba look for it
     'a token': (dict(tokens=VOCAB), 'vocabulary|token ids', True),
     'a negative token': (dict(tokens=-1), 'vocabulary|token ids', True),
     'a position beyond the context': (dict(positions=40), 'out of context', True),
@@ -360,14 +372,15 @@ BAD = {  # what is wrong with sequence number 1, what is said, and whether PyTor
 
 
 @pytest.mark.parametrize('bad', BAD)
-@pytest.mark.parametrize('way', ['eager float32', 'cpu float32'])
+@pytest.mark.parametrize('way', ['eager float32', 'cpu float32', 'gpu float32'])
 def test_a_bad_batch_is_refused_and_nothing_is_written(way, bad, monkeypatch):
     """One step, several, and a batch that is larger than what is computed at a time."""
-    how, message, of_eager = BAD[bad]
-    if way.startswith('eager') and not of_eager:
+    how, message, of_others = BAD[bad]
+    if not way.startswith('cpu') and not of_others:
         return
     for chunk, batch_of in itertools.product((256, 1), (dict(n_steps=1), dict(n_steps=5), dict(scores=True))):
         monkeypatch.setattr(cpu, 'CHUNK', chunk)
+        monkeypatch.setattr(GPUExecutor, 'most_sequences', chunk)
         slots, some = computed(made(way, model_of('learned')))
         before = [t.clone() for layer in slots.layers for t in layer.tensors()]
         good = slots.batch(dict.fromkeys(some, 1), **batch_of)
@@ -399,7 +412,7 @@ def test_storage_that_the_compiled_step_does_not_read(kind):
         CPUExecutor(model).hold(layers)
 
 
-@pytest.mark.parametrize('way', ['eager float32', *(f'cpu {weights}' for weights in WEIGHTS)])
+@pytest.mark.parametrize('way', ['eager float32', 'gpu float32', *(f'cpu {weights}' for weights in WEIGHTS)])
 @torch.no_grad()
 def test_logits_that_are_not_numbers_and_their_repair(way):
     """
@@ -432,9 +445,13 @@ def test_logits_that_are_not_numbers_and_their_repair(way):
 
 @pytest.mark.parametrize('weights', WEIGHTS)
 def test_a_nan_in_keys_or_values_reaches_the_logits_of_its_sequence_alone(weights):
-    slots, some = computed(CPUExecutor(model_of('learned'), weights))
+    check_nan_shows(CPUExecutor(model_of('learned'), weights))
+
+
+def check_nan_shows(executor):
+    slots, some = computed(executor)
     slot = int(some[0].runs.table[0, 1]) + 3
-    for stored in (slots.layers[0].v.data, slots.layers[1].k.data):
+    for stored in (slots.layers[0].v.data, slots.layers[-1].k.data):
         before = stored[1, slot, 2].item()
         stored[1, slot, 2] = math.nan
         with pytest.raises(NotNumbers):
@@ -464,7 +481,7 @@ def test_torchs_defaults_do_not_get_into_a_step(default):
 
     def executors():
         model = model_of('llama', n_embd=128)
-        return EagerExecutor(model), CPUExecutor(model)
+        return EagerExecutor(model), CPUExecutor(model), made('gpu float32', model)
     kept, before = executors(), torch.get_default_dtype()
     expected = logits(kept)
     try:

@@ -1,8 +1,9 @@
 """
-The host side of the GPU's executor: on the CPU, with its functions in PyTorch and steps that are run instead of
-recorded.
+The GPU's executor without a GPU: its kernels' functions in PyTorch, and a device that does nothing before the host
+waits for it. What it computes, in any company, is in test_executors.py.
 """
 import random
+import weakref
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,134 +12,28 @@ import plain_gpu
 import pytest
 import torch
 from conftest import sizes
-from plain_gpt import plain as exact
 from plain_gpu import Again, Direct
-from tiny_models import MODELS, model_of
+from test_executors import Slots, Text
+from tiny_models import HOWS, MODELS, model_of
 from tiny_models import VOCAB as V
 
-from decode.batch import Batch, NotNumbers, Refused
+import decode
+from decode.batch import Refused
 from decode.draw import DrawSettings, draw
-from decode.eager import EagerExecutor
-from decode.gpu.draws import MOST_STEPS
-from decode.gpu.executor import GPUExecutor
+from decode.gpu import check
+from decode.gpu.executor import BUCKETS, GPUExecutor
 from decode.gpu.queue import Queue
-from decode.weights import quantise
+from decode.gpu.slots import Rows
+from decode.gpu.step import Step
+from decode.gpu.tables import MOST_STEPS
 from engine import Engine
-from engine.sequence import Sequence
-from kvcache import BlockPool, make_layers, pages_for
-from kvcache.llamacpp.pool import CellPool
+from kvcache import BlockPool, make_layers
 
-HOWS = [dict(), dict(top_p=0.7), dict(top_k=5), dict(frequency_penalty=1.5), dict(temperature=0.0),
-        dict(logit_bias={3: 2.0}), dict(min_tokens=5, stops=[1, 2, 3]), dict(stops=[1, 2, 3, 4], presence_penalty=0.5),
-        dict(repetition_penalty=1.3, presence_penalty=0.3, min_p=0.05)]
-POOLS = dict(pages=lambda c, n=4: BlockPool(8 * pages_for(c, n), n, c.window, c.n_sink),
-             unified=lambda c: CellPool(c, 5, c.n_slots),
-             streams=lambda c: CellPool(c, 5, c.n_slots, unified=False))
+PLAIN = vars(plain_gpu)
 
 
-def gpu(model, weights='float32', queue=None):
-    return GPUExecutor(model, weights, plain_gpu, queue or Direct())
-
-
-def sequence_of(config, tokens=(), n_drawn=0, **how):
-    """A sequence whose last n_drawn tokens were drawn."""
-    s = Sequence(tokens, DrawSettings(config.vocab_size, **how), 2**31, config.max_positions)
-    s.n_prompt -= n_drawn
-    return s
-
-
-def feed(executor, pool, new, n_steps=None, logprobs=False, **more):
-    """
-    A call for these new tokens of sequences, {sequence: tokens}, and its result. n_steps: {sequence: how many tokens it
-    may draw}, which are added to it; without, nothing is drawn, and the result has all logits.
-    """
-    for s, tokens in new.items():
-        s.tokens += tokens
-        assert pool.extend(s, len(tokens) + (n_steps.get(s, 1) - 1 if n_steps else 0))
-    positions = [s.n_computed + i for s, tokens in new.items() for i in range(len(tokens))]
-    batch = Batch([*new], [len(tokens) for tokens in new.values()],
-                  np.array([token for tokens in new.values() for token in tokens]), np.array(positions),
-                  np.array([n_steps.get(s, 0) if n_steps else 0 for s in new]), [not n_steps] * len(new),
-                  [logprobs] * len(new), pool.take_copies(), **more)
-    results = executor.execute_model(batch)
-    for (s, tokens), drawn in zip(new.items(), results):
-        pool.computed(s, len(tokens) + max(0, len(drawn.tokens) - 1))
-        s.tokens += drawn.tokens
-    return results
-
-
-def holding(executor, pool):
-    """The executor with storage for the slots of a pool."""
-    executor.hold(make_layers(executor.model, pool.n_slots, executor.type_kv))
-    return executor
-
-
-def check_random_texts(executor, pool, judge, seed, n, tolerance=2e-4):
-    """Texts that begin, grow, are forked, cut and freed at random: all logits are those of the judge, in float64."""
-    choose, c, texts = random.Random(seed), judge.config, []
-    most = min(c.max_positions, 3 * c.block_size)
-    for _ in range(n):
-        if not texts or len(texts) < 5 and choose.random() < 0.5:
-            texts.append(sequence_of(c))
-            pool.begin(texts[-1])
-        s = choose.choice(texts)
-        action = choose.choice(['feed'] * 4 + ['decode'] * 2 + ['fork', 'cut', 'free'])
-        if action == 'fork' and len(texts) < 5:
-            texts.append(sequence_of(c, s.tokens))
-            pool.fork(s, texts[-1])
-        elif action == 'cut':
-            n_kept = pool.cut(s, choose.randrange(s.n_computed + 1))
-            del s.tokens[n_kept:]
-        elif action == 'free':
-            pool.free(s)
-            texts.remove(s)
-        elif action in ('feed', 'decode'):
-            for _ in range(1 if action == 'feed' else choose.randint(1, 6)):
-                new = {}
-                for s in choose.sample(texts, choose.randint(1, len(texts))):
-                    n_new = choose.choice([1, 1, 2, 5, 16]) if action == 'feed' else 1
-                    n_new = min(n_new, most - s.n_computed, c.window + 1 if c.window else most)
-                    if n_new:
-                        new[s] = [choose.randrange(c.vocab_size) for _ in range(n_new)]
-                for (s, tokens), of_s in zip(new.items(), feed(executor, pool, new) if new else ()):
-                    expected = exact(judge, torch.tensor([s.tokens]))[0, -len(tokens):]
-                    torch.testing.assert_close(of_s.logits.cpu().double(), expected, atol=tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize('kind', MODELS)
-@pytest.mark.parametrize('pool', sizes(['pages', 'unified'], POOLS))
-def test_logits_are_those_of_a_text_without_a_cache(pool, kind):
-    for seed in range(sizes(1, 6)):
-        m = model_of(kind, seed)
-        slots = POOLS[pool](m.config)
-        check_random_texts(holding(gpu(m), slots), slots, m, seed, sizes(25, 150))
-
-
-@pytest.fixture
-def small_graphs(monkeypatch):
-    """A step of more tokens than the largest graph has rows."""
-    monkeypatch.setattr('decode.gpu.executor.BUCKETS', (1, 2, 4))
-    monkeypatch.setattr(GPUExecutor, 'most_sequences', 4)
-
-
-@pytest.mark.usefixtures('small_graphs')
-def test_logits_of_several_graphs_are_those_of_a_text_without_a_cache():
-    test_logits_are_those_of_a_text_without_a_cache('pages', 'rope window sinks')
-
-
-def test_a_text_goes_back_after_its_slots_were_forgotten():
-    """To a position before the one at which the table has its slots from, and all of them in the same `Runs`."""
-    m = model_of('rope window sinks')
-    pool, text = POOLS['pages'](m.config, 40), [i % V for i in range(14)]
-    executor, s = holding(gpu(m), pool), sequence_of(m.config)
-    pool.begin(s)
-    feed(executor, pool, {s: text[:12]})
-    executor.refresh()
-    feed(executor, pool, {s: text[12:13]})
-    s.tokens, s.n_computed = text[:9], 9
-    found, = feed(executor, pool, {s: text[9:10]})
-    expected = exact(m, torch.tensor([s.tokens]))[0, -1:]
-    torch.testing.assert_close(found.logits.double(), expected, atol=1e-4, rtol=1e-4)
+def gpu(model, queue=None, **functions):
+    return GPUExecutor(model, SimpleNamespace(**PLAIN | functions), queue or Direct())
 
 
 class Late(Direct):
@@ -148,6 +43,7 @@ class Late(Direct):
     """
 
     def __init__(self):
+        super().__init__()
         self.waiting, self.n_late, self.late = [], 0, False
 
     def record(self, step):
@@ -175,7 +71,7 @@ class Late(Direct):
 
 def late(model):
     """An executor whose calls of several steps run on a late device."""
-    executor = gpu(model, queue=Late())
+    executor = gpu(model, Late())
     several = executor.several
 
     def late_several(batch):
@@ -259,51 +155,60 @@ def test_texts_without_end_draw_what_they_draw_alone():
     assert endless.error is None and len(endless.tokens) > 50 and not {1, 2} & {*endless.tokens[2:]}
 
 
+@torch.inference_mode()
+def test_a_text_is_one_whoever_runs_beside_it():
+    """
+    Of 50,257 tokens, beside prompts, log probabilities, many stops and biases, penalties: with a draw that gives other
+    tokens than the definition, so that one token that is drawn by anything else shows.
+    """
+    m, many = model_of('learned', vocab_size=50257, n_embd=16, n_layer=1), range(0, 50257, 90)
+    hows = [dict(temperature=0.9), dict(logprobs=True), dict(stops=many, min_tokens=9),
+            dict(logit_bias={t: 1.0 for t in many}), dict(frequency_penalty=1.0), dict(scores=True, logprobs=True)]
+
+    def other_draw(logits, inputs):
+        inputs.seeds[:len(logits)] ^= 2**40  # a draw by another seed: no token is the definition's but by chance
+        plain_gpu.draw(logits, inputs)
+        inputs.seeds[:len(logits)] ^= 2**40
+
+    def drawn(*numbers):
+        engine = engine_of(gpu(m, draw=other_draw))
+        texts = []
+        for i in numbers:
+            texts += engine.add([i, 2, 3], 12, seed=i, **hows[i])
+            engine.step()  # each begins while those before draw
+        run(engine)
+        return [s.tokens for s in texts]
+    together = drawn(*range(len(hows)))
+    for i, text in enumerate(together):
+        assert drawn(i) == [text]
+    settings = DrawSettings(50257, 2**40, temperature=0.9)
+    logits = m(torch.tensor([[0, 2, 3]]), use_cache=False)[0][:, 0]
+    assert int(draw(logits, [settings], [0])) == together[0][3] != int(draw(logits, [DrawSettings(50257)], [0]))
+
+
 def test_a_call_ends_behind_a_stop_at_its_time_and_when_it_is_asked_to():
     """And goes on while some have reached their limit."""
-    m = model_of('learned')
-    c, pool = m.config, POOLS['pages'](m.config)
-    executor = holding(late(m), pool)
+    slots = Slots(late(model_of('learned')), 'cells')
     for more, stops, expected in (dict(), (), (12, 3)), (dict(until=0), (), (8, 3)), (
             dict(stop_soon=np.ones(1, np.int64)), (), (8, 3)), (dict(), range(V), (8, 1)):
-        a, b = sequences = [sequence_of(c, temperature=0.0, stops=of) for of in ((), stops)]
-        for s in sequences:
-            pool.begin(s)
-        drawn = feed(executor, pool, {a: [1], b: [2]}, {a: 12, b: 12 if stops else 3}, **more)
+        texts = {Text([1]): 1, Text([2], stops=stops): 1}
+        drawn = slots.run(texts, [12, 12 if stops else 3], **more)
         assert tuple(len(of_s.tokens) for of_s in drawn) == expected
-        for s in sequences:
-            pool.free(s)
-
-
-def test_logits_from_which_tokens_are_drawn_are_those_before_biases_and_penalties():
-    m, found = model_of('rope'), {}
-    engine = engine_of(late(m))
-    how = dict(logit_bias={3: 4.0}, frequency_penalty=1.5, min_tokens=4, stops=[1, 2])
-    sequences = engine.add([1, 2], 12, 2, 1, logprobs=True, **how) + engine.add([3], 15, frequency_penalty=1.0)
-    scored, = engine.add([5, 6, 7], 3, logprobs=True, scores=True, **how)
-    while not engine.is_idle:
-        for s, drawn in engine.step():
-            if drawn.logits is not None:
-                found.setdefault(s, []).append(drawn.logits)
-    check_alone(m, [*sequences, scored])
-    for s in (*sequences[:2], scored):
-        expected = exact(m, torch.tensor([s.tokens[:-1]]))[0, 0 if s is scored else s.n_prompt - 1:]
-        torch.testing.assert_close(torch.cat(found[s]).double(), expected, atol=1e-4, rtol=1e-4)
 
 
 def test_an_interrupt_leaves_nothing_under_way(monkeypatch):
     """`late` asserts it; the engine then computes all sequences anew."""
     m = model_of('rope')
     engine = engine_of(late(m))
-    sequences = [s for i in range(3) for s in engine.add([i, 1], 25, seed=i)]
-    land, n_landed = engine.executor.draws.land, []
+    sequences = [s for i in range(3) for s in engine.add([i, 1], 25, seed=i, frequency_penalty=1.0)]
+    land, n_landed = engine.executor.table.land, []
 
     def interrupted(*args):
         n_landed.append(1)
         if len(n_landed) in (2, 5):
             raise KeyboardInterrupt
         return land(*args)
-    monkeypatch.setattr(engine.executor.draws, 'land', interrupted)
+    monkeypatch.setattr(engine.executor.table, 'land', interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             run(engine)
@@ -311,19 +216,48 @@ def test_an_interrupt_leaves_nothing_under_way(monkeypatch):
     check_alone(m, sequences)
 
 
-class Recorded(Queue):
-    """The queue of CUDA on a CPU. pools: that of each recording, of which the step is run once."""
-    pinned, land, synchronize = Direct.pinned, Direct.land, Direct.synchronize
+def test_a_call_is_one_copy_to_the_device():
+    """Slots, stops, biases and counts are written for new sequences, and stay; a step of prompts comes in between."""
+    m = model_of('rope', block_size=200)
+    executor = gpu(m)
+    engine, copies = engine_of(executor, 40, 200), Mock(side_effect=executor.queue.pinned)
+    executor.queue.pinned = copies
+    sequences = [s for i, how in enumerate(HOWS) for s in engine.add([i, 1], 40, seed=i, most_ahead=5, **how)]
+    engine.step()
+    for begins in False, True, False:
+        if begins:
+            sequences += engine.add([1, 2, 3], 40)
+            engine.step()
+        copies.reset_mock()
+        engine.step()
+        assert copies.call_count == 1, copies.call_args_list
+    run(engine)
+    check_alone(m, sequences)
+
+
+def test_a_library_sees_products_of_one_height(monkeypatch):
+    """Or of few rows, which are tried at the start. It may have other sums for each."""
+    heights = []
+    monkeypatch.setattr('torch.addmm', lambda bias, x, w, out: heights.append(len(x)) or out.copy_(x @ w + bias))
+    slots = Slots(gpu(model_of('llama')))
+    slots.run({Text([1] * 30): 30 for _ in range(5)}, 1)
+    assert {*heights} == {64} and len(heights) == 3 * 5 * 2
+    slots.run({Text([1]): 1}, 1)
+    assert {*heights} == {64, 8}
+
+
+class Recorded(Direct):
+    """The pools of CUDA on a CPU. pools: that of each recording, of which the step is run once."""
+    record = Queue.record
 
     def __init__(self, monkeypatch):
-        super().__init__(torch.device('cuda', 1))
+        super().__init__()
         self.pools, self.fails = [], False
         monkeypatch.setattr('torch.cuda.graph_pool_handle', object)
-        monkeypatch.setattr('torch.cuda.Stream', lambda device: f'a stream of {device}')
+        monkeypatch.setattr('torch.cuda.Stream', lambda device: 'a stream')
         monkeypatch.setattr('decode.gpu.queue.captured', self.captured)
 
     def captured(self, step, pool, stream):
-        assert stream == 'a stream of cuda:1'
         self.pools.append(pool)
         step()
         if self.fails:
@@ -333,113 +267,132 @@ class Recorded(Queue):
 
 @torch.inference_mode()
 def test_no_graph_is_recorded_in_the_pool_of_forgotten_ones(monkeypatch):
-    """PyTorch's allocator refuses it: a pool ends with its last graph. One for each storage, and after an interrupt."""
+    """
+    PyTorch's allocator refuses it: a pool ends with its last graph. One for each storage, and after an interrupt. And
+    what is run to be recorded draws nothing, whatever the last call has left.
+    """
     m, queue = model_of('rope'), Recorded(monkeypatch)
-    executor = gpu(m, queue=queue)
+    executor = gpu(m, queue)
+    executor.table.inputs.left.fill_(3)
     for _ in range(2):
-        holding(executor, POOLS['pages'](m.config)).prepare(lambda graphs: graphs[-3:])
+        executor.hold(make_layers(m, 8, 'float32'))
+        executor.prepare(lambda graphs: graphs[-3:])
     queue.fails = True
     with pytest.raises(KeyboardInterrupt):
-        executor.graph('draw', 1)
+        executor.graph('draw', 8)
     queue.fails = False
-    executor.graph('draw', 1)
+    executor.graph('draw', 8)
     a, b, c = (queue.pools[i] for i in (0, 3, -1))
     assert queue.pools == [a] * 3 + [b] * 4 + [c] and len({a, b, c}) == 3
+    assert not executor.table.inputs.marks.any()
+
+
+def test_nothing_is_recorded_in_service_and_nothing_kept_behind_it(monkeypatch):
+    """Whatever is asked for after `prepare`. And an engine that is gone keeps no keys and values."""
+    m, queue = model_of('rope'), Recorded(monkeypatch)
+    engine = engine_of(gpu(m, queue))
+    executor, stored = engine.executor, weakref.ref(engine.layers[0].k.data)
+    executor.prepare()
+    n = len(queue.pools)
+    sequences = [s for how in (*HOWS, dict(logprobs=True), dict(scores=True, logprobs=True))
+                 for s in engine.add([1, 2], 9, 2, **how)]
+    run(engine)
+    check_alone(m, sequences)
+    assert len(queue.pools) == n == 3 * len(BUCKETS)
+    executor.graphs.clear()  # those of CUDA keep addresses, these keep tensors
+    del engine
+    assert stored() is None and executor.layers == ()
 
 
 def test_a_recording_after_many_steps_draws_into_no_other_memory(monkeypatch, capsys):
     """The step that is run to be recorded would go on behind the last row of `drawn`."""
     m = model_of('rope', block_size=100)
-    engine = engine_of(gpu(m, queue=Recorded(monkeypatch)), 80)
+    engine = engine_of(gpu(m, Recorded(monkeypatch)), 80)
     sequences = engine.add([0], MOST_STEPS)
     run(engine)
-    assert engine.executor.draws.draws.step[0] == MOST_STEPS
-    sequences += [s for i in (1, 2) for s in engine.add([i], 9, seed=i)]
+    assert engine.executor.table.inputs.step[0] == MOST_STEPS
+    sequences += [s for i in range(9) for s in engine.add([i], 9, seed=i)]
     run(engine)
     check_alone(m, sequences)
     assert not capsys.readouterr().err  # a step that fails is tried again
 
 
-def test_logits_that_are_not_numbers_end_the_call():
-    m = model_of('learned')
-    with torch.no_grad():
-        m.transformer.wpe.weight[7] = float('nan')  # of the position of the 7th token that is drawn
-    engine = engine_of(late(m))
-    sequences = engine.add([3], 30) + engine.add([4], 6)
-    run(engine)
-    check_alone(m, sequences[1:])
-    assert sequences[0].ended == 'error' and isinstance(sequences[0].error, NotNumbers)
-
-
 def test_settings_take_the_place_of_those_before(monkeypatch):
     """Also of those that were written in part. Nothing of them stays."""
     m, one = model_of('rope'), np.array([1])
-    a, b = (sequence_of(m.config, [1], temperature=t, stops=[t], min_tokens=t, logit_bias={9 + t: t}) for t in (1, 2))
-    used = gpu(m).draws
-    used.load([a], one, 1)
+    a, b = (Text([1], temperature=t, stops=[t], min_tokens=t, logit_bias={9 + t: t}) for t in (1, 2))
+    table, (row,) = gpu(m).table, Rows(1)([a])
+
+    def loaded(table, text):
+        row.give(text)
+        table.draw([row], one)
+        table.send()
+        return table.inputs
+    loaded(table, a)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(used, 'put', Mock(side_effect=KeyboardInterrupt))
-        used.load([b], one, 1)
-    for s in a, b:
-        new = gpu(m).draws
-        for table in used, new:
-            table.load([s], one, 1)
-        assert all(map(torch.equal, used.draws, new.draws))
-
-
-@pytest.mark.parametrize('bits', [0, 8])
-def test_keys_in_int8_and_weights_in_int8(bits):
-    m, rounded = (model_of('llama', n_embd=128) for _ in range(2))
-    for module in rounded.modules():
-        if isinstance(module, torch.nn.Linear):
-            whole, scale = quantise(module.weight.detach())
-            module.weight = torch.nn.Parameter(whole * scale[:, None])
-    first, expected = (Engine(each.model, each, kv_bits=bits).generate([[1, 2, 3], [4]], 20, temperature=0.0)
-                       for each in (gpu(m, 'int8'), EagerExecutor(rounded)))
-    assert first == expected
-
-
-@pytest.mark.parametrize('weights', ['float32', 'int8'])
-def test_changed_weights_are_seen_when_a_sequence_is_added(weights):
-    m = model_of('rope')
-    engine = Engine(m, gpu(m, weights=weights))
-    before = engine.generate([[1, 2, 3]], 20, temperature=0.0)
-    with torch.no_grad():
-        m.transformer.h[0].mlp.c_fc.weight.mul_(3)
-        m.lm_head.weight.data = m.lm_head.weight.flip(0)
-    after = engine.generate([[1, 2, 3]], 20, temperature=0.0)
-    assert before != after == Engine(m, gpu(m, weights=weights)).generate([[1, 2, 3]], 20, temperature=0.0)
+        patch.setattr(table.queue, 'put', Mock(side_effect=KeyboardInterrupt))
+        loaded(table, b)
+    for text in a, b:
+        assert all(map(torch.equal, loaded(table, text), loaded(gpu(m).table, text)))
 
 
 def test_what_it_does_not_know_is_refused():
-    m, s = model_of('rope'), sequence_of(model_of('rope').config)
-    with pytest.raises(ValueError, match="int8 or in the dtype of the model, not 'bfloat16'"):
-        gpu(m, weights='bfloat16')
+    m = model_of('rope')
     with pytest.raises(ValueError, match='one dtype, float32, bfloat16 or float16'):
         gpu(model_of('rope', dtype=torch.float64))
-    executor, pool = gpu(m), POOLS['pages'](m.config)
-    with pytest.raises(ValueError, match='these are float64'):
-        executor.hold(make_layers(m, 8, 'float64'))
     with pytest.raises(ValueError, match='make the slots for this model'):
-        executor.hold(make_layers(model_of('rope', n_layer=1), 8, 'float32'))
-    pool.begin(s)
-    holding(executor, pool).model.train()
+        gpu(m).hold(make_layers(model_of('rope', n_layer=1), 8, 'float32'))
+    slots = Slots(gpu(m))
+    m.train()
     with pytest.raises(Refused, match='training mode'):
-        feed(executor, pool, {s: [1]})
+        slots.run({Text([1]): 1})
+    for name in 'auto', 'gpu':
+        with pytest.raises(ValueError, match='weights=int8'):
+            decode.check_choice(name, 'int8', device='cuda')
 
 
-def test_a_step_without_slots_is_refused_before_it_writes(small_graphs):
-    """Also where it is several graphs, and the first of them has all its slots. Copies are made."""
-    m = model_of('rope')
-    pool = POOLS['pages'](m.config)
-    executor, s = holding(gpu(m), pool), sequence_of(m.config)
-    pool.begin(s)
-    for n, n_slots in (3, 2), (20, 10):
-        s.runs.table[0], s.runs.n = (0, 0, n_slots), 1
-        executor.layers[0].k.data[:] = 0
-        executor.layers[0].k.data[:, 50] = 1
-        batch = Batch([s], [n], np.arange(n), np.arange(n), np.zeros(1, np.int64), [False], [False], [(50, 60, 1)])
-        with pytest.raises(Refused, match=f'slots for {n_slots} of {n} positions'):
-            executor.execute_model(batch)
-        stored = executor.layers[0].k.data
-        assert (stored[:, [50, 60]] == 1).all() and stored.sum() == 2 * stored[:, 50].numel()
+def wrong_far_away(q, y, parts, kv, inputs, geometry):
+    """Attention that is wrong where the keys of a window have gone round."""
+    plain_gpu.attend(q, y, parts, kv, inputs, geometry)
+    y[inputs.positions > geometry.columns.ring + 20] *= 1.1
+
+
+def by_place(q, y, parts, kv, inputs, geometry):
+    """Attention whose last bits depend on a row's place."""
+    plain_gpu.attend(q, y, parts, kv, inputs, geometry)
+    y += torch.arange(len(y))[:, None] % 7 * 1e-6
+
+
+def by_number(q, y, parts, kv, inputs, geometry):
+    """Attention whose last bits depend on the number of rows, where they are few."""
+    plain_gpu.attend(q, y, parts, kv, inputs, geometry)
+    y += 1e-6 * (len(y) < 64)
+
+
+def greedy(logits, inputs):
+    inputs.settings[:, 0] = 0
+    plain_gpu.draw(logits, inputs)
+
+
+def test_what_a_device_computes_is_tried_first(monkeypatch):
+    """Against PyTorch's functions, behind a window that has gone round, in other orders and companies, and draws."""
+    monkeypatch.setattr(check, 'LONGEST', sizes(40, 300))
+    for kind, functions, error in [
+            *[(kind, {}, '') for kind in sizes(['rope window sinks', 'qwen window', 'learned'], MODELS)],
+            ('rope window sinks', dict(attend=wrong_far_away), 'away from PyTorch'),
+            ('rope', dict(attend=by_place), 'other bits among others'), ('rope', dict(draw=greedy), 'it draws'),
+            ('llama', dict(store=lambda *args: plain_gpu.store(args[0], args[1], None, *args[3:])), 'away from'),
+            ('rope', dict(store=None), 'does not run here: TypeError')]:
+        model, functions = model_of(kind), SimpleNamespace(**PLAIN | functions)
+        monkeypatch.setattr('decode.gpu.executor.kernels', lambda functions=functions: functions)
+        monkeypatch.setattr('decode.gpu.executor.Queue', lambda device: Direct())
+        if error:
+            with pytest.raises(ValueError, match=error):
+                GPUExecutor(model)
+        else:
+            assert GPUExecutor(model).buckets in (BUCKETS, BUCKETS[1:])
+    monkeypatch.setattr(Step, 'linear', plain_gpu.linear_by_row)
+    for attend, buckets in (plain_gpu.attend, BUCKETS), (by_number, BUCKETS[1:]):
+        functions = SimpleNamespace(**PLAIN | dict(attend=attend))
+        assert check.buckets_of(model_of('rope'), functions, Direct()) == buckets
+    assert decode.best(model_of('rope').to('meta'), 1).name == 'PyTorch, eager', "auto, where the device is no CPU"

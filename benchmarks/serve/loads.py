@@ -72,7 +72,7 @@ def models(asked, shapes):
     for name in asked.shapes or shapes:
         model = model_of(name, asked.bias)
         with weights_on_disk(model, not missing(asked.llama_server)) as folder:
-            for weights in ('float32', 'int8') if asked.device == 'cpu' else ('bfloat16', 'float32', 'int8'):
+            for weights in ('float32', 'int8') if asked.device == 'cpu' else ('bfloat16', 'float32'):
                 yield name, model.config, folder, weights
 
 

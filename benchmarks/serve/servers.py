@@ -98,9 +98,10 @@ class Ours(Server):
     """serve.py with the checkpoint of a folder. n_tokens: that its pool holds. options: further settings."""
 
     def __init__(self, folder, weights, n_tokens, *options, device='cpu'):
+        decoder = 'auto' if device == 'cpu' else 'gpu'
         super().__init__('ours', sys.executable, 'serve.py', f'--out_dir={folder}', f'--weights={weights}',
-                         f'--device={device}', '--port={port}', '--max_queue=100000', f'--page_size={PAGE_SIZE}',
-                         f'--n_blocks={-(-n_tokens // PAGE_SIZE)}', *options)
+                         f'--device={device}', f'--decoder={decoder}', '--port={port}', '--max_queue=100000',
+                         f'--page_size={PAGE_SIZE}', f'--n_blocks={-(-n_tokens // PAGE_SIZE)}', *options)
 
     def body(self, ask):
         drawn = {} if ask.seed is None else {'temperature': 1, 'seed': ask.seed}

@@ -1,141 +1,137 @@
 """
 Attention on a GPU: two Triton kernels, which read the keys and values of one step from their slots.
 
-The keys that a row sees are divided into splits of SPLIT positions, so that a few rows keep the whole GPU busy. A
-program attends over the keys of one split, TILE at a time, with a running maximum of the scores (arXiv:2205.14135),
-and the second kernel adds up the splits of a row. Tiles and splits begin at multiples of their size in absolute
-position, and splits are added in ascending order, so that the bits of a row depend on its own keys alone. The sinks of
-a window are a split of their own, the first. Keys and values that a row does not see are not loaded: they may be NaN.
+The keys that a row sees are divided into splits, so that a few rows keep the whole GPU busy. A split is attended TILE
+keys at a time, with a running maximum of the scores (arXiv:2205.14135). The second kernel adds up the splits of a row.
+Tiles and splits begin at multiples of their size, which follows from the row's position, and splits are added in
+ascending order. So the bits of a row depend on its position and its own keys alone, and a short text costs the same in
+a long context. The sinks of a window are the first split. Keys and values that are not seen may be NaN.
 """
 import torch
 import triton
 import triton.language as tl
 
-from decode.gpu.slots import SPLIT, TILE
+from decode.gpu.slots import SPLIT, SPLITS, TILE
 from decode.gpu.storing import group_size
+
+PROGRAMS = 1024  # of a step of few rows, which share the splits; in one of many rows, each head of a row has a program
 
 
 def attend(q, y, parts, kv, inputs, geometry):
     """
     y (R, n_head * head_dim): attention of each row's queries, see `storing.store`, over the keys and values of its
     sequence up to its own position, through the window if there is one. Zeros for padding. parts: float32 (R, n_splits,
-    n_head, head_dim + 2), written if there are several splits.
+    n_head, head_dim + 2), which are written.
     """
     g, columns, R = geometry, geometry.columns, len(q)
     shared = g.n_head // g.n_kv_head  # queries of a head of keys
-    # A program multiplies several queries of 16 bits as a matrix, padded to 16 rows, on tensor cores. These do not
-    # multiply float32, and one query alone reuses no key. In both cases each query has a program of its own, which
-    # loads keys to registers and has no barrier in its loop
+    # Several queries of 16 bits are a matrix for tensor cores, padded to 16 rows. Of float32, which these do not
+    # multiply, and of one alone, which reuses no key, each has a program without a barrier in its loop
     one = shared == 1 or q.dtype == torch.float32
-    padded = max(16, triton.next_power_of_2(g.head_dim))
-    attend_kernel[R, g.n_head if one else g.n_kv_head, columns.n_splits](
-        q, y, parts, kv.k, kv.v, kv.k_scale, kv.v_scale, inputs.positions, inputs.sequences, inputs.slot_table,
-        g.slopes, inputs.slot_table.stride(0), g.slot_stride // g.head_dim, g.head_stride // g.head_dim, g.n_head,
-        shared, 1 if one else shared,
+    padded, n_heads = max(16, triton.next_power_of_2(g.head_dim)), g.n_head if one else g.n_kv_head
+    n_programs = min(columns.n_splits, max(1, PROGRAMS // (R * n_heads)))
+    of_splits = dict(WINDOW=g.window, N_SINK=g.n_sink, SPLIT=SPLIT, SPLITS=SPLITS, N_SPLITS=columns.n_splits)
+    attend_kernel[R, n_heads, n_programs](
+        q, parts, kv.k, kv.v, kv.k_scale, kv.v_scale, inputs.positions, inputs.sequences, inputs.slot_table, g.slopes,
+        inputs.slot_table.stride(0), g.n_slots, g.n_head, shared, 1 if one else shared,
         1 if one else max(16, triton.next_power_of_2(shared)), g.head_dim, padded, q.size(1), g.head_dim ** -0.5,
-        g.window, g.n_sink, columns.sinks, columns.ring, columns.n_splits, g.group, group_size(g, padded), TILE, SPLIT,
-        1 if one else 3, num_warps=8 if one else 4, enable_fp_fusion=True)
-    if columns.n_splits > 1:
-        add_kernel[R, g.n_head](y, parts, inputs.sequences, g.n_head, g.head_dim, padded, columns.n_splits, num_warps=1,
-                                enable_fp_fusion=True)
+        columns.sinks, columns.ring, g.group, group_size(g, padded), TILE, 1 if one else 3, **of_splits,
+        num_warps=8 if one else 4, enable_fp_fusion=True)
+    add_kernel[R, g.n_head](y, parts, inputs.positions, inputs.sequences, g.n_head, g.head_dim, padded, **of_splits,
+                            num_warps=1, enable_fp_fusion=True)
 
 
-# The strides are those of a cache, in heads of D numbers. One kernel is compiled for all caches, so that bits are the
-# same in each
-@triton.jit(do_not_specialize=['slot_stride', 'head_stride'])
-def attend_kernel(q, y, parts, k, v, k_scale, v_scale, positions, sequences, slot_table, slopes, table_stride,
-                  slot_stride, head_stride, N_HEAD: tl.constexpr, SHARED: tl.constexpr, QUERIES: tl.constexpr,
-                  ROWS: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, KINDS: tl.constexpr, SCALE: tl.constexpr,
-                  WINDOW: tl.constexpr, N_SINK: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
-                  N_SPLITS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr,
-                  SPLIT: tl.constexpr, STAGES: tl.constexpr):
+@triton.jit(do_not_specialize=['n_slots'])  # one kernel is compiled for all caches, so that bits are the same in each
+def attend_kernel(q, parts, k, v, k_scale, v_scale, positions, sequences, slot_table, slopes, table_stride, n_slots,
+                  N_HEAD: tl.constexpr, SHARED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+                  D: tl.constexpr, PADDED: tl.constexpr, KINDS: tl.constexpr, SCALE: tl.constexpr, SINKS: tl.constexpr,
+                  RING: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr,
+                  STAGES: tl.constexpr, WINDOW: tl.constexpr, N_SINK: tl.constexpr, SPLIT: tl.constexpr,
+                  SPLITS: tl.constexpr, N_SPLITS: tl.constexpr):
     """
-    One split of a row for QUERIES of the SHARED query heads of a head of keys, padded to ROWS. The result goes to
-    parts, or to y if there is one split.
-
-    Lanes have a largest score, a sum of weights and sums of values each. With a matrix of queries a lane is a query.
-    With one query, lane i is key i of each tile, and lanes meet behind the last tile, not in each.
+    Parts of some splits of a row, for QUERIES of the SHARED query heads of a head of keys, padded to ROWS. Lanes have a
+    largest score, a sum of weights and sums of values each. With a matrix of queries a lane is a query; with one, lane
+    i is key i of each tile, and lanes meet behind the last tile.
     """
-    row, split, channels = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.arange(0, PADDED)
+    row, channels = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
-    low, end, of_sinks = keys_of_split(position, split, WINDOW, N_SINK, SPLIT)
-    end = tl.where(sequence >= 0, end, low)  # padding sees nothing
-
     heads = tl.program_id(1) * QUERIES + tl.arange(0, ROWS)
     mine = tl.arange(0, ROWS) < QUERIES
     numbers = mine[:, None] & (channels < D)[None, :]
-    of_query = (row * KINDS + tl.where(of_sinks, KINDS - 1, 0)) * N_HEAD + heads
-    query = tl.load(q + of_query[:, None] * D + channels[None, :], numbers, 0)
+    LANES: tl.constexpr = TILE if ROWS == 1 else ROWS
+    of_head = (tl.program_id(1) * QUERIES // SHARED).to(tl.int64) * n_slots
     if slopes is not None:
         slope = tl.load(slopes + heads, mine, 0)[:, None]
+
+    n_splits = splits_of(position, sequence, 0, WINDOW, N_SINK, SPLIT, SPLITS)[0]
+    for split in tl.range(tl.program_id(2), n_splits, tl.num_programs(2)):
+        n, low, end, of_sinks = splits_of(position, sequence, split, WINDOW, N_SINK, SPLIT, SPLITS)
         from_position = tl.where(of_sinks, tl.minimum(position, N_SINK + WINDOW - 1), position)
-
-    LANES: tl.constexpr = TILE if ROWS == 1 else ROWS
-    most, weight = tl.full((LANES,), float('-inf'), tl.float32), tl.zeros((LANES,), tl.float32)
-    sums = tl.zeros((LANES, PADDED), tl.float32)
-    of_head = (tl.program_id(1) * QUERIES // SHARED).to(tl.int64) * head_stride * D
-    start = low // TILE * TILE
-    for tile in tl.range(0, ((end - start + TILE - 1) // TILE).to(tl.int32), num_stages=STAGES):
-        first = start + tile * TILE
-        keys = first + tl.arange(0, TILE)
-        seen = (keys >= low) & (keys < end)
-        column = first
-        if RING > 0:
-            column = tl.where(of_sinks, first, SINKS + first % RING)
-        slots = tl.load(slot_table + sequence * table_stride + column + tl.arange(0, TILE), seen, 0).to(tl.int64)
-        at = slots * slot_stride * D + of_head
-        key = read(k, k_scale, at, seen, D, PADDED, GROUP, GROUP_SIZE).to(q.dtype.element_ty)
-        value = read(v, v_scale, at, seen, D, PADDED, GROUP, GROUP_SIZE).to(q.dtype.element_ty)
-        if ROWS == 1:
-            scores = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[:, None]
-            keys, seen = keys[:, None], seen[:, None]
-        else:
-            scores = tl.dot(query, tl.trans(key), input_precision='ieee')
-            keys, seen = keys[None, :], seen[None, :]
-        scores *= SCALE
-        if slopes is not None:
-            scores -= slope * (from_position - keys).to(tl.float32)
-        scores = tl.where(seen, scores, float('-inf'))
-        before, most = most, tl.maximum(most, tl.max(scores, axis=1))
-        kept, weights = share(before, most), share(scores, most[:, None])
-        weight = weight * kept + tl.sum(weights, axis=1)
-        if ROWS == 1:
-            sums = sums * kept[:, None] + weights * value.to(tl.float32)
-        else:
-            sums = tl.dot(weights.to(value.dtype), value, sums * kept[:, None], input_precision='ieee')
-
-    if ROWS == 1:  # the lanes meet
-        before, most = most, tl.max(most, axis=0, keep_dims=True)
-        kept = share(before, most)
-        weight = tl.sum(weight * kept, axis=0, keep_dims=True)
-        sums = tl.sum(sums * kept[:, None], axis=0, keep_dims=True)
-    if N_SPLITS == 1:
-        sums /= tl.where(sequence >= 0, weight, 1)[:, None]
-        tl.store(y + (row * N_HEAD + heads)[:, None] * D + channels[None, :], sums.to(y.dtype.element_ty), numbers)
-    else:
+        of_query = (row * KINDS + tl.where(of_sinks, KINDS - 1, 0)) * N_HEAD + heads
+        query = tl.load(q + of_query[:, None] * D + channels[None, :], numbers, 0)
+        most, weight = tl.full((LANES,), float('-inf'), tl.float32), tl.zeros((LANES,), tl.float32)
+        sums = tl.zeros((LANES, PADDED), tl.float32)
+        start = low // TILE * TILE
+        for tile in tl.range(0, ((end - start + TILE - 1) // TILE).to(tl.int32), num_stages=STAGES):
+            first = start + tile * TILE
+            keys = first + tl.arange(0, TILE)
+            seen = (keys >= low) & (keys < end)
+            column = first
+            if RING > 0:
+                column = tl.where(of_sinks, first, SINKS + first % RING)
+            slots = tl.load(slot_table + sequence * table_stride + column + tl.arange(0, TILE), seen, 0).to(tl.int64)
+            at = (of_head + slots) * D
+            key = read(k, k_scale, at, seen, D, PADDED, GROUP, GROUP_SIZE).to(q.dtype.element_ty)
+            value = read(v, v_scale, at, seen, D, PADDED, GROUP, GROUP_SIZE).to(q.dtype.element_ty)
+            if ROWS == 1:
+                scores = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1)[:, None]
+                keys, seen = keys[:, None], seen[:, None]
+            else:
+                scores = tl.dot(query, tl.trans(key), input_precision='ieee')
+                keys, seen = keys[None, :], seen[None, :]
+            scores *= SCALE
+            if slopes is not None:
+                scores -= slope * (from_position - keys).to(tl.float32)
+            scores = tl.where(seen, scores, float('-inf'))
+            before, most = most, tl.maximum(most, tl.max(scores, axis=1))
+            kept, weights = share(before, most), share(scores, most[:, None])
+            weight = weight * kept + tl.sum(weights, axis=1)
+            if ROWS == 1:
+                sums = sums * kept[:, None] + weights * value.to(tl.float32)
+            else:
+                sums = tl.dot(weights.to(value.dtype), value, sums * kept[:, None], input_precision='ieee')
         part = parts + ((row * N_SPLITS + split) * N_HEAD + heads) * (D + 2)
-        tl.store(part[:, None] + channels[None, :], sums, numbers & (weight != 0)[:, None])
-        tl.store(part + D, most, mine)
-        tl.store(part + D + 1, weight, mine)
+        if ROWS == 1:  # the lanes meet
+            largest = tl.max(most, axis=0, keep_dims=True)
+            kept = share(most, largest)
+            tl.store(part + D, largest, mine)
+            tl.store(part + D + 1, tl.sum(weight * kept, axis=0, keep_dims=True), mine)
+            sums = tl.sum(sums * kept[:, None], axis=0, keep_dims=True)
+        else:
+            tl.store(part + D, most, mine)
+            tl.store(part + D + 1, weight, mine)
+        tl.store(part[:, None] + channels[None, :], sums, numbers)
 
 
 @triton.jit
-def keys_of_split(position, split, WINDOW: tl.constexpr, N_SINK: tl.constexpr, SPLIT: tl.constexpr):
-    """The first position of a split that the row at `position` sees, the end, and whether it is the split of sinks."""
-    first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0
-    start = (first // SPLIT + split - (N_SINK > 0)) * SPLIT
-    low, end = tl.maximum(tl.maximum(first, N_SINK), start), tl.minimum(start + SPLIT, position + 1)
+def splits_of(position, sequence, split, WINDOW: tl.constexpr, N_SINK: tl.constexpr, SPLIT: tl.constexpr,
+              SPLITS: tl.constexpr):
+    """
+    Of the row at `position`: how many splits its keys are, int32, none for padding; and the first position that it sees
+    of one of them, the end, and whether it is the split of sinks.
+    """
+    first = tl.maximum(position - WINDOW + 1, 0) if WINDOW > 0 else position * 0  # that is no sink
+    size = (position - first + SPLIT * SPLITS) // (SPLIT * SPLITS) * SPLIT
+    n_splits = tl.where(sequence >= 0, position // size - first // size + 1 + (N_SINK > 0), 0).to(tl.int32)
+    start = (first // size + split - (N_SINK > 0)) * size
+    low, end = tl.maximum(tl.maximum(first, N_SINK), start), tl.minimum(start + size, position + 1)
     of_sinks = (split == 0) & (N_SINK > 0)
-    low, end = tl.where(of_sinks, 0, low), tl.where(of_sinks, tl.minimum(N_SINK, position + 1), end)
-    return low, end, of_sinks
+    return n_splits, tl.where(of_sinks, 0, low), tl.where(of_sinks, tl.minimum(N_SINK, position + 1), end), of_sinks
 
 
 @triton.jit
 def read(data, scale, at, seen, D: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr):
-    """
-    A tile of keys or values, (TILE, PADDED), from data + at, those of int8 times their scales, in float32. What is not
-    seen is 0, and so are channels from D on. GROUP numbers, or GROUP_SIZE with their padding, share a scale.
-    """
+    """A tile of keys or values (TILE, PADDED) from data + at, those of int8 times their scales; 0 where not seen."""
     channels = tl.arange(0, PADDED)
     x = tl.load(data + at[:, None] + channels[None, :], seen[:, None] & (channels < D)[None, :], 0)
     if scale is not None:
@@ -154,18 +150,20 @@ def share(score, most):
 
 
 @triton.jit
-def add_kernel(y, parts, sequences, N_HEAD: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+def add_kernel(y, parts, positions, sequences, N_HEAD: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+               WINDOW: tl.constexpr, N_SINK: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
                N_SPLITS: tl.constexpr):
     """y of a row and head. A part has D sums of values, the largest score, and the sum of weights."""
     row, head, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
+    sequence = tl.load(sequences + row)
+    n_splits = splits_of(tl.load(positions + row), sequence, 0, WINDOW, N_SINK, SPLIT, SPLITS)[0]
     most, weight, sums = float('-inf'), 0.0, tl.zeros((PADDED,), tl.float32)
-    for split in tl.range(0, N_SPLITS, loop_unroll_factor=8):  # the loads of 8 splits do not wait for each other
+    for split in tl.range(0, n_splits, loop_unroll_factor=8):  # the loads of 8 splits do not wait for each other
         part = parts + ((row * N_SPLITS + split) * N_HEAD + head) * (D + 2)
         of_split, of_weights = tl.load(part + D), tl.load(part + D + 1)
         of_values = tl.load(part + channels, channels < D, 0)
-        of_values = tl.where(of_weights != 0, of_values, 0)  # a split with nothing to see has written none
         before, most = most, tl.maximum(most, of_split)
         kept, added = share(before, most), share(of_split, most)
         weight, sums = weight * kept + of_weights * added, sums * kept + of_values * added
-    sums /= tl.where(tl.load(sequences + row) >= 0, weight, 1)  # of padding, 0
+    sums /= tl.where(sequence >= 0, weight, 1)  # of padding, 0
     tl.store(y + (row * N_HEAD + head) * D + channels, sums.to(y.dtype.element_ty), channels < D)

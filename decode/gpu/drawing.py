@@ -11,40 +11,40 @@ of each of BLOCK lanes: lane l has the tokens l, l + BLOCK, ... The logits it do
 import triton
 import triton.language as tl
 
-from decode.gpu import draws as table
+from decode.gpu import tables
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, BIASED, N_SETTINGS = map(tl.constexpr, (
-    table.TEMPERATURE, table.TOP_K, table.TOP_P, table.MIN_P, table.PRESENCE, table.FREQUENCY, table.REPETITION,
-    table.BIASED, table.N_SETTINGS))
-IS_STOP, IN_PROMPT = tl.constexpr(table.IS_STOP), tl.constexpr(table.IN_PROMPT)
+    tables.TEMPERATURE, tables.TOP_K, tables.TOP_P, tables.MIN_P, tables.PRESENCE, tables.FREQUENCY, tables.REPETITION,
+    tables.BIASED, tables.N_SETTINGS))
+IS_STOP, IN_PROMPT = tl.constexpr(tables.IS_STOP), tl.constexpr(tables.IN_PROMPT)
 BLOCK, WARPS = 4096, 16  # tokens that a program of `draw_kernel` reads at a time
 UNROLL = tl.constexpr(4)  # so many times, if it need not wait in between: one program alone has to hide its latency
 CHANGED = 1024  # tokens of a program of `change_kernel`
 INFINITY, GOLDEN = tl.constexpr(float('inf')), tl.constexpr(0x9E3779B97F4A7C15)
 
 
-def draw(logits, draws, inputs):
+def draw(logits, inputs):
     """
     Draw the next token of each row that has not ended from logits, float32 (R, vocab_size), which are changed. Then the
-    row's token, position, number and mark go on; a row that ends becomes padding. draws, inputs: `Draws`, `StepInputs`.
+    row's token, position, number and mark go on; a row that ends becomes padding. inputs: `StepInputs`.
     """
-    (R, V), d = logits.shape, draws
+    (R, V), i = logits.shape, inputs
     change_kernel[R, triton.cdiv(V, CHANGED)](
-        logits, d.settings, d.numbers, d.left, d.min_tokens, d.biases, d.marks, d.broken, V, CHANGED, num_warps=4,
-        enable_fp_fusion=False)
+        logits, i.settings, i.numbers, i.left, i.min_tokens, i.sequences, i.biases, i.marks, i.broken, V, CHANGED,
+        num_warps=4, enable_fp_fusion=False)
     draw_kernel[R,](
-        logits, d.settings, d.seeds, d.numbers, d.left, d.marks, d.drawn, d.drawn.stride(0), d.step, inputs.tokens,
-        inputs.positions, inputs.sequences, V, BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+        logits, i.settings, i.seeds, i.numbers, i.left, i.marks, i.drawn, i.drawn.stride(0), i.step, i.tokens,
+        i.positions, i.sequences, V, BLOCK, num_warps=WARPS, enable_fp_fusion=False)
 
 
 @triton.jit
-def change_kernel(logits, settings, numbers, left, min_tokens, biases, marks, broken, V: tl.constexpr,
+def change_kernel(logits, settings, numbers, left, min_tokens, sequences, biases, marks, broken, V: tl.constexpr,
                   BLOCK: tl.constexpr):
     """Apply biases, min_tokens and penalties to BLOCK logits of a row, in place, in this order. Note broken ones."""
     row = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tl.where(tl.load(left + row) > 0, V, 0)  # nothing of a row that has ended
-    at = row.to(tl.int64) * V + i
+    at, of_sequence = row.to(tl.int64) * V + i, tl.load(sequences + row).to(tl.int64) * V + i
     v = tl.load(logits + at, inside, other=0.0)
     # Several programs may write the same 1. No program of this launch reads it
     tl.store(broken + row, 1, tl.max((v < INFINITY).to(tl.int32) ^ 1, 0) > 0)
@@ -55,9 +55,9 @@ def change_kernel(logits, settings, numbers, left, min_tokens, biases, marks, br
     is_biased, has_penalty = tl.load(settings + BIASED) != 0, (presence != 0) | (frequency != 0) | (repetition != 1)
     may_not_stop = tl.load(numbers + row) < tl.load(min_tokens + row)
     if is_biased:
-        v += tl.load(biases + at, inside, other=0.0)
+        v += tl.load(biases + of_sequence, inside, other=0.0)
     if has_penalty | may_not_stop:
-        mark = tl.load(marks + at, inside, other=0)
+        mark = tl.load(marks + of_sequence, inside, other=0)
         v = tl.where(may_not_stop & ((mark & IS_STOP) != 0), -INFINITY, v)
         if has_penalty:
             count, in_prompt = mark & (IS_STOP - 1), (mark & IN_PROMPT) != 0
@@ -79,7 +79,7 @@ def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stri
         number = tl.load(numbers + row)
         key = noise_key(tl.load(seeds + row), number)
         token = token_of(logits + row.to(tl.int64) * V, settings + row * N_SETTINGS, key, V, BLOCK)
-        mark, position = marks + row.to(tl.int64) * V + token, positions + row
+        mark, position = marks + tl.load(sequences + row).to(tl.int64) * V + token, positions + row
         old_mark, new_position = tl.load(mark), tl.load(position) + 1
         may_draw = tl.where((old_mark & IS_STOP) != 0, 0, may_draw - 1)
         tl.debug_barrier()  # all warps have read the state that one of them writes now
@@ -120,23 +120,24 @@ def token_of(row, settings, key, V: tl.constexpr, BLOCK: tl.constexpr):
     """The token that the settings and the noise of this key draw."""
     temperature, top_k = tl.load(settings + TEMPERATURE), tl.load(settings + TOP_K)
     top_p, min_p = tl.load(settings + TOP_P), tl.load(settings + MIN_P).to(tl.float32)
-    largest, token = largest_of(row, V, BLOCK)
-    if (temperature != 0) & (tl.abs(largest) < INFINITY):  # a penalty can make a logit infinite
+    few = largest_of_lanes(row, V, BLOCK)
+    largest = tl.max(few[0], 0)
+    if (temperature == 0) | (tl.abs(largest) == INFINITY):  # a penalty can make a logit infinite
+        token = nth_equal(row, largest, 1, V, BLOCK)
+    else:
         factor = tl.maximum(1.0 / temperature, 1e-30).to(tl.float32)
         low, last_equal = tl.full((), -INFINITY, tl.float32), tl.full((), V, tl.int32)
         has_top_k = (top_k > 0) & (top_k < V)
-        if has_top_k | (top_p < 1):
-            few = largest_of_lanes(row, V, BLOCK)
-            if has_top_k:
-                low = threshold(row, few, (largest, 0.0, 0.0, low, V), top_k, V, BLOCK)
-            if top_p < 1:
-                kept = largest, factor, min_p, low, V
-                target = top_p * weight_of(row, kept, V, BLOCK)
-                low = threshold(row, few, kept, target, V, BLOCK)
-                above = weight_of(row, (largest, factor, min_p, number_at(rank(low) + 1), V), V, BLOCK)
-                of_each = weigh(low, 0, kept).to(tl.float64)
-                n_equal = tl.maximum(tl.ceil((target - above) / of_each), 1.0)  # so many that are equal to low are kept
-                last_equal = nth_equal(row, low, n_equal, V, BLOCK)
+        if has_top_k:
+            low = threshold(row, few, (largest, 0.0, 0.0, low, V), top_k, V, BLOCK)
+        if top_p < 1:
+            kept = largest, factor, min_p, low, V
+            target = top_p * weight_of(row, kept, V, BLOCK)
+            low = threshold(row, few, kept, target, V, BLOCK)
+            above = weight_of(row, (largest, factor, min_p, number_at(rank(low) + 1), V), V, BLOCK)
+            of_each = weigh(low, 0, kept).to(tl.float64)
+            n_equal = tl.maximum(tl.ceil((target - above) / of_each), 1.0)  # so many that are equal to low are kept
+            last_equal = nth_equal(row, low, n_equal, V, BLOCK)
         token = largest_over_noise(row, (largest, factor, min_p, low, last_equal), key, V, BLOCK)
     return token
 
@@ -160,18 +161,6 @@ def weigh(v, i, how):
     weights = tl.where(x < -87.0, 0.0, tl.exp(x))
     kept = (v >= low) & ((v > low) | (i <= last_equal)) & (weights >= min_p)
     return tl.where(kept & (v > -INFINITY), weights, 0.0)
-
-
-@triton.jit
-def largest_of(row, V: tl.constexpr, BLOCK: tl.constexpr):
-    """(the largest logit of a row, the first index that has it)."""
-    largest, index = tl.full((BLOCK,), -INFINITY, tl.float32), tl.arange(0, BLOCK)
-    for start in tl.range(0, V, BLOCK, loop_unroll_factor=UNROLL):
-        i, v = read(row, start, V, BLOCK)
-        index = tl.where(v > largest, i, index)
-        largest = tl.maximum(largest, v)
-    of_all = tl.max(largest, 0)
-    return of_all, tl.min(tl.where(largest == of_all, index, V), 0)
 
 
 @triton.jit

@@ -3,15 +3,11 @@ The model's own step in PyTorch as a CUDA graph, for `GPT.generate`.
 
 PyTorch starts a GPU kernel in about 10 us, and a step of a GPT with 12 layers has some 300 of them, most of which run
 for 3 us. A graph starts all of them at once. It repeats the same kernels on the same addresses, so one is recorded for
-each cache, batch size and number of slots that are read. To record a graph takes as long as a few steps.
-
-In a recorded step keys and values are written to the slots of their positions, and attention goes over a fixed number
-of slots with a mask: nothing of it depends on the length of the text. (After gpt-fast's decode_one_token,
-https://github.com/pytorch-labs/gpt-fast. The price is that empty slots are read too; the mask hides them, but they must
-hold numbers, as the zeros of a new cache do.)
+each cache, batch size and number of slots that are read: attention goes over all of these with a mask. (After
+https://github.com/pytorch-labs/gpt-fast. Empty slots are read too, and must hold numbers.)
 """
+from collections import namedtuple
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 
@@ -45,10 +41,7 @@ class GraphStep:
         self.forget()
 
     def forget(self):
-        """
-        Forget all recordings together, once none of them runs. The end of a graph frees the memory in which cuBLAS
-        works on the stream of its recording, and other graphs of that stream would still address it (pytorch#193402).
-        """
+        """Forget all recordings, once none runs: the end of one frees memory that others use (pytorch#193402)."""
         device = self.model.lm_head.weight.device
         if device.type == 'cuda':
             torch.cuda.synchronize(device)
@@ -87,10 +80,7 @@ class GraphStep:
         return min(n, n_slots)
 
     def record(self, idx, cache_pos, caches, amp):
-        """
-        A `Recording` of the step for tokens such as idx. caches: k_cache and v_cache of each layer, one after the
-        other, of the slots that are read.
-        """
+        """A `Recording` of the step for tokens such as idx. caches: k_cache and v_cache of each layer in turn."""
         static_idx, positions, outputs, model = idx.clone(), torch.full_like(idx, cache_pos), [], self.direct.model
         layers = [StaticSlots(k_cache, v_cache) for k_cache, v_cache in zip(caches[::2], caches[1::2])]
 
@@ -101,18 +91,12 @@ class GraphStep:
         return Recording(self.queue.record(step), static_idx, positions, outputs)
 
 
-class Recording(NamedTuple):
-    """A graph, its inputs, int64 (B, 1), and a list with the logits (B, 1, vocab_size) that a replay writes."""
-    graph: object
-    idx: torch.Tensor
-    positions: torch.Tensor
-    outputs: list
+# a graph, its inputs, int64 (B, 1), and a list with the logits (B, 1, vocab_size) that a replay writes
+Recording = namedtuple('Recording', 'graph idx positions outputs')
 
 
-class StaticSlots(NamedTuple):
+class StaticSlots(namedtuple('StaticSlots', 'k_cache v_cache')):
     """The cache of one layer with slots (B, n_kv_head, n_slots, head_dim); see model.py's `append`."""
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
 
     def append(self, k, v, positions):
         """

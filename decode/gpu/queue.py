@@ -1,15 +1,14 @@
-"""What a device does one after the other: recorded steps, copies, and events by which the host waits for them."""
+"""What a device does one after the other: recorded steps, copies, and events for which the host waits."""
 from contextlib import suppress
 
+import numpy as np
 import torch
 
 
 class Queue:
     """
-    The current stream of a CUDA device. All recordings share one pool of memory and one stream, because no two of them
-    run at the same time.
-
-    A pool of memory ends with the last graph that was recorded in it, and must not be used again: see `forget`.
+    The current stream of a CUDA device. All recordings share one pool of memory and one stream, as no two run at the
+    same time. A pool ends with the last graph that was recorded in it, and must not be used again: see `forget`.
     """
 
     def __init__(self, device):
@@ -29,6 +28,20 @@ class Queue:
         """Record what follows in other memory: called when all graphs have been forgotten."""
         self.pool = self.stream = None
 
+    def pinned(self, tensor):
+        """A copy that a device can read and write while the host goes on. Its memory is used again when it has."""
+        return tensor.pin_memory()
+
+    def send(self, target, source):
+        """Begin to copy a tensor of the host, which may change at once, to one of the device."""
+        target.copy_(self.pinned(source.to(target.dtype)), non_blocking=True)
+
+    def put(self, table, at, values):
+        """Begin to write numbers at places of a tensor of the device, both lists or arrays (n,). One copy."""
+        both = self.pinned(torch.from_numpy(np.stack((at, values), dtype=np.float64)))
+        both = both.to(table.device, non_blocking=True)
+        table.view(-1)[both[0].long()] = both[1].to(table.dtype)
+
     def land(self, pairs):
         """Begin to copy tensors of the device to pinned ones, pairs (target, source). Returns an event to wait for."""
         for target, source in pairs:
@@ -40,9 +53,6 @@ class Queue:
     def synchronize(self):
         """Wait until all is done."""
         torch.cuda.current_stream(self.device).synchronize()
-
-    def pinned(self, *shape, dtype):
-        return torch.empty(shape, dtype=dtype, device='cpu', pin_memory=True)
 
 
 def captured(step, pool, stream):

@@ -1,43 +1,38 @@
-"""
-The slot table of a GPU step: which of its rows has the slots of which sequence, up to which position, and in which
-columns.
-"""
-from collections import OrderedDict
-from typing import NamedTuple
+"""The slot table of a GPU step: which sequence has which row, and which of its slots are in which columns."""
+from collections import OrderedDict, namedtuple
 
 import numpy as np
 import torch
 
 from decode.batch import Refused
 
-TILE = 64    # keys that attention reads at a time; tiles begin at multiples of it
-SPLIT = 128  # keys of one program of attention; splits begin at multiples of it
-AHEAD = 64  # later positions of a sequence whose slots are written with those of its new ones
+TILE = 64     # keys that attention reads at a time; tiles begin at multiples of it
+SPLIT = 128   # keys that attention adds up at a time, or in long texts a multiple of it; splits begin at multiples
+SPLITS = 32   # of the keys of a row, at most; a window may begin and end inside of one
+AHEAD = 64    # later positions of a sequence whose slots are written with those of its new ones
 NOTHING = 2**62, 0  # first and until of a row that has no slots
 
 
-class Columns(NamedTuple):
+class Columns(namedtuple('Columns', 'sinks ring n_columns n_splits')):
     """
     A row of the slot table, int32 (n_columns,), has the slots of one sequence. Position p is in column p. If the model
     has a window, positions before n_sink are in the first columns, and the others take turns in the `ring` columns
     from `sinks` on: p is in column sinks + p % ring. Both are multiples of TILE, so a tile of keys is a piece of the
     row.
 
-    n_splits: how many programs share the keys of a row of the batch, at most; the sinks have one of their own.
+    n_splits: of the keys of a row, at most; the sinks are one of their own.
     """
-    sinks: int
-    ring: int
-    n_columns: int
-    n_splits: int
+    __slots__ = ()
 
     @classmethod
     def of(cls, config, most_new):
         """most_new: the most new positions of a sequence that are in the table at the same time."""
         c = config
+        n_splits = min(-(-(c.window or c.block_size) // SPLIT), SPLITS)
         if not c.window:
-            return cls(0, 0, up_to(c.block_size, SPLIT), -(-c.block_size // SPLIT))
+            return cls(0, 0, up_to(c.block_size, TILE), n_splits)
         sinks, ring = up_to(c.n_sink, TILE), up_to(c.window + most_new + TILE, TILE)
-        return cls(sinks, ring, sinks + ring, (c.window - 2) // SPLIT + 2 + (c.n_sink > 0))
+        return cls(sinks, ring, sinks + ring, n_splits + 1 + (c.n_sink > 0))
 
     def column(self, position, n_sink):
         """Of integers, or integer arrays or tensors."""
@@ -52,74 +47,92 @@ def up_to(n, multiple):
     return -(-n // multiple) * multiple
 
 
+class Row:
+    """
+    A row of the tables on the device, and what is there of a sequence: the slots of its `Runs` for the sinks and the
+    positions from first to until - 1, with a window the last `ring` of these; the marks and biases of its settings; and
+    in the marks how often it has drawn which token, of n_counted tokens, -1 if that is not known.
+    """
+    __slots__ = 'number', 'sequence', 'runs', 'first', 'until', 'settings', 'n_counted'
+
+    def __init__(self, number):
+        self.number = number
+        self.give(None)
+
+    def give(self, sequence):
+        self.sequence, self.runs, self.settings, self.n_counted = sequence, None, None, -1
+        self.first, self.until = NOTHING
+
+
+class Rows:
+    """Which sequence has which of n rows: it keeps its row from step to step, until others need it."""
+
+    def __init__(self, n):
+        self.of, self.free = OrderedDict(), [Row(number) for number in range(n)]  # the least recently used first
+
+    def __call__(self, sequences):
+        """The `Row` of each of up to n sequences."""
+        for s in sequences:
+            if id(s) not in self.of:
+                self.of[id(s)] = self.free.pop() if self.free else self.of.popitem(last=False)[1]
+                self.of[id(s)].give(s)
+            self.of.move_to_end(id(s))
+        return [self.of[id(s)] for s in sequences]
+
+
 class SlotTable:
     """
-    table: int32 (n_seq, n_columns) on the device, see `Columns`. A sequence keeps its row from step to step, so only
-    slots of new positions are written.
-
-    rows: {id of a `Runs`: [row, the runs, first, until]}, the least recently used first; the row has the slots of the
-    sinks and of the positions from first to until - 1, with a window of the last `ring` of these. Pools make other
-    `Runs` when slots change; those of later positions are appended.
+    table: int32 (n_rows, n_columns) on the device, see `Columns`. Only the slots of new positions are written. Pools
+    make other `Runs` when slots change; those of later positions are appended.
     """
 
-    def __init__(self, columns, config, n_seq, device):
-        self.columns, self.n_sink, self.window, self.device = columns, config.n_sink, config.window, device
+    def __init__(self, columns, config, n_rows, device, queue):
+        self.columns, self.n_sink, self.window, self.queue = columns, config.n_sink, config.window, queue
         self.max_positions = min(config.max_positions, 2**62)
-        self.table = torch.zeros(n_seq, columns.n_columns, dtype=torch.int32, device=device)
-        self.rows, self.free = OrderedDict(), list(range(n_seq))
+        self.table = torch.zeros(n_rows, columns.n_columns, dtype=torch.int32, device=device)
 
-    def update(self, runs, starts, ends):
+    def update(self, rows, starts, ends):
         """
-        Have the slots in the table that tokens at the positions starts to ends - 1 of some sequences see, int64 arrays
-        (S,), S at most n_seq. runs: the `Runs` of each. Returns the row of each, int32 (S,). `Refused` if a sequence
-        has no slot for a position that is seen; then nothing is known of these rows.
+        Have the slots in the table that tokens at the positions starts to ends - 1 see, int64 (S,), of the sequences
+        with these `Row`s. `Refused` if a position that is seen has no slot; then nothing is known of these rows.
         """
-        entries = [self.entry(each) for each in runs]
-        held, until = np.array([entry[2:] for entry in entries]).T
+        for row in rows:
+            if row.runs is not row.sequence.runs:
+                row.runs, (row.first, row.until) = row.sequence.runs, NOTHING
+        held, until = np.array([(row.first, row.until) for row in rows]).T
         first = np.maximum(starts - self.window + 1, 0) if self.window else np.zeros_like(starts)
         known = (held <= first) & (starts <= until)
         if self.window:
             known &= until - first <= self.columns.ring
         if (until < ends).any() or not known.all():
             # the slots of later positions are written too, if the runs have them: the next steps then write none
-            reach = np.array([each.next[0] if each.next else 0 for each in runs])
+            reach = np.array([row.runs.next[0] if row.runs.next else 0 for row in rows])
             ends = np.maximum(ends, np.minimum(reach, np.minimum(starts + AHEAD, self.max_positions)))
-            for entry in entries:
-                entry[2:] = NOTHING
+            for row in rows:
+                row.first, row.until = NOTHING
             sinks = np.where(known, 0, np.minimum(self.n_sink, ends))
-            self.write(runs, entries, np.where(known, until, first), ends, sinks)
+            self.write(rows, np.where(known, until, first), ends, sinks)
             held, until = np.where(known, held, first), np.maximum(np.where(known, until, 0), ends)
-            for entry, *now in zip(entries, held.tolist(), until.tolist()):
-                entry[2:] = now
-        return np.array([entry[0] for entry in entries], np.int32)
+            for row, *now in zip(rows, held.tolist(), until.tolist()):
+                row.first, row.until = now
 
-    def entry(self, runs):
-        """The entry of a sequence, which becomes the most recently used."""
-        key = id(runs)
-        if key not in self.rows:
-            if not self.free:
-                self.free.append(self.rows.popitem(last=False)[1][0])
-            self.rows[key] = [self.free.pop(), runs, *NOTHING]
-        self.rows.move_to_end(key)
-        return self.rows[key]
-
-    def write(self, runs, entries, first, ends, sinks):
+    def write(self, rows, first, ends, sinks):
         """Write the slots of the positions from first to ends - 1 of each sequence, and of its first `sinks`."""
-        tables = [each.table[:each.n] for each in runs]
-        of_run = np.repeat(np.arange(len(runs)), [len(table) for table in tables])
+        tables = [row.runs.table[:row.runs.n] for row in rows]
+        of_run = np.repeat(np.arange(len(rows)), [len(table) for table in tables])
         position, slot, n = np.concatenate(tables).T
         at, found = [], []
         for low, high in ((np.maximum(first, sinks), ends), (0 * sinks, sinks)):
             begin, end = np.maximum(position, low[of_run]), np.minimum(position + n, high[of_run])
             counts = np.maximum(end - begin, 0)
-            seen, needed = np.bincount(of_run, counts, len(runs)).astype(int), np.maximum(high - low, 0)
+            seen, needed = np.bincount(of_run, counts, len(rows)).astype(int), np.maximum(high - low, 0)
             if (seen != needed).any():
                 number = int((seen != needed).argmax())
                 raise Refused(f"sequence number {number} of this step has slots for {seen[number]} of "
-                                 f"{needed[number]} positions that its new tokens see: its runs must have all of them")
+                              f"{needed[number]} positions that its new tokens see: its runs must have all of them")
             step = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # 0, 1, ... within each run
-            rows = np.array([entry[0] for entry in entries])[np.repeat(of_run, counts)]
-            at.append(rows * self.columns.n_columns + self.columns.column(np.repeat(begin, counts) + step, self.n_sink))
+            numbers = np.array([row.number for row in rows])[np.repeat(of_run, counts)]
+            at.append(numbers * self.columns.n_columns + self.columns.column(np.repeat(begin, counts) + step,
+                                                                             self.n_sink))
             found.append(np.repeat(slot + begin - position, counts) + step)
-        at, found = (torch.from_numpy(np.concatenate(each)).to(self.device) for each in (at, found))
-        self.table.view(-1)[at] = found.int()
+        self.queue.put(self.table, np.concatenate(at), np.concatenate(found))

@@ -1,91 +1,37 @@
 """
-The kernels of a GPU step that run before attention: they write embeddings, angles, queries, and the keys and values of
-the new tokens.
+The kernel of a GPU step that runs before attention: it writes queries, and the keys and values of the new tokens.
 
-A program computes one row, or a part of it, so that no row depends on another.
+A program computes one head of one row, so that no row depends on another.
 """
 import triton
 import triton.language as tl
 
-CHANNELS = 1024  # of a program of `embed`
 
-
-def embed(inputs, weights, x):
-    """x, float32 (R, n_embd): the embeddings of the tokens, with those of learned positions; zeros for padding."""
-    R, n_embd = x.shape
-    embed_kernel[R, triton.cdiv(n_embd, CHANNELS)](
-        x, weights.wte, weights.wpe, inputs.tokens, inputs.positions, inputs.sequences, n_embd, CHANNELS,
-        enable_fp_fusion=False)
-
-
-@triton.jit
-def embed_kernel(x, wte, wpe, tokens, positions, sequences, N: tl.constexpr, CHANNELS: tl.constexpr):
-    """x, float32 (R, N): CHANNELS channels of a row."""
-    row = tl.program_id(0).to(tl.int64)
-    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    real = channels < tl.where(tl.load(sequences + row) >= 0, N, 0)  # a sample that ended may have no next position
-    sum = tl.load(wte + tl.load(tokens + row) * N + channels, real, 0).to(tl.float32)
-    if wpe is not None:
-        sum += tl.load(wpe + tl.load(positions + row) * N + channels, real, 0).to(tl.float32)
-    tl.store(x + row * N + channels, sum, channels < N)
-
-
-def turn(inputs, frequencies, farthest, angles):
-    """
-    angles, float32 (R, kinds, 2, head_dim / 2): cosines and sines of the positions; of the second kind, for queries
-    that meet sinks, of positions of at most `farthest`. frequencies: float64 (head_dim / 2,).
-    """
-    R, kinds, _, n_pairs = angles.shape
-    turn_kernel[R,](angles, inputs.positions, frequencies, farthest, kinds, n_pairs, triton.next_power_of_2(n_pairs),
-                    num_warps=1, enable_fp_fusion=False)
-
-
-@triton.jit
-def turn_kernel(angles, positions, frequencies, FARTHEST: tl.constexpr, KINDS: tl.constexpr, N: tl.constexpr,
-                PADDED: tl.constexpr):
-    """angles, float32 (R, KINDS, 2, N), of a row. frequencies: float64 (N,)."""
-    row, pairs = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
-    position = tl.load(positions + row)
-    frequency = tl.load(frequencies + pairs, pairs < N, 0)
-    for kind in tl.static_range(KINDS):
-        of_kind = position if kind == 0 else tl.minimum(position, FARTHEST)
-        radians = of_kind.to(tl.float64) * frequency  # float32 is off by 0.06 at position 1,000,000
-        at = angles + (row * KINDS + kind) * 2 * N + pairs
-        tl.store(at, tl.cos(radians).to(tl.float32), pairs < N)
-        tl.store(at + N, tl.sin(radians).to(tl.float32), pairs < N)
-
-
-def store(qkv, q, angles, layer, kv, inputs, geometry):
+def store(qkv, q, angles, attn, kv, inputs, geometry):
     """
     Write the queries of a layer to q (R, kinds, n_head, head_dim), and its keys and values to their slots. qkv: (R,
-    (n_head + 2 * n_kv_head) * head_dim), of the model's dtype, as q. Behind the norms of queries and keys, both are
-    turned by angles, see `turn`; None if the model has no rotary positions: q then has one kind. layer: its weights.
+    (n_head + 2 * n_kv_head) * head_dim), of the model's dtype, as q. attn: the layer's attention; behind its norms of
+    queries and keys, if it has them, both are turned by angles, see `Step.angles`.
     """
     g, columns = geometry, geometry.columns
-    q_norm, k_norm, padded = layer.q_norm, layer.k_norm, triton.next_power_of_2(g.head_dim)
+    q_norm, k_norm = (getattr(attn, name, None) for name in ('q_norm', 'k_norm'))
+    norms, padded = [each and each.weight.detach() for each in (q_norm, k_norm)], triton.next_power_of_2(g.head_dim)
     # fused multiply-adds are off: the rotation then has the bits of PyTorch's, and so do the int8 codes
     store_kernel[len(qkv), g.n_head + 2 * g.n_kv_head](
-        qkv, q, angles, q_norm and q_norm.weight, k_norm and k_norm.weight, kv.k, kv.v, kv.k_scale, kv.v_scale,
-        inputs.positions, inputs.sequences, inputs.slot_table, inputs.slot_table.stride(0), g.slot_stride // g.head_dim,
-        g.head_stride // g.head_dim, q_norm.eps if q_norm else 0.0, g.n_head, g.n_kv_head, g.head_dim,
-        padded, q.size(1), g.n_sink, columns.sinks, columns.ring, g.group, group_size(g, padded), num_warps=1,
-        enable_fp_fusion=False)
+        qkv, q, angles, *norms, kv.k, kv.v, kv.k_scale, kv.v_scale, inputs.positions, inputs.sequences,
+        inputs.slot_table, inputs.slot_table.stride(0), g.n_slots, q_norm.eps if q_norm else 0.0, g.n_head, g.n_kv_head,
+        g.head_dim, padded, q.size(1), g.n_sink, columns.sinks, columns.ring, g.group, group_size(g, padded),
+        num_warps=1, enable_fp_fusion=False)
 
 
 def group_size(geometry, padded):
-    """Numbers that share a scale in a head that is padded to a power of two; 0 for other types than int8."""
-    g = geometry
-    if g.group == g.head_dim:
-        return padded
-    if g.group and (g.head_dim % g.group or g.group & (g.group - 1)):
-        raise ValueError(f"groups of {g.group} numbers must be a power of two and divide head_dim {g.head_dim}, or be "
-                         "all of it")
-    return g.group
+    """Numbers that share a scale in int8: a power of two, or all of a head, which is padded to one; 0 for others."""
+    return padded if geometry.group == geometry.head_dim else geometry.group
 
 
-@triton.jit(do_not_specialize=['slot_stride', 'head_stride'])  # in heads of D numbers: one kernel for all caches
+@triton.jit(do_not_specialize=['n_slots'])  # one kernel for all caches
 def store_kernel(qkv, q, angles, q_norm, k_norm, k, v, k_scale, v_scale, positions, sequences, slot_table, table_stride,
-                 slot_stride, head_stride, EPS: tl.constexpr, N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr,
+                 n_slots, EPS: tl.constexpr, N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr,
                  D: tl.constexpr, PADDED: tl.constexpr, KINDS: tl.constexpr, N_SINK: tl.constexpr, SINKS: tl.constexpr,
                  RING: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr):
     """One head of a row of qkv: of its queries, its keys, or its values."""
@@ -103,11 +49,11 @@ def store_kernel(qkv, q, angles, q_norm, k_norm, k, v, k_scale, v_scale, positio
             to = q + ((row * KINDS + kind) * N_HEAD + head) * D + channels
             tl.store(to, query.to(q.dtype.element_ty), channels < D)
     elif head < N_HEAD + N_KV_HEAD:
-        at = (slot * slot_stride + (head - N_HEAD) * head_stride) * D
+        at = ((head - N_HEAD) * n_slots + slot) * D
         key = head_of(x, k_norm, angles, row * KINDS, EPS, D, PADDED).to(q.dtype.element_ty)
         write(key.to(tl.float32), k, k_scale, at, sequence >= 0, D, PADDED, GROUP, GROUP_SIZE)
     else:
-        at = (slot * slot_stride + (head - N_HEAD - N_KV_HEAD) * head_stride) * D
+        at = ((head - N_HEAD - N_KV_HEAD) * n_slots + slot) * D
         value = head_of(x, None, None, row, EPS, D, PADDED)
         write(value, v, v_scale, at, sequence >= 0, D, PADDED, GROUP, GROUP_SIZE)
 

@@ -1,0 +1,95 @@
+"""What is tried when the executor is made: does it compute what PyTorch does, and are the bits of a row its own?"""
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from decode.batch import Runs
+from decode.draw import DrawSettings, draw
+from decode.gpu.executor import BUCKETS, GPUExecutor
+
+N_TEXTS, LONGEST = 20, 300
+# how far logits may be away, the root of a mean square in standard deviations; on a CPU it is 2e-6, 0.002 and 0.015
+MOST_OFF = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+HOWS = [dict(temperature=0.0), dict(top_k=20), dict(top_p=0.8), dict(repetition_penalty=1.5, frequency_penalty=1.0),
+        dict(logit_bias={0: 3.0}, min_p=0.05), dict(stops=[0], min_tokens=3)]
+
+
+def buckets_of(model, functions, queue):
+    """
+    The numbers of rows that graphs may have on this device: BUCKETS, without the fewest if a row has other bits there.
+
+    With the model's first layer alone, N_TEXTS texts of up to LONGEST tokens, one of them longer than a window and its
+    ring, must have the logits of PyTorch's functions in float32, and tokens that `decode.draw` draws from them; and
+    their last rows the same bits in any order, in any company and in a step of their own. ValueError if they have not.
+    """
+    executor = GPUExecutor(first_layer(model), functions, queue)
+    texts = texts_for(executor)
+    lengths, tokens = [len(text.tokens) for text in texts], np.concatenate([text.tokens for text in texts])
+    last, positions = np.cumsum(lengths) - 1, np.concatenate([np.arange(n) for n in lengths])
+
+    def are_the_same(*orders):
+        """Do last tokens in these orders, each in a step of its own, have the logits `found`?"""
+        return all([torch.equal(found[order], executor.logits_of(
+            [texts[i] for i in order], tokens[last[order]], positions[last[order]], [1] * len(order),
+            np.arange(len(order)))) for order in orders])
+    try:
+        executor.hold([slots_for(executor, len(tokens))])
+        with executor.on_device():
+            order, executor.buckets = np.random.default_rng(0).permutation(N_TEXTS), BUCKETS[1:]
+            found = executor.logits_of(texts, tokens, positions, lengths, last)
+            wrong = [] if are_the_same(order, np.tile(order, 12), order[:1]) else ["rows have other bits among others"]
+            executor.buckets = BUCKETS
+            buckets = BUCKETS if are_the_same(order[:8], order[8:11], order[11:12]) else BUCKETS[1:]
+            executor.graph('draw', buckets[0])
+            drawn = executor.drawn(texts, found.clone())
+            defined = draw(found, [text.settings for text in texts], [0] * N_TEXTS).tolist()
+            judge = copy.deepcopy(executor.model).float().eval()
+            off = found - torch.cat([judge(torch.tensor([text.tokens], device=found.device), use_cache=False)[0][:, 0]
+                                     for text in texts])
+            off = float((off.square().mean(1).sqrt() / found.std()).max())
+    except Exception as e:  # of a compiler, or of a device that a kernel does not fit
+        raise ValueError(f"the GPU executor does not run here: {type(e).__name__}: {str(e)[:200]}") from e
+    finally:
+        executor.hold(())
+    if not off <= MOST_OFF[model.lm_head.weight.dtype]:
+        wrong.append(f"logits are {off:.2g} of their standard deviation away from PyTorch's")
+    if sum(a != b for a, b in zip(drawn, defined)) > 1:  # two scores may be nearly equal
+        wrong.append(f"it draws {drawn} in place of {defined}")
+    if wrong:
+        raise ValueError(f"the GPU executor computes something else here: {', and '.join(wrong)}. Please report it, "
+                         "with the versions of torch and triton")
+    return buckets
+
+
+def first_layer(model):
+    """A model of the same weights, with the first layer alone."""
+    small, t = copy.copy(model), copy.copy(model.transformer)
+    vars(t)['_modules'] = t._modules | {'h': t.h[:1]}
+    vars(small)['_modules'] = small._modules | {'transformer': t}
+    small.config = copy.copy(model.config)
+    small.config.n_layer = 1
+    return small
+
+
+def texts_for(executor):
+    """Texts of random tokens, as executors read them, which draw in different ways."""
+    c, ring, choose, texts, start = executor.config, executor.slots.columns.ring, np.random.default_rng(0), [], 0
+    for i in range(N_TEXTS):
+        n = ring + LONGEST if ring and not i else LONGEST * (N_TEXTS - i) // N_TEXTS
+        n = int(min(n, c.max_positions))
+        tokens = choose.integers(c.vocab_size, size=n).tolist()
+        settings = DrawSettings(c.vocab_size, i, prompt=tokens, **HOWS[i % len(HOWS)])
+        settings.count([])
+        texts.append(SimpleNamespace(tokens=tokens, n_drawn=0, runs=Runs([(0, start, n)]), settings=settings))
+        start += n
+    return texts
+
+
+def slots_for(executor, n):
+    """A layer of n slots, as `GPUExecutor.hold` reads it."""
+    c, dtype = executor.config, executor.model.lm_head.weight.dtype
+    k, v = (SimpleNamespace(data=torch.zeros(c.n_kv_head, n, c.head_dim, dtype=dtype, device=executor.device),
+                            scale=None) for _ in 'kv')
+    return SimpleNamespace(n_slots=n, k=k, v=v)

@@ -1,0 +1,123 @@
+"""
+What the host writes for the device before a call, in one copy; what stays there from call to call; what it reads back.
+"""
+from collections import namedtuple
+
+import numpy as np
+import torch
+
+# columns of the settings of a draw: `decode.draw.NAMES`, and 1 if the row has biases
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, BIASED, N_SETTINGS = range(9)
+# what the mark of a token has beside its count
+IS_STOP, IN_PROMPT = 2**29, 2**30
+MOST_STEPS = 64  # of a call
+N_LANDINGS = 2   # that are under way at a time
+
+# what the host writes for each row before a call: {name: (dtype, how many)}, all of it side by side
+FIELDS = {'tokens': (torch.int64, 1), 'positions': (torch.int64, 1), 'wanted': (torch.int64, 1),
+          'seeds': (torch.int64, 1), 'settings': (torch.float64, N_SETTINGS), 'sequences': (torch.int32, 1),
+          'min_tokens': (torch.int32, 1), 'numbers': (torch.int32, 1), 'step': (torch.int32, 1),
+          'left': (torch.int32, 1), 'broken': (torch.int32, 1)}
+ROW_BYTES = sum(dtype.itemsize * n for dtype, n in FIELDS.values())
+
+
+class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'marks', 'drawn'])):
+    """
+    What R rows of a step read, and how they draw. Types are those of FIELDS.
+
+    tokens, positions: of the new tokens. wanted: the rows whose logits are wanted, in a step that does not draw.
+    sequences: the row of the tables of each new token's sequence, -1 for padding.
+    seeds: their bits. settings: (R, N_SETTINGS). min_tokens. numbers: how many tokens the row's sequence has drawn.
+    step: each row's own, from 0 on in a call. left: how many it may draw; with 0 it has ended. broken: 1 where logits
+    are not numbers.
+    slot_table: int32 (n_rows, n_columns), see `Columns`. biases: float32 (n_rows, vocab_size), which are read if the
+    row is BIASED. marks: int32 (n_rows, vocab_size), of each token how often the sequence has drawn it, and IS_STOP and
+    IN_PROMPT. drawn: int64 (MOST_STEPS, R), the result: row number `step` is written, -1 for what has ended.
+    """
+    __slots__ = ()
+
+    def rows(self, n):
+        """Of the first n rows."""
+        return StepInputs(*(t[:n] for t in self[:len(FIELDS)]), *self[len(FIELDS):-1], self.drawn[:, :n])
+
+
+def fields_of(memory):
+    """The tensors of FIELDS in uint8 memory (n_rows * ROW_BYTES,)."""
+    n_rows = len(memory) // ROW_BYTES
+    parts = memory.split([n_rows * n * dtype.itemsize for dtype, n in FIELDS.values()])
+    return [part.view(dtype).view(n_rows, n).squeeze(1) for part, (dtype, n) in zip(parts, FIELDS.values())]
+
+
+class CallTable:
+    """
+    inputs: `StepInputs` of up to n_rows rows, on the device. host: FIELDS as arrays {name: array}, which `send` writes
+    there; step and broken stay 0.
+    """
+
+    def __init__(self, n_rows, vocab_size, slot_table, queue):
+        def zeros(*shape, dtype, device=slot_table.device):
+            return torch.zeros(shape, dtype=dtype, device=device)
+        self.queue, self.settings, self.next_landing = queue, None, 0
+        self.memory, self.host_memory = (zeros(n_rows * ROW_BYTES, dtype=torch.uint8, device=device)
+                                         for device in (slot_table.device, 'cpu'))
+        self.host = {name: t.numpy() for name, t in zip(FIELDS, fields_of(self.host_memory))}
+        self.inputs = StepInputs(*fields_of(self.memory), slot_table, zeros(n_rows, vocab_size, dtype=torch.float32),
+                                 zeros(n_rows, vocab_size, dtype=torch.int32),
+                                 zeros(MOST_STEPS, n_rows, dtype=torch.int64))
+        # each landing has memory of its own, which is not written again before it was waited for
+        self.landings = [[queue.pinned(zeros(*shape, dtype=dtype, device='cpu')) for shape, dtype in (
+            ((MOST_STEPS, n_rows), torch.int64), ((2, n_rows), torch.int32))] for _ in range(N_LANDINGS)]
+
+    def send(self):
+        """Write what is in `host` to the device. The host may change it at once."""
+        self.queue.send(self.memory, self.host_memory)
+
+    def step(self, rows, counts, tokens, positions, wanted=()):
+        """The next `send` is of a step of sequences with these `Row`s, which bring so many of the tokens each."""
+        host, n = self.host, len(tokens)
+        host['tokens'][:n], host['positions'][:n], host['wanted'][:len(wanted)] = tokens, positions, wanted
+        host['sequences'][:n], host['sequences'][n:] = np.repeat([row.number for row in rows], counts), -1
+
+    def draw(self, rows, limits):
+        """The next `send` is of rows that draw as these `Row`s' sequences do, at most limits (S,) tokens each."""
+        host, n, settings = self.host, len(rows), [row.sequence.settings for row in rows]
+        if settings != self.settings:  # the same objects have the same settings
+            self.settings = None  # until all is written
+            host['settings'][:n] = [[*s.values, len(s.biases) > 0 or s.allowed is not None] for s in settings]
+            host['seeds'][:n] = np.array([each.seed for each in settings], np.uint64).view(np.int64)
+            host['min_tokens'][:n] = [min(each.min_tokens, 2**31 - 1) for each in settings]
+            self.settings = settings
+        host['sequences'][:n], host['sequences'][n:] = [row.number for row in rows], -1
+        host['numbers'][:n] = [row.sequence.n_drawn for row in rows]
+        host['left'][:n], host['left'][n:] = limits, 0
+        for row, s, settings in [(row, row.sequence, row.sequence.settings) for row in rows]:
+            if row.settings is not settings:
+                self.write(self.inputs.marks[row.number], settings.stops, [IS_STOP] * len(settings.stops))
+                self.write(self.inputs.biases[row.number], settings.bias_tokens, settings.biases)
+                row.settings, row.n_counted = settings, -1
+            if settings.penalised and row.n_counted != s.n_drawn:
+                settings.count(s.tokens[len(s.tokens) - s.n_drawn:])
+                marks = settings.counts + np.where(settings.in_prompt, IN_PROMPT, 0)
+                marks[settings.stops] += IS_STOP
+                self.queue.send(self.inputs.marks[row.number], torch.from_numpy(marks))
+            if settings.allowed is not None:  # a bitmap, which is another one for each draw
+                biases = np.where(settings.forbidden(), -np.inf, 0.0)
+                biases[settings.bias_tokens] += settings.biases
+                self.queue.send(self.inputs.biases[row.number], torch.from_numpy(biases))
+            row.n_counted = -1  # until the call has ended well: the device counts as it goes
+
+    def write(self, table_row, tokens, values):
+        """Set the values of these tokens in a row of a table (vocab_size,), and 0 for all others."""
+        table_row.zero_()
+        if len(tokens):
+            self.queue.put(table_row, tokens, values)
+
+    def land(self, first, end, S):
+        """
+        (an event; what the steps first to end - 1 of this call have drawn for S rows, int64 (n, S); left and broken
+        behind the last of them, int32 (2, S)): arrays that are filled once the event is reached.
+        """
+        drawn, of_rows = self.landings[self.next_landing]
+        self.next_landing, n, i = (self.next_landing + 1) % N_LANDINGS, end - first, self.inputs
+        event = self.queue.land([(drawn[:n], i.drawn[first:end]), (of_rows[0], i.left), (of_rows[1], i.broken)])
+        return event, drawn[:n, :S].numpy(), of_rows[:, :S].numpy()
