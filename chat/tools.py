@@ -12,9 +12,11 @@ import secrets
 from typing import NamedTuple
 
 MOST_CALLS = 128   # of one answer
-MOST_FORCED = 16   # where it must call: a small model may not find an end
+MOST_FORCED = 4    # where it must call: a small model may find no end
 PLAIN = {'type', 'properties', 'required', 'title', 'description', '$defs', '$schema'}  # of a schema
 DECODER = json.JSONDecoder()
+# of llguidance for arguments: with the blanks with which templates show them, and no others
+SPACING = dict(whitespace_pattern=None, whitespace_flexible=False, item_separator=', ', key_separator=': ')
 
 
 class Form(NamedTuple):
@@ -64,7 +66,7 @@ def grammar(form, tools, several, rule, answer=None):
         if 'properties' in schema and schema.keys() <= PLAIN:  # a function fails with arguments that it does not have
             schema = schema | {'additionalProperties': False}
         begin = f'{{"name": {json.dumps(f["name"])}, "{form.arguments}": '
-        rules.append(f'call_{i}: {json.dumps(begin)} {rule(schema)} "}}"')
+        rules.append(f'call_{i}: {json.dumps(begin)} {rule(schema | {"x-guidance": SPACING})} "}}"')
     call = f'({" | ".join(f"call_{i}" for i in range(len(tools)))})'
     first, between, last = ('[\n', ',\n', '\n]') if form.listed else ('\n', f'\n{form.closes}\n{form.opens}\n', '\n')
     calls = call

@@ -25,29 +25,29 @@ PYTHON = dict(openai=PERSON + """
 import openai
 client, how = openai.OpenAI(base_url=url, api_key='-'), dict(model=model, temperature=0)
 chat = client.chat.completions
-said = dict(messages=[dict(role='user', content='Who wrote the first program?')], max_tokens=60) | how
+said = dict(messages=[dict(role='user', content='Who wrote the first program?')], max_tokens=200) | how
 pieces = [chunk.choices[0].delta.content or '' for chunk in chat.create(stream=True, **said)]
 assert ''.join(pieces) == chat.create(**said).choices[0].message.content
 assert chat.parse(response_format=Person, **said).choices[0].message.parsed.age
 tools = [openai.pydantic_function_tool(Person)]
 choice = chat.parse(tools=tools, tool_choice='required', parallel_tool_calls=False, **said).choices[0]
 assert choice.finish_reason == 'tool_calls' and choice.message.tool_calls[0].function.parsed_arguments.name
-answer = client.responses.create(input='Who wrote the first program?', max_output_tokens=60, **how)
+answer = client.responses.create(input='Who wrote the first program?', max_output_tokens=200, **how)
 assert answer.output_text == ''.join(pieces)
 assert client.responses.parse(input='Who?', text_format=Person, **how).output_parsed.name
 """, litellm=PERSON + """
 import litellm
-how = dict(model='openai/' + model, api_base=url, api_key='-', max_tokens=60)
+how = dict(model='openai/' + model, api_base=url, api_key='-', max_tokens=200)
 said = dict(messages=[dict(role='user', content='Who wrote the first program?')])
 Person.model_validate_json(litellm.completion(response_format=Person, **said, **how).choices[0].message.content)
 tool = dict(type='function', function=dict(name='Person', parameters=Person.model_json_schema()))
-call = litellm.completion(tools=[tool], tool_choice='required', **said, **how).choices[0].message.tool_calls[0]
+call = litellm.completion(tools=[tool], tool_choice='required', parallel_tool_calls=False, **said, **how).choices[0].message.tool_calls[0]
 Person.model_validate_json(call.function.arguments)
 how['max_output_tokens'] = how.pop('max_tokens')
 assert litellm.responses(input='Hi', **how).output[0].content[0].text
 """, langchain_openai=PERSON + """
 from langchain_openai import ChatOpenAI
-llm = ChatOpenAI(base_url=url, api_key='-', model=model, max_tokens=60)
+llm = ChatOpenAI(base_url=url, api_key='-', model=model, max_tokens=200)
 assert llm.with_structured_output(Person).invoke('Who wrote the first program?').name
 assert llm.with_structured_output(Person, method='function_calling').invoke('Who wrote the first program?').name
 call, *_ = llm.bind_tools([Person], tool_choice='any').invoke('Who wrote the first program?').tool_calls
@@ -60,7 +60,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 for kind in OpenAIChatModel, OpenAIResponsesModel:
     served = kind(model, provider=OpenAIProvider(base_url=url, api_key='-'))
     for output in Person, NativeOutput(Person):
-        agent = Agent(served, output_type=output, model_settings=dict(max_tokens=60))
+        agent = Agent(served, output_type=output, model_settings=dict(max_tokens=200, temperature=0))
         assert agent.run_sync('Who wrote the first program?').output.age
 """, agents=PERSON + """
 import openai
@@ -73,33 +73,34 @@ def look_up(name: Literal['Ada', 'Grace']) -> str:
     return name + ' was born in 1815.'
 served = OpenAIResponsesModel(model, openai.AsyncOpenAI(base_url=url, api_key='-'))
 how = dict(name='historian', instructions='Be brief.', model=served)
-settings = ModelSettings(max_tokens=60, temperature=0)
+settings = ModelSettings(max_tokens=200, temperature=0)
 assert Runner.run_sync(Agent(output_type=Person, model_settings=settings, **how), 'Who?').final_output.name
-settings = ModelSettings(max_tokens=60, temperature=0, tool_choice='required', parallel_tool_calls=False)
+settings = ModelSettings(max_tokens=200, temperature=0, tool_choice='required', parallel_tool_calls=False)
 agent = Agent(tools=[look_up], model_settings=settings, **how)
 assert Runner.run_sync(agent, 'When was Ada born?').final_output and called
 """, instructor=PERSON + """
 import instructor, openai
 client = instructor.from_openai(openai.OpenAI(base_url=url, api_key='-'))
-said = dict(model=model, messages=[dict(role='user', content='Who wrote the first program?')], max_tokens=60)
+said = dict(model=model, messages=[dict(role='user', content='Who wrote the first program?')], max_tokens=200)
 assert client.chat.completions.create(response_model=Person, **said).name
 """, outlines=PERSON + """
 import openai, outlines
 served = outlines.from_openai(openai.OpenAI(base_url=url, api_key='-'), model)
-Person.model_validate_json(served('Who wrote the first program?', Person, max_tokens=60))
+Person.model_validate_json(served('Who wrote the first program?', Person, max_tokens=200))
 """, llm="""
 import json, os, subprocess, tempfile
 folder = tempfile.mkdtemp()
 with open(folder + '/extra-openai-models.yaml', 'w') as f:
     json.dump([dict(model_id='smol', model_name=model, api_base=url, supports_schema=True, supports_tools=True)], f)
 def llm(*words):
-    return subprocess.run([sys.executable, '-m', 'llm', *words, '-m', 'smol', '-o', 'max_tokens', '60', '--key', '-'],
+    return subprocess.run([sys.executable, '-m', 'llm', *words, '-m', 'smol', '-o', 'max_tokens', '200', '--key', '-'],
                           env=dict(os.environ, LLM_USER_PATH=folder), check=True, capture_output=True, text=True).stdout
 assert llm('Say hello.').strip()
 assert json.loads(llm('Invent a dog.', '--schema', '{"properties": {"size": {"enum": [1, 2]}}, "required": ["size"]}'))
 assert llm('-T', 'llm_version', 'Say hello.').strip()
 """, lm_eval="""
 from lm_eval.api.instance import Instance
+from lm_eval.models.api_models import JsonChatStr
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
 pairs = [('The capital of France is', ' Paris'), ('The sky is', ' blue, and the grass is green.'), ('', 'Hello.')]
@@ -111,20 +112,21 @@ for (a, is_greedy), (b, was_greedy) in zip(ours.loglikelihood(asked), theirs.log
 until = [Instance('generate_until', {}, ('The sky is', dict(until=['.'], max_gen_toks=9, do_sample=False)), 0)]
 assert ours.generate_until(until) == theirs.generate_until(until)
 chat = LocalChatCompletion(model=model, base_url=url + '/chat/completions', tokenizer=folder, eos_string='<|im_end|>')
-said = json.dumps([dict(role='user', content='Hi')])
+said = JsonChatStr(json.dumps([dict(role='user', content='Hi')]))
+assert chat.generate_until([Instance('generate_until', {}, (said, dict(until=['<|im_end|>'], max_gen_toks=9)), 0)])[0]
 """)
 NODE = dict(openai="""
 const OpenAI = require('openai'), client = new OpenAI({baseURL: url, apiKey: '-'})
 const how = {model, temperature: 0}, messages = [{role: 'user', content: 'Who wrote the first program?'}]
-const chat = await client.chat.completions.create({...how, messages, max_tokens: 60})
+const chat = await client.chat.completions.create({...how, messages, max_tokens: 200})
 let text = ''
-for await (const chunk of await client.chat.completions.create({...how, messages, max_tokens: 60, stream: true}))
+for await (const chunk of await client.chat.completions.create({...how, messages, max_tokens: 200, stream: true}))
   text += chunk.choices[0].delta.content ?? ''
-const answer = await client.responses.create({...how, input: messages[0].content, max_output_tokens: 60})
+const answer = await client.responses.create({...how, input: messages[0].content, max_output_tokens: 200})
 if (text != chat.choices[0].message.content || text != answer.output_text) throw [text, answer]
 const parameters = {type: 'object', properties: {name: {enum: ['Ada', 'Grace']}}, required: ['name']}
 const call = {...how, messages, tool_choice: 'required', tools: [{type: 'function', function: {name: 'f', parameters}}]}
-const done = await client.chat.completions.stream({...call, max_tokens: 60}).finalChatCompletion()
+const done = await client.chat.completions.stream({...call, max_tokens: 200}).finalChatCompletion()
 JSON.parse(done.choices[0].message.tool_calls[0].function.arguments).name.length
 """, **{'@ai-sdk/openai-compatible': """
 const {createOpenAICompatible} = require('@ai-sdk/openai-compatible')
@@ -133,10 +135,10 @@ const served = createOpenAICompatible({name: 'ours', baseURL: url, supportsStruc
 const schema = jsonSchema({type: 'object', properties: {name: {enum: ['Ada', 'Grace']}}, required: ['name'],
                            additionalProperties: false})
 const prompt = 'Who wrote the first program?'
-const {object} = await generateObject({model: served, schema, prompt, maxOutputTokens: 60})
+const {object} = await generateObject({model: served, schema, prompt, maxOutputTokens: 200})
 if (!object.name) throw object
 const {toolCalls} = await generateText({model: served, prompt, tools: {f: tool({inputSchema: schema})},
-                                        toolChoice: 'required', maxOutputTokens: 60})
+                                        toolChoice: 'required', maxOutputTokens: 200})
 if (!toolCalls[0].input.name) throw toolCalls
 """})
 
@@ -177,7 +179,7 @@ def test_a_program_in_python(program, server, request):
     folder = request.getfixturevalue('folder') if 'folder)' in PYTHON[program] or 'folder,' in PYTHON[program] else ''
     script = 'import json, sys\nurl, model, folder = sys.argv[1:]\n' + PYTHON[program]
     done = subprocess.run([sys.executable, '-c', script, *server, folder], capture_output=True, text=True,
-                          timeout=TIMEOUT, env=ENVIRONMENT | dict(HF_HUB_OFFLINE='1', OPENAI_API_KEY='-'))
+                          timeout=TIMEOUT, env=ENVIRONMENT | dict(HF_HUB_OFFLINE='1', OPENAI_API_KEY='-', LITELLM_LOCAL_MODEL_COST_MAP='True'))
     assert done.returncode == 0, done.stderr[-3000:]
 
 
