@@ -41,7 +41,8 @@ how = dict(model='openai/' + model, api_base=url, api_key='-', max_tokens=200)
 said = dict(messages=[dict(role='user', content='Who wrote the first program?')])
 Person.model_validate_json(litellm.completion(response_format=Person, **said, **how).choices[0].message.content)
 tool = dict(type='function', function=dict(name='Person', parameters=Person.model_json_schema()))
-call = litellm.completion(tools=[tool], tool_choice='required', parallel_tool_calls=False, **said, **how).choices[0].message.tool_calls[0]
+answer = litellm.completion(tools=[tool], tool_choice='required', parallel_tool_calls=False, **said, **how)
+call = answer.choices[0].message.tool_calls[0]
 Person.model_validate_json(call.function.arguments)
 how['max_output_tokens'] = how.pop('max_tokens')
 assert litellm.responses(input='Hi', **how).output[0].content[0].text
@@ -143,6 +144,9 @@ if (!toolCalls[0].input.name) throw toolCalls
 """})
 
 
+OFFLINE = dict(HF_HUB_OFFLINE='1', LITELLM_LOCAL_MODEL_COST_MAP='True', OPENAI_API_KEY='-')
+
+
 @pytest.fixture(scope='module')
 def server(real_model, tmp_path_factory):
     """(the address of the API, the model's name), for a server whose template has tools."""
@@ -164,7 +168,7 @@ def server(real_model, tmp_path_factory):
 def folder(real_model, tmp_path_factory):
     """The same model for transformers."""
     folder = tmp_path_factory.mktemp('model') / 'hf'
-    subprocess.run([sys.executable, 'export.py', f'--init_from={real_model}', f'--out={folder}'], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, 'export.py', f'--init_from={real_model}', f'--path={folder}'], cwd=ROOT, check=True)
     return str(folder)
 
 
@@ -176,10 +180,10 @@ quick = pytest.mark.skipif(sizes(True, False), reason="programs are tried with -
 def test_a_program_in_python(program, server, request):
     if find_spec(program) is None:
         pytest.skip(f"{program} is not installed")
-    folder = request.getfixturevalue('folder') if 'folder)' in PYTHON[program] or 'folder,' in PYTHON[program] else ''
+    folder = request.getfixturevalue('folder') if program == 'lm_eval' else ''
     script = 'import json, sys\nurl, model, folder = sys.argv[1:]\n' + PYTHON[program]
     done = subprocess.run([sys.executable, '-c', script, *server, folder], capture_output=True, text=True,
-                          timeout=TIMEOUT, env=ENVIRONMENT | dict(HF_HUB_OFFLINE='1', OPENAI_API_KEY='-', LITELLM_LOCAL_MODEL_COST_MAP='True'))
+                          timeout=TIMEOUT, env=ENVIRONMENT | OFFLINE)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
