@@ -48,6 +48,7 @@ speculate = 'auto'    # the same tokens, sooner: off; int4, int8 (fewer bits) or
                       # the model computes together; auto is int4 or off, whichever is faster
 draft = ''            # or another model proposes them: a folder with ckpt.pt, or what init_from takes
 generation_config = ''  # none: requests begin with the API's defaults, not with those of generation_config.json
+chat_template = ''    # a file (Jinja) instead of the model's own chat template, one with tools for example
 device = 'auto'       # cpu, cuda, cuda:1, mps; auto is the best there is
 
 
@@ -64,8 +65,8 @@ def main(config):
 
 def load():
     return load_engine(init_from, out_dir, name, device, decoder, weights, threads, kv_memory, speculate, draft,
-                       generation_config, n_blocks=n_blocks or None, page_size=page_size,
-                       max_num_batched_tokens=max_num_batched_tokens or None, max_queue=max_queue)
+                       generation_config, chat_template, n_blocks or None, page_size, max_num_batched_tokens or None,
+                       max_queue)
 
 
 if __name__ == '__main__':

@@ -342,10 +342,13 @@ def state_beside(folder):
         template = read_text(path)
     elif template is None:
         template = read('chat_template.json').get('chat_template')
-    if isinstance(template, list):  # several by name; others than the default one are for tools, for example
+    if isinstance(template, list):  # several by name
         template = {each.get('name'): each.get('template') for each in template if isinstance(each, dict)}
     if isinstance(template, dict):
-        template = template.get('default')
+        tool_use, template = template.get('tool_use'), template.get('default')
+        if isinstance(tool_use, str) and isinstance(template, str):  # Jinja drops the line break behind a block
+            tool_use, template = tool_use.removesuffix('\n'), template.removesuffix('\n')
+            template = f'{{% if tools %}}\n{tool_use}{{% else %}}\n{template}{{% endif %}}'
     if isinstance(template, str):
         state['chat_template'] = template
     elif template is not None:

@@ -144,7 +144,8 @@ def rendered(template, variables):
     def parts(content):
         return [dict(type='text', text=content)] if isinstance(content, str) else content
     if not shows('Kx7q') and shows(parts('Kx7q')):
-        messages = [message | dict(content=parts(message.get('content'))) for message in variables['messages']]
+        messages = [message | {name: parts(message[name]) for name in ['content'] if name in message}
+                    for message in variables['messages']]
         variables = variables | dict(messages=messages)
     return template.render(variables)
 

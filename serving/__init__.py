@@ -9,6 +9,7 @@ Many requests, one engine (see engine/). The tokens of a request do not depend o
     constraints    which tokens may come next in a text of a form
     api            the bodies of the OpenAI completions API, and its errors
     answer         the answer to a body: outputs from the engine's thread become what the client reads
+    responses      the bodies and answers of the responses API, which are those of a chat in another form
     connection     a client's connection, and what it may cost
     server         the Starlette app, with page.html
     openapi        what is answered at an address, and the description of all for programs

@@ -11,6 +11,7 @@ from collections import deque
 import orjson
 from starlette.responses import Response
 
+from chat.tools import MOST_CALLS, Call, Reader
 from serving.api import APIError
 from serving.request import pause
 
@@ -21,12 +22,15 @@ DONE = b'data: [DONE]\n\n'
 LINE_ENDS = [(character.encode(), b'\\u%04x' % ord(character)) for character in '\u2028\u2029\u0085']
 
 
-def event(fields):
-    """The bytes of one event of a stream. Some clients end a line at each of LINE_ENDS, so these are escaped."""
+def event(fields, name=''):
+    """
+    The bytes of one event of a stream, which may have a name. Some clients end a line at each of LINE_ENDS, so these
+    are escaped.
+    """
     data = orjson.dumps(fields)
     for character, escaped in LINE_ENDS:
         data = data.replace(character, escaped)
-    return b'data: %s\n\n' % data
+    return b'%sdata: %s\n\n' % (b'event: %s\n' % name.encode() if name else b'', data)
 
 
 def name_of_token(token_bytes):
@@ -42,22 +46,26 @@ class Choice:
 
     def __init__(self, index, prompt, body, served):
         self.index, self.prompt, self.body, self.served = index, prompt, body, served
-        self.text, self.tokens, self.scores = '', [], []
+        self.pieces, self.tokens, self.scores = [], [], []
         self.scored = body.n_logprobs is not None
         self.finish_reason, self.n_tokens, self.begun, self.ended = None, 0, False, False
 
     def add(self, output):
         """Add an `Output`."""
-        self.text += output.text
+        self.pieces += self.read(output)
         self.tokens += output.token_ids
         self.scores += zip(output.token_ids, output.logprobs or ())
         self.n_tokens += len(output.token_ids)
         self.finish_reason = output.finish_reason
 
+    def read(self, output):
+        """What an `Output` adds to the answer, a list."""
+        return [output.text] if output.text else []
+
     def has_news(self):
         """Is there something to send? Tokens without a text of their own are, only where tokens are asked for."""
         asked = self.body.return_token_ids or self.scored
-        return not self.ended and bool(self.text or self.finish_reason or asked and self.tokens)
+        return not self.ended and bool(self.pieces or self.finish_reason or asked and self.tokens)
 
     def take(self):
         """The JSON of what has come since the last time, a dict."""
@@ -68,8 +76,12 @@ class Choice:
             choice['token_ids'] = self.tokens
             if not self.begun:
                 choice['prompt_token_ids'] = self.prompt
-        self.begun, self.ended, self.text, self.tokens, self.scores = True, self.finish_reason is not None, '', [], []
+        self.begun, self.ended, self.pieces, self.tokens, self.scores = True, self.finish_reason is not None, [], [], []
         return choice
+
+    def chunks(self):
+        """`take` for a stream, which may come in several chunks."""
+        return [self.take()]
 
     def content(self):
         raise NotImplementedError
@@ -81,14 +93,14 @@ class TextChoice(Choice):
     def __init__(self, index, prompt, body, served):
         super().__init__(index, prompt, body, served)
         prompt_text = served.tokenizer.decode(prompt) if body.echo or self.scored else ''
-        self.text, self.offset = '', len(prompt_text)
+        self.offset = len(prompt_text)
         if body.echo:  # a text may lack the blank of its first token
-            self.text = prompt_text
+            self.pieces = [prompt_text]
             self.offset -= len(b''.join([served.token_bytes[token] for token in prompt]).decode('utf-8', 'replace'))
         self.characters = codecs.getincrementaldecoder('utf-8')('replace')
 
     def content(self):
-        return {'text': self.text}
+        return {'text': ''.join(self.pieces)}
 
     def taken_logprobs(self):
         """
@@ -120,9 +132,46 @@ class TextChoice(Choice):
 class ChatChoice(Choice):
     """A sample of a conversation: a message of the assistant."""
 
+    def __init__(self, index, prompt, body, served):
+        super().__init__(index, prompt, body, served)
+        form = served.form_of_calls if body.tools else None
+        self.reader = form and Reader(form, body.callable_names, MOST_CALLS if body.parallel_tool_calls else 1)
+        self.has_called, self.n_taken = False, 0
+
+    def read(self, output):
+        if self.reader is None:
+            return super().read(output)
+        pieces = self.reader.push(output.text, last=bool(output.finish_reason))
+        self.has_called |= any(isinstance(piece, Call) for piece in pieces)
+        return pieces
+
+    def add(self, output):
+        super().add(output)
+        if self.finish_reason == 'stop' and self.has_called:
+            self.finish_reason = 'tool_calls'
+
+    def chunks(self):
+        """Clients read one call from a chunk, and the reason why an answer ends from one without calls."""
+        if calls := [piece for piece in self.pieces if isinstance(piece, Call)]:
+            said = [piece for piece in self.pieces if piece not in calls]
+            reason, self.finish_reason = self.finish_reason, None
+            for self.pieces in [said] * bool(said) + [[call] for call in calls]:
+                yield self.take()
+            self.finish_reason = reason
+        if self.has_news():
+            yield self.take()
+
     def content(self):
-        role = {} if self.begun and self.body.stream else {'role': 'assistant', 'refusal': None}
-        return {'delta' if self.body.stream else 'message': {**role, 'content': self.text}}
+        calls = [piece for piece in self.pieces if isinstance(piece, Call)]
+        text = ''.join(piece for piece in self.pieces if isinstance(piece, str))
+        message = {} if self.begun and self.body.stream else {'role': 'assistant', 'refusal': None}
+        message['content'] = text or (None if self.has_called else '')
+        if calls:
+            message['tool_calls'] = [{'index': i, 'id': call.id, 'type': 'function',
+                                      'function': {'name': call.name, 'arguments': call.arguments}}
+                                     for i, call in enumerate(calls, self.n_taken)]
+            self.n_taken += len(calls)
+        return {'delta' if self.body.stream else 'message': message}
 
     def taken_logprobs(self):
         """OpenAI's object: for each token its text, its logprob, its bytes, and the same of the likeliest tokens."""
@@ -192,8 +241,8 @@ class Completion:
         asked, usage = options.include_usage, {}
         if asked:
             usage = {'usage': self.usage() if options.continuous_usage_stats else None}
-        events = [event({**self.head, 'choices': [choice.take()], **usage})
-                  for choice in self.choices if choice.has_news()]
+        events = [event({**self.head, 'choices': [chunk], **usage})
+                  for choice in self.choices if choice.has_news() for chunk in choice.chunks()]
         if self.error:
             events.append(event(self.error.json()))
         elif self.done and asked:

@@ -24,27 +24,35 @@ from pydantic import (
     model_validator,
 )
 
+from chat.tools import MOST_CALLS, form_of, grammar, shows_tools
 from decode.draw import NAMES
 from serving.constraints import Vocabulary, compiled
+from serving.grammars import json_rule
 from serving.request import Request
 
 MOST_LOGPROBS = 20  # tokens besides the drawn one
 MOST_TOKENS, MOST_BIASES = 2**31, 2**16  # of a request
 MOST_PROMPTS, MOST_SAMPLES, MOST_STOPS, MOST_CHOICES, MOST_MESSAGES = 128, 128, 256, 4096, 2048  # of one body
+MOST_TOOLS = 128
 MOST_FIELDS = 256             # of an object in a body, known or not
 MOST_STOP_CHARACTERS = 2**15  # of all stop strings of a body
 MOST_ENTRIES = 2**20          # of one answer: token ids and log probabilities, some 60 bytes each
 TYPES = {401: 'authentication_error', 403: 'permission_error', 429: 'rate_limit_error', 500: 'server_error',
          503: 'service_unavailable'}
-FUNCTIONS = "this server calls no functions: describe them in a message, and read the answer as text"
+TOOLS = "this is for conversations: POST messages to /v1/chat/completions"
 FORM = "response_format and structured_outputs say what form a text has"
 TEMPLATE = "give it to the chat template: chat_template_kwargs, {\"enable_thinking\": false} for example"
+KEPT = "this server keeps no answers: send the whole conversation as input"
+LENGTH = "its name is max_tokens here, and max_output_tokens in /v1/responses"
 UNSUPPORTED = {  # what asks for something that is not here; a body with several of them is told of the first one here
-    'tools': FUNCTIONS, 'functions': FUNCTIONS, 'json_schema': FORM, 'grammar': FORM, 'guided_json': FORM,
+    'tools': TOOLS, 'functions': "its name is tools here", 'json_schema': FORM, 'grammar': FORM, 'guided_json': FORM,
     'guided_regex': FORM, 'guided_choice': FORM, 'guided_grammar': FORM, 'guided_decoding_backend': FORM,
     'messages': "POST them to /v1/chat/completions",
     'prompt': "POST it to /v1/completions",
     'content': "its name is prompt here",
+    'input': "POST it to /v1/responses",
+    'previous_response_id': KEPT, 'conversation': KEPT, 'background': "this server keeps no answers: stream this one",
+    'truncation': "this server reads the whole input: shorten it",
     'modalities': "this model reads and writes text only",
     'audio': "this model reads and writes text only",
     'web_search_options': "this server searches nothing: write what is known in a message",
@@ -57,22 +65,24 @@ UNSUPPORTED = {  # what asks for something that is not here; a body with several
     'chat_template': "the template of the model's own files is used",
     'prompt_logprobs': "echo with logprobs scores a prompt",
     'repeat_penalty': "its name is repetition_penalty here",
-    'n_predict': "its name is max_tokens here", 'max_new_tokens': "its name is max_tokens here",
-    'max_completion_tokens': "its name is max_tokens here",
-    'tool_choice': FUNCTIONS, 'function_call': FUNCTIONS,
+    'n_predict': LENGTH, 'max_new_tokens': LENGTH, 'max_completion_tokens': LENGTH, 'max_tokens': LENGTH,
+    'max_output_tokens': LENGTH,
+    'tool_choice': TOOLS, 'function_call': "its name is tool_choice here",
 }
 IGNORED = {  # they change no token
     'user', 'metadata', 'verbosity', 'parallel_tool_calls', 'prompt_cache_key', 'prompt_cache_retention', 'usage',
-    'safety_identifier', 'spaces_between_special_tokens', 'cache_prompt', 'prediction', 'include_reasoning',
-    'timings_per_token', 'repeat_last_n', 'mirostat_tau', 'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent'}
+    'prompt_cache_options', 'safety_identifier', 'include', 'max_tool_calls', 'spaces_between_special_tokens',
+    'cache_prompt', 'prediction', 'include_reasoning', 'timings_per_token', 'repeat_last_n', 'mirostat_tau',
+    'mirostat_eta', 'xtc_threshold', 'dynatemp_exponent'}
 NOTHING = {  # the values with which a field asks for nothing, besides 0, false and empty ones
-    'response_format': {'type': 'text'}, 'modalities': ['text'], 'service_tier': 'auto', 'seed': -1, 'max_tokens': -1,
-    'max_completion_tokens': -1, 'reasoning_effort': 'none', 'length_penalty': 1, 'repeat_penalty': 1, 'typical_p': 1,
-    'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'n_predict': -1, 'truncate_prompt_tokens': -1, 'logit_bias': [],
+    'response_format': {'type': 'text'}, 'modalities': ['text'], 'service_tier': 'auto', 'truncation': 'disabled',
+    'seed': -1, 'max_tokens': -1, 'max_completion_tokens': -1, 'reasoning_effort': 'none', 'length_penalty': 1,
+    'repeat_penalty': 1, 'typical_p': 1, 'typical': 1, 'tfs_z': 1, 'id_slot': -1, 'n_predict': -1,
+    'truncate_prompt_tokens': -1, 'logit_bias': [],
 }
 ASK_WHEN_EMPTY = {'web_search_options', 'prompt_logprobs', 'n_predict', 'max_new_tokens'}
 GUIDED = {f'guided_{name}': name for name in ('json', 'regex', 'choice', 'grammar')}  # older names in vLLM
-AS_IT_IS = {'schema', 'json', 'guided_json'}  # fields in which null means something
+AS_IT_IS = {'schema', 'json', 'guided_json', 'tools'}  # fields in which null means something
 
 
 class APIError(Exception):
@@ -291,28 +301,95 @@ def text_of(content, validate):
     return content if type(content) is str else '\n'.join(part.text for part in content)
 
 
+def read_arguments(arguments):
+    """The object that the arguments of a call are: templates take it as such, and the API as JSON in a text."""
+    try:
+        return orjson.loads(arguments or '{}') if type(arguments) is str else arguments
+    except orjson.JSONDecodeError:
+        raise ValueError(f"arguments should be an object of JSON as a text, not {shown(arguments)}") from None
+
+
+class CalledFunction(Lenient):
+    name: str
+    arguments: Annotated[dict, BeforeValidator(read_arguments)]
+
+
+class ToolCall(Lenient):
+    """A call in a message of the assistant, as the API gave it."""
+    id: str = ''
+    type: Literal['function'] = 'function'
+    function: CalledFunction
+
+
 class Message(Lenient):
     """
-    A message of a conversation. What a client adds to it is ignored (name, refusal, reasoning_content, annotations, for
-    example), so the message of an answer can be sent back as it is.
+    A message of a conversation. What a client adds to it is ignored (refusal, reasoning_content, annotations, for
+    example), so the message of an answer can be sent back as it is. One of a tool answers the call with its id.
     """
-    role: Literal['system', 'developer', 'user', 'assistant']
+    role: Literal['system', 'developer', 'user', 'assistant', 'tool']
     content: Annotated[str | list_of(Part), WrapValidator(text_of)]
+    tool_calls: list_of(ToolCall, max_length=MOST_CALLS) = Field(default_factory=list)
+    tool_call_id: str = ''
+    name: str = ''
 
     @model_validator(mode='before')
     @classmethod
-    def without_functions(cls, message):
+    def of_a_client(cls, message):
         if type(message) is not dict:
             return message
-        if message.get('role') in ('tool', 'function') or message.get('tool_calls') or message.get('function_call'):
-            raise ValueError(FUNCTIONS)
-        if message.get('role') == 'assistant' and message.get('content') is None:  # of one that refused, or was cut
+        if message.get('role') == 'function' or message.get('function_call'):
+            raise ValueError("functions are tools here: send tool_calls, and their results with the role tool")
+        if message.get('role') == 'assistant' and message.get('content') is None:  # of one that calls, or was cut
             return message | {'content': ''}
         return message
 
     def plain(self):
         """The message as templates know it."""
-        return {'role': 'system' if self.role == 'developer' else self.role, 'content': self.content}
+        plain = {'role': 'system' if self.role == 'developer' else self.role}
+        if self.content or not self.tool_calls:
+            plain['content'] = self.content
+        if self.tool_calls:
+            plain['tool_calls'] = [call.model_dump() for call in self.tool_calls]
+        if self.role == 'tool':
+            plain |= {name: text for name in ('tool_call_id', 'name') if (text := getattr(self, name))}
+        return plain
+
+
+class Function(Lenient):
+    name: str = Field(pattern='^[a-zA-Z0-9_.:-]{1,64}$')
+    description: str | None = None
+    parameters: dict | None = Field(None, description="a JSON schema of its arguments, which are an object")
+
+
+class OfFunction(Lenient):
+    type: Literal['function']
+
+
+class ToolFields(OfFunction):
+    """A tool."""
+    function: Function
+
+
+def as_it_came(value, validate):
+    """A pydantic validator that checks an object, and keeps it: the template gets all that the client wrote."""
+    validate(value)
+    return value
+
+
+Tool = Annotated[ToolFields, WrapValidator(as_it_came)]
+
+
+class ChosenFunction(Lenient):
+    name: str
+
+
+class ChosenTool(OfFunction):
+    """The tool that an answer must call."""
+    function: ChosenFunction
+
+
+ToolChoice = Annotated[Literal['none', 'auto', 'required'] | ChosenTool, says(
+    'tool_choice should be none, auto, required, or {"type": "function", "function": {"name": "..."}}')]
 
 
 class ConversationFields(Strict):
@@ -324,6 +401,7 @@ class ConversationFields(Strict):
                                                                          "enable_thinking for example")
     documents: list_of(dict, max_length=MOST_MESSAGES) = Field(default_factory=list,
                                                                description="given to the chat template")
+    tools: list_of(Tool, max_length=MOST_TOOLS) = Field(default_factory=list, description="that an answer may call")
 
     @property
     def variables(self):
@@ -337,7 +415,8 @@ class ConversationFields(Strict):
         given = dict(continue_final_message=self.continue_final_message)
         if self.add_generation_prompt is not None:
             given['add_generation_prompt'] = self.add_generation_prompt
-        return self.chat_template_kwargs | given | (dict(documents=self.documents) if self.documents else {})
+        given |= {name: value for name in ('documents', 'tools') if (value := getattr(self, name))}
+        return self.chat_template_kwargs | given
 
 
 class ChatBody(GenerationBody, ConversationFields):
@@ -349,12 +428,20 @@ class ChatBody(GenerationBody, ConversationFields):
                                      description="the older name of max_completion_tokens")
     logprobs: bool = False
     top_logprobs: Whole = Field(0, ge=0, le=MOST_LOGPROBS, description="with logprobs")
+    tool_choice: ToolChoice = Field('auto', description="none leaves the tools out")
+    parallel_tool_calls: bool = Field(True, description="may an answer have several calls?")
     add_special_tokens: Literal[False] = Field(False, description="the template writes them")
 
     @property
     def n_logprobs(self):
         """The `logprobs` of its requests."""
         return self.top_logprobs if self.logprobs else None
+
+    @property
+    def callable_names(self):
+        """Of the tools that an answer may call."""
+        names = [tool['function']['name'] for tool in self.tools]
+        return names if type(self.tool_choice) is str else [self.tool_choice.function.name]
 
 
 class TokenizeBody(Body, ConversationFields):
@@ -408,7 +495,8 @@ def without_nulls(fields, most=MOST_FIELDS):
     for name, value in fields.items():
         if type(value) is dict and name not in AS_IT_IS:
             value = without_nulls(value, math.inf if name == 'logit_bias' else MOST_FIELDS)
-        elif type(value) is list and value and type(value[0]) is dict and len(value) <= MOST_MESSAGES:
+        elif (type(value) is list and value and type(value[0]) is dict and len(value) <= MOST_MESSAGES
+              and name not in AS_IT_IS):
             value = [without_nulls(each) if type(each) is dict else each for each in value]
         if value is not None:
             kept[name] = value
@@ -418,7 +506,7 @@ def without_nulls(fields, most=MOST_FIELDS):
 def asked_for(fields, known):
     """The fields of a body that ask for something. known: the fields that there are."""
     functions, choices = {'tools', 'functions'}, [fields.get('tool_choice'), fields.get('function_call')]
-    left_out = IGNORED | {name for name, value in fields.items() if name in NOTHING and value == NOTHING[name]}
+    left_out = IGNORED - known | {name for name, value in fields.items() if name in NOTHING and value == NOTHING[name]}
     # a field with a nearly known name may be a known one, misspelled
     left_out |= {name for name, value in fields.items() if not value and name not in known | ASK_WHEN_EMPTY
                  and not near(name, known, 0.85)}
@@ -522,6 +610,16 @@ class Served:
         except ValueError as e:
             raise invalid('prompt', f"prompt has {e}") from None
 
+    @cached_property
+    def shows_tools(self):
+        """Does the chat template describe tools to the model?"""
+        return shows_tools(self.tokenizer.chat_template)
+
+    @cached_property
+    def form_of_calls(self):
+        """A `chat.tools.Form`, or None if that of the chat template is not known."""
+        return form_of(self.tokenizer.chat_template.source)
+
     def conversation(self, body):
         """
         Token ids of the conversation in a `ChatBody` or `TokenizeBody`. APIError 404 if the model has no chat template,
@@ -531,7 +629,11 @@ class Served:
             raise APIError(404, "this model has no chat, because its tokenizer has no chat template: write the "
                                 "conversation as a prompt, and POST it to /v1/completions")
         messages = [message.plain() for message in body.messages]
-        self.check_length('messages', sum(len(message['content']) for message in messages))
+        has_calls = any(message['role'] == 'tool' or 'tool_calls' in message for message in messages)
+        if (body.tools or has_calls) and not self.shows_tools:
+            raise invalid('tools' if body.tools else 'messages', "tools are not in this model's chat template: "
+                          "describe them in a message, or start serve.py with --chat_template=, a file with another")
+        self.check_length('messages', sum(len(message.content) for message in body.messages))
         try:
             variables = body.variables
         except ValueError as e:  # it begins with the name of the field
@@ -539,7 +641,7 @@ class Served:
         try:
             return self.tokenizer.conversation(messages, **variables)
         except RecursionError:
-            raise invalid('documents', "documents or chat_template_kwargs are nested too deeply") from None
+            raise invalid('documents', "documents, tools or chat_template_kwargs are nested too deeply") from None
         except ValueError as e:
             raise invalid('messages', str(e)) from None
 
@@ -586,6 +688,34 @@ def check_entries(body, requests):
                            f"and an answer may have {MOST_ENTRIES:,}: ask for fewer samples, tokens or logprobs")
 
 
+def forms_of(body, served):
+    """
+    The `forms` of a `ChatBody`: a grammar where its answer must call a tool, or may do so instead of JSON. APIError 400
+    where there is no such tool, or the form of calls is not known.
+    """
+    forms, form, must_call = body.forms, body.tools and served.form_of_calls, body.tool_choice not in ('none', 'auto')
+    if must_call:
+        missing = {*body.callable_names} - {tool['function']['name'] for tool in body.tools}
+        if missing or not body.tools:
+            raise invalid('tool_choice', f"tool_choice needs {''.join(missing)[:64] or 'a tool'} among the tools")
+        if form is None:
+            raise invalid('tool_choice', "tool_choice: the chat template does not show how the model writes calls: "
+                                         "leave it out, and read the answer as text")
+    answer = None
+    if not must_call:
+        kind, text = [*forms.values(), ('', '')][0]
+        if not form or kind not in ('json_schema', 'json_object'):
+            return forms
+        try:
+            answer = orjson.loads(text or '{"type": "object"}')
+        except ValueError:
+            answer = None
+        if type(answer) is not dict:
+            return forms  # for which the error is
+    tools = [tool for tool in body.tools if tool['function']['name'] in body.callable_names]
+    return {'tools': ('grammar', grammar(form, tools, body.parallel_tool_calls, json_rule, answer))}
+
+
 def requests_of(body, served, id, delivers):
     """
     A `Request` for each prompt of a `CompletionBody`, or the one of a `ChatBody`. APIError where a value does not fit
@@ -603,14 +733,14 @@ def requests_of(body, served, id, delivers):
     else:
         prompts = [served.encode(prompt, body.add_special_tokens) if type(prompt) is str else prompt
                    for prompt in body.prompt]
-    constraint = served.constraint(body.forms)
+    constraint = served.constraint(forms_of(body, served) if is_chat else body.forms)
     seeds = [secrets.randbelow(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
     shared = dict(
         n=body.n, draw={name: getattr(body, name) for name in (*NAMES, 'min_tokens', 'logit_bias')},
         stop=tuple(body.stop), stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos, logprobs=body.n_logprobs,
         prompt_logprobs=not is_chat and body.echo and body.logprobs is not None, cache_salt=body.cache_salt,
-        include_stop=body.include_stop_str_in_output, skip_special=body.skip_special_tokens, constraint=constraint,
-        strip=strip and constraint is None)  # the text is that of the form
+        include_stop=body.include_stop_str_in_output, constraint=constraint, strip=strip and constraint is None,
+        skip_special=body.skip_special_tokens and not (is_chat and body.tools))  # special tokens may mark a call
     try:
         requests = [Request(f'{id}-{i}', prompt, n_new_tokens(body, served, len(prompt)), seed, deliver=deliver,
                             **shared) for i, (prompt, seed, deliver) in enumerate(zip(prompts, seeds, delivers))]

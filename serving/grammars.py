@@ -43,6 +43,12 @@ def grammar_of(kind, text):
     return said
 
 
+def json_rule(schema):
+    """The right side of a rule of Lark for the JSON of a schema, a dict."""
+    options = {'whitespace_pattern': BLANKS} | schema.get('x-guidance', {})
+    return f"%json {json.dumps(schema | {'x-guidance': options})}"
+
+
 # from here on: the process that compiles
 
 def lark_of(kind, text):
@@ -58,8 +64,7 @@ def lark_of(kind, text):
     schema = json.loads(text) if kind == 'json_schema' else {'type': 'object'}
     if type(schema) is not dict:
         raise ValueError(f"the schema must be a JSON object, not {text[:40]}")
-    options = {'whitespace_pattern': BLANKS} | schema.get('x-guidance', {})
-    return f"start: %json {json.dumps(schema | {'x-guidance': options})}"
+    return f"start: {json_rule(schema)}"
 
 
 def answer(kind, text):

@@ -12,12 +12,14 @@ from tqdm import tqdm
 import checkpoint
 import decode
 import model as plain_model
+from chat.template import ChatTemplate
 from device import pick_device
 from engine import Engine, default_pool
 from formats.pretrained import generation_defaults
 from kvcache import bytes_of_slots, make_layers
 from serving.api import Served
 from serving.engine_thread import EngineThread
+from tokenizer import read_text
 
 SWITCH_INTERVAL = 0.0003  # seconds
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h: blocks of more bytes go back to the system when they are freed
@@ -26,17 +28,17 @@ WORK = 2**33   # weights times tokens of a step, by default: a few tenths of a s
 
 
 def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder='auto', weights='float32', threads=0,
-                kv_memory=0.5, speculate='off', draft='', generation_config='', n_blocks=None, page_size=16,
-                max_num_batched_tokens=None, max_queue=1024):
+                kv_memory=0.5, speculate='off', draft='', generation_config='', chat_template='', n_blocks=None,
+                page_size=16, max_num_batched_tokens=None, max_queue=1024):
     """
     (an `EngineThread` that was started, what is `Served`).
 
     init_from, out_dir: see `checkpoint.load_model`. name: of the model in the API, by default that of its folder.
     decoder, weights, threads, speculate: see `decode.best`; on CUDA weights='bfloat16' converts the model. draft: see
     `checkpoint.load_draft`. kv_memory: on CUDA, the share of the free memory that the pool takes. generation_config:
-    'none' leaves out the file of that name. n_blocks, page_size: of the pool, see `engine.default_pool`.
-    max_num_batched_tokens: the most tokens of a step, which all samples wait for; by default 64 to 512, fewer for
-    larger models. ValueError if there is no such model or decoder.
+    'none' leaves out the file of that name. chat_template: a file, instead of the model's own. n_blocks, page_size: of
+    the pool, see `engine.default_pool`. max_num_batched_tokens: the most tokens of a step, which all samples wait for;
+    by default 64 to 512, fewer for larger models. ValueError if there is no such model or decoder.
 
     It sets two things of the process, which serves one model until it ends:
     - Later garbage collections leave out what there is now: torch's objects take 0.1 s, in which all samples wait.
@@ -55,6 +57,10 @@ def load_engine(init_from='resume', out_dir='', name='', device='auto', decoder=
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**22)
     model, tokenizer, folder = checkpoint.load_model(init_from, out_dir, plain_model, dev, lazy=lazy)
     model.eval()
+    if chat_template:
+        if not hasattr(tokenizer, 'conversation'):
+            raise ValueError(f"chat_template={chat_template} needs a model with a tokenizer.json: leave it out")
+        tokenizer.chat_template = ChatTemplate(read_text(chat_template), tokenizer.special_tokens)
     if dev == 'cpu' and init_from != 'resume':
         copy_weights(model)
     if on_cuda and weights == 'bfloat16':

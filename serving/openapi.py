@@ -27,16 +27,25 @@ USAGE = object_of(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COU
 CHOICE = object_of(index=COUNT, text=TEXT, logprobs=either(LOGPROBS),
                    finish_reason={'enum': ['stop', 'length', None]})
 SCORE = dict(token=TEXT, logprob=NUMBER, bytes=list_of(COUNT))
-MESSAGE = object_of(role={'const': 'assistant'}, content=TEXT, refusal=NULL)
-CHAT_CHOICE = object_of(index=COUNT, message=MESSAGE, finish_reason={'enum': ['stop', 'length', None]},
-                        logprobs=either(object_of(refusal=NULL, content=list_of(
-                            object_of(**SCORE, top_logprobs=list_of(object_of(**SCORE)))))))
+SCORED = object_of(**SCORE, top_logprobs=list_of(object_of(**SCORE)))
+CALL = object_of(id=TEXT, type={'const': 'function'}, function=object_of(name=TEXT, arguments=TEXT))
+MESSAGE = object_of(role={'const': 'assistant'}, content=either(TEXT), refusal=NULL)
+MESSAGE['properties']['tool_calls'] = list_of(CALL)
+CHAT_CHOICE = object_of(index=COUNT, message=MESSAGE, finish_reason={'enum': ['stop', 'length', 'tool_calls', None]},
+                        logprobs=either(object_of(refusal=NULL, content=list_of(SCORED))))
+PART = object_of(type={'const': 'output_text'}, text=TEXT, annotations=list_of({}), logprobs=list_of(SCORED))
+STATUS = {'enum': ['in_progress', 'completed', 'incomplete', 'failed']}
+ITEMS = [object_of(type={'const': 'message'}, id=TEXT, status=STATUS, content=list_of(PART)), object_of(
+    type={'const': 'function_call'}, id=TEXT, call_id=TEXT, name=TEXT, arguments=TEXT, status=STATUS)]
 SCHEMAS = {
     'Error': object_of(error=object_of(message=TEXT, type=TEXT, param=either(TEXT), code=either(TEXT))),
     'Completion': object_of(id=TEXT, object={'const': 'text_completion'}, created=COUNT, model=TEXT,
                             choices=list_of(CHOICE), usage=USAGE),
     'ChatCompletion': object_of(id=TEXT, object={'const': 'chat.completion'}, created=COUNT, model=TEXT,
                                 choices=list_of(CHAT_CHOICE), usage=USAGE),
+    'Response': object_of(id=TEXT, object={'const': 'response'}, created_at=COUNT, model=TEXT, status=STATUS,
+                          output=list_of({'anyOf': ITEMS}), usage=object_of(
+                              input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT)),
     'Model': object_of(id=TEXT, object={'const': 'model'}, created=COUNT, owned_by=TEXT, max_model_len=COUNT,
                        chat={'type': 'boolean'}, sampling_defaults={'type': 'object', 'additionalProperties': NUMBER}),
     'Models': object_of(object={'const': 'list'}, data=list_of({'$ref': '#/components/schemas/Model'})),
@@ -64,7 +73,7 @@ class Endpoint(NamedTuple):
         """One operation of the description."""
         answer = self.answer
         content = json_of(answer) if answer in SCHEMAS else {answer: {'schema': TEXT}}
-        if answer in ('Completion', 'ChatCompletion'):
+        if answer in ('Completion', 'ChatCompletion', 'Response'):
             content['text/event-stream'] = {'schema': object_of(data=TEXT)}  # an event
         described = {'summary': self.handler.__doc__,
                      'responses': {'200': {'description': "as asked", 'content': content},

@@ -44,6 +44,8 @@ from serving.connection import IDLE, Connection
 from serving.engine_thread import QueueFull
 from serving.openapi import VERSION, Endpoint, openapi
 from serving.request import Output, check_ids
+from serving.responses import Response as ModelResponse
+from serving.responses import ResponseBody
 
 FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # that `generate_latest` writes
 MAX_BODY = 4 * 2**20  # bytes of a request
@@ -53,8 +55,7 @@ PATIENCE, MOST_WAITING = 10, 512  # seconds that a request may wait for a thread
 THIS_MACHINE = r'(localhost|.*\.localhost|127\.[\d.]+|\[::1\])(:\d*)?'
 CLOSING = 5       # seconds that a slow reader has for the rest of its answer, once the server has drained
 BACKLOG, ACCEPTED = 2048, 4  # connections that the system keeps, and that are accepted at a time
-INSTEAD = {'/v1/responses': "POST messages to /v1/chat/completions instead, or a prompt to /v1/completions",
-           '/v1/embeddings': "it makes no embeddings: /v1/completions and /v1/chat/completions write texts"}
+INSTEAD = {'/v1/embeddings': "it makes no embeddings: /v1/completions and /v1/chat/completions write texts"}
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 # files whose names have their versions
 VENDORED = [f'/vendor/{name}' for name in sorted(os.listdir(f'{FOLDER}/vendor')) if name.endswith('.js')]
@@ -277,17 +278,22 @@ async def no_answer(request, e):
 async def completions(service, body):
     """Continue prompts"""
     long = sum(map(len, body.prompt)) > LONG_TEXT or body.forms
-    return await generate(service, body, 'cmpl', len(body.prompt), Completion, 'tokens' if long else None)
+    return await generate(service, body, 'cmpl-', len(body.prompt), Completion, 'tokens' if long else None)
 
 
 async def chat(service, body):
     """Answer in a conversation"""
-    return await generate(service, body, 'chatcmpl', 1, ChatCompletion, 'template')
+    return await generate(service, body, 'chatcmpl-', 1, ChatCompletion, 'template')
+
+
+async def responses(service, body):
+    """Answer an input"""
+    return await generate(service, body.chat(), 'resp_', 1, partial(ModelResponse, body), 'template')
 
 
 async def generate(service, body, prefix, n_prompts, kind, pool):
     """The `Answer` to a body, of this kind, whose requests are submitted. pool: make these in it, see `in_pool`."""
-    id, mailbox = f'{prefix}-{secrets.token_hex(12)}', Mailbox(service.bell, listening=body.stream)
+    id, mailbox = f'{prefix}{secrets.token_hex(12)}', Mailbox(service.bell, listening=body.stream)
     delivers = [partial(mailbox.put, number) for number in range(n_prompts)]
 
     def make():
@@ -387,6 +393,7 @@ async def page(service, request):
 ENDPOINTS = [
     Endpoint('POST', '/v1/completions', completions, 'Completion', body=CompletionBody),
     Endpoint('POST', '/v1/chat/completions', chat, 'ChatCompletion', body=ChatBody),
+    Endpoint('POST', '/v1/responses', responses, 'Response', body=ResponseBody),
     Endpoint('GET', '/v1/models', models, 'Models'),
     Endpoint('GET', '/v1/models/{id}', models, 'Model'),
     Endpoint('POST', '/tokenize', tokenize, 'Tokens', body=TokenizeBody),
@@ -444,7 +451,7 @@ class Process(uvicorn.Server):
         """Say what there is, in the thread that loads the model. Without one, `on_tick` ends the process."""
         if (served := self.service.served) is None:
             return
-        chat = ", /v1/chat/completions" * (served.tokenizer.chat_template is not None)
+        chat = ", /v1/chat/completions, /v1/responses" * (served.tokenizer.chat_template is not None)
         print(f"the API of {served.name!r} at {self.address}v1: /v1/completions{chat}\n"
               f"ready in {time.monotonic() - BEGAN:.1f} s", file=sys.stderr)
 

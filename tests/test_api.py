@@ -102,8 +102,8 @@ def test_values_of_other_types_that_mean_the_same():
 
 
 @pytest.mark.parametrize('fields, param, said', [
-    (dict(tool_choice='auto', parallel_tool_calls=False, tools=[dict(type='function')]), 'tools', 'calls no functions'),
-    (dict(function_call='auto', functions=[{}]), 'functions', 'calls no functions'),
+    (dict(tool_choice='auto', parallel_tool_calls=False, tools=[dict(type='function')]), 'tools', 'conversations'),
+    (dict(function_call='auto', functions=[{}]), 'functions', 'tools here'),
     (dict(json_schema={'a': 1}, aaa=1, tool_choice='required'), 'json_schema', 'response_format'),
     (dict(guided_decoding_backend='x'), 'guided_decoding_backend', 'structured_outputs'),
     (dict(store=True), 'store', 'keeps no'),

@@ -118,7 +118,7 @@ def test_the_openai_client_streams_and_scores_what_it_gets_at_once(chat, model):
         assert create(**how | dict(messages=[SYSTEM, one_text])).choices[0].message.content == pieces[0]
         for score in scores[0]:
             assert len(score.top_logprobs) == 3 and bytes(score.bytes) in TOKENIZER.token_bytes
-        with pytest.raises(openai.BadRequestError, match='calls no functions'):
+        with pytest.raises(openai.BadRequestError, match='describe them in a message'):
             create(model='chat', messages=[dict(role='tool', content='x')])
         with pytest.raises(openai.NotFoundError):
             create(model='gpt-4', messages=[SYSTEM])
@@ -139,11 +139,10 @@ def test_the_openai_client_streams_and_scores_what_it_gets_at_once(chat, model):
     (dict(messages=[SYSTEM], top_logprobs=3), 'top_logprobs', 'needs logprobs'),
     (dict(messages=[SYSTEM], logprobs=True, top_logprobs=21), 'top_logprobs', '20'),
     (dict(messages=[SYSTEM], max_completion_tokens=-2), 'max_completion_tokens', '-2'),
-    (dict(messages=[SYSTEM], tools=[{}]), 'tools', 'calls no functions'),
     (dict(messages=[SYSTEM], prompt='x'), 'prompt', '/v1/completions'),
     *[(dict(messages=[SYSTEM, message]), param, said) for message, param, said in [
-        (dict(role='tool', tool_call_id='x'), 'messages.1', 'calls no functions'),
-        (dict(role='assistant', content=None, tool_calls=[dict(id='x')]), 'messages.1', 'calls no functions'),
+        (dict(role='tool', tool_call_id='x'), 'messages.1.content', 'missing'),
+        (dict(role='assistant', content=None, function_call=dict(name='x')), 'messages.1', 'are tools here'),
         (dict(role='user', content=[dict(type='image_url', image_url='x')]), 'messages.1.content', "'image_url'"),
         (dict(role='user', content=3), 'messages.1.content', 'should be a text'),
         (dict(role='robot', content=3), 'messages.1.role', "'robot'"), ('hi', 'messages.1', 'an object'),

@@ -134,7 +134,7 @@ def test_sentencepiece_with_bytes_is_the_librarys():
     ({'tokenizer_config.json': dict(chat_template='{{ 1 }}')}, dict(chat_template='{{ 1 }}')),
     ({'tokenizer_config.json': dict(chat_template=[dict(name='tool_use', template='{{ 2 }}'),
                                                    dict(name='default', template='{{ 3 }}')])},
-     dict(chat_template='{{ 3 }}')),
+     dict(chat_template='{% if tools %}\n{{ 2 }}{% else %}\n{{ 3 }}{% endif %}')),
     ({'tokenizer_config.json': dict(chat_template='{{ 1 }}'), 'chat_template.jinja': '{{ 4 }}'},
      dict(chat_template='{{ 4 }}')),
     ({'chat_template.json': dict(chat_template='{{ 5 }}')}, dict(chat_template='{{ 5 }}')),

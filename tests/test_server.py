@@ -259,8 +259,7 @@ def test_what_clients_ask_besides(engine):
             assert refused(client.get(path), 404)['code'] == 'model_not_found'
         assert set(client.get('/version').json()) == {'version'} and client.get('/ping').json() == {'status': 'ok'}
         assert client.get('/tokenizer_info').json()['tokenizer_class'] == 'PreTrainedTokenizerFast'
-        for path, word in (('/v1/responses', '/v1/chat/completions'), ('/v1/embeddings', 'no embeddings'),
-                           ('/chat/completions', 'begin with /v1')):
+        for path, word in (('/v1/embeddings', 'no embeddings'), ('/chat/completions', 'begin with /v1')):
             assert word in refused(client.post(path, json={}), 404)['message']
         assert client.post('/tokenize', json={'prompt': 'ab€'}).json() == {
             'tokens': [0, 1, 28], 'count': 3, 'max_model_len': 64, 'token_strs': None}

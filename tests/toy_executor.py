@@ -148,6 +148,19 @@ class NextLetter(ToyExecutor):
         return drawn_from(logits, batch, parts)
 
 
+class Saying(ToyExecutor):
+    """Each sequence draws the tokens `says`, one after the other, and then the last one of them again and again."""
+    says = (0,)
+
+    def execute_model(self, batch):
+        rows, parts = batch.rows()
+        logits = torch.full((len(rows), self.model.config.vocab_size), -1000.0)
+        for s, part in zip(batch.sequences, parts):
+            if part.stop > part.start:
+                logits[part.stop - 1, self.says[min(s.n_drawn, len(self.says) - 1)]] = 0.0
+        return drawn_from(logits, batch, parts)
+
+
 def version_of(model):
     return round(next(model.parameters()).flatten()[0].item() * 100)
 

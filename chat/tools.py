@@ -1,0 +1,148 @@
+"""
+Tools are functions that a client has. The chat template describes them to the model, and the model writes calls of
+them, in the form that its template shows:
+
+    <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>        Hermes, Qwen2.5 and Qwen3
+    <tool_call>[{"name": "add", "arguments": {"a": 1}}]</tool_call>      SmolLM2, see smollm2_tools.jinja
+    {"name": "add", "parameters": {"a": 1}}                              Llama 3.1 and 3.2, and no text beside it
+"""
+import json
+import re
+import secrets
+from typing import NamedTuple
+
+MOST_CALLS = 128   # of one answer
+MOST_FORCED = 4    # where it must call: a small model may find no end
+PLAIN = {'type', 'properties', 'required', 'title', 'description', '$defs', '$schema'}  # of a schema
+DECODER = json.JSONDecoder()
+# of llguidance for arguments: with the blanks with which templates show them, and no others
+SPACING = dict(whitespace_pattern=None, whitespace_flexible=False, item_separator=', ', key_separator=': ')
+
+
+class Form(NamedTuple):
+    """How a model writes a call: JSON between two tags, or without any; the name of its arguments; in a list?"""
+    opens: str
+    closes: str
+    arguments: str
+    listed: bool = False
+
+
+HERMES = Form('<tool_call>', '</tool_call>', 'arguments')
+LLAMA = Form('', '', 'parameters')
+
+
+class Call(NamedTuple):
+    """arguments: an object of JSON, as a text."""
+    id: str
+    name: str
+    arguments: str
+
+
+def form_of(source):
+    """The `Form` of calls that a template's source shows, or None for one that is not known here."""
+    if tag := re.search(r'<tool_call>(?:\\n|\s)*(\[?)(?:\\n|\s)*\{\\?"', source):  # others write XML behind it
+        return HERMES._replace(listed=bool(tag[1]))
+    return LLAMA if re.search(r'\{\\?"name\\?": function name, \\?"parameters\\?"', source) else None
+
+
+def shows_tools(template):
+    """Does a `ChatTemplate` describe tools to the model?"""
+    tool = dict(type='function', function=dict(name='Kx7q', description='', parameters=dict(type='object')))
+    try:
+        return 'Kx7q' in template.render([dict(role='user', content='?')], tools=[tool])
+    except ValueError:
+        return False
+
+
+def grammar(form, tools, several, rule, answer=None):
+    """
+    A grammar of Lark for an answer that calls these tools, once or, if several, up to MOST_FORCED times. rule: a
+    function that returns the rule of a JSON schema. answer: the schema of what the answer may be instead.
+    """
+    rules = []
+    for i, tool in enumerate(tools):
+        f = tool['function']
+        schema = f.get('parameters') or {'type': 'object'}
+        if 'properties' in schema and schema.keys() <= PLAIN:  # a function fails with arguments that it does not have
+            schema = schema | {'additionalProperties': False}
+        begin = f'{{"name": {json.dumps(f["name"])}, "{form.arguments}": '
+        rules.append(f'call_{i}: {json.dumps(begin)} {rule(schema | {"x-guidance": SPACING})} "}}"')
+    call = f'({" | ".join(f"call_{i}" for i in range(len(tools)))})'
+    first, between, last = ('[\n', ',\n', '\n]') if form.listed else ('\n', f'\n{form.closes}\n{form.opens}\n', '\n')
+    calls = call
+    if form.opens:  # without tags it is one call
+        more = f'({json.dumps(between)} {call}){{0,{MOST_FORCED - 1}}}' if several else ''
+        calls = f'{json.dumps(form.opens + first)} {call} {more} {json.dumps(last + form.closes)}'
+    return '\n'.join([f'start: {calls}' + (f' | {rule(answer)}' if answer is not None else ''), *rules])
+
+
+class Reader:
+    """
+    Finds calls in an answer that comes in pieces. names: of the tools; whatever calls another one is text. most: so
+    many calls are taken, and later ones dropped.
+    """
+
+    def __init__(self, form, names, most=MOST_CALLS):
+        self.form, self.names, self.most = form, names, most
+        self.held, self.is_text, self.is_behind_a_call = '', False, False
+
+    def push(self, piece, last=False):
+        """
+        What is certain now: a list of texts and `Call`s in their order. A call comes when it is complete. Blanks beside
+        a call are dropped; otherwise all texts together are the answer. last: is this the last piece?
+        """
+        self.held += piece
+        return self.between_tags(last) if self.form.opens else self.bare(last)
+
+    def bare(self, last):
+        """An answer that begins as JSON is held to its end, where it is known to be calls or not."""
+        text = self.held.strip().removeprefix('<|python_tag|>').lstrip()
+        if not (last or self.is_text) and text[:1] in ('', '{'):
+            return []
+        calls = None if self.is_text else self.calls_in(text)
+        self.is_text, said, self.held = calls is None, self.held, ''
+        return [said] * bool(said) if calls is None else calls
+
+    def between_tags(self, last):
+        found, opens = [], self.form.opens
+        while self.held:
+            text, opened, rest = self.held.partition(opens)
+            inside, closed, rest = rest.partition(self.form.closes)
+            if not opened or not (closed or last):  # what may be the beginning of a call waits
+                begun = next(n for n in range(len(opens) - 1, -1, -1) if text.endswith(opens[:n]))
+                said = text if last else text[:len(text) - begun].rstrip()
+                self.held = self.held[len(said):]
+                return found + self.said(said)
+            calls = self.calls_in(inside)
+            found += self.said(text + opened + inside + closed) if calls is None else self.said(text.rstrip()) + calls
+            self.is_behind_a_call |= calls is not None
+            self.held = rest
+        return found
+
+    def said(self, text):
+        text = text.lstrip() if self.is_behind_a_call else text
+        self.is_behind_a_call &= not text
+        return [text] * bool(text)
+
+    def calls_in(self, text):
+        """The calls of a text, one object or list behind the other; None if it is anything else."""
+        values, calls = [], []
+        if not text.strip():
+            return None
+        try:
+            while text := text.lstrip(' \t\r\n,;'):
+                value, end = DECODER.raw_decode(text)
+                values += value if type(value) is list else [value]
+                text = text[end:]
+            for value in values:
+                given = value.get('arguments', value.get('parameters', {}))  # some mix the two
+                if value['name'] not in self.names or type(given) is not dict:
+                    return None
+                arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
+                arguments.encode()  # no lone surrogates
+                calls.append(Call(f'call_{secrets.token_hex(12)}', value['name'], arguments))
+        except (ValueError, KeyError, AttributeError, RecursionError):
+            return None
+        calls = calls[:self.most]
+        self.most -= len(calls)
+        return calls

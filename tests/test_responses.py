@@ -1,0 +1,137 @@
+"""POST /v1/responses: each event and object by the types of the openai client, and the same answer as from a chat."""
+import json
+
+import pytest
+from conftest import SERVING, needs
+
+needs(*SERVING)
+openai = pytest.importorskip('openai', reason="openai is not installed")
+
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from test_tools import CALLS, TOOLS, USER, saying, written  # noqa: F401
+
+FLAT = [dict(type='function', **tool['function']) for tool in TOOLS]
+EVENT = TypeAdapter(ResponseStreamEvent)
+
+
+def post(client, **fields):
+    response = client.post('/v1/responses', json=dict(input='Héllo', store=False) | fields)
+    assert response.status_code == 200, response.text
+    return response
+
+
+def events_of(client, **fields):
+    """The events of a stream, each of which has the form that the client's types say."""
+    blocks, found = post(client, stream=True, **fields).text.split('\n\n'), []
+    assert blocks.pop() == ''
+    for number, block in enumerate(block for block in blocks if not block.startswith(':')):
+        name, data = block.split('\n')
+        found.append(json.loads(data.removeprefix('data: ')))
+        assert name == f"event: {found[-1]['type']}" and found[-1]['sequence_number'] == number
+        EVENT.validate_python(found[-1], strict=False)
+    return found
+
+
+def plain(response):
+    """What of a response is the same each time it is asked for."""
+    items = [item | dict(id=0, call_id=0) for item in response['output']]
+    return items, response['status'], response['usage']['output_tokens'], response['incomplete_details']
+
+
+TEXT = 'I look it up.'
+
+
+@pytest.mark.parametrize('said, fields, kinds, status', [
+    (TEXT, dict(), ['message'], 'completed'), ('', dict(), ['message'], 'completed'),
+    (TEXT, dict(max_output_tokens=3), ['message'], 'incomplete'),
+    (f"{TEXT}\n{written('qwen', CALLS)}", dict(tools=FLAT), ['message', 'function_call', 'function_call'], 'completed'),
+    (f"{written('qwen', CALLS[:1])}\n{TEXT}", dict(tools=FLAT), ['function_call', 'message'], 'completed'),
+    (written('qwen', CALLS), dict(tools=FLAT, parallel_tool_calls=False), ['function_call'], 'completed'),
+    (written('qwen', CALLS), dict(tools=FLAT, tool_choice='none'), ['message'], 'completed')], ids=str)
+def test_a_stream_says_step_by_step_what_the_whole_says(saying, said, fields, kinds, status):  # noqa: F811
+    client, says = saying('qwen')
+    says(said)
+    whole = post(client, **fields).json()
+    assert Response.model_validate(whole).status == status and [item['type'] for item in whole['output']] == kinds
+    found = events_of(client, **fields)
+    assert [event['type'] for event in found[:2]] == ['response.created', 'response.in_progress']
+    assert found[-1]['type'] == f'response.{status}' and plain(found[-1]['response']) == plain(whole)
+    for i, item in enumerate(found[-1]['response']['output']):
+        own = [event for event in found if event.get('output_index') == i]
+        assert own[0]['type'] == 'response.output_item.added' and own[-1]['item'] == item
+        kind = 'output_text' if item['type'] == 'message' else 'function_call_arguments'
+        pieces = [event['delta'] for event in own if event['type'] == f'response.{kind}.delta']
+        done, = [event for event in own if event['type'] == f'response.{kind}.done']
+        text = item['content'][0]['text'] if item['type'] == 'message' else item['arguments']
+        assert ''.join(pieces) == done.get('text', done.get('arguments')) == text
+    calls = [(item['name'], json.loads(item['arguments'])) for item in whole['output'] if 'arguments' in item]
+    assert calls == CALLS[:kinds.count('function_call')] and whole['store'] is False
+
+
+def test_the_openai_client_reads_texts_calls_and_streams_and_sends_them_back(saying):  # noqa: F811
+    client, says = saying('qwen')
+    says(f"{TEXT}\n{written('qwen', CALLS)}")
+    with openai.OpenAI(base_url=f'{client.base_url}/v1', api_key='-', max_retries=0) as ours:
+        how = dict(model='chat', instructions='Be brief.', tools=FLAT)
+        first = ours.responses.create(input='Héllo', **how)
+        with ours.responses.stream(input='Héllo', **how) as stream:
+            for _ in stream:
+                pass
+            assert stream.get_final_response().output_text == first.output_text == TEXT
+        says('It is 0°.')
+        user = dict(role='user', content=[dict(type='input_text', text='Héllo')])
+        given = [user, *first.output, *[dict(type='function_call_output', call_id=item.call_id, output='0°')
+                                        for item in first.output[1:]]]
+        last = ours.responses.create(input=given, top_logprobs=2, **how)
+    assert last.output_text == 'It is 0°.' and last.usage.input_tokens > first.usage.input_tokens
+    scores = last.output[0].content[0].logprobs
+    assert b''.join(bytes(score.bytes) for score in scores).decode() == 'It is 0°.<|im_end|>'
+    assert len(scores[0].top_logprobs) == 2
+
+    # a chat of the same messages has the same prompt
+    message = dict(role='assistant', content=TEXT, tool_calls=[
+        dict(id=item.call_id, type='function', function=dict(name=item.name, arguments=item.arguments))
+        for item in first.output[1:]])
+    results = [dict(role='tool', tool_call_id=item.call_id, content='0°') for item in first.output[1:]]
+    tools = [dict(type='function', function={k: v for k, v in tool.items() if k != 'type'}) for tool in FLAT]
+    system = dict(role='system', content='Be brief.')
+    answer = client.post('/v1/chat/completions', json=dict(messages=[system, USER, message, *results], tools=tools))
+    assert answer.json()['usage']['prompt_tokens'] == last.usage.input_tokens
+    assert answer.json()['choices'][0]['message']['content'] == last.output_text
+
+
+@pytest.mark.parametrize('fields, param, said', [
+    (dict(previous_response_id='resp_1'), 'previous_response_id', 'the whole conversation'),
+    (dict(conversation=dict(id='x')), 'conversation', 'the whole conversation'),
+    (dict(background=True), 'background', 'keeps no answers'), (dict(store=True), 'store', 'keeps no answers'),
+    (dict(truncation='auto'), 'truncation', 'shorten'), (dict(n=2), 'n', '1'), (dict(input=[]), 'input', 'at least 1'),
+    (dict(max_tokens=5), 'max_tokens', 'max_output_tokens'), (dict(messages=[USER]), 'messages', 'chat/completions'),
+    (dict(reasoning=dict(effort='low')), 'reasoning', 'chat_template_kwargs'), (dict(input=None), 'input', 'missing'),
+    (dict(input=[dict(type='item_reference', id='x')]), 'input.0', "'item_reference'"),
+    (dict(input=3), 'input', 'list'),
+    (dict(input=[dict(role='user', content=[dict(type='input_image')])]), 'input.0.content', "'input_image'"),
+    (dict(input=[dict(type='function_call', name='add', arguments='x')]), 'input.0.tool_calls.0.function.arguments',
+     'JSON'), (dict(tools=[dict(type='web_search')]), 'tools.0.type', "'web_search'"),
+    (dict(tools=FLAT, tool_choice=dict(type='function', name='rm')), 'tool_choice', 'rm'),
+    (dict(max_output_tokens=5000), 'max_tokens', 'largest')], ids=str)
+def test_what_is_not_kept_or_not_there_is_refused_by_name(saying, fields, param, said):  # noqa: F811
+    response = saying('qwen')[0].post('/v1/responses', json=dict(input='Hi') | fields)
+    error = response.json()['error']
+    assert response.status_code == 400 and error['param'] == param and said in error['message'], error
+
+
+def test_what_fails_in_a_stream_is_an_event(saying):  # noqa: F811
+    client, says = saying('qwen')
+    says(TEXT)
+    executor = client.service.engine.engine.executor
+    try:
+        def fail(batch):
+            raise FloatingPointError('of a test')
+        executor.execute_model = fail
+        found = events_of(client)
+        assert found[-1]['type'] == 'response.failed' and 'of a test' in found[-1]['response']['error']['message']
+        assert client.post('/v1/responses', json=dict(input='Hi')).status_code == 500
+    finally:
+        del executor.execute_model
+    post(client)
