@@ -115,7 +115,6 @@ BLOCKS = dict(LLAMA, n_embd=256, n_inner=512, n_head=2, n_kv_head=2, head_dim=12
 @pytest.mark.parametrize('kind', 'F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL TQ2_0'.split())
 def test_each_type_of_numbers(tmp_path, monkeypatch, kind):
     """Also where a matrix is read in parts, of which the last one is shorter. llama.cpp computes the same."""
-    monkeypatch.setattr('formats.from_gguf.ROWS_AT_ONCE', 100)
     path, kind, tensors = tmp_path / 'model.gguf', gguf.GGMLQuantizationType[kind], {}
     formats.to_gguf(gpt(**BLOCKS), path)
     source, draw = GGUFFile(str(path)), np.random.default_rng(0)
@@ -131,6 +130,7 @@ def test_each_type_of_numbers(tmp_path, monkeypatch, kind):
                     blocks[:, at:at + 2 or None] = np.float16([1e-4]).view(np.uint8)
                 tensors[name] = blocks.reshape(len(w), -1), kind
     rewrite(path, tensors=tensors)
+    monkeypatch.setattr('formats.from_gguf.ROWS_AT_ONCE', 100)
     model, dtype = load(path), torch.bfloat16 if kind.name == 'BF16' else torch.float32
     assert {p.dtype for p in model.parameters()} == {dtype}
     for name, part in {'token_embd': model.transformer.wte, 'blk.1.ffn_down': model.transformer.h[1].mlp.c_proj,
