@@ -61,7 +61,7 @@ class Packed:
         self.weights, self.n_rows = weights, max(ROWS)
         self.linears = [(torch.randn(n, k) * torch.rand(n, 1), torch.randn(n) if n % 2 else None) for n, k in shapes]
         model = GPT(GPTConfig(block_size=8, vocab_size=8, n_layer=1, n_head=1, n_embd=8))
-        whole, weights_of_decoder.linears_of = weights_of_decoder.linears_of, lambda model: [*self.linears, LM_HEAD]
+        whole, weights_of_decoder.linears_of = weights_of_decoder.linears_of, lambda *_: [*self.linears, LM_HEAD]
         try:
             self.packed = PackedWeights(model, weights)
             self.packed.fill()
