@@ -7,7 +7,9 @@ Many requests, one engine (see engine/). The tokens of a request do not depend o
     loading        model, executor and tokenizer of a checkpoint
     grammars       what form a text has, as a grammar
     constraints    which tokens may come next in a text of a form
-    api            the bodies of the OpenAI completions API, and its errors
+    api            what a body may hold is checked, and errors
+    bodies         the bodies of the OpenAI API, with fields of vLLM
+    served         the model that is served, and the requests that a body asks it for
     answer         the answer to a body: outputs from the engine's thread become what the client reads
     responses      the bodies and answers of the responses API, which are those of a chat in another form
     connection     a client's connection, and what it may cost

@@ -17,8 +17,8 @@ from device import pick_device
 from engine import Engine, default_pool
 from formats.pretrained import generation_defaults
 from kvcache import bytes_of_slots, make_layers
-from serving.api import Served
 from serving.engine_thread import EngineThread
+from serving.served import Served
 from tokenizer import read_text
 
 SWITCH_INTERVAL = 0.0003  # seconds

@@ -9,9 +9,9 @@ import orjson
 from pydantic import BeforeValidator, Field
 
 from serving.answer import ChatCompletion, event
-from serving.api import (
+from serving.api import MOST_MESSAGES
+from serving.bodies import (
     MOST_LOGPROBS,
-    MOST_MESSAGES,
     MOST_TOKENS,
     MOST_TOOLS,
     ChatBody,

@@ -30,22 +30,15 @@ from starlette.routing import Route
 from formats.tokenizer_files import huggingface_tokenizer
 from serving import BEGAN
 from serving.answer import JSON, Answer, Bell, ChatCompletion, Completion, Mailbox, name_of_token
-from serving.api import (
-    APIError,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
-    invalid,
-    parsed,
-    requests_of,
-)
+from serving.api import APIError, invalid, parsed
+from serving.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from serving.connection import IDLE, Connection
 from serving.engine_thread import QueueFull
 from serving.openapi import VERSION, Endpoint, openapi
 from serving.request import Output, check_ids
 from serving.responses import Response as ModelResponse
 from serving.responses import ResponseBody
+from serving.served import requests_of
 
 FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # that `generate_latest` writes
 MAX_BODY = 4 * 2**20  # bytes of a request

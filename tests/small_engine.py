@@ -190,5 +190,5 @@ def drawing_engine(tokenizer=LETTERS, **how):
 
 def served_by(thread, name='toy', max_tokens=None, tokenizer=LETTERS):
     """What is `Served` by a thread; here because api.py needs pydantic."""
-    from serving.api import Served
+    from serving.served import Served
     return Served(name, tokenizer, tokenizer.bytes_of_tokens(), max_tokens or thread.engine.model.config.block_size)

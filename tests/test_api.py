@@ -17,8 +17,10 @@ from pydantic import ValidationError
 from small_engine import CHARS, served_by
 
 from serving.answer import DONE, Completion, event
-from serving.api import APIError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parsed, requests_of
+from serving.api import APIError, parsed
+from serving.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from serving.request import Logprobs, Output
+from serving.served import requests_of
 
 SERVED = served_by(None, max_tokens=64)
 

@@ -15,7 +15,7 @@ from small_engine import spelling_engine, thread_of
 from test_api import events
 
 from decode.cpu import CPUExecutor
-from serving.api import Served
+from serving.served import Served
 from tokenizer import from_state
 
 TOKENIZER = chat_tokenizer()

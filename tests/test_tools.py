@@ -28,7 +28,7 @@ from test_chat_template import SMOLLM2, SPECIAL, their_tokenizer
 from toy_executor import Saying, toy_model
 
 from decode.cpu import CPUExecutor
-from serving.api import Served
+from serving.served import Served
 
 TOOLS = [dict(type='function', function=dict(name='get_weather', description='Of a "place" <é>', parameters=dict(
              type='object', required=['city'], properties=dict(

@@ -1,0 +1,212 @@
+"""The model that is served, and the `Request`s that a body asks it for."""
+import secrets
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import orjson
+
+from chat.tools import form_of, grammar, shows_tools
+from decode.draw import NAMES
+from serving.api import APIError, invalid
+from serving.bodies import MOST_SAMPLES, ChatBody
+from serving.constraints import Vocabulary, compiled
+from serving.grammars import json_rule
+from serving.request import Request
+
+MOST_ENTRIES = 2**20  # of one answer: token ids and log probabilities, some 60 bytes each
+
+
+@dataclass(frozen=True)
+class Served:
+    """
+    The model that is served: its name, its tokenizer, the bytes of each token id (a list of vocab_size), and the most
+    tokens that a request may have with its answer. defaults: of the sampling fields that a body leaves out, see
+    `formats.pretrained.generation_defaults`.
+    """
+    name: str
+    tokenizer: object
+    token_bytes: list
+    max_tokens: int
+    created: int = 0
+    defaults: dict = field(default_factory=dict)
+
+    def check_name(self, model):
+        """APIError 404 unless the model is this one, or not named."""
+        if model not in ('', self.name):
+            raise APIError(404, f"there is no model {model[:100]!r} here: the one that is served is {self.name!r}",
+                           'model', 'model_not_found')
+
+    @cached_property
+    def vocabulary(self):
+        """For `constraints.compiled`. ValueError where llguidance is not installed."""
+        return Vocabulary(self.tokenizer, len(self.token_bytes))
+
+    def constraint(self, forms):
+        """The `Constraint` of the `forms` of a body, or None. APIError 400 for several, or one that cannot be had."""
+        if len(forms) > 1:
+            raise invalid(min(forms), f"{' and '.join(forms)} each say what form a text has: give one of them")
+        for name, (kind, text) in forms.items():
+            try:
+                return compiled(kind, text, self.vocabulary)
+            except ValueError as e:
+                raise invalid(name, f"{name}: {e}") from None
+
+    @cached_property
+    def most_characters(self):
+        """A longer text has more than max_tokens. Reading all of it would only take time."""
+        return max(2**16, self.max_tokens * max(map(len, self.token_bytes)))
+
+    def check_length(self, field, n_characters):
+        """APIError 400 for a text that is certainly too long."""
+        if n_characters > self.most_characters:
+            raise too_long(f"{field}: {n_characters:,} characters are more than the context of {self.max_tokens:,} "
+                           f"tokens: the largest prompt is {self.max_tokens - 1:,} tokens", field)
+
+    def encode(self, text, add_special_tokens=True):
+        """Token ids of a prompt's text. APIError 400 if it is very long or has characters that the tokenizer lacks."""
+        self.check_length('prompt', len(text))
+        try:
+            return self.tokenizer.encode(text, add_special_tokens)
+        except ValueError as e:
+            raise invalid('prompt', f"prompt has {e}") from None
+
+    @cached_property
+    def shows_tools(self):
+        """Does the chat template describe tools to the model?"""
+        return shows_tools(self.tokenizer.chat_template)
+
+    @cached_property
+    def form_of_calls(self):
+        """A `chat.tools.Form`, or None if that of the chat template is not known."""
+        return form_of(self.tokenizer.chat_template.source)
+
+    def conversation(self, body):
+        """
+        Token ids of the conversation in a `ChatBody` or `TokenizeBody`. APIError 404 if the model has no chat template,
+        400 if the template does not take this conversation, or if it is very long.
+        """
+        if self.tokenizer.chat_template is None:
+            raise APIError(404, "this model has no chat, because its tokenizer has no chat template: write the "
+                                "conversation as a prompt, and POST it to /v1/completions")
+        messages = [message.plain() for message in body.messages]
+        has_calls = any(message['role'] == 'tool' or 'tool_calls' in message for message in messages)
+        if (body.tools or has_calls) and not self.shows_tools:
+            raise invalid('tools' if body.tools else 'messages', "tools are not in this model's chat template: "
+                          "describe them in a message, or start serve.py with --chat_template=, a file with another")
+        self.check_length('messages', sum(len(message.content) for message in body.messages))
+        try:
+            variables = body.variables
+        except ValueError as e:  # it begins with the name of the field
+            raise invalid(str(e).split()[0], str(e)) from None
+        try:
+            return self.tokenizer.conversation(messages, **variables)
+        except RecursionError:
+            raise invalid('documents', "documents, tools or chat_template_kwargs are nested too deeply") from None
+        except ValueError as e:
+            raise invalid('messages', str(e)) from None
+
+
+def too_long(message, param='prompt'):
+    """The APIError for what is longer than the model's context or the pool of blocks."""
+    return APIError(400, message, param, 'context_length_exceeded')
+
+
+def n_new_tokens(body, served, n_prompt):
+    """
+    How many tokens a sample of a prompt of n_prompt tokens may have: as many as the body asks for, or else 16, in a
+    conversation as many as there is room for. APIError 400 if the context is too short for them.
+    """
+    is_chat = isinstance(body, ChatBody)
+    asked, room = body.max_completion_tokens if is_chat else None, served.max_tokens - n_prompt
+    asked = body.max_tokens if asked is None else asked
+    if room < (asked != 0):
+        raise too_long(f"the prompt has {n_prompt:,} tokens, and the context is {served.max_tokens:,} tokens: the "
+                       f"largest prompt is {served.max_tokens - (asked != 0):,} tokens",
+                       'messages' if is_chat else 'prompt')
+    if asked is None:
+        most = MOST_ENTRIES // max(1, entries_per_token(body) * body.n) - n_prompt
+        return min(room, max(1, most)) if is_chat else min(room, 16)
+    if asked > room:
+        raise too_long(f"the prompt has {n_prompt:,} tokens and max_tokens is {asked:,}: together "
+                       f"{n_prompt + asked:,}, but the context is {served.max_tokens:,} tokens: the largest "
+                       f"max_tokens here is {room:,}", 'max_tokens')
+    return asked
+
+
+def entries_per_token(body):
+    """How many token ids and log probabilities an answer has for each token of a sample."""
+    return body.return_token_ids + (0 if body.n_logprobs is None else body.n_logprobs + 1)
+
+
+def check_entries(body, requests):
+    """APIError 400 for an answer that would be very large."""
+    entries = entries_per_token(body)
+    of_prompt = entries + 1 if getattr(body, 'echo', False) else int(body.return_token_ids)
+    n = body.n * sum(len(request.prompt) * of_prompt + request.max_tokens * entries for request in requests)
+    if n > MOST_ENTRIES:
+        raise invalid('n', f"n times the tokens of all prompts and samples, with their log probabilities, is {n:,}, "
+                           f"and an answer may have {MOST_ENTRIES:,}: ask for fewer samples, tokens or logprobs")
+
+
+def forms_of(body, served):
+    """
+    The `forms` of a `ChatBody`: a grammar where its answer must call a tool, or may do so instead of JSON. APIError 400
+    where there is no such tool, or the form of calls is not known.
+    """
+    forms, form, must_call = body.forms, body.tools and served.form_of_calls, body.tool_choice not in ('none', 'auto')
+    if must_call:
+        missing = {*body.callable_names} - {tool['function']['name'] for tool in body.tools}
+        if missing or not body.tools:
+            raise invalid('tool_choice', f"tool_choice needs {''.join(missing)[:64] or 'a tool'} among the tools")
+        if form is None:
+            raise invalid('tool_choice', "tool_choice: the chat template does not show how the model writes calls: "
+                                         "leave it out, and read the answer as text")
+    answer = None
+    if not must_call:
+        kind, text = [*forms.values(), ('', '')][0]
+        if not form or kind not in ('json_schema', 'json_object'):
+            return forms
+        try:
+            answer = orjson.loads(text or '{"type": "object"}')
+        except ValueError:
+            answer = None
+        if type(answer) is not dict:
+            return forms  # for which the error is
+    tools = [tool for tool in body.tools if tool['function']['name'] in body.callable_names]
+    return {'tools': ('grammar', grammar(form, tools, body.parallel_tool_calls, json_rule, answer))}
+
+
+def requests_of(body, served, id, delivers):
+    """
+    A `Request` for each prompt of a `CompletionBody`, or the one of a `ChatBody`. APIError where a value does not fit
+    the model.
+
+    delivers: the `deliver` of each. A body without a seed gets one for each prompt, drawn here.
+    """
+    if body.stream_options.include_usage and not body.stream:
+        raise invalid('stream_options', "stream_options is for streams: add stream, or leave it out")
+    is_chat, strip = isinstance(body, ChatBody), False
+    if is_chat:
+        if body.top_logprobs and not body.logprobs:
+            raise invalid('top_logprobs', "top_logprobs needs logprobs: add it, or leave both out")
+        prompts, strip = [served.conversation(body)], served.tokenizer.strips and not body.continue_final_message
+    else:
+        prompts = [served.encode(prompt, body.add_special_tokens) if type(prompt) is str else prompt
+                   for prompt in body.prompt]
+    constraint = served.constraint(forms_of(body, served) if is_chat else body.forms)
+    seeds = [secrets.randbelow(2**63 - MOST_SAMPLES) if body.seed is None else body.seed for _ in prompts]
+    shared = dict(
+        n=body.n, draw={name: getattr(body, name) for name in (*NAMES, 'min_tokens', 'logit_bias')},
+        stop=tuple(body.stop), stop_token_ids=body.stop_token_ids, ignore_eos=body.ignore_eos, logprobs=body.n_logprobs,
+        prompt_logprobs=not is_chat and body.echo and body.logprobs is not None, cache_salt=body.cache_salt,
+        include_stop=body.include_stop_str_in_output, constraint=constraint, strip=strip and constraint is None,
+        skip_special=body.skip_special_tokens and not (is_chat and body.tools))  # special tokens may mark a call
+    try:
+        requests = [Request(f'{id}-{i}', prompt, n_new_tokens(body, served, len(prompt)), seed, deliver=deliver,
+                            **shared) for i, (prompt, seed, deliver) in enumerate(zip(prompts, seeds, delivers))]
+        for request in requests:
+            request.check_tokens(len(served.token_bytes))
+    except ValueError as e:  # it begins with the name of the field
+        raise invalid(str(e).split()[0], str(e)) from None
+    check_entries(body, requests)
+    return requests
