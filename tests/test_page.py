@@ -149,8 +149,19 @@ class Page:
         self['#message'].send_keys(text, Keys.ENTER)
 
     def press(self, name):
-        """Press the button with this name for a screen reader, by keyboard."""
+        """Press the button with this name for a screen reader, by keyboard, and wait for an answer that it asks for."""
         self.wait(lambda: self.all(f'[aria-label="{name}"]'))[0].send_keys(Keys.ENTER)
+        self.wait(self.finished)
+
+    def ask(self, text):
+        """Say it, and wait for the answer."""
+        self.say(text)
+        self.wait(self.finished)
+
+    def go(self):
+        """Send what is written, and wait for what comes."""
+        self['#go'].click()
+        self.wait(self.finished)
 
     def hear(self, message):
         """Say it, and let `speak` say what comes, in place of the model."""
@@ -226,9 +237,8 @@ def test_types_and_reads_the_stream(page):
     assert first > 0 and rate > 0 and len({e.location['y'] for e in page.all('.sample')}) < 3
     whole = page.samples()
     page.fill(prompt='Q')
-    page['#go'].click()
-    page.wait(lambda: 'never saw' in page.text('#error') and page.finished())
-    assert page.samples() == whole  # no empty boxes
+    page.go()
+    assert 'never saw' in page.text('#error') and page.samples() == whole  # no empty boxes
 
 
 def test_works_with_the_keyboard(page):
@@ -291,8 +301,9 @@ def test_squares_agree_with_the_cache(page):
     (width, scheme) for width in (390, 1280) for scheme in ('dark', 'light')]))
 def test_pictures(chat, width, scheme, tmp_path):
     """
-    Of each state, to be looked at, in the test's folder. Nothing is wider than the window, and text stands out from its
-    background (WCAG: a contrast of 4.5).
+    Of each state, to be looked at, in the test's folder. Nothing is wider than its place, text stands out from its
+    background (WCAG: a contrast of 4.5), and an error stands where one looks, also behind a paste that fills its field;
+    it goes with New chat, and with the mode.
     """
     def look(name, *selectors):
         check_look(chat, scheme, *selectors)
@@ -300,8 +311,7 @@ def test_pictures(chat, width, scheme, tmp_path):
     with shown(chat, width, scheme, 860):
         chat['#settings summary'].click()
         look('empty', '#modes label', '#modes label:last-child', 'label[for=message]', '#new', 'summary', '#set')
-        chat.say('a word of more than its line: ' + 'x' * 80)
-        chat.wait(chat.finished)
+        chat.ask('a word of more than its line: ' + 'x' * 80)
         look('plain', '.asked pre', '.asked button', '.text', '.sample footer', '.found')
         chat.hear('And in Markdown?')
         chat.speak(MARKDOWN[:330])
@@ -309,6 +319,7 @@ def test_pictures(chat, width, scheme, tmp_path):
         chat.speak(MARKDOWN[330:], end='stop')
         look('answer', *('.text ' + each for each in (
             'h3', 'code', 'a', 'blockquote', 'th', 'td', '.code span', '.code button', '.code code')))
+        assert chat.visible('.turn:last-child footer')
         chat.browser.execute_script("document.querySelector('.turn:last-child').scrollIntoView()")
         look('beginning')
         chat.press('Edit turn 2')
@@ -317,14 +328,17 @@ def test_pictures(chat, width, scheme, tmp_path):
         look('list', '#list input', '#list time', '#list button')
         chat['#shelf summary'].click()
         chat['#settings summary'].click()
-        chat.fill(max_tokens=250)
-        chat.say('too long')
-        chat.wait(lambda: chat.text('#error') and chat.finished())
-        look('error', '#error', '#settings label', '#settings output')
-        chat['#modes label:last-child'].click()
+        for act in ('#modes label:last-child', '#modes label', '#new', '#modes label:last-child'):
+            chat.paste('message', 'a word\n' * 500)
+            chat.paste('prompt', 'a word\n' * 500)
+            chat.go()
+            assert 'largest prompt' in chat.text('#error') and chat.visible('#error') and chat.visible('#go')
+            assert chat.text('#error')[0].isupper() and chat['#message'].get_property('value') == 'a word\n' * 500
+            look('error', '#error', '#settings label', '#settings output')
+            chat[act].click()
+            assert not chat['#error'].is_displayed() and (act != '#new' or not chat.turns())
         chat.fill(prompt=PROMPT, n=2, max_tokens=30)
-        chat['#go'].click()
-        chat.wait(lambda: len(chat.all('#samples .sample')) == 2 and chat.finished())
+        chat.go()
         look('samples', 'label[for=prompt]', '#samples pre', '#samples .given', '#samples footer', '#inspector', '#go')
 
 
@@ -372,8 +386,7 @@ def test_a_server_with_a_key_asks_for_it(browser):
         page.fill(key='secret')
         page.wait(lambda: page.text('#status') == 'connected')
         page.fill(prompt=PROMPT, max_tokens=5)
-        page['#go'].click()
-        page.wait(lambda: page.samples() and page.finished() and not page.text('#error'))
+        page.go()
         assert all(len(text) == len(PROMPT) + 5 for text in page.samples())
         browser.get('about:blank')
 
@@ -400,8 +413,7 @@ def test_the_second_turn_finds_the_blocks_of_the_first(chat):
     assert chat.is_answered(said)
     found, of = (int(chat.all('.found')[1].text.split()[i]) for i in (0, 2))
     assert of == len(chat.tokenizer.conversation(said)) and first // 4 * 4 <= found < of
-    assert [note.text for note in chat.all('.turn footer span:first-child')] == [
-        '20 tokens, cut off'] * 2
+    assert [note.text for note in chat.all('.turn footer span:first-child')] == ['20 tokens, cut off'] * 2
 
 
 def test_a_turn_is_stopped_edited_and_repeated(chat):
@@ -424,10 +436,7 @@ def test_a_turn_is_stopped_edited_and_repeated(chat):
     assert chat['#message'].get_property('value') == 'one' and len(chat.all('.turn.replaced')) == 2
     chat['#message'].send_keys(Keys.ESCAPE)
     assert chat['#message'].get_property('value') == '' and not chat.all('.turn.replaced') and chat.turns() == whole
-    for name in ('Cancel', 'Edit', 'Cancel'):
-        chat.all('.asked button')[1].click()
-        assert chat.all('.asked button')[1].accessible_name == f'{name} turn 2'
-        assert len(chat.all('.turn.replaced')) == (name == 'Cancel')
+    chat.press('Edit turn 2')
     chat.say('another')
     said[2]['content'] = 'another'
     assert chat.is_answered(said)
@@ -438,7 +447,6 @@ def test_a_turn_is_stopped_edited_and_repeated(chat):
         assert chat.is_answered(said, seed=seed) and chat['#message'].get_property('value') == 'a draft'
     chat.fill(system='be brief', message='')
     chat.press('Repeat turn 1')
-    chat.wait(chat.finished)
     assert chat.turns() == [said[0], chat.answer([dict(role='system', content='be brief'), said[0]], seed=1338)]
     chat['#new'].click()
     assert not chat.turns()
@@ -596,13 +604,11 @@ def test_chats_are_kept_renamed_exported_and_deleted(chat, tmp_path):
         return [name.text for name in chat.all('#list .name')]
     chat.browser.execute_cdp_cmd('Browser.setDownloadBehavior', dict(behavior='allow', downloadPath=str(tmp_path)))
     chat.fill(system='be brief')
-    chat.say('the first question')
-    chat.wait(chat.finished)
+    chat.ask('the first question')
     first = chat.turns()
     chat['#new'].send_keys(Keys.ENTER)
     assert not chat.turns() and chat.focused() == 'message'
-    chat.say('another <i>question</i>')
-    chat.wait(chat.finished)
+    chat.ask('another <i>question</i>')
     second = chat.turns()
     chat['#shelf summary'].send_keys(Keys.ENTER)
     chat.wait(lambda: names() == ['another <i>question</i>', 'the first question'])
@@ -701,26 +707,6 @@ def test_a_chat_with_the_keyboard_and_a_reload(chat):
     assert chat['#prompt'].is_displayed() and chat.turns() == before
 
 
-@pytest.mark.parametrize('width, height', [(1280, 900), (390, 844)])
-def test_an_error_stands_where_one_looks(chat, width, height):
-    """Also behind a paste that is too long, which fills its field; it goes with New chat, and with the mode."""
-    with shown(chat, width, height=height):
-        for text in ('one', 'two', 'three'):
-            chat.say(text)
-            chat.wait(chat.finished)
-        assert chat.visible('.turn:last-child .more')
-        for act, left in (('#modes label:last-child', 6), ('#modes label', 6), ('#new', 0), ('#new', 0)):
-            chat.paste('message', 'a word\n' * 500)
-            chat.paste('prompt', 'a word\n' * 500)
-            chat['#go'].click()
-            chat.wait(lambda: chat.text('#error') and chat.finished())
-            assert 'largest prompt' in chat.text('#error') and chat.visible('#error') and chat.visible('#go')
-            assert chat.text('#error')[0].isupper() and chat['#message'].get_property('value') == 'a word\n' * 500
-            check_look(chat, 'light', '#error')
-            chat[act].click()
-            assert not chat.text('#error') and not chat['#error'].is_displayed() and len(chat.turns()) == left
-
-
 @pytest.mark.parametrize('chat', [32], indirect=True)
 def test_an_answer_says_how_much_of_its_prompt_is_read(chat, monkeypatch):
     """Also while the stream has comments. If it is stopped there, the message comes back."""
@@ -754,27 +740,22 @@ def test_an_answer_that_was_cut_goes_on(chat):
         asked, part = chat.turns()
         more = chat.answer([asked, part], seed=1337 + n, **goes_on)['content']
         chat.press('Go on with answer 1')
-        chat.wait(chat.finished)
         assert chat.turns() == [asked, {**part, 'content': part['content'] + more}] and more
         assert chat.text('.turn footer span') == f'{n + 20} tokens, cut off' and chat.focused() == 'message'
     whole = chat.turns()
     chat.fill(max_tokens=250)
     chat.press('Go on with answer 1')
-    chat.wait(lambda: chat.text('#error') and chat.finished())
-    assert chat.turns() == whole and chat.text('.turn footer span') == '60 tokens, cut off'
+    assert chat.text('#error') and chat.turns() == whole and chat.text('.turn footer span') == '60 tokens, cut off'
     chat.fill(max_tokens=20)
-    chat.say('two')
-    chat.wait(chat.finished)
+    chat.ask('two')
     assert [more.is_displayed() for more in chat.all('.more')] == [False, True]  # the first has a turn behind it
 
 
 def test_a_sample_that_was_cut_goes_on(page):
     page.fill(prompt=PROMPT, seed=3, n=2, max_tokens=10)
-    page['#go'].click()
-    page.wait(lambda: page.samples() and page.finished())
+    page.go()
     first, second = page.samples()
     page.press('Go on with sample 2')
-    page.wait(page.finished)
     assert page.samples() == [first, *page.answers(prompt=second, seed=3 + 1 + 10, max_tokens=10)]
     assert [note.text for note in page.all('.sample footer span:first-child')] == [
         '10 tokens, cut off', '20 tokens, cut off']
@@ -783,20 +764,17 @@ def test_a_sample_that_was_cut_goes_on(page):
     page.wait(page['#samples'].is_displayed)
     assert page.samples() == kept and page.all('.sample footer span')[0].text == '10 tokens, cut off'
     page.press('Go on with sample 1')
-    page.wait(page.finished)
     assert page.samples() == [*page.answers(prompt=first, seed=3 + 10, max_tokens=10), kept[1]]
 
 
 def test_what_is_removed_can_be_had_again(chat):
     """After Repeat and Edit, once each, also behind a reload; and the other way round."""
     for text in ('one', 'two', 'three'):
-        chat.say(text)
-        chat.wait(chat.finished)
+        chat.ask(text)
     whole = chat.turns()
     assert not chat['#undo'].is_displayed()
     chat['#message'].send_keys('a draft')
     chat.press('Repeat turn 2')
-    chat.wait(chat.finished)
     repeated = chat.turns()
     assert len(repeated) == 4 and repeated[3] != whole[3] and chat.text('#removed span') == '2 turns removed'
     for turns in (whole, repeated, whole):
@@ -806,16 +784,17 @@ def test_what_is_removed_can_be_had_again(chat):
     chat.press('Edit turn 1')
     assert chat['#message'].get_property('value') == 'one'
     chat.press('Edit turn 2')
+    assert len(chat.all('.turn.replaced')) == 2
     chat.press('Cancel turn 2')
-    assert chat['#message'].get_property('value') == 'a draft'
+    assert chat['#message'].get_property('value') == 'a draft' and not chat.all('.turn.replaced')
     chat.press('Edit turn 1')
     chat.say('uno')
     assert chat.is_answered([dict(role='user', content='uno')])
     assert chat['#message'].get_property('value') == 'a draft'
     chat.fill(max_tokens=255)
     chat.press('Repeat turn 1')
-    chat.wait(lambda: chat.text('#error') and chat.finished())  # a refused one removes nothing
-    assert chat.turns()[0]['content'] == 'uno' and chat.text('#removed span') == '3 turns removed'
+    assert chat.text('#error') and chat.turns()[0]['content'] == 'uno'
+    assert chat.text('#removed span') == '3 turns removed'  # a refused one removes nothing
     chat.open()
     chat.wait(chat['#message'].is_displayed)
     assert chat['#message'].get_property('value') == 'a draft'
