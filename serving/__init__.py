@@ -13,7 +13,7 @@ Many requests, one engine (see engine/). The tokens of a request do not depend o
     answer         the answer to a body: outputs from the engine's thread become what the client reads
     responses      the bodies and answers of the responses API, which are those of a chat in another form
     connection     a client's connection, and what it may cost
-    server         the Starlette app, with page.html
+    server         the Starlette app, with the page: page.html, page.css, page.js, and what they load of vendor/
     openapi        what is answered at an address, and the description of all for programs
     ray_app        several servers behind Ray Serve
 """
