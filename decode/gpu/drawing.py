@@ -13,9 +13,8 @@ import triton.language as tl
 
 from decode.gpu import tables
 
-TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, BIASED, N_SETTINGS = map(tl.constexpr, (
-    tables.TEMPERATURE, tables.TOP_K, tables.TOP_P, tables.MIN_P, tables.PRESENCE, tables.FREQUENCY, tables.REPETITION,
-    tables.BIASED, tables.N_SETTINGS))
+TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, BIASED, N_SETTINGS = map(
+    tl.constexpr, range(tables.N_SETTINGS + 1))
 IS_STOP, IN_PROMPT = tl.constexpr(tables.IS_STOP), tl.constexpr(tables.IN_PROMPT)
 BLOCK, WARPS = 4096, 16  # tokens that a program of `draw_kernel` reads at a time
 UNROLL = tl.constexpr(4)  # so many times, if it need not wait in between: one program alone has to hide its latency
@@ -25,8 +24,8 @@ INFINITY, GOLDEN = tl.constexpr(float('inf')), tl.constexpr(0x9E3779B97F4A7C15)
 
 def draw(logits, inputs):
     """
-    Draw the next token of each row that has not ended from logits, float32 (R, vocab_size), which are changed. Then the
-    row's token, position, number and mark go on; a row that ends becomes padding. inputs: `StepInputs`.
+    Draw the next tokens from logits, float32 (R, vocab_size), which are changed. Then each row's token, position,
+    number and mark in the `StepInputs` go on; a row that ends becomes padding.
     """
     (R, V), i = logits.shape, inputs
     change_kernel[R, triton.cdiv(V, CHANGED)](
@@ -203,10 +202,7 @@ def number_at(rank):
 
 @triton.jit
 def threshold(row, few, how, target, V: tl.constexpr, BLOCK: tl.constexpr):
-    """
-    The largest logit for which those from it up have at least the weight `target`; low if all have less. few: of
-    `largest_of_lanes`.
-    """
+    """The largest logit for which those from it up have the weight `target`, or low. few: of `largest_of_lanes`."""
     a, b, c, d = few
     of_a, of_b, of_c, of_d = weigh(a, 0, how), weigh(b, 0, how), weigh(c, 0, how), weigh(d, 0, how)
     largest, factor, min_p, lowest, last_equal = how
@@ -245,9 +241,7 @@ def nth_equal(row, level, n, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def largest_over_noise(row, how, key, V: tl.constexpr, BLOCK: tl.constexpr):
-    """
-    The first token whose weight over its noise is largest. Noise is -log(u) >= 1 - u, so few blocks need logarithms.
-    """
+    """The first token whose weight over its noise, -log(u) >= 1 - u, is largest. So few blocks need logarithms."""
     largest, token = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
     for start in range(0, V, BLOCK):
         i, v = read(row, start, V, BLOCK)

@@ -6,8 +6,7 @@ from collections import namedtuple
 import numpy as np
 import torch
 
-# columns of the settings of a draw: `decode.draw.NAMES`, and 1 if the row has biases
-TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, BIASED, N_SETTINGS = range(9)
+BIASED, N_SETTINGS = 7, 8  # columns of the settings of a draw: `decode.draw.NAMES`, and 1 if the row has biases
 # what the mark of a token has beside its count
 IS_STOP, IN_PROMPT = 2**29, 2**30
 MOST_STEPS = 64  # of a call
