@@ -5,7 +5,7 @@ The keys that a row sees are divided into splits, so that a few rows keep the wh
 keys at a time, with a running maximum of the scores (arXiv:2205.14135). The second kernel adds up the splits of a row.
 Tiles and splits begin at multiples of their size, which follows from the row's position, and splits are added in
 ascending order. So the bits of a row depend on its position and its own keys alone, and a short text costs the same in
-a long context. The sinks of a window are the first split. Keys and values that are not seen may be NaN.
+a long context. Sinks are the first split. Keys and values that are not seen may be NaN.
 """
 import torch
 import triton

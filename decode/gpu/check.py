@@ -65,11 +65,10 @@ def buckets_of(model, functions, queue):
 
 def first_layer(model):
     """A model of the same weights, with the first layer alone."""
-    small, t = copy.copy(model), copy.copy(model.transformer)
+    small, t, config = copy.copy(model), copy.copy(model.transformer), copy.copy(model.config)
     vars(t)['_modules'] = t._modules | {'h': t.h[:1]}
     vars(small)['_modules'] = small._modules | {'transformer': t}
-    small.config = copy.copy(model.config)
-    small.config.n_layer = 1
+    small.config, config.n_layer = config, 1
     return small
 
 
@@ -89,7 +88,6 @@ def texts_for(executor):
 
 def slots_for(executor, n):
     """A layer of n slots, as `GPUExecutor.hold` reads it."""
-    c, dtype = executor.config, executor.model.lm_head.weight.dtype
-    k, v = (SimpleNamespace(data=torch.zeros(c.n_kv_head, n, c.head_dim, dtype=dtype, device=executor.device),
-                            scale=None) for _ in 'kv')
+    c, like = executor.config, executor.model.lm_head.weight
+    k, v = (SimpleNamespace(data=like.new_zeros(c.n_kv_head, n, c.head_dim), scale=None) for _ in 'kv')
     return SimpleNamespace(n_slots=n, k=k, v=v)

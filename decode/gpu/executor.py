@@ -110,12 +110,9 @@ class GPUExecutor:
             own = logits[[parts[i].stop - 1 for i in drawing]]  # a copy, which is changed
             return batch.result(self.drawn([batch.sequences[i] for i in drawing], own), logits, parts)
 
-    def bucket(self, n):
-        """The number of rows of the graph for n rows."""
-        return next(R for R in self.buckets if R >= n)
-
-    def graph(self, kind, R):
-        """Of R rows: 'layers', 'head', or 'draw', which is both and a draw. To record one spoils the inputs."""
+    def graph(self, kind, n):
+        """For n rows: 'layers', 'head', or 'draw', which is both and a draw. To record one spoils the inputs."""
+        R = next(R for R in self.buckets if R >= n)
         if (kind, R) not in self.graphs:
             step, inputs, layers = self.step, self.table.inputs.rows(R), [KVLayer.of(each) for each in self.layers]
             run = {'layers': lambda: step.hidden_states(inputs, layers), 'draw': lambda: step.draw(inputs, layers),
@@ -151,9 +148,9 @@ class GPUExecutor:
             end = min(row + most, N)
             a, b = np.searchsorted(starts, row, 'right') - 1, np.searchsorted(starts, end)
             first, last = np.searchsorted(wanted, (row, end)).tolist()
-            graphs = [self.graph('layers', self.bucket(end - row))]
+            graphs = [self.graph('layers', end - row)]
             if first < last:
-                graphs.append(self.graph('head', self.bucket(last - first)))
+                graphs.append(self.graph('head', last - first))
             self.load(sequences[a:b], np.diff(starts[a:b + 1].clip(row, end)), tokens[row:end], positions[row:end],
                       wanted=wanted[first:last] - row)
             self.table.send()
@@ -165,7 +162,7 @@ class GPUExecutor:
     def several(self, batch):
         """Steps of a batch that decodes: the host launches some ahead, but none behind an end, or when it is late."""
         S, limits = len(batch.sequences), np.minimum(batch.n_steps, MOST_STEPS)
-        n_steps, graph = int(limits.max()), self.graph('draw', self.bucket(S))
+        n_steps, graph = int(limits.max()), self.graph('draw', S)
         rows = self.load(batch.sequences, np.ones(S, np.int64), batch.tokens, batch.positions, limits)
         self.table.draw(rows, limits)
         self.table.send()

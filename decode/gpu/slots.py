@@ -22,7 +22,6 @@ class Columns(namedtuple('Columns', 'sinks ring n_columns n_splits')):
 
     n_splits: of the keys of a row, at most; the sinks are one of their own.
     """
-    __slots__ = ()
 
     @classmethod
     def of(cls, config, most_new):
@@ -30,8 +29,8 @@ class Columns(namedtuple('Columns', 'sinks ring n_columns n_splits')):
         c = config
         n_splits = min(-(-(c.window or c.block_size) // SPLIT), SPLITS)
         if not c.window:
-            return cls(0, 0, up_to(c.block_size, TILE), n_splits)
-        sinks, ring = up_to(c.n_sink, TILE), up_to(c.window + most_new + TILE, TILE)
+            return cls(0, 0, -(-c.block_size // TILE) * TILE, n_splits)
+        sinks, ring = (-(-n // TILE) * TILE for n in (c.n_sink, c.window + most_new + TILE))
         return cls(sinks, ring, sinks + ring, n_splits + 1 + (c.n_sink > 0))
 
     def column(self, position, n_sink):
@@ -40,11 +39,6 @@ class Columns(namedtuple('Columns', 'sinks ring n_columns n_splits')):
             return position
         in_ring = self.sinks + position % self.ring
         return in_ring + (position - in_ring) * (position < n_sink)
-
-
-def up_to(n, multiple):
-    """The next multiple that is at least n."""
-    return -(-n // multiple) * multiple
 
 
 class Row:

@@ -23,7 +23,6 @@ class KVLayer(namedtuple('KVLayer', 'k v k_scale v_scale')):
     The keys and values of one layer, as they are stored (n_kv_head, n_slots, head_dim), in views of one dimension. The
     scales of int8, float32, are those of `group` numbers each, at the same places divided by it; None otherwise.
     """
-    __slots__ = ()
 
     @classmethod
     def of(cls, layer):
@@ -37,7 +36,6 @@ class Geometry(namedtuple('Geometry', 'n_head n_kv_head head_dim window n_sink c
     What attention and the store of keys and values go by. window, n_sink: of the model. columns: of the slot table.
     slopes: float32 (n_head,) of ALiBi, or None. n_slots, group: see `KVLayer`; group is 0 for other types than int8.
     """
-    __slots__ = ()
 
 
 class Step:
@@ -113,9 +111,7 @@ class Step:
         return out
 
     def angles(self, positions):
-        """
-        Rotary cosines and sines, float32 (R, kinds, 2, head_dim / 2), or None. Queries of the second kind meet sinks.
-        """
+        """Rotary cosines and sines, float32 (R, kinds, 2, head_dim / 2), or None. Queries of kind 1 meet sinks."""
         c = self.config
         if c.position != 'rope':
             return None

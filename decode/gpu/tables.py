@@ -33,7 +33,6 @@ class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'mar
     row is BIASED. marks: int32 (n_rows, vocab_size), of each token how often the sequence has drawn it, and IS_STOP and
     IN_PROMPT. drawn: int64 (MOST_STEPS, R), the result: row number `step` is written, -1 for what has ended.
     """
-    __slots__ = ()
 
     def rows(self, n):
         """Of the first n rows."""
