@@ -19,9 +19,8 @@ PROGRAMS = 1024  # of a step of few rows, which share the splits; in one of many
 
 def attend(q, y, parts, kv, inputs, geometry):
     """
-    y (R, n_head * head_dim): attention of each row's queries, see `storing.store`, over the keys and values of its
-    sequence up to its own position, through the window if there is one. Zeros for padding. parts: float32 (R, n_splits,
-    n_head, head_dim + 2), which are written.
+    y (R, n_head * head_dim): attention of each row's queries, see `storing.store`, over what its sequence has up to its
+    position, through the window. Zeros for padding. parts: float32 (R, n_splits, n_head, head_dim + 2), written too.
     """
     g, columns, R = geometry, geometry.columns, len(q)
     shared = g.n_head // g.n_kv_head  # queries of a head of keys

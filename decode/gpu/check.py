@@ -20,9 +20,9 @@ def buckets_of(model, functions, queue):
     """
     The numbers of rows that graphs may have on this device: BUCKETS, without the fewest if a row has other bits there.
 
-    With the model's first layer alone, N_TEXTS texts of up to LONGEST tokens, one of them longer than a window and its
-    ring, must have the logits of PyTorch's functions in float32, and tokens that `decode.draw` draws from them; and
-    their last rows the same bits in any order, in any company and in a step of their own. ValueError if they have not.
+    ValueError unless, with the first layer alone, N_TEXTS texts of up to LONGEST tokens, one of them longer than a
+    window and its ring, have the logits of PyTorch in float32, and tokens that `decode.draw` draws from them; and their
+    last rows the same bits in any order, in any company and in a step of their own.
     """
     executor = GPUExecutor(first_layer(model), functions, queue)
     texts = texts_for(executor)

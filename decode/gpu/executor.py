@@ -34,9 +34,8 @@ class GPUExecutor:
     """
     A model's steps on a GPU.
 
-    functions: of `kernels`, or others that compute the same. queue: see queue.py. layers: the `kvcache.storage.Layer`s
-    of the slots, which `hold` gives it. type_kv: of the keys and values that it computes. most_sequences: of a call of
-    several steps. buckets: the numbers of rows of its graphs. height: the most rows of a linear.
+    functions: of `kernels`, or others that compute the same. queue: see queue.py. layers: see `hold`. type_kv: of the
+    keys and values that it computes. buckets: the numbers of rows of its graphs. height: the most rows of a linear.
 
     The bits of a row's logits, and what is drawn from them, depend neither on the other rows of a step nor on how its
     text is divided into steps; `check.buckets_of` tries that on the device. After a change of the model call `refresh`.

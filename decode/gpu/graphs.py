@@ -24,9 +24,8 @@ class GraphStep:
     A model's step for `GPT.generate`: (idx (B, T), kv_cache) -> (logits (B, 1, vocab_size), kv_cache). T = 1 is a
     graph. More tokens are the work of `GPT.step`, and so is all of a model that is traced.
 
-    A graph reads the weights where they are, so it sees values that change in place. When a parameter or its memory was
-    replaced, new graphs are recorded at the start of the next text. All steps must be on one CUDA stream, since
-    recordings share memory. ValueError for models that are not model.py's GPT, unchanged.
+    A graph sees values of weights that change in place. When a parameter or its memory was replaced, new graphs are
+    recorded at the start of the next text. All steps must be on one CUDA stream. ValueError for changed models.
     """
     name = "PyTorch as a CUDA graph"
 
@@ -99,10 +98,7 @@ class StaticSlots(namedtuple('StaticSlots', 'k_cache v_cache')):
     """The cache of one layer with slots (B, n_kv_head, n_slots, head_dim); see model.py's `append`."""
 
     def append(self, k, v, positions):
-        """
-        Write k and v (B, n_kv_head, T, head_dim). Returns all slots, in the dtype of k, their `Keys`, in which a slot
-        that is empty has a position after the new tokens', and itself.
-        """
+        """Write k and v (B, n_kv_head, T, head_dim). Returns all slots in the dtype of k, their `Keys`, and itself."""
         k_cache, v_cache = self
         rows = torch.arange(k.size(0), device=k.device)[:, None]
         k_cache[rows, :, positions.slots] = k.transpose(1, 2).to(k_cache.dtype)

@@ -29,7 +29,7 @@ class Queue:
         self.pool = self.stream = None
 
     def pinned(self, tensor):
-        """A copy that a device can read and write while the host goes on. Its memory is used again when it has."""
+        """A copy that a device can read and write while the host goes on, and whose memory then serves again."""
         return tensor.pin_memory()
 
     def send(self, target, source):

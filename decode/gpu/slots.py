@@ -75,10 +75,7 @@ class Rows:
 
 
 class SlotTable:
-    """
-    table: int32 (n_rows, n_columns) on the device, see `Columns`. Only the slots of new positions are written. Pools
-    make other `Runs` when slots change; those of later positions are appended.
-    """
+    """table: int32 (n_rows, n_columns) on the device, see `Columns`. Pools make other `Runs` when slots change."""
 
     def __init__(self, columns, config, n_rows, device, queue):
         self.columns, self.n_sink, self.window, self.queue = columns, config.n_sink, config.window, queue

@@ -10,8 +10,7 @@ import triton.language as tl
 def store(qkv, q, angles, attn, kv, inputs, geometry):
     """
     Write the queries of a layer to q (R, kinds, n_head, head_dim), and its keys and values to their slots. qkv: (R,
-    (n_head + 2 * n_kv_head) * head_dim), of the model's dtype, as q. attn: the layer's attention; behind its norms of
-    queries and keys, if it has them, both are turned by angles, see `Step.angles`.
+    (n_head + 2 * n_kv_head) * head_dim). Behind norms of attn, if it has them, queries and keys are turned by angles.
     """
     g, columns = geometry, geometry.columns
     q_norm, k_norm = (getattr(attn, name, None) for name in ('q_norm', 'k_norm'))

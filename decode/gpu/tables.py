@@ -47,10 +47,7 @@ def fields_of(memory):
 
 
 class CallTable:
-    """
-    inputs: `StepInputs` of up to n_rows rows, on the device. host: FIELDS as arrays {name: array}, which `send` writes
-    there; step and broken stay 0.
-    """
+    """inputs: `StepInputs` of n_rows rows on the device. host: FIELDS as arrays, which `send` writes there."""
 
     def __init__(self, n_rows, vocab_size, slot_table, queue):
         def zeros(*shape, dtype, device=slot_table.device):
@@ -112,8 +109,8 @@ class CallTable:
 
     def land(self, first, end, S):
         """
-        (an event; what the steps first to end - 1 of this call have drawn for S rows, int64 (n, S); left and broken
-        behind the last of them, int32 (2, S)): arrays that are filled once the event is reached.
+        (an event; what steps first to end - 1 have drawn for S rows, (n, S); left and broken behind them, (2, S)):
+        arrays that are filled once the event is reached.
         """
         drawn, of_rows = self.landings[self.next_landing]
         self.next_landing, n, i = (self.next_landing + 1) % N_LANDINGS, end - first, self.inputs
