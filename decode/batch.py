@@ -93,7 +93,7 @@ class Batch:
         """Does each sequence bring one token and draw at least one?"""
         return len(self.tokens) == len(self.counts) and self.n_steps.min() > 0 and not any(self.scores)
 
-    def copy(self, layers):
+    def make_copies(self, layers):
         """Make the copies, in these `kvcache.storage.Layer`s."""
         for source, target, n in self.copies:
             for layer in layers:

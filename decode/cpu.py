@@ -102,7 +102,7 @@ class CPUExecutor:
         fit the model, the slots or each other; `NotNumbers` if logits are broken.
         """
         with workers.lock:
-            batch.copy(self.layers)
+            batch.make_copies(self.layers)
             if batch.decodes and len(batch.tokens) <= CHUNK:
                 return self.several(batch)
             rows, parts = batch.rows()

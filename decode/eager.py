@@ -43,12 +43,12 @@ class EagerExecutor:
 
     def hold(self, layers):
         """Let the steps read and write these `kvcache.storage.Layer`s."""
-        self.layers, self.where = layers, None  # where the views of the last step are, see `rows_at`
+        self.layers, self.where = layers, None  # where the views of the last step are, see `side_by_side`
 
     def execute_model(self, batch):
         """See `decode.cpu.CPUExecutor.execute_model`. Each call is one step."""
         check_step(self.model, batch)
-        batch.copy(self.layers)
+        batch.make_copies(self.layers)
         rows, parts = batch.rows()
         with torch.inference_mode():
             logits = self.logits_of(batch, rows)
@@ -80,7 +80,7 @@ class EagerExecutor:
         if not T or self.model.config.window or self.layers[0].k.scale is not None:
             return None
         lengths = (batch.positions[T - 1::T] + 1).tolist()
-        n_keys, where = max(lengths), rows_at(batch)
+        n_keys, where = max(lengths), side_by_side(batch)
         if where is None or where[3] < n_keys:
             return None
         if where != self.where:
@@ -163,7 +163,7 @@ def packed_keys(seq_of_token, seq, position, slot):
     return slot[None], position[None], (seq_of_token[:, None] == seq)[None]
 
 
-def rows_at(batch):
+def side_by_side(batch):
     """
     (first, stride, S, K) if each sequence i of a batch, of S, has position p in slot first + i * stride + p, for all p
     < K; otherwise None.

@@ -63,7 +63,7 @@ class Drafting:
                 s.settings.allowed is not None for s in batch.sequences):
             return self.target.execute_model(batch)
         pace = self.paces[len(batch.sequences)]
-        k = 0 if pace.times_plain else min(pace.k, int(batch.n_steps.min()) - 1)
+        k = 0 if pace.is_plain_next else min(pace.k, int(batch.n_steps.min()) - 1)
         if k > 0:
             with workers.lock:
                 return self.round(batch, k, pace)
@@ -78,7 +78,7 @@ class Drafting:
         # as many threads as in plain steps: one that has slept is slow for some milliseconds
         n_threads = target.n_threads if target.fixed else target.choice(len(batch.sequences)).best
         try:
-            batch.copy(target.layers)
+            batch.make_copies(target.layers)
             proposals = self.draft.propose(batch, k, n_threads)
             drafted = time.perf_counter_ns()
             drawn, ended = self.verified(batch, proposals, n_threads)
@@ -131,7 +131,7 @@ class Pace:
         self.rest = 0       # nanoseconds of plain steps until the next trial
 
     @property
-    def times_plain(self):
+    def is_plain_next(self):
         """Is the next step a plain one, so that it is timed?"""
         return self.n_rounds >= ROUNDS
 

@@ -20,8 +20,8 @@ from engine.scheduler import Scheduler
 from engine.sequence import MOST_AHEAD, Sequence
 from kvcache import BlockPool, bytes_of_slots, make_layers, pages_for
 
-PAUSE = 0.04  # seconds that a call of several steps takes at most
-MASK_PAUSE = 0.0005  # likewise, while a sequence waits for the mask of its next token
+LONGEST_CALL = 0.04  # seconds, of several steps
+LONGEST_MASKED = 0.0005  # likewise, while a sequence waits for the mask of its next token
 PAGE_SIZE = 16
 N_PAGES, MEMORY = 1024, 2**30  # of a pool, by default; bytes of keys and values
 
@@ -37,8 +37,8 @@ class Engine:
     of a step other than `Refused`, after an interrupt, and when a sequence is added after weights have changed, all
     keys and values are computed again.
 
-    pause: seconds that a call of several steps takes at most. stop_soon: another thread may set stop_soon[0] to 1;
-    then the present call is over soon, and so is each later one until that thread, or the caller, sets it back to 0.
+    longest_call: seconds that a call of several steps takes at most. stop_soon: another thread may set stop_soon[0] to
+    1; then the present call is over soon, and so is each later one until that thread, or the caller, sets it back to 0.
     """
 
     def __init__(self, model, executor=None, pool=None, budget=2048, most_running=2**30, kv_bits=0):
@@ -53,9 +53,10 @@ class Engine:
             weakref.finalize(self, let_go, executor, executor.layers).atexit = False
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
-        self.pause, self.stop_soon = PAUSE, np.zeros(8, np.int64)  # a cache line: a thread sets it
-        self.tables = [m._parameters for m in model.modules()]  # model.parameters() takes a millisecond
-        self.weights, self.pid, self.is_running, self.unfinished = weights_of(self.tables), os.getpid(), False, False
+        self.longest_call, self.stop_soon = LONGEST_CALL, np.zeros(8, np.int64)  # a cache line: a thread sets it
+        self.parameters = [m._parameters for m in model.modules()]  # model.parameters() takes a millisecond
+        self.weights, self.pid = weights_of(self.parameters), os.getpid()
+        self.is_running = self.unfinished = False
         self.over = []  # sequences that have ended without a step
         self.n_steps = self.n_computed = 0  # steps made, and tokens whose keys and values they have computed
 
@@ -129,8 +130,8 @@ class Engine:
                 results, self.over = [(s, None) for s in self.over], []
             else:
                 waits = any([s.constraint for s in self.scheduler.running])
-                pause = min(self.pause, MASK_PAUSE) if waits else self.pause
-                batch = self.scheduler.next(now() + int(1e9 * pause), self.stop_soon)
+                longest = min(self.longest_call, LONGEST_MASKED) if waits else self.longest_call
+                batch = self.scheduler.next(now() + int(1e9 * longest), self.stop_soon)
                 results = self.run(batch) if batch else []
             self.unfinished = False
             return results
@@ -223,7 +224,7 @@ class Engine:
 
     def notice_changes(self):
         """Let the executor read the weights anew if they have changed; then all keys and values are computed again."""
-        if (weights := weights_of(self.tables)) != self.weights:
+        if (weights := weights_of(self.parameters)) != self.weights:
             self.weights = None  # after an interrupt the next call refreshes again
             self.executor.refresh()
             self.weights = weights

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from chat.tools import MOST_CALLS, Call, Reader
 from serving.api import APIError
-from serving.request import pause
+from serving.request import chunk_interval
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf
 LARGE = 4096    # token ids and log probabilities; an answer with more of them is written in another thread
@@ -375,7 +375,7 @@ class Answer:
                 sent = loop.time()
             if done:
                 return
-            loop.call_later(pause(len(self.service.mailboxes)), self.mailbox.listen)
+            loop.call_later(chunk_interval(len(self.service.mailboxes)), self.mailbox.listen)
 
 
 async def disconnect(receive):

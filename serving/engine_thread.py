@@ -13,7 +13,7 @@ from collections import deque
 
 from decode.draw import log_probabilities
 from engine.sequence import MOST_AHEAD
-from serving.request import Logprobs, Output, check_ids, pause
+from serving.request import Logprobs, Output, check_ids, chunk_interval
 from serving.stats import Snapshots, Stats
 from tokenizer import TextStream, WholeTexts
 
@@ -176,7 +176,7 @@ class EngineThread:
         self.receive()
         if self.engine.is_idle:
             return False
-        self.engine.pause = pause(len(self.live))
+        self.engine.longest_call = chunk_interval(len(self.live))
         self.hand_out(self.engine.step())
         if self.snapshot['time'] + BETWEEN_SNAPSHOTS < time.monotonic() < self.looked_at + LOOKED_AT:
             self.snapshot = self.snapshots.take()
@@ -212,9 +212,9 @@ class EngineThread:
     def hand_out(self, results):
         """
         Deliver what a step has given, each request's together. A delivery costs as much as some steps, and with drafts
-        a step gives few tokens: then outputs wait until half a pause has passed since the last delivery.
+        a step gives few tokens: then outputs wait until half of the longest call has passed since the last delivery.
         """
-        now, pause = time.monotonic(), self.engine.pause / 2 if self.is_drafted else 0.0
+        now, interval = time.monotonic(), self.engine.longest_call / 2 if self.is_drafted else 0.0
         for s, drawn in results:
             live = s.owner.live
             if s.owner.index not in live.going:  # it has ended with another one of its request
@@ -233,7 +233,7 @@ class EngineThread:
                 live.outputs.append(output)
                 self.undelivered[live] = None
         for live in list(self.undelivered):
-            if live.outputs and (not live.going or now >= live.delivered + pause):
+            if live.outputs and (not live.going or now >= live.delivered + interval):
                 self.deliver(live)
             if not live.outputs:
                 del self.undelivered[live]

@@ -3,7 +3,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-PAUSE, LONGEST_PAUSE = 0.04, 0.2  # seconds between two chunks of a stream, at least and at most
+SHORTEST, LONGEST = 0.04, 0.2  # seconds between two chunks of a stream, at least and at most
 CHUNKS = 400  # the number of chunks that all streams together write in a second: each chunk takes time from the model
 
 
@@ -102,9 +102,9 @@ class Output(NamedTuple):
     error: str | None = None
 
 
-def pause(n_streams):
+def chunk_interval(n_streams):
     """
     Seconds between two chunks of a stream, if there are n_streams streams. The engine delivers tokens as often as the
     server writes chunks.
     """
-    return min(max(PAUSE, n_streams / CHUNKS), LONGEST_PAUSE)
+    return min(max(SHORTEST, n_streams / CHUNKS), LONGEST)

@@ -21,7 +21,7 @@ def model_draft(model, n_pages=64, page_size=4):
 
 class AnyPace(Pace):
     """Asks for k proposals in each round, or for any number up to 6 if it is None, now and then for none."""
-    times_plain = False
+    is_plain_next = False
 
     def __init__(self, k=None):
         self.fixed, self.random, self.rounds = k, random.Random(0), []

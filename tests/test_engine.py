@@ -152,7 +152,7 @@ def test_stream_gives_tokens_as_they_come_and_computes_no_more():
     model = toy_model(block_size=64)
     executor = ToyExecutor(model)
     engine = Engine(model, executor, default_pool(model.config, 40, 4))
-    engine.pause = 0  # a step a call
+    engine.longest_call = 0  # a step a call
     texts, stream = {0: [], 1: [], 2: [], 3: []}, engine.stream([[1, 2], [3]], 9, n=2, seed=5)
     for number, tokens in stream:
         texts[number] += tokens
@@ -202,7 +202,7 @@ def test_copies_of_a_step_that_was_not_made_are_made_again(error, capsys):
     expected = engine_of().generate([[1, 2, 3, 4, 5, 6, 7]], 9, n=3)
     for at in range(6):
         engine, left = engine_of(), [at]
-        whole, engine.pause = engine.executor.execute_model, 0
+        whole, engine.longest_call = engine.executor.execute_model, 0
 
         def refuses(batch, whole=whole, left=left):
             left[0] -= 1
@@ -241,7 +241,7 @@ def test_changed_weights_are_noticed_when_a_sequence_is_added(make):
     engine = Engine(model, make(model))
     first = engine.generate([[1] * 20], 10)
     s, = engine.add([1] * 20, 10)
-    engine.pause = 0
+    engine.longest_call = 0
     engine.step()
     with torch.no_grad():
         for p in model.parameters():
@@ -313,7 +313,7 @@ def test_constrained_sequences_beside_others(speculate, monkeypatch):
     Each draws what it draws alone, with few pages as well, and after interrupts at any place. Others make several steps
     in a call in which a constrained one makes its only one; such calls are short.
     """
-    monkeypatch.setattr('engine.engine.MASK_PAUSE', 9.0)
+    monkeypatch.setattr('engine.engine.LONGEST_MASKED', 9.0)
     interrupts = []
 
     def fails(drawn):

@@ -28,7 +28,7 @@ from toy_executor import (
 
 from decode.draw import DrawSettings, draw, log_probabilities
 from serving import engine_thread
-from serving.request import pause
+from serving.request import chunk_interval
 from tokenizer import TextStream
 
 V, BAD, EOS = 12, 11, 7  # BAD: a token that makes a step fail
@@ -166,7 +166,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.thread = thread_of(self.model, self.executor, BYTES, (EOS,), n_pages, page_size, budget)
         self.engine = self.thread.engine
         self.pool = self.executor.pool = self.engine.pool
-        engine_thread.pause = lambda n_streams: 1e9  # nothing depends on time
+        engine_thread.chunk_interval = lambda n_streams: 1e9  # nothing depends on time
 
     @rule(prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14), max_tokens=st.integers(0, 12),
           n=st.sampled_from([1, 1, 1, 2, 3, 7]), seed=st.integers(0, 3), bad=st.sampled_from([False] * 9 + [True]),
@@ -229,8 +229,8 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def change_whether_steps_repeat(self):
         """A call makes as many steps as it can, or one."""
-        length = 0 if engine_thread.pause(1) else 1e9
-        engine_thread.pause = lambda n_streams: length
+        length = 0 if engine_thread.chunk_interval(1) else 1e9
+        engine_thread.chunk_interval = lambda n_streams: length
 
     @precondition(lambda self: hasattr(self, 'engine'))
     @invariant()
@@ -268,7 +268,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert self.pool.n_free == self.pool.n_pages
             assert all(client.broken or all(client.ended) for client in self.clients.values())
         finally:
-            engine_thread.pause = pause
+            engine_thread.chunk_interval = chunk_interval
 
 
 TestEngine = EngineMachine.TestCase

@@ -99,7 +99,7 @@ def test_a_soak_gives_each_what_it_gets_alone():
 
 
 def test_stop_ends_steps_that_would_repeat_and_aborts_what_has_not_ended(served, monkeypatch):
-    monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 1e9)
+    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 1e9)
     thread, executor = served
     clients = [ask(thread, 'runs', max_tokens=20)]
     executor.wait()
@@ -116,7 +116,7 @@ def test_stop_ends_steps_that_would_repeat_and_aborts_what_has_not_ended(served,
 
 def test_an_abort_ends_steps_that_would_repeat(served, monkeypatch):
     """Its id can be that of a later request, and of no other one before."""
-    monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 1e9)
+    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 1e9)
     thread, executor = served
     client = ask(thread, 'a', max_tokens=20)
     for _ in range(3):  # the prompt, and two steps of the call behind it
@@ -171,7 +171,7 @@ def test_what_a_text_raises_ends_its_request_alone():
 
 def test_the_state_shows_the_pool(served, monkeypatch):
     thread, executor = served
-    monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 0)  # a call has one step
+    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 0)  # a call has one step
     two = ask(thread, 'two', range(6), max_tokens=9, n=2)
     executor.wait()
     for n in range(3):  # the prompt but for its last token, and the first two tokens of each
@@ -236,7 +236,7 @@ def test_what_a_call_of_several_steps_gives_is_delivered_together(monkeypatch):
     """It is what single steps give, and what rounds with drafts give, with few pages too."""
     seen, counted, counts = [], [], []
     for length, draft, n_pages in ((0, False, 80), (1e9, False, 80), (1e9, True, 80), (1e9, False, 16)):
-        monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams, length=length: length)
+        monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams, length=length: length)
         thread, model = tiny(n_pages=n_pages)
         if draft:
             executor, _ = drafting(model, AnyDraft())
@@ -256,7 +256,7 @@ def test_what_a_call_of_several_steps_gives_is_delivered_together(monkeypatch):
 
 def test_rounds_of_drafts_are_delivered_together(monkeypatch):
     """The first one and the last one at once, those between when half of a pause is over."""
-    monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 1e9)
+    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 1e9)
     model = model_of('learned')
     plain, drafted = thread_of(model, CPUExecutor(model, threads=1)), thread_of(model, drafting(model, AnyDraft())[0])
     for seed in range(5):
@@ -265,13 +265,13 @@ def test_rounds_of_drafts_are_delivered_together(monkeypatch):
     got = submit(drafted, 'held', [3, 1], 25)
     for _ in range(4):
         drafted.run_once()
-    drafted.engine.pause, n_calls = 0, got.n_calls  # the pause is over, and the step gave nothing: it was preempted
+    drafted.engine.longest_call, n_calls = 0, got.n_calls  # time has passed, and the step gave nothing: preempted
     drafted.hand_out([])
     assert got.n_calls == n_calls + 1
 
 
 def test_a_stop_string_costs_few_tokens_behind_it(monkeypatch):
-    monkeypatch.setattr('serving.engine_thread.pause', lambda n_streams: 1e9)
+    monkeypatch.setattr('serving.engine_thread.chunk_interval', lambda n_streams: 1e9)
     thread, _ = tiny(n_pages=40)
     text = finished(thread, 'a', [3, 1], 60).text[0]
     for n in range(4, 40, sizes(7, 1)):

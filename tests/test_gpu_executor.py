@@ -88,7 +88,7 @@ def late(model):
 def engine_of(executor, n_pages=40, page_size=4, budget=64):
     c = executor.model.config
     engine = Engine(executor.model, executor, BlockPool(n_pages, page_size, c.window, c.n_sink), budget)
-    engine.pause = 1e6
+    engine.longest_call = 1e6
     return engine
 
 

@@ -79,7 +79,7 @@ def test_a_draft_that_is_the_model_is_always_right(kind, monkeypatch):
     monkeypatch.setattr('decode.cpu.CPUExecutor', lambda model, _, threads=1: CPUExecutor(model, threads=threads))
     executor, rounds = drafting(m, 'float32' if kind == 'float32' else model_draft(m, 250), k=5)
     engine = engine_of(m, executor, 250)
-    engine.pause = 0
+    engine.longest_call = 0
     requests = [(prompt, 90, how | dict(logprobs=False)) for prompt, _, how in REQUESTS]
 
     def check(engine, requests=requests):
@@ -149,10 +149,10 @@ def test_who_decodes_without_drafts(monkeypatch):
     assert given(engine_of(m, executor, 120), many) == given(engine_of(m, n_pages=120), many) and not rounds()
     engine = engine_of(m, executor)
     assert len(executor.layers) == 2 and executor.layers is executor.target.layers
-    engine.pause = 10
+    engine.longest_call = 10
     s, = engine.add([1, 2, 3], 38)
     pace, n_drawn = executor.paces[1], []
-    for pace.fixed, pace.times_plain in ((3, False), (3, True), (3, False), (0, False)):
+    for pace.fixed, pace.is_plain_next in ((3, False), (3, True), (3, False), (0, False)):
         engine.step()
         n_drawn.append(s.n_drawn - sum(n_drawn))
     assert n_drawn[0] == n_drawn[1] == 1 and 1 <= n_drawn[2] <= 4 and s.ended
@@ -253,7 +253,7 @@ class Machine:
         """The nanoseconds of so many tokens; steps are called 16 at a time."""
         done = 0
         while done < n_tokens:
-            if not pace.k or pace.times_plain:
+            if not pace.k or pace.is_plain_next:
                 n = 1 if pace.k else min(16, n_tokens - done)
                 ns = n * self.plain * self.random.uniform(.95, 1.05)
                 pace.record_plain(ns, n)

@@ -95,7 +95,7 @@ class GPUExecutor:
     def execute_model(self, batch):
         """See `decode.cpu.CPUExecutor.execute_model`. A call for logits, which stay on the device, is one step."""
         with self.on_device():
-            batch.copy(self.layers)
+            batch.make_copies(self.layers)
             check_step(self.model, batch)
             if len(batch.tokens) > self.most_sequences:  # a step of several graphs is checked before the first one
                 step_slots(self.config, batch)

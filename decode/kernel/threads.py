@@ -58,7 +58,7 @@ def observe(builder, counter, i):
 
 
 @instruction(types.void)
-def pause(builder):
+def spin_hint(builder):
     """The processor's hint that this is a spinning loop"""
     if llvm.get_default_triple().startswith('x86_64'):
         call(builder, 'llvm.x86.sse2.pause', ir.VoidType())
@@ -111,7 +111,7 @@ def wait_until(counter, target, spin):
             return
         looks += 1
         if looks % 32:
-            pause()
+            spin_hint()
         elif end_of_spin == 0:
             end_of_spin = clock() + spin
         elif clock() > end_of_spin:
