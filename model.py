@@ -396,8 +396,9 @@ class GPT(nn.Module):
     @classmethod
     def from_pretrained(cls, model_type, override_args=None, dtype=None):
         """
-        The weights of a folder in Hugging Face format, see formats/families.py, or of 'gpt2', 'gpt2-medium',
-        'gpt2-large', 'gpt2-xl', which are downloaded. override_args may set dropout. dtype: None keeps the files'.
+        The weights of a folder in Hugging Face format, see formats/families.py, of a GGUF file, or of a model of the
+        hub by its name ('gpt2', 'Qwen/Qwen3-0.6B'), which is downloaded. override_args may set dropout. dtype: None
+        keeps that of the files.
         """
         from formats import from_pretrained  # the one import of its kind, for reading files from disk
         return from_pretrained(cls, GPTConfig, model_type, override_args or {}, dtype)

@@ -62,8 +62,8 @@ PAGE_HEADERS = {'content-security-policy': "default-src 'none'; style-src 'self'
 
 class Service:
     """
-    What the app serves: an engine and its model, once they are loaded. load: a function that returns both, a started
-    `EngineThread` and a `Served`. cors_origin: origins whose pages may read the answers, with commas between them, or *
+    What the app serves: thread, an `EngineThread`, and served, a `Served`, once they are loaded. load: a function that
+    returns both, the thread started. cors_origin: origins whose pages may read the answers, with commas between them, or *
     for all; by default only the server's own page may. allowed_hosts: names of the server, likewise, besides localhost
     and all IP addresses. hosts: a pattern of all these names. error: what load raised. draining: are no more requests
     taken?
@@ -76,7 +76,7 @@ class Service:
         names = [re.escape(name.strip().rpartition('://')[2].partition(':')[0]).replace(r'\*', '.*')
                  for name in ['localhost', '*.localhost', *{*self.origins} - {'*'}, *allowed_hosts.split(',')] if name]
         self.hosts = re.compile(rf'([\d.]+|\[[\da-f:.]+\]|{"|".join(names)})\.?(:\d*)?', re.IGNORECASE)
-        self.engine = self.served = self.bell = self.error = None
+        self.thread = self.served = self.bell = self.error = None
         self.draining, self.mailboxes, self.preparing = False, set(), set()  # preparing: tasks before `submit`
         self.pools = {kind: ThreadPoolExecutor(n, kind) for kind, n in THREADS.items()}
         self.waiting = Counter()  # {kind: requests in its pool}
@@ -85,8 +85,8 @@ class Service:
         """Load in a thread of its own, while /health answers; then call `loaded`, also if loading failed."""
         def load():
             try:
-                engine, self.served = self.load()
-                self.engine = engine
+                thread, self.served = self.load()
+                self.thread = thread
             except BaseException as e:
                 self.error = e
             loaded()
@@ -94,9 +94,9 @@ class Service:
 
     def check_loaded(self):
         """APIError 503 unless there is a model whose engine runs. It may be draining."""
-        if self.engine is None:
+        if self.thread is None:
             raise APIError(503, "the model is being loaded: try again later", code='loading')
-        if self.engine.dead:
+        if self.thread.dead:
             raise APIError(503, "the engine has ended, and the server ends too: it must be started again", code='dead')
 
     def check_ready(self):
@@ -169,16 +169,16 @@ class Service:
     def submit(self, requests, mailbox):
         """Submit all requests or none. APIError where the queue is full."""
         self.check_ready()
-        n, most = sum(request.n for request in requests), self.engine.max_queue
+        n, most = sum(request.n for request in requests), self.thread.max_queue
         if n > most:
             raise invalid('n', f"this asks for {n:,} samples, prompts times n, and at most {most:,} may wait: ask for "
                                "fewer at a time")
         for i, request in enumerate(requests):
             try:
-                self.engine.submit(request)
+                self.thread.submit(request)
             except QueueFull as e:
                 for submitted in requests[:i]:
-                    self.engine.abort(submitted.id)
+                    self.thread.abort(submitted.id)
                 raise APIError(429, str(e), code='queue_full') from None
         self.mailboxes.add(mailbox)
 
@@ -187,16 +187,16 @@ class Service:
         self.mailboxes.discard(mailbox)
         if not completion.done or completion.error:
             for request in completion.requests:
-                self.engine.abort(request.id)
+                self.thread.abort(request.id)
 
     async def drain(self, seconds):
         """Take no more requests, let those that run finish within this time, and abort the others."""
         self.draining = True
         for task in self.preparing:
             task.cancel()
-        if self.engine is None:
+        if self.thread is None:
             return
-        await asyncio.to_thread(self.engine.drain, seconds)
+        await asyncio.to_thread(self.thread.drain, seconds)
         for mailbox in list(self.mailboxes):  # those that are not finished
             mailbox.put(0, [Output(0, [], finish_reason='abort')])
 
@@ -231,8 +231,8 @@ def make_app(service, loaded=lambda: None):
         yield
         for pool in service.pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
-        if service.engine is not None:
-            await asyncio.to_thread(service.engine.stop)
+        if service.thread is not None:
+            await asyncio.to_thread(service.thread.stop)
 
     routes = [Route(endpoint.path.replace('{id}', '{id:path}'), partial(service.respond, endpoint),
                     methods=[endpoint.method]) for endpoint in ENDPOINTS]
@@ -330,7 +330,7 @@ async def health(service, request):
 async def metrics(service, request):
     """Counters and histograms for Prometheus"""
     service.check_loaded()
-    return Response(generate_latest(service.engine.stats.registry), headers={'content-type': FORMAT})
+    return Response(generate_latest(service.thread.stats.registry), headers={'content-type': FORMAT})
 
 
 async def tokenize(service, body):
@@ -361,7 +361,7 @@ async def detokenize(service, body):
 async def cache(service, request):
     """The pool of blocks and the requests, as the page shows them"""
     service.check_loaded()
-    state, local = service.engine.state(), request.client is not None and request.client.host in ('127.0.0.1', '::1')
+    state, local = service.thread.state(), request.client is not None and request.client.host in ('127.0.0.1', '::1')
     proxied = any(name.startswith(('forwarded', 'via', 'x-real-ip', 'x-forwarded')) for name in request.headers)
     host, origin = (request.headers.get(header, '') for header in ('host', 'origin'))
     strange = origin and not is_own_page(host, origin) and origin not in service.origins  # which * lets in
@@ -419,8 +419,8 @@ class Process(uvicorn.Server):
         sockets[0].listen(BACKLOG)  # asyncio has set it to ACCEPTED, which it accepts before it makes any connection
 
     async def on_tick(self, counter):
-        engine, error = self.service.engine, self.service.error
-        self.should_exit |= error is not None or engine is not None and engine.dead
+        thread, error = self.service.thread, self.service.error
+        self.should_exit |= error is not None or thread is not None and thread.dead
         if counter % 10 == 0:  # of ticks of 0.1 s
             for connection in [*self.server_state.connections]:
                 connection.check()
@@ -499,5 +499,5 @@ def run(service, host, port, drain_seconds):
     process.run([listener])
     if service.error is not None:
         raise service.error
-    if service.engine is not None and service.engine.dead:
+    if service.thread is not None and service.thread.dead:
         sys.exit("serve.py: error: the engine ended by itself: what stands above says why")

@@ -124,7 +124,7 @@ def test_what_is_not_kept_or_not_there_is_refused_by_name(saying, fields, param,
 def test_what_fails_in_a_stream_is_an_event(saying):  # noqa: F811
     client, says = saying('qwen')
     says(TEXT)
-    executor = client.service.engine.engine.executor
+    executor = client.service.thread.engine.executor
     try:
         def fail(batch):
             raise FloatingPointError('of a test')

@@ -96,7 +96,7 @@ def test_streamed_samples_are_the_unstreamed(drawing):
 @torch.no_grad()
 def logprobs_of(client, text):
     """The model's own log probability of each token of a text, from the second on."""
-    chars, model = client.service.served.tokenizer.chars, client.service.engine.engine.model
+    chars, model = client.service.served.tokenizer.chars, client.service.thread.engine.model
     tokens = torch.tensor([[*map(chars.index, text)]])
     logits = model(tokens, targets=tokens)[0][0]
     return torch.log_softmax(logits, -1)[:-1].gather(1, tokens[0, 1:, None])[:, 0].tolist()
@@ -110,7 +110,7 @@ def test_logprobs_and_greedy_tokens_are_the_models(drawing):
         assert len(found) == 20 + len(TEXT) * echo and found[echo:] == pytest.approx(expected[echo:], abs=1e-5)
         assert not echo or found[0] is None
     choice = ask(drawing, max_tokens=30, temperature=0, return_token_ids=True)['choices'][0]
-    model = drawing.service.engine.engine.model
+    model = drawing.service.thread.engine.model
     tokens = model.generate(torch.tensor([choice['prompt_token_ids']]), 30, temperature=0)[0].tolist()
     assert choice['token_ids'] == tokens[len(TEXT):]
 
@@ -214,7 +214,7 @@ def test_prompts_are_shown_to_the_machine_itself_or_behind_the_key(drawing):
 
     def texts(client, **headers):
         return ''.join(block['text'] for block in client.get('/cache', headers=headers).json()['blocks'])
-    drawing.service.engine.until(lambda: TEXT[:4] in texts(drawing))
+    drawing.service.thread.until(lambda: TEXT[:4] in texts(drawing))
     for header in ('x-forwarded-for', 'forwarded', 'via', 'x-real-ip'):
         assert not texts(drawing, **{header: '127.0.0.1'})
     away = httpx.ASGITransport(app=make_app(drawing.service), client=('192.0.2.1', 1))
@@ -234,7 +234,7 @@ def test_prompts_are_shown_to_the_machine_itself_or_behind_the_key(drawing):
 
 def test_metrics(drawing):
     """An observation is counted once, however often the metrics are read."""
-    engine = drawing.service.engine
+    engine = drawing.service.thread
     before = metrics_of(drawing)
     ask(drawing, n=2, max_tokens=9)
     engine.until(lambda: not engine.live)
@@ -337,7 +337,7 @@ def test_cors_is_off_unless_asked(engine):
         asked = 'authorization,content-type,x-stainless-os,x-stainless-lang,openai-organization'
         preflight = client.options('/v1/completions', headers=origin | {'access-control-request-headers': asked})
         assert preflight.status_code == 200 and preflight.headers['access-control-allow-headers'] == asked
-        client.service.engine.state = lambda: 1 / 0
+        client.service.thread.state = lambda: 1 / 0
         error = refused(client.get('/cache'), 500)  # a bug
         assert 'ZeroDivisionError' in error['message'] and 'division' not in error['message']
         for path, status in (('/health', 200), ('/nowhere', 404), ('/cache', 500)):  # errors too
@@ -384,7 +384,7 @@ def test_health_while_loading_and_while_busy():
 @pytest.mark.parametrize('n_steps', [0, 1, 8])
 def test_disconnect_frees_the_blocks(drawing, n_steps, stream):
     """While it waits for its first step, after its prompt, and in decode. Another request goes on."""
-    engine = drawing.service.engine
+    engine = drawing.service.thread
     engine.allow(0)
     aborted = engine.stats.finished['abort']
     with post(drawing, dict(prompt='abc', max_tokens=50, seed=5)) as stays:
