@@ -63,10 +63,10 @@ PAGE_HEADERS = {'content-security-policy': "default-src 'none'; style-src 'self'
 class Service:
     """
     What the app serves: thread, an `EngineThread`, and served, a `Served`, once they are loaded. load: a function that
-    returns both, the thread started. cors_origin: origins whose pages may read the answers, with commas between them, or *
-    for all; by default only the server's own page may. allowed_hosts: names of the server, likewise, besides localhost
-    and all IP addresses. hosts: a pattern of all these names. error: what load raised. draining: are no more requests
-    taken?
+    returns both, the thread started. cors_origin: origins whose pages may read the answers, with commas between them,
+    or * for all; by default only the server's own page may. allowed_hosts: names of the server, likewise, besides
+    localhost and all IP addresses. hosts: a pattern of all these names. error: what load raised. draining: are no more
+    requests taken?
     """
 
     def __init__(self, load, api_key='', cors_origin='', allowed_hosts=''):
