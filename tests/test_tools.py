@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chat.template import ChatTemplate
-from chat.tools import HERMES, LLAMA, Call, Reader, form_of, shows_tools
+from chat.tools import HERMES, LLAMA, Call, Reader, form_of, grammar, shows_tools
 from tokenizer import from_state, read_text, state_beside
 
 needs(*SERVING)
@@ -36,7 +36,7 @@ TOOLS = [dict(type='function', function=dict(name='get_weather', description='Of
          dict(type='function', function=dict(name='add', parameters=dict(
              type='object', properties=dict(a=dict(type='number'), b=dict(type='number')), required=['a', 'b'])))]
 TURNS = """\
-{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.content %}{{ m.content }}{% endif %}\
+{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.content is defined %}:{{ m.content }}{% endif %}\
 {% for call in m.tool_calls or [] %}{% set f = call.function %}\
 {{ '\\n<tool_call>\\n{"name": "' + f.name + '", "arguments": ' + f.arguments | tojson + '}\\n</tool_call>' }}\
 {% endfor %}{{ m.tool_call_id }}{{ '<|im_end|>\\n' }}{% endfor %}\
@@ -109,6 +109,7 @@ def test_the_text_with_tools_is_that_of_transformers(name, tmp_path):
 def test_the_form_of_calls_is_read_from_the_template():
     assert form_of(QWEN) == HERMES and form_of(LLAMA32) == form_of(real_llama()) == LLAMA
     assert form_of(SMOLLM2_TOOLS) == HERMES._replace(listed=True)
+    assert ['{0,' in grammar(HERMES, TOOLS, several, str) for several in (True, False)] == [True, False]
     assert form_of(CHAT) is form_of(XML) is form_of('<tool_call>{function-name}') is None
     assert not shows_tools(ChatTemplate(SMOLLM2)) and not shows_tools(ChatTemplate("{{ raise_exception('no') }}"))
     messages = [dict(role='user', content='Hi'), dict(role='assistant', content='')]
@@ -214,7 +215,7 @@ USER = dict(role='user', content='Héllo')
 def test_the_openai_client_reads_calls_and_sends_them_back(saying, name, parallel):
     openai = pytest.importorskip('openai', reason="openai is not installed")
     client, says = saying(name)
-    calls, text = CALLS[:1] if name == 'llama' else CALLS, '' if name == 'llama' else 'I look it up.'
+    calls, text = CALLS[:1] if name == 'llama' else CALLS, 'I look it up.' if name != 'llama' and parallel else ''
     says(f'{text}\n{written(name, calls)}')
     calls = calls if parallel else calls[:1]
     with openai.OpenAI(base_url=f'{client.base_url}/v1', api_key='-', max_retries=0) as ours:
@@ -224,7 +225,11 @@ def test_the_openai_client_reads_calls_and_sends_them_back(saying, name, paralle
         assert choice.finish_reason == 'tool_calls' and message.content == (text or None)
         assert [(c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls] == calls
         with ours.chat.completions.stream(**how) as stream:
-            n_events = sum(event.type == 'tool_calls.function.arguments.done' for event in stream)
+            found = [*stream]
+            n_events = sum(event.type == 'tool_calls.function.arguments.done' for event in found)
+            chunks = [event.chunk.choices[0] for event in found if event.type == 'chunk']
+            assert max(len(chunk.delta.tool_calls or ()) for chunk in chunks) == 1  # as OpenAI's
+            assert chunks[-1].finish_reason and not chunks[-1].delta.tool_calls
             streamed = stream.get_final_completion().choices[0]
         assert streamed.finish_reason == 'tool_calls' and streamed.message.content == message.content
         assert [(c.function.name, c.function.arguments) for c in streamed.message.tool_calls] == [
