@@ -146,7 +146,7 @@ class Client:
         pieces = [at_once.push(token) for token in tokens if token not in self.stop_ids]
         expected = 'stop' if at_once.stopped or tokens and tokens[-1] in self.stop_ids else (
             'length' if len(tokens) == r.max_tokens else None)
-        if r.constraint and expected is None and reason and len(tokens) == r.constraint.most:
+        if r.constraint and expected is None and reason == 'stop' and len(tokens) == r.constraint.most:
             expected = 'stop'
         assert reason == expected or reason in ('abort', 'error') and (expected is None or r.max_tokens == 0)
         if reason in ('stop', 'length'):
