@@ -61,6 +61,10 @@ def test_a_stream_says_step_by_step_what_the_whole_says(saying, said, fields, ki
         own = [event for event in found if event.get('output_index') == i]
         assert own[0]['type'] == 'response.output_item.added' and own[-1]['item'] == item
         kind = 'output_text' if item['type'] == 'message' else 'function_call_arguments'
+        part = ['content_part'] * (item['type'] == 'message')
+        assert [event['type'] for event in own if not event['type'].endswith('.delta')] == [
+            f'response.{name}' for name in (*[f'{of}.added' for of in ('output_item', *part)],
+                                            *[f'{of}.done' for of in (kind, *part, 'output_item')])]
         pieces = [event['delta'] for event in own if event['type'] == f'response.{kind}.delta']
         done, = [event for event in own if event['type'] == f'response.{kind}.done']
         text = item['content'][0]['text'] if item['type'] == 'message' else item['arguments']
@@ -119,6 +123,14 @@ def test_what_is_not_kept_or_not_there_is_refused_by_name(saying, fields, param,
     response = saying('qwen')[0].post('/v1/responses', json=dict(input='Hi') | fields)
     error = response.json()['error']
     assert response.status_code == 400 and error['param'] == param and said in error['message'], error
+
+
+def test_a_format_is_that_of_the_text(saying):  # noqa: F811
+    pytest.importorskip('llguidance', reason="llguidance is not installed")
+    for schema, said in (dict(type='string', maxLength=3), 200), ({'if': {}}, 400):
+        body = dict(input='Hi', text=dict(format=dict(type='json_schema', name='x', schema=schema)))
+        response = saying('qwen')[0].post('/v1/responses', json=body)
+        assert response.status_code == said and (said == 400) == ('Unimplemented' in response.text)
 
 
 def test_what_fails_in_a_stream_is_an_event(saying):  # noqa: F811
