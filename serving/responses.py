@@ -29,6 +29,8 @@ from serving.bodies import (
 )
 
 KINDS = 'message', 'function_call', 'function_call_output'  # of items in the input
+OF_A_CHAT = {'response_format.json_schema': 'text.format', 'response_format': 'text.format',
+             'max_tokens': 'max_output_tokens', 'messages': 'input'}  # its fields, and what they are here
 
 
 def message_of(item):
@@ -51,6 +53,15 @@ def flat(format):
         return {'type': format.type if format else 'text'}
     schema = format.json_schema
     return {'type': format.type, 'name': schema.name, 'strict': schema.strict, 'schema': orjson.loads(schema.schema_)}
+
+
+def renamed(error):
+    """The APIError of a chat with the names that its fields have here."""
+    for theirs, ours in OF_A_CHAT.items():
+        if (error.param or '').partition('.')[0] == theirs or (error.param or '').startswith(theirs + '.'):
+            error.param, error.args = error.param.replace(theirs, ours), (str(error).replace(theirs, ours),)
+            break
+    return error
 
 
 def messages_of(given):

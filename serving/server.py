@@ -37,7 +37,7 @@ from serving.engine_thread import QueueFull
 from serving.openapi import VERSION, Endpoint, openapi
 from serving.request import Output, check_ids
 from serving.responses import Response as ModelResponse
-from serving.responses import ResponseBody
+from serving.responses import ResponseBody, renamed
 from serving.served import requests_of
 
 FORMAT = 'text/plain; version=0.0.4; charset=utf-8'  # that `generate_latest` writes
@@ -281,7 +281,10 @@ async def chat(service, body):
 
 async def responses(service, body):
     """Answer an input"""
-    return await generate(service, body.chat(), 'resp_', 1, partial(ModelResponse, body), 'template')
+    try:
+        return await generate(service, body.chat(), 'resp_', 1, partial(ModelResponse, body), 'template')
+    except APIError as e:
+        raise renamed(e) from None
 
 
 async def generate(service, body, prefix, n_prompts, kind, pool):
