@@ -37,8 +37,8 @@ from device import pick_device, pick_dtype, share_cores
 mode = 'generate'         # generate, train, peers, serve, loss, gpu or recipes
 shape = 'auto'            # S (4 x 128, block 128), M (6 x 384, 256), L (12 x 768, 1024), or S,M; auto goes by the mode.
                           # In peers mode also smollm2 and qwen0.5b, the shapes of SmolLM2-135M and Qwen2.5-0.5B
-init_from = ''            # of peers and loss: a trained model, as in sample.py, in place of the shapes and checkpoints
-text = ''                 # with init_from, of loss: files whose text is predicted, with commas between
+init_from = ''            # in peers and loss mode: a trained model, as in sample.py, in place of shapes and checkpoints
+text = ''                 # in loss mode: files of text, with commas between, which the model of init_from predicts
 batch_size = 12           # rows of a training step
 block_size = 0            # of the training step; 0 is the shape's own
 bias = False              # in linears and layer norms?

@@ -72,7 +72,8 @@ class Conversation:
         finally:
             self.engine.end(sequence, 'abort')
             self.n_kept = sequence.n_found or 0
-            self.n_new, self.n_drawn = len(prompt) - self.n_kept, sequence.n_drawn - (sequence.tokens[-1] in stops)
+            self.n_new, self.n_drawn = len(prompt) - self.n_kept, sequence.n_drawn - (
+                sequence.ended == 'stop' and sequence.tokens[-1] in stops)
             self.messages = [*messages, dict(role='assistant', content=said)]
 
 

@@ -94,7 +94,7 @@ def answer_of(program, waiting, question, seconds):
     return (kind, text) if kind != 'ended' else (kind, process.returncode)
 
 
-# from here on: the process that renders
+# The functions below run in the process that renders.
 
 # what Jinja would import when a template first needs it: by then the process can open no file
 LATE = ('jinja2.ext', 'jinja2.sandbox', 'jinja2.debug', 'jinja2.constants', 'encodings.unicode_escape', 'html',

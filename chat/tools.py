@@ -12,10 +12,10 @@ import secrets
 from typing import NamedTuple
 
 MOST_CALLS = 128   # of one answer
-MOST_FORCED = 4    # where it must call: a small model may find no end
+MOST_FORCED = 4    # of one that has to call: a small model may go on until it is cut off
 PLAIN = {'type', 'properties', 'required', 'title', 'description', '$defs', '$schema'}  # of a schema
 DECODER = json.JSONDecoder()
-# of llguidance for arguments: with the blanks with which templates show them, and no others
+# for llguidance: arguments have the blanks that templates show, and no others
 SPACING = dict(whitespace_pattern=None, whitespace_flexible=False, item_separator=', ', key_separator=': ')
 
 

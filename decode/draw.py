@@ -173,7 +173,7 @@ def exponential_noise(seeds, numbers, tokens):
     token number b. It is minus the logarithm of a number between 0 and 1 of 52 bits, which splitmix64 makes of the
     three.
     """
-    # for a few rows, Python's integers are faster than NumPy's arrays
+    # Python's integers are faster than NumPy's arrays for a few rows
     keys = np.array([mixed(mixed(seed + GOLDEN) + (number + 1) * GOLDEN) for seed, number in zip(seeds, numbers)],
                     np.uint64)
     x = keys[:, None] + (np.asarray(tokens).astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)

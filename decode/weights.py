@@ -50,7 +50,7 @@ def check_model(model):
 
 
 def loaded(p):
-    """A parameter, or if it is on the device meta what it has in a file, which is read now and kept by nobody."""
+    """A parameter. One on the device meta is read from its file, and the caller alone keeps what was read."""
     return p.read() if p.is_meta else p
 
 
@@ -61,7 +61,7 @@ def shape_of(p):
 
 def linears_of(model, loaded=loaded):
     """
-    (weight (rows, K), bias (rows) or None) of every linear, in the order of layout.py. One after the other is loaded.
+    (weight (rows, K), bias (rows) or None) of every linear, in the order of layout.py. They are loaded one by one.
 
     c_attn is two linears: the queries of all heads, then the keys and values of each head. The rows of every head are
     padded to a multiple of LANES, so that each thread can compute some of the heads. c_gate and c_fc are one linear:

@@ -85,7 +85,8 @@ def sentencepiece(given, vocab, tokens, ids):
     """
     scores = given.get('scores', [])
     if len(scores) != len(tokens):
-        raise ValueError(f"it has {len(tokens)} tokens, but {len(scores)} scores of them")
+        raise ValueError(f"it has {len(tokens)} tokens and {len(scores)} scores, but each token needs one: is the "
+                         "download complete?")
     merges = [(scores[i], k, [text[:k], text[k:]]) for text, i in vocab.items() for k in range(1, len(text))
               if text[:k] in vocab and text[k:] in vocab]
     merges.sort(key=lambda merge: (-merge[0], -merge[1]))

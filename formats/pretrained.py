@@ -53,7 +53,7 @@ def from_pretrained(GPT, GPTConfig, model_type, override_args, dtype=None, lazy=
             config.bias = any(files.read(name, torch.float32).any() for name in weights if name.endswith('norm.bias'))
         check_weights(config, HUGGING_FACE[hf['model_type']], weights)
         model, dtype = meta_model(GPT, config), dtype or weights[embedding].dtype
-        if lazy and dtype is not torch.bfloat16:  # the other one that is packed
+        if lazy and dtype is not torch.bfloat16:  # these two dtypes can be packed
             dtype = torch.float32
         state_dict = state_dict_of(model, files, dtype, lazy)
         model.load_state_dict(state_dict, assign=True)
@@ -83,7 +83,7 @@ def state_dict_of(model, files, dtype, lazy):
         is_embedding = name.endswith(('wte.weight', 'wpe.weight')) or c.tied and name == 'lm_head.weight'
         if lazy and len(shape) == 2 and not is_embedding:
             rows, columns = zip(*(files.weights[each].shape for each in theirs))
-            shape = sum(rows), *{*columns}  # of one number of columns, or it does not fit
+            shape = sum(rows), *{*columns}  # parts of several widths do not fit
             if family == 'gpt2' and name.endswith(CONV1D):
                 shape = shape[::-1]
             state_dict[name] = torch.empty(shape, dtype=dtype, device='meta')

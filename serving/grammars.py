@@ -17,9 +17,9 @@ KINDS = 'json_schema', 'json_object', 'regex', 'choice', 'grammar'
 MOST_CHARACTERS = 2**17  # of a schema, an expression, a grammar, or all choices
 SECONDS = 2.0            # of the processor, for compiling one
 STACK = 2**22            # bytes, for compiling one: a thread has 2**23, or more
-# between the parts of JSON: it allows any blanks, and a small model may write them without end
+# between the parts of JSON, which allows any number: a small model may write blanks without end
 BLANKS = r'[ \n]{1,40}'
-# the library divides nothing into tokens by itself: how, the model chooses, as everywhere
+# the model chooses how a text is divided into tokens, and the library forces no division
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 waiting = []             # processes that wait for a question
@@ -49,7 +49,7 @@ def json_rule(schema):
     return f"%json {json.dumps(schema | {'x-guidance': options})}"
 
 
-# from here on: the process that compiles
+# The functions below run in the process that compiles.
 
 def lark_of(kind, text):
     """The same, as Lark."""

@@ -171,7 +171,7 @@ def forms_of(body, served):
         except ValueError:
             answer = None
         if type(answer) is not dict:
-            return forms  # for which the error is
+            return forms  # whose constraint raises the error
     tools = [tool for tool in body.tools if tool['function']['name'] in body.callable_names]
     return {'tools': ('grammar', grammar(form, tools, body.parallel_tool_calls, json_rule, answer))}
 

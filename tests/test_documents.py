@@ -18,7 +18,7 @@ import configurator
 SCRIPTS = ('train.py', 'sample.py', 'bench.py', 'export.py', 'serve.py', 'test_kv_cache.py')
 DOCUMENTS = ('README.md', 'KV_CACHE.md', *sorted(glob.glob('docs/*.md', root_dir=ROOT)))
 PACKAGES = sorted(os.path.dirname(path) for path in glob.glob('*/__init__.py', root_dir=ROOT))
-README_LINES, COLUMNS = 270, 120
+README_LINES, COLUMNS = 260, 120
 
 
 def text_of(document):

@@ -420,7 +420,7 @@ def test_a_real_models_weights_tokenizer_and_template_are_those_that_transformer
     for n in (2, 3):
         assert tokenizer.chat_template.render(said[:n]) == theirs.apply_chat_template(
             said[:n], tokenize=False, add_generation_prompt=True)
-    # it does not know the rule smollm, by which digits are alone: so as the model's own tokenizer.json has it
+    # transformers lacks the rule smollm, which splits digits: here it gets that of the model's own tokenizer.json
     theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     for text in texts(10_000):

@@ -19,7 +19,7 @@ FILES = {'config.json': b'{"a": 1}', 'model.safetensors': WEIGHTS, 'tokenizer.js
          'README.md': b'no', 'pytorch_model.bin': b'no', 'onnx/config.json': b'no', 'original/x.safetensors': b'no',
          'consolidated.safetensors': b'no'}
 READ = ['chat_template.jinja', 'config.json', 'model.safetensors', 'tokenizer.json']
-# formats/hub.py alone: torch takes seconds to import
+# it imports formats/hub.py and nothing else, because importing torch takes seconds
 ASK = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location('hub', 'formats/hub.py')

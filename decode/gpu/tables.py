@@ -12,7 +12,7 @@ IS_STOP, IN_PROMPT = 2**29, 2**30
 MOST_STEPS = 64  # of a call
 N_LANDINGS = 2   # that are under way at a time
 
-# what the host writes for each row before a call: {name: (dtype, how many)}, all of it side by side
+# {name: (dtype, numbers of a row)} of what the host writes before a call, into one block of memory
 FIELDS = {'tokens': (torch.int64, 1), 'positions': (torch.int64, 1), 'wanted': (torch.int64, 1),
           'seeds': (torch.int64, 1), 'settings': (torch.float64, N_SETTINGS), 'sequences': (torch.int32, 1),
           'min_tokens': (torch.int32, 1), 'numbers': (torch.int32, 1), 'step': (torch.int32, 1),

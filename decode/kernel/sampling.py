@@ -336,7 +336,7 @@ def copy_allowed(row, n, allowed, own):
     """own = the n logits, with -inf in the place of those whose bits in a bitmap are 0."""
     for start in range(0, n, 64):
         bits, end = uint64(allowed[start // 64]), min(n, start + 64)
-        if bits == 0:  # of most structures nearly all are
+        if bits == 0:  # most forms allow few tokens
             for t in range(start, end):
                 own[t] = -math.inf
         else:

@@ -73,7 +73,7 @@ class HybridCache:
         for cache in self.caches:
             getattr(cache, name)(*args, **how)
 
-    # each does what the method of `Streams` or `CellCache` with its name does
+    # each is the method of `Streams` or `CellCache` of that name
     clear = partialmethod(on_all_caches, 'clear')
     check_movable = partialmethod(on_all_caches, 'check_movable')
     seq_rm = partialmethod(on_all_caches, 'seq_rm')
