@@ -13,6 +13,29 @@ from kvcache.storage import quantise
 from positions import rotate, visible
 
 
+def embed(inputs, weight, positions_weight, x):
+    x.copy_(F.embedding(inputs.tokens, weight))
+    if positions_weight is not None:
+        x += F.embedding(inputs.positions.clamp(max=len(positions_weight) - 1), positions_weight)
+
+
+def normed(x, out, norm, rms):
+    weight, bias = (p if p is None else p.double() for p in (norm.weight, getattr(norm, 'bias', None)))
+    x = x.double()
+    out.copy_(F.rms_norm(x, weight.shape, weight, norm.eps) if rms else F.layer_norm(x, weight.shape, weight, bias,
+                                                                                     norm.eps))
+
+
+def linear(x, out, linear, activation='', gate=None, add=False):
+    of_x, of_gate = (F.linear(x.double(), *(p if p is None else p.double() for p in (each.weight, each.bias)))
+                     if each else 1 for each in (linear, gate))
+    if activation:
+        of_x = F.gelu(of_x, approximate=activation)
+    if gate:
+        of_x = F.silu(of_gate) * of_x
+    out.copy_(out + of_x if add else of_x)
+
+
 def store(qkv, q, angles, attn, kv, inputs, geometry):
     g, R = geometry, len(qkv)
     queries, keys, values = qkv.view(R, -1, g.head_dim).float().split([g.n_head, g.n_kv_head, g.n_kv_head], dim=1)
@@ -39,7 +62,8 @@ def places(slots, g, n):
     return at[..., None] * n + torch.arange(n, device=slots.device)
 
 
-def attend(q, y, parts, kv, inputs, geometry):
+def attend(qkv, q, y, parts, ended, angles, attn, kv, inputs, geometry, apart):
+    store(qkv, q, angles, attn, kv, inputs, geometry)
     g = geometry
     y.zero_()
     for row, sequence in enumerate(inputs.sequences.tolist()):
@@ -128,8 +152,3 @@ class Again:
 
     def __init__(self, replay):
         self.replay = replay
-
-
-def linear_by_row(step, x, linear):
-    """In the place of `Step.linear`, where a library on a CPU has other bits for few rows than for many."""
-    return torch.stack([linear(row) for row in x])

@@ -25,7 +25,7 @@ from decode.batch import Batch, NotNumbers, Refused, Runs
 from decode.cpu import CPUExecutor
 from decode.draw import DrawSettings, draw
 from decode.eager import EagerExecutor, UncachedExecutor
-from decode.gpu.executor import BUCKETS, GPUExecutor
+from decode.gpu.executor import GPUExecutor
 from decode.kernel.layout import WEIGHT_GROUP
 from decode.kernel.threads import n_cores
 from decode.weights import quantise, quantise_groups
@@ -97,9 +97,7 @@ def made(way, model, threads=TWO):
     """An executor, of 'eager float64', 'cpu int8', 'gpu float32' ... A model of numba's stays in float32."""
     name, dtype = way.split()
     if name == 'gpu':
-        executor = GPUExecutor(model, plain_gpu, Direct())
-        executor.buckets = BUCKETS[1:]  # the library here has other bits for few rows
-        return executor
+        return GPUExecutor(model, plain_gpu, Direct())
     return CPUExecutor(model, dtype, threads) if name == 'cpu' else EagerExecutor(model.to(getattr(torch, dtype)))
 
 

@@ -20,7 +20,7 @@ SHAPES = dict(learned=dict(n_head=2, head_dim=6), grouped=dict(n_head=6, n_kv_he
 
 
 def attended(rows, n_head, head_dim, n_kv_head=0, alibi=False, window=0, n_sink=0, block_size=100, n_slots=1600,
-             dtype=torch.float32, far=0):
+             dtype=torch.float32, far=0, apart=True):
     """(y, parts, NaN where nothing is written) of rows: (number of a text, position). All is a function of these."""
     n_kv_head, chooser = n_kv_head or n_head, torch.Generator().manual_seed(0)
     layer = Layer(n_slots, n_kv_head, head_dim, 'float16', 'float16', DEVICE)
@@ -33,11 +33,14 @@ def attended(rows, n_head, head_dim, n_kv_head=0, alibi=False, window=0, n_sink=
     sequences, positions = (torch.tensor(each, device=DEVICE) for each in zip(*rows))
     inputs = SimpleNamespace(positions=positions + far * (positions >= 0) * math.lcm(columns.ring or 1, slots.SPLIT),
                              sequences=sequences.int(), slot_table=table.int().to(DEVICE))
-    q = torch.stack([torch.randn(1 + (n_sink > 0), n_head, head_dim, generator=torch.Generator().manual_seed(p))
-                     for _, p in rows]).to(DEVICE, dtype)
+    qkv = torch.stack([torch.randn((n_head + 2 * n_kv_head) * head_dim, generator=torch.Generator().manual_seed(p))
+                       for _, p in rows]).to(DEVICE, dtype)
+    q = torch.full((len(rows), 1 + (n_sink > 0), n_head, head_dim), torch.nan, dtype=dtype, device=DEVICE)
     y = torch.full((len(rows), n_head * head_dim), torch.nan, dtype=dtype, device=DEVICE)
     parts = torch.full((len(rows), columns.n_splits, n_head, head_dim + 2), torch.nan, device=DEVICE)
-    attention.attend(q, y, parts, KVLayer.of(layer), inputs, g)
+    ended = torch.zeros(len(rows), n_head, dtype=torch.int32, device=DEVICE)
+    attention.attend(qkv, q, y, parts, ended, None, None, KVLayer.of(layer), inputs, g, apart)
+    assert not ended.any()
     return y, parts
 
 
@@ -64,7 +67,6 @@ def test_work_grows_with_the_text_and_not_with_the_context(monkeypatch):
         assert (~parts.isnan()).all(-1).sum() == n and parts[0, n:].isnan().all(), position
     launched = MagicMock()
     monkeypatch.setattr(attention, 'attend_kernel', launched)
-    monkeypatch.setattr(attention, 'add_kernel', MagicMock())
     for heads, R, block_size in [(h, R, n) for h in (2, 12) for R in (1, 8, 64, 256) for n in (1000, 32768, 10**5)]:
         launched.reset_mock()
         _, parts = attended([(0, 0)] * R, 12, 8, heads, block_size=block_size, n_slots=400, dtype=torch.float16)

@@ -15,8 +15,9 @@ from model import GPT, GPTConfig
 
 TYPES = {torch.float32: '*fp32', torch.float64: '*fp64', torch.bfloat16: '*bf16', torch.float16: '*fp16',
          torch.int8: '*i8', torch.int32: '*i32', torch.int64: '*i64'}
-KERNELS = [('storing', 'store_kernel'), ('attention', 'attend_kernel'), ('attention', 'add_kernel'),
-           ('drawing', 'change_kernel'), ('drawing', 'draw_kernel')]
+KERNELS = [('linears', 'embed_kernel'), ('linears', 'norm_kernel'), ('linears', 'linear_kernel'),
+           ('storing', 'store_kernel'), ('attention', 'attend_kernel'), ('drawing', 'change_kernel'),
+           ('drawing', 'draw_kernel')]
 LLAMA = dict(position='rope', mlp='swiglu', norm='rms', qk_norm=True, n_kv_head=2)
 WINDOW = dict(position='rope', window=512, n_sink=4)
 CASES = [(90, 'bfloat16', 'bfloat16', LLAMA), (80, 'float32', 'float32', dict(mlp='swiglu')),

@@ -4,6 +4,7 @@ waits for it. What it computes, in any company, is in test_executors.py.
 """
 import random
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -24,7 +25,6 @@ from decode.gpu import check
 from decode.gpu.executor import BUCKETS, GPUExecutor
 from decode.gpu.queue import Queue
 from decode.gpu.slots import Rows
-from decode.gpu.step import Step
 from decode.gpu.tables import MOST_STEPS
 from engine import Engine
 from kvcache import BlockPool, make_layers
@@ -235,17 +235,6 @@ def test_a_call_is_one_copy_to_the_device():
     check_alone(m, sequences)
 
 
-def test_a_library_sees_products_of_one_height(monkeypatch):
-    """Or of few rows, which are tried at the start. It may have other sums for each."""
-    heights = []
-    monkeypatch.setattr('torch.addmm', lambda bias, x, w, out: heights.append(len(x)) or out.copy_(x @ w + bias))
-    slots = Slots(gpu(model_of('llama')))
-    slots.run({Text([1] * 30): 30 for _ in range(5)}, 1)
-    assert {*heights} == {64} and len(heights) == 3 * 5 * 2
-    slots.run({Text([1]): 1}, 1)
-    assert {*heights} == {64, 8}
-
-
 class Recorded(Direct):
     """The pools of CUDA on a CPU. pools: that of each recording, of which the step is run once."""
     record = Queue.record
@@ -351,22 +340,29 @@ def test_what_it_does_not_know_is_refused():
             decode.check_choice(name, 'int8', device='cuda')
 
 
-def wrong_far_away(q, y, parts, kv, inputs, geometry):
+def wrong_far_away(*args):
     """Attention that is wrong where the keys of a window have gone round."""
-    plain_gpu.attend(q, y, parts, kv, inputs, geometry)
-    y[inputs.positions > geometry.columns.ring + 20] *= 1.1
+    *_, inputs, geometry, _ = args
+    plain_gpu.attend(*args)
+    args[2][inputs.positions > geometry.columns.ring + 20] *= 1.1
 
 
-def by_place(q, y, parts, kv, inputs, geometry):
+def by_place(*args):
     """Attention whose last bits depend on a row's place."""
-    plain_gpu.attend(q, y, parts, kv, inputs, geometry)
-    y += torch.arange(len(y))[:, None] % 7 * 1e-6
+    plain_gpu.attend(*args)
+    args[2].add_(torch.arange(len(args[2]))[:, None] % 7 * 1e-6)
 
 
-def by_number(q, y, parts, kv, inputs, geometry):
+def by_number(*args):
     """Attention whose last bits depend on the number of rows, where they are few."""
-    plain_gpu.attend(q, y, parts, kv, inputs, geometry)
-    y += 1e-6 * (len(y) < 64)
+    plain_gpu.attend(*args)
+    args[2].add_(1e-6 * (len(args[2]) < 64))
+
+
+def other_apart(*args):
+    """Attention whose last bits depend on whether it stores keys itself."""
+    plain_gpu.attend(*args)
+    args[2].add_(1e-6 * args[-1])
 
 
 def greedy(logits, inputs):
@@ -380,19 +376,12 @@ def test_what_a_device_computes_is_tried_first(monkeypatch):
     for kind, functions, error in [
             *[(kind, {}, '') for kind in sizes(['rope window sinks', 'qwen window', 'learned'], MODELS)],
             ('rope window sinks', dict(attend=wrong_far_away), 'away from PyTorch'),
-            ('rope', dict(attend=by_place), 'other bits among others'), ('rope', dict(draw=greedy), 'it draws'),
-            ('llama', dict(store=lambda *args: plain_gpu.store(args[0], args[1], None, *args[3:])), 'away from'),
-            ('rope', dict(store=None), 'does not run here: TypeError')]:
+            *[('rope', dict(attend=each), 'other bits among others') for each in (by_place, by_number, other_apart)],
+            ('rope', dict(draw=greedy), 'it draws'), ('rope', dict(attend=None), 'does not run here: TypeError'),
+            ('llama', dict(attend=lambda *args: plain_gpu.attend(*args[:5], None, *args[6:])), 'away from')]:
         model, functions = model_of(kind), SimpleNamespace(**PLAIN | functions)
         monkeypatch.setattr('decode.gpu.executor.kernels', lambda functions=functions: functions)
         monkeypatch.setattr('decode.gpu.executor.Queue', lambda device: Direct())
-        if error:
-            with pytest.raises(ValueError, match=error):
-                GPUExecutor(model)
-        else:
-            assert GPUExecutor(model).buckets in (BUCKETS, BUCKETS[1:])
-    monkeypatch.setattr(Step, 'linear', plain_gpu.linear_by_row)
-    for attend, buckets in (plain_gpu.attend, BUCKETS), (by_number, BUCKETS[1:]):
-        functions = SimpleNamespace(**PLAIN | dict(attend=attend))
-        assert check.buckets_of(model_of('rope'), functions, Direct()) == buckets
+        with pytest.raises(ValueError, match=error) if error else nullcontext():
+            GPUExecutor(model)
     assert decode.best(model_of('rope').to('meta'), 1).name == 'PyTorch, eager', "auto, where the device is no CPU"

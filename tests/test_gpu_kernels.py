@@ -24,31 +24,56 @@ NEAR = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 def compared(near_store):
     """The kernels, each of which is compared with its function in PyTorch, on copies of what it is given."""
-    of_kernels, cpu = kernels(), lambda each: each if each is None else each.to('cpu', copy=True)
+    of_kernels = kernels()
 
-    def store(qkv, q, angles, attn, kv, inputs, g):  # on the CPU: on a GPU PyTorch does not divide by 127
-        expected = cpu(q), type(kv)(*map(cpu, kv))
-        plain_gpu.store(cpu(qkv), expected[0], cpu(angles), copy.deepcopy(attn).cpu(), expected[1],
-                        type(inputs)(*map(cpu, inputs)), g)
-        of_kernels.store(qkv, q, angles, attn, kv, inputs, g)
+    def on_cpu(each):
+        """A copy. On a GPU PyTorch does not divide by 127."""
+        if isinstance(each, tuple):
+            return type(each)(*map(on_cpu, each))
+        if isinstance(each, torch.nn.Module):
+            return copy.deepcopy(each).cpu()
+        return each.to('cpu', copy=True) if isinstance(each, torch.Tensor) else each
+
+    def both(name, args, more, at):
+        """The argument number `at` is written: by the kernel, and by the function in float64."""
+        expected = [on_cpu(each) for each in args]
+        if name == 'linear' and not more.get('add') or name != 'linear':
+            args[at].fill_(torch.nan)
+        expected[at] = expected[at].double()
+        getattr(plain_gpu, name)(*expected, **{key: on_cpu(each) for key, each in more.items()})
+        getattr(of_kernels, name)(*args, **more)
+        near = NEAR[model_dtype(args)] * max(1, float(expected[at].abs().max()))
+        torch.testing.assert_close(args[at].double().cpu(), expected[at], rtol=0, atol=near)
+        return expected
+
+    def model_dtype(args):
+        return next(each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()
+                    and each.dtype is not torch.float32) if any(
+            isinstance(each, torch.Tensor) and each.dtype in (torch.float16, torch.bfloat16) for each in args
+        ) else torch.float32
+
+    def attend(*args):
+        args[3].fill_(torch.nan)  # the parts
+        _, q, *_, kv, inputs, _, _ = args
+        _, expected_q, *_, expected_kv, _, _, _ = both('attend', args, {}, 2)
         real = inputs.sequences >= 0
-        for a, b in zip((q[real], *kv), (expected[0][real.cpu()], *expected[1])):
+        for a, b in zip((q[real], *kv), (expected_q[real.cpu()], *expected_kv)):
             if a is not None:
                 torch.testing.assert_close(a.cpu(), b, rtol=near_store, atol=near_store, equal_nan=True)
-
-    def attend(q, y, parts, kv, inputs, g):
-        expected = y.double()
-        plain_gpu.attend(q, expected, None, kv, inputs, g)
-        y.fill_(torch.nan)
-        of_kernels.attend(q, y, parts.fill_(torch.nan), kv, inputs, g)
-        near = NEAR[q.dtype] * max(1, float(expected.abs().max()))
-        torch.testing.assert_close(y.double(), expected, rtol=0, atol=near)
-    return SimpleNamespace(store=store, attend=attend, draw=of_kernels.draw)
+        assert not args[4].any()
+    return SimpleNamespace(
+        attend=attend, draw=of_kernels.draw, embed=lambda *args: both('embed', args, {}, 3),
+        normed=lambda *args: both('normed', args, {}, 1), linear=lambda *args, **more: both('linear', args, more, 1))
 
 
 class Small(GPUExecutor):
     """Graphs of few rows, for the interpreter."""
     most_sequences = 4
+
+    def graph(self, kind, n):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr('decode.gpu.executor.BUCKETS', (4,))
+            return super().graph(kind, n)
 
 
 def on(functions, kind, dtype=torch.float32, **how):
@@ -56,10 +81,8 @@ def on(functions, kind, dtype=torch.float32, **how):
     heads = dict(n_head=2, n_kv_head=1) if kind == 'llama' else dict(n_head=2)
     m = model_of(kind, **dict(n_layer=1, n_embd=16, n_inner=24, head_dim=8) | heads | how).to(DEVICE, dtype)
     if DEVICE == 'cuda':
-        return m, GPUExecutor(m, functions)
-    executor = Small(m, functions, Direct())
-    executor.buckets = Small.most_sequences,
-    return m, executor
+        return m, GPUExecutor(m, functions, Direct())  # what is compared cannot be recorded
+    return m, Small(m, functions, Direct())
 
 
 # the interpreter has no dots of bfloat16, and cuts float32 off to it: more of it is tried on a GPU

@@ -1,57 +1,67 @@
 """
-Attention on a GPU: two Triton kernels, which read the keys and values of one step from their slots.
+Attention on a GPU, over the keys and values in their slots.
 
 The keys that a row sees are divided into splits, so that a few rows keep the whole GPU busy. A split is attended TILE
-keys at a time, with a running maximum of the scores (arXiv:2205.14135). The second kernel adds up the splits of a row.
-Tiles and splits begin at multiples of their size, which follows from the row's position, and splits are added in
-ascending order. So the bits of a row depend on its position and its own keys alone, and a short text costs the same in
-a long context. Sinks are the first split. Keys and values that are not seen may be NaN.
+keys at a time, with a running maximum of the scores (arXiv:2205.14135). The program of a row that ends last adds up its
+splits. Tiles and splits begin at multiples of their size, which follows from the row's position, and splits are added
+in ascending order. So the bits of a row depend on its position and its own keys alone, and a short text costs the same
+in a long context. Sinks are the first split. Keys and values that are not seen may be NaN.
 """
 import torch
 import triton
 import triton.language as tl
 
+from decode.gpu.overlap import overlap, wait
 from decode.gpu.slots import SPLIT, SPLITS, TILE
-from decode.gpu.storing import group_size
+from decode.gpu.storing import slot_of, store, store_new, what_is_stored
 
 PROGRAMS = 1024  # of a step of few rows, which share the splits; in one of many rows, each head of a row has a program
+WARPS = 8         # of a program with one query
 
 
-def attend(q, y, parts, kv, inputs, geometry):
+def attend(qkv, q, y, parts, ended, angles, attn, kv, inputs, geometry, apart):
     """
-    y (R, n_head * head_dim): attention of each row's queries, see `storing.store`, over what its sequence has up to its
-    position, through the window. Zeros for padding. parts: float32 (R, n_splits, n_head, head_dim + 2), written too.
+    Store the keys and values of qkv, see `storing.store`, and attend.
+
+    y (R, n_head * head_dim): of each row's queries, over what its sequence has up to its position, through the window.
+    Zeros for padding. q (R, kinds, n_head, head_dim) and parts, float32 (R, n_splits, n_head, head_dim + 2), are
+    written too. ended: int32 (R, n_head), zeros, and zeros again behind it. apart: all rows are of different sequences,
+    so the program that reads a new key can store it.
     """
     g, columns, R = geometry, geometry.columns, len(q)
+    arguments, constants = what_is_stored(q, angles, kv, inputs, g)
+    norms = [getattr(attn, name, None) for name in ('q_norm', 'k_norm')]
+    # a program of one warp adds up a norm in another order than one of several
+    stores = apart and norms == [None, None]
+    if not stores:
+        store(qkv, norms, arguments, constants)
     shared = g.n_head // g.n_kv_head  # queries of a head of keys
     # Several queries of 16 bits are a matrix for tensor cores, padded to 16 rows. Of float32, which these do not
     # multiply, and of one alone, which reuses no key, each has a program without a barrier in its loop
     one = shared == 1 or q.dtype == torch.float32
-    padded, n_heads = max(16, triton.next_power_of_2(g.head_dim)), g.n_head if one else g.n_kv_head
+    n_heads = g.n_head if one else g.n_kv_head
     n_programs = min(columns.n_splits, max(1, PROGRAMS // (R * n_heads)))
-    of_splits = dict(WINDOW=g.window, N_SINK=g.n_sink, SPLIT=SPLIT, SPLITS=SPLITS, N_SPLITS=columns.n_splits)
     attend_kernel[R, n_heads, n_programs](
-        q, parts, kv.k, kv.v, kv.k_scale, kv.v_scale, inputs.positions, inputs.sequences, inputs.slot_table, g.slopes,
-        inputs.slot_table.stride(0), g.n_slots, g.n_head, shared, 1 if one else shared,
-        1 if one else max(16, triton.next_power_of_2(shared)), g.head_dim, padded, q.size(1), g.head_dim ** -0.5,
-        columns.sinks, columns.ring, g.group, group_size(g, padded), TILE, 1 if one else 3, **of_splits,
-        num_warps=8 if one else 4, enable_fp_fusion=True)
-    add_kernel[R, g.n_head](y, parts, inputs.positions, inputs.sequences, g.n_head, g.head_dim, padded, **of_splits,
-                            num_warps=1, enable_fp_fusion=True)
+        qkv, *arguments, y, parts, ended, g.slopes, shared, 1 if one else shared,
+        1 if one else max(16, triton.next_power_of_2(shared)), g.head_dim ** -0.5, TILE, 1 if one else 3, stores,
+        g.window, SPLIT, SPLITS, columns.n_splits, **constants, **overlap(q), num_warps=WARPS if one else 4,
+        enable_fp_fusion=False)
 
 
 @triton.jit(do_not_specialize=['n_slots'])  # one kernel is compiled for all caches, so that bits are the same in each
-def attend_kernel(q, parts, k, v, k_scale, v_scale, positions, sequences, slot_table, slopes, table_stride, n_slots,
-                  N_HEAD: tl.constexpr, SHARED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
-                  D: tl.constexpr, PADDED: tl.constexpr, KINDS: tl.constexpr, SCALE: tl.constexpr, SINKS: tl.constexpr,
-                  RING: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, TILE: tl.constexpr,
-                  STAGES: tl.constexpr, WINDOW: tl.constexpr, N_SINK: tl.constexpr, SPLIT: tl.constexpr,
-                  SPLITS: tl.constexpr, N_SPLITS: tl.constexpr):
+def attend_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, slot_table, table_stride, n_slots,
+                  y, parts, ended, slopes, SHARED: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+                  SCALE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, STORES: tl.constexpr,
+                  WINDOW: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, N_SPLITS: tl.constexpr,
+                  N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
+                  KINDS: tl.constexpr, N_SINK: tl.constexpr, SINKS: tl.constexpr, RING: tl.constexpr,
+                  GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, OVERLAP: tl.constexpr):
     """
-    Parts of some splits of a row, for QUERIES of the SHARED query heads of a head of keys, padded to ROWS. Lanes have a
-    largest score, a sum of weights and sums of values each. With a matrix of queries a lane is a query; with one, lane
-    i is key i of each tile, and lanes meet behind the last tile.
+    Some splits of a row, for QUERIES of the SHARED query heads of a head of keys, padded to ROWS. Lanes have a largest
+    score, a sum of weights and sums of values each. With a matrix of queries a lane is a query; with one, lane i is key
+    i of each tile, and lanes meet behind the last tile.
     """
+    wait(OVERLAP)
     row, channels = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
     heads = tl.program_id(1) * QUERIES + tl.arange(0, ROWS)
@@ -61,6 +71,11 @@ def attend_kernel(q, parts, k, v, k_scale, v_scale, positions, sequences, slot_t
     of_head = (tl.program_id(1) * QUERIES // SHARED).to(tl.int64) * n_slots
     if slopes is not None:
         slope = tl.load(slopes + heads, mine, 0)[:, None]
+    if STORES:  # each program of a row writes the same
+        slot = slot_of(position, sequence, slot_table, table_stride, N_SINK, SINKS, RING)
+        store_new(qkv, q, angles, k, v, k_scale, v_scale, row, tl.program_id(1) * QUERIES, slot, of_head, sequence >= 0,
+                  QUERIES, SHARED, N_HEAD, N_KV_HEAD, D, PADDED, KINDS, GROUP, GROUP_SIZE)
+        tl.debug_barrier()  # all threads read what some have written
 
     n_splits = splits_of(position, sequence, 0, WINDOW, N_SINK, SPLIT, SPLITS)[0]
     for split in tl.range(tl.program_id(2), n_splits, tl.num_programs(2)):
@@ -111,6 +126,16 @@ def attend_kernel(q, parts, k, v, k_scale, v_scale, positions, sequences, slot_t
             tl.store(part + D + 1, weight, mine)
         tl.store(part[:, None] + channels[None, :], sums, numbers)
 
+    tl.debug_barrier()
+    counter, n_others = ended + row * N_HEAD + tl.program_id(1), tl.num_programs(2) - 1
+    n_ended = n_others
+    if n_others > 0:
+        n_ended = tl.atomic_add(counter, 1)
+    if n_ended == n_others:  # all parts have been written
+        tl.store(counter, 0)
+        add_up(y + (row * N_HEAD + heads) * D, parts + (row * N_SPLITS * N_HEAD + heads) * (D + 2), n_splits, mine,
+               N_HEAD, D, PADDED, ROWS)
+
 
 @triton.jit
 def splits_of(position, sequence, split, WINDOW: tl.constexpr, N_SINK: tl.constexpr, SPLIT: tl.constexpr,
@@ -149,20 +174,19 @@ def share(score, most):
 
 
 @triton.jit
-def add_kernel(y, parts, positions, sequences, N_HEAD: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr,
-               WINDOW: tl.constexpr, N_SINK: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
-               N_SPLITS: tl.constexpr):
-    """y of a row and head. A part has D sums of values, the largest score, and the sum of weights."""
-    row, head, channels = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, PADDED)
-    sequence = tl.load(sequences + row)
-    n_splits = splits_of(tl.load(positions + row), sequence, 0, WINDOW, N_SINK, SPLIT, SPLITS)[0]
-    most, weight, sums = float('-inf'), 0.0, tl.zeros((PADDED,), tl.float32)
-    for split in tl.range(0, n_splits, loop_unroll_factor=8):  # the loads of 8 splits do not wait for each other
-        part = parts + ((row * N_SPLITS + split) * N_HEAD + head) * (D + 2)
-        of_split, of_weights = tl.load(part + D), tl.load(part + D + 1)
-        of_values = tl.load(part + channels, channels < D, 0)
+def add_up(y, parts, n_splits, mine, N_HEAD: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Write y of some heads. A part has D sums of values, the largest score, and the sum of weights."""
+    channels = tl.arange(0, PADDED)
+    numbers = mine[:, None] & (channels < D)[None, :]
+    most, weight = tl.full((ROWS,), float('-inf'), tl.float32), tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, PADDED), tl.float32)
+    for split in tl.range(0, n_splits):
+        part = parts + split * N_HEAD * (D + 2)
+        of_split, of_weights = tl.load(part + D, mine, 0), tl.load(part + D + 1, mine, 0)
+        of_values = tl.load(part[:, None] + channels[None, :], numbers, 0)
         before, most = most, tl.maximum(most, of_split)
         kept, added = share(before, most), share(of_split, most)
-        weight, sums = weight * kept + of_weights * added, sums * kept + of_values * added
-    sums /= tl.where(sequence >= 0, weight, 1)  # of padding, 0
-    tl.store(y + (row * N_HEAD + head) * D + channels, sums.to(y.dtype.element_ty), channels < D)
+        weight = weight * kept + of_weights * added
+        sums = sums * kept[:, None] + of_values * added[:, None]
+    sums /= tl.where(n_splits > 0, weight, 1)[:, None]  # of padding, 0
+    tl.store(y[:, None] + channels[None, :], sums.to(y.dtype.element_ty), numbers)

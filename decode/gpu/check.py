@@ -7,7 +7,7 @@ import torch
 
 from decode.batch import Runs
 from decode.draw import DrawSettings, draw
-from decode.gpu.executor import BUCKETS, GPUExecutor
+from decode.gpu.executor import GPUExecutor
 
 N_TEXTS, LONGEST = 20, 300
 # how far logits may be away, the root of a mean square in standard deviations; on a CPU it is 2e-6, 0.002 and 0.015
@@ -16,33 +16,37 @@ HOWS = [dict(temperature=0.0), dict(top_k=20), dict(top_p=0.8), dict(repetition_
         dict(logit_bias={0: 3.0}, min_p=0.05), dict(stops=[0], min_tokens=3)]
 
 
-def buckets_of(model, functions, queue):
+def check_here(model, functions, queue):
     """
-    The numbers of rows that graphs may have on this device: BUCKETS, without the fewest if a row has other bits there.
-
     ValueError unless, with the first layer alone, N_TEXTS texts of up to LONGEST tokens, one of them longer than a
     window and its ring, have the logits of PyTorch in float32, and tokens that `decode.draw` draws from them; and their
-    last rows the same bits in any order, in any company and in a step of their own.
+    last rows the same bits in any order, in any company, in a step of their own and in one that draws.
     """
     executor = GPUExecutor(first_layer(model), functions, queue)
     texts = texts_for(executor)
     lengths, tokens = [len(text.tokens) for text in texts], np.concatenate([text.tokens for text in texts])
-    last, positions = np.cumsum(lengths) - 1, np.concatenate([np.arange(n) for n in lengths])
+    last, positions, ones = np.cumsum(lengths) - 1, np.concatenate([np.arange(n) for n in lengths]), np.ones(1, int)
 
-    def are_the_same(*orders):
-        """Do last tokens in these orders, each in a step of its own, have the logits `found`?"""
-        return all([torch.equal(found[order], executor.logits_of(
-            [texts[i] for i in order], tokens[last[order]], positions[last[order]], [1] * len(order),
-            np.arange(len(order)))) for order in orders])
+    def logits(order):
+        """Of last tokens in this order, in a step of their own."""
+        return executor.logits_of([texts[i] for i in order], tokens[last[order]], positions[last[order]],
+                                  [1] * len(order), np.arange(len(order)))
+
+    def logits_behind_a_draw(order):
+        graph = executor.graph('draw', len(order))
+        executor.load([texts[i] for i in order], ones.repeat(len(order)), tokens[last[order]], positions[last[order]])
+        executor.table.send()  # nobody draws: the draw leaves logits alone
+        graph.replay()
+        return executor.step.logits[:len(order)]
     try:
         executor.hold([slots_for(executor, len(tokens))])
         with executor.on_device():
-            order, executor.buckets = np.random.default_rng(0).permutation(N_TEXTS), BUCKETS[1:]
+            order = np.random.default_rng(0).permutation(N_TEXTS)
             found = executor.logits_of(texts, tokens, positions, lengths, last)
-            wrong = [] if are_the_same(order, np.tile(order, 12), order[:1]) else ["rows have other bits among others"]
-            executor.buckets = BUCKETS
-            buckets = BUCKETS if are_the_same(order[:8], order[8:11], order[11:12]) else BUCKETS[1:]
-            executor.graph('draw', buckets[0])
+            orders = order, np.tile(order, 12), order[:1], order[:9], order[2:]
+            wrong = [] if all(torch.equal(found[order], logits(order)) for order in orders) and all(
+                torch.equal(found[order], logits_behind_a_draw(order)) for order in (order, order[:1])) else [
+                    "rows have other bits among others"]
             drawn = executor.drawn(texts, found.clone())
             defined = draw(found, [text.settings for text in texts], [0] * N_TEXTS).tolist()
             judge = copy.deepcopy(executor.model).float().eval()
@@ -50,8 +54,8 @@ def buckets_of(model, functions, queue):
                                      for text in texts])
             off = float((off.square().mean(1).sqrt() / found.std()).max())
     except Exception as e:  # of a compiler, or of a device that a kernel does not fit
-        raise ValueError(f"the GPU executor does not run here: {type(e).__name__}: {str(e)[:200]}: leave decoder=gpu "
-                         "out") from e
+        raise ValueError(f"the GPU executor does not run here: {type(e).__name__}: {str(e)[:200]}: take decoder=eager"
+                         ) from e
     finally:
         executor.hold(())
     if not off <= MOST_OFF[model.lm_head.weight.dtype]:
@@ -61,7 +65,6 @@ def buckets_of(model, functions, queue):
     if wrong:
         raise ValueError(f"the GPU executor computes something else here: {', and '.join(wrong)}. Please report it, "
                          "with the versions of torch and triton")
-    return buckets
 
 
 def first_layer(model):

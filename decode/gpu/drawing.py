@@ -1,8 +1,9 @@
 """
 The next token of each row of a step, drawn on the GPU from its logits: two Triton kernels, launched by `draw`.
 
-The meaning is that of `decode.draw.draw`: the largest of weight / noise. One program draws for a row: it reads the row
-a few times, BLOCK numbers at a time, and never sorts it. The order of all sums depends on vocab_size only.
+The meaning is that of `decode.draw.draw`: the largest of weight / noise. A program reads a row a few times, BLOCK
+numbers at a time, and never sorts it. The order of all sums depends on vocab_size only. Some programs share a row, if
+rows are few: each finds what is kept, and makes the noise of some blocks; the one that ends last takes the largest.
 
 A logit is found by halving an interval of `rank`s, whole numbers in the order of the numbers of float32, so what top_k
 and top_p keep is exact. To halve it 32 times without reading the row 32 times, a program holds the four largest logits
@@ -12,11 +13,13 @@ import triton
 import triton.language as tl
 
 from decode.gpu import tables
+from decode.gpu.overlap import overlap, wait
 
 TEMPERATURE, TOP_K, TOP_P, MIN_P, PRESENCE, FREQUENCY, REPETITION, BIASED, N_SETTINGS = map(
     tl.constexpr, range(tables.N_SETTINGS + 1))
-IS_STOP, IN_PROMPT = tl.constexpr(tables.IS_STOP), tl.constexpr(tables.IN_PROMPT)
-BLOCK, WARPS = 4096, 16  # tokens that a program of `draw_kernel` reads at a time
+IS_STOP, IN_PROMPT, MOST_PROGRAMS = map(tl.constexpr, (tables.IS_STOP, tables.IN_PROMPT, tables.MOST_PROGRAMS))
+BLOCK, WARPS = 4096, 16  # tokens that a program of `draw_kernel` reads at a time, or fewer of a small vocabulary
+PROGRAMS = 128  # of `draw_kernel`, at least, if the vocabulary has so many blocks
 UNROLL = tl.constexpr(4)  # so many times, if it need not wait in between: one program alone has to hide its latency
 CHANGED = 1024  # tokens of a program of `change_kernel`
 INFINITY, GOLDEN = tl.constexpr(float('inf')), tl.constexpr(0x9E3779B97F4A7C15)
@@ -27,19 +30,23 @@ def draw(logits, inputs):
     Draw the next tokens from logits, float32 (R, vocab_size), which are changed. Then each row's token, position,
     number and mark in the `StepInputs` go on; a row that ends becomes padding.
     """
-    (R, V), i = logits.shape, inputs
+    (R, V), i, early = logits.shape, inputs, overlap(logits)
     change_kernel[R, triton.cdiv(V, CHANGED)](
         logits, i.settings, i.numbers, i.left, i.min_tokens, i.sequences, i.biases, i.marks, i.broken, V, CHANGED,
-        num_warps=4, enable_fp_fusion=False)
-    draw_kernel[R,](
+        **early, num_warps=4, enable_fp_fusion=False)
+    block = min(BLOCK, max(64, triton.next_power_of_2(V)))
+    n_programs = min(triton.cdiv(V, block), triton.cdiv(PROGRAMS, R), tables.MOST_PROGRAMS)
+    draw_kernel[R, n_programs](
         logits, i.settings, i.seeds, i.numbers, i.left, i.marks, i.drawn, i.drawn.stride(0), i.step, i.tokens,
-        i.positions, i.sequences, V, BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+        i.positions, i.sequences, i.scores, i.found, i.ended, V, block, **early, num_warps=min(WARPS, block // 32),
+        enable_fp_fusion=False)
 
 
 @triton.jit
 def change_kernel(logits, settings, numbers, left, min_tokens, sequences, biases, marks, broken, V: tl.constexpr,
-                  BLOCK: tl.constexpr):
+                  BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Apply biases, min_tokens and penalties to BLOCK logits of a row, in place, in this order. Note broken ones."""
+    wait(OVERLAP)
     row = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < tl.where(tl.load(left + row) > 0, V, 0)  # nothing of a row that has ended
@@ -69,15 +76,43 @@ def change_kernel(logits, settings, numbers, left, min_tokens, sequences, biases
 
 @triton.jit
 def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stride, step, tokens, positions, sequences,
-                V: tl.constexpr, BLOCK: tl.constexpr):
-    """Draw the token of one row, and let the row's state go on."""
-    row = tl.program_id(0)
-    may_draw, at_step = tl.load(left + row), tl.load(step + row)
+                scores, found, ended, V: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """
+    Find the token of one row among the blocks of this program. The program of the row that ends last takes the best
+    one, and lets the row's state go on.
+    """
+    wait(OVERLAP)
+    row, n_others = tl.program_id(0), tl.num_programs(1) - 1
+    may_draw, number = tl.load(left + row), tl.load(numbers + row)
+    score, token = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
+    if may_draw > 0:
+        key = noise_key(tl.load(seeds + row), number)
+        score, token = token_of(logits + row.to(tl.int64) * V, settings + row * N_SETTINGS, key, V, BLOCK)
+    n_ended = n_others
+    if n_others > 0:
+        at = row * MOST_PROGRAMS + tl.program_id(1)
+        tl.store(scores + at, score)
+        tl.store(found + at, token)
+        tl.debug_barrier()
+        n_ended = tl.atomic_add(ended + row, 1)
+    if n_ended == n_others:
+        if n_others > 0:
+            tl.store(ended + row, 0)
+            i = tl.arange(0, MOST_PROGRAMS)
+            all_scores = tl.load(scores + row * MOST_PROGRAMS + i, i <= n_others, -1.0)
+            all_tokens = tl.load(found + row * MOST_PROGRAMS + i, i <= n_others, V)
+            token = tl.min(tl.where(all_scores == tl.max(all_scores, 0), all_tokens, V), 0)
+        go_on(row, token, may_draw, number, marks, drawn, drawn_stride, step, tokens, positions, sequences, numbers,
+              left, V)
+
+
+@triton.jit
+def go_on(row, token, may_draw, number, marks, drawn, drawn_stride, step, tokens, positions, sequences, numbers, left,
+          V: tl.constexpr):
+    """Write what a row has drawn, and the state of its next step."""
+    at_step = tl.load(step + row)
     result = drawn + at_step.to(tl.int64) * drawn_stride + row
     if may_draw > 0:
-        number = tl.load(numbers + row)
-        key = noise_key(tl.load(seeds + row), number)
-        token = token_of(logits + row.to(tl.int64) * V, settings + row * N_SETTINGS, key, V, BLOCK)
         mark, position = marks + tl.load(sequences + row).to(tl.int64) * V + token, positions + row
         old_mark, new_position = tl.load(mark), tl.load(position) + 1
         may_draw = tl.where((old_mark & IS_STOP) != 0, 0, may_draw - 1)
@@ -91,6 +126,7 @@ def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stri
         tl.store(sequences + row, -1, may_draw == 0)
     else:
         tl.store(result, tl.full((), -1, tl.int64))
+    tl.debug_barrier()
     tl.store(step + row, at_step + 1)
 
 
@@ -116,11 +152,12 @@ def uniform(key, i):
 
 @triton.jit
 def token_of(row, settings, key, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The token that the settings and the noise of this key draw."""
+    """(score, token) that the settings and the noise of this key draw from the blocks of this program."""
     temperature, top_k = tl.load(settings + TEMPERATURE), tl.load(settings + TOP_K)
     top_p, min_p = tl.load(settings + TOP_P), tl.load(settings + MIN_P).to(tl.float32)
     few = largest_of_lanes(row, V, BLOCK)
     largest = tl.max(few[0], 0)
+    score = tl.full((), 1.0, tl.float64)
     if (temperature == 0) | (tl.abs(largest) == INFINITY):  # a penalty can make a logit infinite
         token = nth_equal(row, largest, 1, V, BLOCK)
     else:
@@ -137,8 +174,8 @@ def token_of(row, settings, key, V: tl.constexpr, BLOCK: tl.constexpr):
             of_each = weigh(low, 0, kept).to(tl.float64)
             n_equal = tl.maximum(tl.ceil((target - above) / of_each), 1.0)  # so many that are equal to low are kept
             last_equal = nth_equal(row, low, n_equal, V, BLOCK)
-        token = largest_over_noise(row, (largest, factor, min_p, low, last_equal), key, V, BLOCK)
-    return token
+        score, token = largest_over_noise(row, (largest, factor, min_p, low, last_equal), key, V, BLOCK)
+    return score, token
 
 
 @triton.jit
@@ -241,9 +278,12 @@ def nth_equal(row, level, n, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def largest_over_noise(row, how, key, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The first token whose weight over its noise, -log(u) >= 1 - u, is largest. So few blocks need logarithms."""
+    """
+    (score, token) of this program's blocks: the first token whose weight over its noise, -log(u) >= 1 - u, is largest.
+    So few blocks need logarithms.
+    """
     largest, token = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
-    for start in range(0, V, BLOCK):
+    for start in range(tl.program_id(1) * BLOCK, V, tl.num_programs(1) * BLOCK):
         i, v = read(row, start, V, BLOCK)
         weights, u = weigh(v, i, how).to(tl.float64), uniform(key, i)
         is_near = weights > largest * (1.0 - u)
@@ -252,4 +292,4 @@ def largest_over_noise(row, how, key, V: tl.constexpr, BLOCK: tl.constexpr):
             score = tl.max(scores, 0)
             token = tl.where(score > largest, tl.min(tl.where(scores == score, i, V), 0), token)
             largest = tl.maximum(largest, score)
-    return token
+    return largest, token

@@ -5,7 +5,6 @@ A graph is recorded for each number of rows in BUCKETS. A step of other numbers 
 one of more rows is several.
 """
 import copy
-import os
 from collections import deque
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate
@@ -19,15 +18,12 @@ from decode.changes import REFUSED, check_unchanged
 from decode.eager import are_numbers, check_step
 from decode.gpu.queue import Queue
 from decode.gpu.slots import AHEAD, Columns, Rows, SlotTable
-from decode.gpu.step import HEIGHT, KVLayer, Step
+from decode.gpu.step import KVLayer, Step
 from decode.gpu.tables import MOST_STEPS, N_LANDINGS, CallTable
 
-BUCKETS = 8, 64, 128, 192, 256  # numbers of rows of a graph: multiples of HEIGHT, and few
+BUCKETS = 8, 16, 32, 64, 128, 192, 256  # numbers of rows of a graph
 AT_ONCE = 4     # steps that are launched before the host looks at what an earlier group of as many has drawn
 DTYPES = torch.float32, torch.bfloat16, torch.float16  # of models
-
-# cuBLAS adds up parts of sums in this memory, and how much it has may decide its algorithm. Read at the first product
-os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
 
 
 class GPUExecutor:
@@ -35,24 +31,24 @@ class GPUExecutor:
     A model's steps on a GPU.
 
     functions: of `kernels`, or others that compute the same. queue: see queue.py. layers: see `hold`. type_kv: of the
-    keys and values that it computes. buckets: the numbers of rows of its graphs. height: the most rows of a linear.
+    keys and values that it computes.
 
     The bits of a row's logits, and what is drawn from them, depend neither on the other rows of a step nor on how its
-    text is divided into steps; `check.buckets_of` tries that on the device. After a change of the model call `refresh`.
+    text is divided into steps; `check.check_here` tries that on the device. After a change of the model call `refresh`.
 
     ValueError on a model that is not model.py's GPT in one of DTYPES, and where kernels compute something else.
     """
-    torch_on_one_thread, most_sequences, height = nullcontext, BUCKETS[-1], HEIGHT
+    torch_on_one_thread, most_sequences = nullcontext, BUCKETS[-1]
 
     def __init__(self, model, functions=None, queue=None):
         device, self.model, self.layers = model.lm_head.weight.device, model, ()
-        self.functions, self.queue, self.buckets = functions or kernels(), queue or Queue(device), BUCKETS
+        self.functions, self.queue = functions or kernels(), queue or Queue(device)
         self.refresh()
         self.type_kv = str(model.lm_head.weight.dtype).removeprefix('torch.')
-        self.name = f"Triton and PyTorch on {device.type}, {self.type_kv} weights"
+        self.name = f"Triton on {device.type}, {self.type_kv} weights"
         if functions is None:
-            from decode.gpu.check import buckets_of
-            self.buckets = buckets_of(model, self.functions, self.queue)
+            from decode.gpu.check import check_here
+            check_here(model, self.functions, self.queue)
 
     def refresh(self):
         """Look up the weights of now, and forget all graphs."""
@@ -83,7 +79,7 @@ class GPUExecutor:
         self.queue.forget()
         if self.layers:
             columns, n = self.slots.columns, self.most_sequences
-            self.step = Step(self.functions, self.model, columns, self.layers, n, self.height)
+            self.step = Step(self.functions, self.model, columns, self.layers, n)
 
     @contextmanager
     def on_device(self):
@@ -111,7 +107,7 @@ class GPUExecutor:
 
     def graph(self, kind, n):
         """For n rows: 'layers', 'head', or 'draw', which is both and a draw. To record one spoils the inputs."""
-        R = next(R for R in self.buckets if R >= n)
+        R = next(R for R in BUCKETS if R >= n)
         if (kind, R) not in self.graphs:
             step, inputs, layers = self.step, self.table.inputs.rows(R), [KVLayer.of(each) for each in self.layers]
             run = {'layers': lambda: step.hidden_states(inputs, layers), 'draw': lambda: step.draw(inputs, layers),
@@ -125,7 +121,7 @@ class GPUExecutor:
     def prepare(self, progress=lambda graphs: graphs):
         """Record all graphs for the slots of now: progress is called with the list that is worked on."""
         with self.on_device():
-            for kind, R in progress([(kind, R) for kind in ('layers', 'head', 'draw') for R in self.buckets]):
+            for kind, R in progress([(kind, R) for kind in ('layers', 'head', 'draw') for R in BUCKETS]):
                 self.graph(kind, R)
 
     def load(self, sequences, counts, tokens, positions, n_steps=1, wanted=()):
@@ -208,7 +204,8 @@ class GPUExecutor:
 def kernels():
     """The functions of a step that are Triton kernels. ValueError where there is no Triton."""
     try:
-        from decode.gpu import attention, drawing, storing
+        from decode.gpu import attention, drawing, linears
     except ImportError as e:
         raise ValueError(f"the GPU executor needs Triton, which torch's CUDA wheels for Linux bring: {e}") from e
-    return SimpleNamespace(store=storing.store, attend=attention.attend, draw=drawing.draw)
+    return SimpleNamespace(embed=linears.embed, normed=linears.normed, linear=linears.linear, attend=attention.attend,
+                           draw=drawing.draw)

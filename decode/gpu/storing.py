@@ -1,60 +1,95 @@
 """
-The kernel of a GPU step that runs before attention: it writes queries, and the keys and values of the new tokens.
+How a GPU step writes queries, and the keys and values of the new tokens: by a kernel before attention, or in it.
 
 A program computes one head of one row, so that no row depends on another.
 """
 import triton
 import triton.language as tl
 
+from decode.gpu.overlap import overlap, wait
 
-def store(qkv, q, angles, attn, kv, inputs, geometry):
+
+def store(qkv, norms, arguments, constants):
     """
     Write the queries of a layer to q (R, kinds, n_head, head_dim), and its keys and values to their slots. qkv: (R,
-    (n_head + 2 * n_kv_head) * head_dim). Behind norms of attn, if it has them, queries and keys are turned by angles.
+    (n_head + 2 * n_kv_head) * head_dim). Behind norms of queries and keys, if there are any, both are turned by angles.
+    arguments, constants: of `what_is_stored`.
     """
-    g, columns = geometry, geometry.columns
-    q_norm, k_norm = (getattr(attn, name, None) for name in ('q_norm', 'k_norm'))
-    norms, padded = [each and each.weight.detach() for each in (q_norm, k_norm)], triton.next_power_of_2(g.head_dim)
-    # fused multiply-adds are off: the rotation then has the bits of PyTorch's, and so do the int8 codes
-    store_kernel[len(qkv), g.n_head + 2 * g.n_kv_head](
-        qkv, q, angles, *norms, kv.k, kv.v, kv.k_scale, kv.v_scale, inputs.positions, inputs.sequences,
-        inputs.slot_table, inputs.slot_table.stride(0), g.n_slots, q_norm.eps if q_norm else 0.0, g.n_head, g.n_kv_head,
-        g.head_dim, padded, q.size(1), g.n_sink, columns.sinks, columns.ring, g.group, group_size(g, padded),
-        num_warps=1, enable_fp_fusion=False)
+    weights, n_heads = [each and each.weight.detach() for each in norms], constants['N_HEAD'] + 2 * constants['N_KV_HEAD']
+    store_kernel[len(qkv), n_heads](qkv, *arguments, *weights, norms[0].eps if norms[0] else 0.0, **constants,
+                                    **overlap(qkv), num_warps=1, enable_fp_fusion=False)
 
 
-def group_size(geometry, padded):
-    """Numbers that share a scale in int8: a power of two, or all of a head, which is padded to one; 0 for others."""
-    return padded if geometry.group == geometry.head_dim else geometry.group
+def what_is_stored(q, angles, kv, inputs, geometry):
+    """(arguments, {name: constant}) that `store_kernel` and `attention.attend_kernel` have in common."""
+    g, columns, padded = geometry, geometry.columns, max(16, triton.next_power_of_2(geometry.head_dim))
+    # numbers that share a scale in int8: a power of two, or all of a head, which is padded to one; 0 for other types
+    group_size = padded if g.group == g.head_dim else g.group
+    return (q, angles, kv.k, kv.v, kv.k_scale, kv.v_scale, inputs.positions, inputs.sequences, inputs.slot_table,
+            inputs.slot_table.stride(0), g.n_slots), dict(
+        N_HEAD=g.n_head, N_KV_HEAD=g.n_kv_head, D=g.head_dim, PADDED=padded, KINDS=q.size(1), N_SINK=g.n_sink,
+        SINKS=columns.sinks, RING=columns.ring, GROUP=g.group, GROUP_SIZE=group_size)
 
 
+# fused multiply-adds are off: a rotation then has the bits of PyTorch's, and so do the int8 codes
 @triton.jit(do_not_specialize=['n_slots'])  # one kernel for all caches
-def store_kernel(qkv, q, angles, q_norm, k_norm, k, v, k_scale, v_scale, positions, sequences, slot_table, table_stride,
-                 n_slots, EPS: tl.constexpr, N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr,
-                 D: tl.constexpr, PADDED: tl.constexpr, KINDS: tl.constexpr, N_SINK: tl.constexpr, SINKS: tl.constexpr,
-                 RING: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr):
+def store_kernel(qkv, q, angles, k, v, k_scale, v_scale, positions, sequences, slot_table, table_stride, n_slots,
+                 q_norm, k_norm, EPS: tl.constexpr, N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, D: tl.constexpr,
+                 PADDED: tl.constexpr, KINDS: tl.constexpr, N_SINK: tl.constexpr, SINKS: tl.constexpr,
+                 RING: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr, OVERLAP: tl.constexpr):
     """One head of a row of qkv: of its queries, its keys, or its values."""
+    wait(OVERLAP)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     x = qkv + (row * (N_HEAD + 2 * N_KV_HEAD) + head) * D
-    position, sequence = tl.load(positions + row), tl.load(sequences + row).to(tl.int64)
+    if head < N_HEAD:
+        store_query(x, q, q_norm, angles, row, head, EPS, N_HEAD, D, PADDED, KINDS)
+    else:
+        sequence = tl.load(sequences + row).to(tl.int64)
+        slot = slot_of(tl.load(positions + row), sequence, slot_table, table_stride, N_SINK, SINKS, RING)
+        if head < N_HEAD + N_KV_HEAD:
+            at = ((head - N_HEAD) * n_slots + slot) * D
+            key = head_of(x, k_norm, angles, row * KINDS, EPS, D, PADDED).to(q.dtype.element_ty)
+            write(key.to(tl.float32), k, k_scale, at, sequence >= 0, D, PADDED, GROUP, GROUP_SIZE)
+        else:
+            at = ((head - N_HEAD - N_KV_HEAD) * n_slots + slot) * D
+            write(head_of(x, None, None, row, EPS, D, PADDED), v, v_scale, at, sequence >= 0, D, PADDED, GROUP,
+                  GROUP_SIZE)
+
+
+@triton.jit
+def store_new(qkv, q, angles, k, v, k_scale, v_scale, row, first, slot, of_head, real, QUERIES: tl.constexpr,
+              SHARED: tl.constexpr, N_HEAD: tl.constexpr, N_KV_HEAD: tl.constexpr, D: tl.constexpr,
+              PADDED: tl.constexpr, KINDS: tl.constexpr, GROUP: tl.constexpr, GROUP_SIZE: tl.constexpr):
+    """The same without norms: QUERIES heads of a row's queries from `first` on, and the key and value that they share."""
+    new = qkv + row * (N_HEAD + 2 * N_KV_HEAD) * D
+    for i in tl.static_range(QUERIES):
+        store_query(new + (first + i) * D, q, None, angles, row, first + i, 0.0, N_HEAD, D, PADDED, KINDS)
+    new += (N_HEAD + first // SHARED) * D
+    key = head_of(new, None, angles, row * KINDS, 0.0, D, PADDED).to(q.dtype.element_ty)
+    write(key.to(tl.float32), k, k_scale, (of_head + slot) * D, real, D, PADDED, GROUP, GROUP_SIZE)
+    value = head_of(new + N_KV_HEAD * D, None, None, row, 0.0, D, PADDED)
+    write(value, v, v_scale, (of_head + slot) * D, real, D, PADDED, GROUP, GROUP_SIZE)
+
+
+@triton.jit
+def slot_of(position, sequence, slot_table, table_stride, N_SINK: tl.constexpr, SINKS: tl.constexpr,
+            RING: tl.constexpr):
+    """The slot of a position, int64; 0 for padding."""
     column = position
     if RING > 0:
         column = tl.where(position < N_SINK, position, SINKS + position % RING)
-    slot = tl.load(slot_table + sequence * table_stride + column, sequence >= 0, 0).to(tl.int64)
-    if head < N_HEAD:
-        channels = tl.arange(0, PADDED)
-        for kind in tl.static_range(KINDS):
-            query = head_of(x, q_norm, angles, row * KINDS + kind, EPS, D, PADDED)
-            to = q + ((row * KINDS + kind) * N_HEAD + head) * D + channels
-            tl.store(to, query.to(q.dtype.element_ty), channels < D)
-    elif head < N_HEAD + N_KV_HEAD:
-        at = ((head - N_HEAD) * n_slots + slot) * D
-        key = head_of(x, k_norm, angles, row * KINDS, EPS, D, PADDED).to(q.dtype.element_ty)
-        write(key.to(tl.float32), k, k_scale, at, sequence >= 0, D, PADDED, GROUP, GROUP_SIZE)
-    else:
-        at = ((head - N_HEAD - N_KV_HEAD) * n_slots + slot) * D
-        value = head_of(x, None, None, row, EPS, D, PADDED)
-        write(value, v, v_scale, at, sequence >= 0, D, PADDED, GROUP, GROUP_SIZE)
+    return tl.load(slot_table + sequence * table_stride + column, sequence >= 0, 0).to(tl.int64)
+
+
+@triton.jit
+def store_query(x, q, norm, angles, row, head, EPS: tl.constexpr, N_HEAD: tl.constexpr, D: tl.constexpr,
+                PADDED: tl.constexpr, KINDS: tl.constexpr):
+    """Write a head of a row's queries, of each kind."""
+    channels = tl.arange(0, PADDED)
+    for kind in tl.static_range(KINDS):
+        query = head_of(x, norm, angles, row * KINDS + kind, EPS, D, PADDED)
+        to = q + ((row * KINDS + kind) * N_HEAD + head) * D + channels
+        tl.store(to, query.to(q.dtype.element_ty), channels < D)
 
 
 @triton.jit

@@ -1,0 +1,131 @@
+"""
+The kernels of a GPU step beside attention: embeddings, norms, and linears with what follows them.
+
+A linear's tile is a matrix of weights times some rows of x. Its sums run over the columns of x in ascending order, 16
+at a time in one instruction, whatever the tile's size: so a row has the same bits in all of them, and a step of few
+rows may take other tiles than one of many. `check.check_here` tries that on the device.
+"""
+import torch
+import triton
+import triton.language as tl
+
+from decode.gpu.overlap import overlap, wait
+
+PREFETCH = False
+LINES = tl.constexpr(8)
+CHANNELS = 1024  # of a program of `embed_kernel`
+
+
+def embed(inputs, weight, positions_weight, x):
+    """x (R, n_embd), float32: the embeddings of the rows' tokens, and of their positions if these have a weight."""
+    (R, C), most = x.shape, 0 if positions_weight is None else len(positions_weight) - 1
+    embed_kernel[R, triton.cdiv(C, CHANNELS)](inputs.tokens, inputs.positions, weight, positions_weight, x, most, C,
+                                              CHANNELS, **overlap(x))
+
+
+@triton.jit(do_not_specialize=['most'])
+def embed_kernel(tokens, positions, weight, positions_weight, x, most, C: tl.constexpr, CHANNELS: tl.constexpr,
+                 OVERLAP: tl.constexpr):
+    wait(OVERLAP)
+    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    token = tl.load(tokens + row)
+    number = tl.load(weight + token * C + i, i < C, 0).to(tl.float32)
+    if positions_weight is not None:  # a text that has ended may have no next position
+        position = tl.minimum(tl.load(positions + row), most)
+        number += tl.load(positions_weight + position * C + i, i < C, 0).to(tl.float32)
+    tl.store(x + row * C + i, number, i < C)
+
+
+def normed(x, out, norm, rms):
+    """out (R, n_embd), of the model's dtype: x, float32, behind a norm."""
+    R, C = x.shape
+    padded = triton.next_power_of_2(C)
+    norm_kernel[R,](x, out, norm.weight.detach(), None if getattr(norm, 'bias', None) is None else norm.bias.detach(),
+                    norm.eps, C, padded, rms, num_warps=min(8, max(1, padded // 256)), **overlap(x),
+                    enable_fp_fusion=True)
+
+
+@triton.jit
+def norm_kernel(x, out, weight, bias, EPS: tl.constexpr, C: tl.constexpr, PADDED: tl.constexpr, RMS: tl.constexpr,
+                OVERLAP: tl.constexpr):
+    row, i = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
+    weights = tl.load(weight + i, i < C, 0).to(tl.float32)
+    wait(OVERLAP)
+    v = tl.load(x + row * C + i, i < C, 0)
+    if not RMS:
+        v = tl.where(i < C, v - tl.sum(v, axis=0) / C, 0.0)
+    v *= tl.rsqrt(tl.sum(v * v, axis=0) / C + EPS) * weights
+    if bias is not None:
+        v += tl.load(bias + i, i < C, 0).to(tl.float32)
+    tl.store(out + row * C + i, v.to(out.dtype.element_ty), i < C)
+
+
+@triton.jit
+def prefetch(at):
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False,
+                              pack=1)
+
+
+def linear(x, out, linear, activation='', gate=None, add=False):
+    """
+    out (R, n_out): a linear of x (R, n_in), R a multiple of 8. activation: 'none' or 'tanh', GELU as `GPTConfig.gelu`
+    names it, or ''. gate: another linear of x; out is silu(gate(x)) * linear(x). add: add it to what is in out.
+    """
+    (R, n_in), n_out = x.shape, out.size(1)
+    rows, outs, ins, num_warps, num_stages = tile(R, n_out, n_in, x.dtype)
+    weights = [p if p is None else p.detach() for each in (linear, gate) if each for p in (each.weight, each.bias)]
+    linear_kernel[triton.cdiv(n_out, outs), triton.cdiv(R, rows)](
+        x, out, *weights, *[None] * (4 - len(weights)), R, n_in, n_out, activation, add, rows, outs, ins, num_stages,
+        PREFETCH and x.is_cuda, num_warps=num_warps, **overlap(x), enable_fp_fusion=True)
+
+
+def tile(R, n_out, n_in, dtype):
+    """(rows, outs, ins, num_warps, num_stages) of the tiles for R rows. 16 outs are the fewest of a tensor core."""
+    if dtype is torch.float32:  # which these do not multiply: each thread has whole sums in its registers
+        return (8, 32, 32, 4, 3) if R <= 32 else (32, 32, 32, 4, 3)
+    if R <= 8:
+        return (8, 16, 256, 2, 4) if n_in > 1024 else (8, 16, 128, 1, 5)
+    if R <= 16:
+        return 16, 16, 128, 2, 5
+    if R <= 64:
+        return (32, 32, 128, 4, 4) if n_in > 1024 else (32, 64, 64, 4, 4)
+    return (128, 128, 64, 8, 3) if n_out > 2**14 else (64, 64, 64, 4, 4)
+
+
+@triton.jit(do_not_specialize=['n_rows'])
+def linear_kernel(x, out, weight, bias, gate, gate_bias, n_rows, n_in, n_out, ACTIVATION: tl.constexpr,
+                  ADD: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, STAGES: tl.constexpr,
+                  PREFETCH: tl.constexpr, OVERLAP: tl.constexpr):
+    """ROWS rows of OUTS numbers of out, INS columns of x at a time. The tile is (OUTS, ROWS)."""
+    outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    of_weight, real = outs.to(tl.int64)[:, None] * n_in, (outs < n_out)[:, None]
+    sums = tl.zeros((OUTS, ROWS), tl.float32)
+    gates = tl.zeros((OUTS, ROWS), tl.float32)
+    if PREFETCH:
+        for line in range(0, n_in, LINES * 64):
+            there = tl.minimum(line + 64 * tl.arange(0, LINES), n_in - 1)
+            prefetch(weight + tl.where(real, of_weight, 0) + there[None, :])
+    wait(OVERLAP)
+    for start in tl.range(0, n_in, INS, num_stages=STAGES):
+        i = start + tl.arange(0, INS)
+        numbers = tl.load(x + rows[None, :] * n_in + i[:, None], (rows < n_rows)[None, :] & (i < n_in)[:, None], 0)
+        inside = real & (i < n_in)[None, :]
+        sums = tl.dot(tl.load(weight + of_weight + i[None, :], inside, 0), numbers, sums, input_precision='ieee')
+        if gate is not None:
+            gates = tl.dot(tl.load(gate + of_weight + i[None, :], inside, 0), numbers, gates, input_precision='ieee')
+    if bias is not None:
+        sums += tl.load(bias + outs, outs < n_out, 0).to(tl.float32)[:, None]
+    if gate is not None:
+        if gate_bias is not None:
+            gates += tl.load(gate_bias + outs, outs < n_out, 0).to(tl.float32)[:, None]
+        sums *= gates * tl.sigmoid(gates)
+    if ACTIVATION == 'none':
+        sums = 0.5 * sums * (1 + tl.erf(sums * 0.7071067811865476))
+    if ACTIVATION == 'tanh':  # (1 + tanh(a)) / 2 is sigmoid(2 * a)
+        sums *= tl.sigmoid(1.5957691216057308 * (sums + 0.044715 * sums * sums * sums))
+    at = out + rows.to(tl.int64)[None, :] * n_out + outs[:, None]
+    real &= (rows < n_rows)[None, :]
+    if ADD:
+        sums += tl.load(at, real, 0)
+    tl.store(at, sums.to(out.dtype.element_ty), real)

@@ -1,0 +1,23 @@
+"""
+A kernel that begins while the one before it ends: programmatic dependent launch, of GPUs since Hopper.
+
+Each kernel of a step calls `wait` before it touches what others write. There it waits until all of the kernel before
+has ended, and so all before that; what precedes the call, such as reading weights, overlaps with them.
+"""
+import torch
+import triton
+import triton.language as tl
+
+
+def overlap(tensor):
+    """The arguments of a kernel that is launched for this tensor's device."""
+    on = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    return dict(OVERLAP=True, launch_pdl=True) if on else dict(OVERLAP=False)
+
+
+@triton.jit
+def wait(OVERLAP: tl.constexpr):
+    """The kernel after this one may begin once all programs of this one are here."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
