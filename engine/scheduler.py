@@ -95,8 +95,9 @@ class Scheduler:
         self.fork_siblings()
         plan, spare = [], self.budget - len(self.running)
         tried = [s for s in self.running if s in self.trials[0]] if self.trials else self.running
+        n_preempted = self.n_preempted
         for s in tried[:self.budget]:  # the oldest first: none of those before it gives way to it
-            if s not in self.running:
+            if self.n_preempted > n_preempted and s not in self.running:
                 break
             if s.n_computed >= s.length:  # the context was cut: its tokens have other positions
                 self.pool.cut(s, 0)
@@ -225,7 +226,7 @@ class Scheduler:
             # a scored prompt is computed from its first token on
             found = pool.begin(s, s.tokens if s.whole and (s.n_drawn or not s.scores) else (), s.salt)
             if pool.extend(s, min(s.length - found, self.at_once) if pool.window else s.length - found) and (
-                    pool.n_free >= sum(map(pool.will_grow, self.running))):
+                    pool.n_free >= len(self.running) or pool.n_free >= sum(map(pool.will_grow, self.running))):
                 break
             pool.free(s)
             if not self.trim():

@@ -16,6 +16,7 @@ from decode.gpu.slots import SPLIT, SPLITS, TILE
 from decode.gpu.storing import slot_of, store, store_new, what_is_stored
 
 PROGRAMS = 1024  # of a step of few rows, which share the splits; in one of many rows, each head of a row has a program
+DOTS, DOT_WARPS, DOT_STAGES = False, 4, 3
 WARPS = 8         # of a program with one query
 
 
@@ -38,13 +39,13 @@ def attend(qkv, q, y, parts, ended, angles, attn, kv, inputs, geometry, apart):
     shared = g.n_head // g.n_kv_head  # queries of a head of keys
     # Several queries of 16 bits are a matrix for tensor cores, padded to 16 rows. Of float32, which these do not
     # multiply, and of one alone, which reuses no key, each has a program without a barrier in its loop
-    one = shared == 1 or q.dtype == torch.float32
+    one = shared == 1 and not DOTS or q.dtype == torch.float32
     n_heads = g.n_head if one else g.n_kv_head
     n_programs = min(columns.n_splits, max(1, PROGRAMS // (R * n_heads)))
     attend_kernel[R, n_heads, n_programs](
         qkv, *arguments, y, parts, ended, g.slopes, shared, 1 if one else shared,
-        1 if one else max(16, triton.next_power_of_2(shared)), g.head_dim ** -0.5, TILE, 1 if one else 3, stores,
-        g.window, SPLIT, SPLITS, columns.n_splits, **constants, **overlap(q), num_warps=WARPS if one else 4,
+        1 if one else max(16, triton.next_power_of_2(shared)), g.head_dim ** -0.5, TILE, 1 if one else DOT_STAGES, stores,
+        g.window, SPLIT, SPLITS, columns.n_splits, **constants, **overlap(q), num_warps=WARPS if one else DOT_WARPS,
         enable_fp_fusion=False)
 
 

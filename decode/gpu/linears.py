@@ -11,8 +11,6 @@ import triton.language as tl
 
 from decode.gpu.overlap import overlap, wait
 
-PREFETCH = False
-LINES = tl.constexpr(8)
 CHANNELS = 1024  # of a program of `embed_kernel`
 
 
@@ -60,12 +58,6 @@ def norm_kernel(x, out, weight, bias, EPS: tl.constexpr, C: tl.constexpr, PADDED
     tl.store(out + row * C + i, v.to(out.dtype.element_ty), i < C)
 
 
-@triton.jit
-def prefetch(at):
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False,
-                              pack=1)
-
-
 def linear(x, out, linear, activation='', gate=None, add=False):
     """
     out (R, n_out): a linear of x (R, n_in), R a multiple of 8. activation: 'none' or 'tanh', GELU as `GPTConfig.gelu`
@@ -76,36 +68,32 @@ def linear(x, out, linear, activation='', gate=None, add=False):
     weights = [p if p is None else p.detach() for each in (linear, gate) if each for p in (each.weight, each.bias)]
     linear_kernel[triton.cdiv(n_out, outs), triton.cdiv(R, rows)](
         x, out, *weights, *[None] * (4 - len(weights)), R, n_in, n_out, activation, add, rows, outs, ins, num_stages,
-        PREFETCH and x.is_cuda, num_warps=num_warps, **overlap(x), enable_fp_fusion=True)
+        num_warps=num_warps, **overlap(x), enable_fp_fusion=True)
 
 
 def tile(R, n_out, n_in, dtype):
     """(rows, outs, ins, num_warps, num_stages) of the tiles for R rows. 16 outs are the fewest of a tensor core."""
     if dtype is torch.float32:  # which these do not multiply: each thread has whole sums in its registers
         return (8, 32, 32, 4, 3) if R <= 32 else (32, 32, 32, 4, 3)
-    if R <= 8:
-        return (8, 16, 256, 2, 4) if n_in > 1024 else (8, 16, 128, 1, 5)
-    if R <= 16:
-        return 16, 16, 128, 2, 5
-    if R <= 64:
-        return (32, 32, 128, 4, 4) if n_in > 1024 else (32, 64, 64, 4, 4)
-    return (128, 128, 64, 8, 3) if n_out > 2**14 else (64, 64, 64, 4, 4)
+    if n_out > 2**14 and R > 64:
+        return 128, 128, 64, 8, 3
+    if R > 32:
+        return 32, 64, 128, 4, 4
+    if n_in > 1024:
+        return (8, 16, 256, 2, 4) if R <= 16 else (16, 16, 256, 2, 4)
+    return (8, 16, 128, 1, 5) if R <= 16 else (32, 32, 128, 4, 4)
 
 
 @triton.jit(do_not_specialize=['n_rows'])
 def linear_kernel(x, out, weight, bias, gate, gate_bias, n_rows, n_in, n_out, ACTIVATION: tl.constexpr,
                   ADD: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, INS: tl.constexpr, STAGES: tl.constexpr,
-                  PREFETCH: tl.constexpr, OVERLAP: tl.constexpr):
+                  OVERLAP: tl.constexpr):
     """ROWS rows of OUTS numbers of out, INS columns of x at a time. The tile is (OUTS, ROWS)."""
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
     rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     of_weight, real = outs.to(tl.int64)[:, None] * n_in, (outs < n_out)[:, None]
     sums = tl.zeros((OUTS, ROWS), tl.float32)
     gates = tl.zeros((OUTS, ROWS), tl.float32)
-    if PREFETCH:
-        for line in range(0, n_in, LINES * 64):
-            there = tl.minimum(line + 64 * tl.arange(0, LINES), n_in - 1)
-            prefetch(weight + tl.where(real, of_weight, 0) + there[None, :])
     wait(OVERLAP)
     for start in tl.range(0, n_in, INS, num_stages=STAGES):
         i = start + tl.arange(0, INS)
