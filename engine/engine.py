@@ -54,7 +54,7 @@ class Engine:
         self.layers = executor.layers
         self.scheduler = Scheduler(self.pool, budget, min(most_running, getattr(executor, 'most_sequences', 2**30)))
         self.longest_call, self.stop_soon = LONGEST_CALL, np.zeros(8, np.int64)  # a cache line: a thread sets it
-        self.parameters = [m._parameters for m in model.modules()]  # model.parameters() takes a millisecond
+        self.parameters = [m._parameters for m in model.modules() if m._parameters]  # model.parameters() takes a millisecond
         self.weights, self.pid = weights_of(self.parameters), os.getpid()
         self.is_running = self.unfinished = False
         self.over = []  # sequences that have ended without a step
@@ -283,8 +283,12 @@ def let_go(executor, layers):
 
 def weights_of(tables):
     """What changes with the weights in dicts {name: weight}: their addresses, and torch's counter of their changes."""
-    return [(p.data_ptr(), 0 if p.is_inference() else p._version) for table in tables for p in table.values()
-            if p is not None]
+    weights = [p for table in tables for p in table.values() if p is not None]
+    addresses = [p.data_ptr() for p in weights]
+    try:
+        return addresses, [p._version for p in weights]
+    except RuntimeError:  # of weights that were made in inference mode
+        return addresses, []
 
 
 def checked_prompt(prompt, vocab_size):

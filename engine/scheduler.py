@@ -41,6 +41,7 @@ class Scheduler:
         self.going, self.running, self.waiting, self.trials = {}, [], deque(), deque()  # going: {sequence: None}
         self.n_added = self.n_preempted = self.n_looked_up = self.n_found = 0
         self.refused = None  # when a sequence found no room: (the sequence, free pages, how many ran)
+        self.n_growing = None  # of those that run, how many will need another page; None: to be counted
 
     def add(self, sequences):
         """Sequences of one prompt wait behind all others; all but the first of them begin as forks of the first."""
@@ -197,7 +198,7 @@ class Scheduler:
         computes: a later one may find what they compute. While there are trials, only those of the first one begin.
         """
         waiting = [s for s in self.trials[0] if s in self.waiting] if self.trials else self.waiting
-        lacking = sum(map(self.lacks, self.running)) if waiting else 0
+        lacking, self.n_growing = sum(map(self.lacks, self.running)) if waiting else 0, None
         while waiting and len(self.running) < self.most_running:
             s = waiting[0]
             if lacking >= self.budget and self.running[-1] < s:
@@ -206,10 +207,10 @@ class Scheduler:
                 victim = self.who_gives_way() if self.running else None
                 if victim is None or victim < s and (not self.trials or victim in self.trials[0]):
                     return
-                lacking -= self.lacks(victim)
+                lacking, self.n_growing = lacking - self.lacks(victim), None
                 self.preempt(victim)  # a sibling that could not be forked is older than those that came later
                 continue
-            lacking += self.lacks(s)
+            lacking, self.n_growing = lacking + self.lacks(s), self.n_growing + self.pool.will_grow(s)
             self.waiting.remove(s)
             if waiting is not self.waiting:
                 waiting.remove(s)
@@ -223,12 +224,15 @@ class Scheduler:
             if s is refused and pool.n_free <= n_free and len(self.running) >= n_running:
                 return False
         while True:
+            if self.n_growing is None:
+                self.n_growing = sum(map(pool.will_grow, self.running))
             # a scored prompt is computed from its first token on
             found = pool.begin(s, s.tokens if s.whole and (s.n_drawn or not s.scores) else (), s.salt)
             if pool.extend(s, min(s.length - found, self.at_once) if pool.window else s.length - found) and (
-                    pool.n_free >= len(self.running) or pool.n_free >= sum(map(pool.will_grow, self.running))):
+                    pool.n_free >= self.n_growing):
                 break
             pool.free(s)
+            self.n_growing = None
             if not self.trim():
                 self.refused = s, pool.n_free, len(self.running)
                 return False

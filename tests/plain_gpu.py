@@ -26,7 +26,7 @@ def normed(x, out, norm, rms):
                                                                                      norm.eps))
 
 
-def linear(x, out, linear, activation='', gate=None, add=False):
+def linear(x, out, linear, ended, activation='', gate=None, add=False):
     of_x, of_gate = (F.linear(x.double(), *(p if p is None else p.double() for p in (each.weight, each.bias)))
                      if each else 1 for each in (linear, gate))
     if activation:

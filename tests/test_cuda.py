@@ -88,7 +88,7 @@ def test_no_sequence_of_many_depends_on_its_company(dtype):
 
     def drawn(engine, i, **how):
         return engine.add(*asks[i], seed=i, **how, **hows[i % 4])[0]
-    crowded = engine_of(executor, 400, 16, 512)
+    crowded = engine_of(executor, 100, 16, 512)
     found = [drawn(crowded, i, logprobs=i % 50 == 7) for i in range(len(asks))]
     run(crowded)
     assert crowded.scheduler.n_preempted

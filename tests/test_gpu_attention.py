@@ -19,9 +19,12 @@ SHAPES = dict(learned=dict(n_head=2, head_dim=6), grouped=dict(n_head=6, n_kv_he
               alibi_sinks=dict(n_head=2, head_dim=6, alibi=True, window=45, n_sink=18))
 
 
-def attended(rows, n_head, head_dim, n_kv_head=0, alibi=False, window=0, n_sink=0, block_size=100, n_slots=1600,
+def attended(rows, n_head, head_dim, n_kv_head=0, alibi=False, window=0, n_sink=0, block_size=100, n_slots=3000,
              dtype=torch.float32, far=0, apart=True):
-    """(y, parts, NaN where nothing is written) of rows: (number of a text, position). All is a function of these."""
+    """
+    (y, parts, NaN where nothing is written) of rows: (number of a text, position). All is a function of these, but for
+    new keys and values, which other rows of the same text may see.
+    """
     n_kv_head, chooser = n_kv_head or n_head, torch.Generator().manual_seed(0)
     layer = Layer(n_slots, n_kv_head, head_dim, 'float16', 'float16', DEVICE)
     for each in layer.k, layer.v:
@@ -29,7 +32,7 @@ def attended(rows, n_head, head_dim, n_kv_head=0, alibi=False, window=0, n_sink=
     columns = Columns.of(SimpleNamespace(block_size=block_size, window=window, n_sink=n_sink), 3)
     slopes = alibi_slopes(n_head, torch.float32, DEVICE) if alibi else None
     g = Geometry(n_head, n_kv_head, head_dim, window, n_sink, columns, slopes, n_slots, 0)
-    table = (531 * torch.arange(3)[:, None] + 7 * torch.arange(columns.n_columns)) % n_slots
+    table = (600 * torch.arange(5)[:, None] + 7 * torch.arange(columns.n_columns) % 599) % n_slots  # none is shared
     sequences, positions = (torch.tensor(each, device=DEVICE) for each in zip(*rows))
     inputs = SimpleNamespace(positions=positions + far * (positions >= 0) * math.lcm(columns.ring or 1, slots.SPLIT),
                              sequences=sequences.int(), slot_table=table.int().to(DEVICE))
@@ -38,7 +41,7 @@ def attended(rows, n_head, head_dim, n_kv_head=0, alibi=False, window=0, n_sink=
     q = torch.full((len(rows), 1 + (n_sink > 0), n_head, head_dim), torch.nan, dtype=dtype, device=DEVICE)
     y = torch.full((len(rows), n_head * head_dim), torch.nan, dtype=dtype, device=DEVICE)
     parts = torch.full((len(rows), columns.n_splits, n_head, head_dim + 2), torch.nan, device=DEVICE)
-    ended = torch.zeros(len(rows), n_head, dtype=torch.int32, device=DEVICE)
+    ended = torch.zeros(len(rows) * n_head, dtype=torch.int32, device=DEVICE)
     attention.attend(qkv, q, y, parts, ended, None, None, KVLayer.of(layer), inputs, g, apart)
     assert not ended.any()
     return y, parts
@@ -49,14 +52,15 @@ def attended(rows, n_head, head_dim, n_kv_head=0, alibi=False, window=0, n_sink=
                                          ('grouped', torch.float16), ('window', torch.float32)])
 def test_bits_of_a_row_are_its_own(name, dtype, monkeypatch):
     """Alone and in a batch, in a longer context, by any number of programs, and beyond 2^33 positions in a window."""
-    rows, how = [(0, 31), (1, 99), (-1, 7), (1, 98), (2, 60), (0, 0)], SHAPES[name] | dict(dtype=dtype)
+    rows, how = [(0, 31), (1, 99), (-1, 7), (2, 98), (3, 60), (4, 0)], SHAPES[name] | dict(dtype=dtype)
     y, _ = attended(rows, **how)
     assert y[3].isfinite().all() and not y[2].any()
     for i, row in enumerate(rows):
         monkeypatch.setattr(attention, 'PROGRAMS', (1, 4, 9999)[i % 3])
-        assert torch.equal(attended([row], **how | dict(block_size=(100, 128, 390)[i % 3]))[0][0], y[i]), row
+        more = dict(block_size=(100, 128, 390)[i % 3], apart=i % 2 == 0)
+        assert torch.equal(attended([row], **how | more)[0][0], y[i]), row
     if name != 'learned':
-        rows = [(0, 150), (1, 333), (1, 334)]
+        rows = [(0, 150), (1, 333), (2, 334)]
         assert torch.equal(attended(rows, **how, far=2**33 // 7)[0], attended(rows, **how)[0])
 
 

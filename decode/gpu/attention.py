@@ -16,7 +16,7 @@ from decode.gpu.slots import SPLIT, SPLITS, TILE
 from decode.gpu.storing import slot_of, store, store_new, what_is_stored
 
 PROGRAMS = 1024  # of a step of few rows, which share the splits; in one of many rows, each head of a row has a program
-DOTS, DOT_WARPS, DOT_STAGES = False, 4, 3
+DOT_WARPS, DOT_STAGES = 4, 1
 WARPS = 8         # of a program with one query
 
 
@@ -36,10 +36,9 @@ def attend(qkv, q, y, parts, ended, angles, attn, kv, inputs, geometry, apart):
     stores = apart and norms == [None, None]
     if not stores:
         store(qkv, norms, arguments, constants)
-    shared = g.n_head // g.n_kv_head  # queries of a head of keys
-    # Several queries of 16 bits are a matrix for tensor cores, padded to 16 rows. Of float32, which these do not
-    # multiply, and of one alone, which reuses no key, each has a program without a barrier in its loop
-    one = shared == 1 and not DOTS or q.dtype == torch.float32
+    shared, one = g.n_head // g.n_kv_head, q.dtype == torch.float32
+    # Queries of 16 bits that share keys are a matrix for tensor cores, padded to 16 rows. Of float32, which these do
+    # not multiply, each has a program without a barrier in its loop
     n_heads = g.n_head if one else g.n_kv_head
     n_programs = min(columns.n_splits, max(1, PROGRAMS // (R * n_heads)))
     attend_kernel[R, n_heads, n_programs](

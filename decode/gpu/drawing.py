@@ -1,9 +1,10 @@
 """
 The next token of each row of a step, drawn on the GPU from its logits: two Triton kernels, launched by `draw`.
 
-The meaning is that of `decode.draw.draw`: the largest of weight / noise. A program reads a row a few times, BLOCK
-numbers at a time, and never sorts it. The order of all sums depends on vocab_size only. Some programs share a row, if
-rows are few: each finds what is kept, and makes the noise of some blocks; the one that ends last takes the largest.
+The meaning is that of `decode.draw.draw`: the largest of weight / noise. A program reads a row BLOCK numbers at a time,
+a few times if top_k or top_p is set, and never sorts it. The order of all sums depends on vocab_size only. Some
+programs share a row, if rows are few: each finds what is kept, and makes the noise of some blocks; the one that ends
+last takes the largest.
 
 A logit is found by halving an interval of `rank`s, whole numbers in the order of the numbers of float32, so what top_k
 and top_p keep is exact. To halve it 32 times without reading the row 32 times, a program holds the four largest logits
@@ -21,7 +22,6 @@ IS_STOP, IN_PROMPT, MOST_PROGRAMS = map(tl.constexpr, (tables.IS_STOP, tables.IN
 BLOCK, WARPS = 4096, 16  # tokens that a program of `draw_kernel` reads at a time, or fewer of a small vocabulary
 PROGRAMS = 128  # of `draw_kernel`, at least, if the vocabulary has so many blocks
 UNROLL = tl.constexpr(4)  # so many times, if it need not wait in between: one program alone has to hide its latency
-CHANGED = 1024  # tokens of a program of `change_kernel`
 INFINITY, GOLDEN = tl.constexpr(float('inf')), tl.constexpr(0x9E3779B97F4A7C15)
 
 
@@ -31,21 +31,24 @@ def draw(logits, inputs):
     number and mark in the `StepInputs` go on; a row that ends becomes padding.
     """
     (R, V), i, early = logits.shape, inputs, overlap(logits)
-    change_kernel[R, triton.cdiv(V, CHANGED)](
-        logits, i.settings, i.numbers, i.left, i.min_tokens, i.sequences, i.biases, i.marks, i.broken, V, CHANGED,
+    change_kernel[R, triton.cdiv(V, tables.PART)](
+        logits, i.settings, i.numbers, i.left, i.min_tokens, i.sequences, i.biases, i.marks, i.broken, i.most, V, tables.PART,
         **early, num_warps=4, enable_fp_fusion=False)
     block = min(BLOCK, max(64, triton.next_power_of_2(V)))
     n_programs = min(triton.cdiv(V, block), triton.cdiv(PROGRAMS, R), tables.MOST_PROGRAMS)
     draw_kernel[R, n_programs](
         logits, i.settings, i.seeds, i.numbers, i.left, i.marks, i.drawn, i.drawn.stride(0), i.step, i.tokens,
-        i.positions, i.sequences, i.scores, i.found, i.ended, V, block, **early, num_warps=min(WARPS, block // 32),
+        i.positions, i.sequences, i.most, i.scores, i.found, i.ended, V, tables.PART, block, **early, num_warps=min(WARPS, block // 32),
         enable_fp_fusion=False)
 
 
 @triton.jit
-def change_kernel(logits, settings, numbers, left, min_tokens, sequences, biases, marks, broken, V: tl.constexpr,
-                  BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """Apply biases, min_tokens and penalties to BLOCK logits of a row, in place, in this order. Note broken ones."""
+def change_kernel(logits, settings, numbers, left, min_tokens, sequences, biases, marks, broken, most,
+                  V: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """
+    Apply biases, min_tokens and penalties to BLOCK logits of a row, in place, in this order. Note broken ones, and the
+    largest.
+    """
     wait(OVERLAP)
     row = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -72,11 +75,14 @@ def change_kernel(logits, settings, numbers, left, min_tokens, sequences, biases
             v -= tl.where(count > 0, frequency * count + presence, 0.0)
     if is_biased | has_penalty | may_not_stop:
         tl.store(logits + at, v, inside)
+    largest = tl.max(tl.where(inside & (v == v), v, -INFINITY), 0)
+    tl.store(most + row * tl.num_programs(1) + tl.program_id(1), largest)
 
 
 @triton.jit
 def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stride, step, tokens, positions, sequences,
-                scores, found, ended, V: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+                most, scores, found, ended, V: tl.constexpr, PART: tl.constexpr, BLOCK: tl.constexpr,
+                OVERLAP: tl.constexpr):
     """
     Find the token of one row among the blocks of this program. The program of the row that ends last takes the best
     one, and lets the row's state go on.
@@ -87,7 +93,10 @@ def draw_kernel(logits, settings, seeds, numbers, left, marks, drawn, drawn_stri
     score, token = tl.full((), 0.0, tl.float64), tl.full((), 0, tl.int32)
     if may_draw > 0:
         key = noise_key(tl.load(seeds + row), number)
-        score, token = token_of(logits + row.to(tl.int64) * V, settings + row * N_SETTINGS, key, V, BLOCK)
+        N_PARTS: tl.constexpr = (V + PART - 1) // PART
+        part = tl.arange(0, triton.next_power_of_2(N_PARTS))
+        largest = tl.max(tl.load(most + row * N_PARTS + part, part < N_PARTS, -INFINITY), 0)
+        score, token = token_of(logits + row.to(tl.int64) * V, settings + row * N_SETTINGS, largest, key, V, BLOCK)
     n_ended = n_others
     if n_others > 0:
         at = row * MOST_PROGRAMS + tl.program_id(1)
@@ -151,29 +160,28 @@ def uniform(key, i):
 
 
 @triton.jit
-def token_of(row, settings, key, V: tl.constexpr, BLOCK: tl.constexpr):
+def token_of(row, settings, largest, key, V: tl.constexpr, BLOCK: tl.constexpr):
     """(score, token) that the settings and the noise of this key draw from the blocks of this program."""
     temperature, top_k = tl.load(settings + TEMPERATURE), tl.load(settings + TOP_K)
     top_p, min_p = tl.load(settings + TOP_P), tl.load(settings + MIN_P).to(tl.float32)
-    few = largest_of_lanes(row, V, BLOCK)
-    largest = tl.max(few[0], 0)
-    score = tl.full((), 1.0, tl.float64)
     if (temperature == 0) | (tl.abs(largest) == INFINITY):  # a penalty can make a logit infinite
-        token = nth_equal(row, largest, 1, V, BLOCK)
+        score, token = first_equal(row, largest, V, BLOCK)
     else:
         factor = tl.maximum(1.0 / temperature, 1e-30).to(tl.float32)
         low, last_equal = tl.full((), -INFINITY, tl.float32), tl.full((), V, tl.int32)
         has_top_k = (top_k > 0) & (top_k < V)
-        if has_top_k:
-            low = threshold(row, few, (largest, 0.0, 0.0, low, V), top_k, V, BLOCK)
-        if top_p < 1:
-            kept = largest, factor, min_p, low, V
-            target = top_p * weight_of(row, kept, V, BLOCK)
-            low = threshold(row, few, kept, target, V, BLOCK)
-            above = weight_of(row, (largest, factor, min_p, number_at(rank(low) + 1), V), V, BLOCK)
-            of_each = weigh(low, 0, kept).to(tl.float64)
-            n_equal = tl.maximum(tl.ceil((target - above) / of_each), 1.0)  # so many that are equal to low are kept
-            last_equal = nth_equal(row, low, n_equal, V, BLOCK)
+        if has_top_k | (top_p < 1):
+            few = largest_of_lanes(row, V, BLOCK)
+            if has_top_k:
+                low = threshold(row, few, (largest, 0.0, 0.0, low, V), top_k, V, BLOCK)
+            if top_p < 1:
+                kept = largest, factor, min_p, low, V
+                target = top_p * weight_of(row, kept, V, BLOCK)
+                low = threshold(row, few, kept, target, V, BLOCK)
+                above = weight_of(row, (largest, factor, min_p, number_at(rank(low) + 1), V), V, BLOCK)
+                of_each = weigh(low, 0, kept).to(tl.float64)
+                n_equal = tl.maximum(tl.ceil((target - above) / of_each), 1.0)  # so many that are equal to low are kept
+                last_equal = nth_equal(row, low, n_equal, V, BLOCK)
         score, token = largest_over_noise(row, (largest, factor, min_p, low, last_equal), key, V, BLOCK)
     return score, token
 
@@ -274,6 +282,16 @@ def nth_equal(row, level, n, V: tl.constexpr, BLOCK: tl.constexpr):
     i, v = read(row, block, V, BLOCK)
     numbers = before_block + tl.cumsum((v == level).to(tl.int32), 0)
     return tl.max(tl.where((v == level) & (numbers <= n), i, 0), 0)
+
+
+@triton.jit
+def first_equal(row, level, V: tl.constexpr, BLOCK: tl.constexpr):
+    """(1.0, index) of the first logit of this program's blocks that is equal to level; (0.0, V) if there is none."""
+    token = tl.full((), V, tl.int32)
+    for start in range(tl.program_id(1) * BLOCK, V, tl.num_programs(1) * BLOCK):
+        i, v = read(row, start, V, BLOCK)
+        token = tl.minimum(token, tl.min(tl.where(v == level, i, V), 0))
+    return (token < V).to(tl.float64), token
 
 
 @triton.jit

@@ -53,7 +53,8 @@ class Step:
         self.frequencies = rotary_frequencies(c.head_dim, c.rope_theta, c.rope_scaling).to(device)
         self.x, self.logits = (torch.zeros(n_rows, n, dtype=torch.float32, device=device)
                                for n in (c.n_embd, c.vocab_size))
-        self.ended = torch.zeros(n_rows, c.n_head, dtype=torch.int32, device=device)
+        # counters of a kernel: of each row's heads, or of the tiles of a narrow linear, 8 rows and 16 numbers at least
+        self.ended = torch.zeros((n_rows + 8) * max(c.n_head, 64), dtype=torch.int32, device=device)
 
     def hidden_states(self, inputs, layers, apart=False):
         """
@@ -70,21 +71,21 @@ class Step:
         for block, kv in zip(t.h, layers):
             attn, mlp = block.attn, block.mlp
             run.normed(x, of_x, block.ln_1, c.norm == 'rms')
-            run.linear(of_x, qkv, attn.c_attn)
+            run.linear(of_x, qkv, attn.c_attn, self.ended)
             run.attend(qkv, q, y, parts, self.ended, angles, attn, kv, inputs, g, apart)
-            run.linear(y, x, attn.c_proj, add=True)
+            run.linear(y, x, attn.c_proj, self.ended, add=True)
             run.normed(x, of_x, block.ln_2, c.norm == 'rms')
             if c.mlp == 'gelu':
-                run.linear(of_x, hidden, mlp.c_fc, activation=c.gelu)
+                run.linear(of_x, hidden, mlp.c_fc, self.ended, activation=c.gelu)
             else:
-                run.linear(of_x, hidden, mlp.c_fc, gate=mlp.c_gate)
-            run.linear(hidden, x, mlp.c_proj, add=True)
+                run.linear(of_x, hidden, mlp.c_fc, self.ended, gate=mlp.c_gate)
+            run.linear(hidden, x, mlp.c_proj, self.ended, add=True)
 
     def head(self, x):
         """Compute the logits of some rows of x."""
         of_x = self.activations(*x.shape)
         self.functions.normed(x, of_x, self.model.transformer.ln_f, self.config.norm == 'rms')
-        self.functions.linear(of_x, self.logits[:len(x)], self.model.lm_head)
+        self.functions.linear(of_x, self.logits[:len(x)], self.model.lm_head, self.ended)
 
     def draw(self, inputs, layers):
         """A whole step in which each row draws the next token of another sequence."""

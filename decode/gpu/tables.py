@@ -11,6 +11,7 @@ BIASED, N_SETTINGS = 7, 8  # columns of the settings of a draw: `decode.draw.NAM
 IS_STOP, IN_PROMPT = 2**29, 2**30
 MOST_STEPS = 64  # of a call
 MOST_PROGRAMS = 16  # that draw for one row
+PART = 1024  # logits of which the largest is known
 N_LANDINGS = 2   # that are under way at a time
 
 # {name: (dtype, numbers of a row)} of what the host writes before a call, into one block of memory
@@ -21,7 +22,7 @@ FIELDS = {'tokens': (torch.int64, 1), 'positions': (torch.int64, 1), 'wanted': (
 ROW_BYTES = sum(dtype.itemsize * n for dtype, n in FIELDS.values())
 
 
-class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'marks', 'scores', 'found', 'ended', 'drawn'])):
+class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'marks', 'most', 'scores', 'found', 'ended', 'drawn'])):
     """
     What R rows of a step read, and how they draw. Types are those of FIELDS.
 
@@ -33,7 +34,7 @@ class StepInputs(namedtuple('StepInputs', [*FIELDS, 'slot_table', 'biases', 'mar
     slot_table: int32 (n_rows, n_columns), see `Columns`. biases: float32 (n_rows, vocab_size), which are read if the
     row is BIASED. marks: int32 (n_rows, vocab_size), of each token how often the sequence has drawn it, and IS_STOP and
     IN_PROMPT. drawn: int64 (MOST_STEPS, R), the result: row number `step` is written, -1 for what has ended.
-    scores, found: float64 and int32 (n_rows, MOST_PROGRAMS), of the programs that draw for a row. ended: int32
+    most: float32 (n_rows, parts), the largest logits of parts of a row. scores, found: float64 and int32 (n_rows, MOST_PROGRAMS), of the programs that draw for a row. ended: int32
     (n_rows,), how many of them have; 0 behind a draw.
     """
 
@@ -61,6 +62,7 @@ class CallTable:
         self.host = {name: t.numpy() for name, t in zip(FIELDS, fields_of(self.host_memory))}
         self.inputs = StepInputs(*fields_of(self.memory), slot_table, zeros(n_rows, vocab_size, dtype=torch.float32),
                                  zeros(n_rows, vocab_size, dtype=torch.int32),
+                                 zeros(n_rows, -(-vocab_size // PART), dtype=torch.float32),
                                  zeros(n_rows, MOST_PROGRAMS, dtype=torch.float64),
                                  zeros(n_rows, MOST_PROGRAMS, dtype=torch.int32), zeros(n_rows, dtype=torch.int32),
                                  zeros(MOST_STEPS, n_rows, dtype=torch.int64))
